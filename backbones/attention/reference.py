@@ -1,0 +1,79 @@
+"""Dense definitions of the attention mechanisms: quadratic, and meant to be obviously right.
+
+Every fast kernel is tested against these. Shapes, here and in the kernels: B images, M heads, H x W tokens of a map,
+N = H * W, D channels a head, G global tokens, w the side of a chunk.
+"""
+
+import torch
+from torch import Tensor
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, *, bias: Tensor | None = None) -> Tensor:
+    """Scaled dot-product attention with an explicit softmax.
+
+    Args:
+        query: (B, M, L, D). key, value: (B, M, S, D).
+        bias: broadcast to (B, M, L, S) and added to the scaled products; -inf forbids a pair.
+
+    Returns:
+        (B, M, L, D)
+    """
+    scores = query @ key.transpose(-2, -1) * query.shape[-1] ** -0.5
+    if bias is not None:
+        scores = scores + bias
+    return scores.softmax(dim=-1) @ value
+
+
+def _axis_neighbourhood(size: int, window_size: int, mode: str) -> tuple[Tensor, Tensor]:
+    """Which keys a query sees along one axis, and where: both (size, size), indexed [query, key].
+
+    The second result is the key's place in the three chunks round the query's own, 0 to 3w - 1; what it holds for
+    keys that are not seen has no meaning.
+    """
+    position = torch.arange(size)
+    chunk = position // window_size
+    num_chunks = -(-size // window_size)
+    step = chunk[None, :] - chunk[:, None]
+    if mode == "cyclic" and num_chunks >= 3:
+        step = (step + 1) % num_chunks - 1
+    seen = step.abs() <= 1
+    if mode == "exact":
+        seen = (position[None, :] - position[:, None]).abs() <= window_size
+    slot = (step + 1) * window_size + (position % window_size)[None, :]
+    return seen, slot.clamp(0, 3 * window_size - 1)
+
+
+def sliding_chunk_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    window_size: int,
+    mode: str = "zero_pad",
+    global_key: Tensor | None = None,
+    global_value: Tensor | None = None,
+    local_bias: Tensor | None = None,
+    global_bias: Tensor | None = None,
+) -> Tensor:
+    """The contract of :func:`backbones.attention.sliding_chunk.sliding_chunk_attention`, with all N x N pairs."""
+    batch, heads, height, width, _ = query.shape
+    seen_rows, slot_rows = _axis_neighbourhood(height, window_size, mode)
+    seen_cols, slot_cols = _axis_neighbourhood(width, window_size, mode)
+    tokens = height * width
+
+    seen = seen_rows[:, None, :, None] & seen_cols[None, :, None, :]
+    bias = query.new_zeros(heads, tokens, tokens)
+    if local_bias is not None:
+        slot = slot_rows[:, None, :, None] * 3 * window_size + slot_cols[None, :, None, :]
+        row, col = torch.arange(height) % window_size, torch.arange(width) % window_size
+        place = (row[:, None] * window_size + col[None, :]).reshape(tokens, 1)
+        bias = local_bias[:, place, slot.reshape(tokens, tokens)]
+    bias = bias.masked_fill(~seen.reshape(tokens, tokens).to(query.device), float("-inf"))
+
+    key, value = key.flatten(2, 3), value.flatten(2, 3)
+    if global_key is not None:
+        if global_bias is None:
+            global_bias = query.new_zeros(heads, global_key.shape[2])
+        bias = torch.cat([global_bias[:, None, :].expand(-1, tokens, -1), bias], dim=-1)
+        key, value = torch.cat([global_key, key], dim=2), torch.cat([global_value, value], dim=2)
+    return attention(query.flatten(2, 3), key, value, bias=bias).unflatten(2, (height, width))

@@ -1,0 +1,277 @@
+"""Vision Longformer attention (ViL section 3.2, appendix C): a local 2-D window and global tokens.
+
+The map is cut into chunks of w x w tokens. A token sees its own chunk, the eight chunks round it and the global
+tokens; the global tokens see everything. Memory is linear in the number of tokens.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from backbones.attention import reference
+from backbones.attention.dense import dense_attention, merge_heads, split_heads
+from backbones.errors import InputError, closest
+from backbones.layers.tracing import static_size
+from backbones.layers.position import WindowRelativeBias
+
+MODES = ("zero_pad", "exact", "cyclic")
+
+# A key that must not be seen is marked in one extra channel, so that one product with the query lowers its score by
+# _PENALTY. The product is split in two factors that float16 can hold.
+_PENALTY = 1e4
+_QUERY_MARK = 16.0
+
+
+def sliding_chunk_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    window_size: int,
+    mode: str = "zero_pad",
+    global_key: Tensor | None = None,
+    global_value: Tensor | None = None,
+    local_bias: Tensor | None = None,
+    global_bias: Tensor | None = None,
+) -> Tensor:
+    """Attention of the local tokens (B images, M heads, H x W tokens, D channels a head, G global tokens, chunks w x w).
+
+    Args:
+        query, key, value: (B, M, H, W, D); any H and W.
+        window_size: w.
+        mode: ``"zero_pad"``, chunks at the border have fewer neighbours; ``"exact"``, only the (2w + 1) x (2w + 1)
+            tokens round each token; ``"cyclic"``, the neighbours of a chunk at the border are those at the opposite
+            border, along an axis of three chunks or more. No key is seen twice in any mode.
+        global_key, global_value: (B, M, G, D), or None for no global token.
+        local_bias: (M, w * w, 9 * w * w), places in a chunk by places in its 3w x 3w neighbourhood, row by row.
+        global_bias: (M, G), added where a local token looks at a global one.
+
+    Returns:
+        (B, M, H, W, D)
+
+    Source: ViL appendix C, "sliding chunk". Rows of chunks are copied three times into strips one chunk wide; three
+    strips side by side are then one contiguous run of keys, and windows over them overlap without further copies.
+    """
+    heads, height, width = query.shape[1:4]
+    channels = static_size(query.shape[4])
+    scale = channels**-0.5
+
+    # (B * rows * M, cols, w * w, D + 1)
+    queries = _chunks(F.pad(query, (0, 1), value=_QUERY_MARK), window_size)
+    keys, values = _with_halo(key, value, window_size, mode, mark=-_PENALTY / (_QUERY_MARK * scale))
+    # (B * rows * M, cols, S, D + 1), S keys of three strips
+    keys = _windows(keys, window_size, global_key)
+    values = _windows(values, window_size, global_value)
+
+    num_global = 0 if global_key is None else static_size(global_key.shape[2])
+    bias = _window_bias(query, window_size, mode, num_global, local_bias, global_bias)
+    if bias is not None:
+        # The heads stand in the batch axis: (B * rows * M, 1, w * w, S)
+        batch_and_rows = queries.shape[0] // heads
+        bias = bias.expand(batch_and_rows, heads, -1, -1).flatten(0, 1)[:, None]
+    output = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, scale=scale)[..., :channels]
+
+    # (B, rows, M, cols, w, w, D) -> (B, M, rows * w, cols * w, D)
+    output = output.unflatten(2, (window_size, window_size)).unflatten(0, (query.shape[0], -1, heads))
+    output = output.permute(0, 2, 1, 4, 3, 5, 6).flatten(4, 5).flatten(2, 3)
+    return output[:, :, :height, :width]
+
+
+def _missing(size: int, window_size: int) -> int:
+    """Tokens that an axis of ``size`` lacks to be a whole number of chunks."""
+    return (window_size - size % window_size) % window_size
+
+
+def _chunks(x: Tensor, window_size: int) -> Tensor:
+    """(B, M, H, W, D) -> (B * rows * M, cols, w * w, D), padded with zeros to whole chunks."""
+    height, width = x.shape[2:4]
+    x = F.pad(x, (0, 0, 0, _missing(width, window_size), 0, _missing(height, window_size)))
+    # (B, M, rows, cols, D, w, w)
+    x = x.unfold(2, window_size, window_size).unfold(3, window_size, window_size)
+    return x.permute(0, 2, 1, 3, 5, 6, 4).flatten(4, 5).flatten(0, 2)
+
+
+def _with_halo(key: Tensor, value: Tensor, window_size: int, mode: str, *, mark: float) -> tuple[Tensor, Tensor]:
+    """Pad keys and values to whole chunks, put one chunk more on every side, and mark what must not be seen.
+
+    Returns:
+        Two (B, M, (rows + 2) * w, (cols + 2) * w, D + 1); the last channel of the keys is ``mark`` for a place that
+        holds no token, or one that is seen elsewhere, and 0 for a token.
+    """
+    height, width = key.shape[2:4]
+    pad_height, pad_width = _missing(height, window_size), _missing(width, window_size)
+    if mode == "cyclic":
+        whole = (0, 0, 0, pad_width, 0, pad_height)
+        rows, hidden_rows = _wrap(height, height + pad_height, window_size, key.device)
+        cols, hidden_cols = _wrap(width, width + pad_width, window_size, key.device)
+        hidden = hidden_rows[:, None] | hidden_cols[None, :]
+        key, value = (F.pad(x, whole).index_select(2, rows).index_select(3, cols) for x in (key, value))
+        value = F.pad(value, (0, 1))
+    else:
+        halo = (window_size, window_size + pad_width, window_size, window_size + pad_height)
+        token = key.new_zeros((), dtype=torch.bool).expand(height, width)
+        hidden = F.pad(token, halo, value=True)
+        key, value = F.pad(key, (0, 0, *halo)), F.pad(value, (0, 1, *halo))
+    marks = hidden.to(key.dtype) * mark
+    return torch.cat([key, marks[:, :, None].expand(*key.shape[:2], -1, -1, -1)], dim=-1), value
+
+
+def _wrap(size: int, padded: int, window_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The source of each place along an axis with its cyclic halo, and whether the place must not be seen."""
+    place = torch.arange(-window_size, padded + window_size, device=device)
+    source = place % padded
+    # With fewer than three chunks the chunk behind the border is a neighbour already.
+    return source, (source >= size) | ~((place == source) | (padded >= 3 * window_size))
+
+
+def _windows(x: Tensor, window_size: int, global_tokens: Tensor | None) -> Tensor:
+    """(B, M, (rows + 2) * w, (cols + 2) * w, D), (B, M, G, D or D - 1) -> (B * rows * M, cols, S, D), overlapping.
+
+    The S keys of a chunk are three strips, each 3w rows of w tokens followed by the global tokens, these filled up
+    with zeros to whole rows.
+    """
+    # (B, rows, M, cols + 2, 3w, w, D)
+    strips = x.unfold(2, 3 * window_size, window_size).unfold(3, window_size, window_size).permute(0, 2, 1, 3, 5, 6, 4)
+    if global_tokens is not None:
+        fill = (0, strips.shape[6] - global_tokens.shape[3], 0, _missing(global_tokens.shape[2], window_size))
+        extra = F.pad(global_tokens, fill).unflatten(2, (-1, window_size))[:, None, :, None]
+        strips = torch.cat([strips, extra.expand(-1, strips.shape[1], -1, strips.shape[3], -1, -1, -1)], dim=4)
+    strip_length = static_size(strips.shape[4]) * window_size
+    return strips.flatten(3, 5).flatten(0, 2).unfold(1, 3 * strip_length, strip_length).transpose(2, 3)
+
+
+def _window_bias(
+    query: Tensor,
+    window_size: int,
+    mode: str,
+    num_global: int,
+    local_bias: Tensor | None,
+    global_bias: Tensor | None,
+) -> Tensor | None:
+    """What is added to the scores of every chunk alike, (M or 1, w * w, S), in the order of :func:`_windows`."""
+    if local_bias is None and mode != "exact" and not num_global:
+        return None
+    places = window_size**2
+    if local_bias is None:
+        local_bias = query.new_zeros(1, places, 9 * places)
+    if mode == "exact":
+        inside = torch.arange(window_size, device=query.device) + window_size
+        around = torch.arange(3 * window_size, device=query.device)
+        near = (inside[:, None] - around[None, :]).abs() <= window_size
+        seen = (near[:, None, :, None] & near[None, :, None, :]).reshape(places, 9 * places)
+        local_bias = local_bias.masked_fill(~seen, float("-inf"))
+    # (M, w * w, 3 strips, 3w * w)
+    bias = local_bias.unflatten(2, (3 * window_size, 3, window_size)).transpose(2, 3).flatten(3, 4)
+    if num_global:
+        if global_bias is None:
+            global_bias = bias.new_zeros(bias.shape[0], num_global)
+        # The global tokens stand in every strip, and count in the middle one.
+        middle = F.pad(global_bias, (0, _missing(num_global, window_size)), value=float("-inf"))
+        strips = F.pad(middle[:, None], (0, 0, 1, 1), value=float("-inf"))
+        bias = torch.cat([bias, strips[:, None].expand(bias.shape[0], places, -1, -1)], dim=3)
+    return bias.flatten(2, 3)
+
+
+BACKENDS = {"sdpa": sliding_chunk_attention, "reference": reference.sliding_chunk_attention}
+
+
+class SlidingChunkAttention(nn.Module):
+    """Multi-head ViL attention over the tokens of a map and its global tokens (ViL section 3.2).
+
+    Args:
+        dim: channels of a token.
+        num_heads: divides ``dim``.
+        window_size: side w of a chunk; the paper's window of 15 is w = 7.
+        num_global_tokens: G, 0 or more.
+        mode: see :func:`sliding_chunk_attention`.
+        relative_bias: whether each offset in the window has a learned bias.
+        shared_projections: whether local and global tokens share query, key, value and output projections.
+        update_globals: whether the global tokens are queries too; the last block of a stage drops them.
+        backend: a key of ``BACKENDS``; ``"reference"`` is quadratic and for debugging.
+
+    Raises:
+        InputError: for an unknown mode or backend.
+    """
+
+    undecayed = ("local_to_global", "global_to_local", "global_to_global")
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        num_heads: int,
+        window_size: int,
+        num_global_tokens: int = 1,
+        mode: str = "zero_pad",
+        relative_bias: bool = False,
+        shared_projections: bool = True,
+        update_globals: bool = True,
+        backend: str = "sdpa",
+    ) -> None:
+        super().__init__()
+        if mode not in MODES:
+            raise InputError(f"unknown attention mode {mode!r}: it is one of {', '.join(MODES)}{closest(mode, MODES)}")
+        if backend not in BACKENDS:
+            raise InputError(f"unknown attention backend {backend!r}: it is one of {', '.join(BACKENDS)}")
+        self.num_heads = num_heads
+        self.window_size = window_size
+        self.mode = mode
+        self.backend = backend
+        self.update_globals = update_globals and num_global_tokens > 0
+        self.query = nn.Linear(dim, dim)
+        self.key_value = nn.Linear(dim, 2 * dim)
+        self.projection = nn.Linear(dim, dim)
+        self.shared_projections = shared_projections
+        if self.update_globals and not shared_projections:
+            self.global_query = nn.Linear(dim, dim)
+            self.global_key_value = nn.Linear(dim, 2 * dim)
+            self.global_projection = nn.Linear(dim, dim)
+
+        self.relative_bias = WindowRelativeBias(window_size, num_heads) if relative_bias else None
+        self.local_to_global = self.global_to_local = self.global_to_global = None
+        if relative_bias and num_global_tokens:
+            self.local_to_global = _bias_parameter(num_heads, num_global_tokens)
+        if relative_bias and self.update_globals:
+            self.global_to_local = _bias_parameter(num_heads, num_global_tokens)
+            self.global_to_global = _bias_parameter(num_heads, num_global_tokens, num_global_tokens)
+
+    def forward(self, tokens: Tensor, global_tokens: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """(B, H, W, C) and (B, G, C) or None -> the same; None for global tokens that are not updated."""
+        key, value = split_heads(self.key_value(tokens), 2 * self.num_heads).chunk(2, dim=1)
+        global_key = global_value = None
+        if global_tokens is not None:
+            global_key, global_value = split_heads(self.key_value(global_tokens), 2 * self.num_heads).chunk(2, dim=1)
+        output = BACKENDS[self.backend](
+            split_heads(self.query(tokens), self.num_heads),
+            key,
+            value,
+            window_size=self.window_size,
+            mode=self.mode,
+            global_key=global_key,
+            global_value=global_value,
+            local_bias=None if self.relative_bias is None else self.relative_bias(),
+            global_bias=self.local_to_global,
+        )
+        output = self.projection(merge_heads(output))
+        if not self.update_globals:
+            return output, None
+
+        query_layer, projection = self.query, self.projection
+        if not self.shared_projections:
+            query_layer, projection = self.global_query, self.global_projection
+            key, value = split_heads(self.global_key_value(tokens), 2 * self.num_heads).chunk(2, dim=1)
+            global_key, global_value = split_heads(self.global_key_value(global_tokens), 2 * self.num_heads).chunk(
+                2, dim=1
+            )
+        key = torch.cat([global_key, key.flatten(2, 3)], dim=2)
+        value = torch.cat([global_value, value.flatten(2, 3)], dim=2)
+        bias = None
+        if self.global_to_global is not None:
+            local = self.global_to_local[:, :, None].expand(-1, -1, tokens.shape[1] * tokens.shape[2])
+            bias = torch.cat([self.global_to_global, local], dim=2)
+        query = split_heads(query_layer(global_tokens), self.num_heads)
+        return output, projection(merge_heads(dense_attention(query, key, value, bias=bias)))
+
+
+def _bias_parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(nn.init.trunc_normal_(torch.empty(shape), std=0.02))

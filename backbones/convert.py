@@ -1,0 +1,233 @@
+"""Official checkpoints in, state dicts of this project out, with a strict report of what became of every name."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from backbones.attention.dense import DenseAttention
+from backbones.build import create_backbone, create_classifier
+from backbones.errors import InputError, explain_unknown_keywords
+from backbones.layers.position import resize_table
+
+_HEAD = "the classification head and its norm are not part of a backbone"
+_COMPUTED = "computed by the model"
+_UNUSED = "never used: the global tokens are dropped after the stage"
+_EMPTY = "an empty tensor: the stage has no global token"
+
+_WRAPPERS = ("module.", "backbone.bottom_up.")
+_PATCH_EMBED = {
+    "cls_token": "global_tokens",
+    "cls_pos_embed": "positions.global_tokens",
+    "x_pos_embed": "positions.rows",
+    "y_pos_embed": "positions.cols",
+    "proj": "patch_embed.projection",
+    "norm_embed": "patch_embed.norm",
+}
+_ATTENTION = {
+    "qkv": "qkv",
+    "query": "query",
+    "kv": "key_value",
+    "proj": "projection",
+    "query_global": "global_query",
+    "kv_global": "global_key_value",
+    "proj_global": "global_projection",
+    "local_relative_position_bias_table": "relative_bias.table",
+}
+_MLP = {"fc1": "expand", "fc2": "contract"}
+_TIED = {"global_query": "query", "global_key_value": "key_value", "global_projection": "projection"}
+
+# Our names and tensors, or why a tensor is dropped, or None where no rule applies.
+_Pieces = dict[str, Tensor] | str | None
+
+
+@dataclasses.dataclass
+class ConversionReport:
+    """What became of the names of an official checkpoint; official names first, ours second.
+
+    Attributes:
+        mapped: official name -> our name.
+        resized: our name -> (official shape, our shape).
+        split: official name -> our names, for tensors that became several.
+        tied: official name -> our name of the parameter that it shares its values with.
+        dropped: official name -> reason.
+    """
+
+    mapped: dict[str, str] = dataclasses.field(default_factory=dict)
+    resized: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = dataclasses.field(default_factory=dict)
+    split: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    tied: dict[str, str] = dataclasses.field(default_factory=dict)
+    dropped: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def summary(self) -> str:
+        """One line: how many names went where."""
+        return ", ".join(f"{len(getattr(self, f.name))} {f.name}" for f in dataclasses.fields(self))
+
+
+@explain_unknown_keywords
+def convert_state_dict(
+    official: Mapping[str, Tensor],
+    name: str,
+    *,
+    classifier: bool = False,
+    model_options: Mapping[str, object] | None = None,
+) -> tuple[dict[str, Tensor], ConversionReport]:
+    """The state dict of ``create_backbone(name, **model_options)`` from that of an official ViL model.
+
+    Args:
+        official: names and tensors of vision-longformer or VisionLongformerForObjectDetection; the prefixes
+            ``module.`` and ``backbone.bottom_up.`` are taken off.
+        name: a variant.
+        classifier: for ``create_classifier`` instead.
+        model_options: the keywords that the model is created with, so that tables get their size.
+
+    Returns:
+        The state dict, which loads with ``strict=True``, and the report.
+
+    Raises:
+        InputError: for a name that no rule explains, a parameter of ours that stays unfilled, or a shape that does
+            not fit; both sides are listed.
+    """
+    create = create_classifier if classifier else create_backbone
+    with torch.device("meta"):
+        model = create(name, **(model_options or {}))
+    conversion = _Conversion(model, "backbone." if classifier else "")
+    unexplained = [key for key, tensor in official.items() if not conversion.take(key, tensor)]
+    unfilled = [key for key in conversion.target if key not in conversion.converted]
+    if unexplained or unfilled:
+        raise InputError(_mismatch(name, unexplained, unfilled))
+    return {key: conversion.converted[key] for key in conversion.target}, conversion.report
+
+
+class _Conversion:
+    """The state of one conversion: the model to fill, what is filled so far, and the report."""
+
+    def __init__(self, model: nn.Module, prefix: str) -> None:
+        self.model = model
+        self.prefix = prefix
+        self.target = model.state_dict()
+        self.converted: dict[str, Tensor] = {}
+        self.report = ConversionReport()
+
+    def take(self, official_name: str, tensor: Tensor) -> bool:
+        """Place one official tensor; False where no rule explains its name."""
+        name = official_name
+        for wrapper in _WRAPPERS:
+            name = name.removeprefix(wrapper)
+        pieces = self._head(name, tensor) if name.startswith(("norm.", "head.")) else self._stage(name, tensor)
+        if isinstance(pieces, str):
+            self.report.dropped[official_name] = pieces
+        elif pieces:
+            self._place(official_name, pieces)
+        return bool(pieces)
+
+    # Each of the next methods gives our names and tensors, or why there are none, or None where no rule applies.
+
+    def _head(self, name: str, tensor: Tensor) -> _Pieces:
+        return {name: tensor} if self.prefix else _HEAD
+
+    def _stage(self, name: str, tensor: Tensor) -> _Pieces:
+        match = re.fullmatch(r"layer(\d)\.(\d+)\.(\w+)(?:\.(.+))?", name)
+        if match is None:
+            return None
+        stage, module = f"{self.prefix}stages.{int(match[1]) - 1}", int(match[2])
+        part, rest = match[3], match[4] or ""
+        if module == 0:
+            return self._patch_embed(stage, part, rest, tensor)
+        block = f"{stage}.blocks.{(module - 1) // 2}"
+        if part == "norm":
+            return {f"{block}.{'attention' if module % 2 else 'mlp'}_norm.{rest}": tensor}
+        layer, _, leaf = rest.partition(".")
+        if part == "mlp" and layer in _MLP:
+            return {f"{block}.mlp.{_MLP[layer]}.{leaf}": tensor}
+        if part == "attn":
+            return self._attention(f"{block}.attention", layer, leaf, tensor)
+        return None
+
+    def _patch_embed(self, stage: str, part: str, rest: str, tensor: Tensor) -> _Pieces:
+        if part not in _PATCH_EMBED:
+            return None
+        if tensor.numel() == 0:
+            return _EMPTY
+        if part in ("x_pos_embed", "y_pos_embed"):
+            tensor = tensor[0]
+        return {".".join(filter(None, (stage, _PATCH_EMBED[part], rest))): tensor}
+
+    def _attention(self, attention: str, layer: str, leaf: str, tensor: Tensor) -> _Pieces:
+        if layer == "relative_position_index":
+            return _COMPUTED
+        try:
+            module = self.model.get_submodule(attention)
+        except AttributeError:
+            return None
+        dense = isinstance(module, DenseAttention)
+        bias = f"{attention}.relative_bias" if dense else attention
+        if layer == "qkv" and not dense:
+            dim = len(tensor) // 3
+            return {f"{attention}.query.{leaf}": tensor[:dim], f"{attention}.key_value.{leaf}": tensor[dim:]}
+        if layer == "g2l_relative_position_bias":
+            pieces = {f"{bias}.global_to_local": tensor[0], f"{bias}.local_to_global": tensor[1]}
+            return pieces if module.update_globals else {f"{bias}.local_to_global": tensor[1]}
+        if layer == "g2g_relative_position_bias":
+            return {f"{bias}.global_to_global": tensor} if module.update_globals else _UNUSED
+        if layer not in _ATTENTION:
+            return None
+        ours = _ATTENTION[layer]
+        if ours in _TIED:
+            if not module.update_globals:
+                return _UNUSED
+            if module.shared_projections:
+                ours = _TIED[ours]
+        return {".".join(filter(None, (attention, ours, leaf))): tensor}
+
+    def _place(self, official_name: str, pieces: Mapping[str, Tensor]) -> None:
+        """Put ``pieces`` into the state dict, resized where that is allowed, and write it into the report."""
+        for key, tensor in pieces.items():
+            tensor = self._fitted(official_name, key, tensor)
+            if key not in self.converted:
+                self.converted[key] = tensor
+            elif torch.equal(self.converted[key], tensor):
+                self.report.tied[official_name] = key
+                return
+            else:
+                raise InputError(
+                    f"{official_name} differs from what {key} already holds: the checkpoint has separate projections "
+                    "for the global tokens; create the model with shared_projections=False"
+                )
+        if len(pieces) > 1:
+            self.report.split[official_name] = tuple(pieces)
+        else:
+            self.report.mapped[official_name] = next(iter(pieces))
+
+    def _fitted(self, official_name: str, key: str, tensor: Tensor) -> Tensor:
+        if key not in self.target:
+            raise InputError(
+                f"{official_name} would be {key}, which this variant does not have: the checkpoint is of another "
+                "variant, or has other global tokens"
+            )
+        old, new = tuple(tensor.shape), tuple(self.target[key].shape)
+        if old == new:
+            return tensor
+        square = key.endswith("relative_bias.table")
+        if not (square or key.endswith(("positions.rows", "positions.cols"))) or old[1:] != new[1:]:
+            raise InputError(
+                f"{official_name} has shape {old}, and {key} of this variant {new}: the checkpoint is of another "
+                "variant, or has other global tokens"
+            )
+        self.report.resized[key] = (old, new)
+        if not square:
+            return resize_table(tensor, new[:1])
+        side, new_side = math.isqrt(old[0]), math.isqrt(new[0])
+        return resize_table(tensor.unflatten(0, (side, side)), (new_side, new_side)).flatten(0, 1)
+
+
+def _mismatch(name: str, unexplained: list[str], unfilled: list[str]) -> str:
+    parts = [f"the checkpoint does not fit {name}"]
+    for label, names in (("no rule explains", unexplained), ("nothing fills", unfilled)):
+        if names:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            parts.append(f"{label} {', '.join(names[:5])}{more}")
+    return "; ".join(parts)

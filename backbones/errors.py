@@ -1,0 +1,35 @@
+"""The one exception for a user's mistake, and how such a message names the closest right spelling."""
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+
+
+class InputError(ValueError):
+    """A user's mistake. The message is one line that names the file, key or value, and the way out."""
+
+
+class UnknownKeywordError(InputError, TypeError):
+    """A keyword that the called function does not have."""
+
+
+def closest(word: str, candidates: Iterable[str]) -> str:
+    """``"; did you mean 'vil_small'?"`` for the candidate most like ``word``, or an empty string."""
+    matches = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.5)
+    return f"; did you mean {matches[0]!r}?" if matches else ""
+
+
+def explain_unknown_keywords(function: Callable) -> Callable:
+    """Decorate ``function`` so that an unknown keyword raises and names the closest known one."""
+    parameters = list(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def checked(*args, **kwargs):
+        for keyword in kwargs:
+            if keyword not in parameters:
+                hint = closest(keyword, parameters) or f"; known: {', '.join(parameters)}"
+                raise UnknownKeywordError(f"{function.__name__} has no keyword {keyword!r}{hint}")
+        return function(*args, **kwargs)
+
+    return checked

@@ -1,0 +1,31 @@
+"""Patch embedding (ViL section 3.1): a strided convolution and a LayerNorm."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def pad_to_multiple(maps: Tensor, multiple: int) -> Tensor:
+    """(B, C, H, W) with zeros below and on the right, so that ``multiple`` divides both sides."""
+    pad_height, pad_width = (-maps.shape[2]) % multiple, (-maps.shape[3]) % multiple
+    if not torch.jit.is_tracing() and not pad_height and not pad_width:
+        return maps
+    return F.pad(maps, (0, pad_width, 0, pad_height))
+
+
+class PatchEmbed(nn.Module):
+    """Cut a map into patches and embed each: a convolution with kernel = stride = ``patch_size``, then LayerNorm.
+
+    A height or width that is no multiple of ``patch_size`` is padded with zeros below and on the right.
+    """
+
+    def __init__(self, in_channels: int, dim: int, *, patch_size: int, norm_eps: float = 1e-6) -> None:
+        super().__init__()
+        self.patch_size = patch_size
+        self.projection = nn.Conv2d(in_channels, dim, kernel_size=patch_size, stride=patch_size)
+        self.norm = nn.LayerNorm(dim, eps=norm_eps)
+
+    def forward(self, maps: Tensor) -> Tensor:
+        """(B, C, H, W) -> (B, ceil(H / patch), ceil(W / patch), dim)."""
+        maps = self.projection(pad_to_multiple(maps, self.patch_size))
+        return self.norm(maps.permute(0, 2, 3, 1))

@@ -1,0 +1,18 @@
+"""What a model must know of ``torch.jit.trace`` to stay right for images of other sizes."""
+
+import warnings
+
+import torch
+
+
+def static_size(size: int) -> int:
+    """A size that does not depend on the image (channels, heads, global tokens) as a plain integer.
+
+    In a trace every size is a tensor; for these it is meant that the trace keeps the value, so its warning is not
+    raised.
+    """
+    if not torch.jit.is_tracing():
+        return size
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", torch.jit.TracerWarning)
+        return int(size)

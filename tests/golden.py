@@ -1,0 +1,61 @@
+"""The reference outputs of the official implementations (``../shared/reference``), and the weights that made them."""
+
+import json
+import os
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+SHARED = Path(os.environ.get("VIL_SHARED", Path(__file__).resolve().parents[2] / "shared"))
+GOLDEN = SHARED / "reference" / "golden"
+
+
+def golden(name: str) -> dict:
+    """The file of that name; the test skips where the reference data is absent."""
+    path = GOLDEN / f"{name}.json"
+    if not path.exists():
+        pytest.skip(f"the reference data is not here: {path}")
+    return json.loads(path.read_text())
+
+
+def golden_state_dict(reference: dict) -> dict[str, torch.Tensor]:
+    """The official checkpoint: every weight is a function of its name (``reference/README.md``)."""
+    weights = {}
+    for name, entry in reference["state_dict"].items():
+        if name in reference["integer_buffers_not_filled"]:
+            weights[name] = torch.zeros(entry["shape"], dtype=getattr(torch, entry["dtype"]))
+            continue
+        source = reference["aliases"].get(name, name)
+        weights[name] = torch.from_numpy(_fill(source, entry["shape"]))
+    return weights
+
+
+def golden_images(reference: dict) -> torch.Tensor:
+    entry = reference["input"]
+    images = np.random.RandomState(entry["seed"]).standard_normal(entry["shape"])
+    return torch.from_numpy(images.astype(np.float32))
+
+
+def assert_close_to_golden(output: torch.Tensor, expected: dict) -> None:
+    """Shape, and each listed value within 2e-4 of the largest one, as the reference data's README has it."""
+    assert list(output.shape) == expected["shape"]
+    values = output.reshape(-1)[torch.tensor(expected["index"])].double()
+    difference = (values - torch.tensor(expected["value"], dtype=torch.float64)).abs().max().item()
+    assert difference <= 2e-4 * expected["max"]
+    assert abs(output.double().std(correction=0).item() - expected["std"]) <= 2e-4 * expected["max"]
+
+
+def _fill(name: str, shape: list[int]) -> np.ndarray:
+    seed = zlib.crc32(name.encode()) % 2**32
+    z = np.random.RandomState(seed).standard_normal(shape).astype(np.float32)
+    last = name.split(".")[-1]
+    if last == "running_var":
+        return 1 + 0.1 * np.abs(z)
+    if last == "weight":
+        return 1 + 0.1 * z if z.ndim == 1 else z / np.sqrt(np.prod(z.shape[1:])).astype(np.float32)
+    if "offset" in name and last == "bias":
+        return 0.5 * z
+    return 0.1 * z
