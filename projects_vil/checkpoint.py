@@ -1,0 +1,94 @@
+"""Checkpoints that fit, or a clear word: no tensor is left random without being named."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from detectron2.checkpoint import DetectionCheckpointer
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from backbones import InputError
+
+# The layers whose size is the number of classes.
+_PREDICTORS = ("head.cls_score", "box_predictor.cls_score", "box_predictor.bbox_pred", "mask_head.predictor")
+
+
+class Checkpointer(DetectionCheckpointer):
+    """detectron2's checkpointer, strict: what a file leaves random is a part that the file does not have at all.
+
+    A file may lack FPN and heads as a whole (a pretrained backbone), and predictors may be of another number of
+    classes: these are named in the log and start anew. Anything else that does not fit raises.
+    """
+
+    def load(self, path: str, *args, **kwargs) -> dict[str, Any]:
+        """As detectron2's.
+
+        Raises:
+            InputError: for a file that is missing or unreadable, or of another model.
+        """
+        if path and "://" not in path and not Path(path).is_file():
+            raise InputError(f"there is no weights file {path} (MODEL.WEIGHTS)")
+        self._path = path
+        return super().load(path, *args, **kwargs)
+
+    def _load_file(self, filename: str) -> dict[str, Any]:
+        return read_checkpoint(filename)
+
+    def _load_model(self, checkpoint: dict[str, Any]):
+        # A whole part may be missing; a part that is there must be there as a whole.
+        held = {_part(name) for name in checkpoint["model"]}
+        incompatible = super()._load_model(checkpoint)
+        if incompatible is None:
+            return None
+        wrong = [entry for entry in incompatible.incorrect_shapes if not any(p in entry[0] for p in _PREDICTORS)]
+        if wrong:
+            name, theirs, ours = wrong[0]
+            raise InputError(
+                f"{self._path} is of another model: {len(wrong)} shapes differ, {name} is {tuple(theirs)} there and "
+                f"{tuple(ours)} here"
+            )
+        unexpected = [name for name in incompatible.unexpected_keys if "pixel_" not in name]
+        missing = [name for name in incompatible.missing_keys if _part(name) in held]
+        if unexpected or missing or not held:
+            first = (unexpected or missing or ["nothing"])[0]
+            raise InputError(
+                f"{self._path} is of another model: {len(unexpected)} names in it fit nothing and {len(missing)} "
+                f"parameters of the model are not in it, such as {first}"
+            )
+        return incompatible
+
+
+def read_checkpoint(path: str | Path) -> dict[str, Any]:
+    """A ``.pth`` or ``.safetensors`` file as ``{"model": state dict, ...}``; no code in a file is ever run.
+
+    Raises:
+        InputError: for a file that cannot be read so.
+    """
+    path = str(path)
+    if path.endswith(".safetensors"):
+        try:
+            return {"model": load_file(path)}
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"{path} is no safetensors file: {_first_line(error)}") from error
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError, OSError, ValueError, KeyError) as error:
+        raise InputError(f"{path} is no checkpoint of tensors only: {_first_line(error)}") from error
+    if not isinstance(loaded, dict):
+        raise InputError(f"{path} holds a {type(loaded).__name__}, not a state dict")
+    state_dict = loaded.get("model", loaded)
+    if not isinstance(state_dict, dict) or not any(isinstance(value, torch.Tensor) for value in state_dict.values()):
+        raise InputError(f"{path} holds no state dict of a model")
+    return loaded if "model" in loaded else {"model": loaded}
+
+
+def _part(name: str) -> str:
+    """Which part of a detector a parameter belongs to: ``backbone.bottom_up``, ``backbone``, or a head."""
+    return "backbone.bottom_up" if name.startswith("backbone.bottom_up.") else name.partition(".")[0]
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:200]

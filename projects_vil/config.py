@@ -1,0 +1,89 @@
+"""The configuration keys of this project, and how a config file is read."""
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import yaml
+from detectron2.config import CfgNode as CN
+from detectron2.config import get_cfg
+
+from backbones.errors import InputError, closest
+
+
+def add_vil_config(cfg: CN) -> None:
+    """Add ``MODEL.TRANSFORMER`` and the solver's and datasets' keys of this project to a detectron2 config."""
+    cfg.MODEL.TRANSFORMER = CN()
+    # A name of backbones.list_variants(): vil_tiny_rpb has relative bias, vil_tiny absolute positions.
+    cfg.MODEL.TRANSFORMER.NAME = "vil_tiny_rpb"
+    # Stages that feed FPN; empty for those in MODEL.FPN.IN_FEATURES.
+    cfg.MODEL.TRANSFORMER.OUT_FEATURES = []
+    # Rate of stochastic depth of the last block, growing linearly from 0 at the first.
+    cfg.MODEL.TRANSFORMER.DROP_PATH = 0.1
+    # Largest image side in pixels that tables of absolute positions are made for.
+    cfg.MODEL.TRANSFORMER.MAX_IMG_SIZE = 1333
+    # Compute activations again in the backward pass: less memory, about a third more time.
+    cfg.MODEL.TRANSFORMER.ACTIVATION_CHECKPOINTING = False
+    # "sdpa", or "reference" (quadratic, for debugging).
+    cfg.MODEL.TRANSFORMER.ATTENTION_BACKEND = "sdpa"
+    # "zero_pad", "exact" or "cyclic" (ViL, appendix C).
+    cfg.MODEL.TRANSFORMER.ATTENTION_MODE = "zero_pad"
+    # Global tokens of each stage; empty for the variant's own.
+    cfg.MODEL.TRANSFORMER.GLOBAL_TOKENS = []
+
+    # "ADAMW" or "SGD".
+    cfg.SOLVER.OPTIMIZER = "ADAMW"
+    # Pairs of a pattern (shell style, on full parameter names) and what the learning rate is multiplied by there.
+    cfg.SOLVER.LR_MULTIPLIERS = []
+
+    # COCO-format datasets to register: [name, annotation file, image folder], each.
+    cfg.DATASETS.COCO = []
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> CN:
+    """detectron2's defaults, this project's keys, the file (with its ``_BASE_`` chain) and the overrides, frozen.
+
+    Args:
+        path: a YAML config.
+        overrides: keys and values by turns, as on detectron2's command line.
+
+    Raises:
+        InputError: for a missing file, bad YAML, an unknown key (naming the closest) or a value of a wrong type.
+    """
+    cfg = get_cfg()
+    add_vil_config(cfg)
+    if not Path(path).is_file():
+        raise InputError(f"there is no config file {path}")
+    try:
+        cfg.merge_from_file(str(path), allow_unsafe=False)
+    except yaml.YAMLError as error:
+        raise InputError(f"{path} is not a YAML config: {_one_line(error)}") from error
+    except (KeyError, ValueError, AssertionError, OSError) as error:
+        raise InputError(f"{path}: {_explain(error, cfg)}") from error
+    if len(overrides) % 2:
+        raise InputError(f"overrides are keys and values by turns; {overrides[-1]!r} has no value")
+    try:
+        cfg.merge_from_list(list(overrides))
+    except (KeyError, ValueError, AssertionError) as error:
+        raise InputError(f"{_explain(error, cfg)} (among the overrides {' '.join(overrides)})") from error
+    cfg.freeze()
+    return cfg
+
+
+def _explain(error: Exception, cfg: CN) -> str:
+    message = _one_line(error.args[0] if error.args else error)
+    match = re.search(r"Non-existent (?:config )?key: ([\w.]+)", message)
+    if match is None:
+        return message
+    return f"unknown config key {match[1]}{closest(match[1], _keys(cfg))}"
+
+
+def _keys(node: CN, prefix: str = "") -> Iterable[str]:
+    for key, value in node.items():
+        yield prefix + key
+        if isinstance(value, CN):
+            yield from _keys(value, f"{prefix}{key}.")
+
+
+def _one_line(message: object) -> str:
+    return " ".join(str(message).split())

@@ -1,0 +1,270 @@
+"""Predictions beside ground truth in one PNG, and the lines that say what a training run reached."""
+
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import cv2
+import numpy as np
+from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.data.detection_utils import read_image
+from detectron2.structures import BoxMode
+from detectron2.utils.colormap import colormap
+from detectron2.utils.visualizer import Visualizer
+
+from backbones.errors import InputError, closest
+
+PANEL_WIDTH, PANEL_HEIGHT = 480, 560  # pixels; a drawn image fills one of them
+HEADER = 28  # pixels of the title strip over a panel
+GAP = 8  # pixels between panels
+MAX_IMAGES = 32
+TITLE_FONT, TITLE_SCALE = cv2.FONT_HERSHEY_SIMPLEX, 0.45
+LABEL_POINTS = 9
+LABEL_HEIGHT, CHARACTER_WIDTH = 17, 7.6  # pixels of a label at LABEL_POINTS, roughly
+
+
+def draw_results(
+    dataset_name: str,
+    predictions_file: str | Path,
+    output_png: str | Path,
+    *,
+    num_images: int = 8,
+    score_threshold: float = 0.5,
+) -> int:
+    """Draw a contact sheet: a row for each image, ground truth on the left, predictions on the right.
+
+    The images are spread evenly over the dataset and enlarged or reduced to one panel size.
+
+    Args:
+        dataset_name: a name in detectron2's DatasetCatalog.
+        predictions_file: the ``coco_instances_results.json`` that COCOEvaluator wrote for that dataset.
+        output_png: the PNG to write; its folder is created.
+        num_images: rows, 1 to 32; all images where the dataset has fewer.
+        score_threshold: predictions below it are left out, in [0, 1].
+
+    Returns the number of images in the dataset.
+
+    Raises:
+        InputError: a value out of range, an unknown dataset, or files that cannot be read or do not belong
+            together.
+    """
+    _check_options(num_images, score_threshold)
+    records = _dataset_records(dataset_name)
+    metadata = MetadataCatalog.get(dataset_name)
+    predictions = _read_predictions(Path(predictions_file), dataset_name, records, metadata)
+    rows = []
+    for index in np.unique(np.linspace(0, len(records) - 1, num_images).round().astype(int)):
+        record = records[index]
+        kept = [item for item in predictions[record["image_id"]] if item["score"] >= score_threshold]
+        rows.append(_draw_row(record, kept, metadata, score_threshold))
+    _write_png(Path(output_png), _stack(rows, title=f"{dataset_name}: {len(rows)} of {len(records)} images"))
+    return len(records)
+
+
+def summarize_run(run: str | Path, dataset_name: str, *, num_images: int, drawing: str | Path) -> list[str]:
+    """The last lines of a run: average precision on ``dataset_name``, and the files that hold the results.
+
+    Args:
+        run: output folder of ``tools/train_net.py``, with ``evaluation.json``.
+        num_images: images in the dataset.
+        drawing: the PNG that ``draw_results`` wrote.
+
+    Raises:
+        InputError: ``evaluation.json`` is missing, is not JSON or has no figures for the dataset.
+    """
+    run = Path(run)
+    evaluation_file = run / "evaluation.json"
+    evaluation = _read_json(evaluation_file, hint="evaluate the run with tools/train_net.py --eval-only")
+    box, mask = (_average_precision(evaluation, dataset_name, task) for task in ("bbox", "segm"))
+    if box is None:
+        raise InputError(f"{evaluation_file} has no box AP for {dataset_name!r}; evaluate the run on it")
+    figures = f"box AP {box:.1f}" + (f"   mask AP {mask:.1f}" if mask is not None else "")
+    return [
+        f"{figures}   ({dataset_name}, {num_images} images)",
+        f"results in {run}: {', '.join(_result_names(run, Path(drawing)))}",
+    ]
+
+
+def _average_precision(evaluation: dict, dataset_name: str, task: str) -> float | None:
+    try:
+        return float(evaluation[dataset_name][task]["AP"])
+    except (LookupError, TypeError, ValueError):
+        return None
+
+
+def _result_names(run: Path, drawing: Path) -> list[str]:
+    weights = run / "model_final.pth"
+    if not weights.exists():
+        weights = max(run.glob("model_*.pth"), default=weights)
+    names = [path.name for path in (weights, run / "evaluation.json") if path.exists()]
+    if (run / "export").is_dir():
+        names.append("export/")
+    return [*names, drawing.name if drawing.parent == run else str(drawing)]
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def _check_options(num_images: int, score_threshold: float) -> None:
+    if not 1 <= num_images <= MAX_IMAGES:
+        raise InputError(f"--num-images is {num_images}; it must be 1 to {MAX_IMAGES}")
+    if not 0 <= score_threshold <= 1:
+        raise InputError(f"--score-threshold is {score_threshold}; it must be 0 to 1")
+
+
+def _dataset_records(dataset_name: str) -> list[dict]:
+    known = DatasetCatalog.list()
+    if dataset_name not in known:
+        raise InputError(f"dataset {dataset_name!r} is not registered{closest(dataset_name, known)}")
+    try:
+        records = DatasetCatalog.get(dataset_name)
+    except InputError:
+        raise
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read the annotations of dataset {dataset_name!r}: {error}") from error
+    if not records:
+        raise InputError(f"dataset {dataset_name!r} has no images")
+    return records
+
+
+def _read_json(path: Path, *, hint: str):
+    try:
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise InputError(f"cannot read {path} ({error.strerror}); {hint}") from error
+    except ValueError as error:
+        raise InputError(f"{path} is not JSON ({error}); {hint}") from error
+
+
+def _read_predictions(path: Path, dataset_name: str, records: list[dict], metadata) -> dict[int, list[dict]]:
+    """Predictions by image id, with ``category_id`` mapped to the contiguous class index."""
+    hint = f"evaluate the model on {dataset_name!r} to write it"
+    content = _read_json(path, hint=hint)
+    class_indices = _class_indices(metadata)
+    sizes = {record["image_id"]: [record["height"], record["width"]] for record in records}
+    predictions = defaultdict(list)
+    for result in content if isinstance(content, list) else [content]:
+        if not _is_coco_result(result):
+            raise InputError(f"{path} is no list of COCO results; {hint}")
+        image_id, category_id, mask = result["image_id"], result["category_id"], result.get("segmentation")
+        size_matches = mask is None or mask["size"] == sizes.get(image_id)
+        if not (image_id in sizes and category_id in class_indices and size_matches):
+            what = f"image {image_id}, category {category_id}"
+            raise InputError(f"{path} ({what}) does not fit {dataset_name!r}: another dataset's? {hint}")
+        predictions[image_id].append(result | {"category_id": class_indices[category_id]})
+    return predictions
+
+
+def _is_coco_result(result) -> bool:
+    types = {"image_id": int | str, "category_id": int, "bbox": list, "score": int | float}
+    if not isinstance(result, dict):
+        return False
+    if not all(isinstance(result.get(key), kind) for key, kind in types.items()):
+        return False
+    mask = result.get("segmentation")
+    is_mask = mask is None or (isinstance(mask, dict) and {"size", "counts"} <= mask.keys())
+    return is_mask and len(result["bbox"]) == 4
+
+
+def _class_indices(metadata) -> dict[int, int]:
+    """Class index of each of the dataset's own category ids."""
+    identity = {index: index for index in range(len(metadata.thing_classes))}
+    return metadata.get("thing_dataset_id_to_contiguous_id", identity)
+
+
+def _read_record_image(record: dict) -> np.ndarray:
+    """The record's image (H, W, 3) uint8 RGB."""
+    path = record["file_name"]
+    try:
+        image = read_image(path, "RGB")
+    except OSError as error:
+        raise InputError(f"cannot read image {path} ({error.strerror or 'no known image format'})") from error
+    expected = record["height"], record["width"]
+    if image.shape[:2] != expected:
+        raise InputError(f"{path} is {image.shape[:2]} pixels high and wide, its annotations say {expected}")
+    return image
+
+
+# -- drawing ---------------------------------------------------------------------------------------
+
+
+def _draw_row(record: dict, predictions: list[dict], metadata, score_threshold: float) -> np.ndarray:
+    """Ground truth and predictions of one image: (row height, row width, 3) uint8 RGB."""
+    image = _read_record_image(record)
+    truth = record.get("annotations", [])
+    size = f"image {record['image_id']}, {record['height']} x {record['width']}"
+    left = _draw_panel(image, truth, metadata, title=f"ground truth: {len(truth)} ({size})")
+    title = f"predictions: {len(predictions)} (score >= {score_threshold:g})"
+    right = _draw_panel(image, predictions, metadata, title=title)
+    return np.hstack([left, np.full((len(left), GAP, 3), 255, np.uint8), right])
+
+
+def _draw_panel(image: np.ndarray, instances: list[dict], metadata, *, title: str) -> np.ndarray:
+    """``image`` with instances drawn, below a title: (HEADER + drawn height, PANEL_WIDTH, 3) uint8 RGB."""
+    height, width = image.shape[:2]
+    scale = min(PANEL_WIDTH / width, PANEL_HEIGHT / height)
+    visualizer = Visualizer(image, metadata, scale=scale)
+    boxes = np.array([_corners(item) for item in instances]).reshape(-1, 4)
+    colors = [_class_color(item["category_id"], metadata) for item in instances]
+    masks = [item.get("segmentation") or [] for item in instances]
+    visualizer.overlay_instances(boxes=boxes, masks=masks, assigned_colors=colors, alpha=0.3)
+    for item, box, color in zip(instances, boxes, colors, strict=True):
+        _draw_label(visualizer, _label(item, metadata.thing_classes), box, color)
+    drawn = visualizer.output.get_image()[:PANEL_HEIGHT, :PANEL_WIDTH]
+    panel = np.full((HEADER + round(height * scale), PANEL_WIDTH, 3), 255, np.uint8)
+    left = (PANEL_WIDTH - drawn.shape[1]) // 2
+    panel[HEADER : HEADER + drawn.shape[0], left : left + drawn.shape[1]] = drawn
+    return _put_title(panel, title)
+
+
+def _corners(item: dict) -> list[float]:
+    """Box as left, top, right, bottom in pixels; COCO results carry no ``bbox_mode``."""
+    return BoxMode.convert(item["bbox"], item.get("bbox_mode", BoxMode.XYWH_ABS), BoxMode.XYXY_ABS)
+
+
+def _draw_label(visualizer: Visualizer, label: str, box: np.ndarray, color: np.ndarray) -> None:
+    """Draw over the box's top left corner, inside the image, at one size whatever the image's scale.
+
+    detectron2's own labels shrink with the box and with the image, too far to read on small images.
+    """
+    scale = visualizer.output.scale
+    left = min(box[0], visualizer.output.width - len(label) * CHARACTER_WIDTH / scale)
+    position = max(left, 0), max(box[1] - LABEL_HEIGHT / scale, 0)
+    light = (1 + color) / 2
+    visualizer.draw_text(
+        label, position, font_size=LABEL_POINTS / scale, color=light, horizontal_alignment="left"
+    )
+
+
+def _label(item: dict, class_names: list[str]) -> str:
+    label = class_names[item["category_id"]]
+    if item.get("iscrowd"):
+        label += " (crowd)"
+    return f"{label} {item['score']:.0%}" if "score" in item else label
+
+
+def _class_color(class_index: int, metadata) -> np.ndarray:
+    """RGB (3,) in [0, 1], the same in all panels: the dataset's ``thing_colors`` if it has them."""
+    colors = np.array(metadata.get("thing_colors", colormap(rgb=True, maximum=255))) / 255
+    return colors[class_index % len(colors)]
+
+
+def _put_title(panel: np.ndarray, title: str) -> np.ndarray:
+    return cv2.putText(panel, title, (4, HEADER - 9), TITLE_FONT, TITLE_SCALE, (0, 0, 0), 1, cv2.LINE_AA)
+
+
+def _stack(rows: list[np.ndarray], *, title: str) -> np.ndarray:
+    width = rows[0].shape[1]
+    header = _put_title(np.full((HEADER, width, 3), 255, np.uint8), title)
+    return np.vstack([header, *rows])
+
+
+def _write_png(path: Path, image: np.ndarray) -> None:
+    encoded, buffer = cv2.imencode(".png", image[..., ::-1])
+    if not encoded:
+        raise RuntimeError(f"OpenCV could not encode {path}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(buffer.tobytes())
+    except OSError as error:
+        raise InputError(f"cannot write {path} ({error.strerror}); choose another --output") from error

@@ -1,0 +1,27 @@
+"""Write a small COCO-format dataset of drawn shapes.
+
+Example:
+    python tools/make_shapes_dataset.py datasets/shapes --num-train 400 --num-val 100
+"""
+
+import argparse
+
+from projects_vil.cli import run_tool
+from projects_vil.shapes import describe, write_shapes_dataset
+
+
+def main(argv=None):
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser.add_argument("output", metavar="OUT", help="folder to write: OUT/annotations, OUT/train, OUT/val")
+    parser.add_argument("--num-train", type=int, default=400, metavar="N", help="train images (default 400)")
+    parser.add_argument("--num-val", type=int, default=100, metavar="N", help="val images (default 100)")
+    parser.add_argument("--short-side", type=int, default=128, metavar="S", help="mean pixels (default 128)")
+    parser.add_argument("--seed", type=int, default=0, metavar="K", help="same seed, same bytes (default 0)")
+    parser.add_argument("--overwrite", action="store_true", help="replace a shapes dataset that lies in OUT")
+    options = vars(parser.parse_args(argv))
+    print(describe(write_shapes_dataset(options.pop("output"), **options)))
+
+
+if __name__ == "__main__":
+    run_tool(main)

@@ -1,0 +1,42 @@
+"""Draw a run's predictions beside ground truth into a PNG, then say what the run reached and where it lies.
+
+Example:
+    python tools/visualize_results.py --run output/demo_retinanet --num-images 8
+"""
+
+import argparse
+from pathlib import Path
+
+from projects_vil.cli import run_tool
+
+
+def main(argv=None):
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser.add_argument("--run", required=True, type=Path, metavar="DIR", help="OUTPUT_DIR of train_net.py")
+    parser.add_argument("--dataset", metavar="NAME", help="default: the run's first DATASETS.TEST")
+    parser.add_argument("--output", type=Path, metavar="PNG", help="default: DIR/predictions.png")
+    parser.add_argument("--num-images", type=int, default=8, metavar="N", help="rows to draw (default 8)")
+    parser.add_argument("--score-threshold", type=float, default=0.5, metavar="T", help="default 0.5")
+    args = parser.parse_args(argv)
+
+    from projects_vil.config import load_config
+    from projects_vil.data import register_datasets
+    from projects_vil.visualize import draw_results, summarize_run
+
+    cfg = load_config(args.run / "config.yaml")
+    register_datasets(cfg)
+    dataset_name = args.dataset or cfg.DATASETS.TEST[0]
+    drawing = args.output or args.run / "predictions.png"
+    num_images = draw_results(
+        dataset_name,
+        args.run / "inference" / "coco_instances_results.json",
+        drawing,
+        num_images=args.num_images,
+        score_threshold=args.score_threshold,
+    )
+    print("\n".join(summarize_run(args.run, dataset_name, num_images=num_images, drawing=drawing)))
+
+
+if __name__ == "__main__":
+    run_tool(main)
