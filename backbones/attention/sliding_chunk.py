@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from backbones.attention import reference
 from backbones.attention.dense import dense_attention, merge_heads, split_heads
 from backbones.errors import InputError, closest
-from backbones.layers.tracing import static_size
+from backbones.layers.overlap import threes
 from backbones.layers.position import WindowRelativeBias
+from backbones.layers.tracing import static_size
 
 MODES = ("zero_pad", "exact", "cyclic")
 
@@ -53,6 +54,8 @@ def sliding_chunk_attention(
     strips side by side are then one contiguous run of keys, and windows over them overlap without further copies.
     """
     heads, height, width = query.shape[1:4]
+    if not torch.jit.is_tracing() and mode != "exact" and max(height, width) <= 2 * window_size:
+        return _whole_map_attention(query, key, value, window_size, global_key, global_value, local_bias, global_bias)
     channels = static_size(query.shape[4])
     scale = channels**-0.5
 
@@ -75,6 +78,50 @@ def sliding_chunk_attention(
     output = output.unflatten(2, (window_size, window_size)).unflatten(0, (query.shape[0], -1, heads))
     output = output.permute(0, 2, 1, 4, 3, 5, 6).flatten(4, 5).flatten(2, 3)
     return output[:, :, :height, :width]
+
+
+def _whole_map_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window_size: int,
+    global_key: Tensor | None,
+    global_value: Tensor | None,
+    local_bias: Tensor | None,
+    global_bias: Tensor | None,
+) -> Tensor:
+    """:func:`sliding_chunk_attention` on a map of at most two chunks a side, where every token sees every other.
+
+    Source: ViL section 3.2, "equivalent to full attention", as in the last two stages at 224 x 224.
+    """
+    heads, height, width = query.shape[1:4]
+    bias = None
+    if local_bias is not None:
+        row_place, row_slot = _places_and_slots(height, window_size, query.device)
+        col_place, col_slot = _places_and_slots(width, window_size, query.device)
+        place = row_place[:, None] * window_size + col_place
+        slot = row_slot[:, None, :, None] * 3 * window_size + col_slot[None, :, None, :]
+        index = place[:, :, None, None] * 9 * window_size**2 + slot
+        # (M, H * W, H * W)
+        bias = local_bias.flatten(1)[:, index.flatten(2, 3).flatten(0, 1)]
+    if global_key is not None:
+        if bias is not None or global_bias is not None:
+            tokens, num_global = height * width, global_key.shape[2]
+            bias = query.new_zeros(heads, tokens, tokens) if bias is None else bias
+            to_global = bias.new_zeros(heads, num_global) if global_bias is None else global_bias
+            bias = torch.cat([to_global[:, None].expand(-1, tokens, -1), bias], dim=2)
+        key = torch.cat([global_key, key.flatten(2, 3)], dim=2)
+        value = torch.cat([global_value, value.flatten(2, 3)], dim=2)
+    else:
+        key, value = key.flatten(2, 3), value.flatten(2, 3)
+    return dense_attention(query.flatten(2, 3), key, value, bias=bias).unflatten(2, (height, width))
+
+
+def _places_and_slots(size: int, window_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Along an axis: each query's place in its chunk, (size,), and each key's in the query's three, (size, size)."""
+    position = torch.arange(size, device=device)
+    first_slot = (position // window_size - 1) * window_size
+    return position % window_size, position[None, :] - first_slot[:, None]
 
 
 def _missing(size: int, window_size: int) -> int:
@@ -131,13 +178,13 @@ def _windows(x: Tensor, window_size: int, global_tokens: Tensor | None) -> Tenso
     with zeros to whole rows.
     """
     # (B, rows, M, cols + 2, 3w, w, D)
-    strips = x.unfold(2, 3 * window_size, window_size).unfold(3, window_size, window_size).permute(0, 2, 1, 3, 5, 6, 4)
+    strips = threes(x, 2, window_size).unfold(3, window_size, window_size).permute(0, 2, 1, 3, 5, 6, 4)
     if global_tokens is not None:
         fill = (0, strips.shape[6] - global_tokens.shape[3], 0, _missing(global_tokens.shape[2], window_size))
         extra = F.pad(global_tokens, fill).unflatten(2, (-1, window_size))[:, None, :, None]
         strips = torch.cat([strips, extra.expand(-1, strips.shape[1], -1, strips.shape[3], -1, -1, -1)], dim=4)
     strip_length = static_size(strips.shape[4]) * window_size
-    return strips.flatten(3, 5).flatten(0, 2).unfold(1, 3 * strip_length, strip_length).transpose(2, 3)
+    return threes(strips.flatten(3, 5).flatten(0, 2), 1, strip_length).transpose(2, 3)
 
 
 def _window_bias(

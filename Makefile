@@ -1,0 +1,59 @@
+# `make` alone lists the targets. PYTHON chooses the interpreter that .venv is made with.
+PYTHON ?= python3
+DETECTOR ?= retinanet
+ARGS ?=
+
+RUN := .venv/bin/python
+OUT := output/demo_$(DETECTOR)
+
+ifneq ($(filter demo,$(MAKECMDGOALS)),)
+ifneq ($(DETECTOR),retinanet)
+ifneq ($(DETECTOR),mask_rcnn)
+$(error DETECTOR=$(DETECTOR) is not known: it is retinanet or mask_rcnn)
+endif
+endif
+endif
+
+.PHONY: help demo test lint clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: export DETECTRON2_DATASETS := $(CURDIR)/datasets
+demo: .venv/.stamp ## make a small dataset, train, evaluate, export, draw; DETECTOR=retinanet (default) or mask_rcnn
+	@$(RUN) tools/make_shapes_dataset.py datasets/shapes
+	@$(RUN) tools/train_net.py --config-file configs/demo/$(DETECTOR)_vil_shapes.yaml OUTPUT_DIR $(OUT)
+	@$(RUN) tools/export_model.py --config-file $(OUT)/config.yaml --weights $(OUT)/model_final.pth \
+		--format torchscript --output $(OUT)/export
+	@$(RUN) tools/visualize_results.py --run $(OUT)
+
+test: .venv/.stamp ## run the tests; ARGS is passed on to pytest, as in ARGS="tests/tools -k hash"
+	@$(RUN) -m pytest $(ARGS)
+
+lint: .venv/.stamp ## check the style
+	@$(RUN) -m ruff check .
+
+clean: ## remove what the demo, the tests and builds wrote; .venv stays
+	rm -rf output/demo_retinanet output/demo_mask_rcnn datasets/shapes
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache
+	find . -path ./.venv -prune -o -name __pycache__ -prune -exec rm -rf {} +
+
+# The environment, made once and used again while it is newer than the files that say what belongs in it.
+# .venv/.sound is away while a step changes it: after an install that was killed or interrupted the next run makes
+# it anew; after one that merely failed, for want of a network say, the next run goes on with what is there.
+PYTHON_FITS := import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))
+PIP := $(RUN) -m pip --quiet --quiet --disable-pip-version-check
+step = trap 'exit 130' INT TERM HUP; rm -f .venv/.sound; $(1); status=$$?; touch .venv/.sound; exit $$status
+
+.venv/.stamp: setup.py pyproject.toml tools/install_detectron2.py
+	@$(PYTHON) -c '$(PYTHON_FITS)' 2>/dev/null || { \
+		echo 'error: Python 3.10 to 3.13 is needed, and $(PYTHON) is not one: make PYTHON=/path/to/python3.11 ...' >&2; \
+		exit 1; }
+	@if [ ! -e .venv/.sound ] || ! $(RUN) -c '' 2>/dev/null; then \
+		echo 'Making .venv with $(PYTHON)'; \
+		rm -rf .venv && $(PYTHON) -m venv .venv && touch .venv/.sound; fi
+	@$(call step,$(PIP) install --upgrade pip 'setuptools<81' wheel)
+	@echo 'Installing what setup.py asks for: the first time about 2.7 GB, mostly torch, and 2 to 5 minutes'
+	@$(call step,$(PIP) install --editable '.[dev]')
+	@$(call step,$(RUN) tools/install_detectron2.py)
+	@touch $@

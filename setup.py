@@ -1,0 +1,75 @@
+"""Packaging. What is installed and what it needs; tools are configured in pyproject.toml."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).resolve().parent
+OPENCV_FLAVOURS = (
+    "opencv-python-headless",
+    "opencv-python",
+    "opencv-contrib-python",
+    "opencv-contrib-python-headless",
+)
+PRINT_INSTALLED = """
+import importlib.metadata, sys
+for name in sys.argv[1:]:
+    try:
+        importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        continue
+    print(name)
+"""
+
+
+def opencv_requirement() -> str:
+    """Name the OpenCV flavour that is installed, or else the headless one: two overwrite each other's files.
+
+    pip hides the environment from a build by means of environment variables; an interpreter that ignores
+    these (-I) sees it as it is.
+    """
+    command = [sys.executable, "-I", "-c", PRINT_INSTALLED, *OPENCV_FLAVOURS]
+    installed = subprocess.check_output(command, text=True).split()
+    return installed[0] if installed else "opencv-python-headless>=4.5"
+
+
+def long_description() -> str:
+    """Return the README, where there is one."""
+    readme = HERE / "README.md"
+    return readme.read_text(encoding="utf-8") if readme.is_file() else ""
+
+
+setup(
+    name="vil-detectron2",
+    version="0.1.0",
+    description="Vision Longformer, Transformer-LS and LIT backbones for detectron2 detectors",
+    long_description=long_description(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    packages=find_packages(include=["backbones", "backbones.*", "projects_vil", "projects_vil.*"]),
+    python_requires=">=3.10",
+    # detectron2 is not on the package index: tools/install_detectron2.py brings it, with what it requires.
+    # The ranges of fvcore, iopath and omegaconf are the ones that it states.
+    install_requires=[
+        "torch>=2.6",
+        "torchvision>=0.21",
+        "timm>=1.0.11,<2",
+        "fvcore>=0.1.5,<0.1.6",
+        "iopath>=0.1.7,<0.1.10",
+        "omegaconf>=2.1,<2.4",
+        "pycocotools>=2.0.6",
+        "numpy>=1.23",
+        "Pillow>=9.1",
+        "matplotlib>=3.5",
+        "PyYAML>=5.4",
+        "safetensors>=0.4",
+        opencv_requirement(),
+    ],
+    extras_require={
+        "export": ["onnx>=1.16", "onnxruntime>=1.18", "onnxscript"],
+        "dev": ["pytest>=7.4", "ruff>=0.6"],
+    },
+)
