@@ -54,7 +54,7 @@ class ViLVariant:
             values = [value] * len(stages) if isinstance(value, int) else list(value)
             if len(values) != len(stages) or min(values) < least:
                 raise InputError(
-                    f"{field}={value!r}: it is a whole number of at least {least}, or {len(stages)} of them, one a stage"
+                    f"{field}={value!r}: it is a whole number, {least} or more, or {len(stages)} of them, one a stage"
                 )
             stages = tuple(dataclasses.replace(s, **{field: int(v)}) for s, v in zip(stages, values, strict=True))
         changes = {"attention_mode": attention_mode, "shared_projections": shared_projections}

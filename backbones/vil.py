@@ -13,7 +13,7 @@ from backbones.attention.sliding_chunk import SlidingChunkAttention
 from backbones.errors import InputError, closest
 from backbones.layers.mlp import Mlp
 from backbones.layers.patch_embed import PatchEmbed
-from backbones.layers.position import AbsolutePositions
+from backbones.layers.position import AbsolutePositions, position_parameter
 from backbones.variants import ViLStage, ViLVariant
 
 NORM_EPS = 1e-6
@@ -96,7 +96,7 @@ class EViTStage(nn.Module):
         self.patch_embed = PatchEmbed(in_channels, spec.dim, patch_size=spec.patch_size, norm_eps=NORM_EPS)
         self.global_tokens = self.positions = None
         if spec.global_tokens:
-            self.global_tokens = nn.Parameter(trunc_normal_(torch.empty(1, spec.global_tokens, spec.dim), std=0.02))
+            self.global_tokens = position_parameter(1, spec.global_tokens, spec.dim)
         if not variant.relative_bias:
             self.positions = AbsolutePositions(
                 spec.dim, max_height=max_size[0], max_width=max_size[1], num_global_tokens=spec.global_tokens
@@ -246,7 +246,7 @@ class ViL(nn.Module):
 
 
 class ViLClassifier(nn.Module):
-    """ViL with the paper's head: LayerNorm, the mean over all tokens of the last stage, a linear layer (section 3.1)."""
+    """ViL with the paper's head (section 3.1): LayerNorm, mean over all tokens of the last stage, linear layer."""
 
     def __init__(self, backbone: ViL, *, num_classes: int) -> None:
         super().__init__()

@@ -164,7 +164,7 @@ def _format_one(a: Analysis) -> str:
     lines = [a.name] + [f"  {part:<22}{number / 1e6:9.3f} M" for part, number in a.parameters.items()]
     lines.append(f"  {'all':<22}{a.total / 1e6:9.3f} M  trained here")
     lines.append(
-        f"  {'as published':<22}{a.as_published / 1e6:9.3f} M  with absolute positions, and with the classification head "
+        f"  {'as published':<22}{a.as_published / 1e6:9.3f} M  with absolute positions, and the classification head "
         f"and norm that the official detectors never use; paper: {_optional(a.published_parameters)}"
     )
     lines.append(

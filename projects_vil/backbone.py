@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from detectron2.config import CfgNode
 from detectron2.layers import ShapeSpec
-from detectron2.modeling.backbone import FPN, BACKBONE_REGISTRY, Backbone
+from detectron2.modeling.backbone import BACKBONE_REGISTRY, FPN, Backbone
 from detectron2.modeling.backbone.fpn import LastLevelMaxPool, LastLevelP6P7
 from torch import Tensor
 

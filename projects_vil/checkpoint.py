@@ -28,8 +28,8 @@ class Checkpointer(DetectionCheckpointer):
         Raises:
             InputError: for a file that is missing or unreadable, or of another model.
         """
-        if path and "://" not in path and not Path(path).is_file():
-            raise InputError(f"there is no weights file {path} (MODEL.WEIGHTS)")
+        if path:
+            check_weights_file(path)
         self._path = path
         return super().load(path, *args, **kwargs)
 
@@ -58,6 +58,16 @@ class Checkpointer(DetectionCheckpointer):
                 f"parameters of the model are not in it, such as {first}"
             )
         return incompatible
+
+
+def check_weights_file(path: str) -> None:
+    """Whether a local weights file exists; addresses that detectron2 downloads from pass.
+
+    Raises:
+        InputError: where it does not.
+    """
+    if "://" not in path and not Path(path).is_file():
+        raise InputError(f"there is no weights file {path} (MODEL.WEIGHTS)")
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:

@@ -3,14 +3,22 @@
 import sys
 from collections.abc import Callable
 
+from torch.multiprocessing import ProcessRaisedException
+
 from backbones.errors import InputError
+
+_RAISED_ELSEWHERE = f"{InputError.__module__}.{InputError.__qualname__}: "
 
 
 def run_tool(main: Callable[[], None]) -> None:
-    """Call ``main``; an :class:`InputError` becomes one line on stderr and exit status 1."""
+    """Call ``main``; an :class:`InputError`, raised here or in a process started from here, becomes one line on
+    stderr and exit status 1."""
     try:
         main()
-    except InputError as error:
-        # A data loader's worker puts its traceback before the message.
-        print(f"error: {str(error).strip().splitlines()[-1].removeprefix('backbones.errors.InputError: ')}", file=sys.stderr)
+    except (InputError, ProcessRaisedException) as error:
+        # From another process comes its traceback as text, with the message at the end.
+        message = str(error).strip().splitlines()[-1]
+        if not isinstance(error, InputError) and not message.startswith(_RAISED_ELSEWHERE):
+            raise
+        print(f"error: {message.removeprefix(_RAISED_ELSEWHERE)}", file=sys.stderr)
         sys.exit(1)

@@ -52,6 +52,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> CN:
     """
     cfg = get_cfg()
     add_vil_config(cfg)
+    if not str(path):
+        raise InputError("no config file was given: add --config-file configs/retinanet/vil_tiny_1x.yaml, say")
     if not Path(path).is_file():
         raise InputError(f"there is no config file {path}")
     try:

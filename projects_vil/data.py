@@ -54,7 +54,7 @@ def load_dataset(cfg: CfgNode, names: Iterable[str], *, train: bool) -> list[dic
     """
     names = list(names)
     for name in names:
-        _check_files(name)
+        check_files(name)
     try:
         records = get_detection_dataset_dicts(
             names, filter_empty=train and cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS, check_consistency=False
@@ -99,8 +99,8 @@ class Mapper(DatasetMapper):
             return super().__call__(dataset_dict)
         except (OSError, SyntaxError) as error:
             raise InputError(
-                f"cannot read the image {dataset_dict['file_name']}: {' '.join(str(error).split())}; mend it or take it "
-                "out of the annotation file"
+                f"cannot read the image {dataset_dict['file_name']}: {' '.join(str(error).split())}; mend it or "
+                "take it out of the annotation file"
             ) from error
         except SizeMismatchError as error:
             raise InputError(f"{' '.join(str(error).split())} ({dataset_dict['file_name']})") from error
@@ -118,7 +118,12 @@ def _register(name: str, annotations: Path, images: Path) -> None:
         register_coco_instances(name, {}, str(annotations), str(images))
 
 
-def _check_files(name: str) -> None:
+def check_files(name: str) -> None:
+    """Whether a dataset is registered and its annotation file and image folder exist.
+
+    Raises:
+        InputError: where not.
+    """
     if name not in DatasetCatalog.list():
         raise InputError(
             f"unknown dataset {name!r}{closest(name, DatasetCatalog.list())}; DATASETS.COCO registers your own"

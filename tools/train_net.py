@@ -5,32 +5,15 @@ Example:
     python tools/train_net.py --config-file configs/retinanet/vil_tiny_1x.yaml --eval-only MODEL.WEIGHTS model.pth
 """
 
-import argparse
-import sys
-
-from detectron2.engine import default_argument_parser, launch
+from detectron2.engine import default_argument_parser
 
 from projects_vil.cli import run_tool
-from projects_vil.trainer import run_training
-
-
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = default_argument_parser(epilog=__doc__.partition("Example:")[2])
-    parser.description = __doc__.partition("Example:")[0].strip()
-    return parser.parse_args(argv)
+from projects_vil.trainer import train_from_command_line
 
 
 def main() -> None:
-    args = parse()
-    launch(
-        run_training,
-        args.num_gpus,
-        num_machines=args.num_machines,
-        machine_rank=args.machine_rank,
-        dist_url=args.dist_url,
-        args=(args,),
-    )
+    train_from_command_line(default_argument_parser(epilog=__doc__).parse_args())
 
 
 if __name__ == "__main__":
-    sys.exit(run_tool(main))
+    run_tool(main)

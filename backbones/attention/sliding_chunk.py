@@ -12,12 +12,12 @@ from backbones.attention import reference
 from backbones.attention.dense import dense_attention, merge_heads, split_heads
 from backbones.errors import InputError, closest
 from backbones.layers.overlap import threes
-from backbones.layers.position import WindowRelativeBias
+from backbones.layers.position import WindowRelativeBias, position_parameter
 from backbones.layers.tracing import static_size
 
 MODES = ("zero_pad", "exact", "cyclic")
 
-# A key that must not be seen is marked in one extra channel, so that one product with the query lowers its score by
+# A key that must not be seen is marked in extra channels, so that the product with the query lowers its score by
 # _PENALTY. The product is split in two factors that float16 can hold.
 _PENALTY = 1e4
 _QUERY_MARK = 16.0
@@ -35,7 +35,7 @@ def sliding_chunk_attention(
     local_bias: Tensor | None = None,
     global_bias: Tensor | None = None,
 ) -> Tensor:
-    """Attention of the local tokens (B images, M heads, H x W tokens, D channels a head, G global tokens, chunks w x w).
+    """Attention of the local tokens: B images, M heads, H x W tokens, D channels a head, G global tokens, w x w chunks.
 
     Args:
         query, key, value: (B, M, H, W, D); any H and W.
@@ -58,11 +58,12 @@ def sliding_chunk_attention(
         return _whole_map_attention(query, key, value, window_size, global_key, global_value, local_bias, global_bias)
     channels = static_size(query.shape[4])
     scale = channels**-0.5
+    extra = _mark_channels(channels, query.device)
 
-    # (B * rows * M, cols, w * w, D + 1)
-    queries = _chunks(F.pad(query, (0, 1), value=_QUERY_MARK), window_size)
-    keys, values = _with_halo(key, value, window_size, mode, mark=-_PENALTY / (_QUERY_MARK * scale))
-    # (B * rows * M, cols, S, D + 1), S keys of three strips
+    # (B * rows * M, cols, w * w, D + extra)
+    queries = _chunks(F.pad(query, (0, extra), value=_QUERY_MARK), window_size)
+    keys, values = _with_halo(key, value, window_size, mode, extra=extra, scale=scale)
+    # (B * rows * M, cols, S, D + extra), S keys of three strips
     keys = _windows(keys, window_size, global_key)
     values = _windows(values, window_size, global_value)
 
@@ -138,12 +139,19 @@ def _chunks(x: Tensor, window_size: int) -> Tensor:
     return x.permute(0, 2, 1, 3, 5, 6, 4).flatten(4, 5).flatten(0, 2)
 
 
-def _with_halo(key: Tensor, value: Tensor, window_size: int, mode: str, *, mark: float) -> tuple[Tensor, Tensor]:
+def _mark_channels(channels: int, device: torch.device) -> int:
+    """How many channels mark hidden keys: one; on a GPU, where the fast kernels want it, up to a multiple of 8."""
+    return 8 - channels % 8 if device.type == "cuda" else 1
+
+
+def _with_halo(
+    key: Tensor, value: Tensor, window_size: int, mode: str, *, extra: int, scale: float
+) -> tuple[Tensor, Tensor]:
     """Pad keys and values to whole chunks, put one chunk more on every side, and mark what must not be seen.
 
     Returns:
-        Two (B, M, (rows + 2) * w, (cols + 2) * w, D + 1); the last channel of the keys is ``mark`` for a place that
-        holds no token, or one that is seen elsewhere, and 0 for a token.
+        Two (B, M, (rows + 2) * w, (cols + 2) * w, D + extra); the last channels of the keys are negative for a place
+        that holds no token, or one that is seen elsewhere, and 0 for a token.
     """
     height, width = key.shape[2:4]
     pad_height, pad_width = _missing(height, window_size), _missing(width, window_size)
@@ -153,14 +161,14 @@ def _with_halo(key: Tensor, value: Tensor, window_size: int, mode: str, *, mark:
         cols, hidden_cols = _wrap(width, width + pad_width, window_size, key.device)
         hidden = hidden_rows[:, None] | hidden_cols[None, :]
         key, value = (F.pad(x, whole).index_select(2, rows).index_select(3, cols) for x in (key, value))
-        value = F.pad(value, (0, 1))
+        value = F.pad(value, (0, extra))
     else:
         halo = (window_size, window_size + pad_width, window_size, window_size + pad_height)
         token = key.new_zeros((), dtype=torch.bool).expand(height, width)
         hidden = F.pad(token, halo, value=True)
-        key, value = F.pad(key, (0, 0, *halo)), F.pad(value, (0, 1, *halo))
-    marks = hidden.to(key.dtype) * mark
-    return torch.cat([key, marks[:, :, None].expand(*key.shape[:2], -1, -1, -1)], dim=-1), value
+        key, value = F.pad(key, (0, 0, *halo)), F.pad(value, (0, extra, *halo))
+    marks = hidden.to(key.dtype) * (-_PENALTY / (_QUERY_MARK * scale * extra))
+    return torch.cat([key, marks[:, :, None].expand(*key.shape[:2], -1, -1, extra)], dim=-1), value
 
 
 def _wrap(size: int, padded: int, window_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -172,12 +180,12 @@ def _wrap(size: int, padded: int, window_size: int, device: torch.device) -> tup
 
 
 def _windows(x: Tensor, window_size: int, global_tokens: Tensor | None) -> Tensor:
-    """(B, M, (rows + 2) * w, (cols + 2) * w, D), (B, M, G, D or D - 1) -> (B * rows * M, cols, S, D), overlapping.
+    """(B, M, (rows + 2) * w, (cols + 2) * w, E), (B, M, G, D) with D <= E -> (B * rows * M, cols, S, E), overlapping.
 
     The S keys of a chunk are three strips, each 3w rows of w tokens followed by the global tokens, these filled up
     with zeros to whole rows.
     """
-    # (B, rows, M, cols + 2, 3w, w, D)
+    # (B, rows, M, cols + 2, 3w, w, E)
     strips = threes(x, 2, window_size).unfold(3, window_size, window_size).permute(0, 2, 1, 3, 5, 6, 4)
     if global_tokens is not None:
         fill = (0, strips.shape[6] - global_tokens.shape[3], 0, _missing(global_tokens.shape[2], window_size))
@@ -277,10 +285,10 @@ class SlidingChunkAttention(nn.Module):
         self.relative_bias = WindowRelativeBias(window_size, num_heads) if relative_bias else None
         self.local_to_global = self.global_to_local = self.global_to_global = None
         if relative_bias and num_global_tokens:
-            self.local_to_global = _bias_parameter(num_heads, num_global_tokens)
+            self.local_to_global = position_parameter(num_heads, num_global_tokens)
         if relative_bias and self.update_globals:
-            self.global_to_local = _bias_parameter(num_heads, num_global_tokens)
-            self.global_to_global = _bias_parameter(num_heads, num_global_tokens, num_global_tokens)
+            self.global_to_local = position_parameter(num_heads, num_global_tokens)
+            self.global_to_global = position_parameter(num_heads, num_global_tokens, num_global_tokens)
 
     def forward(self, tokens: Tensor, global_tokens: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """(B, H, W, C) and (B, G, C) or None -> the same; None for global tokens that are not updated."""
@@ -318,7 +326,3 @@ class SlidingChunkAttention(nn.Module):
             bias = torch.cat([self.global_to_global, local], dim=2)
         query = split_heads(query_layer(global_tokens), self.num_heads)
         return output, projection(merge_heads(dense_attention(query, key, value, bias=bias)))
-
-
-def _bias_parameter(*shape: int) -> nn.Parameter:
-    return nn.Parameter(nn.init.trunc_normal_(torch.empty(shape), std=0.02))

@@ -8,6 +8,11 @@ from torch import Tensor, nn
 from backbones.errors import InputError
 
 
+def position_parameter(*shape: int) -> nn.Parameter:
+    """A table of positions, biases or tokens, drawn as ViL draws them."""
+    return nn.Parameter(trunc_normal_(torch.empty(shape), std=0.02))
+
+
 def resize_table(table: Tensor, size: tuple[int, ...]) -> Tensor:
     """Resize a table of positions with (bi)linear interpolation, as ViL does once before training (section 4.3).
 
@@ -38,11 +43,9 @@ class AbsolutePositions(nn.Module):
 
     def __init__(self, dim: int, *, max_height: int, max_width: int, num_global_tokens: int) -> None:
         super().__init__()
-        self.rows = nn.Parameter(trunc_normal_(torch.empty(max_height, dim // 2), std=0.02))
-        self.cols = nn.Parameter(trunc_normal_(torch.empty(max_width, dim // 2), std=0.02))
-        self.global_tokens = None
-        if num_global_tokens:
-            self.global_tokens = nn.Parameter(trunc_normal_(torch.empty(1, num_global_tokens, dim), std=0.02))
+        self.rows = position_parameter(max_height, dim // 2)
+        self.cols = position_parameter(max_width, dim // 2)
+        self.global_tokens = position_parameter(1, num_global_tokens, dim) if num_global_tokens else None
 
     def forward(self, height: int, width: int) -> Tensor:
         """The positions of a map, (height, width, C)."""
@@ -68,7 +71,7 @@ class WindowRelativeBias(nn.Module):
     def __init__(self, window_size: int, num_heads: int) -> None:
         super().__init__()
         self.window_size = window_size
-        self.table = nn.Parameter(trunc_normal_(torch.empty((4 * window_size - 1) ** 2, num_heads), std=0.02))
+        self.table = position_parameter((4 * window_size - 1) ** 2, num_heads)
         query, key = torch.arange(window_size) + window_size, torch.arange(3 * window_size)
         offset = query[:, None] - key[None, :] + 2 * window_size - 1
         # (w, 1, 3w, 1) and (1, w, 1, 3w)
@@ -99,14 +102,12 @@ class GridRelativeBias(nn.Module):
         self.size = size
         self.num_global_tokens = num_global_tokens
         self.global_queries = global_queries and num_global_tokens > 0
-        self.table = nn.Parameter(trunc_normal_(torch.empty((2 * size[0] - 1) * (2 * size[1] - 1), num_heads), std=0.02))
+        self.table = position_parameter((2 * size[0] - 1) * (2 * size[1] - 1), num_heads)
         if num_global_tokens:
-            self.local_to_global = nn.Parameter(trunc_normal_(torch.empty(num_heads, num_global_tokens), std=0.02))
+            self.local_to_global = position_parameter(num_heads, num_global_tokens)
         if self.global_queries:
-            self.global_to_local = nn.Parameter(trunc_normal_(torch.empty(num_heads, num_global_tokens), std=0.02))
-            self.global_to_global = nn.Parameter(
-                trunc_normal_(torch.empty(num_heads, num_global_tokens, num_global_tokens), std=0.02)
-            )
+            self.global_to_local = position_parameter(num_heads, num_global_tokens)
+            self.global_to_global = position_parameter(num_heads, num_global_tokens, num_global_tokens)
 
     def forward(self, height: int, width: int) -> Tensor:
         """The bias of a map of ``height`` x ``width``: (M, L, G + H * W), L the local or all queries, globals first."""
