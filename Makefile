@@ -4,6 +4,8 @@ DETECTOR ?= retinanet
 ARGS ?=
 
 RUN := .venv/bin/python
+# On a machine that does other work too, threads that wait by spinning make training several times slower.
+export OMP_WAIT_POLICY ?= PASSIVE
 OUT := output/demo_$(DETECTOR)
 
 ifneq ($(filter demo,$(MAKECMDGOALS)),)

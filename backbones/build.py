@@ -97,7 +97,7 @@ def create_classifier(
 
 
 def _height_and_width(name: str, size: int | tuple[int, int]) -> tuple[int, int]:
-    pair = (size, size) if isinstance(size, int) else tuple(size)
-    if len(pair) != 2 or min(pair) < 1:
+    pair = tuple(size) if isinstance(size, Sequence) else (size, size)
+    if len(pair) != 2 or not all(isinstance(side, int) and side >= 1 for side in pair):
         raise InputError(f"{name}={size!r}: it is a side, or a height and a width, in pixels")
     return pair

@@ -122,6 +122,8 @@ class _Conversion:
             self.report.dropped[official_name] = pieces
         elif pieces:
             self._place(official_name, pieces)
+            if name.endswith("g2l_relative_position_bias") and len(pieces) == 1:
+                self.report.dropped[f"{official_name}[0]"] = _UNUSED
         return bool(pieces)
 
     # Each of the next methods gives our names and tensors, or why there are none, or None where no rule applies.

@@ -20,6 +20,13 @@ def closest(word: str, candidates: Iterable[str]) -> str:
     return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
+def check_choice(what: str, value: object, choices: Iterable[str]) -> None:
+    """Raise an :class:`InputError` where ``value`` is none of ``choices``."""
+    choices = list(choices)
+    if value not in choices:
+        raise InputError(f"unknown {what} {value!r}: it is one of {', '.join(choices)}{closest(str(value), choices)}")
+
+
 def explain_unknown_keywords(function: Callable) -> Callable:
     """Decorate ``function`` so that an unknown keyword raises and names the closest known one."""
     parameters = list(inspect.signature(function).parameters)

@@ -51,12 +51,12 @@ class ViLVariant:
         for field, value, least in (("window_size", window_size, 1), ("global_tokens", global_tokens, 0)):
             if value is None:
                 continue
-            values = [value] * len(stages) if isinstance(value, int) else list(value)
-            if len(values) != len(stages) or min(values) < least:
+            values = list(value) if isinstance(value, Sequence) else [value] * len(stages)
+            if len(values) != len(stages) or not all(isinstance(v, int) and v >= least for v in values):
                 raise InputError(
                     f"{field}={value!r}: it is a whole number, {least} or more, or {len(stages)} of them, one a stage"
                 )
-            stages = tuple(dataclasses.replace(s, **{field: int(v)}) for s, v in zip(stages, values, strict=True))
+            stages = tuple(dataclasses.replace(s, **{field: v}) for s, v in zip(stages, values, strict=True))
         changes = {"attention_mode": attention_mode, "shared_projections": shared_projections}
         return dataclasses.replace(self, stages=stages, **{k: v for k, v in changes.items() if v is not None})
 

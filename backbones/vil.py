@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from backbones.attention.dense import DenseAttention
-from backbones.attention.sliding_chunk import SlidingChunkAttention
-from backbones.errors import InputError, closest
+from backbones.attention.sliding_chunk import BACKENDS, MODES, SlidingChunkAttention
+from backbones.errors import InputError, check_choice
 from backbones.layers.mlp import Mlp
 from backbones.layers.patch_embed import PatchEmbed
 from backbones.layers.position import AbsolutePositions, position_parameter
@@ -175,10 +175,13 @@ class ViL(nn.Module):
         names = [f"stage{i + 1}" for i in range(len(variant.stages))]
         out_features = tuple(names if out_features is None else out_features)
         for name in out_features:
-            if name not in names:
-                raise InputError(f"unknown feature {name!r}: it is one of {', '.join(names)}{closest(name, names)}")
+            check_choice("feature", name, names)
         if not out_features:
             raise InputError(f"out_features is empty: name at least one of {', '.join(names)}")
+        if not 0 <= drop_path_rate < 1:
+            raise InputError(f"drop_path_rate={drop_path_rate!r}: it is at least 0 and below 1")
+        check_choice("attention mode", variant.attention_mode, MODES)
+        check_choice("attention backend", attention_backend, BACKENDS)
         self.out_features = out_features
         num_stages = 1 + max(names.index(name) for name in out_features)
 

@@ -10,16 +10,16 @@ from torch import Tensor, nn
 
 from backbones.attention import reference
 from backbones.attention.dense import dense_attention, merge_heads, split_heads
-from backbones.errors import InputError, closest
+from backbones.errors import check_choice
 from backbones.layers.overlap import threes
 from backbones.layers.position import WindowRelativeBias, position_parameter
 from backbones.layers.tracing import static_size
 
 MODES = ("zero_pad", "exact", "cyclic")
 
-# A key that must not be seen is marked in extra channels, so that the product with the query lowers its score by
-# _PENALTY. The product is split in two factors that float16 can hold.
-_PENALTY = 1e4
+# A key that must not be seen is marked in extra channels, so that the product with the query lowers its score by a
+# penalty. The product is split in two factors, both of which float16 can hold where its penalty is taken.
+_PENALTY, _PENALTY_FLOAT16 = 1e9, 1e4
 _QUERY_MARK = 16.0
 
 
@@ -167,7 +167,8 @@ def _with_halo(
         token = key.new_zeros((), dtype=torch.bool).expand(height, width)
         hidden = F.pad(token, halo, value=True)
         key, value = F.pad(key, (0, 0, *halo)), F.pad(value, (0, extra, *halo))
-    marks = hidden.to(key.dtype) * (-_PENALTY / (_QUERY_MARK * scale * extra))
+    penalty = _PENALTY_FLOAT16 if key.dtype == torch.float16 else _PENALTY
+    marks = hidden.to(key.dtype) * (-penalty / (_QUERY_MARK * scale * extra))
     return torch.cat([key, marks[:, :, None].expand(*key.shape[:2], -1, -1, extra)], dim=-1), value
 
 
@@ -219,11 +220,14 @@ def _window_bias(
     bias = local_bias.unflatten(2, (3 * window_size, 3, window_size)).transpose(2, 3).flatten(3, 4)
     if num_global:
         if global_bias is None:
-            global_bias = bias.new_zeros(bias.shape[0], num_global)
+            global_bias = bias.new_zeros(1, num_global)
+        heads = query.shape[1]
         # The global tokens stand in every strip, and count in the middle one.
         middle = F.pad(global_bias, (0, _missing(num_global, window_size)), value=float("-inf"))
         strips = F.pad(middle[:, None], (0, 0, 1, 1), value=float("-inf"))
-        bias = torch.cat([bias, strips[:, None].expand(bias.shape[0], places, -1, -1)], dim=3)
+        bias = torch.cat(
+            [bias.expand(heads, -1, -1, -1), strips[:, None].expand(heads, places, -1, -1)], dim=3
+        )
     return bias.flatten(2, 3)
 
 
@@ -264,10 +268,8 @@ class SlidingChunkAttention(nn.Module):
         backend: str = "sdpa",
     ) -> None:
         super().__init__()
-        if mode not in MODES:
-            raise InputError(f"unknown attention mode {mode!r}: it is one of {', '.join(MODES)}{closest(mode, MODES)}")
-        if backend not in BACKENDS:
-            raise InputError(f"unknown attention backend {backend!r}: it is one of {', '.join(BACKENDS)}")
+        check_choice("attention mode", mode, MODES)
+        check_choice("attention backend", backend, BACKENDS)
         self.num_heads = num_heads
         self.window_size = window_size
         self.mode = mode

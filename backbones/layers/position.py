@@ -23,10 +23,13 @@ def resize_table(table: Tensor, size: tuple[int, ...]) -> Tensor:
     Returns:
         (*size, C), in the type of ``table``; half-pixel centres, as ``align_corners=False``.
     """
-    if tuple(table.shape[:-1]) == tuple(size):
+    # A traced size is a tensor, and its comparison would be frozen into the graph.
+    if not torch.jit.is_tracing() and tuple(table.shape[:-1]) == tuple(size):
         return table
     mode = "linear" if len(size) == 1 else "bilinear"
-    channels_first = table.movedim(-1, 0)[None].float()
+    channels_first = table.movedim(-1, 0)[None]
+    if table.dtype in (torch.float16, torch.bfloat16):
+        channels_first = channels_first.float()
     return F.interpolate(channels_first, size=size, mode=mode, align_corners=False)[0].movedim(0, -1).to(table.dtype)
 
 

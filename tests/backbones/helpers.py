@@ -1,0 +1,124 @@
+"""What several tests of the backbones share: random inputs and weights, comparisons, traces, a small ViL."""
+
+import math
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from backbones.variants import ViLStage, ViLVariant
+from backbones.vil import ViL
+
+# Families of options for :func:`small_vil`, one name each.
+FAMILIES = {
+    "absolute": {},
+    "relative": {"relative_bias": True, "global_tokens": (1, 1, 1, 0)},
+    "no_globals": {"global_tokens": 0, "relative_bias": True},
+    "one_global": {"global_tokens": 1, "relative_bias": True},
+    "two_globals": {"global_tokens": 2, "relative_bias": True},
+    "many_globals": {"global_tokens": 5},
+    "separate": {"global_tokens": 2, "shared_projections": False, "relative_bias": True},
+    "exact": {"attention_mode": "exact", "relative_bias": True},
+    "cyclic": {"attention_mode": "cyclic"},
+    "dense": {"attention": "dense"},
+    "dense_relative": {"attention": "dense", "relative_bias": True, "global_tokens": 2},
+}
+
+
+def attention_inputs(
+    height: int,
+    width: int,
+    *,
+    window_size: int = 3,
+    num_global: int = 0,
+    local_bias: bool = False,
+    global_bias: bool = False,
+    batch: int = 2,
+    heads: int = 2,
+    channels: int = 4,
+    seed: int = 0,
+) -> dict[str, Tensor]:
+    """Random float64 arguments of ``sliding_chunk_attention``; what is not asked for is left out."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    inputs = {name: normal(batch, heads, height, width, channels) for name in ("query", "key", "value")}
+    if num_global:
+        inputs |= {name: normal(batch, heads, num_global, channels) for name in ("global_key", "global_value")}
+    if local_bias:
+        inputs["local_bias"] = normal(heads, window_size**2, 9 * window_size**2)
+    if global_bias:
+        inputs["global_bias"] = normal(heads, num_global)
+    return inputs
+
+
+def outputs_and_gradients(function: Callable, inputs: dict[str, Tensor], **options) -> dict[str, Tensor]:
+    """The output of ``function(**inputs)``, and the gradient of each input for uneven weights of the output."""
+    leaves = {name: tensor.detach().clone().requires_grad_() for name, tensor in inputs.items()}
+    output = function(**leaves, **options)
+    weights = torch.sin(torch.arange(output.numel(), dtype=torch.float64)).view(output.shape)
+    (output * weights.to(output)).sum().backward()
+    return {"output": output.detach()} | {f"gradient of {name}": leaf.grad for name, leaf in leaves.items()}
+
+
+def assert_all_close(actual: dict, expected: dict, *, tolerance: float) -> None:
+    """The same names, shapes and types, and values within ``tolerance``."""
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(
+            actual[name], expected[name], atol=tolerance, rtol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def trace(function: Callable, example: tuple[Tensor, ...]) -> torch.jit.ScriptFunction:
+    """``torch.jit.trace``; a warning that our code froze a size fails the test."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        traced = torch.jit.trace(function, example, check_trace=False, strict=False)
+    frozen = [f"{w.filename}:{w.lineno}: {w.message}" for w in caught if w.category is torch.jit.TracerWarning]
+    assert not frozen, "\n".join(frozen)
+    return traced
+
+
+def randomise(model: nn.Module, *, seed: int = 0) -> nn.Module:
+    """Fill every parameter with values that no other has, so that none is hidden by being 0 or 1."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            if parameter.ndim > 1 and name.endswith("weight"):
+                values = values / math.sqrt(parameter[0].numel())
+            else:
+                values = 0.3 * values + (1 if name.endswith("norm.weight") else 0)
+            parameter.copy_(values)
+    return model
+
+
+def small_variant(*, attention: str = "sliding_chunk", relative_bias: bool = False, **options) -> ViLVariant:
+    """Four stages of few channels with w = 3; ``options`` as for ``ViLVariant.with_options``."""
+    sizes = ((1, 4, 1, 4), (2, 2, 2, 8), (1, 2, 2, 8), (1, 2, 4, 16))
+    stages = (ViLStage(n, p, h, d, attention=attention, window_size=3) for n, p, h, d in sizes)
+    return ViLVariant(tuple(stages), relative_bias=relative_bias).with_options(**options)
+
+
+def small_vil(family: str = "relative", *, max_img_size: tuple[int, int] = (160, 160), **options) -> ViL:
+    """A small ViL in eval mode with random float64 weights; ``options`` are those of :class:`ViL`."""
+    model = ViL(small_variant(**FAMILIES[family]), max_img_size=max_img_size, **options)
+    return randomise(model).double().eval()
+
+
+def random_images(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def map_gradients(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
+    """The gradient of each parameter, for uneven weights of all maps; a missing one is None."""
+    model.zero_grad(set_to_none=True)
+    weighted = [
+        (m * torch.sin(torch.arange(m.numel(), dtype=m.dtype)).view(m.shape)).sum() for m in model(images).values()
+    ]
+    torch.stack(weighted).sum().backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}

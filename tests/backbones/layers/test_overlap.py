@@ -1,0 +1,27 @@
+"""Overlapping windows: those of ``unfold``, gradients included."""
+
+import pytest
+import torch
+
+from backbones.layers.overlap import threes
+from tests.backbones.helpers import assert_all_close, outputs_and_gradients, random_images
+
+
+@pytest.mark.parametrize("dim, size", [(1, 1), (1, 2), (2, 3)])
+@pytest.mark.parametrize("turned", [False, True])
+def test_equals_unfold(dim, size, turned):
+    x = random_images(2, 10, 15, 3) if not turned else random_images(3, 15, 10, 2).permute(3, 2, 1, 0)
+    actual = outputs_and_gradients(lambda x: threes(x, dim, size), {"x": x})
+    expected = outputs_and_gradients(lambda x: x.unfold(dim, 3 * size, size), {"x": x})
+    assert_all_close(actual, expected, tolerance=1e-14)
+
+
+def test_gradient_is_that_of_finite_differences():
+    x = random_images(2, 8, 3).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: threes(x, 1, 2).square(), (x,))
+
+
+def test_makes_no_copy():
+    x = random_images(2, 12, 3)
+    assert threes(x, 1, 2).data_ptr() == x.data_ptr()
+    assert threes(x.requires_grad_(), 1, 2).untyped_storage().nbytes() == x.untyped_storage().nbytes()

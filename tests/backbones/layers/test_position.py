@@ -1,0 +1,113 @@
+"""Positions: which entry of a table goes where, and how tables are resized."""
+
+import numpy as np
+import pytest
+import torch
+
+from backbones.errors import InputError
+from backbones.layers.position import AbsolutePositions, GridRelativeBias, WindowRelativeBias, resize_table
+from tests.backbones.helpers import random_images, randomise
+
+
+def interpolate(table: np.ndarray, size: int) -> np.ndarray:
+    """Linear along the first axis: the centre of place i is at i + 1/2, and the ends are held."""
+    old = len(table)
+    place = (np.arange(size) + 0.5) * old / size - 0.5
+    columns = [np.interp(place, np.arange(old), column) for column in table.reshape(old, -1).T]
+    return np.stack(columns, axis=1).reshape(size, *table.shape[1:])
+
+
+@pytest.mark.parametrize("old, new", [(56, 336), (7, 42), (42, 7), (5, 5), (1, 4)])
+def test_resizing_a_row_is_linear_with_half_pixel_centres(old, new):
+    table = random_images(old, 3, dtype=torch.float32)
+    resized = resize_table(table, (new,))
+    assert resized.dtype == torch.float32
+    np.testing.assert_allclose(resized.numpy(), interpolate(table.numpy(), new), atol=2e-5)
+
+
+@pytest.mark.parametrize("old, new", [((27, 27), (19, 19)), ((5, 9), (11, 4)), ((3, 4), (3, 4))])
+def test_resizing_a_grid_is_bilinear(old, new):
+    table = random_images(*old, 2, dtype=torch.float32)
+    rows = interpolate(table.numpy(), new[0])
+    expected = interpolate(rows.swapaxes(0, 1), new[1]).swapaxes(0, 1)
+    np.testing.assert_allclose(resize_table(table, new).numpy(), expected, atol=2e-5)
+
+
+def test_resizing_keeps_the_precision_of_float64():
+    table = random_images(5, 3)
+    np.testing.assert_allclose(resize_table(table, (9,)).numpy(), interpolate(table.numpy(), 9), atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_resizing_keeps_low_precision(dtype):
+    table = random_images(6, 3, dtype=dtype)
+    resized = resize_table(table, (10,))
+    assert resized.dtype == dtype
+    np.testing.assert_allclose(resized.float().numpy(), interpolate(table.float().numpy(), 10), atol=1e-2)
+
+
+def test_absolute_positions_are_a_row_and_a_column():
+    positions = randomise(AbsolutePositions(8, max_height=5, max_width=9, num_global_tokens=2))
+    output = positions(4, 7)
+    assert output.shape == (4, 7, 8)
+    for row in range(4):
+        for col in range(7):
+            torch.testing.assert_close(output[row, col], torch.cat([positions.rows[row], positions.cols[col]]))
+    assert positions.global_tokens.shape == (1, 2, 8)
+    torch.testing.assert_close(positions(5, 9)[:4, :7], output)
+
+
+@pytest.mark.parametrize("height, width", [(6, 9), (5, 10)])
+def test_a_map_beyond_the_table_raises(height, width):
+    positions = AbsolutePositions(8, max_height=5, max_width=9, num_global_tokens=0)
+    assert positions.global_tokens is None
+    with pytest.raises(InputError, match=f"{height} x {width} tokens.*5 x 9.*max_img_size"):
+        positions(height, width)
+
+
+@pytest.mark.parametrize("window_size", [1, 2, 3])
+def test_window_bias_is_looked_up_by_offset(window_size):
+    bias = randomise(WindowRelativeBias(window_size, num_heads=2))
+    output = bias()
+    assert output.shape == (2, window_size**2, 9 * window_size**2)
+    side = 4 * window_size - 1
+    assert bias.table.shape == (side**2, 2)
+    for query in range(window_size**2):
+        for key in range(9 * window_size**2):
+            # Counted from the corner of the neighbourhood, of which the query's chunk is the middle
+            row_offset = window_size + query // window_size - key // (3 * window_size)
+            col_offset = window_size + query % window_size - key % (3 * window_size)
+            entry = (row_offset + 2 * window_size - 1) * side + col_offset + 2 * window_size - 1
+            torch.testing.assert_close(output[:, query, key], bias.table[entry])
+
+
+def test_window_bias_saves_its_table_only():
+    assert list(WindowRelativeBias(3, num_heads=2).state_dict()) == ["table"]
+
+
+@pytest.mark.parametrize("num_global, global_queries", [(0, False), (2, False), (2, True)])
+def test_grid_bias_is_looked_up_by_offset(num_global, global_queries):
+    height, width = 3, 5
+    grid = GridRelativeBias((height, width), 2, num_global_tokens=num_global, global_queries=global_queries)
+    output = randomise(grid)(height, width)
+    first = num_global if global_queries else 0
+    assert output.shape == (2, first + height * width, num_global + height * width)
+    for query in range(height * width):
+        row = output[:, first + query]
+        for key in range(height * width):
+            row_offset, col_offset = query // width - key // width, query % width - key % width
+            entry = (row_offset + height - 1) * (2 * width - 1) + col_offset + width - 1
+            torch.testing.assert_close(row[:, num_global + key], grid.table[entry])
+        if num_global:
+            torch.testing.assert_close(row[:, :num_global], grid.local_to_global)
+    if global_queries:
+        torch.testing.assert_close(output[:, :2, :2], grid.global_to_global)
+        torch.testing.assert_close(output[:, :2, 2:], grid.global_to_local[..., None].expand(-1, -1, height * width))
+
+
+def test_grid_bias_of_another_size_is_resized():
+    grid = randomise(GridRelativeBias((3, 5), 2))
+    table = grid.table.detach().unflatten(0, (5, 9))
+    other = GridRelativeBias((4, 2), 2)
+    other.load_state_dict({"table": resize_table(table, (7, 3)).flatten(0, 1)})
+    torch.testing.assert_close(grid(4, 2), other(4, 2))

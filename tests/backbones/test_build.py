@@ -1,0 +1,139 @@
+"""Names in, models out: the public functions, and what they say to a mistake."""
+
+import pytest
+import torch
+
+from backbones import InputError, create_backbone, create_classifier, list_variants
+from tests.backbones.helpers import random_images
+
+DEMO = "vil_tiny_1_1_3_1_rpb"
+
+
+def meta_backbone(name: str, **options):
+    with torch.device("meta"):
+        return create_backbone(name, **options)
+
+
+def test_variants_are_listed_sorted_and_by_prefix():
+    names = list_variants()
+    assert names == sorted(set(names)) and "vil_small_rpb" in names and "full_tiny" in names
+    assert list_variants("full_") == ["full_small", "full_tiny"]
+    assert list_variants("vgg") == []
+
+
+def test_the_contract_for_a_detector():
+    model = meta_backbone("vil_small_rpb", out_features=("stage2", "stage3", "stage4"), drop_path_rate=0.1)
+    assert {n: (i.channels, i.stride) for n, i in model.feature_info.items()} == {
+        "stage2": (192, 8),
+        "stage3": (384, 16),
+        "stage4": (768, 32),
+    }
+    assert model.stages[3].blocks[0].drop_path_rate == pytest.approx(0.1)
+    maps = model(torch.empty(1, 3, 800, 1333, device="meta"))
+    assert {n: tuple(m.shape) for n, m in maps.items()} == {
+        "stage2": (1, 192, 100, 167),
+        "stage3": (1, 384, 50, 84),
+        "stage4": (1, 768, 25, 42),
+    }
+
+
+def test_weights_are_drawn_as_vil_draws_them():
+    torch.manual_seed(0)
+    model = create_backbone(DEMO)
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            assert parameter.eq(1).all()
+        elif name.endswith("bias") and "patch_embed.projection" not in name:
+            assert parameter.eq(0).all()
+        elif "patch_embed" not in name and parameter.numel() > 1000:
+            assert parameter.std().item() == pytest.approx(0.02, rel=0.1), name
+    assert not torch.equal(next(create_backbone(DEMO).parameters()), next(model.parameters()))
+
+
+def test_a_model_is_made_and_trains():
+    torch.manual_seed(0)
+    model = create_backbone(DEMO, drop_path_rate=0.1).train()
+    maps = model(random_images(2, 3, 45, 70, dtype=torch.float32))
+    sum(map_.square().mean() for map_ in maps.values()).backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+def test_a_classifier_is_made_for_its_image_size():
+    with torch.device("meta"):
+        square = create_classifier("vil_tiny", num_classes=3)
+        other = create_classifier("vil_tiny", num_classes=3, img_size=(384, 256))
+    assert len(square.backbone.stages[0].positions.rows) == len(square.backbone.stages[0].positions.cols) == 56
+    assert [len(stage.positions.rows) for stage in other.backbone.stages] == [96, 48, 24, 12]
+    assert [len(stage.positions.cols) for stage in other.backbone.stages] == [64, 32, 16, 8]
+    assert other(torch.empty(2, 3, 384, 256, device="meta")).shape == (2, 3)
+
+
+def test_options_reach_the_attention():
+    model = meta_backbone(
+        DEMO, window_size=(3, 4, 5, 6), global_tokens=2, attention_mode="cyclic", shared_projections=False
+    )
+    for stage, window_size in zip(model.stages, (3, 4, 5, 6), strict=True):
+        attention = stage.blocks[0].attention
+        assert (attention.window_size, attention.mode, attention.shared_projections) == (window_size, "cyclic", False)
+        assert stage.global_tokens.shape[1] == 2
+    assert meta_backbone(DEMO, attention_backend="reference").stages[0].blocks[0].attention.backend == "reference"
+    assert all(stage.activation_checkpointing for stage in meta_backbone(DEMO, activation_checkpointing=True).stages)
+
+
+def test_positions_are_made_for_the_largest_image():
+    assert len(meta_backbone("vil_tiny").stages[0].positions.rows) == 336
+    model = meta_backbone("vil_tiny", max_img_size=(800, 1333))
+    assert (len(model.stages[0].positions.rows), len(model.stages[0].positions.cols)) == (200, 336)
+
+
+@pytest.mark.parametrize("create", [create_backbone, create_classifier])
+@pytest.mark.parametrize(
+    "name, hint",
+    [
+        ("vil_smal_rpb", "did you mean 'vil_small_rpb'"),
+        ("vil-tiny", "did you mean 'vil_tiny'"),
+        ("q", "there are: full_small, full_tiny, vil_base_deep"),
+    ],
+)
+def test_an_unknown_name_raises(create, name, hint):
+    with pytest.raises(InputError, match=f"unknown variant '{name}'.*{hint}") as caught:
+        create(name)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "create, keyword, hint",
+    [
+        (create_backbone, "drop_path", "drop_path_rate"),
+        (create_backbone, "out_feature", "out_features"),
+        (create_backbone, "max_image_size", "max_img_size"),
+        (create_classifier, "num_class", "num_classes"),
+        (create_classifier, "image_size", "img_size"),
+    ],
+)
+def test_an_unknown_keyword_raises(create, keyword, hint):
+    with pytest.raises(InputError, match=f"no keyword '{keyword}'; did you mean '{hint}'"):
+        create("vil_tiny", **{keyword: 1})
+
+
+@pytest.mark.parametrize("name", [DEMO, "vil_tiny", "full_tiny"])
+@pytest.mark.parametrize(
+    "option, message",
+    [
+        ({"out_features": ("stage22",)}, "unknown feature 'stage22'.*did you mean 'stage2'"),
+        ({"attention_mode": "zeropad"}, "unknown attention mode 'zeropad'.*did you mean 'zero_pad'"),
+        ({"attention_backend": "spda"}, "unknown attention backend 'spda'.*sdpa"),
+        ({"max_img_size": 0}, "max_img_size"),
+        ({"max_img_size": (224, 224, 3)}, "max_img_size"),
+        ({"max_img_size": 1333.5}, "max_img_size"),
+        ({"drop_path_rate": 1.5}, "drop_path_rate"),
+        ({"drop_path_rate": -0.1}, "drop_path_rate"),
+        ({"window_size": 0}, "window_size"),
+        ({"global_tokens": -1}, "global_tokens"),
+    ],
+    ids=str,
+)
+def test_a_wrong_value_raises(name, option, message):
+    with pytest.raises(InputError, match=message) as caught:
+        meta_backbone(name, **option)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,278 @@
+"""Official checkpoints: every name mapped and every value used, or one clear line that says why not."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from backbones import InputError, create_backbone, create_classifier
+from backbones.convert import convert_state_dict
+from backbones.layers.position import resize_table
+from tests.backbones.helpers import random_images
+from tests.backbones.official import TINY, WINDOW, OfficialStage, official_forward, official_state_dict
+
+NAMES = {True: "vil_tiny_1_1_3_1_rpb", False: "vil_tiny_1_1_3_1"}
+GLOBALS = (1, 2, 1, 0)
+# Official positions for 224 pixels, so that nothing is resized
+AT_224 = {"max_img_size": 224}
+
+
+def with_globals(*numbers: int) -> tuple[OfficialStage, ...]:
+    return tuple(dataclasses.replace(stage, globals=number) for stage, number in zip(TINY, numbers, strict=True))
+
+
+def loaded(create, name: str, options: dict, official: dict) -> torch.nn.Module:
+    """The model with the converted weights, in float64 and eval mode."""
+    converted, _ = convert_state_dict(official, name, classifier=create is create_classifier, model_options=options)
+    model = create(name, **options).double().eval()
+    model.load_state_dict(converted, strict=True)
+    return model
+
+
+@pytest.mark.parametrize("relative_bias", [True, False])
+@pytest.mark.parametrize("num_global", [(1, 1, 1, 0), (1, 2, 0, 1)], ids=str)
+@pytest.mark.parametrize("shared", [True, False])
+def test_converted_backbone_computes_what_the_official_one_does(relative_bias, num_global, shared):
+    stages = with_globals(*num_global)
+    official = official_state_dict(stages, relative_bias=relative_bias, shared=shared)
+    options = AT_224 | {"global_tokens": num_global, "shared_projections": shared}
+    model = loaded(create_backbone, NAMES[relative_bias], options, official)
+    images = random_images(2, 3, 37, 54)
+    expected, _ = official_forward(official, images, stages)
+    maps = model(images)
+    assert maps.keys() == expected.keys()
+    for stage, output in maps.items():
+        torch.testing.assert_close(output, expected[stage], atol=1e-10, rtol=1e-10, msg=lambda m, s=stage: f"{s}: {m}")
+
+
+@pytest.mark.parametrize("relative_bias", [True, False])
+@pytest.mark.parametrize("num_global", [(1, 1, 1, 0), (0, 1, 0, 2)], ids=str)
+def test_converted_classifier_computes_what_the_official_one_does(relative_bias, num_global):
+    stages = with_globals(*num_global)
+    official = official_state_dict(stages, relative_bias=relative_bias)
+    options = {"num_classes": 10, "global_tokens": num_global}
+    model = loaded(create_classifier, NAMES[relative_bias], options, official)
+    images = random_images(2, 3, 50, 43)
+    _, expected = official_forward(official, images, stages)
+    torch.testing.assert_close(model(images), expected, atol=1e-10, rtol=1e-10)
+
+
+def test_full_attention_is_converted_into_full_and_into_sliding_chunks():
+    stages = (OfficialStage(1, 4, 1, 48), OfficialStage(1, 2, 3, 96), OfficialStage(9, 2, 3, 192))
+    stages = (*stages, OfficialStage(1, 2, 6, 384, globals=0))
+    stages = tuple(dataclasses.replace(stage, full=True) for stage in stages)
+    official = official_state_dict(stages, relative_bias=False)
+    images = random_images(1, 3, 37, 54)
+    expected, _ = official_forward(official, images, stages)
+    for name in ("full_tiny", "vil_tiny"):
+        maps = loaded(create_backbone, name, AT_224, official)(images)
+        for stage, output in maps.items():
+            torch.testing.assert_close(output, expected[stage], atol=1e-10, rtol=1e-10)
+
+
+def test_each_tensor_goes_to_its_name():
+    official = official_state_dict(with_globals(*GLOBALS), relative_bias=True)
+    converted, report = convert_state_dict(official, NAMES[True], model_options={"global_tokens": GLOBALS})
+    block, ours = "layer3.3", "stages.2.blocks.1"
+    expected = {
+        "stages.1.global_tokens": official["layer2.0.cls_token"],
+        "stages.0.patch_embed.projection.weight": official["layer1.0.proj.weight"],
+        "stages.3.patch_embed.norm.bias": official["layer4.0.norm_embed.bias"],
+        f"{ours}.attention_norm.weight": official[f"{block}.norm.weight"],
+        f"{ours}.mlp_norm.weight": official["layer3.4.norm.weight"],
+        f"{ours}.mlp.expand.weight": official["layer3.4.mlp.fc1.weight"],
+        f"{ours}.mlp.contract.bias": official["layer3.4.mlp.fc2.bias"],
+        f"{ours}.attention.query.weight": official[f"{block}.attn.query.weight"],
+        f"{ours}.attention.key_value.bias": official[f"{block}.attn.kv.bias"],
+        f"{ours}.attention.projection.weight": official[f"{block}.attn.proj.weight"],
+        f"{ours}.attention.relative_bias.table": official[f"{block}.attn.local_relative_position_bias_table"],
+        f"{ours}.attention.global_to_local": official[f"{block}.attn.g2l_relative_position_bias"][0],
+        f"{ours}.attention.local_to_global": official[f"{block}.attn.g2l_relative_position_bias"][1],
+        f"{ours}.attention.global_to_global": official[f"{block}.attn.g2g_relative_position_bias"],
+    }
+    for name, tensor in expected.items():
+        assert torch.equal(converted[name], tensor), name
+    assert report.mapped[f"{block}.attn.kv.bias"] == f"{ours}.attention.key_value.bias"
+    assert report.tied[f"{block}.attn.kv_global.bias"] == f"{ours}.attention.key_value.bias"
+    assert report.split[f"{block}.attn.g2l_relative_position_bias"] == (
+        f"{ours}.attention.global_to_local",
+        f"{ours}.attention.local_to_global",
+    )
+    assert "computed" in report.dropped[f"{block}.attn.relative_position_index"]
+    assert "never used" in report.dropped["layer3.5.attn.query_global.weight"]
+    assert "head" in report.dropped["head.weight"] and "head" in report.dropped["norm.bias"]
+
+
+def test_qkv_is_split_into_query_and_key_value():
+    stages = tuple(dataclasses.replace(stage, full=True) for stage in TINY)
+    official = official_state_dict(stages, relative_bias=False)
+    converted, report = convert_state_dict(official, NAMES[False], model_options=AT_224)
+    joined = official["layer2.1.attn.qkv.weight"]
+    attention = "stages.1.blocks.0.attention"
+    assert torch.equal(converted[f"{attention}.query.weight"], joined[:96])
+    assert torch.equal(converted[f"{attention}.key_value.weight"], joined[96:])
+    names = (f"{attention}.query.weight", f"{attention}.key_value.weight")
+    assert report.split["layer2.1.attn.qkv.weight"] == names
+
+
+@pytest.mark.parametrize("relative_bias", [True, False])
+@pytest.mark.parametrize("classifier", [True, False])
+def test_every_name_is_in_the_report(relative_bias, classifier):
+    official = official_state_dict(relative_bias=relative_bias)
+    options = {"num_classes": 10} if classifier else None
+    converted, report = convert_state_dict(official, NAMES[relative_bias], classifier=classifier, model_options=options)
+    parts = (report.mapped, report.split, report.tied, report.dropped)
+    listed = [name for part in parts for name in part if name in official]
+    twice = {name for name in listed if listed.count(name) > 1}
+    assert set(listed) == official.keys()
+    assert all("g2l_relative" in name for name in twice)
+    filled = [*report.mapped.values(), *(name for names in report.split.values() for name in names)]
+    assert sorted(filled) == sorted(converted)
+    assert report.resized.keys() <= converted.keys()
+    assert bool(report.resized) == (not relative_bias and not classifier)
+    assert report.summary() == ", ".join(
+        f"{len(getattr(report, part))} {part}" for part in ("mapped", "resized", "split", "tied", "dropped")
+    )
+
+
+def test_a_bias_of_which_one_half_is_dropped_says_so():
+    """In the last block of a stage only the bias from local to global tokens is used."""
+    _, report = convert_state_dict(official_state_dict(relative_bias=True), NAMES[True])
+    name = "layer1.1.attn.g2l_relative_position_bias"
+    assert report.mapped.get(name) == "stages.0.blocks.0.attention.local_to_global"
+    assert any(name in listed for listed in report.dropped)
+
+
+@pytest.mark.parametrize("prefix", ["module.", "backbone.bottom_up.", "module.backbone.bottom_up."])
+def test_prefixes_are_taken_off(prefix):
+    official = official_state_dict(relative_bias=True)
+    expected, _ = convert_state_dict(official, NAMES[True])
+    prefixed = {prefix + name: tensor for name, tensor in official.items()}
+    converted, report = convert_state_dict(prefixed, NAMES[True])
+    assert converted.keys() == expected.keys()
+    assert all(torch.equal(converted[name], expected[name]) for name in expected)
+    assert report.mapped[f"{prefix}layer1.0.proj.bias"] == "stages.0.patch_embed.projection.bias"
+
+
+def test_separate_projections_need_the_option():
+    official = official_state_dict(relative_bias=True, shared=False)
+    with pytest.raises(InputError, match="layer3.1.attn.*_global.*shared_projections=False") as caught:
+        convert_state_dict(official, NAMES[True])
+    assert "\n" not in str(caught.value)
+
+
+def test_shared_projections_fill_separate_ones():
+    official = official_state_dict(relative_bias=True)
+    converted, report = convert_state_dict(official, NAMES[True], model_options={"shared_projections": False})
+    attention = "stages.2.blocks.0.attention"
+    assert torch.equal(converted[f"{attention}.global_query.weight"], converted[f"{attention}.query.weight"])
+    assert not report.tied
+
+
+def test_an_unknown_name_raises():
+    official = official_state_dict(relative_bias=True) | {"layer1.1.attn.surprise": torch.zeros(1)}
+    with pytest.raises(InputError, match="does not fit vil_tiny_1_1_3_1_rpb.*no rule explains layer1.1.attn.surprise"):
+        convert_state_dict(official, NAMES[True])
+
+
+@pytest.mark.parametrize("surprise", ["epoch", "layer1.0.surprise", "layer1.2.mlp.fc3.weight", "layer1.1.surprise"])
+def test_an_unknown_name_raises_wherever_it_stands(surprise):
+    official = official_state_dict(relative_bias=True) | {surprise: torch.zeros(1)}
+    with pytest.raises(InputError, match=f"no rule explains {surprise}"):
+        convert_state_dict(official, NAMES[True])
+
+
+def test_a_missing_name_raises():
+    official = official_state_dict(relative_bias=True)
+    del official["layer3.2.mlp.fc1.bias"]
+    with pytest.raises(InputError, match="nothing fills stages.2.blocks.0.mlp.expand.bias"):
+        convert_state_dict(official, NAMES[True])
+
+
+def test_many_missing_names_are_counted():
+    official = official_state_dict(relative_bias=True)
+    kept = {name: tensor for name, tensor in official.items() if not name.startswith("layer2.2.")}
+    with pytest.raises(InputError, match="nothing fills .* and 1 more") as caught:
+        convert_state_dict(kept, NAMES[True])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("vil_small_1_1_9_1_rpb", "layer1.0.cls_token has shape .*another variant"),
+        ("vil_tiny_1_1_3_1", "relative_position_bias.*does not have.*another variant"),
+        ("vil_tiny_1_10_1_rpb", "another variant"),
+        ("vil_tiny_rpb", "nothing fills stages.2.blocks.3"),
+    ],
+)
+def test_a_checkpoint_of_another_variant_raises(name, message):
+    with pytest.raises(InputError, match=message) as caught:
+        convert_state_dict(official_state_dict(relative_bias=True), name)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_checkpoint_of_a_deeper_variant_raises():
+    deeper = (*TINY[:2], dataclasses.replace(TINY[2], depth=4), TINY[3])
+    official = official_state_dict(deeper, relative_bias=False)
+    with pytest.raises(InputError, match="stages.2.blocks.3|layer3.7"):
+        convert_state_dict(official, NAMES[False])
+
+
+def test_another_number_of_global_tokens_raises():
+    official = official_state_dict(with_globals(2, 1, 1, 0), relative_bias=True)
+    with pytest.raises(InputError, match="layer1.0.cls_token.*other global tokens"):
+        convert_state_dict(official, NAMES[True])
+
+
+def test_another_number_of_classes_raises():
+    official = official_state_dict(relative_bias=True, num_classes=5)
+    with pytest.raises(InputError, match="head.weight has shape .5, 384.*10, 384"):
+        convert_state_dict(official, NAMES[True], classifier=True, model_options={"num_classes": 10})
+
+
+def test_unknown_keywords_name_the_closest():
+    with pytest.raises(InputError, match="model_options"):
+        convert_state_dict({}, NAMES[True], model_option={})
+    with pytest.raises(InputError, match="max_img_size"):
+        convert_state_dict({}, NAMES[True], model_options={"max_image_size": 224})
+
+
+def interpolate(table: np.ndarray, size: int) -> np.ndarray:
+    """(L, C) -> (size, C), linear, with half-pixel centres and the ends held."""
+    place = (np.arange(size) + 0.5) * len(table) / size - 0.5
+    return np.stack([np.interp(place, np.arange(len(table)), column) for column in table.T], axis=1)
+
+
+@pytest.mark.parametrize("max_img_size, lengths", [(1333, (336, 168, 84, 42)), ((160, 90), (40, 20, 10, 5))])
+def test_absolute_positions_are_resized(max_img_size, lengths):
+    """From 224 pixels; 1333 pixels are 42 places of 32."""
+    official = official_state_dict(relative_bias=False)
+    converted, report = convert_state_dict(official, NAMES[False], model_options={"max_img_size": max_img_size})
+    for index, length in enumerate(lengths):
+        name, source = f"stages.{index}.positions.rows", official[f"layer{index + 1}.0.x_pos_embed"][0]
+        expected = interpolate(source.numpy(), length)
+        np.testing.assert_allclose(converted[name].numpy(), expected, atol=1e-5)
+        assert report.resized[name] == (tuple(source.shape), (length, source.shape[1]))
+    cols, source = converted["stages.0.positions.cols"], official["layer1.0.y_pos_embed"][0]
+    np.testing.assert_allclose(cols.numpy(), interpolate(source.numpy(), len(cols)), atol=1e-5)
+    assert len(cols) == (336 if max_img_size == 1333 else 24)
+    create_backbone(NAMES[False], max_img_size=max_img_size).load_state_dict(converted, strict=True)
+
+
+def test_window_bias_is_resized_to_another_window():
+    official = official_state_dict(relative_bias=True)
+    converted, report = convert_state_dict(official, NAMES[True], model_options={"window_size": 5})
+    source = official["layer2.1.attn.local_relative_position_bias_table"].numpy().reshape(27, 27, 3)
+    rows = interpolate(source.reshape(27, -1), 19).reshape(19, 27, 3)
+    expected = interpolate(rows.swapaxes(0, 1).reshape(27, -1), 19).reshape(19, 19, 3).swapaxes(0, 1)
+    name = "stages.1.blocks.0.attention.relative_bias.table"
+    np.testing.assert_allclose(converted[name].numpy(), expected.reshape(361, 3), atol=1e-5)
+    assert report.resized[name] == ((729, 3), (361, 3))
+
+
+def test_positions_resized_to_the_same_size_are_untouched():
+    table = F.normalize(random_images(WINDOW, 4))
+    assert resize_table(table, (WINDOW,)) is table

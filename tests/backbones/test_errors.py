@@ -1,0 +1,37 @@
+"""What a user's mistake looks like."""
+
+import pytest
+
+from backbones.errors import InputError, UnknownKeywordError, closest, explain_unknown_keywords
+
+
+def paint(wall: str, *, colour: str = "white", coats: int = 1) -> str:
+    """Paint a wall."""
+    return f"{wall}: {coats} x {colour}"
+
+
+def test_names_the_closest_candidate():
+    assert closest("vil_smal", ["vil_tiny", "vil_small"]) == "; did you mean 'vil_small'?"
+
+
+def test_names_none_that_is_far_away():
+    assert closest("resnet50", ["vil_tiny", "vil_small"]) == ""
+
+
+def test_known_keywords_pass():
+    checked = explain_unknown_keywords(paint)
+    assert checked("north", colour="red", coats=2) == paint("north", colour="red", coats=2)
+    assert (checked.__name__, checked.__doc__) == ("paint", "Paint a wall.")
+
+
+@pytest.mark.parametrize("keyword, hint", [("color", "did you mean 'colour'"), ("xyz", "known: wall, colour, coats")])
+def test_an_unknown_keyword_names_the_function_and_the_way_out(keyword, hint):
+    with pytest.raises(UnknownKeywordError, match=f"paint has no keyword '{keyword}'.*{hint}") as caught:
+        explain_unknown_keywords(paint)("north", **{keyword: 1})
+    assert isinstance(caught.value, InputError) and isinstance(caught.value, TypeError)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_argument_stays_a_type_error():
+    with pytest.raises(TypeError, match="wall"):
+        explain_unknown_keywords(paint)(colour="red")

@@ -1,0 +1,74 @@
+"""The official ViL: the same maps and logits from the same weights, through the converter."""
+
+import pytest
+import torch
+
+from backbones import create_backbone, create_classifier
+from backbones.convert import convert_state_dict
+from tests.golden import assert_close_to_golden, golden, golden_images, golden_state_dict
+
+pytestmark = pytest.mark.real_data
+
+BACKBONES = {
+    "vil_tiny_rpb_det": ("vil_tiny_rpb", {}),
+    "vil_small_rpb_cls": ("vil_small_rpb", {}),
+    "vil_small_ape_det": ("vil_small", {}),
+    "vil_small_rpb_g1_det": ("vil_small_rpb", {"global_tokens": 1}),
+    "vil_tiny_ape_cls": ("vil_tiny", {"max_img_size": 224}),
+}
+CLASSIFIERS = {
+    "vil_small_rpb_cls": ("vil_small_rpb", {}),
+    "vil_tiny_ape_cls": ("vil_tiny", {"img_size": 224}),
+}
+
+
+@pytest.mark.parametrize("file", BACKBONES)
+def test_maps(file):
+    reference, (name, options) = golden(file), BACKBONES[file]
+    official = golden_state_dict(reference)
+    converted, report = convert_state_dict(official, name, model_options=options)
+    assert not report.resized
+    check_parameters(reference, official, converted, report)
+    model = create_backbone(name, **options).eval()
+    model.load_state_dict(converted, strict=True)
+    with torch.inference_mode():
+        maps = model(golden_images(reference))
+    assert maps.keys() == reference["stages"].keys()
+    for stage, expected in reference["stages"].items():
+        assert_close_to_golden(maps[stage], expected)
+
+
+@pytest.mark.parametrize("file", CLASSIFIERS)
+def test_logits(file):
+    reference, (name, options) = golden(file), CLASSIFIERS[file]
+    official = golden_state_dict(reference)
+    converted, report = convert_state_dict(official, name, classifier=True, model_options=options)
+    assert not report.resized
+    check_parameters(reference, official, converted, report)
+    model = create_classifier(name, **options).eval()
+    model.load_state_dict(converted, strict=True)
+    with torch.inference_mode():
+        assert_close_to_golden(model(golden_images(reference)), reference["logits"])
+
+
+def check_parameters(reference: dict, official: dict, converted: dict, report) -> None:
+    """The official count is ours and what the report drops: indices and shared tensors are no parameters of theirs.
+
+    Of a stage's last block one half of the bias between global and local tokens is used.
+    """
+    not_counted = {*reference["integer_buffers_not_filled"], *reference["aliases"], *report.mapped}
+    ours = sum(tensor.numel() for tensor in converted.values())
+    dropped = sum(official[name].numel() for name in report.dropped if name in official and name not in not_counted)
+    halves = sum(official[name].numel() // 2 for name in report.mapped if "g2l_relative" in name)
+    assert reference["parameters"] == ours + dropped + halves
+
+
+@pytest.mark.parametrize("file, name", [("vil_small_rpb_cls", "vil_small_rpb"), ("vil_tiny_ape_cls", "vil_tiny")])
+def test_classifier_has_all_that_the_official_one_uses(file, name):
+    """No parameter is missing but biases of global queries that have no effect: two of a head and block."""
+    reference = golden(file)
+    with torch.device("meta"):
+        ours = sum(parameter.numel() for parameter in create_classifier(name).parameters())
+    # Stages 1 to 3 of vil_small_rpb: 3, 3 and 6 heads, one global token
+    unused = 2 * (3 + 3 + 6) if name.endswith("_rpb") else 0
+    assert reference["parameters"] == ours + unused

@@ -1,0 +1,165 @@
+"""The sizes: those of the paper's Tables 1 and 9, and the parameter counts of its Tables 2, 4 and 14."""
+
+import pytest
+import torch
+
+from backbones import InputError, create_backbone, create_classifier, list_variants
+from backbones.variants import VARIANTS, get_variant
+
+# Table 9: blocks, patch size, heads and channels of each stage
+TABLE_9 = {
+    "vil_tiny": "1,4,1,48 1,2,3,96 9,2,3,192 1,2,6,384",
+    "vil_small": "1,4,3,96 2,2,3,192 8,2,6,384 1,2,12,768",
+    "vil_medium_deep": "1,4,3,96 4,2,3,192 16,2,6,384 1,2,12,768",
+    "vil_medium_wide": "1,4,3,192 2,2,6,384 8,2,8,512 1,2,12,768",
+    "vil_base_deep": "1,4,3,96 8,2,3,192 24,2,6,384 1,2,12,768",
+    "vil_base_wide": "1,4,3,192 2,2,6,384 8,2,12,768 1,2,16,1024",
+    "vil_tiny_1_10_1": "1,8,3,96 10,2,3,192 1,2,6,384",
+    "vil_tiny_2_9_1": "2,8,3,96 9,2,3,192 1,2,6,384",
+    "vil_tiny_1_9_2": "1,8,3,96 9,2,3,192 2,2,6,384",
+    "vil_tiny_2_8_2": "2,8,3,96 8,2,3,192 2,2,6,384",
+    "vil_tiny_1_1_9_1": "1,4,1,48 1,2,3,96 9,2,3,192 1,2,6,384",
+    "vil_tiny_1_2_8_1": "1,4,1,48 2,2,3,96 8,2,3,192 1,2,6,384",
+    "vil_small_1_10_1": "1,8,3,192 10,2,6,384 1,2,12,768",
+    "vil_small_2_9_1": "2,8,3,192 9,2,6,384 1,2,12,768",
+    "vil_small_1_9_2": "1,8,3,192 9,2,6,384 2,2,12,768",
+    "vil_small_2_8_2": "2,8,3,192 8,2,6,384 2,2,12,768",
+    "vil_small_1_1_9_1": "1,4,3,96 1,2,3,192 9,2,6,384 1,2,12,768",
+    "vil_small_1_2_8_1": "1,4,3,96 2,2,3,192 8,2,6,384 1,2,12,768",
+    "full_tiny": "1,4,1,48 1,2,3,96 9,2,3,192 1,2,6,384",
+    "full_small": "1,4,3,96 2,2,3,192 8,2,6,384 1,2,12,768",
+}
+
+# Millions of parameters at 224 pixels with 1000 classes, absolute positions, as printed
+COUNTS = {
+    # Table 2
+    "vil_tiny_1_10_1": 7.12,
+    "vil_tiny_2_9_1": 6.78,
+    "vil_tiny_1_1_9_1": 6.71,
+    "vil_tiny_1_2_8_1": 6.37,
+    "vil_small_1_10_1": 27.58,
+    "vil_small_2_9_1": 26.25,
+    "vil_small_1_1_9_1": 25.96,
+    "vil_small_1_2_8_1": 24.63,
+    # Table 4
+    "vil_tiny": 6.7,
+    "vil_small": 24.6,
+    "vil_medium_deep": 39.7,
+    "vil_medium_wide": 39.8,
+    "vil_base_deep": 55.7,
+    "vil_base_wide": 79.0,
+    # Table 14, full attention
+    "full_tiny": 6.7,
+    "full_small": 24.6,
+}
+TWO_DIGITS = {name for name, count in COUNTS.items() if name[-1].isdigit()}
+
+
+def meta_model(create, name: str, **options) -> torch.nn.Module:
+    with torch.device("meta"):
+        return create(name, **options)
+
+
+def count_parameters(model: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def base_name(name: str) -> str:
+    return name.removesuffix("_rpb")
+
+
+def test_the_names_are_those_of_the_paper():
+    three_stages = {"vil_tiny_1_1_3_1", "vil_tiny_1_1_3_1_rpb"}  # of the demo
+    vil = {name for name in TABLE_9 if name.startswith("vil")}
+    assert {name for name in VARIANTS if name.startswith(("vil", "full"))} == (
+        TABLE_9.keys() | {f"{name}_rpb" for name in vil} | three_stages
+    )
+
+
+@pytest.mark.parametrize("name", sorted(TABLE_9))
+@pytest.mark.parametrize("suffix", ["", "_rpb"])
+def test_sizes_are_those_of_table_9(name, suffix):
+    if suffix and name.startswith("full"):
+        suffix = ""
+    variant = get_variant(name + suffix)
+    stages = [tuple(map(int, stage.split(","))) for stage in TABLE_9[name].split()]
+    assert [(s.depth, s.patch_size, s.heads, s.dim) for s in variant.stages] == stages
+    assert [s.global_tokens for s in variant.stages] == [1] * (len(stages) - 1) + [0]
+    assert {s.window_size for s in variant.stages} == {7}
+    assert {s.attention for s in variant.stages} == {"dense" if name.startswith("full") else "sliding_chunk"}
+    assert variant.relative_bias == bool(suffix)
+    assert (variant.attention_mode, variant.shared_projections) == ("zero_pad", True)
+
+
+@pytest.mark.parametrize("name", sorted(COUNTS))
+def test_parameters_are_as_many_as_the_paper_prints(name):
+    millions = count_parameters(meta_model(create_classifier, name)) / 1e6
+    assert millions == pytest.approx(COUNTS[name], abs=0.006 if name in TWO_DIGITS else 0.05)
+
+
+@pytest.mark.parametrize("name", sorted(name for name in TABLE_9 if name.startswith("vil")))
+def test_relative_bias_takes_the_place_of_positions(name):
+    """By hand: a table an attention of (4w - 1)^2 offsets, and (G + 2 G) or G biases with global tokens, a head."""
+    absolute = meta_model(create_classifier, name)
+    positions = sum(p.numel() for n, p in absolute.named_parameters() if ".positions." in n)
+    bias = 0
+    for stage in get_variant(name).stages:
+        bias += stage.depth * stage.heads * 27**2
+        # Global queries (to local, to global), in all blocks but the last; global keys in all
+        bias += stage.global_tokens * stage.heads * (3 * stage.depth - 2)
+    relative = meta_model(create_classifier, f"{name}_rpb")
+    assert count_parameters(relative) == count_parameters(absolute) - positions + bias
+
+
+@pytest.mark.parametrize("name", list_variants())
+def test_every_variant_gives_maps_of_the_right_shape(name):
+    model = meta_model(create_backbone, name)
+    maps = model(torch.empty(2, 3, 37, 50, device="meta"))
+    stages, stride = get_variant(name).stages, 1
+    assert maps.keys() == model.feature_info.keys()
+    assert len(maps) == len(stages)
+    for index, stage in enumerate(stages):
+        stride *= stage.patch_size
+        info = model.feature_info[f"stage{index + 1}"]
+        assert (info.channels, info.stride) == (stage.dim, stride)
+        assert maps[f"stage{index + 1}"].shape == (2, stage.dim, -(-37 // stride), -(-50 // stride))
+    assert stride == 32
+    assert list(model.state_dict()) == [n for n, _ in model.named_parameters()]
+
+
+@pytest.mark.parametrize("name", list_variants())
+def test_every_variant_classifies(name):
+    model = meta_model(create_classifier, name, num_classes=7)
+    assert model(torch.empty(2, 3, 224, 224, device="meta")).shape == (2, 7)
+    decaying = {name for name, _ in model.named_parameters()} - model.no_weight_decay()
+    assert decaying and all(name.endswith("weight") and "norm" not in name for name in decaying)
+
+
+def test_options_replace_those_of_the_variant():
+    variant = get_variant("vil_tiny").with_options(
+        window_size=(6, 8, 12, 12), global_tokens=2, attention_mode="exact", shared_projections=False
+    )
+    assert [stage.window_size for stage in variant.stages] == [6, 8, 12, 12]
+    assert [stage.global_tokens for stage in variant.stages] == [2, 2, 2, 2]
+    assert (variant.attention_mode, variant.shared_projections) == ("exact", False)
+    assert get_variant("vil_tiny").with_options() == get_variant("vil_tiny")
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"window_size": 0},
+        {"window_size": (7, 7, 7)},
+        {"window_size": (7, 7, 7, 7.5)},
+        {"window_size": 1.5},
+        {"window_size": "7777"},
+        {"global_tokens": -1},
+        {"global_tokens": (1, 1, 1, 1, 1)},
+        {"global_tokens": (1, 1, 1, -1)},
+    ],
+    ids=str,
+)
+def test_options_that_make_no_sense_raise(option):
+    (name,) = option
+    with pytest.raises(InputError, match=name):
+        get_variant("vil_tiny").with_options(**option)
