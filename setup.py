@@ -50,11 +50,11 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["backbones", "backbones.*", "projects_vil", "projects_vil.*"]),
-    python_requires=">=3.10",
+    python_requires=">=3.10,<3.14",
     # detectron2 is not on the package index: tools/install_detectron2.py brings it, with what it requires.
     # The ranges of fvcore, iopath and omegaconf are the ones that it states.
     install_requires=[
-        "torch>=2.6",
+        "torch>=2.6,<3",
         "torchvision>=0.21",
         "timm>=1.0.11,<2",
         "fvcore>=0.1.5,<0.1.6",

@@ -1,4 +1,4 @@
-"""The backbones in detectron2: importing this package registers their builders and the datasets of the demo."""
+"""The backbones in detectron2: importing this package registers their builders."""
 
 from projects_vil import backbone as _backbone  # noqa: F401  (registers the builders)
 from projects_vil.config import add_vil_config, load_config

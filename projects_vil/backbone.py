@@ -63,6 +63,8 @@ def build_transformer_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> Transfor
         attention_backend=node.ATTENTION_BACKEND,
         attention_mode=node.ATTENTION_MODE,
         global_tokens=list(node.GLOBAL_TOKENS) or None,
+        window_size=list(node.WINDOW_SIZE) or None,
+        shared_projections=node.SHARED_PROJECTIONS,
     )
 
 

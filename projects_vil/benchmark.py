@@ -13,6 +13,8 @@ from detectron2.structures import Boxes, Instances, PolygonMasks
 from detectron2.utils.events import EventStorage
 from torch import nn
 
+from backbones.errors import check_choice
+
 # detectron2's own detectors with a ResNet-50: the baselines where no other is named.
 RESNET50 = {
     "RetinaNet": "COCO-Detection/retinanet_R_50_FPN_1x.yaml",
@@ -40,9 +42,14 @@ class Comparison:
 
 
 def resnet50_config(cfg: CfgNode) -> CfgNode:
-    """detectron2's config with a ResNet-50 for the same kind of detector, on the same device, with random weights."""
+    """detectron2's config with a ResNet-50 for the same kind of detector, with as many stages frozen.
+
+    Raises:
+        InputError: for another kind than RetinaNet and Mask R-CNN.
+    """
+    check_choice("kind of detector", cfg.MODEL.META_ARCHITECTURE, RESNET50)
     baseline = model_zoo.get_config(RESNET50[cfg.MODEL.META_ARCHITECTURE])
-    baseline.MODEL.WEIGHTS = ""
+    baseline.MODEL.BACKBONE.FREEZE_AT = cfg.MODEL.BACKBONE.FREEZE_AT
     return baseline
 
 

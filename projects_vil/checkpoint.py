@@ -8,6 +8,7 @@ import torch
 from detectron2.checkpoint import DetectionCheckpointer
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import nn
 
 from backbones import InputError
 
@@ -16,11 +17,20 @@ _PREDICTORS = ("head.cls_score", "box_predictor.cls_score", "box_predictor.bbox_
 
 
 class Checkpointer(DetectionCheckpointer):
-    """detectron2's checkpointer, strict: what a file leaves random is a part that the file does not have at all.
+    """detectron2's checkpointer, strict: nothing stays random without being a whole part that the file lacks.
 
-    A file may lack FPN and heads as a whole (a pretrained backbone), and predictors may be of another number of
-    classes: these are named in the log and start anew. Anything else that does not fit raises.
+    A file to start training from must fill the backbone; it may lack FPN or heads as a whole, and predictors may be
+    of another number of classes. These start anew, and the log names them. Anything else that does not fit raises.
+
+    Args:
+        model, save_dir: as detectron2's.
+        complete: for evaluation and export: the file must fill the whole model.
+        checkpointables: as detectron2's.
     """
+
+    def __init__(self, model: nn.Module, save_dir: str = "", *, complete: bool = False, **checkpointables) -> None:
+        super().__init__(model, save_dir, **checkpointables)
+        self.complete = complete
 
     def load(self, path: str, *args, **kwargs) -> dict[str, Any]:
         """As detectron2's.
@@ -30,6 +40,8 @@ class Checkpointer(DetectionCheckpointer):
         """
         if path:
             check_weights_file(path)
+        elif self.complete:
+            raise InputError("no weights were given: name the checkpoint of a trained detector (MODEL.WEIGHTS)")
         self._path = path
         return super().load(path, *args, **kwargs)
 
@@ -37,25 +49,28 @@ class Checkpointer(DetectionCheckpointer):
         return read_checkpoint(filename)
 
     def _load_model(self, checkpoint: dict[str, Any]):
-        # A whole part may be missing; a part that is there must be there as a whole.
-        held = {_part(name) for name in checkpoint["model"]}
+        names = list(checkpoint["model"])
+        wrapped = all(name.startswith("module.") for name in names)
+        held = {_part(name.removeprefix("module.") if wrapped else name) for name in names}
         incompatible = super()._load_model(checkpoint)
-        if incompatible is None:
-            return None
-        wrong = [entry for entry in incompatible.incorrect_shapes if not any(p in entry[0] for p in _PREDICTORS)]
-        if wrong:
-            name, theirs, ours = wrong[0]
-            raise InputError(
-                f"{self._path} is of another model: {len(wrong)} shapes differ, {name} is {tuple(theirs)} there and "
-                f"{tuple(ours)} here"
-            )
+        predictors = set()
+        for name, theirs, ours in incompatible.incorrect_shapes:
+            if self.complete or not any(layer in name for layer in _PREDICTORS):
+                raise InputError(
+                    f"{self._path} is of another model: {len(incompatible.incorrect_shapes)} shapes differ, {name} is "
+                    f"{tuple(theirs)} there and {tuple(ours)} here"
+                )
+            predictors.add(name)
         unexpected = [name for name in incompatible.unexpected_keys if "pixel_" not in name]
-        missing = [name for name in incompatible.missing_keys if _part(name) in held]
-        if unexpected or missing or not held:
-            first = (unexpected or missing or ["nothing"])[0]
+        missing = [
+            name
+            for name in incompatible.missing_keys
+            if name not in predictors and (self.complete or _part(name) in held | {"backbone.bottom_up"})
+        ]
+        if unexpected or missing:
             raise InputError(
                 f"{self._path} is of another model: {len(unexpected)} names in it fit nothing and {len(missing)} "
-                f"parameters of the model are not in it, such as {first}"
+                f"parameters of the model are not in it, such as {(unexpected or missing)[0]}"
             )
         return incompatible
 

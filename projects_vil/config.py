@@ -20,7 +20,7 @@ def add_vil_config(cfg: CN) -> None:
     cfg.MODEL.TRANSFORMER.OUT_FEATURES = []
     # Rate of stochastic depth of the last block, growing linearly from 0 at the first.
     cfg.MODEL.TRANSFORMER.DROP_PATH = 0.1
-    # Largest image side in pixels that tables of absolute positions are made for.
+    # Largest image side in pixels; tables of absolute positions, and the bias of dense attention, are made for it.
     cfg.MODEL.TRANSFORMER.MAX_IMG_SIZE = 1333
     # Compute activations again in the backward pass: less memory, about a third more time.
     cfg.MODEL.TRANSFORMER.ACTIVATION_CHECKPOINTING = False
@@ -28,8 +28,11 @@ def add_vil_config(cfg: CN) -> None:
     cfg.MODEL.TRANSFORMER.ATTENTION_BACKEND = "sdpa"
     # "zero_pad", "exact" or "cyclic" (ViL, appendix C).
     cfg.MODEL.TRANSFORMER.ATTENTION_MODE = "zero_pad"
-    # Global tokens of each stage; empty for the variant's own.
+    # Global tokens of each stage, and sides of the chunks in tokens (7 is a window of 15); empty for the variant's own.
     cfg.MODEL.TRANSFORMER.GLOBAL_TOKENS = []
+    cfg.MODEL.TRANSFORMER.WINDOW_SIZE = []
+    # Whether local and global tokens share their projections, as in the released models.
+    cfg.MODEL.TRANSFORMER.SHARED_PROJECTIONS = True
 
     # "ADAMW" or "SGD".
     cfg.SOLVER.OPTIMIZER = "ADAMW"
@@ -58,14 +61,22 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> CN:
         raise InputError(f"there is no config file {path}")
     try:
         cfg.merge_from_file(str(path), allow_unsafe=False)
-    except yaml.YAMLError as error:
+    except RecursionError as error:
+        raise InputError(f"{path}: its chain of _BASE_ leads back to itself") from error
+    except FileNotFoundError as error:
+        raise InputError(f"{path}: there is no file {error.filename}, named as _BASE_") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InputError(f"{path} is not a YAML config: {_one_line(error)}") from error
+    except (TypeError, AttributeError) as error:
+        raise InputError(f"{path} is not a config: keys and sub-keys with values are expected") from error
     except (KeyError, ValueError, AssertionError, OSError) as error:
         raise InputError(f"{path}: {_explain(error, cfg)}") from error
     if len(overrides) % 2:
         raise InputError(f"overrides are keys and values by turns; {overrides[-1]!r} has no value")
     try:
         cfg.merge_from_list(list(overrides))
+    except (TypeError, AttributeError) as error:
+        raise InputError(f"an override names a key below a value: {' '.join(overrides)}") from error
     except (KeyError, ValueError, AssertionError) as error:
         raise InputError(f"{_explain(error, cfg)} (among the overrides {' '.join(overrides)})") from error
     cfg.freeze()
@@ -88,4 +99,5 @@ def _keys(node: CN, prefix: str = "") -> Iterable[str]:
 
 
 def _one_line(message: object) -> str:
-    return " ".join(str(message).split())
+    line = " ".join(str(message).split())
+    return line if len(line) <= 300 else f"{line[:150]} ... {line[-150:]}"

@@ -22,6 +22,9 @@ from detectron2.data.detection_utils import SizeMismatchError
 from backbones import InputError
 from backbones.errors import closest
 
+# In drawings: circles red, squares green, triangles blue, as they are in the images.
+SHAPES_COLORS = [(255, 80, 80), (80, 255, 80), (90, 150, 255)]
+
 
 def datasets_root() -> Path:
     """Where detectron2 looks for datasets: ``DETECTRON2_DATASETS``, or ``datasets``."""
@@ -38,9 +41,11 @@ def register_datasets(cfg: CfgNode) -> None:
     """
     shapes = datasets_root() / "shapes"
     for split in ("train", "val"):
-        _register(f"shapes_{split}", shapes / "annotations" / f"instances_{split}.json", shapes / split)
+        name = f"shapes_{split}"
+        _register(name, shapes / "annotations" / f"instances_{split}.json", shapes / split)
+        MetadataCatalog.get(name).thing_colors = SHAPES_COLORS
     for entry in cfg.DATASETS.COCO:
-        if isinstance(entry, str) or len(entry) != 3 or not all(isinstance(part, str) for part in entry):
+        if not isinstance(entry, (list, tuple)) or len(entry) != 3 or not all(p and isinstance(p, str) for p in entry):
             raise InputError(f"DATASETS.COCO has {entry!r}: an entry is [name, annotation file, image folder]")
         _register(entry[0], Path(entry[1]), Path(entry[2]))
 
@@ -53,6 +58,8 @@ def load_dataset(cfg: CfgNode, names: Iterable[str], *, train: bool) -> list[dic
             that are not there, a number of classes that is not the config's, or nothing to train on.
     """
     names = list(names)
+    if not names:
+        raise InputError(f"DATASETS.{'TRAIN' if train else 'TEST'} is empty: name a dataset")
     for name in names:
         check_files(name)
     try:
@@ -61,19 +68,20 @@ def load_dataset(cfg: CfgNode, names: Iterable[str], *, train: bool) -> list[dic
         )
     except json.JSONDecodeError as error:
         raise InputError(f"{_annotations(names)} is not JSON: {error}") from error
-    except (KeyError, TypeError, UnicodeDecodeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise InputError(
             f"{_annotations(names)} is not a COCO annotation file: {type(error).__name__} {error}"
         ) from error
     except AssertionError as error:
         if "No valid data" not in str(error):
-            raise InputError(f"{_annotations(names)}: {str(error).splitlines()[0]}") from error
+            raise InputError(f"{_annotations(names)} is not a COCO annotation file: {error}") from error
         records = []
     if not records:
         raise InputError(f"{_annotations(names)} has no image {'with an annotation' if train else ''} to work on")
+    _check_annotations(cfg, names, records, train=train)
     _check_images(names, records)
     for name in names:
-        _check_classes(cfg, name)
+        _check_classes(cfg, name, names[0])
     return records
 
 
@@ -111,7 +119,7 @@ def _register(name: str, annotations: Path, images: Path) -> None:
     if known is None:
         register_coco_instances(name, {}, str(annotations), str(images))
     elif (known.get("json_file"), known.get("image_root")) != (str(annotations), str(images)):
-        if not name.startswith("shapes_"):
+        if name not in ("shapes_train", "shapes_val"):
             raise InputError(f"DATASETS.COCO: the name {name} stands for {known.get('json_file')} already")
         DatasetCatalog.remove(name)
         MetadataCatalog.remove(name)
@@ -140,6 +148,16 @@ def check_files(name: str) -> None:
             )
 
 
+def _check_annotations(cfg: CfgNode, names: list[str], records: list[dict[str, Any]], *, train: bool) -> None:
+    annotations = [annotation for record in records for annotation in record.get("annotations", ())]
+    for annotation in annotations:
+        box = annotation.get("bbox")
+        if not isinstance(box, (list, tuple)) or len(box) != 4 or not all(isinstance(n, (int, float)) for n in box):
+            raise InputError(f"{_annotations(names)} has the bbox {box!r}: a box is [left, top, width, height] in pixels")
+    if train and cfg.MODEL.MASK_ON and not any("segmentation" in annotation for annotation in annotations):
+        raise InputError(f"{_annotations(names)} has no segmentation to learn masks from: set MODEL.MASK_ON False")
+
+
 def _check_images(names: Iterable[str], records: list[dict[str, Any]]) -> None:
     present = {
         folder: set(os.listdir(folder))
@@ -157,12 +175,18 @@ def _check_images(names: Iterable[str], records: list[dict[str, Any]]) -> None:
         )
 
 
-def _check_classes(cfg: CfgNode, name: str) -> None:
+def _check_classes(cfg: CfgNode, name: str, first: str) -> None:
     classes = MetadataCatalog.get(name).get("thing_classes")
-    key = "MODEL.RETINANET.NUM_CLASSES" if cfg.MODEL.META_ARCHITECTURE == "RetinaNet" else "MODEL.ROI_HEADS.NUM_CLASSES"
-    number = cfg.MODEL.RETINANET.NUM_CLASSES if "RETINANET" in key else cfg.MODEL.ROI_HEADS.NUM_CLASSES
-    if classes is not None and len(classes) != number:
+    if classes is None:
+        return
+    if cfg.MODEL.META_ARCHITECTURE == "RetinaNet":
+        key, number = "MODEL.RETINANET.NUM_CLASSES", cfg.MODEL.RETINANET.NUM_CLASSES
+    else:
+        key, number = "MODEL.ROI_HEADS.NUM_CLASSES", cfg.MODEL.ROI_HEADS.NUM_CLASSES
+    if len(classes) != number:
         raise InputError(f"{key} is {number}, and {name} has {len(classes)} classes; set it to {len(classes)}")
+    if classes != MetadataCatalog.get(first).get("thing_classes"):
+        raise InputError(f"{first} and {name} have other classes, or the same in another order: they cannot be mixed")
 
 
 def _annotations(names: Iterable[str]) -> str:

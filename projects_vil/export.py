@@ -1,8 +1,8 @@
 """Trained detectors outside training: export, and the proof that the export gives the same answers.
 
-An exported detector takes one image, (3, H, W) float RGB in 0..255 at the size it is to be looked at, and returns
-boxes (N, 4) XYXY in pixels of that image, scores (N,), classes (N,) and, for Mask R-CNN, masks (N, 1, 28, 28).
-Resizing to ``INPUT.MIN_SIZE_TEST`` is the caller's; normalisation, score threshold and NMS are inside.
+An exported detector takes one image, (3, H, W) float in ``INPUT.FORMAT`` (RGB here), 0..255, and returns boxes (N, 4)
+XYXY in pixels of that image, scores (N,), classes (N,) and, for Mask R-CNN, masks (N, 1, 28, 28). Resizing to
+``INPUT.MIN_SIZE_TEST`` is the caller's; normalisation, score threshold and NMS are inside.
 """
 
 import json
@@ -12,8 +12,10 @@ from pathlib import Path
 
 import torch
 from detectron2.config import CfgNode
+from detectron2.data import transforms as T
+from detectron2.data.detection_utils import read_image
 from detectron2.export import TracingAdapter
-from detectron2.modeling import build_model
+from detectron2.modeling import GeneralizedRCNN, build_model
 from torch import Tensor, nn
 
 from backbones import InputError
@@ -44,7 +46,7 @@ class ExportableDetector(nn.Module):
     def forward(self, image: Tensor) -> tuple[Tensor, ...]:
         """(3, H, W), float, 0..255 -> boxes (N, 4), scores (N,), classes (N,) and, with masks, (N, 1, 28, 28)."""
         batch = [{"image": image}]
-        if hasattr(self.detector, "inference"):
+        if isinstance(self.detector, GeneralizedRCNN):
             # Without its postprocessing a GeneralizedRCNN leaves the masks 28 x 28, in the frame of their boxes.
             instances = self.detector.inference(batch, do_postprocess=False)[0]
         else:
@@ -63,7 +65,7 @@ def build_detector(cfg: CfgNode, weights: str | Path) -> nn.Module:
     cfg.defrost()
     cfg.MODEL.DEVICE = "cpu"
     detector = build_model(cfg)
-    Checkpointer(detector).load(str(weights))
+    Checkpointer(detector, complete=True).load(str(weights))
     return detector.eval()
 
 
@@ -88,22 +90,42 @@ def trace_detector(detector: nn.Module, *, size: tuple[int, int]) -> torch.jit.S
         return torch.jit.trace(adapter, adapter.flattened_inputs, check_trace=False)
 
 
-def compare(detector: nn.Module, exported: nn.Module, sizes: Sequence[tuple[int, int]]) -> list[dict]:
-    """Run both on an image of each size (height, width) and measure how far their answers are apart.
+def comparison_images(cfg: CfgNode, files: Sequence[str | Path] = ()) -> list[Tensor]:
+    """Images (3, H, W) to compare on: the files, in the format and size of testing, or two drawn ones.
+
+    Raises:
+        InputError: for a file that cannot be read.
+    """
+    short = cfg.INPUT.MIN_SIZE_TEST
+    if not files:
+        return [example_image(short, short * 3 // 2, seed=1), example_image(short * 4 // 3, short, seed=2)]
+    resize = T.ResizeShortestEdge([short, short], cfg.INPUT.MAX_SIZE_TEST)
+    images = []
+    for file in files:
+        try:
+            image = read_image(str(file), format=cfg.INPUT.FORMAT)
+        except (OSError, SyntaxError) as error:
+            raise InputError(f"cannot read the image {file}: {' '.join(str(error).split())}") from error
+        image = resize.get_transform(image).apply_image(image)
+        images.append(torch.as_tensor(image.transpose(2, 0, 1).astype("float32")))
+    return images
+
+
+def compare(detector: nn.Module, exported: nn.Module, images: Sequence[Tensor]) -> list[dict]:
+    """Run both on each image (3, H, W) and measure how far their answers are apart.
 
     Returns:
-        For each size the number of detections of both, the largest difference of boxes (pixels), scores and masks,
+        For each image the number of detections of both, the largest difference of boxes (pixels), scores and masks,
         whether all classes are equal, and ``ok``: whether all is within ``TOLERANCES``.
     """
     reference = ExportableDetector(detector)
     rows = []
-    for index, (height, width) in enumerate(sizes):
-        image = example_image(height, width, seed=index + 1)
+    for image in images:
         ours = dict(zip(reference.output_names, reference(image), strict=True))
         theirs = dict(zip(reference.output_names, exported(image), strict=True))
         row: dict = {
-            "height": height,
-            "width": width,
+            "height": image.shape[1],
+            "width": image.shape[2],
             "detections": len(ours["scores"]),
             "detections_exported": len(theirs["scores"]),
         }
@@ -119,16 +141,37 @@ def compare(detector: nn.Module, exported: nn.Module, sizes: Sequence[tuple[int,
     return rows
 
 
+def describe(rows: Sequence[dict]) -> tuple[str, bool]:
+    """The rows of :func:`compare` as text, and whether they prove that the answers are the same."""
+    lines = []
+    for row in rows:
+        differences = ", ".join(f"{name} {row[name]:.1e}" for name in TOLERANCES if name in row)
+        lines.append(
+            f"{row['height']} x {row['width']}: {row['detections']} detections, {row['detections_exported']} exported; "
+            f"largest difference: {differences or 'not comparable'}; {'equal' if row['ok'] else 'NOT EQUAL'}"
+        )
+    compared = any(row["detections"] for row in rows)
+    if not compared:
+        lines.append("NOT PROVEN: there is no detection on these images; name some of your own with --images")
+    return "\n".join(lines), compared and all(row["ok"] for row in rows)
+
+
 def export_detector(
-    cfg: CfgNode, weights: str | Path, output: str | Path, *, file_format: str = "torchscript"
+    cfg: CfgNode,
+    weights: str | Path,
+    output: str | Path,
+    *,
+    file_format: str = "torchscript",
+    images: Sequence[str | Path] = (),
 ) -> tuple[Path, list[dict]]:
-    """Export, load the file again, and compare it with the detector on two sizes that it was not traced with.
+    """Export, load the file again, and compare it with the detector on images that it was not traced with.
 
     Args:
         cfg: the detector's config.
         weights: its checkpoint.
         output: folder for the model and ``report.json``.
         file_format: ``"torchscript"``.
+        images: files to compare on; two drawn images of other sizes than the traced one where there are none.
 
     Returns:
         The model's path and the rows of :func:`compare`.
@@ -139,13 +182,17 @@ def export_detector(
     if file_format not in FORMATS:
         raise InputError(f"unknown format {file_format!r}: it is one of {', '.join(FORMATS)}")
     detector = build_detector(cfg, weights)
+    inputs = comparison_images(cfg, images)
     short = cfg.INPUT.MIN_SIZE_TEST
     traced = trace_detector(detector, size=(short, short * 5 // 4))
     output = Path(output)
-    output.mkdir(parents=True, exist_ok=True)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot write into {output}: {error.strerror}") from error
     path = output / "model.ts"
     traced.save(str(path))
-    rows = compare(detector, torch.jit.load(str(path)), [(short, short * 3 // 2), (short * 4 // 3, short)])
+    rows = compare(detector, torch.jit.load(str(path)), inputs)
     report = {"format": file_format, "file": path.name, "tolerances": TOLERANCES, "images": rows}
     (output / REPORT_FILE).write_text(json.dumps(report, indent=2) + "\n")
     return path, rows

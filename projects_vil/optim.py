@@ -37,9 +37,9 @@ def parameter_groups(
             patterns that match are multiplied.
 
     Raises:
-        InputError: for a pair that is none, or a pattern that matches no parameter.
+        InputError: for a pair that is none, or a pattern that matches no trained parameter.
     """
-    names = [name for name, _ in model.named_parameters()]
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     multipliers = [_check_multiplier(pair, names) for pair in lr_multipliers]
     undecayed = undecayed_parameters(model)
     groups: dict[tuple[float, float], list[nn.Parameter]] = defaultdict(list)
@@ -96,11 +96,12 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _check_multiplier(pair: Sequence, names: list[str]) -> tuple[str, float]:
-    if isinstance(pair, str) or len(pair) != 2 or not isinstance(pair[1], (int, float)):
+    is_pair = isinstance(pair, (list, tuple)) and len(pair) == 2 and isinstance(pair[0], str)
+    if not is_pair or isinstance(pair[1], bool) or not isinstance(pair[1], (int, float)):
         raise InputError(f"SOLVER.LR_MULTIPLIERS has {pair!r}: it is a list of pairs [pattern, factor]")
     pattern, factor = pair
     if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
         raise InputError(
-            f"the pattern {pattern!r} in SOLVER.LR_MULTIPLIERS matches no parameter{closest(pattern, names)}"
+            f"the pattern {pattern!r} in SOLVER.LR_MULTIPLIERS matches no trained parameter{closest(pattern, names)}"
         )
     return pattern, float(factor)

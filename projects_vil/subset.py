@@ -30,10 +30,12 @@ def write_subset(source: str | Path, output: str | Path, *, num_images: int) -> 
         images = [image for image in dataset["images"] if image["id"] in annotated]
     except OSError as error:
         raise InputError(f"cannot read {source}: {error.strerror}") from error
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise InputError(f"{source} is not JSON: {error}") from error
     except (KeyError, TypeError) as error:
         raise InputError(f"{source} is not a COCO annotation file: {type(error).__name__} {error}") from error
+    if not images:
+        raise InputError(f"{source} has no image with an annotation")
     count = min(num_images, len(images))
     kept = [images[index * len(images) // count] for index in range(count)]
     ids = {image["id"] for image in kept}

@@ -17,6 +17,7 @@ from detectron2.utils import comm
 from torch import nn
 
 from backbones import InputError
+from backbones.variants import get_variant
 from projects_vil import data, evaluation, optim
 from projects_vil.checkpoint import Checkpointer, check_weights_file
 from projects_vil.config import load_config
@@ -41,7 +42,10 @@ class Trainer(DefaultTrainer):
 
     @classmethod
     def build_evaluator(cls, cfg: CfgNode, dataset_name: str) -> DatasetEvaluator:
-        return evaluation.build_evaluator(cfg, dataset_name, str(Path(cfg.OUTPUT_DIR) / "inference"))
+        folder = Path(cfg.OUTPUT_DIR) / "inference"
+        if len(cfg.DATASETS.TEST) > 1:
+            folder /= dataset_name
+        return evaluation.build_evaluator(cfg, dataset_name, str(folder))
 
     def build_hooks(self) -> list:
         # DefaultTrainer builds its own checkpointer just before the hooks that save with it.
@@ -86,7 +90,9 @@ def train_from_command_line(args: argparse.Namespace) -> None:
     """
     cfg = load_config(args.config_file, args.opts)
     data.register_datasets(cfg)
-    check_setup(cfg, num_gpus=args.num_gpus, eval_only=args.eval_only)
+    check_setup(cfg, processes=args.num_gpus * args.num_machines, eval_only=args.eval_only, resume=args.resume)
+    if args.num_gpus > max(torch.cuda.device_count(), 1):
+        raise InputError(f"--num-gpus is {args.num_gpus}, and there are {torch.cuda.device_count()} here")
     launch(
         _run,
         args.num_gpus,
@@ -97,21 +103,28 @@ def train_from_command_line(args: argparse.Namespace) -> None:
     )
 
 
-def check_setup(cfg: CfgNode, *, num_gpus: int, eval_only: bool) -> None:
-    """Whether devices, datasets and weights that a run needs are there.
+def check_setup(cfg: CfgNode, *, processes: int = 1, eval_only: bool = False, resume: bool = False) -> None:
+    """Whether the model, devices, datasets and weights that a run needs are there.
 
     Raises:
         InputError: for the first that is not.
     """
-    available = torch.cuda.device_count()
-    if cfg.MODEL.DEVICE.startswith("cuda") and not available:
+    get_variant(cfg.MODEL.TRANSFORMER.NAME)
+    on_gpu = cfg.MODEL.DEVICE.startswith("cuda")
+    if not on_gpu and cfg.MODEL.DEVICE != "cpu":
+        raise InputError(f"MODEL.DEVICE is {cfg.MODEL.DEVICE!r}: it is cpu or cuda")
+    if on_gpu and not torch.cuda.is_available():
         raise InputError(f"MODEL.DEVICE is {cfg.MODEL.DEVICE}, and there is no CUDA device here: add MODEL.DEVICE cpu")
-    if num_gpus > max(available, 1):
-        raise InputError(f"--num-gpus is {num_gpus}, and there are {available} here")
-    if cfg.SOLVER.AMP.ENABLED and not eval_only and not cfg.MODEL.DEVICE.startswith("cuda"):
+    if cfg.SOLVER.AMP.ENABLED and not eval_only and not on_gpu:
         raise InputError("SOLVER.AMP.ENABLED is True, and AMP needs MODEL.DEVICE cuda: set it to False")
+    if not eval_only and cfg.SOLVER.IMS_PER_BATCH % max(processes, 1):
+        raise InputError(f"SOLVER.IMS_PER_BATCH is {cfg.SOLVER.IMS_PER_BATCH}, no multiple of {processes} processes")
+    if not cfg.DATASETS.TEST and eval_only or not cfg.DATASETS.TRAIN and not eval_only:
+        raise InputError(f"DATASETS.{'TEST' if eval_only else 'TRAIN'} is empty: name a dataset")
     for name in (*cfg.DATASETS.TEST, *(() if eval_only else cfg.DATASETS.TRAIN)):
         data.check_files(name)
+    if resume and (Path(cfg.OUTPUT_DIR) / "last_checkpoint").is_file():
+        return
     if eval_only and not cfg.MODEL.WEIGHTS:
         raise InputError("MODEL.WEIGHTS is empty: name the checkpoint to evaluate")
     if cfg.MODEL.WEIGHTS:
@@ -119,7 +132,7 @@ def check_setup(cfg: CfgNode, *, num_gpus: int, eval_only: bool) -> None:
 
 
 def _run(args: argparse.Namespace) -> OrderedDict:
-    """Train or evaluate in one process; the results of the last evaluation, task -> metric -> value."""
+    """Train or evaluate in one process; returns what detectron2's trainer or evaluation does."""
     cfg = load_config(args.config_file, args.opts)
     data.register_datasets(cfg)
     default_setup(cfg, args)
@@ -128,7 +141,7 @@ def _run(args: argparse.Namespace) -> OrderedDict:
         trainer.resume_or_load(resume=args.resume)
         return trainer.train()
     model = Trainer.build_model(cfg)
-    Checkpointer(model).load(cfg.MODEL.WEIGHTS)
+    Checkpointer(model, cfg.OUTPUT_DIR, complete=True).resume_or_load(cfg.MODEL.WEIGHTS, resume=args.resume)
     results = Trainer.test(cfg, model)
     if comm.is_main_process():
         verify_results(cfg, results)

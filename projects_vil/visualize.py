@@ -61,6 +61,12 @@ def draw_results(
     return len(records)
 
 
+def predictions_file(run: Path, dataset_name: str) -> Path:
+    """Where a run has its predictions: a folder for each test set where it has several."""
+    own = run / "inference" / dataset_name / "coco_instances_results.json"
+    return own if own.exists() else run / "inference" / "coco_instances_results.json"
+
+
 def summarize_run(run: str | Path, dataset_name: str, *, num_images: int, drawing: str | Path) -> list[str]:
     """The last lines of a run: average precision on ``dataset_name``, and the files that hold the results.
 

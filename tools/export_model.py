@@ -10,7 +10,7 @@ import sys
 
 from projects_vil import load_config
 from projects_vil.cli import run_tool
-from projects_vil.export import FORMATS, export_detector
+from projects_vil.export import FORMATS, describe, export_detector
 
 
 def main() -> None:
@@ -19,18 +19,16 @@ def main() -> None:
     parser.add_argument("--weights", metavar="FILE", help="checkpoint (default: MODEL.WEIGHTS of the config)")
     parser.add_argument("--format", choices=FORMATS, default=FORMATS[0], help="what to write (default torchscript)")
     parser.add_argument("--output", required=True, metavar="DIR", help="folder for the model and report.json")
-    parser.add_argument("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="overrides of config keys")
+    parser.add_argument("--images", nargs="+", default=[], metavar="FILE", help="images to compare on")
+    parser.add_argument("--opts", default=[], nargs="+", metavar="KEY VALUE", help="overrides of config keys")
     args = parser.parse_args()
     cfg = load_config(args.config_file, args.opts)
-    path, rows = export_detector(cfg, args.weights or cfg.MODEL.WEIGHTS, args.output, file_format=args.format)
-    for row in rows:
-        differences = ", ".join(f"{name} {row[name]:.1e}" for name in ("boxes", "scores", "masks") if name in row)
-        print(
-            f"{row['height']} x {row['width']}: {row['detections']} detections, {row['detections_exported']} exported; "
-            f"largest difference: {differences or 'not comparable'}; {'equal' if row['ok'] else 'NOT EQUAL'}"
-        )
-    print(f"wrote {path}")
-    if not all(row["ok"] for row in rows):
+    path, rows = export_detector(
+        cfg, args.weights or cfg.MODEL.WEIGHTS, args.output, file_format=args.format, images=args.images
+    )
+    text, proven = describe(rows)
+    print(f"{text}\nwrote {path}")
+    if not proven:
         sys.exit(1)
 
 

@@ -26,7 +26,7 @@ import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
-OLDEST_PYTHON = (3, 10)
+OLDEST_PYTHON, NEWEST_PYTHON = (3, 10), (3, 13)
 BUILD_REQUIREMENTS = ("setuptools<81", "wheel")
 
 GIT_URL = "https://github.com/facebookresearch/detectron2"
@@ -276,7 +276,7 @@ def download_bundle(folder: Path) -> Path:
     folder.mkdir(parents=True)
     choice = ["--no-deps", "--only-binary=:all:", "--python-version", BUNDLE_PYTHON]
     try:
-        run_pip(["download", *choice, "--dest", str(folder), BUNDLE], folder.parent)
+        run_pip(["download", "--retries", "1", "--timeout", "8", *choice, "--dest", str(folder), BUNDLE], folder.parent)
     except InstallError as error:
         raise InstallError(
             f"{BUNDLE} could not be downloaded ({error}); "
@@ -376,10 +376,8 @@ def install(source: str, before: Probe) -> Probe:
 
 def run(source: str) -> None:
     """Keep or install detectron2, and print which one it is."""
-    if sys.version_info < OLDEST_PYTHON:
-        raise InstallError(
-            f"Python {sys.version.split()[0]} is too old: 3.10 or later is needed; run this with a later one"
-        )
+    if not OLDEST_PYTHON <= sys.version_info[:2] <= NEWEST_PYTHON:
+        raise InstallError(f"this is Python {sys.version.split()[0]}, and 3.10 to 3.13 are supported: use one of these")
     found = probe()
     check_surroundings(found)
     if found.present and not found.problem:

@@ -22,15 +22,15 @@ def main(argv=None):
 
     from projects_vil.config import load_config
     from projects_vil.data import register_datasets
-    from projects_vil.visualize import draw_results, summarize_run
+    from projects_vil.visualize import draw_results, predictions_file, summarize_run
 
     cfg = load_config(args.run / "config.yaml")
     register_datasets(cfg)
-    dataset_name = args.dataset or cfg.DATASETS.TEST[0]
+    dataset_name = args.dataset or next(iter(cfg.DATASETS.TEST), "")
     drawing = args.output or args.run / "predictions.png"
     num_images = draw_results(
         dataset_name,
-        args.run / "inference" / "coco_instances_results.json",
+        predictions_file(args.run, dataset_name),
         drawing,
         num_images=args.num_images,
         score_threshold=args.score_threshold,

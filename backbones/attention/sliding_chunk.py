@@ -53,6 +53,7 @@ def sliding_chunk_attention(
     Source: ViL appendix C, "sliding chunk". Rows of chunks are copied three times into strips one chunk wide; three
     strips side by side are then one contiguous run of keys, and windows over them overlap without further copies.
     """
+    check_choice("attention mode", mode, MODES)
     heads, height, width = query.shape[1:4]
     if not torch.jit.is_tracing() and mode != "exact" and max(height, width) <= 2 * window_size:
         return _whole_map_attention(query, key, value, window_size, global_key, global_value, local_bias, global_bias)
@@ -167,7 +168,10 @@ def _with_halo(
         token = key.new_zeros((), dtype=torch.bool).expand(height, width)
         hidden = F.pad(token, halo, value=True)
         key, value = F.pad(key, (0, 0, *halo)), F.pad(value, (0, extra, *halo))
-    penalty = _PENALTY_FLOAT16 if key.dtype == torch.float16 else _PENALTY
+    dtype = key.dtype
+    if torch.is_autocast_enabled(key.device.type):
+        dtype = torch.get_autocast_dtype(key.device.type)
+    penalty = _PENALTY_FLOAT16 if dtype == torch.float16 else _PENALTY
     marks = hidden.to(key.dtype) * (-penalty / (_QUERY_MARK * scale * extra))
     return torch.cat([key, marks[:, :, None].expand(*key.shape[:2], -1, -1, extra)], dim=-1), value
 

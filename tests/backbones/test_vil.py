@@ -183,7 +183,7 @@ def test_a_trace_is_saved_and_loaded(family):
     model, images = small_vil(family), random_images(2, 3, 37, 50)
     file = io.BytesIO()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of TorchScript
+        warnings.simplefilter("ignore", FutureWarning)  # torch's own, of TorchScript
         torch.jit.save(trace(model, (random_images(1, 3, 96, 64),)), file)
         file.seek(0)
         loaded = torch.jit.load(file)

@@ -1,0 +1,12 @@
+"""One thread: on models as small as these, several wait for each other, and for long on a busy machine."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,150 @@
+"""Configuration keys, and what a user reads after a mistake in a config or an override."""
+
+import json
+
+import pytest
+from detectron2.config import get_cfg
+
+from backbones import InputError
+from projects_vil import add_vil_config, load_config
+from tests.projects_vil.helpers import CONFIGS
+
+
+def write(folder, text: str):
+    path = folder / "config.yaml"
+    path.write_text(text)
+    return path
+
+
+def message(path, overrides=()) -> str:
+    with pytest.raises(InputError) as caught:
+        load_config(path, overrides)
+    text = str(caught.value)
+    assert "\n" not in text and len(text) < 400
+    return text
+
+
+def test_defaults():
+    cfg = get_cfg()
+    before = cfg.clone()
+    add_vil_config(cfg)
+    assert cfg.MODEL.TRANSFORMER == {
+        "NAME": "vil_tiny_rpb",
+        "OUT_FEATURES": [],
+        "DROP_PATH": 0.1,
+        "MAX_IMG_SIZE": 1333,
+        "ACTIVATION_CHECKPOINTING": False,
+        "ATTENTION_BACKEND": "sdpa",
+        "ATTENTION_MODE": "zero_pad",
+        "GLOBAL_TOKENS": [],
+        "WINDOW_SIZE": [],
+        "SHARED_PROJECTIONS": True,
+    }
+    assert (cfg.SOLVER.OPTIMIZER, cfg.SOLVER.LR_MULTIPLIERS, cfg.DATASETS.COCO) == ("ADAMW", [], [])
+    del cfg.MODEL["TRANSFORMER"], cfg.SOLVER["OPTIMIZER"], cfg.SOLVER["LR_MULTIPLIERS"], cfg.DATASETS["COCO"]
+    assert cfg == before
+
+
+def test_file_base_and_overrides_are_merged_and_frozen(tmp_path):
+    write(tmp_path, "SOLVER:\n  MAX_ITER: 7\n  BASE_LR: 0.5\nMODEL:\n  TRANSFORMER:\n    NAME: vil_small\n")
+    leaf = tmp_path / "leaf.yaml"
+    leaf.write_text("_BASE_: config.yaml\nSOLVER:\n  BASE_LR: 0.25\n")
+    cfg = load_config(leaf, ["MODEL.TRANSFORMER.DROP_PATH", "0.3", "SOLVER.STEPS", "(1, 2)"])
+    assert (cfg.SOLVER.MAX_ITER, cfg.SOLVER.BASE_LR, cfg.SOLVER.STEPS) == (7, 0.25, (1, 2))
+    assert (cfg.MODEL.TRANSFORMER.NAME, cfg.MODEL.TRANSFORMER.DROP_PATH) == ("vil_small", 0.3)
+    with pytest.raises(AttributeError, match="frozen|immutable"):
+        cfg.SOLVER.MAX_ITER = 8
+
+
+@pytest.mark.parametrize("detector", CONFIGS)
+def test_dumped_config_loads_again_equal(tmp_path, detector):
+    overrides = ["DATASETS.COCO", "[['a', 'a.json', 'a']]", "SOLVER.LR_MULTIPLIERS", "[['*positions*', 0.5]]"]
+    cfg = load_config(CONFIGS[detector], overrides)
+    again = load_config(write(tmp_path, cfg.dump()))
+    # As JSON, because tuples inside a tuple, of which detectron2's defaults have one, come back as lists.
+    assert json.loads(json.dumps(again)) == json.loads(json.dumps(cfg))
+    assert type(again.DATASETS.TRAIN) is type(cfg.DATASETS.TRAIN)
+    assert again.DATASETS.COCO == [["a", "a.json", "a"]]
+    assert again.SOLVER.LR_MULTIPLIERS == [["*positions*", 0.5]]
+
+
+@pytest.mark.parametrize(
+    "key, closest",
+    [
+        ("MODEL.TRANSFORMER.NAMES", "MODEL.TRANSFORMER.NAME"),
+        ("MODEL.TRANSFORMR", "MODEL.TRANSFORMER"),
+        ("SOLVER.MAXITER", "SOLVER.MAX_ITER"),
+        ("MODLE", "MODEL"),
+    ],
+)
+def test_misspelled_key_names_the_closest(tmp_path, key, closest):
+    expected = f"unknown config key {key}; did you mean '{closest}'?"
+    nested = "".join(f"{'  ' * depth}{part}:\n" for depth, part in enumerate(key.split(".")))
+    path = write(tmp_path, nested.rstrip("\n") + " 3\n")
+    assert message(path) == f"{path}: {expected}"
+    assert message(CONFIGS["retinanet"], ["SOLVER.MAX_ITER", "3", key, "4"]).startswith(expected)
+
+
+def test_wrong_type(tmp_path):
+    path = write(tmp_path, "SOLVER:\n  MAX_ITER: many\n")
+    for text in (message(path), message(CONFIGS["retinanet"], ["SOLVER.MAX_ITER", "many"])):
+        assert "SOLVER.MAX_ITER" in text and "many" in text and "int" in text and "str" in text
+
+
+@pytest.mark.parametrize("name", ["absent.yaml", "."])
+def test_missing_file(tmp_path, name):
+    assert message(tmp_path / name) == f"there is no config file {tmp_path / name}"
+
+
+def test_missing_base_is_named(tmp_path):
+    assert "absent.yaml" in message(write(tmp_path, "_BASE_: absent.yaml\n"))
+
+
+@pytest.mark.parametrize("text", ["MODEL: [", "MODEL:\n\tX: 1\n", "a: b: c\n"])
+def test_not_yaml(tmp_path, text):
+    path = write(tmp_path, text)
+    assert message(path).startswith(f"{path} is not a YAML config: ")
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "a sentence\n", "- a\n- b\n", "MODEL: 3\n"])
+def test_yaml_that_is_no_mapping(tmp_path, text):
+    path = write(tmp_path, text)
+    assert str(path) in message(path)
+
+
+@pytest.mark.parametrize("text", ["_BASE_: config.yaml\n", "_BASE_: 3\n"])
+def test_impossible_base(tmp_path, text):
+    path = write(tmp_path, text)
+    assert str(path) in message(path)
+
+
+def test_a_file_of_another_encoding(tmp_path):
+    path = write(tmp_path, "")
+    path.write_bytes(b"\xff\xfe\x00binary")
+    assert "is not a YAML config" in message(path)
+
+
+@pytest.mark.parametrize("base", [False, True])
+def test_unsafe_tag_is_refused(tmp_path, base):
+    trace = tmp_path / "executed"
+    text = f"OUTPUT_DIR: !!python/object/apply:os.mkdir ['{trace}']\n"
+    path = write(tmp_path, text)
+    if base:
+        path = tmp_path / "leaf.yaml"
+        path.write_text("_BASE_: config.yaml\n")
+    assert "could not determine a constructor" in message(path)
+    assert not trace.exists()
+
+
+def test_odd_overrides():
+    text = message(CONFIGS["retinanet"], ["SOLVER.MAX_ITER", "3", "OUTPUT_DIR"])
+    assert text == "overrides are keys and values by turns; 'OUTPUT_DIR' has no value"
+
+
+@pytest.mark.parametrize("key", ["SOLVER.MAX_ITER.X", "MODEL.TRANSFORMER.NAME.X", "--resume", ""])
+def test_override_of_no_key(key):
+    assert key in message(CONFIGS["retinanet"], [key, "3"])
+
+
+def test_override_of_a_whole_section_is_short():
+    assert "MODEL" in message(CONFIGS["retinanet"], ["MODEL", "3"])

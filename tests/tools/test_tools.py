@@ -1,0 +1,277 @@
+"""The tools as a user runs them, and what they say where something is wrong."""
+
+import json
+import runpy
+import shutil
+import sys
+
+import cv2
+import pytest
+import torch
+
+from projects_vil import load_config
+from projects_vil.export import ExportableDetector, build_detector, example_image
+from tests.projects_vil.helpers import (
+    CONFIGS,
+    ROOT,
+    SMALL,
+    error_line,
+    lively_detector,
+    run_tool,
+    small_config,
+)
+
+TOOLS = sorted(path.name for path in (ROOT / "tools").glob("*.py"))
+CONFIG = CONFIGS["retinanet"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def run_here(monkeypatch, capsys):
+    """A tool's ending in this process, several seconds faster: exit status, stdout and stderr."""
+
+    def run(name: str, *args) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", [name, *map(str, args)])
+        status = 0
+        try:
+            runpy.run_path(str(ROOT / "tools" / name), run_name="__main__")
+        except SystemExit as end:
+            status = end.code
+        return status or 0, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def mistake(run_here):
+    """The one line that a tool says about a mistake."""
+
+    def run(name: str, *args) -> str:
+        status, _, err = run_here(name, *args)
+        assert status == 1
+        assert err.startswith("error: ") and err.count("\n") == 1, err
+        return err.removeprefix("error: ").rstrip("\n")
+
+    return run
+
+
+# -- all goes well ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_help_has_an_example(run_here, name):
+    status, out, _ = run_here(name, "--help")
+    assert status == 0
+    assert "example:" in out.lower() and f"python tools/{name}" in out
+
+
+def test_make_shapes_dataset(tmp_path):
+    result = run_tool(
+        "make_shapes_dataset.py", tmp_path / "shapes", "--num-train", 3, "--num-val", 2, "--short-side", 40
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("wrote 3 train and 2 val images")
+    assert len(list((tmp_path / "shapes/train").iterdir())) == 3
+
+
+def test_make_coco_subset(shapes, tmp_path, run_here):
+    source = shapes / "annotations/instances_train.json"
+    status, out, _ = run_here("make_coco_subset.py", source, tmp_path / "four.json", "--num-images", 4)
+    assert (status, out) == (0, f"wrote {tmp_path / 'four.json'}: 4 images\n")
+    assert len(json.loads((tmp_path / "four.json").read_text())["images"]) == 4
+
+
+def test_export_model(tmp_path):
+    torch.save({"model": lively_detector(small_config()).state_dict()}, tmp_path / "weights.pth")
+    arguments = [
+        "--config-file",
+        CONFIG,
+        "--weights",
+        tmp_path / "weights.pth",
+        "--output",
+        tmp_path / "export",
+    ]
+    result = run_tool("export_model.py", *arguments, "--opts", *SMALL["retinanet"])
+    assert result.returncode == 0, result.stderr
+    *rows, last = result.stdout.splitlines()
+    assert len(rows) == 2 and all(row.endswith("; equal") for row in rows)
+    assert last == f"wrote {tmp_path / 'export' / 'model.ts'}"
+    report = json.loads((tmp_path / "export/report.json").read_text())
+    assert [image["ok"] for image in report["images"]] == [True, True]
+    image = example_image(50, 75)
+    detector = build_detector(small_config(), tmp_path / "weights.pth")
+    ours, theirs = ExportableDetector(detector)(image), torch.jit.load(tmp_path / "export/model.ts")(image)
+    torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-2)
+
+
+def test_visualize_results(trained_run, datasets_root, tmp_path):
+    arguments = ["--run", trained_run, "--output", tmp_path / "drawn.png", "--num-images", 3]
+    result = run_tool("visualize_results.py", *arguments, datasets_root=datasets_root)
+    assert result.returncode == 0, result.stderr
+    ap = json.loads((trained_run / "evaluation.json").read_text())["shapes_val"]["bbox"]["AP"]
+    first, second = result.stdout.splitlines()[-2:]
+    assert first == f"box AP {ap:.1f}   (shapes_val, 8 images)"
+    assert second.startswith(f"results in {trained_run}: ") and "drawn.png" in second
+    assert cv2.imread(str(tmp_path / "drawn.png")).std() > 10
+
+
+def test_analyze_model(tmp_path):
+    arguments = ["--config-file", CONFIG, "--size", 64, 96, "--json", tmp_path / "counts.json"]
+    result = run_tool("analyze_model.py", *arguments, "--opts", *SMALL["retinanet"])
+    assert result.returncode == 0, result.stderr
+    (content,) = json.loads((tmp_path / "counts.json").read_text())
+    assert content["name"] == str(CONFIG) and content["size"] == [64, 96]
+    assert content["total"] == sum(content["parameters"].values()) > 1e6
+    assert content["flops"] == sum(content["flops_by_operator"].values()) > 1e6
+    assert result.stdout.startswith(f"{CONFIG}\n") and f"{content['total'] / 1e6:.3f} M" in result.stdout
+    assert "attention" in result.stdout and "64 x 96" in result.stdout
+
+
+def test_analyze_model_makes_a_table_of_several(run_here):
+    demo = [CONFIGS["retinanet"], CONFIGS["mask_rcnn"]]
+    status, out, _ = run_here("analyze_model.py", "--no-flops", "--config-file", *demo)
+    assert status == 0
+    assert [line.split()[0] for line in out.splitlines()] == ["config", *map(str, demo)]
+
+
+# -- mistakes, in a process ------------------------------------------------------------------------
+
+
+def test_unreadable_image_in_a_workers_process(datasets_root, tmp_path):
+    shutil.copytree(datasets_root / "shapes", tmp_path / "shapes")
+    for path in (tmp_path / "shapes/train").iterdir():
+        path.write_bytes(path.read_bytes()[:600])
+    overrides = [*SMALL["retinanet"], "DATALOADER.NUM_WORKERS", "1", "OUTPUT_DIR", tmp_path / "run"]
+    result = run_tool("train_net.py", "--config-file", CONFIG, *overrides, datasets_root=tmp_path)
+    assert error_line(result).startswith(f"error: cannot read the image {tmp_path}/shapes/train/0000")
+
+
+def test_unknown_variant(datasets_root, tmp_path):
+    overrides = ["MODEL.TRANSFORMER.NAME", "vil_tinny_rpb", "OUTPUT_DIR", tmp_path]
+    result = run_tool("train_net.py", "--config-file", CONFIG, *overrides, datasets_root=datasets_root)
+    assert error_line(result) == "error: unknown variant 'vil_tinny_rpb'; did you mean 'vil_tiny_rpb'?"
+
+
+def test_weights_that_are_none():
+    result = run_tool("export_model.py", "--config-file", CONFIG, "--weights", CONFIG, "--output", "unused")
+    assert error_line(result).startswith(f"error: {CONFIG} is no checkpoint of tensors only: ")
+    assert not (ROOT / "unused").exists()
+
+
+# -- mistakes, here --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "overrides, expected",
+    [
+        (["SOLVER.MAXITER", "3"], "unknown config key SOLVER.MAXITER; did you mean 'SOLVER.MAX_ITER'?"),
+        (["SOLVER.MAX_ITER", "many"], "Type mismatch"),
+        (["SOLVER.MAX_ITER"], "overrides are keys and values by turns"),
+        (["SOLVER.AMP.ENABLED", "True"], "SOLVER.AMP.ENABLED is True, and AMP needs MODEL.DEVICE cuda"),
+        (
+            ["DATASETS.TRAIN", "('shapes_trian',)"],
+            "unknown dataset 'shapes_trian'; did you mean 'shapes_train'?",
+        ),
+        (["MODEL.WEIGHTS", "absent.pth"], "there is no weights file absent.pth"),
+        (["--eval-only"], "MODEL.WEIGHTS is empty"),
+        (["--num-gpus", "8"], "--num-gpus is 8, and there are "),
+    ],
+)
+def test_training_says_what_is_wrong(mistake, shapes, tmp_path, overrides, expected):
+    options = overrides if overrides[0].startswith("--") else []
+    overrides = [] if options else overrides
+    arguments = ["--config-file", CONFIG, *options, "OUTPUT_DIR", tmp_path / "run", *overrides]
+    assert mistake("train_net.py", *arguments).startswith(expected)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("kind", ["annotation file", "image folder"])
+def test_training_without_the_dataset(mistake, shapes, tmp_path, monkeypatch, kind):
+    if kind == "image folder":
+        shutil.copytree(shapes / "annotations", tmp_path / "shapes/annotations")
+    monkeypatch.setenv("DETECTRON2_DATASETS", str(tmp_path))
+    text = mistake("train_net.py", "--config-file", CONFIG, "OUTPUT_DIR", tmp_path / "run")
+    assert f"the {kind} of shapes_" in text and "DETECTRON2_DATASETS" in text and str(tmp_path) in text
+    assert not (tmp_path / "run").exists()
+
+
+def test_training_without_a_config(mistake):
+    assert mistake("train_net.py").startswith("no config file was given")
+    assert mistake("train_net.py", "--config-file", "absent.yaml") == "there is no config file absent.yaml"
+
+
+def test_training_into_a_file(mistake, shapes, tmp_path):
+    (tmp_path / "file").write_text("")
+    text = mistake("train_net.py", "--config-file", CONFIG, "OUTPUT_DIR", tmp_path / "file" / "run")
+    assert str(tmp_path / "file" / "run") in text
+
+
+@pytest.mark.parametrize(
+    "arguments, hint",
+    [
+        (["--weights", "absent.pth"], "there is no weights file absent.pth"),
+        ([], "no weights were given"),
+        (["--weights", "absent.pth", "SOLVER.MAXITER", "3"], "unknown config key SOLVER.MAXITER"),
+    ],
+)
+def test_export_mistakes(mistake, tmp_path, arguments, hint):
+    options, overrides = arguments[:2], arguments[2:]
+    command = [
+        "--config-file",
+        CONFIG,
+        "--output",
+        tmp_path / "export",
+        *options,
+        "--opts",
+        *SMALL["retinanet"],
+        *overrides,
+    ]
+    assert mistake("export_model.py", *command).startswith(hint)
+    assert not (tmp_path / "export").exists()
+
+
+def test_unknown_export_format(run_here, tmp_path):
+    status, _, err = run_here(
+        "export_model.py", "--config-file", CONFIG, "--output", tmp_path, "--format", "onnxx"
+    )
+    assert status == 2 and "onnxx" in err.splitlines()[-1] and "torchscript" in err.splitlines()[-1]
+
+
+def test_analysis_mistakes(mistake, tmp_path):
+    assert (
+        mistake("analyze_model.py", "--config-file", "absent.yaml") == "there is no config file absent.yaml"
+    )
+    assert "--size 0 5" in mistake("analyze_model.py", "--config-file", CONFIG, "--size", 0, 5)
+    name = ["--opts", "MODEL.TRANSFORMER.NAME", "vil_tinny"]
+    assert "did you mean 'vil_tiny'" in mistake("analyze_model.py", "--config-file", CONFIG, *name)
+
+
+def test_analysis_into_no_folder(mistake, tmp_path):
+    path = tmp_path / "absent" / "counts.json"
+    assert str(path) in mistake("analyze_model.py", "--no-flops", "--config-file", CONFIG, "--json", path)
+
+
+def test_visualize_mistakes(mistake, trained_run, shapes, tmp_path):
+    assert (
+        mistake("visualize_results.py", "--run", tmp_path)
+        == f"there is no config file {tmp_path}/config.yaml"
+    )
+    shutil.copy(trained_run / "config.yaml", tmp_path)
+    assert "coco_instances_results.json" in mistake("visualize_results.py", "--run", tmp_path)
+    assert "did you mean 'shapes_val'" in mistake(
+        "visualize_results.py", "--run", tmp_path, "--dataset", "shapes_vall"
+    )
+    assert load_config(tmp_path / "config.yaml").DATASETS.TEST == ("shapes_val",)
+
+
+def test_dataset_tools_mistakes(mistake, tmp_path):
+    assert "--num-train is 0" in mistake("make_shapes_dataset.py", tmp_path / "shapes", "--num-train", 0)
+    absent = tmp_path / "absent.json"
+    assert str(absent) in mistake("make_coco_subset.py", absent, tmp_path / "out.json")
