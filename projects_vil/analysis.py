@@ -124,10 +124,14 @@ def count_flops(model: nn.Module, size: tuple[int, int]) -> dict[str, int]:
     counter = FlopCountAnalysis(model, [{"image": image}])
     counter.set_op_handle("aten::scaled_dot_product_attention", _attention_flops)
     counter.unsupported_ops_warnings(False).uncalled_modules_warnings(False)
-    for logger in ("fvcore.nn.jit_analysis", "fvcore"):
-        logging.getLogger(logger).setLevel(logging.ERROR)
-    with torch.no_grad():
-        return {operator: int(flops) for operator, flops in counter.by_operator().items()}
+    logger = logging.getLogger("fvcore.nn.jit_analysis")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with torch.no_grad():
+            return {operator: int(flops) for operator, flops in counter.by_operator().items()}
+    finally:
+        logger.setLevel(level)
 
 
 def format_analyses(analyses: Sequence[Analysis]) -> str:

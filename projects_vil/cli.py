@@ -1,7 +1,9 @@
 """How every tool starts, and how it ends on a user's mistake."""
 
+import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from torch.multiprocessing import ProcessRaisedException
 
@@ -22,3 +24,15 @@ def run_tool(main: Callable[[], None]) -> None:
             raise
         print(f"error: {message.removeprefix(_RAISED_ELSEWHERE)}", file=sys.stderr)
         sys.exit(1)
+
+
+def check_json_path(path: str | None) -> None:
+    """Raise an :class:`InputError`, before the work, where ``--json`` names a file in a folder that is not there."""
+    if path and not Path(path).absolute().parent.is_dir():
+        raise InputError(f"--json {path}: there is no folder {Path(path).absolute().parent}")
+
+
+def write_json(path: str | None, content: object) -> None:
+    """Write ``content`` where ``--json`` asked for it."""
+    if path:
+        Path(path).write_text(json.dumps(content, indent=2) + "\n")

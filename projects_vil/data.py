@@ -153,7 +153,7 @@ def _check_annotations(cfg: CfgNode, names: list[str], records: list[dict[str, A
     for annotation in annotations:
         box = annotation.get("bbox")
         if not isinstance(box, (list, tuple)) or len(box) != 4 or not all(isinstance(n, (int, float)) for n in box):
-            raise InputError(f"{_annotations(names)} has the bbox {box!r}: a box is [left, top, width, height] in pixels")
+            raise InputError(f"{_annotations(names)} has the bbox {box!r}: it is [left, top, width, height]")
     if train and cfg.MODEL.MASK_ON and not any("segmentation" in annotation for annotation in annotations):
         raise InputError(f"{_annotations(names)} has no segmentation to learn masks from: set MODEL.MASK_ON False")
 

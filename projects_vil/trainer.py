@@ -90,9 +90,13 @@ def train_from_command_line(args: argparse.Namespace) -> None:
     """
     cfg = load_config(args.config_file, args.opts)
     data.register_datasets(cfg)
-    check_setup(cfg, processes=args.num_gpus * args.num_machines, eval_only=args.eval_only, resume=args.resume)
     if args.num_gpus > max(torch.cuda.device_count(), 1):
         raise InputError(f"--num-gpus is {args.num_gpus}, and there are {torch.cuda.device_count()} here")
+    check_setup(cfg, processes=args.num_gpus * args.num_machines, eval_only=args.eval_only, resume=args.resume)
+    try:
+        Path(cfg.OUTPUT_DIR).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot write into OUTPUT_DIR {cfg.OUTPUT_DIR}: {error.strerror}") from error
     launch(
         _run,
         args.num_gpus,

@@ -6,13 +6,11 @@ Example:
 """
 
 import argparse
-import json
-from pathlib import Path
 
 from backbones import InputError
 from projects_vil import load_config
 from projects_vil.analysis import analyze, as_json, format_analyses
-from projects_vil.cli import run_tool
+from projects_vil.cli import check_json_path, run_tool, write_json
 
 
 def main() -> None:
@@ -23,6 +21,7 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="write the counts there too")
     parser.add_argument("--opts", nargs="+", default=[], metavar="KEY VALUE", help="overrides of config keys")
     args = parser.parse_args()
+    check_json_path(args.json)
     if min(args.size) < 1:
         raise InputError(f"--size {args.size[0]} {args.size[1]}: a height and a width in pixels")
     analyses = [
@@ -30,8 +29,7 @@ def main() -> None:
         for path in args.config_file
     ]
     print(format_analyses(analyses))
-    if args.json:
-        Path(args.json).write_text(json.dumps(as_json(analyses), indent=2) + "\n")
+    write_json(args.json, as_json(analyses))
 
 
 if __name__ == "__main__":

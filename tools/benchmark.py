@@ -9,15 +9,13 @@ Example:
 
 import argparse
 import dataclasses
-import json
-from pathlib import Path
 
 import torch
 
 from backbones import InputError
 from projects_vil import load_config
 from projects_vil.benchmark import TASKS, compare_detectors, resnet50_config
-from projects_vil.cli import run_tool
+from projects_vil.cli import check_json_path, run_tool, write_json
 
 
 def main() -> None:
@@ -31,6 +29,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
     parser.add_argument("--json", metavar="FILE", help="write the figures there too")
     args = parser.parse_args()
+    check_json_path(args.json)
     if min(*args.size, args.batch_size, args.runs) < 1:
         raise InputError("--size, --batch-size and --runs are 1 or more")
     if args.device.startswith("cuda") and not torch.cuda.is_available():
@@ -51,8 +50,7 @@ def main() -> None:
         f"baseline {args.baseline or 'ResNet-50'}: {result.baseline_seconds:.3f} s; ratio {result.ratio:.2f} "
         f"(quartiles {result.low:.2f} to {result.high:.2f}, {args.runs} runs)"
     )
-    if args.json:
-        Path(args.json).write_text(json.dumps(dataclasses.asdict(result), indent=2) + "\n")
+    write_json(args.json, dataclasses.asdict(result))
 
 
 if __name__ == "__main__":

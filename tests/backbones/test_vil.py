@@ -127,10 +127,11 @@ def test_lower_precision(family, dtype, tolerance):
 
 
 @families
-def test_autocast_trains(family):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_trains(family, dtype):
     model, images = small_vil(family).float().train(), random_images(2, 3, 37, 50, dtype=torch.float32)
     expected = model(images)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", dtype):
         maps = model(images)
     for name, map_ in maps.items():
         assert (map_ - expected[name]).abs().max() <= 0.2 * expected[name].abs().max()

@@ -183,6 +183,11 @@ def test_one_renamed_weight(tmp_path):
     assert "1 names in it fit nothing and 1 parameters" in text and "head.cls_scor.weight" in text
 
 
+def test_one_weight_too_many(tmp_path):
+    text = message(save(tmp_path, trained() | {"head.extra.weight": torch.ones(2)}))
+    assert "1 names in it fit nothing and 0 parameters" in text and "head.extra.weight" in text
+
+
 def test_weights_without_a_backbone(tmp_path):
     heads = {key: tensor for key, tensor in trained().items() if key.startswith("head.")}
     assert "parameters of the model are not in it, such as backbone.bottom_up" in message(
