@@ -168,12 +168,17 @@ def _with_halo(
         token = key.new_zeros((), dtype=torch.bool).expand(height, width)
         hidden = F.pad(token, halo, value=True)
         key, value = F.pad(key, (0, 0, *halo)), F.pad(value, (0, extra, *halo))
-    dtype = key.dtype
-    if torch.is_autocast_enabled(key.device.type):
-        dtype = torch.get_autocast_dtype(key.device.type)
-    penalty = _PENALTY_FLOAT16 if dtype == torch.float16 else _PENALTY
+    penalty = _PENALTY_FLOAT16 if _computing_dtype(key) == torch.float16 else _PENALTY
     marks = hidden.to(key.dtype) * (-penalty / (_QUERY_MARK * scale * extra))
     return torch.cat([key, marks[:, :, None].expand(*key.shape[:2], -1, -1, extra)], dim=-1), value
+
+
+def _computing_dtype(x: Tensor) -> torch.dtype:
+    """The type that attention on ``x`` is computed in: autocast changes it."""
+    kind = x.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return x.dtype
 
 
 def _wrap(size: int, padded: int, window_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
