@@ -1,18 +1,26 @@
 """Names in, models out."""
 
+import functools
 from collections.abc import Sequence
 
+from backbones.backbone import Backbone, Classifier
 from backbones.errors import InputError, explain_unknown_keywords
-from backbones.variants import VARIANTS, get_variant
-from backbones.vil import ViL, ViLClassifier
+from backbones.variants import OPTIONS, VARIANTS, CvTVariant, LITVariant, Variant, ViLVariant, get_variant
+from backbones.vil import ViL
+
+_FAMILIES: dict[type, type[Backbone]] = {ViLVariant: ViL}
+_checked = functools.partial(explain_unknown_keywords, also=OPTIONS)
 
 
 def list_variants(prefix: str = "") -> list[str]:
-    """The names that :func:`create_backbone` knows, sorted, of those that start with ``prefix``."""
+    """The names that :func:`create_backbone` and :func:`create_classifier` know, sorted, that start with ``prefix``.
+
+    The ``linformer_`` and ``partial_linformer_`` ones are classifiers only.
+    """
     return sorted(name for name in VARIANTS if name.startswith(prefix))
 
 
-@explain_unknown_keywords
+@_checked
 def create_backbone(
     name: str,
     *,
@@ -21,36 +29,38 @@ def create_backbone(
     max_img_size: int | tuple[int, int] = 1333,
     activation_checkpointing: bool = False,
     attention_backend: str = "sdpa",
-    attention_mode: str | None = None,
-    window_size: int | Sequence[int] | None = None,
-    global_tokens: int | Sequence[int] | None = None,
-    shared_projections: bool | None = None,
-) -> ViL:
+    **options: object,
+) -> Backbone:
     """A backbone with random weights: images (B, 3, H, W) of any size -> {stage name: (B, C, H / stride, W / stride)}.
 
     Args:
         name: one of :func:`list_variants`.
         out_features: names of the stages to return, ``"stage1"`` onwards; None for all.
         drop_path_rate: stochastic depth of the last block, growing linearly from 0 at the first.
-        max_img_size: largest image side, or (height, width), in pixels; sizes the tables of absolute positions.
+        max_img_size: largest image side, or (height, width), in pixels; sizes ViL's tables of absolute positions.
+            Tables of other kinds are resized to each map, and have the size that the papers trained them at.
         activation_checkpointing: less memory in training for about a third more time.
         attention_backend: ``"sdpa"``, or ``"reference"``, which is quadratic and for debugging.
-        attention_mode: ``"zero_pad"``, ``"exact"`` or ``"cyclic"`` (ViL appendix C).
-        window_size: side of a chunk in tokens, for all stages or one a stage; 7 is the paper's window of 15.
-        global_tokens: number of global tokens, for all stages or one a stage.
-        shared_projections: False for separate projections of the global tokens.
-            The last four are the variant's own where they are None.
+        options: in place of the variant's own, where not None; those of ``variants.VARIANTS[name].options``:
+
+            - ViL and LS: ``window_size`` (side of a chunk in tokens; 7 is ViL's window of 15), ``global_tokens``,
+              ``rank`` and ``attention`` (``"sliding_chunk"``, ``"long_short"`` or ``"dense"``), each for all stages or
+              one a stage; ``attention_mode`` (``"zero_pad"``, ``"exact"`` or ``"cyclic"``, ViL appendix C);
+              ``shared_projections`` (False for separate projections of the global tokens);
+            - CvT: ``window_size`` and ``rank``;
+            - LIT: ``merging`` (``"deformable"`` or ``"uniform"``), ``merging_norm`` (``"batch"``, ``"frozen"`` or
+              ``"sync"``).
 
     Raises:
         InputError: for an unknown name, keyword or value; the message names the closest known one.
     """
-    variant = get_variant(name).with_options(
-        window_size=window_size,
-        global_tokens=global_tokens,
-        attention_mode=attention_mode,
-        shared_projections=shared_projections,
-    )
-    return ViL(
+    variant = get_variant(name, options)
+    if any(getattr(stage, "attention", None) == "linformer" for stage in variant.stages):
+        raise InputError(
+            f"{name} cannot be a backbone: Linformer's projections are tied to one map size (ViL section 3.3, Table 3);"
+            " create_classifier makes it for one image size"
+        )
+    return _family(variant)(
         variant,
         out_features=out_features,
         max_img_size=_height_and_width("max_img_size", max_img_size),
@@ -60,7 +70,7 @@ def create_backbone(
     )
 
 
-@explain_unknown_keywords
+@_checked
 def create_classifier(
     name: str,
     *,
@@ -69,31 +79,30 @@ def create_classifier(
     drop_path_rate: float = 0.0,
     activation_checkpointing: bool = False,
     attention_backend: str = "sdpa",
-    attention_mode: str | None = None,
-    window_size: int | Sequence[int] | None = None,
-    global_tokens: int | Sequence[int] | None = None,
-    shared_projections: bool | None = None,
-) -> ViLClassifier:
-    """A classifier with random weights and the paper's average-pooled head: (B, 3, H, W) -> (B, num_classes).
+    **options: object,
+) -> Classifier:
+    """A classifier with random weights and the paper's head: (B, 3, H, W) -> (B, num_classes).
 
-    Arguments as for :func:`create_backbone`; ``img_size`` is the training size in pixels, a side or (height, width).
+    Arguments as for :func:`create_backbone`; ``img_size`` is the training size in pixels, a side or (height, width),
+    and all tables of positions are made for it.
     """
-    variant = get_variant(name).with_options(
-        window_size=window_size,
-        global_tokens=global_tokens,
-        attention_mode=attention_mode,
-        shared_projections=shared_projections,
-    )
-    backbone = ViL(
+    variant = get_variant(name, options)
+    size = _height_and_width("img_size", img_size)
+    backbone = _family(variant)(
         variant,
         out_features=(f"stage{len(variant.stages)}",),
-        max_img_size=_height_and_width("img_size", img_size),
+        max_img_size=size,
+        position_img_size=size,
         drop_path_rate=drop_path_rate,
         keep_global_tokens=True,
         activation_checkpointing=activation_checkpointing,
         attention_backend=attention_backend,
     )
-    return ViLClassifier(backbone, num_classes=num_classes)
+    return Classifier(backbone, num_classes=num_classes, pool=variant.pool, norm_eps=variant.norm_eps)
+
+
+def _family(variant: Variant) -> type[Backbone]:
+    return _FAMILIES[type(variant)]
 
 
 def _height_and_width(name: str, size: int | tuple[int, int]) -> tuple[int, int]:

@@ -27,15 +27,16 @@ def check_choice(what: str, value: object, choices: Iterable[str]) -> None:
         raise InputError(f"unknown {what} {value!r}: it is one of {', '.join(choices)}{closest(str(value), choices)}")
 
 
-def explain_unknown_keywords(function: Callable) -> Callable:
-    """Decorate ``function`` so that an unknown keyword raises and names the closest known one."""
-    parameters = list(inspect.signature(function).parameters)
+def explain_unknown_keywords(function: Callable, also: Iterable[str] = ()) -> Callable:
+    """Decorate ``function`` so that a keyword that is neither its own nor in ``also`` raises and names the closest."""
+    kinds = inspect.signature(function).parameters.values()
+    known = [p.name for p in kinds if p.kind is not inspect.Parameter.VAR_KEYWORD] + sorted(also)
 
     @functools.wraps(function)
     def checked(*args, **kwargs):
         for keyword in kwargs:
-            if keyword not in parameters:
-                hint = closest(keyword, parameters) or f"; known: {', '.join(parameters)}"
+            if keyword not in known:
+                hint = closest(keyword, known) or f"; known: {', '.join(known)}"
                 raise UnknownKeywordError(f"{function.__name__} has no keyword {keyword!r}{hint}")
         return function(*args, **kwargs)
 

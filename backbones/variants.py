@@ -1,19 +1,30 @@
 """Every size, once: what the names of :func:`backbones.create_backbone` stand for.
 
 ViL: Tables 1, 9 and 15 of the paper. ``window_size`` is the side of a chunk, so that 7 is the paper's window of 15.
+Transformer-LS: section 4.3 and the official launch scripts. LIT: Table 1.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from backbones.errors import InputError, closest
+from backbones.errors import InputError, check_choice, closest
+
+# Mechanisms that a stage may be switched to, since they need no size that the variant does not have.
+_SWITCHABLE = ("sliding_chunk", "long_short", "dense")
+_WITH_BIAS = _SWITCHABLE
 
 
 @dataclasses.dataclass(frozen=True)
 class ViLStage:
     """One E-ViT stage (ViL section 3.1): ``depth`` blocks of ``heads`` heads on ``dim`` channels.
 
-    ``attention`` is ``"sliding_chunk"`` or ``"dense"``.
+    Attributes:
+        attention: ``"sliding_chunk"``, ``"long_short"``, ``"dense"``, ``"global"``, ``"linformer"``,
+            ``"spatial_reduction"`` or ``"performer"``.
+        window_size: side of a chunk or segment, in tokens (sliding_chunk, long_short).
+        rank: r of the dynamic projection (long_short).
+        num_features: projected length (linformer), or random features of a head (performer).
+        reduction: tokens that become one along an axis (spatial_reduction).
     """
 
     depth: int
@@ -23,42 +34,169 @@ class ViLStage:
     global_tokens: int = 1
     attention: str = "sliding_chunk"
     window_size: int = 7
+    rank: int = 8
+    num_features: int = 256
+    reduction: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
 class ViLVariant:
-    """A multi-scale ViL. ``relative_bias`` takes the place of absolute positions."""
+    """A multi-scale ViL, or a model of the same build with another attention.
+
+    Attributes:
+        stages: the sizes.
+        relative_bias: in the place of absolute positions.
+        attention_mode: of sliding chunks.
+        shared_projections: of sliding chunks: whether global and local tokens share them.
+        position_img_size: image side in pixels that the relative bias of dense attention is made for; other maps
+            resize it.
+    """
 
     stages: tuple[ViLStage, ...]
     relative_bias: bool = False
     attention_mode: str = "zero_pad"
     shared_projections: bool = True
+    position_img_size: int = 224
+
+    options = ("attention", "attention_mode", "global_tokens", "rank", "shared_projections", "window_size")
+    pool = "mean"
+    norm_eps = 1e-6
 
     def with_options(
         self,
         *,
+        attention: str | Sequence[str] | None = None,
         window_size: int | Sequence[int] | None = None,
         global_tokens: int | Sequence[int] | None = None,
+        rank: int | Sequence[int] | None = None,
         attention_mode: str | None = None,
         shared_projections: bool | None = None,
     ) -> "ViLVariant":
         """The variant with what is not None in place of its own; a sequence has one entry for each stage.
 
         Raises:
-            InputError: where a sequence has another length or an entry is too small.
+            InputError: where a sequence has another length, an entry is too small or a mechanism is not to be chosen.
         """
         stages = self.stages
-        for field, value, least in (("window_size", window_size, 1), ("global_tokens", global_tokens, 0)):
-            if value is None:
-                continue
-            values = list(value) if isinstance(value, Sequence) else [value] * len(stages)
-            if len(values) != len(stages) or not all(isinstance(v, int) and v >= least for v in values):
-                raise InputError(
-                    f"{field}={value!r}: it is a whole number, {least} or more, or {len(stages)} of them, one a stage"
-                )
-            stages = tuple(dataclasses.replace(s, **{field: v}) for s, v in zip(stages, values, strict=True))
+        if attention is not None:
+            names = [attention] * len(stages) if isinstance(attention, str) else list(attention)
+            if len(names) != len(stages):
+                raise InputError(f"attention={attention!r}: it is one mechanism, or {len(stages)}, one a stage")
+            for name in names:
+                check_choice("attention", name, _SWITCHABLE)
+            stages = _replaced(stages, "attention", names)
+        for field, value, least in (
+            ("window_size", window_size, 1),
+            ("global_tokens", global_tokens, 0),
+            ("rank", rank, 1),
+        ):
+            if value is not None:
+                stages = _replaced(stages, field, _one_a_stage(field, value, len(stages), least))
         changes = {"attention_mode": attention_mode, "shared_projections": shared_projections}
         return dataclasses.replace(self, stages=stages, **{k: v for k, v in changes.items() if v is not None})
+
+    def __post_init__(self) -> None:
+        for stage in self.stages:
+            if self.relative_bias and stage.attention not in _WITH_BIAS:
+                raise InputError(f"{stage.attention} attention has no relative bias: take absolute positions")
+            if stage.attention == "global" and not stage.global_tokens:
+                raise InputError("global attention needs a global token in every stage")
+
+
+@dataclasses.dataclass(frozen=True)
+class LITStage:
+    """One stage of LIT: ``heads`` is 0 for a stage of MLP blocks alone."""
+
+    depth: int
+    dim: int
+    heads: int = 0
+    expansion: int = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class LITVariant:
+    """A LIT.
+
+    Attributes:
+        stages: the sizes; the first embeds patches of 4, the others merge 2 x 2 tokens.
+        relative_bias: True for a relative bias (as Swin), False for absolute positions and a global token in the
+            classifier (as PVT).
+        norm_eps: of the LayerNorms.
+        output_norms: whether a detector's maps of stage 2 and later are normed on their way out.
+        position_img_size: image side in pixels that the tables of a backbone are made for; other maps resize them.
+        merging: ``"deformable"`` or ``"uniform"`` (Table 3).
+        merging_norm: of deformable merging: ``"batch"``, ``"frozen"`` or ``"sync"``.
+    """
+
+    stages: tuple[LITStage, ...]
+    relative_bias: bool
+    norm_eps: float
+    output_norms: bool
+    position_img_size: int
+    merging: str = "deformable"
+    merging_norm: str = "batch"
+
+    options = ("merging", "merging_norm")
+
+    @property
+    def pool(self) -> str:
+        return "mean" if self.relative_bias else "global_token"
+
+    def with_options(self, *, merging: str | None = None, merging_norm: str | None = None) -> "LITVariant":
+        """The variant with what is not None in place of its own."""
+        changes = {"merging": merging, "merging_norm": merging_norm}
+        variant = dataclasses.replace(self, **{k: v for k, v in changes.items() if v is not None})
+        check_choice("merging", variant.merging, ("deformable", "uniform"))
+        check_choice("merging norm", variant.merging_norm, ("batch", "frozen", "sync"))
+        return variant
+
+
+@dataclasses.dataclass(frozen=True)
+class CvTStage:
+    """One stage of CvT with long-short attention: window ``window_size``, dynamic projection of ``rank``."""
+
+    depth: int
+    dim: int
+    heads: int
+    rank: int
+    window_size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class CvTVariant:
+    """A CvT-LS: three stages at strides 4, 8 and 16, without positions."""
+
+    stages: tuple[CvTStage, ...]
+
+    options = ("rank", "window_size")
+    pool = "mean"
+    norm_eps = 1e-5
+
+    def with_options(
+        self, *, rank: int | Sequence[int] | None = None, window_size: int | Sequence[int] | None = None
+    ) -> "CvTVariant":
+        """The variant with what is not None in place of its own; a sequence has one entry for each stage."""
+        stages = self.stages
+        for field, value in (("rank", rank), ("window_size", window_size)):
+            if value is not None:
+                stages = _replaced(stages, field, _one_a_stage(field, value, len(stages), 1))
+        return dataclasses.replace(self, stages=stages)
+
+
+Variant = ViLVariant | LITVariant | CvTVariant
+
+
+def _replaced(stages: tuple, field: str, values: Iterable) -> tuple:
+    return tuple(dataclasses.replace(s, **{field: v}) for s, v in zip(stages, values, strict=True))
+
+
+def _one_a_stage(field: str, value: int | Sequence[int], number: int, least: int) -> list[int]:
+    values = list(value) if isinstance(value, Sequence) else [value] * number
+    if len(values) != number or not all(isinstance(v, int) and v >= least for v in values):
+        raise InputError(
+            f"{field}={value!r}: it is a whole number, {least} or more, or {number} of them, one a stage"
+        )
+    return values
 
 
 def _vil(*stages: tuple[int, int, int, int]) -> ViLVariant:
@@ -69,11 +207,6 @@ def _vil(*stages: tuple[int, int, int, int]) -> ViLVariant:
     )
 
 
-def _full(variant: ViLVariant) -> ViLVariant:
-    stages = tuple(dataclasses.replace(stage, attention="dense") for stage in variant.stages)
-    return dataclasses.replace(variant, stages=stages)
-
-
 def _by_depth(size: str, *depths: int) -> ViLVariant:
     """Tiny or small with other depths; three stages start at stride 8 (Table 9)."""
     widths = {"tiny": ((1, 48), (3, 96), (3, 192), (6, 384)), "small": ((3, 96), (3, 192), (6, 384), (12, 768))}[size]
@@ -81,6 +214,36 @@ def _by_depth(size: str, *depths: int) -> ViLVariant:
     first_patch = 4 if len(depths) == 4 else 8
     patches = (first_patch,) + (2,) * (len(depths) - 1)
     return _vil(*((n, p, h, d) for n, p, (h, d) in zip(depths, patches, widths, strict=True)))
+
+
+# Table 15, of the last three or four stages. Full attention is what "partial" leaves to the last two.
+_MECHANISMS: dict[str, Mapping[str, Sequence]] = {
+    "full": {"attention": ["dense"] * 4},
+    "linformer": {"attention": ["linformer"] * 4},
+    "sra64": {"attention": ["spatial_reduction"] * 4, "reduction": (16, 8, 4, 2)},
+    "sra32": {"attention": ["spatial_reduction"] * 4, "reduction": (8, 4, 2, 1)},
+    "global": {"attention": ["global"] * 4, "global_tokens": (256, 256, 64, 16)},
+    "performer": {"attention": ["performer"] * 4},
+}
+_PARTIAL = ("vil", "linformer", "sra32", "global", "performer")
+
+
+def _with_mechanism(variant: ViLVariant, mechanism: str, *, partial: bool = False) -> ViLVariant:
+    stages, number = variant.stages, len(variant.stages)
+    for field, values in _MECHANISMS.get(mechanism, {}).items():
+        stages = _replaced(stages, field, values[-number:])
+    if partial:
+        # The full stages keep the global tokens of the plain model.
+        full = [dataclasses.replace(stage, attention="dense") for stage in variant.stages[-2:]]
+        stages = (*stages[:-2], *full)
+    return dataclasses.replace(variant, stages=stages)
+
+
+def _long_short(variant: ViLVariant, *, window_size: int = 7, img_size: int = 224) -> ViLVariant:
+    """Long-short attention in stages 1 and 2, full attention with relative bias in 3 and 4 (official scripts)."""
+    stages = _replaced(variant.stages, "attention", ("long_short", "long_short", "dense", "dense"))
+    stages = _replaced(stages, "window_size", [window_size] * len(stages))
+    return dataclasses.replace(variant, stages=stages, relative_bias=True, position_img_size=img_size)
 
 
 _VIL = {
@@ -95,23 +258,89 @@ _VIL = {
     for size in ("tiny", "small")
     for depths in ((1, 10, 1), (2, 9, 1), (1, 9, 2), (2, 8, 2), (1, 1, 9, 1), (1, 2, 8, 1))
 }
+# Table 14 has the other mechanisms in these sizes.
+_COMPARED = [
+    f"{size}{depths}" for size in ("tiny", "small") for depths in ("", "_1_10_1", "_2_9_1", "_1_1_9_1", "_1_2_8_1")
+]
+_OTHERS = {
+    f"{mechanism}_{size}": _with_mechanism(_VIL[f"vil_{size}"], mechanism)
+    for mechanism in _MECHANISMS
+    for size in _COMPARED
+} | {
+    f"partial_{mechanism}_{size}": _with_mechanism(_VIL[f"vil_{size}"], mechanism, partial=True)
+    for mechanism in _PARTIAL
+    for size in _COMPARED
+}
 # For the demo: in no table of the paper.
 _VIL["vil_tiny_1_1_3_1"] = _by_depth("tiny", 1, 1, 3, 1)
 
-VARIANTS: dict[str, ViLVariant] = (
+_LS = {
+    "ls_tiny": _long_short(_VIL["vil_tiny"]),
+    "ls_small": _long_short(_VIL["vil_small"]),
+    "ls_medium": _long_short(_VIL["vil_medium_deep"]),
+    "ls_base": _long_short(_VIL["vil_base_deep"]),
+    "ls_medium_384": _long_short(_VIL["vil_medium_deep"], window_size=8, img_size=384),
+}
+
+
+def _cvt(*stages: tuple[int, int, int]) -> CvTVariant:
+    """Stages as (blocks, channels, heads), with r and w of appendix D at 224 x 224."""
+    long_short = ((64, 8), (16, 4), (4, 2))
+    return CvTVariant(tuple(CvTStage(n, d, h, r, w) for (n, d, h), (r, w) in zip(stages, long_short, strict=True)))
+
+
+_CVT = {
+    "cvt_ls_13": _cvt((1, 64, 1), (2, 192, 3), (10, 384, 6)),
+    "cvt_ls_17": _cvt((3, 128, 2), (4, 256, 4), (10, 384, 6)),
+    "cvt_ls_21": _cvt((1, 64, 1), (4, 192, 3), (16, 384, 6)),
+    "cvt_ls_21s": _cvt((3, 128, 2), (4, 256, 4), (14, 384, 6)),
+}
+
+
+def _lit(dim: int, heads: int, depths: Sequence[int]) -> LITVariant:
+    """LIT-S, -M and -B: channels and heads double from stage to stage; the official detector's tables are for 800."""
+    stages = tuple(
+        LITStage(depth, dim * 2**i, heads * 2**i if i >= 2 else 0) for i, depth in enumerate(depths)
+    )
+    return LITVariant(stages, relative_bias=True, norm_eps=1e-5, output_norms=True, position_img_size=800)
+
+
+_LIT = {
+    "lit_ti": LITVariant(
+        (LITStage(3, 64, 0, 8), LITStage(4, 128, 0, 8), LITStage(6, 320, 5), LITStage(3, 512, 8)),
+        relative_bias=False,
+        norm_eps=1e-6,
+        output_norms=False,
+        position_img_size=224,
+    ),
+    "lit_s": _lit(96, 3, (2, 2, 6, 2)),
+    "lit_m": _lit(96, 3, (2, 2, 18, 2)),
+    "lit_b": _lit(128, 4, (2, 2, 18, 2)),
+}
+
+VARIANTS: dict[str, Variant] = (
     _VIL
     | {f"{name}_rpb": dataclasses.replace(variant, relative_bias=True) for name, variant in _VIL.items()}
-    | {f"full_{size}": _full(_VIL[f"vil_{size}"]) for size in ("tiny", "small")}
+    | _OTHERS
+    | _LS
+    | _CVT
+    | _LIT
 )
+OPTIONS = {option for variant in (ViLVariant, LITVariant, CvTVariant) for option in variant.options}
 
 
-def get_variant(name: str) -> ViLVariant:
-    """The variant of that name.
+def get_variant(name: str, options: Mapping[str, object] | None = None) -> Variant:
+    """The variant of that name, with the options that are not None in place of its own.
 
     Raises:
-        InputError: for an unknown name, with the closest one.
+        InputError: for an unknown name, with the closest one, or an option that the family does not have.
     """
     if name not in VARIANTS:
         hint = closest(str(name), VARIANTS) or f"; there are: {', '.join(sorted(VARIANTS))}"
         raise InputError(f"unknown variant {name!r}{hint}")
-    return VARIANTS[name]
+    variant = VARIANTS[name]
+    given = {option: value for option, value in (options or {}).items() if value is not None}
+    for option in given:
+        if option not in variant.options:
+            raise InputError(f"{name} has no option {option}: its options are {', '.join(variant.options)}")
+    return variant.with_options(**given)

@@ -3,7 +3,10 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from backbones.attention import reference
+from backbones.errors import check_choice
 from backbones.layers.position import GridRelativeBias
 
 
@@ -30,16 +33,27 @@ def merge_heads(tokens: Tensor) -> Tensor:
     return tokens.movedim(1, -2).flatten(-2)
 
 
+# Above so many scores a head, queries with a learned bias go in groups of rows.
+_GROUP_SCORES = 2**22
+
+BACKENDS = {"sdpa": dense_attention, "reference": reference.attention}
+
+
 class DenseAttention(nn.Module):
     """Multi-head self-attention over the tokens of a map and the global tokens together.
+
+    A learned bias is made for a group of the map's rows at a time, and again in the backward pass, so that a large map
+    never has more than a part of its N x N scores a head in memory.
 
     Args:
         dim: channels of a token.
         num_heads: divides ``dim``.
         num_global_tokens: G; their bias is learned apart from that of the map where ``bias_size`` is given.
         bias_size: height and width, in tokens, of the map that the relative bias table is made for; for a map of
-            another size the table is resized (bilinear). None for no relative bias.
+            another size the table is resized. None for no relative bias.
+        bias_resize_mode: ``"linear"`` (bilinear) or ``"cubic"``.
         update_globals: whether the global tokens are queries too; the last block of a stage drops them.
+        backend: a key of ``BACKENDS``; ``"reference"`` is for debugging.
     """
 
     def __init__(
@@ -49,10 +63,14 @@ class DenseAttention(nn.Module):
         num_heads: int,
         num_global_tokens: int = 1,
         bias_size: tuple[int, int] | None = None,
+        bias_resize_mode: str = "linear",
         update_globals: bool = True,
+        backend: str = "sdpa",
     ) -> None:
         super().__init__()
+        check_choice("attention backend", backend, BACKENDS)
         self.num_heads = num_heads
+        self.backend = backend
         self.shared_projections = True
         self.update_globals = update_globals and num_global_tokens > 0
         self.qkv = nn.Linear(dim, 3 * dim)
@@ -60,21 +78,63 @@ class DenseAttention(nn.Module):
         self.relative_bias = None
         if bias_size is not None:
             self.relative_bias = GridRelativeBias(
-                bias_size, num_heads, num_global_tokens=num_global_tokens, global_queries=self.update_globals
+                bias_size,
+                num_heads,
+                num_global_tokens=num_global_tokens,
+                global_queries=self.update_globals,
+                resize_mode=bias_resize_mode,
             )
 
     def forward(self, tokens: Tensor, global_tokens: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """(B, H, W, C) and (B, G, C) or None -> the same; None for global tokens that are not updated."""
         height, width = tokens.shape[1:3]
-        # (B, G + H * W, C)
-        sequence, num_global = tokens.flatten(1, 2), 0
-        if global_tokens is not None:
-            sequence, num_global = torch.cat([global_tokens, sequence], dim=1), global_tokens.shape[1]
+        sequence = join_tokens(tokens, global_tokens)
         query, key, value = split_heads(self.qkv(sequence), 3 * self.num_heads).chunk(3, dim=1)
-        bias = None if self.relative_bias is None else self.relative_bias(height, width)
+        num_global = 0 if global_tokens is None else global_tokens.shape[1]
         if not self.update_globals:
             query = query[:, :, num_global:]
-        output = self.projection(merge_heads(dense_attention(query, key, value, bias=bias)))
-        if not self.update_globals:
-            return output.unflatten(1, (height, width)), None
-        return output[:, num_global:].unflatten(1, (height, width)), output[:, :num_global]
+        attend = BACKENDS[self.backend]
+        if self.relative_bias is None:
+            output = attend(query, key, value)
+        elif torch.jit.is_tracing() or height * width * (num_global + height * width) <= _GROUP_SCORES:
+            output = attend(query, key, value, bias=self.relative_bias(height, width))
+        else:
+            output = self._by_groups(query, key, value, height, width)
+        output = self.projection(merge_heads(output))
+        return part_tokens(output, height, width, num_global if self.update_globals else 0)
+
+    def _by_groups(self, query: Tensor, key: Tensor, value: Tensor, height: int, width: int) -> Tensor:
+        """Attention with the relative bias, some rows of the map at a time."""
+        attend, outputs = BACKENDS[self.backend], []
+        num_queries = query.shape[2] - height * width
+        if num_queries:
+            bias = self.relative_bias.of_globals(height * width)
+            outputs.append(attend(query[:, :, :num_queries], key, value, bias=bias))
+        by_row = self.relative_bias.by_row(height, width)
+
+        def group(query: Tensor, key: Tensor, value: Tensor, by_row: Tensor, rows: Tensor) -> Tensor:
+            return attend(query, key, value, bias=self.relative_bias.of_rows(by_row, rows))
+
+        step = max(1, _GROUP_SCORES // (width * key.shape[2]))
+        local = query[:, :, num_queries:].unflatten(2, (height, width)).split(step, dim=2)
+        numbers = torch.arange(height, device=query.device).split(step)
+        for part, rows in zip(local, numbers, strict=True):
+            part = part.flatten(2, 3)
+            if torch.is_grad_enabled():
+                outputs.append(checkpoint(group, part, key, value, by_row, rows, use_reentrant=False))
+            else:
+                outputs.append(group(part, key, value, by_row, rows))
+        return torch.cat(outputs, dim=2)
+
+
+def join_tokens(tokens: Tensor, global_tokens: Tensor | None) -> Tensor:
+    """(B, H, W, C) and (B, G, C) or None -> (B, G + H * W, C), global tokens first."""
+    sequence = tokens.flatten(1, 2)
+    return sequence if global_tokens is None else torch.cat([global_tokens, sequence], dim=1)
+
+
+def part_tokens(sequence: Tensor, height: int, width: int, num_global: int) -> tuple[Tensor, Tensor | None]:
+    """(B, G + H * W, C) -> (B, H, W, C) and (B, G, C); None for no global token."""
+    if not num_global:
+        return sequence.unflatten(1, (height, width)), None
+    return sequence[:, num_global:].unflatten(1, (height, width)), sequence[:, :num_global]

@@ -13,12 +13,13 @@ def position_parameter(*shape: int) -> nn.Parameter:
     return nn.Parameter(trunc_normal_(torch.empty(shape), std=0.02))
 
 
-def resize_table(table: Tensor, size: tuple[int, ...]) -> Tensor:
-    """Resize a table of positions with (bi)linear interpolation, as ViL does once before training (section 4.3).
+def resize_table(table: Tensor, size: tuple[int, ...], *, mode: str = "linear") -> Tensor:
+    """Resize a table of positions: ViL does it once before training (section 4.3), LIT for each map.
 
     Args:
         table: (L, C) or (H, W, C).
         size: the new (L,) or (H, W).
+        mode: ``"linear"``, bilinear for a table of two axes, or ``"cubic"``.
 
     Returns:
         (*size, C), in the type of ``table``; half-pixel centres, as ``align_corners=False``.
@@ -26,7 +27,7 @@ def resize_table(table: Tensor, size: tuple[int, ...]) -> Tensor:
     # A traced size is a tensor, and its comparison would be frozen into the graph.
     if not torch.jit.is_tracing() and tuple(table.shape[:-1]) == tuple(size):
         return table
-    mode = "linear" if len(size) == 1 else "bilinear"
+    mode = mode if len(size) == 1 else f"bi{mode}"
     channels_first = table.movedim(-1, 0)[None]
     if table.dtype in (torch.float16, torch.bfloat16):
         channels_first = channels_first.float()
@@ -86,25 +87,54 @@ class WindowRelativeBias(nn.Module):
         return self.table[self.index].movedim(-1, 0)
 
 
+class GridPositions(nn.Module):
+    """Absolute positions of a whole map, resized (bilinear) to each map's height and width, as LIT-Ti has them.
+
+    Args:
+        size: height and width, in tokens, of the map that the table is made for.
+        dim: channels.
+        num_global_tokens: G; each global token has a position of its own.
+    """
+
+    undecayed = ("table", "global_tokens")
+
+    def __init__(self, size: tuple[int, int], dim: int, *, num_global_tokens: int = 0) -> None:
+        super().__init__()
+        self.table = position_parameter(*size, dim)
+        self.global_tokens = position_parameter(1, num_global_tokens, dim) if num_global_tokens else None
+
+    def forward(self, height: int, width: int) -> Tensor:
+        """The positions of a map, (height, width, C)."""
+        return resize_table(self.table, (height, width))
+
+
 class GridRelativeBias(nn.Module):
     """A learned bias for each offset between two tokens of one map, and between them and the global tokens.
 
     Args:
-        size: height and width, in tokens, of the map that the table is made for; other maps resize it (bilinear).
+        size: height and width, in tokens, of the map that the table is made for; other maps resize it.
         num_heads: M.
         num_global_tokens: G.
         global_queries: whether the global tokens are queries too.
+        resize_mode: see :func:`resize_table`.
     """
 
     undecayed = ("table", "local_to_global", "global_to_local", "global_to_global")
 
     def __init__(
-        self, size: tuple[int, int], num_heads: int, *, num_global_tokens: int = 0, global_queries: bool = False
+        self,
+        size: tuple[int, int],
+        num_heads: int,
+        *,
+        num_global_tokens: int = 0,
+        global_queries: bool = False,
+        resize_mode: str = "linear",
     ) -> None:
         super().__init__()
         self.size = size
         self.num_global_tokens = num_global_tokens
         self.global_queries = global_queries and num_global_tokens > 0
+        self.resize_mode = resize_mode
         self.table = position_parameter((2 * size[0] - 1) * (2 * size[1] - 1), num_heads)
         if num_global_tokens:
             self.local_to_global = position_parameter(num_heads, num_global_tokens)
@@ -112,21 +142,42 @@ class GridRelativeBias(nn.Module):
             self.global_to_local = position_parameter(num_heads, num_global_tokens)
             self.global_to_global = position_parameter(num_heads, num_global_tokens, num_global_tokens)
 
-    def forward(self, height: int, width: int) -> Tensor:
-        """The bias of a map of ``height`` x ``width``: (M, L, G + H * W), L the local or all queries, globals first."""
+    def by_row(self, height: int, width: int) -> Tensor:
+        """The bias of a pair of columns for each offset of rows, (M, 2 * height - 1, width, width): query by key.
+
+        All that depends on the size of the map; :meth:`of_rows` takes it apart without a large index.
+        """
         grid = self.table.unflatten(0, (2 * self.size[0] - 1, 2 * self.size[1] - 1))
-        grid = resize_table(grid, (2 * height - 1, 2 * width - 1)).flatten(0, 1)
-        rows = torch.arange(height, device=grid.device)
-        cols = torch.arange(width, device=grid.device)
-        row_offset = rows[:, None] - rows[None, :] + height - 1
-        col_offset = cols[:, None] - cols[None, :] + width - 1
-        # (H, W, H, W)
-        index = row_offset[:, None, :, None] * (2 * width - 1) + col_offset[None, :, None, :]
-        # (M, H * W, H * W)
-        bias = grid[index.flatten(2, 3).flatten(0, 1)].movedim(-1, 0)
+        grid = resize_table(grid, (2 * height - 1, 2 * width - 1), mode=self.resize_mode).movedim(-1, 0)
+        col = torch.arange(width, device=grid.device)
+        offset = col[:, None] - col[None, :] + width - 1
+        return grid.index_select(2, offset.flatten()).unflatten(2, (width, width))
+
+    def of_rows(self, by_row: Tensor, rows: Tensor) -> Tensor:
+        """The bias of the queries in some rows of the map: (M, R * W, G + H * W).
+
+        Args:
+            by_row: of :meth:`by_row`.
+            rows: (R,), numbers of rows.
+        """
+        height, width = (by_row.shape[1] + 1) // 2, by_row.shape[2]
+        offset = rows[:, None] - torch.arange(height, device=rows.device)[None, :] + height - 1
+        # (M, R, H, W, W), and then (M, R * W, H * W)
+        bias = by_row.index_select(1, offset.flatten()).unflatten(1, (-1, height))
+        bias = bias.transpose(2, 3).flatten(3, 4).flatten(1, 2)
         if self.num_global_tokens:
             bias = torch.cat([self.local_to_global[:, None].expand(-1, bias.shape[1], -1), bias], dim=2)
+        return bias
+
+    def of_globals(self, tokens: int) -> Tensor:
+        """The bias of the global queries, (M, G, G + tokens)."""
+        to_local = self.global_to_local[:, :, None].expand(-1, -1, tokens)
+        return torch.cat([self.global_to_global, to_local], dim=2)
+
+    def forward(self, height: int, width: int) -> Tensor:
+        """The bias of a map of ``height`` x ``width``: (M, L, G + H * W), L the local or all queries, globals first."""
+        rows = torch.arange(height, device=self.table.device)
+        bias = self.of_rows(self.by_row(height, width), rows)
         if self.global_queries:
-            to_local = self.global_to_local[:, :, None].expand(-1, -1, bias.shape[1])
-            bias = torch.cat([torch.cat([self.global_to_global, to_local], dim=2), bias], dim=1)
+            bias = torch.cat([self.of_globals(bias.shape[1]), bias], dim=1)
         return bias

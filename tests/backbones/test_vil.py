@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 from backbones.errors import InputError
-from backbones.vil import ViL, ViLBlock, ViLClassifier
+from backbones.backbone import Classifier
+from backbones.layers.block import Block
+from backbones.vil import ViL
 from tests.backbones.helpers import (
     FAMILIES,
     assert_all_close,
@@ -149,7 +151,7 @@ def test_every_parameter_gets_a_gradient(family):
 @families
 def test_every_parameter_of_a_classifier_gets_a_gradient(family):
     backbone = ViL(small_variant(**FAMILIES[family]), out_features=("stage4",), keep_global_tokens=True)
-    model = randomise(ViLClassifier(backbone, num_classes=5)).double().train()
+    model = randomise(Classifier(backbone, num_classes=5, pool="mean", norm_eps=1e-6)).double().train()
     logits = model(random_images(2, 3, 70, 90))
     assert logits.shape == (2, 5)
     (logits * torch.arange(10).view(2, 5)).sum().backward()
@@ -207,7 +209,7 @@ def test_only_weights_of_linear_layers_and_convolutions_decay(family, classifier
     with torch.device("meta"):
         model = ViL(small_variant(**FAMILIES[family]), keep_global_tokens=classifier)
         if classifier:
-            model = ViLClassifier(model, num_classes=5)
+            model = Classifier(model, num_classes=5, pool="mean", norm_eps=1e-6)
     decaying = {f"{n}.weight" for n, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)}
     names = {name for name, _ in model.named_parameters()}
     assert decaying < names
@@ -268,7 +270,7 @@ def test_stochastic_depth_drops_paths_of_whole_images():
     """Each image has one of four outcomes, the same for its local and its global tokens; kept paths are scaled."""
     rate = 0.25
     block = small_vil("two_globals").stages[1].blocks[0]
-    assert isinstance(block, ViLBlock)
+    assert isinstance(block, Block)
     block.drop_path_rate = rate
     block.train()
     tokens, global_tokens = random_images(64, 5, 7, 8), random_images(64, 2, 8, seed=2)

@@ -1,0 +1,196 @@
+"""What all families share: stages in order, the maps of those that are asked for, and a classification head."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import torch
+from timm.layers import trunc_normal_
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from backbones.errors import InputError, check_choice
+from backbones.layers.block import Block
+from backbones.layers.position import position_parameter
+
+
+@dataclasses.dataclass(frozen=True)
+class FeatureInfo:
+    """What a detector needs to know of a map: its channels, and how many image pixels a side of a place covers."""
+
+    channels: int
+    stride: int
+
+
+class Stage(nn.Module):
+    """One resolution: an embedding that shrinks the map, positions, global tokens and blocks.
+
+    Args:
+        patch_embed: (B, C_in, H, W) -> tokens (B, H', W', dim).
+        blocks: on tokens and global tokens.
+        dim: channels of a token.
+        num_global_tokens: G.
+        positions: a module from height and width to what is added to the tokens, whose ``global_tokens`` is added to
+            the global tokens; None for no absolute positions.
+        activation_checkpointing: compute the activations of a block again in the backward pass.
+    """
+
+    undecayed = ("global_tokens",)
+
+    def __init__(
+        self,
+        patch_embed: nn.Module,
+        blocks: Iterable[Block],
+        *,
+        dim: int,
+        num_global_tokens: int = 0,
+        positions: nn.Module | None = None,
+        activation_checkpointing: bool = False,
+    ) -> None:
+        super().__init__()
+        self.activation_checkpointing = activation_checkpointing
+        self.patch_embed = patch_embed
+        self.global_tokens = position_parameter(1, num_global_tokens, dim) if num_global_tokens else None
+        self.positions = positions
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, maps: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(B, C_in, H, W) -> (B, H', W', C) and (B, G, C), or None where they are not kept."""
+        tokens, global_tokens = self.patch_embed(maps), self.global_tokens
+        if self.positions is not None:
+            tokens = tokens + self.positions(tokens.shape[1], tokens.shape[2])
+            if global_tokens is not None:
+                global_tokens = global_tokens + self.positions.global_tokens
+        if global_tokens is not None:
+            global_tokens = global_tokens.expand(tokens.shape[0], -1, -1)
+        for block in self.blocks:
+            if self.activation_checkpointing and self.training and torch.is_grad_enabled():
+                tokens, global_tokens = checkpoint(block, tokens, global_tokens, use_reentrant=False)
+            else:
+                tokens, global_tokens = block(tokens, global_tokens)
+        return tokens, global_tokens
+
+
+class Backbone(nn.Module):
+    """A multi-scale backbone: images in, a map for each asked stage out.
+
+    A family's class fills ``stages`` with ``num_stages`` of them, and ``output_norms`` with the norms of those maps
+    that are normed on their way out only.
+
+    Args:
+        features: channels and stride of every stage of the variant.
+        out_features: names of the stages to return, ``"stage1"`` onwards; None for all. Stages after the last one are
+            not built.
+        drop_path_rate: checked here: at least 0 and below 1.
+
+    Raises:
+        InputError: for an unknown stage, none, or a rate out of range.
+    """
+
+    def __init__(
+        self,
+        features: Sequence[FeatureInfo],
+        *,
+        out_features: Sequence[str] | None = None,
+        drop_path_rate: float = 0.0,
+    ) -> None:
+        super().__init__()
+        names = [f"stage{i + 1}" for i in range(len(features))]
+        out_features = tuple(names if out_features is None else out_features)
+        for name in out_features:
+            check_choice("feature", name, names)
+        if not out_features:
+            raise InputError(f"out_features is empty: name at least one of {', '.join(names)}")
+        if not 0 <= drop_path_rate < 1:
+            raise InputError(f"drop_path_rate={drop_path_rate!r}: it is at least 0 and below 1")
+        self.out_features = out_features
+        self.num_stages = 1 + max(names.index(name) for name in out_features)
+        self.feature_info: dict[str, FeatureInfo] = {
+            name: info for name, info in zip(names, features, strict=True) if name in out_features
+        }
+        self.stages = nn.ModuleList()
+        self.output_norms = nn.ModuleDict()
+
+    def forward_tokens(self, images: Tensor) -> tuple[dict[str, Tensor], Tensor | None]:
+        """The maps of :meth:`forward`, and the last stage's global tokens (B, G, C) where they are kept."""
+        maps, outputs, global_tokens = images, {}, None
+        for index, stage in enumerate(self.stages):
+            tokens, global_tokens = stage(maps)
+            maps = tokens.permute(0, 3, 1, 2)
+            name = f"stage{index + 1}"
+            if name in self.output_norms:
+                outputs[name] = self.output_norms[name](tokens).permute(0, 3, 1, 2)
+            elif name in self.out_features:
+                outputs[name] = maps
+        return outputs, global_tokens
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        """Images (B, 3, H, W) of any height and width -> {name: (B, C, ceil(H / stride), ceil(W / stride))}."""
+        return self.forward_tokens(images)[0]
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of the parameters that take no weight decay: biases, norms, positions, global tokens, bias tables."""
+        names = set()
+        for prefix, module in self.named_modules():
+            listed = getattr(module, "undecayed", ())
+            for name, parameter in module.named_parameters(prefix=prefix, recurse=False):
+                if parameter.ndim <= 1 or name.rpartition(".")[2] in listed:
+                    names.add(name)
+        return names
+
+    def freeze_stages(self, number: int) -> None:
+        """Stop the gradients of the first ``number`` stages, and their stochastic depth."""
+        for stage in self.stages[:number]:
+            stage.requires_grad_(False)
+            for block in stage.blocks:
+                block.drop_path_rate = 0.0
+
+
+class Classifier(nn.Module):
+    """A backbone and the papers' head: LayerNorm, one vector an image, a linear layer.
+
+    Args:
+        backbone: returns its last stage, with the global tokens where they are kept.
+        num_classes: of the head.
+        pool: ``"mean"`` over all tokens of the last stage, global ones too, or its first ``"global_token"``.
+        norm_eps: of the norm.
+    """
+
+    def __init__(self, backbone: Backbone, *, num_classes: int, pool: str, norm_eps: float) -> None:
+        super().__init__()
+        check_choice("pooling", pool, ("mean", "global_token"))
+        self.backbone = backbone
+        self.pool = pool
+        dim = backbone.feature_info[backbone.out_features[-1]].channels
+        self.norm = nn.LayerNorm(dim, eps=norm_eps)
+        self.head = nn.Linear(dim, num_classes)
+        self.head.apply(init_linear)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(B, 3, H, W) -> logits (B, num_classes)."""
+        maps, global_tokens = self.backbone.forward_tokens(images)
+        if self.pool == "global_token":
+            return self.head(self.norm(global_tokens[:, 0]))
+        tokens = maps[self.backbone.out_features[-1]].flatten(2).transpose(1, 2)
+        if global_tokens is not None:
+            tokens = torch.cat([global_tokens, tokens], dim=1)
+        return self.head(self.norm(tokens).mean(dim=1))
+
+    def no_weight_decay(self) -> set[str]:
+        """As :meth:`Backbone.no_weight_decay`, with the names of this model."""
+        own = {name for name, parameter in self.named_parameters() if parameter.ndim <= 1}
+        return own | {f"backbone.{name}" for name in self.backbone.no_weight_decay()}
+
+
+def drop_path_rates(rate: float, depths: Sequence[int]) -> list[list[float]]:
+    """Rates of stochastic depth, a list for each stage: from 0 at the first block linearly to ``rate`` at the last."""
+    last = max(1, sum(depths) - 1)
+    rates = iter([rate * index / last for index in range(sum(depths))])
+    return [[next(rates) for _ in range(depth)] for depth in depths]
+
+
+def init_linear(module: nn.Module) -> None:
+    """The initial values of linear layers in all three papers: for ``module.apply``."""
+    if isinstance(module, nn.Linear):
+        trunc_normal_(module.weight, std=0.02)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
