@@ -16,6 +16,7 @@ from backbones.layers.position import resize_table
 _HEAD = "the classification head and its norm are not part of a backbone"
 _COMPUTED = "computed by the model"
 _UNUSED = "never used: the global tokens are dropped after the stage"
+_COUNTER = "the trainer's iteration says when random features are drawn anew"
 _EMPTY = "an empty tensor: the stage has no global token"
 
 _WRAPPERS = ("module.", "backbone.bottom_up.")
@@ -36,6 +37,9 @@ _ATTENTION = {
     "kv_global": "global_key_value",
     "proj_global": "global_projection",
     "local_relative_position_bias_table": "relative_bias.table",
+    "proj_k": "project_length",
+    "proj_v": "project_length",
+    "proj_sr": "reduce",
 }
 _MLP = {"fc1": "expand", "fc2": "contract"}
 _TIED = {"global_query": "query", "global_key_value": "key_value", "global_projection": "projection"}
@@ -132,6 +136,8 @@ class _Conversion:
         return {name: tensor} if self.prefix else _HEAD
 
     def _stage(self, name: str, tensor: Tensor) -> _Pieces:
+        if name == "calls_since_last_redraw":
+            return _COUNTER
         match = re.fullmatch(r"layer(\d)\.(\d+)\.(\w+)(?:\.(.+))?", name)
         if match is None:
             return None
@@ -167,7 +173,9 @@ class _Conversion:
             return None
         dense = isinstance(module, DenseAttention)
         bias = f"{attention}.relative_bias" if dense else attention
-        if layer == "qkv" and not dense:
+        if layer == "fast_attention" and leaf == "projection_matrix":
+            return {f"{attention}.features": tensor}
+        if layer == "qkv" and not hasattr(module, "qkv"):
             dim = len(tensor) // 3
             return {f"{attention}.query.{leaf}": tensor[:dim], f"{attention}.key_value.{leaf}": tensor[dim:]}
         if layer == "g2l_relative_position_bias":
@@ -196,8 +204,8 @@ class _Conversion:
                 return
             else:
                 raise InputError(
-                    f"{official_name} differs from what {key} already holds: the checkpoint has separate projections "
-                    "for the global tokens; create the model with shared_projections=False"
+                    f"{official_name} differs from what {key} already holds: the checkpoint has separate projections"
+                    + ("" if key.endswith("project_length") else ": create the model with shared_projections=False")
                 )
         if len(pieces) > 1:
             self.report.split[official_name] = tuple(pieces)

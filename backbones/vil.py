@@ -5,7 +5,11 @@ from collections.abc import Sequence
 from torch import nn
 
 from backbones.attention.dense import DenseAttention
+from backbones.attention.global_memory import GlobalMemoryAttention
+from backbones.attention.linformer import LinformerAttention
+from backbones.attention.performer import PerformerAttention
 from backbones.attention.sliding_chunk import BACKENDS, MODES, SlidingChunkAttention
+from backbones.attention.spatial_reduction import SpatialReductionAttention
 from backbones.backbone import Backbone, FeatureInfo, Stage, drop_path_rates, init_linear
 from backbones.errors import check_choice
 from backbones.layers.block import Block
@@ -123,4 +127,12 @@ def _attention(
             shared_projections=variant.shared_projections,
             **common,
         )
+    if spec.attention == "global":
+        return GlobalMemoryAttention(spec.dim, **common)
+    if spec.attention == "linformer":
+        return LinformerAttention(spec.dim, map_size=map_size, num_features=spec.num_features, **common)
+    if spec.attention == "spatial_reduction":
+        return SpatialReductionAttention(spec.dim, reduction=spec.reduction, **common)
+    if spec.attention == "performer":
+        return PerformerAttention(spec.dim, num_features=spec.num_features, **common)
     raise NotImplementedError(spec.attention)

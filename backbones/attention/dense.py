@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from backbones.attention import reference
 from backbones.errors import check_choice
 from backbones.layers.position import GridRelativeBias
+from backbones.layers.tracing import static_size
 
 
 def dense_attention(query: Tensor, key: Tensor, value: Tensor, *, bias: Tensor | None = None) -> Tensor:
@@ -90,7 +91,7 @@ class DenseAttention(nn.Module):
         height, width = tokens.shape[1:3]
         sequence = join_tokens(tokens, global_tokens)
         query, key, value = split_heads(self.qkv(sequence), 3 * self.num_heads).chunk(3, dim=1)
-        num_global = 0 if global_tokens is None else global_tokens.shape[1]
+        num_global = 0 if global_tokens is None else static_size(global_tokens.shape[1])
         if not self.update_globals:
             query = query[:, :, num_global:]
         attend = BACKENDS[self.backend]

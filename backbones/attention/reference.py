@@ -77,3 +77,21 @@ def sliding_chunk_attention(
         bias = torch.cat([global_bias[:, None, :].expand(-1, tokens, -1), bias], dim=-1)
         key, value = torch.cat([global_key, key], dim=2), torch.cat([global_value, value], dim=2)
     return attention(query.flatten(2, 3), key, value, bias=bias).unflatten(2, (height, width))
+
+
+def performer_attention(query: Tensor, key: Tensor, value: Tensor, *, features: Tensor, eps: float = 1e-4) -> Tensor:
+    """The contract of :func:`backbones.attention.performer.performer_attention`, with all pairs of tokens.
+
+    The weight of a pair is the mean over the features of the product of both tokens' positive features: for a token x
+    scaled by ``D ** -0.25`` they are ``exp(feature . x - largest - |x|^2 / 2) + eps``, the largest product being a
+    query's own, and one for all keys of an image.
+    """
+    query, key = (x * x.shape[-1] ** -0.25 for x in (query, key))
+    query_products = torch.einsum("bmld,kd->bmlk", query, features)
+    key_products = torch.einsum("bmsd,kd->bmsk", key, features)
+    query_largest = query_products.max(dim=-1).values[..., None]
+    key_largest = key_products.flatten(1).max(dim=-1).values[:, None, None, None]
+    query = torch.exp(query_products - query_largest - 0.5 * (query * query).sum(-1, keepdim=True)) + eps
+    key = torch.exp(key_products - key_largest - 0.5 * (key * key).sum(-1, keepdim=True)) + eps
+    weights = torch.einsum("bmlk,bmsk->bmls", query, key)
+    return weights / weights.sum(dim=-1, keepdim=True) @ value

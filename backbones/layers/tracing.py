@@ -16,3 +16,9 @@ def static_size(size: int) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", torch.jit.TracerWarning)
         return int(size)
+
+
+def missing_to(size: int, least: int) -> int:
+    """What ``size`` lacks to be ``least``, 0 where it is larger; in a trace a tensor that follows the image."""
+    missing = least - size
+    return missing.clamp(min=0) if isinstance(missing, torch.Tensor) else max(0, missing)
