@@ -107,6 +107,7 @@ class Backbone(nn.Module):
         self.feature_info: dict[str, FeatureInfo] = {
             name: info for name, info in zip(names, features, strict=True) if name in out_features
         }
+        self.num_frozen_stages = 0
         self.stages = nn.ModuleList()
         self.output_norms = nn.ModuleDict()
 
@@ -138,11 +139,19 @@ class Backbone(nn.Module):
         return names
 
     def freeze_stages(self, number: int) -> None:
-        """Stop the gradients of the first ``number`` stages, and their stochastic depth."""
+        """Stop the gradients of the first ``number`` stages, their stochastic depth and their batch statistics."""
+        self.num_frozen_stages = number
         for stage in self.stages[:number]:
             stage.requires_grad_(False)
             for block in stage.blocks:
                 block.drop_path_rate = 0.0
+        self.train(self.training)
+
+    def train(self, mode: bool = True) -> "Backbone":
+        """As ``nn.Module.train``; frozen stages stay in eval mode."""
+        super().train(mode)
+        self.stages[: self.num_frozen_stages].eval()
+        return self
 
 
 class Classifier(nn.Module):
