@@ -9,15 +9,21 @@ import torch
 from torch import Tensor, nn
 
 from backbones.attention.dense import DenseAttention
+from backbones.backbone import Backbone
 from backbones.build import create_backbone, create_classifier
 from backbones.errors import InputError, explain_unknown_keywords
-from backbones.layers.position import resize_table
+from backbones.layers.position import GridRelativeBias, resize_table
+from backbones.lit import LIT
+from backbones.vil import ViL
 
 _HEAD = "the classification head and its norm are not part of a backbone"
 _COMPUTED = "computed by the model"
 _UNUSED = "never used: the global tokens are dropped after the stage"
 _COUNTER = "the trainer's iteration says when random features are drawn anew"
 _EMPTY = "an empty tensor: the stage has no global token"
+_GLOBAL_TOKEN = "only a classifier has a global token"
+_NO_OUTPUT_NORMS = "a classifier has no norms of output maps: they start as ones and zeros"
+_FROZEN_NORM = "a frozen norm counts no batches"
 
 _WRAPPERS = ("module.", "backbone.bottom_up.")
 _PATCH_EMBED = {
@@ -42,6 +48,16 @@ _ATTENTION = {
     "proj_sr": "reduce",
 }
 _MLP = {"fc1": "expand", "fc2": "contract"}
+_LIT_EMBED = {
+    "proj": "projection",
+    "norm": "norm",
+    "dconv": "",
+    "dconv.conv_offset": "offset",
+    "norm_layer": "norm",
+}
+_LIT_NORMS = {"norm1": "attention_norm", "norm2": "mlp_norm"}
+_LIT_ATTENTION = {"qkv": "qkv", "proj": "projection", "relative_position_bias_table": "relative_bias.table"}
+_TABLES = ("relative_bias.table", "positions.rows", "positions.cols", "positions.table")
 _TIED = {"global_query": "query", "global_key_value": "key_value", "global_projection": "projection"}
 
 # Our names and tensors, or why a tensor is dropped, or None where no rule applies.
@@ -58,6 +74,8 @@ class ConversionReport:
         split: official name -> our names, for tensors that became several.
         tied: official name -> our name of the parameter that it shares its values with.
         dropped: official name -> reason.
+        initialised: our name -> why it keeps its initial value: the output norms of a LIT detector alone, which a
+            classifier does not have.
     """
 
     mapped: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -65,6 +83,7 @@ class ConversionReport:
     split: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     tied: dict[str, str] = dataclasses.field(default_factory=dict)
     dropped: dict[str, str] = dataclasses.field(default_factory=dict)
+    initialised: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def summary(self) -> str:
         """One line: how many names went where."""
@@ -79,11 +98,11 @@ def convert_state_dict(
     classifier: bool = False,
     model_options: Mapping[str, object] | None = None,
 ) -> tuple[dict[str, Tensor], ConversionReport]:
-    """The state dict of ``create_backbone(name, **model_options)`` from that of an official ViL model.
+    """The state dict of ``create_backbone(name, **model_options)`` from that of an official model.
 
     Args:
-        official: names and tensors of vision-longformer or VisionLongformerForObjectDetection; the prefixes
-            ``module.`` and ``backbone.bottom_up.`` are taken off.
+        official: names and tensors of vision-longformer, VisionLongformerForObjectDetection or LIT (both formats:
+            that of LIT-Ti and that of the others); the prefixes ``module.`` and ``backbone.bottom_up.`` are taken off.
         name: a variant.
         classifier: for ``create_classifier`` instead.
         model_options: the keywords that the model is created with, so that tables get their size.
@@ -98,8 +117,10 @@ def convert_state_dict(
     create = create_classifier if classifier else create_backbone
     with torch.device("meta"):
         model = create(name, **(model_options or {}))
-    conversion = _Conversion(model, "backbone." if classifier else "")
+    rules = _RULES[type(model.backbone if classifier else model)]
+    conversion = rules(model, "backbone." if classifier else "")
     unexplained = [key for key, tensor in official.items() if not conversion.take(key, tensor)]
+    conversion.initialise()
     unfilled = [key for key in conversion.target if key not in conversion.converted]
     if unexplained or unfilled:
         raise InputError(_mismatch(name, unexplained, unfilled))
@@ -107,7 +128,7 @@ def convert_state_dict(
 
 
 class _Conversion:
-    """The state of one conversion: the model to fill, what is filled so far, and the report."""
+    """The state of one conversion: the model to fill, what is filled, and the report. A family adds its rules."""
 
     def __init__(self, model: nn.Module, prefix: str) -> None:
         self.model = model
@@ -126,14 +147,77 @@ class _Conversion:
             self.report.dropped[official_name] = pieces
         elif pieces:
             self._place(official_name, pieces)
-            if name.endswith("g2l_relative_position_bias") and len(pieces) == 1:
-                self.report.dropped[f"{official_name}[0]"] = _UNUSED
+            for part, reason in self._left_over(name, pieces).items():
+                self.report.dropped[f"{official_name}{part}"] = reason
         return bool(pieces)
 
-    # Each of the next methods gives our names and tensors, or why there are none, or None where no rule applies.
+    def initialise(self) -> None:
+        """Give parameters that no checkpoint can fill their initial value."""
 
     def _head(self, name: str, tensor: Tensor) -> _Pieces:
         return {name: tensor} if self.prefix else _HEAD
+
+    def _stage(self, name: str, tensor: Tensor) -> _Pieces:
+        """Our names and tensors, or why there are none, or None where no rule applies."""
+        raise NotImplementedError
+
+    def _left_over(self, name: str, pieces: Mapping[str, Tensor]) -> dict[str, str]:
+        """Which part of a tensor ``pieces`` leave out, and why."""
+        return {}
+
+    def _place(self, official_name: str, pieces: Mapping[str, Tensor]) -> None:
+        """Put ``pieces`` into the state dict, resized where that is allowed, and write it into the report."""
+        for key, tensor in pieces.items():
+            tensor = self._fitted(official_name, key, tensor)
+            if key not in self.converted:
+                self.converted[key] = tensor
+            elif torch.equal(self.converted[key], tensor):
+                self.report.tied[official_name] = key
+                return
+            else:
+                raise InputError(
+                    f"{official_name} differs from what {key} already holds: the checkpoint has separate projections"
+                    + ("" if key.endswith("project_length") else ": create the model with shared_projections=False")
+                )
+        if len(pieces) > 1:
+            self.report.split[official_name] = tuple(pieces)
+        else:
+            self.report.mapped[official_name] = next(iter(pieces))
+
+    def _fitted(self, official_name: str, key: str, tensor: Tensor) -> Tensor:
+        if key not in self.target:
+            raise InputError(
+                f"{official_name} would be {key}, which this variant does not have: the checkpoint is of another "
+                "variant, or has other global tokens"
+            )
+        old, new = tuple(tensor.shape), tuple(self.target[key].shape)
+        grid, mode = self._bias_grid(key)
+        if old == new and (grid is None or grid[0] == grid[1]):
+            return tensor
+        side = math.isqrt(old[0]) if old else 0
+        if not key.endswith(_TABLES) or old[-1:] != new[-1:] or len(old) != len(new) or grid and side**2 != old[0]:
+            raise InputError(
+                f"{official_name} has shape {old}, and {key} of this variant {new}: the checkpoint is of another "
+                "variant, or has other global tokens"
+            )
+        self.report.resized[key] = (old, new)
+        if grid is None:
+            return resize_table(tensor, new[:-1])
+        return resize_table(tensor.unflatten(0, (side, side)), grid, mode=mode).flatten(0, 1)
+
+    def _bias_grid(self, key: str) -> tuple[tuple[int, int] | None, str]:
+        """Height and width of the grid of offsets in a table of relative bias, and how it is resized."""
+        if not key.endswith("relative_bias.table"):
+            return None, ""
+        bias = self.model.get_submodule(key.removesuffix(".table"))
+        if isinstance(bias, GridRelativeBias):
+            return (2 * bias.size[0] - 1, 2 * bias.size[1] - 1), bias.resize_mode
+        side = math.isqrt(len(bias.table))
+        return (side, side), "linear"
+
+
+class _ViLConversion(_Conversion):
+    # Each of the next methods gives our names and tensors, or why there are none, or None where no rule applies.
 
     def _stage(self, name: str, tensor: Tensor) -> _Pieces:
         if name == "calls_since_last_redraw":
@@ -193,46 +277,75 @@ class _Conversion:
                 ours = _TIED[ours]
         return {".".join(filter(None, (attention, ours, leaf))): tensor}
 
-    def _place(self, official_name: str, pieces: Mapping[str, Tensor]) -> None:
-        """Put ``pieces`` into the state dict, resized where that is allowed, and write it into the report."""
-        for key, tensor in pieces.items():
-            tensor = self._fitted(official_name, key, tensor)
-            if key not in self.converted:
-                self.converted[key] = tensor
-            elif torch.equal(self.converted[key], tensor):
-                self.report.tied[official_name] = key
-                return
-            else:
-                raise InputError(
-                    f"{official_name} differs from what {key} already holds: the checkpoint has separate projections"
-                    + ("" if key.endswith("project_length") else ": create the model with shared_projections=False")
-                )
-        if len(pieces) > 1:
-            self.report.split[official_name] = tuple(pieces)
-        else:
-            self.report.mapped[official_name] = next(iter(pieces))
+    def _left_over(self, name: str, pieces: Mapping[str, Tensor]) -> dict[str, str]:
+        return {"[0]": _UNUSED} if name.endswith("g2l_relative_position_bias") and len(pieces) == 1 else {}
 
-    def _fitted(self, official_name: str, key: str, tensor: Tensor) -> Tensor:
-        if key not in self.target:
-            raise InputError(
-                f"{official_name} would be {key}, which this variant does not have: the checkpoint is of another "
-                "variant, or has other global tokens"
-            )
-        old, new = tuple(tensor.shape), tuple(self.target[key].shape)
-        if old == new:
-            return tensor
-        square = key.endswith("relative_bias.table")
-        if not (square or key.endswith(("positions.rows", "positions.cols"))) or old[1:] != new[1:]:
-            raise InputError(
-                f"{official_name} has shape {old}, and {key} of this variant {new}: the checkpoint is of another "
-                "variant, or has other global tokens"
-            )
-        self.report.resized[key] = (old, new)
-        if not square:
-            return resize_table(tensor, new[:1])
-        side, new_side = math.isqrt(old[0]), math.isqrt(new[0])
-        return resize_table(tensor.unflatten(0, (side, side)), (new_side, new_side)).flatten(0, 1)
 
+class _LITConversion(_Conversion):
+    """LIT-Ti writes ``block3.0`` and ``patch_embed3``, the others ``layers.2.blocks.0`` and ``layers.1.downsample``."""
+
+    def initialise(self) -> None:
+        norms = [key for key in self.target if key.startswith("output_norms.")]
+        if _HEAD in self.report.dropped.values() and not any(key in self.converted for key in norms):
+            for key in norms:
+                fill = torch.ones if key.endswith("weight") else torch.zeros
+                self.converted[key] = fill(self.target[key].shape, dtype=self.target[key].dtype)
+                self.report.initialised[key] = _NO_OUTPUT_NORMS
+
+    def _stage(self, name: str, tensor: Tensor) -> _Pieces:
+        if match := re.fullmatch(r"(?:block([1-4])|layers\.([0-3])\.blocks)\.(\d+)\.(\w+)\.(.+)", name):
+            stage = int(match[1]) - 1 if match[1] else int(match[2])
+            return self._block(f"{self.prefix}stages.{stage}.blocks.{match[3]}", match[4], match[5], tensor)
+        if match := re.fullmatch(r"(?:patch_embed([1-4]?)|layers\.([0-2])\.downsample)\.(.+)", name):
+            # The official stages end with what ours begin with.
+            stage = int(match[2]) + 1 if match[2] else int(match[1] or 1) - 1
+            return self._patch_embed(f"{self.prefix}stages.{stage}.patch_embed", match[3], tensor)
+        if match := re.fullmatch(r"norm([1-3])\.(weight|bias)", name):
+            return {f"{self.prefix}output_norms.stage{int(match[1]) + 1}.{match[2]}": tensor}
+        if match := re.fullmatch(r"pos_embed([1-4])", name):
+            return self._positions(f"{self.prefix}stages.{int(match[1]) - 1}.positions", name, tensor)
+        if name == "cls_token":
+            return {f"{self.prefix}stages.3.global_tokens": tensor} if self.prefix else _GLOBAL_TOKEN
+        return None
+
+    def _block(self, block: str, part: str, rest: str, tensor: Tensor) -> _Pieces:
+        if part in _LIT_NORMS:
+            return {f"{block}.{_LIT_NORMS[part]}.{rest}": tensor}
+        layer, _, leaf = rest.partition(".")
+        if part == "mlp" and layer in _MLP:
+            return {f"{block}.mlp.{_MLP[layer]}.{leaf}": tensor}
+        if part == "attn" and rest == "relative_position_index":
+            return _COMPUTED
+        if part == "attn" and layer in _LIT_ATTENTION:
+            return {".".join(filter(None, (f"{block}.attention.{_LIT_ATTENTION[layer]}", leaf))): tensor}
+        return None
+
+    def _patch_embed(self, embed: str, rest: str, tensor: Tensor) -> _Pieces:
+        module, _, leaf = rest.rpartition(".")
+        if module not in _LIT_EMBED:
+            return None
+        key = ".".join(filter(None, (embed, _LIT_EMBED[module], leaf)))
+        if leaf == "num_batches_tracked" and f"{embed}.norm.running_mean" in self.target and key not in self.target:
+            return _FROZEN_NORM
+        return {key: tensor}
+
+    def _positions(self, positions: str, name: str, tensor: Tensor) -> _Pieces:
+        """(1, H * W, C), in the last stage behind the position of the global token."""
+        number_global = int(name == "pos_embed4")
+        places = tensor.shape[1] - number_global if tensor.ndim == 3 and len(tensor) == 1 else 0
+        side = math.isqrt(max(places, 0))
+        if not side or side**2 != places:
+            raise InputError(f"{name} has shape {tuple(tensor.shape)}, which is no square map of positions")
+        pieces = {f"{positions}.table": tensor[0, number_global:].unflatten(0, (side, side))}
+        if number_global and self.prefix:
+            pieces[f"{positions}.global_tokens"] = tensor[:, :1]
+        return pieces
+
+    def _left_over(self, name: str, pieces: Mapping[str, Tensor]) -> dict[str, str]:
+        return {"[:, 0]": _GLOBAL_TOKEN} if name == "pos_embed4" and len(pieces) == 1 else {}
+
+
+_RULES: dict[type[Backbone], type[_Conversion]] = {LIT: _LITConversion, ViL: _ViLConversion}
 
 def _mismatch(name: str, unexplained: list[str], unfilled: list[str]) -> str:
     parts = [f"the checkpoint does not fit {name}"]

@@ -132,9 +132,9 @@ def test_every_name_is_in_the_report(relative_bias, classifier):
     assert sorted(filled) == sorted(converted)
     assert report.resized.keys() <= converted.keys()
     assert bool(report.resized) == (not relative_bias and not classifier)
-    assert report.summary() == ", ".join(
-        f"{len(getattr(report, part))} {part}" for part in ("mapped", "resized", "split", "tied", "dropped")
-    )
+    fields = ("mapped", "resized", "split", "tied", "dropped", "initialised")
+    assert report.summary() == ", ".join(f"{len(getattr(report, part))} {part}" for part in fields)
+    assert not report.initialised
 
 
 def test_a_bias_of_which_one_half_is_dropped_says_so():

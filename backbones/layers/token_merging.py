@@ -1,0 +1,174 @@
+"""Token merging (LIT section 3.3): 2 x 2 tokens become one, from where a learned grid says, or from where they are.
+
+Shapes: B images, C channels in and D out, H x W tokens in and ceil(H / 2) x ceil(W / 2) out. An odd height or width is
+padded with zeros below and on the right.
+"""
+
+import contextlib
+import copy
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from timm.models.swin_transformer import PatchMerging, SwinTransformer
+from torch import Tensor, nn
+from torchvision.ops import FrozenBatchNorm2d, deform_conv2d
+
+from backbones.errors import InputError, check_choice
+from backbones.layers.patch_embed import pad_to_multiple
+
+NORMS = {"batch": nn.BatchNorm2d, "frozen": FrozenBatchNorm2d, "sync": nn.SyncBatchNorm}
+
+
+class DeformableTokenMerging(nn.Module):
+    """Deformable convolution of 2 x 2 tokens with stride 2, BatchNorm, GELU (equations 7 and 8).
+
+    The offsets start at zero (section 4.1): a new module is a plain convolution. Sampling positions and products are
+    computed in float32, or float64 where the map is, whatever autocast or the module's own type says.
+
+    Args:
+        in_channels: C.
+        dim: D.
+        norm: ``"batch"``, ``"frozen"`` for statistics and weights that are never trained, or ``"sync"`` for
+            statistics over all processes.
+    """
+
+    def __init__(self, in_channels: int, dim: int, *, norm: str = "batch") -> None:
+        super().__init__()
+        check_choice("merging norm", norm, NORMS)
+        self.offset = nn.Conv2d(in_channels, 8, kernel_size=2, stride=2)
+        nn.init.zeros_(self.offset.weight)
+        nn.init.zeros_(self.offset.bias)
+        self.weight = nn.Parameter(torch.empty(dim, in_channels, 2, 2))
+        self.bias = nn.Parameter(torch.empty(dim))
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        bound = 1 / math.sqrt(4 * in_channels)
+        nn.init.uniform_(self.bias, -bound, bound)
+        self.norm = NORMS[norm](dim)
+
+    def forward(self, maps: Tensor) -> Tensor:
+        """(B, C, H, W) -> (B, ceil(H / 2), ceil(W / 2), D)."""
+        return F.gelu(self.norm(self._merge(maps))).permute(0, 2, 3, 1)
+
+    def offsets(self, maps: Tensor) -> Tensor:
+        """How far each sampling position is from its place in the regular grid, in tokens of the map that is merged.
+
+        (B, C, H, W) -> (B, ceil(H / 2), ceil(W / 2), 2, 2, 2): merged token, row and column of its 2 x 2, (y, x).
+        """
+        with _no_autocast(maps):
+            return self._offset(_wide(pad_to_multiple(maps, 2))).permute(0, 2, 3, 1).unflatten(3, (2, 2, 2))
+
+    def _merge(self, maps: Tensor) -> Tensor:
+        with _no_autocast(maps), _no_trace_warnings():
+            padded = _wide(pad_to_multiple(maps, 2))
+            weight, bias = self.weight.to(padded.dtype), self.bias.to(padded.dtype)
+            return deform_conv2d(padded, self._offset(padded), weight, bias, stride=2).to(maps.dtype)
+
+    def _offset(self, padded: Tensor) -> Tensor:
+        weight, bias = self.offset.weight.to(padded.dtype), self.offset.bias.to(padded.dtype)
+        return F.conv2d(padded, weight, bias, stride=2)
+
+
+class LinearTokenMerging(nn.Module):
+    """The uniform merging of Swin, for the starred LIT-S of Table 3: LayerNorm of 2 x 2 tokens, then a linear layer."""
+
+    def __init__(self, in_channels: int, dim: int, *, norm_eps: float = 1e-5) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4 * in_channels, eps=norm_eps)
+        self.reduction = nn.Linear(4 * in_channels, dim, bias=False)
+
+    def forward(self, maps: Tensor) -> Tensor:
+        """(B, C, H, W) -> (B, ceil(H / 2), ceil(W / 2), D)."""
+        tokens = pad_to_multiple(maps, 2).permute(0, 2, 3, 1)
+        # Swin's order of the four: column by column
+        tokens = tokens.unflatten(2, (-1, 2)).unflatten(1, (-1, 2)).permute(0, 1, 3, 4, 2, 5).flatten(3)
+        return self.reduction(self.norm(tokens))
+
+
+def sampled_positions(offsets: Sequence[Tensor], row: int, col: int) -> Tensor:
+    """Where a merged token comes from, back through n merging modules one after another (LIT Figure 2).
+
+    A position between tokens is traced on through the nearest token; one beyond the map through the token at its edge.
+
+    Args:
+        offsets: of n modules, first module first, each (H, W, 2, 2, 2): one image of
+            :meth:`DeformableTokenMerging.offsets`.
+        row, col: of a token that the last module gives.
+
+    Returns:
+        (4^n, 2): (y, x) in tokens of the map that the first module merges; whole numbers are centres of tokens. On an
+        image of patches of P pixels, the centre is at pixel (y + 0.5) * P - 0.5.
+
+    Raises:
+        InputError: where the last map has no such token.
+    """
+    height, width = offsets[-1].shape[:2]
+    if not (0 <= row < height and 0 <= col < width):
+        raise InputError(f"no token ({row}, {col}) in a map of {height} x {width}")
+    positions = offsets[-1].new_tensor([[row, col]])
+    for offset in reversed(offsets):
+        height, width = offset.shape[:2]
+        tokens = positions.round().long()
+        rows, cols = tokens[:, 0].clamp(0, height - 1), tokens[:, 1].clamp(0, width - 1)
+        places = torch.arange(2, device=offset.device)
+        grid = torch.stack(torch.meshgrid(places, places, indexing="ij"), dim=-1)
+        regular = 2 * torch.stack([rows, cols], dim=-1)[:, None, None] + grid
+        positions = (regular + offset[rows, cols]).flatten(0, 2)
+    return positions
+
+
+def with_deformable_merging(swin: SwinTransformer, *, norm: str = "batch") -> SwinTransformer:
+    """A copy of timm's Swin with deformable token merging (LIT Table 4, "Swin-Ti + DTM"), with new weights in it.
+
+    The table's PVT-S is not offered: timm has PVT v2 alone, whose overlapping embeddings of 3 x 3 are another model.
+
+    Args:
+        swin: as ``timm.create_model("swin_tiny_patch4_window7_224")`` gives it.
+        norm: see :class:`DeformableTokenMerging`.
+
+    Raises:
+        InputError: where nothing merges tokens as Swin does.
+    """
+    swin = copy.deepcopy(swin)
+    names = [name for name, module in swin.named_modules() if isinstance(module, PatchMerging)]
+    if not names:
+        raise InputError(f"{type(swin).__name__} has no PatchMerging to replace")
+    for name in names:
+        old = swin.get_submodule(name)
+        new = _ChannelsLast(DeformableTokenMerging(old.dim, old.out_dim, norm=norm))
+        parent, _, attribute = name.rpartition(".")
+        setattr(swin.get_submodule(parent), attribute, new.to(old.reduction.weight))
+    return swin.train(swin.training)
+
+
+class _ChannelsLast(nn.Module):
+    """A merging module that takes (B, H, W, C)."""
+
+    def __init__(self, merging: nn.Module) -> None:
+        super().__init__()
+        self.merging = merging
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.merging(tokens.permute(0, 3, 1, 2))
+
+
+def _wide(maps: Tensor) -> Tensor:
+    return maps if maps.dtype == torch.float64 else maps.float()
+
+
+def _no_autocast(maps: Tensor) -> contextlib.AbstractContextManager:
+    kind = maps.device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _no_trace_warnings() -> Iterator[None]:
+    """torchvision checks channels, which a trace may keep as they are: its warning of that says nothing."""
+    if not torch.jit.is_tracing():
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", torch.jit.TracerWarning)
+        yield
