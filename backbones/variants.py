@@ -233,8 +233,7 @@ def _with_mechanism(variant: ViLVariant, mechanism: str, *, partial: bool = Fals
     for field, values in _MECHANISMS.get(mechanism, {}).items():
         stages = _replaced(stages, field, values[-number:])
     if partial:
-        # The full stages keep the global tokens of the plain model.
-        full = [dataclasses.replace(stage, attention="dense") for stage in variant.stages[-2:]]
+        full = [dataclasses.replace(stage, attention="dense") for stage in stages[-2:]]
         stages = (*stages[:-2], *full)
     return dataclasses.replace(variant, stages=stages)
 

@@ -19,7 +19,8 @@ class SpatialReductionAttention(nn.Module):
     Args:
         dim: channels of a token.
         num_heads: divides ``dim``.
-        reduction: R; 16, 8, 4, 2 in the four stages of SRA/64 and 8, 4, 2, 1 of SRA/32 (Table 15).
+        reduction: R; 16, 8, 4, 2 in the four stages of SRA/64 and 8, 4, 2, 1 of SRA/32 (Table 15). With 1 there is no
+            convolution, as the counts of Table 14 have it, and attention is full.
         num_global_tokens: G; they are not reduced.
         update_globals: whether the global tokens are queries too; the last block of a stage drops them.
         backend: see :class:`backbones.attention.dense.DenseAttention`.
@@ -44,15 +45,19 @@ class SpatialReductionAttention(nn.Module):
         self.query = nn.Linear(dim, dim)
         self.key_value = nn.Linear(dim, 2 * dim)
         self.projection = nn.Linear(dim, dim)
-        self.reduce = nn.Conv2d(dim, dim, kernel_size=reduction, stride=reduction, bias=False)
+        self.reduce = None
+        if reduction > 1:
+            self.reduce = nn.Conv2d(dim, dim, kernel_size=reduction, stride=reduction, bias=False)
 
     def forward(self, tokens: Tensor, global_tokens: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """(B, H, W, C) and (B, G, C) or None -> the same; None for global tokens that are not updated."""
         height, width = tokens.shape[1:3]
-        missing = (0, missing_to(width, self.reduction), 0, missing_to(height, self.reduction))
-        reduced = self.reduce(F.pad(tokens.permute(0, 3, 1, 2), missing))
-        # (B, max(1, H // R) * max(1, W // R), C)
-        reduced = instance_norm(reduced.flatten(2)).transpose(1, 2)
+        reduced = tokens.flatten(1, 2)
+        if self.reduce is not None:
+            missing = (0, missing_to(width, self.reduction), 0, missing_to(height, self.reduction))
+            reduced = self.reduce(F.pad(tokens.permute(0, 3, 1, 2), missing))
+            # (B, max(1, H // R) * max(1, W // R), C)
+            reduced = instance_norm(reduced.flatten(2)).transpose(1, 2)
         if global_tokens is not None:
             reduced = torch.cat([global_tokens, reduced], dim=1)
         key, value = split_heads(self.key_value(reduced), 2 * self.num_heads).chunk(2, dim=1)

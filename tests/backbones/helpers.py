@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from backbones.attention.performer import redraw_features
 from backbones.variants import ViLStage, ViLVariant
 from backbones.vil import ViL
 
@@ -23,6 +24,10 @@ FAMILIES = {
     "cyclic": {"attention_mode": "cyclic"},
     "dense": {"attention": "dense"},
     "dense_relative": {"attention": "dense", "relative_bias": True, "global_tokens": 2},
+    "global": {"attention": "global", "global_tokens": 3},
+    "spatial_reduction": {"attention": "spatial_reduction", "reduction": (4, 3, 2, 1)},
+    "performer": {"attention": "performer", "num_features": 10, "global_tokens": (1, 1, 1, 0)},
+    "partial": {"attention": ("performer", "global", "dense", "dense")},
 }
 
 
@@ -84,8 +89,12 @@ def trace(function: Callable, example: tuple[Tensor, ...]) -> torch.jit.ScriptFu
 
 
 def randomise(model: nn.Module, *, seed: int = 0) -> nn.Module:
-    """Fill every parameter with values that no other has, so that none is hidden by being 0 or 1."""
+    """Fill every parameter with values that no other has, so that none is hidden by being 0 or 1.
+
+    Random features are drawn anew too.
+    """
     generator = torch.Generator().manual_seed(seed)
+    redraw_features(model, seed=seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
@@ -97,10 +106,21 @@ def randomise(model: nn.Module, *, seed: int = 0) -> nn.Module:
     return model
 
 
-def small_variant(*, attention: str = "sliding_chunk", relative_bias: bool = False, **options) -> ViLVariant:
+def small_variant(
+    *,
+    attention: str | tuple[str, ...] = "sliding_chunk",
+    relative_bias: bool = False,
+    reduction: tuple[int, ...] = (1, 1, 1, 1),
+    num_features: int = 256,
+    **options,
+) -> ViLVariant:
     """Four stages of few channels with w = 3; ``options`` as for ``ViLVariant.with_options``."""
     sizes = ((1, 4, 1, 4), (2, 2, 2, 8), (1, 2, 2, 8), (1, 2, 4, 16))
-    stages = (ViLStage(n, p, h, d, attention=attention, window_size=3) for n, p, h, d in sizes)
+    mechanisms = (attention,) * 4 if isinstance(attention, str) else attention
+    stages = (
+        ViLStage(n, p, h, d, attention=mechanism, window_size=3, rank=2, num_features=num_features, reduction=ratio)
+        for (n, p, h, d), mechanism, ratio in zip(sizes, mechanisms, reduction, strict=True)
+    )
     return ViLVariant(tuple(stages), relative_bias=relative_bias).with_options(**options)
 
 

@@ -17,7 +17,7 @@ def meta_backbone(name: str, **options):
 def test_variants_are_listed_sorted_and_by_prefix():
     names = list_variants()
     assert names == sorted(set(names)) and "vil_small_rpb" in names and "full_tiny" in names
-    assert list_variants("full_") == ["full_small", "full_tiny"]
+    assert list_variants("lit_") == ["lit_b", "lit_m", "lit_s", "lit_ti"]
     assert list_variants("vgg") == []
 
 
@@ -92,7 +92,7 @@ def test_positions_are_made_for_the_largest_image():
     [
         ("vil_smal_rpb", "did you mean 'vil_small_rpb'"),
         ("vil-tiny", "did you mean 'vil_tiny'"),
-        ("q", "there are: full_small, full_tiny, vil_base_deep"),
+        ("q", "there are: cvt_ls_13, cvt_ls_17"),
     ],
 )
 def test_an_unknown_name_raises(create, name, hint):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from backbones.attention import reference
+from backbones.attention import dense, reference
 from backbones.attention.dense import DenseAttention, dense_attention, merge_heads, split_heads
 from tests.backbones.helpers import (
     assert_all_close,
@@ -86,3 +86,31 @@ def test_traced_once_equals_eager_at_other_sizes(size, traced_at):
         inputs = module_inputs(2, height, width)
         for actual, expected in zip(traced(*inputs), module(*inputs), strict=True):
             torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("num_global", [0, 2])
+@pytest.mark.parametrize("update_globals", [True, False])
+@pytest.mark.parametrize("scores", [1, 100, 300])
+def test_groups_of_rows_change_nothing(monkeypatch, num_global, update_globals, scores):
+    """Outputs and gradients of a map whose scores are computed in groups of one, two or more rows."""
+    results = []
+    for limit in (dense._GROUP_SCORES, scores):
+        monkeypatch.setattr(dense, "_GROUP_SCORES", limit)
+        module = dense_module(num_global, size=(3, 5), update_globals=update_globals)
+        output, global_output = module(*module_inputs(num_global, 7, 6))
+        total = (output * torch.sin(torch.arange(output.numel())).view(output.shape)).sum()
+        if global_output is not None:
+            total = total + global_output.square().sum()
+        total.backward()
+        results.append({"output": output.detach()} | {name: p.grad for name, p in module.named_parameters()})
+    assert_all_close(results[1], results[0], tolerance=1e-10)
+
+
+def test_a_large_map_keeps_little_in_training(monkeypatch):
+    """What is stored for the backward pass does not grow with the square of the tokens."""
+    monkeypatch.setattr(dense, "_GROUP_SCORES", 2**10)
+    module, kept = dense_module(0, size=(3, 5)), []
+    tokens = random_images(1, 20, 24, 8).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+        module(tokens, None)
+    assert max(kept) < (20 * 24) ** 2 / 4
