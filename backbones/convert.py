@@ -12,7 +12,7 @@ from backbones.attention.dense import DenseAttention
 from backbones.backbone import Backbone
 from backbones.build import create_backbone, create_classifier
 from backbones.errors import InputError, explain_unknown_keywords
-from backbones.layers.position import GridRelativeBias, resize_table
+from backbones.layers.position import GridRelativeBias, SegmentRelativeBias, resize_table
 from backbones.lit import LIT
 from backbones.vil import ViL
 
@@ -46,6 +46,9 @@ _ATTENTION = {
     "proj_k": "project_length",
     "proj_v": "project_length",
     "proj_sr": "reduce",
+    "dual_ln_full": "local_norm",
+    "dual_ln_dp": "projected_norm",
+    "to_dynamic_projection": "dynamic_projection",
 }
 _MLP = {"fc1": "expand", "fc2": "contract"}
 _LIT_EMBED = {
@@ -195,7 +198,7 @@ class _Conversion:
         if old == new and (grid is None or grid[0] == grid[1]):
             return tensor
         side = math.isqrt(old[0]) if old else 0
-        if not key.endswith(_TABLES) or old[-1:] != new[-1:] or len(old) != len(new) or grid and side**2 != old[0]:
+        if not self._is_resizable(key) or old[-1:] != new[-1:] or len(old) != len(new) or grid and side**2 != old[0]:
             raise InputError(
                 f"{official_name} has shape {old}, and {key} of this variant {new}: the checkpoint is of another "
                 "variant, or has other global tokens"
@@ -204,6 +207,11 @@ class _Conversion:
         if grid is None:
             return resize_table(tensor, new[:-1])
         return resize_table(tensor.unflatten(0, (side, side)), grid, mode=mode).flatten(0, 1)
+
+    def _is_resizable(self, key: str) -> bool:
+        # Offsets share rows of a segment's table, so that it is no grid.
+        owner = self.model.get_submodule(key.rpartition(".")[0])
+        return key.endswith(_TABLES) and not isinstance(owner, SegmentRelativeBias)
 
     def _bias_grid(self, key: str) -> tuple[tuple[int, int] | None, str]:
         """Height and width of the grid of offsets in a table of relative bias, and how it is resized."""

@@ -7,6 +7,7 @@ from torch import nn
 from backbones.attention.dense import DenseAttention
 from backbones.attention.global_memory import GlobalMemoryAttention
 from backbones.attention.linformer import LinformerAttention
+from backbones.attention.long_short import LongShortAttention
 from backbones.attention.performer import PerformerAttention
 from backbones.attention.sliding_chunk import BACKENDS, MODES, SlidingChunkAttention
 from backbones.attention.spatial_reduction import SpatialReductionAttention
@@ -125,6 +126,14 @@ def _attention(
             mode=variant.attention_mode,
             relative_bias=variant.relative_bias,
             shared_projections=variant.shared_projections,
+            **common,
+        )
+    if spec.attention == "long_short":
+        return LongShortAttention(
+            spec.dim,
+            window_size=spec.window_size,
+            rank=spec.rank,
+            relative_bias=variant.relative_bias,
             **common,
         )
     if spec.attention == "global":

@@ -95,3 +95,55 @@ def performer_attention(query: Tensor, key: Tensor, value: Tensor, *, features: 
     key = torch.exp(key_products - key_largest - 0.5 * (key * key).sum(-1, keepdim=True)) + eps
     weights = torch.einsum("bmlk,bmsk->bmls", query, key)
     return weights / weights.sum(dim=-1, keepdim=True) @ value
+
+
+def _axis_segments(size: int, window_size: int) -> tuple[Tensor, Tensor]:
+    """Which keys a query sees along one axis, and where: both (size, size), indexed [query, key].
+
+    The second result is the key's place in the window of w + 2 * side; what it holds for keys that are not seen has no
+    meaning.
+    """
+    side = max(window_size // 2, 1)
+    length = window_size + 2 * side
+    position = torch.arange(size)
+    first = position // window_size * window_size - side
+    slot = position[None, :] - first[:, None]
+    return (slot >= 0) & (slot < length), slot.clamp(0, length - 1)
+
+
+def long_short_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    window_size: int,
+    projected_key: Tensor,
+    projected_value: Tensor,
+    global_key: Tensor | None = None,
+    global_value: Tensor | None = None,
+    local_bias: Tensor | None = None,
+) -> Tensor:
+    """The contract of :func:`backbones.attention.long_short.long_short_attention`, with all N x N pairs."""
+    heads, height, width = query.shape[1:4]
+    seen_rows, slot_rows = _axis_segments(height, window_size)
+    seen_cols, slot_cols = _axis_segments(width, window_size)
+    tokens = height * width
+
+    seen = seen_rows[:, None, :, None] & seen_cols[None, :, None, :]
+    bias = query.new_zeros(heads, tokens, tokens)
+    if local_bias is not None:
+        length = window_size + 2 * max(window_size // 2, 1)
+        slot = slot_rows[:, None, :, None] * length + slot_cols[None, :, None, :]
+        row, col = torch.arange(height) % window_size, torch.arange(width) % window_size
+        place = (row[:, None] * window_size + col[None, :]).reshape(tokens, 1)
+        bias = local_bias[:, place, slot.reshape(tokens, tokens)]
+    bias = bias.masked_fill(~seen.reshape(tokens, tokens).to(query.device), float("-inf"))
+
+    keys, values = [projected_key, key.flatten(2, 3)], [projected_value, value.flatten(2, 3)]
+    if global_key is not None:
+        keys, values = [global_key, *keys], [global_value, *values]
+    key, value = torch.cat(keys, dim=2), torch.cat(values, dim=2)
+    # Projected keys and global tokens stand first, without bias.
+    no_bias = bias.new_zeros(heads, tokens, key.shape[2] - tokens)
+    bias = torch.cat([no_bias, bias], dim=2)
+    return attention(query.flatten(2, 3), key, value, bias=bias).unflatten(2, (height, width))

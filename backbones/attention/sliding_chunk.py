@@ -9,6 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from backbones.attention import reference
+from backbones.attention.chunks import (
+    bias_of_chunks,
+    from_chunks,
+    mark_channels,
+    mark_keys,
+    mark_queries,
+    missing,
+    to_chunks,
+)
 from backbones.attention.dense import dense_attention, merge_heads, split_heads
 from backbones.errors import check_choice
 from backbones.layers.overlap import threes
@@ -16,11 +25,6 @@ from backbones.layers.position import WindowRelativeBias, position_parameter
 from backbones.layers.tracing import static_size
 
 MODES = ("zero_pad", "exact", "cyclic")
-
-# A key that must not be seen is marked in extra channels, so that the product with the query lowers its score by a
-# penalty. The product is split in two factors, both of which float16 can hold where its penalty is taken.
-_PENALTY, _PENALTY_FLOAT16 = 1e9, 1e4
-_QUERY_MARK = 16.0
 
 
 def sliding_chunk_attention(
@@ -59,10 +63,10 @@ def sliding_chunk_attention(
         return _whole_map_attention(query, key, value, window_size, global_key, global_value, local_bias, global_bias)
     channels = static_size(query.shape[4])
     scale = channels**-0.5
-    extra = _mark_channels(channels, query.device)
+    extra = mark_channels(channels, query.device)
 
     # (B * rows * M, cols, w * w, D + extra)
-    queries = _chunks(F.pad(query, (0, extra), value=_QUERY_MARK), window_size)
+    queries = to_chunks(mark_queries(query, extra), window_size)
     keys, values = _with_halo(key, value, window_size, mode, extra=extra, scale=scale)
     # (B * rows * M, cols, S, D + extra), S keys of three strips
     keys = _windows(keys, window_size, global_key)
@@ -71,15 +75,9 @@ def sliding_chunk_attention(
     num_global = 0 if global_key is None else static_size(global_key.shape[2])
     bias = _window_bias(query, window_size, mode, num_global, local_bias, global_bias)
     if bias is not None:
-        # The heads stand in the batch axis: (B * rows * M, 1, w * w, S)
-        batch_and_rows = queries.shape[0] // heads
-        bias = bias.expand(batch_and_rows, heads, -1, -1).flatten(0, 1)[:, None]
+        bias = bias_of_chunks(bias, queries, heads)
     output = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, scale=scale)[..., :channels]
-
-    # (B, rows, M, cols, w, w, D) -> (B, M, rows * w, cols * w, D)
-    output = output.unflatten(2, (window_size, window_size)).unflatten(0, (query.shape[0], -1, heads))
-    output = output.permute(0, 2, 1, 4, 3, 5, 6).flatten(4, 5).flatten(2, 3)
-    return output[:, :, :height, :width]
+    return from_chunks(output, window_size, batch=query.shape[0], heads=heads, height=height, width=width)
 
 
 def _whole_map_attention(
@@ -126,25 +124,6 @@ def _places_and_slots(size: int, window_size: int, device: torch.device) -> tupl
     return position % window_size, position[None, :] - first_slot[:, None]
 
 
-def _missing(size: int, window_size: int) -> int:
-    """Tokens that an axis of ``size`` lacks to be a whole number of chunks."""
-    return (window_size - size % window_size) % window_size
-
-
-def _chunks(x: Tensor, window_size: int) -> Tensor:
-    """(B, M, H, W, D) -> (B * rows * M, cols, w * w, D), padded with zeros to whole chunks."""
-    height, width = x.shape[2:4]
-    x = F.pad(x, (0, 0, 0, _missing(width, window_size), 0, _missing(height, window_size)))
-    # (B, M, rows, cols, D, w, w)
-    x = x.unfold(2, window_size, window_size).unfold(3, window_size, window_size)
-    return x.permute(0, 2, 1, 3, 5, 6, 4).flatten(4, 5).flatten(0, 2)
-
-
-def _mark_channels(channels: int, device: torch.device) -> int:
-    """How many channels mark hidden keys: one; on a GPU, where the fast kernels want it, up to a multiple of 8."""
-    return 8 - channels % 8 if device.type == "cuda" else 1
-
-
 def _with_halo(
     key: Tensor, value: Tensor, window_size: int, mode: str, *, extra: int, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -155,7 +134,7 @@ def _with_halo(
         that holds no token, or one that is seen elsewhere, and 0 for a token.
     """
     height, width = key.shape[2:4]
-    pad_height, pad_width = _missing(height, window_size), _missing(width, window_size)
+    pad_height, pad_width = missing(height, window_size), missing(width, window_size)
     if mode == "cyclic":
         whole = (0, 0, 0, pad_width, 0, pad_height)
         rows, hidden_rows = _wrap(height, height + pad_height, window_size, key.device)
@@ -168,17 +147,7 @@ def _with_halo(
         token = key.new_zeros((), dtype=torch.bool).expand(height, width)
         hidden = F.pad(token, halo, value=True)
         key, value = F.pad(key, (0, 0, *halo)), F.pad(value, (0, extra, *halo))
-    penalty = _PENALTY_FLOAT16 if _computing_dtype(key) == torch.float16 else _PENALTY
-    marks = hidden.to(key.dtype) * (-penalty / (_QUERY_MARK * scale * extra))
-    return torch.cat([key, marks[:, :, None].expand(*key.shape[:2], -1, -1, extra)], dim=-1), value
-
-
-def _computing_dtype(x: Tensor) -> torch.dtype:
-    """The type that attention on ``x`` is computed in: autocast changes it."""
-    kind = x.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
-    return x.dtype
+    return mark_keys(key, hidden, extra=extra, scale=scale), value
 
 
 def _wrap(size: int, padded: int, window_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -198,7 +167,7 @@ def _windows(x: Tensor, window_size: int, global_tokens: Tensor | None) -> Tenso
     # (B, rows, M, cols + 2, 3w, w, E)
     strips = threes(x, 2, window_size).unfold(3, window_size, window_size).permute(0, 2, 1, 3, 5, 6, 4)
     if global_tokens is not None:
-        fill = (0, strips.shape[6] - global_tokens.shape[3], 0, _missing(global_tokens.shape[2], window_size))
+        fill = (0, strips.shape[6] - global_tokens.shape[3], 0, missing(global_tokens.shape[2], window_size))
         extra = F.pad(global_tokens, fill).unflatten(2, (-1, window_size))[:, None, :, None]
         strips = torch.cat([strips, extra.expand(-1, strips.shape[1], -1, strips.shape[3], -1, -1, -1)], dim=4)
     strip_length = static_size(strips.shape[4]) * window_size
@@ -232,7 +201,7 @@ def _window_bias(
             global_bias = bias.new_zeros(1, num_global)
         heads = query.shape[1]
         # The global tokens stand in every strip, and count in the middle one.
-        middle = F.pad(global_bias, (0, _missing(num_global, window_size)), value=float("-inf"))
+        middle = F.pad(global_bias, (0, missing(num_global, window_size)), value=float("-inf"))
         strips = F.pad(middle[:, None], (0, 0, 1, 1), value=float("-inf"))
         bias = torch.cat(
             [bias.expand(heads, -1, -1, -1), strips[:, None].expand(heads, places, -1, -1)], dim=3

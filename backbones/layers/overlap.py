@@ -1,34 +1,45 @@
 """Overlapping windows without copies, and with a fast backward pass."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
 def threes(x: Tensor, dim: int, size: int) -> Tensor:
-    """Windows of three neighbouring pieces of ``size`` along ``dim``, moving by one piece: a view.
+    """Windows of three neighbouring pieces of ``size`` along ``dim``, moving by one piece: see :func:`windows`."""
+    return windows(x, dim, 3 * size, size)
 
-    The same as ``x.unfold(dim, 3 * size, size)``: ``dim`` becomes the number of windows, and the places of a window
-    are a new last axis. The backward pass is three additions of whole blocks, where that of ``unfold`` goes place by
-    place.
+
+def windows(x: Tensor, dim: int, size: int, step: int) -> Tensor:
+    """Windows of ``size`` along ``dim``, moving by ``step``: a view.
+
+    The same as ``x.unfold(dim, size, step)``: ``dim`` becomes the number of windows, and the places of a window are a
+    new last axis. The backward pass is a few additions of whole blocks, where that of ``unfold`` goes place by place.
     """
     if torch.is_grad_enabled() and x.requires_grad and not torch.jit.is_tracing():
-        return _Threes.apply(x, dim, size)
-    return x.unfold(dim, 3 * size, size)
+        return _Windows.apply(x, dim, size, step)
+    return x.unfold(dim, size, step)
 
 
-class _Threes(torch.autograd.Function):
+class _Windows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, dim: int, size: int) -> Tensor:
-        ctx.shape, ctx.dim, ctx.size = x.shape, dim, size
-        return x.unfold(dim, 3 * size, size)
+    def forward(ctx, x: Tensor, dim: int, size: int, step: int) -> Tensor:
+        ctx.shape, ctx.dim, ctx.size, ctx.step = x.shape, dim % x.ndim, size, step
+        return x.unfold(dim, size, step)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        # (..., pieces, size, ...), as x with dim in two
-        total = grad.new_zeros(ctx.shape).unflatten(ctx.dim, (-1, ctx.size))
-        windows = grad.shape[ctx.dim]
-        # (..., windows, 3, size, ...)
-        pieces = grad.unflatten(-1, (3, ctx.size)).movedim((-2, -1), (ctx.dim + 1, ctx.dim + 2))
-        for step in range(3):
-            total.narrow(ctx.dim, step, windows).add_(pieces.select(ctx.dim + 1, step))
-        return total.flatten(ctx.dim, ctx.dim + 1), None, None
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        dim, step, number = ctx.dim, ctx.step, grad.shape[ctx.dim]
+        pieces = -(-ctx.size // step)
+        # (..., number + pieces - 1, step, ...), as x with dim in two
+        total = grad.new_zeros(*ctx.shape[:dim], number + pieces - 1, step, *ctx.shape[dim + 1 :])
+        # (..., number, size, ...)
+        grad = grad.movedim(-1, dim + 1)
+        for piece in range(pieces):
+            part = grad.narrow(dim + 1, piece * step, min(step, ctx.size - piece * step))
+            total.narrow(dim, piece, number).narrow(dim + 1, 0, part.shape[dim + 1]).add_(part)
+        total = total.flatten(dim, dim + 1)
+        length = ctx.shape[dim]
+        if total.shape[dim] < length:
+            total = F.pad(total, [0, 0] * (total.ndim - 1 - dim) + [0, length - total.shape[dim]])
+        return total.narrow(dim, 0, length), None, None, None

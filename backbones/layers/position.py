@@ -87,6 +87,33 @@ class WindowRelativeBias(nn.Module):
         return self.table[self.index].movedim(-1, 0)
 
 
+class SegmentRelativeBias(nn.Module):
+    """A learned bias between a query and the keys of the window round its segment, for each head (Transformer-LS).
+
+    The table and its index are those of the official code, whose rows are one too close: with side = max(w // 2, 1)
+    tokens round the segment, the row of offset (dh, dw), query minus key, is
+    ``(dh + side + w - 1) * (w + 2 * side) + dw + side + w - 1``, while dw has 2 * (w + side) - 1 values. So offsets
+    ``(dh, dw)`` and ``(dh + 1, dw - w - 2 * side)`` share a bias. Official weights were trained so, and need it.
+    """
+
+    undecayed = ("table",)
+
+    def __init__(self, window_size: int, num_heads: int) -> None:
+        super().__init__()
+        side = max(window_size // 2, 1)
+        length, reach = window_size + 2 * side, window_size + side - 1
+        self.table = position_parameter(2 * reach * (length + 1) + 1, num_heads)
+        query, key = torch.arange(window_size), torch.arange(-side, window_size + side)
+        offset = query[:, None] - key[None, :] + reach
+        # (w, 1, length, 1) and (1, w, 1, length)
+        index = offset[:, None, :, None] * length + offset[None, :, None, :]
+        self.register_buffer("index", index.reshape(window_size**2, length**2), persistent=False)
+
+    def forward(self) -> Tensor:
+        """(M, w * w, (w + 2 * side)^2): places in the segment, by places in its window, both row by row."""
+        return self.table[self.index].movedim(-1, 0)
+
+
 class GridPositions(nn.Module):
     """Absolute positions of a whole map, resized (bilinear) to each map's height and width, as LIT-Ti has them.
 

@@ -1,0 +1,74 @@
+"""What kernels over chunks of a map share: cutting it, and keys that are there but must not be seen.
+
+A mask for every pair would be larger than all keys. A key that must not be seen is marked in extra channels instead, so
+that the product with the query lowers its score by a penalty. The product is split in two factors, both of which
+float16 can hold where its penalty is taken.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_PENALTY, _PENALTY_FLOAT16 = 1e9, 1e4
+_QUERY_MARK = 16.0
+
+
+def mark_channels(channels: int, device: torch.device) -> int:
+    """How many channels mark hidden keys: one; on a GPU, where the fast kernels want it, up to a multiple of 8."""
+    return 8 - channels % 8 if device.type == "cuda" else 1
+
+
+def mark_queries(query: Tensor, extra: int) -> Tensor:
+    """(..., D) -> (..., D + extra), to be taken with the keys of :func:`mark_keys`."""
+    return F.pad(query, (0, extra), value=_QUERY_MARK)
+
+
+def mark_keys(key: Tensor, hidden: Tensor, *, extra: int, scale: float) -> Tensor:
+    """Keys with ``extra`` channels more, negative where a place is hidden, and 0 elsewhere.
+
+    Args:
+        key: (B, M, H, W, D).
+        hidden: (H, W), True for a place that must not be seen.
+        scale: of the products.
+
+    Returns:
+        (B, M, H, W, D + extra)
+    """
+    penalty = _PENALTY_FLOAT16 if _computing_dtype(key) == torch.float16 else _PENALTY
+    marks = hidden.to(key.dtype) * (-penalty / (_QUERY_MARK * scale * extra))
+    return torch.cat([key, marks[:, :, None].expand(*key.shape[:2], -1, -1, extra)], dim=-1)
+
+
+def _computing_dtype(x: Tensor) -> torch.dtype:
+    """The type that attention on ``x`` is computed in: autocast changes it."""
+    kind = x.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return x.dtype
+
+
+def missing(size: int, window_size: int) -> int:
+    """Tokens that an axis of ``size`` lacks to be a whole number of chunks."""
+    return (window_size - size % window_size) % window_size
+
+
+def to_chunks(x: Tensor, window_size: int) -> Tensor:
+    """(B, M, H, W, D) -> (B * rows * M, cols, w * w, D), padded with zeros to whole chunks."""
+    height, width = x.shape[2:4]
+    x = F.pad(x, (0, 0, 0, missing(width, window_size), 0, missing(height, window_size)))
+    # (B, M, rows, cols, D, w, w)
+    x = x.unfold(2, window_size, window_size).unfold(3, window_size, window_size)
+    return x.permute(0, 2, 1, 3, 5, 6, 4).flatten(4, 5).flatten(0, 2)
+
+
+def from_chunks(x: Tensor, window_size: int, *, batch: int, heads: int, height: int, width: int) -> Tensor:
+    """(B * rows * M, cols, w * w, D) -> (B, M, H, W, D), without the padding."""
+    # (B, rows, M, cols, w, w, D) -> (B, M, rows * w, cols * w, D)
+    x = x.unflatten(2, (window_size, window_size)).unflatten(0, (batch, -1, heads))
+    x = x.permute(0, 2, 1, 4, 3, 5, 6).flatten(4, 5).flatten(2, 3)
+    return x[:, :, :height, :width]
+
+
+def bias_of_chunks(bias: Tensor, chunks: Tensor, heads: int) -> Tensor:
+    """(M or 1, w * w, S) -> (B * rows * M, 1, w * w, S), as the ``chunks`` of :func:`to_chunks` have their heads."""
+    return bias.expand(chunks.shape[0] // heads, heads, -1, -1).flatten(0, 1)[:, None]

@@ -1,0 +1,274 @@
+"""Long-short attention (Transformer-LS section 3): a window round each segment, and a dynamic low-rank projection.
+
+The map is cut into segments of w x w tokens. A token sees its own segment, w // 2 tokens round it, r projected keys
+that sum up the whole map, and the global tokens, all in one softmax. Memory is linear in the number of tokens.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from backbones.attention import reference
+from backbones.attention.chunks import (
+    bias_of_chunks,
+    from_chunks,
+    mark_channels,
+    mark_keys,
+    mark_queries,
+    missing,
+    to_chunks,
+)
+from backbones.attention.dense import dense_attention, merge_heads, split_heads
+from backbones.errors import check_choice
+from backbones.layers.overlap import windows
+from backbones.layers.position import SegmentRelativeBias
+from backbones.layers.precision import at_least_float32, autocast_off
+from backbones.layers.tracing import static_size
+
+
+def dynamic_projection(scores: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of all tokens, in r sums each: P = softmax over the tokens (equation 3).
+
+    The softmax and the sums are taken in float32 or better: of very many tokens each weighs less than float16 can tell.
+
+    Args:
+        scores: (B, M, H, W, r). key, value: (B, M, H, W, D).
+
+    Returns:
+        Projected keys and values, (B, M, r, D), in the types of ``key`` and ``value``.
+    """
+    with autocast_off(key.device):
+        # (B, M, r, H * W)
+        weights = at_least_float32(scores).flatten(2, 3).softmax(dim=2).transpose(2, 3)
+        projected = [(weights @ at_least_float32(x).flatten(2, 3).to(weights.dtype)).to(x.dtype) for x in (key, value)]
+    return projected[0], projected[1]
+
+
+def long_short_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    window_size: int,
+    projected_key: Tensor,
+    projected_value: Tensor,
+    global_key: Tensor | None = None,
+    global_value: Tensor | None = None,
+    local_bias: Tensor | None = None,
+) -> Tensor:
+    """Attention of the local tokens: B images, M heads, H x W tokens, D channels a head, r projected keys, G global.
+
+    Args:
+        query, key, value: (B, M, H, W, D); any H and W.
+        window_size: w; the window has ``side = max(w // 2, 1)`` tokens more on each side of a segment.
+        projected_key, projected_value: (B, M, r, D).
+        global_key, global_value: (B, M, G, D), or None for no global token.
+        local_bias: (M, w * w, (w + 2 * side)^2), places in a segment by places in its window, row by row.
+
+    Returns:
+        (B, M, H, W, D)
+
+    Source: sections 3.2 and 3.4, equation 6. All rows of a row of windows are laid out column by column, with the
+    projected and global keys in between once a segment; windows over them overlap without further copies.
+    """
+    heads, height, width = query.shape[1:4]
+    channels = static_size(query.shape[4])
+    scale = channels**-0.5
+    extra = mark_channels(channels, query.device)
+    side = max(window_size // 2, 1)
+    if global_key is not None:
+        projected_key = torch.cat([projected_key, global_key], dim=2)
+        projected_value = torch.cat([projected_value, global_value], dim=2)
+
+    left, right, below = max(window_size - side, side), missing(width, window_size), missing(height, window_size)
+    halo = (left, side + right, side, side + below)
+    token = key.new_zeros((), dtype=torch.bool)
+    hidden = F.pad(token.expand(height, width), halo, value=True)
+    key = mark_keys(F.pad(key, (0, 0, *halo)), hidden, extra=extra, scale=scale)
+    value = F.pad(value, (0, extra, *halo))
+
+    # Shared keys fill whole columns of a window: (B, M, n, w + 2 * side, D + extra)
+    length = window_size + 2 * side
+    shared = static_size(projected_key.shape[2])
+    fill = missing(shared, length)
+    hidden = F.pad(token.expand(shared), (0, fill), value=True).unflatten(0, (-1, length))
+    projected_key = F.pad(projected_key, (0, 0, 0, fill)).unflatten(2, (-1, length))
+    projected_key = mark_keys(projected_key, hidden, extra=extra, scale=scale)
+    projected_value = F.pad(projected_value, (0, extra, 0, fill)).unflatten(2, (-1, length))
+
+    # (B * rows * M, cols, w * w, D + extra) and (B * rows * M, cols, S, D + extra)
+    queries = to_chunks(mark_queries(query, extra), window_size)
+    keys = _windows(key, projected_key, window_size, side)
+    values = _windows(value, projected_value, window_size, side)
+    bias = None
+    if local_bias is not None:
+        bias = bias_of_chunks(_window_bias(local_bias, shared + fill, length, side), queries, heads)
+    output = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, scale=scale)[..., :channels]
+    return from_chunks(output, window_size, batch=query.shape[0], heads=heads, height=height, width=width)
+
+
+def _windows(x: Tensor, shared: Tensor, window_size: int, side: int) -> Tensor:
+    """The S keys of each segment, (B * rows * M, cols, S, E): a view of keys that are copied about twice.
+
+    They are its window column by column, with the shared keys after the first 2 * side columns: a place that, with w
+    of 2 or more, no other segment's window has.
+
+    Args:
+        x: (B, M, rows * w + 2 * side, (cols + 1) * w, E), the map with the window's margins; of the columns, w - side
+            stand on the left.
+        shared: (B, M, n, w + 2 * side, E), keys that all segments see.
+    """
+    length, before = window_size + 2 * side, 2 * side
+    # (B, rows, M, columns, length, E)
+    columns = windows(x, 2, length, window_size).permute(0, 2, 1, 3, 5, 4)
+    shared = shared[:, None, :, None]
+    if window_size < before:
+        # (B, rows, M, cols, length, length, E)
+        columns = columns.unfold(3, length, window_size).movedim(-1, 4)
+        shared = shared.expand(-1, columns.shape[1], -1, columns.shape[3], -1, -1, -1)
+        columns = torch.cat([columns[:, :, :, :, :before], shared, columns[:, :, :, :, before:]], dim=4)
+        return columns.flatten(4, 5).flatten(0, 2)
+    # (B, rows, M, cols + 1, w, length, E)
+    columns = columns.unflatten(3, (-1, window_size))
+    shared = shared.expand(-1, columns.shape[1], -1, columns.shape[3], -1, -1, -1)
+    columns = torch.cat([shared, columns], dim=4)
+    # A window is the last columns of one piece, and the whole of the next.
+    step = static_size(columns.shape[4]) * length
+    keys = columns.flatten(3, 5).flatten(0, 2)
+    return windows(keys[:, step - before * length :], 1, step + before * length, step).transpose(2, 3)
+
+
+def _window_bias(local_bias: Tensor, num_shared: int, length: int, side: int) -> Tensor:
+    """(M, w * w, length^2) row by row -> (M, w * w, S), in the order of :func:`_windows`, 0 for the shared keys."""
+    # (M, w * w, columns, rows)
+    bias = local_bias.unflatten(2, (length, length)).transpose(2, 3)
+    none = bias.new_zeros(1, 1, 1).expand(*bias.shape[:2], num_shared)
+    return torch.cat([bias[:, :, : 2 * side].flatten(2), none, bias[:, :, 2 * side :].flatten(2)], dim=2)
+
+
+BACKENDS = {"sdpa": long_short_attention, "reference": reference.long_short_attention}
+
+
+class DualNormAttention(nn.Module):
+    """Long-short attention of given queries, keys, values and scores, up to the output projection (section 3.4).
+
+    Keys and values are normed over the channels of all heads, those of the tokens by one LayerNorm and the projected
+    ones by another (DualLN, equation 7).
+
+    Args:
+        dim: channels of a token.
+        num_heads: divides ``dim``.
+        window_size: side w of a segment.
+        relative_bias: whether offsets in the window have learned biases.
+        backend: a key of ``BACKENDS``; ``"reference"`` is quadratic and for debugging.
+
+    Raises:
+        InputError: for an unknown backend.
+    """
+
+    def __init__(
+        self, dim: int, *, num_heads: int, window_size: int, relative_bias: bool = False, backend: str = "sdpa"
+    ) -> None:
+        super().__init__()
+        check_choice("attention backend", backend, BACKENDS)
+        self.num_heads = num_heads
+        self.window_size = window_size
+        self.backend = backend
+        self.local_norm = nn.LayerNorm(dim)
+        self.projected_norm = nn.LayerNorm(dim)
+        self.relative_bias = SegmentRelativeBias(window_size, num_heads) if relative_bias else None
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scores: Tensor,
+        *,
+        global_key: Tensor | None = None,
+        global_value: Tensor | None = None,
+    ) -> Tensor:
+        """The output of each head, (B, M, H, W, D).
+
+        Args:
+            query, key, value: (B, H, W, C), before the norms.
+            scores: (B, H, W, M * r), of the dynamic projection; channel ``head * r + rank``.
+            global_key, global_value: (B, M, G, D), after the norms.
+        """
+        key, value = (split_heads(self.local_norm(x), self.num_heads) for x in (key, value))
+        projected = dynamic_projection(split_heads(scores, self.num_heads), key, value)
+        projected_key, projected_value = (
+            split_heads(self.projected_norm(merge_heads(x)), self.num_heads) for x in projected
+        )
+        return BACKENDS[self.backend](
+            split_heads(query, self.num_heads),
+            key,
+            value,
+            window_size=self.window_size,
+            projected_key=projected_key,
+            projected_value=projected_value,
+            global_key=global_key,
+            global_value=global_value,
+            local_bias=None if self.relative_bias is None else self.relative_bias(),
+        )
+
+
+class LongShortAttention(DualNormAttention):
+    """Multi-head long-short attention over the tokens of a map and its global tokens, as in the official ViL-LS.
+
+    The global tokens are queries of themselves and of what the local tokens have gathered: of the attention's output
+    before its projection, which is key and value at once.
+
+    Args:
+        dim: channels of a token.
+        num_heads: divides ``dim``.
+        window_size: side w of a segment; a token sees about 2w x 2w tokens.
+        rank: r, projected keys of a head.
+        num_global_tokens: G, 0 or more.
+        relative_bias: whether offsets in the window have learned biases.
+        update_globals: whether the global tokens are queries too; the last block of a stage drops them.
+        backend: a key of ``BACKENDS``; ``"reference"`` is quadratic and for debugging.
+
+    Raises:
+        InputError: for an unknown backend.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        num_heads: int,
+        window_size: int,
+        rank: int,
+        num_global_tokens: int = 1,
+        relative_bias: bool = False,
+        update_globals: bool = True,
+        backend: str = "sdpa",
+    ) -> None:
+        super().__init__(
+            dim, num_heads=num_heads, window_size=window_size, relative_bias=relative_bias, backend=backend
+        )
+        self.update_globals = update_globals and num_global_tokens > 0
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.dynamic_projection = nn.Linear(dim, num_heads * rank)
+        self.projection = nn.Linear(dim, dim)
+
+    def forward(self, tokens: Tensor, global_tokens: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """(B, H, W, C) and (B, G, C) or None -> the same; None for global tokens that are not updated."""
+        global_query = global_key = global_value = None
+        if global_tokens is not None:
+            global_query, global_key, global_value = self.qkv(global_tokens).chunk(3, dim=-1)
+            global_key, global_value = (
+                split_heads(self.local_norm(x), self.num_heads) for x in (global_key, global_value)
+            )
+        query, key, value = self.qkv(tokens).chunk(3, dim=-1)
+        output = self.attend(
+            query, key, value, self.dynamic_projection(tokens), global_key=global_key, global_value=global_value
+        )
+        update = self.projection(merge_heads(output))
+        if not self.update_globals:
+            return update, None
+        gathered = output.flatten(2, 3)
+        key, value = torch.cat([global_key, gathered], dim=2), torch.cat([global_value, gathered], dim=2)
+        global_output = dense_attention(split_heads(global_query, self.num_heads), key, value)
+        return update, self.projection(merge_heads(global_output))
