@@ -13,7 +13,13 @@ from torch import nn
 from backbones import InputError
 
 # The layers whose size is the number of classes.
-_PREDICTORS = ("head.cls_score", "box_predictor.cls_score", "box_predictor.bbox_pred", "mask_head.predictor")
+_PREDICTORS = (
+    "head.cls_score",
+    "box_predictor.cls_score",
+    "box_predictor.bbox_pred",
+    "mask_head.predictor",
+    "sem_seg_head.predictor",
+)
 
 
 class Checkpointer(DetectionCheckpointer):

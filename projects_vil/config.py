@@ -38,9 +38,17 @@ def add_vil_config(cfg: CN) -> None:
     cfg.SOLVER.OPTIMIZER = "ADAMW"
     # Pairs of a pattern (shell style, on full parameter names) and what the learning rate is multiplied by there.
     cfg.SOLVER.LR_MULTIPLIERS = []
+    # The exponent of SOLVER.LR_SCHEDULER_NAME WarmupPolyLR, which falls from BASE_LR to BASE_LR_END.
+    cfg.SOLVER.POLY_LR_POWER = 0.9
+
+    # Semantic segmentation: a crop is drawn again, up to ten times, where one class has more than this of its labels.
+    cfg.INPUT.CROP.SINGLE_CATEGORY_MAX_AREA = 1.0
 
     # COCO-format datasets to register: [name, annotation file, image folder], each.
     cfg.DATASETS.COCO = []
+    # Those in the layout of ADE20K, whose label images have 0 for ignored, classes from 1: [name, image folder, label
+    # folder], each, for its 150 classes, or [name, image folder, label folder, file with a class name a line].
+    cfg.DATASETS.ADE20K = []
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> CN:

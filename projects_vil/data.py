@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,15 @@ from detectron2.data.detection_utils import SizeMismatchError
 
 from backbones import InputError
 from backbones.errors import closest
+from projects_vil.sem_seg import ADE20K_CLASSES, SemSegMapper, is_segmentor, read_classes, register_ade20k
+from projects_vil.sem_seg import IGNORED as IGNORED_LABEL
+from projects_vil.shapes import SEM_SEG_CLASS_NAMES
 
 # In drawings: circles red, squares green, triangles blue, as they are in the images.
 SHAPES_COLORS = [(255, 80, 80), (80, 255, 80), (90, 150, 255)]
+BACKGROUND_COLOR = (90, 90, 90)
+# Registered without a key in the config, below datasets_root().
+_OWN_NAMES = {f"{name}_{split}" for name in ("shapes", "shapes_sem_seg", "ade20k") for split in ("train", "val")}
 
 
 def datasets_root() -> Path:
@@ -32,22 +38,39 @@ def datasets_root() -> Path:
 
 
 def register_datasets(cfg: CfgNode) -> None:
-    """Register ``shapes_train`` and ``shapes_val``, and those of ``DATASETS.COCO``, in detectron2's catalogs.
+    """Register this project's datasets and those of ``DATASETS.COCO`` and ``DATASETS.ADE20K`` in detectron2's catalogs.
 
-    Registering a name again with the same files does nothing.
+    Its own, with ``_train`` and ``_val`` at the end, are ``shapes`` and ``shapes_sem_seg``, which are drawn, and
+    ``ade20k``, ``ADEChallengeData2016`` as published. Registering a name again with the same files does nothing.
 
     Raises:
-        InputError: for an entry of ``DATASETS.COCO`` that is no triple, or a name that stands for other files.
+        InputError: for an entry of the wrong form, names of classes that cannot be read, or a name that stands for
+            other files.
     """
-    shapes = datasets_root() / "shapes"
-    for split in ("train", "val"):
-        name = f"shapes_{split}"
-        _register(name, shapes / "annotations" / f"instances_{split}.json", shapes / split)
-        MetadataCatalog.get(name).thing_colors = SHAPES_COLORS
+    root = datasets_root()
+    for split, folder in (("train", "training"), ("val", "validation")):
+        _register_coco(
+            f"shapes_{split}", root / f"shapes/annotations/instances_{split}.json", root / "shapes" / split
+        )
+        MetadataCatalog.get(f"shapes_{split}").thing_colors = SHAPES_COLORS
+        for name, parent, classes in (
+            ("shapes_sem_seg", root / "shapes_sem_seg", SEM_SEG_CLASS_NAMES),
+            ("ade20k", root / "ADEChallengeData2016", ADE20K_CLASSES),
+        ):
+            _register_ade20k(f"{name}_{split}", parent / "images" / folder, parent / "annotations" / folder, classes)
+        MetadataCatalog.get(f"shapes_sem_seg_{split}").stuff_colors = [BACKGROUND_COLOR, *SHAPES_COLORS]
     for entry in cfg.DATASETS.COCO:
-        if not isinstance(entry, (list, tuple)) or len(entry) != 3 or not all(p and isinstance(p, str) for p in entry):
+        if not _is_list_of_strings(entry, lengths=(3,)):
             raise InputError(f"DATASETS.COCO has {entry!r}: an entry is [name, annotation file, image folder]")
-        _register(entry[0], Path(entry[1]), Path(entry[2]))
+        _register_coco(entry[0], Path(entry[1]), Path(entry[2]))
+    for entry in cfg.DATASETS.ADE20K:
+        if not _is_list_of_strings(entry, lengths=(3, 4)):
+            raise InputError(
+                f"DATASETS.ADE20K has {entry!r}: an entry is [name, image folder, label folder], or these and a file "
+                "with a class name a line"
+            )
+        classes = read_classes(entry[3]) if len(entry) == 4 else ADE20K_CLASSES
+        _register_ade20k(entry[0], Path(entry[1]), Path(entry[2]), classes)
 
 
 def load_dataset(cfg: CfgNode, names: Iterable[str], *, train: bool) -> list[dict[str, Any]]:
@@ -55,7 +78,8 @@ def load_dataset(cfg: CfgNode, names: Iterable[str], *, train: bool) -> list[dic
 
     Raises:
         InputError: for an unknown name, a missing file or folder, an annotation file that is not COCO JSON, images
-            that are not there, a number of classes that is not the config's, or nothing to train on.
+            that are not there, boxes where the model learns from label images or the other way round, a number of
+            classes that is not the config's, or nothing to train on.
     """
     names = list(names)
     if not names:
@@ -66,6 +90,8 @@ def load_dataset(cfg: CfgNode, names: Iterable[str], *, train: bool) -> list[dic
         records = get_detection_dataset_dicts(
             names, filter_empty=train and cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS, check_consistency=False
         )
+    except InputError:
+        raise
     except json.JSONDecodeError as error:
         raise InputError(f"{_annotations(names)} is not JSON: {error}") from error
     except (KeyError, TypeError, ValueError) as error:
@@ -73,11 +99,14 @@ def load_dataset(cfg: CfgNode, names: Iterable[str], *, train: bool) -> list[dic
             f"{_annotations(names)} is not a COCO annotation file: {type(error).__name__} {error}"
         ) from error
     except AssertionError as error:
+        if any(MetadataCatalog.get(name).get("sem_seg_root") for name in names):
+            raise InputError(f"{_annotations(names)}: {error}") from error
         if "No valid data" not in str(error):
             raise InputError(f"{_annotations(names)} is not a COCO annotation file: {error}") from error
         records = []
     if not records:
         raise InputError(f"{_annotations(names)} has no image {'with an annotation' if train else ''} to work on")
+    _check_task(cfg, names, records)
     _check_annotations(cfg, names, records, train=train)
     _check_images(names, records)
     for name in names:
@@ -88,15 +117,20 @@ def load_dataset(cfg: CfgNode, names: Iterable[str], *, train: bool) -> list[dic
 def build_train_loader(cfg: CfgNode) -> torch.utils.data.DataLoader:
     """detectron2's training loader over ``DATASETS.TRAIN``."""
     records = load_dataset(cfg, cfg.DATASETS.TRAIN, train=True)
-    return build_detection_train_loader(cfg, mapper=Mapper(cfg, is_train=True), dataset=records)
+    return build_detection_train_loader(cfg, mapper=build_mapper(cfg, is_train=True), dataset=records)
 
 
 def build_test_loader(cfg: CfgNode, dataset_name: str) -> torch.utils.data.DataLoader:
     """detectron2's test loader over one dataset, an image a batch."""
     records = load_dataset(cfg, [dataset_name], train=False)
     return build_detection_test_loader(
-        dataset=records, mapper=Mapper(cfg, is_train=False), num_workers=cfg.DATALOADER.NUM_WORKERS
+        dataset=records, mapper=build_mapper(cfg, is_train=False), num_workers=cfg.DATALOADER.NUM_WORKERS
     )
+
+
+def build_mapper(cfg: CfgNode, *, is_train: bool) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """The mapper of a detector, or of a SemanticSegmentor."""
+    return SemSegMapper(cfg, is_train=is_train) if is_segmentor(cfg) else Mapper(cfg, is_train=is_train)
 
 
 class Mapper(DatasetMapper):
@@ -114,16 +148,38 @@ class Mapper(DatasetMapper):
             raise InputError(f"{' '.join(str(error).split())} ({dataset_dict['file_name']})") from error
 
 
-def _register(name: str, annotations: Path, images: Path) -> None:
-    known = MetadataCatalog.get(name) if name in DatasetCatalog.list() else None
-    if known is None:
+def _register_coco(name: str, annotations: Path, images: Path) -> None:
+    def register() -> None:
         register_coco_instances(name, {}, str(annotations), str(images))
-    elif (known.get("json_file"), known.get("image_root")) != (str(annotations), str(images)):
-        if name not in ("shapes_train", "shapes_val"):
-            raise InputError(f"DATASETS.COCO: the name {name} stands for {known.get('json_file')} already")
+
+    _register("DATASETS.COCO", name, register, json_file=str(annotations), image_root=str(images))
+
+
+def _register_ade20k(name: str, images: Path, labels: Path, classes: Iterable[str]) -> None:
+    def register() -> None:
+        register_ade20k(name, images, labels, classes)
+
+    classes = list(classes)
+    paths = {"sem_seg_root": str(labels), "image_root": str(images)}
+    _register("DATASETS.ADE20K", name, register, **paths, stuff_classes=classes)
+
+
+def _register(key: str, name: str, register: Callable[[], None], **facts: Any) -> None:
+    """Call ``register`` unless ``name`` is known with these facts in its metadata."""
+    if name in DatasetCatalog.list():
+        known = MetadataCatalog.get(name)
+        if all(known.get(fact) == value for fact, value in facts.items()):
+            return
+        if name not in _OWN_NAMES:
+            files = known.get("json_file") or known.get("sem_seg_root")
+            raise InputError(f"{key}: the name {name} stands for {files} already")
         DatasetCatalog.remove(name)
         MetadataCatalog.remove(name)
-        register_coco_instances(name, {}, str(annotations), str(images))
+    register()
+
+
+def _is_list_of_strings(entry: object, *, lengths: tuple[int, ...]) -> bool:
+    return isinstance(entry, (list, tuple)) and len(entry) in lengths and all(p and isinstance(p, str) for p in entry)
 
 
 def check_files(name: str) -> None:
@@ -134,18 +190,38 @@ def check_files(name: str) -> None:
     """
     if name not in DatasetCatalog.list():
         raise InputError(
-            f"unknown dataset {name!r}{closest(name, DatasetCatalog.list())}; DATASETS.COCO registers your own"
+            f"unknown dataset {name!r}{closest(name, DatasetCatalog.list())}; DATASETS.COCO or DATASETS.ADE20K "
+            "registers your own"
         )
     metadata = MetadataCatalog.get(name)
     for kind, path, exists in (
         ("annotation file", metadata.get("json_file"), os.path.isfile),
         ("image folder", metadata.get("image_root"), os.path.isdir),
+        ("label folder", metadata.get("sem_seg_root"), os.path.isdir),
     ):
         if path is not None and not exists(path):
             raise InputError(
                 f"the {kind} of {name} is missing: {path}; DETECTRON2_DATASETS is {datasets_root()}, the folder that "
                 "holds coco/ and the like"
             )
+
+
+def _check_task(cfg: CfgNode, names: list[str], records: list[dict[str, Any]]) -> None:
+    if not is_segmentor(cfg):
+        if any("annotations" not in record and "sem_seg_file_name" in record for record in records):
+            raise InputError(
+                f"{', '.join(names)}: label images, and no boxes for a {cfg.MODEL.META_ARCHITECTURE}; it takes a "
+                "dataset of DATASETS.COCO"
+            )
+        return
+    if not all("sem_seg_file_name" in record for record in records):
+        raise InputError(
+            f"{', '.join(names)}: no label images for a SemanticSegmentor; it takes a dataset of DATASETS.ADE20K"
+        )
+    if cfg.MODEL.SEM_SEG_HEAD.IGNORE_VALUE != IGNORED_LABEL:
+        raise InputError(
+            f"MODEL.SEM_SEG_HEAD.IGNORE_VALUE is {cfg.MODEL.SEM_SEG_HEAD.IGNORE_VALUE}: it is {IGNORED_LABEL}"
+        )
 
 
 def _check_annotations(cfg: CfgNode, names: list[str], records: list[dict[str, Any]], *, train: bool) -> None:
@@ -176,16 +252,19 @@ def _check_images(names: Iterable[str], records: list[dict[str, Any]]) -> None:
 
 
 def _check_classes(cfg: CfgNode, name: str, first: str) -> None:
-    classes = MetadataCatalog.get(name).get("thing_classes")
+    kind = "stuff_classes" if is_segmentor(cfg) else "thing_classes"
+    classes = MetadataCatalog.get(name).get(kind)
     if classes is None:
         return
-    if cfg.MODEL.META_ARCHITECTURE == "RetinaNet":
+    if is_segmentor(cfg):
+        key, number = "MODEL.SEM_SEG_HEAD.NUM_CLASSES", cfg.MODEL.SEM_SEG_HEAD.NUM_CLASSES
+    elif cfg.MODEL.META_ARCHITECTURE == "RetinaNet":
         key, number = "MODEL.RETINANET.NUM_CLASSES", cfg.MODEL.RETINANET.NUM_CLASSES
     else:
         key, number = "MODEL.ROI_HEADS.NUM_CLASSES", cfg.MODEL.ROI_HEADS.NUM_CLASSES
     if len(classes) != number:
         raise InputError(f"{key} is {number}, and {name} has {len(classes)} classes; set it to {len(classes)}")
-    if classes != MetadataCatalog.get(first).get("thing_classes"):
+    if classes != MetadataCatalog.get(first).get(kind):
         raise InputError(f"{first} and {name} have other classes, or the same in another order: they cannot be mixed")
 
 

@@ -2,13 +2,20 @@
 
 from detectron2.config import CfgNode
 from detectron2.data import MetadataCatalog
-from detectron2.evaluation import COCOEvaluator, DatasetEvaluator, LVISEvaluator, PascalVOCDetectionEvaluator
+from detectron2.evaluation import (
+    COCOEvaluator,
+    DatasetEvaluator,
+    LVISEvaluator,
+    PascalVOCDetectionEvaluator,
+    SemSegEvaluator,
+)
 
 from backbones import InputError
+from projects_vil.sem_seg import label_reader
 
 
 def build_evaluator(cfg: CfgNode, dataset_name: str, output_folder: str) -> DatasetEvaluator:
-    """The evaluator of the dataset's ``evaluator_type``: COCO, LVIS or Pascal VOC.
+    """The evaluator of the dataset's ``evaluator_type``: COCO, LVIS, Pascal VOC or semantic segmentation.
 
     Raises:
         InputError: for a dataset of another type.
@@ -20,4 +27,8 @@ def build_evaluator(cfg: CfgNode, dataset_name: str, output_folder: str) -> Data
         return LVISEvaluator(dataset_name, output_dir=output_folder)
     if kind == "pascal_voc":
         return PascalVOCDetectionEvaluator(dataset_name)
-    raise InputError(f"the dataset {dataset_name} has the evaluator type {kind!r}: it is coco, lvis or pascal_voc")
+    if kind == "sem_seg":
+        return SemSegEvaluator(dataset_name, output_dir=output_folder, sem_seg_loading_fn=label_reader(dataset_name))
+    raise InputError(
+        f"the dataset {dataset_name} has the evaluator type {kind!r}: it is coco, lvis, pascal_voc or sem_seg"
+    )

@@ -22,6 +22,7 @@ from backbones import InputError
 from projects_vil.checkpoint import Checkpointer
 
 FORMATS = ("torchscript",)
+DETECTORS = ("RetinaNet", "GeneralizedRCNN")
 REPORT_FILE = "report.json"
 
 # The largest differences that count as the same answer.
@@ -177,8 +178,10 @@ def export_detector(
         The model's path and the rows of :func:`compare`.
 
     Raises:
-        InputError: for an unknown format, or weights that do not fit.
+        InputError: for an unknown format, a model that is no detector, or weights that do not fit.
     """
+    if cfg.MODEL.META_ARCHITECTURE not in DETECTORS:
+        raise InputError(f"a {cfg.MODEL.META_ARCHITECTURE} cannot be exported yet: only {' and '.join(DETECTORS)} can")
     if file_format not in FORMATS:
         raise InputError(f"unknown format {file_format!r}: it is one of {', '.join(FORMATS)}")
     detector = build_detector(cfg, weights)

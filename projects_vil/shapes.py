@@ -1,4 +1,4 @@
-"""A small COCO-format detection dataset of drawn shapes, for the demo and the tests.
+"""Small datasets of drawn shapes for the demos and the tests: boxes and masks as COCO has them, or labels as ADE20K.
 
 Bright circles, squares and triangles lie on dim noise. The class shows in the outline and in the hue; hues,
 sizes and rotations vary, objects overlap a little, and images differ in size.
@@ -13,10 +13,13 @@ from pathlib import Path
 import cv2
 import numpy as np
 
-from backbones.errors import InputError
+from backbones.errors import InputError, check_choice
 
 CLASS_NAMES = ("circle", "square", "triangle")
+SEM_SEG_CLASS_NAMES = ("background", *CLASS_NAMES)
 SPLITS = ("train", "val")
+TASKS = ("detection", "sem_seg")
+SEM_SEG_FOLDERS = {"train": "training", "val": "validation"}
 
 GENERATOR_VERSION = 1
 DESCRIPTION = "Drawn shapes on dim noise, written by tools/make_shapes_dataset.py"
@@ -57,19 +60,26 @@ class ShapesSummary:
 def write_shapes_dataset(
     output: str | Path,
     *,
+    task: str = "detection",
     num_train: int = 400,
     num_val: int = 100,
     short_side: int = 128,
     seed: int = 0,
     overwrite: bool = False,
 ) -> ShapesSummary:
-    """Write ``annotations/instances_{train,val}.json``, ``train/*.jpg`` and ``val/*.jpg`` under ``output``.
+    """Write a dataset under ``output``.
+
+    For detection ``annotations/instances_{train,val}.json``, ``train/*.jpg`` and ``val/*.jpg``. For semantic
+    segmentation ``images/{training,validation}/*.jpg`` and ``annotations/{training,validation}/*.png`` as ADE20K has
+    them, with ``classes.txt`` and, of the same images, ``instances_{train,val}.json``: labels are 1 for the background,
+    2 to 4 for circles, squares and triangles, and 0, to be ignored, along the objects' outlines.
 
     The same parameters give the same bytes. The folder appears complete or not at all. A folder that already
     holds the dataset with these parameters is kept; another shapes dataset is replaced, if ``overwrite``; a
     folder with anything else in it is never touched.
 
     Args:
+        task: "detection" or "sem_seg".
         num_train, num_val: images in each split, at least 1.
         short_side: mean short side of the images in pixels, 32 to 4096; each lies within 10 % of it. The long
             side is 1.1 to 1.5 times the short side, and about half of the images are portraits.
@@ -79,14 +89,15 @@ def write_shapes_dataset(
         InputError: a parameter out of range, or an ``output`` that must not or cannot be written.
     """
     parameters = ShapesParameters(num_train, num_val, short_side, seed)
+    check_choice("--task", task, TASKS)
     _check_parameters(parameters)
     output = Path(output)
     try:
-        existing = _read_existing(output)
+        existing = _read_existing(output, task)
         if existing is not None and not overwrite:
-            _check_same(output, existing, parameters)
+            _check_same(output, task, existing, parameters)
             return _summary(output, existing, written=False)
-        return _summary(output, _write_and_rename(output, parameters), written=True)
+        return _summary(output, _write_and_rename(output, task, parameters), written=True)
     except OSError as error:
         blocked = isinstance(error, FileExistsError | NotADirectoryError)
         reason = "a file is in its path" if blocked else error.strerror
@@ -113,21 +124,37 @@ def _check_parameters(parameters: ShapesParameters) -> None:
 # -- the folder ------------------------------------------------------------------------------------
 
 
-def _annotation_file(output: Path, split: str) -> Path:
-    return output / "annotations" / f"instances_{split}.json"
+def _parts(task: str) -> set[str]:
+    """What lies directly in a dataset's folder."""
+    if task == "detection":
+        return {"annotations", *SPLITS}
+    return {"annotations", "images", "classes.txt"} | {_annotation_file(Path(), task, split).name for split in SPLITS}
 
 
-def _read_existing(output: Path) -> dict[str, dict] | None:
+def _annotation_file(output: Path, task: str, split: str) -> Path:
+    folder = output / "annotations" if task == "detection" else output
+    return folder / f"instances_{split}.json"
+
+
+def _image_folder(output: Path, task: str, split: str) -> Path:
+    return output / split if task == "detection" else output / "images" / SEM_SEG_FOLDERS[split]
+
+
+def _label_folder(output: Path, split: str) -> Path:
+    return output / "annotations" / SEM_SEG_FOLDERS[split]
+
+
+def _read_existing(output: Path, task: str) -> dict[str, dict] | None:
     """The annotations by split of the shapes dataset in ``output``; None where nothing is there yet."""
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return None
     if not output.is_dir():
         raise InputError(f"{output} is a file; give a folder for the dataset")
-    strangers = sorted({path.name for path in output.iterdir()} - {"annotations", *SPLITS})
+    strangers = sorted({path.name for path in output.iterdir()} - _parts(task))
     if strangers:
         raise InputError(f"{output} holds {strangers[0]}, no part of a shapes dataset; choose another folder")
     try:
-        existing = {split: json.loads(_annotation_file(output, split).read_bytes()) for split in SPLITS}
+        existing = {split: json.loads(_annotation_file(output, task, split).read_bytes()) for split in SPLITS}
         if all(content["info"]["description"] == DESCRIPTION for content in existing.values()):
             return existing
     except (OSError, ValueError, LookupError, TypeError):
@@ -135,7 +162,7 @@ def _read_existing(output: Path) -> dict[str, dict] | None:
     raise InputError(f"{output} is not empty and holds no shapes dataset; choose another folder")
 
 
-def _check_same(output: Path, existing: dict[str, dict], parameters: ShapesParameters) -> None:
+def _check_same(output: Path, task: str, existing: dict[str, dict], parameters: ShapesParameters) -> None:
     for split in SPLITS:
         found = existing[split]["info"].get("parameters", {})
         wanted = asdict(parameters)
@@ -143,20 +170,28 @@ def _check_same(output: Path, existing: dict[str, dict], parameters: ShapesParam
         if differing:
             what = ", ".join(differing)
             raise InputError(f"{output} holds a shapes dataset with {what}; replace it with --overwrite")
-        listed = {image["file_name"] for image in existing[split]["images"]}
-        num_missing = len(listed - {path.name for path in (output / split).glob("*.jpg")})
-        if num_missing:
-            raise InputError(f"{output / split} lacks {num_missing} images; write them anew with --overwrite")
+        stems = {Path(image["file_name"]).stem for image in existing[split]["images"]}
+        _check_complete(_image_folder(output, task, split), stems, "images")
+        if task == "sem_seg":
+            _check_complete(_label_folder(output, split), stems, "label images")
 
 
-def _write_and_rename(output: Path, parameters: ShapesParameters) -> dict[str, dict]:
+def _check_complete(folder: Path, stems: set[str], what: str) -> None:
+    num_missing = len(stems - {path.stem for path in folder.glob("*.*")})
+    if num_missing:
+        raise InputError(f"{folder} lacks {num_missing} {what}; write them anew with --overwrite")
+
+
+def _write_and_rename(output: Path, task: str, parameters: ShapesParameters) -> dict[str, dict]:
     """Write beside ``output``, then rename; returns the annotations by split."""
     output = output.resolve()
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as folder:
         new, old = Path(folder, "new"), Path(folder, "old")
         new.mkdir()
-        content = {split: _write_split(new, split, parameters) for split in SPLITS}
+        content = {split: _write_split(new, task, split, parameters) for split in SPLITS}
+        if task == "sem_seg":
+            (new / "classes.txt").write_text("".join(f"{name}\n" for name in SEM_SEG_CLASS_NAMES), encoding="utf-8")
         if output.exists():
             output.rename(old)
         try:
@@ -168,26 +203,32 @@ def _write_and_rename(output: Path, parameters: ShapesParameters) -> dict[str, d
     return content
 
 
-def _write_split(root: Path, split: str, parameters: ShapesParameters) -> dict:
-    """Write one split's images and annotation file; returns the annotation file's content."""
+def _write_split(root: Path, task: str, split: str, parameters: ShapesParameters) -> dict:
+    """Write one split's images, annotation file and label images; returns the annotation file's content."""
     split_index = SPLITS.index(split)
     count = (parameters.num_train, parameters.num_val)[split_index]
     first_id = (1, parameters.num_train + 1)[split_index]
     content = _empty_content(parameters)
-    (root / split).mkdir()
+    images = _image_folder(root, task, split)
+    images.mkdir(parents=True)
+    if task == "sem_seg":
+        _label_folder(root, split).mkdir(parents=True)
     for index in range(count):
         rng = np.random.default_rng([parameters.seed, split_index, index])
         image, instances = draw_image(rng, short_side=parameters.short_side)
         image_id, (height, width) = first_id + index, image.shape[:2]
         file_name = f"{image_id:012d}.jpg"
-        (root / split / file_name).write_bytes(_encode_jpeg(image))
+        (images / file_name).write_bytes(_encode(".jpg", image, [cv2.IMWRITE_JPEG_QUALITY, 95]))
+        if task == "sem_seg":
+            label_file = _label_folder(root, split) / f"{image_id:012d}.png"
+            label_file.write_bytes(_encode(".png", label_image(image.shape[:2], instances)))
         content["images"].append(
             {"license": 1, "file_name": file_name, "height": height, "width": width, "id": image_id}
         )
         for class_index, mask in instances:
             annotation_id = len(content["annotations"]) + 1
             content["annotations"].append(_annotation(mask, class_index, image_id, annotation_id))
-    path = _annotation_file(root, split)
+    path = _annotation_file(root, task, split)
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(content, separators=(",", ":")) + "\n", encoding="utf-8")
     return content
@@ -207,10 +248,10 @@ def _empty_content(parameters: ShapesParameters) -> dict:
     }
 
 
-def _encode_jpeg(image: np.ndarray) -> bytes:
-    encoded, buffer = cv2.imencode(".jpg", image, [cv2.IMWRITE_JPEG_QUALITY, 95])
+def _encode(suffix: str, image: np.ndarray, options: list[int] | None = None) -> bytes:
+    encoded, buffer = cv2.imencode(suffix, image, options or [])
     if not encoded:
-        raise RuntimeError("OpenCV could not encode a JPEG image")
+        raise RuntimeError(f"OpenCV could not encode a {suffix} image")
     return buffer.tobytes()
 
 
@@ -238,6 +279,17 @@ def _annotation(mask: np.ndarray, class_index: int, image_id: int, annotation_id
         "iscrowd": 0,
         "segmentation": mask_polygons(mask),
     }
+
+
+def label_image(size: tuple[int, int], instances: list[tuple[int, np.ndarray]]) -> np.ndarray:
+    """Labels (H, W) uint8 as in ADE20K: 1 background, 2 and on the objects' classes, 0 within a pixel of an outline."""
+    labels = np.ones(size, np.uint8)
+    for class_index, mask in instances:
+        labels[mask] = class_index + 2
+    kernel = np.ones((3, 3), np.uint8)
+    for _, mask in instances:
+        labels[cv2.morphologyEx(mask.astype(np.uint8), cv2.MORPH_GRADIENT, kernel) > 0] = 0
+    return labels
 
 
 def mask_polygons(mask: np.ndarray) -> list[list[float]]:

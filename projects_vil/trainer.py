@@ -33,6 +33,12 @@ class Trainer(DefaultTrainer):
         return optim.build_optimizer(cfg, model)
 
     @classmethod
+    def build_lr_scheduler(
+        cls, cfg: CfgNode, optimizer: torch.optim.Optimizer
+    ) -> torch.optim.lr_scheduler.LRScheduler:
+        return optim.build_lr_scheduler(cfg, optimizer)
+
+    @classmethod
     def build_train_loader(cls, cfg: CfgNode) -> torch.utils.data.DataLoader:
         return data.build_train_loader(cfg)
 

@@ -2,10 +2,12 @@
 
 import json
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 import cv2
 import numpy as np
+import pycocotools.mask as mask_util
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.data.detection_utils import read_image
 from detectron2.structures import BoxMode
@@ -13,6 +15,7 @@ from detectron2.utils.colormap import colormap
 from detectron2.utils.visualizer import Visualizer
 
 from backbones.errors import InputError, closest
+from projects_vil.sem_seg import IGNORED, label_reader
 
 PANEL_WIDTH, PANEL_HEIGHT = 480, 560  # pixels; a drawn image fills one of them
 HEADER = 28  # pixels of the title strip over a panel
@@ -20,6 +23,7 @@ GAP = 8  # pixels between panels
 MAX_IMAGES = 32
 TITLE_FONT, TITLE_SCALE = cv2.FONT_HERSHEY_SIMPLEX, 0.45
 LABEL_POINTS = 9
+LABEL_OPACITY = 0.6  # of a class's colour over the image
 LABEL_HEIGHT, CHARACTER_WIDTH = 17, 7.6  # pixels of a label at LABEL_POINTS, roughly
 
 
@@ -37,10 +41,11 @@ def draw_results(
 
     Args:
         dataset_name: a name in detectron2's DatasetCatalog.
-        predictions_file: the ``coco_instances_results.json`` that COCOEvaluator wrote for that dataset.
+        predictions_file: the ``coco_instances_results.json`` that COCOEvaluator wrote for that dataset, or the
+            ``sem_seg_predictions.json`` of SemSegEvaluator.
         output_png: the PNG to write; its folder is created.
         num_images: rows, 1 to 32; all images where the dataset has fewer.
-        score_threshold: predictions below it are left out, in [0, 1].
+        score_threshold: predictions below it are left out, in [0, 1]; segmentation has none.
 
     Returns the number of images in the dataset.
 
@@ -51,24 +56,31 @@ def draw_results(
     _check_options(num_images, score_threshold)
     records = _dataset_records(dataset_name)
     metadata = MetadataCatalog.get(dataset_name)
-    predictions = _read_predictions(Path(predictions_file), dataset_name, records, metadata)
-    rows = []
-    for index in np.unique(np.linspace(0, len(records) - 1, num_images).round().astype(int)):
-        record = records[index]
-        kept = [item for item in predictions[record["image_id"]] if item["score"] >= score_threshold]
-        rows.append(_draw_row(record, kept, metadata, score_threshold))
+    chosen = [records[i] for i in np.unique(np.linspace(0, len(records) - 1, num_images).round().astype(int))]
+    if metadata.get("evaluator_type") == "sem_seg":
+        segments = _read_segments(Path(predictions_file), dataset_name, records, metadata)
+        read = label_reader(dataset_name)
+        rows = [_draw_label_row(record, read, segments[record["file_name"]], metadata) for record in chosen]
+    else:
+        predictions = _read_predictions(Path(predictions_file), dataset_name, records, metadata)
+        rows = []
+        for record in chosen:
+            kept = [item for item in predictions[record["image_id"]] if item["score"] >= score_threshold]
+            rows.append(_draw_row(record, kept, metadata, score_threshold))
     _write_png(Path(output_png), _stack(rows, title=f"{dataset_name}: {len(rows)} of {len(records)} images"))
     return len(records)
 
 
 def predictions_file(run: Path, dataset_name: str) -> Path:
     """Where a run has its predictions: a folder for each test set where it has several."""
-    own = run / "inference" / dataset_name / "coco_instances_results.json"
-    return own if own.exists() else run / "inference" / "coco_instances_results.json"
+    is_sem_seg = dataset_name in DatasetCatalog.list() and MetadataCatalog.get(dataset_name).get("sem_seg_root")
+    name = "sem_seg_predictions.json" if is_sem_seg else "coco_instances_results.json"
+    own = run / "inference" / dataset_name / name
+    return own if own.exists() else run / "inference" / name
 
 
 def summarize_run(run: str | Path, dataset_name: str, *, num_images: int, drawing: str | Path) -> list[str]:
-    """The last lines of a run: average precision on ``dataset_name``, and the files that hold the results.
+    """The last lines of a run: average precision or mIoU on ``dataset_name``, and the files that hold the results.
 
     Args:
         run: output folder of ``tools/train_net.py``, with ``evaluation.json``.
@@ -81,19 +93,21 @@ def summarize_run(run: str | Path, dataset_name: str, *, num_images: int, drawin
     run = Path(run)
     evaluation_file = run / "evaluation.json"
     evaluation = _read_json(evaluation_file, hint="evaluate the run with tools/train_net.py --eval-only")
-    box, mask = (_average_precision(evaluation, dataset_name, task) for task in ("bbox", "segm"))
-    if box is None:
-        raise InputError(f"{evaluation_file} has no box AP for {dataset_name!r}; evaluate the run on it")
-    figures = f"box AP {box:.1f}" + (f"   mask AP {mask:.1f}" if mask is not None else "")
+    box, mask = (_metric(evaluation, dataset_name, task, "AP") for task in ("bbox", "segm"))
+    miou = _metric(evaluation, dataset_name, "sem_seg", "mIoU")
+    if box is None and miou is None:
+        raise InputError(f"{evaluation_file} has no box AP and no mIoU for {dataset_name!r}; evaluate the run on it")
+    named = {"box AP": box, "mask AP": mask, "mIoU": miou}
+    figures = "   ".join(f"{name} {value:.1f}" for name, value in named.items() if value is not None)
     return [
         f"{figures}   ({dataset_name}, {num_images} images)",
         f"results in {run}: {', '.join(_result_names(run, Path(drawing)))}",
     ]
 
 
-def _average_precision(evaluation: dict, dataset_name: str, task: str) -> float | None:
+def _metric(evaluation: dict, dataset_name: str, task: str, name: str) -> float | None:
     try:
-        return float(evaluation[dataset_name][task]["AP"])
+        return float(evaluation[dataset_name][task][name])
     except (LookupError, TypeError, ValueError):
         return None
 
@@ -172,6 +186,32 @@ def _is_coco_result(result) -> bool:
     return is_mask and len(result["bbox"]) == 4
 
 
+def _read_segments(path: Path, dataset_name: str, records: list[dict], metadata) -> dict[str, list[dict]]:
+    """Predicted segments by image file, with ``category_id`` mapped to the contiguous class index."""
+    hint = f"evaluate the model on {dataset_name!r} to write it"
+    content = _read_json(path, hint=hint)
+    identity = {index: index for index in range(len(metadata.stuff_classes))}
+    class_indices = metadata.get("stuff_dataset_id_to_contiguous_id", identity)
+    known = {record["file_name"] for record in records}
+    segments = defaultdict(list)
+    for segment in content if isinstance(content, list) else [content]:
+        if not _is_segment(segment):
+            raise InputError(f"{path} is no list of segments; {hint}")
+        file_name, category_id = segment["file_name"], segment["category_id"]
+        if file_name not in known or category_id not in class_indices:
+            what = f"{file_name}, category {category_id}"
+            raise InputError(f"{path} ({what}) does not fit {dataset_name!r}: another dataset's? {hint}")
+        segments[file_name].append(segment | {"category_id": class_indices[category_id]})
+    return segments
+
+
+def _is_segment(segment) -> bool:
+    types = {"file_name": str, "category_id": int, "segmentation": dict}
+    if not isinstance(segment, dict) or not all(isinstance(segment.get(key), kind) for key, kind in types.items()):
+        return False
+    return {"size", "counts"} <= segment["segmentation"].keys()
+
+
 def _class_indices(metadata) -> dict[int, int]:
     """Class index of each of the dataset's own category ids."""
     identity = {index: index for index in range(len(metadata.thing_classes))}
@@ -185,7 +225,7 @@ def _read_record_image(record: dict) -> np.ndarray:
         image = read_image(path, "RGB")
     except OSError as error:
         raise InputError(f"cannot read image {path} ({error.strerror or 'no known image format'})") from error
-    expected = record["height"], record["width"]
+    expected = record.get("height", image.shape[0]), record.get("width", image.shape[1])
     if image.shape[:2] != expected:
         raise InputError(f"{path} is {image.shape[:2]} pixels high and wide, its annotations say {expected}")
     return image
@@ -216,11 +256,66 @@ def _draw_panel(image: np.ndarray, instances: list[dict], metadata, *, title: st
     visualizer.overlay_instances(boxes=boxes, masks=masks, assigned_colors=colors, alpha=0.3)
     for item, box, color in zip(instances, boxes, colors, strict=True):
         _draw_label(visualizer, _label(item, metadata.thing_classes), box, color)
-    drawn = visualizer.output.get_image()[:PANEL_HEIGHT, :PANEL_WIDTH]
-    panel = np.full((HEADER + round(height * scale), PANEL_WIDTH, 3), 255, np.uint8)
+    return _panel(visualizer.output.get_image(), round(height * scale), title)
+
+
+def _panel(drawn: np.ndarray, height: int, title: str) -> np.ndarray:
+    """A drawing of that height centred below a title: (HEADER + height, PANEL_WIDTH, 3) uint8 RGB."""
+    drawn = drawn[:PANEL_HEIGHT, :PANEL_WIDTH]
+    panel = np.full((HEADER + height, PANEL_WIDTH, 3), 255, np.uint8)
     left = (PANEL_WIDTH - drawn.shape[1]) // 2
     panel[HEADER : HEADER + drawn.shape[0], left : left + drawn.shape[1]] = drawn
     return _put_title(panel, title)
+
+
+def _draw_label_row(record: dict, read_labels: Callable, segments: list[dict], metadata) -> np.ndarray:
+    """Label image and predicted segments of one image: (row height, row width, 3) uint8 RGB."""
+    image = _read_record_image(record)
+    truth = read_labels(record["sem_seg_file_name"])
+    predicted = np.full(image.shape[:2], IGNORED, np.uint8)
+    for labels, what in ((truth, record["sem_seg_file_name"]), *((_mask(s), record["file_name"]) for s in segments)):
+        if labels.shape != image.shape[:2]:
+            raise InputError(f"{what}: an image of {image.shape[:2]} pixels has labels of {labels.shape}")
+    for segment in segments:
+        predicted[_mask(segment).astype(bool)] = segment["category_id"]
+    known = truth != IGNORED
+    correct = (predicted == truth)[known].mean() if known.any() else float("nan")
+    name = f"{Path(record['file_name']).stem}, {image.shape[0]} x {image.shape[1]}"
+    left = _draw_labels(image, truth, metadata, title=f"ground truth ({name})")
+    right = _draw_labels(image, predicted, metadata, title=f"prediction: {correct:.1%} of its pixels are right")
+    return np.hstack([left, np.full((len(left), GAP, 3), 255, np.uint8), right])
+
+
+def _mask(segment: dict) -> np.ndarray:
+    return mask_util.decode(segment["segmentation"])
+
+
+def _draw_labels(image: np.ndarray, labels: np.ndarray, metadata, *, title: str) -> np.ndarray:
+    """``image`` with its labels (H, W) in colour, below a title: (HEADER + drawn height, PANEL_WIDTH, 3) uint8 RGB."""
+    height, width = image.shape[:2]
+    scale = min(PANEL_WIDTH / width, PANEL_HEIGHT / height)
+    present = [int(label) for label in np.unique(labels) if label != IGNORED]
+    blended = image.astype(float)
+    for label in present:
+        blended[labels == label] += LABEL_OPACITY * (255 * _label_color(label, metadata) - image[labels == label])
+    visualizer = Visualizer(blended.round().astype(np.uint8), metadata, scale=scale)
+    for label in present:
+        name, (row, column) = metadata.stuff_classes[label], _inside((labels == label).astype(np.uint8))
+        light = (1 + _label_color(label, metadata)) / 2
+        visualizer.draw_text(name, (column, row), font_size=LABEL_POINTS / scale, color=light)
+    return _panel(visualizer.output.get_image(), round(height * scale), title)
+
+
+def _label_color(label: int, metadata) -> np.ndarray:
+    """RGB (3,) in [0, 1]: the dataset's ``stuff_colors`` if it has them."""
+    colors = np.array(metadata.get("stuff_colors", colormap(rgb=True, maximum=255))) / 255
+    return colors[label % len(colors)]
+
+
+def _inside(mask: np.ndarray) -> tuple[int, int]:
+    """Row and column of the pixel of a mask (H, W) uint8 that is farthest from its outside."""
+    distance = cv2.distanceTransform(np.pad(mask, 1), cv2.DIST_L2, 3)[1:-1, 1:-1]
+    return np.unravel_index(distance.argmax(), mask.shape)
 
 
 def _corners(item: dict) -> list[float]:

@@ -1,19 +1,21 @@
-"""Write a small COCO-format dataset of drawn shapes.
+"""Write a small dataset of drawn shapes: in COCO format, or with label images in the layout of ADE20K.
 
 Example:
     python tools/make_shapes_dataset.py datasets/shapes --num-train 400 --num-val 100
+    python tools/make_shapes_dataset.py datasets/shapes_sem_seg --task sem_seg
 """
 
 import argparse
 
 from projects_vil.cli import run_tool
-from projects_vil.shapes import describe, write_shapes_dataset
+from projects_vil.shapes import TASKS, describe, write_shapes_dataset
 
 
 def main(argv=None):
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
-    parser.add_argument("output", metavar="OUT", help="folder to write: OUT/annotations, OUT/train, OUT/val")
+    parser.add_argument("output", metavar="OUT", help="folder to write; registered are shapes and shapes_sem_seg")
+    parser.add_argument("--task", choices=TASKS, default=TASKS[0], help="what to learn from it (default detection)")
     parser.add_argument("--num-train", type=int, default=400, metavar="N", help="train images (default 400)")
     parser.add_argument("--num-val", type=int, default=100, metavar="N", help="val images (default 100)")
     parser.add_argument("--short-side", type=int, default=128, metavar="S", help="mean pixels (default 128)")

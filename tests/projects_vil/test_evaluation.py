@@ -59,7 +59,7 @@ def test_other_kinds_of_dataset(tmp_path, kind):
     MetadataCatalog.get(name).set(**{} if kind is None else {"evaluator_type": kind})
     try:
         with pytest.raises(
-            InputError, match=f"{name} has the evaluator type {kind!r}: it is coco, lvis or pascal_voc"
+            InputError, match=f"{name} has the evaluator type {kind!r}: it is coco, lvis, pascal_voc or sem_seg"
         ):
             build_evaluator(small_config(), name, "")
     finally:
