@@ -27,6 +27,27 @@ def shapes(datasets_root, monkeypatch):
 
 
 @pytest.fixture(scope="session")
+def sem_seg_root(tmp_path_factory):
+    """A folder for ``DETECTRON2_DATASETS`` that holds ``shapes_sem_seg``: 8 + 6 images with label images."""
+    from projects_vil.shapes import write_shapes_dataset
+
+    root = tmp_path_factory.mktemp("sem_seg")
+    write_shapes_dataset(root / "shapes_sem_seg", task="sem_seg", num_train=8, num_val=6, short_side=64)
+    return root
+
+
+@pytest.fixture
+def shapes_sem_seg(sem_seg_root, monkeypatch):
+    """The label images, with ``DETECTRON2_DATASETS`` set to the folder above and the names registered."""
+    from projects_vil.data import register_datasets
+    from tests.projects_vil.helpers import small_config
+
+    monkeypatch.setenv("DETECTRON2_DATASETS", str(sem_seg_root))
+    register_datasets(small_config("semantic_fpn"))
+    return sem_seg_root / "shapes_sem_seg"
+
+
+@pytest.fixture(scope="session")
 def trained_run(datasets_root, tmp_path_factory):
     """OUTPUT_DIR of ``tools/train_net.py``: four iterations, a checkpoint after two, an evaluation."""
     from tests.projects_vil.helpers import CONFIGS, EXACT_TRAINING, SMALL, run_tool

@@ -13,7 +13,7 @@ from torch import nn
 from projects_vil import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIGS = {name: ROOT / f"configs/demo/{name}_vil_shapes.yaml" for name in ("retinanet", "mask_rcnn")}
+CONFIGS = {name: ROOT / f"configs/demo/{name}_vil_shapes.yaml" for name in ("retinanet", "mask_rcnn", "semantic_fpn")}
 
 # Narrow enough for a second on one core; the low thresholds give an untrained detector detections too.
 _SMALL = ["MODEL.FPN.OUT_CHANNELS", "32", "INPUT.MIN_SIZE_TRAIN", "(64,)", "INPUT.MIN_SIZE_TEST", "64"]
@@ -25,6 +25,10 @@ SMALL = {
         *("MODEL.ROI_BOX_HEAD.FC_DIM", "64", "MODEL.ROI_MASK_HEAD.CONV_DIM", "16"),
         *("MODEL.RPN.PRE_NMS_TOPK_TEST", "100", "MODEL.RPN.POST_NMS_TOPK_TEST", "20"),
         *("MODEL.ROI_HEADS.SCORE_THRESH_TEST", "0.001"),
+    ],
+    "semantic_fpn": [
+        *("MODEL.FPN.OUT_CHANNELS", "32", "MODEL.SEM_SEG_HEAD.CONVS_DIM", "32", "INPUT.MIN_SIZE_TRAIN", "(48, 96)"),
+        *("INPUT.MIN_SIZE_TEST", "64", "INPUT.CROP.SIZE", "[64, 64]", "DATALOADER.NUM_WORKERS", "0"),
     ],
 }
 # A batch is the whole dataset, so that an iteration does not depend on the order that images come in.

@@ -119,6 +119,7 @@ def test_no_weights_at_all_leave_the_model_as_it_is():
     "name, overrides, predictors",
     [
         ("retinanet", ["MODEL.RETINANET.NUM_CLASSES", "5"], ["head.cls_score"]),
+        ("semantic_fpn", ["MODEL.SEM_SEG_HEAD.NUM_CLASSES", "5"], ["sem_seg_head.predictor"]),
         (
             "mask_rcnn",
             ["MODEL.ROI_HEADS.NUM_CLASSES", "5"],

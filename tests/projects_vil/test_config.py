@@ -41,7 +41,9 @@ def test_defaults():
         "SHARED_PROJECTIONS": True,
     }
     assert (cfg.SOLVER.OPTIMIZER, cfg.SOLVER.LR_MULTIPLIERS, cfg.DATASETS.COCO) == ("ADAMW", [], [])
+    assert (cfg.SOLVER.POLY_LR_POWER, cfg.INPUT.CROP.SINGLE_CATEGORY_MAX_AREA, cfg.DATASETS.ADE20K) == (0.9, 1.0, [])
     del cfg.MODEL["TRANSFORMER"], cfg.SOLVER["OPTIMIZER"], cfg.SOLVER["LR_MULTIPLIERS"], cfg.DATASETS["COCO"]
+    del cfg.SOLVER["POLY_LR_POWER"], cfg.INPUT.CROP["SINGLE_CATEGORY_MAX_AREA"], cfg.DATASETS["ADE20K"]
     assert cfg == before
 
 

@@ -14,8 +14,10 @@ from projects_vil.shapes import (
     BACKGROUND_MAX,
     CLASS_NAMES,
     OBJECT_SIZES,
+    SEM_SEG_CLASS_NAMES,
     describe,
     draw_image,
+    label_image,
     mask_polygons,
     write_shapes_dataset,
 )
@@ -218,3 +220,74 @@ def test_leaves_nothing_behind_when_interrupted(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         write_shapes_dataset(tmp_path / "data", **SMALL)
     assert not list(tmp_path.iterdir())
+
+
+# -- label images ----------------------------------------------------------------------------------
+
+SPLIT_FOLDERS = [("train", "training", 12), ("val", "validation", 5)]
+
+
+@pytest.fixture(scope="module")
+def labelled(tmp_path_factory) -> Path:
+    output = tmp_path_factory.mktemp("shapes") / "labelled"
+    write_shapes_dataset(output, task="sem_seg", **SMALL)
+    return output
+
+
+@pytest.mark.parametrize("split, folder, number", SPLIT_FOLDERS)
+def test_layout_of_ade20k(labelled, dataset, split, folder, number):
+    assert {path.name for path in labelled.iterdir()} == {
+        "images", "annotations", "classes.txt", "instances_train.json", "instances_val.json"
+    }  # fmt: skip
+    assert (labelled / "classes.txt").read_text().split() == list(SEM_SEG_CLASS_NAMES)
+    images, labels = (sorted((labelled / kind / folder).iterdir()) for kind in ("images", "annotations"))
+    assert [path.stem for path in images] == [path.stem for path in labels] and len(images) == number
+    for image, label in zip(images, labels, strict=True):
+        assert (image.suffix, label.suffix) == (".jpg", ".png")
+        assert image.read_bytes() == (dataset / split / image.name).read_bytes()
+        pixels = cv2.imread(str(label), cv2.IMREAD_UNCHANGED)
+        assert pixels.dtype == np.uint8 and pixels.shape == cv2.imread(str(image)).shape[:2]
+        assert set(np.unique(pixels)) <= set(range(5)) and {0, 1} < set(np.unique(pixels))
+
+
+@pytest.mark.parametrize("split, folder, number", SPLIT_FOLDERS)
+def test_labels_agree_with_the_boxes_file(labelled, split, folder, number):
+    coco = COCO(labelled / f"instances_{split}.json")
+    for image_id, image in coco.imgs.items():
+        labels = cv2.imread(str(labelled / "annotations" / folder / image["file_name"]).replace(".jpg", ".png"), -1)
+        objects = np.ones_like(labels)
+        for annotation in coco.imgToAnns[image_id]:
+            objects[coco.annToMask(annotation).astype(bool)] = annotation["category_id"] + 1
+        known = labels > 0
+        assert 0.8 < known.mean() < 1
+        assert (labels == objects)[known].mean() > 0.995
+
+
+def test_outlines_are_ignored_on_both_sides():
+    mask = np.zeros((12, 17), bool)
+    mask[3:9, 4:13] = True
+    labels = label_image((12, 17), [(2, mask)])
+    assert set(labels[4:8, 5:12].ravel()) == {4}
+    assert not labels[2:10, [3, 4, 12, 13]].any() and not labels[[2, 3, 8, 9], 3:14].any()
+    assert labels[0].all() and labels[:, 0].all() and set(labels[11]) == {1}
+
+
+def test_label_images_are_written_once_and_named_when_missing(labelled, tmp_path):
+    assert "kept" in describe(write_shapes_dataset(labelled, task="sem_seg", **SMALL))
+    write_shapes_dataset(tmp_path / "data", task="sem_seg", **SMALL)
+    (tmp_path / "data/annotations/training/000000000002.png").unlink()
+    with pytest.raises(InputError, match="annotations/training lacks 1 label images; .*--overwrite"):
+        write_shapes_dataset(tmp_path / "data", task="sem_seg", **SMALL)
+    assert write_shapes_dataset(tmp_path / "data", task="sem_seg", overwrite=True, **SMALL).written
+
+
+@pytest.mark.parametrize("first, second", [("detection", "sem_seg"), ("sem_seg", "detection")])
+def test_a_dataset_of_the_other_task_is_never_touched(tmp_path, first, second):
+    write_shapes_dataset(tmp_path / "data", task=first, **SMALL)
+    with pytest.raises(InputError, match="choose another folder"):
+        write_shapes_dataset(tmp_path / "data", task=second, overwrite=True, **SMALL)
+
+
+def test_unknown_task(tmp_path):
+    with pytest.raises(InputError, match="unknown --task 'semseg'.*did you mean 'sem_seg'"):
+        write_shapes_dataset(tmp_path / "data", task="semseg", **SMALL)

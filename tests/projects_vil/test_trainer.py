@@ -119,6 +119,27 @@ def test_mask_rcnn_trains_and_reports_both_tasks(datasets_root, tmp_path):
     assert all(math.isfinite(value) for value in losses.values())
 
 
+def test_semantic_fpn_trains_and_reports_miou(shapes_sem_seg, tmp_path):
+    few = ["SOLVER.MAX_ITER", "3", "SOLVER.IMS_PER_BATCH", "4", "SOLVER.BASE_LR", "0.01", "SOLVER.WARMUP_ITERS", "0"]
+    cfg = small_config("semantic_fpn", *few, "OUTPUT_DIR", str(tmp_path))
+    check_setup(cfg)
+    trainer = Trainer(cfg)
+    assert trainer.scheduler.get_last_lr()[0] == pytest.approx(0.01)
+    trainer.resume_or_load(resume=False)
+    trainer.train()
+    assert trainer.scheduler.get_last_lr()[0] == pytest.approx(0, abs=1e-9)
+    metrics = read_json(tmp_path / "evaluation.json")["shapes_sem_seg_val"]["sem_seg"]
+    assert metrics.keys() >= {"mIoU", "pACC", "IoU-background", "IoU-triangle"}
+    assert 0 <= metrics["mIoU"] <= metrics["mACC"] <= 100
+
+    again = cfg.clone()
+    again.defrost()
+    again.OUTPUT_DIR = str(tmp_path / "again")
+    (tmp_path / "again").mkdir()
+    Trainer.test(again, build_detector(cfg, tmp_path / "model_final.pth"))
+    assert read_json(tmp_path / "again/evaluation.json") == read_json(tmp_path / "evaluation.json")
+
+
 # -- results ---------------------------------------------------------------------------------------
 
 

@@ -5,14 +5,24 @@ from pathlib import Path
 
 import cv2
 import numpy as np
+import pycocotools.mask as mask_util
 import pytest
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.data.datasets import register_coco_instances
 from pycocotools.coco import COCO
 
 from backbones.errors import InputError
+from projects_vil.sem_seg import IGNORED, label_reader
 from projects_vil.shapes import write_shapes_dataset
-from projects_vil.visualize import GAP, HEADER, PANEL_HEIGHT, PANEL_WIDTH, draw_results, summarize_run
+from projects_vil.visualize import (
+    GAP,
+    HEADER,
+    PANEL_HEIGHT,
+    PANEL_WIDTH,
+    draw_results,
+    predictions_file,
+    summarize_run,
+)
 
 NAME = "visualize_test_shapes"
 
@@ -219,3 +229,86 @@ def test_summary_without_evaluation(run, content):
         (run / "evaluation.json").write_text(content)
     with pytest.raises(InputError, match="evaluation.json"):
         summarize_run(run, "shapes_val", num_images=1, drawing=run / "predictions.png")
+
+
+# -- label images ----------------------------------------------------------------------------------
+
+SEM_SEG = "shapes_sem_seg_val"
+
+
+def perfect_segments() -> list[dict]:
+    """Segments in SemSegEvaluator's form that equal the ground truth, with squares where labels are ignored."""
+    read, segments = label_reader(SEM_SEG), []
+    for record in DatasetCatalog.get(SEM_SEG):
+        labels = read(record["sem_seg_file_name"])
+        labels[labels == IGNORED] = 2
+        for label in np.unique(labels):
+            rle = mask_util.encode(np.asfortranarray(labels == label, dtype=np.uint8))
+            segmentation = {"size": list(map(int, rle["size"])), "counts": rle["counts"].decode()}
+            segments.append(
+                {"file_name": record["file_name"], "category_id": int(label) + 1, "segmentation": segmentation}
+            )
+    return segments
+
+
+def draw_segments(folder: Path, segments, **options) -> np.ndarray:
+    (folder / "segments.json").write_text(json.dumps(segments))
+    assert draw_results(SEM_SEG, folder / "segments.json", folder / "sheet.png", **options) == 6
+    return cv2.imread(str(folder / "sheet.png")).astype(int)
+
+
+def test_segments_are_drawn_beside_the_labels(shapes_sem_seg, tmp_path):
+    sheet = draw_segments(tmp_path, perfect_segments(), num_images=1)
+    assert sheet.shape[1] == 2 * PANEL_WIDTH + GAP
+    truth, drawn = pictures(sheet)
+    same_truth, bare = pictures(draw_segments(tmp_path, [], num_images=1))
+    np.testing.assert_array_equal(truth, same_truth)
+    assert np.abs(truth - drawn).mean() < 0.3 * np.abs(truth - bare).mean()
+    assert len(draw_segments(tmp_path, [], num_images=32)) > 6 * 200
+
+
+def test_colors_of_the_dataset_for_labels(shapes_sem_seg, tmp_path):
+    before = draw_segments(tmp_path, perfect_segments(), num_images=1)
+    metadata = MetadataCatalog.get(SEM_SEG)
+    colors = metadata.stuff_colors
+    del metadata.stuff_colors
+    metadata.stuff_colors = [(255, 255, 255)] * 4
+    try:
+        after = draw_segments(tmp_path, perfect_segments(), num_images=1)
+    finally:
+        del metadata.stuff_colors
+        metadata.stuff_colors = colors
+    assert after.sum() > 1.1 * before.sum()
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda s: s.pop("file_name"), "is no list of segments"),
+        (lambda s: s.update(segmentation={"size": [3, 4]}), "is no list of segments"),
+        (lambda s: s.update(file_name="other.jpg"), "other.jpg, category 1.*does not fit 'shapes_sem_seg_val'"),
+        (lambda s: s.update(category_id=9), "category 9.*does not fit 'shapes_sem_seg_val'"),
+        (lambda s: s["segmentation"]["size"].reverse(), "pixels has labels of"),
+    ],
+)
+def test_wrong_segments(shapes_sem_seg, tmp_path, change, message):
+    segments = perfect_segments()
+    change(segments[0])
+    with pytest.raises(InputError, match=message) as caught:
+        draw_segments(tmp_path, segments, num_images=1)
+    assert "\n" not in str(caught.value)
+
+
+def test_summary_of_a_segmentation_run(run):
+    (run / "evaluation.json").write_text('{"shapes_sem_seg_val": {"sem_seg": {"mIoU": 41.26, "pACC": 90.0}}}')
+    lines = summarize_run(run, SEM_SEG, num_images=100, drawing=run / "predictions.png")
+    assert lines[0] == "mIoU 41.3   (shapes_sem_seg_val, 100 images)"
+
+
+def test_which_predictions_belong_to_a_dataset(dataset, shapes_sem_seg, tmp_path):
+    assert predictions_file(tmp_path, NAME) == tmp_path / "inference/coco_instances_results.json"
+    assert predictions_file(tmp_path, SEM_SEG) == tmp_path / "inference/sem_seg_predictions.json"
+    own = tmp_path / "inference" / SEM_SEG / "sem_seg_predictions.json"
+    own.parent.mkdir(parents=True)
+    own.write_text("[]")
+    assert predictions_file(tmp_path, SEM_SEG) == own

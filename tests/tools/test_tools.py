@@ -81,6 +81,13 @@ def test_make_shapes_dataset(tmp_path):
     assert len(list((tmp_path / "shapes/train").iterdir())) == 3
 
 
+def test_make_shapes_dataset_with_label_images(run_here, tmp_path):
+    few = ["--task", "sem_seg", "--num-train", 3, "--num-val", 2, "--short-side", 40]
+    status, out, _ = run_here("make_shapes_dataset.py", tmp_path / "shapes_sem_seg", *few)
+    assert status == 0 and out.startswith("wrote 3 train and 2 val images")
+    assert len(list((tmp_path / "shapes_sem_seg/annotations/training").glob("*.png"))) == 3
+
+
 def test_make_coco_subset(shapes, tmp_path, run_here):
     source = shapes / "annotations/instances_train.json"
     status, out, _ = run_here("make_coco_subset.py", source, tmp_path / "four.json", "--num-images", 4)
@@ -200,6 +207,26 @@ def test_training_without_the_dataset(mistake, shapes, tmp_path, monkeypatch, ki
     text = mistake("train_net.py", "--config-file", CONFIG, "OUTPUT_DIR", tmp_path / "run")
     assert f"the {kind} of shapes_" in text and "DETECTRON2_DATASETS" in text and str(tmp_path) in text
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "overrides, expected",
+    [
+        (["DATASETS.TRAIN", "('ade20k_train',)"], "the image folder of ade20k_train is missing: "),
+        (["DATASETS.TRAIN", "('ade20k_trian',)"], "unknown dataset 'ade20k_trian'; did you mean 'ade20k_train'?"),
+        (["DATASETS.ADE20K", "[['mine', 'images']]"], "DATASETS.ADE20K has ['mine', 'images']: an entry is "),
+        (["DATASETS.ADE20K", "[['mine', 'images', 'labels', 'no.txt']]"], "cannot read the names of classes in no.txt"),
+    ],
+)
+def test_training_a_segmentor_says_what_is_wrong(mistake, shapes_sem_seg, tmp_path, overrides, expected):
+    arguments = ["--config-file", CONFIGS["semantic_fpn"], "OUTPUT_DIR", tmp_path / "run", *overrides]
+    assert mistake("train_net.py", *arguments).startswith(expected)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_segmentor_is_not_exported(mistake, tmp_path):
+    arguments = ["--config-file", CONFIGS["semantic_fpn"], "--output", tmp_path / "export", "--weights", "absent.pth"]
+    assert mistake("export_model.py", *arguments).startswith("a SemanticSegmentor cannot be exported yet")
 
 
 def test_training_without_a_config(mistake):

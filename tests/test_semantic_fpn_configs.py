@@ -1,0 +1,92 @@
+"""The configs of Semantic FPN say what LIT section 4.4 says, build, and start to train."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from detectron2.modeling import build_model
+
+from projects_vil import load_config
+from projects_vil.optim import build_lr_scheduler, build_optimizer
+
+ROOT = Path(__file__).resolve().parents[1]
+LEAVES = {"lit_ti": ("41.3", 0.1, 24), "lit_s": ("41.7", 0.2, 32)}
+DEMO = "configs/demo/semantic_fpn_vil_shapes.yaml"
+
+
+def leaf(name: str) -> str:
+    return f"configs/semantic_fpn/{name}.yaml"
+
+
+def test_all_sizes_of_the_paper_are_there():
+    assert {path.stem for path in ROOT.glob("configs/semantic_fpn/*.yaml")} == set(LEAVES)
+
+
+@pytest.mark.parametrize("path", [*map(leaf, LEAVES), DEMO])
+def test_first_comment_is_the_command_for_this_file(path):
+    lines = (ROOT / path).read_text().splitlines()
+    assert lines[0].startswith(f"# python tools/train_net.py --config-file {path} ")
+    assert path == DEMO or len(lines) < 20
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_what_the_paper_says(name):
+    cfg = load_config(ROOT / leaf(name))
+    miou, drop_path, _ = LEAVES[name]
+    assert f"mIoU {miou} in Table 8" in (ROOT / leaf(name)).read_text()
+    assert (cfg.MODEL.TRANSFORMER.NAME, cfg.MODEL.TRANSFORMER.DROP_PATH) == (name, drop_path)
+    solver = cfg.SOLVER
+    assert (solver.OPTIMIZER, solver.BASE_LR, solver.WEIGHT_DECAY, solver.IMS_PER_BATCH) == ("ADAMW", 1e-4, 1e-4, 16)
+    assert (solver.LR_SCHEDULER_NAME, solver.POLY_LR_POWER, solver.MAX_ITER) == ("WarmupPolyLR", 0.9, 80_000)
+    assert (solver.WARMUP_ITERS, solver.BASE_LR_END, solver.CLIP_GRADIENTS.ENABLED) == (0, 0.0, False)
+    assert solver.LR_MULTIPLIERS == [["*.patch_embed.offset.*", 0.01]]
+    crop = cfg.INPUT.CROP
+    assert (crop.ENABLED, crop.TYPE, crop.SIZE, crop.SINGLE_CATEGORY_MAX_AREA) == (True, "absolute", [512, 512], 0.75)
+    assert (cfg.INPUT.MIN_SIZE_TRAIN, cfg.INPUT.MIN_SIZE_TRAIN_SAMPLING) == ((256, 1024), "range")
+    assert (cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST, cfg.MODEL.TRANSFORMER.MAX_IMG_SIZE) == (512, 2048, 2048)
+    assert (cfg.DATASETS.TRAIN, cfg.DATASETS.TEST) == (("ade20k_train",), ("ade20k_val",))
+    assert cfg.TEST.EVAL_PERIOD == solver.CHECKPOINT_PERIOD == 8000
+
+
+def test_what_is_shared_with_the_detectors():
+    ours = load_config(ROOT / "configs/base/semantic_fpn.yaml")
+    detectors = load_config(ROOT / "configs/base/common.yaml")
+    assert ours.INPUT.FORMAT == detectors.INPUT.FORMAT
+    assert ours.MODEL.PIXEL_MEAN == detectors.MODEL.PIXEL_MEAN and ours.MODEL.PIXEL_STD == detectors.MODEL.PIXEL_STD
+
+
+@pytest.mark.parametrize("path", [*map(leaf, LEAVES), DEMO])
+def test_builds_with_optimizer_and_schedule(path):
+    cfg = load_config(ROOT / path, ["MODEL.DEVICE", "meta"])
+    with torch.device("meta"):
+        model = build_model(cfg)
+    head = model.sem_seg_head
+    assert head.in_features == ["p2", "p3", "p4", "p5"] and head.ignore_value == 255 and head.loss_weight == 1
+    assert head.predictor.out_channels == cfg.MODEL.SEM_SEG_HEAD.NUM_CLASSES == (4 if path == DEMO else 150)
+    assert head.predictor.in_channels == (64 if path == DEMO else 128)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    optimizer = build_optimizer(cfg, model)
+    build_lr_scheduler(cfg, optimizer)
+    if path != DEMO:
+        # LIT Table 8, in millions, as printed.
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        assert round(parameters / 1e6) == LEAVES[Path(path).stem][2]
+        assert {round(group["lr"], 12) for group in optimizer.param_groups} == {1e-4, 1e-6}
+
+
+def test_every_parameter_gets_a_gradient_and_any_size_a_map():
+    cfg = load_config(ROOT / DEMO)
+    torch.manual_seed(0)
+    model = build_model(cfg)
+    batch = [
+        {"image": 255 * torch.rand(3, height, width), "sem_seg": torch.randint(0, 4, (height, width))}
+        for height, width in [(70, 101), (64, 90)]
+    ]
+    batch[0]["sem_seg"][:9] = 255
+    losses = model.train()(batch)
+    assert losses.keys() == {"loss_sem_seg"}
+    losses["loss_sem_seg"].backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    with torch.no_grad():
+        (output,) = model.eval()([{"image": torch.rand(3, 70, 101), "height": 35, "width": 50}])
+    assert output["sem_seg"].shape == (4, 35, 50)
