@@ -67,7 +67,7 @@ def draw_results(
         for record in chosen:
             kept = [item for item in predictions[record["image_id"]] if item["score"] >= score_threshold]
             rows.append(_draw_row(record, kept, metadata, score_threshold))
-    _write_png(Path(output_png), _stack(rows, title=f"{dataset_name}: {len(rows)} of {len(records)} images"))
+    write_png(Path(output_png), _stack(rows, title=f"{dataset_name}: {len(rows)} of {len(records)} images"))
     return len(records)
 
 
@@ -265,7 +265,7 @@ def _panel(drawn: np.ndarray, height: int, title: str) -> np.ndarray:
     panel = np.full((HEADER + height, PANEL_WIDTH, 3), 255, np.uint8)
     left = (PANEL_WIDTH - drawn.shape[1]) // 2
     panel[HEADER : HEADER + drawn.shape[0], left : left + drawn.shape[1]] = drawn
-    return _put_title(panel, title)
+    return put_title(panel, title)
 
 
 def _draw_label_row(record: dict, read_labels: Callable, segments: list[dict], metadata) -> np.ndarray:
@@ -350,17 +350,23 @@ def _class_color(class_index: int, metadata) -> np.ndarray:
     return colors[class_index % len(colors)]
 
 
-def _put_title(panel: np.ndarray, title: str) -> np.ndarray:
+def put_title(panel: np.ndarray, title: str) -> np.ndarray:
+    """Write into the panel's first HEADER rows, which are white."""
     return cv2.putText(panel, title, (4, HEADER - 9), TITLE_FONT, TITLE_SCALE, (0, 0, 0), 1, cv2.LINE_AA)
 
 
 def _stack(rows: list[np.ndarray], *, title: str) -> np.ndarray:
     width = rows[0].shape[1]
-    header = _put_title(np.full((HEADER, width, 3), 255, np.uint8), title)
+    header = put_title(np.full((HEADER, width, 3), 255, np.uint8), title)
     return np.vstack([header, *rows])
 
 
-def _write_png(path: Path, image: np.ndarray) -> None:
+def write_png(path: Path, image: np.ndarray) -> None:
+    """Write an image (H, W, 3) uint8 RGB; its folder is created.
+
+    Raises:
+        InputError: where the file cannot be written.
+    """
     encoded, buffer = cv2.imencode(".png", image[..., ::-1])
     if not encoded:
         raise RuntimeError(f"OpenCV could not encode {path}")
