@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
-from timm.models.swin_transformer import PatchMerging, SwinTransformer
+from timm.models.swin_transformer import PatchMerging
 from torch import Tensor, nn
 from torchvision.ops import FrozenBatchNorm2d, deform_conv2d
 
@@ -26,7 +26,8 @@ class DeformableTokenMerging(nn.Module):
     """Deformable convolution of 2 x 2 tokens with stride 2, BatchNorm, GELU (equations 7 and 8).
 
     The offsets start at zero (section 4.1): a new module is a plain convolution. Sampling positions and products are
-    computed in float32, or float64 where the map is, whatever autocast or the module's own type says.
+    computed in float32, or float64 where the map is, whatever autocast or the module's own type says. A trace needs
+    torchvision where it is loaded.
 
     Args:
         in_channels: C.
@@ -119,13 +120,13 @@ def sampled_positions(offsets: Sequence[Tensor], row: int, col: int) -> Tensor:
     return positions
 
 
-def with_deformable_merging(swin: SwinTransformer, *, norm: str = "batch") -> SwinTransformer:
+def with_deformable_merging(swin: nn.Module, *, norm: str = "batch") -> nn.Module:
     """A copy of timm's Swin with deformable token merging (LIT Table 4, "Swin-Ti + DTM"), with new weights in it.
 
     The table's PVT-S is not offered: timm has PVT v2 alone, whose overlapping embeddings of 3 x 3 are another model.
 
     Args:
-        swin: as ``timm.create_model("swin_tiny_patch4_window7_224")`` gives it.
+        swin: as ``timm.create_model("swin_tiny_patch4_window7_224")`` gives it, with ``features_only=True`` or without.
         norm: see :class:`DeformableTokenMerging`.
 
     Raises:

@@ -292,6 +292,14 @@ def test_swin_keeps_all_but_its_merging():
     assert all(isinstance(m.norm, FrozenBatchNorm2d) for m in ours.modules() if isinstance(m, DeformableTokenMerging))
 
 
+def test_swin_for_a_detector():
+    swin = timm.create_model(
+        "swin_tiny_patch4_window7_224", features_only=True, img_size=(64, 96), embed_dim=8, num_heads=(1, 2, 2, 4)
+    )
+    maps = with_deformable_merging(swin).eval()(random_images(1, 3, 64, 96, dtype=torch.float32))
+    assert [tuple(map_.shape) for map_ in maps] == [(1, 16, 24, 8), (1, 8, 12, 16), (1, 4, 6, 32), (1, 2, 3, 64)]
+
+
 def test_parameters_of_table_4():
     """28 million before and after; LayerNorm(4C) and Linear(4C, 2C) become a convolution, its offsets, BatchNorm."""
     with torch.device("meta"):
