@@ -24,6 +24,7 @@ MAX_IMAGES = 32
 TITLE_FONT, TITLE_SCALE = cv2.FONT_HERSHEY_SIMPLEX, 0.45
 LABEL_POINTS = 9
 LABEL_OPACITY = 0.6  # of a class's colour over the image
+MIN_NAMED = 0.01  # of the image that a class covers, to be named
 LABEL_HEIGHT, CHARACTER_WIDTH = 17, 7.6  # pixels of a label at LABEL_POINTS, roughly
 
 
@@ -300,10 +301,20 @@ def _draw_labels(image: np.ndarray, labels: np.ndarray, metadata, *, title: str)
         blended[labels == label] += LABEL_OPACITY * (255 * _label_color(label, metadata) - image[labels == label])
     visualizer = Visualizer(blended.round().astype(np.uint8), metadata, scale=scale)
     for label in present:
-        name, (row, column) = metadata.stuff_classes[label], _inside((labels == label).astype(np.uint8))
-        light = (1 + _label_color(label, metadata)) / 2
-        visualizer.draw_text(name, (column, row), font_size=LABEL_POINTS / scale, color=light)
+        mask = labels == label
+        if mask.mean() >= MIN_NAMED:
+            _draw_name(visualizer, metadata.stuff_classes[label].partition(",")[0], mask, _label_color(label, metadata))
     return _panel(visualizer.output.get_image(), round(height * scale), title)
+
+
+def _draw_name(visualizer: Visualizer, name: str, mask: np.ndarray, color: np.ndarray) -> None:
+    """Write where the mask (H, W) is widest, inside the image."""
+    height, width = mask.shape
+    scale = visualizer.output.scale
+    row, column = _inside(mask.astype(np.uint8))
+    margin = min(len(name) * CHARACTER_WIDTH / 2 / scale, width / 2)
+    position = min(max(column, margin), width - margin), max(min(row, height - LABEL_HEIGHT / scale), 0)
+    visualizer.draw_text(name, position, font_size=LABEL_POINTS / scale, color=(1 + color) / 2)
 
 
 def _label_color(label: int, metadata) -> np.ndarray:
