@@ -1,7 +1,9 @@
 """What all families share: stages in order, the maps of those that are asked for, and a classification head."""
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from timm.layers import trunc_normal_
@@ -64,10 +66,32 @@ class Stage(nn.Module):
             global_tokens = global_tokens.expand(tokens.shape[0], -1, -1)
         for block in self.blocks:
             if self.activation_checkpointing and self.training and torch.is_grad_enabled():
-                tokens, global_tokens = checkpoint(block, tokens, global_tokens, use_reentrant=False)
+                contexts = functools.partial(_contexts_of_checkpoint, block)
+                tokens, global_tokens = checkpoint(
+                    block, tokens, global_tokens, use_reentrant=False, context_fn=contexts
+                )
             else:
                 tokens, global_tokens = block(tokens, global_tokens)
         return tokens, global_tokens
+
+
+def _contexts_of_checkpoint(block: nn.Module) -> tuple[contextlib.AbstractContextManager, ...]:
+    """For the first pass and for the second one, which must not count a batch's statistics again."""
+    return contextlib.nullcontext(), _untracked(block)
+
+
+@contextlib.contextmanager
+def _untracked(module: nn.Module) -> Iterator[None]:
+    norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
+    before = [(norm.momentum, norm.num_batches_tracked.clone()) for norm in norms]
+    for norm in norms:
+        norm.momentum = 0.0
+    try:
+        yield
+    finally:
+        for norm, (momentum, count) in zip(norms, before, strict=True):
+            norm.momentum = momentum
+            norm.num_batches_tracked.copy_(count)
 
 
 class Backbone(nn.Module):

@@ -4,12 +4,13 @@ import functools
 from collections.abc import Sequence
 
 from backbones.backbone import Backbone, Classifier
+from backbones.cvt import CvT
 from backbones.errors import InputError, explain_unknown_keywords
 from backbones.lit import LIT
 from backbones.variants import OPTIONS, VARIANTS, CvTVariant, LITVariant, Variant, ViLVariant, get_variant
 from backbones.vil import ViL
 
-_FAMILIES: dict[type, type[Backbone]] = {LITVariant: LIT, ViLVariant: ViL}
+_FAMILIES: dict[type, type[Backbone]] = {CvTVariant: CvT, LITVariant: LIT, ViLVariant: ViL}
 _checked = functools.partial(explain_unknown_keywords, also=OPTIONS)
 
 

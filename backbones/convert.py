@@ -114,13 +114,15 @@ def convert_state_dict(
         The state dict, which loads with ``strict=True``, and the report.
 
     Raises:
-        InputError: for a name that no rule explains, a parameter of ours that stays unfilled, or a shape that does
+        InputError: for a variant without official weights, a name that no rule explains, a parameter of ours that stays unfilled, or a shape that does
             not fit; both sides are listed.
     """
     create = create_classifier if classifier else create_backbone
     with torch.device("meta"):
         model = create(name, **(model_options or {}))
-    rules = _RULES[type(model.backbone if classifier else model)]
+    rules = _RULES.get(type(model.backbone if classifier else model))
+    if rules is None:
+        raise InputError(f"no official weights of {name} were ever published: there is nothing to convert")
     conversion = rules(model, "backbone." if classifier else "")
     unexplained = [key for key, tensor in official.items() if not conversion.take(key, tensor)]
     conversion.initialise()

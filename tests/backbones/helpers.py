@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from backbones.attention.performer import redraw_features
 from backbones.variants import ViLStage, ViLVariant
@@ -24,6 +26,8 @@ FAMILIES = {
     "cyclic": {"attention_mode": "cyclic"},
     "dense": {"attention": "dense"},
     "dense_relative": {"attention": "dense", "relative_bias": True, "global_tokens": 2},
+    "long_short": {"attention": "long_short", "global_tokens": 2},
+    "long_short_relative": {"attention": "long_short", "relative_bias": True, "global_tokens": (1, 1, 1, 0)},
     "global": {"attention": "global", "global_tokens": 3},
     "spatial_reduction": {"attention": "spatial_reduction", "reduction": (4, 3, 2, 1)},
     "performer": {"attention": "performer", "num_features": 10, "global_tokens": (1, 1, 1, 0)},
@@ -76,6 +80,22 @@ def assert_all_close(actual: dict, expected: dict, *, tolerance: float) -> None:
         torch.testing.assert_close(
             actual[name], expected[name], atol=tolerance, rtol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
         )
+
+
+class LargestTensor(TorchDispatchMode):
+    """Keeps the number of elements of the largest tensor that any operation gives, forwards or backwards.
+
+    ``nbytes`` is the size of the largest memory behind them: a view may have more elements than that has.
+    """
+
+    numel = nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves(result) if torch.is_tensor(leaf)]
+        self.numel = max([self.numel, *(tensor.numel() for tensor in tensors)])
+        self.nbytes = max([self.nbytes, *(tensor.untyped_storage().nbytes() for tensor in tensors)])
+        return result
 
 
 def trace(function: Callable, example: tuple[Tensor, ...]) -> torch.jit.ScriptFunction:

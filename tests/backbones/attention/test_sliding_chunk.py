@@ -4,13 +4,12 @@ import functools
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from backbones.attention import reference
 from backbones.attention.sliding_chunk import MODES, SlidingChunkAttention, sliding_chunk_attention
 from backbones.errors import InputError
 from tests.backbones.helpers import (
+    LargestTensor,
     assert_all_close,
     attention_inputs,
     outputs_and_gradients,
@@ -139,17 +138,6 @@ def test_lower_precision_is_close_to_float64(height, width, dtype, tolerance, mo
     for name, tensor in expected.items():
         error = (actual[name].cpu().double() - tensor).abs().max() / tensor.abs().max()
         assert error <= tolerance, name
-
-
-class LargestTensor(TorchDispatchMode):
-    """Keeps the number of elements of the largest tensor that any operation gives, forwards or backwards."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        self.numel = max([self.numel, *(leaf.numel() for leaf in tree_leaves(result) if torch.is_tensor(leaf))])
-        return result
 
 
 def largest_tensor(height: int, width: int, mode: str) -> int:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from backbones.layers.overlap import threes
+from backbones.layers.overlap import threes, windows
 from tests.backbones.helpers import assert_all_close, outputs_and_gradients, random_images
 
 
@@ -25,3 +25,11 @@ def test_makes_no_copy():
     x = random_images(2, 12, 3)
     assert threes(x, 1, 2).data_ptr() == x.data_ptr()
     assert threes(x.requires_grad_(), 1, 2).untyped_storage().nbytes() == x.untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize("dim, size, step", [(1, 5, 3), (1, 3, 1), (2, 4, 4), (2, 7, 2), (-2, 5, 3), (1, 10, 7)])
+def test_windows_of_any_size_equal_unfold(dim, size, step):
+    x = random_images(2, 11, 17, 3)
+    actual = outputs_and_gradients(lambda x: windows(x, dim, size, step), {"x": x})
+    expected = outputs_and_gradients(lambda x: x.unfold(dim, size, step), {"x": x})
+    assert_all_close(actual, expected, tolerance=1e-14)

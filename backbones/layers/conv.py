@@ -1,0 +1,71 @@
+"""Convolutions of CvT: overlapping token embedding, separable projections, weight standardisation."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from backbones.layers.patch_embed import pad_to_multiple
+from backbones.layers.precision import at_least_float32
+
+
+class ConvEmbed(nn.Module):
+    """Overlapping patches, each embedded (CvT section 3.1): a strided convolution, then LayerNorm.
+
+    A height or width that is no multiple of ``stride`` is padded with zeros below and on the right.
+    """
+
+    def __init__(self, in_channels: int, dim: int, *, kernel_size: int, stride: int, norm_eps: float) -> None:
+        super().__init__()
+        self.stride = stride
+        # 2 for 7 x 7 with stride 4, 1 for 3 x 3 with stride 2
+        self.projection = nn.Conv2d(in_channels, dim, kernel_size, stride, padding=-(-(kernel_size - stride) // 2))
+        self.norm = nn.LayerNorm(dim, eps=norm_eps)
+
+    def forward(self, maps: Tensor) -> Tensor:
+        """(B, C_in, H, W) -> (B, ceil(H / stride), ceil(W / stride), dim)."""
+        maps = self.projection(pad_to_multiple(maps, self.stride))
+        return self.norm(maps.permute(0, 2, 3, 1))
+
+
+class SeparableProjection(nn.Module):
+    """CvT's projection (section 3.2): a 3 x 3 convolution of each channel, BatchNorm, a linear layer over channels."""
+
+    def __init__(self, dim: int, out_dim: int) -> None:
+        super().__init__()
+        self.depthwise = nn.Conv2d(dim, dim, 3, padding=1, groups=dim, bias=False)
+        self.norm = nn.BatchNorm2d(dim)
+        self.pointwise = nn.Linear(dim, out_dim)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(B, H, W, dim) -> (B, H, W, out_dim)."""
+        maps = self.norm(self.depthwise(tokens.permute(0, 3, 1, 2)))
+        return self.pointwise(maps.permute(0, 2, 3, 1))
+
+
+class StandardisedProjection(nn.Module):
+    """As :class:`SeparableProjection`, with standardised spatial weights in the place of BatchNorm, and no bias.
+
+    Made for scores that a softmax over the tokens follows: a bias would add the same to all and change nothing.
+    """
+
+    def __init__(self, dim: int, out_dim: int) -> None:
+        super().__init__()
+        self.depthwise = StandardisedConv2d(dim, dim, 3, padding=1, groups=dim, bias=False)
+        self.pointwise = nn.Linear(dim, out_dim, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(B, H, W, dim) -> (B, H, W, out_dim)."""
+        return self.pointwise(self.depthwise(tokens.permute(0, 3, 1, 2)).permute(0, 2, 3, 1))
+
+
+class StandardisedConv2d(nn.Conv2d):
+    """A convolution whose filters have mean 0 and variance 1 each (Qiao et al. 2019, arXiv:1903.10520, equation 4)."""
+
+    def forward(self, maps: Tensor) -> Tensor:
+        return F.conv2d(maps, self.standardised(), self.bias, self.stride, self.padding, self.dilation, self.groups)
+
+    def standardised(self) -> Tensor:
+        """The weight that convolves, (out, in / groups, height, width); computed in float32 or better."""
+        weight = at_least_float32(self.weight)
+        variance, mean = torch.var_mean(weight, dim=(1, 2, 3), keepdim=True, correction=0)
+        return ((weight - mean) * torch.rsqrt(variance + 1e-5)).to(self.weight.dtype)

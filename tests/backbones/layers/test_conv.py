@@ -1,0 +1,79 @@
+"""The convolutions of CvT."""
+
+import pytest
+import torch
+
+from backbones.layers.conv import ConvEmbed, SeparableProjection, StandardisedConv2d, StandardisedProjection
+from tests.backbones.helpers import random_images, randomise
+
+
+@pytest.mark.parametrize("kernel_size, stride, padding", [(7, 4, 2), (3, 2, 1)])
+@pytest.mark.parametrize("height, width", [(1, 9), (16, 24), (17, 31), (18, 5)])
+def test_embedding_of_any_size(kernel_size, stride, padding, height, width):
+    """As CvT's own where the sides are multiples of the stride, and on an image with zeros below and right if not."""
+    embed = randomise(ConvEmbed(3, 6, kernel_size=kernel_size, stride=stride, norm_eps=1e-5)).double()
+    images = random_images(2, 3, height, width)
+    padded = torch.zeros(2, 3, -(-height // stride) * stride, -(-width // stride) * stride, dtype=torch.float64)
+    padded[:, :, :height, :width] = images
+    projection = embed.projection
+    expected = torch.nn.functional.conv2d(padded, projection.weight, projection.bias, stride, padding)
+    expected = torch.nn.functional.layer_norm(expected.movedim(1, -1), (6,), embed.norm.weight, embed.norm.bias)
+    tokens = embed(images)
+    assert tokens.shape == (2, -(-height // stride), -(-width // stride), 6)
+    torch.testing.assert_close(tokens, expected, atol=1e-12, rtol=0)
+
+
+def test_separable_projection_is_a_convolution_of_each_channel_then_of_each_token():
+    projection = randomise(SeparableProjection(4, 6)).double().eval()
+    with torch.no_grad():
+        projection.norm.running_mean.copy_(torch.tensor([0.1, -0.2, 0.3, 0.0]))
+        projection.norm.running_var.copy_(torch.tensor([0.5, 2.0, 1.0, 3.0]))
+    tokens = random_images(2, 5, 7, 4)
+    norm, spatial = projection.norm, torch.nn.functional.pad(tokens, (0, 0, 1, 1, 1, 1))
+    summed = sum(
+        spatial[:, row : row + 5, col : col + 7] * projection.depthwise.weight[:, 0, row, col]
+        for row in range(3)
+        for col in range(3)
+    )
+    normed = (summed - norm.running_mean) / (norm.running_var + 1e-5).sqrt() * norm.weight + norm.bias
+    expected = normed @ projection.pointwise.weight.T + projection.pointwise.bias
+    torch.testing.assert_close(projection(tokens), expected, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_standardised_weights_have_mean_0_and_variance_1(dtype):
+    conv = randomise(StandardisedConv2d(4, 6, 3, padding=1, groups=2)).to(dtype)
+    weight = conv.standardised()
+    assert weight.shape == conv.weight.shape and weight.dtype == dtype
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-3
+    filters = weight.double().flatten(1)
+    torch.testing.assert_close(filters.mean(1), torch.zeros(6).double(), atol=tolerance, rtol=0)
+    torch.testing.assert_close(filters.var(1, correction=0), torch.ones(6).double(), atol=tolerance, rtol=0)
+    images = random_images(2, 4, 5, 7, dtype=dtype)
+    expected = torch.nn.functional.conv2d(images, weight, conv.bias, padding=1, groups=2)
+    torch.testing.assert_close(conv(images), expected, atol=0, rtol=0)
+
+
+def test_standardised_weights_do_not_see_scale_and_shift():
+    conv = randomise(StandardisedConv2d(4, 4, 3, groups=4, bias=False)).double()
+    before = conv.standardised().detach()
+    with torch.no_grad():
+        conv.weight.mul_(50).add_(3)
+    torch.testing.assert_close(conv.standardised(), before, atol=1e-3, rtol=0)
+
+
+def test_the_gradient_reaches_standardised_weights():
+    projection = randomise(StandardisedProjection(4, 6)).double()
+    weight = projection.depthwise.weight
+    (projection(random_images(2, 5, 7, 4)) * random_images(2, 5, 7, 6, seed=3)).sum().backward()
+    assert weight.grad.abs().sum() > 0
+    # Scale and shift of a filter change nothing but through the small number beside its variance.
+    assert weight.grad.sum((1, 2, 3)).abs().max() < 1e-12
+    assert (weight.grad * weight).sum((1, 2, 3)).abs().max() < 1e-2 * weight.grad.abs().max()
+
+
+def test_filters_of_equal_weights_are_finite():
+    conv = StandardisedConv2d(2, 2, 3, groups=2, bias=False)
+    torch.nn.init.ones_(conv.weight)
+    conv.standardised().sum().backward()
+    assert conv.standardised().eq(0).all() and conv.weight.grad.isfinite().all()
