@@ -1,12 +1,15 @@
 """The backbones as detectron2 knows them: bottom-up maps, and FPN over them for Mask R-CNN and RetinaNet."""
 
+import math
 from collections.abc import Sequence
 
+import torch.nn.functional as F
 from detectron2.config import CfgNode
 from detectron2.layers import ShapeSpec
 from detectron2.modeling.backbone import BACKBONE_REGISTRY, FPN, Backbone
-from detectron2.modeling.backbone.fpn import LastLevelMaxPool, LastLevelP6P7
-from torch import Tensor
+from detectron2.modeling.backbone.fpn import LastLevelMaxPool
+from fvcore.nn.weight_init import c2_xavier_fill
+from torch import Tensor, nn
 
 from backbones import InputError, create_backbone
 
@@ -61,26 +64,104 @@ def build_transformer_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> Transfor
         max_img_size=node.MAX_IMG_SIZE,
         activation_checkpointing=node.ACTIVATION_CHECKPOINTING,
         attention_backend=node.ATTENTION_BACKEND,
-        attention_mode=node.ATTENTION_MODE,
+        attention=list(node.ATTENTION) or None,
+        attention_mode=node.ATTENTION_MODE or None,
         global_tokens=list(node.GLOBAL_TOKENS) or None,
         window_size=list(node.WINDOW_SIZE) or None,
+        rank=list(node.RANK) or None,
         shared_projections=node.SHARED_PROJECTIONS,
+        merging=node.MERGING or None,
+        merging_norm=node.MERGING_NORM or None,
     )
+
+
+class CoarserLevels(nn.Module):
+    """FPN's levels beyond its last map, each by a 3 x 3 convolution with stride 2 on the one before.
+
+    For two levels on a map of stride 32 it is detectron2's ``LastLevelP6P7``, with its names and initial values.
+
+    Args:
+        in_channels: of the map ``in_feature``.
+        out_channels: of the levels.
+        in_feature: a bottom-up map or a level of FPN.
+        first_level: the number of the first new level.
+        num_convolutions: levels by convolution.
+        pooled: whether one level more is pooled from the last, as Mask R-CNN's P6.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        in_feature: str,
+        *,
+        first_level: int,
+        num_convolutions: int,
+        pooled: bool = False,
+    ) -> None:
+        super().__init__()
+        self.in_feature = in_feature
+        self.pooled = pooled
+        self.num_levels = num_convolutions + pooled
+        self.names = [f"p{first_level + index}" for index in range(num_convolutions)]
+        for name in self.names:
+            layer = nn.Conv2d(in_channels, out_channels, kernel_size=3, stride=2, padding=1)
+            c2_xavier_fill(layer)
+            self.add_module(name, layer)
+            in_channels = out_channels
+
+    def forward(self, maps: Tensor) -> list[Tensor]:
+        """(B, C_in, H, W) -> the levels (B, C, H / 2, W / 2), (B, C, H / 4, W / 4), ..., rounded up."""
+        levels: list[Tensor] = []
+        for name in self.names:
+            levels.append(self.get_submodule(name)(F.relu(levels[-1]) if levels else maps))
+        if self.pooled:
+            levels.append(F.max_pool2d(levels[-1], kernel_size=1, stride=2))
+        return levels
 
 
 @BACKBONE_REGISTRY.register()
 def build_transformer_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> FPN:
-    """FPN with a pooled last level, P2 to P6 from stages 1 to 4: for Mask R-CNN."""
-    return _fpn(cfg, build_transformer_backbone(cfg, input_shape), LastLevelMaxPool())
+    """FPN with a pooled last level, P2 to P6 from stages 1 to 4: for Mask R-CNN.
+
+    Where the last stage has stride 16 (CvT), P5 is a convolution with stride 2 on P4.
+    """
+    bottom_up = build_transformer_backbone(cfg, input_shape)
+    level = _last_level(cfg, bottom_up)
+    if level == 5:
+        return _fpn(cfg, bottom_up, LastLevelMaxPool())
+    channels = cfg.MODEL.FPN.OUT_CHANNELS
+    top_block = CoarserLevels(
+        channels, channels, f"p{level}", first_level=level + 1, num_convolutions=5 - level, pooled=True
+    )
+    return _fpn(cfg, bottom_up, top_block)
 
 
 @BACKBONE_REGISTRY.register()
 def build_retinanet_transformer_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> FPN:
-    """FPN with two convolutions on the last stage's map, P3 to P7 from stages 2 to 4: for RetinaNet."""
+    """FPN with two convolutions on the last stage's map, P3 to P7 from stages 2 to 4: for RetinaNet.
+
+    Where the last stage has stride 16 (CvT), P5 is a convolution on its map too.
+    """
     bottom_up = build_transformer_backbone(cfg, input_shape)
-    last = cfg.MODEL.FPN.IN_FEATURES[-1]
-    top_block = LastLevelP6P7(bottom_up.output_shape()[last].channels, cfg.MODEL.FPN.OUT_CHANNELS, last)
+    last, level = cfg.MODEL.FPN.IN_FEATURES[-1], _last_level(cfg, bottom_up)
+    top_block = CoarserLevels(
+        bottom_up.output_shape()[last].channels,
+        cfg.MODEL.FPN.OUT_CHANNELS,
+        last,
+        first_level=level + 1,
+        num_convolutions=7 - level,
+    )
     return _fpn(cfg, bottom_up, top_block)
+
+
+def _last_level(cfg: CfgNode, bottom_up: TransformerBackbone) -> int:
+    """5 where FPN's last map has a stride of 32, 4 for 16."""
+    last = cfg.MODEL.FPN.IN_FEATURES[-1]
+    stride = bottom_up.output_shape()[last].stride
+    if stride not in (16, 32):
+        raise InputError(f"MODEL.FPN.IN_FEATURES ends with {last}, of stride {stride}: the last one has 16 or 32")
+    return int(math.log2(stride))
 
 
 def _fpn(cfg: CfgNode, bottom_up: TransformerBackbone, top_block) -> FPN:

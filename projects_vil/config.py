@@ -20,19 +20,30 @@ def add_vil_config(cfg: CN) -> None:
     cfg.MODEL.TRANSFORMER.OUT_FEATURES = []
     # Rate of stochastic depth of the last block, growing linearly from 0 at the first.
     cfg.MODEL.TRANSFORMER.DROP_PATH = 0.1
-    # Largest image side in pixels; tables of absolute positions, and the bias of dense attention, are made for it.
+    # Largest image side in pixels, for ViL's tables of absolute positions; other tables are resized to each map.
     cfg.MODEL.TRANSFORMER.MAX_IMG_SIZE = 1333
     # Compute activations again in the backward pass: less memory, about a third more time.
     cfg.MODEL.TRANSFORMER.ACTIVATION_CHECKPOINTING = False
     # "sdpa", or "reference" (quadratic, for debugging).
     cfg.MODEL.TRANSFORMER.ATTENTION_BACKEND = "sdpa"
-    # "zero_pad", "exact" or "cyclic" (ViL, appendix C).
-    cfg.MODEL.TRANSFORMER.ATTENTION_MODE = "zero_pad"
-    # Global tokens of each stage, and sides of the chunks in tokens (7 is a window of 15); empty for the variant's own.
+    # What follows is the variant's own where it is empty; a key that the variant's family does not have is an error.
+    # ViL and LS: the attention of each stage, "sliding_chunk", "long_short" or "dense".
+    cfg.MODEL.TRANSFORMER.ATTENTION = []
+    # ViL: "zero_pad", "exact" or "cyclic" (appendix C).
+    cfg.MODEL.TRANSFORMER.ATTENTION_MODE = ""
+    # ViL and LS: global tokens of each stage.
     cfg.MODEL.TRANSFORMER.GLOBAL_TOKENS = []
+    # ViL, LS and CvT: sides of the chunks or segments in tokens (7 is ViL's window of 15), of each stage.
     cfg.MODEL.TRANSFORMER.WINDOW_SIZE = []
-    # Whether local and global tokens share their projections, as in the released models.
-    cfg.MODEL.TRANSFORMER.SHARED_PROJECTIONS = True
+    # LS and CvT: rank of the dynamic projection of each stage.
+    cfg.MODEL.TRANSFORMER.RANK = []
+    # ViL: whether local and global tokens share their projections, as in the released models.
+    cfg.MODEL.TRANSFORMER.SHARED_PROJECTIONS = None
+    # LIT: "deformable" or "uniform", and the norm of deformable merging, "batch", "frozen" or "sync".
+    cfg.MODEL.TRANSFORMER.MERGING = ""
+    cfg.MODEL.TRANSFORMER.MERGING_NORM = ""
+    # Performer: iterations between two drawings of its random features (ViL, appendix D: 1000 in detection).
+    cfg.MODEL.TRANSFORMER.FEATURE_REDRAW_PERIOD = 1000
 
     # "ADAMW" or "SGD".
     cfg.SOLVER.OPTIMIZER = "ADAMW"

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 from detectron2.config import CfgNode
-from detectron2.engine import DefaultTrainer, default_setup, launch
+from detectron2.engine import DefaultTrainer, HookBase, default_setup, launch
 from detectron2.evaluation import DatasetEvaluator, verify_results
 from detectron2.utils import comm
 from torch import nn
 
 from backbones import InputError
+from backbones.attention.performer import PerformerAttention, redraw_features
 from backbones.variants import get_variant
 from projects_vil import data, evaluation, optim
 from projects_vil.checkpoint import Checkpointer, check_weights_file
@@ -58,7 +59,11 @@ class Trainer(DefaultTrainer):
         self.checkpointer = Checkpointer(
             self._trainer.model, self.cfg.OUTPUT_DIR, trainer=weakref.proxy(self)
         )
-        return super().build_hooks()
+        hooks = super().build_hooks()
+        period = self.cfg.MODEL.TRANSFORMER.FEATURE_REDRAW_PERIOD
+        if any(isinstance(module, PerformerAttention) for module in self.model.modules()):
+            hooks.insert(0, RedrawFeatures(period))
+        return hooks
 
     @classmethod
     def test(cls, cfg: CfgNode, model: nn.Module, evaluators: Any = None) -> OrderedDict:
@@ -67,6 +72,23 @@ class Trainer(DefaultTrainer):
         if comm.is_main_process():
             write_results(cfg, results)
         return results
+
+
+class RedrawFeatures(HookBase):
+    """Draw Performer's random features anew every ``period`` iterations (ViL appendix D).
+
+    The iteration is the seed: all processes draw the same, and a resumed run draws as one that was never stopped.
+    The features themselves are in the checkpoint.
+    """
+
+    def __init__(self, period: int) -> None:
+        if period < 1:
+            raise InputError(f"MODEL.TRANSFORMER.FEATURE_REDRAW_PERIOD is {period}: it is 1 or more iterations")
+        self.period = period
+
+    def before_step(self) -> None:
+        if self.trainer.iter and self.trainer.iter % self.period == 0:
+            redraw_features(self.trainer.model, seed=self.trainer.iter)
 
 
 def write_results(cfg: CfgNode, results: OrderedDict) -> None:

@@ -7,11 +7,14 @@ import pytest
 import torch
 from detectron2.layers import ShapeSpec
 from detectron2.modeling import BACKBONE_REGISTRY, build_backbone, build_model
+from detectron2.modeling.backbone.fpn import LastLevelP6P7
 from torch import nn
+from torchvision.ops import FrozenBatchNorm2d
 
 from backbones import InputError
+from backbones.attention.long_short import LongShortAttention
 from backbones.attention.sliding_chunk import SlidingChunkAttention
-from projects_vil.backbone import TransformerBackbone, build_transformer_backbone
+from projects_vil.backbone import CoarserLevels, TransformerBackbone, build_transformer_backbone
 from tests.projects_vil.helpers import small_config
 
 RGB = ShapeSpec(channels=3)
@@ -255,3 +258,64 @@ def backward(backbone: nn.Module) -> tuple[int, dict[str, torch.Tensor]]:
         total = sum(m.square().mean() for m in backbone(images()).values())
     total.backward()
     return saved, {name: p.grad for name, p in backbone.named_parameters() if p.grad is not None}
+
+
+CVT_STAGES = {"retinanet": "['stage2', 'stage3']", "mask_rcnn": "['stage1', 'stage2', 'stage3']"}
+
+
+@pytest.mark.parametrize("detector", LEVELS)
+def test_a_backbone_that_ends_at_stride_16_gets_its_coarser_levels_from_fpn(detector):
+    stages = ["MODEL.FPN.IN_FEATURES", CVT_STAGES[detector]]
+    backbone = build_backbone(small_config(detector, "MODEL.TRANSFORMER.NAME", "cvt_ls_13", *stages)).eval()
+    assert {name: shape.stride for name, shape in backbone.output_shape().items()} == LEVELS[detector]
+    height, width = 96, 160
+    with torch.no_grad():
+        maps = backbone(images(height, width))
+    assert {name: tuple(m.shape) for name, m in maps.items()} == {
+        name: (1, 32, math.ceil(height / stride), math.ceil(width / stride))
+        for name, stride in LEVELS[detector].items()
+    }
+    p5 = {"retinanet": 384, "mask_rcnn": 32}[detector]
+    assert (backbone.top_block.p5.in_channels, backbone.top_block.p5.stride) == (p5, (2, 2))
+
+
+def test_two_coarser_levels_are_those_of_detectron2():
+    ours = CoarserLevels(12, 8, "stage4", first_level=6, num_convolutions=2)
+    theirs = LastLevelP6P7(12, 8, "stage4")
+    theirs.load_state_dict(ours.state_dict())
+    map_ = torch.randn(1, 12, 7, 9)
+    for level, expected in zip(ours(map_), theirs(map_), strict=True):
+        torch.testing.assert_close(level, expected)
+    assert ours.num_levels == theirs.num_levels == 2
+
+
+@pytest.mark.parametrize("name", ["build_transformer_fpn_backbone", "build_retinanet_transformer_fpn_backbone"])
+def test_levels_that_end_too_early_raise(name):
+    cfg = small_config("retinanet", "MODEL.FPN.IN_FEATURES", "['stage1', 'stage2']", "MODEL.BACKBONE.NAME", name)
+    with pytest.raises(InputError, match="ends with stage2, of stride 8: the last one has 16 or 32"):
+        build_backbone(cfg)
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["MODEL.TRANSFORMER.NAME", "lit_ti", "MODEL.TRANSFORMER.RANK", "[8]"], "lit_ti has no option rank"),
+        (["MODEL.TRANSFORMER.MERGING", "uniform"], "has no option merging"),
+        (["MODEL.TRANSFORMER.NAME", "linformer_tiny"], "linformer_tiny cannot be a backbone"),
+        (["MODEL.TRANSFORMER.ATTENTION", "['dense']"], "one a stage"),
+    ],
+)
+def test_options_of_other_families_raise(overrides, message):
+    with pytest.raises(InputError, match=message):
+        bottom_up(*overrides)
+
+
+def test_options_of_the_other_families_are_passed_on():
+    lit = ["MODEL.TRANSFORMER.NAME", "lit_ti", "MODEL.TRANSFORMER.MERGING_NORM", "frozen"]
+    assert any(isinstance(m, FrozenBatchNorm2d) for m in bottom_up(*lit).modules())
+    uniform = bottom_up("MODEL.TRANSFORMER.NAME", "lit_ti", "MODEL.TRANSFORMER.MERGING", "uniform")
+    assert not any("offset" in name for name, _ in uniform.named_parameters())
+    long_short = ["MODEL.TRANSFORMER.ATTENTION", "['long_short', 'long_short', 'long_short', 'long_short']"]
+    modules = list(bottom_up(*long_short, "MODEL.TRANSFORMER.RANK", "[1, 2, 3, 4]").modules())
+    ranks = [m.dynamic_projection.out_features // m.num_heads for m in modules if isinstance(m, LongShortAttention)]
+    assert ranks == [1, 2, 3, 3, 3, 4]

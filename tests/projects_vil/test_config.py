@@ -35,10 +35,15 @@ def test_defaults():
         "MAX_IMG_SIZE": 1333,
         "ACTIVATION_CHECKPOINTING": False,
         "ATTENTION_BACKEND": "sdpa",
-        "ATTENTION_MODE": "zero_pad",
+        "ATTENTION": [],
+        "ATTENTION_MODE": "",
         "GLOBAL_TOKENS": [],
         "WINDOW_SIZE": [],
-        "SHARED_PROJECTIONS": True,
+        "RANK": [],
+        "SHARED_PROJECTIONS": None,
+        "MERGING": "",
+        "MERGING_NORM": "",
+        "FEATURE_REDRAW_PERIOD": 1000,
     }
     assert (cfg.SOLVER.OPTIMIZER, cfg.SOLVER.LR_MULTIPLIERS, cfg.DATASETS.COCO) == ("ADAMW", [], [])
     assert (cfg.SOLVER.POLY_LR_POWER, cfg.INPUT.CROP.SINGLE_CATEGORY_MAX_AREA, cfg.DATASETS.ADE20K) == (0.9, 1.0, [])

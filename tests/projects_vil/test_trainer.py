@@ -217,3 +217,36 @@ def test_weights_are_checked_first(shapes, tmp_path):
     absent = str(tmp_path / "absent.pth")
     assert setup_message("MODEL.WEIGHTS", absent) == f"there is no weights file {absent} (MODEL.WEIGHTS)"
     assert setup_message(eval_only=True).startswith("MODEL.WEIGHTS is empty")
+
+
+# -- Performer's random features -------------------------------------------------------------------
+
+
+def features_of(path) -> dict[str, torch.Tensor]:
+    state = torch.load(path, weights_only=True)["model"]
+    return {name: tensor for name, tensor in state.items() if name.endswith("attention.features")}
+
+
+def test_random_features_are_redrawn_by_iteration_and_saved(shapes, tmp_path):
+    """Every third of five iterations; a run that is resumed draws as one that never stopped."""
+    options = ["MODEL.TRANSFORMER.NAME", "performer_tiny", "MODEL.TRANSFORMER.FEATURE_REDRAW_PERIOD", "3"]
+    options += ["SOLVER.IMS_PER_BATCH", "2", "SOLVER.MAX_ITER", "5", "SOLVER.CHECKPOINT_PERIOD", "2"]
+    cfg = small_config("retinanet", *options, "OUTPUT_DIR", str(tmp_path), "DATASETS.TEST", "()")
+    Trainer(cfg).train()
+    at = {name: features_of(tmp_path / f"model_{name}.pth") for name in ("0000001", "0000003", "final")}
+    first = next(iter(at["final"]))
+    assert len(at["final"]) == 12
+    assert not torch.equal(at["0000001"][first], at["0000003"][first])  # drawn before iteration 3
+    assert torch.equal(at["0000003"][first], at["final"][first])
+    (tmp_path / "last_checkpoint").write_text("model_0000001.pth")
+    resumed = Trainer(cfg)
+    resumed.resume_or_load(resume=True)
+    resumed.train()
+    assert all(torch.equal(features_of(tmp_path / "model_final.pth")[name], at["final"][name]) for name in at["final"])
+
+
+def test_a_redraw_period_below_one_raises(shapes, tmp_path):
+    options = ["MODEL.TRANSFORMER.NAME", "performer_tiny", "MODEL.TRANSFORMER.FEATURE_REDRAW_PERIOD", "0"]
+    cfg = small_config("retinanet", *options, "OUTPUT_DIR", str(tmp_path))
+    with pytest.raises(InputError, match="FEATURE_REDRAW_PERIOD is 0"):
+        Trainer(cfg)
