@@ -148,6 +148,45 @@ def test_analyze_model_makes_a_table_of_several(run_here):
     assert [line.split()[0] for line in out.splitlines()] == ["config", *map(str, demo)]
 
 
+@pytest.fixture
+def photo(tmp_path):
+    """A file of 50 x 75 pixels."""
+    pixels = example_image(50, 75).permute(1, 2, 0).numpy()
+    cv2.imwrite(str(tmp_path / "photo.png"), pixels)
+    return tmp_path / "photo.png"
+
+
+def test_visualize_attention(trained_run, photo, tmp_path):
+    arguments = ["--config-file", trained_run / "config.yaml", "--weights", trained_run / "model_final.pth"]
+    arguments += ["--input", photo, "--output", tmp_path / "drawn", "--stage", 3, "--block", 2, "--point", 20, 30]
+    result = run_tool("visualize_attention.py", *arguments)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == f"wrote {tmp_path}/drawn/photo_stage3_block2_20_30.png\n"
+    assert "random" not in result.stderr
+    assert cv2.imread(str(tmp_path / "drawn/photo_stage3_block2_20_30.png")).std() > 10
+
+
+def test_visualize_offsets_with_random_and_with_given_weights(run_here, photo, tmp_path, caplog):
+    lit = [*SMALL["retinanet"], "MODEL.TRANSFORMER.NAME", "lit_ti"]
+    arguments = ["--config-file", CONFIG, "--input", photo, "--output", tmp_path / "drawn", "--point", 20, 30]
+    drawing = tmp_path / "drawn/photo_offsets.png"
+    status, out, _ = run_here("visualize_offsets.py", *arguments, "--opts", *lit)
+    assert (status, out) == (0, f"wrote {drawing}\n")
+    assert [record.getMessage() for record in caplog.records if "random" in record.getMessage()] == [
+        "no weights were given (--weights): those of the model are random"
+    ]
+    regular = cv2.imread(str(drawing))
+    caplog.clear()
+
+    state_dict = lively_detector(small_config("retinanet", *lit)).state_dict()
+    state_dict["backbone.bottom_up.net.stages.1.patch_embed.offset.bias"] += 1
+    torch.save({"model": state_dict}, tmp_path / "weights.pth")
+    arguments += ["--weights", tmp_path / "weights.pth"]
+    assert run_here("visualize_offsets.py", *arguments, "--opts", *lit)[0] == 0
+    assert not any("random" in record.getMessage() for record in caplog.records)
+    assert (cv2.imread(str(drawing)) != regular).any()
+
+
 # -- mistakes, in a process ------------------------------------------------------------------------
 
 
@@ -302,3 +341,19 @@ def test_dataset_tools_mistakes(mistake, tmp_path):
     assert "--num-train is 0" in mistake("make_shapes_dataset.py", tmp_path / "shapes", "--num-train", 0)
     absent = tmp_path / "absent.json"
     assert str(absent) in mistake("make_coco_subset.py", absent, tmp_path / "out.json")
+
+
+def test_drawing_mistakes(mistake, run_here, photo, tmp_path):
+    small = ["--opts", *SMALL["retinanet"]]
+    common = ["--config-file", CONFIG, "--output", tmp_path / "drawn", "--input"]
+    where = ["--stage", 3, "--block", 1, "--point", 20, 30]
+    assert "ViL has no deformable token merging" in mistake("visualize_offsets.py", *common, photo, *small)
+    assert "--stage is 9" in mistake("visualize_attention.py", *common, photo, *where, "--stage", 9, *small)
+    for name, options in (("visualize_attention.py", where), ("visualize_offsets.py", [])):
+        absent = [*common, tmp_path / "absent.jpg", *options, *small, "MODEL.TRANSFORMER.NAME", "lit_ti"]
+        assert f"cannot read the image {tmp_path}/absent.jpg" in mistake(name, *absent)
+        unknown = [*common, photo, *options, "--weights", "absent.pth", *small]
+        assert "no weights file absent.pth" in mistake(name, *unknown)
+    status, _, err = run_here("visualize_offsets.py", *common, photo, "--points", 2, "--point", 1, 2)
+    assert status == 2 and "not allowed with" in err
+    assert not (tmp_path / "drawn").exists()

@@ -1,0 +1,41 @@
+"""Draw where a token of an image looks, a heat map for each head of one attention, into a PNG.
+
+Example:
+    python tools/visualize_attention.py --config-file output/vil_tiny/config.yaml --weights \\
+        output/vil_tiny/model_final.pth --input photo.jpg --output drawings --stage 3 --block 9 --point 120 200
+"""
+
+import argparse
+from pathlib import Path
+
+from projects_vil import load_config
+from projects_vil.attention_maps import draw_attention
+from projects_vil.cli import run_tool
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config-file", required=True, metavar="FILE", help="config of the model")
+    parser.add_argument("--weights", metavar="FILE", help="checkpoint (default: MODEL.WEIGHTS, or random weights)")
+    parser.add_argument("--input", required=True, metavar="IMAGE", help="image file")
+    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder for the PNG")
+    parser.add_argument("--stage", required=True, type=int, metavar="S", help="stage of the backbone, from 1")
+    parser.add_argument("--block", required=True, type=int, metavar="B", help="block of the stage, from 1")
+    parser.add_argument("--point", required=True, type=int, nargs=2, metavar=("Y", "X"), help="pixel of the image")
+    parser.add_argument("--opts", nargs="+", default=[], metavar="KEY VALUE", help="overrides of config keys")
+    args = parser.parse_args()
+    cfg = load_config(args.config_file, args.opts)
+    path = draw_attention(
+        cfg,
+        args.weights or cfg.MODEL.WEIGHTS,
+        args.input,
+        args.output,
+        stage=args.stage,
+        block=args.block,
+        point=tuple(args.point),
+    )
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    run_tool(main)
