@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from backbones.attention import reference
+from backbones.attention.chunks import mark_keys, mark_queries
 from backbones.errors import check_choice
 from backbones.layers.position import GridRelativeBias
 from backbones.layers.tracing import static_size
@@ -21,7 +22,9 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, *, bias: Tensor |
     Returns:
         (B, M, L, D)
     """
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
+    # With a mask of three axes PyTorch leaves its fast kernel on the CPU.
+    mask = bias[None] if bias is not None and bias.ndim == 3 else bias
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
 
 
 def split_heads(tokens: Tensor, num_heads: int) -> Tensor:
@@ -43,8 +46,8 @@ BACKENDS = {"sdpa": dense_attention, "reference": reference.attention}
 class DenseAttention(nn.Module):
     """Multi-head self-attention over the tokens of a map and the global tokens together.
 
-    A learned bias is made for a group of the map's rows at a time, and again in the backward pass, so that a large map
-    never has more than a part of its N x N scores a head in memory.
+    On a large map a learned bias is made for a group of rows at a time, and again in the backward pass, or is a view of
+    a small table, so that never more than a part of the N x N scores a head is in memory.
 
     Args:
         dim: channels of a token.
@@ -100,32 +103,73 @@ class DenseAttention(nn.Module):
         elif torch.jit.is_tracing() or height * width * (num_global + height * width) <= _GROUP_SCORES:
             output = attend(query, key, value, bias=self.relative_bias(height, width))
         else:
-            output = self._by_groups(query, key, value, height, width)
+            output = self._on_large_map(query, key, value, height, width)
         output = self.projection(merge_heads(output))
         return part_tokens(output, height, width, num_global if self.update_globals else 0)
 
-    def _by_groups(self, query: Tensor, key: Tensor, value: Tensor, height: int, width: int) -> Tensor:
-        """Attention with the relative bias, some rows of the map at a time."""
-        attend, outputs = BACKENDS[self.backend], []
+    def _on_large_map(self, query: Tensor, key: Tensor, value: Tensor, height: int, width: int) -> Tensor:
+        """Attention with the relative bias that never holds the bias of all pairs."""
         num_queries = query.shape[2] - height * width
+        local = query[:, :, num_queries:].unflatten(2, (height, width))
+        if torch.is_grad_enabled() or query.device.type != "cpu" or self.backend != "sdpa":
+            output = self._by_groups(local, key, value)
+        else:
+            output = self._by_view(local, key, value)
         if num_queries:
             bias = self.relative_bias.of_globals(height * width)
-            outputs.append(attend(query[:, :, :num_queries], key, value, bias=bias))
+            globals_ = BACKENDS[self.backend](query[:, :, :num_queries], key, value, bias=bias)
+            output = torch.cat([globals_, output], dim=2)
+        return output
+
+    def _by_groups(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Some rows of the map at a time: (B, M, H, W, D), (B, M, G + H * W, D) twice -> (B, M, H * W, D)."""
+        height, width = query.shape[2:4]
         by_row = self.relative_bias.by_row(height, width)
 
         def group(query: Tensor, key: Tensor, value: Tensor, by_row: Tensor, rows: Tensor) -> Tensor:
-            return attend(query, key, value, bias=self.relative_bias.of_rows(by_row, rows))
+            return BACKENDS[self.backend](query, key, value, bias=self.relative_bias.of_rows(by_row, rows))
 
         step = max(1, _GROUP_SCORES // (width * key.shape[2]))
-        local = query[:, :, num_queries:].unflatten(2, (height, width)).split(step, dim=2)
-        numbers = torch.arange(height, device=query.device).split(step)
-        for part, rows in zip(local, numbers, strict=True):
-            part = part.flatten(2, 3)
+        numbers, outputs = torch.arange(height, device=query.device).split(step), []
+        for part, rows in zip(query.split(step, dim=2), numbers, strict=True):
+            inputs = (part.flatten(2, 3), key, value, by_row, rows)
             if torch.is_grad_enabled():
-                outputs.append(checkpoint(group, part, key, value, by_row, rows, use_reentrant=False))
+                outputs.append(checkpoint(group, *inputs, use_reentrant=False))
             else:
-                outputs.append(group(part, key, value, by_row, rows))
+                outputs.append(group(*inputs))
         return torch.cat(outputs, dim=2)
+
+    def _by_view(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """As :meth:`_by_groups`, with a bias that is a view: twice as fast on the CPU, which takes one of any strides.
+
+        The rows of queries stand in the batch axis. The global tokens stand behind each row of keys, and are seen
+        behind the first.
+        """
+        height, width, channels = query.shape[2:]
+        scale, num_global = channels**-0.5, key.shape[2] - height * width
+        key, value = (
+            torch.cat(
+                [
+                    x[:, :, num_global:].unflatten(2, (height, width)),
+                    x[:, :, None, :num_global].expand(-1, -1, height, -1, -1),
+                ],
+                dim=3,
+            )
+            for x in (key, value)
+        )
+        if num_global:
+            hidden = torch.zeros(height, width + num_global, dtype=torch.bool)
+            hidden[1:, width:] = True
+            key, query = mark_keys(key, hidden, extra=1, scale=scale), mark_queries(query, 1)
+            value = F.pad(value, (0, 1))
+        bias, outputs = self.relative_bias.as_view(height, width).to(query.dtype), []
+        # Image by image: (H, M, W, D), and (M, S, D) twice
+        rows_up = query.flip(2).transpose(1, 2)
+        for rows, keys, values in zip(rows_up, key.flatten(2, 3), value.flatten(2, 3), strict=True):
+            keys, values = (x.expand(height, -1, -1, -1) for x in (keys, values))
+            outputs.append(F.scaled_dot_product_attention(rows, keys, values, attn_mask=bias, scale=scale))
+        output = torch.stack(outputs)[..., :channels]
+        return output.transpose(1, 2).flip(2).flatten(2, 3)
 
 
 def join_tokens(tokens: Tensor, global_tokens: Tensor | None) -> Tensor:

@@ -187,7 +187,7 @@ class GridRelativeBias(nn.Module):
             by_row: of :meth:`by_row`.
             rows: (R,), numbers of rows.
         """
-        height, width = (by_row.shape[1] + 1) // 2, by_row.shape[2]
+        height = (by_row.shape[1] + 1) // 2
         offset = rows[:, None] - torch.arange(height, device=rows.device)[None, :] + height - 1
         # (M, R, H, W, W), and then (M, R * W, H * W)
         bias = by_row.index_select(1, offset.flatten()).unflatten(1, (-1, height))
@@ -195,6 +195,20 @@ class GridRelativeBias(nn.Module):
         if self.num_global_tokens:
             bias = torch.cat([self.local_to_global[:, None].expand(-1, bias.shape[1], -1), bias], dim=2)
         return bias
+
+    def as_view(self, height: int, width: int) -> Tensor:
+        """The bias of all local queries without a copy for each: (H, M, W, H * (W + G)), query rows from the last up.
+
+        Each row of keys ends with the G global tokens, all with their bias.
+        """
+        # (M, W, 2 * H - 1, W + G): for a query's column, the rows of keys in the order in which they pass it by
+        by_col = self.by_row(height, width).flip(1).transpose(1, 2)
+        if self.num_global_tokens:
+            to_global = self.local_to_global[:, None, None].expand(-1, width, 2 * height - 1, -1)
+            by_col = torch.cat([by_col, to_global], dim=3)
+        heads, _, rows, row = by_col.shape
+        strides = (row, width * rows * row, rows * row, 1)
+        return by_col.reshape(-1).as_strided((height, heads, width, height * row), strides)
 
     def of_globals(self, tokens: int) -> Tensor:
         """The bias of the global queries, (M, G, G + tokens)."""

@@ -18,6 +18,7 @@ from torchvision.ops import FrozenBatchNorm2d, deform_conv2d
 
 from backbones.errors import InputError, check_choice
 from backbones.layers.patch_embed import pad_to_multiple
+from backbones.layers.precision import at_least_float32, autocast_off
 
 NORMS = {"batch": nn.BatchNorm2d, "frozen": FrozenBatchNorm2d, "sync": nn.SyncBatchNorm}
 
@@ -58,12 +59,12 @@ class DeformableTokenMerging(nn.Module):
 
         (B, C, H, W) -> (B, ceil(H / 2), ceil(W / 2), 2, 2, 2): merged token, row and column of its 2 x 2, (y, x).
         """
-        with _no_autocast(maps):
-            return self._offset(_wide(pad_to_multiple(maps, 2))).permute(0, 2, 3, 1).unflatten(3, (2, 2, 2))
+        with autocast_off(maps.device):
+            return self._offset(at_least_float32(pad_to_multiple(maps, 2))).permute(0, 2, 3, 1).unflatten(3, (2, 2, 2))
 
     def _merge(self, maps: Tensor) -> Tensor:
-        with _no_autocast(maps), _no_trace_warnings():
-            padded = _wide(pad_to_multiple(maps, 2))
+        with autocast_off(maps.device), _no_trace_warnings():
+            padded = at_least_float32(pad_to_multiple(maps, 2))
             weight, bias = self.weight.to(padded.dtype), self.bias.to(padded.dtype)
             return deform_conv2d(padded, self._offset(padded), weight, bias, stride=2).to(maps.dtype)
 
@@ -153,15 +154,6 @@ class _ChannelsLast(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.merging(tokens.permute(0, 3, 1, 2))
-
-
-def _wide(maps: Tensor) -> Tensor:
-    return maps if maps.dtype == torch.float64 else maps.float()
-
-
-def _no_autocast(maps: Tensor) -> contextlib.AbstractContextManager:
-    kind = maps.device.type
-    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

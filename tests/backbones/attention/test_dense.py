@@ -114,3 +114,31 @@ def test_a_large_map_keeps_little_in_training(monkeypatch):
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
         module(tokens, None)
     assert max(kept) < (20 * 24) ** 2 / 4
+
+
+@pytest.mark.parametrize("num_global", [0, 1, 2])
+@pytest.mark.parametrize("update_globals", [True, False])
+@pytest.mark.parametrize("height, width", [(7, 6), (1, 9), (8, 1)])
+def test_the_view_for_inference_changes_nothing(monkeypatch, num_global, update_globals, height, width):
+    module = dense_module(num_global, size=(3, 5), update_globals=update_globals)
+    inputs = module_inputs(num_global, height, width)
+    with torch.no_grad():
+        expected = module(*inputs)
+        monkeypatch.setattr(dense, "_GROUP_SCORES", 1)
+        actual = module(*inputs)
+    torch.testing.assert_close(actual[0], expected[0], atol=1e-12, rtol=1e-12)
+    if num_global and update_globals:
+        torch.testing.assert_close(actual[1], expected[1], atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float16, 3e-3), (torch.bfloat16, 3e-2)])
+def test_the_view_in_half_precision(monkeypatch, dtype, tolerance):
+    module, inputs = dense_module(2, size=(3, 5)), module_inputs(2, 7, 6)
+    with torch.no_grad():
+        expected = module(*inputs)[0]
+        monkeypatch.setattr(dense, "_GROUP_SCORES", 1)
+        output = module.to(dtype)(*(x.to(dtype) for x in inputs))[0]
+        assert (output.double() - expected).abs().max() < tolerance * expected.abs().max() * 4
+        with torch.autocast("cpu", dtype):
+            output = module.float()(*(x.float() for x in inputs))[0]
+        assert (output.double() - expected).abs().max() < tolerance * expected.abs().max() * 4
