@@ -276,3 +276,49 @@ def test_window_bias_is_resized_to_another_window():
 def test_positions_resized_to_the_same_size_are_untouched():
     table = F.normalize(random_images(WINDOW, 4))
     assert resize_table(table, (WINDOW,)) is table
+
+
+# Ours -> official, for the parts of a long-short block
+LONG_SHORT = {
+    "attention.relative_bias.table": "attn.local_relative_position_bias_table",
+    "attention.local_norm": "attn.dual_ln_full",
+    "attention.projected_norm": "attn.dual_ln_dp",
+    "attention.dynamic_projection": "attn.to_dynamic_projection",
+    "attention.qkv": "attn.qkv",
+    "attention.projection": "attn.proj",
+    "attention_norm": "norm",
+}
+
+
+def test_long_short_attention_is_mapped_name_by_name():
+    """The first stage of an official Transformer-LS."""
+    options = {"out_features": ("stage1",)}
+    model = create_backbone("ls_tiny", **options)
+    official, mlp = {}, "stages.0.blocks.0.mlp"
+    for ours, tensor in model.state_dict().items():
+        name = ours.replace("stages.0.patch_embed.projection", "layer1.0.proj")
+        name = name.replace("stages.0.patch_embed.norm", "layer1.0.norm_embed")
+        name = name.replace("stages.0.global_tokens", "layer1.0.cls_token")
+        name = name.replace(f"{mlp}_norm", "layer1.2.norm").replace(f"{mlp}.expand", "layer1.2.mlp.fc1")
+        name = name.replace(f"{mlp}.contract", "layer1.2.mlp.fc2")
+        for part, theirs in LONG_SHORT.items():
+            name = name.replace(f"stages.0.blocks.0.{part}", f"layer1.1.{theirs}")
+        assert name.startswith("layer1.")
+        official[name] = torch.randn_like(tensor)
+    official["layer1.1.attn.relative_position_index"] = torch.zeros(49, 169, dtype=torch.long)
+    converted, report = convert_state_dict(official, "ls_tiny", model_options=options)
+    assert converted.keys() == model.state_dict().keys() and not report.split and not report.resized
+    assert report.dropped == {"layer1.1.attn.relative_position_index": "computed by the model"}
+    assert all(torch.equal(converted[ours], official[name]) for name, ours in report.mapped.items())
+    for part, theirs in LONG_SHORT.items():
+        leaf = "" if part.endswith("table") else ".weight"
+        assert report.mapped[f"layer1.1.{theirs}{leaf}"] == f"stages.0.blocks.0.{part}{leaf}"
+
+
+@pytest.mark.parametrize("window_size", [5, 8])
+def test_the_bias_of_segments_is_never_resized(window_size):
+    """Its rows are shared by offsets; that of w = 5 has 121 rows, as if it were a square."""
+    model = create_backbone("ls_tiny", window_size=window_size, out_features=("stage1",))
+    table = model.stages[0].blocks[0].attention.relative_bias.table.detach()
+    with pytest.raises(InputError, match=rf"has shape \({len(table)}, 1\), and .* \(253, 1\)"):
+        convert_state_dict({"layer1.1.attn.local_relative_position_bias_table": table}, "ls_tiny")

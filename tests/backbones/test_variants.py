@@ -231,3 +231,10 @@ def test_a_mechanism_can_be_chosen_by_stage():
 def test_relative_bias_is_only_for_those_that_have_one():
     with pytest.raises(InputError, match="performer attention has no relative bias"):
         dataclasses.replace(get_variant("performer_tiny"), relative_bias=True)
+
+
+@pytest.mark.parametrize(
+    "name, img_size, millions", [("ls_medium", 224, 39.8), ("ls_base", 224, 55.8), ("ls_medium_384", 384, 39.9)]
+)
+def test_parameters_of_transformer_ls_are_as_many_as_its_table_3_prints(name, img_size, millions):
+    assert round(count_parameters(meta_model(create_classifier, name, img_size=img_size)) / 1e6, 1) == millions
