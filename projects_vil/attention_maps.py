@@ -254,7 +254,7 @@ def _draw(
     heads = range(module.num_heads)
     to_globals = [""] * module.num_heads
     if attention.to_globals.numel():
-        to_globals = [f", global tokens {_percent(weights.sum())}" for weights in attention.to_globals]
+        to_globals = [f", globals {_percent(weights.sum())}" for weights in attention.to_globals]
     if attention.direct.any():
         for head in heads:
             text, panel = _heat_map(attention.direct[head], image, stride, frame, cell)
@@ -306,7 +306,7 @@ def _heat_map(weights: Tensor, image: SeenImage, stride: int, frame: Frame, cell
     opacity = opacity[:, :, None]
     panel, scale = fit(((1 - opacity) * 0.6 * grey + opacity * colored).round().astype(np.uint8))
     _rectangle(panel, (cell[0] - top, cell[1] - left, cell[2] - top, cell[3] - left), scale, QUERY_COLOR)
-    return f"{_percent(least)} to {_percent(largest)} a token", panel
+    return f"{_percent(least)} to {_percent(largest)} each", panel
 
 
 def _rectangle(panel: np.ndarray, frame: Frame, scale: float, color: tuple[int, int, int]) -> None:

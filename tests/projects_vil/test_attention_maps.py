@@ -226,7 +226,7 @@ def test_a_window_is_enlarged_and_framed(photo, monkeypatch):
     # Two chunks below the corner and 8 tokens left of it are 14 x 8, drawn as 16 x 16 tokens of 8 pixels, halved;
     # the line is a pixel wider than the frame.
     assert yellow.min(axis=0).tolist() == [0, 480 - 64 - 1] and yellow.max(axis=0).tolist() == [64, 480 - 1]
-    assert head.shape == (480, 480, 3) and "a token, global tokens" in title
+    assert head.shape == (480, 480, 3) and " each, globals " in title
 
 
 @pytest.mark.parametrize(
