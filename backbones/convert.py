@@ -114,8 +114,8 @@ def convert_state_dict(
         The state dict, which loads with ``strict=True``, and the report.
 
     Raises:
-        InputError: for a variant without official weights, a name that no rule explains, a parameter of ours that stays unfilled, or a shape that does
-            not fit; both sides are listed.
+        InputError: for a variant without official weights, a name that no rule explains, a parameter of ours that
+            stays unfilled, or a shape that does not fit; both sides are listed.
     """
     create = create_classifier if classifier else create_backbone
     with torch.device("meta"):

@@ -10,8 +10,8 @@ spatial weights in the place of BatchNorm, DualLN, and no positions. What it lea
 
 With r = (128, 32, 8), the ranks of 448 x 448, that gives 20.28, 23.74 and 32.09 million parameters, as printed for 13,
 17 and 21 (20.3, 23.7, 32.1), and 30.98 for 21s, whose printed 30.1 cannot hold (31.0 with two digits swapped?): its
-four blocks more than 17 have 7.1 million weights in linear layers alone. With r = (64, 16, 4), those of 224 x 224 that the variants have, they are 20.17,
-23.53, 31.90 and 30.74: the paper prints one count for all resolutions.
+four blocks more than 17 have 7.1 million weights in linear layers alone. With r = (64, 16, 4), those of 224 x 224 that
+the variants have, they are 20.17, 23.53, 31.90 and 30.74: the paper prints one count for all resolutions.
 """
 
 from collections.abc import Sequence
@@ -112,8 +112,6 @@ class CvT(Backbone):
                 stride=_STRIDES[index],
                 norm_eps=variant.norm_eps,
             )
-            self.stages.append(
-                Stage(embed, blocks, dim=spec.dim, activation_checkpointing=activation_checkpointing)
-            )
+            self.stages.append(Stage(embed, blocks, dim=spec.dim, activation_checkpointing=activation_checkpointing))
             in_channels = spec.dim
         self.apply(init_linear)

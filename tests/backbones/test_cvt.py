@@ -186,8 +186,9 @@ def test_dynamic_projection_has_standardised_weights_and_no_bias():
     model = small_cvt()
     modules = dict(model.named_modules())
     standardised = [name for name, module in modules.items() if isinstance(module, StandardisedConv2d)]
-    assert standardised == [f"stages.{s}.blocks.{b}.attention.dynamic_projection.depthwise" for s, b in
-                            ((0, 0), (1, 0), (1, 1), (2, 0))]
+    assert standardised == [
+        f"stages.{s}.blocks.{b}.attention.dynamic_projection.depthwise" for s, b in ((0, 0), (1, 0), (1, 1), (2, 0))
+    ]
     assert not [name for name, _ in model.named_parameters() if "dynamic_projection" in name and "bias" in name]
 
 
