@@ -13,28 +13,16 @@ from detectron2.modeling import build_model
 from detectron2.utils.analysis import FlopCountAnalysis
 from torch import nn
 
-from backbones import create_backbone, create_classifier
-
-# Parameters in millions and FLOPs in units of 1e9 multiply-adds at 800 x 1333: ViL Tables 6 and 7.
-PUBLISHED = {
-    ("RetinaNet", "vil_tiny"): (16.64, 171.91),
-    ("RetinaNet", "vil_small"): (35.68, 252.21),
-    ("RetinaNet", "vil_medium_deep"): (50.77, 338.93),
-    ("RetinaNet", "vil_base_deep"): (66.74, 443.0),
-    ("GeneralizedRCNN", "vil_tiny"): (26.9, 94.3),
-    ("GeneralizedRCNN", "vil_small"): (45.0, 174.3),
-    ("GeneralizedRCNN", "vil_medium_deep"): (60.1, 261.1),
-    ("GeneralizedRCNN", "vil_base_deep"): (76.1, 365.1),
-}
-# ViL Table 4: parameters in millions of the classifiers with 1000 classes.
-PUBLISHED_CLASSIFIERS = {
-    "vil_tiny": 6.7,
-    "vil_small": 24.6,
-    "vil_medium_deep": 39.7,
-    "vil_medium_wide": 39.8,
-    "vil_base_deep": 55.7,
-    "vil_base_wide": 79.0,
-}
+from backbones import create_backbone
+from backbones.variants import ViLVariant, get_variant
+from projects_vil.counting import (
+    count_parameters,
+    count_with_features,
+    deform_conv_multiply_adds,
+    format_table,
+    meta_classifier,
+)
+from projects_vil.published import PUBLISHED, PUBLISHED_CLASSIFIERS
 
 
 @dataclasses.dataclass
@@ -45,10 +33,11 @@ class Analysis:
         name: the config's.
         parameters: of each part of the detector.
         total: of all parts, what is trained here.
-        as_published: of the same detector as the paper counts it: with absolute positions (for images of up to 1333
-            pixels) and the classification head (1000 classes) and norm that the official detectors carry and never use.
+        as_published: of the same detector as its paper counts it. That of ViL counts absolute positions (for images of
+            up to 1333 pixels), and the classification head (1000 classes) and norm that the official detectors carry
+            and never use; for the other families it is ``total``.
         published_parameters: in millions, or None.
-        classifier: of the paper's classifier of that size, absolute positions for 224 x 224, 1000 classes.
+        classifier: of the paper's classifier of that size, 1000 classes; of ViL with absolute positions.
         published_classifier: in millions, or None.
         flops: multiply-adds at ``size``, attention included, or None where they were not counted.
         flops_by_operator: the same by operator.
@@ -78,24 +67,26 @@ def analyze(cfg: CfgNode, name: str, *, size: tuple[int, int] = (800, 1333), wit
     cfg.defrost()
     cfg.MODEL.DEVICE = "cpu"
     model = build_model(cfg).eval()
-    variant = cfg.MODEL.TRANSFORMER.NAME
-    absolute = variant.removesuffix("_rpb")
-    with torch.device("meta"):
-        classifier = create_classifier(absolute)
-        backbone = create_backbone(absolute, max_img_size=1333)
+    variant = cfg.MODEL.TRANSFORMER.NAME.removesuffix("_rpb")
+    classifier = meta_classifier(variant)
     parts = parameters_by_part(model)
-    total = sum(parts.values())
-    paper_extra = sum(map(_count, (backbone, classifier.norm, classifier.head))) - parts["backbone"]
+    total = as_published = sum(parts.values())
+    if _is_of_vil(variant):
+        with torch.device("meta"):
+            backbone = create_backbone(variant, max_img_size=1333)
+        extra = sum(map(count_parameters, (backbone, classifier.norm, classifier.head)))
+        as_published += extra - parts["backbone"]
     by_operator = count_flops(model, size) if with_flops else {}
-    published = PUBLISHED.get((cfg.MODEL.META_ARCHITECTURE, absolute), (None, None))
+    published = PUBLISHED.get((cfg.MODEL.META_ARCHITECTURE, variant), (None, None))
+    published_classifier = PUBLISHED_CLASSIFIERS.get(variant)
     return Analysis(
         name=name,
         parameters=parts,
         total=total,
-        as_published=total + paper_extra,
+        as_published=as_published,
         published_parameters=published[0],
-        classifier=_count(classifier),
-        published_classifier=PUBLISHED_CLASSIFIERS.get(absolute),
+        classifier=count_with_features(classifier),
+        published_classifier=None if published_classifier is None else published_classifier[0].value,
         flops=sum(by_operator.values()) if with_flops else None,
         flops_by_operator=by_operator,
         published_flops=published[1],
@@ -117,12 +108,15 @@ def parameters_by_part(model: nn.Module) -> dict[str, int]:
 def count_flops(model: nn.Module, size: tuple[int, int]) -> dict[str, int]:
     """Multiply-adds by operator for one image (height, width), by fvcore; attention's two products are counted.
 
-    The products are counted as they are computed, with the keys of padding and the channel that marks them.
+    The products are counted as they are computed, with the keys of padding and the channel that marks them. Unlike
+    :func:`projects_vil.counting.multiply_adds`, which is for the meta device, this runs the whole detector, and fvcore
+    counts norms too.
     """
     generator = torch.Generator().manual_seed(0)
     image = torch.rand(3, *size, generator=generator) * 60
     counter = FlopCountAnalysis(model, [{"image": image}])
     counter.set_op_handle("aten::scaled_dot_product_attention", _attention_flops)
+    counter.set_op_handle("torchvision::deform_conv2d", _deform_conv_flops)
     counter.unsupported_ops_warnings(False).uncalled_modules_warnings(False)
     logger = logging.getLogger("fvcore.nn.jit_analysis")
     level = logger.level
@@ -152,11 +146,7 @@ def format_analyses(analyses: Sequence[Analysis]) -> str:
         )
         for a in analyses
     ]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-    return "\n".join(
-        "  ".join([row[0].ljust(widths[0])] + [cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True)])
-        for row in rows
-    )
+    return format_table(rows)
 
 
 def as_json(analyses: Sequence[Analysis]) -> list[dict[str, Any]]:
@@ -167,13 +157,14 @@ def as_json(analyses: Sequence[Analysis]) -> list[dict[str, Any]]:
 def _format_one(a: Analysis) -> str:
     lines = [a.name] + [f"  {part:<22}{number / 1e6:9.3f} M" for part, number in a.parameters.items()]
     lines.append(f"  {'all':<22}{a.total / 1e6:9.3f} M  trained here")
+    more = ""
+    if a.as_published != a.total:
+        more = "absolute positions, and the classification head and norm that the official detectors never use; "
     lines.append(
-        f"  {'as published':<22}{a.as_published / 1e6:9.3f} M  with absolute positions, and the classification head "
-        f"and norm that the official detectors never use; paper: {_optional(a.published_parameters)}"
+        f"  {'as published':<22}{a.as_published / 1e6:9.3f} M  {more}paper: {_optional(a.published_parameters)}"
     )
     lines.append(
-        f"  {'classifier':<22}{a.classifier / 1e6:9.3f} M  absolute positions, 1000 classes; paper: "
-        f"{_optional(a.published_classifier)}"
+        f"  {'classifier':<22}{a.classifier / 1e6:9.3f} M  1000 classes; paper: {_optional(a.published_classifier)}"
     )
     if a.flops is not None:
         lines.append(f"  multiply-adds at {a.size[0]} x {a.size[1]}, 1e9; paper: {_optional(a.published_flops)}")
@@ -189,12 +180,18 @@ def _attention_flops(inputs: list[Any], outputs: list[Any]) -> Counter[str]:
     return Counter({"attention": pairs * (query[-1] + value[-1])})
 
 
+def _deform_conv_flops(inputs: list[Any], outputs: list[Any]) -> Counter[str]:
+    return Counter({"conv": deform_conv_multiply_adds(_shape(inputs[1]), _shape(outputs[0]))})
+
+
 def _shape(entry: Any) -> list[int]:
     return entry.type().sizes()
 
 
-def _count(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+def _is_of_vil(name: str) -> bool:
+    """Whether the ViL paper counts it: its models have absolute positions."""
+    variant = get_variant(name)
+    return isinstance(variant, ViLVariant) and not variant.relative_bias
 
 
 def _optional(value: float | None, spec: str = "") -> str:

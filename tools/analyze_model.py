@@ -1,8 +1,10 @@
-"""Count the parameters and FLOPs of detectors, beside the figures of the papers.
+"""Count the parameters and FLOPs of detectors, or of every variant, beside the figures of the papers.
 
 Example:
     python tools/analyze_model.py --config-file configs/retinanet/vil_tiny_1x.yaml
     python tools/analyze_model.py --no-flops --config-file configs/*/vil_*_1x.yaml --json counts.json
+    python tools/analyze_model.py --variants
+    python tools/analyze_model.py --variants vil_tiny lit --json variants.json
 """
 
 import argparse
@@ -11,21 +13,35 @@ from backbones import InputError
 from projects_vil import load_config
 from projects_vil.analysis import analyze, as_json, format_analyses
 from projects_vil.cli import check_json_path, run_tool, write_json
+from projects_vil.counting import count_variants, format_counts
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config-file", required=True, nargs="+", metavar="FILE", help="configs; several for a table")
-    parser.add_argument("--size", type=int, nargs=2, default=(800, 1333), metavar=("H", "W"), help="of the image")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--config-file", nargs="+", metavar="FILE", help="configs; several for a table")
+    what.add_argument(
+        "--variants", nargs="*", metavar="PREFIX", help="a table of the variants that start so, or of all of them"
+    )
+    parser.add_argument("--size", type=int, nargs=2, metavar=("H", "W"), help="of the image; 800 1333 without it")
     parser.add_argument("--no-flops", action="store_true", help="count parameters only, in a second")
     parser.add_argument("--json", metavar="FILE", help="write the counts there too")
     parser.add_argument("--opts", nargs="+", default=[], metavar="KEY VALUE", help="overrides of config keys")
     args = parser.parse_args()
     check_json_path(args.json)
-    if min(args.size) < 1:
-        raise InputError(f"--size {args.size[0]} {args.size[1]}: a height and a width in pixels")
+    if args.variants is not None:
+        for option, given in (("--size", args.size), ("--no-flops", args.no_flops), ("--opts", args.opts)):
+            if given:
+                raise InputError(f"{option} is for --config-file")
+        counts = count_variants(args.variants)
+        print(format_counts(counts))
+        write_json(args.json, as_json(counts))
+        return
+    size = tuple(args.size or (800, 1333))
+    if min(size) < 1:
+        raise InputError(f"--size {size[0]} {size[1]}: a height and a width in pixels")
     analyses = [
-        analyze(load_config(path, args.opts), path, size=tuple(args.size), with_flops=not args.no_flops)
+        analyze(load_config(path, args.opts), path, size=size, with_flops=not args.no_flops)
         for path in args.config_file
     ]
     print(format_analyses(analyses))
