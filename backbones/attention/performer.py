@@ -94,7 +94,8 @@ class PerformerAttention(nn.Module):
     def forward(self, tokens: Tensor, global_tokens: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """(B, H, W, C) and (B, G, C) or None -> the same; None for global tokens that are not updated."""
         height, width = tokens.shape[1:3]
-        query, key, value = split_heads(self.qkv(join_tokens(tokens, global_tokens)), 3 * self.num_heads).chunk(3, dim=1)
+        qkv = self.qkv(join_tokens(tokens, global_tokens))
+        query, key, value = split_heads(qkv, 3 * self.num_heads).chunk(3, dim=1)
         num_global = 0 if global_tokens is None else static_size(global_tokens.shape[1])
         if not self.update_globals:
             query = query[:, :, num_global:]

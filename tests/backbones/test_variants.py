@@ -1,6 +1,7 @@
 """The sizes: those of the paper's Tables 1 and 9, and the parameter counts of its Tables 2, 4 and 14."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -238,3 +239,29 @@ def test_relative_bias_is_only_for_those_that_have_one():
 )
 def test_parameters_of_transformer_ls_are_as_many_as_its_table_3_prints(name, img_size, millions):
     assert round(count_parameters(meta_model(create_classifier, name, img_size=img_size)) / 1e6, 1) == millions
+
+
+# One of each size and mechanism: other depths are made of the same parts.
+PLAIN = [name for name in list_variants() if not re.search(r"linformer|(_\d+){3,4}(_rpb)?$", name)]
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("height, width", [(32, 32), (33, 190), (800, 1333)])
+def test_any_image_size(name, height, width):
+    model = meta_model(create_backbone, name).eval()
+    for stage, map_ in model(torch.empty(1, 3, height, width, device="meta")).items():
+        info = model.feature_info[stage]
+        assert map_.shape == (1, info.channels, -(-height // info.stride), -(-width // info.stride))
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_every_parameter_of_every_size_gets_a_gradient(name):
+    torch.manual_seed(0)
+    model = create_backbone(name).train()
+    maps = model(torch.randn(2, 3, 66, 130))
+    sum((map_ * torch.randn_like(map_)).sum() for map_ in maps.values()).backward()
+    for parameter_name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), parameter_name
+        # A softmax over the tokens takes no notice of the bias; with one reduced place there is nothing to compare.
+        if not parameter_name.endswith(("dynamic_projection.bias", "attention.reduce.weight")):
+            assert parameter.grad.abs().sum() > 0, parameter_name

@@ -118,7 +118,10 @@ def test_tables_hold_whole_places_of_the_last_stage(side, places):
     assert tuple(len(stage.positions.cols) for stage in model.stages) == (8, 4, 2, 1)
 
 
-@pytest.mark.parametrize("family", ["relative", "absolute", "cyclic", "exact", "dense_relative", "global", "spatial_reduction", "performer"])
+@pytest.mark.parametrize(
+    "family",
+    ["relative", "absolute", "cyclic", "exact", "dense_relative", "global", "spatial_reduction", "performer"],
+)
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float16, 3e-2), (torch.bfloat16, 2e-1)])
 def test_lower_precision(family, dtype, tolerance):
     images = random_images(1, 3, 37, 50)

@@ -127,5 +127,6 @@ def test_a_trace_is_right_for_other_sizes():
     attention = module(1)
     traced = trace(attention, inputs(4, 5, 1))
     for height, width in ((7, 3), (1, 9)):
-        for actual, expected in zip(traced(*inputs(height, width, 1)), attention(*inputs(height, width, 1)), strict=True):
+        example = inputs(height, width, 1)
+        for actual, expected in zip(traced(*example), attention(*example), strict=True):
             torch.testing.assert_close(actual, expected)

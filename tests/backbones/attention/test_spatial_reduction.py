@@ -62,7 +62,8 @@ def test_a_trace_is_right_for_other_sizes_also_below_a_reduction():
     attention = module(reduction=4)
     traced = trace(attention, inputs(9, 8, 1))
     for height, width in ((4, 5), (12, 7), (3, 2), (2, 30)):
-        for actual, expected in zip(traced(*inputs(height, width, 1)), attention(*inputs(height, width, 1)), strict=True):
+        example = inputs(height, width, 1)
+        for actual, expected in zip(traced(*example), attention(*example), strict=True):
             torch.testing.assert_close(actual, expected)
 
 
