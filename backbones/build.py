@@ -40,7 +40,8 @@ def create_backbone(
         out_features: names of the stages to return, ``"stage1"`` onwards; None for all.
         drop_path_rate: stochastic depth of the last block, growing linearly from 0 at the first.
         max_img_size: largest image side, or (height, width), in pixels; sizes ViL's tables of absolute positions.
-            Tables of other kinds are resized to each map, and have the size that the papers trained them at.
+            Tables of other kinds are resized to each map, and have the size that the papers trained them at
+            (``position_resizing`` changes that).
         activation_checkpointing: less memory in training for about a third more time.
         attention_backend: ``"sdpa"``, or ``"reference"``, which is quadratic and for debugging.
         options: in place of the variant's own, where not None; those of ``variants.VARIANTS[name].options``:
@@ -49,6 +50,8 @@ def create_backbone(
               ``rank`` and ``attention`` (``"sliding_chunk"``, ``"long_short"`` or ``"dense"``), each for all stages or
               one a stage; ``attention_mode`` (``"zero_pad"``, ``"exact"`` or ``"cyclic"``, ViL appendix C);
               ``shared_projections`` (False for separate projections of the global tokens);
+            - ViL, LS and LIT: ``position_resizing`` (``"load"`` for tables made for ``max_img_size``, ``"map"`` for
+              tables that are resized to each map);
             - CvT: ``window_size`` and ``rank``;
             - LIT: ``merging`` (``"deformable"`` or ``"uniform"``), ``merging_norm`` (``"batch"``, ``"frozen"`` or
               ``"sync"``).

@@ -9,7 +9,7 @@ from backbones.backbone import Backbone, FeatureInfo, Stage, drop_path_rates, in
 from backbones.errors import InputError, check_choice
 from backbones.layers.block import Block
 from backbones.layers.patch_embed import PatchEmbed
-from backbones.layers.position import GridPositions
+from backbones.layers.position import RESIZING, GridPositions
 from backbones.layers.token_merging import DeformableTokenMerging, LinearTokenMerging
 from backbones.variants import LITVariant
 
@@ -25,9 +25,9 @@ class LIT(Backbone):
         variant: the sizes, and the way in which tokens are merged.
         out_features: names of the stages to return, ``"stage1"`` to ``"stage4"``; None for all. Stages after the last
             one are not built.
-        max_img_size: without effect: all tables are resized to each map.
-        position_img_size: height and width of the image, in pixels, that the tables of positions and of relative bias
-            are made for; None for the variant's own.
+        max_img_size: height and width of the largest image in pixels, for tables that are resized when weights are
+            loaded: the variant's option ``position_resizing="load"``.
+        position_img_size: the same for tables that are resized to each map, as usual; None for the variant's own.
         drop_path_rate: stochastic depth of the last block; it grows linearly from 0 at the first.
         keep_global_tokens: as a classifier is built: LIT-Ti has a global token in its last stage, which
             :meth:`forward_tokens` returns, and the maps of the others are not normed on their way out.
@@ -56,6 +56,8 @@ class LIT(Backbone):
         check_choice("attention backend", attention_backend, BACKENDS)
         if position_img_size is None:
             position_img_size = (variant.position_img_size, variant.position_img_size)
+        check_choice("position resizing", variant.position_resizing, RESIZING)
+        table_img_size = max_img_size if variant.position_resizing == "load" else position_img_size
 
         rates = drop_path_rates(drop_path_rate, [spec.depth for spec in variant.stages])
         in_channels = 3
@@ -63,10 +65,12 @@ class LIT(Backbone):
             is_last = index + 1 == self.num_stages
             num_global_tokens = int(keep_global_tokens and is_last and not variant.relative_bias)
             # As large as the map is: 50 and 25 tokens for 800 pixels, as in the official detector
-            size = tuple(-(-side // strides[index]) for side in position_img_size)
+            size = tuple(-(-side // strides[index]) for side in table_img_size)
             positions = None
             if not variant.relative_bias:
-                positions = GridPositions(size, spec.dim, num_global_tokens=num_global_tokens)
+                positions = GridPositions(
+                    size, spec.dim, num_global_tokens=num_global_tokens, resizing=variant.position_resizing
+                )
             blocks = []
             for rate in rates[index]:
                 attention = None
@@ -77,6 +81,7 @@ class LIT(Backbone):
                         num_global_tokens=num_global_tokens,
                         bias_size=size if variant.relative_bias else None,
                         bias_resize_mode="cubic",
+                        bias_resizing=variant.position_resizing,
                         backend=attention_backend,
                     )
                 blocks.append(

@@ -48,8 +48,9 @@ class ViLVariant:
         relative_bias: in the place of absolute positions.
         attention_mode: of sliding chunks.
         shared_projections: of sliding chunks: whether global and local tokens share them.
-        position_img_size: image side in pixels that the relative bias of dense attention is made for; other maps
-            resize it.
+        position_img_size: image side in pixels for tables that are resized to each map.
+        position_resizing: ``"load"`` for tables that are made for the largest image, ``"map"`` for those that are
+            resized to each map, or None as the papers have it: absolute positions at load, relative bias to each map.
     """
 
     stages: tuple[ViLStage, ...]
@@ -57,8 +58,17 @@ class ViLVariant:
     attention_mode: str = "zero_pad"
     shared_projections: bool = True
     position_img_size: int = 224
+    position_resizing: str | None = None
 
-    options = ("attention", "attention_mode", "global_tokens", "rank", "shared_projections", "window_size")
+    options = (
+        "attention",
+        "attention_mode",
+        "global_tokens",
+        "position_resizing",
+        "rank",
+        "shared_projections",
+        "window_size",
+    )
     pool = "mean"
     norm_eps = 1e-6
 
@@ -71,6 +81,7 @@ class ViLVariant:
         rank: int | Sequence[int] | None = None,
         attention_mode: str | None = None,
         shared_projections: bool | None = None,
+        position_resizing: str | None = None,
     ) -> "ViLVariant":
         """The variant with what is not None in place of its own; a sequence has one entry for each stage.
 
@@ -92,7 +103,11 @@ class ViLVariant:
         ):
             if value is not None:
                 stages = _replaced(stages, field, _one_a_stage(field, value, len(stages), least))
-        changes = {"attention_mode": attention_mode, "shared_projections": shared_projections}
+        changes = {
+            "attention_mode": attention_mode,
+            "shared_projections": shared_projections,
+            "position_resizing": position_resizing,
+        }
         return dataclasses.replace(self, stages=stages, **{k: v for k, v in changes.items() if v is not None})
 
     def __post_init__(self) -> None:
@@ -123,7 +138,8 @@ class LITVariant:
             classifier (as PVT).
         norm_eps: of the LayerNorms.
         output_norms: whether a detector's maps of stage 2 and later are normed on their way out.
-        position_img_size: image side in pixels that the tables of a backbone are made for; other maps resize them.
+        position_img_size: image side in pixels for tables that are resized to each map.
+        position_resizing: ``"map"``, or ``"load"`` for tables that are made for the largest image.
         merging: ``"deformable"`` or ``"uniform"`` (Table 3).
         merging_norm: of deformable merging: ``"batch"``, ``"frozen"`` or ``"sync"``.
     """
@@ -133,18 +149,25 @@ class LITVariant:
     norm_eps: float
     output_norms: bool
     position_img_size: int
+    position_resizing: str = "map"
     merging: str = "deformable"
     merging_norm: str = "batch"
 
-    options = ("merging", "merging_norm")
+    options = ("merging", "merging_norm", "position_resizing")
 
     @property
     def pool(self) -> str:
         return "mean" if self.relative_bias else "global_token"
 
-    def with_options(self, *, merging: str | None = None, merging_norm: str | None = None) -> "LITVariant":
+    def with_options(
+        self,
+        *,
+        merging: str | None = None,
+        merging_norm: str | None = None,
+        position_resizing: str | None = None,
+    ) -> "LITVariant":
         """The variant with what is not None in place of its own."""
-        changes = {"merging": merging, "merging_norm": merging_norm}
+        changes = {"merging": merging, "merging_norm": merging_norm, "position_resizing": position_resizing}
         variant = dataclasses.replace(self, **{k: v for k, v in changes.items() if v is not None})
         check_choice("merging", variant.merging, ("deformable", "uniform"))
         check_choice("merging norm", variant.merging_norm, ("batch", "frozen", "sync"))

@@ -1,6 +1,6 @@
 """ViL, the Multi-Scale Vision Longformer: stages of efficient attention, each at half the resolution of the last."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
@@ -15,7 +15,7 @@ from backbones.backbone import Backbone, FeatureInfo, Stage, drop_path_rates, in
 from backbones.errors import check_choice
 from backbones.layers.block import Block
 from backbones.layers.patch_embed import PatchEmbed
-from backbones.layers.position import AbsolutePositions
+from backbones.layers.position import RESIZING, AbsolutePositions
 from backbones.variants import ViLStage, ViLVariant
 
 
@@ -26,9 +26,9 @@ class ViL(Backbone):
         variant: the sizes, and the attention of each stage.
         out_features: names of the stages to return, ``"stage1"`` to ``"stage4"``; None for all. Stages after the last
             one are not built.
-        max_img_size: height and width of the largest image in pixels, for tables of absolute positions.
-        position_img_size: height and width of the image that the relative bias of dense attention is made for; None
-            for the variant's own.
+        max_img_size: height and width of the largest image in pixels, for tables that are resized when weights are
+            loaded.
+        position_img_size: the same for tables that are resized to each map; None for the variant's own.
         drop_path_rate: stochastic depth of the last block; it grows linearly from 0 at the first.
         keep_global_tokens: whether the last stage returns its global tokens too (:meth:`forward_tokens`).
         activation_checkpointing: compute the activations of a block again in the backward pass.
@@ -64,19 +64,26 @@ class ViL(Backbone):
         in_channels = 3
         for index, spec in enumerate(variant.stages[: self.num_stages]):
             keep_globals = keep_global_tokens and index + 1 == self.num_stages
-            largest = _map_size(max_img_size, strides[index + 1], strides[-1])
-            positions = None
+            sizes = {
+                "load": _map_size(max_img_size, strides[index + 1], strides[-1]),
+                "map": _map_size(position_img_size, strides[index + 1], strides[-1]),
+            }
+            positions, resizing = None, variant.position_resizing or "load"
+            check_choice("position resizing", resizing, RESIZING)
             if not variant.relative_bias:
                 positions = AbsolutePositions(
-                    spec.dim, max_height=largest[0], max_width=largest[1], num_global_tokens=spec.global_tokens
+                    spec.dim,
+                    max_height=sizes[resizing][0],
+                    max_width=sizes[resizing][1],
+                    num_global_tokens=spec.global_tokens,
+                    resizing=resizing,
                 )
             blocks = []
             for number, rate in enumerate(rates[index]):
                 attention = _attention(
                     spec,
                     variant,
-                    map_size=largest,
-                    bias_size=_map_size(position_img_size, strides[index + 1], strides[-1]),
+                    sizes=sizes,
                     update_globals=keep_globals or number + 1 < spec.depth,
                     backend=attention_backend,
                 )
@@ -105,12 +112,11 @@ def _attention(
     spec: ViLStage,
     variant: ViLVariant,
     *,
-    map_size: tuple[int, int],
-    bias_size: tuple[int, int],
+    sizes: Mapping[str, tuple[int, int]],
     update_globals: bool,
     backend: str,
 ) -> nn.Module:
-    """The attention that ``spec`` names, of one block."""
+    """The attention that ``spec`` names, of one block; ``sizes`` are those of tables, by the way they are resized."""
     common = {
         "num_heads": spec.heads,
         "num_global_tokens": spec.global_tokens,
@@ -118,7 +124,9 @@ def _attention(
         "backend": backend,
     }
     if spec.attention == "dense":
-        return DenseAttention(spec.dim, bias_size=bias_size if variant.relative_bias else None, **common)
+        resizing = variant.position_resizing or "map"
+        bias_size = sizes[resizing] if variant.relative_bias else None
+        return DenseAttention(spec.dim, bias_size=bias_size, bias_resizing=resizing, **common)
     if spec.attention == "sliding_chunk":
         return SlidingChunkAttention(
             spec.dim,
@@ -139,7 +147,7 @@ def _attention(
     if spec.attention == "global":
         return GlobalMemoryAttention(spec.dim, **common)
     if spec.attention == "linformer":
-        return LinformerAttention(spec.dim, map_size=map_size, num_features=spec.num_features, **common)
+        return LinformerAttention(spec.dim, map_size=sizes["load"], num_features=spec.num_features, **common)
     if spec.attention == "spatial_reduction":
         return SpatialReductionAttention(spec.dim, reduction=spec.reduction, **common)
     if spec.attention == "performer":

@@ -72,6 +72,7 @@ def build_transformer_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> Transfor
         shared_projections=node.SHARED_PROJECTIONS,
         merging=node.MERGING or None,
         merging_norm=node.MERGING_NORM or None,
+        position_resizing=node.POSITION_RESIZING or None,
     )
 
 

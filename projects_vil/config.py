@@ -20,7 +20,7 @@ def add_vil_config(cfg: CN) -> None:
     cfg.MODEL.TRANSFORMER.OUT_FEATURES = []
     # Rate of stochastic depth of the last block, growing linearly from 0 at the first.
     cfg.MODEL.TRANSFORMER.DROP_PATH = 0.1
-    # Largest image side in pixels, for ViL's tables of absolute positions; other tables are resized to each map.
+    # Largest image side in pixels, for tables of positions that are not resized to each map.
     cfg.MODEL.TRANSFORMER.MAX_IMG_SIZE = 1333
     # Compute activations again in the backward pass: less memory, about a third more time.
     cfg.MODEL.TRANSFORMER.ACTIVATION_CHECKPOINTING = False
@@ -42,6 +42,9 @@ def add_vil_config(cfg: CN) -> None:
     # LIT: "deformable" or "uniform", and the norm of deformable merging, "batch", "frozen" or "sync".
     cfg.MODEL.TRANSFORMER.MERGING = ""
     cfg.MODEL.TRANSFORMER.MERGING_NORM = ""
+    # ViL, LS and LIT: "load" for tables of positions that are resized once, when weights are loaded, to MAX_IMG_SIZE;
+    # "map" for tables that are resized to each map; empty as in each paper (docs/checkpoints.md).
+    cfg.MODEL.TRANSFORMER.POSITION_RESIZING = ""
     # Performer: iterations between two drawings of its random features (ViL, appendix D: 1000 in detection).
     cfg.MODEL.TRANSFORMER.FEATURE_REDRAW_PERIOD = 1000
 

@@ -53,9 +53,10 @@ class DenseAttention(nn.Module):
         dim: channels of a token.
         num_heads: divides ``dim``.
         num_global_tokens: G; their bias is learned apart from that of the map where ``bias_size`` is given.
-        bias_size: height and width, in tokens, of the map that the relative bias table is made for; for a map of
-            another size the table is resized. None for no relative bias.
+        bias_size: height and width, in tokens, of the map that the relative bias table is made for; None for no
+            relative bias.
         bias_resize_mode: ``"linear"`` (bilinear) or ``"cubic"``.
+        bias_resizing: ``"map"``, or ``"load"`` for a table that is large enough for every map.
         update_globals: whether the global tokens are queries too; the last block of a stage drops them.
         backend: a key of ``BACKENDS``; ``"reference"`` is for debugging.
     """
@@ -68,6 +69,7 @@ class DenseAttention(nn.Module):
         num_global_tokens: int = 1,
         bias_size: tuple[int, int] | None = None,
         bias_resize_mode: str = "linear",
+        bias_resizing: str = "map",
         update_globals: bool = True,
         backend: str = "sdpa",
     ) -> None:
@@ -87,6 +89,7 @@ class DenseAttention(nn.Module):
                 num_global_tokens=num_global_tokens,
                 global_queries=self.update_globals,
                 resize_mode=bias_resize_mode,
+                resizing=bias_resizing,
             )
 
     def forward(self, tokens: Tensor, global_tokens: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -5,7 +5,11 @@ import torch.nn.functional as F
 from timm.layers import trunc_normal_
 from torch import Tensor, nn
 
-from backbones.errors import InputError
+from backbones.errors import InputError, check_choice
+
+# How a table meets a map of another size: resized once, when a checkpoint is loaded, into one for the largest map, of
+# which each map takes its part (ViL); or resized to each map (LIT).
+RESIZING = ("load", "map")
 
 
 def position_parameter(*shape: int) -> nn.Parameter:
@@ -39,28 +43,40 @@ class AbsolutePositions(nn.Module):
 
     Args:
         dim: channels, even.
-        max_height, max_width: largest map, in tokens; a smaller map takes the top-left part.
+        max_height, max_width: the map that the tables are made for, in tokens.
         num_global_tokens: G; each global token has a position of its own.
+        resizing: of ``RESIZING``: with ``"load"`` a smaller map takes the top-left part, and a larger one is an error.
     """
 
     undecayed = ("rows", "cols", "global_tokens")
 
-    def __init__(self, dim: int, *, max_height: int, max_width: int, num_global_tokens: int) -> None:
+    def __init__(
+        self, dim: int, *, max_height: int, max_width: int, num_global_tokens: int, resizing: str = "load"
+    ) -> None:
         super().__init__()
+        check_choice("position resizing", resizing, RESIZING)
+        self.resizing = resizing
         self.rows = position_parameter(max_height, dim // 2)
         self.cols = position_parameter(max_width, dim // 2)
         self.global_tokens = position_parameter(1, num_global_tokens, dim) if num_global_tokens else None
 
     def forward(self, height: int, width: int) -> Tensor:
         """The positions of a map, (height, width, C)."""
-        # A traced size is a tensor, and its comparison would be frozen into the graph.
-        if not torch.jit.is_tracing() and (height > len(self.rows) or width > len(self.cols)):
-            raise InputError(
-                f"a map of {height} x {width} tokens does not fit the position table of {len(self.rows)} x "
-                f"{len(self.cols)}; raise max_img_size (MODEL.TRANSFORMER.MAX_IMG_SIZE) to the largest image side"
-            )
-        rows, cols = self.rows[:height, None], self.cols[None, :width]
-        return torch.cat([rows.expand(-1, width, -1), cols.expand(height, -1, -1)], dim=-1)
+        if self.resizing == "map":
+            rows, cols = resize_table(self.rows, (height,)), resize_table(self.cols, (width,))
+        else:
+            _check_size((height, width), (self.rows.shape[0], self.cols.shape[0]))
+            rows, cols = self.rows[:height], self.cols[:width]
+        return torch.cat([rows[:, None].expand(-1, width, -1), cols[None].expand(height, -1, -1)], dim=-1)
+
+
+def _check_size(size: tuple[int, int], largest: tuple[int, int]) -> None:
+    # A traced size is a tensor, and its comparison would be frozen into the graph.
+    if not torch.jit.is_tracing() and (size[0] > largest[0] or size[1] > largest[1]):
+        raise InputError(
+            f"a map of {size[0]} x {size[1]} tokens does not fit the position table of {largest[0]} x {largest[1]}; "
+            "raise max_img_size (MODEL.TRANSFORMER.MAX_IMG_SIZE) to the largest image side"
+        )
 
 
 class WindowRelativeBias(nn.Module):
@@ -115,35 +131,46 @@ class SegmentRelativeBias(nn.Module):
 
 
 class GridPositions(nn.Module):
-    """Absolute positions of a whole map, resized (bilinear) to each map's height and width, as LIT-Ti has them.
+    """Absolute positions of a whole map, as LIT-Ti has them.
 
     Args:
         size: height and width, in tokens, of the map that the table is made for.
         dim: channels.
         num_global_tokens: G; each global token has a position of its own.
+        resizing: of ``RESIZING``: with ``"map"`` bilinear, to each map's height and width; with ``"load"`` a smaller
+            map takes the top-left part, and a larger one is an error.
     """
 
     undecayed = ("table", "global_tokens")
 
-    def __init__(self, size: tuple[int, int], dim: int, *, num_global_tokens: int = 0) -> None:
+    def __init__(
+        self, size: tuple[int, int], dim: int, *, num_global_tokens: int = 0, resizing: str = "map"
+    ) -> None:
         super().__init__()
+        check_choice("position resizing", resizing, RESIZING)
+        self.resizing = resizing
         self.table = position_parameter(*size, dim)
         self.global_tokens = position_parameter(1, num_global_tokens, dim) if num_global_tokens else None
 
     def forward(self, height: int, width: int) -> Tensor:
         """The positions of a map, (height, width, C)."""
-        return resize_table(self.table, (height, width))
+        if self.resizing == "map":
+            return resize_table(self.table, (height, width))
+        _check_size((height, width), self.table.shape[:2])
+        return self.table[:height, :width]
 
 
 class GridRelativeBias(nn.Module):
     """A learned bias for each offset between two tokens of one map, and between them and the global tokens.
 
     Args:
-        size: height and width, in tokens, of the map that the table is made for; other maps resize it.
+        size: height and width, in tokens, of the map that the table is made for.
         num_heads: M.
         num_global_tokens: G.
         global_queries: whether the global tokens are queries too.
         resize_mode: see :func:`resize_table`.
+        resizing: of ``RESIZING``: with ``"load"`` a smaller map takes the offsets that it has, and a larger one is an
+            error.
     """
 
     undecayed = ("table", "local_to_global", "global_to_local", "global_to_global")
@@ -156,9 +183,12 @@ class GridRelativeBias(nn.Module):
         num_global_tokens: int = 0,
         global_queries: bool = False,
         resize_mode: str = "linear",
+        resizing: str = "map",
     ) -> None:
         super().__init__()
+        check_choice("position resizing", resizing, RESIZING)
         self.size = size
+        self.resizing = resizing
         self.num_global_tokens = num_global_tokens
         self.global_queries = global_queries and num_global_tokens > 0
         self.resize_mode = resize_mode
@@ -175,7 +205,13 @@ class GridRelativeBias(nn.Module):
         All that depends on the size of the map; :meth:`of_rows` takes it apart without a large index.
         """
         grid = self.table.unflatten(0, (2 * self.size[0] - 1, 2 * self.size[1] - 1))
-        grid = resize_table(grid, (2 * height - 1, 2 * width - 1), mode=self.resize_mode).movedim(-1, 0)
+        if self.resizing == "map":
+            grid = resize_table(grid, (2 * height - 1, 2 * width - 1), mode=self.resize_mode)
+        else:
+            _check_size((height, width), self.size)
+            rows, cols = self.size
+            grid = grid[rows - height : rows + height - 1, cols - width : cols + width - 1]
+        grid = grid.movedim(-1, 0)
         col = torch.arange(width, device=grid.device)
         offset = col[:, None] - col[None, :] + width - 1
         return grid.index_select(2, offset.flatten()).unflatten(2, (width, width))

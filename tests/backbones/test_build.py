@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from backbones import InputError, create_backbone, create_classifier, list_variants
+from backbones.layers.position import resize_table
 from tests.backbones.helpers import random_images
 
 DEMO = "vil_tiny_1_1_3_1_rpb"
@@ -137,3 +138,36 @@ def test_a_wrong_value_raises(name, option, message):
     with pytest.raises(InputError, match=message) as caught:
         meta_backbone(name, **option)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["vil_tiny_1_1_3_1", "ls_tiny", "lit_ti", "lit_s"])
+def test_both_ways_of_resizing_positions_agree_where_the_table_is_made_for_the_image(name):
+    """Resized once to the maps of one image size, or to each map: the same for images of that size."""
+    height, width = 96, 160
+    torch.manual_seed(0)
+    each = create_backbone(name, position_resizing="map").eval()
+    once = create_backbone(name, position_resizing="load", max_img_size=(height, width)).eval()
+    state_dict = each.state_dict()
+    for key, tensor in once.state_dict().items():
+        table = state_dict[key]
+        if table.shape == tensor.shape:
+            continue
+        if key.endswith("relative_bias.table"):
+            stage = int(key.split(".")[1])
+            side = int(len(table) ** 0.5)
+            grid = (2 * height // (4 << stage) - 1, 2 * width // (4 << stage) - 1)
+            mode = "cubic" if name.startswith("lit") else "linear"
+            state_dict[key] = resize_table(table.unflatten(0, (side, side)), grid, mode=mode).flatten(0, 1)
+        else:
+            state_dict[key] = resize_table(table, tuple(tensor.shape[:-1]))
+    once.load_state_dict(state_dict)
+    images = random_images(1, 3, height, width, dtype=torch.float32)
+    with torch.no_grad():
+        for stage, expected in each(images).items():
+            torch.testing.assert_close(once(images)[stage], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_an_unknown_way_of_resizing_positions_raises():
+    for name in ("vil_tiny", "ls_tiny", "lit_ti"):
+        with pytest.raises(InputError, match="unknown position resizing 'pixel'"):
+            meta_backbone(name, position_resizing="pixel")

@@ -43,6 +43,7 @@ def test_defaults():
         "SHARED_PROJECTIONS": None,
         "MERGING": "",
         "MERGING_NORM": "",
+        "POSITION_RESIZING": "",
         "FEATURE_REDRAW_PERIOD": 1000,
     }
     assert (cfg.SOLVER.OPTIMIZER, cfg.SOLVER.LR_MULTIPLIERS, cfg.DATASETS.COCO) == ("ADAMW", [], [])

@@ -5,7 +5,13 @@ import pytest
 import torch
 
 from backbones.errors import InputError
-from backbones.layers.position import AbsolutePositions, GridRelativeBias, WindowRelativeBias, resize_table
+from backbones.layers.position import (
+    AbsolutePositions,
+    GridPositions,
+    GridRelativeBias,
+    WindowRelativeBias,
+    resize_table,
+)
 from tests.backbones.helpers import random_images, randomise
 
 
@@ -111,3 +117,34 @@ def test_grid_bias_of_another_size_is_resized():
     other = GridRelativeBias((4, 2), 2)
     other.load_state_dict({"table": resize_table(table, (7, 3)).flatten(0, 1)})
     torch.testing.assert_close(grid(4, 2), other(4, 2))
+
+
+def test_absolute_positions_are_resized_to_each_map():
+    positions = AbsolutePositions(8, max_height=5, max_width=7, num_global_tokens=0, resizing="map").double()
+    actual = positions(9, 3)
+    expected_rows, expected_cols = resize_table(positions.rows, (9,)), resize_table(positions.cols, (3,))
+    assert actual.shape == (9, 3, 8)
+    torch.testing.assert_close(actual[4, 2], torch.cat([expected_rows[4], expected_cols[2]]))
+    torch.testing.assert_close(positions(5, 7)[:, 0, :4], positions.rows)
+
+
+def test_grid_positions_of_the_largest_map_are_cropped():
+    positions = GridPositions((5, 7), 4, resizing="load")
+    assert torch.equal(positions(3, 6), positions.table[:3, :6])
+    with pytest.raises(InputError, match="a map of 6 x 7 tokens does not fit the position table of 5 x 7"):
+        positions(6, 7)
+
+
+def test_relative_bias_of_the_largest_map_is_that_of_its_part():
+    """A smaller map has the bias that the same pairs of tokens have in the largest one."""
+    bias = GridRelativeBias((5, 7), 2, resizing="load").double()
+    whole = bias(5, 7).unflatten(1, (5, 7)).unflatten(3, (5, 7))
+    torch.testing.assert_close(bias(3, 4).unflatten(1, (3, 4)).unflatten(3, (3, 4)), whole[:, :3, :4, :3, :4])
+    with pytest.raises(InputError, match="raise max_img_size"):
+        bias(5, 8)
+
+
+@pytest.mark.parametrize("module", [GridPositions, GridRelativeBias])
+def test_an_unknown_resizing_raises(module):
+    with pytest.raises(InputError, match="unknown position resizing 'laod': .*did you mean 'load'"):
+        module((2, 3), 4, resizing="laod")
