@@ -12,6 +12,7 @@ from backbones.attention.dense import DenseAttention
 from backbones.backbone import Backbone
 from backbones.build import create_backbone, create_classifier
 from backbones.errors import InputError, explain_unknown_keywords
+from backbones.files import state_dict_of
 from backbones.layers.position import GridRelativeBias, SegmentRelativeBias, resize_table
 from backbones.lit import LIT
 from backbones.vil import ViL
@@ -63,6 +64,14 @@ _LIT_ATTENTION = {"qkv": "qkv", "proj": "projection", "relative_position_bias_ta
 _TABLES = ("relative_bias.table", "positions.rows", "positions.cols", "positions.table")
 _TIED = {"global_query": "query", "global_key_value": "key_value", "global_projection": "projection"}
 
+_DETECTRON2, _MMDETECTION = "backbone.bottom_up.", "backbone."
+_VIL_NAME = re.compile(
+    r"layer[1-4]\.(0\.(proj|norm_embed|cls_token|cls_pos_embed|[xy]_pos_embed)|\d+\.(attn|mlp|norm)\.)"
+)
+_LIT_NAME = re.compile(r"(block[1-4]|layers\.[0-3]\.blocks)\.\d+\.|layers\.[0-3]\.downsample\.|pos_embed[1-4]$")
+_LONG_SHORT = ("to_dynamic_projection", "dual_ln_full", "dual_ln_dp")
+_SEGMENTATION_HEADS = ("decode_head.", "auxiliary_head.")
+
 # Our names and tensors, or why a tensor is dropped, or None where no rule applies.
 _Pieces = dict[str, Tensor] | str | None
 
@@ -91,6 +100,52 @@ class ConversionReport:
     def summary(self) -> str:
         """One line: how many names went where."""
         return ", ".join(f"{len(getattr(self, f.name))} {f.name}" for f in dataclasses.fields(self))
+
+
+@dataclasses.dataclass
+class OfficialCheckpoint:
+    """A checkpoint of an official project.
+
+    Attributes:
+        kind: ``"vision-longformer"``, ``"VisionLongformerForObjectDetection"``, ``"transformer-ls"``, ``"LIT"``,
+            ``"LIT mmdetection"`` or ``"LIT mmsegmentation"``.
+        backbone: as :func:`convert_state_dict` takes it, with the wrappers of names taken off.
+        detector: all that is not backbone, FPN and heads, in official names; empty for a classifier.
+        classifier: whether it is one.
+    """
+
+    kind: str
+    backbone: dict[str, Tensor]
+    detector: dict[str, Tensor]
+    classifier: bool
+
+
+def recognise(contents: Mapping[str, object]) -> OfficialCheckpoint | None:
+    """Which official checkpoint it is, from its names; None where it is none.
+
+    Args:
+        contents: of :func:`backbones.files.read_checkpoint`, or a bare state dict.
+    """
+    state_dict = state_dict_of(contents) or contents
+    # What is no tensor is no weight: detectron2 may save numbers beside them.
+    tensors = {name.removeprefix("module."): t for name, t in state_dict.items() if isinstance(t, Tensor)}
+    for prefix in (_DETECTRON2, _MMDETECTION, ""):
+        backbone = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+        vil = any(_VIL_NAME.match(name) for name in backbone)
+        if not vil and not any(_LIT_NAME.match(name) for name in backbone):
+            continue
+        detector = {name: t for name, t in tensors.items() if not name.startswith(prefix)}
+        if vil and any(part in name for name in backbone for part in _LONG_SHORT):
+            kind = "transformer-ls"
+        elif vil:
+            kind = "VisionLongformerForObjectDetection" if prefix else "vision-longformer"
+        elif not prefix:
+            kind = "LIT"
+        else:
+            segmentor = any(name.startswith(_SEGMENTATION_HEADS) for name in detector)
+            kind = "LIT mmsegmentation" if segmentor else "LIT mmdetection"
+        return OfficialCheckpoint(kind, backbone, detector, classifier=not prefix and "head.weight" in backbone)
+    return None
 
 
 @explain_unknown_keywords
@@ -356,6 +411,7 @@ class _LITConversion(_Conversion):
 
 
 _RULES: dict[type[Backbone], type[_Conversion]] = {LIT: _LITConversion, ViL: _ViLConversion}
+
 
 def _mismatch(name: str, unexplained: list[str], unfilled: list[str]) -> str:
     parts = [f"the checkpoint does not fit {name}"]

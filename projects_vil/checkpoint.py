@@ -1,16 +1,13 @@
 """Checkpoints that fit, or a clear word: no tensor is left random without being named."""
 
-import pickle
 from pathlib import Path
 from typing import Any
 
-import torch
 from detectron2.checkpoint import DetectionCheckpointer
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import nn
 
 from backbones import InputError
+from backbones.files import read_checkpoint
 
 # The layers whose size is the number of classes.
 _PREDICTORS = (
@@ -52,7 +49,10 @@ class Checkpointer(DetectionCheckpointer):
         return super().load(path, *args, **kwargs)
 
     def _load_file(self, filename: str) -> dict[str, Any]:
-        return read_checkpoint(filename)
+        contents = read_checkpoint(filename)
+        if "model" not in contents:
+            raise InputError(f"{filename} is no checkpoint of a detector: convert it with tools/convert_checkpoint.py")
+        return contents
 
     def _load_model(self, checkpoint: dict[str, Any]):
         names = list(checkpoint["model"])
@@ -91,35 +91,6 @@ def check_weights_file(path: str) -> None:
         raise InputError(f"there is no weights file {path} (MODEL.WEIGHTS)")
 
 
-def read_checkpoint(path: str | Path) -> dict[str, Any]:
-    """A ``.pth`` or ``.safetensors`` file as ``{"model": state dict, ...}``; no code in a file is ever run.
-
-    Raises:
-        InputError: for a file that cannot be read so.
-    """
-    path = str(path)
-    if path.endswith(".safetensors"):
-        try:
-            return {"model": load_file(path)}
-        except (SafetensorError, OSError) as error:
-            raise InputError(f"{path} is no safetensors file: {_first_line(error)}") from error
-    try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError, OSError, ValueError, KeyError) as error:
-        raise InputError(f"{path} is no checkpoint of tensors only: {_first_line(error)}") from error
-    if not isinstance(loaded, dict):
-        raise InputError(f"{path} holds a {type(loaded).__name__}, not a state dict")
-    state_dict = loaded.get("model", loaded)
-    if not isinstance(state_dict, dict) or not any(isinstance(value, torch.Tensor) for value in state_dict.values()):
-        raise InputError(f"{path} holds no state dict of a model")
-    return loaded if "model" in loaded else {"model": loaded}
-
-
 def _part(name: str) -> str:
     """Which part of a detector a parameter belongs to: ``backbone.bottom_up``, ``backbone``, or a head."""
     return "backbone.bottom_up" if name.startswith("backbone.bottom_up.") else name.partition(".")[0]
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0][:200]

@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from backbones import InputError
-from projects_vil.checkpoint import Checkpointer, read_checkpoint
+from backbones.files import read_checkpoint
+from projects_vil.checkpoint import Checkpointer
 from tests.projects_vil.helpers import small_config
 
 State = dict[str, torch.Tensor]
