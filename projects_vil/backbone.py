@@ -12,6 +12,7 @@ from fvcore.nn.weight_init import c2_xavier_fill
 from torch import Tensor, nn
 
 from backbones import InputError, create_backbone
+from backbones.variants import OPTIONS
 
 
 class TransformerBackbone(Backbone):
@@ -26,10 +27,18 @@ class TransformerBackbone(Backbone):
 
     def __init__(self, name: str, *, out_features: Sequence[str], freeze_at: int = 0, **options) -> None:
         super().__init__()
-        self.net = create_backbone(name, out_features=tuple(out_features), **options)
+        self.variant = name
+        # What official weights must be converted for.
+        self.options = {"out_features": tuple(out_features), **options}
+        self.net = create_backbone(name, **self.options)
         if not 0 <= freeze_at <= len(self.net.stages):
             raise InputError(f"MODEL.BACKBONE.FREEZE_AT is {freeze_at}: {name} has {len(self.net.stages)} stages")
         self.net.freeze_stages(freeze_at)
+
+    @property
+    def variant_options(self) -> dict[str, object]:
+        """What is set in place of the variant's own."""
+        return {key: value for key, value in self.options.items() if key in OPTIONS and value is not None}
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
         """(B, 3, H, W) -> {stage: (B, C, ceil(H / stride), ceil(W / stride))}."""

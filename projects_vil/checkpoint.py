@@ -1,45 +1,80 @@
-"""Checkpoints that fit, or a clear word: no tensor is left random without being named."""
+"""Checkpoints that fit, official ones among them, or a clear word: no tensor is left random without being named."""
 
+import functools
+import logging
+import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import torch
 from detectron2.checkpoint import DetectionCheckpointer
-from torch import nn
+from detectron2.config import CfgNode
+from detectron2.data import MetadataCatalog
+from detectron2.modeling import build_model
+from torch import Tensor, nn
 
 from backbones import InputError
+from backbones.convert import OfficialCheckpoint, convert_state_dict, recognise
 from backbones.files import read_checkpoint
+from projects_vil.backbone import TransformerBackbone
+from projects_vil.class_rows import copy_rows, is_predictor, match_classes, rows_of_classes
+from projects_vil.provenance import OFFICIAL_INPUT, PROVENANCE_KEY, Provenance, class_names, input_format
 
-# The layers whose size is the number of classes.
-_PREDICTORS = (
-    "head.cls_score",
-    "box_predictor.cls_score",
-    "box_predictor.bbox_pred",
-    "mask_head.predictor",
-    "sem_seg_head.predictor",
-)
+# Whose FPN and heads have detectron2's names.
+_DETECTRON2_KIND = "VisionLongformerForObjectDetection"
+_OTHER_NAMES = "the FPN and heads of other code have other names and layouts: they start anew"
+_NUM_COCO_CLASSES = 80
 
 
 class Checkpointer(DetectionCheckpointer):
     """detectron2's checkpointer, strict: nothing stays random without being a whole part that the file lacks.
 
     A file to start training from must fill the backbone; it may lack FPN or heads as a whole, and predictors may be
-    of another number of classes. These start anew, and the log names them. Anything else that does not fit raises.
+    of other classes: rows of classes of the same name are copied where both sides know their names, and the rest
+    starts anew. The log names all that does. Anything else that does not fit raises. A file of an official project is
+    converted for the model's variant and options.
+
+    Every saved file says under ``PROVENANCE_KEY`` what it is (:class:`~projects_vil.provenance.Provenance`).
 
     Args:
         model, save_dir: as detectron2's.
-        complete: for evaluation and export: the file must fill the whole model.
+        cfg: the model's config, which knows its datasets and input format; without it neither is compared or saved.
+        complete: for evaluation and export: the file must fill the whole model. So it must where training resumes.
         checkpointables: as detectron2's.
     """
 
-    def __init__(self, model: nn.Module, save_dir: str = "", *, complete: bool = False, **checkpointables) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        save_dir: str = "",
+        *,
+        cfg: CfgNode | None = None,
+        complete: bool = False,
+        **checkpointables,
+    ) -> None:
         super().__init__(model, save_dir, **checkpointables)
+        self.cfg = cfg
         self.complete = complete
+        self._resuming = False
+
+    def save(self, name: str, **kwargs) -> None:
+        """As detectron2's, with the provenance."""
+        super().save(name, **{PROVENANCE_KEY: self.provenance.to_dict()}, **kwargs)
+
+    def resume_or_load(self, path: str, *, resume: bool = True) -> dict[str, Any]:
+        """As detectron2's; what is resumed must fill the whole model."""
+        if resume and self.has_checkpoint():
+            self.complete = True
+            self._resuming = bool(self.checkpointables)
+        return super().resume_or_load(path, resume=resume)
 
     def load(self, path: str, *args, **kwargs) -> dict[str, Any]:
         """As detectron2's.
 
         Raises:
-            InputError: for a file that is missing or unreadable, or of another model.
+            InputError: for a file that is missing or unreadable, of another variant or model, or, where it must fill
+                the whole model, of another input format.
         """
         if path:
             check_weights_file(path)
@@ -48,20 +83,78 @@ class Checkpointer(DetectionCheckpointer):
         self._path = path
         return super().load(path, *args, **kwargs)
 
+    @functools.cached_property
+    def provenance(self) -> Provenance:
+        """Of this model. Its classes are those of a dataset with as many as the model has."""
+        _, backbone = self._backbone()
+        known: dict[str, Any] = {}
+        if backbone is not None:
+            known = {"variant": backbone.variant, "options": backbone.variant_options}
+        if self.cfg is not None:
+            train, test = self.cfg.DATASETS.TRAIN, self.cfg.DATASETS.TEST
+            names = (*test, *train) if self.complete and not self._resuming else (*train, *test)
+            known |= {"classes": class_names(self.cfg, names), "input_format": input_format(self.cfg)}
+        return Provenance(**known)
+
+    def _backbone(self) -> tuple[str, TransformerBackbone | None]:
+        """The name in the model, and the module, of this project's backbone."""
+        for name, module in self.model.named_modules():
+            if isinstance(module, TransformerBackbone):
+                return name, module
+        return "", None
+
+    # -- reading -----------------------------------------------------------------------------------
+
     def _load_file(self, filename: str) -> dict[str, Any]:
         contents = read_checkpoint(filename)
+        official = recognise(contents)
+        if official is not None:
+            return self._convert(official)
         if "model" not in contents:
-            raise InputError(f"{filename} is no checkpoint of a detector: convert it with tools/convert_checkpoint.py")
+            raise InputError(f"{self._path} is neither a detectron2 checkpoint nor one of an official project")
         return contents
 
+    def _convert(self, official: OfficialCheckpoint) -> dict[str, Any]:
+        """The file's contents in this model's names; logs what became of the official ones."""
+        place, backbone = self._backbone()
+        if backbone is None:
+            raise InputError(f"{self._path} is of {official.kind}, and the model has no backbone of this project")
+        try:
+            converted, report = convert_state_dict(official.backbone, backbone.variant, model_options=backbone.options)
+        except InputError as error:
+            raise InputError(f"{self._path} is a checkpoint of {official.kind}: {error}") from error
+        self.logger.info(f"{self._path} is a checkpoint of {official.kind}: {report.summary()}")
+        for name, (theirs, ours) in report.resized.items():
+            self.logger.info(f"resized {name}: {theirs} there, {ours} here")
+        dropped = Counter(report.dropped.values())
+        detector = official.detector
+        if official.kind != _DETECTRON2_KIND:
+            dropped.update({_OTHER_NAMES: len(detector)} if detector else {})
+            detector = {}
+        for reason, number in dropped.items():
+            self.logger.info(f"dropped {number}: {reason}")
+        for reason, number in Counter(report.initialised.values()).items():
+            self.logger.info(f"initialised {number}: {reason}")
+        model = {f"{place}.net.{name}": tensor for name, tensor in converted.items()} | detector
+        said = Provenance(variant=backbone.variant, classes=_coco_classes(detector), input_format=OFFICIAL_INPUT)
+        return {"model": model, PROVENANCE_KEY: said.to_dict()}
+
     def _load_model(self, checkpoint: dict[str, Any]):
-        names = list(checkpoint["model"])
-        wrapped = all(name.startswith("module.") for name in names)
-        held = {_part(name.removeprefix("module.") if wrapped else name) for name in names}
+        said, state_dict = Provenance.of(checkpoint), checkpoint["model"]
+        others = [name for name, value in state_dict.items() if not isinstance(value, Tensor)]
+        if others:
+            raise InputError(f"{self._path} has a {type(state_dict[others[0]]).__name__} where {others[0]} should be")
+        if all(name.startswith("module.") for name in state_dict):
+            state_dict = {name.removeprefix("module."): tensor for name, tensor in state_dict.items()}
+        self._check_variant(said)
+        self._check_input(said)
+        self._match_classes(state_dict, said)
+        checkpoint["model"] = state_dict
+        held = {_part(name) for name in state_dict}
         incompatible = super()._load_model(checkpoint)
         predictors = set()
         for name, theirs, ours in incompatible.incorrect_shapes:
-            if self.complete or not any(layer in name for layer in _PREDICTORS):
+            if self.complete or not is_predictor(name):
                 raise InputError(
                     f"{self._path} is of another model: {len(incompatible.incorrect_shapes)} shapes differ, {name} is "
                     f"{tuple(theirs)} there and {tuple(ours)} here"
@@ -80,6 +173,61 @@ class Checkpointer(DetectionCheckpointer):
             )
         return incompatible
 
+    # -- what the file says of itself --------------------------------------------------------------
+
+    def _check_variant(self, said: Provenance) -> None:
+        ours = self.provenance.variant
+        if said.variant is not None and ours is not None and said.variant != ours:
+            raise InputError(f"{self._path} is of {said.variant}, and the model is {ours} (MODEL.TRANSFORMER.NAME)")
+
+    def _check_input(self, said: Provenance) -> None:
+        ours = self.provenance.input_format
+        if said.input_format is None or ours is None or said.input_format.matches(ours):
+            return
+        text = (
+            f"{self._path} was trained on {said.input_format}, and the config has {ours} (INPUT.FORMAT, "
+            "MODEL.PIXEL_MEAN, MODEL.PIXEL_STD)"
+        )
+        if self.complete:
+            raise InputError(text)
+        self.logger.warning(text)
+
+    def _match_classes(self, state_dict: dict[str, Tensor], said: Provenance) -> None:
+        """Put predictors into the order of this model's classes, where both sides know theirs."""
+        theirs = said.classes
+        if theirs is None or not any(map(is_predictor, state_dict)):
+            return
+        ours = self.provenance.classes
+        if ours is None or ours == theirs:
+            return
+        differ = f"{self._path} was trained for {_listed(theirs)}, and the datasets have {_listed(ours)}"
+        if self._resuming:
+            raise InputError(f"{differ}: it cannot be resumed, but MODEL.WEIGHTS may start from it")
+        if self.complete and len(ours) != len(theirs):
+            raise InputError(differ)
+        matched = match_classes(ours, theirs)
+        if self.complete and len(matched) < len(ours):
+            self.logger.warning(f"{differ}: {len(ours) - len(matched)} names differ, and classes are taken by number")
+            return
+        here, copied = self.model.state_dict(), {}
+        for name, tensor in state_dict.items():
+            if name not in here or not is_predictor(name):
+                continue
+            # To see whether a file fits, a model needs no values.
+            start = torch.zeros(here[name].shape) if here[name].is_meta else here[name]
+            rows = copy_rows(
+                name, start, tensor, matched=matched, our_number=len(ours), their_number=len(theirs)
+            )
+            if rows is not None:
+                copied[name] = rows
+        if copied:
+            anew = [name for index, name in enumerate(ours) if index not in matched]
+            self.logger.info(
+                f"classes matched by name: {len(matched)} of {len(ours)} ({', '.join(ours[i] for i in matched)}) in "
+                f"{', '.join(copied)}" + (f"; these start anew: {', '.join(anew)}" if anew else "")
+            )
+        state_dict.update(copied)
+
 
 def check_weights_file(path: str) -> None:
     """Whether a local weights file exists; addresses that detectron2 downloads from pass.
@@ -89,6 +237,41 @@ def check_weights_file(path: str) -> None:
     """
     if "://" not in path and not Path(path).is_file():
         raise InputError(f"there is no weights file {path} (MODEL.WEIGHTS)")
+
+
+def check_weights(cfg: CfgNode, path: str, *, complete: bool = False) -> None:
+    """Whether a local file fits the model of ``cfg``, which takes no memory here; nothing is loaded or logged.
+
+    Raises:
+        InputError: where :class:`Checkpointer` would.
+    """
+    check_weights_file(path)
+    if "://" in path:
+        return
+    cfg = cfg.clone()
+    cfg.defrost()
+    cfg.MODEL.DEVICE = "meta"
+    with torch.device("meta"):
+        model = build_model(cfg)
+    checkpointer = Checkpointer(model, cfg=cfg, complete=complete)
+    checkpointer.logger = logging.Logger(__name__, level=logging.CRITICAL + 1)
+    with warnings.catch_warnings():
+        # That loading into a model without values does nothing is the point.
+        warnings.filterwarnings("ignore", message=".*meta parameter")
+        checkpointer.load(path)
+
+
+def _coco_classes(detector: dict[str, Tensor]) -> tuple[str, ...] | None:
+    """Those of an official detector's predictors: COCO's, where they are for as many."""
+    predictors = {name: tensor for name, tensor in detector.items() if name.endswith("cls_score.weight")}
+    if any(rows_of_classes(name, len(t), _NUM_COCO_CLASSES) is not None for name, t in predictors.items()):
+        return tuple(MetadataCatalog.get("coco_2017_train").thing_classes)
+    return None
+
+
+def _listed(classes: tuple[str, ...]) -> str:
+    more = f" and {len(classes) - 5} more" if len(classes) > 5 else ""
+    return f"{len(classes)} classes, {', '.join(classes[:5])}{more}"
 
 
 def _part(name: str) -> str:

@@ -182,6 +182,15 @@ def _is_list_of_strings(entry: object, *, lengths: tuple[int, ...]) -> bool:
     return isinstance(entry, (list, tuple)) and len(entry) in lengths and all(p and isinstance(p, str) for p in entry)
 
 
+def number_of_classes(cfg: CfgNode) -> tuple[str, int]:
+    """The key that holds it, and the number."""
+    if is_segmentor(cfg):
+        return "MODEL.SEM_SEG_HEAD.NUM_CLASSES", cfg.MODEL.SEM_SEG_HEAD.NUM_CLASSES
+    if cfg.MODEL.META_ARCHITECTURE == "RetinaNet":
+        return "MODEL.RETINANET.NUM_CLASSES", cfg.MODEL.RETINANET.NUM_CLASSES
+    return "MODEL.ROI_HEADS.NUM_CLASSES", cfg.MODEL.ROI_HEADS.NUM_CLASSES
+
+
 def check_files(name: str) -> None:
     """Whether a dataset is registered and its annotation file and image folder exist.
 
@@ -256,12 +265,7 @@ def _check_classes(cfg: CfgNode, name: str, first: str) -> None:
     classes = MetadataCatalog.get(name).get(kind)
     if classes is None:
         return
-    if is_segmentor(cfg):
-        key, number = "MODEL.SEM_SEG_HEAD.NUM_CLASSES", cfg.MODEL.SEM_SEG_HEAD.NUM_CLASSES
-    elif cfg.MODEL.META_ARCHITECTURE == "RetinaNet":
-        key, number = "MODEL.RETINANET.NUM_CLASSES", cfg.MODEL.RETINANET.NUM_CLASSES
-    else:
-        key, number = "MODEL.ROI_HEADS.NUM_CLASSES", cfg.MODEL.ROI_HEADS.NUM_CLASSES
+    key, number = number_of_classes(cfg)
     if len(classes) != number:
         raise InputError(f"{key} is {number}, and {name} has {len(classes)} classes; set it to {len(classes)}")
     if classes != MetadataCatalog.get(first).get(kind):

@@ -66,7 +66,7 @@ def build_detector(cfg: CfgNode, weights: str | Path) -> nn.Module:
     cfg.defrost()
     cfg.MODEL.DEVICE = "cpu"
     detector = build_model(cfg)
-    Checkpointer(detector, complete=True).load(str(weights))
+    Checkpointer(detector, cfg=cfg, complete=True).load(str(weights))
     return detector.eval()
 
 

@@ -64,7 +64,7 @@ def load_model(cfg: CfgNode, weights: str | Path | None = None) -> nn.Module:
     if not isinstance(getattr(model.backbone, "bottom_up", None), TransformerBackbone):
         raise InputError(f"MODEL.BACKBONE.NAME is {cfg.MODEL.BACKBONE.NAME}: none of this project's")
     if weights:
-        Checkpointer(model).load(str(weights))
+        Checkpointer(model, cfg=cfg).load(str(weights))
     else:
         logging.getLogger(__name__).warning("no weights were given (--weights): those of the model are random")
     return model.eval()

@@ -20,7 +20,7 @@ from backbones import InputError
 from backbones.attention.performer import PerformerAttention, redraw_features
 from backbones.variants import get_variant
 from projects_vil import data, evaluation, optim
-from projects_vil.checkpoint import Checkpointer, check_weights_file
+from projects_vil.checkpoint import Checkpointer, check_weights
 from projects_vil.config import load_config
 
 RESULTS_FILE = "evaluation.json"
@@ -57,7 +57,7 @@ class Trainer(DefaultTrainer):
     def build_hooks(self) -> list:
         # DefaultTrainer builds its own checkpointer just before the hooks that save with it.
         self.checkpointer = Checkpointer(
-            self._trainer.model, self.cfg.OUTPUT_DIR, trainer=weakref.proxy(self)
+            self._trainer.model, self.cfg.OUTPUT_DIR, cfg=self.cfg, trainer=weakref.proxy(self)
         )
         hooks = super().build_hooks()
         period = self.cfg.MODEL.TRANSFORMER.FEATURE_REDRAW_PERIOD
@@ -155,12 +155,14 @@ def check_setup(cfg: CfgNode, *, processes: int = 1, eval_only: bool = False, re
         raise InputError(f"DATASETS.{'TEST' if eval_only else 'TRAIN'} is empty: name a dataset")
     for name in (*cfg.DATASETS.TEST, *(() if eval_only else cfg.DATASETS.TRAIN)):
         data.check_files(name)
-    if resume and (Path(cfg.OUTPUT_DIR) / "last_checkpoint").is_file():
+    last = Path(cfg.OUTPUT_DIR) / "last_checkpoint"
+    if resume and last.is_file():
+        check_weights(cfg, str(last.with_name(last.read_text().strip())), complete=True)
         return
     if eval_only and not cfg.MODEL.WEIGHTS:
         raise InputError("MODEL.WEIGHTS is empty: name the checkpoint to evaluate")
     if cfg.MODEL.WEIGHTS:
-        check_weights_file(cfg.MODEL.WEIGHTS)
+        check_weights(cfg, cfg.MODEL.WEIGHTS, complete=eval_only)
 
 
 def _run(args: argparse.Namespace) -> OrderedDict:
@@ -173,7 +175,8 @@ def _run(args: argparse.Namespace) -> OrderedDict:
         trainer.resume_or_load(resume=args.resume)
         return trainer.train()
     model = Trainer.build_model(cfg)
-    Checkpointer(model, cfg.OUTPUT_DIR, complete=True).resume_or_load(cfg.MODEL.WEIGHTS, resume=args.resume)
+    checkpointer = Checkpointer(model, cfg.OUTPUT_DIR, cfg=cfg, complete=True)
+    checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=args.resume)
     results = Trainer.test(cfg, model)
     if comm.is_main_process():
         verify_results(cfg, results)
