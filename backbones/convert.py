@@ -183,7 +183,7 @@ def convert_state_dict(
     conversion.initialise()
     unfilled = [key for key in conversion.target if key not in conversion.converted]
     if unexplained or unfilled:
-        raise InputError(_mismatch(name, unexplained, unfilled))
+        raise InputError(describe_mismatch(name, unexplained, unfilled))
     return {key: conversion.converted[key] for key in conversion.target}, conversion.report
 
 
@@ -413,7 +413,8 @@ class _LITConversion(_Conversion):
 _RULES: dict[type[Backbone], type[_Conversion]] = {LIT: _LITConversion, ViL: _ViLConversion}
 
 
-def _mismatch(name: str, unexplained: list[str], unfilled: list[str]) -> str:
+def describe_mismatch(name: str, unexplained: list[str], unfilled: list[str]) -> str:
+    """The line on a checkpoint that does not fit a variant: names that no rule explains, and ours that lack values."""
     parts = [f"the checkpoint does not fit {name}"]
     for label, names in (("no rule explains", unexplained), ("nothing fills", unfilled)):
         if names:

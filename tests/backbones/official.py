@@ -57,8 +57,11 @@ def official_state_dict(
             attention, mlp = f"layer{number}.{2 * index + 1}", f"layer{number}.{2 * index + 2}"
             shapes |= {f"{part}.norm.{leaf}": (dim,) for part in (attention, mlp) for leaf in ("weight", "bias")}
             if relative_bias:
-                shapes[f"{attention}.attn.local_relative_position_bias_table"] = ((4 * WINDOW - 1) ** 2, heads)
-                shapes[f"{attention}.attn.relative_position_index"] = (WINDOW**2, 9 * WINDOW**2)
+                # Full attention has a bias for each offset in its map.
+                offsets = 2 * side - 1 if stage.full else 4 * WINDOW - 1
+                index = (side**2, side**2) if stage.full else (WINDOW**2, 9 * WINDOW**2)
+                shapes[f"{attention}.attn.local_relative_position_bias_table"] = (offsets**2, heads)
+                shapes[f"{attention}.attn.relative_position_index"] = index
             if relative_bias and num_global:
                 shapes[f"{attention}.attn.g2l_relative_position_bias"] = (2, heads, num_global)
                 shapes[f"{attention}.attn.g2g_relative_position_bias"] = (heads, num_global, num_global)
