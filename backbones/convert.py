@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from backbones.attention.dense import DenseAttention
+from backbones.attention.performer import draw_features
 from backbones.backbone import Backbone
 from backbones.build import create_backbone, create_classifier
 from backbones.errors import InputError, explain_unknown_keywords
@@ -20,6 +21,7 @@ from backbones.vil import ViL
 _HEAD = "the classification head and its norm are not part of a backbone"
 _COMPUTED = "computed by the model"
 _UNUSED = "never used: the global tokens are dropped after the stage"
+_FEATURES = "full attention has no random features: they are drawn"
 _COUNTER = "the trainer's iteration says when random features are drawn anew"
 _EMPTY = "an empty tensor: the stage has no global token"
 _GLOBAL_TOKEN = "only a classifier has a global token"
@@ -182,8 +184,8 @@ def convert_state_dict(
     unexplained = [key for key, tensor in official.items() if not conversion.take(key, tensor)]
     conversion.initialise()
     unfilled = [key for key in conversion.target if key not in conversion.converted]
-    if unexplained or unfilled:
-        raise InputError(describe_mismatch(name, unexplained, unfilled))
+    if unexplained or unfilled or conversion.misplaced:
+        raise InputError(describe_mismatch(name, unexplained, unfilled, conversion.misplaced))
     return {key: conversion.converted[key] for key in conversion.target}, conversion.report
 
 
@@ -195,6 +197,7 @@ class _Conversion:
         self.prefix = prefix
         self.target = model.state_dict()
         self.converted: dict[str, Tensor] = {}
+        self.misplaced: dict[str, str] = {}
         self.report = ConversionReport()
 
     def take(self, official_name: str, tensor: Tensor) -> bool:
@@ -228,6 +231,9 @@ class _Conversion:
     def _place(self, official_name: str, pieces: Mapping[str, Tensor]) -> None:
         """Put ``pieces`` into the state dict, resized where that is allowed, and write it into the report."""
         for key, tensor in pieces.items():
+            if key not in self.target:
+                self.misplaced[official_name] = key
+                return
             tensor = self._fitted(official_name, key, tensor)
             if key not in self.converted:
                 self.converted[key] = tensor
@@ -245,11 +251,6 @@ class _Conversion:
             self.report.mapped[official_name] = next(iter(pieces))
 
     def _fitted(self, official_name: str, key: str, tensor: Tensor) -> Tensor:
-        if key not in self.target:
-            raise InputError(
-                f"{official_name} would be {key}, which this variant does not have: the checkpoint is of another "
-                "variant, or has other global tokens"
-            )
         old, new = tuple(tensor.shape), tuple(self.target[key].shape)
         grid, mode = self._bias_grid(key)
         if old == new and (grid is None or grid[0] == grid[1]):
@@ -258,7 +259,7 @@ class _Conversion:
         if not self._is_resizable(key) or old[-1:] != new[-1:] or len(old) != len(new) or grid and side**2 != old[0]:
             raise InputError(
                 f"{official_name} has shape {old}, and {key} of this variant {new}: the checkpoint is of another "
-                "variant, or has other global tokens"
+                "variant, or has other global tokens, attention or merging: the options of create_backbone say which"
             )
         self.report.resized[key] = (old, new)
         if grid is None:
@@ -282,6 +283,13 @@ class _Conversion:
 
 
 class _ViLConversion(_Conversion):
+    def initialise(self) -> None:
+        """A Performer from a partial one, whose full stages have no random features (ViL Table 8)."""
+        for key, tensor in self.target.items():
+            if key.endswith("attention.features") and key not in self.converted:
+                self.converted[key] = draw_features(*tensor.shape)
+                self.report.initialised[key] = _FEATURES
+
     # Each of the next methods gives our names and tensors, or why there are none, or None where no rule applies.
 
     def _stage(self, name: str, tensor: Tensor) -> _Pieces:
@@ -413,11 +421,26 @@ class _LITConversion(_Conversion):
 _RULES: dict[type[Backbone], type[_Conversion]] = {LIT: _LITConversion, ViL: _ViLConversion}
 
 
-def describe_mismatch(name: str, unexplained: list[str], unfilled: list[str]) -> str:
-    """The line on a checkpoint that does not fit a variant: names that no rule explains, and ours that lack values."""
+def describe_mismatch(
+    name: str, unexplained: list[str], unfilled: list[str], misplaced: Mapping[str, str] | None = None
+) -> str:
+    """The line on a checkpoint that does not fit a variant.
+
+    Args:
+        name: of the variant.
+        unexplained: official names to which no rule applies.
+        unfilled: names of ours that lack values.
+        misplaced: official name -> the name of ours that it would have, and that the variant does not have.
+    """
     parts = [f"the checkpoint does not fit {name}"]
+    if misplaced:
+        official, ours = next(iter(misplaced.items()))
+        more = f", and {len(misplaced) - 1} more" if len(misplaced) > 1 else ""
+        parts.append(f"{official} would be {ours}, which this variant does not have{more}")
     for label, names in (("no rule explains", unexplained), ("nothing fills", unfilled)):
         if names:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
             parts.append(f"{label} {', '.join(names[:5])}{more}")
+    if misplaced:
+        parts.append("it is of another variant, or has other global tokens")
     return "; ".join(parts)

@@ -27,7 +27,9 @@ def run_tool(main: Callable[[], None]) -> None:
 
 
 def check_json_path(path: str | None) -> None:
-    """Raise an :class:`InputError`, before the work, where ``--json`` names a file in a folder that is not there."""
+    """Raise an :class:`InputError`, before the work, where ``--json`` names a folder or is in none."""
+    if path and Path(path).is_dir():
+        raise InputError(f"--json {path}: it is a folder")
     if path and not Path(path).absolute().parent.is_dir():
         raise InputError(f"--json {path}: there is no folder {Path(path).absolute().parent}")
 

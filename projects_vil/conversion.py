@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+import shlex
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -70,7 +71,11 @@ class Conversion:
                 lines.append(f"{what}: {names[0]}{more}: {reason}")
         if isinstance(self.options.get("max_img_size"), list):
             lines.append(f"to be loaded into create_backbone with {self.options}")
-        elif keys := [f"{_CONFIG_KEYS[key]} {value}" for key, value in self.options.items() if key in _CONFIG_KEYS]:
+        elif keys := [
+            f"{_CONFIG_KEYS[key]} {shlex.quote(str(value))}"
+            for key, value in self.options.items()
+            if key in _CONFIG_KEYS
+        ]:
             lines.append(f"to be loaded with {' '.join(keys)}")
         return lines
 
@@ -129,12 +134,18 @@ def convert_official(
     *,
     img_size: tuple[int, int] | None = None,
     classifier: bool = False,
+    model_options: Mapping[str, object] | None = None,
 ) -> Conversion:
-    """As :func:`convert_file`, from what :func:`backbones.convert.recognise` made of a file."""
+    """As :func:`convert_file`, from what :func:`backbones.convert.recognise` made of a file.
+
+    ``model_options`` are the keywords of ``create_backbone`` for a model that is there already.
+    """
     if classifier and not official.classifier:
         raise InputError("--classifier needs a classifier's checkpoint, and this one has no classification head")
-    options = _model_options(official, variant, img_size, classifier)
-    state_dict, report = convert_state_dict(official.backbone, variant, classifier=classifier, model_options=options)
+    options = _model_options(official, variant, img_size, classifier) if model_options is None else {}
+    state_dict, report = convert_state_dict(
+        official.backbone, variant, classifier=classifier, model_options=model_options or options
+    )
     classes = None
     if not classifier:
         state_dict = {f"{BACKBONE_PREFIX}{name}": tensor for name, tensor in state_dict.items()}
@@ -196,7 +207,7 @@ def _convert_heads(official: OfficialCheckpoint, variant: str, report: Conversio
                 unexplained.append(name)
         expected = set()
     else:
-        expected = _expected_heads(official.detector, variant)
+        expected = expected_heads(official.detector, variant)
         for name, tensor in official.detector.items():
             if name in expected:
                 heads[name] = tensor
@@ -211,7 +222,7 @@ def _convert_heads(official: OfficialCheckpoint, variant: str, report: Conversio
     return heads
 
 
-def _expected_heads(detector: Mapping[str, Tensor], variant: str) -> set[str]:
+def expected_heads(detector: Mapping[str, Tensor], variant: str) -> set[str]:
     """The names of FPN and heads of the official detector that has some of them; none for a backbone alone."""
     if all(_COMPUTED_BUFFER.fullmatch(name) for name in detector):
         return set()

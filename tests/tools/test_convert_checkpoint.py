@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from backbones import create_backbone, create_classifier
 from backbones.files import read_checkpoint
@@ -105,7 +106,7 @@ def test_golden_maps(tmp_path, convert, file):
     status, out, err = convert(tmp_path / "official.pth", tmp_path / "ours.pth", "--model", name, *arguments)
     assert status == 0, err
     assert " 0 resized" in out
-    assert ("MODEL.TRANSFORMER.GLOBAL_TOKENS [1, 1, 1, 1]" in out) == ("global_tokens" in options)
+    assert ("MODEL.TRANSFORMER.GLOBAL_TOKENS '[1, 1, 1, 1]'" in out) == ("global_tokens" in options)
     check_maps(backbone_of(tmp_path / "ours.pth", name, **options), reference)
 
 
@@ -126,3 +127,223 @@ def check_maps(model: torch.nn.Module, reference: dict) -> None:
     assert maps.keys() == reference["stages"].keys()
     for stage, expected in reference["stages"].items():
         assert_close_to_golden(maps[stage], expected)
+
+
+# -- generated checkpoints -------------------------------------------------------------------------
+
+
+def vil_classifier() -> dict[str, torch.Tensor]:
+    """In float32, as released ones are."""
+    weights = official.official_state_dict(relative_bias=True)
+    return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
+
+
+@pytest.fixture
+def source(tmp_path):
+    torch.save(wrapping.vision_longformer(vil_classifier()), tmp_path / "official.pth")
+    return tmp_path / "official.pth"
+
+
+@pytest.mark.parametrize("wrap", [wrapping.vision_longformer, dict, lambda weights: {"model": weights}])
+def test_a_classifier_computes_what_the_official_one_does(tmp_path, convert, wrap):
+    torch.save(wrap(vil_classifier()), tmp_path / "official.pth")
+    images, outputs = random_images(2, 3, 50, 43).float(), []
+    _, expected = official.official_forward(vil_classifier(), images)
+    for suffix in (".pth", ".safetensors"):
+        output = tmp_path / f"ours{suffix}"
+        status, _, err = convert(tmp_path / "official.pth", output, "--model", VARIANT, "--classifier")
+        assert status == 0, err
+        with torch.inference_mode():
+            outputs.append(classifier_of(output, VARIANT, num_classes=10)(images))
+    torch.testing.assert_close(outputs[0], expected, atol=1e-4, rtol=1e-4)
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_a_safetensors_file_of_an_official_model_is_read(tmp_path, convert, suffix):
+    save_file(vil_classifier(), tmp_path / "official.safetensors")
+    status, _, err = convert(tmp_path / "official.safetensors", tmp_path / f"ours{suffix}", "--model", VARIANT)
+    assert status == 0, err
+    backbone_of(tmp_path / f"ours{suffix}", VARIANT)
+
+
+@pytest.mark.parametrize("family", ["TI", "S"])
+def test_lit(tmp_path, convert, monkeypatch, family):
+    variant = getattr(official_lit, family)
+    monkeypatch.setitem(VARIANTS, "lit_small", variant)
+    images = random_images(2, 3, 64, 64).float()
+    weights = official_lit.official_state_dict(variant, classifier=True)
+    weights = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
+    torch.save(wrapping.lit_classifier(weights), tmp_path / "official.pth")
+    arguments = ("--model", "lit_small", "--classifier", "--img-size", "64", "64")
+    status, _, err = convert(tmp_path / "official.pth", tmp_path / "ours.safetensors", *arguments)
+    assert status == 0, err
+    model = classifier_of(tmp_path / "ours.safetensors", "lit_small", num_classes=10, img_size=64)
+    with torch.inference_mode():
+        expected = official_lit.official_forward(weights, images, variant)[1]
+        torch.testing.assert_close(model(images), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_the_report(tmp_path, convert, source):
+    status, out, err = convert(source, tmp_path / "a.pth", "--model", VARIANT, "--json", tmp_path / "report.json")
+    assert status == 0, err
+    report, weights = json.loads((tmp_path / "report.json").read_text()), vil_classifier()
+    assert out.splitlines()[0] == f"vision-longformer: {report['summary']}"
+    assert out.splitlines()[-1] == f"wrote {tmp_path / 'a.pth'}"
+    assert weights.keys() <= {name for part in ("mapped", "split", "tied", "dropped") for name in report[part]}
+    assert {"resized", "initialised"} <= report.keys() and report["source"] == "vision-longformer"
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_the_file_says_what_it_is(tmp_path, convert, source, suffix):
+    assert convert(source, tmp_path / f"a{suffix}", "--model", VARIANT)[0] == 0
+    contents = read_checkpoint(tmp_path / f"a{suffix}")
+    assert Provenance.of(contents).variant == VARIANT
+    assert Provenance.of(contents).input_format.channels == "RGB"
+    said = contents[PROVENANCE_KEY]
+    assert said["source"] == "vision-longformer" and "vil-detectron2" in said["versions"]
+
+
+# -- mistakes: one line, a status that is not 0, and no file ---------------------------------------
+
+
+class Malicious:
+    """Writes a file where it is unpickled."""
+
+    def __init__(self, path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+@pytest.fixture
+def mistake(tmp_path, convert):
+    def run(*args) -> str:
+        before = sorted(tmp_path.rglob("*"))
+        status, out, err = convert(*args)
+        assert status == 1 and out == ""
+        assert err.startswith("error: ") and err.count("\n") == 1, err
+        assert sorted(tmp_path.rglob("*")) == before
+        return err.removeprefix("error: ").rstrip("\n")
+
+    return run
+
+
+def damaged(change) -> dict:
+    weights = vil_classifier()
+    change(weights)
+    return wrapping.vision_longformer(weights)
+
+
+def renamed(weights: dict) -> None:
+    weights["layer3.2.mlp.fc1.bais"] = weights.pop("layer3.2.mlp.fc1.bias")
+
+
+def halved(weights: dict) -> None:
+    for name in list(weights)[1::2]:
+        del weights[name]
+
+
+@pytest.mark.parametrize(
+    "change, hints",
+    [
+        (
+            renamed,
+            [
+                "layer3.2.mlp.fc1.bais would be stages.2.blocks.0.mlp.expand.bais",
+                "nothing fills stages.2.blocks.0.mlp.expand.bias",
+            ],
+        ),
+        (lambda w: w.update({"layer9.0.extra": torch.ones(1)}), ["no rule explains layer9.0.extra"]),
+        (halved, ["nothing fills", "and "]),
+        (lambda w: w.update({"layer1.0.proj.bias": torch.ones(3)}), ["layer1.0.proj.bias has shape (3,)"]),
+        (lambda w: w.update({"layer1.0.cls_token": torch.ones(3)}), ["layer1.0.cls_token has shape (3,)"]),
+    ],
+    ids=["renamed", "extra", "half", "shape", "axes"],
+)
+def test_names_that_do_not_fit(tmp_path, mistake, change, hints):
+    torch.save(damaged(change), tmp_path / "official.pth")
+    message = mistake(tmp_path / "official.pth", tmp_path / "a.pth", "--model", VARIANT)
+    assert str(tmp_path / "official.pth") in message and all(hint in message for hint in hints), message
+
+
+@pytest.mark.parametrize("arguments", [(), ("--classifier",)])
+@pytest.mark.parametrize(
+    "variant",
+    ["vil_small_1_1_9_1_rpb", "vil_tiny_rpb", "vil_tiny_1_10_1_rpb", "vil_tiny", "lit_s", "lit_ti", "ls_tiny"],
+)
+def test_another_variant(tmp_path, mistake, source, variant, arguments):
+    message = mistake(source, tmp_path / "a.pth", "--model", variant, *arguments)
+    assert "vision-longformer" in message and ("does not fit" in message or "another variant" in message), message
+
+
+def test_a_variant_without_official_weights(tmp_path, mistake, source):
+    assert "nothing to convert" in mistake(source, tmp_path / "a.pth", "--model", "cvt_ls_13")
+
+
+def test_an_unknown_variant(tmp_path, mistake, source):
+    assert "did you mean 'vil_tiny'" in mistake(source, tmp_path / "a.pth", "--model", "vil_tinny")
+
+
+def test_a_detector_is_no_classifier(tmp_path, mistake):
+    torch.save(wrapping.detectron2_detector(vil_classifier()), tmp_path / "official.pth")
+    assert "no classification head" in mistake(
+        tmp_path / "official.pth", tmp_path / "a.pth", "--model", VARIANT, "--classifier"
+    )
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+@pytest.mark.parametrize("content", [b"", b"a text file\n", b"\x80\x04garbage"])
+def test_files_of_another_kind(tmp_path, mistake, suffix, content):
+    path = tmp_path / f"official{suffix}"
+    path.write_bytes(content)
+    assert str(path) in mistake(path, tmp_path / "a.pth", "--model", VARIANT)
+
+
+def test_a_truncated_file_a_folder_and_none(tmp_path, mistake, source):
+    source.write_bytes(source.read_bytes()[: source.stat().st_size // 2])
+    (tmp_path / "folder.pth").mkdir()
+    for path in (source, tmp_path / "folder.pth", tmp_path / "absent.pth"):
+        assert str(path) in mistake(path, tmp_path / "a.pth", "--model", VARIANT)
+
+
+@pytest.mark.parametrize("how", ["torch", "pickle"])
+def test_a_malicious_pickle(tmp_path, mistake, how):
+    path, contents = tmp_path / "official.pth", damaged(lambda weights: None)
+    contents["x"] = Malicious(tmp_path / "executed")
+    if how == "torch":
+        torch.save(contents, path)
+    else:
+        path.write_bytes(pickle.dumps(contents))
+    assert str(path) in mistake(path, tmp_path / "a.pth", "--model", VARIANT)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_a_checkpoint_of_this_project(tmp_path, mistake, convert, source):
+    assert convert(source, tmp_path / "a.pth", "--model", VARIANT)[0] == 0
+    assert "none of the official formats" in mistake(tmp_path / "a.pth", tmp_path / "b.pth", "--model", VARIANT)
+
+
+@pytest.mark.parametrize("output", ["a.txt", "a", "absent/a.pth", "folder.pth", "official.pth"])
+def test_an_output_that_cannot_be_written(tmp_path, mistake, source, output):
+    (tmp_path / "folder.pth").mkdir()
+    before = source.read_bytes()
+    assert output in mistake(source, tmp_path / output, "--model", VARIANT)
+    assert source.read_bytes() == before
+
+
+def test_a_report_that_cannot_be_written(tmp_path, mistake, source):
+    for report in (tmp_path / "absent" / "report.json", tmp_path):
+        message = mistake(source, tmp_path / "a.pth", "--model", VARIANT, "--json", report)
+        assert str(report) in message
+
+
+def test_sizes_that_are_none(tmp_path, mistake, source):
+    assert "--img-size 0 224" in mistake(source, tmp_path / "a.pth", "--model", VARIANT, "--img-size", "0", "224")
+
+
+def test_one_line_from_the_command(tmp_path):
+    (tmp_path / "official.pth").write_text("a text file")
+    result = run_tool("convert_checkpoint.py", tmp_path / "official.pth", tmp_path / "a.pth", "--model", VARIANT)
+    assert "official.pth is no checkpoint" in error_line(result) and not (tmp_path / "a.pth").exists()
