@@ -3,28 +3,22 @@
 import functools
 import logging
 import warnings
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.config import CfgNode
-from detectron2.data import MetadataCatalog
 from detectron2.modeling import build_model
 from torch import Tensor, nn
 
 from backbones import InputError
-from backbones.convert import OfficialCheckpoint, convert_state_dict, recognise
+from backbones.convert import OfficialCheckpoint, recognise
 from backbones.files import read_checkpoint
 from projects_vil.backbone import TransformerBackbone
-from projects_vil.class_rows import copy_rows, is_predictor, match_classes, rows_of_classes
-from projects_vil.provenance import OFFICIAL_INPUT, PROVENANCE_KEY, Provenance, class_names, input_format
-
-# Whose FPN and heads have detectron2's names.
-_DETECTRON2_KIND = "VisionLongformerForObjectDetection"
-_OTHER_NAMES = "the FPN and heads of other code have other names and layouts: they start anew"
-_NUM_COCO_CLASSES = 80
+from projects_vil.class_rows import copy_rows, is_predictor, match_classes
+from projects_vil.conversion import convert_official
+from projects_vil.provenance import PROVENANCE_KEY, Provenance, class_names, input_format
 
 
 class Checkpointer(DetectionCheckpointer):
@@ -86,7 +80,7 @@ class Checkpointer(DetectionCheckpointer):
     @functools.cached_property
     def provenance(self) -> Provenance:
         """Of this model. Its classes are those of a dataset with as many as the model has."""
-        _, backbone = self._backbone()
+        backbone = self._backbone
         known: dict[str, Any] = {}
         if backbone is not None:
             known = {"variant": backbone.variant, "options": backbone.variant_options}
@@ -96,12 +90,11 @@ class Checkpointer(DetectionCheckpointer):
             known |= {"classes": class_names(self.cfg, names), "input_format": input_format(self.cfg)}
         return Provenance(**known)
 
-    def _backbone(self) -> tuple[str, TransformerBackbone | None]:
-        """The name in the model, and the module, of this project's backbone."""
-        for name, module in self.model.named_modules():
-            if isinstance(module, TransformerBackbone):
-                return name, module
-        return "", None
+    @property
+    def _backbone(self) -> TransformerBackbone | None:
+        """This project's, where the model has one."""
+        backbone = getattr(getattr(self.model, "backbone", None), "bottom_up", None)
+        return backbone if isinstance(backbone, TransformerBackbone) else None
 
     # -- reading -----------------------------------------------------------------------------------
 
@@ -116,28 +109,17 @@ class Checkpointer(DetectionCheckpointer):
 
     def _convert(self, official: OfficialCheckpoint) -> dict[str, Any]:
         """The file's contents in this model's names; logs what became of the official ones."""
-        place, backbone = self._backbone()
+        backbone = self._backbone
         if backbone is None:
             raise InputError(f"{self._path} is of {official.kind}, and the model has no backbone of this project")
         try:
-            converted, report = convert_state_dict(official.backbone, backbone.variant, model_options=backbone.options)
+            converted = convert_official(official, backbone.variant, model_options=backbone.options)
         except InputError as error:
-            raise InputError(f"{self._path} is a checkpoint of {official.kind}: {error}") from error
-        self.logger.info(f"{self._path} is a checkpoint of {official.kind}: {report.summary()}")
-        for name, (theirs, ours) in report.resized.items():
-            self.logger.info(f"resized {name}: {theirs} there, {ours} here")
-        dropped = Counter(report.dropped.values())
-        detector = official.detector
-        if official.kind != _DETECTRON2_KIND:
-            dropped.update({_OTHER_NAMES: len(detector)} if detector else {})
-            detector = {}
-        for reason, number in dropped.items():
-            self.logger.info(f"dropped {number}: {reason}")
-        for reason, number in Counter(report.initialised.values()).items():
-            self.logger.info(f"initialised {number}: {reason}")
-        model = {f"{place}.net.{name}": tensor for name, tensor in converted.items()} | detector
-        said = Provenance(variant=backbone.variant, classes=_coco_classes(detector), input_format=OFFICIAL_INPUT)
-        return {"model": model, PROVENANCE_KEY: said.to_dict()}
+            model = f"and the model is {backbone.variant} (MODEL.TRANSFORMER.NAME)"
+            raise InputError(f"{self._path} is of {official.kind}, {model}: {error}") from error
+        for line in converted.lines():
+            self.logger.info(line)
+        return converted.contents
 
     def _load_model(self, checkpoint: dict[str, Any]):
         said, state_dict = Provenance.of(checkpoint), checkpoint["model"]
@@ -259,14 +241,6 @@ def check_weights(cfg: CfgNode, path: str, *, complete: bool = False) -> None:
         # That loading into a model without values does nothing is the point.
         warnings.filterwarnings("ignore", message=".*meta parameter")
         checkpointer.load(path)
-
-
-def _coco_classes(detector: dict[str, Tensor]) -> tuple[str, ...] | None:
-    """Those of an official detector's predictors: COCO's, where they are for as many."""
-    predictors = {name: tensor for name, tensor in detector.items() if name.endswith("cls_score.weight")}
-    if any(rows_of_classes(name, len(t), _NUM_COCO_CLASSES) is not None for name, t in predictors.items()):
-        return tuple(MetadataCatalog.get("coco_2017_train").thing_classes)
-    return None
 
 
 def _listed(classes: tuple[str, ...]) -> str:
