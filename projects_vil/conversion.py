@@ -183,9 +183,7 @@ def _model_options(
 def _options_of_vil(backbone: Mapping[str, Tensor], variant: ViLVariant) -> dict[str, object]:
     options: dict[str, object] = {}
     own = [stage.global_tokens for stage in variant.stages]
-    tokens = [backbone.get(f"layer{number}.0.cls_token") for number in range(1, len(own) + 1)]
-    # One that is absent may have been lost: the variant's number then tells.
-    numbers = [len(t[0]) if t is not None and t.ndim == 3 else o for t, o in zip(tokens, own, strict=True)]
+    numbers = [_global_tokens(backbone, f"layer{index + 1}.", number) for index, number in enumerate(own)]
     if numbers != own:
         options["global_tokens"] = numbers
     for name, tensor in backbone.items():
@@ -193,6 +191,16 @@ def _options_of_vil(backbone: Mapping[str, Tensor], variant: ViLVariant) -> dict
         if "_global." in name and shared is not None and not torch.equal(tensor, shared):
             options["shared_projections"] = False
     return options
+
+
+def _global_tokens(backbone: Mapping[str, Tensor], stage: str, own: int) -> int:
+    """How many a stage of the checkpoint has; the variant's own number where its token was lost."""
+    tokens = backbone.get(f"{stage}0.cls_token")
+    if tokens is not None:
+        return tokens.shape[1] if tokens.ndim == 3 else own
+    names = [name for name, tensor in backbone.items() if name.startswith(stage) and tensor.numel()]
+    traces = any(part in name for name in names for part in ("cls_pos_embed", "g2l_relative", "_global."))
+    return own if traces or not names else 0
 
 
 def _convert_heads(official: OfficialCheckpoint, variant: str, report: ConversionReport) -> dict[str, Tensor]:

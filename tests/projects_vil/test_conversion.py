@@ -315,6 +315,18 @@ def test_global_tokens_and_separate_projections_are_found():
         torch.testing.assert_close(output, expected[stage], atol=1e-10, rtol=1e-10)
 
 
+def test_full_stages_with_fewer_global_tokens():
+    """As the official partial models with global memory: 256 in the first stages, one and none in the full ones."""
+    stages = tuple(
+        OfficialStage(s.depth, s.patch_size, s.heads, s.dim, globals=n, full=True)
+        for s, n in zip(VARIANTS["full_tiny"].stages, (2, 2, 1, 0), strict=True)
+    )
+    weights = official_state_dict(stages, relative_bias=False, img_size=64)
+    assert converted(wrapping.vision_longformer(weights), "full_tiny").options == {"global_tokens": [2, 2, 1, 0]}
+    partial = converted(wrapping.vision_longformer(weights), "full_tiny", img_size=(64, 64))
+    assert partial.options["global_tokens"] == [2, 2, 1, 0] and not partial.report.resized
+
+
 def test_a_lost_global_token_is_an_error():
     weights = official_state_dict(relative_bias=True)
     del weights["layer2.0.cls_token"]
