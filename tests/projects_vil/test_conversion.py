@@ -13,7 +13,8 @@ from backbones import InputError, create_backbone
 from backbones.convert import recognise
 from backbones.variants import VARIANTS
 from projects_vil import load_config
-from projects_vil.conversion import BACKBONE_PREFIX, Conversion, convert_official, expected_heads
+from projects_vil.checkpoint import Checkpointer
+from projects_vil.conversion import BACKBONE_PREFIX, Conversion, convert_file, convert_official, expected_heads
 from projects_vil.provenance import PROVENANCE_KEY, Provenance
 from tests import wrapping
 from tests.backbones import official_lit
@@ -23,7 +24,17 @@ from tests.projects_vil.helpers import ROOT
 
 NAME = "vil_tiny_1_1_3_1_rpb"
 NARROW = ["MODEL.FPN.OUT_CHANNELS", "16", "MODEL.ROI_BOX_HEAD.FC_DIM", "8", "MODEL.ROI_MASK_HEAD.CONV_DIM", "8"]
-PARTIAL = tuple(dataclasses.replace(stage, full=index >= 2) for index, stage in enumerate(TINY))
+
+
+def partial_stages(name: str) -> tuple[OfficialStage, ...]:
+    """The official classifier of that size: full attention in the last two stages."""
+    return tuple(
+        OfficialStage(s.depth, s.patch_size, s.heads, s.dim, s.global_tokens, full=index >= 2)
+        for index, s in enumerate(VARIANTS[name].stages)
+    )
+
+
+PARTIAL = partial_stages("vil_tiny_1_1_3_1_rpb")
 detectors = pytest.mark.parametrize("detector", ["retinanet", "mask_rcnn"])
 
 
@@ -65,6 +76,22 @@ def test_an_official_vil_detector_becomes_a_whole_one(detector):
     expected, _ = official_forward(official_state_dict(relative_bias=True), images)
     for stage, output in backbone(images).items():
         torch.testing.assert_close(output, expected[stage], atol=1e-6, rtol=1e-6)
+
+
+@detectors
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_model_weights_takes_the_file(tmp_path, detector, suffix):
+    """All of the model, where the file must fill it: to evaluate an official detector."""
+    model, output = model_of(detector), tmp_path / f"ours{suffix}"
+    torch.save(vil_detector(model), tmp_path / "official.pth")
+    conversion = convert_file(tmp_path / "official.pth", output, NAME)
+    keys = ["MODEL.TRANSFORMER.NAME", NAME, *NARROW]
+    cfg = load_config(ROOT / f"configs/{detector}/vil_tiny_1x.yaml", keys)
+    Checkpointer(model, cfg=cfg, complete=True).load(str(output))
+    state_dict = model.state_dict()
+    assert state_dict.keys() == conversion.contents["model"].keys()
+    for name, tensor in conversion.contents["model"].items():
+        assert torch.equal(state_dict[name], tensor.to(state_dict[name].dtype)), name
 
 
 @pytest.mark.parametrize(
@@ -247,16 +274,18 @@ def test_positions_of_lit_ti_are_resized_bilinearly(small_lit):
     np.testing.assert_allclose(table, both_axes(linear, source, (6, 10)), atol=1e-9)
 
 
-def test_relative_bias_of_full_attention_becomes_that_of_sliding_chunks():
+@pytest.mark.parametrize("name", [NAME, "vil_small_rpb"])
+def test_relative_bias_of_full_attention_becomes_that_of_sliding_chunks(name):
     """As the official detection code converts classifiers of which the last two stages have full attention.
 
     At 224 pixels stage 3 has 14 x 14 tokens, whose 27 x 27 offsets are those of a chunk's neighbourhood; stage 4 has
     7 x 7, and its 13 x 13 offsets are stretched, bilinearly, to 27 x 27.
     """
-    weights = official_state_dict(PARTIAL, relative_bias=True)
-    conversion = converted(wrapping.vision_longformer(weights))
+    stages = partial_stages(name)
+    weights = official_state_dict(stages, relative_bias=True)
+    conversion = converted(wrapping.vision_longformer(weights), name)
     state_dict = conversion.contents["model"]
-    for number in (1, 3, 5):
+    for number in range(1, 2 * stages[2].depth, 2):
         ours = f"{BACKBONE_PREFIX}stages.2.blocks.{number // 2}.attention"
         theirs = f"layer3.{number}.attn"
         assert torch.equal(
@@ -264,14 +293,14 @@ def test_relative_bias_of_full_attention_becomes_that_of_sliding_chunks():
         )
         for leaf in ("weight", "bias"):
             joined = weights[f"{theirs}.qkv.{leaf}"]
-            assert torch.equal(state_dict[f"{ours}.query.{leaf}"], joined[:192])
-            assert torch.equal(state_dict[f"{ours}.key_value.{leaf}"], joined[192:])
+            assert torch.equal(state_dict[f"{ours}.query.{leaf}"], joined[: stages[2].dim])
+            assert torch.equal(state_dict[f"{ours}.key_value.{leaf}"], joined[stages[2].dim :])
     source = square(weights["layer4.1.attn.local_relative_position_bias_table"])
     assert source.shape[:2] == (13, 13)
     key = "stages.3.blocks.0.attention.relative_bias.table"
     table = state_dict[f"{BACKBONE_PREFIX}{key}"].view(27, 27, -1).numpy()
     np.testing.assert_allclose(table, both_axes(linear, source, (27, 27)), atol=1e-12)
-    assert conversion.report.resized == {key: ((169, 6), (729, 6))}
+    assert conversion.report.resized == {key: ((169, stages[3].heads), (729, stages[3].heads))}
     assert conversion.report.split["layer4.1.attn.qkv.weight"]
 
 
