@@ -1,5 +1,6 @@
 """Checkpoints that fit, official ones among them, or a clear word: no tensor is left random without being named."""
 
+import dataclasses
 import functools
 import logging
 import warnings
@@ -14,10 +15,11 @@ from torch import Tensor, nn
 
 from backbones import InputError
 from backbones.convert import OfficialCheckpoint, recognise
-from backbones.files import read_checkpoint
+from backbones.files import read_checkpoint, state_dict_of
 from projects_vil.backbone import TransformerBackbone
 from projects_vil.class_rows import copy_rows, is_predictor, match_classes
-from projects_vil.conversion import convert_official
+from projects_vil.conversion import BACKBONE_PREFIX, convert_official
+from projects_vil.pretrained import backbone_of_classifier, is_classifier, named_variant
 from projects_vil.provenance import PROVENANCE_KEY, Provenance, class_names, input_format
 
 
@@ -26,8 +28,8 @@ class Checkpointer(DetectionCheckpointer):
 
     A file to start training from must fill the backbone; it may lack FPN or heads as a whole, and predictors may be
     of other classes: rows of classes of the same name are copied where both sides know their names, and the rest
-    starts anew. The log names all that does. Anything else that does not fit raises. A file of an official project is
-    converted for the model's variant and options.
+    starts anew. The log names all that does. Anything else that does not fit raises. A file of an official project,
+    or of a classifier of this one, is converted for the model's variant and options.
 
     Every saved file says under ``PROVENANCE_KEY`` what it is (:class:`~projects_vil.provenance.Provenance`).
 
@@ -103,8 +105,10 @@ class Checkpointer(DetectionCheckpointer):
         official = recognise(contents)
         if official is not None:
             return self._convert(official)
+        if is_classifier(state_dict_of(contents)):
+            return self._convert_own(contents)
         if "model" not in contents:
-            raise InputError(f"{self._path} is neither a detectron2 checkpoint nor one of an official project")
+            raise InputError(f"{self._path} is neither a detectron2 checkpoint nor an official one, nor a classifier's")
         return contents
 
     def _convert(self, official: OfficialCheckpoint) -> dict[str, Any]:
@@ -120,6 +124,23 @@ class Checkpointer(DetectionCheckpointer):
         for line in converted.lines():
             self.logger.info(line)
         return converted.contents
+
+    def _convert_own(self, contents: dict[str, Any]) -> dict[str, Any]:
+        """As :meth:`_convert`, from a classifier of this project."""
+        said, backbone = Provenance.of(contents), self._backbone
+        said = dataclasses.replace(said, variant=said.variant or named_variant(contents), classes=None)
+        if backbone is None:
+            raise InputError(f"{self._path} is a classifier's, and the model has no backbone of this project")
+        self._check_variant(said)
+        try:
+            weights, lines = backbone_of_classifier(state_dict_of(contents), backbone.variant, backbone.net)
+        except InputError as error:
+            model = f"and the model is {backbone.variant} (MODEL.TRANSFORMER.NAME)"
+            raise InputError(f"{self._path} is a classifier's, {model}: {error}") from error
+        for line in lines:
+            self.logger.info(line)
+        model = {f"{BACKBONE_PREFIX}{name}": tensor for name, tensor in weights.items()}
+        return {"model": model, PROVENANCE_KEY: said.to_dict()}
 
     def _load_model(self, checkpoint: dict[str, Any]):
         said, state_dict = Provenance.of(checkpoint), checkpoint["model"]
