@@ -56,7 +56,7 @@ setup(
     install_requires=[
         "torch>=2.6,<3",
         "torchvision>=0.21",
-        "timm>=1.0.11,<2",
+        "timm>=1.0.12,<2",
         "fvcore>=0.1.5,<0.1.6",
         "iopath>=0.1.7,<0.1.10",
         "omegaconf>=2.1,<2.4",

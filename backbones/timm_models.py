@@ -1,0 +1,355 @@
+"""Importing this module registers every variant with timm: ``timm.create_model("vil_small_rpb", num_classes=10)``.
+
+``features_only=True`` gives the backbone as timm's users know it: a list of maps. ``tools/timm_run.py`` imports this
+module and runs timm's own ``train.py`` or ``validate.py``; the recipes are in docs/checkpoints.md.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+import torch.nn.functional as F
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.models import (
+    FeatureInfo,
+    build_model_with_cfg,
+    generate_default_cfgs,
+    is_model,
+    model_entrypoint,
+    register_model,
+    resolve_pretrained_cfg,
+)
+from timm.optim import OptimInfo, list_optimizers
+from timm.optim._optim_factory import default_registry
+from torch import Tensor, nn
+
+from backbones.attention.performer import PerformerAttention, redraw_features, redraw_interval
+from backbones.backbone import Classifier
+from backbones.build import create_backbone, create_classifier, list_variants
+from backbones.errors import InputError
+from backbones.layers.position import AbsolutePositions, GridPositions, GridRelativeBias, resize_table
+from backbones.layers.token_merging import DeformableTokenMerging
+from backbones.lit import LIT
+
+# 1e-5 beside 1e-3 (LIT section 4.1)
+OFFSET_LR_SCALE = 0.01
+_POOLS = {"mean": "avg", "global_token": "token"}
+
+
+class TimmClassifier(Classifier):
+    """:func:`.create_classifier`'s model, with what timm's scripts and users ask of a model.
+
+    Args:
+        name: one of :func:`.list_variants`.
+        num_classes: of the head; 0 for none.
+        in_chans: 3.
+        img_size: as for :func:`.create_classifier`; None for 224, or 384 where the variant's name says so.
+        global_pool: the variant's own, ``"avg"`` or ``"token"``, or None.
+        drop_rate: dropout before the head; the papers have none.
+        redraw_epoch_length: iterations of an epoch, for a Performer that redraws its random features in training every
+            1 + 5T iterations of epoch T (ViL appendix D); None to keep those that it has. An iteration is a forward
+            pass in training mode.
+        redraw_first_epoch: T of the first iteration: of a resumed run, the epoch that it resumes at.
+        options: of :func:`.create_classifier`.
+
+    Raises:
+        InputError: for what these models do not have.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        num_classes: int = 1000,
+        in_chans: int = 3,
+        img_size: int | Sequence[int] | None = None,
+        global_pool: str | None = None,
+        drop_rate: float = 0.0,
+        redraw_epoch_length: int | None = None,
+        redraw_first_epoch: int = 0,
+        **options: object,
+    ) -> None:
+        _check_in_chans(name, in_chans)
+        img_size = default_cfgs[name].default.input_size[1:] if img_size is None else img_size
+        made = create_classifier(name, num_classes=max(num_classes, 1), img_size=img_size, **options)
+        super().__init__(made.backbone, num_classes=max(num_classes, 1), pool=made.pool, norm_eps=made.norm.eps)
+        self.num_features = self.head_hidden_size = self.head.in_features
+        self.drop_rate = drop_rate
+        self.reset_classifier(num_classes, global_pool)
+        if redraw_epoch_length is not None:
+            redraw = _Redraw(name, self, redraw_epoch_length, redraw_first_epoch)
+            self.register_forward_pre_hook(redraw)
+        for module in self.modules():
+            if isinstance(module, DeformableTokenMerging):
+                for parameter in module.offset.parameters():
+                    parameter.lr_scale = OFFSET_LR_SCALE  # for LITAdamW
+
+    def forward_features(self, images: Tensor) -> Tensor:
+        """(B, 3, H, W) -> the last stage's tokens after the norm (B, G + H' W', C), global tokens first."""
+        maps, global_tokens = self.backbone.forward_tokens(images)
+        tokens = maps[self.backbone.out_features[-1]].flatten(2).transpose(1, 2)
+        if global_tokens is not None:
+            tokens = torch.cat([global_tokens, tokens], dim=1)
+        return self.norm(tokens)
+
+    def forward_head(self, tokens: Tensor, pre_logits: bool = False) -> Tensor:
+        """Tokens of :meth:`forward_features` -> logits (B, num_classes), or what the head takes (B, C)."""
+        pooled = tokens[:, 0] if self.pool == "global_token" else tokens.mean(dim=1)
+        pooled = F.dropout(pooled, self.drop_rate, self.training)
+        return pooled if pre_logits else self.head(pooled)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(B, 3, H, W) -> logits (B, num_classes)."""
+        return self.forward_head(self.forward_features(images))
+
+    def get_classifier(self) -> nn.Module:
+        """The head."""
+        return self.head
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """A new head for ``num_classes``, or none for 0; the same head stays where it has as many."""
+        if global_pool not in (None, _POOLS[self.pool]):
+            raise InputError(f"global_pool={global_pool!r}: this variant pools by {_POOLS[self.pool]!r}")
+        if num_classes != getattr(self.head, "out_features", 0):
+            weight = self.norm.weight
+            head = nn.Linear(self.num_features, num_classes) if num_classes else nn.Identity()
+            self.head = head.to(device=weight.device, dtype=weight.dtype)
+            if num_classes:
+                nn.init.trunc_normal_(self.head.weight, std=0.02)
+                nn.init.zeros_(self.head.bias)
+        self.num_classes = num_classes
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Compute the activations of a block again in the backward pass."""
+        _set_checkpointing(self.backbone, enable)
+
+    def group_matcher(self, coarse: bool = False) -> dict:
+        """For timm's layer-wise decay of learning rates: a group a block, or a stage."""
+        blocks = [(r"^backbone\.stages\.(\d+)\.blocks\.(\d+)", None), (r"^backbone\.stages\.(\d+)", (-1,))]
+        return {
+            "stem": r"^backbone\.stages\.0\.(?!blocks)",
+            "blocks": r"^backbone\.stages\.(\d+)" if coarse else [*blocks, (r"^norm", (99999,))],
+        }
+
+
+class TimmFeatures(nn.Module):
+    """:func:`.create_backbone`'s model as timm's ``features_only=True`` has it: images of any size -> a list of maps.
+
+    Args:
+        name: one of :func:`.list_variants` that can be a backbone.
+        out_indices: stages, from 0, or from the end where negative; a number n for the last n; None for all. The maps
+            come in the order of the stages.
+        in_chans: 3.
+        num_classes: ignored, as by timm: a backbone has no head.
+        options: of :func:`.create_backbone`.
+
+    Raises:
+        InputError: for what these models do not have.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        out_indices: int | Sequence[int] | None = None,
+        in_chans: int = 3,
+        num_classes: int = 0,
+        **options: object,
+    ) -> None:
+        super().__init__()
+        _check_in_chans(name, in_chans)
+        if "out_features" in options:
+            raise InputError("features_only=True takes out_indices, stages from 0, in the place of out_features")
+        features = _features(name)
+        stages = list(features)
+        if out_indices is None:
+            chosen = range(len(stages))
+        elif isinstance(out_indices, int):
+            chosen = range(-out_indices, 0)
+        else:
+            chosen = out_indices
+        if not chosen or not all(-len(stages) <= index < len(stages) for index in chosen):
+            raise InputError(f"out_indices={out_indices!r}: {name} has the stages 0 to {len(stages) - 1}")
+        indices = sorted({index % len(stages) for index in chosen})
+        self.backbone = create_backbone(name, out_features=[stages[index] for index in indices], **options)
+        infos = [
+            {"num_chs": info.channels, "reduction": info.stride, "module": f"backbone.stages.{index}"}
+            for index, info in enumerate(features.values())
+        ]
+        self.feature_info = FeatureInfo(infos, tuple(indices))
+
+    def forward(self, images: Tensor) -> list[Tensor]:
+        """(B, 3, H, W) -> [(B, C, ceil(H / stride), ceil(W / stride)), ...]."""
+        return list(self.backbone(images).values())
+
+    def no_weight_decay(self) -> set[str]:
+        """As :meth:`.Backbone.no_weight_decay`, with the names of this model."""
+        return {f"backbone.{name}" for name in self.backbone.no_weight_decay()}
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Compute the activations of a block again in the backward pass."""
+        _set_checkpointing(self.backbone, enable)
+
+
+class LITAdamW(torch.optim.AdamW):
+    """AdamW in which the offsets of deformable token merging learn at 0.01 of the rate: ``--opt litadamw``.
+
+    The factor stands in the groups as ``lr_scale``, which timm's schedulers apply, also to the lowest rate.
+
+    Raises:
+        InputError: where the model has no offsets.
+    """
+
+    def __init__(self, params: Iterable, **options: object) -> None:
+        params = list(params)
+        if not params or not isinstance(params[0], dict):
+            params = [{"params": params}]
+        groups, scaled = [], False
+        for group in params:
+            split: dict[float, list[nn.Parameter]] = {}
+            for parameter in group["params"]:
+                split.setdefault(getattr(parameter, "lr_scale", 1.0), []).append(parameter)
+            for scale, parameters in split.items():
+                scaled = scaled or scale != 1
+                groups.append({**group, "params": parameters, "lr_scale": scale * group.get("lr_scale", 1.0)})
+        if not scaled:
+            raise InputError("litadamw is for models with deformable token merging, lit_...: take adamw for others")
+        super().__init__(groups, **options)
+
+
+class _Redraw:
+    """Counts forward passes in training, and redraws random features before every 1 + 5T of epoch T."""
+
+    def __init__(self, name: str, model: nn.Module, epoch_length: int, first_epoch: int) -> None:
+        if not any(isinstance(module, PerformerAttention) for module in model.modules()):
+            raise InputError(f"redraw_epoch_length: {name} has no random features to redraw")
+        if epoch_length < 1 or first_epoch < 0:
+            raise InputError(
+                f"redraw_epoch_length={epoch_length}, redraw_first_epoch={first_epoch}: 1 or more, and 0 or more"
+            )
+        self.epoch_length = epoch_length
+        self.iteration = epoch_length * first_epoch
+        self.since = 0
+
+    @torch.compiler.disable
+    def __call__(self, model: nn.Module, inputs: tuple) -> None:
+        if not model.training:
+            return
+        if self.since >= redraw_interval(self.iteration // self.epoch_length):
+            # The same in every process
+            redraw_features(model, seed=self.iteration)
+            self.since = 0
+        self.since += 1
+        self.iteration += 1
+
+
+@functools.cache
+def _features(name: str) -> dict:
+    """Channels and stride of all stages; Linformer raises."""
+    with torch.device("meta"):
+        return create_backbone(name).feature_info
+
+
+def _check_in_chans(name: str, in_chans: int) -> None:
+    if in_chans != 3:
+        raise InputError(f"in_chans={in_chans}: {name} takes images of 3 channels")
+
+
+def _set_checkpointing(backbone: nn.Module, enable: bool) -> None:
+    for stage in backbone.stages:
+        stage.activation_checkpointing = enable
+
+
+def _pretrained_cfg(name: str) -> dict:
+    """ImageNet as the official projects prepare it: bicubic, 256 and a crop of 224, or 32 more (384: 0.922)."""
+    side = 384 if name.endswith("_384") else 224
+    return {
+        "input_size": (3, side, side),
+        "fixed_input_size": "linformer" in name,
+        "interpolation": "bicubic",
+        "crop_pct": 0.875,
+        "mean": IMAGENET_DEFAULT_MEAN,
+        "std": IMAGENET_DEFAULT_STD,
+        "num_classes": 1000,
+        "first_conv": "backbone.stages.0.patch_embed.projection",
+        "classifier": "head",
+        "license": "apache-2.0",
+    }
+
+
+def _fit(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """For timm's ``pretrained_path``: a state dict of :class:`TimmClassifier`, for another size or head, or features.
+
+    Tables of positions are resized. timm loads leniently where the number of classes differs: all but the head must fit
+    all the same.
+    """
+    target = model.state_dict()
+    is_features = isinstance(model, TimmFeatures)
+    heads = ("head.", "norm.") if is_features else ("head.",)
+    fitted = {key: _resized(tensor, key, model) for key, tensor in state_dict.items()}
+    if is_features:
+        # A LIT detector has norms of its maps, and no global token.
+        fitted |= {key: tensor for key, tensor in target.items() if key.startswith("backbone.output_norms.")}
+        if isinstance(model.backbone, LIT):
+            fitted = {key: t for key, t in fitted.items() if key in target or not key.endswith(".global_tokens")}
+        fitted = {key: tensor for key, tensor in fitted.items() if not key.startswith(heads)}
+    wrong = {key for key in fitted.keys() ^ target.keys()}
+    wrong |= {key for key in fitted.keys() & target.keys() if fitted[key].shape != target[key].shape}
+    wrong = sorted(key for key in wrong if not key.startswith(heads))
+    if wrong:
+        raise InputError(
+            f"the checkpoint is of another model: {len(wrong)} names or shapes differ, {wrong[0]} among them;"
+            " docs/checkpoints.md says how official files are converted"
+        )
+    return fitted
+
+
+def _resized(tensor: Tensor, key: str, model: nn.Module) -> Tensor:
+    """``tensor`` in the size of the table of positions that it is for; as it is, where it is for none."""
+    path, _, leaf = key.rpartition(".")
+    owner = dict(model.named_modules()).get(path)
+    if isinstance(owner, AbsolutePositions) and leaf in ("rows", "cols"):
+        return resize_table(tensor, getattr(owner, leaf).shape[:1])
+    if isinstance(owner, GridPositions) and leaf == "table" and tensor.ndim == 3:
+        return resize_table(tensor, owner.table.shape[:2])
+    side = math.isqrt(len(tensor)) if tensor.ndim else 0
+    if isinstance(owner, GridRelativeBias) and leaf == "table" and side**2 == len(tensor) != len(owner.table):
+        grid = (2 * owner.size[0] - 1, 2 * owner.size[1] - 1)
+        return resize_table(tensor.unflatten(0, (side, side)), grid, mode=owner.resize_mode).flatten(0, 1)
+    return tensor
+
+
+def _entrypoint(name: str) -> Callable[..., nn.Module]:
+    def create(pretrained: bool = False, features_only: bool = False, **kwargs: object) -> nn.Module:
+        cfg = resolve_pretrained_cfg(name, kwargs.get("pretrained_cfg"), kwargs.get("pretrained_cfg_overlay"))
+        if pretrained and not (cfg.has_weights or cfg.state_dict):
+            raise InputError(
+                f"pretrained=True: no weights of {name} are hosted; docs/checkpoints.md says which files there are"
+                " and how to convert them, and --initial-checkpoint or --pretrained-path loads the result"
+            )
+        if features_only:
+            _features(name)
+        model = functools.partial(TimmFeatures if features_only else TimmClassifier, name)
+        return build_model_with_cfg(model, name, pretrained, pretrained_filter_fn=_fit, **kwargs)
+
+    create.__name__ = create.__qualname__ = name
+    create.__doc__ = f"{name}: see :class:`TimmClassifier`, and :class:`TimmFeatures` for ``features_only=True``."
+    return create
+
+
+def _register() -> None:
+    for name in list_variants():
+        if is_model(name) and model_entrypoint(name).__module__ != __name__:
+            module = model_entrypoint(name).__module__
+            raise InputError(f"timm already has a model {name}, of {module}: importing {__name__} would hide it")
+    for name in list_variants():
+        if not is_model(name):
+            globals()[name] = register_model(_entrypoint(name))
+    info = OptimInfo("litadamw", LITAdamW, "AdamW, with LIT's offsets at 0.01 of the learning rate", has_betas=True)
+    if info.name not in list_optimizers():
+        default_registry.register(info)
+
+
+default_cfgs = generate_default_cfgs({name: _pretrained_cfg(name) for name in list_variants()})
+_register()

@@ -1,0 +1,39 @@
+"""Run timm's own train.py or validate.py, which know the models of this project then.
+
+The scripts are in timm's repository, not in its package; take those of the tag that matches the installed timm.
+
+Example:
+    python tools/timm_run.py train.py --model vil_small_rpb --data-dir imagenet --epochs 300
+    torchrun --nproc_per_node 8 tools/timm_run.py train.py --model lit_s --opt litadamw --data-dir imagenet
+    python tools/timm_run.py validate.py --model vil_small_rpb --data-dir imagenet --checkpoint model_best.pth.tar
+"""
+
+import argparse
+import importlib
+import runpy
+import sys
+from pathlib import Path
+
+from backbones import InputError
+from projects_vil.cli import run_tool
+
+
+def main() -> None:
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser.add_argument("script", metavar="SCRIPT", help="your copy of timm's train.py or validate.py")
+    parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's own arguments")
+    args = parser.parse_args()
+    if not Path(args.script).is_file():
+        raise InputError(
+            f"there is no file {args.script}: it is in https://github.com/huggingface/pytorch-image-models"
+        )
+    # Here, so that a name that timm has too is one line.
+    importlib.import_module("backbones.timm_models")
+    sys.argv = [args.script, *args.arguments]
+    sys.path.insert(0, str(Path(args.script).absolute().parent))
+    runpy.run_path(args.script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    run_tool(main)
