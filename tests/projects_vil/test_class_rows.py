@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from backbones import InputError
-from projects_vil.checkpoint import Checkpointer
+from projects_vil.checkpoint import Checkpointer, check_weights
 from projects_vil.class_rows import copy_rows, is_predictor, match_classes, rows_of_classes
 from projects_vil.data import register_datasets
 from projects_vil.provenance import PROVENANCE_KEY, Provenance
@@ -58,7 +58,8 @@ def saved_for(folder, name: str, classes, *overrides: str) -> tuple[str, dict]:
 
 
 def load(path: str, cfg, name: str, *overrides: str, **options) -> tuple[dict, dict, list[str]]:
-    """State before and after, and the log."""
+    """State before and after, and the log; the check before a run, without values, finds nothing wrong."""
+    check_weights(cfg, path, **options)
     model = detector(name, NUM_CLASSES[name], str(_number(cfg, name)), *overrides)
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     with log_of(LOG) as log:

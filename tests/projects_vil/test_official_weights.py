@@ -254,6 +254,15 @@ def test_an_official_classifier_is_no_trained_detector(tmp_path):
         check_weights(small_config(), path, complete=True)
 
 
+def test_official_files_are_for_rgb(tmp_path):
+    path = save(tmp_path, as_saved(weights_of("vil_tiny_1_1_3_1_rpb"), "vision-longformer"))
+    with log_of(LOG) as log:
+        load(path)
+        assert not any("was trained on" in text for text in log)
+        load(path, "INPUT.FORMAT", "BGR")
+    assert any("was trained on RGB with mean" in text and "config has BGR" in text for text in log)
+
+
 def test_an_official_file_that_is_loaded_is_saved_as_ours(tmp_path):
     cfg = small_config()
     model = load(save(tmp_path, as_saved(weights_of("vil_tiny_1_1_3_1_rpb"), "vision-longformer")))
@@ -307,6 +316,14 @@ def test_official_files_of_another_variant(shapes, tmp_path):
     assert "lit_s" in refusal(path, "MODEL.TRANSFORMER.NAME", "lit_s")
     cvt = ["MODEL.TRANSFORMER.NAME", "cvt_ls_13", "MODEL.FPN.IN_FEATURES", "['stage2', 'stage3']"]
     assert "no official weights of cvt_ls_13" in refusal(path, *cvt)
+
+
+def test_a_file_of_other_code(shapes, tmp_path):
+    resnet = {"conv1.weight": torch.ones(2), "layer1.0.conv1.weight": torch.ones(2)}
+    for wrapper in ("net", "state_dict"):
+        text = refusal(save(tmp_path, {wrapper: resnet}))
+        assert text.endswith("is neither a detectron2 checkpoint nor an official one, nor a classifier's")
+    assert "names in it fit nothing" in refusal(save(tmp_path, {"model": resnet}))
 
 
 def test_an_extra_head_of_an_official_detector(shapes, tmp_path):
