@@ -119,12 +119,14 @@ class Backbone(nn.Module):
     ) -> None:
         super().__init__()
         names = [f"stage{i + 1}" for i in range(len(features))]
+        if isinstance(out_features, str):
+            out_features = (out_features,)
         out_features = tuple(names if out_features is None else out_features)
         for name in out_features:
             check_choice("feature", name, names)
         if not out_features:
             raise InputError(f"out_features is empty: name at least one of {', '.join(names)}")
-        if not 0 <= drop_path_rate < 1:
+        if not isinstance(drop_path_rate, int | float) or not 0 <= drop_path_rate < 1:
             raise InputError(f"drop_path_rate={drop_path_rate!r}: it is at least 0 and below 1")
         self.out_features = out_features
         self.num_stages = 1 + max(names.index(name) for name in out_features)

@@ -52,8 +52,8 @@ def create_backbone(
               ``shared_projections`` (False for separate projections of the global tokens);
             - ViL, LS and LIT: ``position_resizing`` (``"load"`` for tables made for ``max_img_size``, ``"map"`` for
               tables that are resized to each map);
-            - CvT: ``window_size`` and ``rank``;
-            - LIT: ``merging`` (``"deformable"`` or ``"uniform"``), ``merging_norm`` (``"batch"``, ``"frozen"`` or
+            - CvT: ``window_size``, ``rank`` and ``batch_norm``;
+            - LIT: ``merging`` (``"deformable"`` or ``"uniform"``), ``batch_norm`` (``"batch"``, ``"frozen"`` or
               ``"sync"``).
 
     Raises:
@@ -92,6 +92,8 @@ def create_classifier(
     and all tables of positions are made for it.
     """
     variant = get_variant(name, options)
+    if type(num_classes) is not int or num_classes < 1:
+        raise InputError(f"num_classes={num_classes!r}: it is a whole number, 1 or more")
     size = _height_and_width("img_size", img_size)
     backbone = _family(variant)(
         variant,

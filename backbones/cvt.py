@@ -38,14 +38,17 @@ class ConvLongShortAttention(DualNormAttention):
         num_heads: divides ``dim``.
         window_size: side w of a segment.
         rank: r, projected keys of a head.
+        norm: of the projections, a key of ``BATCH_NORMS``.
         backend: a key of ``BACKENDS`` of long-short attention.
     """
 
-    def __init__(self, dim: int, *, num_heads: int, window_size: int, rank: int, backend: str = "sdpa") -> None:
+    def __init__(
+        self, dim: int, *, num_heads: int, window_size: int, rank: int, norm: str = "batch", backend: str = "sdpa"
+    ) -> None:
         super().__init__(dim, num_heads=num_heads, window_size=window_size, backend=backend)
-        self.query = SeparableProjection(dim, dim)
-        self.key = SeparableProjection(dim, dim)
-        self.value = SeparableProjection(dim, dim)
+        self.query = SeparableProjection(dim, dim, norm=norm)
+        self.key = SeparableProjection(dim, dim, norm=norm)
+        self.value = SeparableProjection(dim, dim, norm=norm)
         self.dynamic_projection = StandardisedProjection(dim, num_heads * rank)
         self.projection = nn.Linear(dim, dim)
 
@@ -102,6 +105,7 @@ class CvT(Backbone):
                     num_heads=spec.heads,
                     window_size=spec.window_size,
                     rank=spec.rank,
+                    norm=variant.batch_norm,
                     backend=attention_backend,
                 )
                 blocks.append(Block(spec.dim, attention, norm_eps=variant.norm_eps, drop_path_rate=rate))

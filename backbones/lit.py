@@ -135,7 +135,7 @@ def _embedding(variant: LITVariant, index: int, in_channels: int) -> nn.Module:
     if index == 0:
         return PatchEmbed(in_channels, dim, patch_size=_PATCH_SIZE, norm_eps=_EMBED_NORM_EPS)
     if variant.merging == "deformable":
-        return DeformableTokenMerging(in_channels, dim, norm=variant.merging_norm)
+        return DeformableTokenMerging(in_channels, dim, norm=variant.batch_norm)
     if variant.relative_bias:
         return LinearTokenMerging(in_channels, dim, norm_eps=_EMBED_NORM_EPS)
     return PatchEmbed(in_channels, dim, patch_size=2, norm_eps=_EMBED_NORM_EPS)

@@ -12,6 +12,14 @@ from backbones.errors import InputError, check_choice, closest
 # Mechanisms that a stage may be switched to, since they need no size that the variant does not have.
 _SWITCHABLE = ("sliding_chunk", "long_short", "dense")
 _WITH_BIAS = _SWITCHABLE
+_BATCH_NORMS = ("batch", "frozen", "sync")
+# Which mechanisms read an option; the others have no use for it.
+_READERS = {
+    "window_size": ("sliding_chunk", "long_short"),
+    "rank": ("long_short",),
+    "attention_mode": ("sliding_chunk",),
+    "shared_projections": ("sliding_chunk",),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,8 +98,8 @@ class ViLVariant:
         """
         stages = self.stages
         if attention is not None:
-            names = [attention] * len(stages) if isinstance(attention, str) else list(attention)
-            if len(names) != len(stages):
+            names = [attention] * len(stages) if isinstance(attention, str) else attention
+            if not isinstance(names, list | tuple) or len(names) != len(stages):
                 raise InputError(f"attention={attention!r}: it is one mechanism, or {len(stages)}, one a stage")
             for name in names:
                 check_choice("attention", name, _SWITCHABLE)
@@ -103,6 +111,13 @@ class ViLVariant:
         ):
             if value is not None:
                 stages = _replaced(stages, field, _one_a_stage(field, value, len(stages), least))
+        given = {"window_size": window_size, "rank": rank, "attention_mode": attention_mode}
+        given["shared_projections"] = shared_projections
+        for option, value in given.items():
+            if value is not None and not any(stage.attention in _READERS[option] for stage in stages):
+                raise InputError(f"{option} has no effect: no stage has {' or '.join(_READERS[option])} attention")
+        if not isinstance(shared_projections, bool | None):
+            raise InputError(f"shared_projections={shared_projections!r}: it is True or False")
         changes = {
             "attention_mode": attention_mode,
             "shared_projections": shared_projections,
@@ -141,7 +156,7 @@ class LITVariant:
         position_img_size: image side in pixels for tables that are resized to each map.
         position_resizing: ``"map"``, or ``"load"`` for tables that are made for the largest image.
         merging: ``"deformable"`` or ``"uniform"`` (Table 3).
-        merging_norm: of deformable merging: ``"batch"``, ``"frozen"`` or ``"sync"``.
+        batch_norm: of deformable merging: ``"batch"``, ``"frozen"`` or ``"sync"``.
     """
 
     stages: tuple[LITStage, ...]
@@ -151,9 +166,9 @@ class LITVariant:
     position_img_size: int
     position_resizing: str = "map"
     merging: str = "deformable"
-    merging_norm: str = "batch"
+    batch_norm: str = "batch"
 
-    options = ("merging", "merging_norm", "position_resizing")
+    options = ("merging", "batch_norm", "position_resizing")
 
     @property
     def pool(self) -> str:
@@ -163,14 +178,16 @@ class LITVariant:
         self,
         *,
         merging: str | None = None,
-        merging_norm: str | None = None,
+        batch_norm: str | None = None,
         position_resizing: str | None = None,
     ) -> "LITVariant":
         """The variant with what is not None in place of its own."""
-        changes = {"merging": merging, "merging_norm": merging_norm, "position_resizing": position_resizing}
+        changes = {"merging": merging, "batch_norm": batch_norm, "position_resizing": position_resizing}
         variant = dataclasses.replace(self, **{k: v for k, v in changes.items() if v is not None})
         check_choice("merging", variant.merging, ("deformable", "uniform"))
-        check_choice("merging norm", variant.merging_norm, ("batch", "frozen", "sync"))
+        check_choice("batch norm", variant.batch_norm, _BATCH_NORMS)
+        if batch_norm is not None and variant.merging == "uniform":
+            raise InputError("batch_norm is that of deformable merging, and merging is uniform: leave one of them out")
         return variant
 
 
@@ -187,23 +204,35 @@ class CvTStage:
 
 @dataclasses.dataclass(frozen=True)
 class CvTVariant:
-    """A CvT-LS: three stages at strides 4, 8 and 16, without positions."""
+    """A CvT-LS: three stages at strides 4, 8 and 16, without positions.
+
+    Attributes:
+        stages: the sizes.
+        batch_norm: of the convolutional projections: ``"batch"``, ``"frozen"`` or ``"sync"``.
+    """
 
     stages: tuple[CvTStage, ...]
+    batch_norm: str = "batch"
 
-    options = ("rank", "window_size")
+    options = ("batch_norm", "rank", "window_size")
     pool = "mean"
     norm_eps = 1e-5
 
     def with_options(
-        self, *, rank: int | Sequence[int] | None = None, window_size: int | Sequence[int] | None = None
+        self,
+        *,
+        rank: int | Sequence[int] | None = None,
+        window_size: int | Sequence[int] | None = None,
+        batch_norm: str | None = None,
     ) -> "CvTVariant":
         """The variant with what is not None in place of its own; a sequence has one entry for each stage."""
         stages = self.stages
         for field, value in (("rank", rank), ("window_size", window_size)):
             if value is not None:
                 stages = _replaced(stages, field, _one_a_stage(field, value, len(stages), 1))
-        return dataclasses.replace(self, stages=stages)
+        if batch_norm is not None:
+            check_choice("batch norm", batch_norm, _BATCH_NORMS)
+        return dataclasses.replace(self, stages=stages, batch_norm=batch_norm or self.batch_norm)
 
 
 Variant = ViLVariant | LITVariant | CvTVariant
@@ -215,7 +244,7 @@ def _replaced(stages: tuple, field: str, values: Iterable) -> tuple:
 
 def _one_a_stage(field: str, value: int | Sequence[int], number: int, least: int) -> list[int]:
     values = list(value) if isinstance(value, Sequence) else [value] * number
-    if len(values) != number or not all(isinstance(v, int) and v >= least for v in values):
+    if len(values) != number or not all(type(v) is int and v >= least for v in values):
         raise InputError(
             f"{field}={value!r}: it is a whole number, {least} or more, or {number} of them, one a stage"
         )

@@ -205,7 +205,8 @@ def draw_attention(
         )
     panels = _draw(module, attention, image, stride, row, col)
     title = f"{image.path.name}: stage {stage}, block {block}, {type(module).__name__}, point {point[0]} {point[1]}"
-    path = Path(output) / f"{image.path.stem}_stage{stage}_block{block}_{point[0]}_{point[1]}.png"
+    place = f"{cfg.MODEL.TRANSFORMER.NAME}_stage{stage}_block{block}_{point[0]}_{point[1]}"
+    path = Path(output) / f"{image.path.stem}_{place}.png"
     write_png(path, sheet(title, in_rows(panels, COLUMNS)))
     return path
 
@@ -294,7 +295,7 @@ def _heat_map(weights: Tensor, image: SeenImage, stride: int, frame: Frame, cell
     """
     top, left, bottom, right = frame
     seen = weights > 0
-    least, largest = weights[seen].min(), weights.max()
+    least, largest = weights[seen].min() if seen.any() else weights.max(), weights.max()
     heat = ((weights - least) / (largest - least).clamp(min=1e-30)).clamp(min=0)
     opacity = (0.25 + 0.55 * heat) * seen
     heat, opacity = (

@@ -12,7 +12,7 @@ from fvcore.nn.weight_init import c2_xavier_fill
 from torch import Tensor, nn
 
 from backbones import InputError, create_backbone
-from backbones.variants import OPTIONS
+from backbones.variants import OPTIONS, get_variant
 
 
 class TransformerBackbone(Backbone):
@@ -65,6 +65,13 @@ def build_transformer_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> Transfor
     for name in cfg.MODEL.FPN.IN_FEATURES:
         if name not in out_features:
             raise InputError(f"MODEL.FPN.IN_FEATURES has {name}, which MODEL.TRANSFORMER.OUT_FEATURES lacks")
+    stages = [f"stage{index + 1}" for index in range(len(get_variant(node.NAME).stages))]
+    for name in out_features:
+        if name not in stages:
+            key = "MODEL.TRANSFORMER.OUT_FEATURES" if node.OUT_FEATURES else "MODEL.FPN.IN_FEATURES"
+            raise InputError(f"{key} has {name}, and {node.NAME} has {', '.join(stages)}")
+    if not out_features:
+        raise InputError("MODEL.FPN.IN_FEATURES is empty: name the stages that feed FPN")
     return TransformerBackbone(
         node.NAME,
         out_features=out_features,
@@ -80,7 +87,7 @@ def build_transformer_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> Transfor
         rank=list(node.RANK) or None,
         shared_projections=node.SHARED_PROJECTIONS,
         merging=node.MERGING or None,
-        merging_norm=node.MERGING_NORM or None,
+        batch_norm=node.BATCH_NORM or None,
         position_resizing=node.POSITION_RESIZING or None,
     )
 
@@ -174,12 +181,44 @@ def _last_level(cfg: CfgNode, bottom_up: TransformerBackbone) -> int:
     return int(math.log2(stride))
 
 
-def _fpn(cfg: CfgNode, bottom_up: TransformerBackbone, top_block) -> FPN:
-    return FPN(
+def _fpn(cfg: CfgNode, bottom_up: TransformerBackbone, top_block: nn.Module) -> FPN:
+    in_features = cfg.MODEL.FPN.IN_FEATURES
+    strides = [bottom_up.output_shape()[name].stride for name in in_features]
+    if strides != [strides[0] * 2**index for index in range(len(strides))]:
+        raise InputError(
+            f"MODEL.FPN.IN_FEATURES is {list(in_features)}, of strides {strides}: each is twice the one before"
+        )
+    fpn = PaddedFPN(
         bottom_up=bottom_up,
-        in_features=cfg.MODEL.FPN.IN_FEATURES,
+        in_features=in_features,
         out_channels=cfg.MODEL.FPN.OUT_CHANNELS,
         norm=cfg.MODEL.FPN.NORM,
         top_block=top_block,
         fuse_type=cfg.MODEL.FPN.FUSE_TYPE,
     )
+    levels = list(fpn.output_shape())
+    for key, names in _levels_of_heads(cfg).items():
+        for name in names:
+            if name not in levels:
+                raise InputError(
+                    f"{key} has {name}, and FPN makes {', '.join(levels)} of MODEL.FPN.IN_FEATURES {list(in_features)}"
+                )
+    return fpn
+
+
+class PaddedFPN(FPN):
+    """detectron2's FPN; where P5 comes from a map of stride 16, images are padded to multiples of 32 all the same."""
+
+    @property
+    def size_divisibility(self) -> int:
+        return max(super().size_divisibility, 32)
+
+
+def _levels_of_heads(cfg: CfgNode) -> dict[str, list[str]]:
+    """The config keys that name levels of FPN, and the names."""
+    keys = {
+        "RetinaNet": ("RETINANET",),
+        "GeneralizedRCNN": ("RPN", "ROI_HEADS"),
+        "SemanticSegmentor": ("SEM_SEG_HEAD",),
+    }.get(cfg.MODEL.META_ARCHITECTURE, ())
+    return {f"MODEL.{key}.IN_FEATURES": list(cfg.MODEL[key].IN_FEATURES) for key in keys}

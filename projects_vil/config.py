@@ -39,9 +39,10 @@ def add_vil_config(cfg: CN) -> None:
     cfg.MODEL.TRANSFORMER.RANK = []
     # ViL: whether local and global tokens share their projections, as in the released models.
     cfg.MODEL.TRANSFORMER.SHARED_PROJECTIONS = None
-    # LIT: "deformable" or "uniform", and the norm of deformable merging, "batch", "frozen" or "sync".
+    # LIT: "deformable" or "uniform" (which has no offsets: empty SOLVER.LR_MULTIPLIERS too).
     cfg.MODEL.TRANSFORMER.MERGING = ""
-    cfg.MODEL.TRANSFORMER.MERGING_NORM = ""
+    # LIT's deformable merging and CvT's projections: "batch", "frozen" or "sync".
+    cfg.MODEL.TRANSFORMER.BATCH_NORM = ""
     # ViL, LS and LIT: "load" for tables of positions that are resized once, when weights are loaded, to MAX_IMG_SIZE;
     # "map" for tables that are resized to each map; empty as in each paper (docs/checkpoints.md).
     cfg.MODEL.TRANSFORMER.POSITION_RESIZING = ""

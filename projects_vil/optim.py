@@ -142,6 +142,7 @@ def _check_multiplier(pair: Sequence, names: list[str]) -> tuple[str, float]:
     pattern, factor = pair
     if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
         raise InputError(
-            f"the pattern {pattern!r} in SOLVER.LR_MULTIPLIERS matches no trained parameter{closest(pattern, names)}"
+            f"the pattern {pattern!r} in SOLVER.LR_MULTIPLIERS matches no trained parameter{closest(pattern, names)}; "
+            "SOLVER.LR_MULTIPLIERS [] has none"
         )
     return pattern, float(factor)

@@ -31,7 +31,7 @@ class Printed:
 
 
 # Detectors at 800 x 1333 pixels, by meta-architecture and variant: parameters in millions and 1e9 multiply-adds.
-# ViL Tables 6 to 8, LIT Tables 6 and 7. The two of LIT count parameters alone, in whole millions.
+# ViL Tables 6 to 8, LIT Tables 6 to 8 (at 512 x 512). Those of LIT count parameters alone, in whole millions.
 PUBLISHED: dict[tuple[str, str], tuple[float, float | None]] = {
     ("RetinaNet", "vil_tiny"): (16.64, 171.91),
     ("RetinaNet", "vil_small"): (35.68, 252.21),
@@ -53,6 +53,8 @@ PUBLISHED: dict[tuple[str, str], tuple[float, float | None]] = {
     ("RetinaNet", "lit_s"): (39, None),
     ("GeneralizedRCNN", "lit_ti"): (40, None),
     ("GeneralizedRCNN", "lit_s"): (48, None),
+    ("SemanticSegmentor", "lit_ti"): (24, None),
+    ("SemanticSegmentor", "lit_s"): (32, None),
 }
 
 _DEPTHS = ("1_10_1", "2_9_1", "1_1_9_1", "1_2_8_1")

@@ -148,6 +148,11 @@ class SemSegMapper:
         crop = cfg.INPUT.CROP
         if is_train and crop.ENABLED:
             check_choice("INPUT.CROP.TYPE", crop.TYPE, CROP_TYPES)
+            if len(crop.SIZE) != 2 or not all(side > 0 for side in crop.SIZE):
+                raise InputError(f"INPUT.CROP.SIZE is {list(crop.SIZE)}: it is a height and a width above 0")
+            if not 0 < crop.SINGLE_CATEGORY_MAX_AREA <= 1:
+                area = crop.SINGLE_CATEGORY_MAX_AREA
+                raise InputError(f"INPUT.CROP.SINGLE_CATEGORY_MAX_AREA is {area}: it is above 0 and at most 1")
             augmentations.insert(
                 1,
                 T.RandomCrop_CategoryAreaConstraint(crop.TYPE, crop.SIZE, crop.SINGLE_CATEGORY_MAX_AREA, IGNORED),

@@ -13,6 +13,7 @@ import torch
 from detectron2.config import CfgNode
 from detectron2.engine import DefaultTrainer, HookBase, default_setup, launch
 from detectron2.evaluation import DatasetEvaluator, verify_results
+from detectron2.modeling import build_model
 from detectron2.utils import comm
 from torch import nn
 
@@ -86,6 +87,13 @@ class RedrawFeatures(HookBase):
             raise InputError(f"MODEL.TRANSFORMER.FEATURE_REDRAW_PERIOD is {period}: it is 1 or more iterations")
         self.period = period
 
+    def before_train(self) -> None:
+        """Start with the features of the first process: detectron2 does not share buffers."""
+        if comm.get_world_size() > 1:
+            for module in self.trainer.model.modules():
+                if isinstance(module, PerformerAttention):
+                    torch.distributed.broadcast(module.features, src=0)
+
     def before_step(self) -> None:
         if self.trainer.iter and self.trainer.iter % self.period == 0:
             redraw_features(self.trainer.model, seed=self.trainer.iter)
@@ -142,6 +150,7 @@ def check_setup(cfg: CfgNode, *, processes: int = 1, eval_only: bool = False, re
         InputError: for the first that is not.
     """
     get_variant(cfg.MODEL.TRANSFORMER.NAME)
+    check_builds(cfg)
     on_gpu = cfg.MODEL.DEVICE.startswith("cuda")
     if not on_gpu and cfg.MODEL.DEVICE != "cpu":
         raise InputError(f"MODEL.DEVICE is {cfg.MODEL.DEVICE!r}: it is cpu or cuda")
@@ -163,6 +172,25 @@ def check_setup(cfg: CfgNode, *, processes: int = 1, eval_only: bool = False, re
         raise InputError("MODEL.WEIGHTS is empty: name the checkpoint to evaluate")
     if cfg.MODEL.WEIGHTS:
         check_weights(cfg, cfg.MODEL.WEIGHTS, complete=eval_only)
+
+
+def check_builds(cfg: CfgNode) -> None:
+    """Build the model without memory for its weights.
+
+    Raises:
+        InputError: where a key has a value that no part of it can be built with.
+    """
+    cfg = cfg.clone()
+    cfg.defrost()
+    cfg.MODEL.DEVICE = "meta"
+    try:
+        with torch.device("meta"):
+            build_model(cfg)
+    except InputError:
+        raise
+    except (KeyError, ValueError, IndexError, AssertionError, NotImplementedError) as error:
+        what = " ".join(str(error).split()) or "an assertion failed"
+        raise InputError(f"the model cannot be built from this config: {what} ({type(error).__name__})") from error
 
 
 def _run(args: argparse.Namespace) -> OrderedDict:

@@ -178,6 +178,8 @@ def test_schedules(path):
     assert (cfg.SOLVER.WARMUP_FACTOR, cfg.SOLVER.WARMUP_ITERS) == ((0.001, 500) if lit else (0.01, 1000))
     assert cfg.SOLVER.IMS_PER_BATCH == 16
     assert (cfg.SOLVER.LR_SCHEDULER_NAME, cfg.SOLVER.GAMMA) == ("WarmupMultiStepLR", 0.1)
+    assert cfg.MODEL.TRANSFORMER.BATCH_NORM == ("sync" if lit or model.startswith("cvt") else "")
+    assert cfg.MODEL.TRANSFORMER.WINDOW_SIZE == ([16, 8, 4] if model.startswith("cvt") else [])
     long = schedule == "3x_ms"
     assert cfg.SOLVER.STEPS == ((180_000, 240_000) if long else (60_000, 80_000))
     assert cfg.SOLVER.MAX_ITER == (270_000 if long else 90_000)

@@ -47,8 +47,8 @@ def main() -> None:
     )
     print(
         f"{args.task}, {args.batch_size} x {args.size[0]} x {args.size[1]}, {args.device}: {result.seconds:.3f} s; "
-        f"baseline {args.baseline or 'ResNet-50'}: {result.baseline_seconds:.3f} s; ratio {result.ratio:.2f} "
-        f"(quartiles {result.low:.2f} to {result.high:.2f}, {args.runs} runs)"
+        f"baseline {args.baseline or 'ResNet-50'}: {result.baseline_seconds:.3f} s; "
+        f"baseline / detector {result.ratio:.2f} (quartiles {result.low:.2f} to {result.high:.2f}, {args.runs} runs)"
     )
     write_json(args.json, dataclasses.asdict(result))
 

@@ -47,7 +47,7 @@ class DenseAttention(nn.Module):
     """Multi-head self-attention over the tokens of a map and the global tokens together.
 
     On a large map a learned bias is made for a group of rows at a time, and again in the backward pass, or is a view of
-    a small table, so that never more than a part of the N x N scores a head is in memory.
+    a small table, so that never more than a part of the N x N scores a head is in memory. A trace makes it whole.
 
     Args:
         dim: channels of a token.
@@ -165,7 +165,7 @@ class DenseAttention(nn.Module):
             hidden[1:, width:] = True
             key, query = mark_keys(key, hidden, extra=1, scale=scale), mark_queries(query, 1)
             value = F.pad(value, (0, 1))
-        bias, outputs = self.relative_bias.as_view(height, width).to(query.dtype), []
+        bias, outputs = self.relative_bias.as_view(height, width, query.dtype), []
         # Image by image: (H, M, W, D), and (M, S, D) twice
         rows_up = query.flip(2).transpose(1, 2)
         for rows, keys, values in zip(rows_up, key.flatten(2, 3), value.flatten(2, 3), strict=True):

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from backbones.layers.batch_norm import batch_norm
 from backbones.layers.patch_embed import pad_to_multiple
 from backbones.layers.precision import at_least_float32
 
@@ -30,10 +31,10 @@ class ConvEmbed(nn.Module):
 class SeparableProjection(nn.Module):
     """CvT's projection (section 3.2): a 3 x 3 convolution of each channel, BatchNorm, a linear layer over channels."""
 
-    def __init__(self, dim: int, out_dim: int) -> None:
+    def __init__(self, dim: int, out_dim: int, *, norm: str = "batch") -> None:
         super().__init__()
         self.depthwise = nn.Conv2d(dim, dim, 3, padding=1, groups=dim, bias=False)
-        self.norm = nn.BatchNorm2d(dim)
+        self.norm = batch_norm(dim, norm)
         self.pointwise = nn.Linear(dim, out_dim)
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -75,7 +75,8 @@ def _check_size(size: tuple[int, int], largest: tuple[int, int]) -> None:
     if not torch.jit.is_tracing() and (size[0] > largest[0] or size[1] > largest[1]):
         raise InputError(
             f"a map of {size[0]} x {size[1]} tokens does not fit the position table of {largest[0]} x {largest[1]}; "
-            "raise max_img_size (MODEL.TRANSFORMER.MAX_IMG_SIZE) to the largest image side"
+            "raise max_img_size (a detector's MODEL.TRANSFORMER.MAX_IMG_SIZE, a classifier's img_size) to the largest "
+            "image side"
         )
 
 
@@ -232,7 +233,7 @@ class GridRelativeBias(nn.Module):
             bias = torch.cat([self.local_to_global[:, None].expand(-1, bias.shape[1], -1), bias], dim=2)
         return bias
 
-    def as_view(self, height: int, width: int) -> Tensor:
+    def as_view(self, height: int, width: int, dtype: torch.dtype) -> Tensor:
         """The bias of all local queries without a copy for each: (H, M, W, H * (W + G)), query rows from the last up.
 
         Each row of keys ends with the G global tokens, all with their bias.
@@ -244,7 +245,8 @@ class GridRelativeBias(nn.Module):
             by_col = torch.cat([by_col, to_global], dim=3)
         heads, _, rows, row = by_col.shape
         strides = (row, width * rows * row, rows * row, 1)
-        return by_col.reshape(-1).as_strided((height, heads, width, height * row), strides)
+        flat = by_col.reshape(-1).to(dtype)
+        return flat.as_strided((height, heads, width, height * row), strides)
 
     def of_globals(self, tokens: int) -> Tensor:
         """The bias of the global queries, (M, G, G + tokens)."""
@@ -254,7 +256,17 @@ class GridRelativeBias(nn.Module):
     def forward(self, height: int, width: int) -> Tensor:
         """The bias of a map of ``height`` x ``width``: (M, L, G + H * W), L the local or all queries, globals first."""
         rows = torch.arange(height, device=self.table.device)
-        bias = self.of_rows(self.by_row(height, width), rows)
+        by_row = self.by_row(height, width)
+        if torch.is_grad_enabled():
+            bias = self.of_rows(by_row, rows)
+        else:
+            # One copy of the whole, and no second one to bring it in order; its gradient would be slow.
+            col = torch.arange(width, device=rows.device)
+            offset = rows[:, None, None] - rows[None, None, :] + height - 1 + col[:, None] * (2 * height - 1)
+            bias = by_row.transpose(1, 2).flatten(1, 2).index_select(1, offset.flatten())
+            bias = bias.unflatten(1, (height * width, height)).flatten(2, 3)
+            if self.num_global_tokens:
+                bias = torch.cat([self.local_to_global[:, None].expand(-1, bias.shape[1], -1), bias], dim=2)
         if self.global_queries:
             bias = torch.cat([self.of_globals(bias.shape[1]), bias], dim=1)
         return bias

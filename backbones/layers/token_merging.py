@@ -14,13 +14,12 @@ import torch
 import torch.nn.functional as F
 from timm.models.swin_transformer import PatchMerging
 from torch import Tensor, nn
-from torchvision.ops import FrozenBatchNorm2d, deform_conv2d
+from torchvision.ops import deform_conv2d
 
-from backbones.errors import InputError, check_choice
+from backbones.errors import InputError
+from backbones.layers.batch_norm import batch_norm
 from backbones.layers.patch_embed import pad_to_multiple
 from backbones.layers.precision import at_least_float32, autocast_off
-
-NORMS = {"batch": nn.BatchNorm2d, "frozen": FrozenBatchNorm2d, "sync": nn.SyncBatchNorm}
 
 
 class DeformableTokenMerging(nn.Module):
@@ -39,7 +38,6 @@ class DeformableTokenMerging(nn.Module):
 
     def __init__(self, in_channels: int, dim: int, *, norm: str = "batch") -> None:
         super().__init__()
-        check_choice("merging norm", norm, NORMS)
         self.offset = nn.Conv2d(in_channels, 8, kernel_size=2, stride=2)
         nn.init.zeros_(self.offset.weight)
         nn.init.zeros_(self.offset.bias)
@@ -48,7 +46,7 @@ class DeformableTokenMerging(nn.Module):
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
         bound = 1 / math.sqrt(4 * in_channels)
         nn.init.uniform_(self.bias, -bound, bound)
-        self.norm = NORMS[norm](dim)
+        self.norm = batch_norm(dim, norm)
 
     def forward(self, maps: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, ceil(H / 2), ceil(W / 2), D)."""

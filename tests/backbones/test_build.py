@@ -117,7 +117,7 @@ def test_an_unknown_keyword_raises(create, keyword, hint):
         create("vil_tiny", **{keyword: 1})
 
 
-@pytest.mark.parametrize("name", [DEMO, "vil_tiny", "full_tiny"])
+@pytest.mark.parametrize("name", [DEMO, "vil_tiny"])
 @pytest.mark.parametrize(
     "option, message",
     [

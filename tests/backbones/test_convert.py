@@ -1,6 +1,7 @@
 """Official checkpoints: every name mapped and every value used, or one clear line that says why not."""
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -322,3 +323,49 @@ def test_the_bias_of_segments_is_never_resized(window_size):
     table = model.stages[0].blocks[0].attention.relative_bias.table.detach()
     with pytest.raises(InputError, match=rf"has shape \({len(table)}, 1\), and .* \(253, 1\)"):
         convert_state_dict({"layer1.1.attn.local_relative_position_bias_table": table}, "ls_tiny")
+
+
+def test_a_performer_from_a_partial_one_gets_random_features():
+    """ViL Table 8: full stages have what performer stages have, but for the features."""
+    partial = create_classifier("partial_performer_tiny_1_2_8_1").state_dict()
+    official = {}
+    for name, tensor in partial.items():
+        if name.startswith("backbone.stages"):
+            axis = name.endswith(("positions.rows", "positions.cols"))
+            official[official_name(name)] = tensor[None] if axis else tensor
+    state_dict, report = convert_state_dict(official, "performer_tiny_1_2_8_1", model_options={"max_img_size": 224})
+    blocks = [f"stages.2.blocks.{block}" for block in range(8)] + ["stages.3.blocks.0"]
+    drawn = {f"{block}.attention.features" for block in blocks}
+    assert report.initialised.keys() == drawn
+    create_backbone("performer_tiny_1_2_8_1", max_img_size=224).load_state_dict(state_dict)
+
+
+def official_name(name: str) -> str:
+    """The official name of one of our classifier's backbone parameters, of models with ``qkv`` throughout."""
+    match = re.fullmatch(r"backbone\.stages\.(\d)\.(.+)", name)
+    stage, rest = int(match[1]) + 1, match[2]
+    embed = {
+        "global_tokens": "cls_token",
+        "positions.global_tokens": "cls_pos_embed",
+        "positions.rows": "x_pos_embed",
+        "positions.cols": "y_pos_embed",
+    }
+    if rest in embed:
+        return f"layer{stage}.0.{embed[rest]}"
+    if rest.startswith("patch_embed."):
+        part, leaf = rest.split(".")[1:]
+        return f"layer{stage}.0.{'proj' if part == 'projection' else 'norm_embed'}.{leaf}"
+    block, rest = re.fullmatch(r"blocks\.(\d+)\.(.+)", rest).groups()
+    attention, mlp = f"layer{stage}.{2 * int(block) + 1}", f"layer{stage}.{2 * int(block) + 2}"
+    for ours, theirs in {
+        "attention_norm.": f"{attention}.norm.",
+        "mlp_norm.": f"{mlp}.norm.",
+        "mlp.expand.": f"{mlp}.mlp.fc1.",
+        "mlp.contract.": f"{mlp}.mlp.fc2.",
+        "attention.projection.": f"{attention}.attn.proj.",
+        "attention.features": f"{attention}.attn.fast_attention.projection_matrix",
+        "attention.": f"{attention}.attn.",
+    }.items():
+        if rest.startswith(ours):
+            return theirs + rest.removeprefix(ours)
+    raise AssertionError(name)

@@ -194,7 +194,7 @@ def test_prefixes_are_taken_off(name, prefix):
 @names
 def test_statistics_go_into_other_norms(name, norm):
     weights, images = official(name, classifier=False), random_images(1, 3, 37, 50)
-    model, report = loaded(create_backbone, name, weights, {"merging_norm": norm})
+    model, report = loaded(create_backbone, name, weights, {"batch_norm": norm})
     assert_all_close(model(images), official_forward(weights, images, SMALL[name])[0], tolerance=1e-9)
     counters = {key for key in weights if key.endswith("num_batches_tracked")}
     assert {key for key in report.dropped if key in counters} == (counters if norm == "frozen" else set())

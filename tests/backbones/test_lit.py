@@ -28,7 +28,7 @@ FAMILIES = {
     "relative": S,
     "absolute_uniform": TI.with_options(merging="uniform"),
     "relative_uniform": S.with_options(merging="uniform"),
-    "frozen": S.with_options(merging_norm="frozen"),
+    "frozen": S.with_options(batch_norm="frozen"),
 }
 families = pytest.mark.parametrize("family", FAMILIES)
 NAMES = {"absolute": "lit_absolute", "relative": "lit_relative"}
@@ -480,8 +480,8 @@ def test_sizes_are_those_of_table_1(name):
     "option, message",
     [
         ({"merging": "uniformly"}, "unknown merging 'uniformly'.*did you mean 'uniform'"),
-        ({"merging_norm": "synced"}, "unknown merging norm 'synced'.*did you mean 'sync'"),
-        ({"window_size": 7}, "lit_s has no option window_size: its options are merging, merging_norm"),
+        ({"batch_norm": "synced"}, "unknown batch norm 'synced'.*did you mean 'sync'"),
+        ({"window_size": 7}, "lit_s has no option window_size: its options are merging, batch_norm"),
         ({"attention_backend": "flash"}, "unknown attention backend 'flash'"),
         ({"drop_path_rate": 1}, "drop_path_rate"),
     ],

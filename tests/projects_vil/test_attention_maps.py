@@ -207,7 +207,7 @@ def test_a_panel_for_the_image_and_each_head(photo, monkeypatch, name, stage, pa
     monkeypatch.setattr("projects_vil.attention_maps.in_rows", lambda p, columns: sheets.append(p) or [p])
     features = ["MODEL.FPN.IN_FEATURES", "['stage1', 'stage2', 'stage3']"] if name.startswith("cvt") else []
     path = draw(photo, "MODEL.TRANSFORMER.NAME", name, *features, stage=stage)
-    assert path == photo.parent / f"drawn/photo_stage{stage}_block1_20_30.png"
+    assert path == photo.parent / f"drawn/photo_{name}_stage{stage}_block1_20_30.png"
     assert len(sheets[0]) == panels
     drawn = cv2.imread(str(path)).astype(int)
     assert drawn.shape[1] > 480 * panels

@@ -152,7 +152,7 @@ def test_freeze_at_out_of_range(stages):
             ["MODEL.TRANSFORMER.NAME", "vil_smal_rpb"],
             "unknown variant 'vil_smal_rpb'; did you mean 'vil_small_rpb'",
         ),
-        (["MODEL.FPN.IN_FEATURES", "['stage1', 'stage5']"], "unknown feature 'stage5'"),
+        (["MODEL.FPN.IN_FEATURES", "['stage1', 'stage5']"], "MODEL.FPN.IN_FEATURES has stage5"),
         (
             ["MODEL.TRANSFORMER.OUT_FEATURES", "['stage2']"],
             "IN_FEATURES has stage1, which .*OUT_FEATURES lacks",
@@ -311,7 +311,7 @@ def test_options_of_other_families_raise(overrides, message):
 
 
 def test_options_of_the_other_families_are_passed_on():
-    lit = ["MODEL.TRANSFORMER.NAME", "lit_ti", "MODEL.TRANSFORMER.MERGING_NORM", "frozen"]
+    lit = ["MODEL.TRANSFORMER.NAME", "lit_ti", "MODEL.TRANSFORMER.BATCH_NORM", "frozen"]
     assert any(isinstance(m, FrozenBatchNorm2d) for m in bottom_up(*lit).modules())
     uniform = bottom_up("MODEL.TRANSFORMER.NAME", "lit_ti", "MODEL.TRANSFORMER.MERGING", "uniform")
     assert not any("offset" in name for name, _ in uniform.named_parameters())
@@ -319,3 +319,28 @@ def test_options_of_the_other_families_are_passed_on():
     modules = list(bottom_up(*long_short, "MODEL.TRANSFORMER.RANK", "[1, 2, 3, 4]").modules())
     ranks = [m.dynamic_projection.out_features // m.num_heads for m in modules if isinstance(m, LongShortAttention)]
     assert ranks == [1, 2, 3, 3, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "detector, overrides, message",
+    [
+        ("retinanet", ["MODEL.FPN.IN_FEATURES", "['stage3']"], "MODEL.RETINANET.IN_FEATURES has p3, and FPN makes p4"),
+        ("mask_rcnn", ["MODEL.FPN.IN_FEATURES", "['stage3', 'stage4']"], "MODEL.RPN.IN_FEATURES has p2"),
+        ("retinanet", ["MODEL.FPN.IN_FEATURES", "['stage2', 'stage4']"], "of strides .8, 32.: each is twice"),
+        ("retinanet", ["MODEL.FPN.IN_FEATURES", "[]"], "MODEL.FPN.IN_FEATURES is empty"),
+        (
+            "retinanet",
+            ["MODEL.TRANSFORMER.NAME", "cvt_ls_13"],
+            "MODEL.FPN.IN_FEATURES has stage4, and cvt_ls_13 has stage1, stage2, stage3",
+        ),
+    ],
+)
+def test_levels_that_do_not_fit_raise(detector, overrides, message):
+    with pytest.raises(InputError, match=message):
+        build_backbone(small_config(detector, *overrides))
+
+
+def test_images_are_padded_to_whole_places_of_the_coarsest_level_of_heads():
+    stages = ["MODEL.FPN.IN_FEATURES", CVT_STAGES["mask_rcnn"]]
+    backbone = build_backbone(small_config("mask_rcnn", "MODEL.TRANSFORMER.NAME", "cvt_ls_13", *stages))
+    assert (backbone.size_divisibility, backbone.bottom_up.size_divisibility) == (32, 16)

@@ -42,7 +42,7 @@ def test_defaults():
         "RANK": [],
         "SHARED_PROJECTIONS": None,
         "MERGING": "",
-        "MERGING_NORM": "",
+        "BATCH_NORM": "",
         "POSITION_RESIZING": "",
         "FEATURE_REDRAW_PERIOD": 1000,
     }

@@ -3,15 +3,17 @@
 import json
 import math
 import shutil
+import types
 
 import pytest
 import torch
 
 from backbones import InputError
+from backbones.attention.performer import PerformerAttention
 from projects_vil import load_config
 from projects_vil.data import register_datasets
 from projects_vil.export import build_detector
-from projects_vil.trainer import Trainer, check_setup, write_results
+from projects_vil.trainer import RedrawFeatures, Trainer, check_setup, write_results
 from tests.projects_vil.helpers import CONFIGS, SMALL, run_tool, small_config
 
 
@@ -250,3 +252,56 @@ def test_a_redraw_period_below_one_raises(shapes, tmp_path):
     cfg = small_config("retinanet", *options, "OUTPUT_DIR", str(tmp_path))
     with pytest.raises(InputError, match="FEATURE_REDRAW_PERIOD is 0"):
         Trainer(cfg)
+
+
+def _features_after_start(rank: int, file: str, folder: str) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    torch.manual_seed(rank)
+    model = PerformerAttention(8, num_heads=2, num_features=6)
+    hook = RedrawFeatures(2)
+    hook.trainer = types.SimpleNamespace(model=model, iter=0)
+    hook.before_train()
+    started = model.features.clone()
+    hook.before_step()
+    assert torch.equal(model.features, started)
+    hook.trainer.iter = 2
+    hook.before_step()
+    torch.save([started, model.features], f"{folder}/{rank}.pth")
+    torch.distributed.destroy_process_group()
+
+
+def test_processes_have_the_same_random_features(tmp_path):
+    torch.multiprocessing.spawn(_features_after_start, args=(str(tmp_path / "store"), str(tmp_path)), nprocs=2)
+    first, second = (torch.load(tmp_path / f"{rank}.pth", weights_only=True) for rank in (0, 1))
+    assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+    assert not torch.equal(first[0], first[1])
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["MODEL.FPN.NORM", "foo"], "the model cannot be built from this config: .*foo"),
+        (["MODEL.META_ARCHITECTURE", "foo"], "cannot be built from this config: .*foo"),
+        (["MODEL.TRANSFORMER.SHARED_PROJECTIONS", "maybe"], "shared_projections='maybe': it is True or False"),
+        (["MODEL.TRANSFORMER.RANK", "[8, 8, 8, 8]"], "rank has no effect: no stage has long_short attention"),
+    ],
+)
+def test_a_model_that_cannot_be_built_is_refused(shapes, overrides, message):
+    with pytest.raises(InputError, match=message):
+        check_setup(small_config("retinanet", *overrides))
+
+
+@pytest.mark.parametrize("family", ["ls", "lit", "cvt"])
+@pytest.mark.parametrize("detector", ["retinanet", "mask_rcnn"])
+def test_every_family_trains_in_both_detectors(shapes, tmp_path, detector, family):
+    """Three iterations on two images: finite losses, and weights of the backbone that have moved."""
+    path = CONFIGS[detector].with_name(f"{detector}_{family}_shapes.yaml")
+    options = ["SOLVER.IMS_PER_BATCH", "2", "SOLVER.MAX_ITER", "3", "SOLVER.WARMUP_ITERS", "0"]
+    cfg = load_config(path, [*SMALL[detector], *options, "OUTPUT_DIR", str(tmp_path), "DATASETS.TEST", "()"])
+    trainer = Trainer(cfg)
+    before = {name: parameter.clone() for name, parameter in trainer.model.backbone.bottom_up.named_parameters()}
+    trainer.train()
+    for name, parameter in trainer.model.backbone.bottom_up.named_parameters():
+        assert parameter.isfinite().all()
+        if "dynamic_projection.bias" not in name:
+            assert not torch.equal(parameter, before[name]), name

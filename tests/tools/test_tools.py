@@ -161,9 +161,9 @@ def test_visualize_attention(trained_run, photo, tmp_path):
     arguments += ["--input", photo, "--output", tmp_path / "drawn", "--stage", 3, "--block", 2, "--point", 20, 30]
     result = run_tool("visualize_attention.py", *arguments)
     assert result.returncode == 0, result.stderr
-    assert result.stdout == f"wrote {tmp_path}/drawn/photo_stage3_block2_20_30.png\n"
+    assert result.stdout == f"wrote {tmp_path}/drawn/photo_vil_tiny_1_1_3_1_rpb_stage3_block2_20_30.png\n"
     assert "random" not in result.stderr
-    assert cv2.imread(str(tmp_path / "drawn/photo_stage3_block2_20_30.png")).std() > 10
+    assert cv2.imread(str(tmp_path / "drawn/photo_vil_tiny_1_1_3_1_rpb_stage3_block2_20_30.png")).std() > 10
 
 
 def test_visualize_offsets_with_random_and_with_given_weights(run_here, photo, tmp_path, caplog):

@@ -12,6 +12,7 @@ from torchvision.ops import FrozenBatchNorm2d
 
 from backbones import InputError
 from backbones.layers import token_merging
+from backbones.layers.batch_norm import BATCH_NORMS
 from backbones.layers.token_merging import (
     DeformableTokenMerging,
     LinearTokenMerging,
@@ -170,7 +171,7 @@ def test_sampling_is_float32_under_autocast(dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("norm", token_merging.NORMS)
+@pytest.mark.parametrize("norm", BATCH_NORMS)
 def test_the_result_has_the_type_of_the_map(dtype, norm):
     module, maps = small_merging(norm=norm), random_images(2, 3, 5, 8)
     output = module.to(dtype)(maps.to(dtype))
@@ -205,7 +206,7 @@ def test_norms(norm, kind):
 
 
 def test_an_unknown_norm_raises():
-    with pytest.raises(InputError, match="unknown merging norm 'bath'.*did you mean 'batch'"):
+    with pytest.raises(InputError, match="unknown batch norm 'bath'.*did you mean 'batch'"):
         DeformableTokenMerging(3, 4, norm="bath")
 
 
