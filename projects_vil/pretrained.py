@@ -1,6 +1,6 @@
 """Classifiers of this project, as ``create_classifier`` and timm's scripts save them, as the start of a detector."""
 
-import math
+import shlex
 from collections.abc import Mapping
 
 import torch
@@ -9,12 +9,10 @@ from torch import Tensor
 from backbones import InputError
 from backbones.backbone import Backbone
 from backbones.convert import describe_mismatch
-from backbones.layers.position import GridRelativeBias, WindowRelativeBias, resize_table
-from backbones.variants import VARIANTS
+from backbones.layers.position import fit_table
+from backbones.variants import VARIANTS, get_variant
 
-_POSITIONS = ("positions.rows", "positions.cols", "positions.table")
-_BIAS = "relative_bias.table"
-
+_CLASSIFIERS_OWN = {f"{layer}.{leaf}" for layer in ("norm", "head") for leaf in ("weight", "bias")}
 
 def is_classifier(state_dict: Mapping[str, object]) -> bool:
     """Whether these are the names of :class:`backbones.backbone.Classifier`."""
@@ -34,12 +32,14 @@ def backbone_of_classifier(
     """The state dict of ``backbone``, a model of the variant ``name``, from a classifier's, and a report in lines.
 
     Tables of positions are resized as those of official classifiers are. Norms of maps that a classifier lacks, LIT's,
-    start as ones and zeros.
+    start as ones and zeros. Dropped are a classifier's head and its norm, and the global token of LIT-Ti.
 
     Raises:
         InputError: for a name that has no place, a parameter that stays unfilled, or a shape that does not fit.
     """
     target = backbone.state_dict()
+    only_classifiers = _only_classifiers(name)
+    other_tokens = _other_global_tokens(state_dict, name, target)
     converted: dict[str, Tensor] = {}
     dropped, unexplained, resized = [], [], []
     for full_name, tensor in state_dict.items():
@@ -47,10 +47,13 @@ def backbone_of_classifier(
         inside = key.startswith("backbone.")
         key = key.removeprefix("backbone.")
         if inside and key in target:
-            converted[key] = _fitted(backbone, key, tensor, tuple(target[key].shape))
+            try:
+                converted[key] = _fitted(backbone, key, tensor, tuple(target[key].shape))
+            except InputError as error:
+                raise InputError(f"{error}{other_tokens}") from error
             if converted[key].shape != tensor.shape:
                 resized.append(f"resized: {key} {tuple(tensor.shape)} to {tuple(converted[key].shape)}")
-        elif not inside and key.startswith(("norm.", "head.")) or inside and "global_tokens" in key:
+        elif full_name.removeprefix("module.") in only_classifiers:
             dropped.append(key)
         else:
             unexplained.append(full_name)
@@ -59,25 +62,48 @@ def backbone_of_classifier(
         converted[key] = (torch.ones if key.endswith("weight") else torch.zeros)(target[key].shape)
     unfilled = [key for key in target if key not in converted]
     if unexplained or unfilled:
-        raise InputError(describe_mismatch(name, unexplained, unfilled))
+        raise InputError(f"{describe_mismatch(name, unexplained, unfilled)}{other_tokens}")
     lines = [f"a classifier of this project: {len(converted) - len(norms)} mapped, {len(resized)} resized", *resized]
     lines += [f"dropped: {', '.join(dropped)}: only a classifier has them"] if dropped else []
     lines += [f"initialised: {', '.join(norms)}: a classifier has no norms of output maps"] if norms else []
     return converted, lines
 
 
+def _only_classifiers(name: str) -> set[str]:
+    """Names that a classifier of the variant has, and no backbone."""
+    variant = get_variant(name)
+    if variant.pool != "global_token":
+        return _CLASSIFIERS_OWN
+    last = f"backbone.stages.{len(variant.stages) - 1}"
+    return _CLASSIFIERS_OWN | {f"{last}.global_tokens", f"{last}.positions.global_tokens"}
+
+
+def _other_global_tokens(state_dict: Mapping[str, Tensor], name: str, target: Mapping[str, Tensor]) -> str:
+    """What to say of a file with other numbers of global tokens than the model; nothing where they are the same."""
+    if get_variant(name).pool == "global_token":
+        return ""
+    names = {key.removeprefix("module.").removeprefix("backbone."): tensor for key, tensor in state_dict.items()}
+    theirs, ours = [], []
+    for index in range(len(get_variant(name).stages)):
+        stage = f"stages.{index}."
+        theirs.append(_number_of_tokens(names.get(f"{stage}global_tokens")))
+        here = any(key.startswith(stage) for key in target)
+        ours.append(_number_of_tokens(target.get(f"{stage}global_tokens")) if here else theirs[-1])
+        if not any(key.startswith(stage) for key in names):
+            theirs[-1] = ours[-1]
+    if theirs == ours:
+        return ""
+    return f"; it has the global tokens of MODEL.TRANSFORMER.GLOBAL_TOKENS {shlex.quote(str(theirs))}"
+
+
+def _number_of_tokens(tokens: Tensor | None) -> int:
+    """Of a stage's parameter (1, G, C)."""
+    return tokens.shape[1] if tokens is not None and tokens.ndim == 3 else 0
+
+
 def _fitted(backbone: Backbone, key: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    if tuple(tensor.shape) == shape:
-        return tensor
-    owner = backbone.get_submodule(key.rpartition(".")[0])
-    if tensor.ndim == len(shape) and tensor.shape[-1:] == shape[-1:]:
-        if key.endswith(_POSITIONS):
-            return resize_table(tensor, shape[:-1])
-        # Offsets share rows of a segment's table, so that it is no grid.
-        side = math.isqrt(len(tensor))
-        if key.endswith(_BIAS) and side**2 == len(tensor) and isinstance(owner, (GridRelativeBias, WindowRelativeBias)):
-            of_map = isinstance(owner, GridRelativeBias)
-            grid = (2 * owner.size[0] - 1, 2 * owner.size[1] - 1) if of_map else (math.isqrt(shape[0]),) * 2
-            mode = owner.resize_mode if of_map else "linear"
-            return resize_table(tensor.unflatten(0, (side, side)), grid, mode=mode).flatten(0, 1)
+    path, _, leaf = key.rpartition(".")
+    fitted = fit_table(tensor, backbone.get_submodule(path), leaf)
+    if tuple(fitted.shape) == shape:
+        return fitted
     raise InputError(f"{key} is {tuple(tensor.shape)} there and {shape} here")

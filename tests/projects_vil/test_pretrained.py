@@ -21,8 +21,8 @@ def classifier(name: str, **options) -> torch.nn.Module:
     return randomise(create_classifier(name, num_classes=10, **options)).eval()
 
 
-def load(path: str, name: str) -> torch.nn.Module:
-    overrides = ["MODEL.TRANSFORMER.NAME", name]
+def load(path: str, name: str, *overrides: str) -> torch.nn.Module:
+    overrides = ["MODEL.TRANSFORMER.NAME", name, *overrides]
     cfg = small_config("retinanet", *overrides)
     check_weights(cfg, path)
     model = detector("retinanet", *overrides).eval()
@@ -91,9 +91,9 @@ def test_lits_bias_is_resized_by_cubics(tmp_path):
     assert np.prod(expected.shape) == loaded[f"{BOTTOM_UP}{key}"].numel()
 
 
-def message(path: str, name: str) -> str:
+def message(path: str, name: str, *overrides: str) -> str:
     with pytest.raises(InputError) as caught:
-        load(path, name)
+        load(path, name, *overrides)
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -114,6 +114,48 @@ def test_what_does_not_fit(tmp_path):
     assert "nothing fills" in message(save(tmp_path, half), name)
     wider = classifier(name, window_size=9).state_dict()
     assert load(save(tmp_path, wider), name)  # resized
+
+
+@pytest.mark.parametrize("name", ["vil_tiny_1_1_3_1", "vil_tiny_1_1_3_1_rpb"])
+@pytest.mark.parametrize("ours", ["[0, 0, 0, 0]", "[2, 1, 1, 0]"])
+def test_other_global_tokens_are_refused_and_the_key_named(tmp_path, name, ours):
+    path = save(tmp_path, {"state_dict": classifier(name).state_dict()})
+    text = message(path, name, "MODEL.TRANSFORMER.GLOBAL_TOKENS", ours)
+    assert "stages.0.global_tokens" in text
+    assert text.endswith("it has the global tokens of MODEL.TRANSFORMER.GLOBAL_TOKENS '[1, 1, 1, 0]'")
+
+
+def test_the_key_that_is_named_is_the_one_that_helps(tmp_path):
+    name = "vil_tiny_1_1_3_1"
+    path = save(tmp_path, {"state_dict": classifier(name, global_tokens=[1, 2, 1, 1]).state_dict()})
+    assert message(path, name).endswith("MODEL.TRANSFORMER.GLOBAL_TOKENS '[1, 2, 1, 1]'")
+    assert load(path, name, "MODEL.TRANSFORMER.GLOBAL_TOKENS", "[1, 2, 1, 1]")
+
+
+@pytest.mark.parametrize(
+    "name, key",
+    [
+        ("vil_tiny_1_1_3_1_rpb", "norm.running_mean"),
+        ("vil_tiny_1_1_3_1_rpb", "head.fc.weight"),
+        ("vil_tiny_1_1_3_1_rpb", "backbone.head.weight"),
+        ("vil_tiny_1_1_3_1_rpb", "backbone.stages.3.global_tokens"),
+        ("lit_ti", "backbone.stages.2.global_tokens"),
+        ("lit_s", "backbone.stages.3.global_tokens"),
+    ],
+)
+def test_only_what_a_classifier_alone_has_is_dropped(tmp_path, name, key):
+    state = classifier(name).state_dict() | {key: torch.ones(1, 1, 4)}
+    assert f"no rule explains {key}" in message(save(tmp_path, state), name)
+
+
+def test_what_lit_ti_drops(tmp_path):
+    with log_of(LOG) as log:
+        load(save(tmp_path, classifier("lit_ti").state_dict()), "lit_ti")
+    dropped = [text for text in log if text.startswith("dropped: ")]
+    assert len(dropped) == 1 and all(
+        key in dropped[0]
+        for key in ("stages.3.global_tokens", "stages.3.positions.global_tokens", "norm.bias", "head.weight")
+    )
 
 
 def test_a_classifier_is_no_detector(tmp_path):
