@@ -74,6 +74,10 @@ _LIT_NAME = re.compile(r"(block[1-4]|layers\.[0-3]\.blocks)\.\d+\.|layers\.[0-3]
 _LONG_SHORT = ("to_dynamic_projection", "dual_ln_full", "dual_ln_dp")
 _SEGMENTATION_HEADS = ("decode_head.", "auxiliary_head.")
 
+# Integers, and the axes of tensors that are taken apart.
+_COUNTERS = ("num_batches_tracked", "relative_position_index", "calls_since_last_redraw")
+_AXES = {"x_pos_embed": 3, "y_pos_embed": 3, "g2l_relative_position_bias": 3}
+
 # Our names and tensors, or why a tensor is dropped, or None where no rule applies.
 _Pieces = dict[str, Tensor] | str | None
 
@@ -130,7 +134,13 @@ def recognise(contents: Mapping[str, object]) -> OfficialCheckpoint | None:
     """
     state_dict = state_dict_of(contents) or contents
     # What is no tensor is no weight: detectron2 may save numbers beside them.
-    tensors = {name.removeprefix("module."): t for name, t in state_dict.items() if isinstance(t, Tensor)}
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in state_dict.items():
+        bare = name.removeprefix("module.")
+        if isinstance(tensor, Tensor):
+            if bare in tensors:
+                raise InputError(f"the checkpoint has {bare} twice, with and without module.")
+            tensors[bare] = tensor
     for prefix in (_DETECTRON2, _MMDETECTION, ""):
         backbone = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
         vil = any(_VIL_NAME.match(name) for name in backbone)
@@ -205,7 +215,9 @@ class _Conversion:
         name = official_name
         for wrapper in _WRAPPERS:
             name = name.removeprefix(wrapper)
-        pieces = self._head(name, tensor) if name.startswith(("norm.", "head.")) else self._stage(name, tensor)
+        self._check(official_name, name, tensor)
+        is_head = name in ("norm.weight", "norm.bias", "head.weight", "head.bias")
+        pieces = self._head(name, tensor) if is_head else self._stage(name, tensor)
         if isinstance(pieces, str):
             self.report.dropped[official_name] = pieces
         elif pieces:
@@ -216,6 +228,20 @@ class _Conversion:
 
     def initialise(self) -> None:
         """Give parameters that no checkpoint can fill their initial value."""
+
+    @staticmethod
+    def _check(official_name: str, name: str, tensor: Tensor) -> None:
+        """Refuse tensors that are no weights."""
+        if name.endswith(_COUNTERS):
+            return
+        if not tensor.is_floating_point() or not tensor.ndim:
+            shape = tuple(tensor.shape)
+            raise InputError(f"{official_name} is no weight: its type is {tensor.dtype}, its shape {shape}")
+        if not tensor.isfinite().all():
+            raise InputError(f"{official_name} has values that are not finite")
+        for part, ndim in _AXES.items():
+            if name.endswith(part) and tensor.ndim != ndim:
+                raise InputError(f"{official_name} has shape {tuple(tensor.shape)}: {ndim} axes are expected")
 
     def _head(self, name: str, tensor: Tensor) -> _Pieces:
         return {name: tensor} if self.prefix else _HEAD
@@ -256,7 +282,8 @@ class _Conversion:
         if old == new and (grid is None or grid[0] == grid[1]):
             return tensor
         side = math.isqrt(old[0]) if old else 0
-        if not self._is_resizable(key) or old[-1:] != new[-1:] or len(old) != len(new) or grid and side**2 != old[0]:
+        fits = self._is_resizable(key) and old[-1:] == new[-1:] and len(old) == len(new) and 0 not in old
+        if not fits or grid and side**2 != old[0]:
             raise InputError(
                 f"{official_name} has shape {old}, and {key} of this variant {new}: the checkpoint is of another "
                 "variant, or has other global tokens, attention or merging: the options of create_backbone say which"

@@ -40,6 +40,8 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     if not path.is_file():
         raise InputError(f"{path} is a folder, not a checkpoint" if path.is_dir() else f"there is no file {path}")
+    if not path.stat().st_size:
+        raise InputError(f"{path} is empty")
     if path.suffix == ".safetensors":
         return _read_safetensors(path)
     try:
@@ -52,8 +54,14 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         raise InputError(f"{path} holds a {type(loaded).__name__}, not a state dict")
     if not any(key in loaded for key in STATE_DICT_KEYS):
         loaded = {"model": loaded}
-    if state_dict_of(loaded) is None:
+    state_dict = state_dict_of(loaded)
+    if state_dict is None:
         raise InputError(f"{path} holds no state dict of a model")
+    for name, tensor in state_dict.items():
+        if not isinstance(name, str):
+            raise InputError(f"{path} has {name!r} among its names: they are texts")
+        if isinstance(tensor, Tensor) and (tensor.layout != torch.strided or tensor.is_meta):
+            raise InputError(f"{path}: {name} is no plain tensor of values")
     return loaded
 
 
@@ -118,7 +126,9 @@ def _reason(error: Exception) -> str:
     """One line; torch's own first one is advice to run what the file holds."""
     if match := re.search(r"GLOBAL (\S+)", str(error)):
         return f"it refers to {match[1]}, which would run code"
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    if lines[0].startswith("Weights only load failed"):
-        return "it holds more than tensors, or is damaged"
-    return lines[0][:200]
+    lines = str(error).strip().splitlines()
+    if isinstance(error, SafetensorError | json.JSONDecodeError) and lines:
+        return lines[0]
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return "it is damaged, cut off, or no file that torch.save wrote"

@@ -1,8 +1,9 @@
 """How every tool starts, and how it ends on a user's mistake."""
 
 import json
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torch.multiprocessing import ProcessRaisedException
@@ -26,15 +27,23 @@ def run_tool(main: Callable[[], None]) -> None:
         sys.exit(1)
 
 
-def check_json_path(path: str | None) -> None:
-    """Raise an :class:`InputError`, before the work, where ``--json`` names a folder or is in none."""
+def check_json_path(path: str | None, *, not_one_of: Sequence[str] = ()) -> None:
+    """Raise an :class:`InputError`, before the work, where ``--json`` names a folder, is in none or in one that cannot
+    be written to, or names one of the files that the tool reads or writes."""
+    if path and any(Path(path).resolve() == Path(other).resolve() for other in not_one_of):
+        raise InputError(f"--json {path}: the file is needed for something else")
     if path and Path(path).is_dir():
         raise InputError(f"--json {path}: it is a folder")
     if path and not Path(path).absolute().parent.is_dir():
         raise InputError(f"--json {path}: there is no folder {Path(path).absolute().parent}")
+    if path and not os.access(Path(path) if Path(path).exists() else Path(path).absolute().parent, os.W_OK):
+        raise InputError(f"--json {path}: it cannot be written")
 
 
 def write_json(path: str | None, content: object) -> None:
     """Write ``content`` where ``--json`` asked for it."""
     if path:
-        Path(path).write_text(json.dumps(content, indent=2) + "\n")
+        try:
+            Path(path).write_text(json.dumps(content, indent=2) + "\n")
+        except OSError as error:
+            raise InputError(f"--json {path}: {error.strerror}") from error

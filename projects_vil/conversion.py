@@ -15,7 +15,7 @@ from torch import Tensor
 from backbones import InputError
 from backbones.convert import ConversionReport, OfficialCheckpoint, convert_state_dict, describe_mismatch, recognise
 from backbones.files import check_writable, read_checkpoint, write_checkpoint
-from backbones.variants import LITVariant, ViLVariant, get_variant
+from backbones.variants import LITVariant, ViLStage, ViLVariant, get_variant
 from projects_vil.provenance import OFFICIAL_INPUT, PROVENANCE_KEY, Provenance
 
 BACKBONE_PREFIX = "backbone.bottom_up.net."
@@ -69,9 +69,7 @@ class Conversion:
             for reason, names in reasons.items():
                 more = f" and {len(names) - 1} more" if len(names) > 1 else ""
                 lines.append(f"{what}: {names[0]}{more}: {reason}")
-        if isinstance(self.options.get("max_img_size"), list):
-            lines.append(f"to be loaded into create_backbone with {self.options}")
-        elif keys := [
+        if keys := [
             f"{_CONFIG_KEYS[key]} {shlex.quote(str(value))}"
             for key, value in self.options.items()
             if key in _CONFIG_KEYS
@@ -171,10 +169,18 @@ def _model_options(
     if classifier:
         # LIT's own size is that of its detectors.
         side = sizes.position_img_size if isinstance(sizes, ViLVariant) else 224
-        size, num_classes = list(img_size or (side, side)), len(official.backbone.get("head.weight", ()))
+        head = official.backbone["head.weight"]
+        if head.ndim != 2:
+            raise InputError(f"head.weight has shape {tuple(head.shape)}: it is classes by channels")
+        size, num_classes = list(img_size or (side, side)), len(head)
+        if isinstance(sizes, ViLVariant):
+            windows = [_window(official.backbone, index, stage) for index, stage in enumerate(sizes.stages)]
+            if windows != [stage.window_size for stage in sizes.stages]:
+                options["window_size"] = windows
         return options | {"img_size": size, "num_classes": num_classes}
     if img_size is not None:
-        options["max_img_size"] = img_size[0] if img_size[0] == img_size[1] else list(img_size)
+        # Images lie and stand, and MODEL.TRANSFORMER.MAX_IMG_SIZE is one side.
+        options["max_img_size"] = max(img_size)
         if isinstance(sizes, (ViLVariant, LITVariant)):
             options["position_resizing"] = "load"
     return options
@@ -191,6 +197,16 @@ def _options_of_vil(backbone: Mapping[str, Tensor], variant: ViLVariant) -> dict
         if "_global." in name and shared is not None and not torch.equal(tensor, shared):
             options["shared_projections"] = False
     return options
+
+
+def _window(backbone: Mapping[str, Tensor], index: int, stage: ViLStage) -> int:
+    """The side of a chunk, by the table of relative bias where the checkpoint's stage has sliding chunks."""
+    layer = f"layer{index + 1}.1.attn"
+    table = backbone.get(f"{layer}.local_relative_position_bias_table")
+    if stage.attention != "sliding_chunk" or table is None or f"{layer}.query.weight" not in backbone:
+        return stage.window_size
+    side = math.isqrt(len(table)) if table.ndim == 2 else 0
+    return (side + 1) // 4 if side**2 == len(table) and side % 4 == 3 else stage.window_size
 
 
 def _global_tokens(backbone: Mapping[str, Tensor], stage: str, own: int) -> int:

@@ -26,13 +26,14 @@ def main() -> None:
         type=int,
         nargs=2,
         metavar=("H", "W"),
-        help="largest image, in pixels, that tables of positions are resized to now; by default ViL's absolute "
-        "positions are made for 1333 x 1333, and other tables keep the size that models resize to each map from",
+        help="largest image, in pixels, that tables of positions are resized to now: a detector's for its longer side "
+        "both ways, since images lie and stand; by default ViL's absolute positions are made for 1333 x 1333, and "
+        "other tables keep the size that models resize to each map from",
     )
     parser.add_argument("--classifier", action="store_true", help="for create_classifier; H W is the size of its input")
     parser.add_argument("--json", metavar="REPORT", help="write what became of every name there")
     args = parser.parse_args()
-    check_json_path(args.json)
+    check_json_path(args.json, not_one_of=(args.source, args.output))
     if args.img_size and min(args.img_size) < 1:
         raise InputError(f"--img-size {args.img_size[0]} {args.img_size[1]}: a height and a width in pixels")
     img_size = tuple(args.img_size) if args.img_size else None

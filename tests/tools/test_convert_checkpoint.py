@@ -347,3 +347,62 @@ def test_one_line_from_the_command(tmp_path):
     (tmp_path / "official.pth").write_text("a text file")
     result = run_tool("convert_checkpoint.py", tmp_path / "official.pth", tmp_path / "a.pth", "--model", VARIANT)
     assert "official.pth is no checkpoint" in error_line(result) and not (tmp_path / "a.pth").exists()
+
+
+@pytest.mark.parametrize("which", ["source", "output"])
+def test_a_report_does_not_replace_a_checkpoint(convert, tmp_path, which):
+    files = {"source": tmp_path / "a.pth", "output": tmp_path / "b.pth"}
+    torch.save(wrapping.vision_longformer(official.official_state_dict(relative_bias=True)), files["source"])
+    before = files["source"].read_bytes()
+    status, _, errors = convert(files["source"], files["output"], "--model", VARIANT, "--json", files[which])
+    assert status == 1 and "the file is needed for something else" in errors
+    assert files["source"].read_bytes() == before and not files["output"].exists()
+
+
+def set_to(name, tensor):
+    return lambda weights: weights.update({name: tensor})
+
+
+BIAS, PROJ = "layer1.1.attn.g2l_relative_position_bias", "layer1.0.proj.weight"
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (set_to(BIAS, torch.zeros(1)), "has shape (1,): 3 axes are expected"),
+        (set_to(PROJ, torch.zeros(48, 3, 4, 4, dtype=torch.int64)), f"{PROJ} is no weight: its type is torch.int64"),
+        (set_to(PROJ, torch.full((48, 3, 4, 4), float("nan"))), "has values that are not finite"),
+        (set_to("layer1.1.attn.local_relative_position_bias_table", torch.zeros(0, 1)), "has shape (0, 1)"),
+        (set_to("head.bogus", torch.zeros(3)), "head.bogus"),
+        (set_to(PROJ, torch.zeros(48, 3, 4, 4).to_sparse()), "is no plain tensor of values"),
+        (set_to(7, torch.zeros(3)), "7 among its names"),
+    ],
+    ids=["rank", "type", "nan", "empty table", "extra head", "sparse", "name"],
+)
+def test_tensors_that_are_no_weights(convert, tmp_path, change, message):
+    weights = official.official_state_dict(relative_bias=True)
+    change(weights)
+    torch.save({"net": weights}, tmp_path / "a.pth")
+    status, _, errors = convert(tmp_path / "a.pth", tmp_path / "b.pth", "--model", VARIANT)
+    assert status == 1 and message in errors and len(errors.splitlines()) == 1
+    assert not (tmp_path / "b.pth").exists()
+
+
+def test_the_window_of_a_classifier_comes_from_its_table(convert, tmp_path):
+    weights = official.official_state_dict(relative_bias=True)
+    for name in [name for name in weights if name.startswith("layer2") and "local_relative" in name]:
+        weights[name] = torch.randn(47**2, weights[name].shape[1])  # windows of 12
+    torch.save(wrapping.vision_longformer(weights), tmp_path / "a.pth")
+    status, _, errors = convert(tmp_path / "a.pth", tmp_path / "b.pth", "--model", VARIANT, "--classifier")
+    assert status == 0, errors
+    assert read_checkpoint(tmp_path / "b.pth")[PROVENANCE_KEY]["options"]["window_size"] == [7, 12, 7, 7]
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [(b"", "is empty"), (b"hello world\n", "damaged, cut off, or no file"), (b"PK\x03\x04 and no more", "damaged")],
+)
+def test_what_is_no_checkpoint_says_so(convert, tmp_path, content, message):
+    (tmp_path / "a.pth").write_bytes(content)
+    status, _, errors = convert(tmp_path / "a.pth", tmp_path / "b.pth", "--model", VARIANT)
+    assert status == 1 and message in errors and len(errors.splitlines()) == 1
