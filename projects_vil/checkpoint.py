@@ -157,7 +157,7 @@ class Checkpointer(DetectionCheckpointer):
         incompatible = super()._load_model(checkpoint)
         predictors = set()
         for name, theirs, ours in incompatible.incorrect_shapes:
-            if self.complete or not is_predictor(name):
+            if self.complete or not is_predictor(name) or not _other_rows(tuple(theirs), tuple(ours)):
                 raise InputError(
                     f"{self._path} is of another model: {len(incompatible.incorrect_shapes)} shapes differ, {name} is "
                     f"{tuple(theirs)} there and {tuple(ours)} here"
@@ -171,8 +171,8 @@ class Checkpointer(DetectionCheckpointer):
         ]
         if unexpected or missing:
             raise InputError(
-                f"{self._path} is of another model: {len(unexpected)} names in it fit nothing and {len(missing)} "
-                f"parameters of the model are not in it, such as {(unexpected or missing)[0]}"
+                f"{self._path} is of another model: {len(unexpected)} names in it fit nothing{_some(unexpected)} and "
+                f"{len(missing)} parameters of the model are not in it{_some(missing)}"
             )
         return incompatible
 
@@ -210,6 +210,11 @@ class Checkpointer(DetectionCheckpointer):
             raise InputError(differ)
         matched = match_classes(ours, theirs)
         if self.complete and len(matched) < len(ours):
+            unmatched = next(index for index in range(len(ours)) if index not in matched)
+            if any(index != place for index, place in matched.items()):
+                raise InputError(
+                    f"{differ}: others are in another order, and {ours[unmatched]} here matches no name in it"
+                )
             self.logger.warning(f"{differ}: {len(ours) - len(matched)} names differ, and classes are taken by number")
             return
         here, copied = self.model.state_dict(), {}
@@ -267,6 +272,17 @@ def check_weights(cfg: CfgNode, path: str, *, complete: bool = False) -> None:
 def _listed(classes: tuple[str, ...]) -> str:
     more = f" and {len(classes) - 5} more" if len(classes) > 5 else ""
     return f"{len(classes)} classes, {', '.join(classes[:5])}{more}"
+
+
+def _some(names: list[str]) -> str:
+    """The first of the names, to go on with the sentence."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f", such as {', '.join(names[:3])}{more}" if names else ""
+
+
+def _other_rows(theirs: tuple[int, ...], ours: tuple[int, ...]) -> bool:
+    """Whether two shapes differ in the first axis alone."""
+    return theirs[:1] != ours[:1] and theirs[1:] == ours[1:]
 
 
 def _part(name: str) -> str:

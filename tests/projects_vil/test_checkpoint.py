@@ -182,12 +182,35 @@ def test_one_renamed_weight(tmp_path):
     state = dict(trained())
     state["head.cls_scor.weight"] = state.pop("head.cls_score.weight")
     text = message(save(tmp_path, state))
-    assert "1 names in it fit nothing and 1 parameters" in text and "head.cls_scor.weight" in text
+    assert text.endswith(
+        "1 names in it fit nothing, such as head.cls_scor.weight and 1 parameters of the model are not in it, such as "
+        "head.cls_score.weight"
+    )
 
 
 def test_one_weight_too_many(tmp_path):
     text = message(save(tmp_path, trained() | {"head.extra.weight": torch.ones(2)}))
-    assert "1 names in it fit nothing and 0 parameters" in text and "head.extra.weight" in text
+    assert "1 names in it fit nothing, such as head.extra.weight and 0 parameters" in text
+
+
+def test_both_sides_of_a_mismatch_are_listed_and_cut(tmp_path):
+    prefix = "backbone.bottom_up.net.stages.0"
+    state = {name.replace(prefix, f"{prefix}0"): tensor for name, tensor in trained().items()}
+    number = sum(name.startswith(prefix) for name in trained())
+    text = message(save(tmp_path, state))
+    for side, counted in ((f"{prefix}0.", "names in it fit nothing"), (f"{prefix}.", "parameters of the model")):
+        assert f"{number} {counted}" in text and text.count(side) == 3
+    assert text.count(f"and {number - 3} more") == 2
+
+
+@pytest.mark.parametrize("complete", [False, True])
+def test_only_the_rows_of_a_predictor_may_differ(tmp_path, complete):
+    key = "head.cls_score.weight"
+    narrow = trained()[key][..., :1, :1].clone()
+    for tensor in (narrow, narrow[:9], trained()[key][:, :16].clone(), trained()[key][0].clone()):
+        path = save(tmp_path, trained() | {key: tensor})
+        with pytest.raises(InputError, match=f"1 shapes differ, {key} is"):
+            Checkpointer(detector(), complete=complete).load(path)
 
 
 def test_weights_without_a_backbone(tmp_path):

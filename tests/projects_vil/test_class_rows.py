@@ -226,6 +226,22 @@ def test_evaluation_with_other_names_warns_and_with_another_number_raises(tmp_pa
     assert "was trained for 3 classes, cat, dog, person, and the datasets have 4 classes, person" in str(caught.value)
 
 
+@pytest.mark.parametrize("name", NUM_CLASSES)
+def test_evaluation_with_another_order_and_another_name_raises(tmp_path, named, name):
+    """By number two classes would score as each other; by name one would have no rows."""
+    path, _ = saved_for(tmp_path, name, THEIRS)
+    for classes, first in ((("dog", "cat", "human"), "human"), (("person", "wolf", "lion"), "wolf")):
+        for check in (check_weights, lambda cfg, path, **kw: load(path, cfg, name, **kw)):
+            with pytest.raises(InputError) as caught:
+                check(named(name, classes), path, complete=True)
+            text = str(caught.value)
+            assert text.endswith(f"others are in another order, and {first} here matches no name in it")
+            assert "\n" not in text and path in text
+    # To start training, rows go by name.
+    before, after, _ = load(path, named(name, ("dog", "cat", "human")), name)
+    assert any(not torch.equal(before[key], after[key]) for key in after if is_predictor(key))
+
+
 def test_coco_classes_of_an_official_detector(tmp_path, named):
     """Its predictors are for 80 classes, whose names are known: a detector of three of them starts with their rows."""
     deep = ["MODEL.RETINANET.NUM_CONVS", "4"]
