@@ -5,7 +5,6 @@ module and runs timm's own ``train.py`` or ``validate.py``; the recipes are in d
 """
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -28,7 +27,7 @@ from backbones.attention.performer import PerformerAttention, redraw_features, r
 from backbones.backbone import Classifier
 from backbones.build import create_backbone, create_classifier, list_variants
 from backbones.errors import InputError
-from backbones.layers.position import AbsolutePositions, GridPositions, GridRelativeBias, resize_table
+from backbones.layers.position import fit_table
 from backbones.layers.token_merging import DeformableTokenMerging
 from backbones.lit import LIT
 
@@ -88,10 +87,44 @@ class TimmClassifier(Classifier):
     def forward_features(self, images: Tensor) -> Tensor:
         """(B, 3, H, W) -> the last stage's tokens after the norm (B, G + H' W', C), global tokens first."""
         maps, global_tokens = self.backbone.forward_tokens(images)
-        tokens = maps[self.backbone.out_features[-1]].flatten(2).transpose(1, 2)
-        if global_tokens is not None:
-            tokens = torch.cat([global_tokens, tokens], dim=1)
-        return self.norm(tokens)
+        return self.norm(_joined(maps[self.backbone.out_features[-1]], global_tokens))
+
+    def forward_intermediates(
+        self,
+        images: Tensor,
+        indices: int | Sequence[int] | None = None,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+    ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
+        """The maps of stages beside the tokens of :meth:`forward_features`, in the form of timm's models.
+
+        Args:
+            images: (B, 3, H, W).
+            indices: stages as ``out_indices`` of :class:`TimmFeatures`, whose norms of LIT's maps a classifier lacks.
+            norm: apply the norm to the last stage's map too.
+            stop_early: leave out the stages after the last one asked for; the tokens are then its own, without norm.
+            output_fmt: ``"NCHW"``.
+            intermediates_only: return the maps alone.
+
+        Raises:
+            InputError: for another format, or a stage that the model does not have.
+        """
+        if output_fmt != "NCHW":
+            raise InputError(f"output_fmt={output_fmt!r}: maps are 'NCHW'")
+        stages = self.backbone.stages
+        chosen = _chosen_stages("indices", indices, len(stages), "the model")
+        maps, intermediates, global_tokens = images, [], None
+        for index, stage in enumerate(stages[: chosen[-1] + 1] if stop_early else stages):
+            tokens, global_tokens = stage(maps)
+            maps, is_last = tokens.permute(0, 3, 1, 2), index + 1 == len(stages)
+            if index in chosen:
+                intermediates.append(self.norm(tokens).permute(0, 3, 1, 2) if norm and is_last else maps)
+        if intermediates_only:
+            return intermediates
+        tokens = _joined(maps, global_tokens)
+        return self.norm(tokens) if is_last else tokens, intermediates
 
     def forward_head(self, tokens: Tensor, pre_logits: bool = False) -> Tensor:
         """Tokens of :meth:`forward_features` -> logits (B, num_classes), or what the head takes (B, C)."""
@@ -163,15 +196,7 @@ class TimmFeatures(nn.Module):
             raise InputError("features_only=True takes out_indices, stages from 0, in the place of out_features")
         features = _features(name)
         stages = list(features)
-        if out_indices is None:
-            chosen = range(len(stages))
-        elif isinstance(out_indices, int):
-            chosen = range(-out_indices, 0)
-        else:
-            chosen = out_indices
-        if not chosen or not all(-len(stages) <= index < len(stages) for index in chosen):
-            raise InputError(f"out_indices={out_indices!r}: {name} has the stages 0 to {len(stages) - 1}")
-        indices = sorted({index % len(stages) for index in chosen})
+        indices = _chosen_stages("out_indices", out_indices, len(stages), name)
         self.backbone = create_backbone(name, out_features=[stages[index] for index in indices], **options)
         infos = [
             {"num_chs": info.channels, "reduction": info.stride, "module": f"backbone.stages.{index}"}
@@ -251,6 +276,25 @@ def _features(name: str) -> dict:
         return create_backbone(name).feature_info
 
 
+def _chosen_stages(argument: str, chosen: int | Sequence[int] | None, number: int, name: str) -> list[int]:
+    """Stages as timm's users name them, in their order: all, the last so many, or these."""
+    if chosen is None:
+        stages = range(number)
+    elif isinstance(chosen, int):
+        stages = range(-chosen, 0)
+    else:
+        stages = chosen
+    if not stages or not all(-number <= index < number for index in stages):
+        raise InputError(f"{argument}={chosen!r}: {name} has the stages 0 to {number - 1}")
+    return sorted({index % number for index in stages})
+
+
+def _joined(maps: Tensor, global_tokens: Tensor | None) -> Tensor:
+    """(B, C, H, W) and (B, G, C) or None -> (B, G + H W, C)."""
+    tokens = maps.flatten(2).transpose(1, 2)
+    return tokens if global_tokens is None else torch.cat([global_tokens, tokens], dim=1)
+
+
 def _check_in_chans(name: str, in_chans: int) -> None:
     if in_chans != 3:
         raise InputError(f"in_chans={in_chans}: {name} takes images of 3 channels")
@@ -262,7 +306,10 @@ def _set_checkpointing(backbone: nn.Module, enable: bool) -> None:
 
 
 def _pretrained_cfg(name: str) -> dict:
-    """ImageNet as the official projects prepare it: bicubic, 256 and a crop of 224, or 32 more (384: 0.922)."""
+    """ImageNet as the official projects prepare it: bicubic, 256 and a crop of 224, and the same share at 384 (LS).
+
+    ViL's fine-tuning at 384 pixels, which has no variant of its own, takes 0.922: ``--crop-pct``.
+    """
     side = 384 if name.endswith("_384") else 224
     return {
         "input_size": (3, side, side),
@@ -287,7 +334,9 @@ def _fit(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     target = model.state_dict()
     is_features = isinstance(model, TimmFeatures)
     heads = ("head.", "norm.") if is_features else ("head.",)
-    fitted = {key: _resized(tensor, key, model) for key, tensor in state_dict.items()}
+    modules = dict(model.named_modules())
+    parts = {key: key.rpartition(".") for key in state_dict}
+    fitted = {key: fit_table(t, modules.get(parts[key][0]), parts[key][2]) for key, t in state_dict.items()}
     if is_features:
         # A LIT detector has norms of its maps, and no global token.
         fitted |= {key: tensor for key, tensor in target.items() if key.startswith("backbone.output_norms.")}
@@ -303,21 +352,6 @@ def _fit(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
             " docs/checkpoints.md says how official files are converted"
         )
     return fitted
-
-
-def _resized(tensor: Tensor, key: str, model: nn.Module) -> Tensor:
-    """``tensor`` in the size of the table of positions that it is for; as it is, where it is for none."""
-    path, _, leaf = key.rpartition(".")
-    owner = dict(model.named_modules()).get(path)
-    if isinstance(owner, AbsolutePositions) and leaf in ("rows", "cols"):
-        return resize_table(tensor, getattr(owner, leaf).shape[:1])
-    if isinstance(owner, GridPositions) and leaf == "table" and tensor.ndim == 3:
-        return resize_table(tensor, owner.table.shape[:2])
-    side = math.isqrt(len(tensor)) if tensor.ndim else 0
-    if isinstance(owner, GridRelativeBias) and leaf == "table" and side**2 == len(tensor) != len(owner.table):
-        grid = (2 * owner.size[0] - 1, 2 * owner.size[1] - 1)
-        return resize_table(tensor.unflatten(0, (side, side)), grid, mode=owner.resize_mode).flatten(0, 1)
-    return tensor
 
 
 def _entrypoint(name: str) -> Callable[..., nn.Module]:

@@ -14,6 +14,7 @@ from backbones.variants import VARIANTS, get_variant
 
 _CLASSIFIERS_OWN = {f"{layer}.{leaf}" for layer in ("norm", "head") for leaf in ("weight", "bias")}
 
+
 def is_classifier(state_dict: Mapping[str, object]) -> bool:
     """Whether these are the names of :class:`backbones.backbone.Classifier`."""
     return any(name.removeprefix("module.").startswith("backbone.stages.") for name in state_dict)

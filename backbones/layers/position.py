@@ -1,5 +1,7 @@
 """Positions: absolute 2-D tables, relative bias for windows and for whole maps, and their resizing."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 from timm.layers import trunc_normal_
@@ -270,3 +272,34 @@ class GridRelativeBias(nn.Module):
         if self.global_queries:
             bias = torch.cat([self.of_globals(bias.shape[1]), bias], dim=1)
         return bias
+
+
+def fit_table(tensor: Tensor, owner: nn.Module, leaf: str) -> Tensor:
+    """A table of positions of another size, resized for the module that is to have it.
+
+    Args:
+        tensor: of a checkpoint.
+        owner: the module of this model.
+        leaf: the name of the parameter in ``owner``.
+
+    Returns:
+        ``tensor`` in the size of ``owner``'s parameter; as it is, where that is no such table or cannot be made of it:
+        offsets share rows of a segment's table, so that it is no grid.
+    """
+    table = getattr(owner, leaf, None)
+    if not isinstance(table, Tensor) or tensor.shape == table.shape:
+        return tensor
+    if tensor.ndim != table.ndim or tensor.shape[-1] != table.shape[-1]:
+        return tensor
+    if isinstance(owner, AbsolutePositions) and leaf in ("rows", "cols"):
+        return resize_table(tensor, table.shape[:1])
+    if isinstance(owner, GridPositions) and leaf == "table":
+        return resize_table(tensor, table.shape[:2])
+    side = math.isqrt(len(tensor))
+    if isinstance(owner, GridRelativeBias | WindowRelativeBias) and leaf == "table" and side**2 == len(tensor):
+        if isinstance(owner, GridRelativeBias):
+            grid, mode = (2 * owner.size[0] - 1, 2 * owner.size[1] - 1), owner.resize_mode
+        else:
+            grid, mode = (4 * owner.window_size - 1, 4 * owner.window_size - 1), "linear"
+        return resize_table(tensor.unflatten(0, (side, side)), grid, mode=mode).flatten(0, 1)
+    return tensor

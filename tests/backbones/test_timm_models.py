@@ -26,6 +26,7 @@ from timm.scheduler import CosineLRScheduler
 
 from backbones import InputError, create_backbone, create_classifier, list_variants, timm_models
 from backbones.attention.performer import PerformerAttention
+from backbones.attention.sliding_chunk import SlidingChunkAttention
 from tests.backbones.helpers import random_images, randomise
 
 ROOT = Path(__file__).parents[2]
@@ -190,7 +191,61 @@ def test_images_are_prepared_as_for_imagenet(name, side):
     config = resolve_data_config({}, model=meta_model(name))
     assert config["input_size"] == (3, side, side) and config["interpolation"] == "bicubic"
     assert (config["mean"], config["std"]) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    # CROP_PCT of the official configurations, also for LS at 384
     assert config["crop_pct"] == 0.875
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_intermediates_are_in_timms_form(name):
+    model = randomise(timm.create_model(name, num_classes=4, img_size=(64, 96))).eval()
+    images = random_images(2, 3, 64, 96, dtype=torch.float32)
+    last = len(model.backbone.stages) - 1
+    tokens, maps = model.forward_intermediates(images)
+    assert torch.equal(tokens, model.forward_features(images)) and len(maps) == last + 1
+    features = timm.create_model(name, features_only=True, max_img_size=(64, 96)).eval()
+    assert [m.shape[1] for m in maps] == features.feature_info.channels()
+    assert [-(-64 // m.shape[2]) for m in maps] == features.feature_info.reduction()
+    fed = images
+    for stage, wanted in zip(model.backbone.stages, maps, strict=True):
+        fed = stage(fed)[0].permute(0, 3, 1, 2)
+        torch.testing.assert_close(wanted, fed, atol=0, rtol=0)
+    for indices, expected in ((2, [last - 1, last]), ((-1, 0), [0, last]), ([1], [1])):
+        some = model.forward_intermediates(images, indices=indices, intermediates_only=True, stop_early=True)
+        assert all(torch.equal(maps[index], m) for index, m in zip(expected, some, strict=True))
+    early, (second,) = model.forward_intermediates(images, indices=[1], stop_early=True)
+    torch.testing.assert_close(early[:, -1], second[:, :, -1, -1], atol=0, rtol=0)
+    normed = model.forward_intermediates(images, indices=1, norm=True, intermediates_only=True)[0]
+    torch.testing.assert_close(normed[:, :, -1, -1], tokens[:, -1])
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"indices": [4]}, r"indices=\[4\]: the model has the stages 0 to 3"),
+        ({"indices": 0}, "indices=0: the model has the stages 0 to 3"),
+        ({"output_fmt": "NLC"}, "output_fmt='NLC': maps are 'NCHW'"),
+    ],
+    ids=str,
+)
+def test_intermediates_that_there_are_not(options, message):
+    with pytest.raises(InputError, match=message):
+        meta_model(DEMO).forward_intermediates(torch.empty(1, 3, 32, 32, device="meta"), **options)
+
+
+def test_windows_of_12_are_full_attention_at_384_pixels():
+    """The windows of the recipe in docs/checkpoints.md, (8, 12, 12, 12): stage 3 has 24 x 24 tokens there."""
+    with torch.device("meta"):
+        recipe = timm.create_model("vil_medium_deep", img_size=384, window_size=(8, 12, 12, 12))
+    assert shapes(recipe) == shapes(meta_model("vil_medium_deep", img_size=384))
+    assert [s.blocks[0].attention.window_size for s in recipe.backbone.stages] == [8, 12, 12, 12]
+    tokens, global_tokens = random_images(1, 24, 24, 16, dtype=torch.float32), torch.zeros(1, 1, 16)
+    # 24: one chunk, of all tokens
+    whole = randomise(SlidingChunkAttention(16, num_heads=2, window_size=24)).eval()
+    for window_size in (12, 7):
+        chunks = SlidingChunkAttention(16, num_heads=2, window_size=window_size).eval()
+        chunks.load_state_dict(whole.state_dict())
+        same = torch.allclose(chunks(tokens, global_tokens)[0], whole(tokens, global_tokens)[0], atol=1e-5)
+        assert same == (window_size == 12)
 
 
 def test_layers_are_grouped_from_the_images_to_the_head():
@@ -282,6 +337,22 @@ def test_a_checkpoint_of_another_size_and_head_is_adapted(tmp_path):
         assert torch.equal(tensor, trained.state_dict()[name]), name
     with pytest.raises(InputError, match="the checkpoint is of another model: .* among them"):
         timm.create_model("vil_tiny_1_1_3_1_rpb", **options)
+
+
+@pytest.mark.parametrize("features_only", [False, True])
+def test_a_checkpoint_of_other_windows_is_adapted(features_only, tmp_path):
+    trained = randomise(timm.create_model(DEMO, num_classes=3, img_size=64))
+    torch.save(trained.state_dict(), tmp_path / "trained.pth")
+    options = {"pretrained": True, "pretrained_cfg_overlay": {"file": str(tmp_path / "trained.pth"), "num_classes": -1}}
+    options |= {"features_only": True} if features_only else {"num_classes": 3}
+    model = timm.create_model(DEMO, window_size=(8, 12, 5, 7), **options)
+    tables = {key: tensor for key, tensor in model.state_dict().items() if key.endswith("relative_bias.table")}
+    assert len(tables) == 6
+    for key, tensor in tables.items():
+        side = {"0": 31, "1": 47, "2": 19, "3": 27}[key.split(".")[2]]
+        wanted = trained.state_dict()[key].T.view(1, -1, 27, 27)
+        wanted = torch.nn.functional.interpolate(wanted, size=(side, side), mode="bilinear").flatten(2)[0].T
+        torch.testing.assert_close(tensor, wanted, msg=key)
 
 
 @pytest.mark.parametrize("name", ["vil_tiny_1_1_3_1", "ls_tiny", "cvt_ls_13", "lit_ti", "lit_s"])
