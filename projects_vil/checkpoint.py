@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import logging
+import shlex
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,12 @@ from torch import Tensor, nn
 from backbones import InputError
 from backbones.convert import OfficialCheckpoint, recognise
 from backbones.files import read_checkpoint, state_dict_of
+from backbones.variants import OPTIONS
 from projects_vil.backbone import TransformerBackbone
 from projects_vil.class_rows import copy_rows, is_predictor, match_classes
 from projects_vil.conversion import BACKBONE_PREFIX, convert_official
 from projects_vil.pretrained import backbone_of_classifier, is_classifier, named_variant
-from projects_vil.provenance import PROVENANCE_KEY, Provenance, class_names, input_format
+from projects_vil.provenance import PROVENANCE_KEY, Provenance, class_names, differing_options, input_format
 
 
 class Checkpointer(DetectionCheckpointer):
@@ -120,7 +122,10 @@ class Checkpointer(DetectionCheckpointer):
             converted = convert_official(official, backbone.variant, model_options=backbone.options)
         except InputError as error:
             model = f"and the model is {backbone.variant} (MODEL.TRANSFORMER.NAME)"
-            raise InputError(f"{self._path} is of {official.kind}, {model}: {error}") from error
+            hint = _needed_keys(official, backbone)
+            raise InputError(f"{self._path} is of {official.kind}, {model}: {error}{hint}") from error
+        # Converted for the model's options: the file itself says none.
+        converted.contents[PROVENANCE_KEY] |= {"options": None}
         for line in converted.lines():
             self.logger.info(line)
         return converted.contents
@@ -150,6 +155,8 @@ class Checkpointer(DetectionCheckpointer):
         if all(name.startswith("module.") for name in state_dict):
             state_dict = {name.removeprefix("module."): tensor for name, tensor in state_dict.items()}
         self._check_variant(said)
+        differ = self._check_options(said)
+        options = f"; it has {differ}" if differ else ""
         self._check_input(said)
         self._match_classes(state_dict, said)
         checkpoint["model"] = state_dict
@@ -160,7 +167,7 @@ class Checkpointer(DetectionCheckpointer):
             if self.complete or not is_predictor(name) or not _other_rows(tuple(theirs), tuple(ours)):
                 raise InputError(
                     f"{self._path} is of another model: {len(incompatible.incorrect_shapes)} shapes differ, {name} is "
-                    f"{tuple(theirs)} there and {tuple(ours)} here"
+                    f"{tuple(theirs)} there and {tuple(ours)} here{options}"
                 )
             predictors.add(name)
         unexpected = [name for name in incompatible.unexpected_keys if "pixel_" not in name]
@@ -172,7 +179,7 @@ class Checkpointer(DetectionCheckpointer):
         if unexpected or missing:
             raise InputError(
                 f"{self._path} is of another model: {len(unexpected)} names in it fit nothing{_some(unexpected)} and "
-                f"{len(missing)} parameters of the model are not in it{_some(missing)}"
+                f"{len(missing)} parameters of the model are not in it{_some(missing)}{options}"
             )
         return incompatible
 
@@ -182,6 +189,19 @@ class Checkpointer(DetectionCheckpointer):
         ours = self.provenance.variant
         if said.variant is not None and ours is not None and said.variant != ours:
             raise InputError(f"{self._path} is of {said.variant}, and the model is {ours} (MODEL.TRANSFORMER.NAME)")
+
+    def _check_options(self, said: Provenance) -> str:
+        """Which options differ, in words; shapes do not show all of them."""
+        variant, ours = self.provenance.variant, self.provenance.options
+        if variant is None or ours is None or said.options is None:
+            return ""
+        differ = differing_options(variant, said.options, ours).items()
+        text = ", ".join(f"{key} {value} where the model has {here}" for key, (value, here) in differ)
+        if text and self.complete:
+            raise InputError(f"{self._path} has {text}")
+        if text:
+            self.logger.warning(f"{self._path} has {text}: what it learned was for that")
+        return text
 
     def _check_input(self, said: Provenance) -> None:
         ours = self.provenance.input_format
@@ -267,6 +287,23 @@ def check_weights(cfg: CfgNode, path: str, *, complete: bool = False) -> None:
         # That loading into a model without values does nothing is the point.
         warnings.filterwarnings("ignore", message=".*meta parameter")
         checkpointer.load(path)
+
+
+def _needed_keys(official: OfficialCheckpoint, backbone: TransformerBackbone) -> str:
+    """The config keys with which an official file fits that does not fit the model; nothing where none help."""
+    try:
+        needed = convert_official(official, backbone.variant).options
+    except InputError:
+        return ""
+    theirs = {key: value for key, value in needed.items() if key in OPTIONS}
+    differ = differing_options(backbone.variant, theirs, backbone.variant_options)
+    # A window's tables are resized, and positions too: they are never why a file does not fit.
+    keys = [
+        f"{key} {shlex.quote(str(value))}"
+        for key, (value, _) in differ.items()
+        if not key.endswith(("WINDOW_SIZE", "POSITION_RESIZING", "ATTENTION_MODE"))
+    ]
+    return f"; it is to be loaded with {' '.join(keys)}" if keys else ""
 
 
 def _listed(classes: tuple[str, ...]) -> str:

@@ -13,6 +13,8 @@ import torch
 from detectron2.config import CfgNode
 from detectron2.data import MetadataCatalog
 
+from backbones import InputError
+from backbones.variants import ViLVariant, get_variant
 from projects_vil.data import number_of_classes
 from projects_vil.sem_seg import is_segmentor
 
@@ -49,13 +51,13 @@ class Provenance:
 
     Attributes:
         variant: of the backbone.
-        options: of the variant, where they are not its own.
+        options: of the variant, where they are not its own; empty where all are.
         classes: their names, in the order of the predictors' rows.
         input_format: that it was trained on.
     """
 
     variant: str | None = None
-    options: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    options: Mapping[str, object] | None = None
     classes: tuple[str, ...] | None = None
     input_format: InputFormat | None = None
 
@@ -64,7 +66,7 @@ class Provenance:
         image = self.input_format
         return {
             "variant": self.variant,
-            "options": dict(self.options),
+            "options": None if self.options is None else dict(self.options),
             "classes": None if self.classes is None else list(self.classes),
             "input": image and {"format": image.channels, "mean": list(image.mean), "std": list(image.std)},
             "versions": versions(),
@@ -82,10 +84,46 @@ class Provenance:
             input_format = None
         return cls(
             variant=variant if isinstance(variant, str) else None,
-            options=saved["options"] if isinstance(saved.get("options"), Mapping) else {},
+            options=saved["options"] if isinstance(saved.get("options"), Mapping) else None,
             classes=tuple(map(str, classes)) if isinstance(classes, (list, tuple)) else None,
             input_format=input_format,
         )
+
+
+def effective_options(variant: str, options: Mapping[str, object]) -> dict[str, object] | None:
+    """What a model has, given or not: one value, or a list of one a stage; None for options that cannot be.
+
+    Without ``batch_norm``, whose kinds compute the same once trained, and ``position_resizing`` where there are no
+    tables to resize.
+    """
+    try:
+        sizes = get_variant(variant, options)
+    except (InputError, TypeError, ValueError):
+        return None
+    values: dict[str, object] = {}
+    for option in sizes.options:
+        of_all = hasattr(sizes, option)
+        values[option] = getattr(sizes, option) if of_all else [getattr(stage, option) for stage in sizes.stages]
+    values.pop("batch_norm", None)
+    if isinstance(sizes, ViLVariant):
+        values["position_resizing"] = sizes.position_resizing or ("map" if sizes.relative_bias else "load")
+        if sizes.relative_bias and not any(stage.attention == "dense" for stage in sizes.stages):
+            del values["position_resizing"]
+    return values
+
+
+def differing_options(
+    variant: str, theirs: Mapping[str, object], ours: Mapping[str, object]
+) -> dict[str, tuple[object, object]]:
+    """Config key -> (their value, our value), for two models of a variant; empty where one side cannot be."""
+    their_values, our_values = effective_options(variant, theirs), effective_options(variant, ours)
+    if their_values is None or our_values is None:
+        return {}
+    return {
+        f"MODEL.TRANSFORMER.{option.upper()}": (their_values[option], value)
+        for option, value in our_values.items()
+        if option in their_values and their_values[option] != value
+    }
 
 
 def versions() -> dict[str, str | None]:

@@ -23,6 +23,7 @@ from tests.projects_vil.test_checkpoint import Malicious, detector, log_of
 BOTTOM_UP = "backbone.bottom_up.net."
 LOG = "fvcore.common.checkpoint"
 ABSOLUTE = ["MODEL.TRANSFORMER.NAME", "vil_tiny_1_1_3_1"]
+AS_PRETRAINED = ["MODEL.TRANSFORMER.MAX_IMG_SIZE", "224"]  # tables stay as they are
 LIT = {"lit_absolute": official_lit.TI, "lit_relative": official_lit.S}
 
 
@@ -111,10 +112,15 @@ def test_lit_in_a_detector_gives_the_official_maps(tmp_path, name, how, suffix):
     assert_maps_equal(maps, expected)
 
 
+# Not here: the LIT classifiers, whose files have no maps, and Linformer, which is no backbone.
 @pytest.mark.real_data
 @pytest.mark.parametrize(
     "file, how, overrides",
     [
+        ("vil_tiny_ape_cls", "vision-longformer", ["MODEL.TRANSFORMER.NAME", "vil_tiny", *AS_PRETRAINED]),
+        ("global_tiny_ape_cls", "vision-longformer", ["MODEL.TRANSFORMER.NAME", "global_tiny", *AS_PRETRAINED]),
+        ("srformer64_tiny_ape_cls", "vision-longformer", ["MODEL.TRANSFORMER.NAME", "sra64_tiny", *AS_PRETRAINED]),
+        ("performer_tiny_ape_cls", "vision-longformer", ["MODEL.TRANSFORMER.NAME", "performer_tiny", *AS_PRETRAINED]),
         ("vil_tiny_rpb_det", "VisionLongformerForObjectDetection", ["MODEL.TRANSFORMER.NAME", "vil_tiny_rpb"]),
         (
             "vil_small_rpb_g1_det",
@@ -316,6 +322,49 @@ def test_official_files_of_another_variant(shapes, tmp_path):
     assert "lit_s" in refusal(path, "MODEL.TRANSFORMER.NAME", "lit_s")
     cvt = ["MODEL.TRANSFORMER.NAME", "cvt_ls_13", "MODEL.FPN.IN_FEATURES", "['stage2', 'stage3']"]
     assert "no official weights of cvt_ls_13" in refusal(path, *cvt)
+
+
+@pytest.mark.parametrize("how", ["vision-longformer", "VisionLongformerForObjectDetection"])
+def test_separate_projections_and_other_global_tokens_name_their_keys(shapes, tmp_path, how):
+    weights = weights_of("vil_tiny_1_1_3_1_rpb")
+    separate = {name: tensor + 1 if "_global." in name else tensor for name, tensor in weights.items()}
+    path = save(tmp_path, as_saved(separate, how))
+    text = refusal(path)
+    assert text.endswith("; it is to be loaded with MODEL.TRANSFORMER.SHARED_PROJECTIONS False")
+    load(path, "MODEL.TRANSFORMER.SHARED_PROJECTIONS", "False")
+
+    path = save(tmp_path, as_saved(weights, how))
+    text = refusal(path, "MODEL.TRANSFORMER.GLOBAL_TOKENS", "[0, 0, 0, 0]")
+    assert text.endswith("; it is to be loaded with MODEL.TRANSFORMER.GLOBAL_TOKENS '[1, 1, 1, 0]'")
+    load(path, "MODEL.TRANSFORMER.GLOBAL_TOKENS", "[1, 1, 1, 0]")
+
+    more = dict(weights)
+    more["layer1.0.cls_token"] = torch.ones(1, 2, 48)
+    for name in weights:
+        if name.startswith("layer1.") and "g2g_relative" in name:
+            more[name] = torch.ones(weights[name].shape[0], 2, 2)
+        if name.startswith("layer1.") and "g2l_relative" in name:
+            more[name] = torch.ones(2, weights[name].shape[1], 2)
+    text = refusal(save(tmp_path, as_saved(more, how)))
+    assert text.endswith("; it is to be loaded with MODEL.TRANSFORMER.GLOBAL_TOKENS '[2, 1, 1, 0]'")
+
+
+@pytest.mark.real_data
+def test_the_golden_file_with_a_global_token_more_names_the_key(shapes, tmp_path):
+    weights = golden_state_dict(golden("vil_small_rpb_g1_det"))
+    text = refusal(
+        save(tmp_path, as_saved(weights, "VisionLongformerForObjectDetection")),
+        *("MODEL.TRANSFORMER.NAME", "vil_small_rpb"),
+    )
+    assert text.endswith("; it is to be loaded with MODEL.TRANSFORMER.GLOBAL_TOKENS '[1, 1, 1, 1]'")
+
+
+def test_an_official_file_into_a_model_with_options_is_not_compared(tmp_path):
+    """It says none of its own: what does not show in names and shapes is the user's choice."""
+    path = save(tmp_path, as_saved(weights_of("vil_tiny_1_1_3_1_rpb"), "vision-longformer"))
+    with log_of(LOG) as log:
+        load(path, "MODEL.TRANSFORMER.ATTENTION_MODE", "exact")
+    assert not any("where the model has" in text for text in log)
 
 
 def test_a_file_of_other_code(shapes, tmp_path):

@@ -11,7 +11,14 @@ from backbones import InputError
 from projects_vil import load_config
 from projects_vil.checkpoint import Checkpointer, check_weights
 from projects_vil.export import build_detector
-from projects_vil.provenance import OFFICIAL_INPUT, PROVENANCE_KEY, InputFormat, Provenance, input_format
+from projects_vil.provenance import (
+    OFFICIAL_INPUT,
+    PROVENANCE_KEY,
+    InputFormat,
+    Provenance,
+    differing_options,
+    input_format,
+)
 from projects_vil.trainer import Trainer, check_setup
 from tests.projects_vil.helpers import SMALL, error_line, run_tool, small_config
 from tests.projects_vil.test_checkpoint import detector, log_of
@@ -116,6 +123,82 @@ def test_an_interrupted_save_is_refused_before_resuming(trained_run, shapes, tmp
     (tmp_path / "last_checkpoint").write_text("model_final.pth")
     with pytest.raises(InputError, match="model_final.pth is no checkpoint"):
         check_setup(of_run(trained_run, "OUTPUT_DIR", str(tmp_path)), resume=True)
+
+
+# -- other options ---------------------------------------------------------------------------------
+
+
+OPTION = "MODEL.TRANSFORMER."
+
+
+@pytest.mark.parametrize(
+    "key, value, own",
+    [("ATTENTION_MODE", "exact", "zero_pad"), ("GLOBAL_TOKENS", "[2, 1, 1, 0]", "[1, 1, 1, 0]")],
+)
+def test_other_options_warn_at_the_start_and_are_refused_where_all_must_fit(trained_run, key, value, own):
+    final, overrides = str(trained_run / "model_final.pth"), [f"{OPTION}{key}", value]
+    cfg = of_run(trained_run, *overrides)
+    expected = f"{final} has {OPTION}{key} {own} where the model has {value}"
+    for complete in (lambda: check_weights(cfg, final, complete=True), lambda: build_detector(cfg, final)):
+        with pytest.raises(InputError) as caught:
+            complete()
+        assert str(caught.value) == expected
+    if key == "ATTENTION_MODE":
+        with log_of(LOG) as log:
+            Checkpointer(detector("retinanet", *overrides), cfg=cfg).load(final)
+        assert f"{expected}: what it learned was for that" in log
+
+
+def test_resuming_with_other_options_is_refused(trained_run, shapes, tmp_path):
+    shutil.copy(trained_run / "model_final.pth", tmp_path)
+    (tmp_path / "last_checkpoint").write_text("model_final.pth")
+    cfg = of_run(trained_run, "OUTPUT_DIR", str(tmp_path), f"{OPTION}ATTENTION_MODE", "cyclic")
+    expected = "has MODEL.TRANSFORMER.ATTENTION_MODE zero_pad where the model has cyclic"
+    with pytest.raises(InputError, match=expected):
+        check_setup(cfg, resume=True)
+    with pytest.raises(InputError, match=expected):
+        Trainer(cfg).resume_or_load(resume=True)
+
+
+def test_the_variants_own_options_may_be_given_or_not(trained_run, tmp_path):
+    given = [f"{OPTION}ATTENTION_MODE", "zero_pad", f"{OPTION}GLOBAL_TOKENS", "[1, 1, 1, 0]"]
+    given += [f"{OPTION}WINDOW_SIZE", "[7, 7, 7, 7]", f"{OPTION}SHARED_PROJECTIONS", "True"]
+    with log_of(LOG) as log:
+        Checkpointer(detector("retinanet", *given), cfg=of_run(trained_run, *given)).load(
+            str(trained_run / "model_final.pth")
+        )
+    assert not any("where the model has" in text for text in log)
+    check_weights(of_run(trained_run, *given), str(trained_run / "model_final.pth"), complete=True)
+    said = {"attention_mode": "zero_pad", "global_tokens": [1, 1, 1, 0], "window_size": 7, "attention": None}
+    check_weights(of_run(trained_run), changed(trained_run, tmp_path, options=said), complete=True)
+
+
+def test_a_file_with_other_names_and_options_says_which_options(trained_run):
+    cfg = of_run(trained_run, f"{OPTION}GLOBAL_TOKENS", "[0, 0, 0, 0]")
+    expected = "; it has MODEL.TRANSFORMER.GLOBAL_TOKENS [1, 1, 1, 0] where the model has [0, 0, 0, 0]"
+    with pytest.raises(InputError, match="names in it fit nothing") as caught:
+        check_weights(cfg, str(trained_run / "model_final.pth"))
+    assert str(caught.value).endswith(expected)
+    cfg = of_run(trained_run, f"{OPTION}WINDOW_SIZE", "[8, 7, 7, 7]")
+    with pytest.raises(InputError, match=r"shapes differ.*WINDOW_SIZE \[7, 7, 7, 7\] where the model has \[8"):
+        check_weights(cfg, str(trained_run / "model_final.pth"))
+
+
+@pytest.mark.parametrize("options", [{"no_such_option": 1}, {"window_size": "wide"}, {"attention": [3]}, None, 3])
+def test_options_that_cannot_be_are_not_compared(trained_run, tmp_path, options):
+    check_weights(of_run(trained_run), changed(trained_run, tmp_path, options=options), complete=True)
+
+
+def test_what_differs():
+    assert differing_options("vil_tiny", {}, {"position_resizing": "load"}) == {}
+    key = f"{OPTION}POSITION_RESIZING"
+    assert differing_options("vil_tiny", {"position_resizing": "map"}, {}) == {key: ("map", "load")}
+    assert differing_options("ls_tiny", {"position_resizing": "load"}, {}) == {key: ("load", "map")}
+    # Tables of windows are not resized, and all kinds of BatchNorm evaluate alike.
+    assert differing_options("vil_tiny_rpb", {"position_resizing": "load"}, {}) == {}
+    assert differing_options("lit_s", {"batch_norm": "frozen"}, {}) == {}
+    assert differing_options("lit_s", {"merging": "uniform"}, {}) == {f"{OPTION}MERGING": ("uniform", "deformable")}
+    assert differing_options("cvt_ls_13", {"rank": 16}, {}).keys() == {f"{OPTION}RANK"}
 
 
 # -- another input ---------------------------------------------------------------------------------
