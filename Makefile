@@ -36,7 +36,7 @@ lint: .venv/.stamp ## check the style
 	@$(RUN) -m ruff check .
 
 clean: ## remove what the demo, the tests and builds wrote; .venv stays
-	rm -rf output/demo_* datasets/shapes datasets/shapes_sem_seg
+	rm -rf output/demo_retinanet* output/demo_mask_rcnn* output/demo_semantic_fpn* datasets/shapes datasets/shapes_sem_seg
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache
 	find . -path ./.venv -prune -o -name __pycache__ -prune -exec rm -rf {} +
 

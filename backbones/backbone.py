@@ -10,6 +10,7 @@ from timm.layers import trunc_normal_
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from backbones.attention.dense import join_tokens
 from backbones.errors import InputError, check_choice
 from backbones.layers.block import Block
 from backbones.layers.position import position_parameter
@@ -200,15 +201,19 @@ class Classifier(nn.Module):
         self.head = nn.Linear(dim, num_classes)
         self.head.apply(init_linear)
 
+    def forward_features(self, images: Tensor) -> Tensor:
+        """(B, 3, H, W) -> the last stage's tokens after the norm (B, G + H' W', C), global tokens first."""
+        maps, global_tokens = self.backbone.forward_tokens(images)
+        tokens = maps[self.backbone.out_features[-1]].permute(0, 2, 3, 1)
+        return self.norm(join_tokens(tokens, global_tokens))
+
+    def pooled(self, tokens: Tensor) -> Tensor:
+        """Tokens of :meth:`forward_features` -> the vector of each image, (B, C)."""
+        return tokens[:, 0] if self.pool == "global_token" else tokens.mean(dim=1)
+
     def forward(self, images: Tensor) -> Tensor:
         """(B, 3, H, W) -> logits (B, num_classes)."""
-        maps, global_tokens = self.backbone.forward_tokens(images)
-        if self.pool == "global_token":
-            return self.head(self.norm(global_tokens[:, 0]))
-        tokens = maps[self.backbone.out_features[-1]].flatten(2).transpose(1, 2)
-        if global_tokens is not None:
-            tokens = torch.cat([global_tokens, tokens], dim=1)
-        return self.head(self.norm(tokens).mean(dim=1))
+        return self.head(self.pooled(self.forward_features(images)))
 
     def no_weight_decay(self) -> set[str]:
         """As :meth:`Backbone.no_weight_decay`, with the names of this model."""

@@ -1,5 +1,6 @@
 """Official checkpoints in, state dicts of this project out, with a strict report of what became of every name."""
 
+import abc
 import dataclasses
 import math
 import re
@@ -199,7 +200,7 @@ def convert_state_dict(
     return {key: conversion.converted[key] for key in conversion.target}, conversion.report
 
 
-class _Conversion:
+class _Conversion(abc.ABC):
     """The state of one conversion: the model to fill, what is filled, and the report. A family adds its rules."""
 
     def __init__(self, model: nn.Module, prefix: str) -> None:
@@ -226,6 +227,7 @@ class _Conversion:
                 self.report.dropped[f"{official_name}{part}"] = reason
         return bool(pieces)
 
+    @abc.abstractmethod
     def initialise(self) -> None:
         """Give parameters that no checkpoint can fill their initial value."""
 
@@ -246,9 +248,9 @@ class _Conversion:
     def _head(self, name: str, tensor: Tensor) -> _Pieces:
         return {name: tensor} if self.prefix else _HEAD
 
+    @abc.abstractmethod
     def _stage(self, name: str, tensor: Tensor) -> _Pieces:
         """Our names and tensors, or why there are none, or None where no rule applies."""
-        raise NotImplementedError
 
     def _left_over(self, name: str, pieces: Mapping[str, Tensor]) -> dict[str, str]:
         """Which part of a tensor ``pieces`` leave out, and why."""

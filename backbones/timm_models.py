@@ -23,6 +23,7 @@ from timm.optim import OptimInfo, list_optimizers
 from timm.optim._optim_factory import default_registry
 from torch import Tensor, nn
 
+from backbones.attention.dense import join_tokens
 from backbones.attention.performer import PerformerAttention, redraw_features, redraw_interval
 from backbones.backbone import Classifier
 from backbones.build import create_backbone, create_classifier, list_variants
@@ -30,6 +31,7 @@ from backbones.errors import InputError
 from backbones.layers.position import fit_table
 from backbones.layers.token_merging import DeformableTokenMerging
 from backbones.lit import LIT
+from backbones.variants import get_variant
 
 # 1e-5 beside 1e-3 (LIT section 4.1)
 OFFSET_LR_SCALE = 0.01
@@ -43,7 +45,7 @@ class TimmClassifier(Classifier):
         name: one of :func:`.list_variants`.
         num_classes: of the head; 0 for none.
         in_chans: 3.
-        img_size: as for :func:`.create_classifier`; None for 224, or 384 where the variant's name says so.
+        img_size: as for :func:`.create_classifier`; None for the variant's own.
         global_pool: the variant's own, ``"avg"`` or ``"token"``, or None.
         drop_rate: dropout before the head; the papers have none.
         redraw_epoch_length: iterations of an epoch, for a Performer that redraws its random features in training every
@@ -84,11 +86,6 @@ class TimmClassifier(Classifier):
                 for parameter in module.offset.parameters():
                     parameter.lr_scale = OFFSET_LR_SCALE  # for LITAdamW
 
-    def forward_features(self, images: Tensor) -> Tensor:
-        """(B, 3, H, W) -> the last stage's tokens after the norm (B, G + H' W', C), global tokens first."""
-        maps, global_tokens = self.backbone.forward_tokens(images)
-        return self.norm(_joined(maps[self.backbone.out_features[-1]], global_tokens))
-
     def forward_intermediates(
         self,
         images: Tensor,
@@ -123,13 +120,12 @@ class TimmClassifier(Classifier):
                 intermediates.append(self.norm(tokens).permute(0, 3, 1, 2) if norm and is_last else maps)
         if intermediates_only:
             return intermediates
-        tokens = _joined(maps, global_tokens)
+        tokens = join_tokens(tokens, global_tokens)
         return self.norm(tokens) if is_last else tokens, intermediates
 
     def forward_head(self, tokens: Tensor, pre_logits: bool = False) -> Tensor:
         """Tokens of :meth:`forward_features` -> logits (B, num_classes), or what the head takes (B, C)."""
-        pooled = tokens[:, 0] if self.pool == "global_token" else tokens.mean(dim=1)
-        pooled = F.dropout(pooled, self.drop_rate, self.training)
+        pooled = F.dropout(self.pooled(tokens), self.drop_rate, self.training)
         return pooled if pre_logits else self.head(pooled)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -289,12 +285,6 @@ def _chosen_stages(argument: str, chosen: int | Sequence[int] | None, number: in
     return sorted({index % number for index in stages})
 
 
-def _joined(maps: Tensor, global_tokens: Tensor | None) -> Tensor:
-    """(B, C, H, W) and (B, G, C) or None -> (B, G + H W, C)."""
-    tokens = maps.flatten(2).transpose(1, 2)
-    return tokens if global_tokens is None else torch.cat([global_tokens, tokens], dim=1)
-
-
 def _check_in_chans(name: str, in_chans: int) -> None:
     if in_chans != 3:
         raise InputError(f"in_chans={in_chans}: {name} takes images of 3 channels")
@@ -310,7 +300,7 @@ def _pretrained_cfg(name: str) -> dict:
 
     ViL's fine-tuning at 384 pixels, which has no variant of its own, takes 0.922: ``--crop-pct``.
     """
-    side = 384 if name.endswith("_384") else 224
+    side = get_variant(name).classifier_img_size
     return {
         "input_size": (3, side, side),
         "fixed_input_size": "linformer" in name,

@@ -9,6 +9,15 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from backbones.errors import InputError, check_choice, closest
 
+ATTENTIONS = (
+    "sliding_chunk",
+    "long_short",
+    "dense",
+    "global",
+    "linformer",
+    "spatial_reduction",
+    "performer",
+)
 # Mechanisms that a stage may be switched to, since they need no size that the variant does not have.
 _SWITCHABLE = ("sliding_chunk", "long_short", "dense")
 _WITH_BIAS = _SWITCHABLE
@@ -27,8 +36,7 @@ class ViLStage:
     """One E-ViT stage (ViL section 3.1): ``depth`` blocks of ``heads`` heads on ``dim`` channels.
 
     Attributes:
-        attention: ``"sliding_chunk"``, ``"long_short"``, ``"dense"``, ``"global"``, ``"linformer"``,
-            ``"spatial_reduction"`` or ``"performer"``.
+        attention: one of ``ATTENTIONS``.
         window_size: side of a chunk or segment, in tokens (sliding_chunk, long_short).
         rank: r of the dynamic projection (long_short).
         num_features: projected length (linformer), or random features of a head (performer).
@@ -80,6 +88,11 @@ class ViLVariant:
     pool = "mean"
     norm_eps = 1e-6
 
+    @property
+    def classifier_img_size(self) -> int:
+        """Side in pixels of the images that the paper's classifier of this variant is trained on."""
+        return self.position_img_size
+
     def with_options(
         self,
         *,
@@ -127,6 +140,7 @@ class ViLVariant:
 
     def __post_init__(self) -> None:
         for stage in self.stages:
+            check_choice("attention", stage.attention, ATTENTIONS)
             if self.relative_bias and stage.attention not in _WITH_BIAS:
                 raise InputError(f"{stage.attention} attention has no relative bias: take absolute positions")
             if stage.attention == "global" and not stage.global_tokens:
@@ -169,6 +183,7 @@ class LITVariant:
     batch_norm: str = "batch"
 
     options = ("merging", "batch_norm", "position_resizing")
+    classifier_img_size = 224
 
     @property
     def pool(self) -> str:
@@ -215,6 +230,7 @@ class CvTVariant:
     batch_norm: str = "batch"
 
     options = ("batch_norm", "rank", "window_size")
+    classifier_img_size = 224
     pool = "mean"
     norm_eps = 1e-5
 

@@ -150,6 +150,4 @@ def _attention(
         return LinformerAttention(spec.dim, map_size=sizes["load"], num_features=spec.num_features, **common)
     if spec.attention == "spatial_reduction":
         return SpatialReductionAttention(spec.dim, reduction=spec.reduction, **common)
-    if spec.attention == "performer":
-        return PerformerAttention(spec.dim, num_features=spec.num_features, **common)
-    raise NotImplementedError(spec.attention)
+    return PerformerAttention(spec.dim, num_features=spec.num_features, **common)

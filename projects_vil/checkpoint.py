@@ -267,8 +267,31 @@ def check_weights_file(path: str) -> None:
         raise InputError(f"there is no weights file {path} (MODEL.WEIGHTS)")
 
 
-def check_weights(cfg: CfgNode, path: str, *, complete: bool = False) -> None:
+def build_on_meta(cfg: CfgNode) -> nn.Module:
+    """The model of ``cfg`` without memory for its weights.
+
+    Raises:
+        InputError: where a key has a value that no part of it can be built with.
+    """
+    cfg = cfg.clone()
+    cfg.defrost()
+    cfg.MODEL.DEVICE = "meta"
+    try:
+        with torch.device("meta"):
+            return build_model(cfg)
+    except InputError:
+        raise
+    except (KeyError, ValueError, IndexError, AssertionError) as error:
+        what = " ".join(str(error).split()) or "an assertion failed"
+        raise InputError(f"the model cannot be built from this config: {what} ({type(error).__name__})") from error
+
+
+def check_weights(cfg: CfgNode, path: str, *, complete: bool = False, model: nn.Module | None = None) -> None:
     """Whether a local file fits the model of ``cfg``, which takes no memory here; nothing is loaded or logged.
+
+    Args:
+        complete: see :class:`Checkpointer`.
+        model: of :func:`build_on_meta`, where it is there already.
 
     Raises:
         InputError: where :class:`Checkpointer` would.
@@ -276,12 +299,7 @@ def check_weights(cfg: CfgNode, path: str, *, complete: bool = False) -> None:
     check_weights_file(path)
     if "://" in path:
         return
-    cfg = cfg.clone()
-    cfg.defrost()
-    cfg.MODEL.DEVICE = "meta"
-    with torch.device("meta"):
-        model = build_model(cfg)
-    checkpointer = Checkpointer(model, cfg=cfg, complete=complete)
+    checkpointer = Checkpointer(model or build_on_meta(cfg), cfg=cfg, complete=complete)
     checkpointer.logger = logging.Logger(__name__, level=logging.CRITICAL + 1)
     with warnings.catch_warnings():
         # That loading into a model without values does nothing is the point.

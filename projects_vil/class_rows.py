@@ -17,6 +17,7 @@ _LAYOUTS = {
     "sem_seg_head.predictor": _CLASSES,
 }
 
+
 def is_predictor(name: str) -> bool:
     """Whether a parameter belongs to a layer whose size is the number of classes."""
     return name.rpartition(".")[0] in _LAYOUTS

@@ -167,8 +167,7 @@ def _model_options(
     sizes = get_variant(variant)
     options = _options_of_vil(official.backbone, sizes) if isinstance(sizes, ViLVariant) else {}
     if classifier:
-        # LIT's own size is that of its detectors.
-        side = sizes.position_img_size if isinstance(sizes, ViLVariant) else 224
+        side = sizes.classifier_img_size
         head = official.backbone["head.weight"]
         if head.ndim != 2:
             raise InputError(f"head.weight has shape {tuple(head.shape)}: it is classes by channels")

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from backbones import InputError, create_backbone, create_classifier, list_variants
 from backbones.attention.performer import PerformerAttention
 from backbones.errors import closest
-from backbones.variants import VARIANTS
+from backbones.variants import VARIANTS, get_variant
 from projects_vil.published import PUBLISHED_CLASSIFIERS, Printed, why_different
 
 # 800 x 1333, padded to the stride of the coarsest map, as in a detector.
@@ -82,7 +82,7 @@ def count_variant(name: str) -> VariantCounts:
 
 def classifier_img_size(name: str) -> int:
     """Side in pixels of the images that the papers count a classifier for."""
-    return 384 if name.endswith("_384") else 224
+    return get_variant(name).classifier_img_size
 
 
 def meta_classifier(name: str) -> nn.Module:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from detectron2.config import CfgNode
 from detectron2.data import (
@@ -16,8 +17,9 @@ from detectron2.data import (
     build_detection_train_loader,
     get_detection_dataset_dicts,
 )
+from detectron2.data import transforms as T
 from detectron2.data.datasets import register_coco_instances
-from detectron2.data.detection_utils import SizeMismatchError
+from detectron2.data.detection_utils import SizeMismatchError, read_image
 
 from backbones import InputError
 from backbones.errors import closest
@@ -176,6 +178,21 @@ def _register(key: str, name: str, register: Callable[[], None], **facts: Any) -
         DatasetCatalog.remove(name)
         MetadataCatalog.remove(name)
     register()
+
+
+def read_for_testing(cfg: CfgNode, path: str | Path, *, image_format: str) -> tuple[np.ndarray, tuple[int, int]]:
+    """An image file (H, W, 3) uint8, resized as for testing, and its height and width before.
+
+    Raises:
+        InputError: for a file that cannot be read.
+    """
+    try:
+        original = read_image(str(path), format=image_format)
+    except (OSError, SyntaxError, ValueError) as error:
+        raise InputError(f"cannot read the image {path}: {' '.join(str(error).split())}") from error
+    short = cfg.INPUT.MIN_SIZE_TEST
+    resize = T.ResizeShortestEdge([short, short], cfg.INPUT.MAX_SIZE_TEST)
+    return np.ascontiguousarray(resize.get_transform(original).apply_image(original)), original.shape[:2]
 
 
 def _is_list_of_strings(entry: object, *, lengths: tuple[int, ...]) -> bool:

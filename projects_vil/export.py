@@ -12,14 +12,13 @@ from pathlib import Path
 
 import torch
 from detectron2.config import CfgNode
-from detectron2.data import transforms as T
-from detectron2.data.detection_utils import read_image
 from detectron2.export import TracingAdapter
 from detectron2.modeling import GeneralizedRCNN, build_model
 from torch import Tensor, nn
 
 from backbones import InputError
 from projects_vil.checkpoint import Checkpointer
+from projects_vil.data import read_for_testing
 
 FORMATS = ("torchscript",)
 DETECTORS = ("RetinaNet", "GeneralizedRCNN")
@@ -100,16 +99,8 @@ def comparison_images(cfg: CfgNode, files: Sequence[str | Path] = ()) -> list[Te
     short = cfg.INPUT.MIN_SIZE_TEST
     if not files:
         return [example_image(short, short * 3 // 2, seed=1), example_image(short * 4 // 3, short, seed=2)]
-    resize = T.ResizeShortestEdge([short, short], cfg.INPUT.MAX_SIZE_TEST)
-    images = []
-    for file in files:
-        try:
-            image = read_image(str(file), format=cfg.INPUT.FORMAT)
-        except (OSError, SyntaxError) as error:
-            raise InputError(f"cannot read the image {file}: {' '.join(str(error).split())}") from error
-        image = resize.get_transform(image).apply_image(image)
-        images.append(torch.as_tensor(image.transpose(2, 0, 1).astype("float32")))
-    return images
+    images = (read_for_testing(cfg, file, image_format=cfg.INPUT.FORMAT)[0] for file in files)
+    return [torch.as_tensor(image.transpose(2, 0, 1).astype("float32")) for image in images]
 
 
 def compare(detector: nn.Module, exported: nn.Module, images: Sequence[Tensor]) -> list[dict]:

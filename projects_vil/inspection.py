@@ -9,8 +9,6 @@ import cv2
 import numpy as np
 import torch
 from detectron2.config import CfgNode
-from detectron2.data import transforms as T
-from detectron2.data.detection_utils import read_image
 from detectron2.modeling import build_model
 from detectron2.structures import ImageList
 from torch import Tensor, nn
@@ -19,6 +17,7 @@ from backbones import InputError
 from backbones.backbone import Backbone
 from projects_vil.backbone import TransformerBackbone
 from projects_vil.checkpoint import Checkpointer
+from projects_vil.data import read_for_testing
 from projects_vil.visualize import GAP, HEADER, PANEL_HEIGHT, PANEL_WIDTH, put_title
 
 
@@ -80,18 +79,12 @@ def see_image(cfg: CfgNode, model: nn.Module, path: str | Path) -> SeenImage:
     Raises:
         InputError: for a file that cannot be read.
     """
-    try:
-        original = read_image(str(path), format="RGB")
-    except (OSError, SyntaxError, ValueError) as error:
-        raise InputError(f"cannot read the image {path}: {' '.join(str(error).split())}") from error
-    short = cfg.INPUT.MIN_SIZE_TEST
-    resize = T.ResizeShortestEdge([short, short], cfg.INPUT.MAX_SIZE_TEST)
-    pixels = np.ascontiguousarray(resize.get_transform(original).apply_image(original))
+    pixels, file_size = read_for_testing(cfg, path, image_format="RGB")
     channels = pixels[:, :, ::-1] if cfg.INPUT.FORMAT == "BGR" else pixels
     image = torch.as_tensor(channels.transpose(2, 0, 1).astype("float32"))
     image = (image - model.pixel_mean) / model.pixel_std
     batch = ImageList.from_tensors([image], model.backbone.size_divisibility).tensor
-    return SeenImage(Path(path), original.shape[:2], pixels, batch)
+    return SeenImage(Path(path), file_size, pixels, batch)
 
 
 # -- drawing ---------------------------------------------------------------------------------------

@@ -13,15 +13,13 @@ import torch
 from detectron2.config import CfgNode
 from detectron2.engine import DefaultTrainer, HookBase, default_setup, launch
 from detectron2.evaluation import DatasetEvaluator, verify_results
-from detectron2.modeling import build_model
 from detectron2.utils import comm
 from torch import nn
 
 from backbones import InputError
 from backbones.attention.performer import PerformerAttention, redraw_features
-from backbones.variants import get_variant
 from projects_vil import data, evaluation, optim
-from projects_vil.checkpoint import Checkpointer, check_weights
+from projects_vil.checkpoint import Checkpointer, build_on_meta, check_weights
 from projects_vil.config import load_config
 
 RESULTS_FILE = "evaluation.json"
@@ -149,8 +147,7 @@ def check_setup(cfg: CfgNode, *, processes: int = 1, eval_only: bool = False, re
     Raises:
         InputError: for the first that is not.
     """
-    get_variant(cfg.MODEL.TRANSFORMER.NAME)
-    check_builds(cfg)
+    model = build_on_meta(cfg)
     on_gpu = cfg.MODEL.DEVICE.startswith("cuda")
     if not on_gpu and cfg.MODEL.DEVICE != "cpu":
         raise InputError(f"MODEL.DEVICE is {cfg.MODEL.DEVICE!r}: it is cpu or cuda")
@@ -166,31 +163,12 @@ def check_setup(cfg: CfgNode, *, processes: int = 1, eval_only: bool = False, re
         data.check_files(name)
     last = Path(cfg.OUTPUT_DIR) / "last_checkpoint"
     if resume and last.is_file():
-        check_weights(cfg, str(last.with_name(last.read_text().strip())), complete=True)
+        check_weights(cfg, str(last.with_name(last.read_text().strip())), complete=True, model=model)
         return
     if eval_only and not cfg.MODEL.WEIGHTS:
         raise InputError("MODEL.WEIGHTS is empty: name the checkpoint to evaluate")
     if cfg.MODEL.WEIGHTS:
-        check_weights(cfg, cfg.MODEL.WEIGHTS, complete=eval_only)
-
-
-def check_builds(cfg: CfgNode) -> None:
-    """Build the model without memory for its weights.
-
-    Raises:
-        InputError: where a key has a value that no part of it can be built with.
-    """
-    cfg = cfg.clone()
-    cfg.defrost()
-    cfg.MODEL.DEVICE = "meta"
-    try:
-        with torch.device("meta"):
-            build_model(cfg)
-    except InputError:
-        raise
-    except (KeyError, ValueError, IndexError, AssertionError, NotImplementedError) as error:
-        what = " ".join(str(error).split()) or "an assertion failed"
-        raise InputError(f"the model cannot be built from this config: {what} ({type(error).__name__})") from error
+        check_weights(cfg, cfg.MODEL.WEIGHTS, complete=eval_only, model=model)
 
 
 def _run(args: argparse.Namespace) -> OrderedDict:

@@ -137,6 +137,8 @@ def test_the_view_in_half_precision(monkeypatch, dtype, tolerance):
     with torch.no_grad():
         expected = module(*inputs)[0]
         monkeypatch.setattr(dense, "_GROUP_SCORES", 1)
+        bias = module.relative_bias.as_view(7, 6, dtype)
+        assert bias.shape == (7, 2, 6, 7 * (6 + 2)) and bias.untyped_storage().nbytes() == 2 * 6 * 13 * 8 * 2
         output = module.to(dtype)(*(x.to(dtype) for x in inputs))[0]
         assert (output.double() - expected).abs().max() < tolerance * expected.abs().max() * 4
         with torch.autocast("cpu", dtype):
