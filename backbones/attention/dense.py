@@ -9,7 +9,7 @@ from backbones.attention import reference
 from backbones.attention.chunks import mark_keys, mark_queries
 from backbones.errors import check_choice
 from backbones.layers.position import GridRelativeBias
-from backbones.layers.tracing import static_size
+from backbones.layers.tracing import is_tracing, static_size
 
 
 def dense_attention(query: Tensor, key: Tensor, value: Tensor, *, bias: Tensor | None = None) -> Tensor:
@@ -103,7 +103,7 @@ class DenseAttention(nn.Module):
         attend = BACKENDS[self.backend]
         if self.relative_bias is None:
             output = attend(query, key, value)
-        elif torch.jit.is_tracing() or height * width * (num_global + height * width) <= _GROUP_SCORES:
+        elif is_tracing() or height * width * (num_global + height * width) <= _GROUP_SCORES:
             output = attend(query, key, value, bias=self.relative_bias(height, width))
         else:
             output = self._on_large_map(query, key, value, height, width)

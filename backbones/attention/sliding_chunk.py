@@ -22,7 +22,7 @@ from backbones.attention.dense import dense_attention, merge_heads, split_heads
 from backbones.errors import check_choice
 from backbones.layers.overlap import threes
 from backbones.layers.position import WindowRelativeBias, position_parameter
-from backbones.layers.tracing import static_size
+from backbones.layers.tracing import is_tracing, static_size
 
 MODES = ("zero_pad", "exact", "cyclic")
 
@@ -59,7 +59,7 @@ def sliding_chunk_attention(
     """
     check_choice("attention mode", mode, MODES)
     heads, height, width = query.shape[1:4]
-    if not torch.jit.is_tracing() and mode != "exact" and max(height, width) <= 2 * window_size:
+    if not is_tracing() and mode != "exact" and max(height, width) <= 2 * window_size:
         return _whole_map_attention(query, key, value, window_size, global_key, global_value, local_bias, global_bias)
     channels = static_size(query.shape[4])
     scale = channels**-0.5

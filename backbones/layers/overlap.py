@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from backbones.layers.tracing import is_tracing
+
 
 def threes(x: Tensor, dim: int, size: int) -> Tensor:
     """Windows of three neighbouring pieces of ``size`` along ``dim``, moving by one piece: see :func:`windows`."""
@@ -16,7 +18,7 @@ def windows(x: Tensor, dim: int, size: int, step: int) -> Tensor:
     The same as ``x.unfold(dim, size, step)``: ``dim`` becomes the number of windows, and the places of a window are a
     new last axis. The backward pass is a few additions of whole blocks, where that of ``unfold`` goes place by place.
     """
-    if torch.is_grad_enabled() and x.requires_grad and not torch.jit.is_tracing():
+    if torch.is_grad_enabled() and x.requires_grad and not is_tracing():
         return _Windows.apply(x, dim, size, step)
     return x.unfold(dim, size, step)
 

@@ -8,6 +8,7 @@ from timm.layers import trunc_normal_
 from torch import Tensor, nn
 
 from backbones.errors import InputError, check_choice
+from backbones.layers.tracing import is_tracing
 
 # How a table meets a map of another size: resized once, when a checkpoint is loaded, into one for the largest map, of
 # which each map takes its part (ViL); or resized to each map (LIT).
@@ -31,7 +32,7 @@ def resize_table(table: Tensor, size: tuple[int, ...], *, mode: str = "linear") 
         (*size, C), in the type of ``table``; half-pixel centres, as ``align_corners=False``.
     """
     # A traced size is a tensor, and its comparison would be frozen into the graph.
-    if not torch.jit.is_tracing() and tuple(table.shape[:-1]) == tuple(size):
+    if not is_tracing() and tuple(table.shape[:-1]) == tuple(size):
         return table
     mode = mode if len(size) == 1 else f"bi{mode}"
     channels_first = table.movedim(-1, 0)[None]
@@ -74,7 +75,7 @@ class AbsolutePositions(nn.Module):
 
 def _check_size(size: tuple[int, int], largest: tuple[int, int]) -> None:
     # A traced size is a tensor, and its comparison would be frozen into the graph.
-    if not torch.jit.is_tracing() and (size[0] > largest[0] or size[1] > largest[1]):
+    if not is_tracing() and (size[0] > largest[0] or size[1] > largest[1]):
         raise InputError(
             f"a map of {size[0]} x {size[1]} tokens does not fit the position table of {largest[0]} x {largest[1]}; "
             "raise max_img_size (a detector's MODEL.TRANSFORMER.MAX_IMG_SIZE, a classifier's img_size) to the largest "

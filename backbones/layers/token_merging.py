@@ -20,6 +20,7 @@ from backbones.errors import InputError
 from backbones.layers.batch_norm import batch_norm
 from backbones.layers.patch_embed import pad_to_multiple
 from backbones.layers.precision import at_least_float32, autocast_off
+from backbones.layers.tracing import is_tracing
 
 
 class DeformableTokenMerging(nn.Module):
@@ -157,7 +158,7 @@ class _ChannelsLast(nn.Module):
 @contextlib.contextmanager
 def _no_trace_warnings() -> Iterator[None]:
     """torchvision checks channels, which a trace may keep as they are: its warning of that says nothing."""
-    if not torch.jit.is_tracing():
+    if not is_tracing():
         yield
         return
     with warnings.catch_warnings():

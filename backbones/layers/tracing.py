@@ -5,6 +5,11 @@ import warnings
 import torch
 
 
+def is_tracing() -> bool:
+    """Whether this run is recorded for images of other sizes: by ``torch.jit.trace`` or ``torch.export``."""
+    return torch.jit.is_tracing() or torch.compiler.is_exporting()
+
+
 def static_size(size: int) -> int:
     """A size that does not depend on the image (channels, heads, global tokens) as a plain integer.
 
