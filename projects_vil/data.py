@@ -1,5 +1,6 @@
 """Datasets by name, and loaders that say clearly what is wrong with a file."""
 
+import copy
 import json
 import os
 from collections.abc import Callable, Iterable
@@ -19,10 +20,11 @@ from detectron2.data import (
 )
 from detectron2.data import transforms as T
 from detectron2.data.datasets import register_coco_instances
-from detectron2.data.detection_utils import SizeMismatchError, read_image
+from detectron2.data.detection_utils import SizeMismatchError, check_image_size, transform_proposals
 
 from backbones import InputError
 from backbones.errors import closest
+from projects_vil.images import UnreadableImage, read_image
 from projects_vil.sem_seg import ADE20K_CLASSES, SemSegMapper, is_segmentor, read_classes, register_ade20k
 from projects_vil.sem_seg import IGNORED as IGNORED_LABEL
 from projects_vil.shapes import SEM_SEG_CLASS_NAMES
@@ -136,18 +138,34 @@ def build_mapper(cfg: CfgNode, *, is_train: bool) -> Callable[[dict[str, Any]], 
 
 
 class Mapper(DatasetMapper):
-    """detectron2's mapper; an image that cannot be read is an :class:`InputError` that names the file."""
+    """detectron2's mapper, with images read by :func:`~projects_vil.images.read_image`.
+
+    An image that cannot be read, or is of another size than its record says, is an :class:`InputError` that names it.
+    """
 
     def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any]:
+        record = copy.deepcopy(dataset_dict)
+        labels = record.pop("sem_seg_file_name", None)
         try:
-            return super().__call__(dataset_dict)
-        except (OSError, SyntaxError) as error:
-            raise InputError(
-                f"cannot read the image {dataset_dict['file_name']}: {' '.join(str(error).split())}; mend it or "
-                "take it out of the annotation file"
-            ) from error
+            image = read_image(record["file_name"], self.image_format)
+            check_image_size(record, image)
+            inputs = T.AugInput(image, sem_seg=read_image(labels, "L")[..., 0] if labels else None)
+        except UnreadableImage as error:
+            raise InputError(f"{error}; mend it or take it out of the annotation file") from error
         except SizeMismatchError as error:
-            raise InputError(f"{' '.join(str(error).split())} ({dataset_dict['file_name']})") from error
+            raise InputError(f"{' '.join(str(error).split())} ({record['file_name']})") from error
+        transforms = self.augmentations(inputs)
+        height, width = inputs.image.shape[:2]
+        record["image"] = torch.from_numpy(np.ascontiguousarray(inputs.image.transpose(2, 0, 1)))
+        if inputs.sem_seg is not None:
+            record["sem_seg"] = torch.from_numpy(inputs.sem_seg.astype(np.int64))
+        if self.proposal_topk is not None:
+            transform_proposals(record, (height, width), transforms, proposal_topk=self.proposal_topk)
+        if not self.is_train:
+            record.pop("annotations", None)
+        elif "annotations" in record:
+            self._transform_annotations(record, transforms, (height, width))
+        return record
 
 
 def _register_coco(name: str, annotations: Path, images: Path) -> None:
@@ -186,13 +204,18 @@ def read_for_testing(cfg: CfgNode, path: str | Path, *, image_format: str) -> tu
     Raises:
         InputError: for a file that cannot be read.
     """
-    try:
-        original = read_image(str(path), format=image_format)
-    except (OSError, SyntaxError, ValueError) as error:
-        raise InputError(f"cannot read the image {path}: {' '.join(str(error).split())}") from error
+    original = read_image(path, image_format)
+    height, width = original.shape[:2]
+    resize = T.ResizeTransform(height, width, *size_for_testing(cfg, height, width))
+    return np.ascontiguousarray(resize.apply_image(original)), (height, width)
+
+
+def size_for_testing(cfg: CfgNode, height: int, width: int) -> tuple[int, int]:
+    """Height and width that an image has after ``INPUT.MIN_SIZE_TEST`` and ``INPUT.MAX_SIZE_TEST``."""
     short = cfg.INPUT.MIN_SIZE_TEST
-    resize = T.ResizeShortestEdge([short, short], cfg.INPUT.MAX_SIZE_TEST)
-    return np.ascontiguousarray(resize.get_transform(original).apply_image(original)), original.shape[:2]
+    if not short:
+        return height, width
+    return T.ResizeShortestEdge.get_output_shape(height, width, short, cfg.INPUT.MAX_SIZE_TEST)
 
 
 def _is_list_of_strings(entry: object, *, lengths: tuple[int, ...]) -> bool:

@@ -12,11 +12,12 @@ from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.data import transforms as T
 from detectron2.data.datasets.builtin_meta import ADE20K_SEM_SEG_CATEGORIES
-from detectron2.data.detection_utils import SizeMismatchError, build_augmentation, check_image_size, read_image
+from detectron2.data.detection_utils import SizeMismatchError, build_augmentation, check_image_size
 from PIL import Image
 
 from backbones import InputError
 from backbones.errors import check_choice
+from projects_vil.images import UnreadableImage, read_image
 
 # The label of pixels that neither training nor evaluation looks at, once a label image has been read.
 IGNORED = 255
@@ -173,8 +174,8 @@ class SemSegMapper:
             check_image_size(record, image)
         except SizeMismatchError as error:
             raise InputError(f"{' '.join(str(error).split())} ({record['file_name']})") from error
-        except (OSError, SyntaxError) as error:
-            raise _unreadable("image", record["file_name"], error) from error
+        except UnreadableImage as error:
+            raise InputError(f"{error}; mend it, or take the image and its labels out") from error
         with _open_labels(label_file) as opened:
             size = opened.height, opened.width
         if size != image.shape[:2]:

@@ -9,12 +9,12 @@ import cv2
 import numpy as np
 import pycocotools.mask as mask_util
 from detectron2.data import DatasetCatalog, MetadataCatalog
-from detectron2.data.detection_utils import read_image
 from detectron2.structures import BoxMode
 from detectron2.utils.colormap import colormap
 from detectron2.utils.visualizer import Visualizer
 
 from backbones.errors import InputError, closest
+from projects_vil.images import read_image
 from projects_vil.sem_seg import IGNORED, label_reader
 
 PANEL_WIDTH, PANEL_HEIGHT = 480, 560  # pixels; a drawn image fills one of them
@@ -222,10 +222,7 @@ def _class_indices(metadata) -> dict[int, int]:
 def _read_record_image(record: dict) -> np.ndarray:
     """The record's image (H, W, 3) uint8 RGB."""
     path = record["file_name"]
-    try:
-        image = read_image(path, "RGB")
-    except OSError as error:
-        raise InputError(f"cannot read image {path} ({error.strerror or 'no known image format'})") from error
+    image = read_image(path, "RGB")
     expected = record.get("height", image.shape[0]), record.get("width", image.shape[1])
     if image.shape[:2] != expected:
         raise InputError(f"{path} is {image.shape[:2]} pixels high and wide, its annotations say {expected}")

@@ -185,7 +185,7 @@ def test_missing_image(tmp_path):
     register_coco_instances(name, {}, str(annotations), str(wrong_folder))
     (tmp_path / "results.json").write_text("[]")
     try:
-        with pytest.raises(InputError, match="cannot read image .*000000000002.jpg"):
+        with pytest.raises(InputError, match="cannot read the image .*000000000002.jpg"):
             draw_results(name, tmp_path / "results.json", tmp_path / "sheet.png")
     finally:
         DatasetCatalog.remove(name)

@@ -1,0 +1,96 @@
+"""Image files as training, testing, drawing and predicting read them: one function for all, so that they agree."""
+
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+from detectron2.data.detection_utils import _apply_exif_orientation, convert_PIL_to_numpy
+from detectron2.utils.file_io import PathManager
+from PIL import ExifTags, Image, UnidentifiedImageError
+
+from backbones import InputError
+
+# What Pillow's readers raise on files that are damaged, too large, or of a kind that cannot become RGB.
+_DAMAGED = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    EOFError,
+    RuntimeError,
+    OverflowError,
+    MemoryError,
+    struct.error,
+    zlib.error,
+    Image.DecompressionBombError,
+)
+_ROTATED = (5, 6, 7, 8)  # EXIF orientations that exchange height and width
+
+
+class UnreadableImage(InputError):
+    """An image file that cannot be read.
+
+    Attributes:
+        reason: why, without the file's name.
+    """
+
+    def __init__(self, path: str | Path, reason: str) -> None:
+        super().__init__(f"cannot read the image {path}: {reason}")
+        self.reason = reason
+
+
+def read_image(path: str | Path, image_format: str | None = "RGB") -> np.ndarray:
+    """An image file as (H, W, channels) uint8, upright as its EXIF orientation says.
+
+    As detectron2's ``read_image``: Pillow's conversion to ``image_format``, so that transparency is dropped, not
+    blended with a background, and the first frame is taken of several. It differs in three things. Channels of 16 bits
+    keep their upper 8 (Pillow clips grey ones at 255, which leaves a white image), those of 32 bits, whose range the
+    file does not tell, are refused, and a TIFF is turned upright once, not twice.
+
+    Args:
+        path: local, or what detectron2's ``PathManager`` knows.
+        image_format: ``"RGB"``, ``"BGR"`` or another of detectron2's.
+
+    Raises:
+        UnreadableImage: for a file that is missing, truncated, damaged or no image.
+    """
+    try:
+        with PathManager.open(str(path), "rb") as file, Image.open(file) as image:
+            # A TIFF becomes upright by loading, and then has no orientation left.
+            image.load()
+            upright = _apply_exif_orientation(image)
+            return convert_PIL_to_numpy(_in_8_bits(upright, image.format), image_format)
+    except _DAMAGED as error:
+        raise UnreadableImage(path, _reason(error)) from error
+
+
+def read_size(path: str | Path) -> tuple[int, int]:
+    """Height and width that an image file will have once it is read, from its header alone.
+
+    Raises:
+        UnreadableImage: for a file that is missing or no image.
+    """
+    try:
+        with PathManager.open(str(path), "rb") as file, Image.open(file) as image:
+            width, height = image.size
+            # Without this Pillow would look for EXIF behind the pixels of a PNG.
+            orientation = image.getexif().get(ExifTags.Base.Orientation) if "exif" in image.info else None
+    except _DAMAGED as error:
+        raise UnreadableImage(path, _reason(error)) from error
+    is_rotated = orientation in _ROTATED and image.format != "TIFF"
+    return (width, height) if is_rotated else (height, width)
+
+
+def _in_8_bits(image: Image.Image, file_format: str | None) -> Image.Image:
+    # Pillow gives grey channels of 16 bits as "I;16" or, of a PGM and in older versions of a PNG, as "I".
+    if image.mode.startswith("I;16") or (image.mode == "I" and file_format in ("PNG", "PPM")):
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise ValueError("its channel has 32 bits, of a range that it does not tell: convert it to 8 or 16 bits")
+    return image
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, UnidentifiedImageError):
+        return "it is no image of a known format"
+    return getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
