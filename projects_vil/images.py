@@ -1,5 +1,6 @@
 """Image files as training, testing, drawing and predicting read them: one function for all, so that they agree."""
 
+import os
 import struct
 import zlib
 from pathlib import Path
@@ -61,7 +62,7 @@ def read_image(path: str | Path, image_format: str | None = "RGB") -> np.ndarray
             upright = _apply_exif_orientation(image)
             return convert_PIL_to_numpy(_in_8_bits(upright, image.format), image_format)
     except _DAMAGED as error:
-        raise UnreadableImage(path, _reason(error)) from error
+        raise UnreadableImage(path, _reason(path, error)) from error
 
 
 def read_size(path: str | Path) -> tuple[int, int]:
@@ -76,7 +77,7 @@ def read_size(path: str | Path) -> tuple[int, int]:
             # Without this Pillow would look for EXIF behind the pixels of a PNG.
             orientation = image.getexif().get(ExifTags.Base.Orientation) if "exif" in image.info else None
     except _DAMAGED as error:
-        raise UnreadableImage(path, _reason(error)) from error
+        raise UnreadableImage(path, _reason(path, error)) from error
     is_rotated = orientation in _ROTATED and image.format != "TIFF"
     return (width, height) if is_rotated else (height, width)
 
@@ -90,7 +91,8 @@ def _in_8_bits(image: Image.Image, file_format: str | None) -> Image.Image:
     return image
 
 
-def _reason(error: Exception) -> str:
+def _reason(path: str | Path, error: Exception) -> str:
     if isinstance(error, UnidentifiedImageError):
-        return "it is no image of a known format"
+        is_empty = os.path.isfile(path) and not os.path.getsize(path)
+        return "it is empty" if is_empty else "it is no image of a known format"
     return getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__

@@ -148,17 +148,17 @@ def class_names(cfg: CfgNode, names: Sequence[str]) -> tuple[str, ...] | None:
             continue
         metadata = MetadataCatalog.get(name)
         # detectron2 learns them with the first loading of a COCO file, not with its registration.
-        classes = metadata.get(kind) or _coco_classes(metadata.get("json_file"))
+        classes = metadata.get(kind) or [name for _, name in coco_categories(metadata.get("json_file")) or ()]
         if classes and len(classes) == number:
             return tuple(classes)
     return None
 
 
-def _coco_classes(path: str | None) -> list[str] | None:
-    """By id, as detectron2 numbers them; None for a file that does not tell."""
+def coco_categories(path: str | None) -> list[tuple[int, str]] | None:
+    """Id and name of each category of a COCO file by id, as detectron2 numbers them; None if it does not tell."""
     try:
         categories = json.loads(Path(path or "").read_text(encoding="utf-8"))["categories"]
-        return [str(category["name"]) for category in sorted(categories, key=lambda category: category["id"])]
+        return sorted((category["id"], str(category["name"])) for category in categories)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

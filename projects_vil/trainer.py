@@ -148,11 +148,7 @@ def check_setup(cfg: CfgNode, *, processes: int = 1, eval_only: bool = False, re
         InputError: for the first that is not.
     """
     model = build_on_meta(cfg)
-    on_gpu = cfg.MODEL.DEVICE.startswith("cuda")
-    if not on_gpu and cfg.MODEL.DEVICE != "cpu":
-        raise InputError(f"MODEL.DEVICE is {cfg.MODEL.DEVICE!r}: it is cpu or cuda")
-    if on_gpu and not torch.cuda.is_available():
-        raise InputError(f"MODEL.DEVICE is {cfg.MODEL.DEVICE}, and there is no CUDA device here: add MODEL.DEVICE cpu")
+    on_gpu = check_device(cfg)
     if cfg.SOLVER.AMP.ENABLED and not eval_only and not on_gpu:
         raise InputError("SOLVER.AMP.ENABLED is True, and AMP needs MODEL.DEVICE cuda: set it to False")
     if not eval_only and cfg.SOLVER.IMS_PER_BATCH % max(processes, 1):
@@ -169,6 +165,20 @@ def check_setup(cfg: CfgNode, *, processes: int = 1, eval_only: bool = False, re
         raise InputError("MODEL.WEIGHTS is empty: name the checkpoint to evaluate")
     if cfg.MODEL.WEIGHTS:
         check_weights(cfg, cfg.MODEL.WEIGHTS, complete=eval_only, model=model)
+
+
+def check_device(cfg: CfgNode) -> bool:
+    """Whether ``MODEL.DEVICE`` is a GPU.
+
+    Raises:
+        InputError: where it is not here, or is of another kind than cpu and cuda.
+    """
+    on_gpu = cfg.MODEL.DEVICE.startswith("cuda")
+    if not on_gpu and cfg.MODEL.DEVICE != "cpu":
+        raise InputError(f"MODEL.DEVICE is {cfg.MODEL.DEVICE!r}: it is cpu or cuda")
+    if on_gpu and not torch.cuda.is_available():
+        raise InputError(f"MODEL.DEVICE is {cfg.MODEL.DEVICE}, and there is no CUDA device here: add MODEL.DEVICE cpu")
+    return on_gpu
 
 
 def _run(args: argparse.Namespace) -> OrderedDict:

@@ -247,14 +247,28 @@ def _draw_panel(image: np.ndarray, instances: list[dict], metadata, *, title: st
     """``image`` with instances drawn, below a title: (HEADER + drawn height, PANEL_WIDTH, 3) uint8 RGB."""
     height, width = image.shape[:2]
     scale = min(PANEL_WIDTH / width, PANEL_HEIGHT / height)
+    return _panel(draw_instances(image, instances, metadata, scale=scale), round(height * scale), title)
+
+
+def draw_instances(
+    image: np.ndarray, instances: list[dict], metadata, *, scale: float = 1, label_size: float = 1
+) -> np.ndarray:
+    """An image (H, W, 3) uint8 RGB with its instances: (round(H * scale), round(W * scale), 3), perhaps a pixel less.
+
+    Args:
+        instances: annotations of a detectron2 record or COCO results, with class indices as ``category_id``.
+        metadata: detectron2's, with ``thing_classes`` and perhaps ``thing_colors``.
+        scale: of the drawing; labels stay as large as they are.
+        label_size: of the labels, as a multiple of their usual size.
+    """
     visualizer = Visualizer(image, metadata, scale=scale)
     boxes = np.array([_corners(item) for item in instances]).reshape(-1, 4)
     colors = [_class_color(item["category_id"], metadata) for item in instances]
     masks = [item.get("segmentation") or [] for item in instances]
     visualizer.overlay_instances(boxes=boxes, masks=masks, assigned_colors=colors, alpha=0.3)
     for item, box, color in zip(instances, boxes, colors, strict=True):
-        _draw_label(visualizer, _label(item, metadata.thing_classes), box, color)
-    return _panel(visualizer.output.get_image(), round(height * scale), title)
+        _draw_label(visualizer, _label(item, metadata.thing_classes), box, color, label_size)
+    return visualizer.output.get_image()
 
 
 def _panel(drawn: np.ndarray, height: int, title: str) -> np.ndarray:
@@ -331,18 +345,16 @@ def _corners(item: dict) -> list[float]:
     return BoxMode.convert(item["bbox"], item.get("bbox_mode", BoxMode.XYWH_ABS), BoxMode.XYXY_ABS)
 
 
-def _draw_label(visualizer: Visualizer, label: str, box: np.ndarray, color: np.ndarray) -> None:
+def _draw_label(visualizer: Visualizer, label: str, box: np.ndarray, color: np.ndarray, size: float) -> None:
     """Draw over the box's top left corner, inside the image, at one size whatever the image's scale.
 
     detectron2's own labels shrink with the box and with the image, too far to read on small images.
     """
-    scale = visualizer.output.scale
-    left = min(box[0], visualizer.output.width - len(label) * CHARACTER_WIDTH / scale)
-    position = max(left, 0), max(box[1] - LABEL_HEIGHT / scale, 0)
+    unit = size / visualizer.output.scale
+    left = min(box[0], visualizer.output.width - len(label) * CHARACTER_WIDTH * unit)
+    position = max(left, 0), max(box[1] - LABEL_HEIGHT * unit, 0)
     light = (1 + color) / 2
-    visualizer.draw_text(
-        label, position, font_size=LABEL_POINTS / scale, color=light, horizontal_alignment="left"
-    )
+    visualizer.draw_text(label, position, font_size=LABEL_POINTS * unit, color=light, horizontal_alignment="left")
 
 
 def _label(item: dict, class_names: list[str]) -> str:

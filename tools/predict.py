@@ -1,0 +1,57 @@
+"""Detect objects in an image, in all images of a folder and the folders in it, or in a video.
+
+Into the output folder go results.json (COCO's format, boxes and masks in pixels of the files), images.json (which image
+has which id, the categories, and what was skipped) and drawings/. Exit status: 0; 1 for a mistake; 2 where files were
+skipped, because they could not be read, and all others are done.
+
+Example:
+    python tools/predict.py --config-file output/vil_tiny/config.yaml --weights output/vil_tiny/model_final.pth \\
+        --input photos --output predictions --batch-size 4
+    python tools/predict.py --config-file output/vil_tiny/config.yaml --weights output/vil_tiny/model_final.pth \\
+        --input clip.mp4 --output predictions --score-threshold 0.3 --opts MODEL.DEVICE cpu
+"""
+
+import argparse
+import sys
+
+from projects_vil import load_config
+from projects_vil.cli import run_tool
+from projects_vil.predict import predict
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config-file", required=True, metavar="FILE", help="config of the detector")
+    parser.add_argument("--weights", metavar="FILE", help="checkpoint (default: MODEL.WEIGHTS of the config)")
+    parser.add_argument("--input", required=True, metavar="PATH", help="image, folder of images, or video")
+    parser.add_argument("--output", required=True, metavar="DIR", help="folder for the results")
+    parser.add_argument("--batch-size", type=int, default=1, metavar="N", help="images at once, at most (default 1)")
+    parser.add_argument("--tta", action="store_true", help="test-time augmentation: several sizes and mirror images")
+    parser.add_argument(
+        "--annotations", metavar="FILE", help="COCO file of the folder: its images alone, with its ids and categories"
+    )
+    parser.add_argument("--no-drawings", action="store_true", help="write the results only")
+    parser.add_argument(
+        "--score-threshold", type=float, default=0.5, metavar="T", help="of what is drawn (default 0.5)"
+    )
+    parser.add_argument("--opts", nargs="+", default=[], metavar="KEY VALUE", help="overrides of config keys")
+    args = parser.parse_args()
+    cfg = load_config(args.config_file, args.opts)
+    summary = predict(
+        cfg,
+        args.weights or cfg.MODEL.WEIGHTS,
+        args.input,
+        args.output,
+        batch_size=args.batch_size,
+        tta=args.tta,
+        annotations=args.annotations,
+        drawings=not args.no_drawings,
+        score_threshold=args.score_threshold,
+    )
+    print("\n".join(summary.lines()))
+    if summary.skipped:
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    run_tool(main)
