@@ -1,8 +1,11 @@
-"""Export a trained detector and check the file against the detector it came from.
+"""Export a trained detector, load the file again in its own runtime, and check it against the detector.
+
+Beside the model, model.ts, model.onnx or model.pt2, stand its metadata (what to feed it, what it gives, class names)
+and the report of the check, both JSON. The exit status is 1 where an answer differs by more than the tolerance.
 
 Example:
     python tools/export_model.py --config-file output/demo_retinanet/config.yaml --weights \\
-        output/demo_retinanet/model_final.pth --format torchscript --output output/demo_retinanet/export
+        output/demo_retinanet/model_final.pth --format onnx --output output/demo_retinanet/export
 """
 
 import argparse
@@ -10,7 +13,7 @@ import sys
 
 from projects_vil import load_config
 from projects_vil.cli import run_tool
-from projects_vil.export import FORMATS, describe, export_detector
+from projects_vil.export import FORMATS, INPUT_DTYPES, PRECISIONS, describe_report, export_detector
 
 
 def main() -> None:
@@ -18,17 +21,30 @@ def main() -> None:
     parser.add_argument("--config-file", required=True, metavar="FILE", help="config of the detector")
     parser.add_argument("--weights", metavar="FILE", help="checkpoint (default: MODEL.WEIGHTS of the config)")
     parser.add_argument("--format", choices=FORMATS, default=FORMATS[0], help="what to write (default torchscript)")
-    parser.add_argument("--output", required=True, metavar="DIR", help="folder for the model and report.json")
+    parser.add_argument("--output", required=True, metavar="DIR", help="folder for the model and what is said of it")
+    parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="of the network (default fp32)")
+    parser.add_argument(
+        "--input-dtype", choices=INPUT_DTYPES, default="uint8", help="that the model takes (default uint8)"
+    )
+    parser.add_argument("--batched", action="store_true", help="let the model take (B, 3, H, W)")
     parser.add_argument("--images", nargs="+", default=[], metavar="FILE", help="images to compare on")
+    parser.add_argument("--evaluate", action="store_true", help="compare average precision on DATASETS.TEST too")
     parser.add_argument("--opts", default=[], nargs="+", metavar="KEY VALUE", help="overrides of config keys")
     args = parser.parse_args()
     cfg = load_config(args.config_file, args.opts)
-    path, rows = export_detector(
-        cfg, args.weights or cfg.MODEL.WEIGHTS, args.output, file_format=args.format, images=args.images
+    path, report = export_detector(
+        cfg,
+        args.weights or cfg.MODEL.WEIGHTS,
+        args.output,
+        file_format=args.format,
+        precision=args.precision,
+        input_dtype=args.input_dtype,
+        batched=args.batched,
+        images=args.images,
+        evaluate=args.evaluate,
     )
-    text, proven = describe(rows)
-    print(f"{text}\nwrote {path}")
-    if not proven:
+    print(f"{describe_report(report)}\nwrote {path}")
+    if not report["ok"]:
         sys.exit(1)
 
 
