@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from backbones.layers.tracing import first, in_order, missing
+
 _PENALTY, _PENALTY_FLOAT16 = 1e9, 1e4
 _QUERY_MARK = 16.0
 
@@ -47,28 +49,23 @@ def _computing_dtype(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
-def missing(size: int, window_size: int) -> int:
-    """Tokens that an axis of ``size`` lacks to be a whole number of chunks."""
-    return (window_size - size % window_size) % window_size
-
-
 def to_chunks(x: Tensor, window_size: int) -> Tensor:
     """(B, M, H, W, D) -> (B * rows * M, cols, w * w, D), padded with zeros to whole chunks."""
     height, width = x.shape[2:4]
     x = F.pad(x, (0, 0, 0, missing(width, window_size), 0, missing(height, window_size)))
     # (B, M, rows, cols, D, w, w)
     x = x.unfold(2, window_size, window_size).unfold(3, window_size, window_size)
-    return x.permute(0, 2, 1, 3, 5, 6, 4).flatten(4, 5).flatten(0, 2)
+    return in_order(x.permute(0, 2, 1, 3, 5, 6, 4)).flatten(4, 5).flatten(0, 2)
 
 
 def from_chunks(x: Tensor, window_size: int, *, batch: int, heads: int, height: int, width: int) -> Tensor:
     """(B * rows * M, cols, w * w, D) -> (B, M, H, W, D), without the padding."""
     # (B, rows, M, cols, w, w, D) -> (B, M, rows * w, cols * w, D)
     x = x.unflatten(2, (window_size, window_size)).unflatten(0, (batch, -1, heads))
-    x = x.permute(0, 2, 1, 4, 3, 5, 6).flatten(4, 5).flatten(2, 3)
-    return x[:, :, :height, :width]
+    x = in_order(x.permute(0, 2, 1, 4, 3, 5, 6)).flatten(4, 5).flatten(2, 3)
+    return first(first(x, 2, height), 3, width)
 
 
 def bias_of_chunks(bias: Tensor, chunks: Tensor, heads: int) -> Tensor:
     """(M or 1, w * w, S) -> (B * rows * M, 1, w * w, S), as the ``chunks`` of :func:`to_chunks` have their heads."""
-    return bias.expand(chunks.shape[0] // heads, heads, -1, -1).flatten(0, 1)[:, None]
+    return in_order(bias.expand(chunks.shape[0] // heads, heads, -1, -1)).flatten(0, 1)[:, None]

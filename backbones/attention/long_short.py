@@ -23,7 +23,7 @@ from backbones.errors import check_choice
 from backbones.layers.overlap import windows
 from backbones.layers.position import SegmentRelativeBias
 from backbones.layers.precision import at_least_float32, autocast_off
-from backbones.layers.tracing import static_size
+from backbones.layers.tracing import in_order, static_size
 
 
 def dynamic_projection(scores: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -39,9 +39,10 @@ def dynamic_projection(scores: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
     """
     with autocast_off(key.device):
         # (B, M, r, H * W)
-        weights = at_least_float32(scores).flatten(2, 3).softmax(dim=2).transpose(2, 3)
-        projected = [(weights @ at_least_float32(x).flatten(2, 3).to(weights.dtype)).to(x.dtype) for x in (key, value)]
-    return projected[0], projected[1]
+        weights = at_least_float32(in_order(scores)).flatten(2, 3).softmax(dim=2).transpose(2, 3)
+        tokens = (at_least_float32(in_order(x)).flatten(2, 3).to(weights.dtype) for x in (key, value))
+        key_sums, value_sums = (weights @ x for x in tokens)
+    return key_sums.to(key.dtype), value_sums.to(value.dtype)
 
 
 def long_short_attention(

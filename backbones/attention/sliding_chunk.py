@@ -155,7 +155,7 @@ def _wrap(size: int, padded: int, window_size: int, device: torch.device) -> tup
     place = torch.arange(-window_size, padded + window_size, device=device)
     source = place % padded
     # With fewer than three chunks the chunk behind the border is a neighbour already.
-    return source, (source >= size) | ~((place == source) | (padded >= 3 * window_size))
+    return source, (source >= size) | ~((place == source) | (place[-1:] >= 4 * window_size - 1))
 
 
 def _windows(x: Tensor, window_size: int, global_tokens: Tensor | None) -> Tensor:
@@ -272,7 +272,8 @@ class SlidingChunkAttention(nn.Module):
 
     def forward(self, tokens: Tensor, global_tokens: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """(B, H, W, C) and (B, G, C) or None -> the same; None for global tokens that are not updated."""
-        key, value = split_heads(self.key_value(tokens), 2 * self.num_heads).chunk(2, dim=1)
+        projected = self.key_value(tokens)
+        key, value = split_heads(projected, 2 * self.num_heads).chunk(2, dim=1)
         global_key = global_value = None
         if global_tokens is not None:
             global_key, global_value = split_heads(self.key_value(global_tokens), 2 * self.num_heads).chunk(2, dim=1)
@@ -294,12 +295,12 @@ class SlidingChunkAttention(nn.Module):
         query_layer, projection = self.query, self.projection
         if not self.shared_projections:
             query_layer, projection = self.global_query, self.global_projection
-            key, value = split_heads(self.global_key_value(tokens), 2 * self.num_heads).chunk(2, dim=1)
+            projected = self.global_key_value(tokens)
             global_key, global_value = split_heads(self.global_key_value(global_tokens), 2 * self.num_heads).chunk(
                 2, dim=1
             )
-        key = torch.cat([global_key, key.flatten(2, 3)], dim=2)
-        value = torch.cat([global_value, value.flatten(2, 3)], dim=2)
+        key, value = split_heads(projected.flatten(1, 2), 2 * self.num_heads).chunk(2, dim=1)
+        key, value = torch.cat([global_key, key], dim=2), torch.cat([global_value, value], dim=2)
         bias = None
         if self.global_to_global is not None:
             local = self.global_to_local[:, :, None].expand(-1, -1, tokens.shape[1] * tokens.shape[2])

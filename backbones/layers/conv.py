@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from backbones.layers.batch_norm import batch_norm
 from backbones.layers.patch_embed import pad_to_multiple
 from backbones.layers.precision import at_least_float32
+from backbones.layers.tracing import in_order
 
 
 class ConvEmbed(nn.Module):
@@ -39,7 +40,7 @@ class SeparableProjection(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(B, H, W, dim) -> (B, H, W, out_dim)."""
-        maps = self.norm(self.depthwise(tokens.permute(0, 3, 1, 2)))
+        maps = self.norm(self.depthwise(in_order(tokens.permute(0, 3, 1, 2))))
         return self.pointwise(maps.permute(0, 2, 3, 1))
 
 
@@ -56,7 +57,7 @@ class StandardisedProjection(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(B, H, W, dim) -> (B, H, W, out_dim)."""
-        return self.pointwise(self.depthwise(tokens.permute(0, 3, 1, 2)).permute(0, 2, 3, 1))
+        return self.pointwise(self.depthwise(in_order(tokens.permute(0, 3, 1, 2))).permute(0, 2, 3, 1))
 
 
 class StandardisedConv2d(nn.Conv2d):

@@ -3,12 +3,12 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from backbones.layers.tracing import is_tracing
+from backbones.layers.tracing import is_tracing, missing
 
 
 def pad_to_multiple(maps: Tensor, multiple: int) -> Tensor:
     """(B, C, H, W) with zeros below and on the right, so that ``multiple`` divides both sides."""
-    pad_height, pad_width = (-maps.shape[2]) % multiple, (-maps.shape[3]) % multiple
+    pad_height, pad_width = missing(maps.shape[2], multiple), missing(maps.shape[3], multiple)
     if not is_tracing() and not pad_height and not pad_width:
         return maps
     return F.pad(maps, (0, pad_width, 0, pad_height))

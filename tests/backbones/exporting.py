@@ -14,13 +14,15 @@ SIZES = ((32, 32), (64, 64), (32, 160), (160, 96), (96, 352), (416, 64), (45, 70
 
 
 def export_backbone(model: nn.Module, example: Tensor) -> ExportedProgram:
-    """``model`` by ``torch.export``, with dynamic batch, height and width.
+    """``model`` by ``torch.export``, for any batch, height and width from 32 to 1344.
+
+    A guard that does not hold for all of them is an error of the export.
 
     Args:
         model: in eval mode.
         example: (B, 3, H, W) with B of 2 or more: a size of 1 is taken to be always 1.
     """
-    dynamic = {0: Dim.DYNAMIC, 2: Dim.DYNAMIC, 3: Dim.DYNAMIC}
+    dynamic = {0: Dim("batch", min=1), 2: Dim("height", min=32, max=1344), 3: Dim("width", min=32, max=1344)}
     with torch.no_grad(), symbolic_config.patch(backed_size_oblivious=True):
         return torch.export.export(model, (example,), dynamic_shapes=(dynamic,), strict=False)
 
