@@ -52,7 +52,7 @@ USUAL_FRAME_RATE = 25.0  # for videos that do not tell theirs
 WINDOW = 512  # images that are looked through for those of one size
 BATCHES_AHEAD = 2
 SMALLEST_DRAWING, LABELLED_SIDE = 480, 1000  # pixels of the longer side
-SECONDS_BETWEEN_LINES = 10
+SECONDS_BETWEEN_LINES = 30
 
 
 # -- runners ---------------------------------------------------------------------------------------
@@ -296,8 +296,8 @@ class Video:
             capture.release()
         # Where the number is estimated, it may be a few frames off.
         if index < min(self.num_frames - 2, 0.95 * self.num_frames):
-            reason = f"{index} of its {self.num_frames} frames could be read"
-            yield [Skipped(index, f"the rest of {self.path.name}", reason)]
+            reason = f"from frame {index} on: only {index} of its {self.num_frames} frames can be read"
+            yield [Skipped(index, self.path.name, reason)]
 
 
 def prepare(pixels: np.ndarray, runner: Runner) -> Tensor:
@@ -637,7 +637,7 @@ def predict(
         drawer = VideoDrawings(output / DRAWINGS_FOLDER, source.name, files.frame_rate)
     elif drawings:
         drawer = ImageDrawings(output / DRAWINGS_FOLDER, [file.name for file in images])
-    return _run(files, runner, categories, output, drawer, batch_size=batch_size, score_threshold=score_threshold)
+    return run(files, runner, categories, output, drawer, batch_size=batch_size, score_threshold=score_threshold)
 
 
 def find_images(source: Path, *, leave_out: Path) -> list[ImageFile]:
@@ -664,16 +664,30 @@ def find_images(source: Path, *, leave_out: Path) -> list[ImageFile]:
     return [ImageFile(source / name, name, number) for number, name in enumerate(sorted(names), start=1)]
 
 
-def _run(
+def run(
     files: ImageFiles | Video,
     runner: Runner,
     categories: Categories,
     output: Path,
     drawer: ImageDrawings | VideoDrawings | None,
     *,
-    batch_size: int,
-    score_threshold: float,
+    batch_size: int = 1,
+    score_threshold: float = 0.5,
 ) -> Summary:
+    """Detect in all files and write what :func:`predict` promises.
+
+    Args:
+        files: what is read.
+        runner: what detects.
+        categories: of the runner's classes.
+        output: a folder that is there.
+        drawer: takes the drawings; None where there are none.
+        batch_size: images at once, at most.
+        score_threshold: for drawings.
+
+    Raises:
+        InputError: where a drawing cannot be written.
+    """
     entries: dict[int, dict] = {}
     skipped: list[Skipped] = []
     metadata = categories.metadata

@@ -52,8 +52,8 @@ def add_tta(cfg: CfgNode, model: nn.Module) -> "GeneralizedRCNNWithTTA | RetinaN
 class RetinaNetWithTTA:
     """A RetinaNet with test-time augmentation, which detectron2 has for R-CNNs only.
 
-    Boxes of all augmented images are mapped back, and go together through non-maximum suppression by class, with
-    ``MODEL.RETINANET.NMS_THRESH_TEST``; ``TEST.DETECTIONS_PER_IMAGE`` of them stay.
+    Boxes of all augmented images, cut at the border, are mapped back, and go together through non-maximum suppression
+    by class, with ``MODEL.RETINANET.NMS_THRESH_TEST``; ``TEST.DETECTIONS_PER_IMAGE`` of them stay.
 
     Args:
         cfg: the detector's config.
