@@ -14,6 +14,7 @@ from backbones.attention.dense import join_tokens
 from backbones.errors import InputError, check_choice
 from backbones.layers.block import Block
 from backbones.layers.position import position_parameter
+from backbones.layers.tracing import in_order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,10 +144,11 @@ class Backbone(nn.Module):
         maps, outputs, global_tokens = images, {}, None
         for index, stage in enumerate(self.stages):
             tokens, global_tokens = stage(maps)
-            maps = tokens.permute(0, 3, 1, 2)
+            # In order for the convolutions behind: an export would ask their memory format for the number of images.
+            maps = in_order(tokens.permute(0, 3, 1, 2))
             name = f"stage{index + 1}"
             if name in self.output_norms:
-                outputs[name] = self.output_norms[name](tokens).permute(0, 3, 1, 2)
+                outputs[name] = in_order(self.output_norms[name](tokens).permute(0, 3, 1, 2))
             elif name in self.out_features:
                 outputs[name] = maps
         return outputs, global_tokens
