@@ -369,9 +369,7 @@ def check_export(
     }
     if evaluate:
         report["evaluation"] = _evaluate(cfg, reference, model)
-    report["ok"] = describe(rows, TOLERANCES[precision])[1] and all(
-        row["ok"] for row in report.get("evaluation", ())
-    )
+    report["ok"] = describe(rows, TOLERANCES[precision])[1] and all(row["ok"] for row in report.get("evaluation", ()))
     return report
 
 
