@@ -41,6 +41,9 @@ def long_description() -> str:
     return readme.read_text(encoding="utf-8") if readme.is_file() else ""
 
 
+# What --format onnx of tools/export_model.py needs.
+EXPORT = ["onnx>=1.17", "onnxruntime>=1.20", "onnxscript>=0.5"]
+
 setup(
     name="vil-detectron2",
     version="0.1.0",
@@ -66,10 +69,11 @@ setup(
         "matplotlib>=3.5",
         "PyYAML>=5.4",
         "safetensors>=0.4",
+        "tqdm>=4.60",
         opencv_requirement(),
     ],
     extras_require={
-        "export": ["onnx>=1.16", "onnxruntime>=1.18", "onnxscript"],
-        "dev": ["pytest>=7.4", "ruff>=0.6"],
+        "export": EXPORT,
+        "dev": ["pytest>=7.4", "ruff>=0.6", *EXPORT],
     },
 )
