@@ -20,7 +20,7 @@ from backbones.errors import InputError
 from backbones.layers.batch_norm import batch_norm
 from backbones.layers.patch_embed import pad_to_multiple
 from backbones.layers.precision import at_least_float32, autocast_off
-from backbones.layers.tracing import is_tracing
+from backbones.layers.tracing import in_order, is_tracing
 
 
 class DeformableTokenMerging(nn.Module):
@@ -65,11 +65,40 @@ class DeformableTokenMerging(nn.Module):
         with autocast_off(maps.device), _no_trace_warnings():
             padded = at_least_float32(pad_to_multiple(maps, 2))
             weight, bias = self.weight.to(padded.dtype), self.bias.to(padded.dtype)
-            return deform_conv2d(padded, self._offset(padded), weight, bias, stride=2).to(maps.dtype)
+            merge = deformable_by_sampling if torch.compiler.is_exporting() else deform_conv2d
+            return merge(padded, self._offset(padded), weight, bias, stride=2).to(maps.dtype)
 
     def _offset(self, padded: Tensor) -> Tensor:
         weight, bias = self.offset.weight.to(padded.dtype), self.offset.bias.to(padded.dtype)
         return F.conv2d(padded, weight, bias, stride=2)
+
+
+def deformable_by_sampling(maps: Tensor, offset: Tensor, weight: Tensor, bias: Tensor, *, stride: int) -> Tensor:
+    """``torchvision.ops.deform_conv2d`` for a kernel as large as its stride, from operators that every runtime has.
+
+    The map is sampled at as many positions as it has places, and then goes through a plain convolution.
+
+    Args:
+        maps: (B, C, H, W).
+        offset: (B, 2 * S * S, H / S, W / S) for a stride of S: (y, x) for each place of the kernel.
+        weight: (D, C, S, S).
+        bias: (D,).
+        stride: S, which divides H and W.
+
+    Returns:
+        (B, D, H / S, W / S)
+    """
+    batch, _, height, width = maps.shape
+    # (B, H, W, 2): each place of the map belongs to one of the merged tokens.
+    offset = in_order(offset.unflatten(1, (stride, stride, 2)).permute(0, 4, 1, 5, 2, 3))
+    offset = offset.reshape(batch, height, width, 2)
+    rows = torch.arange(height, device=maps.device, dtype=maps.dtype)
+    cols = torch.arange(width, device=maps.device, dtype=maps.dtype)
+    # From -1 for the centre of the first token to 1 for that of the last
+    y = (rows[:, None] + offset[..., 0]) * (2 / (height - 1)) - 1
+    x = (cols + offset[..., 1]) * (2 / (width - 1)) - 1
+    sampled = F.grid_sample(maps, torch.stack([x, y], dim=-1), padding_mode="zeros", align_corners=True)
+    return F.conv2d(sampled, weight, bias, stride=stride)
 
 
 class LinearTokenMerging(nn.Module):
