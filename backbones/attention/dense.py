@@ -9,7 +9,7 @@ from backbones.attention import reference
 from backbones.attention.chunks import mark_keys, mark_queries
 from backbones.errors import check_choice
 from backbones.layers.position import GridRelativeBias
-from backbones.layers.tracing import is_tracing, static_size
+from backbones.layers.tracing import first, in_order, is_tracing, static_size
 
 
 def dense_attention(query: Tensor, key: Tensor, value: Tensor, *, bias: Tensor | None = None) -> Tensor:
@@ -34,11 +34,14 @@ def split_heads(tokens: Tensor, num_heads: int) -> Tensor:
 
 def merge_heads(tokens: Tensor) -> Tensor:
     """(B, M, ..., D) -> (B, ..., M * D)."""
-    return tokens.movedim(1, -2).flatten(-2)
+    return in_order(tokens.movedim(1, -2)).flatten(-2)
 
 
 # Above so many scores a head, queries with a learned bias go in groups of rows.
 _GROUP_SCORES = 2**22
+# A recorded run has a fixed number of groups: so many scores a head on the map that the table is made for, and no more
+# than so many groups.
+_RECORDED_SCORES, _RECORDED_GROUPS = 2**21, 8
 
 BACKENDS = {"sdpa": dense_attention, "reference": reference.attention}
 
@@ -47,7 +50,8 @@ class DenseAttention(nn.Module):
     """Multi-head self-attention over the tokens of a map and the global tokens together.
 
     On a large map a learned bias is made for a group of rows at a time, and again in the backward pass, or is a view of
-    a small table, so that never more than a part of the N x N scores a head is in memory. A trace makes it whole.
+    a small table, so that never more than a part of the N x N scores a head is in memory. A recorded run has a fixed
+    number of groups.
 
     Args:
         dim: channels of a token.
@@ -83,6 +87,8 @@ class DenseAttention(nn.Module):
         self.projection = nn.Linear(dim, dim)
         self.relative_bias = None
         if bias_size is not None:
+            scores = (bias_size[0] * bias_size[1]) ** 2
+            self.num_groups = min(-(-scores // _RECORDED_SCORES), _RECORDED_GROUPS)
             self.relative_bias = GridRelativeBias(
                 bias_size,
                 num_heads,
@@ -101,14 +107,39 @@ class DenseAttention(nn.Module):
         if not self.update_globals:
             query = query[:, :, num_global:]
         attend = BACKENDS[self.backend]
-        if self.relative_bias is None:
+        if is_tracing():
+            output = self._recorded(query, key, value, height, width, num_global)
+        elif self.relative_bias is None:
             output = attend(query, key, value)
-        elif is_tracing() or height * width * (num_global + height * width) <= _GROUP_SCORES:
+        elif height * width * (num_global + height * width) <= _GROUP_SCORES:
             output = attend(query, key, value, bias=self.relative_bias(height, width))
         else:
             output = self._on_large_map(query, key, value, height, width)
         output = self.projection(merge_heads(output))
         return part_tokens(output, height, width, num_global if self.update_globals else 0)
+
+    def _recorded(self, query: Tensor, key: Tensor, value: Tensor, height: int, width: int, num_global: int) -> Tensor:
+        """Attention in a run that is recorded for maps of other sizes."""
+        attend = BACKENDS[self.backend]
+        key, value, key_rows = recorded_keys(key, value, height, width, num_global)
+        if self.relative_bias is None:
+            return attend(in_order(query), key, value)
+        # (groups, R); the last groups repeat the last row, where their number does not divide the height.
+        step = (height + self.num_groups - 1) // self.num_groups
+        starts = torch.arange(self.num_groups, device=query.device) * step
+        rows = (starts[:, None] + torch.arange(step, device=query.device)).clamp(max=height - 1)
+        num_queries = num_global if self.update_globals else 0
+        local = query[:, :, num_queries:].index_select(2, _tokens_of(rows.flatten(), width))
+        # (groups, B, M, R * W, D)
+        local = in_order(local.unflatten(2, (self.num_groups, step * width)).movedim(2, 0))
+        biases = self.relative_bias.of_groups(self.relative_bias.by_row(height, width), rows, key_rows)
+        outputs = [attend(part, key, value, bias=bias) for part, bias in zip(local.unbind(), biases, strict=True)]
+        output = outputs[0] if self.num_groups == 1 else first(torch.cat(outputs, dim=2), 2, height * width)
+        if num_queries:
+            bias = self.relative_bias.of_globals(height * width)
+            globals_ = attend(in_order(query[:, :, :num_queries]), key, value, bias=bias)
+            output = torch.cat([globals_, output], dim=2)
+        return output
 
     def _on_large_map(self, query: Tensor, key: Tensor, value: Tensor, height: int, width: int) -> Tensor:
         """Attention with the relative bias that never holds the bias of all pairs."""
@@ -173,6 +204,33 @@ class DenseAttention(nn.Module):
             outputs.append(F.scaled_dot_product_attention(rows, keys, values, attn_mask=bias, scale=scale))
         output = torch.stack(outputs)[..., :channels]
         return output.transpose(1, 2).flip(2).flatten(2, 3)
+
+
+def recorded_keys(
+    key: Tensor, value: Tensor, height: int, width: int, num_global: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values for a run that is recorded for maps of other sizes, and the rows of the map that they are.
+
+    PyTorch asks whether there is one key, and an export holds for that answer alone. So an export sees a map of one row
+    twice, which changes no weighted mean.
+
+    Args:
+        key, value: (B, M, G + height * width, D).
+
+    Returns:
+        Both as (B, M, G + S * width, D), and (S,): numbers of rows. S is ``height``, or 2 where that is 1, in an export
+        and without global tokens.
+    """
+    if num_global or not torch.compiler.is_exporting():
+        return in_order(key), in_order(value), torch.arange(height, device=key.device)
+    rows = torch.arange(torch.sym_max(height, 2), device=key.device).clamp(max=height - 1)
+    numbers = _tokens_of(rows, width)
+    return key.index_select(2, numbers), value.index_select(2, numbers), rows
+
+
+def _tokens_of(rows: Tensor, width: int) -> Tensor:
+    """Numbers of rows (R,) of a map -> numbers of their tokens, (R * width,)."""
+    return (rows[:, None] * width + torch.arange(width, device=rows.device)).flatten()
 
 
 def join_tokens(tokens: Tensor, global_tokens: Tensor | None) -> Tensor:

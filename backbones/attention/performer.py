@@ -4,10 +4,10 @@ import torch
 from torch import Tensor, nn
 
 from backbones.attention import reference
-from backbones.attention.dense import join_tokens, merge_heads, part_tokens, split_heads
+from backbones.attention.dense import join_tokens, merge_heads, part_tokens, recorded_keys, split_heads
 from backbones.errors import check_choice
 from backbones.layers.precision import at_least_float32, autocast_off
-from backbones.layers.tracing import static_size
+from backbones.layers.tracing import in_order, is_tracing, static_size
 
 _EPS = 1e-4
 
@@ -99,7 +99,9 @@ class PerformerAttention(nn.Module):
         num_global = 0 if global_tokens is None else static_size(global_tokens.shape[1])
         if not self.update_globals:
             query = query[:, :, num_global:]
-        output = BACKENDS[self.backend](query, key, value, features=self.features)
+        if is_tracing():
+            key, value, _ = recorded_keys(key, value, height, width, num_global)
+        output = BACKENDS[self.backend](in_order(query), key, value, features=self.features)
         output = self.projection(merge_heads(output))
         return part_tokens(output, height, width, num_global if self.update_globals else 0)
 

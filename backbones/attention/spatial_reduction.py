@@ -4,10 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from backbones.attention.dense import BACKENDS, join_tokens, merge_heads, part_tokens, split_heads
+from backbones.attention.dense import BACKENDS, join_tokens, merge_heads, part_tokens, recorded_keys, split_heads
 from backbones.errors import check_choice
 from backbones.layers.precision import at_least_float32
-from backbones.layers.tracing import missing_to, static_size
+from backbones.layers.tracing import in_order, is_tracing, missing_to, static_size
 
 
 class SpatialReductionAttention(nn.Module):
@@ -52,19 +52,23 @@ class SpatialReductionAttention(nn.Module):
     def forward(self, tokens: Tensor, global_tokens: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """(B, H, W, C) and (B, G, C) or None -> the same; None for global tokens that are not updated."""
         height, width = tokens.shape[1:3]
-        reduced = tokens.flatten(1, 2)
+        reduced, size = tokens.flatten(1, 2), (height, width)
         if self.reduce is not None:
             missing = (0, missing_to(width, self.reduction), 0, missing_to(height, self.reduction))
-            reduced = self.reduce(F.pad(tokens.permute(0, 3, 1, 2), missing))
+            reduced = in_order(self.reduce(in_order(F.pad(tokens.permute(0, 3, 1, 2), missing))))
+            size = reduced.shape[2:]
             # (B, max(1, H // R) * max(1, W // R), C)
             reduced = instance_norm(reduced.flatten(2)).transpose(1, 2)
         if global_tokens is not None:
             reduced = torch.cat([global_tokens, reduced], dim=1)
         key, value = split_heads(self.key_value(reduced), 2 * self.num_heads).chunk(2, dim=1)
+        num_global = 0 if global_tokens is None else static_size(global_tokens.shape[1])
+        if is_tracing():
+            key, value, _ = recorded_keys(key, value, *size, num_global)
         query = self.query(join_tokens(tokens, global_tokens if self.update_globals else None))
-        output = BACKENDS[self.backend](split_heads(query, self.num_heads), key, value)
-        num_global = static_size(global_tokens.shape[1]) if self.update_globals else 0
-        return part_tokens(self.projection(merge_heads(output)), height, width, num_global)
+        output = BACKENDS[self.backend](in_order(split_heads(query, self.num_heads)), key, value)
+        output = self.projection(merge_heads(output))
+        return part_tokens(output, height, width, num_global if self.update_globals else 0)
 
 
 def instance_norm(x: Tensor, eps: float = 1e-5) -> Tensor:

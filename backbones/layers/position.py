@@ -1,6 +1,7 @@
 """Positions: absolute 2-D tables, relative bias for windows and for whole maps, and their resizing."""
 
 import math
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +9,7 @@ from timm.layers import trunc_normal_
 from torch import Tensor, nn
 
 from backbones.errors import InputError, check_choice
-from backbones.layers.tracing import is_tracing
+from backbones.layers.tracing import first, in_order, is_tracing
 
 # How a table meets a map of another size: resized once, when a checkpoint is loaded, into one for the largest map, of
 # which each map takes its part (ViL); or resized to each map (LIT).
@@ -69,7 +70,7 @@ class AbsolutePositions(nn.Module):
             rows, cols = resize_table(self.rows, (height,)), resize_table(self.cols, (width,))
         else:
             _check_size((height, width), (self.rows.shape[0], self.cols.shape[0]))
-            rows, cols = self.rows[:height], self.cols[:width]
+            rows, cols = first(self.rows, 0, height), first(self.cols, 0, width)
         return torch.cat([rows[:, None].expand(-1, width, -1), cols[None].expand(height, -1, -1)], dim=-1)
 
 
@@ -161,7 +162,7 @@ class GridPositions(nn.Module):
         if self.resizing == "map":
             return resize_table(self.table, (height, width))
         _check_size((height, width), self.table.shape[:2])
-        return self.table[:height, :width]
+        return first(first(self.table, 0, height), 1, width)
 
 
 class GridRelativeBias(nn.Module):
@@ -232,9 +233,34 @@ class GridRelativeBias(nn.Module):
         # (M, R, H, W, W), and then (M, R * W, H * W)
         bias = by_row.index_select(1, offset.flatten()).unflatten(1, (-1, height))
         bias = bias.transpose(2, 3).flatten(3, 4).flatten(1, 2)
-        if self.num_global_tokens:
-            bias = torch.cat([self.local_to_global[:, None].expand(-1, bias.shape[1], -1), bias], dim=2)
-        return bias
+        return self._with_globals(bias)
+
+    def of_groups(self, by_row: Tensor, rows: Tensor, key_rows: Tensor) -> Iterator[Tensor]:
+        """As :meth:`of_rows`, group by group: one copy, and no second one to bring it in order.
+
+        Its gradient would be slow.
+
+        Args:
+            by_row: of :meth:`by_row`.
+            rows: (groups, R), numbers of rows of queries.
+            key_rows: (S,), those of keys.
+
+        Yields:
+            (M, R * W, G + S * W)
+        """
+        (heads, offsets, width), num_rows, num_key_rows = by_row.shape[:3], rows.shape[1], key_rows.shape[0]
+        col = torch.arange(width, device=rows.device)
+        # (groups, R, W, S)
+        offset = rows[:, :, None, None] - key_rows + offsets // 2 + col[:, None] * offsets
+        by_col = in_order(by_row.transpose(1, 2)).flatten(1, 2)
+        for index in offset.flatten(1).unbind():
+            bias = by_col.index_select(1, index)
+            yield self._with_globals(bias.view(heads, num_rows * width, num_key_rows * width))
+
+    def _with_globals(self, bias: Tensor) -> Tensor:
+        if not self.num_global_tokens:
+            return bias
+        return torch.cat([self.local_to_global[:, None].expand(-1, bias.shape[1], -1), bias], dim=2)
 
     def as_view(self, height: int, width: int, dtype: torch.dtype) -> Tensor:
         """The bias of all local queries without a copy for each: (H, M, W, H * (W + G)), query rows from the last up.
@@ -263,13 +289,7 @@ class GridRelativeBias(nn.Module):
         if torch.is_grad_enabled():
             bias = self.of_rows(by_row, rows)
         else:
-            # One copy of the whole, and no second one to bring it in order; its gradient would be slow.
-            col = torch.arange(width, device=rows.device)
-            offset = rows[:, None, None] - rows[None, None, :] + height - 1 + col[:, None] * (2 * height - 1)
-            bias = by_row.transpose(1, 2).flatten(1, 2).index_select(1, offset.flatten())
-            bias = bias.unflatten(1, (height * width, height)).flatten(2, 3)
-            if self.num_global_tokens:
-                bias = torch.cat([self.local_to_global[:, None].expand(-1, bias.shape[1], -1), bias], dim=2)
+            [bias] = self.of_groups(by_row, rows[None], rows)
         if self.global_queries:
             bias = torch.cat([self.of_globals(bias.shape[1]), bias], dim=1)
         return bias
