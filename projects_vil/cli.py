@@ -15,9 +15,12 @@ _RAISED_ELSEWHERE = f"{InputError.__module__}.{InputError.__qualname__}: "
 
 def run_tool(main: Callable[[], None]) -> None:
     """Call ``main``; an :class:`InputError`, raised here or in a process started from here, becomes one line on
-    stderr and exit status 1."""
+    stderr and exit status 1, an interrupt one line and status 130."""
     try:
         main()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
     except (InputError, ProcessRaisedException) as error:
         # From another process comes its traceback as text, with the message at the end.
         message = str(error).strip().splitlines()[-1]

@@ -168,6 +168,11 @@ def format_of(path: str | Path) -> str:
     raise InputError(f"{path} is no exported model: its name ends with {', '.join(SUFFIXES.values())}")
 
 
+def is_exported(path: str | Path) -> bool:
+    """Whether the end of a file's name is that of an exported model."""
+    return str(path).endswith(tuple(SUFFIXES.values()))
+
+
 def metadata_path(path: str | Path) -> Path:
     """Where the metadata of an exported file stands."""
     return Path(f"{path}.metadata.json")

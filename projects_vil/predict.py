@@ -34,7 +34,8 @@ from tqdm import tqdm
 from backbones import InputError
 from projects_vil.checkpoint import Checkpointer, check_weights, check_weights_file
 from projects_vil.data import load_dataset, number_of_classes, register_datasets, size_for_testing
-from projects_vil.export import DETECTORS
+from projects_vil.export import DETECTORS, to_instances
+from projects_vil.formats import ExportedModel, is_exported, read_metadata
 from projects_vil.images import UnreadableImage, read_image, read_size
 from projects_vil.provenance import PROVENANCE_KEY, Provenance, coco_categories
 from projects_vil.trainer import check_device
@@ -119,6 +120,42 @@ class Predictor:
         return [output["instances"].to("cpu") for output in self.model(inputs)]
 
 
+class ExportedRunner:
+    """An exported model, as a :class:`Runner`: resized as its metadata says, whatever the config.
+
+    Args:
+        path: of the file; its metadata stands beside it.
+
+    Raises:
+        InputError: where either is missing or damaged.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.model = ExportedModel(path)
+        self.channels = self.model.metadata["input"]["color_order"]
+        self.classes = tuple(self.model.metadata["classes"])
+        self.resizing = self.model.metadata["resizing"]
+
+    def input_size(self, height: int, width: int) -> tuple[int, int]:
+        if not self.resizing["short_side"]:
+            return height, width
+        sides = self.resizing["short_side"], self.resizing["longest_side"]
+        return T.ResizeShortestEdge.get_output_shape(height, width, *sides)
+
+    def __call__(self, images: Sequence[Tensor], sizes: Sequence[tuple[int, int]]) -> list[Instances]:
+        if self.model.batched:
+            found = self.model(torch.stack(list(images)))
+            image_index = found.pop("image_index")
+            each = [
+                {name: value[image_index == index] for name, value in found.items()} for index in range(len(images))
+            ]
+        else:
+            each = [self.model(image) for image in images]
+        return [
+            to_instances(found, image.shape[1:], size) for found, image, size in zip(each, images, sizes, strict=True)
+        ]
+
+
 def check_runner(cfg: CfgNode, weights: str | Path, *, tta: bool = False) -> None:
     """What can be checked of :func:`build_runner` in no time.
 
@@ -132,6 +169,11 @@ def check_runner(cfg: CfgNode, weights: str | Path, *, tta: bool = False) -> Non
         raise InputError(f"INPUT.FORMAT is {cfg.INPUT.FORMAT}: it is RGB or BGR")
     if not str(weights):
         raise InputError("no weights were given: name the checkpoint of a trained detector with --weights")
+    if is_exported(weights):
+        if tta:
+            raise InputError(f"--tta changes the images inside the detector, and {weights} is an exported one")
+        read_metadata(weights)
+        return
     check_weights_file(str(weights))
     check_device(cfg)
     if tta:
@@ -139,11 +181,13 @@ def check_runner(cfg: CfgNode, weights: str | Path, *, tta: bool = False) -> Non
 
 
 def build_runner(cfg: CfgNode, weights: str | Path, *, tta: bool = False) -> Runner:
-    """What detects with a file of weights.
+    """What detects: an exported model where the name of the file ends like one, or the config's with its weights.
 
     Raises:
-        InputError: where it does not fit the config.
+        InputError: where the file cannot be loaded or does not fit the config.
     """
+    if is_exported(weights):
+        return ExportedRunner(weights)
     return Predictor(cfg, weights, tta=tta)
 
 

@@ -22,7 +22,7 @@ from projects_vil.predict import predict
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config-file", required=True, metavar="FILE", help="config of the detector")
-    parser.add_argument("--weights", metavar="FILE", help="checkpoint (default: MODEL.WEIGHTS of the config)")
+    parser.add_argument("--weights", metavar="FILE", help="checkpoint or exported model (default: MODEL.WEIGHTS)")
     parser.add_argument("--input", required=True, metavar="PATH", help="image, folder of images, or video")
     parser.add_argument("--output", required=True, metavar="DIR", help="folder for the results")
     parser.add_argument("--batch-size", type=int, default=1, metavar="N", help="images at once, at most (default 1)")

@@ -27,6 +27,13 @@ def test_a_mistake_is_one_line(capsys):
     assert ending(main, capsys) == (1, "error: there is no config file x.yaml\n")
 
 
+def test_an_interrupt_is_one_line(capsys):
+    def main():
+        raise KeyboardInterrupt
+
+    assert ending(main, capsys) == (130, "interrupted\n")
+
+
 def test_an_unknown_keyword_is_a_mistake(capsys):
     status, text = ending(lambda: create_backbone("vil_tiny", drop_path=0.1), capsys)
     assert status == 1 and text.startswith("error: create_backbone has no keyword 'drop_path'")

@@ -14,6 +14,7 @@ from PIL import Image
 from backbones import InputError
 from projects_vil import load_config
 from projects_vil.data import size_for_testing
+from projects_vil.export import export_detector
 from projects_vil.predict import (
     Categories,
     ImageDrawings,
@@ -135,6 +136,25 @@ def test_masks_equal_those_of_an_evaluation_in_every_batch(shapes, tmp_path):
         assert_same(read(output)[0], expected)
     drawn = sorted(path.name for path in (output / "drawings").iterdir())
     assert drawn == sorted(path.name for path in (shapes / "val").iterdir())
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_an_exported_model_predicts_as_its_checkpoint(trained_run, shapes, tmp_path, batched):
+    cfg, weights = load_config(trained_run / "config.yaml"), trained_run / "model_final.pth"
+    path, report = export_detector(cfg, weights, tmp_path / "export", batched=batched, runs=1)
+    assert report["ok"]
+    # What it was exported with counts, not the config.
+    other = load_config(trained_run / "config.yaml", ["INPUT.MIN_SIZE_TEST", "96"])
+    for output, settings, source in (("eager", cfg, weights), ("exported", other, path)):
+        predict(settings, source, shapes / "val", tmp_path / output, batch_size=3, drawings=False)
+    results, images = read(tmp_path / "exported")
+    assert_same(results, read(tmp_path / "eager")[0])
+    assert len(results) > 50 and images == read(tmp_path / "eager")[1]
+
+
+def test_an_exported_model_is_not_augmented(tmp_path):
+    with pytest.raises(InputError, match="--tta .*model.onnx is an exported one"):
+        predict(small_config(), tmp_path / "model.onnx", tmp_path, tmp_path / "output", tta=True)
 
 
 def test_results_without_annotations_count_files_by_name(trained_run, shapes, tmp_path):
