@@ -39,7 +39,7 @@ def dynamic_projection(scores: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
     """
     with autocast_off(key.device):
         # (B, M, r, H * W)
-        weights = at_least_float32(in_order(scores)).flatten(2, 3).softmax(dim=2).transpose(2, 3)
+        weights = in_order(at_least_float32(in_order(scores)).flatten(2, 3).softmax(dim=2).transpose(2, 3))
         tokens = (at_least_float32(in_order(x)).flatten(2, 3).to(weights.dtype) for x in (key, value))
         key_sums, value_sums = (weights @ x for x in tokens)
     return key_sums.to(key.dtype), value_sums.to(value.dtype)

@@ -153,9 +153,11 @@ def _with_halo(
 def _wrap(size: int, padded: int, window_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """The source of each place along an axis with its cyclic halo, and whether the place must not be seen."""
     place = torch.arange(-window_size, padded + window_size, device=device)
-    source = place % padded
+    # The padded size as a tensor: it is compared, and in an exported model it follows the image.
+    whole = place[-1:] + 1 - window_size
+    source = place % whole
     # With fewer than three chunks the chunk behind the border is a neighbour already.
-    return source, (source >= size) | ~((place == source) | (place[-1:] >= 4 * window_size - 1))
+    return source, (source >= size) | ((place != source) & (whole < 3 * window_size))
 
 
 def _windows(x: Tensor, window_size: int, global_tokens: Tensor | None) -> Tensor:
