@@ -186,12 +186,17 @@ def describe_model(
     """All that someone without this repository must know to feed an exported model, for JSON."""
     batch = ["images"] if exportable.batched else []
     short, longest = cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST
+    outputs = [{"name": name} | _OUTPUTS[name] for name in exportable.output_names]
+    for output in outputs:
+        if output["name"] == "masks":
+            # The head doubles what is pooled.
+            output["shape"] = ["detections", 1, *[2 * cfg.MODEL.ROI_MASK_HEAD.POOLER_RESOLUTION] * 2]
     return {
         "metadata_version": 1,
         "format": file_format,
         "opset": OPSET if file_format == "onnx" else None,
         "precision": precision,
-        "detector": "Mask R-CNN" if cfg.MODEL.MASK_ON else cfg.MODEL.META_ARCHITECTURE,
+        "detector": "Mask R-CNN" if "masks" in exportable.output_names else cfg.MODEL.META_ARCHITECTURE,
         "backbone": cfg.MODEL.TRANSFORMER.NAME,
         "input": {
             "name": exportable.input_names[0],
@@ -205,17 +210,18 @@ def describe_model(
             "short_side": short or None,
             "longest_side": longest if short else None,
             "interpolation": "bilinear, antialiased (Pillow's BILINEAR)",
-            "rule": "scale = short_side / min(height, width), or longest_side / max(height, width) where that is less; "
-            "each side is int(scale * side + 0.5); null: images are taken as they are",
+            "rule": "the shorter side becomes short_side, the longer is multiplied by short_side / shorter; if it is "
+            "more than longest_side then, both are multiplied by longest_side / longer; each is int(side + 0.5); "
+            "null: images are taken as they are",
         },
         "normalization": {
             "inside_the_model": True,
             "mean": list(cfg.MODEL.PIXEL_MEAN),
             "std": list(cfg.MODEL.PIXEL_STD),
         },
-        "outputs": [{"name": name} | _OUTPUTS[name] for name in exportable.output_names],
+        "outputs": outputs,
         "classes": list(classes),
-        "thresholds": _thresholds(cfg),
+        "thresholds": _thresholds(cfg) | ({"mask": 0.5} if "masks" in exportable.output_names else {}),
         "weights": Path(weights).name,
         "versions": versions() | {"torchvision": torchvision.__version__} | _runtime_versions(file_format),
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -241,12 +247,11 @@ _OUTPUTS = {
 
 def _thresholds(cfg: CfgNode) -> dict[str, float | int]:
     node = cfg.MODEL.RETINANET if cfg.MODEL.META_ARCHITECTURE == "RetinaNet" else cfg.MODEL.ROI_HEADS
-    thresholds = {
+    return {
         "score": node.SCORE_THRESH_TEST,
         "nms": node.NMS_THRESH_TEST,
         "detections_per_image": cfg.TEST.DETECTIONS_PER_IMAGE,
     }
-    return thresholds | {"mask": 0.5} if cfg.MODEL.MASK_ON else thresholds
 
 
 def _runtime_versions(file_format: str) -> dict[str, str]:

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import warnings
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -142,8 +143,8 @@ class ExportedModel:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.metadata = read_metadata(self.path)
         self.file_format = format_of(self.path)
+        self.metadata = read_metadata(self.path)
         self.output_names = tuple(output["name"] for output in self.metadata["outputs"])
         self.batched = self.metadata["input"]["batched"]
         self.dtype = getattr(torch, self.metadata["input"]["dtype"])
@@ -193,9 +194,21 @@ def read_metadata(path: str | Path) -> dict:
         raise InputError(f"cannot read {beside} ({error.strerror}): an exported model needs it beside it") from error
     except ValueError as error:
         raise InputError(f"{beside} is not JSON: {error}") from error
-    if not isinstance(metadata, dict) or not {"input", "outputs", "classes", "resizing"} <= metadata.keys():
+    if not _is_metadata(metadata):
         raise InputError(f"{beside} is not the metadata of an exported model")
     return metadata
+
+
+def _is_metadata(metadata: object) -> bool:
+    if not isinstance(metadata, dict) or not {"input", "outputs", "classes", "resizing"} <= metadata.keys():
+        return False
+    taken, given = metadata["input"], metadata["outputs"]
+    return (
+        isinstance(taken, dict)
+        and {"batched", "dtype"} <= taken.keys()
+        and isinstance(given, list)
+        and all(isinstance(output, dict) and "name" in output for output in given)
+    )
 
 
 Runner = Callable[[Tensor], "tuple[Tensor, ...]"]
@@ -214,7 +227,8 @@ def _load_onnx(path: Path) -> Runner:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.log_severity_level = 3
-    with _damaged(path, states.Fail, states.InvalidProtobuf, states.InvalidGraph, states.NotImplemented):
+    kinds = (states.Fail, states.InvalidArgument, states.InvalidProtobuf, states.InvalidGraph, states.NotImplemented)
+    with _damaged(path, *kinds):
         session = onnxruntime.InferenceSession(str(path), options, providers=onnxruntime.get_available_providers())
     name = session.get_inputs()[0].name
 
@@ -225,7 +239,7 @@ def _load_onnx(path: Path) -> Runner:
 
 
 def _load_torch_export(path: Path) -> Runner:
-    with _damaged(path, RuntimeError, ValueError, OSError), _quiet():
+    with _damaged(path, RuntimeError, ValueError, OSError, zipfile.BadZipFile), _quiet():
         return torch.export.load(str(path)).module()
 
 
