@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from projects_vil import load_config
-from projects_vil.export import ExportableDetector, build_detector, example_image
+from projects_vil.export import build_detector, eager_detections, example_image
+from projects_vil.formats import ExportedModel
 from tests.projects_vil.helpers import (
     CONFIGS,
     ROOT,
@@ -97,25 +98,37 @@ def test_make_coco_subset(shapes, tmp_path, run_here):
 
 def test_export_model(tmp_path):
     torch.save({"model": lively_detector(small_config()).state_dict()}, tmp_path / "weights.pth")
-    arguments = [
-        "--config-file",
-        CONFIG,
-        "--weights",
-        tmp_path / "weights.pth",
-        "--output",
-        tmp_path / "export",
-    ]
+    arguments = ["--config-file", CONFIG, "--weights", tmp_path / "weights.pth", "--output", tmp_path / "export"]
     result = run_tool("export_model.py", *arguments, "--opts", *SMALL["retinanet"])
     assert result.returncode == 0, result.stderr
-    *rows, last = result.stdout.splitlines()
-    assert len(rows) == 2 and all(row.endswith("; equal") for row in rows)
+    *rows, measured, last = result.stdout.splitlines()
+    assert len(rows) == 4 and all(row.endswith("; equal") for row in rows)
+    assert measured.startswith("model.ts: ") and " MB, fp32; 64 x 96: " in measured
     assert last == f"wrote {tmp_path / 'export' / 'model.ts'}"
-    report = json.loads((tmp_path / "export/report.json").read_text())
-    assert [image["ok"] for image in report["images"]] == [True, True]
+    report = json.loads((tmp_path / "export/model.ts.report.json").read_text())
+    assert report["ok"] and [image["ok"] for image in report["images"]] == [True] * 4
     image = example_image(50, 75)
     detector = build_detector(small_config(), tmp_path / "weights.pth")
-    ours, theirs = ExportableDetector(detector)(image), torch.jit.load(tmp_path / "export/model.ts")(image)
-    torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-2)
+    ours, theirs = eager_detections(detector, image), ExportedModel(tmp_path / "export/model.ts")(image)
+    assert ours.keys() == theirs.keys() and len(ours["scores"]) >= 10
+    for name, value in ours.items():
+        torch.testing.assert_close(theirs[name], value, rtol=0, atol=1e-2)
+
+
+def test_export_model_takes_every_option(run_here, tmp_path):
+    torch.save({"model": lively_detector(small_config()).state_dict()}, tmp_path / "weights.pth")
+    arguments = ["--config-file", CONFIG, "--weights", tmp_path / "weights.pth", "--output", tmp_path / "export"]
+    arguments += ["--format", "torchscript", "--precision", "bf16", "--input-dtype", "float32", "--batched"]
+    cv2.imwrite(str(tmp_path / "photo.png"), example_image(50, 75).permute(1, 2, 0).numpy())
+    status, out, _ = run_here(
+        "export_model.py", *arguments, "--images", tmp_path / "photo.png", "--opts", *SMALL["retinanet"]
+    )
+    path = tmp_path / "export/model_bf16.ts"
+    report = json.loads((tmp_path / "export/model_bf16.ts.report.json").read_text())
+    assert status == (0 if report["ok"] else 1) and out.splitlines()[-1] == f"wrote {path}"
+    assert report["precision"] == "bf16" and [row["height"] for row in report["images"]] == [64]
+    metadata = json.loads((tmp_path / "export/model_bf16.ts.metadata.json").read_text())
+    assert metadata["input"]["batched"] and metadata["input"]["dtype"] == "float32"
 
 
 def test_visualize_results(trained_run, datasets_root, tmp_path):
@@ -285,6 +298,7 @@ def test_training_into_a_file(mistake, shapes, tmp_path):
         (["--weights", "absent.pth"], "there is no weights file absent.pth"),
         ([], "no weights were given"),
         (["--weights", "absent.pth", "SOLVER.MAXITER", "3"], "unknown config key SOLVER.MAXITER"),
+        (["--images", "absent.jpg"], "cannot read the image absent.jpg"),
     ],
 )
 def test_export_mistakes(mistake, tmp_path, arguments, hint):
