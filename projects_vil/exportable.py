@@ -183,6 +183,9 @@ class ExportableRCNN(ExportableDetector):
         # (P, K or 1, 4)
         deltas = deltas.unflatten(1, (-1, 4))
         boxes = clip(decode(predictor.box2box_transform, deltas, proposals[:, None]), size)
+        if not torch.jit.is_tracing():
+            # Without a bound, that of the scores below is above what ONNX can write: 2^63 times the classes.
+            torch._check(scores.shape[0] <= 2**31)
         row, classes = (scores > predictor.test_score_thresh).nonzero().unbind(1)
         boxes = boxes[row, classes if deltas.shape[1] > 1 else torch.zeros_like(classes)]
         scores, image = scores[row, classes], image[row]
