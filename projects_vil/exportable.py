@@ -86,19 +86,22 @@ class ExportableRetinaNet(ExportableDetector):
         model = self.detector
         maps = [features[name] for name in model.head_in_features]
         logits, deltas = model.head(maps)
-        scores, boxes, classes = [], [], []
+        scores, boxes, classes, image = [], [], [], []
         for level, anchors in enumerate(grid_anchors(model.anchor_generator, maps)):
-            level_scores = per_anchor(logits[level], model.num_classes).float().sigmoid().flatten(1)
-            best, index = best_of_row(level_scores, model.test_topk_candidates, filler=-1.0)
-            place, level_classes = index // model.num_classes, index % model.num_classes
-            chosen = per_anchor(deltas[level], 4).gather(1, place[..., None].expand(-1, -1, 4))
-            boxes.append(decode(model.box2box_transform, chosen, anchors[place]))
+            of_image, place, best = best_above(
+                per_anchor(logits[level], model.num_classes).float().sigmoid().flatten(1),
+                model.test_score_thresh,
+                model.test_topk_candidates,
+                batched=self.batched,
+            )
+            anchor = place // model.num_classes
+            chosen = per_anchor(deltas[level], 4)[of_image, anchor]
+            boxes.append(decode(model.box2box_transform, chosen, anchors[anchor]))
             scores.append(best)
-            classes.append(level_classes)
-        # (B, L * topk, ...)
-        scores, boxes, classes = torch.cat(scores, 1), torch.cat(boxes, 1), torch.cat(classes, 1)
-        image, candidate = (scores > model.test_score_thresh).nonzero().unbind(1)
-        scores, boxes, classes = scores[image, candidate], boxes[image, candidate], classes[image, candidate]
+            classes.append(place % model.num_classes)
+            image.append(of_image)
+        # (N,) and (N, 4)
+        scores, boxes, classes, image = (torch.cat(parts) for parts in (scores, boxes, classes, image))
         kept = best_without_overlap(
             boxes,
             scores,
@@ -183,9 +186,7 @@ class ExportableRCNN(ExportableDetector):
         # (P, K or 1, 4)
         deltas = deltas.unflatten(1, (-1, 4))
         boxes = clip(decode(predictor.box2box_transform, deltas, proposals[:, None]), size)
-        if not torch.jit.is_tracing():
-            # Without a bound, that of the scores below is above what ONNX can write: 2^63 times the classes.
-            torch._check(scores.shape[0] <= 2**31)
+        check_writable(scores)
         row, classes = (scores > predictor.test_score_thresh).nonzero().unbind(1)
         boxes = boxes[row, classes if deltas.shape[1] > 1 else torch.zeros_like(classes)]
         scores, image = scores[row, classes], image[row]
@@ -278,6 +279,31 @@ def best_of_row(scores: Tensor, number: int, *, filler: float) -> tuple[Tensor, 
     # Put before the values, the fillers are known by their place alone, whatever N is.
     best, place = F.pad(scores, (number, 0), value=filler).topk(number, dim=1)
     return best, (place - number).clamp(min=0)
+
+
+def best_above(scores: Tensor, threshold: float, number: int, *, batched: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The ``number`` largest values of each row that are above ``threshold``: rows, places and values, (N,) each.
+
+    Args:
+        scores: (B, N'), B of 1 where not ``batched``.
+    """
+    if batched:
+        best, place = best_of_row(scores, number, filler=-math.inf)
+        row, rank = (best > threshold).nonzero().unbind(1)
+        return row, place[row, rank], best[row, rank]
+    # Few of the millions of a large map pass: two to thirty times as fast as looking for the best of all.
+    row, place = (scores > threshold).nonzero().unbind(1)
+    check_writable(place)
+    values = scores[row, place]
+    best, index = best_of_row(values[None], number, filler=-math.inf)
+    kept = index[0, (best[0] > threshold).nonzero()[:, 0]]
+    return row[kept], place[kept], values[kept]
+
+
+def check_writable(x: Tensor) -> None:
+    """Tell ``torch.export`` a bound for the length of ``x``; that of a product with it could be too large for ONNX."""
+    if not torch.jit.is_tracing():
+        torch._check(x.shape[0] <= 2**31)
 
 
 def decode(transform, deltas: Tensor, anchors: Tensor) -> Tensor:
