@@ -31,7 +31,8 @@ FAMILIES = {
     "global": {"attention": "global", "global_tokens": 3},
     "spatial_reduction": {"attention": "spatial_reduction", "reduction": (4, 3, 2, 1)},
     "performer": {"attention": "performer", "num_features": 10, "global_tokens": (1, 1, 1, 0)},
-    "partial": {"attention": ("performer", "global", "dense", "dense")},
+    # Two global tokens: the softmax over one is always 1, whatever the query.
+    "partial": {"attention": ("performer", "global", "dense", "dense"), "global_tokens": 2},
 }
 
 
