@@ -30,7 +30,16 @@ from projects_vil.checkpoint import Checkpointer
 from projects_vil.data import build_test_loader, load_dataset, number_of_classes, read_for_testing, register_datasets
 from projects_vil.evaluation import build_evaluator
 from projects_vil.exportable import ExportableDetector, make_exportable
-from projects_vil.formats import OPSET, SUFFIXES, ExportedModel, check_format, metadata_path, write_model
+from projects_vil.formats import (
+    OPSET,
+    SMALLEST_SIDE,
+    SUFFIXES,
+    ExportedModel,
+    check_format,
+    largest_side,
+    metadata_path,
+    write_model,
+)
 from projects_vil.parity import TOLERANCES, compare, describe, measure_latency
 from projects_vil.provenance import PROVENANCE_KEY, Provenance, class_names, versions
 
@@ -204,6 +213,7 @@ def describe_model(
             "batched": exportable.batched,
             "dtype": input_dtype,
             "range": [0, 255],
+            "sides": None if file_format == "torchscript" else [SMALLEST_SIDE, largest_side(exportable.detector)],
             "color_order": cfg.INPUT.FORMAT,
         },
         "resizing": {

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 import torchvision  # noqa: F401  its operators are in every exported detector
-from torch import Tensor
+from torch import Tensor, nn
 
 from backbones import InputError
 from backbones.errors import check_choice
@@ -24,6 +24,8 @@ from projects_vil.exportable import ExportableDetector
 
 SUFFIXES = {"torchscript": ".ts", "onnx": ".onnx", "torch_export": ".pt2", "aot_inductor": ".aoti.pt2"}
 OPSET = 20
+# Of the images that torch.export's programs, and what is made of them, take: pixels, and images of a batch.
+SMALLEST_SIDE, LARGEST_SIDE, LARGEST_BATCH = 32, 8192, 1024
 # torch.export's handling of sizes that data decide, which the records here need, is of this version.
 RECORDING_TORCH = (2, 8)
 
@@ -69,8 +71,12 @@ def record(exportable: ExportableDetector, example: Tensor) -> torch.export.Expo
     """torch.export's program of a detector, for images of any height and width, and any number if it is batched."""
     import torch.fx.experimental._config as symbolic
 
-    axes = range(example.ndim)
-    dynamic = {axis: torch.export.Dim.DYNAMIC for axis in axes if axis != example.ndim - 3}
+    # With bounds, what does not hold for all of these sizes is an error here, and not where the file runs.
+    sides = {"min": SMALLEST_SIDE, "max": largest_side(exportable.detector)}
+    height, width = torch.export.Dim("height", **sides), torch.export.Dim("width", **sides)
+    dynamic = {example.ndim - 2: height, example.ndim - 1: width}
+    if exportable.batched:
+        dynamic[0] = torch.export.Dim("batch", min=1, max=LARGEST_BATCH)
     with (
         torch.no_grad(),
         # A convolution asks for the number of images and the width to choose its kernel, here and where the file runs.
@@ -80,6 +86,13 @@ def record(exportable: ExportableDetector, example: Tensor) -> torch.export.Expo
         _quiet(),
     ):
         return torch.export.export(exportable, (example,), dynamic_shapes=(dynamic,), strict=False)
+
+
+def largest_side(detector: nn.Module) -> int:
+    """The longest side, in pixels, of an image that a recorded detector takes: absolute positions have an end."""
+    options = getattr(getattr(detector.backbone, "bottom_up", None), "options", {})
+    has_tables = any(getattr(module, "resizing", None) == "load" for module in detector.modules())
+    return options["max_img_size"] if has_tables else LARGEST_SIDE
 
 
 def trace(exportable: ExportableDetector, example: Tensor) -> torch.jit.ScriptModule:

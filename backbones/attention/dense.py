@@ -9,7 +9,7 @@ from backbones.attention import reference
 from backbones.attention.chunks import mark_keys, mark_queries
 from backbones.errors import check_choice
 from backbones.layers.position import GridRelativeBias
-from backbones.layers.tracing import first, in_order, is_tracing, static_size
+from backbones.layers.tracing import first, in_order, is_exporting, is_tracing, static_size
 
 
 def dense_attention(query: Tensor, key: Tensor, value: Tensor, *, bias: Tensor | None = None) -> Tensor:
@@ -221,7 +221,7 @@ def recorded_keys(
         Both as (B, M, G + S * width, D), and (S,): numbers of rows. S is ``height``, or 2 where that is 1, in an export
         and without global tokens.
     """
-    if num_global or not torch.compiler.is_exporting():
+    if num_global or not is_exporting():
         return in_order(key), in_order(value), torch.arange(height, device=key.device)
     rows = torch.arange(torch.sym_max(height, 2), device=key.device).clamp(max=height - 1)
     numbers = _tokens_of(rows, width)

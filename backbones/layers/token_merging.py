@@ -20,7 +20,7 @@ from backbones.errors import InputError
 from backbones.layers.batch_norm import batch_norm
 from backbones.layers.patch_embed import pad_to_multiple
 from backbones.layers.precision import at_least_float32, autocast_off
-from backbones.layers.tracing import in_order, is_tracing
+from backbones.layers.tracing import in_order, is_exporting, is_tracing
 
 
 class DeformableTokenMerging(nn.Module):
@@ -65,7 +65,7 @@ class DeformableTokenMerging(nn.Module):
         with autocast_off(maps.device), _no_trace_warnings():
             padded = at_least_float32(pad_to_multiple(maps, 2))
             weight, bias = self.weight.to(padded.dtype), self.bias.to(padded.dtype)
-            merge = deformable_by_sampling if torch.compiler.is_exporting() else deform_conv2d
+            merge = deformable_by_sampling if is_exporting() else deform_conv2d
             return merge(padded, self._offset(padded), weight, bias, stride=2).to(maps.dtype)
 
     def _offset(self, padded: Tensor) -> Tensor:

@@ -6,9 +6,14 @@ import torch
 from torch import Tensor
 
 
+def is_exporting() -> bool:
+    """Whether this run is recorded by ``torch.export``; before torch 2.7, which cannot tell, it is not."""
+    return hasattr(torch.compiler, "is_exporting") and torch.compiler.is_exporting()
+
+
 def is_tracing() -> bool:
     """Whether this run is recorded for images of other sizes: by ``torch.jit.trace`` or ``torch.export``."""
-    return torch.jit.is_tracing() or torch.compiler.is_exporting()
+    return torch.jit.is_tracing() or is_exporting()
 
 
 def static_size(size: int) -> int:
@@ -44,7 +49,7 @@ def in_order(x: Tensor) -> Tensor:
     To reshape a tensor that lies otherwise, PyTorch compares strides, and the export would hold for those sizes alone
     where they compare so.
     """
-    return x.clone(memory_format=torch.contiguous_format) if torch.compiler.is_exporting() else x
+    return x.clone(memory_format=torch.contiguous_format) if is_exporting() else x
 
 
 def first(x: Tensor, dim: int, size: int) -> Tensor:
@@ -52,6 +57,6 @@ def first(x: Tensor, dim: int, size: int) -> Tensor:
 
     A slice would have the smaller of both sizes, which nothing tells to be equal to ``size`` later on.
     """
-    if torch.compiler.is_exporting():
+    if is_exporting():
         return x.index_select(dim, torch.arange(size, device=x.device))
     return x.narrow(dim, 0, size)
