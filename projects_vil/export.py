@@ -40,7 +40,7 @@ from projects_vil.formats import (
     metadata_path,
     write_model,
 )
-from projects_vil.parity import TOLERANCES, compare, describe, measure_latency
+from projects_vil.parity import CHANGED_SHARE, TOLERANCES, compare, describe, measure_latency
 from projects_vil.provenance import PROVENANCE_KEY, Provenance, class_names, versions
 
 FORMATS = tuple(SUFFIXES)
@@ -48,7 +48,7 @@ DETECTORS = ("RetinaNet", "GeneralizedRCNN")
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 INPUT_DTYPES = ("uint8", "float32")
 # Of the image that a model is recorded with; comparisons take others.
-EXAMPLE_SIZE = (192, 256)
+EXAMPLE_SIZE = (160, 224)
 # The largest difference of average precision, in points, that counts as the same.
 AP_TOLERANCE = 0.1
 
@@ -370,6 +370,7 @@ def check_export(
         tolerances=TOLERANCES[precision],
         score_threshold=thresholds["score"],
         max_detections=thresholds["detections_per_image"],
+        changed_share=CHANGED_SHARE[precision],
     )
     report = {
         "file": model.path.name,
@@ -378,6 +379,7 @@ def check_export(
         "precision": precision,
         "bytes": model.path.stat().st_size,
         "tolerances": TOLERANCES[precision],
+        "changed_share": CHANGED_SHARE[precision],
         "images": rows,
         "latency": measure_latency(eager, _one_image(model), images[0], runs=runs),
         "versions": model.metadata["versions"],

@@ -246,6 +246,7 @@ def test_metadata(exported):
         "batched": False,
         "dtype": "uint8",
         "range": [0, 255],
+        "sides": None,
         "color_order": cfg.INPUT.FORMAT,
     }
     assert metadata["normalization"] == {

@@ -47,7 +47,8 @@ def row(ours: dict, theirs: dict, *, threshold: float = 0.05, most: int = 100, t
 @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 0, 4, 1, 3]])
 def test_the_order_does_not_matter(order, masks):
     found = detections(masks=masks)
-    expected = {"detections": 5, "detections_exported": 5, "unmatched": 0, "borderline": 0, "ok": True}
+    expected = {"detections": 5, "detections_exported": 5, "unmatched": 0, "changed": 0, "borderline": 0}
+    expected["ok"] = True
     assert row(found, of(found, order)) == expected | {"boxes": 0, "scores": 0} | ({"masks": 0} if masks else {})
 
 
@@ -158,6 +159,18 @@ def test_a_full_list_excuses_only_its_end():
     assert not result["ok"] and result["unmatched"] == 1 and result["borderline"] == 1
 
 
+@pytest.mark.parametrize("share, ok", [(0.0, False), (0.39, False), (0.4, True)])
+def test_a_share_of_the_detections_may_change(share, ok):
+    """One of five is elsewhere, and one is gone."""
+    found = detections(masks=True)
+    other = of(found, [0, 1, 2, 4])
+    other["boxes"] = other["boxes"].clone()
+    other["boxes"][1] += 3
+    limits = {"tolerances": TOLERANCE, "score_threshold": 0.05, "max_detections": 100}
+    result = compare_detections(found, other, **limits, changed_share=share)
+    assert (result["unmatched"], result["changed"], result["ok"]) == (1, 1, ok)
+
+
 def test_a_borderline_pair_is_still_compared():
     """That a score is beside the threshold excuses what is missing, not what is wrong."""
     found = detections()
@@ -220,16 +233,17 @@ def test_both_run_on_each_image():
 
 
 def a_row(ok: bool = True, **changes) -> dict:
-    found = {"detections": 3, "detections_exported": 4, "unmatched": 0, "borderline": 0, "boxes": 0.5, "scores": 2e-6}
+    found = {"detections": 3, "detections_exported": 4, "unmatched": 0, "changed": 0, "borderline": 0}
+    found |= {"boxes": 0.5, "scores": 2e-6}
     return {"height": 64, "width": 90} | found | {"ok": ok} | changes
 
 
 def test_rows_as_text():
-    rows = [a_row(masks=0.25), a_row(ok=False, unmatched=2, borderline=1, height=7)]
+    rows = [a_row(masks=0.25), a_row(ok=False, unmatched=2, changed=1, borderline=1, height=7)]
     text, proven = describe(rows, TOLERANCE)
     assert text.splitlines() == [
         "64 x 90: 3 detections, 4 exported; largest difference: boxes 5.0e-01, scores 2.0e-06, masks 2.5e-01; equal",
-        "7 x 90: 3 detections, 4 exported, 2 unmatched, 1 borderline; "
+        "7 x 90: 3 detections, 4 exported, 2 unmatched, 1 changed, 1 borderline; "
         "largest difference: boxes 5.0e-01, scores 2.0e-06; NOT EQUAL",
     ]
     assert not proven
