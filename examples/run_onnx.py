@@ -1,0 +1,59 @@
+"""Find objects in a photo with an exported model.onnx, and draw them, with onnxruntime, numpy and OpenCV alone.
+
+Example:
+    python examples/run_onnx.py model.onnx photo.jpg found.png --threshold 0.5
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import cv2
+import numpy as np
+import onnxruntime
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+for name in ("model", "photo", "output"):
+    parser.add_argument(name)
+parser.add_argument("--threshold", type=float, default=0.5, help="least score of what is shown (default 0.5)")
+args = parser.parse_args()
+for file in (args.model, f"{args.model}.metadata.json", args.photo):
+    if not Path(file).is_file():
+        sys.exit(f"error: there is no file {file}")
+metadata = json.loads(Path(f"{args.model}.metadata.json").read_text())
+photo = pixels = cv2.imread(args.photo)  # (height, width, BGR), upright as its EXIF orientation says
+if photo is None:
+    sys.exit(f"error: cannot read an image from {args.photo}")
+(height, width), rule = photo.shape[:2], metadata["resizing"]
+if rule["short_side"]:
+    # Pillow's BILINEAR, which the detector knows, by hand. On COCO's photos boxes were at most 0.04 pixels away from
+    # Pillow's own; with cv2.resize it was 1.2 (INTER_AREA) and 5 (INTER_LINEAR).
+    scale = min(rule["short_side"] / min(height, width), rule["longest_side"] / max(height, width))
+    for old in (width, height):  # each turn resizes the second axis and puts it first
+        new = int(scale * old + 0.5)
+        distance = np.arange(old) + 0.5 - (np.arange(new)[:, None] + 0.5) * old / new
+        weights = np.maximum(1 - np.abs(distance) / max(old / new, 1), 0)
+        pixels = np.floor(np.tensordot(weights / weights.sum(1, keepdims=True), pixels, (1, 1)) + 0.5)
+image = (pixels[..., ::-1] if metadata["input"]["color_order"] == "RGB" else pixels).transpose(2, 0, 1)
+image = np.ascontiguousarray(image[None] if metadata["input"]["batched"] else image, metadata["input"]["dtype"])
+session = onnxruntime.InferenceSession(args.model, providers=["CPUExecutionProvider"])
+outputs = session.run(None, {metadata["input"]["name"]: image})
+found = dict(zip([output["name"] for output in metadata["outputs"]], outputs, strict=True))
+boxes = found["boxes"] * ([width / pixels.shape[1], height / pixels.shape[0]] * 2)  # in pixels of the photo
+thick = max(1, round(min(height, width) / 300))
+for i in np.flatnonzero(found["scores"] >= args.threshold):
+    label = f"{metadata['classes'][found['classes'][i]]} {found['scores'][i]:.2f}"
+    print(label, *(f"{edge:.1f}" for edge in boxes[i]))
+    color = np.random.default_rng(found["classes"][i]).integers(100, 256, 3).tolist()
+    left, top, right, bottom = boxes[i].round().astype(int).tolist()
+    if "masks" in found and left < right and top < bottom:
+        mask = cv2.resize(found["masks"][i, 0], (right - left, bottom - top)) >= metadata["thresholds"]["mask"]
+        photo[top:bottom, left:right][mask] = photo[top:bottom, left:right][mask] / 2 + np.array(color) / 2
+    cv2.rectangle(photo, (left, top), (right, bottom), color, thick)
+    (text_width, text_height), _ = cv2.getTextSize(label, cv2.FONT_HERSHEY_SIMPLEX, thick / 2.5, thick)
+    foot = max(top, text_height + 4)
+    cv2.rectangle(photo, (left, foot - text_height - 4), (left + text_width, foot), color, -1)
+    cv2.putText(photo, label, (left, foot - 2), cv2.FONT_HERSHEY_SIMPLEX, thick / 2.5, (0, 0, 0), thick, cv2.LINE_AA)
+if not cv2.imwrite(args.output, photo):
+    sys.exit(f"error: cannot write {args.output}")

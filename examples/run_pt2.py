@@ -1,0 +1,77 @@
+"""Find objects in a photo with an exported model.pt2, or model.aoti.pt2, and draw them.
+
+Needs torch, torchvision, numpy and Pillow, no more.
+
+Example: python examples/run_pt2.py model.pt2 photo.jpg found.png --threshold 0.5
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import torchvision  # noqa: F401  its operators are in the model
+from PIL import Image, ImageDraw, ImageFont, ImageOps
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+for name in ("model", "photo", "output"):
+    parser.add_argument(name)
+parser.add_argument("--threshold", type=float, default=0.5, help="least score of what is shown (default 0.5)")
+args = parser.parse_args()
+for file in (args.model, f"{args.model}.metadata.json", args.photo):
+    if not Path(file).is_file():
+        sys.exit(f"error: there is no file {file}")
+metadata = json.loads(Path(f"{args.model}.metadata.json").read_text())
+try:
+    photo = ImageOps.exif_transpose(Image.open(args.photo)).convert("RGB")
+except OSError:
+    sys.exit(f"error: cannot read an image from {args.photo}")
+
+# What the metadata says of the input: its size, the order of its channels, its type.
+resized, rule = photo, metadata["resizing"]
+if rule["short_side"]:
+    scale = min(rule["short_side"] / min(photo.size), rule["longest_side"] / max(photo.size))
+    width, height = (int(scale * side + 0.5) for side in photo.size)
+    resized = photo.resize((width, height), Image.Resampling.BILINEAR)
+image = torch.from_numpy(np.array(resized)).permute(2, 0, 1)
+if metadata["input"]["color_order"] == "BGR":
+    image = image.flip(0)
+image = image.contiguous().to(getattr(torch, metadata["input"]["dtype"]))
+if metadata["input"]["batched"]:
+    image = image[None]
+
+if args.model.endswith(".aoti.pt2"):
+    model = torch._inductor.aoti_load_package(args.model)
+else:
+    model = torch.export.load(args.model).module()
+with torch.no_grad():
+    outputs = model(image)
+found = dict(zip([output["name"] for output in metadata["outputs"]], outputs, strict=True))
+# From pixels of the resized image to those of the photo.
+boxes = found["boxes"] * torch.tensor([photo.width / resized.width, photo.height / resized.height] * 2)
+
+thick = max(1, round(min(photo.size) / 300))
+font = ImageFont.load_default(12 * thick)
+draw = ImageDraw.Draw(photo)
+for i in (found["scores"] >= args.threshold).nonzero()[:, 0].tolist():
+    index = found["classes"][i].item()
+    label = f"{metadata['classes'][index]} {found['scores'][i]:.2f}"
+    print(label, *(f"{edge:.1f}" for edge in boxes[i].tolist()))
+    color = tuple(np.random.default_rng(index).integers(100, 256, 3).tolist())
+    left, top, right, bottom = boxes[i].round().int().tolist()
+    if "masks" in found and left < right and top < bottom:
+        # (28, 28) probabilities in the frame of the box
+        mask = Image.fromarray(found["masks"][i, 0].float().numpy())
+        mask = np.array(mask.resize((right - left, bottom - top), Image.Resampling.BILINEAR))
+        half_opaque = Image.fromarray((mask >= metadata["thresholds"]["mask"]).astype(np.uint8) * 128)
+        photo.paste(color, (left, top), half_opaque)
+    draw.rectangle((left, top, right, bottom), outline=color, width=thick)
+    place = left, max(top - 14 * thick, 0)
+    draw.rectangle(draw.textbbox(place, label, font), fill=color)
+    draw.text(place, label, "black", font)
+try:
+    photo.save(args.output)
+except (OSError, ValueError) as error:
+    sys.exit(f"error: cannot write {args.output}: {error}")

@@ -1,0 +1,135 @@
+"""The examples as a user runs them: they need no more than they say, and find what the detector finds."""
+
+import functools
+import json
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import cv2
+import pytest
+import torch
+from PIL import ExifTags, Image
+from torch import Tensor
+
+from projects_vil.data import read_for_testing
+from projects_vil.export import eager_detections, example_image, paste_masks
+from projects_vil.formats import metadata_path
+from tests.projects_vil.helpers import ROOT
+from tests.projects_vil.test_formats import config, detector, write
+
+SCRIPTS = {"onnx": ROOT / "examples/run_onnx.py", "torch_export": ROOT / "examples/run_pt2.py"}
+# One with masks that takes batches of float32 in RGB, and one that takes an uint8 image in BGR.
+MODELS = {"onnx": ("mask_rcnn", {"batched": True, "dtype": "float32"}), "torch_export": ("retinanet", {})}
+COLOR_ORDERS = {"onnx": "RGB", "torch_export": "BGR"}
+FORMATS = tuple(SCRIPTS)
+REPOSITORY = ("backbones", "projects_vil", "detectron2", "fvcore", "timm")
+NOT_NEEDED = {"onnx": (*REPOSITORY, "torch", "torchvision", "PIL"), "torch_export": (*REPOSITORY, "cv2", "onnxruntime")}
+# Runs a script where some packages cannot be imported.
+WITHOUT = """
+import runpy, sys
+for name in sys.argv.pop(1).split(","):
+    sys.modules[name] = None
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+HEIGHT, WIDTH = 150, 223
+
+
+@pytest.fixture(scope="module")
+def photo(tmp_path_factory):
+    """A JPEG that lies on its side and is upright, HEIGHT x WIDTH, by its EXIF orientation."""
+    path = tmp_path_factory.mktemp("photo") / "photo.jpg"
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    upright = Image.fromarray(example_image(HEIGHT, WIDTH, seed=3).permute(1, 2, 0).numpy())
+    upright.transpose(Image.Transpose.ROTATE_90).save(path, quality=95, exif=exif)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Writes a file once: format -> path."""
+    folder = tmp_path_factory.mktemp("models")
+
+    @functools.cache
+    def make(file_format: str) -> Path:
+        name, options = MODELS[file_format]
+        path = write(folder, name, file_format, **options)
+        metadata = json.loads(metadata_path(path).read_text())
+        metadata["input"]["color_order"] = COLOR_ORDERS[file_format]
+        metadata_path(path).write_text(json.dumps(metadata))
+        return path
+
+    return make
+
+
+def run_alone(file_format: str, *args: str | Path) -> list[str]:
+    """The lines that an example prints where nothing that it does not need can be imported."""
+    command = [sys.executable, "-c", WITHOUT, ",".join(NOT_NEEDED[file_format]), SCRIPTS[file_format], *args]
+    result = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()
+
+
+def find(file_format: str, photo: Path) -> dict[str, Tensor]:
+    """What the detector finds in the photo as the test loader reads it; boxes in pixels of the photo."""
+    name = MODELS[file_format][0]
+    pixels, size = read_for_testing(config(name), photo, image_format=COLOR_ORDERS[file_format])
+    assert size == (HEIGHT, WIDTH)
+    found = eager_detections(detector(name), torch.as_tensor(pixels.transpose(2, 0, 1).copy()))
+    height, width = pixels.shape[:2]
+    return found | {"boxes": found["boxes"] * torch.tensor([WIDTH / width, HEIGHT / height] * 2)}
+
+
+@pytest.mark.parametrize("file_format", FORMATS)
+def test_an_example_finds_what_the_detector_finds(file_format, model, photo, tmp_path):
+    path, drawing = model(file_format), tmp_path / "found.png"
+    found = find(file_format, photo)
+    threshold = found["scores"].median().item() + 1e-3
+    lines = run_alone(file_format, path, photo, drawing, "--threshold", threshold)
+    chosen = (found["scores"] >= threshold).nonzero()[:, 0]
+    assert len(lines) == len(chosen) >= 2 and len(chosen) < len(found["scores"])
+    for line, i in zip(lines, chosen, strict=True):
+        label, score, *box = line.split()
+        assert label == ("circle", "square", "triangle")[found["classes"][i]]
+        assert float(score) == pytest.approx(found["scores"][i].item(), abs=0.01)
+        assert list(map(float, box)) == pytest.approx(found["boxes"][i].tolist(), abs=0.25)
+
+    before, after = cv2.imread(str(photo)), cv2.imread(str(drawing))
+    assert after.shape == before.shape == (HEIGHT, WIDTH, 3)
+    changed = torch.from_numpy((after != before).any(2))
+    left, top, right, bottom = found["boxes"][chosen[0]].round().int().tolist()
+    outline = [changed[top:bottom, left], changed[top, left:right]]
+    assert torch.cat(outline).float().mean() > 0.9 and not changed.all()
+    if "masks" in found:
+        masks = paste_masks(found["masks"][chosen], found["boxes"][chosen], (HEIGHT, WIDTH)).any(0)
+        # The example's masks end at whole pixels.
+        assert changed[masks].float().mean() > 0.95
+
+
+def test_the_onnx_example_is_short():
+    assert len(SCRIPTS["onnx"].read_text().splitlines()) <= 60
+
+
+@pytest.mark.parametrize("mistake", ["no model", "no metadata", "no photo", "no image"])
+@pytest.mark.parametrize("file_format", FORMATS)
+def test_a_mistake_is_one_line(mistake, file_format, model, photo, tmp_path, monkeypatch):
+    path, says = model(file_format), f"there is no file {tmp_path}"
+    if mistake == "no model":
+        path = tmp_path / path.name
+    elif mistake == "no metadata":
+        path = Path(shutil.copy(path, tmp_path))
+        says += f"/{path.name}.metadata.json"
+    else:
+        photo = tmp_path / "photo.jpg"
+    if mistake == "no image":
+        photo.write_text("no image")
+        says = f"cannot read an image from {photo}"
+    # In this process, which has imported all that takes time.
+    monkeypatch.setattr(sys, "argv", ["example", str(path), str(photo), str(tmp_path / "found.png")])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(SCRIPTS[file_format]), run_name="__main__")
+    assert end.value.code.startswith("error: ") and says in end.value.code and "\n" not in end.value.code
