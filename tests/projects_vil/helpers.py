@@ -5,12 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import torch
 from detectron2.config import CfgNode
-from detectron2.modeling import build_model
-from torch import nn
 
 from projects_vil import load_config
+from projects_vil.export_table import lively_detector as lively_detector
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = {name: ROOT / f"configs/demo/{name}_vil_shapes.yaml" for name in ("retinanet", "mask_rcnn", "semantic_fpn")}
@@ -40,27 +38,6 @@ EXACT_TRAINING = [
 
 def small_config(detector: str = "retinanet", *overrides: str) -> CfgNode:
     return load_config(CONFIGS[detector], [*SMALL[detector], *overrides])
-
-
-def lively_detector(cfg: CfgNode) -> nn.Module:
-    """A detector in eval mode whose random predictors are large, so that scores and boxes are far apart."""
-    torch.manual_seed(0)
-    detector = build_model(cfg).eval()
-    factors = {
-        "head.cls_score": 60,
-        "head.bbox_pred": 20,
-        "objectness_logits": 60,
-        "anchor_deltas": 20,
-        "box_predictor.cls_score": 60,
-        "box_predictor.bbox_pred": 200,
-        "mask_head.predictor": 100,
-    }
-    with torch.no_grad():
-        for name, parameter in detector.named_parameters():
-            for layer, factor in factors.items():
-                if name.endswith(f"{layer}.weight"):
-                    parameter *= factor
-    return detector
 
 
 def run_tool(name: str, *args, datasets_root: Path | None = None) -> subprocess.CompletedProcess:

@@ -1,0 +1,60 @@
+"""Export the demos' detectors with every backbone family in every format, and print one table of parity and latency.
+
+Files and reports are in DIR/DETECTOR_FAMILY. The exit status is 1 where a cell failed or is not equal to eager. Weights
+are random where there is no trained run: make one with tools/train_net.py and OUTPUT_DIR DIR/DETECTOR_FAMILY.
+AOTInductor compiles for minutes for each detector.
+
+Example:
+    python tools/export_table.py --output output/table --runs output/runs --json output/table.json
+    python tools/export_table.py --output output/table --formats torchscript onnx --families lit --large
+"""
+
+import argparse
+import sys
+
+from projects_vil.cli import check_json_path, run_tool, write_json
+from projects_vil.export_table import (
+    DETECTORS,
+    FAMILIES,
+    FORMATS,
+    PRECISIONS,
+    available_formats,
+    describe_table,
+    export_table,
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", required=True, metavar="DIR", help="folder for what is exported")
+    parser.add_argument("--runs", metavar="DIR", help="folder with trained runs, DETECTOR_FAMILY/model_final.pth")
+    parser.add_argument("--detectors", nargs="+", choices=DETECTORS, default=DETECTORS, help="default: both")
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES, help="default: all")
+    formats = parser.add_mutually_exclusive_group()
+    formats.add_argument("--formats", nargs="+", choices=FORMATS, help="default: all, AOTInductor with a compiler only")
+    formats.add_argument("--no-aot-inductor", action="store_true", help="leave out what takes minutes to compile")
+    parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="of the networks (default fp32)")
+    parser.add_argument("--large", action="store_true", help="compare on 800 x 1333 too, slow on a CPU")
+    parser.add_argument("--json", metavar="FILE", help="write the cells there too")
+    parser.add_argument("--opts", default=[], nargs="+", metavar="KEY VALUE", help="overrides of config keys")
+    args = parser.parse_args()
+    check_json_path(args.json)
+    without = {"aot_inductor"} if args.no_aot_inductor else set()
+    cells = export_table(
+        args.output,
+        runs=args.runs,
+        detectors=args.detectors,
+        families=args.families,
+        formats=args.formats or [name for name in available_formats() if name not in without],
+        precision=args.precision,
+        large=args.large,
+        overrides=args.opts,
+    )
+    print(describe_table(cells))
+    write_json(args.json, cells)
+    if not all(cell["ok"] for cell in cells):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    run_tool(main)
