@@ -314,6 +314,8 @@ def export_detector(
     ):
         check_choice(what, value, known)
     check_format(file_format)
+    if (file_format, precision) == ("onnx", "bf16"):
+        raise InputError(f"--precision bf16: ONNX has no bfloat16 convolutions in opset {OPSET}; take fp16, or a .pt2")
     if evaluate:
         register_datasets(cfg)
         load_dataset(cfg, cfg.DATASETS.TEST, train=False)

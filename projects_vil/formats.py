@@ -164,7 +164,13 @@ class ExportedModel:
         self._run = _LOADERS[self.file_format](self.path)
 
     def __call__(self, images: Tensor) -> dict[str, Tensor]:
-        """(3, H, W), or (B, 3, H, W) for a batched model, 0 to 255 -> the outputs by name."""
+        """(3, H, W), or (B, 3, H, W) for a batched model, 0 to 255 -> the outputs by name.
+
+        Raises:
+            InputError: for floating-point images where the model takes uint8; other types are cast.
+        """
+        if images.is_floating_point() and not self.dtype.is_floating_point:
+            raise InputError(f"{self.path} takes {self.dtype} images: export it with --input-dtype float32 for others")
         with torch.no_grad():
             return dict(zip(self.output_names, self._run(images.to(self.dtype)), strict=True))
 

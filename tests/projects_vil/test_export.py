@@ -373,6 +373,7 @@ def test_images_of_the_user(shapes, weights, tmp_path):
 @pytest.mark.parametrize(
     "options, overrides, expected",
     [
+        ({"file_format": "onnx", "precision": "bf16"}, (), "--precision bf16: ONNX has no bfloat16 convolutions"),
         ({"file_format": "onnxx"}, (), "unknown format 'onnxx': it is one of torchscript, onnx, "),
         ({"precision": "fp8"}, (), "unknown precision 'fp8'"),
         ({"input_dtype": "uint16"}, (), "unknown type of the input 'uint16'"),

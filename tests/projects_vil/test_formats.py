@@ -220,6 +220,11 @@ def test_traced_models_take_both_types(plain):
         assert torch.equal(ours, theirs)
 
 
+def test_images_between_whole_numbers_are_not_cut_off(plain):
+    with pytest.raises(InputError, match="takes torch.uint8 images: export it with --input-dtype float32"):
+        plain("torchscript")(example_image(64, 80).float())
+
+
 # -- files -----------------------------------------------------------------------------------------
 
 
