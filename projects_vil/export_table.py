@@ -25,7 +25,7 @@ from projects_vil.export import (
     export_detector,
 )
 from projects_vil.formats import ExportedModel, check_format, compiler
-from projects_vil.parity import TOLERANCES, compare, describe
+from projects_vil.parity import CHANGED_SHARE, TOLERANCES, compare, describe
 
 CONFIGS = Path(__file__).parents[1] / "configs/demo"
 DETECTORS = ("retinanet", "mask_rcnn")
@@ -196,6 +196,7 @@ def _compare(subject: Subject, path: Path, images: Sequence[Tensor]) -> list[dic
         tolerances=TOLERANCES[model.metadata["precision"]],
         score_threshold=model.metadata["thresholds"]["score"],
         max_detections=model.metadata["thresholds"]["detections_per_image"],
+        changed_share=CHANGED_SHARE[model.metadata["precision"]],
     )
 
 
@@ -208,9 +209,10 @@ def describe_cell(cell: dict) -> str:
         return f"FAILED: {cell['error']}"
     rows = cell["images"]
     parity = ", ".join(text.format(max(row[name] for row in rows)) for name, text in _UNITS.items() if name in rows[0])
-    unmatched = sum(row["unmatched"] for row in rows)
-    if unmatched:
-        parity += f", {unmatched} unmatched"
+    for name in ("unmatched", "changed"):
+        number = sum(row[name] for row in rows)
+        if number:
+            parity += f", {number} of {sum(row['detections'] for row in rows)} {name}"
     latency = cell["latency"]
     differs = "" if cell["ok"] else "NOT EQUAL: "
     return f"{differs}{parity}; {latency['exported_ms']:.0f} ms (eager {latency['eager_ms']:.0f})"

@@ -95,8 +95,10 @@ def test_a_cell_as_text():
     assert table.describe_cell(cell()) == "box 2.0e-05 px, score 3.0e-07; 53 ms (eager 45)"
     masks = [ROW | {"masks": 2e-6}, ROW | {"masks": 1e-6}]
     assert table.describe_cell(cell(images=masks)) == "box 1.5e-05 px, score 3.0e-07, mask 2.0e-06; 53 ms (eager 45)"
-    different = cell(ok=False, images=[ROW | {"unmatched": 2}, ROW | {"unmatched": 1}])
-    assert table.describe_cell(different).startswith("NOT EQUAL: box 1.5e-05 px, score 3.0e-07, 3 unmatched; ")
+    different = cell(ok=False, images=[ROW | {"unmatched": 2}, ROW | {"unmatched": 1, "changed": 4}])
+    assert table.describe_cell(different).startswith(
+        "NOT EQUAL: box 1.5e-05 px, score 3.0e-07, 3 of 14 unmatched, 4 of 14 changed; "
+    )
     assert table.describe_cell(failed(error="ValueError: no")) == "FAILED: ValueError: no"
 
 
