@@ -5,13 +5,17 @@ someone without this repository, in the metadata beside the file. Resizing is th
 threshold, non-maximum suppression and the choice of the best are inside.
 """
 
+import contextlib
 import copy
 import datetime
 import functools
 import importlib.metadata
+import itertools
 import json
 import math
-from collections.abc import Callable, Sequence
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -27,7 +31,14 @@ from torch import Tensor, nn
 from backbones import InputError
 from backbones.errors import check_choice
 from projects_vil.checkpoint import Checkpointer
-from projects_vil.data import build_test_loader, load_dataset, number_of_classes, read_for_testing, register_datasets
+from projects_vil.data import (
+    build_test_loader,
+    load_dataset,
+    number_of_classes,
+    read_for_testing,
+    register_datasets,
+    size_for_testing,
+)
 from projects_vil.evaluation import build_evaluator
 from projects_vil.exportable import ExportableDetector, make_exportable
 from projects_vil.formats import (
@@ -36,8 +47,9 @@ from projects_vil.formats import (
     SUFFIXES,
     ExportedModel,
     check_format,
-    largest_side,
+    check_sides,
     metadata_path,
+    sides_of,
     write_model,
 )
 from projects_vil.parity import CHANGED_SHARE, TOLERANCES, compare, describe, measure_latency
@@ -132,9 +144,10 @@ def comparison_images(cfg: CfgNode, files: Sequence[str | Path] = ()) -> list[Te
     if files:
         images = (read_for_testing(cfg, file, image_format=cfg.INPUT.FORMAT)[0] for file in files)
         return [torch.as_tensor(image.transpose(2, 0, 1).copy()) for image in images]
-    short, longest = cfg.INPUT.MIN_SIZE_TEST or 800, cfg.INPUT.MAX_SIZE_TEST
-    wide = min(short * 5 // 3, longest)
-    sizes = [(short, short * 3 // 2), (short * 4 // 3, short), (short, wide), (short // 2 + 3, short // 2 + 3)]
+    sizes = [size_for_testing(cfg, *size) for size in ((400, 600), (600, 450), (360, 600), (500, 500))]
+    # The last one is smaller than testing has it, and no model takes less than the least side.
+    sizes[-1] = tuple(side // 2 + 3 for side in sizes[-1])
+    sizes = [tuple(max(side, SMALLEST_SIDE) for side in size) for size in sizes]
     return [example_image(*size, seed=seed) for seed, size in enumerate(sizes, start=1)]
 
 
@@ -144,7 +157,8 @@ def paste_masks(masks: Tensor, boxes: Tensor, size: tuple[int, int], *, threshol
     Args:
         size: height and width of the image, in whose pixels the boxes are.
     """
-    return paste_masks_in_image(masks[:, 0].float(), boxes.float(), size, threshold=threshold)
+    # Of no mask detectron2 makes uint8.
+    return paste_masks_in_image(masks[:, 0].float(), boxes.float(), size, threshold=threshold).bool()
 
 
 class ExportedDetector(nn.Module):
@@ -206,14 +220,16 @@ def describe_model(
         "opset": OPSET if file_format == "onnx" else None,
         "precision": precision,
         "detector": "Mask R-CNN" if "masks" in exportable.output_names else cfg.MODEL.META_ARCHITECTURE,
-        "backbone": cfg.MODEL.TRANSFORMER.NAME,
+        "backbone": getattr(
+            getattr(exportable.detector.backbone, "bottom_up", None), "variant", cfg.MODEL.BACKBONE.NAME
+        ),
         "input": {
             "name": exportable.input_names[0],
             "shape": [*batch, 3, "height", "width"],
             "batched": exportable.batched,
             "dtype": input_dtype,
             "range": [0, 255],
-            "sides": None if file_format == "torchscript" else [SMALLEST_SIDE, largest_side(exportable.detector)],
+            "sides": sides_of(exportable.detector, file_format),
             "color_order": cfg.INPUT.FORMAT,
         },
         "resizing": {
@@ -319,17 +335,12 @@ def export_detector(
     if evaluate:
         register_datasets(cfg)
         load_dataset(cfg, cfg.DATASETS.TEST, train=False)
-    path = Path(output) / f"model{'' if precision == 'fp32' else '_' + precision}{SUFFIXES[file_format]}"
+    special = [name for name, is_so in (("batched", batched), (precision, precision != "fp32")) if is_so]
+    special += ["float32"] if input_dtype != "uint8" else []
+    path = Path(output) / ("_".join(["model", *special]) + SUFFIXES[file_format])
     compared = comparison_images(cfg, images)
     reference, classes = load_detector(cfg, weights)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"cannot write into {output}: {error.strerror}") from error
-
     exportable = make_exportable(in_precision(copy.deepcopy(reference), precision), batched=batched)
-    example = example_image(*EXAMPLE_SIZE).to(getattr(torch, input_dtype))
-    write_model(exportable, torch.stack([example] * 2) if batched else example, path, file_format)
     metadata = describe_model(
         cfg,
         exportable,
@@ -339,10 +350,33 @@ def export_detector(
         input_dtype=input_dtype,
         weights=weights,
     )
-    metadata_path(path).write_text(json.dumps(metadata, indent=2) + "\n")
-    report = check_export(cfg, reference, ExportedModel(path), compared, runs=runs, evaluate=evaluate)
-    report_path(path).write_text(json.dumps(report, indent=2) + "\n")
+    for image, file in itertools.zip_longest(compared, images):
+        check_sides(metadata["input"]["sides"], image.shape[-2:], what=str(file or "MIN_SIZE_TEST makes images that"))
+    example = example_image(*EXAMPLE_SIZE).to(getattr(torch, input_dtype))
+    with _folder_in(path.parent) as unfinished:
+        new = unfinished / path.name
+        write_model(exportable, torch.stack([example] * 2) if batched else example, new, file_format)
+        metadata_path(new).write_text(json.dumps(metadata, indent=2) + "\n")
+        report = check_export(cfg, reference, ExportedModel(new), compared, runs=runs, evaluate=evaluate)
+        report_path(new).write_text(json.dumps(report, indent=2) + "\n")
+        for name in (lambda model: model, metadata_path, report_path):
+            try:
+                os.replace(name(new), name(path))
+            except OSError as error:
+                raise InputError(f"cannot write {name(path)}: {error.strerror}") from error
     return path, report
+
+
+@contextlib.contextmanager
+def _folder_in(folder: Path) -> Iterator[Path]:
+    """A folder for what is not finished, beside what is: an export that fails leaves an older one as it was."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = tempfile.TemporaryDirectory(prefix=".unfinished-", dir=folder)
+    except OSError as error:
+        raise InputError(f"cannot write into {folder}: {error.strerror}") from error
+    with temporary as name:
+        yield Path(name)
 
 
 def report_path(path: str | Path) -> Path:
@@ -362,18 +396,20 @@ def check_export(
     """Compare an exported model with the detector that it was made of; see :func:`describe_report`."""
     precision, thresholds = model.metadata["precision"], model.metadata["thresholds"]
     eager = functools.partial(eager_detections, reference)
-    exported: Callable[[Tensor], dict[str, Tensor]] = model
+    ways: list[Callable[[Tensor], dict[str, Tensor]]] = [model]
     if model.batched:
-        exported = functools.partial(_first_of_two, model)
-    rows = compare(
-        eager,
-        exported,
-        images,
-        tolerances=TOLERANCES[precision],
-        score_threshold=thresholds["score"],
-        max_detections=thresholds["detections_per_image"],
-        changed_share=CHANGED_SHARE[precision],
-    )
+        ways = [functools.partial(_one_of_two, model, index) for index in (0, 1)]
+    rows = []
+    for exported in ways:
+        rows += compare(
+            eager,
+            exported,
+            images,
+            tolerances=TOLERANCES[precision],
+            score_threshold=thresholds["score"],
+            max_detections=thresholds["detections_per_image"],
+            changed_share=CHANGED_SHARE[precision],
+        )
     report = {
         "file": model.path.name,
         "format": model.file_format,
@@ -396,10 +432,12 @@ def _one_image(model: ExportedModel) -> Callable[[Tensor], dict[str, Tensor]]:
     return (lambda image: model(image[None])) if model.batched else model
 
 
-def _first_of_two(model: ExportedModel, image: Tensor) -> dict[str, Tensor]:
-    """What a batched model finds in an image that has another, its mirror image, beside it."""
-    found = model(torch.stack([image, image.flip(2)]))
-    return {name: value[found["image_index"] == 0] for name, value in found.items()}
+def _one_of_two(model: ExportedModel, index: int, image: Tensor) -> dict[str, Tensor]:
+    """What a batched model finds in the image at ``index`` of two; the other one is its mirror image."""
+    images = [image.flip(2), image.flip(2)]
+    images[index] = image
+    found = model(torch.stack(images))
+    return {name: value[found["image_index"] == index] for name, value in found.items()}
 
 
 def _evaluate(cfg: CfgNode, reference: nn.Module, model: ExportedModel) -> list[dict]:

@@ -71,7 +71,7 @@ class ExportableDetector(nn.Module):
         """(B, 3, H, W), 0 to 255 -> normalised, padded below and on the right for FPN, in the model's type."""
         mean, std = self.detector.pixel_mean, self.detector.pixel_std
         images = (images.to(torch.promote_types(mean.dtype, torch.float32)) - mean.float()) / std.float()
-        divisor = self.detector.backbone.size_divisibility
+        divisor = max(self.detector.backbone.size_divisibility, 1)
         height, width = images.shape[2], images.shape[3]
         # In this form a recorded size is a product with the divisor, and all that follow from it are simple.
         rows, cols = (height + divisor - 1) // divisor, (width + divisor - 1) // divisor
@@ -187,7 +187,8 @@ class ExportableRCNN(ExportableDetector):
         deltas = deltas.unflatten(1, (-1, 4))
         boxes = clip(decode(predictor.box2box_transform, deltas, proposals[:, None]), size)
         check_writable(scores)
-        row, classes = (scores > predictor.test_score_thresh).nonzero().unbind(1)
+        is_finite = boxes.isfinite().flatten(1).all(1) & logits.isfinite().all(1)
+        row, classes = ((scores > predictor.test_score_thresh) & is_finite[:, None]).nonzero().unbind(1)
         boxes = boxes[row, classes if deltas.shape[1] > 1 else torch.zeros_like(classes)]
         scores, image = scores[row, classes], image[row]
         kept = best_without_overlap(
@@ -214,6 +215,8 @@ def make_exportable(detector: nn.Module, *, batched: bool = False) -> Exportable
         if type(part) not in kinds:
             known = " or ".join(kind.__name__ for kind in kinds)
             raise InputError(f"a detector whose {name} is a {type(part).__name__} cannot be exported: it is {known}")
+    if isinstance(detector, RetinaNet) and detector.max_detections_per_image < 0:
+        raise InputError("TEST.DETECTIONS_PER_IMAGE is below 0: detectron2's RetinaNet drops its last detection then")
     make = ExportableRetinaNet if isinstance(detector, RetinaNet) else ExportableRCNN
     return make(detector, batched=batched).eval()
 

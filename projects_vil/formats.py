@@ -11,7 +11,7 @@ import os
 import shutil
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -95,6 +95,17 @@ def largest_side(detector: nn.Module) -> int:
     return options["max_img_size"] if has_tables else LARGEST_SIDE
 
 
+def sides_of(detector: nn.Module, file_format: str) -> list[int]:
+    """The shortest and the longest side, in pixels, of an image that a file takes."""
+    return [1 if file_format == "torchscript" else SMALLEST_SIDE, largest_side(detector)]
+
+
+def check_sides(sides: Sequence[int], size: Sequence[int], *, what: str) -> None:
+    """Raise an :class:`InputError` where an image of ``size`` (height, width) is not for a model with these sides."""
+    if min(size) < sides[0] or max(size) > sides[1]:
+        raise InputError(f"{what}: {size[0]} x {size[1]} pixels, and the model takes sides of {sides[0]} to {sides[1]}")
+
+
 def trace(exportable: ExportableDetector, example: Tensor) -> torch.jit.ScriptModule:
     """TorchScript of a detector, for images of any height and width."""
     with torch.no_grad(), _quiet():
@@ -167,10 +178,12 @@ class ExportedModel:
         """(3, H, W), or (B, 3, H, W) for a batched model, 0 to 255 -> the outputs by name.
 
         Raises:
-            InputError: for floating-point images where the model takes uint8; other types are cast.
+            InputError: for an image smaller or larger than the model takes, and for floating-point images where it
+                takes uint8; other types are cast.
         """
         if images.is_floating_point() and not self.dtype.is_floating_point:
             raise InputError(f"{self.path} takes {self.dtype} images: export it with --input-dtype float32 for others")
+        check_sides(self.metadata["input"]["sides"], images.shape[-2:], what=str(self.path))
         with torch.no_grad():
             return dict(zip(self.output_names, self._run(images.to(self.dtype)), strict=True))
 
@@ -221,10 +234,12 @@ def read_metadata(path: str | Path) -> dict:
 def _is_metadata(metadata: object) -> bool:
     if not isinstance(metadata, dict) or not {"input", "outputs", "classes", "resizing"} <= metadata.keys():
         return False
-    taken, given = metadata["input"], metadata["outputs"]
+    taken, given, resizing = metadata["input"], metadata["outputs"], metadata["resizing"]
     return (
         isinstance(taken, dict)
-        and {"batched", "dtype"} <= taken.keys()
+        and {"batched", "dtype", "color_order", "sides"} <= taken.keys()
+        and isinstance(resizing, dict)
+        and {"short_side", "longest_side"} <= resizing.keys()
         and isinstance(given, list)
         and all(isinstance(output, dict) and "name" in output for output in given)
     )
@@ -248,7 +263,7 @@ def _load_onnx(path: Path) -> Runner:
     options.log_severity_level = 3
     kinds = (states.Fail, states.InvalidArgument, states.InvalidProtobuf, states.InvalidGraph, states.NotImplemented)
     with _damaged(path, *kinds):
-        session = onnxruntime.InferenceSession(str(path), options, providers=onnxruntime.get_available_providers())
+        session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     name = session.get_inputs()[0].name
 
     def run(images: Tensor) -> tuple[Tensor, ...]:

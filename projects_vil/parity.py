@@ -17,6 +17,8 @@ TOLERANCES = {
 # The share of an image's detections that may differ by more: rounding makes non-maximum suppression take another of two
 # candidates that are nearly equal.
 CHANGED_SHARE = {"fp32": 0.0, "fp16": 0.1, "bf16": 0.1}
+# How near a score is to the threshold, or to the last place of a full list, to be in one answer only.
+BORDERLINE = TOLERANCES["fp32"]["scores"]
 Detections = Mapping[str, Tensor]
 Detector = Callable[[Tensor], Detections]
 
@@ -58,7 +60,7 @@ def compare_detections(
     """How far two answers for one image are apart.
 
     Detections are paired by class and box, not by their place: two scores that differ in the last digit change places
-    in another runtime. A detection without a partner is excused where its score is within the tolerance of the
+    in another runtime. A detection without a partner is excused where its score is within ``BORDERLINE`` of the
     threshold or, in a full list, of the lowest score that came into it.
 
     Args:
@@ -69,9 +71,9 @@ def compare_detections(
         changed_share: of the detections that may be unmatched or changed.
 
     Returns:
-        ``detections`` and ``detections_exported``; ``unmatched``, those without a partner of their class and without an
-        excuse; ``borderline``, those excused; ``changed``, pairs that differ by more than a tolerance; the largest
-        difference of boxes, scores and masks in the pairs; ``ok``.
+        ``detections`` and ``detections_exported``; ``pairs`` of them; ``unmatched``, those without a partner of their
+        class and without an excuse; ``borderline``, those excused; ``changed``, pairs that differ by more than a
+        tolerance; the largest difference of boxes, scores and masks in the pairs; ``ok``.
     """
     distance = (ours["boxes"].float()[:, None] - theirs["boxes"].float()).abs().amax(2)
     # What is not a number is no match.
@@ -80,7 +82,7 @@ def compare_detections(
     pairs = _pair(distance, at_most=tolerances["boxes"])
     left = [set(range(side)) - {pair[i] for pair in pairs} for i, side in enumerate(distance.shape)]
     excused = [
-        {i for i in rest if _is_borderline(answer["scores"], i, score_threshold, max_detections, tolerances["scores"])}
+        {i for i in rest if _is_borderline(answer["scores"], i, score_threshold, max_detections)}
         for rest, answer in zip(left, (ours, theirs), strict=True)
     ]
     # Those that should have been pairs, so that the report says how far they are apart.
@@ -93,6 +95,7 @@ def compare_detections(
     row: dict = {
         "detections": len(ours["scores"]),
         "detections_exported": len(theirs["scores"]),
+        "pairs": len(pairs),
         "unmatched": sum(len(rest - spared - pair) for rest, spared, pair in zip(left, excused, matched, strict=True)),
         "borderline": sum(map(len, excused)),
     }
@@ -119,9 +122,9 @@ def _pair(distance: Tensor, *, at_most: float) -> list[tuple[int, int]]:
     return pairs
 
 
-def _is_borderline(scores: Tensor, index: int, threshold: float, max_detections: int, tolerance: float) -> bool:
+def _is_borderline(scores: Tensor, index: int, threshold: float, max_detections: int) -> bool:
     is_full = 0 <= max_detections <= len(scores)
-    return bool(scores[index] <= threshold + tolerance or (is_full and scores[index] <= scores.min() + tolerance))
+    return bool(scores[index] <= threshold + BORDERLINE or (is_full and scores[index] <= scores.min() + BORDERLINE))
 
 
 def describe(rows: Sequence[dict], tolerances: Mapping[str, float]) -> tuple[str, bool]:
@@ -134,9 +137,9 @@ def describe(rows: Sequence[dict], tolerances: Mapping[str, float]) -> tuple[str
             f"{row['height']} x {row['width']}: {row['detections']} detections, {row['detections_exported']} exported"
             f"{extra}; largest difference: {differences}; {'equal' if row['ok'] else 'NOT EQUAL'}"
         )
-    compared = any(row["detections"] for row in rows)
+    compared = any(row["pairs"] for row in rows)
     if not compared:
-        lines.append("NOT PROVEN: there is no detection on these images; name some of your own with --images")
+        lines.append("NOT PROVEN: no detection of both on these images; name some of your own with --images")
     return "\n".join(lines), compared and all(row["ok"] for row in rows)
 
 

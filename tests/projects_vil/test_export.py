@@ -16,6 +16,7 @@ from detectron2.structures import Boxes, Instances
 from PIL import Image
 
 from backbones import InputError
+from projects_vil import export, load_config
 from projects_vil.data import read_for_testing, size_for_testing
 from projects_vil.export import (
     EXAMPLE_SIZE,
@@ -132,7 +133,9 @@ def test_an_export_of_slightly_other_weights_is_not_ok(exported, name, layer, ch
 
 def test_a_batched_export(exported):
     path, report = exported("mask_rcnn", batched=True)
-    assert report["ok"] and len(report["images"]) == 4 and read_metadata(path)["input"]["batched"] is True
+    # Each image first and second in a batch
+    assert report["ok"] and len(report["images"]) == 8 and read_metadata(path)["input"]["batched"] is True
+    assert path.name == "model_batched.ts"
     assert read_metadata(path)["input"]["shape"] == ["images", 3, "height", "width"]
     found = ExportedModel(path)(torch.stack([example_image(70, 90, seed=seed) for seed in range(3)]))
     assert set(found["image_index"].tolist()) == {0, 1, 2}
@@ -246,7 +249,7 @@ def test_metadata(exported):
         "batched": False,
         "dtype": "uint8",
         "range": [0, 255],
-        "sides": None,
+        "sides": [1, 8192],
         "color_order": cfg.INPUT.FORMAT,
     }
     assert metadata["normalization"] == {
@@ -349,7 +352,7 @@ def test_example_images_differ_and_have_something_on_them():
 
 def test_images_to_compare_on(shapes):
     drawn = comparison_images(small_config())
-    assert [tuple(image.shape[1:]) for image in drawn] == [(64, 96), (85, 64), (64, 106), (35, 35)]
+    assert [tuple(image.shape[1:]) for image in drawn] == [(64, 96), (85, 64), (64, 107), (35, 35)]
     files = sorted((shapes / "val").iterdir())[:2]
     for channels in ("RGB", "BGR"):
         cfg = small_config("retinanet", "INPUT.MIN_SIZE_TEST", "48", "INPUT.FORMAT", channels)
@@ -425,3 +428,36 @@ def test_the_tool_fails_where_the_answers_differ(weights, tmp_path, monkeypatch,
     assert capsys.readouterr().out.count("NOT EQUAL") == 4
     report = json.loads((tmp_path / "model.ts.report.json").read_text())
     assert report["ok"] is False and not any(row["ok"] for row in report["images"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file_format", ["torch_export", "onnx"])
+@pytest.mark.parametrize("family", ["vil", "ls", "lit", "cvt"])
+@pytest.mark.parametrize("name", BOTH)
+def test_every_family_in_its_own_runtime(tmp_path, name, family, file_format):
+    cfg = load_config(ROOT / f"configs/demo/{name}_{family}_shapes.yaml", SMALL[name])
+    torch.save({"model": lively_detector(cfg).state_dict()}, tmp_path / "lively.pth")
+    _, report = export_detector(cfg, tmp_path / "lively.pth", tmp_path / "export", file_format=file_format, runs=1)
+    assert report["ok"], describe_report(report)
+
+
+def test_an_export_that_fails_leaves_the_older_one(weights, tmp_path, monkeypatch):
+    path, _ = export_detector(small_config(), weights(), tmp_path, runs=1)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+
+    def fail(*args, **options):
+        raise InputError("the comparison fails")
+
+    monkeypatch.setattr(export, "check_export", fail)
+    with pytest.raises(InputError, match="the comparison fails"):
+        export_detector(small_config(), weights(), tmp_path, runs=1)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before and path.name in before
+
+
+def test_images_that_a_model_does_not_take(weights, tmp_path):
+    keys = ("MODEL.TRANSFORMER.NAME", "vil_tiny_1_1_3_1", "MODEL.TRANSFORMER.MAX_IMG_SIZE", "80")
+    cfg = small_config("retinanet", *keys)
+    torch.save({"model": lively_detector(cfg).state_dict()}, tmp_path / "absolute.pth")
+    with pytest.raises(InputError, match="^MIN_SIZE_TEST .*: 64 x 96 pixels, and the model takes sides of 1 to 80$"):
+        export_detector(cfg, tmp_path / "absolute.pth", tmp_path / "export")
+    assert not (tmp_path / "export").exists()

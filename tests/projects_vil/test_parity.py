@@ -47,7 +47,7 @@ def row(ours: dict, theirs: dict, *, threshold: float = 0.05, most: int = 100, t
 @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 0, 4, 1, 3]])
 def test_the_order_does_not_matter(order, masks):
     found = detections(masks=masks)
-    expected = {"detections": 5, "detections_exported": 5, "unmatched": 0, "changed": 0, "borderline": 0}
+    expected = {"detections": 5, "detections_exported": 5, "pairs": 5, "unmatched": 0, "changed": 0, "borderline": 0}
     expected["ok"] = True
     assert row(found, of(found, order)) == expected | {"boxes": 0, "scores": 0} | ({"masks": 0} if masks else {})
 
@@ -171,6 +171,15 @@ def test_a_share_of_the_detections_may_change(share, ok):
     assert (result["unmatched"], result["changed"], result["ok"]) == (1, 1, ok)
 
 
+def test_many_scores_near_the_threshold_excuse_nothing():
+    """Half precision's tolerance of scores is wide, and what excuses a detection is not."""
+    found = detections()
+    found["scores"] = torch.linspace(0.14, 0.06, 5)
+    nothing = of(found, [])
+    limits = {"tolerances": TOLERANCES["bf16"], "score_threshold": 0.05, "max_detections": 100, "changed_share": 0.1}
+    assert not compare_detections(found, nothing, **limits)["ok"]
+
+
 def test_a_borderline_pair_is_still_compared():
     """That a score is beside the threshold excuses what is missing, not what is wrong."""
     found = detections()
@@ -234,7 +243,7 @@ def test_both_run_on_each_image():
 
 def a_row(ok: bool = True, **changes) -> dict:
     found = {"detections": 3, "detections_exported": 4, "unmatched": 0, "changed": 0, "borderline": 0}
-    found |= {"boxes": 0.5, "scores": 2e-6}
+    found |= {"pairs": 3, "boxes": 0.5, "scores": 2e-6}
     return {"height": 64, "width": 90} | found | {"ok": ok} | changes
 
 
@@ -248,10 +257,10 @@ def test_rows_as_text():
     ]
     assert not proven
     assert describe(rows[:1], TOLERANCE)[1]
-    assert describe([a_row(), a_row(detections=0)], TOLERANCE)[1]
+    assert describe([a_row(), a_row(pairs=0)], TOLERANCE)[1]
 
 
-@pytest.mark.parametrize("rows", [[], [a_row(detections=0)], [a_row(detections=0)] * 2])
+@pytest.mark.parametrize("rows", [[], [a_row(pairs=0)], [a_row(pairs=0)] * 2])
 def test_no_detection_proves_nothing(rows):
     text, proven = describe(rows, TOLERANCE)
     assert not proven and text.splitlines()[-1].startswith("NOT PROVEN: ") and "--images" in text
