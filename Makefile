@@ -30,7 +30,7 @@ demo: .venv/.stamp ## make a small dataset, train, evaluate, export, draw; DETEC
 	@$(RUN) tools/visualize_results.py --run $(OUT)
 
 test: .venv/.stamp ## run the tests; ARGS is passed on to pytest, as in ARGS="tests/tools -k hash"
-	@$(RUN) -m pytest $(ARGS)
+	@OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: .venv/.stamp ## check the style
 	@$(RUN) -m ruff check .

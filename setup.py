@@ -74,6 +74,6 @@ setup(
     ],
     extras_require={
         "export": EXPORT,
-        "dev": ["pytest>=7.4", "ruff>=0.6", *EXPORT],
+        "dev": ["pytest>=7.4", "pytest-xdist>=3.5", "ruff>=0.6", *EXPORT],
     },
 )
