@@ -26,7 +26,7 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.data import transforms as T
 from detectron2.data.catalog import Metadata
 from detectron2.evaluation.coco_evaluation import instances_to_coco_json
-from detectron2.modeling import build_model
+from detectron2.modeling import GeneralizedRCNNWithTTA, build_model
 from detectron2.structures import Instances
 from torch import Tensor
 from tqdm import tqdm
@@ -39,7 +39,7 @@ from projects_vil.formats import ExportedModel, is_exported, read_metadata
 from projects_vil.images import UnreadableImage, read_image, read_size
 from projects_vil.provenance import PROVENANCE_KEY, Provenance, coco_categories
 from projects_vil.trainer import check_device
-from projects_vil.tta import add_tta, augmentation_sizes
+from projects_vil.tta import add_tta, augmentation_sizes, longest_side
 from projects_vil.visualize import draw_instances
 
 RESULTS_FILE, IMAGES_FILE, DRAWINGS_FOLDER = "results.json", "images.json", "drawings"
@@ -72,6 +72,9 @@ class Runner(Protocol):
 
     def input_size(self, height: int, width: int) -> tuple[int, int]:
         """Height and width to which it wants an image of this size to be resized."""
+
+    def refusal(self, height: int, width: int) -> str | None:
+        """Why it cannot take an image of this size; None where it can."""
 
     def __call__(self, images: Sequence[Tensor], sizes: Sequence[tuple[int, int]]) -> list[Instances]:
         """Detect.
@@ -106,10 +109,19 @@ class Predictor:
         self.channels = cfg.INPUT.FORMAT
         self.classes = Provenance.of({PROVENANCE_KEY: contents.get(PROVENANCE_KEY)}).classes
         self.tta = tta
+        self.longest_side = longest_side(model)
         self.model = add_tta(cfg, model.eval()) if tta else model.eval()
 
     def input_size(self, height: int, width: int) -> tuple[int, int]:
         return (height, width) if self.tta else size_for_testing(self.cfg, height, width)
+
+    def refusal(self, height: int, width: int) -> str | None:
+        if not self.tta:
+            return _refusal((height, width), self.input_size(height, width), (1, self.longest_side))
+        mapper = self.model.tta_mapper if isinstance(self.model, GeneralizedRCNNWithTTA) else self.model.mapper
+        # The smallest; its longest side is no more than the mapper's.
+        size = T.ResizeShortestEdge.get_output_shape(height, width, min(mapper.min_sizes), mapper.max_size)
+        return _refusal((height, width), size, (1, None))
 
     @torch.no_grad()
     def __call__(self, images: Sequence[Tensor], sizes: Sequence[tuple[int, int]]) -> list[Instances]:
@@ -135,12 +147,16 @@ class ExportedRunner:
         self.channels = self.model.metadata["input"]["color_order"]
         self.classes = tuple(self.model.metadata["classes"])
         self.resizing = self.model.metadata["resizing"]
+        self.sides = self.model.metadata["input"].get("sides") or (1, None)
 
     def input_size(self, height: int, width: int) -> tuple[int, int]:
         if not self.resizing["short_side"]:
             return height, width
         sides = self.resizing["short_side"], self.resizing["longest_side"]
         return T.ResizeShortestEdge.get_output_shape(height, width, *sides)
+
+    def refusal(self, height: int, width: int) -> str | None:
+        return _refusal((height, width), self.input_size(height, width), self.sides)
 
     def __call__(self, images: Sequence[Tensor], sizes: Sequence[tuple[int, int]]) -> list[Instances]:
         if self.model.batched:
@@ -160,8 +176,8 @@ def check_runner(cfg: CfgNode, weights: str | Path, *, tta: bool = False) -> Non
     """What can be checked of :func:`build_runner` in no time.
 
     Raises:
-        InputError: for a model that is no detector, missing weights, a device that is not here, or sizes to augment to
-            that are none.
+        InputError: for a model that is no detector, missing weights, an exported model of other classes, a device that
+            is not here, or sizes to augment to that are none.
     """
     if cfg.MODEL.META_ARCHITECTURE not in DETECTORS:
         raise InputError(f"a {cfg.MODEL.META_ARCHITECTURE} finds no boxes to predict: {' and '.join(DETECTORS)} do")
@@ -172,7 +188,7 @@ def check_runner(cfg: CfgNode, weights: str | Path, *, tta: bool = False) -> Non
     if is_exported(weights):
         if tta:
             raise InputError(f"--tta changes the images inside the detector, and {weights} is an exported one")
-        read_metadata(weights)
+        check_number_of_classes(cfg, read_metadata(weights)["classes"])
         return
     check_weights_file(str(weights))
     check_device(cfg)
@@ -189,6 +205,26 @@ def build_runner(cfg: CfgNode, weights: str | Path, *, tta: bool = False) -> Run
     if is_exported(weights):
         return ExportedRunner(weights)
     return Predictor(cfg, weights, tta=tta)
+
+
+def check_number_of_classes(cfg: CfgNode, classes: Sequence[str] | None) -> None:
+    """Raise an :class:`InputError` where a model has ``classes``, and its config another number of them."""
+    key, number = number_of_classes(cfg)
+    if classes is not None and len(classes) != number:
+        names = f"{', '.join(classes[:3])}{', ...' if len(classes) > 3 else ''}"
+        raise InputError(f"{key} is {number}, and the weights know {len(classes)} classes ({names}): set it to that")
+
+
+def _refusal(file_size: tuple[int, int], size: tuple[int, int], sides: Sequence[int | None]) -> str | None:
+    """Why a file of ``file_size`` that is resized to ``size`` is nothing for a model that takes these sides."""
+    smallest, largest = sides
+    before = f"{file_size[0]} x {file_size[1]} pixels"
+    if min(size) < 1:
+        return f"{before}: resized, nothing would be left of it"
+    if min(size) < smallest or (largest is not None and max(size) > largest):
+        takes = f"{smallest} or more" if largest is None else f"{smallest} to {largest}"
+        return f"{before}: resized to {size[0]} x {size[1]}, and the model takes sides of {takes}"
+    return None
 
 
 # -- what is read ----------------------------------------------------------------------------------
@@ -287,8 +323,9 @@ class ImageFiles:
         if file.size not in (None, (height, width)):
             reason = f"it is {height} x {width} pixels, and its annotations say {file.size[0]} x {file.size[1]}"
             return Skipped(index, file.name, reason)
-        if min(runner.input_size(height, width)) < 1:
-            return Skipped(index, file.name, f"{height} x {width} pixels: resized, nothing would be left of it")
+        reason = runner.refusal(height, width)
+        if reason is not None:
+            return Skipped(index, file.name, reason)
         entry = {"id": file.image_id, "file_name": file.name, "height": height, "width": width}
         return Loaded(index, entry, prepare(pixels, runner), pixels if keep_pixels else None)
 
@@ -326,6 +363,9 @@ class Video:
                 if not found:
                     break
                 pixels = np.ascontiguousarray(frame[..., ::-1])
+                reason = runner.refusal(*pixels.shape[:2])
+                if reason is not None:
+                    raise InputError(f"{self.path}: frames of {reason}")
                 entry = {"id": index + 1, "file_name": self.path.name, "frame": index}
                 entry |= {"seconds": round(index / self.frame_rate, 3)}
                 entry |= {"height": pixels.shape[0], "width": pixels.shape[1]}
@@ -391,10 +431,22 @@ class Categories:
         return Metadata(thing_classes=list(self.names), **colors)
 
 
-def find_categories(cfg: CfgNode, classes: Sequence[str] | None) -> Categories:
-    """Those of the first of ``DATASETS.TEST`` that is known here and has as many classes as the model; or else ids from
-    1, with the names ``classes``, or numbers."""
+def find_categories(cfg: CfgNode, classes: Sequence[str] | None, *, annotated: bool = False) -> Categories:
+    """Those of the first of ``DATASETS.TEST`` that is known here and has the model's classes; or else ids from 1, with
+    the names ``classes``, or numbers.
+
+    Args:
+        cfg: the detector's config.
+        classes: that the model was trained on; None, or numbers, where their names are not known: then any dataset with
+            as many will do.
+        annotated: whether ``DATASETS.TEST`` was given for these images, so that only its number of classes counts.
+
+    Raises:
+        InputError: where the model has another number of classes than the config.
+    """
+    check_number_of_classes(cfg, classes)
     _, number = number_of_classes(cfg)
+    any_names = annotated or classes is None or all(name.isdecimal() for name in classes)
     for name in cfg.DATASETS.TEST:
         if name not in DatasetCatalog.list():
             continue
@@ -406,7 +458,7 @@ def find_categories(cfg: CfgNode, classes: Sequence[str] | None) -> Categories:
             pairs = [(category_id, names[index]) for category_id, index in sorted(index_of.items(), key=lambda i: i[1])]
         else:
             pairs = coco_categories(metadata.get("json_file")) or list(enumerate(names or (), start=1))
-        if len(pairs) == number:
+        if len(pairs) == number and (any_names or [name for _, name in pairs] == list(classes)):
             return Categories(*map(tuple, zip(*pairs, strict=True)), colors=metadata.get("thing_colors"))
     ids = range(1, number + 1)
     return Categories(tuple(ids), tuple(classes or (f"class {category_id}" for category_id in ids)))
@@ -416,15 +468,17 @@ def find_categories(cfg: CfgNode, classes: Sequence[str] | None) -> Categories:
 
 
 @contextlib.contextmanager
-def written_whole(path: Path) -> Iterator[Any]:
-    """A text file to write to, which takes its name only when all is written: an interruption leaves the one before."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+def written_whole(*paths: Path) -> Iterator[tuple[Any, ...]]:
+    """Text files to write to, which take their names only when all are written: an interruption leaves those before."""
+    partials = [path.with_name(f".{path.name}.{os.getpid()}.partial") for path in paths]
     try:
-        with partial.open("w") as file:
-            yield file
-        partial.replace(path)
+        with contextlib.ExitStack() as stack:
+            yield tuple(stack.enter_context(partial.open("w")) for partial in partials)
+        for partial, path in zip(partials, paths, strict=True):
+            partial.replace(path)
     finally:
-        partial.unlink(missing_ok=True)
+        for partial in partials:
+            partial.unlink(missing_ok=True)
 
 
 class JsonList:
@@ -662,6 +716,7 @@ def predict(
     check_runner(cfg, weights, tta=tta)
     files: ImageFiles | Video
     if annotations is not None:
+        _check_not_overwritten(Path(annotations), output)
         cfg, images = _annotated_images(cfg, source, Path(annotations))
     else:
         register_datasets(cfg)
@@ -671,7 +726,7 @@ def predict(
     else:
         files = ImageFiles(images, threads=max(cfg.DATALOADER.NUM_WORKERS, 1))
     runner = build_runner(cfg, weights, tta=tta)
-    categories = find_categories(cfg, runner.classes)
+    categories = find_categories(cfg, runner.classes, annotated=annotations is not None)
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -735,42 +790,41 @@ def run(
     entries: dict[int, dict] = {}
     skipped: list[Skipped] = []
     metadata = categories.metadata
-    with (
-        written_whole(output / RESULTS_FILE) as file,
-        contextlib.closing(Progress(len(files), files.unit)) as progress,
-        drawer or contextlib.nullcontext(),
-        contextlib.closing(files.batches(runner, batch_size, keep_pixels=drawer is not None)) as batches,
-        contextlib.closing(read_ahead(batches)) as batches_ahead,
-    ):
-        results = JsonList(file)
-        for batch in batches_ahead:
-            for item in batch:
-                if isinstance(item, Skipped):
-                    skipped.append(item)
-                    results.put(item.index, [])
-                    progress.say(f"skipped {item.name}: {item.reason}")
-            for loaded, instances in _detect(runner, [item for item in batch if isinstance(item, Loaded)]):
-                found = instances_to_coco_json(instances, loaded.entry["id"])
-                if drawer is not None:
-                    kept = [item for item in found if item["score"] >= score_threshold]
-                    drawer.add(loaded.entry, draw(loaded.pixels, kept, metadata))
-                entries[loaded.index] = loaded.entry
-                ids = categories.ids
-                results.put(loaded.index, [item | {"category_id": ids[item["category_id"]]} for item in found])
-            progress.add(len(batch))
-        results.close()
-    skipped.sort(key=lambda item: item.index)
-    content = {
-        "images": [entries[index] for index in sorted(entries)],
-        "categories": [
-            {"id": category_id, "name": name}
-            for category_id, name in zip(categories.ids, categories.names, strict=True)
-        ],
-        "skipped": [{"file_name": item.name, "reason": item.reason} for item in skipped],
-    }
-    with written_whole(output / IMAGES_FILE) as file:
-        json.dump(content, file)
-        file.write("\n")
+    with written_whole(output / RESULTS_FILE, output / IMAGES_FILE) as (file, images_file):
+        with (
+            contextlib.closing(Progress(len(files), files.unit)) as progress,
+            drawer or contextlib.nullcontext(),
+            contextlib.closing(files.batches(runner, batch_size, keep_pixels=drawer is not None)) as batches,
+            contextlib.closing(read_ahead(batches)) as batches_ahead,
+        ):
+            results = JsonList(file)
+            for batch in batches_ahead:
+                for item in batch:
+                    if isinstance(item, Skipped):
+                        skipped.append(item)
+                        results.put(item.index, [])
+                        progress.say(f"skipped {item.name}: {item.reason}")
+                for loaded, instances in _detect(runner, [item for item in batch if isinstance(item, Loaded)]):
+                    found = instances_to_coco_json(instances, loaded.entry["id"])
+                    if drawer is not None:
+                        kept = [item for item in found if item["score"] >= score_threshold]
+                        drawer.add(loaded.entry, draw(loaded.pixels, kept, metadata))
+                    entries[loaded.index] = loaded.entry
+                    ids = categories.ids
+                    results.put(loaded.index, [item | {"category_id": ids[item["category_id"]]} for item in found])
+                progress.add(len(batch))
+            results.close()
+        skipped.sort(key=lambda item: item.index)
+        content = {
+            "images": [entries[index] for index in sorted(entries)],
+            "categories": [
+                {"id": category_id, "name": name}
+                for category_id, name in zip(categories.ids, categories.names, strict=True)
+            ],
+            "skipped": [{"file_name": item.name, "reason": item.reason} for item in skipped],
+        }
+        json.dump(content, images_file)
+        images_file.write("\n")
     written = [output / RESULTS_FILE, output / IMAGES_FILE]
     if drawer is not None and entries:
         written.append(output / DRAWINGS_FOLDER)
@@ -827,6 +881,12 @@ def _check_options(source: Path, output: Path, batch_size: int, score_threshold:
         raise InputError(f"--output {output}: it is the --input folder; choose another")
     if drawn in (source.resolve(), *source.resolve().parents):
         raise InputError(f"--input {source}: drawings of it would be written over it; choose another --output")
+
+
+def _check_not_overwritten(annotations: Path, output: Path) -> None:
+    written = [(output / name).resolve() for name in (RESULTS_FILE, IMAGES_FILE)]
+    if annotations.resolve() in written:
+        raise InputError(f"--annotations {annotations}: results would be written over it; choose another --output")
 
 
 def _count(number: int, unit: str) -> str:

@@ -10,9 +10,11 @@ from detectron2.structures import Boxes, Instances
 from torch import nn
 
 from backbones import InputError
+from projects_vil.formats import LARGEST_SIDE, largest_side
 
 # The short side, in pixels, of the detectors that detectron2's own TEST.AUG.MIN_SIZES are for.
 _USUAL_SHORT_SIDE = 800
+_USUAL_SIZES = tuple(get_cfg().TEST.AUG.MIN_SIZES)
 
 
 def augmentation_sizes(cfg: CfgNode) -> tuple[int, ...]:
@@ -26,22 +28,43 @@ def augmentation_sizes(cfg: CfgNode) -> tuple[int, ...]:
     """
     sizes = tuple(cfg.TEST.AUG.MIN_SIZES)
     short = cfg.INPUT.MIN_SIZE_TEST
-    if short and sizes == tuple(get_cfg().TEST.AUG.MIN_SIZES):
+    if short and sizes == _USUAL_SIZES:
         sizes = tuple(round(size * short / _USUAL_SHORT_SIDE) for size in sizes)
     if not sizes or min(sizes) < 1 or cfg.TEST.AUG.MAX_SIZE < 1:
         raise InputError(f"TEST.AUG.MIN_SIZES {list(sizes)} and MAX_SIZE {cfg.TEST.AUG.MAX_SIZE} are pixels, 1 or more")
     return sizes
 
 
+def longest_side(model: nn.Module) -> int | None:
+    """The longest side of an image, in pixels, for a model whose absolute positions have an end; None for others."""
+    side = largest_side(model)
+    return None if side == LARGEST_SIDE else side
+
+
 def add_tta(cfg: CfgNode, model: nn.Module) -> "GeneralizedRCNNWithTTA | RetinaNetWithTTA":
     """A detector with test-time augmentation: called with detectron2's inputs, it returns detectron2's outputs.
 
-    ``TEST.AUG.FLIP`` adds the mirror images. The inputs' images are best those of the files, not yet resized.
+    ``TEST.AUG.FLIP`` adds the mirror images. The inputs' images are best those of the files, not yet resized. Where
+    absolute positions end, no side is longer than ``MODEL.TRANSFORMER.MAX_IMG_SIZE``.
 
     Args:
+        cfg: the detector's config.
         model: a GeneralizedRCNN or a RetinaNet in eval mode.
+
+    Raises:
+        InputError: where ``TEST.AUG.MIN_SIZES`` was set to sizes that the model cannot take.
     """
-    mapper = DatasetMapperTTA(augmentation_sizes(cfg), cfg.TEST.AUG.MAX_SIZE, cfg.TEST.AUG.FLIP)
+    sizes, longest, end = augmentation_sizes(cfg), cfg.TEST.AUG.MAX_SIZE, longest_side(model)
+    if end is not None:
+        given = tuple(cfg.TEST.AUG.MIN_SIZES)
+        if sizes == given and max(sizes) > end and given != _USUAL_SIZES:
+            raise InputError(
+                f"TEST.AUG.MIN_SIZES has {max(sizes)}, and this model's tables of positions end at "
+                f"MODEL.TRANSFORMER.MAX_IMG_SIZE {end}: make one of them fit"
+            )
+        # Each once, in order.
+        sizes, longest = tuple(dict.fromkeys(min(size, end) for size in sizes)), min(longest, end)
+    mapper = DatasetMapperTTA(sizes, longest, cfg.TEST.AUG.FLIP)
     # An image and its mirror image make a batch; images of other sizes would pad each other.
     batch_size = 2 if cfg.TEST.AUG.FLIP else 1
     if isinstance(model, GeneralizedRCNN):

@@ -15,9 +15,11 @@ from backbones import InputError
 from projects_vil import load_config
 from projects_vil.data import size_for_testing
 from projects_vil.export import export_detector
+from projects_vil.formats import metadata_path
 from projects_vil.predict import (
     Categories,
     ImageDrawings,
+    ImageFile,
     ImageFiles,
     JsonList,
     Video,
@@ -30,6 +32,7 @@ from projects_vil.predict import (
 )
 from projects_vil.trainer import Trainer
 from tests.projects_vil.helpers import lively_detector, run_tool, small_config
+from tests.projects_vil.test_formats import write
 
 ANY = Categories((3, 7), ("left", "right"))
 EIGHTY = ("MODEL.RETINANET.NUM_CLASSES", "80")
@@ -47,6 +50,9 @@ class HalfFinder:
 
     def input_size(self, height: int, width: int) -> tuple[int, int]:
         return size_for_testing(small_config(), height, width)
+
+    def refusal(self, height: int, width: int) -> str | None:
+        return "nothing would be left of it" if min(self.input_size(height, width)) < 1 else None
 
     def __call__(self, images, sizes):
         if len(self.batches) == self.stop_after:
@@ -378,11 +384,59 @@ def test_an_interruption_leaves_the_results_before_it(tmp_path):
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["images.json", "results.json"]
 
 
+def test_both_files_are_of_one_run(tmp_path):
+    save(tmp_path / "a.png", picture(40, 60))
+    run_on(tmp_path / "a.png", tmp_path / "out")
+    before = read(tmp_path / "out")
+    save(tmp_path / "b.png", picture(40, 60))
+    images = [ImageFile(tmp_path / "b.png", "b.png", 9)]
+    # What images.json cannot be made of, when results.json is complete.
+    with pytest.raises(ValueError, match="zip"):
+        run(ImageFiles(images), HalfFinder(), Categories((3, 7), ("left",)), tmp_path / "out", None)
+    assert read(tmp_path / "out") == before and len(list((tmp_path / "out").iterdir())) == 2
+
+
+def test_images_that_an_exported_model_cannot_take_are_skipped(tmp_path):
+    for name, size in (("a", (48, 64)), ("b", (16, 64)), ("c", (48, 300))):
+        save(tmp_path / f"in/{name}.png", picture(*size))
+    path, resizing = write(tmp_path, "retinanet", "torchscript"), {"short_side": None, "longest_side": None}
+    metadata = json.loads(metadata_path(path).read_text())
+    metadata["input"]["sides"], metadata["resizing"] = [32, 256], metadata["resizing"] | resizing
+    metadata_path(path).write_text(json.dumps(metadata))
+    cfg = small_config()
+    summary = predict(cfg, path, tmp_path / "in", tmp_path / "out", drawings=False, batch_size=3)
+    assert summary.done == 1 and [item.name for item in summary.skipped] == ["b.png", "c.png"]
+    assert summary.skipped[0].reason == "16 x 64 pixels: resized to 16 x 64, and the model takes sides of 32 to 256"
+    write_video(tmp_path / "clip.avi", 2, size=(16, 64))
+    with pytest.raises(InputError, match="clip.avi: frames of 16 x 64 pixels: .* sides of 32 to 256"):
+        predict(cfg, path, tmp_path / "clip.avi", tmp_path / "video", drawings=False)
+    with pytest.raises(InputError, match="NUM_CLASSES is 80, and the weights know 3 classes"):
+        predict(small_config("retinanet", *EIGHTY), path, tmp_path / "in", tmp_path / "eighty")
+    assert not (tmp_path / "eighty").exists()
+
+
+@pytest.mark.parametrize("detector", ["retinanet", "mask_rcnn"])
+def test_images_too_thin_to_augment_are_skipped(tmp_path, detector):
+    cfg = small_config(detector, "TEST.AUG.MIN_SIZES", "(48, 64)", "TEST.AUG.MAX_SIZE", "96", "DATASETS.TEST", "()")
+    torch.save({"model": lively_detector(cfg).state_dict()}, tmp_path / "weights.pth")
+    save(tmp_path / "in/a.png", picture(40, 60))
+    save(tmp_path / "in/thin.png", picture(1, 20000))
+    summary = predict(cfg, tmp_path / "weights.pth", tmp_path / "in", tmp_path / "out", tta=True, drawings=False)
+    assert summary.done == 1 and [item.name for item in summary.skipped] == ["thin.png"]
+    assert summary.skipped[0].reason == "1 x 20000 pixels: resized, nothing would be left of it"
+
+
 def test_categories_of_the_test_set_or_else_from_1(shapes):
     known = find_categories(small_config(), None)
     assert (known.ids, known.names) == ((1, 2, 3), ("circle", "square", "triangle")) and len(known.colors) == 3
     coco = find_categories(small_config("retinanet", "DATASETS.TEST", "('coco_2017_val',)", *EIGHTY), None)
     assert coco.ids[11:13] == (13, 14) and coco.names[79] == "toothbrush"
+    for classes in (("0", "1", "2"), ("circle", "square", "triangle")):
+        assert find_categories(small_config(), classes) == known
+    assert find_categories(small_config(), ("a", "b", "c")) == Categories((1, 2, 3), ("a", "b", "c"))
+    assert find_categories(small_config(), ("a", "b", "c"), annotated=True) == known
+    with pytest.raises(InputError, match=r"RETINANET.NUM_CLASSES is 80, and the weights know 3 classes \(a, b, c\)"):
+        find_categories(small_config("retinanet", *EIGHTY), ("a", "b", "c"))
     unknown = small_config("retinanet", "DATASETS.TEST", "()")
     assert find_categories(unknown, ("a", "b", "c")).names == ("a", "b", "c")
     assert find_categories(unknown, None) == Categories((1, 2, 3), ("class 1", "class 2", "class 3"))
@@ -435,6 +489,16 @@ def test_mistakes_in_the_config(files):
         predict(small_config(), "", files / "in", files / "out")
     with pytest.raises(InputError, match="TEST.AUG.MIN_SIZES"):
         predict(small_config("retinanet", "TEST.AUG.MIN_SIZES", "(0,)"), *arguments, tta=True)
+
+
+@pytest.mark.parametrize("name", ["images.json", "results.json"])
+def test_annotations_are_not_written_over(files, name):
+    (files / "out").mkdir()
+    (files / "out" / name).write_text("{}")
+    with pytest.raises(InputError, match=f"--annotations .*{name}: results would be written over it"):
+        arguments = files / "weights.pth", files / "in", files / "out"
+        predict(small_config(), *arguments, annotations=files / "in/../out" / name)
+    assert (files / "out" / name).read_text() == "{}"
 
 
 def test_drawings_would_be_written_over_the_input(files):

@@ -99,3 +99,14 @@ def test_sizes_follow_the_detectors_own():
     for overrides in (["TEST.AUG.MIN_SIZES", "()"], ["TEST.AUG.MIN_SIZES", "(0,)"], ["TEST.AUG.MAX_SIZE", "0"]):
         with pytest.raises(InputError, match="pixels, 1 or more"):
             augmentation_sizes(config("retinanet", *overrides))
+
+
+def test_absolute_positions_end_the_sizes():
+    tables = ["MODEL.TRANSFORMER.NAME", "vil_tiny", "MODEL.TRANSFORMER.MAX_IMG_SIZE", "96"]
+    cfg = config("retinanet", *tables)
+    augmented = add_tta(cfg, lively_detector(cfg))
+    assert augmented.mapper.max_size == 96 and augmented.mapper.min_sizes[-1] == 96
+    assert len(detect(augmented, image())) > 0
+    cfg = config("retinanet", *tables, "TEST.AUG.MIN_SIZES", "(64, 128)")
+    with pytest.raises(InputError, match="TEST.AUG.MIN_SIZES has 128, .* MODEL.TRANSFORMER.MAX_IMG_SIZE 96"):
+        add_tta(cfg, lively_detector(cfg))
