@@ -55,5 +55,5 @@ for i in np.flatnonzero(found["scores"] >= args.threshold):
     foot = max(top, text_height + 4)
     cv2.rectangle(photo, (left, foot - text_height - 4), (left + text_width, foot), color, -1)
     cv2.putText(photo, label, (left, foot - 2), cv2.FONT_HERSHEY_SIMPLEX, thick / 2.5, (0, 0, 0), thick, cv2.LINE_AA)
-if not cv2.imwrite(args.output, photo):
-    sys.exit(f"error: cannot write {args.output}")
+if not (cv2.haveImageWriter(args.output) and cv2.imwrite(args.output, photo)):
+    sys.exit(f"error: cannot write {args.output}: its name ends like no image's, or its folder cannot be written to")

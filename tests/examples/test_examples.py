@@ -115,11 +115,14 @@ def test_the_onnx_example_is_short():
     assert len(SCRIPTS["onnx"].read_text().splitlines()) <= 60
 
 
-@pytest.mark.parametrize("mistake", ["no model", "no metadata", "no photo", "no image"])
+@pytest.mark.parametrize("mistake", ["no model", "no metadata", "no photo", "no image", "no suffix"])
 @pytest.mark.parametrize("file_format", FORMATS)
 def test_a_mistake_is_one_line(mistake, file_format, model, photo, tmp_path, monkeypatch):
-    path, says = model(file_format), f"there is no file {tmp_path}"
-    if mistake == "no model":
+    path, says, output = model(file_format), f"there is no file {tmp_path}", tmp_path / "found.png"
+    if mistake == "no suffix":
+        output = tmp_path / "found.abc"
+        says = f"cannot write {output}: "
+    elif mistake == "no model":
         path = tmp_path / path.name
     elif mistake == "no metadata":
         path = Path(shutil.copy(path, tmp_path))
@@ -130,7 +133,7 @@ def test_a_mistake_is_one_line(mistake, file_format, model, photo, tmp_path, mon
         photo.write_text("no image")
         says = f"cannot read an image from {photo}"
     # In this process, which has imported all that takes time.
-    monkeypatch.setattr(sys, "argv", ["example", str(path), str(photo), str(tmp_path / "found.png")])
+    monkeypatch.setattr(sys, "argv", ["example", str(path), str(photo), str(output)])
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(SCRIPTS[file_format]), run_name="__main__")
     assert end.value.code.startswith("error: ") and says in end.value.code and "\n" not in end.value.code
