@@ -7,6 +7,7 @@ A model is ``model.ts`` (TorchScript), ``model.onnx``, ``model.pt2`` (an Exporte
 import contextlib
 import importlib.metadata
 import json
+import logging
 import os
 import shutil
 import warnings
@@ -140,7 +141,11 @@ def _write_torch_export(exportable: ExportableDetector, example: Tensor, path: P
 def _write_aot_inductor(exportable: ExportableDetector, example: Tensor, path: Path) -> None:
     program = record(exportable, example)
     with _quiet():
-        torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+        # Of convolutions on as many boxes as were found, torch 2.15 believes on a CPU that the outputs lie
+        # channels-last, and they do not: all masks are wrong, without an error.
+        torch._inductor.aoti_compile_and_package(
+            program, package_path=str(path), inductor_configs={"layout_optimization": False}
+        )
 
 
 _WRITERS: dict[str, Callable[[ExportableDetector, Tensor, Path], None]] = {
@@ -301,10 +306,16 @@ def _damaged(path: Path, *kinds: type[Exception]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """torch says much about its own parts while it records a model; detectron2's sizes are compared on purpose."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    """torch says much about its own parts while it records a model, and onnxscript what it does not optimise."""
+    logger = logging.getLogger("onnxscript")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 def _torch_version() -> tuple[int, int]:
