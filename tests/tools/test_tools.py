@@ -123,11 +123,11 @@ def test_export_model_takes_every_option(run_here, tmp_path):
     status, out, _ = run_here(
         "export_model.py", *arguments, "--images", tmp_path / "photo.png", "--opts", *SMALL["retinanet"]
     )
-    path = tmp_path / "export/model_bf16.ts"
-    report = json.loads((tmp_path / "export/model_bf16.ts.report.json").read_text())
+    path = tmp_path / "export/model_batched_bf16_float32.ts"
+    report = json.loads((tmp_path / "export/model_batched_bf16_float32.ts.report.json").read_text())
     assert status == (0 if report["ok"] else 1) and out.splitlines()[-1] == f"wrote {path}"
     assert report["precision"] == "bf16" and [row["height"] for row in report["images"]] == [64]
-    metadata = json.loads((tmp_path / "export/model_bf16.ts.metadata.json").read_text())
+    metadata = json.loads((tmp_path / "export/model_batched_bf16_float32.ts.metadata.json").read_text())
     assert metadata["input"]["batched"] and metadata["input"]["dtype"] == "float32"
 
 
