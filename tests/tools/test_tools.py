@@ -126,7 +126,8 @@ def test_export_model_takes_every_option(run_here, tmp_path):
     path = tmp_path / "export/model_batched_bf16_float32.ts"
     report = json.loads((tmp_path / "export/model_batched_bf16_float32.ts.report.json").read_text())
     assert status == (0 if report["ok"] else 1) and out.splitlines()[-1] == f"wrote {path}"
-    assert report["precision"] == "bf16" and [row["height"] for row in report["images"]] == [64]
+    # The image stands first and second in a batch.
+    assert report["precision"] == "bf16" and [row["height"] for row in report["images"]] == [64, 64]
     metadata = json.loads((tmp_path / "export/model_batched_bf16_float32.ts.metadata.json").read_text())
     assert metadata["input"]["batched"] and metadata["input"]["dtype"] == "float32"
 
