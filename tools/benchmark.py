@@ -14,8 +14,8 @@ import torch
 
 from backbones import InputError
 from projects_vil import load_config
-from projects_vil.benchmark import TASKS, compare_detectors, resnet50_config
-from projects_vil.cli import check_json_path, run_tool, write_json
+from projects_vil.analysis.benchmark import TASKS, compare_detectors, resnet50_config
+from projects_vil.utils.cli import check_json_path, run_tool, write_json
 
 
 def main() -> None:

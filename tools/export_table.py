@@ -12,8 +12,7 @@ Example:
 import argparse
 import sys
 
-from projects_vil.cli import check_json_path, run_tool, write_json
-from projects_vil.export_table import (
+from projects_vil.export.table import (
     DETECTORS,
     FAMILIES,
     FORMATS,
@@ -22,6 +21,7 @@ from projects_vil.export_table import (
     describe_table,
     export_table,
 )
+from projects_vil.utils.cli import check_json_path, run_tool, write_json
 
 
 def main() -> None:

@@ -7,8 +7,8 @@ Example:
 
 import argparse
 
-from projects_vil.cli import run_tool
-from projects_vil.shapes import TASKS, describe, write_shapes_dataset
+from projects_vil.data.datasets.shapes import TASKS, describe, write_shapes_dataset
+from projects_vil.utils.cli import run_tool
 
 
 def main(argv=None):

@@ -14,11 +14,11 @@ import torch
 from PIL import ExifTags, Image
 from torch import Tensor
 
-from projects_vil.data import read_for_testing
-from projects_vil.export import eager_detections, example_image, paste_masks
-from projects_vil.formats import metadata_path
+from projects_vil.data.build import read_for_testing
+from projects_vil.export.api import eager_detections, example_image, paste_masks
+from projects_vil.export.formats import metadata_path
+from tests.projects_vil.export.test_formats import config, detector, write
 from tests.projects_vil.helpers import ROOT
-from tests.projects_vil.test_formats import config, detector, write
 
 SCRIPTS = {"onnx": ROOT / "examples/run_onnx.py", "torch_export": ROOT / "examples/run_pt2.py"}
 # One with masks that takes batches of float32 in RGB, and one that takes an uint8 image in BGR.

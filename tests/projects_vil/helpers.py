@@ -8,7 +8,7 @@ from pathlib import Path
 from detectron2.config import CfgNode
 
 from projects_vil import load_config
-from projects_vil.export_table import lively_detector as lively_detector
+from projects_vil.export.table import lively_detector as lively_detector
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = {name: ROOT / f"configs/demo/{name}_vil_shapes.yaml" for name in ("retinanet", "mask_rcnn", "semantic_fpn")}

@@ -1,0 +1,1 @@
+"""Parameters, FLOPs and time of models."""

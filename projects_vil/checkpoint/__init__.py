@@ -1,0 +1,1 @@
+"""Checkpoints: reading, converting, and what they say of themselves."""

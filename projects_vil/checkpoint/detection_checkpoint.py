@@ -1,0 +1,345 @@
+"""Checkpoints that fit, official ones among them, or a clear word: no tensor is left random without being named."""
+
+import dataclasses
+import functools
+import logging
+import shlex
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from detectron2.checkpoint import DetectionCheckpointer
+from detectron2.config import CfgNode
+from detectron2.modeling import build_model
+from torch import Tensor, nn
+
+from backbones import InputError
+from backbones.convert import OfficialCheckpoint, recognise
+from backbones.files import read_checkpoint, state_dict_of
+from backbones.variants import OPTIONS
+from projects_vil.checkpoint.class_rows import copy_rows, is_predictor, match_classes
+from projects_vil.checkpoint.conversion import BACKBONE_PREFIX, convert_official
+from projects_vil.checkpoint.pretrained import backbone_of_classifier, is_classifier, named_variant
+from projects_vil.checkpoint.provenance import PROVENANCE_KEY, Provenance, class_names, differing_options, input_format
+from projects_vil.modeling.backbone.transformer import TransformerBackbone
+
+
+class Checkpointer(DetectionCheckpointer):
+    """detectron2's checkpointer, strict: nothing stays random without being a whole part that the file lacks.
+
+    A file to start training from must fill the backbone; it may lack FPN or heads as a whole, and predictors may be
+    of other classes: rows of classes of the same name are copied where both sides know their names, and the rest
+    starts anew. The log names all that does. Anything else that does not fit raises. A file of an official project,
+    or of a classifier of this one, is converted for the model's variant and options.
+
+    Every saved file says under ``PROVENANCE_KEY`` what it is (:class:`~projects_vil.checkpoint.provenance.Provenance`).
+
+    Args:
+        model, save_dir: as detectron2's.
+        cfg: the model's config, which knows its datasets and input format; without it neither is compared or saved.
+        complete: for evaluation and export: the file must fill the whole model. So it must where training resumes.
+        checkpointables: as detectron2's.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        save_dir: str = "",
+        *,
+        cfg: CfgNode | None = None,
+        complete: bool = False,
+        **checkpointables,
+    ) -> None:
+        super().__init__(model, save_dir, **checkpointables)
+        self.cfg = cfg
+        self.complete = complete
+        self._resuming = False
+
+    def save(self, name: str, **kwargs) -> None:
+        """As detectron2's, with the provenance."""
+        super().save(name, **{PROVENANCE_KEY: self.provenance.to_dict()}, **kwargs)
+
+    def resume_or_load(self, path: str, *, resume: bool = True) -> dict[str, Any]:
+        """As detectron2's; what is resumed must fill the whole model."""
+        if resume and self.has_checkpoint():
+            self.complete = True
+            self._resuming = bool(self.checkpointables)
+        return super().resume_or_load(path, resume=resume)
+
+    def load(self, path: str, *args, **kwargs) -> dict[str, Any]:
+        """As detectron2's.
+
+        Raises:
+            InputError: for a file that is missing or unreadable, of another variant or model, or, where it must fill
+                the whole model, of another input format.
+        """
+        if path:
+            check_weights_file(path)
+        elif self.complete:
+            raise InputError("no weights were given: name the checkpoint of a trained detector (MODEL.WEIGHTS)")
+        self._path = path
+        return super().load(path, *args, **kwargs)
+
+    @functools.cached_property
+    def provenance(self) -> Provenance:
+        """Of this model. Its classes are those of a dataset with as many as the model has."""
+        backbone = self._backbone
+        known: dict[str, Any] = {}
+        if backbone is not None:
+            known = {"variant": backbone.variant, "options": backbone.variant_options}
+        if self.cfg is not None:
+            train, test = self.cfg.DATASETS.TRAIN, self.cfg.DATASETS.TEST
+            names = (*test, *train) if self.complete and not self._resuming else (*train, *test)
+            known |= {"classes": class_names(self.cfg, names), "input_format": input_format(self.cfg)}
+        return Provenance(**known)
+
+    @property
+    def _backbone(self) -> TransformerBackbone | None:
+        """This project's, where the model has one."""
+        backbone = getattr(getattr(self.model, "backbone", None), "bottom_up", None)
+        return backbone if isinstance(backbone, TransformerBackbone) else None
+
+    # -- reading -----------------------------------------------------------------------------------
+
+    def _load_file(self, filename: str) -> dict[str, Any]:
+        contents = read_checkpoint(filename)
+        official = recognise(contents)
+        if official is not None:
+            return self._convert(official)
+        if is_classifier(state_dict_of(contents)):
+            return self._convert_own(contents)
+        if "model" not in contents:
+            raise InputError(f"{self._path} is neither a detectron2 checkpoint nor an official one, nor a classifier's")
+        return contents
+
+    def _convert(self, official: OfficialCheckpoint) -> dict[str, Any]:
+        """The file's contents in this model's names; logs what became of the official ones."""
+        backbone = self._backbone
+        if backbone is None:
+            raise InputError(f"{self._path} is of {official.kind}, and the model has no backbone of this project")
+        try:
+            converted = convert_official(official, backbone.variant, model_options=backbone.options)
+        except InputError as error:
+            model = f"and the model is {backbone.variant} (MODEL.TRANSFORMER.NAME)"
+            hint = _needed_keys(official, backbone)
+            raise InputError(f"{self._path} is of {official.kind}, {model}: {error}{hint}") from error
+        # Converted for the model's options: the file itself says none.
+        converted.contents[PROVENANCE_KEY] |= {"options": None}
+        for line in converted.lines():
+            self.logger.info(line)
+        return converted.contents
+
+    def _convert_own(self, contents: dict[str, Any]) -> dict[str, Any]:
+        """As :meth:`_convert`, from a classifier of this project."""
+        said, backbone = Provenance.of(contents), self._backbone
+        said = dataclasses.replace(said, variant=said.variant or named_variant(contents), classes=None)
+        if backbone is None:
+            raise InputError(f"{self._path} is a classifier's, and the model has no backbone of this project")
+        self._check_variant(said)
+        try:
+            weights, lines = backbone_of_classifier(state_dict_of(contents), backbone.variant, backbone.net)
+        except InputError as error:
+            model = f"and the model is {backbone.variant} (MODEL.TRANSFORMER.NAME)"
+            raise InputError(f"{self._path} is a classifier's, {model}: {error}") from error
+        for line in lines:
+            self.logger.info(line)
+        model = {f"{BACKBONE_PREFIX}{name}": tensor for name, tensor in weights.items()}
+        return {"model": model, PROVENANCE_KEY: said.to_dict()}
+
+    def _load_model(self, checkpoint: dict[str, Any]):
+        said, state_dict = Provenance.of(checkpoint), checkpoint["model"]
+        others = [name for name, value in state_dict.items() if not isinstance(value, Tensor)]
+        if others:
+            raise InputError(f"{self._path} has a {type(state_dict[others[0]]).__name__} where {others[0]} should be")
+        if all(name.startswith("module.") for name in state_dict):
+            state_dict = {name.removeprefix("module."): tensor for name, tensor in state_dict.items()}
+        self._check_variant(said)
+        differ = self._check_options(said)
+        options = f"; it has {differ}" if differ else ""
+        self._check_input(said)
+        self._match_classes(state_dict, said)
+        checkpoint["model"] = state_dict
+        held = {_part(name) for name in state_dict}
+        incompatible = super()._load_model(checkpoint)
+        predictors = set()
+        for name, theirs, ours in incompatible.incorrect_shapes:
+            if self.complete or not is_predictor(name) or not _other_rows(tuple(theirs), tuple(ours)):
+                raise InputError(
+                    f"{self._path} is of another model: {len(incompatible.incorrect_shapes)} shapes differ, {name} is "
+                    f"{tuple(theirs)} there and {tuple(ours)} here{options}"
+                )
+            predictors.add(name)
+        unexpected = [name for name in incompatible.unexpected_keys if "pixel_" not in name]
+        missing = [
+            name
+            for name in incompatible.missing_keys
+            if name not in predictors and (self.complete or _part(name) in held | {"backbone.bottom_up"})
+        ]
+        if unexpected or missing:
+            raise InputError(
+                f"{self._path} is of another model: {len(unexpected)} names in it fit nothing{_some(unexpected)} and "
+                f"{len(missing)} parameters of the model are not in it{_some(missing)}{options}"
+            )
+        return incompatible
+
+    # -- what the file says of itself --------------------------------------------------------------
+
+    def _check_variant(self, said: Provenance) -> None:
+        ours = self.provenance.variant
+        if said.variant is not None and ours is not None and said.variant != ours:
+            raise InputError(f"{self._path} is of {said.variant}, and the model is {ours} (MODEL.TRANSFORMER.NAME)")
+
+    def _check_options(self, said: Provenance) -> str:
+        """Which options differ, in words; shapes do not show all of them."""
+        variant, ours = self.provenance.variant, self.provenance.options
+        if variant is None or ours is None or said.options is None:
+            return ""
+        differ = differing_options(variant, said.options, ours).items()
+        text = ", ".join(f"{key} {value} where the model has {here}" for key, (value, here) in differ)
+        if text and self.complete:
+            raise InputError(f"{self._path} has {text}")
+        if text:
+            self.logger.warning(f"{self._path} has {text}: what it learned was for that")
+        return text
+
+    def _check_input(self, said: Provenance) -> None:
+        ours = self.provenance.input_format
+        if said.input_format is None or ours is None or said.input_format.matches(ours):
+            return
+        text = (
+            f"{self._path} was trained on {said.input_format}, and the config has {ours} (INPUT.FORMAT, "
+            "MODEL.PIXEL_MEAN, MODEL.PIXEL_STD)"
+        )
+        if self.complete:
+            raise InputError(text)
+        self.logger.warning(text)
+
+    def _match_classes(self, state_dict: dict[str, Tensor], said: Provenance) -> None:
+        """Put predictors into the order of this model's classes, where both sides know theirs."""
+        theirs = said.classes
+        if theirs is None or not any(map(is_predictor, state_dict)):
+            return
+        ours = self.provenance.classes
+        if ours is None or ours == theirs:
+            return
+        differ = f"{self._path} was trained for {_listed(theirs)}, and the datasets have {_listed(ours)}"
+        if self._resuming:
+            raise InputError(f"{differ}: it cannot be resumed, but MODEL.WEIGHTS may start from it")
+        if self.complete and len(ours) != len(theirs):
+            raise InputError(differ)
+        matched = match_classes(ours, theirs)
+        if self.complete and len(matched) < len(ours):
+            unmatched = next(index for index in range(len(ours)) if index not in matched)
+            if any(index != place for index, place in matched.items()):
+                raise InputError(
+                    f"{differ}: others are in another order, and {ours[unmatched]} here matches no name in it"
+                )
+            self.logger.warning(f"{differ}: {len(ours) - len(matched)} names differ, and classes are taken by number")
+            return
+        here, copied = self.model.state_dict(), {}
+        for name, tensor in state_dict.items():
+            if name not in here or not is_predictor(name):
+                continue
+            # To see whether a file fits, a model needs no values.
+            start = torch.zeros(here[name].shape) if here[name].is_meta else here[name]
+            rows = copy_rows(
+                name, start, tensor, matched=matched, our_number=len(ours), their_number=len(theirs)
+            )
+            if rows is not None:
+                copied[name] = rows
+        if copied:
+            anew = [name for index, name in enumerate(ours) if index not in matched]
+            self.logger.info(
+                f"classes matched by name: {len(matched)} of {len(ours)} ({', '.join(ours[i] for i in matched)}) in "
+                f"{', '.join(copied)}" + (f"; these start anew: {', '.join(anew)}" if anew else "")
+            )
+        state_dict.update(copied)
+
+
+def check_weights_file(path: str) -> None:
+    """Whether a local weights file exists; addresses that detectron2 downloads from pass.
+
+    Raises:
+        InputError: where it does not.
+    """
+    if "://" not in path and not Path(path).is_file():
+        raise InputError(f"there is no weights file {path} (MODEL.WEIGHTS)")
+
+
+def build_on_meta(cfg: CfgNode) -> nn.Module:
+    """The model of ``cfg`` without memory for its weights.
+
+    Raises:
+        InputError: where a key has a value that no part of it can be built with.
+    """
+    cfg = cfg.clone()
+    cfg.defrost()
+    cfg.MODEL.DEVICE = "meta"
+    try:
+        with torch.device("meta"):
+            return build_model(cfg)
+    except InputError:
+        raise
+    except (KeyError, ValueError, IndexError, AssertionError) as error:
+        what = " ".join(str(error).split()) or "an assertion failed"
+        raise InputError(f"the model cannot be built from this config: {what} ({type(error).__name__})") from error
+
+
+def check_weights(cfg: CfgNode, path: str, *, complete: bool = False, model: nn.Module | None = None) -> None:
+    """Whether a local file fits the model of ``cfg``, which takes no memory here; nothing is loaded or logged.
+
+    Args:
+        complete: see :class:`Checkpointer`.
+        model: of :func:`build_on_meta`, where it is there already.
+
+    Raises:
+        InputError: where :class:`Checkpointer` would.
+    """
+    check_weights_file(path)
+    if "://" in path:
+        return
+    checkpointer = Checkpointer(model or build_on_meta(cfg), cfg=cfg, complete=complete)
+    checkpointer.logger = logging.Logger(__name__, level=logging.CRITICAL + 1)
+    with warnings.catch_warnings():
+        # That loading into a model without values does nothing is the point.
+        warnings.filterwarnings("ignore", message=".*meta parameter")
+        checkpointer.load(path)
+
+
+def _needed_keys(official: OfficialCheckpoint, backbone: TransformerBackbone) -> str:
+    """The config keys with which an official file fits that does not fit the model; nothing where none help."""
+    try:
+        needed = convert_official(official, backbone.variant).options
+    except InputError:
+        return ""
+    theirs = {key: value for key, value in needed.items() if key in OPTIONS}
+    differ = differing_options(backbone.variant, theirs, backbone.variant_options)
+    # A window's tables are resized, and positions too: they are never why a file does not fit.
+    keys = [
+        f"{key} {shlex.quote(str(value))}"
+        for key, (value, _) in differ.items()
+        if not key.endswith(("WINDOW_SIZE", "POSITION_RESIZING", "ATTENTION_MODE"))
+    ]
+    return f"; it is to be loaded with {' '.join(keys)}" if keys else ""
+
+
+def _listed(classes: tuple[str, ...]) -> str:
+    more = f" and {len(classes) - 5} more" if len(classes) > 5 else ""
+    return f"{len(classes)} classes, {', '.join(classes[:5])}{more}"
+
+
+def _some(names: list[str]) -> str:
+    """The first of the names, to go on with the sentence."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f", such as {', '.join(names[:3])}{more}" if names else ""
+
+
+def _other_rows(theirs: tuple[int, ...], ours: tuple[int, ...]) -> bool:
+    """Whether two shapes differ in the first axis alone."""
+    return theirs[:1] != ours[:1] and theirs[1:] == ours[1:]
+
+
+def _part(name: str) -> str:
+    """Which part of a detector a parameter belongs to: ``backbone.bottom_up``, ``backbone``, or a head."""
+    return "backbone.bottom_up" if name.startswith("backbone.bottom_up.") else name.partition(".")[0]

@@ -1,0 +1,1 @@
+"""The configuration keys of this project, and how a config file is read."""

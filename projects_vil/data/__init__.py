@@ -1,0 +1,1 @@
+"""Datasets by name, how image files are read, and the loaders."""

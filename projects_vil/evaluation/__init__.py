@@ -1,0 +1,1 @@
+"""Evaluators, and the file of results."""

@@ -1,0 +1,1 @@
+"""Exported detectors, and the proof that they give the same answers."""

@@ -1,0 +1,1 @@
+"""Detectors written so that all exporters take them."""

@@ -1,0 +1,1 @@
+"""Trained detectors on images, folders of them and videos."""

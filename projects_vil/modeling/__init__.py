@@ -1,0 +1,1 @@
+"""The backbones as detectron2 builds them, and test-time augmentation."""

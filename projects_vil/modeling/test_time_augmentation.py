@@ -1,0 +1,118 @@
+"""Test-time augmentation: a detector on several sizes of an image and their mirror images, merged into one answer."""
+
+from typing import Any
+
+import torch
+from detectron2.config import CfgNode, get_cfg
+from detectron2.layers import batched_nms
+from detectron2.modeling import DatasetMapperTTA, GeneralizedRCNN, GeneralizedRCNNWithTTA
+from detectron2.structures import Boxes, Instances
+from torch import nn
+
+from backbones import InputError
+from projects_vil.export.formats import LARGEST_SIDE, largest_side
+
+# The short side, in pixels, of the detectors that detectron2's own TEST.AUG.MIN_SIZES are for.
+_USUAL_SHORT_SIDE = 800
+_USUAL_SIZES = tuple(get_cfg().TEST.AUG.MIN_SIZES)
+
+
+def augmentation_sizes(cfg: CfgNode) -> tuple[int, ...]:
+    """The short sides, in pixels, that an image is resized to.
+
+    ``TEST.AUG.MIN_SIZES``; but where those are detectron2's own, 400 to 1200 for a detector that is tested at 800, they
+    are scaled to ``INPUT.MIN_SIZE_TEST``, so that they always are 0.5 to 1.5 of it.
+
+    Raises:
+        InputError: where there is none or one is less than a pixel.
+    """
+    sizes = tuple(cfg.TEST.AUG.MIN_SIZES)
+    short = cfg.INPUT.MIN_SIZE_TEST
+    if short and sizes == _USUAL_SIZES:
+        sizes = tuple(round(size * short / _USUAL_SHORT_SIDE) for size in sizes)
+    if not sizes or min(sizes) < 1 or cfg.TEST.AUG.MAX_SIZE < 1:
+        raise InputError(f"TEST.AUG.MIN_SIZES {list(sizes)} and MAX_SIZE {cfg.TEST.AUG.MAX_SIZE} are pixels, 1 or more")
+    return sizes
+
+
+def longest_side(model: nn.Module) -> int | None:
+    """The longest side of an image, in pixels, for a model whose absolute positions have an end; None for others."""
+    side = largest_side(model)
+    return None if side == LARGEST_SIDE else side
+
+
+def add_tta(cfg: CfgNode, model: nn.Module) -> "GeneralizedRCNNWithTTA | RetinaNetWithTTA":
+    """A detector with test-time augmentation: called with detectron2's inputs, it returns detectron2's outputs.
+
+    ``TEST.AUG.FLIP`` adds the mirror images. The inputs' images are best those of the files, not yet resized. Where
+    absolute positions end, no side is longer than ``MODEL.TRANSFORMER.MAX_IMG_SIZE``.
+
+    Args:
+        cfg: the detector's config.
+        model: a GeneralizedRCNN or a RetinaNet in eval mode.
+
+    Raises:
+        InputError: where ``TEST.AUG.MIN_SIZES`` was set to sizes that the model cannot take.
+    """
+    sizes, longest, end = augmentation_sizes(cfg), cfg.TEST.AUG.MAX_SIZE, longest_side(model)
+    if end is not None:
+        given = tuple(cfg.TEST.AUG.MIN_SIZES)
+        if sizes == given and max(sizes) > end and given != _USUAL_SIZES:
+            raise InputError(
+                f"TEST.AUG.MIN_SIZES has {max(sizes)}, and this model's tables of positions end at "
+                f"MODEL.TRANSFORMER.MAX_IMG_SIZE {end}: make one of them fit"
+            )
+        # Each once, in order.
+        sizes, longest = tuple(dict.fromkeys(min(size, end) for size in sizes)), min(longest, end)
+    mapper = DatasetMapperTTA(sizes, longest, cfg.TEST.AUG.FLIP)
+    # An image and its mirror image make a batch; images of other sizes would pad each other.
+    batch_size = 2 if cfg.TEST.AUG.FLIP else 1
+    if isinstance(model, GeneralizedRCNN):
+        return GeneralizedRCNNWithTTA(cfg, model, mapper, batch_size)
+    return RetinaNetWithTTA(cfg, model, mapper, batch_size)
+
+
+class RetinaNetWithTTA:
+    """A RetinaNet with test-time augmentation, which detectron2 has for R-CNNs only.
+
+    Boxes of all augmented images, cut at the border, are mapped back, and go together through non-maximum suppression
+    by class, with ``MODEL.RETINANET.NMS_THRESH_TEST``; ``TEST.DETECTIONS_PER_IMAGE`` of them stay.
+
+    Args:
+        cfg: the detector's config.
+        model: a RetinaNet in eval mode.
+        mapper: makes the augmented images.
+        batch_size: of augmented images, in the mapper's order.
+    """
+
+    def __init__(self, cfg: CfgNode, model: nn.Module, mapper: DatasetMapperTTA, batch_size: int) -> None:
+        self.model = model
+        self.mapper = mapper
+        self.batch_size = batch_size
+        self.nms_threshold = cfg.MODEL.RETINANET.NMS_THRESH_TEST
+        self.max_detections = cfg.TEST.DETECTIONS_PER_IMAGE
+
+    def __call__(self, batched_inputs: list[dict[str, Any]]) -> list[dict[str, Instances]]:
+        """Inputs with ``image`` (3, H, W) uint8 on the CPU, and ``height`` and ``width`` of the file, which the boxes
+        are for."""
+        return [{"instances": self._detect(inputs)} for inputs in batched_inputs]
+
+    @torch.no_grad()
+    def _detect(self, inputs: dict[str, Any]) -> Instances:
+        augmented = self.mapper(inputs)
+        images = [{"image": one["image"]} for one in augmented]
+        found = []
+        for start in range(0, len(images), self.batch_size):
+            found += [output["instances"] for output in self.model(images[start : start + self.batch_size])]
+        boxes = []
+        for instances, one in zip(found, augmented, strict=True):
+            corners = instances.pred_boxes.tensor.cpu().numpy()
+            boxes.append(torch.from_numpy(one["transforms"].inverse().apply_box(corners)).float())
+        merged = Instances((inputs["height"], inputs["width"]))
+        merged.pred_boxes = Boxes(torch.cat(boxes))
+        merged.pred_boxes.clip(merged.image_size)
+        merged.scores = torch.cat([instances.scores for instances in found]).cpu()
+        merged.pred_classes = torch.cat([instances.pred_classes for instances in found]).cpu()
+        merged = merged[merged.pred_boxes.nonempty()]
+        kept = batched_nms(merged.pred_boxes.tensor, merged.scores, merged.pred_classes, self.nms_threshold)
+        return merged[kept[: self.max_detections]]

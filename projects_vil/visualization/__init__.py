@@ -1,0 +1,1 @@
+"""Drawings of results and of what happens inside a model."""

@@ -1,0 +1,125 @@
+"""Looking inside a model: its backbone, an image as the backbone sees it, and sheets of panels to draw on."""
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import cv2
+import numpy as np
+import torch
+from detectron2.config import CfgNode
+from detectron2.modeling import build_model
+from detectron2.structures import ImageList
+from torch import Tensor, nn
+
+from backbones import InputError
+from backbones.backbone import Backbone
+from projects_vil.checkpoint.detection_checkpoint import Checkpointer
+from projects_vil.data.build import read_for_testing
+from projects_vil.modeling.backbone.transformer import TransformerBackbone
+from projects_vil.visualization.results import GAP, HEADER, PANEL_HEIGHT, PANEL_WIDTH, put_title
+
+
+@dataclasses.dataclass(frozen=True)
+class SeenImage:
+    """An image as a backbone sees it.
+
+    Attributes:
+        path: its file.
+        file_size: height and width of the file, in pixels.
+        pixels: (H, W, 3) uint8 RGB, resized as for testing.
+        batch: (1, 3, H', W'), normalised, and padded below and on the right.
+    """
+
+    path: Path
+    file_size: tuple[int, int]
+    pixels: np.ndarray
+    batch: Tensor
+
+    def find(self, point: Sequence[int]) -> tuple[int, int]:
+        """Row and column in ``pixels`` of a pixel of the file.
+
+        Raises:
+            InputError: for a point outside the image.
+        """
+        (y, x), (height, width) = point, self.file_size
+        if not (0 <= y < height and 0 <= x < width):
+            raise InputError(f"--point {y} {x} is outside {self.path}, which is {height} pixels high and {width} wide")
+        rows, cols = self.pixels.shape[:2]
+        return (2 * y + 1) * rows // (2 * height), (2 * x + 1) * cols // (2 * width)
+
+
+def load_model(cfg: CfgNode, weights: str | Path | None = None) -> nn.Module:
+    """The model of a config on the CPU, in eval mode; without weights it is random, and a warning says so.
+
+    Raises:
+        InputError: for a backbone that is none of this project's, or weights that are missing or do not fit.
+    """
+    cfg = cfg.clone()
+    cfg.defrost()
+    cfg.MODEL.DEVICE = "cpu"
+    model = build_model(cfg)
+    if not isinstance(getattr(model.backbone, "bottom_up", None), TransformerBackbone):
+        raise InputError(f"MODEL.BACKBONE.NAME is {cfg.MODEL.BACKBONE.NAME}: none of this project's")
+    if weights:
+        Checkpointer(model, cfg=cfg).load(str(weights))
+    else:
+        logging.getLogger(__name__).warning("no weights were given (--weights): those of the model are random")
+    return model.eval()
+
+
+def backbone_of(model: nn.Module) -> Backbone:
+    return model.backbone.bottom_up.net
+
+
+def see_image(cfg: CfgNode, model: nn.Module, path: str | Path) -> SeenImage:
+    """Read an image, and resize, normalise and pad it as for testing.
+
+    Raises:
+        InputError: for a file that cannot be read.
+    """
+    pixels, file_size = read_for_testing(cfg, path, image_format="RGB")
+    channels = pixels[:, :, ::-1] if cfg.INPUT.FORMAT == "BGR" else pixels
+    image = torch.as_tensor(channels.transpose(2, 0, 1).astype("float32"))
+    image = (image - model.pixel_mean) / model.pixel_std
+    batch = ImageList.from_tensors([image], model.backbone.size_divisibility).tensor
+    return SeenImage(Path(path), file_size, pixels, batch)
+
+
+# -- drawing ---------------------------------------------------------------------------------------
+
+
+def fit(image: np.ndarray, *, width: int = PANEL_WIDTH, height: int = PANEL_HEIGHT) -> tuple[np.ndarray, float]:
+    """``image`` enlarged or reduced into a box, and its scale."""
+    scale = min(width / image.shape[1], height / image.shape[0])
+    size = max(1, round(image.shape[1] * scale)), max(1, round(image.shape[0] * scale))
+    return cv2.resize(image, size, interpolation=cv2.INTER_AREA if scale < 1 else cv2.INTER_CUBIC), scale
+
+
+def sheet(title: str, rows: Sequence[Sequence[tuple[str, np.ndarray]]]) -> np.ndarray:
+    """Rows of drawings, each below its title, below one title for all: (height, width, 3) uint8 RGB."""
+    drawn = []
+    for row in rows:
+        panels = [_titled(text, drawing) for text, drawing in row]
+        height = max(map(len, panels))
+        drawn.append(np.hstack([_pad(panel, height + GAP, panel.shape[1] + GAP) for panel in panels]))
+    width = max(row.shape[1] for row in drawn)
+    header = _titled(title, np.empty((0, width, 3), np.uint8))
+    return np.vstack([header, *(_pad(row, len(row), width) for row in drawn)])
+
+
+def in_rows(panels: Sequence, columns: int) -> list[Sequence]:
+    return [panels[start : start + columns] for start in range(0, len(panels), columns)]
+
+
+def _titled(title: str, drawing: np.ndarray) -> np.ndarray:
+    width = max(PANEL_WIDTH, drawing.shape[1])
+    header = np.full((HEADER, width, 3), 255, np.uint8)
+    return np.vstack([put_title(header, title), _pad(drawing, len(drawing), width)])
+
+
+def _pad(image: np.ndarray, height: int, width: int) -> np.ndarray:
+    padded = np.full((height, width, 3), 255, np.uint8)
+    padded[: image.shape[0], : image.shape[1]] = image
+    return padded

@@ -1,0 +1,397 @@
+"""Predictions beside ground truth in one PNG, and the lines that say what a training run reached."""
+
+import json
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pycocotools.mask as mask_util
+from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.structures import BoxMode
+from detectron2.utils.colormap import colormap
+from detectron2.utils.visualizer import Visualizer
+
+from backbones.errors import InputError, closest
+from projects_vil.data.datasets.ade20k import IGNORED, label_reader
+from projects_vil.data.detection_utils import read_image
+
+PANEL_WIDTH, PANEL_HEIGHT = 480, 560  # pixels; a drawn image fills one of them
+HEADER = 28  # pixels of the title strip over a panel
+GAP = 8  # pixels between panels
+MAX_IMAGES = 32
+TITLE_FONT, TITLE_SCALE = cv2.FONT_HERSHEY_SIMPLEX, 0.45
+LABEL_POINTS = 9
+LABEL_OPACITY = 0.6  # of a class's colour over the image
+MIN_NAMED = 0.01  # of the image that a class covers, to be named
+LABEL_HEIGHT, CHARACTER_WIDTH = 17, 7.6  # pixels of a label at LABEL_POINTS, roughly
+
+
+def draw_results(
+    dataset_name: str,
+    predictions_file: str | Path,
+    output_png: str | Path,
+    *,
+    num_images: int = 8,
+    score_threshold: float = 0.5,
+) -> int:
+    """Draw a contact sheet: a row for each image, ground truth on the left, predictions on the right.
+
+    The images are spread evenly over the dataset and enlarged or reduced to one panel size.
+
+    Args:
+        dataset_name: a name in detectron2's DatasetCatalog.
+        predictions_file: the ``coco_instances_results.json`` that COCOEvaluator wrote for that dataset, or the
+            ``sem_seg_predictions.json`` of SemSegEvaluator.
+        output_png: the PNG to write; its folder is created.
+        num_images: rows, 1 to 32; all images where the dataset has fewer.
+        score_threshold: predictions below it are left out, in [0, 1]; segmentation has none.
+
+    Returns the number of images in the dataset.
+
+    Raises:
+        InputError: a value out of range, an unknown dataset, or files that cannot be read or do not belong
+            together.
+    """
+    _check_options(num_images, score_threshold)
+    records = _dataset_records(dataset_name)
+    metadata = MetadataCatalog.get(dataset_name)
+    chosen = [records[i] for i in np.unique(np.linspace(0, len(records) - 1, num_images).round().astype(int))]
+    if metadata.get("evaluator_type") == "sem_seg":
+        segments = _read_segments(Path(predictions_file), dataset_name, records, metadata)
+        read = label_reader(dataset_name)
+        rows = [_draw_label_row(record, read, segments[record["file_name"]], metadata) for record in chosen]
+    else:
+        predictions = _read_predictions(Path(predictions_file), dataset_name, records, metadata)
+        rows = []
+        for record in chosen:
+            kept = [item for item in predictions[record["image_id"]] if item["score"] >= score_threshold]
+            rows.append(_draw_row(record, kept, metadata, score_threshold))
+    write_png(Path(output_png), _stack(rows, title=f"{dataset_name}: {len(rows)} of {len(records)} images"))
+    return len(records)
+
+
+def predictions_file(run: Path, dataset_name: str) -> Path:
+    """Where a run has its predictions: a folder for each test set where it has several."""
+    is_sem_seg = dataset_name in DatasetCatalog.list() and MetadataCatalog.get(dataset_name).get("sem_seg_root")
+    name = "sem_seg_predictions.json" if is_sem_seg else "coco_instances_results.json"
+    own = run / "inference" / dataset_name / name
+    return own if own.exists() else run / "inference" / name
+
+
+def summarize_run(run: str | Path, dataset_name: str, *, num_images: int, drawing: str | Path) -> list[str]:
+    """The last lines of a run: average precision or mIoU on ``dataset_name``, and the files that hold the results.
+
+    Args:
+        run: output folder of ``tools/train_net.py``, with ``evaluation.json``.
+        num_images: images in the dataset.
+        drawing: the PNG that ``draw_results`` wrote.
+
+    Raises:
+        InputError: ``evaluation.json`` is missing, is not JSON or has no figures for the dataset.
+    """
+    run = Path(run)
+    evaluation_file = run / "evaluation.json"
+    evaluation = _read_json(evaluation_file, hint="evaluate the run with tools/train_net.py --eval-only")
+    box, mask = (_metric(evaluation, dataset_name, task, "AP") for task in ("bbox", "segm"))
+    miou = _metric(evaluation, dataset_name, "sem_seg", "mIoU")
+    if box is None and miou is None:
+        raise InputError(f"{evaluation_file} has no box AP and no mIoU for {dataset_name!r}; evaluate the run on it")
+    named = {"box AP": box, "mask AP": mask, "mIoU": miou}
+    figures = "   ".join(f"{name} {value:.1f}" for name, value in named.items() if value is not None)
+    return [
+        f"{figures}   ({dataset_name}, {num_images} images)",
+        f"results in {run}: {', '.join(_result_names(run, Path(drawing)))}",
+    ]
+
+
+def _metric(evaluation: dict, dataset_name: str, task: str, name: str) -> float | None:
+    try:
+        return float(evaluation[dataset_name][task][name])
+    except (LookupError, TypeError, ValueError):
+        return None
+
+
+def _result_names(run: Path, drawing: Path) -> list[str]:
+    weights = run / "model_final.pth"
+    if not weights.exists():
+        weights = max(run.glob("model_*.pth"), default=weights)
+    names = [path.name for path in (weights, run / "evaluation.json") if path.exists()]
+    if (run / "export").is_dir():
+        names.append("export/")
+    return [*names, drawing.name if drawing.parent == run else str(drawing)]
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def _check_options(num_images: int, score_threshold: float) -> None:
+    if not 1 <= num_images <= MAX_IMAGES:
+        raise InputError(f"--num-images is {num_images}; it must be 1 to {MAX_IMAGES}")
+    if not 0 <= score_threshold <= 1:
+        raise InputError(f"--score-threshold is {score_threshold}; it must be 0 to 1")
+
+
+def _dataset_records(dataset_name: str) -> list[dict]:
+    known = DatasetCatalog.list()
+    if dataset_name not in known:
+        raise InputError(f"dataset {dataset_name!r} is not registered{closest(dataset_name, known)}")
+    try:
+        records = DatasetCatalog.get(dataset_name)
+    except InputError:
+        raise
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read the annotations of dataset {dataset_name!r}: {error}") from error
+    if not records:
+        raise InputError(f"dataset {dataset_name!r} has no images")
+    return records
+
+
+def _read_json(path: Path, *, hint: str):
+    try:
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise InputError(f"cannot read {path} ({error.strerror}); {hint}") from error
+    except ValueError as error:
+        raise InputError(f"{path} is not JSON ({error}); {hint}") from error
+
+
+def _read_predictions(path: Path, dataset_name: str, records: list[dict], metadata) -> dict[int, list[dict]]:
+    """Predictions by image id, with ``category_id`` mapped to the contiguous class index."""
+    hint = f"evaluate the model on {dataset_name!r} to write it"
+    content = _read_json(path, hint=hint)
+    class_indices = _class_indices(metadata)
+    sizes = {record["image_id"]: [record["height"], record["width"]] for record in records}
+    predictions = defaultdict(list)
+    for result in content if isinstance(content, list) else [content]:
+        if not _is_coco_result(result):
+            raise InputError(f"{path} is no list of COCO results; {hint}")
+        image_id, category_id, mask = result["image_id"], result["category_id"], result.get("segmentation")
+        size_matches = mask is None or mask["size"] == sizes.get(image_id)
+        if not (image_id in sizes and category_id in class_indices and size_matches):
+            what = f"image {image_id}, category {category_id}"
+            raise InputError(f"{path} ({what}) does not fit {dataset_name!r}: another dataset's? {hint}")
+        predictions[image_id].append(result | {"category_id": class_indices[category_id]})
+    return predictions
+
+
+def _is_coco_result(result) -> bool:
+    types = {"image_id": int | str, "category_id": int, "bbox": list, "score": int | float}
+    if not isinstance(result, dict):
+        return False
+    if not all(isinstance(result.get(key), kind) for key, kind in types.items()):
+        return False
+    mask = result.get("segmentation")
+    is_mask = mask is None or (isinstance(mask, dict) and {"size", "counts"} <= mask.keys())
+    return is_mask and len(result["bbox"]) == 4
+
+
+def _read_segments(path: Path, dataset_name: str, records: list[dict], metadata) -> dict[str, list[dict]]:
+    """Predicted segments by image file, with ``category_id`` mapped to the contiguous class index."""
+    hint = f"evaluate the model on {dataset_name!r} to write it"
+    content = _read_json(path, hint=hint)
+    identity = {index: index for index in range(len(metadata.stuff_classes))}
+    class_indices = metadata.get("stuff_dataset_id_to_contiguous_id", identity)
+    known = {record["file_name"] for record in records}
+    segments = defaultdict(list)
+    for segment in content if isinstance(content, list) else [content]:
+        if not _is_segment(segment):
+            raise InputError(f"{path} is no list of segments; {hint}")
+        file_name, category_id = segment["file_name"], segment["category_id"]
+        if file_name not in known or category_id not in class_indices:
+            what = f"{file_name}, category {category_id}"
+            raise InputError(f"{path} ({what}) does not fit {dataset_name!r}: another dataset's? {hint}")
+        segments[file_name].append(segment | {"category_id": class_indices[category_id]})
+    return segments
+
+
+def _is_segment(segment) -> bool:
+    types = {"file_name": str, "category_id": int, "segmentation": dict}
+    if not isinstance(segment, dict) or not all(isinstance(segment.get(key), kind) for key, kind in types.items()):
+        return False
+    return {"size", "counts"} <= segment["segmentation"].keys()
+
+
+def _class_indices(metadata) -> dict[int, int]:
+    """Class index of each of the dataset's own category ids."""
+    identity = {index: index for index in range(len(metadata.thing_classes))}
+    return metadata.get("thing_dataset_id_to_contiguous_id", identity)
+
+
+def _read_record_image(record: dict) -> np.ndarray:
+    """The record's image (H, W, 3) uint8 RGB."""
+    path = record["file_name"]
+    image = read_image(path, "RGB")
+    expected = record.get("height", image.shape[0]), record.get("width", image.shape[1])
+    if image.shape[:2] != expected:
+        raise InputError(f"{path} is {image.shape[:2]} pixels high and wide, its annotations say {expected}")
+    return image
+
+
+# -- drawing ---------------------------------------------------------------------------------------
+
+
+def _draw_row(record: dict, predictions: list[dict], metadata, score_threshold: float) -> np.ndarray:
+    """Ground truth and predictions of one image: (row height, row width, 3) uint8 RGB."""
+    image = _read_record_image(record)
+    truth = record.get("annotations", [])
+    size = f"image {record['image_id']}, {record['height']} x {record['width']}"
+    left = _draw_panel(image, truth, metadata, title=f"ground truth: {len(truth)} ({size})")
+    title = f"predictions: {len(predictions)} (score >= {score_threshold:g})"
+    right = _draw_panel(image, predictions, metadata, title=title)
+    return np.hstack([left, np.full((len(left), GAP, 3), 255, np.uint8), right])
+
+
+def _draw_panel(image: np.ndarray, instances: list[dict], metadata, *, title: str) -> np.ndarray:
+    """``image`` with instances drawn, below a title: (HEADER + drawn height, PANEL_WIDTH, 3) uint8 RGB."""
+    height, width = image.shape[:2]
+    scale = min(PANEL_WIDTH / width, PANEL_HEIGHT / height)
+    return _panel(draw_instances(image, instances, metadata, scale=scale), round(height * scale), title)
+
+
+def draw_instances(
+    image: np.ndarray, instances: list[dict], metadata, *, scale: float = 1, label_size: float = 1
+) -> np.ndarray:
+    """An image (H, W, 3) uint8 RGB with its instances: (round(H * scale), round(W * scale), 3), perhaps a pixel less.
+
+    Args:
+        instances: annotations of a detectron2 record or COCO results, with class indices as ``category_id``.
+        metadata: detectron2's, with ``thing_classes`` and perhaps ``thing_colors``.
+        scale: of the drawing; labels stay as large as they are.
+        label_size: of the labels, as a multiple of their usual size.
+    """
+    visualizer = Visualizer(image, metadata, scale=scale)
+    boxes = np.array([_corners(item) for item in instances]).reshape(-1, 4)
+    colors = [_class_color(item["category_id"], metadata) for item in instances]
+    masks = [item.get("segmentation") or [] for item in instances]
+    visualizer.overlay_instances(boxes=boxes, masks=masks, assigned_colors=colors, alpha=0.3)
+    for item, box, color in zip(instances, boxes, colors, strict=True):
+        _draw_label(visualizer, _label(item, metadata.thing_classes), box, color, label_size)
+    return visualizer.output.get_image()
+
+
+def _panel(drawn: np.ndarray, height: int, title: str) -> np.ndarray:
+    """A drawing of that height centred below a title: (HEADER + height, PANEL_WIDTH, 3) uint8 RGB."""
+    drawn = drawn[:PANEL_HEIGHT, :PANEL_WIDTH]
+    panel = np.full((HEADER + height, PANEL_WIDTH, 3), 255, np.uint8)
+    left = (PANEL_WIDTH - drawn.shape[1]) // 2
+    panel[HEADER : HEADER + drawn.shape[0], left : left + drawn.shape[1]] = drawn
+    return put_title(panel, title)
+
+
+def _draw_label_row(record: dict, read_labels: Callable, segments: list[dict], metadata) -> np.ndarray:
+    """Label image and predicted segments of one image: (row height, row width, 3) uint8 RGB."""
+    image = _read_record_image(record)
+    truth = read_labels(record["sem_seg_file_name"])
+    predicted = np.full(image.shape[:2], IGNORED, np.uint8)
+    for labels, what in ((truth, record["sem_seg_file_name"]), *((_mask(s), record["file_name"]) for s in segments)):
+        if labels.shape != image.shape[:2]:
+            raise InputError(f"{what}: an image of {image.shape[:2]} pixels has labels of {labels.shape}")
+    for segment in segments:
+        predicted[_mask(segment).astype(bool)] = segment["category_id"]
+    known = truth != IGNORED
+    correct = (predicted == truth)[known].mean() if known.any() else float("nan")
+    name = f"{Path(record['file_name']).stem}, {image.shape[0]} x {image.shape[1]}"
+    left = _draw_labels(image, truth, metadata, title=f"ground truth ({name})")
+    right = _draw_labels(image, predicted, metadata, title=f"prediction: {correct:.1%} of its pixels are right")
+    return np.hstack([left, np.full((len(left), GAP, 3), 255, np.uint8), right])
+
+
+def _mask(segment: dict) -> np.ndarray:
+    return mask_util.decode(segment["segmentation"])
+
+
+def _draw_labels(image: np.ndarray, labels: np.ndarray, metadata, *, title: str) -> np.ndarray:
+    """``image`` with its labels (H, W) in colour, below a title: (HEADER + drawn height, PANEL_WIDTH, 3) uint8 RGB."""
+    height, width = image.shape[:2]
+    scale = min(PANEL_WIDTH / width, PANEL_HEIGHT / height)
+    present = [int(label) for label in np.unique(labels) if label != IGNORED]
+    blended = image.astype(float)
+    for label in present:
+        blended[labels == label] += LABEL_OPACITY * (255 * _label_color(label, metadata) - image[labels == label])
+    visualizer = Visualizer(blended.round().astype(np.uint8), metadata, scale=scale)
+    for label in present:
+        mask = labels == label
+        if mask.mean() >= MIN_NAMED:
+            _draw_name(visualizer, metadata.stuff_classes[label].partition(",")[0], mask, _label_color(label, metadata))
+    return _panel(visualizer.output.get_image(), round(height * scale), title)
+
+
+def _draw_name(visualizer: Visualizer, name: str, mask: np.ndarray, color: np.ndarray) -> None:
+    """Write where the mask (H, W) is widest, inside the image."""
+    height, width = mask.shape
+    scale = visualizer.output.scale
+    row, column = _inside(mask.astype(np.uint8))
+    margin = min(len(name) * CHARACTER_WIDTH / 2 / scale, width / 2)
+    position = min(max(column, margin), width - margin), max(min(row, height - LABEL_HEIGHT / scale), 0)
+    visualizer.draw_text(name, position, font_size=LABEL_POINTS / scale, color=(1 + color) / 2)
+
+
+def _label_color(label: int, metadata) -> np.ndarray:
+    """RGB (3,) in [0, 1]: the dataset's ``stuff_colors`` if it has them."""
+    colors = np.array(metadata.get("stuff_colors", colormap(rgb=True, maximum=255))) / 255
+    return colors[label % len(colors)]
+
+
+def _inside(mask: np.ndarray) -> tuple[int, int]:
+    """Row and column of the pixel of a mask (H, W) uint8 that is farthest from its outside."""
+    distance = cv2.distanceTransform(np.pad(mask, 1), cv2.DIST_L2, 3)[1:-1, 1:-1]
+    return np.unravel_index(distance.argmax(), mask.shape)
+
+
+def _corners(item: dict) -> list[float]:
+    """Box as left, top, right, bottom in pixels; COCO results carry no ``bbox_mode``."""
+    return BoxMode.convert(item["bbox"], item.get("bbox_mode", BoxMode.XYWH_ABS), BoxMode.XYXY_ABS)
+
+
+def _draw_label(visualizer: Visualizer, label: str, box: np.ndarray, color: np.ndarray, size: float) -> None:
+    """Draw over the box's top left corner, inside the image, at one size whatever the image's scale.
+
+    detectron2's own labels shrink with the box and with the image, too far to read on small images.
+    """
+    unit = size / visualizer.output.scale
+    left = min(box[0], visualizer.output.width - len(label) * CHARACTER_WIDTH * unit)
+    position = max(left, 0), max(box[1] - LABEL_HEIGHT * unit, 0)
+    light = (1 + color) / 2
+    visualizer.draw_text(label, position, font_size=LABEL_POINTS * unit, color=light, horizontal_alignment="left")
+
+
+def _label(item: dict, class_names: list[str]) -> str:
+    label = class_names[item["category_id"]]
+    if item.get("iscrowd"):
+        label += " (crowd)"
+    return f"{label} {item['score']:.0%}" if "score" in item else label
+
+
+def _class_color(class_index: int, metadata) -> np.ndarray:
+    """RGB (3,) in [0, 1], the same in all panels: the dataset's ``thing_colors`` if it has them."""
+    colors = np.array(metadata.get("thing_colors", colormap(rgb=True, maximum=255))) / 255
+    return colors[class_index % len(colors)]
+
+
+def put_title(panel: np.ndarray, title: str) -> np.ndarray:
+    """Write into the panel's first HEADER rows, which are white."""
+    return cv2.putText(panel, title, (4, HEADER - 9), TITLE_FONT, TITLE_SCALE, (0, 0, 0), 1, cv2.LINE_AA)
+
+
+def _stack(rows: list[np.ndarray], *, title: str) -> np.ndarray:
+    width = rows[0].shape[1]
+    header = put_title(np.full((HEADER, width, 3), 255, np.uint8), title)
+    return np.vstack([header, *rows])
+
+
+def write_png(path: Path, image: np.ndarray) -> None:
+    """Write an image (H, W, 3) uint8 RGB; its folder is created.
+
+    Raises:
+        InputError: where the file cannot be written.
+    """
+    encoded, buffer = cv2.imencode(".png", image[..., ::-1])
+    if not encoded:
+        raise RuntimeError(f"OpenCV could not encode {path}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(buffer.tobytes())
+    except OSError as error:
+        raise InputError(f"cannot write {path} ({error.strerror}); choose another --output") from error

@@ -1,0 +1,332 @@
+"""Label images: read as published, aligned with their image, and one clear line for each mistake."""
+
+import shutil
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from detectron2.data import DatasetCatalog, MetadataCatalog
+from PIL import Image
+
+from backbones import InputError
+from projects_vil.data.build import build_test_loader, build_train_loader, load_dataset, register_datasets
+from projects_vil.data.datasets.ade20k import (
+    ADE20K_CLASSES,
+    IGNORED,
+    SemSegMapper,
+    label_reader,
+    read_classes,
+    read_labels,
+)
+from projects_vil.data.datasets.shapes import SEM_SEG_CLASS_NAMES
+from tests.projects_vil.helpers import small_config
+
+NAME = "sem_seg_test"
+CROPPED = ["INPUT.CROP.SIZE", "[40, 56]", "INPUT.MIN_SIZE_TRAIN", "(70, 90)"]
+
+
+def config(*overrides: str):
+    return small_config("semantic_fpn", *overrides)
+
+
+def message(call, *args, **kwargs) -> str:
+    with pytest.raises(InputError) as caught:
+        call(*args, **kwargs)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.fixture
+def copy(shapes_sem_seg, tmp_path):
+    """A dataset of one's own to spoil: images/, labels/ and classes.txt."""
+    shutil.copytree(shapes_sem_seg / "images/validation", tmp_path / "images")
+    shutil.copytree(shapes_sem_seg / "annotations/validation", tmp_path / "labels")
+    shutil.copy(shapes_sem_seg / "classes.txt", tmp_path)
+    yield tmp_path
+    if NAME in DatasetCatalog.list():
+        DatasetCatalog.remove(NAME)
+        MetadataCatalog.remove(NAME)
+
+
+def own_config(folder, *overrides: str, classes: bool = True):
+    entry = [NAME, str(folder / "images"), str(folder / "labels")] + [str(folder / "classes.txt")] * classes
+    names = ["DATASETS.TRAIN", f"('{NAME}',)", "DATASETS.TEST", f"('{NAME}',)"]
+    return config("DATASETS.ADE20K", repr([entry]), *names, *overrides)
+
+
+def load(folder, *overrides: str, classes: bool = True) -> list[dict]:
+    cfg = own_config(folder, *overrides, classes=classes)
+    register_datasets(cfg)
+    return load_dataset(cfg, [NAME], train=True)
+
+
+def first_labels(folder):
+    return sorted((folder / "labels").iterdir())[0]
+
+
+# -- registration and folders ----------------------------------------------------------------------
+
+
+def test_own_datasets_follow_the_environment(shapes_sem_seg, tmp_path, monkeypatch):
+    metadata = MetadataCatalog.get("shapes_sem_seg_val")
+    assert metadata.sem_seg_root == str(shapes_sem_seg / "annotations/validation")
+    assert metadata.stuff_classes == list(SEM_SEG_CLASS_NAMES)
+    assert len(load_dataset(config(), ["shapes_sem_seg_train"], train=True)) == 8
+    monkeypatch.setenv("DETECTRON2_DATASETS", str(tmp_path))
+    register_datasets(config())
+    ade20k = MetadataCatalog.get("ade20k_train")
+    assert ade20k.image_root == str(tmp_path / "ADEChallengeData2016/images/training")
+    assert ade20k.sem_seg_root == str(tmp_path / "ADEChallengeData2016/annotations/training")
+    assert len(ade20k.stuff_classes) == 150 and ade20k.stuff_classes[0] == "wall"
+    text = message(load_dataset, config(), ["ade20k_train"], train=True)
+    assert text.startswith(f"the image folder of ade20k_train is missing: {ade20k.image_root}")
+
+
+def test_own_dataset_given_as_an_override(copy):
+    records = load(copy)
+    assert [record["first_label"] for record in records] == [1] * 6
+    assert MetadataCatalog.get(NAME).stuff_classes == list(SEM_SEG_CLASS_NAMES)
+    register_datasets(own_config(copy))
+    assert "already" in message(register_datasets, own_config(copy, classes=False))
+
+
+def test_classes_of_ade20k_where_none_are_named(copy):
+    register_datasets(own_config(copy, classes=False))
+    assert MetadataCatalog.get(NAME).stuff_classes == list(ADE20K_CLASSES)
+    key = "MODEL.SEM_SEG_HEAD.NUM_CLASSES"
+    assert message(load, copy, classes=False) == f"{key} is 4, and {NAME} has 150 classes; set it to 150"
+    assert len(load(copy, key, "150", classes=False)) == 6
+
+
+@pytest.mark.parametrize("wrong", ["name", ["name", "images"], ["name", "images", 3], ["", "images", "labels"]])
+def test_entry_of_the_wrong_form(wrong):
+    text = message(register_datasets, config("DATASETS.ADE20K", repr([wrong])))
+    assert "an entry is [name, image folder, label folder]" in text
+
+
+@pytest.mark.parametrize("folder, kind", [("images", "image folder"), ("labels", "label folder")])
+def test_missing_folder(copy, folder, kind):
+    (copy / folder).rename(copy / "elsewhere")
+    assert message(load, copy).startswith(f"the {kind} of {NAME} is missing: {copy / folder}; ")
+
+
+def test_empty_folder(copy):
+    shutil.rmtree(copy / "images")
+    (copy / "images").mkdir()
+    assert message(load, copy) == f"the image folder of {NAME} has no .jpg, .jpeg, .png: {copy / 'images'}"
+
+
+def test_images_without_labels(copy):
+    first = first_labels(copy)
+    first.unlink()
+    assert message(load, copy) == f"1 of the 6 images of {NAME} have no labels, the first is {first}"
+
+
+def test_dataset_of_the_other_task(copy, shapes):
+    assert "no label images for a SemanticSegmentor" in message(load_dataset, config(), ["shapes_val"], train=True)
+    register_datasets(own_config(copy))
+    for detector in ("retinanet", "mask_rcnn"):
+        text = message(load_dataset, small_config(detector), [NAME], train=False)
+        assert text.startswith(f"{NAME}: label images, and no boxes for a ")
+
+
+def test_label_that_is_ignored_is_fixed(copy):
+    assert message(load, copy, "MODEL.SEM_SEG_HEAD.IGNORE_VALUE", "0").endswith("IGNORE_VALUE is 0: it is 255")
+
+
+# -- names of classes ------------------------------------------------------------------------------
+
+
+def test_read_classes(tmp_path):
+    (tmp_path / "classes.txt").write_text("wall\n\n building, edifice \nciel à l'aube\n", encoding="utf-8")
+    assert read_classes(tmp_path / "classes.txt") == ["wall", "building, edifice", "ciel à l'aube"]
+
+
+@pytest.mark.parametrize(
+    "content, hint",
+    [
+        (None, "No such file"),
+        (b"", "0 names of classes"),
+        (b"\xff\xfe\x00", "it is no text"),
+        (b"sky\nsea\nsky\n", "the class sky twice"),
+        (b"".join(b"%d\n" % index for index in range(255)), "255 names of classes, one a line: 1 to 254"),
+    ],
+)
+def test_bad_names_of_classes(tmp_path, content, hint):
+    path = tmp_path / "classes.txt"
+    if content is not None:
+        path.write_bytes(content)
+    text = message(read_classes, path)
+    assert hint in text and str(path) in text
+
+
+# -- label images ----------------------------------------------------------------------------------
+
+
+def write_labels(path, labels, *, palette: bool = False):
+    image = Image.fromarray(np.array(labels, np.uint8))
+    if palette:
+        image.putpalette(list(range(255, -1, -1)) * 3)
+    image.save(path)
+    return path
+
+
+@pytest.mark.parametrize("palette", [False, True])
+def test_published_labels_are_shifted(tmp_path, palette):
+    path = write_labels(tmp_path / "a.png", [[0, 1, 2], [3, 150, 0]], palette=palette)
+    labels = read_labels(path, first_label=1, num_classes=150)
+    assert labels.dtype == np.uint8
+    assert labels.tolist() == [[IGNORED, 0, 1], [2, 149, IGNORED]]
+
+
+def test_prepared_labels_are_not(tmp_path):
+    path = write_labels(tmp_path / "a.png", [[0, 1, 255], [3, 149, 0]])
+    assert read_labels(path, first_label=0, num_classes=150).tolist() == [[0, 1, 255], [3, 149, 0]]
+
+
+@pytest.mark.parametrize(
+    "first_label, label, classes", [(1, 5, "1 to 4, and 0"), (1, 255, "1 to 4, and 0"), (0, 4, "0 to 3, and 255")]
+)
+def test_label_that_is_no_class(tmp_path, first_label, label, classes):
+    path = write_labels(tmp_path / "a.png", [[0, 1, label]])
+    text = message(read_labels, path, first_label=first_label, num_classes=4)
+    assert text == f"{path} has the label {label}: classes are {classes} is ignored"
+
+
+@pytest.mark.parametrize("mode", ["RGB", "I;16", "1"])
+def test_label_image_of_another_kind(tmp_path, mode):
+    path = tmp_path / "a.png"
+    Image.new(mode, (5, 3)).save(path)
+    text = message(read_labels, path, first_label=1, num_classes=4)
+    assert f"{path} is of PIL's mode" in text and "one channel of 8 bits" in text
+
+
+@pytest.mark.parametrize("size", [0, 20, 60])
+def test_unreadable_label_image(copy, size):
+    path = first_labels(copy)
+    path.write_bytes(path.read_bytes()[:size])
+    text = message(SemSegMapper(config(), is_train=True), load(copy)[0])
+    assert text.startswith(f"cannot read the label image {path}: ")
+
+
+def test_builtin_prepared_copy_reads_as_it_is(tmp_path):
+    path = write_labels(tmp_path / "a.png", [[0, 149, 255]])
+    labels = label_reader("ade20k_sem_seg_val")(path, dtype=int)
+    assert labels.dtype == int and labels.tolist() == [[0, 149, 255]]
+
+
+# -- mapper ----------------------------------------------------------------------------------------
+
+
+def coded_record(folder, height: int, width: int) -> dict:
+    """An image whose red is the label, in blocks of 12 pixels, so that both can be compared after any augmentation."""
+    rows, cols = np.mgrid[:height, :width] // 12
+    labels = (5 * rows + cols) % 5
+    image = np.zeros((height, width, 3), np.uint8)
+    image[..., 2] = 50 * labels
+    cv2.imwrite(str(folder / "a.png"), image)
+    write_labels(folder / "labels.png", labels)
+    return {"file_name": str(folder / "a.png"), "sem_seg_file_name": str(folder / "labels.png"), "first_label": 1}
+
+
+@pytest.mark.parametrize("flip", ["none", "horizontal", "vertical"])
+def test_labels_stay_aligned(tmp_path, flip):
+    record = coded_record(tmp_path, 84, 132)
+    mapper = SemSegMapper(config(*CROPPED, "INPUT.RANDOM_FLIP", flip), is_train=True)
+    firsts = set()
+    for seed in range(12):
+        np.random.seed(seed)
+        mapped = mapper(record)
+        image, labels = mapped["image"], mapped["sem_seg"]
+        assert (image.shape, image.dtype) == ((3, 40, 56), torch.uint8)
+        assert (labels.shape, labels.dtype) == ((40, 56), torch.int64)
+        assert set(labels.unique().tolist()) <= {0, 1, 2, 3, IGNORED}
+        coded = (image[0].float() / 50).round().long() - 1
+        coded[coded < 0] = IGNORED
+        # Only along the edges of blocks the image is interpolated.
+        assert (coded == labels).float().mean() > 0.8
+        firsts.add(tuple(labels[20, :30].tolist()))
+    assert len(firsts) > 6
+    assert (mapped["height"], mapped["width"]) == (84, 132)
+    assert "sem_seg_file_name" in record and "sem_seg_file_name" not in mapped
+
+
+def test_flipping_flips_both(tmp_path):
+    record = coded_record(tmp_path, 84, 132)
+    sizes = ["INPUT.CROP.ENABLED", "False", "INPUT.MIN_SIZE_TRAIN", "(84, 84)"]
+    plain = SemSegMapper(config(*sizes, "INPUT.RANDOM_FLIP", "none"), is_train=True)(record)
+    mapper = SemSegMapper(config(*sizes, "INPUT.RANDOM_FLIP", "horizontal"), is_train=True)
+    seen = set()
+    for seed in range(8):
+        np.random.seed(seed)
+        mapped = mapper(record)
+        flipped = not torch.equal(mapped["image"], plain["image"])
+        for key in ("image", "sem_seg"):
+            assert torch.equal(mapped[key], plain[key].flip(-1) if flipped else plain[key])
+        seen.add(flipped)
+    assert seen == {True, False}
+
+
+def test_the_crop_is_taken_from_the_resized_image(tmp_path):
+    """The other way round, as in detectron2's mapper, crops would have the sizes of the resize."""
+    record = coded_record(tmp_path, 84, 132)
+    sizes = ["INPUT.CROP.SIZE", "[40, 56]", "INPUT.MIN_SIZE_TRAIN", "(30, 50)"]
+    mapper = SemSegMapper(config(*sizes), is_train=True)
+    shapes = {tuple(mapper(record)["sem_seg"].shape) for _ in range(40)}
+    assert max(height for height, _ in shapes) == 40 and min(height for height, _ in shapes) < 40
+    assert {width for _, width in shapes} >= {56}
+
+
+def test_a_crop_of_one_class_is_drawn_again(tmp_path):
+    labels = np.ones((60, 200), np.uint8)
+    labels[:, 160:] = 2
+    cv2.imwrite(str(tmp_path / "a.png"), np.zeros((60, 200, 3), np.uint8))
+    write_labels(tmp_path / "labels.png", labels)
+    record = {"file_name": str(tmp_path / "a.png"), "sem_seg_file_name": str(tmp_path / "labels.png"), "first_label": 1}
+    sizes = ["INPUT.CROP.SIZE", "[60, 60]", "INPUT.MIN_SIZE_TRAIN", "(60, 60)", "INPUT.CROP.SINGLE_CATEGORY_MAX_AREA"]
+    shares = {}
+    for limit in ("0.75", "1.0"):
+        mapper = SemSegMapper(config(*sizes, limit), is_train=True)
+        np.random.seed(0)
+        crops = [mapper(record)["sem_seg"] for _ in range(40)]
+        shares[limit] = np.mean([(crop == 0).float().mean() <= 0.75 for crop in crops])
+    assert shares["0.75"] > 0.7 > 0.4 > shares["1.0"]
+
+
+def test_testing_reads_no_labels(copy):
+    record = load(copy)[0]
+    mapped = SemSegMapper(config("INPUT.MIN_SIZE_TEST", "40"), is_train=False)(record)
+    assert "sem_seg" not in mapped and min(mapped["image"].shape[1:]) == 40
+    assert (mapped["height"], mapped["width"]) == cv2.imread(record["file_name"]).shape[:2]
+
+
+@pytest.mark.parametrize("is_train", [True, False])
+def test_labels_of_another_size(copy, is_train):
+    record = load(copy)[0]
+    write_labels(first_labels(copy), np.ones((30, 20)))
+    text = message(SemSegMapper(config(), is_train=is_train), record)
+    assert text.startswith(f"{first_labels(copy)} is (30, 20) pixels high and wide, its image ")
+
+
+def test_unreadable_image(copy):
+    record = load(copy)[0]
+    (copy / "images" / record["file_name"].rpartition("/")[2]).write_text("this is no image")
+    text = message(SemSegMapper(config(), is_train=False), record)
+    assert text.startswith(f"cannot read the image {record['file_name']}: ")
+
+
+def test_unknown_crop_type():
+    text = message(SemSegMapper, config("INPUT.CROP.TYPE", "absolut"), is_train=True)
+    assert text.startswith("unknown INPUT.CROP.TYPE 'absolut'") and "did you mean 'absolute'" in text
+
+
+# -- loaders ---------------------------------------------------------------------------------------
+
+
+def test_loaders(shapes_sem_seg):
+    cfg = config(*CROPPED, "SOLVER.IMS_PER_BATCH", "4")
+    batch = next(iter(build_train_loader(cfg)))
+    assert [tuple(record["sem_seg"].shape) for record in batch] == [(40, 56)] * 4
+    batches = list(build_test_loader(cfg, "shapes_sem_seg_val"))
+    assert len({batch[0]["file_name"] for batch in batches}) == len(batches) == 6

@@ -1,0 +1,332 @@
+"""Datasets by name, and one clear line for each thing that can be wrong with their files."""
+
+import contextlib
+import json
+import shutil
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from detectron2.data import DatasetCatalog, MetadataCatalog
+
+from backbones import InputError
+from projects_vil.data.build import Mapper, build_test_loader, build_train_loader, load_dataset, register_datasets
+from tests.projects_vil.helpers import small_config
+
+NAME = "data_test"
+
+
+@pytest.fixture
+def copy(shapes, tmp_path):
+    """A dataset of one's own to spoil: annotations.json and images/."""
+    shutil.copytree(shapes / "val", tmp_path / "images")
+    shutil.copy(shapes / "annotations/instances_val.json", tmp_path / "annotations.json")
+    yield tmp_path
+    for name in DatasetCatalog.list():
+        if name.startswith(NAME):
+            DatasetCatalog.remove(name)
+            MetadataCatalog.remove(name)
+
+
+def entry(folder, name: str = NAME) -> list[str]:
+    return [name, str(folder / "annotations.json"), str(folder / "images")]
+
+
+def config(*entries, overrides=()):
+    datasets = [
+        "DATASETS.COCO",
+        repr(list(entries)),
+        "DATASETS.TRAIN",
+        f"('{NAME}',)",
+        "DATASETS.TEST",
+        f"('{NAME}',)",
+    ]
+    return small_config("retinanet", *datasets, *overrides)
+
+
+def load(folder, *overrides, train: bool = True) -> list[dict]:
+    cfg = config(entry(folder), overrides=overrides)
+    register_datasets(cfg)
+    return load_dataset(cfg, [NAME], train=train)
+
+
+def message(call, *args, **kwargs) -> str:
+    with pytest.raises(InputError) as caught:
+        call(*args, **kwargs)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def edit(folder, change) -> None:
+    path = folder / "annotations.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+# -- registration ----------------------------------------------------------------------------------
+
+
+def test_shapes_follow_the_environment(shapes, tmp_path, monkeypatch):
+    assert MetadataCatalog.get("shapes_train").json_file == str(shapes / "annotations/instances_train.json")
+    assert MetadataCatalog.get("shapes_val").image_root == str(shapes / "val")
+    assert len(load_dataset(small_config(), ["shapes_train"], train=True)) == 16
+    assert len(load_dataset(small_config(), ["shapes_train", "shapes_val"], train=True)) == 24
+    monkeypatch.setenv("DETECTRON2_DATASETS", str(tmp_path))
+    register_datasets(small_config())
+    assert str(tmp_path) in message(load_dataset, small_config(), ["shapes_train"], train=True)
+
+
+def test_own_dataset_given_as_an_override(copy):
+    records = load(copy)
+    assert len(records) == 8
+    assert MetadataCatalog.get(NAME).thing_classes == ["circle", "square", "triangle"]
+    assert MetadataCatalog.get(NAME).evaluator_type == "coco"
+    register_datasets(config(entry(copy)))
+
+
+def test_same_name_with_other_files(copy):
+    register_datasets(config(entry(copy)))
+    other = [NAME, str(copy / "other.json"), str(copy / "images")]
+    text = message(register_datasets, config(other))
+    assert NAME in text and str(copy / "annotations.json") in text
+
+
+def test_a_name_that_starts_like_those_of_the_demo_clashes_too(copy):
+    name = "shapes_of_mine"
+    try:
+        register_datasets(config(entry(copy, name)))
+        assert name in message(register_datasets, config([name, "other.json", str(copy / "images")]))
+    finally:
+        with contextlib.suppress(KeyError):
+            DatasetCatalog.remove(name)
+            MetadataCatalog.remove(name)
+
+
+def test_name_of_a_builtin_dataset(copy):
+    text = message(register_datasets, config(entry(copy, "coco_2017_train")))
+    assert "coco_2017_train" in text and "already" in text
+
+
+@pytest.mark.parametrize(
+    "wrong", ["name", ["name", "a.json"], ["name", "a.json", 3], 3, ["", "a.json", "images"]]
+)
+def test_entry_that_is_no_triple(wrong):
+    assert "[name, annotation file, image folder]" in message(register_datasets, config(wrong))
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def test_unknown_name_names_the_closest(shapes):
+    text = message(load_dataset, small_config(), ["shapes_trian"], train=True)
+    assert text.startswith("unknown dataset 'shapes_trian'; did you mean 'shapes_train'?")
+
+
+def test_no_dataset_to_train_on():
+    assert "DATASETS.TRAIN" in message(build_train_loader, small_config("retinanet", "DATASETS.TRAIN", "()"))
+
+
+@pytest.mark.parametrize("name, kind", [("annotations.json", "annotation file"), ("images", "image folder")])
+def test_missing_file_and_folder(copy, name, kind):
+    (copy / name).rename(copy / "elsewhere")
+    text = message(load, copy)
+    assert text.startswith(f"the {kind} of {NAME} is missing: {copy / name}; DETECTRON2_DATASETS is ")
+
+
+def test_missing_images(copy):
+    images = sorted((copy / "images").iterdir())
+    images[2].unlink(), images[5].unlink()
+    text = message(load, copy)
+    assert text == f"2 of the 8 images of {NAME} are missing, the first is {images[2]}"
+
+
+@pytest.mark.parametrize("text", ["", "{", "not json", '{"images": [}'])
+def test_annotations_that_are_not_json(copy, text):
+    (copy / "annotations.json").write_text(text)
+    assert message(load, copy).startswith(f"{copy / 'annotations.json'} is not JSON: ")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{}",
+        "[]",
+        "null",
+        '"images"',
+        '{"images": 3, "annotations": [], "categories": []}',
+        '{"images": ["a.jpg"], "annotations": [], "categories": []}',
+        '{"images": [], "annotations": [], "categories": []}',
+        '{"images": [], "annotations": {}, "categories": []}',
+    ],
+)
+def test_json_that_is_not_coco(copy, text):
+    (copy / "annotations.json").write_text(text)
+    assert str(copy / "annotations.json") in message(load, copy)
+
+
+@pytest.mark.parametrize("bytes_", [b"\xff\xfe\x00\x12", b"\x00\x01binary"])
+def test_annotations_that_are_no_text(copy, bytes_):
+    (copy / "annotations.json").write_bytes(bytes_)
+    assert str(copy / "annotations.json") in message(load, copy)
+
+
+@pytest.mark.parametrize(
+    "change, hint",
+    [
+        (lambda c: c["images"][0].pop("file_name"), "file_name"),
+        (lambda c: c["annotations"][0].update(category_id=17), "17"),
+        (lambda c: [a.update(id=1) for a in c["annotations"]], "not unique"),
+        (lambda c: c.pop("categories"), "categories"),
+        (lambda c: c["annotations"][0].pop("category_id"), "category_id"),
+    ],
+)
+def test_annotations_with_a_hole(copy, change, hint):
+    edit(copy, change)
+    text = message(load, copy)
+    assert str(copy / "annotations.json") in text and hint in text
+
+
+def test_nothing_to_train_on_is_still_something_to_evaluate(copy):
+    edit(copy, lambda content: content.update(annotations=[]))
+    assert "no image with an annotation" in message(load, copy)
+    assert len(load(copy, train=False)) == 8
+
+
+def test_images_without_annotation_are_left_out_of_training(copy):
+    edit(
+        copy,
+        lambda c: c.update(
+            annotations=[a for a in c["annotations"] if a["image_id"] != c["images"][0]["id"]]
+        ),
+    )
+    assert len(load(copy)) == 7
+    assert len(load(copy, "DATALOADER.FILTER_EMPTY_ANNOTATIONS", "False")) == 8
+
+
+@pytest.mark.parametrize(
+    "detector, key",
+    [("retinanet", "MODEL.RETINANET.NUM_CLASSES"), ("mask_rcnn", "MODEL.ROI_HEADS.NUM_CLASSES")],
+)
+def test_another_number_of_classes(shapes, detector, key):
+    assert load_dataset(small_config(detector), ["shapes_val"], train=False)
+    text = message(load_dataset, small_config(detector, key, "80"), ["shapes_val"], train=False)
+    assert text == f"{key} is 80, and shapes_val has 3 classes; set it to 3"
+
+
+def test_datasets_of_other_classes_are_not_mixed(copy, shapes):
+    edit(copy, lambda content: content["categories"][0].update(name="disc"))
+    register_datasets(config(entry(copy)))
+    text = message(load_dataset, config(entry(copy)), ["shapes_val", NAME], train=True)
+    assert text.startswith(f"shapes_val and {NAME} have other classes")
+
+
+# -- images ----------------------------------------------------------------------------------------
+
+
+def first_image(folder):
+    content = json.loads((folder / "annotations.json").read_text())
+    return folder / "images" / content["images"][0]["file_name"]
+
+
+def truncate(path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+SPOILT = {
+    "truncated": truncate,
+    "empty": lambda path: path.write_bytes(b""),
+    "header only": lambda path: path.write_bytes(path.read_bytes()[:20]),
+    "text": lambda path: path.write_text("this is no image"),
+    "truncated PNG": lambda path: path.write_bytes(
+        cv2.imencode(".png", cv2.imread(str(path)))[1].tobytes()[:900]
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SPOILT)
+@pytest.mark.parametrize("train", [True, False])
+def test_unreadable_image_is_named(copy, kind, train):
+    SPOILT[kind](first_image(copy))
+    records = load(copy)
+    mapper = Mapper(config(), is_train=train)
+    text = message(mapper, records[0])
+    assert text.startswith(f"cannot read the image {first_image(copy)}: ")
+    assert mapper(records[1])["image"].shape[0] == 3
+
+
+def test_image_that_vanished_after_loading(copy):
+    records = load(copy)
+    first_image(copy).unlink()
+    assert str(first_image(copy)) in message(Mapper(config(), is_train=True), records[0])
+
+
+def test_image_of_another_size_than_its_annotation_says(copy):
+    record = load(copy)[0]
+    height, width = record["height"], record["width"]
+    cv2.imwrite(str(first_image(copy)), np.zeros((height + 3, width, 3), np.uint8))
+    text = message(Mapper(config(), is_train=False), record)
+    assert (
+        str(first_image(copy)) in text and str((width, height)) in text and str((width, height + 3)) in text
+    )
+
+
+@pytest.mark.parametrize("box", [[1.0, 2.0], "a box", None])
+def test_box_that_is_none(copy, box):
+    edit(copy, lambda content: [a.update(bbox=box) for a in content["annotations"]])
+
+    def load_and_map():
+        return Mapper(config(), is_train=True)(load(copy)[0])
+
+    text = message(load_and_map)
+    assert str(copy) in text
+
+
+def test_box_dataset_for_a_mask_detector(copy):
+    edit(copy, lambda content: [a.pop("segmentation") for a in content["annotations"]])
+    overrides = ["DATASETS.COCO", repr([entry(copy)]), "DATASETS.TRAIN", f"('{NAME}',)"]
+    cfg = small_config("mask_rcnn", *overrides)
+    register_datasets(cfg)
+    assert "segmentation" in message(load_dataset, cfg, [NAME], train=True)
+
+
+# -- loaders ---------------------------------------------------------------------------------------
+
+
+def test_train_loader(shapes):
+    overrides = ["SOLVER.IMS_PER_BATCH", "4", "INPUT.MIN_SIZE_TRAIN", "(48,)"]
+    batch = next(iter(build_train_loader(small_config("retinanet", *overrides))))
+    assert len(batch) == 4
+    for record in batch:
+        assert record["image"].dtype == torch.uint8 and min(record["image"].shape[1:]) == 48
+        assert len(record["instances"]) >= 1 and record["instances"].gt_boxes.tensor.max() > 1
+
+
+def test_train_loader_reads_masks_for_mask_rcnn(shapes):
+    batch = next(iter(build_train_loader(small_config("mask_rcnn", "SOLVER.IMS_PER_BATCH", "2"))))
+    assert all(len(record["instances"].gt_masks) == len(record["instances"]) for record in batch)
+
+
+def test_test_loader_gives_every_image_once_in_rgb(shapes):
+    batches = list(build_test_loader(small_config("retinanet", "INPUT.MIN_SIZE_TEST", "40"), "shapes_val"))
+    assert [len(batch) for batch in batches] == [1] * 8
+    assert len({batch[0]["image_id"] for batch in batches}) == 8
+    assert {min(batch[0]["image"].shape[1:]) for batch in batches} == {40}
+    record = batches[0][0]
+    bgr = cv2.imread(record["file_name"])
+    assert bgr.shape[:2] == (record["height"], record["width"])
+    mean = record["image"].float().mean(dim=(1, 2))
+    torch.testing.assert_close(
+        mean, torch.from_numpy(bgr[..., ::-1].mean(axis=(0, 1))).float(), atol=2, rtol=0
+    )
+
+
+def test_error_in_a_workers_process_names_the_file(copy):
+    for path in (copy / "images").iterdir():
+        truncate(path)
+    register_datasets(config(entry(copy)))
+    loader = build_test_loader(config(entry(copy), overrides=["DATALOADER.NUM_WORKERS", "1"]), NAME)
+    with pytest.raises(InputError) as caught:
+        next(iter(loader))
+    assert f"cannot read the image {first_image(copy)}" in str(caught.value).splitlines()[-1]

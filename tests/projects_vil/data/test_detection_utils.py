@@ -1,0 +1,127 @@
+"""Image files of all kinds: read as detectron2 reads them where it is right, correctly where it is not."""
+
+import numpy as np
+import pytest
+from detectron2.data.detection_utils import read_image as detectron2_read_image
+from PIL import Image, ImageFile
+
+from projects_vil.data.build import Mapper, read_for_testing
+from projects_vil.data.datasets.ade20k import SemSegMapper
+from projects_vil.data.detection_utils import UnreadableImage, read_image, read_size
+from tests.projects_vil.helpers import small_config
+
+HEIGHT, WIDTH = 30, 44
+
+
+def gradient() -> np.ndarray:
+    """(H, W, 3) uint8 without symmetry."""
+    rows, cols = np.mgrid[:HEIGHT, :WIDTH]
+    return np.stack([rows * 8, cols * 5, rows * 3 + cols * 2], axis=-1).astype(np.uint8)
+
+
+def turned(pixels: np.ndarray, orientation: int) -> np.ndarray:
+    """The pixels as EXIF's orientation says to show them."""
+    flipped = pixels[:, ::-1] if orientation in (2, 4, 5, 7) else pixels
+    return np.rot90(flipped, {1: 0, 2: 0, 3: 2, 4: 2, 5: 1, 6: 3, 7: 3, 8: 1}[orientation])
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("suffix", ["png", "tif", "jpg"])
+def test_images_are_turned_upright_once(tmp_path, suffix, orientation):
+    path, exif = tmp_path / f"turned.{suffix}", Image.Exif()
+    exif[0x0112] = orientation
+    Image.fromarray(gradient()).save(path, exif=exif)
+    expected = turned(gradient(), orientation)
+    read = read_image(path)
+    assert read.shape == expected.shape and read_size(path) == expected.shape[:2]
+    assert np.abs(read.astype(int) - expected).max() <= (20 if suffix == "jpg" else 0)
+    if suffix != "tif":
+        np.testing.assert_array_equal(read, detectron2_read_image(str(path), "RGB"))
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK", "RGB"])
+@pytest.mark.parametrize("image_format", ["RGB", "BGR"])
+def test_other_kinds_are_read_as_detectron2_reads_them(tmp_path, mode, image_format):
+    image = Image.fromarray(gradient()).convert("RGBA")
+    image.putalpha(Image.fromarray(gradient()[..., 1]))
+    path = tmp_path / ("image.jpg" if mode == "CMYK" else "image.png")
+    image.convert(mode).save(path)
+    read = read_image(path, image_format)
+    assert read.dtype == np.uint8 and read.shape == (HEIGHT, WIDTH, 3) and read.std() > 10
+    np.testing.assert_array_equal(read, detectron2_read_image(str(path), image_format))
+    if mode in ("RGB", "RGBA"):
+        np.testing.assert_array_equal(read, gradient()[..., :: 1 if image_format == "RGB" else -1])
+
+
+@pytest.mark.parametrize("suffix", ["png", "tif", "pgm"])
+def test_16_bits_keep_the_upper_8(tmp_path, suffix):
+    grey = gradient()[..., 2].astype(np.uint16) * 256 + 77
+    Image.fromarray(grey).save(tmp_path / f"deep.{suffix}")
+    read = read_image(tmp_path / f"deep.{suffix}")
+    np.testing.assert_array_equal(read, np.repeat(gradient()[..., 2:], 3, axis=2))
+
+
+def test_16_bits_are_turned_too(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(gradient()[..., 2].astype(np.uint16) * 257).save(tmp_path / "deep.png", exif=exif)
+    read = read_image(tmp_path / "deep.png")
+    np.testing.assert_array_equal(read[..., 1], turned(gradient()[..., 2], 6))
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.float32])
+def test_32_bits_are_refused(tmp_path, kind):
+    Image.fromarray(gradient()[..., 2].astype(kind)).save(tmp_path / "deep.tif")
+    with pytest.raises(UnreadableImage, match="deep.tif: its channel has 32 bits.*: convert it"):
+        read_image(tmp_path / "deep.tif")
+
+
+def test_16_bits_train_and_test_alike(tmp_path):
+    """Both mappers, and what exports and drawings read with, see the 8 bits."""
+    path = tmp_path / "deep.png"
+    Image.fromarray(gradient()[..., 2].astype(np.uint16) * 257).save(path)
+    Image.fromarray(gradient()[..., 2]).save(tmp_path / "shallow.png")
+    Image.fromarray(np.ones((HEIGHT, WIDTH), np.uint8)).save(tmp_path / "labels.png")
+    whole = ["INPUT.MIN_SIZE_TRAIN", f"({HEIGHT}, {HEIGHT})", "INPUT.MIN_SIZE_TEST", str(HEIGHT)]
+    whole += ["INPUT.RANDOM_FLIP", "none"]
+    cfg = small_config("retinanet", *whole)
+    expected, size = read_for_testing(cfg, tmp_path / "shallow.png", image_format="RGB")
+    assert size == (HEIGHT, WIDTH) and expected.std() > 10
+    np.testing.assert_array_equal(read_for_testing(cfg, path, image_format="RGB")[0], expected)
+    record = {"file_name": str(path), "annotations": []}
+    other = small_config("semantic_fpn", *whole, "INPUT.CROP.ENABLED", "False")
+    labelled = {"file_name": str(path), "sem_seg_file_name": str(tmp_path / "labels.png"), "first_label": 1}
+    for is_train in (True, False):
+        boxes, labels = Mapper(cfg, is_train=is_train), SemSegMapper(other, is_train=is_train)
+        for mapper, given in ((boxes, record), (labels, labelled)):
+            assert (mapper(given)["image"].numpy() == expected.transpose(2, 0, 1)).all()
+
+
+UNREADABLE = {
+    "cut.jpg": "truncated",
+    "cut.png": "truncated",
+    "text.jpg": "it is no image of a known format",
+    "empty.png": "it is empty",
+    "absent.jpg": "No such file or directory",
+    "folder.jpg": "Is a directory",
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_what_cannot_be_read_is_never_half_an_image(tmp_path, name):
+    path = tmp_path / name
+    if name.startswith("cut"):
+        Image.fromarray(np.random.default_rng(0).integers(0, 255, (90, 70, 3), np.uint8)).save(path)
+        path.write_bytes(path.read_bytes()[:-1500])
+    elif name.startswith("folder"):
+        path.mkdir()
+    elif not name.startswith("absent"):
+        path.write_text("this is no image" if name.startswith("text") else "")
+    assert not ImageFile.LOAD_TRUNCATED_IMAGES
+    with pytest.raises(UnreadableImage) as caught:
+        read_image(path)
+    assert str(caught.value) == f"cannot read the image {path}: {caught.value.reason}"
+    assert UNREADABLE[name] in caught.value.reason and "\n" not in caught.value.reason
+    if not name.startswith("cut"):
+        with pytest.raises(UnreadableImage):
+            read_size(path)

@@ -1,0 +1,307 @@
+"""What a run leaves behind, what is checked before one, and that resuming goes on where it stopped."""
+
+import json
+import math
+import shutil
+import types
+
+import pytest
+import torch
+
+from backbones import InputError
+from backbones.attention.performer import PerformerAttention
+from projects_vil import load_config
+from projects_vil.data.build import register_datasets
+from projects_vil.engine.defaults import RedrawFeatures, Trainer, check_setup, write_results
+from projects_vil.export.api import build_detector
+from tests.projects_vil.helpers import CONFIGS, SMALL, run_tool, small_config
+
+
+def read_json(path):
+    def refuse(name: str):
+        raise AssertionError(f"{name} is no JSON")
+
+    return json.loads(path.read_text(), parse_constant=refuse)
+
+
+def weights(path) -> torch.Tensor:
+    """All parameters in one vector."""
+    state = torch.load(path, weights_only=True)["model"]
+    return torch.cat([tensor.flatten() for tensor in state.values()])
+
+
+# -- a run -----------------------------------------------------------------------------------------
+
+
+def test_what_a_run_leaves_behind(trained_run):
+    names = {path.name for path in trained_run.iterdir()}
+    assert names >= {"config.yaml", "log.txt", "metrics.json", "evaluation.json", "last_checkpoint"}
+    assert names >= {"model_0000001.pth", "model_final.pth", "inference"}
+    cfg = load_config(trained_run / "config.yaml")
+    assert (cfg.SOLVER.MAX_ITER, cfg.OUTPUT_DIR, cfg.MODEL.FPN.OUT_CHANNELS) == (4, str(trained_run), 32)
+
+
+def test_a_run_trains_with_this_projects_groups(trained_run):
+    final = torch.load(trained_run / "model_final.pth", weights_only=True)
+    assert final["iteration"] == 3
+    optimizer = final["trainer"]["_trainer"]["optimizer"]
+    assert sorted(group["weight_decay"] for group in optimizer["param_groups"]) == [0.0, 0.1]
+    assert {int(state["step"]) for state in optimizer["state"].values()} == {4}
+    assert (weights(trained_run / "model_0000001.pth") != weights(trained_run / "model_final.pth")).any()
+
+
+def test_losses_and_metrics_are_written(trained_run):
+    lines = [json.loads(line) for line in (trained_run / "metrics.json").read_text().splitlines()]
+    losses = [line["total_loss"] for line in lines if "total_loss" in line]
+    assert losses and all(map(math.isfinite, losses))
+    assert any("bbox/AP" in line for line in lines)
+
+
+def test_evaluation_file_of_a_run(trained_run):
+    content = read_json(trained_run / "evaluation.json")
+    assert content.keys() == {"shapes_val"} and content["shapes_val"].keys() == {"bbox"}
+    metrics = content["shapes_val"]["bbox"]
+    classes = {"AP-circle", "AP-square", "AP-triangle"}
+    assert metrics.keys() == {"AP", "AP50", "AP75", "APs", "APm", "APl"} | classes
+    assert 0 <= metrics["AP"] <= metrics["AP50"] <= 100
+    # No object of these images is large.
+    assert metrics["APl"] is None
+
+
+def test_evaluating_again_gives_the_same(trained_run, datasets_root, tmp_path):
+    overrides = ["MODEL.WEIGHTS", trained_run / "model_final.pth", "OUTPUT_DIR", tmp_path]
+    config = trained_run / "config.yaml"
+    result = run_tool(
+        "train_net.py", "--config-file", config, "--eval-only", *overrides, datasets_root=datasets_root
+    )
+    assert result.returncode == 0, result.stderr
+    assert read_json(tmp_path / "evaluation.json") == read_json(trained_run / "evaluation.json")
+    assert not list(tmp_path.glob("*.pth"))
+
+
+def test_resuming_goes_on_where_the_run_stopped(trained_run, datasets_root, tmp_path):
+    shutil.copy(trained_run / "model_0000001.pth", tmp_path)
+    (tmp_path / "last_checkpoint").write_text("model_0000001.pth")
+    arguments = ["--config-file", trained_run / "config.yaml", "--resume", "OUTPUT_DIR", tmp_path]
+    result = run_tool("train_net.py", *arguments, "DATASETS.TEST", "()", datasets_root=datasets_root)
+    assert result.returncode == 0, result.stderr
+    assert "Starting training from iteration 2" in result.stdout
+
+    stopped, finished, resumed = (
+        weights(folder / name)
+        for folder, name in [
+            (trained_run, "model_0000001.pth"),
+            (trained_run, "model_final.pth"),
+            (tmp_path, "model_final.pth"),
+        ]
+    )
+    # Equal but for the order of sums; without the optimizer's state or the schedule far more differs.
+    assert (finished - resumed).norm() < 0.05 * (finished - stopped).norm()
+    states = [torch.load(folder / "model_final.pth", weights_only=True) for folder in (trained_run, tmp_path)]
+    assert [state["iteration"] for state in states] == [3, 3]
+    optimizers = [state["trainer"]["_trainer"]["optimizer"] for state in states]
+    assert {int(state["step"]) for state in optimizers[1]["state"].values()} == {4}
+    rates = [[group["lr"] for group in optimizer["param_groups"]] for optimizer in optimizers]
+    assert rates[0] == pytest.approx(rates[1])
+
+
+def test_mask_rcnn_trains_and_reports_both_tasks(datasets_root, tmp_path):
+    few = ["SOLVER.MAX_ITER", "2", "SOLVER.IMS_PER_BATCH", "2", "OUTPUT_DIR", tmp_path]
+    config = CONFIGS["mask_rcnn"]
+    result = run_tool(
+        "train_net.py", "--config-file", config, *SMALL["mask_rcnn"], *few, datasets_root=datasets_root
+    )
+    assert result.returncode == 0, result.stderr
+    content = read_json(tmp_path / "evaluation.json")["shapes_val"]
+    assert content.keys() == {"bbox", "segm"}
+    losses = json.loads((tmp_path / "metrics.json").read_text().splitlines()[0])
+    assert {name for name in losses if name.startswith("loss_")} == {
+        "loss_cls", "loss_box_reg", "loss_mask", "loss_rpn_cls", "loss_rpn_loc"
+    }  # fmt: skip
+    assert all(math.isfinite(value) for value in losses.values())
+
+
+def test_semantic_fpn_trains_and_reports_miou(shapes_sem_seg, tmp_path):
+    few = ["SOLVER.MAX_ITER", "3", "SOLVER.IMS_PER_BATCH", "4", "SOLVER.BASE_LR", "0.01", "SOLVER.WARMUP_ITERS", "0"]
+    cfg = small_config("semantic_fpn", *few, "OUTPUT_DIR", str(tmp_path))
+    check_setup(cfg)
+    trainer = Trainer(cfg)
+    assert trainer.scheduler.get_last_lr()[0] == pytest.approx(0.01)
+    trainer.resume_or_load(resume=False)
+    trainer.train()
+    assert trainer.scheduler.get_last_lr()[0] == pytest.approx(0, abs=1e-9)
+    metrics = read_json(tmp_path / "evaluation.json")["shapes_sem_seg_val"]["sem_seg"]
+    assert metrics.keys() >= {"mIoU", "pACC", "IoU-background", "IoU-triangle"}
+    assert 0 <= metrics["mIoU"] <= metrics["mACC"] <= 100
+
+    again = cfg.clone()
+    again.defrost()
+    again.OUTPUT_DIR = str(tmp_path / "again")
+    (tmp_path / "again").mkdir()
+    Trainer.test(again, build_detector(cfg, tmp_path / "model_final.pth"))
+    assert read_json(tmp_path / "again/evaluation.json") == read_json(tmp_path / "evaluation.json")
+
+
+# -- results ---------------------------------------------------------------------------------------
+
+
+def test_metrics_without_any_detection_are_null(shapes, trained_run, tmp_path):
+    overrides = ["MODEL.RETINANET.SCORE_THRESH_TEST", "0.999", "OUTPUT_DIR", str(tmp_path)]
+    cfg = load_config(trained_run / "config.yaml", overrides)
+    register_datasets(cfg)
+    results = Trainer.test(cfg, build_detector(cfg, trained_run / "model_final.pth"))
+    assert math.isnan(results["bbox"]["AP"])
+    content = read_json(tmp_path / "evaluation.json")
+    assert set(content["shapes_val"]["bbox"].values()) == {None}
+
+
+def test_results_of_two_datasets(tmp_path):
+    cfg = small_config("retinanet", "OUTPUT_DIR", str(tmp_path), "DATASETS.TEST", "('a', 'b')")
+    write_results(cfg, {"a": {"bbox": {"AP": 1.5}}, "b": {"bbox": {"AP": float("nan"), "AP50": 2}}})
+    content = read_json(tmp_path / "evaluation.json")
+    assert content == {"a": {"bbox": {"AP": 1.5}}, "b": {"bbox": {"AP": None, "AP50": 2}}}
+
+
+# -- before a run ----------------------------------------------------------------------------------
+
+
+def setup_message(*overrides: str, **options) -> str:
+    with pytest.raises(InputError) as caught:
+        check_setup(small_config("retinanet", *overrides), **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_setup_that_is_right(shapes, trained_run):
+    final = str(trained_run / "model_final.pth")
+    check_setup(small_config())
+    check_setup(small_config("retinanet", "MODEL.WEIGHTS", final), eval_only=True)
+    absent = ["MODEL.WEIGHTS", final, "DATASETS.TRAIN", "('absent',)"]
+    check_setup(small_config("retinanet", *absent), eval_only=True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what is refused without a CUDA device")
+def test_no_cuda_device():
+    assert "MODEL.DEVICE is cuda" in setup_message("MODEL.DEVICE", "cuda")
+    assert "there is no CUDA device" in setup_message("MODEL.DEVICE", "cuda:1", "SOLVER.AMP.ENABLED", "True")
+
+
+def test_amp_on_the_cpu(shapes):
+    assert setup_message("SOLVER.AMP.ENABLED", "True").startswith("SOLVER.AMP.ENABLED is True")
+
+
+def test_another_device():
+    assert setup_message("MODEL.DEVICE", "tpu") == "MODEL.DEVICE is 'tpu': it is cpu or cuda"
+
+
+def test_batch_is_shared_out_evenly(shapes):
+    overrides = ["SOLVER.IMS_PER_BATCH", "6"]
+    assert setup_message(*overrides, processes=4) == "SOLVER.IMS_PER_BATCH is 6, no multiple of 4 processes"
+    check_setup(small_config("retinanet", *overrides), processes=3)
+
+
+def test_something_to_train_and_to_evaluate_on(shapes):
+    neither = ["DATASETS.TRAIN", "()", "DATASETS.TEST", "()", "MODEL.WEIGHTS", __file__]
+    assert setup_message(*neither) == "DATASETS.TRAIN is empty: name a dataset"
+    assert setup_message(*neither, eval_only=True) == "DATASETS.TEST is empty: name a dataset"
+
+
+def test_variant_is_checked_first():
+    assert "did you mean 'vil_tiny_rpb'" in setup_message("MODEL.TRANSFORMER.NAME", "vil_tinny_rpb")
+
+
+@pytest.mark.parametrize("key", ["TRAIN", "TEST"])
+def test_datasets_are_checked_first(shapes, key):
+    assert "did you mean 'shapes_val'" in setup_message(f"DATASETS.{key}", "('shapes_vall',)")
+
+
+def test_weights_are_checked_first(shapes, tmp_path):
+    absent = str(tmp_path / "absent.pth")
+    assert setup_message("MODEL.WEIGHTS", absent) == f"there is no weights file {absent} (MODEL.WEIGHTS)"
+    assert setup_message(eval_only=True).startswith("MODEL.WEIGHTS is empty")
+
+
+# -- Performer's random features -------------------------------------------------------------------
+
+
+def features_of(path) -> dict[str, torch.Tensor]:
+    state = torch.load(path, weights_only=True)["model"]
+    return {name: tensor for name, tensor in state.items() if name.endswith("attention.features")}
+
+
+def test_random_features_are_redrawn_by_iteration_and_saved(shapes, tmp_path):
+    """Before the third and the fifth iteration; a run that is resumed draws as one that never stopped."""
+    options = ["MODEL.TRANSFORMER.NAME", "performer_tiny", "MODEL.TRANSFORMER.FEATURE_REDRAW_PERIOD", "2"]
+    options += ["SOLVER.IMS_PER_BATCH", "2", "SOLVER.MAX_ITER", "5", "SOLVER.CHECKPOINT_PERIOD", "2"]
+    cfg = small_config("retinanet", *options, "OUTPUT_DIR", str(tmp_path), "DATASETS.TEST", "()")
+    Trainer(cfg).train()
+    at = {name: features_of(tmp_path / f"model_{name}.pth") for name in ("0000001", "0000003", "final")}
+    first = next(iter(at["final"]))
+    assert len(at["final"]) == 12
+    assert not torch.equal(at["0000001"][first], at["0000003"][first])
+    assert not torch.equal(at["0000003"][first], at["final"][first])
+    (tmp_path / "last_checkpoint").write_text("model_0000001.pth")
+    resumed = Trainer(cfg)
+    resumed.resume_or_load(resume=True)
+    resumed.train()
+    assert all(torch.equal(features_of(tmp_path / "model_final.pth")[name], at["final"][name]) for name in at["final"])
+
+
+def test_a_redraw_period_below_one_raises(shapes, tmp_path):
+    options = ["MODEL.TRANSFORMER.NAME", "performer_tiny", "MODEL.TRANSFORMER.FEATURE_REDRAW_PERIOD", "0"]
+    cfg = small_config("retinanet", *options, "OUTPUT_DIR", str(tmp_path))
+    with pytest.raises(InputError, match="FEATURE_REDRAW_PERIOD is 0"):
+        Trainer(cfg)
+
+
+def _features_after_start(rank: int, file: str, folder: str) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    torch.manual_seed(rank)
+    model = PerformerAttention(8, num_heads=2, num_features=6)
+    hook = RedrawFeatures(2)
+    hook.trainer = types.SimpleNamespace(model=model, iter=0)
+    hook.before_train()
+    started = model.features.clone()
+    hook.before_step()
+    assert torch.equal(model.features, started)
+    hook.trainer.iter = 2
+    hook.before_step()
+    torch.save([started, model.features], f"{folder}/{rank}.pth")
+    torch.distributed.destroy_process_group()
+
+
+def test_processes_have_the_same_random_features(tmp_path):
+    torch.multiprocessing.spawn(_features_after_start, args=(str(tmp_path / "store"), str(tmp_path)), nprocs=2)
+    first, second = (torch.load(tmp_path / f"{rank}.pth", weights_only=True) for rank in (0, 1))
+    assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+    assert not torch.equal(first[0], first[1])
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["MODEL.FPN.NORM", "foo"], "the model cannot be built from this config: .*foo"),
+        (["MODEL.META_ARCHITECTURE", "foo"], "cannot be built from this config: .*foo"),
+        (["MODEL.TRANSFORMER.SHARED_PROJECTIONS", "maybe"], "shared_projections='maybe': it is True or False"),
+        (["MODEL.TRANSFORMER.RANK", "[8, 8, 8, 8]"], "rank has no effect: no stage has long_short attention"),
+    ],
+)
+def test_a_model_that_cannot_be_built_is_refused(shapes, overrides, message):
+    with pytest.raises(InputError, match=message):
+        check_setup(small_config("retinanet", *overrides))
+
+
+@pytest.mark.parametrize("family", ["ls", "lit", "cvt"])
+@pytest.mark.parametrize("detector", ["retinanet", "mask_rcnn"])
+def test_every_family_trains_in_both_detectors(shapes, tmp_path, detector, family):
+    """Three iterations on two images: finite losses, and weights of the backbone that have moved."""
+    path = CONFIGS[detector].with_name(f"{detector}_{family}_shapes.yaml")
+    options = ["SOLVER.IMS_PER_BATCH", "2", "SOLVER.MAX_ITER", "3", "SOLVER.WARMUP_ITERS", "0"]
+    cfg = load_config(path, [*SMALL[detector], *options, "OUTPUT_DIR", str(tmp_path), "DATASETS.TEST", "()"])
+    trainer = Trainer(cfg)
+    before = {name: parameter.clone() for name, parameter in trainer.model.backbone.bottom_up.named_parameters()}
+    trainer.train()
+    for name, parameter in trainer.model.backbone.bottom_up.named_parameters():
+        assert parameter.isfinite().all()
+        if "dynamic_projection.bias" not in name:
+            assert not torch.equal(parameter, before[name]), name

@@ -1,0 +1,101 @@
+"""The evaluator that a dataset asks for, judging ground truth itself."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from detectron2.data import MetadataCatalog
+from detectron2.evaluation import COCOEvaluator, PascalVOCDetectionEvaluator, SemSegEvaluator
+from detectron2.structures import Boxes, BoxMode, Instances
+
+from backbones import InputError
+from projects_vil.data.build import build_test_loader, load_dataset
+from projects_vil.data.datasets.ade20k import IGNORED, label_reader
+from projects_vil.evaluation.build import build_evaluator
+from tests.projects_vil.helpers import small_config
+
+
+def judge(cfg, folder, *, num_wrong: int = 0) -> dict:
+    """The metrics of predictions that equal the ground truth, below ``num_wrong`` confident wrong ones."""
+    evaluator = build_evaluator(cfg, "shapes_val", str(folder))
+    assert isinstance(evaluator, COCOEvaluator)
+    truth = {record["image_id"]: record for record in load_dataset(cfg, ["shapes_val"], train=False)}
+    evaluator.reset()
+    for inputs in build_test_loader(cfg, "shapes_val"):
+        record = truth[inputs[0]["image_id"]]
+        annotations = record["annotations"]
+        boxes = [BoxMode.convert(a["bbox"], a["bbox_mode"], BoxMode.XYXY_ABS) for a in annotations]
+        instances = Instances((record["height"], record["width"]))
+        instances.pred_boxes = Boxes([[0.0, 0.0, 1.0, 1.0]] * num_wrong + boxes)
+        instances.scores = torch.tensor([0.9] * num_wrong + [0.5] * len(boxes))
+        instances.pred_classes = torch.tensor([0] * num_wrong + [a["category_id"] for a in annotations])
+        evaluator.process(inputs, [{"instances": instances}])
+    return evaluator.evaluate()["bbox"]
+
+
+def test_perfect_predictions_on_a_coco_dataset(shapes, tmp_path):
+    metrics = judge(small_config(), tmp_path)
+    assert metrics["AP"] == metrics["AP-triangle"] == pytest.approx(100)
+    assert (tmp_path / "coco_instances_results.json").is_file()
+
+
+@pytest.mark.parametrize("limit, found", [("100", False), ("200", True)])
+def test_number_of_detections_arrives(shapes, tmp_path, limit, found):
+    cfg = small_config("retinanet", "TEST.DETECTIONS_PER_IMAGE", limit)
+    assert (judge(cfg, tmp_path, num_wrong=150)["AP-circle"] > 0) == found
+
+
+def judge_labels(folder, predict) -> dict:
+    """The metrics of ``predict``, from labels (H, W), where 255 is ignored, to predicted classes (H, W)."""
+    name, cfg = "shapes_sem_seg_val", small_config("semantic_fpn")
+    evaluator = build_evaluator(cfg, name, str(folder))
+    assert isinstance(evaluator, SemSegEvaluator)
+    evaluator.reset()
+    read = label_reader(name)
+    files = {record["file_name"]: record["sem_seg_file_name"] for record in load_dataset(cfg, [name], train=False)}
+    for inputs in build_test_loader(cfg, name):
+        labels = predict(read(files[inputs[0]["file_name"]], dtype=int))
+        logits = F.one_hot(torch.from_numpy(labels), 4).permute(2, 0, 1)
+        evaluator.process(inputs, [{"sem_seg": logits}])
+    return evaluator.evaluate()["sem_seg"]
+
+
+def test_perfect_labels(shapes_sem_seg, tmp_path):
+    metrics = judge_labels(tmp_path, lambda labels: np.where(labels == IGNORED, 3, labels))
+    assert metrics["mIoU"] == metrics["pACC"] == metrics["IoU-triangle"] == pytest.approx(100)
+    assert (tmp_path / "sem_seg_predictions.json").is_file()
+
+
+@pytest.mark.parametrize("index, name", [(0, "background"), (2, "square")])
+def test_one_class_everywhere(shapes_sem_seg, tmp_path, index, name):
+    read = label_reader("shapes_sem_seg_val")
+    files = (shapes_sem_seg / "annotations/validation").iterdir()
+    counts = sum(np.bincount(read(file).ravel(), minlength=256) for file in files)[:4]
+    metrics = judge_labels(tmp_path, lambda labels: np.full_like(labels, index))
+    share = 100 * counts[index] / counts.sum()
+    assert metrics[f"IoU-{name}"] == metrics["pACC"] == pytest.approx(share)
+    assert metrics["mIoU"] == pytest.approx(share / 4)
+
+
+def test_pascal_voc(tmp_path):
+    name = "evaluation_test_voc"
+    MetadataCatalog.get(name).set(
+        evaluator_type="pascal_voc", dirname=str(tmp_path), split="val", year=2007, thing_classes=["circle"]
+    )
+    try:
+        assert isinstance(build_evaluator(small_config(), name, ""), PascalVOCDetectionEvaluator)
+    finally:
+        MetadataCatalog.remove(name)
+
+
+@pytest.mark.parametrize("kind", ["cityscapes_instance", None])
+def test_other_kinds_of_dataset(tmp_path, kind):
+    name = "evaluation_test_other"
+    MetadataCatalog.get(name).set(**{} if kind is None else {"evaluator_type": kind})
+    try:
+        with pytest.raises(
+            InputError, match=f"{name} has the evaluator type {kind!r}: it is coco, lvis, pascal_voc or sem_seg"
+        ):
+            build_evaluator(small_config(), name, "")
+    finally:
+        MetadataCatalog.remove(name)

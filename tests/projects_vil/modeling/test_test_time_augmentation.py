@@ -1,0 +1,112 @@
+"""Test-time augmentation: one plain size changes nothing, mirror images make mirrored answers."""
+
+import pytest
+import torch
+from detectron2.modeling import GeneralizedRCNNWithTTA
+
+from backbones import InputError
+from projects_vil.data.build import size_for_testing
+from projects_vil.export.api import example_image
+from projects_vil.modeling.test_time_augmentation import RetinaNetWithTTA, add_tta, augmentation_sizes
+from tests.projects_vil.helpers import lively_detector, small_config
+
+HEIGHT, WIDTH = 80, 116
+
+
+def config(detector: str, *overrides: str):
+    few = ["MODEL.RETINANET.SCORE_THRESH_TEST", "0.3", "TEST.DETECTIONS_PER_IMAGE", "30"]
+    return small_config(detector, *few, *overrides)
+
+
+def image(height: int = HEIGHT, width: int = WIDTH) -> torch.Tensor:
+    return example_image(height, width, seed=3).to(torch.uint8)
+
+
+def detect(model, pixels: torch.Tensor):
+    """Instances in pixels of the image."""
+    return model([{"image": pixels, "height": pixels.shape[1], "width": pixels.shape[2]}])[0]["instances"]
+
+
+def same(ours, theirs, *, flipped: bool = False) -> None:
+    """Equal instances, one of them mirrored. Scores that are as good as equal may change places."""
+    boxes = ours.pred_boxes.tensor
+    if flipped:
+        boxes = torch.stack([WIDTH - boxes[:, 2], boxes[:, 1], WIDTH - boxes[:, 0], boxes[:, 3]], dim=1)
+    assert len(ours) == len(theirs) > 5
+    distance = (boxes[:, None] - theirs.pred_boxes.tensor).abs().amax(-1)
+    distance += 1000.0 * (ours.pred_classes[:, None] != theirs.pred_classes)
+    distance += (ours.scores[:, None] - theirs.scores).abs() * 1000
+    nearest = distance.min(dim=1)
+    assert nearest.values.max() < 0.1
+    assert len(nearest.indices.unique()) == len(ours)
+
+
+@pytest.mark.parametrize("detector", ["retinanet", "mask_rcnn"])
+def test_one_size_without_flip_is_the_detector_itself(detector):
+    cfg = config(detector, "TEST.AUG.MIN_SIZES", "(64,)", "TEST.AUG.FLIP", "False")
+    model = lively_detector(cfg)
+    pixels = image(size_for_testing(cfg, HEIGHT, WIDTH)[0], size_for_testing(cfg, HEIGHT, WIDTH)[1])
+    with torch.no_grad():
+        plain, augmented = detect(model, pixels), detect(add_tta(cfg, model), pixels)
+    same(augmented, plain)
+    if detector == "mask_rcnn":
+        torch.testing.assert_close(augmented.pred_masks, plain.pred_masks)
+
+
+@pytest.mark.parametrize("detector", ["retinanet", "mask_rcnn"])
+def test_mirrored_images_give_mirrored_answers(detector):
+    cfg = config(detector, "TEST.AUG.MIN_SIZES", "(64, 96)")
+    model = lively_detector(cfg)
+    augmented = add_tta(cfg, model)
+    with torch.no_grad():
+        ours, mirrored = detect(augmented, image()), detect(augmented, image().flip(2))
+        plain, plain_mirrored = detect(model, image()), detect(model, image().flip(2))
+    same(ours, mirrored, flipped=True)
+    with pytest.raises(AssertionError):
+        same(plain, plain_mirrored, flipped=True)
+
+
+def test_boxes_lie_in_the_file_and_do_not_repeat():
+    cfg = config("retinanet", "TEST.AUG.MIN_SIZES", "(48, 64, 96)")
+    found = detect(add_tta(cfg, lively_detector(cfg)), image())
+    boxes = found.pred_boxes.tensor
+    assert found.image_size == (HEIGHT, WIDTH) and 5 < len(found) <= 30
+    assert (boxes >= 0).all() and (boxes[:, 2] <= WIDTH).all() and (boxes[:, 3] <= HEIGHT).all()
+    assert boxes[:, 2].max() > WIDTH / 2 and (found.scores.diff() <= 0).all()
+    corners = torch.max(boxes[:, None, :2], boxes[:, :2]), torch.min(boxes[:, None, 2:], boxes[:, 2:])
+    overlap = (corners[1] - corners[0]).clamp(min=0).prod(-1)
+    area = (boxes[:, 2:] - boxes[:, :2]).prod(-1)
+    iou = overlap / (area[:, None] + area - overlap)
+    others = ~torch.eye(len(found), dtype=torch.bool) & (found.pred_classes[:, None] == found.pred_classes)
+    assert others.any() and iou[others].max() <= cfg.MODEL.RETINANET.NMS_THRESH_TEST
+
+
+@pytest.mark.parametrize("detector", ["retinanet", "mask_rcnn"])
+def test_nothing_found(detector):
+    nothing = ["MODEL.RETINANET.SCORE_THRESH_TEST", "1.0", "MODEL.ROI_HEADS.SCORE_THRESH_TEST", "1.0"]
+    cfg = config(detector, *nothing, "TEST.AUG.MIN_SIZES", "(64,)")
+    model = add_tta(cfg, lively_detector(cfg))
+    assert isinstance(model, RetinaNetWithTTA if detector == "retinanet" else GeneralizedRCNNWithTTA)
+    with torch.no_grad():
+        assert len(detect(model, image())) == 0
+
+
+def test_sizes_follow_the_detectors_own():
+    assert augmentation_sizes(config("retinanet", "INPUT.MIN_SIZE_TEST", "800")) == tuple(range(400, 1300, 100))
+    half = augmentation_sizes(config("retinanet", "INPUT.MIN_SIZE_TEST", "128"))
+    assert half == (64, 80, 96, 112, 128, 144, 160, 176, 192)
+    assert augmentation_sizes(config("retinanet", "TEST.AUG.MIN_SIZES", "(70, 90)")) == (70, 90)
+    for overrides in (["TEST.AUG.MIN_SIZES", "()"], ["TEST.AUG.MIN_SIZES", "(0,)"], ["TEST.AUG.MAX_SIZE", "0"]):
+        with pytest.raises(InputError, match="pixels, 1 or more"):
+            augmentation_sizes(config("retinanet", *overrides))
+
+
+def test_absolute_positions_end_the_sizes():
+    tables = ["MODEL.TRANSFORMER.NAME", "vil_tiny", "MODEL.TRANSFORMER.MAX_IMG_SIZE", "96"]
+    cfg = config("retinanet", *tables)
+    augmented = add_tta(cfg, lively_detector(cfg))
+    assert augmented.mapper.max_size == 96 and augmented.mapper.min_sizes[-1] == 96
+    assert len(detect(augmented, image())) > 0
+    cfg = config("retinanet", *tables, "TEST.AUG.MIN_SIZES", "(64, 128)")
+    with pytest.raises(InputError, match="TEST.AUG.MIN_SIZES has 128, .* MODEL.TRANSFORMER.MAX_IMG_SIZE 96"):
+        add_tta(cfg, lively_detector(cfg))
