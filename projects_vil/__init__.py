@@ -1,6 +1,9 @@
 """The backbones in detectron2: importing this package registers their builders."""
 
-from projects_vil.config.defaults import add_vil_config, load_config
-from projects_vil.modeling.backbone import transformer as _transformer  # noqa: F401  (registers the builders)
+from projects_vil.checkpoint import Checkpointer
+from projects_vil.config import add_vil_config, load_config
+from projects_vil.data import register_datasets
+from projects_vil.engine import Trainer
+from projects_vil.solver import build_optimizer
 
-__all__ = ["add_vil_config", "load_config"]
+__all__ = ["Checkpointer", "Trainer", "add_vil_config", "build_optimizer", "load_config", "register_datasets"]

@@ -8,7 +8,7 @@ import pytest
 @pytest.fixture(scope="session")
 def datasets_root(tmp_path_factory):
     """A folder for ``DETECTRON2_DATASETS`` that holds ``shapes``: 16 + 8 images, all with objects."""
-    from projects_vil.data.datasets.shapes import write_shapes_dataset
+    from projects_vil.data import write_shapes_dataset
 
     root = tmp_path_factory.mktemp("datasets")
     write_shapes_dataset(root / "shapes", num_train=16, num_val=8, short_side=64)
@@ -18,7 +18,7 @@ def datasets_root(tmp_path_factory):
 @pytest.fixture
 def shapes(datasets_root, monkeypatch):
     """The shapes dataset, with ``DETECTRON2_DATASETS`` set to the folder above and the names registered."""
-    from projects_vil.data.build import register_datasets
+    from projects_vil.data import register_datasets
     from tests.projects_vil.helpers import small_config
 
     monkeypatch.setenv("DETECTRON2_DATASETS", str(datasets_root))
@@ -29,7 +29,7 @@ def shapes(datasets_root, monkeypatch):
 @pytest.fixture(scope="session")
 def sem_seg_root(tmp_path_factory):
     """A folder for ``DETECTRON2_DATASETS`` that holds ``shapes_sem_seg``: 8 + 6 images with label images."""
-    from projects_vil.data.datasets.shapes import write_shapes_dataset
+    from projects_vil.data import write_shapes_dataset
 
     root = tmp_path_factory.mktemp("sem_seg")
     write_shapes_dataset(root / "shapes_sem_seg", task="sem_seg", num_train=8, num_val=6, short_side=64)
@@ -39,7 +39,7 @@ def sem_seg_root(tmp_path_factory):
 @pytest.fixture
 def shapes_sem_seg(sem_seg_root, monkeypatch):
     """The label images, with ``DETECTRON2_DATASETS`` set to the folder above and the names registered."""
-    from projects_vil.data.build import register_datasets
+    from projects_vil.data import register_datasets
     from tests.projects_vil.helpers import small_config
 
     monkeypatch.setenv("DETECTRON2_DATASETS", str(sem_seg_root))

@@ -11,7 +11,7 @@ from detectron2.modeling import build_anchor_generator, build_model
 
 from backbones import list_variants
 from projects_vil import load_config
-from projects_vil.solver.build import build_optimizer
+from projects_vil.solver import build_optimizer
 
 ROOT = Path(__file__).resolve().parents[1]
 # Of detectors; those of Semantic FPN are in test_semantic_fpn_configs.py.

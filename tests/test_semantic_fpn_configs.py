@@ -7,7 +7,7 @@ import torch
 from detectron2.modeling import build_model
 
 from projects_vil import load_config
-from projects_vil.solver.build import build_lr_scheduler, build_optimizer
+from projects_vil.solver import build_lr_scheduler, build_optimizer
 
 ROOT = Path(__file__).resolve().parents[1]
 LEAVES = {"lit_ti": ("41.3", 0.1, 24), "lit_s": ("41.7", 0.2, 32)}

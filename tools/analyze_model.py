@@ -11,9 +11,8 @@ import argparse
 
 from backbones import InputError
 from projects_vil import load_config
-from projects_vil.analysis.counting import count_variants, format_counts
-from projects_vil.analysis.detector import analyze, as_json, format_analyses
-from projects_vil.utils.cli import check_json_path, run_tool, write_json
+from projects_vil.analysis import analyze, as_json, count_variants, format_analyses, format_counts
+from projects_vil.utils import check_json_path, run_tool, write_json
 
 
 def main() -> None:

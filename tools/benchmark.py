@@ -14,15 +14,17 @@ import torch
 
 from backbones import InputError
 from projects_vil import load_config
-from projects_vil.analysis.benchmark import TASKS, compare_detectors, resnet50_config
-from projects_vil.utils.cli import check_json_path, run_tool, write_json
+from projects_vil.analysis import BENCHMARK_TASKS, compare_detectors, resnet50_config
+from projects_vil.utils import check_json_path, run_tool, write_json
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config-file", required=True, metavar="FILE", help="the detector")
     parser.add_argument("--baseline", metavar="FILE", help="config to compare with (default: ResNet-50 of detectron2)")
-    parser.add_argument("--task", choices=TASKS, default="inference", help="what is timed (default inference)")
+    parser.add_argument(
+        "--task", choices=BENCHMARK_TASKS, default="inference", help="what is timed (default inference)"
+    )
     parser.add_argument("--size", type=int, nargs=2, default=(800, 1333), metavar=("H", "W"), help="of the images")
     parser.add_argument("--batch-size", type=int, default=1, metavar="N", help="images at once (default 1)")
     parser.add_argument("--runs", type=int, default=7, metavar="N", help="times each is timed (default 7)")

@@ -12,8 +12,8 @@ Example:
 import argparse
 
 from backbones import InputError
-from projects_vil.checkpoint.conversion import convert_file
-from projects_vil.utils.cli import check_json_path, run_tool, write_json
+from projects_vil.checkpoint import convert_file
+from projects_vil.utils import check_json_path, run_tool, write_json
 
 
 def main() -> None:

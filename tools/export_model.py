@@ -12,8 +12,8 @@ import argparse
 import sys
 
 from projects_vil import load_config
-from projects_vil.export.api import FORMATS, INPUT_DTYPES, PRECISIONS, describe_report, export_detector
-from projects_vil.utils.cli import run_tool
+from projects_vil.export import FORMATS, INPUT_DTYPES, PRECISIONS, describe_report, export_detector
+from projects_vil.utils import run_tool
 
 
 def main() -> None:

@@ -12,24 +12,26 @@ Example:
 import argparse
 import sys
 
-from projects_vil.export.table import (
-    DETECTORS,
-    FAMILIES,
+from projects_vil.export import (
     FORMATS,
     PRECISIONS,
+    TABLE_DETECTORS,
+    TABLE_FAMILIES,
     available_formats,
     describe_table,
     export_table,
 )
-from projects_vil.utils.cli import check_json_path, run_tool, write_json
+from projects_vil.utils import check_json_path, run_tool, write_json
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", required=True, metavar="DIR", help="folder for what is exported")
     parser.add_argument("--runs", metavar="DIR", help="folder with trained runs, DETECTOR_FAMILY/model_final.pth")
-    parser.add_argument("--detectors", nargs="+", choices=DETECTORS, default=DETECTORS, help="default: both")
-    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES, help="default: all")
+    parser.add_argument(
+        "--detectors", nargs="+", choices=TABLE_DETECTORS, default=TABLE_DETECTORS, help="default: both"
+    )
+    parser.add_argument("--families", nargs="+", choices=TABLE_FAMILIES, default=TABLE_FAMILIES, help="default: all")
     formats = parser.add_mutually_exclusive_group()
     formats.add_argument("--formats", nargs="+", choices=FORMATS, help="default: all, AOTInductor with a compiler only")
     formats.add_argument("--no-aot-inductor", action="store_true", help="leave out what takes minutes to compile")

@@ -6,8 +6,8 @@ Example:
 
 import argparse
 
-from projects_vil.data.datasets.subset import write_subset
-from projects_vil.utils.cli import run_tool
+from projects_vil.data import write_subset
+from projects_vil.utils import run_tool
 
 
 def main() -> None:

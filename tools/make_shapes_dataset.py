@@ -7,22 +7,27 @@ Example:
 
 import argparse
 
-from projects_vil.data.datasets.shapes import TASKS, describe, write_shapes_dataset
-from projects_vil.utils.cli import run_tool
+from projects_vil.data import SHAPES_TASKS, describe_shapes, write_shapes_dataset
+from projects_vil.utils import run_tool
 
 
 def main(argv=None):
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("output", metavar="OUT", help="folder to write; registered are shapes and shapes_sem_seg")
-    parser.add_argument("--task", choices=TASKS, default=TASKS[0], help="what to learn from it (default detection)")
+    parser.add_argument(
+        "--task",
+        choices=SHAPES_TASKS,
+        default=SHAPES_TASKS[0],
+        help="what to learn from it (default detection)",
+    )
     parser.add_argument("--num-train", type=int, default=400, metavar="N", help="train images (default 400)")
     parser.add_argument("--num-val", type=int, default=100, metavar="N", help="val images (default 100)")
     parser.add_argument("--short-side", type=int, default=128, metavar="S", help="mean pixels (default 128)")
     parser.add_argument("--seed", type=int, default=0, metavar="K", help="same seed, same bytes (default 0)")
     parser.add_argument("--overwrite", action="store_true", help="replace a shapes dataset that lies in OUT")
     options = vars(parser.parse_args(argv))
-    print(describe(write_shapes_dataset(options.pop("output"), **options)))
+    print(describe_shapes(write_shapes_dataset(options.pop("output"), **options)))
 
 
 if __name__ == "__main__":

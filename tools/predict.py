@@ -15,8 +15,8 @@ import argparse
 import sys
 
 from projects_vil import load_config
-from projects_vil.inference.predict import predict
-from projects_vil.utils.cli import run_tool
+from projects_vil.inference import predict
+from projects_vil.utils import run_tool
 
 
 def main() -> None:

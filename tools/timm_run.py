@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from backbones import InputError
-from projects_vil.utils.cli import run_tool
+from projects_vil.utils import run_tool
 
 
 def main() -> None:

@@ -7,8 +7,8 @@ Example:
 
 from detectron2.engine import default_argument_parser
 
-from projects_vil.engine.defaults import train_from_command_line
-from projects_vil.utils.cli import run_tool
+from projects_vil.engine import train_from_command_line
+from projects_vil.utils import run_tool
 
 
 def main() -> None:

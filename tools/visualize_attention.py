@@ -9,8 +9,8 @@ import argparse
 from pathlib import Path
 
 from projects_vil import load_config
-from projects_vil.utils.cli import run_tool
-from projects_vil.visualization.attention_maps import draw_attention
+from projects_vil.utils import run_tool
+from projects_vil.visualization import draw_attention
 
 
 def main() -> None:

@@ -9,8 +9,8 @@ import argparse
 from pathlib import Path
 
 from projects_vil import load_config
-from projects_vil.utils.cli import run_tool
-from projects_vil.visualization.sampling_maps import draw_offsets
+from projects_vil.utils import run_tool
+from projects_vil.visualization import draw_offsets
 
 
 def main() -> None:

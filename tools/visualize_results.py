@@ -7,7 +7,7 @@ Example:
 import argparse
 from pathlib import Path
 
-from projects_vil.utils.cli import run_tool
+from projects_vil.utils import run_tool
 
 
 def main(argv=None):
@@ -20,9 +20,9 @@ def main(argv=None):
     parser.add_argument("--score-threshold", type=float, default=0.5, metavar="T", help="default 0.5")
     args = parser.parse_args(argv)
 
-    from projects_vil.config.defaults import load_config
-    from projects_vil.data.build import register_datasets
-    from projects_vil.visualization.results import draw_results, predictions_file, summarize_run
+    from projects_vil.config import load_config
+    from projects_vil.data import register_datasets
+    from projects_vil.visualization import draw_results, predictions_file, summarize_run
 
     cfg = load_config(args.run / "config.yaml")
     register_datasets(cfg)

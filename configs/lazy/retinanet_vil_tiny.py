@@ -8,7 +8,7 @@ from detectron2 import model_zoo
 from detectron2.config import LazyCall as L
 
 from backbones import create_backbone
-from projects_vil.modeling.backbone.transformer import TransformerBackbone
+from projects_vil.modeling import TransformerBackbone
 
 STAGES = ["stage2", "stage3", "stage4"]
 

@@ -20,7 +20,7 @@ RESNET50 = {
     "RetinaNet": "COCO-Detection/retinanet_R_50_FPN_1x.yaml",
     "GeneralizedRCNN": "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_1x.yaml",
 }
-TASKS = ("backbone", "inference", "training")
+BENCHMARK_TASKS = ("backbone", "inference", "training")
 
 
 @dataclasses.dataclass

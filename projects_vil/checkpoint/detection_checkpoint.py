@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.config import CfgNode
-from detectron2.modeling import build_model
 from torch import Tensor, nn
 
 from backbones import InputError
@@ -22,7 +21,7 @@ from projects_vil.checkpoint.class_rows import copy_rows, is_predictor, match_cl
 from projects_vil.checkpoint.conversion import BACKBONE_PREFIX, convert_official
 from projects_vil.checkpoint.pretrained import backbone_of_classifier, is_classifier, named_variant
 from projects_vil.checkpoint.provenance import PROVENANCE_KEY, Provenance, class_names, differing_options, input_format
-from projects_vil.modeling.backbone.transformer import TransformerBackbone
+from projects_vil.modeling import TransformerBackbone, build_on_meta
 
 
 class Checkpointer(DetectionCheckpointer):
@@ -265,25 +264,6 @@ def check_weights_file(path: str) -> None:
     """
     if "://" not in path and not Path(path).is_file():
         raise InputError(f"there is no weights file {path} (MODEL.WEIGHTS)")
-
-
-def build_on_meta(cfg: CfgNode) -> nn.Module:
-    """The model of ``cfg`` without memory for its weights.
-
-    Raises:
-        InputError: where a key has a value that no part of it can be built with.
-    """
-    cfg = cfg.clone()
-    cfg.defrost()
-    cfg.MODEL.DEVICE = "meta"
-    try:
-        with torch.device("meta"):
-            return build_model(cfg)
-    except InputError:
-        raise
-    except (KeyError, ValueError, IndexError, AssertionError) as error:
-        what = " ".join(str(error).split()) or "an assertion failed"
-        raise InputError(f"the model cannot be built from this config: {what} ({type(error).__name__})") from error
 
 
 def check_weights(cfg: CfgNode, path: str, *, complete: bool = False, model: nn.Module | None = None) -> None:

@@ -15,8 +15,7 @@ from detectron2.data import MetadataCatalog
 
 from backbones import InputError
 from backbones.variants import ViLVariant, get_variant
-from projects_vil.data.build import number_of_classes
-from projects_vil.data.datasets.ade20k import is_segmentor
+from projects_vil.config import is_segmentor, number_of_classes
 
 PROVENANCE_KEY = "vil_detectron2"
 _DISTRIBUTION = "vil-detectron2"

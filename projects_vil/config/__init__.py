@@ -1,1 +1,15 @@
 """The configuration keys of this project, and how a config file is read."""
+
+from projects_vil.config.defaults import add_vil_config
+from projects_vil.config.device import check_device
+from projects_vil.config.load import load_config
+from projects_vil.config.task import DETECTORS, is_segmentor, number_of_classes
+
+__all__ = [
+    "DETECTORS",
+    "add_vil_config",
+    "check_device",
+    "is_segmentor",
+    "load_config",
+    "number_of_classes",
+]

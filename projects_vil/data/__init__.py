@@ -1,1 +1,39 @@
 """Datasets by name, how image files are read, and the loaders."""
+
+from projects_vil.data.build import build_mapper, build_test_loader, build_train_loader, load_dataset
+from projects_vil.data.catalog import datasets_root, register_datasets
+from projects_vil.data.dataset_mapper import Mapper, SemSegMapper
+from projects_vil.data.datasets.ade20k import IGNORED_LABEL, label_reader
+from projects_vil.data.datasets.shapes import SHAPES_TASKS, describe_shapes, write_shapes_dataset
+from projects_vil.data.datasets.subset import write_subset
+from projects_vil.data.detection_utils import (
+    IMAGE_SUFFIXES,
+    UnreadableImage,
+    read_for_testing,
+    read_image,
+    read_size,
+    size_for_testing,
+)
+
+__all__ = [
+    "IGNORED_LABEL",
+    "IMAGE_SUFFIXES",
+    "SHAPES_TASKS",
+    "Mapper",
+    "SemSegMapper",
+    "UnreadableImage",
+    "build_mapper",
+    "build_test_loader",
+    "build_train_loader",
+    "datasets_root",
+    "describe_shapes",
+    "label_reader",
+    "load_dataset",
+    "read_for_testing",
+    "read_image",
+    "read_size",
+    "register_datasets",
+    "size_for_testing",
+    "write_shapes_dataset",
+    "write_subset",
+]

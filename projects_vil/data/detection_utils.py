@@ -6,12 +6,22 @@ import zlib
 from pathlib import Path
 
 import numpy as np
-from detectron2.data.detection_utils import _apply_exif_orientation, convert_PIL_to_numpy
+from detectron2.config import CfgNode
+from detectron2.data import transforms as T
+from detectron2.data.detection_utils import (
+    _apply_exif_orientation,
+    convert_PIL_to_numpy,
+)
 from detectron2.utils.file_io import PathManager
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from backbones import InputError
 
+# By which image files are known in folders.
+IMAGE_SUFFIXES = (
+    *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".dib", ".tif", ".tiff", ".webp", ".gif"),
+    *(".ppm", ".pgm", ".pbm", ".pnm", ".jp2", ".avif"),
+)
 # What Pillow's readers raise on files that are damaged, too large, or of a kind that cannot become RGB.
 _DAMAGED = (
     OSError,
@@ -96,3 +106,23 @@ def _reason(path: str | Path, error: Exception) -> str:
         is_empty = os.path.isfile(path) and not os.path.getsize(path)
         return "it is empty" if is_empty else "it is no image of a known format"
     return getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
+
+
+def read_for_testing(cfg: CfgNode, path: str | Path, *, image_format: str) -> tuple[np.ndarray, tuple[int, int]]:
+    """An image file (H, W, 3) uint8, resized as for testing, and its height and width before.
+
+    Raises:
+        InputError: for a file that cannot be read.
+    """
+    original = read_image(path, image_format)
+    height, width = original.shape[:2]
+    resize = T.ResizeTransform(height, width, *size_for_testing(cfg, height, width))
+    return np.ascontiguousarray(resize.apply_image(original)), (height, width)
+
+
+def size_for_testing(cfg: CfgNode, height: int, width: int) -> tuple[int, int]:
+    """Height and width that an image has after ``INPUT.MIN_SIZE_TEST`` and ``INPUT.MAX_SIZE_TEST``."""
+    short = cfg.INPUT.MIN_SIZE_TEST
+    if not short:
+        return height, width
+    return T.ResizeShortestEdge.get_output_shape(height, width, short, cfg.INPUT.MAX_SIZE_TEST)

@@ -11,7 +11,7 @@ from detectron2.evaluation import (
 )
 
 from backbones import InputError
-from projects_vil.data.datasets.ade20k import label_reader
+from projects_vil.data import label_reader
 
 
 def build_evaluator(cfg: CfgNode, dataset_name: str, output_folder: str) -> DatasetEvaluator:

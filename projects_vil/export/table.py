@@ -15,21 +15,17 @@ from torch import Tensor, nn
 
 from backbones import InputError
 from backbones.errors import check_choice
-from projects_vil.config.defaults import load_config
-from projects_vil.export.api import (
-    FORMATS,
-    PRECISIONS,
-    build_detector,
-    eager_detections,
-    example_image,
-    export_detector,
-)
-from projects_vil.export.formats import ExportedModel, check_format, compiler
+from projects_vil.checkpoint import build_detector
+from projects_vil.config import load_config
+from projects_vil.export.api import FORMATS, PRECISIONS, export_detector
+from projects_vil.export.formats import check_format, compiler
 from projects_vil.export.parity import CHANGED_SHARE, TOLERANCES, compare, describe
+from projects_vil.export.report import eager_detections, example_image
+from projects_vil.export.runtime import ExportedModel
 
 CONFIGS = Path(__file__).parents[2] / "configs/demo"
-DETECTORS = ("retinanet", "mask_rcnn")
-FAMILIES = ("vil", "ls", "lit", "cvt")
+TABLE_DETECTORS = ("retinanet", "mask_rcnn")
+TABLE_FAMILIES = ("vil", "ls", "lit", "cvt")
 SMALL_SIZE, EMPTY_SIZE, LARGE_SIZE = (64, 64), (96, 128), (800, 1333)
 _UNITS = {"boxes": "box {:.1e} px", "scores": "score {:.1e}", "masks": "mask {:.1e}"}
 # How much larger the last layers of an untrained detector are made.
@@ -76,8 +72,8 @@ def export_table(
     output: str | Path,
     *,
     runs: str | Path | None = None,
-    detectors: Sequence[str] = DETECTORS,
-    families: Sequence[str] = FAMILIES,
+    detectors: Sequence[str] = TABLE_DETECTORS,
+    families: Sequence[str] = TABLE_FAMILIES,
     formats: Sequence[str] = FORMATS,
     precision: str = "fp32",
     large: bool = False,
@@ -85,14 +81,14 @@ def export_table(
 ) -> list[dict]:
     """Export the detectors of ``configs/demo`` in all formats, and compare each file with eager; progress on stderr.
 
-    Compared are the images of :func:`projects_vil.export.api.comparison_images`, one of 64 x 64 and an empty one. What
-    fails is noted, its traceback written into the folder, and the rest goes on.
+    Compared are the images of :func:`projects_vil.export.report.comparison_images`, one of 64 x 64 and an empty one.
+    What fails is noted, its traceback written into the folder, and the rest goes on.
 
     Args:
         output: folder; what is exported of a detector is in its ``DETECTOR_FAMILY``.
         runs: folder with trained runs, OUTPUT_DIR of ``train_net.py``, each in ``DETECTOR_FAMILY``. Where there is
             none, the weights are random.
-        detectors: of ``DETECTORS``. families: of ``FAMILIES``. formats: of ``FORMATS``.
+        detectors: of ``TABLE_DETECTORS``. families: of ``TABLE_FAMILIES``. formats: of ``FORMATS``.
         precision: of ``PRECISIONS``.
         large: whether to compare on an image of 800 x 1333 too.
         overrides: keys and values by turns, for all configs.
@@ -107,8 +103,8 @@ def export_table(
             folders, configs or overrides that cannot be used.
     """
     for what, values, known in (
-        ("detector", detectors, DETECTORS),
-        ("backbone family", families, FAMILIES),
+        ("detector", detectors, TABLE_DETECTORS),
+        ("backbone family", families, TABLE_FAMILIES),
         ("format", formats, FORMATS),
         ("precision", (precision,), PRECISIONS),
     ):

@@ -10,7 +10,7 @@ from detectron2.structures import Boxes, Instances
 from torch import nn
 
 from backbones import InputError
-from projects_vil.export.formats import LARGEST_SIDE, largest_side
+from projects_vil.modeling.image_sizes import LARGEST_SIDE, largest_side
 
 # The short side, in pixels, of the detectors that detectron2's own TEST.AUG.MIN_SIZES are for.
 _USUAL_SHORT_SIDE = 800

@@ -1,1 +1,15 @@
 """Drawings of results and of what happens inside a model."""
+
+from projects_vil.visualization.attention_maps import draw_attention
+from projects_vil.visualization.drawing import draw_instances
+from projects_vil.visualization.results import draw_results, predictions_file, summarize_run
+from projects_vil.visualization.sampling_maps import draw_offsets
+
+__all__ = [
+    "draw_attention",
+    "draw_instances",
+    "draw_offsets",
+    "draw_results",
+    "predictions_file",
+    "summarize_run",
+]

@@ -26,8 +26,9 @@ from backbones.attention.performer import PerformerAttention
 from backbones.attention.sliding_chunk import SlidingChunkAttention
 from backbones.attention.spatial_reduction import SpatialReductionAttention
 from backbones.backbone import Backbone
-from projects_vil.visualization.inspection import SeenImage, backbone_of, fit, in_rows, load_model, see_image, sheet
-from projects_vil.visualization.results import PANEL_WIDTH, write_png
+from projects_vil.visualization.drawing import write_png
+from projects_vil.visualization.inspection import SeenImage, backbone_of, load_model, see_image
+from projects_vil.visualization.panels import PANEL_WIDTH, fit, in_rows, sheet
 
 COLUMNS = 4
 MIN_CROP = 16  # tokens; a smaller neighbourhood is drawn with what is round it

@@ -1,11 +1,10 @@
-"""Looking inside a model: its backbone, an image as the backbone sees it, and sheets of panels to draw on."""
+"""Looking inside a model: its backbone, and an image as the backbone sees it."""
 
 import dataclasses
 import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-import cv2
 import numpy as np
 import torch
 from detectron2.config import CfgNode
@@ -15,10 +14,9 @@ from torch import Tensor, nn
 
 from backbones import InputError
 from backbones.backbone import Backbone
-from projects_vil.checkpoint.detection_checkpoint import Checkpointer
-from projects_vil.data.build import read_for_testing
-from projects_vil.modeling.backbone.transformer import TransformerBackbone
-from projects_vil.visualization.results import GAP, HEADER, PANEL_HEIGHT, PANEL_WIDTH, put_title
+from projects_vil.checkpoint import Checkpointer
+from projects_vil.data import read_for_testing
+from projects_vil.modeling import TransformerBackbone
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,41 +83,3 @@ def see_image(cfg: CfgNode, model: nn.Module, path: str | Path) -> SeenImage:
     image = (image - model.pixel_mean) / model.pixel_std
     batch = ImageList.from_tensors([image], model.backbone.size_divisibility).tensor
     return SeenImage(Path(path), file_size, pixels, batch)
-
-
-# -- drawing ---------------------------------------------------------------------------------------
-
-
-def fit(image: np.ndarray, *, width: int = PANEL_WIDTH, height: int = PANEL_HEIGHT) -> tuple[np.ndarray, float]:
-    """``image`` enlarged or reduced into a box, and its scale."""
-    scale = min(width / image.shape[1], height / image.shape[0])
-    size = max(1, round(image.shape[1] * scale)), max(1, round(image.shape[0] * scale))
-    return cv2.resize(image, size, interpolation=cv2.INTER_AREA if scale < 1 else cv2.INTER_CUBIC), scale
-
-
-def sheet(title: str, rows: Sequence[Sequence[tuple[str, np.ndarray]]]) -> np.ndarray:
-    """Rows of drawings, each below its title, below one title for all: (height, width, 3) uint8 RGB."""
-    drawn = []
-    for row in rows:
-        panels = [_titled(text, drawing) for text, drawing in row]
-        height = max(map(len, panels))
-        drawn.append(np.hstack([_pad(panel, height + GAP, panel.shape[1] + GAP) for panel in panels]))
-    width = max(row.shape[1] for row in drawn)
-    header = _titled(title, np.empty((0, width, 3), np.uint8))
-    return np.vstack([header, *(_pad(row, len(row), width) for row in drawn)])
-
-
-def in_rows(panels: Sequence, columns: int) -> list[Sequence]:
-    return [panels[start : start + columns] for start in range(0, len(panels), columns)]
-
-
-def _titled(title: str, drawing: np.ndarray) -> np.ndarray:
-    width = max(PANEL_WIDTH, drawing.shape[1])
-    header = np.full((HEADER, width, 3), 255, np.uint8)
-    return np.vstack([put_title(header, title), _pad(drawing, len(drawing), width)])
-
-
-def _pad(image: np.ndarray, height: int, width: int) -> np.ndarray:
-    padded = np.full((height, width, 3), 255, np.uint8)
-    padded[: image.shape[0], : image.shape[1]] = image
-    return padded

@@ -9,23 +9,17 @@ import cv2
 import numpy as np
 import pycocotools.mask as mask_util
 from detectron2.data import DatasetCatalog, MetadataCatalog
-from detectron2.structures import BoxMode
 from detectron2.utils.colormap import colormap
 from detectron2.utils.visualizer import Visualizer
 
 from backbones.errors import InputError, closest
-from projects_vil.data.datasets.ade20k import IGNORED, label_reader
-from projects_vil.data.detection_utils import read_image
+from projects_vil.data import IGNORED_LABEL, label_reader, read_image
+from projects_vil.visualization.drawing import CHARACTER_WIDTH, LABEL_HEIGHT, LABEL_POINTS, draw_instances, write_png
+from projects_vil.visualization.panels import GAP, PANEL_HEIGHT, PANEL_WIDTH, panel_below_title, stack_rows
 
-PANEL_WIDTH, PANEL_HEIGHT = 480, 560  # pixels; a drawn image fills one of them
-HEADER = 28  # pixels of the title strip over a panel
-GAP = 8  # pixels between panels
 MAX_IMAGES = 32
-TITLE_FONT, TITLE_SCALE = cv2.FONT_HERSHEY_SIMPLEX, 0.45
-LABEL_POINTS = 9
 LABEL_OPACITY = 0.6  # of a class's colour over the image
 MIN_NAMED = 0.01  # of the image that a class covers, to be named
-LABEL_HEIGHT, CHARACTER_WIDTH = 17, 7.6  # pixels of a label at LABEL_POINTS, roughly
 
 
 def draw_results(
@@ -68,7 +62,7 @@ def draw_results(
         for record in chosen:
             kept = [item for item in predictions[record["image_id"]] if item["score"] >= score_threshold]
             rows.append(_draw_row(record, kept, metadata, score_threshold))
-    write_png(Path(output_png), _stack(rows, title=f"{dataset_name}: {len(rows)} of {len(records)} images"))
+    write_png(Path(output_png), stack_rows(rows, title=f"{dataset_name}: {len(rows)} of {len(records)} images"))
     return len(records)
 
 
@@ -247,50 +241,20 @@ def _draw_panel(image: np.ndarray, instances: list[dict], metadata, *, title: st
     """``image`` with instances drawn, below a title: (HEADER + drawn height, PANEL_WIDTH, 3) uint8 RGB."""
     height, width = image.shape[:2]
     scale = min(PANEL_WIDTH / width, PANEL_HEIGHT / height)
-    return _panel(draw_instances(image, instances, metadata, scale=scale), round(height * scale), title)
-
-
-def draw_instances(
-    image: np.ndarray, instances: list[dict], metadata, *, scale: float = 1, label_size: float = 1
-) -> np.ndarray:
-    """An image (H, W, 3) uint8 RGB with its instances: (round(H * scale), round(W * scale), 3), perhaps a pixel less.
-
-    Args:
-        instances: annotations of a detectron2 record or COCO results, with class indices as ``category_id``.
-        metadata: detectron2's, with ``thing_classes`` and perhaps ``thing_colors``.
-        scale: of the drawing; labels stay as large as they are.
-        label_size: of the labels, as a multiple of their usual size.
-    """
-    visualizer = Visualizer(image, metadata, scale=scale)
-    boxes = np.array([_corners(item) for item in instances]).reshape(-1, 4)
-    colors = [_class_color(item["category_id"], metadata) for item in instances]
-    masks = [item.get("segmentation") or [] for item in instances]
-    visualizer.overlay_instances(boxes=boxes, masks=masks, assigned_colors=colors, alpha=0.3)
-    for item, box, color in zip(instances, boxes, colors, strict=True):
-        _draw_label(visualizer, _label(item, metadata.thing_classes), box, color, label_size)
-    return visualizer.output.get_image()
-
-
-def _panel(drawn: np.ndarray, height: int, title: str) -> np.ndarray:
-    """A drawing of that height centred below a title: (HEADER + height, PANEL_WIDTH, 3) uint8 RGB."""
-    drawn = drawn[:PANEL_HEIGHT, :PANEL_WIDTH]
-    panel = np.full((HEADER + height, PANEL_WIDTH, 3), 255, np.uint8)
-    left = (PANEL_WIDTH - drawn.shape[1]) // 2
-    panel[HEADER : HEADER + drawn.shape[0], left : left + drawn.shape[1]] = drawn
-    return put_title(panel, title)
+    return panel_below_title(draw_instances(image, instances, metadata, scale=scale), round(height * scale), title)
 
 
 def _draw_label_row(record: dict, read_labels: Callable, segments: list[dict], metadata) -> np.ndarray:
     """Label image and predicted segments of one image: (row height, row width, 3) uint8 RGB."""
     image = _read_record_image(record)
     truth = read_labels(record["sem_seg_file_name"])
-    predicted = np.full(image.shape[:2], IGNORED, np.uint8)
+    predicted = np.full(image.shape[:2], IGNORED_LABEL, np.uint8)
     for labels, what in ((truth, record["sem_seg_file_name"]), *((_mask(s), record["file_name"]) for s in segments)):
         if labels.shape != image.shape[:2]:
             raise InputError(f"{what}: an image of {image.shape[:2]} pixels has labels of {labels.shape}")
     for segment in segments:
         predicted[_mask(segment).astype(bool)] = segment["category_id"]
-    known = truth != IGNORED
+    known = truth != IGNORED_LABEL
     correct = (predicted == truth)[known].mean() if known.any() else float("nan")
     name = f"{Path(record['file_name']).stem}, {image.shape[0]} x {image.shape[1]}"
     left = _draw_labels(image, truth, metadata, title=f"ground truth ({name})")
@@ -306,7 +270,7 @@ def _draw_labels(image: np.ndarray, labels: np.ndarray, metadata, *, title: str)
     """``image`` with its labels (H, W) in colour, below a title: (HEADER + drawn height, PANEL_WIDTH, 3) uint8 RGB."""
     height, width = image.shape[:2]
     scale = min(PANEL_WIDTH / width, PANEL_HEIGHT / height)
-    present = [int(label) for label in np.unique(labels) if label != IGNORED]
+    present = [int(label) for label in np.unique(labels) if label != IGNORED_LABEL]
     blended = image.astype(float)
     for label in present:
         blended[labels == label] += LABEL_OPACITY * (255 * _label_color(label, metadata) - image[labels == label])
@@ -315,7 +279,7 @@ def _draw_labels(image: np.ndarray, labels: np.ndarray, metadata, *, title: str)
         mask = labels == label
         if mask.mean() >= MIN_NAMED:
             _draw_name(visualizer, metadata.stuff_classes[label].partition(",")[0], mask, _label_color(label, metadata))
-    return _panel(visualizer.output.get_image(), round(height * scale), title)
+    return panel_below_title(visualizer.output.get_image(), round(height * scale), title)
 
 
 def _draw_name(visualizer: Visualizer, name: str, mask: np.ndarray, color: np.ndarray) -> None:
@@ -338,60 +302,3 @@ def _inside(mask: np.ndarray) -> tuple[int, int]:
     """Row and column of the pixel of a mask (H, W) uint8 that is farthest from its outside."""
     distance = cv2.distanceTransform(np.pad(mask, 1), cv2.DIST_L2, 3)[1:-1, 1:-1]
     return np.unravel_index(distance.argmax(), mask.shape)
-
-
-def _corners(item: dict) -> list[float]:
-    """Box as left, top, right, bottom in pixels; COCO results carry no ``bbox_mode``."""
-    return BoxMode.convert(item["bbox"], item.get("bbox_mode", BoxMode.XYWH_ABS), BoxMode.XYXY_ABS)
-
-
-def _draw_label(visualizer: Visualizer, label: str, box: np.ndarray, color: np.ndarray, size: float) -> None:
-    """Draw over the box's top left corner, inside the image, at one size whatever the image's scale.
-
-    detectron2's own labels shrink with the box and with the image, too far to read on small images.
-    """
-    unit = size / visualizer.output.scale
-    left = min(box[0], visualizer.output.width - len(label) * CHARACTER_WIDTH * unit)
-    position = max(left, 0), max(box[1] - LABEL_HEIGHT * unit, 0)
-    light = (1 + color) / 2
-    visualizer.draw_text(label, position, font_size=LABEL_POINTS * unit, color=light, horizontal_alignment="left")
-
-
-def _label(item: dict, class_names: list[str]) -> str:
-    label = class_names[item["category_id"]]
-    if item.get("iscrowd"):
-        label += " (crowd)"
-    return f"{label} {item['score']:.0%}" if "score" in item else label
-
-
-def _class_color(class_index: int, metadata) -> np.ndarray:
-    """RGB (3,) in [0, 1], the same in all panels: the dataset's ``thing_colors`` if it has them."""
-    colors = np.array(metadata.get("thing_colors", colormap(rgb=True, maximum=255))) / 255
-    return colors[class_index % len(colors)]
-
-
-def put_title(panel: np.ndarray, title: str) -> np.ndarray:
-    """Write into the panel's first HEADER rows, which are white."""
-    return cv2.putText(panel, title, (4, HEADER - 9), TITLE_FONT, TITLE_SCALE, (0, 0, 0), 1, cv2.LINE_AA)
-
-
-def _stack(rows: list[np.ndarray], *, title: str) -> np.ndarray:
-    width = rows[0].shape[1]
-    header = put_title(np.full((HEADER, width, 3), 255, np.uint8), title)
-    return np.vstack([header, *rows])
-
-
-def write_png(path: Path, image: np.ndarray) -> None:
-    """Write an image (H, W, 3) uint8 RGB; its folder is created.
-
-    Raises:
-        InputError: where the file cannot be written.
-    """
-    encoded, buffer = cv2.imencode(".png", image[..., ::-1])
-    if not encoded:
-        raise RuntimeError(f"OpenCV could not encode {path}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(buffer.tobytes())
-    except OSError as error:
-        raise InputError(f"cannot write {path} ({error.strerror}); choose another --output") from error

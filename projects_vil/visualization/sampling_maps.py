@@ -13,8 +13,9 @@ from backbones import InputError
 from backbones.backbone import Backbone
 from backbones.layers.token_merging import sampled_positions
 from backbones.lit import LIT
-from projects_vil.visualization.inspection import SeenImage, backbone_of, fit, in_rows, load_model, see_image, sheet
-from projects_vil.visualization.results import GAP, PANEL_WIDTH, write_png
+from projects_vil.visualization.drawing import write_png
+from projects_vil.visualization.inspection import SeenImage, backbone_of, load_model, see_image
+from projects_vil.visualization.panels import GAP, PANEL_WIDTH, fit, in_rows, sheet
 
 MAX_POINTS = 32
 COLUMNS = 4

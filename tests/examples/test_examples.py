@@ -14,9 +14,10 @@ import torch
 from PIL import ExifTags, Image
 from torch import Tensor
 
-from projects_vil.data.build import read_for_testing
-from projects_vil.export.api import eager_detections, example_image, paste_masks
-from projects_vil.export.formats import metadata_path
+from projects_vil.data import read_for_testing
+from projects_vil.export import paste_masks
+from projects_vil.export.metadata import metadata_path
+from projects_vil.export.report import eager_detections, example_image
 from tests.projects_vil.export.test_formats import config, detector, write
 from tests.projects_vil.helpers import ROOT
 

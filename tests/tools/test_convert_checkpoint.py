@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from backbones import create_backbone, create_classifier
 from backbones.files import read_checkpoint
 from backbones.variants import VARIANTS
+from projects_vil.checkpoint import PROVENANCE_KEY, Provenance
 from projects_vil.checkpoint.conversion import BACKBONE_PREFIX
-from projects_vil.checkpoint.provenance import PROVENANCE_KEY, Provenance
 from tests import wrapping
 from tests.backbones import official, official_lit
 from tests.backbones.helpers import random_images

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from projects_vil import load_config
-from projects_vil.export.api import build_detector, eager_detections, example_image
-from projects_vil.export.formats import ExportedModel
+from projects_vil.checkpoint import build_detector
+from projects_vil.export import ExportedModel
+from projects_vil.export.report import eager_detections, example_image
 from tests.projects_vil.helpers import (
     CONFIGS,
     ROOT,

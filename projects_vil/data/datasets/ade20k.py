@@ -1,4 +1,4 @@
-"""Semantic segmentation: label images in the layout of ADE20K, read as they were published, and their mapper."""
+"""Label images in the layout of ADE20K, read as they were published."""
 
 import functools
 import os
@@ -7,23 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
-from detectron2.data import transforms as T
-from detectron2.data.datasets.builtin_meta import ADE20K_SEM_SEG_CATEGORIES
-from detectron2.data.detection_utils import SizeMismatchError, build_augmentation, check_image_size
 from PIL import Image
 
 from backbones import InputError
-from backbones.errors import check_choice
-from projects_vil.data.detection_utils import UnreadableImage, read_image
+from projects_vil.data.detection_utils import IMAGE_SUFFIXES
 
 # The label of pixels that neither training nor evaluation looks at, once a label image has been read.
-IGNORED = 255
-ADE20K_CLASSES = tuple(ADE20K_SEM_SEG_CATEGORIES)
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png")
-CROP_TYPES = ("relative_range", "relative", "absolute", "absolute_range")
+IGNORED_LABEL = 255
 
 
 def register_ade20k(name: str, images: Path, labels: Path, classes: Sequence[str]) -> None:
@@ -42,7 +33,7 @@ def register_ade20k(name: str, images: Path, labels: Path, classes: Sequence[str
         sem_seg_root=str(labels),
         stuff_classes=list(classes),
         stuff_dataset_id_to_contiguous_id={index + 1: index for index in range(len(classes))},
-        ignore_label=IGNORED,
+        ignore_label=IGNORED_LABEL,
         first_label=1,
     )
 
@@ -82,13 +73,13 @@ def read_classes(path: str | Path) -> list[str]:
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise InputError(f"{path} has the class {twice} twice")
-    if not 1 <= len(names) < IGNORED:
-        raise InputError(f"{path} has {len(names)} names of classes, one a line: 1 to {IGNORED - 1} are expected")
+    if not 1 <= len(names) < IGNORED_LABEL:
+        raise InputError(f"{path} has {len(names)} names of classes, one a line: 1 to {IGNORED_LABEL - 1} are expected")
     return names
 
 
 def read_labels(path: str | Path, *, first_label: int, num_classes: int) -> np.ndarray:
-    """A label image (H, W) as uint8 classes, 0 to ``num_classes`` - 1, and :data:`IGNORED`.
+    """A label image (H, W) as uint8 classes, 0 to ``num_classes`` - 1, and :data:`IGNORED_LABEL`.
 
     Args:
         path: of one 8-bit channel, or a palette whose indices are the labels.
@@ -99,17 +90,17 @@ def read_labels(path: str | Path, *, first_label: int, num_classes: int) -> np.n
     Raises:
         InputError: for a file that cannot be read, is of another kind or has a label that is no class.
     """
-    with _open_labels(path) as image:
+    with open_labels(path) as image:
         try:
             labels = np.array(image)
         except (OSError, SyntaxError) as error:
             raise _unreadable("label image", path, error) from error
     # In 8 bits the ignored 0 becomes 255.
     labels = labels - np.uint8(first_label)
-    wrong = labels[(labels >= num_classes) & (labels != IGNORED)]
+    wrong = labels[(labels >= num_classes) & (labels != IGNORED_LABEL)]
     if len(wrong):
         classes = f"{first_label} to {first_label + num_classes - 1}"
-        ignored = 0 if first_label else IGNORED
+        ignored = 0 if first_label else IGNORED_LABEL
         label = int(wrong.max()) + first_label
         raise InputError(f"{path} has the label {label}: classes are {classes}, and {ignored} is ignored")
     return labels
@@ -124,74 +115,7 @@ def label_reader(dataset_name: str) -> Callable[..., np.ndarray]:
     return lambda path, dtype=np.uint8: read(path).astype(dtype)
 
 
-def is_segmentor(cfg: CfgNode) -> bool:
-    """Whether a config is for semantic segmentation."""
-    return cfg.MODEL.META_ARCHITECTURE == "SemanticSegmentor"
-
-
-class SemSegMapper:
-    """From a record to what detectron2's SemanticSegmentor takes: the image, and for training its labels.
-
-    For training the image is resized, then cropped (detectron2's own mapper crops first), then flipped; the labels
-    likewise, without interpolation. A crop larger than the image leaves it as it is; the batch is padded with zeros,
-    after normalisation, and ignored labels.
-
-    Args:
-        cfg: ``INPUT`` has sizes, crop and flip; ``MODEL.SEM_SEG_HEAD.NUM_CLASSES`` bounds the labels.
-        is_train: whether to augment and to read the labels.
-    """
-
-    def __init__(self, cfg: CfgNode, *, is_train: bool) -> None:
-        self.is_train = is_train
-        self.image_format = cfg.INPUT.FORMAT
-        self.num_classes = cfg.MODEL.SEM_SEG_HEAD.NUM_CLASSES
-        augmentations = build_augmentation(cfg, is_train)
-        crop = cfg.INPUT.CROP
-        if is_train and crop.ENABLED:
-            check_choice("INPUT.CROP.TYPE", crop.TYPE, CROP_TYPES)
-            if len(crop.SIZE) != 2 or not all(side > 0 for side in crop.SIZE):
-                raise InputError(f"INPUT.CROP.SIZE is {list(crop.SIZE)}: it is a height and a width above 0")
-            if not 0 < crop.SINGLE_CATEGORY_MAX_AREA <= 1:
-                area = crop.SINGLE_CATEGORY_MAX_AREA
-                raise InputError(f"INPUT.CROP.SINGLE_CATEGORY_MAX_AREA is {area}: it is above 0 and at most 1")
-            augmentations.insert(
-                1,
-                T.RandomCrop_CategoryAreaConstraint(crop.TYPE, crop.SIZE, crop.SINGLE_CATEGORY_MAX_AREA, IGNORED),
-            )
-        self.augmentations = T.AugmentationList(augmentations)
-
-    def __call__(self, record: dict[str, Any]) -> dict[str, Any]:
-        """The record with ``image`` (3, H, W) uint8, ``height`` and ``width`` of its file and, for training, labels
-        ``sem_seg`` (H, W) int64.
-
-        Raises:
-            InputError: for an image or labels that cannot be read or differ in size.
-        """
-        record = dict(record)
-        label_file, first_label = record.pop("sem_seg_file_name"), record.pop("first_label", 0)
-        try:
-            image = read_image(record["file_name"], self.image_format)
-            check_image_size(record, image)
-        except SizeMismatchError as error:
-            raise InputError(f"{' '.join(str(error).split())} ({record['file_name']})") from error
-        except UnreadableImage as error:
-            raise InputError(f"{error}; mend it, or take the image and its labels out") from error
-        with _open_labels(label_file) as opened:
-            size = opened.height, opened.width
-        if size != image.shape[:2]:
-            raise InputError(f"{label_file} is {size} pixels high and wide, its image {image.shape[:2]}")
-        labels = None
-        if self.is_train:
-            labels = read_labels(label_file, first_label=first_label, num_classes=self.num_classes)
-        inputs = T.AugInput(image, sem_seg=labels)
-        self.augmentations(inputs)
-        record["image"] = torch.from_numpy(np.ascontiguousarray(inputs.image.transpose(2, 0, 1)))
-        if self.is_train:
-            record["sem_seg"] = torch.from_numpy(inputs.sem_seg.astype(np.int64))
-        return record
-
-
-def _open_labels(path: str | Path) -> Image.Image:
+def open_labels(path: str | Path) -> Image.Image:
     """Opened, its pixels not yet read."""
     try:
         image = Image.open(path)

@@ -14,11 +14,10 @@ import cv2
 import numpy as np
 
 from backbones.errors import InputError, check_choice
+from projects_vil.data.datasets.builtin_meta import SHAPES_CLASSES, SHAPES_SEM_SEG_CLASSES
 
-CLASS_NAMES = ("circle", "square", "triangle")
-SEM_SEG_CLASS_NAMES = ("background", *CLASS_NAMES)
 SPLITS = ("train", "val")
-TASKS = ("detection", "sem_seg")
+SHAPES_TASKS = ("detection", "sem_seg")
 SEM_SEG_FOLDERS = {"train": "training", "val": "validation"}
 
 GENERATOR_VERSION = 1
@@ -89,7 +88,7 @@ def write_shapes_dataset(
         InputError: a parameter out of range, or an ``output`` that must not or cannot be written.
     """
     parameters = ShapesParameters(num_train, num_val, short_side, seed)
-    check_choice("--task", task, TASKS)
+    check_choice("--task", task, SHAPES_TASKS)
     _check_parameters(parameters)
     output = Path(output)
     try:
@@ -104,12 +103,12 @@ def write_shapes_dataset(
         raise InputError(f"cannot write {output} ({reason}); choose another folder") from error
 
 
-def describe(summary: ShapesSummary) -> str:
+def describe_shapes(summary: ShapesSummary) -> str:
     """One line for the console: what the folder holds and whether it was written or kept."""
     images = " and ".join(f"{summary.num_images[split]} {split}" for split in SPLITS)
     objects = " and ".join(str(summary.num_objects[split]) for split in SPLITS)
     verb = "wrote" if summary.written else "kept, already complete:"
-    return f"{verb} {images} images ({objects} objects: {', '.join(CLASS_NAMES)}) in {summary.output}"
+    return f"{verb} {images} images ({objects} objects: {', '.join(SHAPES_CLASSES)}) in {summary.output}"
 
 
 def _check_parameters(parameters: ShapesParameters) -> None:
@@ -191,7 +190,7 @@ def _write_and_rename(output: Path, task: str, parameters: ShapesParameters) -> 
         new.mkdir()
         content = {split: _write_split(new, task, split, parameters) for split in SPLITS}
         if task == "sem_seg":
-            (new / "classes.txt").write_text("".join(f"{name}\n" for name in SEM_SEG_CLASS_NAMES), encoding="utf-8")
+            (new / "classes.txt").write_text("".join(f"{name}\n" for name in SHAPES_SEM_SEG_CLASSES), encoding="utf-8")
         if output.exists():
             output.rename(old)
         try:
@@ -243,7 +242,7 @@ def _empty_content(parameters: ShapesParameters) -> dict:
         "annotations": [],
         "categories": [
             {"id": category_id, "name": name, "supercategory": "shape"}
-            for category_id, name in enumerate(CLASS_NAMES, start=1)
+            for category_id, name in enumerate(SHAPES_CLASSES, start=1)
         ],
     }
 
@@ -345,7 +344,7 @@ def _place_objects(rng: np.random.Generator, height: int, width: int) -> tuple[n
     classes, areas = [], []
     for _ in range(rng.integers(1, MAX_OBJECTS + 1)):
         for _ in range(PLACING_ATTEMPTS):
-            class_index = int(rng.integers(len(CLASS_NAMES)))
+            class_index = int(rng.integers(len(SHAPES_CLASSES)))
             mask = _object_mask(rng, class_index, height, width)
             if _fits(owner, areas, mask):
                 classes.append(class_index)
@@ -382,9 +381,9 @@ def _object_mask(rng: np.random.Generator, class_index: int, height: int, width:
 
 def _outline(rng: np.random.Generator, class_index: int) -> np.ndarray:
     """Corners (N, 2) of a convex outline round the origin."""
-    if CLASS_NAMES[class_index] == "square":
+    if SHAPES_CLASSES[class_index] == "square":
         return np.array([[-1, -1], [1, -1], [1, 1], [-1, 1]]) * [1.0, rng.uniform(0.65, 1.0)]
-    if CLASS_NAMES[class_index] == "circle":
+    if SHAPES_CLASSES[class_index] == "circle":
         angles = np.linspace(0, 2 * np.pi, 48, endpoint=False)
     else:
         angles = np.arange(3) * 2 * np.pi / 3 + rng.uniform(-0.25, 0.25, 3)

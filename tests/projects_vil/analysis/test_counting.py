@@ -20,14 +20,12 @@ from backbones.attention.sliding_chunk import SlidingChunkAttention
 from backbones.attention.spatial_reduction import SpatialReductionAttention
 from backbones.layers.token_merging import DeformableTokenMerging
 from backbones.variants import get_variant
-from projects_vil.analysis import counting
+from projects_vil.analysis import count_variants, counting, format_counts
 from projects_vil.analysis.counting import (
     VariantCounts,
     count_parameters,
     count_variant,
-    count_variants,
     count_with_features,
-    format_counts,
     format_table,
     meta_classifier,
     multiply_adds,

@@ -13,14 +13,8 @@ from torch import nn
 
 from backbones.layers.token_merging import DeformableTokenMerging
 from projects_vil import load_config
-from projects_vil.analysis.detector import (
-    Analysis,
-    analyze,
-    as_json,
-    count_flops,
-    format_analyses,
-    parameters_by_part,
-)
+from projects_vil.analysis import analyze, as_json, format_analyses
+from projects_vil.analysis.detector import Analysis, count_flops, parameters_by_part
 from projects_vil.analysis.published import PUBLISHED
 from tests.projects_vil.helpers import ROOT, small_config
 

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from backbones import InputError
+from projects_vil.checkpoint import PROVENANCE_KEY, Checkpointer, Provenance, check_weights
 from projects_vil.checkpoint.class_rows import copy_rows, is_predictor, match_classes, rows_of_classes
-from projects_vil.checkpoint.detection_checkpoint import Checkpointer, check_weights
-from projects_vil.checkpoint.provenance import PROVENANCE_KEY, Provenance
-from projects_vil.data.build import register_datasets
+from projects_vil.data import register_datasets
 from tests.backbones.official import official_state_dict
 from tests.projects_vil.checkpoint.test_detection_checkpoint import detector, equal, log_of, save
 from tests.projects_vil.helpers import small_config

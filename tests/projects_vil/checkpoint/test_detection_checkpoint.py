@@ -13,7 +13,7 @@ from torch import nn
 
 from backbones import InputError
 from backbones.files import read_checkpoint
-from projects_vil.checkpoint.detection_checkpoint import Checkpointer
+from projects_vil.checkpoint import Checkpointer
 from tests.projects_vil.helpers import small_config
 
 State = dict[str, torch.Tensor]

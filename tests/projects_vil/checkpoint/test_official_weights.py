@@ -10,9 +10,8 @@ from torch import nn
 from backbones import InputError
 from backbones.convert import convert_state_dict
 from backbones.variants import VARIANTS
-from projects_vil.checkpoint.detection_checkpoint import Checkpointer, check_weights
-from projects_vil.checkpoint.provenance import PROVENANCE_KEY
-from projects_vil.engine.defaults import check_setup
+from projects_vil.checkpoint import PROVENANCE_KEY, Checkpointer, check_weights
+from projects_vil.engine import check_setup
 from tests import wrapping
 from tests.backbones import official, official_lit
 from tests.backbones.helpers import random_images

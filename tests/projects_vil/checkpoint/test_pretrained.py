@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from backbones import InputError, create_backbone, create_classifier
-from projects_vil.checkpoint.detection_checkpoint import Checkpointer, check_weights
+from projects_vil.checkpoint import Checkpointer, check_weights
 from tests.backbones.helpers import randomise
 from tests.projects_vil.checkpoint.test_detection_checkpoint import detector, log_of, save
 from tests.projects_vil.checkpoint.test_official_weights import BOTTOM_UP, LOG, interpolated

@@ -9,17 +9,9 @@ from detectron2.checkpoint import DetectionCheckpointer
 
 from backbones import InputError
 from projects_vil import load_config
-from projects_vil.checkpoint.detection_checkpoint import Checkpointer, check_weights
-from projects_vil.checkpoint.provenance import (
-    OFFICIAL_INPUT,
-    PROVENANCE_KEY,
-    InputFormat,
-    Provenance,
-    differing_options,
-    input_format,
-)
-from projects_vil.engine.defaults import Trainer, check_setup
-from projects_vil.export.api import build_detector
+from projects_vil.checkpoint import PROVENANCE_KEY, Checkpointer, Provenance, build_detector, check_weights
+from projects_vil.checkpoint.provenance import OFFICIAL_INPUT, InputFormat, differing_options, input_format
+from projects_vil.engine import Trainer, check_setup
 from tests.projects_vil.checkpoint.test_detection_checkpoint import detector, log_of
 from tests.projects_vil.helpers import SMALL, error_line, run_tool, small_config
 

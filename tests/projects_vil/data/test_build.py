@@ -11,7 +11,7 @@ import torch
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from backbones import InputError
-from projects_vil.data.build import Mapper, build_test_loader, build_train_loader, load_dataset, register_datasets
+from projects_vil.data import Mapper, build_test_loader, build_train_loader, load_dataset, register_datasets
 from tests.projects_vil.helpers import small_config
 
 NAME = "data_test"

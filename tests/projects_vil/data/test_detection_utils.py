@@ -5,9 +5,7 @@ import pytest
 from detectron2.data.detection_utils import read_image as detectron2_read_image
 from PIL import Image, ImageFile
 
-from projects_vil.data.build import Mapper, read_for_testing
-from projects_vil.data.datasets.ade20k import SemSegMapper
-from projects_vil.data.detection_utils import UnreadableImage, read_image, read_size
+from projects_vil.data import Mapper, SemSegMapper, UnreadableImage, read_for_testing, read_image, read_size
 from tests.projects_vil.helpers import small_config
 
 HEIGHT, WIDTH = 30, 44

@@ -11,9 +11,11 @@ import torch
 from backbones import InputError
 from backbones.attention.performer import PerformerAttention
 from projects_vil import load_config
-from projects_vil.data.build import register_datasets
-from projects_vil.engine.defaults import RedrawFeatures, Trainer, check_setup, write_results
-from projects_vil.export.api import build_detector
+from projects_vil.checkpoint import build_detector
+from projects_vil.data import register_datasets
+from projects_vil.engine import Trainer, check_setup
+from projects_vil.engine.hooks import RedrawFeatures
+from projects_vil.evaluation import write_results
 from tests.projects_vil.helpers import CONFIGS, SMALL, run_tool, small_config
 
 

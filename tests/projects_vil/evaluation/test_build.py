@@ -9,9 +9,8 @@ from detectron2.evaluation import COCOEvaluator, PascalVOCDetectionEvaluator, Se
 from detectron2.structures import Boxes, BoxMode, Instances
 
 from backbones import InputError
-from projects_vil.data.build import build_test_loader, load_dataset
-from projects_vil.data.datasets.ade20k import IGNORED, label_reader
-from projects_vil.evaluation.build import build_evaluator
+from projects_vil.data import IGNORED_LABEL, build_test_loader, label_reader, load_dataset
+from projects_vil.evaluation import build_evaluator
 from tests.projects_vil.helpers import small_config
 
 
@@ -61,7 +60,7 @@ def judge_labels(folder, predict) -> dict:
 
 
 def test_perfect_labels(shapes_sem_seg, tmp_path):
-    metrics = judge_labels(tmp_path, lambda labels: np.where(labels == IGNORED, 3, labels))
+    metrics = judge_labels(tmp_path, lambda labels: np.where(labels == IGNORED_LABEL, 3, labels))
     assert metrics["mIoU"] == metrics["pACC"] == metrics["IoU-triangle"] == pytest.approx(100)
     assert (tmp_path / "sem_seg_predictions.json").is_file()
 

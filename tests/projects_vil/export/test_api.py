@@ -17,29 +17,24 @@ from PIL import Image
 
 from backbones import InputError
 from projects_vil import load_config
-from projects_vil.checkpoint.provenance import PROVENANCE_KEY, Provenance
-from projects_vil.data.build import read_for_testing, size_for_testing
-from projects_vil.export import api as export
-from projects_vil.export.api import (
-    EXAMPLE_SIZE,
+from projects_vil.checkpoint import PROVENANCE_KEY, Provenance, load_detector
+from projects_vil.data import read_for_testing, size_for_testing
+from projects_vil.export import (
     FORMATS,
     ExportedDetector,
-    check_export,
-    comparison_images,
-    describe_model,
+    ExportedModel,
     describe_report,
-    eager_detections,
-    example_image,
     export_detector,
-    in_precision,
-    load_detector,
+    make_exportable,
     paste_masks,
-    report_path,
+    read_metadata,
     to_instances,
 )
-from projects_vil.export.exportable.rcnn import make_exportable
-from projects_vil.export.formats import ExportedModel, metadata_path, read_metadata
+from projects_vil.export import api as export
+from projects_vil.export.api import EXAMPLE_SIZE, in_precision
+from projects_vil.export.metadata import describe_model, metadata_path
 from projects_vil.export.parity import TOLERANCES
+from projects_vil.export.report import check_export, comparison_images, eager_detections, example_image, report_path
 from tests.projects_vil.helpers import CONFIGS, ROOT, SMALL, lively_detector, small_config
 
 BOTH = ("retinanet", "mask_rcnn")
@@ -194,7 +189,7 @@ def test_average_precision_of_both(shapes, weights, tmp_path, name):
 
 def test_another_average_precision_is_not_ok(shapes, exported, monkeypatch):
     cfg, model = small_config(), ExportedModel(exported("retinanet")[0])
-    monkeypatch.setattr("projects_vil.export.api.AP_TOLERANCE", -1.0)
+    monkeypatch.setattr("projects_vil.export.report.AP_TOLERANCE", -1.0)
     report = check_export(cfg, detector("retinanet"), model, comparison_images(cfg)[:1], runs=1, evaluate=True)
     assert all(row["ok"] for row in report["images"]) and not report["evaluation"][0]["ok"]
     assert report["ok"] is False and "; NOT EQUAL to" in describe_report(report)

@@ -15,20 +15,11 @@ from detectron2.modeling.backbone.fpn import LastLevelMaxPool, LastLevelP6P7
 from torch import Tensor, nn
 
 from backbones import InputError
-from projects_vil.export.api import describe_model, eager_detections, example_image
-from projects_vil.export.exportable.rcnn import make_exportable
-from projects_vil.export.formats import (
-    OPSET,
-    SUFFIXES,
-    ExportedModel,
-    check_format,
-    compiler,
-    format_of,
-    metadata_path,
-    read_metadata,
-    write_model,
-)
+from projects_vil.export import ExportedModel, make_exportable, read_metadata
+from projects_vil.export.formats import OPSET, SUFFIXES, check_format, compiler, format_of, write_model
+from projects_vil.export.metadata import describe_model, metadata_path
 from projects_vil.export.parity import TOLERANCES, compare_detections
+from projects_vil.export.report import eager_detections, example_image
 from tests.projects_vil.helpers import lively_detector, small_config
 
 BOTH = ("retinanet", "mask_rcnn")

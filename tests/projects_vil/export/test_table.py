@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from backbones import InputError
-from projects_vil.export import table
-from projects_vil.export.formats import ExportedModel
+from projects_vil.export import ExportedModel, table
 from tests.projects_vil.helpers import ROOT, SMALL, small_config
 
 # SMALL's threshold is low, so that there is something in the empty image too.

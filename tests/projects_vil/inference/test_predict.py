@@ -13,24 +13,16 @@ from PIL import Image
 
 from backbones import InputError
 from projects_vil import load_config
-from projects_vil.data.build import size_for_testing
-from projects_vil.engine.defaults import Trainer
-from projects_vil.export.api import export_detector
-from projects_vil.export.formats import metadata_path
-from projects_vil.inference.predict import (
-    Categories,
-    ImageDrawings,
-    ImageFile,
-    ImageFiles,
-    JsonList,
-    Video,
-    VideoDrawings,
-    find_categories,
-    find_images,
-    predict,
-    read_ahead,
-    run,
-)
+from projects_vil.data import size_for_testing
+from projects_vil.engine import Trainer
+from projects_vil.export import export_detector
+from projects_vil.export.metadata import metadata_path
+from projects_vil.inference import predict
+from projects_vil.inference.categories import Categories, find_categories
+from projects_vil.inference.drawings import ImageDrawings, VideoDrawings
+from projects_vil.inference.predict import run
+from projects_vil.inference.sources import ImageFile, ImageFiles, Video, find_images, read_ahead
+from projects_vil.inference.writers import JsonList
 from tests.projects_vil.export.test_formats import write
 from tests.projects_vil.helpers import lively_detector, run_tool, small_config
 

@@ -5,9 +5,10 @@ import torch
 from detectron2.modeling import GeneralizedRCNNWithTTA
 
 from backbones import InputError
-from projects_vil.data.build import size_for_testing
-from projects_vil.export.api import example_image
-from projects_vil.modeling.test_time_augmentation import RetinaNetWithTTA, add_tta, augmentation_sizes
+from projects_vil.data import size_for_testing
+from projects_vil.export.report import example_image
+from projects_vil.modeling import add_tta, augmentation_sizes
+from projects_vil.modeling.test_time_augmentation import RetinaNetWithTTA
 from tests.projects_vil.helpers import lively_detector, small_config
 
 HEIGHT, WIDTH = 80, 116

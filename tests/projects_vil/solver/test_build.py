@@ -9,7 +9,8 @@ from detectron2.modeling import build_model
 from torch import nn
 
 from backbones import InputError
-from projects_vil.solver.build import build_lr_scheduler, build_optimizer, parameter_groups, undecayed_parameters
+from projects_vil.solver import build_lr_scheduler, build_optimizer, parameter_groups
+from projects_vil.solver.build import undecayed_parameters
 from tests.projects_vil.helpers import small_config
 
 VARIANTS = ["vil_tiny_1_1_3_1_rpb", "vil_tiny_1_1_3_1"]

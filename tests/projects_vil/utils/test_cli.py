@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from backbones import InputError, create_backbone
-from projects_vil.utils.cli import run_tool
+from projects_vil.utils import run_tool
 
 
 def ending(main, capsys) -> tuple[int, str]:

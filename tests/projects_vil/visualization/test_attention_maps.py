@@ -16,7 +16,8 @@ from backbones.attention.performer import PerformerAttention
 from backbones.attention.sliding_chunk import SlidingChunkAttention
 from backbones.attention.spatial_reduction import SpatialReductionAttention
 from backbones.cvt import ConvLongShortAttention
-from projects_vil.visualization.attention_maps import Attention, attention_of, draw_attention
+from projects_vil.visualization import draw_attention
+from projects_vil.visualization.attention_maps import Attention, attention_of
 from tests.backbones.helpers import random_images, randomise
 from tests.projects_vil.helpers import small_config
 

@@ -12,17 +12,9 @@ from detectron2.data.datasets import register_coco_instances
 from pycocotools.coco import COCO
 
 from backbones.errors import InputError
-from projects_vil.data.datasets.ade20k import IGNORED, label_reader
-from projects_vil.data.datasets.shapes import write_shapes_dataset
-from projects_vil.visualization.results import (
-    GAP,
-    HEADER,
-    PANEL_HEIGHT,
-    PANEL_WIDTH,
-    draw_results,
-    predictions_file,
-    summarize_run,
-)
+from projects_vil.data import IGNORED_LABEL, label_reader, write_shapes_dataset
+from projects_vil.visualization import draw_results, predictions_file, summarize_run
+from projects_vil.visualization.panels import GAP, HEADER, PANEL_HEIGHT, PANEL_WIDTH
 
 NAME = "visualize_test_shapes"
 
@@ -241,7 +233,7 @@ def perfect_segments() -> list[dict]:
     read, segments = label_reader(SEM_SEG), []
     for record in DatasetCatalog.get(SEM_SEG):
         labels = read(record["sem_seg_file_name"])
-        labels[labels == IGNORED] = 2
+        labels[labels == IGNORED_LABEL] = 2
         for label in np.unique(labels):
             rle = mask_util.encode(np.asfortranarray(labels == label, dtype=np.uint8))
             segmentation = {"size": list(map(int, rle["size"])), "counts": rle["counts"].decode()}

@@ -8,8 +8,9 @@ import torch
 from backbones import InputError, create_backbone
 from backbones.lit import LIT
 from backbones.variants import LITStage, LITVariant
+from projects_vil.visualization import draw_offsets
 from projects_vil.visualization.inspection import SeenImage
-from projects_vil.visualization.sampling_maps import draw_offsets, regular_field, sampling_positions
+from projects_vil.visualization.sampling_maps import regular_field, sampling_positions
 from tests.backbones.helpers import random_images
 from tests.projects_vil.helpers import small_config
 

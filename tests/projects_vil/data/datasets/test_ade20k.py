@@ -10,16 +10,17 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 from PIL import Image
 
 from backbones import InputError
-from projects_vil.data.build import build_test_loader, build_train_loader, load_dataset, register_datasets
-from projects_vil.data.datasets.ade20k import (
-    ADE20K_CLASSES,
-    IGNORED,
+from projects_vil.data import (
+    IGNORED_LABEL,
     SemSegMapper,
+    build_test_loader,
+    build_train_loader,
     label_reader,
-    read_classes,
-    read_labels,
+    load_dataset,
+    register_datasets,
 )
-from projects_vil.data.datasets.shapes import SEM_SEG_CLASS_NAMES
+from projects_vil.data.datasets.ade20k import read_classes, read_labels
+from projects_vil.data.datasets.builtin_meta import ADE20K_CLASSES, SHAPES_SEM_SEG_CLASSES
 from tests.projects_vil.helpers import small_config
 
 NAME = "sem_seg_test"
@@ -71,7 +72,7 @@ def first_labels(folder):
 def test_own_datasets_follow_the_environment(shapes_sem_seg, tmp_path, monkeypatch):
     metadata = MetadataCatalog.get("shapes_sem_seg_val")
     assert metadata.sem_seg_root == str(shapes_sem_seg / "annotations/validation")
-    assert metadata.stuff_classes == list(SEM_SEG_CLASS_NAMES)
+    assert metadata.stuff_classes == list(SHAPES_SEM_SEG_CLASSES)
     assert len(load_dataset(config(), ["shapes_sem_seg_train"], train=True)) == 8
     monkeypatch.setenv("DETECTRON2_DATASETS", str(tmp_path))
     register_datasets(config())
@@ -86,7 +87,7 @@ def test_own_datasets_follow_the_environment(shapes_sem_seg, tmp_path, monkeypat
 def test_own_dataset_given_as_an_override(copy):
     records = load(copy)
     assert [record["first_label"] for record in records] == [1] * 6
-    assert MetadataCatalog.get(NAME).stuff_classes == list(SEM_SEG_CLASS_NAMES)
+    assert MetadataCatalog.get(NAME).stuff_classes == list(SHAPES_SEM_SEG_CLASSES)
     register_datasets(own_config(copy))
     assert "already" in message(register_datasets, own_config(copy, classes=False))
 
@@ -177,7 +178,7 @@ def test_published_labels_are_shifted(tmp_path, palette):
     path = write_labels(tmp_path / "a.png", [[0, 1, 2], [3, 150, 0]], palette=palette)
     labels = read_labels(path, first_label=1, num_classes=150)
     assert labels.dtype == np.uint8
-    assert labels.tolist() == [[IGNORED, 0, 1], [2, 149, IGNORED]]
+    assert labels.tolist() == [[IGNORED_LABEL, 0, 1], [2, 149, IGNORED_LABEL]]
 
 
 def test_prepared_labels_are_not(tmp_path):
@@ -241,9 +242,9 @@ def test_labels_stay_aligned(tmp_path, flip):
         image, labels = mapped["image"], mapped["sem_seg"]
         assert (image.shape, image.dtype) == ((3, 40, 56), torch.uint8)
         assert (labels.shape, labels.dtype) == ((40, 56), torch.int64)
-        assert set(labels.unique().tolist()) <= {0, 1, 2, 3, IGNORED}
+        assert set(labels.unique().tolist()) <= {0, 1, 2, 3, IGNORED_LABEL}
         coded = (image[0].float() / 50).round().long() - 1
-        coded[coded < 0] = IGNORED
+        coded[coded < 0] = IGNORED_LABEL
         # Only along the edges of blocks the image is interpolated.
         assert (coded == labels).float().mean() > 0.8
         firsts.add(tuple(labels[20, :30].tolist()))

@@ -10,17 +10,9 @@ from detectron2.data.datasets import load_coco_json
 from pycocotools.coco import COCO
 
 from backbones.errors import InputError
-from projects_vil.data.datasets.shapes import (
-    BACKGROUND_MAX,
-    CLASS_NAMES,
-    OBJECT_SIZES,
-    SEM_SEG_CLASS_NAMES,
-    describe,
-    draw_image,
-    label_image,
-    mask_polygons,
-    write_shapes_dataset,
-)
+from projects_vil.data import describe_shapes, write_shapes_dataset
+from projects_vil.data.datasets.builtin_meta import SHAPES_CLASSES, SHAPES_SEM_SEG_CLASSES
+from projects_vil.data.datasets.shapes import BACKGROUND_MAX, OBJECT_SIZES, draw_image, label_image, mask_polygons
 
 SMALL = {"num_train": 12, "num_val": 5, "short_side": 96, "seed": 3}
 
@@ -54,7 +46,7 @@ def test_is_complete_coco(dataset, split, num_images):
     coco = load(dataset, split)
     content = coco.dataset
     assert {"info", "licenses", "images", "annotations", "categories"} == content.keys()
-    assert [category["name"] for category in content["categories"]] == list(CLASS_NAMES)
+    assert [category["name"] for category in content["categories"]] == list(SHAPES_CLASSES)
     assert [category["id"] for category in content["categories"]] == [1, 2, 3]
     assert len(content["images"]) == len(list((dataset / split).iterdir())) == num_images
     required = {"id", "image_id", "category_id", "bbox", "area", "iscrowd", "segmentation"}
@@ -123,7 +115,7 @@ def test_classes_differ_in_hue_and_lie_above_the_background():
         background = ~np.any([mask for _, mask in instances], axis=0)
         for class_index, mask in instances:
             color = image[mask].mean(axis=0)
-            assert color.argmax() == brightest_channel[CLASS_NAMES[class_index]]
+            assert color.argmax() == brightest_channel[SHAPES_CLASSES[class_index]]
             assert color.max() > image[background].max(axis=1).mean() + 30
         assert image[background].std() > 3
 
@@ -161,7 +153,7 @@ def test_train_and_val_share_no_image(dataset):
 def test_keeps_the_same_dataset(dataset):
     before = {path: path.stat().st_mtime_ns for path in dataset.rglob("*")}
     summary = write_shapes_dataset(dataset, **SMALL)
-    assert not summary.written and "kept" in describe(summary)
+    assert not summary.written and "kept" in describe_shapes(summary)
     assert {path: path.stat().st_mtime_ns for path in dataset.rglob("*")} == before
 
 
@@ -239,7 +231,7 @@ def test_layout_of_ade20k(labelled, dataset, split, folder, number):
     assert {path.name for path in labelled.iterdir()} == {
         "images", "annotations", "classes.txt", "instances_train.json", "instances_val.json"
     }  # fmt: skip
-    assert (labelled / "classes.txt").read_text().split() == list(SEM_SEG_CLASS_NAMES)
+    assert (labelled / "classes.txt").read_text().split() == list(SHAPES_SEM_SEG_CLASSES)
     images, labels = (sorted((labelled / kind / folder).iterdir()) for kind in ("images", "annotations"))
     assert [path.stem for path in images] == [path.stem for path in labels] and len(images) == number
     for image, label in zip(images, labels, strict=True):
@@ -273,7 +265,7 @@ def test_outlines_are_ignored_on_both_sides():
 
 
 def test_label_images_are_written_once_and_named_when_missing(labelled, tmp_path):
-    assert "kept" in describe(write_shapes_dataset(labelled, task="sem_seg", **SMALL))
+    assert "kept" in describe_shapes(write_shapes_dataset(labelled, task="sem_seg", **SMALL))
     write_shapes_dataset(tmp_path / "data", task="sem_seg", **SMALL)
     (tmp_path / "data/annotations/training/000000000002.png").unlink()
     with pytest.raises(InputError, match="annotations/training lacks 1 label images; .*--overwrite"):

@@ -6,7 +6,7 @@ import pytest
 from pycocotools.coco import COCO
 
 from backbones import InputError
-from projects_vil.data.datasets.subset import write_subset
+from projects_vil.data import write_subset
 
 
 def test_images_spread_over_the_file_with_their_annotations(shapes, tmp_path):

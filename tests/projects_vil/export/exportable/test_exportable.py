@@ -16,19 +16,11 @@ from torch import Tensor, nn
 from torchvision.ops import batched_nms, box_iou, nms
 
 from backbones import InputError
-from projects_vil.export.api import eager_detections, example_image
-from projects_vil.export.exportable.rcnn import (
-    best_of_row,
-    best_without_overlap,
-    clip,
-    decode,
-    grid_anchors,
-    has_area,
-    make_exportable,
-    of_class,
-    per_anchor,
-    pool,
-)
+from projects_vil.export import make_exportable
+from projects_vil.export.exportable.boxes import clip, decode, grid_anchors, has_area, per_anchor
+from projects_vil.export.exportable.nms import best_of_row, best_without_overlap
+from projects_vil.export.exportable.rcnn import of_class, pool
+from projects_vil.export.report import eager_detections, example_image
 from tests.projects_vil.helpers import lively_detector, small_config
 
 BOTH = ("retinanet", "mask_rcnn")

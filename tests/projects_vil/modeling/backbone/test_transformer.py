@@ -14,7 +14,8 @@ from torchvision.ops import FrozenBatchNorm2d
 from backbones import InputError
 from backbones.attention.long_short import LongShortAttention
 from backbones.attention.sliding_chunk import SlidingChunkAttention
-from projects_vil.modeling.backbone.transformer import CoarserLevels, TransformerBackbone, build_transformer_backbone
+from projects_vil.modeling import TransformerBackbone, build_transformer_backbone
+from projects_vil.modeling.backbone.fpn import CoarserLevels
 from tests.projects_vil.helpers import small_config
 
 RGB = ShapeSpec(channels=3)

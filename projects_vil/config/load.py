@@ -1,0 +1,72 @@
+"""How a config file is read: one clear line for what is wrong with it."""
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import yaml
+from detectron2.config import CfgNode as CN
+from detectron2.config import get_cfg
+
+from backbones.errors import InputError, closest
+from projects_vil.config.defaults import add_vil_config
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> CN:
+    """detectron2's defaults, this project's keys, the file (with its ``_BASE_`` chain) and the overrides, frozen.
+
+    Args:
+        path: a YAML config.
+        overrides: keys and values by turns, as on detectron2's command line.
+
+    Raises:
+        InputError: for a missing file, bad YAML, an unknown key (naming the closest) or a value of a wrong type.
+    """
+    cfg = get_cfg()
+    add_vil_config(cfg)
+    if not str(path):
+        raise InputError("no config file was given: add --config-file configs/retinanet/vil_tiny_1x.yaml, say")
+    if not Path(path).is_file():
+        raise InputError(f"there is no config file {path}")
+    try:
+        cfg.merge_from_file(str(path), allow_unsafe=False)
+    except RecursionError as error:
+        raise InputError(f"{path}: its chain of _BASE_ leads back to itself") from error
+    except FileNotFoundError as error:
+        raise InputError(f"{path}: there is no file {error.filename}, named as _BASE_") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} is not a YAML config: {_one_line(error)}") from error
+    except (TypeError, AttributeError) as error:
+        raise InputError(f"{path} is not a config: keys and sub-keys with values are expected") from error
+    except (KeyError, ValueError, AssertionError, OSError) as error:
+        raise InputError(f"{path}: {_explain(error, cfg)}") from error
+    if len(overrides) % 2:
+        raise InputError(f"overrides are keys and values by turns; {overrides[-1]!r} has no value")
+    try:
+        cfg.merge_from_list(list(overrides))
+    except (TypeError, AttributeError) as error:
+        raise InputError(f"an override names a key below a value: {' '.join(overrides)}") from error
+    except (KeyError, ValueError, AssertionError) as error:
+        raise InputError(f"{_explain(error, cfg)} (among the overrides {' '.join(overrides)})") from error
+    cfg.freeze()
+    return cfg
+
+
+def _explain(error: Exception, cfg: CN) -> str:
+    message = _one_line(error.args[0] if error.args else error)
+    match = re.search(r"Non-existent (?:config )?key: ([\w.]+)", message)
+    if match is None:
+        return message
+    return f"unknown config key {match[1]}{closest(match[1], _keys(cfg))}"
+
+
+def _keys(node: CN, prefix: str = "") -> Iterable[str]:
+    for key, value in node.items():
+        yield prefix + key
+        if isinstance(value, CN):
+            yield from _keys(value, f"{prefix}{key}.")
+
+
+def _one_line(message: object) -> str:
+    line = " ".join(str(message).split())
+    return line if len(line) <= 300 else f"{line[:150]} ... {line[-150:]}"

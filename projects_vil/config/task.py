@@ -1,0 +1,20 @@
+"""What a config is for: boxes or labels, and of how many classes."""
+
+from detectron2.config import CfgNode
+
+
+def number_of_classes(cfg: CfgNode) -> tuple[str, int]:
+    """The key that holds it, and the number."""
+    if is_segmentor(cfg):
+        return "MODEL.SEM_SEG_HEAD.NUM_CLASSES", cfg.MODEL.SEM_SEG_HEAD.NUM_CLASSES
+    if cfg.MODEL.META_ARCHITECTURE == "RetinaNet":
+        return "MODEL.RETINANET.NUM_CLASSES", cfg.MODEL.RETINANET.NUM_CLASSES
+    return "MODEL.ROI_HEADS.NUM_CLASSES", cfg.MODEL.ROI_HEADS.NUM_CLASSES
+
+
+def is_segmentor(cfg: CfgNode) -> bool:
+    """Whether a config is for semantic segmentation."""
+    return cfg.MODEL.META_ARCHITECTURE == "SemanticSegmentor"
+
+
+DETECTORS = ("RetinaNet", "GeneralizedRCNN")

@@ -1,0 +1,114 @@
+"""From a dataset's record to what a model takes."""
+
+import copy
+from typing import Any
+
+import numpy as np
+import torch
+from detectron2.config import CfgNode
+from detectron2.data import (
+    DatasetMapper,
+)
+from detectron2.data import transforms as T
+from detectron2.data.detection_utils import SizeMismatchError, build_augmentation, check_image_size, transform_proposals
+
+from backbones import InputError
+from backbones.errors import check_choice
+from projects_vil.data.datasets.ade20k import IGNORED_LABEL, open_labels, read_labels
+from projects_vil.data.detection_utils import UnreadableImage, read_image
+
+
+class Mapper(DatasetMapper):
+    """detectron2's mapper, with images read by :func:`~projects_vil.data.detection_utils.read_image`.
+
+    An image that cannot be read, or is of another size than its record says, is an :class:`InputError` that names it.
+    """
+
+    def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any]:
+        record = copy.deepcopy(dataset_dict)
+        labels = record.pop("sem_seg_file_name", None)
+        try:
+            image = read_image(record["file_name"], self.image_format)
+            check_image_size(record, image)
+            inputs = T.AugInput(image, sem_seg=read_image(labels, "L")[..., 0] if labels else None)
+        except UnreadableImage as error:
+            raise InputError(f"{error}; mend it or take it out of the annotation file") from error
+        except SizeMismatchError as error:
+            raise InputError(f"{' '.join(str(error).split())} ({record['file_name']})") from error
+        transforms = self.augmentations(inputs)
+        height, width = inputs.image.shape[:2]
+        record["image"] = torch.from_numpy(np.ascontiguousarray(inputs.image.transpose(2, 0, 1)))
+        if inputs.sem_seg is not None:
+            record["sem_seg"] = torch.from_numpy(inputs.sem_seg.astype(np.int64))
+        if self.proposal_topk is not None:
+            transform_proposals(record, (height, width), transforms, proposal_topk=self.proposal_topk)
+        if not self.is_train:
+            record.pop("annotations", None)
+        elif "annotations" in record:
+            self._transform_annotations(record, transforms, (height, width))
+        return record
+
+
+CROP_TYPES = ("relative_range", "relative", "absolute", "absolute_range")
+
+
+class SemSegMapper:
+    """From a record to what detectron2's SemanticSegmentor takes: the image, and for training its labels.
+
+    For training the image is resized, then cropped (detectron2's own mapper crops first), then flipped; the labels
+    likewise, without interpolation. A crop larger than the image leaves it as it is; the batch is padded with zeros,
+    after normalisation, and ignored labels.
+
+    Args:
+        cfg: ``INPUT`` has sizes, crop and flip; ``MODEL.SEM_SEG_HEAD.NUM_CLASSES`` bounds the labels.
+        is_train: whether to augment and to read the labels.
+    """
+
+    def __init__(self, cfg: CfgNode, *, is_train: bool) -> None:
+        self.is_train = is_train
+        self.image_format = cfg.INPUT.FORMAT
+        self.num_classes = cfg.MODEL.SEM_SEG_HEAD.NUM_CLASSES
+        augmentations = build_augmentation(cfg, is_train)
+        crop = cfg.INPUT.CROP
+        if is_train and crop.ENABLED:
+            check_choice("INPUT.CROP.TYPE", crop.TYPE, CROP_TYPES)
+            if len(crop.SIZE) != 2 or not all(side > 0 for side in crop.SIZE):
+                raise InputError(f"INPUT.CROP.SIZE is {list(crop.SIZE)}: it is a height and a width above 0")
+            if not 0 < crop.SINGLE_CATEGORY_MAX_AREA <= 1:
+                area = crop.SINGLE_CATEGORY_MAX_AREA
+                raise InputError(f"INPUT.CROP.SINGLE_CATEGORY_MAX_AREA is {area}: it is above 0 and at most 1")
+            augmentations.insert(
+                1,
+                T.RandomCrop_CategoryAreaConstraint(crop.TYPE, crop.SIZE, crop.SINGLE_CATEGORY_MAX_AREA, IGNORED_LABEL),
+            )
+        self.augmentations = T.AugmentationList(augmentations)
+
+    def __call__(self, record: dict[str, Any]) -> dict[str, Any]:
+        """The record with ``image`` (3, H, W) uint8, ``height`` and ``width`` of its file and, for training, labels
+        ``sem_seg`` (H, W) int64.
+
+        Raises:
+            InputError: for an image or labels that cannot be read or differ in size.
+        """
+        record = dict(record)
+        label_file, first_label = record.pop("sem_seg_file_name"), record.pop("first_label", 0)
+        try:
+            image = read_image(record["file_name"], self.image_format)
+            check_image_size(record, image)
+        except SizeMismatchError as error:
+            raise InputError(f"{' '.join(str(error).split())} ({record['file_name']})") from error
+        except UnreadableImage as error:
+            raise InputError(f"{error}; mend it, or take the image and its labels out") from error
+        with open_labels(label_file) as opened:
+            size = opened.height, opened.width
+        if size != image.shape[:2]:
+            raise InputError(f"{label_file} is {size} pixels high and wide, its image {image.shape[:2]}")
+        labels = None
+        if self.is_train:
+            labels = read_labels(label_file, first_label=first_label, num_classes=self.num_classes)
+        inputs = T.AugInput(image, sem_seg=labels)
+        self.augmentations(inputs)
+        record["image"] = torch.from_numpy(np.ascontiguousarray(inputs.image.transpose(2, 0, 1)))
+        if self.is_train:
+            record["sem_seg"] = torch.from_numpy(inputs.sem_seg.astype(np.int64))
+        return record

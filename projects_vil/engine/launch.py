@@ -1,0 +1,63 @@
+"""Training and evaluation from the command line."""
+
+import argparse
+from collections import OrderedDict
+from pathlib import Path
+
+import torch
+from detectron2.engine import default_setup, launch
+from detectron2.evaluation import verify_results
+from detectron2.utils import comm
+
+from backbones import InputError
+from projects_vil.checkpoint import Checkpointer
+from projects_vil.config import load_config
+from projects_vil.data import build as data
+from projects_vil.engine.checks import check_setup
+from projects_vil.engine.defaults import Trainer
+
+
+def train_from_command_line(args: argparse.Namespace) -> None:
+    """What ``tools/train_net.py`` does: check what can be checked in a second, then start the processes.
+
+    Args:
+        args: of ``detectron2.engine.default_argument_parser``.
+
+    Raises:
+        InputError: for a mistake in the config, its overrides or the files that they name.
+    """
+    cfg = load_config(args.config_file, args.opts)
+    data.register_datasets(cfg)
+    if args.num_gpus > max(torch.cuda.device_count(), 1):
+        raise InputError(f"--num-gpus is {args.num_gpus}, and there are {torch.cuda.device_count()} here")
+    check_setup(cfg, processes=args.num_gpus * args.num_machines, eval_only=args.eval_only, resume=args.resume)
+    try:
+        Path(cfg.OUTPUT_DIR).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot write into OUTPUT_DIR {cfg.OUTPUT_DIR}: {error.strerror}") from error
+    launch(
+        _run,
+        args.num_gpus,
+        num_machines=args.num_machines,
+        machine_rank=args.machine_rank,
+        dist_url=args.dist_url,
+        args=(args,),
+    )
+
+
+def _run(args: argparse.Namespace) -> OrderedDict:
+    """Train or evaluate in one process; returns what detectron2's trainer or evaluation does."""
+    cfg = load_config(args.config_file, args.opts)
+    data.register_datasets(cfg)
+    default_setup(cfg, args)
+    if not args.eval_only:
+        trainer = Trainer(cfg)
+        trainer.resume_or_load(resume=args.resume)
+        return trainer.train()
+    model = Trainer.build_model(cfg)
+    checkpointer = Checkpointer(model, cfg.OUTPUT_DIR, cfg=cfg, complete=True)
+    checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=args.resume)
+    results = Trainer.test(cfg, model)
+    if comm.is_main_process():
+        verify_results(cfg, results)
+    return results

@@ -1,0 +1,67 @@
+"""Detectors written so that all exporters take them: the same answers as detectron2's, in fixed steps on plain tensors.
+
+detectron2's own inference branches on numbers that depend on the image, makes lists of Instances and loops over
+classes; torch.export refuses that. Here is its equivalent in one place. Letters: B images, L levels, A anchors a place,
+K classes, N candidates, P proposals, D detections.
+
+- What is fewer than asked for is filled up: a level with fewer than ``topk`` candidates gets some with a score that
+  never passes, so that no number of candidates is decided while the model is recorded.
+- Non-maximum suppression of groups (classes, levels, images) is one call: each group is moved to a field of its own on
+  a grid. In a row, as torchvision has them, the last of 80 classes would lie at 10^5 pixels, where float32 rounds to
+  0.008 pixels; on a grid it is a tenth of that.
+- "The best n of each image" is a comparison of ranks, not a loop over images.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class ExportableDetector(nn.Module):
+    """A detector as a function of one tensor of pixels to plain tensors.
+
+    Args:
+        detector: in eval mode.
+        batched: whether the input is a batch of images of one size.
+
+    Input: (3, H, W), or (B, 3, H, W) if batched: uint8 or floating point, 0 to 255, channels in ``INPUT.FORMAT``.
+
+    Output: a tuple, in the order of ``output_names``: boxes (D, 4), XYXY in pixels of the input, inside the image and
+    with an area; scores (D,), float32, from the highest; classes (D,), int64; with masks, masks (D, 1, S, S), the
+    probability of each place of a box, S = 28 by default; if batched, image_index (D,), int64.
+    """
+
+    def __init__(self, detector: nn.Module, *, batched: bool = False) -> None:
+        super().__init__()
+        self.detector = detector
+        self.batched = batched
+        self.input_names = ("images",) if batched else ("image",)
+        self.output_names: tuple[str, ...] = ("boxes", "scores", "classes")
+        if batched:
+            self.output_names += ("image_index",)
+
+    def forward(self, image: Tensor) -> tuple[Tensor, ...]:
+        """See the class."""
+        images = image if self.batched else image[None]
+        size = images.shape[2], images.shape[3]
+        outputs = self.detect(self.detector.backbone(self._normalised(images)), size)
+        return tuple(outputs[name] for name in self.output_names)
+
+    def detect(self, features: dict[str, Tensor], size: tuple[int, int]) -> dict[str, Tensor]:
+        """The maps of FPN for images of ``size`` -> all outputs by name."""
+        raise NotImplementedError
+
+    def _images(self, image: Tensor, features: dict[str, Tensor]) -> dict[str, Tensor | int]:
+        """Which image each box is of, where there may be several."""
+        return {"image": image, "num_images": next(iter(features.values())).shape[0]} if self.batched else {}
+
+    def _normalised(self, images: Tensor) -> Tensor:
+        """(B, 3, H, W), 0 to 255 -> normalised, padded below and on the right for FPN, in the model's type."""
+        mean, std = self.detector.pixel_mean, self.detector.pixel_std
+        images = (images.to(torch.promote_types(mean.dtype, torch.float32)) - mean.float()) / std.float()
+        divisor = max(self.detector.backbone.size_divisibility, 1)
+        height, width = images.shape[2], images.shape[3]
+        # In this form a recorded size is a product with the divisor, and all that follow from it are simple.
+        rows, cols = (height + divisor - 1) // divisor, (width + divisor - 1) // divisor
+        images = F.pad(images, (0, cols * divisor - width, 0, rows * divisor - height))
+        return images.to(next(self.detector.backbone.parameters()).dtype)

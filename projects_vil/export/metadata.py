@@ -1,0 +1,156 @@
+"""What is said of an exported file in the JSON beside it."""
+
+import datetime
+import importlib.metadata
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torchvision  # noqa: F401  its operators are in every exported detector
+from detectron2.config import CfgNode
+from torch import nn
+
+from backbones import InputError
+from projects_vil.checkpoint import versions
+from projects_vil.export.exportable.detector import ExportableDetector
+from projects_vil.export.formats import OPSET
+from projects_vil.modeling import SMALLEST_SIDE, largest_side
+
+
+def sides_of(detector: nn.Module, file_format: str) -> list[int]:
+    """The shortest and the longest side, in pixels, of an image that a file takes."""
+    return [1 if file_format == "torchscript" else SMALLEST_SIDE, largest_side(detector)]
+
+
+def check_sides(sides: Sequence[int], size: Sequence[int], *, what: str) -> None:
+    """Raise an :class:`InputError` where an image of ``size`` (height, width) is not for a model with these sides."""
+    if min(size) < sides[0] or max(size) > sides[1]:
+        raise InputError(f"{what}: {size[0]} x {size[1]} pixels, and the model takes sides of {sides[0]} to {sides[1]}")
+
+
+def metadata_path(path: str | Path) -> Path:
+    """Where the metadata of an exported file stands."""
+    return Path(f"{path}.metadata.json")
+
+
+def read_metadata(path: str | Path) -> dict:
+    """The metadata of an exported file.
+
+    Raises:
+        InputError: where it is missing or is no such thing.
+    """
+    beside = metadata_path(path)
+    if not Path(path).is_file():
+        raise InputError(f"there is no file {path}")
+    try:
+        metadata = json.loads(beside.read_bytes())
+    except OSError as error:
+        raise InputError(f"cannot read {beside} ({error.strerror}): an exported model needs it beside it") from error
+    except ValueError as error:
+        raise InputError(f"{beside} is not JSON: {error}") from error
+    if not _is_metadata(metadata):
+        raise InputError(f"{beside} is not the metadata of an exported model")
+    return metadata
+
+
+def _is_metadata(metadata: object) -> bool:
+    if not isinstance(metadata, dict) or not {"input", "outputs", "classes", "resizing"} <= metadata.keys():
+        return False
+    taken, given, resizing = metadata["input"], metadata["outputs"], metadata["resizing"]
+    return (
+        isinstance(taken, dict)
+        and {"batched", "dtype", "color_order", "sides"} <= taken.keys()
+        and isinstance(resizing, dict)
+        and {"short_side", "longest_side"} <= resizing.keys()
+        and isinstance(given, list)
+        and all(isinstance(output, dict) and "name" in output for output in given)
+    )
+
+
+def describe_model(
+    cfg: CfgNode,
+    exportable: ExportableDetector,
+    *,
+    classes: Sequence[str],
+    file_format: str,
+    precision: str,
+    input_dtype: str,
+    weights: str | Path,
+) -> dict:
+    """All that someone without this repository must know to feed an exported model, for JSON."""
+    batch = ["images"] if exportable.batched else []
+    short, longest = cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST
+    outputs = [{"name": name} | _OUTPUTS[name] for name in exportable.output_names]
+    for output in outputs:
+        if output["name"] == "masks":
+            # The head doubles what is pooled.
+            output["shape"] = ["detections", 1, *[2 * cfg.MODEL.ROI_MASK_HEAD.POOLER_RESOLUTION] * 2]
+    return {
+        "metadata_version": 1,
+        "format": file_format,
+        "opset": OPSET if file_format == "onnx" else None,
+        "precision": precision,
+        "detector": "Mask R-CNN" if "masks" in exportable.output_names else cfg.MODEL.META_ARCHITECTURE,
+        "backbone": getattr(
+            getattr(exportable.detector.backbone, "bottom_up", None), "variant", cfg.MODEL.BACKBONE.NAME
+        ),
+        "input": {
+            "name": exportable.input_names[0],
+            "shape": [*batch, 3, "height", "width"],
+            "batched": exportable.batched,
+            "dtype": input_dtype,
+            "range": [0, 255],
+            "sides": sides_of(exportable.detector, file_format),
+            "color_order": cfg.INPUT.FORMAT,
+        },
+        "resizing": {
+            "short_side": short or None,
+            "longest_side": longest if short else None,
+            "interpolation": "bilinear, antialiased (Pillow's BILINEAR)",
+            "rule": "the shorter side becomes short_side, the longer is multiplied by short_side / shorter; if it is "
+            "more than longest_side then, both are multiplied by longest_side / longer; each is int(side + 0.5); "
+            "null: images are taken as they are",
+        },
+        "normalization": {
+            "inside_the_model": True,
+            "mean": list(cfg.MODEL.PIXEL_MEAN),
+            "std": list(cfg.MODEL.PIXEL_STD),
+        },
+        "outputs": outputs,
+        "classes": list(classes),
+        "thresholds": _thresholds(cfg) | ({"mask": 0.5} if "masks" in exportable.output_names else {}),
+        "weights": Path(weights).name,
+        "versions": versions() | {"torchvision": torchvision.__version__} | _runtime_versions(file_format),
+        "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+_OUTPUTS = {
+    "boxes": {
+        "shape": ["detections", 4],
+        "dtype": "float32",
+        "meaning": "left, top, right, bottom in pixels of the input image",
+    },
+    "scores": {"shape": ["detections"], "dtype": "float32", "meaning": "probability, from the highest"},
+    "classes": {"shape": ["detections"], "dtype": "int64", "meaning": "index into the list of classes"},
+    "masks": {
+        "shape": ["detections", 1, 28, 28],
+        "dtype": "float32",
+        "meaning": "probability that a place of the box is of the object: resize it to the box, then compare",
+    },
+    "image_index": {"shape": ["detections"], "dtype": "int64", "meaning": "which image of the batch it is in"},
+}
+
+
+def _thresholds(cfg: CfgNode) -> dict[str, float | int]:
+    node = cfg.MODEL.RETINANET if cfg.MODEL.META_ARCHITECTURE == "RetinaNet" else cfg.MODEL.ROI_HEADS
+    return {
+        "score": node.SCORE_THRESH_TEST,
+        "nms": node.NMS_THRESH_TEST,
+        "detections_per_image": cfg.TEST.DETECTIONS_PER_IMAGE,
+    }
+
+
+def _runtime_versions(file_format: str) -> dict[str, str]:
+    names = ("onnx", "onnxscript", "onnxruntime") if file_format == "onnx" else ()
+    return {name: importlib.metadata.version(name) for name in names}

@@ -1,0 +1,168 @@
+"""The proof of an export: its answers beside those of the detector that it was made of."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from detectron2.config import CfgNode
+from detectron2.evaluation import inference_on_dataset
+from detectron2.modeling import GeneralizedRCNN
+from torch import Tensor, nn
+
+from projects_vil.data import build_test_loader, read_for_testing, size_for_testing
+from projects_vil.evaluation import build_evaluator
+from projects_vil.export.parity import CHANGED_SHARE, TOLERANCES, compare, describe, measure_latency
+from projects_vil.export.runtime import ExportedDetector, ExportedModel
+from projects_vil.modeling import SMALLEST_SIDE
+
+# The largest difference of average precision, in points, that counts as the same.
+AP_TOLERANCE = 0.1
+
+
+def eager_detections(detector: nn.Module, image: Tensor) -> dict[str, Tensor]:
+    """What detectron2's own code finds in an image (3, H, W), by the names of an exported model.
+
+    Masks are (N, 1, S, S), in the frame of their boxes; boxes without an area are left out, as in its last step.
+    """
+    batch = [{"image": image}]
+    with torch.no_grad():
+        if isinstance(detector, GeneralizedRCNN):
+            instances = detector.inference(batch, do_postprocess=False)[0]
+        else:
+            instances = detector(batch)[0]["instances"]
+    instances = instances[instances.pred_boxes.nonempty()]
+    found = {
+        "boxes": instances.pred_boxes.tensor,
+        "scores": instances.scores,
+        "classes": instances.pred_classes,
+    }
+    return found | {"masks": instances.pred_masks} if instances.has("pred_masks") else found
+
+
+def example_image(height: int, width: int, *, seed: int = 0) -> Tensor:
+    """A (3, height, width) uint8 image of bright rectangles on dim noise: a detector has something to find."""
+    generator = torch.Generator().manual_seed(seed)
+    image = torch.rand(3, height, width, generator=generator) * 60
+    for _ in range(6):
+        top, left = (int(torch.randint(0, side * 3 // 4, (), generator=generator)) for side in (height, width))
+        color = 100 + 155 * torch.rand(3, 1, 1, generator=generator)
+        image[:, top : top + height // 5, left : left + width // 5] = color
+    return image.to(torch.uint8)
+
+
+def comparison_images(cfg: CfgNode, files: Sequence[str | Path] = ()) -> list[Tensor]:
+    """Images (3, H, W) uint8 to compare on: the files, in the format and size of testing, or four drawn ones.
+
+    Raises:
+        InputError: for a file that cannot be read.
+    """
+    if files:
+        images = (read_for_testing(cfg, file, image_format=cfg.INPUT.FORMAT)[0] for file in files)
+        return [torch.as_tensor(image.transpose(2, 0, 1).copy()) for image in images]
+    sizes = [size_for_testing(cfg, *size) for size in ((400, 600), (600, 450), (360, 600), (500, 500))]
+    # The last one is smaller than testing has it, and no model takes less than the least side.
+    sizes[-1] = tuple(side // 2 + 3 for side in sizes[-1])
+    sizes = [tuple(max(side, SMALLEST_SIDE) for side in size) for size in sizes]
+    return [example_image(*size, seed=seed) for seed, size in enumerate(sizes, start=1)]
+
+
+def report_path(path: str | Path) -> Path:
+    """Where the report of an exported file stands."""
+    return Path(f"{path}.report.json")
+
+
+def check_export(
+    cfg: CfgNode,
+    reference: nn.Module,
+    model: ExportedModel,
+    images: Sequence[Tensor],
+    *,
+    runs: int = 5,
+    evaluate: bool = False,
+) -> dict:
+    """Compare an exported model with the detector that it was made of; see :func:`describe_report`."""
+    precision, thresholds = model.metadata["precision"], model.metadata["thresholds"]
+    eager = functools.partial(eager_detections, reference)
+    ways: list[Callable[[Tensor], dict[str, Tensor]]] = [model]
+    if model.batched:
+        ways = [functools.partial(_one_of_two, model, index) for index in (0, 1)]
+    rows = []
+    for exported in ways:
+        rows += compare(
+            eager,
+            exported,
+            images,
+            tolerances=TOLERANCES[precision],
+            score_threshold=thresholds["score"],
+            max_detections=thresholds["detections_per_image"],
+            changed_share=CHANGED_SHARE[precision],
+        )
+    report = {
+        "file": model.path.name,
+        "format": model.file_format,
+        "opset": model.metadata["opset"],
+        "precision": precision,
+        "bytes": model.path.stat().st_size,
+        "tolerances": TOLERANCES[precision],
+        "changed_share": CHANGED_SHARE[precision],
+        "images": rows,
+        "latency": measure_latency(eager, _one_image(model), images[0], runs=runs),
+        "versions": model.metadata["versions"],
+    }
+    if evaluate:
+        report["evaluation"] = _evaluate(cfg, reference, model)
+    report["ok"] = describe(rows, TOLERANCES[precision])[1] and all(row["ok"] for row in report.get("evaluation", ()))
+    return report
+
+
+def _one_image(model: ExportedModel) -> Callable[[Tensor], dict[str, Tensor]]:
+    return (lambda image: model(image[None])) if model.batched else model
+
+
+def _one_of_two(model: ExportedModel, index: int, image: Tensor) -> dict[str, Tensor]:
+    """What a batched model finds in the image at ``index`` of two; the other one is its mirror image."""
+    images = [image.flip(2), image.flip(2)]
+    images[index] = image
+    found = model(torch.stack(images))
+    return {name: value[found["image_index"] == index] for name, value in found.items()}
+
+
+def _evaluate(cfg: CfgNode, reference: nn.Module, model: ExportedModel) -> list[dict]:
+    """Average precision of both, for each test set and task, by detectron2's evaluator."""
+    rows = []
+    for name in cfg.DATASETS.TEST:
+        results = []
+        for detector in (reference, ExportedDetector(model).eval()):
+            evaluator = build_evaluator(cfg, name, None)
+            results.append(inference_on_dataset(detector, build_test_loader(cfg, name), evaluator))
+        for task in results[0]:
+            eager, exported = (float(result[task]["AP"]) for result in results)
+            same = abs(eager - exported) <= AP_TOLERANCE or (math.isnan(eager) and math.isnan(exported))
+            rows.append(
+                {"dataset": name, "task": task, "AP": _number(eager), "AP_exported": _number(exported), "ok": same}
+            )
+    return rows
+
+
+def _number(value: float) -> float | None:
+    return None if math.isnan(value) else round(value, 3)
+
+
+def describe_report(report: dict) -> str:
+    """A report of :func:`check_export` as a few lines."""
+    latency = report["latency"]
+    lines = [describe(report["images"], report["tolerances"])[0]]
+    for row in report.get("evaluation", ()):
+        lines.append(
+            f"{row['dataset']}, {row['task']}: AP {row['AP']}, exported {row['AP_exported']}; "
+            f"{'equal' if row['ok'] else 'NOT EQUAL'} to {AP_TOLERANCE}"
+        )
+    opset = f", opset {report['opset']}" if report["opset"] else ""
+    lines.append(
+        f"{report['file']}: {report['bytes'] / 1e6:.1f} MB{opset}, {report['precision']}; "
+        f"{latency['height']} x {latency['width']}: {latency['exported_ms']:.0f} ms, eager "
+        f"{latency['eager_ms']:.0f} ms, {latency['ratio']:.2f} times as fast ({latency['threads']} threads)"
+    )
+    return "\n".join(lines)

@@ -1,0 +1,147 @@
+"""Exported files in their own runtimes, and their answers as detectron2's."""
+
+import contextlib
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torchvision  # noqa: F401  its operators are in every exported detector
+from detectron2.layers import paste_masks_in_image
+from detectron2.modeling.postprocessing import detector_postprocess
+from detectron2.structures import Boxes, Instances
+from torch import Tensor, nn
+
+from backbones import InputError
+from projects_vil.export.formats import check_format, format_of, quiet
+from projects_vil.export.metadata import check_sides, read_metadata
+
+
+class ExportedModel:
+    """An exported file in its own runtime, with the metadata beside it.
+
+    Attributes:
+        path: of the file.
+        metadata: see :func:`projects_vil.export.metadata.describe_model`.
+
+    Raises:
+        InputError: for a file that is missing, damaged or of no known format, or one without metadata.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.file_format = format_of(self.path)
+        self.metadata = read_metadata(self.path)
+        self.output_names = tuple(output["name"] for output in self.metadata["outputs"])
+        self.batched = self.metadata["input"]["batched"]
+        self.dtype = getattr(torch, self.metadata["input"]["dtype"])
+        self._run = _LOADERS[self.file_format](self.path)
+
+    def __call__(self, images: Tensor) -> dict[str, Tensor]:
+        """(3, H, W), or (B, 3, H, W) for a batched model, 0 to 255 -> the outputs by name.
+
+        Raises:
+            InputError: for an image smaller or larger than the model takes, and for floating-point images where it
+                takes uint8; other types are cast.
+        """
+        if images.is_floating_point() and not self.dtype.is_floating_point:
+            raise InputError(f"{self.path} takes {self.dtype} images: export it with --input-dtype float32 for others")
+        check_sides(self.metadata["input"]["sides"], images.shape[-2:], what=str(self.path))
+        with torch.no_grad():
+            return dict(zip(self.output_names, self._run(images.to(self.dtype)), strict=True))
+
+
+_Run = Callable[[Tensor], "tuple[Tensor, ...]"]
+
+
+def _load_torchscript(path: Path) -> _Run:
+    with _damaged(path, RuntimeError, ValueError):
+        return torch.jit.load(str(path))
+
+
+def _load_onnx(path: Path) -> _Run:
+    check_format("onnx")
+    import onnxruntime
+    from onnxruntime.capi import onnxruntime_pybind11_state as states
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.log_severity_level = 3
+    kinds = (states.Fail, states.InvalidArgument, states.InvalidProtobuf, states.InvalidGraph, states.NotImplemented)
+    with _damaged(path, *kinds):
+        session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    name = session.get_inputs()[0].name
+
+    def run(images: Tensor) -> tuple[Tensor, ...]:
+        return tuple(map(torch.from_numpy, session.run(None, {name: images.cpu().numpy()})))
+
+    return run
+
+
+def _load_torch_export(path: Path) -> _Run:
+    with _damaged(path, RuntimeError, ValueError, OSError, zipfile.BadZipFile), quiet():
+        return torch.export.load(str(path)).module()
+
+
+def _load_aot_inductor(path: Path) -> _Run:
+    with _damaged(path, RuntimeError, ValueError, OSError):
+        return torch._inductor.aoti_load_package(str(path))
+
+
+_LOADERS: dict[str, Callable[[Path], _Run]] = {
+    "torchscript": _load_torchscript,
+    "onnx": _load_onnx,
+    "torch_export": _load_torch_export,
+    "aot_inductor": _load_aot_inductor,
+}
+
+
+@contextlib.contextmanager
+def _damaged(path: Path, *kinds: type[Exception]) -> Iterator[None]:
+    try:
+        yield
+    except kinds as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise InputError(f"cannot load {path}: {reason}") from error
+
+
+def paste_masks(masks: Tensor, boxes: Tensor, size: tuple[int, int], *, threshold: float = 0.5) -> Tensor:
+    """Put masks where their boxes are: (N, 1, S, S) probabilities, (N, 4) XYXY -> (N, height, width) bool.
+
+    Args:
+        size: height and width of the image, in whose pixels the boxes are.
+    """
+    # Of no mask detectron2 makes uint8.
+    return paste_masks_in_image(masks[:, 0].float(), boxes.float(), size, threshold=threshold).bool()
+
+
+class ExportedDetector(nn.Module):
+    """An exported model behind detectron2's interface, so that its evaluators and drawings take it."""
+
+    def __init__(self, model: ExportedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Sequence[dict]) -> list[dict[str, Instances]]:
+        """[{"image": (3, H, W), "height", "width"}] -> [{"instances"}], in pixels of that height and width."""
+        return [{"instances": self._instances(inputs)} for inputs in batch]
+
+    def _instances(self, inputs: dict) -> Instances:
+        image = inputs["image"]
+        height, width = image.shape[-2:]
+        found = self.model(image[None] if self.model.batched else image)
+        return to_instances(found, (height, width), (inputs.get("height", height), inputs.get("width", width)))
+
+
+def to_instances(found: dict[str, Tensor], size: tuple[int, int], file_size: tuple[int, int]) -> Instances:
+    """Detections of an exported model as detectron2's Instances.
+
+    Args:
+        found: by name, in an image of ``size`` (height, width).
+        file_size: of the image before it was resized: what boxes are scaled to, and masks pasted into.
+    """
+    instances = Instances(tuple(size), pred_boxes=Boxes(found["boxes"].clone()), scores=found["scores"])
+    instances.pred_classes = found["classes"]
+    if "masks" in found:
+        instances.pred_masks = found["masks"]
+    return detector_postprocess(instances, *file_size)

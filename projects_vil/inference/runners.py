@@ -1,0 +1,188 @@
+"""What detects: an eager detector, or an exported one."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from detectron2.config import CfgNode
+from detectron2.data import transforms as T
+from detectron2.modeling import GeneralizedRCNNWithTTA, build_model
+from detectron2.structures import Instances
+from torch import Tensor
+
+from backbones import InputError
+from projects_vil.checkpoint import PROVENANCE_KEY, Checkpointer, Provenance, check_weights, check_weights_file
+from projects_vil.config import DETECTORS, check_device, number_of_classes
+from projects_vil.data import size_for_testing
+from projects_vil.export import ExportedModel, is_exported, read_metadata, to_instances
+from projects_vil.modeling import add_tta, augmentation_sizes, longest_side
+
+
+class Runner(Protocol):
+    """What detects: an eager detector, or an exported one.
+
+    Attributes:
+        channels: the order that it takes, ``"RGB"`` or ``"BGR"``.
+        classes: their names, where it knows them.
+    """
+
+    channels: str
+    classes: tuple[str, ...] | None
+
+    def input_size(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width to which it wants an image of this size to be resized."""
+
+    def refusal(self, height: int, width: int) -> str | None:
+        """Why it cannot take an image of this size; None where it can."""
+
+    def __call__(self, images: Sequence[Tensor], sizes: Sequence[tuple[int, int]]) -> list[Instances]:
+        """Detect.
+
+        Args:
+            images: (3, H, W) uint8 on the CPU, all of one size, that of :meth:`input_size`.
+            sizes: height and width of each image's file.
+
+        Returns:
+            For each image ``pred_boxes`` in pixels of the file, ``scores``, ``pred_classes`` and, for Mask R-CNN,
+            ``pred_masks`` (N, height, width), on the CPU.
+        """
+
+
+class Predictor:
+    """The eager detector of a config on ``MODEL.DEVICE``, as a :class:`Runner`.
+
+    Args:
+        cfg: the detector's config.
+        weights: its checkpoint.
+        tta: whether to augment (:mod:`projects_vil.modeling.test_time_augmentation`); then it takes images as they are
+            in their files.
+
+    Raises:
+        InputError: where the weights are missing or do not fit.
+    """
+
+    def __init__(self, cfg: CfgNode, weights: str | Path, *, tta: bool = False) -> None:
+        check_weights(cfg, str(weights), complete=True)
+        model = build_model(cfg)
+        contents = Checkpointer(model, cfg=cfg, complete=True).load(str(weights))
+        self.cfg = cfg
+        self.channels = cfg.INPUT.FORMAT
+        self.classes = Provenance.of({PROVENANCE_KEY: contents.get(PROVENANCE_KEY)}).classes
+        self.tta = tta
+        self.longest_side = longest_side(model)
+        self.model = add_tta(cfg, model.eval()) if tta else model.eval()
+
+    def input_size(self, height: int, width: int) -> tuple[int, int]:
+        return (height, width) if self.tta else size_for_testing(self.cfg, height, width)
+
+    def refusal(self, height: int, width: int) -> str | None:
+        if not self.tta:
+            return _refusal((height, width), self.input_size(height, width), (1, self.longest_side))
+        mapper = self.model.tta_mapper if isinstance(self.model, GeneralizedRCNNWithTTA) else self.model.mapper
+        # The smallest; its longest side is no more than the mapper's.
+        size = T.ResizeShortestEdge.get_output_shape(height, width, min(mapper.min_sizes), mapper.max_size)
+        return _refusal((height, width), size, (1, None))
+
+    @torch.no_grad()
+    def __call__(self, images: Sequence[Tensor], sizes: Sequence[tuple[int, int]]) -> list[Instances]:
+        inputs = [
+            {"image": image, "height": height, "width": width}
+            for image, (height, width) in zip(images, sizes, strict=True)
+        ]
+        return [output["instances"].to("cpu") for output in self.model(inputs)]
+
+
+class ExportedRunner:
+    """An exported model, as a :class:`Runner`: resized as its metadata says, whatever the config.
+
+    Args:
+        path: of the file; its metadata stands beside it.
+
+    Raises:
+        InputError: where either is missing or damaged.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.model = ExportedModel(path)
+        self.channels = self.model.metadata["input"]["color_order"]
+        self.classes = tuple(self.model.metadata["classes"])
+        self.resizing = self.model.metadata["resizing"]
+        self.sides = self.model.metadata["input"].get("sides") or (1, None)
+
+    def input_size(self, height: int, width: int) -> tuple[int, int]:
+        if not self.resizing["short_side"]:
+            return height, width
+        sides = self.resizing["short_side"], self.resizing["longest_side"]
+        return T.ResizeShortestEdge.get_output_shape(height, width, *sides)
+
+    def refusal(self, height: int, width: int) -> str | None:
+        return _refusal((height, width), self.input_size(height, width), self.sides)
+
+    def __call__(self, images: Sequence[Tensor], sizes: Sequence[tuple[int, int]]) -> list[Instances]:
+        if self.model.batched:
+            found = self.model(torch.stack(list(images)))
+            image_index = found.pop("image_index")
+            each = [
+                {name: value[image_index == index] for name, value in found.items()} for index in range(len(images))
+            ]
+        else:
+            each = [self.model(image) for image in images]
+        return [
+            to_instances(found, image.shape[1:], size) for found, image, size in zip(each, images, sizes, strict=True)
+        ]
+
+
+def check_runner(cfg: CfgNode, weights: str | Path, *, tta: bool = False) -> None:
+    """What can be checked of :func:`build_runner` in no time.
+
+    Raises:
+        InputError: for a model that is no detector, missing weights, an exported model of other classes, a device that
+            is not here, or sizes to augment to that are none.
+    """
+    if cfg.MODEL.META_ARCHITECTURE not in DETECTORS:
+        raise InputError(f"a {cfg.MODEL.META_ARCHITECTURE} finds no boxes to predict: {' and '.join(DETECTORS)} do")
+    if cfg.INPUT.FORMAT not in ("RGB", "BGR"):
+        raise InputError(f"INPUT.FORMAT is {cfg.INPUT.FORMAT}: it is RGB or BGR")
+    if not str(weights):
+        raise InputError("no weights were given: name the checkpoint of a trained detector with --weights")
+    if is_exported(weights):
+        if tta:
+            raise InputError(f"--tta changes the images inside the detector, and {weights} is an exported one")
+        check_number_of_classes(cfg, read_metadata(weights)["classes"])
+        return
+    check_weights_file(str(weights))
+    check_device(cfg)
+    if tta:
+        augmentation_sizes(cfg)
+
+
+def build_runner(cfg: CfgNode, weights: str | Path, *, tta: bool = False) -> Runner:
+    """What detects: an exported model where the name of the file ends like one, or the config's with its weights.
+
+    Raises:
+        InputError: where the file cannot be loaded or does not fit the config.
+    """
+    if is_exported(weights):
+        return ExportedRunner(weights)
+    return Predictor(cfg, weights, tta=tta)
+
+
+def check_number_of_classes(cfg: CfgNode, classes: Sequence[str] | None) -> None:
+    """Raise an :class:`InputError` where a model has ``classes``, and its config another number of them."""
+    key, number = number_of_classes(cfg)
+    if classes is not None and len(classes) != number:
+        names = f"{', '.join(classes[:3])}{', ...' if len(classes) > 3 else ''}"
+        raise InputError(f"{key} is {number}, and the weights know {len(classes)} classes ({names}): set it to that")
+
+
+def _refusal(file_size: tuple[int, int], size: tuple[int, int], sides: Sequence[int | None]) -> str | None:
+    """Why a file of ``file_size`` that is resized to ``size`` is nothing for a model that takes these sides."""
+    smallest, largest = sides
+    before = f"{file_size[0]} x {file_size[1]} pixels"
+    if min(size) < 1:
+        return f"{before}: resized, nothing would be left of it"
+    if min(size) < smallest or (largest is not None and max(size) > largest):
+        takes = f"{smallest} or more" if largest is None else f"{smallest} to {largest}"
+        return f"{before}: resized to {size[0]} x {size[1]}, and the model takes sides of {takes}"
+    return None

@@ -1,0 +1,97 @@
+"""The house: imports go down only, rooms are entered by their door, files stay short, and a name has one home."""
+
+import ast
+import importlib
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+# From the ground up; a room may import those on lower floors, and never one beside it.
+FLOORS = (
+    ("backbones",),
+    ("utils",),
+    ("config",),
+    ("data", "modeling"),
+    ("checkpoint", "evaluation", "solver"),
+    ("engine",),
+    ("analysis", "export", "visualization"),
+    ("inference",),
+)
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+ROOMS = [room for room in FLOOR if room != "backbones"]
+SOURCES = sorted(path for package in ("backbones", "projects_vil") for path in (ROOT / package).rglob("*.py"))
+LONGEST = 500
+
+
+def imported_modules(path: Path) -> list[str]:
+    """Every module that a file imports, inside functions too."""
+    modules = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            modules += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            modules.append(node.module or "")
+            # A room may be what is imported: from projects_vil import data.
+            modules += [f"projects_vil.{alias.name}" for alias in node.names if node.module == "projects_vil"]
+    return modules
+
+
+def room_of(module: str) -> str | None:
+    """``projects_vil.data.build`` -> ``data``; None outside of both packages and for ``projects_vil`` itself."""
+    package, _, rest = module.partition(".")
+    if package == "backbones":
+        return "backbones"
+    return (rest.partition(".")[0] or None) if package == "projects_vil" else None
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def identify(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def test_every_room_has_a_floor():
+    rooms = {path.name for path in (ROOT / "projects_vil").iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert rooms == set(ROOMS)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=identify)
+def test_imports_go_down_and_through_the_door(path):
+    own = room_of(module_of(path))
+    for module in imported_modules(path):
+        room = room_of(module)
+        if module == "projects_vil":
+            continue
+        if own == "backbones":
+            assert module.split(".")[0] not in ("detectron2", "projects_vil"), module
+        elif own is not None and room is not None and room != own:
+            assert FLOOR[room] < FLOOR[own], f"{own} imports {module}: it is on the same floor or above"
+            if room != "backbones":
+                assert module == f"projects_vil.{room}", f"{own} imports {module}: the room's own face is its door"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tools").glob("*.py")), ids=identify)
+def test_tools_enter_rooms_by_their_door(path):
+    for module in imported_modules(path):
+        if module.startswith("projects_vil."):
+            assert module == f"projects_vil.{room_of(module)}", module
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=identify)
+def test_no_file_is_long(path):
+    assert len(path.read_text().splitlines()) <= LONGEST
+
+
+def test_every_name_is_exported_once():
+    exported = Counter(name for room in ROOMS for name in importlib.import_module(f"projects_vil.{room}").__all__)
+    assert [name for name, times in exported.items() if times > 1] == []
+
+
+@pytest.mark.parametrize("room", ["", *ROOMS])
+def test_a_room_has_what_it_exports(room):
+    module = importlib.import_module(f"projects_vil.{room}".rstrip("."))
+    assert [name for name in module.__all__ if not hasattr(module, name)] == []
