@@ -1,7 +1,7 @@
 """Datasets by name, how image files are read, and the loaders."""
 
 from projects_vil.data.build import build_mapper, build_test_loader, build_train_loader, load_dataset
-from projects_vil.data.catalog import datasets_root, register_datasets
+from projects_vil.data.catalog import check_files, datasets_root, register_datasets
 from projects_vil.data.dataset_mapper import Mapper, SemSegMapper
 from projects_vil.data.datasets.ade20k import IGNORED_LABEL, label_reader
 from projects_vil.data.datasets.shapes import SHAPES_TASKS, describe_shapes, write_shapes_dataset
@@ -25,6 +25,7 @@ __all__ = [
     "build_mapper",
     "build_test_loader",
     "build_train_loader",
+    "check_files",
     "datasets_root",
     "describe_shapes",
     "label_reader",

@@ -7,7 +7,7 @@ from detectron2.config import CfgNode
 from backbones import InputError
 from projects_vil.checkpoint import check_weights
 from projects_vil.config import check_device
-from projects_vil.data import build as data
+from projects_vil.data import check_files
 from projects_vil.modeling import build_on_meta
 
 
@@ -26,7 +26,7 @@ def check_setup(cfg: CfgNode, *, processes: int = 1, eval_only: bool = False, re
     if not cfg.DATASETS.TEST and eval_only or not cfg.DATASETS.TRAIN and not eval_only:
         raise InputError(f"DATASETS.{'TEST' if eval_only else 'TRAIN'} is empty: name a dataset")
     for name in (*cfg.DATASETS.TEST, *(() if eval_only else cfg.DATASETS.TRAIN)):
-        data.check_files(name)
+        check_files(name)
     last = Path(cfg.OUTPUT_DIR) / "last_checkpoint"
     if resume and last.is_file():
         check_weights(cfg, str(last.with_name(last.read_text().strip())), complete=True, model=model)

@@ -12,7 +12,7 @@ from detectron2.utils import comm
 from backbones import InputError
 from projects_vil.checkpoint import Checkpointer
 from projects_vil.config import load_config
-from projects_vil.data import build as data
+from projects_vil.data import register_datasets
 from projects_vil.engine.checks import check_setup
 from projects_vil.engine.defaults import Trainer
 
@@ -27,7 +27,7 @@ def train_from_command_line(args: argparse.Namespace) -> None:
         InputError: for a mistake in the config, its overrides or the files that they name.
     """
     cfg = load_config(args.config_file, args.opts)
-    data.register_datasets(cfg)
+    register_datasets(cfg)
     if args.num_gpus > max(torch.cuda.device_count(), 1):
         raise InputError(f"--num-gpus is {args.num_gpus}, and there are {torch.cuda.device_count()} here")
     check_setup(cfg, processes=args.num_gpus * args.num_machines, eval_only=args.eval_only, resume=args.resume)
@@ -48,7 +48,7 @@ def train_from_command_line(args: argparse.Namespace) -> None:
 def _run(args: argparse.Namespace) -> OrderedDict:
     """Train or evaluate in one process; returns what detectron2's trainer or evaluation does."""
     cfg = load_config(args.config_file, args.opts)
-    data.register_datasets(cfg)
+    register_datasets(cfg)
     default_setup(cfg, args)
     if not args.eval_only:
         trainer = Trainer(cfg)
