@@ -1,28 +1,22 @@
-"""The reference outputs of the official implementations (``../shared/reference``), and the weights that made them."""
+"""The outputs of the official implementations in ``tests/golden``, and the weights that made them."""
 
 import json
-import os
 import zlib
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 
-SHARED = Path(os.environ.get("VIL_SHARED", Path(__file__).resolve().parents[2] / "shared"))
-GOLDEN = SHARED / "reference" / "golden"
+GOLDEN = Path(__file__).with_name("golden")
 
 
 def golden(name: str) -> dict:
-    """The file of that name; the test skips where the reference data is absent."""
-    path = GOLDEN / f"{name}.json"
-    if not path.exists():
-        pytest.skip(f"the reference data is not here: {path}")
-    return json.loads(path.read_text())
+    """The file of that name."""
+    return json.loads((GOLDEN / f"{name}.json").read_text())
 
 
 def golden_state_dict(reference: dict) -> dict[str, torch.Tensor]:
-    """The official checkpoint: every weight is a function of its name (``reference/README.md``)."""
+    """The official checkpoint: every weight is a function of its name (``tests/golden/README.md``)."""
     weights = {}
     for name, entry in reference["state_dict"].items():
         if name in reference["integer_buffers_not_filled"]:
@@ -34,13 +28,14 @@ def golden_state_dict(reference: dict) -> dict[str, torch.Tensor]:
 
 
 def golden_images(reference: dict) -> torch.Tensor:
+    """The images that the outputs are of."""
     entry = reference["input"]
     images = np.random.RandomState(entry["seed"]).standard_normal(entry["shape"])
     return torch.from_numpy(images.astype(np.float32))
 
 
 def assert_close_to_golden(output: torch.Tensor, expected: dict) -> None:
-    """Shape, and each listed value within 2e-4 of the largest one, as the reference data's README has it."""
+    """Shape, and each listed value within 2e-4 of the largest one, as ``tests/golden/README.md`` has it."""
     assert list(output.shape) == expected["shape"]
     values = output.reshape(-1)[torch.tensor(expected["index"])].double()
     difference = (values - torch.tensor(expected["value"], dtype=torch.float64)).abs().max().item()

@@ -1,4 +1,4 @@
-"""The official ViL: the same maps and logits from the same weights, through the converter."""
+"""The official ViL, Transformer-LS and LIT: the same maps and logits from the same weights, through the converter."""
 
 import pytest
 import torch
@@ -6,8 +6,6 @@ import torch
 from backbones import create_backbone, create_classifier
 from backbones.convert import convert_state_dict
 from tests.golden import assert_close_to_golden, golden, golden_images, golden_state_dict
-
-pytestmark = pytest.mark.real_data
 
 BACKBONES = {
     "vil_tiny_rpb_det": ("vil_tiny_rpb", {}),
