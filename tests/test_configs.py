@@ -23,7 +23,7 @@ CONFIGS = sorted(
 LEAVES = [path for path in CONFIGS if "/demo/" not in path]
 VIL = [path for path in LEAVES if "/vil_" in path and "absolute" not in path]
 SIZES = ["vil_tiny", "vil_small", "vil_medium_deep", "vil_base_deep"]
-OTHERS = ["ls_small", "ls_medium", "ls_base", "lit_ti", "lit_s", "lit_m", "lit_b", "cvt_ls_13", "cvt_ls_21"]
+OTHERS = ["ls_tiny", "ls_small", "ls_medium", "ls_base", "lit_ti", "lit_s", "lit_m", "lit_b", "cvt_ls_13", "cvt_ls_21"]
 # The rows of ViL Table 8, all Mask R-CNN with a small model: the config, its variant, box / mask AP, parameters (M).
 TABLE_8 = {
     "sra64_small": ("sra64_small", "35.7 / 33.6", 73.3),
