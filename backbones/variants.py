@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
 from backbones.errors import InputError, check_choice, closest
+from backbones.layers.batch_norm import BATCH_NORMS
 
 ATTENTIONS = (
     "sliding_chunk",
@@ -21,7 +22,6 @@ ATTENTIONS = (
 # Mechanisms that a stage may be switched to, since they need no size that the variant does not have.
 _SWITCHABLE = ("sliding_chunk", "long_short", "dense")
 _WITH_BIAS = _SWITCHABLE
-_BATCH_NORMS = ("batch", "frozen", "sync")
 # Which mechanisms read an option; the others have no use for it.
 _READERS = {
     "window_size": ("sliding_chunk", "long_short"),
@@ -170,7 +170,7 @@ class LITVariant:
         position_img_size: image side in pixels for tables that are resized to each map.
         position_resizing: ``"map"``, or ``"load"`` for tables that are made for the largest image.
         merging: ``"deformable"`` or ``"uniform"`` (Table 3).
-        batch_norm: of deformable merging: ``"batch"``, ``"frozen"`` or ``"sync"``.
+        batch_norm: of deformable merging, a key of ``BATCH_NORMS``.
     """
 
     stages: tuple[LITStage, ...]
@@ -200,7 +200,7 @@ class LITVariant:
         changes = {"merging": merging, "batch_norm": batch_norm, "position_resizing": position_resizing}
         variant = dataclasses.replace(self, **{k: v for k, v in changes.items() if v is not None})
         check_choice("merging", variant.merging, ("deformable", "uniform"))
-        check_choice("batch norm", variant.batch_norm, _BATCH_NORMS)
+        check_choice("batch norm", variant.batch_norm, BATCH_NORMS)
         if batch_norm is not None and variant.merging == "uniform":
             raise InputError("batch_norm is that of deformable merging, and merging is uniform: leave one of them out")
         return variant
@@ -223,7 +223,7 @@ class CvTVariant:
 
     Attributes:
         stages: the sizes.
-        batch_norm: of the convolutional projections: ``"batch"``, ``"frozen"`` or ``"sync"``.
+        batch_norm: of the convolutional projections, a key of ``BATCH_NORMS``.
     """
 
     stages: tuple[CvTStage, ...]
@@ -247,7 +247,7 @@ class CvTVariant:
             if value is not None:
                 stages = _replaced(stages, field, _one_a_stage(field, value, len(stages), 1))
         if batch_norm is not None:
-            check_choice("batch norm", batch_norm, _BATCH_NORMS)
+            check_choice("batch norm", batch_norm, BATCH_NORMS)
         return dataclasses.replace(self, stages=stages, batch_norm=batch_norm or self.batch_norm)
 
 
