@@ -1,9 +1,12 @@
 """What all families share: stages in order, the maps of those that are asked for, and a classification head."""
 
+import abc
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+import operator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 from timm.layers import trunc_normal_
@@ -15,6 +18,7 @@ from backbones.errors import InputError, check_choice
 from backbones.layers.block import Block
 from backbones.layers.position import position_parameter
 from backbones.layers.tracing import in_order
+from backbones.variants import Variant
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +27,36 @@ class FeatureInfo:
 
     channels: int
     stride: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a backbone is made with, beside its variant.
+
+    Attributes:
+        out_features: names of the stages to return, ``"stage1"`` onwards; None for all. Stages after the last one are
+            not built.
+        max_img_size: height and width of the largest image in pixels, for tables that are resized when weights are
+            loaded.
+        position_img_size: the same for tables that are resized to each map; None for the variant's own.
+        drop_path_rate: stochastic depth of the last block; it grows linearly from 0 at the first.
+        keep_global_tokens: as a classifier is built: the last stage keeps its global tokens
+            (:meth:`Backbone.forward_tokens`), and no map is normed on its way out.
+        activation_checkpointing: compute the activations of a block again in the backward pass.
+        attention_backend: ``"sdpa"`` or ``"reference"``.
+    """
+
+    out_features: Sequence[str] | None = None
+    max_img_size: tuple[int, int] = (1333, 1333)
+    position_img_size: tuple[int, int] | None = None
+    drop_path_rate: float = 0.0
+    keep_global_tokens: bool = False
+    activation_checkpointing: bool = False
+    attention_backend: str = "sdpa"
+
+    def table_img_size(self, resizing: str, side: int) -> tuple[int, int]:
+        """Height and width in pixels of the image that tables are made for, of which ``side`` is the variant's."""
+        return self.max_img_size if resizing == "load" else self.position_img_size or (side, side)
 
 
 class Stage(nn.Module):
@@ -96,31 +130,28 @@ def _untracked(module: nn.Module) -> Iterator[None]:
             norm.num_batches_tracked.copy_(count)
 
 
-class Backbone(nn.Module):
+class Backbone(nn.Module, abc.ABC):
     """A multi-scale backbone: images in, a map for each asked stage out.
 
-    A family's class fills ``stages`` with ``num_stages`` of them, and ``output_norms`` with the norms of those maps
-    that are normed on their way out only.
+    A family's class says what its stages are made of, by the methods that start with ``_make``; they are called in the
+    order of the stages, and read ``variant``, ``settings`` and ``strides``.
 
     Args:
-        features: channels and stride of every stage of the variant.
-        out_features: names of the stages to return, ``"stage1"`` onwards; None for all. Stages after the last one are
-            not built.
-        drop_path_rate: checked here: at least 0 and below 1.
+        variant: the sizes.
+        settings: the rest; None for those of :class:`Settings` itself.
 
     Raises:
-        InputError: for an unknown stage, none, or a rate out of range.
+        InputError: for an unknown stage or backend, no stage, or a rate of stochastic depth that is not at least 0 and
+            below 1.
     """
 
-    def __init__(
-        self,
-        features: Sequence[FeatureInfo],
-        *,
-        out_features: Sequence[str] | None = None,
-        drop_path_rate: float = 0.0,
-    ) -> None:
+    attention_backends: Collection[str]
+
+    def __init__(self, variant: Variant, settings: Settings | None = None) -> None:
         super().__init__()
-        names = [f"stage{i + 1}" for i in range(len(features))]
+        settings = settings or Settings()
+        names = [f"stage{i + 1}" for i in range(len(variant.stages))]
+        out_features = settings.out_features
         if isinstance(out_features, str):
             out_features = (out_features,)
         out_features = tuple(names if out_features is None else out_features)
@@ -128,16 +159,75 @@ class Backbone(nn.Module):
             check_choice("feature", name, names)
         if not out_features:
             raise InputError(f"out_features is empty: name at least one of {', '.join(names)}")
-        if not isinstance(drop_path_rate, int | float) or not 0 <= drop_path_rate < 1:
-            raise InputError(f"drop_path_rate={drop_path_rate!r}: it is at least 0 and below 1")
+        rate = settings.drop_path_rate
+        if not isinstance(rate, int | float) or not 0 <= rate < 1:
+            raise InputError(f"drop_path_rate={rate!r}: it is at least 0 and below 1")
+        check_choice("attention backend", settings.attention_backend, self.attention_backends)
+        self.variant = variant
+        self.settings = settings
+        self.strides = tuple(itertools.accumulate(variant.steps, operator.mul))
         self.out_features = out_features
         self.num_stages = 1 + max(names.index(name) for name in out_features)
         self.feature_info: dict[str, FeatureInfo] = {
-            name: info for name, info in zip(names, features, strict=True) if name in out_features
+            name: FeatureInfo(spec.dim, stride)
+            for name, spec, stride in zip(names, variant.stages, self.strides, strict=True)
+            if name in out_features
         }
         self.num_frozen_stages = 0
         self.stages = nn.ModuleList()
         self.output_norms = nn.ModuleDict()
+        rates = drop_path_rates(rate, [spec.depth for spec in variant.stages])
+        for index in range(self.num_stages):
+            self.stages.append(self._make_stage(index, rates[index]))
+            norm = self._make_output_norm(index) if names[index] in out_features else None
+            if norm is not None:
+                self.output_norms[names[index]] = norm
+        self.apply(init_linear)
+
+    def _make_stage(self, index: int, rates: Sequence[float]) -> Stage:
+        """A stage, with the rates of stochastic depth of its blocks."""
+        spec, in_channels = self.variant.stages[index], self.variant.stages[index - 1].dim if index else 3
+        positions = self._make_positions(index)
+        blocks = [
+            Block(
+                spec.dim,
+                self._make_attention(index, number),
+                expansion=spec.expansion,
+                norm_eps=self.variant.norm_eps,
+                drop_path_rate=rate,
+            )
+            for number, rate in enumerate(rates)
+        ]
+        return Stage(
+            self._make_embedding(index, in_channels),
+            blocks,
+            dim=spec.dim,
+            num_global_tokens=self._num_global_tokens(index),
+            positions=positions,
+            activation_checkpointing=self.settings.activation_checkpointing,
+        )
+
+    @abc.abstractmethod
+    def _make_embedding(self, index: int, in_channels: int) -> nn.Module:
+        """What stage ``index``, from 0, starts with: (B, in_channels, H, W) -> tokens (B, H / step, W / step, C)."""
+
+    @abc.abstractmethod
+    def _make_attention(self, index: int, number: int) -> nn.Module | None:
+        """The attention of block ``number`` of a stage, both from 0; None for a block of the MLP alone."""
+
+    def _make_positions(self, index: int) -> nn.Module | None:
+        """The absolute positions of a stage."""
+        return None
+
+    def _make_output_norm(self, index: int) -> nn.Module | None:
+        """The norm of a stage's map that is applied on its way out only."""
+        return None
+
+    def _num_global_tokens(self, index: int) -> int:
+        return 0
+
+    def _is_last(self, index: int) -> bool:
+        return index + 1 == self.num_stages
 
     def forward_tokens(self, images: Tensor) -> tuple[dict[str, Tensor], Tensor | None]:
         """The maps of :meth:`forward`, and the last stage's global tokens (B, G, C) where they are kept."""

@@ -3,11 +3,11 @@
 import functools
 from collections.abc import Sequence
 
-from backbones.backbone import Backbone, Classifier
+from backbones.backbone import Backbone, Classifier, Settings
 from backbones.cvt import CvT
 from backbones.errors import InputError, explain_unknown_keywords
 from backbones.lit import LIT
-from backbones.variants import OPTIONS, VARIANTS, CvTVariant, LITVariant, Variant, ViLVariant, get_variant
+from backbones.variants import OPTIONS, VARIANTS, CvTVariant, LITVariant, ViLVariant, get_variant
 from backbones.vil import ViL
 
 _FAMILIES: dict[type, type[Backbone]] = {CvTVariant: CvT, LITVariant: LIT, ViLVariant: ViL}
@@ -65,14 +65,14 @@ def create_backbone(
             f"{name} cannot be a backbone: Linformer's projections are tied to one map size (ViL section 3.3, Table 3);"
             " create_classifier makes it for one image size"
         )
-    return _family(variant)(
-        variant,
+    settings = Settings(
         out_features=out_features,
         max_img_size=_height_and_width("max_img_size", max_img_size),
         drop_path_rate=drop_path_rate,
         activation_checkpointing=activation_checkpointing,
         attention_backend=attention_backend,
     )
+    return _FAMILIES[type(variant)](variant, settings)
 
 
 @_checked
@@ -95,8 +95,7 @@ def create_classifier(
     if type(num_classes) is not int or num_classes < 1:
         raise InputError(f"num_classes={num_classes!r}: it is a whole number, 1 or more")
     size = _height_and_width("img_size", img_size)
-    backbone = _family(variant)(
-        variant,
+    settings = Settings(
         out_features=(f"stage{len(variant.stages)}",),
         max_img_size=size,
         position_img_size=size,
@@ -105,11 +104,8 @@ def create_classifier(
         activation_checkpointing=activation_checkpointing,
         attention_backend=attention_backend,
     )
+    backbone = _FAMILIES[type(variant)](variant, settings)
     return Classifier(backbone, num_classes=num_classes, pool=variant.pool, norm_eps=variant.norm_eps)
-
-
-def _family(variant: Variant) -> type[Backbone]:
-    return _FAMILIES[type(variant)]
 
 
 def _height_and_width(name: str, size: int | tuple[int, int]) -> tuple[int, int]:

@@ -14,19 +14,14 @@ four blocks more than 17 have 7.1 million weights in linear layers alone. With r
 the variants have, they are 20.17, 23.53, 31.90 and 30.74: the paper prints one count for all resolutions.
 """
 
-from collections.abc import Sequence
-
 from torch import Tensor, nn
 
 from backbones.attention.dense import merge_heads
 from backbones.attention.long_short import BACKENDS, DualNormAttention
-from backbones.backbone import Backbone, FeatureInfo, Stage, drop_path_rates, init_linear
-from backbones.errors import check_choice
-from backbones.layers.block import Block
+from backbones.backbone import Backbone
 from backbones.layers.conv import ConvEmbed, SeparableProjection, StandardisedProjection
 from backbones.variants import CvTVariant
 
-_STRIDES = (4, 2, 2)
 _KERNELS = (7, 3, 3)
 
 
@@ -60,62 +55,27 @@ class ConvLongShortAttention(DualNormAttention):
 
 
 class CvT(Backbone):
-    """A CvT with long-short attention: images in, a map for each asked stage out.
+    """A CvT with long-short attention, by a :class:`.CvTVariant`: there are no tables to be resized."""
 
-    Args:
-        variant: the sizes.
-        out_features: names of the stages to return, ``"stage1"`` to ``"stage3"``; None for all. Stages after the last
-            one are not built.
-        max_img_size, position_img_size, keep_global_tokens: without effect: there are no positions and no global
-            tokens.
-        drop_path_rate: stochastic depth of the last block; it grows linearly from 0 at the first.
-        activation_checkpointing: compute the activations of a block again in the backward pass.
-        attention_backend: ``"sdpa"`` or ``"reference"``.
+    attention_backends = BACKENDS
+    variant: CvTVariant
 
-    Raises:
-        InputError: for an unknown stage or backend.
-    """
+    def _make_embedding(self, index: int, in_channels: int) -> ConvEmbed:
+        return ConvEmbed(
+            in_channels,
+            self.variant.stages[index].dim,
+            kernel_size=_KERNELS[index],
+            stride=self.variant.steps[index],
+            norm_eps=self.variant.norm_eps,
+        )
 
-    def __init__(
-        self,
-        variant: CvTVariant,
-        *,
-        out_features: Sequence[str] | None = None,
-        max_img_size: tuple[int, int] | None = None,
-        position_img_size: tuple[int, int] | None = None,
-        drop_path_rate: float = 0.0,
-        keep_global_tokens: bool = False,
-        activation_checkpointing: bool = False,
-        attention_backend: str = "sdpa",
-    ) -> None:
-        features, stride = [], 1
-        for spec, step in zip(variant.stages, _STRIDES, strict=True):
-            stride *= step
-            features.append(FeatureInfo(spec.dim, stride))
-        super().__init__(features, out_features=out_features, drop_path_rate=drop_path_rate)
-        check_choice("attention backend", attention_backend, BACKENDS)
-
-        rates = drop_path_rates(drop_path_rate, [spec.depth for spec in variant.stages])
-        in_channels = 3
-        for index, spec in enumerate(variant.stages[: self.num_stages]):
-            blocks = []
-            for rate in rates[index]:
-                attention = ConvLongShortAttention(
-                    spec.dim,
-                    num_heads=spec.heads,
-                    window_size=spec.window_size,
-                    rank=spec.rank,
-                    norm=variant.batch_norm,
-                    backend=attention_backend,
-                )
-                blocks.append(Block(spec.dim, attention, norm_eps=variant.norm_eps, drop_path_rate=rate))
-            embed = ConvEmbed(
-                in_channels,
-                spec.dim,
-                kernel_size=_KERNELS[index],
-                stride=_STRIDES[index],
-                norm_eps=variant.norm_eps,
-            )
-            self.stages.append(Stage(embed, blocks, dim=spec.dim, activation_checkpointing=activation_checkpointing))
-            in_channels = spec.dim
-        self.apply(init_linear)
+    def _make_attention(self, index: int, number: int) -> ConvLongShortAttention:
+        spec = self.variant.stages[index]
+        return ConvLongShortAttention(
+            spec.dim,
+            num_heads=spec.heads,
+            window_size=spec.window_size,
+            rank=spec.rank,
+            norm=self.variant.batch_norm,
+            backend=self.settings.attention_backend,
+        )

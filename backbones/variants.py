@@ -7,8 +7,10 @@ Transformer-LS: section 4.3 and the official launch scripts. LIT: Table 1.
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
+from backbones.attention.sliding_chunk import MODES
 from backbones.errors import InputError, check_choice, closest
 from backbones.layers.batch_norm import BATCH_NORMS
+from backbones.layers.position import RESIZING
 
 ATTENTIONS = (
     "sliding_chunk",
@@ -54,6 +56,8 @@ class ViLStage:
     num_features: int = 256
     reduction: int = 1
 
+    expansion = 4
+
 
 @dataclasses.dataclass(frozen=True)
 class ViLVariant:
@@ -62,7 +66,7 @@ class ViLVariant:
     Attributes:
         stages: the sizes.
         relative_bias: in the place of absolute positions.
-        attention_mode: of sliding chunks.
+        attention_mode: of sliding chunks, one of their ``MODES``.
         shared_projections: of sliding chunks: whether global and local tokens share them.
         position_img_size: image side in pixels for tables that are resized to each map.
         position_resizing: ``"load"`` for tables that are made for the largest image, ``"map"`` for those that are
@@ -87,6 +91,11 @@ class ViLVariant:
     )
     pool = "mean"
     norm_eps = 1e-6
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """By how much each stage shrinks the map before it, along an axis."""
+        return tuple(stage.patch_size for stage in self.stages)
 
     @property
     def classifier_img_size(self) -> int:
@@ -139,6 +148,9 @@ class ViLVariant:
         return dataclasses.replace(self, stages=stages, **{k: v for k, v in changes.items() if v is not None})
 
     def __post_init__(self) -> None:
+        check_choice("attention mode", self.attention_mode, MODES)
+        if self.position_resizing is not None:
+            check_choice("position resizing", self.position_resizing, RESIZING)
         for stage in self.stages:
             check_choice("attention", stage.attention, ATTENTIONS)
             if self.relative_bias and stage.attention not in _WITH_BIAS:
@@ -184,6 +196,7 @@ class LITVariant:
 
     options = ("merging", "batch_norm", "position_resizing")
     classifier_img_size = 224
+    steps = (4, 2, 2, 2)
 
     @property
     def pool(self) -> str:
@@ -199,11 +212,14 @@ class LITVariant:
         """The variant with what is not None in place of its own."""
         changes = {"merging": merging, "batch_norm": batch_norm, "position_resizing": position_resizing}
         variant = dataclasses.replace(self, **{k: v for k, v in changes.items() if v is not None})
-        check_choice("merging", variant.merging, ("deformable", "uniform"))
-        check_choice("batch norm", variant.batch_norm, BATCH_NORMS)
         if batch_norm is not None and variant.merging == "uniform":
             raise InputError("batch_norm is that of deformable merging, and merging is uniform: leave one of them out")
         return variant
+
+    def __post_init__(self) -> None:
+        check_choice("merging", self.merging, ("deformable", "uniform"))
+        check_choice("batch norm", self.batch_norm, BATCH_NORMS)
+        check_choice("position resizing", self.position_resizing, RESIZING)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,6 +231,8 @@ class CvTStage:
     heads: int
     rank: int
     window_size: int
+
+    expansion = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,6 +251,7 @@ class CvTVariant:
     classifier_img_size = 224
     pool = "mean"
     norm_eps = 1e-5
+    steps = (4, 2, 2)
 
     def with_options(
         self,
@@ -246,9 +265,12 @@ class CvTVariant:
         for field, value in (("rank", rank), ("window_size", window_size)):
             if value is not None:
                 stages = _replaced(stages, field, _one_a_stage(field, value, len(stages), 1))
-        if batch_norm is not None:
-            check_choice("batch norm", batch_norm, BATCH_NORMS)
-        return dataclasses.replace(self, stages=stages, batch_norm=batch_norm or self.batch_norm)
+        return dataclasses.replace(
+            self, stages=stages, batch_norm=self.batch_norm if batch_norm is None else batch_norm
+        )
+
+    def __post_init__(self) -> None:
+        check_choice("batch norm", self.batch_norm, BATCH_NORMS)
 
 
 Variant = ViLVariant | LITVariant | CvTVariant

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from backbones.attention.performer import redraw_features
+from backbones.backbone import Settings
 from backbones.variants import ViLStage, ViLVariant
 from backbones.vil import ViL
 
@@ -146,8 +147,8 @@ def small_variant(
 
 
 def small_vil(family: str = "relative", *, max_img_size: tuple[int, int] = (160, 160), **options) -> ViL:
-    """A small ViL in eval mode with random float64 weights; ``options`` are those of :class:`ViL`."""
-    model = ViL(small_variant(**FAMILIES[family]), max_img_size=max_img_size, **options)
+    """A small ViL in eval mode with random float64 weights; ``options`` are :class:`.Settings`."""
+    model = ViL(small_variant(**FAMILIES[family]), Settings(max_img_size=max_img_size, **options))
     return randomise(model).double().eval()
 
 

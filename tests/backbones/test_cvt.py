@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from backbones import create_backbone, create_classifier
-from backbones.backbone import Classifier
+from backbones.backbone import Classifier, Settings
 from backbones.convert import convert_state_dict
 from backbones.cvt import CvT
 from backbones.errors import InputError
@@ -26,7 +26,7 @@ SIZES = [(32, 32), (37, 50), (64, 33), (5, 130)]
 
 def small_cvt(**options) -> CvT:
     """In eval mode, with random float64 weights and batch statistics that are not those of a new model."""
-    model = randomise(CvT(SMALL, **options)).double()
+    model = randomise(CvT(SMALL, Settings(**options))).double()
     generator = torch.Generator().manual_seed(1)
     for name, buffer in model.named_buffers():
         if name.endswith("running_mean"):
@@ -82,7 +82,8 @@ def test_every_parameter_gets_a_gradient():
 
 
 def test_a_classifier_pools_the_mean_and_trains():
-    model = randomise(Classifier(CvT(SMALL, out_features=("stage3",)), num_classes=5, pool="mean", norm_eps=1e-5))
+    backbone = CvT(SMALL, Settings(out_features=("stage3",)))
+    model = randomise(Classifier(backbone, num_classes=5, pool="mean", norm_eps=1e-5))
     model = model.double().eval()
     images = random_images(2, 3, 37, 50)
     tokens = model.backbone(images)["stage3"].flatten(2).transpose(1, 2)
@@ -237,4 +238,4 @@ def test_there_are_no_official_weights():
 @pytest.mark.parametrize("options", [{"attention_backend": "flash"}, {"out_features": ("stage4",)}])
 def test_unknown_options_raise(options):
     with pytest.raises(InputError, match="flash|stage4"):
-        CvT(SMALL, **options)
+        CvT(SMALL, Settings(**options))

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
+from backbones.backbone import Settings
 from backbones.vil import ViL
 from tests.backbones.exporting import SIZES, OnnxSession, export_backbone
 from tests.backbones.helpers import FAMILIES, random_images, randomise, small_variant
@@ -28,7 +29,7 @@ def build(family: str) -> nn.Module:
     stages = zip(variant.stages, sizes, strict=False)
     stages = tuple(dataclasses.replace(stage, patch_size=patch, depth=depth) for stage, (patch, depth) in stages)
     variant = dataclasses.replace(variant, stages=stages)
-    return randomise(ViL(variant, max_img_size=(1344, 1344))).double().eval()
+    return randomise(ViL(variant, Settings(max_img_size=(1344, 1344)))).double().eval()
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from torchvision.ops import FrozenBatchNorm2d
 
 from backbones import InputError, create_backbone, create_classifier
 from backbones.attention import dense
-from backbones.backbone import Classifier
+from backbones.backbone import Classifier, Settings
 from backbones.convert import convert_state_dict
 from backbones.layers.patch_embed import PatchEmbed
 from backbones.layers.token_merging import DeformableTokenMerging, LinearTokenMerging, sampled_positions
@@ -43,14 +43,14 @@ def small_variants(monkeypatch):
 
 
 def small_lit(family: str | LITVariant = "relative", **options) -> LIT:
-    """A small LIT in eval mode with random float64 weights and statistics; ``options`` are those of :class:`LIT`."""
-    model = LIT(FAMILIES[family] if isinstance(family, str) else family, **options)
+    """A small LIT in eval mode with random float64 weights and statistics; ``options`` are :class:`.Settings`."""
+    model = LIT(FAMILIES[family] if isinstance(family, str) else family, Settings(**options))
     return randomise_buffers(randomise(model)).double().eval()
 
 
 def small_classifier(family: str, **options) -> Classifier:
     variant = FAMILIES[family]
-    backbone = LIT(variant, out_features=("stage4",), keep_global_tokens=True, **options)
+    backbone = LIT(variant, Settings(out_features=("stage4",), keep_global_tokens=True, **options))
     model = Classifier(backbone, num_classes=5, pool=variant.pool, norm_eps=variant.norm_eps)
     return randomise_buffers(randomise(model)).double().eval()
 
@@ -113,7 +113,7 @@ def test_logits_are_those_of_the_equations(family, height, width):
 def test_positions_are_resized_by_height_and_by_width():
     """A map of 7 x 28 has as many tokens as the table of 14 x 14: by hand, rows in pairs and columns in between."""
     with torch.random.fork_rng():
-        model = LIT(TI, position_img_size=(224, 224)).double()
+        model = LIT(TI, Settings(position_img_size=(224, 224))).double()
     positions = model.stages[2].positions
     assert positions.table.shape == (14, 14, 12)
     rows = positions.table.unflatten(0, (7, 2)).mean(dim=1)
@@ -154,7 +154,7 @@ def test_features_are_those_that_are_asked_for():
 @pytest.mark.parametrize("out_features, message", [(("stage5",), "unknown feature 'stage5'"), ((), "out_features is")])
 def test_unknown_features_raise(out_features, message):
     with pytest.raises(InputError, match=message):
-        LIT(S, out_features=out_features)
+        LIT(S, Settings(out_features=out_features))
 
 
 def test_what_a_classifier_has():
@@ -170,9 +170,9 @@ def test_what_a_classifier_has():
 
 def test_tables_have_the_size_of_the_map():
     with torch.device("meta"):
-        by_default = LIT(dataclasses.replace(S, position_img_size=800), max_img_size=(64, 64))
-        other = LIT(S, position_img_size=(250, 100))
-        absolute = LIT(TI, position_img_size=(250, 100))
+        by_default = LIT(dataclasses.replace(S, position_img_size=800), Settings(max_img_size=(64, 64)))
+        other = LIT(S, Settings(position_img_size=(250, 100)))
+        absolute = LIT(TI, Settings(position_img_size=(250, 100)))
     assert [stage.blocks[0].attention.relative_bias.size for stage in by_default.stages[2:]] == [(50, 50), (25, 25)]
     assert [stage.blocks[0].attention.relative_bias.size for stage in other.stages[2:]] == [(16, 7), (8, 4)]
     tables = [tuple(stage.positions.table.shape[:2]) for stage in absolute.stages]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from backbones.backbone import Classifier
+from backbones.backbone import Classifier, Settings
 from backbones.errors import InputError
 from backbones.layers.block import Block
 from backbones.vil import ViL
@@ -113,7 +113,7 @@ def test_an_image_beyond_the_tables_raises():
 @pytest.mark.parametrize("side, places", [(160, (40, 20, 10, 5)), (161, (48, 24, 12, 6)), (1333, (336, 168, 84, 42))])
 def test_tables_hold_whole_places_of_the_last_stage(side, places):
     with torch.device("meta"):
-        model = ViL(small_variant(), max_img_size=(side, 32))
+        model = ViL(small_variant(), Settings(max_img_size=(side, 32)))
     assert tuple(len(stage.positions.rows) for stage in model.stages) == places
     assert tuple(len(stage.positions.cols) for stage in model.stages) == (8, 4, 2, 1)
 
@@ -153,7 +153,8 @@ def test_every_parameter_gets_a_gradient(family):
 
 @families
 def test_every_parameter_of_a_classifier_gets_a_gradient(family):
-    backbone = ViL(small_variant(**FAMILIES[family]), out_features=("stage4",), keep_global_tokens=True)
+    settings = Settings(out_features=("stage4",), keep_global_tokens=True)
+    backbone = ViL(small_variant(**FAMILIES[family]), settings)
     model = randomise(Classifier(backbone, num_classes=5, pool="mean", norm_eps=1e-6)).double().train()
     logits = model(random_images(2, 3, 70, 90))
     assert logits.shape == (2, 5)
@@ -198,7 +199,8 @@ def test_a_trace_is_saved_and_loaded(family):
 
 @families
 def test_a_state_dict_is_the_parameters_and_loads_strictly(family):
-    model, other = small_vil(family), ViL(small_variant(**FAMILIES[family]), max_img_size=(160, 160)).double().eval()
+    model = small_vil(family)
+    other = ViL(small_variant(**FAMILIES[family]), Settings(max_img_size=(160, 160))).double().eval()
     state_dict = model.state_dict()
     features = {name for name in state_dict if name.endswith("attention.features")}
     assert set(state_dict) - features == {name for name, _ in model.named_parameters()}
@@ -212,7 +214,7 @@ def test_a_state_dict_is_the_parameters_and_loads_strictly(family):
 @pytest.mark.parametrize("classifier", [True, False])
 def test_only_weights_of_linear_layers_and_convolutions_decay(family, classifier):
     with torch.device("meta"):
-        model = ViL(small_variant(**FAMILIES[family]), keep_global_tokens=classifier)
+        model = ViL(small_variant(**FAMILIES[family]), Settings(keep_global_tokens=classifier))
         if classifier:
             model = Classifier(model, num_classes=5, pool="mean", norm_eps=1e-6)
     decaying = {f"{n}.weight" for n, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)}
@@ -258,7 +260,7 @@ def test_frozen_stages_get_no_gradient(number):
 def test_stochastic_depth_grows_linearly_over_all_blocks():
     rates = [0.0, 0.1, 0.2, 0.3, 0.4]  # five blocks
     for out_features in (None, ("stage2",)):
-        model = ViL(small_variant(), drop_path_rate=0.4, out_features=out_features)
+        model = ViL(small_variant(), Settings(drop_path_rate=0.4, out_features=out_features))
         blocks = [block for stage in model.stages for block in stage.blocks]
         assert [block.drop_path_rate for block in blocks] == pytest.approx(rates[: len(blocks)])
         assert len(blocks) == (5 if out_features is None else 3)
@@ -335,4 +337,4 @@ def test_activation_checkpointing_keeps_less():
 )
 def test_unknown_features_raise(out_features, message):
     with pytest.raises(InputError, match=message):
-        ViL(small_variant(), out_features=out_features)
+        ViL(small_variant(), Settings(out_features=out_features))
