@@ -55,7 +55,10 @@ class ConvLongShortAttention(DualNormAttention):
 
 
 class CvT(Backbone):
-    """A CvT with long-short attention, by a :class:`.CvTVariant`: there are no tables to be resized."""
+    """A CvT with long-short attention, by a :class:`.CvTVariant`.
+
+    It has no positions and no global tokens, so that settings of those have no effect.
+    """
 
     attention_backends = BACKENDS
     variant: CvTVariant
