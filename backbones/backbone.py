@@ -9,13 +9,13 @@ import operator
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
-from timm.layers import trunc_normal_
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from backbones.attention.dense import join_tokens
 from backbones.errors import InputError, check_choice
 from backbones.layers.block import Block
+from backbones.layers.initial import draw_
 from backbones.layers.position import position_parameter
 from backbones.layers.tracing import in_order
 from backbones.variants import Variant
@@ -323,6 +323,6 @@ def drop_path_rates(rate: float, depths: Sequence[int]) -> list[list[float]]:
 def init_linear(module: nn.Module) -> None:
     """The initial values of linear layers in all three papers: for ``module.apply``."""
     if isinstance(module, nn.Linear):
-        trunc_normal_(module.weight, std=0.02)
+        draw_(module.weight)
         if module.bias is not None:
             nn.init.zeros_(module.bias)

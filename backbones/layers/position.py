@@ -5,10 +5,10 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
-from timm.layers import trunc_normal_
 from torch import Tensor, nn
 
 from backbones.errors import InputError, check_choice
+from backbones.layers.initial import draw_
 from backbones.layers.tracing import first, in_order, is_tracing
 
 # How a table meets a map of another size: resized once, when a checkpoint is loaded, into one for the largest map, of
@@ -18,7 +18,7 @@ RESIZING = ("load", "map")
 
 def position_parameter(*shape: int) -> nn.Parameter:
     """A table of positions, biases or tokens, drawn as ViL draws them."""
-    return nn.Parameter(trunc_normal_(torch.empty(shape), std=0.02))
+    return nn.Parameter(draw_(torch.empty(shape)))
 
 
 def resize_table(table: Tensor, size: tuple[int, ...], *, mode: str = "linear") -> Tensor:
