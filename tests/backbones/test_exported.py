@@ -11,8 +11,8 @@ from torch.export import ExportedProgram
 from backbones.backbone import Settings
 from backbones.vil import ViL
 from tests.backbones.exporting import SIZES, OnnxSession, export_backbone
+from tests.backbones.families import small_model
 from tests.backbones.helpers import FAMILIES, random_images, randomise, small_variant
-from tests.backbones.test_cvt import small_cvt
 
 ONE_STAGE = ("absolute", "no_globals", "many_globals", "separate", "exact", "cyclic", "global", "long_short")
 # Sliding chunks, and then long-short attention
@@ -23,7 +23,7 @@ OPTIONS = {"mixed": MIXED} | {name: FAMILIES[name] for name in ONE_STAGE}
 def build(family: str) -> nn.Module:
     """A small model: one stage of stride 32, whose map may be a single place, or two of which one feeds the other."""
     if family == "cvt":
-        return small_cvt(out_features=("stage1", "stage2"))
+        return small_model("cvt", out_features=("stage1", "stage2"))
     variant = small_variant(**OPTIONS[family])
     sizes = ((4, 1), (8, 2)) if family == "mixed" else ((32, 2),)
     stages = zip(variant.stages, sizes, strict=False)

@@ -13,9 +13,9 @@ from backbones.attention import dense
 from backbones.layers.token_merging import deformable_by_sampling
 from backbones.variants import LITVariant
 from tests.backbones.exporting import SIZES, OnnxSession, export_backbone
+from tests.backbones.families import small_lit
 from tests.backbones.helpers import LargestTensor, random_images, small_vil
 from tests.backbones.official_lit import TI, S
-from tests.backbones.test_lit import small_lit
 
 LARGEST = (420, 420)
 # The tables of the small models are so small that their maps would be seen in one group.

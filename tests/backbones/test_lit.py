@@ -1,84 +1,35 @@
-"""The LIT model: the maps it gives for any image, what trains, what its tables do, and what it keeps in memory."""
+"""The LIT model: the papers' equations, what its tables do, what stands still, and what it keeps in memory."""
 
 import dataclasses
-import io
 import math
-import warnings
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.ops import FrozenBatchNorm2d
 
 from backbones import InputError, create_backbone, create_classifier
 from backbones.attention import dense
-from backbones.backbone import Classifier, Settings
+from backbones.backbone import Settings
 from backbones.convert import convert_state_dict
 from backbones.layers.patch_embed import PatchEmbed
 from backbones.layers.token_merging import DeformableTokenMerging, LinearTokenMerging, sampled_positions
 from backbones.lit import LIT
-from backbones.variants import VARIANTS, LITVariant
-from tests.backbones.helpers import assert_all_close, map_gradients, random_images, randomise, trace
+from backbones.variants import VARIANTS
+from tests.backbones.families import LITS, small_classifier, small_lit
+from tests.backbones.helpers import LargestTensor, assert_all_close, map_gradients, random_images
 from tests.backbones.official_lit import TI, S, official_forward, official_state_dict
 
-# Families of models: absolute positions as LIT-Ti, relative bias as LIT-S, -M and -B
-FAMILIES = {
-    "absolute": TI,
-    "relative": S,
-    "absolute_uniform": TI.with_options(merging="uniform"),
-    "relative_uniform": S.with_options(merging="uniform"),
-    "frozen": S.with_options(batch_norm="frozen"),
-}
-families = pytest.mark.parametrize("family", FAMILIES)
-NAMES = {"absolute": "lit_absolute", "relative": "lit_relative"}
 SIZES = [(32, 32), (37, 50), (64, 33), (61, 130), (5, 9), (64, 64)]
+families = pytest.mark.parametrize("family", LITS)
+NAMES = {"absolute": "lit_absolute", "relative": "lit_relative"}
 
 
 @pytest.fixture(autouse=True)
 def small_variants(monkeypatch):
     """The small models by name, for the functions that take names."""
     for family, name in NAMES.items():
-        monkeypatch.setitem(VARIANTS, name, FAMILIES[family])
-
-
-def small_lit(family: str | LITVariant = "relative", **options) -> LIT:
-    """A small LIT in eval mode with random float64 weights and statistics; ``options`` are :class:`.Settings`."""
-    model = LIT(FAMILIES[family] if isinstance(family, str) else family, Settings(**options))
-    return randomise_buffers(randomise(model)).double().eval()
-
-
-def small_classifier(family: str, **options) -> Classifier:
-    variant = FAMILIES[family]
-    backbone = LIT(variant, Settings(out_features=("stage4",), keep_global_tokens=True, **options))
-    model = Classifier(backbone, num_classes=5, pool=variant.pool, norm_eps=variant.norm_eps)
-    return randomise_buffers(randomise(model)).double().eval()
-
-
-def randomise_buffers(model: nn.Module) -> nn.Module:
-    generator = torch.Generator().manual_seed(9)
-    for name, buffer in model.named_buffers():
-        values = torch.randn(buffer.shape, generator=generator, dtype=torch.float64)
-        if name.endswith(("running_var", "norm.weight")):
-            buffer.copy_(1 + 0.3 * values.abs())
-        elif buffer.is_floating_point():
-            buffer.copy_(0.3 * values)
-    return model
-
-
-@families
-@pytest.mark.parametrize("height, width", SIZES)
-def test_maps_of_any_size(family, height, width):
-    model = small_lit(family)
-    maps = model(random_images(2, 3, height, width))
-    expected = {}
-    for index, stage in enumerate(FAMILIES[family].stages):
-        stride = 4 * 2**index
-        expected[f"stage{index + 1}"] = (2, stage.dim, -(-height // stride), -(-width // stride))
-        info = model.feature_info[f"stage{index + 1}"]
-        assert (info.channels, info.stride) == (stage.dim, stride)
-    assert {name: tuple(map_.shape) for name, map_ in maps.items()} == expected
-    assert all(map_.isfinite().all() for map_ in maps.values())
+        monkeypatch.setitem(VARIANTS, name, LITS[family])
 
 
 @pytest.mark.parametrize("family", NAMES)
@@ -86,27 +37,27 @@ def test_maps_of_any_size(family, height, width):
 @pytest.mark.parametrize("backend", ["sdpa", "reference"])
 def test_maps_are_those_of_the_equations(family, height, width, backend):
     """From official names; (112, 448) has as many tokens as a square of 224, and another shape."""
-    official = official_state_dict(FAMILIES[family], classifier=False)
+    official = official_state_dict(LITS[family], classifier=False)
     converted, report = convert_state_dict(official, NAMES[family])
     assert not report.resized and not report.initialised
     model = create_backbone(NAMES[family], attention_backend=backend).double().eval()
     model.load_state_dict(converted, strict=True)
     images = random_images(2, 3, height, width)
-    expected, _ = official_forward(official, images, FAMILIES[family])
+    expected, _ = official_forward(official, images, LITS[family])
     assert_all_close(model(images), expected, tolerance=1e-9)
 
 
 @pytest.mark.parametrize("family", NAMES)
 @pytest.mark.parametrize("height, width", [(64, 64), (50, 43), (96, 40)])
 def test_logits_are_those_of_the_equations(family, height, width):
-    official = official_state_dict(FAMILIES[family], classifier=True)
+    official = official_state_dict(LITS[family], classifier=True)
     options = {"num_classes": 10, "img_size": 64}
     converted, report = convert_state_dict(official, NAMES[family], classifier=True, model_options=options)
     assert not report.resized and not report.initialised
     model = create_classifier(NAMES[family], **options).double().eval()
     model.load_state_dict(converted, strict=True)
     images = random_images(2, 3, height, width)
-    _, expected = official_forward(official, images, FAMILIES[family])
+    _, expected = official_forward(official, images, LITS[family])
     torch.testing.assert_close(model(images), expected, atol=1e-9, rtol=1e-9)
 
 
@@ -124,47 +75,15 @@ def test_positions_are_resized_by_height_and_by_width():
     assert positions(14, 14) is positions.table
 
 
-@families
-def test_images_of_a_batch_do_not_mix(family):
-    model, images = small_lit(family), random_images(3, 3, 37, 50)
-    together = model(images)
-    for index in range(3):
-        alone = model(images[index : index + 1])
-        assert_all_close({n: m[index : index + 1] for n, m in together.items()}, alone, tolerance=1e-11)
-
-
-@families
-def test_an_image_ends_within_a_patch(family):
-    model, images = small_lit(family), random_images(2, 3, 37, 50)
-    padded = torch.zeros(2, 3, 40, 52, dtype=torch.float64)
-    padded[:, :, :37, :50] = images
-    assert_all_close(model(images), model(padded), tolerance=1e-12)
-
-
-def test_features_are_those_that_are_asked_for():
-    whole, part = small_lit(), small_lit(out_features=("stage1", "stage3"))
-    assert len(part.stages) == 3 and list(part.output_norms) == ["stage3"]
-    wanted = part.state_dict().keys()
-    part.load_state_dict({name: tensor for name, tensor in whole.state_dict().items() if name in wanted})
-    images = random_images(1, 3, 37, 50)
-    expected = whole(images)
-    assert_all_close(part(images), {name: expected[name] for name in ("stage1", "stage3")}, tolerance=0)
-
-
-@pytest.mark.parametrize("out_features, message", [(("stage5",), "unknown feature 'stage5'"), ((), "out_features is")])
-def test_unknown_features_raise(out_features, message):
-    with pytest.raises(InputError, match=message):
-        LIT(S, Settings(out_features=out_features))
-
-
 def test_what_a_classifier_has():
-    absolute, relative = small_classifier("absolute").backbone, small_classifier("relative").backbone
+    absolute, relative = small_classifier("lit_absolute").backbone, small_classifier("lit_relative").backbone
     assert [stage.global_tokens is not None for stage in absolute.stages] == [False, False, False, True]
     assert [stage.positions.global_tokens is not None for stage in absolute.stages] == [False, False, False, True]
     assert not any(stage.global_tokens is not None for stage in relative.stages)
     assert not relative.output_norms
     assert not any("global" in name for name, _ in small_lit("absolute").named_parameters())
     assert list(small_lit("relative").output_norms) == ["stage2", "stage3", "stage4"]
+    assert list(small_lit(out_features=("stage1", "stage3")).output_norms) == ["stage3"]
     assert not small_lit("absolute").output_norms
 
 
@@ -194,103 +113,6 @@ def test_how_tokens_are_merged():
         assert {norm.eps for norm in norms} == {1e-5}
     frozen = small_lit("frozen")
     assert all(isinstance(stage.patch_embed.norm, FrozenBatchNorm2d) for stage in frozen.stages[1:])
-
-
-def test_forward_changes_only_batch_statistics():
-    model = small_lit().train()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    attributes = {name: set(vars(module)) for name, module in model.named_modules()}
-    model(random_images(2, 3, 70, 90))
-    changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
-    leaves = ("running_mean", "running_var", "num_batches_tracked")
-    assert changed == {f"stages.{index}.patch_embed.norm.{leaf}" for index in (1, 2, 3) for leaf in leaves}
-    assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
-
-
-@families
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-4), (torch.float16, 5e-2), (torch.bfloat16, 3e-1)])
-def test_lower_precision(family, dtype, tolerance):
-    images = random_images(1, 3, 37, 50)
-    expected = small_lit(family)(images)
-    for name, map_ in small_lit(family).to(dtype)(images.to(dtype)).items():
-        assert map_.dtype == dtype
-        assert (map_.double() - expected[name]).abs().max() <= tolerance * expected[name].abs().max()
-
-
-@families
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_trains(family, dtype):
-    model, images = small_lit(family).float(), random_images(2, 3, 70, 90, dtype=torch.float32)
-    expected = model(images)
-    with torch.autocast("cpu", dtype):
-        for name, map_ in model(images).items():
-            assert (map_ - expected[name]).abs().max() <= 0.3 * expected[name].abs().max()
-        maps = model.train()(images)
-    sum(map_.float().square().mean() for map_ in maps.values()).backward()
-    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
-
-
-def without_gradient(parameters) -> list[str]:
-    return [name for name, gradient in parameters if gradient is None or not gradient.abs().max() > 1e-11]
-
-
-@families
-@pytest.mark.parametrize("training", [True, False])
-def test_every_parameter_gets_a_gradient(family, training):
-    model = small_lit(family).train(training)
-    gradients = map_gradients(model, random_images(2, 3, 70, 90))
-    # Batch statistics take the bias before them away.
-    batch = [name for name, module in model.named_modules() if isinstance(module, nn.BatchNorm2d)] if training else []
-    assert without_gradient(gradients.items()) == [f"{name.removesuffix('.norm')}.bias" for name in batch]
-    assert all(gradient.isfinite().all() for gradient in gradients.values())
-
-
-@families
-def test_every_parameter_of_a_classifier_gets_a_gradient(family):
-    model = small_classifier(family)
-    logits = model(random_images(2, 3, 70, 90))
-    assert logits.shape == (2, 5)
-    (logits * torch.arange(10).view(2, 5)).sum().backward()
-    assert not without_gradient((name, parameter.grad) for name, parameter in model.named_parameters())
-
-
-TRACED_SIZES = [(1, 96, 64), (1, 37, 50), (2, 20, 90), (1, 8, 5), (2, 130, 70)]
-
-
-@families
-def test_a_trace_is_right_for_other_sizes(family):
-    model = small_lit(family)
-    traced = trace(model, (random_images(1, 3, 96, 64),))
-    for batch, height, width in TRACED_SIZES:
-        images = random_images(batch, 3, height, width)
-        assert_all_close(traced(images), model(images), tolerance=1e-10)
-
-
-def test_a_trace_is_saved_and_loaded():
-    model, images = small_lit("absolute"), random_images(2, 3, 37, 50)
-    file = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch's own, of TorchScript
-        torch.jit.save(trace(model, (random_images(1, 3, 96, 64),)), file)
-        file.seek(0)
-        loaded = torch.jit.load(file)
-    assert_all_close(loaded(images), model(images), tolerance=1e-10)
-
-
-@families
-@pytest.mark.parametrize("classifier", [True, False])
-def test_what_decays(family, classifier):
-    """Weights of linear layers, convolutions and merging; no norm, bias, position, token or table."""
-    model = small_classifier(family) if classifier else small_lit(family)
-    kinds = (nn.Linear, nn.Conv2d, DeformableTokenMerging)
-    decaying = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, kinds)}
-    names = {name for name, _ in model.named_parameters()}
-    assert decaying < names
-    assert model.no_weight_decay() == names - decaying
-    relative = {name for name in names if name.endswith("relative_bias.table")}
-    positions = {name for name in names if name.endswith(("positions.table", "global_tokens"))}
-    assert bool(relative) != bool(positions)
-    assert relative | positions < model.no_weight_decay()
 
 
 def test_initial_values():
@@ -326,22 +148,6 @@ def test_stochastic_depth(family):
         torch.manual_seed(len(results))
         results.append(model.train()(random_images(8, 3, 64, 96)))
     assert any(not torch.equal(results[0][name], results[1][name]) for name in results[0])
-
-
-@families
-def test_activation_checkpointing_changes_no_gradient(family):
-    images, results = random_images(4, 3, 37, 50), []
-    for checkpointing in (False, True):
-        model = small_lit(family, drop_path_rate=0.5, activation_checkpointing=checkpointing).train()
-        torch.manual_seed(0)
-        results.append(map_gradients(model, images))
-    assert results[0].keys() == results[1].keys()
-    for name, gradient in results[0].items():
-        other = results[1][name]
-        # A block whose path all images drop has none.
-        assert (gradient is None) == (other is None)
-        if gradient is not None:
-            torch.testing.assert_close(other, gradient, atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize("number", [0, 1, 3, 4])
@@ -391,22 +197,6 @@ def test_a_new_model_samples_the_regular_grid():
         small_lit("absolute_uniform").sampling_offsets(random_images(1, 3, 64, 96))
 
 
-class LargestTensor(TorchDispatchMode):
-    """The most elements that a tensor of floating point has had."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        output = func(*args, **(kwargs or {}))
-        for tensor in output if isinstance(output, (tuple, list)) else (output,):
-            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
-                # Of memory of its own: an expanded view has none
-                self.numel = max(self.numel, tensor.untyped_storage().nbytes() // tensor.element_size())
-        return output
-
-
 @pytest.mark.parametrize("training", [True, False])
 def test_a_large_map_has_no_bias_or_scores_of_all_pairs(training, monkeypatch):
     """At a reduced size: 800 x 1333 has 4200 tokens in stage 3 and groups of 2^22 scores a head."""
@@ -421,7 +211,7 @@ def test_a_large_map_has_no_bias_or_scores_of_all_pairs(training, monkeypatch):
     # A group is one row of the map at least.
     group = heads * max(groups, 33 * tokens)
     others = max(images.numel(), 4 * S.stages[0].dim * 80 * 132, heads * (2 * 20 - 1) * 33 * 33)
-    assert largest.numel <= max(group, others) < heads * tokens**2 / 2
+    assert largest.nbytes / 8 <= max(group, others) < heads * tokens**2 / 2
     monkeypatch.undo()
     assert dense._GROUP_SCORES < 4200**2 / 4
 

@@ -1,0 +1,58 @@
+"""Small models of all families, one name each, for what holds for all of them."""
+
+import torch
+from torch import nn
+
+from backbones.backbone import Backbone, Classifier, Settings
+from backbones.cvt import CvT
+from backbones.lit import LIT
+from backbones.variants import CvTStage, CvTVariant, LITVariant, Variant
+from backbones.vil import ViL
+from tests.backbones.helpers import FAMILIES, randomise, small_variant
+from tests.backbones.official_lit import TI, S
+
+CVT = CvTVariant((CvTStage(1, 4, 1, 5, 4), CvTStage(2, 8, 2, 3, 3), CvTStage(1, 12, 3, 2, 2)))
+# Absolute positions as LIT-Ti, relative bias as LIT-S, -M and -B
+LITS = {
+    "absolute": TI,
+    "relative": S,
+    "absolute_uniform": TI.with_options(merging="uniform"),
+    "relative_uniform": S.with_options(merging="uniform"),
+    "frozen": S.with_options(batch_norm="frozen"),
+}
+VARIANTS: dict[str, Variant] = (
+    {f"vil_{family}": small_variant(**options) for family, options in FAMILIES.items()}
+    | {f"lit_{family}": variant for family, variant in LITS.items()}
+    | {"cvt": CVT}
+)
+_CLASSES = {"vil": ViL, "lit": LIT, "cvt": CvT}
+
+
+def small_model(name: str, **options) -> Backbone:
+    """A model of ``VARIANTS`` in eval mode, with random float64 weights and statistics; ``options`` are Settings."""
+    options = {"max_img_size": (160, 160)} | options
+    return _randomised(_CLASSES[name[:3]](VARIANTS[name], Settings(**options)))
+
+
+def small_classifier(name: str) -> Classifier:
+    """As :func:`small_model`, with a head for 5 classes."""
+    variant = VARIANTS[name]
+    settings = Settings(out_features=(f"stage{len(variant.stages)}",), keep_global_tokens=True)
+    backbone = _CLASSES[name[:3]](variant, settings)
+    return _randomised(Classifier(backbone, num_classes=5, pool=variant.pool, norm_eps=variant.norm_eps))
+
+
+def small_lit(variant: str | LITVariant = "relative", **options) -> LIT:
+    """As :func:`small_model`, also for a variant that has no name."""
+    return _randomised(LIT(LITS[variant] if isinstance(variant, str) else variant, Settings(**options)))
+
+
+def _randomised(model: nn.Module) -> nn.Module:
+    generator = torch.Generator().manual_seed(9)
+    for name, buffer in randomise(model).named_buffers():
+        values = torch.randn(buffer.shape, generator=generator, dtype=torch.float64)
+        if name.endswith(("running_var", "norm.weight")):
+            buffer.copy_(1 + 0.3 * values.abs())
+        elif name.endswith(("running_mean", "norm.bias")):
+            buffer.copy_(0.3 * values)
+    return model.double().eval()

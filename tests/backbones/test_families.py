@@ -1,0 +1,203 @@
+"""What holds for ViL, LIT and CvT alike: maps for any image, gradients, precision, traces, what trains."""
+
+import io
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from backbones.errors import InputError
+from backbones.layers.token_merging import DeformableTokenMerging
+from tests.backbones.families import VARIANTS, small_classifier, small_model
+from tests.backbones.helpers import assert_all_close, map_gradients, random_images, trace
+
+models = pytest.mark.parametrize("name", VARIANTS)
+one_of_each = pytest.mark.parametrize("name", ["vil_absolute", "lit_relative", "cvt"])
+SIZES = [(37, 50), (32, 32), (64, 64), (64, 33), (61, 130), (5, 130), (5, 9)]
+TRACED_SIZES = [(1, 96, 64), (1, 37, 50), (2, 20, 90), (1, 8, 5), (2, 130, 70)]
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+@models
+def test_maps_of_any_size(name):
+    model, stages = small_model(name), VARIANTS[name].stages
+    features = {f"stage{i + 1}": (stage.dim, 4 * 2**i) for i, stage in enumerate(stages)}
+    assert {stage: (info.channels, info.stride) for stage, info in model.feature_info.items()} == features
+    for height, width in SIZES:
+        maps = model(random_images(2, 3, height, width))
+        expected = {n: (2, dim, -(-height // stride), -(-width // stride)) for n, (dim, stride) in features.items()}
+        assert {stage: tuple(map_.shape) for stage, map_ in maps.items()} == expected
+        assert all(map_.isfinite().all() for map_ in maps.values())
+
+
+@one_of_each
+def test_features_are_those_that_are_asked_for(name):
+    """Stages after the last one are not built."""
+    whole, images = small_model(name), random_images(1, 3, 37, 50)
+    expected = whole(images)
+    for features, number in ((("stage1", "stage3"), 3), (("stage2",), 2)):
+        part = small_model(name, out_features=features)
+        assert len(part.stages) == number and tuple(part.feature_info) == features
+        state_dict = {key: tensor for key, tensor in whole.state_dict().items() if key in part.state_dict()}
+        part.load_state_dict(state_dict, strict=True)
+        assert_all_close(part(images), {stage: expected[stage] for stage in features}, tolerance=0)
+    assert small_model(name, out_features="stage2")(images).keys() == {"stage2"}
+
+
+@one_of_each
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"out_features": ("stage2", "stage5")}, "unknown feature 'stage5': it is one of stage1, stage2, .*; did you"),
+        ({"out_features": ("p3",)}, "unknown feature 'p3': it is one of stage1"),
+        ({"out_features": ()}, "out_features is empty"),
+        ({"attention_backend": "flash"}, "unknown attention backend 'flash': it is one of sdpa, reference"),
+        ({"drop_path_rate": 1}, "drop_path_rate=1: it is at least 0 and below 1"),
+    ],
+    ids=str,
+)
+def test_unknown_settings_raise(name, options, message):
+    with pytest.raises(InputError, match=message):
+        small_model(name, **options)
+
+
+@models
+def test_images_of_a_batch_do_not_mix(name):
+    model, images = small_model(name), random_images(3, 3, 37, 50)
+    together = model(images)
+    for index in range(3):
+        alone = model(images[index : index + 1])
+        assert_all_close({n: m[index : index + 1] for n, m in together.items()}, alone, tolerance=1e-11)
+
+
+@models
+def test_an_image_ends_within_a_patch(name):
+    """The model pads with zeros, below and on the right, as one would by hand up to whole patches."""
+    model, images = small_model(name), random_images(2, 3, 37, 50)
+    padded = torch.zeros(2, 3, 40, 52, dtype=torch.float64)
+    padded[:, :, :37, :50] = images
+    assert_all_close(model(images), model(padded), tolerance=1e-12)
+
+
+@models
+def test_both_attention_backends_give_the_same_maps(name):
+    fast, reference = small_model(name), small_model(name, attention_backend="reference")
+    for size in ((37, 50), (64, 33)):
+        images = random_images(2, 3, *size)
+        assert_all_close(fast(images), reference(images), tolerance=1e-11)
+
+
+@one_of_each
+def test_forward_changes_only_batch_statistics(name):
+    model = small_model(name).train()
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    attributes = {key: set(vars(module)) for key, module in model.named_modules()}
+    model(random_images(2, 3, 70, 90))
+    changed = {key for key, tensor in model.state_dict().items() if not torch.equal(tensor, before[key])}
+    assert changed == {key for key in before if key.endswith(STATISTICS)}
+    assert bool(changed) == (name != "vil_absolute")
+    assert {key: set(vars(module)) for key, module in model.named_modules()} == attributes
+
+
+@models
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float16, 3e-2), (torch.bfloat16, 2e-1)])
+def test_lower_precision(name, dtype, tolerance):
+    if name.startswith("lit"):
+        tolerance = {torch.float32: 1e-4, torch.float16: 5e-2, torch.bfloat16: 3e-1}[dtype]
+    images = random_images(1, 3, 37, 50)
+    expected = small_model(name)(images)
+    for stage, map_ in small_model(name).to(dtype)(images.to(dtype)).items():
+        assert map_.dtype == dtype
+        assert (map_.double() - expected[stage]).abs().max() <= tolerance * expected[stage].abs().max()
+
+
+@models
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_trains(name, dtype):
+    model, images = small_model(name).float(), random_images(2, 3, 37, 50, dtype=torch.float32)
+    expected = model(images)
+    with torch.autocast("cpu", dtype):
+        for stage, map_ in model(images).items():
+            assert (map_ - expected[stage]).abs().max() <= 0.3 * expected[stage].abs().max()
+        maps = model.train()(images)
+    sum(map_.float().square().mean() for map_ in maps.values()).backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+def without_gradient(gradients: dict) -> set[str]:
+    """Less than rounding leaves. A softmax over the tokens takes no notice of the dynamic projection's bias."""
+    idle = {name for name, gradient in gradients.items() if gradient is None or not gradient.abs().max() > 1e-11}
+    return {name for name in idle if not name.endswith("dynamic_projection.bias")}
+
+
+@models
+def test_every_parameter_gets_a_gradient(name):
+    model, images = small_model(name), random_images(2, 3, 70, 90)
+    norms = [key for key, module in model.named_modules() if isinstance(module, nn.BatchNorm2d)]
+    for training in (True, False) if norms else (True,):
+        gradients = map_gradients(model.train(training), images)
+        # Batch statistics take the bias before them away.
+        idle = {f"{key.removesuffix('.norm')}.bias" for key in norms} if training else set()
+        assert without_gradient(gradients) == idle & gradients.keys()
+        assert all(gradient.isfinite().all() for gradient in gradients.values())
+
+
+@models
+def test_every_parameter_of_a_classifier_gets_a_gradient(name):
+    model = small_classifier(name)
+    logits = model(random_images(2, 3, 70, 90))
+    assert logits.shape == (2, 5)
+    (logits * torch.arange(10).view(2, 5)).sum().backward()
+    assert not without_gradient({key: parameter.grad for key, parameter in model.named_parameters()})
+
+
+@models
+def test_a_trace_is_right_for_other_sizes(name):
+    model = small_model(name)
+    # To fuse and to specialise what was recorded takes as long as all else: with one of each family it is enough.
+    with torch.jit.optimized_execution(name in ("vil_relative", "lit_relative", "cvt")):
+        traced = trace(model, (random_images(1, 3, 96, 64),))
+        for batch, height, width in TRACED_SIZES:
+            images = random_images(batch, 3, height, width)
+            assert_all_close(traced(images), model(images), tolerance=1e-10)
+
+
+@pytest.mark.parametrize("name", ["vil_relative", "vil_absolute", "lit_absolute"])
+def test_a_trace_is_saved_and_loaded(name):
+    model, images = small_model(name), random_images(2, 3, 37, 50)
+    file = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch's own, of TorchScript
+        torch.jit.save(trace(model, (random_images(1, 3, 96, 64),)), file)
+        file.seek(0)
+        loaded = torch.jit.load(file)
+    assert_all_close(loaded(images), model(images), tolerance=1e-10)
+
+
+@models
+@pytest.mark.parametrize("classifier", [True, False])
+def test_only_weights_of_linear_layers_and_convolutions_decay(name, classifier):
+    model = small_classifier(name) if classifier else small_model(name)
+    kinds = (nn.Linear, nn.Conv2d, DeformableTokenMerging)
+    decaying = {f"{key}.weight" for key, module in model.named_modules() if isinstance(module, kinds)}
+    names = {key for key, _ in model.named_parameters()}
+    assert decaying < names
+    assert isinstance(model.no_weight_decay(), set) and model.no_weight_decay() == names - decaying
+
+
+@models
+def test_activation_checkpointing_changes_no_gradient(name):
+    images, results = random_images(4, 3, 37, 50), []
+    for checkpointing in (False, True):
+        model = small_model(name, drop_path_rate=0.5, activation_checkpointing=checkpointing).train()
+        torch.manual_seed(0)
+        results.append(map_gradients(model, images))
+    assert results[0].keys() == results[1].keys()
+    assert any(gradient is not None for gradient in results[0].values())
+    for key, gradient in results[0].items():
+        other = results[1][key]
+        # A block whose path all images drop has none.
+        assert (gradient is None) == (other is None), key
+        if gradient is not None:
+            torch.testing.assert_close(other, gradient, atol=1e-11, rtol=1e-11)
