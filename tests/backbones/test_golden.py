@@ -33,10 +33,17 @@ CLASSIFIERS = {
 }
 
 
-@pytest.mark.parametrize("file", BACKBONES)
+@pytest.fixture(scope="module")
+def file(request):
+    """A file's name, its contents and its weights: made once for maps and logits."""
+    reference = golden(request.param)
+    return request.param, reference, golden_state_dict(reference)
+
+
+@pytest.mark.parametrize("file", BACKBONES, indirect=True)
 def test_maps(file):
-    reference, (name, options) = golden(file), BACKBONES[file]
-    official = golden_state_dict(reference)
+    source, reference, official = file
+    name, options = BACKBONES[source]
     converted, report = convert_state_dict(official, name, model_options=options)
     assert not report.resized
     check_parameters(reference, official, converted, report)
@@ -49,10 +56,10 @@ def test_maps(file):
         assert_close_to_golden(maps[stage], expected)
 
 
-@pytest.mark.parametrize("file", CLASSIFIERS)
+@pytest.mark.parametrize("file", CLASSIFIERS, indirect=True)
 def test_logits(file):
-    reference, (name, options) = golden(file), CLASSIFIERS[file]
-    official = golden_state_dict(reference)
+    source, reference, official = file
+    name, options = CLASSIFIERS[source]
     converted, report = convert_state_dict(official, name, classifier=True, model_options=options)
     assert not report.resized
     check_parameters(reference, official, converted, report)
@@ -78,7 +85,7 @@ def check_parameters(reference: dict, official: dict, converted: dict, report) -
 
 
 @pytest.mark.parametrize(
-    "file, name",
+    "source, name",
     [
         ("vil_small_rpb_cls", "vil_small_rpb"),
         ("vil_tiny_ape_cls", "vil_tiny"),
@@ -87,9 +94,9 @@ def check_parameters(reference: dict, official: dict, converted: dict, report) -
         ("ls_medium_224_cls", "ls_medium"),
     ],
 )
-def test_classifier_has_all_that_the_official_one_uses(file, name):
+def test_classifier_has_all_that_the_official_one_uses(source, name):
     """No parameter is missing but biases of global queries that have no effect: two of a head and block."""
-    reference = golden(file)
+    reference = golden(source)
     with torch.device("meta"):
         ours = sum(parameter.numel() for parameter in create_classifier(name).parameters())
     # Stages 1 to 3 of vil_small_rpb have 3, 3 and 6 heads, and one global token; in LS only stage 3 has such biases.

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from backbones import InputError, create_backbone, create_classifier, list_variants
-from backbones.variants import VARIANTS, get_variant
+from backbones.variants import VARIANTS, Variant, get_variant
 
 # Table 9: blocks, patch size, heads and channels of each stage
 TABLE_9 = {
@@ -241,23 +241,34 @@ def test_parameters_of_transformer_ls_are_as_many_as_its_table_3_prints(name, im
     assert round(count_parameters(meta_model(create_classifier, name, img_size=img_size)) / 1e6, 1) == millions
 
 
-# One of each size and mechanism: other depths are made of the same parts.
+def shallow(name: str) -> Variant:
+    """The variant with two blocks a stage at most: more of them are made of the same parts."""
+    variant = VARIANTS[name]
+    stages = tuple(dataclasses.replace(stage, depth=min(stage.depth, 2)) for stage in variant.stages)
+    return dataclasses.replace(variant, stages=stages)
+
+
+# One of each width and mechanism: those with depths in their names have the same.
 PLAIN = [name for name in list_variants() if not re.search(r"linformer|(_\d+){3,4}(_rpb)?$", name)]
+SHALLOW = {shallow(name): name for name in PLAIN}
+shallow_variants = pytest.mark.parametrize("variant", SHALLOW, ids=SHALLOW.get)
 
 
-@pytest.mark.parametrize("name", PLAIN)
-@pytest.mark.parametrize("height, width", [(32, 32), (33, 190), (800, 1333)])
-def test_any_image_size(name, height, width):
-    model = meta_model(create_backbone, name).eval()
-    for stage, map_ in model(torch.empty(1, 3, height, width, device="meta")).items():
-        info = model.feature_info[stage]
-        assert map_.shape == (1, info.channels, -(-height // info.stride), -(-width // info.stride))
+@shallow_variants
+def test_any_image_size(variant, monkeypatch):
+    monkeypatch.setitem(VARIANTS, "shallow", variant)
+    model = meta_model(create_backbone, "shallow").eval()
+    for height, width in ((32, 32), (33, 190), (800, 1333)):
+        for stage, map_ in model(torch.empty(1, 3, height, width, device="meta")).items():
+            info = model.feature_info[stage]
+            assert map_.shape == (1, info.channels, -(-height // info.stride), -(-width // info.stride))
 
 
-@pytest.mark.parametrize("name", PLAIN)
-def test_every_parameter_of_every_size_gets_a_gradient(name):
+@shallow_variants
+def test_every_parameter_of_every_size_gets_a_gradient(variant, monkeypatch):
+    monkeypatch.setitem(VARIANTS, "shallow", variant)
     torch.manual_seed(0)
-    model = create_backbone(name).train()
+    model = create_backbone("shallow").train()
     maps = model(torch.randn(2, 3, 66, 130))
     sum((map_ * torch.randn_like(map_)).sum() for map_ in maps.values()).backward()
     for parameter_name, parameter in model.named_parameters():
@@ -267,13 +278,14 @@ def test_every_parameter_of_every_size_gets_a_gradient(name):
             assert parameter.grad.abs().sum() > 0, parameter_name
 
 
-@pytest.mark.parametrize("name", PLAIN)
-def test_every_size_equals_the_dense_reference(name):
+@shallow_variants
+def test_every_size_equals_the_dense_reference(variant, monkeypatch):
     """All maps in float64, by the fast kernels and by the definitions."""
+    monkeypatch.setitem(VARIANTS, "shallow", variant)
     images = torch.randn(1, 3, 45, 101, dtype=torch.float64)
     torch.manual_seed(0)
-    model = create_backbone(name).double().eval()
-    reference = create_backbone(name, attention_backend="reference").double().eval()
+    model = create_backbone("shallow").double().eval()
+    reference = create_backbone("shallow", attention_backend="reference").double().eval()
     reference.load_state_dict(model.state_dict())
     with torch.no_grad():
         expected = reference(images)
