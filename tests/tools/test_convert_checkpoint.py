@@ -83,7 +83,6 @@ def classifier_of(path, name: str, **options) -> torch.nn.Module:
 # -- the official implementations' outputs ---------------------------------------------------------
 
 
-@pytest.mark.real_data
 @pytest.mark.parametrize("file", CLASSIFIERS)
 def test_golden_logits(tmp_path, convert, file):
     reference, (name, wrap, *_) = golden(file), GOLDEN[file]
@@ -98,7 +97,6 @@ def test_golden_logits(tmp_path, convert, file):
         assert_close_to_golden(model(golden_images(reference)), reference["logits"])
 
 
-@pytest.mark.real_data
 @pytest.mark.parametrize("file", BACKBONES)
 def test_golden_maps(tmp_path, convert, file):
     reference, (name, wrap, arguments, options) = golden(file), GOLDEN[file]
@@ -110,7 +108,6 @@ def test_golden_maps(tmp_path, convert, file):
     check_maps(backbone_of(tmp_path / "ours.pth", name, **options), reference)
 
 
-@pytest.mark.real_data
 @pytest.mark.parametrize("file, suffix", [("vil_tiny_rpb_det", ".pth"), ("lit_s_det", ".safetensors")])
 def test_golden_maps_by_the_command(tmp_path, file, suffix):
     reference, (name, wrap, *_) = golden(file), GOLDEN[file]

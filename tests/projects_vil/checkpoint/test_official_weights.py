@@ -112,7 +112,6 @@ def test_lit_in_a_detector_gives_the_official_maps(tmp_path, name, how, suffix):
 
 
 # Not here: the LIT classifiers, whose files have no maps, and Linformer, which is no backbone.
-@pytest.mark.real_data
 @pytest.mark.parametrize(
     "file, how, overrides",
     [
@@ -153,7 +152,7 @@ def interpolated(table: np.ndarray, size: int) -> np.ndarray:
     return np.stack([np.interp(places, np.arange(length), column) for column in table.T], axis=1)
 
 
-@pytest.mark.parametrize("generated", [True, pytest.param(False, marks=pytest.mark.real_data)])
+@pytest.mark.parametrize("generated", [True, False])
 def test_absolute_positions_of_224_in_a_detector_at_1333(tmp_path, generated):
     if generated:
         weights, name = weights_of("vil_tiny_1_1_3_1"), "vil_tiny_1_1_3_1"
@@ -179,7 +178,7 @@ def test_absolute_positions_of_224_in_a_detector_at_1333(tmp_path, generated):
         assert model.backbone.bottom_up(torch.zeros(1, 3, 800, 1333))["stage4"].shape[2:] == (25, 42)
 
 
-@pytest.mark.parametrize("generated", [True, pytest.param(False, marks=pytest.mark.real_data)])
+@pytest.mark.parametrize("generated", [True, False])
 def test_relative_bias_of_224_in_a_detector_at_1333(tmp_path, generated):
     """A window's table does not depend on the image; another window's is resized."""
     if generated:
@@ -348,7 +347,6 @@ def test_separate_projections_and_other_global_tokens_name_their_keys(shapes, tm
     assert text.endswith("; it is to be loaded with MODEL.TRANSFORMER.GLOBAL_TOKENS '[2, 1, 1, 0]'")
 
 
-@pytest.mark.real_data
 def test_the_golden_file_with_a_global_token_more_names_the_key(shapes, tmp_path):
     weights = golden_state_dict(golden("vil_small_rpb_g1_det"))
     text = refusal(
