@@ -46,6 +46,9 @@ def add_vil_config(cfg: CN) -> None:
     cfg.SOLVER.OPTIMIZER = "ADAMW"
     # Pairs of a pattern (shell style, on full parameter names) and what the learning rate is multiplied by there.
     cfg.SOLVER.LR_MULTIPLIERS = []
+    # 0, or how many times to train on every image: SOLVER.MAX_ITER, STEPS, WARMUP_ITERS and CHECKPOINT_PERIOD and
+    # TEST.EVAL_PERIOD then follow from the number of images and IMS_PER_BATCH (projects_vil/solver/schedule.py).
+    cfg.SOLVER.EPOCHS = 0
     # The exponent of SOLVER.LR_SCHEDULER_NAME WarmupPolyLR, which falls from BASE_LR to BASE_LR_END.
     cfg.SOLVER.POLY_LR_POWER = 0.9
 

@@ -1,6 +1,7 @@
 """Training and evaluation from the command line."""
 
 import argparse
+import logging
 from collections import OrderedDict
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from projects_vil.config import load_config
 from projects_vil.data import register_datasets
 from projects_vil.engine.checks import check_setup
 from projects_vil.engine.defaults import Trainer
+from projects_vil.solver import count_training_images, is_by_epochs, schedule_by_epochs
 
 
 def train_from_command_line(args: argparse.Namespace) -> None:
@@ -31,6 +33,9 @@ def train_from_command_line(args: argparse.Namespace) -> None:
     if args.num_gpus > max(torch.cuda.device_count(), 1):
         raise InputError(f"--num-gpus is {args.num_gpus}, and there are {torch.cuda.device_count()} here")
     check_setup(cfg, processes=args.num_gpus * args.num_machines, eval_only=args.eval_only, resume=args.resume)
+    num_images = 0
+    if not args.eval_only and is_by_epochs(cfg, args.opts):
+        num_images = count_training_images(cfg)
     try:
         Path(cfg.OUTPUT_DIR).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -41,15 +46,22 @@ def train_from_command_line(args: argparse.Namespace) -> None:
         num_machines=args.num_machines,
         machine_rank=args.machine_rank,
         dist_url=args.dist_url,
-        args=(args,),
+        args=(args, num_images),
     )
 
 
-def _run(args: argparse.Namespace) -> OrderedDict:
-    """Train or evaluate in one process; returns what detectron2's trainer or evaluation does."""
+def _run(args: argparse.Namespace, num_images: int) -> OrderedDict:
+    """Train or evaluate in one process; returns what detectron2's trainer or evaluation does.
+
+    Args:
+        num_images: to train on, for ``SOLVER.EPOCHS``.
+    """
     cfg = load_config(args.config_file, args.opts)
     register_datasets(cfg)
+    cfg, lines = (cfg, []) if args.eval_only else schedule_by_epochs(cfg, num_images, args.opts)
     default_setup(cfg, args)
+    for line in lines:
+        logging.getLogger("detectron2").info(line)
     if not args.eval_only:
         trainer = Trainer(cfg)
         trainer.resume_or_load(resume=args.resume)

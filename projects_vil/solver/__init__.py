@@ -2,9 +2,13 @@
 
 from projects_vil.solver.build import build_optimizer, parameter_groups
 from projects_vil.solver.lr_scheduler import build_lr_scheduler
+from projects_vil.solver.schedule import count_training_images, is_by_epochs, schedule_by_epochs
 
 __all__ = [
     "build_lr_scheduler",
     "build_optimizer",
+    "count_training_images",
+    "is_by_epochs",
     "parameter_groups",
+    "schedule_by_epochs",
 ]

@@ -48,6 +48,8 @@ def test_defaults():
     }
     assert (cfg.SOLVER.OPTIMIZER, cfg.SOLVER.LR_MULTIPLIERS, cfg.DATASETS.COCO) == ("ADAMW", [], [])
     assert (cfg.SOLVER.POLY_LR_POWER, cfg.INPUT.CROP.SINGLE_CATEGORY_MAX_AREA, cfg.DATASETS.ADE20K) == (0.9, 1.0, [])
+    assert cfg.SOLVER.EPOCHS == 0
+    del cfg.SOLVER["EPOCHS"]
     del cfg.MODEL["TRANSFORMER"], cfg.SOLVER["OPTIMIZER"], cfg.SOLVER["LR_MULTIPLIERS"], cfg.DATASETS["COCO"]
     del cfg.SOLVER["POLY_LR_POWER"], cfg.INPUT.CROP["SINGLE_CATEGORY_MAX_AREA"], cfg.DATASETS["ADE20K"]
     assert cfg == before
