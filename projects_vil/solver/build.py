@@ -12,6 +12,7 @@ from torch import nn
 
 from backbones import InputError
 from backbones.errors import closest
+from projects_vil.solver.clipping import clip_full_model
 
 
 def undecayed_parameters(model: nn.Module) -> set[str]:
@@ -57,9 +58,8 @@ def parameter_groups(
 def build_optimizer(cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
     """AdamW or SGD on :func:`parameter_groups`, with the clipping of ``SOLVER.CLIP_GRADIENTS``.
 
-    ``CLIP_TYPE: full_model`` scales all gradients together to a norm of at most ``CLIP_VALUE``; a norm that is not
-    finite raises, so that the weights stay as the last checkpoint can restore them. ``value`` and ``norm`` are
-    detectron2's. Under AMP the scaler has taken its scale off, and skipped steps with infinite gradients, before.
+    ``CLIP_TYPE: full_model`` is :func:`~projects_vil.solver.clipping.clip_full_model`; ``value`` and ``norm`` are
+    detectron2's.
 
     Raises:
         InputError: for an unknown ``SOLVER.OPTIMIZER``, clip type or multiplier pattern.
@@ -86,17 +86,13 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
         return maybe_add_gradient_clipping(cfg, optimizer)
     if clip.CLIP_TYPE != "full_model":
         raise InputError(f"SOLVER.CLIP_GRADIENTS.CLIP_TYPE is {clip.CLIP_TYPE!r}: it is full_model, norm or value")
-
-    def clip_full_model(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        nn.utils.clip_grad_norm_(parameters, clip.CLIP_VALUE, norm_type=clip.NORM_TYPE, error_if_nonfinite=True)
-
-    optimizer.register_step_pre_hook(clip_full_model)
+    clip_full_model(optimizer, clip.CLIP_VALUE, norm_type=clip.NORM_TYPE)
     return optimizer
 
 
 def _check_multiplier(pair: Sequence, names: list[str]) -> tuple[str, float]:
-    is_pair = isinstance(pair, (list, tuple)) and len(pair) == 2 and isinstance(pair[0], str)
+    # A LazyConfig's lists are Sequences of their own.
+    is_pair = isinstance(pair, Sequence) and len(pair) == 2 and isinstance(pair[0], str)
     if not is_pair or isinstance(pair[1], bool) or not isinstance(pair[1], (int, float)):
         raise InputError(f"SOLVER.LR_MULTIPLIERS has {pair!r}: it is a list of pairs [pattern, factor]")
     pattern, factor = pair

@@ -56,6 +56,7 @@ def test_losses_and_metrics_are_written(trained_run):
     lines = [json.loads(line) for line in (trained_run / "metrics.json").read_text().splitlines()]
     losses = [line["total_loss"] for line in lines if "total_loss" in line]
     assert losses and all(map(math.isfinite, losses))
+    assert all(line["gradient_norm"] > 0 for line in lines if "total_loss" in line)
     assert any("bbox/AP" in line for line in lines)
 
 
