@@ -5,9 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from detectron2.config import LazyConfig, instantiate
-from detectron2.layers import ShapeSpec
-from detectron2.modeling import build_anchor_generator, build_model
+from detectron2.modeling import build_model
 
 from backbones import list_variants
 from projects_vil import load_config
@@ -244,36 +242,3 @@ def test_absolute_positions_by_one_key(detector):
         names = parameters(build_model(cfg))
     assert sum(name.endswith("positions.rows") for name in names) == 4
     assert not any("relative_bias" in name for name in names)
-
-
-def test_lazy_config_builds_the_same_detector():
-    cfg = load_config(ROOT / "configs/retinanet/vil_tiny_1x.yaml", ["MODEL.DEVICE", "meta"])
-    with torch.device("meta"):
-        ours = build_model(cfg)
-        lazy = instantiate(LazyConfig.load(str(ROOT / "configs/lazy/retinanet_vil_tiny.py")).model)
-    assert parameters(lazy) == parameters(ours)
-    assert lazy.state_dict().keys() == ours.state_dict().keys()
-    rates = [
-        [block.drop_path_rate for stage in model.backbone.bottom_up.net.stages for block in stage.blocks]
-        for model in (ours, lazy)
-    ]
-    assert rates[0] == rates[1]
-    assert ours.backbone.output_shape() == lazy.backbone.output_shape()
-    assert (ours.num_classes, ours.head_in_features) == (lazy.num_classes, lazy.head_in_features)
-    assert ours.test_score_thresh == lazy.test_score_thresh and ours.smooth_l1_beta == lazy.smooth_l1_beta
-
-
-def test_lazy_config_has_the_same_anchors():
-    cfg = load_config(ROOT / "configs/retinanet/vil_tiny_1x.yaml")
-    lazy = instantiate(
-        LazyConfig.load(str(ROOT / "configs/lazy/retinanet_vil_tiny.py")).model.anchor_generator
-    )
-    shapes = [ShapeSpec(channels=256, stride=stride) for stride in (8, 16, 32, 64, 128)]
-    ours = build_anchor_generator(cfg, shapes)
-    torch.testing.assert_close(list(lazy.cell_anchors), list(ours.cell_anchors), rtol=1e-4, atol=0)
-
-
-def test_lazy_config_has_the_same_pixels():
-    cfg = load_config(ROOT / "configs/retinanet/vil_tiny_1x.yaml")
-    lazy = LazyConfig.load(str(ROOT / "configs/lazy/retinanet_vil_tiny.py")).model
-    assert list(lazy.pixel_mean) == cfg.MODEL.PIXEL_MEAN and list(lazy.pixel_std) == cfg.MODEL.PIXEL_STD

@@ -1,22 +1,16 @@
-"""The model of configs/retinanet/vil_tiny_1x.yaml as a LazyConfig, for projects that are built on those.
+"""configs/retinanet/vil_tiny_1x.yaml as a LazyConfig, with the same figures.
 
-    from detectron2.config import LazyConfig, instantiate
-    model = instantiate(LazyConfig.load("configs/lazy/retinanet_vil_tiny.py").model)
+    python tools/lazyconfig_train_net.py --config-file configs/lazy/retinanet_vil_tiny.py --num-gpus 8 \\
+        train.init_checkpoint=PRETRAINED.pth
 """
 
-from detectron2 import model_zoo
-from detectron2.config import LazyCall as L
+from .common.data import dataloader
+from .common.models import retinanet as model
+from .common.optim import optimizer
+from .common.schedule import lr_multiplier
+from .common.train import train
 
-from backbones import create_backbone
-from projects_vil.modeling import TransformerBackbone
+__all__ = ["dataloader", "lr_multiplier", "model", "optimizer", "train"]
 
-STAGES = ["stage2", "stage3", "stage4"]
-
-model = model_zoo.get_config("common/models/retinanet.py").model
-model.backbone.bottom_up = L(TransformerBackbone)(name="vil_tiny_rpb", out_features=STAGES, drop_path_rate=0.05)
-model.backbone.in_features = STAGES
-model.backbone.top_block.in_channels = create_backbone("vil_tiny_rpb").feature_info[STAGES[-1]].channels
-model.backbone.top_block.in_feature = STAGES[-1]
-model.input_format = "RGB"  # the loader must give the same
-model.pixel_mean = [123.675, 116.280, 103.530]
-model.pixel_std = [58.395, 57.120, 57.375]
+model.backbone.bottom_up.drop_path_rate = 0.05
+dataloader.train.dataset.num_classes = "${model.num_classes}"

@@ -3,9 +3,21 @@
 from projects_vil.engine.checks import check_setup
 from projects_vil.engine.defaults import Trainer
 from projects_vil.engine.launch import train_from_command_line
+from projects_vil.engine.lazy import (
+    build_lazy_optimizer,
+    describe_lazy_config,
+    load_lazy_config,
+    load_records,
+    train_lazily_from_command_line,
+)
 
 __all__ = [
     "Trainer",
+    "build_lazy_optimizer",
     "check_setup",
+    "describe_lazy_config",
+    "load_lazy_config",
+    "load_records",
     "train_from_command_line",
+    "train_lazily_from_command_line",
 ]

@@ -5,7 +5,7 @@ from detectron2.config import CfgNode
 from detectron2.modeling import build_model
 from torch import nn
 
-from backbones import InputError
+from backbones import InputError, create_backbone
 
 
 def build_on_meta(cfg: CfgNode) -> nn.Module:
@@ -25,3 +25,13 @@ def build_on_meta(cfg: CfgNode) -> nn.Module:
     except (KeyError, ValueError, IndexError, AssertionError) as error:
         what = " ".join(str(error).split()) or "an assertion failed"
         raise InputError(f"the model cannot be built from this config: {what} ({type(error).__name__})") from error
+
+
+def stage_channels(name: str, stage: str) -> int:
+    """The channels of a variant's stage, for the layers of a LazyConfig that follow it.
+
+    Raises:
+        InputError: for an unknown variant or stage.
+    """
+    with torch.device("meta"):
+        return create_backbone(name, out_features=(stage,)).feature_info[stage].channels

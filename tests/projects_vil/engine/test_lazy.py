@@ -1,0 +1,244 @@
+"""LazyConfigs: the detectors, optimizers and rates of the YAML configs, trained by a tool of their own."""
+
+import builtins
+import json
+import re
+from argparse import Namespace
+
+import pytest
+import torch
+from detectron2.config import instantiate
+from detectron2.layers import ShapeSpec
+from detectron2.modeling import build_anchor_generator
+from detectron2.solver import LRMultiplier
+
+from backbones import InputError
+from projects_vil import load_config
+from projects_vil.engine import (
+    build_lazy_optimizer,
+    describe_lazy_config,
+    load_lazy_config,
+    train_lazily_from_command_line,
+)
+from projects_vil.modeling import build_on_meta, stage_channels
+from projects_vil.solver import build_lr_scheduler, build_optimizer
+from tests.projects_vil.helpers import ROOT, error_line, run_tool
+
+DETECTORS = ["retinanet", "mask_rcnn"]
+CLASSES = {"retinanet": "model.num_classes", "mask_rcnn": "model.roi_heads.num_classes"}
+SMALL = [
+    *("train.device=cpu", "train.log_period=1", "model.backbone.bottom_up.name=vil_tiny_1_1_3_1_rpb"),
+    *("dataloader.train.dataset.names=[shapes_train]", "dataloader.test.dataset.names=[shapes_val]"),
+    *("dataloader.train.num_workers=0", "dataloader.test.num_workers=0", "dataloader.train.total_batch_size=2"),
+    "dataloader.train.mapper.augmentations.0.short_edge_length=[48]",
+    "dataloader.test.mapper.augmentations.0.short_edge_length=[48,48]",
+]
+SMALL_HEADS = {
+    "retinanet": ["model.head.conv_dims=[16]", "+model.test_score_thresh=0.001"],
+    "mask_rcnn": [
+        *("model.proposal_generator.post_nms_topk=[50,20]", "model.roi_heads.box_predictor.test_score_thresh=0.001"),
+        "model.roi_heads.batch_size_per_image=16",
+    ],
+}
+
+
+def lazy_path(detector):
+    return ROOT / f"configs/lazy/{detector}_vil_tiny.py"
+
+
+def arguments(detector, *overrides, **flags):
+    defaults = {"resume": False, "eval_only": False, "num_gpus": 1, "num_machines": 1, "machine_rank": 0}
+    opts = [*SMALL, *SMALL_HEADS[detector], f"{CLASSES[detector]}=3", *overrides]
+    return Namespace(config_file=str(lazy_path(detector)), dist_url="auto", opts=opts, **(defaults | flags))
+
+
+@pytest.fixture(params=DETECTORS)
+def both(request):
+    """The YAML config and its model, the LazyConfig and its model; models without values."""
+    cfg = load_config(ROOT / f"configs/{request.param}/vil_tiny_1x.yaml", ["MODEL.DEVICE", "cpu"])
+    lazy = load_lazy_config(lazy_path(request.param))
+    with torch.device("meta"):
+        return cfg, build_on_meta(cfg), lazy, instantiate(lazy.model)
+
+
+def groups_by_name(model, optimizer):
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {
+        frozenset(names[id(parameter)] for parameter in group["params"]): {
+            key: value for key, value in group.items() if key != "params"
+        }
+        for group in optimizer.param_groups
+    }
+
+
+def test_the_same_detector(both):
+    _, model, _, lazy_model = both
+    shapes = [{name: tensor.shape for name, tensor in m.state_dict().items()} for m in (model, lazy_model)]
+    assert shapes[0] == shapes[1]
+    rates = [
+        [block.drop_path_rate for stage in m.backbone.bottom_up.net.stages for block in stage.blocks]
+        for m in (model, lazy_model)
+    ]
+    assert rates[0] == rates[1]
+    assert model.backbone.output_shape() == lazy_model.backbone.output_shape()
+    assert model.backbone.size_divisibility == lazy_model.backbone.size_divisibility
+
+
+def test_the_same_optimizer(both):
+    cfg, model, lazy, lazy_model = both
+    ours, theirs = build_lazy_optimizer(lazy, lazy_model), build_optimizer(cfg, model)
+    assert type(ours) is type(theirs)
+    assert groups_by_name(lazy_model, ours) == groups_by_name(model, theirs)
+    assert sorted(group["weight_decay"] for group in ours.param_groups) == [0.0, 0.1]
+    assert lazy.train.clip_norm == cfg.SOLVER.CLIP_GRADIENTS.CLIP_VALUE
+    assert len(ours._optimizer_step_pre_hooks) == len(theirs._optimizer_step_pre_hooks) == 1
+
+
+def test_the_same_rates(both):
+    cfg, model, lazy, lazy_model = both
+    assert lazy.train.max_iter == cfg.SOLVER.MAX_ITER
+    ours = LRMultiplier(build_lazy_optimizer(lazy, lazy_model), instantiate(lazy.lr_multiplier), cfg.SOLVER.MAX_ITER)
+    theirs = build_lr_scheduler(cfg, build_optimizer(cfg, model))
+    for iteration in (0, 1, 500, 999, 1001, 59999, 60001, 79999, 80001, 89999):
+        ours.last_epoch = theirs.last_epoch = iteration
+        assert ours.get_lr() == pytest.approx(theirs.get_lr())
+
+
+def test_the_same_data_and_periods(both):
+    cfg, _, lazy, lazy_model = both
+    facts = describe_lazy_config(lazy, lazy_model)
+    for node, key in (("DATASETS", "TRAIN"), ("DATASETS", "TEST"), ("INPUT", "FORMAT"), ("MODEL", "PIXEL_MEAN")):
+        assert facts[node][key] == cfg[node][key]
+    assert facts.MODEL.PIXEL_STD == cfg.MODEL.PIXEL_STD and facts.MODEL.META_ARCHITECTURE == cfg.MODEL.META_ARCHITECTURE
+    train = lazy.dataloader.train
+    assert train.total_batch_size == cfg.SOLVER.IMS_PER_BATCH
+    assert tuple(train.mapper.augmentations[0].short_edge_length) == cfg.INPUT.MIN_SIZE_TRAIN
+    assert train.dataset.masks == train.mapper.use_instance_mask == cfg.MODEL.MASK_ON
+    assert (train.mapper.image_format, lazy.dataloader.test.mapper.image_format) == ("RGB", "RGB")
+    assert lazy.train.eval_period == lazy.train.checkpointer.period == cfg.TEST.EVAL_PERIOD
+
+
+def test_the_same_thresholds_and_anchors():
+    cfg = load_config(ROOT / "configs/retinanet/vil_tiny_1x.yaml", ["MODEL.DEVICE", "cpu"])
+    lazy = load_lazy_config(lazy_path("retinanet"))
+    model = build_on_meta(cfg)
+    with torch.device("meta"):
+        lazy_model = instantiate(lazy.model)
+    for name in ("test_score_thresh", "smooth_l1_beta", "num_classes", "head_in_features", "test_nms_thresh"):
+        assert getattr(model, name) == getattr(lazy_model, name), name
+    shapes = [ShapeSpec(channels=256, stride=stride) for stride in (8, 16, 32, 64, 128)]
+    ours, theirs = instantiate(lazy.model.anchor_generator), build_anchor_generator(cfg, shapes)
+    torch.testing.assert_close(list(ours.cell_anchors), list(theirs.cell_anchors), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("name, channels", [("vil_tiny_rpb", 384), ("vil_small_rpb", 768), ("lit_ti", 512)])
+def test_layers_follow_the_variant(name, channels):
+    assert stage_channels(name, "stage4") == channels
+    lazy = load_lazy_config(lazy_path("retinanet"), [f"model.backbone.bottom_up.name={name}"])
+    with torch.device("meta"):
+        assert instantiate(lazy.model).backbone.top_block.p6.in_channels == channels
+
+
+def test_learning_rates_of_parts():
+    lazy = load_lazy_config(
+        lazy_path("retinanet"),
+        ["model.backbone.bottom_up.name=lit_ti", 'optimizer.params.lr_multipliers=[["*.offset.*",0.01]]'],
+    )
+    with torch.device("meta"):
+        model = instantiate(lazy.model)
+    rates = {group["lr"] for group in build_lazy_optimizer(lazy, model).param_groups}
+    assert sorted(rates) == pytest.approx([1e-6, 1e-4])
+
+
+@pytest.mark.parametrize("detector", DETECTORS)
+def test_trains_resumes_and_evaluates(detector, shapes, tmp_path):
+    output, task = tmp_path / "run", {"retinanet": "bbox", "mask_rcnn": "segm"}[detector]
+    length = ["train.checkpointer.period=2", "train.eval_period=0", f"train.output_dir={output}", "train.seed=0"]
+    train_lazily_from_command_line(arguments(detector, *length, "train.max_iter=2"))
+    results = json.loads((output / "evaluation.json").read_text())
+    assert "AP" in results["shapes_val"][task]
+    saved = torch.load(output / "model_final.pth", weights_only=True)
+    assert saved["vil_detectron2"]["classes"] == ["circle", "square", "triangle"]
+    assert saved["vil_detectron2"]["variant"] == "vil_tiny_1_1_3_1_rpb"
+
+    train_lazily_from_command_line(arguments(detector, *length, "train.max_iter=4", resume=True))
+    lines = [json.loads(line) for line in (output / "metrics.json").read_text().splitlines()]
+    trained = [line for line in lines if "total_loss" in line]
+    assert [line["iteration"] for line in trained] == [0, 1, 2, 3]
+    assert all(line["gradient_norm"] > 0 for line in trained)
+    # Of four iterations the third is past the first step: the rates go on where they were.
+    assert [line["lr"] for line in trained[2:]] == pytest.approx([1e-4, 1e-5])
+    assert torch.load(output / "model_final.pth", weights_only=True)["iteration"] == 3
+
+    # The config of the run is one itself, and the file says what it needs.
+    args = arguments(detector, eval_only=True)
+    args.config_file = str(output / "config.yaml")
+    args.opts = [f"train.init_checkpoint={output / 'model_final.pth'}", f"train.output_dir={tmp_path / 'again'}"]
+    train_lazily_from_command_line(args)
+    again = json.loads((tmp_path / "again/evaluation.json").read_text())
+    assert again == json.loads((output / "evaluation.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["train.max_itr=9"], "unknown config key train.max_itr; did you mean 'train.max_iter'?"),
+        (["train.max_iter", "9"], "'train.max_iter' is no override: those are key=value, after all flags"),
+        (["train.max_iter=9", "--resume"], "'--resume' is no override"),
+        (["train.max_iter=many"], "train.max_iter is 'many': it is a number of iterations, 1 or more"),
+        (["train.max_iter=[1"], "an override is not Hydra's"),
+        (["train.device=tpu"], "train.device is 'tpu': it is cpu or cuda"),
+        (["train.amp.enabled=True"], "AMP needs train.device cuda"),
+        (["dataloader.train.total_batch_size=0"], "dataloader.train.total_batch_size is 0"),
+        (["dataloader.train.mapper.image_format=BGR"], "model.input_format is RGB, and dataloader.train.mapper"),
+        (["dataloader.train.dataset.names=[shape_train]"], "unknown dataset 'shape_train'"),
+        (["dataloader.test.dataset.names=[]"], "dataloader.test.dataset.names is []: it is one dataset, in a list"),
+        (["model.backbone.bottom_up.name=vil_tinny"], "vil_tinny"),
+        (["+model.backbone.bottom_up.windows=3"], "windows"),
+        (["+optimizer.rate=3"], "optimizer cannot be made of this config"),
+        (["optimizer.params.lr_multipliers=[[nothing.*,2]]"], "'nothing.*' in SOLVER.LR_MULTIPLIERS matches no"),
+        (["train.init_checkpoint=missing.pth"], "there is no weights file missing.pth"),
+    ],
+)
+def test_mistakes(overrides, message, shapes, tmp_path):
+    output = tmp_path / "run"
+    with pytest.raises(InputError) as caught:
+        train_lazily_from_command_line(arguments("retinanet", f"train.output_dir={output}", *overrides))
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert not output.exists()
+
+
+def test_evaluation_needs_weights(shapes, tmp_path):
+    args = arguments("retinanet", f"train.output_dir={tmp_path}", eval_only=True)
+    with pytest.raises(InputError, match="train.init_checkpoint is empty: name the checkpoint to evaluate"):
+        train_lazily_from_command_line(args)
+
+
+def test_the_number_of_classes_is_the_datasets(shapes, tmp_path):
+    args = arguments("retinanet", f"train.output_dir={tmp_path}", "model.num_classes=4", "train.max_iter=1")
+    with pytest.raises(InputError, match="shapes_train has 3 classes"):
+        train_lazily_from_command_line(args)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("model = (", "is no LazyConfig"),
+        ("raise RuntimeError('on purpose')", "on purpose (RuntimeError)"),
+        ("from .common.nothing import model", "nothing"),
+        ("model = dict(a=1)", "it has the parts model, optimizer, lr_multiplier, dataloader, train"),
+    ],
+)
+def test_files_that_are_no_lazy_config(text, message, tmp_path):
+    path = tmp_path / "config.py"
+    path.write_text(text)
+    own_import = builtins.__import__
+    with pytest.raises(InputError, match=re.escape(message)):
+        load_lazy_config(path)
+    assert builtins.__import__ is own_import
+
+
+def test_the_tool_ends_in_one_line():
+    assert error_line(run_tool("lazyconfig_train_net.py")) == (
+        "error: no config file was given: add --config-file configs/lazy/retinanet_vil_tiny.py, say"
+    )
