@@ -7,16 +7,16 @@ Example:
     python tools/analyze_model.py --variants vil_tiny lit --json variants.json
 """
 
-import argparse
 
 from backbones import InputError
 from projects_vil import load_config
 from projects_vil.analysis import analyze, as_json, count_variants, format_analyses, format_counts
+from projects_vil.config import ConfigToolParser
 from projects_vil.utils import check_json_path, run_tool, write_json
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ConfigToolParser(__doc__, config_file=False, devices=[])
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--config-file", nargs="+", metavar="FILE", help="configs; several for a table")
     what.add_argument(
@@ -25,11 +25,10 @@ def main() -> None:
     parser.add_argument("--size", type=int, nargs=2, metavar=("H", "W"), help="of the image; 800 1333 without it")
     parser.add_argument("--no-flops", action="store_true", help="count parameters only, in a second")
     parser.add_argument("--json", metavar="FILE", help="write the counts there too")
-    parser.add_argument("--opts", nargs="+", default=[], metavar="KEY VALUE", help="overrides of config keys")
     args = parser.parse_args()
     check_json_path(args.json)
     if args.variants is not None:
-        for option, given in (("--size", args.size), ("--no-flops", args.no_flops), ("--opts", args.opts)):
+        for option, given in (("--size", args.size), ("--no-flops", args.no_flops), ("an override", args.opts)):
             if given:
                 raise InputError(f"{option} is for --config-file")
         counts = count_variants(args.variants)

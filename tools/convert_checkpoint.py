@@ -9,15 +9,14 @@ Example:
     python tools/convert_checkpoint.py model_best.pth vil_tiny_224.pth --model vil_tiny --classifier
 """
 
-import argparse
 
 from backbones import InputError
 from projects_vil.checkpoint import convert_file
-from projects_vil.utils import check_json_path, run_tool, write_json
+from projects_vil.utils import ToolParser, check_json_path, run_tool, write_json
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ToolParser(__doc__)
     parser.add_argument("source", metavar="SOURCE", help="the official checkpoint")
     parser.add_argument("output", metavar="OUTPUT", help="what to write: a name that ends in .pth or .safetensors")
     parser.add_argument("--model", required=True, metavar="VARIANT", help="its name here, as vil_small_rpb")

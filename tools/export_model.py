@@ -8,18 +8,15 @@ Example:
         output/demo_retinanet/model_final.pth --format onnx --output output/demo_retinanet/export
 """
 
-import argparse
 import sys
 
-from projects_vil import load_config
+from projects_vil.config import ConfigToolParser, config_of
 from projects_vil.export import FORMATS, INPUT_DTYPES, PRECISIONS, describe_report, export_detector
 from projects_vil.utils import run_tool
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config-file", required=True, metavar="FILE", help="config of the detector")
-    parser.add_argument("--weights", metavar="FILE", help="checkpoint (default: MODEL.WEIGHTS of the config)")
+    parser = ConfigToolParser(__doc__, weights=True, devices=["cpu"])
     parser.add_argument("--format", choices=FORMATS, default=FORMATS[0], help="what to write (default torchscript)")
     parser.add_argument("--output", required=True, metavar="DIR", help="folder for the model and what is said of it")
     parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="of the network (default fp32)")
@@ -29,12 +26,11 @@ def main() -> None:
     parser.add_argument("--batched", action="store_true", help="let the model take (B, 3, H, W)")
     parser.add_argument("--images", nargs="+", default=[], metavar="FILE", help="images to compare on")
     parser.add_argument("--evaluate", action="store_true", help="compare average precision on DATASETS.TEST too")
-    parser.add_argument("--opts", default=[], nargs="+", metavar="KEY VALUE", help="overrides of config keys")
     args = parser.parse_args()
-    cfg = load_config(args.config_file, args.opts)
+    cfg = config_of(args)
     path, report = export_detector(
         cfg,
-        args.weights or cfg.MODEL.WEIGHTS,
+        cfg.MODEL.WEIGHTS,
         args.output,
         file_format=args.format,
         precision=args.precision,

@@ -9,9 +9,9 @@ Example:
     python tools/export_table.py --output output/table --formats torchscript onnx --families lit --large
 """
 
-import argparse
 import sys
 
+from projects_vil.config import ConfigToolParser
 from projects_vil.export import (
     FORMATS,
     PRECISIONS,
@@ -25,7 +25,7 @@ from projects_vil.utils import check_json_path, run_tool, write_json
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ConfigToolParser(__doc__, config_file=False, devices=["cpu"])
     parser.add_argument("--output", required=True, metavar="DIR", help="folder for what is exported")
     parser.add_argument("--runs", metavar="DIR", help="folder with trained runs, DETECTOR_FAMILY/model_final.pth")
     parser.add_argument(
@@ -38,7 +38,6 @@ def main() -> None:
     parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="of the networks (default fp32)")
     parser.add_argument("--large", action="store_true", help="compare on 800 x 1333 too, slow on a CPU")
     parser.add_argument("--json", metavar="FILE", help="write the cells there too")
-    parser.add_argument("--opts", default=[], nargs="+", metavar="KEY VALUE", help="overrides of config keys")
     args = parser.parse_args()
     check_json_path(args.json)
     without = {"aot_inductor"} if args.no_aot_inductor else set()

@@ -4,14 +4,13 @@ Example:
     python tools/make_coco_subset.py datasets/coco/annotations/instances_train2017.json eight.json --num-images 8
 """
 
-import argparse
 
 from projects_vil.data import write_subset
-from projects_vil.utils import run_tool
+from projects_vil.utils import ToolParser, run_tool
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ToolParser(__doc__)
     parser.add_argument("source", metavar="SOURCE", help="COCO annotation file")
     parser.add_argument("output", metavar="OUTPUT", help="annotation file to write; the photos stay where they are")
     parser.add_argument("--num-images", type=int, default=8, metavar="N", help="how many (default 8)")

@@ -5,15 +5,12 @@ Example:
     python tools/make_shapes_dataset.py datasets/shapes_sem_seg --task sem_seg
 """
 
-import argparse
-
 from projects_vil.data import SHAPES_TASKS, describe_shapes, write_shapes_dataset
-from projects_vil.utils import run_tool
+from projects_vil.utils import ToolParser, run_tool
 
 
-def main(argv=None):
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+def main() -> None:
+    parser = ToolParser(__doc__)
     parser.add_argument("output", metavar="OUT", help="folder to write; registered are shapes and shapes_sem_seg")
     parser.add_argument(
         "--task",
@@ -26,7 +23,7 @@ def main(argv=None):
     parser.add_argument("--short-side", type=int, default=128, metavar="S", help="mean pixels (default 128)")
     parser.add_argument("--seed", type=int, default=0, metavar="K", help="same seed, same bytes (default 0)")
     parser.add_argument("--overwrite", action="store_true", help="replace a shapes dataset that lies in OUT")
-    options = vars(parser.parse_args(argv))
+    options = vars(parser.parse_args())
     print(describe_shapes(write_shapes_dataset(options.pop("output"), **options)))
 
 

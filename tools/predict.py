@@ -8,21 +8,18 @@ Example:
     python tools/predict.py --config-file output/vil_tiny/config.yaml --weights output/vil_tiny/model_final.pth \\
         --input photos --output predictions --batch-size 4
     python tools/predict.py --config-file output/vil_tiny/config.yaml --weights output/vil_tiny/model_final.pth \\
-        --input clip.mp4 --output predictions --score-threshold 0.3 --opts MODEL.DEVICE cpu
+        --input clip.mp4 --output predictions --score-threshold 0.3 TEST.DETECTIONS_PER_IMAGE 300
 """
 
-import argparse
 import sys
 
-from projects_vil import load_config
+from projects_vil.config import ConfigToolParser, config_of
 from projects_vil.inference import predict
 from projects_vil.utils import run_tool
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config-file", required=True, metavar="FILE", help="config of the detector")
-    parser.add_argument("--weights", metavar="FILE", help="checkpoint or exported model (default: MODEL.WEIGHTS)")
+    parser = ConfigToolParser(__doc__, weights=True)
     parser.add_argument("--input", required=True, metavar="PATH", help="image, folder of images, or video")
     parser.add_argument("--output", required=True, metavar="DIR", help="folder for the results")
     parser.add_argument("--batch-size", type=int, default=1, metavar="N", help="images at once, at most (default 1)")
@@ -34,12 +31,11 @@ def main() -> None:
     parser.add_argument(
         "--score-threshold", type=float, default=0.5, metavar="T", help="of what is drawn (default 0.5)"
     )
-    parser.add_argument("--opts", nargs="+", default=[], metavar="KEY VALUE", help="overrides of config keys")
     args = parser.parse_args()
-    cfg = load_config(args.config_file, args.opts)
+    cfg = config_of(args)
     summary = predict(
         cfg,
-        args.weights or cfg.MODEL.WEIGHTS,
+        cfg.MODEL.WEIGHTS,
         args.input,
         args.output,
         batch_size=args.batch_size,

@@ -15,12 +15,11 @@ import sys
 from pathlib import Path
 
 from backbones import InputError
-from projects_vil.utils import run_tool
+from projects_vil.utils import ToolParser, run_tool
 
 
 def main() -> None:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser = ToolParser(__doc__)
     parser.add_argument("script", metavar="SCRIPT", help="your copy of timm's train.py or validate.py")
     parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's own arguments")
     args = parser.parse_args()

@@ -7,12 +7,14 @@ Example:
 
 from detectron2.engine import default_argument_parser
 
+from projects_vil.config import ConfigToolParser
 from projects_vil.engine import train_from_command_line
 from projects_vil.utils import run_tool
 
 
 def main() -> None:
-    train_from_command_line(default_argument_parser(epilog=__doc__).parse_args())
+    parser = ConfigToolParser(__doc__, config_file=False, parents=[default_argument_parser()])
+    train_from_command_line(parser.parse_args())
 
 
 if __name__ == "__main__":

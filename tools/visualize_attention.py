@@ -5,29 +5,25 @@ Example:
         output/vil_tiny/model_final.pth --input photo.jpg --output drawings --stage 3 --block 9 --point 120 200
 """
 
-import argparse
 from pathlib import Path
 
-from projects_vil import load_config
+from projects_vil.config import ConfigToolParser, config_of
 from projects_vil.utils import run_tool
 from projects_vil.visualization import draw_attention
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config-file", required=True, metavar="FILE", help="config of the model")
-    parser.add_argument("--weights", metavar="FILE", help="checkpoint (default: MODEL.WEIGHTS, or random weights)")
+    parser = ConfigToolParser(__doc__, weights=True, devices=["cpu"])
     parser.add_argument("--input", required=True, metavar="IMAGE", help="image file")
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder for the PNG")
     parser.add_argument("--stage", required=True, type=int, metavar="S", help="stage of the backbone, from 1")
     parser.add_argument("--block", required=True, type=int, metavar="B", help="block of the stage, from 1")
     parser.add_argument("--point", required=True, type=int, nargs=2, metavar=("Y", "X"), help="pixel of the image")
-    parser.add_argument("--opts", nargs="+", default=[], metavar="KEY VALUE", help="overrides of config keys")
     args = parser.parse_args()
-    cfg = load_config(args.config_file, args.opts)
+    cfg = config_of(args)
     path = draw_attention(
         cfg,
-        args.weights or cfg.MODEL.WEIGHTS,
+        cfg.MODEL.WEIGHTS,
         args.input,
         args.output,
         stage=args.stage,

@@ -5,29 +5,25 @@ Example:
         --input photo.jpg --output drawings --points 8
 """
 
-import argparse
 from pathlib import Path
 
-from projects_vil import load_config
+from projects_vil.config import ConfigToolParser, config_of
 from projects_vil.utils import run_tool
 from projects_vil.visualization import draw_offsets
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config-file", required=True, metavar="FILE", help="config of the model")
-    parser.add_argument("--weights", metavar="FILE", help="checkpoint (default: MODEL.WEIGHTS, or random weights)")
+    parser = ConfigToolParser(__doc__, weights=True, devices=["cpu"])
     parser.add_argument("--input", required=True, nargs="+", metavar="IMAGE", help="image files; a PNG for each")
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder for the PNGs")
     places = parser.add_mutually_exclusive_group()
     places.add_argument("--points", type=int, default=8, metavar="N", help="places spread over the image (default 8)")
     places.add_argument("--point", type=int, nargs=2, metavar=("Y", "X"), help="the place at this pixel alone")
-    parser.add_argument("--opts", nargs="+", default=[], metavar="KEY VALUE", help="overrides of config keys")
     args = parser.parse_args()
-    cfg = load_config(args.config_file, args.opts)
+    cfg = config_of(args)
     paths = draw_offsets(
         cfg,
-        args.weights or cfg.MODEL.WEIGHTS,
+        cfg.MODEL.WEIGHTS,
         args.input,
         args.output,
         num_points=args.points,

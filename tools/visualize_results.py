@@ -4,27 +4,23 @@ Example:
     python tools/visualize_results.py --run output/demo_retinanet --num-images 8
 """
 
-import argparse
 from pathlib import Path
 
+from projects_vil.config import ConfigToolParser, load_config
+from projects_vil.data import register_datasets
 from projects_vil.utils import run_tool
+from projects_vil.visualization import draw_results, predictions_file, summarize_run
 
 
-def main(argv=None):
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+def main() -> None:
+    parser = ConfigToolParser(__doc__, config_file=False, devices=[])
     parser.add_argument("--run", required=True, type=Path, metavar="DIR", help="OUTPUT_DIR of train_net.py")
     parser.add_argument("--dataset", metavar="NAME", help="default: the run's first DATASETS.TEST")
     parser.add_argument("--output", type=Path, metavar="PNG", help="default: DIR/predictions.png")
     parser.add_argument("--num-images", type=int, default=8, metavar="N", help="rows to draw (default 8)")
     parser.add_argument("--score-threshold", type=float, default=0.5, metavar="T", help="default 0.5")
-    args = parser.parse_args(argv)
-
-    from projects_vil.config import load_config
-    from projects_vil.data import register_datasets
-    from projects_vil.visualization import draw_results, predictions_file, summarize_run
-
-    cfg = load_config(args.run / "config.yaml")
+    args = parser.parse_args()
+    cfg = load_config(args.run / "config.yaml", args.opts)
     register_datasets(cfg)
     dataset_name = args.dataset or next(iter(cfg.DATASETS.TEST), "")
     drawing = args.output or args.run / "predictions.png"

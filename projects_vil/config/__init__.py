@@ -1,5 +1,6 @@
 """The configuration keys of this project, and how a config file is read."""
 
+from projects_vil.config.command_line import ConfigToolParser, config_of
 from projects_vil.config.defaults import add_vil_config
 from projects_vil.config.device import check_device
 from projects_vil.config.load import load_config
@@ -7,8 +8,10 @@ from projects_vil.config.task import DETECTORS, is_segmentor, number_of_classes
 
 __all__ = [
     "DETECTORS",
+    "ConfigToolParser",
     "add_vil_config",
     "check_device",
+    "config_of",
     "is_segmentor",
     "load_config",
     "number_of_classes",

@@ -12,6 +12,13 @@ from backbones.errors import InputError, closest
 from projects_vil.config.defaults import add_vil_config
 
 
+def default_config() -> CN:
+    """detectron2's defaults and this project's keys."""
+    cfg = get_cfg()
+    add_vil_config(cfg)
+    return cfg
+
+
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> CN:
     """detectron2's defaults, this project's keys, the file (with its ``_BASE_`` chain) and the overrides, frozen.
 
@@ -22,8 +29,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> CN:
     Raises:
         InputError: for a missing file, bad YAML, an unknown key (naming the closest) or a value of a wrong type.
     """
-    cfg = get_cfg()
-    add_vil_config(cfg)
+    cfg = default_config()
     if not str(path):
         raise InputError("no config file was given: add --config-file configs/retinanet/vil_tiny_1x.yaml, say")
     if not Path(path).is_file():
@@ -40,6 +46,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> CN:
         raise InputError(f"{path} is not a config: keys and sub-keys with values are expected") from error
     except (KeyError, ValueError, AssertionError, OSError) as error:
         raise InputError(f"{path}: {_explain(error, cfg)}") from error
+    pair = next((key for key in overrides[::2] if "=" in key), None)
+    if pair is not None:
+        key, _, value = pair.partition("=")
+        raise InputError(f"the override {pair!r} is one word; a key and its value are two: {key} {value}")
     if len(overrides) % 2:
         raise InputError(f"overrides are keys and values by turns; {overrides[-1]!r} has no value")
     try:
@@ -57,7 +67,8 @@ def _explain(error: Exception, cfg: CN) -> str:
     match = re.search(r"Non-existent (?:config )?key: ([\w.]+)", message)
     if match is None:
         return message
-    return f"unknown config key {match[1]}{closest(match[1], _keys(cfg))}"
+    known = list(_keys(cfg))
+    return f"unknown config key {match[1]}{closest(match[1], known) or closest(match[1].upper(), known)}"
 
 
 def _keys(node: CN, prefix: str = "") -> Iterable[str]:

@@ -1,16 +1,45 @@
 """How every tool starts, and how it ends on a user's mistake."""
 
+import argparse
 import json
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
 from torch.multiprocessing import ProcessRaisedException
 
-from backbones.errors import InputError
+from backbones.errors import InputError, closest
 
 _RAISED_ELSEWHERE = f"{InputError.__module__}.{InputError.__qualname__}: "
+
+
+class ToolParser(argparse.ArgumentParser):
+    """A parser whose help is a tool's docstring, and whose errors are one line, with exit status 2.
+
+    Args:
+        description: the tool's docstring, with an example.
+        parents: parsers whose arguments it takes too.
+    """
+
+    def __init__(self, description: str | None, *, parents: Sequence[argparse.ArgumentParser] = ()) -> None:
+        super().__init__(
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            parents=parents,
+            # A parent brings its --help along.
+            add_help=not any(parent.add_help for parent in parents),
+        )
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unknown argument {unknown[0]}{closest(unknown[0], self._option_string_actions)}")
+        return parsed
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message} ({self.prog} --help lists all arguments)\n")
 
 
 def run_tool(main: Callable[[], None]) -> None:

@@ -299,7 +299,7 @@ def test_command(monkeypatch, capsys, tmp_path):
         (["--variants", "--config-file", "a.yaml"], "argument --config-file: not allowed with argument --variants"),
         ([], "one of the arguments --config-file --variants is required"),
         (["--variants", "--no-flops"], "error: --no-flops is for --config-file"),
-        (["--variants", "--opts", "SEED", "1"], "error: --opts is for --config-file"),
+        (["--variants", "--opts", "SEED", "1"], "error: an override is for --config-file"),
     ],
 )
 def test_mistakes_are_one_line(monkeypatch, capsys, arguments, line):

@@ -151,6 +151,15 @@ def test_odd_overrides():
     assert text == "overrides are keys and values by turns; 'OUTPUT_DIR' has no value"
 
 
+def test_override_in_small_letters():
+    assert "did you mean 'MODEL.DEVICE'?" in message(CONFIGS["retinanet"], ["model.device", "cpu"])
+
+
+def test_override_of_one_word():
+    text = message(CONFIGS["retinanet"], ["OUTPUT_DIR", "x", "SOLVER.MAX_ITER=3"])
+    assert text == "the override 'SOLVER.MAX_ITER=3' is one word; a key and its value are two: SOLVER.MAX_ITER 3"
+
+
 @pytest.mark.parametrize("key", ["SOLVER.MAX_ITER.X", "MODEL.TRANSFORMER.NAME.X", "--resume", ""])
 def test_override_of_no_key(key):
     assert key in message(CONFIGS["retinanet"], [key, "3"])
