@@ -1,120 +1,14 @@
-"""Datasets by name, and one clear line for each thing that can be wrong with their files."""
+"""Records and loaders, and one clear line for each thing that can be wrong with their files."""
 
-import contextlib
-import json
-import shutil
 
 import cv2
-import numpy as np
 import pytest
 import torch
-from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from backbones import InputError
-from projects_vil.data import Mapper, build_test_loader, build_train_loader, load_dataset, register_datasets
+from projects_vil.data import build_test_loader, build_train_loader, load_dataset, register_datasets
+from tests.projects_vil.data.own import NAME, config, edit, entry, first_image, load, message, truncate
 from tests.projects_vil.helpers import small_config
-
-NAME = "data_test"
-
-
-@pytest.fixture
-def copy(shapes, tmp_path):
-    """A dataset of one's own to spoil: annotations.json and images/."""
-    shutil.copytree(shapes / "val", tmp_path / "images")
-    shutil.copy(shapes / "annotations/instances_val.json", tmp_path / "annotations.json")
-    yield tmp_path
-    for name in DatasetCatalog.list():
-        if name.startswith(NAME):
-            DatasetCatalog.remove(name)
-            MetadataCatalog.remove(name)
-
-
-def entry(folder, name: str = NAME) -> list[str]:
-    return [name, str(folder / "annotations.json"), str(folder / "images")]
-
-
-def config(*entries, overrides=()):
-    datasets = [
-        "DATASETS.COCO",
-        repr(list(entries)),
-        "DATASETS.TRAIN",
-        f"('{NAME}',)",
-        "DATASETS.TEST",
-        f"('{NAME}',)",
-    ]
-    return small_config("retinanet", *datasets, *overrides)
-
-
-def load(folder, *overrides, train: bool = True) -> list[dict]:
-    cfg = config(entry(folder), overrides=overrides)
-    register_datasets(cfg)
-    return load_dataset(cfg, [NAME], train=train)
-
-
-def message(call, *args, **kwargs) -> str:
-    with pytest.raises(InputError) as caught:
-        call(*args, **kwargs)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
-def edit(folder, change) -> None:
-    path = folder / "annotations.json"
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
-
-
-# -- registration ----------------------------------------------------------------------------------
-
-
-def test_shapes_follow_the_environment(shapes, tmp_path, monkeypatch):
-    assert MetadataCatalog.get("shapes_train").json_file == str(shapes / "annotations/instances_train.json")
-    assert MetadataCatalog.get("shapes_val").image_root == str(shapes / "val")
-    assert len(load_dataset(small_config(), ["shapes_train"], train=True)) == 16
-    assert len(load_dataset(small_config(), ["shapes_train", "shapes_val"], train=True)) == 24
-    monkeypatch.setenv("DETECTRON2_DATASETS", str(tmp_path))
-    register_datasets(small_config())
-    assert str(tmp_path) in message(load_dataset, small_config(), ["shapes_train"], train=True)
-
-
-def test_own_dataset_given_as_an_override(copy):
-    records = load(copy)
-    assert len(records) == 8
-    assert MetadataCatalog.get(NAME).thing_classes == ["circle", "square", "triangle"]
-    assert MetadataCatalog.get(NAME).evaluator_type == "coco"
-    register_datasets(config(entry(copy)))
-
-
-def test_same_name_with_other_files(copy):
-    register_datasets(config(entry(copy)))
-    other = [NAME, str(copy / "other.json"), str(copy / "images")]
-    text = message(register_datasets, config(other))
-    assert NAME in text and str(copy / "annotations.json") in text
-
-
-def test_a_name_that_starts_like_those_of_the_demo_clashes_too(copy):
-    name = "shapes_of_mine"
-    try:
-        register_datasets(config(entry(copy, name)))
-        assert name in message(register_datasets, config([name, "other.json", str(copy / "images")]))
-    finally:
-        with contextlib.suppress(KeyError):
-            DatasetCatalog.remove(name)
-            MetadataCatalog.remove(name)
-
-
-def test_name_of_a_builtin_dataset(copy):
-    text = message(register_datasets, config(entry(copy, "coco_2017_train")))
-    assert "coco_2017_train" in text and "already" in text
-
-
-@pytest.mark.parametrize(
-    "wrong", ["name", ["name", "a.json"], ["name", "a.json", 3], 3, ["", "a.json", "images"]]
-)
-def test_entry_that_is_no_triple(wrong):
-    assert "[name, annotation file, image folder]" in message(register_datasets, config(wrong))
-
 
 # -- files -----------------------------------------------------------------------------------------
 
@@ -220,67 +114,6 @@ def test_datasets_of_other_classes_are_not_mixed(copy, shapes):
     register_datasets(config(entry(copy)))
     text = message(load_dataset, config(entry(copy)), ["shapes_val", NAME], train=True)
     assert text.startswith(f"shapes_val and {NAME} have other classes")
-
-
-# -- images ----------------------------------------------------------------------------------------
-
-
-def first_image(folder):
-    content = json.loads((folder / "annotations.json").read_text())
-    return folder / "images" / content["images"][0]["file_name"]
-
-
-def truncate(path) -> None:
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-SPOILT = {
-    "truncated": truncate,
-    "empty": lambda path: path.write_bytes(b""),
-    "header only": lambda path: path.write_bytes(path.read_bytes()[:20]),
-    "text": lambda path: path.write_text("this is no image"),
-    "truncated PNG": lambda path: path.write_bytes(
-        cv2.imencode(".png", cv2.imread(str(path)))[1].tobytes()[:900]
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", SPOILT)
-@pytest.mark.parametrize("train", [True, False])
-def test_unreadable_image_is_named(copy, kind, train):
-    SPOILT[kind](first_image(copy))
-    records = load(copy)
-    mapper = Mapper(config(), is_train=train)
-    text = message(mapper, records[0])
-    assert text.startswith(f"cannot read the image {first_image(copy)}: ")
-    assert mapper(records[1])["image"].shape[0] == 3
-
-
-def test_image_that_vanished_after_loading(copy):
-    records = load(copy)
-    first_image(copy).unlink()
-    assert str(first_image(copy)) in message(Mapper(config(), is_train=True), records[0])
-
-
-def test_image_of_another_size_than_its_annotation_says(copy):
-    record = load(copy)[0]
-    height, width = record["height"], record["width"]
-    cv2.imwrite(str(first_image(copy)), np.zeros((height + 3, width, 3), np.uint8))
-    text = message(Mapper(config(), is_train=False), record)
-    assert (
-        str(first_image(copy)) in text and str((width, height)) in text and str((width, height + 3)) in text
-    )
-
-
-@pytest.mark.parametrize("box", [[1.0, 2.0], "a box", None])
-def test_box_that_is_none(copy, box):
-    edit(copy, lambda content: [a.update(bbox=box) for a in content["annotations"]])
-
-    def load_and_map():
-        return Mapper(config(), is_train=True)(load(copy)[0])
-
-    text = message(load_and_map)
-    assert str(copy) in text
 
 
 def test_box_dataset_for_a_mask_detector(copy):

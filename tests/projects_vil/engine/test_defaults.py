@@ -3,19 +3,14 @@
 import json
 import math
 import shutil
-import types
 
 import pytest
 import torch
 
-from backbones import InputError
-from backbones.attention.performer import PerformerAttention
 from projects_vil import load_config
 from projects_vil.checkpoint import build_detector
 from projects_vil.data import register_datasets
 from projects_vil.engine import Trainer, check_setup
-from projects_vil.engine.hooks import RedrawFeatures
-from projects_vil.evaluation import write_results
 from tests.projects_vil.helpers import CONFIGS, SMALL, run_tool, small_config
 
 
@@ -145,155 +140,6 @@ def test_semantic_fpn_trains_and_reports_miou(shapes_sem_seg, tmp_path):
     assert read_json(tmp_path / "again/evaluation.json") == read_json(tmp_path / "evaluation.json")
 
 
-# -- results ---------------------------------------------------------------------------------------
-
-
-def test_metrics_without_any_detection_are_null(shapes, trained_run, tmp_path):
-    overrides = ["MODEL.RETINANET.SCORE_THRESH_TEST", "0.999", "OUTPUT_DIR", str(tmp_path)]
-    cfg = load_config(trained_run / "config.yaml", overrides)
-    register_datasets(cfg)
-    results = Trainer.test(cfg, build_detector(cfg, trained_run / "model_final.pth"))
-    assert math.isnan(results["bbox"]["AP"])
-    content = read_json(tmp_path / "evaluation.json")
-    assert set(content["shapes_val"]["bbox"].values()) == {None}
-
-
-def test_results_of_two_datasets(tmp_path):
-    cfg = small_config("retinanet", "OUTPUT_DIR", str(tmp_path), "DATASETS.TEST", "('a', 'b')")
-    write_results(cfg, {"a": {"bbox": {"AP": 1.5}}, "b": {"bbox": {"AP": float("nan"), "AP50": 2}}})
-    content = read_json(tmp_path / "evaluation.json")
-    assert content == {"a": {"bbox": {"AP": 1.5}}, "b": {"bbox": {"AP": None, "AP50": 2}}}
-
-
-# -- before a run ----------------------------------------------------------------------------------
-
-
-def setup_message(*overrides: str, **options) -> str:
-    with pytest.raises(InputError) as caught:
-        check_setup(small_config("retinanet", *overrides), **options)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
-def test_setup_that_is_right(shapes, trained_run):
-    final = str(trained_run / "model_final.pth")
-    check_setup(small_config())
-    check_setup(small_config("retinanet", "MODEL.WEIGHTS", final), eval_only=True)
-    absent = ["MODEL.WEIGHTS", final, "DATASETS.TRAIN", "('absent',)"]
-    check_setup(small_config("retinanet", *absent), eval_only=True)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="what is refused without a CUDA device")
-def test_no_cuda_device():
-    assert "MODEL.DEVICE is cuda" in setup_message("MODEL.DEVICE", "cuda")
-    assert "there is no CUDA device" in setup_message("MODEL.DEVICE", "cuda:1", "SOLVER.AMP.ENABLED", "True")
-
-
-def test_amp_on_the_cpu(shapes):
-    assert setup_message("SOLVER.AMP.ENABLED", "True").startswith("SOLVER.AMP.ENABLED is True")
-
-
-def test_another_device():
-    assert setup_message("MODEL.DEVICE", "tpu") == "MODEL.DEVICE is 'tpu': it is cpu or cuda"
-
-
-def test_batch_is_shared_out_evenly(shapes):
-    overrides = ["SOLVER.IMS_PER_BATCH", "6"]
-    assert setup_message(*overrides, processes=4) == "SOLVER.IMS_PER_BATCH is 6, no multiple of 4 processes"
-    check_setup(small_config("retinanet", *overrides), processes=3)
-
-
-def test_something_to_train_and_to_evaluate_on(shapes):
-    neither = ["DATASETS.TRAIN", "()", "DATASETS.TEST", "()", "MODEL.WEIGHTS", __file__]
-    assert setup_message(*neither) == "DATASETS.TRAIN is empty: name a dataset"
-    assert setup_message(*neither, eval_only=True) == "DATASETS.TEST is empty: name a dataset"
-
-
-def test_variant_is_checked_first():
-    assert "did you mean 'vil_tiny_rpb'" in setup_message("MODEL.TRANSFORMER.NAME", "vil_tinny_rpb")
-
-
-@pytest.mark.parametrize("key", ["TRAIN", "TEST"])
-def test_datasets_are_checked_first(shapes, key):
-    assert "did you mean 'shapes_val'" in setup_message(f"DATASETS.{key}", "('shapes_vall',)")
-
-
-def test_weights_are_checked_first(shapes, tmp_path):
-    absent = str(tmp_path / "absent.pth")
-    assert setup_message("MODEL.WEIGHTS", absent) == f"there is no weights file {absent} (MODEL.WEIGHTS)"
-    assert setup_message(eval_only=True).startswith("MODEL.WEIGHTS is empty")
-
-
-# -- Performer's random features -------------------------------------------------------------------
-
-
-def features_of(path) -> dict[str, torch.Tensor]:
-    state = torch.load(path, weights_only=True)["model"]
-    return {name: tensor for name, tensor in state.items() if name.endswith("attention.features")}
-
-
-def test_random_features_are_redrawn_by_iteration_and_saved(shapes, tmp_path):
-    """Before the third and the fifth iteration; a run that is resumed draws as one that never stopped."""
-    options = ["MODEL.TRANSFORMER.NAME", "performer_tiny", "MODEL.TRANSFORMER.FEATURE_REDRAW_PERIOD", "2"]
-    options += ["SOLVER.IMS_PER_BATCH", "2", "SOLVER.MAX_ITER", "5", "SOLVER.CHECKPOINT_PERIOD", "2"]
-    cfg = small_config("retinanet", *options, "OUTPUT_DIR", str(tmp_path), "DATASETS.TEST", "()")
-    Trainer(cfg).train()
-    at = {name: features_of(tmp_path / f"model_{name}.pth") for name in ("0000001", "0000003", "final")}
-    first = next(iter(at["final"]))
-    assert len(at["final"]) == 12
-    assert not torch.equal(at["0000001"][first], at["0000003"][first])
-    assert not torch.equal(at["0000003"][first], at["final"][first])
-    (tmp_path / "last_checkpoint").write_text("model_0000001.pth")
-    resumed = Trainer(cfg)
-    resumed.resume_or_load(resume=True)
-    resumed.train()
-    assert all(torch.equal(features_of(tmp_path / "model_final.pth")[name], at["final"][name]) for name in at["final"])
-
-
-def test_a_redraw_period_below_one_raises(shapes, tmp_path):
-    options = ["MODEL.TRANSFORMER.NAME", "performer_tiny", "MODEL.TRANSFORMER.FEATURE_REDRAW_PERIOD", "0"]
-    cfg = small_config("retinanet", *options, "OUTPUT_DIR", str(tmp_path))
-    with pytest.raises(InputError, match="FEATURE_REDRAW_PERIOD is 0"):
-        Trainer(cfg)
-
-
-def _features_after_start(rank: int, file: str, folder: str) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
-    torch.manual_seed(rank)
-    model = PerformerAttention(8, num_heads=2, num_features=6)
-    hook = RedrawFeatures(2)
-    hook.trainer = types.SimpleNamespace(model=model, iter=0)
-    hook.before_train()
-    started = model.features.clone()
-    hook.before_step()
-    assert torch.equal(model.features, started)
-    hook.trainer.iter = 2
-    hook.before_step()
-    torch.save([started, model.features], f"{folder}/{rank}.pth")
-    torch.distributed.destroy_process_group()
-
-
-def test_processes_have_the_same_random_features(tmp_path):
-    torch.multiprocessing.spawn(_features_after_start, args=(str(tmp_path / "store"), str(tmp_path)), nprocs=2)
-    first, second = (torch.load(tmp_path / f"{rank}.pth", weights_only=True) for rank in (0, 1))
-    assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
-    assert not torch.equal(first[0], first[1])
-
-
-@pytest.mark.parametrize(
-    "overrides, message",
-    [
-        (["MODEL.FPN.NORM", "foo"], "the model cannot be built from this config: .*foo"),
-        (["MODEL.META_ARCHITECTURE", "foo"], "cannot be built from this config: .*foo"),
-        (["MODEL.TRANSFORMER.SHARED_PROJECTIONS", "maybe"], "shared_projections='maybe': it is True or False"),
-        (["MODEL.TRANSFORMER.RANK", "[8, 8, 8, 8]"], "rank has no effect: no stage has long_short attention"),
-    ],
-)
-def test_a_model_that_cannot_be_built_is_refused(shapes, overrides, message):
-    with pytest.raises(InputError, match=message):
-        check_setup(small_config("retinanet", *overrides))
-
-
 @pytest.mark.parametrize("family", ["ls", "lit", "cvt"])
 @pytest.mark.parametrize("detector", ["retinanet", "mask_rcnn"])
 def test_every_family_trains_in_both_detectors(shapes, tmp_path, detector, family):
@@ -308,3 +154,13 @@ def test_every_family_trains_in_both_detectors(shapes, tmp_path, detector, famil
         assert parameter.isfinite().all()
         if "dynamic_projection.bias" not in name:
             assert not torch.equal(parameter, before[name]), name
+
+
+def test_metrics_without_any_detection_are_null(shapes, trained_run, tmp_path):
+    overrides = ["MODEL.RETINANET.SCORE_THRESH_TEST", "0.999", "OUTPUT_DIR", str(tmp_path)]
+    cfg = load_config(trained_run / "config.yaml", overrides)
+    register_datasets(cfg)
+    results = Trainer.test(cfg, build_detector(cfg, trained_run / "model_final.pth"))
+    assert math.isnan(results["bbox"]["AP"])
+    content = read_json(tmp_path / "evaluation.json")
+    assert set(content["shapes_val"]["bbox"].values()) == {None}

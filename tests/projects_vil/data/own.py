@@ -1,0 +1,56 @@
+"""A dataset of one's own, to be spoilt."""
+
+import json
+
+import pytest
+
+from backbones import InputError
+from projects_vil.data import load_dataset, register_datasets
+from tests.projects_vil.helpers import small_config
+
+NAME = "data_test"
+
+
+def entry(folder, name: str = NAME) -> list[str]:
+    return [name, str(folder / "annotations.json"), str(folder / "images")]
+
+
+def config(*entries, overrides=()):
+    datasets = [
+        "DATASETS.COCO",
+        repr(list(entries)),
+        "DATASETS.TRAIN",
+        f"('{NAME}',)",
+        "DATASETS.TEST",
+        f"('{NAME}',)",
+    ]
+    return small_config("retinanet", *datasets, *overrides)
+
+
+def load(folder, *overrides, train: bool = True) -> list[dict]:
+    cfg = config(entry(folder), overrides=overrides)
+    register_datasets(cfg)
+    return load_dataset(cfg, [NAME], train=train)
+
+
+def message(call, *args, **kwargs) -> str:
+    with pytest.raises(InputError) as caught:
+        call(*args, **kwargs)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def edit(folder, change) -> None:
+    path = folder / "annotations.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def first_image(folder):
+    content = json.loads((folder / "annotations.json").read_text())
+    return folder / "images" / content["images"][0]["file_name"]
+
+
+def truncate(path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])

@@ -1,0 +1,65 @@
+"""Performer's random features: drawn anew by iteration, saved, and the same in all processes."""
+
+import types
+
+import pytest
+import torch
+
+from backbones import InputError
+from backbones.attention.performer import PerformerAttention
+from projects_vil.engine import Trainer
+from projects_vil.engine.hooks import RedrawFeatures
+from tests.projects_vil.helpers import small_config
+
+
+def features_of(path) -> dict[str, torch.Tensor]:
+    state = torch.load(path, weights_only=True)["model"]
+    return {name: tensor for name, tensor in state.items() if name.endswith("attention.features")}
+
+
+def test_random_features_are_redrawn_by_iteration_and_saved(shapes, tmp_path):
+    """Before the third and the fifth iteration; a run that is resumed draws as one that never stopped."""
+    options = ["MODEL.TRANSFORMER.NAME", "performer_tiny", "MODEL.TRANSFORMER.FEATURE_REDRAW_PERIOD", "2"]
+    options += ["SOLVER.IMS_PER_BATCH", "2", "SOLVER.MAX_ITER", "5", "SOLVER.CHECKPOINT_PERIOD", "2"]
+    cfg = small_config("retinanet", *options, "OUTPUT_DIR", str(tmp_path), "DATASETS.TEST", "()")
+    Trainer(cfg).train()
+    at = {name: features_of(tmp_path / f"model_{name}.pth") for name in ("0000001", "0000003", "final")}
+    first = next(iter(at["final"]))
+    assert len(at["final"]) == 12
+    assert not torch.equal(at["0000001"][first], at["0000003"][first])
+    assert not torch.equal(at["0000003"][first], at["final"][first])
+    (tmp_path / "last_checkpoint").write_text("model_0000001.pth")
+    resumed = Trainer(cfg)
+    resumed.resume_or_load(resume=True)
+    resumed.train()
+    assert all(torch.equal(features_of(tmp_path / "model_final.pth")[name], at["final"][name]) for name in at["final"])
+
+
+def test_a_redraw_period_below_one_raises(shapes, tmp_path):
+    options = ["MODEL.TRANSFORMER.NAME", "performer_tiny", "MODEL.TRANSFORMER.FEATURE_REDRAW_PERIOD", "0"]
+    cfg = small_config("retinanet", *options, "OUTPUT_DIR", str(tmp_path))
+    with pytest.raises(InputError, match="FEATURE_REDRAW_PERIOD is 0"):
+        Trainer(cfg)
+
+
+def _features_after_start(rank: int, file: str, folder: str) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    torch.manual_seed(rank)
+    model = PerformerAttention(8, num_heads=2, num_features=6)
+    hook = RedrawFeatures(2)
+    hook.trainer = types.SimpleNamespace(model=model, iter=0)
+    hook.before_train()
+    started = model.features.clone()
+    hook.before_step()
+    assert torch.equal(model.features, started)
+    hook.trainer.iter = 2
+    hook.before_step()
+    torch.save([started, model.features], f"{folder}/{rank}.pth")
+    torch.distributed.destroy_process_group()
+
+
+def test_processes_have_the_same_random_features(tmp_path):
+    torch.multiprocessing.spawn(_features_after_start, args=(str(tmp_path / "store"), str(tmp_path)), nprocs=2)
+    first, second = (torch.load(tmp_path / f"{rank}.pth", weights_only=True) for rank in (0, 1))
+    assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+    assert not torch.equal(first[0], first[1])
