@@ -1,5 +1,11 @@
 """The backbones in detectron2: importing this package registers their builders."""
 
+# ruff: noqa: E402
+from projects_vil.utils import silence_known_warnings
+
+# Before detectron2 is imported, which raises some.
+silence_known_warnings()
+
 from projects_vil.checkpoint import Checkpointer
 from projects_vil.config import add_vil_config, load_config
 from projects_vil.data import register_datasets

@@ -5,16 +5,12 @@ Example:
     python tools/train_net.py --config-file configs/retinanet/vil_tiny_1x.yaml --eval-only MODEL.WEIGHTS model.pth
 """
 
-from detectron2.engine import default_argument_parser
-
-from projects_vil.config import ConfigToolParser
-from projects_vil.engine import train_from_command_line
+from projects_vil.engine import train_from_command_line, training_parser
 from projects_vil.utils import run_tool
 
 
 def main() -> None:
-    parser = ConfigToolParser(__doc__, config_file=False, parents=[default_argument_parser()])
-    train_from_command_line(parser.parse_args())
+    train_from_command_line(training_parser(__doc__).parse_args())
 
 
 if __name__ == "__main__":

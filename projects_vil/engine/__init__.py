@@ -2,7 +2,7 @@
 
 from projects_vil.engine.checks import check_setup
 from projects_vil.engine.defaults import Trainer
-from projects_vil.engine.launch import train_from_command_line
+from projects_vil.engine.launch import train_from_command_line, training_parser
 from projects_vil.engine.lazy import (
     build_lazy_optimizer,
     describe_lazy_config,
@@ -20,4 +20,5 @@ __all__ = [
     "load_records",
     "train_from_command_line",
     "train_lazily_from_command_line",
+    "training_parser",
 ]

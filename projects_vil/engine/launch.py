@@ -6,32 +6,37 @@ from collections import OrderedDict
 from pathlib import Path
 
 import torch
-from detectron2.engine import default_setup, launch
+from detectron2.engine import default_argument_parser, default_setup, launch
 from detectron2.evaluation import verify_results
 from detectron2.utils import comm
 
 from backbones import InputError
 from projects_vil.checkpoint import Checkpointer
-from projects_vil.config import load_config
+from projects_vil.config import ConfigToolParser, load_config
 from projects_vil.data import register_datasets
 from projects_vil.engine.checks import check_setup
 from projects_vil.engine.defaults import Trainer
 from projects_vil.solver import count_training_images, is_by_epochs, schedule_by_epochs
+from projects_vil.utils import log_run
+
+
+def training_parser(description: str | None) -> ConfigToolParser:
+    """detectron2's arguments for training, with this project's way to override."""
+    return ConfigToolParser(description, config_file=False, parents=[default_argument_parser()])
 
 
 def train_from_command_line(args: argparse.Namespace) -> None:
     """What ``tools/train_net.py`` does: check what can be checked in a second, then start the processes.
 
     Args:
-        args: of ``detectron2.engine.default_argument_parser``.
+        args: of :func:`training_parser`.
 
     Raises:
         InputError: for a mistake in the config, its overrides or the files that they name.
     """
     cfg = load_config(args.config_file, args.opts)
     register_datasets(cfg)
-    if args.num_gpus > max(torch.cuda.device_count(), 1):
-        raise InputError(f"--num-gpus is {args.num_gpus}, and there are {torch.cuda.device_count()} here")
+    _check_processes(args)
     check_setup(cfg, processes=args.num_gpus * args.num_machines, eval_only=args.eval_only, resume=args.resume)
     num_images = 0
     if not args.eval_only and is_by_epochs(cfg, args.opts):
@@ -50,6 +55,21 @@ def train_from_command_line(args: argparse.Namespace) -> None:
     )
 
 
+def _check_processes(args: argparse.Namespace) -> None:
+    if args.num_gpus < 1:
+        raise InputError(
+            f"--num-gpus is {args.num_gpus}: it is 1 or more, one process each; to train without a GPU leave it out, "
+            "and add MODEL.DEVICE cpu"
+        )
+    if args.num_gpus > max(torch.cuda.device_count(), 1):
+        raise InputError(f"--num-gpus is {args.num_gpus}, and there are {torch.cuda.device_count()} here")
+    if args.num_machines < 1:
+        raise InputError(f"--num-machines is {args.num_machines}: it is 1 or more")
+    if not 0 <= args.machine_rank < args.num_machines:
+        last = args.num_machines - 1
+        raise InputError(f"--machine-rank is {args.machine_rank}: of {args.num_machines} machines it is 0 to {last}")
+
+
 def _run(args: argparse.Namespace, num_images: int) -> OrderedDict:
     """Train or evaluate in one process; returns what detectron2's trainer or evaluation does.
 
@@ -59,10 +79,19 @@ def _run(args: argparse.Namespace, num_images: int) -> OrderedDict:
     cfg = load_config(args.config_file, args.opts)
     register_datasets(cfg)
     cfg, lines = (cfg, []) if args.eval_only else schedule_by_epochs(cfg, num_images, args.opts)
+    log_run(cfg.OUTPUT_DIR, rank=comm.get_rank())
     default_setup(cfg, args)
     for line in lines:
         logging.getLogger("detectron2").info(line)
     if not args.eval_only:
+        logging.getLogger(__name__).info(
+            "training %s with %s on %s: %d iterations; %s/log.txt has the config, the model and the environment too",
+            cfg.MODEL.META_ARCHITECTURE,
+            cfg.MODEL.TRANSFORMER.NAME,
+            cfg.MODEL.DEVICE,
+            cfg.SOLVER.MAX_ITER,
+            cfg.OUTPUT_DIR,
+        )
         trainer = Trainer(cfg)
         trainer.resume_or_load(resume=args.resume)
         return trainer.train()

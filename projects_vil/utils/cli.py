@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from torch.multiprocessing import ProcessRaisedException
 
 from backbones.errors import InputError, closest
+from projects_vil.utils.logging import log_to_stderr
 
 _RAISED_ELSEWHERE = f"{InputError.__module__}.{InputError.__qualname__}: "
 
@@ -43,10 +44,14 @@ class ToolParser(argparse.ArgumentParser):
 
 
 def run_tool(main: Callable[[], None]) -> None:
-    """Call ``main``; an :class:`InputError`, raised here or in a process started from here, becomes one line on
-    stderr and exit status 1, an interrupt one line and status 130."""
+    """Call ``main``, with what it logs on stderr.
+
+    An :class:`InputError`, raised here or in a process started from here, becomes one line on stderr and exit status
+    1, an interrupt one line and status 130.
+    """
     try:
-        main()
+        with log_to_stderr():
+            main()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)

@@ -5,10 +5,10 @@ import itertools
 
 import pytest
 import torch
-from detectron2.engine import default_argument_parser
 
 from backbones import InputError
 from projects_vil.config import ConfigToolParser, config_of
+from projects_vil.engine import training_parser
 from tests.projects_vil.helpers import CONFIGS
 
 FILE = ["--config-file", str(CONFIGS["retinanet"])]
@@ -26,7 +26,7 @@ def parser(**options) -> ConfigToolParser:
 
 
 def train_parser() -> ConfigToolParser:
-    return ConfigToolParser("Train.", config_file=False, parents=[default_argument_parser()])
+    return training_parser("Train.")
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations([FILE, PAIRS, ["--flag", "--size", "4", "5"]])))
