@@ -49,6 +49,8 @@ def add_vil_config(cfg: CN) -> None:
     # 0, or how many times to train on every image: SOLVER.MAX_ITER, STEPS, WARMUP_ITERS and CHECKPOINT_PERIOD and
     # TEST.EVAL_PERIOD then follow from the number of images and IMS_PER_BATCH (projects_vil/solver/schedule.py).
     cfg.SOLVER.EPOCHS = 0
+    # detectron2's key, None there for that of the weights: here biases do not decay, as norms do not in detectron2.
+    cfg.SOLVER.WEIGHT_DECAY_BIAS = 0.0
     # The exponent of SOLVER.LR_SCHEDULER_NAME WarmupPolyLR, which falls from BASE_LR to BASE_LR_END.
     cfg.SOLVER.POLY_LR_POWER = 0.9
 

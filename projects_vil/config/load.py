@@ -63,7 +63,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> CN:
 
 
 def _explain(error: Exception, cfg: CN) -> str:
+    if isinstance(error, OSError):
+        return f"cannot read {error.filename}: {error.strerror}"
     message = _one_line(error.args[0] if error.args else error)
+    name = re.search(r"<class 'tuple'> vs\. <class 'str'>.*config key: (DATASETS\.(?:TRAIN|TEST))", message)
+    if name is not None:
+        value = re.search(r"vs\. (\S+)\)", message.partition("with values")[2])
+        given = value[1] if value else "NAME"
+        return f"{name[1]} is one name, {given}: add a comma, {name[1]} '(\"{given}\",)'"
     match = re.search(r"Non-existent (?:config )?key: ([\w.]+)", message)
     if match is None:
         return message

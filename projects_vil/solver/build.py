@@ -14,6 +14,15 @@ from backbones import InputError
 from backbones.errors import closest
 from projects_vil.solver.clipping import clip_full_model
 
+# detectron2's list, which is inside a function there.
+_NORMS = (
+    nn.modules.batchnorm._BatchNorm,
+    nn.GroupNorm,
+    nn.modules.instancenorm._InstanceNorm,
+    nn.LayerNorm,
+    nn.LocalResponseNorm,
+)
+
 
 def undecayed_parameters(model: nn.Module) -> set[str]:
     """Names of parameters that take no weight decay: biases and norms, and what a backbone's own list names."""
@@ -26,7 +35,14 @@ def undecayed_parameters(model: nn.Module) -> set[str]:
 
 
 def parameter_groups(
-    model: nn.Module, *, base_lr: float, weight_decay: float, lr_multipliers: Iterable[Sequence] = ()
+    model: nn.Module,
+    *,
+    base_lr: float,
+    weight_decay: float,
+    weight_decay_norm: float | None = 0.0,
+    weight_decay_bias: float | None = 0.0,
+    bias_lr_factor: float = 1.0,
+    lr_multipliers: Iterable[Sequence] = (),
 ) -> list[dict[str, Any]]:
     """Trainable parameters, grouped by learning rate and weight decay.
 
@@ -34,6 +50,10 @@ def parameter_groups(
         model: whose modules may have ``no_weight_decay()``, a set of their parameters' names.
         base_lr: learning rate where no pattern matches.
         weight_decay: of the parameters that :func:`undecayed_parameters` does not name.
+        weight_decay_norm: of the weights of norms, and of their biases where ``weight_decay_bias`` is None; None for
+            ``weight_decay``.
+        weight_decay_bias: of biases; None for ``weight_decay``.
+        bias_lr_factor: what the learning rate of biases is multiplied by.
         lr_multipliers: pairs of a shell-style pattern on full parameter names and a factor; the factors of all
             patterns that match are multiplied.
 
@@ -42,16 +62,27 @@ def parameter_groups(
     """
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     multipliers = [_check_multiplier(pair, names) for pair in lr_multipliers]
-    undecayed = undecayed_parameters(model)
+    decays = {name: 0.0 for name in undecayed_parameters(model)}
+    biases = set()
+    for prefix, module in model.named_modules():
+        for own_name, _ in module.named_parameters(recurse=False):
+            name = f"{prefix}.{own_name}" if prefix else own_name
+            is_norm = isinstance(module, _NORMS)
+            if own_name == "bias":
+                biases.add(name)
+            if own_name == "bias" and not (is_norm and weight_decay_bias is None):
+                decays[name] = weight_decay if weight_decay_bias is None else weight_decay_bias
+            elif is_norm:
+                decays[name] = weight_decay if weight_decay_norm is None else weight_decay_norm
     groups: dict[tuple[float, float], list[nn.Parameter]] = defaultdict(list)
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        lr = base_lr
+        lr = base_lr * bias_lr_factor if name in biases else base_lr
         for pattern, factor in multipliers:
             if fnmatch.fnmatchcase(name, pattern):
                 lr *= factor
-        groups[lr, 0.0 if name in undecayed else weight_decay].append(parameter)
+        groups[lr, decays.get(name, weight_decay)].append(parameter)
     return [{"params": params, "lr": lr, "weight_decay": decay} for (lr, decay), params in groups.items()]
 
 
@@ -68,6 +99,9 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
         model,
         base_lr=cfg.SOLVER.BASE_LR,
         weight_decay=cfg.SOLVER.WEIGHT_DECAY,
+        weight_decay_norm=cfg.SOLVER.WEIGHT_DECAY_NORM,
+        weight_decay_bias=cfg.SOLVER.WEIGHT_DECAY_BIAS,
+        bias_lr_factor=cfg.SOLVER.BIAS_LR_FACTOR,
         lr_multipliers=cfg.SOLVER.LR_MULTIPLIERS,
     )
     if cfg.SOLVER.OPTIMIZER == "ADAMW":

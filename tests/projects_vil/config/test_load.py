@@ -51,6 +51,9 @@ def test_defaults():
     assert cfg.SOLVER.EPOCHS == 0
     del cfg.SOLVER["EPOCHS"]
     del cfg.MODEL["TRANSFORMER"], cfg.SOLVER["OPTIMIZER"], cfg.SOLVER["LR_MULTIPLIERS"], cfg.DATASETS["COCO"]
+    # Biases do not decay.
+    assert (cfg.SOLVER.WEIGHT_DECAY_BIAS, before.SOLVER.WEIGHT_DECAY_BIAS) == (0.0, None)
+    cfg.SOLVER.WEIGHT_DECAY_BIAS = None
     del cfg.SOLVER["POLY_LR_POWER"], cfg.INPUT.CROP["SINGLE_CATEGORY_MAX_AREA"], cfg.DATASETS["ADE20K"]
     assert cfg == before
 
@@ -110,6 +113,11 @@ def test_missing_base_is_named(tmp_path):
     assert "absent.yaml" in message(write(tmp_path, "_BASE_: absent.yaml\n"))
 
 
+def test_a_base_that_is_a_folder(tmp_path):
+    path = write(tmp_path, "_BASE_: .\n")
+    assert message(path) == f"{path}: cannot read {tmp_path}: Is a directory"
+
+
 @pytest.mark.parametrize("text", ["MODEL: [", "MODEL:\n\tX: 1\n", "a: b: c\n"])
 def test_not_yaml(tmp_path, text):
     path = write(tmp_path, text)
@@ -153,6 +161,16 @@ def test_odd_overrides():
 
 def test_override_in_small_letters():
     assert "did you mean 'MODEL.DEVICE'?" in message(CONFIGS["retinanet"], ["model.device", "cpu"])
+
+
+@pytest.mark.parametrize("key", ["DATASETS.TRAIN", "DATASETS.TEST"])
+@pytest.mark.parametrize("value", ['("mine")', "mine"])
+def test_a_dataset_without_its_comma(tmp_path, key, value):
+    section, name = key.split(".")
+    path = write(tmp_path, f"{section}:\n  {name}: {value}\n")
+    for text in (message(path), message(CONFIGS["retinanet"], [key, value])):
+        assert f"{key} is one name, mine: add a comma, {key} '(\"mine\",)'" in text
+    assert load_config(CONFIGS["retinanet"], [key, '("mine",)']).DATASETS[name] == ("mine",)
 
 
 def test_override_of_one_word():

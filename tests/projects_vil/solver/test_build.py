@@ -2,16 +2,20 @@
 
 import copy
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 from detectron2.modeling import build_model
+from detectron2.solver.build import get_default_optimizer_params
 from torch import nn
 
 from backbones import InputError
+from projects_vil import load_config
+from projects_vil.modeling import build_on_meta
 from projects_vil.solver import build_optimizer, parameter_groups
 from projects_vil.solver.build import undecayed_parameters
-from tests.projects_vil.helpers import small_config
+from tests.projects_vil.helpers import ROOT, small_config
 
 VARIANTS = ["vil_tiny_1_1_3_1_rpb", "vil_tiny_1_1_3_1"]
 
@@ -241,3 +245,69 @@ def test_the_scaler_skips_an_infinite_gradient_without_an_error():
     scaler.scale(torch.ones(()))
     scaler.step(build_optimizer(small_config(), model))
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+# -- detectron2's keys -----------------------------------------------------------------------------
+
+
+def decays_and_rates(*overrides: str) -> dict[str, tuple[float, float]]:
+    """Weight decay and learning rate by name; a bare parameter stands for tables and tokens."""
+    model = two_layers()
+    model.register_parameter("table", nn.Parameter(torch.zeros(3)))
+    keys = ["SOLVER.WEIGHT_DECAY", "0.3", "SOLVER.BASE_LR", "0.5", *overrides]
+    groups = build_optimizer(small_config("retinanet", *keys), model).param_groups
+    return {name: (decay, lr) for names, lr, decay in named(groups, model) for name in names}
+
+
+@pytest.mark.parametrize(
+    "overrides, weight, bias, norm_weight, norm_bias",
+    [
+        ([], (0.3, 0.5), (0, 0.5), (0, 0.5), (0, 0.5)),
+        (["WEIGHT_DECAY_NORM", "0.2"], (0.3, 0.5), (0, 0.5), (0.2, 0.5), (0, 0.5)),
+        (["WEIGHT_DECAY_BIAS", "0.1"], (0.3, 0.5), (0.1, 0.5), (0, 0.5), (0.1, 0.5)),
+        (["WEIGHT_DECAY_BIAS", "None"], (0.3, 0.5), (0.3, 0.5), (0, 0.5), (0, 0.5)),
+        (["WEIGHT_DECAY_BIAS", "None", "WEIGHT_DECAY_NORM", "None"], *[(0.3, 0.5)] * 4),
+        (["BIAS_LR_FACTOR", "2.0"], (0.3, 0.5), (0, 1.0), (0, 0.5), (0, 1.0)),
+    ],
+)
+def test_keys_of_detectron2(overrides, weight, bias, norm_weight, norm_bias):
+    keys = [token if index % 2 else f"SOLVER.{token}" for index, token in enumerate(overrides)]
+    found = decays_and_rates(*keys)
+    assert found == {
+        **{"0.weight": weight, "2.weight": weight, "0.bias": bias, "2.bias": bias},
+        **{"1.weight": norm_weight, "1.bias": norm_bias, "table": (0, 0.5)},
+    }
+    # Where detectron2 has the same parameters, it groups them alike.
+    cfg = small_config("retinanet", "SOLVER.WEIGHT_DECAY", "0.3", "SOLVER.BASE_LR", "0.5", *keys)
+    model = two_layers()
+    theirs = get_default_optimizer_params(
+        model,
+        base_lr=0.5,
+        weight_decay=0.3,
+        weight_decay_norm=cfg.SOLVER.WEIGHT_DECAY_NORM,
+        bias_lr_factor=cfg.SOLVER.BIAS_LR_FACTOR,
+        weight_decay_bias=cfg.SOLVER.WEIGHT_DECAY_BIAS,
+    )
+    assert {name: (decay, lr) for names, lr, decay in named(theirs, model) for name in names} == {
+        name: value for name, value in found.items() if name != "table"
+    }
+
+
+def shipped_configs() -> list[Path]:
+    folders = [ROOT / "configs" / name for name in ("retinanet", "mask_rcnn", "semantic_fpn")]
+    return [path for folder in folders for path in sorted(folder.iterdir())]
+
+
+def test_the_optimizers_of_shipped_configs():
+    """One decay for weights of layers, none for the rest, and the rates of LR_MULTIPLIERS alone: one of each family."""
+    names = ("vil_tiny_1x", "ls_small_1x", "cvt_ls_13_1x", "lit_ti_1x", "lit_ti")
+    paths = [path for path in shipped_configs() if path.stem in names]
+    assert len(paths) == 9
+    for path in paths:
+        cfg = load_config(path)
+        model = build_on_meta(cfg)
+        undecayed = undecayed_parameters(model)
+        for names, lr, decay in named(build_optimizer(cfg, model).param_groups, model):
+            assert {decay} == {0.0 if name in undecayed else cfg.SOLVER.WEIGHT_DECAY for name in names}, path
+            if not cfg.SOLVER.LR_MULTIPLIERS:
+                assert lr == cfg.SOLVER.BASE_LR

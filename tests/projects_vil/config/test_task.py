@@ -1,0 +1,20 @@
+"""What a config is for."""
+
+import pytest
+
+from projects_vil.config import is_segmentor, number_of_classes
+from tests.projects_vil.helpers import small_config
+
+
+@pytest.mark.parametrize(
+    "detector, key, number",
+    [
+        ("retinanet", "MODEL.RETINANET.NUM_CLASSES", 3),
+        ("mask_rcnn", "MODEL.ROI_HEADS.NUM_CLASSES", 3),
+        ("semantic_fpn", "MODEL.SEM_SEG_HEAD.NUM_CLASSES", 4),
+    ],
+)
+def test_number_of_classes(detector, key, number):
+    cfg = small_config(detector)
+    assert number_of_classes(cfg) == (key, number)
+    assert is_segmentor(cfg) == (detector == "semantic_fpn")
