@@ -166,7 +166,7 @@ class Checkpointer(DetectionCheckpointer):
             if self.complete or not is_predictor(name) or not _other_rows(tuple(theirs), tuple(ours)):
                 raise InputError(
                     f"{self._path} is of another model: {len(incompatible.incorrect_shapes)} shapes differ, {name} is "
-                    f"{tuple(theirs)} there and {tuple(ours)} here{options}"
+                    f"{tuple(theirs)} there and {tuple(ours)} here{options}{self._own_config()}"
                 )
             predictors.add(name)
         unexpected = [name for name in incompatible.unexpected_keys if "pixel_" not in name]
@@ -178,7 +178,7 @@ class Checkpointer(DetectionCheckpointer):
         if unexpected or missing:
             raise InputError(
                 f"{self._path} is of another model: {len(unexpected)} names in it fit nothing{_some(unexpected)} and "
-                f"{len(missing)} parameters of the model are not in it{_some(missing)}{options}"
+                f"{len(missing)} parameters of the model are not in it{_some(missing)}{options}{self._own_config()}"
             )
         return incompatible
 
@@ -187,7 +187,10 @@ class Checkpointer(DetectionCheckpointer):
     def _check_variant(self, said: Provenance) -> None:
         ours = self.provenance.variant
         if said.variant is not None and ours is not None and said.variant != ours:
-            raise InputError(f"{self._path} is of {said.variant}, and the model is {ours} (MODEL.TRANSFORMER.NAME)")
+            raise InputError(
+                f"{self._path} is of {said.variant}, and the model is {ours} (MODEL.TRANSFORMER.NAME)"
+                f"{self._own_config()}"
+            )
 
     def _check_options(self, said: Provenance) -> str:
         """Which options differ, in words; shapes do not show all of them."""
@@ -197,7 +200,7 @@ class Checkpointer(DetectionCheckpointer):
         differ = differing_options(variant, said.options, ours).items()
         text = ", ".join(f"{key} {value} where the model has {here}" for key, (value, here) in differ)
         if text and self.complete:
-            raise InputError(f"{self._path} has {text}")
+            raise InputError(f"{self._path} has {text}{self._own_config()}")
         if text:
             self.logger.warning(f"{self._path} has {text}: what it learned was for that")
         return text
@@ -211,8 +214,13 @@ class Checkpointer(DetectionCheckpointer):
             "MODEL.PIXEL_MEAN, MODEL.PIXEL_STD)"
         )
         if self.complete:
-            raise InputError(text)
+            raise InputError(f"{text}{self._own_config()}")
         self.logger.warning(text)
+
+    def _own_config(self) -> str:
+        """The config that a run left beside its checkpoint, as a way out."""
+        config = Path(self._path).with_name("config.yaml")
+        return f"; its run's config is {config}: --config-file {config}" if config.is_file() else ""
 
     def _match_classes(self, state_dict: dict[str, Tensor], said: Provenance) -> None:
         """Put predictors into the order of this model's classes, where both sides know theirs."""
@@ -226,7 +234,7 @@ class Checkpointer(DetectionCheckpointer):
         if self._resuming:
             raise InputError(f"{differ}: it cannot be resumed, but MODEL.WEIGHTS may start from it")
         if self.complete and len(ours) != len(theirs):
-            raise InputError(differ)
+            raise InputError(f"{differ}{self._own_config()}")
         matched = match_classes(ours, theirs)
         if self.complete and len(matched) < len(ours):
             unmatched = next(index for index in range(len(ours)) if index not in matched)

@@ -1,8 +1,8 @@
 """Datasets by name, how image files are read, and the loaders."""
 
-from projects_vil.data.build import build_mapper, build_test_loader, build_train_loader, load_dataset
-from projects_vil.data.catalog import check_files, datasets_root, register_datasets
-from projects_vil.data.dataset_mapper import Mapper, SemSegMapper
+from projects_vil.data.build import build_mapper, build_test_loader, build_train_loader, check_datasets, load_dataset
+from projects_vil.data.catalog import datasets_root, register_datasets
+from projects_vil.data.dataset_mapper import CROP_TYPES, Mapper, SemSegMapper
 from projects_vil.data.datasets.ade20k import IGNORED_LABEL, label_reader
 from projects_vil.data.datasets.shapes import SHAPES_TASKS, describe_shapes, write_shapes_dataset
 from projects_vil.data.datasets.subset import write_subset
@@ -16,6 +16,7 @@ from projects_vil.data.detection_utils import (
 )
 
 __all__ = [
+    "CROP_TYPES",
     "IGNORED_LABEL",
     "IMAGE_SUFFIXES",
     "SHAPES_TASKS",
@@ -25,7 +26,7 @@ __all__ = [
     "build_mapper",
     "build_test_loader",
     "build_train_loader",
-    "check_files",
+    "check_datasets",
     "datasets_root",
     "describe_shapes",
     "label_reader",

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,10 +13,11 @@ from detectron2.data import (
     build_detection_train_loader,
     get_detection_dataset_dicts,
 )
+from detectron2.data.build import print_instances_class_histogram
 
 from backbones import InputError
 from projects_vil.config import is_segmentor, number_of_classes
-from projects_vil.data.catalog import check_files
+from projects_vil.data.catalog import check_files, read_class_names
 from projects_vil.data.dataset_mapper import Mapper, SemSegMapper
 from projects_vil.data.datasets.ade20k import IGNORED_LABEL
 
@@ -59,7 +60,20 @@ def load_dataset(cfg: CfgNode, names: Iterable[str], *, train: bool) -> list[dic
     _check_images(names, records)
     for name in names:
         _check_classes(cfg, name, names[0])
+    if train and not is_segmentor(cfg):
+        print_instances_class_histogram(records, _class_names(cfg, names[0]))
     return records
+
+
+def check_datasets(cfg: CfgNode, names: Sequence[str]) -> None:
+    """What can be checked of some datasets that are used together without reading their annotations.
+
+    Raises:
+        InputError: for an unknown name, a missing file or folder, or a number of classes that is not the config's.
+    """
+    for name in names:
+        check_files(name)
+        _check_classes(cfg, name, names[0])
 
 
 def build_train_loader(cfg: CfgNode) -> torch.utils.data.DataLoader:
@@ -106,7 +120,7 @@ def _check_annotations(cfg: CfgNode, names: list[str], records: list[dict[str, A
         if not isinstance(box, (list, tuple)) or len(box) != 4 or not all(isinstance(n, (int, float)) for n in box):
             raise InputError(f"{_annotations(names)} has the bbox {box!r}: it is [left, top, width, height]")
     if train and cfg.MODEL.MASK_ON and not any("segmentation" in annotation for annotation in annotations):
-        raise InputError(f"{_annotations(names)} has no segmentation to learn masks from: set MODEL.MASK_ON False")
+        raise InputError(f"{_annotations(names)} has no segmentation to learn masks from: add MODEL.MASK_ON False")
 
 
 def _check_images(names: Iterable[str], records: list[dict[str, Any]]) -> None:
@@ -127,15 +141,22 @@ def _check_images(names: Iterable[str], records: list[dict[str, Any]]) -> None:
 
 
 def _check_classes(cfg: CfgNode, name: str, first: str) -> None:
-    kind = "stuff_classes" if is_segmentor(cfg) else "thing_classes"
-    classes = MetadataCatalog.get(name).get(kind)
+    classes = _class_names(cfg, name)
     if classes is None:
         return
     key, number = number_of_classes(cfg)
     if len(classes) != number:
-        raise InputError(f"{key} is {number}, and {name} has {len(classes)} classes; set it to {len(classes)}")
-    if classes != MetadataCatalog.get(first).get(kind):
+        raise InputError(f"{key} is {number}, and {name} has {len(classes)} classes: add {key} {len(classes)}")
+    if classes != _class_names(cfg, first):
         raise InputError(f"{first} and {name} have other classes, or the same in another order: they cannot be mixed")
+
+
+def _class_names(cfg: CfgNode, name: str) -> list[str] | None:
+    """From the catalog or, before detectron2 has read a COCO file, from the file; None where neither says."""
+    metadata = MetadataCatalog.get(name)
+    if is_segmentor(cfg):
+        return metadata.get("stuff_classes")
+    return metadata.get("thing_classes") or read_class_names(metadata.get("json_file"))
 
 
 def _annotations(names: Iterable[str]) -> str:

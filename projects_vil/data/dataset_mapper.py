@@ -1,14 +1,14 @@
 """From a dataset's record to what a model takes."""
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from detectron2.config import CfgNode
-from detectron2.data import (
-    DatasetMapper,
-)
+from detectron2.data import DatasetMapper
 from detectron2.data import transforms as T
 from detectron2.data.detection_utils import SizeMismatchError, build_augmentation, check_image_size, transform_proposals
 
@@ -27,14 +27,10 @@ class Mapper(DatasetMapper):
     def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any]:
         record = copy.deepcopy(dataset_dict)
         labels = record.pop("sem_seg_file_name", None)
-        try:
+        with _explain("mend it or take it out of the annotation file", record):
             image = read_image(record["file_name"], self.image_format)
             check_image_size(record, image)
             inputs = T.AugInput(image, sem_seg=read_image(labels, "L")[..., 0] if labels else None)
-        except UnreadableImage as error:
-            raise InputError(f"{error}; mend it or take it out of the annotation file") from error
-        except SizeMismatchError as error:
-            raise InputError(f"{' '.join(str(error).split())} ({record['file_name']})") from error
         transforms = self.augmentations(inputs)
         height, width = inputs.image.shape[:2]
         record["image"] = torch.from_numpy(np.ascontiguousarray(inputs.image.transpose(2, 0, 1)))
@@ -92,13 +88,9 @@ class SemSegMapper:
         """
         record = dict(record)
         label_file, first_label = record.pop("sem_seg_file_name"), record.pop("first_label", 0)
-        try:
+        with _explain("mend it, or take the image and its labels out", record):
             image = read_image(record["file_name"], self.image_format)
             check_image_size(record, image)
-        except SizeMismatchError as error:
-            raise InputError(f"{' '.join(str(error).split())} ({record['file_name']})") from error
-        except UnreadableImage as error:
-            raise InputError(f"{error}; mend it, or take the image and its labels out") from error
         with open_labels(label_file) as opened:
             size = opened.height, opened.width
         if size != image.shape[:2]:
@@ -112,3 +104,14 @@ class SemSegMapper:
         if self.is_train:
             record["sem_seg"] = torch.from_numpy(inputs.sem_seg.astype(np.int64))
         return record
+
+
+@contextlib.contextmanager
+def _explain(way_out: str, record: dict[str, Any]) -> Iterator[None]:
+    """What is wrong with an image of a dataset, in a line that names its file and what to do."""
+    try:
+        yield
+    except UnreadableImage as error:
+        raise InputError(f"{error}; {way_out}") from error
+    except SizeMismatchError as error:
+        raise InputError(f"{' '.join(str(error).split())} ({record['file_name']})") from error

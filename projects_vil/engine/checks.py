@@ -1,13 +1,18 @@
 """What can be found wrong with a run in a second, before it starts."""
 
+import functools
+import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from detectron2.config import CfgNode
 
 from backbones import InputError
+from backbones.errors import check_choice
+from projects_vil import data
 from projects_vil.checkpoint import check_weights
 from projects_vil.config import check_device
-from projects_vil.data import check_files
 from projects_vil.modeling import build_on_meta
 
 
@@ -17,16 +22,17 @@ def check_setup(cfg: CfgNode, *, processes: int = 1, eval_only: bool = False, re
     Raises:
         InputError: for the first that is not.
     """
+    check_values(cfg)
     model = build_on_meta(cfg)
     on_gpu = check_device(cfg)
     if cfg.SOLVER.AMP.ENABLED and not eval_only and not on_gpu:
-        raise InputError("SOLVER.AMP.ENABLED is True, and AMP needs MODEL.DEVICE cuda: set it to False")
-    if not eval_only and cfg.SOLVER.IMS_PER_BATCH % max(processes, 1):
-        raise InputError(f"SOLVER.IMS_PER_BATCH is {cfg.SOLVER.IMS_PER_BATCH}, no multiple of {processes} processes")
+        raise InputError("SOLVER.AMP.ENABLED is True, and AMP needs MODEL.DEVICE cuda: add SOLVER.AMP.ENABLED False")
+    if not eval_only:
+        _check_batch(cfg, max(processes, 1))
     if not cfg.DATASETS.TEST and eval_only or not cfg.DATASETS.TRAIN and not eval_only:
         raise InputError(f"DATASETS.{'TEST' if eval_only else 'TRAIN'} is empty: name a dataset")
-    for name in (*cfg.DATASETS.TEST, *(() if eval_only else cfg.DATASETS.TRAIN)):
-        check_files(name)
+    for names in (*([name] for name in cfg.DATASETS.TEST), () if eval_only else cfg.DATASETS.TRAIN):
+        data.check_datasets(cfg, names)
     last = Path(cfg.OUTPUT_DIR) / "last_checkpoint"
     if resume and last.is_file():
         check_weights(cfg, str(last.with_name(last.read_text().strip())), complete=True, model=model)
@@ -35,3 +41,63 @@ def check_setup(cfg: CfgNode, *, processes: int = 1, eval_only: bool = False, re
         raise InputError("MODEL.WEIGHTS is empty: name the checkpoint to evaluate")
     if cfg.MODEL.WEIGHTS:
         check_weights(cfg, cfg.MODEL.WEIGHTS, complete=eval_only, model=model)
+
+
+def check_values(cfg: CfgNode) -> None:
+    """Whether values are such as detectron2 can use, whose own words for them would be a traceback.
+
+    Raises:
+        InputError: for the first that is not, naming its key and what it may be.
+    """
+    for key, is_right, meaning in _VALUES:
+        value = functools.reduce(getattr, key.split("."), cfg)
+        if not is_right(value):
+            raise InputError(f"{key} is {value!r}: it is {meaning}")
+    check_choice("DATALOADER.SAMPLER_TRAIN", cfg.DATALOADER.SAMPLER_TRAIN, _SAMPLERS)
+    if cfg.INPUT.CROP.ENABLED:
+        check_choice("INPUT.CROP.TYPE", cfg.INPUT.CROP.TYPE, data.CROP_TYPES)
+
+
+def _check_batch(cfg: CfgNode, processes: int) -> None:
+    """As detectron2's trainer will scale it, if it does."""
+    batch, reference = cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.REFERENCE_WORLD_SIZE
+    if reference and batch % reference:
+        raise InputError(
+            f"SOLVER.IMS_PER_BATCH is {batch}, no multiple of the {reference} processes of "
+            "SOLVER.REFERENCE_WORLD_SIZE"
+        )
+    if not reference and batch % processes:
+        raise InputError(f"SOLVER.IMS_PER_BATCH is {batch}, no multiple of {processes} processes")
+
+
+def _whole(low: int) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= low
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _are_colors(value: Any) -> bool:
+    return len(value) == 3 and all(map(_is_finite, value))
+
+
+_SAMPLERS = ("TrainingSampler", "RepeatFactorTrainingSampler", "RandomSubsetTrainingSampler")
+_VALUES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("SOLVER.MAX_ITER", _whole(1), "1 or more iterations"),
+    ("SOLVER.IMS_PER_BATCH", _whole(1), "1 or more images, those of all processes together"),
+    ("SOLVER.REFERENCE_WORLD_SIZE", _whole(0), "a number of processes, or 0"),
+    ("SOLVER.CHECKPOINT_PERIOD", _whole(1), "1 or more iterations"),
+    ("SOLVER.WARMUP_ITERS", _whole(0), "0 or more iterations"),
+    ("SOLVER.BASE_LR", lambda value: _is_finite(value) and value > 0, "above 0"),
+    ("SOLVER.WEIGHT_DECAY", lambda value: _is_finite(value) and value >= 0, "0 or more"),
+    ("TEST.EVAL_PERIOD", _whole(0), "a number of iterations, or 0 for the end alone"),
+    ("DATALOADER.NUM_WORKERS", _whole(0), "0 or more processes"),
+    ("MODEL.PIXEL_MEAN", _are_colors, "three numbers, in the order of INPUT.FORMAT"),
+    (
+        "MODEL.PIXEL_STD",
+        lambda value: _are_colors(value) and all(number > 0 for number in value),
+        "three numbers above 0, in the order of INPUT.FORMAT",
+    ),
+    ("OUTPUT_DIR", lambda value: isinstance(value, str) and bool(value.strip()), "the folder that a run writes into"),
+)

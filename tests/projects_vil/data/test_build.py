@@ -1,6 +1,8 @@
 """Records and loaders, and one clear line for each thing that can be wrong with their files."""
 
 
+import json
+
 import cv2
 import pytest
 import torch
@@ -106,7 +108,19 @@ def test_images_without_annotation_are_left_out_of_training(copy):
 def test_another_number_of_classes(shapes, detector, key):
     assert load_dataset(small_config(detector), ["shapes_val"], train=False)
     text = message(load_dataset, small_config(detector, key, "80"), ["shapes_val"], train=False)
-    assert text == f"{key} is 80, and shapes_val has 3 classes; set it to 3"
+    assert text == f"{key} is 80, and shapes_val has 3 classes: add {key} 3"
+
+
+def test_the_table_of_instances_is_logged_for_training(copy, caplog):
+    """detectron2 logs a table once, so this one is of a dataset of its own."""
+    edit(copy, lambda content: [category.update(name=category["name"] + "_own") for category in content["categories"]])
+    with caplog.at_level("INFO"):
+        load(copy, train=False)
+        assert not any("Distribution of instances" in text for text in caplog.messages)
+        load(copy)
+    (table,) = (text for text in caplog.messages if text.startswith("Distribution of instances among all 3 "))
+    content = json.loads((copy / "annotations.json").read_text())
+    assert f"| {len(content['annotations'])} " in " ".join(table.split()) and "circle_own" in table
 
 
 def test_datasets_of_other_classes_are_not_mixed(copy, shapes):

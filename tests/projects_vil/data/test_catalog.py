@@ -1,11 +1,13 @@
 """Datasets by name."""
 
 import contextlib
+import json
 
 import pytest
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from projects_vil.data import load_dataset, register_datasets
+from projects_vil.data.catalog import read_class_names
 from tests.projects_vil.data.own import NAME, config, entry, load, message
 from tests.projects_vil.helpers import small_config
 
@@ -56,3 +58,30 @@ def test_name_of_a_builtin_dataset(copy):
 )
 def test_entry_that_is_no_triple(wrong):
     assert "[name, annotation file, image folder]" in message(register_datasets, config(wrong))
+
+
+# -- categories without the rest -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("order", [["categories", "images", "annotations"], ["annotations", "images", "categories"]])
+def test_class_names_wherever_they_stand(tmp_path, indent, order):
+    content = {
+        "images": [{"id": 1, "file_name": "a.jpg"}],
+        "annotations": [],
+        # By id, as detectron2 numbers them.
+        "categories": [{"id": 7, "name": "[b]"}, {"id": 2, "name": "ä"}],
+    }
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({key: content[key] for key in order}, indent=indent))
+    assert read_class_names(str(path)) == ["ä", "[b]"]
+    # A second list of that name: only reading all of it tells which is meant.
+    path.write_text(json.dumps(content | {"images": [{"id": 1, "categories": []}]}))
+    assert read_class_names(str(path)) == ["ä", "[b]"]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"categories": 3}', '{"categories": [3]}', '{"categories": ['])
+def test_class_names_that_a_file_does_not_tell(tmp_path, text):
+    (tmp_path / "a.json").write_text(text)
+    assert read_class_names(str(tmp_path / "a.json")) is None
+    assert read_class_names(str(tmp_path)) is None and read_class_names(None) is None

@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.engine import DefaultTrainer
 
 from backbones import InputError
+from projects_vil.data import register_datasets
 from projects_vil.engine import check_setup
-from tests.projects_vil.helpers import small_config
+from tests.projects_vil.helpers import lively_detector, small_config
 
 
 def setup_message(*overrides: str, **options) -> str:
@@ -43,6 +46,71 @@ def test_batch_is_shared_out_evenly(shapes):
     check_setup(small_config("retinanet", *overrides), processes=3)
 
 
+@pytest.mark.parametrize("processes", [3, 5, 6, 12, 32, 64])
+def test_batch_is_scaled_with_the_processes(shapes, processes):
+    overrides = ["SOLVER.IMS_PER_BATCH", "16", "SOLVER.REFERENCE_WORLD_SIZE", "8"]
+    check_setup(small_config("retinanet", *overrides), processes=processes)
+    scaled = DefaultTrainer.auto_scale_workers(small_config("retinanet", *overrides), processes)
+    assert scaled.SOLVER.IMS_PER_BATCH == 2 * processes
+
+
+def test_batch_of_the_reference_is_shared_out_evenly(shapes):
+    text = setup_message("SOLVER.IMS_PER_BATCH", "6", "SOLVER.REFERENCE_WORLD_SIZE", "4", processes=3)
+    assert text == "SOLVER.IMS_PER_BATCH is 6, no multiple of the 4 processes of SOLVER.REFERENCE_WORLD_SIZE"
+
+
+@pytest.mark.parametrize(
+    "key, value, message",
+    [
+        ("SOLVER.MAX_ITER", "None", "SOLVER.MAX_ITER is None: it is 1 or more iterations"),
+        ("SOLVER.MAX_ITER", "0", "SOLVER.MAX_ITER is 0: it is 1 or more"),
+        ("SOLVER.MAX_ITER", "-5", "SOLVER.MAX_ITER is -5: it is 1 or more"),
+        ("SOLVER.IMS_PER_BATCH", "0", "SOLVER.IMS_PER_BATCH is 0: it is 1 or more images"),
+        ("SOLVER.IMS_PER_BATCH", "-2", "SOLVER.IMS_PER_BATCH is -2: it is 1 or more images"),
+        ("SOLVER.REFERENCE_WORLD_SIZE", "-8", "SOLVER.REFERENCE_WORLD_SIZE is -8: it is a number of processes, or 0"),
+        ("SOLVER.CHECKPOINT_PERIOD", "0", "SOLVER.CHECKPOINT_PERIOD is 0: it is 1 or more iterations"),
+        ("SOLVER.WARMUP_ITERS", "-1", "SOLVER.WARMUP_ITERS is -1: it is 0 or more iterations"),
+        ("SOLVER.BASE_LR", "-0.1", "SOLVER.BASE_LR is -0.1: it is above 0"),
+        ("SOLVER.BASE_LR", "float('nan')", "Type mismatch"),
+        ("SOLVER.WEIGHT_DECAY", "-1.0", "SOLVER.WEIGHT_DECAY is -1.0: it is 0 or more"),
+        ("TEST.EVAL_PERIOD", "-1", "TEST.EVAL_PERIOD is -1: it is a number of iterations, or 0 for the end alone"),
+        ("DATALOADER.NUM_WORKERS", "-1", "DATALOADER.NUM_WORKERS is -1: it is 0 or more processes"),
+        ("DATALOADER.SAMPLER_TRAIN", "TrainSampler", "unknown DATALOADER.SAMPLER_TRAIN 'TrainSampler'"),
+        ("MODEL.PIXEL_STD", "[1.0, 1.0]", "MODEL.PIXEL_STD is [1.0, 1.0]: it is three numbers above 0"),
+        ("MODEL.PIXEL_STD", "[1.0, 0.0, 1.0]", "MODEL.PIXEL_STD is [1.0, 0.0, 1.0]: it is three numbers above 0"),
+        ("MODEL.PIXEL_MEAN", "[1.0]", "MODEL.PIXEL_MEAN is [1.0]: it is three numbers"),
+        ("OUTPUT_DIR", "", "OUTPUT_DIR is '': it is the folder"),
+    ],
+)
+def test_values_that_cannot_be(key, value, message):
+    assert setup_message(key, value).startswith(message)
+
+
+def test_an_unknown_kind_of_crop():
+    text = setup_message("INPUT.CROP.ENABLED", "True", "INPUT.CROP.TYPE", "relativ")
+    assert text.startswith("unknown INPUT.CROP.TYPE 'relativ'") and text.endswith("did you mean 'relative'?")
+
+
+@pytest.mark.parametrize("eval_only", [False, True])
+def test_number_of_classes_is_checked_first(own, eval_only):
+    """Before detectron2 has read the file, wherever its categories stand."""
+    name, annotations, images = own
+    datasets = ["DATASETS.COCO", repr([[name, annotations, images]]), "DATASETS.TEST", f"('{name}',)"]
+    cfg = small_config("retinanet", *datasets, "DATASETS.TRAIN", f"('{name}',)", "MODEL.RETINANET.NUM_CLASSES", "80")
+    register_datasets(cfg)
+    key = "MODEL.RETINANET.NUM_CLASSES"
+    with pytest.raises(InputError, match=f"{key} is 80, and {name} has 3 classes: add {key} 3"):
+        check_setup(cfg, eval_only=eval_only)
+
+
+@pytest.fixture
+def own(shapes):
+    name = "checks_test"
+    yield [name, str(shapes / "annotations/instances_val.json"), str(shapes / "val")]
+    DatasetCatalog.remove(name)
+    MetadataCatalog.remove(name)
+
+
 def test_something_to_train_and_to_evaluate_on(shapes):
     neither = ["DATASETS.TRAIN", "()", "DATASETS.TEST", "()", "MODEL.WEIGHTS", __file__]
     assert setup_message(*neither) == "DATASETS.TRAIN is empty: name a dataset"
@@ -76,3 +144,16 @@ def test_weights_are_checked_first(shapes, tmp_path):
 def test_a_model_that_cannot_be_built_is_refused(shapes, overrides, message):
     with pytest.raises(InputError, match=message):
         check_setup(small_config("retinanet", *overrides))
+
+
+@pytest.mark.parametrize(
+    "overrides", [["MODEL.FPN.OUT_CHANNELS", "64"], ["MODEL.TRANSFORMER.NAME", "vil_tiny_1_1_9_1_rpb"]]
+)
+def test_a_base_config_with_a_runs_checkpoint_names_the_runs_own(shapes, tmp_path, overrides):
+    weights = tmp_path / "model_final.pth"
+    torch.save({"model": lively_detector(small_config()).state_dict()}, weights)
+    keys = [*overrides, "MODEL.WEIGHTS", str(weights)]
+    assert "config.yaml" not in setup_message(*keys, eval_only=True)
+    (tmp_path / "config.yaml").write_text(small_config().dump())
+    text = setup_message(*keys, eval_only=True)
+    assert text.endswith(f"; its run's config is {tmp_path}/config.yaml: --config-file {tmp_path}/config.yaml")

@@ -96,7 +96,7 @@ def test_classes_of_ade20k_where_none_are_named(copy):
     register_datasets(own_config(copy, classes=False))
     assert MetadataCatalog.get(NAME).stuff_classes == list(ADE20K_CLASSES)
     key = "MODEL.SEM_SEG_HEAD.NUM_CLASSES"
-    assert message(load, copy, classes=False) == f"{key} is 4, and {NAME} has 150 classes; set it to 150"
+    assert message(load, copy, classes=False) == f"{key} is 4, and {NAME} has 150 classes: add {key} 150"
     assert len(load(copy, key, "150", classes=False)) == 6
 
 
