@@ -1,18 +1,61 @@
-"""What the tests of detectron2's side share: a small dataset, and one short training run over it."""
+"""What the tests share: a small dataset, one short training run over it, exported files, and a place for all that."""
 
+import multiprocessing.util
+import os
 import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+from filelock import FileLock
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config):
+    """Libraries leave caches where temporary files are: theirs go into pytest's folder, and with it."""
+    folder = config._tmp_path_factory.getbasetemp() / "tmp"
+    folder.mkdir(exist_ok=True)
+    os.environ["TMPDIR"] = str(folder)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "torchinductor")
+    tempfile.tempdir = None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish():
+    """multiprocessing, which the forked tools need, has a folder there: it ends before pytest removes it."""
+    multiprocessing.util._run_finalizers()
 
 
 @pytest.fixture(scope="session")
-def datasets_root(tmp_path_factory):
+def made_once(tmp_path_factory) -> Callable[[str, Callable[[Path], object]], Path]:
+    """Folders that one of the tests' processes makes, and all read: name, what fills an empty folder -> folder."""
+    base = tmp_path_factory.getbasetemp()
+    # That of a process of xdist lies in the one of them all.
+    base = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "made_once"
+    base.mkdir(exist_ok=True)
+
+    def make(name: str, fill: Callable[[Path], object]) -> Path:
+        folder, done = base / name, base / f"{name}.done"
+        with FileLock(base / f"{name}.lock"):
+            if not done.exists():
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+                fill(folder)
+                done.touch()
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def datasets_root(made_once):
     """A folder for ``DETECTRON2_DATASETS`` that holds ``shapes``: 16 + 8 images, all with objects."""
     from projects_vil.data import write_shapes_dataset
 
-    root = tmp_path_factory.mktemp("datasets")
-    write_shapes_dataset(root / "shapes", num_train=16, num_val=8, short_side=64)
-    return root
+    return made_once(
+        "datasets", lambda root: write_shapes_dataset(root / "shapes", num_train=16, num_val=8, short_side=64)
+    )
 
 
 @pytest.fixture
@@ -27,13 +70,12 @@ def shapes(datasets_root, monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def sem_seg_root(tmp_path_factory):
+def sem_seg_root(made_once):
     """A folder for ``DETECTRON2_DATASETS`` that holds ``shapes_sem_seg``: 8 + 6 images with label images."""
     from projects_vil.data import write_shapes_dataset
 
-    root = tmp_path_factory.mktemp("sem_seg")
-    write_shapes_dataset(root / "shapes_sem_seg", task="sem_seg", num_train=8, num_val=6, short_side=64)
-    return root
+    options = {"task": "sem_seg", "num_train": 8, "num_val": 6, "short_side": 64}
+    return made_once("sem_seg", lambda root: write_shapes_dataset(root / "shapes_sem_seg", **options))
 
 
 @pytest.fixture
@@ -48,16 +90,32 @@ def shapes_sem_seg(sem_seg_root, monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def trained_run(datasets_root, tmp_path_factory):
+def trained_run(datasets_root, made_once):
     """OUTPUT_DIR of ``tools/train_net.py``: four iterations, a checkpoint after two, an evaluation."""
     from tests.projects_vil.helpers import CONFIGS, EXACT_TRAINING, SMALL, run_tool
 
-    output = tmp_path_factory.mktemp("trained") / "run"
-    overrides = [*SMALL["retinanet"], *EXACT_TRAINING, "OUTPUT_DIR", str(output)]
-    result = run_tool(
-        "train_net.py", "--config-file", CONFIGS["retinanet"], *overrides, datasets_root=datasets_root
-    )
-    assert result.returncode == 0, result.stderr
-    (output / "stdout.txt").write_text(result.stdout)
-    yield output
-    shutil.rmtree(output)
+    def train(output: Path) -> None:
+        overrides = [*SMALL["retinanet"], *EXACT_TRAINING, "OUTPUT_DIR", str(output)]
+        # In an interpreter of its own, as a user starts it.
+        result = run_tool(
+            "train_net.py", "--config-file", CONFIGS["retinanet"], *overrides, datasets_root=datasets_root, fresh=True
+        )
+        assert result.returncode == 0, result.stderr
+        (output / "stdout.txt").write_text(result.stdout)
+
+    return made_once("trained_run", train)
+
+
+@pytest.fixture(scope="session")
+def file_of(made_once):
+    """An exported file: detector, format, options of ``exporting.write`` -> path."""
+    from tests.projects_vil.export.exporting import write
+
+    def find(name: str, file_format: str, **options) -> Path:
+        def fill(folder: Path) -> None:
+            (folder / "path").write_text(str(write(folder, name, file_format, **options)))
+
+        label = "_".join([name, file_format, *(f"{key}_{value}" for key, value in sorted(options.items()))])
+        return Path((made_once(label, fill) / "path").read_text())
+
+    return find

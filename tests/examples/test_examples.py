@@ -1,6 +1,5 @@
 """The examples as a user runs them: they need no more than they say, and find what the detector finds."""
 
-import functools
 import json
 import runpy
 import shutil
@@ -18,7 +17,7 @@ from projects_vil.data import read_for_testing
 from projects_vil.export import paste_masks
 from projects_vil.export.metadata import metadata_path
 from projects_vil.export.report import eager_detections, example_image
-from tests.projects_vil.export.test_formats import config, detector, write
+from tests.projects_vil.export.exporting import config, detector
 from tests.projects_vil.helpers import ROOT
 
 SCRIPTS = {"onnx": ROOT / "examples/run_onnx.py", "torch_export": ROOT / "examples/run_pt2.py"}
@@ -51,16 +50,16 @@ def photo(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """Writes a file once: format -> path."""
-    folder = tmp_path_factory.mktemp("models")
+@pytest.fixture
+def model(file_of, tmp_path):
+    """Format -> the path of a copy."""
 
-    @functools.cache
     def make(file_format: str) -> Path:
         name, options = MODELS[file_format]
-        path = write(folder, name, file_format, **options)
-        metadata = json.loads(metadata_path(path).read_text())
+        original = file_of(name, file_format, **options)
+        (tmp_path / "model").mkdir()
+        path = Path(shutil.copy(original, tmp_path / "model"))
+        metadata = json.loads(metadata_path(original).read_text())
         metadata["input"]["color_order"] = COLOR_ORDERS[file_format]
         metadata_path(path).write_text(json.dumps(metadata))
         return path

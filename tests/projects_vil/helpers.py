@@ -1,14 +1,17 @@
 """Small detectors, and the tools as processes of their own."""
 
+import multiprocessing
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from detectron2.config import CfgNode
 
 from projects_vil import load_config
 from projects_vil.export.table import lively_detector as lively_detector
+from tests.projects_vil import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = {name: ROOT / f"configs/demo/{name}_vil_shapes.yaml" for name in ("retinanet", "mask_rcnn", "semantic_fpn")}
@@ -40,15 +43,48 @@ def small_config(detector: str = "retinanet", *overrides: str) -> CfgNode:
     return load_config(CONFIGS[detector], [*SMALL[detector], *overrides])
 
 
-def run_tool(name: str, *args, datasets_root: Path | None = None) -> subprocess.CompletedProcess:
-    """``python tools/NAME ARGS`` from the repository's root."""
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    if datasets_root is not None:
-        env["DETECTRON2_DATASETS"] = str(datasets_root)
-    command = [sys.executable, ROOT / "tools" / name, *args]
-    return subprocess.run(
-        list(map(str, command)), cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False
+def run_tool(
+    name: str, *args, datasets_root: Path | None = None, fresh: bool = False
+) -> subprocess.CompletedProcess:
+    """``python tools/NAME ARGS`` from the repository's root, in a process of its own.
+
+    It is forked from one that has imported detectron2, which spares most of such a process's time. With ``fresh`` a new
+    interpreter starts: needed where what importing does, or prints, matters.
+    """
+    command = [ROOT / "tools" / name, *args]
+    if fresh:
+        command, env = [sys.executable, *command], _environment(datasets_root)
+        return subprocess.run(
+            list(map(str, command)), cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        process = start_tool(name, *args, folder=folder, datasets_root=datasets_root)
+        process.join(120)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            raise subprocess.TimeoutExpired(command, 120)
+        written = [(Path(folder) / stream).read_text() for stream in ("stdout", "stderr")]
+        return subprocess.CompletedProcess(command, process.exitcode, *written)
+
+
+def start_tool(
+    name: str, *args, folder: str | Path, datasets_root: Path | None = None
+) -> multiprocessing.process.BaseProcess:
+    """A tool at work in a forked process, which writes ``stdout`` and ``stderr`` into ``folder``."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([forked.__name__])
+    arguments = [str(argument) for argument in args]
+    process = context.Process(
+        target=forked.run, args=(ROOT / "tools" / name, arguments, _environment(datasets_root), ROOT, Path(folder))
     )
+    process.start()
+    return process
+
+
+def _environment(datasets_root: Path | None) -> dict[str, str]:
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return env if datasets_root is None else env | {"DETECTRON2_DATASETS": str(datasets_root)}
 
 
 def error_line(result: subprocess.CompletedProcess) -> str:

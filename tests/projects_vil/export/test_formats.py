@@ -1,128 +1,33 @@
 """Each format gives eager's answers in its own runtime, for sizes that it was not recorded with."""
 
-import functools
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from detectron2.config import CfgNode
-from detectron2.layers import ShapeSpec
-from detectron2.modeling.backbone import FPN, Backbone
-from detectron2.modeling.backbone.fpn import LastLevelMaxPool, LastLevelP6P7
+from detectron2.modeling import GeneralizedRCNN
 from torch import Tensor, nn
 
-from backbones import InputError
-from projects_vil.export import ExportedModel, make_exportable, read_metadata
-from projects_vil.export.formats import OPSET, SUFFIXES, check_format, compiler, format_of, write_model
-from projects_vil.export.metadata import describe_model, metadata_path
+from projects_vil.export import ExportedModel, make_exportable
+from projects_vil.export.formats import OPSET, check_format, compiler, format_of, write_model
+from projects_vil.export.metadata import metadata_path
 from projects_vil.export.parity import TOLERANCES, compare_detections
 from projects_vil.export.report import eager_detections, example_image
-from tests.projects_vil.helpers import lively_detector, small_config
+from tests.projects_vil.export.exporting import ALONE, IN_BATCHES, detector, mistake
 
 BOTH = ("retinanet", "mask_rcnn")
-# Recording takes long: each format has one detector that takes images, and the other that takes batches of them.
-ALONE = {"torchscript": "retinanet", "torch_export": "mask_rcnn", "onnx": "retinanet"}
-IN_BATCHES = {"torchscript": "mask_rcnn", "torch_export": "retinanet", "onnx": "mask_rcnn"}
+
 FORMATS = tuple(ALONE)
-RECORDED = (96, 128)
+
 SIZES = [(64, 64), (64, 97), (101, 64), (33, 47), (150, 203), (257, 96), (224, 320)]
-# A detector reports nothing in a grey image, and something in a drawn one.
-OVERRIDES = {
-    "retinanet": ("MODEL.RETINANET.SCORE_THRESH_TEST", "0.03"),
-    "mask_rcnn": ("MODEL.ROI_HEADS.SCORE_THRESH_TEST", "0.6", "MODEL.RPN.POST_NMS_TOPK_TEST", "100"),
-}
 
 
-class Stem(Backbone):
-    """Four convolutions, strides 4 to 32: the backbones' own exports are tested beside them, and take longer."""
-
-    def __init__(self, channels: int = 16) -> None:
-        super().__init__()
-        convolutions = [nn.Conv2d(channels, channels, 3, 2, 1) for _ in range(3)]
-        self.layers = nn.ModuleList([nn.Conv2d(3, channels, 4, 4), *convolutions])
-        self.channels = channels
-
-    def forward(self, images: Tensor) -> dict[str, Tensor]:
-        outputs = {}
-        for index, layer in enumerate(self.layers, start=1):
-            images = layer(images).relu()
-            outputs[f"stage{index}"] = images
-        return outputs
-
-    def output_shape(self) -> dict[str, ShapeSpec]:
-        return {f"stage{i + 1}": ShapeSpec(channels=self.channels, stride=4 * 2**i) for i in range(4)}
-
-
-def config(name: str) -> CfgNode:
-    return small_config(name, *OVERRIDES[name])
-
-
-@functools.cache
-def detector(name: str) -> nn.Module:
-    """detectron2's FPN and heads on a few convolutions."""
-    model = lively_detector(config(name))
-    torch.manual_seed(0)
-    stem, stages, top = Stem(), ["stage1", "stage2", "stage3", "stage4"], LastLevelMaxPool()
-    if name == "retinanet":
-        stages, top = stages[1:], LastLevelP6P7(32, 32, "p5")
-    with torch.no_grad():
-        for parameter in stem.parameters():
-            parameter *= 1.7
-    model.backbone = FPN(stem, stages, 32, top_block=top).eval()
-    return model
-
-
-def write(folder: Path, name: str, file_format: str, *, batched: bool = False, dtype: str = "uint8") -> Path:
-    """A model and its metadata."""
-    exportable = make_exportable(detector(name), batched=batched)
-    example = example_image(*RECORDED).to(getattr(torch, dtype))
-    path = folder / f"{name}{'_batched' if batched else ''}_{dtype}{SUFFIXES[file_format]}"
-    write_model(exportable, torch.stack([example] * 2) if batched else example, path, file_format)
-    metadata = describe_model(
-        config(name),
-        exportable,
-        classes=("circle", "square", "triangle"),
-        file_format=file_format,
-        precision="fp32",
-        input_dtype=dtype,
-        weights="lively.pth",
-    )
-    metadata_path(path).write_text(json.dumps(metadata))
-    return path
-
-
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory):
-    """Writes a file once: detector, format -> the model in its runtime."""
-    folder = tmp_path_factory.mktemp("exported")
-
-    @functools.cache
-    def load(name: str, file_format: str, batched: bool = False, dtype: str = "uint8") -> ExportedModel:
-        return ExportedModel(write(folder, name, file_format, batched=batched, dtype=dtype))
-
-    return load
-
-
-@pytest.fixture(scope="module")
-def plain(exported):
-    """Format -> a model that takes one uint8 image."""
-    return lambda file_format: exported(ALONE[file_format], file_format)
-
-
-@pytest.fixture(scope="module")
-def batched(exported):
-    """Format -> a model that takes float32 batches."""
-    return lambda file_format: exported(IN_BATCHES[file_format], file_format, batched=True, dtype="float32")
-
-
-def assert_equal(found: dict[str, Tensor], image: Tensor, name: str) -> None:
+def assert_equal(found: dict[str, Tensor], image: Tensor, eager: nn.Module, score_threshold: float) -> None:
     """What an exported model found in an image is what eager finds, and that is something."""
-    theirs = eager_detections(detector(name), image)
+    theirs = eager_detections(eager, image)
     assert len(theirs["scores"]) >= 3 and found.keys() == theirs.keys()
-    thresholds = {"score_threshold": float(OVERRIDES[name][1]), "max_detections": 100}
+    thresholds = {"score_threshold": score_threshold, "max_detections": 100}
     row = compare_detections(theirs, found, tolerances=TOLERANCES["fp32"], **thresholds)
     assert row["ok"] and row["borderline"] <= 1, (image.shape, row)
 
@@ -134,8 +39,8 @@ def grey(height: int, width: int) -> Tensor:
 # -- answers ---------------------------------------------------------------------------------------
 
 
-def check_answers(model: ExportedModel, name: str) -> None:
-    names = ["boxes", "scores", "classes", *(["masks"] if name == "mask_rcnn" else [])]
+def check_answers(model: ExportedModel, eager: nn.Module) -> None:
+    names = ["boxes", "scores", "classes", *(["masks"] if isinstance(eager, GeneralizedRCNN) else [])]
     for size in SIZES:
         image = example_image(*size, seed=sum(size))
         # Turned, it is another image.
@@ -144,25 +49,22 @@ def check_answers(model: ExportedModel, name: str) -> None:
             assert list(found) == names
             assert found["boxes"].dtype == found["scores"].dtype == torch.float32
             assert found["classes"].dtype == torch.int64
-            assert_equal(found, one, name)
+            assert_equal(found, one, eager, model.metadata["thresholds"]["score"])
         nothing = model(grey(*size))
         shapes = {"boxes": (0, 4), "scores": (0,), "classes": (0,), "masks": (0, 1, 28, 28)}
         assert {key: tuple(value.shape) for key, value in nothing.items()} == {key: shapes[key] for key in names}
-        assert len(eager_detections(detector(name), grey(*size))["scores"]) == 0
+        assert len(eager_detections(eager, grey(*size))["scores"]) == 0
 
 
 @pytest.mark.parametrize("file_format", FORMATS)
 def test_equals_eager_at_any_size(plain, file_format):
     model = plain(file_format)
     assert (model.file_format, model.batched, model.dtype) == (file_format, False, torch.uint8)
-    check_answers(model, ALONE[file_format])
+    check_answers(model, detector(ALONE[file_format]))
 
 
-def test_a_traced_mask_rcnn_equals_eager_at_any_size(exported):
-    check_answers(exported("mask_rcnn", "torchscript"), "mask_rcnn")
-
-
-def check_batches(model: ExportedModel, name: str) -> None:
+def check_batches(model: ExportedModel, eager: nn.Module) -> None:
+    threshold = model.metadata["thresholds"]["score"]
     for number, size in ((1, (64, 97)), (2, (101, 64)), (3, (150, 203)), (3, (64, 64)), (5, (33, 47))):
         images = torch.stack([example_image(*size, seed=number + i) for i in range(number)])
         # One of several has nothing in it.
@@ -173,7 +75,7 @@ def check_batches(model: ExportedModel, name: str) -> None:
         index = found.pop("image_index")
         assert index.dtype == torch.int64 and set(index.tolist()) == set(range(number)) - {empty}
         for i in set(index.tolist()):
-            assert_equal({key: value[index == i] for key, value in found.items()}, images[i], name)
+            assert_equal({key: value[index == i] for key, value in found.items()}, images[i], eager, threshold)
     assert {len(value) for value in model(torch.stack([grey(70, 90)] * 2)).values()} == {0}
 
 
@@ -183,37 +85,31 @@ def test_batches(batched, file_format):
     assert (model.batched, model.dtype) == (True, torch.float32)
     masks = ("masks",) if IN_BATCHES[file_format] == "mask_rcnn" else ()
     assert model.output_names == ("boxes", "scores", "classes", *masks, "image_index")
-    check_batches(model, IN_BATCHES[file_format])
+    check_batches(model, detector(IN_BATCHES[file_format]))
 
 
-def test_batches_of_a_traced_retinanet(exported):
-    check_batches(exported("retinanet", "torchscript", batched=True), "retinanet")
+@pytest.mark.parametrize(
+    "file_format", ["torchscript", *(pytest.param(name, marks=pytest.mark.slow) for name in ("torch_export", "onnx"))]
+)
+@pytest.mark.parametrize("name", BOTH)
+def test_all_levels(written, file_format, name):
+    eager = detector(name, all_levels=True)
+    check_answers(written(name, file_format, all_levels=True), eager)
+    check_batches(written(name, file_format, all_levels=True, batched=True, dtype="float32"), eager)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file_format", ["torch_export", "onnx"])
-def test_the_other_way_round(exported, file_format):
-    check_answers(exported(IN_BATCHES[file_format], file_format), IN_BATCHES[file_format])
-    check_batches(exported(ALONE[file_format], file_format, batched=True), ALONE[file_format])
+def test_the_other_way_round(written, file_format):
+    check_answers(written(IN_BATCHES[file_format], file_format), detector(IN_BATCHES[file_format]))
+    check_batches(written(ALONE[file_format], file_format, batched=True), detector(ALONE[file_format]))
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(compiler() is None, reason="AOTInductor compiles C++")
 @pytest.mark.parametrize("name", BOTH)
-def test_a_compiled_package(exported, name):
-    check_answers(exported(name, "aot_inductor"), name)
-
-
-def test_traced_models_take_both_types(plain):
-    model = torch.jit.load(plain("torchscript").path)
-    image = example_image(70, 90)
-    for ours, theirs in zip(model(image), model(image.float()), strict=True):
-        assert torch.equal(ours, theirs)
-
-
-def test_images_between_whole_numbers_are_not_cut_off(plain):
-    with pytest.raises(InputError, match="takes torch.uint8 images: export it with --input-dtype float32"):
-        plain("torchscript")(example_image(64, 80).float())
+def test_a_compiled_package(written, name):
+    check_answers(written(name, "aot_inductor", all_levels=True), detector(name, all_levels=True))
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -250,9 +146,9 @@ def test_an_onnx_file(plain, batched):
     assert not [path for path in plain("onnx").path.parent.iterdir() if path.suffix == ".data"]
 
 
-def test_an_exported_program_needs_torch_and_torchvision_only(plain, tmp_path):
-    model, image = plain("torch_export"), example_image(75, 110, seed=4)
-    torch.save(image, tmp_path / "image.pt")
+def test_an_exported_program_needs_torch_and_torchvision_only(batched, tmp_path):
+    model, image = batched("torch_export"), example_image(75, 110, seed=4)
+    torch.save(image[None].float(), tmp_path / "image.pt")
     code = """
 import sys, torch, torchvision
 program = torch.export.load(sys.argv[1]).module()
@@ -267,7 +163,8 @@ torch.save(list(outputs), sys.argv[3])
     )
     assert result.returncode == 0, result.stderr
     found = dict(zip(model.output_names, torch.load(tmp_path / "outputs.pt"), strict=True))
-    assert_equal(found, image, "mask_rcnn")
+    assert found.pop("image_index").tolist() == [0] * len(found["scores"])
+    assert_equal(found, image, detector("mask_rcnn"), model.metadata["thresholds"]["score"])
 
 
 def test_formats_by_name():
@@ -277,94 +174,11 @@ def test_formats_by_name():
     assert metadata_path("a/model.onnx") == Path("a/model.onnx.metadata.json")
 
 
-# -- mistakes --------------------------------------------------------------------------------------
-
-
-def mistake(call, *args) -> str:
-    """The one line of it."""
-    with pytest.raises(InputError) as caught:
-        call(*args)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
 def test_an_unknown_format(tmp_path):
     exportable = make_exportable(detector("retinanet"))
     text = mistake(write_model, exportable, example_image(64, 96), tmp_path / "model.onnx", "onnxx")
     assert text.startswith("unknown format 'onnxx'") and "onnx" in text.removeprefix("unknown format 'onnxx'")
     assert not (tmp_path / "model.onnx").exists()
-
-
-def copy_of(model: ExportedModel, folder: Path) -> Path:
-    path = folder / model.path.name
-    path.write_bytes(model.path.read_bytes())
-    metadata_path(path).write_bytes(metadata_path(model.path).read_bytes())
-    return path
-
-
-def test_no_file(tmp_path):
-    assert mistake(ExportedModel, tmp_path / "model.onnx") == f"there is no file {tmp_path}/model.onnx"
-    (tmp_path / "folder.pt2").mkdir()
-    assert mistake(ExportedModel, tmp_path / "folder.pt2") == f"there is no file {tmp_path}/folder.pt2"
-
-
-def test_no_metadata(plain, tmp_path):
-    path = copy_of(plain("torchscript"), tmp_path)
-    metadata_path(path).unlink()
-    text = mistake(ExportedModel, path)
-    assert text.startswith(f"cannot read {path}.metadata.json (No such file or directory)")
-
-
-@pytest.mark.parametrize(
-    "contents, expected",
-    [
-        (b"", "is not JSON"),
-        (b"{", "is not JSON"),
-        (b"\xff\xfe\x00", "is not JSON"),
-        (b"[]", "is not the metadata of an exported model"),
-        (b"{}", "is not the metadata of an exported model"),
-        (b'{"input": 1, "outputs": 2, "classes": 3, "resizing": 4}', "is not the metadata of an exported model"),
-        (
-            b'{"input": {}, "outputs": [], "classes": [], "resizing": {}, "thresholds": {}}',
-            "is not the metadata of an exported model",
-        ),
-    ],
-)
-def test_metadata_that_is_not_ours(plain, tmp_path, contents, expected):
-    path = copy_of(plain("torchscript"), tmp_path)
-    metadata_path(path).write_bytes(contents)
-    assert mistake(ExportedModel, path).startswith(f"{path}.metadata.json {expected}")
-
-
-def test_an_unknown_suffix(plain, tmp_path):
-    path = copy_of(plain("torchscript"), tmp_path)
-    other = path.rename(tmp_path / "model.pth")
-    metadata_path(path).rename(metadata_path(other))
-    text = mistake(ExportedModel, other)
-    assert text.startswith(f"{other} is no exported model: ") and all(suffix in text for suffix in SUFFIXES.values())
-    # It is no matter of the metadata.
-    metadata_path(other).unlink()
-    assert mistake(ExportedModel, other) == text
-
-
-@pytest.mark.parametrize("damage", ["empty", "nonsense", "half", "another format"])
-@pytest.mark.parametrize("file_format", FORMATS)
-def test_a_damaged_file(plain, tmp_path, file_format, damage):
-    path = copy_of(plain(file_format), tmp_path)
-    whole, other = path.read_bytes(), "torch_export" if file_format == "torchscript" else "torchscript"
-    contents = {
-        "empty": b"",
-        "nonsense": b"this is no model at all" * 50,
-        "half": whole[: len(whole) // 2],
-        "another format": plain(other).path.read_bytes(),
-    }[damage]
-    path.write_bytes(contents)
-    assert mistake(ExportedModel, path).startswith(f"cannot load {path}: ")
-
-
-def test_metadata_is_what_was_written(plain):
-    metadata = read_metadata(plain("onnx").path)
-    assert metadata["classes"] == ["circle", "square", "triangle"] and metadata["opset"] == OPSET
 
 
 # -- the machine -----------------------------------------------------------------------------------

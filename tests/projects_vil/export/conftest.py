@@ -1,0 +1,60 @@
+"""Exported files, each made once for all tests and both processes: what is to be changed is copied first."""
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from projects_vil.export import ExportedModel, export_detector
+from tests.projects_vil.export.exporting import ALONE, IN_BATCHES, demo_detector
+from tests.projects_vil.helpers import small_config
+
+
+@pytest.fixture(scope="session")
+def weights(made_once):
+    """A checkpoint of each of the demo's detectors."""
+
+    def save(name: str = "retinanet") -> Path:
+        def fill(folder: Path) -> None:
+            torch.save({"model": demo_detector(name).state_dict()}, folder / f"{name}.pth")
+
+        return made_once(f"weights_{name}", fill) / f"{name}.pth"
+
+    return save
+
+
+@pytest.fixture(scope="session")
+def exported(made_once, weights):
+    """``export_detector`` of the demo's detectors, by default to TorchScript: detector, options -> path and report."""
+
+    @functools.cache
+    def export(name: str, **options) -> tuple[Path, dict]:
+        def fill(folder: Path) -> None:
+            path, report = export_detector(small_config(name), weights(name), folder / "export", runs=1, **options)
+            (folder / "returned.json").write_text(json.dumps([str(path), report]))
+
+        folder = made_once("_".join(["exported", name, *map(str, options.values())]), fill)
+        path, report = json.loads((folder / "returned.json").read_text())
+        return Path(path), report
+
+    return export
+
+
+@pytest.fixture(scope="session")
+def written(file_of):
+    """Detector, format, options of :func:`.exporting.write` -> the file in its runtime."""
+    return functools.cache(lambda name, file_format, **options: ExportedModel(file_of(name, file_format, **options)))
+
+
+@pytest.fixture(scope="session")
+def plain(written):
+    """Format -> a model that takes one uint8 image."""
+    return lambda file_format: written(ALONE[file_format], file_format)
+
+
+@pytest.fixture(scope="session")
+def batched(written):
+    """Format -> a model that takes float32 batches."""
+    return lambda file_format: written(IN_BATCHES[file_format], file_format, batched=True, dtype="float32")

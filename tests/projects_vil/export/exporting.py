@@ -1,0 +1,129 @@
+"""Detectors that are recorded in seconds, and the files that they are exported to."""
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from detectron2.config import CfgNode
+from detectron2.layers import ShapeSpec
+from detectron2.modeling.backbone import FPN, Backbone
+from detectron2.modeling.backbone.fpn import LastLevelMaxPool, LastLevelP6P7
+from torch import Tensor, nn
+
+from backbones import InputError
+from projects_vil.export import make_exportable
+from projects_vil.export.formats import SUFFIXES, write_model
+from projects_vil.export.metadata import describe_model, metadata_path
+from projects_vil.export.report import example_image
+from tests.projects_vil.helpers import lively_detector, small_config
+
+BOTH = ("retinanet", "mask_rcnn")
+# Recording takes long: each format has one detector that takes images, and the other that takes batches of them.
+ALONE = {"torchscript": "retinanet", "torch_export": "retinanet", "onnx": "retinanet"}
+IN_BATCHES = {"torchscript": "mask_rcnn", "torch_export": "mask_rcnn", "onnx": "mask_rcnn"}
+FORMATS = tuple(ALONE)
+RECORDED = (96, 128)
+# A detector reports nothing in a grey image, and something in a drawn one.
+ALL_LEVELS = {
+    "retinanet": ("MODEL.RETINANET.SCORE_THRESH_TEST", "0.03"),
+    "mask_rcnn": ("MODEL.ROI_HEADS.SCORE_THRESH_TEST", "0.6", "MODEL.RPN.POST_NMS_TOPK_TEST", "100"),
+}
+# Each level is recorded and converted by itself: of two and three it takes half the time of five.
+FEW_LEVELS = {
+    "retinanet": (
+        *("MODEL.RETINANET.IN_FEATURES", "['p3', 'p4']", "MODEL.ANCHOR_GENERATOR.SIZES", "[[16], [32]]"),
+        *("MODEL.RETINANET.SCORE_THRESH_TEST", "0.02"),
+    ),
+    "mask_rcnn": (
+        *("MODEL.RPN.IN_FEATURES", "['p3', 'p4', 'p5']", "MODEL.ROI_HEADS.IN_FEATURES", "['p3', 'p4']"),
+        *("MODEL.ANCHOR_GENERATOR.SIZES", "[[16], [32], [64]]", "MODEL.RPN.POST_NMS_TOPK_TEST", "100"),
+        *("MODEL.ROI_HEADS.SCORE_THRESH_TEST", "0.5"),
+    ),
+}
+
+
+class Stem(Backbone):
+    """Four convolutions, strides 4 to 32: the backbones' own exports are tested beside them, and take longer."""
+
+    def __init__(self, channels: int = 16) -> None:
+        super().__init__()
+        convolutions = [nn.Conv2d(channels, channels, 3, 2, 1) for _ in range(3)]
+        self.layers = nn.ModuleList([nn.Conv2d(3, channels, 4, 4), *convolutions])
+        self.channels = channels
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        outputs = {}
+        for index, layer in enumerate(self.layers, start=1):
+            images = layer(images).relu()
+            outputs[f"stage{index}"] = images
+        return outputs
+
+    def output_shape(self) -> dict[str, ShapeSpec]:
+        return {f"stage{i + 1}": ShapeSpec(channels=self.channels, stride=4 * 2**i) for i in range(4)}
+
+
+def config(name: str, *, all_levels: bool = False) -> CfgNode:
+    return small_config(name, *(ALL_LEVELS if all_levels else FEW_LEVELS)[name])
+
+
+@functools.cache
+def detector(name: str, *, all_levels: bool = False) -> nn.Module:
+    """detectron2's FPN and heads on a few convolutions, of few levels or of as many as the papers have."""
+    model = lively_detector(config(name, all_levels=all_levels))
+    torch.manual_seed(0)
+    stem, stages = Stem(), ["stage1", "stage2", "stage3", "stage4"]
+    top = LastLevelMaxPool() if name == "mask_rcnn" else LastLevelP6P7(32, 32, "p5") if all_levels else None
+    if not all_levels:
+        stages = stages[1:3]
+        if top is not None:
+            top.in_feature = "p4"
+    elif name == "retinanet":
+        stages = stages[1:]
+    with torch.no_grad():
+        for parameter in stem.parameters():
+            parameter *= 1.7
+    model.backbone = FPN(stem, stages, 32, top_block=top).eval()
+    return model
+
+
+def write(
+    folder: Path,
+    name: str,
+    file_format: str,
+    *,
+    batched: bool = False,
+    dtype: str = "uint8",
+    all_levels: bool = False,
+) -> Path:
+    """A model and its metadata."""
+    exportable = make_exportable(detector(name, all_levels=all_levels), batched=batched)
+    example = example_image(*RECORDED).to(getattr(torch, dtype))
+    path = folder / f"{name}{'_batched' if batched else ''}_{dtype}{SUFFIXES[file_format]}"
+    write_model(exportable, torch.stack([example] * 2) if batched else example, path, file_format)
+    metadata = describe_model(
+        config(name, all_levels=all_levels),
+        exportable,
+        classes=("circle", "square", "triangle"),
+        file_format=file_format,
+        precision="fp32",
+        input_dtype=dtype,
+        weights="lively.pth",
+    )
+    metadata_path(path).write_text(json.dumps(metadata))
+    return path
+
+
+@functools.cache
+def demo_detector(name: str) -> nn.Module:
+    """The demo's, narrow: ViL and all levels. Only tracing it takes seconds."""
+    return lively_detector(small_config(name))
+
+
+def mistake(call, *args) -> str:
+    """The one line of it."""
+    with pytest.raises(InputError) as caught:
+        call(*args)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)

@@ -1,0 +1,26 @@
+"""What a forked process of a tool runs; importing this imports what the tools import."""
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+import torch
+
+import projects_vil.analysis
+import projects_vil.export
+import projects_vil.inference
+import projects_vil.visualization  # noqa: F401
+
+
+def run(script: Path, args: list[str], env: dict[str, str], root: Path, folder: Path) -> None:
+    """``python SCRIPT ARGS`` in ``root``; what it prints is in ``stdout`` and ``stderr`` of ``folder``."""
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(root)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        with (folder / name).open("wb") as file:
+            os.dup2(file.fileno(), number)
+    torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
+    sys.argv = [str(script), *args]
+    runpy.run_path(str(script), run_name="__main__")
