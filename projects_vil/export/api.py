@@ -29,6 +29,8 @@ from projects_vil.export.formats import OPSET, SUFFIXES, check_format, write_mod
 from projects_vil.export.metadata import check_sides, describe_model, metadata_path
 from projects_vil.export.report import check_export, comparison_images, example_image, report_path
 from projects_vil.export.runtime import ExportedModel
+from projects_vil.export.stages import Stages
+from projects_vil.utils import unwound_by_sigterm
 
 FORMATS = tuple(SUFFIXES)
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -117,11 +119,16 @@ def export_detector(
     for image, file in itertools.zip_longest(compared, images):
         check_sides(metadata["input"]["sides"], image.shape[-2:], what=str(file or "MIN_SIZE_TEST makes images that"))
     example = example_image(*EXAMPLE_SIZE).to(getattr(torch, input_dtype))
+    stages = Stages()
     with _folder_in(path.parent) as unfinished:
         new = unfinished / path.name
-        write_model(exportable, torch.stack([example] * 2) if batched else example, new, file_format)
+        write_model(exportable, torch.stack([example] * 2) if batched else example, new, file_format, stages=stages)
         metadata_path(new).write_text(json.dumps(metadata, indent=2) + "\n")
-        report = check_export(cfg, reference, ExportedModel(new), compared, runs=runs, evaluate=evaluate)
+        with stages("loading"):
+            model = ExportedModel(new)
+        with stages("comparing", f"{len(compared)} images, and DATASETS.TEST" if evaluate else ""):
+            report = check_export(cfg, reference, model, compared, runs=runs, evaluate=evaluate)
+        report["seconds"] = stages.seconds
         report_path(new).write_text(json.dumps(report, indent=2) + "\n")
         for name in (lambda model: model, metadata_path, report_path):
             try:
@@ -134,10 +141,11 @@ def export_detector(
 @contextlib.contextmanager
 def _folder_in(folder: Path) -> Iterator[Path]:
     """A folder for what is not finished, beside what is: an export that fails leaves an older one as it was."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        temporary = tempfile.TemporaryDirectory(prefix=".unfinished-", dir=folder)
-    except OSError as error:
-        raise InputError(f"cannot write into {folder}: {error.strerror}") from error
-    with temporary as name:
-        yield Path(name)
+    with unwound_by_sigterm():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            temporary = tempfile.TemporaryDirectory(prefix=".unfinished-", dir=folder)
+        except OSError as error:
+            raise InputError(f"cannot write into {folder}: {error.strerror}") from error
+        with temporary as name:
+            yield Path(name)

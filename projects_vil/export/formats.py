@@ -20,6 +20,7 @@ from torch import Tensor
 from backbones import InputError
 from backbones.errors import check_choice
 from projects_vil.export.exportable.detector import ExportableDetector
+from projects_vil.export.stages import Stages
 from projects_vil.modeling import LARGEST_BATCH, SMALLEST_SIDE, largest_side
 
 SUFFIXES = {"torchscript": ".ts", "onnx": ".onnx", "torch_export": ".pt2", "aot_inductor": ".aoti.pt2"}
@@ -28,7 +29,9 @@ OPSET = 20
 RECORDING_TORCH = (2, 8)
 
 
-def write_model(exportable: ExportableDetector, example: Tensor, path: Path, file_format: str) -> None:
+def write_model(
+    exportable: ExportableDetector, example: Tensor, path: Path, file_format: str, *, stages: Stages | None = None
+) -> None:
     """Write a detector that takes images of any size.
 
     Args:
@@ -36,13 +39,14 @@ def write_model(exportable: ExportableDetector, example: Tensor, path: Path, fil
         example: an input of it; its type, uint8 or float32, is what an ONNX or .pt2 file takes.
         path: the file.
         file_format: a key of ``SUFFIXES``.
+        stages: what says and times the parts of the work.
 
     Raises:
         InputError: for an unknown format, or where this machine lacks what it needs.
     """
     check_choice("format", file_format, SUFFIXES)
     check_format(file_format)
-    _WRITERS[file_format](exportable, example, path)
+    _WRITERS[file_format](exportable, example, path, stages or Stages())
 
 
 def check_format(file_format: str) -> None:
@@ -92,15 +96,17 @@ def trace(exportable: ExportableDetector, example: Tensor) -> torch.jit.ScriptMo
         return torch.jit.trace(exportable, (example,), check_trace=False)
 
 
-def _write_torchscript(exportable: ExportableDetector, example: Tensor, path: Path) -> None:
-    traced = trace(exportable, example)
-    with quiet():
+def _write_torchscript(exportable: ExportableDetector, example: Tensor, path: Path, stages: Stages) -> None:
+    with stages("recording"):
+        traced = trace(exportable, example)
+    with stages("writing"), quiet():
         traced.save(str(path))
 
 
-def _write_onnx(exportable: ExportableDetector, example: Tensor, path: Path) -> None:
-    program = record(exportable, example)
-    with quiet():
+def _write_onnx(exportable: ExportableDetector, example: Tensor, path: Path, stages: Stages) -> None:
+    with stages("recording"):
+        program = record(exportable, example)
+    with stages("converting"), quiet():
         onnx_program = torch.onnx.export(
             program,
             dynamo=True,
@@ -108,18 +114,26 @@ def _write_onnx(exportable: ExportableDetector, example: Tensor, path: Path) -> 
             input_names=list(exportable.input_names),
             output_names=list(exportable.output_names),
             verbose=False,
+            # A stage of its own, which takes as long.
+            optimize=False,
         )
+    with stages("optimising"), quiet():
+        onnx_program.optimize()
+    with stages("writing"), quiet():
         onnx_program.save(str(path), external_data=False)
 
 
-def _write_torch_export(exportable: ExportableDetector, example: Tensor, path: Path) -> None:
-    with quiet():
-        torch.export.save(record(exportable, example), str(path))
+def _write_torch_export(exportable: ExportableDetector, example: Tensor, path: Path, stages: Stages) -> None:
+    with stages("recording"):
+        program = record(exportable, example)
+    with stages("writing"), quiet():
+        torch.export.save(program, str(path))
 
 
-def _write_aot_inductor(exportable: ExportableDetector, example: Tensor, path: Path) -> None:
-    program = record(exportable, example)
-    with quiet():
+def _write_aot_inductor(exportable: ExportableDetector, example: Tensor, path: Path, stages: Stages) -> None:
+    with stages("recording"):
+        program = record(exportable, example)
+    with stages("compiling", f"AOTInductor calls {compiler()} for minutes"), quiet():
         # Of convolutions on as many boxes as were found, torch 2.15 believes on a CPU that the outputs lie
         # channels-last, and they do not: all masks are wrong, without an error.
         torch._inductor.aoti_compile_and_package(
@@ -127,7 +141,7 @@ def _write_aot_inductor(exportable: ExportableDetector, example: Tensor, path: P
         )
 
 
-_WRITERS: dict[str, Callable[[ExportableDetector, Tensor, Path], None]] = {
+_WRITERS: dict[str, Callable[[ExportableDetector, Tensor, Path, Stages], None]] = {
     "torchscript": _write_torchscript,
     "onnx": _write_onnx,
     "torch_export": _write_torch_export,

@@ -162,7 +162,7 @@ def describe_report(report: dict) -> str:
     opset = f", opset {report['opset']}" if report["opset"] else ""
     lines.append(
         f"{report['file']}: {report['bytes'] / 1e6:.1f} MB{opset}, {report['precision']}; "
-        f"{latency['height']} x {latency['width']}: {latency['exported_ms']:.0f} ms, eager "
-        f"{latency['eager_ms']:.0f} ms, {latency['ratio']:.2f} times as fast ({latency['threads']} threads)"
+        f"{latency['height']} x {latency['width']}: {latency['exported_ms']:.1f} ms, eager "
+        f"{latency['eager_ms']:.1f} ms, medians: {latency['ratio']:.2f} times as fast ({latency['threads']} threads)"
     )
     return "\n".join(lines)

@@ -287,5 +287,6 @@ def test_latency():
     # By turns, and once more than is counted.
     assert calls == ["eager", "exported"] * 4
     assert latency["eager_ms"] > latency["exported_ms"] > 0 and latency["ratio"] > 2
+    assert latency["ratio"] == pytest.approx(latency["eager_ms"] / latency["exported_ms"], rel=0.02)
     assert (latency["height"], latency["width"]) == (300, 300) and latency["threads"] == torch.get_num_threads()
     assert json.loads(json.dumps(latency)) == latency

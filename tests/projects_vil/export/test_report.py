@@ -18,6 +18,9 @@ def test_a_report_as_text(exported):
     assert len(rows) == 4 and all(row.endswith("; equal") for row in rows)
     assert last.startswith(f"model.ts: {path.stat().st_size / 1e6:.1f} MB, fp32; 64 x 96: ")
     assert last.endswith(" threads)") and "times as fast" in last
+    latency = {"eager_ms": 30.04, "exported_ms": 20.4, "ratio": 1.473}
+    last = describe_report(report | {"latency": report["latency"] | latency}).splitlines()[-1]
+    assert "64 x 96: 20.4 ms, eager 30.0 ms, medians: 1.47 times as fast" in last
     row = {"dataset": "mine", "task": "bbox", "AP": 31.2, "AP_exported": 30.9, "ok": False}
     text = describe_report(report | {"evaluation": [row, row | {"ok": True}], "opset": 20})
     assert "mine, bbox: AP 31.2, exported 30.9; NOT EQUAL to 0.1" in text.splitlines()
