@@ -65,8 +65,10 @@ def analyze(cfg: CfgNode, name: str, *, size: tuple[int, int] = (800, 1333), wit
     """
     cfg = cfg.clone()
     cfg.defrost()
-    cfg.MODEL.DEVICE = "cpu"
-    model = build_model(cfg).eval()
+    # Without memory for the weights, and without drawing them, where they are not needed.
+    cfg.MODEL.DEVICE = "cpu" if with_flops else "meta"
+    with torch.device(cfg.MODEL.DEVICE):
+        model = build_model(cfg).eval()
     variant = cfg.MODEL.TRANSFORMER.NAME.removesuffix("_rpb")
     classifier = meta_classifier(variant)
     parts = parameters_by_part(model)

@@ -152,7 +152,7 @@ def interpolated(table: np.ndarray, size: int) -> np.ndarray:
     return np.stack([np.interp(places, np.arange(length), column) for column in table.T], axis=1)
 
 
-@pytest.mark.parametrize("generated", [True, False])
+@pytest.mark.parametrize("generated", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_absolute_positions_of_224_in_a_detector_at_1333(tmp_path, generated):
     if generated:
         weights, name = weights_of("vil_tiny_1_1_3_1"), "vil_tiny_1_1_3_1"
@@ -178,7 +178,7 @@ def test_absolute_positions_of_224_in_a_detector_at_1333(tmp_path, generated):
         assert model.backbone.bottom_up(torch.zeros(1, 3, 800, 1333))["stage4"].shape[2:] == (25, 42)
 
 
-@pytest.mark.parametrize("generated", [True, False])
+@pytest.mark.parametrize("generated", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_relative_bias_of_224_in_a_detector_at_1333(tmp_path, generated):
     """A window's table does not depend on the image; another window's is resized."""
     if generated:

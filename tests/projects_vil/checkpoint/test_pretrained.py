@@ -1,6 +1,7 @@
 """A classifier of this project, trained by timm's scripts or otherwise, becomes the start of a detector."""
 
 import argparse
+import functools
 
 import numpy as np
 import pytest
@@ -17,7 +18,9 @@ from tests.projects_vil.helpers import small_config
 NAMES = ["vil_tiny_1_1_3_1", "vil_tiny_1_1_3_1_rpb", "ls_tiny", "lit_ti", "lit_s", "performer_tiny"]
 
 
+@functools.cache
 def classifier(name: str, **options) -> torch.nn.Module:
+    """Made once: the tests read its weights."""
     return randomise(create_classifier(name, num_classes=10, **options)).eval()
 
 
@@ -127,7 +130,7 @@ def test_other_global_tokens_are_refused_and_the_key_named(tmp_path, name, ours)
 
 def test_the_key_that_is_named_is_the_one_that_helps(tmp_path):
     name = "vil_tiny_1_1_3_1"
-    path = save(tmp_path, {"state_dict": classifier(name, global_tokens=[1, 2, 1, 1]).state_dict()})
+    path = save(tmp_path, {"state_dict": classifier(name, global_tokens=(1, 2, 1, 1)).state_dict()})
     assert message(path, name).endswith("MODEL.TRANSFORMER.GLOBAL_TOKENS '[1, 2, 1, 1]'")
     assert load(path, name, "MODEL.TRANSFORMER.GLOBAL_TOKENS", "[1, 2, 1, 1]")
 
