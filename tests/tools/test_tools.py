@@ -76,6 +76,13 @@ def test_help_has_an_example(run_here, name):
     assert "example:" in out.lower() and f"python tools/{name}" in out
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TOOLS)
+def test_every_tool_starts_in_an_interpreter_of_its_own(name):
+    result = run_tool(name, "--help", fresh=True)
+    assert result.returncode == 0 and f"python tools/{name}" in result.stdout, result.stderr
+
+
 def test_make_shapes_dataset(tmp_path):
     result = run_tool(
         "make_shapes_dataset.py", tmp_path / "shapes", "--num-train", 3, "--num-val", 2, "--short-side", 40
