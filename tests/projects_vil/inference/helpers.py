@@ -1,0 +1,99 @@
+"""What the tests of predicting share: drawn pictures, a detector without weights, and reading what was written."""
+
+import json
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from detectron2.structures import Boxes, Instances
+from PIL import Image
+
+from projects_vil.data import size_for_testing
+from projects_vil.inference.categories import Categories
+from projects_vil.inference.drawings import ImageDrawings
+from projects_vil.inference.predict import run
+from projects_vil.inference.sources import ImageFiles, find_images
+from tests.projects_vil.helpers import small_config
+
+ANY = Categories((3, 7), ("left", "right"))
+EIGHTY = ("MODEL.RETINANET.NUM_CLASSES", "80")
+
+
+class HalfFinder:
+    """A :class:`Runner` that finds the brighter half of each image, with its brightness for a score."""
+
+    channels = "RGB"
+    classes = None
+
+    def __init__(self, *, stop_after: int | None = None) -> None:
+        self.batches = []
+        self.stop_after = stop_after
+
+    def input_size(self, height: int, width: int) -> tuple[int, int]:
+        return size_for_testing(small_config(), height, width)
+
+    def refusal(self, height: int, width: int) -> str | None:
+        return "nothing would be left of it" if min(self.input_size(height, width)) < 1 else None
+
+    def __call__(self, images, sizes):
+        if len(self.batches) == self.stop_after:
+            raise KeyboardInterrupt
+        assert len({image.shape for image in images}) == 1 and all(image.dtype == torch.uint8 for image in images)
+        self.batches.append([image.shape[1:] for image in images])
+        return [self._find(image, size) for image, size in zip(images, sizes, strict=True)]
+
+    def _find(self, image, size) -> Instances:
+        halves = image.float().chunk(2, dim=2)
+        brighter = int(halves[1].mean() > halves[0].mean())
+        left, right = (size[1] / 2, size[1]) if brighter else (0, size[1] / 2)
+        found = Instances(size, pred_boxes=Boxes([[left, 0, right, size[0]]]))
+        found.scores = halves[brighter].mean()[None] / 255
+        found.pred_classes = torch.tensor([brighter])
+        return found
+
+
+def picture(height: int, width: int, *, bright: str = "left") -> np.ndarray:
+    pixels = np.zeros((height, width, 3), np.uint8)
+    half = slice(0, width // 2) if bright == "left" else slice(width // 2, None)
+    pixels[:, half] = 200, 100, 0
+    return pixels
+
+
+def save(path: Path, pixels: np.ndarray) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels).save(path)
+
+
+def read(folder: Path) -> tuple[list[dict], dict]:
+    return json.loads((folder / "results.json").read_text()), json.loads((folder / "images.json").read_text())
+
+
+def run_on(source: Path, output: Path, *, runner=None, draw: bool = False, **options):
+    output.mkdir(exist_ok=True)
+    images = find_images(source, leave_out=output)
+    drawer = ImageDrawings(output / "drawings", [image.name for image in images]) if draw else None
+    return run(ImageFiles(images, threads=2), runner or HalfFinder(), ANY, output, drawer, **options)
+
+
+def write_video(path: Path, frames: int, *, size: tuple[int, int] = (40, 60)) -> None:
+    writer = cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*"MJPG"), 8, size[::-1])
+    assert writer.isOpened()
+    for number in range(frames):
+        writer.write(np.ascontiguousarray(picture(*size, bright="left" if number % 3 else "right")[..., ::-1]))
+    writer.release()
+
+
+def assert_same(ours: list[dict], theirs: list[dict]) -> None:
+    """Equal results, in the same order, up to the rounding of sums; masks may differ in a pixel of their edge."""
+    assert len(ours) == len(theirs) > 0
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.keys() == other.keys()
+        assert (one["image_id"], one["category_id"]) == (other["image_id"], other["category_id"])
+        assert one["bbox"] == pytest.approx(other["bbox"], abs=1e-2)
+        assert one["score"] == pytest.approx(other["score"], abs=1e-4)
+        assert ("segmentation" in one) == ("segmentation" in other)
+    if "segmentation" in ours[0]:
+        equal = sum(one["segmentation"] == other["segmentation"] for one, other in zip(ours, theirs, strict=True))
+        assert equal >= 0.9 * len(ours)
