@@ -1,21 +1,34 @@
 """Checkpoints: reading, converting, and what they say of themselves."""
 
+from projects_vil.checkpoint.categories import (
+    Categories,
+    checked_ids,
+    coco_categories,
+    dataset_categories,
+    known_categories,
+)
+from projects_vil.checkpoint.class_rows import match_classes
 from projects_vil.checkpoint.conversion import convert_file
 from projects_vil.checkpoint.detection_checkpoint import Checkpointer, check_weights, check_weights_file
-from projects_vil.checkpoint.provenance import PROVENANCE_KEY, Provenance, coco_categories, versions
+from projects_vil.checkpoint.provenance import PROVENANCE_KEY, Provenance, versions
 from projects_vil.checkpoint.slimming import slim_checkpoint
 from projects_vil.checkpoint.trained import build_detector, load_detector
 
 __all__ = [
     "PROVENANCE_KEY",
+    "Categories",
     "Checkpointer",
     "Provenance",
     "build_detector",
     "check_weights",
     "check_weights_file",
+    "checked_ids",
     "coco_categories",
     "convert_file",
+    "dataset_categories",
+    "known_categories",
     "load_detector",
+    "match_classes",
     "slim_checkpoint",
     "versions",
 ]

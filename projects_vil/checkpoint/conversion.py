@@ -9,17 +9,17 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from detectron2.data import MetadataCatalog
 from torch import Tensor
 
 from backbones import InputError
 from backbones.convert import ConversionReport, OfficialCheckpoint, convert_state_dict, describe_mismatch, recognise
 from backbones.files import check_writable, read_checkpoint, write_checkpoint
 from backbones.variants import LITVariant, ViLStage, ViLVariant, get_variant
+from projects_vil.checkpoint.categories import Categories, dataset_categories
 from projects_vil.checkpoint.provenance import OFFICIAL_INPUT, PROVENANCE_KEY, Provenance
 
 BACKBONE_PREFIX = "backbone.bottom_up.net."
-_COCO = "coco_2017_val"
+_COCO, _COCO_CLASSES = "coco_2017_val", 80
 _ANCHORS_OF_A_PLACE = 9
 
 # Of the options that a model may need besides its name.
@@ -144,14 +144,16 @@ def convert_official(
     state_dict, report = convert_state_dict(
         official.backbone, variant, classifier=classifier, model_options=model_options or options
     )
-    classes = None
+    categories = None
     if not classifier:
         state_dict = {f"{BACKBONE_PREFIX}{name}": tensor for name, tensor in state_dict.items()}
         heads = _convert_heads(official, variant, report)
         state_dict |= heads
-        classes = _coco_classes(heads)
+        categories = _coco_categories(heads)
     own = {key: value for key, value in options.items() if key in get_variant(variant).options}
-    provenance = Provenance(variant=variant, options=own, classes=classes, input_format=OFFICIAL_INPUT)
+    provenance = Provenance(variant=variant, options=own, input_format=OFFICIAL_INPUT)
+    if categories is not None:
+        provenance = dataclasses.replace(provenance, classes=categories.names, category_ids=categories.ids)
     sizes = {key: value for key, value in options.items() if key not in own}
     contents = {
         "model": state_dict,
@@ -269,14 +271,14 @@ def _strides(variant: str) -> list[int]:
     return strides
 
 
-def _coco_classes(heads: Mapping[str, Tensor]) -> tuple[str, ...] | None:
-    """The names of COCO's classes where a predictor has as many: all official detectors are COCO's."""
-    names = tuple(MetadataCatalog.get(_COCO).thing_classes)
+def _coco_categories(heads: Mapping[str, Tensor]) -> Categories | None:
+    """COCO's where a predictor has as many classes: all official detectors are COCO's."""
+    coco = dataset_categories([_COCO], _COCO_CLASSES)
     rows = {
-        "head.cls_score.weight": _ANCHORS_OF_A_PLACE * len(names),
-        "roi_heads.box_predictor.cls_score.weight": len(names) + 1,
+        "head.cls_score.weight": _ANCHORS_OF_A_PLACE * _COCO_CLASSES,
+        "roi_heads.box_predictor.cls_score.weight": _COCO_CLASSES + 1,
     }
-    return names if any(name in heads and len(heads[name]) == number for name, number in rows.items()) else None
+    return coco if any(name in heads and len(heads[name]) == number for name, number in rows.items()) else None
 
 
 def _times(number: int) -> str:

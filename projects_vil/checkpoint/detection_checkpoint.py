@@ -20,7 +20,13 @@ from backbones.variants import OPTIONS
 from projects_vil.checkpoint.class_rows import copy_rows, is_predictor, match_classes
 from projects_vil.checkpoint.conversion import BACKBONE_PREFIX, convert_official
 from projects_vil.checkpoint.pretrained import backbone_of_classifier, is_classifier, named_variant
-from projects_vil.checkpoint.provenance import PROVENANCE_KEY, Provenance, class_names, differing_options, input_format
+from projects_vil.checkpoint.provenance import (
+    PROVENANCE_KEY,
+    Provenance,
+    differing_options,
+    input_format,
+    model_categories,
+)
 from projects_vil.modeling import TransformerBackbone, build_on_meta
 
 
@@ -90,7 +96,10 @@ class Checkpointer(DetectionCheckpointer):
         if self.cfg is not None:
             train, test = self.cfg.DATASETS.TRAIN, self.cfg.DATASETS.TEST
             names = (*test, *train) if self.complete and not self._resuming else (*train, *test)
-            known |= {"classes": class_names(self.cfg, names), "input_format": input_format(self.cfg)}
+            known["input_format"] = input_format(self.cfg)
+            categories = model_categories(self.cfg, names)
+            if categories is not None:
+                known |= {"classes": categories.names, "category_ids": categories.ids}
         return Provenance(**known)
 
     @property

@@ -2,19 +2,17 @@
 
 import dataclasses
 import importlib.metadata
-import json
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import detectron2
 import torch
 from detectron2.config import CfgNode
-from detectron2.data import MetadataCatalog
 
 from backbones import InputError
 from backbones.variants import ViLVariant, get_variant
+from projects_vil.checkpoint.categories import Categories, checked_ids, dataset_categories
 from projects_vil.config import is_segmentor, number_of_classes
 
 PROVENANCE_KEY = "vil_detectron2"
@@ -53,12 +51,14 @@ class Provenance:
         options: of the variant, where they are not its own; empty where all are.
         classes: their names, in the order of the predictors' rows.
         input_format: that it was trained on.
+        category_ids: of the classes in COCO files, in the same order.
     """
 
     variant: str | None = None
     options: Mapping[str, object] | None = None
     classes: tuple[str, ...] | None = None
     input_format: InputFormat | None = None
+    category_ids: tuple[int, ...] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """As it is saved, with the versions of what saved it: plain values, which ``weights_only`` and JSON take."""
@@ -67,6 +67,7 @@ class Provenance:
             "variant": self.variant,
             "options": None if self.options is None else dict(self.options),
             "classes": None if self.classes is None else list(self.classes),
+            "category_ids": None if self.category_ids is None else list(self.category_ids),
             "input": image and {"format": image.channels, "mean": list(image.mean), "std": list(image.std)},
             "versions": versions(),
         }
@@ -77,6 +78,7 @@ class Provenance:
         saved = contents.get(PROVENANCE_KEY)
         saved = saved if isinstance(saved, Mapping) else {}
         variant, classes, image = saved.get("variant"), saved.get("classes"), saved.get("input")
+        classes = tuple(map(str, classes)) if isinstance(classes, (list, tuple)) else None
         try:
             input_format = InputFormat(str(image["format"]), _numbers(image["mean"]), _numbers(image["std"]))
         except (KeyError, TypeError, ValueError):
@@ -84,8 +86,9 @@ class Provenance:
         return cls(
             variant=variant if isinstance(variant, str) else None,
             options=saved["options"] if isinstance(saved.get("options"), Mapping) else None,
-            classes=tuple(map(str, classes)) if isinstance(classes, (list, tuple)) else None,
+            classes=classes,
             input_format=input_format,
+            category_ids=checked_ids(saved.get("category_ids"), classes),
         )
 
 
@@ -138,28 +141,10 @@ def input_format(cfg: CfgNode) -> InputFormat:
     return InputFormat(cfg.INPUT.FORMAT, _numbers(cfg.MODEL.PIXEL_MEAN), _numbers(cfg.MODEL.PIXEL_STD))
 
 
-def class_names(cfg: CfgNode, names: Sequence[str]) -> tuple[str, ...] | None:
-    """Those of the first of some datasets that has as many as the model, from the catalog or its annotation file."""
-    kind = "stuff_classes" if is_segmentor(cfg) else "thing_classes"
+def model_categories(cfg: CfgNode, datasets: Sequence[str]) -> Categories | None:
+    """Those of the first of some datasets that has as many classes as the model."""
     _, number = number_of_classes(cfg)
-    for name in names:
-        if name not in MetadataCatalog.list():
-            continue
-        metadata = MetadataCatalog.get(name)
-        # detectron2 learns them with the first loading of a COCO file, not with its registration.
-        classes = metadata.get(kind) or [name for _, name in coco_categories(metadata.get("json_file")) or ()]
-        if classes and len(classes) == number:
-            return tuple(classes)
-    return None
-
-
-def coco_categories(path: str | None) -> list[tuple[int, str]] | None:
-    """Id and name of each category of a COCO file by id, as detectron2 numbers them; None if it does not tell."""
-    try:
-        categories = json.loads(Path(path or "").read_text(encoding="utf-8"))["categories"]
-        return sorted((category["id"], str(category["name"])) for category in categories)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    return dataset_categories(datasets, number, kind="stuff" if is_segmentor(cfg) else "thing")
 
 
 def _numbers(values: Sequence[float]) -> tuple[float, ...]:

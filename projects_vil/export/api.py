@@ -105,12 +105,13 @@ def export_detector(
     special += ["float32"] if input_dtype != "uint8" else []
     path = Path(output) / ("_".join(["model", *special]) + SUFFIXES[file_format])
     compared = comparison_images(cfg, images)
-    reference, classes = load_detector(cfg, weights)
+    reference, categories = load_detector(cfg, weights)
     exportable = make_exportable(in_precision(copy.deepcopy(reference), precision), batched=batched)
     metadata = describe_model(
         cfg,
         exportable,
-        classes=classes,
+        classes=categories.names,
+        category_ids=categories.ids,
         file_format=file_format,
         precision=precision,
         input_dtype=input_dtype,

@@ -76,8 +76,20 @@ def describe_model(
     precision: str,
     input_dtype: str,
     weights: str | Path,
+    category_ids: Sequence[int] | None = None,
 ) -> dict:
-    """All that someone without this repository must know to feed an exported model, for JSON."""
+    """All that someone without this repository must know to feed an exported model, for JSON.
+
+    Args:
+        cfg: the detector's config.
+        exportable: what is exported.
+        classes: their names, in the order of the model's.
+        file_format: a key of ``SUFFIXES``.
+        precision: of the weights.
+        input_dtype: of the images.
+        weights: the checkpoint.
+        category_ids: of the classes in COCO files, in the same order; None where they are not known.
+    """
     batch = ["images"] if exportable.batched else []
     short, longest = cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST
     outputs = [{"name": name} | _OUTPUTS[name] for name in exportable.output_names]
@@ -118,6 +130,7 @@ def describe_model(
         },
         "outputs": outputs,
         "classes": list(classes),
+        "category_ids": None if category_ids is None else list(category_ids),
         "thresholds": _thresholds(cfg) | ({"mask": 0.5} if "masks" in exportable.output_names else {}),
         "weights": Path(weights).name,
         "versions": versions() | {"torchvision": torchvision.__version__} | _runtime_versions(file_format),

@@ -8,13 +8,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from detectron2.config import CfgNode
-from detectron2.modeling import build_model
 from detectron2.structures import ImageList
 from torch import Tensor, nn
 
 from backbones import InputError
 from backbones.backbone import Backbone
-from projects_vil.checkpoint import Checkpointer
+from projects_vil.checkpoint import load_detector
 from projects_vil.data import read_for_testing
 from projects_vil.modeling import TransformerBackbone
 
@@ -54,17 +53,12 @@ def load_model(cfg: CfgNode, weights: str | Path | None = None) -> nn.Module:
     Raises:
         InputError: for a backbone that is none of this project's, or weights that are missing or do not fit.
     """
-    cfg = cfg.clone()
-    cfg.defrost()
-    cfg.MODEL.DEVICE = "cpu"
-    model = build_model(cfg)
+    model, _ = load_detector(cfg, weights or "", complete=False)
     if not isinstance(getattr(model.backbone, "bottom_up", None), TransformerBackbone):
         raise InputError(f"MODEL.BACKBONE.NAME is {cfg.MODEL.BACKBONE.NAME}: none of this project's")
-    if weights:
-        Checkpointer(model, cfg=cfg).load(str(weights))
-    else:
+    if not weights:
         logging.getLogger(__name__).warning("no weights were given (--weights): those of the model are random")
-    return model.eval()
+    return model
 
 
 def backbone_of(model: nn.Module) -> Backbone:

@@ -35,7 +35,7 @@ def test_what_every_file_of_a_run_says(trained_run):
     for name in ("model_0000001", "model_final"):
         said = torch.load(trained_run / f"{name}.pth", weights_only=True)[PROVENANCE_KEY]
         assert said["variant"] == "vil_tiny_1_1_3_1_rpb" and said["options"] == {}
-        assert said["classes"] == ["circle", "square", "triangle"]
+        assert said["classes"] == ["circle", "square", "triangle"] and said["category_ids"] == [1, 2, 3]
         assert said["input"] == {
             "format": "RGB", "mean": [123.675, 116.28, 103.53], "std": [58.395, 57.12, 57.375]
         }  # fmt: skip
@@ -49,7 +49,7 @@ def test_options_are_said_too(tmp_path):
     Checkpointer(detector("retinanet", *overrides), str(tmp_path)).save("saved")
     said = torch.load(tmp_path / "saved.pth", weights_only=True)[PROVENANCE_KEY]
     assert said["options"] == {"global_tokens": [1, 1, 1, 1], "attention_mode": "exact"}
-    assert said["classes"] is None and said["input"] is None
+    assert said["classes"] is None and said["category_ids"] is None and said["input"] is None
 
 
 def test_detectron2_reads_the_file(trained_run):
@@ -61,7 +61,7 @@ def test_detectron2_reads_the_file(trained_run):
 
 
 def test_round_trip_of_what_is_said():
-    said = Provenance("lit_s", {"merging": "uniform"}, ("a", "b"), OFFICIAL_INPUT)
+    said = Provenance("lit_s", {"merging": "uniform"}, ("a", "b"), OFFICIAL_INPUT, category_ids=(7, 3))
     assert Provenance.of({PROVENANCE_KEY: json.loads(json.dumps(said.to_dict()))}) == said
 
 
