@@ -11,8 +11,7 @@ import numpy as np
 from detectron2.data.catalog import Metadata
 from tqdm import tqdm
 
-from backbones import InputError
-from projects_vil.visualization import draw_instances
+from projects_vil.visualization import draw_instances, write_image
 
 VIDEO_CODEC = "mp4v"
 SMALLEST_DRAWING, LABELLED_SIDE = 480, 1000  # pixels of the longer side
@@ -101,19 +100,3 @@ class VideoDrawings:
         else:
             where = self.path.with_suffix("")
             tqdm.write(f"OpenCV cannot encode {self.codec} here: frames are drawn as PNG in {where}", file=sys.stderr)
-
-
-def write_image(path: Path, image: np.ndarray) -> None:
-    """Write (H, W, 3) uint8 RGB as the path's suffix says; its folder is created.
-
-    Raises:
-        InputError: where the file cannot be written.
-    """
-    encoded, buffer = cv2.imencode(path.suffix, image[..., ::-1])
-    if not encoded:
-        raise RuntimeError(f"OpenCV could not encode {path}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(buffer.tobytes())
-    except OSError as error:
-        raise InputError(f"cannot write {path} ({error.strerror}); choose another --output") from error

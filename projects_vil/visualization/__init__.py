@@ -1,7 +1,7 @@
 """Drawings of results and of what happens inside a model."""
 
 from projects_vil.visualization.attention_maps import draw_attention
-from projects_vil.visualization.drawing import draw_instances
+from projects_vil.visualization.drawing import draw_instances, write_image
 from projects_vil.visualization.results import draw_results, predictions_file, summarize_run
 from projects_vil.visualization.sampling_maps import draw_offsets
 
@@ -12,4 +12,5 @@ __all__ = [
     "draw_results",
     "predictions_file",
     "summarize_run",
+    "write_image",
 ]

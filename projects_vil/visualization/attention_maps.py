@@ -26,7 +26,7 @@ from backbones.attention.performer import PerformerAttention
 from backbones.attention.sliding_chunk import SlidingChunkAttention
 from backbones.attention.spatial_reduction import SpatialReductionAttention
 from backbones.backbone import Backbone
-from projects_vil.visualization.drawing import write_png
+from projects_vil.visualization.drawing import write_image
 from projects_vil.visualization.inspection import SeenImage, backbone_of, load_model, see_image
 from projects_vil.visualization.panels import PANEL_WIDTH, fit, in_rows, sheet
 
@@ -208,7 +208,7 @@ def draw_attention(
     title = f"{image.path.name}: stage {stage}, block {block}, {type(module).__name__}, point {point[0]} {point[1]}"
     place = f"{cfg.MODEL.TRANSFORMER.NAME}_stage{stage}_block{block}_{point[0]}_{point[1]}"
     path = Path(output) / f"{image.path.stem}_{place}.png"
-    write_png(path, sheet(title, in_rows(panels, COLUMNS)))
+    write_image(path, sheet(title, in_rows(panels, COLUMNS)))
     return path
 
 

@@ -65,13 +65,14 @@ def _class_color(class_index: int, metadata) -> np.ndarray:
     return colors[class_index % len(colors)]
 
 
-def write_png(path: Path, image: np.ndarray) -> None:
-    """Write an image (H, W, 3) uint8 RGB; its folder is created.
+def write_image(path: Path, image: np.ndarray) -> None:
+    """Write (H, W, 3) uint8 RGB as JPEG where the path's suffix is that, or else as PNG; its folder is created.
 
     Raises:
         InputError: where the file cannot be written.
     """
-    encoded, buffer = cv2.imencode(".png", image[..., ::-1])
+    kind = ".jpg" if path.suffix.lower() in (".jpg", ".jpeg") else ".png"
+    encoded, buffer = cv2.imencode(kind, image[..., ::-1])
     if not encoded:
         raise RuntimeError(f"OpenCV could not encode {path}")
     try:

@@ -14,7 +14,7 @@ from detectron2.utils.visualizer import Visualizer
 
 from backbones.errors import InputError, closest
 from projects_vil.data import IGNORED_LABEL, label_reader, read_image
-from projects_vil.visualization.drawing import CHARACTER_WIDTH, LABEL_HEIGHT, LABEL_POINTS, draw_instances, write_png
+from projects_vil.visualization.drawing import CHARACTER_WIDTH, LABEL_HEIGHT, LABEL_POINTS, draw_instances, write_image
 from projects_vil.visualization.panels import GAP, PANEL_HEIGHT, PANEL_WIDTH, panel_below_title, stack_rows
 
 MAX_IMAGES = 32
@@ -62,7 +62,7 @@ def draw_results(
         for record in chosen:
             kept = [item for item in predictions[record["image_id"]] if item["score"] >= score_threshold]
             rows.append(_draw_row(record, kept, metadata, score_threshold))
-    write_png(Path(output_png), stack_rows(rows, title=f"{dataset_name}: {len(rows)} of {len(records)} images"))
+    write_image(Path(output_png), stack_rows(rows, title=f"{dataset_name}: {len(rows)} of {len(records)} images"))
     return len(records)
 
 

@@ -13,7 +13,7 @@ from backbones import InputError
 from backbones.backbone import Backbone
 from backbones.layers.token_merging import sampled_positions
 from backbones.lit import LIT
-from projects_vil.visualization.drawing import write_png
+from projects_vil.visualization.drawing import write_image
 from projects_vil.visualization.inspection import SeenImage, backbone_of, load_model, see_image
 from projects_vil.visualization.panels import GAP, PANEL_WIDTH, fit, in_rows, sheet
 
@@ -102,7 +102,7 @@ def draw_offsets(
         points = [image.find(point)] if point is not None else _spread_points(image, num_points)
         side = regular_field(backbone, 0, 0)[2]
         places = [(y // side, x // side) for y, x in points]
-        write_png(path, _draw(image, backbone, places))
+        write_image(path, _draw(image, backbone, places))
     return paths
 
 
