@@ -13,6 +13,8 @@ from projects_vil.data.detection_utils import (
     read_image,
     read_size,
     size_for_testing,
+    upright_pixels,
+    upright_size,
 )
 
 __all__ = [
@@ -36,6 +38,8 @@ __all__ = [
     "read_size",
     "register_datasets",
     "size_for_testing",
+    "upright_pixels",
+    "upright_size",
     "write_shapes_dataset",
     "write_subset",
 ]

@@ -66,11 +66,9 @@ def read_image(path: str | Path, image_format: str | None = "RGB") -> np.ndarray
         UnreadableImage: for a file that is missing, truncated, damaged or no image.
     """
     try:
+        _check_is_regular(path)
         with PathManager.open(str(path), "rb") as file, Image.open(file) as image:
-            # A TIFF becomes upright by loading, and then has no orientation left.
-            image.load()
-            upright = _apply_exif_orientation(image)
-            return convert_PIL_to_numpy(_in_8_bits(upright, image.format), image_format)
+            return _pixels(image, image_format)
     except _DAMAGED as error:
         raise UnreadableImage(path, _reason(path, error)) from error
 
@@ -82,14 +80,50 @@ def read_size(path: str | Path) -> tuple[int, int]:
         UnreadableImage: for a file that is missing or no image.
     """
     try:
+        _check_is_regular(path)
         with PathManager.open(str(path), "rb") as file, Image.open(file) as image:
-            width, height = image.size
-            # Without this Pillow would look for EXIF behind the pixels of a PNG.
-            orientation = image.getexif().get(ExifTags.Base.Orientation) if "exif" in image.info else None
+            return upright_size(image)
     except _DAMAGED as error:
         raise UnreadableImage(path, _reason(path, error)) from error
+
+
+def upright_pixels(image: Image.Image, image_format: str | None = "RGB", *, name: str = "the image") -> np.ndarray:
+    """As :func:`read_image`, of an image that Pillow has opened or made.
+
+    Args:
+        image: stays as it is.
+        image_format: as for :func:`read_image`.
+        name: by which an error names it.
+
+    Raises:
+        UnreadableImage: for a truncated or damaged file, or channels that cannot become RGB.
+    """
+    try:
+        return _pixels(image, image_format)
+    except _DAMAGED as error:
+        raise UnreadableImage(name, _reason("", error)) from error
+
+
+def upright_size(image: Image.Image) -> tuple[int, int]:
+    """Height and width that an image will have in :func:`upright_pixels`, without looking at its pixels."""
+    width, height = image.size
+    # Without this Pillow would look for EXIF behind the pixels of a PNG.
+    orientation = image.getexif().get(ExifTags.Base.Orientation) if "exif" in image.info else None
     is_rotated = orientation in _ROTATED and image.format != "TIFF"
     return (width, height) if is_rotated else (height, width)
+
+
+def _check_is_regular(path: str | Path) -> None:
+    # Opening a pipe waits for someone who writes to it, perhaps for ever.
+    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+        raise OSError("it is no regular file")
+
+
+def _pixels(image: Image.Image, image_format: str | None) -> np.ndarray:
+    # A TIFF becomes upright by loading, and then has no orientation left.
+    image.load()
+    upright = _apply_exif_orientation(image)
+    return convert_PIL_to_numpy(_in_8_bits(upright, image.format), image_format)
 
 
 def _in_8_bits(image: Image.Image, file_format: str | None) -> Image.Image:
