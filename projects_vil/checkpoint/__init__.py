@@ -1,12 +1,6 @@
 """Checkpoints: reading, converting, and what they say of themselves."""
 
-from projects_vil.checkpoint.categories import (
-    Categories,
-    checked_ids,
-    coco_categories,
-    dataset_categories,
-    known_categories,
-)
+from projects_vil.checkpoint.categories import Categories, checked_ids, dataset_categories, known_categories
 from projects_vil.checkpoint.class_rows import match_classes
 from projects_vil.checkpoint.conversion import convert_file
 from projects_vil.checkpoint.detection_checkpoint import Checkpointer, check_weights, check_weights_file
@@ -23,7 +17,6 @@ __all__ = [
     "check_weights",
     "check_weights_file",
     "checked_ids",
-    "coco_categories",
     "convert_file",
     "dataset_categories",
     "known_categories",

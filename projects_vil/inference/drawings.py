@@ -8,20 +8,11 @@ from typing import Any
 
 import cv2
 import numpy as np
-from detectron2.data.catalog import Metadata
 from tqdm import tqdm
 
-from projects_vil.visualization import draw_instances, write_image
+from projects_vil.visualization import write_image
 
 VIDEO_CODEC = "mp4v"
-SMALLEST_DRAWING, LABELLED_SIDE = 480, 1000  # pixels of the longer side
-
-
-def draw(pixels: np.ndarray, instances: list[dict], metadata: Metadata) -> np.ndarray:
-    """An image with its instances, (H, W, 3) uint8 RGB: as large as it is, or enlarged where it is small."""
-    longer = max(pixels.shape[:2])
-    label_size = max(longer / LABELLED_SIDE, 1)
-    return draw_instances(pixels, instances, metadata, scale=max(SMALLEST_DRAWING / longer, 1), label_size=label_size)
 
 
 class ImageDrawings:

@@ -4,38 +4,30 @@ Images are read and resized as by the test loader, so that results equal those o
 A batch holds only images that are of one size when they are resized: detectron2 would pad others to a common size, and
 what a network sees beyond an image's border changes its answers. So every batch size gives the same answers, up to
 the rounding of floating-point sums. Files are read in threads while the detector works, a few batches ahead.
+Results carry the category ids of the checkpoint or the exported file; with an annotation file, that file's.
 """
 
 import contextlib
 import dataclasses
 import json
 import os
-from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 
 from detectron2.config import CfgNode
-from detectron2.evaluation.coco_evaluation import instances_to_coco_json
-from detectron2.structures import Instances
 
 from backbones import InputError
+from projects_vil.checkpoint import dataset_categories
+from projects_vil.config import number_of_classes
 from projects_vil.data import load_dataset, register_datasets
-from projects_vil.inference.categories import Categories, find_categories
-from projects_vil.inference.drawings import ImageDrawings, VideoDrawings, draw
-from projects_vil.inference.runners import Runner, build_runner, check_runner
-from projects_vil.inference.sources import (
-    VIDEO_SUFFIXES,
-    ImageFile,
-    ImageFiles,
-    Loaded,
-    Skipped,
-    Video,
-    find_images,
-    read_ahead,
-)
+from projects_vil.inference.categories import categories_as_annotated
+from projects_vil.inference.detector import Detector
+from projects_vil.inference.drawings import ImageDrawings, VideoDrawings
+from projects_vil.inference.runners import check_runner, config_of_export
+from projects_vil.inference.sources import VIDEO_SUFFIXES, ImageFile, Images, Skipped, Video, find_images
 from projects_vil.inference.writers import JsonList, Progress, written_whole
 
 RESULTS_FILE, IMAGES_FILE, DRAWINGS_FOLDER = "results.json", "images.json", "drawings"
+SMALLEST_DRAWING = 480  # pixels of the longer side
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +58,7 @@ class Summary:
 
 
 def predict(
-    cfg: CfgNode,
+    cfg: CfgNode | None,
     weights: str | Path,
     source: str | Path,
     output: str | Path,
@@ -91,8 +83,8 @@ def predict(
     and ``output`` where it lies in the folder, are left alone.
 
     Args:
-        cfg: the detector's config.
-        weights: its checkpoint.
+        cfg: the detector's config; None for an exported file, which needs none.
+        weights: its checkpoint, or an exported file.
         source: an image, a folder or a video (by its suffix).
         output: folder for the results.
         batch_size: images at once, at most.
@@ -106,8 +98,9 @@ def predict(
     """
     source, output = Path(source), Path(output)
     _check_options(source, output, batch_size, score_threshold)
+    cfg = config_of_export(weights) if cfg is None else cfg
     check_runner(cfg, weights, tta=tta)
-    files: ImageFiles | Video
+    files: Images | Video
     if annotations is not None:
         _check_not_overwritten(Path(annotations), output)
         cfg, images = _annotated_images(cfg, source, Path(annotations))
@@ -117,9 +110,11 @@ def predict(
     if source.is_file() and source.suffix.lower() in VIDEO_SUFFIXES:
         files = Video(source)
     else:
-        files = ImageFiles(images, threads=max(cfg.DATALOADER.NUM_WORKERS, 1))
-    runner = build_runner(cfg, weights, tta=tta)
-    categories = find_categories(cfg, runner.classes, annotated=annotations is not None)
+        files = Images(images, threads=max(cfg.DATALOADER.NUM_WORKERS, 1))
+    detector = Detector.build(cfg, weights, tta=tta)
+    if annotations is not None:
+        annotated = dataset_categories(cfg.DATASETS.TEST, number_of_classes(cfg)[1])
+        detector = Detector(detector.runner, categories=categories_as_annotated(detector.categories, annotated))
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -129,13 +124,12 @@ def predict(
         drawer = VideoDrawings(output / DRAWINGS_FOLDER, source.name, files.frame_rate)
     elif drawings:
         drawer = ImageDrawings(output / DRAWINGS_FOLDER, [file.name for file in images])
-    return run(files, runner, categories, output, drawer, batch_size=batch_size, score_threshold=score_threshold)
+    return run(files, detector, output, drawer, batch_size=batch_size, score_threshold=score_threshold)
 
 
 def run(
-    files: ImageFiles | Video,
-    runner: Runner,
-    categories: Categories,
+    files: Images | Video,
+    detector: Detector,
     output: Path,
     drawer: ImageDrawings | VideoDrawings | None,
     *,
@@ -146,8 +140,7 @@ def run(
 
     Args:
         files: what is read.
-        runner: what detects.
-        categories: of the runner's classes.
+        detector: what detects.
         output: a folder that is there.
         drawer: takes the drawings; None where there are none.
         batch_size: images at once, at most.
@@ -158,29 +151,27 @@ def run(
     """
     entries: dict[int, dict] = {}
     skipped: list[Skipped] = []
-    metadata = categories.metadata
+    drawn = {"score_threshold": score_threshold, "longer_side": SMALLEST_DRAWING}
     with written_whole(output / RESULTS_FILE, output / IMAGES_FILE) as (file, images_file):
         with (
             contextlib.closing(Progress(len(files), files.unit)) as progress,
             drawer or contextlib.nullcontext(),
-            contextlib.closing(files.batches(runner, batch_size, keep_pixels=drawer is not None)) as batches,
-            contextlib.closing(read_ahead(batches)) as batches_ahead,
+            contextlib.closing(
+                detector.detect(files, batch_size=batch_size, keep_pixels=drawer is not None)
+            ) as batches,
         ):
             results = JsonList(file)
-            for batch in batches_ahead:
-                for item in batch:
+            for batch in batches:
+                for item, detections in batch:
                     if isinstance(item, Skipped):
                         skipped.append(item)
                         results.put(item.index, [])
                         progress.say(f"skipped {item.name}: {item.reason}")
-                for loaded, instances in _detect(runner, [item for item in batch if isinstance(item, Loaded)]):
-                    found = instances_to_coco_json(instances, loaded.entry["id"])
+                        continue
                     if drawer is not None:
-                        kept = [item for item in found if item["score"] >= score_threshold]
-                        drawer.add(loaded.entry, draw(loaded.pixels, kept, metadata))
-                    entries[loaded.index] = loaded.entry
-                    ids = categories.ids
-                    results.put(loaded.index, [item | {"category_id": ids[item["category_id"]]} for item in found])
+                        drawer.add(item.entry, detections.draw(**drawn))
+                    entries[item.index] = item.entry
+                    results.put(item.index, detections.to_coco(item.entry["id"]))
                 progress.add(len(batch))
             results.close()
         skipped.sort(key=lambda item: item.index)
@@ -188,7 +179,7 @@ def run(
             "images": [entries[index] for index in sorted(entries)],
             "categories": [
                 {"id": category_id, "name": name}
-                for category_id, name in zip(categories.ids, categories.names, strict=True)
+                for category_id, name in zip(detector.categories.ids, detector.names, strict=True)
             ],
             "skipped": [{"file_name": item.name, "reason": item.reason} for item in skipped],
         }
@@ -198,16 +189,6 @@ def run(
     if drawer is not None and entries:
         written.append(output / DRAWINGS_FOLDER)
     return Summary(files.unit, len(entries), results.length, tuple(skipped), tuple(written))
-
-
-def _detect(runner: Runner, batch: list[Loaded]) -> Iterator[tuple[Loaded, Instances]]:
-    # One group, but for files whose header told another size than their pixels.
-    groups = defaultdict(list)
-    for loaded in batch:
-        groups[loaded.image.shape].append(loaded)
-    for group in groups.values():
-        sizes = [(loaded.entry["height"], loaded.entry["width"]) for loaded in group]
-        yield from zip(group, runner([loaded.image for loaded in group], sizes), strict=True)
 
 
 def _annotated_images(cfg: CfgNode, folder: Path, annotations: Path) -> tuple[CfgNode, list[ImageFile]]:

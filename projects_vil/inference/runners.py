@@ -5,15 +5,15 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from detectron2.config import CfgNode
+from detectron2.config import CfgNode, get_cfg
 from detectron2.data import transforms as T
-from detectron2.modeling import GeneralizedRCNNWithTTA, build_model
+from detectron2.modeling import GeneralizedRCNNWithTTA
 from detectron2.structures import Instances
 from torch import Tensor
 
 from backbones import InputError
-from projects_vil.checkpoint import PROVENANCE_KEY, Checkpointer, Provenance, check_weights, check_weights_file
-from projects_vil.config import DETECTORS, check_device, number_of_classes
+from projects_vil.checkpoint import Categories, check_weights_file, checked_ids, known_categories, load_detector
+from projects_vil.config import DETECTORS, add_vil_config, check_device, number_of_classes
 from projects_vil.data import size_for_testing
 from projects_vil.export import ExportedModel, is_exported, read_metadata, to_instances
 from projects_vil.modeling import add_tta, augmentation_sizes, longest_side
@@ -24,11 +24,11 @@ class Runner(Protocol):
 
     Attributes:
         channels: the order that it takes, ``"RGB"`` or ``"BGR"``.
-        classes: their names, where it knows them.
+        categories: its classes.
     """
 
     channels: str
-    classes: tuple[str, ...] | None
+    categories: Categories
 
     def input_size(self, height: int, width: int) -> tuple[int, int]:
         """Height and width to which it wants an image of this size to be resized."""
@@ -63,15 +63,12 @@ class Predictor:
     """
 
     def __init__(self, cfg: CfgNode, weights: str | Path, *, tta: bool = False) -> None:
-        check_weights(cfg, str(weights), complete=True)
-        model = build_model(cfg)
-        contents = Checkpointer(model, cfg=cfg, complete=True).load(str(weights))
+        model, self.categories = load_detector(cfg, weights, device=cfg.MODEL.DEVICE, as_datasets=False)
         self.cfg = cfg
         self.channels = cfg.INPUT.FORMAT
-        self.classes = Provenance.of({PROVENANCE_KEY: contents.get(PROVENANCE_KEY)}).classes
         self.tta = tta
         self.longest_side = longest_side(model)
-        self.model = add_tta(cfg, model.eval()) if tta else model.eval()
+        self.model = add_tta(cfg, model) if tta else model
 
     def input_size(self, height: int, width: int) -> tuple[int, int]:
         return (height, width) if self.tta else size_for_testing(self.cfg, height, width)
@@ -98,15 +95,27 @@ class ExportedRunner:
 
     Args:
         path: of the file; its metadata stands beside it.
+        score_threshold: of what it gives; None for all that the file gives.
+        datasets: where what older metadata do not say of the classes is looked for.
 
     Raises:
-        InputError: where either is missing or damaged.
+        InputError: where either is missing or damaged, or the file itself leaves out what the threshold lets through.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(
+        self, path: str | Path, *, score_threshold: float | None = None, datasets: Sequence[str] = ()
+    ) -> None:
         self.model = ExportedModel(path)
         self.channels = self.model.metadata["input"]["color_order"]
-        self.classes = tuple(self.model.metadata["classes"])
+        classes = self.model.metadata["classes"]
+        ids = checked_ids(self.model.metadata.get("category_ids"), classes)
+        self.categories = known_categories(classes, ids, number=len(classes), datasets=datasets)
+        inside = self.model.metadata.get("thresholds", {}).get("score", 0)
+        if score_threshold is not None and score_threshold < inside:
+            raise InputError(
+                f"score_threshold is {score_threshold:g}, and {path} was exported with {inside:g}: it gives no more"
+            )
+        self.score_threshold = score_threshold
         self.resizing = self.model.metadata["resizing"]
         self.sides = self.model.metadata["input"].get("sides") or (1, None)
 
@@ -128,6 +137,11 @@ class ExportedRunner:
             ]
         else:
             each = [self.model(image) for image in images]
+        if self.score_threshold is not None:
+            each = [
+                {name: value[found["scores"] >= self.score_threshold] for name, value in found.items()}
+                for found in each
+            ]
         return [
             to_instances(found, image.shape[1:], size) for found, image, size in zip(each, images, sizes, strict=True)
         ]
@@ -145,7 +159,7 @@ def check_runner(cfg: CfgNode, weights: str | Path, *, tta: bool = False) -> Non
     if cfg.INPUT.FORMAT not in ("RGB", "BGR"):
         raise InputError(f"INPUT.FORMAT is {cfg.INPUT.FORMAT}: it is RGB or BGR")
     if not str(weights):
-        raise InputError("no weights were given: name the checkpoint of a trained detector with --weights")
+        raise InputError("no weights were given: name a trained detector's checkpoint (--weights, MODEL.WEIGHTS)")
     if is_exported(weights):
         if tta:
             raise InputError(f"--tta changes the images inside the detector, and {weights} is an exported one")
@@ -157,15 +171,21 @@ def check_runner(cfg: CfgNode, weights: str | Path, *, tta: bool = False) -> Non
         augmentation_sizes(cfg)
 
 
-def build_runner(cfg: CfgNode, weights: str | Path, *, tta: bool = False) -> Runner:
-    """What detects: an exported model where the name of the file ends like one, or the config's with its weights.
+def config_of_export(path: str | Path) -> CfgNode:
+    """A config that says of an exported file what those who read images ask a config for.
 
     Raises:
-        InputError: where the file cannot be loaded or does not fit the config.
+        InputError: for a checkpoint, whose config cannot be made up, and where the file's metadata are missing.
     """
-    if is_exported(weights):
-        return ExportedRunner(weights)
-    return Predictor(cfg, weights, tta=tta)
+    if not is_exported(path):
+        raise InputError(f"{path} is no exported model: name its config with --config-file")
+    cfg = get_cfg()
+    add_vil_config(cfg)
+    cfg.MODEL.META_ARCHITECTURE = "RetinaNet"
+    cfg.MODEL.RETINANET.NUM_CLASSES = len(read_metadata(path)["classes"])
+    cfg.DATASETS.TRAIN = cfg.DATASETS.TEST = ()
+    cfg.freeze()
+    return cfg
 
 
 def check_number_of_classes(cfg: CfgNode, classes: Sequence[str] | None) -> None:

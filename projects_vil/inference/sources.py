@@ -1,4 +1,4 @@
-"""What is read: image files in batches of one size, and videos."""
+"""What is read: images, in files or in memory, in batches of one size, and videos."""
 
 import dataclasses
 import os
@@ -6,16 +6,18 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from threading import Lock
+from typing import Any, Protocol
 
 import cv2
 import numpy as np
+import PIL.Image
 import torch
 from detectron2.data import transforms as T
 from torch import Tensor
 
 from backbones import InputError
-from projects_vil.data import IMAGE_SUFFIXES, UnreadableImage, read_image, read_size
+from projects_vil.data import IMAGE_SUFFIXES, UnreadableImage, read_image, read_size, upright_pixels, upright_size
 from projects_vil.inference.runners import Runner
 
 VIDEO_SUFFIXES = (".mp4", ".avi", ".mov", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", ".wmv", ".flv", ".ogv", ".ts")
@@ -24,9 +26,29 @@ WINDOW = 512  # images that are looked through for those of one size
 BATCHES_AHEAD = 2
 
 
+class ImageSource(Protocol):
+    """An image that can be read.
+
+    Attributes:
+        name: by which it is reported.
+        image_id: in the results.
+        size: height and width that it must have; None where any will do.
+    """
+
+    name: str
+    image_id: int
+    size: tuple[int, int] | None
+
+    def read_size(self) -> tuple[int, int]:
+        """Height and width; raises UnreadableImage."""
+
+    def read(self) -> np.ndarray:
+        """(H, W, 3) uint8 RGB, upright; raises UnreadableImage."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ImageFile:
-    """A file to read.
+    """A file to read, as an :class:`ImageSource`.
 
     Attributes:
         path: where it is.
@@ -40,6 +62,49 @@ class ImageFile:
     image_id: int
     size: tuple[int, int] | None = None
 
+    def read_size(self) -> tuple[int, int]:
+        return read_size(self.path)
+
+    def read(self) -> np.ndarray:
+        return read_image(self.path, "RGB")
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageArray:
+    """Pixels that are there, (H, W, 3) uint8 RGB, as an :class:`ImageSource`."""
+
+    pixels: np.ndarray
+    name: str
+    image_id: int
+    size: None = None
+
+    def read_size(self) -> tuple[int, int]:
+        return self.pixels.shape[:2]
+
+    def read(self) -> np.ndarray:
+        return self.pixels
+
+
+@dataclasses.dataclass(frozen=True)
+class PillowImage:
+    """Pillow's image, read from its file or not yet, as an :class:`ImageSource`."""
+
+    image: PIL.Image.Image
+    name: str
+    image_id: int
+    size: None = None
+
+    def read_size(self) -> tuple[int, int]:
+        return upright_size(self.image)
+
+    def read(self) -> np.ndarray:
+        # Loading one image in two threads, as when it is given twice, breaks its file.
+        with _PILLOW:
+            return upright_pixels(self.image, "RGB", name=self.name)
+
+
+_PILLOW = Lock()
+
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
@@ -49,13 +114,13 @@ class Loaded:
         index: its place in the input, from 0.
         entry: of ``images.json``: id, file name, height and width.
         image: (3, H, W) uint8, resized.
-        pixels: (height, width, 3) uint8 RGB as in the file; None where nothing is drawn.
+        source: its pixels, (height, width, 3), for drawings: kept, or to be read again.
     """
 
     index: int
     entry: dict[str, Any]
     image: Tensor
-    pixels: np.ndarray | None
+    source: ImageSource
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,31 +132,34 @@ class Skipped:
     reason: str
 
 
-class ImageFiles:
-    """Image files in batches of one size, read in threads.
+class Images:
+    """Images in batches of one size, read in threads.
 
-    Only headers are looked at to make batches, of ``WINDOW`` files at a time; of pixels there is never more than the
-    batch.
+    Only headers are looked at to make batches, of ``WINDOW`` files at a time; of files' pixels there is never more
+    than the batch.
 
     Args:
-        files: in the order of the results.
+        images: in the order of the results.
         threads: that read.
     """
 
     unit = "image"
     frame_rate = None
 
-    def __init__(self, files: Sequence[ImageFile], *, threads: int = 1) -> None:
-        self.files = files
+    def __init__(self, images: Sequence[ImageSource], *, threads: int = 1) -> None:
+        self.images = images
         self.threads = threads
 
     def __len__(self) -> int:
-        return len(self.files)
+        return len(self.images)
 
-    def batches(self, runner: Runner, batch_size: int, *, keep_pixels: bool) -> Iterator[list[Loaded | Skipped]]:
+    def batches(
+        self, runner: Runner, batch_size: int, *, keep_pixels: bool = False
+    ) -> Iterator[list[Loaded | Skipped]]:
+        """What ``runner`` is to take; ``keep_pixels`` where drawings are to need no second reading."""
         with ThreadPoolExecutor(self.threads) as pool:
-            for start in range(0, len(self.files), WINDOW):
-                indices = range(start, min(start + WINDOW, len(self.files)))
+            for start in range(0, len(self.images), WINDOW):
+                indices = range(start, min(start + WINDOW, len(self.images)))
                 groups = defaultdict(list)
                 for index, size in zip(indices, pool.map(self._header, indices), strict=True):
                     groups[runner.input_size(*size) if size else None].append(index)
@@ -103,25 +171,27 @@ class ImageFiles:
     def _header(self, index: int) -> tuple[int, int] | None:
         """Height and width; None where they cannot be read, which is reported when the pixels cannot be either."""
         try:
-            return read_size(self.files[index].path)
+            return self.images[index].read_size()
         except UnreadableImage:
             return None
 
     def _load(self, index: int, runner: Runner, keep_pixels: bool) -> Loaded | Skipped:
-        file = self.files[index]
+        source = self.images[index]
         try:
-            pixels = read_image(file.path, "RGB")
+            pixels = source.read()
         except UnreadableImage as error:
-            return Skipped(index, file.name, error.reason)
+            return Skipped(index, source.name, error.reason)
         height, width = pixels.shape[:2]
-        if file.size not in (None, (height, width)):
-            reason = f"it is {height} x {width} pixels, and its annotations say {file.size[0]} x {file.size[1]}"
-            return Skipped(index, file.name, reason)
+        if source.size not in (None, (height, width)):
+            reason = f"it is {height} x {width} pixels, and its annotations say {source.size[0]} x {source.size[1]}"
+            return Skipped(index, source.name, reason)
         reason = runner.refusal(height, width)
         if reason is not None:
-            return Skipped(index, file.name, reason)
-        entry = {"id": file.image_id, "file_name": file.name, "height": height, "width": width}
-        return Loaded(index, entry, prepare(pixels, runner), pixels if keep_pixels else None)
+            return Skipped(index, source.name, reason)
+        entry = {"id": source.image_id, "file_name": source.name, "height": height, "width": width}
+        if keep_pixels:
+            source = ImageArray(pixels, source.name, source.image_id)
+        return Loaded(index, entry, prepare(pixels, runner), source)
 
 
 class Video:
@@ -145,7 +215,10 @@ class Video:
         """As the file tells it; some containers only estimate it."""
         return self.num_frames
 
-    def batches(self, runner: Runner, batch_size: int, *, keep_pixels: bool) -> Iterator[list[Loaded | Skipped]]:
+    def batches(
+        self, runner: Runner, batch_size: int, *, keep_pixels: bool = True
+    ) -> Iterator[list[Loaded | Skipped]]:
+        """What ``runner`` is to take; pixels are kept, because frames cannot be read again."""
         if not self.is_open:
             yield [Skipped(0, self.path.name, "it is no video that OpenCV can read here")]
             return
@@ -163,7 +236,8 @@ class Video:
                 entry = {"id": index + 1, "file_name": self.path.name, "frame": index}
                 entry |= {"seconds": round(index / self.frame_rate, 3)}
                 entry |= {"height": pixels.shape[0], "width": pixels.shape[1]}
-                batch.append(Loaded(index, entry, prepare(pixels, runner), pixels if keep_pixels else None))
+                source = ImageArray(pixels, self.path.name, index + 1)
+                batch.append(Loaded(index, entry, prepare(pixels, runner), source))
                 index += 1
                 if len(batch) == batch_size:
                     yield batch

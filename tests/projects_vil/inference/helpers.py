@@ -10,11 +10,12 @@ import torch
 from detectron2.structures import Boxes, Instances
 from PIL import Image
 
+from projects_vil.checkpoint import Categories
 from projects_vil.data import size_for_testing
-from projects_vil.inference.categories import Categories
+from projects_vil.inference import Detector
 from projects_vil.inference.drawings import ImageDrawings
 from projects_vil.inference.predict import run
-from projects_vil.inference.sources import ImageFiles, find_images
+from projects_vil.inference.sources import Images, find_images
 from tests.projects_vil.helpers import small_config
 
 ANY = Categories((3, 7), ("left", "right"))
@@ -25,7 +26,7 @@ class HalfFinder:
     """A :class:`Runner` that finds the brighter half of each image, with its brightness for a score."""
 
     channels = "RGB"
-    classes = None
+    categories = ANY
 
     def __init__(self, *, stop_after: int | None = None) -> None:
         self.batches = []
@@ -74,7 +75,7 @@ def run_on(source: Path, output: Path, *, runner=None, draw: bool = False, **opt
     output.mkdir(exist_ok=True)
     images = find_images(source, leave_out=output)
     drawer = ImageDrawings(output / "drawings", [image.name for image in images]) if draw else None
-    return run(ImageFiles(images, threads=2), runner or HalfFinder(), ANY, output, drawer, **options)
+    return run(Images(images, threads=2), Detector(runner or HalfFinder()), output, drawer, **options)
 
 
 def write_video(path: Path, frames: int, *, size: tuple[int, int] = (40, 60)) -> None:

@@ -1,25 +1,29 @@
-"""Ids and names of classes."""
+"""A model's classes as an annotation file numbers them."""
 
 import pytest
 
 from backbones import InputError
-from projects_vil.inference.categories import Categories, find_categories
-from tests.projects_vil.helpers import small_config
-from tests.projects_vil.inference.helpers import EIGHTY
+from projects_vil.checkpoint import Categories
+from projects_vil.inference.categories import categories_as_annotated
+
+MODEL = Categories((1, 2, 3), ("circle", "square", "triangle"))
 
 
-def test_categories_of_the_test_set_or_else_from_1(shapes):
-    known = find_categories(small_config(), None)
-    assert (known.ids, known.names) == ((1, 2, 3), ("circle", "square", "triangle")) and len(known.colors) == 3
-    coco = find_categories(small_config("retinanet", "DATASETS.TEST", "('coco_2017_val',)", *EIGHTY), None)
-    assert coco.ids[11:13] == (13, 14) and coco.names[79] == "toothbrush"
-    for classes in (("0", "1", "2"), ("circle", "square", "triangle")):
-        assert find_categories(small_config(), classes) == known
-    assert find_categories(small_config(), ("a", "b", "c")) == Categories((1, 2, 3), ("a", "b", "c"))
-    assert find_categories(small_config(), ("a", "b", "c"), annotated=True) == known
-    with pytest.raises(InputError, match=r"RETINANET.NUM_CLASSES is 80, and the weights know 3 classes \(a, b, c\)"):
-        find_categories(small_config("retinanet", *EIGHTY), ("a", "b", "c"))
-    unknown = small_config("retinanet", "DATASETS.TEST", "()")
-    assert find_categories(unknown, ("a", "b", "c")).names == ("a", "b", "c")
-    assert find_categories(unknown, None) == Categories((1, 2, 3), ("class 1", "class 2", "class 3"))
-    assert find_categories(small_config("retinanet", *EIGHTY), None).names[0] == "class 1"
+def test_ids_by_name_in_the_order_of_the_model():
+    colors = [(9, 0, 0), (8, 0, 0), (7, 0, 0)]
+    dataset = Categories((10, 20, 30), ("triangle", "circle", "square"), colors)
+    known = categories_as_annotated(MODEL, dataset)
+    assert known == Categories((20, 30, 10), MODEL.names) and known.colors == [colors[1], colors[2], colors[0]]
+
+
+@pytest.mark.parametrize("names", [("a", "b", "c"), ("circle", "b", "c"), ("circle", "circle", "triangle")])
+def test_ids_by_number_where_names_differ(names):
+    dataset = Categories((10, 20, 30), names)
+    assert categories_as_annotated(MODEL, dataset) == dataset
+
+
+def test_classes_that_would_be_taken_for_each_other():
+    with pytest.raises(InputError, match="3 classes, triangle, circle, b: some are .* and square matches no name"):
+        categories_as_annotated(MODEL, Categories((1, 2, 3), ("triangle", "circle", "b")))
+    with pytest.raises(InputError, match="knows 3 classes, circle, .* have 6 classes, a, b, c, d, e and 1 more: they"):
+        categories_as_annotated(MODEL, Categories(tuple(range(6)), tuple("abcdef")))

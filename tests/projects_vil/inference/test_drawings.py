@@ -3,10 +3,11 @@
 import cv2
 import numpy as np
 
+from projects_vil.inference import Detector
 from projects_vil.inference.drawings import VideoDrawings
 from projects_vil.inference.predict import run
 from projects_vil.inference.sources import Video
-from tests.projects_vil.inference.helpers import ANY, HalfFinder, picture, read, run_on, save, write_video
+from tests.projects_vil.inference.helpers import HalfFinder, picture, read, run_on, save, write_video
 
 
 def test_no_drawing_takes_the_place_of_another(tmp_path):
@@ -38,6 +39,6 @@ def test_drawings_show_what_is_above_the_threshold(tmp_path):
 def test_video_without_a_codec_is_drawn_as_images(tmp_path, capsys):
     write_video(tmp_path / "clip.avi", 2)
     drawer = VideoDrawings(tmp_path / "drawings", "clip.avi", 8, codec="none")
-    run(Video(tmp_path / "clip.avi"), HalfFinder(), ANY, tmp_path, drawer)
+    run(Video(tmp_path / "clip.avi"), Detector(HalfFinder()), tmp_path, drawer)
     assert sorted(path.name for path in (tmp_path / "drawings/clip").iterdir()) == ["000000.png", "000001.png"]
     assert "frames are drawn as PNG in" in capsys.readouterr().err

@@ -10,8 +10,8 @@ import torch
 
 from backbones import InputError
 from projects_vil import load_config
+from projects_vil.checkpoint import PROVENANCE_KEY
 from projects_vil.engine import Trainer
-from projects_vil.export import export_detector
 from projects_vil.inference import predict
 from tests.projects_vil.helpers import lively_detector, run_tool, small_config
 from tests.projects_vil.inference.helpers import assert_same, picture, read, save
@@ -50,18 +50,57 @@ def test_masks_equal_those_of_an_evaluation_in_every_batch(shapes, tmp_path):
     assert drawn == sorted(path.name for path in (shapes / "val").iterdir())
 
 
-@pytest.mark.parametrize("batched", [False, True])
-def test_an_exported_model_predicts_as_its_checkpoint(trained_run, shapes, tmp_path, batched):
+def test_an_exported_model_predicts_as_its_checkpoint(trained_run, exported_run, shapes, tmp_path):
     cfg, weights = load_config(trained_run / "config.yaml"), trained_run / "model_final.pth"
-    path, report = export_detector(cfg, weights, tmp_path / "export", batched=batched, runs=1)
-    assert report["ok"]
+    (tmp_path / "in").mkdir()
+    for path in sorted((shapes / "val").iterdir())[:3]:
+        shutil.copy(path, tmp_path / "in")
+    predict(cfg, weights, tmp_path / "in", tmp_path / "eager", batch_size=2, drawings=False)
     # What it was exported with counts, not the config.
     other = load_config(trained_run / "config.yaml", ["INPUT.MIN_SIZE_TEST", "96"])
-    for output, settings, source in (("eager", cfg, weights), ("exported", other, path)):
-        predict(settings, source, shapes / "val", tmp_path / output, batch_size=3, drawings=False)
-    results, images = read(tmp_path / "exported")
-    assert_same(results, read(tmp_path / "eager")[0])
-    assert len(results) > 50 and images == read(tmp_path / "eager")[1]
+    for settings, name in ((other, "one.ts"), (None, "batch.ts")):
+        predict(settings, exported_run / name, tmp_path / "in", tmp_path / name, batch_size=2, drawings=False)
+        results, images = read(tmp_path / name)
+        assert_same(results, read(tmp_path / "eager")[0])
+        assert len(results) > 50 and images == read(tmp_path / "eager")[1]
+
+
+def test_an_exported_model_needs_no_config_for_annotated_images(exported_run, shapes, tmp_path):
+    content = json.loads((shapes / "annotations/instances_val.json").read_text())
+    content["images"] = content["images"][:1]
+    image_id = content["images"][0]["id"]
+    content["annotations"] = [item for item in content["annotations"] if item["image_id"] == image_id]
+    for item in content["annotations"]:
+        item["category_id"] = 40 - item["category_id"]
+    content["categories"] = [category | {"id": 40 - category["id"]} for category in content["categories"]]
+    (tmp_path / "turned.json").write_text(json.dumps(content))
+    options = {"annotations": tmp_path / "turned.json", "drawings": False}
+    assert predict(None, exported_run / "one.ts", shapes / "val", tmp_path / "out", **options).done == 1
+    categories = read(tmp_path / "out")[1]["categories"]
+    # In the order of the model, with the ids of the annotations.
+    assert [(category["id"], category["name"]) for category in categories] == [
+        *((39, "circle"), (38, "square"), (37, "triangle"))
+    ]
+    content["categories"] += [{"id": 99, "name": "star"}]
+    (tmp_path / "more.json").write_text(json.dumps(content))
+    options["annotations"] = tmp_path / "more.json"
+    with pytest.raises(InputError, match="has 4 classes"):
+        predict(None, exported_run / "one.ts", shapes / "val", tmp_path / "more", **options)
+
+
+def test_category_ids_do_not_depend_on_the_dataset_at_hand(trained_run, shapes, tmp_path):
+    weights = torch.load(trained_run / "model_final.pth", weights_only=True)
+    weights[PROVENANCE_KEY] |= {"category_ids": [17, 5, 90]}
+    torch.save(weights, tmp_path / "weights.pth")
+    found = []
+    for datasets in ("('shapes_val',)", "()"):
+        cfg = load_config(trained_run / "config.yaml", ["DATASETS.TEST", datasets, "DATASETS.TRAIN", datasets])
+        predict(cfg, tmp_path / "weights.pth", min((shapes / "val").iterdir()), tmp_path / "out", drawings=False)
+        found.append(read(tmp_path / "out"))
+    assert found[0] == found[1]
+    results, images = found[0]
+    assert {result["category_id"] for result in results} <= {17, 5, 90}
+    assert images["categories"][1] == {"id": 5, "name": "square"}
 
 
 def test_results_without_annotations_count_files_by_name(trained_run, shapes, tmp_path):

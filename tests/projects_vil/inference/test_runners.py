@@ -26,7 +26,7 @@ def test_images_that_an_exported_model_cannot_take_are_skipped(tmp_path):
     metadata["input"]["sides"], metadata["resizing"] = [32, 256], metadata["resizing"] | resizing
     metadata_path(path).write_text(json.dumps(metadata))
     cfg = small_config()
-    summary = predict(cfg, path, tmp_path / "in", tmp_path / "out", drawings=False, batch_size=3)
+    summary = predict(None, path, tmp_path / "in", tmp_path / "out", drawings=False, batch_size=3)
     assert summary.done == 1 and [item.name for item in summary.skipped] == ["b.png", "c.png"]
     assert summary.skipped[0].reason == "16 x 64 pixels: resized to 16 x 64, and the model takes sides of 32 to 256"
     write_video(tmp_path / "clip.avi", 2, size=(16, 64))
@@ -54,6 +54,8 @@ def test_mistakes_in_the_config(files):
         predict(small_config("semantic_fpn"), *arguments)
     with pytest.raises(InputError, match="INPUT.FORMAT is L: it is RGB or BGR"):
         predict(small_config("retinanet", "INPUT.FORMAT", "L"), *arguments)
+    with pytest.raises(InputError, match="weights.pth is no exported model: name its config with --config-file"):
+        predict(None, *arguments)
     with pytest.raises(InputError, match="no weights were given"):
         predict(small_config(), "", files / "in", files / "out")
     with pytest.raises(InputError, match="TEST.AUG.MIN_SIZES"):

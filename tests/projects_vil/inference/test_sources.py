@@ -1,6 +1,7 @@
 """Whatever the files are: batches of one size, upright, and what cannot be read is named."""
 
 import json
+import os
 
 import cv2
 import numpy as np
@@ -8,10 +9,11 @@ import pytest
 from PIL import Image
 
 from backbones import InputError
+from projects_vil.inference import Detector
 from projects_vil.inference.drawings import VideoDrawings
 from projects_vil.inference.predict import run
 from projects_vil.inference.sources import Video, read_ahead
-from tests.projects_vil.inference.helpers import ANY, HalfFinder, picture, read, run_on, save, write_video
+from tests.projects_vil.inference.helpers import HalfFinder, picture, read, run_on, save, write_video
 
 
 def test_only_images_of_one_resized_size_share_a_batch(tmp_path):
@@ -54,6 +56,20 @@ def test_unreadable_files_are_reported_and_the_others_done(tmp_path, capsys):
     assert drawn == {"b.png", "below/deep.png"}
 
 
+def test_a_pipe_is_skipped_and_not_waited_for(tmp_path):
+    save(tmp_path / "in/a.png", picture(40, 60))
+    os.mkfifo(tmp_path / "in/pipe.jpg")
+    (tmp_path / "in/nowhere.jpg").symlink_to(tmp_path / "absent.jpg")
+    (tmp_path / "in/link.png").symlink_to(tmp_path / "in/a.png")
+    summary = run_on(tmp_path / "in", tmp_path / "out")
+    assert [(item.name, item.reason) for item in summary.skipped] == [
+        ("nowhere.jpg", "No such file or directory"),
+        ("pipe.jpg", "it is no regular file"),
+    ]
+    assert summary.done == 2 and len(read(tmp_path / "out")[0]) == 2
+    assert run_on(tmp_path / "in/pipe.jpg", tmp_path / "out").skipped[0].name == "pipe.jpg"
+
+
 def test_nothing_readable_is_still_a_result(tmp_path):
     (tmp_path / "text.jpg").write_text("this is no image")
     summary = run_on(tmp_path / "text.jpg", tmp_path / "out", draw=True)
@@ -87,7 +103,7 @@ def test_video(tmp_path):
     output = tmp_path / "out"
     output.mkdir()
     drawer = VideoDrawings(output / "drawings", "clip.avi", video.frame_rate)
-    summary = run(video, runner, ANY, output, drawer, batch_size=3)
+    summary = run(video, Detector(runner), output, drawer, batch_size=3)
     results, images = read(output)
     assert (summary.unit, summary.done, summary.skipped) == ("frame", 7, ())
     assert [len(batch) for batch in runner.batches] == [3, 3, 1]
@@ -107,11 +123,11 @@ def test_videos_that_end_early_or_are_none(tmp_path):
     content = (tmp_path / "clip.avi").read_bytes()
     (tmp_path / "cut.avi").write_bytes(content[: len(content) // 2])
     (tmp_path / "text.avi").write_text("this is no video")
-    summary = run(Video(tmp_path / "cut.avi"), HalfFinder(), ANY, tmp_path, None)
+    summary = run(Video(tmp_path / "cut.avi"), Detector(HalfFinder()), tmp_path, None)
     assert 5 < summary.done < 25
     assert f"only {summary.done} of its 30 frames can be read" in summary.skipped[0].reason
     assert len(read(tmp_path)[0]) == summary.done
-    summary = run(Video(tmp_path / "text.avi"), HalfFinder(), ANY, tmp_path, None)
+    summary = run(Video(tmp_path / "text.avi"), Detector(HalfFinder()), tmp_path, None)
     assert (summary.done, summary.skipped[0].reason) == (0, "it is no video that OpenCV can read here")
 
 

@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from projects_vil.inference.categories import Categories
+from projects_vil.checkpoint import Categories
+from projects_vil.inference import Detector
 from projects_vil.inference.predict import run
-from projects_vil.inference.sources import ImageFile, ImageFiles
+from projects_vil.inference.sources import ImageFile, Images
 from projects_vil.inference.writers import JsonList
 from tests.projects_vil.inference.helpers import HalfFinder, picture, read, run_on, save
 
@@ -39,5 +40,5 @@ def test_both_files_are_of_one_run(tmp_path):
     images = [ImageFile(tmp_path / "b.png", "b.png", 9)]
     # What images.json cannot be made of, when results.json is complete.
     with pytest.raises(ValueError, match="zip"):
-        run(ImageFiles(images), HalfFinder(), Categories((3, 7), ("left",)), tmp_path / "out", None)
+        run(Images(images), Detector(HalfFinder(), categories=Categories((3, 7), ("left",))), tmp_path / "out", None)
     assert read(tmp_path / "out") == before and len(list((tmp_path / "out").iterdir())) == 2
