@@ -81,7 +81,8 @@ class Detector:
 
         Args:
             source: a run's folder (``config.yaml`` and ``model_final.pth``, or else its last checkpoint), a config with
-                ``MODEL.WEIGHTS``, a checkpoint beside its ``config.yaml``, or an exported file, which needs no config.
+                ``MODEL.WEIGHTS`` (in a run's own these are what it began with), a checkpoint beside its
+                ``config.yaml``, or an exported file, which needs no config.
             weights: a checkpoint other than that.
             device: ``"cpu"`` or ``"cuda"``; None for the GPU where there is one. Exported files run on the CPU.
             score_threshold: the lowest score of a detection, in [0, 1]; None for the config's or the exported file's.
@@ -101,10 +102,11 @@ class Detector:
             if device is not None and str(device) != "cpu":
                 raise InputError(f"{source} is an exported model, which runs on the CPU here, not on {device}")
             return cls._of(ExportedRunner(source, score_threshold=score_threshold), score_threshold)
-        config, weights = _find_model(source, weights)
+        said = dict(zip(overrides[::2], overrides[1::2], strict=False))
+        config, weights = _find_model(source, weights or said.get("MODEL.WEIGHTS"))
         cfg = load_config(config, [str(value) for value in overrides])
         cfg.defrost()
-        if device is not None or "MODEL.DEVICE" not in overrides:
+        if device is not None or "MODEL.DEVICE" not in said:
             cfg.MODEL.DEVICE = str(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         # For colours, and for the names of classes that an older checkpoint does not have: nothing depends on them.
         with contextlib.suppress(InputError):
@@ -216,6 +218,10 @@ def _find_model(source: Path, weights: str | os.PathLike | None) -> tuple[Path, 
             raise InputError(f"{source} has no {CONFIG_FILE}: it is no folder of a run{hint}")
         return config, weights or _weights_in(source)
     if source.suffix in (".yaml", ".yml"):
+        run = source.parent
+        if source.name == CONFIG_FILE and weights is None and (run / LAST_CHECKPOINT).is_file():
+            # Those could load without a word, and are not what was trained.
+            raise InputError(f"MODEL.WEIGHTS of {source} are those that its run began with: load the folder {run}")
         return source, weights
     config = source.parent / CONFIG_FILE
     if not config.is_file():

@@ -15,7 +15,7 @@ from projects_vil.checkpoint import Categories
 from projects_vil.export.metadata import metadata_path
 from projects_vil.inference.detections import Detections
 from projects_vil.inference.sources import ImageArray
-from tests.projects_vil.helpers import lively_detector, small_config
+from tests.projects_vil.helpers import CONFIGS, lively_detector, small_config
 from tests.projects_vil.inference.helpers import ANY, HalfFinder, picture, save
 
 
@@ -217,6 +217,7 @@ def test_every_place_gives_the_same(detector, trained_run, exported_run, photos,
         Detector.load(str(final)),
         Detector.load(config, weights=final),
         Detector.load(config, overrides=["MODEL.WEIGHTS", final]),
+        Detector.load(trained_run, overrides=["MODEL.WEIGHTS", str(final)]),
         Detector.load(link(trained_run, tmp_path / "config_only", "config.yaml"), weights=final),
         Detector.load(exported_run / "one.ts"),
         Detector.load(exported_run / "batch.ts", device="cpu"),
@@ -286,7 +287,8 @@ def places(trained_run, exported_run, tmp_path):
     (tmp_path / "holds_export/model.ts").write_text("")
     found = {name: tmp_path / name for name in ("absent", "empty", "weights.pth", "holds_export")}
     found["config_only"] = link(trained_run, tmp_path / "config_only", "config.yaml")
-    return found | {"run": trained_run, "config": trained_run / "config.yaml", "export": exported_run / "one.ts"}
+    found |= {"run": trained_run, "config": trained_run / "config.yaml", "demo": CONFIGS["retinanet"]}
+    return found | {"export": exported_run / "one.ts"}
 
 
 @pytest.mark.parametrize(
@@ -297,7 +299,8 @@ def places(trained_run, exported_run, tmp_path):
         ("holds_export", {}, "no folder of a run; it holds .*model.ts, which can be loaded by itself"),
         ("config_only", {}, "config_only has no weights: neither model_final.pth nor another checkpoint, model_"),
         ("weights.pth", {}, "there is no config.yaml beside .*weights.pth: load a config, with weights="),
-        ("config", {}, "no weights were given"),
+        ("config", {}, "MODEL.WEIGHTS of .*config.yaml are those that its run began with: load the folder"),
+        ("demo", {}, "no weights were given"),
         ("run", {"weights": "absent.pth"}, "there is no weights file absent.pth"),
         ("run", {"score_threshold": 1.5}, "score_threshold is 1.5: it is 0 to 1"),
         ("run", {"device": "tpu"}, "MODEL.DEVICE is 'tpu': it is cpu or cuda"),
