@@ -2,7 +2,7 @@
 
 A mask for every pair would be larger than all keys. A key that must not be seen is marked in extra channels instead, so
 that the product with the query lowers its score by a penalty. The product is split in two factors, both of which
-float16 can hold where its penalty is taken.
+float16 can hold where its penalty is taken: with heads of up to 1024 channels more than the largest float16.
 """
 
 import torch
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from backbones.layers.tracing import first, in_order, missing
 
-_PENALTY, _PENALTY_FLOAT16 = 1e9, 1e4
-_QUERY_MARK = 16.0
+_PENALTY = 1e9
+_QUERY_MARK, _KEY_MARK_FLOAT16 = 256.0, -32768.0
 
 
 def mark_channels(channels: int, device: torch.device) -> int:
@@ -36,8 +36,8 @@ def mark_keys(key: Tensor, hidden: Tensor, *, extra: int, scale: float) -> Tenso
     Returns:
         (B, M, H, W, D + extra)
     """
-    penalty = _PENALTY_FLOAT16 if _computing_dtype(key) == torch.float16 else _PENALTY
-    marks = hidden.to(key.dtype) * (-penalty / (_QUERY_MARK * scale * extra))
+    half = _computing_dtype(key) == torch.float16
+    marks = hidden.to(key.dtype) * (_KEY_MARK_FLOAT16 if half else -_PENALTY / (_QUERY_MARK * scale * extra))
     return torch.cat([key, marks[:, :, None].expand(*key.shape[:2], -1, -1, extra)], dim=-1)
 
 
@@ -60,8 +60,9 @@ def to_chunks(x: Tensor, window_size: int) -> Tensor:
 
 def from_chunks(x: Tensor, window_size: int, *, batch: int, heads: int, height: int, width: int) -> Tensor:
     """(B * rows * M, cols, w * w, D) -> (B, M, H, W, D), without the padding."""
+    rows = (height + window_size - 1) // window_size
     # (B, rows, M, cols, w, w, D) -> (B, M, rows * w, cols * w, D)
-    x = x.unflatten(2, (window_size, window_size)).unflatten(0, (batch, -1, heads))
+    x = x.unflatten(2, (window_size, window_size)).unflatten(0, (batch, rows, heads))
     x = in_order(x.permute(0, 2, 1, 4, 3, 5, 6)).flatten(4, 5).flatten(2, 3)
     return first(first(x, 2, height), 3, width)
 

@@ -74,5 +74,5 @@ class SpatialReductionAttention(nn.Module):
 def instance_norm(x: Tensor, eps: float = 1e-5) -> Tensor:
     """(B, C, N) with mean 0 and variance 1 over N, without learned scale; zeros where N is 1."""
     values = at_least_float32(x)
-    variance, mean = torch.var_mean(values, dim=2, correction=0, keepdim=True)
-    return ((values - mean) * (variance + eps).rsqrt()).to(x.dtype)
+    centred = values - values.mean(dim=2, keepdim=True)
+    return (centred * (centred.square().mean(dim=2, keepdim=True) + eps).rsqrt()).to(x.dtype)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from backbones.attention import chunks
 from backbones.attention.performer import redraw_features
 from backbones.backbone import Settings
 from backbones.variants import ViLStage, ViLVariant
@@ -82,6 +83,34 @@ def assert_all_close(actual: dict, expected: dict, *, tolerance: float) -> None:
         torch.testing.assert_close(
             actual[name], expected[name], atol=tolerance, rtol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
         )
+
+
+def mark_as_on_a_gpu(channels: int, device: torch.device) -> int:
+    """In place of ``mark_channels``: the branch of a GPU, run on any device."""
+    return chunks.mark_channels(channels, torch.device("cuda"))
+
+
+def assert_padding_is_hidden_in_half_precision(
+    attend: Callable, attend_by_reference: Callable, inputs: dict[str, Tensor], *, dtype: torch.dtype, autocast: bool
+) -> None:
+    """All scores of tokens are near -1.2e4 (``inputs`` have 64 channels), and padding would win at its 0.
+
+    Values are constant, so that the rounding of the scores has no effect on the output, but a padded zero has.
+    """
+    side = (1.2e4 / 8) ** 0.5
+    sides = {"query": side, "key": -side, "projected_key": -side, "global_key": -side}
+    inputs = {
+        name: torch.full_like(x, sides.get(name, 1.0)) if "bias" not in name else x for name, x in inputs.items()
+    }
+    expected = outputs_and_gradients(attend_by_reference, inputs)
+    rounded = {name: x.to(torch.float32 if autocast else dtype) for name, x in inputs.items()}
+    with torch.autocast("cpu", dtype, enabled=autocast):
+        actual = outputs_and_gradients(attend, rounded)
+    assert actual["output"].dtype == dtype
+    torch.testing.assert_close(actual["output"].double(), expected["output"], atol=1e-2, rtol=0)
+    total = actual["gradient of value"].double().sum(dim=(0, 1, 2, 3))
+    torch.testing.assert_close(total, expected["gradient of value"].sum(dim=(0, 1, 2, 3)), atol=0.5, rtol=0.1)
+    assert all(x.isfinite().all() for x in actual.values())
 
 
 class LargestTensor(TorchDispatchMode):

@@ -31,7 +31,7 @@ def test_chunks_and_back(height, width, window_size):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("extra", [1, 8])
-@pytest.mark.parametrize("channels", [4, 64, 256])
+@pytest.mark.parametrize("channels", [4, 64, 256, 1024])
 def test_hidden_keys_score_far_below_all_others(channels, extra, dtype):
     """Every number is one that the type holds, and seen keys keep their scores."""
     query, key = (random_images(1, 1, 2, 3, channels, seed=seed, dtype=dtype) for seed in (1, 2))
@@ -43,7 +43,14 @@ def test_hidden_keys_score_far_below_all_others(channels, extra, dtype):
     scores = scale * marked_query.double().flatten(0, 3) @ marked_key.double().flatten(0, 3).T
     plain = scale * query.double().flatten(0, 3) @ key.double().flatten(0, 3).T
     torch.testing.assert_close(scores[:, ~hidden.flatten()], plain[:, ~hidden.flatten()], atol=1e-9, rtol=0)
-    assert scores[:, hidden.flatten()].max() < (-9e3 if dtype == torch.float16 else -9e8)
+    # Below every score that float16 can hold
+    assert scores[:, hidden.flatten()].max() < (-2 * 65504 if dtype == torch.float16 else -9e8)
+
+
+@pytest.mark.parametrize("height, width", [(7, 11), (2, 1)])
+def test_chunks_of_no_image(height, width):
+    chunks = to_chunks(random_images(0, 3, height, width, 4), 3)
+    assert from_chunks(chunks, 3, batch=0, heads=3, height=height, width=width).shape == (0, 3, height, width, 4)
 
 
 def test_mark_channels_round_up_on_a_gpu():

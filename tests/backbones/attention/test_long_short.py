@@ -7,13 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from backbones.attention import reference
+from backbones.attention import long_short, reference
 from backbones.attention.long_short import LongShortAttention, dynamic_projection, long_short_attention
 from backbones.errors import InputError
 from backbones.layers.position import SegmentRelativeBias
 from tests.backbones.helpers import (
     LargestTensor,
     assert_all_close,
+    assert_padding_is_hidden_in_half_precision,
+    mark_as_on_a_gpu,
     outputs_and_gradients,
     random_images,
     randomise,
@@ -178,6 +180,28 @@ def test_padding_is_hidden_from_very_low_scores(score):
     actual = long_short_attention(**inputs, window_size=3)
     expected = reference.long_short_attention(**inputs, window_size=3)
     torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("extra", EXTRAS[:1] + EXTRAS[-1:], ids=str)
+def test_padding_is_hidden_from_very_low_scores_in_half_precision(dtype, autocast, extra):
+    inputs = attention_inputs(7, 11, channels=64, **extras(*extra))
+    functions = (
+        functools.partial(function, window_size=3)
+        for function in (long_short_attention, reference.long_short_attention)
+    )
+    assert_padding_is_hidden_in_half_precision(*functions, inputs, dtype=dtype, autocast=autocast)
+
+
+@pytest.mark.parametrize("channels", [4, 8])
+@pytest.mark.parametrize("extra", EXTRAS[:1] + EXTRAS[-1:], ids=str)
+def test_the_marks_of_a_gpu_give_the_same(monkeypatch, channels, extra):
+    inputs = attention_inputs(7, 11, channels=channels, **extras(*extra))
+    expected = outputs_and_gradients(long_short_attention, inputs, window_size=3)
+    monkeypatch.setattr(long_short, "mark_channels", mark_as_on_a_gpu)
+    actual = outputs_and_gradients(long_short_attention, inputs, window_size=3)
+    assert_all_close(actual, expected, tolerance=1e-11)
 
 
 @pytest.mark.parametrize(

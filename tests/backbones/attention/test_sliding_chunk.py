@@ -5,13 +5,15 @@ import functools
 import pytest
 import torch
 
-from backbones.attention import reference
+from backbones.attention import reference, sliding_chunk
 from backbones.attention.sliding_chunk import MODES, SlidingChunkAttention, sliding_chunk_attention
 from backbones.errors import InputError
 from tests.backbones.helpers import (
     LargestTensor,
     assert_all_close,
+    assert_padding_is_hidden_in_half_precision,
     attention_inputs,
+    mark_as_on_a_gpu,
     outputs_and_gradients,
     random_images,
     randomise,
@@ -118,6 +120,30 @@ def test_padding_is_hidden_from_very_low_scores(mode, score):
     actual = sliding_chunk_attention(**inputs, **options)
     expected = reference.sliding_chunk_attention(**inputs, **options)
     torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("extra", [(0, 0, 0), (2, 1, 1)], ids=str)
+def test_padding_is_hidden_from_very_low_scores_in_half_precision(mode, dtype, autocast, extra):
+    inputs = attention_inputs(7, 11, channels=64, **extras(*extra))
+    functions = (
+        functools.partial(function, window_size=WINDOW, mode=mode)
+        for function in (sliding_chunk_attention, reference.sliding_chunk_attention)
+    )
+    assert_padding_is_hidden_in_half_precision(*functions, inputs, dtype=dtype, autocast=autocast)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("channels", [4, 8])
+@pytest.mark.parametrize("extra", [(0, 0, 0), (2, 1, 1)], ids=str)
+def test_the_marks_of_a_gpu_give_the_same(monkeypatch, mode, channels, extra):
+    inputs = attention_inputs(7, 11, channels=channels, **extras(*extra))
+    expected = outputs_and_gradients(sliding_chunk_attention, inputs, window_size=WINDOW, mode=mode)
+    monkeypatch.setattr(sliding_chunk, "mark_channels", mark_as_on_a_gpu)
+    actual = outputs_and_gradients(sliding_chunk_attention, inputs, window_size=WINDOW, mode=mode)
+    assert_all_close(actual, expected, tolerance=1e-11)
 
 
 @pytest.mark.parametrize("mode", MODES)
