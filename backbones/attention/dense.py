@@ -7,9 +7,14 @@ from torch.utils.checkpoint import checkpoint
 
 from backbones.attention import reference
 from backbones.attention.chunks import mark_keys, mark_queries
+from backbones.attention.dense_gradients import dense_attention_by_blocks, map_attention_by_blocks
+from backbones.attention.flash import attention_and_sums, learns_by_blocks
 from backbones.errors import check_choice
-from backbones.layers.position import GridRelativeBias
+from backbones.layers.position import GridRelativeBias, bias_as_view
 from backbones.layers.tracing import first, in_order, is_exporting, is_tracing, static_size
+
+# For so few the scores are smaller than the keys, and may be kept.
+_FEW_QUERIES = 16
 
 
 def dense_attention(query: Tensor, key: Tensor, value: Tensor, *, bias: Tensor | None = None) -> Tensor:
@@ -22,9 +27,18 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, *, bias: Tensor |
     Returns:
         (B, M, L, D)
     """
+    if _bias_learns(query, key, value, bias):
+        return dense_attention_by_blocks(query, key, value, bias)
     # With a mask of three axes PyTorch leaves its fast kernel on the CPU.
     mask = bias[None] if bias is not None and bias.ndim == 3 else bias
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+
+
+def _bias_learns(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> bool:
+    """Whether a bias without an axis for images needs a gradient, for which PyTorch's kernels would keep all scores."""
+    if bias is None or bias.ndim != 3 or not bias.requires_grad or not learns_by_blocks(query, key, value, bias):
+        return False
+    return query.shape[2] > _FEW_QUERIES
 
 
 def split_heads(tokens: Tensor, num_heads: int) -> Tensor:
@@ -111,12 +125,28 @@ class DenseAttention(nn.Module):
             output = self._recorded(query, key, value, height, width, num_global)
         elif self.relative_bias is None:
             output = attend(query, key, value)
-        elif height * width * (num_global + height * width) <= _GROUP_SCORES:
-            output = attend(query, key, value, bias=self.relative_bias(height, width))
         else:
-            output = self._on_large_map(query, key, value, height, width)
+            output = self._on_map(query, key, value, height, width)
         output = self.projection(merge_heads(output))
         return part_tokens(output, height, width, num_global if self.update_globals else 0)
+
+    def _on_map(self, query: Tensor, key: Tensor, value: Tensor, height: int, width: int) -> Tensor:
+        """Attention with the relative bias, outside of a recorded run."""
+        if self.backend == "sdpa" and learns_by_blocks(query, key, value, *self.relative_bias.parameters()):
+            local = self._by_blocks
+        elif height * width * key.shape[2] <= _GROUP_SCORES:
+            return BACKENDS[self.backend](query, key, value, bias=self.relative_bias(height, width))
+        elif torch.is_grad_enabled() or query.device.type != "cpu" or self.backend != "sdpa":
+            local = self._by_groups
+        else:
+            local = self._by_view
+        num_queries = query.shape[2] - height * width
+        output = local(query[:, :, num_queries:].unflatten(2, (height, width)), key, value)
+        if num_queries:
+            bias = self.relative_bias.of_globals(height * width)
+            globals_ = BACKENDS[self.backend](query[:, :, :num_queries], key, value, bias=bias)
+            output = torch.cat([globals_, output], dim=2)
+        return output
 
     def _recorded(self, query: Tensor, key: Tensor, value: Tensor, height: int, width: int, num_global: int) -> Tensor:
         """Attention in a run that is recorded for maps of other sizes."""
@@ -141,27 +171,15 @@ class DenseAttention(nn.Module):
             output = torch.cat([globals_, output], dim=2)
         return output
 
-    def _on_large_map(self, query: Tensor, key: Tensor, value: Tensor, height: int, width: int) -> Tensor:
-        """Attention with the relative bias that never holds the bias of all pairs."""
-        num_queries = query.shape[2] - height * width
-        local = query[:, :, num_queries:].unflatten(2, (height, width))
-        if torch.is_grad_enabled() or query.device.type != "cpu" or self.backend != "sdpa":
-            output = self._by_groups(local, key, value)
-        else:
-            output = self._by_view(local, key, value)
-        if num_queries:
-            bias = self.relative_bias.of_globals(height * width)
-            globals_ = BACKENDS[self.backend](query[:, :, :num_queries], key, value, bias=bias)
-            output = torch.cat([globals_, output], dim=2)
-        return output
-
-    def _by_groups(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _by_groups(self, query: Tensor, key: Tensor, value: Tensor, by_row: Tensor | None = None) -> Tensor:
         """Some rows of the map at a time: (B, M, H, W, D), (B, M, G + H * W, D) twice -> (B, M, H * W, D)."""
         height, width = query.shape[2:4]
-        by_row = self.relative_bias.by_row(height, width)
+        if by_row is None:
+            by_row = self.relative_bias.by_row(height, width)
 
         def group(query: Tensor, key: Tensor, value: Tensor, by_row: Tensor, rows: Tensor) -> Tensor:
-            return BACKENDS[self.backend](query, key, value, bias=self.relative_bias.of_rows(by_row, rows))
+            bias = self.relative_bias.of_rows(by_row, rows).to(query.dtype)
+            return BACKENDS[self.backend](query, key, value, bias=bias)
 
         step = max(1, _GROUP_SCORES // (width * key.shape[2]))
         numbers, outputs = torch.arange(height, device=query.device).split(step), []
@@ -174,13 +192,31 @@ class DenseAttention(nn.Module):
         return torch.cat(outputs, dim=2)
 
     def _by_view(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """As :meth:`_by_groups`, with a bias that is a view: twice as fast on the CPU, which takes one of any strides.
+        """As :meth:`_by_groups`, with a bias that is a view: twice as fast on the CPU, which takes any strides."""
+        by_row, to_global = self.relative_bias.by_row(*query.shape[2:4]), self.relative_bias.to_global
+        return _attend_by_view(query, key, value, by_row, to_global)[0]
 
-        The rows of queries stand in the batch axis. The global tokens stand behind each row of keys, and are seen
-        behind the first.
-        """
-        height, width, channels = query.shape[2:]
-        scale, num_global = channels**-0.5, key.shape[2] - height * width
+    def _by_blocks(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """As :meth:`_by_groups`, with gradients that need none of the scores."""
+        by_row, to_global = self.relative_bias.by_row(*query.shape[2:4]), self.relative_bias.to_global
+        if query.device.type == "cpu":
+            return map_attention_by_blocks(_attend_by_view, query, key, value, by_row, to_global)
+        return map_attention_by_blocks(
+            lambda q, k, v, by_row, _: (self._by_groups(q, k, v, by_row), None), query, key, value, by_row, to_global
+        )
+
+
+def _attend_by_view(
+    query: Tensor, key: Tensor, value: Tensor, by_row: Tensor, to_global: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Attention to a map with a bias that is a view, and its log-sum-exps: see :func:`.map_attention_by_blocks`.
+
+    The rows of queries stand in the batch axis. The global tokens stand behind each row of keys, and are seen behind
+    the first.
+    """
+    height, width, channels = query.shape[2:]
+    scale, num_global = channels**-0.5, key.shape[2] - height * width
+    if num_global:
         key, value = (
             torch.cat(
                 [
@@ -191,19 +227,19 @@ class DenseAttention(nn.Module):
             )
             for x in (key, value)
         )
-        if num_global:
-            hidden = torch.zeros(height, width + num_global, dtype=torch.bool)
-            hidden[1:, width:] = True
-            key, query = mark_keys(key, hidden, extra=1, scale=scale), mark_queries(query, 1)
-            value = F.pad(value, (0, 1))
-        bias, outputs = self.relative_bias.as_view(height, width, query.dtype), []
-        # Image by image: (H, M, W, D), and (M, S, D) twice
-        rows_up = query.flip(2).transpose(1, 2)
-        for rows, keys, values in zip(rows_up, key.flatten(2, 3), value.flatten(2, 3), strict=True):
-            keys, values = (x.expand(height, -1, -1, -1) for x in (keys, values))
-            outputs.append(F.scaled_dot_product_attention(rows, keys, values, attn_mask=bias, scale=scale))
-        output = torch.stack(outputs)[..., :channels]
-        return output.transpose(1, 2).flip(2).flatten(2, 3)
+        hidden = torch.zeros(height, width + num_global, dtype=torch.bool)
+        hidden[1:, width:] = True
+        key, query = mark_keys(key, hidden, extra=1, scale=scale).flatten(2, 3), mark_queries(query, 1)
+        value = F.pad(value, (0, 1)).flatten(2, 3)
+    bias, outputs, sums = bias_as_view(by_row, to_global, query.dtype), [], []
+    # Image by image: (H, M, W, D), the last row first, and (M, S, D) twice
+    for rows, keys, values in zip(query.flip(2).transpose(1, 2), key, value, strict=True):
+        keys, values = (x.expand(height, -1, -1, -1) for x in (keys, values))
+        output, sum_ = attention_and_sums(rows, keys, values, bias=bias, scale=scale)
+        outputs.append(output[..., :channels])
+        sums.append(sum_)
+    output = torch.stack(outputs).transpose(1, 2).flip(2).flatten(2, 3)
+    return output, None if sums[0] is None else torch.stack(sums).transpose(1, 2).flip(2).flatten(2, 3)
 
 
 def recorded_keys(

@@ -4,6 +4,8 @@ The map is cut into segments of w x w tokens. A token sees its own segment, w //
 that sum up the whole map, and the global tokens, all in one softmax. Memory is linear in the number of tokens.
 """
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,8 +21,10 @@ from backbones.attention.chunks import (
     to_chunks,
 )
 from backbones.attention.dense import dense_attention, merge_heads, split_heads
+from backbones.attention.flash import attention_and_sums, learns_by_blocks
+from backbones.attention.window_gradients import Windows, window_attention
 from backbones.errors import check_choice
-from backbones.layers.overlap import windows
+from backbones.layers import overlap
 from backbones.layers.position import SegmentRelativeBias
 from backbones.layers.precision import at_least_float32, autocast_off
 from backbones.layers.tracing import in_order, static_size
@@ -72,14 +76,38 @@ def long_short_attention(
     Source: sections 3.2 and 3.4, equation 6. All rows of a row of windows are laid out column by column, with the
     projected and global keys in between once a segment; windows over them overlap without further copies.
     """
+    if global_key is not None:
+        projected_key = torch.cat([projected_key, global_key], dim=2)
+        projected_value = torch.cat([projected_value, global_value], dim=2)
+    windows, tensors = Windows(window_size, side=max(window_size // 2, 1)), (query, key, value)
+    attend = functools.partial(_attend, windows)
+    if learns_by_blocks(*tensors, projected_key, projected_value, local_bias):
+        attend = functools.partial(attend, with_sums=True)
+        return window_attention(attend, windows, *tensors, projected_key, projected_value, local_bias, None)
+    return attend(*tensors, projected_key, projected_value, local_bias, None)[0]
+
+
+def _attend(
+    windows: Windows,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    projected_key: Tensor,
+    projected_value: Tensor,
+    local_bias: Tensor | None,
+    projected_bias: None,
+    *,
+    with_sums: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """The forward pass, global keys among the projected ones; with the log-sum-exps where they are asked for.
+
+    These are by chunks, (B, rows, cols, M, w * w).
+    """
+    window_size, side, length = windows.window_size, windows.side, windows.length
     heads, height, width = query.shape[1:4]
     channels = static_size(query.shape[4])
     scale = channels**-0.5
     extra = mark_channels(channels, query.device)
-    side = max(window_size // 2, 1)
-    if global_key is not None:
-        projected_key = torch.cat([projected_key, global_key], dim=2)
-        projected_value = torch.cat([projected_value, global_value], dim=2)
 
     left, right, below = max(window_size - side, side), missing(width, window_size), missing(height, window_size)
     halo = (left, side + right, side, side + below)
@@ -89,7 +117,6 @@ def long_short_attention(
     value = F.pad(value, (0, extra, *halo))
 
     # Shared keys fill whole columns of a window: (B, M, n, w + 2 * side, D + extra)
-    length = window_size + 2 * side
     shared = static_size(projected_key.shape[2])
     fill = missing(shared, length)
     hidden = F.pad(token.expand(shared), (0, fill), value=True).unflatten(0, (-1, length))
@@ -104,8 +131,15 @@ def long_short_attention(
     bias = None
     if local_bias is not None:
         bias = bias_of_chunks(_window_bias(local_bias, shared + fill, length, side), queries, heads)
-    output = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, scale=scale)[..., :channels]
-    return from_chunks(output, window_size, batch=query.shape[0], heads=heads, height=height, width=width)
+    sums = None
+    if with_sums:
+        output, sums = attention_and_sums(queries, keys, values, bias=bias, scale=scale)
+        # (B * rows * M, cols, w * w) before
+        sums = None if sums is None else sums.unflatten(0, (query.shape[0], -1, heads)).transpose(2, 3)
+    else:
+        output = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, scale=scale)
+    sizes = {"batch": query.shape[0], "heads": heads, "height": height, "width": width}
+    return from_chunks(output[..., :channels], window_size, **sizes), sums
 
 
 def _windows(x: Tensor, shared: Tensor, window_size: int, side: int) -> Tensor:
@@ -121,7 +155,7 @@ def _windows(x: Tensor, shared: Tensor, window_size: int, side: int) -> Tensor:
     """
     length, before = window_size + 2 * side, 2 * side
     # (B, rows, M, columns, length, E)
-    columns = windows(x, 2, length, window_size).permute(0, 2, 1, 3, 5, 4)
+    columns = overlap.windows(x, 2, length, window_size).permute(0, 2, 1, 3, 5, 4)
     shared = shared[:, None, :, None]
     if window_size < before:
         # (B, rows, M, cols, length, length, E)
@@ -136,7 +170,7 @@ def _windows(x: Tensor, shared: Tensor, window_size: int, side: int) -> Tensor:
     # A window is the last columns of one piece, and the whole of the next.
     step = static_size(columns.shape[4]) * length
     keys = columns.flatten(3, 5).flatten(0, 2)
-    return windows(keys[:, step - before * length :], 1, step + before * length, step).transpose(2, 3)
+    return overlap.windows(keys[:, step - before * length :], 1, step + before * length, step).transpose(2, 3)
 
 
 def _window_bias(local_bias: Tensor, num_shared: int, length: int, side: int) -> Tensor:

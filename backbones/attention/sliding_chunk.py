@@ -4,6 +4,8 @@ The map is cut into chunks of w x w tokens. A token sees its own chunk, the eigh
 tokens; the global tokens see everything. Memory is linear in the number of tokens.
 """
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,6 +21,8 @@ from backbones.attention.chunks import (
     to_chunks,
 )
 from backbones.attention.dense import dense_attention, merge_heads, split_heads
+from backbones.attention.flash import attention_and_sums, learns_by_blocks
+from backbones.attention.window_gradients import Windows, window_attention
 from backbones.errors import check_choice
 from backbones.layers.overlap import threes
 from backbones.layers.position import WindowRelativeBias, position_parameter
@@ -58,9 +62,33 @@ def sliding_chunk_attention(
     strips side by side are then one contiguous run of keys, and windows over them overlap without further copies.
     """
     check_choice("attention mode", mode, MODES)
+    tensors = (query, key, value, global_key, global_value, local_bias, global_bias)
+    if not is_tracing() and mode != "exact" and max(query.shape[2:4]) <= 2 * window_size:
+        return _whole_map_attention(*tensors, window_size=window_size)
+    if mode == "exact":
+        tensors = (*tensors[:5], _near_only(query, window_size, local_bias), global_bias)
+    attend = functools.partial(_attend, window_size=window_size, mode=mode)
+    if learns_by_blocks(*tensors):
+        windows = Windows(window_size, side=window_size, wrap=_wrap if mode == "cyclic" else None)
+        return window_attention(functools.partial(attend, with_sums=True), windows, *tensors)
+    return attend(*tensors)[0]
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    global_key: Tensor | None,
+    global_value: Tensor | None,
+    local_bias: Tensor | None,
+    global_bias: Tensor | None,
+    *,
+    window_size: int,
+    mode: str,
+    with_sums: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """The forward pass; with the log-sum-exps by chunks, (B, rows, cols, M, w * w), where they are asked for."""
     heads, height, width = query.shape[1:4]
-    if not is_tracing() and mode != "exact" and max(height, width) <= 2 * window_size:
-        return _whole_map_attention(query, key, value, window_size, global_key, global_value, local_bias, global_bias)
     channels = static_size(query.shape[4])
     scale = channels**-0.5
     extra = mark_channels(channels, query.device)
@@ -73,22 +101,30 @@ def sliding_chunk_attention(
     values = _windows(values, window_size, global_value)
 
     num_global = 0 if global_key is None else static_size(global_key.shape[2])
-    bias = _window_bias(query, window_size, mode, num_global, local_bias, global_bias)
+    bias = _window_bias(query, window_size, num_global, local_bias, global_bias)
     if bias is not None:
         bias = bias_of_chunks(bias, queries, heads)
-    output = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, scale=scale)[..., :channels]
-    return from_chunks(output, window_size, batch=query.shape[0], heads=heads, height=height, width=width)
+    sums = None
+    if with_sums:
+        output, sums = attention_and_sums(queries, keys, values, bias=bias, scale=scale)
+        # (B * rows * M, cols, w * w) before
+        sums = None if sums is None else sums.unflatten(0, (query.shape[0], -1, heads)).transpose(2, 3)
+    else:
+        output = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, scale=scale)
+    sizes = {"batch": query.shape[0], "heads": heads, "height": height, "width": width}
+    return from_chunks(output[..., :channels], window_size, **sizes), sums
 
 
 def _whole_map_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    window_size: int,
     global_key: Tensor | None,
     global_value: Tensor | None,
     local_bias: Tensor | None,
     global_bias: Tensor | None,
+    *,
+    window_size: int,
 ) -> Tensor:
     """:func:`sliding_chunk_attention` on a map of at most two chunks a side, where every token sees every other.
 
@@ -176,26 +212,31 @@ def _windows(x: Tensor, window_size: int, global_tokens: Tensor | None) -> Tenso
     return threes(strips.flatten(3, 5).flatten(0, 2), 1, strip_length).transpose(2, 3)
 
 
+def _near_only(query: Tensor, window_size: int, local_bias: Tensor | None) -> Tensor:
+    """A local bias that hides what is further than w from a place: (M or 1, w * w, 9 * w * w)."""
+    places = window_size**2
+    if local_bias is None:
+        local_bias = query.new_zeros(1, places, 9 * places)
+    inside = torch.arange(window_size, device=query.device) + window_size
+    around = torch.arange(3 * window_size, device=query.device)
+    near = (inside[:, None] - around[None, :]).abs() <= window_size
+    seen = (near[:, None, :, None] & near[None, :, None, :]).reshape(places, 9 * places)
+    return local_bias.masked_fill(~seen, float("-inf"))
+
+
 def _window_bias(
     query: Tensor,
     window_size: int,
-    mode: str,
     num_global: int,
     local_bias: Tensor | None,
     global_bias: Tensor | None,
 ) -> Tensor | None:
     """What is added to the scores of every chunk alike, (M or 1, w * w, S), in the order of :func:`_windows`."""
-    if local_bias is None and mode != "exact" and not num_global:
+    if local_bias is None and not num_global:
         return None
     places = window_size**2
     if local_bias is None:
         local_bias = query.new_zeros(1, places, 9 * places)
-    if mode == "exact":
-        inside = torch.arange(window_size, device=query.device) + window_size
-        around = torch.arange(3 * window_size, device=query.device)
-        near = (inside[:, None] - around[None, :]).abs() <= window_size
-        seen = (near[:, None, :, None] & near[None, :, None, :]).reshape(places, 9 * places)
-        local_bias = local_bias.masked_fill(~seen, float("-inf"))
     # (M, w * w, 3 strips, 3w * w)
     bias = local_bias.unflatten(2, (3 * window_size, 3, window_size)).transpose(2, 3).flatten(3, 4)
     if num_global:

@@ -262,20 +262,10 @@ class GridRelativeBias(nn.Module):
             return bias
         return torch.cat([self.local_to_global[:, None].expand(-1, bias.shape[1], -1), bias], dim=2)
 
-    def as_view(self, height: int, width: int, dtype: torch.dtype) -> Tensor:
-        """The bias of all local queries without a copy for each: (H, M, W, H * (W + G)), query rows from the last up.
-
-        Each row of keys ends with the G global tokens, all with their bias.
-        """
-        # (M, W, 2 * H - 1, W + G): for a query's column, the rows of keys in the order in which they pass it by
-        by_col = self.by_row(height, width).flip(1).transpose(1, 2)
-        if self.num_global_tokens:
-            to_global = self.local_to_global[:, None, None].expand(-1, width, 2 * height - 1, -1)
-            by_col = torch.cat([by_col, to_global], dim=3)
-        heads, _, rows, row = by_col.shape
-        strides = (row, width * rows * row, rows * row, 1)
-        flat = by_col.reshape(-1).to(dtype)
-        return flat.as_strided((height, heads, width, height * row), strides)
+    @property
+    def to_global(self) -> Tensor | None:
+        """What a local token adds where it looks at the global ones, (M, G), or None for no global token."""
+        return self.local_to_global if self.num_global_tokens else None
 
     def of_globals(self, tokens: int) -> Tensor:
         """The bias of the global queries, (M, G, G + tokens)."""
@@ -293,6 +283,27 @@ class GridRelativeBias(nn.Module):
         if self.global_queries:
             bias = torch.cat([self.of_globals(bias.shape[1]), bias], dim=1)
         return bias
+
+
+def bias_as_view(by_row: Tensor, to_global: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The bias of all local queries without a copy for each: (H, M, W, H * (W + G)), query rows from the last up.
+
+    Each row of keys ends with the G global tokens, all with their bias.
+
+    Args:
+        by_row: of :meth:`GridRelativeBias.by_row`.
+        to_global: (M, G) or None.
+    """
+    # (M, W, 2 * H - 1, W + G): for a query's column, the rows of keys in the order in which they pass it by
+    by_col = by_row.flip(1).transpose(1, 2)
+    if to_global is not None:
+        to_global = to_global[:, None, None].expand(-1, *by_col.shape[1:3], -1)
+        by_col = torch.cat([by_col, to_global], dim=3)
+    heads, width, rows, row = by_col.shape
+    height = (rows + 1) // 2
+    strides = (row, width * rows * row, rows * row, 1)
+    flat = by_col.reshape(-1).to(dtype)
+    return flat.as_strided((height, heads, width, height * row), strides)
 
 
 def fit_table(tensor: Tensor, owner: nn.Module, leaf: str) -> Tensor:

@@ -5,6 +5,7 @@ import torch
 
 from backbones.attention import dense, reference
 from backbones.attention.dense import DenseAttention, dense_attention, merge_heads, split_heads
+from backbones.layers.position import bias_as_view
 from tests.backbones.helpers import (
     assert_all_close,
     attention_inputs,
@@ -137,7 +138,7 @@ def test_the_view_in_half_precision(monkeypatch, dtype, tolerance):
     with torch.no_grad():
         expected = module(*inputs)[0]
         monkeypatch.setattr(dense, "_GROUP_SCORES", 1)
-        bias = module.relative_bias.as_view(7, 6, dtype)
+        bias = bias_as_view(module.relative_bias.by_row(7, 6), module.relative_bias.to_global, dtype)
         assert bias.shape == (7, 2, 6, 7 * (6 + 2)) and bias.untyped_storage().nbytes() == 2 * 6 * 13 * 8 * 2
         output = module.to(dtype)(*(x.to(dtype) for x in inputs))[0]
         assert (output.double() - expected).abs().max() < tolerance * expected.abs().max() * 4
