@@ -16,8 +16,8 @@ from tests.backbones.helpers import (
 )
 
 
-def dense_module(num_global: int, *, size: tuple[int, int] | None, update_globals: bool = True) -> DenseAttention:
-    module = DenseAttention(8, num_heads=2, num_global_tokens=num_global, bias_size=size, update_globals=update_globals)
+def dense_module(num_global: int, *, size: tuple[int, int] | None, **options) -> DenseAttention:
+    module = DenseAttention(8, num_heads=2, num_global_tokens=num_global, bias_size=size, **options)
     return randomise(module).double()
 
 
@@ -92,12 +92,17 @@ def test_traced_once_equals_eager_at_other_sizes(size, traced_at):
 @pytest.mark.parametrize("num_global", [0, 2])
 @pytest.mark.parametrize("update_globals", [True, False])
 @pytest.mark.parametrize("scores", [1, 100, 300])
-def test_groups_of_rows_change_nothing(monkeypatch, num_global, update_globals, scores):
-    """Outputs and gradients of a map whose scores are computed in groups of one, two or more rows."""
+@pytest.mark.parametrize("backend", ["sdpa", "reference"])
+def test_groups_of_rows_change_nothing(monkeypatch, num_global, update_globals, scores, backend):
+    """Outputs and gradients of a map whose scores are computed in groups of one, two or more rows.
+
+    With PyTorch's gradients, as a compiled run has them.
+    """
+    monkeypatch.setattr(dense, "learns_by_blocks", lambda *tensors: False)
     results = []
     for limit in (dense._GROUP_SCORES, scores):
         monkeypatch.setattr(dense, "_GROUP_SCORES", limit)
-        module = dense_module(num_global, size=(3, 5), update_globals=update_globals)
+        module = dense_module(num_global, size=(3, 5), update_globals=update_globals, backend=backend)
         output, global_output = module(*module_inputs(num_global, 7, 6))
         total = (output * torch.sin(torch.arange(output.numel())).view(output.shape)).sum()
         if global_output is not None:
@@ -107,9 +112,12 @@ def test_groups_of_rows_change_nothing(monkeypatch, num_global, update_globals, 
     assert_all_close(results[1], results[0], tolerance=1e-10)
 
 
-def test_a_large_map_keeps_little_in_training(monkeypatch):
+@pytest.mark.parametrize("by_groups", [True, False])
+def test_a_large_map_keeps_little_in_training(monkeypatch, by_groups):
     """What is stored for the backward pass does not grow with the square of the tokens."""
     monkeypatch.setattr(dense, "_GROUP_SCORES", 2**10)
+    if by_groups:
+        monkeypatch.setattr(dense, "learns_by_blocks", lambda *tensors: False)
     module, kept = dense_module(0, size=(3, 5)), []
     tokens = random_images(1, 20, 24, 8).requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
