@@ -7,6 +7,7 @@ all of its places.
 Shapes: B images, M heads, L queries, S keys, D channels a head; H x W tokens of a map, and G global tokens.
 """
 
+import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -129,15 +130,20 @@ def _of_image(
     value_columns = F.pad(value.transpose(1, 2), (0, 0, 0, 1), value=1.0)
     key_grad.zero_()
     value_grad.zero_()
-    for heads, queries in _blocks(query, key, bias.step):
-        scores = query.new_empty(heads.stop - heads.start, queries.stop - queries.start, key.shape[1])
+    blocks = list(_blocks(query, key, bias.step))
+    # Room that all blocks use in turn: new memory for each would take as long as some of the products.
+    most = max((heads.stop - heads.start) * (queries.stop - queries.start) for heads, queries in blocks)
+    room = query.new_empty(2, most * key.shape[1])
+    for heads, queries in blocks:
+        shape = (heads.stop - heads.start, queries.stop - queries.start, key.shape[1])
+        scores, products = (x[: math.prod(shape)].view(shape) for x in room)
         bias.start(scores, None if sums is None else sums[heads, queries], heads, queries)
         scores.baddbmm_(query[heads, queries], key_columns[heads])
         if sums is None:
             scores.sub_(scores.logsumexp(dim=2, keepdim=True))
         weights = scores.clamp_(min=LEAST_EXPONENT).exp_()
         value_grad[heads].baddbmm_(weights.transpose(1, 2), grad[heads, queries, :-1])
-        products = torch.bmm(grad[heads, queries], value_columns[heads]).mul_(weights)
+        torch.bmm(grad[heads, queries], value_columns[heads], out=products).mul_(weights)
         bias.add(products, heads, queries)
         key_grad[heads].baddbmm_(products.transpose(1, 2), query[heads, queries])
         query_grad[heads, queries] = torch.bmm(products, key[heads]).mul_(scale)

@@ -127,11 +127,10 @@ class _Gradients:
         self.scale = self.channels**-0.5
         self.rows, self.cols = (-(-size // windows.window_size) for size in (self.height, self.width))
         query, grad, output = (at_least_float32(x) for x in (query, grad, output))
-        delta = (grad * output).sum(dim=-1, keepdim=True)
         # (B, rows, cols, M, P, D), and with one channel more (B, rows, cols, M, D + 1, P)
-        self.query, self.grad = self._chunks(query * self.scale), self._chunks(grad)
-        self.query_columns = F.pad(self.query, (0, 1), value=1.0).transpose(4, 5).contiguous()
-        self.grad_columns = torch.cat([self.grad, -self._chunks(delta)], dim=5).transpose(4, 5).contiguous()
+        self.query, self.grad = self._chunks(query) * self.scale, self._chunks(grad)
+        self.query_columns = _as_columns(self.query, 1.0)
+        self.grad_columns = _as_columns(self.grad, -self._chunks((grad * output).sum(dim=-1, keepdim=True))[..., 0])
         # The last channel of keys marks hidden ones; that of values meets that of the gradient.
         self.keys, self.values = self._halo(at_least_float32(key), hide=True), self._halo(at_least_float32(value))
         self.local_bias = None if local_bias is None else self._by_columns(at_least_float32(local_bias))
@@ -151,6 +150,13 @@ class _Gradients:
             shape = (self.batch, self.heads, self.shared_key.shape[2])
             self.shared_grads = [self.query.new_zeros(*shape, self.channels) for _ in range(2)]
             self.shared_grads.append(self.query.new_zeros(shape[1:]) if self.biases_learn[1] else None)
+        # Room that all rows and blocks use in turn: new memory for each would take as long as some of the products.
+        (_, groups, heads, size), (length, channels) = self.keys.shape[:4], (self.windows.length, self.channels)
+        self.strips = self.query.new_empty(2, groups, heads, size, length, channels + 1)
+        self.strip_grads = self.query.new_empty(2, groups, heads, size * length, channels)
+        keys = length**2 + (self.shared_key.shape[2] if self.has_shared else 0)
+        most = max(last - first for first, last in self._blocks())
+        self.room = self.query.new_empty(2, most * heads * keys * size**2)
         for image in range(self.batch):
             for row in range(self.rows):
                 self._row(image, row)
@@ -171,18 +177,20 @@ class _Gradients:
         """Add what one row of chunks gives."""
         size, length = self.windows.window_size, self.windows.length
         rows = slice(row * size, row * size + length)
-        # (cols + pieces - 1, M, w * L, D + 1)
-        keys, values = (x[image, :, :, :, rows].flatten(2, 3) for x in (self.keys, self.values))
-        key_grads, value_grads = (x.new_zeros(*x.shape[:-1], self.channels) for x in (keys, values))
-        for first, last in self._blocks(keys):
+        for strip, x in zip(self.strips, (self.keys, self.values), strict=True):
+            strip.copy_(x[image, :, :, :, rows])
+        # (cols + pieces - 1, M, w * L, D + 1), and D
+        keys, values = self.strips.flatten(3, 4)
+        key_grads, value_grads = self.strip_grads.zero_()
+        for first, last in self._blocks():
             self._block(image, row, slice(first, last), keys, values, key_grads, value_grads)
         for total, part in ((self.key_grad, key_grads), (self.value_grad, value_grads)):
             total[image, :, :, :, rows].add_(part.unflatten(2, (size, length)))
 
-    def _blocks(self, keys: Tensor) -> Iterator[tuple[int, int]]:
+    def _blocks(self) -> Iterator[tuple[int, int]]:
         """Ranges of chunks, as equal as may be."""
         scores = self.heads * self.windows.length**2 * self.windows.window_size**2
-        limit = BLOCK_SCORES.get(keys.device.type, BLOCK_SCORES["other"])
+        limit = BLOCK_SCORES.get(self.query.device.type, BLOCK_SCORES["other"])
         number = -(-self.cols // max(1, limit // scores))
         edges = [self.cols * i // number for i in range(number + 1)]
         return zip(edges[:-1], edges[1:], strict=True)
@@ -202,8 +210,8 @@ class _Gradients:
             keys.append(self.shared_key[image].expand(chunks.stop - chunks.start, -1, -1, -1).flatten(0, 1))
             values.append(self.shared_value[image].expand(chunks.stop - chunks.start, -1, -1, -1).flatten(0, 1))
         # Both by pieces, and as one: (N, keys of a piece, P)
-        all_weights, weights = _by_pieces(query, keys)
-        all_products, products = _by_pieces(query, keys)
+        all_weights, weights = _by_pieces(self.room[0], query, keys)
+        all_products, products = _by_pieces(self.room[1], query, keys)
 
         sums = None if self.sums is None else self.sums[image, row, chunks].flatten(0, 1)[:, None]
         for index, (part, key) in enumerate(zip(weights, keys, strict=True)):
@@ -337,9 +345,21 @@ class _Gradients:
         return tuple(sources)
 
 
-def _by_pieces(query: Tensor, keys: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Room for the scores of ``query`` (N, P, D) and ``keys``, (N, keys, D) each: as one, and as (N, keys, P) each."""
+def _as_columns(x: Tensor, last: Tensor | float) -> Tensor:
+    """(..., P, D) -> (..., D + 1, P), ``last`` (..., P) being the last channel."""
+    columns = x.new_empty(*x.shape[:-2], x.shape[-1] + 1, x.shape[-2])
+    columns[..., :-1, :] = x.transpose(-1, -2)
+    columns[..., -1, :] = last
+    return columns
+
+
+def _by_pieces(room: Tensor, query: Tensor, keys: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Of ``room`` what the scores of ``query`` (N, P, D) and ``keys``, (N, keys, D) each, take up.
+
+    Returns:
+        It as one, and as (N, keys, P) each.
+    """
     number, places = query.shape[:2]
     sizes = [number * key.shape[1] * places for key in keys]
-    whole = query.new_empty(sum(sizes))
+    whole = room[: sum(sizes)]
     return whole, [part.view(number, -1, places) for part in whole.split(sizes)]

@@ -8,7 +8,7 @@ import contextlib
 import copy
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -65,18 +65,27 @@ class DeformableTokenMerging(nn.Module):
         with autocast_off(maps.device), _no_trace_warnings():
             padded = at_least_float32(pad_to_multiple(maps, 2))
             weight, bias = self.weight.to(padded.dtype), self.bias.to(padded.dtype)
-            merge = deformable_by_sampling if is_exporting() else deform_conv2d
-            return merge(padded, self._offset(padded), weight, bias, stride=2).to(maps.dtype)
+            return _deformable(maps.device)(padded, self._offset(padded), weight, bias, stride=2).to(maps.dtype)
 
     def _offset(self, padded: Tensor) -> Tensor:
         weight, bias = self.offset.weight.to(padded.dtype), self.offset.bias.to(padded.dtype)
         return F.conv2d(padded, weight, bias, stride=2)
 
 
+def _deformable(device: torch.device) -> Callable[..., Tensor]:
+    """The deformable convolution for maps of a device; on the CPU sampling takes a fifth of torchvision's time.
+
+    An export has operators that every runtime has; a trace is meant for torchvision's.
+    """
+    sampling = is_exporting() or (device.type == "cpu" and not is_tracing())
+    return deformable_by_sampling if sampling else deform_conv2d
+
+
 def deformable_by_sampling(maps: Tensor, offset: Tensor, weight: Tensor, bias: Tensor, *, stride: int) -> Tensor:
     """``torchvision.ops.deform_conv2d`` for a kernel as large as its stride, from operators that every runtime has.
 
-    The map is sampled at as many positions as it has places, and then goes through a plain convolution.
+    The map is sampled at as many positions as it has places, and then goes through a plain convolution. Where an offset
+    is a whole number, sampling has a kink: there its gradient is one of both sides', as rounding decides.
 
     Args:
         maps: (B, C, H, W).

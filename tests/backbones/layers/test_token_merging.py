@@ -19,7 +19,7 @@ from backbones.layers.token_merging import (
     sampled_positions,
     with_deformable_merging,
 )
-from tests.backbones.helpers import assert_all_close, random_images, randomise, trace
+from tests.backbones.helpers import assert_all_close, outputs_and_gradients, random_images, randomise, trace
 from tests.backbones.official_lit import deformable_by_grid_sample
 
 SIZES = [(6, 8), (5, 8), (6, 7), (3, 5), (1, 1), (2, 9)]
@@ -95,6 +95,23 @@ def test_equals_sampling_by_hand_with_its_gradients(height, width, by_hand):
 
 
 @sizes
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_both_operators_are_the_same(height, width, dtype):
+    """Sampling, which the CPU takes, and torchvision's operator, which a GPU takes; positions up to beyond the map."""
+    inputs = {
+        "maps": random_images(2, 3, 2 * height, 2 * width, dtype=dtype),
+        "offset": 3 * random_images(2, 8, height, width, seed=2, dtype=dtype),
+        "weight": random_images(4, 3, 2, 2, seed=3, dtype=dtype),
+        "bias": random_images(4, seed=4, dtype=dtype),
+    }
+    by_sampling, expected = (
+        outputs_and_gradients(lambda operator=operator, **x: operator(*x.values(), stride=2), inputs)
+        for operator in (token_merging._deformable(torch.device(device)) for device in ("cpu", "cuda"))
+    )
+    assert_all_close(by_sampling, expected, tolerance=1e-10 if dtype == torch.float64 else 1e-3)
+
+
+@sizes
 def test_without_offsets_it_is_a_convolution(height, width):
     module, maps = small_merging(), random_images(2, 3, height, width)
     nn.init.zeros_(module.offset.weight)
@@ -155,9 +172,12 @@ def test_offsets_are_those_of_the_convolution(height, width):
 def test_sampling_is_float32_under_autocast(dtype, monkeypatch):
     module, maps = small_merging().float(), random_images(2, 3, 5, 8, dtype=torch.float32)
     expected, seen = module(maps), []
-    monkeypatch.setattr(
-        token_merging, "deform_conv2d", lambda *a, **k: seen.append([x.dtype for x in a]) or torch.zeros(2, 4, 3, 4)
-    )
+
+    def record(*tensors, stride):
+        seen.append([x.dtype for x in tensors])
+        return torch.zeros(2, 4, 3, 4)
+
+    monkeypatch.setattr(token_merging, "deformable_by_sampling", record)
     with torch.autocast("cpu", dtype):
         module(maps)
         module(maps.to(dtype))
