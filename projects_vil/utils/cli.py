@@ -40,7 +40,7 @@ class ToolParser(argparse.ArgumentParser):
         return parsed
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message} ({self.prog} --help lists all arguments)\n")
+        self.exit(2, f"error: {message} (--help lists all arguments)\n")
 
 
 def run_tool(main: Callable[[], None]) -> None:

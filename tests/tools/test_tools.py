@@ -59,8 +59,8 @@ def mistake(run_here):
         status, _, err = run_here(name, *args)
         assert status == 1
         *said, line = err.splitlines()
-        # Which device a tool chose is all that may stand before.
-        assert line.startswith("error: ") and all(text.startswith("on ") for text in said), err
+        # What a tool logged may stand before, as on which device it is.
+        assert line.startswith("error: ") and all(text.startswith(("on ", "warning: ")) for text in said), err
         return line.removeprefix("error: ")
 
     return run
@@ -233,6 +233,49 @@ def test_weights_that_are_none():
     result = run_tool("export_model.py", "--config-file", CONFIG, "--weights", CONFIG, "--output", "unused")
     assert error_line(result).startswith(f"error: {CONFIG} is no checkpoint of tensors only: ")
     assert not (ROOT / "unused").exists()
+
+
+# -- overrides, the same on every tool --------------------------------------------------------------
+
+NEEDED = {
+    "train_net.py": [],
+    "analyze_model.py": ["--no-flops"],
+    "benchmark.py": ["--runs", 1],
+    "export_model.py": ["--output", "unused"],
+    "predict.py": ["--input", "unused", "--output", "unused"],
+    "visualize_attention.py": [
+        *("--input", "unused", "--output", "unused", "--stage", 1, "--block", 1, "--point", 1, 1)
+    ],
+    "visualize_offsets.py": ["--output", "unused", "--input", "unused", "unused"],
+}
+
+
+@pytest.mark.parametrize("word", [[], ["--opts"]])
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("name", NEEDED)
+def test_overrides_are_taken_on_every_tool(mistake, name, is_first, word):
+    """A key that is none shows that the pairs arrived, and that what stands beside them did not go with them."""
+    own, pairs = ["--config-file", CONFIG, *NEEDED[name]], [*word, "SEED", 1, "SOLVER.MAXITER", "-3e-4"]
+    text = mistake(name, *(pairs + own if is_first else own + pairs))
+    assert text == (
+        "unknown config key SOLVER.MAXITER; did you mean 'SOLVER.MAX_ITER'? (among the overrides SEED 1 SOLVER.MAXITER "
+        "-3e-4)"
+    )
+
+
+@pytest.mark.parametrize("word", [[], ["--opts"]])
+def test_overrides_of_a_runs_drawing(mistake, trained_run, word):
+    text = mistake("visualize_results.py", *word, "SOLVER.MAXITER", 3, "--run", trained_run)
+    assert text.startswith("unknown config key SOLVER.MAXITER")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what is said without a CUDA device")
+@pytest.mark.parametrize("name", ["train_net.py", "benchmark.py", "predict.py"])
+def test_a_gpu_that_is_not_here(mistake, shapes, name):
+    command = ["--config-file", CONFIG, *NEEDED[name]]
+    for words in (["MODEL.DEVICE", "cuda"], ["--opts", "MODEL.DEVICE", "cuda"]):
+        assert mistake(name, *command, *words).endswith("there is no CUDA device here: add MODEL.DEVICE cpu")
+    assert mistake(name, *command, "--device", "cuda").endswith("there is no CUDA device here: use --device cpu")
 
 
 # -- mistakes, here --------------------------------------------------------------------------------

@@ -38,6 +38,18 @@ def test_what_a_run_leaves_behind(trained_run):
     assert (cfg.SOLVER.MAX_ITER, cfg.OUTPUT_DIR, cfg.MODEL.FPN.OUT_CHANNELS) == (4, str(trained_run), 32)
 
 
+def test_what_a_run_shows(trained_run):
+    """What concerns its user, each once; the log has the rest."""
+    shown, written = (trained_run / "stdout.txt").read_text(), (trained_run / "log.txt").read_text()
+    results = f"results written to {trained_run / 'evaluation.json'}"
+    for text in (results, "Distribution of instances among all 3 categories", "training RetinaNet with vil_tiny_1_1"):
+        assert shown.count(text) == written.count(text) == 1, text
+    for text in ("Running with full config", "Environment info", "Model:\n", "Serializing"):
+        assert text not in shown and text in written, text
+    assert "not built correctly" not in written
+    assert len(shown.splitlines()) < 80
+
+
 def test_a_run_trains_with_this_projects_groups(trained_run):
     final = torch.load(trained_run / "model_final.pth", weights_only=True)
     assert final["iteration"] == 3
