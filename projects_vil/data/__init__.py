@@ -1,6 +1,13 @@
 """Datasets by name, how image files are read, and the loaders."""
 
-from projects_vil.data.build import build_mapper, build_test_loader, build_train_loader, check_datasets, load_dataset
+from projects_vil.data.build import (
+    TRAIN_SAMPLERS,
+    build_mapper,
+    build_test_loader,
+    build_train_loader,
+    check_datasets,
+    load_dataset,
+)
 from projects_vil.data.catalog import datasets_root, register_datasets
 from projects_vil.data.dataset_mapper import CROP_TYPES, Mapper, SemSegMapper
 from projects_vil.data.datasets.ade20k import IGNORED_LABEL, label_reader
@@ -16,12 +23,14 @@ from projects_vil.data.detection_utils import (
     upright_pixels,
     upright_size,
 )
+from projects_vil.data.samplers import derived_seed, seed_all
 
 __all__ = [
     "CROP_TYPES",
     "IGNORED_LABEL",
     "IMAGE_SUFFIXES",
     "SHAPES_TASKS",
+    "TRAIN_SAMPLERS",
     "Mapper",
     "SemSegMapper",
     "UnreadableImage",
@@ -30,6 +39,7 @@ __all__ = [
     "build_train_loader",
     "check_datasets",
     "datasets_root",
+    "derived_seed",
     "describe_shapes",
     "label_reader",
     "load_dataset",
@@ -37,6 +47,7 @@ __all__ = [
     "read_image",
     "read_size",
     "register_datasets",
+    "seed_all",
     "size_for_testing",
     "upright_pixels",
     "upright_size",

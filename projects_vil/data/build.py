@@ -1,5 +1,6 @@
 """Records and loaders, which say clearly what is wrong with a file."""
 
+import functools
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -10,16 +11,21 @@ from detectron2.config import CfgNode
 from detectron2.data import (
     MetadataCatalog,
     build_detection_test_loader,
-    build_detection_train_loader,
     get_detection_dataset_dicts,
 )
 from detectron2.data.build import print_instances_class_histogram
+from detectron2.data.samplers import RandomSubsetTrainingSampler, RepeatFactorTrainingSampler, TrainingSampler
+from detectron2.utils import comm
 
 from backbones import InputError
+from backbones.errors import check_choice
 from projects_vil.config import is_segmentor, number_of_classes
 from projects_vil.data.catalog import check_files, read_class_names
 from projects_vil.data.dataset_mapper import Mapper, SemSegMapper
 from projects_vil.data.datasets.ade20k import IGNORED_LABEL
+from projects_vil.data.samplers import BatchStream, SeededRecords, TrainLoader
+
+TRAIN_SAMPLERS = ("TrainingSampler", "RepeatFactorTrainingSampler", "RandomSubsetTrainingSampler")
 
 
 def load_dataset(cfg: CfgNode, names: Iterable[str], *, train: bool) -> list[dict[str, Any]]:
@@ -76,10 +82,45 @@ def check_datasets(cfg: CfgNode, names: Sequence[str]) -> None:
         _check_classes(cfg, name, names[0])
 
 
-def build_train_loader(cfg: CfgNode) -> torch.utils.data.DataLoader:
-    """detectron2's training loader over ``DATASETS.TRAIN``."""
+def build_train_loader(cfg: CfgNode) -> TrainLoader:
+    """Batches of ``DATASETS.TRAIN``, sampled and grouped as by detectron2's training loader.
+
+    What a batch holds, and how it is augmented, depend on the seed and the iteration alone
+    (:class:`~projects_vil.data.samplers.TrainLoader`), not on the number of worker processes.
+
+    Raises:
+        InputError: where :func:`load_dataset` would, and for an unknown ``DATALOADER.SAMPLER_TRAIN``.
+    """
     records = load_dataset(cfg, cfg.DATASETS.TRAIN, train=True)
-    return build_detection_train_loader(cfg, mapper=build_mapper(cfg, is_train=True), dataset=records)
+    check_choice("DATALOADER.SAMPLER_TRAIN", cfg.DATALOADER.SAMPLER_TRAIN, TRAIN_SAMPLERS)
+    world_size = comm.get_world_size()
+    batches = BatchStream(
+        functools.partial(_sampler, cfg, records),
+        batch_size=cfg.SOLVER.IMS_PER_BATCH // world_size,
+        groups=_aspect_groups(records) if cfg.DATALOADER.ASPECT_RATIO_GROUPING else [0] * len(records),
+        rank=comm.get_rank(),
+        world_size=world_size,
+    )
+    dataset = SeededRecords(records, build_mapper(cfg, is_train=True))
+    return TrainLoader(dataset, batches, num_workers=cfg.DATALOADER.NUM_WORKERS)
+
+
+def _sampler(cfg: CfgNode, records: list[dict[str, Any]], seed: int) -> torch.utils.data.Sampler[int]:
+    name = cfg.DATALOADER.SAMPLER_TRAIN
+    if name == "RepeatFactorTrainingSampler":
+        factors = RepeatFactorTrainingSampler.repeat_factors_from_category_frequency(
+            records, cfg.DATALOADER.REPEAT_THRESHOLD
+        )
+        return RepeatFactorTrainingSampler(factors, seed=seed)
+    if name == "RandomSubsetTrainingSampler":
+        ratio = cfg.DATALOADER.RANDOM_SUBSET_RATIO
+        return RandomSubsetTrainingSampler(len(records), ratio, seed_shuffle=seed, seed_subset=seed)
+    return TrainingSampler(len(records), seed=seed)
+
+
+def _aspect_groups(records: list[dict[str, Any]]) -> list[int]:
+    """0 for images that are wider than high, 1 for others, and for records that do not tell."""
+    return [0 if record.get("width", 0) > record.get("height", 0) else 1 for record in records]
 
 
 def build_test_loader(cfg: CfgNode, dataset_name: str) -> torch.utils.data.DataLoader:

@@ -1,0 +1,102 @@
+"""Batches follow from the seed and the iteration alone."""
+
+import random
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+from detectron2.data.samplers import TrainingSampler
+
+from projects_vil.data import build_train_loader
+from projects_vil.data.samplers import BatchStream, derived_seed, seeded
+from tests.projects_vil.helpers import small_config
+
+GROUPS = [0, 1, 1, 0, 1, 0, 0, 1, 1, 0, 0]
+
+
+def stream(*, first_iteration=0, seed=3, **kwargs):
+    batches = BatchStream(
+        lambda seed: TrainingSampler(len(GROUPS), seed=seed), **{"batch_size": 2, "groups": GROUPS} | kwargs
+    )
+    batches.seed, batches.first_iteration = seed, first_iteration
+    return batches
+
+
+@pytest.mark.parametrize("first_iteration", [1, 4, 17])
+def test_a_stream_goes_on_from_any_iteration(first_iteration):
+    whole = list(islice(stream(), 25))
+    assert list(islice(stream(first_iteration=first_iteration), 25 - first_iteration)) == whole[first_iteration:]
+
+
+def test_a_batch_has_images_of_one_group_and_another_seed_other_batches():
+    batches = list(islice(stream(), 30))
+    assert all(len({GROUPS[index] for index, _ in batch}) == 1 for batch in batches)
+    assert {index for batch in batches for index, _ in batch} == set(range(len(GROUPS)))
+    assert len({seed for batch in batches for _, seed in batch}) == 60
+    assert list(islice(stream(seed=4), 30)) != batches
+
+
+def test_two_processes_share_the_images_of_one():
+    class OfRank(TrainingSampler):
+        def __init__(self, rank, seed):
+            super().__init__(len(GROUPS), seed=seed)
+            self._rank, self._world_size = rank, 2
+
+    one = stream(batch_size=4, groups=[0] * len(GROUPS))
+    two = [
+        BatchStream(
+            lambda seed, rank=rank: OfRank(rank, seed), batch_size=2, groups=[0] * len(GROUPS), rank=rank, world_size=2
+        )
+        for rank in (0, 1)
+    ]
+    for batches in two:
+        batches.seed = 3
+    for whole, *parts in islice(zip(one, *two, strict=False), 12):
+        assert sorted(whole) == sorted(parts[0] + parts[1])
+
+
+def test_seeds_are_unrelated():
+    seeds = {derived_seed(a, b) for a in range(20) for b in range(20)}
+    assert len(seeds) == 400
+    assert min(seeds) >= 0
+    assert derived_seed(1, 2) == derived_seed(1, 2)
+
+
+def test_seeding_leaves_the_generators_outside_as_they_were():
+    def draw():
+        return random.random(), np.random.rand(), torch.rand(()).item()
+
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
+    expected = [draw(), draw()]
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
+    found = [draw()]
+    with seeded(7):
+        inside = draw()
+    found.append(draw())
+    with seeded(7):
+        assert draw() == inside
+    assert found == expected
+
+
+def images(cfg, *, iteration=0, number=3):
+    loader = build_train_loader(cfg)
+    loader.start(seed=5, iteration=iteration)
+    return [[(one["image_id"], one["image"]) for one in batch] for batch in islice(loader, number)]
+
+
+def test_worker_processes_change_no_pixel_and_a_resumed_loader_goes_on(shapes):
+    options = ["SOLVER.IMS_PER_BATCH", "3", "INPUT.MIN_SIZE_TRAIN", "(48, 64, 80)"]
+    alone = images(small_config("retinanet", *options))
+    shared = images(small_config("retinanet", *options, "DATALOADER.NUM_WORKERS", "2"))
+    later = images(small_config("retinanet", *options), iteration=2, number=1)
+    for expected, found in ((alone, shared), (alone[2:], later)):
+        assert [[i for i, _ in batch] for batch in expected] == [[i for i, _ in batch] for batch in found]
+        for one, other in zip(sum(expected, []), sum(found, []), strict=True):
+            assert torch.equal(one[1], other[1])
+    # Of three sizes and two directions some differ.
+    assert len({image.shape for batch in alone for _, image in batch}) > 1
