@@ -1,11 +1,14 @@
 """Checkpoint files: read without running what they hold, and written whole or not at all."""
 
+import contextlib
 import json
 import os
 import re
+import shutil
 import warnings
+import zipfile
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +47,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         raise InputError(f"{path} is empty")
     if path.suffix == ".safetensors":
         return _read_safetensors(path)
+    _check_sums(path)
     try:
         with warnings.catch_warnings(), torch.serialization.safe_globals([*_SETTINGS]):
             warnings.simplefilter("ignore")  # of pickles that were not written by torch: what they hold is checked
@@ -63,6 +67,19 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         if isinstance(tensor, Tensor) and (tensor.layout != torch.strided or tensor.is_meta):
             raise InputError(f"{path}: {name} is no plain tensor of values")
     return loaded
+
+
+def _check_sums(path: Path) -> None:
+    """torch writes a checksum of every tensor, and does not look at them when it reads."""
+    if not zipfile.is_zipfile(path):
+        return
+    try:
+        with zipfile.ZipFile(path) as file:
+            damaged = file.testzip()
+    except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError) as error:
+        raise InputError(f"{path} is damaged: {' '.join(str(error).split())}") from error
+    if damaged:
+        raise InputError(f"{path} is damaged: the checksum of {damaged} in it is wrong")
 
 
 def state_dict_of(contents: Mapping[str, Any]) -> Mapping[str, Tensor] | None:
@@ -87,17 +104,47 @@ def write_checkpoint(path: str | Path, contents: Mapping[str, Any]) -> None:
     check_writable(path)
     model = {name: tensor.detach().clone().contiguous() for name, tensor in contents["model"].items()}
     others = {key: value for key, value in contents.items() if key != "model"}
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
+    with written_whole(path) as partial:
         if path.suffix == ".safetensors":
             save_file(model, partial, metadata={"format": "pt", _METADATA: json.dumps(others)})
         else:
             torch.save({"model": model, **others}, partial)
+
+
+@contextlib.contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """A path to write a file to that takes its place under ``path`` when it is whole and on the disk.
+
+    Whatever ends the writing, a full disk or a lost power supply, the file that ``path`` named before is still there.
+
+    Raises:
+        InputError: where it cannot be written; what was begun is removed.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        yield partial
+        _sync(partial)
         os.replace(partial, path)
+        _sync(path.parent)
     except (OSError, RuntimeError, SafetensorError, TypeError) as error:
-        raise InputError(f"{path} cannot be written: {_reason(error)}") from error
+        reason = _full_disk(path.parent) or _reason(error)
+        raise InputError(f"{path} cannot be written: {reason}") from error
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file's contents, or a folder's names, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _full_disk(folder: Path) -> str:
+    """torch's writer does not say why it failed."""
+    return "" if shutil.disk_usage(folder).free > 1 << 20 else "no space is left on the device"
 
 
 def check_writable(path: str | Path) -> None:

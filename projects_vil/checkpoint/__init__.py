@@ -6,6 +6,7 @@ from projects_vil.checkpoint.conversion import convert_file
 from projects_vil.checkpoint.detection_checkpoint import Checkpointer, check_weights, check_weights_file
 from projects_vil.checkpoint.provenance import PROVENANCE_KEY, Provenance, versions
 from projects_vil.checkpoint.slimming import slim_checkpoint
+from projects_vil.checkpoint.storage import checkpoints_of, find_checkpoint, remove_old, remove_partial
 from projects_vil.checkpoint.trained import build_detector, load_detector
 
 __all__ = [
@@ -17,11 +18,15 @@ __all__ = [
     "check_weights",
     "check_weights_file",
     "checked_ids",
+    "checkpoints_of",
     "convert_file",
     "dataset_categories",
+    "find_checkpoint",
     "known_categories",
     "load_detector",
     "match_classes",
+    "remove_old",
+    "remove_partial",
     "slim_checkpoint",
     "versions",
 ]

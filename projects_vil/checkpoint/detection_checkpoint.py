@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from backbones import InputError
 from backbones.convert import OfficialCheckpoint, recognise
-from backbones.files import read_checkpoint, state_dict_of
+from backbones.files import read_checkpoint, state_dict_of, written_whole
 from backbones.variants import OPTIONS
 from projects_vil.checkpoint.class_rows import copy_rows, is_predictor, match_classes
 from projects_vil.checkpoint.conversion import BACKBONE_PREFIX, convert_official
@@ -27,6 +27,7 @@ from projects_vil.checkpoint.provenance import (
     input_format,
     model_categories,
 )
+from projects_vil.checkpoint.storage import find_checkpoint, tag_checkpoint
 from projects_vil.modeling import TransformerBackbone, build_on_meta
 
 
@@ -60,17 +61,42 @@ class Checkpointer(DetectionCheckpointer):
         self.cfg = cfg
         self.complete = complete
         self._resuming = False
+        self.resumed_from: Path | None = None
 
-    def save(self, name: str, **kwargs) -> None:
-        """As detectron2's, with the provenance."""
-        super().save(name, **{PROVENANCE_KEY: self.provenance.to_dict()}, **kwargs)
+    def save(self, name: str, *, tag: bool = True, **kwargs) -> None:
+        """As detectron2's, with the provenance, and whole or not at all: the files before stay until this one is on the
+        disk, and ``last_checkpoint`` changes last.
+
+        Args:
+            tag: whether it becomes the one to resume from.
+
+        Raises:
+            InputError: where it cannot be written.
+        """
+        if not self.save_dir or not self.save_to_disk:
+            return
+        contents = {"model": self.model.state_dict()}
+        contents |= {key: thing.state_dict() for key, thing in self.checkpointables.items()}
+        path = Path(self.save_dir) / f"{name}.pth"
+        self.logger.info("Saving checkpoint to %s", path)
+        with written_whole(path) as partial:
+            torch.save(contents | {PROVENANCE_KEY: self.provenance.to_dict()} | kwargs, partial)
+        if tag:
+            tag_checkpoint(self.save_dir, path.name)
 
     def resume_or_load(self, path: str, *, resume: bool = True) -> dict[str, Any]:
-        """As detectron2's; what is resumed must fill the whole model."""
-        if resume and self.has_checkpoint():
-            self.complete = True
-            self._resuming = bool(self.checkpointables)
-        return super().resume_or_load(path, resume=resume)
+        """Resume from the file of :func:`~projects_vil.checkpoint.storage.find_checkpoint`, which must fill the whole
+        model, or else load the weights of ``path``.
+
+        Raises:
+            InputError: where :meth:`load` would, or where there are checkpoints to resume from, and none is whole.
+        """
+        self.resumed_from = find_checkpoint(self.save_dir, logger=self.logger) if resume else None
+        if self.resumed_from is None:
+            return self.load(path, checkpointables=[])
+        self.complete = True
+        self._resuming = bool(self.checkpointables)
+        return self.load(str(self.resumed_from))
 
     def load(self, path: str, *args, **kwargs) -> dict[str, Any]:
         """As detectron2's.
@@ -160,6 +186,9 @@ class Checkpointer(DetectionCheckpointer):
         others = [name for name, value in state_dict.items() if not isinstance(value, Tensor)]
         if others:
             raise InputError(f"{self._path} has a {type(state_dict[others[0]]).__name__} where {others[0]} should be")
+        diverged = next((name for name, value in state_dict.items() if not value.isfinite().all()), None)
+        if diverged is not None:
+            raise InputError(f"{self._path}: {diverged} has values that are not finite; take an older checkpoint")
         if all(name.startswith("module.") for name in state_dict):
             state_dict = {name.removeprefix("module."): tensor for name, tensor in state_dict.items()}
         self._check_variant(said)

@@ -42,6 +42,13 @@ def add_vil_config(cfg: CN) -> None:
     # Performer: iterations between two drawings of its random features (ViL, appendix D: 1000 in detection).
     cfg.MODEL.TRANSFORMER.FEATURE_REDRAW_PERIOD = 1000
 
+    # Whether training may start anew in an OUTPUT_DIR that has checkpoints.
+    cfg.OVERWRITE_OUTPUT_DIR = False
+    # How many numbered checkpoints are kept, the newest; 0 for all.
+    cfg.SOLVER.CHECKPOINT_KEEP = 0
+    # The metric whose best checkpoint is kept as model_best.pth, "bbox/AP" for one; empty for none.
+    cfg.TEST.BEST_METRIC = ""
+
     # "ADAMW" or "SGD".
     cfg.SOLVER.OPTIMIZER = "ADAMW"
     # Pairs of a pattern (shell style, on full parameter names) and what the learning rate is multiplied by there.

@@ -1,9 +1,9 @@
 """What can be found wrong with a run in a second, before it starts."""
 
 import functools
+import logging
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from detectron2.config import CfgNode
@@ -11,9 +11,12 @@ from detectron2.config import CfgNode
 from backbones import InputError
 from backbones.errors import check_choice
 from projects_vil import data
-from projects_vil.checkpoint import check_weights
+from projects_vil.checkpoint import check_weights, checkpoints_of, find_checkpoint
 from projects_vil.config import check_device
 from projects_vil.modeling import build_on_meta
+
+# What is passed over is said where the run resumes.
+_SILENT = logging.Logger(__name__, level=logging.CRITICAL + 1)
 
 
 def check_setup(cfg: CfgNode, *, processes: int = 1, eval_only: bool = False, resume: bool = False) -> None:
@@ -33,10 +36,16 @@ def check_setup(cfg: CfgNode, *, processes: int = 1, eval_only: bool = False, re
         raise InputError(f"DATASETS.{'TEST' if eval_only else 'TRAIN'} is empty: name a dataset")
     for names in (*([name] for name in cfg.DATASETS.TEST), () if eval_only else cfg.DATASETS.TRAIN):
         data.check_datasets(cfg, names)
-    last = Path(cfg.OUTPUT_DIR) / "last_checkpoint"
-    if resume and last.is_file():
-        check_weights(cfg, str(last.with_name(last.read_text().strip())), complete=True, model=model)
+    resumed = find_checkpoint(cfg.OUTPUT_DIR, logger=_SILENT) if resume else None
+    if resumed is not None:
+        check_weights(cfg, str(resumed), complete=True, model=model)
         return
+    there = checkpoints_of(cfg.OUTPUT_DIR)
+    if there and not eval_only and not cfg.OVERWRITE_OUTPUT_DIR:
+        raise InputError(
+            f"OUTPUT_DIR {cfg.OUTPUT_DIR} has checkpoints of another run, {there[0].name} among them: add --resume to "
+            "go on with it, choose another OUTPUT_DIR, or add OVERWRITE_OUTPUT_DIR True"
+        )
     if eval_only and not cfg.MODEL.WEIGHTS:
         raise InputError("MODEL.WEIGHTS is empty: name the checkpoint to evaluate")
     if cfg.MODEL.WEIGHTS:
@@ -53,7 +62,7 @@ def check_values(cfg: CfgNode) -> None:
         value = functools.reduce(getattr, key.split("."), cfg)
         if not is_right(value):
             raise InputError(f"{key} is {value!r}: it is {meaning}")
-    check_choice("DATALOADER.SAMPLER_TRAIN", cfg.DATALOADER.SAMPLER_TRAIN, _SAMPLERS)
+    check_choice("DATALOADER.SAMPLER_TRAIN", cfg.DATALOADER.SAMPLER_TRAIN, data.TRAIN_SAMPLERS)
     if cfg.INPUT.CROP.ENABLED:
         check_choice("INPUT.CROP.TYPE", cfg.INPUT.CROP.TYPE, data.CROP_TYPES)
 
@@ -82,12 +91,12 @@ def _are_colors(value: Any) -> bool:
     return len(value) == 3 and all(map(_is_finite, value))
 
 
-_SAMPLERS = ("TrainingSampler", "RepeatFactorTrainingSampler", "RandomSubsetTrainingSampler")
 _VALUES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("SOLVER.MAX_ITER", _whole(1), "1 or more iterations"),
     ("SOLVER.IMS_PER_BATCH", _whole(1), "1 or more images, those of all processes together"),
     ("SOLVER.REFERENCE_WORLD_SIZE", _whole(0), "a number of processes, or 0"),
     ("SOLVER.CHECKPOINT_PERIOD", _whole(1), "1 or more iterations"),
+    ("SOLVER.CHECKPOINT_KEEP", _whole(0), "a number of checkpoints, or 0 for all"),
     ("SOLVER.WARMUP_ITERS", _whole(0), "0 or more iterations"),
     ("SOLVER.BASE_LR", lambda value: _is_finite(value) and value > 0, "above 0"),
     ("SOLVER.WEIGHT_DECAY", lambda value: _is_finite(value) and value >= 0, "0 or more"),

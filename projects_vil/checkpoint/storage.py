@@ -1,0 +1,80 @@
+"""The checkpoints of a run's folder: which is the newest that is whole, and how many are kept."""
+
+import logging
+from pathlib import Path
+
+from backbones import InputError
+from backbones.files import read_checkpoint, written_whole
+
+LAST_CHECKPOINT = "last_checkpoint"
+_PATTERN = "model_*.pth"
+
+
+def checkpoints_of(folder: str | Path) -> list[Path]:
+    """The checkpoints that training wrote there, the newest first."""
+    files = [path for path in Path(folder).glob(_PATTERN) if path.is_file()]
+    return sorted(files, key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
+
+
+def find_checkpoint(folder: str | Path, *, logger: logging.Logger | None = None) -> Path | None:
+    """The checkpoint to resume from: the one that ``last_checkpoint`` names, or else the newest that is whole.
+
+    Args:
+        folder: OUTPUT_DIR of a run.
+        logger: is told what is passed over, and why.
+
+    Returns:
+        None where there is no checkpoint.
+
+    Raises:
+        InputError: where there are some, and none is whole.
+    """
+    logger = logger or logging.getLogger(__name__)
+    candidates = checkpoints_of(folder)
+    tag = Path(folder) / LAST_CHECKPOINT
+    text = tag.read_text(errors="replace").strip() if tag.is_file() else ""
+    named = Path(folder) / text if text else None
+    if named is not None and named in candidates:
+        candidates.remove(named)
+        candidates.insert(0, named)
+    elif candidates:
+        what = f"names {text}, which is no checkpoint of this folder" if text else "is missing or empty"
+        logger.warning("%s %s: the newest whole checkpoint there is taken", tag, what)
+    for path in candidates:
+        try:
+            contents = read_checkpoint(path)
+        except InputError as error:
+            logger.warning("passed over: %s", error)
+            continue
+        if "trainer" in contents:
+            return path
+        logger.warning("passed over: %s has no state of a run to resume", path)
+    if candidates:
+        raise InputError(
+            f"none of the {len(candidates)} checkpoints in {folder} can be resumed; take them away to start anew, or "
+            "choose another OUTPUT_DIR"
+        )
+    return None
+
+
+def tag_checkpoint(folder: str | Path, name: str) -> None:
+    """Let ``last_checkpoint`` name a file of the folder.
+
+    Raises:
+        InputError: where it cannot be written.
+    """
+    with written_whole(Path(folder) / LAST_CHECKPOINT) as partial:
+        partial.write_text(name)
+
+
+def remove_old(folder: str | Path, *, keep: int) -> None:
+    """Remove the oldest numbered checkpoints, ``model_0000999.pth`` and the like, where there are more than that."""
+    numbered = sorted(path for path in checkpoints_of(folder) if path.stem.removeprefix("model_").isdecimal())
+    for path in numbered[: max(len(numbered) - keep, 0)]:
+        path.unlink(missing_ok=True)
+
+
+def remove_partial(folder: str | Path) -> None:
+    """Remove what processes that were killed while they wrote have left."""
+    for path in Path(folder).glob(".*.partial"):
+        path.unlink(missing_ok=True)
