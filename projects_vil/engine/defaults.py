@@ -1,5 +1,6 @@
 """detectron2's default trainer with this project's optimizer, datasets, checkpoints and results file."""
 
+import logging
 import weakref
 from collections import OrderedDict
 from pathlib import Path
@@ -8,19 +9,26 @@ from typing import Any
 import torch
 from detectron2.config import CfgNode
 from detectron2.engine import DefaultTrainer
+from detectron2.engine.hooks import EvalHook, PeriodicCheckpointer
 from detectron2.evaluation import DatasetEvaluator
 from detectron2.utils import comm
+from detectron2.utils.events import EventWriter, JSONWriter
 from torch import nn
 
 from backbones.attention.performer import PerformerAttention
 from projects_vil import data, evaluation, solver
 from projects_vil.checkpoint import Checkpointer
-from projects_vil.engine.hooks import RedrawFeatures
+from projects_vil.engine.hooks import KeepBest, RedrawFeatures, SaveCheckpoints, SaveEvaluated, unwrapped
+from projects_vil.engine.resuming import KeepMetrics, MetricsFile, SeedSteps, restore_loss_normalizer
 from projects_vil.evaluation import write_results
 
 
 class Trainer(DefaultTrainer):
     """Trains, evaluates and resumes as :class:`DefaultTrainer` does; the differences are in the methods below."""
+
+    # Whether the iteration of the checkpoint that was resumed from may lack its evaluation, and its line of metrics.
+    _is_unfinished = False
+    _metrics_file: MetricsFile | None = None
 
     @classmethod
     def build_optimizer(cls, cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
@@ -52,11 +60,70 @@ class Trainer(DefaultTrainer):
         self.checkpointer = Checkpointer(
             self._trainer.model, self.cfg.OUTPUT_DIR, cfg=self.cfg, trainer=weakref.proxy(self)
         )
-        hooks = super().build_hooks()
+        hooks = [hook for hook in super().build_hooks() if not isinstance(hook, PeriodicCheckpointer)]
         period = self.cfg.MODEL.TRANSFORMER.FEATURE_REDRAW_PERIOD
         if any(isinstance(module, PerformerAttention) for module in self.model.modules()):
             hooks.insert(0, RedrawFeatures(period))
-        return hooks
+        solver, test = self.cfg.SOLVER, self.cfg.TEST
+        saving = SaveCheckpoints(self.checkpointer, period=solver.CHECKPOINT_PERIOD, keep=solver.CHECKPOINT_KEEP)
+        evaluation = next(index for index, hook in enumerate(hooks) if isinstance(hook, EvalHook))
+        # All that an iteration does once its checkpoint is written.
+        self._after_saving = [*hooks[evaluation:], SaveEvaluated(saving, period=test.EVAL_PERIOD)]
+        if test.BEST_METRIC:
+            self._after_saving.insert(1, KeepBest(self.checkpointer, metric=test.BEST_METRIC))
+        self._seeding = SeedSteps()
+        return [self._seeding, KeepMetrics(), *hooks[:evaluation], saving, *self._after_saving]
+
+    def resume_or_load(self, resume: bool = True) -> None:
+        """As detectron2's; a resumed run goes on as if it had never stopped, to the bit on a CPU.
+
+        The seed of the run, drawn where ``SEED`` is negative, is in the checkpoint; each iteration is seeded by it
+        (:class:`~projects_vil.engine.resuming.SeedSteps`), and each image (:mod:`projects_vil.data.samplers`).
+        """
+        contents = self.checkpointer.resume_or_load(self.cfg.MODEL.WEIGHTS, resume=resume)
+        resumed = self.checkpointer.resumed_from is not None
+        logger = logging.getLogger(__name__)
+        self.seed = self.cfg.SEED if self.cfg.SEED >= 0 else comm.shared_random_seed()
+        if resumed:
+            self.start_iter = self.iter + 1
+            self.seed = contents.get("seed", self.seed)
+            restore_loss_normalizer(unwrapped(self.model), contents.get("loss_normalizers", []))
+            self._is_unfinished = not contents.get("finished", True)
+            logger.info("resuming %s at iteration %d", self.checkpointer.resumed_from, self.start_iter)
+        logger.info("seed: %d", self.seed)
+        self._seeding.seed = self.seed
+        self._trainer.data_loader.start(seed=self.seed, iteration=self.start_iter)
+
+    def build_writers(self) -> list[EventWriter]:
+        """detectron2's; ``metrics.json`` has no iteration twice after a resume."""
+        writers = [writer for writer in super().build_writers() if not isinstance(writer, JSONWriter)]
+        self._metrics_file = MetricsFile(Path(self.cfg.OUTPUT_DIR) / "metrics.json")
+        return [*writers, self._metrics_file]
+
+    def train(self) -> OrderedDict | None:
+        """As detectron2's, with scripted losses that compute alike from the first call on.
+
+        TorchScript runs a function differently in its first calls and once it has optimised it, and a resumed run would
+        differ in the last digits.
+        """
+        with torch.jit.optimized_execution(False):
+            return super().train()
+
+    def before_train(self) -> None:
+        """Before the first iteration; a resumed run first does what the last one of its checkpoint may lack."""
+        if self._metrics_file is not None:
+            self._metrics_file.start(self.start_iter - self._is_unfinished)
+        super().before_train()
+        if self._is_unfinished and self.start_iter < self.max_iter:
+            self.iter = self.storage.iter = self.start_iter - 1
+            for hook in self._after_saving:
+                hook.after_step()
+            self.iter = self.storage.iter = self.start_iter
+
+    def after_train(self) -> None:
+        """After the last iteration, also where a resumed run had none left."""
+        self.iter = min(self.iter, self.max_iter)
+        super().after_train()
 
     @classmethod
     def test(cls, cfg: CfgNode, model: nn.Module, evaluators: Any = None) -> OrderedDict:

@@ -1,11 +1,20 @@
 """What is done between iterations."""
 
+import logging
+import math
+import signal
+import threading
+from typing import Any
+
 import torch
 from detectron2.engine import HookBase
 from detectron2.utils import comm
+from torch import nn
 
 from backbones import InputError
 from backbones.attention.performer import PerformerAttention, redraw_features
+from projects_vil.checkpoint import Checkpointer, remove_old, remove_partial
+from projects_vil.engine.resuming import loss_normalizers
 
 
 class RedrawFeatures(HookBase):
@@ -30,3 +39,132 @@ class RedrawFeatures(HookBase):
     def before_step(self) -> None:
         if self.trainer.iter and self.trainer.iter % self.period == 0:
             redraw_features(self.trainer.model, seed=self.trainer.iter)
+
+
+class SaveCheckpoints(HookBase):
+    """Save every ``period`` iterations, at the end, and when a signal asks the run to stop. All processes have it.
+
+    SIGINT (Ctrl-C), SIGTERM and SIGHUP save after the iteration that is under way, and end the process with 128 and the
+    signal's number, as shells have it; a second Ctrl-C ends it at once.
+
+    Args:
+        checkpointer: writes in the main process.
+        period: iterations between two checkpoints.
+        keep: how many numbered ones are kept; 0 for all.
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def __init__(self, checkpointer: Checkpointer, *, period: int, keep: int = 0) -> None:
+        self.checkpointer = checkpointer
+        self.period = period
+        self.keep = keep
+        self._received = 0
+        self._before: dict[int, object] = {}
+
+    def before_train(self) -> None:
+        if comm.is_main_process():
+            remove_partial(self.checkpointer.save_dir)
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._receive) for number in self.SIGNALS}
+
+    def after_train(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def after_step(self) -> None:
+        done = self.trainer.iter + 1
+        # Where the processes hear of a signal in different iterations, all stop after the same one.
+        stop = max(comm.all_gather(self._received))
+        if done % self.period == 0 or (stop and done < self.trainer.max_iter):
+            self.save(f"model_{self.trainer.iter:07d}")
+        if done >= self.trainer.max_iter:
+            self.save("model_final")
+        elif stop:
+            logging.getLogger(__name__).warning(
+                "%s: saved after iteration %d; go on with --resume", signal.Signals(stop).name, self.trainer.iter
+            )
+            raise SystemExit(128 + stop)
+
+    def save(self, name: str, *, finished: bool = False) -> None:
+        """Save, in all processes, since each has a loss normaliser of its own.
+
+        Args:
+            finished: whether evaluation and writers are through with the iteration.
+        """
+        normalizers = loss_normalizers(unwrapped(self.trainer.model))
+        self.checkpointer.save(
+            name,
+            iteration=self.trainer.iter,
+            seed=self.trainer.seed,
+            loss_normalizers=normalizers,
+            finished=finished,
+        )
+        if self.keep and comm.is_main_process():
+            remove_old(self.checkpointer.save_dir, keep=self.keep)
+
+    def _receive(self, number: int, frame: object) -> None:
+        if self._received and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._received = number
+
+
+class SaveEvaluated(HookBase):
+    """After an evaluation, write what it found into the checkpoint of the same iteration too.
+
+    A checkpoint is written before the evaluation, which may fail; a run that is resumed from that one evaluates first.
+
+    Args:
+        saving: the hook that wrote before.
+        period: of evaluations.
+    """
+
+    def __init__(self, saving: SaveCheckpoints, *, period: int) -> None:
+        self.saving = saving
+        self.period = period
+
+    def after_step(self) -> None:
+        done = self.trainer.iter + 1
+        if self.period and done % self.period == 0 and done % self.saving.period == 0 and done < self.trainer.max_iter:
+            self.saving.save(f"model_{self.trainer.iter:07d}", finished=True)
+
+
+class KeepBest(HookBase):
+    """Keep the checkpoint with the best value of a metric as ``model_best.pth``; the best value survives a resume.
+
+    Args:
+        checkpointer: writes in the main process.
+        metric: as in ``metrics.json``, ``"bbox/AP"`` for one; more is better.
+    """
+
+    def __init__(self, checkpointer: Checkpointer, *, metric: str) -> None:
+        self.checkpointer = checkpointer
+        self.metric = metric
+        self.best: float | None = None
+        self.best_iteration: int | None = None
+
+    def after_step(self) -> None:
+        self._compare()
+
+    def after_train(self) -> None:
+        self._compare()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"metric": self.metric, "best": self.best, "best_iteration": self.best_iteration}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if state_dict["metric"] == self.metric:
+            self.best, self.best_iteration = state_dict["best"], state_dict["best_iteration"]
+
+    def _compare(self) -> None:
+        value, iteration = self.trainer.storage.latest().get(self.metric, (None, None))
+        if value is None or not math.isfinite(value) or (self.best is not None and value <= self.best):
+            return
+        self.best, self.best_iteration = value, iteration
+        logging.getLogger(__name__).info("the best %s so far: %.3f", self.metric, value)
+        self.checkpointer.save("model_best", tag=False, iteration=iteration, metric={self.metric: value})
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model itself where DistributedDataParallel is around it."""
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model

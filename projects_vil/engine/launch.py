@@ -80,6 +80,11 @@ def _run(args: argparse.Namespace, num_images: int) -> OrderedDict:
     register_datasets(cfg)
     cfg, lines = (cfg, []) if args.eval_only else schedule_by_epochs(cfg, num_images, args.opts)
     log_run(cfg.OUTPUT_DIR, rank=comm.get_rank())
+    if cfg.SEED < 0:
+        # Drawn here, so that it is in config.yaml and the first weights follow from it too.
+        cfg.defrost()
+        cfg.SEED = comm.shared_random_seed()
+        cfg.freeze()
     default_setup(cfg, args)
     for line in lines:
         logging.getLogger("detectron2").info(line)

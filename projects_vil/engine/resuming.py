@@ -1,0 +1,147 @@
+"""What a resumed run needs beyond weights and optimizer to go on as if it had never stopped."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from detectron2.engine import HookBase
+from detectron2.utils import comm
+from detectron2.utils.events import EventStorage, JSONWriter
+from torch import nn
+
+from backbones import InputError
+from backbones.files import written_whole
+from projects_vil.data import derived_seed, seed_all
+
+# The last values that detectron2's writers take medians of.
+SMOOTHING_WINDOW = 20
+# Metrics that no run repeats.
+TIMES = ("time", "data_time", "rank_data_time", "eta_seconds")
+
+
+class SeedSteps(HookBase):
+    """Seed every iteration by the run's seed, its number and the process: what comes before it changes nothing.
+
+    So stochastic depth, the sampling of proposals and whatever else a model draws need no state in a checkpoint.
+    """
+
+    def __init__(self) -> None:
+        self.seed = 0
+
+    def before_step(self) -> None:
+        seed_all(derived_seed(self.seed, self.trainer.iter, comm.get_rank()))
+
+
+class MetricsFile(JSONWriter):
+    """detectron2's ``metrics.json``, with no iteration twice after a resume.
+
+    Args:
+        path: of the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path), SMOOTHING_WINDOW)
+        self.path = path
+
+    def start(self, first_iteration: int) -> None:
+        """Take the lines of an iteration and of later ones, and a last one that was cut off, out of the file.
+
+        Raises:
+            InputError: where it cannot be written.
+        """
+        self.close()
+        lines = self.path.read_text().splitlines()
+        kept = [line for line in lines if _iteration(line) < first_iteration]
+        if len(kept) < len(lines):
+            with written_whole(self.path) as partial:
+                partial.write_text("".join(f"{line}\n" for line in kept))
+        super().__init__(str(self.path), SMOOTHING_WINDOW)
+        self._last_write = max(map(_iteration, kept), default=-1)
+
+
+class KeepMetrics(HookBase):
+    """Keep the last values of each metric in the checkpoint, since ``metrics.json`` has medians of them."""
+
+    def __init__(self) -> None:
+        self._saved: dict[str, Any] = {}
+
+    def before_train(self) -> None:
+        for name, (values, smoothed) in self._saved.items():
+            for value, iteration in values:
+                self.trainer.storage.put_scalar(name, value, smoothing_hint=smoothed, cur_iter=int(iteration))
+
+    def state_dict(self) -> dict[str, Any]:
+        storage: EventStorage = self.trainer.storage
+        hints = storage.smoothing_hints()
+        return {
+            name: [[list(pair) for pair in history.values()[-SMOOTHING_WINDOW:]], hints[name]]
+            for name, history in storage.histories().items()
+            if name not in TIMES
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._saved = state_dict
+
+
+def _iteration(line: str) -> float:
+    try:
+        return json.loads(line)["iteration"]
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
+
+
+def loss_normalizers(model: nn.Module) -> list[float | None]:
+    """Of each process: RetinaNet's running mean of positive anchors, which is no buffer. All processes call this."""
+    return comm.all_gather(getattr(model, "loss_normalizer", None))
+
+
+def restore_loss_normalizer(model: nn.Module, saved: list[float | None]) -> None:
+    """Give a process its own of :func:`loss_normalizers`, or their mean where their number is another."""
+    known = [value for value in saved if value is not None]
+    if known:
+        rank, same = comm.get_rank(), len(saved) == comm.get_world_size()
+        model.loss_normalizer = known[rank] if same and len(known) == len(saved) else sum(known) / len(known)
+
+
+def lock_folder(folder: Path) -> Path:
+    """Mark a folder as one that a run is writing to.
+
+    Raises:
+        InputError: where another run is; a lock of a process that is gone is taken over.
+    """
+    path = folder / ".run.lock"
+    own = {"host": os.uname().nodename, "pid": os.getpid(), "started": _start_of(os.getpid())}
+    try:
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+    except FileExistsError:
+        other = _read_lock(path)
+        if other.get("host") == own["host"] and other.get("started") != _start_of(other.get("pid")):
+            path.unlink(missing_ok=True)
+            return lock_folder(folder)
+        raise InputError(
+            f"another run writes into {folder}: process {other.get('pid')} on {other.get('host')}; choose another "
+            f"OUTPUT_DIR, or remove {path} if that process is gone"
+        ) from None
+    except OSError as error:
+        raise InputError(f"cannot write into OUTPUT_DIR {folder}: {error.strerror}") from error
+    with os.fdopen(descriptor, "w") as file:
+        json.dump(own, file)
+    return path
+
+
+def _read_lock(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _start_of(pid: object) -> str | None:
+    """When a process of this machine started, by the system's clock; None where there is none, or no /proc."""
+    try:
+        # Behind the command's name, which may have spaces: the 20th field after it (proc(5)).
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return None
