@@ -26,7 +26,8 @@ help: ## list the targets
 demo: export DETECTRON2_DATASETS := $(CURDIR)/datasets
 demo: .venv/.stamp ## make a small dataset, train, evaluate, export, draw; DETECTOR=retinanet (default) or mask_rcnn
 	@$(RUN) tools/make_shapes_dataset.py datasets/shapes
-	@$(RUN) tools/train_net.py --config-file configs/demo/$(DETECTOR)_vil_shapes.yaml OUTPUT_DIR $(OUT)
+	@$(RUN) tools/train_net.py --config-file configs/demo/$(DETECTOR)_vil_shapes.yaml OUTPUT_DIR $(OUT) \
+		OVERWRITE_OUTPUT_DIR True
 	@$(RUN) tools/export_model.py --config-file $(OUT)/config.yaml --weights $(OUT)/model_final.pth \
 		--format torchscript --output $(OUT)/export
 	@$(RUN) tools/visualize_results.py --run $(OUT)
