@@ -35,4 +35,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_tool(main)
+    # timm's scripts log by themselves.
+    run_tool(main, log=False)

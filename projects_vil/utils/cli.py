@@ -1,6 +1,7 @@
 """How every tool starts, and how it ends on a user's mistake."""
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -43,14 +44,14 @@ class ToolParser(argparse.ArgumentParser):
         self.exit(2, f"error: {message} (--help lists all arguments)\n")
 
 
-def run_tool(main: Callable[[], None]) -> None:
-    """Call ``main``, with what it logs on stderr.
+def run_tool(main: Callable[[], None], *, log: bool = True) -> None:
+    """Call ``main``, with what it logs on stderr, or without where it sets that up itself.
 
     An :class:`InputError`, raised here or in a process started from here, becomes one line on stderr and exit status
     1, an interrupt one line and status 130.
     """
     try:
-        with log_to_stderr():
+        with log_to_stderr() if log else contextlib.nullcontext():
             main()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

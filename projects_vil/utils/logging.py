@@ -83,7 +83,10 @@ def concerns_a_user(record: logging.LogRecord) -> bool:
 
 
 class _Stderr(logging.Handler):
-    """Writes to what stderr is at the time."""
+    """Writes to what stderr is at the time: all of this project, and warnings of others."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.WARNING or record.name.startswith(_OWN)
 
     def emit(self, record: logging.LogRecord) -> None:
         kind = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "

@@ -34,6 +34,17 @@ def test_a_tool_shows_what_this_project_says_and_others_warnings(capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_a_tool_may_log_by_itself(capsys):
+    run_tool(lambda: log("projects_vil.utils", logging.WARNING, "seen by whoever listens"), log=False)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_others_talk_is_left_out_at_any_level(capsys, monkeypatch):
+    monkeypatch.setattr(logging.getLogger(), "level", logging.INFO)
+    run_tool(lambda: log("somebody", logging.INFO, "talks"))
+    assert capsys.readouterr().err == ""
+
+
 def test_nothing_stays_after_a_mistake():
     handlers = list(logging.getLogger().handlers)
     with pytest.raises(ZeroDivisionError), log_to_stderr():
