@@ -258,7 +258,7 @@ class Checkpointer(DetectionCheckpointer):
     def _own_config(self) -> str:
         """The config that a run left beside its checkpoint, as a way out."""
         config = Path(self._path).with_name("config.yaml")
-        return f"; its run's config is {config}: --config-file {config}" if config.is_file() else ""
+        return f"; its run's own is --config-file {config}" if config.is_file() else ""
 
     def _match_classes(self, state_dict: dict[str, Tensor], said: Provenance) -> None:
         """Put predictors into the order of this model's classes, where both sides know theirs."""

@@ -38,6 +38,7 @@ __all__ = [
     "build_test_loader",
     "build_train_loader",
     "check_datasets",
+    "check_files",
     "datasets_root",
     "derived_seed",
     "describe_shapes",

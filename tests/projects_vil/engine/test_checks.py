@@ -156,4 +156,4 @@ def test_a_base_config_with_a_runs_checkpoint_names_the_runs_own(shapes, tmp_pat
     assert "config.yaml" not in setup_message(*keys, eval_only=True)
     (tmp_path / "config.yaml").write_text(small_config().dump())
     text = setup_message(*keys, eval_only=True)
-    assert text.endswith(f"; its run's config is {tmp_path}/config.yaml: --config-file {tmp_path}/config.yaml")
+    assert text.endswith(f"; its run's own is --config-file {tmp_path}/config.yaml")
