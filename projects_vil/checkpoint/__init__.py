@@ -6,10 +6,11 @@ from projects_vil.checkpoint.conversion import convert_file
 from projects_vil.checkpoint.detection_checkpoint import Checkpointer, check_weights, check_weights_file
 from projects_vil.checkpoint.provenance import PROVENANCE_KEY, Provenance, versions
 from projects_vil.checkpoint.slimming import slim_checkpoint
-from projects_vil.checkpoint.storage import checkpoints_of, find_checkpoint, remove_old, remove_partial
+from projects_vil.checkpoint.storage import LAST_CHECKPOINT, checkpoints_of, find_checkpoint, remove_old, remove_partial
 from projects_vil.checkpoint.trained import build_detector, load_detector
 
 __all__ = [
+    "LAST_CHECKPOINT",
     "PROVENANCE_KEY",
     "Categories",
     "Checkpointer",

@@ -36,7 +36,7 @@ def train_from_command_line(args: argparse.Namespace) -> None:
     """
     cfg = load_config(args.config_file, args.opts)
     register_datasets(cfg)
-    _check_processes(args)
+    check_processes(args)
     check_setup(cfg, processes=args.num_gpus * args.num_machines, eval_only=args.eval_only, resume=args.resume)
     num_images = 0
     if not args.eval_only and is_by_epochs(cfg, args.opts):
@@ -55,7 +55,12 @@ def train_from_command_line(args: argparse.Namespace) -> None:
     )
 
 
-def _check_processes(args: argparse.Namespace) -> None:
+def check_processes(args: argparse.Namespace) -> None:
+    """Whether detectron2's arguments ask for processes that can be.
+
+    Raises:
+        InputError: where not.
+    """
     if args.num_gpus < 1:
         raise InputError(
             f"--num-gpus is {args.num_gpus}: it is 1 or more, one process each; to train without a GPU leave it out, "

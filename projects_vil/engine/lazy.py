@@ -22,11 +22,13 @@ from backbones import InputError
 from backbones.attention.performer import PerformerAttention
 from backbones.errors import closest
 from projects_vil import data
-from projects_vil.checkpoint import Checkpointer, check_weights
+from projects_vil.checkpoint import Checkpointer, check_weights, find_checkpoint
 from projects_vil.config import add_vil_config
 from projects_vil.engine.hooks import RedrawFeatures
+from projects_vil.engine.launch import check_processes
 from projects_vil.evaluation import write_results
 from projects_vil.solver import clip_full_model
+from projects_vil.utils import log_run
 
 _PARTS = ("model", "optimizer", "lr_multiplier", "dataloader", "train")
 _OVERRIDE = re.compile(r"(?P<adds>\+{0,2})(?P<key>[\w.\[\]]+)=.*", re.DOTALL)
@@ -44,8 +46,7 @@ def train_lazily_from_command_line(args: argparse.Namespace) -> None:
         InputError: for a mistake in the config, its overrides or the files that they name.
     """
     cfg = load_lazy_config(args.config_file, args.opts)
-    if args.num_gpus > max(torch.cuda.device_count(), 1):
-        raise InputError(f"--num-gpus is {args.num_gpus}, and there are {torch.cuda.device_count()} here")
+    check_processes(args)
     _check(cfg, processes=args.num_gpus * args.num_machines, eval_only=args.eval_only, resume=args.resume)
     try:
         Path(cfg.train.output_dir).mkdir(parents=True, exist_ok=True)
@@ -184,9 +185,9 @@ def _check(cfg: DictConfig, *, processes: int, eval_only: bool, resume: bool) ->
         raise InputError(f"dataloader.test.dataset.names is {list(facts.DATASETS.TEST)}: it is one dataset, in a list")
     for name in (*facts.DATASETS.TEST, *(() if eval_only else facts.DATASETS.TRAIN)):
         data.check_files(name)
-    last = Path(train.output_dir) / "last_checkpoint"
-    if resume and last.is_file():
-        check_weights(facts, str(last.with_name(last.read_text().strip())), complete=True, model=model)
+    resumed = find_checkpoint(train.output_dir) if resume else None
+    if resumed is not None:
+        check_weights(facts, str(resumed), complete=True, model=model)
     elif train.init_checkpoint:
         check_weights(facts, train.init_checkpoint, complete=eval_only, model=model)
     elif eval_only:
@@ -196,6 +197,7 @@ def _check(cfg: DictConfig, *, processes: int, eval_only: bool, resume: bool) ->
 def _run(args: argparse.Namespace) -> OrderedDict | None:
     """Train or evaluate in one process; returns an evaluation's results."""
     cfg = load_lazy_config(args.config_file, args.opts)
+    log_run(str(cfg.train.output_dir), rank=comm.get_rank())
     default_setup(cfg, args)
     model = _instantiate(cfg.model, "model").to(cfg.train.device)
     facts = describe_lazy_config(cfg, model)
