@@ -45,7 +45,7 @@ def photo(tmp_path_factory):
     path = tmp_path_factory.mktemp("photo") / "photo.jpg"
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = 6
-    upright = Image.fromarray(example_image(HEIGHT, WIDTH, seed=3).permute(1, 2, 0).numpy())
+    upright = Image.fromarray(example_image(HEIGHT, WIDTH, seed=4).permute(1, 2, 0).numpy())
     upright.transpose(Image.Transpose.ROTATE_90).save(path, quality=95, exif=exif)
     return path
 

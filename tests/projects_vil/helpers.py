@@ -16,6 +16,9 @@ from tests.projects_vil import forked
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = {name: ROOT / f"configs/demo/{name}_vil_shapes.yaml" for name in ("retinanet", "mask_rcnn", "semantic_fpn")}
 
+# Seconds until a process counts as hanging, on a machine that does much else.
+PATIENCE = 600
+
 # Narrow enough for a second on one core; the low thresholds give an untrained detector detections too.
 _SMALL = ["MODEL.FPN.OUT_CHANNELS", "32", "INPUT.MIN_SIZE_TRAIN", "(64,)", "INPUT.MIN_SIZE_TEST", "64"]
 _SMALL += ["DATALOADER.NUM_WORKERS", "0"]
@@ -55,15 +58,15 @@ def run_tool(
     if fresh:
         command, env = [sys.executable, *command], _environment(datasets_root)
         return subprocess.run(
-            list(map(str, command)), cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False
+            list(map(str, command)), cwd=ROOT, env=env, capture_output=True, text=True, timeout=PATIENCE, check=False
         )
     with tempfile.TemporaryDirectory() as folder:
         process = start_tool(name, *args, folder=folder, datasets_root=datasets_root)
-        process.join(120)
+        process.join(PATIENCE)
         if process.exitcode is None:
             process.kill()
             process.join()
-            raise subprocess.TimeoutExpired(command, 120)
+            raise subprocess.TimeoutExpired(command, PATIENCE)
         written = [(Path(folder) / stream).read_text() for stream in ("stdout", "stderr")]
         return subprocess.CompletedProcess(command, process.exitcode, *written)
 

@@ -10,7 +10,7 @@ import torch
 from projects_vil.export.formats import write_model
 from projects_vil.export.stages import Stages
 from tests.projects_vil.export.exporting import detector
-from tests.projects_vil.helpers import CONFIGS, SMALL, start_tool
+from tests.projects_vil.helpers import CONFIGS, PATIENCE, SMALL, start_tool
 
 LOGGER = "projects_vil.export.stages"
 
@@ -46,11 +46,11 @@ def test_an_export_that_is_told_to_end_leaves_nothing(weights, tmp_path):
     output = tmp_path / "export"
     arguments = ["--config-file", CONFIGS["retinanet"], "--weights", weights(), "--output", output]
     process = start_tool("export_model.py", *arguments, "--opts", *SMALL["retinanet"], folder=tmp_path)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE
     while not list(output.glob(".unfinished-*")):
         assert process.is_alive() and time.monotonic() < deadline, (tmp_path / "stderr").read_text()
         time.sleep(0.02)
     process.terminate()
-    process.join(120)
+    process.join(PATIENCE)
     assert process.exitcode == 128 + signal.SIGTERM
     assert list(output.iterdir()) == []
