@@ -155,4 +155,4 @@ def test_activation_checkpointing_keeps_less():
         with torch.autograd.graph.saved_tensors_hooks(lambda x, sizes=sizes: sizes.append(x.numel()) or x, lambda x: x):
             model(random_images(1, 3, 96, 128))
         kept[checkpointing] = sum(sizes)
-    assert kept[True] < kept[False] / 4
+    assert kept[True] < kept[False] / 3
