@@ -36,7 +36,8 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, *, bias: Tensor |
 
 def _bias_learns(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> bool:
     """Whether a bias without an axis for images needs a gradient, for which PyTorch's kernels would keep all scores."""
-    if bias is None or bias.ndim != 3 or not bias.requires_grad or not learns_by_blocks(query, key, value, bias):
+    is_learned = bias is not None and bias.ndim == 3 and bias.requires_grad
+    if not is_learned or not learns_by_blocks(query, key, value, biases=(bias,)):
         return False
     return query.shape[2] > _FEW_QUERIES
 
@@ -132,7 +133,8 @@ class DenseAttention(nn.Module):
 
     def _on_map(self, query: Tensor, key: Tensor, value: Tensor, height: int, width: int) -> Tensor:
         """Attention with the relative bias, outside of a recorded run."""
-        if self.backend == "sdpa" and learns_by_blocks(query, key, value, *self.relative_bias.parameters()):
+        tables = tuple(self.relative_bias.parameters())
+        if self.backend == "sdpa" and learns_by_blocks(query, key, value, biases=tables):
             local = self._by_blocks
         elif height * width * key.shape[2] <= _GROUP_SCORES:
             return BACKENDS[self.backend](query, key, value, bias=self.relative_bias(height, width))

@@ -17,14 +17,22 @@ BLOCK_SCORES = {"cpu": 2**20, "other": 2**25}
 LEAST_EXPONENT = -60.0
 
 
-def learns_by_blocks(*tensors: Tensor | None) -> bool:
+def learns_by_blocks(*tensors: Tensor | None, biases: tuple[Tensor | None, ...] = ()) -> bool:
     """Whether this run needs gradients that our own backward passes give; a recorded or compiled one takes PyTorch's.
 
-    Of no image there is nothing to compute, and PyTorch's gradients are as good.
+    Of no image there is nothing to compute, and PyTorch's gradients are as good. So they are, but on a CPU, where no
+    bias is learned: a GPU's fused kernels keep no scores then either.
+
+    Args:
+        tensors: queries, keys and values.
+        biases: added to scores.
     """
     if not torch.is_grad_enabled() or is_tracing() or torch.compiler.is_compiling():
         return False
-    given = [x for x in tensors if x is not None]
+    learned = any(bias is not None and bias.requires_grad for bias in biases)
+    if tensors[0].device.type != "cpu" and not learned:
+        return False
+    given = [x for x in (*tensors, *biases) if x is not None]
     return any(x.requires_grad for x in given) and all(x.numel() for x in given)
 
 

@@ -81,7 +81,7 @@ def long_short_attention(
         projected_value = torch.cat([projected_value, global_value], dim=2)
     windows, tensors = Windows(window_size, side=max(window_size // 2, 1)), (query, key, value)
     attend = functools.partial(_attend, windows)
-    if learns_by_blocks(*tensors, projected_key, projected_value, local_bias):
+    if learns_by_blocks(*tensors, projected_key, projected_value, biases=(local_bias,)):
         attend = functools.partial(attend, with_sums=True)
         return window_attention(attend, windows, *tensors, projected_key, projected_value, local_bias, None)
     return attend(*tensors, projected_key, projected_value, local_bias, None)[0]

@@ -68,7 +68,7 @@ def sliding_chunk_attention(
     if mode == "exact":
         tensors = (*tensors[:5], _near_only(query, window_size, local_bias), global_bias)
     attend = functools.partial(_attend, window_size=window_size, mode=mode)
-    if learns_by_blocks(*tensors):
+    if learns_by_blocks(*tensors[:5], biases=tensors[5:]):
         windows = Windows(window_size, side=window_size, wrap=_wrap if mode == "cyclic" else None)
         return window_attention(functools.partial(attend, with_sums=True), windows, *tensors)
     return attend(*tensors)[0]

@@ -98,7 +98,7 @@ def test_groups_of_rows_change_nothing(monkeypatch, num_global, update_globals, 
 
     With PyTorch's gradients, as a compiled run has them.
     """
-    monkeypatch.setattr(dense, "learns_by_blocks", lambda *tensors: False)
+    monkeypatch.setattr(dense, "learns_by_blocks", lambda *tensors, biases: False)
     results = []
     for limit in (dense._GROUP_SCORES, scores):
         monkeypatch.setattr(dense, "_GROUP_SCORES", limit)
@@ -117,7 +117,7 @@ def test_a_large_map_keeps_little_in_training(monkeypatch, by_groups):
     """What is stored for the backward pass does not grow with the square of the tokens."""
     monkeypatch.setattr(dense, "_GROUP_SCORES", 2**10)
     if by_groups:
-        monkeypatch.setattr(dense, "learns_by_blocks", lambda *tensors: False)
+        monkeypatch.setattr(dense, "learns_by_blocks", lambda *tensors, biases: False)
     module, kept = dense_module(0, size=(3, 5)), []
     tokens = random_images(1, 20, 24, 8).requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):

@@ -182,3 +182,13 @@ def test_a_map_in_blocks_of_rows_and_heads(monkeypatch, num_global, block_scores
     monkeypatch.setitem(flash.BLOCK_SCORES, "cpu", block_scores)
     expected = module_gradients(check, num_global, 9, 6)
     assert_all_close(module_gradients(module, num_global, 9, 6), expected, tolerance=1e-9)
+
+
+@pytest.mark.parametrize(
+    "device, learned, expected", [("cpu", False, True), ("meta", False, False), ("meta", True, True)]
+)
+def test_only_a_learned_bias_needs_blocks_where_a_fused_kernel_keeps_no_scores(device, learned, expected):
+    """The meta device stands for a GPU: all but the CPU are alike here."""
+    query, key, value = (torch.zeros(1, 1, 2, 2, device=device, requires_grad=True) for _ in range(3))
+    bias = torch.zeros(1, 2, 2, device=device, requires_grad=learned)
+    assert flash.learns_by_blocks(query, key, value, biases=(bias, None)) is expected
