@@ -48,8 +48,9 @@ def test_defaults():
     }
     assert (cfg.SOLVER.OPTIMIZER, cfg.SOLVER.LR_MULTIPLIERS, cfg.DATASETS.COCO) == ("ADAMW", [], [])
     assert (cfg.SOLVER.POLY_LR_POWER, cfg.INPUT.CROP.SINGLE_CATEGORY_MAX_AREA, cfg.DATASETS.ADE20K) == (0.9, 1.0, [])
-    assert cfg.SOLVER.EPOCHS == 0
-    del cfg.SOLVER["EPOCHS"]
+    assert (cfg.SOLVER.EPOCHS, cfg.SOLVER.CHECKPOINT_KEEP, cfg.TEST.BEST_METRIC) == (0, 0, "")
+    assert cfg.OVERWRITE_OUTPUT_DIR is False
+    del cfg.SOLVER["EPOCHS"], cfg.SOLVER["CHECKPOINT_KEEP"], cfg.TEST["BEST_METRIC"], cfg["OVERWRITE_OUTPUT_DIR"]
     del cfg.MODEL["TRANSFORMER"], cfg.SOLVER["OPTIMIZER"], cfg.SOLVER["LR_MULTIPLIERS"], cfg.DATASETS["COCO"]
     # Biases do not decay.
     assert (cfg.SOLVER.WEIGHT_DECAY_BIAS, before.SOLVER.WEIGHT_DECAY_BIAS) == (0.0, None)

@@ -12,6 +12,7 @@ from PIL import Image
 from backbones import InputError
 from projects_vil.data import (
     IGNORED_LABEL,
+    IMAGE_SUFFIXES,
     SemSegMapper,
     build_test_loader,
     build_train_loader,
@@ -115,7 +116,16 @@ def test_missing_folder(copy, folder, kind):
 def test_empty_folder(copy):
     shutil.rmtree(copy / "images")
     (copy / "images").mkdir()
-    assert message(load, copy) == f"the image folder of {NAME} has no .jpg, .jpeg, .png: {copy / 'images'}"
+    suffixes = ", ".join(IMAGE_SUFFIXES)
+    assert message(load, copy) == f"the image folder of {NAME} has no {suffixes}: {copy / 'images'}"
+
+
+def test_images_of_every_suffix_are_found(copy):
+    """.webp was dropped in silence, by a list of suffixes that differed from that of predicting."""
+    first = min((copy / "images").iterdir())
+    Image.open(first).save(first.with_suffix(".webp"))
+    first.unlink()
+    assert len(load(copy)) == 6
 
 
 def test_images_without_labels(copy):
