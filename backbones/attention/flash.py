@@ -51,10 +51,14 @@ def attention_and_sums(
         float32 or better; None where this version of torch or this device does not give it.
     """
     if query.device.type == "cpu" and _CPU_KERNEL is not None:
+        # The kernel reads the channels of a token as neighbours, and does not look whether they are.
+        query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
         try:
             output, sums = _CPU_KERNEL(query, key, value, 0.0, False, attn_mask=bias, scale=scale)
-        except (RuntimeError, TypeError, NotImplementedError):
-            pass
+        except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+            # The way round takes more memory.
+            if "allocate memory" in str(error):
+                raise
         else:
             return output, sums
     return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale), None

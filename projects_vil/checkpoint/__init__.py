@@ -6,7 +6,14 @@ from projects_vil.checkpoint.conversion import convert_file
 from projects_vil.checkpoint.detection_checkpoint import Checkpointer, check_weights, check_weights_file
 from projects_vil.checkpoint.provenance import PROVENANCE_KEY, Provenance, versions
 from projects_vil.checkpoint.slimming import slim_checkpoint
-from projects_vil.checkpoint.storage import LAST_CHECKPOINT, checkpoints_of, find_checkpoint, remove_old, remove_partial
+from projects_vil.checkpoint.storage import (
+    LAST_CHECKPOINT,
+    checkpoints_of,
+    find_checkpoint,
+    remove_old,
+    remove_partial,
+    remove_run,
+)
 from projects_vil.checkpoint.trained import build_detector, load_detector
 
 __all__ = [
@@ -28,6 +35,7 @@ __all__ = [
     "match_classes",
     "remove_old",
     "remove_partial",
+    "remove_run",
     "slim_checkpoint",
     "versions",
 ]

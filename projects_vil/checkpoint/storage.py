@@ -6,13 +6,13 @@ from pathlib import Path
 from backbones import InputError
 from backbones.files import read_checkpoint, written_whole
 
-LAST_CHECKPOINT = "last_checkpoint"
+LAST_CHECKPOINT, BEST_CHECKPOINT = "last_checkpoint", "model_best.pth"
 _PATTERN = "model_*.pth"
 
 
 def checkpoints_of(folder: str | Path) -> list[Path]:
-    """The checkpoints that training wrote there, the newest first."""
-    files = [path for path in Path(folder).glob(_PATTERN) if path.is_file()]
+    """The checkpoints that training can resume from, the newest first; the best one is for evaluation."""
+    files = [path for path in Path(folder).glob(_PATTERN) if path.is_file() and path.name != BEST_CHECKPOINT]
     return sorted(files, key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
 
 
@@ -68,9 +68,16 @@ def tag_checkpoint(folder: str | Path, name: str) -> None:
 
 
 def remove_old(folder: str | Path, *, keep: int) -> None:
-    """Remove the oldest numbered checkpoints, ``model_0000999.pth`` and the like, where there are more than that."""
-    numbered = sorted(path for path in checkpoints_of(folder) if path.stem.removeprefix("model_").isdecimal())
-    for path in numbered[: max(len(numbered) - keep, 0)]:
+    """Remove the oldest numbered checkpoints, ``model_0000999.pth`` and the like, beyond ``keep`` of them."""
+    numbered = [path for path in checkpoints_of(folder) if path.stem.removeprefix("model_").isdecimal()]
+    for path in numbered[max(keep, 1) :]:
+        path.unlink(missing_ok=True)
+
+
+def remove_run(folder: str | Path) -> None:
+    """Remove the checkpoints of an earlier run, so that none of them is taken for one of the next."""
+    (Path(folder) / LAST_CHECKPOINT).unlink(missing_ok=True)
+    for path in (*checkpoints_of(folder), Path(folder) / BEST_CHECKPOINT):
         path.unlink(missing_ok=True)
 
 

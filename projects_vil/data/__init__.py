@@ -8,7 +8,7 @@ from projects_vil.data.build import (
     check_datasets,
     load_dataset,
 )
-from projects_vil.data.catalog import datasets_root, register_datasets
+from projects_vil.data.catalog import check_files, datasets_root, register_datasets
 from projects_vil.data.dataset_mapper import CROP_TYPES, Mapper, SemSegMapper
 from projects_vil.data.datasets.ade20k import IGNORED_LABEL, label_reader
 from projects_vil.data.datasets.shapes import SHAPES_TASKS, describe_shapes, write_shapes_dataset

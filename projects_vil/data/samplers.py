@@ -6,7 +6,7 @@ import signal
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -17,9 +17,10 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 Item = tuple[int, int]
 
 
-def derived_seed(*numbers: int) -> int:
-    """A seed of 63 bits from several numbers, none of them negative; near ones give unrelated seeds."""
-    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
+def derived_seed(what_for: Literal["image", "iteration"], *numbers: int) -> int:
+    """A seed of 63 bits from what it is for and several numbers, none of them negative; near ones are unrelated."""
+    words = (("image", "iteration").index(what_for) + 1, *numbers)
+    return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0] >> 1)
 
 
 def seed_all(seed: int) -> None:
@@ -98,7 +99,7 @@ class BatchStream(Sampler[list[Item]]):
 
     def __iter__(self) -> Iterator[list[Item]]:
         for batch in islice(self._batches(), self.first_iteration, None):
-            yield [(index, derived_seed(self.seed, place)) for index, place in batch]
+            yield [(index, derived_seed("image", self.seed, place)) for index, place in batch]
 
     def _batches(self) -> Iterator[list[tuple[int, int]]]:
         """Indices, and their places among the images of all processes, which do not change with their number."""
@@ -109,6 +110,10 @@ class BatchStream(Sampler[list[Item]]):
             if len(batch) == self.batch_size:
                 yield batch[:]
                 batch.clear()
+
+
+# That worker processes leave a run after a SIGTERM of their own.
+SECONDS_TO_SAVE = 60
 
 
 class TrainLoader(DataLoader):
@@ -130,17 +135,32 @@ class TrainLoader(DataLoader):
             # Else an iterator draws from the generator that the iteration was seeded with, and only in its first one.
             generator=torch.Generator(),
         )
+        self._batches: Iterator[list[dict[str, Any]]] | None = None
 
     def start(self, *, seed: int, iteration: int) -> None:
         """What the next iterator over this loader begins with: the batch of an iteration, from 0, of a seed's run."""
         self.batch_sampler.seed = seed
         self.batch_sampler.first_iteration = iteration
 
+    def __iter__(self) -> Iterator[list[dict[str, Any]]]:
+        self._batches = super().__iter__()
+        return self._batches
+
+    def stop(self) -> None:
+        """End the worker processes; torch does so only when nothing refers to their iterator, as a traceback may."""
+        shutdown = getattr(self._batches, "_shutdown_workers", None)
+        if shutdown is not None:
+            shutdown()
+
 
 def _leave_signals_to_the_run(worker: int) -> None:
-    """Ctrl-C and a scheduler's signal reach all processes; the run stops its workers when it has saved."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    """Ctrl-C and a scheduler's signal reach all processes; the run stops its workers when it has saved.
+
+    One that is told to end, and is not stopped by the run, ends by itself.
+    """
+    for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(SECONDS_TO_SAVE))
 
 
 def _as_list(batch: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -71,8 +71,9 @@ class Trainer(DefaultTrainer):
         self._after_saving = [*hooks[evaluation:], SaveEvaluated(saving, period=test.EVAL_PERIOD)]
         if test.BEST_METRIC:
             self._after_saving.insert(1, KeepBest(self.checkpointer, metric=test.BEST_METRIC))
-        self._seeding = SeedSteps()
-        return [self._seeding, KeepMetrics(), *hooks[:evaluation], saving, *self._after_saving]
+        # Another one where a run is resumed.
+        self.seed = self.cfg.SEED if self.cfg.SEED >= 0 else comm.shared_random_seed()
+        return [SeedSteps(), KeepMetrics(), *hooks[:evaluation], saving, *self._after_saving]
 
     def resume_or_load(self, resume: bool = True) -> None:
         """As detectron2's; a resumed run goes on as if it had never stopped, to the bit on a CPU.
@@ -81,18 +82,18 @@ class Trainer(DefaultTrainer):
         (:class:`~projects_vil.engine.resuming.SeedSteps`), and each image (:mod:`projects_vil.data.samplers`).
         """
         contents = self.checkpointer.resume_or_load(self.cfg.MODEL.WEIGHTS, resume=resume)
-        resumed = self.checkpointer.resumed_from is not None
-        logger = logging.getLogger(__name__)
-        self.seed = self.cfg.SEED if self.cfg.SEED >= 0 else comm.shared_random_seed()
-        if resumed:
+        logger, path = logging.getLogger(__name__), self.checkpointer.resumed_from
+        if path is not None:
             self.start_iter = self.iter + 1
-            self.seed = contents.get("seed", self.seed)
+            saved = contents.get("seed")
+            if saved is None:
+                logger.warning("%s has no seed, as older ones: the run goes on with other batches", path)
+            elif self.cfg.SEED not in (saved, -1):
+                logger.warning("SEED is %d, and the resumed run has %d, which counts", self.cfg.SEED, saved)
+            self.seed = self.seed if saved is None else saved
             restore_loss_normalizer(unwrapped(self.model), contents.get("loss_normalizers", []))
             self._is_unfinished = not contents.get("finished", True)
-            logger.info("resuming %s at iteration %d", self.checkpointer.resumed_from, self.start_iter)
-        logger.info("seed: %d", self.seed)
-        self._seeding.seed = self.seed
-        self._trainer.data_loader.start(seed=self.seed, iteration=self.start_iter)
+            logger.info("resuming %s at iteration %d", path, self.start_iter)
 
     def build_writers(self) -> list[EventWriter]:
         """detectron2's; ``metrics.json`` has no iteration twice after a resume."""
@@ -106,11 +107,16 @@ class Trainer(DefaultTrainer):
         TorchScript runs a function differently in its first calls and once it has optimised it, and a resumed run would
         differ in the last digits.
         """
-        with torch.jit.optimized_execution(False):
-            return super().train()
+        try:
+            with torch.jit.optimized_execution(False):
+                return super().train()
+        finally:
+            self._trainer.data_loader.stop()
 
     def before_train(self) -> None:
         """Before the first iteration; a resumed run first does what the last one of its checkpoint may lack."""
+        logging.getLogger(__name__).info("seed: %d", self.seed)
+        self._trainer.data_loader.start(seed=self.seed, iteration=self.start_iter)
         if self._metrics_file is not None:
             self._metrics_file.start(self.start_iter - self._is_unfinished)
         super().before_train()

@@ -66,7 +66,9 @@ class SaveCheckpoints(HookBase):
         if comm.is_main_process():
             remove_partial(self.checkpointer.save_dir)
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._receive) for number in self.SIGNALS}
+            # One that is ignored, as under nohup, stays so.
+            numbers = [number for number in self.SIGNALS if signal.getsignal(number) not in (signal.SIG_IGN, None)]
+            self._before = {number: signal.signal(number, self._receive) for number in numbers}
 
     def after_train(self) -> None:
         for number, handler in self._before.items():
@@ -104,7 +106,7 @@ class SaveCheckpoints(HookBase):
             remove_old(self.checkpointer.save_dir, keep=self.keep)
 
     def _receive(self, number: int, frame: object) -> None:
-        if self._received and number == signal.SIGINT:
+        if self._received == number == signal.SIGINT:
             raise KeyboardInterrupt
         self._received = number
 
@@ -148,6 +150,11 @@ class KeepBest(HookBase):
 
     def after_train(self) -> None:
         self._compare()
+        if self.best is None:
+            known = ", ".join(name for name in self.trainer.storage.latest() if "/" in name) or "none"
+            logging.getLogger(__name__).warning(
+                "TEST.BEST_METRIC is %s, and no evaluation gave it (%s): there is no model_best.pth", self.metric, known
+            )
 
     def state_dict(self) -> dict[str, Any]:
         return {"metric": self.metric, "best": self.best, "best_iteration": self.best_iteration}
@@ -158,7 +165,8 @@ class KeepBest(HookBase):
 
     def _compare(self) -> None:
         value, iteration = self.trainer.storage.latest().get(self.metric, (None, None))
-        if value is None or not math.isfinite(value) or (self.best is not None and value <= self.best):
+        is_new = value is not None and iteration == self.trainer.iter and math.isfinite(value)
+        if not is_new or (self.best is not None and value <= self.best):
             return
         self.best, self.best_iteration = value, iteration
         logging.getLogger(__name__).info("the best %s so far: %.3f", self.metric, value)

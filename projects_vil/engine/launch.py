@@ -11,7 +11,7 @@ from detectron2.evaluation import verify_results
 from detectron2.utils import comm
 
 from backbones import InputError
-from projects_vil.checkpoint import Checkpointer
+from projects_vil.checkpoint import Checkpointer, checkpoints_of, remove_run
 from projects_vil.config import ConfigToolParser, load_config
 from projects_vil.data import register_datasets
 from projects_vil.engine.checks import check_setup
@@ -85,10 +85,17 @@ def _run(args: argparse.Namespace, num_images: int) -> OrderedDict:
     register_datasets(cfg)
     cfg, lines = (cfg, []) if args.eval_only else schedule_by_epochs(cfg, num_images, args.opts)
     log_run(cfg.OUTPUT_DIR, rank=comm.get_rank())
-    if cfg.SEED < 0:
-        # Drawn here, so that it is in config.yaml and the first weights follow from it too.
+    is_new = not args.eval_only and not (args.resume and checkpoints_of(cfg.OUTPUT_DIR))
+    comm.synchronize()
+    if is_new:
         cfg.defrost()
-        cfg.SEED = comm.shared_random_seed()
+        if cfg.SEED < 0:
+            # Drawn here, so that it is in config.yaml and the first weights follow from it too.
+            cfg.SEED = comm.shared_random_seed()
+        if cfg.OVERWRITE_OUTPUT_DIR and comm.is_main_process():
+            remove_run(cfg.OUTPUT_DIR)
+        # Of this start alone, and not of those that its config.yaml is given to.
+        cfg.OVERWRITE_OUTPUT_DIR = False
         cfg.freeze()
     default_setup(cfg, args)
     for line in lines:

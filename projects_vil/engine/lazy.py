@@ -233,7 +233,7 @@ def _train(cfg: DictConfig, facts: CfgNode, model: nn.Module, *, resume: bool) -
         ]
     )
     checkpointer.resume_or_load(cfg.train.init_checkpoint, resume=resume)
-    start = trainer.iter + 1 if resume and checkpointer.has_checkpoint() else 0
+    start = trainer.iter + 1 if checkpointer.resumed_from is not None else 0
     trainer.train(start, cfg.train.max_iter)
 
 

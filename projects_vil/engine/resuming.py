@@ -1,7 +1,6 @@
 """What a resumed run needs beyond weights and optimizer to go on as if it had never stopped."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ from detectron2.utils import comm
 from detectron2.utils.events import EventStorage, JSONWriter
 from torch import nn
 
-from backbones import InputError
 from backbones.files import written_whole
 from projects_vil.data import derived_seed, seed_all
 
@@ -26,11 +24,8 @@ class SeedSteps(HookBase):
     So stochastic depth, the sampling of proposals and whatever else a model draws need no state in a checkpoint.
     """
 
-    def __init__(self) -> None:
-        self.seed = 0
-
     def before_step(self) -> None:
-        seed_all(derived_seed(self.seed, self.trainer.iter, comm.get_rank()))
+        seed_all(derived_seed("iteration", self.trainer.seed, self.trainer.iter, comm.get_rank()))
 
 
 class MetricsFile(JSONWriter):
@@ -102,46 +97,3 @@ def restore_loss_normalizer(model: nn.Module, saved: list[float | None]) -> None
     if known:
         rank, same = comm.get_rank(), len(saved) == comm.get_world_size()
         model.loss_normalizer = known[rank] if same and len(known) == len(saved) else sum(known) / len(known)
-
-
-def lock_folder(folder: Path) -> Path:
-    """Mark a folder as one that a run is writing to.
-
-    Raises:
-        InputError: where another run is; a lock of a process that is gone is taken over.
-    """
-    path = folder / ".run.lock"
-    own = {"host": os.uname().nodename, "pid": os.getpid(), "started": _start_of(os.getpid())}
-    try:
-        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
-    except FileExistsError:
-        other = _read_lock(path)
-        if other.get("host") == own["host"] and other.get("started") != _start_of(other.get("pid")):
-            path.unlink(missing_ok=True)
-            return lock_folder(folder)
-        raise InputError(
-            f"another run writes into {folder}: process {other.get('pid')} on {other.get('host')}; choose another "
-            f"OUTPUT_DIR, or remove {path} if that process is gone"
-        ) from None
-    except OSError as error:
-        raise InputError(f"cannot write into OUTPUT_DIR {folder}: {error.strerror}") from error
-    with os.fdopen(descriptor, "w") as file:
-        json.dump(own, file)
-    return path
-
-
-def _read_lock(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def _start_of(pid: object) -> str | None:
-    """When a process of this machine started, by the system's clock; None where there is none, or no /proc."""
-    try:
-        # Behind the command's name, which may have spaces: the 20th field after it (proc(5)).
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return None

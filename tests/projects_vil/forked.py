@@ -1,5 +1,6 @@
 """What a forked process of a tool runs; importing this imports what the tools import."""
 
+import multiprocessing
 import os
 import runpy
 import sys
@@ -15,6 +16,8 @@ import projects_vil.visualization  # noqa: F401
 
 def run(script: Path, args: list[str], env: dict[str, str], root: Path, folder: Path) -> None:
     """``python SCRIPT ARGS`` in ``root``; what it prints is in ``stdout`` and ``stderr`` of ``folder``."""
+    # As where Python starts a tool itself.
+    multiprocessing.set_start_method("fork", force=True)
     os.environ.clear()
     os.environ.update(env)
     os.chdir(root)

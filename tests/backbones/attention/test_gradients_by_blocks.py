@@ -192,3 +192,11 @@ def test_only_a_learned_bias_needs_blocks_where_a_fused_kernel_keeps_no_scores(d
     query, key, value = (torch.zeros(1, 1, 2, 2, device=device, requires_grad=True) for _ in range(3))
     bias = torch.zeros(1, 2, 2, device=device, requires_grad=learned)
     assert flash.learns_by_blocks(query, key, value, biases=(bias, None)) is expected
+
+
+def test_channels_that_are_no_neighbours_in_memory():
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 2, 4, 6).transpose(2, 3) for _ in range(3))
+    bias = torch.randn(2, 6, 6, requires_grad=True)
+    expected = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=bias[None])
+    torch.testing.assert_close(dense_attention(query, key, value, bias=bias), expected)

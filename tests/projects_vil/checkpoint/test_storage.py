@@ -12,7 +12,7 @@ import torch
 
 from backbones import InputError
 from backbones.files import read_checkpoint, written_whole
-from projects_vil.checkpoint import find_checkpoint, remove_old, remove_partial
+from projects_vil.checkpoint import find_checkpoint, remove_old, remove_partial, remove_run
 from projects_vil.checkpoint.storage import tag_checkpoint
 from tests.projects_vil.helpers import ROOT
 
@@ -95,6 +95,18 @@ def test_old_ones_are_removed_and_the_final_stays(run):
     save(run, "model_final.pth")
     remove_old(run, keep=1)
     assert sorted(path.name for path in run.glob("*.pth")) == ["model_0000029.pth", "model_final.pth"]
+
+
+def test_the_newest_stay_whatever_their_numbers(run):
+    """A run that was begun anew, or went back, counts from lower numbers."""
+    save(run, "model_0000004.pth", age=-5)
+    save(run, "model_best.pth", age=-9)
+    remove_old(run, keep=2)
+    assert {path.name for path in run.glob("*.pth")} == {"model_0000004.pth", "model_0000029.pth", "model_best.pth"}
+    (run / "last_checkpoint").unlink()
+    assert find_checkpoint(run).name == "model_0000004.pth"
+    remove_run(run)
+    assert not list(run.iterdir())
 
 
 def test_what_a_killed_process_left_is_removed(run):

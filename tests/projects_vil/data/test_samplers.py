@@ -57,10 +57,11 @@ def test_two_processes_share_the_images_of_one():
 
 
 def test_seeds_are_unrelated():
-    seeds = {derived_seed(a, b) for a in range(20) for b in range(20)}
-    assert len(seeds) == 400
+    seeds = {derived_seed("image", a, b) for a in range(20) for b in range(20)}
+    seeds |= {derived_seed("iteration", a, b, 0) for a in range(20) for b in range(20)}
+    assert len(seeds) == 800
     assert min(seeds) >= 0
-    assert derived_seed(1, 2) == derived_seed(1, 2)
+    assert derived_seed("image", 1, 2) == derived_seed("image", 1, 2)
 
 
 def test_seeding_leaves_the_generators_outside_as_they_were():

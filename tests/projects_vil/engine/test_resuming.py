@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from detectron2.engine import HookBase
 
 from projects_vil.data import seed_all
 from projects_vil.engine import Trainer
+from projects_vil.engine.hooks import SaveCheckpoints
 from projects_vil.engine.resuming import TIMES, MetricsFile, restore_loss_normalizer
 from tests.projects_vil.helpers import CONFIGS, ROOT, SMALL, error_line, run_tool, small_config
 
@@ -193,6 +195,44 @@ def test_a_signal_saves_says_so_and_has_a_code_of_its_own(number, datasets_root,
     iteration = int(said.partition("saved after iteration ")[2].partition(";")[0])
     assert torch.load(output / last, weights_only=True)["iteration"] == iteration
     assert len(list(output.glob("model_*.pth"))) <= 2
+
+
+def test_a_run_that_fails_ends_its_workers_and_itself(datasets_root, tmp_path):
+    """They leave the scheduler's signals to the run, and must not outlive it for that."""
+    code = """
+import sys, torch
+from projects_vil import Trainer, register_datasets
+from tests.projects_vil.helpers import small_config
+cfg = small_config("retinanet", "DATALOADER.NUM_WORKERS", "1", "SOLVER.IMS_PER_BATCH", "2", "OUTPUT_DIR", sys.argv[1])
+register_datasets(cfg)
+trainer = Trainer(cfg)
+step = trainer.run_step
+def run_step():
+    step()
+    raise FloatingPointError("diverged")
+trainer.run_step = run_step
+trainer.train()
+"""
+    (tmp_path / "run").mkdir()
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DETECTRON2_DATASETS": str(datasets_root)}
+    command = [sys.executable, "-c", code, str(tmp_path / "run")]
+    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 1
+    assert "FloatingPointError: diverged" in result.stderr
+
+
+@pytest.mark.parametrize("ignored", [True, False])
+def test_a_signal_that_is_ignored_stays_so(ignored):
+    """Under nohup SIGHUP is."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        hook = SaveCheckpoints(types.SimpleNamespace(save_dir=os.devnull), period=1)
+        hook.before_train()
+        assert (signal.getsignal(signal.SIGHUP) == signal.SIG_IGN) is ignored
+        hook.after_train()
+        assert signal.getsignal(signal.SIGHUP) == (signal.SIG_IGN if ignored else signal.SIG_DFL)
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_training_anew_over_checkpoints_is_refused(trained_run, datasets_root):
