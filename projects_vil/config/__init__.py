@@ -3,7 +3,7 @@
 from projects_vil.config.command_line import ConfigToolParser, config_of
 from projects_vil.config.defaults import add_vil_config
 from projects_vil.config.device import check_device
-from projects_vil.config.load import load_config
+from projects_vil.config.load import default_config, load_config, one_line
 from projects_vil.config.task import DETECTORS, is_segmentor, number_of_classes
 
 __all__ = [
@@ -12,7 +12,9 @@ __all__ = [
     "add_vil_config",
     "check_device",
     "config_of",
+    "default_config",
     "is_segmentor",
     "load_config",
     "number_of_classes",
+    "one_line",
 ]

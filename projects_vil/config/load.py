@@ -41,7 +41,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> CN:
     except FileNotFoundError as error:
         raise InputError(f"{path}: there is no file {error.filename}, named as _BASE_") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} is not a YAML config: {_one_line(error)}") from error
+        raise InputError(f"{path} is not a YAML config: {one_line(error)}") from error
     except (TypeError, AttributeError) as error:
         raise InputError(f"{path} is not a config: keys and sub-keys with values are expected") from error
     except (KeyError, ValueError, AssertionError, OSError) as error:
@@ -65,7 +65,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> CN:
 def _explain(error: Exception, cfg: CN) -> str:
     if isinstance(error, OSError):
         return f"cannot read {error.filename}: {error.strerror}"
-    message = _one_line(error.args[0] if error.args else error)
+    message = one_line(error.args[0] if error.args else error)
     name = re.search(r"<class 'tuple'> vs\. <class 'str'>.*config key: (DATASETS\.(?:TRAIN|TEST))", message)
     if name is not None:
         value = re.search(r"vs\. (\S+)\)", message.partition("with values")[2])
@@ -85,6 +85,7 @@ def _keys(node: CN, prefix: str = "") -> Iterable[str]:
             yield from _keys(value, f"{prefix}{key}.")
 
 
-def _one_line(message: object) -> str:
+def one_line(message: object) -> str:
+    """What a library says, without its line breaks, and without the middle where it is long."""
     line = " ".join(str(message).split())
     return line if len(line) <= 300 else f"{line[:150]} ... {line[-150:]}"

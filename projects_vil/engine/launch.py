@@ -3,6 +3,7 @@
 import argparse
 import logging
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -41,17 +42,33 @@ def train_from_command_line(args: argparse.Namespace) -> None:
     num_images = 0
     if not args.eval_only and is_by_epochs(cfg, args.opts):
         num_images = count_training_images(cfg)
+    start_processes(_run, args, args, num_images, output_dir=cfg.OUTPUT_DIR)
+
+
+def start_processes(
+    run: Callable, args: argparse.Namespace, *run_args: object, output_dir: str, key: str = "OUTPUT_DIR"
+) -> None:
+    """Make the folder of a run, and call ``run`` in the processes that detectron2's arguments ask for.
+
+    Args:
+        run: is called with ``run_args``.
+        args: of detectron2's parser.
+        output_dir: the folder, by a config's ``key``.
+
+    Raises:
+        InputError: where the folder cannot be made.
+    """
     try:
-        Path(cfg.OUTPUT_DIR).mkdir(parents=True, exist_ok=True)
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"cannot write into OUTPUT_DIR {cfg.OUTPUT_DIR}: {error.strerror}") from error
+        raise InputError(f"cannot write into {key} {output_dir}: {error.strerror}") from error
     launch(
-        _run,
+        run,
         args.num_gpus,
         num_machines=args.num_machines,
         machine_rank=args.machine_rank,
         dist_url=args.dist_url,
-        args=(args, num_images),
+        args=run_args,
     )
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from detectron2.config import CfgNode, LazyConfig, get_cfg, instantiate
-from detectron2.engine import AMPTrainer, SimpleTrainer, create_ddp_model, default_setup, default_writers, hooks, launch
+from detectron2.config import CfgNode, LazyConfig, instantiate
+from detectron2.engine import AMPTrainer, SimpleTrainer, create_ddp_model, default_setup, default_writers, hooks
 from detectron2.evaluation import inference_on_dataset, print_csv_format
 from detectron2.utils import comm
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -23,9 +23,9 @@ from backbones.attention.performer import PerformerAttention
 from backbones.errors import closest
 from projects_vil import data
 from projects_vil.checkpoint import Checkpointer, check_weights, find_checkpoint
-from projects_vil.config import add_vil_config
+from projects_vil.config import default_config, one_line
 from projects_vil.engine.hooks import RedrawFeatures
-from projects_vil.engine.launch import check_processes
+from projects_vil.engine.launch import check_processes, start_processes
 from projects_vil.evaluation import write_results
 from projects_vil.solver import clip_full_model
 from projects_vil.utils import log_run
@@ -48,18 +48,7 @@ def train_lazily_from_command_line(args: argparse.Namespace) -> None:
     cfg = load_lazy_config(args.config_file, args.opts)
     check_processes(args)
     _check(cfg, processes=args.num_gpus * args.num_machines, eval_only=args.eval_only, resume=args.resume)
-    try:
-        Path(cfg.train.output_dir).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"cannot write into train.output_dir {cfg.train.output_dir}: {error.strerror}") from error
-    launch(
-        _run,
-        args.num_gpus,
-        num_machines=args.num_machines,
-        machine_rank=args.machine_rank,
-        dist_url=args.dist_url,
-        args=(args,),
-    )
+    start_processes(_run, args, args, output_dir=cfg.train.output_dir, key="train.output_dir")
 
 
 def load_lazy_config(path: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
@@ -77,7 +66,7 @@ def load_lazy_config(path: str | Path, overrides: Sequence[str] = ()) -> DictCon
     try:
         cfg = LazyConfig.load(str(path))
     except Exception as error:  # A config is a program: it may raise anything.
-        raise InputError(f"{path} is no LazyConfig: {_one_line(error)}") from error
+        raise InputError(f"{path} is no LazyConfig: {_reason(error)}") from error
     finally:
         # detectron2 leaves its own in place where a config raises.
         builtins.__import__ = own_import
@@ -93,7 +82,7 @@ def load_lazy_config(path: str | Path, overrides: Sequence[str] = ()) -> DictCon
     try:
         return LazyConfig.apply_overrides(cfg, list(overrides))
     except Exception as error:  # Hydra's parser has exceptions of its own.
-        raise InputError(f"an override is not Hydra's: {_one_line(error)} ({' '.join(overrides)})") from error
+        raise InputError(f"an override is not Hydra's: {_reason(error)} ({' '.join(overrides)})") from error
 
 
 def load_records(
@@ -108,7 +97,7 @@ def load_records(
     Raises:
         InputError: as :func:`projects_vil.data.load_dataset`.
     """
-    cfg = _defaults()
+    cfg = default_config()
     cfg.MODEL.META_ARCHITECTURE = "GeneralizedRCNN"
     cfg.MODEL.ROI_HEADS.NUM_CLASSES, cfg.MODEL.MASK_ON = num_classes, masks
     cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS = filter_empty
@@ -121,7 +110,7 @@ def describe_lazy_config(cfg: DictConfig, model: nn.Module) -> CfgNode:
     Args:
         model: of ``cfg``, with or without values.
     """
-    facts = _defaults()
+    facts = default_config()
     facts.MODEL.META_ARCHITECTURE = type(model).__name__
     facts.MODEL.DEVICE = cfg.train.device
     facts.OUTPUT_DIR = cfg.train.output_dir
@@ -256,15 +245,9 @@ def _instantiate(part: DictConfig, name: str) -> Any:
     except InputError:
         raise
     except _BAD_VALUES as error:
-        raise InputError(f"{name} cannot be made of this config: {_one_line(error)}") from error
+        raise InputError(f"{name} cannot be made of this config: {_reason(error)}") from error
     finally:
         logger.disabled = was_disabled
-
-
-def _defaults() -> CfgNode:
-    cfg = get_cfg()
-    add_vil_config(cfg)
-    return cfg
 
 
 def _has(cfg: DictConfig, key: str) -> bool:
@@ -287,7 +270,5 @@ def _keys(node: object, prefix: str = "") -> Iterable[str]:
             yield from _keys(child, f"{prefix}{key}.")
 
 
-def _one_line(error: Exception) -> str:
-    line = " ".join(str(error).split()) or "an assertion failed"
-    line = line if len(line) <= 300 else f"{line[:150]} ... {line[-150:]}"
-    return f"{line} ({type(error).__name__})"
+def _reason(error: Exception) -> str:
+    return f"{one_line(error) or 'an assertion failed'} ({type(error).__name__})"

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from detectron2.config import CfgNode, get_cfg
+from detectron2.config import CfgNode
 from detectron2.data import transforms as T
 from detectron2.modeling import GeneralizedRCNNWithTTA
 from detectron2.structures import Instances
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from backbones import InputError
 from projects_vil.checkpoint import Categories, check_weights_file, checked_ids, known_categories, load_detector
-from projects_vil.config import DETECTORS, add_vil_config, check_device, number_of_classes
+from projects_vil.config import DETECTORS, check_device, default_config, number_of_classes
 from projects_vil.data import size_for_testing
 from projects_vil.export import ExportedModel, is_exported, read_metadata, to_instances
 from projects_vil.modeling import add_tta, augmentation_sizes, longest_side
@@ -179,8 +179,7 @@ def config_of_export(path: str | Path) -> CfgNode:
     """
     if not is_exported(path):
         raise InputError(f"{path} is no exported model: name its config with --config-file")
-    cfg = get_cfg()
-    add_vil_config(cfg)
+    cfg = default_config()
     cfg.MODEL.META_ARCHITECTURE = "RetinaNet"
     cfg.MODEL.RETINANET.NUM_CLASSES = len(read_metadata(path)["classes"])
     cfg.DATASETS.TRAIN = cfg.DATASETS.TEST = ()
