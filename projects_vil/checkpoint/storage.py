@@ -33,10 +33,9 @@ def find_checkpoint(folder: str | Path, *, logger: logging.Logger | None = None)
     candidates = checkpoints_of(folder)
     tag = Path(folder) / LAST_CHECKPOINT
     text = tag.read_text(errors="replace").strip() if tag.is_file() else ""
-    named = Path(folder) / text if text else None
-    if named is not None and named in candidates:
-        candidates.remove(named)
-        candidates.insert(0, named)
+    named = Path(folder) / text
+    if text and text == named.name and named.is_file():
+        candidates = [named, *(path for path in candidates if path != named)]
     elif candidates:
         what = f"names {text}, which is no checkpoint of this folder" if text else "is missing or empty"
         logger.warning("%s %s: the newest whole checkpoint there is taken", tag, what)

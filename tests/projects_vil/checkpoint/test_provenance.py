@@ -20,7 +20,7 @@ BGR = ["INPUT.FORMAT", "BGR", "MODEL.PIXEL_MEAN", "[103.53, 116.28, 123.675]", "
 
 
 def of_run(trained_run, *overrides: str):
-    return load_config(trained_run / "config.yaml", [*overrides])
+    return load_config(trained_run / "config.yaml", ["OVERWRITE_OUTPUT_DIR", "True", *overrides])
 
 
 def changed(trained_run, folder, **facts) -> str:
@@ -120,7 +120,7 @@ def test_an_interrupted_save_is_refused_before_resuming(trained_run, shapes, tmp
     content = (trained_run / "model_final.pth").read_bytes()
     (tmp_path / "model_final.pth").write_bytes(content[: len(content) // 2])
     (tmp_path / "last_checkpoint").write_text("model_final.pth")
-    with pytest.raises(InputError, match="model_final.pth is no checkpoint"):
+    with pytest.raises(InputError, match="none of the 1 checkpoints .* can be resumed"):
         check_setup(of_run(trained_run, "OUTPUT_DIR", str(tmp_path)), resume=True)
 
 
