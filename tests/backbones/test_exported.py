@@ -38,7 +38,10 @@ def exported(family: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module
     return model, export_backbone(model, random_images(2, 3, 96, 160, dtype=dtype))
 
 
-@pytest.mark.parametrize("family", ["cvt", *OPTIONS])
+@pytest.mark.parametrize(
+    "family",
+    [name if name == "mixed" else pytest.param(name, marks=pytest.mark.slow) for name in ("cvt", *OPTIONS)],
+)
 def test_an_exported_backbone_is_right_for_other_sizes(family):
     """With the guards of the exported program checked at each size."""
     model, program = exported(family)
@@ -58,6 +61,7 @@ def test_an_exported_backbone_refuses_what_it_was_not_made_for():
         program.module()(random_images(1, 3, 32, 1376))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["mixed", "cvt", "cyclic"])
 def test_an_onnx_file_is_right_for_other_sizes(family):
     model, program = exported(family, torch.float32)

@@ -58,7 +58,10 @@ def exported(family: str) -> tuple[nn.Module, ExportedProgram, torch.dtype]:
     return model, export_backbone(model, random_images(2, 3, 96, 128, dtype=dtype)), dtype
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [name if name == "lit_relative" else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
+)
 def test_an_exported_backbone_is_right_for_other_sizes(family):
     """With the guards of the exported program checked at each size."""
     model, program, dtype = exported(family)
@@ -73,6 +76,7 @@ def test_an_exported_backbone_is_right_for_other_sizes(family):
             assert (actual[name] - map_).abs().max() < TOLERANCE[dtype] * map_.abs().max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", IN_ONNX)
 def test_an_onnx_file_is_right_for_other_sizes(family):
     model, program, dtype = exported(family)

@@ -163,6 +163,7 @@ def test_activation_checkpointing(name):
     assert_all_close(module_gradients(module, 1, 7, 10, run=run), expected, tolerance=1e-12)
 
 
+@pytest.mark.slow
 @modules
 def test_compiled(name):
     """A compiled run takes PyTorch's gradients, without a break in the graph."""

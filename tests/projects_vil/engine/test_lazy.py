@@ -150,7 +150,7 @@ def test_learning_rates_of_parts():
     assert sorted(rates) == pytest.approx([1e-6, 1e-4])
 
 
-@pytest.mark.parametrize("detector", DETECTORS)
+@pytest.mark.parametrize("detector", ["retinanet", pytest.param("mask_rcnn", marks=pytest.mark.slow)])
 def test_trains_resumes_and_evaluates(detector, shapes, tmp_path):
     output, task = tmp_path / "run", {"retinanet": "bbox", "mask_rcnn": "segm"}[detector]
     length = ["train.checkpointer.period=2", "train.eval_period=0", f"train.output_dir={output}", "train.seed=0"]

@@ -86,7 +86,7 @@ def metrics(output):
 
 @pytest.mark.parametrize(
     "detector, workers",
-    [("retinanet", 0), ("retinanet", 2), ("mask_rcnn", 0)],
+    [("retinanet", 0), ("retinanet", 2), pytest.param("mask_rcnn", 0, marks=pytest.mark.slow)],
     ids=["retinanet", "workers", "mask_rcnn"],
 )
 def test_a_run_that_was_cut_off_ends_as_one_that_was_not(detector, workers, shapes, tmp_path):
@@ -180,7 +180,9 @@ def wait_for(path, process):
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGINT, signal.SIGHUP))]
+)
 def test_a_signal_saves_says_so_and_has_a_code_of_its_own(number, datasets_root, tmp_path):
     output = tmp_path / "run"
     long = ["SOLVER.MAX_ITER", "4000", "SOLVER.CHECKPOINT_PERIOD", "1", "TEST.EVAL_PERIOD", "0"]

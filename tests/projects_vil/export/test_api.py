@@ -42,6 +42,7 @@ def test_an_export_and_its_report(exported, name):
         assert ("masks" in row) == (name == "mask_rcnn")
 
 
+@pytest.mark.slow
 def test_a_batched_export(exported):
     path, report = exported("mask_rcnn", batched=True)
     # Each image first and second in a batch
@@ -52,6 +53,7 @@ def test_a_batched_export(exported):
     assert set(found["image_index"].tolist()) == {0, 1, 2}
 
 
+@pytest.mark.slow
 def test_another_format_or_precision_beside_it_overwrites_nothing(weights, tmp_path):
     first, _ = export_detector(small_config(), weights(), tmp_path / "new" / "export", runs=1)
     before = {file.name: file.read_bytes() for file in first.parent.iterdir()}
@@ -63,7 +65,7 @@ def test_another_format_or_precision_beside_it_overwrites_nothing(weights, tmp_p
     assert len({*map(metadata_path, paths), *map(report_path, paths), *paths}) == 12
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("precision", ["fp16", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", BOTH)
 def test_a_lower_precision(exported, name, precision):
     """Of random weights as large as here the answers may differ; the report says it, and what runs is that type."""

@@ -61,6 +61,7 @@ def test_a_trained_run_is_exported_and_compared(tmp_path, capsys):
     assert "warning: " not in err and "[1/1] retinanet vil torchscript: box " in err
 
 
+@pytest.mark.slow
 def test_the_tool_prints_a_table_and_fails_where_a_cell_fails(tmp_path, monkeypatch, capsys):
     output = tmp_path / "out"
     # Nothing can be written where a folder lies.

@@ -8,7 +8,7 @@ import torch
 from backbones import InputError
 from projects_vil.export.metadata import metadata_path
 from projects_vil.inference import predict
-from tests.projects_vil.export.test_formats import write
+from tests.projects_vil.export.exporting import write
 from tests.projects_vil.helpers import lively_detector, small_config
 from tests.projects_vil.inference.helpers import EIGHTY, picture, save, write_video
 
