@@ -18,7 +18,7 @@ endif
 endif
 endif
 
-.PHONY: help demo test test-slow test-all lint clean
+.PHONY: help demo test test-slow test-all test-compiled lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,7 +38,10 @@ test: .venv/.stamp ## run the tests; ARGS is passed on to pytest, as in ARGS="te
 test-slow: .venv/.stamp ## run the slow tests, which test leaves out
 	@$(PYTEST) -m slow $(ARGS)
 
-test-all: test test-slow ## run all tests
+test-all: test test-slow ## run both
+
+test-compiled: .venv/.stamp ## run the tests of AOTInductor, which compiles for tens of minutes
+	@$(PYTEST) -m compiled $(ARGS)
 
 lint: .venv/.stamp ## check the style
 	@$(RUN) -m ruff check .

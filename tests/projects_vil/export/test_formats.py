@@ -105,7 +105,7 @@ def test_the_other_way_round(written, file_format):
     check_batches(written(ALONE[file_format], file_format, batched=True), detector(ALONE[file_format]))
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 @pytest.mark.skipif(compiler() is None, reason="AOTInductor compiles C++")
 @pytest.mark.parametrize("name", BOTH)
 def test_a_compiled_package(written, name):
