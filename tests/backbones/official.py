@@ -4,6 +4,7 @@ Written for small maps (at most two chunks a side), on which ViL attention is fu
 """
 
 import dataclasses
+import functools
 import zlib
 
 import numpy as np
@@ -83,10 +84,15 @@ def _linear(name: str, size: int, *inputs: int) -> dict[str, tuple[int, ...]]:
     return {f"{name}.weight": (size, *inputs), f"{name}.bias": (size,)}
 
 
+@functools.cache
+def _normal(name: str, shape: tuple[int, ...]) -> Tensor:
+    return torch.from_numpy(np.random.RandomState(zlib.crc32(name.encode())).standard_normal(shape))
+
+
 def _random(name: str, shape: tuple[int, ...]) -> Tensor:
     if name.endswith("relative_position_index"):
         return torch.zeros(shape, dtype=torch.int64)
-    values = torch.from_numpy(np.random.RandomState(zlib.crc32(name.encode())).standard_normal(shape))
+    values = _normal(name, shape).clone()
     if name.endswith("weight") and len(shape) > 1:
         return values / np.prod(shape[1:]) ** 0.5
     return 0.3 * values + (1 if name.endswith(("norm.weight", "norm_embed.weight")) else 0)

@@ -140,6 +140,7 @@ def test_a_wrong_value_raises(name, option, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["vil_tiny_1_1_3_1", "ls_tiny", "lit_ti", "lit_s"])
 def test_both_ways_of_resizing_positions_agree_where_the_table_is_made_for_the_image(name):
     """Resized once to the maps of one image size, or to each map: the same for images of that size."""

@@ -38,10 +38,8 @@ def exported(family: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module
     return model, export_backbone(model, random_images(2, 3, 96, 160, dtype=dtype))
 
 
-@pytest.mark.parametrize(
-    "family",
-    [name if name == "mixed" else pytest.param(name, marks=pytest.mark.slow) for name in ("cvt", *OPTIONS)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ("cvt", *OPTIONS))
 def test_an_exported_backbone_is_right_for_other_sizes(family):
     """With the guards of the exported program checked at each size."""
     model, program = exported(family)
@@ -55,6 +53,7 @@ def test_an_exported_backbone_is_right_for_other_sizes(family):
             torch.testing.assert_close(actual[name], map_, atol=1e-10, rtol=1e-10)
 
 
+@pytest.mark.slow
 def test_an_exported_backbone_refuses_what_it_was_not_made_for():
     _, program = exported("absolute")
     with pytest.raises(AssertionError, match="1344"):

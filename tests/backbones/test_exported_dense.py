@@ -58,10 +58,8 @@ def exported(family: str) -> tuple[nn.Module, ExportedProgram, torch.dtype]:
     return model, export_backbone(model, random_images(2, 3, 96, 128, dtype=dtype)), dtype
 
 
-@pytest.mark.parametrize(
-    "family",
-    [name if name == "lit_relative" else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
 def test_an_exported_backbone_is_right_for_other_sizes(family):
     """With the guards of the exported program checked at each size."""
     model, program, dtype = exported(family)
@@ -90,6 +88,7 @@ def test_an_onnx_file_is_right_for_other_sizes(family):
             assert (actual - map_).abs().max() < 1e-4 * map_.abs().max()
 
 
+@pytest.mark.slow
 def test_an_exported_lit_needs_no_operator_of_torchvision():
     _, program, _ = exported("lit_absolute")
     # A region without autocast is a graph of its own.

@@ -11,8 +11,12 @@ from backbones.errors import InputError
 from backbones.layers.token_merging import DeformableTokenMerging
 from tests.backbones.families import VARIANTS, small_classifier, small_model
 from tests.backbones.helpers import assert_all_close, map_gradients, random_images, trace
+from tests.selection import slow_except
 
 models = pytest.mark.parametrize("name", VARIANTS)
+# One of each, with whose traces TorchScript's optimiser is tried.
+OPTIMISED = ("vil_relative", "lit_relative", "cvt")
+one_of_each_fast = pytest.mark.parametrize("name", slow_except(VARIANTS, OPTIMISED))
 one_of_each = pytest.mark.parametrize("name", ["vil_absolute", "lit_relative", "cvt"])
 SIZES = [(37, 50), (32, 32), (64, 64), (64, 33), (61, 130), (5, 130), (5, 9)]
 TRACED_SIZES = [(1, 96, 64), (1, 37, 50), (2, 20, 90), (1, 8, 5), (2, 130, 70)]
@@ -100,7 +104,7 @@ def test_forward_changes_only_batch_statistics(name):
     assert {key: set(vars(module)) for key, module in model.named_modules()} == attributes
 
 
-@models
+@one_of_each_fast
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float16, 3e-2), (torch.bfloat16, 2e-1)])
 def test_lower_precision(name, dtype, tolerance):
     if name.startswith("lit"):
@@ -112,7 +116,7 @@ def test_lower_precision(name, dtype, tolerance):
         assert (map_.double() - expected[stage]).abs().max() <= tolerance * expected[stage].abs().max()
 
 
-@models
+@one_of_each_fast
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_trains(name, dtype):
     model, images = small_model(name).float(), random_images(2, 3, 37, 50, dtype=torch.float32)
@@ -152,18 +156,18 @@ def test_every_parameter_of_a_classifier_gets_a_gradient(name):
     assert not without_gradient({key: parameter.grad for key, parameter in model.named_parameters()})
 
 
-@models
+@one_of_each_fast
 def test_a_trace_is_right_for_other_sizes(name):
     model = small_model(name)
     # To fuse and to specialise what was recorded takes as long as all else: with one of each family it is enough.
-    with torch.jit.optimized_execution(name in ("vil_relative", "lit_relative", "cvt")):
+    with torch.jit.optimized_execution(name in OPTIMISED):
         traced = trace(model, (random_images(1, 3, 96, 64),))
         for batch, height, width in TRACED_SIZES:
             images = random_images(batch, 3, height, width)
             assert_all_close(traced(images), model(images), tolerance=1e-10)
 
 
-@pytest.mark.parametrize("name", ["vil_relative", "vil_absolute", "lit_absolute"])
+@pytest.mark.parametrize("name", slow_except(["vil_relative", "vil_absolute", "lit_absolute"], ["vil_relative"]))
 def test_a_trace_is_saved_and_loaded(name):
     model, images = small_model(name), random_images(2, 3, 37, 50)
     file = io.BytesIO()
@@ -186,7 +190,7 @@ def test_only_weights_of_linear_layers_and_convolutions_decay(name, classifier):
     assert isinstance(model.no_weight_decay(), set) and model.no_weight_decay() == names - decaying
 
 
-@models
+@one_of_each_fast
 def test_activation_checkpointing_changes_no_gradient(name):
     images, results = random_images(4, 3, 37, 50), []
     for checkpointing in (False, True):

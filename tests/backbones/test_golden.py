@@ -6,6 +6,7 @@ import torch
 from backbones import create_backbone, create_classifier
 from backbones.convert import convert_state_dict
 from tests.golden import assert_close_to_golden, golden, golden_images, golden_state_dict
+from tests.selection import slow_except
 
 BACKBONES = {
     "vil_tiny_rpb_det": ("vil_tiny_rpb", {}),
@@ -32,6 +33,11 @@ CLASSIFIERS = {
     "ls_medium_224_cls": ("ls_medium", {}),
 }
 
+# Of three sizes of ViL-Small and one of LS-Medium and LIT-S each, what is left shows all that they are made of.
+LARGE = {"vil_small_ape_det", "vil_small_rpb_g1_det", "lit_s_cls", "vil_small_rpb_cls"}
+# Their maps are compared anyway.
+BOTH = {"ls_medium_224_cls"}
+
 
 @pytest.fixture(scope="module")
 def file(request):
@@ -40,7 +46,7 @@ def file(request):
     return request.param, reference, golden_state_dict(reference)
 
 
-@pytest.mark.parametrize("file", BACKBONES, indirect=True)
+@pytest.mark.parametrize("file", slow_except(BACKBONES, set(BACKBONES) - LARGE), indirect=True)
 def test_maps(file):
     source, reference, official = file
     name, options = BACKBONES[source]
@@ -56,7 +62,7 @@ def test_maps(file):
         assert_close_to_golden(maps[stage], expected)
 
 
-@pytest.mark.parametrize("file", CLASSIFIERS, indirect=True)
+@pytest.mark.parametrize("file", slow_except(CLASSIFIERS, set(CLASSIFIERS) - LARGE - BOTH), indirect=True)
 def test_logits(file):
     source, reference, official = file
     name, options = CLASSIFIERS[source]

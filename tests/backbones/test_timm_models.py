@@ -28,6 +28,7 @@ from backbones import InputError, create_backbone, create_classifier, list_varia
 from backbones.attention.performer import PerformerAttention
 from backbones.attention.sliding_chunk import SlidingChunkAttention
 from tests.backbones.helpers import random_images, randomise
+from tests.selection import slow_except
 
 ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools" / "timm_run.py"
@@ -35,10 +36,7 @@ DEMO = "vil_tiny_1_1_3_1_rpb"
 # One of each family, pooling and kind of position
 MODELS = [DEMO, "vil_tiny_1_1_3_1", "ls_tiny", "cvt_ls_13", "lit_ti"]
 # Depths alone tell the others apart.
-NAMES = [
-    pytest.param(name, marks=[pytest.mark.slow] if re.search(r"_\d_\d|base|medium_deep$", name) else [])
-    for name in list_variants()
-]
+NAMES = slow_except(list_variants(), [n for n in list_variants() if not re.search(r"_\d_\d|base|medium|small", n)])
 CLASSES = ("circle", "square", "triangle")
 
 
@@ -78,7 +76,7 @@ def test_every_name_creates_the_classifier(name):
     assert model.get_submodule(model.default_cfg["classifier"]) is model.head
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_except(MODELS, MODELS[:2]))
 def test_logits_are_those_of_create_classifier(name):
     expected = randomise(create_classifier(name, num_classes=4, img_size=(64, 96))).eval()
     model = timm.create_model(name, num_classes=4, img_size=(64, 96)).eval()
@@ -91,7 +89,7 @@ def test_logits_are_those_of_create_classifier(name):
     torch.testing.assert_close(model.head(model.forward_head(tokens, pre_logits=True)), model(images))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_except(MODELS, MODELS[:2]))
 def test_features_are_the_maps_of_create_backbone(name):
     expected = randomise(create_backbone(name)).eval()
     model = timm.create_model(name, features_only=True).eval()
@@ -195,7 +193,7 @@ def test_images_are_prepared_as_for_imagenet(name, side):
     assert config["crop_pct"] == 0.875
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_except(MODELS, MODELS[:2]))
 def test_intermediates_are_in_timms_form(name):
     model = randomise(timm.create_model(name, num_classes=4, img_size=(64, 96))).eval()
     images = random_images(2, 3, 64, 96, dtype=torch.float32)
@@ -289,6 +287,7 @@ def test_litadamw_is_for_models_with_offsets(name):
         create_optimizer_v2(meta_model(name), "litadamw", lr=1e-3, weight_decay=0.05)
 
 
+@pytest.mark.slow
 def test_a_performer_redraws_as_the_paper():
     torch.manual_seed(0)
     models = [timm.create_model("performer_tiny", num_classes=2, redraw_epoch_length=8) for _ in range(2)]
@@ -355,7 +354,7 @@ def test_a_checkpoint_of_other_windows_is_adapted(features_only, tmp_path):
         torch.testing.assert_close(tensor, wanted, msg=key)
 
 
-@pytest.mark.parametrize("name", ["vil_tiny_1_1_3_1", "ls_tiny", "cvt_ls_13", "lit_ti", "lit_s"])
+@pytest.mark.parametrize("name", slow_except([*MODELS[1:], "lit_s"], MODELS[1:2]))
 def test_a_trained_classifier_becomes_a_backbone(name, tmp_path):
     trained = randomise(timm.create_model(name, num_classes=3, img_size=128))
     torch.save({"state_dict": trained.state_dict()}, tmp_path / "trained.pth")

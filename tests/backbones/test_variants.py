@@ -8,6 +8,7 @@ import torch
 
 from backbones import InputError, create_backbone, create_classifier, list_variants
 from backbones.variants import VARIANTS, Variant, get_variant
+from tests.selection import slow_except
 
 # Table 9: blocks, patch size, heads and channels of each stage
 TABLE_9 = {
@@ -67,6 +68,8 @@ TABLE_14 = {
     "partial_performer": "7.1 6.8 6.7 6.4 27.6 26.3 26.0 24.7",
 }
 COLUMNS = [f"{size}_{depths}" for size in ("tiny", "small") for depths in ("1_10_1", "2_9_1", "1_1_9_1", "1_2_8_1")]
+# One of each family and kind of position; shallow ones of each mechanism are below.
+FEW = ["vil_tiny", "vil_tiny_1_10_1_rpb", "vil_small_rpb", "ls_tiny", "lit_ti", "lit_s", "cvt_ls_13"]
 TWO_DIGITS = {name for name, count in COUNTS.items() if name[-1].isdigit()}
 
 
@@ -121,7 +124,7 @@ def test_parameters_are_as_many_as_the_paper_prints(name):
 
 
 @pytest.mark.parametrize("mechanism", TABLE_14)
-@pytest.mark.parametrize("column", range(8), ids=COLUMNS)
+@pytest.mark.parametrize("column", slow_except(range(8), range(4)), ids=COLUMNS)
 def test_parameters_are_as_many_as_table_14_prints(mechanism, column):
     model = meta_model(create_classifier, f"{mechanism}_{COLUMNS[column]}")
     count = sum(tensor.numel() for tensor in model.state_dict().values()) / 1e6
@@ -144,7 +147,7 @@ def test_relative_bias_takes_the_place_of_positions(name):
     assert count_parameters(relative) == count_parameters(absolute) - positions + bias
 
 
-@pytest.mark.parametrize("name", [name for name in list_variants() if "linformer" not in name])
+@pytest.mark.parametrize("name", slow_except([n for n in list_variants() if "linformer" not in n], FEW))
 def test_every_variant_gives_maps_of_the_right_shape(name):
     model = meta_model(create_backbone, name)
     maps = model(torch.empty(2, 3, 37, 50, device="meta"))
@@ -164,7 +167,7 @@ def test_linformer_is_no_backbone(name):
         create_backbone(name)
 
 
-@pytest.mark.parametrize("name", list_variants())
+@pytest.mark.parametrize("name", slow_except(list_variants(), [*FEW, "linformer_tiny"]))
 def test_every_variant_classifies(name):
     model = meta_model(create_classifier, name, num_classes=7)
     assert model(torch.empty(2, 3, 224, 224, device="meta")).shape == (2, 7)
@@ -251,7 +254,9 @@ def shallow(name: str) -> Variant:
 # One of each width and mechanism: those with depths in their names have the same.
 PLAIN = [name for name in list_variants() if not re.search(r"linformer|(_\d+){3,4}(_rpb)?$", name)]
 SHALLOW = {shallow(name): name for name in PLAIN}
-shallow_variants = pytest.mark.parametrize("variant", SHALLOW, ids=SHALLOW.get)
+# What is wider than these is made of the same parts.
+NARROW = {variant for variant, name in SHALLOW.items() if name in FEW or "tiny" in name}
+shallow_variants = pytest.mark.parametrize("variant", slow_except(SHALLOW, NARROW), ids=SHALLOW.get)
 
 
 @shallow_variants
@@ -293,7 +298,7 @@ def test_every_size_equals_the_dense_reference(variant, monkeypatch):
             torch.testing.assert_close(map_, expected[stage], atol=1e-10, rtol=1e-10)
 
 
-@pytest.mark.parametrize("name", ["lit_s", "ls_tiny", "vil_tiny_rpb", "cvt_ls_13"])
+@pytest.mark.parametrize("name", slow_except(["lit_s", "ls_tiny", "vil_tiny_rpb", "cvt_ls_13"], ["vil_tiny_rpb"]))
 def test_a_detectors_image(name):
     with torch.inference_mode():
         maps = create_backbone(name, out_features=("stage3",)).eval()(torch.randn(1, 3, 800, 1333))

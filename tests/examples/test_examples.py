@@ -85,6 +85,7 @@ def find(file_format: str, photo: Path) -> dict[str, Tensor]:
     return found | {"boxes": found["boxes"] * torch.tensor([WIDTH / width, HEIGHT / height] * 2)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file_format", FORMATS)
 def test_an_example_finds_what_the_detector_finds(file_format, model, photo, tmp_path):
     path, drawing = model(file_format), tmp_path / "found.png"
@@ -115,6 +116,7 @@ def test_the_onnx_example_is_short():
     assert len(SCRIPTS["onnx"].read_text().splitlines()) <= 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", ["no model", "no metadata", "no photo", "no image", "no suffix"])
 @pytest.mark.parametrize("file_format", FORMATS)
 def test_a_mistake_is_one_line(mistake, file_format, model, photo, tmp_path, monkeypatch):

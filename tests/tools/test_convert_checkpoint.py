@@ -19,6 +19,7 @@ from tests.backbones import official, official_lit
 from tests.backbones.helpers import random_images
 from tests.golden import assert_close_to_golden, golden, golden_images, golden_state_dict
 from tests.projects_vil.helpers import ROOT, error_line, run_tool
+from tests.selection import slow_except
 
 AT_224 = ("--img-size", "224", "224")
 # Golden file -> variant, how the official repository wraps it, arguments of the tool, options of the model
@@ -83,7 +84,7 @@ def classifier_of(path, name: str, **options) -> torch.nn.Module:
 # -- the official implementations' outputs ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("file", CLASSIFIERS)
+@pytest.mark.parametrize("file", slow_except(CLASSIFIERS, ["vil_tiny_ape_cls"]))
 def test_golden_logits(tmp_path, convert, file):
     reference, (name, wrap, *_) = golden(file), GOLDEN[file]
     torch.save(wrap(golden_state_dict(reference)), tmp_path / "official.pth")
@@ -97,7 +98,7 @@ def test_golden_logits(tmp_path, convert, file):
         assert_close_to_golden(model(golden_images(reference)), reference["logits"])
 
 
-@pytest.mark.parametrize("file", BACKBONES)
+@pytest.mark.parametrize("file", slow_except(BACKBONES, ["vil_tiny_rpb_det", "lit_ti_det"]))
 def test_golden_maps(tmp_path, convert, file):
     reference, (name, wrap, arguments, options) = golden(file), GOLDEN[file]
     torch.save(wrap(golden_state_dict(reference)), tmp_path / "official.pth")
@@ -108,6 +109,7 @@ def test_golden_maps(tmp_path, convert, file):
     check_maps(backbone_of(tmp_path / "ours.pth", name, **options), reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file, suffix", [("vil_tiny_rpb_det", ".pth"), ("lit_s_det", ".safetensors")])
 def test_golden_maps_by_the_command(tmp_path, file, suffix):
     reference, (name, wrap, *_) = golden(file), GOLDEN[file]
@@ -268,7 +270,10 @@ def test_names_that_do_not_fit(tmp_path, mistake, change, hints):
 @pytest.mark.parametrize("arguments", [(), ("--classifier",)])
 @pytest.mark.parametrize(
     "variant",
-    ["vil_small_1_1_9_1_rpb", "vil_tiny_rpb", "vil_tiny_1_10_1_rpb", "vil_tiny", "lit_s", "lit_ti", "ls_tiny"],
+    slow_except(
+        ["vil_small_1_1_9_1_rpb", "vil_tiny_rpb", "vil_tiny_1_10_1_rpb", "vil_tiny", "lit_s", "lit_ti", "ls_tiny"],
+        ["vil_tiny_rpb", "lit_ti"],
+    ),
 )
 def test_another_variant(tmp_path, mistake, source, variant, arguments):
     message = mistake(source, tmp_path / "a.pth", "--model", variant, *arguments)
@@ -340,6 +345,7 @@ def test_sizes_that_are_none(tmp_path, mistake, source):
     assert "--img-size 0 224" in mistake(source, tmp_path / "a.pth", "--model", VARIANT, "--img-size", "0", "224")
 
 
+@pytest.mark.slow
 def test_one_line_from_the_command(tmp_path):
     (tmp_path / "official.pth").write_text("a text file")
     result = run_tool("convert_checkpoint.py", tmp_path / "official.pth", tmp_path / "a.pth", "--model", VARIANT)

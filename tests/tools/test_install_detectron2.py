@@ -123,6 +123,7 @@ def test_keeps_the_detectron2_that_imports(tmp_path):
     assert "compiled operators (detectron2._C): not there; torchvision's operators are used" in result.stdout
 
 
+@pytest.mark.slow
 def test_keeps_the_one_of_this_environment(tmp_path):
     if importlib.util.find_spec("detectron2") is None:
         pytest.skip("no detectron2 is installed")
@@ -132,6 +133,7 @@ def test_keeps_the_one_of_this_environment(tmp_path):
     assert "compiled operators" in result.stdout
 
 
+@pytest.mark.slow
 def test_wrong_hash_names_both(tmp_path, without_detectron2, tool):
     wheel = write_bundle(tmp_path / "wheels", BUNDLED)
     result = run_tool(
@@ -150,12 +152,14 @@ def git_redirect(tool, target):
     }
 
 
+@pytest.mark.slow
 def test_unreachable_repository_is_one_line(tmp_path, without_detectron2, tool):
     nowhere = git_redirect(tool, f"file://{tmp_path}/nowhere")
     result = run_tool("--source", "git", tmp_path=tmp_path, PYTHONPATH=str(without_detectron2), **nowhere)
     assert_one_error_line(result, "cannot be reached", "--source index")
 
 
+@pytest.mark.slow
 def test_without_any_network(tmp_path, without_detectron2, tool):
     nowhere = git_redirect(tool, f"file://{tmp_path}/nowhere")
     result = run_tool(tmp_path=tmp_path, PYTHONPATH=str(without_detectron2), **nowhere)

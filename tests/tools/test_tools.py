@@ -125,6 +125,7 @@ def test_export_model(tmp_path):
         torch.testing.assert_close(theirs[name], value, rtol=0, atol=1e-2)
 
 
+@pytest.mark.slow
 def test_export_model_takes_every_option(run_here, tmp_path):
     torch.save({"model": lively_detector(small_config()).state_dict()}, tmp_path / "weights.pth")
     arguments = ["--config-file", CONFIG, "--weights", tmp_path / "weights.pth", "--output", tmp_path / "export"]

@@ -5,6 +5,7 @@ import torch
 
 from backbones import create_backbone, create_classifier
 from tests.backbones.helpers import FAMILIES, random_images, small_vil
+from tests.selection import slow_except
 
 # One of each family, and of each mechanism of which the small ViL below has none.
 NAMES = ["vil_tiny", "vil_tiny_rpb", "ls_tiny", "cvt_ls_13", "lit_ti", "lit_s", "partial_sra32_tiny", "performer_tiny"]
@@ -22,7 +23,7 @@ def check(model: torch.nn.Module, images: torch.Tensor) -> None:
     assert all(x.isfinite().all() for x in model.state_dict().values() if x.is_floating_point())
 
 
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("training", slow_except([True, False], [True]))
 @pytest.mark.parametrize("name", NAMES)
 def test_backbones(name, training):
     check(create_backbone(name).train(training), torch.zeros(0, 3, 68, 100))

@@ -17,6 +17,7 @@ from projects_vil.analysis import analyze, as_json, format_analyses
 from projects_vil.analysis.detector import Analysis, count_flops, parameters_by_part
 from projects_vil.analysis.published import PUBLISHED
 from tests.projects_vil.helpers import ROOT, small_config
+from tests.selection import slow_except
 
 # ViL Tables 6 (RetinaNet) and 7 (Mask R-CNN): parameters in millions as printed, and 1e9 multiply-adds.
 TABLES = {
@@ -65,7 +66,7 @@ def mask_rcnn(name: str, *overrides: str) -> CfgNode:
     return load_config(ROOT / "configs/mask_rcnn/vil_small_1x.yaml", ["MODEL.TRANSFORMER.NAME", name, *overrides])
 
 
-@pytest.mark.parametrize("mechanism", TABLE_8)
+@pytest.mark.parametrize("mechanism", slow_except(TABLE_8, list(TABLE_8)[:2]))
 def test_parameters_of_other_mechanisms_agree_with_table_8(mechanism):
     printed, flops = TABLE_8[mechanism]
     result = analyze(mask_rcnn(f"{mechanism}_small"), "a name", with_flops=False)
@@ -189,6 +190,7 @@ def test_counting_leaves_the_loggers_as_they_are(monkeypatch):
     assert [logger.level for logger in loggers] == before
 
 
+@pytest.mark.slow
 def test_flops_of_an_analysis_add_up():
     result = analyze(small_config(), "small", size=(64, 96))
     assert result.size == (64, 96)

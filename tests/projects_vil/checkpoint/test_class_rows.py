@@ -12,6 +12,7 @@ from projects_vil.data import register_datasets
 from tests.backbones.official import official_state_dict
 from tests.projects_vil.checkpoint.test_detection_checkpoint import detector, equal, log_of, save
 from tests.projects_vil.helpers import small_config
+from tests.selection import slow_except
 from tests.wrapping import detectron2_detector
 
 LOG = "fvcore.common.checkpoint"
@@ -175,7 +176,7 @@ def test_as_many_classes_in_another_order(tmp_path, named):
             assert torch.equal(after[key], theirs[key][[2, 1, 0, 3]])
 
 
-@pytest.mark.parametrize("name", NUM_CLASSES)
+@pytest.mark.parametrize("name", slow_except(NUM_CLASSES, ["mask_rcnn"]))
 def test_the_same_classes_are_loaded_as_they_are(tmp_path, named, name):
     path, theirs = saved_for(tmp_path, name, THEIRS)
     _, after, log = load(path, named(name, THEIRS), name)
@@ -194,7 +195,7 @@ def test_class_agnostic_boxes_and_masks_are_for_all_classes(tmp_path, named):
     assert torch.equal(after[key][[1, 3]], before[key][[1, 3]])
 
 
-@pytest.mark.parametrize("name", NUM_CLASSES)
+@pytest.mark.parametrize("name", slow_except(NUM_CLASSES, ["mask_rcnn"]))
 def test_without_names_predictors_of_another_number_start_anew(tmp_path, named, name):
     path, theirs = saved_for(tmp_path, name, THEIRS)
     contents = torch.load(path, weights_only=True)
@@ -225,7 +226,7 @@ def test_evaluation_with_other_names_warns_and_with_another_number_raises(tmp_pa
     assert "was trained for 3 classes, cat, dog, person, and the datasets have 4 classes, person" in str(caught.value)
 
 
-@pytest.mark.parametrize("name", NUM_CLASSES)
+@pytest.mark.parametrize("name", slow_except(NUM_CLASSES, ["mask_rcnn"]))
 def test_evaluation_with_another_order_and_another_name_raises(tmp_path, named, name):
     """By number two classes would score as each other; by name one would have no rows."""
     path, _ = saved_for(tmp_path, name, THEIRS)

@@ -20,6 +20,7 @@ from tests.backbones import official_lit
 from tests.backbones.helpers import random_images
 from tests.backbones.official import TINY, OfficialStage, official_forward, official_state_dict
 from tests.projects_vil.helpers import ROOT
+from tests.selection import slow_except
 
 NAME = "vil_tiny_1_1_3_1_rpb"
 NARROW = ["MODEL.FPN.OUT_CHANNELS", "16", "MODEL.ROI_BOX_HEAD.FC_DIM", "8", "MODEL.ROI_MASK_HEAD.CONV_DIM", "8"]
@@ -34,7 +35,7 @@ def partial_stages(name: str) -> tuple[OfficialStage, ...]:
 
 
 PARTIAL = partial_stages("vil_tiny_1_1_3_1_rpb")
-detectors = pytest.mark.parametrize("detector", ["retinanet", "mask_rcnn"])
+detectors = pytest.mark.parametrize("detector", slow_except(["retinanet", "mask_rcnn"], ["retinanet"]))
 
 
 def model_of(detector: str, variant: str = NAME, *overrides: str) -> torch.nn.Module:

@@ -18,6 +18,7 @@ from tests.backbones.helpers import random_images
 from tests.golden import assert_close_to_golden, golden, golden_images, golden_state_dict
 from tests.projects_vil.checkpoint.test_detection_checkpoint import Malicious, detector, log_of
 from tests.projects_vil.helpers import error_line, run_tool, small_config
+from tests.selection import slow_except
 
 BOTTOM_UP = "backbone.bottom_up.net."
 LOG = "fvcore.common.checkpoint"
@@ -112,26 +113,26 @@ def test_lit_in_a_detector_gives_the_official_maps(tmp_path, name, how, suffix):
 
 
 # Not here: the LIT classifiers, whose files have no maps, and Linformer, which is no backbone.
-@pytest.mark.parametrize(
-    "file, how, overrides",
-    [
-        ("vil_tiny_ape_cls", "vision-longformer", ["MODEL.TRANSFORMER.NAME", "vil_tiny", *AS_PRETRAINED]),
-        ("global_tiny_ape_cls", "vision-longformer", ["MODEL.TRANSFORMER.NAME", "global_tiny", *AS_PRETRAINED]),
-        ("srformer64_tiny_ape_cls", "vision-longformer", ["MODEL.TRANSFORMER.NAME", "sra64_tiny", *AS_PRETRAINED]),
-        ("performer_tiny_ape_cls", "vision-longformer", ["MODEL.TRANSFORMER.NAME", "performer_tiny", *AS_PRETRAINED]),
-        ("vil_tiny_rpb_det", "VisionLongformerForObjectDetection", ["MODEL.TRANSFORMER.NAME", "vil_tiny_rpb"]),
-        (
-            "vil_small_rpb_g1_det",
-            "VisionLongformerForObjectDetection",
-            ["MODEL.TRANSFORMER.NAME", "vil_small_rpb", "MODEL.TRANSFORMER.GLOBAL_TOKENS", "[1, 1, 1, 1]"],
-        ),
-        ("vil_small_rpb_cls", "vision-longformer", ["MODEL.TRANSFORMER.NAME", "vil_small_rpb"]),
-        ("vil_small_ape_det", "VisionLongformerForObjectDetection", ["MODEL.TRANSFORMER.NAME", "vil_small"]),
-        ("ls_medium_224_cls", "vision-longformer", ["MODEL.TRANSFORMER.NAME", "ls_medium"]),
-        ("lit_s_det", "LIT mmdetection", ["MODEL.TRANSFORMER.NAME", "lit_s"]),
-        ("lit_ti_det", "LIT mmdetection", ["MODEL.TRANSFORMER.NAME", "lit_ti"]),
-    ],
-)
+GOLDEN_FILES = [
+    ("vil_tiny_ape_cls", "vision-longformer", ["MODEL.TRANSFORMER.NAME", "vil_tiny", *AS_PRETRAINED]),
+    ("global_tiny_ape_cls", "vision-longformer", ["MODEL.TRANSFORMER.NAME", "global_tiny", *AS_PRETRAINED]),
+    ("srformer64_tiny_ape_cls", "vision-longformer", ["MODEL.TRANSFORMER.NAME", "sra64_tiny", *AS_PRETRAINED]),
+    ("performer_tiny_ape_cls", "vision-longformer", ["MODEL.TRANSFORMER.NAME", "performer_tiny", *AS_PRETRAINED]),
+    ("vil_tiny_rpb_det", "VisionLongformerForObjectDetection", ["MODEL.TRANSFORMER.NAME", "vil_tiny_rpb"]),
+    (
+        "vil_small_rpb_g1_det",
+        "VisionLongformerForObjectDetection",
+        ["MODEL.TRANSFORMER.NAME", "vil_small_rpb", "MODEL.TRANSFORMER.GLOBAL_TOKENS", "[1, 1, 1, 1]"],
+    ),
+    ("vil_small_rpb_cls", "vision-longformer", ["MODEL.TRANSFORMER.NAME", "vil_small_rpb"]),
+    ("vil_small_ape_det", "VisionLongformerForObjectDetection", ["MODEL.TRANSFORMER.NAME", "vil_small"]),
+    ("ls_medium_224_cls", "vision-longformer", ["MODEL.TRANSFORMER.NAME", "ls_medium"]),
+    ("lit_s_det", "LIT mmdetection", ["MODEL.TRANSFORMER.NAME", "lit_s"]),
+    ("lit_ti_det", "LIT mmdetection", ["MODEL.TRANSFORMER.NAME", "lit_ti"]),
+]
+
+
+@pytest.mark.parametrize("file, how, overrides", slow_except(GOLDEN_FILES, ["vil_tiny_rpb_det", "lit_ti_det"]))
 def test_golden_file_in_a_detector(tmp_path, file, how, overrides):
     reference = golden(file)
     model = load(save(tmp_path, as_saved(golden_state_dict(reference), how)), *overrides, name="mask_rcnn")
@@ -347,6 +348,7 @@ def test_separate_projections_and_other_global_tokens_name_their_keys(shapes, tm
     assert text.endswith("; it is to be loaded with MODEL.TRANSFORMER.GLOBAL_TOKENS '[2, 1, 1, 0]'")
 
 
+@pytest.mark.slow
 def test_the_golden_file_with_a_global_token_more_names_the_key(shapes, tmp_path):
     weights = golden_state_dict(golden("vil_small_rpb_g1_det"))
     text = refusal(
@@ -378,7 +380,7 @@ def test_an_extra_head_of_an_official_detector(shapes, tmp_path):
     assert "keypoint_head.weight" in refusal(save(tmp_path, as_saved(weights_of("vil_tiny_1_1_3_1_rpb"), kind, heads)))
 
 
-@pytest.mark.parametrize("content", ["malicious", "text"])
+@pytest.mark.parametrize("content", slow_except(["malicious", "text"], ["malicious"]))
 def test_the_tool_refuses_it_in_one_line(datasets_root, tmp_path, content):
     path, executed = tmp_path / "official.pth", tmp_path / "executed"
     if content == "text":

@@ -13,6 +13,7 @@ from tests.backbones.helpers import randomise
 from tests.projects_vil.checkpoint.test_detection_checkpoint import detector, log_of, save
 from tests.projects_vil.checkpoint.test_official_weights import BOTTOM_UP, LOG, interpolated
 from tests.projects_vil.helpers import small_config
+from tests.selection import slow_except
 
 # Absolute, relative, long-short, LIT's two kinds, random features, CvT
 NAMES = ["vil_tiny_1_1_3_1", "vil_tiny_1_1_3_1_rpb", "ls_tiny", "lit_ti", "lit_s", "performer_tiny"]
@@ -33,7 +34,7 @@ def load(path: str, name: str, *overrides: str) -> torch.nn.Module:
     return model
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_except(NAMES, NAMES[:2]))
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_each_tensor_goes_to_its_place(tmp_path, name, wrapped):
     state = classifier(name).state_dict()
@@ -51,7 +52,7 @@ def test_each_tensor_goes_to_its_place(tmp_path, name, wrapped):
     assert all((loaded[key] == float(key.endswith("weight"))).all() for key in norms)
 
 
-@pytest.mark.parametrize("name", ["vil_tiny_1_1_3_1_rpb", "ls_tiny", "lit_ti"])
+@pytest.mark.parametrize("name", slow_except(["vil_tiny_1_1_3_1_rpb", "ls_tiny", "lit_ti"], ["vil_tiny_1_1_3_1_rpb"]))
 def test_the_maps_are_those_of_the_classifiers_backbone(tmp_path, name):
     """Where no table is made for the size of the image."""
     model = classifier(name)

@@ -125,6 +125,7 @@ def test_a_file_that_cannot_be_written_leaves_the_one_before(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["model_final.pth"]
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_line_and_leaves_no_torso(tmp_path):
     """A limit on the size of files is what a test can have of a full disk without a disk of its own."""
     code = """

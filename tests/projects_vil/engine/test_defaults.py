@@ -12,6 +12,7 @@ from projects_vil.checkpoint import build_detector
 from projects_vil.data import register_datasets
 from projects_vil.engine import Trainer, check_setup
 from tests.projects_vil.helpers import CONFIGS, SMALL, run_tool, small_config
+from tests.selection import slow_except
 
 
 def read_json(path):
@@ -153,7 +154,7 @@ def test_semantic_fpn_trains_and_reports_miou(shapes_sem_seg, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["ls", "lit", "cvt"])
-@pytest.mark.parametrize("detector", ["retinanet", "mask_rcnn"])
+@pytest.mark.parametrize("detector", slow_except(["retinanet", "mask_rcnn"], ["retinanet"]))
 def test_every_family_trains_in_both_detectors(shapes, tmp_path, detector, family):
     """Three iterations on two images: finite losses, and weights of the backbone that have moved."""
     path = CONFIGS[detector].with_name(f"{detector}_{family}_shapes.yaml")

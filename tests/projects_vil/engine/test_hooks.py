@@ -17,6 +17,7 @@ def features_of(path) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in state.items() if name.endswith("attention.features")}
 
 
+@pytest.mark.slow
 def test_random_features_are_redrawn_by_iteration_and_saved(shapes, tmp_path):
     """Before the third and the fifth iteration; a run that is resumed draws as one that never stopped."""
     options = ["MODEL.TRANSFORMER.NAME", "performer_tiny", "MODEL.TRANSFORMER.FEATURE_REDRAW_PERIOD", "2"]
@@ -58,6 +59,7 @@ def _features_after_start(rank: int, file: str, folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_processes_have_the_same_random_features(tmp_path):
     torch.multiprocessing.spawn(_features_after_start, args=(str(tmp_path / "store"), str(tmp_path)), nprocs=2)
     first, second = (torch.load(tmp_path / f"{rank}.pth", weights_only=True) for rank in (0, 1))

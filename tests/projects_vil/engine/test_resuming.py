@@ -17,6 +17,7 @@ from projects_vil.engine import Trainer
 from projects_vil.engine.hooks import SaveCheckpoints
 from projects_vil.engine.resuming import TIMES, MetricsFile, restore_loss_normalizer
 from tests.projects_vil.helpers import CONFIGS, ROOT, SMALL, error_line, run_tool, small_config
+from tests.selection import slow_except
 
 RUN = [
     *("SEED", "5", "SOLVER.MAX_ITER", "7", "SOLVER.CHECKPOINT_PERIOD", "3", "TEST.EVAL_PERIOD", "3"),
@@ -86,7 +87,7 @@ def metrics(output):
 
 @pytest.mark.parametrize(
     "detector, workers",
-    [("retinanet", 0), ("retinanet", 2), pytest.param("mask_rcnn", 0, marks=pytest.mark.slow)],
+    [("retinanet", 0), *slow_except([("retinanet", 2), ("mask_rcnn", 0)], [])],
     ids=["retinanet", "workers", "mask_rcnn"],
 )
 def test_a_run_that_was_cut_off_ends_as_one_that_was_not(detector, workers, shapes, tmp_path):
@@ -105,6 +106,7 @@ def test_a_run_that_was_cut_off_ends_as_one_that_was_not(detector, workers, shap
     assert (tmp_path / "whole/evaluation.json").read_text() == (tmp_path / "cut/evaluation.json").read_text()
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_was_cut_off_is_made_up_for(shapes, tmp_path, monkeypatch):
     def cut(cls, cfg, model, evaluators=None):
         raise PowerCut
@@ -121,6 +123,7 @@ def test_an_evaluation_that_was_cut_off_is_made_up_for(shapes, tmp_path, monkeyp
     assert metrics(tmp_path / "whole") == metrics(tmp_path / "cut")
 
 
+@pytest.mark.slow
 def test_a_finished_run_that_is_resumed_evaluates_alone(shapes, tmp_path):
     train("retinanet", tmp_path / "run")
     before = metrics(tmp_path / "run")
@@ -200,6 +203,7 @@ def test_a_signal_saves_says_so_and_has_a_code_of_its_own(number, datasets_root,
     assert len(list(output.glob("model_*.pth"))) <= 2
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_ends_its_workers_and_itself(datasets_root, tmp_path):
     """They leave the scheduler's signals to the run, and must not outlive it for that."""
     code = """

@@ -18,9 +18,10 @@ from projects_vil.export.parity import TOLERANCES
 from projects_vil.export.report import example_image, report_path
 from tests.projects_vil.export.exporting import BOTH, demo_detector
 from tests.projects_vil.helpers import CONFIGS, ROOT, SMALL, lively_detector, small_config
+from tests.selection import slow_except
 
 
-@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("name", slow_except(BOTH, ["mask_rcnn"]))
 def test_an_export_and_its_report(exported, name):
     path, report = exported(name)
     names = ["model.ts", "model.ts.metadata.json", "model.ts.report.json"]
@@ -65,7 +66,8 @@ def test_another_format_or_precision_beside_it_overwrites_nothing(weights, tmp_p
     assert len({*map(metadata_path, paths), *map(report_path, paths), *paths}) == 12
 
 
-@pytest.mark.parametrize("precision", ["fp16", pytest.param("bf16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize("name", BOTH)
 def test_a_lower_precision(exported, name, precision):
     """Of random weights as large as here the answers may differ; the report says it, and what runs is that type."""
@@ -90,7 +92,7 @@ def test_precision_of_the_network_only():
     assert in_precision(copy.deepcopy(demo_detector("retinanet")), "fp32").pixel_mean.dtype == torch.float32
 
 
-@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("name", slow_except(BOTH, ["retinanet"]))
 def test_average_precision_of_both(shapes, weights, tmp_path, name):
     path, report = export_detector(small_config(name), weights(name), tmp_path, evaluate=True, runs=1)
     tasks = ["bbox", "segm"] if name == "mask_rcnn" else ["bbox"]
@@ -101,6 +103,7 @@ def test_average_precision_of_both(shapes, weights, tmp_path, name):
     assert json.loads(report_path(path).read_text()) == report
 
 
+@pytest.mark.slow
 def test_classes_of_the_checkpoint(shapes, tmp_path):
     cfg = small_config("retinanet", "DATASETS.TEST", "('coco_2017_val',)", "DATASETS.TRAIN", "()")
     facts = {"classes": ("cat", "dog", "cow"), "category_ids": (17, 18, 4)}
@@ -111,6 +114,7 @@ def test_classes_of_the_checkpoint(shapes, tmp_path):
     assert (metadata["classes"], metadata["category_ids"]) == (["cat", "dog", "cow"], [17, 18, 4])
 
 
+@pytest.mark.slow
 def test_images_of_the_user(shapes, weights, tmp_path):
     files = sorted((shapes / "val").iterdir())[:3]
     _, report = export_detector(small_config(), weights(), tmp_path, images=files, runs=1)
@@ -166,6 +170,7 @@ def test_unwritable_output(weights, tmp_path, where):
         export_detector(small_config(), weights(), tmp_path / where)
 
 
+@pytest.mark.slow
 def test_the_tool_fails_where_the_answers_differ(weights, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(TOLERANCES, "fp32", TOLERANCES["fp32"] | {"scores": -1.0})
     arguments = ["--config-file", CONFIGS["retinanet"], "--weights", weights(), "--output", tmp_path]
@@ -178,6 +183,7 @@ def test_the_tool_fails_where_the_answers_differ(weights, tmp_path, monkeypatch,
     assert report["ok"] is False and not any(row["ok"] for row in report["images"])
 
 
+@pytest.mark.slow
 def test_an_export_that_fails_leaves_the_older_one(weights, tmp_path, monkeypatch):
     path, _ = export_detector(small_config(), weights(), tmp_path, runs=1)
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}

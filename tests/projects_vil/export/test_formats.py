@@ -15,6 +15,7 @@ from projects_vil.export.metadata import metadata_path
 from projects_vil.export.parity import TOLERANCES, compare_detections
 from projects_vil.export.report import eager_detections, example_image
 from tests.projects_vil.export.exporting import ALONE, IN_BATCHES, detector, mistake
+from tests.selection import slow_except
 
 BOTH = ("retinanet", "mask_rcnn")
 
@@ -79,7 +80,7 @@ def check_batches(model: ExportedModel, eager: nn.Module) -> None:
     assert {len(value) for value in model(torch.stack([grey(70, 90)] * 2)).values()} == {0}
 
 
-@pytest.mark.parametrize("file_format", FORMATS)
+@pytest.mark.parametrize("file_format", slow_except(FORMATS, ["torchscript"]))
 def test_batches(batched, file_format):
     model = batched(file_format)
     assert (model.batched, model.dtype) == (True, torch.float32)
@@ -88,9 +89,8 @@ def test_batches(batched, file_format):
     check_batches(model, detector(IN_BATCHES[file_format]))
 
 
-@pytest.mark.parametrize(
-    "file_format", ["torchscript", *(pytest.param(name, marks=pytest.mark.slow) for name in ("torch_export", "onnx"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("file_format", FORMATS)
 @pytest.mark.parametrize("name", BOTH)
 def test_all_levels(written, file_format, name):
     eager = detector(name, all_levels=True)
@@ -119,33 +119,34 @@ def shape_of(value) -> list[int | str]:
     return [axis.dim_param or axis.dim_value for axis in value.type.tensor_type.shape.dim]
 
 
-def test_an_onnx_file(plain, batched):
+@pytest.mark.parametrize("is_batched", slow_except([False, True], [False]))
+def test_an_onnx_file(plain, batched, is_batched):
     onnx = pytest.importorskip("onnx")
-    for model, name, dtype, first in (
-        (plain("onnx"), "image", onnx.TensorProto.UINT8, []),
-        (batched("onnx"), "images", onnx.TensorProto.FLOAT, ["batch"]),
-    ):
-        contents = onnx.load(model.path, load_external_data=False)
-        onnx.checker.check_model(contents)
-        assert [(entry.domain, entry.version) for entry in contents.opset_import if not entry.domain] == [("", OPSET)]
-        assert OPSET == 20
-        (image,) = contents.graph.input
-        assert image.name == name and image.type.tensor_type.elem_type == dtype
-        *batch, channels, height, width = shape_of(image)
-        assert channels == 3 and len({height, width, *batch}) == 2 + len(first)
-        assert all(isinstance(axis, str) for axis in (height, width, *batch))
-        assert [value.name for value in contents.graph.output] == list(model.output_names)
-        for output in contents.graph.output:
-            number, *rest = shape_of(output)
-            assert isinstance(number, str)
-            assert rest == {"boxes": [4], "masks": [1, 28, 28]}.get(output.name, [])
-        tensors = contents.graph.initializer
-        assert not any(tensor.external_data for tensor in tensors)
-        weights = detector("mask_rcnn" if first else "retinanet").parameters()
-        assert model.path.stat().st_size > 4 * sum(parameter.numel() for parameter in weights)
-    assert not [path for path in plain("onnx").path.parent.iterdir() if path.suffix == ".data"]
+    model, name, dtype, first = plain("onnx"), "image", onnx.TensorProto.UINT8, []
+    if is_batched:
+        model, name, dtype, first = batched("onnx"), "images", onnx.TensorProto.FLOAT, ["batch"]
+    contents = onnx.load(model.path, load_external_data=False)
+    onnx.checker.check_model(contents)
+    assert [(entry.domain, entry.version) for entry in contents.opset_import if not entry.domain] == [("", OPSET)]
+    assert OPSET == 20
+    (image,) = contents.graph.input
+    assert image.name == name and image.type.tensor_type.elem_type == dtype
+    *batch, channels, height, width = shape_of(image)
+    assert channels == 3 and len({height, width, *batch}) == 2 + len(first)
+    assert all(isinstance(axis, str) for axis in (height, width, *batch))
+    assert [value.name for value in contents.graph.output] == list(model.output_names)
+    for output in contents.graph.output:
+        number, *rest = shape_of(output)
+        assert isinstance(number, str)
+        assert rest == {"boxes": [4], "masks": [1, 28, 28]}.get(output.name, [])
+    tensors = contents.graph.initializer
+    assert not any(tensor.external_data for tensor in tensors)
+    weights = detector("mask_rcnn" if first else "retinanet").parameters()
+    assert model.path.stat().st_size > 4 * sum(parameter.numel() for parameter in weights)
+    assert not [path for path in model.path.parent.iterdir() if path.suffix == ".data"]
 
 
+@pytest.mark.slow
 def test_an_exported_program_needs_torch_and_torchvision_only(batched, tmp_path):
     model, image = batched("torch_export"), example_image(75, 110, seed=4)
     torch.save(image[None].float(), tmp_path / "image.pt")

@@ -28,6 +28,7 @@ def test_a_report_as_text(exported):
     assert ", opset 20, fp32" in text.splitlines()[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, layer, change",
     [

@@ -43,6 +43,7 @@ def export(output, **changes) -> list[dict]:
     return table.export_table(output, **options | changes)
 
 
+@pytest.mark.slow
 def test_a_trained_run_is_exported_and_compared(tmp_path, capsys):
     run = tmp_path / "runs/retinanet_vil"
     run.mkdir(parents=True)

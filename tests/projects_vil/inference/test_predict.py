@@ -31,6 +31,7 @@ def test_results_equal_those_of_an_evaluation(trained_run, shapes, tmp_path, bat
     assert (summary.done, summary.detections, summary.skipped) == (8, len(results), ())
 
 
+@pytest.mark.slow
 def test_masks_equal_those_of_an_evaluation_in_every_batch(shapes, tmp_path):
     options = ["OUTPUT_DIR", str(tmp_path / "evaluated"), "INPUT.FORMAT", "BGR", "TEST.DETECTIONS_PER_IMAGE", "10"]
     cfg = small_config("mask_rcnn", *options)
@@ -50,6 +51,7 @@ def test_masks_equal_those_of_an_evaluation_in_every_batch(shapes, tmp_path):
     assert drawn == sorted(path.name for path in (shapes / "val").iterdir())
 
 
+@pytest.mark.slow
 def test_an_exported_model_predicts_as_its_checkpoint(trained_run, exported_run, shapes, tmp_path):
     cfg, weights = load_config(trained_run / "config.yaml"), trained_run / "model_final.pth"
     (tmp_path / "in").mkdir()

@@ -149,6 +149,7 @@ def test_operators_that_are_not_built_are_not_needed(caplog):
     assert caplog.messages == ["a 1\ndetectron2._C    not built, and not needed\nb 2"]
 
 
+@pytest.mark.slow
 def test_a_start_is_silent():
     """In a process of its own: each tool's first line, with all that it imports."""
     code = "import projects_vil.engine, projects_vil.inference, projects_vil.analysis"
