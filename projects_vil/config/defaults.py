@@ -64,6 +64,9 @@ def add_vil_config(cfg: CN) -> None:
     # Semantic segmentation: a crop is drawn again, up to ten times, where one class has more than this of its labels.
     cfg.INPUT.CROP.SINGLE_CATEGORY_MAX_AREA = 1.0
 
+    # What becomes of a COCO file with faults, before training and evaluation (docs/datasets.md): "error" stops, "warn"
+    # names them and goes on without them, "off" does not look.
+    cfg.DATASETS.CHECK = "error"
     # COCO-format datasets to register: [name, annotation file, image folder], each.
     cfg.DATASETS.COCO = []
     # Those in the layout of ADE20K, whose label images have 0 for ignored, classes from 1: [name, image folder, label

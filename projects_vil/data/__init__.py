@@ -7,10 +7,12 @@ from projects_vil.data.build import (
     build_train_loader,
     check_datasets,
     load_dataset,
+    read_ahead,
 )
 from projects_vil.data.catalog import check_files, datasets_root, register_datasets
 from projects_vil.data.dataset_mapper import CROP_TYPES, Mapper, SemSegMapper
 from projects_vil.data.datasets.ade20k import IGNORED_LABEL, label_reader
+from projects_vil.data.datasets.coco import CHECKS, check_coco, check_output, evaluated_as, write_cleaned
 from projects_vil.data.datasets.shapes import SHAPES_TASKS, describe_shapes, write_shapes_dataset
 from projects_vil.data.datasets.subset import write_subset
 from projects_vil.data.detection_utils import (
@@ -26,6 +28,7 @@ from projects_vil.data.detection_utils import (
 from projects_vil.data.samplers import derived_seed, seed_all
 
 __all__ = [
+    "CHECKS",
     "CROP_TYPES",
     "IGNORED_LABEL",
     "IMAGE_SUFFIXES",
@@ -37,13 +40,17 @@ __all__ = [
     "build_mapper",
     "build_test_loader",
     "build_train_loader",
+    "check_coco",
     "check_datasets",
     "check_files",
+    "check_output",
     "datasets_root",
     "derived_seed",
     "describe_shapes",
+    "evaluated_as",
     "label_reader",
     "load_dataset",
+    "read_ahead",
     "read_for_testing",
     "read_image",
     "read_size",
@@ -52,6 +59,7 @@ __all__ = [
     "size_for_testing",
     "upright_pixels",
     "upright_size",
+    "write_cleaned",
     "write_shapes_dataset",
     "write_subset",
 ]

@@ -2,18 +2,13 @@
 
 import functools
 import json
-import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from detectron2.config import CfgNode
-from detectron2.data import (
-    MetadataCatalog,
-    build_detection_test_loader,
-    get_detection_dataset_dicts,
-)
-from detectron2.data.build import print_instances_class_histogram
+from detectron2.data import DatasetCatalog, MetadataCatalog, build_detection_test_loader
+from detectron2.data.build import filter_images_with_only_crowd_annotations, print_instances_class_histogram
 from detectron2.data.samplers import RandomSubsetTrainingSampler, RepeatFactorTrainingSampler, TrainingSampler
 from detectron2.utils import comm
 
@@ -21,30 +16,42 @@ from backbones import InputError
 from backbones.errors import check_choice
 from projects_vil.config import is_segmentor, number_of_classes
 from projects_vil.data.catalog import check_files, read_class_names
+from projects_vil.data.checking import missing_files
 from projects_vil.data.dataset_mapper import Mapper, SemSegMapper
 from projects_vil.data.datasets.ade20k import IGNORED_LABEL
+from projects_vil.data.datasets.coco import CHECKS, is_coco, load_coco
 from projects_vil.data.samplers import BatchStream, SeededRecords, TrainLoader
 
 TRAIN_SAMPLERS = ("TrainingSampler", "RepeatFactorTrainingSampler", "RandomSubsetTrainingSampler")
+# Records that were read before the loader asks for them.
+_READ_AHEAD: dict[tuple, list[dict[str, Any]]] = {}
 
 
-def load_dataset(cfg: CfgNode, names: Iterable[str], *, train: bool) -> list[dict[str, Any]]:
+def load_dataset(
+    cfg: CfgNode, names: Iterable[str], *, train: bool, open_images: bool = False
+) -> list[dict[str, Any]]:
     """The records of some datasets in detectron2's format; for training without images that have no annotation.
+
+    COCO files are checked as ``DATASETS.CHECK`` says (:mod:`projects_vil.data.checking`).
+
+    Args:
+        open_images: whether the check opens every image file too.
 
     Raises:
         InputError: for an unknown name, a missing file or folder, an annotation file that is not COCO JSON, images
-            that are not there, boxes where the model learns from label images or the other way round, a number of
-            classes that is not the config's, or nothing to train on.
+            that are not there, what a check finds, boxes where the model learns from label images or the other way
+            round, a number of classes that is not the config's, or nothing to train on.
     """
     names = list(names)
+    check_choice("DATASETS.CHECK", cfg.DATASETS.CHECK, CHECKS)
     if not names:
         raise InputError(f"DATASETS.{'TRAIN' if train else 'TEST'} is empty: name a dataset")
     for name in names:
         check_files(name)
     try:
-        records = get_detection_dataset_dicts(
-            names, filter_empty=train and cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS, check_consistency=False
-        )
+        records = [record for name in names for record in _read(cfg, name, open_images=open_images)]
+        if train and cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS and records and "annotations" in records[0]:
+            records = filter_images_with_only_crowd_annotations(records)
     except InputError:
         raise
     except json.JSONDecodeError as error:
@@ -56,9 +63,7 @@ def load_dataset(cfg: CfgNode, names: Iterable[str], *, train: bool) -> list[dic
     except AssertionError as error:
         if any(MetadataCatalog.get(name).get("sem_seg_root") for name in names):
             raise InputError(f"{_annotations(names)}: {error}") from error
-        if "No valid data" not in str(error):
-            raise InputError(f"{_annotations(names)} is not a COCO annotation file: {error}") from error
-        records = []
+        raise InputError(f"{_annotations(names)} is not a COCO annotation file: {error}") from error
     if not records:
         raise InputError(f"{_annotations(names)} has no image {'with an annotation' if train else ''} to work on")
     _check_task(cfg, names, records)
@@ -69,6 +74,31 @@ def load_dataset(cfg: CfgNode, names: Iterable[str], *, train: bool) -> list[dic
     if train and not is_segmentor(cfg):
         print_instances_class_histogram(records, _class_names(cfg, names[0]))
     return records
+
+
+def _read(cfg: CfgNode, name: str, *, open_images: bool) -> list[dict[str, Any]]:
+    if cfg.DATASETS.CHECK == "off" or not is_coco(name):
+        return DatasetCatalog.get(name)
+    return load_coco(name, check=cfg.DATASETS.CHECK, masks=cfg.MODEL.MASK_ON, open_images=open_images)
+
+
+def read_ahead(cfg: CfgNode) -> None:
+    """Read and check the datasets of a training run, before anything of the run is written.
+
+    The loader of :func:`build_train_loader` takes what was read, so that it is read once.
+
+    Raises:
+        InputError: as :func:`load_dataset`, for those of the evaluation too.
+    """
+    for name in cfg.DATASETS.TEST:
+        load_dataset(cfg, [name], train=False, open_images=True)
+    _READ_AHEAD[_training_key(cfg)] = load_dataset(cfg, cfg.DATASETS.TRAIN, train=True, open_images=True)
+
+
+def _training_key(cfg: CfgNode) -> tuple:
+    """What the records of training depend on."""
+    datasets, empty = cfg.DATASETS, cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS
+    return tuple(datasets.TRAIN), str(datasets.COCO), datasets.CHECK, empty, cfg.MODEL.dump()
 
 
 def check_datasets(cfg: CfgNode, names: Sequence[str]) -> None:
@@ -91,7 +121,9 @@ def build_train_loader(cfg: CfgNode) -> TrainLoader:
     Raises:
         InputError: where :func:`load_dataset` would, and for an unknown ``DATALOADER.SAMPLER_TRAIN``.
     """
-    records = load_dataset(cfg, cfg.DATASETS.TRAIN, train=True)
+    records = _READ_AHEAD.pop(_training_key(cfg), None)
+    if records is None:
+        records = load_dataset(cfg, cfg.DATASETS.TRAIN, train=True, open_images=True)
     check_choice("DATALOADER.SAMPLER_TRAIN", cfg.DATALOADER.SAMPLER_TRAIN, TRAIN_SAMPLERS)
     world_size = comm.get_world_size()
     batches = BatchStream(
@@ -125,7 +157,7 @@ def _aspect_groups(records: list[dict[str, Any]]) -> list[int]:
 
 def build_test_loader(cfg: CfgNode, dataset_name: str) -> torch.utils.data.DataLoader:
     """detectron2's test loader over one dataset, an image a batch."""
-    records = load_dataset(cfg, [dataset_name], train=False)
+    records = load_dataset(cfg, [dataset_name], train=False, open_images=True)
     return build_detection_test_loader(
         dataset=records, mapper=build_mapper(cfg, is_train=False), num_workers=cfg.DATALOADER.NUM_WORKERS
     )
@@ -160,21 +192,13 @@ def _check_annotations(cfg: CfgNode, names: list[str], records: list[dict[str, A
         box = annotation.get("bbox")
         if not isinstance(box, (list, tuple)) or len(box) != 4 or not all(isinstance(n, (int, float)) for n in box):
             raise InputError(f"{_annotations(names)} has the bbox {box!r}: it is [left, top, width, height]")
-    if train and cfg.MODEL.MASK_ON and not any("segmentation" in annotation for annotation in annotations):
+    has_masks = any("segmentation" in annotation for annotation in annotations)
+    if train and cfg.MODEL.MASK_ON and annotations and not has_masks:
         raise InputError(f"{_annotations(names)} has no segmentation to learn masks from: add MODEL.MASK_ON False")
 
 
 def _check_images(names: Iterable[str], records: list[dict[str, Any]]) -> None:
-    present = {
-        folder: set(os.listdir(folder))
-        for folder in {os.path.dirname(record["file_name"]) for record in records}
-        if os.path.isdir(folder)
-    }
-    missing = [
-        record["file_name"]
-        for record in records
-        if os.path.basename(record["file_name"]) not in present.get(os.path.dirname(record["file_name"]), ())
-    ]
+    missing = list(missing_files(record["file_name"] for record in records))
     if missing:
         raise InputError(
             f"{len(missing)} of the {len(records)} images of {', '.join(names)} are missing, the first is {missing[0]}"

@@ -132,12 +132,13 @@ def check_files(name: str) -> None:
 def read_class_names(annotations: str | None) -> list[str] | None:
     """Names of the categories of a COCO file by id, as detectron2 numbers them, without parsing the whole of it.
 
-    COCO's own file of 450 MB takes a second. None where there is no such file or it does not tell: whoever loads it
-    says why.
+    COCO's own file of 450 MB takes a second. None where there is no such file or it does not tell, as where an id is
+    there twice: whoever loads it says why.
     """
     try:
         categories = _read_categories(Path(annotations or ""))
-        return [str(category["name"]) for category in sorted(categories, key=lambda category: category["id"])]
+        names = {int(category["id"]): str(category["name"]) for category in categories}
+        return [names[number] for number in sorted(names)] if len(names) == len(categories) else None
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         return None
 

@@ -10,7 +10,15 @@ import torch
 from detectron2.config import CfgNode
 from detectron2.data import DatasetMapper
 from detectron2.data import transforms as T
-from detectron2.data.detection_utils import SizeMismatchError, build_augmentation, check_image_size, transform_proposals
+from detectron2.data.detection_utils import (
+    SizeMismatchError,
+    annotations_to_instances,
+    build_augmentation,
+    check_image_size,
+    filter_empty_instances,
+    transform_instance_annotations,
+    transform_proposals,
+)
 
 from backbones import InputError
 from backbones.errors import check_choice
@@ -22,6 +30,7 @@ class Mapper(DatasetMapper):
     """detectron2's mapper, with images read by :func:`~projects_vil.data.detection_utils.read_image`.
 
     An image that cannot be read, or is of another size than its record says, is an :class:`InputError` that names it.
+    Masks are polygons as ``INPUT.MASK_FORMAT`` says, and bitmaps in an image where an object has RLE.
     """
 
     def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any]:
@@ -43,6 +52,27 @@ class Mapper(DatasetMapper):
         elif "annotations" in record:
             self._transform_annotations(record, transforms, (height, width))
         return record
+
+    def _transform_annotations(
+        self, dataset_dict: dict[str, Any], transforms: T.TransformList, image_shape: tuple[int, int]
+    ) -> None:
+        objects = [entry for entry in dataset_dict.pop("annotations") if entry.get("iscrowd", 0) == 0]
+        for entry in objects:
+            for field, is_used in (("segmentation", self.use_instance_mask), ("keypoints", self.use_keypoint)):
+                if not is_used:
+                    entry.pop(field, None)
+        has_rle = any(isinstance(entry.get("segmentation"), dict) for entry in objects)
+        objects = [
+            transform_instance_annotations(
+                entry, transforms, image_shape, keypoint_hflip_indices=self.keypoint_hflip_indices
+            )
+            for entry in objects
+        ]
+        mask_format = "bitmask" if has_rle else self.instance_mask_format
+        instances = annotations_to_instances(objects, image_shape, mask_format=mask_format)
+        if self.recompute_boxes:
+            instances.gt_boxes = instances.gt_masks.get_bounding_boxes()
+        dataset_dict["instances"] = filter_empty_instances(instances)
 
 
 CROP_TYPES = ("relative_range", "relative", "absolute", "absolute_range")

@@ -115,7 +115,7 @@ def upright_size(image: Image.Image) -> tuple[int, int]:
 
 def _check_is_regular(path: str | Path) -> None:
     # Opening a pipe waits for someone who writes to it, perhaps for ever.
-    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+    if not os.path.isfile(path) and os.path.exists(path) and not os.path.isdir(path):
         raise OSError("it is no regular file")
 
 

@@ -62,6 +62,7 @@ def check_values(cfg: CfgNode) -> None:
         value = functools.reduce(getattr, key.split("."), cfg)
         if not is_right(value):
             raise InputError(f"{key} is {value!r}: it is {meaning}")
+    check_choice("DATASETS.CHECK", cfg.DATASETS.CHECK, data.CHECKS)
     check_choice("DATALOADER.SAMPLER_TRAIN", cfg.DATALOADER.SAMPLER_TRAIN, data.TRAIN_SAMPLERS)
     if cfg.INPUT.CROP.ENABLED:
         check_choice("INPUT.CROP.TYPE", cfg.INPUT.CROP.TYPE, data.CROP_TYPES)

@@ -14,7 +14,7 @@ from detectron2.utils import comm
 from backbones import InputError
 from projects_vil.checkpoint import Checkpointer, checkpoints_of, remove_run
 from projects_vil.config import ConfigToolParser, load_config
-from projects_vil.data import register_datasets
+from projects_vil.data import read_ahead, register_datasets
 from projects_vil.engine.checks import check_setup
 from projects_vil.engine.defaults import Trainer
 from projects_vil.solver import count_training_images, is_by_epochs, schedule_by_epochs
@@ -102,6 +102,9 @@ def _run(args: argparse.Namespace, num_images: int) -> OrderedDict:
     register_datasets(cfg)
     cfg, lines = (cfg, []) if args.eval_only else schedule_by_epochs(cfg, num_images, args.opts)
     log_run(cfg.OUTPUT_DIR, rank=comm.get_rank())
+    if not args.eval_only:
+        # Before anything of an older run is removed.
+        read_ahead(cfg)
     is_new = not args.eval_only and not (args.resume and checkpoints_of(cfg.OUTPUT_DIR))
     comm.synchronize()
     if is_new:

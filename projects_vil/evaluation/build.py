@@ -11,18 +11,19 @@ from detectron2.evaluation import (
 )
 
 from backbones import InputError
-from projects_vil.data import label_reader
+from projects_vil.data import evaluated_as, label_reader
 
 
 def build_evaluator(cfg: CfgNode, dataset_name: str, output_folder: str) -> DatasetEvaluator:
     """The evaluator of the dataset's ``evaluator_type``: COCO, LVIS, Pascal VOC or semantic segmentation.
 
     Raises:
-        InputError: for a dataset of another type.
+        InputError: for a dataset of another type, or annotations that ``DATASETS.CHECK`` refuses.
     """
     kind = MetadataCatalog.get(dataset_name).get("evaluator_type")
     if kind == "coco":
-        return COCOEvaluator(dataset_name, output_dir=output_folder, max_dets_per_image=cfg.TEST.DETECTIONS_PER_IMAGE)
+        with evaluated_as(dataset_name, check=cfg.DATASETS.CHECK, masks=cfg.MODEL.MASK_ON) as name:
+            return COCOEvaluator(name, output_dir=output_folder, max_dets_per_image=cfg.TEST.DETECTIONS_PER_IMAGE)
     if kind == "lvis":
         return LVISEvaluator(dataset_name, output_dir=output_folder)
     if kind == "pascal_voc":
