@@ -6,6 +6,8 @@ import re
 import sys
 from collections.abc import Iterator
 
+from backbones.errors import InputError
+
 _OWN = ("projects_vil", "backbones")
 
 # What a run's log.txt has and its console leaves out: how detectron2 works inside, and pages that nobody reads there.
@@ -78,7 +80,12 @@ def log_run(output_dir: str, *, rank: int = 0) -> None:
 
 
 def concerns_a_user(record: logging.LogRecord) -> bool:
-    """Whether a record of a run is worth a place on the console."""
+    """Whether a record of a run is worth a place on the console.
+
+    The traceback of a user's mistake is not: the run ends with its one line.
+    """
+    if record.exc_info and isinstance(record.exc_info[1], InputError):
+        return False
     return record.levelno > logging.WARNING or _FOR_THE_FILE.match(record.getMessage()) is None
 
 
