@@ -86,13 +86,20 @@ def load_lazy_config(path: str | Path, overrides: Sequence[str] = ()) -> DictCon
 
 
 def load_records(
-    names: Sequence[str], *, train: bool, num_classes: int, masks: bool = False, filter_empty: bool = True
+    names: Sequence[str],
+    *,
+    train: bool,
+    num_classes: int,
+    masks: bool = False,
+    filter_empty: bool = True,
+    check: str = "error",
 ) -> list[dict[str, Any]]:
     """The records of some datasets of boxes: what a LazyConfig's loaders take.
 
     Args:
         masks: whether segmentations are learned.
         filter_empty: whether images without annotation are left out of training.
+        check: as ``DATASETS.CHECK``.
 
     Raises:
         InputError: as :func:`projects_vil.data.load_dataset`.
@@ -101,7 +108,8 @@ def load_records(
     cfg.MODEL.META_ARCHITECTURE = "GeneralizedRCNN"
     cfg.MODEL.ROI_HEADS.NUM_CLASSES, cfg.MODEL.MASK_ON = num_classes, masks
     cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS = filter_empty
-    return data.load_dataset(cfg, list(names), train=train)
+    cfg.DATASETS.CHECK = check
+    return data.load_dataset(cfg, list(names), train=train, open_images=True)
 
 
 def describe_lazy_config(cfg: DictConfig, model: nn.Module) -> CfgNode:
@@ -192,6 +200,8 @@ def _run(args: argparse.Namespace) -> OrderedDict | None:
     facts = describe_lazy_config(cfg, model)
     data.register_datasets(facts)
     if not args.eval_only:
+        # Found before the first iteration, not by the first evaluation.
+        _instantiate(cfg.dataloader.test.dataset, "dataloader.test.dataset")
         return _train(cfg, facts, model, resume=args.resume)
     model = create_ddp_model(model)
     checkpointer = Checkpointer(model, cfg.train.output_dir, cfg=facts, complete=True)

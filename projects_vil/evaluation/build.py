@@ -22,8 +22,13 @@ def build_evaluator(cfg: CfgNode, dataset_name: str, output_folder: str) -> Data
     """
     kind = MetadataCatalog.get(dataset_name).get("evaluator_type")
     if kind == "coco":
-        with evaluated_as(dataset_name, check=cfg.DATASETS.CHECK, masks=cfg.MODEL.MASK_ON) as name:
-            return COCOEvaluator(name, output_dir=output_folder, max_dets_per_image=cfg.TEST.DETECTIONS_PER_IMAGE)
+        return coco_evaluator(
+            dataset_name,
+            output_dir=output_folder,
+            max_dets_per_image=cfg.TEST.DETECTIONS_PER_IMAGE,
+            masks=cfg.MODEL.MASK_ON,
+            check=cfg.DATASETS.CHECK,
+        )
     if kind == "lvis":
         return LVISEvaluator(dataset_name, output_dir=output_folder)
     if kind == "pascal_voc":
@@ -33,3 +38,19 @@ def build_evaluator(cfg: CfgNode, dataset_name: str, output_folder: str) -> Data
     raise InputError(
         f"the dataset {dataset_name} has the evaluator type {kind!r}: it is coco, lvis, pascal_voc or sem_seg"
     )
+
+
+def coco_evaluator(
+    dataset_name: str, *, output_dir: str, max_dets_per_image: int = 100, masks: bool = False, check: str = "error"
+) -> COCOEvaluator:
+    """detectron2's evaluator of a COCO file, on the annotations as training reads them.
+
+    Args:
+        masks: whether the detector has masks.
+        check: as ``DATASETS.CHECK``.
+
+    Raises:
+        InputError: for annotations that the check refuses.
+    """
+    with evaluated_as(dataset_name, check=check, masks=masks) as name:
+        return COCOEvaluator(name, output_dir=output_dir, max_dets_per_image=max_dets_per_image)

@@ -3,10 +3,10 @@
 from detectron2.config import LazyCall as L
 from detectron2.data import build_detection_test_loader, build_detection_train_loader
 from detectron2.data import transforms as T
-from detectron2.evaluation import COCOEvaluator
 
 from projects_vil.data import Mapper
 from projects_vil.engine import load_records
+from projects_vil.evaluation import coco_evaluator
 
 dataloader = dict(
     # Your own datasets to register: [name, annotation file, image folder], each.
@@ -34,7 +34,10 @@ dataloader = dict(
         ),
         num_workers=4,
     ),
-    evaluator=L(COCOEvaluator)(
-        dataset_name="${..test.dataset.names[0]}", output_dir="${train.output_dir}/inference", max_dets_per_image=100
+    evaluator=L(coco_evaluator)(
+        dataset_name="${..test.dataset.names[0]}",
+        output_dir="${train.output_dir}/inference",
+        max_dets_per_image=100,
+        masks="${..train.dataset.masks}",
     ),
 )

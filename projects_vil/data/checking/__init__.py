@@ -2,7 +2,7 @@
 
 from projects_vil.data.checking.check import Checked, check_dataset
 from projects_vil.data.checking.findings import Findings
-from projects_vil.data.checking.images import missing_files, sizes_of_files
+from projects_vil.data.checking.images import missing_files
 from projects_vil.data.checking.kinds import KINDS, NOT_TO_MEND, Kind
 from projects_vil.data.checking.mend import Mended, mend
 
@@ -16,5 +16,4 @@ __all__ = [
     "check_dataset",
     "mend",
     "missing_files",
-    "sizes_of_files",
 ]

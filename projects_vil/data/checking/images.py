@@ -2,18 +2,13 @@
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
 from projects_vil.data.checking.findings import Findings, shown
-from projects_vil.data.detection_utils import UnreadableImage, read_image, read_size
-
-# Files that are opened at a time: a disk behind a network answers late, not slowly.
-_OPENED_AT_A_TIME = 16
-_FILES_A_TASK = 64
+from projects_vil.data.checking.headers import sizes_of_files
 
 
 def whole(value: object) -> int | None:
@@ -135,32 +130,3 @@ def missing_files(paths: Iterable[str]) -> Iterator[str]:
             folders[folder] = set(os.listdir(folder)) if os.path.isdir(folder) else set()
         if name not in folders[folder]:
             yield path
-
-
-def sizes_of_files(paths: Sequence[str], *, pixels: bool = False) -> Iterator[tuple[int, int] | str]:
-    """Height and width of each image file, upright, or why it cannot be read, in the order of the paths.
-
-    Args:
-        paths: may be many: several are opened at a time.
-        pixels: whether to read all of each file, not only its header.
-    """
-    parts = [paths[start : start + _FILES_A_TASK] for start in range(0, len(paths), _FILES_A_TASK)]
-    look = _sizes_of_pixels if pixels else _sizes_of_headers
-    with ThreadPoolExecutor((os.cpu_count() or 1) if pixels else _OPENED_AT_A_TIME) as pool:
-        for sizes in pool.map(look, parts):
-            yield from sizes
-
-
-def _sizes_of_headers(paths: Sequence[str]) -> list[tuple[int, int] | str]:
-    return [_or_reason(read_size, path) for path in paths]
-
-
-def _sizes_of_pixels(paths: Sequence[str]) -> list[tuple[int, int] | str]:
-    return [_or_reason(lambda path: read_image(path).shape[:2], path) for path in paths]
-
-
-def _or_reason(read: Callable[[str], tuple[int, int]], path: str) -> tuple[int, int] | str:
-    try:
-        return read(path)
-    except UnreadableImage as error:
-        return error.reason

@@ -116,6 +116,7 @@ def evaluated_as(name: str, *, check: str, masks: bool) -> Iterator[str]:
         copy = Path(folder) / Path(path).name
         copy.write_text(json.dumps(mended.dataset))
         MetadataCatalog.get(folder).set(json_file=str(copy), **facts)
+        _number_classes(folder, mended.dataset)
         try:
             yield folder
         finally:
@@ -200,17 +201,12 @@ def _missing_images(name: str, checked: Checked) -> InputError:
 
 
 def _records(dataset: dict[str, Any], name: str, image_root: str, *, masks: bool) -> list[dict[str, Any]]:
-    categories = sorted(dataset["categories"], key=lambda category: category["id"])
-    metadata = MetadataCatalog.get(name)
-    metadata.thing_classes = [category["name"] for category in categories]
-    index_of = {category["id"]: index for index, category in enumerate(categories)}
-    metadata.thing_dataset_id_to_contiguous_id = index_of
+    index_of = _number_classes(name, dataset)
     of_image = defaultdict(list)
     for annotation in dataset["annotations"]:
         of_image[annotation["image_id"]].append(annotation)
     images = dataset["images"]
-    numbers = len(images), len(dataset["annotations"])
-    logging.getLogger(__name__).info("%s: %d images and %d objects of %s", name, *numbers, metadata.json_file)
+    logging.getLogger(__name__).info("%s: %d images and %d objects", name, len(images), len(dataset["annotations"]))
     in_order = {type(image["id"]) for image in images} <= {int, float} or {type(i["id"]) for i in images} == {str}
     return [
         {
@@ -222,6 +218,15 @@ def _records(dataset: dict[str, Any], name: str, image_root: str, *, masks: bool
         }
         for image in sorted(images, key=lambda image: image["id"] if in_order else str(image["id"]))
     ]
+
+
+def _number_classes(name: str, dataset: dict[str, Any]) -> dict[int, int]:
+    """Set the classes of a dataset in detectron2's metadata, in the order of their ids; id -> class."""
+    categories = sorted(dataset["categories"], key=lambda category: category["id"])
+    metadata = MetadataCatalog.get(name)
+    metadata.thing_classes = [category["name"] for category in categories]
+    metadata.thing_dataset_id_to_contiguous_id = {category["id"]: i for i, category in enumerate(categories)}
+    return metadata.thing_dataset_id_to_contiguous_id
 
 
 def _object(annotation: dict[str, Any], index_of: dict[int, int], *, masks: bool) -> dict[str, Any]:
