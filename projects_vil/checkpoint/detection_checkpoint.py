@@ -12,6 +12,7 @@ import torch
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.config import CfgNode
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from backbones import InputError
 from backbones.convert import OfficialCheckpoint, recognise
@@ -30,6 +31,9 @@ from projects_vil.checkpoint.provenance import (
 from projects_vil.checkpoint.storage import find_checkpoint, tag_checkpoint
 from projects_vil.modeling import TransformerBackbone, build_on_meta
 
+# Beside averaged weights under "model": those of training, and how many steps are averaged.
+UNAVERAGED, AVERAGED_STEPS = "unaveraged_model", "averaged_steps"
+
 
 class Checkpointer(DetectionCheckpointer):
     """detectron2's checkpointer, strict: nothing stays random without being a whole part that the file lacks.
@@ -45,7 +49,12 @@ class Checkpointer(DetectionCheckpointer):
         model, save_dir: as detectron2's.
         cfg: the model's config, which knows its datasets and input format; without it neither is compared or saved.
         complete: for evaluation and export: the file must fill the whole model. So it must where training resumes.
+        averaged: of the model, while it trains: saved as ``model``, which all that reads a checkpoint takes, with the
+            weights of training beside it, which a resumed run takes.
         checkpointables: as detectron2's.
+
+    Attributes:
+        has_average: whether the checkpoint that was resumed from had one.
     """
 
     def __init__(
@@ -55,9 +64,12 @@ class Checkpointer(DetectionCheckpointer):
         *,
         cfg: CfgNode | None = None,
         complete: bool = False,
+        averaged: AveragedModel | None = None,
         **checkpointables,
     ) -> None:
         super().__init__(model, save_dir, **checkpointables)
+        self.averaged = averaged
+        self.has_average = False
         self.cfg = cfg
         self.complete = complete
         self._resuming = False
@@ -76,6 +88,9 @@ class Checkpointer(DetectionCheckpointer):
         if not self.save_dir or not self.save_to_disk:
             return
         contents = {"model": self.model.state_dict()}
+        if self.averaged is not None:
+            average = {"model": self.averaged.module.state_dict(), AVERAGED_STEPS: int(self.averaged.n_averaged)}
+            contents = {UNAVERAGED: contents["model"], **average}
         contents |= {key: thing.state_dict() for key, thing in self.checkpointables.items()}
         path = Path(self.save_dir) / f"{name}.pth"
         self.logger.info("Saving checkpoint to %s", path)
@@ -182,13 +197,40 @@ class Checkpointer(DetectionCheckpointer):
         return {"model": model, PROVENANCE_KEY: said.to_dict()}
 
     def _load_model(self, checkpoint: dict[str, Any]):
+        average, steps = self._take_unaveraged(checkpoint), checkpoint.pop(AVERAGED_STEPS, 1)
+        incompatible = self._load_weights(checkpoint)
+        if average is not None:
+            self._check_finite(average)
+            self.averaged.module.load_state_dict(average)
+            self.averaged.n_averaged.fill_(steps)
+            self.has_average = True
+        return incompatible
+
+    def _take_unaveraged(self, checkpoint: dict[str, Any]) -> dict[str, Tensor] | None:
+        """Where training resumes, put its weights in the place of their average; returns that, if it goes on."""
+        trained = checkpoint.pop(UNAVERAGED, None)
+        if trained is None:
+            return None
+        if not self._resuming:
+            self.logger.info(f"{self._path} has averaged weights (MODEL.EMA): they are taken")
+            return None
+        average, checkpoint["model"] = checkpoint["model"], trained
+        if self.averaged is None:
+            self.logger.warning(f"{self._path} has averaged weights, and MODEL.EMA.ENABLED is False: they end here")
+            return None
+        return average
+
+    def _check_finite(self, state_dict: dict[str, Tensor]) -> None:
+        diverged = next((name for name, value in state_dict.items() if not value.isfinite().all()), None)
+        if diverged is not None:
+            raise InputError(f"{self._path}: {diverged} has values that are not finite; take an older checkpoint")
+
+    def _load_weights(self, checkpoint: dict[str, Any]):
         said, state_dict = Provenance.of(checkpoint), checkpoint["model"]
         others = [name for name, value in state_dict.items() if not isinstance(value, Tensor)]
         if others:
             raise InputError(f"{self._path} has a {type(state_dict[others[0]]).__name__} where {others[0]} should be")
-        diverged = next((name for name, value in state_dict.items() if not value.isfinite().all()), None)
-        if diverged is not None:
-            raise InputError(f"{self._path}: {diverged} has values that are not finite; take an older checkpoint")
+        self._check_finite(state_dict)
         if all(name.startswith("module.") for name in state_dict):
             state_dict = {name.removeprefix("module."): tensor for name, tensor in state_dict.items()}
         self._check_variant(said)

@@ -42,12 +42,21 @@ def add_vil_config(cfg: CN) -> None:
     # Performer: iterations between two drawings of its random features (ViL, appendix D: 1000 in detection).
     cfg.MODEL.TRANSFORMER.FEATURE_REDRAW_PERIOD = 1000
 
+    # Averaged weights, which are evaluated and a checkpoint's "model". After each step the average becomes
+    # d average + (1 - d) weights, with d = min(DECAY, (1 + n) / (10 + n)) after n steps.
+    cfg.MODEL.EMA = CN()
+    cfg.MODEL.EMA.ENABLED = False
+    cfg.MODEL.EMA.DECAY = 0.9998
+
     # Whether training may start anew in an OUTPUT_DIR that has checkpoints.
     cfg.OVERWRITE_OUTPUT_DIR = False
     # How many numbered checkpoints are kept, the newest; 0 for all.
     cfg.SOLVER.CHECKPOINT_KEEP = 0
-    # The metric whose best checkpoint is kept as model_best.pth, "bbox/AP" for one; empty for none.
+    # The metric whose best checkpoint is kept as model_best.pth, "bbox/AP" for one; empty for none. More is better, and
+    # less of a "validation_loss/...".
     cfg.TEST.BEST_METRIC = ""
+    # Whether evaluations compute the losses on DATASETS.TEST too: validation_loss/... in metrics.json.
+    cfg.TEST.LOSS = False
 
     # "ADAMW" or "SGD".
     cfg.SOLVER.OPTIMIZER = "ADAMW"
@@ -58,6 +67,16 @@ def add_vil_config(cfg: CN) -> None:
     cfg.SOLVER.EPOCHS = 0
     # detectron2's key, None there for that of the weights: here biases do not decay, as norms do not in detectron2.
     cfg.SOLVER.WEIGHT_DECAY_BIAS = 0.0
+    # Of SOLVER.AMP.ENABLED: "float16", which needs a GPU and scales the loss, or "bfloat16", also on the CPU.
+    cfg.SOLVER.AMP.DTYPE = "float16"
+    # Into how many parts IMS_PER_BATCH is split, one after the other in memory; the optimizer sees the whole batch.
+    cfg.SOLVER.ACCUMULATE = 1
+    # The batch that BASE_LR and BASE_LR_END are meant for: they are multiplied by IMS_PER_BATCH / this; 0 for never.
+    cfg.SOLVER.SCALE_LR_TO_BATCH = 0
+    # How many batches whose loss or gradient is not finite a run leaves out before it stops (diverged.json).
+    cfg.SOLVER.SKIP_DIVERGED = 0
+    # After how many evaluations without a better TEST.BEST_METRIC a run ends; 0 for never.
+    cfg.SOLVER.EARLY_STOPPING_PATIENCE = 0
     # The exponent of SOLVER.LR_SCHEDULER_NAME WarmupPolyLR, which falls from BASE_LR to BASE_LR_END.
     cfg.SOLVER.POLY_LR_POWER = 0.9
 

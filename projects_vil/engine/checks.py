@@ -13,6 +13,7 @@ from backbones.errors import check_choice
 from projects_vil import data
 from projects_vil.checkpoint import check_weights, checkpoints_of, find_checkpoint
 from projects_vil.config import check_device
+from projects_vil.engine.steps import AMP_DTYPES
 from projects_vil.modeling import build_on_meta
 
 # What is passed over is said where the run resumes.
@@ -28,8 +29,11 @@ def check_setup(cfg: CfgNode, *, processes: int = 1, eval_only: bool = False, re
     check_values(cfg)
     model = build_on_meta(cfg)
     on_gpu = check_device(cfg)
-    if cfg.SOLVER.AMP.ENABLED and not eval_only and not on_gpu:
-        raise InputError("SOLVER.AMP.ENABLED is True, and AMP needs MODEL.DEVICE cuda: add SOLVER.AMP.ENABLED False")
+    if cfg.SOLVER.AMP.ENABLED and cfg.SOLVER.AMP.DTYPE == "float16" and not eval_only and not on_gpu:
+        raise InputError(
+            "SOLVER.AMP.ENABLED is True, and AMP needs MODEL.DEVICE cuda for float16: add SOLVER.AMP.DTYPE bfloat16, "
+            "or SOLVER.AMP.ENABLED False"
+        )
     if not eval_only:
         _check_batch(cfg, max(processes, 1))
     if not cfg.DATASETS.TEST and eval_only or not cfg.DATASETS.TRAIN and not eval_only:
@@ -66,6 +70,17 @@ def check_values(cfg: CfgNode) -> None:
     check_choice("DATALOADER.SAMPLER_TRAIN", cfg.DATALOADER.SAMPLER_TRAIN, data.TRAIN_SAMPLERS)
     if cfg.INPUT.CROP.ENABLED:
         check_choice("INPUT.CROP.TYPE", cfg.INPUT.CROP.TYPE, data.CROP_TYPES)
+    check_choice("SOLVER.AMP.DTYPE", cfg.SOLVER.AMP.DTYPE, AMP_DTYPES)
+    if cfg.SOLVER.SCALE_LR_TO_BATCH and cfg.SOLVER.REFERENCE_WORLD_SIZE:
+        raise InputError(
+            "SOLVER.SCALE_LR_TO_BATCH and SOLVER.REFERENCE_WORLD_SIZE both scale the learning rate: set one to 0"
+        )
+    patience = cfg.SOLVER.EARLY_STOPPING_PATIENCE
+    if patience and not (cfg.TEST.BEST_METRIC and cfg.TEST.EVAL_PERIOD):
+        raise InputError(
+            f"SOLVER.EARLY_STOPPING_PATIENCE is {patience}: it needs TEST.BEST_METRIC, bbox/AP for one, and a "
+            "TEST.EVAL_PERIOD above 0"
+        )
 
 
 def _check_batch(cfg: CfgNode, processes: int) -> None:
@@ -78,6 +93,9 @@ def _check_batch(cfg: CfgNode, processes: int) -> None:
         )
     if not reference and batch % processes:
         raise InputError(f"SOLVER.IMS_PER_BATCH is {batch}, no multiple of {processes} processes")
+    own, parts = batch // (reference or processes), cfg.SOLVER.ACCUMULATE
+    if own % parts:
+        raise InputError(f"SOLVER.ACCUMULATE is {parts}, and the {own} images of a process cannot be split evenly")
 
 
 def _whole(low: int) -> Callable[[Any], bool]:
@@ -98,11 +116,16 @@ _VALUES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("SOLVER.REFERENCE_WORLD_SIZE", _whole(0), "a number of processes, or 0"),
     ("SOLVER.CHECKPOINT_PERIOD", _whole(1), "1 or more iterations"),
     ("SOLVER.CHECKPOINT_KEEP", _whole(0), "a number of checkpoints, or 0 for all"),
+    ("SOLVER.ACCUMULATE", _whole(1), "1 or more parts of a batch"),
+    ("SOLVER.SCALE_LR_TO_BATCH", _whole(0), "a number of images, or 0 for a learning rate as it is"),
+    ("SOLVER.SKIP_DIVERGED", _whole(0), "a number of batches, or 0 to stop at the first"),
+    ("SOLVER.EARLY_STOPPING_PATIENCE", _whole(0), "a number of evaluations, or 0 for never"),
     ("SOLVER.WARMUP_ITERS", _whole(0), "0 or more iterations"),
     ("SOLVER.BASE_LR", lambda value: _is_finite(value) and value > 0, "above 0"),
     ("SOLVER.WEIGHT_DECAY", lambda value: _is_finite(value) and value >= 0, "0 or more"),
     ("TEST.EVAL_PERIOD", _whole(0), "a number of iterations, or 0 for the end alone"),
     ("DATALOADER.NUM_WORKERS", _whole(0), "0 or more processes"),
+    ("MODEL.EMA.DECAY", lambda value: _is_finite(value) and 0 <= value < 1, "0 or more, and below 1"),
     ("MODEL.PIXEL_MEAN", _are_colors, "three numbers, in the order of INPUT.FORMAT"),
     (
         "MODEL.PIXEL_STD",

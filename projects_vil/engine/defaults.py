@@ -1,8 +1,11 @@
 """detectron2's default trainer with this project's optimizer, datasets, checkpoints and results file."""
 
+import contextlib
 import logging
+import warnings
 import weakref
 from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +17,24 @@ from detectron2.evaluation import DatasetEvaluator
 from detectron2.utils import comm
 from detectron2.utils.events import EventWriter, JSONWriter
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
+from backbones import InputError
 from backbones.attention.performer import PerformerAttention
 from projects_vil import data, evaluation, solver
 from projects_vil.checkpoint import Checkpointer
-from projects_vil.engine.hooks import KeepBest, RedrawFeatures, SaveCheckpoints, SaveEvaluated, unwrapped
+from projects_vil.engine.averaging import AverageWeights, average_of, start_average
+from projects_vil.engine.hooks import (
+    KeepBest,
+    RedrawFeatures,
+    SaveCheckpoints,
+    SaveEvaluated,
+    StopEarly,
+    StoppedEarly,
+)
 from projects_vil.engine.resuming import KeepMetrics, MetricsFile, SeedSteps, restore_loss_normalizer
-from projects_vil.evaluation import write_results
+from projects_vil.engine.steps import AMP_DTYPES, Steps, unwrapped
+from projects_vil.evaluation import LOSS_TASK, validation_loss, write_results
 
 
 class Trainer(DefaultTrainer):
@@ -29,6 +43,14 @@ class Trainer(DefaultTrainer):
     # Whether the iteration of the checkpoint that was resumed from may lack its evaluation, and its line of metrics.
     _is_unfinished = False
     _metrics_file: MetricsFile | None = None
+    # Of the weights, by MODEL.EMA.
+    averaged: AveragedModel | None = None
+
+    def __init__(self, cfg: CfgNode) -> None:
+        with warnings.catch_warnings():
+            # Of detectron2's trainer for AMP, whose place Steps takes.
+            warnings.filterwarnings("ignore", message=".*GradScaler")
+            super().__init__(cfg)
 
     @classmethod
     def build_optimizer(cls, cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
@@ -56,24 +78,43 @@ class Trainer(DefaultTrainer):
         return evaluation.build_evaluator(cfg, dataset_name, str(folder))
 
     def build_hooks(self) -> list:
-        # DefaultTrainer builds its own checkpointer just before the hooks that save with it.
+        # DefaultTrainer builds its own steps and checkpointer just before the hooks that need them.
+        solver, test, ema = self.cfg.SOLVER, self.cfg.TEST, self.cfg.MODEL.EMA
+        self._trainer = Steps(
+            self._trainer.model,
+            self._trainer.data_loader,
+            self._trainer.optimizer,
+            output_dir=self.cfg.OUTPUT_DIR,
+            accumulate=solver.ACCUMULATE,
+            precision=AMP_DTYPES[solver.AMP.DTYPE] if solver.AMP.ENABLED else None,
+            skip=solver.SKIP_DIVERGED,
+        )
+        if ema.ENABLED:
+            self.averaged = average_of(unwrapped(self.model), decay=ema.DECAY)
         self.checkpointer = Checkpointer(
-            self._trainer.model, self.cfg.OUTPUT_DIR, cfg=self.cfg, trainer=weakref.proxy(self)
+            self.model, self.cfg.OUTPUT_DIR, cfg=self.cfg, averaged=self.averaged, trainer=weakref.proxy(self)
         )
         hooks = [hook for hook in super().build_hooks() if not isinstance(hook, PeriodicCheckpointer)]
         period = self.cfg.MODEL.TRANSFORMER.FEATURE_REDRAW_PERIOD
         if any(isinstance(module, PerformerAttention) for module in self.model.modules()):
             hooks.insert(0, RedrawFeatures(period))
-        solver, test = self.cfg.SOLVER, self.cfg.TEST
         saving = SaveCheckpoints(self.checkpointer, period=solver.CHECKPOINT_PERIOD, keep=solver.CHECKPOINT_KEEP)
         evaluation = next(index for index, hook in enumerate(hooks) if isinstance(hook, EvalHook))
+        averaging = []
+        if self.averaged is not None:
+            averaging = [AverageWeights(self.averaged, self._trainer)]
+            hooks[evaluation] = EvalHook(test.EVAL_PERIOD, self._evaluate_average)
         # All that an iteration does once its checkpoint is written.
         self._after_saving = [*hooks[evaluation:], SaveEvaluated(saving, period=test.EVAL_PERIOD)]
         if test.BEST_METRIC:
-            self._after_saving.insert(1, KeepBest(self.checkpointer, metric=test.BEST_METRIC))
+            best = KeepBest(self.checkpointer, metric=test.BEST_METRIC)
+            self._after_saving.insert(1, best)
+            if solver.EARLY_STOPPING_PATIENCE:
+                patience = solver.EARLY_STOPPING_PATIENCE
+                self._after_saving.append(StopEarly(best, saving, patience=patience, period=test.EVAL_PERIOD))
         # Another one where a run is resumed.
         self.seed = self.cfg.SEED if self.cfg.SEED >= 0 else comm.shared_random_seed()
-        return [SeedSteps(), KeepMetrics(), *hooks[:evaluation], saving, *self._after_saving]
+        return [SeedSteps(), KeepMetrics(), *hooks[:evaluation], *averaging, saving, *self._after_saving]
 
     def resume_or_load(self, resume: bool = True) -> None:
         """As detectron2's; a resumed run goes on as if it had never stopped, to the bit on a CPU.
@@ -94,6 +135,10 @@ class Trainer(DefaultTrainer):
             restore_loss_normalizer(unwrapped(self.model), contents.get("loss_normalizers", []))
             self._is_unfinished = not contents.get("finished", True)
             logger.info("resuming %s at iteration %d", path, self.start_iter)
+        if self.averaged is not None and not self.checkpointer.has_average:
+            start_average(self.averaged, unwrapped(self.model))
+            if path is not None:
+                logger.warning("%s has no averaged weights: the average begins at iteration %d", path, self.start_iter)
 
     def build_writers(self) -> list[EventWriter]:
         """detectron2's; ``metrics.json`` has no iteration twice after a resume."""
@@ -105,11 +150,13 @@ class Trainer(DefaultTrainer):
         """As detectron2's, with scripted losses that compute alike from the first call on.
 
         TorchScript runs a function differently in its first calls and once it has optimised it, and a resumed run would
-        differ in the last digits.
+        differ in the last digits. A run that ends early by ``SOLVER.EARLY_STOPPING_PATIENCE`` returns None.
         """
         try:
-            with torch.jit.optimized_execution(False):
+            with torch.jit.optimized_execution(False), _mistakes_without_traceback():
                 return super().train()
+        except StoppedEarly:
+            return None
         finally:
             self._trainer.data_loader.stop()
 
@@ -117,6 +164,7 @@ class Trainer(DefaultTrainer):
         """Before the first iteration; a resumed run first does what the last one of its checkpoint may lack."""
         logging.getLogger(__name__).info("seed: %d", self.seed)
         self._trainer.data_loader.start(seed=self.seed, iteration=self.start_iter)
+        self._trainer.forget_after(self.start_iter)
         if self._metrics_file is not None:
             self._metrics_file.start(self.start_iter - self._is_unfinished)
         super().before_train()
@@ -131,10 +179,37 @@ class Trainer(DefaultTrainer):
         self.iter = min(self.iter, self.max_iter)
         super().after_train()
 
+    def _evaluate_average(self) -> OrderedDict:
+        steps = int(self.averaged.n_averaged)
+        logging.getLogger(__name__).info("evaluating the averaged weights (MODEL.EMA), of %d steps", steps)
+        self._last_eval_results = self.test(self.cfg, self.averaged.module)
+        return self._last_eval_results
+
     @classmethod
     def test(cls, cfg: CfgNode, model: nn.Module, evaluators: Any = None) -> OrderedDict:
-        """Evaluate on ``DATASETS.TEST`` and write ``OUTPUT_DIR/evaluation.json``: dataset -> task -> metric."""
+        """Evaluate on ``DATASETS.TEST`` and write ``OUTPUT_DIR/evaluation.json``: dataset -> task -> metric.
+
+        With ``TEST.LOSS`` a task of each dataset is its losses.
+        """
         results = super().test(cfg, model, evaluators)
+        for name in cfg.DATASETS.TEST if cfg.TEST.LOSS else ():
+            of_dataset = results if len(cfg.DATASETS.TEST) == 1 else results[name]
+            of_dataset[LOSS_TASK] = validation_loss(cfg, unwrapped(model), name)
         if comm.is_main_process():
             write_results(cfg, results)
         return results
+
+
+@contextlib.contextmanager
+def _mistakes_without_traceback() -> Iterator[None]:
+    """detectron2 logs one of whatever ends a run; an :class:`InputError` says in its line what there is to say."""
+
+    def is_no_mistake(record: logging.LogRecord) -> bool:
+        return not (record.exc_info and isinstance(record.exc_info[1], InputError))
+
+    logger = logging.getLogger("detectron2.engine.train_loop")
+    logger.addFilter(is_no_mistake)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_no_mistake)

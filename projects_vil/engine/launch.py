@@ -17,7 +17,7 @@ from projects_vil.config import ConfigToolParser, load_config
 from projects_vil.data import read_ahead, register_datasets
 from projects_vil.engine.checks import check_setup
 from projects_vil.engine.defaults import Trainer
-from projects_vil.solver import count_training_images, is_by_epochs, schedule_by_epochs
+from projects_vil.solver import count_training_images, is_by_epochs, scale_learning_rate, schedule_by_epochs
 from projects_vil.utils import log_run
 
 
@@ -100,7 +100,11 @@ def _run(args: argparse.Namespace, num_images: int) -> OrderedDict:
     """
     cfg = load_config(args.config_file, args.opts)
     register_datasets(cfg)
-    cfg, lines = (cfg, []) if args.eval_only else schedule_by_epochs(cfg, num_images, args.opts)
+    lines = []
+    if not args.eval_only:
+        cfg, lines = schedule_by_epochs(cfg, num_images, args.opts)
+        cfg, scaling = scale_learning_rate(cfg, processes=comm.get_world_size())
+        lines += scaling
     log_run(cfg.OUTPUT_DIR, rank=comm.get_rank())
     if not args.eval_only:
         # Before anything of an older run is removed.

@@ -3,7 +3,7 @@
 from projects_vil.solver.build import build_optimizer, parameter_groups
 from projects_vil.solver.clipping import clip_full_model
 from projects_vil.solver.lr_scheduler import build_lr_scheduler
-from projects_vil.solver.schedule import count_training_images, is_by_epochs, schedule_by_epochs
+from projects_vil.solver.schedule import count_training_images, is_by_epochs, scale_learning_rate, schedule_by_epochs
 
 __all__ = [
     "build_lr_scheduler",
@@ -12,5 +12,6 @@ __all__ = [
     "count_training_images",
     "is_by_epochs",
     "parameter_groups",
+    "scale_learning_rate",
     "schedule_by_epochs",
 ]

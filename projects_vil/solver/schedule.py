@@ -95,6 +95,34 @@ def schedule_by_epochs(cfg: CfgNode, num_images: int, overrides: Sequence[str] =
     return _merged(cfg, values | {_EPOCHS: 0}), lines
 
 
+def scale_learning_rate(cfg: CfgNode, *, processes: int = 1) -> tuple[CfgNode, list[str]]:
+    """A config with the rate of ``SOLVER.SCALE_LR_TO_BATCH``, linear in the batch, and what was done.
+
+    ``SOLVER.BASE_LR`` and ``BASE_LR_END`` are multiplied by ``IMS_PER_BATCH / SCALE_LR_TO_BATCH``. That key is 0 in
+    what is returned: a run that goes on with it has the same rate. What detectron2 scales by itself is said, not done.
+
+    Args:
+        processes: of the run, which detectron2's ``SOLVER.REFERENCE_WORLD_SIZE`` compares with.
+    """
+    solver, lines = cfg.SOLVER, []
+    if solver.REFERENCE_WORLD_SIZE not in (0, processes):
+        scale = processes / solver.REFERENCE_WORLD_SIZE
+        lines.append(
+            f"SOLVER.REFERENCE_WORLD_SIZE is {solver.REFERENCE_WORLD_SIZE}, and there are {processes} processes: "
+            f"detectron2 multiplies IMS_PER_BATCH and BASE_LR by {scale:g} (BASE_LR {solver.BASE_LR * scale:g}), and "
+            "divides iterations by it"
+        )
+    if not solver.SCALE_LR_TO_BATCH:
+        return cfg, lines
+    scale = solver.IMS_PER_BATCH / solver.SCALE_LR_TO_BATCH
+    values = {f"SOLVER.{key}": solver[key] * scale for key in ("BASE_LR", "BASE_LR_END")}
+    lines.append(
+        f"SOLVER.SCALE_LR_TO_BATCH {solver.SCALE_LR_TO_BATCH}: SOLVER.IMS_PER_BATCH is {solver.IMS_PER_BATCH}, and "
+        f"SOLVER.BASE_LR {solver.BASE_LR:g} becomes {values['SOLVER.BASE_LR']:g}"
+    )
+    return _merged(cfg, values | {"SOLVER.SCALE_LR_TO_BATCH": 0}), lines
+
+
 def _scaled_steps(cfg: CfgNode, iterations: int) -> tuple[int, ...]:
     solver = cfg.SOLVER
     if solver.LR_SCHEDULER_NAME != "WarmupMultiStepLR":

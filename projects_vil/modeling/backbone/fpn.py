@@ -1,7 +1,10 @@
 """FPN over the backbones, for Mask R-CNN and RetinaNet."""
 
+import contextlib
 import math
+from collections.abc import Iterator
 
+import torch
 import torch.nn.functional as F
 from detectron2.config import CfgNode
 from detectron2.layers import ShapeSpec
@@ -52,11 +55,22 @@ class CoarserLevels(nn.Module):
     def forward(self, maps: Tensor) -> list[Tensor]:
         """(B, C_in, H, W) -> the levels (B, C, H / 2, W / 2), (B, C, H / 4, W / 4), ..., rounded up."""
         levels: list[Tensor] = []
-        for name in self.names:
-            levels.append(self.get_submodule(name)(F.relu(levels[-1]) if levels else maps))
+        with _in_float32(maps) as maps:
+            for name in self.names:
+                levels.append(self.get_submodule(name)(F.relu(levels[-1]) if levels else maps))
         if self.pooled:
             levels.append(F.max_pool2d(levels[-1], kernel_size=1, stride=2))
         return levels
+
+
+@contextlib.contextmanager
+def _in_float32(maps: Tensor) -> Iterator[Tensor]:
+    """Where autocast is on, on the CPU: of a 1 x 1 map the gradient of these filters is memory as found in bfloat16."""
+    if maps.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
+        with torch.autocast("cpu", enabled=False):
+            yield maps.float()
+    else:
+        yield maps
 
 
 @BACKBONE_REGISTRY.register()
