@@ -34,6 +34,7 @@ def test_no_cuda_device():
 
 def test_amp_on_the_cpu(shapes):
     assert setup_message("SOLVER.AMP.ENABLED", "True").startswith("SOLVER.AMP.ENABLED is True")
+    check_setup(small_config("retinanet", "SOLVER.AMP.ENABLED", "True", "SOLVER.AMP.DTYPE", "bfloat16"))
 
 
 def test_another_device():
@@ -44,6 +45,18 @@ def test_batch_is_shared_out_evenly(shapes):
     overrides = ["SOLVER.IMS_PER_BATCH", "6"]
     assert setup_message(*overrides, processes=4) == "SOLVER.IMS_PER_BATCH is 6, no multiple of 4 processes"
     check_setup(small_config("retinanet", *overrides), processes=3)
+
+
+def test_a_batch_is_split_evenly(shapes):
+    overrides = ["SOLVER.IMS_PER_BATCH", "8", "SOLVER.ACCUMULATE", "4"]
+    check_setup(small_config("retinanet", *overrides), processes=2)
+    text = "SOLVER.ACCUMULATE is 4, and the 2 images of a process cannot be split evenly"
+    assert setup_message(*overrides, processes=4) == text
+
+
+def test_one_key_scales_the_rate():
+    text = setup_message("SOLVER.SCALE_LR_TO_BATCH", "16", "SOLVER.REFERENCE_WORLD_SIZE", "8")
+    assert text.startswith("SOLVER.SCALE_LR_TO_BATCH and SOLVER.REFERENCE_WORLD_SIZE both scale the learning rate")
 
 
 @pytest.mark.parametrize("processes", [3, 5, 6, 12, 32, 64])
@@ -69,6 +82,13 @@ def test_batch_of_the_reference_is_shared_out_evenly(shapes):
         ("SOLVER.IMS_PER_BATCH", "-2", "SOLVER.IMS_PER_BATCH is -2: it is 1 or more images"),
         ("SOLVER.REFERENCE_WORLD_SIZE", "-8", "SOLVER.REFERENCE_WORLD_SIZE is -8: it is a number of processes, or 0"),
         ("SOLVER.CHECKPOINT_PERIOD", "0", "SOLVER.CHECKPOINT_PERIOD is 0: it is 1 or more iterations"),
+        ("SOLVER.ACCUMULATE", "0", "SOLVER.ACCUMULATE is 0: it is 1 or more parts of a batch"),
+        ("SOLVER.SCALE_LR_TO_BATCH", "-1", "SOLVER.SCALE_LR_TO_BATCH is -1: it is a number of images, or 0"),
+        ("SOLVER.SKIP_DIVERGED", "-1", "SOLVER.SKIP_DIVERGED is -1: it is a number of batches, or 0"),
+        ("SOLVER.EARLY_STOPPING_PATIENCE", "-1", "SOLVER.EARLY_STOPPING_PATIENCE is -1: it is a number of"),
+        ("SOLVER.EARLY_STOPPING_PATIENCE", "3", "SOLVER.EARLY_STOPPING_PATIENCE is 3: it needs TEST.BEST_METRIC"),
+        ("SOLVER.AMP.DTYPE", "float", "unknown SOLVER.AMP.DTYPE 'float'"),
+        ("MODEL.EMA.DECAY", "1.0", "MODEL.EMA.DECAY is 1.0: it is 0 or more, and below 1"),
         ("SOLVER.WARMUP_ITERS", "-1", "SOLVER.WARMUP_ITERS is -1: it is 0 or more iterations"),
         ("SOLVER.BASE_LR", "-0.1", "SOLVER.BASE_LR is -0.1: it is above 0"),
         ("SOLVER.BASE_LR", "float('nan')", "Type mismatch"),

@@ -25,6 +25,13 @@ RUN = [
     *("SOLVER.BASE_LR", "1e-3", "SOLVER.WARMUP_ITERS", "0"),
 ]
 
+# All that a step may be asked for at once.
+STEPS = [
+    *("SOLVER.ACCUMULATE", "2", "MODEL.EMA.ENABLED", "True", "SOLVER.AMP.ENABLED", "True"),
+    *("SOLVER.AMP.DTYPE", "bfloat16", "TEST.LOSS", "True", "TEST.BEST_METRIC", "validation_loss/total_loss"),
+    *("SOLVER.EARLY_STOPPING_PATIENCE", "5", "SOLVER.SKIP_DIVERGED", "2", "MODEL.TRANSFORMER.DROP_PATH", "0.2"),
+]
+
 
 class PowerCut(BaseException):
     """What no handler of errors expects."""
@@ -71,7 +78,11 @@ def leaves(value, path=""):
 
 
 def assert_same_file(path, other):
-    ours, theirs = (dict(leaves(torch.load(file, weights_only=True))) for file in (path, other))
+    assert_same_file_as(path, torch.load(other, weights_only=True))
+
+
+def assert_same_file_as(path, contents):
+    ours, theirs = dict(leaves(torch.load(path, weights_only=True))), dict(leaves(contents))
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
         if isinstance(value, torch.Tensor):
@@ -86,12 +97,16 @@ def metrics(output):
 
 
 @pytest.mark.parametrize(
-    "detector, workers",
-    [("retinanet", 0), *slow_except([("retinanet", 2), ("mask_rcnn", 0)], [])],
-    ids=["retinanet", "workers", "mask_rcnn"],
+    "detector, overrides",
+    [
+        ("retinanet", STEPS),
+        *slow_except(
+            [("retinanet", []), ("retinanet", ["DATALOADER.NUM_WORKERS", "2"]), ("mask_rcnn", []), ("mask_rcnn", STEPS)], []
+        ),
+    ],
+    ids=["steps", "retinanet", "workers", "mask_rcnn", "mask_rcnn-steps"],
 )
-def test_a_run_that_was_cut_off_ends_as_one_that_was_not(detector, workers, shapes, tmp_path):
-    overrides = ["DATALOADER.NUM_WORKERS", str(workers)]
+def test_a_run_that_was_cut_off_ends_as_one_that_was_not(detector, overrides, shapes, tmp_path):
     train(detector, tmp_path / "whole", *overrides)
     # Before any checkpoint; after one; right after one, so that its iteration lacks its line of metrics.
     for iteration in (1, 5, 6):
@@ -104,6 +119,26 @@ def test_a_run_that_was_cut_off_ends_as_one_that_was_not(detector, workers, shap
             assert_same_file(whole, tmp_path / "cut" / f"{name}.pth")
     assert metrics(tmp_path / "whole") == metrics(tmp_path / "cut")
     assert (tmp_path / "whole/evaluation.json").read_text() == (tmp_path / "cut/evaluation.json").read_text()
+
+
+@pytest.mark.slow
+def test_a_run_that_stops_early_stays_so(shapes, tmp_path, caplog):
+    """No object is large: the metric is never a number. Cut off or not, its count goes on; a larger patience too."""
+    keys = ["TEST.BEST_METRIC", "bbox/APl", "TEST.EVAL_PERIOD", "1", "SOLVER.CHECKPOINT_PERIOD", "1"]
+    keys += ["SOLVER.EARLY_STOPPING_PATIENCE", "3"]
+    output = tmp_path / "run"
+    train("retinanet", output, *keys, cut_at=2)
+    assert not (output / "model_final.pth").exists()
+    with caplog.at_level("INFO"):
+        train("retinanet", output, *keys)
+    final = torch.load(output / "model_final.pth", weights_only=True)
+    assert final["iteration"] == 2 and final["finished"]
+    assert final["trainer"]["hooks"]["KeepBest"]["waited"] == 3
+    assert "stopped early after iteration 2: 3 evaluations without a better bbox/APl (none had one)" in caplog.text
+    train("retinanet", output, *keys)
+    assert_same_file_as(output / "model_final.pth", final)
+    train("retinanet", output, *keys, "SOLVER.EARLY_STOPPING_PATIENCE", "4")
+    assert torch.load(output / "model_final.pth", weights_only=True)["iteration"] == 3
 
 
 @pytest.mark.slow

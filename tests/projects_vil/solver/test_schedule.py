@@ -8,7 +8,7 @@ import pytest
 
 from backbones import InputError
 from projects_vil import load_config
-from projects_vil.solver import count_training_images, is_by_epochs, schedule_by_epochs
+from projects_vil.solver import count_training_images, is_by_epochs, scale_learning_rate, schedule_by_epochs
 from tests.projects_vil.helpers import CONFIGS, ROOT, run_tool, small_config
 
 ONE_X = ROOT / "configs/retinanet/vil_tiny_1x.yaml"
@@ -151,3 +151,28 @@ def test_the_tool_counts(shapes, capsys):
 def test_the_tool_on_mistakes(epochs):
     with pytest.raises(InputError, match="it is a number of 1 or more"):
         plan_schedule("--images", 5, f"--epochs={epochs}")
+
+
+# -- the learning rate -----------------------------------------------------------------------------
+
+
+def test_a_rate_follows_the_batch_by_a_key_alone():
+    keys = ["SOLVER.IMS_PER_BATCH", "4", "SOLVER.BASE_LR", "1e-3", "SOLVER.BASE_LR_END", "1e-4"]
+    cfg = load_config(ONE_X, keys)
+    assert scale_learning_rate(cfg) == (cfg, [])
+    cfg = load_config(ONE_X, [*keys, "SOLVER.SCALE_LR_TO_BATCH", "16"])
+    scaled, lines = scale_learning_rate(cfg)
+    assert (scaled.SOLVER.BASE_LR, scaled.SOLVER.BASE_LR_END) == (2.5e-4, 2.5e-5)
+    assert lines == [
+        "SOLVER.SCALE_LR_TO_BATCH 16: SOLVER.IMS_PER_BATCH is 4, and SOLVER.BASE_LR 0.001 becomes 0.00025"
+    ]
+    # Not twice, where a run goes on with its own config.
+    assert scale_learning_rate(scaled) == (scaled, [])
+
+
+def test_what_detectron2_scales_is_said():
+    cfg = load_config(ONE_X, ["SOLVER.REFERENCE_WORLD_SIZE", "8", "SOLVER.BASE_LR", "1e-3"])
+    same, (line,) = scale_learning_rate(cfg, processes=2)
+    assert same == cfg and line.startswith("SOLVER.REFERENCE_WORLD_SIZE is 8, and there are 2 processes: detectron2")
+    assert "BASE_LR by 0.25 (BASE_LR 0.00025)" in line
+    assert scale_learning_rate(cfg, processes=8) == (cfg, [])

@@ -1,0 +1,98 @@
+"""Averaged weights: as computed by hand, and what everything but a resumed run takes."""
+
+import logging
+
+import pytest
+import torch
+
+from backbones import InputError
+from projects_vil.checkpoint import build_detector, slim_checkpoint
+from projects_vil.engine import Trainer
+from tests.projects_vil.engine.test_resuming import train
+from tests.projects_vil.helpers import small_config
+
+EMA = ["MODEL.EMA.ENABLED", "True", "MODEL.EMA.DECAY", "0.3", "DATASETS.TEST", "()", "TEST.BEST_METRIC", ""]
+EMA += ["SOLVER.CHECKPOINT_PERIOD", "1", "SOLVER.MAX_ITER", "4", "TEST.EVAL_PERIOD", "0"]
+
+
+@pytest.fixture(scope="module")
+def run(made_once, datasets_root):
+    """Four iterations with a checkpoint after each."""
+
+    def fill(folder):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("DETECTRON2_DATASETS", str(datasets_root))
+            from projects_vil.data import register_datasets
+
+            register_datasets(small_config())
+            train("retinanet", folder, *EMA)
+
+    return made_once("averaged_run", fill)
+
+
+def test_the_average_by_hand(run):
+    """1/10, 2/11 and 3/12 are below the decay of 0.3; after the first step the average is the weights."""
+    average = None
+    decays = [0.0, min(0.3, 2 / 11), min(0.3, 3 / 12), min(0.3, 4 / 13)]
+    for number, decay in enumerate(decays):
+        contents = torch.load(run / f"model_000000{number}.pth", weights_only=True)
+        weights = {name: value.double() for name, value in contents["unaveraged_model"].items()}
+        average = average or weights
+        average = {name: decay * average[name] + (1 - decay) * weights[name] for name in weights}
+        assert contents["averaged_steps"] == number + 1
+        for name, value in contents["model"].items():
+            torch.testing.assert_close(value.double(), average[name], rtol=1e-5, atol=1e-7)
+    assert any(not torch.equal(contents["model"][name], contents["unaveraged_model"][name]) for name in average)
+
+
+def test_all_that_reads_a_checkpoint_takes_the_average(run, tmp_path, shapes, caplog):
+    average = torch.load(run / "model_final.pth", weights_only=True)["model"]
+    with caplog.at_level(logging.INFO):
+        model = build_detector(small_config(), run / "model_final.pth")
+    assert f"{run}/model_final.pth has averaged weights (MODEL.EMA): they are taken" in caplog.text
+    assert all(torch.equal(value, average[name]) for name, value in model.state_dict().items())
+    slimmed = slim_checkpoint(run / "model_final.pth", tmp_path / "slim.pth")
+    assert set(slimmed.left_out) >= {"unaveraged_model", "averaged_steps"}
+    kept = torch.load(tmp_path / "slim.pth", weights_only=True)["model"]
+    assert kept.keys() == average.keys() and all(torch.equal(kept[name], average[name]) for name in kept)
+
+
+def resumed(run, folder, *overrides):
+    """A trainer that goes on from the third iteration of the run."""
+    contents = torch.load(run / "model_0000002.pth", weights_only=True)
+    folder.mkdir(exist_ok=True)
+    torch.save(contents, folder / "model_0000002.pth")
+    (folder / "last_checkpoint").write_text("model_0000002.pth")
+    trainer = Trainer(small_config("retinanet", *EMA, "OUTPUT_DIR", str(folder), *overrides))
+    trainer.resume_or_load(resume=True)
+    return trainer, contents
+
+
+def test_training_goes_on_with_its_own_weights(run, shapes, tmp_path):
+    trainer, contents = resumed(run, tmp_path)
+    weights, average = trainer.model.state_dict(), trainer.averaged.module.state_dict()
+    assert all(torch.equal(value, weights[name]) for name, value in contents["unaveraged_model"].items())
+    assert all(torch.equal(value, average[name]) for name, value in contents["model"].items())
+    assert trainer.averaged.n_averaged == 3
+
+
+def test_averaging_that_ends_or_begins_is_said(run, shapes, tmp_path, caplog):
+    trainer, contents = resumed(run, tmp_path, "MODEL.EMA.ENABLED", "False")
+    assert "has averaged weights, and MODEL.EMA.ENABLED is False: they end here" in caplog.text
+    weights = trainer.model.state_dict()
+    assert all(torch.equal(value, weights[name]) for name, value in contents["unaveraged_model"].items())
+    trainer.checkpointer.save("model_0000003", iteration=3, seed=5, finished=True)
+    trainer = Trainer(small_config("retinanet", *EMA, "OUTPUT_DIR", str(tmp_path)))
+    trainer.resume_or_load(resume=True)
+    assert "model_0000003.pth has no averaged weights: the average begins at iteration" in caplog.text
+    average = trainer.averaged.module.state_dict()
+    assert trainer.averaged.n_averaged == 0 and all(torch.equal(average[name], weights[name]) for name in weights)
+
+
+def test_an_average_that_is_not_finite_is_refused(run, shapes, tmp_path):
+    contents = torch.load(run / "model_0000002.pth", weights_only=True)
+    contents["model"]["head.cls_score.bias"][0] = float("nan")
+    torch.save(contents, tmp_path / "model_0000002.pth")
+    trainer = Trainer(small_config("retinanet", *EMA, "OUTPUT_DIR", str(tmp_path)))
+    with pytest.raises(InputError, match="head.cls_score.bias has values that are not finite"):
+        trainer.resume_or_load(resume=True)

@@ -1,0 +1,58 @@
+"""The losses on a dataset that is not trained on: of the weights alone, and without a trace in the model."""
+
+import pytest
+import torch
+from detectron2.modeling import build_model
+from detectron2.utils.events import EventStorage
+
+from projects_vil import data
+from projects_vil.evaluation import validation_loss
+from projects_vil.evaluation.losses import _as_for_testing
+from tests.projects_vil.helpers import small_config
+
+
+@pytest.mark.parametrize("detector", ["retinanet", "mask_rcnn", "semantic_fpn"])
+def test_losses_do_not_change_the_model_nor_each_other(detector, request):
+    request.getfixturevalue("shapes_sem_seg" if detector == "semantic_fpn" else "shapes")
+    cfg = small_config(detector, "MODEL.TRANSFORMER.DROP_PATH", "0.5")
+    model = build_model(cfg).train()
+    model.backbone.bottom_up.eval()
+    modes = [module.training for module in model.modules()]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with EventStorage() as storage:
+        first = validation_loss(cfg, model, cfg.DATASETS.TEST[0])
+        again = validation_loss(cfg, model, cfg.DATASETS.TEST[0])
+        assert not storage.latest()
+    assert first == again and first.keys() > {"total_loss"}
+    assert first["total_loss"] == pytest.approx(sum(value for name, value in first.items() if name != "total_loss"))
+    assert all(0 <= value < 100 for value in first.values()) and first["total_loss"] > 0
+    assert [module.training for module in model.modules()] == modes
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not hasattr(model, "loss_normalizer")
+
+
+def test_retinanets_losses_are_sums_over_the_positive_anchors_of_all_images(shapes):
+    cfg = small_config("retinanet")
+    model = build_model(cfg)
+    mapper = data.build_mapper(_as_for_testing(cfg), is_train=True)
+    sums, positives = {"loss_cls": 0.0, "loss_box_reg": 0.0}, 0
+    model.train()
+    with torch.no_grad(), EventStorage() as storage:
+        for record in data.load_dataset(cfg, cfg.DATASETS.TEST, train=False):
+            model.loss_normalizer = 0.0
+            # Now a tenth of the image's own positive anchors.
+            losses = model([mapper(record)])
+            positives += storage.latest()["num_pos_anchors"][0]
+            sums = {name: sums[name] + float(value) * model.loss_normalizer for name, value in losses.items()}
+    expected = {name: value / positives for name, value in sums.items()}
+    losses = validation_loss(cfg, model, cfg.DATASETS.TEST[0])
+    assert {name: losses[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+    assert model.loss_normalizer > 0
+
+
+def test_a_model_whose_proposals_are_not_finite_has_no_loss(shapes):
+    cfg = small_config("mask_rcnn")
+    model = build_model(cfg)
+    torch.nn.init.constant_(model.proposal_generator.rpn_head.conv.bias, float("nan"))
+    losses = validation_loss(cfg, model, cfg.DATASETS.TEST[0])
+    assert losses["total_loss"] != losses["total_loss"]
