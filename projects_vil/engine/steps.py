@@ -90,7 +90,8 @@ class Steps(SimpleTrainer):
                 buffer.copy_(before)
             self._leave_out(reason, losses, seen)
         else:
-            self.write_metrics({name: torch.tensor(value) for name, value in losses.items()}, data_time, self.iter)
+            terms = {name: torch.tensor(value, dtype=torch.float64) for name, value in losses.items()}
+            self.write_metrics(terms, data_time, self.iter)
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict() | {"skipped": self.skipped, "overflows": self.overflows}
@@ -214,9 +215,7 @@ class Steps(SimpleTrainer):
         return self.model.no_sync() if is_distributed else contextlib.nullcontext()
 
     def _copy_statistics(self) -> list[tuple[Tensor, Tensor]]:
-        """Buffers that a forward pass changes, and their values; none where the run stops anyway."""
-        if self.skipped >= self.skip:
-            return []
+        """Buffers that a forward pass changes, and their values."""
         norms = (module for module in self.model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm))
         return [(buffer, buffer.clone()) for norm in norms if norm.training for buffer in norm.buffers(recurse=False)]
 
