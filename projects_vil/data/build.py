@@ -20,7 +20,13 @@ from projects_vil.data.checking import missing_files
 from projects_vil.data.dataset_mapper import Mapper, SemSegMapper
 from projects_vil.data.datasets.ade20k import IGNORED_LABEL
 from projects_vil.data.datasets.coco import CHECKS, is_coco, load_coco
-from projects_vil.data.samplers import BatchStream, SeededRecords, TrainLoader
+from projects_vil.data.samplers import (
+    SECONDS_TO_END,
+    BatchStream,
+    SeededRecords,
+    TrainLoader,
+    leave_signals_to_the_run,
+)
 
 TRAIN_SAMPLERS = ("TrainingSampler", "RepeatFactorTrainingSampler", "RandomSubsetTrainingSampler")
 # Records that were read before the loader asks for them.
@@ -158,9 +164,11 @@ def _aspect_groups(records: list[dict[str, Any]]) -> list[int]:
 def build_test_loader(cfg: CfgNode, dataset_name: str) -> torch.utils.data.DataLoader:
     """detectron2's test loader over one dataset, an image a batch."""
     records = load_dataset(cfg, [dataset_name], train=False, open_images=True)
-    return build_detection_test_loader(
+    loader = build_detection_test_loader(
         dataset=records, mapper=build_mapper(cfg, is_train=False), num_workers=cfg.DATALOADER.NUM_WORKERS
     )
+    loader.worker_init_fn = functools.partial(leave_signals_to_the_run, seconds=SECONDS_TO_END)
+    return loader
 
 
 def build_mapper(cfg: CfgNode, *, is_train: bool) -> Callable[[dict[str, Any]], dict[str, Any]]:

@@ -114,6 +114,8 @@ class BatchStream(Sampler[list[Item]]):
 
 # That worker processes leave a run after a SIGTERM of their own.
 SECONDS_TO_SAVE = 60
+# An evaluation has nothing to save: it ends at once, and so do its workers.
+SECONDS_TO_END = 2
 
 
 class TrainLoader(DataLoader):
@@ -131,7 +133,7 @@ class TrainLoader(DataLoader):
             batch_sampler=batches,
             num_workers=num_workers,
             collate_fn=_as_list,
-            worker_init_fn=_leave_signals_to_the_run if num_workers else None,
+            worker_init_fn=leave_signals_to_the_run if num_workers else None,
             # Else an iterator draws from the generator that the iteration was seeded with, and only in its first one.
             generator=torch.Generator(),
         )
@@ -153,14 +155,17 @@ class TrainLoader(DataLoader):
             shutdown()
 
 
-def _leave_signals_to_the_run(worker: int) -> None:
+def leave_signals_to_the_run(worker: int, *, seconds: int = SECONDS_TO_SAVE) -> None:
     """Ctrl-C and a scheduler's signal reach all processes; the run stops its workers when it has saved.
 
     One that is told to end, and is not stopped by the run, ends by itself.
+
+    Args:
+        seconds: until it does.
     """
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(SECONDS_TO_SAVE))
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(seconds))
 
 
 def _as_list(batch: list[dict[str, Any]]) -> list[dict[str, Any]]:

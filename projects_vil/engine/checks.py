@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from detectron2.config import CfgNode
+from torch import nn
 
 from backbones import InputError
 from backbones.errors import check_choice
@@ -36,6 +37,8 @@ def check_setup(cfg: CfgNode, *, processes: int = 1, eval_only: bool = False, re
         )
     if not eval_only:
         _check_batch(cfg, max(processes, 1))
+        if processes > 1 and not on_gpu:
+            check_norms(model)
     if not cfg.DATASETS.TEST and eval_only or not cfg.DATASETS.TRAIN and not eval_only:
         raise InputError(f"DATASETS.{'TEST' if eval_only else 'TRAIN'} is empty: name a dataset")
     for names in (*([name] for name in cfg.DATASETS.TEST), () if eval_only else cfg.DATASETS.TRAIN):
@@ -54,6 +57,20 @@ def check_setup(cfg: CfgNode, *, processes: int = 1, eval_only: bool = False, re
         raise InputError("MODEL.WEIGHTS is empty: name the checkpoint to evaluate")
     if cfg.MODEL.WEIGHTS:
         check_weights(cfg, cfg.MODEL.WEIGHTS, complete=eval_only, model=model)
+
+
+def check_norms(model: nn.Module) -> None:
+    """Whether a model's batch norms train in several processes on the CPU.
+
+    Raises:
+        InputError: for one that is synchronised, for which torch needs GPUs.
+    """
+    name = next((name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)), None)
+    if name is not None:
+        raise InputError(
+            f"{name} is a synchronised batch norm, which needs GPUs: on the CPU train in one process, or with another "
+            "MODEL.TRANSFORMER.BATCH_NORM (batch, frozen) or NORM"
+        )
 
 
 def check_values(cfg: CfgNode) -> None:

@@ -1,8 +1,8 @@
 """detectron2's default trainer with this project's optimizer, datasets, checkpoints and results file."""
 
 import contextlib
+import functools
 import logging
-import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from detectron2.config import CfgNode
-from detectron2.engine import DefaultTrainer
+from detectron2.engine import DefaultTrainer, TrainerBase
 from detectron2.engine.hooks import EvalHook, PeriodicCheckpointer
 from detectron2.evaluation import DatasetEvaluator
 from detectron2.utils import comm
 from detectron2.utils.events import EventWriter, JSONWriter
+from detectron2.utils.logger import setup_logger
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -32,6 +33,7 @@ from projects_vil.engine.hooks import (
     StopEarly,
     StoppedEarly,
 )
+from projects_vil.engine.processes import data_parallel, share_statistics
 from projects_vil.engine.resuming import KeepMetrics, MetricsFile, SeedSteps, restore_loss_normalizer
 from projects_vil.engine.steps import AMP_DTYPES, Steps, unwrapped
 from projects_vil.evaluation import LOSS_TASK, validation_loss, write_results
@@ -47,10 +49,33 @@ class Trainer(DefaultTrainer):
     averaged: AveragedModel | None = None
 
     def __init__(self, cfg: CfgNode) -> None:
-        with warnings.catch_warnings():
-            # Of detectron2's trainer for AMP, whose place Steps takes.
-            warnings.filterwarnings("ignore", message=".*GradScaler")
-            super().__init__(cfg)
+        # As DefaultTrainer's, but for its steps, and its DistributedDataParallel, which is for GPUs alone.
+        TrainerBase.__init__(self)
+        if not logging.getLogger("detectron2").isEnabledFor(logging.INFO):
+            setup_logger()
+        self.cfg = cfg = self.auto_scale_workers(cfg, comm.get_world_size())
+        model = self.build_model(cfg)
+        optimizer = self.build_optimizer(cfg, model)
+        loader = self.build_train_loader(cfg)
+        model = data_parallel(model, broadcast_buffers=False)
+        solver, ema = cfg.SOLVER, cfg.MODEL.EMA
+        self._trainer = Steps(
+            model,
+            loader,
+            optimizer,
+            output_dir=cfg.OUTPUT_DIR,
+            accumulate=solver.ACCUMULATE,
+            precision=AMP_DTYPES[solver.AMP.DTYPE] if solver.AMP.ENABLED else None,
+            skip=solver.SKIP_DIVERGED,
+        )
+        if ema.ENABLED:
+            self.averaged = average_of(unwrapped(model), decay=ema.DECAY)
+        self.scheduler = self.build_lr_scheduler(cfg, optimizer)
+        self.checkpointer = Checkpointer(
+            model, cfg.OUTPUT_DIR, cfg=cfg, averaged=self.averaged, trainer=weakref.proxy(self)
+        )
+        self.start_iter, self.max_iter = 0, cfg.SOLVER.MAX_ITER
+        self.register_hooks(self.build_hooks())
 
     @classmethod
     def build_optimizer(cls, cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
@@ -78,32 +103,16 @@ class Trainer(DefaultTrainer):
         return evaluation.build_evaluator(cfg, dataset_name, str(folder))
 
     def build_hooks(self) -> list:
-        # DefaultTrainer builds its own steps and checkpointer just before the hooks that need them.
-        solver, test, ema = self.cfg.SOLVER, self.cfg.TEST, self.cfg.MODEL.EMA
-        self._trainer = Steps(
-            self._trainer.model,
-            self._trainer.data_loader,
-            self._trainer.optimizer,
-            output_dir=self.cfg.OUTPUT_DIR,
-            accumulate=solver.ACCUMULATE,
-            precision=AMP_DTYPES[solver.AMP.DTYPE] if solver.AMP.ENABLED else None,
-            skip=solver.SKIP_DIVERGED,
-        )
-        if ema.ENABLED:
-            self.averaged = average_of(unwrapped(self.model), decay=ema.DECAY)
-        self.checkpointer = Checkpointer(
-            self.model, self.cfg.OUTPUT_DIR, cfg=self.cfg, averaged=self.averaged, trainer=weakref.proxy(self)
-        )
+        solver, test = self.cfg.SOLVER, self.cfg.TEST
         hooks = [hook for hook in super().build_hooks() if not isinstance(hook, PeriodicCheckpointer)]
         period = self.cfg.MODEL.TRANSFORMER.FEATURE_REDRAW_PERIOD
         if any(isinstance(module, PerformerAttention) for module in self.model.modules()):
             hooks.insert(0, RedrawFeatures(period))
         saving = SaveCheckpoints(self.checkpointer, period=solver.CHECKPOINT_PERIOD, keep=solver.CHECKPOINT_KEEP)
         evaluation = next(index for index, hook in enumerate(hooks) if isinstance(hook, EvalHook))
-        averaging = []
-        if self.averaged is not None:
-            averaging = [AverageWeights(self.averaged, self._trainer)]
-            hooks[evaluation] = EvalHook(test.EVAL_PERIOD, self._evaluate_average)
+        averaging = [] if self.averaged is None else [AverageWeights(self.averaged, self._trainer)]
+        hooks[evaluation] = EvalHook(test.EVAL_PERIOD, functools.partial(self._evaluate_unless_told_to_end, saving))
+        self._saving = saving
         # All that an iteration does once its checkpoint is written.
         self._after_saving = [*hooks[evaluation:], SaveEvaluated(saving, period=test.EVAL_PERIOD)]
         if test.BEST_METRIC:
@@ -157,6 +166,11 @@ class Trainer(DefaultTrainer):
                 return super().train()
         except StoppedEarly:
             return None
+        except RuntimeError:
+            if not self._saving.received:
+                raise
+            # Another process has heard of the signal before this one, and is gone.
+            raise SystemExit(128 + self._saving.received) from None
         finally:
             self._trainer.data_loader.stop()
 
@@ -179,10 +193,13 @@ class Trainer(DefaultTrainer):
         self.iter = min(self.iter, self.max_iter)
         super().after_train()
 
-    def _evaluate_average(self) -> OrderedDict:
-        steps = int(self.averaged.n_averaged)
-        logging.getLogger(__name__).info("evaluating the averaged weights (MODEL.EMA), of %d steps", steps)
-        self._last_eval_results = self.test(self.cfg, self.averaged.module)
+    def _evaluate_unless_told_to_end(self, saving: SaveCheckpoints) -> OrderedDict:
+        model = self.model
+        if self.averaged is not None:
+            model, steps = self.averaged.module, int(self.averaged.n_averaged)
+            logging.getLogger(__name__).info("evaluating the averaged weights (MODEL.EMA), of %d steps", steps)
+        with saving.ended_at_once():
+            self._last_eval_results = self.test(self.cfg, model)
         return self._last_eval_results
 
     @classmethod
@@ -191,6 +208,7 @@ class Trainer(DefaultTrainer):
 
         With ``TEST.LOSS`` a task of each dataset is its losses.
         """
+        share_statistics(model)
         results = super().test(cfg, model, evaluators)
         for name in cfg.DATASETS.TEST if cfg.TEST.LOSS else ():
             of_dataset = results if len(cfg.DATASETS.TEST) == 1 else results[name]

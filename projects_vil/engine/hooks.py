@@ -1,9 +1,10 @@
 """What is done between iterations."""
 
+import contextlib
 import logging
 import math
 import signal
-import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from projects_vil.checkpoint import Checkpointer, remove_old, remove_partial
 from projects_vil.engine.resuming import loss_normalizers
 from projects_vil.engine.steps import unwrapped
 from projects_vil.evaluation import LOSS_TASK
+from projects_vil.utils import handling_signals
 
 
 class RedrawFeatures(HookBase):
@@ -54,31 +56,27 @@ class SaveCheckpoints(HookBase):
         keep: how many numbered ones are kept; 0 for all.
     """
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
     def __init__(self, checkpointer: Checkpointer, *, period: int, keep: int = 0) -> None:
         self.checkpointer = checkpointer
         self.period = period
         self.keep = keep
-        self._received = 0
-        self._before: dict[int, object] = {}
+        self.received = 0
+        self._saved: int | None = None
+        self._handling = contextlib.ExitStack()
 
     def before_train(self) -> None:
         if comm.is_main_process():
             remove_partial(self.checkpointer.save_dir)
-        if threading.current_thread() is threading.main_thread():
-            # One that is ignored, as under nohup, stays so.
-            numbers = [number for number in self.SIGNALS if signal.getsignal(number) not in (signal.SIG_IGN, None)]
-            self._before = {number: signal.signal(number, self._receive) for number in numbers}
+        # One that is ignored, as under nohup, stays so.
+        self._handling.enter_context(handling_signals(self._receive))
 
     def after_train(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self._handling.close()
 
     def after_step(self) -> None:
         done = self.trainer.iter + 1
         # Where the processes hear of a signal in different iterations, all stop after the same one.
-        stop = max(comm.all_gather(self._received))
+        stop = max(comm.all_gather(self.received))
         if done % self.period == 0 or (stop and done < self.trainer.max_iter):
             self.save(f"model_{self.trainer.iter:07d}")
         if done >= self.trainer.max_iter:
@@ -95,7 +93,32 @@ class SaveCheckpoints(HookBase):
         Args:
             finished: whether evaluation and writers are through with the iteration.
         """
+        self._save(name, loss_normalizers(unwrapped(self.trainer.model)), finished=finished)
+
+    @contextlib.contextmanager
+    def ended_at_once(self) -> Iterator[None]:
+        """While this lasts, as an evaluation does, which may be long, a signal ends the run without waiting for the
+        next iteration; saved first, where the last checkpoint is older. All processes enter this together.
+        """
+        # Those of all: once they are told to end, they are not together any more.
         normalizers = loss_normalizers(unwrapped(self.trainer.model))
+        try:
+            with handling_signals(self._end):
+                if not self.received:
+                    yield
+                # Python drops what a handler raises in some places.
+                if self.received:
+                    raise _Stopped
+        except _Stopped:
+            said = "ended during the evaluation"
+            if self.trainer.iter < self.trainer.max_iter and self._saved != self.trainer.iter:
+                self._save(f"model_{self.trainer.iter:07d}", normalizers)
+                said = f"saved after iteration {self.trainer.iter}, {said}"
+            name = signal.Signals(self.received).name
+            logging.getLogger(__name__).warning("%s: %s; go on with --resume", name, said)
+            raise SystemExit(128 + self.received) from None
+
+    def _save(self, name: str, normalizers: list[float | None], *, finished: bool = False) -> None:
         self.checkpointer.save(
             name,
             iteration=self.trainer.iter,
@@ -103,13 +126,25 @@ class SaveCheckpoints(HookBase):
             loss_normalizers=normalizers,
             finished=finished,
         )
+        self._saved = self.trainer.iter
         if self.keep and comm.is_main_process():
             remove_old(self.checkpointer.save_dir, keep=self.keep)
 
     def _receive(self, number: int, frame: object) -> None:
-        if self._received == number == signal.SIGINT:
+        # Of several processes each may get one Ctrl-C twice: from the terminal, and from what has started them.
+        if self.received == number == signal.SIGINT and comm.get_world_size() == 1:
             raise KeyboardInterrupt
-        self._received = number
+        self.received = self.received or number
+
+    def _end(self, number: int, frame: object) -> None:
+        is_first = not self.received
+        self._receive(number, frame)
+        if is_first:
+            raise _Stopped
+
+
+class _Stopped(BaseException):
+    """A signal came while nothing had to be finished."""
 
 
 class SaveEvaluated(HookBase):

@@ -2,6 +2,7 @@
 
 import argparse
 import builtins
+import contextlib
 import logging
 import re
 from collections import OrderedDict
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 from detectron2.config import CfgNode, LazyConfig, instantiate
-from detectron2.engine import AMPTrainer, SimpleTrainer, create_ddp_model, default_setup, default_writers, hooks
+from detectron2.engine import AMPTrainer, SimpleTrainer, default_setup, default_writers, hooks
 from detectron2.evaluation import inference_on_dataset, print_csv_format
 from detectron2.utils import comm
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -22,13 +23,21 @@ from backbones import InputError
 from backbones.attention.performer import PerformerAttention
 from backbones.errors import closest
 from projects_vil import data
-from projects_vil.checkpoint import Checkpointer, check_weights, find_checkpoint
+from projects_vil.checkpoint import Checkpointer, check_weights, checkpoints_of, find_checkpoint
 from projects_vil.config import default_config, one_line
+from projects_vil.engine.checks import check_norms
 from projects_vil.engine.hooks import RedrawFeatures
-from projects_vil.engine.launch import check_processes, start_processes
+from projects_vil.engine.processes import (
+    check_processes,
+    data_parallel,
+    number_of_processes,
+    said_once,
+    share_statistics,
+    start_processes,
+)
 from projects_vil.evaluation import write_results
 from projects_vil.solver import clip_full_model
-from projects_vil.utils import log_run
+from projects_vil.utils import check_unlocked, ended_by_signals, log_run, run_lock
 
 _PARTS = ("model", "optimizer", "lr_multiplier", "dataloader", "train")
 _OVERRIDE = re.compile(r"(?P<adds>\+{0,2})(?P<key>[\w.\[\]]+)=.*", re.DOTALL)
@@ -45,10 +54,14 @@ def train_lazily_from_command_line(args: argparse.Namespace) -> None:
     Raises:
         InputError: for a mistake in the config, its overrides or the files that they name.
     """
-    cfg = load_lazy_config(args.config_file, args.opts)
-    check_processes(args)
-    _check(cfg, processes=args.num_gpus * args.num_machines, eval_only=args.eval_only, resume=args.resume)
-    start_processes(_run, args, args, output_dir=cfg.train.output_dir, key="train.output_dir")
+    with said_once():
+        cfg = load_lazy_config(args.config_file, args.opts)
+        output_dir, device = cfg.train.output_dir, cfg.train.device
+        check_processes(args, device=str(device), key="train.device")
+        if not args.eval_only:
+            check_unlocked(output_dir, key="train.output_dir")
+        _check(cfg, processes=number_of_processes(args), eval_only=args.eval_only, resume=args.resume)
+    start_processes(_run, args, args, output_dir=output_dir, device=device, key="train.output_dir")
 
 
 def load_lazy_config(path: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
@@ -169,6 +182,8 @@ def _check(cfg: DictConfig, *, processes: int, eval_only: bool, resume: bool) ->
         model = _instantiate(cfg.model, "model")
         if not eval_only:
             build_lazy_optimizer(cfg, model)
+            if processes > 1 and train.device == "cpu":
+                check_norms(model)
     _instantiate(cfg.lr_multiplier, "lr_multiplier")
     facts = describe_lazy_config(cfg, model)
     for split in ("train", "test"):
@@ -185,7 +200,13 @@ def _check(cfg: DictConfig, *, processes: int, eval_only: bool, resume: bool) ->
     resumed = find_checkpoint(train.output_dir) if resume else None
     if resumed is not None:
         check_weights(facts, str(resumed), complete=True, model=model)
-    elif train.init_checkpoint:
+        return
+    if not eval_only and (there := checkpoints_of(train.output_dir)):
+        raise InputError(
+            f"train.output_dir {train.output_dir} has checkpoints of another run, {there[0].name} among them: add "
+            "--resume to go on with it, or choose another train.output_dir"
+        )
+    if train.init_checkpoint:
         check_weights(facts, train.init_checkpoint, complete=eval_only, model=model)
     elif eval_only:
         raise InputError("train.init_checkpoint is empty: name the checkpoint to evaluate")
@@ -194,6 +215,23 @@ def _check(cfg: DictConfig, *, processes: int, eval_only: bool, resume: bool) ->
 def _run(args: argparse.Namespace) -> OrderedDict | None:
     """Train or evaluate in one process; returns an evaluation's results."""
     cfg = load_lazy_config(args.config_file, args.opts)
+    if args.eval_only:
+        with ended_by_signals("the evaluation"):
+            model, facts = _set_up(cfg, args)
+            model = data_parallel(model)
+            checkpointer = Checkpointer(model, cfg.train.output_dir, cfg=facts, complete=True)
+            checkpointer.resume_or_load(cfg.train.init_checkpoint, resume=args.resume)
+            return _evaluate(cfg, facts, model)
+    output_dir = cfg.train.output_dir
+    with run_lock(output_dir, key="train.output_dir") if comm.is_main_process() else contextlib.nullcontext():
+        # Nothing is written before the lock is there.
+        comm.synchronize()
+        model, facts = _set_up(cfg, args)
+        return _train(cfg, facts, model, resume=args.resume)
+
+
+def _set_up(cfg: DictConfig, args: argparse.Namespace) -> tuple[nn.Module, CfgNode]:
+    """The model on its device, and what its config says of it."""
     log_run(str(cfg.train.output_dir), rank=comm.get_rank())
     default_setup(cfg, args)
     model = _instantiate(cfg.model, "model").to(cfg.train.device)
@@ -202,18 +240,14 @@ def _run(args: argparse.Namespace) -> OrderedDict | None:
     if not args.eval_only:
         # Found before the first iteration, not by the first evaluation.
         _instantiate(cfg.dataloader.test.dataset, "dataloader.test.dataset")
-        return _train(cfg, facts, model, resume=args.resume)
-    model = create_ddp_model(model)
-    checkpointer = Checkpointer(model, cfg.train.output_dir, cfg=facts, complete=True)
-    checkpointer.resume_or_load(cfg.train.init_checkpoint, resume=args.resume)
-    return _evaluate(cfg, facts, model)
+    return model, facts
 
 
 def _train(cfg: DictConfig, facts: CfgNode, model: nn.Module, *, resume: bool) -> None:
     optimizer = build_lazy_optimizer(cfg, model)
     loader = _instantiate(cfg.dataloader.train, "dataloader.train")
     redraws = any(isinstance(module, PerformerAttention) for module in model.modules())
-    model = create_ddp_model(model, **cfg.train.ddp)
+    model = data_parallel(model, **cfg.train.ddp)
     trainer = (AMPTrainer if cfg.train.amp.enabled else SimpleTrainer)(model, loader, optimizer)
     checkpointer = Checkpointer(model, cfg.train.output_dir, cfg=facts, trainer=trainer)
     is_main = comm.is_main_process()
@@ -238,6 +272,7 @@ def _train(cfg: DictConfig, facts: CfgNode, model: nn.Module, *, resume: bool) -
 
 def _evaluate(cfg: DictConfig, facts: CfgNode, model: nn.Module) -> OrderedDict:
     """Evaluate on the one test dataset and write ``train.output_dir/evaluation.json``."""
+    share_statistics(model)
     loader = _instantiate(cfg.dataloader.test, "dataloader.test")
     results = inference_on_dataset(model, loader, _instantiate(cfg.dataloader.evaluator, "dataloader.evaluator"))
     if comm.is_main_process():

@@ -1,15 +1,25 @@
 """What every tool needs."""
 
 from projects_vil.utils.cli import ToolParser, check_json_path, run_tool, write_json
+from projects_vil.utils.endings import RunEnded, explain_ending, process_ended
+from projects_vil.utils.locking import check_unlocked, run_lock
 from projects_vil.utils.logging import log_run, log_to_stderr
-from projects_vil.utils.signals import unwound_by_sigterm
+from projects_vil.utils.signals import ended_by_signals, handling_signals, heeded_signals, unwound_by_sigterm
 from projects_vil.utils.warnings import silence_known_warnings
 
 __all__ = [
+    "RunEnded",
     "ToolParser",
     "check_json_path",
+    "check_unlocked",
+    "ended_by_signals",
+    "explain_ending",
+    "handling_signals",
+    "heeded_signals",
     "log_run",
     "log_to_stderr",
+    "process_ended",
+    "run_lock",
     "run_tool",
     "silence_known_warnings",
     "unwound_by_sigterm",

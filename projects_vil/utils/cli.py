@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torch.multiprocessing import ProcessRaisedException
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from backbones.errors import InputError, closest
+from projects_vil.utils.endings import RunEnded, explain_ending
 from projects_vil.utils.logging import log_to_stderr
 
 _RAISED_ELSEWHERE = f"{InputError.__module__}.{InputError.__qualname__}: "
@@ -48,7 +49,8 @@ def run_tool(main: Callable[[], None], *, log: bool = True) -> None:
     """Call ``main``, with what it logs on stderr, or without where it sets that up itself.
 
     An :class:`InputError`, raised here or in a process started from here, becomes one line on stderr and exit status
-    1, an interrupt one line and status 130.
+    1, an interrupt one line and status 130, a process that was killed one line and, where it was one of those that
+    train, a status of 128 and the signal's number.
     """
     try:
         with log_to_stderr() if log else contextlib.nullcontext():
@@ -61,8 +63,17 @@ def run_tool(main: Callable[[], None], *, log: bool = True) -> None:
         message = str(error).strip().splitlines()[-1]
         if not isinstance(error, InputError) and not message.startswith(_RAISED_ELSEWHERE):
             raise
-        print(f"error: {message.removeprefix(_RAISED_ELSEWHERE)}", file=sys.stderr)
-        sys.exit(1)
+        _fail(message.removeprefix(_RAISED_ELSEWHERE))
+    except (RunEnded, ProcessExitedException, RuntimeError) as error:
+        ended = explain_ending(error)
+        if ended is None:
+            raise
+        _fail(str(ended), ended.status)
+
+
+def _fail(message: str, status: int = 1) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(status)
 
 
 def check_json_path(path: str | None, *, not_one_of: Sequence[str] = ()) -> None:

@@ -6,7 +6,8 @@ import re
 import sys
 from collections.abc import Iterator
 
-from backbones.errors import InputError
+from backbones import InputError
+from projects_vil.utils.endings import explain_ending
 
 _OWN = ("projects_vil", "backbones")
 
@@ -84,9 +85,14 @@ def concerns_a_user(record: logging.LogRecord) -> bool:
 
     The traceback of a user's mistake is not: the run ends with its one line.
     """
-    if record.exc_info and isinstance(record.exc_info[1], InputError):
+    if record.exc_info and isinstance(error := record.exc_info[1], Exception) and _has_a_line(error):
         return False
     return record.levelno > logging.WARNING or _FOR_THE_FILE.match(record.getMessage()) is None
+
+
+def _has_a_line(error: Exception) -> bool:
+    """Whether the tool ends with one line for it, which its traceback would only bury."""
+    return isinstance(error, InputError) or explain_ending(error) is not None
 
 
 class _Stderr(logging.Handler):

@@ -96,13 +96,14 @@ def metrics(output):
     return [json.dumps({key: value for key, value in line.items() if key not in TIMES}) for line in lines]
 
 
+WORKERS = ["DATALOADER.NUM_WORKERS", "2"]
+
+
 @pytest.mark.parametrize(
     "detector, overrides",
     [
         ("retinanet", STEPS),
-        *slow_except(
-            [("retinanet", []), ("retinanet", ["DATALOADER.NUM_WORKERS", "2"]), ("mask_rcnn", []), ("mask_rcnn", STEPS)], []
-        ),
+        *slow_except([("retinanet", []), ("retinanet", WORKERS), ("mask_rcnn", []), ("mask_rcnn", STEPS)], []),
     ],
     ids=["steps", "retinanet", "workers", "mask_rcnn", "mask_rcnn-steps"],
 )
