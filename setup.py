@@ -41,6 +41,8 @@ def long_description() -> str:
     return readme.read_text(encoding="utf-8") if readme.is_file() else ""
 
 
+# What TEST.COCO_API faster_coco_eval needs.
+EVAL = ["faster-coco-eval>=1.6"]
 # What --format onnx of tools/export_model.py needs.
 EXPORT = ["onnx>=1.17", "onnxruntime>=1.20", "onnxscript>=0.5"]
 
@@ -73,6 +75,7 @@ setup(
         opencv_requirement(),
     ],
     extras_require={
+        "eval": EVAL,
         "export": EXPORT,
         "dev": ["pytest>=7.4", "pytest-xdist>=3.5", "ruff>=0.6", *EXPORT],
     },

@@ -57,6 +57,8 @@ def add_vil_config(cfg: CN) -> None:
     cfg.TEST.BEST_METRIC = ""
     # Whether evaluations compute the losses on DATASETS.TEST too: validation_loss/... in metrics.json.
     cfg.TEST.LOSS = False
+    # What computes AP of boxes and masks: "pycocotools", or "faster_coco_eval" for the same numbers sooner.
+    cfg.TEST.COCO_API = "pycocotools"
 
     # "ADAMW" or "SGD".
     cfg.SOLVER.OPTIMIZER = "ADAMW"

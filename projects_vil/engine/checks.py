@@ -15,6 +15,7 @@ from projects_vil import data
 from projects_vil.checkpoint import check_weights, checkpoints_of, find_checkpoint
 from projects_vil.config import check_device
 from projects_vil.engine.steps import AMP_DTYPES
+from projects_vil.evaluation import check_coco_api
 from projects_vil.modeling import build_on_meta
 
 # What is passed over is said where the run resumes.
@@ -84,6 +85,7 @@ def check_values(cfg: CfgNode) -> None:
         if not is_right(value):
             raise InputError(f"{key} is {value!r}: it is {meaning}")
     check_choice("DATASETS.CHECK", cfg.DATASETS.CHECK, data.CHECKS)
+    check_coco_api(cfg.TEST.COCO_API)
     check_choice("DATALOADER.SAMPLER_TRAIN", cfg.DATALOADER.SAMPLER_TRAIN, data.TRAIN_SAMPLERS)
     if cfg.INPUT.CROP.ENABLED:
         check_choice("INPUT.CROP.TYPE", cfg.INPUT.CROP.TYPE, data.CROP_TYPES)

@@ -12,13 +12,15 @@ from detectron2.evaluation import (
 
 from backbones import InputError
 from projects_vil.data import evaluated_as, label_reader
+from projects_vil.evaluation.coco import FasterCOCOEvaluator, check_coco_api
 
 
 def build_evaluator(cfg: CfgNode, dataset_name: str, output_folder: str) -> DatasetEvaluator:
     """The evaluator of the dataset's ``evaluator_type``: COCO, LVIS, Pascal VOC or semantic segmentation.
 
     Raises:
-        InputError: for a dataset of another type, or annotations that ``DATASETS.CHECK`` refuses.
+        InputError: for a dataset of another type, annotations that ``DATASETS.CHECK`` refuses, or a ``TEST.COCO_API``
+            that is not there.
     """
     kind = MetadataCatalog.get(dataset_name).get("evaluator_type")
     if kind == "coco":
@@ -28,6 +30,7 @@ def build_evaluator(cfg: CfgNode, dataset_name: str, output_folder: str) -> Data
             max_dets_per_image=cfg.TEST.DETECTIONS_PER_IMAGE,
             masks=cfg.MODEL.MASK_ON,
             check=cfg.DATASETS.CHECK,
+            api=cfg.TEST.COCO_API,
         )
     if kind == "lvis":
         return LVISEvaluator(dataset_name, output_dir=output_folder)
@@ -41,16 +44,25 @@ def build_evaluator(cfg: CfgNode, dataset_name: str, output_folder: str) -> Data
 
 
 def coco_evaluator(
-    dataset_name: str, *, output_dir: str, max_dets_per_image: int = 100, masks: bool = False, check: str = "error"
+    dataset_name: str,
+    *,
+    output_dir: str,
+    max_dets_per_image: int = 100,
+    masks: bool = False,
+    check: str = "error",
+    api: str = "pycocotools",
 ) -> COCOEvaluator:
     """detectron2's evaluator of a COCO file, on the annotations as training reads them.
 
     Args:
         masks: whether the detector has masks.
         check: as ``DATASETS.CHECK``.
+        api: as ``TEST.COCO_API``.
 
     Raises:
-        InputError: for annotations that the check refuses.
+        InputError: for annotations that the check refuses, or an API that is not installed.
     """
+    check_coco_api(api)
+    evaluator = FasterCOCOEvaluator if api == "faster_coco_eval" else COCOEvaluator
     with evaluated_as(dataset_name, check=check, masks=masks) as name:
-        return COCOEvaluator(name, output_dir=output_dir, max_dets_per_image=max_dets_per_image)
+        return evaluator(name, output_dir=output_dir, max_dets_per_image=max_dets_per_image)
