@@ -15,8 +15,9 @@ FLOORS = (
     ("config",),
     ("data", "modeling"),
     ("checkpoint", "evaluation", "solver"),
+    ("visualization",),
     ("engine",),
-    ("analysis", "export", "visualization"),
+    ("analysis", "export", "report"),
     ("inference",),
 )
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

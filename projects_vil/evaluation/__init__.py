@@ -1,15 +1,18 @@
-"""Evaluators, and the file of results."""
+"""Evaluators, the file of results, and what its figures mean."""
 
 from projects_vil.evaluation.build import build_evaluator, coco_evaluator
 from projects_vil.evaluation.coco import check_coco_api
+from projects_vil.evaluation.explaining import explain_results
 from projects_vil.evaluation.losses import LOSS_TASK, validation_loss
-from projects_vil.evaluation.results import write_results
+from projects_vil.evaluation.results import PER_CLASS, write_results
 
 __all__ = [
     "LOSS_TASK",
+    "PER_CLASS",
     "build_evaluator",
     "check_coco_api",
     "coco_evaluator",
+    "explain_results",
     "validation_loss",
     "write_results",
 ]
