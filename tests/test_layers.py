@@ -14,7 +14,7 @@ FLOORS = (
     ("utils",),
     ("config",),
     ("data", "modeling"),
-    ("checkpoint", "evaluation", "solver"),
+    ("checkpoint", "evaluation", "progress", "solver"),
     ("visualization",),
     ("engine",),
     ("analysis", "export", "report"),

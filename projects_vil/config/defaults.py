@@ -59,6 +59,13 @@ def add_vil_config(cfg: CN) -> None:
     cfg.TEST.LOSS = False
     # What computes AP of boxes and masks: "pycocotools", or "faster_coco_eval" for the same numbers sooner.
     cfg.TEST.COCO_API = "pycocotools"
+    # How many validation images are drawn into OUTPUT_DIR/drawings at each evaluation, 0 to 32.
+    cfg.TEST.DRAW_IMAGES = 4
+
+    cfg.LOGGING = CN()
+    # The project at Weights & Biases, and the experiment of MLflow, that curves go to; empty for none.
+    cfg.LOGGING.WANDB = ""
+    cfg.LOGGING.MLFLOW = ""
 
     # "ADAMW" or "SGD".
     cfg.SOLVER.OPTIMIZER = "ADAMW"

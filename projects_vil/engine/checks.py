@@ -17,6 +17,7 @@ from projects_vil.config import check_device
 from projects_vil.engine.steps import AMP_DTYPES
 from projects_vil.evaluation import check_coco_api
 from projects_vil.modeling import build_on_meta
+from projects_vil.progress import check_services
 
 # What is passed over is said where the run resumes.
 _SILENT = logging.Logger(__name__, level=logging.CRITICAL + 1)
@@ -40,6 +41,7 @@ def check_setup(cfg: CfgNode, *, processes: int = 1, eval_only: bool = False, re
         _check_batch(cfg, max(processes, 1))
         if processes > 1 and not on_gpu:
             check_norms(model)
+        check_services(cfg)
     if not cfg.DATASETS.TEST and eval_only or not cfg.DATASETS.TRAIN and not eval_only:
         raise InputError(f"DATASETS.{'TEST' if eval_only else 'TRAIN'} is empty: name a dataset")
     for names in (*([name] for name in cfg.DATASETS.TEST), () if eval_only else cfg.DATASETS.TRAIN):
@@ -143,6 +145,7 @@ _VALUES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("SOLVER.BASE_LR", lambda value: _is_finite(value) and value > 0, "above 0"),
     ("SOLVER.WEIGHT_DECAY", lambda value: _is_finite(value) and value >= 0, "0 or more"),
     ("TEST.EVAL_PERIOD", _whole(0), "a number of iterations, or 0 for the end alone"),
+    ("TEST.DRAW_IMAGES", lambda value: _whole(0)(value) and value <= 32, "0 to 32 images"),
     ("DATALOADER.NUM_WORKERS", _whole(0), "0 or more processes"),
     ("MODEL.EMA.DECAY", lambda value: _is_finite(value) and 0 <= value < 1, "0 or more, and below 1"),
     ("MODEL.PIXEL_MEAN", _are_colors, "three numbers, in the order of INPUT.FORMAT"),

@@ -15,7 +15,13 @@ from detectron2.engine import DefaultTrainer, TrainerBase
 from detectron2.engine.hooks import EvalHook, PeriodicCheckpointer
 from detectron2.evaluation import DatasetEvaluator
 from detectron2.utils import comm
-from detectron2.utils.events import EventWriter, JSONWriter
+from detectron2.utils.events import (
+    CommonMetricPrinter,
+    EventWriter,
+    JSONWriter,
+    get_event_storage,
+    has_event_storage,
+)
 from detectron2.utils.logger import setup_logger
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
@@ -37,6 +43,8 @@ from projects_vil.engine.processes import data_parallel, share_statistics
 from projects_vil.engine.resuming import KeepMetrics, MetricsFile, SeedSteps, restore_loss_normalizer
 from projects_vil.engine.steps import AMP_DTYPES, Steps, unwrapped
 from projects_vil.evaluation import LOSS_TASK, validation_loss, write_results
+from projects_vil.progress import ProgressBar, ProgressPrinter, build_service_writers
+from projects_vil.visualization import draw_evaluation
 
 
 class Trainer(DefaultTrainer):
@@ -123,7 +131,8 @@ class Trainer(DefaultTrainer):
                 self._after_saving.append(StopEarly(best, saving, patience=patience, period=test.EVAL_PERIOD))
         # Another one where a run is resumed.
         self.seed = self.cfg.SEED if self.cfg.SEED >= 0 else comm.shared_random_seed()
-        return [SeedSteps(), KeepMetrics(), *hooks[:evaluation], *averaging, saving, *self._after_saving]
+        bar = [ProgressBar()] if comm.is_main_process() else []
+        return [SeedSteps(), KeepMetrics(), *bar, *hooks[:evaluation], *averaging, saving, *self._after_saving]
 
     def resume_or_load(self, resume: bool = True) -> None:
         """As detectron2's; a resumed run goes on as if it had never stopped, to the bit on a CPU.
@@ -151,9 +160,11 @@ class Trainer(DefaultTrainer):
 
     def build_writers(self) -> list[EventWriter]:
         """detectron2's; ``metrics.json`` has no iteration twice after a resume."""
-        writers = [writer for writer in super().build_writers() if not isinstance(writer, JSONWriter)]
+        replaced = (CommonMetricPrinter, JSONWriter)
+        writers = [writer for writer in super().build_writers() if not isinstance(writer, replaced)]
+        printer = ProgressPrinter(self.max_iter, batch_size=self.cfg.SOLVER.IMS_PER_BATCH)
         self._metrics_file = MetricsFile(Path(self.cfg.OUTPUT_DIR) / "metrics.json")
-        return [*writers, self._metrics_file]
+        return [printer, *writers, self._metrics_file, *build_service_writers(self.cfg)]
 
     def train(self) -> OrderedDict | None:
         """As detectron2's, with scripted losses that compute alike from the first call on.
@@ -204,9 +215,9 @@ class Trainer(DefaultTrainer):
 
     @classmethod
     def test(cls, cfg: CfgNode, model: nn.Module, evaluators: Any = None) -> OrderedDict:
-        """Evaluate on ``DATASETS.TEST`` and write ``OUTPUT_DIR/evaluation.json``: dataset -> task -> metric.
+        """Evaluate on ``DATASETS.TEST``, write ``OUTPUT_DIR/evaluation.json``, and draw a few images.
 
-        With ``TEST.LOSS`` a task of each dataset is its losses.
+        That file has dataset -> task -> metric; with ``TEST.LOSS`` a task of each dataset is its losses.
         """
         share_statistics(model)
         results = super().test(cfg, model, evaluators)
@@ -215,6 +226,9 @@ class Trainer(DefaultTrainer):
             of_dataset[LOSS_TASK] = validation_loss(cfg, unwrapped(model), name)
         if comm.is_main_process():
             write_results(cfg, results)
+            # After the last iteration the storage is one further than after any other.
+            done = min(get_event_storage().iter + 1, cfg.SOLVER.MAX_ITER) if has_event_storage() else None
+            draw_evaluation(cfg, name="evaluated" if done is None else f"{done:07d}")
         return results
 
 

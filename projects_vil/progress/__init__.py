@@ -1,0 +1,12 @@
+"""How far a run is: its line in the log, a bar on a terminal, and services that gather curves."""
+
+from projects_vil.progress.bar import ProgressBar
+from projects_vil.progress.printer import ProgressPrinter
+from projects_vil.progress.services import build_service_writers, check_services
+
+__all__ = [
+    "ProgressBar",
+    "ProgressPrinter",
+    "build_service_writers",
+    "check_services",
+]
