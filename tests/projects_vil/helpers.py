@@ -32,7 +32,8 @@ SMALL = {
     ],
     "semantic_fpn": [
         *("MODEL.FPN.OUT_CHANNELS", "32", "MODEL.SEM_SEG_HEAD.CONVS_DIM", "32", "INPUT.MIN_SIZE_TRAIN", "(48, 96)"),
-        *("INPUT.MIN_SIZE_TEST", "64", "INPUT.CROP.SIZE", "[64, 64]", "DATALOADER.NUM_WORKERS", "0", "TEST.DRAW_IMAGES", "0"),
+        *("INPUT.MIN_SIZE_TEST", "64", "INPUT.CROP.SIZE", "[64, 64]", "DATALOADER.NUM_WORKERS", "0"),
+        *("TEST.DRAW_IMAGES", "0"),
     ],
 }
 # A batch is the whole dataset, so that an iteration does not depend on the order that images come in.
