@@ -10,6 +10,7 @@ import pytest
 import torch
 from detectron2.data.datasets import load_coco_json
 from detectron2.structures import Boxes, Instances
+from detectron2.utils.events import EventStorage
 from pycocotools import mask as mask_util
 
 from projects_vil.data import (
@@ -98,13 +99,14 @@ def test_a_batch_of_images_without_objects(copy, detector, kept):
     batch = next(iter(build_train_loader(cfg)))
     assert sorted(len(record["instances"]) for record in batch) == [0] * (8 - kept) + [1] * kept
     model = lively_detector(cfg).train()
-    losses = model(batch)
+    with EventStorage():
+        losses = model(batch)
     assert all(loss.isfinite() for loss in losses.values())
     sum(losses.values()).backward()
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_masks_of_rle_are_learned_as_those_of_polygons(copy, tmp_path):
+def test_masks_of_rle_are_learned_as_those_of_polygons(copy):
     """The same masks both ways give the same targets, but for a pixel at their edges."""
     cfg = small_config(
         "mask_rcnn", "DATASETS.COCO", repr([entry(copy)]), "INPUT.RANDOM_FLIP", "none", "INPUT.MIN_SIZE_TRAIN", "(64,)"
@@ -126,8 +128,8 @@ def test_masks_of_rle_are_learned_as_those_of_polygons(copy, tmp_path):
             annotation["segmentation"] = {"size": list(size), "counts": merged["counts"].decode()}
 
     edit(copy, as_rle)
-    for one, other in zip(before, masks(), strict=True):
-        assert (one - other).abs().mean() < 0.06 and one.mean() > 0.3
+    before, after = torch.cat(before), torch.cat(masks())
+    assert (before - after).abs().mean() < 0.06 and 0.4 < before.mean() < 0.9
 
 
 def train(folder: Path, output: Path, *overrides: str, detector: str = "retinanet", file: str = "annotations.json"):
