@@ -45,6 +45,8 @@ def test_what_a_run_shows(trained_run):
     results = f"results written to {trained_run / 'evaluation.json'}"
     for text in (results, "Distribution of instances among all 3 categories", "training RetinaNet with vil_tiny_1_1"):
         assert shown.count(text) == written.count(text) == 1, text
+    assert shown.count("APl is not a number: the dataset has no large objects") == 1
+    assert shown.count("images/s: ") == shown.count("max_rss: ") == shown.count("  iter: ") == 1
     for text in ("Running with full config", "Environment info", "Model:\n", "Serializing"):
         assert text not in shown and text in written, text
     assert "not built correctly" not in written
@@ -73,7 +75,9 @@ def test_evaluation_file_of_a_run(trained_run):
     assert content.keys() == {"shapes_val"} and content["shapes_val"].keys() == {"bbox"}
     metrics = content["shapes_val"]["bbox"]
     classes = {"AP-circle", "AP-square", "AP-triangle"}
+    per_class = metrics.pop("per_class")
     assert metrics.keys() == {"AP", "AP50", "AP75", "APs", "APm", "APl"} | classes
+    assert per_class == {name.removeprefix("AP-"): {"AP": metrics[name]} for name in classes}
     assert 0 <= metrics["AP"] <= metrics["AP50"] <= 100
     # No object of these images is large.
     assert metrics["APl"] is None
@@ -176,4 +180,6 @@ def test_metrics_without_any_detection_are_null(shapes, trained_run, tmp_path):
     results = Trainer.test(cfg, build_detector(cfg, trained_run / "model_final.pth"))
     assert math.isnan(results["bbox"]["AP"])
     content = read_json(tmp_path / "evaluation.json")
+    per_class = content["shapes_val"]["bbox"].pop("per_class")
     assert set(content["shapes_val"]["bbox"].values()) == {None}
+    assert per_class == {name: {"AP": None} for name in ("circle", "square", "triangle")}

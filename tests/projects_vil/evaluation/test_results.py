@@ -2,6 +2,9 @@
 
 import json
 
+import pytest
+from detectron2.data import MetadataCatalog
+
 from projects_vil.evaluation import write_results
 from tests.projects_vil.helpers import small_config
 
@@ -11,3 +14,24 @@ def test_results_of_two_datasets(tmp_path):
     write_results(cfg, {"a": {"bbox": {"AP": 1.5}}, "b": {"bbox": {"AP": float("nan"), "AP50": 2}}})
     content = json.loads((tmp_path / "evaluation.json").read_text())
     assert content == {"a": {"bbox": {"AP": 1.5}}, "b": {"bbox": {"AP": None, "AP50": 2}}}
+
+
+def test_figures_of_each_class_have_a_place_of_their_own(tmp_path):
+    cfg = small_config("retinanet", "OUTPUT_DIR", str(tmp_path), "DATASETS.TEST", "('drawn',)")
+    metrics = {"AP": 1.5, "AP-big dog": 3.0, "AP-cat": float("nan")}
+    labels = {"mIoU": 2.0, "IoU-road": 2.0, "ACC-road": 7.0}
+    write_results(cfg, {"bbox": metrics, "sem_seg": labels})
+    content = json.loads((tmp_path / "evaluation.json").read_text())["drawn"]
+    assert content["bbox"].pop("per_class") == {"big dog": {"AP": 3.0}, "cat": {"AP": None}}
+    assert content["bbox"] == {"AP": 1.5, "AP-big dog": 3.0, "AP-cat": None}
+    assert content["sem_seg"]["per_class"] == {"road": {"IoU": 2.0, "ACC": 7.0}}
+
+
+@pytest.mark.parametrize(("classes", "ap", "expected"), [(["dog"], 4.5, 4.5), (["dog", "cat"], float("nan"), None)])
+def test_classes_that_detectron2_leaves_out(tmp_path, classes, ap, expected):
+    name = f"left_out_{len(classes)}"
+    MetadataCatalog.get(name).thing_classes = classes
+    cfg = small_config("retinanet", "OUTPUT_DIR", str(tmp_path), "DATASETS.TEST", f"('{name}',)")
+    write_results(cfg, {"bbox": {"AP": ap}})
+    per_class = json.loads((tmp_path / "evaluation.json").read_text())[name]["bbox"]["per_class"]
+    assert per_class == {each: {"AP": expected} for each in classes}

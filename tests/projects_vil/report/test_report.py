@@ -1,0 +1,138 @@
+"""The page of a run: what it has, what it says of what is missing, and how a browser shows it."""
+
+import html.parser
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from projects_vil.report.run_folder import read_warnings
+from tests.projects_vil.helpers import error_line, run_tool
+
+CHROMIUM = shutil.which("chromium")
+
+
+class Page(html.parser.HTMLParser):
+    """Every address, every id, and the text of a page."""
+
+    def __init__(self, content: str) -> None:
+        super().__init__()
+        self.addresses, self.ids, self.tags, self.text = [], [], [], ""
+        self.feed(content)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.ids += [value for name, value in attrs if name == "id"]
+        self.addresses += [value for name, value in attrs if name in ("src", "href", "xlink:href")]
+
+    def handle_data(self, data):
+        self.text += data
+
+
+@pytest.fixture(scope="module")
+def report(trained_run, datasets_root, made_once):
+    """The page of a run, written once."""
+
+    def write(folder):
+        result = run_tool(
+            "report.py", trained_run, "--output", folder / "r.html", "--num-images", 3, datasets_root=datasets_root
+        )
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.startswith(f"report written to {folder / 'r.html'}")
+
+    return made_once("report", write) / "r.html"
+
+
+def test_a_page_needs_nothing_else(report):
+    content = report.read_text()
+    page = Page(content)
+    assert all(address.startswith(("#", "data:")) for address in page.addresses)
+    assert "url(http" not in content and "@import" not in content and "script" not in page.tags
+    assert len(page.ids) == len(set(page.ids))
+    anchors = {address[1:] for address in page.addresses if address.startswith("#")}
+    assert anchors <= set(page.ids)
+
+
+def test_a_page_has_all_of_a_run(report, trained_run):
+    page = Page(report.read_text())
+    headings = ("Losses", "Learning rate", "Gradient norm", "Precision and recall, boxes", "By class", "Confusions")
+    for text in (*headings, "Found and missed", "Configuration", "Versions", "Warnings"):
+        assert text in page.text, text
+    ap = json.loads((trained_run / "evaluation.json").read_text())["shapes_val"]["bbox"]["AP"]
+    assert f"{ap:.1f}" in page.text and "SOLVER.MAX_ITER" in page.text and "PyTorch" in page.text
+    assert page.tags.count("img") == 3 and page.tags.count("details") == 1
+    assert "the dataset has no large objects" in page.text
+    assert "Left out" not in page.text
+
+
+def test_what_is_missing_is_left_out_and_named(trained_run, datasets_root, tmp_path):
+    shutil.copy(trained_run / "config.yaml", tmp_path)
+    (tmp_path / "metrics.json").write_text('{"iteration": 3, "total_loss": NaN, "lr": 0.1}\n{"iterat')
+    (tmp_path / "log.txt").write_text("[11/22 03:15:25] d2.x WARNING: <b>odd</b> & old\n")
+    result = run_tool("report.py", tmp_path, datasets_root=datasets_root)
+    assert result.returncode == 0, result.stderr
+    content = (tmp_path / "report.html").read_text()
+    assert "&lt;b&gt;odd&lt;/b&gt; &amp; old" in content
+    for words in ("there is no evaluation.json", "there is no inference/coco_instances_results.json", "1 of 2 lines"):
+        assert words in Page(content).text and words in result.stderr, words
+
+
+def test_names_of_classes_are_text(findings, tmp_path, trained_run):
+    annotations, results = findings
+    run = tmp_path / "run"
+    (run / "inference").mkdir(parents=True)
+    shutil.copy(results, run / "inference/coco_instances_results.json")
+    shutil.copy(trained_run / "config.yaml", run)
+    entry = f"[['odd_names', '{annotations}', '{tmp_path}']]"
+    result = run_tool("report.py", run, "--opts", "DATASETS.COCO", entry, "DATASETS.TEST", "('odd_names',)")
+    assert result.returncode == 0, result.stderr
+    content = (run / "report.html").read_text()
+    assert "<cat>" not in content and "&lt;cat&gt; &amp; co" in content
+    assert "drawings of odd_names" in Page(content).text
+
+
+@pytest.mark.parametrize("case", ["empty", "file", "missing", "output"])
+def test_no_run_is_one_line(case, trained_run, tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    folder = trained_run if case == "output" else tmp_path / case
+    result = run_tool("report.py", folder, "--output", tmp_path / "no/such/page.html" if case == "output" else "x.html")
+    words = {"empty": "is no run", "file": "is a file", "missing": "is not there", "output": "there is no folder"}
+    assert words[case] in error_line(result)
+
+
+def test_warnings_of_a_log():
+    log = (
+        "[11/22 03:15:25] d2.a INFO: fine\n[11/22 03:15:25] d2.a WARNING: first\nsecond line\n"
+        "[11/22 03:15:26] d2.b ERROR: bad\n[11/22 03:15:27] d2.a WARNING: first\nsecond line\n"
+    )
+    assert read_warnings(log) == [("first\nsecond line", 2), ("bad", 1)]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium: apt-get install chromium")
+def test_a_browser_shows_it_wide_and_narrow(report, tmp_path):
+    """In frames of 1400 and 400 pixels nothing is wider than the frame, and the console stays empty."""
+    frames = "".join(
+        f'<iframe id="f{width}" width="{width}" height="900" style="border:0" src="{report}"></iframe>'
+        for width in (1400, 400)
+    )
+    measure = """onload = () => document.title = ["f1400", "f400"].map(id => {
+        const page = document.getElementById(id).contentDocument;
+        return `${page.documentElement.scrollWidth}:${page.querySelectorAll("svg, img").length}`;
+    }).join(" ")"""
+    wrapper = tmp_path / "frames.html"
+    wrapper.write_text(f"<!DOCTYPE html><title>none</title>{frames}<script>{measure}</script>")
+    result = subprocess.run(
+        [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files"]
+        + [f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr", "--dump-dom", f"file://{wrapper}"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    title = re.search(r"<title>(.*?)</title>", result.stdout)[1]
+    (wide, shown), (narrow, _) = (map(int, part.split(":")) for part in title.split())
+    assert wide <= 1400 and narrow <= 400 and shown >= 7, title
+    assert "CONSOLE" not in result.stderr, result.stderr
