@@ -1,11 +1,9 @@
 """detectron2's default trainer with this project's optimizer, datasets, checkpoints and results file."""
 
-import contextlib
 import functools
 import logging
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,6 @@ from detectron2.utils.logger import setup_logger
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from backbones import InputError
 from backbones.attention.performer import PerformerAttention
 from projects_vil import data, evaluation, solver
 from projects_vil.checkpoint import Checkpointer
@@ -173,7 +170,7 @@ class Trainer(DefaultTrainer):
         differ in the last digits. A run that ends early by ``SOLVER.EARLY_STOPPING_PATIENCE`` returns None.
         """
         try:
-            with torch.jit.optimized_execution(False), _mistakes_without_traceback():
+            with torch.jit.optimized_execution(False):
                 return super().train()
         except StoppedEarly:
             return None
@@ -230,18 +227,3 @@ class Trainer(DefaultTrainer):
             done = min(get_event_storage().iter + 1, cfg.SOLVER.MAX_ITER) if has_event_storage() else None
             draw_evaluation(cfg, name="evaluated" if done is None else f"{done:07d}")
         return results
-
-
-@contextlib.contextmanager
-def _mistakes_without_traceback() -> Iterator[None]:
-    """detectron2 logs one of whatever ends a run; an :class:`InputError` says in its line what there is to say."""
-
-    def is_no_mistake(record: logging.LogRecord) -> bool:
-        return not (record.exc_info and isinstance(record.exc_info[1], InputError))
-
-    logger = logging.getLogger("detectron2.engine.train_loop")
-    logger.addFilter(is_no_mistake)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_no_mistake)

@@ -81,10 +81,11 @@ def test_averaging_that_ends_or_begins_is_said(run, shapes, tmp_path, caplog):
     assert "has averaged weights, and MODEL.EMA.ENABLED is False: they end here" in caplog.text
     weights = trainer.model.state_dict()
     assert all(torch.equal(value, weights[name]) for name, value in contents["unaveraged_model"].items())
-    trainer.checkpointer.save("model_0000003", iteration=3, seed=5, finished=True)
+    weights = contents.pop("unaveraged_model")
+    torch.save(contents | {"model": weights}, tmp_path / "model_0000002.pth")
     trainer = Trainer(small_config("retinanet", *EMA, "OUTPUT_DIR", str(tmp_path)))
     trainer.resume_or_load(resume=True)
-    assert "model_0000003.pth has no averaged weights: the average begins at iteration" in caplog.text
+    assert "model_0000002.pth has no averaged weights: the average begins at iteration 3" in caplog.text
     average = trainer.averaged.module.state_dict()
     assert trainer.averaged.n_averaged == 0 and all(torch.equal(average[name], weights[name]) for name in weights)
 

@@ -217,7 +217,7 @@ def test_evaluation_needs_weights(shapes, tmp_path):
 
 def test_the_number_of_classes_is_the_datasets(shapes, tmp_path):
     args = arguments("retinanet", f"train.output_dir={tmp_path}", "model.num_classes=4", "train.max_iter=1")
-    with pytest.raises(InputError, match="shapes_train has 3 classes"):
+    with pytest.raises(InputError, match="shapes_(train|val) has 3 classes"):
         train_lazily_from_command_line(args)
 
 

@@ -55,7 +55,12 @@ def losses_of(output, normalizer, *overrides):
     torch.manual_seed(cfg.SEED)
     trainer = Trainer(cfg)
     model = getattr(trainer.model, "module", trainer.model)
-    model._ema_update = lambda name, value, initial_value: normalizer
+
+    def stays(name, value, initial_value):
+        setattr(model, name, normalizer)
+        return normalizer
+
+    model._ema_update = stays
     values = []
     step = trainer.run_step
 
