@@ -55,6 +55,7 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["backbones", "backbones.*", "projects_vil", "projects_vil.*"]),
+    package_data={"projects_vil.report": ["page.html"]},
     python_requires=">=3.10,<3.14",
     # detectron2 is not on the package index: tools/install_detectron2.py brings it, with what it requires.
     # The ranges of fvcore, iopath and omegaconf are the ones that it states.
@@ -68,7 +69,8 @@ setup(
         "pycocotools>=2.0.6",
         "numpy>=1.23",
         "Pillow>=9.1",
-        "matplotlib>=3.5",
+        "matplotlib>=3.6",
+        "jinja2>=3.0",
         "PyYAML>=5.4",
         "safetensors>=0.4",
         "tqdm>=4.60",
