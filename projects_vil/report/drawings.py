@@ -15,7 +15,7 @@ from projects_vil.report.judging import Judged, Matched
 
 WIDTH, HEIGHT = 480, 480  # pixels that a drawing fills
 QUALITY = 82  # of a JPEG
-LETTERS = 13  # pixels
+LETTERS = 11  # pixels
 HIT, FALSE, MISSED = "#0f7a45", "#b3400a", "#1d5bbf"
 DASH = 6  # pixels
 

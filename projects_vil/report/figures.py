@@ -11,6 +11,7 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from projects_vil.report.judging import Judged
 
@@ -125,9 +126,9 @@ def _draw_curves(
             axes.set_yscale("log")
         elif values.min() >= 0:
             axes.set_ylim(bottom=0)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
         axes.set_xlabel("iteration")
         axes.set_ylabel(unit)
-        axes.ticklabel_format(axis="y", useOffset=False) if axes.get_yscale() == "linear" else None
         if len(curves) > 1:
             _add_legend(axes)
     return Drawn(_as_svg(figure, title), title, caption)
