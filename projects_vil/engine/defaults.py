@@ -206,7 +206,7 @@ class Trainer(DefaultTrainer):
         if self.averaged is not None:
             model, steps = self.averaged.module, int(self.averaged.n_averaged)
             logging.getLogger(__name__).info("evaluating the averaged weights (MODEL.EMA), of %d steps", steps)
-        with saving.ended_at_once():
+        with saving.ended_at_once(model):
             self._last_eval_results = self.test(self.cfg, model)
         return self._last_eval_results
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from detectron2.engine import HookBase
 from detectron2.utils import comm
+from torch import nn
 
 from backbones import InputError
 from backbones.attention.performer import PerformerAttention, redraw_features
@@ -17,7 +18,7 @@ from projects_vil.checkpoint import Checkpointer, remove_old, remove_partial
 from projects_vil.engine.resuming import loss_normalizers
 from projects_vil.engine.steps import unwrapped
 from projects_vil.evaluation import LOSS_TASK
-from projects_vil.utils import handling_signals
+from projects_vil.utils import ToldToEnd, handling_signals, told_between_calls
 
 
 class RedrawFeatures(HookBase):
@@ -96,27 +97,28 @@ class SaveCheckpoints(HookBase):
         self._save(name, loss_normalizers(unwrapped(self.trainer.model)), finished=finished)
 
     @contextlib.contextmanager
-    def ended_at_once(self) -> Iterator[None]:
+    def ended_at_once(self, model: nn.Module) -> Iterator[None]:
         """While this lasts, as an evaluation does, which may be long, a signal ends the run without waiting for the
         next iteration; saved first, where the last checkpoint is older. All processes enter this together.
+
+        Args:
+            model: the one that is evaluated, between two calls of which the run ends.
         """
         # Those of all: once they are told to end, they are not together any more.
         normalizers = loss_normalizers(unwrapped(self.trainer.model))
+        alone = comm.get_world_size() == 1
         try:
-            with handling_signals(self._end):
-                if not self.received:
-                    yield
-                # Python drops what a handler raises in some places.
-                if self.received:
-                    raise _Stopped
-        except _Stopped:
+            if self.received:
+                raise ToldToEnd(self.received)
+            with told_between_calls(model, alone=alone):
+                yield
+        except ToldToEnd as told:
             said = "ended during the evaluation"
             if self.trainer.iter < self.trainer.max_iter and self._saved != self.trainer.iter:
                 self._save(f"model_{self.trainer.iter:07d}", normalizers)
                 said = f"saved after iteration {self.trainer.iter}, {said}"
-            name = signal.Signals(self.received).name
-            logging.getLogger(__name__).warning("%s: %s; go on with --resume", name, said)
-            raise SystemExit(128 + self.received) from None
+            logging.getLogger(__name__).warning("%s: %s; go on with --resume", told.name, said)
+            raise SystemExit(told.status) from None
 
     def _save(self, name: str, normalizers: list[float | None], *, finished: bool = False) -> None:
         self.checkpointer.save(
@@ -135,16 +137,6 @@ class SaveCheckpoints(HookBase):
         if self.received == number == signal.SIGINT and comm.get_world_size() == 1:
             raise KeyboardInterrupt
         self.received = self.received or number
-
-    def _end(self, number: int, frame: object) -> None:
-        is_first = not self.received
-        self._receive(number, frame)
-        if is_first:
-            raise _Stopped
-
-
-class _Stopped(BaseException):
-    """A signal came while nothing had to be finished."""
 
 
 class SaveEvaluated(HookBase):

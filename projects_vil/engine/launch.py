@@ -23,7 +23,7 @@ from projects_vil.engine.processes import (
     start_processes,
 )
 from projects_vil.solver import count_training_images, is_by_epochs, scale_learning_rate, schedule_by_epochs
-from projects_vil.utils import check_unlocked, ended_by_signals, log_run, run_lock
+from projects_vil.utils import check_unlocked, log_run, run_lock, told_between_calls
 
 
 def training_parser(description: str | None) -> ConfigToolParser:
@@ -65,8 +65,7 @@ def _run(args: argparse.Namespace, num_images: int) -> OrderedDict:
     cfg = load_config(args.config_file, args.opts)
     register_datasets(cfg)
     if args.eval_only:
-        with ended_by_signals("the evaluation"):
-            return _evaluate(cfg, args)
+        return _evaluate(cfg, args)
     with run_lock(cfg.OUTPUT_DIR) if comm.is_main_process() else contextlib.nullcontext():
         # Nothing is written before the lock is there.
         comm.synchronize()
@@ -115,7 +114,8 @@ def _evaluate(cfg: CfgNode, args: argparse.Namespace) -> OrderedDict:
     model = Trainer.build_model(cfg)
     checkpointer = Checkpointer(model, cfg.OUTPUT_DIR, cfg=cfg, complete=True)
     checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=args.resume)
-    results = Trainer.test(cfg, model)
+    with told_between_calls(model, alone=comm.get_world_size() == 1):
+        results = Trainer.test(cfg, model)
     if comm.is_main_process():
         verify_results(cfg, results)
     return results

@@ -37,7 +37,7 @@ from projects_vil.engine.processes import (
 )
 from projects_vil.evaluation import write_results
 from projects_vil.solver import clip_full_model
-from projects_vil.utils import check_unlocked, ended_by_signals, log_run, run_lock
+from projects_vil.utils import check_unlocked, log_run, run_lock, told_between_calls
 
 _PARTS = ("model", "optimizer", "lr_multiplier", "dataloader", "train")
 _OVERRIDE = re.compile(r"(?P<adds>\+{0,2})(?P<key>[\w.\[\]]+)=.*", re.DOTALL)
@@ -216,11 +216,11 @@ def _run(args: argparse.Namespace) -> OrderedDict | None:
     """Train or evaluate in one process; returns an evaluation's results."""
     cfg = load_lazy_config(args.config_file, args.opts)
     if args.eval_only:
-        with ended_by_signals("the evaluation"):
-            model, facts = _set_up(cfg, args)
-            model = data_parallel(model)
-            checkpointer = Checkpointer(model, cfg.train.output_dir, cfg=facts, complete=True)
-            checkpointer.resume_or_load(cfg.train.init_checkpoint, resume=args.resume)
+        model, facts = _set_up(cfg, args)
+        model = data_parallel(model)
+        checkpointer = Checkpointer(model, cfg.train.output_dir, cfg=facts, complete=True)
+        checkpointer.resume_or_load(cfg.train.init_checkpoint, resume=args.resume)
+        with told_between_calls(model, alone=comm.get_world_size() == 1):
             return _evaluate(cfg, facts, model)
     output_dir = cfg.train.output_dir
     with run_lock(output_dir, key="train.output_dir") if comm.is_main_process() else contextlib.nullcontext():

@@ -29,6 +29,7 @@ from torch.multiprocessing import ProcessRaisedException
 from backbones import InputError
 from projects_vil.utils import (
     RunEnded,
+    ToldToEnd,
     explain_ending,
     handling_signals,
     heeded_signals,
@@ -267,6 +268,8 @@ def _work(
     try:
         with _joined(place, device, **_rendezvous(url, place)):
             run(*run_args)
+    except ToldToEnd as told:
+        sys.exit(told.status)
     except InputError as error:
         reports.send(("mistake", str(error)))
         sys.exit(1)

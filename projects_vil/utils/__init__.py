@@ -4,15 +4,21 @@ from projects_vil.utils.cli import ToolParser, check_json_path, run_tool, write_
 from projects_vil.utils.endings import RunEnded, explain_ending, process_ended
 from projects_vil.utils.locking import check_unlocked, run_lock
 from projects_vil.utils.logging import log_run, log_to_stderr
-from projects_vil.utils.signals import ended_by_signals, handling_signals, heeded_signals, unwound_by_sigterm
+from projects_vil.utils.signals import (
+    ToldToEnd,
+    handling_signals,
+    heeded_signals,
+    told_between_calls,
+    unwound_by_sigterm,
+)
 from projects_vil.utils.warnings import silence_known_warnings
 
 __all__ = [
     "RunEnded",
+    "ToldToEnd",
     "ToolParser",
     "check_json_path",
     "check_unlocked",
-    "ended_by_signals",
     "explain_ending",
     "handling_signals",
     "heeded_signals",
@@ -22,6 +28,7 @@ __all__ = [
     "run_lock",
     "run_tool",
     "silence_known_warnings",
+    "told_between_calls",
     "unwound_by_sigterm",
     "write_json",
 ]

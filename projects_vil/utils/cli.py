@@ -14,6 +14,7 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from backbones.errors import InputError, closest
 from projects_vil.utils.endings import RunEnded, explain_ending
 from projects_vil.utils.logging import log_to_stderr
+from projects_vil.utils.signals import ToldToEnd
 
 _RAISED_ELSEWHERE = f"{InputError.__module__}.{InputError.__qualname__}: "
 
@@ -49,8 +50,8 @@ def run_tool(main: Callable[[], None], *, log: bool = True) -> None:
     """Call ``main``, with what it logs on stderr, or without where it sets that up itself.
 
     An :class:`InputError`, raised here or in a process started from here, becomes one line on stderr and exit status
-    1, an interrupt one line and status 130, a process that was killed one line and, where it was one of those that
-    train, a status of 128 and the signal's number.
+    1, an interrupt one line and status 130, :class:`ToldToEnd` one line and the status of its signal, and a process
+    that was killed one line and, where it was one of those that train, the status of what killed it.
     """
     try:
         with log_to_stderr() if log else contextlib.nullcontext():
@@ -58,6 +59,9 @@ def run_tool(main: Callable[[], None], *, log: bool = True) -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+    except ToldToEnd as told:
+        print(f"ended by {told.name}", file=sys.stderr)
+        sys.exit(told.status)
     except (InputError, ProcessRaisedException) as error:
         # From another process comes its traceback as text, with the message at the end.
         message = str(error).strip().splitlines()[-1]

@@ -17,6 +17,8 @@ LOCK_FILE = ".run.lock"
 # Seconds between two signs of life of a run, and without one until it counts as dead, where no lock tells.
 HEARTBEAT = 20.0
 PATIENCE = 90.0
+# What a killed process may need to be gone.
+SECONDS_TO_DIE = 3.0
 # A file system that has no locks at all.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -70,7 +72,7 @@ def check_unlocked(folder: str | Path, *, key: str = "OUTPUT_DIR") -> None:
         # What cannot be written to is told apart where the run starts.
         return
     try:
-        if not _try_lock(descriptor):
+        if not _lock_soon(descriptor):
             raise _refusal(f"{key} {folder}", _read(descriptor))
     finally:
         os.close(descriptor)
@@ -97,7 +99,7 @@ def _acquire(path: Path, what: str, patience: float) -> int:
 
 
 def _take(descriptor: int, what: str, patience: float) -> None:
-    if not _try_lock(descriptor):
+    if not _lock_soon(descriptor):
         raise _refusal(what, _read(descriptor))
     host, process = _read(descriptor)
     if not host or host == socket.gethostname():
@@ -118,6 +120,14 @@ def _watch(descriptor: int, what: str, patience: float) -> None:
         time.sleep(min(1.0, patience / 10))
         if os.fstat(descriptor).st_mtime_ns != before:
             raise _refusal(what, _read(descriptor))
+
+
+def _lock_soon(descriptor: int) -> bool:
+    """Whether it is locked; a run that was killed may be a while at it, with much memory to free."""
+    until = time.monotonic() + SECONDS_TO_DIE
+    while not (is_locked := _try_lock(descriptor)) and time.monotonic() < until:
+        time.sleep(0.1)
+    return is_locked
 
 
 def _try_lock(descriptor: int) -> bool:

@@ -6,7 +6,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import NoReturn
+
+from torch import nn
 
 # What ends a run: Ctrl-C, a scheduler, a terminal that is closed.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -37,20 +38,51 @@ def handling_signals(
             signal.signal(number, former)
 
 
-@contextlib.contextmanager
-def ended_by_signals(what: str) -> Iterator[None]:
-    """While this lasts, SIGINT, SIGTERM and SIGHUP end the process with 128 and their number, and one line on stderr.
+class ToldToEnd(BaseException):
+    """A signal has told this process to end.
 
     Args:
-        what: is ended, in the line.
+        number: of the signal.
     """
 
-    def end(number: int, frame: FrameType | None) -> NoReturn:
-        print(f"{signal.Signals(number).name}: {what} was ended", file=sys.stderr, flush=True)
-        sys.exit(128 + number)
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
-    with handling_signals(end):
+    @property
+    def name(self) -> str:
+        return signal.Signals(self.number).name
+
+    @property
+    def status(self) -> int:
+        """Of a process that ends for it, as shells have it."""
+        return 128 + self.number
+
+
+@contextlib.contextmanager
+def told_between_calls(module: nn.Module, *, alone: bool) -> Iterator[None]:
+    """While this lasts, a signal raises :class:`ToldToEnd` before the next call of ``module``, or else at the end.
+
+    Not where it arrives: that may be in the middle of a fork, or where Python drops what is raised.
+
+    Args:
+        alone: whether a second Ctrl-C interrupts at once; one of several processes may get one twice, from the terminal
+            and from the process that has started it.
+    """
+    received: list[int] = []
+
+    def receive(number: int, frame: FrameType | None) -> None:
+        if alone and number == signal.SIGINT and number in received:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    def tell(*_: object) -> None:
+        if received:
+            raise ToldToEnd(received[0])
+
+    with handling_signals(receive), module.register_forward_pre_hook(tell):
         yield
+        tell()
 
 
 @contextlib.contextmanager

@@ -5,8 +5,9 @@ import signal
 import threading
 
 import pytest
+import torch
 
-from projects_vil.utils import unwound_by_sigterm
+from projects_vil.utils import ToldToEnd, told_between_calls, unwound_by_sigterm
 
 
 def test_what_is_open_is_closed():
@@ -42,3 +43,26 @@ def test_another_thread_may_not_set_one():
     thread.start()
     thread.join()
     assert handlers == [signal.SIG_DFL]
+
+
+def test_a_signal_is_told_before_the_next_call():
+    module, calls = torch.nn.Identity(), []
+    with pytest.raises(ToldToEnd) as caught, told_between_calls(module, alone=True):
+        for number in range(3):
+            calls.append(module(number))
+            os.kill(os.getpid(), signal.SIGHUP)
+            calls.append("in between")
+    assert calls == [0, "in between"] and (caught.value.name, caught.value.status) == ("SIGHUP", 129)
+    assert module(3) == 3
+
+
+def test_a_signal_after_the_last_call_is_told_at_the_end():
+    with pytest.raises(ToldToEnd), told_between_calls(torch.nn.Identity(), alone=True):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("alone, error", [(True, KeyboardInterrupt), (False, ToldToEnd)])
+def test_a_second_ctrl_c_interrupts_at_once_where_it_cannot_be_the_first(alone, error):
+    with pytest.raises(error), told_between_calls(torch.nn.Identity(), alone=alone):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
