@@ -236,3 +236,42 @@ def test_a_run_that_diverges_ends_in_one_line(datasets_root, tmp_path):
     assert "Traceback" not in result.stdout
     (entry,) = json.loads((tmp_path / "diverged.json").read_text())
     assert len(entry["processes"][0]["images"]) == 2 and entry["learning_rate"] == pytest.approx(1e30, rel=1e-3)
+
+
+# -- several processes -----------------------------------------------------------------------------
+
+
+def _two_steps(rank, file, folder, detector, accumulate, reason):
+    """A good batch, and one that diverges in the second process alone."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    model = model_of(detector).double() if detector == "retinanet" else model_of(detector)
+    model = torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+    good = images_of(8, objects=2)[4 * rank : 4 * rank + 4]
+    bad = images_of(4, objects=2)
+    if rank == 1:
+        bad[1]["image"] = torch.full((3, 64, 96), float("nan"))
+    run(model, [good], folder, accumulate=accumulate)
+    torch.save(weights_of(model.module), f"{folder}/{rank}_{accumulate}.pth")
+    before = weights_of(model)
+    with pytest.raises(InputError, match=f"diverged in iteration 0: {reason}"):
+        run(model, [bad], folder, accumulate=accumulate)
+    assert_close(weights_of(model), before, 0)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("detector, reason", [("retinanet", "loss_cls is nan"), ("mask_rcnn", "Predicted boxes")])
+def test_processes_share_gradients_once_and_decide_alike(detector, reason, tmp_path):
+    """Both stop where one diverges, whichever part it was in; weights of both are the same, in parts or not."""
+    for accumulate in (1, 2):
+        torch.multiprocessing.spawn(
+            _two_steps, args=(str(tmp_path / f"store{accumulate}"), tmp_path, detector, accumulate, reason), nprocs=2
+        )
+    first, second = (torch.load(tmp_path / f"{rank}_2.pth", weights_only=True) for rank in (0, 1))
+    assert_close(first, second, 0)
+    (entry,) = json.loads((tmp_path / "diverged.json").read_text())
+    assert [len(process["images"]) for process in entry["processes"]] == [2, 2]
+    assert entry["processes"][1]["images"][1]["image_id"] == 1
+    if detector == "retinanet":
+        assert_close(first, torch.load(tmp_path / "0_1.pth", weights_only=True), 1e-9)
