@@ -1,5 +1,6 @@
 """Averaged weights: as computed by hand, and what everything but a resumed run takes."""
 
+import json
 import logging
 
 import pytest
@@ -9,7 +10,7 @@ from backbones import InputError
 from projects_vil.checkpoint import build_detector, slim_checkpoint
 from projects_vil.engine import Trainer
 from tests.projects_vil.engine.test_resuming import train
-from tests.projects_vil.helpers import small_config
+from tests.projects_vil.helpers import CONFIGS, EXACT_TRAINING, SMALL, run_tool, small_config
 
 EMA = ["MODEL.EMA.ENABLED", "True", "MODEL.EMA.DECAY", "0.3", "DATASETS.TEST", "()", "TEST.BEST_METRIC", ""]
 EMA += ["SOLVER.CHECKPOINT_PERIOD", "1", "SOLVER.MAX_ITER", "4", "TEST.EVAL_PERIOD", "0"]
@@ -97,3 +98,31 @@ def test_an_average_that_is_not_finite_is_refused(run, shapes, tmp_path):
     trainer = Trainer(small_config("retinanet", *EMA, "OUTPUT_DIR", str(tmp_path)))
     with pytest.raises(InputError, match="head.cls_score.bias has values that are not finite"):
         trainer.resume_or_load(resume=True)
+
+
+@pytest.mark.slow
+def test_every_tool_takes_the_average(datasets_root, tmp_path):
+    """A run in bfloat16, in parts: what is evaluated, exported and slimmed is what its own evaluation judged."""
+    run, final = tmp_path / "run", tmp_path / "run/model_final.pth"
+    keys = [*SMALL["retinanet"], *EXACT_TRAINING, *EMA[:4], "TEST.LOSS", "True", "SOLVER.ACCUMULATE", "2"]
+    keys += ["SOLVER.AMP.ENABLED", "True", "SOLVER.AMP.DTYPE", "bfloat16", "OUTPUT_DIR", run]
+    model = ["--config-file", run / "config.yaml", "--weights", final]
+    for command in (
+        ["train_net.py", "--config-file", CONFIGS["retinanet"], *keys],
+        [
+            *("train_net.py", "--config-file", run / "config.yaml", "--eval-only"),
+            *("MODEL.WEIGHTS", final, "OUTPUT_DIR", tmp_path / "again"),
+        ],
+        ["predict.py", *model, "--input", datasets_root / "shapes/val", "--output", tmp_path / "found"],
+        ["export_model.py", *model, "--output", tmp_path / "export", "--evaluate"],
+        ["slim_checkpoint.py", final, tmp_path / "slim.pth"],
+        ["report.py", run],
+    ):
+        result = run_tool(*command, datasets_root=datasets_root)
+        assert result.returncode == 0, (command, result.stdout[-2000:], result.stderr)
+    first, again = (json.loads((folder / "evaluation.json").read_text()) for folder in (run, tmp_path / "again"))
+    assert first == again and "total_loss" in first["shapes_val"]["validation_loss"]
+    slim = torch.load(tmp_path / "slim.pth", weights_only=True)
+    contents = torch.load(final, weights_only=True)
+    assert "unaveraged_model" not in slim
+    assert all(torch.equal(slim["model"][name], value) for name, value in contents["model"].items())
