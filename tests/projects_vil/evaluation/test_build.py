@@ -1,5 +1,7 @@
 """The evaluator that a dataset asks for, judging ground truth itself."""
 
+import importlib.util
+
 import numpy as np
 import pytest
 import torch
@@ -98,3 +100,46 @@ def test_other_kinds_of_dataset(tmp_path, kind):
             build_evaluator(small_config(), name, "")
     finally:
         MetadataCatalog.remove(name)
+
+
+def _near(box, generator):
+    """A box (left, top, width, height) with each side moved by up to a quarter."""
+    return [value + size * float(generator.uniform(-0.25, 0.25)) for value, size in zip(box, box[2:] * 2, strict=True)]
+
+
+@pytest.mark.parametrize("limit", ["100", "200"])
+def test_faster_coco_eval_has_the_numbers_of_pycocotools(shapes, tmp_path, limit):
+    pytest.importorskip("faster_coco_eval")
+    results = {}
+    for api in ("pycocotools", "faster_coco_eval"):
+        cfg = small_config("mask_rcnn", "TEST.COCO_API", api, "TEST.DETECTIONS_PER_IMAGE", limit)
+        generator = np.random.default_rng(0)
+        evaluator = build_evaluator(cfg, "shapes_val", str(tmp_path / api))
+        evaluator.reset()
+        for record in load_dataset(cfg, ["shapes_val"], train=False):
+            instances = Instances((record["height"], record["width"]))
+            annotations = record["annotations"] * 40
+            boxes = [_near(a["bbox"], generator) for a in annotations]
+            instances.pred_boxes = Boxes([[x, y, x + width, y + height] for x, y, width, height in boxes])
+            instances.scores = torch.from_numpy(generator.random(len(boxes)).round(2))
+            instances.pred_classes = torch.tensor([a["category_id"] for a in annotations])
+            masks = torch.zeros(len(boxes), record["height"], record["width"], dtype=torch.bool)
+            for mask, (x, y, width, height) in zip(masks, boxes, strict=True):
+                mask[max(int(y), 0) : int(y + height) + 1, max(int(x), 0) : int(x + width) + 1] = True
+            instances.pred_masks = masks
+            evaluator.process([record], [{"instances": instances}])
+        results[api] = evaluator.evaluate()
+    first, second = results.values()
+    assert first.keys() == second.keys() == {"bbox", "segm"}
+    for task, metrics in first.items():
+        assert metrics == pytest.approx(second[task], abs=1e-9, nan_ok=True)
+    files = [(tmp_path / api / "coco_instances_results.json").read_text() for api in results]
+    assert files[0] == files[1]
+
+
+def test_a_coco_api_that_is_none_or_not_installed(shapes):
+    with pytest.raises(InputError, match="unknown TEST.COCO_API 'pycoco'"):
+        build_evaluator(small_config("retinanet", "TEST.COCO_API", "pycoco"), "shapes_val", "")
+    if importlib.util.find_spec("faster_coco_eval") is None:
+        with pytest.raises(InputError, match="faster_coco_eval, which is not installed: pip install"):
+            build_evaluator(small_config("retinanet", "TEST.COCO_API", "faster_coco_eval"), "shapes_val", "")
