@@ -86,8 +86,9 @@ def test_two_processes_have_the_losses_of_one(shapes, tmp_path, variant):
     in_two_processes(losses_of, tmp_path, tmp_path / "two", 30.0, "MODEL.TRANSFORMER.NAME", variant)
     one, two = (torch.load(tmp_path / name / "values.pth", weights_only=True) for name in ("one", "two"))
     torch.testing.assert_close(two["losses"], one["losses"], rtol=2e-6, atol=0)
+    # A step of AdamW is near the rate of 1e-3 however small a gradient is, and so however large its rounding.
     for name, tensor in one["model"].items():
-        torch.testing.assert_close(two["model"][name], tensor, rtol=0, atol=2e-5, msg=name)
+        assert (two["model"][name] - tensor).abs().max() < 1e-4, name
 
 
 def _statistics(folder):
