@@ -7,6 +7,7 @@ from projects_vil.data.build import (
     build_train_loader,
     check_datasets,
     load_dataset,
+    loader_for_testing,
     read_ahead,
 )
 from projects_vil.data.catalog import check_files, datasets_root, register_datasets
@@ -50,6 +51,7 @@ __all__ = [
     "evaluated_as",
     "label_reader",
     "load_dataset",
+    "loader_for_testing",
     "read_ahead",
     "read_for_testing",
     "read_image",

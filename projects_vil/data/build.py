@@ -164,9 +164,14 @@ def _aspect_groups(records: list[dict[str, Any]]) -> list[int]:
 def build_test_loader(cfg: CfgNode, dataset_name: str) -> torch.utils.data.DataLoader:
     """detectron2's test loader over one dataset, an image a batch."""
     records = load_dataset(cfg, [dataset_name], train=False, open_images=True)
-    loader = build_detection_test_loader(
-        dataset=records, mapper=build_mapper(cfg, is_train=False), num_workers=cfg.DATALOADER.NUM_WORKERS
-    )
+    return loader_for_testing(records, build_mapper(cfg, is_train=False), num_workers=cfg.DATALOADER.NUM_WORKERS)
+
+
+def loader_for_testing(
+    records: list[dict[str, Any]], mapper: Callable[[dict[str, Any]], dict[str, Any]], *, num_workers: int
+) -> torch.utils.data.DataLoader:
+    """detectron2's test loader, whose worker processes leave signals to the run."""
+    loader = build_detection_test_loader(dataset=records, mapper=mapper, num_workers=num_workers)
     loader.worker_init_fn = functools.partial(leave_signals_to_the_run, seconds=SECONDS_TO_END)
     return loader
 

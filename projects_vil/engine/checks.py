@@ -3,7 +3,7 @@
 import functools
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from detectron2.config import CfgNode
@@ -15,9 +15,10 @@ from projects_vil import data
 from projects_vil.checkpoint import check_weights, checkpoints_of, find_checkpoint
 from projects_vil.config import check_device
 from projects_vil.engine.steps import AMP_DTYPES
-from projects_vil.evaluation import check_coco_api
+from projects_vil.evaluation import LOSS_TASK, check_coco_api
 from projects_vil.modeling import build_on_meta
 from projects_vil.progress import check_services
+from projects_vil.solver import LR_SCHEDULERS, OPTIMIZERS
 
 # What is passed over is said where the run resumes.
 _SILENT = logging.Logger(__name__, level=logging.CRITICAL + 1)
@@ -91,7 +92,9 @@ def check_values(cfg: CfgNode) -> None:
     check_choice("DATALOADER.SAMPLER_TRAIN", cfg.DATALOADER.SAMPLER_TRAIN, data.TRAIN_SAMPLERS)
     if cfg.INPUT.CROP.ENABLED:
         check_choice("INPUT.CROP.TYPE", cfg.INPUT.CROP.TYPE, data.CROP_TYPES)
-    check_choice("SOLVER.AMP.DTYPE", cfg.SOLVER.AMP.DTYPE, AMP_DTYPES)
+    for key, choices in _CHOICES:
+        check_choice(key, functools.reduce(getattr, key.split("."), cfg), choices)
+    _check_best_metric(cfg)
     if cfg.SOLVER.SCALE_LR_TO_BATCH and cfg.SOLVER.REFERENCE_WORLD_SIZE:
         raise InputError(
             "SOLVER.SCALE_LR_TO_BATCH and SOLVER.REFERENCE_WORLD_SIZE both scale the learning rate: set one to 0"
@@ -102,6 +105,27 @@ def check_values(cfg: CfgNode) -> None:
             f"SOLVER.EARLY_STOPPING_PATIENCE is {patience}: it needs TEST.BEST_METRIC, bbox/AP for one, and a "
             "TEST.EVAL_PERIOD above 0"
         )
+
+
+def _check_best_metric(cfg: CfgNode) -> None:
+    """Whether evaluations can give it: what they do give is known after the first."""
+    metric, tests = cfg.TEST.BEST_METRIC, cfg.DATASETS.TEST
+    if not metric:
+        return
+    parts = metric.split("/")
+    if len(tests) > 1:
+        if parts[0] not in tests:
+            raise InputError(
+                f"TEST.BEST_METRIC is {metric}: with several DATASETS.TEST it begins with one, as {tests[0]}/bbox/AP"
+            )
+        parts = parts[1:]
+    task, name = parts if len(parts) == 2 else ("", "")
+    if task not in _TASKS or (task in _TASKS_WITH_AP and not name.startswith("AP")):
+        raise InputError(
+            f"TEST.BEST_METRIC is {metric}: it is one of {', '.join(_TASKS)}, and a metric of it: bbox/AP for one"
+        )
+    if task == LOSS_TASK and not cfg.TEST.LOSS:
+        raise InputError(f"TEST.BEST_METRIC is {metric}, which nobody computes: add TEST.LOSS True")
 
 
 def _check_batch(cfg: CfgNode, processes: int) -> None:
@@ -131,6 +155,15 @@ def _are_colors(value: Any) -> bool:
     return len(value) == 3 and all(map(_is_finite, value))
 
 
+_TASKS_WITH_AP = ("bbox", "segm", "keypoints")
+_TASKS = (*_TASKS_WITH_AP, "sem_seg", LOSS_TASK)
+_CHOICES: tuple[tuple[str, Collection[str]], ...] = (
+    ("SOLVER.AMP.DTYPE", AMP_DTYPES),
+    ("SOLVER.OPTIMIZER", OPTIMIZERS),
+    ("SOLVER.LR_SCHEDULER_NAME", LR_SCHEDULERS),
+    ("SOLVER.WARMUP_METHOD", ("linear", "constant")),
+    ("INPUT.RANDOM_FLIP", ("none", "horizontal", "vertical")),
+)
 _VALUES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("SOLVER.MAX_ITER", _whole(1), "1 or more iterations"),
     ("SOLVER.IMS_PER_BATCH", _whole(1), "1 or more images, those of all processes together"),
@@ -143,6 +176,12 @@ _VALUES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("SOLVER.EARLY_STOPPING_PATIENCE", _whole(0), "a number of evaluations, or 0 for never"),
     ("SOLVER.WARMUP_ITERS", _whole(0), "0 or more iterations"),
     ("SOLVER.BASE_LR", lambda value: _is_finite(value) and value > 0, "above 0"),
+    ("SOLVER.BASE_LR_END", lambda value: _is_finite(value) and value >= 0, "0 or more"),
+    ("SOLVER.MOMENTUM", lambda value: _is_finite(value) and 0 <= value < 1, "0 or more, and below 1"),
+    ("SOLVER.STEPS", lambda value: list(value) == sorted(set(value)), "iterations, each later than the one before"),
+    ("SOLVER.CLIP_GRADIENTS.CLIP_VALUE", lambda value: _is_finite(value) and value > 0, "above 0"),
+    ("INPUT.MIN_SIZE_TRAIN", lambda value: len(value) > 0 and all(map(_whole(1), value)), "one side or several"),
+    ("TEST.DETECTIONS_PER_IMAGE", _whole(1), "1 or more"),
     ("SOLVER.WEIGHT_DECAY", lambda value: _is_finite(value) and value >= 0, "0 or more"),
     ("TEST.EVAL_PERIOD", _whole(0), "a number of iterations, or 0 for the end alone"),
     ("TEST.DRAW_IMAGES", lambda value: _whole(0)(value) and value <= 32, "0 to 32 images"),

@@ -37,7 +37,13 @@ from projects_vil.engine.hooks import (
     StoppedEarly,
 )
 from projects_vil.engine.processes import data_parallel, share_statistics
-from projects_vil.engine.resuming import KeepMetrics, MetricsFile, SeedSteps, restore_loss_normalizer
+from projects_vil.engine.resuming import (
+    ConfiguredRates,
+    KeepMetrics,
+    MetricsFile,
+    SeedSteps,
+    restore_loss_normalizer,
+)
 from projects_vil.engine.steps import AMP_DTYPES, Steps, unwrapped
 from projects_vil.evaluation import LOSS_TASK, validation_loss, write_results
 from projects_vil.progress import ProgressBar, ProgressPrinter, build_service_writers
@@ -137,9 +143,11 @@ class Trainer(DefaultTrainer):
         The seed of the run, drawn where ``SEED`` is negative, is in the checkpoint; each iteration is seeded by it
         (:class:`~projects_vil.engine.resuming.SeedSteps`), and each image (:mod:`projects_vil.data.samplers`).
         """
+        rates = ConfiguredRates(self.optimizer, self.scheduler)
         contents = self.checkpointer.resume_or_load(self.cfg.MODEL.WEIGHTS, resume=resume)
         logger, path = logging.getLogger(__name__), self.checkpointer.resumed_from
         if path is not None:
+            rates.restore()
             self.start_iter = self.iter + 1
             saved = contents.get("seed")
             if saved is None:

@@ -1,9 +1,11 @@
 """What a resumed run needs beyond weights and optimizer to go on as if it had never stopped."""
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
+import torch
 from detectron2.engine import HookBase
 from detectron2.utils import comm
 from detectron2.utils.events import EventStorage, JSONWriter
@@ -77,6 +79,39 @@ class KeepMetrics(HookBase):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._saved = state_dict
+
+
+class ConfiguredRates:
+    """The learning rates and weight decays of a config, for a run that is resumed with others than it began with.
+
+    A checkpoint's optimizer and schedule bring their own along.
+
+    Args:
+        optimizer, scheduler: as the config makes them, before anything is loaded.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LRScheduler) -> None:
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self._rates = list(scheduler.base_lrs)
+        self._decays = [group["weight_decay"] for group in optimizer.param_groups]
+
+    def restore(self) -> None:
+        """After loading: let the config's count, and say so where they are others."""
+        groups = self.optimizer.param_groups
+        saved = list(self.scheduler.base_lrs), [group["weight_decay"] for group in groups]
+        if saved == (self._rates, self._decays):
+            return
+        self.scheduler.base_lrs = self._rates
+        rates = zip(groups, self._rates, self.scheduler.get_lr(), self._decays, strict=True)
+        for group, initial, now, decay in rates:
+            group.update(initial_lr=initial, lr=now, weight_decay=decay)
+        logging.getLogger(__name__).warning(
+            "the resumed run began with other learning rates or weight decays (largest rate %g, now %g): those of the "
+            "config count",
+            max(saved[0]),
+            max(self._rates),
+        )
 
 
 def _iteration(line: str) -> float:

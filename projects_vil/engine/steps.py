@@ -98,6 +98,21 @@ class Steps(SimpleTrainer):
         return state if self.scaler is None else state | {"grad_scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Of a checkpoint.
+
+        Raises:
+            InputError: where it is of another optimizer, or of one with other groups of parameters.
+        """
+        saved, own = (
+            [_shape(group) for group in groups]
+            for groups in (state_dict["optimizer"]["param_groups"], self.optimizer.param_groups)
+        )
+        if saved != own:
+            raise InputError(
+                "the resumed run has another optimizer, other multipliers or other frozen stages: take SOLVER and "
+                "MODEL.BACKBONE.FREEZE_AT of its config.yaml, or begin anew from its weights (MODEL.WEIGHTS, without "
+                "--resume, in another OUTPUT_DIR)"
+            )
         super().load_state_dict(state_dict)
         # Older checkpoints have neither.
         self.skipped, self.overflows = state_dict.get("skipped", 0), state_dict.get("overflows", 0)
@@ -201,7 +216,7 @@ class Steps(SimpleTrainer):
             )
             return
         raise InputError(
-            f"{said}; the weights before it are those of the last checkpoint; go on from there with a lower "
+            f"{said}; no weight has changed by it: --resume from the last checkpoint, or begin anew, with a lower "
             f"SOLVER.BASE_LR, or leave such batches out by SOLVER.SKIP_DIVERGED {max(2 * self.skip, 10)}"
         )
 
@@ -218,6 +233,11 @@ class Steps(SimpleTrainer):
         """Buffers that a forward pass changes, and their values."""
         norms = (module for module in self.model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm))
         return [(buffer, buffer.clone()) for norm in norms if norm.training for buffer in norm.buffers(recurse=False)]
+
+
+def _shape(group: dict[str, Any]) -> tuple[int, set[str]]:
+    """How many parameters a group has, and what its optimizer knows of it."""
+    return len(group["params"]), {key for key in group if key not in ("params", "initial_lr")}
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 import torch
 from detectron2.config import CfgNode
-from detectron2.data import build_detection_test_loader
 from detectron2.utils import comm
 from detectron2.utils.events import EventStorage
 from torch import nn
@@ -36,9 +35,9 @@ def validation_loss(cfg: CfgNode, model: nn.Module, dataset_name: str) -> dict[s
         InputError: as :func:`projects_vil.data.load_dataset`.
     """
     records = data.load_dataset(cfg, [dataset_name], train=False)
-    loader = build_detection_test_loader(
-        dataset=[record | {_PLACE: place} for place, record in enumerate(records)],
-        mapper=data.build_mapper(_as_for_testing(cfg), is_train=True),
+    loader = data.loader_for_testing(
+        [record | {_PLACE: place} for place, record in enumerate(records)],
+        data.build_mapper(_as_for_testing(cfg), is_train=True),
         num_workers=cfg.DATALOADER.NUM_WORKERS,
     )
     sums: dict[str, float] = defaultdict(float)

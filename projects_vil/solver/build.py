@@ -14,6 +14,7 @@ from backbones import InputError
 from backbones.errors import closest
 from projects_vil.solver.clipping import clip_full_model
 
+OPTIMIZERS = ("ADAMW", "SGD")
 # detectron2's list, which is inside a function there.
 _NORMS = (
     nn.modules.batchnorm._BatchNorm,

@@ -55,9 +55,11 @@ class CoarserLevels(nn.Module):
     def forward(self, maps: Tensor) -> list[Tensor]:
         """(B, C_in, H, W) -> the levels (B, C, H / 2, W / 2), (B, C, H / 4, W / 4), ..., rounded up."""
         levels: list[Tensor] = []
-        with _in_float32(maps) as maps:
+        with _in_float32(maps) as inputs:
             for name in self.names:
-                levels.append(self.get_submodule(name)(F.relu(levels[-1]) if levels else maps))
+                levels.append(self.get_submodule(name)(F.relu(levels[-1]) if levels else inputs))
+        # detectron2 pools regions of levels of one type.
+        levels = [level.to(maps.dtype) if inputs is not maps else level for level in levels]
         if self.pooled:
             levels.append(F.max_pool2d(levels[-1], kernel_size=1, stride=2))
         return levels

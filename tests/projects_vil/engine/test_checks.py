@@ -75,6 +75,18 @@ def test_batch_of_the_reference_is_shared_out_evenly(shapes):
 @pytest.mark.parametrize(
     "key, value, message",
     [
+        ("INPUT.RANDOM_FLIP", "diagonal", "unknown INPUT.RANDOM_FLIP 'diagonal': it is one of none"),
+        ("SOLVER.WARMUP_METHOD", "cubic", "unknown SOLVER.WARMUP_METHOD 'cubic': it is one of linear, constant"),
+        ("SOLVER.OPTIMIZER", "ADAM", "unknown SOLVER.OPTIMIZER 'ADAM': it is one of ADAMW, SGD"),
+        ("SOLVER.LR_SCHEDULER_NAME", "Cosine", "unknown SOLVER.LR_SCHEDULER_NAME 'Cosine'"),
+        ("SOLVER.BASE_LR_END", "-1.0", "SOLVER.BASE_LR_END is -1.0: it is 0 or more"),
+        ("SOLVER.CLIP_GRADIENTS.CLIP_VALUE", "-1.0", "SOLVER.CLIP_GRADIENTS.CLIP_VALUE is -1.0: it is above 0"),
+        ("SOLVER.STEPS", "(10, 5)", "SOLVER.STEPS is (10, 5): it is iterations, each later than the one before"),
+        ("SOLVER.MOMENTUM", "2.0", "SOLVER.MOMENTUM is 2.0: it is 0 or more, and below 1"),
+        ("INPUT.MIN_SIZE_TRAIN", "(0,)", "INPUT.MIN_SIZE_TRAIN is (0,): it is one side or several"),
+        ("TEST.DETECTIONS_PER_IMAGE", "0", "TEST.DETECTIONS_PER_IMAGE is 0: it is 1 or more"),
+        ("TEST.BEST_METRIC", "bbox/ap", "TEST.BEST_METRIC is bbox/ap: it is one of bbox, segm, keypoints, sem_seg"),
+        ("TEST.BEST_METRIC", "validation_loss/total_loss", "TEST.BEST_METRIC is validation_loss/total_loss, which"),
         ("SOLVER.MAX_ITER", "None", "SOLVER.MAX_ITER is None: it is 1 or more iterations"),
         ("SOLVER.MAX_ITER", "0", "SOLVER.MAX_ITER is 0: it is 1 or more"),
         ("SOLVER.MAX_ITER", "-5", "SOLVER.MAX_ITER is -5: it is 1 or more"),

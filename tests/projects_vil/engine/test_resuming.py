@@ -12,6 +12,7 @@ import pytest
 import torch
 from detectron2.engine import HookBase
 
+from backbones import InputError
 from projects_vil.data import seed_all
 from projects_vil.engine import Trainer
 from projects_vil.engine.hooks import SaveCheckpoints
@@ -168,6 +169,20 @@ def test_a_finished_run_that_is_resumed_evaluates_alone(shapes, tmp_path):
     # The lines of the last iteration and of the last evaluation, which are one apart, change places.
     assert sorted(metrics(tmp_path / "run")) == sorted(before)
     assert (tmp_path / "run/model_final.pth").read_bytes() == weights
+
+
+def test_rates_of_the_config_count(shapes, tmp_path, caplog):
+    train("retinanet", tmp_path / "run", cut_at=4)
+    overrides = ["SOLVER.BASE_LR", "1e-5", "SOLVER.WEIGHT_DECAY", "0.5"]
+    again = train("retinanet", tmp_path / "run", *overrides)
+    assert "began with other learning rates or weight decays (largest rate 0.001, now 1e-05)" in caplog.text
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.json").read_text().splitlines()]
+    assert 0 < [line["lr"] for line in lines if "lr" in line][-1] <= 1e-5
+    assert {group["weight_decay"] for group in again.optimizer.param_groups} == {0.0, 0.5}
+    for overrides in (["SOLVER.OPTIMIZER", "SGD"], ["SOLVER.LR_MULTIPLIERS", "[['backbone.*', 0.1]]"]):
+        other = Trainer(small_config("retinanet", *RUN, "OUTPUT_DIR", str(tmp_path / "run"), *overrides))
+        with pytest.raises(InputError, match="another optimizer, other multipliers or other frozen stages"):
+            other.resume_or_load(resume=True)
 
 
 def test_a_seed_is_drawn_and_kept(shapes, tmp_path):

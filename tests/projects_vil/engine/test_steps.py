@@ -119,10 +119,18 @@ def test_means_over_what_differs_between_the_parts_are_means_of_means(tmp_path, 
 # -- mixed precision -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("detector", ["retinanet", "mask_rcnn"])
-def test_bfloat16_on_the_cpu(detector, tmp_path):
+@pytest.mark.parametrize(
+    "detector, variant",
+    [
+        *(("retinanet", "vil_tiny_1_1_3_1_rpb"), ("mask_rcnn", "vil_tiny_1_1_3_1_rpb")),
+        # FPN makes its fifth level by a convolution, and regions of it are pooled.
+        pytest.param("mask_rcnn", "cvt_ls_13", marks=pytest.mark.slow),
+    ],
+)
+def test_bfloat16_on_the_cpu(detector, variant, tmp_path):
     images = images_of(2, objects=2)
-    model = model_of(detector)
+    features = ["MODEL.FPN.IN_FEATURES", "['stage1', 'stage2', 'stage3']"] if variant.startswith("cvt") else []
+    model = model_of(detector, "MODEL.TRANSFORMER.NAME", variant, *features)
     torch.manual_seed(0)
     _, exact = run(copy.deepcopy(model), [images], tmp_path)
     torch.manual_seed(0)
