@@ -189,3 +189,11 @@ def test_a_base_config_with_a_runs_checkpoint_names_the_runs_own(shapes, tmp_pat
     (tmp_path / "config.yaml").write_text(small_config().dump())
     text = setup_message(*keys, eval_only=True)
     assert text.endswith(f"; its run's own is --config-file {tmp_path}/config.yaml")
+
+
+def test_synchronised_batch_norm_in_several_processes_on_the_cpu(shapes):
+    options = ["MODEL.TRANSFORMER.NAME", "lit_ti", "MODEL.TRANSFORMER.BATCH_NORM"]
+    message = setup_message(*options, "sync", processes=2)
+    assert "is a synchronised batch norm, which needs GPUs: on the CPU train in one process" in message
+    check_setup(small_config("retinanet", *options, "sync"))
+    check_setup(small_config("retinanet", *options, "batch"), processes=2)
