@@ -108,6 +108,9 @@ def check_processes(args: argparse.Namespace, *, device: str, key: str = "MODEL.
             raise InputError(
                 f"torchrun has started {place.world_size} processes: leave out --num-gpus and --num-machines"
             )
+        if place.world_size > 1 and os.environ.get("MASTER_PORT") == "0":
+            # They would wait for each other there for ever.
+            raise InputError("torchrun's --master-port is 0, which is none: name a free one, or add --standalone to it")
         here, what = place.local_world_size, f"torchrun has started {place.local_world_size} processes here"
     else:
         _check_arguments(args)

@@ -18,7 +18,7 @@ from tests.projects_vil.engine.test_resuming import RUN, assert_same_file, metri
 from tests.projects_vil.helpers import CONFIGS, PATIENCE, ROOT, SMALL, small_config
 
 LAUNCH = ["--num-gpus", "2"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 LONG = ["SOLVER.MAX_ITER", "4000", "SOLVER.CHECKPOINT_PERIOD", "1", "TEST.EVAL_PERIOD", "0"]
 LONG += ["SOLVER.CHECKPOINT_KEEP", "2"]
 
