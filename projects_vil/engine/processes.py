@@ -252,6 +252,7 @@ def _work(
     url: str | int,
     signals: Sequence[int],
     reports: Connection,
+    start_method: str,
 ) -> None:
     """What a process does that was started here.
 
@@ -259,7 +260,9 @@ def _work(
         url: where the processes meet, or the port of a store on this machine.
         signals: that this process heeds; they are blocked until now.
         reports: takes the reason of its end.
+        start_method: of the processes that load data. This one's own would be theirs: new interpreters, seconds each.
     """
+    multiprocessing.set_start_method(start_method, force=True)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -337,7 +340,8 @@ class _Group:
             for local_rank in range(args.num_gpus):
                 reader, writer = context.Pipe(duplex=False)
                 place = Place(first + local_rank, local_rank, size, args.num_gpus)
-                arguments = (run, run_args, place, device, url, self.signals, writer)
+                method = multiprocessing.get_start_method()
+                arguments = (run, run_args, place, device, url, self.signals, writer, method)
                 process = context.Process(target=_work, args=arguments)
                 process.start()
                 writer.close()

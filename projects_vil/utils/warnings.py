@@ -14,6 +14,8 @@ _WARNINGS = (
     (r"`torch\.jit\.script` is deprecated", DeprecationWarning),
     # detectron2's anchors; the order that it relies on is the default.
     (r"torch\.meshgrid: in an upcoming release", UserWarning),
+    # detectron2's name for it, of several processes.
+    (r"`broadcast_buffers` is deprecated", FutureWarning),
     # detectron2's model zoo; setup.py holds setuptools below the version that has dropped it.
     (r"pkg_resources is deprecated as an API", UserWarning),
 )

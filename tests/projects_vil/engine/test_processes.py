@@ -214,17 +214,19 @@ class Run:
 
 
 def processes_of(session):
-    """Id, parent's id and command of each process of a session."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
+    """Id, parent's id and command of each process of a session, and of what came from it: torchrun starts others."""
+    found, ours = [], {session}
+    # A child has a larger id than its parent, but for a wrap of the numbers.
+    for path in sorted(Path("/proc").glob("[0-9]*"), key=lambda path: int(path.name)):
         try:
             state, parent, _, of = (path / "stat").read_text().rpartition(")")[2].split()[:4]
             command = (path / "cmdline").read_text().replace("\0", " ")
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if int(of) == session and state != "Z":
+        if (int(of) == session or int(parent) in ours) and state != "Z":
+            ours.add(int(path.name))
             found.append((int(path.name), int(parent), command))
-    return sorted(found)
+    return found
 
 
 @pytest.fixture(scope="module")
