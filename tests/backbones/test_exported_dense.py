@@ -139,6 +139,7 @@ def test_groups_of_a_recorded_run_change_nothing(monkeypatch, groups, num_global
                 torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_recorded_run_holds_a_part_of_the_bias():
     _, program, dtype = exported("lit_relative")
     images = random_images(1, 3, 640, 640, dtype=dtype)
