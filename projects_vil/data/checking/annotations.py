@@ -81,10 +81,10 @@ class Annotations:
             self.add("category_id_text" if is_known else "category_unknown", index, f"category_id {shown(name)}")
 
     def _check_ids(self, objects: Sequence[int]) -> None:
-        seen: set[Any] = set()
+        seen: set[int] = set()
         for index in objects:
             name = self.entries[index].get("id")
-            if not name or not isinstance(name, (int, str, float)):
+            if type(name) is not int or name <= 0:
                 self.add("annotation_id_unusable", index)
             elif name in seen:
                 self.add("annotation_id_twice", index)

@@ -135,12 +135,12 @@ class _Mender:
         if not indices:
             return
         numbers = [n for entry in self.entries if isinstance(entry, dict) and type(n := entry.get("id")) is int]
-        following = max(numbers, default=0) + 1
+        following = max([0, *numbers]) + 1
         twice = set(self.places.get("annotation_id_twice", ()))
         first = {}
         if twice:
             for index, entry in enumerate(self.entries):
-                if isinstance(entry, dict) and index not in twice and isinstance(entry.get("id"), (int, str, float)):
+                if isinstance(entry, dict) and index not in twice and type(entry.get("id")) is int:
                     first.setdefault(entry["id"], entry)
         for index in indices:
             if index in twice and self.entries[index] == first[self.entries[index]["id"]]:

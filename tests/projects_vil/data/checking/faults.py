@@ -139,6 +139,8 @@ FAULTS: dict[str, tuple[str, Callable[[dict, Path], None]]] = {
     "annotation id twice": ("annotation_id_twice", annotation(id=1)),
     "annotation twice": ("annotation_id_twice", twice("annotations")),
     "annotation id missing": ("annotation_id_unusable", without("id")),
+    "annotation id as text": ("annotation_id_unusable", annotation(id="obj9")),
+    "annotation id below 0": ("annotation_id_unusable", annotation(id=-7)),
     "annotation id 0": ("annotation_id_unusable", annotation(id=0)),
     "iscrowd missing": ("iscrowd_missing", without("iscrowd")),
     "iscrowd 2": ("iscrowd_value", annotation(iscrowd=2)),

@@ -86,6 +86,13 @@ def test_evaluation_fills_in_what_is_missing(copy, tmp_path_factory):
     assert evaluated(copy)["AP"] == expected["AP"]
 
 
+@pytest.mark.parametrize("ids", [lambda number: f"obj{number}", lambda number: -number, lambda number: number + 0.5])
+def test_evaluation_of_ids_that_it_does_not_take(copy, ids):
+    expected = evaluated(copy)
+    edit(copy, lambda content: [a.update(id=ids(number)) for number, a in enumerate(content["annotations"])])
+    assert equal(evaluated(copy), expected)
+
+
 @pytest.mark.parametrize("detector", ["retinanet", "mask_rcnn"])
 @pytest.mark.parametrize("kept", [0, 1])
 def test_a_batch_of_images_without_objects(copy, detector, kept):
