@@ -73,7 +73,7 @@ def load_dataset(
     if not records:
         raise InputError(f"{_annotations(names)} has no image {'with an annotation' if train else ''} to work on")
     _check_task(cfg, names, records)
-    _check_annotations(cfg, names, records, train=train)
+    _check_annotations(cfg, names, records)
     _check_images(names, records)
     for name in names:
         _check_classes(cfg, name, names[0])
@@ -199,15 +199,18 @@ def _check_task(cfg: CfgNode, names: list[str], records: list[dict[str, Any]]) -
         )
 
 
-def _check_annotations(cfg: CfgNode, names: list[str], records: list[dict[str, Any]], *, train: bool) -> None:
+def _check_annotations(cfg: CfgNode, names: list[str], records: list[dict[str, Any]]) -> None:
     annotations = [annotation for record in records for annotation in record.get("annotations", ())]
     for annotation in annotations:
         box = annotation.get("bbox")
         if not isinstance(box, (list, tuple)) or len(box) != 4 or not all(isinstance(n, (int, float)) for n in box):
             raise InputError(f"{_annotations(names)} has the bbox {box!r}: it is [left, top, width, height]")
     has_masks = any("segmentation" in annotation for annotation in annotations)
-    if train and cfg.MODEL.MASK_ON and annotations and not has_masks:
-        raise InputError(f"{_annotations(names)} has no segmentation to learn masks from: add MODEL.MASK_ON False")
+    if cfg.MODEL.MASK_ON and annotations and not has_masks:
+        raise InputError(
+            f"{_annotations(names)} has no segmentation to learn masks from, or to evaluate them by: add "
+            "MODEL.MASK_ON False"
+        )
 
 
 def _check_images(names: Iterable[str], records: list[dict[str, Any]]) -> None:

@@ -135,7 +135,11 @@ def test_box_dataset_for_a_mask_detector(copy):
     overrides = ["DATASETS.COCO", repr([entry(copy)]), "DATASETS.TRAIN", f"('{NAME}',)"]
     cfg = small_config("mask_rcnn", *overrides)
     register_datasets(cfg)
-    assert "segmentation" in message(load_dataset, cfg, [NAME], train=True)
+    for train in (True, False):
+        text = message(load_dataset, cfg, [NAME], train=train)
+        assert str(copy / "annotations.json") in text and text.endswith("add MODEL.MASK_ON False")
+    edit(copy, lambda content: content.update(annotations=[]))
+    assert len(load_dataset(cfg, [NAME], train=False)) == 8
 
 
 # -- loaders ---------------------------------------------------------------------------------------
