@@ -10,6 +10,7 @@ from pathlib import Path
 from detectron2.config import CfgNode
 from detectron2.data import MetadataCatalog
 
+from backbones.files import written_whole
 from projects_vil.evaluation.explaining import class_values, explain_results
 
 RESULTS_FILE = "evaluation.json"
@@ -33,7 +34,8 @@ def write_results(cfg: CfgNode, results: OrderedDict) -> None:
         for name, tasks in by_dataset.items()
     }
     path = Path(cfg.OUTPUT_DIR) / RESULTS_FILE
-    path.write_text(json.dumps(content, indent=2) + "\n")
+    with written_whole(path) as partial:
+        partial.write_text(json.dumps(content, indent=2) + "\n")
     for name, tasks in by_dataset.items():
         for line in explain_results(tasks):
             logger.info("%s, %s", name, line)
