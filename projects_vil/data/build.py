@@ -34,7 +34,7 @@ _READ_AHEAD: dict[tuple, list[dict[str, Any]]] = {}
 
 
 def load_dataset(
-    cfg: CfgNode, names: Iterable[str], *, train: bool, open_images: bool = False
+    cfg: CfgNode, names: Iterable[str], *, train: bool, open_images: bool = False, report: bool = True
 ) -> list[dict[str, Any]]:
     """The records of some datasets in detectron2's format; for training without images that have no annotation.
 
@@ -42,6 +42,7 @@ def load_dataset(
 
     Args:
         open_images: whether the check opens every image file too.
+        report: whether what was found, and the table of instances, are logged; a process logs each once.
 
     Raises:
         InputError: for an unknown name, a missing file or folder, an annotation file that is not COCO JSON, images
@@ -55,7 +56,7 @@ def load_dataset(
     for name in names:
         check_files(name)
     try:
-        records = [record for name in names for record in _read(cfg, name, open_images=open_images)]
+        records = [record for name in names for record in _read(cfg, name, open_images=open_images, report=report)]
         if train and cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS and records and "annotations" in records[0]:
             records = filter_images_with_only_crowd_annotations(records)
     except InputError:
@@ -77,15 +78,16 @@ def load_dataset(
     _check_images(names, records)
     for name in names:
         _check_classes(cfg, name, names[0])
-    if train and not is_segmentor(cfg):
+    if train and report and not is_segmentor(cfg):
         print_instances_class_histogram(records, _class_names(cfg, names[0]))
     return records
 
 
-def _read(cfg: CfgNode, name: str, *, open_images: bool) -> list[dict[str, Any]]:
+def _read(cfg: CfgNode, name: str, *, open_images: bool, report: bool) -> list[dict[str, Any]]:
     if cfg.DATASETS.CHECK == "off" or not is_coco(name):
         return DatasetCatalog.get(name)
-    return load_coco(name, check=cfg.DATASETS.CHECK, masks=cfg.MODEL.MASK_ON, open_images=open_images)
+    masks = cfg.MODEL.MASK_ON
+    return load_coco(name, check=cfg.DATASETS.CHECK, masks=masks, open_images=open_images, report=report)
 
 
 def read_ahead(cfg: CfgNode) -> None:

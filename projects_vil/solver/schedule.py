@@ -21,10 +21,12 @@ def count_training_images(cfg: CfgNode) -> int:
     """How many images of ``DATASETS.TRAIN`` are trained on: without those that have no annotation, where
     ``DATALOADER.FILTER_EMPTY_ANNOTATIONS`` drops them.
 
+    Nothing of the check is logged but its errors, which stop: a run's own reading says it, into its log.txt.
+
     Raises:
         InputError: as :func:`projects_vil.data.load_dataset`.
     """
-    return len(load_dataset(cfg, cfg.DATASETS.TRAIN, train=True))
+    return len(load_dataset(cfg, cfg.DATASETS.TRAIN, train=True, report=False))
 
 
 def is_by_epochs(cfg: CfgNode, overrides: Sequence[str] = ()) -> bool:

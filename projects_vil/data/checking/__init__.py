@@ -3,12 +3,11 @@
 from projects_vil.data.checking.check import Checked, check_dataset
 from projects_vil.data.checking.findings import Findings
 from projects_vil.data.checking.images import missing_files
-from projects_vil.data.checking.kinds import KINDS, NOT_TO_MEND, Kind
+from projects_vil.data.checking.kinds import KINDS, Kind
 from projects_vil.data.checking.mend import Mended, mend
 
 __all__ = [
     "KINDS",
-    "NOT_TO_MEND",
     "Checked",
     "Findings",
     "Kind",

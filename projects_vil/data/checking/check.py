@@ -47,9 +47,9 @@ def check_dataset(
         pixels: whether every image file is read as a whole.
         progress: called with the number of image files that are done.
     """
-    findings = Findings(annotations, image_root)
-    entries = dataset["annotations"]
-    findings.numbers = {name: len(dataset[name]) for name in ("images", "annotations", "categories")}
+    findings = Findings(annotations, image_root, masks=masks is not False)
+    entries = dataset.get("annotations", [])
+    findings.numbers = {name: len(dataset.get(name, ())) for name in ("images", "annotations", "categories")}
     images = Images(dataset["images"], findings)
     images.check()
     images.check_files(headers=headers, pixels=pixels, progress=progress)

@@ -1,12 +1,13 @@
 """What a check has found: how often, where, and the first examples."""
 
+import shlex
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from backbones import InputError
-from projects_vil.data.checking.kinds import KINDS, LEVELS, Kind, Level
+from projects_vil.data.checking.kinds import KINDS, LEVELS, NOT_TO_MEND, Kind, Level
 
 EXAMPLES = 5
 # That the one line of an error names.
@@ -20,6 +21,7 @@ class Findings:
     Args:
         annotations: the file.
         image_root: the folder of its images.
+        masks: False where segmentations are not looked at.
 
     Attributes:
         places: of each kind, indices in the file's list of images, annotations or categories.
@@ -27,8 +29,8 @@ class Findings:
         numbers: of images, annotations and categories.
     """
 
-    def __init__(self, annotations: str | Path, image_root: str | Path) -> None:
-        self.annotations, self.image_root = str(annotations), str(image_root)
+    def __init__(self, annotations: str | Path, image_root: str | Path, *, masks: bool = True) -> None:
+        self.annotations, self.image_root, self.masks = str(annotations), str(image_root), masks
         self.places: dict[str, list[int]] = defaultdict(list)
         self.examples: dict[str, list[dict[str, Any]]] = defaultdict(list)
         self.numbers: dict[str, int] = {}
@@ -68,8 +70,17 @@ class Findings:
             lines.append(f"    {with_warn}{kind.training}; in a copy by --fix: {kind.copy}")
         return lines
 
+    def unmendable(self) -> Kind | None:
+        """The first kind that was found and that neither a copy nor ``DATASETS.CHECK warn`` does away with."""
+        return next((kind for kind in self.kinds("error") if kind.name in NOT_TO_MEND), None)
+
     def error(self) -> InputError:
-        """One line with the worst of it and the ways out."""
+        """One line with the worst of it and the ways out; of what cannot be mended, about that alone."""
+        if (kind := self.unmendable()) is not None:
+            return InputError(
+                f"{self.annotations} is a {kind.one} ({_told(self.examples[kind.name][0])}), which {kind.copy}; where "
+                "that is a false alarm, DATASETS.CHECK off trains on them as they are"
+            )
         kinds = list(self.kinds("error"))
         told = [
             f"{kind.counted(len(self.places[kind.name]))} ({_told(self.examples[kind.name][0])})"
@@ -77,10 +88,11 @@ class Findings:
         ]
         if len(kinds) > _KINDS_IN_A_LINE:
             told.append(f"{len(kinds) - _KINDS_IN_A_LINE} more kinds of faults")
+        paths = shlex.join([self.annotations, self.image_root])
         return InputError(
-            f"{self.annotations} has {'; '.join(told)}: python tools/check_dataset.py {self.annotations} "
-            f"{self.image_root} lists all, and with --fix OUT writes a copy without them; DATASETS.CHECK warn goes on "
-            "without them"
+            f"{self.annotations} has {'; '.join(told)}: python tools/check_dataset.py {paths}"
+            f"{'' if self.masks else ' --boxes'} lists all, and with --fix OUT writes a copy without them; "
+            "DATASETS.CHECK warn goes on without them"
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -80,6 +80,10 @@ class Images:
                 self.heights[index], self.widths[index] = sides
             else:
                 self.add("image_size_missing", index)
+        texts = [index for index in self.usable if isinstance(self.entries[index]["id"], str)]
+        if len(texts) < len(self.usable):
+            for index in texts:
+                self.add("image_ids_mixed", index)
 
     def check_files(self, *, headers: bool, pixels: bool, progress: Callable[[int], None] | None = None) -> None:
         """Look for the files, and into them.

@@ -39,6 +39,7 @@ _IMAGE_LEFT_OUT = "the image and its objects are left out"
 _BOX_OF_MASK = "the box of the mask where there is one, else left out"
 _NO_MASK = "left out where no other polygon stays"
 _AS_IT_IS = "as it is"
+_RENUMBERED = "all images get new ids, by their place in the file"
 _STOPS = "stops, always"
 
 _KINDS = (
@@ -60,6 +61,8 @@ _KINDS = (
     Kind("image_id_twice", "error", "images whose id is not unique", "image whose id is not unique",
          "of equal entries one stays; else all are left out, with their objects, for it cannot be told whose those are",
          "the same"),
+    Kind("image_ids_mixed", "error", "images whose id is text, where other ids are numbers",
+         "image whose id is text, where other ids are numbers", _RENUMBERED, _RENUMBERED),
     Kind("image_size_missing", "mended", "images without height and width", "image without height and width",
          "read from the file", "those of the file"),
     Kind("file_missing", "error", "images whose file is missing", "image whose file is missing",
@@ -79,7 +82,8 @@ _KINDS = (
          "an equal one is left out, another gets a new id", "the same"),
     Kind("annotation_id_unusable", "mended",
          "annotations without an id that is a whole number above 0, as COCO's evaluation needs it",
-         "annotation without an id that is a whole number above 0, as COCO's evaluation needs it", "a new id", "a new id"),
+         "annotation without an id that is a whole number above 0, as COCO's evaluation needs it",
+         "a new id", "a new id"),
     Kind("image_unknown", "error", "annotations of an image_id that no image has",
          "annotation of an image_id that no image has", _OBJECTS_LEFT_OUT, "left out"),
     Kind("image_id_text", "mended", "annotations whose image_id is written in another way than the image's id",

@@ -50,6 +50,7 @@ class _Mender:
         self.image_of = checked.annotations.image_of
         self.changed: dict[int, dict[str, Any]] = {}
         self.left_out: set[int] = set()
+        self.renumbers = errors and bool(self.places.get("image_ids_mixed"))
 
     def mended(self) -> Mended:
         dataset = self.checked.dataset
@@ -59,7 +60,9 @@ class _Mender:
             self.changed.get(index, entry) for index, entry in enumerate(self.entries) if index not in self.left_out
         ]
         changed = len(self.changed.keys() - self.left_out)
-        mended = dataset | {"images": images, "annotations": annotations, "categories": self._categories()}
+        mended = dataset | {"images": images, "categories": self._categories()}
+        if "annotations" in dataset:
+            mended["annotations"] = annotations
         return Mended(mended, len(dataset["images"]) - len(images), len(self.left_out), changed)
 
     def _categories(self) -> list[Any]:
@@ -85,11 +88,14 @@ class _Mender:
                 are_equal = all(entries[index] == entries[same[0]] for index in same)
                 copies.update(same[1:]) if are_equal else left_out.update(same)
         unsized = set(self._found("image_size_missing"))
-        kept = [
-            entry | dict(zip(("height", "width"), images.size(index), strict=True)) if index in unsized else entry
-            for index, entry in enumerate(entries)
-            if index not in left_out and index not in copies
-        ]
+        kept = []
+        for index, entry in enumerate(entries):
+            if index in left_out or index in copies:
+                continue
+            if index in unsized:
+                entry = entry | dict(zip(("height", "width"), images.size(index), strict=True))
+            # By the place in the file: so the number does not depend on what is left out.
+            kept.append(entry | {"id": index + 1} if self.renumbers else entry)
         return kept, left_out
 
     def _objects(self, images_left_out: set[int]) -> None:
@@ -99,6 +105,10 @@ class _Mender:
             self.left_out.update(self._found(*_LEFT_OUT))
         for index in self._staying("image_id_text"):
             self._edit(index)["image_id"] = self.checked.images.entries[self.image_of[index]]["id"]
+        if self.renumbers:
+            for index, place in enumerate(self.image_of.tolist()):
+                if place >= 0 and index not in self.left_out:
+                    self._edit(index)["image_id"] = place + 1
         for index in self._staying("category_id_text"):
             self._edit(index)["category_id"] = whole(self.entries[index]["category_id"])
         for index in self._staying("iscrowd_missing"):

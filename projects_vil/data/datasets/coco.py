@@ -17,7 +17,9 @@ from detectron2.utils.logger import log_first_n
 from pycocotools import mask as mask_util
 
 from backbones import InputError
-from projects_vil.data.checking import NOT_TO_MEND, Checked, check_dataset, mend
+from backbones.files import written_whole
+from projects_vil.data.checking import Checked, check_dataset, mend
+from projects_vil.utils import unwound_by_sigterm
 
 CHECKS = ("error", "warn", "off")
 _LISTS = ("images", "annotations", "categories")
@@ -31,7 +33,7 @@ def is_coco(name: str) -> bool:
 
 
 def read_coco(path: str | Path) -> dict[str, Any]:
-    """What a COCO file holds; a file without annotations, as of COCO's test images, has an empty list of them.
+    """What a COCO file holds; of COCO's test images without the list of annotations.
 
     Raises:
         InputError: for a file that is missing, is not JSON, or has no lists of images, annotations and categories.
@@ -47,9 +49,9 @@ def read_coco(path: str | Path) -> dict[str, Any]:
         raise InputError(f"{path} is not JSON: {error}") from error
     if not isinstance(dataset, dict):
         raise InputError(f"{path} is not a COCO annotation file: it is no JSON object")
-    dataset.setdefault("annotations", [])
     for name in _LISTS:
-        if not isinstance(dataset.get(name), list):
+        # Without the list nothing can be evaluated, with an empty one everything is nan: it stays absent.
+        if not isinstance(dataset.get(name), list) and (name != "annotations" or name in dataset):
             raise InputError(f"{path} is not a COCO annotation file: it has no list {name!r}")
     for name in ("images", "categories"):
         if not dataset[name]:
@@ -69,7 +71,9 @@ def _without_collection() -> Iterator[None]:
             gc.enable()
 
 
-def load_coco(name: str, *, check: str, masks: bool, open_images: bool) -> list[dict[str, Any]]:
+def load_coco(
+    name: str, *, check: str, masks: bool, open_images: bool, report: bool = True
+) -> list[dict[str, Any]]:
     """The records of a registered COCO file, as detectron2's ``load_coco_json`` makes them, of a file that is sound.
 
     Sets the names and ids of the classes in detectron2's metadata, as that does.
@@ -78,6 +82,7 @@ def load_coco(name: str, *, check: str, masks: bool, open_images: bool) -> list[
         check: ``"error"``, or ``"warn"`` to go on without what is wrong.
         masks: whether segmentations are looked at, and among the records.
         open_images: whether every image file is opened.
+        report: whether what was found is logged; errors that stop are raised in any case.
 
     Raises:
         InputError: where :func:`read_coco` would, and for errors that the check finds.
@@ -85,7 +90,7 @@ def load_coco(name: str, *, check: str, masks: bool, open_images: bool) -> list[
     metadata = MetadataCatalog.get(name)
     path, root = metadata.json_file, metadata.image_root
     checked = check_dataset(read_coco(path), path, root, masks=None if masks else False, headers=open_images)
-    _report(name, checked, check)
+    _report(name, checked, check, log=report)
     dataset = mend(checked, errors=check == "warn", areas=False).dataset
     return _records(dataset, name, root, masks=masks)
 
@@ -149,23 +154,17 @@ def write_cleaned(checked: Checked, output: str | Path) -> str:
         InputError: where the copy would be the file itself, or what was found cannot be mended.
     """
     check_output(checked.findings.annotations, output)
-    unmendable = [kind for kind in checked.findings.kinds("error") if kind.name in NOT_TO_MEND]
-    if unmendable:
-        raise InputError(f"{checked.findings.annotations} has {unmendable[0].counted(1)}, which {unmendable[0].copy}")
+    if checked.findings.unmendable() is not None:
+        raise checked.findings.error()
     mended = mend(checked, errors=True)
     if not mended.dataset["images"]:
         raise InputError(f"{checked.findings.annotations}: nothing sound would be left in a copy")
-    partial = Path(f"{output}.partial")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            # Much faster than json.dump, which writes number by number.
-            file.write(json.dumps(mended.dataset))
-        os.replace(partial, output)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise InputError(f"cannot write {output}: {error.strerror}") from error
+    with unwound_by_sigterm(), written_whole(Path(output)) as partial:
+        # Much faster than json.dump, which writes number by number.
+        partial.write_text(json.dumps(mended.dataset), encoding="utf-8")
+    images, annotations = (len(mended.dataset.get(name, ())) for name in ("images", "annotations"))
     return (
-        f"{len(mended.dataset['images']):,} images, {len(mended.dataset['annotations']):,} annotations; left out "
+        f"{images:,} images, {annotations:,} annotations; left out "
         f"{mended.images:,} images and {mended.annotations:,} annotations, changed {mended.changed:,}"
     )
 
@@ -182,13 +181,13 @@ def check_output(annotations: str | Path, output: str | Path) -> None:
         raise InputError(f"--fix {output}: there is no folder {output.absolute().parent}")
 
 
-def _report(name: str, checked: Checked, check: str) -> None:
+def _report(name: str, checked: Checked, check: str, *, log: bool = True) -> None:
     """Log what was found, once in a process; errors stop where they are to, or cannot be mended."""
     findings = checked.findings
     errors = list(findings.kinds("error"))
-    if errors and (check == "error" or any(kind.name in NOT_TO_MEND for kind in errors)):
+    if errors and (check == "error" or findings.unmendable() is not None):
         raise _missing_images(name, checked) if [k.name for k in errors] == ["file_missing"] else findings.error()
-    for kind in findings.kinds():
+    for kind in findings.kinds() if log else ():
         level = logging.INFO if kind.level == "note" else logging.WARNING
         log_first_n(level, f"{findings.annotations}: {findings.line(kind)}", name=__name__, key="message")
 
@@ -203,11 +202,11 @@ def _missing_images(name: str, checked: Checked) -> InputError:
 def _records(dataset: dict[str, Any], name: str, image_root: str, *, masks: bool) -> list[dict[str, Any]]:
     index_of = _number_classes(name, dataset)
     of_image = defaultdict(list)
-    for annotation in dataset["annotations"]:
+    entries = dataset.get("annotations", ())
+    for annotation in entries:
         of_image[annotation["image_id"]].append(annotation)
     images = dataset["images"]
-    logging.getLogger(__name__).info("%s: %d images and %d objects", name, len(images), len(dataset["annotations"]))
-    in_order = {type(image["id"]) for image in images} <= {int, float} or {type(i["id"]) for i in images} == {str}
+    logging.getLogger(__name__).info("%s: %d images and %d objects", name, len(images), len(entries))
     return [
         {
             "file_name": os.path.join(image_root, image["file_name"]),
@@ -216,7 +215,7 @@ def _records(dataset: dict[str, Any], name: str, image_root: str, *, masks: bool
             "image_id": image["id"],
             "annotations": [_object(annotation, index_of, masks=masks) for annotation in of_image[image["id"]]],
         }
-        for image in sorted(images, key=lambda image: image["id"] if in_order else str(image["id"]))
+        for image in sorted(images, key=lambda image: image["id"])
     ]
 
 

@@ -88,6 +88,14 @@ def id_of_another_image(content: dict, images: Path) -> None:
     content["images"][2]["id"] = content["images"][1]["id"]
 
 
+def text_id_of_an_image(content: dict, images: Path) -> None:
+    number = content["images"][1]["id"]
+    content["images"][1]["id"] = "second"
+    for entry in content["annotations"]:
+        if entry["image_id"] == number:
+            entry["image_id"] = "second"
+
+
 def text_ids(content: dict, images: Path) -> None:
     for entry in content["annotations"]:
         entry["category_id"] = str(entry["category_id"])
@@ -165,6 +173,7 @@ FAULTS: dict[str, tuple[str, Callable[[dict, Path], None]]] = {
     "category without an object": ("category_empty", lambda c, i: c["categories"].append({"id": 9, "name": "star"})),
     # images
     "image id twice": ("image_id_twice", id_of_another_image),
+    "image id as text": ("image_ids_mixed", text_id_of_an_image),
     "image twice": ("image_id_twice", twice("images")),
     "image id missing": ("image_form", without("id", of="images")),
     "image that is text": ("image_form", lambda c, i: c["images"].append("a.jpg")),

@@ -2,13 +2,19 @@
 
 import functools
 import json
+import os
+import shlex
 import shutil
+import signal
+from pathlib import Path
 
 import pytest
+from detectron2.data import MetadataCatalog
 
 from backbones import InputError
-from projects_vil.data import Mapper, check_coco, load_dataset, register_datasets, write_cleaned
+from projects_vil.data import Mapper, check_coco, evaluated_as, load_dataset, register_datasets, write_cleaned
 from projects_vil.data.checking import KINDS
+from projects_vil.solver import count_training_images
 from tests.projects_vil.data.checking.faults import FAULTS, spoil
 from tests.projects_vil.data.own import NAME, edit, entry, message
 from tests.projects_vil.helpers import small_config
@@ -131,7 +137,27 @@ def test_boxes_as_corners_are_told(copy):
     with pytest.raises(InputError, match="cannot be mended: convert them"):
         write_cleaned(checked, copy / "clean.json")
     assert not (copy / "clean.json").exists()
-    assert "[left, top, right, bottom]" in message(load, copy, "DATASETS.CHECK", "warn")
+    for check in ("error", "warn"):
+        text = message(load, copy, "DATASETS.CHECK", check)
+        assert "[left, top, right, bottom]" in text and "DATASETS.CHECK off" in text
+        assert "--fix" not in text and "DATASETS.CHECK warn" not in text
+    assert load(copy, "DATASETS.CHECK", "off")
+
+
+def test_the_advice_for_a_detector_of_boxes_leaves_masks_alone(copy):
+    """As it is typed: a copy that it makes has lost nothing that such a detector learns."""
+    folder = copy / "a folder"
+    folder.mkdir()
+    for name in ("annotations.json", "images"):
+        (copy / name).rename(folder / name)
+    spoil(folder, "box of NaN")
+    edit(folder, lambda content: [found.pop("segmentation") for found in content["annotations"][5:]])
+    checked = check_coco(folder / "annotations.json", folder / "images", masks=False)
+    text = str(checked.findings.error())
+    _, *arguments = shlex.split(text[text.index("tools/check_dataset.py") : text.index(" lists all")])
+    assert arguments == [str(folder / "annotations.json"), str(folder / "images"), "--boxes"]
+    assert "--boxes" not in str(check_coco(folder / "annotations.json", folder / "images").findings.error())
+    assert write_cleaned(checked, copy / "clean.json").endswith("left out 0 images and 0 annotations, changed 1")
 
 
 def test_boxes_as_fractions_are_told(copy):
@@ -171,3 +197,40 @@ def test_a_copy_never_takes_the_place_of_a_file(copy):
             write_cleaned(checked, copy / name)
     with pytest.raises(InputError, match="there is no folder"):
         write_cleaned(checked, copy / "absent" / "clean.json")
+
+
+class ToldToEnd(dict):
+    """Tells its process to end while it is written."""
+
+    def items(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return super().items()
+
+
+def test_nothing_is_left_of_a_copy_that_is_told_to_end(copy):
+    checked = check_coco(copy / "annotations.json", copy / "images")
+    checked.dataset["info"] = ToldToEnd(year=2026)
+    with pytest.raises(SystemExit):
+        write_cleaned(checked, copy / "clean.json")
+    assert sorted(path.name for path in copy.iterdir()) == ["annotations.json", "images"]
+
+
+def test_what_was_counted_silently_is_said_by_the_next_reading(copy, caplog):
+    spoil(copy, "area missing")
+    cfg = mask_config(copy)
+    register_datasets(cfg)
+    with caplog.at_level("INFO"):
+        assert count_training_images(cfg) == 8
+        assert not any("without an area" in text for text in caplog.messages)
+        load(copy)
+    assert any("without an area" in text for text in caplog.messages)
+
+
+def test_images_to_be_tested_stay_without_annotations(copy):
+    edit(copy, lambda content: content.pop("annotations"))
+    spoil(copy, "size missing")
+    cfg = mask_config(copy)
+    register_datasets(cfg)
+    assert len(load_dataset(cfg, [NAME], train=False)) == 8
+    with evaluated_as(NAME, check="error", masks=True) as name:
+        assert name != NAME and "annotations" not in json.loads(Path(MetadataCatalog.get(name).json_file).read_text())

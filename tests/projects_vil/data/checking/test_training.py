@@ -86,6 +86,12 @@ def test_evaluation_fills_in_what_is_missing(copy, tmp_path_factory):
     assert evaluated(copy)["AP"] == expected["AP"]
 
 
+def test_evaluation_of_images_with_ids_of_both_types(copy):
+    expected = evaluated(copy)
+    spoil(copy, "image id as text")
+    assert equal(evaluated(copy, check="warn"), expected)
+
+
 @pytest.mark.parametrize("ids", [lambda number: f"obj{number}", lambda number: -number, lambda number: number + 0.5])
 def test_evaluation_of_ids_that_it_does_not_take(copy, ids):
     expected = evaluated(copy)
