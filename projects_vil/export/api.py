@@ -11,7 +11,8 @@ import copy
 import itertools
 import json
 import os
-import tempfile
+import secrets
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -141,12 +142,18 @@ def export_detector(
 
 @contextlib.contextmanager
 def _folder_in(folder: Path) -> Iterator[Path]:
-    """A folder for what is not finished, beside what is: an export that fails leaves an older one as it was."""
+    """A folder for what is not finished, beside what is: an export that fails leaves an older one as it was.
+
+    It is named before it is made, so that a signal that arrives while it is made finds it to be removed.
+    """
+    unfinished = folder / f".unfinished-{secrets.token_hex(4)}"
     with unwound_by_sigterm():
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            temporary = tempfile.TemporaryDirectory(prefix=".unfinished-", dir=folder)
-        except OSError as error:
-            raise InputError(f"cannot write into {folder}: {error.strerror}") from error
-        with temporary as name:
-            yield Path(name)
+            try:
+                unfinished.mkdir(parents=True)
+            except OSError as error:
+                raise InputError(f"cannot write into {folder}: {error.strerror}") from error
+            yield unfinished
+        finally:
+            if unfinished.exists():
+                shutil.rmtree(unfinished)
