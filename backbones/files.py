@@ -108,7 +108,9 @@ def write_checkpoint(path: str | Path, contents: Mapping[str, Any]) -> None:
         if path.suffix == ".safetensors":
             save_file(model, partial, metadata={"format": "pt", _METADATA: json.dumps(others)})
         else:
-            torch.save({"model": model, **others}, partial)
+            # Of a path torch's own writer would not say why it failed.
+            with partial.open("wb") as file:
+                torch.save({"model": model, **others}, file)
 
 
 @contextlib.contextmanager
@@ -127,7 +129,8 @@ def written_whole(path: Path) -> Iterator[Path]:
         os.replace(partial, path)
         _sync(path.parent)
     except (OSError, RuntimeError, SafetensorError, TypeError) as error:
-        reason = _full_disk(path.parent) or _reason(error)
+        cause = error.__context__ if isinstance(error, RuntimeError) else error
+        reason = _full_disk(path.parent) or _reason(cause or error)
         raise InputError(f"{path} cannot be written: {reason}") from error
     finally:
         partial.unlink(missing_ok=True)
@@ -144,7 +147,9 @@ def _sync(path: Path) -> None:
 
 def _full_disk(folder: Path) -> str:
     """torch's writer does not say why it failed."""
-    return "" if shutil.disk_usage(folder).free > 1 << 20 else "no space is left on the device"
+    if not folder.is_dir() or shutil.disk_usage(folder).free > 1 << 20:
+        return ""
+    return "no space is left on the device"
 
 
 def check_writable(path: str | Path) -> None:
@@ -169,7 +174,7 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
     return (others if isinstance(others, dict) else {}) | {"model": model}
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     """One line; torch's own first one is advice to run what the file holds."""
     if match := re.search(r"GLOBAL (\S+)", str(error)):
         return f"it refers to {match[1]}, which would run code"

@@ -27,7 +27,7 @@ def find_checkpoint(folder: str | Path, *, logger: logging.Logger | None = None)
         None where there is no checkpoint.
 
     Raises:
-        InputError: where there are some, and none is whole.
+        InputError: where there are some, and none is whole, or where ``last_checkpoint`` names one and there is none.
     """
     logger = logger or logging.getLogger(__name__)
     candidates = checkpoints_of(folder)
@@ -53,6 +53,8 @@ def find_checkpoint(folder: str | Path, *, logger: logging.Logger | None = None)
             f"none of the {len(candidates)} checkpoints in {folder} can be resumed; take them away to start anew, or "
             "choose another OUTPUT_DIR"
         )
+    if text:
+        raise InputError(f"{tag} names {text}, and {folder} has no checkpoint: remove {tag} to start anew")
     return None
 
 

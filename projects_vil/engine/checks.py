@@ -18,7 +18,7 @@ from projects_vil.engine.steps import AMP_DTYPES
 from projects_vil.evaluation import LOSS_TASK, check_coco_api
 from projects_vil.modeling import build_on_meta
 from projects_vil.progress import check_services
-from projects_vil.solver import LR_SCHEDULERS, OPTIMIZERS
+from projects_vil.solver import LR_SCHEDULERS, OPTIMIZERS, build_optimizer
 
 # What is passed over is said where the run resumes.
 _SILENT = logging.Logger(__name__, level=logging.CRITICAL + 1)
@@ -40,6 +40,7 @@ def check_setup(cfg: CfgNode, *, processes: int = 1, eval_only: bool = False, re
         )
     if not eval_only:
         _check_batch(cfg, max(processes, 1))
+        build_optimizer(cfg, model)
         if processes > 1 and not on_gpu:
             check_norms(model)
         check_services(cfg)
@@ -163,6 +164,7 @@ _CHOICES: tuple[tuple[str, Collection[str]], ...] = (
     ("SOLVER.LR_SCHEDULER_NAME", LR_SCHEDULERS),
     ("SOLVER.WARMUP_METHOD", ("linear", "constant")),
     ("INPUT.RANDOM_FLIP", ("none", "horizontal", "vertical")),
+    ("INPUT.FORMAT", ("RGB", "BGR")),
 )
 _VALUES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("SOLVER.MAX_ITER", _whole(1), "1 or more iterations"),

@@ -124,20 +124,28 @@ def export_detector(
     stages = Stages()
     with _folder_in(path.parent) as unfinished:
         new = unfinished / path.name
-        write_model(exportable, torch.stack([example] * 2) if batched else example, new, file_format, stages=stages)
-        metadata_path(new).write_text(json.dumps(metadata, indent=2) + "\n")
+        with _writing(path):
+            write_model(exportable, torch.stack([example] * 2) if batched else example, new, file_format, stages=stages)
+            metadata_path(new).write_text(json.dumps(metadata, indent=2) + "\n")
         with stages("loading"):
             model = ExportedModel(new)
         with stages("comparing", f"{len(compared)} images, and DATASETS.TEST" if evaluate else ""):
             report = check_export(cfg, reference, model, compared, runs=runs, evaluate=evaluate)
         report["seconds"] = stages.seconds
-        report_path(new).write_text(json.dumps(report, indent=2) + "\n")
+        with _writing(report_path(path)):
+            report_path(new).write_text(json.dumps(report, indent=2) + "\n")
         for name in (lambda model: model, metadata_path, report_path):
-            try:
+            with _writing(name(path)):
                 os.replace(name(new), name(path))
-            except OSError as error:
-                raise InputError(f"cannot write {name(path)}: {error.strerror}") from error
     return path, report
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 @contextlib.contextmanager

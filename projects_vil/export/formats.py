@@ -6,6 +6,7 @@ A model is ``model.ts`` (TorchScript), ``model.onnx``, ``model.pt2`` (an Exporte
 
 import contextlib
 import importlib.metadata
+import io
 import logging
 import os
 import shutil
@@ -100,7 +101,7 @@ def _write_torchscript(exportable: ExportableDetector, example: Tensor, path: Pa
     with stages("recording"):
         traced = trace(exportable, example)
     with stages("writing"), quiet():
-        traced.save(str(path))
+        _write_buffered(lambda buffer: torch.jit.save(traced, buffer), path)
 
 
 def _write_onnx(exportable: ExportableDetector, example: Tensor, path: Path, stages: Stages) -> None:
@@ -127,7 +128,7 @@ def _write_torch_export(exportable: ExportableDetector, example: Tensor, path: P
     with stages("recording"):
         program = record(exportable, example)
     with stages("writing"), quiet():
-        torch.export.save(program, str(path))
+        _write_buffered(lambda buffer: torch.export.save(program, buffer), path)
 
 
 def _write_aot_inductor(exportable: ExportableDetector, example: Tensor, path: Path, stages: Stages) -> None:
@@ -139,6 +140,13 @@ def _write_aot_inductor(exportable: ExportableDetector, example: Tensor, path: P
         torch._inductor.aoti_compile_and_package(
             program, package_path=str(path), inductor_configs={"layout_optimization": False}
         )
+
+
+def _write_buffered(save: Callable[[io.BytesIO], object], path: Path) -> None:
+    """What ``save`` writes: torch's own writers end the process where the disk is full."""
+    buffer = io.BytesIO()
+    save(buffer)
+    path.write_bytes(buffer.getbuffer())
 
 
 _WRITERS: dict[str, Callable[[ExportableDetector, Tensor, Path, Stages], None]] = {

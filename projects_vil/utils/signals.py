@@ -2,10 +2,10 @@
 
 import contextlib
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
+from typing import NoReturn
 
 from torch import nn
 
@@ -38,15 +38,15 @@ def handling_signals(
             signal.signal(number, former)
 
 
-class ToldToEnd(BaseException):
-    """A signal has told this process to end.
+class ToldToEnd(SystemExit):
+    """A signal has told this process to end; where nobody handles that, it does, with the status of the signal.
 
     Args:
         number: of the signal.
     """
 
     def __init__(self, number: int) -> None:
-        super().__init__(number)
+        super().__init__(128 + number)
         self.number = number
 
     @property
@@ -97,9 +97,9 @@ def unwound_by_sigterm() -> Iterator[None]:
     if not is_ours_to_set:
         yield
         return
-    # The exit status that a shell gives a process that SIGTERM killed.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
+    with handling_signals(_end, (signal.SIGTERM,)):
         yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    raise ToldToEnd(number)

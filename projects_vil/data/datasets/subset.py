@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from backbones import InputError
+from backbones.files import written_whole
 
 
 def write_subset(source: str | Path, output: str | Path, *, num_images: int) -> int:
@@ -20,10 +21,13 @@ def write_subset(source: str | Path, output: str | Path, *, num_images: int) -> 
         The number of images written.
 
     Raises:
-        InputError: for a file that is missing or no COCO annotation file, or a number below 1.
+        InputError: for a file that is missing or no COCO annotation file, a number below 1, or an output that is the
+            source.
     """
     if num_images < 1:
         raise InputError(f"the number of images is {num_images}: it is 1 or more")
+    if Path(output).resolve() == Path(source).resolve():
+        raise InputError(f"{output} is the source: name another file")
     try:
         dataset = json.loads(Path(source).read_text())
         annotated = {annotation["image_id"] for annotation in dataset["annotations"]}
@@ -43,8 +47,6 @@ def write_subset(source: str | Path, output: str | Path, *, num_images: int) -> 
         "images": kept,
         "annotations": [annotation for annotation in dataset["annotations"] if annotation["image_id"] in ids],
     }
-    try:
-        Path(output).write_text(json.dumps(subset))
-    except OSError as error:
-        raise InputError(f"cannot write {output}: {error.strerror}") from error
+    with written_whole(Path(output)) as partial:
+        partial.write_text(json.dumps(subset))
     return count

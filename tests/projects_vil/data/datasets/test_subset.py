@@ -53,7 +53,7 @@ def test_number_and_output(shapes, tmp_path):
     source = shapes / "annotations/instances_train.json"
     with pytest.raises(InputError, match="0: it is 1 or more"):
         write_subset(source, tmp_path / "subset.json", num_images=0)
-    with pytest.raises(InputError, match="cannot write"):
+    with pytest.raises(InputError, match="cannot be written: No such file"):
         write_subset(source, tmp_path / "absent" / "subset.json", num_images=1)
 
 
