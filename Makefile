@@ -18,7 +18,7 @@ endif
 endif
 endif
 
-.PHONY: help demo test test-slow test-all test-compiled lint clean
+.PHONY: help demo test test-slow test-all test-compiled faults lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,6 +42,9 @@ test-all: test test-slow ## run both
 
 test-compiled: .venv/.stamp ## run the tests of AOTInductor, which compiles for tens of minutes
 	@$(PYTEST) -m compiled $(ARGS)
+
+faults: .venv/.stamp ## run every fault of tests/faults, and write docs/faults.md
+	@$(RUN) -m tests.faults.document
 
 lint: .venv/.stamp ## check the style
 	@$(RUN) -m ruff check .

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import resource
 import runpy
 import sys
 from pathlib import Path
@@ -14,8 +15,13 @@ import projects_vil.inference
 import projects_vil.visualization  # noqa: F401
 
 
-def run(script: Path, args: list[str], env: dict[str, str], root: Path, folder: Path) -> None:
-    """``python SCRIPT ARGS`` in ``root``; what it prints is in ``stdout`` and ``stderr`` of ``folder``."""
+def run(
+    script: Path, args: list[str], env: dict[str, str], root: Path, folder: Path, file_size: int | None = None
+) -> None:
+    """``python SCRIPT ARGS`` in ``root``; what it prints is in ``stdout`` and ``stderr`` of ``folder``.
+
+    With ``file_size`` no file that it writes may have more bytes, which is what a test can have of a full disk.
+    """
     # As where Python starts a tool itself.
     multiprocessing.set_start_method("fork", force=True)
     os.environ.clear()
@@ -25,5 +31,7 @@ def run(script: Path, args: list[str], env: dict[str, str], root: Path, folder: 
         with (folder / name).open("wb") as file:
             os.dup2(file.fileno(), number)
     torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
+    if file_size is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_size, file_size))
     sys.argv = [str(script), *args]
     runpy.run_path(str(script), run_name="__main__")

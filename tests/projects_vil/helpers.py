@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from detectron2.config import CfgNode
@@ -48,9 +49,9 @@ def small_config(detector: str = "retinanet", *overrides: str) -> CfgNode:
 
 
 def run_tool(
-    name: str, *args, datasets_root: Path | None = None, fresh: bool = False
+    name: str, *args, datasets_root: Path | None = None, root: Path = ROOT, fresh: bool = False
 ) -> subprocess.CompletedProcess:
-    """``python tools/NAME ARGS`` from the repository's root, in a process of its own.
+    """``python tools/NAME ARGS`` in ``root``, in a process of its own.
 
     It is forked from one that has imported detectron2, which spares most of such a process's time. With ``fresh`` a new
     interpreter starts: needed where what importing does, or prints, matters.
@@ -59,10 +60,10 @@ def run_tool(
     if fresh:
         command, env = [sys.executable, *command], _environment(datasets_root)
         return subprocess.run(
-            list(map(str, command)), cwd=ROOT, env=env, capture_output=True, text=True, timeout=PATIENCE, check=False
+            list(map(str, command)), cwd=root, env=env, capture_output=True, text=True, timeout=PATIENCE, check=False
         )
     with tempfile.TemporaryDirectory() as folder:
-        process = start_tool(name, *args, folder=folder, datasets_root=datasets_root)
+        process = start_tool(name, *args, folder=folder, datasets_root=datasets_root, root=root)
         process.join(PATIENCE)
         if process.exitcode is None:
             process.kill()
@@ -73,14 +74,21 @@ def run_tool(
 
 
 def start_tool(
-    name: str, *args, folder: str | Path, datasets_root: Path | None = None
+    name: str,
+    *args,
+    folder: str | Path,
+    datasets_root: Path | None = None,
+    root: Path = ROOT,
+    environment: Mapping[str, str] | None = None,
+    file_size: int | None = None,
 ) -> multiprocessing.process.BaseProcess:
-    """A tool at work in a forked process, which writes ``stdout`` and ``stderr`` into ``folder``."""
+    """A tool at work in a forked process, in ``root``, which writes ``stdout`` and ``stderr`` into ``folder``."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([forked.__name__])
     arguments = [str(argument) for argument in args]
+    env = _environment(datasets_root) | dict(environment or {})
     process = context.Process(
-        target=forked.run, args=(ROOT / "tools" / name, arguments, _environment(datasets_root), ROOT, Path(folder))
+        target=forked.run, args=(ROOT / "tools" / name, arguments, env, root, Path(folder), file_size)
     )
     process.start()
     return process
