@@ -98,7 +98,7 @@ def test_golden_logits(tmp_path, convert, file):
         assert_close_to_golden(model(golden_images(reference)), reference["logits"])
 
 
-@pytest.mark.parametrize("file", slow_except(BACKBONES, ["vil_tiny_rpb_det", "lit_ti_det"]))
+@pytest.mark.parametrize("file", slow_except(BACKBONES, ["vil_tiny_rpb_det"]))
 def test_golden_maps(tmp_path, convert, file):
     reference, (name, wrap, arguments, options) = golden(file), GOLDEN[file]
     torch.save(wrap(golden_state_dict(reference)), tmp_path / "official.pth")

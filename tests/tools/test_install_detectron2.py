@@ -111,6 +111,7 @@ def test_unknown_source_is_refused(tmp_path):
     assert "invalid choice: 'conda'" in result.stderr
 
 
+@pytest.mark.slow
 def test_keeps_the_detectron2_that_imports(tmp_path):
     package = tmp_path / "path" / "detectron2"
     for module in ("engine", "model_zoo"):
@@ -176,6 +177,7 @@ def test_missing_git_is_named(tool, monkeypatch, tmp_path):
     assert tool.git_problem() == "git is not installed"
 
 
+@pytest.mark.slow
 def test_silent_host_is_given_up(tool, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         redirect = git_redirect(tool, f"http://127.0.0.1:{silent.getsockname()[1]}/")
@@ -210,6 +212,7 @@ def test_bundle_without_detectron2_is_refused(tool, tmp_path):
         tool.unpack(wheel, tmp_path / "project")
 
 
+@pytest.mark.slow
 def test_bundle_becomes_a_package_of_its_own(tool, tmp_path, monkeypatch):
     pytest.importorskip("setuptools")
     pytest.importorskip("wheel")

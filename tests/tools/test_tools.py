@@ -106,6 +106,7 @@ def test_make_coco_subset(shapes, tmp_path, run_here):
     assert len(json.loads((tmp_path / "four.json").read_text())["images"]) == 4
 
 
+@pytest.mark.slow
 def test_export_model(tmp_path):
     torch.save({"model": lively_detector(small_config()).state_dict()}, tmp_path / "weights.pth")
     arguments = ["--config-file", CONFIG, "--weights", tmp_path / "weights.pth", "--output", tmp_path / "export"]

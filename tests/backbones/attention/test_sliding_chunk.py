@@ -19,6 +19,7 @@ from tests.backbones.helpers import (
     randomise,
     trace,
 )
+from tests.selection import slow_except
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -176,7 +177,7 @@ def largest_tensor(height: int, width: int, mode: str) -> int:
     return largest.numel
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", slow_except(MODES, ["exact"]))
 def test_memory_is_linear_in_the_tokens(mode):
     """Of an image of 800 x 1336 at stride 4, and of a quarter of it."""
     small, large = largest_tensor(100, 167, mode), largest_tensor(200, 334, mode)

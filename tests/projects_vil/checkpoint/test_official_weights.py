@@ -132,7 +132,7 @@ GOLDEN_FILES = [
 ]
 
 
-@pytest.mark.parametrize("file, how, overrides", slow_except(GOLDEN_FILES, ["vil_tiny_rpb_det", "lit_ti_det"]))
+@pytest.mark.parametrize("file, how, overrides", slow_except(GOLDEN_FILES, ["vil_tiny_rpb_det"]))
 def test_golden_file_in_a_detector(tmp_path, file, how, overrides):
     reference = golden(file)
     model = load(save(tmp_path, as_saved(golden_state_dict(reference), how)), *overrides, name="mask_rcnn")
@@ -290,7 +290,9 @@ def refusal(path: str, *overrides: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("how", ["vision-longformer", "VisionLongformerForObjectDetection"])
+@pytest.mark.parametrize(
+    "how", slow_except(["vision-longformer", "VisionLongformerForObjectDetection"], ["vision-longformer"])
+)
 def test_damaged_official_files(shapes, tmp_path, how):
     weights = weights_of("vil_tiny_1_1_3_1_rpb")
     check_setup(small_config("retinanet", "MODEL.WEIGHTS", save(tmp_path, as_saved(weights, how), "right.pth")))
@@ -323,7 +325,9 @@ def test_official_files_of_another_variant(shapes, tmp_path):
     assert "no official weights of cvt_ls_13" in refusal(path, *cvt)
 
 
-@pytest.mark.parametrize("how", ["vision-longformer", "VisionLongformerForObjectDetection"])
+@pytest.mark.parametrize(
+    "how", slow_except(["vision-longformer", "VisionLongformerForObjectDetection"], ["vision-longformer"])
+)
 def test_separate_projections_and_other_global_tokens_name_their_keys(shapes, tmp_path, how):
     weights = weights_of("vil_tiny_1_1_3_1_rpb")
     separate = {name: tensor + 1 if "_global." in name else tensor for name, tensor in weights.items()}

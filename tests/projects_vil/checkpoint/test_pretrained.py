@@ -85,6 +85,7 @@ def test_positions_are_resized(tmp_path):
     assert any("dropped: norm.weight, norm.bias, head.weight, head.bias" in text for text in log)
 
 
+@pytest.mark.slow
 def test_lits_bias_is_resized_by_cubics(tmp_path):
     state = classifier("lit_s").state_dict()
     loaded = load(save(tmp_path, {"state_dict": state}), "lit_s").state_dict()
@@ -144,7 +145,6 @@ def test_the_key_that_is_named_is_the_one_that_helps(tmp_path):
         ("vil_tiny_1_1_3_1_rpb", "backbone.head.weight"),
         ("vil_tiny_1_1_3_1_rpb", "backbone.stages.3.global_tokens"),
         ("lit_ti", "backbone.stages.2.global_tokens"),
-        ("lit_s", "backbone.stages.3.global_tokens"),
     ],
 )
 def test_only_what_a_classifier_alone_has_is_dropped(tmp_path, name, key):
@@ -152,6 +152,7 @@ def test_only_what_a_classifier_alone_has_is_dropped(tmp_path, name, key):
     assert f"no rule explains {key}" in message(save(tmp_path, state), name)
 
 
+@pytest.mark.slow
 def test_what_lit_ti_drops(tmp_path):
     with log_of(LOG) as log:
         load(save(tmp_path, classifier("lit_ti").state_dict()), "lit_ti")

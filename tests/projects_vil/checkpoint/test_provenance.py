@@ -103,6 +103,7 @@ def test_variants_are_compared_before_shapes(trained_run, tmp_path):
         check_weights(of_run(trained_run), path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["--resume"], ["--eval-only"]])
 def test_the_tool_refuses_another_variant_in_one_line(trained_run, datasets_root, tmp_path, arguments):
     run = tmp_path / "run"

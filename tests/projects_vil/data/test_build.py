@@ -173,6 +173,7 @@ def test_test_loader_gives_every_image_once_in_rgb(shapes):
     )
 
 
+@pytest.mark.slow
 def test_error_in_a_workers_process_names_the_file(copy):
     for path in (copy / "images").iterdir():
         truncate(path)

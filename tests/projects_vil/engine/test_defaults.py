@@ -83,6 +83,7 @@ def test_evaluation_file_of_a_run(trained_run):
     assert metrics["APl"] is None
 
 
+@pytest.mark.slow
 def test_evaluating_again_gives_the_same(trained_run, datasets_root, tmp_path):
     overrides = ["MODEL.WEIGHTS", trained_run / "model_final.pth", "OUTPUT_DIR", tmp_path]
     config = trained_run / "config.yaml"
@@ -94,6 +95,7 @@ def test_evaluating_again_gives_the_same(trained_run, datasets_root, tmp_path):
     assert not list(tmp_path.glob("*.pth"))
 
 
+@pytest.mark.slow
 def test_resuming_goes_on_where_the_run_stopped(trained_run, datasets_root, tmp_path):
     shutil.copy(trained_run / "model_0000001.pth", tmp_path)
     (tmp_path / "last_checkpoint").write_text("model_0000001.pth")
@@ -120,6 +122,7 @@ def test_resuming_goes_on_where_the_run_stopped(trained_run, datasets_root, tmp_
     assert rates[0] == pytest.approx(rates[1])
 
 
+@pytest.mark.slow
 def test_mask_rcnn_trains_and_reports_both_tasks(datasets_root, tmp_path):
     few = ["SOLVER.MAX_ITER", "2", "SOLVER.IMS_PER_BATCH", "2", "OUTPUT_DIR", tmp_path]
     config = CONFIGS["mask_rcnn"]
@@ -157,7 +160,7 @@ def test_semantic_fpn_trains_and_reports_miou(shapes_sem_seg, tmp_path):
     assert read_json(tmp_path / "again/evaluation.json") == read_json(tmp_path / "evaluation.json")
 
 
-@pytest.mark.parametrize("family", ["ls", "lit", "cvt"])
+@pytest.mark.parametrize("family", slow_except(["ls", "lit", "cvt"], ["ls"]))
 @pytest.mark.parametrize("detector", slow_except(["retinanet", "mask_rcnn"], ["retinanet"]))
 def test_every_family_trains_in_both_detectors(shapes, tmp_path, detector, family):
     """Three iterations on two images: finite losses, and weights of the backbone that have moved."""

@@ -23,7 +23,6 @@ from projects_vil.engine import (
 from projects_vil.modeling import build_on_meta, stage_channels
 from projects_vil.solver import build_lr_scheduler, build_optimizer
 from tests.projects_vil.helpers import ROOT, error_line, run_tool
-from tests.selection import slow_except
 
 DETECTORS = ["retinanet", "mask_rcnn"]
 CLASSES = {"retinanet": "model.num_classes", "mask_rcnn": "model.roi_heads.num_classes"}
@@ -151,7 +150,8 @@ def test_learning_rates_of_parts():
     assert sorted(rates) == pytest.approx([1e-6, 1e-4])
 
 
-@pytest.mark.parametrize("detector", slow_except(["retinanet", "mask_rcnn"], ["retinanet"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("detector", ["retinanet", "mask_rcnn"])
 def test_trains_resumes_and_evaluates(detector, shapes, tmp_path):
     output, task = tmp_path / "run", {"retinanet": "bbox", "mask_rcnn": "segm"}[detector]
     length = ["train.checkpointer.period=2", "train.eval_period=0", f"train.output_dir={output}", "train.seed=0"]

@@ -103,10 +103,10 @@ WORKERS = ["DATALOADER.NUM_WORKERS", "2"]
 @pytest.mark.parametrize(
     "detector, overrides",
     [
-        ("retinanet", STEPS),
-        *slow_except([("retinanet", []), ("retinanet", WORKERS), ("mask_rcnn", []), ("mask_rcnn", STEPS)], []),
+        ("retinanet", []),
+        *slow_except([("retinanet", STEPS), ("retinanet", WORKERS), ("mask_rcnn", []), ("mask_rcnn", STEPS)], []),
     ],
-    ids=["steps", "retinanet", "workers", "mask_rcnn", "mask_rcnn-steps"],
+    ids=["retinanet", "steps", "workers", "mask_rcnn", "mask_rcnn-steps"],
 )
 def test_a_run_that_was_cut_off_ends_as_one_that_was_not(detector, overrides, shapes, tmp_path):
     train(detector, tmp_path / "whole", *overrides)
@@ -171,6 +171,7 @@ def test_a_finished_run_that_is_resumed_evaluates_alone(shapes, tmp_path):
     assert (tmp_path / "run/model_final.pth").read_bytes() == weights
 
 
+@pytest.mark.slow
 def test_rates_of_the_config_count(shapes, tmp_path, caplog):
     train("retinanet", tmp_path / "run", cut_at=4)
     overrides = ["SOLVER.BASE_LR", "1e-5", "SOLVER.WEIGHT_DECAY", "0.5"]
@@ -185,6 +186,7 @@ def test_rates_of_the_config_count(shapes, tmp_path, caplog):
             other.resume_or_load(resume=True)
 
 
+@pytest.mark.slow
 def test_a_seed_is_drawn_and_kept(shapes, tmp_path):
     trainer = train("retinanet", tmp_path / "run", "SEED", "-1", cut_at=4)
     again = Trainer(small_config("retinanet", *RUN, "OUTPUT_DIR", str(tmp_path / "run"), "SEED", "-1"))
@@ -234,9 +236,8 @@ def wait_for(path, process):
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGINT, signal.SIGHUP))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_saves_says_so_and_has_a_code_of_its_own(number, datasets_root, tmp_path):
     output = tmp_path / "run"
     long = ["SOLVER.MAX_ITER", "4000", "SOLVER.CHECKPOINT_PERIOD", "1", "TEST.EVAL_PERIOD", "0"]

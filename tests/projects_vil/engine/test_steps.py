@@ -15,6 +15,7 @@ from backbones import InputError
 from projects_vil.engine.steps import MOST_OVERFLOWS, Steps
 from projects_vil.solver import clip_full_model
 from tests.projects_vil.helpers import CONFIGS, SMALL, error_line, run_tool, small_config
+from tests.selection import slow_except
 
 # All anchors and proposals are taken, and each image has as many: what is sampled depends on no random number.
 ALL_PROPOSALS = [
@@ -87,7 +88,10 @@ def float64_proposals(monkeypatch):
     monkeypatch.setattr(proposal_utils, "batched_nms", suppress)
 
 
-@pytest.mark.parametrize("detector, objects, options", [("retinanet", None, []), ("mask_rcnn", 2, ALL_PROPOSALS)])
+@pytest.mark.parametrize(
+    "detector, objects, options",
+    slow_except([("retinanet", None, []), ("mask_rcnn", 2, ALL_PROPOSALS)], ["retinanet"]),
+)
 def test_eight_parts_of_two_are_a_batch_of_sixteen(detector, objects, options, tmp_path, float64_proposals):
     """In float64, with clipping, to the losses' last digits but few; RetinaNet's normaliser too, over two steps."""
     whole = model_of(detector, *options).double()

@@ -21,7 +21,7 @@ from tests.projects_vil.helpers import CONFIGS, ROOT, SMALL, lively_detector, sm
 from tests.selection import slow_except
 
 
-@pytest.mark.parametrize("name", slow_except(BOTH, ["mask_rcnn"]))
+@pytest.mark.parametrize("name", slow_except(BOTH, ["retinanet"]))
 def test_an_export_and_its_report(exported, name):
     path, report = exported(name)
     names = ["model.ts", "model.ts.metadata.json", "model.ts.report.json"]
@@ -92,7 +92,8 @@ def test_precision_of_the_network_only():
     assert in_precision(copy.deepcopy(demo_detector("retinanet")), "fp32").pixel_mean.dtype == torch.float32
 
 
-@pytest.mark.parametrize("name", slow_except(BOTH, ["retinanet"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BOTH)
 def test_average_precision_of_both(shapes, weights, tmp_path, name):
     path, report = export_detector(small_config(name), weights(name), tmp_path, evaluate=True, runs=1)
     tasks = ["bbox", "segm"] if name == "mask_rcnn" else ["bbox"]

@@ -57,7 +57,7 @@ def check_answers(model: ExportedModel, eager: nn.Module) -> None:
         assert len(eager_detections(eager, grey(*size))["scores"]) == 0
 
 
-@pytest.mark.parametrize("file_format", FORMATS)
+@pytest.mark.parametrize("file_format", slow_except(FORMATS, ["torchscript"]))
 def test_equals_eager_at_any_size(plain, file_format):
     model = plain(file_format)
     assert (model.file_format, model.batched, model.dtype) == (file_format, False, torch.uint8)
@@ -119,7 +119,8 @@ def shape_of(value) -> list[int | str]:
     return [axis.dim_param or axis.dim_value for axis in value.type.tensor_type.shape.dim]
 
 
-@pytest.mark.parametrize("is_batched", slow_except([False, True], [False]))
+@pytest.mark.slow
+@pytest.mark.parametrize("is_batched", [False, True])
 def test_an_onnx_file(plain, batched, is_batched):
     onnx = pytest.importorskip("onnx")
     model, name, dtype, first = plain("onnx"), "image", onnx.TensorProto.UINT8, []

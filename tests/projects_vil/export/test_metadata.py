@@ -49,6 +49,7 @@ def test_metadata(exported):
     assert metadata["versions"]["detectron2"] == detectron2.__version__
 
 
+@pytest.mark.slow
 def test_metadata_is_what_was_written(plain):
     metadata = read_metadata(plain("onnx").path)
     assert metadata["classes"] == ["circle", "square", "triangle"] and metadata["opset"] == OPSET

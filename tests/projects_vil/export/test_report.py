@@ -49,6 +49,7 @@ def test_an_export_of_slightly_other_weights_is_not_ok(exported, name, layer, ch
     assert report["ok"] is False and "NOT EQUAL" in describe_report(report)
 
 
+@pytest.mark.slow
 def test_another_average_precision_is_not_ok(shapes, exported, monkeypatch):
     cfg, model = small_config(), ExportedModel(exported("retinanet")[0])
     monkeypatch.setattr("projects_vil.export.report.AP_TOLERANCE", -1.0)

@@ -115,6 +115,7 @@ def test_results_without_annotations_count_files_by_name(trained_run, shapes, tm
     assert images["categories"][0]["name"] == "circle"
 
 
+@pytest.mark.slow
 def test_augmented_results_are_for_the_files_too(trained_run, shapes, tmp_path):
     cfg = load_config(trained_run / "config.yaml", ["TEST.AUG.MIN_SIZES", "(64,)", "TEST.AUG.FLIP", "False"])
     for tta in (False, True):

@@ -116,6 +116,7 @@ def test_images_without_objects_are_not_counted(shapes):
     assert count_training_images(small_config()) == 16
 
 
+@pytest.mark.slow
 def test_training_by_epochs(datasets_root, tmp_path):
     overrides = ["DATALOADER.NUM_WORKERS", "0", "MODEL.FPN.OUT_CHANNELS", "16", "MODEL.RETINANET.NUM_CONVS", "1"]
     overrides += ["INPUT.MIN_SIZE_TRAIN", "(48,)", "INPUT.MIN_SIZE_TEST", "48", "SOLVER.IMS_PER_BATCH", "8"]

@@ -20,6 +20,7 @@ from projects_vil.visualization import draw_attention
 from projects_vil.visualization.attention_maps import Attention, attention_of
 from tests.backbones.helpers import random_images, randomise
 from tests.projects_vil.helpers import small_config
+from tests.selection import slow_except
 
 DIM, HEADS, HEIGHT, WIDTH = 8, 2, 7, 10
 PLACES = [(0, 0), (3, 6), (6, 9)]
@@ -202,7 +203,7 @@ VARIANTS = [
 ]
 
 
-@pytest.mark.parametrize("name, stage, panels", VARIANTS)
+@pytest.mark.parametrize("name, stage, panels", slow_except(VARIANTS, ["cvt_ls_13"]))
 def test_a_panel_for_the_image_and_each_head(photo, monkeypatch, name, stage, panels):
     sheets = []
     monkeypatch.setattr("projects_vil.visualization.attention_maps.in_rows", lambda p, columns: sheets.append(p) or [p])

@@ -25,6 +25,7 @@ from projects_vil.evaluation import build_evaluator
 from tests.projects_vil.data.checking.faults import FAULTS, add_objects_with_faults, cut, rle, spoil
 from tests.projects_vil.data.own import NAME, config, edit, entry
 from tests.projects_vil.helpers import CONFIGS, SMALL, error_line, lively_detector, run_tool, small_config
+from tests.selection import slow_except
 
 
 def evaluated(folder, name: str = NAME, *, check: str = "error") -> dict[str, float]:
@@ -152,7 +153,7 @@ def train(folder: Path, output: Path, *overrides: str, detector: str = "retinane
     return run_tool("train_net.py", "--config-file", CONFIGS[detector], *keys, "OUTPUT_DIR", output, *overrides)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", slow_except([0, 2], [0]))
 def test_an_image_that_breaks_off_ends_training_in_one_line(copy, tmp_path, workers):
     for path in (copy / "images").iterdir():
         cut(path)
