@@ -79,7 +79,8 @@ def _check_sums(path: Path) -> None:
     except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError) as error:
         raise InputError(f"{path} is damaged: {' '.join(str(error).split())}") from error
     if damaged:
-        raise InputError(f"{path} is damaged: the checksum of {damaged} in it is wrong")
+        # Everything is in a folder there, whose name says nothing.
+        raise InputError(f"{path} is damaged: the checksum of {damaged.partition('/')[2]} in it is wrong")
 
 
 def state_dict_of(contents: Mapping[str, Any]) -> Mapping[str, Tensor] | None:
@@ -108,9 +109,13 @@ def write_checkpoint(path: str | Path, contents: Mapping[str, Any]) -> None:
         if path.suffix == ".safetensors":
             save_file(model, partial, metadata={"format": "pt", _METADATA: json.dumps(others)})
         else:
-            # Of a path torch's own writer would not say why it failed.
-            with partial.open("wb") as file:
-                torch.save({"model": model, **others}, file)
+            save_tensors({"model": model, **others}, partial)
+
+
+def save_tensors(contents: Mapping[str, Any], path: Path) -> None:
+    """``torch.save``, whose own writer, which takes paths, does not say why it failed."""
+    with path.open("wb") as file:
+        torch.save(contents, file)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from backbones import InputError
 from backbones.convert import OfficialCheckpoint, recognise
-from backbones.files import read_checkpoint, state_dict_of, written_whole
+from backbones.files import read_checkpoint, save_tensors, state_dict_of, written_whole
 from backbones.variants import OPTIONS
 from projects_vil.checkpoint.class_rows import copy_rows, is_predictor, match_classes
 from projects_vil.checkpoint.conversion import BACKBONE_PREFIX, convert_official
@@ -95,7 +95,7 @@ class Checkpointer(DetectionCheckpointer):
         path = Path(self.save_dir) / f"{name}.pth"
         self.logger.info("Saving checkpoint to %s", path)
         with written_whole(path) as partial:
-            torch.save(contents | {PROVENANCE_KEY: self.provenance.to_dict()} | kwargs, partial)
+            save_tensors(contents | {PROVENANCE_KEY: self.provenance.to_dict()} | kwargs, partial)
         if tag:
             tag_checkpoint(self.save_dir, path.name)
 
