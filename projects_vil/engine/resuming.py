@@ -2,13 +2,15 @@
 
 import json
 import logging
+import os
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from detectron2.engine import HookBase
 from detectron2.utils import comm
-from detectron2.utils.events import EventStorage, JSONWriter
+from detectron2.utils.events import EventStorage, JSONWriter, get_event_storage
 from torch import nn
 
 from backbones.files import written_whole
@@ -31,7 +33,7 @@ class SeedSteps(HookBase):
 
 
 class MetricsFile(JSONWriter):
-    """detectron2's ``metrics.json``, with no iteration twice after a resume.
+    """detectron2's ``metrics.json``, with no iteration twice after a resume, and later ones after earlier ones.
 
     Args:
         path: of the file.
@@ -55,6 +57,19 @@ class MetricsFile(JSONWriter):
                 partial.write_text("".join(f"{line}\n" for line in kept))
         super().__init__(str(self.path), SMOOTHING_WINDOW)
         self._last_write = max(map(_iteration, kept), default=-1)
+
+    def write(self) -> None:
+        """Write what is new; an evaluation may be older than the losses that are written with it."""
+        lines: dict[int, dict[str, float]] = defaultdict(dict)
+        for name, (value, iteration) in get_event_storage().latest_with_smoothing_hint(SMOOTHING_WINDOW).items():
+            if iteration > self._last_write:
+                lines[iteration][name] = value
+        for iteration in sorted(lines):
+            line = json.dumps(lines[iteration] | {"iteration": iteration}, sort_keys=True)
+            self._file_handle.write(f"{line}\n")
+            self._last_write = iteration
+        self._file_handle.flush()
+        os.fsync(self._file_handle.fileno())
 
 
 class KeepMetrics(HookBase):

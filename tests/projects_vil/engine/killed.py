@@ -1,0 +1,139 @@
+"""Runs that are killed, in processes of their own; importing this imports what they need."""
+
+import io
+import multiprocessing
+import os
+import random
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from detectron2.engine import HookBase
+from detectron2.utils import comm
+
+from backbones import files
+from projects_vil.data import register_datasets, seed_all
+from projects_vil.engine import Trainer
+from tests.projects_vil.helpers import PATIENCE, small_config
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When a run is killed: in an iteration, after a share of its time, or in a save of one from it on.
+
+    Attributes:
+        iteration: the first that it may be.
+        share: of the time of the iteration before; of a second before the first.
+        save: ``"half"`` for a save that has written half of its file, ``"unnamed"`` for one whose file has no name yet.
+        rank: of the process that kills all.
+    """
+
+    iteration: int
+    share: float
+    save: str = ""
+    rank: int = 0
+
+
+def moments(number: int, iterations: int, *, processes: int, seed: str) -> list[Moment]:
+    """So many, in the order of a run, with one of each kind of save among them."""
+    drawn = random.Random(seed)
+    found = [
+        Moment(iteration, drawn.random(), rank=drawn.randrange(processes))
+        for iteration in sorted(drawn.choices(range(iterations - 2), k=number))
+    ]
+    for place, save in ((number // 3, "half"), (2 * number // 3, "unnamed")):
+        found[place] = Moment(found[place].iteration, 0.0, save)
+    return found
+
+
+def run_until(moment: Moment | None, processes: int, detector: str, output: Path, overrides: list[str]) -> None:
+    """What a process does that is to be killed, or, without a moment, to end by itself; all of it is one group."""
+    os.setsid()
+    multiprocessing.set_start_method("fork", force=True)
+    torch.set_num_threads(1)
+    if processes == 1:
+        _train(0, moment, detector, output, overrides)
+        return
+    store = output.with_name(f"{output.name}_{os.getpid()}.store")
+    ranks = torch.multiprocessing.start_processes(
+        _join, (processes, str(store), moment, detector, output, overrides), processes, join=False, start_method="fork"
+    )
+    while not ranks.join():
+        pass
+
+
+def _join(rank: int, processes: int, store: str, *args) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=processes)
+    comm.create_local_process_group.cache_clear()
+    comm.create_local_process_group(processes)
+    _train(rank, *args)
+    torch.distributed.destroy_process_group()
+
+
+def _train(rank: int, moment: Moment | None, detector: str, output: Path, overrides: list[str]) -> None:
+    cfg = small_config(detector, *overrides, "OUTPUT_DIR", str(output))
+    register_datasets(cfg)
+    output.mkdir(exist_ok=True)
+    seed_all(cfg.SEED % 2**32)
+    trainer = Trainer(cfg)
+    trainer.resume_or_load(resume=True)
+    if moment is not None and rank == moment.rank:
+        trainer.register_hooks([KillInSave(moment) if moment.save else Kill(moment)])
+    trainer.train()
+
+
+def kill_all() -> None:
+    os.killpg(0, signal.SIGKILL)
+
+
+class Kill(HookBase):
+    """The power cut, at its moment."""
+
+    def __init__(self, moment: Moment) -> None:
+        self.moment, self.begun, self.is_set = moment, 0.0, False
+
+    def before_step(self) -> None:
+        now = time.monotonic()
+        seconds, self.begun = now - self.begun if self.begun else 1.0, now
+        if self.trainer.iter >= self.moment.iteration and not self.is_set:
+            self.is_set = True
+            timer = threading.Timer(self.moment.share * seconds, kill_all)
+            timer.daemon = True
+            timer.start()
+
+
+class KillInSave(HookBase):
+    """The power cut, in the middle of the next save."""
+
+    def __init__(self, moment: Moment) -> None:
+        self.moment = moment
+
+    def before_step(self) -> None:
+        if self.trainer.iter < self.moment.iteration:
+            return
+        own = torch.save
+
+        def save_half(contents, file) -> None:
+            # An evaluation saves its predictions too, and processes what they send each other.
+            if not str(getattr(file, "name", "")).endswith(".partial"):
+                own(contents, file)
+                return
+            whole = io.BytesIO()
+            own(contents, whole)
+            file.write(whole.getvalue()[: whole.tell() // 2])
+            file.flush()
+            kill_all()
+            time.sleep(PATIENCE)
+
+        def replace(source, target) -> None:
+            kill_all()
+            time.sleep(PATIENCE)
+
+        if self.moment.save == "half":
+            torch.save = save_half
+        else:
+            files.os.replace = replace
