@@ -1,12 +1,13 @@
 """Evaluators, the file of results, and what its figures mean."""
 
 from projects_vil.evaluation.build import build_evaluator, coco_evaluator
-from projects_vil.evaluation.coco import check_coco_api
+from projects_vil.evaluation.coco import COCO_APIS, check_coco_api
 from projects_vil.evaluation.explaining import explain_results
 from projects_vil.evaluation.losses import LOSS_TASK, validation_loss
 from projects_vil.evaluation.results import PER_CLASS, write_results
 
 __all__ = [
+    "COCO_APIS",
     "LOSS_TASK",
     "PER_CLASS",
     "build_evaluator",
