@@ -216,7 +216,7 @@ def share_statistics(model: nn.Module) -> None:
 
 def _run_under_torchrun(run: Callable, run_args: Sequence[object], place: Place, device: str) -> None:
     try:
-        with _joined(place, device, init_method="env://"):
+        with _joined(place, device, store=_store_of_torchrun()):
             run(*run_args)
     except RuntimeError as error:
         ended = explain_ending(error)
@@ -224,6 +224,13 @@ def _run_under_torchrun(run: Callable, run_args: Sequence[object], place: Place,
             # torchrun ends this process when it has seen the one that is the cause; only without one is this said.
             time.sleep(SECONDS_TO_END)
         raise
+
+
+def _store_of_torchrun() -> torch.distributed.Store:
+    """torchrun keeps one for all its starts: what is left there of processes that have ended is not to be read."""
+    store, _, _ = next(torch.distributed.rendezvous("env://", timeout=TIMEOUT))
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return torch.distributed.PrefixStore(f"start_{start}", store)
 
 
 @contextlib.contextmanager
@@ -234,9 +241,8 @@ def _joined(place: Place, device: str, **rendezvous: Any) -> Iterator[None]:
         torch.cuda.set_device(place.local_rank)
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.local_world_size))
-    if "store" in rendezvous or rendezvous["init_method"] != "env://":
-        rendezvous |= {"rank": place.rank, "world_size": place.world_size}
-    torch.distributed.init_process_group("nccl" if on_gpu else "gloo", timeout=TIMEOUT, **rendezvous)
+    group = {"rank": place.rank, "world_size": place.world_size, "timeout": TIMEOUT}
+    torch.distributed.init_process_group("nccl" if on_gpu else "gloo", **group, **rendezvous)
     comm.create_local_process_group(place.local_world_size)
     comm.synchronize()
     yield
