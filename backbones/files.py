@@ -127,18 +127,19 @@ def written_whole(path: Path) -> Iterator[Path]:
     Raises:
         InputError: where it cannot be written; what was begun is removed.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    # Names have a limit of 255 bytes.
+    partial = path.with_name(f".{path.name[:60]}.{os.getpid()}.partial")
     try:
         yield partial
         _sync(partial)
         os.replace(partial, path)
         _sync(path.parent)
     except (OSError, RuntimeError, SafetensorError, TypeError) as error:
-        cause = error.__context__ if isinstance(error, RuntimeError) else error
-        reason = _full_disk(path.parent) or _reason(cause or error)
-        raise InputError(f"{path} cannot be written: {reason}") from error
+        raise InputError(f"{path} cannot be written: {_full_disk(path.parent) or _reason_of_writing(error)}") from error
     finally:
-        partial.unlink(missing_ok=True)
+        # Where nothing could be written there is nothing to remove.
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
 
 
 def _sync(path: Path) -> None:
@@ -155,6 +156,14 @@ def _full_disk(folder: Path) -> str:
     if not folder.is_dir() or shutil.disk_usage(folder).free > 1 << 20:
         return ""
     return "no space is left on the device"
+
+
+def _reason_of_writing(error: BaseException) -> str:
+    """torch's writer raises another error beside the one that it met."""
+    cause = error.__context__ if isinstance(error.__context__, OSError) else error
+    if isinstance(cause, OSError) and cause.strerror:
+        return cause.strerror
+    return str(cause).strip().partition("\n")[0] or type(cause).__name__
 
 
 def check_writable(path: str | Path) -> None:

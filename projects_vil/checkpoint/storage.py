@@ -11,7 +11,7 @@ _PATTERN = "model_*.pth"
 
 
 def checkpoints_of(folder: str | Path) -> list[Path]:
-    """The checkpoints that training can resume from, the newest first; the best one is for evaluation."""
+    """The checkpoints that training can resume from, those written last first; the best one is for evaluation."""
     files = [path for path in Path(folder).glob(_PATTERN) if path.is_file() and path.name != BEST_CHECKPOINT]
     return sorted(files, key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
 
@@ -33,11 +33,13 @@ def find_checkpoint(folder: str | Path, *, logger: logging.Logger | None = None)
     candidates = checkpoints_of(folder)
     tag = Path(folder) / LAST_CHECKPOINT
     text = tag.read_text(errors="replace").strip() if tag.is_file() else ""
-    named = Path(folder) / text
-    if text and text == named.name and named.is_file():
+    named = next((path for path in Path(folder).glob("*") if path.name == text and path.is_file()), None)
+    if named is not None:
         candidates = [named, *(path for path in candidates if path != named)]
     elif candidates:
-        what = f"names {text}, which is no checkpoint of this folder" if text else "is missing or empty"
+        # A copy of the folder has other times.
+        candidates.sort(key=_iteration, reverse=True)
+        what = f"names {_shown(text)}, which is no checkpoint of this folder" if text else "is missing or empty"
         logger.warning("%s %s: the newest whole checkpoint there is taken", tag, what)
     for path in candidates:
         try:
@@ -54,8 +56,23 @@ def find_checkpoint(folder: str | Path, *, logger: logging.Logger | None = None)
             "choose another OUTPUT_DIR"
         )
     if text:
-        raise InputError(f"{tag} names {text}, and {folder} has no checkpoint: remove {tag} to start anew")
+        raise InputError(f"{tag} names {_shown(text)}, and {folder} has no checkpoint: remove {tag} to start anew")
     return None
+
+
+def _shown(text: str) -> str:
+    return text if len(text) <= 80 else f"{text[:80]} ..."
+
+
+def _iteration(path: Path) -> float:
+    """Of the name, or of the contents where that has none; of what cannot be read, before all."""
+    number = path.stem.removeprefix("model_")
+    if number.isdecimal():
+        return int(number)
+    try:
+        return read_checkpoint(path).get("iteration", -1)
+    except InputError:
+        return -1
 
 
 def tag_checkpoint(folder: str | Path, name: str) -> None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Collection
 from typing import Any
 
+import torch
 from detectron2.config import CfgNode
 from torch import nn
 
@@ -14,7 +15,7 @@ from backbones.errors import check_choice
 from projects_vil import data
 from projects_vil.checkpoint import check_weights, checkpoints_of, find_checkpoint
 from projects_vil.config import check_device
-from projects_vil.engine.steps import AMP_DTYPES
+from projects_vil.engine.steps import AMP_DTYPES, check_groups
 from projects_vil.evaluation import LOSS_TASK, check_coco_api
 from projects_vil.modeling import build_on_meta
 from projects_vil.progress import check_services
@@ -51,6 +52,9 @@ def check_setup(cfg: CfgNode, *, processes: int = 1, eval_only: bool = False, re
     resumed = find_checkpoint(cfg.OUTPUT_DIR, logger=_SILENT) if resume else None
     if resumed is not None:
         check_weights(cfg, str(resumed), complete=True, model=model)
+        # Mapped, for the groups alone: its tensors have been read just now.
+        saved = torch.load(resumed, mmap=True, weights_only=True)["trainer"]["_trainer"]["optimizer"]
+        check_groups(saved["param_groups"], build_optimizer(cfg, model).param_groups)
         return
     there = checkpoints_of(cfg.OUTPUT_DIR)
     if there and not eval_only and not cfg.OVERWRITE_OUTPUT_DIR:
@@ -121,9 +125,11 @@ def _check_best_metric(cfg: CfgNode) -> None:
             )
         parts = parts[1:]
     task, name = parts if len(parts) == 2 else ("", "")
-    if task not in _TASKS or (task in _TASKS_WITH_AP and not name.startswith("AP")):
+    tasks = _tasks(cfg)
+    if task not in tasks or (task in _TASKS_WITH_AP and not name.startswith("AP")):
+        example = "sem_seg/mIoU" if "sem_seg" in tasks else "bbox/AP"
         raise InputError(
-            f"TEST.BEST_METRIC is {metric}: it is one of {', '.join(_TASKS)}, and a metric of it: bbox/AP for one"
+            f"TEST.BEST_METRIC is {metric}: it is one of {', '.join(tasks)}, and a metric of it: {example} for one"
         )
     if task == LOSS_TASK and not cfg.TEST.LOSS:
         raise InputError(f"TEST.BEST_METRIC is {metric}, which nobody computes: add TEST.LOSS True")
@@ -134,8 +140,7 @@ def _check_batch(cfg: CfgNode, processes: int) -> None:
     batch, reference = cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.REFERENCE_WORLD_SIZE
     if reference and batch % reference:
         raise InputError(
-            f"SOLVER.IMS_PER_BATCH is {batch}, no multiple of the {reference} processes of "
-            "SOLVER.REFERENCE_WORLD_SIZE"
+            f"SOLVER.IMS_PER_BATCH is {batch}, no multiple of the {reference} processes of SOLVER.REFERENCE_WORLD_SIZE"
         )
     if not reference and batch % processes:
         raise InputError(f"SOLVER.IMS_PER_BATCH is {batch}, no multiple of {processes} processes")
@@ -152,12 +157,26 @@ def _is_finite(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def _are_steps(value: Any) -> bool:
+    return all(map(_whole(0), value)) and list(value) == sorted(set(value))
+
+
 def _are_colors(value: Any) -> bool:
     return len(value) == 3 and all(map(_is_finite, value))
 
 
 _TASKS_WITH_AP = ("bbox", "segm", "keypoints")
-_TASKS = (*_TASKS_WITH_AP, "sem_seg", LOSS_TASK)
+
+
+def _tasks(cfg: CfgNode) -> tuple[str, ...]:
+    """What evaluations of this model judge."""
+    if cfg.MODEL.META_ARCHITECTURE == "SemanticSegmentor":
+        return ("sem_seg", LOSS_TASK)
+    has_rois = cfg.MODEL.META_ARCHITECTURE == "GeneralizedRCNN"
+    is_judged = (True, has_rois and cfg.MODEL.MASK_ON, has_rois and cfg.MODEL.KEYPOINT_ON)
+    return (*(task for task, judged in zip(_TASKS_WITH_AP, is_judged, strict=True) if judged), LOSS_TASK)
+
+
 _CHOICES: tuple[tuple[str, Collection[str]], ...] = (
     ("SOLVER.AMP.DTYPE", AMP_DTYPES),
     ("SOLVER.OPTIMIZER", OPTIMIZERS),
@@ -165,6 +184,8 @@ _CHOICES: tuple[tuple[str, Collection[str]], ...] = (
     ("SOLVER.WARMUP_METHOD", ("linear", "constant")),
     ("INPUT.RANDOM_FLIP", ("none", "horizontal", "vertical")),
     ("INPUT.FORMAT", ("RGB", "BGR")),
+    ("INPUT.MASK_FORMAT", ("polygon", "bitmask")),
+    ("INPUT.MIN_SIZE_TRAIN_SAMPLING", ("choice", "range")),
 )
 _VALUES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("SOLVER.MAX_ITER", _whole(1), "1 or more iterations"),
@@ -180,9 +201,23 @@ _VALUES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("SOLVER.BASE_LR", lambda value: _is_finite(value) and value > 0, "above 0"),
     ("SOLVER.BASE_LR_END", lambda value: _is_finite(value) and value >= 0, "0 or more"),
     ("SOLVER.MOMENTUM", lambda value: _is_finite(value) and 0 <= value < 1, "0 or more, and below 1"),
-    ("SOLVER.STEPS", lambda value: list(value) == sorted(set(value)), "iterations, each later than the one before"),
+    ("SOLVER.STEPS", lambda value: _are_steps(value), "iterations, each later than the one before"),
+    ("SOLVER.WARMUP_FACTOR", lambda value: _is_finite(value) and 0 <= value <= 1, "0 to 1"),
+    ("SOLVER.NUM_DECAYS", _whole(1), "1 or more"),
+    ("SEED", lambda value: _whole(-1)(value) and value < 2**63, "0 or more, or -1 to have one drawn"),
+    ("MODEL.RETINANET.NUM_CLASSES", _whole(1), "1 or more"),
+    ("MODEL.ROI_HEADS.NUM_CLASSES", _whole(1), "1 or more"),
+    ("MODEL.FPN.OUT_CHANNELS", _whole(1), "1 or more"),
+    (
+        "MODEL.ANCHOR_GENERATOR.SIZES",
+        lambda value: all(_is_finite(side) and side > 0 for level in value for side in level),
+        "lists of sides above 0",
+    ),
     ("SOLVER.CLIP_GRADIENTS.CLIP_VALUE", lambda value: _is_finite(value) and value > 0, "above 0"),
-    ("INPUT.MIN_SIZE_TRAIN", lambda value: len(value) > 0 and all(map(_whole(1), value)), "one side or several"),
+    ("INPUT.MIN_SIZE_TRAIN", lambda value: len(value) > 0 and all(map(_whole(1), value)), "sides of 1 pixel or more"),
+    ("INPUT.MAX_SIZE_TRAIN", _whole(1), "a side of 1 pixel or more"),
+    ("INPUT.MIN_SIZE_TEST", _whole(0), "a side of 1 pixel or more, or 0 for images as they are"),
+    ("INPUT.MAX_SIZE_TEST", _whole(1), "a side of 1 pixel or more"),
     ("TEST.DETECTIONS_PER_IMAGE", _whole(1), "1 or more"),
     ("SOLVER.WEIGHT_DECAY", lambda value: _is_finite(value) and value >= 0, "0 or more"),
     ("TEST.EVAL_PERIOD", _whole(0), "a number of iterations, or 0 for the end alone"),

@@ -1,7 +1,9 @@
 """detectron2's default trainer with this project's optimizer, datasets, checkpoints and results file."""
 
+import contextlib
 import functools
 import logging
+import sys
 import weakref
 from collections import OrderedDict
 from pathlib import Path
@@ -205,9 +207,18 @@ class Trainer(DefaultTrainer):
             self.iter = self.storage.iter = self.start_iter
 
     def after_train(self) -> None:
-        """After the last iteration, also where a resumed run had none left."""
+        """After the last iteration, also where a resumed run had none left; a run that failed is not evaluated."""
         self.iter = min(self.iter, self.max_iter)
-        super().after_train()
+        error = sys.exc_info()[1]
+        if not isinstance(error, Exception) or isinstance(error, StoppedEarly):
+            super().after_train()
+            return
+        self.storage.iter = self.iter
+        for hook in self._hooks:
+            if not isinstance(hook, EvalHook):
+                # What has ended the run is to be said, not that its last lines cannot be written either.
+                with contextlib.suppress(OSError):
+                    hook.after_train()
 
     def _evaluate_unless_told_to_end(self, saving: SaveCheckpoints) -> OrderedDict:
         model = self.model

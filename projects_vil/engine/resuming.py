@@ -97,7 +97,7 @@ class KeepMetrics(HookBase):
 
 
 class ConfiguredRates:
-    """The learning rates and weight decays of a config, for a run that is resumed with others than it began with.
+    """Learning rates, weight decays and momentum of a config, for a run that is resumed with others than it began with.
 
     A checkpoint's optimizer and schedule bring their own along.
 
@@ -109,24 +109,30 @@ class ConfiguredRates:
         self.optimizer = optimizer
         self.scheduler = scheduler
         self._rates = list(scheduler.base_lrs)
-        self._decays = [group["weight_decay"] for group in optimizer.param_groups]
+        self._others = self._of_groups()
 
     def restore(self) -> None:
         """After loading: let the config's count, and say so where they are others."""
-        groups = self.optimizer.param_groups
-        saved = list(self.scheduler.base_lrs), [group["weight_decay"] for group in groups]
-        if saved == (self._rates, self._decays):
+        saved = list(self.scheduler.base_lrs), self._of_groups()
+        if saved == (self._rates, self._others):
             return
         self.scheduler.base_lrs = self._rates
-        rates = zip(groups, self._rates, self.scheduler.get_lr(), self._decays, strict=True)
-        for group, initial, now, decay in rates:
-            group.update(initial_lr=initial, lr=now, weight_decay=decay)
+        rates = zip(self.optimizer.param_groups, self._rates, self.scheduler.get_lr(), self._others, strict=True)
+        for group, initial, now, others in rates:
+            group.update(others, initial_lr=initial, lr=now)
         logging.getLogger(__name__).warning(
-            "the resumed run began with other learning rates or weight decays (largest rate %g, now %g): those of the "
-            "config count",
+            "the resumed run began with other learning rates, weight decays or momentum (largest rate %g, now %g): "
+            "those of the config count",
             max(saved[0]),
             max(self._rates),
         )
+
+    def _of_groups(self) -> list[dict[str, Any]]:
+        names = ("weight_decay", "momentum", "nesterov", "betas", "eps")
+        return [
+            {name: tuple(value) if isinstance(value := group[name], list) else value for name in names if name in group}
+            for group in self.optimizer.param_groups
+        ]
 
 
 def _iteration(line: str) -> float:

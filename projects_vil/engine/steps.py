@@ -103,16 +103,7 @@ class Steps(SimpleTrainer):
         Raises:
             InputError: where it is of another optimizer, or of one with other groups of parameters.
         """
-        saved, own = (
-            [_shape(group) for group in groups]
-            for groups in (state_dict["optimizer"]["param_groups"], self.optimizer.param_groups)
-        )
-        if saved != own:
-            raise InputError(
-                "the resumed run has another optimizer, other multipliers or other frozen stages: take SOLVER and "
-                "MODEL.BACKBONE.FREEZE_AT of its config.yaml, or begin anew from its weights (MODEL.WEIGHTS, without "
-                "--resume, in another OUTPUT_DIR)"
-            )
+        check_groups(state_dict["optimizer"]["param_groups"], self.optimizer.param_groups)
         super().load_state_dict(state_dict)
         # Older checkpoints have neither.
         self.skipped, self.overflows = state_dict.get("skipped", 0), state_dict.get("overflows", 0)
@@ -235,9 +226,23 @@ class Steps(SimpleTrainer):
         return [(buffer, buffer.clone()) for norm in norms if norm.training for buffer in norm.buffers(recurse=False)]
 
 
-def _shape(group: dict[str, Any]) -> tuple[int, set[str]]:
-    """How many parameters a group has, and what its optimizer knows of it."""
-    return len(group["params"]), {key for key in group if key not in ("params", "initial_lr")}
+def check_groups(saved: Sequence[dict[str, Any]], own: Sequence[dict[str, Any]]) -> None:
+    """Whether the groups of parameters of a checkpoint's optimizer are those of the run that resumes it.
+
+    Raises:
+        InputError: where they are not.
+    """
+    if [_shape(group) for group in saved] != [_shape(group) for group in own]:
+        raise InputError(
+            "the resumed run has another optimizer, other multipliers or other frozen stages: take SOLVER and "
+            "MODEL.BACKBONE.FREEZE_AT of its config.yaml, or begin anew from its weights (MODEL.WEIGHTS, without "
+            "--resume, in another OUTPUT_DIR)"
+        )
+
+
+def _shape(group: dict[str, Any]) -> tuple[int, bool]:
+    """How many parameters a group has, and whether it is of an optimizer like Adam; versions of torch name more."""
+    return len(group["params"]), "betas" in group
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -31,7 +31,7 @@ from projects_vil.export.metadata import check_sides, describe_model, metadata_p
 from projects_vil.export.report import check_export, comparison_images, example_image, report_path
 from projects_vil.export.runtime import ExportedModel
 from projects_vil.export.stages import Stages
-from projects_vil.utils import unwound_by_sigterm
+from projects_vil.utils import unwound_by_signals
 
 FORMATS = tuple(SUFFIXES)
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -155,7 +155,7 @@ def _folder_in(folder: Path) -> Iterator[Path]:
     It is named before it is made, so that a signal that arrives while it is made finds it to be removed.
     """
     unfinished = folder / f".unfinished-{secrets.token_hex(4)}"
-    with unwound_by_sigterm():
+    with unwound_by_signals():
         try:
             try:
                 unfinished.mkdir(parents=True)

@@ -9,7 +9,7 @@ from projects_vil.utils.signals import (
     handling_signals,
     heeded_signals,
     told_between_calls,
-    unwound_by_sigterm,
+    unwound_by_signals,
 )
 from projects_vil.utils.warnings import silence_known_warnings
 
@@ -29,6 +29,6 @@ __all__ = [
     "run_tool",
     "silence_known_warnings",
     "told_between_calls",
-    "unwound_by_sigterm",
+    "unwound_by_signals",
     "write_json",
 ]

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import errno
 import json
 import os
 import sys
@@ -14,8 +15,9 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from backbones.errors import InputError, closest
 from projects_vil.utils.endings import RunEnded, explain_ending
 from projects_vil.utils.logging import log_to_stderr
-from projects_vil.utils.signals import ToldToEnd
+from projects_vil.utils.signals import ToldToEnd, unwound_by_signals
 
+_FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 _RAISED_ELSEWHERE = f"{InputError.__module__}.{InputError.__qualname__}: "
 
 
@@ -54,7 +56,7 @@ def run_tool(main: Callable[[], None], *, log: bool = True) -> None:
     that was killed one line and, where it was one of those that train, the status of what killed it.
     """
     try:
-        with log_to_stderr() if log else contextlib.nullcontext():
+        with unwound_by_signals(), log_to_stderr() if log else contextlib.nullcontext():
             main()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -70,9 +72,15 @@ def run_tool(main: Callable[[], None], *, log: bool = True) -> None:
         _fail(message.removeprefix(_RAISED_ELSEWHERE))
     except (RunEnded, ProcessExitedException, RuntimeError) as error:
         ended = explain_ending(error)
+        if ended is None and isinstance(error.__context__, OSError) and error.__context__.errno in _FULL:
+            _fail(f"a file cannot be written: {error.__context__.strerror}; free some space and start again")
         if ended is None:
             raise
         _fail(str(ended), ended.status)
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        _fail(f"{error.filename or 'a file'} cannot be written: {error.strerror}; free some space and start again")
 
 
 def _fail(message: str, status: int = 1) -> NoReturn:

@@ -49,6 +49,9 @@ class ToldToEnd(SystemExit):
         super().__init__(128 + number)
         self.number = number
 
+    def __reduce__(self) -> tuple[type, tuple[int]]:
+        return type(self), (self.number,)
+
     @property
     def name(self) -> str:
         return signal.Signals(self.number).name
@@ -86,18 +89,13 @@ def told_between_calls(module: nn.Module, *, alone: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def unwound_by_sigterm() -> Iterator[None]:
-    """While this lasts, SIGTERM ends the process as an exception does, so that it removes what is unfinished.
+def unwound_by_signals() -> Iterator[None]:
+    """While this lasts, SIGTERM and SIGHUP end the process as an exception does, so that it removes what is unfinished.
 
     A handler of someone else's stays; so does everything outside of the main thread, which alone may set one.
     """
-    is_ours_to_set = (
-        threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    )
-    if not is_ours_to_set:
-        yield
-        return
-    with handling_signals(_end, (signal.SIGTERM,)):
+    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
+    with handling_signals(_end, numbers):
         yield
 
 

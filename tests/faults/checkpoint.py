@@ -14,7 +14,11 @@ _PREDICT = "predict.py --config-file run/config.yaml --weights run/model_final.p
 _EXPORT = "export_model.py --config-file run/config.yaml --weights run/model_final.pth --output out"
 _FINAL = "run/model_final.pth"
 _RUN = ("run",)
-_ENDED = ("run/*",)
+# What a finished run that goes on writes again; the checkpoints before are not among it.
+_ENDED = tuple(
+    f"run/{name}"
+    for name in ("log.txt", "config.yaml", "metrics.json", "evaluation.json", "last_checkpoint", "model_final.pth")
+) + ("run/events.*", "run/inference/*", "run/model_best.pth")
 
 
 def _not_finite(contents: dict) -> None:
@@ -93,6 +97,15 @@ FAULTS = (
         makes=_ENDED,
     ),
     Fault(
+        "last_checkpoint is 300 characters of something",
+        _RESUME,
+        written("run/last_checkpoint", "x" * 300),
+        parts=_RUN,
+        status=0,
+        line="last_checkpoint",
+        makes=_ENDED,
+    ),
+    Fault(
         "last_checkpoint names what is missing",
         _RESUME,
         written("run/last_checkpoint", "model_0000099.pth"),
@@ -134,19 +147,16 @@ FAULTS = (
         "resuming with another optimizer",
         f"{_RESUME} SOLVER.OPTIMIZER SGD SOLVER.MAX_ITER 6",
         parts=_RUN,
-        makes=("run/log.txt", "run/config.yaml"),
     ),
     Fault(
         "resuming with other multipliers",
         f"{_RESUME} SOLVER.LR_MULTIPLIERS \"[['backbone.*', 0.1]]\" SOLVER.MAX_ITER 6",
         parts=_RUN,
-        makes=("run/log.txt", "run/config.yaml"),
     ),
     Fault(
         "resuming with frozen stages",
         f"{_RESUME} MODEL.BACKBONE.FREEZE_AT 2 SOLVER.MAX_ITER 6",
         parts=_RUN,
-        makes=("run/log.txt", "run/config.yaml"),
     ),
     Fault(
         "resuming with another rate",
@@ -160,7 +170,6 @@ FAULTS = (
         "resuming another variant",
         f"{_RESUME} MODEL.TRANSFORMER.NAME vil_tiny_1_1_9_1_rpb",
         parts=_RUN,
-        makes=("run/log.txt", "run/config.yaml"),
     ),
     Fault(
         "metrics.json breaks off in a line",

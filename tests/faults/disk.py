@@ -28,6 +28,14 @@ FAULTS = (
         file_size=500,
     ),
     Fault(
+        "a full disk while results alone are written",
+        f"predict.py {_RUN} --input photos --output out --no-drawings",
+        parts=("run",),
+        makes=("out",),
+        file_size=2000,
+    ),
+    Fault("a subset below a file", "make_coco_subset.py own/annotations.json small.yaml/out.json --num-images 2"),
+    Fault(
         "a full disk while a cleaned copy is written",
         "check_dataset.py own/annotations.json own/images --fix clean.json",
         file_size=500,

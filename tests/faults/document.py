@@ -19,8 +19,9 @@ HEAD = """# Faults, and what is printed
 
 {number} faults in data, checkpoints, configs, processes, disks and prediction. Each is injected into real files or a real process.
 The tool has to end with the exit status and with the one line that are shown, without a traceback; every file that was there
-before is there after it, unchanged, and nothing half-written stays. The faults are in `tests/faults`: `make test` runs those that
-take no trained run, `make test-slow` the others, and `make faults` writes this page anew.
+before is there after it, unchanged but for the logs and results of a run that goes on, and nothing half-written stays. The faults
+are in `tests/faults`: `make test` runs those that end before anything is trained, exported or predicted, `make test-slow` the
+others, and `make faults` runs all and writes this page. "File too large" stands for a full disk, which is "no space is left".
 
 `small.yaml` and `mask.yaml` are the demo's RetinaNet and Mask R-CNN, smaller; `own/` is a COCO file with its images, `run/` a
 finished run and `export/` its export. `bad.yaml` and other files that are wrong hold what the first column says.
@@ -40,20 +41,27 @@ def main() -> None:
         make_world(folder / "world")
         faults = [fault for part in MATRIX.values() for fault in part]
 
+        num_wrong = 0
+
         def line(numbered: tuple[int, Fault]) -> str:
+            nonlocal num_wrong
             number, fault = numbered
             try:
                 outcome = happen(fault, folder / "world", folder / f"fault_{number}")
             except AssertionError as error:
                 print(f"{fault.name}: {error}", file=sys.stderr)
+                num_wrong += 1
                 outcome = Outcome("?", False, 0, "", (), ())
             wrong = outcome.complaints(fault)
             if wrong:
+                num_wrong += 1
                 print(f"{fault.name}: {fault.command}\n    {wrong}\n{outcome.output}", file=sys.stderr)
             return row(fault, outcome)
 
         with ThreadPoolExecutor(2) as pool:
             lines = iter(list(pool.map(line, enumerate(faults))))
+    if num_wrong:
+        sys.exit(f"{PATH} stays as it is: {num_wrong} faults do not end as they should")
     parts = [HEAD.format(number=len(faults))]
     for title, of_it in MATRIX.items():
         parts.append(

@@ -19,7 +19,7 @@ from pycocotools import mask as mask_util
 from backbones import InputError
 from backbones.files import written_whole
 from projects_vil.data.checking import Checked, check_dataset, mend
-from projects_vil.utils import unwound_by_sigterm
+from projects_vil.utils import unwound_by_signals
 
 CHECKS = ("error", "warn", "off")
 _LISTS = ("images", "annotations", "categories")
@@ -159,7 +159,7 @@ def write_cleaned(checked: Checked, output: str | Path) -> str:
     mended = mend(checked, errors=True)
     if not mended.dataset["images"]:
         raise InputError(f"{checked.findings.annotations}: nothing sound would be left in a copy")
-    with unwound_by_sigterm(), written_whole(Path(output)) as partial:
+    with unwound_by_signals(), written_whole(Path(output)) as partial:
         # Much faster than json.dump, which writes number by number.
         partial.write_text(json.dumps(mended.dataset), encoding="utf-8")
     images, annotations = (len(mended.dataset.get(name, ())) for name in ("images", "annotations"))

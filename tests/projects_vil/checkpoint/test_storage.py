@@ -37,7 +37,7 @@ def test_what_last_checkpoint_names_comes_first(run):
     assert find_checkpoint(run).name == "model_0000019.pth"
 
 
-@pytest.mark.parametrize("content", [None, "", "model_0000099.pth", "../elsewhere.pth"])
+@pytest.mark.parametrize("content", [None, "", "model_0000099.pth", "../elsewhere.pth", "x" * 300])
 def test_without_a_good_last_checkpoint_the_newest_is_taken_and_said(run, content, caplog):
     (run / "last_checkpoint").unlink()
     if content is not None:
@@ -104,7 +104,8 @@ def test_the_newest_stay_whatever_their_numbers(run):
     remove_old(run, keep=2)
     assert {path.name for path in run.glob("*.pth")} == {"model_0000004.pth", "model_0000029.pth", "model_best.pth"}
     (run / "last_checkpoint").unlink()
-    assert find_checkpoint(run).name == "model_0000004.pth"
+    # A copy of a folder may have any times.
+    assert find_checkpoint(run).name == "model_0000029.pth"
     remove_run(run)
     assert not list(run.iterdir())
 
@@ -113,6 +114,21 @@ def test_what_a_killed_process_left_is_removed(run):
     (run / ".model_0000039.pth.77.partial").write_bytes(b"half")
     remove_partial(run)
     assert not list(run.glob(".*"))
+
+
+def test_a_checkpoint_that_is_named_and_gone_is_no_new_start(tmp_path):
+    tag_checkpoint(tmp_path, "model_0000009.pth")
+    with pytest.raises(InputError, match="names model_0000009.pth, and .* has no checkpoint: remove"):
+        find_checkpoint(tmp_path)
+
+
+def test_a_long_name_and_a_folder_that_is_a_file(tmp_path):
+    path = tmp_path / f"{'a' * 240}.txt"
+    with written_whole(path) as partial:
+        partial.write_text("whole")
+    assert path.read_text() == "whole"
+    with pytest.raises(InputError, match="cannot be written: Not a directory"), written_whole(path / "x") as partial:
+        partial.write_text("")
 
 
 def test_a_file_that_cannot_be_written_leaves_the_one_before(tmp_path):

@@ -7,12 +7,12 @@ import threading
 import pytest
 import torch
 
-from projects_vil.utils import ToldToEnd, told_between_calls, unwound_by_sigterm
+from projects_vil.utils import ToldToEnd, told_between_calls, unwound_by_signals
 
 
 def test_what_is_open_is_closed():
     closed = []
-    with pytest.raises(SystemExit) as caught, unwound_by_sigterm():
+    with pytest.raises(SystemExit) as caught, unwound_by_signals():
         try:
             os.kill(os.getpid(), signal.SIGTERM)
         finally:
@@ -25,7 +25,7 @@ def test_the_handler_of_someone_else_stays():
     received = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
     try:
-        with unwound_by_sigterm():
+        with unwound_by_signals():
             os.kill(os.getpid(), signal.SIGTERM)
         assert received == [signal.SIGTERM]
     finally:
@@ -36,7 +36,7 @@ def test_another_thread_may_not_set_one():
     handlers = []
 
     def work():
-        with unwound_by_sigterm():
+        with unwound_by_signals():
             handlers.append(signal.getsignal(signal.SIGTERM))
 
     thread = threading.Thread(target=work)
