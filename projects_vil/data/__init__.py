@@ -7,7 +7,6 @@ from projects_vil.data.build import (
     build_train_loader,
     check_datasets,
     load_dataset,
-    loader_for_testing,
     read_ahead,
 )
 from projects_vil.data.catalog import check_files, datasets_root, register_datasets
@@ -26,7 +25,7 @@ from projects_vil.data.detection_utils import (
     upright_pixels,
     upright_size,
 )
-from projects_vil.data.samplers import derived_seed, seed_all
+from projects_vil.data.samplers import EvaluationLoader, derived_seed, seed_all
 
 __all__ = [
     "CHECKS",
@@ -35,6 +34,7 @@ __all__ = [
     "IMAGE_SUFFIXES",
     "SHAPES_TASKS",
     "TRAIN_SAMPLERS",
+    "EvaluationLoader",
     "Mapper",
     "SemSegMapper",
     "UnreadableImage",
@@ -51,7 +51,6 @@ __all__ = [
     "evaluated_as",
     "label_reader",
     "load_dataset",
-    "loader_for_testing",
     "read_ahead",
     "read_for_testing",
     "read_image",

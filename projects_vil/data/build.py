@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from detectron2.config import CfgNode
-from detectron2.data import DatasetCatalog, MetadataCatalog, build_detection_test_loader
+from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.data.build import filter_images_with_only_crowd_annotations, print_instances_class_histogram
 from detectron2.data.samplers import RandomSubsetTrainingSampler, RepeatFactorTrainingSampler, TrainingSampler
 from detectron2.utils import comm
@@ -20,13 +20,7 @@ from projects_vil.data.checking import missing_files
 from projects_vil.data.dataset_mapper import Mapper, SemSegMapper
 from projects_vil.data.datasets.ade20k import IGNORED_LABEL
 from projects_vil.data.datasets.coco import CHECKS, is_coco, load_coco
-from projects_vil.data.samplers import (
-    SECONDS_TO_END,
-    BatchStream,
-    SeededRecords,
-    TrainLoader,
-    leave_signals_to_the_run,
-)
+from projects_vil.data.samplers import BatchStream, EvaluationLoader, SeededRecords, TrainLoader
 
 TRAIN_SAMPLERS = ("TrainingSampler", "RepeatFactorTrainingSampler", "RandomSubsetTrainingSampler")
 # Records that were read before the loader asks for them.
@@ -166,16 +160,7 @@ def _aspect_groups(records: list[dict[str, Any]]) -> list[int]:
 def build_test_loader(cfg: CfgNode, dataset_name: str) -> torch.utils.data.DataLoader:
     """detectron2's test loader over one dataset, an image a batch."""
     records = load_dataset(cfg, [dataset_name], train=False, open_images=True)
-    return loader_for_testing(records, build_mapper(cfg, is_train=False), num_workers=cfg.DATALOADER.NUM_WORKERS)
-
-
-def loader_for_testing(
-    records: list[dict[str, Any]], mapper: Callable[[dict[str, Any]], dict[str, Any]], *, num_workers: int
-) -> torch.utils.data.DataLoader:
-    """detectron2's test loader, whose worker processes leave signals to the run."""
-    loader = build_detection_test_loader(dataset=records, mapper=mapper, num_workers=num_workers)
-    loader.worker_init_fn = functools.partial(leave_signals_to_the_run, seconds=SECONDS_TO_END)
-    return loader
+    return EvaluationLoader(records, build_mapper(cfg, is_train=False), num_workers=cfg.DATALOADER.NUM_WORKERS)
 
 
 def build_mapper(cfg: CfgNode, *, is_train: bool) -> Callable[[dict[str, Any]], dict[str, Any]]:

@@ -1,6 +1,7 @@
 """Batches that depend on the seed and the iteration alone, so that a resumed run sees what it would have seen."""
 
 import contextlib
+import functools
 import random
 import signal
 from collections import defaultdict
@@ -10,8 +11,11 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from detectron2.data import DatasetFromList
+from detectron2.data import DatasetFromList, MapDataset
+from detectron2.data.samplers import InferenceSampler
 from torch.utils.data import DataLoader, Dataset, Sampler
+
+from projects_vil.utils import STOP_SIGNALS
 
 # What an image of a batch is asked by: its index among the records, and the seed of its augmentations.
 Item = tuple[int, int]
@@ -133,7 +137,7 @@ class TrainLoader(DataLoader):
             batch_sampler=batches,
             num_workers=num_workers,
             collate_fn=_as_list,
-            worker_init_fn=leave_signals_to_the_run if num_workers else None,
+            worker_init_fn=_leave_signals_to_the_run if num_workers else None,
             # Else an iterator draws from the generator that the iteration was seeded with, and only in its first one.
             generator=torch.Generator(),
         )
@@ -145,7 +149,8 @@ class TrainLoader(DataLoader):
         self.batch_sampler.first_iteration = iteration
 
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
-        self._batches = super().__iter__()
+        with _signals_blocked():
+            self._batches = super().__iter__()
         return self._batches
 
     def stop(self) -> None:
@@ -155,7 +160,43 @@ class TrainLoader(DataLoader):
             shutdown()
 
 
-def leave_signals_to_the_run(worker: int, *, seconds: int = SECONDS_TO_SAVE) -> None:
+class EvaluationLoader(DataLoader):
+    """detectron2's loader for inference, an image a batch, whose worker processes leave signals to the run.
+
+    Args:
+        records: of the images.
+        mapper: maps them.
+        num_workers: processes that do so.
+    """
+
+    def __init__(
+        self, records: list[dict[str, Any]], mapper: Callable[[dict[str, Any]], dict[str, Any]], *, num_workers: int
+    ) -> None:
+        leave = functools.partial(_leave_signals_to_the_run, seconds=SECONDS_TO_END)
+        super().__init__(
+            MapDataset(DatasetFromList(records, copy=False), mapper),
+            sampler=InferenceSampler(len(records)),
+            num_workers=num_workers,
+            collate_fn=_as_list,
+            worker_init_fn=leave if num_workers else None,
+        )
+
+    def __iter__(self) -> Iterator[list[dict[str, Any]]]:
+        with _signals_blocked():
+            return super().__iter__()
+
+
+@contextlib.contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """While this lasts, signals wait, here and in the processes that are started: till these know what to do."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _leave_signals_to_the_run(worker: int, *, seconds: int = SECONDS_TO_SAVE) -> None:
     """Ctrl-C and a scheduler's signal reach all processes; the run stops its workers when it has saved.
 
     One that is told to end, and is not stopped by the run, ends by itself.
@@ -166,6 +207,7 @@ def leave_signals_to_the_run(worker: int, *, seconds: int = SECONDS_TO_SAVE) -> 
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(seconds))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def _as_list(batch: list[dict[str, Any]]) -> list[dict[str, Any]]:

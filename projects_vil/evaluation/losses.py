@@ -35,7 +35,7 @@ def validation_loss(cfg: CfgNode, model: nn.Module, dataset_name: str) -> dict[s
         InputError: as :func:`projects_vil.data.load_dataset`.
     """
     records = data.load_dataset(cfg, [dataset_name], train=False)
-    loader = data.loader_for_testing(
+    loader = data.EvaluationLoader(
         [record | {_PLACE: place} for place, record in enumerate(records)],
         data.build_mapper(_as_for_testing(cfg), is_train=True),
         num_workers=cfg.DATALOADER.NUM_WORKERS,

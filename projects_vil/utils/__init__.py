@@ -5,6 +5,7 @@ from projects_vil.utils.endings import RunEnded, explain_ending, process_ended
 from projects_vil.utils.locking import check_unlocked, run_lock
 from projects_vil.utils.logging import log_run, log_to_stderr
 from projects_vil.utils.signals import (
+    STOP_SIGNALS,
     ToldToEnd,
     handling_signals,
     heeded_signals,
@@ -14,6 +15,7 @@ from projects_vil.utils.signals import (
 from projects_vil.utils.warnings import silence_known_warnings
 
 __all__ = [
+    "STOP_SIGNALS",
     "RunEnded",
     "ToldToEnd",
     "ToolParser",

@@ -49,9 +49,12 @@ def moments(number: int, iterations: int, *, processes: int, seed: str) -> list[
     return found
 
 
-def run_until(moment: Moment | None, processes: int, detector: str, output: Path, overrides: list[str]) -> None:
+def run_until(
+    moment: Moment | None, processes: int, datasets_root: Path, detector: str, output: Path, overrides: list[str]
+) -> None:
     """What a process does that is to be killed, or, without a moment, to end by itself; all of it is one group."""
     os.setsid()
+    os.environ["DETECTRON2_DATASETS"] = str(datasets_root)
     multiprocessing.set_start_method("fork", force=True)
     torch.set_num_threads(1)
     if processes == 1:

@@ -19,10 +19,10 @@ RUN = [
 ]
 
 
-def exit_code(moment, processes, *args) -> int:
+def exit_code(moment, *args) -> int:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([forked.__name__, killed.__name__])
-    process = context.Process(target=killed.run_until, args=(moment, processes, *args))
+    process = context.Process(target=killed.run_until, args=(moment, *args))
     process.start()
     process.join(PATIENCE)
     assert process.exitcode is not None
@@ -35,10 +35,10 @@ def exit_code(moment, processes, *args) -> int:
 def test_twenty_kills(detector, workers, processes, shapes, tmp_path):
     overrides = [*RUN, "DATALOADER.NUM_WORKERS", str(workers)]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert exit_code(None, processes, detector, whole, overrides) == 0
+    assert exit_code(None, processes, shapes.parent, detector, whole, overrides) == 0
     for moment in killed.moments(KILLS, ITERATIONS, processes=processes, seed=f"{detector} {processes}"):
-        assert exit_code(moment, processes, detector, cut, overrides) == -signal.SIGKILL, moment
-    assert exit_code(None, processes, detector, cut, overrides) == 0
+        assert exit_code(moment, processes, shapes.parent, detector, cut, overrides) == -signal.SIGKILL, moment
+    assert exit_code(None, processes, shapes.parent, detector, cut, overrides) == 0
     names = {path.name for path in whole.glob("*.pth")}
     assert names == {path.name for path in cut.glob("*.pth")} and len(names) >= 9
     for name in names:

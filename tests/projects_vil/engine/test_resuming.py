@@ -176,7 +176,7 @@ def test_rates_of_the_config_count(shapes, tmp_path, caplog):
     train("retinanet", tmp_path / "run", cut_at=4)
     overrides = ["SOLVER.BASE_LR", "1e-5", "SOLVER.WEIGHT_DECAY", "0.5"]
     again = train("retinanet", tmp_path / "run", *overrides)
-    assert "began with other learning rates or weight decays (largest rate 0.001, now 1e-05)" in caplog.text
+    assert "began with other learning rates, weight decays or momentum (largest rate 0.001, now 1e-05)" in caplog.text
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.json").read_text().splitlines()]
     assert 0 < [line["lr"] for line in lines if "lr" in line][-1] <= 1e-5
     assert {group["weight_decay"] for group in again.optimizer.param_groups} == {0.0, 0.5}
