@@ -26,7 +26,7 @@ class Moment:
 
     Attributes:
         iteration: the first that it may be.
-        share: of the time of the iteration before; of a second before the first.
+        share: of the time of the iteration before; of a fifth of a second before the first.
         save: ``"half"`` for a save that has written half of its file, ``"unnamed"`` for one whose file has no name yet.
         rank: of the process that kills all.
     """
@@ -42,7 +42,8 @@ def moments(number: int, iterations: int, *, processes: int, seed: str) -> list[
     drawn = random.Random(seed)
     found = [
         Moment(iteration, drawn.random(), rank=drawn.randrange(processes))
-        for iteration in sorted(drawn.choices(range(iterations - 2), k=number))
+        # Early enough that none of them comes when the run is over.
+        for iteration in sorted(drawn.choices(range(iterations - 6), k=number))
     ]
     for place, save in ((number // 3, "half"), (2 * number // 3, "unnamed")):
         found[place] = Moment(found[place].iteration, 0.0, save)
@@ -101,7 +102,7 @@ class Kill(HookBase):
 
     def before_step(self) -> None:
         now = time.monotonic()
-        seconds, self.begun = now - self.begun if self.begun else 1.0, now
+        seconds, self.begun = now - self.begun if self.begun else 0.2, now
         if self.trainer.iter >= self.moment.iteration and not self.is_set:
             self.is_set = True
             timer = threading.Timer(self.moment.share * seconds, kill_all)
