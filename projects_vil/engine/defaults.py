@@ -168,7 +168,12 @@ class Trainer(DefaultTrainer):
     def build_writers(self) -> list[EventWriter]:
         """detectron2's; ``metrics.json`` has no iteration twice after a resume."""
         replaced = (CommonMetricPrinter, JSONWriter)
-        writers = [writer for writer in super().build_writers() if not isinstance(writer, replaced)]
+        writers = []
+        for writer in super().build_writers():
+            if isinstance(writer, replaced):
+                writer.close()
+            else:
+                writers.append(writer)
         printer = ProgressPrinter(self.max_iter, batch_size=self.cfg.SOLVER.IMS_PER_BATCH)
         self._metrics_file = MetricsFile(Path(self.cfg.OUTPUT_DIR) / "metrics.json")
         return [printer, *writers, self._metrics_file, *build_service_writers(self.cfg)]

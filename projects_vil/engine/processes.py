@@ -29,7 +29,7 @@ from torch.multiprocessing import ProcessRaisedException
 from backbones import InputError
 from projects_vil.utils import (
     RunEnded,
-    ToldToEnd,
+    end_by_signal,
     explain_ending,
     handling_signals,
     heeded_signals,
@@ -271,17 +271,12 @@ def _work(
     multiprocessing.set_start_method(start_method, force=True)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
-    def end(number: int, frame: FrameType | None) -> None:
-        sys.exit(128 + number)
-
     for number in signals:
-        signal.signal(number, end)
+        signal.signal(number, end_by_signal)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
     try:
         with _joined(place, device, **_rendezvous(url, place)):
             run(*run_args)
-    except ToldToEnd as told:
-        sys.exit(told.status)
     except InputError as error:
         reports.send(("mistake", str(error)))
         sys.exit(1)

@@ -3,21 +3,19 @@
 import json
 import logging
 import os
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from detectron2.engine import HookBase
 from detectron2.utils import comm
-from detectron2.utils.events import EventStorage, JSONWriter, get_event_storage
+from detectron2.utils.events import EventStorage, JSONWriter
 from torch import nn
 
 from backbones.files import written_whole
 from projects_vil.data import derived_seed, seed_all
+from projects_vil.progress import SMOOTHING_WINDOW, scalars_after
 
-# The last values that detectron2's writers take medians of.
-SMOOTHING_WINDOW = 20
 # Metrics that no run repeats.
 TIMES = ("time", "data_time", "rank_data_time", "eta_seconds")
 
@@ -59,13 +57,8 @@ class MetricsFile(JSONWriter):
         self._last_write = max(map(_iteration, kept), default=-1)
 
     def write(self) -> None:
-        """Write what is new; an evaluation may be older than the losses that are written with it."""
-        lines: dict[int, dict[str, float]] = defaultdict(dict)
-        for name, (value, iteration) in get_event_storage().latest_with_smoothing_hint(SMOOTHING_WINDOW).items():
-            if iteration > self._last_write:
-                lines[iteration][name] = value
-        for iteration in sorted(lines):
-            line = json.dumps(lines[iteration] | {"iteration": iteration}, sort_keys=True)
+        for iteration, values in scalars_after(self._last_write):
+            line = json.dumps(values | {"iteration": iteration}, sort_keys=True)
             self._file_handle.write(f"{line}\n")
             self._last_write = iteration
         self._file_handle.flush()

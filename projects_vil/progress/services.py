@@ -2,20 +2,17 @@
 
 import importlib.util
 import logging
-import math
 import re
-from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
 import yaml
 from detectron2.config import CfgNode
-from detectron2.utils.events import EventWriter, get_event_storage
+from detectron2.utils.events import EventWriter
 
 from backbones import InputError
 from projects_vil.config import one_line
-
-SMOOTHING_WINDOW = 20  # as in metrics.json
+from projects_vil.progress.scalars import scalars_after
 
 
 class ServiceWriter(EventWriter):
@@ -25,12 +22,8 @@ class ServiceWriter(EventWriter):
         self._last_write = -1
 
     def write(self) -> None:
-        new: dict[int, dict[str, float]] = defaultdict(dict)
-        for name, (value, iteration) in get_event_storage().latest_with_smoothing_hint(SMOOTHING_WINDOW).items():
-            if iteration > self._last_write and math.isfinite(value):
-                new[iteration][name] = value
-        for iteration in sorted(new):
-            self.log(iteration, new[iteration])
+        for iteration, values in scalars_after(self._last_write, finite=True):
+            self.log(iteration, values)
             self._last_write = iteration
 
     def log(self, iteration: int, values: Mapping[str, float]) -> None:

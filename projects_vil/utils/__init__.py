@@ -7,6 +7,7 @@ from projects_vil.utils.logging import log_run, log_to_stderr
 from projects_vil.utils.signals import (
     STOP_SIGNALS,
     ToldToEnd,
+    end_by_signal,
     handling_signals,
     heeded_signals,
     told_between_calls,
@@ -21,6 +22,7 @@ __all__ = [
     "ToolParser",
     "check_json_path",
     "check_unlocked",
+    "end_by_signal",
     "explain_ending",
     "handling_signals",
     "heeded_signals",

@@ -95,9 +95,10 @@ def unwound_by_signals() -> Iterator[None]:
     A handler of someone else's stays; so does everything outside of the main thread, which alone may set one.
     """
     numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
-    with handling_signals(_end, numbers):
+    with handling_signals(end_by_signal, numbers):
         yield
 
 
-def _end(number: int, frame: FrameType | None) -> NoReturn:
+def end_by_signal(number: int, frame: FrameType | None) -> NoReturn:
+    """The handler of a process that ends where a signal meets it, as by any exception."""
     raise ToldToEnd(number)

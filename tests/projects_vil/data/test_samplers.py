@@ -1,15 +1,18 @@
 """Batches follow from the seed and the iteration alone."""
 
 import random
+import signal
 from itertools import islice
+from multiprocessing.process import BaseProcess
 
 import numpy as np
 import pytest
 import torch
 from detectron2.data.samplers import TrainingSampler
 
-from projects_vil.data import build_train_loader
+from projects_vil.data import build_test_loader, build_train_loader
 from projects_vil.data.samplers import BatchStream, derived_seed, seeded
+from projects_vil.utils import STOP_SIGNALS
 from tests.projects_vil.helpers import small_config
 
 GROUPS = [0, 1, 1, 0, 1, 0, 0, 1, 1, 0, 0]
@@ -82,6 +85,29 @@ def test_seeding_leaves_the_generators_outside_as_they_were():
     with seeded(7):
         assert draw() == inside
     assert found == expected
+
+
+@pytest.mark.parametrize("of", ["training", "evaluation"])
+def test_signals_wait_while_loading_processes_start(of, shapes, monkeypatch):
+    """One that meets a process before it knows what to do with it would end it, and so the run."""
+    masks = []
+    start = BaseProcess.start
+
+    def watched(process):
+        masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+        start(process)
+
+    monkeypatch.setattr(BaseProcess, "start", watched)
+    cfg = small_config("retinanet", "DATALOADER.NUM_WORKERS", "1", "SOLVER.IMS_PER_BATCH", "2")
+    if of == "training":
+        loader = build_train_loader(cfg)
+        loader.start(seed=5, iteration=0)
+        next(iter(loader))
+        loader.stop()
+    else:
+        next(iter(build_test_loader(cfg, "shapes_val")))
+    assert masks and all(mask >= set(STOP_SIGNALS) for mask in masks)
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & set(STOP_SIGNALS)
 
 
 def images(cfg, *, iteration=0, number=3):

@@ -11,12 +11,15 @@ import types
 import pytest
 import torch
 from detectron2.engine import HookBase
+from detectron2.solver import LRMultiplier
+from detectron2.utils.events import EventStorage
+from fvcore.common.param_scheduler import LinearParamScheduler
 
 from backbones import InputError
 from projects_vil.data import seed_all
 from projects_vil.engine import Trainer
 from projects_vil.engine.hooks import SaveCheckpoints
-from projects_vil.engine.resuming import TIMES, MetricsFile, restore_loss_normalizer
+from projects_vil.engine.resuming import TIMES, ConfiguredRates, MetricsFile, restore_loss_normalizer
 from tests.projects_vil.helpers import CONFIGS, ROOT, SMALL, error_line, run_tool, small_config
 from tests.selection import slow_except
 
@@ -204,6 +207,37 @@ def test_metrics_of_iterations_to_come_and_a_torn_line_are_forgotten(tmp_path):
     assert path.read_text() == '{"iteration": 3, "a": 1}\n'
 
 
+def test_an_evaluation_stands_before_the_losses_that_came_after_it(tmp_path):
+    file = MetricsFile(tmp_path / "metrics.json")
+    with EventStorage() as storage:
+        storage.put_scalar("total_loss", 2.0, cur_iter=5)
+        storage.put_scalar("bbox/AP", 40.0, smoothing_hint=False, cur_iter=3)
+        file.write()
+        storage.put_scalar("total_loss", 4.0, cur_iter=6)
+        file.write()
+        file.write()
+    file.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.json").read_text().splitlines()]
+    assert [line["iteration"] for line in lines] == [3, 5, 6]
+    # Losses are medians.
+    assert lines == [lines[0], {"iteration": 5, "total_loss": 2.0}, {"iteration": 6, "total_loss": 3.0}]
+    assert lines[0]["bbox/AP"] == 40.0
+
+
+def test_momentum_of_the_config_counts(caplog):
+    def configured(momentum):
+        optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1, momentum=momentum)
+        return optimizer, LRMultiplier(optimizer, multiplier=LinearParamScheduler(1, 0.5), max_iter=10)
+
+    (first, _), (second, scheduler) = configured(0.9), configured(0.5)
+    rates = ConfiguredRates(second, scheduler)
+    second.load_state_dict(first.state_dict())
+    assert second.param_groups[0]["momentum"] == 0.9
+    rates.restore()
+    assert second.param_groups[0]["momentum"] == 0.5
+    assert "other learning rates, weight decays or momentum" in caplog.text
+
+
 @pytest.mark.parametrize("saved, expected", [([3.0], 3.0), ([3.0, 5.0], 4.0), ([None], None), ([], None)])
 def test_the_normaliser_of_another_number_of_processes_is_their_mean(saved, expected):
     model = torch.nn.Linear(1, 1)
@@ -257,12 +291,13 @@ def test_a_signal_saves_says_so_and_has_a_code_of_its_own(number, datasets_root,
 
 @pytest.mark.slow
 def test_a_run_that_fails_ends_its_workers_and_itself(datasets_root, tmp_path):
-    """They leave the scheduler's signals to the run, and must not outlive it for that."""
+    """They leave the scheduler's signals to the run, and must not outlive it for that; nothing is evaluated either."""
     code = """
 import sys, torch
 from projects_vil import Trainer, register_datasets
 from tests.projects_vil.helpers import small_config
-cfg = small_config("retinanet", "DATALOADER.NUM_WORKERS", "1", "SOLVER.IMS_PER_BATCH", "2", "OUTPUT_DIR", sys.argv[1])
+options = ["DATALOADER.NUM_WORKERS", "1", "SOLVER.IMS_PER_BATCH", "2", "SOLVER.MAX_ITER", "1"]
+cfg = small_config("retinanet", *options, "OUTPUT_DIR", sys.argv[1])
 register_datasets(cfg)
 trainer = Trainer(cfg)
 step = trainer.run_step
@@ -278,6 +313,7 @@ trainer.train()
     result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 1
     assert "FloatingPointError: diverged" in result.stderr
+    assert not (tmp_path / "run/evaluation.json").exists()
 
 
 @pytest.mark.parametrize("ignored", [True, False])

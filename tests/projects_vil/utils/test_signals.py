@@ -1,6 +1,7 @@
-"""SIGTERM ends a process as an exception does, where nobody else handles it."""
+"""SIGTERM and SIGHUP end a process as an exception does, where nobody else handles them."""
 
 import os
+import pickle
 import signal
 import threading
 
@@ -10,15 +11,26 @@ import torch
 from projects_vil.utils import ToldToEnd, told_between_calls, unwound_by_signals
 
 
-def test_what_is_open_is_closed():
+@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_what_is_open_is_closed(number, status):
+    before = signal.signal(number, signal.SIG_DFL)
     closed = []
-    with pytest.raises(SystemExit) as caught, unwound_by_signals():
-        try:
-            os.kill(os.getpid(), signal.SIGTERM)
-        finally:
-            closed.append(True)
-    assert caught.value.code == 128 + 15 and closed
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    try:
+        with pytest.raises(SystemExit) as caught, unwound_by_signals():
+            try:
+                os.kill(os.getpid(), number)
+            finally:
+                closed.append(True)
+        assert caught.value.code == status and closed
+        assert signal.getsignal(number) == signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
+
+
+def test_being_told_to_end_reaches_another_process():
+    """As what a loading process raises does."""
+    told = pickle.loads(pickle.dumps(ToldToEnd(signal.SIGTERM)))
+    assert (told.name, told.status, told.code) == ("SIGTERM", 143, 143)
 
 
 def test_the_handler_of_someone_else_stays():
