@@ -17,6 +17,7 @@ from detectron2.utils import comm
 from backbones import files
 from projects_vil.data import register_datasets, seed_all
 from projects_vil.engine import Trainer
+from tests.projects_vil.engine.gloo import in_processes
 from tests.projects_vil.helpers import PATIENCE, small_config
 
 
@@ -58,34 +59,21 @@ def run_until(
     os.environ["DETECTRON2_DATASETS"] = str(datasets_root)
     multiprocessing.set_start_method("fork", force=True)
     torch.set_num_threads(1)
+    args = moment, detector, output, overrides
     if processes == 1:
-        _train(0, moment, detector, output, overrides)
-        return
-    store = output.with_name(f"{output.name}_{os.getpid()}.store")
-    ranks = torch.multiprocessing.start_processes(
-        _join, (processes, str(store), moment, detector, output, overrides), processes, join=False, start_method="fork"
-    )
-    while not ranks.join():
-        pass
+        _train(*args)
+    else:
+        in_processes(processes, _train, *args, store=output.with_name(f"{output.name}_{os.getpid()}.store"))
 
 
-def _join(rank: int, processes: int, store: str, *args) -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=processes)
-    comm.create_local_process_group.cache_clear()
-    comm.create_local_process_group(processes)
-    _train(rank, *args)
-    torch.distributed.destroy_process_group()
-
-
-def _train(rank: int, moment: Moment | None, detector: str, output: Path, overrides: list[str]) -> None:
+def _train(moment: Moment | None, detector: str, output: Path, overrides: list[str]) -> None:
     cfg = small_config(detector, *overrides, "OUTPUT_DIR", str(output))
     register_datasets(cfg)
     output.mkdir(exist_ok=True)
     seed_all(cfg.SEED % 2**32)
     trainer = Trainer(cfg)
     trainer.resume_or_load(resume=True)
-    if moment is not None and rank == moment.rank:
+    if moment is not None and comm.get_rank() == moment.rank:
         trainer.register_hooks([KillInSave(moment) if moment.save else Kill(moment)])
     trainer.train()
 

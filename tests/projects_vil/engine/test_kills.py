@@ -31,12 +31,13 @@ def exit_code(moment, *args) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("detector, workers", [("retinanet", 2), ("mask_rcnn", 0)])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("detector", ["retinanet", "mask_rcnn"])
 def test_twenty_kills(detector, workers, processes, shapes, tmp_path):
     overrides = [*RUN, "DATALOADER.NUM_WORKERS", str(workers)]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert exit_code(None, processes, shapes.parent, detector, whole, overrides) == 0
-    for moment in killed.moments(KILLS, ITERATIONS, processes=processes, seed=f"{detector} {processes}"):
+    for moment in killed.moments(KILLS, ITERATIONS, processes=processes, seed=f"{detector} {processes} {workers}"):
         assert exit_code(moment, processes, shapes.parent, detector, cut, overrides) == -signal.SIGKILL, moment
     assert exit_code(None, processes, shapes.parent, detector, cut, overrides) == 0
     names = {path.name for path in whole.glob("*.pth")}

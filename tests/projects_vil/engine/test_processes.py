@@ -14,6 +14,7 @@ from detectron2.utils import comm
 from backbones import InputError
 from projects_vil.engine import Trainer, training_parser
 from projects_vil.engine.processes import check_processes, number_of_processes, share_statistics
+from tests.projects_vil.engine.gloo import in_processes
 from tests.projects_vil.engine.test_resuming import RUN, assert_same_file, metrics, train
 from tests.projects_vil.helpers import CONFIGS, PATIENCE, ROOT, SMALL, small_config
 
@@ -21,23 +22,6 @@ LAUNCH = ["--num-gpus", "2"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 LONG = ["SOLVER.MAX_ITER", "4000", "SOLVER.CHECKPOINT_PERIOD", "1", "TEST.EVAL_PERIOD", "0"]
 LONG += ["SOLVER.CHECKPOINT_KEEP", "2"]
-
-
-def in_two_processes(function, folder, *args):
-    """``function`` in two forked processes that know each other by gloo."""
-    processes = torch.multiprocessing.start_processes(
-        _joined, (function, str(folder / "store"), args), nprocs=2, join=False, start_method="fork"
-    )
-    while not processes.join():
-        pass
-
-
-def _joined(rank, function, store, args):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    comm.create_local_process_group.cache_clear()
-    comm.create_local_process_group(2)
-    function(*args)
-    torch.distributed.destroy_process_group()
 
 
 # -- equal to one process --------------------------------------------------------------------------
@@ -83,7 +67,7 @@ def test_two_processes_have_the_losses_of_one(shapes, tmp_path, variant):
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
     losses_of(tmp_path / "one", 60.0, "MODEL.TRANSFORMER.NAME", variant)
-    in_two_processes(losses_of, tmp_path, tmp_path / "two", 30.0, "MODEL.TRANSFORMER.NAME", variant)
+    in_processes(2, losses_of, tmp_path / "two", 30.0, "MODEL.TRANSFORMER.NAME", variant, store=tmp_path / "store")
     one, two = (torch.load(tmp_path / name / "values.pth", weights_only=True) for name in ("one", "two"))
     torch.testing.assert_close(two["losses"], one["losses"], rtol=2e-6, atol=0)
     # A step of AdamW is near the rate of 1e-3 however small a gradient is, and so however large its rounding.
@@ -99,7 +83,7 @@ def _statistics(folder):
 
 
 def test_all_evaluate_with_the_statistics_that_are_saved(tmp_path):
-    in_two_processes(_statistics, tmp_path, tmp_path)
+    in_processes(2, _statistics, tmp_path, store=tmp_path / "store")
     first, second = (torch.load(tmp_path / f"{rank}.pth", weights_only=True) for rank in (0, 1))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
@@ -114,8 +98,8 @@ def _cut_off_and_resumed(output, *overrides):
 def test_two_processes_that_were_cut_off_end_as_two_that_were_not(shapes, tmp_path):
     for folder in ("whole", "cut"):
         (tmp_path / folder).mkdir()
-    in_two_processes(train, tmp_path / "whole", "retinanet", tmp_path / "whole")
-    in_two_processes(_cut_off_and_resumed, tmp_path / "cut", tmp_path / "cut")
+    in_processes(2, train, "retinanet", tmp_path / "whole", store=tmp_path / "whole" / "store")
+    in_processes(2, _cut_off_and_resumed, tmp_path / "cut", store=tmp_path / "cut" / "store")
     for name in ("model_0000002", "model_0000005", "model_final"):
         assert_same_file(tmp_path / f"whole/{name}.pth", tmp_path / f"cut/{name}.pth")
     assert metrics(tmp_path / "whole") == metrics(tmp_path / "cut")

@@ -1,0 +1,28 @@
+"""Forked processes that know each other by gloo, as those of a run do."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from detectron2.utils import comm
+
+
+def in_processes(number: int, function: Callable, *args, store: Path) -> None:
+    """Call ``function`` in so many processes.
+
+    Args:
+        store: a file that does not exist, by which they find each other.
+    """
+    processes = torch.multiprocessing.start_processes(
+        _joined, (number, store, function, args), nprocs=number, join=False, start_method="fork"
+    )
+    while not processes.join():
+        pass
+
+
+def _joined(rank: int, number: int, store: Path, function: Callable, args: tuple) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=number)
+    comm.create_local_process_group.cache_clear()
+    comm.create_local_process_group(number)
+    function(*args)
+    torch.distributed.destroy_process_group()
