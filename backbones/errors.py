@@ -4,6 +4,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 
 class InputError(ValueError):
@@ -14,10 +15,29 @@ class UnknownKeywordError(InputError, TypeError):
     """A keyword that the called function does not have."""
 
 
+def system_error_of(error: BaseException) -> OSError | None:
+    """The error of the system that an exception is, or that it was raised beside, as torch's writer does."""
+    return next((found for found in (error, error.__context__) if isinstance(found, OSError)), None)
+
+
 def closest(word: str, candidates: Iterable[str]) -> str:
     """``"; did you mean 'vil_small'?"`` for the candidate most like ``word``, or an empty string."""
     matches = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.5)
     return f"; did you mean {matches[0]!r}?" if matches else ""
+
+
+def check_file(path: str | Path, what: str, *, named_by: str = "") -> None:
+    """Raise an :class:`InputError` where ``path`` is no file.
+
+    Args:
+        what: the file is, in words.
+        named_by: the key or argument that names it.
+    """
+    key = f" ({named_by})" if named_by else ""
+    if Path(path).is_dir():
+        raise InputError(f"{path} is a folder, not a {what}{key}: name a file in it")
+    if not Path(path).is_file():
+        raise InputError(f"there is no {what} {path}{key}")
 
 
 def check_choice(what: str, value: object, choices: Iterable[str]) -> None:

@@ -1,6 +1,7 @@
 """Checkpoint files: read without running what they hold, and written whole or not at all."""
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -17,12 +18,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from backbones.errors import InputError
+from backbones.errors import InputError, check_file, system_error_of
 
 # Under which a checkpoint may hold its state dict: detectron2, LIT and timm; vision-longformer; mmdetection; timm.
 STATE_DICT_KEYS = ("model", "net", "state_dict")
 SUFFIXES = (".pth", ".safetensors")
-_METADATA = "vil-detectron2"
+_METADATA, _DIGEST = "vil-detectron2", "sha256"
+_ANOTHER = "copy or download it again, or take another"
 
 
 # Swin's code, and so LIT's, saves its yacs configuration beside the weights; DeiT's, and so LIT-Ti's and timm's, its
@@ -41,10 +43,9 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         InputError: for a file that is missing or cannot be read so.
     """
     path = Path(path)
-    if not path.is_file():
-        raise InputError(f"{path} is a folder, not a checkpoint" if path.is_dir() else f"there is no file {path}")
+    check_file(path, "file")
     if not path.stat().st_size:
-        raise InputError(f"{path} is empty")
+        raise InputError(f"{path} is empty: {_ANOTHER}")
     if path.suffix == ".safetensors":
         return _read_safetensors(path)
     _check_sums(path)
@@ -77,10 +78,11 @@ def _check_sums(path: Path) -> None:
         with zipfile.ZipFile(path) as file:
             damaged = file.testzip()
     except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError) as error:
-        raise InputError(f"{path} is damaged: {' '.join(str(error).split())}") from error
+        raise InputError(f"{path} is damaged ({' '.join(str(error).split())}): {_ANOTHER}") from error
     if damaged:
         # Everything is in a folder there, whose name says nothing.
-        raise InputError(f"{path} is damaged: the checksum of {damaged.partition('/')[2]} in it is wrong")
+        name = damaged.partition("/")[2] or damaged
+        raise InputError(f"{path} is damaged (the checksum of {name} in it is wrong): {_ANOTHER}")
 
 
 def state_dict_of(contents: Mapping[str, Any]) -> Mapping[str, Tensor] | None:
@@ -107,7 +109,8 @@ def write_checkpoint(path: str | Path, contents: Mapping[str, Any]) -> None:
     others = {key: value for key, value in contents.items() if key != "model"}
     with written_whole(path) as partial:
         if path.suffix == ".safetensors":
-            save_file(model, partial, metadata={"format": "pt", _METADATA: json.dumps(others)})
+            said = json.dumps(others)
+            save_file(model, partial, metadata={"format": "pt", _METADATA: said, _DIGEST: _digest(model, said)})
         else:
             save_tensors({"model": model, **others}, partial)
 
@@ -159,11 +162,10 @@ def _full_disk(folder: Path) -> str:
 
 
 def _reason_of_writing(error: BaseException) -> str:
-    """torch's writer raises another error beside the one that it met."""
-    cause = error.__context__ if isinstance(error.__context__, OSError) else error
-    if isinstance(cause, OSError) and cause.strerror:
+    cause = system_error_of(error)
+    if cause is not None and cause.strerror:
         return cause.strerror
-    return str(cause).strip().partition("\n")[0] or type(cause).__name__
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def check_writable(path: str | Path) -> None:
@@ -182,10 +184,23 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
     try:
         with safe_open(path, framework="pt") as file:
             model = {name: file.get_tensor(name) for name in file.keys()}
-            others = json.loads((file.metadata() or {}).get(_METADATA, "{}"))
+            metadata = file.metadata() or {}
+            said = metadata.get(_METADATA, "{}")
+            others = json.loads(said)
     except (SafetensorError, OSError, ValueError) as error:
         raise InputError(f"{path} is no safetensors file: {_reason(error)}") from error
+    if _METADATA in metadata and metadata.get(_DIGEST, "") not in ("", _digest(model, said)):
+        raise InputError(f"{path} is damaged (its tensors are not those that were written): {_ANOTHER}")
     return (others if isinstance(others, dict) else {}) | {"model": model}
+
+
+def _digest(model: Mapping[str, Tensor], said: str) -> str:
+    """SHA-256 of tensors with their names, types and shapes, and of what is said of them: safetensors has no sums."""
+    digest = hashlib.sha256(said.encode())
+    for name, tensor in sorted(model.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def _reason(error: BaseException) -> str:

@@ -16,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from backbones import InputError
 from backbones.convert import OfficialCheckpoint, recognise
+from backbones.errors import check_file
 from backbones.files import read_checkpoint, save_tensors, state_dict_of, written_whole
 from backbones.variants import OPTIONS
 from projects_vil.checkpoint.class_rows import copy_rows, is_predictor, match_classes
@@ -223,7 +224,10 @@ class Checkpointer(DetectionCheckpointer):
     def _check_finite(self, state_dict: dict[str, Tensor]) -> None:
         diverged = next((name for name, value in state_dict.items() if not value.isfinite().all()), None)
         if diverged is not None:
-            raise InputError(f"{self._path}: {diverged} has values that are not finite; take an older checkpoint")
+            raise InputError(
+                f"{self._path}: {diverged} has values that are not finite: take an older checkpoint, or, to resume "
+                "from one, take this one away"
+            )
 
     def _load_weights(self, checkpoint: dict[str, Any]):
         said, state_dict = Provenance.of(checkpoint), checkpoint["model"]
@@ -350,8 +354,8 @@ def check_weights_file(path: str) -> None:
     Raises:
         InputError: where it does not.
     """
-    if "://" not in path and not Path(path).is_file():
-        raise InputError(f"there is no weights file {path} (MODEL.WEIGHTS)")
+    if "://" not in path:
+        check_file(path, "weights file", named_by="MODEL.WEIGHTS")
 
 
 def check_weights(cfg: CfgNode, path: str, *, complete: bool = False, model: nn.Module | None = None) -> None:

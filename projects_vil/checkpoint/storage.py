@@ -1,7 +1,12 @@
 """The checkpoints of a run's folder: which is the newest that is whole, and how many are kept."""
 
 import logging
+import zipfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from backbones import InputError
 from backbones.files import read_checkpoint, written_whole
@@ -58,6 +63,19 @@ def find_checkpoint(folder: str | Path, *, logger: logging.Logger | None = None)
     if text:
         raise InputError(f"{tag} names {_shown(text)}, and {folder} has no checkpoint: remove {tag} to start anew")
     return None
+
+
+def optimizer_groups(path: str | Path) -> list[dict[str, Any]] | None:
+    """The groups of parameters in a whole checkpoint of a run, as torch saves them; None for one without an optimizer.
+
+    Args:
+        path: as :func:`find_checkpoint` returns it.
+    """
+    # Mapped, since its tensors are not needed.
+    value = torch.load(path, mmap=zipfile.is_zipfile(path), weights_only=True)
+    for key in ("trainer", "_trainer", "optimizer", "param_groups"):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
 
 
 def _shown(text: str) -> str:

@@ -8,7 +8,7 @@ import yaml
 from detectron2.config import CfgNode as CN
 from detectron2.config import get_cfg
 
-from backbones.errors import InputError, closest
+from backbones.errors import InputError, check_file, closest
 from projects_vil.config.defaults import add_vil_config
 
 
@@ -32,8 +32,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> CN:
     cfg = default_config()
     if not str(path):
         raise InputError("no config file was given: add --config-file configs/retinanet/vil_tiny_1x.yaml, say")
-    if not Path(path).is_file():
-        raise InputError(f"there is no config file {path}")
+    check_file(path, "config file")
     try:
         cfg.merge_from_file(str(path), allow_unsafe=False)
     except RecursionError as error:

@@ -4,6 +4,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from backbones import InputError
 from backbones.errors import check_choice
 from projects_vil import data
-from projects_vil.checkpoint import check_weights, checkpoints_of, find_checkpoint
+from projects_vil.checkpoint import check_weights, checkpoints_of, find_checkpoint, optimizer_groups
 from projects_vil.config import check_device
 from projects_vil.engine.steps import AMP_DTYPES, check_groups
 from projects_vil.evaluation import LOSS_TASK, check_coco_api
@@ -41,7 +42,7 @@ def check_setup(cfg: CfgNode, *, processes: int = 1, eval_only: bool = False, re
         )
     if not eval_only:
         _check_batch(cfg, max(processes, 1))
-        build_optimizer(cfg, model)
+        optimizer = build_optimizer(cfg, model)
         if processes > 1 and not on_gpu:
             check_norms(model)
         check_services(cfg)
@@ -52,9 +53,8 @@ def check_setup(cfg: CfgNode, *, processes: int = 1, eval_only: bool = False, re
     resumed = find_checkpoint(cfg.OUTPUT_DIR, logger=_SILENT) if resume else None
     if resumed is not None:
         check_weights(cfg, str(resumed), complete=True, model=model)
-        # Mapped, for the groups alone: its tensors have been read just now.
-        saved = torch.load(resumed, mmap=True, weights_only=True)["trainer"]["_trainer"]["optimizer"]
-        check_groups(saved["param_groups"], build_optimizer(cfg, model).param_groups)
+        if not eval_only:
+            _check_optimizer(resumed, optimizer)
         return
     there = checkpoints_of(cfg.OUTPUT_DIR)
     if there and not eval_only and not cfg.OVERWRITE_OUTPUT_DIR:
@@ -66,6 +66,16 @@ def check_setup(cfg: CfgNode, *, processes: int = 1, eval_only: bool = False, re
         raise InputError("MODEL.WEIGHTS is empty: name the checkpoint to evaluate")
     if cfg.MODEL.WEIGHTS:
         check_weights(cfg, cfg.MODEL.WEIGHTS, complete=eval_only, model=model)
+
+
+def _check_optimizer(resumed: Path, optimizer: torch.optim.Optimizer) -> None:
+    saved = optimizer_groups(resumed)
+    if saved is None:
+        raise InputError(
+            f"{resumed} has no optimizer to go on with: begin anew from its weights (MODEL.WEIGHTS {resumed}, without "
+            "--resume, in another OUTPUT_DIR)"
+        )
+    check_groups(saved, optimizer.param_groups)
 
 
 def check_norms(model: nn.Module) -> None:

@@ -21,7 +21,7 @@ from torch import nn
 
 from backbones import InputError
 from backbones.attention.performer import PerformerAttention
-from backbones.errors import closest
+from backbones.errors import check_file, closest
 from projects_vil import data
 from projects_vil.checkpoint import Checkpointer, check_weights, checkpoints_of, find_checkpoint
 from projects_vil.config import default_config, one_line
@@ -73,8 +73,7 @@ def load_lazy_config(path: str | Path, overrides: Sequence[str] = ()) -> DictCon
     """
     if not str(path):
         raise InputError("no config file was given: add --config-file configs/lazy/retinanet_vil_tiny.py, say")
-    if not Path(path).is_file():
-        raise InputError(f"there is no config file {path}")
+    check_file(path, "config file")
     own_import = builtins.__import__
     try:
         cfg = LazyConfig.load(str(path))

@@ -27,7 +27,7 @@ from projects_vil.config import DETECTORS
 from projects_vil.data import load_dataset, register_datasets
 from projects_vil.export.exportable.build import make_exportable
 from projects_vil.export.formats import OPSET, SUFFIXES, check_format, write_model
-from projects_vil.export.metadata import check_sides, describe_model, metadata_path
+from projects_vil.export.metadata import check_sides, describe_model, digest_of, metadata_path
 from projects_vil.export.report import check_export, comparison_images, example_image, report_path
 from projects_vil.export.runtime import ExportedModel
 from projects_vil.export.stages import Stages
@@ -126,7 +126,7 @@ def export_detector(
         new = unfinished / path.name
         with _writing(path):
             write_model(exportable, torch.stack([example] * 2) if batched else example, new, file_format, stages=stages)
-            metadata_path(new).write_text(json.dumps(metadata, indent=2) + "\n")
+            metadata_path(new).write_text(json.dumps(metadata | {"sha256": digest_of(new)}, indent=2) + "\n")
         with stages("loading"):
             model = ExportedModel(new)
         with stages("comparing", f"{len(compared)} images, and DATASETS.TEST" if evaluate else ""):

@@ -1,6 +1,7 @@
 """What is said of an exported file in the JSON beside it."""
 
 import datetime
+import hashlib
 import importlib.metadata
 import json
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from detectron2.config import CfgNode
 from torch import nn
 
 from backbones import InputError
+from backbones.errors import check_file
 from projects_vil.checkpoint import versions
 from projects_vil.export.exportable.detector import ExportableDetector
 from projects_vil.export.formats import OPSET
@@ -33,15 +35,23 @@ def metadata_path(path: str | Path) -> Path:
     return Path(f"{path}.metadata.json")
 
 
+def digest_of(path: str | Path) -> str:
+    """SHA-256 of a file, as its metadata has it."""
+    with open(path, "rb") as file:
+        digest = hashlib.sha256()
+        while part := file.read(1 << 20):
+            digest.update(part)
+    return digest.hexdigest()
+
+
 def read_metadata(path: str | Path) -> dict:
-    """The metadata of an exported file.
+    """The metadata of an exported file, which is the one that they were written for.
 
     Raises:
-        InputError: where it is missing or is no such thing.
+        InputError: where they are missing or are no such thing, and where the file is damaged or another.
     """
     beside = metadata_path(path)
-    if not Path(path).is_file():
-        raise InputError(f"there is no file {path}")
+    check_file(path, "file")
     try:
         metadata = json.loads(beside.read_bytes())
     except OSError as error:
@@ -50,6 +60,12 @@ def read_metadata(path: str | Path) -> dict:
         raise InputError(f"{beside} is not JSON: {error}") from error
     if not _is_metadata(metadata):
         raise InputError(f"{beside} is not the metadata of an exported model")
+    # Files that were exported before this was written have none.
+    if metadata.get("sha256") not in (None, digest_of(path)):
+        raise InputError(
+            f"{path} is damaged, or not the file that {beside.name} was written for (its sha256 is another): export it "
+            "again; where you have changed it, take sha256 out there"
+        )
     return metadata
 
 

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
-from backbones.errors import InputError, closest
+from backbones.errors import InputError, closest, system_error_of
 from projects_vil.utils.endings import RunEnded, explain_ending
 from projects_vil.utils.logging import log_to_stderr
 from projects_vil.utils.signals import ToldToEnd, unwound_by_signals
@@ -70,17 +70,13 @@ def run_tool(main: Callable[[], None], *, log: bool = True) -> None:
         if not isinstance(error, InputError) and not message.startswith(_RAISED_ELSEWHERE):
             raise
         _fail(message.removeprefix(_RAISED_ELSEWHERE))
-    except (RunEnded, ProcessExitedException, RuntimeError) as error:
-        ended = explain_ending(error)
-        if ended is None and isinstance(error.__context__, OSError) and error.__context__.errno in _FULL:
-            _fail(f"a file cannot be written: {error.__context__.strerror}; free some space and start again")
-        if ended is None:
+    except (RunEnded, ProcessExitedException, RuntimeError, OSError) as error:
+        ended, cause = explain_ending(error), system_error_of(error)
+        if ended is not None:
+            _fail(str(ended), ended.status)
+        if cause is None or cause.errno not in _FULL:
             raise
-        _fail(str(ended), ended.status)
-    except OSError as error:
-        if error.errno not in _FULL:
-            raise
-        _fail(f"{error.filename or 'a file'} cannot be written: {error.strerror}; free some space and start again")
+        _fail(f"{cause.filename or 'a file'} cannot be written: {cause.strerror}; free some space and start again")
 
 
 def _fail(message: str, status: int = 1) -> NoReturn:

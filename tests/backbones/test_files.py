@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from yacs.config import CfgNode
 
 from backbones import InputError
@@ -117,6 +118,26 @@ def test_a_truncated_file(tmp_path, suffix, kept):
     write_checkpoint(path, contents())
     path.write_bytes(path.read_bytes()[: int(kept * path.stat().st_size)])
     mistake(path)
+
+
+@suffixes
+@pytest.mark.parametrize("name", ["a.weight", "a.shared", "transposed"])
+def test_a_flipped_bit_is_found(tmp_path, suffix, name):
+    written, path = contents(), tmp_path / f"a{suffix}"
+    write_checkpoint(path, written)
+    content = bytearray(path.read_bytes())
+    place = content.find(written["model"][name].contiguous().numpy().tobytes())
+    assert place >= 0
+    content[place] ^= 1
+    path.write_bytes(content)
+    assert "is damaged (" in mistake(path)
+
+
+def test_safetensors_of_others_and_older_ones_have_no_digest(tmp_path):
+    path = tmp_path / "a.safetensors"
+    for metadata in (None, {"format": "pt"}, {"vil-detectron2": '{"iteration": 3}'}, {"sha256": "of something else"}):
+        save_file({"weight": torch.ones(2)}, path, metadata=metadata)
+        assert torch.equal(read_checkpoint(path)["model"]["weight"], torch.ones(2))
 
 
 @suffixes

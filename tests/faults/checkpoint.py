@@ -2,23 +2,34 @@
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
-from tests.faults.fault import Fault, Spoil
+from backbones.files import read_checkpoint, write_checkpoint
+from tests.faults.fault import TRAIN, Fault, Spoil
 from tests.faults.spoiling import all_of, cut_off, emptied, flipped, made_a_folder, removed, stored, written
 
-_TRAIN = "train_net.py --config-file small.yaml"
-_FROM = f"{_TRAIN} MODEL.WEIGHTS"
+_FROM = f"{TRAIN} MODEL.WEIGHTS"
 _RESUME = "train_net.py --config-file run/config.yaml --resume"
 _JUDGE = "train_net.py --config-file run/config.yaml --eval-only MODEL.WEIGHTS run/model_final.pth"
 _PREDICT = "predict.py --config-file run/config.yaml --weights run/model_final.pth --input photos --output out"
 _EXPORT = "export_model.py --config-file run/config.yaml --weights run/model_final.pth --output out"
 _FINAL = "run/model_final.pth"
 _RUN = ("run",)
+_PASSED = "^passed over: run/model_final.pth"
 # What a finished run that goes on writes again; the checkpoints before are not among it.
 _ENDED = tuple(
     f"run/{name}"
     for name in ("log.txt", "config.yaml", "metrics.json", "evaluation.json", "last_checkpoint", "model_final.pth")
 ) + ("run/events.*", "run/inference/*", "run/model_best.pth")
+
+
+def _slim_and_flip(folder: Path) -> None:
+    """The last byte of safetensors is one of a tensor."""
+    path = folder / "slim.safetensors"
+    write_checkpoint(path, {"model": read_checkpoint(folder / _FINAL)["model"]})
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
 
 
 def _not_finite(contents: dict) -> None:
@@ -35,6 +46,15 @@ def _all_three(spoil: Callable[[str], Spoil]) -> Spoil:
     return all_of(spoil(_FINAL), spoil("run/model_0000003.pth"), spoil("run/model_0000001.pth"))
 
 
+def _goes_on(name: str, spoil: Spoil | None, line: str, *, more: str = "") -> Fault:
+    """A run that is resumed all the same, and says what was wrong."""
+    return Fault(name, _RESUME + more, spoil, parts=_RUN, status=0, line=line, makes=_ENDED)
+
+
+def _tag(name: str, spoil: Spoil) -> Fault:
+    return _goes_on(f"last_checkpoint {name}", spoil, "last_checkpoint")
+
+
 FAULTS = (
     # -- weights ---------------------------------------------------------------------------------------
     Fault("weights that are missing", f"{_FROM} absent.pth"),
@@ -46,6 +66,7 @@ FAULTS = (
     Fault("weights with a flipped bit, in evaluation", _JUDGE, flipped(_FINAL), parts=_RUN),
     Fault("weights with a flipped bit, in prediction", _PREDICT, flipped(_FINAL), parts=_RUN),
     Fault("weights with a flipped bit, in an export", _EXPORT, flipped(_FINAL), parts=_RUN),
+    Fault("weights with a flipped bit, in safetensors", f"{_FROM} slim.safetensors", _slim_and_flip, parts=_RUN),
     Fault("weights of NaN, in training", f"{_FROM} {_FINAL}", stored(_FINAL, _not_finite), parts=_RUN),
     Fault("weights of NaN, in evaluation", _JUDGE, stored(_FINAL, _not_finite), parts=_RUN),
     Fault("weights of NaN, in prediction", _PREDICT, stored(_FINAL, _not_finite), parts=_RUN),
@@ -67,7 +88,7 @@ FAULTS = (
         stored(_FINAL, lambda c: c["vil_detectron2"].update(classes=["square", "circle", "star"])),
         parts=_RUN,
     ),
-    Fault("evaluation without weights", f"{_TRAIN} --eval-only"),
+    Fault("evaluation without weights", f"{TRAIN} --eval-only"),
     Fault("an export without weights", "export_model.py --config-file small.yaml --output out"),
     Fault("slimming over the source", f"slim_checkpoint.py {_FINAL} {_FINAL}", parts=_RUN),
     Fault("slimming into another kind of file", f"slim_checkpoint.py {_FINAL} slim.txt", parts=_RUN),
@@ -78,69 +99,13 @@ FAULTS = (
     Fault("conversion to an unknown variant", f"convert_checkpoint.py {_FINAL} out.pth --model vil_tinny", parts=_RUN),
     # -- runs ------------------------------------------------------------------------------------------
     Fault("training over the checkpoints of another run", "train_net.py --config-file run/config.yaml", parts=_RUN),
-    Fault(
-        "last_checkpoint is empty",
-        _RESUME,
-        emptied("run/last_checkpoint"),
-        parts=_RUN,
-        status=0,
-        line="last_checkpoint",
-        makes=_ENDED,
-    ),
-    Fault(
-        "last_checkpoint is missing",
-        _RESUME,
-        removed("run/last_checkpoint"),
-        parts=_RUN,
-        status=0,
-        line="last_checkpoint",
-        makes=_ENDED,
-    ),
-    Fault(
-        "last_checkpoint is 300 characters of something",
-        _RESUME,
-        written("run/last_checkpoint", "x" * 300),
-        parts=_RUN,
-        status=0,
-        line="last_checkpoint",
-        makes=_ENDED,
-    ),
-    Fault(
-        "last_checkpoint names what is missing",
-        _RESUME,
-        written("run/last_checkpoint", "model_0000099.pth"),
-        parts=_RUN,
-        status=0,
-        line="last_checkpoint",
-        makes=_ENDED,
-    ),
-    Fault(
-        "last_checkpoint names a file elsewhere",
-        _RESUME,
-        written("run/last_checkpoint", "../small.yaml"),
-        parts=_RUN,
-        status=0,
-        line="last_checkpoint",
-        makes=_ENDED,
-    ),
-    Fault(
-        "the newest checkpoint breaks off",
-        _RESUME,
-        cut_off(_FINAL),
-        parts=_RUN,
-        status=0,
-        line="^passed over: run/model_final.pth",
-        makes=_ENDED,
-    ),
-    Fault(
-        "the newest checkpoint has a flipped bit",
-        _RESUME,
-        flipped(_FINAL),
-        parts=_RUN,
-        status=0,
-        line="^passed over: run/model_final.pth",
-        makes=_ENDED,
-    ),
+    _tag("is empty", emptied("run/last_checkpoint")),
+    _tag("is missing", removed("run/last_checkpoint")),
+    _tag("is 300 characters of something", written("run/last_checkpoint", "x" * 300)),
+    _tag("names what is missing", written("run/last_checkpoint", "model_0000099.pth")),
+    _tag("names a file elsewhere", written("run/last_checkpoint", "../small.yaml")),
+    _goes_on("the newest checkpoint breaks off", cut_off(_FINAL), _PASSED),
+    _goes_on("the newest checkpoint has a flipped bit", flipped(_FINAL), _PASSED),
     Fault("no checkpoint is whole", _RESUME, _all_three(cut_off), parts=_RUN, makes=("run/log.txt",)),
     Fault("last_checkpoint names one, and there is none", _RESUME, _all_three(made_a_folder), parts=_RUN),
     Fault(
@@ -158,27 +123,17 @@ FAULTS = (
         f"{_RESUME} MODEL.BACKBONE.FREEZE_AT 2 SOLVER.MAX_ITER 6",
         parts=_RUN,
     ),
-    Fault(
-        "resuming with another rate",
-        f"{_RESUME} SOLVER.BASE_LR 1e-5",
-        parts=_RUN,
-        status=0,
-        line="began with other learning rates",
-        makes=_ENDED,
-    ),
+    _goes_on("resuming with another rate", None, "began with other learning rates", more=" SOLVER.BASE_LR 1e-5"),
     Fault(
         "resuming another variant",
         f"{_RESUME} MODEL.TRANSFORMER.NAME vil_tiny_1_1_9_1_rpb",
         parts=_RUN,
     ),
-    Fault(
+    _goes_on(
         "metrics.json breaks off in a line",
-        _RESUME + " SOLVER.MAX_ITER 5",
         written("run/metrics.json", '{"iteration": 1, "total_loss": 2.0}\n{"iterat'),
-        parts=_RUN,
-        status=0,
-        line="^resuming",
-        makes=_ENDED,
+        "^resuming",
+        more=" SOLVER.MAX_ITER 5",
     ),
     Fault("a report of no run", "report.py own"),
     Fault(

@@ -2,10 +2,8 @@
 
 import shlex
 
-from tests.faults.fault import Fault
+from tests.faults.fault import TRAIN, Fault
 from tests.faults.spoiling import written
-
-_TRAIN = "train_net.py --config-file small.yaml"
 
 _VALUES = (
     ("SOLVER.MAX_ITER", "None"),
@@ -71,13 +69,13 @@ _VALUES = (
 )
 
 FAULTS = (
-    *(Fault(f"{key} {value or repr(value)}", f"{_TRAIN} {key} {shlex.quote(value)}") for key, value in _VALUES),
-    Fault("INPUT.CROP.TYPE relativ", f"{_TRAIN} INPUT.CROP.ENABLED True INPUT.CROP.TYPE relativ"),
-    Fault("two keys that scale the rate", f"{_TRAIN} SOLVER.SCALE_LR_TO_BATCH 16 SOLVER.REFERENCE_WORLD_SIZE 8"),
-    Fault("an unknown key", f"{_TRAIN} SOLVER.MAXITER 3"),
-    Fault("a key without a value", f"{_TRAIN} SOLVER.MAX_ITER"),
-    Fault("a pair as one word", f"{_TRAIN} SOLVER.MAX_ITER=3"),
-    Fault("a key below a value", f"{_TRAIN} SOLVER.MAX_ITER.MORE 3"),
+    *(Fault(f"{key} {value or repr(value)}", f"{TRAIN} {key} {shlex.quote(value)}") for key, value in _VALUES),
+    Fault("INPUT.CROP.TYPE relativ", f"{TRAIN} INPUT.CROP.ENABLED True INPUT.CROP.TYPE relativ"),
+    Fault("two keys that scale the rate", f"{TRAIN} SOLVER.SCALE_LR_TO_BATCH 16 SOLVER.REFERENCE_WORLD_SIZE 8"),
+    Fault("an unknown key", f"{TRAIN} SOLVER.MAXITER 3"),
+    Fault("a key without a value", f"{TRAIN} SOLVER.MAX_ITER"),
+    Fault("a pair as one word", f"{TRAIN} SOLVER.MAX_ITER=3"),
+    Fault("a key below a value", f"{TRAIN} SOLVER.MAX_ITER.MORE 3"),
     Fault("no config", "train_net.py"),
     Fault("a config that is missing", "train_net.py --config-file absent.yaml"),
     Fault("a config that is a folder", "train_net.py --config-file own"),
@@ -114,7 +112,7 @@ FAULTS = (
         "an unknown key of a LazyConfig",
         "lazyconfig_train_net.py --config-file configs/lazy/retinanet_vil_tiny.py train.max_itr=3",
     ),
-    Fault("an unknown argument", f"{_TRAIN} --resumee", status=2),
+    Fault("an unknown argument", f"{TRAIN} --resumee", status=2),
     Fault("an unknown format", "export_model.py --config-file small.yaml --output out --format onnxx", status=2),
     Fault("analysis of an unknown variant", "analyze_model.py --variants vil_tinny"),
     Fault("analysis at no size", "analyze_model.py --config-file small.yaml --size 0 5"),

@@ -6,12 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from projects_vil.data.checking import KINDS
-from tests.faults.fault import Fault, Spoil
+from tests.faults.fault import OUTPUT, TRAIN, Fault, Spoil
 from tests.faults.spoiling import cut_off, every, made_a_folder, made_a_pipe, removed, written
 from tests.projects_vil.data.checking.faults import FAULTS as OF_A_FILE
 from tests.projects_vil.data.checking.faults import spoil as spoil_file
 
-_TRAIN = "train_net.py --config-file small.yaml"
 _MASKS = "train_net.py --config-file mask.yaml"
 _SHAPES = "datasets/shapes/annotations/instances_train.json"
 
@@ -45,10 +44,9 @@ def _own(key: str, *entry: str) -> str:
 
 # A run whose data is read has a log, in which the reason of its end stands too.
 _LOG = ("output", "output/log.txt")
-_BEGUN = ("output", "output/*")
 
 
-def _in_training(name: str, spoil: Spoil | None = None, command: str = _TRAIN) -> Fault:
+def _in_training(name: str, spoil: Spoil | None = None, command: str = TRAIN) -> Fault:
     return Fault(name, command, spoil, makes=_LOG)
 
 
@@ -104,23 +102,23 @@ FAULTS = (
     ),
     _in_training("training without objects", _content(lambda c: c.update(annotations=[]))),
     _in_training("training on a file that breaks off", cut_off(_SHAPES)),
-    Fault("training without the annotations", _TRAIN, removed(_SHAPES)),
+    Fault("training without the annotations", TRAIN, removed(_SHAPES)),
     Fault(
         "training on images that break off, which the header does not tell",
-        f"{_TRAIN} DATALOADER.NUM_WORKERS 1",
+        f"{TRAIN} DATALOADER.NUM_WORKERS 1",
         every("datasets/shapes/train/*.jpg", cut_off),
-        makes=_BEGUN,
+        makes=OUTPUT,
     ),
     _in_training("training on images that are gone", every("datasets/shapes/train/*.jpg", removed)),
     _in_training("training on an image that is a pipe", every("datasets/shapes/train/*1.jpg", made_a_pipe)),
     _in_training("training on an image that is a folder", every("datasets/shapes/train/*1.jpg", made_a_folder)),
-    Fault("training for more classes than there are", f"{_TRAIN} MODEL.RETINANET.NUM_CLASSES 80"),
-    Fault("training on an unknown dataset", f"{_TRAIN} DATASETS.TRAIN \"('shapes_trian',)\""),
-    Fault("training on none", f"{_TRAIN} DATASETS.TRAIN ()"),
-    Fault("a dataset of two entries", f"{_TRAIN} {_own('COCO', 'mine', 'own/annotations.json')}"),
+    Fault("training for more classes than there are", f"{TRAIN} MODEL.RETINANET.NUM_CLASSES 80"),
+    Fault("training on an unknown dataset", f"{TRAIN} DATASETS.TRAIN \"('shapes_trian',)\""),
+    Fault("training on none", f"{TRAIN} DATASETS.TRAIN ()"),
+    Fault("a dataset of two entries", f"{TRAIN} {_own('COCO', 'mine', 'own/annotations.json')}"),
     Fault(
         "a dataset under the name of another",
-        f"{_TRAIN} {_own('COCO', 'coco_2017_val', 'own/annotations.json', 'own/images')}",
+        f"{TRAIN} {_own('COCO', 'coco_2017_val', 'own/annotations.json', 'own/images')}",
     ),
     Fault("a drawn dataset over other files", "make_shapes_dataset.py own --overwrite"),
     Fault("a drawn dataset of no images", "make_shapes_dataset.py drawn --num-train 0"),

@@ -1,15 +1,13 @@
 """Disks that are full, and files where folders should be."""
 
-from tests.faults.fault import Fault
+from tests.faults.fault import OUTPUT, TRAIN, Fault
 from tests.faults.spoiling import made_a_folder, written
 
-_TRAIN = "train_net.py --config-file small.yaml"
 _RUN = "--config-file run/config.yaml --weights run/model_final.pth"
-_LOG = ("output/*", "output")
 _FULL = 200_000
 
 FAULTS = (
-    Fault("a full disk while a checkpoint is written", _TRAIN, makes=_LOG, file_size=_FULL),
+    Fault("a full disk while a checkpoint is written", TRAIN, makes=OUTPUT, file_size=_FULL),
     *(
         Fault(
             f"a full disk while {name} is written",
@@ -50,7 +48,7 @@ FAULTS = (
     Fault(
         "a full disk while shapes are drawn", "make_shapes_dataset.py drawn --num-train 40 --num-val 4", file_size=5_000
     ),
-    Fault("OUTPUT_DIR below a file", f"{_TRAIN} OUTPUT_DIR small.yaml/run"),
+    Fault("OUTPUT_DIR below a file", f"{TRAIN} OUTPUT_DIR small.yaml/run"),
     Fault("an export into a file", f"export_model.py {_RUN} --output small.yaml", parts=("run",)),
     Fault(
         "an export over a folder", f"export_model.py {_RUN} --output out", made_a_folder("out/model.ts"), parts=("run",)

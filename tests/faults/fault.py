@@ -7,19 +7,20 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
-from tests.projects_vil.helpers import PATIENCE, ROOT, start_tool
+from tests.projects_vil.helpers import PATIENCE, start_tool
 
 # What the folder of every fault has; what is larger, those only that name it.
 ALWAYS = ("configs", "datasets", "own", "photos", "small.yaml", "mask.yaml")
 ERROR = "^error: "
+# A run of seconds, and where it writes.
+TRAIN = "train_net.py --config-file small.yaml"
+OUTPUT = ("output/*", "output")
 # What is done to the folder of a fault.
 Spoil = Callable[[Path], object]
 
@@ -39,7 +40,6 @@ class Fault:
         meanwhile: what is done while the tool is at work.
         environment: variables that the tool has.
         file_size: how many bytes the files may have that the tool writes, which stands for a full disk.
-        of_its_own: whether it needs an interpreter of its own, not a forked one.
     """
 
     name: str
@@ -52,7 +52,6 @@ class Fault:
     meanwhile: "Callable[[AtWork], object] | None" = None
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     file_size: int | None = None
-    of_its_own: bool = False
 
     @property
     def begins(self) -> bool:
@@ -102,25 +101,15 @@ class AtWork:
         self._said = folder.with_name(folder.name + "_said")
         self._said.mkdir()
         tool, *arguments = shlex.split(fault.command)
-        if not fault.of_its_own:
-            self._process = start_tool(
-                tool,
-                *arguments,
-                folder=self._said,
-                datasets_root=folder / "datasets",
-                root=folder,
-                environment=fault.environment,
-                file_size=fault.file_size,
-            )
-            return
-        env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **fault.environment}
-        env |= {"DETECTRON2_DATASETS": str(folder / "datasets")}
-        launcher = tool.split("/")[:-1] and ["-m", *tool.split("/")[:-1]]
-        command = [sys.executable, *launcher, str(ROOT / "tools" / tool.split("/")[-1]), *arguments]
-        with (self._said / "stdout").open("wb") as stdout, (self._said / "stderr").open("wb") as stderr:
-            self._process = subprocess.Popen(
-                command, cwd=folder, env=env, stdout=stdout, stderr=stderr, start_new_session=True
-            )
+        self._process = start_tool(
+            tool,
+            *arguments,
+            folder=self._said,
+            datasets_root=folder / "datasets",
+            root=folder,
+            environment=fault.environment,
+            file_size=fault.file_size,
+        )
 
     @property
     def pid(self) -> int:
@@ -129,8 +118,6 @@ class AtWork:
     @property
     def status(self) -> int | None:
         """None while it runs."""
-        if isinstance(self._process, subprocess.Popen):
-            return self._process.poll()
         return self._process.exitcode
 
     @property

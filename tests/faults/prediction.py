@@ -1,7 +1,7 @@
 """Images, videos and exported files."""
 
 from tests.faults.fault import Fault
-from tests.faults.spoiling import cut_off, emptied, made_a_folder, made_a_pipe, removed, written
+from tests.faults.spoiling import cut_off, emptied, flipped, made_a_folder, made_a_pipe, removed, written
 
 _RUN = "predict.py --config-file run/config.yaml --weights run/model_final.pth --output out"
 _EXPORTED = "predict.py --config-file run/config.yaml --weights export/model.ts --output out --input photos"
@@ -55,6 +55,7 @@ FAULTS = (
     _exported("an export that breaks off", cut_off("export/model.ts")),
     _exported("an export of no bytes", emptied("export/model.ts")),
     _exported("an export that is text", written("export/model.ts", "no model")),
+    _exported("an export with a flipped bit", flipped("export/model.ts")),
     _exported("an export without its metadata", removed("export/model.ts.metadata.json")),
     _exported("an export whose metadata breaks off", cut_off("export/model.ts.metadata.json")),
     _exported("an export whose metadata is another's", written("export/model.ts.metadata.json", "{}")),

@@ -228,7 +228,9 @@ def test_unreadable_image_in_a_workers_process(datasets_root, tmp_path):
 def test_unknown_variant(datasets_root, tmp_path):
     overrides = ["MODEL.TRANSFORMER.NAME", "vil_tinny_rpb", "OUTPUT_DIR", tmp_path]
     result = run_tool("train_net.py", "--config-file", CONFIG, *overrides, datasets_root=datasets_root)
-    assert error_line(result) == "error: unknown variant 'vil_tinny_rpb'; did you mean 'vil_tiny_rpb'?"
+    assert error_line(result) == (
+        "error: MODEL.TRANSFORMER.NAME: unknown variant 'vil_tinny_rpb'; did you mean 'vil_tiny_rpb'?"
+    )
 
 
 def test_weights_that_are_none():

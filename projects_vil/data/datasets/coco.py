@@ -46,7 +46,7 @@ def read_coco(path: str | Path) -> dict[str, Any]:
     except RecursionError as error:
         raise InputError(f"{path} is not JSON of a COCO file: it is nested too deeply") from error
     except ValueError as error:
-        raise InputError(f"{path} is not JSON: {error}") from error
+        raise InputError(f"{path} is not JSON: {error}; write or copy it again") from error
     if not isinstance(dataset, dict):
         raise InputError(f"{path} is not a COCO annotation file: it is no JSON object")
     for name in _LISTS:

@@ -1,6 +1,7 @@
 """The backbones as detectron2 knows them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from detectron2.config import CfgNode
 from detectron2.layers import ShapeSpec
@@ -58,17 +59,19 @@ def build_transformer_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> Transfor
         raise InputError(f"the backbones take 3 channels, and MODEL.PIXEL_MEAN has {input_shape.channels} values")
     node = cfg.MODEL.TRANSFORMER
     out_features = list(node.OUT_FEATURES) or list(cfg.MODEL.FPN.IN_FEATURES)
-    for name in cfg.MODEL.FPN.IN_FEATURES:
-        if name not in out_features:
-            raise InputError(f"MODEL.FPN.IN_FEATURES has {name}, which MODEL.TRANSFORMER.OUT_FEATURES lacks")
-    stages = [f"stage{index + 1}" for index in range(len(get_variant(node.NAME).stages))]
+    variant = _of_config(get_variant, node.NAME, key="MODEL.TRANSFORMER.NAME")
+    stages = [f"stage{index + 1}" for index in range(len(variant.stages))]
     for name in out_features:
         if name not in stages:
             key = "MODEL.TRANSFORMER.OUT_FEATURES" if node.OUT_FEATURES else "MODEL.FPN.IN_FEATURES"
             raise InputError(f"{key} has {name}, and {node.NAME} has {', '.join(stages)}")
+    for name in cfg.MODEL.FPN.IN_FEATURES:
+        if name not in out_features:
+            raise InputError(f"MODEL.FPN.IN_FEATURES has {name}, which MODEL.TRANSFORMER.OUT_FEATURES lacks")
     if not out_features:
         raise InputError("MODEL.FPN.IN_FEATURES is empty: name the stages that feed FPN")
-    return TransformerBackbone(
+    return _of_config(
+        TransformerBackbone,
         node.NAME,
         out_features=out_features,
         freeze_at=cfg.MODEL.BACKBONE.FREEZE_AT,
@@ -86,3 +89,12 @@ def build_transformer_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> Transfor
         batch_norm=node.BATCH_NORM or None,
         position_resizing=node.POSITION_RESIZING or None,
     )
+
+
+def _of_config(build: Callable[..., Any], *args: Any, key: str = "MODEL.TRANSFORMER", **options: Any) -> Any:
+    """What ``build`` returns; what it refuses is told with the ``key`` that it is of, where it names none itself."""
+    try:
+        return build(*args, **options)
+    except InputError as error:
+        of_a_key = str(error).startswith("MODEL.")
+        raise InputError(str(error) if of_a_key else f"{key}: {error}") from error

@@ -242,9 +242,10 @@ def test_weights_that_fit_nothing(tmp_path):
     assert "of another model" in message(save(tmp_path, {"module.weight": torch.ones(2)}))
 
 
-@pytest.mark.parametrize("name", ["absent.pth", "absent.safetensors", "."])
+@pytest.mark.parametrize("name", ["absent.pth", "absent.safetensors"])
 def test_missing_file(tmp_path, name):
     assert message(tmp_path / name) == f"there is no weights file {tmp_path / name} (MODEL.WEIGHTS)"
+    assert message(tmp_path) == f"{tmp_path} is a folder, not a weights file (MODEL.WEIGHTS): name a file in it"
 
 
 @pytest.mark.parametrize("suffix", ["pth", "pkl", "safetensors"])
