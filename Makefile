@@ -47,7 +47,7 @@ faults: .venv/.stamp ## run every fault of tests/faults, and write docs/faults.m
 	@$(RUN) -m tests.faults.document
 
 lint: .venv/.stamp ## check the style
-	@$(RUN) -m ruff check .
+	@$(RUN) -m ruff check . && $(RUN) -m ruff format --check --quiet backbones configs examples projects_vil tests tools setup.py
 
 clean: ## remove what the demo, the tests and builds wrote; .venv stays
 	rm -rf output/demo_retinanet* output/demo_mask_rcnn* output/demo_semantic_fpn* datasets/shapes datasets/shapes_sem_seg

@@ -283,18 +283,14 @@ def _replaced(stages: tuple, field: str, values: Iterable) -> tuple:
 def _one_a_stage(field: str, value: int | Sequence[int], number: int, least: int) -> list[int]:
     values = list(value) if isinstance(value, Sequence) else [value] * number
     if len(values) != number or not all(type(v) is int and v >= least for v in values):
-        raise InputError(
-            f"{field}={value!r}: it is a whole number, {least} or more, or {number} of them, one a stage"
-        )
+        raise InputError(f"{field}={value!r}: it is a whole number, {least} or more, or {number} of them, one a stage")
     return values
 
 
 def _vil(*stages: tuple[int, int, int, int]) -> ViLVariant:
     """Stages as the paper's tables have them: (n, p, h, d). The last stage has no global token, as released."""
     last = len(stages) - 1
-    return ViLVariant(
-        tuple(ViLStage(n, p, h, d, global_tokens=int(i < last)) for i, (n, p, h, d) in enumerate(stages))
-    )
+    return ViLVariant(tuple(ViLStage(n, p, h, d, global_tokens=int(i < last)) for i, (n, p, h, d) in enumerate(stages)))
 
 
 def _by_depth(size: str, *depths: int) -> ViLVariant:
@@ -388,9 +384,7 @@ _CVT = {
 
 def _lit(dim: int, heads: int, depths: Sequence[int]) -> LITVariant:
     """LIT-S, -M and -B: channels and heads double from stage to stage; the official detector's tables are for 800."""
-    stages = tuple(
-        LITStage(depth, dim * 2**i, heads * 2**i if i >= 2 else 0) for i, depth in enumerate(depths)
-    )
+    stages = tuple(LITStage(depth, dim * 2**i, heads * 2**i if i >= 2 else 0) for i, depth in enumerate(depths))
     return LITVariant(stages, relative_bias=True, norm_eps=1e-5, output_norms=True, position_img_size=800)
 
 

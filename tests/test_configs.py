@@ -131,13 +131,9 @@ def test_every_multiplier_finds_its_parameters(path):
 
 
 def test_the_smallest_runs_on_the_cpu():
-    model = build_model(
-        load_config(ROOT / "configs/retinanet/vil_tiny_1x.yaml", ["MODEL.DEVICE", "cpu"])
-    ).eval()
+    model = build_model(load_config(ROOT / "configs/retinanet/vil_tiny_1x.yaml", ["MODEL.DEVICE", "cpu"])).eval()
     with torch.no_grad():
-        instances = model([{"image": torch.full((3, 70, 101), 99.0), "height": 35, "width": 50}])[0][
-            "instances"
-        ]
+        instances = model([{"image": torch.full((3, 70, 101), 99.0), "height": 35, "width": 50}])[0]["instances"]
     assert instances.image_size == (35, 50)
 
 

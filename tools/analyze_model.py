@@ -7,7 +7,6 @@ Example:
     python tools/analyze_model.py --variants vil_tiny lit --json variants.json
 """
 
-
 from backbones import InputError
 from projects_vil import load_config
 from projects_vil.analysis import analyze, as_json, count_variants, format_analyses, format_counts

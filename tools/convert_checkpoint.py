@@ -9,7 +9,6 @@ Example:
     python tools/convert_checkpoint.py model_best.pth vil_tiny_224.pth --model vil_tiny --classifier
 """
 
-
 from backbones import InputError
 from projects_vil.checkpoint import convert_file
 from projects_vil.utils import ToolParser, check_json_path, run_tool, write_json

@@ -4,7 +4,6 @@ Example:
     python tools/make_coco_subset.py datasets/coco/annotations/instances_train2017.json eight.json --num-images 8
 """
 
-
 from projects_vil.data import write_subset
 from projects_vil.utils import ToolParser, run_tool
 

@@ -246,9 +246,7 @@ def _window_bias(
         # The global tokens stand in every strip, and count in the middle one.
         middle = F.pad(global_bias, (0, missing(num_global, window_size)), value=float("-inf"))
         strips = F.pad(middle[:, None], (0, 0, 1, 1), value=float("-inf"))
-        bias = torch.cat(
-            [bias.expand(heads, -1, -1, -1), strips[:, None].expand(heads, places, -1, -1)], dim=3
-        )
+        bias = torch.cat([bias.expand(heads, -1, -1, -1), strips[:, None].expand(heads, places, -1, -1)], dim=3)
     return bias.flatten(2, 3)
 
 

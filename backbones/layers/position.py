@@ -148,9 +148,7 @@ class GridPositions(nn.Module):
 
     undecayed = ("table", "global_tokens")
 
-    def __init__(
-        self, size: tuple[int, int], dim: int, *, num_global_tokens: int = 0, resizing: str = "map"
-    ) -> None:
+    def __init__(self, size: tuple[int, int], dim: int, *, num_global_tokens: int = 0, resizing: str = "map") -> None:
         super().__init__()
         check_choice("position resizing", resizing, RESIZING)
         self.resizing = resizing

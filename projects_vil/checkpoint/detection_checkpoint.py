@@ -334,9 +334,7 @@ class Checkpointer(DetectionCheckpointer):
                 continue
             # To see whether a file fits, a model needs no values.
             start = torch.zeros(here[name].shape) if here[name].is_meta else here[name]
-            rows = copy_rows(
-                name, start, tensor, matched=matched, our_number=len(ours), their_number=len(theirs)
-            )
+            rows = copy_rows(name, start, tensor, matched=matched, our_number=len(ours), their_number=len(theirs))
             if rows is not None:
                 copied[name] = rows
         if copied:

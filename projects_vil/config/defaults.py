@@ -1,6 +1,5 @@
 """The configuration keys of this project."""
 
-
 from detectron2.config import CfgNode as CN
 
 

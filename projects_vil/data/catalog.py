@@ -47,9 +47,7 @@ def register_datasets(cfg: CfgNode) -> None:
     """
     root = datasets_root()
     for split, folder in (("train", "training"), ("val", "validation")):
-        _register_coco(
-            f"shapes_{split}", root / f"shapes/annotations/instances_{split}.json", root / "shapes" / split
-        )
+        _register_coco(f"shapes_{split}", root / f"shapes/annotations/instances_{split}.json", root / "shapes" / split)
         MetadataCatalog.get(f"shapes_{split}").thing_colors = SHAPES_COLORS
         for name, parent, classes in (
             ("shapes_sem_seg", root / "shapes_sem_seg", SHAPES_SEM_SEG_CLASSES),

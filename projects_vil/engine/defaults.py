@@ -95,9 +95,7 @@ class Trainer(DefaultTrainer):
         return solver.build_optimizer(cfg, model)
 
     @classmethod
-    def build_lr_scheduler(
-        cls, cfg: CfgNode, optimizer: torch.optim.Optimizer
-    ) -> torch.optim.lr_scheduler.LRScheduler:
+    def build_lr_scheduler(cls, cfg: CfgNode, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
         return solver.build_lr_scheduler(cfg, optimizer)
 
     @classmethod

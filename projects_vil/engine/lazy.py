@@ -257,9 +257,7 @@ def _train(cfg: DictConfig, facts: CfgNode, model: nn.Module, *, resume: bool) -
             hooks.LRScheduler(scheduler=_instantiate(cfg.lr_multiplier, "lr_multiplier")),
             hooks.PeriodicCheckpointer(checkpointer, **cfg.train.checkpointer) if is_main else None,
             hooks.EvalHook(cfg.train.eval_period, lambda: _evaluate(cfg, facts, model)),
-            hooks.PeriodicWriter(
-                default_writers(cfg.train.output_dir, cfg.train.max_iter), period=cfg.train.log_period
-            )
+            hooks.PeriodicWriter(default_writers(cfg.train.output_dir, cfg.train.max_iter), period=cfg.train.log_period)
             if is_main
             else None,
         ]

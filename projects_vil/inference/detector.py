@@ -59,9 +59,7 @@ class Detector:
         runner, categories: as above.
     """
 
-    def __init__(
-        self, runner: Runner, *, categories: Categories | None = None, drawn_from: float = DRAWN_FROM
-    ) -> None:
+    def __init__(self, runner: Runner, *, categories: Categories | None = None, drawn_from: float = DRAWN_FROM) -> None:
         self.runner = runner
         self.categories = categories or runner.categories
         self.drawn_from = drawn_from

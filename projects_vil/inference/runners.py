@@ -102,9 +102,7 @@ class ExportedRunner:
         InputError: where either is missing or damaged, or the file itself leaves out what the threshold lets through.
     """
 
-    def __init__(
-        self, path: str | Path, *, score_threshold: float | None = None, datasets: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, path: str | Path, *, score_threshold: float | None = None, datasets: Sequence[str] = ()) -> None:
         self.model = ExportedModel(path)
         self.channels = self.model.metadata["input"]["color_order"]
         classes = self.model.metadata["classes"]

@@ -215,9 +215,7 @@ class Video:
         """As the file tells it; some containers only estimate it."""
         return self.num_frames
 
-    def batches(
-        self, runner: Runner, batch_size: int, *, keep_pixels: bool = True
-    ) -> Iterator[list[Loaded | Skipped]]:
+    def batches(self, runner: Runner, batch_size: int, *, keep_pixels: bool = True) -> Iterator[list[Loaded | Skipped]]:
         """What ``runner`` is to take; pixels are kept, because frames cannot be read again."""
         if not self.is_open:
             yield [Skipped(0, self.path.name, "it is no video that OpenCV can read here")]
@@ -286,9 +284,7 @@ def find_images(source: Path, *, leave_out: Path) -> list[ImageFile]:
     left_out, names = leave_out.resolve(), []
     for folder, folders, files in os.walk(source):
         below = Path(folder)
-        folders[:] = [
-            name for name in folders if not name.startswith(".") and (below / name).resolve() != left_out
-        ]
+        folders[:] = [name for name in folders if not name.startswith(".") and (below / name).resolve() != left_out]
         names += [
             (below / name).relative_to(source).as_posix()
             for name in files

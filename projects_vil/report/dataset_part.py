@@ -214,5 +214,3 @@ def _confusion(judged: Judged) -> Confusion:
 def figure(value: float | None) -> str:
     """A value as it stands in a table; a dash where it is not a number."""
     return "–" if value is None or not math.isfinite(value) else f"{value:.1f}"
-
-

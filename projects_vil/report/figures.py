@@ -98,9 +98,7 @@ def precision_figures(judged: Judged) -> list[Drawn]:
         figures.append(_draw_precision(f"Precision and recall, {name}", curves, caption))
         if 1 < len(judged.classes) <= MOST_CLASSES:
             by_class = {label: precision.curve(iou=0.5, index=row) for row, label in enumerate(judged.classes)}
-            figures.append(
-                _draw_precision(f"Precision and recall by class, {name}", by_class, "At an IoU of 0.50.")
-            )
+            figures.append(_draw_precision(f"Precision and recall by class, {name}", by_class, "At an IoU of 0.50."))
     return [figure for figure in figures if figure is not None]
 
 
@@ -112,9 +110,7 @@ def _points(metrics: Sequence[Mapping[str, float]], key: str) -> np.ndarray:
     return np.array([part.mean(axis=0) for part in np.array_split(points, MOST_POINTS)])
 
 
-def _draw_curves(
-    title: str, curves: Mapping[str, np.ndarray], caption: str, unit: str, is_logarithmic: bool
-) -> Drawn:
+def _draw_curves(title: str, curves: Mapping[str, np.ndarray], caption: str, unit: str, is_logarithmic: bool) -> Drawn:
     figure, axes = _empty()
     with rc_context(_STYLE):
         for (name, points), (color, dashes) in zip(curves.items(), _looks(), strict=False):

@@ -189,9 +189,7 @@ def _match_images(coco: COCO, found: list[dict[str, Any]]) -> list[Matched]:
     by_image = defaultdict(list)
     for item in sorted(found, key=lambda item: -item["score"]):
         by_image[item["image_id"]].append(item)
-    return [
-        _match(coco.imgs[number], coco.imgToAnns.get(number, []), by_image[number]) for number in sorted(coco.imgs)
-    ]
+    return [_match(coco.imgs[number], coco.imgToAnns.get(number, []), by_image[number]) for number in sorted(coco.imgs)]
 
 
 def _match(image: dict, annotations: list[dict], detections: list[dict]) -> Matched:

@@ -99,9 +99,7 @@ def assert_padding_is_hidden_in_half_precision(
     """
     side = (1.2e4 / 8) ** 0.5
     sides = {"query": side, "key": -side, "projected_key": -side, "global_key": -side}
-    inputs = {
-        name: torch.full_like(x, sides.get(name, 1.0)) if "bias" not in name else x for name, x in inputs.items()
-    }
+    inputs = {name: torch.full_like(x, sides.get(name, 1.0)) if "bias" not in name else x for name, x in inputs.items()}
     expected = outputs_and_gradients(attend_by_reference, inputs)
     rounded = {name: x.to(torch.float32 if autocast else dtype) for name, x in inputs.items()}
     with torch.autocast("cpu", dtype, enabled=autocast):

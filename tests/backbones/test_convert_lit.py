@@ -175,9 +175,7 @@ def test_tables_are_resized_to_an_oblong(name, trained, size):
     model, report = loaded(create_classifier, name, weights, {"num_classes": 10, "img_size": size})
     assert report.resized
     images = random_images(1, 3, *size)
-    torch.testing.assert_close(
-        model(images), official_forward(weights, images, SMALL[name])[1], atol=1e-9, rtol=1e-9
-    )
+    torch.testing.assert_close(model(images), official_forward(weights, images, SMALL[name])[1], atol=1e-9, rtol=1e-9)
 
 
 @names

@@ -17,6 +17,8 @@ from tests.backbones.helpers import (
 )
 
 families = pytest.mark.parametrize("family", FAMILIES)
+
+
 def test_what_lies_beside_an_image_is_not_read():
     model = small_vil()
     frame = torch.full((2, 3, 60, 70), float("nan"), dtype=torch.float64)

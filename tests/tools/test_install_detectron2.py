@@ -30,9 +30,7 @@ BUNDLED = {
     "LabGym/detectron2/engine/__init__.py": 'logger = "LabGym.detectron2"\n',
     "LabGym/detectron2/model_zoo/__init__.py": "",
     "LabGym/detectron2/model_zoo/configs/COCO-Detection/retinanet.yaml": "_BASE_: ../Base.yaml\n",
-    "LabGym/detectron2/model_zoo/configs/LVISv0.5/common/train.py": (
-        "from LabGym.detectron2.engine import logger\n"
-    ),
+    "LabGym/detectron2/model_zoo/configs/LVISv0.5/common/train.py": ("from LabGym.detectron2.engine import logger\n"),
 }
 
 
@@ -137,9 +135,7 @@ def test_keeps_the_one_of_this_environment(tmp_path):
 @pytest.mark.slow
 def test_wrong_hash_names_both(tmp_path, without_detectron2, tool):
     wheel = write_bundle(tmp_path / "wheels", BUNDLED)
-    result = run_tool(
-        "--source", "index", tmp_path=tmp_path, wheels=wheel.parent, PYTHONPATH=str(without_detectron2)
-    )
+    result = run_tool("--source", "index", tmp_path=tmp_path, wheels=wheel.parent, PYTHONPATH=str(without_detectron2))
     found = hashlib.sha256(wheel.read_bytes()).hexdigest()
     assert_one_error_line(result, WHEEL_NAME, found, tool.BUNDLE_SHA256)
 
@@ -224,9 +220,7 @@ def test_bundle_becomes_a_package_of_its_own(tool, tmp_path, monkeypatch):
     project, target = tmp_path / "project", tmp_path / "target"
     tool.unpack(downloaded, project)
     tool.write_project(project)
-    tool.run_pip(
-        ["install", "--no-deps", "--no-build-isolation", "--target", str(target), str(project)], tmp_path
-    )
+    tool.run_pip(["install", "--no-deps", "--no-build-isolation", "--target", str(target), str(project)], tmp_path)
 
     wanted = {name.removeprefix("LabGym/") for name in BUNDLED if name.startswith("LabGym/detectron2/")}
     files = {path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_file()}

@@ -376,16 +376,12 @@ def test_export_mistakes(mistake, tmp_path, arguments, hint):
 
 
 def test_unknown_export_format(run_here, tmp_path):
-    status, _, err = run_here(
-        "export_model.py", "--config-file", CONFIG, "--output", tmp_path, "--format", "onnxx"
-    )
+    status, _, err = run_here("export_model.py", "--config-file", CONFIG, "--output", tmp_path, "--format", "onnxx")
     assert status == 2 and "onnxx" in err.splitlines()[-1] and "torchscript" in err.splitlines()[-1]
 
 
 def test_analysis_mistakes(mistake, tmp_path):
-    assert (
-        mistake("analyze_model.py", "--config-file", "absent.yaml") == "there is no config file absent.yaml"
-    )
+    assert mistake("analyze_model.py", "--config-file", "absent.yaml") == "there is no config file absent.yaml"
     assert "--size 0 5" in mistake("analyze_model.py", "--config-file", CONFIG, "--size", 0, 5)
     name = ["--opts", "MODEL.TRANSFORMER.NAME", "vil_tinny"]
     assert "did you mean 'vil_tiny'" in mistake("analyze_model.py", "--config-file", CONFIG, *name)
@@ -397,15 +393,10 @@ def test_analysis_into_no_folder(mistake, tmp_path):
 
 
 def test_visualize_mistakes(mistake, trained_run, shapes, tmp_path):
-    assert (
-        mistake("visualize_results.py", "--run", tmp_path)
-        == f"there is no config file {tmp_path}/config.yaml"
-    )
+    assert mistake("visualize_results.py", "--run", tmp_path) == f"there is no config file {tmp_path}/config.yaml"
     shutil.copy(trained_run / "config.yaml", tmp_path)
     assert "coco_instances_results.json" in mistake("visualize_results.py", "--run", tmp_path)
-    assert "did you mean 'shapes_val'" in mistake(
-        "visualize_results.py", "--run", tmp_path, "--dataset", "shapes_vall"
-    )
+    assert "did you mean 'shapes_val'" in mistake("visualize_results.py", "--run", tmp_path, "--dataset", "shapes_vall")
     assert load_config(tmp_path / "config.yaml").DATASETS.TEST == ("shapes_val",)
 
 

@@ -71,9 +71,7 @@ def _without_collection() -> Iterator[None]:
             gc.enable()
 
 
-def load_coco(
-    name: str, *, check: str, masks: bool, open_images: bool, report: bool = True
-) -> list[dict[str, Any]]:
+def load_coco(name: str, *, check: str, masks: bool, open_images: bool, report: bool = True) -> list[dict[str, Any]]:
     """The records of a registered COCO file, as detectron2's ``load_coco_json`` makes them, of a file that is sound.
 
     Sets the names and ids of the classes in detectron2's metadata, as that does.
@@ -241,5 +239,3 @@ def _object(annotation: dict[str, Any], index_of: dict[int, int], *, masks: bool
     else:
         known.pop("keypoints", None)
     return known | {"bbox_mode": BoxMode.XYWH_ABS, "category_id": index_of[annotation["category_id"]]}
-
-

@@ -310,9 +310,7 @@ def mask_polygons(mask: np.ndarray) -> list[list[float]]:
 # -- drawing ---------------------------------------------------------------------------------------
 
 
-def draw_image(
-    rng: np.random.Generator, *, short_side: int
-) -> tuple[np.ndarray, list[tuple[int, np.ndarray]]]:
+def draw_image(rng: np.random.Generator, *, short_side: int) -> tuple[np.ndarray, list[tuple[int, np.ndarray]]]:
     """Draw one image (H, W, 3) uint8 BGR, H != W, with 1 to 5 objects.
 
     Returns the image, and for each object its class index and the mask (H, W) bool of its visible pixels.

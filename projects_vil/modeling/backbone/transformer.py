@@ -43,8 +43,7 @@ class TransformerBackbone(Backbone):
 
     def output_shape(self) -> dict[str, ShapeSpec]:
         return {
-            name: ShapeSpec(channels=info.channels, stride=info.stride)
-            for name, info in self.net.feature_info.items()
+            name: ShapeSpec(channels=info.channels, stride=info.stride) for name, info in self.net.feature_info.items()
         }
 
     @property

@@ -8,9 +8,7 @@ from tests.backbones.helpers import random_images, randomise, trace
 
 
 def module(num_global: int = 1, *, reduction: int = 2, **options) -> SpatialReductionAttention:
-    attention = SpatialReductionAttention(
-        8, num_heads=2, reduction=reduction, num_global_tokens=num_global, **options
-    )
+    attention = SpatialReductionAttention(8, num_heads=2, reduction=reduction, num_global_tokens=num_global, **options)
     return randomise(attention).double()
 
 

@@ -124,10 +124,7 @@ def test_no_weights_at_all_leave_the_model_as_it_is():
         (
             "mask_rcnn",
             ["MODEL.ROI_HEADS.NUM_CLASSES", "5"],
-            [
-                f"roi_heads.{x}"
-                for x in ("box_predictor.cls_score", "box_predictor.bbox_pred", "mask_head.predictor")
-            ],
+            [f"roi_heads.{x}" for x in ("box_predictor.cls_score", "box_predictor.bbox_pred", "mask_head.predictor")],
         ),
     ],
 )
@@ -153,9 +150,7 @@ def test_weights_of_another_variant(tmp_path):
     path = save(tmp_path, trained())
     assert "shapes differ" in message(path, "MODEL.TRANSFORMER.NAME", "vil_small_1_1_9_1_rpb")
     assert "names in it fit nothing" in message(path, "MODEL.TRANSFORMER.NAME", "vil_tiny_1_1_3_1")
-    assert " 0 names in it fit nothing and 108 param" in message(
-        path, "MODEL.TRANSFORMER.NAME", "vil_tiny_rpb"
-    )
+    assert " 0 names in it fit nothing and 108 param" in message(path, "MODEL.TRANSFORMER.NAME", "vil_tiny_rpb")
 
 
 def test_weights_with_other_fpn_channels(tmp_path):
@@ -215,9 +210,7 @@ def test_only_the_rows_of_a_predictor_may_differ(tmp_path, complete):
 
 def test_weights_without_a_backbone(tmp_path):
     heads = {key: tensor for key, tensor in trained().items() if key.startswith("head.")}
-    assert "parameters of the model are not in it, such as backbone.bottom_up" in message(
-        save(tmp_path, heads)
-    )
+    assert "parameters of the model are not in it, such as backbone.bottom_up" in message(save(tmp_path, heads))
 
 
 @pytest.mark.parametrize("lost", ["head.", "backbone.fpn"])

@@ -1,6 +1,5 @@
 """Records and loaders, and one clear line for each thing that can be wrong with their files."""
 
-
 import json
 
 import cv2
@@ -93,9 +92,7 @@ def test_nothing_to_train_on_is_still_something_to_evaluate(copy):
 def test_images_without_annotation_are_left_out_of_training(copy):
     edit(
         copy,
-        lambda c: c.update(
-            annotations=[a for a in c["annotations"] if a["image_id"] != c["images"][0]["id"]]
-        ),
+        lambda c: c.update(annotations=[a for a in c["annotations"] if a["image_id"] != c["images"][0]["id"]]),
     )
     assert len(load(copy)) == 7
     assert len(load(copy, "DATALOADER.FILTER_EMPTY_ANNOTATIONS", "False")) == 8
@@ -168,9 +165,7 @@ def test_test_loader_gives_every_image_once_in_rgb(shapes):
     bgr = cv2.imread(record["file_name"])
     assert bgr.shape[:2] == (record["height"], record["width"])
     mean = record["image"].float().mean(dim=(1, 2))
-    torch.testing.assert_close(
-        mean, torch.from_numpy(bgr[..., ::-1].mean(axis=(0, 1))).float(), atol=2, rtol=0
-    )
+    torch.testing.assert_close(mean, torch.from_numpy(bgr[..., ::-1].mean(axis=(0, 1))).float(), atol=2, rtol=0)
 
 
 @pytest.mark.slow

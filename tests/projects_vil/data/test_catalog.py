@@ -53,9 +53,7 @@ def test_name_of_a_builtin_dataset(copy):
     assert "coco_2017_train" in text and "already" in text
 
 
-@pytest.mark.parametrize(
-    "wrong", ["name", ["name", "a.json"], ["name", "a.json", 3], 3, ["", "a.json", "images"]]
-)
+@pytest.mark.parametrize("wrong", ["name", ["name", "a.json"], ["name", "a.json", 3], 3, ["", "a.json", "images"]])
 def test_entry_that_is_no_triple(wrong):
     assert "[name, annotation file, image folder]" in message(register_datasets, config(wrong))
 

@@ -12,9 +12,7 @@ SPOILT = {
     "empty": lambda path: path.write_bytes(b""),
     "header only": lambda path: path.write_bytes(path.read_bytes()[:20]),
     "text": lambda path: path.write_text("this is no image"),
-    "truncated PNG": lambda path: path.write_bytes(
-        cv2.imencode(".png", cv2.imread(str(path)))[1].tobytes()[:900]
-    ),
+    "truncated PNG": lambda path: path.write_bytes(cv2.imencode(".png", cv2.imread(str(path)))[1].tobytes()[:900]),
 }
 
 
@@ -40,9 +38,7 @@ def test_image_of_another_size_than_its_annotation_says(copy):
     height, width = record["height"], record["width"]
     cv2.imwrite(str(first_image(copy)), np.zeros((height + 3, width, 3), np.uint8))
     text = message(Mapper(config(), is_train=False), record)
-    assert (
-        str(first_image(copy)) in text and str((width, height)) in text and str((width, height + 3)) in text
-    )
+    assert str(first_image(copy)) in text and str((width, height)) in text and str((width, height + 3)) in text
 
 
 @pytest.mark.parametrize("box", [[1.0, 2.0], "a box", None])

@@ -87,9 +87,7 @@ def test_evaluation_file_of_a_run(trained_run):
 def test_evaluating_again_gives_the_same(trained_run, datasets_root, tmp_path):
     overrides = ["MODEL.WEIGHTS", trained_run / "model_final.pth", "OUTPUT_DIR", tmp_path]
     config = trained_run / "config.yaml"
-    result = run_tool(
-        "train_net.py", "--config-file", config, "--eval-only", *overrides, datasets_root=datasets_root
-    )
+    result = run_tool("train_net.py", "--config-file", config, "--eval-only", *overrides, datasets_root=datasets_root)
     assert result.returncode == 0, result.stderr
     assert read_json(tmp_path / "evaluation.json") == read_json(trained_run / "evaluation.json")
     assert not list(tmp_path.glob("*.pth"))
@@ -126,9 +124,7 @@ def test_resuming_goes_on_where_the_run_stopped(trained_run, datasets_root, tmp_
 def test_mask_rcnn_trains_and_reports_both_tasks(datasets_root, tmp_path):
     few = ["SOLVER.MAX_ITER", "2", "SOLVER.IMS_PER_BATCH", "2", "OUTPUT_DIR", tmp_path]
     config = CONFIGS["mask_rcnn"]
-    result = run_tool(
-        "train_net.py", "--config-file", config, *SMALL["mask_rcnn"], *few, datasets_root=datasets_root
-    )
+    result = run_tool("train_net.py", "--config-file", config, *SMALL["mask_rcnn"], *few, datasets_root=datasets_root)
     assert result.returncode == 0, result.stderr
     content = read_json(tmp_path / "evaluation.json")["shapes_val"]
     assert content.keys() == {"bbox", "segm"}

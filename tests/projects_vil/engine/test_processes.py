@@ -59,9 +59,7 @@ def losses_of(output, normalizer, *overrides):
         torch.save({"losses": torch.tensor(values), "model": model.state_dict()}, output / "values.pth")
 
 
-@pytest.mark.parametrize(
-    "variant", ["vil_tiny_1_1_3_1_rpb", pytest.param("performer_tiny", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("variant", ["vil_tiny_1_1_3_1_rpb", pytest.param("performer_tiny", marks=pytest.mark.slow)])
 def test_two_processes_have_the_losses_of_one(shapes, tmp_path, variant):
     """Each of the two has half of the batch, and so half of the positive anchors that its loss is divided by."""
     for folder in ("one", "two"):

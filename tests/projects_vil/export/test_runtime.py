@@ -80,7 +80,7 @@ def copy_of(model: ExportedModel, folder: Path) -> Path:
 def test_no_file(tmp_path):
     assert mistake(ExportedModel, tmp_path / "model.onnx") == f"there is no file {tmp_path}/model.onnx"
     (tmp_path / "folder.pt2").mkdir()
-    assert mistake(ExportedModel, tmp_path / "folder.pt2") .startswith(f"{tmp_path}/folder.pt2 is a folder")
+    assert mistake(ExportedModel, tmp_path / "folder.pt2").startswith(f"{tmp_path}/folder.pt2 is a folder")
 
 
 def test_no_metadata(plain, tmp_path):

@@ -95,9 +95,7 @@ def test_pattern_without_a_match_names_the_closest():
         parameter_groups(two_layers(), base_lr=1, weight_decay=0, lr_multipliers=[["0.weigth", 2]])
 
 
-@pytest.mark.parametrize(
-    "entry", ["0.weight", ["0.weight"], ["0.weight", "2"], ["0.weight", 2, 3], 5, [5, 2.0]]
-)
+@pytest.mark.parametrize("entry", ["0.weight", ["0.weight"], ["0.weight", "2"], ["0.weight", 2, 3], 5, [5, 2.0]])
 def test_entry_that_is_no_pair(entry):
     with pytest.raises(InputError, match="SOLVER.LR_MULTIPLIERS has .*: it is a list of pairs"):
         parameter_groups(two_layers(), base_lr=1, weight_decay=0, lr_multipliers=[entry])

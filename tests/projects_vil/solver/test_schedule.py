@@ -164,9 +164,7 @@ def test_a_rate_follows_the_batch_by_a_key_alone():
     cfg = load_config(ONE_X, [*keys, "SOLVER.SCALE_LR_TO_BATCH", "16"])
     scaled, lines = scale_learning_rate(cfg)
     assert (scaled.SOLVER.BASE_LR, scaled.SOLVER.BASE_LR_END) == (2.5e-4, 2.5e-5)
-    assert lines == [
-        "SOLVER.SCALE_LR_TO_BATCH 16: SOLVER.IMS_PER_BATCH is 4, and SOLVER.BASE_LR 0.001 becomes 0.00025"
-    ]
+    assert lines == ["SOLVER.SCALE_LR_TO_BATCH 16: SOLVER.IMS_PER_BATCH is 4, and SOLVER.BASE_LR 0.001 becomes 0.00025"]
     # Not twice, where a run goes on with its own config.
     assert scale_learning_rate(scaled) == (scaled, [])
 

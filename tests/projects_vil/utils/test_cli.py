@@ -68,6 +68,4 @@ def test_other_errors_keep_their_traceback():
     with pytest.raises(ZeroDivisionError):
         run_tool(lambda: 1 / 0)
     with pytest.raises(torch.multiprocessing.ProcessRaisedException):
-        run_tool(
-            lambda: torch.multiprocessing.start_processes(fail, (KeyError,), nprocs=1, start_method="fork")
-        )
+        run_tool(lambda: torch.multiprocessing.start_processes(fail, (KeyError,), nprocs=1, start_method="fork"))

@@ -37,9 +37,7 @@ def test_a_training_process_that_was_killed_is_named(capsys):
     with pytest.raises(SystemExit) as caught:
         run_tool(main)
     assert caught.value.code == 128 + signal.SIGKILL
-    assert capsys.readouterr().err == (
-        "error: process 0 was killed by SIGKILL (signal 9), often for want of memory\n"
-    )
+    assert capsys.readouterr().err == ("error: process 0 was killed by SIGKILL (signal 9), often for want of memory\n")
 
 
 @pytest.mark.parametrize(

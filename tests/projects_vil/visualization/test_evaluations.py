@@ -15,9 +15,7 @@ def run(trained_run, shapes, tmp_path):
     shutil.copytree(trained_run / "inference", tmp_path / "inference")
 
     def configure(number: int):
-        return load_config(
-            trained_run / "config.yaml", ["OUTPUT_DIR", str(tmp_path), "TEST.DRAW_IMAGES", str(number)]
-        )
+        return load_config(trained_run / "config.yaml", ["OUTPUT_DIR", str(tmp_path), "TEST.DRAW_IMAGES", str(number)])
 
     return tmp_path, configure
 

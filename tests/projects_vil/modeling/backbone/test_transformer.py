@@ -43,9 +43,7 @@ def images(height: int = 70, width: int = 101) -> torch.Tensor:
     return torch.rand(1, 3, height, width, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize(
-    "name", ["build_transformer_fpn_backbone", "build_retinanet_transformer_fpn_backbone"]
-)
+@pytest.mark.parametrize("name", ["build_transformer_fpn_backbone", "build_retinanet_transformer_fpn_backbone"])
 def test_builders_are_registered(name):
     assert name in BACKBONE_REGISTRY
 
@@ -116,9 +114,7 @@ def test_top_levels_come_from_the_last_map():
 
 def test_out_features_default_to_those_of_fpn():
     assert list(bottom_up().output_shape()) == ["stage1", "stage2", "stage3", "stage4"]
-    cfg = small_config(
-        "retinanet", "MODEL.TRANSFORMER.OUT_FEATURES", "['stage1', 'stage2', 'stage3', 'stage4']"
-    )
+    cfg = small_config("retinanet", "MODEL.TRANSFORMER.OUT_FEATURES", "['stage1', 'stage2', 'stage3', 'stage4']")
     assert list(build_transformer_backbone(cfg, RGB).output_shape()) == [
         "stage1",
         "stage2",
@@ -134,9 +130,7 @@ def test_freeze_at(stages):
         assert {p.requires_grad for p in stage.parameters()} == {index >= stages}
     if stages < 4:
         sum(m.sum() for m in backbone(images()).values()).backward()
-        has_gradient = {
-            int(name.split(".")[2]) for name, p in backbone.named_parameters() if p.grad is not None
-        }
+        has_gradient = {int(name.split(".")[2]) for name, p in backbone.named_parameters() if p.grad is not None}
         assert has_gradient == set(range(stages, 4))
 
 
