@@ -49,6 +49,42 @@ def _computing_dtype(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
+def with_halo(
+    key: Tensor, value: Tensor, window_size: int, mode: str, *, extra: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Pad keys and values to whole chunks, put one chunk more on every side, and mark what must not be seen.
+
+    Returns:
+        Two (B, M, (rows + 2) * w, (cols + 2) * w, D + extra); the last channels of the keys are negative for a place
+        that holds no token, or one that is seen elsewhere, and 0 for a token.
+    """
+    height, width = key.shape[2:4]
+    pad_height, pad_width = missing(height, window_size), missing(width, window_size)
+    if mode == "cyclic":
+        whole = (0, 0, 0, pad_width, 0, pad_height)
+        rows, hidden_rows = wrap(height, height + pad_height, window_size, key.device)
+        cols, hidden_cols = wrap(width, width + pad_width, window_size, key.device)
+        hidden = hidden_rows[:, None] | hidden_cols[None, :]
+        key, value = (F.pad(x, whole).index_select(2, rows).index_select(3, cols) for x in (key, value))
+        value = F.pad(value, (0, extra))
+    else:
+        halo = (window_size, window_size + pad_width, window_size, window_size + pad_height)
+        token = key.new_zeros((), dtype=torch.bool).expand(height, width)
+        hidden = F.pad(token, halo, value=True)
+        key, value = F.pad(key, (0, 0, *halo)), F.pad(value, (0, extra, *halo))
+    return mark_keys(key, hidden, extra=extra, scale=scale), value
+
+
+def wrap(size: int, padded: int, window_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The source of each place along an axis with its cyclic halo, and whether the place must not be seen."""
+    place = torch.arange(-window_size, padded + window_size, device=device)
+    # The padded size as a tensor: it is compared, and in an exported model it follows the image.
+    whole = place[-1:] + 1 - window_size
+    source = place % whole
+    # With fewer than three chunks the chunk behind the border is a neighbour already.
+    return source, (source >= size) | ((place != source) & (whole < 3 * window_size))
+
+
 def to_chunks(x: Tensor, window_size: int) -> Tensor:
     """(B, M, H, W, D) -> (B * rows * M, cols, w * w, D), padded with zeros to whole chunks."""
     height, width = x.shape[2:4]
@@ -70,3 +106,15 @@ def from_chunks(x: Tensor, window_size: int, *, batch: int, heads: int, height: 
 def bias_of_chunks(bias: Tensor, chunks: Tensor, heads: int) -> Tensor:
     """(M or 1, w * w, S) -> (B * rows * M, 1, w * w, S), as the ``chunks`` of :func:`to_chunks` have their heads."""
     return in_order(bias.expand(chunks.shape[0] // heads, heads, -1, -1)).flatten(0, 1)[:, None]
+
+
+def near_only(query: Tensor, window_size: int, local_bias: Tensor | None) -> Tensor:
+    """A local bias that hides what is further than w from a place: (M or 1, w * w, 9 * w * w)."""
+    places = window_size**2
+    if local_bias is None:
+        local_bias = query.new_zeros(1, places, 9 * places)
+    inside = torch.arange(window_size, device=query.device) + window_size
+    around = torch.arange(3 * window_size, device=query.device)
+    near = (inside[:, None] - around[None, :]).abs() <= window_size
+    seen = (near[:, None, :, None] & near[None, :, None, :]).reshape(places, 9 * places)
+    return local_bias.masked_fill(~seen, float("-inf"))

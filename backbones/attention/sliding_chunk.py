@@ -15,10 +15,12 @@ from backbones.attention.chunks import (
     bias_of_chunks,
     from_chunks,
     mark_channels,
-    mark_keys,
     mark_queries,
     missing,
+    near_only,
     to_chunks,
+    with_halo,
+    wrap,
 )
 from backbones.attention.dense import dense_attention, merge_heads, split_heads
 from backbones.attention.flash import attention_and_sums, learns_by_blocks
@@ -66,10 +68,10 @@ def sliding_chunk_attention(
     if not is_tracing() and mode != "exact" and max(query.shape[2:4]) <= 2 * window_size:
         return _whole_map_attention(*tensors, window_size=window_size)
     if mode == "exact":
-        tensors = (*tensors[:5], _near_only(query, window_size, local_bias), global_bias)
+        tensors = (*tensors[:5], near_only(query, window_size, local_bias), global_bias)
     attend = functools.partial(_attend, window_size=window_size, mode=mode)
     if learns_by_blocks(*tensors[:5], biases=tensors[5:]):
-        windows = Windows(window_size, side=window_size, wrap=_wrap if mode == "cyclic" else None)
+        windows = Windows(window_size, side=window_size, wrap=wrap if mode == "cyclic" else None)
         return window_attention(functools.partial(attend, with_sums=True), windows, *tensors)
     return attend(*tensors)[0]
 
@@ -95,7 +97,7 @@ def _attend(
 
     # (B * rows * M, cols, w * w, D + extra)
     queries = to_chunks(mark_queries(query, extra), window_size)
-    keys, values = _with_halo(key, value, window_size, mode, extra=extra, scale=scale)
+    keys, values = with_halo(key, value, window_size, mode, extra=extra, scale=scale)
     # (B * rows * M, cols, S, D + extra), S keys of three strips
     keys = _windows(keys, window_size, global_key)
     values = _windows(values, window_size, global_value)
@@ -160,42 +162,6 @@ def _places_and_slots(size: int, window_size: int, device: torch.device) -> tupl
     return position % window_size, position[None, :] - first_slot[:, None]
 
 
-def _with_halo(
-    key: Tensor, value: Tensor, window_size: int, mode: str, *, extra: int, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Pad keys and values to whole chunks, put one chunk more on every side, and mark what must not be seen.
-
-    Returns:
-        Two (B, M, (rows + 2) * w, (cols + 2) * w, D + extra); the last channels of the keys are negative for a place
-        that holds no token, or one that is seen elsewhere, and 0 for a token.
-    """
-    height, width = key.shape[2:4]
-    pad_height, pad_width = missing(height, window_size), missing(width, window_size)
-    if mode == "cyclic":
-        whole = (0, 0, 0, pad_width, 0, pad_height)
-        rows, hidden_rows = _wrap(height, height + pad_height, window_size, key.device)
-        cols, hidden_cols = _wrap(width, width + pad_width, window_size, key.device)
-        hidden = hidden_rows[:, None] | hidden_cols[None, :]
-        key, value = (F.pad(x, whole).index_select(2, rows).index_select(3, cols) for x in (key, value))
-        value = F.pad(value, (0, extra))
-    else:
-        halo = (window_size, window_size + pad_width, window_size, window_size + pad_height)
-        token = key.new_zeros((), dtype=torch.bool).expand(height, width)
-        hidden = F.pad(token, halo, value=True)
-        key, value = F.pad(key, (0, 0, *halo)), F.pad(value, (0, extra, *halo))
-    return mark_keys(key, hidden, extra=extra, scale=scale), value
-
-
-def _wrap(size: int, padded: int, window_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The source of each place along an axis with its cyclic halo, and whether the place must not be seen."""
-    place = torch.arange(-window_size, padded + window_size, device=device)
-    # The padded size as a tensor: it is compared, and in an exported model it follows the image.
-    whole = place[-1:] + 1 - window_size
-    source = place % whole
-    # With fewer than three chunks the chunk behind the border is a neighbour already.
-    return source, (source >= size) | ((place != source) & (whole < 3 * window_size))
-
-
 def _windows(x: Tensor, window_size: int, global_tokens: Tensor | None) -> Tensor:
     """(B, M, (rows + 2) * w, (cols + 2) * w, E), (B, M, G, D) with D <= E -> (B * rows * M, cols, S, E), overlapping.
 
@@ -210,18 +176,6 @@ def _windows(x: Tensor, window_size: int, global_tokens: Tensor | None) -> Tenso
         strips = torch.cat([strips, extra.expand(-1, strips.shape[1], -1, strips.shape[3], -1, -1, -1)], dim=4)
     strip_length = static_size(strips.shape[4]) * window_size
     return threes(strips.flatten(3, 5).flatten(0, 2), 1, strip_length).transpose(2, 3)
-
-
-def _near_only(query: Tensor, window_size: int, local_bias: Tensor | None) -> Tensor:
-    """A local bias that hides what is further than w from a place: (M or 1, w * w, 9 * w * w)."""
-    places = window_size**2
-    if local_bias is None:
-        local_bias = query.new_zeros(1, places, 9 * places)
-    inside = torch.arange(window_size, device=query.device) + window_size
-    around = torch.arange(3 * window_size, device=query.device)
-    near = (inside[:, None] - around[None, :]).abs() <= window_size
-    seen = (near[:, None, :, None] & near[None, :, None, :]).reshape(places, 9 * places)
-    return local_bias.masked_fill(~seen, float("-inf"))
 
 
 def _window_bias(
