@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from backbones.attention.dense import join_tokens
 from backbones.attention.performer import PerformerAttention, redraw_features, redraw_interval
+from backbones.attention.sliding_chunk import draw_shifts
 from backbones.backbone import Classifier
 from backbones.build import create_backbone, create_classifier, list_variants
 from backbones.errors import InputError
@@ -52,6 +53,9 @@ class TimmClassifier(Classifier):
             1 + 5T iterations of epoch T (ViL appendix D); None to keep those that it has. An iteration is a forward
             pass in training mode.
         redraw_first_epoch: T of the first iteration: of a resumed run, the epoch that it resumes at.
+        random_shift_iterations: how many iterations, from the first, ViL's local attention sees one neighbouring chunk,
+            drawn anew for each layer and iteration (:mod:`.attention.random_shift`); 0.875 of all in the official code.
+        random_shift_first_iteration: of a resumed run, the iteration that it resumes at.
         options: of :func:`.create_classifier`.
 
     Raises:
@@ -69,6 +73,8 @@ class TimmClassifier(Classifier):
         drop_rate: float = 0.0,
         redraw_epoch_length: int | None = None,
         redraw_first_epoch: int = 0,
+        random_shift_iterations: int = 0,
+        random_shift_first_iteration: int = 0,
         **options: object,
     ) -> None:
         _check_in_chans(name, in_chans)
@@ -81,6 +87,9 @@ class TimmClassifier(Classifier):
         if redraw_epoch_length is not None:
             redraw = _Redraw(name, self, redraw_epoch_length, redraw_first_epoch)
             self.register_forward_pre_hook(redraw)
+        if random_shift_iterations or random_shift_first_iteration:
+            shift = _Shift(name, self, random_shift_iterations, random_shift_first_iteration)
+            self.register_forward_pre_hook(shift)
         for module in self.modules():
             if isinstance(module, DeformableTokenMerging):
                 for parameter in module.offset.parameters():
@@ -263,6 +272,28 @@ class _Redraw:
             self.since = 0
         self.since += 1
         self.iteration += 1
+
+
+class _Shift:
+    """Counts forward passes in training, and draws shifts of local attention before the first ones."""
+
+    def __init__(self, name: str, model: nn.Module, iterations: int, first_iteration: int) -> None:
+        if not draw_shifts(model, seed=None):
+            raise InputError(f"random_shift_iterations: {name} has no sliding chunks")
+        if iterations < 1 or first_iteration < 0:
+            raise InputError(
+                f"random_shift_iterations={iterations}, random_shift_first_iteration={first_iteration}: 1 or more, and "
+                "0 or more"
+            )
+        self.iterations = iterations
+        self.iteration = first_iteration
+
+    @torch.compiler.disable
+    def __call__(self, model: nn.Module, inputs: tuple) -> None:
+        if model.training:
+            # The same in every process
+            draw_shifts(model, seed=self.iteration if self.iteration < self.iterations else None)
+            self.iteration += 1
 
 
 @functools.cache

@@ -36,9 +36,14 @@ def mark_keys(key: Tensor, hidden: Tensor, *, extra: int, scale: float) -> Tenso
     Returns:
         (B, M, H, W, D + extra)
     """
-    half = _computing_dtype(key) == torch.float16
-    marks = hidden.to(key.dtype) * (_KEY_MARK_FLOAT16 if half else -_PENALTY / (_QUERY_MARK * scale * extra))
+    marks = hidden.to(key.dtype) * mark_of_keys(key, extra=extra, scale=scale)
     return torch.cat([key, marks[:, :, None].expand(*key.shape[:2], -1, -1, extra)], dim=-1)
+
+
+def mark_of_keys(key: Tensor, *, extra: int, scale: float) -> float:
+    """What the extra channels of a hidden key hold: see :func:`mark_keys`."""
+    half = _computing_dtype(key) == torch.float16
+    return _KEY_MARK_FLOAT16 if half else -_PENALTY / (_QUERY_MARK * scale * extra)
 
 
 def _computing_dtype(x: Tensor) -> torch.dtype:

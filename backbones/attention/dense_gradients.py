@@ -19,10 +19,10 @@ from backbones.attention.flash import BLOCK_SCORES, LEAST_EXPONENT, attention_an
 from backbones.layers.precision import at_least_float32, autocast_off
 
 
-class _FullBias:
+class FullBias:
     """A bias for each pair, broadcast to (M, L, S)."""
 
-    step = 1
+    step, images_together = 1, True
 
     def __init__(self, bias: Tensor, keys: int) -> None:
         self.bias = at_least_float32(bias).expand(-1, -1, keys)
@@ -32,14 +32,15 @@ class _FullBias:
         return x[heads if x.shape[0] > 1 else slice(None), queries if x.shape[1] > 1 else slice(None)]
 
     def start(self, scores: Tensor, sums: Tensor | None, heads: slice, queries: slice) -> None:
-        """Set the scores (heads, queries, S) of a block to the bias less ``sums`` (heads, queries, 1)."""
-        bias = self._part(self.bias, heads, queries)
-        scores.copy_(bias) if sums is None else torch.sub(bias, sums, out=scores)
+        """Set the scores of a block, (images * heads, queries, S), to the bias less ``sums``, of one key."""
+        bias, number = self._part(self.bias, heads, queries), heads.stop - heads.start
+        scores = scores.unflatten(0, (-1, number))
+        scores.copy_(bias) if sums is None else torch.sub(bias, sums.unflatten(0, (-1, number)), out=scores)
 
     def add(self, score_grads: Tensor, heads: slice, queries: slice) -> None:
-        """Add the gradient of a block's scores (heads, queries, S) to that of the bias."""
+        """Add the gradient of a block's scores (images * heads, queries, S) to that of the bias."""
         total = self._part(self.grad, heads, queries)
-        total.add_(score_grads.sum_to_size(total.shape))
+        total.add_(score_grads.unflatten(0, (-1, heads.stop - heads.start)).sum_to_size(total.shape))
 
     def gradients(self) -> tuple[Tensor, ...]:
         return (self.grad,)
@@ -47,6 +48,8 @@ class _FullBias:
 
 class _RowBias:
     """A bias that depends on the offset of rows, and on both columns: see :func:`map_attention`."""
+
+    images_together = False
 
     def __init__(self, by_row: Tensor, to_global: Tensor | None) -> None:
         self.height, self.step = (by_row.shape[1] + 1) // 2, by_row.shape[2]
@@ -67,7 +70,7 @@ class _RowBias:
             yield x[heads, :, start : start + self.height], slice(first, first + self.step)
 
     def start(self, scores: Tensor, sums: Tensor | None, heads: slice, queries: slice) -> None:
-        """As :meth:`_FullBias.start`."""
+        """As :meth:`FullBias.start`."""
         for bias, places in self._rows(self.by_col, scores, heads, queries):
             local = scores[:, places, self.num_global :].unflatten(2, (self.height, -1))
             if sums is None:
@@ -79,7 +82,7 @@ class _RowBias:
             scores[:, :, : self.num_global] = to_global if sums is None else to_global - sums
 
     def add(self, score_grads: Tensor, heads: slice, queries: slice) -> None:
-        """As :meth:`_FullBias.add`."""
+        """As :meth:`FullBias.add`."""
         for total, places in self._rows(self.grad, score_grads, heads, queries):
             total.add_(score_grads[:, places, self.num_global :].unflatten(2, (self.height, -1)))
         if self.to_global is not None:
@@ -97,18 +100,23 @@ def dense_gradients(
     Args:
         grad, output, query: (B, M, L, D). key, value: (B, M, S, D).
         sums: log-sum-exps, (B, M, L), or None.
-        bias: has ``start`` and ``add``, as :class:`_FullBias`, and ``step``, how many queries belong together.
+        bias: has ``start`` and ``add``, as :class:`FullBias`, ``step``, how many queries belong together, and
+            ``images_together``, whether a block may be of several images.
     """
     gradients = [x.new_empty(x.shape, dtype=at_least_float32(x[:0]).dtype) for x in (query, key, value)]
     tensors = (grad, output, query, key, value)
-    for image in range(query.shape[0]):
-        image_sums = None if sums is None else sums[image, ..., None]
-        parts = (at_least_float32(x[image]) for x in tensors)
-        _of_image(*parts, image_sums, bias, *(x[image] for x in gradients))
+    together = (
+        max(1, _block_scores(query) // (query.shape[1] * query.shape[2] * key.shape[2])) if bias.images_together else 1
+    )
+    for first in range(0, query.shape[0], together):
+        images = slice(first, first + together)
+        image_sums = None if sums is None else sums[images, ..., None]
+        parts = (at_least_float32(x[images]) for x in tensors)
+        _of_images(*parts, image_sums, bias, *(x[images] for x in gradients))
     return tuple(gradients)
 
 
-def _of_image(
+def _of_images(
     grad: Tensor,
     output: Tensor,
     query: Tensor,
@@ -120,46 +128,56 @@ def _of_image(
     key_grad: Tensor,
     value_grad: Tensor,
 ) -> None:
-    """:func:`dense_gradients` of one image, (M, L, D) and (M, S, D); the last three are written."""
-    scale = query.shape[2] ** -0.5
-    delta = (grad * output).sum(dim=2, keepdim=True)
+    """:func:`dense_gradients` of one image, or of several that are one block; the last three are written."""
+    scale = query.shape[3] ** -0.5
+    delta = (grad * output).sum(dim=3, keepdim=True)
     # The last channel takes delta off the products.
-    query, grad = (query * scale).contiguous(), torch.cat([grad, -delta], dim=2)
+    query, grad = (query * scale).contiguous(), torch.cat([grad, -delta], dim=3)
     key = key.contiguous()
-    key_columns = key.transpose(1, 2).contiguous()
-    value_columns = F.pad(value.transpose(1, 2), (0, 0, 0, 1), value=1.0)
-    key_grad.zero_()
-    value_grad.zero_()
+    key_columns = key.transpose(2, 3).contiguous()
+    value_columns = F.pad(value.transpose(2, 3), (0, 0, 0, 1), value=1.0)
     blocks = list(_blocks(query, key, bias.step))
     # Room that all blocks use in turn: new memory for each would take as long as some of the products.
     most = max((heads.stop - heads.start) * (queries.stop - queries.start) for heads, queries in blocks)
-    room = query.new_empty(2, most * key.shape[1])
+    room = query.new_empty(2, query.shape[0] * most * key.shape[2])
     for heads, queries in blocks:
-        shape = (heads.stop - heads.start, queries.stop - queries.start, key.shape[1])
+        # Views, as a part is of one image or has all heads and queries: (images * heads, ...)
+        of_queries, of_heads = (slice(None), heads, queries), (slice(None), heads)
+        query_part, grad_part = (x[of_queries].flatten(0, 1) for x in (query, grad))
+        key_part, key_columns_part, value_columns_part = (
+            x[of_heads].flatten(0, 1) for x in (key, key_columns, value_columns)
+        )
+        key_grad_part, value_grad_part = (x[of_heads].flatten(0, 1) for x in (key_grad, value_grad))
+        shape = (*query_part.shape[:2], key.shape[2])
         scores, products = (x[: math.prod(shape)].view(shape) for x in room)
-        bias.start(scores, None if sums is None else sums[heads, queries], heads, queries)
-        scores.baddbmm_(query[heads, queries], key_columns[heads])
+        bias.start(scores, None if sums is None else sums[of_queries].flatten(0, 1), heads, queries)
+        scores.baddbmm_(query_part, key_columns_part)
         if sums is None:
             scores.sub_(scores.logsumexp(dim=2, keepdim=True))
         weights = scores.clamp_(min=LEAST_EXPONENT).exp_()
-        value_grad[heads].baddbmm_(weights.transpose(1, 2), grad[heads, queries, :-1])
-        torch.bmm(grad[heads, queries], value_columns[heads], out=products).mul_(weights)
+        # The first queries of some heads find what was in memory before.
+        others = int(queries.start > 0)
+        value_grad_part.baddbmm_(weights.transpose(1, 2), grad_part[..., :-1], beta=others)
+        torch.bmm(grad_part, value_columns_part, out=products).mul_(weights)
         bias.add(products, heads, queries)
-        key_grad[heads].baddbmm_(products.transpose(1, 2), query[heads, queries])
-        query_grad[heads, queries] = torch.bmm(products, key[heads]).mul_(scale)
+        key_grad_part.baddbmm_(products.transpose(1, 2), query_part, beta=others)
+        query_grad[of_queries] = torch.bmm(products, key_part).mul_(scale).view(query_grad[of_queries].shape)
 
 
 def _blocks(query: Tensor, key: Tensor, step: int) -> Iterator[tuple[slice, slice]]:
-    """Ranges of heads, and of queries in whole steps, as equal as may be."""
-    limit = BLOCK_SCORES.get(query.device.type, BLOCK_SCORES["other"])
-    heads, number = query.shape[0], query.shape[1] // step
-    in_block = max(1, limit // (step * key.shape[1]))
+    """Ranges of heads, and of queries in whole steps, as equal as may be; for several images they are all."""
+    images, heads, number = query.shape[0], query.shape[1], query.shape[2] // step
+    in_block = max(1, _block_scores(query) // (images * step * key.shape[2]))
     head_parts = -(-heads // min(in_block, heads))
     row_parts = -(-number // max(1, in_block * head_parts // heads))
     for part in range(head_parts):
         some_heads = slice(heads * part // head_parts, heads * (part + 1) // head_parts)
         for row in range(row_parts):
             yield some_heads, slice(number * row // row_parts * step, number * (row + 1) // row_parts * step)
+
+
+def _block_scores(x: Tensor) -> int:
+    return BLOCK_SCORES.get(x.device.type, BLOCK_SCORES["other"])
 
 
 class _DenseAttention(torch.autograd.Function):
@@ -175,7 +193,7 @@ class _DenseAttention(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor, ...]:
         query, key, value, bias, output, sums = ctx.saved_tensors
         with autocast_off(grad.device):
-            full = _FullBias(bias, key.shape[2])
+            full = FullBias(bias, key.shape[2])
             gradients = dense_gradients(grad, output, sums, query, key, value, full)
         tensors = (query, key, value, bias)
         return tuple(x.to(t.dtype) for x, t in zip((*gradients, *full.gradients()), tensors, strict=True))

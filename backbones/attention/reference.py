@@ -54,6 +54,7 @@ def sliding_chunk_attention(
     global_value: Tensor | None = None,
     local_bias: Tensor | None = None,
     global_bias: Tensor | None = None,
+    shift: tuple[int, int] | None = None,
 ) -> Tensor:
     """The contract of :func:`backbones.attention.sliding_chunk.sliding_chunk_attention`, with all N x N pairs."""
     batch, heads, height, width, _ = query.shape
@@ -62,6 +63,12 @@ def sliding_chunk_attention(
     tokens = height * width
 
     seen = seen_rows[:, None, :, None] & seen_cols[None, :, None, :]
+    if shift is not None:
+        row_step, col_step = slot_rows // window_size - 1, slot_cols // window_size - 1
+        own, neighbour = (
+            (row_step == row)[:, None, :, None] & (col_step == col)[None, :, None, :] for row, col in ((0, 0), shift)
+        )
+        seen = seen & (own | neighbour)
     bias = query.new_zeros(heads, tokens, tokens)
     if local_bias is not None:
         slot = slot_rows[:, None, :, None] * 3 * window_size + slot_cols[None, :, None, :]

@@ -24,6 +24,7 @@ from backbones.attention.chunks import (
 )
 from backbones.attention.dense import dense_attention, merge_heads, split_heads
 from backbones.attention.flash import attention_and_sums, learns_by_blocks
+from backbones.attention.random_shift import SHIFTS, shifted_chunk_attention
 from backbones.attention.window_gradients import Windows, window_attention
 from backbones.errors import check_choice
 from backbones.layers.overlap import threes
@@ -44,6 +45,7 @@ def sliding_chunk_attention(
     global_value: Tensor | None = None,
     local_bias: Tensor | None = None,
     global_bias: Tensor | None = None,
+    shift: tuple[int, int] | None = None,
 ) -> Tensor:
     """Attention of the local tokens: B images, M heads, H x W tokens, D channels a head, G global tokens, w x w chunks.
 
@@ -56,6 +58,7 @@ def sliding_chunk_attention(
         global_key, global_value: (B, M, G, D), or None for no global token.
         local_bias: (M, w * w, 9 * w * w), places in a chunk by places in its 3w x 3w neighbourhood, row by row.
         global_bias: (M, G), added where a local token looks at a global one.
+        shift: of :data:`.random_shift.SHIFTS`, for the own chunk and this neighbour alone.
 
     Returns:
         (B, M, H, W, D)
@@ -65,6 +68,8 @@ def sliding_chunk_attention(
     """
     check_choice("attention mode", mode, MODES)
     tensors = (query, key, value, global_key, global_value, local_bias, global_bias)
+    if shift is not None:
+        return shifted_chunk_attention(*tensors, window_size=window_size, shift=shift, mode=mode)
     if not is_tracing() and mode != "exact" and max(query.shape[2:4]) <= 2 * window_size:
         return _whole_map_attention(*tensors, window_size=window_size)
     if mode == "exact":
@@ -248,6 +253,8 @@ class SlidingChunkAttention(nn.Module):
         self.mode = mode
         self.backend = backend
         self.update_globals = update_globals and num_global_tokens > 0
+        # The one neighbouring chunk that is seen in training; None for all of them.
+        self.shift: tuple[int, int] | None = None
         self.query = nn.Linear(dim, dim)
         self.key_value = nn.Linear(dim, 2 * dim)
         self.projection = nn.Linear(dim, dim)
@@ -282,6 +289,7 @@ class SlidingChunkAttention(nn.Module):
             global_value=global_value,
             local_bias=None if self.relative_bias is None else self.relative_bias(),
             global_bias=self.local_to_global,
+            shift=self.shift if self.training else None,
         )
         output = self.projection(merge_heads(output))
         if not self.update_globals:
@@ -302,3 +310,24 @@ class SlidingChunkAttention(nn.Module):
             bias = torch.cat([self.global_to_global, local], dim=2)
         query = split_heads(query_layer(global_tokens), self.num_heads)
         return output, projection(merge_heads(dense_attention(query, key, value, bias=bias)))
+
+
+def draw_shifts(model: nn.Module, *, seed: int | None) -> int:
+    """Draw the one neighbouring chunk that each :class:`SlidingChunkAttention` in ``model`` sees in training.
+
+    The same seed draws the same in every process. Evaluation sees all chunks at any time.
+
+    Args:
+        seed: None for all chunks in training too.
+
+    Returns:
+        How many modules there are.
+    """
+    modules = [module for module in model.modules() if isinstance(module, SlidingChunkAttention)]
+    drawn = [None] * len(modules)
+    if seed is not None:
+        generator = torch.Generator().manual_seed(seed)
+        drawn = [SHIFTS[index] for index in torch.randint(len(SHIFTS), (len(modules),), generator=generator).tolist()]
+    for module, shift in zip(modules, drawn, strict=True):
+        module.shift = shift
+    return len(modules)

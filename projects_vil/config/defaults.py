@@ -40,6 +40,9 @@ def add_vil_config(cfg: CN) -> None:
     cfg.MODEL.TRANSFORMER.POSITION_RESIZING = ""
     # Performer: iterations between two drawings of its random features (ViL, appendix D: 1000 in detection).
     cfg.MODEL.TRANSFORMER.FEATURE_REDRAW_PERIOD = 1000
+    # ViL: the share of training, 0 for none of it to 1, in which a token sees one of the eight chunks round its own,
+    # drawn anew for each layer and iteration. It takes less time; the official recipes have 0.875. Evaluation sees all.
+    cfg.MODEL.TRANSFORMER.RANDOM_SHIFT_UNTIL = 0.0
 
     # Averaged weights, which are evaluated and a checkpoint's "model". After each step the average becomes
     # d average + (1 - d) weights, with d = min(DECAY, (1 + n) / (10 + n)) after n steps.

@@ -16,6 +16,7 @@ from backbones.errors import check_choice
 from projects_vil import data
 from projects_vil.checkpoint import check_weights, checkpoints_of, find_checkpoint, optimizer_groups
 from projects_vil.config import check_device
+from projects_vil.engine.hooks import RandomShift
 from projects_vil.engine.steps import AMP_DTYPES, check_groups
 from projects_vil.evaluation import LOSS_TASK, check_coco_api
 from projects_vil.modeling import build_on_meta
@@ -43,6 +44,8 @@ def check_setup(cfg: CfgNode, *, processes: int = 1, eval_only: bool = False, re
     if not eval_only:
         _check_batch(cfg, max(processes, 1))
         optimizer = build_optimizer(cfg, model)
+        if cfg.MODEL.TRANSFORMER.RANDOM_SHIFT_UNTIL:
+            RandomShift(model, cfg.MODEL.TRANSFORMER.RANDOM_SHIFT_UNTIL)
         if processes > 1 and not on_gpu:
             check_norms(model)
         check_services(cfg)
@@ -233,6 +236,7 @@ _VALUES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("TEST.EVAL_PERIOD", _whole(0), "a number of iterations, or 0 for the end alone"),
     ("TEST.DRAW_IMAGES", lambda value: _whole(0)(value) and value <= 32, "0 to 32 images"),
     ("DATALOADER.NUM_WORKERS", _whole(0), "0 or more processes"),
+    ("MODEL.TRANSFORMER.RANDOM_SHIFT_UNTIL", lambda value: _is_finite(value) and 0 <= value <= 1, "0 to 1"),
     ("MODEL.EMA.DECAY", lambda value: _is_finite(value) and 0 <= value < 1, "0 or more, and below 1"),
     ("MODEL.PIXEL_MEAN", _are_colors, "three numbers, in the order of INPUT.FORMAT"),
     (

@@ -32,6 +32,7 @@ from projects_vil.checkpoint import Checkpointer
 from projects_vil.engine.averaging import AverageWeights, average_of, start_average
 from projects_vil.engine.hooks import (
     KeepBest,
+    RandomShift,
     RedrawFeatures,
     SaveCheckpoints,
     SaveEvaluated,
@@ -119,6 +120,8 @@ class Trainer(DefaultTrainer):
         period = self.cfg.MODEL.TRANSFORMER.FEATURE_REDRAW_PERIOD
         if any(isinstance(module, PerformerAttention) for module in self.model.modules()):
             hooks.insert(0, RedrawFeatures(period))
+        if self.cfg.MODEL.TRANSFORMER.RANDOM_SHIFT_UNTIL:
+            hooks.insert(0, RandomShift(self.model, self.cfg.MODEL.TRANSFORMER.RANDOM_SHIFT_UNTIL))
         saving = SaveCheckpoints(self.checkpointer, period=solver.CHECKPOINT_PERIOD, keep=solver.CHECKPOINT_KEEP)
         evaluation = next(index for index, hook in enumerate(hooks) if isinstance(hook, EvalHook))
         averaging = [] if self.averaged is None else [AverageWeights(self.averaged, self._trainer)]

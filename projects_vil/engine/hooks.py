@@ -14,6 +14,7 @@ from torch import nn
 
 from backbones import InputError
 from backbones.attention.performer import PerformerAttention, redraw_features
+from backbones.attention.sliding_chunk import draw_shifts
 from projects_vil.checkpoint import Checkpointer, remove_old, remove_partial
 from projects_vil.engine.resuming import loss_normalizers
 from projects_vil.engine.steps import unwrapped
@@ -43,6 +44,33 @@ class RedrawFeatures(HookBase):
     def before_step(self) -> None:
         if self.trainer.iter and self.trainer.iter % self.period == 0:
             redraw_features(self.trainer.model, seed=self.trainer.iter)
+
+
+class RandomShift(HookBase):
+    """Until a share of the run, let local attention of ViL see one neighbouring chunk, drawn anew for each layer.
+
+    The iteration is the seed: all processes draw the same, and a resumed run draws as one that was never stopped.
+
+    Args:
+        model: whose attention it is.
+        until: the share of all iterations, 0 to 1; 0.875 in the official code's recipes.
+
+    Raises:
+        InputError: where the model has no such attention.
+    """
+
+    def __init__(self, model: nn.Module, until: float) -> None:
+        if not draw_shifts(model, seed=None):
+            raise InputError(
+                f"MODEL.TRANSFORMER.RANDOM_SHIFT_UNTIL is {until}, and no stage has sliding_chunk attention: it is 0 "
+                "there"
+            )
+        self.model = model
+        self.until = until
+
+    def before_step(self) -> None:
+        is_on = self.trainer.iter < self.until * self.trainer.max_iter
+        draw_shifts(self.model, seed=self.trainer.iter if is_on else None)
 
 
 class SaveCheckpoints(HookBase):

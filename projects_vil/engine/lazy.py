@@ -26,7 +26,7 @@ from projects_vil import data
 from projects_vil.checkpoint import Checkpointer, check_weights, checkpoints_of, find_checkpoint
 from projects_vil.config import default_config, one_line
 from projects_vil.engine.checks import check_norms
-from projects_vil.engine.hooks import RedrawFeatures
+from projects_vil.engine.hooks import RandomShift, RedrawFeatures
 from projects_vil.engine.processes import (
     check_processes,
     data_parallel,
@@ -245,6 +245,7 @@ def _set_up(cfg: DictConfig, args: argparse.Namespace) -> tuple[nn.Module, CfgNo
 def _train(cfg: DictConfig, facts: CfgNode, model: nn.Module, *, resume: bool) -> None:
     optimizer = build_lazy_optimizer(cfg, model)
     loader = _instantiate(cfg.dataloader.train, "dataloader.train")
+    shift_until = cfg.train.random_shift_until
     redraws = any(isinstance(module, PerformerAttention) for module in model.modules())
     model = data_parallel(model, **cfg.train.ddp)
     trainer = (AMPTrainer if cfg.train.amp.enabled else SimpleTrainer)(model, loader, optimizer)
@@ -253,6 +254,7 @@ def _train(cfg: DictConfig, facts: CfgNode, model: nn.Module, *, resume: bool) -
     trainer.register_hooks(
         [
             RedrawFeatures(cfg.train.feature_redraw_period) if redraws else None,
+            RandomShift(model, shift_until) if shift_until else None,
             hooks.IterationTimer(),
             hooks.LRScheduler(scheduler=_instantiate(cfg.lr_multiplier, "lr_multiplier")),
             hooks.PeriodicCheckpointer(checkpointer, **cfg.train.checkpointer) if is_main else None,

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from backbones import create_backbone, create_classifier
+from backbones.attention.random_shift import SHIFTS
+from backbones.attention.sliding_chunk import SlidingChunkAttention
 from backbones.convert import convert_state_dict
 from tests.golden import assert_close_to_golden, golden, golden_images, golden_state_dict
 from tests.selection import slow_except
@@ -71,6 +73,36 @@ def test_logits(file):
     model.load_state_dict(converted, strict=True)
     with torch.inference_mode():
         assert_close_to_golden(model(golden_images(reference)), reference["logits"])
+
+
+@pytest.fixture(scope="module")
+def shifting():
+    """Numbers of the official model, with full attention in its last two stages, our classifier and our backbone."""
+    reference = golden("vil_tiny_rpb_shift_cls")
+    options = {"attention": ("sliding_chunk", "sliding_chunk", "dense", "dense")}
+    models = create_classifier("vil_tiny_rpb", **options), create_backbone("vil_tiny_rpb", **options)
+    for model, is_classifier in zip(models, (True, False), strict=True):
+        converted, report = convert_state_dict(
+            golden_state_dict(reference), "vil_tiny_rpb", classifier=is_classifier, model_options=options
+        )
+        assert not report.resized
+        model.load_state_dict(converted, strict=True)
+    return reference, *models
+
+
+@pytest.mark.parametrize("step", [f"{row},{col}" for row, col in SHIFTS])
+def test_random_shift(shifting, step):
+    reference, classifier, backbone = shifting
+    for module in (*classifier.train().modules(), *backbone.train().modules()):
+        if isinstance(module, SlidingChunkAttention):
+            module.shift = tuple(map(int, step.split(",")))
+    expected = reference["shifts"][step]
+    with torch.no_grad():
+        assert_close_to_golden(classifier(golden_images(reference)), expected["logits"])
+        maps = backbone(golden_images(reference))
+    assert set(expected["stages"]) == {"stage1", "stage2"}
+    for stage, values in expected["stages"].items():
+        assert_close_to_golden(maps[stage], values)
 
 
 def check_parameters(reference: dict, official: dict, converted: dict, report) -> None:

@@ -25,6 +25,7 @@ from timm.scheduler import CosineLRScheduler
 
 from backbones import InputError, create_backbone, create_classifier, list_variants, timm_models
 from backbones.attention.performer import PerformerAttention
+from backbones.attention.random_shift import SHIFTS
 from backbones.attention.sliding_chunk import SlidingChunkAttention
 from tests.backbones.helpers import random_images, randomise
 from tests.selection import slow_except
@@ -130,6 +131,12 @@ def test_out_indices_are_those_of_timm(out_indices, stages):
         ({"drop_block_rate": 0.1}, "no keyword 'drop_block_rate'; did you mean 'drop_path_rate'"),
         ({"window_sise": 7}, "no keyword 'window_sise'; did you mean 'window_size'"),
         ({"redraw_epoch_length": 9}, "redraw_epoch_length: vil_tiny has no random features"),
+        ({"random_shift_iterations": -1}, "random_shift_iterations=-1"),
+        ({"random_shift_first_iteration": 3}, "random_shift_iterations=0, random_shift_first_iteration=3: 1 or more"),
+        (
+            {"random_shift_iterations": 9, "attention": "dense"},
+            "random_shift_iterations: vil_tiny has no sliding chunks",
+        ),
         ({"features_only": True, "img_size": 224}, "no keyword 'img_size'; did you mean 'max_img_size'"),
         ({"features_only": True, "out_features": ["stage2"]}, "takes out_indices"),
         ({"features_only": True, "out_indices": (1, 4)}, r"out_indices=\(1, 4\): vil_tiny has the stages 0 to 3"),
@@ -316,6 +323,19 @@ def test_a_resumed_performer_goes_on_at_its_epoch():
     for options in ({"redraw_epoch_length": 0}, {"redraw_epoch_length": 5, "redraw_first_epoch": -1}):
         with pytest.raises(InputError, match="redraw_epoch_length="):
             meta_model("performer_tiny", **options)
+
+
+def test_shifts_are_drawn_for_the_first_iterations_of_training():
+    def shifts(**options):
+        model = timm.create_model("vil_tiny_1_1_3_1", num_classes=2, random_shift_iterations=3, **options)
+        for _ in range(4):
+            model.train()(torch.randn(1, 3, 64, 64))
+            yield [module.shift for module in model.modules() if isinstance(module, SlidingChunkAttention)]
+            model.eval()(torch.randn(1, 3, 64, 64))
+
+    first, second = list(shifts()), list(shifts(random_shift_first_iteration=2))
+    assert set(sum(first[:3], [])) <= set(SHIFTS) and len(set(map(tuple, first[:3]))) == 3
+    assert first[2] == second[0] and first[3] == second[1] == [None] * 6
 
 
 def test_a_checkpoint_of_another_size_and_head_is_adapted(tmp_path):

@@ -46,6 +46,7 @@ _VALUES = (
     ("MODEL.TRANSFORMER.RANK", "[8, 8, 8, 8]"),
     ("MODEL.TRANSFORMER.OUT_FEATURES", "['stage9']"),
     ("MODEL.TRANSFORMER.DROP_PATH", "1.5"),
+    ("MODEL.TRANSFORMER.RANDOM_SHIFT_UNTIL", "2"),
     ("INPUT.RANDOM_FLIP", "diagonal"),
     ("INPUT.MIN_SIZE_TRAIN", "(0,)"),
     ("INPUT.FORMAT", "HSV"),

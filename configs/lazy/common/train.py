@@ -13,4 +13,5 @@ train = dict(
     eval_period=7330,
     log_period=20,
     feature_redraw_period=1000,  # of Performer's random features
+    random_shift_until=0.0,  # the share of max_iter in which ViL's local attention sees one neighbouring chunk
 )

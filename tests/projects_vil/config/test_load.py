@@ -45,6 +45,7 @@ def test_defaults():
         "BATCH_NORM": "",
         "POSITION_RESIZING": "",
         "FEATURE_REDRAW_PERIOD": 1000,
+        "RANDOM_SHIFT_UNTIL": 0.0,
     }
     assert (cfg.SOLVER.OPTIMIZER, cfg.SOLVER.LR_MULTIPLIERS, cfg.DATASETS.COCO) == ("ADAMW", [], [])
     assert (cfg.SOLVER.POLY_LR_POWER, cfg.INPUT.CROP.SINGLE_CATEGORY_MAX_AREA, cfg.DATASETS.ADE20K) == (0.9, 1.0, [])

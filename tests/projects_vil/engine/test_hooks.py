@@ -1,4 +1,4 @@
-"""Performer's random features: drawn anew by iteration, saved, and the same in all processes."""
+"""What is drawn anew by iteration, and the same in all processes: Performer's random features, and ViL's shifts."""
 
 import types
 
@@ -7,8 +7,9 @@ import torch
 
 from backbones import InputError
 from backbones.attention.performer import PerformerAttention
-from projects_vil.engine import Trainer
-from projects_vil.engine.hooks import RedrawFeatures
+from backbones.attention.sliding_chunk import SlidingChunkAttention
+from projects_vil.engine import Trainer, check_setup
+from projects_vil.engine.hooks import RandomShift, RedrawFeatures
 from tests.projects_vil.helpers import small_config
 
 
@@ -65,3 +66,29 @@ def test_processes_have_the_same_random_features(tmp_path):
     first, second = (torch.load(tmp_path / f"{rank}.pth", weights_only=True) for rank in (0, 1))
     assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
     assert not torch.equal(first[0], first[1])
+
+
+def _shifts(model) -> list:
+    return [module.shift for module in model.modules() if isinstance(module, SlidingChunkAttention)]
+
+
+def test_shifts_follow_from_the_iteration_and_end_at_their_share():
+    layers = torch.nn.ModuleList(SlidingChunkAttention(8, num_heads=2, window_size=3) for _ in range(5))
+    drawn = {}
+    for iterations in (range(8), range(3, 8)):
+        hook = RandomShift(layers, 0.5)
+        for iteration in iterations:
+            hook.trainer = types.SimpleNamespace(iter=iteration, max_iter=8)
+            hook.before_step()
+            assert _shifts(layers) == drawn.setdefault(iteration, _shifts(layers))
+    assert all((shift is None) == (iteration >= 4) for iteration, shifts in drawn.items() for shift in shifts)
+    assert len({tuple(drawn[iteration]) for iteration in range(4)}) == 4
+
+
+def test_shifts_of_a_config(shapes, tmp_path):
+    options = ["OUTPUT_DIR", str(tmp_path), "MODEL.TRANSFORMER.RANDOM_SHIFT_UNTIL", "0.875"]
+    (hook,) = [hook for hook in Trainer(small_config("retinanet", *options))._hooks if isinstance(hook, RandomShift)]
+    assert hook.until == 0.875
+    options += ["MODEL.TRANSFORMER.NAME", "sra64_tiny"]
+    with pytest.raises(InputError, match="RANDOM_SHIFT_UNTIL is 0.875, and no stage has sliding_chunk attention"):
+        check_setup(small_config("retinanet", *options))
