@@ -21,11 +21,16 @@ CONFIGS = sorted(
 )
 # The same models as 1x: their schedules are compared below.
 # The others have the same backbones, and the parts of these.
-FEW = {path for path in CONFIGS if not path.endswith("_3x_ms.yaml") and not path.startswith("configs/mask_rcnn/")}
+FEW = {
+    path
+    for path in CONFIGS
+    if not path.endswith("_3x_ms.yaml") and not path.startswith("configs/mask_rcnn/") and "_all_" not in path
+}
 LEAVES = [path for path in CONFIGS if "/demo/" not in path]
 VIL = [path for path in LEAVES if "/vil_" in path and "absolute" not in path]
 SIZES = ["vil_tiny", "vil_small", "vil_medium_deep", "vil_base_deep"]
-OTHERS = ["ls_tiny", "ls_small", "ls_medium", "ls_base", "lit_ti", "lit_s", "lit_m", "lit_b", "cvt_ls_13", "cvt_ls_21"]
+LONG_SHORT = ["ls_tiny", "ls_small", "ls_medium", "ls_base"]
+OTHERS = [*LONG_SHORT, "lit_ti", "lit_s", "lit_m", "lit_b", "cvt_ls_13", "cvt_ls_21"]
 # The rows of ViL Table 8, all Mask R-CNN with a small model: the config, its variant, box / mask AP, parameters (M).
 TABLE_8 = {
     "sra64_small": ("sra64_small", "35.7 / 33.6", 73.3),
@@ -87,7 +92,7 @@ def comment_of(path: str) -> str:
 
 
 def test_all_detectors_sizes_and_schedules_are_there():
-    models = [*SIZES, *OTHERS]
+    models = [*SIZES, *OTHERS, *(f"{model}_all" for model in LONG_SHORT)]
     expected = {(d, model, s) for d in ("retinanet", "mask_rcnn") for model in models for s in ("1x", "3x_ms")}
     assert {parts(path) for path in LEAVES} == expected | {("mask_rcnn", row, "1x") for row in TABLE_8}
     families = ("vil", "ls", "lit", "cvt")
@@ -165,7 +170,7 @@ def test_what_all_share(path):
 def test_schedules(path):
     detector, model, schedule = parts(path)
     cfg = load_config(ROOT / path)
-    variant = model
+    variant = model = model.removesuffix("_all")
     if model in TABLE_8:
         variant = TABLE_8[model][0]
     elif model.startswith("vil"):
@@ -188,6 +193,13 @@ def test_schedules(path):
     assert (cfg.DATASETS.TRAIN, cfg.DATASETS.TEST) == (("coco_2017_train",), ("coco_2017_val",))
     # An epoch of 117,266 images with annotations.
     assert cfg.TEST.EVAL_PERIOD == cfg.SOLVER.CHECKPOINT_PERIOD == 7330
+
+
+@pytest.mark.parametrize("path", [path for path in LEAVES if "_all_" in path])
+def test_long_short_attention_in_all_stages_is_one_key(path):
+    cfg, parent = load_config(ROOT / path), load_config(ROOT / path.replace("_all_", "_"))
+    assert cfg.MODEL.TRANSFORMER.ATTENTION == ["long_short"] * 4 and parent.MODEL.TRANSFORMER.ATTENTION == []
+    assert load_config(ROOT / path, ["MODEL.TRANSFORMER.ATTENTION", "[]"]) == parent
 
 
 @pytest.mark.parametrize("path", VIL)
