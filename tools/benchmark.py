@@ -1,55 +1,80 @@
-"""Time a detector beside a baseline, by turns in one process: median seconds and their ratio.
+"""Time and memory of models beside each other: by turns in one process, medians and quartiles.
 
-The baseline is detectron2's detector of the same kind with a ResNet-50, or another config of this project.
-Overrides are the detector's alone: with --baseline of the same file they are what is measured.
+Models are variants or config files. Behind a name, +checkpointing is activation checkpointing and +shift random-shift
+training. --against names baselines: r50 and swin_t of detectron2, or models of timm; ratios are to the first of them,
+or to the first model. Several --size are a sweep, with the exponents of pixels that time and memory grow by. Overrides
+of config keys are for the models, not for the baselines.
 
 Example:
-    python tools/benchmark.py --config-file configs/retinanet/vil_small_1x.yaml --task backbone
-    python tools/benchmark.py --config-file configs/retinanet/vil_tiny_1x.yaml --task training --size 400 672
-    python tools/benchmark.py --config-file configs/retinanet/vil_tiny_1x.yaml --baseline \\
-        configs/retinanet/vil_tiny_1x.yaml MODEL.TRANSFORMER.ATTENTION_MODE exact
+    python tools/benchmark.py --what backbone --models vil_tiny_rpb vil_small_rpb --against swin_t --size 800 1344
+    python tools/benchmark.py --what backbone --backward --models vil_small_rpb vil_small_rpb+shift --against swin_t \\
+        --size 512 672
+    python tools/benchmark.py --what train-step --detector mask_rcnn --models vil_small_rpb --against r50 swin_t \\
+        --size 512 672 --batch-size 2 --json step.json
+    python tools/benchmark.py --what attention --models vil_small_rpb full_small --size 400 672 --size 800 1344 \\
+        --plot growth.png
 """
 
-import dataclasses
+import functools
+from pathlib import Path
 
 from backbones import InputError
-from projects_vil import load_config
-from projects_vil.analysis import BENCHMARK_TASKS, compare_detectors, resnet50_config
+from projects_vil.analysis import DTYPES, WHATS, Case, as_json_of, draw_measurements, format_measurements, measure
 from projects_vil.config import ConfigToolParser, config_of
 from projects_vil.utils import check_json_path, run_tool, write_json
 
+BASE = Path(__file__).resolve().parents[1] / "configs/base"
+
 
 def main() -> None:
-    parser = ConfigToolParser(__doc__)
-    parser.add_argument("--baseline", metavar="FILE", help="config to compare with (default: ResNet-50 of detectron2)")
-    parser.add_argument(
-        "--task", choices=BENCHMARK_TASKS, default="inference", help="what is timed (default inference)"
-    )
-    parser.add_argument("--size", type=int, nargs=2, default=(800, 1333), metavar=("H", "W"), help="of the images")
+    parser = ConfigToolParser(__doc__, config_file=False)
+    parser.add_argument("--what", choices=WHATS, default="backbone", help="what is timed (default backbone)")
+    parser.add_argument("--models", nargs="+", required=True, metavar="NAME", help="variants or config files")
+    parser.add_argument("--against", nargs="+", default=[], metavar="NAME", help="r50, swin_t, or models of timm")
+    parser.add_argument("--detector", choices=("retinanet", "mask_rcnn"), default="retinanet", help="of variants")
+    parser.add_argument("--backward", action="store_true", help="gradients too, of attention and backbones")
+    parser.add_argument("--size", type=int, nargs=2, action="append", metavar=("H", "W"), help="default 800 1344")
     parser.add_argument("--batch-size", type=int, default=1, metavar="N", help="images at once (default 1)")
-    parser.add_argument("--runs", type=int, default=7, metavar="N", help="times each is timed (default 7)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of autocast (default float32, without it)")
+    parser.add_argument("--runs", type=int, default=5, metavar="N", help="times each is timed (default 5)")
+    parser.add_argument(
+        "--no-memory", action="store_true", help="leave memory out, which on a CPU takes a process each"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the figures there too")
+    parser.add_argument("--plot", metavar="FILE", help="draw time and memory against pixels there, as .png or .svg")
     args = parser.parse_args()
     check_json_path(args.json)
-    if min(*args.size, args.batch_size, args.runs) < 1:
+    _check_plot_path(args.plot)
+    sizes = [tuple(size) for size in args.size or [(800, 1344)]]
+    if min(*(side for size in sizes for side in size), args.batch_size, args.runs) < 1:
         raise InputError("--size, --batch-size and --runs are 1 or more")
-    cfg = config_of(args)
-    baseline = load_config(args.baseline) if args.baseline else resnet50_config(cfg)
-    result = compare_detectors(
-        cfg,
-        baseline,
-        task=args.task,
-        size=tuple(args.size),
+    names = [(name, False) for name in args.models] + [(name, True) for name in args.against]
+    args.config_file = str(BASE / f"{args.detector}.yaml")
+    make = functools.partial(
+        Case,
+        what=args.what,
+        base=BASE,
+        detector=args.detector,
         batch_size=args.batch_size,
-        runs=args.runs,
-        device=cfg.MODEL.DEVICE,
+        backward=args.backward,
+        device=config_of(args).MODEL.DEVICE,
+        dtype=args.dtype,
+        overrides=tuple(args.opts),
     )
-    print(
-        f"{args.task}, {args.batch_size} x {args.size[0]} x {args.size[1]}, {result.device}: {result.seconds:.3f} s; "
-        f"baseline {args.baseline or 'ResNet-50'}: {result.baseline_seconds:.3f} s; "
-        f"baseline / detector {result.ratio:.2f} (quartiles {result.low:.2f} to {result.high:.2f}, {args.runs} runs)"
-    )
-    write_json(args.json, dataclasses.asdict(result))
+    reference = len(args.models) if args.against else 0
+    found = []
+    for size in sizes:
+        cases = [make(name=name, is_baseline=is_baseline, size=size) for name, is_baseline in names]
+        found += measure(cases, reference=reference, runs=args.runs, memory=not args.no_memory)
+    print(format_measurements(found, reference=names[reference][0]))
+    write_json(args.json, as_json_of(found))
+    if args.plot:
+        draw_measurements(found, args.plot)
+
+
+def _check_plot_path(path: str | None) -> None:
+    if path and (Path(path).suffix not in (".png", ".svg") or not Path(path).absolute().parent.is_dir()):
+        raise InputError(f"--plot {path}: it is a .png or .svg file in a folder that exists")
 
 
 if __name__ == "__main__":

@@ -1,20 +1,32 @@
 """Parameters, FLOPs and time of models."""
 
-from projects_vil.analysis.benchmark import BENCHMARK_TASKS, compare_detectors, resnet50_config
+from projects_vil.analysis.benchmark import (
+    DTYPES,
+    WHATS,
+    Case,
+    as_json_of,
+    draw_measurements,
+    format_measurements,
+    measure,
+)
 from projects_vil.analysis.coco_api import compare_coco_apis
 from projects_vil.analysis.counting import count_variants, format_counts
 from projects_vil.analysis.dataset_check import time_dataset_check
 from projects_vil.analysis.detector import analyze, as_json, format_analyses
 
 __all__ = [
-    "BENCHMARK_TASKS",
+    "DTYPES",
+    "WHATS",
+    "Case",
     "analyze",
     "as_json",
+    "as_json_of",
     "compare_coco_apis",
-    "compare_detectors",
     "count_variants",
+    "draw_measurements",
     "format_analyses",
     "format_counts",
-    "resnet50_config",
+    "format_measurements",
+    "measure",
     "time_dataset_check",
 ]

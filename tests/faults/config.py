@@ -119,7 +119,7 @@ FAULTS = (
     Fault("analysis at no size", "analyze_model.py --config-file small.yaml --size 0 5"),
     Fault("figures into no folder", "analyze_model.py --config-file small.yaml --no-flops --json absent/counts.json"),
     Fault("figures over a folder", "analyze_model.py --config-file small.yaml --no-flops --json own"),
-    Fault("a benchmark of no runs", "benchmark.py --config-file small.yaml --runs 0"),
+    Fault("a benchmark of no runs", "benchmark.py --models vil_tiny --runs 0"),
     Fault("a schedule of no epochs", "plan_schedule.py --config-file small.yaml --epochs 0"),
     Fault(
         "attention of a stage that is none",

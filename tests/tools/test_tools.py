@@ -241,16 +241,17 @@ def test_weights_that_are_none():
 
 # -- overrides, the same on every tool --------------------------------------------------------------
 
+_FILE = ["--config-file", CONFIG]
 NEEDED = {
-    "train_net.py": [],
-    "analyze_model.py": ["--no-flops"],
-    "benchmark.py": ["--runs", 1],
-    "export_model.py": ["--output", "unused"],
-    "predict.py": ["--input", "unused", "--output", "unused"],
+    "train_net.py": [*_FILE],
+    "analyze_model.py": [*_FILE, "--no-flops"],
+    "benchmark.py": ["--models", CONFIG, "--runs", 1],
+    "export_model.py": [*_FILE, "--output", "unused"],
+    "predict.py": [*_FILE, "--input", "unused", "--output", "unused"],
     "visualize_attention.py": [
-        *("--input", "unused", "--output", "unused", "--stage", 1, "--block", 1, "--point", 1, 1)
+        *(*_FILE, "--input", "unused", "--output", "unused", "--stage", 1, "--block", 1, "--point", 1, 1)
     ],
-    "visualize_offsets.py": ["--output", "unused", "--input", "unused", "unused"],
+    "visualize_offsets.py": [*_FILE, "--output", "unused", "--input", "unused", "unused"],
 }
 
 
@@ -259,7 +260,7 @@ NEEDED = {
 @pytest.mark.parametrize("name", NEEDED)
 def test_overrides_are_taken_on_every_tool(mistake, name, is_first, word):
     """A key that is none shows that the pairs arrived, and that what stands beside them did not go with them."""
-    own, pairs = ["--config-file", CONFIG, *NEEDED[name]], [*word, "SEED", 1, "SOLVER.MAXITER", "-3e-4"]
+    own, pairs = NEEDED[name], [*word, "SEED", 1, "SOLVER.MAXITER", "-3e-4"]
     text = mistake(name, *(pairs + own if is_first else own + pairs))
     assert text == (
         "unknown config key SOLVER.MAXITER; did you mean 'SOLVER.MAX_ITER'? (among the overrides SEED 1 SOLVER.MAXITER "
@@ -276,7 +277,7 @@ def test_overrides_of_a_runs_drawing(mistake, trained_run, word):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what is said without a CUDA device")
 @pytest.mark.parametrize("name", ["train_net.py", "benchmark.py", "predict.py"])
 def test_a_gpu_that_is_not_here(mistake, shapes, name):
-    command = ["--config-file", CONFIG, *NEEDED[name]]
+    command = NEEDED[name]
     for words in (["MODEL.DEVICE", "cuda"], ["--opts", "MODEL.DEVICE", "cuda"]):
         assert mistake(name, *command, *words).endswith("there is no CUDA device here: add MODEL.DEVICE cpu")
     assert mistake(name, *command, "--device", "cuda").endswith("there is no CUDA device here: use --device cpu")

@@ -1,0 +1,190 @@
+"""Models are timed as they are trained and run; memory and growth are what they are said to be."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from backbones import InputError
+from backbones.attention.sliding_chunk import SlidingChunkAttention
+from projects_vil.analysis import Case, as_json_of, draw_measurements, format_measurements, measure
+from projects_vil.analysis.benchmark import measuring
+from projects_vil.analysis.benchmark.baselines import build_baseline
+from projects_vil.analysis.benchmark.measuring import Measurement
+from projects_vil.analysis.benchmark.showing import growth
+from tests.projects_vil.helpers import ROOT
+from tests.selection import slow_except
+
+SMALL = "vil_tiny_1_1_3_1_rpb"
+
+
+def case(name: str, what: str = "backbone", *, is_baseline: bool = False, **options) -> Case:
+    base = {"base": ROOT / "configs/base", "detector": "retinanet", "size": (64, 96)}
+    return Case(name, is_baseline, what, **base | options)
+
+
+def mistake(*args, **options) -> str:
+    with pytest.raises(InputError) as caught:
+        case(*args, **options).build()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+class Calls:
+    """What modules of a kind were called with, while a step ran."""
+
+    def __init__(self, kind: type) -> None:
+        self.kind, self.inputs, self.training, self.shifts = kind, [], [], []
+
+    def __enter__(self):
+        self.handle = nn.modules.module.register_module_forward_pre_hook(self._note)
+        return self
+
+    def __exit__(self, *_):
+        self.handle.remove()
+
+    def _note(self, module, inputs) -> None:
+        if isinstance(module, self.kind):
+            self.inputs.append([tuple(x.shape) for x in inputs if x is not None])
+            self.training.append(module.training)
+            self.shifts.append(getattr(module, "shift", None))
+
+
+def test_a_backbone_gets_images_of_whole_strides():
+    with Calls(SlidingChunkAttention) as calls:
+        case(SMALL, size=(60, 90), batch_size=2).build()()
+    # 64 x 96 pixels at strides 4, 8, 16 and 32
+    assert [shapes[0][:3] for shapes in calls.inputs] == [(2, 16, 24), (2, 8, 12), *[(2, 4, 6)] * 3, (2, 2, 3)]
+    assert not any(calls.training)
+
+
+def test_attention_is_that_of_the_first_stage():
+    with Calls(SlidingChunkAttention) as calls:
+        case(SMALL, "attention").build()()
+    assert calls.inputs == [[(1, 16, 24, 48), (1, 1, 48)]]
+    assert "leave out --against r50" in mistake("r50", "attention", is_baseline=True)
+
+
+@pytest.mark.parametrize("name, expected", [(SMALL, {None}), (f"{SMALL}+shift", set())])
+def test_shifts_are_drawn_for_each_step(name, expected):
+    step = case(name, backward=True).build()
+    with Calls(SlidingChunkAttention) as calls:
+        step()
+        step()
+    assert all(calls.training) and len(calls.shifts) == 12
+    assert set(calls.shifts) == {None} if expected else None not in calls.shifts and len(set(calls.shifts)) > 2
+    assert "shifts are of training alone" in mistake(f"{SMALL}+shift")
+    assert "lit_ti has no sliding chunks" in mistake("lit_ti+shift", backward=True)
+
+
+def test_checkpointing_computes_twice():
+    for name, times in ((SMALL, 1), (f"{SMALL}+checkpointing", 2)):
+        with Calls(SlidingChunkAttention) as calls:
+            case(name, backward=True).build()()
+        assert len(calls.inputs) == 6 * times
+
+
+@pytest.mark.parametrize("detector", slow_except(["retinanet", "mask_rcnn"], {"retinanet"}))
+@pytest.mark.parametrize("name, is_baseline", [(SMALL, False), ("r50", True)])
+def test_a_training_step_moves_the_weights(detector, name, is_baseline):
+    """And a detector at work does not."""
+    seen = {}
+
+    def note(module, inputs):
+        if type(module).__name__ in ("RetinaNet", "GeneralizedRCNN"):
+            seen["model"] = module
+
+    handle = nn.modules.module.register_module_forward_pre_hook(note)
+    try:
+        step = case(name, "train-step", is_baseline=is_baseline, detector=detector).build()
+        step()
+        before = {key: x.detach().clone() for key, x in seen["model"].named_parameters()}
+        step()
+        moved = [key for key, x in seen["model"].named_parameters() if not torch.equal(x, before[key])]
+        assert any(key.startswith("backbone.bottom_up") for key in moved) and seen["model"].training
+        case(name, "detector", is_baseline=is_baseline, detector=detector).build()()
+        assert not seen["model"].training
+    finally:
+        handle.remove()
+
+
+def test_autocast():
+    found = []
+    handle = nn.modules.module.register_module_forward_hook(lambda module, inputs, output: found.append(output))
+    try:
+        case(SMALL, dtype="bfloat16").build()()
+    finally:
+        handle.remove()
+    assert any(torch.is_tensor(x) and x.dtype == torch.bfloat16 for x in found)
+
+
+def test_a_cvt_has_three_stages_in_a_detector():
+    case("cvt_ls_13", "detector").build()
+
+
+@pytest.mark.parametrize("name", ["r50", "swin_t", "pvt_v2_b0"])
+def test_baselines_have_maps_of_four_strides(name):
+    backbone = build_baseline(name).eval()
+    with torch.no_grad():
+        maps = backbone(torch.zeros(1, 3, 64, 96))
+    shapes = backbone.output_shape()
+    assert list(maps) == list(shapes) and [shape.stride for shape in shapes.values()] == [4, 8, 16, 32]
+    for name, shape in shapes.items():
+        assert maps[name].shape == (1, shape.channels, 64 // shape.stride, 96 // shape.stride)
+
+
+@pytest.mark.parametrize(
+    "name, is_baseline, message",
+    [
+        ("vil_tinny", False, "unknown variant 'vil_tinny'; did you mean 'vil_tiny'?"),
+        ("vil_tiny+fast", False, "unknown modifier of vil_tiny 'fast': it is one of checkpointing, shift"),
+        ("absent.yaml", False, "there is no config file absent.yaml"),
+        ("swin", True, "--against swin: it is r50, swin_t or a model of timm; did you mean 'swin_t'?"),
+        ("vit_tiny_patch16_224", True, "--against vit_tiny_patch16_224: its maps are not of strides 4, 8, 16 and 32"),
+    ],
+)
+def test_names_that_are_none(name, is_baseline, message):
+    assert mistake(name, is_baseline=is_baseline) == message
+
+
+# -- figures ---------------------------------------------------------------------------------------
+
+
+def test_medians_quartiles_and_ratios(monkeypatch):
+    """By turns: two models, three runs; the second call of the clock is the end of a run."""
+    seconds = iter([1.0, 2.0, 3.0, 3.0, 2.0, 8.0])
+    monkeypatch.setattr(measuring, "_seconds", lambda step, device: next(seconds))
+    monkeypatch.setattr(Case, "build", lambda self: lambda: None)
+    first, second = measure([case("a"), case("b", batch_size=4)], reference=0, runs=3, memory=False)
+    assert (first.seconds, second.seconds) == (2.0, 3.0)
+    assert (first.ratio, second.ratio, second.images_per_second) == (1.0, 2.0, 4 / 3)
+    assert first.low < first.seconds < first.high and first.memory is None
+
+
+@pytest.mark.slow
+def test_memory_is_that_of_the_call_alone():
+    """Of images four times as large about four times as much, in a process of its own."""
+    small, large = (measure([case(SMALL, size=size, backward=True)], runs=1)[0] for size in ((160, 192), (320, 384)))
+    assert 10e6 < small.memory < 500e6
+    assert 1.8 < large.memory / small.memory < 4.5
+
+
+def test_growth_and_what_is_shown(tmp_path):
+    found = [
+        Measurement(case(name, size=size), factor * pixels**power, 0.5, 2.0, 1.0, 1.0, 1.0, int(1e3 * pixels))
+        for name, factor, power in (("linear", 1e-6, 1.0), ("quadratic", 1e-12, 2.0))
+        for size in ((100, 200), (200, 400), (400, 800))
+        for pixels in (size[0] * size[1],)
+    ]
+    for name, exponent in (("linear", 1.0), ("quadratic", 2.0)):
+        assert growth(found)[name] == pytest.approx({"time": exponent, "memory": 1.0}, abs=1e-6)
+    table = format_measurements(found, reference="linear")
+    assert "| linear | 400 x 800 | 0.320 (0.500 to 2.000) | 3.12 | 1.00 (1.00 to 1.00) | 0.32 | 1.00 |" in table
+    assert "quadratic: time grows as pixels to the 2.00, memory grows as pixels to the 1.00" in table
+    content = json.loads(json.dumps(as_json_of(found)))
+    assert content["measurements"][0]["size"] == [100, 200] and set(content["growth"]) == {"linear", "quadratic"}
+    for several in (found, [dataclasses.replace(found[0], memory=None)]):
+        draw_measurements(several, tmp_path / "growth.png")
+        assert (tmp_path / "growth.png").stat().st_size > 5000
