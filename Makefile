@@ -7,6 +7,7 @@ RUN := .venv/bin/python
 # On a machine that does other work too, threads that wait by spinning make training several times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
 OUT := output/demo_$(DETECTOR)
+BENCHMARK = $(RUN) tools/benchmark.py --device cuda
 # A process that has nothing left to do takes over tests of the other: files differ too much to be shared out whole.
 PYTEST = OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal
 
@@ -18,7 +19,7 @@ endif
 endif
 endif
 
-.PHONY: help demo test test-slow test-all test-compiled faults lint clean
+.PHONY: help demo test test-slow test-all test-compiled gpu faults lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,6 +43,21 @@ test-all: test test-slow ## run both
 
 test-compiled: .venv/.stamp ## run the tests of AOTInductor, which compiles for tens of minutes
 	@$(PYTEST) -m compiled $(ARGS)
+
+gpu: .venv/.stamp ## on a machine with a GPU: the tests that need one, then time and memory; JSON and drawings in output/gpu
+	@$(RUN) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
+		{ echo 'error: there is no CUDA device here' >&2; exit 1; }
+	@$(RUN) -m pytest -m gpu $(ARGS)
+	@mkdir -p output/gpu
+	@$(BENCHMARK) --what backbone --models vil_tiny_rpb vil_small_rpb ls_small lit_s --against swin_t r50 \
+		--json output/gpu/forward.json
+	@$(BENCHMARK) --what backbone --backward --dtype bfloat16 --batch-size 2 --against swin_t r50 \
+		--models vil_tiny_rpb vil_small_rpb vil_small_rpb+shift vil_small_rpb+checkpointing ls_small lit_s \
+		--json output/gpu/backward.json
+	@$(BENCHMARK) --what train-step --detector mask_rcnn --dtype bfloat16 --batch-size 2 --size 800 1333 \
+		--models vil_small_rpb vil_small_rpb+shift --against r50 swin_t --json output/gpu/mask_rcnn.json
+	@$(BENCHMARK) --what attention --backward --dtype bfloat16 --models vil_small_rpb ls_small full_small \
+		--size 400 672 --size 800 1344 --size 1600 2688 --json output/gpu/attention.json --plot output/gpu/attention.png
 
 faults: .venv/.stamp ## run every fault of tests/faults, and write docs/faults.md
 	@$(RUN) -m tests.faults.document

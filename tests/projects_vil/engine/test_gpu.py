@@ -1,0 +1,98 @@
+"""Training on a GPU: every family in both detectors and every type, synchronised norms, two devices, exports."""
+
+import math
+import sys
+
+import pytest
+import torch
+
+from projects_vil import Trainer, load_config
+from projects_vil.checkpoint import build_detector
+from projects_vil.export.api import export_detector
+from tests.gpu import DEVICE, on_gpu
+from tests.projects_vil.helpers import CONFIGS, SMALL, run_tool
+
+FAMILIES = ("vil", "ls", "lit", "cvt")
+PRECISIONS = {
+    "float32": [],
+    "bfloat16": ["SOLVER.AMP.ENABLED", "True", "SOLVER.AMP.DTYPE", "bfloat16"],
+    "float16": ["SOLVER.AMP.ENABLED", "True", "SOLVER.AMP.DTYPE", "float16"],
+}
+
+
+def options(output, *others: str) -> list[str]:
+    found = ["SOLVER.IMS_PER_BATCH", "2", "SOLVER.MAX_ITER", "4", "SOLVER.WARMUP_ITERS", "0", "SOLVER.BASE_LR", "1e-3"]
+    return [*found, "OUTPUT_DIR", str(output), "DATASETS.TEST", "()", "MODEL.DEVICE", DEVICE, *others]
+
+
+@on_gpu
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("detector", ["retinanet", "mask_rcnn"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_every_family_trains(shapes, tmp_path, detector, family, precision):
+    if DEVICE == "cpu" and precision == "float16":
+        pytest.skip("float16 is for GPUs")
+    path = CONFIGS[detector].with_name(f"{detector}_{family}_shapes.yaml")
+    cfg = load_config(path, [*SMALL[detector], *options(tmp_path, *PRECISIONS[precision])])
+    trainer = Trainer(cfg)
+    before = {name: parameter.clone() for name, parameter in trainer.model.named_parameters()}
+    trainer.train()
+    losses = trainer.storage.history("total_loss").values()
+    assert len(losses) >= 3 and all(math.isfinite(value) for value, _ in losses)
+    moved = 0
+    for name, parameter in trainer.model.named_parameters():
+        assert parameter.device.type == DEVICE and parameter.isfinite().all(), name
+        moved += not torch.equal(parameter, before[name])
+    assert moved > 0.9 * len(before)
+
+
+@on_gpu
+@pytest.mark.parametrize("option", ["MODEL.TRANSFORMER.ACTIVATION_CHECKPOINTING", "MODEL.EMA.ENABLED"])
+def test_options_of_a_step(shapes, tmp_path, option):
+    overrides = [option, "True", "SOLVER.ACCUMULATE", "2", "MODEL.TRANSFORMER.RANDOM_SHIFT_UNTIL", "0.5"]
+    trainer = Trainer(load_config(CONFIGS["retinanet"], [*SMALL["retinanet"], *options(tmp_path, *overrides)]))
+    trainer.train()
+    assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
+
+
+@on_gpu
+def test_a_detector_finds_on_a_gpu_what_it_finds_on_a_cpu(trained_run):
+    """Scores within 1e-3, from the same checkpoint."""
+    image = {"image": torch.full((3, 96, 128), 99.0), "height": 96, "width": 128}
+    image["image"][:, 20:60, 30:80] = 180.0
+    found = []
+    for device in ("cpu", DEVICE):
+        cfg = load_config(trained_run / "config.yaml", ["MODEL.DEVICE", device])
+        model = build_detector(cfg, trained_run / "model_final.pth").eval()
+        with torch.no_grad():
+            found.append(model([image])[0]["instances"].to("cpu"))
+    number = min(len(found[0]), len(found[1]), 5)
+    assert number and abs(len(found[0]) - len(found[1])) <= 5
+    torch.testing.assert_close(found[1].scores[:number], found[0].scores[:number], atol=1e-3, rtol=0)
+
+
+@on_gpu
+def test_an_export_from_a_gpu_proves_itself(trained_run, tmp_path):
+    cfg = load_config(trained_run / "config.yaml", ["MODEL.DEVICE", DEVICE])
+    path, report = export_detector(cfg, trained_run / "model_final.pth", tmp_path, runs=1)
+    assert path.is_file() and report["ok"]
+
+
+def _tool(datasets_root, output, detector, *others) -> None:
+    config = CONFIGS[detector].with_name(f"{detector}_lit_shapes.yaml")
+    command = ["--config-file", config, *SMALL[detector], *options(output, *others)]
+    result = run_tool("train_net.py", "--num-gpus", 2, *command, datasets_root=datasets_root, fresh=True)
+    assert result.returncode == 0, result.stderr
+    assert (output / "model_final.pth").is_file()
+
+
+def test_two_processes_with_synchronised_norms(datasets_root, tmp_path):
+    """LIT's, over NCCL."""
+    _tool(datasets_root, tmp_path, "retinanet", "MODEL.TRANSFORMER.BATCH_NORM", "sync")
+
+
+test_two_processes_with_synchronised_norms = on_gpu(test_two_processes_with_synchronised_norms, devices=2)
+if DEVICE == "cpu" or sys.platform == "darwin":
+    test_two_processes_with_synchronised_norms = pytest.mark.skip(reason="NCCL is of GPUs")(
+        test_two_processes_with_synchronised_norms
+    )
