@@ -94,9 +94,9 @@ def to_chunks(x: Tensor, window_size: int) -> Tensor:
     """(B, M, H, W, D) -> (B * rows * M, cols, w * w, D), padded with zeros to whole chunks."""
     height, width = x.shape[2:4]
     x = F.pad(x, (0, 0, 0, missing(width, window_size), 0, missing(height, window_size)))
-    # (B, M, rows, cols, D, w, w)
-    x = x.unfold(2, window_size, window_size).unfold(3, window_size, window_size)
-    return in_order(x.permute(0, 2, 1, 3, 5, 6, 4)).flatten(4, 5).flatten(0, 2)
+    # (B, M, rows, w, cols, w, D)
+    x = x.unflatten(3, (-1, window_size)).unflatten(2, (-1, window_size))
+    return in_order(x.permute(0, 2, 1, 4, 3, 5, 6)).flatten(4, 5).flatten(0, 2)
 
 
 def from_chunks(x: Tensor, window_size: int, *, batch: int, heads: int, height: int, width: int) -> Tensor:

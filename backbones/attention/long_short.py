@@ -155,7 +155,7 @@ def _windows(x: Tensor, shared: Tensor, window_size: int, side: int) -> Tensor:
     """
     length, before = window_size + 2 * side, 2 * side
     # (B, rows, M, columns, length, E)
-    columns = overlap.windows(x, 2, length, window_size).permute(0, 2, 1, 3, 5, 4)
+    columns = overlap.windows(x, 2, length, window_size).permute(0, 2, 1, 4, 3, 5)
     shared = shared[:, None, :, None]
     if window_size < before:
         # (B, rows, M, cols, length, length, E)
@@ -170,7 +170,7 @@ def _windows(x: Tensor, shared: Tensor, window_size: int, side: int) -> Tensor:
     # A window is the last columns of one piece, and the whole of the next.
     step = static_size(columns.shape[4]) * length
     keys = columns.flatten(3, 5).flatten(0, 2)
-    return overlap.windows(keys[:, step - before * length :], 1, step + before * length, step).transpose(2, 3)
+    return overlap.windows(keys[:, step - before * length :], 1, step + before * length, step)
 
 
 def _window_bias(local_bias: Tensor, num_shared: int, length: int, side: int) -> Tensor:

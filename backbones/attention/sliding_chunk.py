@@ -174,13 +174,13 @@ def _windows(x: Tensor, window_size: int, global_tokens: Tensor | None) -> Tenso
     with zeros to whole rows.
     """
     # (B, rows, M, cols + 2, 3w, w, E)
-    strips = threes(x, 2, window_size).unfold(3, window_size, window_size).permute(0, 2, 1, 3, 5, 6, 4)
+    strips = threes(x, 2, window_size).unflatten(4, (-1, window_size)).permute(0, 2, 1, 4, 3, 5, 6)
     if global_tokens is not None:
         fill = (0, strips.shape[6] - global_tokens.shape[3], 0, missing(global_tokens.shape[2], window_size))
         extra = F.pad(global_tokens, fill).unflatten(2, (-1, window_size))[:, None, :, None]
         strips = torch.cat([strips, extra.expand(-1, strips.shape[1], -1, strips.shape[3], -1, -1, -1)], dim=4)
     strip_length = static_size(strips.shape[4]) * window_size
-    return threes(strips.flatten(3, 5).flatten(0, 2), 1, strip_length).transpose(2, 3)
+    return threes(strips.flatten(3, 5).flatten(0, 2), 1, strip_length)
 
 
 def _window_bias(

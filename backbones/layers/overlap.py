@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from backbones.layers.tracing import is_tracing
+from backbones.layers.tracing import is_exporting, is_tracing
 
 
 def threes(x: Tensor, dim: int, size: int) -> Tensor:
@@ -15,19 +15,24 @@ def threes(x: Tensor, dim: int, size: int) -> Tensor:
 def windows(x: Tensor, dim: int, size: int, step: int) -> Tensor:
     """Windows of ``size`` along ``dim``, moving by ``step``: a view.
 
-    The same as ``x.unfold(dim, size, step)``: ``dim`` becomes the number of windows, and the places of a window are a
-    new last axis. The backward pass is a few additions of whole blocks, where that of ``unfold`` goes place by place.
+    ``dim``, counted from the front, becomes the number of windows, and the places of a window are the axis behind it.
+    The backward pass is a few additions of whole blocks, where that of ``unfold`` goes place by place. A run of
+    ``torch.export`` takes the windows by their index, since ``unfold`` would become transposes of single numbers there.
     """
+    if is_exporting():
+        number = (x.shape[dim] - size) // step + 1
+        index = torch.arange(number, device=x.device)[:, None] * step + torch.arange(size, device=x.device)
+        return x.index_select(dim, index.flatten()).unflatten(dim, (number, size))
     if torch.is_grad_enabled() and x.requires_grad and not is_tracing():
         return _Windows.apply(x, dim, size, step)
-    return x.unfold(dim, size, step)
+    return x.unfold(dim, size, step).movedim(-1, dim + 1)
 
 
 class _Windows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, dim: int, size: int, step: int) -> Tensor:
-        ctx.shape, ctx.dim, ctx.size, ctx.step = x.shape, dim % x.ndim, size, step
-        return x.unfold(dim, size, step)
+        ctx.shape, ctx.dim, ctx.size, ctx.step = x.shape, dim, size, step
+        return x.unfold(dim, size, step).movedim(-1, dim + 1)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
@@ -35,8 +40,6 @@ class _Windows(torch.autograd.Function):
         pieces = -(-ctx.size // step)
         # (..., number + pieces - 1, step, ...), as x with dim in two
         total = grad.new_zeros(*ctx.shape[:dim], number + pieces - 1, step, *ctx.shape[dim + 1 :])
-        # (..., number, size, ...)
-        grad = grad.movedim(-1, dim + 1)
         for piece in range(pieces):
             part = grad.narrow(dim + 1, piece * step, min(step, ctx.size - piece * step))
             total.narrow(dim, piece, number).narrow(dim + 1, 0, part.shape[dim + 1]).add_(part)

@@ -115,6 +115,7 @@ def _write_onnx(exportable: ExportableDetector, example: Tensor, path: Path, sta
             input_names=list(exportable.input_names),
             output_names=list(exportable.output_names),
             verbose=False,
+            custom_translation_table={torch.ops.aten.scaled_dot_product_attention.default: _attention_for_onnx},
             # A stage of its own, which takes as long.
             optimize=False,
         )
@@ -122,6 +123,34 @@ def _write_onnx(exportable: ExportableDetector, example: Tensor, path: Path, sta
         onnx_program.optimize()
     with stages("writing"), quiet():
         onnx_program.save(str(path), external_data=False)
+
+
+def _attention_for_onnx(
+    query,
+    key,
+    value,
+    attn_mask=None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+):
+    """``scaled_dot_product_attention`` of four axes, with a mask that is added or none, in operators of ONNX.
+
+    The exporter's own turns the keys in three axes, and onnxruntime, which would leave that to the product, does not
+    find it: their copy took as long as the product.
+    """
+    import onnxscript
+
+    op = getattr(onnxscript, f"opset{OPSET}")
+    if dropout_p or is_causal or enable_gqa or (attn_mask is not None and attn_mask.dtype != query.dtype):
+        raise NotImplementedError("attention with dropout, causal or grouped, or with a mask of another type")
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+    query = op.Mul(query, op.CastLike(op.Constant(value_float=scale), query))
+    scores = op.MatMul(query, op.Transpose(key, perm=[0, 1, 3, 2]))
+    if attn_mask is not None:
+        scores = op.Add(scores, attn_mask)
+    return op.MatMul(op.Softmax(scores, axis=-1), value)
 
 
 def _write_torch_export(exportable: ExportableDetector, example: Tensor, path: Path, stages: Stages) -> None:

@@ -148,6 +148,25 @@ def test_an_onnx_file(plain, batched, is_batched):
 
 
 @pytest.mark.slow
+def test_onnx_moves_whole_tokens(plain):
+    """Transposes of single numbers took a third of a ViL's time: only keys are turned, in front of their product."""
+    onnx = pytest.importorskip("onnx")
+    graph = onnx.load(plain("onnx").path).graph
+    used_by = {name: node for node in graph.node for name in node.input}
+    moving = []
+    for node in graph.node:
+        if node.op_type != "Transpose":
+            continue
+        (perm,) = (list(attribute.ints) for attribute in node.attribute if attribute.name == "perm")
+        # Maps, of four axes or, with anchors, five, go in and out of convolutions with their channels first.
+        if len(perm) > 5 and perm[-1] != len(perm) - 1:
+            moving.append((node.name, perm))
+        if perm == [0, 1, 3, 2]:
+            assert used_by[node.output[0]].op_type == "MatMul", node.name
+    assert not moving
+
+
+@pytest.mark.slow
 def test_an_exported_program_needs_torch_and_torchvision_only(batched, tmp_path):
     model, image = batched("torch_export"), example_image(75, 110, seed=4)
     torch.save(image[None].float(), tmp_path / "image.pt")
