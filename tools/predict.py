@@ -14,7 +14,7 @@ Example:
 import sys
 
 from projects_vil.config import ConfigToolParser, config_of
-from projects_vil.inference import predict
+from projects_vil.inference import check_overrides, predict
 from projects_vil.utils import run_tool
 
 
@@ -33,6 +33,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     cfg = config_of(args)
+    check_overrides(cfg.MODEL.WEIGHTS, args.opts)
     summary = predict(
         cfg,
         cfg.MODEL.WEIGHTS,

@@ -36,6 +36,10 @@ from projects_vil.modeling import TransformerBackbone, build_on_meta
 UNAVERAGED, AVERAGED_STEPS = "unaveraged_model", "averaged_steps"
 
 
+# What tools/export_model.py writes.
+_EXPORTS = (".ts", ".onnx", ".pt2")
+
+
 class Checkpointer(DetectionCheckpointer):
     """detectron2's checkpointer, strict: nothing stays random without being a whole part that the file lacks.
 
@@ -352,8 +356,14 @@ def check_weights_file(path: str) -> None:
     Raises:
         InputError: where it does not.
     """
-    if "://" not in path:
-        check_file(path, "weights file", named_by="MODEL.WEIGHTS")
+    if "://" in path:
+        return
+    check_file(path, "weights file", named_by="MODEL.WEIGHTS")
+    if path.endswith(_EXPORTS):
+        raise InputError(
+            f"{path} is an exported model, and a checkpoint is needed here (MODEL.WEIGHTS): tools/predict.py takes it, "
+            "and tools/export_model.py --evaluate judges it"
+        )
 
 
 def check_weights(cfg: CfgNode, path: str, *, complete: bool = False, model: nn.Module | None = None) -> None:

@@ -61,6 +61,21 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> CN:
     return cfg
 
 
+# yacs' words for a value of another type.
+_MISMATCH = re.compile(
+    r"Type mismatch \(<class '(?P<kind>\w+)'> vs\. <class '(?P<found>\w+)'>\) with values "
+    r"\((?P<known>.*) vs\. (?P<given>.*?)\) for config key: (?P<key>[\w.]+)"
+)
+_KINDS = {
+    "float": "a number with a point",
+    "int": "a whole number",
+    "str": "a text",
+    "bool": "True or False",
+    "tuple": "several values in brackets",
+    "list": "a list",
+}
+
+
 def _explain(error: Exception, cfg: CN) -> str:
     if isinstance(error, OSError):
         return f"cannot read {error.filename}: {error.strerror}"
@@ -70,6 +85,12 @@ def _explain(error: Exception, cfg: CN) -> str:
         value = re.search(r"vs\. (\S+)\)", message.partition("with values")[2])
         given = value[1] if value else "NAME"
         return f"{name[1]} is one name, {given}: add a comma, {name[1]} '(\"{given}\",)'"
+    mismatch = _MISMATCH.fullmatch(message)
+    if mismatch is not None:
+        given, kind = mismatch["given"], _KINDS.get(mismatch["kind"], mismatch["kind"])
+        example = {"float": f"{given}.0", "tuple": f'"({given},)"', "list": f'"[{given}]"'}.get(mismatch["kind"], "")
+        instead = f": write {example}" if example and mismatch["found"] == "int" else ""
+        return f"{mismatch['key']} is {given}, and it is {kind}, as {mismatch['known']}{instead}"
     match = re.search(r"Non-existent (?:config )?key: ([\w.]+)", message)
     if match is None:
         return message

@@ -25,6 +25,8 @@ from backbones.errors import check_choice
 from projects_vil.data.datasets.ade20k import IGNORED_LABEL, open_labels, read_labels
 from projects_vil.data.detection_utils import UnreadableImage, read_image
 
+_ADVICE = "mend it, or let tools/check_dataset.py ANNOTATIONS IMAGES --deep --fix OUT write a file without it"
+
 
 class Mapper(DatasetMapper):
     """detectron2's mapper, with images read by :func:`~projects_vil.data.detection_utils.read_image`.
@@ -36,7 +38,7 @@ class Mapper(DatasetMapper):
     def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any]:
         record = copy.deepcopy(dataset_dict)
         labels = record.pop("sem_seg_file_name", None)
-        with _explain("mend it or take it out of the annotation file", record):
+        with _explain(_ADVICE, record):
             image = read_image(record["file_name"], self.image_format)
             check_image_size(record, image)
             inputs = T.AugInput(image, sem_seg=read_image(labels, "L")[..., 0] if labels else None)

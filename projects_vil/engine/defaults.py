@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from detectron2.config import CfgNode
 from detectron2.engine import DefaultTrainer, TrainerBase
-from detectron2.engine.hooks import EvalHook, PeriodicCheckpointer
+from detectron2.engine.hooks import EvalHook, PeriodicCheckpointer, PeriodicWriter
 from detectron2.evaluation import DatasetEvaluator
 from detectron2.utils import comm
 from detectron2.utils.events import (
@@ -27,6 +27,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from backbones.attention.performer import PerformerAttention
+from backbones.files import written_whole
 from projects_vil import data, evaluation, solver
 from projects_vil.checkpoint import Checkpointer
 from projects_vil.engine.averaging import AverageWeights, average_of, start_average
@@ -38,6 +39,7 @@ from projects_vil.engine.hooks import (
     SaveEvaluated,
     StopEarly,
     StoppedEarly,
+    WriteMetrics,
 )
 from projects_vil.engine.processes import data_parallel, share_statistics
 from projects_vil.engine.resuming import (
@@ -126,6 +128,9 @@ class Trainer(DefaultTrainer):
         evaluation = next(index for index, hook in enumerate(hooks) if isinstance(hook, EvalHook))
         averaging = [] if self.averaged is None else [AverageWeights(self.averaged, self._trainer)]
         hooks[evaluation] = EvalHook(test.EVAL_PERIOD, functools.partial(self._evaluate_unless_told_to_end, saving))
+        writing = next((index for index, hook in enumerate(hooks) if isinstance(hook, PeriodicWriter)), None)
+        if writing is not None:
+            hooks[writing] = WriteMetrics(hooks[writing]._writers, evaluation_period=test.EVAL_PERIOD)
         self._saving = saving
         # All that an iteration does once its checkpoint is written.
         self._after_saving = [*hooks[evaluation:], SaveEvaluated(saving, period=test.EVAL_PERIOD)]
@@ -155,8 +160,10 @@ class Trainer(DefaultTrainer):
             saved = contents.get("seed")
             if saved is None:
                 logger.warning("%s has no seed, as older ones: the run goes on with other batches", path)
-            elif self.cfg.SEED not in (saved, -1):
-                logger.warning("SEED is %d, and the resumed run has %d, which counts", self.cfg.SEED, saved)
+            elif self.cfg.SEED != saved:
+                if self.cfg.SEED >= 0:
+                    logger.warning("SEED is %d, and the resumed run has %d, which counts", self.cfg.SEED, saved)
+                self._note_seed(saved)
             self.seed = self.seed if saved is None else saved
             restore_loss_normalizer(unwrapped(self.model), contents.get("loss_normalizers", []))
             self._is_unfinished = not contents.get("finished", True)
@@ -165,6 +172,17 @@ class Trainer(DefaultTrainer):
             start_average(self.averaged, unwrapped(self.model))
             if path is not None:
                 logger.warning("%s has no averaged weights: the average begins at iteration %d", path, self.start_iter)
+
+    def _note_seed(self, seed: int) -> None:
+        """Have the seed of the resumed run in its ``config.yaml`` again."""
+        self.cfg = self.cfg.clone()
+        self.cfg.defrost()
+        self.cfg.SEED = seed
+        self.cfg.freeze()
+        path = Path(self.cfg.OUTPUT_DIR) / "config.yaml"
+        if comm.is_main_process() and path.is_file():
+            with written_whole(path) as partial:
+                partial.write_text(self.cfg.dump())
 
     def build_writers(self) -> list[EventWriter]:
         """detectron2's; ``metrics.json`` has no iteration twice after a resume."""

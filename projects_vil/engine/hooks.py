@@ -4,12 +4,14 @@ import contextlib
 import logging
 import math
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from detectron2.engine import HookBase
+from detectron2.engine.hooks import PeriodicWriter
 from detectron2.utils import comm
+from detectron2.utils.events import EventWriter
 from torch import nn
 
 from backbones import InputError
@@ -187,6 +189,27 @@ class SaveEvaluated(HookBase):
             self.saving.save(f"model_{self.trainer.iter:07d}", finished=True)
 
 
+class WriteMetrics(PeriodicWriter):
+    """detectron2's, which writes after each evaluation too: of several between two lines only the last would be kept.
+
+    Args:
+        writers: of the run.
+        evaluation_period: iterations between two evaluations, or 0.
+    """
+
+    def __init__(self, writers: Sequence[EventWriter], *, evaluation_period: int) -> None:
+        super().__init__(writers)
+        self.evaluation_period = evaluation_period
+
+    def after_step(self) -> None:
+        done = self.trainer.iter + 1
+        if self.evaluation_period and done % self.evaluation_period == 0:
+            for writer in self._writers:
+                writer.write()
+        else:
+            super().after_step()
+
+
 class KeepBest(HookBase):
     """Keep the checkpoint with the best value of a metric as ``model_best.pth``; the best value survives a resume.
 
@@ -213,8 +236,10 @@ class KeepBest(HookBase):
 
     def after_train(self) -> None:
         self._compare()
-        if self.best is None:
-            known = ", ".join(name for name in self.trainer.storage.latest() if "/" in name) or "none"
+        # What evaluations give is not smoothed; where none has come to its end there is nothing to say.
+        hints = self.trainer.storage.smoothing_hints()
+        known = ", ".join(name for name, is_smoothed in hints.items() if "/" in name and not is_smoothed)
+        if self.best is None and known:
             logging.getLogger(__name__).warning(
                 "TEST.BEST_METRIC is %s, and no evaluation gave it (%s): there is no model_best.pth", self.metric, known
             )

@@ -4,12 +4,14 @@ import argparse
 import contextlib
 import logging
 from collections import OrderedDict
+from pathlib import Path
 
 from detectron2.config import CfgNode
 from detectron2.engine import default_argument_parser, default_setup
 from detectron2.evaluation import verify_results
 from detectron2.utils import comm
 
+from backbones.files import written_whole
 from projects_vil.checkpoint import Checkpointer, checkpoints_of, remove_run
 from projects_vil.config import ConfigToolParser, load_config
 from projects_vil.data import read_ahead, register_datasets
@@ -94,6 +96,13 @@ def _train(cfg: CfgNode, args: argparse.Namespace, num_images: int) -> OrderedDi
     default_setup(cfg, args)
     for line in lines:
         logging.getLogger("detectron2").info(line)
+    if cfg.SOLVER.WARMUP_ITERS >= cfg.SOLVER.MAX_ITER:
+        logging.getLogger(__name__).warning(
+            "SOLVER.WARMUP_ITERS is %d, and SOLVER.MAX_ITER %d: the learning rate never comes to SOLVER.BASE_LR %g",
+            cfg.SOLVER.WARMUP_ITERS,
+            cfg.SOLVER.MAX_ITER,
+            cfg.SOLVER.BASE_LR,
+        )
     logging.getLogger(__name__).info(
         "training %s with %s on %s: %d iterations; %s/log.txt has the config, the model and the environment too",
         cfg.MODEL.META_ARCHITECTURE,
@@ -110,7 +119,7 @@ def _train(cfg: CfgNode, args: argparse.Namespace, num_images: int) -> OrderedDi
 def _evaluate(cfg: CfgNode, args: argparse.Namespace) -> OrderedDict:
     log_run(cfg.OUTPUT_DIR, rank=comm.get_rank())
     comm.synchronize()
-    default_setup(cfg, args)
+    _set_up_evaluation(cfg, args)
     model = Trainer.build_model(cfg)
     checkpointer = Checkpointer(model, cfg.OUTPUT_DIR, cfg=cfg, complete=True)
     checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=args.resume)
@@ -119,3 +128,13 @@ def _evaluate(cfg: CfgNode, args: argparse.Namespace) -> OrderedDict:
     if comm.is_main_process():
         verify_results(cfg, results)
     return results
+
+
+def _set_up_evaluation(cfg: CfgNode, args: argparse.Namespace) -> None:
+    """detectron2's, which writes ``config.yaml``: that of a run stays as it is."""
+    path = Path(cfg.OUTPUT_DIR) / "config.yaml"
+    of_the_run = path.read_bytes() if path.is_file() and comm.is_main_process() else None
+    default_setup(cfg, args)
+    if of_the_run is not None:
+        with written_whole(path) as partial:
+            partial.write_bytes(of_the_run)

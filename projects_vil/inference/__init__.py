@@ -3,9 +3,11 @@
 from projects_vil.inference.detections import Detections
 from projects_vil.inference.detector import Detector
 from projects_vil.inference.predict import predict
+from projects_vil.inference.runners import check_overrides
 
 __all__ = [
     "Detections",
     "Detector",
+    "check_overrides",
     "predict",
 ]

@@ -169,6 +169,14 @@ def check_runner(cfg: CfgNode, weights: str | Path, *, tta: bool = False) -> Non
         augmentation_sizes(cfg)
 
 
+def check_overrides(weights: str | Path, overrides: Sequence[str]) -> None:
+    """Raise an :class:`InputError` for an override, of keys and values by turns, that an export cannot follow."""
+    heeded = ("MODEL.WEIGHTS", "MODEL.DEVICE", "DATASETS.")
+    idle = [key for key in overrides[::2] if not key.startswith(heeded)] if is_exported(weights) else []
+    if idle:
+        raise InputError(f"{idle[0]} changes nothing here: it is inside {weights}; export the model again with it")
+
+
 def config_of_export(path: str | Path) -> CfgNode:
     """A config that says of an exported file what those who read images ask a config for.
 

@@ -29,8 +29,11 @@ class ProgressPrinter(CommonMetricPrinter):
         eta, names = self._get_eta(storage), storage.histories()
         parts = [f"eta: {eta}"] if eta else []
         parts.append(f"iter: {storage.iter}")
+        smoothed = storage.smoothing_hints()
         for name in (name for name in names if "loss" in name or "[metric]" in name):
-            parts.append(f"{name}: {self._median(storage, name):.4g}")
+            # Those of an evaluation are not.
+            value = self._median(storage, name) if smoothed[name] else names[name].latest()
+            parts.append(f"{name}: {value:.4g}")
         if "gradient_norm" in names:
             parts.append(f"gradient_norm: {self._median(storage, 'gradient_norm'):.4g}")
         if "lr" in names:

@@ -12,7 +12,7 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from backbones import InputError
 from projects_vil.data import check_files
-from projects_vil.evaluation import PER_CLASS, explain_results
+from projects_vil.evaluation import LOSS_TASK, PER_CLASS, explain_results
 from projects_vil.report.drawings import DrawnImage, draw_images
 from projects_vil.report.figures import Drawn, precision_figures
 from projects_vil.report.judging import SIZES, Judged, confusions, judge
@@ -125,7 +125,11 @@ def _add_summary(part: DatasetPart, tasks: Mapping[str, Mapping[str, Any]], judg
     part.summary = [
         (_TASKS.get(task, task), [figure(metrics.get(name)) for name in part.metrics])
         for task, metrics in tasks.items()
+        if task != LOSS_TASK
     ]
+    if LOSS_TASK in tasks:
+        losses = ", ".join(f"{name} {value:.4g}" for name, value in tasks[LOSS_TASK].items() if value is not None)
+        part.notes.append(f"Losses on this dataset: {losses}.")
     if judged is not None and "APs" in part.metrics:
         count = {"AP": sum(judged.objects_by_class)}
         count |= dict(zip(("APs", "APm", "APl"), judged.objects_by_size.values(), strict=True))

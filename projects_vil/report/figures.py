@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from projects_vil.evaluation import LOSS_TASK
 from projects_vil.report.judging import Judged
 
 # Of a figure in inches of 72 points: what fits a telephone with letters that can be read there.
@@ -60,6 +61,7 @@ def training_figures(metrics: Sequence[Mapping[str, float]]) -> list[Drawn]:
     names = {name for line in metrics for name in line}
     losses = sorted(name for name in names if "loss" in name and "/" not in name)
     losses.sort(key=lambda name: name != "total_loss")
+    of_validation = sorted(name for name in names if f"{LOSS_TASK}/" in name)
     of_ap = sorted(
         (name for name in names if name.rpartition("/")[2] in ("AP", "AP50", "AP75", "mIoU") and "/" in name),
         key=lambda name: (name.rpartition("/")[0], len(name)),
@@ -67,6 +69,7 @@ def training_figures(metrics: Sequence[Mapping[str, float]]) -> list[Drawn]:
     median = "Each point is the median of the last 20 iterations."
     wanted = (
         ("Losses", losses, median, "", False),
+        ("Validation loss", of_validation, "At each evaluation.", "", False),
         ("Learning rate", ["lr"], "Of the first group of parameters.", "", False),
         ("Gradient norm", ["gradient_norm"], f"Before clipping. {median}", "", True),
         ("Average precision", of_ap, "On the validation images, at each evaluation.", "%", False),

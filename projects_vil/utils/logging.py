@@ -20,6 +20,8 @@ _FOR_THE_FILE = re.compile(
             r"Command line arguments: ",
             r"Contents of args\.config_file",
             r"Running with full config:",
+            # An evaluation in a run's folder puts the run's own back.
+            r"Full config saved to",
             r"Model:\n",
             r"\[DatasetMapper\] Augmentations used",
             r"Using training sampler",

@@ -12,6 +12,9 @@ _WARNINGS = (
     # detectron2 scripts a few of its functions when it is imported.
     (r"`torch\.jit\.script` is deprecated", FutureWarning),
     (r"`torch\.jit\.script` is deprecated", DeprecationWarning),
+    # The format, and how it is read.
+    (r"`torch\.jit\.(load|save|trace|trace_method)` is deprecated", FutureWarning),
+    (r"`torch\.jit\.(load|save|trace|trace_method)` is deprecated", DeprecationWarning),
     # detectron2's anchors; the order that it relies on is the default.
     (r"torch\.meshgrid: in an upcoming release", UserWarning),
     # detectron2's name for it, of several processes.
@@ -25,6 +28,8 @@ _RECORDS = (
     ("torch.utils.cpp_extension", r"No CUDA runtime is found"),
     # Users' configs are read safely: this is one of detectron2's own, trusted as its code is.
     ("fvcore.common.config", r".*/detectron2/model_zoo/.*yaml\.unsafe_load"),
+    # detectron2 asks torch whether it is recorded, in every Mask R-CNN.
+    ("torch.fx._symbolic_trace", r"is_fx_tracing will return true"),
     # That is what a config without VERSION should be.
     ("detectron2.config.compat", r"Config '.*' has no VERSION\. Assuming it to be compatible"),
 )

@@ -88,6 +88,11 @@ FAULTS = (
         stored(_FINAL, lambda c: c["vil_detectron2"].update(classes=["square", "circle", "star"])),
         parts=_RUN,
     ),
+    Fault(
+        "an exported model for weights",
+        "train_net.py --config-file run/config.yaml --eval-only MODEL.WEIGHTS export/model.ts",
+        parts=("run", "export"),
+    ),
     Fault("evaluation without weights", f"{TRAIN} --eval-only"),
     Fault("an export without weights", "export_model.py --config-file small.yaml --output out"),
     Fault("slimming over the source", f"slim_checkpoint.py {_FINAL} {_FINAL}", parts=_RUN),

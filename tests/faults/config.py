@@ -2,7 +2,7 @@
 
 import shlex
 
-from tests.faults.fault import TRAIN, Fault
+from tests.faults.fault import OUTPUT, TRAIN, Fault
 from tests.faults.spoiling import written
 
 _VALUES = (
@@ -15,6 +15,7 @@ _VALUES = (
     ("SOLVER.CHECKPOINT_PERIOD", "0"),
     ("SOLVER.CHECKPOINT_KEEP", "-1"),
     ("SOLVER.BASE_LR", "-0.1"),
+    ("SOLVER.BASE_LR", "1"),
     ("SOLVER.BASE_LR_END", "-1.0"),
     ("SOLVER.WEIGHT_DECAY", "-1.0"),
     ("SOLVER.MOMENTUM", "2.0"),
@@ -46,9 +47,10 @@ _VALUES = (
     ("MODEL.TRANSFORMER.RANK", "[8, 8, 8, 8]"),
     ("MODEL.TRANSFORMER.OUT_FEATURES", "['stage9']"),
     ("MODEL.TRANSFORMER.DROP_PATH", "1.5"),
-    ("MODEL.TRANSFORMER.RANDOM_SHIFT_UNTIL", "2"),
+    ("MODEL.TRANSFORMER.RANDOM_SHIFT_UNTIL", "2.0"),
     ("INPUT.RANDOM_FLIP", "diagonal"),
     ("INPUT.MIN_SIZE_TRAIN", "(0,)"),
+    ("INPUT.MIN_SIZE_TRAIN", "64"),
     ("INPUT.FORMAT", "HSV"),
     ("SOLVER.STEPS", "('a', 5)"),
     ("SOLVER.WARMUP_FACTOR", "-1.0"),
@@ -73,6 +75,13 @@ FAULTS = (
     *(Fault(f"{key} {value or repr(value)}", f"{TRAIN} {key} {shlex.quote(value)}") for key, value in _VALUES),
     Fault("INPUT.CROP.TYPE relativ", f"{TRAIN} INPUT.CROP.ENABLED True INPUT.CROP.TYPE relativ"),
     Fault("two keys that scale the rate", f"{TRAIN} SOLVER.SCALE_LR_TO_BATCH 16 SOLVER.REFERENCE_WORLD_SIZE 8"),
+    Fault(
+        "a warm-up that never ends",
+        f"{TRAIN} SOLVER.WARMUP_ITERS 50",
+        status=0,
+        line="SOLVER.WARMUP_ITERS is 50",
+        makes=OUTPUT,
+    ),
     Fault("an unknown key", f"{TRAIN} SOLVER.MAXITER 3"),
     Fault("a key without a value", f"{TRAIN} SOLVER.MAX_ITER"),
     Fault("a pair as one word", f"{TRAIN} SOLVER.MAX_ITER=3"),

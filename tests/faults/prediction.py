@@ -59,6 +59,7 @@ FAULTS = (
     _exported("an export without its metadata", removed("export/model.ts.metadata.json")),
     _exported("an export whose metadata breaks off", cut_off("export/model.ts.metadata.json")),
     _exported("an export whose metadata is another's", written("export/model.ts.metadata.json", "{}")),
+    _exported("an export with another threshold", options=" MODEL.RETINANET.SCORE_THRESH_TEST 0.9"),
     _exported("an export on a GPU", options=" --device cuda"),
     _exported("an export with test-time augmentation", options=" --tta"),
     Fault(

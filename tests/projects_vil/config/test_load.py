@@ -110,7 +110,13 @@ def test_misspelled_key_names_the_closest(tmp_path, key, closest):
 def test_wrong_type(tmp_path):
     path = write(tmp_path, "SOLVER:\n  MAX_ITER: many\n")
     for text in (message(path), message(CONFIGS["retinanet"], ["SOLVER.MAX_ITER", "many"])):
-        assert "SOLVER.MAX_ITER" in text and "many" in text and "int" in text and "str" in text
+        assert "SOLVER.MAX_ITER is many, and it is a whole number, as " in text
+    assert message(CONFIGS["retinanet"], ["SOLVER.BASE_LR", "-1"]).startswith(
+        "SOLVER.BASE_LR is -1, and it is a number with a point, as 0.001: write -1.0"
+    )
+    assert 'several values in brackets, as (128,): write "(64,)"' in message(
+        CONFIGS["retinanet"], ["INPUT.MIN_SIZE_TRAIN", "64"]
+    )
 
 
 def test_missing_file(tmp_path):

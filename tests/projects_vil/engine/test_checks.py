@@ -116,7 +116,7 @@ def test_batch_of_the_reference_is_shared_out_evenly(shapes):
         ("MODEL.EMA.DECAY", "1.0", "MODEL.EMA.DECAY is 1.0: it is 0 or more, and below 1"),
         ("SOLVER.WARMUP_ITERS", "-1", "SOLVER.WARMUP_ITERS is -1: it is 0 or more iterations"),
         ("SOLVER.BASE_LR", "-0.1", "SOLVER.BASE_LR is -0.1: it is above 0"),
-        ("SOLVER.BASE_LR", "float('nan')", "Type mismatch"),
+        ("SOLVER.BASE_LR", "float('nan')", "SOLVER.BASE_LR is float('nan'), and it is a number with a point"),
         ("SOLVER.WEIGHT_DECAY", "-1.0", "SOLVER.WEIGHT_DECAY is -1.0: it is 0 or more"),
         ("TEST.EVAL_PERIOD", "-1", "TEST.EVAL_PERIOD is -1: it is a number of iterations, or 0 for the end alone"),
         ("DATALOADER.NUM_WORKERS", "-1", "DATALOADER.NUM_WORKERS is -1: it is 0 or more processes"),

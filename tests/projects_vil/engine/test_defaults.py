@@ -87,10 +87,13 @@ def test_evaluation_file_of_a_run(trained_run):
 def test_evaluating_again_gives_the_same(trained_run, datasets_root, tmp_path):
     overrides = ["MODEL.WEIGHTS", trained_run / "model_final.pth", "OUTPUT_DIR", tmp_path]
     config = trained_run / "config.yaml"
+    (tmp_path / "config.yaml").write_text("# of the run\n")
     result = run_tool("train_net.py", "--config-file", config, "--eval-only", *overrides, datasets_root=datasets_root)
     assert result.returncode == 0, result.stderr
     assert read_json(tmp_path / "evaluation.json") == read_json(trained_run / "evaluation.json")
     assert not list(tmp_path.glob("*.pth"))
+    # What the run was trained with stays there, in whatever way it is evaluated later.
+    assert (tmp_path / "config.yaml").read_text() == "# of the run\n"
 
 
 @pytest.mark.slow

@@ -4,12 +4,13 @@ import types
 
 import pytest
 import torch
+from detectron2.utils.events import EventStorage, EventWriter
 
 from backbones import InputError
 from backbones.attention.performer import PerformerAttention
 from backbones.attention.sliding_chunk import SlidingChunkAttention
 from projects_vil.engine import Trainer, check_setup
-from projects_vil.engine.hooks import RandomShift, RedrawFeatures
+from projects_vil.engine.hooks import KeepBest, RandomShift, RedrawFeatures, WriteMetrics
 from tests.projects_vil.helpers import small_config
 
 
@@ -92,3 +93,36 @@ def test_shifts_of_a_config(shapes, tmp_path):
     options += ["MODEL.TRANSFORMER.NAME", "sra64_tiny"]
     with pytest.raises(InputError, match="RANDOM_SHIFT_UNTIL is 0.875, and no stage has sliding_chunk attention"):
         check_setup(small_config("retinanet", *options))
+
+
+class _Written(EventWriter):
+    def __init__(self, storage):
+        self.storage, self.found = storage, []
+
+    def write(self) -> None:
+        self.found.append((self.storage.iter, dict(self.storage.latest()).get("bbox/AP", (None,))[0]))
+
+
+def test_every_evaluation_is_written():
+    with EventStorage() as storage:
+        writer = _Written(storage)
+        hook = WriteMetrics([writer], evaluation_period=3)
+        for iteration in range(22):
+            storage.iter = iteration
+            if (iteration + 1) % 3 == 0:
+                storage.put_scalar("bbox/AP", iteration, smoothing_hint=False)
+            hook.trainer = types.SimpleNamespace(iter=iteration, max_iter=22)
+            hook.after_step()
+    assert [iteration for iteration, _ in writer.found] == [2, 5, 8, 11, 14, 17, 19, 20, 21]
+    assert all(value == iteration for iteration, value in writer.found if (iteration + 1) % 3 == 0)
+
+
+@pytest.mark.parametrize("evaluated, warned", [({}, False), ({"bbox/AR": 3.0}, True)])
+def test_a_best_metric_is_missed_only_where_an_evaluation_gave_others(caplog, evaluated, warned):
+    with EventStorage() as storage:
+        storage.put_scalar("rpn/num_pos_anchors", 3.0)
+        storage.put_scalars(smoothing_hint=False, **evaluated)
+        hook = KeepBest(None, metric="bbox/AP")
+        hook.trainer = types.SimpleNamespace(storage=storage, iter=0)
+        hook.after_train()
+    assert ("no evaluation gave it (bbox/AR)" in caplog.text) is warned and "rpn" not in caplog.text

@@ -16,6 +16,7 @@ from detectron2.utils.events import EventStorage
 from fvcore.common.param_scheduler import LinearParamScheduler
 
 from backbones import InputError
+from projects_vil import load_config
 from projects_vil.data import seed_all
 from projects_vil.engine import Trainer
 from projects_vil.engine.hooks import SaveCheckpoints
@@ -193,9 +194,11 @@ def test_rates_of_the_config_count(shapes, tmp_path, caplog):
 @pytest.mark.slow
 def test_a_seed_is_drawn_and_kept(shapes, tmp_path):
     trainer = train("retinanet", tmp_path / "run", "SEED", "-1", cut_at=4)
+    (tmp_path / "run/config.yaml").write_text("SEED: -1\n")
     again = Trainer(small_config("retinanet", *RUN, "OUTPUT_DIR", str(tmp_path / "run"), "SEED", "-1"))
     again.resume_or_load(resume=True)
     assert again.seed == trainer.seed >= 0
+    assert load_config(tmp_path / "run/config.yaml").SEED == trainer.seed
     assert again.start_iter == 3
 
 

@@ -36,3 +36,14 @@ def test_the_first_line_of_a_run_has_no_times_yet(caplog, monkeypatch):
         storage.put_scalars(total_loss=3.0)
         line = line_of(storage, caplog)
     assert "iter: 0  total_loss: 3" in line and "images/s" not in line and "eta" not in line
+
+
+def test_the_loss_of_an_evaluation_is_the_latest(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("detectron2"), "propagate", True)
+    with EventStorage(0) as storage:
+        for iteration, (training, validation) in enumerate([(2.0, 1.0), (4.0, 5.0)]):
+            storage.iter = iteration
+            storage.put_scalar("total_loss", training)
+            storage.put_scalar("validation_loss/total_loss", validation, smoothing_hint=False)
+        line = line_of(storage, caplog)
+    assert " total_loss: 3  validation_loss/total_loss: 5  " in line
