@@ -13,8 +13,8 @@ _WARNINGS = (
     (r"`torch\.jit\.script` is deprecated", FutureWarning),
     (r"`torch\.jit\.script` is deprecated", DeprecationWarning),
     # The format, and how it is read.
-    (r"`torch\.jit\.(load|save|trace|trace_method)` is deprecated", FutureWarning),
-    (r"`torch\.jit\.(load|save|trace|trace_method)` is deprecated", DeprecationWarning),
+    (r"`torch\.jit\.(load|save)` is deprecated", FutureWarning),
+    (r"`torch\.jit\.(load|save)` is deprecated", DeprecationWarning),
     # detectron2's anchors; the order that it relies on is the default.
     (r"torch\.meshgrid: in an upcoming release", UserWarning),
     # detectron2's name for it, of several processes.

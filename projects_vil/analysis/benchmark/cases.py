@@ -20,7 +20,7 @@ from backbones.errors import check_choice
 from backbones.variants import get_variant
 from projects_vil.analysis.benchmark.baselines import build_baseline
 from projects_vil.config import load_config
-from projects_vil.modeling.backbone.transformer import build_transformer_backbone
+from projects_vil.modeling import build_transformer_backbone
 from projects_vil.solver import build_optimizer
 
 WHATS = ("attention", "backbone", "detector", "train-step")
