@@ -21,11 +21,14 @@ class ProgressPrinter(CommonMetricPrinter):
     def __init__(self, max_iter: int, *, batch_size: int) -> None:
         super().__init__(max_iter)
         self.batch_size = batch_size
+        self._told: int | None = None
 
     def write(self) -> None:
         storage = get_event_storage()
-        if storage.iter == self._max_iter:
+        # An iteration is told once: detectron2's guess of the time left divides by those since the last line.
+        if storage.iter in (self._max_iter, self._told):
             return
+        self._told = storage.iter
         eta, names = self._get_eta(storage), storage.histories()
         parts = [f"eta: {eta}"] if eta else []
         parts.append(f"iter: {storage.iter}")

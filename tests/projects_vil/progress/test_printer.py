@@ -47,3 +47,15 @@ def test_the_loss_of_an_evaluation_is_the_latest(caplog, monkeypatch):
             storage.put_scalar("validation_loss/total_loss", validation, smoothing_hint=False)
         line = line_of(storage, caplog)
     assert " total_loss: 3  validation_loss/total_loss: 5  " in line
+
+
+def test_an_iteration_is_told_once(caplog, monkeypatch):
+    """After its evaluation, and not again at the end of the run; the first one has no times to guess from."""
+    monkeypatch.setattr(logging.getLogger("detectron2"), "propagate", True)
+    printer = ProgressPrinter(100, batch_size=8)
+    with EventStorage(0) as storage, caplog.at_level(logging.INFO, logger="detectron2.utils.events"):
+        for iteration in (0, 0, 1, 1):
+            storage.iter = iteration
+            storage.put_scalar("total_loss", 3.0)
+            printer.write()
+    assert [re.search(r"iter: (\d+)", record.getMessage())[1] for record in caplog.records] == ["0", "1"]
