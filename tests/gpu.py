@@ -9,8 +9,13 @@ import torch
 DEVICE = os.environ.get("GPU_TESTS_DEVICE", "cuda")
 
 
-def on_gpu(test: Callable, *, devices: int = 1) -> Callable:
-    """Mark a test, and skip it where there are fewer GPUs."""
-    missing = DEVICE == "cuda" and torch.cuda.device_count() < devices
-    reason = "needs a CUDA device" if devices == 1 else f"needs {devices} CUDA devices"
-    return pytest.mark.gpu(pytest.mark.skipif(missing, reason=reason)(test))
+def on_gpu(test: Callable) -> Callable:
+    """Mark a test, and skip it where there is no GPU."""
+    missing = DEVICE == "cuda" and not torch.cuda.is_available()
+    return pytest.mark.gpu(pytest.mark.skipif(missing, reason="needs a CUDA device")(test))
+
+
+def on_gpus(number: int) -> Callable[[Callable], Callable]:
+    """Mark a test, and skip it where there are fewer GPUs; it is of GPUs alone."""
+    missing = pytest.mark.skipif(torch.cuda.device_count() < number, reason=f"needs {number} CUDA devices")
+    return lambda test: pytest.mark.gpu(missing(test))

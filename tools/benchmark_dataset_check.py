@@ -18,8 +18,9 @@ def main() -> None:
     if args.images < 1:
         raise InputError(f"--images is {args.images}: it is 1 or more")
     cost = time_dataset_check(Path(__file__).with_name("check_dataset.py"), num_images=args.images)
-    size, memory = cost.file_size / 1e6, cost.memory / 1e9
-    print(f"{args.images:,} images, {size:.0f} MB of annotations: {cost.seconds:.1f} s, {memory:.2f} GB")
+    memory = "memory not measured (no /proc)" if cost.memory is None else f"{cost.memory / 1e9:.2f} GB"
+    size = cost.file_size / 1e6
+    print(f"{args.images:,} images, {size:.0f} MB of annotations: {cost.seconds:.1f} s, {memory}")
 
 
 if __name__ == "__main__":

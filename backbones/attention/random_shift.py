@@ -85,6 +85,11 @@ class _Cut:
     shift: tuple[int, int]
     is_cyclic: bool
 
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of chunks."""
+        return -(-self.height // self.window_size), -(-self.width // self.window_size)
+
     def chunks(self, x: Tensor) -> Tensor:
         """(B, M, H, W, E) -> (B, rows, cols, M, w, w, E), filled up with zeros; a view of whole chunks."""
         size = self.window_size
@@ -95,14 +100,13 @@ class _Cut:
 
     def map(self, chunks: Tensor, batch: int) -> Tensor:
         """(N, M, P, E) -> (B, M, H, W, E)."""
-        size = self.window_size
-        rows, cols = -(-self.height // size), -(-self.width // size)
-        chunks = chunks.unflatten(2, (size, size)).unflatten(0, (batch, rows, cols))
+        chunks = chunks.unflatten(2, (self.window_size,) * 2).unflatten(0, (batch, *self.grid))
         whole = chunks.permute(0, 3, 1, 4, 2, 5, 6).flatten(4, 5).flatten(2, 3)
         return whole[:, :, : self.height, : self.width]
 
-    def neighbours(self, rows: int, cols: int) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    def neighbours(self) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
         """Chunks, of (B, rows, cols, ...), and the neighbours that they see."""
+        rows, cols = self.grid
         for row, seen_row in self._steps(rows, self.shift[0]):
             for col, seen_col in self._steps(cols, self.shift[1]):
                 yield (slice(None), row, col), (slice(None), seen_row, seen_col)
@@ -131,7 +135,7 @@ class _Cut:
         neighbour.zero_()[..., channels:] = mark
         own[..., :channels].unflatten(4, (size, size)).copy_(chunks)
         own[..., channels:] = self._marks(own[..., channels:], mark)
-        for places_of, seen_there in self.neighbours(rows, cols):
+        for places_of, seen_there in self.neighbours():
             neighbour[places_of] = own[seen_there]
         if global_tokens is not None:
             rest.copy_(F.pad(global_tokens, (0, extra))[:, None, None])
@@ -147,11 +151,10 @@ class _Cut:
 
     def gradient(self, seen: Tensor, batch: int, channels: int) -> tuple[Tensor, Tensor]:
         """The gradient of what is seen, (N, M, 2 * P + G, D or more), as those of the map and of the global tokens."""
-        size, places = self.window_size, self.window_size**2
-        rows, cols = -(-self.height // size), -(-self.width // size)
-        seen = seen[..., :channels].unflatten(0, (batch, rows, cols))
+        places = self.window_size**2
+        seen = seen[..., :channels].unflatten(0, (batch, *self.grid))
         own, neighbour, rest = seen.split([places, places, seen.shape[4] - 2 * places], dim=4)
-        for places_of, seen_there in self.neighbours(rows, cols):
+        for places_of, seen_there in self.neighbours():
             own[seen_there] += neighbour[places_of]
         return self.map(own.flatten(0, 2), batch), rest.sum(dim=(1, 2))
 

@@ -1,6 +1,5 @@
 """How long the check of a dataset takes, and how much memory."""
 
-import re
 import subprocess
 import sys
 import tempfile
@@ -12,14 +11,18 @@ import numpy as np
 
 from backbones import InputError
 from projects_vil.analysis.drawn_coco import draw_objects, write_annotations, write_images
+from projects_vil.analysis.process_memory import memory_of
 
 
 class CheckCost(NamedTuple):
-    """Of a check in a process of its own: the file's size in bytes, seconds by the clock, and peak memory in bytes."""
+    """Of a check in a process of its own: the file's size in bytes, seconds by the clock, and peak memory in bytes.
+
+    The memory is None where the system has no /proc.
+    """
 
     file_size: int
     seconds: float
-    memory: int
+    memory: int | None
 
 
 def time_dataset_check(tool: Path, *, num_images: int) -> CheckCost:
@@ -45,14 +48,11 @@ def time_dataset_check(tool: Path, *, num_images: int) -> CheckCost:
         return CheckCost(annotations.stat().st_size, seconds, memory)
 
 
-def _peak_memory(process: subprocess.Popen) -> int:
-    """Wait for a process, and return the most bytes that it had.
-
-    What ``getrusage`` tells of a child begins with what its parent had when it was forked.
-    """
-    peak = 0
+def _peak_memory(process: subprocess.Popen) -> int | None:
+    """Wait for a process, and return the most bytes that it had."""
+    peak = None
     while process.poll() is None:
-        found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text())
-        peak = max(peak, int(found[1]) * 1024) if found else peak
+        # One that has ended in between has none.
+        peak = memory_of(process.pid, peak=True) or peak
         time.sleep(0.02)
     return peak

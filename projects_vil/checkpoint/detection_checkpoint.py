@@ -30,6 +30,7 @@ from projects_vil.checkpoint.provenance import (
     model_categories,
 )
 from projects_vil.checkpoint.storage import find_checkpoint, tag_checkpoint
+from projects_vil.config import CONFIG_FILE
 from projects_vil.modeling import TransformerBackbone, build_on_meta
 
 # Beside averaged weights under "model": those of training, and how many steps are averaged.
@@ -307,7 +308,7 @@ class Checkpointer(DetectionCheckpointer):
 
     def _own_config(self) -> str:
         """The config that a run left beside its checkpoint, as a way out."""
-        config = Path(self._path).with_name("config.yaml")
+        config = Path(self._path).with_name(CONFIG_FILE)
         return f"; its run's own is --config-file {config}" if config.is_file() else ""
 
     def _match_classes(self, state_dict: dict[str, Tensor], said: Provenance) -> None:

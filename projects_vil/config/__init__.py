@@ -3,10 +3,11 @@
 from projects_vil.config.command_line import ConfigToolParser, config_of
 from projects_vil.config.defaults import add_vil_config
 from projects_vil.config.device import check_device
-from projects_vil.config.load import default_config, load_config, one_line
+from projects_vil.config.load import CONFIG_FILE, default_config, load_config, one_line
 from projects_vil.config.task import DETECTORS, is_segmentor, number_of_classes
 
 __all__ = [
+    "CONFIG_FILE",
     "DETECTORS",
     "ConfigToolParser",
     "add_vil_config",

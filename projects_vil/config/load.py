@@ -11,6 +11,9 @@ from detectron2.config import get_cfg
 from backbones.errors import InputError, check_file, closest
 from projects_vil.config.defaults import add_vil_config
 
+# What detectron2 writes the whole config of a run into, in OUTPUT_DIR.
+CONFIG_FILE = "config.yaml"
+
 
 def default_config() -> CN:
     """detectron2's defaults and this project's keys."""

@@ -30,6 +30,7 @@ from backbones.attention.performer import PerformerAttention
 from backbones.files import written_whole
 from projects_vil import data, evaluation, solver
 from projects_vil.checkpoint import Checkpointer
+from projects_vil.config import CONFIG_FILE
 from projects_vil.engine.averaging import AverageWeights, average_of, start_average
 from projects_vil.engine.hooks import (
     KeepBest,
@@ -179,7 +180,7 @@ class Trainer(DefaultTrainer):
         self.cfg.defrost()
         self.cfg.SEED = seed
         self.cfg.freeze()
-        path = Path(self.cfg.OUTPUT_DIR) / "config.yaml"
+        path = Path(self.cfg.OUTPUT_DIR) / CONFIG_FILE
         if comm.is_main_process() and path.is_file():
             with written_whole(path) as partial:
                 partial.write_text(self.cfg.dump())

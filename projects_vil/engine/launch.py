@@ -13,7 +13,7 @@ from detectron2.utils import comm
 
 from backbones.files import written_whole
 from projects_vil.checkpoint import Checkpointer, checkpoints_of, remove_run
-from projects_vil.config import ConfigToolParser, load_config
+from projects_vil.config import CONFIG_FILE, ConfigToolParser, load_config
 from projects_vil.data import read_ahead, register_datasets
 from projects_vil.engine.checks import check_setup
 from projects_vil.engine.defaults import Trainer
@@ -131,9 +131,10 @@ def _evaluate(cfg: CfgNode, args: argparse.Namespace) -> OrderedDict:
 
 
 def _set_up_evaluation(cfg: CfgNode, args: argparse.Namespace) -> None:
-    """detectron2's, which writes ``config.yaml``: that of a run stays as it is."""
-    path = Path(cfg.OUTPUT_DIR) / "config.yaml"
-    of_the_run = path.read_bytes() if path.is_file() and comm.is_main_process() else None
+    """detectron2's, which writes ``config.yaml``: that of a run, beside its checkpoints, stays as it is."""
+    path = Path(cfg.OUTPUT_DIR) / CONFIG_FILE
+    is_of_a_run = path.is_file() and bool(checkpoints_of(cfg.OUTPUT_DIR))
+    of_the_run = path.read_bytes() if is_of_a_run and comm.is_main_process() else None
     default_setup(cfg, args)
     if of_the_run is not None:
         with written_whole(path) as partial:

@@ -45,10 +45,10 @@ def digest_of(path: str | Path) -> str:
 
 
 def read_metadata(path: str | Path) -> dict:
-    """The metadata of an exported file, which is the one that they were written for.
+    """The metadata of an exported file.
 
     Raises:
-        InputError: where they are missing or are no such thing, and where the file is damaged or another.
+        InputError: where they are missing or are no such thing.
     """
     beside = metadata_path(path)
     check_file(path, "file")
@@ -60,13 +60,17 @@ def read_metadata(path: str | Path) -> dict:
         raise InputError(f"{beside} is not JSON: {error}") from error
     if not _is_metadata(metadata):
         raise InputError(f"{beside} is not the metadata of an exported model")
+    return metadata
+
+
+def check_digest(path: str | Path, metadata: dict) -> None:
+    """Raise an :class:`InputError` where an exported file is not the one that its metadata were written for."""
     # Files that were exported before this was written have none.
     if metadata.get("sha256") not in (None, digest_of(path)):
         raise InputError(
-            f"{path} is damaged, or not the file that {beside.name} was written for (its sha256 is another): export it "
-            "again; where you have changed it, take sha256 out there"
+            f"{path} is damaged, or not the file that {metadata_path(path).name} was written for (its sha256 is "
+            "another): export it again; where you have changed it, take sha256 out there"
         )
-    return metadata
 
 
 def _is_metadata(metadata: object) -> bool:

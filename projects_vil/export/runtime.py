@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from backbones import InputError
 from projects_vil.export.formats import check_format, format_of, quiet
-from projects_vil.export.metadata import check_sides, read_metadata
+from projects_vil.export.metadata import check_digest, check_sides, read_metadata
 
 
 class ExportedModel:
@@ -32,6 +32,7 @@ class ExportedModel:
         self.path = Path(path)
         self.file_format = format_of(self.path)
         self.metadata = read_metadata(self.path)
+        check_digest(self.path, self.metadata)
         self.output_names = tuple(output["name"] for output in self.metadata["outputs"])
         self.batched = self.metadata["input"]["batched"]
         self.dtype = getattr(torch, self.metadata["input"]["dtype"])

@@ -14,7 +14,7 @@ from detectron2.structures import Instances
 
 from backbones import InputError
 from projects_vil.checkpoint import LAST_CHECKPOINT, Categories
-from projects_vil.config import load_config
+from projects_vil.config import CONFIG_FILE, load_config
 from projects_vil.data import register_datasets
 from projects_vil.export import is_exported
 from projects_vil.inference.detections import DRAWN_FROM, Detections
@@ -31,7 +31,7 @@ from projects_vil.inference.sources import (
     read_ahead,
 )
 
-CONFIG_FILE, FINAL_WEIGHTS = "config.yaml", "model_final.pth"
+FINAL_WEIGHTS = "model_final.pth"
 READERS = 4  # threads that read files
 
 ImageLike = str | os.PathLike | np.ndarray | PIL.Image.Image

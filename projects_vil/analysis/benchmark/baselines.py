@@ -44,17 +44,19 @@ class _TimmBackbone(Backbone):
             self.net = timm.create_model(name, features_only=True)
         except (RuntimeError, AttributeError, NotImplementedError) as error:
             raise InputError(f"--against {name}: timm has no features of it") from error
-        info = zip(self.net.feature_info.channels(), self.net.feature_info.reduction(), strict=True)
+        channels, strides = self.net.feature_info.channels(), self.net.feature_info.reduction()
+        # Of maps of one stride the last, as FPN takes them.
+        self._places = {stride: place for place, stride in enumerate(strides) if stride in (4, 8, 16, 32)}
         self._shapes = {
-            f"stride{stride}": ShapeSpec(channels=channels, stride=stride)
-            for channels, stride in info
-            if stride in (4, 8, 16, 32)
+            f"stride{stride}": ShapeSpec(channels=channels[place], stride=stride)
+            for stride, place in self._places.items()
         }
-        if len(self._shapes) != 4:
+        if list(self._places) != [4, 8, 16, 32]:
             raise InputError(f"--against {name}: its maps are not of strides 4, 8, 16 and 32")
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
-        return dict(zip(self._shapes, self.net(images)[-4:], strict=True))
+        maps = self.net(images)
+        return {f"stride{stride}": maps[place] for stride, place in self._places.items()}
 
     def output_shape(self) -> dict[str, ShapeSpec]:
         return self._shapes

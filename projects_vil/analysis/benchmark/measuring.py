@@ -2,19 +2,16 @@
 
 import dataclasses
 import multiprocessing
-import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import torch
 
 from backbones import InputError
 from projects_vil.analysis.benchmark.cases import Case
-
-_STATUS = Path("/proc/self/status")
+from projects_vil.analysis.process_memory import forget_peak, memory_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +102,7 @@ def _warmed_up(step: Callable[[], None], device: str) -> int | None:
 
 
 def _peak_in_process(case: Case) -> int | None:
-    if not _STATUS.exists():
+    if memory_of() is None:
         return None
     context = multiprocessing.get_context("spawn")
     reader, writer = context.Pipe(duplex=False)
@@ -123,12 +120,7 @@ def _peak_in_process(case: Case) -> int | None:
 def _send_peak(case: Case, threads: int, writer: Connection) -> None:
     torch.set_num_threads(threads)
     step = case.build()
-    # What it has had until now counts no more.
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _kilobytes("VmRSS")
+    forget_peak()
+    before = memory_of()
     step()
-    writer.send((_kilobytes("VmHWM") - before) * 1024)
-
-
-def _kilobytes(name: str) -> int:
-    return int(re.search(rf"{name}:\s+(\d+) kB", _STATUS.read_text())[1])
+    writer.send(memory_of(peak=True) - before)

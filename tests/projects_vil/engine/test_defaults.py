@@ -85,15 +85,21 @@ def test_evaluation_file_of_a_run(trained_run):
 
 @pytest.mark.slow
 def test_evaluating_again_gives_the_same(trained_run, datasets_root, tmp_path):
-    overrides = ["MODEL.WEIGHTS", trained_run / "model_final.pth", "OUTPUT_DIR", tmp_path]
-    config = trained_run / "config.yaml"
-    (tmp_path / "config.yaml").write_text("# of the run\n")
-    result = run_tool("train_net.py", "--config-file", config, "--eval-only", *overrides, datasets_root=datasets_root)
+    config, weights, output = trained_run / "config.yaml", trained_run / "model_final.pth", tmp_path / "config.yaml"
+    command = ["--config-file", config, "--eval-only", "MODEL.WEIGHTS", weights, "OUTPUT_DIR", tmp_path]
+    output.write_text("# of another evaluation\n")
+    result = run_tool("train_net.py", *command, datasets_root=datasets_root)
     assert result.returncode == 0, result.stderr
     assert read_json(tmp_path / "evaluation.json") == read_json(trained_run / "evaluation.json")
     assert not list(tmp_path.glob("*.pth"))
-    # What the run was trained with stays there, in whatever way it is evaluated later.
-    assert (tmp_path / "config.yaml").read_text() == "# of the run\n"
+    assert f"OUTPUT_DIR: {tmp_path}" in output.read_text()
+
+    # What a run was trained with stays there, in whatever way it is evaluated later.
+    output.write_text("# of the run\n")
+    shutil.copy(weights, tmp_path)
+    result = run_tool("train_net.py", *command, datasets_root=datasets_root)
+    assert result.returncode == 0, result.stderr
+    assert output.read_text() == "# of the run\n"
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """Training on a GPU: every family in both detectors and every type, synchronised norms, two devices, exports."""
 
 import math
-import sys
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ import torch
 from projects_vil import Trainer, load_config
 from projects_vil.checkpoint import build_detector
 from projects_vil.export.api import export_detector
-from tests.gpu import DEVICE, on_gpu
+from tests.gpu import DEVICE, on_gpu, on_gpus
 from tests.projects_vil.helpers import CONFIGS, SMALL, run_tool
 
 FAMILIES = ("vil", "ls", "lit", "cvt")
@@ -78,21 +77,11 @@ def test_an_export_from_a_gpu_proves_itself(trained_run, tmp_path):
     assert path.is_file() and report["ok"]
 
 
-def _tool(datasets_root, output, detector, *others) -> None:
-    config = CONFIGS[detector].with_name(f"{detector}_lit_shapes.yaml")
-    command = ["--config-file", config, *SMALL[detector], *options(output, *others)]
-    result = run_tool("train_net.py", "--num-gpus", 2, *command, datasets_root=datasets_root, fresh=True)
-    assert result.returncode == 0, result.stderr
-    assert (output / "model_final.pth").is_file()
-
-
+@on_gpus(2)
 def test_two_processes_with_synchronised_norms(datasets_root, tmp_path):
     """LIT's, over NCCL."""
-    _tool(datasets_root, tmp_path, "retinanet", "MODEL.TRANSFORMER.BATCH_NORM", "sync")
-
-
-test_two_processes_with_synchronised_norms = on_gpu(test_two_processes_with_synchronised_norms, devices=2)
-if DEVICE == "cpu" or sys.platform == "darwin":
-    test_two_processes_with_synchronised_norms = pytest.mark.skip(reason="NCCL is of GPUs")(
-        test_two_processes_with_synchronised_norms
-    )
+    config = CONFIGS["retinanet"].with_name("retinanet_lit_shapes.yaml")
+    command = ["--config-file", config, *SMALL["retinanet"], *options(tmp_path, "MODEL.TRANSFORMER.BATCH_NORM", "sync")]
+    result = run_tool("train_net.py", "--num-gpus", 2, *command, datasets_root=datasets_root, fresh=True)
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "model_final.pth").is_file()
