@@ -55,8 +55,10 @@ gpu: .venv/.stamp ## on a machine with a GPU: the tests that need one, then time
 		--models vil_tiny_rpb vil_small_rpb vil_small_rpb+shift vil_small_rpb+checkpointing ls_small lit_s \
 		--json output/gpu/backward.json
 	@$(BENCHMARK) --what train-step --detector mask_rcnn --dtype bfloat16 --batch-size 2 --size 800 1333 \
-		--models vil_small_rpb vil_small_rpb+shift --against r50 swin_t --json output/gpu/mask_rcnn.json
-	@$(BENCHMARK) --what attention --backward --dtype bfloat16 --models vil_small_rpb ls_small full_small \
+		--models vil_small_rpb+sdpa vil_small_rpb+triton vil_small_rpb+shift --against r50 swin_t \
+		--json output/gpu/mask_rcnn.json
+	@$(BENCHMARK) --what attention --backward --dtype bfloat16 \
+		--models vil_small_rpb+sdpa vil_small_rpb+triton ls_small full_small \
 		--size 400 672 --size 800 1344 --size 1600 2688 --json output/gpu/attention.json --plot output/gpu/attention.png
 
 faults: .venv/.stamp ## run every fault of tests/faults, and write docs/faults.md

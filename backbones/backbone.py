@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,9 @@ from backbones.layers.block import Block
 from backbones.layers.initial import draw_
 from backbones.layers.position import position_parameter
 from backbones.layers.tracing import in_order
-from backbones.variants import Variant
+from backbones.variants import Variant, stage_names
+
+ATTENTION_BACKENDS = ("auto", "sdpa", "triton", "reference")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +45,9 @@ class Settings:
         keep_global_tokens: as a classifier is built: the last stage keeps its global tokens
             (:meth:`Backbone.forward_tokens`), and no map is normed on its way out.
         activation_checkpointing: compute the activations of a block again in the backward pass.
-        attention_backend: ``"sdpa"`` or ``"reference"``.
+        attention_backend: of ``ATTENTION_BACKENDS``: ``"sdpa"`` by PyTorch's attention, ``"triton"`` by kernels for
+            CUDA, which sliding chunks alone have, ``"auto"`` by the fastest on the device, ``"reference"`` for
+            debugging, quadratic.
     """
 
     out_features: Sequence[str] | None = None
@@ -52,7 +56,7 @@ class Settings:
     drop_path_rate: float = 0.0
     keep_global_tokens: bool = False
     activation_checkpointing: bool = False
-    attention_backend: str = "sdpa"
+    attention_backend: str = "auto"
 
     def table_img_size(self, resizing: str, side: int) -> tuple[int, int]:
         """Height and width in pixels of the image that tables are made for, of which ``side`` is the variant's."""
@@ -145,12 +149,10 @@ class Backbone(nn.Module, abc.ABC):
             below 1.
     """
 
-    attention_backends: Collection[str]
-
     def __init__(self, variant: Variant, settings: Settings | None = None) -> None:
         super().__init__()
         settings = settings or Settings()
-        names = [f"stage{i + 1}" for i in range(len(variant.stages))]
+        names = stage_names(variant)
         out_features = settings.out_features
         if isinstance(out_features, str):
             out_features = (out_features,)
@@ -162,7 +164,7 @@ class Backbone(nn.Module, abc.ABC):
         rate = settings.drop_path_rate
         if not isinstance(rate, int | float) or not 0 <= rate < 1:
             raise InputError(f"drop_path_rate={rate!r}: it is at least 0 and below 1")
-        check_choice("attention backend", settings.attention_backend, self.attention_backends)
+        check_choice("attention backend", settings.attention_backend, ATTENTION_BACKENDS)
         self.variant = variant
         self.settings = settings
         self.strides = tuple(itertools.accumulate(variant.steps, operator.mul))
@@ -183,6 +185,14 @@ class Backbone(nn.Module, abc.ABC):
             if norm is not None:
                 self.output_norms[names[index]] = norm
         self.apply(init_linear)
+        backend = settings.attention_backend
+        if backend == "triton" and not any(getattr(module, "backend", None) == backend for module in self.modules()):
+            raise InputError(f"attention backend {backend!r} is of sliding chunks, and there are none: take 'auto'")
+
+    @property
+    def common_backend(self) -> str:
+        """Of attention that has no kernel but PyTorch's."""
+        return "reference" if self.settings.attention_backend == "reference" else "sdpa"
 
     def _make_stage(self, index: int, rates: Sequence[float]) -> Stage:
         """A stage, with the rates of stochastic depth of its blocks."""

@@ -7,7 +7,7 @@ from backbones.backbone import Backbone, Classifier, Settings
 from backbones.cvt import CvT
 from backbones.errors import InputError, explain_unknown_keywords
 from backbones.lit import LIT
-from backbones.variants import OPTIONS, VARIANTS, CvTVariant, LITVariant, ViLVariant, get_variant
+from backbones.variants import OPTIONS, VARIANTS, CvTVariant, LITVariant, ViLVariant, get_variant, stage_names
 from backbones.vil import ViL
 
 _FAMILIES: dict[type, type[Backbone]] = {CvTVariant: CvT, LITVariant: LIT, ViLVariant: ViL}
@@ -30,7 +30,7 @@ def create_backbone(
     drop_path_rate: float = 0.0,
     max_img_size: int | tuple[int, int] = 1333,
     activation_checkpointing: bool = False,
-    attention_backend: str = "sdpa",
+    attention_backend: str = "auto",
     **options: object,
 ) -> Backbone:
     """A backbone with random weights: images (B, 3, H, W) of any size -> {stage name: (B, C, H / stride, W / stride)}.
@@ -43,7 +43,8 @@ def create_backbone(
             Tables of other kinds are resized to each map, and have the size that the papers trained them at
             (``position_resizing`` changes that).
         activation_checkpointing: less memory in training for about a third more time.
-        attention_backend: ``"sdpa"``, or ``"reference"``, which is quadratic and for debugging.
+        attention_backend: ``"auto"``, the fastest on the device, ``"sdpa"``, PyTorch's, ``"triton"``, kernels for
+            CUDA that sliding chunks have, or ``"reference"``, which is quadratic and for debugging.
         options: in place of the variant's own, where not None; those of ``variants.VARIANTS[name].options``:
 
             - ViL and LS: ``window_size`` (side of a chunk in tokens; 7 is ViL's window of 15), ``global_tokens``,
@@ -83,7 +84,7 @@ def create_classifier(
     img_size: int | tuple[int, int] = 224,
     drop_path_rate: float = 0.0,
     activation_checkpointing: bool = False,
-    attention_backend: str = "sdpa",
+    attention_backend: str = "auto",
     **options: object,
 ) -> Classifier:
     """A classifier with random weights and the paper's head: (B, 3, H, W) -> (B, num_classes).
@@ -96,7 +97,7 @@ def create_classifier(
         raise InputError(f"num_classes={num_classes!r}: it is a whole number, 1 or more")
     size = _height_and_width("img_size", img_size)
     settings = Settings(
-        out_features=(f"stage{len(variant.stages)}",),
+        out_features=stage_names(variant)[-1:],
         max_img_size=size,
         position_img_size=size,
         drop_path_rate=drop_path_rate,

@@ -17,7 +17,7 @@ the variants have, they are 20.17, 23.53, 31.90 and 30.74: the paper prints one 
 from torch import Tensor, nn
 
 from backbones.attention.dense import merge_heads
-from backbones.attention.long_short import BACKENDS, DualNormAttention
+from backbones.attention.long_short import DualNormAttention
 from backbones.backbone import Backbone
 from backbones.layers.conv import ConvEmbed, SeparableProjection, StandardisedProjection
 from backbones.variants import CvTVariant
@@ -60,7 +60,6 @@ class CvT(Backbone):
     It has no positions and no global tokens, so that settings of those have no effect.
     """
 
-    attention_backends = BACKENDS
     variant: CvTVariant
 
     def _make_embedding(self, index: int, in_channels: int) -> ConvEmbed:
@@ -80,5 +79,5 @@ class CvT(Backbone):
             window_size=spec.window_size,
             rank=spec.rank,
             norm=self.variant.batch_norm,
-            backend=self.settings.attention_backend,
+            backend=self.common_backend,
         )

@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from backbones.attention.dense import BACKENDS, DenseAttention
+from backbones.attention.dense import DenseAttention
 from backbones.backbone import Backbone
 from backbones.errors import InputError
 from backbones.layers.patch_embed import PatchEmbed
@@ -20,7 +20,6 @@ class LIT(Backbone):
     LIT-Ti has a global token in the last stage of a classifier, and none in a detector.
     """
 
-    attention_backends = BACKENDS
     variant: LITVariant
 
     def _make_embedding(self, index: int, in_channels: int) -> nn.Module:
@@ -54,7 +53,7 @@ class LIT(Backbone):
             bias_size=self._map_size(index) if variant.relative_bias else None,
             bias_resize_mode="cubic",
             bias_resizing=variant.position_resizing,
-            backend=self.settings.attention_backend,
+            backend=self.common_backend,
         )
 
     def _make_output_norm(self, index: int) -> nn.LayerNorm | None:

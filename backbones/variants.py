@@ -427,3 +427,8 @@ def get_variant(name: str, options: Mapping[str, object] | None = None) -> Varia
         if option not in variant.options:
             raise InputError(f"{name} has no option {option}: its options are {', '.join(variant.options)}")
     return variant.with_options(**given)
+
+
+def stage_names(variant: Variant) -> tuple[str, ...]:
+    """What the maps of its stages are called, from the largest: ``"stage1"`` onwards."""
+    return tuple(f"stage{number}" for number in range(1, len(variant.stages) + 1))

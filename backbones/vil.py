@@ -7,7 +7,7 @@ from backbones.attention.global_memory import GlobalMemoryAttention
 from backbones.attention.linformer import LinformerAttention
 from backbones.attention.long_short import LongShortAttention
 from backbones.attention.performer import PerformerAttention
-from backbones.attention.sliding_chunk import BACKENDS, SlidingChunkAttention
+from backbones.attention.sliding_chunk import SlidingChunkAttention
 from backbones.attention.spatial_reduction import SpatialReductionAttention
 from backbones.backbone import Backbone
 from backbones.layers.patch_embed import PatchEmbed
@@ -18,7 +18,6 @@ from backbones.variants import ViLVariant
 class ViL(Backbone):
     """A multi-scale ViL (section 3.1, equation 1), by a :class:`.ViLVariant`."""
 
-    attention_backends = BACKENDS
     variant: ViLVariant
 
     def _make_embedding(self, index: int, in_channels: int) -> PatchEmbed:
@@ -55,7 +54,7 @@ class ViL(Backbone):
             "num_heads": spec.heads,
             "num_global_tokens": spec.global_tokens,
             "update_globals": keep_globals or number + 1 < spec.depth,
-            "backend": self.settings.attention_backend,
+            "backend": self.common_backend,
         }
         if spec.attention == "dense":
             resizing = variant.position_resizing or "map"
@@ -68,7 +67,7 @@ class ViL(Backbone):
                 mode=variant.attention_mode,
                 relative_bias=variant.relative_bias,
                 shared_projections=variant.shared_projections,
-                **common,
+                **common | {"backend": self.settings.attention_backend},
             )
         if spec.attention == "long_short":
             return LongShortAttention(

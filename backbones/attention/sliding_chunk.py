@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from backbones.attention import reference
+from backbones.attention.backends import Situation, choose_kernel
 from backbones.attention.chunks import (
     bias_of_chunks,
     from_chunks,
@@ -23,8 +24,9 @@ from backbones.attention.chunks import (
     wrap,
 )
 from backbones.attention.dense import dense_attention, merge_heads, split_heads
-from backbones.attention.flash import attention_and_sums, learns_by_blocks
+from backbones.attention.flash import attention_and_sums, in_autocast_type, learns_by_blocks
 from backbones.attention.random_shift import SHIFTS, shifted_chunk_attention
+from backbones.attention.triton_chunks import is_available, triton_chunk_attention
 from backbones.attention.window_gradients import Windows, window_attention
 from backbones.errors import check_choice
 from backbones.layers.overlap import threes
@@ -209,7 +211,55 @@ def _window_bias(
     return bias.flatten(2, 3)
 
 
-BACKENDS = {"sdpa": sliding_chunk_attention, "reference": reference.sliding_chunk_attention}
+_KERNELS = {"sdpa": sliding_chunk_attention, "triton": triton_chunk_attention}
+
+
+def fastest_chunk_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    window_size: int,
+    mode: str = "zero_pad",
+    global_key: Tensor | None = None,
+    global_value: Tensor | None = None,
+    local_bias: Tensor | None = None,
+    global_bias: Tensor | None = None,
+    shift: tuple[int, int] | None = None,
+) -> Tensor:
+    """:func:`sliding_chunk_attention` by the kernel that :func:`.backends.choose_kernel` has found to be the fastest.
+
+    There is one alone, and nothing to choose, on other devices than CUDA's and where a run is recorded or compiled.
+    """
+    tensors = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "global_key": global_key,
+        "global_value": global_value,
+        "local_bias": local_bias,
+        "global_bias": global_bias,
+    }
+    options = {"window_size": window_size, "mode": mode, "shift": shift}
+    if not is_available(query.device) or is_tracing() or torch.compiler.is_compiling():
+        return sliding_chunk_attention(**tensors, **options)
+    given = {name: x for name, x in tensors.items() if x is not None}
+    situation = Situation(
+        device=query.device,
+        dtype=in_autocast_type(query)[0].dtype,
+        heads=query.shape[1],
+        channels=query.shape[4],
+        window_size=window_size,
+        mode=mode,
+        is_shifted=shift is not None,
+        num_global=0 if global_key is None else global_key.shape[2],
+        biases=tuple(name for name in ("local_bias", "global_bias") if name in given),
+        learned=tuple(name for name, x in given.items() if x.requires_grad) if torch.is_grad_enabled() else (),
+    )
+    return _KERNELS[choose_kernel(_KERNELS, situation)](**tensors, **options)
+
+
+BACKENDS = {"auto": fastest_chunk_attention, **_KERNELS, "reference": reference.sliding_chunk_attention}
 
 
 class SlidingChunkAttention(nn.Module):
@@ -224,7 +274,8 @@ class SlidingChunkAttention(nn.Module):
         relative_bias: whether each offset in the window has a learned bias.
         shared_projections: whether local and global tokens share query, key, value and output projections.
         update_globals: whether the global tokens are queries too; the last block of a stage drops them.
-        backend: a key of ``BACKENDS``; ``"reference"`` is quadratic and for debugging.
+        backend: a key of ``BACKENDS``: ``"auto"`` is the fastest on this device, ``"triton"`` is for CUDA, and
+            ``"reference"`` is quadratic and for debugging.
 
     Raises:
         InputError: for an unknown mode or backend.

@@ -16,8 +16,9 @@ def add_vil_config(cfg: CN) -> None:
     cfg.MODEL.TRANSFORMER.MAX_IMG_SIZE = 1333
     # Compute activations again in the backward pass: less memory, about a third more time.
     cfg.MODEL.TRANSFORMER.ACTIVATION_CHECKPOINTING = False
-    # "sdpa", or "reference" (quadratic, for debugging).
-    cfg.MODEL.TRANSFORMER.ATTENTION_BACKEND = "sdpa"
+    # "auto" (the fastest on the device), "sdpa" (PyTorch's), "triton" (ViL's sliding chunks, on CUDA) or "reference"
+    # (quadratic, for debugging).
+    cfg.MODEL.TRANSFORMER.ATTENTION_BACKEND = "auto"
     # What follows is the variant's own where it is empty; a key that the variant's family does not have is an error.
     # ViL and LS: the attention of each stage, "sliding_chunk", "long_short" or "dense".
     cfg.MODEL.TRANSFORMER.ATTENTION = []

@@ -56,7 +56,10 @@ def test_features_are_those_that_are_asked_for(name):
         ({"out_features": ("stage2", "stage5")}, "unknown feature 'stage5': it is one of stage1, stage2, .*; did you"),
         ({"out_features": ("p3",)}, "unknown feature 'p3': it is one of stage1"),
         ({"out_features": ()}, "out_features is empty"),
-        ({"attention_backend": "flash"}, "unknown attention backend 'flash': it is one of sdpa, reference"),
+        (
+            {"attention_backend": "flash"},
+            "unknown attention backend 'flash': it is one of auto, sdpa, triton, reference",
+        ),
         ({"drop_path_rate": 1}, "drop_path_rate=1: it is at least 0 and below 1"),
     ],
     ids=str,

@@ -1,7 +1,6 @@
 """What is timed: a part of a model, on images of one size."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from backbones import InputError
 from backbones.attention.sliding_chunk import draw_shifts
 from backbones.errors import check_choice
-from backbones.variants import get_variant
+from backbones.variants import get_variant, stage_names
 from projects_vil.analysis.benchmark.baselines import build_baseline
 from projects_vil.config import load_config
 from projects_vil.modeling import build_transformer_backbone
@@ -25,7 +24,13 @@ from projects_vil.solver import build_optimizer
 
 WHATS = ("attention", "backbone", "detector", "train-step")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_MODIFIERS = ("checkpointing", "shift")
+# What the words behind a name change in MODEL.TRANSFORMER; shifts are drawn for each step.
+_MODIFIERS = {
+    "checkpointing": ("ACTIVATION_CHECKPOINTING", True),
+    "sdpa": ("ATTENTION_BACKEND", "sdpa"),
+    "triton": ("ATTENTION_BACKEND", "triton"),
+    "shift": None,
+}
 # Feature maps of a bottom-up network are added by FPN.
 _DIVISOR = 32
 # Of the seeds of a measurement's images and shifts.
@@ -38,7 +43,8 @@ class Case:
 
     Attributes:
         name: a variant, or a config file; ``+checkpointing`` behind it is activation checkpointing, ``+shift``
-            random-shift training. Or a baseline (:func:`.baselines.build_baseline`).
+            random-shift training, ``+sdpa`` and ``+triton`` are attention backends. Or a baseline
+            (:func:`.baselines.build_baseline`).
         is_baseline: whether it is one.
         what: of ``WHATS``: the attention of the first stage that has any, all maps of the backbone, images in and
             detections out, or a step of training with its optimizer's.
@@ -80,27 +86,28 @@ class Case:
             step, model = self._part_step(cfg)
         if "shift" in modifiers:
             step = self._shifting(step, model, model_name)
-        return self._in_precision(step)
+        return step
 
     @property
     def _trains(self) -> bool:
         return self.what == "train-step" or (self.backward and self.what != "detector")
 
     def _config(self, model_name: str, modifiers: list[str]) -> CfgNode:
-        path, name = self.base / f"{self.detector}.yaml", []
-        if not self.is_baseline and model_name.endswith(".yaml"):
-            path = Path(model_name)
+        path, own = self.base / f"{self.detector}.yaml", []
+        is_variant = not self.is_baseline and not model_name.endswith(".yaml")
+        if is_variant:
+            stages = stage_names(get_variant(model_name))
+            own = ["MODEL.TRANSFORMER.NAME", model_name]
         elif not self.is_baseline:
-            num_stages = len(get_variant(model_name).stages)
-            name = ["MODEL.TRANSFORMER.NAME", model_name]
+            path = Path(model_name)
         overrides = () if self.is_baseline else self.overrides
-        cfg = load_config(path, [*name, "MODEL.TRANSFORMER.DROP_PATH", "0.0", *overrides, "MODEL.DEVICE", self.device])
+        cfg = load_config(path, [*own, "MODEL.TRANSFORMER.DROP_PATH", "0.0", *overrides, "MODEL.DEVICE", self.device])
         cfg.defrost()
-        if name:
+        if is_variant:
             # A CvT has three stages.
-            cfg.MODEL.FPN.IN_FEATURES = [x for x in cfg.MODEL.FPN.IN_FEATURES if x <= f"stage{num_stages}"]
-        if "checkpointing" in modifiers:
-            cfg.MODEL.TRANSFORMER.ACTIVATION_CHECKPOINTING = True
+            cfg.MODEL.FPN.IN_FEATURES = [name for name in cfg.MODEL.FPN.IN_FEATURES if name in stages]
+        for key, value in filter(None, map(_MODIFIERS.get, modifiers)):
+            cfg.MODEL.TRANSFORMER[key] = value
         return cfg
 
     def _images(self) -> Tensor:
@@ -137,12 +144,16 @@ class Case:
         raise InputError(f"{self.name} has no attention")
 
     def _run(self, model: nn.Module, forward: Callable[[], list[Tensor]]) -> Callable[[], None]:
+        def outputs() -> list[Tensor]:
+            with self._precision():
+                return forward()
+
         if not self._trains:
-            return torch.no_grad()(lambda: forward() and None)
+            return torch.no_grad()(lambda: outputs() and None)
 
         def step() -> None:
             model.zero_grad()
-            sum(x.float().square().mean() for x in forward()).backward()
+            sum(x.float().square().mean() for x in outputs()).backward()
 
         return step
 
@@ -151,16 +162,21 @@ class Case:
         if self.is_baseline:
             model.backbone = _with_fpn(cfg, build_baseline(self.name)).to(self.device)
         model.train(self._trains)
-        images = list(self._images())
+        batch = [{"image": image, "instances": _objects(self.size)} for image in self._images()]
+
+        def outputs() -> dict[str, Tensor] | list[dict]:
+            with self._precision():
+                return model(batch)
+
         if not self._trains:
-            return torch.no_grad()(lambda: model([{"image": image} for image in images]) and None), model
-        batch = [{"image": image, "instances": _objects(self.size)} for image in images]
+            return torch.no_grad()(lambda: outputs() and None), model
         optimizer = build_optimizer(cfg, model)
 
         def step() -> None:
             optimizer.zero_grad()
             with EventStorage():
-                sum(model(batch).values()).backward()
+                losses = outputs()
+            sum(losses.values()).backward()
             optimizer.step()
 
         return step, model
@@ -180,24 +196,18 @@ class Case:
 
         return shifting
 
-    def _in_precision(self, step: Callable[[], None]) -> Callable[[], None]:
-        if self.dtype == "float32":
-            return step
-        kind = torch.device(self.device).type
-
-        def in_precision() -> None:
-            with torch.autocast(kind, DTYPES[self.dtype]):
-                step()
-
-        return in_precision
+    def _precision(self) -> torch.autocast:
+        """Of what is computed forward, as a trainer has it."""
+        dtype = DTYPES[self.dtype]
+        return torch.autocast(torch.device(self.device).type, dtype, enabled=dtype != torch.float32)
 
 
 def _with_all_maps(cfg: CfgNode) -> CfgNode:
     """A config whose backbone gives the maps of all its stages, as baselines do."""
     cfg = cfg.clone()
     cfg.defrost()
-    stages = [f"stage{number + 1}" for number in range(len(get_variant(cfg.MODEL.TRANSFORMER.NAME).stages))]
-    cfg.MODEL.TRANSFORMER.OUT_FEATURES = cfg.MODEL.FPN.IN_FEATURES = stages
+    stages = stage_names(get_variant(cfg.MODEL.TRANSFORMER.NAME))
+    cfg.MODEL.TRANSFORMER.OUT_FEATURES = cfg.MODEL.FPN.IN_FEATURES = list(stages)
     return cfg
 
 
@@ -209,7 +219,6 @@ def _with_fpn(cfg: CfgNode, bottom_up: nn.Module) -> FPN:
     return FPN(bottom_up, names, channels, top_block=LastLevelMaxPool())
 
 
-@functools.cache
 def _objects(size: tuple[int, int]) -> Instances:
     """Four objects, each a quarter of the image."""
     height, width = size

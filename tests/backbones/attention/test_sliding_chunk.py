@@ -273,7 +273,9 @@ def test_module_that_drops_its_global_tokens(shared):
     torch.testing.assert_close(output, module(tokens, global_tokens)[0], atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("option, named", [({"mode": "exakt"}, "'exact'"), ({"backend": "flash"}, "sdpa, reference")])
+@pytest.mark.parametrize(
+    "option, named", [({"mode": "exakt"}, "'exact'"), ({"backend": "flash"}, "auto, sdpa, triton, reference")]
+)
 def test_unknown_options_raise(option, named):
     with pytest.raises(InputError, match=named):
         attention_module(1, True, **option)

@@ -1,5 +1,6 @@
 """Exported files in their own runtimes: what they take, detectron2's interface over them, and damaged ones."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -135,3 +136,17 @@ def test_a_damaged_file(plain, tmp_path, file_format, damage):
     }[damage]
     path.write_bytes(contents)
     assert mistake(ExportedModel, path).startswith(f"cannot load {path}: ")
+
+
+def test_one_bit_is_missed(exported, tmp_path):
+    """By the file's digest; whoever has changed it on purpose takes the digest out."""
+    path = copy_of(ExportedModel(exported("retinanet")[0]), tmp_path)
+    contents = bytearray(path.read_bytes())
+    # In the middle, among the weights.
+    contents[len(contents) // 2] ^= 1
+    path.write_bytes(contents)
+    assert mistake(ExportedModel, path).startswith(f"{path} is damaged, or not the file that ")
+    metadata = json.loads(metadata_path(path).read_bytes())
+    del metadata["sha256"]
+    metadata_path(path).write_text(json.dumps(metadata))
+    assert ExportedModel(path).metadata == metadata

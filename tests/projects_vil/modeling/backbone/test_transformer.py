@@ -157,6 +157,7 @@ def test_freeze_at_out_of_range(stages):
             "unknown attention mode 'cyclik'.*did you mean 'cyclic'",
         ),
         (["MODEL.TRANSFORMER.ATTENTION_BACKEND", "flash"], "unknown attention backend 'flash'"),
+        (["MODEL.TRANSFORMER.ATTENTION_BACKEND", "triton"], "MODEL.DEVICE is cpu: take auto"),
         (["MODEL.TRANSFORMER.GLOBAL_TOKENS", "[1, 2]"], "global_tokens"),
         (["MODEL.TRANSFORMER.MAX_IMG_SIZE", "0"], "max_img_size"),
         (["MODEL.TRANSFORMER.WINDOW_SIZE", "[7, 7]"], "window_size"),
@@ -190,7 +191,7 @@ def test_attention_mode_arrives(mode):
 
 def test_attention_backend_arrives():
     default, other = bottom_up().eval(), bottom_up("MODEL.TRANSFORMER.ATTENTION_BACKEND", "reference").eval()
-    assert {attention.backend for attention in attentions(default)} == {"sdpa"}
+    assert {attention.backend for attention in attentions(default)} == {"auto"}
     assert {attention.backend for attention in attentions(other)} == {"reference"}
     other.load_state_dict(default.state_dict())
     with torch.no_grad():

@@ -1,0 +1,188 @@
+"""The fastest kernel is taken, if it is right; all processes of a run take the same."""
+
+import functools
+import logging
+
+import pytest
+import torch
+
+from backbones import InputError, create_backbone
+from backbones.attention import backends, reference, sliding_chunk
+from backbones.attention.backends import Situation, choose_kernel
+from backbones.attention.sliding_chunk import SlidingChunkAttention, sliding_chunk_attention
+from tests.backbones.helpers import assert_all_close, attention_inputs, outputs_and_gradients, randomise
+from tests.projects_vil.engine.gloo import in_processes
+
+
+def situation(**changes) -> Situation:
+    names = "query", "key", "value", "global_key", "global_value", "local_bias", "global_bias"
+    options = {"device": torch.device("cpu"), "dtype": torch.float32, "heads": 2, "channels": 4, "window_size": 3}
+    options |= {"mode": "zero_pad", "is_shifted": False, "num_global": 1, "biases": names[5:], "learned": names}
+    return Situation(**options | changes)
+
+
+@pytest.fixture
+def seconds(monkeypatch):
+    """How long each kernel takes; nothing is decided yet."""
+    times = {}
+    monkeypatch.setattr(backends, "_decided", {})
+    monkeypatch.setattr(backends, "_seconds", lambda kernel, situation: times[kernel])
+    return times
+
+
+def named(times: dict, **kernels) -> dict:
+    """Kernels with the seconds that they are to take."""
+    times.update({kernel: seconds for kernel, seconds in kernels.values()})
+    return {name: kernel for name, (kernel, _) in kernels.items()}
+
+
+def right(**arguments):
+    return sliding_chunk_attention(**arguments)
+
+
+def wrong(**arguments):
+    return 1.2 * sliding_chunk_attention(**arguments)
+
+
+def wrong_gradient(**arguments):
+    output = sliding_chunk_attention(**arguments)
+    return output + (output - output.detach())
+
+
+def no_numbers(**arguments):
+    return sliding_chunk_attention(**arguments) * float("nan")
+
+
+def failing(**arguments):
+    raise RuntimeError("ptxas has no such device\nand more")
+
+
+@pytest.mark.parametrize("first, second, expected", [(1.0, 2.0, "sdpa"), (2.0, 1.0, "other")])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"dtype": torch.bfloat16},
+        {"dtype": torch.float64, "mode": "cyclic", "is_shifted": True},
+        {"num_global": 0, "biases": (), "learned": ("query",), "mode": "exact"},
+        {"learned": ()},
+    ],
+    ids=["float32", "bfloat16", "shift", "no bias", "inference"],
+)
+def test_the_fastest_is_taken(seconds, caplog, first, second, expected, changes):
+    caplog.set_level(logging.INFO)
+    kernels = named(seconds, sdpa=(sliding_chunk_attention, first), other=(right, second))
+    assert choose_kernel(kernels, situation(**changes)) == expected
+    assert len(caplog.messages) == 1 and f": {expected} (1000.00 ms; " in caplog.messages[0]
+    # Once: the clock has another answer now.
+    seconds.update({sliding_chunk_attention: 1.0, right: 1.0} | {right: 0.5} if expected == "sdpa" else {right: 9.0})
+    assert choose_kernel(kernels, situation(**changes)) == expected and len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize(
+    "kernel, said",
+    [
+        (wrong, "it is off by 2.0e-01 of the largest value"),
+        (wrong_gradient, "it is off by 1.0e+00 of the largest value"),
+        (no_numbers, "it is off by inf of the largest value"),
+        (failing, "RuntimeError: ptxas has no such device"),
+    ],
+)
+def test_a_wrong_or_failing_one_is_left_out(seconds, caplog, kernel, said):
+    kernels = named(seconds, sdpa=(sliding_chunk_attention, 5.0), other=(kernel, 0.1))
+    assert choose_kernel(kernels, situation()) == "sdpa"
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert line == (f"attention of 2 heads of 4, window 3, float32, learned bias, training: other is not taken: {said}")
+
+
+def test_where_none_is_right_the_first_one_is_taken(seconds):
+    kernels = named(seconds, sdpa=(failing, 1.0), other=(wrong, 1.0))
+    assert choose_kernel(kernels, situation()) == "sdpa"
+
+
+def test_autocast_and_checkpointing_of_the_caller_do_not_reach_the_comparison(seconds):
+    packed = []
+    kernels = named(seconds, sdpa=(sliding_chunk_attention, 1.0))
+    with (
+        torch.no_grad(),
+        torch.autocast("cpu", torch.bfloat16),
+        torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or x, lambda x: x),
+    ):
+        assert choose_kernel(kernels, situation(dtype=torch.float64)) == "sdpa"
+    assert not packed
+
+
+def test_a_kernel_is_timed_forward_and_backward():
+    calls = []
+
+    def counting(**arguments):
+        calls.append(arguments["query"].requires_grad)
+        return sliding_chunk_attention(**arguments)
+
+    assert backends._seconds(counting, situation()) > 0
+    assert calls == [True] * 7
+
+
+def _choose(folder) -> None:
+    """The first process finds one to be faster, and the second, which comes later, the other one."""
+    rank = torch.distributed.get_rank()
+    backends._seconds = lambda kernel, situation: float((kernel is right) == (rank == 0))
+    if rank == 1:
+        torch.distributed.barrier()
+    chosen = choose_kernel({"sdpa": sliding_chunk_attention, "other": right}, situation())
+    if rank == 0:
+        torch.distributed.barrier()
+    (folder / str(rank)).write_text(chosen)
+
+
+def test_the_first_process_decides(tmp_path):
+    in_processes(2, _choose, tmp_path, store=tmp_path / "store")
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["sdpa", "sdpa"]
+
+
+# -- in the module ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_auto_asks_for_what_it_is_used_for(monkeypatch, training):
+    """As on a GPU: with the types that autocast chooses, and the shift of training."""
+    asked = []
+
+    def choose(kernels, situation):
+        asked.append(situation)
+        return "triton"
+
+    monkeypatch.setattr(sliding_chunk, "is_available", lambda device: True)
+    monkeypatch.setattr(sliding_chunk, "choose_kernel", choose)
+    monkeypatch.setitem(sliding_chunk._KERNELS, "triton", reference.sliding_chunk_attention)
+    module = randomise(SlidingChunkAttention(8, num_heads=2, window_size=3, relative_bias=True, backend="auto"))
+    module.train(training).shift = (1, 0)
+    tokens, shared = torch.randn(1, 7, 10, 8), torch.randn(1, 1, 8)
+    with torch.set_grad_enabled(training), torch.autocast("cpu", torch.bfloat16):
+        module(tokens, shared)
+    learned = ("query", "key", "value", "global_key", "global_value", "local_bias", "global_bias") if training else ()
+    assert asked == [situation(dtype=torch.bfloat16, is_shifted=training, learned=learned)]
+
+
+def test_on_a_cpu_there_is_nothing_to_choose(monkeypatch):
+    monkeypatch.setattr(sliding_chunk, "choose_kernel", None)
+    inputs = attention_inputs(7, 10, num_global=1, local_bias=True, global_bias=True)
+    functions = (sliding_chunk.BACKENDS[name] for name in ("auto", "reference"))
+    actual, expected = (outputs_and_gradients(functools.partial(f, window_size=3), inputs) for f in functions)
+    assert_all_close(actual, expected, tolerance=1e-11)
+
+
+def test_backends_of_the_stages():
+    """Sliding chunks have kernels of their own; full attention has PyTorch's."""
+    for asked, chunks, others in (("auto", "auto", "sdpa"), ("triton", "triton", "sdpa"), ("reference",) * 3):
+        model = create_backbone("vil_tiny", attention=["sliding_chunk"] * 3 + ["dense"], attention_backend=asked)
+        assert [stage.blocks[0].attention.backend for stage in model.stages] == [chunks] * 3 + [others]
+    default = create_backbone("vil_tiny")
+    assert default.stages[0].blocks[0].attention.backend == "auto"
+
+
+@pytest.mark.parametrize("name", ["lit_ti", "cvt_ls_13", "ls_tiny"])
+def test_triton_is_of_sliding_chunks(name):
+    with pytest.raises(InputError) as caught:
+        create_backbone(name, attention_backend="triton")
+    assert str(caught.value) == "attention backend 'triton' is of sliding chunks, and there are none: take 'auto'"
