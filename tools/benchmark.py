@@ -1,9 +1,9 @@
 """Time and memory of models beside each other: by turns in one process, medians and quartiles.
 
 Models are variants or config files. Behind a name, +checkpointing is activation checkpointing, +shift random-shift
-training, and +sdpa and +triton are attention backends. --against names baselines: r50 and swin_t of detectron2, or models of timm; ratios are to the first of them,
-or to the first model. Several --size are a sweep, with the exponents of pixels that time and memory grow by. Overrides
-of config keys are for the models, not for the baselines.
+training, and +sdpa and +triton are attention backends. --against names baselines: r50 and swin_t of detectron2, or
+models of timm; ratios are to the first of them, or to the first model. Several --size are a sweep, with the exponents
+of pixels that time and memory grow by. Overrides of config keys are for the models, not for the baselines.
 
 Example:
     python tools/benchmark.py --what backbone --models vil_tiny_rpb vil_small_rpb --against swin_t --size 800 1344

@@ -241,7 +241,7 @@ def fastest_chunk_attention(
         "global_bias": global_bias,
     }
     options = {"window_size": window_size, "mode": mode, "shift": shift}
-    if not is_available(query.device) or is_tracing() or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or is_tracing() or not is_available(query.device):
         return sliding_chunk_attention(**tensors, **options)
     given = {name: x for name, x in tensors.items() if x is not None}
     situation = Situation(
