@@ -8,13 +8,24 @@ import torch
 from detectron2.config import CfgNode
 
 from backbones import InputError
+from backbones.attention.triton_chunks import is_available
 
 DEVICES = ("cpu", "cuda")
 
 
 def check_device(cfg: CfgNode, *, kinds: Sequence[str] = DEVICES) -> bool:
-    """Whether ``MODEL.DEVICE`` is a GPU; as :func:`check_device_name`."""
-    return check_device_name("MODEL.DEVICE", cfg.MODEL.DEVICE, kinds=kinds, instead="add MODEL.DEVICE cpu")
+    """Whether ``MODEL.DEVICE`` is a GPU; as :func:`check_device_name`.
+
+    Raises:
+        InputError: also where the attention that the config asks for does not run there.
+    """
+    on_gpu = check_device_name("MODEL.DEVICE", cfg.MODEL.DEVICE, kinds=kinds, instead="add MODEL.DEVICE cpu")
+    if cfg.MODEL.TRANSFORMER.ATTENTION_BACKEND == "triton" and not is_available(torch.device(cfg.MODEL.DEVICE)):
+        raise InputError(
+            "MODEL.TRANSFORMER.ATTENTION_BACKEND is triton, which needs triton and a CUDA device, and MODEL.DEVICE is "
+            f"{cfg.MODEL.DEVICE}: take auto"
+        )
+    return on_gpu
 
 
 def check_device_name(what: str, device: str, *, kinds: Sequence[str] = DEVICES, instead: str) -> bool:

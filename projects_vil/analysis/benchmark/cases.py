@@ -18,7 +18,7 @@ from backbones.attention.sliding_chunk import draw_shifts
 from backbones.errors import check_choice
 from backbones.variants import get_variant, stage_names
 from projects_vil.analysis.benchmark.baselines import build_baseline
-from projects_vil.config import load_config
+from projects_vil.config import check_device, load_config
 from projects_vil.modeling import build_transformer_backbone
 from projects_vil.solver import build_optimizer
 
@@ -108,6 +108,7 @@ class Case:
             cfg.MODEL.FPN.IN_FEATURES = [name for name in cfg.MODEL.FPN.IN_FEATURES if name in stages]
         for key, value in filter(None, map(_MODIFIERS.get, modifiers)):
             cfg.MODEL.TRANSFORMER[key] = value
+        check_device(cfg)
         return cfg
 
     def _images(self) -> Tensor:

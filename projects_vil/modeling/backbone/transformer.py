@@ -3,14 +3,12 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from detectron2.config import CfgNode
 from detectron2.layers import ShapeSpec
 from detectron2.modeling.backbone import Backbone
 from torch import Tensor
 
 from backbones import InputError, create_backbone
-from backbones.attention.triton_chunks import is_available
 from backbones.variants import OPTIONS, get_variant, stage_names
 
 
@@ -69,11 +67,6 @@ def build_transformer_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> Transfor
     for name in cfg.MODEL.FPN.IN_FEATURES:
         if name not in out_features:
             raise InputError(f"MODEL.FPN.IN_FEATURES has {name}, which MODEL.TRANSFORMER.OUT_FEATURES lacks")
-    if node.ATTENTION_BACKEND == "triton" and not is_available(torch.device(cfg.MODEL.DEVICE)):
-        raise InputError(
-            "MODEL.TRANSFORMER.ATTENTION_BACKEND is triton, which needs triton and a CUDA device, and MODEL.DEVICE is "
-            f"{cfg.MODEL.DEVICE}: take auto"
-        )
     if not out_features:
         raise InputError("MODEL.FPN.IN_FEATURES is empty: name the stages that feed FPN")
     return _of_config(

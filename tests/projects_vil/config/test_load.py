@@ -34,7 +34,7 @@ def test_defaults():
         "DROP_PATH": 0.1,
         "MAX_IMG_SIZE": 1333,
         "ACTIVATION_CHECKPOINTING": False,
-        "ATTENTION_BACKEND": "sdpa",
+        "ATTENTION_BACKEND": "auto",
         "ATTENTION": [],
         "ATTENTION_MODE": "",
         "GLOBAL_TOKENS": [],

@@ -6,6 +6,7 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.engine import DefaultTrainer
 
 from backbones import InputError
+from projects_vil.config import device
 from projects_vil.data import register_datasets
 from projects_vil.engine import check_setup
 from tests.projects_vil.helpers import lively_detector, small_config
@@ -125,10 +126,21 @@ def test_batch_of_the_reference_is_shared_out_evenly(shapes):
         ("MODEL.PIXEL_STD", "[1.0, 0.0, 1.0]", "MODEL.PIXEL_STD is [1.0, 0.0, 1.0]: it is three numbers above 0"),
         ("MODEL.PIXEL_MEAN", "[1.0]", "MODEL.PIXEL_MEAN is [1.0]: it is three numbers"),
         ("OUTPUT_DIR", "", "OUTPUT_DIR is '': it is the folder"),
+        (
+            "MODEL.TRANSFORMER.ATTENTION_BACKEND",
+            "triton",
+            "MODEL.TRANSFORMER.ATTENTION_BACKEND is triton, which needs triton and a CUDA device",
+        ),
     ],
 )
 def test_values_that_cannot_be(key, value, message):
     assert setup_message(key, value).startswith(message)
+
+
+def test_a_backend_is_checked_on_the_device_of_the_run(shapes, monkeypatch):
+    """And not where models are built to be checked."""
+    monkeypatch.setattr(device, "is_available", lambda found: found.type == "cpu")
+    check_setup(small_config("retinanet", "MODEL.TRANSFORMER.ATTENTION_BACKEND", "triton"))
 
 
 def test_an_unknown_kind_of_crop():

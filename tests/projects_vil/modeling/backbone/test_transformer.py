@@ -157,7 +157,6 @@ def test_freeze_at_out_of_range(stages):
             "unknown attention mode 'cyclik'.*did you mean 'cyclic'",
         ),
         (["MODEL.TRANSFORMER.ATTENTION_BACKEND", "flash"], "unknown attention backend 'flash'"),
-        (["MODEL.TRANSFORMER.ATTENTION_BACKEND", "triton"], "MODEL.DEVICE is cpu: take auto"),
         (["MODEL.TRANSFORMER.GLOBAL_TOKENS", "[1, 2]"], "global_tokens"),
         (["MODEL.TRANSFORMER.MAX_IMG_SIZE", "0"], "max_img_size"),
         (["MODEL.TRANSFORMER.WINDOW_SIZE", "[7, 7]"], "window_size"),
