@@ -47,19 +47,21 @@ test-compiled: .venv/.stamp ## run the tests of AOTInductor, which compiles for 
 gpu: .venv/.stamp ## on a machine with a GPU: the tests that need one, then time and memory; JSON and drawings in output/gpu
 	@$(RUN) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
 		{ echo 'error: there is no CUDA device here' >&2; exit 1; }
-	@$(RUN) -m pytest -m gpu $(ARGS)
 	@mkdir -p output/gpu
-	@$(BENCHMARK) --what backbone --models vil_tiny_rpb vil_small_rpb ls_small lit_s --against swin_t r50 \
-		--json output/gpu/forward.json
-	@$(BENCHMARK) --what backbone --backward --dtype bfloat16 --batch-size 2 --against swin_t r50 \
+	@status=0; \
+	$(RUN) -m pytest -m gpu $(ARGS) || status=1; \
+	$(BENCHMARK) --what backbone --models vil_tiny_rpb vil_small_rpb ls_small lit_s --against swin_t r50 \
+		--json output/gpu/forward.json || status=1; \
+	$(BENCHMARK) --what backbone --backward --dtype bfloat16 --batch-size 2 --against swin_t r50 \
 		--models vil_tiny_rpb vil_small_rpb vil_small_rpb+shift vil_small_rpb+checkpointing ls_small lit_s \
-		--json output/gpu/backward.json
-	@$(BENCHMARK) --what train-step --detector mask_rcnn --dtype bfloat16 --batch-size 2 --size 800 1333 \
+		--json output/gpu/backward.json || status=1; \
+	$(BENCHMARK) --what train-step --detector mask_rcnn --dtype bfloat16 --batch-size 2 --size 800 1333 \
 		--models vil_small_rpb+sdpa vil_small_rpb+triton vil_small_rpb+shift --against r50 swin_t \
-		--json output/gpu/mask_rcnn.json
-	@$(BENCHMARK) --what attention --backward --dtype bfloat16 \
+		--json output/gpu/mask_rcnn.json || status=1; \
+	$(BENCHMARK) --what attention --backward --dtype bfloat16 \
 		--models vil_small_rpb+sdpa vil_small_rpb+triton ls_small full_small \
-		--size 400 672 --size 800 1344 --size 1600 2688 --json output/gpu/attention.json --plot output/gpu/attention.png
+		--size 400 672 --size 800 1344 --size 1600 2688 --json output/gpu/attention.json --plot output/gpu/attention.png || status=1; \
+	exit $$status
 
 faults: .venv/.stamp ## run every fault of tests/faults, and write docs/faults.md
 	@$(RUN) -m tests.faults.document

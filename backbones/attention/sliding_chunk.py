@@ -212,6 +212,8 @@ def _window_bias(
 
 
 _KERNELS = {"sdpa": sliding_chunk_attention, "triton": triton_chunk_attention}
+# Of a device that the Triton kernel is tried on unasked.
+_LEAST_CAPABILITY = (8, 0)
 
 
 def fastest_chunk_attention(
@@ -229,8 +231,11 @@ def fastest_chunk_attention(
 ) -> Tensor:
     """:func:`sliding_chunk_attention` by the kernel that :func:`.backends.choose_kernel` has found to be the fastest.
 
-    There is one alone, and nothing to choose, on other devices than CUDA's and where a run is recorded or compiled.
+    There is one alone, and nothing to choose, on a CPU and on old devices, and where a run is recorded, compiled or
+    captured.
     """
+    if global_key is not None and not global_key.shape[2]:
+        global_key = global_value = global_bias = None
     tensors = {
         "query": query,
         "key": key,
@@ -241,7 +246,7 @@ def fastest_chunk_attention(
         "global_bias": global_bias,
     }
     options = {"window_size": window_size, "mode": mode, "shift": shift}
-    if torch.compiler.is_compiling() or is_tracing() or not is_available(query.device):
+    if torch.compiler.is_compiling() or is_tracing() or not _has_several_kernels(query.device):
         return sliding_chunk_attention(**tensors, **options)
     given = {name: x for name, x in tensors.items() if x is not None}
     situation = Situation(
@@ -257,6 +262,15 @@ def fastest_chunk_attention(
         learned=tuple(name for name, x in given.items() if x.requires_grad) if torch.is_grad_enabled() else (),
     )
     return _KERNELS[choose_kernel(_KERNELS, situation)](**tensors, **options)
+
+
+def _has_several_kernels(device: torch.device) -> bool:
+    return (
+        device.type == "cuda"
+        and is_available(device)
+        and torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY
+        and not torch.cuda.is_current_stream_capturing()
+    )
 
 
 BACKENDS = {"auto": fastest_chunk_attention, **_KERNELS, "reference": reference.sliding_chunk_attention}
@@ -330,7 +344,9 @@ class SlidingChunkAttention(nn.Module):
         global_key = global_value = None
         if global_tokens is not None:
             global_key, global_value = split_heads(self.key_value(global_tokens), 2 * self.num_heads).chunk(2, dim=1)
-        output = BACKENDS[self.backend](
+        # A kernel of Triton's cannot be recorded.
+        attend = BACKENDS["sdpa" if self.backend == "triton" and is_tracing() else self.backend]
+        output = attend(
             split_heads(self.query(tokens), self.num_heads),
             key,
             value,

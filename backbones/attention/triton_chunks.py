@@ -30,7 +30,16 @@ _SHARES = 1024
 
 def is_available(device: torch.device) -> bool:
     """Whether the kernels run there: triton is installed, and it is a CUDA device or ``TRITON_INTERPRET=1`` is set."""
-    return _is_installed() and (device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
+    return missing_for(device) is None
+
+
+def missing_for(device: torch.device) -> str | None:
+    """What the kernels lack there, in words; None where they run."""
+    if not _is_installed():
+        return "triton, which is not installed"
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"a CUDA device, not {device.type!r}"
+    return None
 
 
 @torch.compiler.disable
@@ -74,9 +83,9 @@ def triton_chunk_attention(
 def _check(query: Tensor) -> None:
     device, dtype, channels = query.device, query.dtype, query.shape[4]
     way_out = "take attention_backend 'sdpa'"
-    if not is_available(device):
-        lacks = f"a CUDA device, not {device.type!r}" if _is_installed() else "triton, which is not installed"
-        raise InputError(f"Triton attention needs {lacks}: {way_out}")
+    missing = missing_for(device)
+    if missing is not None:
+        raise InputError(f"Triton attention needs {missing}: {way_out}")
     if channels > _MAX_CHANNELS:
         raise InputError(f"Triton attention takes heads of at most {_MAX_CHANNELS} channels, not {channels}: {way_out}")
     if dtype == torch.float64 and device.type == "cuda":

@@ -8,7 +8,7 @@ import torch
 from detectron2.config import CfgNode
 
 from backbones import InputError
-from backbones.attention.triton_chunks import is_available
+from backbones.attention.triton_chunks import missing_for
 
 DEVICES = ("cpu", "cuda")
 
@@ -20,10 +20,10 @@ def check_device(cfg: CfgNode, *, kinds: Sequence[str] = DEVICES) -> bool:
         InputError: also where the attention that the config asks for does not run there.
     """
     on_gpu = check_device_name("MODEL.DEVICE", cfg.MODEL.DEVICE, kinds=kinds, instead="add MODEL.DEVICE cpu")
-    if cfg.MODEL.TRANSFORMER.ATTENTION_BACKEND == "triton" and not is_available(torch.device(cfg.MODEL.DEVICE)):
+    missing = missing_for(torch.device(cfg.MODEL.DEVICE))
+    if missing is not None and cfg.MODEL.TRANSFORMER.ATTENTION_BACKEND == "triton":
         raise InputError(
-            "MODEL.TRANSFORMER.ATTENTION_BACKEND is triton, which needs triton and a CUDA device, and MODEL.DEVICE is "
-            f"{cfg.MODEL.DEVICE}: take auto"
+            f"MODEL.TRANSFORMER.ATTENTION_BACKEND is triton, which needs {missing} (MODEL.DEVICE): take auto"
         )
     return on_gpu
 
@@ -80,9 +80,11 @@ def choose_device(cfg: CfgNode, *, kinds: Sequence[str] = DEVICES, is_asked_for:
 
 
 def _on_device(cfg: CfgNode, device: str) -> CfgNode:
-    """A copy of ``cfg`` with another ``MODEL.DEVICE``, frozen."""
+    """A copy of ``cfg`` with another ``MODEL.DEVICE``, frozen, and with attention that runs there."""
     cfg = cfg.clone()
     cfg.defrost()
     cfg.MODEL.DEVICE = device
+    if cfg.MODEL.TRANSFORMER.ATTENTION_BACKEND == "triton" and missing_for(torch.device(device)) is not None:
+        cfg.MODEL.TRANSFORMER.ATTENTION_BACKEND = "auto"
     cfg.freeze()
     return cfg

@@ -102,7 +102,7 @@ def _warmed_up(step: Callable[[], None], device: str) -> int | None:
 
 
 def _peak_in_process(case: Case) -> int | None:
-    if memory_of() is None:
+    if memory_of(peak=True) is None:
         return None
     context = multiprocessing.get_context("spawn")
     reader, writer = context.Pipe(duplex=False)

@@ -11,6 +11,7 @@ from backbones.attention import backends, reference, sliding_chunk
 from backbones.attention.backends import Situation, choose_kernel
 from backbones.attention.sliding_chunk import SlidingChunkAttention, sliding_chunk_attention
 from tests.backbones.helpers import assert_all_close, attention_inputs, outputs_and_gradients, randomise
+from tests.gpu import DEVICE, on_gpu
 from tests.projects_vil.engine.gloo import in_processes
 
 
@@ -73,7 +74,8 @@ def test_the_fastest_is_taken(seconds, caplog, first, second, expected, changes)
     caplog.set_level(logging.INFO)
     kernels = named(seconds, sdpa=(sliding_chunk_attention, first), other=(right, second))
     assert choose_kernel(kernels, situation(**changes)) == expected
-    assert len(caplog.messages) == 1 and f": {expected} (1000.00 ms; " in caplog.messages[0]
+    (line,) = caplog.messages
+    assert line.endswith(f": {expected} (sdpa {1000 * first:.2f} ms, other {1000 * second:.2f} ms)")
     # Once: the clock has another answer now.
     seconds.update({sliding_chunk_attention: 1.0, right: 1.0} | {right: 0.5} if expected == "sdpa" else {right: 9.0})
     assert choose_kernel(kernels, situation(**changes)) == expected and len(caplog.messages) == 1
@@ -92,24 +94,65 @@ def test_a_wrong_or_failing_one_is_left_out(seconds, caplog, kernel, said):
     kernels = named(seconds, sdpa=(sliding_chunk_attention, 5.0), other=(kernel, 0.1))
     assert choose_kernel(kernels, situation()) == "sdpa"
     (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert line == (f"attention of 2 heads of 4, window 3, float32, learned bias, training: other is not taken: {said}")
+    of_what = "2 heads of 4, window 3, zero_pad, 1 global, local_bias, global_bias, float32, training on cpu"
+    assert line == f"attention of {of_what}: other is not taken: {said}"
 
 
-def test_where_none_is_right_the_first_one_is_taken(seconds):
+def test_where_none_is_right_the_first_one_is_taken(seconds, caplog):
+    caplog.set_level(logging.INFO)
     kernels = named(seconds, sdpa=(failing, 1.0), other=(wrong, 1.0))
     assert choose_kernel(kernels, situation()) == "sdpa"
+    assert caplog.messages[-1].endswith(": sdpa, of which nothing is known")
 
 
-def test_autocast_and_checkpointing_of_the_caller_do_not_reach_the_comparison(seconds):
-    packed = []
-    kernels = named(seconds, sdpa=(sliding_chunk_attention, 1.0))
+def test_what_is_not_for_this_case_is_passed_over(seconds, caplog):
+    def refusing(**arguments):
+        raise InputError("no float64")
+
+    kernels = named(seconds, sdpa=(sliding_chunk_attention, 5.0), other=(refusing, 0.1))
+    assert choose_kernel(kernels, situation()) == "sdpa" and not caplog.messages
+
+
+def test_nothing_is_decided_where_memory_was_short(seconds):
+    has_room = False
+
+    def large(**arguments):
+        if not has_room:
+            raise torch.OutOfMemoryError("8 GB")
+        return sliding_chunk_attention(**arguments)
+
+    kernels = named(seconds, sdpa=(sliding_chunk_attention, 5.0), other=(large, 0.1))
+    assert choose_kernel(kernels, situation()) == "sdpa"
+    has_room = True
+    assert choose_kernel(kernels, situation()) == "other"
+
+
+@pytest.mark.parametrize("grad_mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_autocast_and_checkpointing_of_the_caller_do_not_reach_the_comparison(seconds, caplog, grad_mode):
+    packed, seen = [], []
+
+    def noting(**arguments):
+        seen.append((torch.is_autocast_enabled("cpu"), torch.is_grad_enabled(), arguments["query"].is_inference()))
+        return sliding_chunk_attention(**arguments)
+
+    kernels = named(seconds, sdpa=(noting, 1.0))
     with (
-        torch.no_grad(),
+        grad_mode(),
         torch.autocast("cpu", torch.bfloat16),
         torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or x, lambda x: x),
     ):
-        assert choose_kernel(kernels, situation(dtype=torch.float64)) == "sdpa"
-    assert not packed
+        assert choose_kernel(kernels, situation()) == "sdpa"
+    assert seen == [(False, True, False)] and not packed and not caplog.messages
+
+
+def test_a_comparison_within_a_backward_pass(seconds, caplog):
+    """As where activations are computed again in the caller's backward pass."""
+    kernels = named(seconds, sdpa=(sliding_chunk_attention, 1.0))
+    x = torch.ones(1, requires_grad=True)
+    product = 2 * x
+    product.register_hook(lambda grad: seconds.update(chosen=choose_kernel(kernels, situation())))
+    product.sum().backward()
+    assert seconds["chosen"] == "sdpa" and not caplog.messages
 
 
 def test_a_kernel_is_timed_forward_and_backward():
@@ -152,7 +195,7 @@ def test_auto_asks_for_what_it_is_used_for(monkeypatch, training):
         asked.append(situation)
         return "triton"
 
-    monkeypatch.setattr(sliding_chunk, "is_available", lambda device: True)
+    monkeypatch.setattr(sliding_chunk, "_has_several_kernels", lambda device: True)
     monkeypatch.setattr(sliding_chunk, "choose_kernel", choose)
     monkeypatch.setitem(sliding_chunk._KERNELS, "triton", reference.sliding_chunk_attention)
     module = randomise(SlidingChunkAttention(8, num_heads=2, window_size=3, relative_bias=True, backend="auto"))
@@ -165,7 +208,9 @@ def test_auto_asks_for_what_it_is_used_for(monkeypatch, training):
 
 
 def test_on_a_cpu_there_is_nothing_to_choose(monkeypatch):
+    """Nor where Triton's interpreter would take minutes."""
     monkeypatch.setattr(sliding_chunk, "choose_kernel", None)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
     inputs = attention_inputs(7, 10, num_global=1, local_bias=True, global_bias=True)
     functions = (sliding_chunk.BACKENDS[name] for name in ("auto", "reference"))
     actual, expected = (outputs_and_gradients(functools.partial(f, window_size=3), inputs) for f in functions)
@@ -179,6 +224,30 @@ def test_backends_of_the_stages():
         assert [stage.blocks[0].attention.backend for stage in model.stages] == [chunks] * 3 + [others]
     default = create_backbone("vil_tiny")
     assert default.stages[0].blocks[0].attention.backend == "auto"
+
+
+def test_a_recorded_run_takes_no_kernel_of_triton():
+    module = SlidingChunkAttention(8, num_heads=2, window_size=3, backend="triton").eval()
+    tokens, shared = torch.randn(1, 7, 10, 8), torch.randn(1, 1, 8)
+    recorded = torch.jit.trace(module, (tokens, shared), check_trace=False)
+    module.backend = "sdpa"
+    with torch.no_grad():
+        for actual, expected in zip(recorded(tokens, shared), module(tokens, shared), strict=True):
+            torch.testing.assert_close(actual, expected)
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"is_shifted": True}, {"learned": ()}], ids=["training", "shift", "inference"])
+def test_both_kernels_are_right_on_a_gpu(monkeypatch, caplog, dtype, changes):
+    if DEVICE == "cpu":
+        pytest.skip("the kernels are not compiled for a CPU")
+    monkeypatch.setattr(backends, "_decided", {})
+    sizes = {"heads": 3, "channels": 32, "window_size": 7}
+    caplog.set_level(logging.INFO)
+    choose_kernel(sliding_chunk._KERNELS, situation(device=torch.device(DEVICE), dtype=dtype, **sizes | changes))
+    (line,) = caplog.messages
+    assert "sdpa " in line and "triton " in line and " ms" in line
 
 
 @pytest.mark.parametrize("name", ["lit_ti", "cvt_ls_13", "ls_tiny"])

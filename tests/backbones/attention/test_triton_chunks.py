@@ -15,13 +15,20 @@ from types import ModuleType
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from backbones.attention import reference, triton_chunks
 from backbones.attention.random_shift import SHIFTS
-from backbones.attention.sliding_chunk import MODES
+from backbones.attention.sliding_chunk import MODES, SlidingChunkAttention
 from backbones.attention.triton_chunks import Launch, is_available, triton_chunk_attention
 from backbones.errors import InputError
-from tests.backbones.helpers import assert_padding_is_hidden_in_half_precision, attention_inputs, outputs_and_gradients
+from tests.backbones.helpers import (
+    assert_padding_is_hidden_in_half_precision,
+    attention_inputs,
+    outputs_and_gradients,
+    random_images,
+    randomise,
+)
 from tests.gpu import DEVICE, on_gpu
 from tests.selection import slow_except
 
@@ -249,6 +256,24 @@ def test_gradients_cannot_be_differentiated():
         gradient.sum().backward()
 
 
+@interpreted
+def test_the_module_with_activations_computed_again():
+    modules = [
+        randomise(SlidingChunkAttention(8, num_heads=2, window_size=3, relative_bias=True, backend=backend)).double()
+        for backend in ("triton", "reference")
+    ]
+    modules[0].load_state_dict(modules[1].state_dict())
+    tokens, shared = random_images(1, 2, 5, 8), random_images(1, 1, 8, seed=1)
+    results = []
+    for module in modules:
+        inputs = tokens.clone().requires_grad_(), shared.clone().requires_grad_()
+        outputs = checkpoint(module, *inputs, use_reentrant=False)
+        sum(x.square().sum() for x in outputs).backward()
+        results.append([*outputs, *(x.grad for x in (*inputs, *module.parameters()))])
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, atol=1e-10, rtol=1e-10)
+
+
 # -- where it does not run -------------------------------------------------------------------------
 
 
@@ -355,6 +380,8 @@ def bytes_of_registers_in_memory(cubin: bytes, folder: Path) -> int | None:
 )
 def test_every_kernel_compiles(monkeypatch, tmp_path, architecture, dtype, channels, mode, shift):
     triton = pytest.importorskip("triton", minversion="3.3", reason="triton 3.3 or later is not installed")
+    if "TRITON_INTERPRET" in os.environ:
+        pytest.skip("TRITON_INTERPRET is set: the kernels are interpreted")
     if not (Path(triton.__file__).parent / "backends/nvidia/bin/ptxas").exists():
         pytest.skip("triton has no ptxas here")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

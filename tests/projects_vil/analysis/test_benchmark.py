@@ -33,8 +33,7 @@ def mistake(*args, **options) -> str:
 
 
 _NO_TRITON = (
-    "MODEL.TRANSFORMER.ATTENTION_BACKEND is triton, which needs triton and a CUDA device, and MODEL.DEVICE is cpu: "
-    "take auto"
+    "MODEL.TRANSFORMER.ATTENTION_BACKEND is triton, which needs a CUDA device, not 'cpu' (MODEL.DEVICE): take auto"
 )
 
 

@@ -129,7 +129,7 @@ def test_batch_of_the_reference_is_shared_out_evenly(shapes):
         (
             "MODEL.TRANSFORMER.ATTENTION_BACKEND",
             "triton",
-            "MODEL.TRANSFORMER.ATTENTION_BACKEND is triton, which needs triton and a CUDA device",
+            "MODEL.TRANSFORMER.ATTENTION_BACKEND is triton, which needs a CUDA device, not 'cpu'",
         ),
     ],
 )
@@ -139,7 +139,7 @@ def test_values_that_cannot_be(key, value, message):
 
 def test_a_backend_is_checked_on_the_device_of_the_run(shapes, monkeypatch):
     """And not where models are built to be checked."""
-    monkeypatch.setattr(device, "is_available", lambda found: found.type == "cpu")
+    monkeypatch.setattr(device, "missing_for", lambda found: None if found.type == "cpu" else "another device")
     check_setup(small_config("retinanet", "MODEL.TRANSFORMER.ATTENTION_BACKEND", "triton"))
 
 
