@@ -234,8 +234,6 @@ def fastest_chunk_attention(
     There is one alone, and nothing to choose, on a CPU and on old devices, and where a run is recorded, compiled or
     captured.
     """
-    if global_key is not None and not global_key.shape[2]:
-        global_key = global_value = global_bias = None
     tensors = {
         "query": query,
         "key": key,
@@ -246,9 +244,9 @@ def fastest_chunk_attention(
         "global_bias": global_bias,
     }
     options = {"window_size": window_size, "mode": mode, "shift": shift}
-    if torch.compiler.is_compiling() or is_tracing() or not _has_several_kernels(query.device):
+    if torch.compiler.is_compiling() or is_tracing() or not _has_several_kernels(query.device) or not query.numel():
         return sliding_chunk_attention(**tensors, **options)
-    given = {name: x for name, x in tensors.items() if x is not None}
+    given = {name: x for name, x in tensors.items() if x is not None and x.numel()}
     situation = Situation(
         device=query.device,
         dtype=in_autocast_type(query)[0].dtype,
@@ -257,7 +255,7 @@ def fastest_chunk_attention(
         window_size=window_size,
         mode=mode,
         is_shifted=shift is not None,
-        num_global=0 if global_key is None else global_key.shape[2],
+        num_global=global_key.shape[2] if "global_key" in given else 0,
         biases=tuple(name for name in ("local_bias", "global_bias") if name in given),
         learned=tuple(name for name, x in given.items() if x.requires_grad) if torch.is_grad_enabled() else (),
     )

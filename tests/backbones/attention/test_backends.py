@@ -207,6 +207,21 @@ def test_auto_asks_for_what_it_is_used_for(monkeypatch, training):
     assert asked == [situation(dtype=torch.bfloat16, is_shifted=training, learned=learned)]
 
 
+def test_what_is_empty_makes_no_difference(monkeypatch):
+    """No global token is as none at all; of no image there is nothing to choose."""
+    asked = []
+    monkeypatch.setattr(sliding_chunk, "_has_several_kernels", lambda device: True)
+    monkeypatch.setattr(
+        sliding_chunk, "choose_kernel", lambda kernels, situation: asked.append(situation.num_global) or "sdpa"
+    )
+    inputs = attention_inputs(7, 10)
+    none = {name: inputs["query"][:, :, 0, :0] for name in ("global_key", "global_value")}
+    expected = sliding_chunk_attention(**inputs, window_size=3)
+    assert torch.equal(sliding_chunk.fastest_chunk_attention(**inputs, **none, window_size=3), expected)
+    images = {name: x[:0] for name, x in inputs.items()}
+    assert not sliding_chunk.fastest_chunk_attention(**images, window_size=3).numel() and asked == [0]
+
+
 def test_on_a_cpu_there_is_nothing_to_choose(monkeypatch):
     """Nor where Triton's interpreter would take minutes."""
     monkeypatch.setattr(sliding_chunk, "choose_kernel", None)

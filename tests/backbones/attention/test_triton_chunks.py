@@ -322,7 +322,7 @@ def started_with(monkeypatch, inputs, **options) -> list[tuple[str, tuple, dict,
     def start(run, name, grid, *args, **constants):
         started.append((name, args, constants, run.launch))
 
-    monkeypatch.setattr(triton_chunks, "is_available", lambda device: True)
+    monkeypatch.setattr(triton_chunks, "missing_for", lambda device: None)
     monkeypatch.setattr(triton_chunks._Run, "_start", start)
     outputs_and_gradients(triton_chunk_attention, inputs, **options)
     return started
