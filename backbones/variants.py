@@ -7,7 +7,7 @@ Transformer-LS: section 4.3 and the official launch scripts. LIT: Table 1.
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
-from backbones.attention.sliding_chunk import MODES
+from backbones.attention.chunks import MODES
 from backbones.errors import InputError, check_choice, closest
 from backbones.layers.batch_norm import BATCH_NORMS
 from backbones.layers.position import RESIZING

@@ -77,8 +77,11 @@ class Situation:
         if self.num_global:
             found |= {f"global_{name}": x for name, x in tokens(self.num_global).items() if name != "query"}
         places = self.window_size**2
-        of_biases = {"local_bias": (self.heads, places, 9 * places), "global_bias": (self.heads, self.num_global)}
-        found |= {name: drawn(*of_biases[name]) for name in self.biases}
+        if "local_bias" in self.biases:
+            # Looked up in a table whose rows are of all heads.
+            found["local_bias"] = drawn(places, 9 * places, self.heads).movedim(-1, 0)
+        if "global_bias" in self.biases:
+            found["global_bias"] = drawn(self.heads, self.num_global)
         return {name: x.detach().requires_grad_(name in self.learned) for name, x in found.items()}
 
     @property

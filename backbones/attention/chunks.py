@@ -11,6 +11,7 @@ from torch import Tensor
 
 from backbones.layers.tracing import first, in_order, missing
 
+MODES = ("zero_pad", "exact", "cyclic")
 _PENALTY = 1e9
 _QUERY_MARK, _KEY_MARK_FLOAT16 = 256.0, -32768.0
 
@@ -111,6 +112,16 @@ def from_chunks(x: Tensor, window_size: int, *, batch: int, heads: int, height: 
 def bias_of_chunks(bias: Tensor, chunks: Tensor, heads: int) -> Tensor:
     """(M or 1, w * w, S) -> (B * rows * M, 1, w * w, S), as the ``chunks`` of :func:`to_chunks` have their heads."""
     return in_order(bias.expand(chunks.shape[0] // heads, heads, -1, -1)).flatten(0, 1)[:, None]
+
+
+def own_and_neighbour(local_bias: Tensor, window_size: int, shift: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Of a local bias, (M, w * w, 9 * w * w), the keys of the own chunk and of the one at ``shift``.
+
+    Returns:
+        Two views, (M, w * w, w, w).
+    """
+    chunks = local_bias.unflatten(2, (3, window_size, 3, window_size))
+    return tuple(chunks[:, :, 1 + row, :, 1 + col] for row, col in ((0, 0), shift))
 
 
 def near_only(query: Tensor, window_size: int, local_bias: Tensor | None) -> Tensor:

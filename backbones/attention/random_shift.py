@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from backbones.attention.chunks import mark_channels, mark_of_keys, mark_queries, near_only
+from backbones.attention.chunks import mark_channels, mark_of_keys, mark_queries, near_only, own_and_neighbour
 from backbones.attention.dense_gradients import FullBias, dense_gradients
 from backbones.attention.flash import attention_and_sums, in_autocast_type
 from backbones.layers.precision import autocast_off
@@ -64,9 +64,7 @@ def _bias(
     places = window_size**2
     if local_bias is None:
         local_bias = query.new_zeros(1, places, 9 * places)
-    # (M, P, 3, w, 3, w)
-    chunks = local_bias.unflatten(2, (3, window_size, 3, window_size))
-    parts = [chunks[:, :, 1 + row, :, 1 + col].flatten(2) for row, col in ((0, 0), shift)]
+    parts = [part.flatten(2) for part in own_and_neighbour(local_bias, window_size, shift)]
     if global_key is not None:
         if global_bias is None:
             global_bias = local_bias.new_zeros(1, global_key.shape[2])

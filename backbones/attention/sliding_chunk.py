@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from backbones.attention import reference
 from backbones.attention.backends import Situation, choose_kernel
 from backbones.attention.chunks import (
+    MODES,
     bias_of_chunks,
     from_chunks,
     mark_channels,
@@ -26,14 +27,12 @@ from backbones.attention.chunks import (
 from backbones.attention.dense import dense_attention, merge_heads, split_heads
 from backbones.attention.flash import attention_and_sums, in_autocast_type, learns_by_blocks
 from backbones.attention.random_shift import SHIFTS, shifted_chunk_attention
-from backbones.attention.triton_chunks import is_available, triton_chunk_attention
+from backbones.attention.triton_chunks import missing_for, triton_chunk_attention
 from backbones.attention.window_gradients import Windows, window_attention
 from backbones.errors import check_choice
 from backbones.layers.overlap import threes
 from backbones.layers.position import WindowRelativeBias, position_parameter
 from backbones.layers.tracing import is_tracing, static_size
-
-MODES = ("zero_pad", "exact", "cyclic")
 
 
 def sliding_chunk_attention(
@@ -265,7 +264,7 @@ def fastest_chunk_attention(
 def _has_several_kernels(device: torch.device) -> bool:
     return (
         device.type == "cuda"
-        and is_available(device)
+        and missing_for(device) is None
         and torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY
         and not torch.cuda.is_current_stream_capturing()
     )

@@ -19,22 +19,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from backbones.attention.chunks import MODES, own_and_neighbour
 from backbones.attention.flash import in_autocast_type
 from backbones.errors import InputError, check_choice
 
-_MODES = ("zero_pad", "exact", "cyclic")
 _MAX_CHANNELS = 128
 # Programs that sum a gradient over the map: enough for the largest devices, and the same on all.
 _SHARES = 1024
 
 
-def is_available(device: torch.device) -> bool:
-    """Whether the kernels run there: triton is installed, and it is a CUDA device or ``TRITON_INTERPRET=1`` is set."""
-    return missing_for(device) is None
-
-
 def missing_for(device: torch.device) -> str | None:
-    """What the kernels lack there, in words; None where they run."""
+    """What the kernels lack there, in words; None where they run: on CUDA devices, or where Triton interprets them."""
     if not _is_installed():
         return "triton, which is not installed"
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -67,7 +62,7 @@ def triton_chunk_attention(
     Raises:
         InputError: for an unknown mode, larger D, a device that has no Triton, or float64 on a GPU.
     """
-    check_choice("attention mode", mode, _MODES)
+    check_choice("attention mode", mode, MODES)
     tensors = in_autocast_type(query, key, value, global_key, global_value, local_bias, global_bias)
     _check(tensors[0])
     if global_key is None or not global_key.shape[2]:
@@ -123,21 +118,17 @@ class _Sight:
         """(M, P, 9 * P) -> (M, P, S)."""
         if self.shift is None:
             return bias
-        return torch.cat([part.flatten(2) for part in self._parts(bias)], dim=2)
+        return torch.cat([part.flatten(2) for part in own_and_neighbour(bias, self.window_size, self.shift)], dim=2)
 
     def gradient_of_seen(self, gradient: Tensor) -> Tensor:
         """(M, P, S) -> (M, P, 9 * P)."""
         if self.shift is None:
             return gradient
         whole = gradient.new_zeros(*gradient.shape[:2], 9 * self.places)
-        for part, source in zip(self._parts(whole), gradient.split(self.places, dim=2), strict=True):
+        parts = own_and_neighbour(whole, self.window_size, self.shift)
+        for part, source in zip(parts, gradient.split(self.places, dim=2), strict=True):
             part.copy_(source.unflatten(2, (self.window_size, -1)))
         return whole
-
-    def _parts(self, bias: Tensor) -> tuple[Tensor, Tensor]:
-        """Of (M, P, 9 * P) the own chunk and the neighbour, (M, P, w, w) each, views."""
-        chunks = bias.unflatten(2, (3, self.window_size, 3, self.window_size))
-        return tuple(chunks[:, :, 1 + row, :, 1 + col] for row, col in ((0, 0), self.shift))
 
     def mirrored(self) -> "_Sight":
         """By whom a chunk is seen."""
@@ -262,6 +253,7 @@ class _Run:
         self.launch = launch_parameters(sight.window_size, self.channels, query.dtype)
         self.chunks = -(-self.height // sight.window_size) * -(-self.width // sight.window_size)
         self.sum_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+        self.own_bias = self._laid_out(local_bias, sight)
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """The output, (B, M, H, W, D), and log-sum-exps to base 2, (B, H, W, M)."""
@@ -270,7 +262,7 @@ class _Run:
             "forward_kernel",
             self._grid_of_chunks(),
             *(self.query, self.key, self.value, self.global_key, self.global_value),
-            *(self._laid_out(self.local_bias, self.sight), self.global_bias, output, sums),
+            *(self.own_bias, self.global_bias, output, sums),
             *(*self.query.stride(), *self.key.stride(), *self.value.stride()),
             *self._sizes(self.sight),
             **self._constants(GLOBALS=self.num_global, GLOBALS_BLOCK=self.launch.global_tokens),
@@ -284,7 +276,7 @@ class _Run:
             "query_grad_kernel",
             self._grid_of_chunks(),
             *(self.query, self.key, self.value, self.global_key, self.global_value),
-            *(self._laid_out(self.local_bias, self.sight), self.global_bias),
+            *(self.own_bias, self.global_bias),
             *(output, sums, grad, query_grad, products),
             *self._strides(grad),
             *self._sizes(self.sight),
@@ -316,7 +308,7 @@ class _Run:
         self._start(
             "local_bias_grad_kernel",
             (blocks, self.heads, shares),
-            *(self.query, self.key, self.value, self._laid_out(self.local_bias, self.sight)),
+            *(self.query, self.key, self.value, self.own_bias),
             *(sums, products, grad, partial),
             *self._strides(grad),
             self.batch,

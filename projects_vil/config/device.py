@@ -86,5 +86,6 @@ def _on_device(cfg: CfgNode, device: str) -> CfgNode:
     cfg.MODEL.DEVICE = device
     if cfg.MODEL.TRANSFORMER.ATTENTION_BACKEND == "triton" and missing_for(torch.device(device)) is not None:
         cfg.MODEL.TRANSFORMER.ATTENTION_BACKEND = "auto"
+        logging.getLogger(__name__).info("attention by auto: triton, as the config has it, does not run on %s", device)
     cfg.freeze()
     return cfg

@@ -133,9 +133,8 @@ def _evaluate(cfg: CfgNode, args: argparse.Namespace) -> OrderedDict:
 def _set_up_evaluation(cfg: CfgNode, args: argparse.Namespace) -> None:
     """detectron2's, which writes ``config.yaml``: that of a run, beside its weights or figures, stays as it is."""
     path = Path(cfg.OUTPUT_DIR) / CONFIG_FILE
-    traces = [*path.parent.glob("*.pth"), *path.parent.glob("metrics.json")]
-    is_of_a_run = path.is_file() and bool(traces)
-    of_the_run = path.read_bytes() if is_of_a_run and comm.is_main_process() else None
+    has_trained = any(any(path.parent.glob(pattern)) for pattern in ("*.pth", "metrics.json"))
+    of_the_run = path.read_bytes() if has_trained and path.is_file() and comm.is_main_process() else None
     default_setup(cfg, args)
     if of_the_run is not None:
         with written_whole(path) as partial:

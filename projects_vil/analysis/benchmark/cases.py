@@ -106,6 +106,8 @@ class Case:
         if is_variant:
             # A CvT has three stages.
             cfg.MODEL.FPN.IN_FEATURES = [name for name in cfg.MODEL.FPN.IN_FEATURES if name in stages]
+        if {"sdpa", "triton"} <= set(modifiers):
+            raise InputError(f"{self.name} has two attention backends: name one")
         for key, value in filter(None, map(_MODIFIERS.get, modifiers)):
             cfg.MODEL.TRANSFORMER[key] = value
         check_device(cfg)

@@ -145,12 +145,12 @@ def test_autocast_and_checkpointing_of_the_caller_do_not_reach_the_comparison(se
     assert seen == [(False, True, False)] and not packed and not caplog.messages
 
 
+@on_gpu
 def test_a_comparison_within_a_backward_pass(seconds, caplog):
-    """As where activations are computed again in the caller's backward pass."""
-    kernels = named(seconds, sdpa=(sliding_chunk_attention, 1.0))
-    x = torch.ones(1, requires_grad=True)
-    product = 2 * x
-    product.register_hook(lambda grad: seconds.update(chosen=choose_kernel(kernels, situation())))
+    """As where activations are computed again in the caller's backward pass, on a thread of the device."""
+    kernels, place = named(seconds, sdpa=(sliding_chunk_attention, 1.0)), torch.device(DEVICE)
+    product = 2 * torch.ones(1, device=place, requires_grad=True)
+    product.register_hook(lambda grad: seconds.update(chosen=choose_kernel(kernels, situation(device=place))))
     product.sum().backward()
     assert seconds["chosen"] == "sdpa" and not caplog.messages
 
@@ -189,15 +189,19 @@ def test_the_first_process_decides(tmp_path):
 @pytest.mark.parametrize("training", [False, True])
 def test_auto_asks_for_what_it_is_used_for(monkeypatch, training):
     """As on a GPU: with the types that autocast chooses, and the shift of training."""
-    asked = []
+    asked, used = [], {}
 
     def choose(kernels, situation):
         asked.append(situation)
         return "triton"
 
+    def kernel(*, window_size, mode, shift, **tensors):
+        used.update(tensors)
+        return reference.sliding_chunk_attention(**tensors, window_size=window_size, mode=mode, shift=shift)
+
     monkeypatch.setattr(sliding_chunk, "_has_several_kernels", lambda device: True)
     monkeypatch.setattr(sliding_chunk, "choose_kernel", choose)
-    monkeypatch.setitem(sliding_chunk._KERNELS, "triton", reference.sliding_chunk_attention)
+    monkeypatch.setitem(sliding_chunk._KERNELS, "triton", kernel)
     module = randomise(SlidingChunkAttention(8, num_heads=2, window_size=3, relative_bias=True, backend="auto"))
     module.train(training).shift = (1, 0)
     tokens, shared = torch.randn(1, 7, 10, 8), torch.randn(1, 1, 8)
@@ -205,6 +209,11 @@ def test_auto_asks_for_what_it_is_used_for(monkeypatch, training):
         module(tokens, shared)
     learned = ("query", "key", "value", "global_key", "global_value", "local_bias", "global_bias") if training else ()
     assert asked == [situation(dtype=torch.bfloat16, is_shifted=training, learned=learned)]
+    # What kernels are compared on lies in memory as what they are used on: a map of 2 x 3 chunks and a token more.
+    compared = asked[0].inputs(2, 3, 1, rest=1)
+    assert {name: (x.shape, x.stride()) for name, x in compared.items()} == {
+        name: (x.shape, x.stride()) for name, x in used.items()
+    }
 
 
 def test_what_is_empty_makes_no_difference(monkeypatch):

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from backbones.attention import reference, triton_chunks
 from backbones.attention.random_shift import SHIFTS
 from backbones.attention.sliding_chunk import MODES, SlidingChunkAttention
-from backbones.attention.triton_chunks import Launch, is_available, triton_chunk_attention
+from backbones.attention.triton_chunks import Launch, missing_for, triton_chunk_attention
 from backbones.errors import InputError
 from tests.backbones.helpers import (
     assert_padding_is_hidden_in_half_precision,
@@ -287,12 +287,12 @@ def message_of(inputs, **options):
 def test_says_what_is_missing(monkeypatch):
     inputs = {name: x.float() for name, x in attention_inputs(2, 4).items()}
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert not is_available(torch.device("cpu"))
+    assert missing_for(torch.device("cpu")) == "a CUDA device, not 'cpu'"
     monkeypatch.setattr(triton_chunks, "_is_installed", lambda: True)
-    assert is_available(torch.device("cuda"))
+    assert missing_for(torch.device("cuda")) is None
     assert re.search("needs a CUDA device, not 'cpu'.*attention_backend 'sdpa'", message_of(inputs))
     monkeypatch.setattr(triton_chunks, "_is_installed", lambda: False)
-    assert not is_available(torch.device("cuda"))
+    assert missing_for(torch.device("cuda")) == "triton, which is not installed"
     assert re.search("needs triton, which is not installed.*attention_backend 'sdpa'", message_of(inputs))
 
 
@@ -300,7 +300,6 @@ def test_says_what_is_missing(monkeypatch):
 def test_says_what_it_does_not_take():
     assert re.search("at most 128 channels, not 132", message_of(attention_inputs(2, 4, channels=132)))
     assert "zero_pad" in message_of(attention_inputs(2, 4), mode="zero")
-    assert triton_chunks._MODES == MODES
 
 
 def test_imports_without_triton(monkeypatch):
@@ -309,7 +308,7 @@ def test_imports_without_triton(monkeypatch):
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "triton_chunks_alone", module)
     spec.loader.exec_module(module)
-    assert not module.is_available(torch.device("cuda"))
+    assert module.missing_for(torch.device("cuda")) == "triton, which is not installed"
 
 
 # -- compiled --------------------------------------------------------------------------------------

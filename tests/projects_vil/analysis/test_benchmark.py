@@ -164,6 +164,7 @@ def test_baselines_have_maps_of_four_strides(name):
             "unknown modifier of vil_tiny 'fast': it is one of checkpointing, sdpa, triton, shift",
         ),
         ("vil_tiny_rpb+triton", False, _NO_TRITON),
+        ("vil_tiny_rpb+triton+sdpa", False, "vil_tiny_rpb+triton+sdpa has two attention backends: name one"),
         ("absent.yaml", False, "there is no config file absent.yaml"),
         ("swin", True, "--against swin: it is r50, swin_t or a model of timm; did you mean 'swin_t'?"),
         ("vit_tiny_patch16_224", True, "--against vit_tiny_patch16_224: its maps are not of strides 4, 8, 16 and 32"),

@@ -94,12 +94,14 @@ def test_evaluating_again_gives_the_same(trained_run, datasets_root, tmp_path):
     assert not list(tmp_path.glob("*.pth"))
     assert f"OUTPUT_DIR: {tmp_path}" in output.read_text()
 
-    # What a run was trained with stays there, in whatever way it is evaluated later.
-    output.write_text("# of the run\n")
-    shutil.copy(weights, tmp_path)
-    result = run_tool("train_net.py", *command, datasets_root=datasets_root)
-    assert result.returncode == 0, result.stderr
-    assert output.read_text() == "# of the run\n"
+    # What a run is trained with stays there, in whatever way it is evaluated, before its first checkpoint too.
+    for trace in ("metrics.json", "model_best.pth"):
+        output.write_text("# of the run\n")
+        (tmp_path / trace).touch()
+        result = run_tool("train_net.py", *command, datasets_root=datasets_root)
+        assert result.returncode == 0, result.stderr
+        assert output.read_text() == "# of the run\n"
+        (tmp_path / trace).unlink()
 
 
 @pytest.mark.slow

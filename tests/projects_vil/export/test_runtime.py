@@ -138,7 +138,7 @@ def test_a_damaged_file(plain, tmp_path, file_format, damage):
     assert mistake(ExportedModel, path).startswith(f"cannot load {path}: ")
 
 
-def test_one_bit_is_missed(exported, tmp_path):
+def test_a_flipped_bit_is_found(exported, tmp_path):
     """By the file's digest; whoever has changed it on purpose takes the digest out."""
     path = copy_of(ExportedModel(exported("retinanet")[0]), tmp_path)
     contents = bytearray(path.read_bytes())
