@@ -250,8 +250,11 @@ def test_backends_of_the_stages():
     assert default.stages[0].blocks[0].attention.backend == "auto"
 
 
-def test_a_recorded_run_takes_no_kernel_of_triton():
-    module = SlidingChunkAttention(8, num_heads=2, window_size=3, backend="triton").eval()
+@pytest.mark.parametrize("backend", ["triton", "auto"])
+def test_a_recorded_run_takes_no_kernel_of_triton(monkeypatch, backend):
+    monkeypatch.setattr(sliding_chunk, "_has_several_kernels", lambda device: True)
+    monkeypatch.setattr(sliding_chunk, "choose_kernel", lambda kernels, situation: pytest.fail("it was asked for one"))
+    module = SlidingChunkAttention(8, num_heads=2, window_size=3, backend=backend).eval()
     tokens, shared = torch.randn(1, 7, 10, 8), torch.randn(1, 1, 8)
     recorded = torch.jit.trace(module, (tokens, shared), check_trace=False)
     module.backend = "sdpa"
