@@ -3,7 +3,8 @@
 Models are variants or config files. Behind a name, +checkpointing is activation checkpointing, +shift random-shift
 training, and +sdpa and +triton are attention backends. --against names baselines: r50 and swin_t of detectron2, or
 models of timm; ratios are to the first of them, or to the first model. Several --size are a sweep, with the exponents
-of pixels that time and memory grow by. Overrides of config keys are for the models, not for the baselines.
+of pixels that time and memory grow by. --limits says what holds a model up: arithmetic, memory, or the calls of its
+operators. Overrides of config keys are for the models, not for the baselines.
 
 Example:
     python tools/benchmark.py --what backbone --models vil_tiny_rpb vil_small_rpb --against swin_t --size 800 1344
@@ -13,13 +14,25 @@ Example:
         --size 512 672 --batch-size 2 --json step.json
     python tools/benchmark.py --what attention --models vil_small_rpb full_small --size 400 672 --size 800 1344 \\
         --plot growth.png
+    python tools/benchmark.py --models vil_small_rpb lit_s --against swin_t --size 512 672 --backward --limits
 """
 
 import functools
 from pathlib import Path
 
 from backbones import InputError
-from projects_vil.analysis import DTYPES, WHATS, Case, as_json_of, draw_measurements, format_measurements, measure
+from projects_vil.analysis import (
+    DTYPES,
+    WHATS,
+    Case,
+    as_json_of,
+    draw_measurements,
+    find_limits,
+    format_limits,
+    format_measurements,
+    measure,
+    measure_rates,
+)
 from projects_vil.config import ConfigToolParser, config_of
 from projects_vil.utils import check_json_path, run_tool, write_json
 
@@ -39,6 +52,9 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5, metavar="N", help="times each is timed (default 5)")
     parser.add_argument(
         "--no-memory", action="store_true", help="leave memory out, which on a CPU takes a process each"
+    )
+    parser.add_argument(
+        "--limits", action="store_true", help="what the operators of each take, beside what the device can do"
     )
     parser.add_argument("--json", metavar="FILE", help="write the figures there too")
     parser.add_argument("--plot", metavar="FILE", help="draw time and memory against pixels there, as .png or .svg")
@@ -62,12 +78,17 @@ def main() -> None:
         overrides=tuple(args.opts),
     )
     reference = len(args.models) if args.against else 0
-    found = []
+    found, limits = [], []
     for size in sizes:
         cases = [make(name=name, is_baseline=is_baseline, size=size) for name, is_baseline in names]
         found += measure(cases, reference=reference, runs=args.runs, memory=not args.no_memory)
+        if args.limits:
+            rates = measure_rates(cases[0].device, args.dtype)
+            limits += [find_limits(case, rates) for case in cases]
     print(format_measurements(found, reference=names[reference][0]))
-    write_json(args.json, as_json_of(found))
+    if limits:
+        print(f"\n{format_limits(limits, found, rates)}")
+    write_json(args.json, as_json_of(found, limits))
     if args.plot:
         draw_measurements(found, args.plot)
 

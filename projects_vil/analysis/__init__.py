@@ -6,8 +6,11 @@ from projects_vil.analysis.benchmark import (
     Case,
     as_json_of,
     draw_measurements,
+    find_limits,
+    format_limits,
     format_measurements,
     measure,
+    measure_rates,
 )
 from projects_vil.analysis.coco_api import compare_coco_apis
 from projects_vil.analysis.counting import count_variants, format_counts
@@ -24,9 +27,12 @@ __all__ = [
     "compare_coco_apis",
     "count_variants",
     "draw_measurements",
+    "find_limits",
     "format_analyses",
     "format_counts",
+    "format_limits",
     "format_measurements",
     "measure",
+    "measure_rates",
     "time_dataset_check",
 ]

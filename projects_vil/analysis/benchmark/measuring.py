@@ -57,7 +57,7 @@ def measure(cases: Sequence[Case], *, reference: int = 0, runs: int = 5, memory:
     times: list[list[float]] = [[] for _ in steps]
     for _ in range(runs):
         for step, own in zip(steps, times, strict=True):
-            own.append(_seconds(step, device))
+            own.append(seconds_of(step, device))
     del steps
     if not memory:
         peaks = [None] * len(cases)
@@ -75,7 +75,8 @@ def _quartiles(values: list[float]) -> tuple[float, float, float]:
     return tuple(statistics.quantiles(values, n=4)) if len(values) > 1 else (values[0],) * 3
 
 
-def _seconds(step: Callable[[], None], device: str) -> float:
+def seconds_of(step: Callable[[], object], device: str) -> float:
+    """Of one call, to the end of what it started on ``device``."""
     _wait(device)
     start = time.perf_counter()
     step()

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
+from projects_vil.analysis.benchmark.limits import BOUNDS, KINDS, Limits, Rates
 from projects_vil.analysis.benchmark.measuring import Measurement
 
 
@@ -31,6 +32,24 @@ def format_measurements(measurements: Sequence[Measurement], *, reference: str) 
     return "\n".join(lines)
 
 
+def format_limits(limits: Sequence[Limits], measurements: Sequence[Measurement], rates: Rates) -> str:
+    """A Markdown table of what holds up each model, below the rates of the device."""
+    lines = [
+        f"Large products {rates.flops / 1e9:.0f} GFLOP/s, large copies {rates.bytes / 1e9:.1f} GB/s, smallest operator "
+        f"{rates.call * 1e6:.1f} us. At these rates\nthe operators of a step take the limit, by what holds each up; "
+        "then, how the time that they do take is divided.\n",
+        f"| model | size | seconds | limit | x limit | {' | '.join((*BOUNDS, *KINDS))} | operators |",
+        f"|{'---|' * (6 + len(BOUNDS) + len(KINDS))}",
+    ]
+    for found, m in zip(limits, measurements, strict=True):
+        shares = [found.shortest[bound] / found.limit for bound in BOUNDS]
+        shares += [found.seconds[kind] / sum(found.seconds.values()) for kind in KINDS]
+        cells = [m.case.name, f"{m.case.size[0]} x {m.case.size[1]}", f"{m.seconds:.3f}", f"{found.limit:.3f}"]
+        cells += [f"{m.seconds / found.limit:.2f}", *(f"{share:.0%}" for share in shares), str(found.operators)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def growth(measurements: Sequence[Measurement]) -> dict[str, dict[str, float]]:
     """For models at several sizes: the exponents of pixels that time and memory grow by, fitted to logarithms."""
     found = {}
@@ -43,8 +62,8 @@ def growth(measurements: Sequence[Measurement]) -> dict[str, dict[str, float]]:
     return found
 
 
-def as_json_of(measurements: Sequence[Measurement]) -> dict:
-    """For ``--json``."""
+def as_json_of(measurements: Sequence[Measurement], limits: Sequence[Limits] = ()) -> dict:
+    """For ``--json``; ``limits``, if there are any, are those of the measurements, in their order."""
     rows = []
     for m in measurements:
         row = {"model": m.case.name, "what": m.case.what, "size": list(m.case.size), "batch_size": m.case.batch_size}
@@ -52,6 +71,8 @@ def as_json_of(measurements: Sequence[Measurement]) -> dict:
         row |= {"seconds": m.seconds, "seconds_quartiles": [m.low, m.high], "images_per_second": m.images_per_second}
         row |= {"ratio": m.ratio, "ratio_quartiles": [m.ratio_low, m.ratio_high], "memory": m.memory}
         rows.append(row)
+    for row, found in zip(rows, limits, strict=False):
+        row |= {"limit": found.shortest, "operators": found.operators, "seconds_by_kind": found.seconds}
     return {"measurements": rows, "growth": growth(measurements)}
 
 

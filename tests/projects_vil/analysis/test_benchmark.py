@@ -9,9 +9,19 @@ from torch import nn
 
 from backbones import InputError
 from backbones.attention.sliding_chunk import BACKENDS, SlidingChunkAttention
-from projects_vil.analysis import Case, as_json_of, draw_measurements, format_measurements, measure
-from projects_vil.analysis.benchmark import measuring
+from projects_vil.analysis import (
+    Case,
+    as_json_of,
+    draw_measurements,
+    find_limits,
+    format_limits,
+    format_measurements,
+    measure,
+    measure_rates,
+)
+from projects_vil.analysis.benchmark import limits, measuring
 from projects_vil.analysis.benchmark.baselines import build_baseline
+from projects_vil.analysis.benchmark.limits import KINDS, Rates
 from projects_vil.analysis.benchmark.measuring import Measurement
 from projects_vil.analysis.benchmark.showing import growth
 from tests.projects_vil.helpers import ROOT
@@ -174,13 +184,89 @@ def test_names_that_are_none(name, is_baseline, message):
     assert mistake(name, is_baseline=is_baseline) == message
 
 
+# -- limits ----------------------------------------------------------------------------------------
+
+
+A, B = torch.rand(8, 4), torch.rand(4, 6)
+
+
+@pytest.mark.parametrize(
+    "step, flops, numbers",
+    [
+        (lambda: A @ B, 2 * 8 * 4 * 6, 8 * 4 + 4 * 6 + 8 * 6),
+        (lambda: A.t() @ A, 2 * 4 * 8 * 4, 2 * 8 * 4 + 4 * 4),
+        (lambda: torch.zeros(2, 8, 6).baddbmm_(A.expand(2, -1, -1), B.expand(2, -1, -1)), 2 * 2 * 8 * 4 * 6, None),
+        (lambda: A + 1, 0, 2 * 8 * 4),
+        (lambda: A.add_(0), 0, 2 * 8 * 4),
+        (lambda: A[:, :1].expand(-1, 4) + 1, 0, 8 + 8 * 4),
+        (lambda: A.view(4, 8).transpose(0, 1).detach(), 0, 0),
+        (lambda: torch.empty(9), 0, 0),
+    ],
+    ids=["product", "of itself", "product in place", "sum", "sum in place", "expanded", "views", "room"],
+)
+def test_work_of_an_operator(step, flops, numbers):
+    """Floating-point operations at one a second, or bytes at one a second, counted by hand."""
+    for rates, bound, expected in (
+        (Rates(flops=1.0, bytes=1e30, call=0.0), "arithmetic", flops),
+        (Rates(flops=1e30, bytes=1.0, call=0.0), "memory", None if numbers is None else 4 * numbers),
+    ):
+        with limits.Work("cpu", rates) as work:
+            step()
+        if expected is not None:
+            assert work.shortest[bound] == pytest.approx(expected)
+    assert work.operators == (2 if numbers is None else bool(numbers))
+
+
+def test_small_operators_are_held_up_by_their_call():
+    with limits.Work("cpu", Rates(flops=1e30, bytes=1e30, call=0.5)) as work:
+        (A + 1).mul_(2)
+    assert work.shortest == {"arithmetic": 0, "memory": 0, "overhead": 1.0} and work.operators == 2
+
+
+@pytest.mark.parametrize(
+    "kind, names",
+    [
+        ("attention", ["_scaled_dot_product_flash_attention_for_cpu", "_efficient_attention_backward"]),
+        ("products", ["mm", "addmm", "bmm", "baddbmm_"]),
+        ("convolutions", ["convolution", "convolution_backward", "deform_conv2d"]),
+        ("norms", ["native_layer_norm", "native_layer_norm_backward", "native_batch_norm"]),
+        ("copies", ["copy_", "cat", "clone", "constant_pad_nd"]),
+        ("other", ["gelu", "add", "_softmax"]),
+    ],
+)
+def test_kinds_of_operators(kind, names):
+    assert {limits.kind_of(name) for name in names} == {kind}
+
+
+def test_backward_passes_calculate_twice_as_much():
+    """And again what attention keeps no scores of."""
+    flops = [
+        find_limits(case(SMALL, backward=backward), Rates(flops=1.0, bytes=1e30, call=0.0)).limit
+        for backward in (False, True)
+    ]
+    assert 2.9 < flops[1] / flops[0] < 4
+
+
+def test_limits_of_a_model():
+    rates = measure_rates("cpu", "float32")
+    assert rates.flops > 1e9 and rates.bytes > 1e8 and 1e-8 < rates.call < 1e-3
+    forward, both = (find_limits(case(SMALL, backward=backward), rates) for backward in (False, True))
+    assert both.operators > forward.operators > 100 and forward.limit == sum(forward.shortest.values())
+    assert all(forward.seconds[kind] > 0 for kind in KINDS)
+    (measured,) = measure([forward.case], runs=1, memory=False)
+    table = format_limits([forward], [measured], rates).splitlines()
+    assert len(table) == 6 and {line.count("|") for line in table[3:]} == {6 + 3 + len(KINDS) + 1}
+    row = as_json_of([measured], [forward])["measurements"][0]
+    assert row["limit"] == forward.shortest and row["seconds_by_kind"] == forward.seconds
+
+
 # -- figures ---------------------------------------------------------------------------------------
 
 
 def test_medians_quartiles_and_ratios(monkeypatch):
     """By turns: two models, three runs; the second call of the clock is the end of a run."""
     seconds = iter([1.0, 2.0, 3.0, 3.0, 2.0, 8.0])
-    monkeypatch.setattr(measuring, "_seconds", lambda step, device: next(seconds))
+    monkeypatch.setattr(measuring, "seconds_of", lambda step, device: next(seconds))
     monkeypatch.setattr(Case, "build", lambda self: lambda: None)
     first, second = measure([case("a"), case("b", batch_size=4)], reference=0, runs=3, memory=False)
     assert (first.seconds, second.seconds) == (2.0, 3.0)
