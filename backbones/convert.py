@@ -402,7 +402,7 @@ class _LITConversion(_Conversion):
             # The official stages end with what ours begin with.
             stage = int(match[2]) + 1 if match[2] else int(match[1] or 1) - 1
             return self._patch_embed(f"{self.prefix}stages.{stage}.patch_embed", match[3], tensor)
-        if match := re.fullmatch(r"norm([1-3])\.(weight|bias)", name):
+        if match := re.fullmatch(r"norm([0-3])\.(weight|bias)", name):
             return {f"{self.prefix}output_norms.stage{int(match[1]) + 1}.{match[2]}": tensor}
         if match := re.fullmatch(r"pos_embed([1-4])", name):
             return self._positions(f"{self.prefix}stages.{int(match[1]) - 1}.positions", name, tensor)

@@ -8,7 +8,7 @@ from backbones.errors import InputError
 from backbones.layers.patch_embed import PatchEmbed
 from backbones.layers.position import GridPositions
 from backbones.layers.token_merging import DeformableTokenMerging, LinearTokenMerging
-from backbones.variants import LITVariant
+from backbones.variants import LITVariant, stage_names
 
 # The official code leaves the embedding's norm at PyTorch's value in LIT-Ti too, whose other norms have 1e-6.
 _EMBED_NORM_EPS = 1e-5
@@ -58,7 +58,7 @@ class LIT(Backbone):
 
     def _make_output_norm(self, index: int) -> nn.LayerNorm | None:
         variant = self.variant
-        if not variant.output_norms or self.settings.keep_global_tokens or index == 0:
+        if stage_names(variant)[index] not in variant.output_norms or self.settings.keep_global_tokens:
             return None
         return nn.LayerNorm(variant.stages[index].dim, eps=variant.norm_eps)
 

@@ -178,7 +178,7 @@ class LITVariant:
         relative_bias: True for a relative bias (as Swin), False for absolute positions and a global token in the
             classifier (as PVT).
         norm_eps: of the LayerNorms.
-        output_norms: whether a detector's maps of stage 2 and later are normed on their way out.
+        output_norms: the stages whose maps are normed on their way out of a detector or segmentor.
         position_img_size: image side in pixels for tables that are resized to each map.
         position_resizing: ``"map"``, or ``"load"`` for tables that are made for the largest image.
         merging: ``"deformable"`` or ``"uniform"`` (Table 3).
@@ -188,7 +188,7 @@ class LITVariant:
     stages: tuple[LITStage, ...]
     relative_bias: bool
     norm_eps: float
-    output_norms: bool
+    output_norms: tuple[str, ...]
     position_img_size: int
     position_resizing: str = "map"
     merging: str = "deformable"
@@ -385,7 +385,13 @@ _CVT = {
 def _lit(dim: int, heads: int, depths: Sequence[int]) -> LITVariant:
     """LIT-S, -M and -B: channels and heads double from stage to stage; the official detector's tables are for 800."""
     stages = tuple(LITStage(depth, dim * 2**i, heads * 2**i if i >= 2 else 0) for i, depth in enumerate(depths))
-    return LITVariant(stages, relative_bias=True, norm_eps=1e-5, output_norms=True, position_img_size=800)
+    norms = ("stage2", "stage3", "stage4")
+    return LITVariant(stages, relative_bias=True, norm_eps=1e-5, output_norms=norms, position_img_size=800)
+
+
+def _for_segmentation(variant: LITVariant) -> LITVariant:
+    """The official segmentation backbone norms stage 1 too, and its tables are for 512 pixels."""
+    return dataclasses.replace(variant, output_norms=("stage1", *variant.output_norms), position_img_size=512)
 
 
 _LIT = {
@@ -393,13 +399,15 @@ _LIT = {
         (LITStage(3, 64, 0, 8), LITStage(4, 128, 0, 8), LITStage(6, 320, 5), LITStage(3, 512, 8)),
         relative_bias=False,
         norm_eps=1e-6,
-        output_norms=False,
+        output_norms=(),
         position_img_size=224,
     ),
     "lit_s": _lit(96, 3, (2, 2, 6, 2)),
     "lit_m": _lit(96, 3, (2, 2, 18, 2)),
     "lit_b": _lit(128, 4, (2, 2, 18, 2)),
 }
+_SEGMENTATION = "_seg"
+_LIT |= {f"{name}{_SEGMENTATION}": _for_segmentation(_LIT[name]) for name in ("lit_s", "lit_m", "lit_b")}
 
 VARIANTS: dict[str, Variant] = (
     _VIL
@@ -427,6 +435,11 @@ def get_variant(name: str, options: Mapping[str, object] | None = None) -> Varia
         if option not in variant.options:
             raise InputError(f"{name} has no option {option}: its options are {', '.join(variant.options)}")
     return variant.with_options(**given)
+
+
+def classifier_variant(name: str) -> str:
+    """The variant of the classifiers that a backbone starts from: a segmentor's starts from a detector's."""
+    return name.removesuffix(_SEGMENTATION)
 
 
 def stage_names(variant: Variant) -> tuple[str, ...]:

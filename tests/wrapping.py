@@ -40,6 +40,10 @@ def mmdetection(weights: dict, heads: dict | None = None) -> Contents:
     return {"meta": meta, "state_dict": backbone | (heads or {})}
 
 
+def mmsegmentation(weights: dict) -> Contents:
+    return mmdetection(weights, mmdetection_heads(segmentor=True))
+
+
 def mmdetection_heads(segmentor: bool = False) -> dict[str, torch.Tensor]:
     names = ["neck.lateral_convs.0.conv.weight", "neck.fpn_convs.1.conv.bias"]
     names += ["decode_head.conv_seg.weight"] if segmentor else ["bbox_head.retina_cls.weight", "rpn_head.rpn_cls.bias"]

@@ -54,7 +54,7 @@ PUBLISHED: dict[tuple[str, str], tuple[float, float | None]] = {
     ("GeneralizedRCNN", "lit_ti"): (40, None),
     ("GeneralizedRCNN", "lit_s"): (48, None),
     ("SemanticSegmentor", "lit_ti"): (24, None),
-    ("SemanticSegmentor", "lit_s"): (32, None),
+    ("SemanticSegmentor", "lit_s_seg"): (32, None),
 }
 
 _DEPTHS = ("1_10_1", "2_9_1", "1_1_9_1", "1_2_8_1")

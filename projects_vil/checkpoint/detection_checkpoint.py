@@ -18,7 +18,7 @@ from backbones import InputError
 from backbones.convert import OfficialCheckpoint, recognise
 from backbones.errors import check_file
 from backbones.files import read_checkpoint, save_tensors, state_dict_of, written_whole
-from backbones.variants import OPTIONS
+from backbones.variants import OPTIONS, classifier_variant
 from projects_vil.checkpoint.class_rows import copy_rows, is_predictor, match_classes
 from projects_vil.checkpoint.conversion import BACKBONE_PREFIX, convert_official
 from projects_vil.checkpoint.pretrained import backbone_of_classifier, is_classifier, named_variant
@@ -191,6 +191,8 @@ class Checkpointer(DetectionCheckpointer):
         said = dataclasses.replace(said, variant=said.variant or named_variant(contents), classes=None)
         if backbone is None:
             raise InputError(f"{self._path} is a classifier's, and the model has no backbone of this project")
+        if said.variant == classifier_variant(backbone.variant):
+            said = dataclasses.replace(said, variant=backbone.variant)
         self._check_variant(said)
         try:
             weights, lines = backbone_of_classifier(state_dict_of(contents), backbone.variant, backbone.net)

@@ -17,14 +17,14 @@ TI = LITVariant(
     (LITStage(2, 6, 0, 3), LITStage(1, 10, 0, 2), LITStage(2, 12, 2), LITStage(2, 16, 4)),
     relative_bias=False,
     norm_eps=1e-6,
-    output_norms=False,
+    output_norms=(),
     position_img_size=64,
 )
 S = LITVariant(
     (LITStage(1, 6), LITStage(1, 12), LITStage(2, 24, 3), LITStage(1, 48, 6)),
     relative_bias=True,
     norm_eps=1e-5,
-    output_norms=True,
+    output_norms=("stage2", "stage3", "stage4"),
     position_img_size=64,
 )
 

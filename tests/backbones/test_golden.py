@@ -21,6 +21,7 @@ BACKBONES = {
     "performer_tiny_ape_cls": ("performer_tiny", {"max_img_size": 224}),
     "lit_ti_det": ("lit_ti", {}),
     "lit_s_det": ("lit_s", {}),
+    "lit_s_seg": ("lit_s_seg", {}),
     "ls_medium_224_cls": ("ls_medium", {}),
 }
 CLASSIFIERS = {

@@ -99,6 +99,7 @@ def test_the_names_are_those_of_the_papers():
         | {"ls_tiny", "ls_small", "ls_medium", "ls_base", "ls_medium_384"}
         | {"cvt_ls_13", "cvt_ls_17", "cvt_ls_21", "cvt_ls_21s"}
         | {"lit_ti", "lit_s", "lit_m", "lit_b"}
+        | {"lit_s_seg", "lit_m_seg", "lit_b_seg"}
     )
 
 

@@ -29,6 +29,7 @@ GOLDEN = {
     "vil_small_rpb_g1_det": ("vil_small_rpb", wrapping.detectron2_detector, (), {"global_tokens": [1, 1, 1, 1]}),
     "lit_ti_det": ("lit_ti", wrapping.mmdetection, (), {}),
     "lit_s_det": ("lit_s", wrapping.mmdetection, (), {}),
+    "lit_s_seg": ("lit_s_seg", wrapping.mmsegmentation, (), {}),
     "vil_small_rpb_cls": ("vil_small_rpb", wrapping.vision_longformer, (), {}),
     "vil_tiny_ape_cls": ("vil_tiny", wrapping.vision_longformer, AT_224, {"max_img_size": 224}),
     "global_tiny_ape_cls": ("global_tiny", wrapping.vision_longformer, AT_224, {"max_img_size": 224}),

@@ -49,6 +49,8 @@ def as_saved(state: dict[str, torch.Tensor], how: str, heads: dict[str, torch.Te
         return wrapping.detectron2_detector(state, heads)
     if how == "LIT mmdetection":
         return wrapping.mmdetection(state, heads)
+    if how == "LIT mmsegmentation":
+        return wrapping.mmsegmentation(state)
     return {"vision-longformer": wrapping.vision_longformer, "LIT": wrapping.lit_classifier}[how](state)
 
 
@@ -129,6 +131,7 @@ GOLDEN_FILES = [
     ("ls_medium_224_cls", "vision-longformer", ["MODEL.TRANSFORMER.NAME", "ls_medium"]),
     ("lit_s_det", "LIT mmdetection", ["MODEL.TRANSFORMER.NAME", "lit_s"]),
     ("lit_ti_det", "LIT mmdetection", ["MODEL.TRANSFORMER.NAME", "lit_ti"]),
+    ("lit_s_seg", "LIT mmsegmentation", ["MODEL.TRANSFORMER.NAME", "lit_s_seg"]),
 ]
 
 

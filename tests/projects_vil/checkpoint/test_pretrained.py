@@ -96,6 +96,17 @@ def test_lits_bias_is_resized_by_cubics(tmp_path):
     assert np.prod(expected.shape) == loaded[f"{BOTTOM_UP}{key}"].numel()
 
 
+@pytest.mark.slow
+def test_a_segmentors_backbone_starts_from_the_classifier_of_its_size(tmp_path):
+    contents = {"state_dict": classifier("lit_s").state_dict(), "args": argparse.Namespace(model="lit_s")}
+    loaded = load(save(tmp_path, contents), "lit_s_seg").state_dict()
+    key = "stages.2.blocks.5.mlp.expand.weight"
+    assert torch.equal(loaded[f"{BOTTOM_UP}{key}"], contents["state_dict"][f"backbone.{key}"])
+    norms = [key for key in loaded if "output_norms" in key]
+    assert len(norms) == 6 and all((loaded[key] == float(key.endswith("weight"))).all() for key in norms)
+    assert "is of lit_s, and the model is lit_m_seg" in message(save(tmp_path, contents), "lit_m_seg")
+
+
 def message(path: str, name: str, *overrides: str) -> str:
     with pytest.raises(InputError) as caught:
         load(path, name, *overrides)

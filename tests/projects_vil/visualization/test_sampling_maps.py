@@ -21,7 +21,7 @@ LIT_TI = ("MODEL.TRANSFORMER.NAME", "lit_ti")
 def small_lit() -> LIT:
     """In eval mode, with offsets that are zero whatever the image is."""
     stages = (LITStage(1, 4), LITStage(1, 8), LITStage(1, 8, 2), LITStage(1, 16, 4))
-    variant = LITVariant(stages, relative_bias=True, norm_eps=1e-5, output_norms=True, position_img_size=64)
+    variant = LITVariant(stages, relative_bias=True, norm_eps=1e-5, output_norms=("stage2",), position_img_size=64)
     return LIT(variant).eval()
 
 
