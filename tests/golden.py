@@ -22,6 +22,10 @@ def golden_state_dict(reference: dict) -> dict[str, torch.Tensor]:
         if name in reference["integer_buffers_not_filled"]:
             weights[name] = torch.zeros(entry["shape"], dtype=getattr(torch, entry["dtype"]))
             continue
+        if name == "pos_emb.inv_freq":
+            channels = 2 * entry["shape"][0]
+            weights[name] = 1 / 10000 ** (torch.arange(0, channels, 2) / channels)
+            continue
         source = reference["aliases"].get(name, name)
         weights[name] = torch.from_numpy(_fill(source, entry["shape"]))
     return weights

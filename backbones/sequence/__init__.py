@@ -4,6 +4,6 @@ Plain PyTorch. The sizes of the paper's experiments are in :mod:`backbones.seque
 :func:`backbones.convert.convert_sequence_state_dict` takes official weights.
 """
 
-from backbones.sequence.build import create_sequence_encoder
+from backbones.sequence.build import create_char_lm, create_sequence_encoder
 
-__all__ = ["create_sequence_encoder"]
+__all__ = ["create_char_lm", "create_sequence_encoder"]
