@@ -19,17 +19,16 @@ from backbones import InputError
 from projects_vil.config import check_device_name
 from projects_vil.sequence.lra import (
     ABLATIONS,
+    CLASS_TOKENS,
     CONFIGS,
     MODELS,
     SCHEDULES,
     TASKS,
-    AttentionSettings,
     Dataset,
     Evaluation,
     ListOpsRules,
     Run,
-    TaskSettings,
-    attention_of,
+    Settings,
     check_output,
     format_costs,
     load_listops,
@@ -37,19 +36,21 @@ from projects_vil.sequence.lra import (
     read_imdb,
     read_pairs,
     read_released_listops,
+    settings_of,
     train_lra,
     without_brackets,
 )
 from projects_vil.utils import ToolParser, check_json_path, run_tool, write_json
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)
-# Of TaskSettings, with the arguments that take their place.
+# Of Settings, with the arguments that take their place.
 COURSE = {
     "learning_rate": "lr",
     "batch_size": "batch_size",
     "warmup_steps": "warmup",
     "steps": "steps",
     "eval_every": "eval_every",
+    "weight_decay": "weight_decay",
     "dropout": "dropout",
     "attention_dropout": "attention_dropout",
 }
@@ -66,6 +67,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rank", type=int, metavar="R", help="in place of the config's; 0 for none")
     parser.add_argument("--ablate", choices=ABLATIONS, help="leave out the window, or the projection")
     parser.add_argument("--model", default="ls", choices=MODELS, help="full: softmax attention over all tokens")
+    parser.add_argument(
+        "--class-token",
+        default="all_layers",
+        choices=CLASS_TOKENS,
+        help="last_layer: as in the official scripts (default: %(default)s)",
+    )
     data = parser.add_argument_group("data")
     data.add_argument("--data", default="datasets/lra", metavar="DIR", help="where it lies (default: %(default)s)")
     data.add_argument(
@@ -87,7 +94,7 @@ def parse() -> argparse.Namespace:
     course.add_argument(
         "--schedule", default="linear", choices=SCHEDULES, help="after the warm-up (default: %(default)s)"
     )
-    course.add_argument("--weight-decay", type=float, default=0.0, metavar="RATE", help="(default: 0, as the paper)")
+    course.add_argument("--weight-decay", type=float, metavar="RATE", help="of AdamW")
     course.add_argument("--batch-size", type=int, metavar="B", help="samples a step; with --measure 1 without it")
     course.add_argument("--dropout", type=float, metavar="RATE", help="after embeddings, attention and in the MLPs")
     course.add_argument("--attention-dropout", type=float, metavar="RATE", help="of the attention weights")
@@ -109,16 +116,16 @@ def given(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, object]
     return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
 
 
-def settings_of(args: argparse.Namespace) -> tuple[TaskSettings, AttentionSettings]:
+def read_settings(args: argparse.Namespace) -> Settings:
+    settings = settings_of(args.task, args.config, ablate=args.ablate, class_token=args.class_token)
+    sizes = given(args, ("window_size", "rank"))
+    # Samples that are longer than the published ones need as many positions.
+    settings = settings.with_sizes(**sizes, max_length=max(settings.sizes.max_length, args.max_length or 0))
     typed = given(args, tuple(COURSE.values()))
-    changes = {field: typed[name] for field, name in COURSE.items() if name in typed}
-    attention = attention_of(args.task, args.config, ablate=args.ablate)
-    attention = dataclasses.replace(attention, **given(args, ("window_size", "rank")))
-    task = TASKS[args.task]
-    return dataclasses.replace(task, **changes, max_length=max(task.max_length, args.max_length or 0)), attention
+    return dataclasses.replace(settings, **{field: typed[name] for field, name in COURSE.items() if name in typed})
 
 
-def load(args: argparse.Namespace, task: TaskSettings) -> Dataset:
+def load(args: argparse.Namespace, longest: int) -> Dataset:
     """The data of the task; what belongs to another one is refused."""
     for name in LISTOPS:
         if getattr(args, name) is not None and (args.task != "listops" or args.released):
@@ -127,11 +134,11 @@ def load(args: argparse.Namespace, task: TaskSettings) -> Dataset:
         if getattr(args, name) and args.task != "listops":
             raise InputError(f"--{name.replace('_', '-')} is for --task listops")
     if args.task == "text":
-        return read_imdb(args.data, longest=task.longest)
+        return read_imdb(args.data, longest=longest)
     if args.task == "retrieval":
-        return read_pairs(args.data, longest=task.longest)
+        return read_pairs(args.data, longest=longest)
     if args.released:
-        dataset = read_released_listops(args.data, longest=task.longest)
+        dataset = read_released_listops(args.data, longest=longest)
     else:
         rules = ListOpsRules(**given(args, ("min_length", "max_length")))
         sizes = given(args, ("num_train", "num_dev", "num_test"))
@@ -153,7 +160,7 @@ def main() -> None:
     check_json_path(args.json)
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device_name("--device", device, instead="take --device cpu")
-    task, attention = settings_of(args)
+    settings = read_settings(args)
     for name in ("output", "steps", "warmup", "lr", "eval_every") if args.measure else ("lengths", "runs"):
         if getattr(args, name) is not None:
             raise InputError(f"--{name.replace('_', '-')} is for {'training' if args.measure else '--measure'}")
@@ -161,8 +168,7 @@ def main() -> None:
         models = MODELS if args.model == "ls" else (args.model,)
         batch_size = 1 if args.batch_size is None else args.batch_size
         costs = measure_lengths(
-            task,
-            attention,
+            settings,
             args.lengths or LENGTHS,
             models=models,
             batch_size=batch_size,
@@ -172,11 +178,11 @@ def main() -> None:
         print(format_costs(costs))
         write_json(args.json, [dataclasses.asdict(cost) for cost in costs])
         return
-    run = Run(task, attention, args.model, args.schedule, args.weight_decay, args.seed, device)
+    run = Run(settings, args.model, args.schedule, args.seed, device)
     run.check()
     if args.output:
         check_output(args.output, overwrite=args.overwrite)
-    dataset = load(args, task)
+    dataset = load(args, settings.data.longest)
     _, result = train_lra(run, dataset, output=args.output, report=show)
     print(
         f"test accuracy {result.test.accuracy:.4f} (chance {result.chance:.4f}), of step {result.best.step}, best on "

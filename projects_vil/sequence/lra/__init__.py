@@ -7,15 +7,14 @@ from projects_vil.sequence.lra.model import create_lra_classifier
 from projects_vil.sequence.lra.readers import read_imdb, read_pairs
 from projects_vil.sequence.lra.settings import (
     ABLATIONS,
+    CLASS_TOKENS,
     CONFIGS,
-    ENCODER,
     MODELS,
     SCHEDULES,
     TASKS,
-    AttentionSettings,
-    EncoderSettings,
-    TaskSettings,
-    attention_of,
+    Settings,
+    TaskData,
+    settings_of,
 )
 from projects_vil.sequence.lra.storage import load_listops, read_released_listops, without_brackets
 from projects_vil.sequence.lra.training import (
@@ -31,15 +30,13 @@ from projects_vil.sequence.lra.training import (
 
 __all__ = [
     "ABLATIONS",
+    "CLASS_TOKENS",
     "CONFIGS",
-    "ENCODER",
     "MODELS",
     "SCHEDULES",
     "TASKS",
-    "AttentionSettings",
     "Batch",
     "Dataset",
-    "EncoderSettings",
     "Evaluation",
     "Examples",
     "LengthCost",
@@ -48,8 +45,8 @@ __all__ = [
     "Run",
     "Score",
     "Sequences",
-    "TaskSettings",
-    "attention_of",
+    "Settings",
+    "TaskData",
     "check_output",
     "create_lra_classifier",
     "format_costs",
@@ -61,6 +58,7 @@ __all__ = [
     "read_pairs",
     "read_released_listops",
     "score",
+    "settings_of",
     "train_lra",
     "without_brackets",
     "words_of",

@@ -17,8 +17,8 @@ from projects_vil.sequence.lra.examples import Dataset, Examples, Sequences
 WORDS = (*map(str, range(10)), "[MIN", "[MAX", "[MED", "[SM", "]")
 OPERATORS, FIRST_OPERATOR, CLOSE = 4, 10, 14
 _TREES_AT_ONCE = 4096
-# Trees in a row of which none is new: a second and a half of them.
-_PATIENCE = 500_000
+# Trees in a row of which none is new: that many, and no more are looked for.
+_PATIENCE = 200_000
 
 
 @dataclasses.dataclass(frozen=True)

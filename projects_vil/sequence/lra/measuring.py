@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from backbones.errors import InputError
 from projects_vil.sequence.lra.model import SequenceClassifier, create_lra_classifier
-from projects_vil.sequence.lra.settings import AttentionSettings, TaskSettings
+from projects_vil.sequence.lra.settings import Settings
 from projects_vil.utils import forget_peak, memory_of
 
 
@@ -27,7 +27,7 @@ class LengthCost:
         parameters: number of them.
         multiply_adds: of the forward pass of one sequence, products of matrices alone.
         seconds: median of a forward and backward pass.
-        memory: bytes at the peak of such a pass above what there was before; None where the system does not say.
+        memory: bytes at the peak of such a pass above what there was before; None where it was not measured.
     """
 
     model: str
@@ -40,8 +40,7 @@ class LengthCost:
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
-    task: TaskSettings
-    attention: AttentionSettings
+    settings: Settings
     model: str
     length: int
     batch_size: int
@@ -49,13 +48,13 @@ class _Case:
 
     def create(self) -> SequenceClassifier:
         torch.manual_seed(0)
-        return create_lra_classifier(self.task, self.attention, model=self.model, max_length=self.length)
+        return create_lra_classifier(self.settings.with_sizes(max_length=self.length), model=self.model)
 
     def build(self) -> Callable[[], None]:
         """A forward and backward pass."""
         model = self.create().to(self.device)
         ids = torch.randint(1, 16, (self.batch_size, self.length), device=self.device)
-        documents = ((ids, None),) * self.task.num_documents
+        documents = ((ids, None),) * self.settings.data.num_documents
         labels = torch.zeros(self.batch_size, dtype=torch.int64, device=self.device)
 
         def step() -> None:
@@ -68,19 +67,19 @@ class _Case:
 
 
 def measure_lengths(
-    task: TaskSettings,
-    attention: AttentionSettings,
+    settings: Settings,
     lengths: Sequence[int],
     *,
     models: Sequence[str],
     batch_size: int = 1,
     device: str = "cpu",
     runs: int = 3,
+    memory: bool = True,
 ) -> list[LengthCost]:
     """The cost of each model at each length, of sequences without padding.
 
     Seconds are taken by turns among the models, after a pass that does not count; memory in a new process for each on
-    a CPU, and by the GPU's own counter else.
+    a CPU, where the system tells it, and by the GPU's own counter else.
 
     Raises:
         InputError: for a length, a batch or a number of runs below 1.
@@ -90,7 +89,7 @@ def measure_lengths(
             raise InputError(f"{option} {value}: it is 1 or more")
     costs = []
     for length in lengths:
-        cases = [_Case(task, attention, model, length, batch_size, device) for model in models]
+        cases = [_Case(settings, model, length, batch_size, device) for model in models]
         steps = [case.build() for case in cases]
         for step in steps:
             step()
@@ -98,12 +97,12 @@ def measure_lengths(
         del steps
         for number, case in enumerate(cases):
             seconds = statistics.median(row[number] for row in times)
-            costs.append(LengthCost(case.model, length, *_count(case), seconds, _peak(case)))
+            costs.append(LengthCost(case.model, length, *_count(case), seconds, _peak(case) if memory else None))
     return costs
 
 
 def format_costs(costs: Sequence[LengthCost]) -> str:
-    """A table, with the ratio of the last model's figures to the first one's at each length."""
+    """A table, with a line for each model at each length."""
     rows = [("length", "model", "params M", "1e9 mult-adds", "seconds", "MB")]
     rows += [
         (
@@ -134,7 +133,7 @@ def _count(case: _Case) -> tuple[int, int]:
         model = case.create().eval().requires_grad_(False)
         ids = torch.empty(1, case.length, dtype=torch.int64)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        model(((ids, None),) * case.task.num_documents)
+        model(((ids, None),) * case.settings.data.num_documents)
     # The counter takes a product and a sum for two operations.
     return sum(parameter.numel() for parameter in model.parameters()), counter.get_total_flops() // 2
 

@@ -1,5 +1,7 @@
 """Encoders with a head: of one document, or of two that are compared (section 4.1)."""
 
+import dataclasses
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -9,7 +11,7 @@ from backbones.errors import InputError, check_choice
 from backbones.layers.mlp import Mlp
 from backbones.sequence import create_sequence_encoder
 from backbones.sequence.checks import check_rate
-from projects_vil.sequence.lra.settings import ENCODER, MODELS, AttentionSettings, EncoderSettings, TaskSettings
+from projects_vil.sequence.lra.settings import MODELS, Settings
 
 
 class FullAttentionLayer(nn.Module):
@@ -134,44 +136,30 @@ class SequenceClassifier(nn.Module):
         return self.head(tokens[0])
 
 
-def create_lra_classifier(
-    task: TaskSettings,
-    attention: AttentionSettings,
-    *,
-    model: str = "ls",
-    max_length: int | None = None,
-    encoder: EncoderSettings = ENCODER,
-) -> SequenceClassifier:
-    """A classifier of a task with random weights.
+def create_lra_classifier(settings: Settings, *, model: str = "ls") -> SequenceClassifier:
+    """A classifier with random weights.
 
     Args:
-        task: gives classes, documents, positions and dropout.
-        attention: window and rank, of ``model="ls"``.
+        settings: sizes, classes, documents and dropout.
         model: ``"ls"``, long-short attention, or ``"full"``, softmax attention over all tokens.
-        max_length: most tokens of a sequence, in place of the task's.
-        encoder: its sizes.
 
     Raises:
         InputError: for an unknown model, a rate that is none, and a window and a rank that cannot be.
     """
     check_choice("model", model, MODELS)
-    check_rate("dropout", task.dropout)
-    check_rate("attention_dropout", task.attention_dropout)
-    options = {
-        "vocab_size": encoder.vocab_size,
-        "dim": encoder.dim,
-        "num_heads": encoder.num_heads,
-        "hidden_dim": encoder.hidden_dim,
-        "depth": encoder.depth,
-        "max_length": task.max_length if max_length is None else max_length,
-        "dropout": task.dropout,
-        "attention_dropout": task.attention_dropout,
-    }
+    rates = {"dropout": settings.dropout, "attention_dropout": settings.attention_dropout}
+    for name, rate in rates.items():
+        check_rate(name, rate)
+    sizes = dataclasses.asdict(settings.sizes)
     if model == "full":
-        built = FullAttentionEncoder(**options)
+        of_full = {name: size for name, size in sizes.items() if name not in ("window_size", "rank", "class_token")}
+        encoder = FullAttentionEncoder(**of_full, **rates)
     else:
-        built = create_sequence_encoder(
-            **options, window_size=attention.window_size, rank=attention.rank, class_token=True
-        )
-    head = {"dim": encoder.dim, "hidden_dim": encoder.hidden_dim}
-    return SequenceClassifier(built, **head, num_classes=task.num_classes, num_documents=task.num_documents)
+        encoder = create_sequence_encoder(**sizes, **rates)
+    return SequenceClassifier(
+        encoder,
+        dim=settings.sizes.dim,
+        hidden_dim=settings.sizes.hidden_dim,
+        num_classes=settings.num_classes,
+        num_documents=settings.data.num_documents,
+    )

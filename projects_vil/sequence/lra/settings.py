@@ -1,123 +1,121 @@
-"""What the paper and the official code train with on the Long Range Arena; the numbers stand here and nowhere else.
+"""What a task of the Long Range Arena is trained with: the sizes of the paper, and what it takes from its data.
 
-Sources: Transformer-LS section 4.1, appendix B, tables 5 and 6; NVIDIA/transformer-ls, lra/run_tasks.py and run_*.sh.
+Sources: Transformer-LS section 4.1, appendix B, tables 5 and 6, all in :mod:`backbones.sequence.variants`;
+NVIDIA/transformer-ls, lra/run_tasks.py, run_*.sh and datasets/*.py.
 """
 
 import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 from backbones.errors import check_choice
+from backbones.sequence.variants import LRA, EncoderSizes
 
+# run_tasks.py
+ADAM_EPSILON, ADAM_BETAS = 1e-6, (0.9, 0.999)
 
-@dataclasses.dataclass(frozen=True)
-class EncoderSettings:
-    """Sizes of the encoder, the same for all tasks (appendix B).
-
-    Attributes:
-        vocab_size: rows of the table of words, of which a task needs 16 or 257 (run_tasks.py).
-        dim: channels of a token, d.
-        num_heads: h.
-        hidden_dim: channels inside the MLPs and the head.
-        depth: layers.
-    """
-
-    vocab_size: int = 512
-    dim: int = 64
-    num_heads: int = 2
-    hidden_dim: int = 128
-    depth: int = 2
-
-
-@dataclasses.dataclass(frozen=True)
-class AttentionSettings:
-    """Window size w and rank r of the dynamic projection; 0 for none."""
-
-    window_size: int
-    rank: int
-
-
-@dataclasses.dataclass(frozen=True)
-class TaskSettings:
-    """How a task is trained.
-
-    Attributes:
-        num_classes: of the head (run_*.sh).
-        num_documents: sequences of a sample, which share the encoder.
-        longest: tokens of a document that are read (lra/datasets/*.py).
-        max_length: rows of the table of positions (appendix B).
-        learning_rate: the highest (table 6).
-        batch_size: samples a step (table 6).
-        warmup_steps: T_w (table 6).
-        steps: T (table 6).
-        eval_every: steps between two evaluations on dev (run_*.sh; Text has the default of run_tasks.py).
-        dropout: after embeddings, attention and in the MLPs; ``attention_dropout``, of its weights (run_*.sh, and
-            run_tasks.py for Retrieval, whose script does not say).
-    """
-
-    num_classes: int
-    num_documents: int
-    longest: int
-    max_length: int
-    learning_rate: float
-    batch_size: int
-    warmup_steps: int
-    steps: int
-    eval_every: int
-    dropout: float
-    attention_dropout: float
-
-
-# run_tasks.py; the paper says Adam without weight decay.
-ADAM_EPSILON, ADAM_BETAS, WEIGHT_DECAY = 1e-6, (0.9, 0.999), 0.0
-
-ENCODER = EncoderSettings()
-
-TASKS: Mapping[str, TaskSettings] = MappingProxyType(
-    {
-        "listops": TaskSettings(10, 1, 2000, 2048, 1e-4, 32, 1000, 5000, 50, 0.0, 0.0),
-        "text": TaskSettings(2, 1, 4000, 4096, 1e-4, 32, 8000, 20000, 500, 0.0, 0.0),
-        "retrieval": TaskSettings(2, 2, 4096, 4096, 1e-4, 32, 8000, 30000, 300, 0.1, 0.1),
-    }
-)
-
-# "best" and "projection": table 5, Transformer-LS and Dynamic Projection; "fixed": section 4.1.
-CONFIGS = ("best", "fixed", "projection")
-_FIXED = AttentionSettings(8, 32)
-ATTENTION: Mapping[str, Mapping[str, AttentionSettings]] = MappingProxyType(
-    {
-        "listops": MappingProxyType(
-            {"best": AttentionSettings(16, 2), "fixed": _FIXED, "projection": AttentionSettings(0, 4)}
-        ),
-        "text": MappingProxyType(
-            {"best": AttentionSettings(1, 1), "fixed": _FIXED, "projection": AttentionSettings(0, 128)}
-        ),
-        "retrieval": MappingProxyType(
-            {"best": AttentionSettings(1, 254), "fixed": _FIXED, "projection": AttentionSettings(0, 256)}
-        ),
-    }
-)
+# What the names of the variants end in: table 5's two rows, and the w = 8 and r = 32 of section 4.1.
+CONFIGS: Mapping[str, str] = MappingProxyType({"best": "_best", "fixed": "", "projection": "_projection"})
 
 SCHEDULES = ("linear", "fixed")
 ABLATIONS = ("window", "projection")
 MODELS = ("ls", "full")
+CLASS_TOKENS: Mapping[str, bool | str] = MappingProxyType({"all_layers": True, "last_layer": "last_layer"})
 
 
-def attention_of(task: str, config: str, *, ablate: str | None = None) -> AttentionSettings:
-    """Window and rank of a task's row in the tables, or what an ablation leaves of it.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TaskData:
+    """What a task reads, and how often it is evaluated.
+
+    Attributes:
+        num_documents: sequences of a sample, which share the encoder.
+        longest: tokens of a document that are read (lra/datasets/*.py).
+        eval_every: steps between two evaluations on dev (run_*.sh, and the default of run_tasks.py for Text).
+    """
+
+    num_documents: int
+    longest: int
+    eval_every: int
+
+
+TASKS: Mapping[str, TaskData] = MappingProxyType(
+    {
+        "listops": TaskData(num_documents=1, longest=2000, eval_every=50),
+        "text": TaskData(num_documents=1, longest=4000, eval_every=500),
+        "retrieval": TaskData(num_documents=2, longest=4096, eval_every=300),
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """A model and the course of its training.
+
+    Attributes:
+        sizes: of the encoder; full attention takes no notice of window, rank and class token there.
+        num_classes: of the head.
+        data: of the task.
+        batch_size: samples a step.
+        learning_rate: the highest.
+        warmup_steps, steps: T_w and T.
+        eval_every: steps between two evaluations on dev.
+        weight_decay: of AdamW.
+        dropout: after embeddings, attention and in the MLPs.
+        attention_dropout: of the attention weights.
+    """
+
+    sizes: EncoderSizes
+    num_classes: int
+    data: TaskData
+    batch_size: int
+    learning_rate: float
+    warmup_steps: int
+    steps: int
+    eval_every: int
+    weight_decay: float
+    dropout: float
+    attention_dropout: float
+
+    def with_sizes(self, **changes: Any) -> "Settings":
+        """The same with other sizes of the encoder."""
+        return dataclasses.replace(self, sizes=dataclasses.replace(self.sizes, **changes))
+
+
+def settings_of(
+    task: str, config: str = "best", *, ablate: str | None = None, class_token: str = "all_layers"
+) -> Settings:
+    """What a row of table 1 is trained with, or what an ablation leaves of it.
+
+    Where the paper and the official scripts differ, in weight decay and dropout, they are the scripts'.
 
     Args:
         task: a key of ``TASKS``.
-        config: of ``CONFIGS``.
+        config: a key of ``CONFIGS``.
         ablate: ``"window"``, for the projection alone, or ``"projection"``, for the window alone.
+        class_token: a key of ``CLASS_TOKENS``: the paper's, or that of the scripts.
 
     Raises:
         InputError: for an unknown name.
     """
     check_choice("task", task, TASKS)
     check_choice("config", config, CONFIGS)
-    attention = ATTENTION[task][config]
+    check_choice("class token", class_token, CLASS_TOKENS)
+    published = LRA[task + CONFIGS[config]]
+    settings = Settings(
+        sizes=dataclasses.replace(published.sizes, class_token=CLASS_TOKENS[class_token]),
+        num_classes=published.num_classes,
+        data=TASKS[task],
+        batch_size=published.batch_size,
+        learning_rate=published.learning_rate,
+        warmup_steps=published.warmup_steps,
+        steps=published.steps,
+        eval_every=TASKS[task].eval_every,
+        weight_decay=published.weight_decay,
+        dropout=published.dropout,
+        attention_dropout=published.dropout,
+    )
     if ablate is None:
-        return attention
+        return settings
     check_choice("ablation", ablate, ABLATIONS)
-    return dataclasses.replace(attention, **{"window_size" if ablate == "window" else "rank": 0})
+    return settings.with_sizes(**{"window_size" if ablate == "window" else "rank": 0})

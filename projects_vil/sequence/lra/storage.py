@@ -16,6 +16,8 @@ from projects_vil.sequence.lra.listops import CLOSE, WORDS, ListOpsRules, genera
 RELEASED = {"train": "basic_train.tsv", "dev": "basic_val.tsv", "test": "basic_test.tsv"}
 # Changes with what is generated for the same arguments.
 _VERSION = 1
+# Digits become tokens, and a byte that is a token already becomes one that there is not.
+_DIGITS = bytes(byte - ord("0") if chr(byte) in "0123456789" else 255 if byte <= CLOSE else byte for byte in range(256))
 _LETTERS = {word.encode(): 10 + number for number, word in enumerate(WORDS[10:])}
 
 
@@ -96,10 +98,9 @@ def _read_tsv(path: Path, longest: int) -> Examples:
         file.readline()
         for number, line in enumerate(file, 2):
             source, _, target = line.strip().partition(b"\t")
-            text = source.translate(None, b"() ")
+            text = source.translate(_DIGITS, b"() ")
             for word, token in _LETTERS.items():
                 text = text.replace(word, bytes([token]))
-            text = text.translate(_FROM_DIGITS)
             if not text or max(text) > CLOSE or len(target) != 1 or not target.isdigit():
                 raise InputError(f"{path} line {number} is no ListOps sample: a tree, a tab and a digit")
             texts.append(text[:longest])
@@ -107,12 +108,6 @@ def _read_tsv(path: Path, longest: int) -> Examples:
     if not texts:
         raise InputError(f"{path} has no samples")
     return Examples((Sequences.join(texts),), np.array(labels, dtype=np.int64))
-
-
-# Digits become tokens, the tokens of the operators stay, and anything else is made one that there is not.
-_FROM_DIGITS = bytes(
-    byte - ord("0") if ord("0") <= byte <= ord("9") else byte if 10 <= byte <= CLOSE else 255 for byte in range(256)
-)
 
 
 def _write(path: Path, dataset: Dataset, asked: dict[str, object]) -> None:

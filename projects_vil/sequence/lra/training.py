@@ -16,16 +16,10 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from backbones.errors import InputError, check_choice
 from backbones.files import check_writable, read_checkpoint, write_checkpoint
+from backbones.sequence.variants import EncoderSizes
 from projects_vil.sequence.lra.examples import Dataset, Examples
 from projects_vil.sequence.lra.model import SequenceClassifier, create_lra_classifier
-from projects_vil.sequence.lra.settings import (
-    ADAM_BETAS,
-    ADAM_EPSILON,
-    SCHEDULES,
-    WEIGHT_DECAY,
-    AttentionSettings,
-    TaskSettings,
-)
+from projects_vil.sequence.lra.settings import ADAM_BETAS, ADAM_EPSILON, SCHEDULES, Settings, TaskData
 
 CHECKPOINT = "model_best.pth"
 
@@ -35,28 +29,24 @@ class Run:
     """What is trained, and how.
 
     Attributes:
-        task: classes, sizes and the course of the training.
-        attention: window and rank.
+        settings: sizes and the course of the training.
         model: ``"ls"`` or ``"full"``.
         schedule: after the warm-up, ``"linear"``: down to nothing, as run_tasks.py does by default and as its scripts
             call it; ``"fixed"``: the same rate on, as appendix B says.
-        weight_decay: of AdamW.
         seed: of the weights, of dropout and of the order of the samples.
         device: ``"cpu"`` or ``"cuda"``.
     """
 
-    task: TaskSettings
-    attention: AttentionSettings
+    settings: Settings
     model: str = "ls"
     schedule: str = "linear"
-    weight_decay: float = WEIGHT_DECAY
     seed: int = 0
     device: str = "cpu"
 
     def check(self) -> None:
         """Raise an :class:`InputError` for values that nothing can be trained with."""
         check_choice("schedule", self.schedule, SCHEDULES)
-        task = self.task
+        task = self.settings
         for option, value in (("steps", task.steps), ("batch-size", task.batch_size), ("eval-every", task.eval_every)):
             if value < 1:
                 raise InputError(f"--{option} {value}: it is 1 or more")
@@ -67,8 +57,8 @@ class Run:
             )
         if not (task.learning_rate > 0 and math.isfinite(task.learning_rate)):
             raise InputError(f"--lr {task.learning_rate}: it is above 0")
-        if not (self.weight_decay >= 0 and math.isfinite(self.weight_decay)):
-            raise InputError(f"--weight-decay {self.weight_decay}: it is 0 or more")
+        if not (task.weight_decay >= 0 and math.isfinite(task.weight_decay)):
+            raise InputError(f"--weight-decay {task.weight_decay}: it is 0 or more")
         if self.seed < 0:
             raise InputError(f"--seed {self.seed}: it is 0 or more")
         with torch.device("meta"):
@@ -76,7 +66,7 @@ class Run:
 
     def create_model(self) -> SequenceClassifier:
         """With random weights."""
-        return create_lra_classifier(self.task, self.attention, model=self.model)
+        return create_lra_classifier(self.settings, model=self.model)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,11 +142,11 @@ def train_lra(
         InputError: as :meth:`Run.check`, and where the loss is no number.
     """
     run.check()
-    task = run.task
+    task = run.settings
     torch.manual_seed(run.seed)
     model = run.create_model().to(run.device)
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=task.learning_rate, betas=ADAM_BETAS, eps=ADAM_EPSILON, weight_decay=run.weight_decay
+        model.parameters(), lr=task.learning_rate, betas=ADAM_BETAS, eps=ADAM_EPSILON, weight_decay=task.weight_decay
     )
     scheduler = OneCycleLR(
         optimizer,
@@ -218,7 +208,8 @@ def load_lra_classifier(path: str | Path) -> tuple[SequenceClassifier, Run]:
     contents = read_checkpoint(path)
     try:
         said = contents["lra"]
-        run = Run(**said | {"task": TaskSettings(**said["task"]), "attention": AttentionSettings(**said["attention"])})
+        parts = {"sizes": EncoderSizes(**said["settings"]["sizes"]), "data": TaskData(**said["settings"]["data"])}
+        run = Run(**said | {"settings": Settings(**said["settings"] | parts)})
     except (KeyError, TypeError) as error:
         raise InputError(f"{path} is no checkpoint of tools/train_lra.py") from error
     model = run.create_model()
