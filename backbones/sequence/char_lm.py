@@ -94,10 +94,10 @@ class CharLM(nn.Module):
             memory: of the part before; None at the start of a text.
 
         Raises:
-            InputError: for ids of another shape or type, or a memory of another model or batch.
+            InputError: for ids of another shape, type or vocabulary, or a memory of another model or batch.
         """
-        check_ids(ids)
-        dim = self.embedding.embedding_dim
+        vocab_size, dim = self.embedding.weight.shape
+        check_ids(ids, vocab_size=vocab_size)
         tokens = self._drop(self.embedding(ids) * dim**0.5)
         if memory is None:
             memory = [tokens.new_zeros(len(ids), self.memory_length, dim)] * len(self.layers)
