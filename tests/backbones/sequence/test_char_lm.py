@@ -189,6 +189,15 @@ def test_no_weight_decay():
 
 
 @pytest.mark.parametrize(
+    "ids", [torch.tensor([[11]]), torch.zeros(1, 0, dtype=torch.int64), torch.zeros(1, 3)], ids=str
+)
+def test_wrong_ids(ids):
+    with pytest.raises(InputError, match="vocab_size=11|shape|torch.float32") as caught:
+        small_char_lm()(ids)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
     "memory, message",
     [
         ((torch.zeros(1, 12, 8),), "memory is of 1 layers, and the model has 2"),
