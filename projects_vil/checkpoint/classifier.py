@@ -98,7 +98,9 @@ def _said(contents: Mapping[str, Any]) -> _Said:
     args = contents["args"]
     kwargs = getattr(args, "model_kwargs", None) or {}
     input_size = getattr(args, "input_size", None)
-    sizes = (kwargs.get("img_size"), input_size[1:] if input_size else None, getattr(args, "img_size", None))
+    # DeiT's, and so LIT-Ti's, is one number, timm's has the channels first.
+    input_size = input_size[1:] if isinstance(input_size, (list, tuple)) else input_size
+    sizes = (kwargs.get("img_size"), input_size, getattr(args, "img_size", None))
     own = get_variant(variant).options
     options = {key: value for key, value in kwargs.items() if key in own}
     return _Said(variant, next((pair for pair in map(_pair, sizes) if pair), None), options)
