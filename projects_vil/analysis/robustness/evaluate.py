@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from backbones import InputError
+from backbones.errors import check_file
 from projects_vil.analysis.robustness.predicting import Predictor
 from projects_vil.analysis.robustness.published import PaperFigure, paper_figures
 from projects_vil.analysis.robustness.scoring import (
@@ -107,6 +108,8 @@ def evaluate_robustness(
             checkpoint that is no classifier's or has no head of ImageNet's 1000 classes.
     """
     names, data = check_sets(sets), Path(data)
+    _check_any(data, names)
+    check_file(weights, "checkpoint", named_by="--weights")
     missing = _look_through(data, names)
     classifier = load_classifier(weights, variant, img_size=img_size, averaged=averaged)
     if classifier.num_classes != _NUM_CLASSES:
@@ -127,10 +130,17 @@ def evaluate_robustness(
     return Evaluation(classifier, predictor.data_config, results)
 
 
-def _look_through(data: Path, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Set -> what of it is missing; all folders are listed, so that what is wrong is said before the work."""
+def _check_any(data: Path, names: Sequence[str]) -> None:
     if not data.is_dir():
         raise InputError(f"there is no folder {data} (--data)")
+    missing = [missing_parts(data, name) for name in names]
+    if all(missing):
+        needed = ", ".join(dict.fromkeys(part for parts in missing for part in parts))
+        raise InputError(f"{data} has none of the sets {', '.join(names)} (--sets): there is no {needed}")
+
+
+def _look_through(data: Path, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Set -> what of it is missing; all folders are listed, so that what is wrong is said before the work."""
     found = {}
     for name in names:
         the_set, missing = ROBUSTNESS_SETS[name], missing_parts(data, name)
@@ -145,9 +155,6 @@ def _look_through(data: Path, names: Sequence[str]) -> dict[str, tuple[str, ...]
             if len(paths) != the_set.num_images:
                 _logger.warning("%s: %d of the %d images are here", the_set.title, len(paths), the_set.num_images)
         found[name] = tuple(missing)
-    if not names or all(missing_parts(data, name) for name in names):
-        needed = ", ".join(dict.fromkeys(part for missing in found.values() for part in missing))
-        raise InputError(f"{data} has none of the sets {', '.join(names)} (--sets): there is no {needed}")
     return found
 
 

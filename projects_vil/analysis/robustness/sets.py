@@ -16,7 +16,7 @@ from pathlib import Path
 from timm.data import ImageNetInfo
 
 from backbones import InputError
-from backbones.errors import check_choice, closest
+from backbones.errors import check_choice
 from projects_vil.analysis.robustness.scoring import CORRUPTIONS, SEVERITIES
 from projects_vil.data import IMAGE_SUFFIXES
 
@@ -103,8 +103,8 @@ class LabelledFolder:
         for folder in folders:
             if folder.name not in self.classes:
                 raise InputError(
-                    f"{folder}: {folder.name} is none of the {len(self.classes)} classes of this set"
-                    f"{closest(folder.name, self.classes)}"
+                    f"{folder}: {folder.name} is none of the {len(self.classes)} classes of this set: take it away, or "
+                    "unpack the set again"
                 )
         return folders
 
@@ -113,8 +113,10 @@ def check_sets(names: Sequence[str]) -> list[str]:
     """The sets that are asked for, each once, in the order of ``ROBUSTNESS_SETS``.
 
     Raises:
-        InputError: for an unknown one.
+        InputError: for an unknown one, and where none is named.
     """
+    if not names:
+        raise InputError(f"no set is named (--sets): there are {', '.join(ROBUSTNESS_SETS)}")
     for name in names:
         check_choice("set", name, ROBUSTNESS_SETS)
     return [name for name in ROBUSTNESS_SETS if name in names]

@@ -162,12 +162,14 @@ def test_no_set_is_there(tmp_path):
         evaluate_robustness("absent.pth", tmp_path, ["v2", "a"])
     with pytest.raises(InputError, match="there is no folder"):
         evaluate_robustness("absent.pth", tmp_path / "absent", ["v2"])
+    with pytest.raises(InputError, match=r"no set is named \(--sets\): there are val, real, v2"):
+        evaluate_robustness("absent.pth", tmp_path, [])
 
 
-def test_no_image_of_val_has_a_real_label(small):
+def test_no_image_of_val_has_a_real_label(small, weights):
     folders.write_real(small, {})
     with pytest.raises(InputError, match="real.json has no labels for the images of"):
-        evaluate_robustness("absent.pth", small, ["real"])
+        evaluate_robustness(weights / "known.pth", small, ["real"])
 
 
 def test_another_number_of_classes(small, tmp_path):

@@ -100,7 +100,7 @@ def _no_image(data):
     [
         (lambda data: (data / "val").mkdir(), "val has no folders of classes, such as n01440764"),
         (_empty_class, f"val/{STINGRAY} is empty"),
-        (_wrong_class, "n01440765 is none of the 1000 classes of this set; did you mean 'n01440764'"),
+        (_wrong_class, "n01440765 is none of the 1000 classes of this set: take it away"),
         (_no_image, "labels.txt is no image by its name"),
     ],
     ids=["no class", "empty class", "wrong class", "no image"],
