@@ -117,6 +117,8 @@ def evaluate_robustness(
             f"{weights} has a head of {classifier.num_classes} classes: these sets are for ImageNet's {_NUM_CLASSES}"
         )
     predictor = Predictor(classifier, crop_pct=crop_pct, batch_size=batch_size, num_workers=num_workers, device=device)
+    height, width = classifier.img_size
+    _logger.info("%s at %d x %d, %s, on %s", classifier.variant, height, width, classifier.source, device)
     papers = paper_figures(classifier.variant, classifier.img_size)
     results = {}
     for name in names:

@@ -53,7 +53,7 @@ def _cells(scores: Sequence[Score], published: int) -> tuple[str, str, str]:
     judged, files = (sum(getattr(score, key) for score in scores) for key in ("num_images", "num_files"))
     means = (statistics.fmean(getattr(score, key) for score in scores) for key in ("top1", "top5"))
     published *= len(scores)
-    images = str(judged) if files == published else f"{judged}, with {files} of {published} files"
+    images = str(judged) if files == published else f"{judged} ({files} of {published} files)"
     return images, *(f"{mean:.2f}" for mean in means)
 
 

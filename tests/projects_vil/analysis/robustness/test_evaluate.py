@@ -83,8 +83,8 @@ def test_a_known_prediction_has_no_corruption_error(known):
 def test_the_table_and_the_json_have_all(known):
     lines = format_robustness(known).splitlines()
     assert lines[0] == "| set | images | top-1 % | top-5 % | CE % | paper % |" and len(lines) == 2 + 8 + 15 + 1
-    assert "| ImageNet-Real | 2, with 3 of 50000 files | 50.00 | 50.00 | - | - |" in lines
-    assert lines[-1] == "| ImageNet-C mCE | 75, with 75 of 3750000 files | 100.00 | 100.00 | 0.00 | - |"
+    assert "| ImageNet-Real | 2 (3 of 50000 files) | 50.00 | 50.00 | - | - |" in lines
+    assert lines[-1] == "| ImageNet-C mCE | 75 (75 of 3750000 files) | 100.00 | 100.00 | 0.00 | - |"
     said = json.loads(json.dumps(robustness_as_json(known)))
     assert said["variant"] == VARIANT and said["img_size"] == [64, 64] and said["data_config"]["crop_pct"] == 0.875
     assert said["sets"]["a"]["score"]["top1"] == 50 and said["sets"]["c"]["corruptions"]["fog"]["error"] == 0
@@ -126,7 +126,7 @@ def test_what_is_missing_is_named_and_left_out(small, weights):
     assert "| ImageNet-R | missing: imagenet-r | - | - | - | - |" in lines
     assert "| ImageNet-C snow | missing: severity 4 | - | - | - | - |" in lines
     assert "| ImageNet-C mCE | missing: 66 of 75 folders | - | - | - | - |" in lines
-    assert "| ImageNet-C fog | 5, with 5 of 250000 files | 100.00 | 100.00 | 0.00 | - |" in lines
+    assert "| ImageNet-C fog | 5 (5 of 250000 files) | 100.00 | 100.00 | 0.00 | - |" in lines
 
 
 def test_a_paper_figure_stands_beside_the_own(small, tmp_path):
@@ -183,7 +183,7 @@ def test_the_tool(data, weights, tmp_path):
     arguments += ["--batch-size", "2", "--workers", "1", "--device", "cpu"]
     result = run_tool("evaluate_robustness.py", *arguments, "--sets", "v2", "a", "--json", tmp_path / "found.json")
     assert result.returncode == 0, result.stderr
-    assert "| ImageNet-A | 2, with 2 of 7500 files | 50.00 | 100.00 | - | - |" in result.stdout.splitlines()
+    assert "| ImageNet-A | 2 (2 of 7500 files) | 50.00 | 100.00 | - | - |" in result.stdout.splitlines()
     assert "warning: ImageNet-A: 2 of the 7500 images are here" in result.stderr.splitlines()
     assert list(json.loads((tmp_path / "found.json").read_text())["sets"]) == ["v2", "a"]
 

@@ -4,8 +4,11 @@ import importlib.resources
 import json
 
 import pytest
+import torch
+from timm.data import RealLabelsImagenet
 
 from backbones import InputError
+from projects_vil.analysis.robustness.scoring import score, top_classes
 from projects_vil.analysis.robustness.sets import (
     ROBUSTNESS_SETS,
     check_sets,
@@ -137,3 +140,25 @@ def test_no_corruption_at_all(tmp_path):
     (tmp_path / "imagenet-c/noise/gaussian_noise/1").mkdir(parents=True)
     with pytest.raises(InputError, match="imagenet-c has no CORRUPTION/SEVERITY folders, such as gaussian_noise/1"):
         corruption_folders(tmp_path)
+
+
+@pytest.mark.slow
+def test_imagenet_real_is_scored_as_by_timm(tmp_path):
+    """On the published labels, which timm ships, and random outputs, half of them with a label of the image raised."""
+    (tmp_path / "real.json").write_bytes(
+        (importlib.resources.files("timm.data") / "_info/imagenet_real_labels.json").read_bytes()
+    )
+    paths = [tmp_path / f"ILSVRC2012_val_{number:08d}.JPEG" for number in range(1, 50_001)]
+    labels = real_labels(tmp_path, paths)
+    theirs = RealLabelsImagenet([path.name for path in paths])
+    generator, predictions = torch.Generator().manual_seed(0), []
+    for start in range(0, len(paths), 1000):
+        logits = torch.randn(1000, 1000, generator=generator)
+        for row in range(0, 1000, 2):
+            logits[row, list(labels[start + row])[:1]] += 3
+        theirs.add_result(logits)
+        predictions.append(top_classes(logits))
+    found = score(torch.cat(predictions), labels)
+    assert (found.num_files, found.num_images) == (50_000, 46_837)
+    assert (found.top1, found.top5) == pytest.approx((theirs.get_accuracy(1), theirs.get_accuracy(5)))
+    assert 10 < found.top1 < found.top5 < 60
