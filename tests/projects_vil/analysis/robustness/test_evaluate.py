@@ -1,5 +1,6 @@
 """A classifier on small sets: real weights, real JPEGs, and the tool."""
 
+import dataclasses
 import json
 
 import pytest
@@ -11,6 +12,7 @@ from backbones import InputError, create_classifier
 from backbones.files import read_checkpoint
 from projects_vil.analysis import evaluate_robustness, format_robustness, robustness_as_json
 from projects_vil.analysis.robustness.predicting import Predictor
+from projects_vil.analysis.robustness.published import paper_figures
 from projects_vil.analysis.robustness.sets import labelled_folder
 from projects_vil.checkpoint import load_classifier
 from tests.projects_vil.analysis.robustness import folders
@@ -129,9 +131,19 @@ def test_what_is_missing_is_named_and_left_out(small, weights):
     assert "| ImageNet-C fog | 5 (5 of 250000 files) | 100.00 | 100.00 | 0.00 | - |" in lines
 
 
-def test_a_paper_figure_stands_beside_the_own(small, tmp_path):
-    # The head alone decides: the smallest classifier that the paper prints figures of.
-    torch.manual_seed(0)
+def test_a_paper_figure_stands_beside_the_own(known):
+    papers = paper_figures("cvt_ls_13", (224, 224))
+    sets = {name: dataclasses.replace(known.sets[name], paper=papers[name]) for name in ("val", "c")}
+    rows = [line.split(" | ") for line in format_robustness(known._replace(sets=sets)).splitlines()]
+    assert [rows[2][-1], rows[-1][-1]] == ["81.9 (LS Table 3) |", "58.7 (LS Table 4) |"]
+    assert robustness_as_json(known._replace(sets=sets))["sets"]["c"]["paper"] == {
+        "value": 58.7,
+        "source": "LS Table 4",
+    }
+
+
+@pytest.mark.slow
+def test_a_variant_of_the_paper(small, tmp_path):
     torch.save(create_classifier("cvt_ls_13").state_dict(), tmp_path / "cvt.pth")
     found = evaluate_robustness(tmp_path / "cvt.pth", small, ["val", "a"], variant="cvt_ls_13", batch_size=3)
     rows = [line.split(" | ") for line in format_robustness(found).splitlines()[2:]]
