@@ -10,7 +10,7 @@ from projects_vil.data.build import (
     read_ahead,
 )
 from projects_vil.data.catalog import check_files, datasets_root, register_datasets
-from projects_vil.data.dataset_mapper import CROP_TYPES, Mapper, SemSegMapper
+from projects_vil.data.dataset_mapper import CROP_TYPES, Mapper, SemSegMapper, check_padding
 from projects_vil.data.datasets.ade20k import IGNORED_LABEL, label_reader
 from projects_vil.data.datasets.coco import CHECKS, check_coco, check_output, evaluated_as, write_cleaned
 from projects_vil.data.datasets.shapes import SHAPES_TASKS, describe_shapes, write_shapes_dataset
@@ -46,6 +46,7 @@ __all__ = [
     "check_datasets",
     "check_files",
     "check_output",
+    "check_padding",
     "datasets_root",
     "derived_seed",
     "describe_shapes",

@@ -22,6 +22,7 @@ from detectron2.data.detection_utils import (
 
 from backbones import InputError
 from backbones.errors import check_choice
+from projects_vil.config import is_segmentor
 from projects_vil.data.augmentations import PhotometricDistortion, pad_to
 from projects_vil.data.datasets.ade20k import IGNORED_LABEL, open_labels, read_labels
 from projects_vil.data.detection_utils import UnreadableImage, read_image
@@ -117,11 +118,7 @@ class SemSegMapper:
             if not 0 < crop.SINGLE_CATEGORY_MAX_AREA <= 1:
                 area = crop.SINGLE_CATEGORY_MAX_AREA
                 raise InputError(f"INPUT.CROP.SINGLE_CATEGORY_MAX_AREA is {area}: it is above 0 and at most 1")
-            if crop.PAD and crop.TYPE != "absolute":
-                raise InputError(
-                    f"INPUT.CROP.PAD is True, and INPUT.CROP.TYPE {crop.TYPE} has no one size to pad to: take "
-                    "absolute, or INPUT.CROP.PAD False"
-                )
+            check_padding(cfg)
             augmentations.insert(
                 1,
                 T.RandomCrop_CategoryAreaConstraint(crop.TYPE, crop.SIZE, crop.SINGLE_CATEGORY_MAX_AREA, IGNORED_LABEL),
@@ -160,6 +157,26 @@ class SemSegMapper:
             padding = {"height": height, "width": width, "pixel_mean": self.pixel_mean, "ignored": IGNORED_LABEL}
             record["image"], record["sem_seg"] = pad_to(record["image"], record["sem_seg"], **padding)
         return record
+
+
+def check_padding(cfg: CfgNode) -> None:
+    """Whether ``INPUT.CROP.PAD`` is for a model, and for crops, that know it.
+
+    Raises:
+        InputError: where it would have no effect, or no size to pad to.
+    """
+    crop = cfg.INPUT.CROP
+    if not crop.PAD:
+        return
+    if not is_segmentor(cfg):
+        raise InputError(
+            f"INPUT.CROP.PAD is True, and a {cfg.MODEL.META_ARCHITECTURE}'s crops are not padded: set it to False"
+        )
+    if crop.ENABLED and crop.TYPE != "absolute":
+        raise InputError(
+            f"INPUT.CROP.PAD is True, and INPUT.CROP.TYPE {crop.TYPE} has no one size to pad to: take absolute, or "
+            "INPUT.CROP.PAD False"
+        )
 
 
 def _colour_augmentations(cfg: CfgNode, *, is_train: bool) -> list[T.Augmentation]:

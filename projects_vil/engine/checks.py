@@ -15,7 +15,7 @@ from backbones import InputError
 from backbones.errors import check_choice
 from projects_vil import data
 from projects_vil.checkpoint import check_weights, checkpoints_of, find_checkpoint, optimizer_groups
-from projects_vil.config import check_device, is_segmentor
+from projects_vil.config import check_device
 from projects_vil.engine.hooks import RandomShift
 from projects_vil.engine.steps import AMP_DTYPES, check_groups
 from projects_vil.evaluation import LOSS_TASK, check_coco_api
@@ -110,10 +110,7 @@ def check_values(cfg: CfgNode) -> None:
     check_choice("DATALOADER.SAMPLER_TRAIN", cfg.DATALOADER.SAMPLER_TRAIN, data.TRAIN_SAMPLERS)
     if cfg.INPUT.CROP.ENABLED:
         check_choice("INPUT.CROP.TYPE", cfg.INPUT.CROP.TYPE, data.CROP_TYPES)
-    if cfg.INPUT.CROP.PAD and not is_segmentor(cfg):
-        raise InputError(
-            f"INPUT.CROP.PAD is True, and a {cfg.MODEL.META_ARCHITECTURE}'s crops are not padded: set it to False"
-        )
+    data.check_padding(cfg)
     for key, choices in _CHOICES:
         check_choice(key, functools.reduce(getattr, key.split("."), cfg), choices)
     _check_best_metric(cfg)

@@ -22,6 +22,7 @@ from projects_vil.data import (
 )
 from projects_vil.data.datasets.ade20k import read_classes, read_labels
 from projects_vil.data.datasets.builtin_meta import ADE20K_CLASSES, SHAPES_SEM_SEG_CLASSES
+from projects_vil.engine.checks import check_values
 from tests.projects_vil.helpers import small_config
 
 NAME = "sem_seg_test"
@@ -326,9 +327,11 @@ def test_a_small_image_is_padded_to_the_crop(tmp_path):
 
 
 def test_a_relative_crop_cannot_be_padded():
+    """The check of a run, before its folder is made, has the same words."""
     cropping = ["INPUT.CROP.TYPE", "relative", "INPUT.CROP.SIZE", "[0.5, 0.5]", "INPUT.CROP.PAD", "True"]
     text = message(SemSegMapper, config(*cropping), is_train=True)
     assert text.startswith("INPUT.CROP.PAD is True, and INPUT.CROP.TYPE relative has no one size to pad to")
+    assert message(check_values, config(*cropping)) == text
 
 
 def test_colours_change_and_labels_do_not(tmp_path):
