@@ -18,7 +18,7 @@ def meta_backbone(name: str, **options):
 def test_variants_are_listed_sorted_and_by_prefix():
     names = list_variants()
     assert names == sorted(set(names)) and "vil_small_rpb" in names and "full_tiny" in names
-    assert list_variants("lit_") == ["lit_b", "lit_m", "lit_s", "lit_ti"]
+    assert list_variants("lit_") == ["lit_b", "lit_b_seg", "lit_m", "lit_m_seg", "lit_s", "lit_s_seg", "lit_ti"]
     assert list_variants("vgg") == []
 
 
