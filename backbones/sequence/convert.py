@@ -74,9 +74,12 @@ def convert_sequence_state_dict(
 
     Raises:
         InputError: for a name that no rule explains, a parameter of ours that stays unfilled, a shape that does not
-            fit, or what is no weight.
+            fit, what is no weight, or a model of another kind.
     """
-    conversion = (_CharLMConversion if isinstance(model, CharLM) else _EncoderConversion)(model)
+    rules = next((rules for kind, rules in _RULES.items() if isinstance(model, kind)), None)
+    if rules is None:
+        raise InputError(f"{type(model).__name__} is no model on sequences: convert_state_dict is for backbones")
+    conversion = rules(model)
     unexplained = [name for name, tensor in official.items() if not conversion.take(name, tensor)]
     unfilled = [key for key in conversion.target if key not in conversion.converted]
     if unexplained or unfilled or conversion.misplaced:
@@ -180,6 +183,9 @@ class _CharLMConversion(_Conversion):
         if tensor.shape != expected.shape or not torch.allclose(tensor.float().cpu(), expected, rtol=1e-2):
             raise InputError(f"{name} holds other frequencies than 10000^(-2 i / {dim}), which the model computes")
         return _COMPUTED
+
+
+_RULES: dict[type, type[_Conversion]] = {CharLM: _CharLMConversion, SequenceEncoder: _EncoderConversion}
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:

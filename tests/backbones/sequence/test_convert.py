@@ -127,3 +127,8 @@ def test_a_language_model_that_does_not_fit(change, message):
 def test_weights_of_the_other_model():
     with pytest.raises(InputError, match="no rule explains"):
         convert_sequence_state_dict(official("ls_char_lm"), encoder())
+
+
+def test_a_model_of_another_kind():
+    with pytest.raises(InputError, match="Linear is no model on sequences"):
+        convert_sequence_state_dict({}, torch.nn.Linear(1, 1))
