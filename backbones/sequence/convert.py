@@ -16,6 +16,7 @@ _EMPTY = "an empty tensor: there is no dynamic projection"
 _UNUSED = "never used: there are no projected keys and no class token to norm"
 _HEAD = "the classification head is not part of the encoder"
 _COMPUTED = "computed by the model"
+_OTHER_SIZES = "create it with the sizes of the checkpoint: depth, rank and class token"
 
 # Of DataParallel, of fairseq, and of both wrappers of the official models.
 _WRAPPERS = ("module.", "decoder.", "model.")
@@ -83,7 +84,10 @@ def convert_sequence_state_dict(
     unexplained = [name for name, tensor in official.items() if not conversion.take(name, tensor)]
     unfilled = [key for key in conversion.target if key not in conversion.converted]
     if unexplained or unfilled or conversion.misplaced:
-        raise InputError(describe_mismatch("the model", unexplained, unfilled, conversion.misplaced))
+        line = describe_mismatch(
+            "the model", unexplained, unfilled, conversion.misplaced, what="model", reason=_OTHER_SIZES
+        )
+        raise InputError(line)
     return {key: conversion.converted[key] for key in conversion.target}, conversion.report
 
 
