@@ -294,7 +294,8 @@ class Backbone(nn.Module, abc.ABC):
         Raises:
             InputError: where a parameter belongs to one size, as Linformer's do; nothing has changed then.
         """
-        settings = dataclasses.replace(self.settings, max_img_size=img_size, position_img_size=img_size)
+        position_img_size = None if self.settings.position_img_size is None else img_size
+        settings = dataclasses.replace(self.settings, max_img_size=img_size, position_img_size=position_img_size)
         with torch.device("meta"):
             twin = type(self)(self.variant, settings)
         resize_tables(self, twin)
