@@ -9,6 +9,7 @@ import torch
 from timm.models import FeatureInfo
 from torch import Tensor, nn
 
+import backbones.timm_models  # noqa: F401  registers the names
 from tests.backbones.helpers import random_images, randomise
 from tests.selection import slow_except
 
