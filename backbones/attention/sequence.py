@@ -90,7 +90,8 @@ def _attend_in_windows(
     keys = _windows(F.pad(key, (0, 0, *halo)), shared_key, length, block)
     values = _windows(F.pad(value, (0, 0, *halo)), shared_value, length, block)
     output = F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen, dropout_p=dropout)
-    return output.unflatten(0, (batch, -1)).transpose(1, 2).flatten(2, 3)[:, :, :number]
+    blocks = (number + fill) // block
+    return output.unflatten(0, (batch, blocks)).transpose(1, 2).flatten(2, 3)[:, :, :number]
 
 
 def _windows(x: Tensor, shared: Tensor | None, length: int, step: int) -> Tensor:

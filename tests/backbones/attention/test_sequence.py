@@ -38,7 +38,7 @@ def compare(fast: Callable, dense: Callable, inputs: dict[str, Tensor], **option
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("window_size, shared", [(1, 0), (2, 1), (3, 0), (4, 5), (16, 1), (0, 4)])
+@pytest.mark.parametrize("window_size, shared", [(1, 0), (2, 1), (3, 0), (4, 5), (16, 1), (70, 2), (0, 4)])
 def test_equals_the_definition(window_size, shared, length, mask):
     mask = MASKS[mask] and MASKS[mask](length)
     options = {"window_size": window_size, "mask": mask}

@@ -40,6 +40,11 @@ def test_log_probabilities_and_memory(changes):
     assert not any(x.requires_grad for x in memory)
 
 
+def test_a_batch_of_no_texts():
+    log_probabilities, memory = small_char_lm()(torch.zeros(0, 9, dtype=torch.int64))
+    assert log_probabilities.shape == (0, 9, 11) and memory[1].shape == (0, 12, 8)
+
+
 @kinds
 def test_parts_of_different_lengths_on_both_backends(changes):
     model, ids = small_char_lm(**changes), random_ids(2, 52)

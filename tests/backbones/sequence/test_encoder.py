@@ -32,6 +32,13 @@ def test_shapes(changes, length):
 
 
 @kinds
+def test_a_batch_of_no_sequences(changes):
+    encoder = small_encoder(**changes)
+    ids = torch.zeros(0, 9, dtype=torch.int64)
+    assert encoder(ids, mask_of(9, 9)[:0]).shape == encoder(ids).shape == (0, *encoder(random_ids(1, 9)).shape[1:])
+
+
+@kinds
 def test_both_backends(changes):
     encoder, ids, mask = small_encoder(**changes), random_ids(3, 13), mask_of(13, 13, 6, 0)
     fast = encoder(ids, mask)
