@@ -1,0 +1,195 @@
+"""Train Transformer-LS on a task of the Long Range Arena, or measure what its encoder costs against the length.
+
+ListOps is generated, once, in --data; text reads aclImdb in it, retrieval new_aan_pairs.train.tsv and its like.
+
+Example:
+    python tools/train_lra.py --task listops --config best --output output/listops
+    python tools/train_lra.py --task listops --min-length 10 --max-length 200 --num-train 20000 --steps 500 \\
+        --warmup 50 --lr 1e-3 --eval-every 100 --ablate window
+    python tools/train_lra.py --task text --data datasets/lra --model full --output output/text_full
+    python tools/train_lra.py --task listops --config fixed --measure --lengths 512 2048 8192
+"""
+
+import argparse
+import dataclasses
+
+import torch
+
+from backbones import InputError
+from projects_vil.config import check_device_name
+from projects_vil.sequence.lra import (
+    ABLATIONS,
+    CLASS_TOKENS,
+    CONFIGS,
+    MODELS,
+    SCHEDULES,
+    TASKS,
+    Dataset,
+    Evaluation,
+    ListOpsRules,
+    Run,
+    Settings,
+    check_output,
+    format_costs,
+    load_listops,
+    measure_lengths,
+    read_imdb,
+    read_pairs,
+    read_released_listops,
+    settings_of,
+    train_lra,
+    without_brackets,
+)
+from projects_vil.utils import ToolParser, check_json_path, run_tool, write_json
+
+LENGTHS = (512, 1024, 2048, 4096, 8192)
+# Of Settings, with the arguments that take their place.
+COURSE = {
+    "learning_rate": "lr",
+    "batch_size": "batch_size",
+    "warmup_steps": "warmup",
+    "steps": "steps",
+    "eval_every": "eval_every",
+    "weight_decay": "weight_decay",
+    "dropout": "dropout",
+    "attention_dropout": "attention_dropout",
+}
+LISTOPS = ("min_length", "max_length", "num_train", "num_dev", "num_test", "data_seed")
+
+
+def parse() -> argparse.Namespace:
+    parser = ToolParser(__doc__)
+    parser.add_argument("--task", required=True, choices=TASKS, help="of the Long Range Arena")
+    parser.add_argument(
+        "--config", default="best", choices=CONFIGS, help="window and rank: of tables 5 and 1 (default: %(default)s)"
+    )
+    parser.add_argument("--window-size", type=int, metavar="W", help="in place of the config's; 0 for none")
+    parser.add_argument("--rank", type=int, metavar="R", help="in place of the config's; 0 for none")
+    parser.add_argument("--ablate", choices=ABLATIONS, help="leave out the window, or the projection")
+    parser.add_argument("--model", default="ls", choices=MODELS, help="full: softmax attention over all tokens")
+    parser.add_argument(
+        "--class-token",
+        default="all_layers",
+        choices=CLASS_TOKENS,
+        help="last_layer: as in the official scripts (default: %(default)s)",
+    )
+    data = parser.add_argument_group("data")
+    data.add_argument("--data", default="datasets/lra", metavar="DIR", help="where it lies (default: %(default)s)")
+    data.add_argument(
+        "--released", action="store_true", help="ListOps: read basic_train.tsv and its like in --data; generate none"
+    )
+    data.add_argument(
+        "--drop-brackets", action="store_true", help="ListOps without closing brackets, as the paper's pipeline read it"
+    )
+    data.add_argument("--min-length", type=int, metavar="N", help="ListOps: samples are longer (default: 500)")
+    data.add_argument("--max-length", type=int, metavar="N", help="ListOps: samples are shorter (default: 2000)")
+    data.add_argument("--num-train", type=int, metavar="N", help="ListOps: samples (default: 96000)")
+    data.add_argument("--num-dev", type=int, metavar="N", help="ListOps: samples (default: 2000)")
+    data.add_argument("--num-test", type=int, metavar="N", help="ListOps: samples (default: 2000)")
+    data.add_argument("--data-seed", type=int, metavar="N", help="ListOps: of the generator (default: 0)")
+    course = parser.add_argument_group("training (default: table 6 and the official scripts)")
+    course.add_argument("--steps", type=int, metavar="N", help="how many")
+    course.add_argument("--warmup", type=int, metavar="N", help="steps until the learning rate is reached")
+    course.add_argument("--lr", type=float, metavar="RATE", help="the highest learning rate")
+    course.add_argument(
+        "--schedule", default="linear", choices=SCHEDULES, help="after the warm-up (default: %(default)s)"
+    )
+    course.add_argument("--weight-decay", type=float, metavar="RATE", help="of AdamW")
+    course.add_argument("--batch-size", type=int, metavar="B", help="samples a step; with --measure 1 without it")
+    course.add_argument("--dropout", type=float, metavar="RATE", help="after embeddings, attention and in the MLPs")
+    course.add_argument("--attention-dropout", type=float, metavar="RATE", help="of the attention weights")
+    course.add_argument("--eval-every", type=int, metavar="N", help="steps between two evaluations on dev")
+    course.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and order (default: 0)")
+    measuring = parser.add_argument_group("measuring")
+    measuring.add_argument("--measure", action="store_true", help="cost against length, beside full attention")
+    measuring.add_argument("--lengths", type=int, nargs="+", metavar="N", help=f"(default: {LENGTHS})")
+    measuring.add_argument("--runs", type=int, metavar="N", help="passes that are timed (default: 3)")
+    parser.add_argument("--device", metavar="DEVICE", help="cpu or cuda; a GPU where there is one without it")
+    parser.add_argument("--output", metavar="DIR", help="where the best checkpoint goes")
+    parser.add_argument("--overwrite", action="store_true", help="even where --output has one")
+    parser.add_argument("--json", metavar="FILE", help="write the figures there too")
+    return parser.parse_args()
+
+
+def given(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, object]:
+    """The arguments among ``names`` that were typed."""
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+
+
+def read_settings(args: argparse.Namespace) -> Settings:
+    settings = settings_of(args.task, args.config, ablate=args.ablate, class_token=args.class_token)
+    sizes = given(args, ("window_size", "rank"))
+    # Samples that are longer than the published ones need as many positions.
+    settings = settings.with_sizes(**sizes, max_length=max(settings.sizes.max_length, args.max_length or 0))
+    typed = given(args, tuple(COURSE.values()))
+    return dataclasses.replace(settings, **{field: typed[name] for field, name in COURSE.items() if name in typed})
+
+
+def load(args: argparse.Namespace, longest: int) -> Dataset:
+    """The data of the task; what belongs to another one is refused."""
+    for name in LISTOPS:
+        if getattr(args, name) is not None and (args.task != "listops" or args.released):
+            raise InputError(f"--{name.replace('_', '-')} is for --task listops, where it is generated")
+    for name in ("released", "drop_brackets"):
+        if getattr(args, name) and args.task != "listops":
+            raise InputError(f"--{name.replace('_', '-')} is for --task listops")
+    if args.task == "text":
+        return read_imdb(args.data, longest=longest)
+    if args.task == "retrieval":
+        return read_pairs(args.data, longest=longest)
+    if args.released:
+        dataset = read_released_listops(args.data, longest=longest)
+    else:
+        rules = ListOpsRules(**given(args, ("min_length", "max_length")))
+        sizes = given(args, ("num_train", "num_dev", "num_test"))
+        dataset = load_listops(args.data, rules, **sizes, seed=args.data_seed or 0)
+    return without_brackets(dataset) if args.drop_brackets else dataset
+
+
+def show(evaluation: Evaluation) -> None:
+    dev = evaluation.dev
+    print(
+        f"step {evaluation.step}: train loss {evaluation.train_loss:.4f}, dev loss {dev.loss:.4f}, "
+        f"dev accuracy {dev.accuracy:.4f}, {evaluation.seconds:.0f} s",
+        flush=True,
+    )
+
+
+def main() -> None:
+    args = parse()
+    check_json_path(args.json)
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    check_device_name("--device", device, instead="take --device cpu")
+    settings = read_settings(args)
+    for name in ("output", "steps", "warmup", "lr", "eval_every") if args.measure else ("lengths", "runs"):
+        if getattr(args, name) is not None:
+            raise InputError(f"--{name.replace('_', '-')} is for {'training' if args.measure else '--measure'}")
+    if args.measure:
+        models = MODELS if args.model == "ls" else (args.model,)
+        batch_size = 1 if args.batch_size is None else args.batch_size
+        costs = measure_lengths(
+            settings,
+            args.lengths or LENGTHS,
+            models=models,
+            batch_size=batch_size,
+            device=device,
+            runs=3 if args.runs is None else args.runs,
+        )
+        print(format_costs(costs))
+        write_json(args.json, [dataclasses.asdict(cost) for cost in costs])
+        return
+    run = Run(settings, args.model, args.schedule, args.seed, device)
+    run.check()
+    if args.output:
+        check_output(args.output, overwrite=args.overwrite)
+    dataset = load(args, settings.data.longest)
+    _, result = train_lra(run, dataset, output=args.output, report=show)
+    print(
+        f"test accuracy {result.test.accuracy:.4f} (chance {result.chance:.4f}), of step {result.best.step}, best on "
+        f"dev with {result.best.dev.accuracy:.4f}; {result.parameters} parameters, {result.seconds:.0f} s"
+    )
+    write_json(args.json, {"run": dataclasses.asdict(run)} | dataclasses.asdict(result))
+
+
+if __name__ == "__main__":
+    run_tool(main)
