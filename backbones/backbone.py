@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from backbones.attention.dense import join_tokens
 from backbones.errors import InputError, check_choice
 from backbones.layers.block import Block
+from backbones.layers.decay import undecayed_names
 from backbones.layers.initial import draw_
 from backbones.layers.position import position_parameter
 from backbones.layers.tracing import in_order
@@ -259,13 +260,7 @@ class Backbone(nn.Module, abc.ABC):
 
     def no_weight_decay(self) -> set[str]:
         """Names of the parameters that take no weight decay: biases, norms, positions, global tokens, bias tables."""
-        names = set()
-        for prefix, module in self.named_modules():
-            listed = getattr(module, "undecayed", ())
-            for name, parameter in module.named_parameters(prefix=prefix, recurse=False):
-                if parameter.ndim <= 1 or name.rpartition(".")[2] in listed:
-                    names.add(name)
-        return names
+        return undecayed_names(self)
 
     def freeze_stages(self, number: int) -> None:
         """Stop the gradients of the first ``number`` stages, their stochastic depth and their batch statistics."""

@@ -13,11 +13,22 @@ from backbones.attention.dense import DenseAttention
 from backbones.attention.performer import draw_features
 from backbones.backbone import Backbone
 from backbones.build import create_backbone, create_classifier
+from backbones.conversion_report import ConversionReport, check_weight, describe_mismatch
 from backbones.errors import InputError, explain_unknown_keywords
 from backbones.files import state_dict_of
 from backbones.layers.position import GridRelativeBias, SegmentRelativeBias, resize_table
 from backbones.lit import LIT
+from backbones.sequence.convert import convert_sequence_state_dict
 from backbones.vil import ViL
+
+__all__ = [
+    "ConversionReport",
+    "OfficialCheckpoint",
+    "convert_sequence_state_dict",
+    "convert_state_dict",
+    "describe_mismatch",
+    "recognise",
+]
 
 _HEAD = "the classification head and its norm are not part of a backbone"
 _COMPUTED = "computed by the model"
@@ -81,32 +92,6 @@ _AXES = {"x_pos_embed": 3, "y_pos_embed": 3, "g2l_relative_position_bias": 3}
 
 # Our names and tensors, or why a tensor is dropped, or None where no rule applies.
 _Pieces = dict[str, Tensor] | str | None
-
-
-@dataclasses.dataclass
-class ConversionReport:
-    """What became of the names of an official checkpoint; official names first, ours second.
-
-    Attributes:
-        mapped: official name -> our name.
-        resized: our name -> (official shape, our shape).
-        split: official name -> our names, for tensors that became several.
-        tied: official name -> our name of the parameter that it shares its values with.
-        dropped: official name -> reason.
-        initialised: our name -> why it keeps its initial value: the output norms of a LIT detector alone, which a
-            classifier does not have.
-    """
-
-    mapped: dict[str, str] = dataclasses.field(default_factory=dict)
-    resized: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = dataclasses.field(default_factory=dict)
-    split: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    tied: dict[str, str] = dataclasses.field(default_factory=dict)
-    dropped: dict[str, str] = dataclasses.field(default_factory=dict)
-    initialised: dict[str, str] = dataclasses.field(default_factory=dict)
-
-    def summary(self) -> str:
-        """One line: how many names went where."""
-        return ", ".join(f"{len(getattr(self, f.name))} {f.name}" for f in dataclasses.fields(self))
 
 
 @dataclasses.dataclass
@@ -236,11 +221,7 @@ class _Conversion(abc.ABC):
         """Refuse tensors that are no weights."""
         if name.endswith(_COUNTERS):
             return
-        if not tensor.is_floating_point() or not tensor.ndim:
-            shape = tuple(tensor.shape)
-            raise InputError(f"{official_name} is no weight: its type is {tensor.dtype}, its shape {shape}")
-        if not tensor.isfinite().all():
-            raise InputError(f"{official_name} has values that are not finite")
+        check_weight(official_name, tensor)
         for part, ndim in _AXES.items():
             if name.endswith(part) and tensor.ndim != ndim:
                 raise InputError(f"{official_name} has shape {tuple(tensor.shape)}: {ndim} axes are expected")
@@ -448,28 +429,3 @@ class _LITConversion(_Conversion):
 
 
 _RULES: dict[type[Backbone], type[_Conversion]] = {LIT: _LITConversion, ViL: _ViLConversion}
-
-
-def describe_mismatch(
-    name: str, unexplained: list[str], unfilled: list[str], misplaced: Mapping[str, str] | None = None
-) -> str:
-    """The line on a checkpoint that does not fit a variant.
-
-    Args:
-        name: of the variant.
-        unexplained: official names to which no rule applies.
-        unfilled: names of ours that lack values.
-        misplaced: official name -> the name of ours that it would have, and that the variant does not have.
-    """
-    parts = [f"the checkpoint does not fit {name}"]
-    if misplaced:
-        official, ours = next(iter(misplaced.items()))
-        more = f", and {len(misplaced) - 1} more" if len(misplaced) > 1 else ""
-        parts.append(f"{official} would be {ours}, which this variant does not have{more}")
-    for label, names in (("no rule explains", unexplained), ("nothing fills", unfilled)):
-        if names:
-            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            parts.append(f"{label} {', '.join(names[:5])}{more}")
-    if misplaced:
-        parts.append("it is of another variant, or has other global tokens")
-    return "; ".join(parts)

@@ -22,6 +22,10 @@ def golden_state_dict(reference: dict) -> dict[str, torch.Tensor]:
         if name in reference["integer_buffers_not_filled"]:
             weights[name] = torch.zeros(entry["shape"], dtype=getattr(torch, entry["dtype"]))
             continue
+        if name == "pos_emb.inv_freq":
+            channels = 2 * entry["shape"][0]
+            weights[name] = 1 / 10000 ** (torch.arange(0, channels, 2) / channels)
+            continue
         source = reference["aliases"].get(name, name)
         weights[name] = torch.from_numpy(_fill(source, entry["shape"]))
     return weights
@@ -34,13 +38,25 @@ def golden_images(reference: dict) -> torch.Tensor:
     return torch.from_numpy(images.astype(np.float32))
 
 
-def assert_close_to_golden(output: torch.Tensor, expected: dict) -> None:
-    """Shape, and each listed value within 2e-4 of the largest one, as ``tests/golden/README.md`` has it."""
+def golden_ids(reference: dict) -> torch.Tensor:
+    """The token ids (B, N) of a model on sequences: ``(7 i i + 3 i + 5 b) mod V`` at place i of sequence b."""
+    entry = reference["input"]
+    assert entry["ids"] == f"(7 i i + 3 i + 5 b) mod {reference['config']['vocabulary']}"
+    batch, length = entry["shape"]
+    place, sequence = torch.arange(length), torch.arange(batch)[:, None]
+    return (7 * place * place + 3 * place + 5 * sequence) % reference["config"]["vocabulary"]
+
+
+def assert_close_to_golden(output: torch.Tensor, expected: dict, *, correction: int = 0) -> None:
+    """Shape, and each listed value within 2e-4 of the largest one, as ``tests/golden/README.md`` has it.
+
+    ``correction`` is that of the standard deviation, 1 for models on sequences.
+    """
     assert list(output.shape) == expected["shape"]
     values = output.reshape(-1)[torch.tensor(expected["index"])].double()
     difference = (values - torch.tensor(expected["value"], dtype=torch.float64)).abs().max().item()
     assert difference <= 2e-4 * expected["max"]
-    assert abs(output.double().std(correction=0).item() - expected["std"]) <= 2e-4 * expected["max"]
+    assert abs(output.double().std(correction=correction).item() - expected["std"]) <= 2e-4 * expected["max"]
 
 
 def _fill(name: str, shape: list[int]) -> np.ndarray:

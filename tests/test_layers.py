@@ -39,6 +39,10 @@ def imported_modules(path: Path) -> list[str]:
     return modules
 
 
+# Of the files in backbones that are no part of a model on sequences, the room of sequences needs these alone.
+UNDER_SEQUENCE = ("backbones.attention", "backbones.layers", "backbones.errors", "backbones.conversion_report")
+
+
 def room_of(module: str) -> str | None:
     """``projects_vil.data.build`` -> ``data``; None outside of both packages and for ``projects_vil`` itself."""
     package, _, rest = module.partition(".")
@@ -75,9 +79,23 @@ def test_imports_go_down_and_through_the_door(path):
                 assert module == f"projects_vil.{room}", f"{own} imports {module}: the room's own face is its door"
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "backbones").rglob("*.py")), ids=identify)
+def test_sequences_have_a_room_of_their_own_in_backbones(path):
+    own = module_of(path)
+    for module in imported_modules(path):
+        if own.startswith("backbones.sequence"):
+            inside = module.startswith(("backbones.sequence.", *UNDER_SEQUENCE))
+            assert inside or not module.startswith("backbones"), f"{own} imports {module}: it is no part of its ground"
+        elif module.startswith("backbones.sequence"):
+            # The one function for official weights stands beside that of the backbones.
+            assert (own, module) == ("backbones.convert", "backbones.sequence.convert")
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "tools").glob("*.py")), ids=identify)
 def test_tools_enter_rooms_by_their_door(path):
     for module in imported_modules(path):
+        if module.startswith("backbones.sequence"):
+            assert module in ("backbones.sequence", "backbones.sequence.variants"), module
         if module.startswith("projects_vil."):
             assert module == f"projects_vil.{room_of(module)}", module
 

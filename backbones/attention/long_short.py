@@ -33,20 +33,32 @@ from backbones.layers.tracing import in_order, static_size
 def dynamic_projection(scores: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values of all tokens, in r sums each: P = softmax over the tokens (equation 3).
 
-    The softmax and the sums are taken in float32 or better: of very many tokens each weighs less than float16 can tell.
-
     Args:
         scores: (B, M, H, W, r). key, value: (B, M, H, W, D).
 
     Returns:
         Projected keys and values, (B, M, r, D), in the types of ``key`` and ``value``.
     """
-    with autocast_off(key.device):
+    return project_tokens(scores, key, value)
+
+
+def project_tokens(scores: Tensor, *tokens: Tensor) -> tuple[Tensor, ...]:
+    """The sums of :func:`dynamic_projection`, of as many tensors as there are.
+
+    The softmax and the sums are taken in float32 or better: of very many tokens each weighs less than float16 can tell.
+
+    Args:
+        scores: (B, M, H, W, r).
+        tokens: each (B, M, H, W, D).
+
+    Returns:
+        The sums of each, (B, M, r, D), in its type.
+    """
+    with autocast_off(scores.device):
         # (B, M, r, H * W)
         weights = in_order(at_least_float32(in_order(scores)).flatten(2, 3).softmax(dim=2).transpose(2, 3))
-        tokens = (at_least_float32(in_order(x)).flatten(2, 3).to(weights.dtype) for x in (key, value))
-        key_sums, value_sums = (weights @ x for x in tokens)
-    return key_sums.to(key.dtype), value_sums.to(value.dtype)
+        flat = (at_least_float32(in_order(x)).flatten(2, 3).to(weights.dtype) for x in tokens)
+        return tuple((weights @ x).to(own.dtype) for x, own in zip(flat, tokens, strict=True))
 
 
 def long_short_attention(
@@ -184,11 +196,34 @@ def _window_bias(local_bias: Tensor, num_shared: int, length: int, side: int) ->
 BACKENDS = {"sdpa": long_short_attention, "reference": reference.long_short_attention}
 
 
-class DualNormAttention(nn.Module):
+class DualNorm(nn.Module):
+    """The norms of long-short attention, over the channels of all heads (DualLN, equation 7).
+
+    Args:
+        dim: channels of a token.
+        num_heads: divides ``dim``.
+        projects: whether there are keys that the second norm is for.
+    """
+
+    def __init__(self, dim: int, *, num_heads: int, projects: bool = True) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.local_norm = nn.LayerNorm(dim)
+        self.projected_norm = nn.LayerNorm(dim) if projects else None
+
+    def norm_local(self, *tokens: Tensor) -> tuple[Tensor, ...]:
+        """Keys and values of tokens, each (B, ..., C) -> (B, M, ..., D)."""
+        return tuple(split_heads(self.local_norm(x), self.num_heads) for x in tokens)
+
+    def norm_projected(self, *sums: Tensor) -> tuple[Tensor, ...]:
+        """Keys and values that sum up tokens, each (B, ..., C) -> (B, M, ..., D)."""
+        return tuple(split_heads(self.projected_norm(x), self.num_heads) for x in sums)
+
+
+class DualNormAttention(DualNorm):
     """Long-short attention of given queries, keys, values and scores, up to the output projection (section 3.4).
 
-    Keys and values are normed over the channels of all heads, those of the tokens by one LayerNorm and the projected
-    ones by another (DualLN, equation 7).
+    Keys and values of the tokens are normed by one LayerNorm and the projected ones by another.
 
     Args:
         dim: channels of a token.
@@ -204,13 +239,10 @@ class DualNormAttention(nn.Module):
     def __init__(
         self, dim: int, *, num_heads: int, window_size: int, relative_bias: bool = False, backend: str = "sdpa"
     ) -> None:
-        super().__init__()
+        super().__init__(dim, num_heads=num_heads)
         check_choice("attention backend", backend, BACKENDS)
-        self.num_heads = num_heads
         self.window_size = window_size
         self.backend = backend
-        self.local_norm = nn.LayerNorm(dim)
-        self.projected_norm = nn.LayerNorm(dim)
         self.relative_bias = SegmentRelativeBias(window_size, num_heads) if relative_bias else None
 
     def attend(
@@ -230,11 +262,9 @@ class DualNormAttention(nn.Module):
             scores: (B, H, W, M * r), of the dynamic projection; channel ``head * r + rank``.
             global_key, global_value: (B, M, G, D), after the norms.
         """
-        key, value = (split_heads(self.local_norm(x), self.num_heads) for x in (key, value))
+        key, value = self.norm_local(key, value)
         projected = dynamic_projection(split_heads(scores, self.num_heads), key, value)
-        projected_key, projected_value = (
-            split_heads(self.projected_norm(merge_heads(x)), self.num_heads) for x in projected
-        )
+        projected_key, projected_value = self.norm_projected(*map(merge_heads, projected))
         return BACKENDS[self.backend](
             split_heads(query, self.num_heads),
             key,
@@ -293,9 +323,7 @@ class LongShortAttention(DualNormAttention):
         global_query = global_key = global_value = None
         if global_tokens is not None:
             global_query, global_key, global_value = self.qkv(global_tokens).chunk(3, dim=-1)
-            global_key, global_value = (
-                split_heads(self.local_norm(x), self.num_heads) for x in (global_key, global_value)
-            )
+            global_key, global_value = self.norm_local(global_key, global_value)
         query, key, value = self.qkv(tokens).chunk(3, dim=-1)
         output = self.attend(
             query, key, value, self.dynamic_projection(tokens), global_key=global_key, global_value=global_value

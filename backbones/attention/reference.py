@@ -154,3 +154,83 @@ def long_short_attention(
     no_bias = bias.new_zeros(heads, tokens, key.shape[2] - tokens)
     bias = torch.cat([no_bias, bias], dim=2)
     return attention(query.flatten(2, 3), key, value, bias=bias).unflatten(2, (height, width))
+
+
+def sequence_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    window_size: int,
+    mask: Tensor | None = None,
+    shared_key: Tensor | None = None,
+    shared_value: Tensor | None = None,
+) -> Tensor:
+    """The contract of :func:`backbones.attention.sequence.sequence_attention`, with all N x N pairs."""
+    tokens = query.shape[2]
+    seen = torch.zeros(tokens, tokens, dtype=torch.bool)
+    if window_size:
+        seen = _axis_segments(tokens, window_size)[0]
+    seen = seen.to(query.device)[None, None]
+    if mask is not None:
+        # What padding gathers is left out below, and must not be nothing.
+        seen = (seen & mask[:, None, None, :]) | ~mask[:, None, :, None]
+    bias = query.new_zeros(seen.shape).masked_fill(~seen, float("-inf"))
+    if shared_key is not None:
+        bias = torch.cat([bias.new_zeros(*bias.shape[:-1], shared_key.shape[2]), bias], dim=-1)
+        key, value = torch.cat([shared_key, key], dim=2), torch.cat([shared_value, value], dim=2)
+    output = attention(query, key, value, bias=bias)
+    return output if mask is None else output * mask[:, None, :, None]
+
+
+def class_token_attention(
+    query: Tensor, key: Tensor, value: Tensor, gathered: Tensor, *, mask: Tensor | None = None
+) -> Tensor:
+    """The contract of :func:`backbones.attention.sequence.class_token_attention`."""
+    bias = None
+    if mask is not None:
+        seen = torch.cat([mask.new_ones(len(mask), 1), mask], dim=1)
+        bias = query.new_zeros(seen.shape).masked_fill(~seen, float("-inf"))[:, None, None, :]
+    return attention(query, torch.cat([key, gathered], dim=2), torch.cat([value, gathered], dim=2), bias=bias)
+
+
+def causal_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    window_size: int,
+    segment_length: int,
+    rank: int,
+    summed_key: Tensor,
+    summed_value: Tensor,
+    key_bias: Tensor,
+    query_bias: Tensor,
+    window_positions: Tensor,
+    segment_positions: Tensor,
+) -> Tensor:
+    """The contract of :func:`backbones.attention.causal.causal_attention`, with every pair of query and key.
+
+    Of each pair it says whether it is seen, and what is added to its scaled product.
+    """
+    scaled = query * query.shape[-1] ** -0.5
+    token = torch.arange(query.shape[2], device=query.device)[:, None]
+
+    # Tokens: window_size of them stand before the part.
+    distance = token + window_size - torch.arange(key.shape[2], device=query.device)
+    place = (window_size - 1 - distance).clamp(0, window_size - 1)
+    of_query, of_key = query_bias[:, None, :], key_bias[:, None, :]
+    token_bias = torch.einsum("bmtd,mtsd->bmts", scaled + of_query, window_positions[:, place])
+    token_bias = token_bias + (key * of_key).sum(-1)[:, :, None, :]
+    token_bias = token_bias.masked_fill((distance < 0) | (distance >= window_size), float("-inf"))
+
+    # Sums: those of the memory, and of all segments of the part but the last.
+    vectors, segments = summed_key.shape[2], -(-query.shape[2] // segment_length)
+    in_memory = vectors - (segments - 1) * rank
+    back = in_memory + token // segment_length * rank - 1 - torch.arange(vectors, device=query.device)
+    place = (segment_positions.shape[1] - 1 - back).clamp(0, segment_positions.shape[1] - 1)
+    sum_bias = torch.einsum("bmtd,mtsd->bmts", scaled, segment_positions[:, place])
+    sum_bias = sum_bias.masked_fill(back < 0, float("-inf"))
+
+    key, value = torch.cat([summed_key, key], dim=2), torch.cat([summed_value, value], dim=2)
+    return attention(query, key, value, bias=torch.cat([sum_bias, token_bias], dim=3))
