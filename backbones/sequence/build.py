@@ -2,7 +2,7 @@
 
 from backbones.errors import InputError, explain_unknown_keywords
 from backbones.sequence.char_lm import CharLM
-from backbones.sequence.checks import check_flag, check_heads, check_rate, check_whole
+from backbones.sequence.checks import check_heads, check_rate, check_whole
 from backbones.sequence.encoder import SequenceEncoder
 
 
@@ -17,7 +17,7 @@ def create_sequence_encoder(
     max_length: int,
     window_size: int,
     rank: int,
-    class_token: bool,
+    class_token: bool | str,
     dropout: float = 0.0,
     attention_dropout: float = 0.0,
 ) -> SequenceEncoder:
@@ -33,7 +33,8 @@ def create_sequence_encoder(
         window_size: w, tokens of a segment; a token sees its segment and w // 2 tokens, at least 1, on each side of it.
             0 for the dynamic projection alone.
         rank: r, projected keys of a head; 0 for the window alone.
-        class_token: whether a token that all others see, and that sees all others, is the output.
+        class_token: whether a token that all others see, and that sees all others, is the output; ``"last_layer"`` for
+            one that is there in the last layer alone, as in the official scripts.
         dropout: rate after the embeddings, the attention and in the MLPs, in training.
         attention_dropout: rate of the attention weights that are left out, in training.
 
@@ -47,7 +48,8 @@ def create_sequence_encoder(
     check_whole("window_size", window_size, least=0)
     check_whole("rank", rank, least=0)
     check_heads(dim, num_heads)
-    check_flag("class_token", class_token)
+    if class_token is not True and class_token is not False and class_token != "last_layer":
+        raise InputError(f"class_token={class_token!r}: it is True, False or 'last_layer'")
     check_rate("dropout", dropout)
     check_rate("attention_dropout", attention_dropout)
     if not window_size and not rank:

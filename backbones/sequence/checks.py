@@ -12,12 +12,6 @@ def check_whole(name: str, value: object, *, least: int = 1) -> None:
         raise InputError(f"{name}={value!r}: it is a whole number, {least} or more")
 
 
-def check_flag(name: str, value: object) -> None:
-    """Raise an :class:`InputError` where ``value`` is neither True nor False."""
-    if type(value) is not bool:
-        raise InputError(f"{name}={value!r}: it is True or False")
-
-
 def check_rate(name: str, value: object) -> None:
     """Raise an :class:`InputError` where ``value`` is no number, below 0, or 1 or more."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:

@@ -64,7 +64,7 @@ class SequenceEncoder(nn.Module):
         max_length: int,
         window_size: int,
         rank: int,
-        class_token: bool,
+        class_token: bool | str,
         dropout: float = 0.0,
         attention_dropout: float = 0.0,
     ) -> None:
@@ -74,13 +74,15 @@ class SequenceEncoder(nn.Module):
         self.positions = nn.Parameter(torch.empty(max_length, dim))
         self.class_token = nn.Parameter(torch.zeros(1, 1, dim)) if class_token else None
         self.layers = nn.ModuleList()
+        # With how many layers left the class token comes in.
+        self.class_token_layers = 1 if class_token == "last_layer" else depth
         for number in range(depth):
             attention = SequenceAttention(
                 dim,
                 num_heads=num_heads,
                 window_size=window_size,
                 rank=rank,
-                class_token=class_token,
+                class_token=bool(class_token) and depth - number <= self.class_token_layers,
                 update_tokens=not class_token or number + 1 < depth,
                 dropout=attention_dropout,
             )
@@ -104,8 +106,10 @@ class SequenceEncoder(nn.Module):
         self._check(ids, mask)
         tokens = self.embedding(ids) + self.positions[: ids.shape[1]]
         tokens = F.dropout(tokens, self.dropout, self.training)
-        class_token = None if self.class_token is None else self.class_token.expand(len(ids), -1, -1)
-        for layer in self.layers:
+        class_token = None
+        for left, layer in zip(range(len(self.layers), 0, -1), self.layers, strict=True):
+            if left == self.class_token_layers and self.class_token is not None:
+                class_token = self.class_token.expand(len(ids), -1, -1)
             tokens, class_token = layer(tokens, class_token, mask)
         if class_token is not None:
             return self.norm(class_token)

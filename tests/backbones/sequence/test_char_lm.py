@@ -1,0 +1,202 @@
+"""The character language model: causality, the memory, parts of any length, gradients, half precision."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from backbones.attention.causal import CausalAttention
+from backbones.errors import InputError
+from backbones.sequence.char_lm import _sinusoids
+from tests.backbones.helpers import LargestTensor
+from tests.backbones.sequence.helpers import random_ids, small_char_lm
+
+KINDS = {
+    "small": {},
+    "window below the segment": {"window_size": 2},
+    "window of one": {"window_size": 1, "rank": 1},
+    "window as long as the memory": {"window_size": 12, "rank": 3},
+    "segments of one": {"segment_length": 1, "rank": 1},
+    "one segment in the memory": {"segment_length": 12},
+}
+kinds = pytest.mark.parametrize("changes", KINDS.values(), ids=KINDS)
+
+
+def read(model: torch.nn.Module, ids: Tensor, lengths: list[int]) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+    """Log-probabilities of each part, and the last memory."""
+    outputs, memory = [], None
+    for part in ids.split(lengths, dim=1):
+        output, memory = model(part, memory)
+        outputs.append(output)
+    return outputs, memory
+
+
+@kinds
+def test_log_probabilities_and_memory(changes):
+    model = small_char_lm(**changes)
+    for output in read(model, random_ids(2, 31), [1, 2, 9, 4, 15])[0]:
+        torch.testing.assert_close(output.exp().sum(-1), torch.ones(output.shape[:2], dtype=torch.float64))
+    memory = model(random_ids(2, 5))[1]
+    assert [tuple(x.shape) for x in memory] == [(2, 12, 8)] * 2
+    assert not any(x.requires_grad for x in memory)
+
+
+@kinds
+def test_parts_of_different_lengths_on_both_backends(changes):
+    model, ids = small_char_lm(**changes), random_ids(2, 52)
+    lengths = [7, 1, 20, 4, 1, 19]
+    fast = read(model, ids, lengths)
+    for module in model.modules():
+        if isinstance(module, CausalAttention):
+            module.backend = "reference"
+    dense = read(model, ids, lengths)
+    for actual, expected in zip((*fast[0], *fast[1]), (*dense[0], *dense[1]), strict=True):
+        torch.testing.assert_close(actual, expected, atol=1e-10, rtol=0)
+
+
+@kinds
+def test_a_token_changes_nothing_before_it(changes):
+    """In its own part and in those before; itself and the parts after it do change."""
+    model, ids, lengths = small_char_lm(**changes), random_ids(1, 24), [9, 1, 14]
+    expected = torch.cat(read(model, ids, lengths)[0], dim=1)
+    for place in (0, 8, 9, 17):
+        other = ids.clone()
+        other[0, place] = (ids[0, place] + 1) % 11
+        changed = (torch.cat(read(model, other, lengths)[0], dim=1) != expected).any(-1)[0]
+        assert not changed[:place].any() and changed[place]
+
+
+def test_a_later_part_sees_a_token_by_the_memory_alone():
+    """Beyond the window, in the sums of its segment; when it has left the memory, not at all."""
+    model, ids = small_char_lm(depth=1), random_ids(1, 30)
+    other = ids.clone()
+    other[0, 0] = (ids[0, 0] + 1) % 11
+    for length, is_seen in ((11, True), (12, False)):
+        # The memory holds 12 tokens: after 12 of them that came behind it the first one is gone.
+        lengths = [1, length, 1]
+        last = [read(model, x[:, : sum(lengths)], lengths)[0][-1] for x in (ids, other)]
+        assert torch.equal(*last) is not is_seen
+
+
+@kinds
+def test_the_memory_is_the_last_inputs_of_each_layer(changes):
+    model, ids = small_char_lm(**changes), random_ids(2, 20)
+    memory = read(model, ids, [3, 1, 16])[1]
+    embedded = model.embedding(ids) * 8**0.5
+    torch.testing.assert_close(memory[0], embedded[:, -12:], atol=0, rtol=0)
+    short = read(model, ids[:, :5], [3, 2])[1]
+    torch.testing.assert_close(short[0][:, -5:], embedded[:, :5], atol=0, rtol=0)
+    assert not short[0][:, :-5].any() and not short[1][:, :-5].any()
+
+
+def test_zeros_at_the_start_are_a_memory_as_any_other():
+    model, ids = small_char_lm(), random_ids(2, 6)
+    zeros = tuple(torch.zeros(2, 12, 8, dtype=torch.float64) for _ in range(2))
+    torch.testing.assert_close(model(ids)[0], model(ids, zeros)[0], atol=0, rtol=0)
+
+
+def test_generation_one_token_at_a_time():
+    """Greedy, without gradients, far beyond the memory; a batch goes as each of its texts does alone."""
+    model = small_char_lm()
+
+    @torch.no_grad()
+    def generate(ids: Tensor) -> Tensor:
+        log_probabilities, memory = model(ids)
+        for _ in range(30):
+            following = log_probabilities[:, -1:].argmax(-1)
+            ids = torch.cat([ids, following], dim=1)
+            log_probabilities, memory = model(following, memory)
+            assert log_probabilities.shape == (len(ids), 1, 11) and log_probabilities.isfinite().all()
+        return ids
+
+    prompt = random_ids(2, 3)
+    texts = generate(prompt)
+    assert texts.shape == (2, 33)
+    assert torch.equal(texts[1:], generate(prompt[1:]))
+
+
+@kinds
+def test_every_parameter_gets_a_gradient(changes):
+    model, ids = small_char_lm(**changes), random_ids(2, 40)
+    _, memory = model(ids[:, :20])
+    log_probabilities, _ = model(ids[:, 20:], memory)
+    log_probabilities.square().sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        # Of one token the softmax is 1, whatever its score.
+        is_constant = "dynamic_projection" in name and model.segment_length == 1
+        cancels = name.endswith("dynamic_projection.bias")
+        assert parameter.grad.abs().max() > 1e-12 or is_constant or cancels, name
+
+
+def test_no_gradient_passes_from_part_to_part():
+    model, ids = small_char_lm(), random_ids(1, 8)
+    first, memory = model(ids[:, :4])
+    model(ids[:, 4:], memory)[0].sum().backward()
+    assert first.requires_grad and not any(x.requires_grad for x in memory)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_half_precision(autocast, dtype):
+    ids = random_ids(2, 30)
+    model = small_char_lm(dtype=torch.float32)
+    expected = torch.cat(read(model, ids, [13, 1, 16])[0], dim=1)
+    with torch.autocast("cpu", dtype, enabled=autocast):
+        output = torch.cat(read(model if autocast else model.to(dtype), ids, [13, 1, 16])[0], dim=1)
+    assert output.isfinite().all() and output.dtype == torch.float32
+    tolerance = 0.1 if dtype == torch.bfloat16 else 0.02
+    assert (output - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+def test_positions_are_exact_in_half_precision():
+    """4000 tokens back an angle in bfloat16 would be several turns off."""
+    exact = _sinusoids(4001, 8, torch.zeros((), dtype=torch.float64))
+    rounded = _sinusoids(4001, 8, torch.zeros((), dtype=torch.bfloat16))
+    torch.testing.assert_close(rounded.double(), exact, atol=5e-3, rtol=0)
+
+
+def test_no_tensor_has_every_pair_of_tokens():
+    largest = []
+    for length in (256, 512):
+        model = small_char_lm(window_size=8, segment_length=8, memory_length=8, rank=1)
+        with LargestTensor() as mode:
+            model(random_ids(1, length))[0].sum().backward()
+        largest.append(mode.nbytes)
+    # Float64 scores of 2 heads and all pairs would be 16 bytes each.
+    assert largest[1] < 16 * 512**2 / 2
+
+
+def test_a_model_reads_with_another_memory():
+    """No weight depends on its length: the paper tests with 32768."""
+    model, longer = small_char_lm(), small_char_lm(memory_length=24)
+    longer.load_state_dict(model.state_dict(), strict=True)
+    assert longer(random_ids(1, 9))[0].isfinite().all()
+
+
+def test_dropout_is_of_training_alone():
+    model, ids = small_char_lm(dropout=0.5, attention_dropout=0.5), random_ids(2, 12)
+    torch.testing.assert_close(model(ids)[0], small_char_lm()(ids)[0], atol=0, rtol=0)
+    model.train()
+    assert not torch.equal(model(ids)[0], model(ids)[0])
+
+
+def test_no_weight_decay():
+    model = small_char_lm()
+    names = model.no_weight_decay()
+    assert {"bias", "layers.0.attention.key_bias", "layers.1.attention.query_bias", "layers.0.mlp_norm.weight"} <= names
+    decayed = {name for name, _ in model.named_parameters()} - names
+    assert "embedding.weight" in decayed and all(name.endswith(".weight") for name in decayed)
+
+
+@pytest.mark.parametrize(
+    "memory, message",
+    [
+        ((torch.zeros(1, 12, 8),), "memory is of 1 layers, and the model has 2"),
+        ((torch.zeros(1, 12, 8), torch.zeros(1, 8, 8)), r"memory of layer 1 has shape \(1, 8, 8\), and \(1, 12, 8\)"),
+        ((torch.zeros(2, 12, 8),) * 2, "a memory goes with its model and its batch"),
+    ],
+)
+def test_a_wrong_memory(memory, message):
+    with pytest.raises(InputError, match=message) as caught:
+        small_char_lm()(random_ids(1, 3), tuple(x.double() for x in memory))
+    assert "\n" not in str(caught.value)
