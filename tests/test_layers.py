@@ -17,7 +17,7 @@ FLOORS = (
     ("checkpoint", "evaluation", "progress", "solver"),
     ("visualization",),
     ("engine",),
-    ("analysis", "export", "report"),
+    ("analysis", "export", "report", "sequence"),
     ("inference",),
 )
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
@@ -39,6 +39,12 @@ def imported_modules(path: Path) -> list[str]:
     return modules
 
 
+# Rooms of a room, which have faces of their own.
+EXPERIMENTS = [
+    f"projects_vil.sequence.{path.name}"
+    for path in sorted((ROOT / "projects_vil/sequence").iterdir())
+    if path.is_dir() and path.name != "__pycache__"
+]
 # Of the files in backbones that are no part of a model on sequences, the room of sequences needs these alone.
 UNDER_SEQUENCE = ("backbones.attention", "backbones.layers", "backbones.errors", "backbones.conversion_report")
 
@@ -97,7 +103,7 @@ def test_tools_enter_rooms_by_their_door(path):
         if module.startswith("backbones.sequence"):
             assert module in ("backbones.sequence", "backbones.sequence.variants"), module
         if module.startswith("projects_vil."):
-            assert module == f"projects_vil.{room_of(module)}", module
+            assert module in (f"projects_vil.{room_of(module)}", *EXPERIMENTS), module
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=identify)
@@ -113,4 +119,15 @@ def test_every_name_is_exported_once():
 @pytest.mark.parametrize("room", ["", *ROOMS])
 def test_a_room_has_what_it_exports(room):
     module = importlib.import_module(f"projects_vil.{room}".rstrip("."))
+    assert [name for name in module.__all__ if not hasattr(module, name)] == []
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_an_experiment_is_a_room_without_the_others_and_without_detectron2(name):
+    for path in (path for path in SOURCES if module_of(path).startswith(name)):
+        for module in imported_modules(path):
+            assert module.split(".")[0] != "detectron2", f"{path}: {module}"
+            inside = module == name or module.startswith(f"{name}.")
+            assert inside or not module.startswith("projects_vil.sequence"), f"{path}: {module}"
+    module = importlib.import_module(name)
     assert [name for name in module.__all__ if not hasattr(module, name)] == []

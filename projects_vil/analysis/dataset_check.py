@@ -11,7 +11,7 @@ import numpy as np
 
 from backbones import InputError
 from projects_vil.analysis.drawn_coco import draw_objects, write_annotations, write_images
-from projects_vil.analysis.process_memory import memory_of
+from projects_vil.utils import memory_of
 
 
 class CheckCost(NamedTuple):

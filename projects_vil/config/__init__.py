@@ -2,7 +2,7 @@
 
 from projects_vil.config.command_line import ConfigToolParser, config_of
 from projects_vil.config.defaults import add_vil_config
-from projects_vil.config.device import check_device
+from projects_vil.config.device import check_device, check_device_name
 from projects_vil.config.load import CONFIG_FILE, default_config, load_config, one_line
 from projects_vil.config.task import DETECTORS, is_segmentor, number_of_classes
 
@@ -12,6 +12,7 @@ __all__ = [
     "ConfigToolParser",
     "add_vil_config",
     "check_device",
+    "check_device_name",
     "config_of",
     "default_config",
     "is_segmentor",

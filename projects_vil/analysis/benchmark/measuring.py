@@ -11,7 +11,7 @@ import torch
 
 from backbones import InputError
 from projects_vil.analysis.benchmark.cases import Case
-from projects_vil.analysis.process_memory import forget_peak, memory_of
+from projects_vil.utils import forget_peak, memory_of
 
 
 @dataclasses.dataclass(frozen=True)

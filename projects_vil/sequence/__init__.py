@@ -1,0 +1,3 @@
+"""The experiments of Transformer-LS on sequences, in plain PyTorch: a room of one folder for each."""
+
+__all__ = []
