@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from backbones.layers.precision import at_least_float32
+
 _ROTATION_BASE = 10_000.0
 
 
@@ -111,6 +113,11 @@ class FullAttentionLM(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
+        for layer in self.layers:
+            # Queries, keys and values of variance 1: the long-short model's norms give its keys and values that, and
+            # without it a narrow model learns for hundreds of steps as if it had no attention.
+            for projection in (layer.attention.query, layer.attention.key_value):
+                nn.init.normal_(projection.weight, std=dim**-0.5)
 
     def forward(self, ids: Tensor, memory: Sequence[Tensor] | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The memory has each layer's input, (B, L, C), without gradients; None at the start of a text."""
@@ -121,4 +128,4 @@ class FullAttentionLM(nn.Module):
             kept.append(torch.cat([past, tokens.detach()], dim=1)[:, -self.memory_length :])
             tokens = layer(tokens, past)
         logits = F.linear(self.dropout(tokens), self.embedding.weight, self.output_bias)
-        return logits.float().log_softmax(dim=-1), tuple(kept)
+        return at_least_float32(logits).log_softmax(dim=-1), tuple(kept)

@@ -1,6 +1,7 @@
 """The paper's configs by the names of the tool, and how a small run departs from one. Sizes and phases stand in
 :mod:`backbones.sequence.variants`."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -130,8 +131,9 @@ def phases_of(config: str, **overrides: Sequence[Any] | None) -> tuple[Phase, ..
                     f"{option} has {len(values)} values for {len(phases)} phases: give one, or one for each"
                 )
             value = values[index if len(values) > 1 else 0]
-            if value < 0 or (value == 0 and name != "warm_up"):
-                raise InputError(f"{option} {value}: it is above 0")
+            least = "0 or more" if name == "warm_up" else "above 0"
+            if not (0 < value < math.inf or (value == 0 and name == "warm_up")):
+                raise InputError(f"{option} {value}: it is {least}")
             given[_OF_PHASES[name]] = value
         if "steps" in given and "warmup_steps" not in given:
             given["warmup_steps"] = phase.warmup_steps * given["steps"] // phase.steps

@@ -229,10 +229,12 @@ class Training:
 
     def _enter(self, phase: Phase) -> None:
         """Models with the memory of a phase, and the weights to go on from."""
-        before = dict.fromkeys(self.settings.kinds, 0.0) | {one.kind: one.seconds for one in self.contestants}
-        weights, state = self._saved or ({}, {})
-        if state:
-            before |= {kind: one["seconds"] for kind, one in state["contestants"].items()}
+        seconds = {one.kind: one.seconds for one in self.contestants}
+        weights = {one.kind: one.model.state_dict() for one in self.contestants}
+        state: Mapping[str, Any] = {}
+        if self._saved is not None:
+            weights, state = self._saved
+            seconds = {kind: one["seconds"] for kind, one in state["contestants"].items()}
         self._saved, self.contestants = None, []
         for kind in self.settings.kinds:
             torch.manual_seed(self.settings.seed)
@@ -245,16 +247,13 @@ class Training:
             )
             if kind in weights:
                 model.load_state_dict(weights[kind])
-            # A run that ended with a phase goes on with the next one as it would have.
-            if self.done == 0 and kind in self.best:
-                model.load_state_dict(load_trained(best_path(self.output, kind)).weights)
             contestant = _Contestant(
                 kind, model.to(self.device).train(), self.settings.weight_decay, self.settings.accumulate
             )
             if self.done and state:
                 contestant.restore(state["contestants"][kind], self.device)
             else:
-                contestant.seconds = before[kind]
+                contestant.seconds = seconds.get(kind, 0.0)
             self.contestants.append(contestant)
 
     def _evaluate(self, phase: Phase, told: Callable[[Line], None] | None) -> None:
@@ -289,6 +288,11 @@ class Training:
 
     def _save(self) -> None:
         is_end = self.done == self.settings.phases[self.phase].steps
+        if is_end:
+            # Not when the next phase begins: where a run broke off in that one, the best may be of it already.
+            for contestant in self.contestants:
+                best = load_trained(best_path(self.output, contestant.kind))
+                contestant.model.load_state_dict(best.weights)
         state = {
             # After the last step of a phase, the first one of the next.
             "phase": self.phase + is_end,
