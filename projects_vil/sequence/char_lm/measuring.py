@@ -44,6 +44,7 @@ def measure_steps(
     batch_size: int = 1,
     runs: int = 5,
     device: str = "cpu",
+    with_memory: bool = True,
     told: Callable[[Cost], None] | None = None,
 ) -> list[Cost]:
     """Seconds by turns in one process; memory by the GPU's own counter, or else in a process for each.
@@ -52,6 +53,7 @@ def measure_steps(
         kinds: of model.
         lengths: bytes of a part, and of the memory.
         runs: how often a step is timed, after one that does not count.
+        with_memory: whether memory is measured on a CPU too, which takes seconds for each.
         told: is told each cost as it comes.
 
     Raises:
@@ -62,7 +64,7 @@ def measure_steps(
         steps: dict[str, Callable[[], None] | None] = {}
         peaks: dict[str, int | None] = {}
         for kind in kinds:
-            if device == "cpu":
+            if device == "cpu" and with_memory:
                 # First, while this process is small.
                 peaks[kind] = _peak_in_process(kind, size, length, batch_size)
         for kind in kinds:
