@@ -25,10 +25,10 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: export DETECTRON2_DATASETS := $(CURDIR)/datasets
-demo: .venv/.stamp ## make a small dataset, train, evaluate, export, draw; DETECTOR=retinanet (default) or mask_rcnn
+demo: .venv/.stamp ## make a small dataset, train, evaluate, export, draw; DETECTOR=mask_rcnn; ARGS=--resume after a Ctrl-C
 	@$(RUN) tools/make_shapes_dataset.py datasets/shapes
 	@$(RUN) tools/train_net.py --config-file configs/demo/$(DETECTOR)_vil_shapes.yaml OUTPUT_DIR $(OUT) \
-		OVERWRITE_OUTPUT_DIR True
+		OVERWRITE_OUTPUT_DIR True $(ARGS)
 	@$(RUN) tools/export_model.py --config-file $(OUT)/config.yaml --weights $(OUT)/model_final.pth \
 		--format torchscript --output $(OUT)/export
 	@$(RUN) tools/visualize_results.py --run $(OUT)
@@ -50,7 +50,7 @@ gpu: .venv/.stamp ## on a machine with a GPU: the tests that need one, then time
 	@mkdir -p output/gpu
 	@status=0; \
 	$(RUN) -m pytest -m gpu $(ARGS) || status=1; \
-	$(BENCHMARK) --what backbone --models vil_tiny_rpb vil_small_rpb ls_small lit_s --against swin_t r50 \
+	$(BENCHMARK) --what backbone --limits --models vil_tiny_rpb vil_small_rpb ls_small lit_s --against swin_t r50 \
 		--json output/gpu/forward.json || status=1; \
 	$(BENCHMARK) --what backbone --backward --dtype bfloat16 --batch-size 2 --against swin_t r50 \
 		--models vil_tiny_rpb vil_small_rpb vil_small_rpb+shift vil_small_rpb+checkpointing ls_small lit_s \

@@ -17,7 +17,7 @@ from backbones.errors import InputError, check_choice
 from backbones.layers.block import Block
 from backbones.layers.decay import undecayed_names
 from backbones.layers.initial import draw_
-from backbones.layers.position import position_parameter
+from backbones.layers.position import position_parameter, resize_tables
 from backbones.layers.tracing import in_order
 from backbones.variants import Variant, stage_names
 
@@ -270,6 +270,31 @@ class Backbone(nn.Module, abc.ABC):
             for block in stage.blocks:
                 block.drop_path_rate = 0.0
         self.train(self.training)
+
+    def keep_stages(self, number: int) -> None:
+        """Drop the stages after the first ``number``: the map of the last one that is left is the only output."""
+        name = f"stage{number}"
+        self.num_stages = number
+        self.stages = self.stages[:number]
+        self.output_norms = nn.ModuleDict({key: norm for key, norm in self.output_norms.items() if key == name})
+        self.out_features = (name,)
+        self.feature_info = {name: FeatureInfo(self.variant.stages[number - 1].dim, self.strides[number - 1])}
+
+    def set_img_size(self, img_size: tuple[int, int]) -> None:
+        """Resize all tables of positions in place, to those of a model that is made for images of another size.
+
+        Args:
+            img_size: height and width in pixels.
+
+        Raises:
+            InputError: where a parameter belongs to one size, as Linformer's do; nothing has changed then.
+        """
+        position_img_size = None if self.settings.position_img_size is None else img_size
+        settings = dataclasses.replace(self.settings, max_img_size=img_size, position_img_size=position_img_size)
+        with torch.device("meta"):
+            twin = type(self)(self.variant, settings)
+        resize_tables(self, twin)
+        self.settings = settings
 
     def train(self, mode: bool = True) -> "Backbone":
         """As ``nn.Module.train``; frozen stages stay in eval mode."""

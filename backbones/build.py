@@ -68,7 +68,7 @@ def create_backbone(
         )
     settings = Settings(
         out_features=out_features,
-        max_img_size=_height_and_width("max_img_size", max_img_size),
+        max_img_size=height_and_width("max_img_size", max_img_size),
         drop_path_rate=drop_path_rate,
         activation_checkpointing=activation_checkpointing,
         attention_backend=attention_backend,
@@ -95,7 +95,7 @@ def create_classifier(
     variant = get_variant(name, options)
     if type(num_classes) is not int or num_classes < 1:
         raise InputError(f"num_classes={num_classes!r}: it is a whole number, 1 or more")
-    size = _height_and_width("img_size", img_size)
+    size = height_and_width("img_size", img_size)
     settings = Settings(
         out_features=stage_names(variant)[-1:],
         max_img_size=size,
@@ -109,7 +109,8 @@ def create_classifier(
     return Classifier(backbone, num_classes=num_classes, pool=variant.pool, norm_eps=variant.norm_eps)
 
 
-def _height_and_width(name: str, size: int | tuple[int, int]) -> tuple[int, int]:
+def height_and_width(name: str, size: int | Sequence[int]) -> tuple[int, int]:
+    """A side, or height and width, in pixels -> both; ``name`` is what it is called where it is neither."""
     pair = tuple(size) if isinstance(size, Sequence) else (size, size)
     if len(pair) != 2 or not all(isinstance(side, int) and side >= 1 for side in pair):
         raise InputError(f"{name}={size!r}: it is a side, or a height and a width, in pixels")

@@ -44,25 +44,33 @@ def check_weight(official_name: str, tensor: Tensor) -> None:
 
 
 def describe_mismatch(
-    name: str, unexplained: list[str], unfilled: list[str], misplaced: Mapping[str, str] | None = None
+    name: str,
+    unexplained: list[str],
+    unfilled: list[str],
+    misplaced: Mapping[str, str] | None = None,
+    *,
+    what: str = "variant",
+    reason: str = "it is of another variant, or has other global tokens",
 ) -> str:
-    """The line on a checkpoint that does not fit a variant.
+    """The line on a checkpoint that does not fit a variant or model.
 
     Args:
         name: of the variant.
         unexplained: official names to which no rule applies.
         unfilled: names of ours that lack values.
         misplaced: official name -> the name of ours that it would have, and that the variant does not have.
+        what: it is that the checkpoint does not fit.
+        reason: why names are misplaced.
     """
     parts = [f"the checkpoint does not fit {name}"]
     if misplaced:
         official, ours = next(iter(misplaced.items()))
         more = f", and {len(misplaced) - 1} more" if len(misplaced) > 1 else ""
-        parts.append(f"{official} would be {ours}, which this variant does not have{more}")
+        parts.append(f"{official} would be {ours}, which this {what} does not have{more}")
     for label, names in (("no rule explains", unexplained), ("nothing fills", unfilled)):
         if names:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
             parts.append(f"{label} {', '.join(names[:5])}{more}")
     if misplaced:
-        parts.append("it is of another variant, or has other global tokens")
+        parts.append(reason)
     return "; ".join(parts)

@@ -356,6 +356,11 @@ _OTHERS = {
     for mechanism in _PARTIAL
     for size in _COMPARED
 }
+# Table 2, flat models: E-ViT(full x 12/16; h, d, 1) of section 3.1, one map at stride 16.
+_EVIT = {
+    f"evit_full_16_{size}": ViLVariant((ViLStage(12, 16, heads, dim, attention="dense"),))
+    for size, heads, dim in (("tiny", 3, 192), ("small", 6, 384))
+}
 # For the demo: in no table of the paper.
 _VIL["vil_tiny_1_1_3_1"] = _by_depth("tiny", 1, 1, 3, 1)
 
@@ -413,6 +418,7 @@ VARIANTS: dict[str, Variant] = (
     _VIL
     | {f"{name}_rpb": dataclasses.replace(variant, relative_bias=True) for name, variant in _VIL.items()}
     | _OTHERS
+    | _EVIT
     | _LS
     | _CVT
     | _LIT

@@ -7,10 +7,13 @@ import torch
 from detectron2.modeling import build_model
 
 from projects_vil import load_config
+from projects_vil.data import IGNORED_LABEL, build_mapper
 from projects_vil.solver import build_lr_scheduler, build_optimizer
 
 ROOT = Path(__file__).resolve().parents[1]
 LEAVES = {"lit_ti": ("41.3", 0.1, 24), "lit_s": ("41.7", 0.2, 32)}
+# The official segmentation code norms stage 1 of LIT-S too.
+VARIANT = {"lit_ti": "lit_ti", "lit_s": "lit_s_seg"}
 DEMO = "configs/demo/semantic_fpn_vil_shapes.yaml"
 
 
@@ -34,11 +37,11 @@ def test_what_the_paper_says(name):
     cfg = load_config(ROOT / leaf(name))
     miou, drop_path, _ = LEAVES[name]
     assert f"mIoU {miou} in Table 8" in (ROOT / leaf(name)).read_text()
-    assert (cfg.MODEL.TRANSFORMER.NAME, cfg.MODEL.TRANSFORMER.DROP_PATH) == (name, drop_path)
+    assert (cfg.MODEL.TRANSFORMER.NAME, cfg.MODEL.TRANSFORMER.DROP_PATH) == (VARIANT[name], drop_path)
     solver = cfg.SOLVER
     assert (solver.OPTIMIZER, solver.BASE_LR, solver.WEIGHT_DECAY, solver.IMS_PER_BATCH) == ("ADAMW", 1e-4, 1e-4, 16)
     assert (solver.LR_SCHEDULER_NAME, solver.POLY_LR_POWER, solver.MAX_ITER) == ("WarmupPolyLR", 0.9, 80_000)
-    assert (solver.WARMUP_ITERS, solver.BASE_LR_END, solver.CLIP_GRADIENTS.ENABLED) == (0, 0.0, False)
+    assert (solver.WARMUP_ITERS, solver.CLIP_GRADIENTS.ENABLED) == (0, False)
     assert solver.LR_MULTIPLIERS == [["*.patch_embed.offset.*", 0.01]]
     crop = cfg.INPUT.CROP
     assert (crop.ENABLED, crop.TYPE, crop.SIZE, crop.SINGLE_CATEGORY_MAX_AREA) == (True, "absolute", [512, 512], 0.75)
@@ -46,6 +49,40 @@ def test_what_the_paper_says(name):
     assert (cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST, cfg.MODEL.TRANSFORMER.MAX_IMG_SIZE) == (512, 2048, 2048)
     assert (cfg.DATASETS.TRAIN, cfg.DATASETS.TEST) == (("ade20k_train",), ("ade20k_val",))
     assert cfg.TEST.EVAL_PERIOD == solver.CHECKPOINT_PERIOD == 8000
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_what_the_official_configuration_says(name):
+    """LIT's segmentation/configs/_base_: datasets/ade20k.py and schedules/schedule_80k.py, value by value."""
+    cfg = load_config(ROOT / leaf(name))
+    # Resize: img_scale (2048, 512), ratio_range (0.5, 2.0); at testing img_scale (2048, 512)
+    assert cfg.INPUT.MIN_SIZE_TRAIN == (0.5 * 512, 2.0 * 512) and cfg.INPUT.MAX_SIZE_TRAIN == 2.0 * 2048
+    assert (cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST) == (512, 2048)
+    # RandomCrop: crop_size (512, 512), cat_max_ratio 0.75; Pad after Normalize: crop_size, pad_val 0, seg_pad_val 255
+    crop = cfg.INPUT.CROP
+    assert (list(crop.SIZE), crop.SINGLE_CATEGORY_MAX_AREA, crop.PAD) == ([512, 512], 0.75, True)
+    mapper = build_mapper(cfg, is_train=True)
+    assert (mapper.padded_size, mapper.pixel_mean, IGNORED_LABEL) == ((512, 512), cfg.MODEL.PIXEL_MEAN, 255)
+    # RandomFlip: prob 0.5; PhotoMetricDistortion after it
+    assert (cfg.INPUT.RANDOM_FLIP, cfg.INPUT.PHOTOMETRIC_DISTORTION) == ("horizontal", True)
+    kinds = ["ResizeShortestEdge", "RandomCrop_CategoryAreaConstraint", "RandomFlip", "PhotometricDistortion"]
+    assert [type(augmentation).__name__ for augmentation in mapper.augmentations.augs] == kinds
+    assert mapper.augmentations.augs[2].prob == 0.5
+    # Normalize: mean, std, to_rgb True
+    assert (cfg.MODEL.PIXEL_MEAN, cfg.INPUT.FORMAT) == ([123.675, 116.28, 103.53], "RGB")
+    assert cfg.MODEL.PIXEL_STD == [58.395, 57.12, 57.375]
+    # lr_config: poly, power 0.9, min_lr 1e-6, by_epoch False; max_iters 80000; interval 8000
+    assert (cfg.SOLVER.POLY_LR_POWER, cfg.SOLVER.BASE_LR_END, cfg.SOLVER.MAX_ITER) == (0.9, 1e-6, 80_000)
+    schedule = build_lr_scheduler(cfg, torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=cfg.SOLVER.BASE_LR))
+    for iteration in (0, 1, 40_000, 79_999):
+        schedule.last_epoch = iteration
+        expected = (1e-4 - 1e-6) * (1 - iteration / 80_000) ** 0.9 + 1e-6
+        assert schedule.get_lr() == pytest.approx([expected], rel=1e-9)
+
+
+def test_the_demo_has_neither_padding_nor_other_colours():
+    cfg = load_config(ROOT / DEMO)
+    assert not cfg.INPUT.CROP.PAD and not cfg.INPUT.PHOTOMETRIC_DISTORTION
 
 
 def test_what_is_shared_with_the_detectors():

@@ -62,7 +62,8 @@ def causal_attention(
     batch, heads, number, channels = query.shape
     length = min(segment_length, number)
     segments = -(-number // length)
-    block = length * min(-(-window_size // length), segments)
+    # Larger blocks copy keys less often, smaller ones meet fewer that are not of the window.
+    block = length * min(max(window_size // 2 // length, 1), segments)
     fill = missing(number, block)
     query = F.pad(query, (0, 0, 0, fill))
     scaled = query * channels**-0.5
@@ -220,14 +221,14 @@ class CausalAttention(DualNorm):
 
     def _sums(self, tokens: Tensor, *summed: Tensor) -> tuple[Tensor, ...]:
         """r sums of every segment: (B, n * l, C), of which the scores are, and each of ``summed`` -> (B, n * r, C)."""
-        batch = len(tokens)
+        batch, number = len(tokens), tokens.shape[1] // self.segment_length
 
         def segments(x: Tensor) -> Tensor:
             """(B, n * l, ...) -> (B * n, M, 1, l, D)."""
-            return split_heads(x.unflatten(1, (-1, 1, self.segment_length)).flatten(0, 1), self.num_heads)
+            return split_heads(x.unflatten(1, (number, 1, self.segment_length)).flatten(0, 1), self.num_heads)
 
         sums = project_tokens(segments(self.dynamic_projection(tokens)), *map(segments, summed))
-        return tuple(merge_heads(x).unflatten(0, (batch, -1)).flatten(1, 2) for x in sums)
+        return tuple(merge_heads(x).unflatten(0, (batch, number)).flatten(1, 2) for x in sums)
 
     def _by_head(self, table: Tensor) -> Tensor:
         """(P, C) -> (M, P, D)."""

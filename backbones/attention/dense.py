@@ -80,6 +80,8 @@ class DenseAttention(nn.Module):
         backend: a key of ``BACKENDS``; ``"reference"`` is for debugging.
     """
 
+    sized = ("num_groups",)
+
     def __init__(
         self,
         dim: int,
@@ -100,7 +102,7 @@ class DenseAttention(nn.Module):
         self.update_globals = update_globals and num_global_tokens > 0
         self.qkv = nn.Linear(dim, 3 * dim)
         self.projection = nn.Linear(dim, dim)
-        self.relative_bias = None
+        self.relative_bias, self.num_groups = None, 1
         if bias_size is not None:
             scores = (bias_size[0] * bias_size[1]) ** 2
             self.num_groups = min(-(-scores // _RECORDED_SCORES), _RECORDED_GROUPS)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from backbones.attention.dense import BACKENDS, join_tokens, merge_heads, part_tokens, split_heads
 from backbones.errors import InputError, check_choice
+from backbones.layers.tracing import is_tracing, static_size
 
 
 class LinformerAttention(nn.Module):
@@ -54,7 +55,8 @@ class LinformerAttention(nn.Module):
             InputError: for a map of another size.
         """
         height, width = tokens.shape[1:3]
-        if (height, width) != self.map_size:
+        # A traced size is a tensor, and its comparison would be frozen into the graph.
+        if not is_tracing() and (height, width) != self.map_size:
             raise InputError(
                 f"Linformer is tied to maps of {self.map_size[0]} x {self.map_size[1]} tokens, and this one has "
                 f"{height} x {width}: make the model for this image size (create_classifier's img_size)"
@@ -62,7 +64,7 @@ class LinformerAttention(nn.Module):
         sequence = join_tokens(tokens, global_tokens)
         # (B, K, C) each
         key, value = (self.project_length.T @ self.key_value(sequence)).chunk(2, dim=2)
-        num_global = sequence.shape[1] - height * width
+        num_global = 0 if global_tokens is None else static_size(global_tokens.shape[1])
         query = self.query(sequence if self.update_globals else sequence[:, num_global:])
         query, key, value = (split_heads(x, self.num_heads) for x in (query, key, value))
         output = self.projection(merge_heads(BACKENDS[self.backend](query, key, value)))

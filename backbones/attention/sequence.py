@@ -17,6 +17,9 @@ from backbones.layers import overlap
 from backbones.layers.precision import at_least_float32
 from backbones.layers.tracing import missing
 
+# Tokens that are attended for at once, where their segments are smaller.
+_BLOCK = 64
+
 
 def sequence_attention(
     query: Tensor,
@@ -61,34 +64,41 @@ def _attend_in_windows(
     shared_value: Tensor | None,
     dropout: float,
 ) -> Tensor:
-    batch, heads, number, _ = query.shape
-    side, fill = max(window_size // 2, 1), missing(number, window_size)
-    length, halo = window_size + 2 * side, (side, side + fill)
+    batch, _, number, _ = query.shape
+    side = max(window_size // 2, 1)
+    # Large blocks of segments copy the shared keys less often, small ones meet fewer keys that are none of theirs.
+    block = window_size * min(max(_BLOCK // window_size, 1), -(-number // window_size))
+    length, fill = block + 2 * side, missing(number, block)
+    halo = (side, side + fill)
 
-    # (B or 1, n, length): whether a place of a window holds a real token.
+    # (block, length): whether a place is in the window of a query's segment.
+    first = torch.arange(block, device=query.device)[:, None] // window_size * window_size
+    place = torch.arange(length, device=query.device)
+    seen = (place >= first) & (place < first + window_size + 2 * side)
+    # (B, n, block, length): and holds a real token.
     real = query.new_ones((1, number), dtype=torch.bool) if mask is None else mask
-    seen = F.pad(real, halo, value=False).unfold(1, length, window_size)
+    seen = F.pad(real, halo, value=False).unfold(1, length, block)[:, :, None] & seen
     if shared_key is None:
-        # A segment that sees nothing is padding alone; a softmax over nothing would be no number.
+        # The window of such a query is padding alone; a softmax over nothing would be no number.
         seen = seen | ~seen.any(dim=-1, keepdim=True)
     else:
         seen = F.pad(seen, (shared_key.shape[2], 0), value=True)
-    if mask is not None:
-        seen = seen[:, None].expand(-1, heads, -1, -1).flatten(0, 1)
+    seen = seen.expand(batch, -1, -1, -1).flatten(0, 1)[:, None]
 
-    # (B * M, n, w, D) and (B * M, n, P + length, D)
-    queries = F.pad(query, (0, 0, 0, fill)).unflatten(2, (-1, window_size)).flatten(0, 1)
-    keys = _windows(F.pad(key, (0, 0, *halo)), shared_key, length, window_size)
-    values = _windows(F.pad(value, (0, 0, *halo)), shared_value, length, window_size)
-    output = F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen[:, :, None], dropout_p=dropout)
-    return output.unflatten(0, (batch, heads)).flatten(2, 3)[:, :, :number]
+    # (B * n, M, block, D) and (B * n, M, P + length, D)
+    queries = F.pad(query, (0, 0, 0, fill)).unflatten(2, (-1, block)).transpose(1, 2).flatten(0, 1)
+    keys = _windows(F.pad(key, (0, 0, *halo)), shared_key, length, block)
+    values = _windows(F.pad(value, (0, 0, *halo)), shared_value, length, block)
+    output = F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen, dropout_p=dropout)
+    blocks = (number + fill) // block
+    return output.unflatten(0, (batch, blocks)).transpose(1, 2).flatten(2, 3)[:, :, :number]
 
 
 def _windows(x: Tensor, shared: Tensor | None, length: int, step: int) -> Tensor:
-    """(B, M, L, D) and (B, M, P, D) -> the keys of each segment, the shared ones first: (B * M, n, P + length, D)."""
-    windows = overlap.windows(x, 2, length, step)
+    """(B, M, L, D) and (B, M, P, D) -> the keys of each block, the shared ones first: (B * n, M, P + length, D)."""
+    windows = overlap.windows(x, 2, length, step).transpose(1, 2)
     if shared is not None:
-        windows = torch.cat([shared[:, :, None].expand(-1, -1, windows.shape[2], -1, -1), windows], dim=3)
+        windows = torch.cat([shared[:, None].expand(-1, windows.shape[1], -1, -1, -1), windows], dim=3)
     return windows.flatten(0, 1)
 
 

@@ -177,6 +177,7 @@ class GridRelativeBias(nn.Module):
     """
 
     undecayed = ("table", "local_to_global", "global_to_local", "global_to_global")
+    sized = ("size",)
 
     def __init__(
         self,
@@ -304,20 +305,23 @@ def bias_as_view(by_row: Tensor, to_global: Tensor | None, dtype: torch.dtype) -
     return flat.as_strided((height, heads, width, height * row), strides)
 
 
-def fit_table(tensor: Tensor, owner: nn.Module, leaf: str) -> Tensor:
+def fit_table(tensor: Tensor, owner: nn.Module, leaf: str, *, made_for: tuple[int, int] | None = None) -> Tensor:
     """A table of positions of another size, resized for the module that is to have it.
 
     Args:
         tensor: of a checkpoint.
         owner: the module of this model.
         leaf: the name of the parameter in ``owner``.
+        made_for: height and width, in tokens, of the map that a :class:`GridRelativeBias` had ``tensor`` for; None
+            where nobody knows, which is then a square.
 
     Returns:
         ``tensor`` in the size of ``owner``'s parameter; as it is, where that is no such table or cannot be made of it:
         offsets share rows of a segment's table, so that it is no grid.
     """
     table = getattr(owner, leaf, None)
-    if not isinstance(table, Tensor) or tensor.shape == table.shape:
+    # A bias for 2 x 14 tokens has as many rows as one for 14 x 2.
+    if not isinstance(table, Tensor) or (tensor.shape == table.shape and made_for is None):
         return tensor
     if tensor.ndim != table.ndim or tensor.shape[-1] != table.shape[-1]:
         return tensor
@@ -325,11 +329,44 @@ def fit_table(tensor: Tensor, owner: nn.Module, leaf: str) -> Tensor:
         return resize_table(tensor, table.shape[:1])
     if isinstance(owner, GridPositions) and leaf == "table":
         return resize_table(tensor, table.shape[:2])
-    side = math.isqrt(len(tensor))
-    if isinstance(owner, GridRelativeBias | WindowRelativeBias) and leaf == "table" and side**2 == len(tensor):
+    rows = cols = math.isqrt(len(tensor))
+    if made_for is not None:
+        rows, cols = (2 * side - 1 for side in made_for)
+    if isinstance(owner, GridRelativeBias | WindowRelativeBias) and leaf == "table" and rows * cols == len(tensor):
         if isinstance(owner, GridRelativeBias):
             grid, mode = (2 * owner.size[0] - 1, 2 * owner.size[1] - 1), owner.resize_mode
         else:
             grid, mode = (4 * owner.window_size - 1, 4 * owner.window_size - 1), "linear"
-        return resize_table(tensor.unflatten(0, (side, side)), grid, mode=mode).flatten(0, 1)
+        return resize_table(tensor.unflatten(0, (rows, cols)), grid, mode=mode).flatten(0, 1)
     return tensor
+
+
+def resize_tables(model: nn.Module, twin: nn.Module) -> None:
+    """Resize tables of positions in place, as :func:`fit_table` does for a checkpoint's.
+
+    Args:
+        model: the parameters stay the same objects, without gradients where they are resized.
+        twin: the same model made for another size, on any device.
+
+    Raises:
+        InputError: where a parameter cannot be resized; nothing has changed then.
+    """
+    twins, resized, sized = dict(twin.named_modules()), [], []
+    for path, module in model.named_modules():
+        other = twins.get(path)
+        sized += [(module, name, getattr(other, name)) for name in getattr(other, "sized", ())]
+        has_grid = isinstance(module, GridRelativeBias) and module.size != other.size
+        for leaf, parameter in module.named_parameters(recurse=False):
+            tensor, wanted = parameter.detach(), getattr(other, leaf, parameter)
+            table = fit_table(tensor, other, leaf, made_for=module.size if has_grid else None)
+            if table.shape != wanted.shape:
+                raise InputError(
+                    f"{path}.{leaf} is {tuple(tensor.shape)} and belongs to one image size: create the model for the"
+                    " other one (img_size)"
+                )
+            if table is not tensor:
+                resized.append((parameter, table))
+    for parameter, table in resized:
+        parameter.data, parameter.grad = table, None
+    for module, name, value in sized:
+        setattr(module, name, value)

@@ -94,10 +94,10 @@ class CharLM(nn.Module):
             memory: of the part before; None at the start of a text.
 
         Raises:
-            InputError: for ids of another shape or type, or a memory of another model or batch.
+            InputError: for ids of another shape, type or vocabulary, or a memory of another model or batch.
         """
-        check_ids(ids)
-        dim = self.embedding.embedding_dim
+        vocab_size, dim = self.embedding.weight.shape
+        check_ids(ids, vocab_size=vocab_size)
         tokens = self._drop(self.embedding(ids) * dim**0.5)
         if memory is None:
             memory = [tokens.new_zeros(len(ids), self.memory_length, dim)] * len(self.layers)
@@ -143,7 +143,9 @@ def _sinusoids(number: int, dim: int, like: Tensor) -> Tensor:
 
 
 def _initialise(module: nn.Module) -> None:
-    """The official initial values."""
+    """The official initial values. On the meta device there is nothing to fill, and finding that out takes long."""
+    if any(parameter.is_meta for parameter in module.parameters(recurse=False)):
+        return
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear) and module.bias is not None:

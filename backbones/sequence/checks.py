@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from backbones.errors import InputError
+from backbones.layers.tracing import is_tracing
 
 
 def check_whole(name: str, value: object, *, least: int = 1) -> None:
@@ -24,9 +25,18 @@ def check_heads(dim: int, num_heads: int) -> None:
         raise InputError(f"num_heads={num_heads} does not divide dim={dim}: choose a divisor")
 
 
-def check_ids(ids: Tensor) -> None:
-    """Raise an :class:`InputError` where ``ids`` are no token ids (B, N) of at least one token."""
+def check_ids(ids: Tensor, *, vocab_size: int) -> None:
+    """Raise an :class:`InputError` where ``ids`` are no token ids (B, N) of at least one token.
+
+    Their values are looked at on a CPU alone: a GPU would have to be waited for.
+    """
     if ids.dtype not in (torch.int32, torch.int64):
         raise InputError(f"the ids are {ids.dtype}: they are torch.int64")
     if ids.ndim != 2 or not ids.shape[1]:
         raise InputError(f"the ids have shape {tuple(ids.shape)}: it is (batch, length), of one token or more")
+    if ids.device.type != "cpu" or not len(ids) or is_tracing() or torch.compiler.is_compiling():
+        return
+    least, largest = (int(value) for value in ids.aminmax())
+    if least < 0 or largest >= vocab_size:
+        wrong = least if least < 0 else largest
+        raise InputError(f"the id {wrong} is none of 0 to {vocab_size - 1}: vocab_size={vocab_size} is another text's")

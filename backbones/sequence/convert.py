@@ -16,6 +16,7 @@ _EMPTY = "an empty tensor: there is no dynamic projection"
 _UNUSED = "never used: there are no projected keys and no class token to norm"
 _HEAD = "the classification head is not part of the encoder"
 _COMPUTED = "computed by the model"
+_OTHER_SIZES = "create it with the sizes of the checkpoint: depth, rank and class token"
 
 # Of DataParallel, of fairseq, and of both wrappers of the official models.
 _WRAPPERS = ("module.", "decoder.", "model.")
@@ -74,13 +75,19 @@ def convert_sequence_state_dict(
 
     Raises:
         InputError: for a name that no rule explains, a parameter of ours that stays unfilled, a shape that does not
-            fit, or what is no weight.
+            fit, what is no weight, or a model of another kind.
     """
-    conversion = (_CharLMConversion if isinstance(model, CharLM) else _EncoderConversion)(model)
+    rules = next((rules for kind, rules in _RULES.items() if isinstance(model, kind)), None)
+    if rules is None:
+        raise InputError(f"{type(model).__name__} is no model on sequences: convert_state_dict is for backbones")
+    conversion = rules(model)
     unexplained = [name for name, tensor in official.items() if not conversion.take(name, tensor)]
     unfilled = [key for key in conversion.target if key not in conversion.converted]
     if unexplained or unfilled or conversion.misplaced:
-        raise InputError(describe_mismatch("the model", unexplained, unfilled, conversion.misplaced))
+        line = describe_mismatch(
+            "the model", unexplained, unfilled, conversion.misplaced, what="model", reason=_OTHER_SIZES
+        )
+        raise InputError(line)
     return {key: conversion.converted[key] for key in conversion.target}, conversion.report
 
 
@@ -180,6 +187,9 @@ class _CharLMConversion(_Conversion):
         if tensor.shape != expected.shape or not torch.allclose(tensor.float().cpu(), expected, rtol=1e-2):
             raise InputError(f"{name} holds other frequencies than 10000^(-2 i / {dim}), which the model computes")
         return _COMPUTED
+
+
+_RULES: dict[type, type[_Conversion]] = {CharLM: _CharLMConversion, SequenceEncoder: _EncoderConversion}
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:

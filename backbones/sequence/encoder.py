@@ -101,7 +101,7 @@ class SequenceEncoder(nn.Module):
             mask: (B, N), bool, True for real tokens; None where all are.
 
         Raises:
-            InputError: for ids or a mask of another shape or type.
+            InputError: for ids or a mask of another shape or type, and ids of another vocabulary.
         """
         self._check(ids, mask)
         tokens = self.embedding(ids) + self.positions[: ids.shape[1]]
@@ -121,7 +121,7 @@ class SequenceEncoder(nn.Module):
         return undecayed_names(self)
 
     def _check(self, ids: Tensor, mask: Tensor | None) -> None:
-        check_ids(ids)
+        check_ids(ids, vocab_size=self.embedding.num_embeddings)
         length, longest = ids.shape[1], len(self.positions)
         if length > longest:
             raise InputError(

@@ -87,8 +87,10 @@ _TABLE_14_FLOPS = {
     "performer": "1.81 1.86 1.99 2.05 5.75 5.87 6.14 6.26",
     "partial_performer": "1.35 1.45 1.57 1.67 4.84 5.04 5.31 5.52",
 }
-# ViL Table 4 and LS Table 3: parameters in millions and 1e9 multiply-adds.
+# ViL Table 4, the flat models of its Table 2, and LS Table 3: parameters in millions and 1e9 multiply-adds.
 _SINGLE = {
+    "evit_full_16_tiny": "5.7 1.3",
+    "evit_full_16_small": "22.1 4.6",
     "vil_tiny": "6.7 1.3",
     "vil_small": "24.6 4.9",
     "vil_medium_deep": "39.7 8.7",
@@ -132,6 +134,7 @@ _PARAMETER_REASONS = {
     "full_": "last digit",
     "vil_": "last digit",
     "performer_": "last digit",
+    "evit_": "flat positions",
     "cvt_ls_": "ranks",
     "lit_": "no head",
 }

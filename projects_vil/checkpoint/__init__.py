@@ -2,6 +2,7 @@
 
 from projects_vil.checkpoint.categories import Categories, checked_ids, dataset_categories, known_categories
 from projects_vil.checkpoint.class_rows import match_classes
+from projects_vil.checkpoint.classifier import LoadedClassifier, load_classifier
 from projects_vil.checkpoint.conversion import convert_file
 from projects_vil.checkpoint.detection_checkpoint import Checkpointer, check_weights, check_weights_file
 from projects_vil.checkpoint.provenance import PROVENANCE_KEY, Provenance, versions
@@ -22,6 +23,7 @@ __all__ = [
     "PROVENANCE_KEY",
     "Categories",
     "Checkpointer",
+    "LoadedClassifier",
     "Provenance",
     "build_detector",
     "check_weights",
@@ -32,6 +34,7 @@ __all__ = [
     "dataset_categories",
     "find_checkpoint",
     "known_categories",
+    "load_classifier",
     "load_detector",
     "match_classes",
     "optimizer_groups",

@@ -94,6 +94,11 @@ def add_vil_config(cfg: CN) -> None:
 
     # Semantic segmentation: a crop is drawn again, up to ten times, where one class has more than this of its labels.
     cfg.INPUT.CROP.SINGLE_CATEGORY_MAX_AREA = 1.0
+    # The same: whether an image smaller than an absolute crop is padded to its size, with MODEL.PIXEL_MEAN and ignored
+    # labels. Else only batches are padded, to their largest image.
+    cfg.INPUT.CROP.PAD = False
+    # In training: brightness, contrast, saturation and hue drawn at random, as in SSD.
+    cfg.INPUT.PHOTOMETRIC_DISTORTION = False
 
     # What becomes of a COCO file with faults, before training and evaluation (docs/datasets.md): "error" stops, "warn"
     # names them and goes on without them, "off" does not look.

@@ -10,7 +10,7 @@ from projects_vil.data.build import (
     read_ahead,
 )
 from projects_vil.data.catalog import check_files, datasets_root, register_datasets
-from projects_vil.data.dataset_mapper import CROP_TYPES, Mapper, SemSegMapper
+from projects_vil.data.dataset_mapper import CROP_TYPES, Mapper, SemSegMapper, check_padding
 from projects_vil.data.datasets.ade20k import IGNORED_LABEL, label_reader
 from projects_vil.data.datasets.coco import CHECKS, check_coco, check_output, evaluated_as, write_cleaned
 from projects_vil.data.datasets.shapes import SHAPES_TASKS, describe_shapes, write_shapes_dataset
@@ -21,6 +21,7 @@ from projects_vil.data.detection_utils import (
     read_for_testing,
     read_image,
     read_size,
+    read_unturned,
     size_for_testing,
     upright_pixels,
     upright_size,
@@ -45,6 +46,7 @@ __all__ = [
     "check_datasets",
     "check_files",
     "check_output",
+    "check_padding",
     "datasets_root",
     "derived_seed",
     "describe_shapes",
@@ -55,6 +57,7 @@ __all__ = [
     "read_for_testing",
     "read_image",
     "read_size",
+    "read_unturned",
     "register_datasets",
     "seed_all",
     "size_for_testing",

@@ -22,6 +22,8 @@ from detectron2.data.detection_utils import (
 
 from backbones import InputError
 from backbones.errors import check_choice
+from projects_vil.config import is_segmentor
+from projects_vil.data.augmentations import PhotometricDistortion, pad_to
 from projects_vil.data.datasets.ade20k import IGNORED_LABEL, open_labels, read_labels
 from projects_vil.data.detection_utils import UnreadableImage, read_image
 
@@ -33,7 +35,14 @@ class Mapper(DatasetMapper):
 
     An image that cannot be read, or is of another size than its record says, is an :class:`InputError` that names it.
     Masks are polygons as ``INPUT.MASK_FORMAT`` says, and bitmaps in an image where an object has RLE.
+    ``INPUT.PHOTOMETRIC_DISTORTION`` comes after detectron2's augmentations.
     """
+
+    @classmethod
+    def from_config(cls, cfg: CfgNode, is_train: bool = True) -> dict[str, Any]:
+        options = super().from_config(cfg, is_train)
+        options["augmentations"] += _colour_augmentations(cfg, is_train=is_train)
+        return options
 
     def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any]:
         record = copy.deepcopy(dataset_dict)
@@ -84,12 +93,16 @@ class SemSegMapper:
     """From a record to what detectron2's SemanticSegmentor takes: the image, and for training its labels.
 
     For training the image is resized, then cropped (detectron2's own mapper crops first), then flipped; the labels
-    likewise, without interpolation. A crop larger than the image leaves it as it is; the batch is padded with zeros,
-    after normalisation, and ignored labels.
+    likewise, without interpolation. With ``INPUT.PHOTOMETRIC_DISTORTION`` its colours change after that. A crop larger
+    than the image leaves it as it is, or with ``INPUT.CROP.PAD`` pads it to its own size; the batch is padded with
+    zeros, after normalisation, and ignored labels.
 
     Args:
-        cfg: ``INPUT`` has sizes, crop and flip; ``MODEL.SEM_SEG_HEAD.NUM_CLASSES`` bounds the labels.
+        cfg: ``INPUT`` has sizes, crop, flip and colours; ``MODEL.SEM_SEG_HEAD.NUM_CLASSES`` bounds the labels.
         is_train: whether to augment and to read the labels.
+
+    Raises:
+        InputError: for a crop that cannot be drawn, or not padded.
     """
 
     def __init__(self, cfg: CfgNode, *, is_train: bool) -> None:
@@ -105,15 +118,19 @@ class SemSegMapper:
             if not 0 < crop.SINGLE_CATEGORY_MAX_AREA <= 1:
                 area = crop.SINGLE_CATEGORY_MAX_AREA
                 raise InputError(f"INPUT.CROP.SINGLE_CATEGORY_MAX_AREA is {area}: it is above 0 and at most 1")
+            check_padding(cfg)
             augmentations.insert(
                 1,
                 T.RandomCrop_CategoryAreaConstraint(crop.TYPE, crop.SIZE, crop.SINGLE_CATEGORY_MAX_AREA, IGNORED_LABEL),
             )
+        augmentations += _colour_augmentations(cfg, is_train=is_train)
         self.augmentations = T.AugmentationList(augmentations)
+        self.padded_size = tuple(crop.SIZE) if is_train and crop.ENABLED and crop.PAD else None
+        self.pixel_mean = list(cfg.MODEL.PIXEL_MEAN)
 
     def __call__(self, record: dict[str, Any]) -> dict[str, Any]:
-        """The record with ``image`` (3, H, W) uint8, ``height`` and ``width`` of its file and, for training, labels
-        ``sem_seg`` (H, W) int64.
+        """The record with ``image`` (3, H, W) uint8, float32 where it is padded, ``height`` and ``width`` of its file
+        and, for training, labels ``sem_seg`` (H, W) int64.
 
         Raises:
             InputError: for an image or labels that cannot be read or differ in size.
@@ -135,7 +152,35 @@ class SemSegMapper:
         record["image"] = torch.from_numpy(np.ascontiguousarray(inputs.image.transpose(2, 0, 1)))
         if self.is_train:
             record["sem_seg"] = torch.from_numpy(inputs.sem_seg.astype(np.int64))
+        if self.padded_size is not None:
+            height, width = self.padded_size
+            padding = {"height": height, "width": width, "pixel_mean": self.pixel_mean, "ignored": IGNORED_LABEL}
+            record["image"], record["sem_seg"] = pad_to(record["image"], record["sem_seg"], **padding)
         return record
+
+
+def check_padding(cfg: CfgNode) -> None:
+    """Whether ``INPUT.CROP.PAD`` is for a model, and for crops, that know it.
+
+    Raises:
+        InputError: where it would have no effect, or no size to pad to.
+    """
+    crop = cfg.INPUT.CROP
+    if not crop.PAD:
+        return
+    if not is_segmentor(cfg):
+        raise InputError(
+            f"INPUT.CROP.PAD is True, and a {cfg.MODEL.META_ARCHITECTURE}'s crops are not padded: set it to False"
+        )
+    if crop.ENABLED and crop.TYPE != "absolute":
+        raise InputError(
+            f"INPUT.CROP.PAD is True, and INPUT.CROP.TYPE {crop.TYPE} has no one size to pad to: take absolute, or "
+            "INPUT.CROP.PAD False"
+        )
+
+
+def _colour_augmentations(cfg: CfgNode, *, is_train: bool) -> list[T.Augmentation]:
+    return [PhotometricDistortion(cfg.INPUT.FORMAT)] if is_train and cfg.INPUT.PHOTOMETRIC_DISTORTION else []
 
 
 @contextlib.contextmanager

@@ -73,6 +73,20 @@ def read_image(path: str | Path, image_format: str | None = "RGB") -> np.ndarray
         raise UnreadableImage(path, _reason(path, error)) from error
 
 
+def read_unturned(path: str | Path) -> Image.Image:
+    """An image file as RGB, not turned upright: as evaluations on ImageNet read it, timm's and torchvision's.
+
+    Raises:
+        UnreadableImage: for a file that is missing, truncated, damaged or no image.
+    """
+    try:
+        _check_is_regular(path)
+        with PathManager.open(str(path), "rb") as file, Image.open(file) as image:
+            return _in_8_bits(image, image.format).convert("RGB")
+    except _DAMAGED as error:
+        raise UnreadableImage(path, _reason(path, error)) from error
+
+
 def read_size(path: str | Path) -> tuple[int, int]:
     """Height and width that an image file will have once it is read, from its header alone.
 

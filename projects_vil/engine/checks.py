@@ -110,6 +110,7 @@ def check_values(cfg: CfgNode) -> None:
     check_choice("DATALOADER.SAMPLER_TRAIN", cfg.DATALOADER.SAMPLER_TRAIN, data.TRAIN_SAMPLERS)
     if cfg.INPUT.CROP.ENABLED:
         check_choice("INPUT.CROP.TYPE", cfg.INPUT.CROP.TYPE, data.CROP_TYPES)
+    data.check_padding(cfg)
     for key, choices in _CHOICES:
         check_choice(key, functools.reduce(getattr, key.split("."), cfg), choices)
     _check_best_metric(cfg)

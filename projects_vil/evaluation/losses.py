@@ -74,6 +74,7 @@ def _as_for_testing(cfg: CfgNode) -> CfgNode:
     cfg.INPUT.MIN_SIZE_TRAIN_SAMPLING = "choice"
     cfg.INPUT.RANDOM_FLIP = "none"
     cfg.INPUT.CROP.ENABLED = False
+    cfg.INPUT.PHOTOMETRIC_DISTORTION = False
     return cfg
 
 

@@ -152,9 +152,10 @@ def _writing(path: Path) -> Iterator[None]:
 def _folder_in(folder: Path) -> Iterator[Path]:
     """A folder for what is not finished, beside what is: an export that fails leaves an older one as it was.
 
-    It is named before it is made, so that a signal that arrives while it is made finds it to be removed.
+    Where there was none, ``folder`` goes with it. It is named before it is made, so that a signal that arrives while it
+    is made finds it to be removed.
     """
-    unfinished = folder / f".unfinished-{secrets.token_hex(4)}"
+    unfinished, is_new = folder / f".unfinished-{secrets.token_hex(4)}", not folder.exists()
     with unwound_by_signals():
         try:
             try:
@@ -165,3 +166,5 @@ def _folder_in(folder: Path) -> Iterator[Path]:
         finally:
             if unfinished.exists():
                 shutil.rmtree(unfinished)
+            if is_new and folder.is_dir() and not any(folder.iterdir()):
+                folder.rmdir()

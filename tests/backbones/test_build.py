@@ -18,7 +18,7 @@ def meta_backbone(name: str, **options):
 def test_variants_are_listed_sorted_and_by_prefix():
     names = list_variants()
     assert names == sorted(set(names)) and "vil_small_rpb" in names and "full_tiny" in names
-    assert list_variants("lit_") == ["lit_b", "lit_m", "lit_s", "lit_ti"]
+    assert list_variants("lit_") == ["lit_b", "lit_b_seg", "lit_m", "lit_m_seg", "lit_s", "lit_s_seg", "lit_ti"]
     assert list_variants("vgg") == []
 
 
@@ -172,3 +172,19 @@ def test_an_unknown_way_of_resizing_positions_raises():
     for name in ("vil_tiny", "ls_tiny", "lit_ti"):
         with pytest.raises(InputError, match="unknown position resizing 'pixel'"):
             meta_backbone(name, position_resizing="pixel")
+
+
+def test_stages_are_dropped_and_tables_are_for_another_size():
+    torch.manual_seed(0)
+    model = create_backbone("vil_tiny_1_1_3_1", max_img_size=64).eval()
+    images = random_images(1, 3, 45, 70, dtype=torch.float32)
+    with pytest.raises(InputError, match="does not fit the position table"):
+        model(images)
+    model.set_img_size((64, 96))
+    maps = model(images)
+    fresh = create_backbone("vil_tiny_1_1_3_1", max_img_size=(64, 96)).eval()
+    fresh.load_state_dict(model.state_dict())
+    assert all(torch.equal(m, maps[name]) for name, m in fresh(images).items())
+    model.keep_stages(2)
+    assert {n: (i.channels, i.stride) for n, i in model.feature_info.items()} == {"stage2": (96, 8)}
+    assert torch.equal(model(images)["stage2"], maps["stage2"]) and len(model(images)) == 1

@@ -45,6 +45,8 @@ COUNTS = {
     "vil_small_2_9_1": 26.25,
     "vil_small_1_1_9_1": 25.96,
     "vil_small_1_2_8_1": 24.63,
+    # Of its small flat model the paper prints DeiT's count: docs/deviations.md
+    "evit_full_16_tiny": 5.7,
     # Table 4
     "vil_tiny": 6.7,
     "vil_small": 24.6,
@@ -69,8 +71,10 @@ TABLE_14 = {
 }
 COLUMNS = [f"{size}_{depths}" for size in ("tiny", "small") for depths in ("1_10_1", "2_9_1", "1_1_9_1", "1_2_8_1")]
 # One of each family and kind of position; shallow ones of each mechanism are below.
-FEW = ["vil_tiny", "vil_tiny_1_10_1_rpb", "vil_small_rpb", "ls_tiny", "lit_ti", "cvt_ls_13"]
+FEW = ["vil_tiny", "vil_tiny_1_10_1_rpb", "vil_small_rpb", "evit_full_16_tiny", "ls_tiny", "lit_ti", "cvt_ls_13"]
 TWO_DIGITS = {name for name, count in COUNTS.items() if name[-1].isdigit()}
+# One map, at this stride (Table 2).
+FLAT = {"evit_full_16_tiny": 16, "evit_full_16_small": 16}
 
 
 def meta_model(create, name: str, **options) -> torch.nn.Module:
@@ -96,6 +100,7 @@ def test_the_names_are_those_of_the_papers():
         | {f"{name}_rpb" for name in vil}
         | demo
         | compared
+        | FLAT.keys()
         | {"ls_tiny", "ls_small", "ls_medium", "ls_base", "ls_medium_384"}
         | {"cvt_ls_13", "cvt_ls_17", "cvt_ls_21", "cvt_ls_21s"}
         | {"lit_ti", "lit_s", "lit_m", "lit_b"}
@@ -116,6 +121,17 @@ def test_sizes_are_those_of_table_9(name, suffix):
     assert {s.attention for s in variant.stages} == {"dense" if name.startswith("full") else "sliding_chunk"}
     assert variant.relative_bias == bool(suffix)
     assert (variant.attention_mode, variant.shared_projections) == ("zero_pad", True)
+
+
+@pytest.mark.parametrize("name, heads, dim", [("evit_full_16_tiny", 3, 192), ("evit_full_16_small", 6, 384)])
+def test_flat_models_are_those_of_table_2(name, heads, dim):
+    """E-ViT(full x 12/16; h, d, 1) of section 3.1: h = 3, d = 192 for tiny, h = 6, d = 384 for small."""
+    variant = get_variant(name)
+    (stage,) = variant.stages
+    assert (stage.attention, stage.depth, stage.patch_size, stage.global_tokens) == ("dense", 12, 16, 1)
+    assert (stage.heads, stage.dim, variant.relative_bias, variant.pool) == (heads, dim, False, "mean")
+    with pytest.raises(InputError, match="window_size has no effect"):
+        get_variant(name, {"window_size": 7})
 
 
 @pytest.mark.parametrize("name", sorted(COUNTS))
@@ -154,6 +170,7 @@ def test_every_variant_gives_maps_of_the_right_shape(name):
     maps = model(torch.empty(2, 3, 37, 50, device="meta"))
     stages = get_variant(name).stages
     strides = [4, 8, 16, 32][-len(stages) :] if not name.startswith("cvt") else [4, 8, 16]
+    strides = [FLAT[name]] if name in FLAT else strides
     assert maps.keys() == model.feature_info.keys()
     assert len(maps) == len(stages)
     for index, (stage, stride) in enumerate(zip(stages, strides, strict=True)):

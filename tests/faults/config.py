@@ -3,7 +3,7 @@
 import shlex
 
 from tests.faults.fault import OUTPUT, TRAIN, Fault
-from tests.faults.spoiling import written
+from tests.faults.spoiling import made_a_folder, written
 
 _VALUES = (
     ("SOLVER.MAX_ITER", "None"),
@@ -72,6 +72,9 @@ _VALUES = (
     ("OUTPUT_DIR", "small.yaml"),
 )
 
+_ROBUSTNESS = "evaluate_robustness.py --data sets --weights"
+_CLASS = "sets/val/n01440764"
+
 FAULTS = (
     *(Fault(f"{key} {value or repr(value)}", f"{TRAIN} {key} {shlex.quote(value)}") for key, value in _VALUES),
     Fault("INPUT.CROP.TYPE relativ", f"{TRAIN} INPUT.CROP.ENABLED True INPUT.CROP.TYPE relativ"),
@@ -139,5 +142,25 @@ FAULTS = (
     Fault(
         "offsets of a backbone without",
         "visualize_offsets.py --config-file small.yaml --input photos/a.jpg --output drawn",
+    ),
+    Fault("robustness on no folder", f"{_ROBUSTNESS} absent.pth"),
+    Fault("robustness on an unknown set", f"{_ROBUSTNESS} absent.pth --sets val v3", made_a_folder(_CLASS)),
+    Fault("robustness on sets that are missing", f"{_ROBUSTNESS} absent.pth --sets val v2 a", made_a_folder("sets")),
+    Fault("robustness on an empty class", f"{_ROBUSTNESS} small.yaml --sets val", made_a_folder(_CLASS)),
+    Fault(
+        "robustness on a class of another set",
+        f"{_ROBUSTNESS} small.yaml --sets a",
+        written("sets/imagenet-a/n01440764/a.jpg", "a tench"),
+    ),
+    Fault(
+        "robustness of weights that are missing",
+        f"{_ROBUSTNESS} absent.pth --sets val",
+        written(f"{_CLASS}/a.JPEG", "a tench"),
+    ),
+    Fault(
+        "robustness of a detector",
+        f"{_ROBUSTNESS} run/model_final.pth --sets val",
+        written(f"{_CLASS}/a.JPEG", "a tench"),
+        parts=("run",),
     ),
 )

@@ -9,5 +9,5 @@ optimizer = L(torch.optim.AdamW)(
     # The model is put there before the optimizer is made.
     params=L(parameter_groups)(base_lr="${..lr}", weight_decay="${..weight_decay}", lr_multipliers=[]),
     lr=1e-4,
-    weight_decay=0.1,
+    weight_decay=0.05,
 )

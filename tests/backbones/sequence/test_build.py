@@ -1,5 +1,8 @@
 """Keywords of the creators: each that cannot be is refused in one line that names it."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from backbones.errors import InputError
@@ -49,3 +52,14 @@ def test_keywords_alone(kind):
     create, sizes = CREATORS[kind]
     with pytest.raises(TypeError):
         create(*sizes.values())
+
+
+def test_the_page_says_what_runs():
+    """docs/sequences.md: its blocks of Python, one after the other, but for that of official weights."""
+    page = (Path(__file__).parents[3] / "docs/sequences.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    assert len(blocks) == 3
+    names = {}
+    for block in blocks[:2]:
+        exec(block, names)
+    assert names["vector"].shape == (2, 1, 64) and names["log_probabilities"].shape == (2, 8, 48)

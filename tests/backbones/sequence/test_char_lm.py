@@ -40,6 +40,11 @@ def test_log_probabilities_and_memory(changes):
     assert not any(x.requires_grad for x in memory)
 
 
+def test_a_batch_of_no_texts():
+    log_probabilities, memory = small_char_lm()(torch.zeros(0, 9, dtype=torch.int64))
+    assert log_probabilities.shape == (0, 9, 11) and memory[1].shape == (0, 12, 8)
+
+
 @kinds
 def test_parts_of_different_lengths_on_both_backends(changes):
     model, ids = small_char_lm(**changes), random_ids(2, 52)
@@ -186,6 +191,15 @@ def test_no_weight_decay():
     assert {"bias", "layers.0.attention.key_bias", "layers.1.attention.query_bias", "layers.0.mlp_norm.weight"} <= names
     decayed = {name for name, _ in model.named_parameters()} - names
     assert "embedding.weight" in decayed and all(name.endswith(".weight") for name in decayed)
+
+
+@pytest.mark.parametrize(
+    "ids", [torch.tensor([[11]]), torch.zeros(1, 0, dtype=torch.int64), torch.zeros(1, 3)], ids=str
+)
+def test_wrong_ids(ids):
+    with pytest.raises(InputError, match="vocab_size=11|shape|torch.float32") as caught:
+        small_char_lm()(ids)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def test_an_encoder_that_does_not_fit(change, message):
         ({"max_length": 95}, "position_embeddings.weight has shape"),
         ({"depth": 1}, "would be layers.1"),
         ({"depth": 3}, "nothing fills layers.2"),
-        ({"class_token": False}, "cls_embed would be class_token"),
+        ({"class_token": False}, "cls_embed would be class_token, which this model does not have; create it with"),
         ({"rank": 0}, "dconv_fc.weight would be layers.0.attention.dynamic_projection.weight"),
     ],
 )
@@ -127,3 +127,8 @@ def test_a_language_model_that_does_not_fit(change, message):
 def test_weights_of_the_other_model():
     with pytest.raises(InputError, match="no rule explains"):
         convert_sequence_state_dict(official("ls_char_lm"), encoder())
+
+
+def test_a_model_of_another_kind():
+    with pytest.raises(InputError, match="Linear is no model on sequences"):
+        convert_sequence_state_dict({}, torch.nn.Linear(1, 1))

@@ -152,16 +152,22 @@ def test_what_is_printed_so(printed, lowest, below):
 def test_figures_are_those_of_variants():
     assert PUBLISHED_CLASSIFIERS.keys() <= set(list_variants())
     assert not any(name.endswith("_rpb") for name in PUBLISHED_CLASSIFIERS)
-    # 11 mechanisms at 8 sizes and with the depths left out, four more sizes of ViL, LS, CvT-LS and LIT
-    assert len(PUBLISHED_CLASSIFIERS) == 11 * (8 + 2) + 4 + 3 + 4 + 4
+    # 11 mechanisms at 8 sizes and with the depths left out, four more sizes of ViL, two flat ones, LS, CvT-LS and LIT
+    assert len(PUBLISHED_CLASSIFIERS) == 11 * (8 + 2) + 4 + 2 + 3 + 4 + 4
     texts = {name: (p.text, f.text) for name, (p, f) in PUBLISHED_CLASSIFIERS.items()}
     assert texts["sra64_small_2_9_1"] == ("54.6", "3.92") and texts["vil_tiny"] == ("6.7", "1.3")
+    # Table 2
+    assert texts["evit_full_16_tiny"] == ("5.7", "1.3") and texts["evit_full_16_small"] == ("22.1", "4.6")
     assert texts["global_tiny_1_2_8_1"] == ("6.5", "1.76") and texts["lit_b"] == ("86", "15.0")
     assert texts["full_small"] == texts["full_small_1_2_8_1"] and texts["full_tiny"] == texts["full_tiny_1_1_9_1"]
 
 
 @pytest.mark.parametrize(
-    "name", slow_except(["linformer_tiny_1_10_1", "lit_ti", "ls_medium_384"], ["linformer_tiny_1_10_1"])
+    "name",
+    slow_except(
+        ["linformer_tiny_1_10_1", "evit_full_16_tiny", "lit_ti", "ls_medium_384"],
+        ["linformer_tiny_1_10_1", "evit_full_16_tiny"],
+    ),
 )
 def test_counts_that_agree(name):
     counts = count_variant(name)
@@ -208,6 +214,16 @@ def test_reason_random_features(name):
 
     # Partial, small 1-2-8-1 misses its rounding by 0.00002.
     assert products(name, attention) == pytest.approx(PUBLISHED_CLASSIFIERS[name][1].value, abs=0.00502)
+
+
+def test_reason_flat_positions():
+    """As DeiT: a value for each of 196 tokens and the global one, in the place of rows and columns."""
+    classifier = meta_classifier("evit_full_16_small")
+    positions = sum(p.numel() for name, p in classifier.named_parameters() if ".positions." in name)
+    printed, flops = PUBLISHED_CLASSIFIERS["evit_full_16_small"]
+    count = count_parameters(classifier)
+    assert printed.agrees((count - positions + 197 * 384) / 1e6) and not printed.agrees(count / 1e6)
+    assert flops.agrees(total_at(classifier, 224))
 
 
 @pytest.mark.parametrize("name", ["cvt_ls_13", "cvt_ls_17", "cvt_ls_21"])

@@ -49,6 +49,7 @@ def test_defaults():
     }
     assert (cfg.SOLVER.OPTIMIZER, cfg.SOLVER.LR_MULTIPLIERS, cfg.DATASETS.COCO) == ("ADAMW", [], [])
     assert (cfg.SOLVER.POLY_LR_POWER, cfg.INPUT.CROP.SINGLE_CATEGORY_MAX_AREA, cfg.DATASETS.ADE20K) == (0.9, 1.0, [])
+    assert cfg.INPUT.CROP.PAD is False and cfg.INPUT.PHOTOMETRIC_DISTORTION is False
     assert (cfg.SOLVER.EPOCHS, cfg.SOLVER.CHECKPOINT_KEEP, cfg.TEST.BEST_METRIC) == (0, 0, "")
     assert cfg.OVERWRITE_OUTPUT_DIR is False and cfg.DATASETS.CHECK == "error"
     assert cfg.MODEL.EMA == {"ENABLED": False, "DECAY": 0.9998} and cfg.LOGGING == {"WANDB": "", "MLFLOW": ""}
@@ -60,6 +61,7 @@ def test_defaults():
     del cfg.SOLVER["SCALE_LR_TO_BATCH"], cfg.SOLVER["SKIP_DIVERGED"], cfg.SOLVER["EARLY_STOPPING_PATIENCE"]
     del cfg.TEST["LOSS"], cfg.TEST["COCO_API"], cfg.TEST["DRAW_IMAGES"]
     del cfg.MODEL["TRANSFORMER"], cfg.SOLVER["OPTIMIZER"], cfg.SOLVER["LR_MULTIPLIERS"], cfg.DATASETS["COCO"]
+    del cfg.INPUT.CROP["PAD"], cfg.INPUT["PHOTOMETRIC_DISTORTION"]
     # Biases do not decay.
     assert (cfg.SOLVER.WEIGHT_DECAY_BIAS, before.SOLVER.WEIGHT_DECAY_BIAS) == (0.0, None)
     cfg.SOLVER.WEIGHT_DECAY_BIAS = None

@@ -3,6 +3,7 @@
 import cv2
 import numpy as np
 import pytest
+import torch
 
 from projects_vil.data import Mapper
 from tests.projects_vil.data.own import config, edit, first_image, load, message, truncate
@@ -50,3 +51,15 @@ def test_box_that_is_none(copy, box):
 
     text = message(load_and_map)
     assert str(copy) in text
+
+
+def test_colours_of_a_detectors_images_change_too(copy):
+    record = load(copy)[0]
+    images = []
+    for distort in ("False", "True"):
+        cfg = config(overrides=["INPUT.RANDOM_FLIP", "none", "INPUT.PHOTOMETRIC_DISTORTION", distort])
+        np.random.seed(2)
+        images.append(Mapper(cfg, is_train=True)(record)["image"])
+    assert images[0].shape == images[1].shape and not torch.equal(*images)
+    testing = Mapper(cfg, is_train=False)(record)["image"]
+    assert torch.equal(testing, Mapper(config(), is_train=False)(record)["image"])

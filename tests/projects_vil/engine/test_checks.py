@@ -148,6 +148,11 @@ def test_an_unknown_kind_of_crop():
     assert text.startswith("unknown INPUT.CROP.TYPE 'relativ'") and text.endswith("did you mean 'relative'?")
 
 
+def test_a_detectors_crops_are_not_padded():
+    text = setup_message("INPUT.CROP.PAD", "True")
+    assert text == "INPUT.CROP.PAD is True, and a RetinaNet's crops are not padded: set it to False"
+
+
 @pytest.mark.parametrize("eval_only", [False, True])
 def test_number_of_classes_is_checked_first(own, eval_only):
     """Before detectron2 has read the file, wherever its categories stand."""

@@ -89,7 +89,7 @@ def test_the_same_optimizer(both):
     ours, theirs = build_lazy_optimizer(lazy, lazy_model), build_optimizer(cfg, model)
     assert type(ours) is type(theirs)
     assert groups_by_name(lazy_model, ours) == groups_by_name(model, theirs)
-    assert sorted(group["weight_decay"] for group in ours.param_groups) == [0.0, 0.1]
+    assert sorted(group["weight_decay"] for group in ours.param_groups) == [0.0, 0.05]
     assert lazy.train.clip_norm == cfg.SOLVER.CLIP_GRADIENTS.CLIP_VALUE
     assert len(ours._optimizer_step_pre_hooks) == len(theirs._optimizer_step_pre_hooks) == 1
 

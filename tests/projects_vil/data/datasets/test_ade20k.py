@@ -22,6 +22,7 @@ from projects_vil.data import (
 )
 from projects_vil.data.datasets.ade20k import read_classes, read_labels
 from projects_vil.data.datasets.builtin_meta import ADE20K_CLASSES, SHAPES_SEM_SEG_CLASSES
+from projects_vil.engine.checks import check_values
 from tests.projects_vil.helpers import small_config
 
 NAME = "sem_seg_test"
@@ -303,6 +304,54 @@ def test_a_crop_of_one_class_is_drawn_again(tmp_path):
         crops = [mapper(record)["sem_seg"] for _ in range(40)]
         shares[limit] = np.mean([(crop == 0).float().mean() <= 0.75 for crop in crops])
     assert shares["0.75"] > 0.7 > 0.4 > shares["1.0"]
+
+
+def test_a_small_image_is_padded_to_the_crop(tmp_path):
+    """As Pad of the official segmentation/configs/_base_/datasets/ade20k.py: labels 255, and 0 after normalisation."""
+    record = coded_record(tmp_path, 84, 132)
+    sizes = ["INPUT.CROP.SIZE", "[40, 56]", "INPUT.MIN_SIZE_TRAIN", "(30, 30)", "INPUT.CROP.PAD", "True"]
+    cfg = config(*sizes)
+    mapped = SemSegMapper(cfg, is_train=True)(record)
+    image, labels = mapped["image"], mapped["sem_seg"]
+    assert (image.shape, labels.shape, labels.dtype) == ((3, 40, 56), (40, 56), torch.int64)
+    padding = torch.ones(40, 56, dtype=torch.bool)
+    padding[:30, :47] = False
+    assert (labels[padding] == IGNORED_LABEL).all() and (labels[~padding] != IGNORED_LABEL).any()
+    assert (image[:, padding] - torch.tensor(cfg.MODEL.PIXEL_MEAN)[:, None] == 0).all()
+    assert (image[:, ~padding] == image[:, ~padding].round()).all()
+    larger = SemSegMapper(config(*sizes, "INPUT.MIN_SIZE_TRAIN", "(60, 60)"), is_train=True)(record)["image"]
+    assert (larger.shape, larger.dtype) == ((3, 40, 56), torch.uint8)
+    for cropping in (["INPUT.CROP.ENABLED", "False"], ["INPUT.CROP.PAD", "False"]):
+        assert SemSegMapper(config(*sizes, *cropping), is_train=True)(record)["image"].shape[1] == 30
+    assert SemSegMapper(cfg, is_train=False)(record)["image"].dtype == torch.uint8
+
+
+def test_a_relative_crop_cannot_be_padded():
+    """The check of a run, before its folder is made, has the same words."""
+    cropping = ["INPUT.CROP.TYPE", "relative", "INPUT.CROP.SIZE", "[0.5, 0.5]", "INPUT.CROP.PAD", "True"]
+    text = message(SemSegMapper, config(*cropping), is_train=True)
+    assert text.startswith("INPUT.CROP.PAD is True, and INPUT.CROP.TYPE relative has no one size to pad to")
+    assert message(check_values, config(*cropping)) == text
+
+
+def test_colours_change_and_labels_do_not(tmp_path):
+    record = coded_record(tmp_path, 84, 132)
+    plain = SemSegMapper(config(*CROPPED, "INPUT.RANDOM_FLIP", "none"), is_train=True)
+    distorting = SemSegMapper(
+        config(*CROPPED, "INPUT.RANDOM_FLIP", "none", "INPUT.PHOTOMETRIC_DISTORTION", "True"), is_train=True
+    )
+    differing = 0
+    for seed in range(12):
+        maps = []
+        for mapper in (plain, distorting):
+            np.random.seed(seed)
+            maps.append(mapper(record))
+        # What is drawn before is drawn alike.
+        assert torch.equal(maps[0]["sem_seg"], maps[1]["sem_seg"])
+        differing += not torch.equal(maps[0]["image"], maps[1]["image"])
+    assert differing > 6
+    testing = SemSegMapper(config("INPUT.PHOTOMETRIC_DISTORTION", "True"), is_train=False)(record)["image"]
+    assert torch.equal(testing, SemSegMapper(config(), is_train=False)(record)["image"])
 
 
 def test_testing_reads_no_labels(copy):

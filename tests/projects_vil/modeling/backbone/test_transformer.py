@@ -274,6 +274,35 @@ def test_a_backbone_that_ends_at_stride_16_gets_its_coarser_levels_from_fpn(dete
     assert (backbone.top_block.p5.in_channels, backbone.top_block.p5.stride) == (p5, (2, 2))
 
 
+# docs/training.md has those of Mask R-CNN.
+FLAT = {
+    "retinanet": ["MODEL.RETINANET.IN_FEATURES", "['p4', 'p5', 'p6', 'p7']"],
+    "mask_rcnn": ["MODEL.RPN.IN_FEATURES", "['p4', 'p5', 'p6']", "MODEL.ROI_HEADS.IN_FEATURES", "['p4', 'p5']"],
+}
+
+
+@pytest.mark.parametrize("detector", LEVELS)
+def test_a_flat_model_gives_fpn_one_map(detector):
+    """The E-ViT of ViL Table 2: levels from P4 on, and gradients for all that makes them."""
+    flat = ["MODEL.TRANSFORMER.NAME", "evit_full_16_tiny", "MODEL.FPN.IN_FEATURES", "['stage1']"]
+    anchors = ["MODEL.ANCHOR_GENERATOR.SIZES", "[[32, 64, 128, 256, 512]]"]
+    torch.manual_seed(0)
+    model = build_model(small_config(detector, *flat, *FLAT[detector], *anchors))
+    backbone = model.backbone.train()
+    levels = {name: stride for name, stride in LEVELS[detector].items() if stride >= 16}
+    assert {name: shape.stride for name, shape in backbone.output_shape().items()} == levels
+    assert backbone.bottom_up.output_shape()["stage1"] == ShapeSpec(channels=192, stride=16)
+    maps = backbone(images(96, 160))
+    assert {name: tuple(m.shape) for name, m in maps.items()} == {
+        name: (1, 32, math.ceil(96 / stride), math.ceil(160 / stride)) for name, stride in levels.items()
+    }
+    sum((m * torch.randn_like(m)).sum() for m in maps.values()).backward()
+    assert all(parameter.grad is not None for parameter in backbone.parameters())
+    with torch.no_grad():
+        instances = model.eval()([{"image": images()[0] * 255, "height": 30, "width": 45}])[0]["instances"]
+    assert instances.image_size == (30, 45)
+
+
 def test_two_coarser_levels_are_those_of_detectron2():
     ours = CoarserLevels(12, 8, "stage4", first_level=6, num_convolutions=2)
     theirs = LastLevelP6P7(12, 8, "stage4")

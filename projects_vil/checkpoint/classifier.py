@@ -1,0 +1,154 @@
+"""A trained classifier from the files that there are: timm's runs, converted and official ones, plain state dicts."""
+
+import dataclasses
+import importlib
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import timm
+from torch import Tensor, nn
+
+from backbones import InputError
+from backbones.convert import recognise
+from backbones.files import read_checkpoint, state_dict_of
+from backbones.variants import get_variant
+from projects_vil.checkpoint.conversion import convert_official
+from projects_vil.checkpoint.pretrained import is_classifier, named_variant
+from projects_vil.checkpoint.provenance import PROVENANCE_KEY
+
+# Under which timm's train.py saves the average of its weights.
+_AVERAGED = "state_dict_ema"
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedClassifier:
+    """A classifier with its weights.
+
+    Attributes:
+        model: timm's model of the variant, in eval mode: (B, 3, H, W) -> (B, ``num_classes``).
+        variant: of ``backbones.list_variants()``.
+        img_size: height and width in pixels that its tables of positions are made for.
+        num_classes: of its head.
+        source: what the file is, in words.
+    """
+
+    model: nn.Module
+    variant: str
+    img_size: tuple[int, int]
+    num_classes: int
+    source: str
+
+
+def load_classifier(
+    path: str | Path, variant: str | None = None, *, img_size: int | None = None, averaged: bool = False
+) -> LoadedClassifier:
+    """The classifier of a checkpoint: what it says of itself counts, and what it does not say is the variant's own.
+
+    Tables of positions are resized where the size is another than they were made for.
+
+    Args:
+        path: ``.pth``, ``.pth.tar`` or ``.safetensors``: of timm's ``train.py``, of ``tools/convert_checkpoint.py
+            --classifier``, an official classifier, or a state dict of ``create_classifier``.
+        variant: its name; None where the file says it.
+        img_size: the side of its images in pixels; None for what the file says, or else the variant's own.
+        averaged: take the averaged weights that ``train.py --model-ema`` saves beside the others.
+
+    Raises:
+        InputError: for a file that is no classifier's, and for one that does not fit the variant or the size.
+    """
+    if variant is not None:
+        get_variant(variant)
+    contents = read_checkpoint(path)
+    said = _said(contents)
+    if variant is not None and said.variant not in (None, variant):
+        raise InputError(f"{path} says that it is of {said.variant}, and --model is {variant}: leave --model out")
+    variant = variant or said.variant
+    if variant is None:
+        raise InputError(f"{path} does not say which variant it is of: add --model, such as --model vil_small_rpb")
+    size = (img_size, img_size) if img_size is not None else said.img_size
+    try:
+        state_dict, options, source = _weights(contents, variant, size, averaged)
+        options = said.options | options
+        size = tuple(options.pop("img_size", None) or size or [get_variant(variant).classifier_img_size] * 2)
+        model = _create(variant, state_dict, size, options)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
+    return LoadedClassifier(model.eval(), variant, size, len(state_dict["head.weight"]), source)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Said:
+    """What a file says of itself."""
+
+    variant: str | None = None
+    img_size: tuple[int, int] | None = None
+    options: dict[str, object] = dataclasses.field(default_factory=dict)
+
+
+def _said(contents: Mapping[str, Any]) -> _Said:
+    ours = contents.get(PROVENANCE_KEY)
+    if isinstance(ours, Mapping) and isinstance(ours.get("variant"), str):
+        return _Said(ours["variant"], _pair(ours.get("img_size")), dict(ours.get("options") or {}))
+    variant = named_variant(contents)
+    if variant is None:
+        return _Said()
+    # timm's arguments: --input-size before --img-size; img_size among --model-kwargs is of the tables.
+    args = contents["args"]
+    kwargs = getattr(args, "model_kwargs", None) or {}
+    input_size = getattr(args, "input_size", None)
+    # DeiT's, and so LIT-Ti's, is one number, timm's has the channels first.
+    input_size = input_size[1:] if isinstance(input_size, (list, tuple)) else input_size
+    sizes = (kwargs.get("img_size"), input_size, getattr(args, "img_size", None))
+    own = get_variant(variant).options
+    options = {key: value for key, value in kwargs.items() if key in own}
+    return _Said(variant, next((pair for pair in map(_pair, sizes) if pair), None), options)
+
+
+def _pair(size: object) -> tuple[int, int] | None:
+    if isinstance(size, int):
+        return size, size
+    return tuple(size) if isinstance(size, (list, tuple)) and len(size) == 2 else None
+
+
+def _weights(
+    contents: Mapping[str, Any], variant: str, size: tuple[int, int] | None, averaged: bool
+) -> tuple[dict[str, Tensor], dict[str, object], str]:
+    """The state dict of timm's model, the options that an official file asks for, and what the file is."""
+    official = recognise(contents)
+    if averaged and _AVERAGED not in contents:
+        raise InputError("it has no averaged weights (--averaged): timm's train.py saves some with --model-ema")
+    if official is not None:
+        if not official.classifier:
+            raise InputError(f"it is of {official.kind} and has no classification head: take a classifier's")
+        conversion = convert_official(official, variant, img_size=size, classifier=True)
+        options = {key: value for key, value in conversion.options.items() if key != "num_classes"}
+        return conversion.contents["model"], options, f"official, {official.kind}"
+    state_dict = contents[_AVERAGED] if averaged else state_dict_of(contents)
+    state_dict = {name.removeprefix("module."): tensor for name, tensor in state_dict.items()}
+    head = state_dict.get("head.weight")
+    if not is_classifier(state_dict) or not isinstance(head, Tensor) or head.ndim != 2:
+        raise InputError("it is of no classifier: it has no backbone.stages with head.weight, classes by channels")
+    for name, tensor in state_dict.items():
+        if not isinstance(tensor, Tensor):
+            raise InputError(f"{name} is no tensor")
+    if not averaged and _AVERAGED in contents:
+        logging.getLogger(__name__).info("the weights, not their average, which --averaged takes")
+    return state_dict, {}, "averaged weights" if averaged else "weights"
+
+
+def _create(
+    variant: str, state_dict: dict[str, Tensor], size: tuple[int, int], options: Mapping[str, object]
+) -> nn.Module:
+    # Here, so that a name that timm has too is an error of this call.
+    importlib.import_module("backbones.timm_models")
+    num_classes, dim = len(state_dict["head.weight"]), get_variant(variant).stages[-1].dim
+    for name, shape in {"head.weight": (num_classes, dim), "head.bias": (num_classes,)}.items():
+        if name not in state_dict or tuple(state_dict[name].shape) != shape:
+            raise InputError(f"{name} is missing, or its shape is not {shape}, as it is for {variant}")
+    # With the same number of classes timm loads strictly, through this project's filter, which resizes tables.
+    overlay = {"state_dict": state_dict, "num_classes": num_classes}
+    return timm.create_model(
+        variant, pretrained=True, pretrained_cfg_overlay=overlay, num_classes=num_classes, img_size=size, **options
+    )
