@@ -30,7 +30,7 @@ def test_multiply_adds_by_hand():
     n, d, hidden, w, r = 512, 64, 128, 16, 2
     projections, mlp = 3 * n * d * d, 2 * n * d * hidden
     rank = 2 * r * n * d + 2 * r * n * d  # scores of 2 heads, and the sums of keys and values
-    # Blocks of 64 tokens, and half a window on each side of them: more products than 2 w for each token, in fewer calls.
+    # Blocks of 64 tokens with half a window on each side: more products than 2 w for each token, in fewer calls.
     attention = 2 * n * (64 + w + r + 1) * d
     own = (3 + 1) * d * d + 2 * (n + 1) * d + 2 * d * hidden
     # The last layer updates the class token alone.
