@@ -41,9 +41,7 @@ def test_a_trained_vocabulary_is_kept(tmp_path):
     assert text.train[:3].tolist() == [2, 0, 1]
 
 
-@pytest.mark.parametrize(
-    "data, said", [(b"", "has 0 bytes"), (b"x" * 99, "has 99 bytes"), (None, "there is no text")]
-)
+@pytest.mark.parametrize("data, said", [(b"", "has 0 bytes"), (b"x" * 99, "has 99 bytes"), (None, "there is no text")])
 def test_a_file_that_is_no_text_is_named(tmp_path, data, said):
     if data is not None:
         (tmp_path / "text").write_bytes(data)
