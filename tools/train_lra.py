@@ -43,6 +43,9 @@ from projects_vil.sequence.lra import (
 from projects_vil.utils import ToolParser, check_json_path, run_tool, write_json
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)
+DATA = "datasets/lra"
+# Of the course, what a step that is measured has too.
+MEASURED = {"batch_size", "dropout", "attention_dropout"}
 # Of Settings, with the arguments that take their place.
 COURSE = {
     "learning_rate": "lr",
@@ -54,7 +57,23 @@ COURSE = {
     "dropout": "dropout",
     "attention_dropout": "attention_dropout",
 }
-LISTOPS = ("min_length", "max_length", "num_train", "num_dev", "num_test", "data_seed")
+GENERATED = ("min_length", "max_length", "num_train", "num_dev", "num_test", "data_seed")
+LISTOPS = ("released", "drop_brackets", *GENERATED)
+# What has no effect with what: the arguments, and the one that makes them idle.
+IDLE = (
+    (("window_size", "rank", "ablate", "class_token"), "--model full", lambda args: args.model == "full"),
+    (LISTOPS, "a --task other than listops", lambda args: args.task != "listops"),
+    (GENERATED, "--released", lambda args: args.released),
+    (("window_size",), "--ablate window", lambda args: args.ablate == "window"),
+    (("rank",), "--ablate projection", lambda args: args.ablate == "projection"),
+    (("lengths", "runs"), "training", lambda args: not args.measure),
+    (
+        ("output", "overwrite", "data", "seed", "schedule", *LISTOPS, *sorted(set(COURSE.values()) - MEASURED)),
+        "--measure",
+        lambda args: args.measure,
+    ),
+    (("overwrite",), "no --output", lambda args: not args.output),
+)
 
 
 def parse() -> argparse.Namespace:
@@ -69,17 +88,22 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", default="ls", choices=MODELS, help="full: softmax attention over all tokens")
     parser.add_argument(
         "--class-token",
-        default="all_layers",
         choices=CLASS_TOKENS,
-        help="last_layer: as in the official scripts (default: %(default)s)",
+        help="all_layers: a global token as the paper says (default: last_layer, as the official scripts)",
     )
     data = parser.add_argument_group("data")
-    data.add_argument("--data", default="datasets/lra", metavar="DIR", help="where it lies (default: %(default)s)")
+    data.add_argument("--data", metavar="DIR", help=f"where it lies (default: {DATA})")
     data.add_argument(
-        "--released", action="store_true", help="ListOps: read basic_train.tsv and its like in --data; generate none"
+        "--released",
+        action="store_true",
+        default=None,
+        help="ListOps: read basic_train.tsv and its like in --data; generate none",
     )
     data.add_argument(
-        "--drop-brackets", action="store_true", help="ListOps without closing brackets, as the paper's pipeline read it"
+        "--drop-brackets",
+        action="store_true",
+        default=None,
+        help="ListOps without closing brackets, as the paper's pipeline read it",
     )
     data.add_argument("--min-length", type=int, metavar="N", help="ListOps: samples are longer (default: 500)")
     data.add_argument("--max-length", type=int, metavar="N", help="ListOps: samples are shorter (default: 2000)")
@@ -91,22 +115,20 @@ def parse() -> argparse.Namespace:
     course.add_argument("--steps", type=int, metavar="N", help="how many")
     course.add_argument("--warmup", type=int, metavar="N", help="steps until the learning rate is reached")
     course.add_argument("--lr", type=float, metavar="RATE", help="the highest learning rate")
-    course.add_argument(
-        "--schedule", default="linear", choices=SCHEDULES, help="after the warm-up (default: %(default)s)"
-    )
+    course.add_argument("--schedule", choices=SCHEDULES, help="after the warm-up (default: linear)")
     course.add_argument("--weight-decay", type=float, metavar="RATE", help="of AdamW")
     course.add_argument("--batch-size", type=int, metavar="B", help="samples a step; with --measure 1 without it")
     course.add_argument("--dropout", type=float, metavar="RATE", help="after embeddings, attention and in the MLPs")
     course.add_argument("--attention-dropout", type=float, metavar="RATE", help="of the attention weights")
     course.add_argument("--eval-every", type=int, metavar="N", help="steps between two evaluations on dev")
-    course.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and order (default: 0)")
+    course.add_argument("--seed", type=int, metavar="N", help="of weights and order (default: 0)")
     measuring = parser.add_argument_group("measuring")
     measuring.add_argument("--measure", action="store_true", help="cost against length, beside full attention")
     measuring.add_argument("--lengths", type=int, nargs="+", metavar="N", help=f"(default: {LENGTHS})")
     measuring.add_argument("--runs", type=int, metavar="N", help="passes that are timed (default: 3)")
     parser.add_argument("--device", metavar="DEVICE", help="cpu or cuda; a GPU where there is one without it")
     parser.add_argument("--output", metavar="DIR", help="where the best checkpoint goes")
-    parser.add_argument("--overwrite", action="store_true", help="even where --output has one")
+    parser.add_argument("--overwrite", action="store_true", default=None, help="even where --output has one")
     parser.add_argument("--json", metavar="FILE", help="write the figures there too")
     return parser.parse_args()
 
@@ -116,8 +138,16 @@ def given(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, object]
     return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
 
 
+def check_uses(args: argparse.Namespace) -> None:
+    """An argument that would have no effect is a mistake."""
+    for names, beside, is_idle in IDLE:
+        for name in names:
+            if is_idle(args) and getattr(args, name) is not None:
+                raise InputError(f"--{name.replace('_', '-')} has no effect with {beside}: leave it out")
+
+
 def read_settings(args: argparse.Namespace) -> Settings:
-    settings = settings_of(args.task, args.config, ablate=args.ablate, class_token=args.class_token)
+    settings = settings_of(args.task, args.config, ablate=args.ablate, **given(args, ("class_token",)))
     sizes = given(args, ("window_size", "rank"))
     # Samples that are longer than the published ones need as many positions.
     settings = settings.with_sizes(**sizes, max_length=max(settings.sizes.max_length, args.max_length or 0))
@@ -126,23 +156,18 @@ def read_settings(args: argparse.Namespace) -> Settings:
 
 
 def load(args: argparse.Namespace, longest: int) -> Dataset:
-    """The data of the task; what belongs to another one is refused."""
-    for name in LISTOPS:
-        if getattr(args, name) is not None and (args.task != "listops" or args.released):
-            raise InputError(f"--{name.replace('_', '-')} is for --task listops, where it is generated")
-    for name in ("released", "drop_brackets"):
-        if getattr(args, name) and args.task != "listops":
-            raise InputError(f"--{name.replace('_', '-')} is for --task listops")
+    """The data of the task."""
+    folder = args.data or DATA
     if args.task == "text":
-        return read_imdb(args.data, longest=longest)
+        return read_imdb(folder, longest=longest)
     if args.task == "retrieval":
-        return read_pairs(args.data, longest=longest)
+        return read_pairs(folder, longest=longest)
     if args.released:
-        dataset = read_released_listops(args.data, longest=longest)
+        dataset = read_released_listops(folder, longest=longest)
     else:
         rules = ListOpsRules(**given(args, ("min_length", "max_length")))
         sizes = given(args, ("num_train", "num_dev", "num_test"))
-        dataset = load_listops(args.data, rules, **sizes, seed=args.data_seed or 0)
+        dataset = load_listops(folder, rules, **sizes, seed=args.data_seed or 0)
     return without_brackets(dataset) if args.drop_brackets else dataset
 
 
@@ -158,12 +183,10 @@ def show(evaluation: Evaluation) -> None:
 def main() -> None:
     args = parse()
     check_json_path(args.json)
+    check_uses(args)
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device_name("--device", device, instead="take --device cpu")
     settings = read_settings(args)
-    for name in ("output", "steps", "warmup", "lr", "eval_every") if args.measure else ("lengths", "runs"):
-        if getattr(args, name) is not None:
-            raise InputError(f"--{name.replace('_', '-')} is for {'training' if args.measure else '--measure'}")
     if args.measure:
         models = MODELS if args.model == "ls" else (args.model,)
         batch_size = 1 if args.batch_size is None else args.batch_size
@@ -178,10 +201,10 @@ def main() -> None:
         print(format_costs(costs))
         write_json(args.json, [dataclasses.asdict(cost) for cost in costs])
         return
-    run = Run(settings, args.model, args.schedule, args.seed, device)
+    run = Run(settings, args.model, device=device, **given(args, ("schedule", "seed")))
     run.check()
     if args.output:
-        check_output(args.output, overwrite=args.overwrite)
+        check_output(args.output, overwrite=bool(args.overwrite))
     dataset = load(args, settings.data.longest)
     _, result = train_lra(run, dataset, output=args.output, report=show)
     print(

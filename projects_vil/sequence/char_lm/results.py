@@ -13,6 +13,7 @@ from projects_vil.sequence.char_lm.models import KINDS, count_of
 from projects_vil.sequence.char_lm.presets import PRESETS, size_of
 from projects_vil.sequence.char_lm.text import Text
 from projects_vil.sequence.char_lm.training import Line
+from projects_vil.sequence.costs import aligned
 
 TITLES = {"long_short": "long-short", "full": "full attention"}
 
@@ -127,7 +128,7 @@ def format_results(results: Sequence[Result], vocab_size: int) -> str:
                 "-" if result.test is None else f"{result.test:.4f}",
             )
         )
-    table = f"{_aligned(rows)}\n{vocab_size} ids: {math.log2(vocab_size):.4f} bits/char without any knowledge"
+    table = f"{aligned(rows)}\n{vocab_size} ids: {math.log2(vocab_size):.4f} bits/char without any knowledge"
     samples = [f"sample of {TITLES[one.kind]}:\n{one.sample}" for one in results if one.sample is not None]
     return "\n\n".join([table, *samples])
 
@@ -160,34 +161,25 @@ def format_counts(counts: Sequence[dict[str, Any]]) -> str:
     for count in counts:
         published = "-" if count["published"] is None else f"{count['published']}M"
         rows.append((count["config"], TITLES[count["kind"]], f"{count['parameters']:,}", published))
-    return _aligned(rows)
+    return aligned(rows)
 
 
 def format_costs(costs: Sequence[Cost], parameters: dict[str, int]) -> str:
     """A table of seconds and memory by length, the models side by side."""
     kinds = list(dict.fromkeys(cost.kind for cost in costs))
-    rows = [("length", *(f"{TITLES[kind]} {unit}" for kind in kinds for unit in ("seconds", "MiB")))]
+    rows = [("length", *(f"{TITLES[kind]} {unit}" for kind in kinds for unit in ("seconds", "MB")))]
     for length in dict.fromkeys(cost.length for cost in costs):
         found = {cost.kind: cost for cost in costs if cost.length == length}
         cells = []
         for kind in kinds:
             cost = found[kind]
             cells.append("out of memory" if cost.is_out else f"{cost.seconds:.3f}")
-            cells.append("-" if cost.memory is None else f"{cost.memory / 2**20:.0f}")
+            cells.append("-" if cost.memory is None else f"{cost.memory / 1e6:.0f}")
         rows.append((str(length), *cells))
     said = ", ".join(f"{TITLES[kind]} {parameters[kind]:,} parameters" for kind in kinds)
-    return f"{said}; a step on a part and a memory of as many bytes\n{_aligned(rows)}"
+    return f"{said}; a step on a part and a memory of as many bytes\n{aligned(rows)}"
 
 
 def as_json(values: Sequence[Any]) -> list[dict[str, Any]]:
     """Dataclasses as dicts."""
     return [asdict(value) for value in values]
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join([row[0].ljust(widths[0]), *cells]))
-    return "\n".join(lines)

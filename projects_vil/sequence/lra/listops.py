@@ -102,6 +102,9 @@ def generate_listops(
                 f"--min-length {rules.min_length} --max-length {rules.max_length}: {len(texts)} different samples "
                 f"were found, and {needed} are needed: ask for fewer, or for other lengths"
             )
+    # In the order in which they grew, the later ones are longer: the short ones that are left have been seen.
+    order = generator.permutation(len(texts))[:needed]
+    texts, labels = [texts[index] for index in order], [labels[index] for index in order]
     splits, start = [], 0
     for number in (num_train, num_dev, num_test):
         own = slice(start, start + number)

@@ -1,20 +1,16 @@
 """What a step of training costs against the length of the sequences (the idea of figure 3, for the encoder)."""
 
 import dataclasses
-import multiprocessing
-import statistics
-import time
-from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from backbones.errors import InputError
+from projects_vil.sequence.costs import Step, aligned, peak_memory, seconds_by_turns
 from projects_vil.sequence.lra.model import SequenceClassifier, create_lra_classifier
 from projects_vil.sequence.lra.settings import Settings
-from projects_vil.utils import forget_peak, memory_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +46,7 @@ class _Case:
         torch.manual_seed(0)
         return create_lra_classifier(self.settings.with_sizes(max_length=self.length), model=self.model)
 
-    def build(self) -> Callable[[], None]:
+    def build(self) -> Step:
         """A forward and backward pass."""
         model = self.create().to(self.device)
         ids = torch.randint(1, 16, (self.batch_size, self.length), device=self.device)
@@ -60,10 +56,17 @@ class _Case:
         def step() -> None:
             model.zero_grad()
             F.cross_entropy(model(documents), labels).backward()
-            if self.device.startswith("cuda"):
-                torch.cuda.synchronize(self.device)
 
         return step
+
+    def build_small(self) -> Step:
+        """The same of sequences of a few tokens."""
+        return dataclasses.replace(self, length=16).build()
+
+    def peak(self) -> int | None:
+        """Bytes at the peak of a pass."""
+        what = f"--model {self.model} --lengths {self.length}"
+        return peak_memory(self.build, warm_up=self.build_small, device=self.device, what=what)
 
 
 def measure_lengths(
@@ -90,14 +93,14 @@ def measure_lengths(
     costs = []
     for length in lengths:
         cases = [_Case(settings, model, length, batch_size, device) for model in models]
-        steps = [case.build() for case in cases]
-        for step in steps:
+        counts = [_count(case) for case in cases]
+        steps = {case: case.build() for case in cases}
+        for step in steps.values():
             step()
-        times = [[_seconds_of(step) for step in steps] for _ in range(runs)]
+        seconds = seconds_by_turns(steps, runs, device)
         del steps
-        for number, case in enumerate(cases):
-            seconds = statistics.median(row[number] for row in times)
-            costs.append(LengthCost(case.model, length, *_count(case), seconds, _peak(case) if memory else None))
+        for case, count in zip(cases, counts, strict=True):
+            costs.append(LengthCost(case.model, length, *count, seconds[case], case.peak() if memory else None))
     return costs
 
 
@@ -115,16 +118,7 @@ def format_costs(costs: Sequence[LengthCost]) -> str:
         )
         for cost in costs
     ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
-
-
-def _seconds_of(step: Callable[[], None]) -> float:
-    start = time.perf_counter()
-    step()
-    return time.perf_counter() - start
+    return aligned(rows)
 
 
 def _count(case: _Case) -> tuple[int, int]:
@@ -136,38 +130,3 @@ def _count(case: _Case) -> tuple[int, int]:
         model(((ids, None),) * case.settings.data.num_documents)
     # The counter takes a product and a sum for two operations.
     return sum(parameter.numel() for parameter in model.parameters()), counter.get_total_flops() // 2
-
-
-def _peak(case: _Case) -> int | None:
-    if case.device.startswith("cuda"):
-        step = case.build()
-        before = torch.cuda.memory_allocated(case.device)
-        torch.cuda.reset_peak_memory_stats(case.device)
-        step()
-        return torch.cuda.max_memory_allocated(case.device) - before
-    if memory_of(peak=True) is None:
-        return None
-    context = multiprocessing.get_context("spawn")
-    reader, writer = context.Pipe(duplex=False)
-    process = context.Process(target=_send_peak, args=(case, torch.get_num_threads(), writer))
-    process.start()
-    writer.close()
-    try:
-        return reader.recv()
-    except EOFError as error:
-        raise InputError(
-            f"{case.model} at --lengths {case.length}: the process that measured its memory has ended: take less"
-        ) from error
-    finally:
-        process.join()
-
-
-def _send_peak(case: _Case, threads: int, writer: Connection) -> None:
-    torch.set_num_threads(threads)
-    # What a first call loads and keeps is no part of the cost of a length.
-    dataclasses.replace(case, length=16).build()()
-    step = case.build()
-    forget_peak()
-    before = memory_of()
-    step()
-    writer.send(memory_of(peak=True) - before)

@@ -83,7 +83,7 @@ class Settings:
 
 
 def settings_of(
-    task: str, config: str = "best", *, ablate: str | None = None, class_token: str = "all_layers"
+    task: str, config: str = "best", *, ablate: str | None = None, class_token: str = "last_layer"
 ) -> Settings:
     """What a row of table 1 is trained with, or what an ablation leaves of it.
 

@@ -15,7 +15,7 @@ from projects_vil.sequence.lra.listops import CLOSE, WORDS, ListOpsRules, genera
 
 RELEASED = {"train": "basic_train.tsv", "dev": "basic_val.tsv", "test": "basic_test.tsv"}
 # Changes with what is generated for the same arguments.
-_VERSION = 1
+_VERSION = 2
 # Digits become tokens, and a byte that is a token already becomes one that there is not.
 _DIGITS = bytes(byte - ord("0") if chr(byte) in "0123456789" else 255 if byte <= CLOSE else byte for byte in range(256))
 _LETTERS = {word.encode(): 10 + number for number, word in enumerate(WORDS[10:])}

@@ -20,8 +20,11 @@ from backbones.sequence.variants import EncoderSizes
 from projects_vil.sequence.lra.examples import Dataset, Examples
 from projects_vil.sequence.lra.model import SequenceClassifier, create_lra_classifier
 from projects_vil.sequence.lra.settings import ADAM_BETAS, ADAM_EPSILON, SCHEDULES, Settings, TaskData
+from projects_vil.utils import run_lock
 
 CHECKPOINT = "model_best.pth"
+# What a generator of PyTorch takes.
+MOST_SEEDS = 2**63
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,17 +53,18 @@ class Run:
         for option, value in (("steps", task.steps), ("batch-size", task.batch_size), ("eval-every", task.eval_every)):
             if value < 1:
                 raise InputError(f"--{option} {value}: it is 1 or more")
-        if not 0 <= task.warmup_steps < task.steps:
+        # OneCycleLR has no warm-up of one step: it would rise in no time.
+        if task.warmup_steps == 1 or not 0 <= task.warmup_steps < task.steps:
             raise InputError(
-                f"--warmup {task.warmup_steps} --steps {task.steps}: the warm-up takes 0 steps or more and ends before "
-                "the last one"
+                f"--warmup {task.warmup_steps} --steps {task.steps}: the warm-up takes 0 steps, or 2 and more, and "
+                "ends before the last one"
             )
-        if not (task.learning_rate > 0 and math.isfinite(task.learning_rate)):
-            raise InputError(f"--lr {task.learning_rate}: it is above 0")
+        if not 0 < task.learning_rate <= 1:
+            raise InputError(f"--lr {task.learning_rate}: it is above 0 and at most 1")
         if not (task.weight_decay >= 0 and math.isfinite(task.weight_decay)):
             raise InputError(f"--weight-decay {task.weight_decay}: it is 0 or more")
-        if self.seed < 0:
-            raise InputError(f"--seed {self.seed}: it is 0 or more")
+        if not 0 <= self.seed < MOST_SEEDS:
+            raise InputError(f"--seed {self.seed}: it is from 0 to {MOST_SEEDS - 1}")
         with torch.device("meta"):
             self.create_model()
 
@@ -109,19 +113,12 @@ class Result:
 
 
 def check_output(folder: str | Path, *, overwrite: bool = False) -> None:
-    """Make the folder of a run.
-
-    Raises:
-        InputError: where it cannot be written to, or holds the checkpoint of a run that is not to be overwritten.
-    """
+    """Raise an :class:`InputError` for what is no folder, or has a run's checkpoint that is not to be overwritten."""
     path = Path(folder) / CHECKPOINT
+    if Path(folder).exists() and not Path(folder).is_dir():
+        raise InputError(f"--output {folder}: it is a file, and has to be a folder")
     if path.exists() and not overwrite:
         raise InputError(f"--output {folder}: {path} is there already: take another folder, or add --overwrite")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--output {folder}: the folder cannot be made: {error.strerror}") from error
-    check_writable(path)
 
 
 def train_lra(
@@ -132,16 +129,33 @@ def train_lra(
     Args:
         run: what is trained.
         dataset: of its task.
-        output: folder that the best checkpoint is written to, as it is found; None for none.
+        output: folder that the best checkpoint is written to, as it is found, made where it is not there; None for
+            none.
         report: called after each evaluation.
 
     Returns:
         The model with the weights that were best on dev, and the figures.
 
     Raises:
-        InputError: as :meth:`Run.check`, and where the loss is no number.
+        InputError: as :meth:`Run.check`, where the loss is no number, and for a folder that cannot be written to, or
+            that another run writes to.
     """
     run.check()
+    if output is None:
+        return _train(run, dataset, None, report)
+    path = Path(output) / CHECKPOINT
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--output {output}: the folder cannot be made: {error.strerror}") from error
+    check_writable(path)
+    with run_lock(path.parent, key="--output"):
+        return _train(run, dataset, path, report)
+
+
+def _train(
+    run: Run, dataset: Dataset, path: Path | None, report: Callable[[Evaluation], None] | None
+) -> tuple[SequenceClassifier, Result]:
     task = run.settings
     torch.manual_seed(run.seed)
     model = run.create_model().to(run.device)
@@ -173,8 +187,8 @@ def train_lra(
         losses = []
         if best is None or dev.accuracy > best.dev.accuracy:
             best, best_weights = evaluation, copy.deepcopy(model.state_dict())
-            if output is not None:
-                _save(Path(output) / CHECKPOINT, run, best_weights, evaluation)
+            if path is not None:
+                _save(path, run, best_weights, evaluation)
         if report is not None:
             report(evaluation)
     seconds = time.perf_counter() - start

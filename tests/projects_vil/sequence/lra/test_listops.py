@@ -74,6 +74,16 @@ def test_labels_are_the_values_of_the_samples(rules):
             assert depth <= rules.max_depth and arguments <= rules.max_arguments
 
 
+def test_the_splits_are_alike():
+    """Short samples soon become rare: in the order of their making the last ones would be longer."""
+    rules = ListOpsRules(min_length=4, max_length=12)
+    dataset = generate_listops(rules, num_train=20000, num_dev=1000, num_test=1000)
+    train, dev, test = (
+        statistics.mean(len(split.documents[0][index]) for index in range(len(split))) for split in splits_of(dataset)
+    )
+    assert dev == pytest.approx(train, abs=0.15) and test == pytest.approx(train, abs=0.15)
+
+
 def test_splits_have_their_sizes_and_no_sample_is_there_twice():
     splits = splits_of(generate_listops(SHORT, **FEW))
     assert [len(split) for split in splits] == [300, 40, 50]

@@ -7,7 +7,8 @@ from projects_vil.sequence.lra import LengthCost, format_costs, measure_lengths,
 
 
 def count(config: str, length: int, model: str = "ls", task: str = "listops") -> LengthCost:
-    (cost,) = measure_lengths(settings_of(task, config), [length], models=[model], runs=1, memory=False)
+    settings = settings_of(task, config, class_token="all_layers")
+    (cost,) = measure_lengths(settings, [length], models=[model], runs=1, memory=False)
     return cost
 
 

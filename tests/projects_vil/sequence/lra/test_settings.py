@@ -39,8 +39,9 @@ def test_settings_are_the_published_ones(task, config):
     assert (*facts, data.longest, sizes.max_length, data.num_documents) == SCRIPTS[task]
     assert found.attention_dropout == found.dropout
     assert (sizes.depth, sizes.dim, sizes.num_heads, sizes.hidden_dim, sizes.vocab_size) == (2, 64, 2, 128, 512)
-    assert sizes.class_token is True
-    assert settings_of(task, config, class_token="last_layer").sizes.class_token == "last_layer"
+    # run_*.sh: --cls_last_layer
+    assert sizes.class_token == "last_layer"
+    assert settings_of(task, config, class_token="all_layers").sizes.class_token is True
 
 
 def test_the_optimizer_is_that_of_run_tasks():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import os
 from dataclasses import astuple
 
 import numpy as np
@@ -67,8 +68,20 @@ def test_a_seed_gives_the_same_run(quick, tiny):
     assert [one.dev for one in first] == [one.dev for one in again] != [one.dev for one in other]
 
 
+def expected_rate(step: int, *, highest: float, warmup: int, steps: int, schedule: str) -> float:
+    """OneCycleLR's: from a 25th up to the highest at the last step of the warm-up, down to a 10000th of the start."""
+    if schedule == "fixed":
+        # run_tasks.py takes the step after the warm-up too, and none after it.
+        step = min(step, warmup)
+    start, end, top = highest / 25, highest / 25e4, warmup - 1
+    if step < top:
+        return start + (highest - start) * step / top
+    return highest + (end - highest) * (step - top) / (steps - 1 - top)
+
+
 @pytest.mark.parametrize("schedule", ["linear", "fixed"])
-def test_the_learning_rate(quick, tiny, schedule, monkeypatch):
+@pytest.mark.parametrize("warmup", [0, 2, 5, 19])
+def test_the_learning_rate(quick, tiny, schedule, warmup, monkeypatch):
     rates = []
     step = torch.optim.AdamW.step
 
@@ -77,14 +90,9 @@ def test_the_learning_rate(quick, tiny, schedule, monkeypatch):
         return step(self, *args, **kwargs)
 
     monkeypatch.setattr(torch.optim.AdamW, "step", note)
-    train_lra(Run(dataclasses.replace(quick, warmup_steps=5), schedule=schedule), tiny)
-    assert len(rates) == 20
-    assert rates[0] == pytest.approx(1e-2 / 25) and max(rates[:6]) == pytest.approx(1e-2, rel=0.25)
-    assert rates[:5] == sorted(rates[:5])
-    if schedule == "linear":
-        assert rates[-1] < 1e-6 and rates[6:] == sorted(rates[6:], reverse=True)
-    else:
-        assert len(set(rates[5:])) == 1 and rates[-1] > 9e-3
+    train_lra(Run(dataclasses.replace(quick, warmup_steps=warmup), schedule=schedule), tiny)
+    course = {"highest": 1e-2, "warmup": warmup, "steps": 20, "schedule": schedule}
+    assert rates == pytest.approx([expected_rate(step, **course) for step in range(20)], rel=1e-6)
 
 
 def test_each_sample_comes_once_before_any_comes_again(tiny):
@@ -103,6 +111,8 @@ def test_each_sample_comes_once_before_any_comes_again(tiny):
         ({"eval_every": 0}, "--eval-every 0"),
         ({"warmup_steps": 20}, "--warmup 20 --steps 20"),
         ({"warmup_steps": -1}, "--warmup -1"),
+        ({"warmup_steps": 1}, "--warmup 1 --steps 20"),
+        ({"learning_rate": 1e38}, r"--lr 1e\+38"),
         ({"learning_rate": 0.0}, "--lr 0.0"),
         ({"learning_rate": float("nan")}, "--lr nan"),
         ({"weight_decay": -1.0}, "--weight-decay -1.0"),
@@ -116,7 +126,11 @@ def test_runs_that_cannot_be(quick, tiny, changes, said):
 
 
 def test_names_and_seeds_that_cannot_be(quick):
-    for run, said in ((Run(quick, schedule="cosine"), "schedule"), (Run(quick, seed=-1), "--seed -1")):
+    for run, said in (
+        (Run(quick, schedule="cosine"), "schedule"),
+        (Run(quick, seed=-1), "--seed -1"),
+        (Run(quick, seed=2**63), "--seed"),
+    ):
         with pytest.raises(InputError, match=said):
             run.check()
     with pytest.raises(InputError, match="sees nothing"):
@@ -125,7 +139,7 @@ def test_names_and_seeds_that_cannot_be(quick):
 
 def test_a_loss_that_is_no_number(quick, tiny):
     with pytest.raises(InputError, match=r"the loss is (nan|inf) at step \d+: take a lower --lr"):
-        train_lra(changed(quick, learning_rate=1e30), tiny)
+        train_lra(changed(quick, weight_decay=1e30), tiny)
 
 
 def test_a_folder_with_a_checkpoint_is_kept(quick, tiny, tmp_path):
@@ -135,8 +149,18 @@ def test_a_folder_with_a_checkpoint_is_kept(quick, tiny, tmp_path):
     with pytest.raises(InputError, match="take another folder, or add --overwrite"):
         check_output(folder)
     check_output(folder, overwrite=True)
+    with pytest.raises(InputError, match="it is a file, and has to be a folder"):
+        check_output(folder / "model_best.pth")
     with pytest.raises(InputError, match="the folder cannot be made"):
-        check_output(folder / "model_best.pth" / "deeper")
+        train_lra(changed(quick, steps=3), tiny, output=folder / "model_best.pth" / "deeper")
+
+
+def test_a_run_locks_its_folder(quick, tiny, tmp_path):
+    seen = []
+    train_lra(
+        changed(quick, steps=3), tiny, output=tmp_path, report=lambda _: seen.append(sorted(os.listdir(tmp_path)))
+    )
+    assert seen == [[".run.lock", "model_best.pth"]] and os.listdir(tmp_path) == ["model_best.pth"]
 
 
 def test_checkpoints_of_something_else(quick, tmp_path):
