@@ -65,6 +65,8 @@ def _attend_in_windows(
     dropout: float,
 ) -> Tensor:
     batch, _, number, _ = query.shape
+    # One segment has all tokens then.
+    window_size = max(min(window_size, number), 1)
     side = max(window_size // 2, 1)
     # Large blocks of segments copy the shared keys less often, small ones meet fewer keys that are none of theirs.
     block = window_size * min(max(_BLOCK // window_size, 1), -(-number // window_size))

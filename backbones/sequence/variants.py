@@ -139,10 +139,6 @@ class CharLMTask:
     weight_decay: float
     bits_per_character: float
 
-    # Section 4.2: overlapping parts of the test set, of which the last 512 characters count.
-    test_length = 32768
-    test_step = 512
-
 
 def _phases(learning_rate: float) -> tuple[Phase, ...]:
     """Each with half the rate of the one before."""

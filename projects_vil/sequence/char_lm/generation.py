@@ -42,8 +42,10 @@ def generate(
         if len(ids) == len(prompt) + number:
             break
         log_probabilities, _ = model(torch.tensor([ids[first:]], device=device), memory)
-        scores = log_probabilities[0, -1].double().cpu() / temperature
+        scores = log_probabilities[0, -1].double().cpu()
         scores[other] = -torch.inf
+        # Less the highest, so that a temperature near 0 makes it sure and not infinite.
+        scores = (scores - scores.max()) / temperature
         ids.append(int(torch.multinomial(scores.softmax(dim=0), 1, generator=generator)))
     model.train(was_training)
     return ids[len(prompt) :]

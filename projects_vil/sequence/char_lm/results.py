@@ -89,7 +89,14 @@ def bits_on_test(
         num_streams: side by side; each begins without a memory.
     """
     model = trained.build(memory_length=memory_length, device=device)
-    return bits_per_character(model, text.test, length=length or trained.length, num_streams=num_streams, device=device)
+    return bits_per_character(
+        model,
+        text.test,
+        vocabulary=trained.vocabulary,
+        length=length or trained.length,
+        num_streams=num_streams,
+        device=device,
+    )
 
 
 def judge(

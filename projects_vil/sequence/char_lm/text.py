@@ -41,6 +41,11 @@ class Vocabulary:
         """The id of every byte that is not known."""
         return len(self.known)
 
+    @property
+    def num_unknown(self) -> int:
+        """How many of the 256 bytes are not known."""
+        return 256 - len(self.known)
+
     def encode(self, data: bytes) -> Tensor:
         """(N,) int16, an id for each byte."""
         return torch.from_numpy(self._ids[np.frombuffer(data, dtype=np.uint8)])

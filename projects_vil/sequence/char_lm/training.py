@@ -123,7 +123,10 @@ class _Contestant:
         self.summed, self.counted = self.summed + bits, self.counted + 1
         self.seconds += time.perf_counter() - began
 
-    def state(self) -> dict[str, Any]:
+    def state(self, *, with_course: bool) -> dict[str, Any]:
+        """What the next step needs; at the end of a phase the seconds alone, since the next one begins anew."""
+        if not with_course:
+            return {"seconds": self.seconds}
         return {
             "optimizer": self.optimizer.state_dict(),
             "memories": [None if memory is None else list(memory) for memory in self.memories],
@@ -164,7 +167,8 @@ class Training:
         device: torch.device | str = "cpu",
         resume: bool = False,
     ) -> None:
-        check_settings(settings, text)
+        if not resume:
+            check_settings(settings, text)
         self.settings, self.text, self.output = settings, text, output
         self.device = torch.device(device)
         self.lines: list[Line] = []
@@ -172,6 +176,9 @@ class Training:
         self.phase, self.done = 0, 0
         self.contestants: list[_Contestant] = []
         self._saved = self._begin(resume)
+        if resume:
+            # Of the same run, what it was begun with is named first where it is another now.
+            check_settings(settings, text)
 
     def run(self, told: Callable[[Line], None] | None = None) -> None:
         """Train until the end of the last phase.
@@ -191,6 +198,10 @@ class Training:
         if not resume:
             if path.exists():
                 raise InputError(f"--output {self.output} has a run already: --resume it, or choose another folder")
+            for kind in self.settings.kinds:
+                best = best_path(self.output, kind)
+                if best.exists():
+                    raise InputError(f"--output {self.output} has another run's {best.name}: choose another folder")
             try:
                 self.output.mkdir(parents=True, exist_ok=True)
             except OSError as error:
@@ -261,10 +272,16 @@ class Training:
             dev = bits_per_character(
                 contestant.model,
                 self.text.dev,
+                vocabulary=self.text.vocabulary,
                 length=phase.length,
                 num_streams=phase.batch_size,
                 device=self.device,
             )
+            if not math.isfinite(dev):
+                raise InputError(
+                    f"{contestant.kind}: bits per character on dev are {dev}: train with a smaller --rate or a longer "
+                    "--warm-up"
+                )
             train = contestant.summed / max(contestant.counted, 1)
             contestant.summed, contestant.counted = 0.0, 0
             line = Line(contestant.kind, self.phase + 1, self.done, train, dev, contestant.seconds)
@@ -299,7 +316,7 @@ class Training:
             "done": 0 if is_end else self.done,
             "best": dict(self.best),
             "lines": [asdict(line) for line in self.lines],
-            "contestants": {contestant.kind: contestant.state() for contestant in self.contestants},
+            "contestants": {one.kind: one.state(with_course=not is_end) for one in self.contestants},
         }
         models = {contestant.kind: contestant.model for contestant in self.contestants}
         save_run(self.output / LAST, models, self._fingerprint(), state)

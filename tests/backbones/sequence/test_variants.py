@@ -28,6 +28,22 @@ def test_phases_are_those_of_the_official_scripts():
         assert [phase.steps for phase in task.phases] == [430_000, 50_000, 50_000]
 
 
+def test_courses_and_figures_are_those_of_the_paper():
+    """Appendix C, and the figures of tables 1 and 2 that the settings are printed with."""
+    assert {name: task.bits_per_character for name, task in CHAR_LMS.items()} == {
+        "enwik8_small": 0.99,
+        "text8_small": 1.09,
+        "enwik8_large": 0.97,
+    }
+    assert [(task.dropout, task.weight_decay) for task in CHAR_LMS.values()] == [(0.2, 0.01), (0.2, 0.01), (0.4, 0.1)]
+    for task in CHAR_LMS.values():
+        assert [phase.warmup_steps for phase in task.phases] == [10_000, 5_000, 5_000]
+        assert [phase.batch_size for phase in task.phases] == [32, 32, 16]
+    accuracies = {"listops": (37.50, 38.36, 37.79), "text": (66.01, 68.40, 66.28), "retrieval": (81.79, 81.95, 81.86)}
+    for name, figures in accuracies.items():
+        assert tuple(LRA[name + suffix].accuracy for suffix in ("", "_best", "_projection")) == figures
+
+
 @pytest.mark.parametrize("name", LRA)
 def test_encoders_of_the_long_range_arena(name):
     """2 w + r is at most 256 (appendix B), and the model reads what the task has."""

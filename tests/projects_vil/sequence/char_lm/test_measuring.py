@@ -1,5 +1,7 @@
 """Seconds and memory by length."""
 
+from dataclasses import replace
+
 import pytest
 
 from backbones import InputError
@@ -34,6 +36,7 @@ def test_memory_is_measured_in_a_process_of_its_own(capsys):
     [
         ({"lengths": [4]}, "--lengths 4: it is a multiple of --segment 4, and no less than --window 8"),
         ({"lengths": [10]}, "--lengths 10"),
+        ({"size": replace(SIZE, dim=15, num_heads=3)}, "--dim 15: it is even"),
         ({"runs": 0}, "--runs 0: it is 1 or more"),
         ({"batch_size": [1, 2]}, "--batch-size has 2 values: --measure takes one"),
         ({"batch_size": [0]}, "--batch-size 0: it is 1 or more"),
@@ -41,4 +44,4 @@ def test_memory_is_measured_in_a_process_of_its_own(capsys):
 )
 def test_what_cannot_be_measured(options, said):
     with pytest.raises(InputError, match=said):
-        measure_config(SIZE, **options)
+        measure_config(**{"size": SIZE, "lengths": [8]} | options)

@@ -30,7 +30,7 @@ def test_the_paper_is_pinned():
     assert (PUBLISHED_TEST_MEMORY, PUBLISHED_TEST_PART) == (32768, 256)
     assert (BETAS, EPSILON) == ((0.9, 0.999), 1e-8)
     published = {config: dataclasses.astuple(preset.published) for config, preset in PRESETS.items()}
-    assert published == {"small": (44, 1.01, 0.99), "large": (110, None, 0.97)}
+    assert published == {"small": (44, 1.01), "large": (110, None)}
 
 
 def test_the_models_are_as_large_as_in_table_2():
@@ -57,7 +57,7 @@ def test_overrides_of_the_phases():
     phases = phases_of("small", steps=[4300, 50], length=[64, 128], batch_size=[2], rate=None)
     assert [dataclasses.astuple(phase) for phase in phases] == [(64, 4300, 100, 2.5e-4, 2), (128, 50, 5, 1.25e-4, 2)]
     assert phases_of("small", steps=[10], warm_up=[0])[0].warmup_steps == 0
-    assert [phase.learning_rate for phase in phases_of("small", rate=[3.0, 2.0, 1.0])] == [3.0, 2.0, 1.0]
+    assert [phase.learning_rate for phase in phases_of("small", rate=[0.3, 0.2, 1.0])] == [0.3, 0.2, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -67,6 +67,7 @@ def test_overrides_of_the_phases():
         ({"steps": [9, 9], "length": [1, 2, 3]}, "--length has 3 values for 2 phases"),
         ({"rate": [0.0]}, "--rate 0.0: it is above 0"),
         ({"rate": [float("nan")]}, "--rate nan: it is above 0"),
+        ({"rate": [1e38]}, r"--rate 1e\+38: it is above 0 and at most 1"),
         ({"steps": [0]}, "--steps 0: it is above 0"),
         ({"warm_up": [-1]}, "--warm-up -1: it is 0 or more"),
         ({"batch_size": [-2]}, "--batch-size -2: it is above 0"),

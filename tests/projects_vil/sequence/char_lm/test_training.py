@@ -84,6 +84,13 @@ def test_resuming_is_exact(text, tmp_path, whole, stop):
     assert_same(outcome_of(training), whole)
 
 
+def test_the_end_of_a_phase_keeps_no_memories(tmp_path, whole):
+    """Nothing goes on with them, and they are gigabytes."""
+    state = torch.load(tmp_path / "whole/last.pth", weights_only=True)["trainer"]
+    assert (state["phase"], state["done"]) == (2, 0)
+    assert [list(one) for one in state["contestants"].values()] == [["seconds"], ["seconds"]]
+
+
 def test_resuming_a_finished_run_changes_nothing(text, tmp_path, whole):
     training = Training(SETTINGS, text, tmp_path / "whole", resume=True)
     training.run()
@@ -118,6 +125,9 @@ def test_the_rate_rises_and_stays():
 def test_a_folder_has_one_run(text, tmp_path, whole):
     with pytest.raises(InputError, match="has a run already: --resume it, or choose another folder"):
         Training(SETTINGS, text, tmp_path / "whole")
+    (tmp_path / "whole/last.pth").unlink()
+    with pytest.raises(InputError, match=r"has another run's best_long_short\.pth: choose another folder"):
+        Training(SETTINGS, text, tmp_path / "whole")
     with pytest.raises(InputError, match=r"there is no file .*last\.pth"):
         Training(SETTINGS, text, tmp_path / "none", resume=True)
     with pytest.raises(InputError, match="it is a file, and has to be a folder"):
@@ -132,6 +142,8 @@ def test_a_folder_has_one_run(text, tmp_path, whole):
         ({"phases": PHASES[:1]}, "phases was 2 .* and is 1 now"),
         ({"phases": (replace(PHASES[0], steps=9), PHASES[1])}, "steps of phase 1 was 8 .* and is 9 now"),
         ({"kinds": KINDS[:1]}, "kinds was long_short, full"),
+        # And not that the text is too short for it.
+        ({"phases": (replace(PHASES[0], batch_size=400), PHASES[1])}, "batch_size of phase 1 was 4 .* and is 400 now"),
     ],
 )
 def test_a_run_is_resumed_as_what_it_was(text, tmp_path, whole, change, said):
@@ -165,6 +177,13 @@ def test_what_cannot_go_through_is_told_before_a_folder_is_made(text, tmp_path, 
     with pytest.raises(InputError, match=said):
         Training(replace(SETTINGS, **change), text, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_bits_on_dev_that_are_no_number_are_not_saved(text, tmp_path):
+    phases = (replace(PHASES[0], learning_rate=1e30, steps=1, warmup_steps=0),)
+    with pytest.raises(InputError, match="bits per character on dev are (nan|inf): train with a smaller --rate"):
+        Training(replace(SETTINGS, phases=phases, eval_period=1), text, tmp_path / "run").run()
+    assert list((tmp_path / "run").iterdir()) == []
 
 
 def test_a_loss_that_is_no_number_ends_the_run(text, tmp_path):
