@@ -17,7 +17,7 @@ from tests.projects_vil.helpers import ROOT
 PATH = ROOT / "docs/faults.md"
 HEAD = """# Faults, and what is printed
 
-{number} faults in data, checkpoints, configs, processes, disks and prediction. Each is injected into real files or a real process.
+{number} faults in data, checkpoints, configs, processes, disks, prediction and sequences. Each is injected into real files or a real process.
 The tool has to end with the exit status and with the one line that are shown, without a traceback; every file that was there
 before is there after it, unchanged but for the logs and results of a run that goes on, and nothing half-written stays. The faults
 are in `tests/faults`: `make test` runs those that end before anything is trained, exported or predicted, `make test-slow` the

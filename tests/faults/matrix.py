@@ -1,6 +1,6 @@
 """All faults, by what they are of."""
 
-from tests.faults import checkpoint, config, data, disk, prediction, process
+from tests.faults import checkpoint, config, data, disk, prediction, process, sequences
 from tests.faults.fault import Fault
 
 # Of a page of docs/faults.md: its title -> the faults.
@@ -11,5 +11,6 @@ MATRIX: dict[str, tuple[Fault, ...]] = {
     "Processes": process.FAULTS,
     "Disks": disk.FAULTS,
     "Prediction and exported files": prediction.FAULTS,
+    "Sequences": sequences.FAULTS,
 }
 FAULTS = {fault.name: fault for faults in MATRIX.values() for fault in faults}

@@ -52,12 +52,12 @@ def load_listops(
         dataset = _read(path, asked)
         logging.getLogger(__name__).info("read %s", path)
         return dataset
+    start = time.perf_counter()
+    dataset = generate_listops(rules, **sizes, seed=seed)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"--data {folder}: the folder cannot be made: {error.strerror}") from error
-    start = time.perf_counter()
-    dataset = generate_listops(rules, **sizes, seed=seed)
     _write(path, dataset, asked)
     seconds = time.perf_counter() - start
     logging.getLogger(__name__).info("wrote %s: %d samples in %.0f s", path, sum(sizes.values()), seconds)
