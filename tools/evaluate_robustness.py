@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--data", required=True, metavar="DIR", help="the folder that the sets' folders are in")
     sets = list(ROBUSTNESS_SETS)
     parser.add_argument("--sets", nargs="+", default=sets, metavar="SET", help=f"of {' '.join(sets)} (default all)")
-    parser.add_argument("--img-size", type=int, metavar="PIXELS", help="default: of the file, else the variant's own")
+    parser.add_argument("--img-size", type=int, metavar="PIXELS", help="resizes tables too (default: of the run)")
     parser.add_argument("--crop-pct", type=float, metavar="SHARE", help="of the shorter side that the crop has")
     parser.add_argument("--averaged", action="store_true", help="the averaged weights of train.py --model-ema")
     parser.add_argument("--batch-size", type=int, default=64, metavar="N", help="images at once (default 64)")
