@@ -3,7 +3,8 @@
 import dataclasses
 import importlib
 import logging
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ class LoadedClassifier:
         table_img_size: those that its tables of positions are made for; a run of timm may see smaller images.
         num_classes: of its head.
         source: what the file is, in words.
+        preparation: of images, where the file says it, by the keys of timm's data config: ``mean`` and ``std``, each
+            three numbers for RGB in 0..1, ``interpolation`` and ``crop_pct``.
     """
 
     model: nn.Module
@@ -41,6 +44,7 @@ class LoadedClassifier:
     table_img_size: tuple[int, int]
     num_classes: int
     source: str
+    preparation: dict[str, object] = dataclasses.field(default_factory=dict)
 
 
 def load_classifier(
@@ -64,7 +68,10 @@ def load_classifier(
     if variant is not None:
         get_variant(variant)
     contents = read_checkpoint(path)
-    said = _said(contents)
+    try:
+        said = _said(contents)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
     if variant is not None and said.variant not in (None, variant):
         raise InputError(f"{path} says that it is of {said.variant}, and --model is {variant}: leave --model out")
     variant = variant or said.variant
@@ -79,9 +86,8 @@ def load_classifier(
         model = _create(variant, state_dict, tables, options)
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
-    return LoadedClassifier(
-        model.eval(), variant, given or said.img_size or tables, tables, len(state_dict["head.weight"]), source
-    )
+    images, num_classes = given or said.img_size or tables, len(state_dict["head.weight"])
+    return LoadedClassifier(model.eval(), variant, images, tables, num_classes, source, said.preparation)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +98,7 @@ class _Said:
     img_size: tuple[int, int] | None = None
     tables: tuple[int, int] | None = None
     options: dict[str, object] = dataclasses.field(default_factory=dict)
+    preparation: dict[str, object] = dataclasses.field(default_factory=dict)
 
 
 def _said(contents: Mapping[str, Any]) -> _Said:
@@ -111,7 +118,38 @@ def _said(contents: Mapping[str, Any]) -> _Said:
     img_size = _pair(input_size) or _pair(getattr(args, "img_size", None)) or _own_size(variant)
     own = get_variant(variant).options
     options = {key: value for key, value in kwargs.items() if key in own}
-    return _Said(variant, img_size, _pair(kwargs.get("img_size")), options)
+    return _Said(variant, img_size, _pair(kwargs.get("img_size")), options, _preparation(args))
+
+
+def _preparation(args: object) -> dict[str, object]:
+    """What timm's arguments say of images; it takes one number of ``--mean`` and ``--std`` for each channel."""
+    found = {}
+    for key, (is_right, meaning) in _PREPARATION.items():
+        value = getattr(args, key, None)
+        if value is None or value == "":
+            continue
+        if not is_right(value):
+            raise InputError(f"args.{key} is {value!r} in it: it is {meaning}")
+        found[key] = tuple(value) * (3 // len(value)) if isinstance(value, (list, tuple)) else value
+    return found
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _are_colors(value: object) -> bool:
+    is_list = isinstance(value, (list, tuple)) and len(value) in (1, 3)
+    return is_list and all(isinstance(number, (int, float)) and math.isfinite(number) for number in value)
+
+
+_INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
+_PREPARATION: dict[str, tuple[Callable[[object], bool], str]] = {
+    "mean": (_are_colors, "three numbers, or one"),
+    "std": (lambda value: _are_colors(value) and all(map(_is_positive, value)), "three numbers above 0, or one"),
+    "interpolation": (lambda value: value in _INTERPOLATIONS, f"one of {', '.join(_INTERPOLATIONS)}"),
+    "crop_pct": (_is_positive, "a number above 0"),
+}
 
 
 def _pair(size: object) -> tuple[int, int] | None:

@@ -102,6 +102,30 @@ def test_tables_that_a_script_made_for_its_images(tmp_path):
     assert plain.img_size == SIZE and torch.equal(logits(plain.model), logits(trained))
 
 
+def test_the_preparation_of_images_is_that_of_the_run(tmp_path, classifier):
+    said = {"mean": [0.5], "std": [0.2, 0.3, 0.4], "interpolation": "bilinear", "crop_pct": 0.9}
+    loaded = load_classifier(save(tmp_path, timm_run(classifier.state_dict(), **said)))
+    assert loaded.preparation == said | {"mean": (0.5, 0.5, 0.5), "std": (0.2, 0.3, 0.4)}
+    unsaid = timm_run(classifier.state_dict(), mean=None, std=None, interpolation="", crop_pct=None)
+    assert load_classifier(save(tmp_path, unsaid)).preparation == {}
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"mean": [0.5, 0.5]}, r"args.mean is \[0.5, 0.5\] in it: it is three numbers, or one"),
+        ({"std": [0.0]}, r"args.std is \[0.0\] in it: it is three numbers above 0, or one"),
+        ({"interpolation": "cubic"}, "args.interpolation is 'cubic' in it: it is one of nearest, "),
+        ({"crop_pct": "0.9"}, "args.crop_pct is '0.9' in it: it is a number above 0"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_preparation_that_is_none(tmp_path, classifier, said, message):
+    path = save(tmp_path, timm_run(classifier.state_dict(), **said))
+    with pytest.raises(InputError, match=f"^{path}: {message}"):
+        load_classifier(path)
+
+
 def test_options_of_the_run_count(tmp_path):
     model = create_classifier(NAME, num_classes=7, img_size=SIZE, window_size=5)
     contents = timm_run(model.state_dict(), model_kwargs={"window_size": 5, "redraw_epoch_length": 10})

@@ -1,12 +1,13 @@
 """A classifier on small sets: real weights, real JPEGs, and the tool."""
 
+import argparse
 import dataclasses
 import json
 
 import pytest
 import torch
 from PIL import Image
-from timm.data import create_transform
+from timm.data import create_transform, resolve_data_config
 
 from backbones import InputError, create_classifier
 from backbones.files import read_checkpoint
@@ -113,6 +114,18 @@ def test_predictions_are_those_of_the_model_image_by_image(data, weights):
             if folder.subset is not None:
                 logits = logits.where(torch.isin(torch.arange(1000), torch.tensor(folder.subset)), -torch.inf)
             assert row == logits.topk(5).indices.tolist()
+
+
+def test_images_are_prepared_as_the_run_did(weights, tmp_path):
+    said = {"mean": [0.5, 0.4, 0.3], "std": [0.2], "interpolation": "bilinear", "crop_pct": 0.9, "img_size": 64}
+    contents = {"state_dict": read_checkpoint(weights / "random.pth")["model"]}
+    contents["args"] = argparse.Namespace(model=VARIANT, **said)
+    torch.save(contents, tmp_path / "run.pth.tar")
+    classifier = load_classifier(tmp_path / "run.pth.tar")
+    own = Predictor(classifier).data_config
+    assert own == resolve_data_config(said, model=classifier.model)
+    assert (own["std"], own["interpolation"], own["crop_pct"]) == ((0.2, 0.2, 0.2), "bilinear", 0.9)
+    assert Predictor(classifier, crop_pct=1.0).data_config == own | {"crop_pct": 1.0}
 
 
 def test_what_is_missing_is_named_and_left_out(small, weights):
