@@ -97,8 +97,10 @@ def _entrypoint(name: str) -> Callable[..., nn.Module]:
         if request is not None and request.kind != "getter":
             options = {**request.options, "return_dict": request.kind == "dict"}
             model, fixed, request = functools.partial(TimmFeatures, name, **options), False, None
-        elif kwargs.get("position_resizing") is not None:
-            fixed = has_fixed_input_size(get_variant(name, {"position_resizing": kwargs["position_resizing"]}))
+        else:
+            known = get_variant(name).options
+            own = {key: value for key, value in kwargs.items() if key in known and value is not None}
+            fixed = has_fixed_input_size(get_variant(name, own)) if own else None
         if request is not None:
             kwargs |= {"features_only": True, "feature_cfg": {"feature_cls": request.kind, **request.options}}
         if fixed is not None:
