@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.layers import is_scriptable
 from timm.models import (
     build_model_with_cfg,
     generate_default_cfgs,
@@ -83,6 +84,10 @@ def _fit(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
 
 def _entrypoint(name: str) -> Callable[..., nn.Module]:
     def create(pretrained: bool = False, features_only: bool = False, **kwargs: object) -> nn.Module:
+        if is_scriptable():
+            raise InputError(
+                "scriptable=True: the models decide by sizes; torch.jit.trace, torch.compile and torch.export take them"
+            )
         cfg = resolve_pretrained_cfg(name, kwargs.get("pretrained_cfg"), kwargs.get("pretrained_cfg_overlay"))
         if pretrained and not (cfg.has_weights or cfg.state_dict):
             raise InputError(

@@ -1,7 +1,8 @@
 """Top-1 and top-5 of a classifier on ImageNet val, V2, Real, A, R and Sketch, and its corruption errors on ImageNet-C.
 
---data has the sets' folders as their archives unpack: docs/classifiers.md lists them. Sets that are not there are named
-in the table and left out. A file that does not say which variant it is of needs --model.
+--data has the sets' folders: docs/classifiers.md lists them. Most are as their archives unpack; val's images are sorted
+into folders of classes, and ImageNet-C's five archives go into imagenet-c. Sets that are not there are named in the
+table and left out. A file that does not say which variant it is of needs --model.
 
 Example:
     python tools/evaluate_robustness.py --weights model_best.pth.tar --data imagenet

@@ -139,7 +139,8 @@ def test_what_is_missing_is_named_and_left_out(small, weights):
     assert found.sets["c"].error is None and len(found.sets["c"].missing) == 1 + 13 * 5
     lines = format_robustness(found).splitlines()
     assert "| ImageNet-R | missing: imagenet-r | - | - | - | - |" in lines
-    assert "| ImageNet-C snow | missing: severity 4 | - | - | - | - |" in lines
+    assert "| ImageNet-C snow | 4 (4 of 200000 files), 4 of 5 severities | 100.00 | 100.00 | - | - |" in lines
+    assert "| ImageNet-C frost | missing: all severities | - | - | - | - |" in lines
     assert "| ImageNet-C mCE | missing: 66 of 75 folders | - | - | - | - |" in lines
     assert "| ImageNet-C fog | 5 (5 of 250000 files) | 100.00 | 100.00 | 0.00 | - |" in lines
 
@@ -189,6 +190,13 @@ def test_no_set_is_there(tmp_path):
         evaluate_robustness("absent.pth", tmp_path / "absent", ["v2"])
     with pytest.raises(InputError, match=r"no set is named \(--sets\): there are val, real, v2"):
         evaluate_robustness("absent.pth", tmp_path, [])
+
+
+def test_a_flat_val_says_how_it_is_sorted(small):
+    (small / "val" / folders.TENCH / "ILSVRC2012_val_00000002.JPEG").rename(small / "val/ILSVRC2012_val_00000002.JPEG")
+    message = "ILSVRC2012_val_00000002.JPEG is in no folder of a class: ImageNet's val archive unpacks flat; sort"
+    with pytest.raises(InputError, match=message):
+        labelled_folder(small, "val").images()
 
 
 def test_no_image_of_val_has_a_real_label(small, weights):
