@@ -18,8 +18,8 @@ class ConversionReport:
         split: official name -> our names, for tensors that became several.
         tied: official name -> our name of the parameter that it shares its values with.
         dropped: official name -> reason.
-        initialised: our name -> why it keeps its initial value: the output norms of a LIT detector alone, which a
-            classifier does not have.
+        initialised: our name -> why it has its initial value: the output norms of a LIT detector, which a classifier
+            does not have, and the random features of a Performer's stages that are full attention in the file.
     """
 
     mapped: dict[str, str] = dataclasses.field(default_factory=dict)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.layers import is_scriptable
 from timm.models import (
     build_model_with_cfg,
     generate_default_cfgs,
@@ -83,6 +84,10 @@ def _fit(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
 
 def _entrypoint(name: str) -> Callable[..., nn.Module]:
     def create(pretrained: bool = False, features_only: bool = False, **kwargs: object) -> nn.Module:
+        if is_scriptable():
+            raise InputError(
+                "scriptable=True: the models decide by sizes; torch.jit.trace, torch.compile and torch.export take them"
+            )
         cfg = resolve_pretrained_cfg(name, kwargs.get("pretrained_cfg"), kwargs.get("pretrained_cfg_overlay"))
         if pretrained and not (cfg.has_weights or cfg.state_dict):
             raise InputError(
@@ -97,8 +102,10 @@ def _entrypoint(name: str) -> Callable[..., nn.Module]:
         if request is not None and request.kind != "getter":
             options = {**request.options, "return_dict": request.kind == "dict"}
             model, fixed, request = functools.partial(TimmFeatures, name, **options), False, None
-        elif kwargs.get("position_resizing") is not None:
-            fixed = has_fixed_input_size(get_variant(name, {"position_resizing": kwargs["position_resizing"]}))
+        else:
+            known = get_variant(name).options
+            own = {key: value for key, value in kwargs.items() if key in known and value is not None}
+            fixed = has_fixed_input_size(get_variant(name, own)) if own else None
         if request is not None:
             kwargs |= {"features_only": True, "feature_cfg": {"feature_cls": request.kind, **request.options}}
         if fixed is not None:

@@ -78,17 +78,17 @@ def main() -> None:
         overrides=tuple(args.opts),
     )
     reference = len(args.models) if args.against else 0
-    found, limits = [], []
+    found, limits, rates = [], [], None
     for size in sizes:
         cases = [make(name=name, is_baseline=is_baseline, size=size) for name, is_baseline in names]
         found += measure(cases, reference=reference, runs=args.runs, memory=not args.no_memory)
         if args.limits:
-            rates = measure_rates(cases[0].device, args.dtype)
+            rates = rates or measure_rates(cases[0].device, args.dtype)
             limits += [find_limits(case, rates) for case in cases]
     print(format_measurements(found, reference=names[reference][0]))
     if limits:
         print(f"\n{format_limits(limits, found, rates)}")
-    write_json(args.json, as_json_of(found, limits))
+    write_json(args.json, as_json_of(found, limits, rates))
     if args.plot:
         draw_measurements(found, args.plot)
 

@@ -1,7 +1,8 @@
 """Top-1 and top-5 of a classifier on ImageNet val, V2, Real, A, R and Sketch, and its corruption errors on ImageNet-C.
 
---data has the sets' folders as their archives unpack: docs/classifiers.md lists them. Sets that are not there are named
-in the table and left out. A file that does not say which variant it is of needs --model.
+--data has the sets' folders: docs/classifiers.md lists them. Most are as their archives unpack; val's images are sorted
+into folders of classes, and ImageNet-C's five archives go into imagenet-c. Sets that are not there are named in the
+table and left out. A file that does not say which variant it is of needs --model.
 
 Example:
     python tools/evaluate_robustness.py --weights model_best.pth.tar --data imagenet
@@ -24,7 +25,7 @@ def main() -> None:
     parser.add_argument("--data", required=True, metavar="DIR", help="the folder that the sets' folders are in")
     sets = list(ROBUSTNESS_SETS)
     parser.add_argument("--sets", nargs="+", default=sets, metavar="SET", help=f"of {' '.join(sets)} (default all)")
-    parser.add_argument("--img-size", type=int, metavar="PIXELS", help="default: of the file, else the variant's own")
+    parser.add_argument("--img-size", type=int, metavar="PIXELS", help="resizes tables too (default: of the run)")
     parser.add_argument("--crop-pct", type=float, metavar="SHARE", help="of the shorter side that the crop has")
     parser.add_argument("--averaged", action="store_true", help="the averaged weights of train.py --model-ema")
     parser.add_argument("--batch-size", type=int, default=64, metavar="N", help="images at once (default 64)")

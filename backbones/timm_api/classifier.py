@@ -59,6 +59,8 @@ class TimmClassifier(Classifier):
     ) -> None:
         check_in_chans(name, in_chans)
         _check_num_classes(num_classes)
+        if isinstance(drop_rate, bool) or not isinstance(drop_rate, int | float) or not 0 <= drop_rate < 1:
+            raise InputError(f"drop_rate={drop_rate!r}: it is at least 0 and below 1")
         img_size = get_variant(name).classifier_img_size if img_size is None else img_size
         made = create_classifier(name, num_classes=max(num_classes, 1), img_size=img_size, **options)
         super().__init__(made.backbone, num_classes=max(num_classes, 1), pool=made.pool, norm_eps=made.norm.eps)

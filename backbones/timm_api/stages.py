@@ -35,14 +35,24 @@ def chosen_stages(argument: str, chosen: int | Sequence[int] | None, number: int
     """
     if chosen is None:
         stages = range(number)
-    elif type(chosen) is int:
-        stages = range(-chosen, 0)
+    elif isinstance(chosen, Sequence) and not isinstance(chosen, str):
+        stages = [_whole(index) for index in chosen]
     else:
-        stages = chosen
-    is_list = isinstance(stages, Sequence) and not isinstance(stages, str)
-    if not is_list or not stages or not all(type(index) is int and -number <= index < number for index in stages):
+        last = _whole(chosen)
+        stages = [] if last is None else range(-last, 0)
+    if not stages or not all(index is not None and -number <= index < number for index in stages):
         raise InputError(f"{argument}={chosen!r}: {name} has the stages 0 to {number - 1}")
     return sorted({index % number for index in stages})
+
+
+def _whole(value: object) -> int | None:
+    """Of any kind of whole number, NumPy's among them; None for another value."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
 
 
 def has_fixed_input_size(variant: Variant) -> bool:

@@ -3,7 +3,8 @@
 import dataclasses
 import importlib
 import logging
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +30,21 @@ class LoadedClassifier:
     Attributes:
         model: timm's model of the variant, in eval mode: (B, 3, H, W) -> (B, ``num_classes``).
         variant: of ``backbones.list_variants()``.
-        img_size: height and width in pixels that its tables of positions are made for.
+        img_size: height and width in pixels of its images.
+        table_img_size: those that its tables of positions are made for; a run of timm may see smaller images.
         num_classes: of its head.
         source: what the file is, in words.
+        preparation: of images, where the file says it, by the keys of timm's data config: ``mean`` and ``std``, each
+            three numbers for RGB in 0..1, ``interpolation`` and ``crop_pct``.
     """
 
     model: nn.Module
     variant: str
     img_size: tuple[int, int]
+    table_img_size: tuple[int, int]
     num_classes: int
     source: str
+    preparation: dict[str, object] = dataclasses.field(default_factory=dict)
 
 
 def load_classifier(
@@ -46,13 +52,14 @@ def load_classifier(
 ) -> LoadedClassifier:
     """The classifier of a checkpoint: what it says of itself counts, and what it does not say is the variant's own.
 
-    Tables of positions are resized where the size is another than they were made for.
+    Tables of positions stay as they were trained, also for images of another size, unless ``img_size`` is given.
 
     Args:
         path: ``.pth``, ``.pth.tar`` or ``.safetensors``: of timm's ``train.py``, of ``tools/convert_checkpoint.py
             --classifier``, an official classifier, or a state dict of ``create_classifier``.
         variant: its name; None where the file says it.
-        img_size: the side of its images in pixels; None for what the file says, or else the variant's own.
+        img_size: a side in pixels that tables of positions are resized to, and that of its images; None for the sizes
+            that the file says, or else those of its tables, and last the variant's own.
         averaged: take the averaged weights that ``train.py --model-ema`` saves beside the others.
 
     Raises:
@@ -61,55 +68,111 @@ def load_classifier(
     if variant is not None:
         get_variant(variant)
     contents = read_checkpoint(path)
-    said = _said(contents)
+    try:
+        said = _said(contents)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
     if variant is not None and said.variant not in (None, variant):
         raise InputError(f"{path} says that it is of {said.variant}, and --model is {variant}: leave --model out")
     variant = variant or said.variant
     if variant is None:
         raise InputError(f"{path} does not say which variant it is of: add --model, such as --model vil_small_rpb")
-    size = (img_size, img_size) if img_size is not None else said.img_size
+    given = None if img_size is None else (img_size, img_size)
     try:
-        state_dict, options, source = _weights(contents, variant, size, averaged)
+        state_dict, options, source = _weights(contents, variant, given or said.img_size or said.tables, averaged)
         options = said.options | options
-        size = tuple(options.pop("img_size", None) or size or [get_variant(variant).classifier_img_size] * 2)
-        model = _create(variant, state_dict, size, options)
+        converted = _pair(options.pop("img_size", None))
+        tables = given or converted or _tables(state_dict, variant) or said.tables or _own_size(variant)
+        model = _create(variant, state_dict, tables, options)
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
-    return LoadedClassifier(model.eval(), variant, size, len(state_dict["head.weight"]), source)
+    images, num_classes = given or said.img_size or tables, len(state_dict["head.weight"])
+    return LoadedClassifier(model.eval(), variant, images, tables, num_classes, source, said.preparation)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Said:
-    """What a file says of itself."""
+    """What a file says of itself: of its sizes, those of images and those that tables are made for."""
 
     variant: str | None = None
     img_size: tuple[int, int] | None = None
+    tables: tuple[int, int] | None = None
     options: dict[str, object] = dataclasses.field(default_factory=dict)
+    preparation: dict[str, object] = dataclasses.field(default_factory=dict)
 
 
 def _said(contents: Mapping[str, Any]) -> _Said:
     ours = contents.get(PROVENANCE_KEY)
     if isinstance(ours, Mapping) and isinstance(ours.get("variant"), str):
-        return _Said(ours["variant"], _pair(ours.get("img_size")), dict(ours.get("options") or {}))
+        return _Said(ours["variant"], tables=_pair(ours.get("img_size")), options=dict(ours.get("options") or {}))
     variant = named_variant(contents)
     if variant is None:
         return _Said()
-    # timm's arguments: --input-size before --img-size; img_size among --model-kwargs is of the tables.
+    # timm's arguments: of images --input-size before --img-size, and the variant's own without; of tables img_size
+    # among --model-kwargs.
     args = contents["args"]
     kwargs = getattr(args, "model_kwargs", None) or {}
     input_size = getattr(args, "input_size", None)
     # DeiT's, and so LIT-Ti's, is one number, timm's has the channels first.
     input_size = input_size[1:] if isinstance(input_size, (list, tuple)) else input_size
-    sizes = (kwargs.get("img_size"), input_size, getattr(args, "img_size", None))
+    img_size = _pair(input_size) or _pair(getattr(args, "img_size", None)) or _own_size(variant)
     own = get_variant(variant).options
     options = {key: value for key, value in kwargs.items() if key in own}
-    return _Said(variant, next((pair for pair in map(_pair, sizes) if pair), None), options)
+    return _Said(variant, img_size, _pair(kwargs.get("img_size")), options, _preparation(args))
+
+
+def _preparation(args: object) -> dict[str, object]:
+    """What timm's arguments say of images; it takes one number of ``--mean`` and ``--std`` for each channel."""
+    found = {}
+    for key, (is_right, meaning) in _PREPARATION.items():
+        value = getattr(args, key, None)
+        if value is None or value == "":
+            continue
+        if not is_right(value):
+            raise InputError(f"args.{key} is {value!r} in it: it is {meaning}")
+        found[key] = tuple(value) * (3 // len(value)) if isinstance(value, (list, tuple)) else value
+    return found
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _are_colors(value: object) -> bool:
+    is_list = isinstance(value, (list, tuple)) and len(value) in (1, 3)
+    return is_list and all(isinstance(number, (int, float)) and math.isfinite(number) for number in value)
+
+
+_INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
+_PREPARATION: dict[str, tuple[Callable[[object], bool], str]] = {
+    "mean": (_are_colors, "three numbers, or one"),
+    "std": (lambda value: _are_colors(value) and all(map(_is_positive, value)), "three numbers above 0, or one"),
+    "interpolation": (lambda value: value in _INTERPOLATIONS, f"one of {', '.join(_INTERPOLATIONS)}"),
+    "crop_pct": (_is_positive, "a number above 0"),
+}
 
 
 def _pair(size: object) -> tuple[int, int] | None:
     if isinstance(size, int):
         return size, size
     return tuple(size) if isinstance(size, (list, tuple)) and len(size) == 2 else None
+
+
+def _own_size(variant: str) -> tuple[int, int]:
+    side = get_variant(variant).classifier_img_size
+    return side, side
+
+
+def _tables(state_dict: Mapping[str, Tensor], variant: str) -> tuple[int, int] | None:
+    """What the absolute positions of ViL's first stage are for, in whole patches; None where there are none.
+
+    Newer scripts of timm make the tables for ``--img-size``, older ones for the variant's own size: the tables tell.
+    """
+    step = get_variant(variant).steps[0]
+    sides = [state_dict.get(f"backbone.stages.0.positions.{leaf}") for leaf in ("rows", "cols")]
+    if any(side is None for side in sides):
+        return None
+    return len(sides[0]) * step, len(sides[1]) * step
 
 
 def _weights(

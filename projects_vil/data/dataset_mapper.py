@@ -163,7 +163,8 @@ def check_padding(cfg: CfgNode) -> None:
     """Whether ``INPUT.CROP.PAD`` is for a model, and for crops, that know it.
 
     Raises:
-        InputError: where it would have no effect, or no size to pad to.
+        InputError: for a model whose crops are not padded, and for crops that have no one size to pad to. Without
+            crops it is let be: it has no effect then.
     """
     crop = cfg.INPUT.CROP
     if not crop.PAD:

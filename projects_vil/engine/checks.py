@@ -21,7 +21,7 @@ from projects_vil.engine.steps import AMP_DTYPES, check_groups
 from projects_vil.evaluation import LOSS_TASK, check_coco_api
 from projects_vil.modeling import build_on_meta
 from projects_vil.progress import check_services
-from projects_vil.solver import LR_SCHEDULERS, OPTIMIZERS, build_optimizer
+from projects_vil.solver import LR_SCHEDULERS, OPTIMIZERS, build_lr_scheduler, build_optimizer
 
 # What is passed over is said where the run resumes.
 _SILENT = logging.Logger(__name__, level=logging.CRITICAL + 1)
@@ -44,6 +44,7 @@ def check_setup(cfg: CfgNode, *, processes: int = 1, eval_only: bool = False, re
     if not eval_only:
         _check_batch(cfg, max(processes, 1))
         optimizer = build_optimizer(cfg, model)
+        _check_schedule(cfg, max(processes, 1))
         if cfg.MODEL.TRANSFORMER.RANDOM_SHIFT_UNTIL:
             RandomShift(model, cfg.MODEL.TRANSFORMER.RANDOM_SHIFT_UNTIL)
         if processes > 1 and not on_gpu:
@@ -69,6 +70,17 @@ def check_setup(cfg: CfgNode, *, processes: int = 1, eval_only: bool = False, re
         raise InputError("MODEL.WEIGHTS is empty: name the checkpoint to evaluate")
     if cfg.MODEL.WEIGHTS:
         check_weights(cfg, cfg.MODEL.WEIGHTS, complete=eval_only, model=model)
+
+
+def _check_schedule(cfg: CfgNode, processes: int) -> None:
+    """Whether there is one, at the rate that detectron2's trainer will scale, if it does."""
+    rate, reference = cfg.SOLVER.BASE_LR, cfg.SOLVER.REFERENCE_WORLD_SIZE
+    if reference:
+        cfg = cfg.clone()
+        cfg.defrost()
+        cfg.SOLVER.BASE_LR = rate = rate * processes / reference
+    # An optimizer of its own: a schedule sets the rates of the one that it is for.
+    build_lr_scheduler(cfg, torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=rate))
 
 
 def _check_optimizer(resumed: Path, optimizer: torch.optim.Optimizer) -> None:

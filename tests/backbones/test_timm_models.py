@@ -107,7 +107,15 @@ def test_features_are_the_maps_of_create_backbone(name):
 
 @pytest.mark.parametrize(
     "out_indices, stages",
-    [((1, 3), (1, 3)), ((-1, 0), (0, 3)), (2, (2, 3)), ([2], (2,)), (None, (0, 1, 2, 3))],
+    [
+        ((1, 3), (1, 3)),
+        (tuple(np.arange(1, 4, 2)), (1, 3)),
+        (np.int64(2), (2, 3)),
+        ((-1, 0), (0, 3)),
+        (2, (2, 3)),
+        ([2], (2,)),
+        (None, (0, 1, 2, 3)),
+    ],
     ids=str,
 )
 def test_out_indices_are_those_of_timm(out_indices, stages):
@@ -127,6 +135,10 @@ def test_out_indices_are_those_of_timm(out_indices, stages):
         ({"pretrained": True}, "no weights of vil_tiny are hosted; docs/checkpoints.md"),
         ({"pretrained": True, "features_only": True}, "no weights of vil_tiny are hosted"),
         ({"global_pool": "max"}, "global_pool='max': this variant pools by 'avg'"),
+        ({"scriptable": True}, "scriptable=True: the models decide by sizes; torch.jit.trace, torch.compile and"),
+        ({"drop_rate": 1.5}, "drop_rate=1.5: it is at least 0 and below 1"),
+        ({"drop_rate": True}, "drop_rate=True: it is at least 0 and below 1"),
+        ({"features_only": True, "out_indices": (True, 2)}, r"out_indices=\(True, 2\): vil_tiny has the stages 0 to 3"),
         ({"bn_momentum": 0.1}, "no keyword 'bn_momentum'"),
         ({"drop_block_rate": 0.1}, "no keyword 'drop_block_rate'; did you mean 'drop_path_rate'"),
         ({"window_sise": 7}, "no keyword 'window_sise'; did you mean 'window_size'"),

@@ -80,6 +80,12 @@ FAULTS = (
     Fault("INPUT.CROP.TYPE relativ", f"{TRAIN} INPUT.CROP.ENABLED True INPUT.CROP.TYPE relativ"),
     Fault("two keys that scale the rate", f"{TRAIN} SOLVER.SCALE_LR_TO_BATCH 16 SOLVER.REFERENCE_WORLD_SIZE 8"),
     Fault(
+        "a last rate above the first, over an older run",
+        "train_net.py --config-file run/config.yaml OVERWRITE_OUTPUT_DIR True SOLVER.LR_SCHEDULER_NAME WarmupPolyLR "
+        "SOLVER.BASE_LR 1e-7 SOLVER.BASE_LR_END 1e-6",
+        parts=("run",),
+    ),
+    Fault(
         "a warm-up that never ends",
         f"{TRAIN} SOLVER.WARMUP_ITERS 50",
         status=0,

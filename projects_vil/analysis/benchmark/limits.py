@@ -1,6 +1,7 @@
 """How far a step is from what its device can do: the work of its operators, beside rates measured on large ones."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import torch
@@ -20,6 +21,10 @@ _COPIES = {
     *("index_put", "index_put_", "index_select", "new_zeros", "repeat", "roll", "select_backward", "slice_backward"),
     *("stack", "zero_", "zeros", "zeros_like"),
 }
+# Those that write their first tensor and do not read it; all that make one like it are of them too.
+_WRITES = {"copy_", "zero_", "fill_"}
+# Those that touch as much of a table as the indices name.
+_PICKS, _PUTS = {"index", "index_select", "gather", "embedding"}, {"index_put_", "_index_put_impl_"}
 _PRODUCT_SIDE, _COPY_NUMBERS = 2048, 2**26
 
 
@@ -40,7 +45,7 @@ class Limits:
         case: what was run.
         seconds: by kind of operator, what its operators took, each alone.
         shortest: by what holds an operator up, what those operators would take at the device's rates: ``"arithmetic"``,
-            ``"memory"``, where each reads and writes all of its tensors once, or ``"overhead"`` of calling it.
+            ``"memory"``, where each moves once what it has to of its tensors, or ``"overhead"`` of calling it.
         operators: number of those that compute or copy; views are none.
     """
 
@@ -105,7 +110,7 @@ class Work(TorchDispatchMode):
         self.operators += 1
         self.seconds[kind_of(func.overloadpacket.__name__)] += seconds
         arithmetic = _flops(func.overloadpacket, args, kwargs, output) / self.rates.flops
-        memory = sum(map(_bytes, [*given, *made])) / self.rates.bytes
+        memory = _moved(func.overloadpacket.__name__, args, kwargs, output) / self.rates.bytes
         longest, bound = max(zip((arithmetic, memory, self.rates.call), BOUNDS, strict=True))
         self.shortest[bound] += longest
         return output
@@ -147,12 +152,26 @@ def _tensors(values: object) -> list[Tensor]:
     return list(found.values())
 
 
+def _moved(name: str, args: tuple, kwargs: dict, output: object) -> int:
+    """The bytes that an operator has to read and to write."""
+    others, made = _tensors((args[1:], kwargs)), _tensors(output)
+    if name in _WRITES or name.startswith("new_") or name.endswith("_like"):
+        return sum(map(_bytes, [*others, *made]))
+    if name in _PICKS:
+        return min(_bytes(args[0]), sum(map(_bytes, made))) + sum(map(_bytes, [*others, *made]))
+    if name in _PUTS:
+        adds = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
+        return sum(map(_bytes, others)) + (2 if adds else 1) * min(_bytes(args[0]), _bytes(args[2]))
+    return sum(map(_bytes, [*_tensors((args, kwargs)), *made]))
+
+
 def _bytes(x: Tensor) -> int:
-    """Of the numbers that ``x`` has: those of an expanded axis once."""
-    numbers = 1
-    for size, stride in zip(x.shape, x.stride(), strict=True):
-        numbers *= size if stride else min(size, 1)
-    return numbers * x.itemsize
+    """Of the memory that the numbers of ``x`` lie in: expanded axes and views that overlap have less than numbers."""
+    if not x.numel():
+        return 0
+    axes = [(size, stride) for size, stride in zip(x.shape, x.stride(), strict=True) if stride]
+    reach = 1 + sum((size - 1) * stride for size, stride in axes)
+    return min(math.prod(size for size, _ in axes), reach) * x.itemsize
 
 
 def _shortest(step: Callable[[], object], device: str, runs: int = 20) -> float:

@@ -1,5 +1,6 @@
 """Measurements as a table, as JSON, and as a drawing of time and memory against pixels."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -62,8 +63,8 @@ def growth(measurements: Sequence[Measurement]) -> dict[str, dict[str, float]]:
     return found
 
 
-def as_json_of(measurements: Sequence[Measurement], limits: Sequence[Limits] = ()) -> dict:
-    """For ``--json``; ``limits``, if there are any, are those of the measurements, in their order."""
+def as_json_of(measurements: Sequence[Measurement], limits: Sequence[Limits] = (), rates: Rates | None = None) -> dict:
+    """For ``--json``; ``limits``, if there are any, are those of the measurements, in their order, at ``rates``."""
     rows = []
     for m in measurements:
         row = {"model": m.case.name, "what": m.case.what, "size": list(m.case.size), "batch_size": m.case.batch_size}
@@ -73,7 +74,8 @@ def as_json_of(measurements: Sequence[Measurement], limits: Sequence[Limits] = (
         rows.append(row)
     for row, found in zip(rows, limits, strict=False):
         row |= {"limit": found.shortest, "operators": found.operators, "seconds_by_kind": found.seconds}
-    return {"measurements": rows, "growth": growth(measurements)}
+    found = {"measurements": rows, "growth": growth(measurements)}
+    return found if rates is None else found | {"rates": dataclasses.asdict(rates)}
 
 
 def draw_measurements(measurements: Sequence[Measurement], path: str | Path) -> None:

@@ -27,7 +27,8 @@ class Predictor:
 
     Args:
         classifier: its model is moved to ``device``.
-        crop_pct: the share of the shorter side that the crop has; None for the classifier's own.
+        crop_pct: the share of the shorter side that the crop has; None for what the classifier's file says, or else its
+            variant's.
         batch_size: images at once.
         num_workers: processes that read images; 0 for this one.
         device: of torch.
@@ -48,7 +49,8 @@ class Predictor:
     ) -> None:
         self._device = torch.device(device)
         self._model = classifier.model.to(self._device)
-        given = {"input_size": (3, *classifier.img_size), "crop_pct": crop_pct}
+        given = {**classifier.preparation, "input_size": (3, *classifier.img_size)}
+        given |= {} if crop_pct is None else {"crop_pct": crop_pct}
         self.data_config = resolve_model_data_config(self._model, args=given)
         self._batch_size, self._num_workers = batch_size, num_workers
         self._last: tuple[LabelledFolder, tuple[Tensor, list[Path], list[int]]] | None = None

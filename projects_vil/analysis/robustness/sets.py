@@ -1,8 +1,8 @@
 """The sets that classifiers of ImageNet's 1000 classes are evaluated on, and how their folders are read, as published.
 
-In a folder of data lie, each as its archive unpacks: ``val`` (ImageNet's validation images, a folder a class), the
-three of ImageNet-V2, ``real.json`` (ImageNet-Real's labels for ``val``), ``imagenet-a``, ``imagenet-r``, ``sketch`` and
-``imagenet-c/CORRUPTION/SEVERITY``.
+In a folder of data lie the three of ImageNet-V2, ``imagenet-a``, ``imagenet-r`` and ``sketch`` as they unpack,
+``real.json`` (ImageNet-Real's labels for ``val``), ``imagenet-c/CORRUPTION/SEVERITY`` (what its five archives hold, in
+one folder) and ``val`` (ImageNet's validation images, sorted into a folder a class: the archive unpacks flat).
 """
 
 import dataclasses
@@ -96,8 +96,15 @@ class LabelledFolder:
         return paths, labels
 
     def _class_folders(self) -> list[Path]:
+        entries = _entries(self.path)
+        flat = next((entry for entry in entries if _VAL_IMAGE.fullmatch(entry.name)), None)
+        if flat is not None:
+            raise InputError(
+                f"{flat} is in no folder of a class: ImageNet's val archive unpacks flat; sort its images into folders "
+                f"of classes, such as {self.path / next(iter(self.classes))}"
+            )
         # ImageNet-A and -R have a README.txt beside the class folders.
-        folders = [entry for entry in _entries(self.path) if entry.is_dir()]
+        folders = [entry for entry in entries if entry.is_dir()]
         if not folders:
             raise InputError(f"{self.path} has no folders of classes, such as {next(iter(self.classes))}")
         for folder in folders:

@@ -42,10 +42,12 @@ def _rows_of_corruptions(result: SetResult) -> list[Sequence[str]]:
 
 
 def _row_of_corruption(title: str, found: CorruptionResult) -> Sequence[str]:
+    if not found.scores:
+        return title, "missing: all severities", _NONE, _NONE, _NONE, _NONE
+    images, *means = _cells(list(found.scores.values()), _CORRUPTED.num_images)
     if found.error is None:
-        absent = ", ".join(str(severity) for severity in SEVERITIES if severity not in found.scores)
-        return title, f"missing: severity {absent}", _NONE, _NONE, _NONE, _NONE
-    return title, *_cells(list(found.scores.values()), _CORRUPTED.num_images), f"{found.error:.2f}", _NONE
+        return title, f"{images}, {len(found.scores)} of {len(SEVERITIES)} severities", *means, _NONE, _NONE
+    return title, images, *means, f"{found.error:.2f}", _NONE
 
 
 def _cells(scores: Sequence[Score], published: int) -> tuple[str, str, str]:

@@ -16,6 +16,7 @@ from tests.selection import slow_except
 SMALL = "vil_tiny_1_1_3_1"
 RELATIVE = "vil_tiny_1_1_3_1_rpb"
 FAMILIES = [SMALL, RELATIVE, "performer_tiny", "linformer_tiny", "ls_tiny", "cvt_ls_13", "lit_ti", "lit_s"]
+FAMILIES += ["lit_s_seg", "global_tiny", "sra32_tiny"]
 # The narrow ones, whose weights are drawn in no time
 FAST = [SMALL, RELATIVE]
 SIZE = (64, 96)

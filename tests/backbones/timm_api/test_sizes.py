@@ -39,15 +39,16 @@ def test_the_sizes_of_all_variants_are_fixed_where_positions_are_absolute():
 
 
 @pytest.mark.parametrize(
-    "name, position_resizing, fixed",
+    "name, position_resizing, others, fixed",
     slow_except(
-        [(SMALL, "map", False), (SMALL, "load", True), (RELATIVE, "load", False)]
-        + [("lit_ti", "load", True), ("ls_tiny", "load", True), ("ls_tiny", "map", False)],
+        [(SMALL, "map", {}, False), (SMALL, "load", {}, True), (RELATIVE, "load", {}, False)]
+        + [(RELATIVE, "load", {"attention": "dense"}, True), (RELATIVE, "map", {"attention": "dense"}, False)]
+        + [("lit_ti", "load", {}, True), ("ls_tiny", "load", {}, True), ("ls_tiny", "map", {}, False)],
         FAST,
     ),
 )
-def test_a_fixed_size_follows_from_how_positions_are_resized(name, position_resizing, fixed):
-    options = {"position_resizing": position_resizing, "num_classes": 2}
+def test_a_fixed_size_follows_from_how_positions_are_resized(name, position_resizing, others, fixed):
+    options = {"position_resizing": position_resizing, "num_classes": 2, **others}
     model = timm.create_model(name, img_size=32, **options).eval()
     assert model.default_cfg["fixed_input_size"] == fixed
     if fixed:

@@ -188,6 +188,9 @@ def test_names_that_are_none(name, is_baseline, message):
 
 
 A, B = torch.rand(8, 4), torch.rand(4, 6)
+TARGET = torch.rand(8, 4)
+# An index of 8 bytes is as much as two numbers.
+ROW = torch.tensor([1])
 
 
 @pytest.mark.parametrize(
@@ -201,8 +204,20 @@ A, B = torch.rand(8, 4), torch.rand(4, 6)
         (lambda: A[:, :1].expand(-1, 4) + 1, 0, 8 + 8 * 4),
         (lambda: A.view(4, 8).transpose(0, 1).detach(), 0, 0),
         (lambda: torch.empty(9), 0, 0),
+        (lambda: TARGET.copy_(A), 0, 2 * 8 * 4),
+        (lambda: TARGET.zero_(), 0, 8 * 4),
+        (lambda: TARGET.fill_(2), 0, 8 * 4),
+        (lambda: torch.zeros_like(A), 0, 8 * 4),
+        (lambda: A.new_zeros(3), 0, 3),
+        (lambda: A[ROW], 0, 4 + 2 + 4),
+        (lambda: A.index_select(0, ROW), 0, 4 + 2 + 4),
+        (lambda: A.gather(0, ROW[:, None]), 0, 1 + 2 + 1),
+        (lambda: TARGET.index_put_((ROW,), A[:1]), 0, 4 + 2 + 4),
+        (lambda: TARGET.index_put_((ROW,), A[:1], accumulate=True), 0, 4 + 2 + 2 * 4),
+        (lambda: A.view(-1).unfold(0, 4, 1) + 1, 0, 8 * 4 + 29 * 4),
     ],
-    ids=["product", "of itself", "product in place", "sum", "sum in place", "expanded", "views", "room"],
+    ids=["product", "of itself", "product in place", "sum", "sum in place", "expanded", "views", "room"]
+    + ["copy", "zeros", "fill", "zeros like", "new", "index", "select", "gather", "put", "put and add", "overlapping"],
 )
 def test_work_of_an_operator(step, flops, numbers):
     """Floating-point operations at one a second, or bytes at one a second, counted by hand."""
@@ -256,7 +271,9 @@ def test_limits_of_a_model():
     (measured,) = measure([forward.case], runs=1, memory=False)
     table = format_limits([forward], [measured], rates).splitlines()
     assert len(table) == 6 and {line.count("|") for line in table[3:]} == {6 + 3 + len(KINDS) + 1}
-    row = as_json_of([measured], [forward])["measurements"][0]
+    said = as_json_of([measured], [forward], rates)
+    assert said["rates"] == {"flops": rates.flops, "bytes": rates.bytes, "call": rates.call}
+    row = said["measurements"][0]
     assert row["limit"] == forward.shortest and row["seconds_by_kind"] == forward.seconds
 
 

@@ -61,13 +61,69 @@ def test_averaged_weights_are_asked_for(tmp_path, classifier):
         ({"input_size": [3, 96, 64]}, (96, 64)),
         # DeiT's arguments, which LIT-Ti's official files hold too.
         ({"input_size": 96}, (96, 96)),
-        ({"model_kwargs": {"img_size": 96}}, (96, 96)),
+        ({"model_kwargs": {"img_size": 96}}, (64, 64)),
         ({"img_size": None}, (224, 224)),
+        ({"img_size": None, "model_kwargs": {"img_size": 96}}, (224, 224)),
     ],
-    ids=["input size", "side", "tables", "none"],
+    ids=["input size", "side", "tables and images", "none", "tables"],
 )
-def test_the_size_is_that_of_the_run(tmp_path, classifier, arguments, size):
+def test_the_size_of_images_is_that_of_the_run(tmp_path, classifier, arguments, size):
     assert load_classifier(save(tmp_path, timm_run(classifier.state_dict(), **arguments))).img_size == size
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "tables"),
+    [
+        (NAME.removesuffix("_rpb"), {}, (224, 224)),
+        (NAME.removesuffix("_rpb"), {"img_size": 96}, (96, 96)),
+        (NAME.removesuffix("_rpb"), {"img_size": 96, "position_resizing": "map"}, (96, 96)),
+        (NAME, {"img_size": 96, "attention": "dense"}, (96, 96)),
+    ],
+    ids=["own", "tables", "resized to the map", "bias"],
+)
+def test_images_smaller_than_the_tables_are_judged_as_in_training(tmp_path, name, options, tables):
+    """The trained model takes a part of its tables, or resizes them itself: they are not resized when it is read."""
+    trained = randomise(timm.create_model(name, num_classes=7, **options)).eval()
+    contents = timm_run(trained.state_dict(), model=name, img_size=64, model_kwargs=options)
+    loaded = load_classifier(save(tmp_path, contents))
+    assert (loaded.img_size, loaded.table_img_size) == (SIZE, tables)
+    assert torch.equal(logits(loaded.model), logits(trained))
+    given = load_classifier(save(tmp_path, contents), img_size=64)
+    assert (given.img_size, given.table_img_size) == (SIZE, SIZE)
+
+
+def test_tables_that_a_script_made_for_its_images(tmp_path):
+    """As those of timm do that resolve --img-size for models of a fixed size."""
+    name = NAME.removesuffix("_rpb")
+    trained = randomise(create_classifier(name, num_classes=7, img_size=SIZE)).eval()
+    loaded = load_classifier(save(tmp_path, timm_run(trained.state_dict(), model=name)))
+    assert loaded.table_img_size == SIZE and torch.equal(logits(loaded.model), logits(trained))
+    plain = load_classifier(save(tmp_path, trained.state_dict()), name)
+    assert plain.img_size == SIZE and torch.equal(logits(plain.model), logits(trained))
+
+
+def test_the_preparation_of_images_is_that_of_the_run(tmp_path, classifier):
+    said = {"mean": [0.5], "std": [0.2, 0.3, 0.4], "interpolation": "bilinear", "crop_pct": 0.9}
+    loaded = load_classifier(save(tmp_path, timm_run(classifier.state_dict(), **said)))
+    assert loaded.preparation == said | {"mean": (0.5, 0.5, 0.5), "std": (0.2, 0.3, 0.4)}
+    unsaid = timm_run(classifier.state_dict(), mean=None, std=None, interpolation="", crop_pct=None)
+    assert load_classifier(save(tmp_path, unsaid)).preparation == {}
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"mean": [0.5, 0.5]}, r"args.mean is \[0.5, 0.5\] in it: it is three numbers, or one"),
+        ({"std": [0.0]}, r"args.std is \[0.0\] in it: it is three numbers above 0, or one"),
+        ({"interpolation": "cubic"}, "args.interpolation is 'cubic' in it: it is one of nearest, "),
+        ({"crop_pct": "0.9"}, "args.crop_pct is '0.9' in it: it is a number above 0"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_preparation_that_is_none(tmp_path, classifier, said, message):
+    path = save(tmp_path, timm_run(classifier.state_dict(), **said))
+    with pytest.raises(InputError, match=f"^{path}: {message}"):
+        load_classifier(path)
 
 
 def test_options_of_the_run_count(tmp_path):

@@ -38,6 +38,17 @@ def test_amp_on_the_cpu(shapes):
     check_setup(small_config("retinanet", "SOLVER.AMP.ENABLED", "True", "SOLVER.AMP.DTYPE", "bfloat16"))
 
 
+def test_a_last_rate_above_the_first(shapes):
+    poly = ["SOLVER.LR_SCHEDULER_NAME", "WarmupPolyLR", "SOLVER.BASE_LR", "1e-5", "SOLVER.BASE_LR_END", "1e-6"]
+    check_setup(small_config("retinanet", *poly))
+    lower = [*poly, "SOLVER.BASE_LR", "1e-7"]
+    assert setup_message(*lower) == "SOLVER.BASE_LR_END is 1e-06: it is 0 to SOLVER.BASE_LR, 1e-07"
+    scaled = [*poly, "SOLVER.REFERENCE_WORLD_SIZE", "16", "SOLVER.IMS_PER_BATCH", "16"]
+    assert "it is 0 to SOLVER.BASE_LR, 6.25e-07" in setup_message(*scaled)
+    check_setup(small_config("retinanet", *scaled), processes=16)
+    assert "POLY_LR_POWER is 0.0: it is above 0" in setup_message(*poly, "SOLVER.POLY_LR_POWER", "0.0")
+
+
 def test_another_device():
     assert setup_message("MODEL.DEVICE", "tpu") == "MODEL.DEVICE is 'tpu': it is cpu or cuda"
 

@@ -1,12 +1,13 @@
 """A classifier on small sets: real weights, real JPEGs, and the tool."""
 
+import argparse
 import dataclasses
 import json
 
 import pytest
 import torch
 from PIL import Image
-from timm.data import create_transform
+from timm.data import create_transform, resolve_data_config
 
 from backbones import InputError, create_classifier
 from backbones.files import read_checkpoint
@@ -115,6 +116,18 @@ def test_predictions_are_those_of_the_model_image_by_image(data, weights):
             assert row == logits.topk(5).indices.tolist()
 
 
+def test_images_are_prepared_as_the_run_did(weights, tmp_path):
+    said = {"mean": [0.5, 0.4, 0.3], "std": [0.2], "interpolation": "bilinear", "crop_pct": 0.9, "img_size": 64}
+    contents = {"state_dict": read_checkpoint(weights / "random.pth")["model"]}
+    contents["args"] = argparse.Namespace(model=VARIANT, **said)
+    torch.save(contents, tmp_path / "run.pth.tar")
+    classifier = load_classifier(tmp_path / "run.pth.tar")
+    own = Predictor(classifier).data_config
+    assert own == resolve_data_config(said, model=classifier.model)
+    assert (own["std"], own["interpolation"], own["crop_pct"]) == ((0.2, 0.2, 0.2), "bilinear", 0.9)
+    assert Predictor(classifier, crop_pct=1.0).data_config == own | {"crop_pct": 1.0}
+
+
 def test_what_is_missing_is_named_and_left_out(small, weights):
     folders.write_corruptions(small, ("fog", "snow"), (1, 2, 3, 4, 5))
     (small / "imagenet-c/snow/4/n01440764").rename(small / "moved")
@@ -126,7 +139,8 @@ def test_what_is_missing_is_named_and_left_out(small, weights):
     assert found.sets["c"].error is None and len(found.sets["c"].missing) == 1 + 13 * 5
     lines = format_robustness(found).splitlines()
     assert "| ImageNet-R | missing: imagenet-r | - | - | - | - |" in lines
-    assert "| ImageNet-C snow | missing: severity 4 | - | - | - | - |" in lines
+    assert "| ImageNet-C snow | 4 (4 of 200000 files), 4 of 5 severities | 100.00 | 100.00 | - | - |" in lines
+    assert "| ImageNet-C frost | missing: all severities | - | - | - | - |" in lines
     assert "| ImageNet-C mCE | missing: 66 of 75 folders | - | - | - | - |" in lines
     assert "| ImageNet-C fog | 5 (5 of 250000 files) | 100.00 | 100.00 | 0.00 | - |" in lines
 
@@ -176,6 +190,13 @@ def test_no_set_is_there(tmp_path):
         evaluate_robustness("absent.pth", tmp_path / "absent", ["v2"])
     with pytest.raises(InputError, match=r"no set is named \(--sets\): there are val, real, v2"):
         evaluate_robustness("absent.pth", tmp_path, [])
+
+
+def test_a_flat_val_says_how_it_is_sorted(small):
+    (small / "val" / folders.TENCH / "ILSVRC2012_val_00000002.JPEG").rename(small / "val/ILSVRC2012_val_00000002.JPEG")
+    message = "ILSVRC2012_val_00000002.JPEG is in no folder of a class: ImageNet's val archive unpacks flat; sort"
+    with pytest.raises(InputError, match=message):
+        labelled_folder(small, "val").images()
 
 
 def test_no_image_of_val_has_a_real_label(small, weights):
