@@ -1,4 +1,4 @@
-"""Top-1 and top-5 of a classifier on ImageNet val, V2, Real, A, R and Sketch, and its corruption errors on ImageNet-C.
+"""Top-1 and top-5 of a classifier on ImageNet val, V2, Real, A, R, Sketch and ImageNet-9, and its errors on ImageNet-C.
 
 --data has the sets' folders: docs/classifiers.md lists them. Most are as their archives unpack; val's images are sorted
 into folders of classes, and ImageNet-C's five archives go into imagenet-c. Sets that are not there are named in the

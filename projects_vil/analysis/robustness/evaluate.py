@@ -21,9 +21,11 @@ from projects_vil.analysis.robustness.scoring import (
     score,
 )
 from projects_vil.analysis.robustness.sets import (
+    REAL_LABELS,
     ROBUSTNESS_SETS,
     check_sets,
     corruption_folders,
+    in9_labels,
     labelled_folder,
     missing_parts,
     real_labels,
@@ -94,8 +96,8 @@ def evaluate_robustness(
 ) -> Evaluation:
     """Top-1 and top-5 on each set that is there, and mCE on ImageNet-C.
 
-    Images of ImageNet-C, which are crops of 224 pixels, are not cropped again. All folders are looked through before
-    the first image is read.
+    Images of ImageNet-C and ImageNet-9, which are crops of 224 pixels, are not cropped again. All folders are looked
+    through before the first image is read.
 
     Args:
         weights: as :func:`.load_classifier` takes it, with ``variant``, ``img_size`` and ``averaged``.
@@ -151,8 +153,8 @@ def _look_through(data: Path, names: Sequence[str]) -> dict[str, tuple[str, ...]
         elif name == "c":
             missing = _look_through_corruptions(data)
         else:
-            paths, _ = labelled_folder(data, name).images()
-            if the_set.labels and not any(real_labels(data, paths)):
+            paths, classes = labelled_folder(data, name).images()
+            if not any(_labels(data, name, paths, classes)):
                 raise InputError(f"{data / the_set.labels} has no labels for the images of {data / the_set.folder}")
             if len(paths) != the_set.num_images:
                 _logger.warning("%s: %d of the %d images are here", the_set.title, len(paths), the_set.num_images)
@@ -179,9 +181,20 @@ def _look_through_corruptions(data: Path) -> list[str]:
 
 def _evaluate(predictor: Predictor, data: Path, name: str) -> SetResult:
     the_set = ROBUSTNESS_SETS[name]
-    predictions, paths, classes = predictor(labelled_folder(data, name), the_set.title)
-    labels = real_labels(data, paths) if the_set.labels else [{number} for number in classes]
-    return SetResult(score=_scored(the_set.title, predictions, labels))
+    folder = labelled_folder(data, name)
+    predictions, paths, classes = predictor(folder, the_set.title, cropped=the_set.cropped)
+    return SetResult(score=_scored(the_set.title, predictions, _labels(data, name, paths, classes)))
+
+
+def _labels(data: Path, name: str, paths: Sequence[Path], classes: Sequence[int]) -> list[Collection[int]]:
+    """What is right for each image of a set, by its name or by the folder that it lies in."""
+    the_set = ROBUSTNESS_SETS[name]
+    if the_set.labels == REAL_LABELS:
+        return real_labels(data, paths)
+    if the_set.classes == "in9":
+        right = in9_labels(data)
+        return [right[number] for number in classes]
+    return [{number} for number in classes]
 
 
 def _evaluate_corruptions(predictor: Predictor, data: Path, missing: tuple[str, ...]) -> SetResult:
@@ -191,7 +204,7 @@ def _evaluate_corruptions(predictor: Predictor, data: Path, missing: tuple[str, 
         for severity in severities:
             title = f"{ROBUSTNESS_SETS['c'].title} {corruption} {severity}"
             folder = labelled_folder(data, "c", corruption, str(severity))
-            predictions, _, classes = predictor(folder, title, cropped=False)
+            predictions, _, classes = predictor(folder, title, cropped=ROBUSTNESS_SETS["c"].cropped)
             scores[severity] = _scored(title, predictions, [{number} for number in classes])
         result = CorruptionResult(scores, None)
         if len(scores) == len(SEVERITIES):

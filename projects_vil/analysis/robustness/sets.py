@@ -2,7 +2,8 @@
 
 In a folder of data lie the three of ImageNet-V2, ``imagenet-a``, ``imagenet-r`` and ``sketch`` as they unpack,
 ``real.json`` (ImageNet-Real's labels for ``val``), ``imagenet-c/CORRUPTION/SEVERITY`` (what its five archives hold, in
-one folder) and ``val`` (ImageNet's validation images, sorted into a folder a class: the archive unpacks flat).
+one folder), ``val`` (ImageNet's validation images, sorted into a folder a class: the archive unpacks flat), and
+``bg_challenge`` with ``in_to_in9.json`` (ImageNet-9 and what its authors count as each of its nine classes).
 """
 
 import dataclasses
@@ -21,6 +22,12 @@ from projects_vil.analysis.robustness.scoring import CORRUPTIONS, SEVERITIES
 from projects_vil.data import IMAGE_SUFFIXES
 
 REAL_LABELS = "real.json"
+# Of MadryLab/backgrounds_challenge: class number in 0..999, as text -> number of a class below, or -1 for none.
+IN9_LABELS = "in_to_in9.json"
+IN9_CLASSES = (
+    *("00_dog", "01_bird", "02_wheeled vehicle", "03_reptile", "04_carnivore", "05_insect", "06_musical instrument"),
+    *("07_primate", "08_fish"),
+)
 _VAL_IMAGE = re.compile(r"ILSVRC2012_val_(\d{8})\.JPEG", re.IGNORECASE)
 _NUM_CLASSES, _NUM_VAL = 1000, 50_000
 
@@ -33,9 +40,11 @@ class ImageSet:
         title: what it is called in tables.
         folder: of its images, in the folder of data.
         num_images: published; of each severity for ImageNet-C.
-        classes: ``"wordnet"`` for folders named by WordNet ids, ``"number"`` for folders 0 to 999.
+        classes: ``"wordnet"`` for folders named by WordNet ids, ``"number"`` for folders 0 to 999, ``"in9"`` for
+            ``IN9_CLASSES``.
         subset: timm's list of the 200 classes that ImageNet-A and -R have; None for all 1000.
         labels: a file beside the folder that says what is right; None where the folders do.
+        cropped: whether a crop is taken of its images; False for crops of 224 pixels.
     """
 
     title: str
@@ -44,10 +53,17 @@ class ImageSet:
     classes: str = "wordnet"
     subset: str | None = None
     labels: str | None = None
+    cropped: bool = True
+
+
+def _in9(title: str, folder: str) -> ImageSet:
+    path = f"bg_challenge/{folder}/val"
+    return ImageSet(f"ImageNet-9 {title}", path, 4_050, "in9", labels=IN9_LABELS, cropped=False)
 
 
 # Where the numbers are from: results/README.md of timm (val, V2), LS appendix D (A), README.md of hendrycks/robustness
-# (R), the dataset card of imagenet_sketch in huggingface/datasets (Sketch), whose own README says 50,000.
+# (R), the dataset card of imagenet_sketch in huggingface/datasets (Sketch), whose own README says 50,000, and "Noise or
+# Signal", Xiao et al. 2021, whose test sets these of ImageNet-9 are.
 ROBUSTNESS_SETS = {
     "val": ImageSet("ImageNet val", "val", _NUM_VAL),
     # Behind val, so that its predictions serve both.
@@ -58,7 +74,10 @@ ROBUSTNESS_SETS = {
     "a": ImageSet("ImageNet-A", "imagenet-a", 7_500, subset="imagenet_a"),
     "r": ImageSet("ImageNet-R", "imagenet-r", 30_000, subset="imagenet_r"),
     "sketch": ImageSet("ImageNet-Sketch", "sketch", 50_889),
-    "c": ImageSet("ImageNet-C", "imagenet-c", _NUM_VAL),
+    "in9": _in9("Original", "original"),
+    "in9-same": _in9("Mixed-same", "mixed_same"),
+    "in9-rand": _in9("Mixed-rand", "mixed_rand"),
+    "c": ImageSet("ImageNet-C", "imagenet-c", _NUM_VAL, cropped=False),
 }
 
 
@@ -68,7 +87,7 @@ class LabelledFolder:
 
     Attributes:
         path: of the folder.
-        classes: name of a class folder that may be in it -> class number in 0..999.
+        classes: name of a class folder that may be in it -> class number in 0..999, in 0..8 for ImageNet-9.
         subset: the classes that may be predicted, ascending; None for all.
     """
 
@@ -143,6 +162,8 @@ def labelled_folder(data: Path, name: str, *inside: str) -> LabelledFolder:
     the_set = ROBUSTNESS_SETS[name]
     if the_set.classes == "number":
         classes = {str(number): number for number in range(_NUM_CLASSES)}
+    elif the_set.classes == "in9":
+        classes = {name: number for number, name in enumerate(IN9_CLASSES)}
     else:
         classes = wordnet_classes()
     subset = None
@@ -208,6 +229,27 @@ def real_labels(data: Path, paths: Sequence[Path]) -> list[Collection[int]]:
             )
         labels.append(frozenset(lists[int(match[1]) - 1]))
     return labels
+
+
+def in9_labels(data: Path) -> list[Collection[int]]:
+    """For each class of ImageNet-9 the class numbers in 0..999 that are right.
+
+    Raises:
+        InputError: for another file than the published one.
+    """
+    path = data / IN9_LABELS
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    numbers = range(-1, len(IN9_CLASSES))
+    is_published = isinstance(found, dict) and found.keys() == {str(number) for number in range(_NUM_CLASSES)}
+    if not is_published or not all(type(value) is int and value in numbers for value in found.values()):
+        raise InputError(
+            f"{path} is not that of MadryLab/backgrounds_challenge: numbers 0 to 999 and what each is, "
+            f"-1 to {numbers[-1]}"
+        )
+    return [frozenset(int(key) for key, value in found.items() if value == number) for number in numbers[1:]]
 
 
 def _are_real_labels(lists: object) -> bool:

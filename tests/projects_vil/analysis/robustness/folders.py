@@ -49,8 +49,15 @@ def write_corruptions(data: Path, corruptions=CORRUPTIONS, severities=(1, 2, 3, 
             write_image(root / TENCH / "ILSVRC2012_val_00000002.JPEG", severity, (28, 28))
 
 
+def write_in9(data: Path, name: str, labels: dict[int, int]) -> None:
+    """A dog and a fish, and the file by which classes 0 to 999 belong to the nine."""
+    for seed, folder in enumerate(("00_dog", "08_fish")):
+        write_image(data / "bg_challenge" / name / "val" / folder / f"{seed}.JPEG", seed, (28, 28))
+    (data / "in_to_in9.json").write_text(json.dumps({str(number): labels.get(number, -1) for number in range(1000)}))
+
+
 def write_all(data: Path) -> Path:
-    """All nine sets."""
+    """All twelve sets."""
     write_val(data)
     write_real(data, {1: [13, 900], 2: [0, 1], 3: []})
     for name in ("matched-frequency", "threshold0.7", "top-images"):
@@ -58,5 +65,7 @@ def write_all(data: Path) -> Path:
     write_wordnet(data, "imagenet-a", STINGRAY, GOLDFINCH)
     write_wordnet(data, "imagenet-r", GOLDFISH, STINGRAY)
     write_wordnet(data, "sketch", TENCH, JUNCO)
+    for name in ("original", "mixed_same", "mixed_rand"):
+        write_in9(data, name, {0: 8, 1: 8, 11: 0})
     write_corruptions(data)
     return data

@@ -31,7 +31,12 @@ def test_figures_are_of_a_variant_at_a_size():
         "c": "55.2 (LS Table 4)",
         "a": "29.3 (LS Table 4)",
         "r": "45.0 (LS Table 4)",
+        "in9": "97.2 (LS Table 10)",
+        "in9-same": "91.5 (LS Table 4)",
+        "in9-rand": "85.8 (LS Table 4)",
     }
+    smaller = {name: figure.value for name, figure in paper_figures("cvt_ls_13", (224, 224)).items() if "in9" in name}
+    assert smaller == {"in9": 97.0, "in9-same": 90.7, "in9-rand": 85.6}
     larger = {name: figure.value for name, figure in paper_figures("cvt_ls_21", (448, 448)).items()}
     assert larger == {"val": 83.6, "real": 88.2, "v2": 72.9}
     assert {name: figure.value for name, figure in paper_figures("ls_medium_384", (384, 384)).items()} == {"val": 84.4}

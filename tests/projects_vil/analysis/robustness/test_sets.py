@@ -13,6 +13,7 @@ from projects_vil.analysis.robustness.sets import (
     ROBUSTNESS_SETS,
     check_sets,
     corruption_folders,
+    in9_labels,
     labelled_folder,
     missing_parts,
     real_labels,
@@ -162,3 +163,28 @@ def test_imagenet_real_is_scored_as_by_timm(tmp_path):
     assert (found.num_files, found.num_images) == (50_000, 46_837)
     assert (found.top1, found.top5) == pytest.approx((theirs.get_accuracy(1), theirs.get_accuracy(5)))
     assert 10 < found.top1 < found.top5 < 60
+
+
+def test_imagenet_9_has_nine_classes_of_several(tmp_path):
+    folders.write_in9(tmp_path, "mixed_same", {151: 0, 152: 0, 7: 1, 0: 8})
+    folder = labelled_folder(tmp_path, "in9-same")
+    assert folder.images()[1] == [0, 8] and folder.subset is None
+    right = in9_labels(tmp_path)
+    assert [sorted(numbers) for numbers in right] == [[151, 152], [7], *[[]] * 6, [0]]
+    assert missing_parts(tmp_path, "in9-rand") == ["bg_challenge/mixed_rand/val"]
+    (tmp_path / "in_to_in9.json").unlink()
+    assert missing_parts(tmp_path, "in9-same") == ["in_to_in9.json"]
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", json.dumps({str(number): 9 for number in range(1000)}), "no JSON"])
+def test_another_file_of_imagenet_9_is_named(tmp_path, text):
+    (tmp_path / "in_to_in9.json").write_text(text)
+    with pytest.raises(InputError, match=r"in_to_in9\.json (is not that of|cannot be read)"):
+        in9_labels(tmp_path)
+
+
+def test_a_folder_that_is_none_of_the_nine_is_named(tmp_path):
+    folders.write_in9(tmp_path, "original", {})
+    write_image(tmp_path / "bg_challenge/original/val/09_plant/a.jpeg", 0)
+    with pytest.raises(InputError, match="09_plant is none of the 9 classes"):
+        labelled_folder(tmp_path, "in9").images()
