@@ -113,7 +113,12 @@ def parse() -> argparse.Namespace:
     data.add_argument("--data-seed", type=int, metavar="N", help="ListOps: of the generator (default: 0)")
     course = parser.add_argument_group("training (default: table 6 and the official scripts)")
     course.add_argument("--steps", type=int, metavar="N", help="how many")
-    course.add_argument("--warmup", type=int, metavar="N", help="steps until the learning rate is reached")
+    course.add_argument(
+        "--warmup",
+        type=int,
+        metavar="N",
+        help="steps until the learning rate is reached (default: its share of --steps)",
+    )
     course.add_argument("--lr", type=float, metavar="RATE", help="the highest learning rate")
     course.add_argument("--schedule", choices=SCHEDULES, help="after the warm-up (default: linear)")
     course.add_argument("--weight-decay", type=float, metavar="RATE", help="of AdamW")
@@ -124,7 +129,9 @@ def parse() -> argparse.Namespace:
     course.add_argument("--seed", type=int, metavar="N", help="of weights and order (default: 0)")
     measuring = parser.add_argument_group("measuring")
     measuring.add_argument("--measure", action="store_true", help="cost against length, beside full attention")
-    measuring.add_argument("--lengths", type=int, nargs="+", metavar="N", help=f"(default: {LENGTHS})")
+    measuring.add_argument(
+        "--lengths", type=int, nargs="+", metavar="N", help=f"(default: {' '.join(map(str, LENGTHS))})"
+    )
     measuring.add_argument("--runs", type=int, metavar="N", help="passes that are timed (default: 3)")
     parser.add_argument("--device", metavar="DEVICE", help="cpu or cuda; a GPU where there is one without it")
     parser.add_argument("--output", metavar="DIR", help="where the best checkpoint goes")
@@ -152,6 +159,10 @@ def read_settings(args: argparse.Namespace) -> Settings:
     # Samples that are longer than the published ones need as many positions.
     settings = settings.with_sizes(**sizes, max_length=max(settings.sizes.max_length, args.max_length or 0))
     typed = given(args, tuple(COURSE.values()))
+    if "steps" in typed and "warmup" not in typed:
+        # The same share of fewer steps; a warm-up of one step is none.
+        share = settings.warmup_steps * typed["steps"] // settings.steps
+        typed["warmup"] = share if share > 1 else 0
     return dataclasses.replace(settings, **{field: typed[name] for field, name in COURSE.items() if name in typed})
 
 
@@ -211,7 +222,8 @@ def main() -> None:
         f"test accuracy {result.test.accuracy:.4f} (chance {result.chance:.4f}), of step {result.best.step}, best on "
         f"dev with {result.best.dev.accuracy:.4f}; {result.parameters} parameters, {result.seconds:.0f} s"
     )
-    write_json(args.json, {"run": dataclasses.asdict(run)} | dataclasses.asdict(result))
+    typed = {name: value for name, value in vars(args).items() if value is not None}
+    write_json(args.json, {"arguments": typed, "run": dataclasses.asdict(run)} | dataclasses.asdict(result))
 
 
 if __name__ == "__main__":

@@ -55,6 +55,7 @@ def test_a_run(tmp_path, more):
         f"test accuracy {figures['test']['accuracy']:.4f} (chance {figures['chance']:.4f}), of step "
     )
     assert [evaluation["step"] for evaluation in figures["evaluations"]] == [3, 6]
+    assert figures["arguments"]["task"] == "listops" and figures["arguments"]["max_length"] == 30
     assert figures["run"]["settings"]["sizes"]["window_size"] == (0 if "--ablate" in more else 16)
     assert "lra" in torch.load(tmp_path / "run/model_best.pth", weights_only=True)
     again = run_tool("train_lra.py", *SHORT, *COURSE, *places, *more)
@@ -97,7 +98,8 @@ def test_mistakes(said, tmp_path, monkeypatch):
         (["--task", "listops", "--min-length", 300, "--max-length", 200], 1, "and so there is none"),
         ([*SHORT, "--num-dev", 0], 1, "--num-dev 0: it is 1 or more"),
         ([*SHORT, "--data-seed", -1], 1, "--data-seed -1: it is 0 or more"),
-        ([*SHORT, "--steps", 100], 1, "--warmup 1000 --steps 100"),
+        ([*SHORT, "--steps", 100, "--warmup", 1000], 1, "--warmup 1000 --steps 100"),
+        (["--task", "text", "--data", tmp_path / "none", "--steps", 5], 1, "neg/*.txt: unpack"),
         ([*SHORT, "--config", "projection", "--ablate", "projection"], 1, "a token sees nothing"),
         ([*SHORT, "--window-size", -3], 1, "window_size=-3"),
         ([*SHORT, "--lengths", 64], 1, "--lengths has no effect with training"),

@@ -15,6 +15,8 @@ from projects_vil.sequence.char_lm.presets import ModelSize
 from projects_vil.sequence.char_lm.text import Vocabulary
 
 LAST = "last.pth"
+# Of a run's settings, those that are called otherwise on a command line.
+_ARGUMENTS = {"kinds": "what trains (--compare)", "phases": "the number of phases (of --steps)"}
 _DESCRIPTION = "char_lm"
 
 
@@ -122,7 +124,11 @@ def read_run(path: Path, settings: Mapping[str, Any]) -> tuple[dict[str, dict[st
     for name, value in settings.items():
         before = said["settings"].get(name)
         if before != value:
-            raise InputError(f"--resume: {name} was {before} in {path} and is {value} now: run with what it was")
+            said = _ARGUMENTS.get(name, name)
+            raise InputError(
+                f"--resume: {said} was {before} in {path} and is {value} now: run with what it was, or begin anew in "
+                "another --output"
+            )
     weights: dict[str, dict[str, torch.Tensor]] = {}
     for name, value in contents["model"].items():
         kind, _, rest = name.partition("/")

@@ -210,7 +210,10 @@ class Training:
         weights, state = read_run(path, self._fingerprint())
         self.phase, self.done, self.best = state["phase"], state["done"], dict(state["best"])
         self.lines = [Line(**line) for line in state["lines"]]
-        _LOGGER.info("resumed after step %d of phase %d", self.done, self.phase + 1)
+        if self.phase == len(self.settings.phases):
+            _LOGGER.info("%s is finished: nothing is left to train", self.output)
+        else:
+            _LOGGER.info("resumed after step %d of phase %d", self.done, self.phase + 1)
         return weights, state
 
     def _fingerprint(self) -> dict[str, Any]:

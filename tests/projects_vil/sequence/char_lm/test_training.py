@@ -139,9 +139,9 @@ def test_a_folder_has_one_run(text, tmp_path, whole):
     [
         ({"size": replace(SIZE, dim=32)}, "dim was 16 .* and is 32 now"),
         ({"seed": 1}, "seed was 0 .* and is 1 now"),
-        ({"phases": PHASES[:1]}, "phases was 2 .* and is 1 now"),
+        ({"phases": PHASES[:1]}, r"the number of phases \(of --steps\) was 2 .* and is 1 now"),
         ({"phases": (replace(PHASES[0], steps=9), PHASES[1])}, "steps of phase 1 was 8 .* and is 9 now"),
-        ({"kinds": KINDS[:1]}, "kinds was long_short, full"),
+        ({"kinds": KINDS[:1]}, r"what trains \(--compare\) was long_short, full"),
         # And not that the text is too short for it.
         ({"phases": (replace(PHASES[0], batch_size=400), PHASES[1])}, "batch_size of phase 1 was 4 .* and is 400 now"),
     ],
