@@ -9,17 +9,18 @@ Example:
         --input photos --output predictions --batch-size 4
     python tools/predict.py --config-file output/vil_tiny/config.yaml --weights output/vil_tiny/model_final.pth \\
         --input clip.mp4 --output predictions --score-threshold 0.3 TEST.DETECTIONS_PER_IMAGE 300
+    python tools/predict.py --weights output/vil_tiny/export/model.onnx --input photos --output predictions
 """
 
 import sys
 
 from projects_vil.config import ConfigToolParser, config_of
-from projects_vil.inference import check_overrides, predict
+from projects_vil.inference import check_overrides, config_of_export, predict
 from projects_vil.utils import run_tool
 
 
 def main() -> None:
-    parser = ConfigToolParser(__doc__, weights=True)
+    parser = ConfigToolParser(__doc__, weights=True, config_required=False)
     parser.add_argument("--input", required=True, metavar="PATH", help="image, folder of images, or video")
     parser.add_argument("--output", required=True, metavar="DIR", help="folder for the results")
     parser.add_argument("--batch-size", type=int, default=1, metavar="N", help="images at once, at most (default 1)")
@@ -32,7 +33,7 @@ def main() -> None:
         "--score-threshold", type=float, default=0.5, metavar="T", help="of what is drawn (default 0.5)"
     )
     args = parser.parse_args()
-    cfg = config_of(args)
+    cfg = config_of(args) if args.config_file else config_of_export(args.weights, args.opts)
     check_overrides(cfg.MODEL.WEIGHTS, args.opts)
     summary = predict(
         cfg,

@@ -29,7 +29,8 @@ class ConfigToolParser(ToolParser):
 
     Args:
         description: the tool's docstring, with an example.
-        config_file: whether ``--config-file FILE`` is added, which is required then.
+        config_file: whether ``--config-file FILE`` is added.
+        config_required: whether it must be given.
         weights: whether ``--weights FILE`` is added.
         devices: kinds of device that the tool can run a model on; ``--device`` is added where there is any.
         parents: parsers whose arguments it takes too.
@@ -40,6 +41,7 @@ class ConfigToolParser(ToolParser):
         description: str | None,
         *,
         config_file: bool = True,
+        config_required: bool = True,
         weights: bool = False,
         devices: Sequence[str] = DEVICES,
         parents: Sequence[argparse.ArgumentParser] = (),
@@ -47,7 +49,7 @@ class ConfigToolParser(ToolParser):
         super().__init__(description, parents=parents)
         self.devices = tuple(devices)
         if config_file:
-            self.add_argument("--config-file", required=True, metavar="FILE", help="config of the model")
+            self.add_argument("--config-file", required=config_required, metavar="FILE", help="config of the model")
         if weights:
             self.add_argument("--weights", metavar="FILE", help="short for MODEL.WEIGHTS: checkpoint or exported model")
         if devices:

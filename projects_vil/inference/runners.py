@@ -177,15 +177,29 @@ def check_overrides(weights: str | Path, overrides: Sequence[str]) -> None:
         raise InputError(f"{idle[0]} changes nothing here: it is inside {weights}; export the model again with it")
 
 
-def config_of_export(path: str | Path) -> CfgNode:
+def config_of_export(path: str | Path | None, overrides: Sequence[str] = ()) -> CfgNode:
     """A config that says of an exported file what those who read images ask a config for.
 
+    Args:
+        path: the file; None where none was named.
+        overrides: keys and values by turns: the file's own and its device alone.
+
     Raises:
-        InputError: for a checkpoint, whose config cannot be made up, and where the file's metadata are missing.
+        InputError: for a checkpoint, whose config cannot be made up, where the file's metadata are missing, for a key
+            that changes nothing, and for a device other than the CPU.
     """
+    if path is None:
+        raise InputError("name a config with --config-file, or an exported model, which needs none, with --weights")
     if not is_exported(path):
         raise InputError(f"{path} is no exported model: name its config with --config-file")
+    check_overrides(path, overrides)
+    for key, value in zip(overrides[::2], overrides[1::2], strict=True):
+        if key.startswith("DATASETS."):
+            raise InputError(f"{key} is read from a config alone: name one with --config-file")
+        if key == "MODEL.DEVICE" and value != "cpu":
+            raise InputError(f"{path} is an exported model, which runs on the CPU here, not on {value}")
     cfg = default_config()
+    cfg.MODEL.WEIGHTS = str(path)
     cfg.MODEL.META_ARCHITECTURE = "RetinaNet"
     cfg.MODEL.RETINANET.NUM_CLASSES = len(read_metadata(path)["classes"])
     cfg.DATASETS.TRAIN = cfg.DATASETS.TEST = ()

@@ -7,9 +7,9 @@ import torch
 
 from backbones import InputError
 from projects_vil.export.metadata import metadata_path
-from projects_vil.inference import predict
+from projects_vil.inference import config_of_export, predict
 from tests.projects_vil.export.exporting import write
-from tests.projects_vil.helpers import lively_detector, small_config
+from tests.projects_vil.helpers import lively_detector, run_tool, small_config
 from tests.projects_vil.inference.helpers import EIGHTY, picture, save, write_video
 
 
@@ -60,3 +60,33 @@ def test_mistakes_in_the_config(files):
         predict(small_config(), "", files / "in", files / "out")
     with pytest.raises(InputError, match="TEST.AUG.MIN_SIZES"):
         predict(small_config("retinanet", "TEST.AUG.MIN_SIZES", "(0,)"), *arguments, tta=True)
+
+
+def test_an_exported_model_needs_no_config(exported_run, shapes, tmp_path):
+    model, arguments = exported_run / "one.ts", ["--input", shapes / "val", "--output", tmp_path / "out"]
+    result = run_tool("predict.py", "--weights", model, "--device", "cpu", "--no-drawings", *arguments)
+    assert result.returncode == 0, result.stderr
+    number = len(list((shapes / "val").iterdir()))
+    assert len(json.loads((tmp_path / "out/images.json").read_text())["images"]) == number
+    assert result.stdout.startswith(f"{number} images, ")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["DATASETS.TEST", "('mine',)"], "DATASETS.TEST is read from a config alone: name one with --config-file"),
+        (["MODEL.DEVICE", "cuda"], "{} is an exported model, which runs on the CPU here, not on cuda"),
+        (["INPUT.FORMAT", "BGR"], "INPUT.FORMAT changes nothing here: it is inside {}; export the model again with it"),
+    ],
+)
+def test_keys_without_a_config(exported_run, overrides, expected):
+    model = exported_run / "one.ts"
+    with pytest.raises(InputError) as caught:
+        config_of_export(model, ["MODEL.WEIGHTS", str(model), *overrides])
+    assert str(caught.value) == expected.format(model)
+
+
+def test_neither_a_config_nor_an_exported_model(tmp_path):
+    result = run_tool("predict.py", "--input", tmp_path, "--output", tmp_path / "out")
+    expected = "error: name a config with --config-file, or an exported model, which needs none, with --weights"
+    assert (result.returncode, result.stderr.strip()) == (1, expected)
