@@ -74,6 +74,9 @@ def add_vil_config(cfg: CN) -> None:
     cfg.SOLVER.OPTIMIZER = "ADAMW"
     # Pairs of a pattern (shell style, on full parameter names) and what the learning rate is multiplied by there.
     cfg.SOLVER.LR_MULTIPLIERS = []
+    # What the learning rate of a backbone's block is multiplied by once for each block behind it and once more, above 0
+    # to 1, which is none: the embedding of L blocks learns at this to the power of L + 1. FPN and heads keep the rate.
+    cfg.SOLVER.LAYER_DECAY = 1.0
     # 0, or how many times to train on every image: SOLVER.MAX_ITER, STEPS, WARMUP_ITERS and CHECKPOINT_PERIOD and
     # TEST.EVAL_PERIOD then follow from the number of images and IMS_PER_BATCH (projects_vil/solver/schedule.py).
     cfg.SOLVER.EPOCHS = 0
