@@ -17,7 +17,7 @@ from projects_vil.utils import run_tool
 
 def main() -> None:
     parser = ConfigToolParser(__doc__, weights=True, devices=["cpu"])
-    parser.add_argument("--format", choices=FORMATS, default=FORMATS[0], help="what to write (default torchscript)")
+    parser.add_argument("--format", choices=FORMATS, default="torchscript", help="what to write (default torchscript)")
     parser.add_argument("--output", required=True, metavar="DIR", help="folder for the model and what is said of it")
     parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="of the network (default fp32)")
     parser.add_argument(

@@ -1,8 +1,8 @@
 """Exported detectors, and the proof that they give the same answers."""
 
-from projects_vil.export.api import FORMATS, INPUT_DTYPES, PRECISIONS, export_detector
+from projects_vil.export.api import INPUT_DTYPES, PRECISIONS, export_detector
 from projects_vil.export.exportable.build import make_exportable
-from projects_vil.export.formats import is_exported
+from projects_vil.export.formats import FORMATS, is_exported
 from projects_vil.export.metadata import read_metadata
 from projects_vil.export.report import describe_report
 from projects_vil.export.runtime import ExportedDetector, ExportedModel, paste_masks, to_instances

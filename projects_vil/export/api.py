@@ -26,14 +26,13 @@ from projects_vil.checkpoint import load_detector
 from projects_vil.config import DETECTORS
 from projects_vil.data import load_dataset, register_datasets
 from projects_vil.export.exportable.build import make_exportable
-from projects_vil.export.formats import OPSET, SUFFIXES, check_format, write_model
+from projects_vil.export.formats import FORMATS, OPSET, check_format, write_model
 from projects_vil.export.metadata import check_sides, describe_model, digest_of, metadata_path
 from projects_vil.export.report import check_export, comparison_images, example_image, report_path
 from projects_vil.export.runtime import ExportedModel
 from projects_vil.export.stages import Stages
 from projects_vil.utils import unwound_by_signals
 
-FORMATS = tuple(SUFFIXES)
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 INPUT_DTYPES = ("uint8", "float32")
 # Of the image that a model is recorded with; comparisons take others.
@@ -104,7 +103,7 @@ def export_detector(
         load_dataset(cfg, cfg.DATASETS.TEST, train=False)
     special = [name for name, is_so in (("batched", batched), (precision, precision != "fp32")) if is_so]
     special += ["float32"] if input_dtype != "uint8" else []
-    path = Path(output) / ("_".join(["model", *special]) + SUFFIXES[file_format])
+    path = Path(output) / ("_".join(["model", *special]) + FORMATS[file_format].suffix)
     compared = comparison_images(cfg, images)
     reference, categories = load_detector(cfg, weights)
     exportable = make_exportable(in_precision(copy.deepcopy(reference), precision), batched=batched)

@@ -15,7 +15,7 @@ from backbones import InputError
 from backbones.errors import check_file
 from projects_vil.checkpoint import versions
 from projects_vil.export.exportable.detector import ExportableDetector
-from projects_vil.export.formats import OPSET
+from projects_vil.export.formats import FORMATS, OPSET
 from projects_vil.modeling import SMALLEST_SIDE, largest_side
 
 
@@ -104,7 +104,7 @@ def describe_model(
         cfg: the detector's config.
         exportable: what is exported.
         classes: their names, in the order of the model's.
-        file_format: a key of ``SUFFIXES``.
+        file_format: a key of ``FORMATS``.
         precision: of the weights.
         input_dtype: of the images.
         weights: the checkpoint.
@@ -185,5 +185,4 @@ def _thresholds(cfg: CfgNode) -> dict[str, float | int]:
 
 
 def _runtime_versions(file_format: str) -> dict[str, str]:
-    names = ("onnx", "onnxscript", "onnxruntime") if file_format == "onnx" else ()
-    return {name: importlib.metadata.version(name) for name in names}
+    return {name: importlib.metadata.version(name) for name in FORMATS[file_format].packages}

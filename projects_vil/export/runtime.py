@@ -1,19 +1,16 @@
 """Exported files in their own runtimes, and their answers as detectron2's."""
 
-import contextlib
-import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import torchvision  # noqa: F401  its operators are in every exported detector
 from detectron2.layers import paste_masks_in_image
 from detectron2.modeling.postprocessing import detector_postprocess
 from detectron2.structures import Boxes, Instances
 from torch import Tensor, nn
 
 from backbones import InputError
-from projects_vil.export.formats import check_format, format_of, quiet
+from projects_vil.export.formats import format_of, load_model
 from projects_vil.export.metadata import check_digest, check_sides, read_metadata
 
 
@@ -36,7 +33,7 @@ class ExportedModel:
         self.output_names = tuple(output["name"] for output in self.metadata["outputs"])
         self.batched = self.metadata["input"]["batched"]
         self.dtype = getattr(torch, self.metadata["input"]["dtype"])
-        self._run = _LOADERS[self.file_format](self.path)
+        self._run = load_model(self.path)
 
     def __call__(self, images: Tensor) -> dict[str, Tensor]:
         """(3, H, W), or (B, 3, H, W) for a batched model, 0 to 255 -> the outputs by name.
@@ -50,60 +47,6 @@ class ExportedModel:
         check_sides(self.metadata["input"]["sides"], images.shape[-2:], what=str(self.path))
         with torch.no_grad():
             return dict(zip(self.output_names, self._run(images.to(self.dtype)), strict=True))
-
-
-_Run = Callable[[Tensor], "tuple[Tensor, ...]"]
-
-
-def _load_torchscript(path: Path) -> _Run:
-    with _damaged(path, RuntimeError, ValueError):
-        return torch.jit.load(str(path))
-
-
-def _load_onnx(path: Path) -> _Run:
-    check_format("onnx")
-    import onnxruntime
-    from onnxruntime.capi import onnxruntime_pybind11_state as states
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
-    options.log_severity_level = 3
-    kinds = (states.Fail, states.InvalidArgument, states.InvalidProtobuf, states.InvalidGraph, states.NotImplemented)
-    with _damaged(path, *kinds):
-        session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    name = session.get_inputs()[0].name
-
-    def run(images: Tensor) -> tuple[Tensor, ...]:
-        return tuple(map(torch.from_numpy, session.run(None, {name: images.cpu().numpy()})))
-
-    return run
-
-
-def _load_torch_export(path: Path) -> _Run:
-    with _damaged(path, RuntimeError, ValueError, OSError, zipfile.BadZipFile), quiet():
-        return torch.export.load(str(path)).module()
-
-
-def _load_aot_inductor(path: Path) -> _Run:
-    with _damaged(path, RuntimeError, ValueError, OSError):
-        return torch._inductor.aoti_load_package(str(path))
-
-
-_LOADERS: dict[str, Callable[[Path], _Run]] = {
-    "torchscript": _load_torchscript,
-    "onnx": _load_onnx,
-    "torch_export": _load_torch_export,
-    "aot_inductor": _load_aot_inductor,
-}
-
-
-@contextlib.contextmanager
-def _damaged(path: Path, *kinds: type[Exception]) -> Iterator[None]:
-    try:
-        yield
-    except kinds as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise InputError(f"cannot load {path}: {reason}") from error
 
 
 def paste_masks(masks: Tensor, boxes: Tensor, size: tuple[int, int], *, threshold: float = 0.5) -> Tensor:

@@ -17,8 +17,8 @@ from backbones import InputError
 from backbones.errors import check_choice
 from projects_vil.checkpoint import build_detector
 from projects_vil.config import load_config
-from projects_vil.export.api import FORMATS, PRECISIONS, export_detector
-from projects_vil.export.formats import check_format, compiler
+from projects_vil.export.api import PRECISIONS, export_detector
+from projects_vil.export.formats import FORMATS, check_format, compiler
 from projects_vil.export.parity import CHANGED_SHARE, TOLERANCES, compare, describe
 from projects_vil.export.report import eager_detections, example_image
 from projects_vil.export.runtime import ExportedModel
@@ -74,7 +74,7 @@ def export_table(
     runs: str | Path | None = None,
     detectors: Sequence[str] = TABLE_DETECTORS,
     families: Sequence[str] = TABLE_FAMILIES,
-    formats: Sequence[str] = FORMATS,
+    formats: Sequence[str] = tuple(FORMATS),
     precision: str = "fp32",
     large: bool = False,
     overrides: Sequence[str] = (),

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from backbones import InputError
 from projects_vil.export import make_exportable
-from projects_vil.export.formats import SUFFIXES, write_model
+from projects_vil.export.formats import FORMATS as KNOWN
+from projects_vil.export.formats import write_model
 from projects_vil.export.metadata import describe_model, metadata_path
 from projects_vil.export.report import example_image
 from tests.projects_vil.helpers import lively_detector, small_config
@@ -100,7 +101,7 @@ def write(
     """A model and its metadata."""
     exportable = make_exportable(detector(name, all_levels=all_levels), batched=batched)
     example = example_image(*RECORDED).to(getattr(torch, dtype))
-    path = folder / f"{name}{'_batched' if batched else ''}_{dtype}{SUFFIXES[file_format]}"
+    path = folder / f"{name}{'_batched' if batched else ''}_{dtype}{KNOWN[file_format].suffix}"
     write_model(exportable, torch.stack([example] * 2) if batched else example, path, file_format)
     metadata = describe_model(
         config(name, all_levels=all_levels),

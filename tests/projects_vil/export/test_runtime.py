@@ -10,7 +10,7 @@ from detectron2.structures import Boxes, Instances
 
 from backbones import InputError
 from projects_vil.export import ExportedDetector, ExportedModel, paste_masks, to_instances
-from projects_vil.export.formats import SUFFIXES
+from projects_vil.export.formats import FORMATS as KNOWN
 from projects_vil.export.metadata import metadata_path
 from projects_vil.export.report import eager_detections, example_image
 from tests.projects_vil.export.exporting import BOTH, FORMATS, demo_detector, mistake
@@ -117,7 +117,7 @@ def test_an_unknown_suffix(plain, tmp_path):
     other = path.rename(tmp_path / "model.pth")
     metadata_path(path).rename(metadata_path(other))
     text = mistake(ExportedModel, other)
-    assert text.startswith(f"{other} is no exported model: ") and all(suffix in text for suffix in SUFFIXES.values())
+    assert text.startswith(f"{other} is no exported model: ") and all(known.suffix in text for known in KNOWN.values())
     # It is no matter of the metadata.
     metadata_path(other).unlink()
     assert mistake(ExportedModel, other) == text

@@ -1,0 +1,96 @@
+"""ONNX, and onnxruntime: ``model.onnx``."""
+
+import importlib.metadata
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from backbones import InputError
+from projects_vil.export.exportable.detector import ExportableDetector
+from projects_vil.export.formats.format import Format, Run, damaged
+from projects_vil.export.formats.recording import check_recording, quiet, record
+from projects_vil.export.stages import Stages
+
+OPSET = 20
+PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+
+
+def _check() -> None:
+    check_recording("onnx")
+    for name in PACKAGES:
+        try:
+            importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError as error:
+            raise InputError(f"--format onnx needs {name}: pip install {' '.join(PACKAGES)}") from error
+
+
+def _write(exportable: ExportableDetector, example: Tensor, path: Path, stages: Stages) -> None:
+    with stages("recording"):
+        program = record(exportable, example)
+    with stages("converting"), quiet():
+        onnx_program = torch.onnx.export(
+            program,
+            dynamo=True,
+            opset_version=OPSET,
+            input_names=list(exportable.input_names),
+            output_names=list(exportable.output_names),
+            verbose=False,
+            custom_translation_table={torch.ops.aten.scaled_dot_product_attention.default: _attention},
+            # A stage of its own, which takes as long.
+            optimize=False,
+        )
+    with stages("optimising"), quiet():
+        onnx_program.optimize()
+    with stages("writing"), quiet():
+        onnx_program.save(str(path), external_data=False)
+
+
+def _attention(
+    query,
+    key,
+    value,
+    attn_mask=None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+):
+    """``scaled_dot_product_attention`` of four axes, with a mask that is added or none, in operators of ONNX.
+
+    The exporter's own turns the keys in three axes, and onnxruntime, which would leave that to the product, does not
+    find it: their copy took as long as the product.
+    """
+    import onnxscript
+
+    op = getattr(onnxscript, f"opset{OPSET}")
+    if dropout_p or is_causal or enable_gqa or (attn_mask is not None and attn_mask.dtype != query.dtype):
+        raise NotImplementedError("attention with dropout, causal or grouped, or with a mask of another type")
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+    query = op.Mul(query, op.CastLike(op.Constant(value_float=scale), query))
+    scores = op.MatMul(query, op.Transpose(key, perm=[0, 1, 3, 2]))
+    if attn_mask is not None:
+        scores = op.Add(scores, attn_mask)
+    return op.MatMul(op.Softmax(scores, axis=-1), value)
+
+
+def _load(path: Path) -> Run:
+    _check()
+    import onnxruntime
+    from onnxruntime.capi import onnxruntime_pybind11_state as states
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.log_severity_level = 3
+    kinds = (states.Fail, states.InvalidArgument, states.InvalidProtobuf, states.InvalidGraph, states.NotImplemented)
+    with damaged(path, *kinds):
+        session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    name = session.get_inputs()[0].name
+
+    def run(images: Tensor) -> tuple[Tensor, ...]:
+        return tuple(map(torch.from_numpy, session.run(None, {name: images.cpu().numpy()})))
+
+    return run
+
+
+ONNX = Format(".onnx", _check, _write, _load, PACKAGES)
