@@ -179,15 +179,16 @@ DROP_PATHS = (
         "none: our own runs, docs/performance.md",
         "",
         """
-        demo/mask_rcnn_cvt_shapes     0.0
-        demo/mask_rcnn_lit_shapes     0.0
-        demo/mask_rcnn_ls_shapes      0.0
-        demo/mask_rcnn_vil_shapes     0.0
-        demo/retinanet_cvt_shapes     0.0
-        demo/retinanet_lit_shapes     0.0
-        demo/retinanet_ls_shapes      0.0
-        demo/retinanet_vil_shapes     0.0
-        demo/semantic_fpn_vil_shapes  0.0
+        demo/cascade_mask_rcnn_vil_shapes  0.0
+        demo/mask_rcnn_cvt_shapes          0.0
+        demo/mask_rcnn_lit_shapes          0.0
+        demo/mask_rcnn_ls_shapes           0.0
+        demo/mask_rcnn_vil_shapes          0.0
+        demo/retinanet_cvt_shapes          0.0
+        demo/retinanet_lit_shapes          0.0
+        demo/retinanet_ls_shapes           0.0
+        demo/retinanet_vil_shapes          0.0
+        demo/semantic_fpn_vil_shapes       0.0
         """,
     ),
 )
@@ -243,7 +244,7 @@ VALUES = {
         ("*_3x_ms", 270_000, "ViL Table 10: 180k-240k-270k"),
         ("semantic_fpn/*", 80_000, "LIT segmentation/configs/_base_/schedules/schedule_80k.py: max_iters"),
         ("demo/retinanet_*", 320, _OURS),
-        ("demo/mask_rcnn_*", 300, _OURS),
+        ("demo/*mask_rcnn_*", 300, _OURS),
         ("demo/semantic_fpn_*", 200, _OURS),
     ),
     "SOLVER.WARMUP_ITERS": (

@@ -11,7 +11,7 @@ from projects_vil.evaluation.losses import _as_for_testing
 from tests.projects_vil.helpers import small_config
 
 
-@pytest.mark.parametrize("detector", ["retinanet", "mask_rcnn", "semantic_fpn"])
+@pytest.mark.parametrize("detector", ["retinanet", "mask_rcnn", "cascade_mask_rcnn", "semantic_fpn"])
 def test_losses_do_not_change_the_model_nor_each_other(detector, request):
     request.getfixturevalue("shapes_sem_seg" if detector == "semantic_fpn" else "shapes")
     cfg = small_config(detector, "MODEL.TRANSFORMER.DROP_PATH", "0.5")
