@@ -63,6 +63,10 @@ def test_defaults():
     del cfg.TEST["LOSS"], cfg.TEST["COCO_API"], cfg.TEST["DRAW_IMAGES"]
     del cfg.MODEL["TRANSFORMER"], cfg.SOLVER["OPTIMIZER"], cfg.SOLVER["LR_MULTIPLIERS"], cfg.DATASETS["COCO"]
     del cfg.SOLVER["LAYER_DECAY"]
+    assert (cfg.INPUT.AUGMENTATION, cfg.INPUT.COPY_PASTE) == ("default", {"PROBABILITY": 0.5})
+    # configs/new_baselines of detectron2.
+    assert cfg.INPUT.LSJ == {"SIZE": 1024, "SCALE": (0.1, 2.0)}
+    del cfg.INPUT["AUGMENTATION"], cfg.INPUT["LSJ"], cfg.INPUT["COPY_PASTE"]
     del cfg.INPUT.CROP["PAD"], cfg.INPUT["PHOTOMETRIC_DISTORTION"]
     # Biases do not decay.
     assert (cfg.SOLVER.WEIGHT_DECAY_BIAS, before.SOLVER.WEIGHT_DECAY_BIAS) == (0.0, None)
