@@ -16,11 +16,12 @@ from projects_vil.solver import build_optimizer
 from tests.selection import slow_except
 
 ROOT = Path(__file__).resolve().parents[1]
-# Of detectors; those of Semantic FPN are in test_semantic_fpn_configs.py, the newer recipe's in test_modern_configs.py.
+# Of detectors; those of Semantic FPN are in test_semantic_fpn_configs.py, the newer recipe's in test_modern_configs.py,
+# and those of detectron2's projects in projects_vil/modeling.
 CONFIGS = sorted(
     str(path.relative_to(ROOT))
     for path in ROOT.glob("configs/**/*.yaml")
-    if path.parent.name not in ("base", "modern") and "semantic_fpn" not in str(path.relative_to(ROOT))
+    if path.parent.name not in ("base", "modern", "projects") and "semantic_fpn" not in str(path.relative_to(ROOT))
 )
 # The same models as 1x: their schedules are compared below.
 # The others have the same backbones, and the parts of these.

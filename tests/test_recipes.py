@@ -176,6 +176,11 @@ DROP_PATHS = (
         """,
     ),
     DropPaths(
+        "none: as mask_rcnn/vil_tiny_1x",
+        "otherwise as ../mask_rcnn/vil_tiny_1x.yaml",
+        "projects/point_rend_vil_tiny_1x 0.05",
+    ),
+    DropPaths(
         "none: as mask_rcnn/vil_small_3x_ms",
         "DROP_PATH: the official repository's README, for 3x",
         """
