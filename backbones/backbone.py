@@ -262,6 +262,42 @@ class Backbone(nn.Module, abc.ABC):
         """Names of the parameters that take no weight decay: biases, norms, positions, global tokens, bias tables."""
         return undecayed_names(self)
 
+    @property
+    def num_layers(self) -> int:
+        """How many blocks there are."""
+        return self._num_blocks_before(len(self.stages))
+
+    def layer_id(self, name: str) -> int:
+        """How deep a parameter lies, for learning rates that decay layer by layer.
+
+        A block is a layer, and the embedding before the first is 0. What a later stage begins with, its embedding,
+        positions and global tokens, is of its first block's layer; the norm of a map on its way out is of the last
+        block's. Source: BEiT (Bao et al. 2022) counts so, and ViTDet (Li et al. 2022) in detection, for one stage.
+
+        Args:
+            name: of one of ``named_parameters()``.
+
+        Returns:
+            0 to ``num_layers``.
+
+        Raises:
+            InputError: for a name of none.
+        """
+        try:
+            self.get_parameter(name)
+        except AttributeError as error:
+            raise InputError(f"{type(self).__name__} has no parameter {name!r}") from error
+        part, place, *rest = name.split(".")
+        if part == "output_norms":
+            return self._num_blocks_before(int(place.removeprefix("stage")))
+        first = self._num_blocks_before(int(place)) + 1
+        if rest[0] == "blocks":
+            return first + int(rest[1])
+        return first if int(place) else 0
+
+    def _num_blocks_before(self, index: int) -> int:
+        return sum(len(stage.blocks) for stage in self.stages[:index])
+
     def freeze_stages(self, number: int) -> None:
         """Stop the gradients of the first ``number`` stages, their stochastic depth and their batch statistics."""
         self.num_frozen_stages = number

@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from detectron2.config import CfgNode
+from detectron2.model_zoo import get_config
 from detectron2.modeling import build_model
 
 from backbones import list_variants
@@ -13,11 +16,12 @@ from projects_vil.solver import build_optimizer
 from tests.selection import slow_except
 
 ROOT = Path(__file__).resolve().parents[1]
-# Of detectors; those of Semantic FPN are in test_semantic_fpn_configs.py.
+# Of detectors; those of Semantic FPN are in test_semantic_fpn_configs.py, the newer recipe's in test_modern_configs.py,
+# and those of detectron2's projects in projects_vil/modeling.
 CONFIGS = sorted(
     str(path.relative_to(ROOT))
     for path in ROOT.glob("configs/**/*.yaml")
-    if path.parent.name != "base" and "semantic_fpn" not in str(path.relative_to(ROOT))
+    if path.parent.name not in ("base", "modern", "projects") and "semantic_fpn" not in str(path.relative_to(ROOT))
 )
 # The same models as 1x: their schedules are compared below.
 # The others have the same backbones, and the parts of these.
@@ -109,6 +113,7 @@ def test_all_detectors_sizes_and_schedules_are_there():
     assert {parts(path) for path in LEAVES} == expected | {("mask_rcnn", row, "1x") for row in TABLE_8}
     families = ("vil", "ls", "lit", "cvt")
     demos = {f"configs/demo/{d}_{f}_shapes.yaml" for d in ("retinanet", "mask_rcnn") for f in families}
+    demos.add("configs/demo/cascade_mask_rcnn_vil_shapes.yaml")
     assert {path for path in CONFIGS if "/demo/" in path} == demos
 
 
@@ -129,6 +134,18 @@ def test_loads_and_builds(path):
     assert all(parameter.requires_grad for parameter in model.parameters())
     if kind == "GeneralizedRCNN":
         assert model.roi_heads.mask_on and len(model.roi_heads.mask_head.conv_norm_relus) in (2, 4)
+
+
+def test_the_cascade_is_detectron2s():
+    """What its file changes in Mask R-CNN, and the thresholds of its defaults."""
+    names = ("Misc/cascade_mask_rcnn_R_50_FPN_1x.yaml", "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_1x.yaml")
+    theirs, plain = (get_config(name).MODEL for name in names)
+    nodes = [name for name, node in theirs.items() if isinstance(node, CfgNode)]
+    changed = {name: {key: value for key, value in theirs[name].items() if value != plain[name][key]} for name in nodes}
+    expected = {name: keys for name, keys in changed.items() if keys}
+    expected["ROI_BOX_CASCADE_HEAD"] = {"IOUS": list(theirs.ROI_BOX_CASCADE_HEAD.IOUS)}
+    ours = yaml.safe_load((ROOT / "configs/base/cascade.yaml").read_text())
+    assert ours == {"MODEL": expected} and len(expected) == 4
 
 
 @pytest.mark.parametrize("path", slow_except(CONFIGS, FEW))

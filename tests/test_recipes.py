@@ -176,36 +176,67 @@ DROP_PATHS = (
         """,
     ),
     DropPaths(
+        "none: as mask_rcnn/vil_tiny_1x",
+        "otherwise as ../mask_rcnn/vil_tiny_1x.yaml",
+        "projects/point_rend_vil_tiny_1x 0.05",
+    ),
+    DropPaths(
+        "none: as mask_rcnn/vil_small_3x_ms",
+        "DROP_PATH: the official repository's README, for 3x",
+        """
+        modern/mask_rcnn_vil_small          0.2
+        modern/cascade_mask_rcnn_vil_small  0.2
+        """,
+    ),
+    DropPaths(
+        "none: as vil_small by the same recipe",
+        "trained as vil_small",
+        """
+        modern/mask_rcnn_ls_small          0.2
+        modern/cascade_mask_rcnn_ls_small  0.2
+        """,
+    ),
+    DropPaths(
+        "LIT detection/configs/lit/mask_rcnn_lit_s_fpn_1x_coco.py",
+        "DROP_PATH: the official detection code",
+        """
+        modern/mask_rcnn_lit_s          0.2
+        modern/cascade_mask_rcnn_lit_s  0.2
+        """,
+    ),
+    DropPaths(
         "none: our own runs, docs/performance.md",
         "",
         """
-        demo/mask_rcnn_cvt_shapes     0.0
-        demo/mask_rcnn_lit_shapes     0.0
-        demo/mask_rcnn_ls_shapes      0.0
-        demo/mask_rcnn_vil_shapes     0.0
-        demo/retinanet_cvt_shapes     0.0
-        demo/retinanet_lit_shapes     0.0
-        demo/retinanet_ls_shapes      0.0
-        demo/retinanet_vil_shapes     0.0
-        demo/semantic_fpn_vil_shapes  0.0
+        demo/cascade_mask_rcnn_vil_shapes  0.0
+        demo/mask_rcnn_cvt_shapes          0.0
+        demo/mask_rcnn_lit_shapes          0.0
+        demo/mask_rcnn_ls_shapes           0.0
+        demo/mask_rcnn_vil_shapes          0.0
+        demo/retinanet_cvt_shapes          0.0
+        demo/retinanet_lit_shapes          0.0
+        demo/retinanet_ls_shapes           0.0
+        demo/retinanet_vil_shapes          0.0
+        demo/semantic_fpn_vil_shapes       0.0
         """,
     ),
 )
 
 _OFFSETS = [["*.patch_embed.offset.*", 0.01]]
 _OURS = "none: our own runs, docs/performance.md"
+_LSJ = "detectron2 configs/new_baselines/mask_rcnn_R_50_FPN_50ep_LSJ.py: these fractions of the run"
 # By key: a pattern of configs, the value, and the source. Of a config the first pattern that fits counts.
 VALUES = {
     "SOLVER.WEIGHT_DECAY": (
         ("demo/semantic_fpn_*", 1e-4, _OURS),
         ("demo/*", 0.1, _OURS),
-        ("*/lit_*", 1e-4, "LIT sections 4.3 and 4.4; optimizer of {detection,segmentation}/configs/lit"),
+        ("*/*lit_*", 1e-4, "LIT sections 4.3 and 4.4; optimizer of {detection,segmentation}/configs/lit"),
         ("*/performer_from_partial_small_1x", 0.1, "ViL Table 10: the figure is the paper's alone"),
         ("*", 0.05, "Detection README: 0.05 for all experiments"),
     ),
     "SOLVER.BASE_LR": (
         ("demo/*", 1e-3, _OURS),
-        ("mask_rcnn/lit_*", 2e-4, "LIT section 4.3; detection/configs/lit/mask_rcnn_lit_*_fpn_1x_coco.py"),
+        ("*mask_rcnn*lit_*", 2e-4, "LIT section 4.3; detection/configs/lit/mask_rcnn_lit_*_fpn_1x_coco.py"),
         ("*/lit_*", 1e-4, "LIT sections 4.3 and 4.4; optimizer of {detection,segmentation}/configs/lit"),
         ("*/vil_base_deep_*", 8e-5, "ViL Table 10, Base-D"),
         ("*/ls_base_*", 8e-5, "none: as vil_base_deep"),
@@ -213,7 +244,7 @@ VALUES = {
     ),
     "SOLVER.LR_MULTIPLIERS": (
         ("demo/*_lit_shapes", _OFFSETS, _OURS),
-        ("*/lit_*", _OFFSETS, "LIT section 4.1: 1e-5 for offsets beside 1e-3"),
+        ("*/*lit_*", _OFFSETS, "LIT section 4.1: 1e-5 for offsets beside 1e-3"),
         ("*", [], "the Detection repository's YAML files: 1.0 for every part"),
     ),
     "SOLVER.IMS_PER_BATCH": (
@@ -236,28 +267,30 @@ VALUES = {
     "SOLVER.STEPS": (
         ("*_1x", (60_000, 80_000), "ViL Table 10: 60k-80k-90k"),
         ("*_3x_ms", (180_000, 240_000), "ViL Table 10: 180k-240k-270k"),
+        ("modern/*", (240_000, 260_000), _LSJ),
         ("*", (30_000,), "detectron2's default, which other schedules do not read"),
     ),
     "SOLVER.MAX_ITER": (
         ("*_1x", 90_000, "ViL Table 10: 60k-80k-90k"),
         ("*_3x_ms", 270_000, "ViL Table 10: 180k-240k-270k"),
+        ("modern/*", 270_000, _LSJ),
         ("semantic_fpn/*", 80_000, "LIT segmentation/configs/_base_/schedules/schedule_80k.py: max_iters"),
         ("demo/retinanet_*", 320, _OURS),
-        ("demo/mask_rcnn_*", 300, _OURS),
+        ("demo/*mask_rcnn_*", 300, _OURS),
         ("demo/semantic_fpn_*", 200, _OURS),
     ),
     "SOLVER.WARMUP_ITERS": (
         ("demo/semantic_fpn_*", 20, _OURS),
         ("demo/*", 50, _OURS),
         ("semantic_fpn/*", 0, "LIT segmentation/configs/_base_/schedules/schedule_80k.py: no warmup"),
-        ("*/lit_*", 500, "LIT detection/configs/_base_/schedules/schedule_1x.py: warmup_iters"),
+        ("*/*lit_*", 500, "LIT detection/configs/_base_/schedules/schedule_1x.py: warmup_iters"),
         ("*", 1000, "the Detection repository's YAML files"),
     ),
     "SOLVER.WARMUP_FACTOR": (
         ("demo/semantic_fpn_*", 0.001, "detectron2's default"),
         ("demo/*", 0.01, "as the detectors"),
         ("semantic_fpn/*", 0.001, "detectron2's default, of no iterations"),
-        ("*/lit_*", 0.001, "LIT detection/configs/_base_/schedules/schedule_1x.py: warmup_ratio"),
+        ("*/*lit_*", 0.001, "LIT detection/configs/_base_/schedules/schedule_1x.py: warmup_ratio"),
         ("*", 0.01, "the Detection repository's YAML files"),
     ),
     "SOLVER.CLIP_GRADIENTS.ENABLED": (
@@ -272,6 +305,7 @@ VALUES = {
         ("semantic_fpn/*", (256, 1024), "LIT segmentation/configs/_base_/datasets/ade20k.py: 512, 0.5 to 2.0"),
         ("demo/semantic_fpn_*", (96, 192), _OURS),
         ("demo/*", (128,), _OURS),
+        ("modern/*", (800,), "none: INPUT.LSJ counts"),
     ),
     "INPUT.MAX_SIZE_TRAIN": (
         ("semantic_fpn/*", 4096, "LIT segmentation/configs/_base_/datasets/ade20k.py: 2048, 0.5 to 2.0"),

@@ -23,6 +23,7 @@ from projects_vil.analysis.counting import (
     meta_classifier,
 )
 from projects_vil.analysis.published import PUBLISHED, PUBLISHED_CLASSIFIERS
+from projects_vil.config import detector_name
 
 
 @dataclasses.dataclass
@@ -79,7 +80,7 @@ def analyze(cfg: CfgNode, name: str, *, size: tuple[int, int] = (800, 1333), wit
         extra = sum(map(count_parameters, (backbone, classifier.norm, classifier.head)))
         as_published += extra - parts["backbone"]
     by_operator = count_flops(model, size) if with_flops else {}
-    published = PUBLISHED.get((cfg.MODEL.META_ARCHITECTURE, variant), (None, None))
+    published = PUBLISHED.get((detector_name(cfg), variant), (None, None))
     published_classifier = PUBLISHED_CLASSIFIERS.get(variant)
     return Analysis(
         name=name,

@@ -3,6 +3,7 @@
 Layouts are detectron2's. K: classes, A: anchors of a place.
 """
 
+import re
 from collections.abc import Sequence
 
 import torch
@@ -16,11 +17,13 @@ _LAYOUTS = {
     "roi_heads.mask_head.predictor": _CLASSES,
     "sem_seg_head.predictor": _CLASSES,
 }
+# Cascade R-CNN has several, which are numbered.
+_NUMBERED = re.compile(r"(?<=^roi_heads\.box_predictor\.)\d+\.")
 
 
 def is_predictor(name: str) -> bool:
     """Whether a parameter belongs to a layer whose size is the number of classes."""
-    return name.rpartition(".")[0] in _LAYOUTS
+    return _layer(name) in _LAYOUTS
 
 
 def rows_of_classes(name: str, rows: int, num_classes: int) -> Tensor | None:
@@ -28,7 +31,7 @@ def rows_of_classes(name: str, rows: int, num_classes: int) -> Tensor | None:
 
     None where the parameter is no predictor's, or does not distinguish ``num_classes`` classes.
     """
-    layout = _LAYOUTS.get(name.rpartition(".")[0])
+    layout = _LAYOUTS.get(_layer(name))
     places = torch.arange(rows)
     if layout == _ANCHORS and rows and rows % num_classes == 0:
         return places.view(-1, num_classes).T
@@ -63,3 +66,8 @@ def copy_rows(
     for our_class, their_class in pairs.items():
         copied[our_rows[our_class]] = theirs[their_rows[their_class]].to(copied)
     return copied
+
+
+def _layer(name: str) -> str:
+    """A layer by the name of its parameter."""
+    return _NUMBERED.sub("", name).rpartition(".")[0]

@@ -74,6 +74,9 @@ def add_vil_config(cfg: CN) -> None:
     cfg.SOLVER.OPTIMIZER = "ADAMW"
     # Pairs of a pattern (shell style, on full parameter names) and what the learning rate is multiplied by there.
     cfg.SOLVER.LR_MULTIPLIERS = []
+    # What the learning rate of a backbone's block is multiplied by once for each block behind it and once more, above 0
+    # to 1, which is none: the embedding of L blocks learns at this to the power of L + 1. FPN and heads keep the rate.
+    cfg.SOLVER.LAYER_DECAY = 1.0
     # 0, or how many times to train on every image: SOLVER.MAX_ITER, STEPS, WARMUP_ITERS and CHECKPOINT_PERIOD and
     # TEST.EVAL_PERIOD then follow from the number of images and IMS_PER_BATCH (projects_vil/solver/schedule.py).
     cfg.SOLVER.EPOCHS = 0
@@ -97,6 +100,17 @@ def add_vil_config(cfg: CN) -> None:
     # The same: whether an image smaller than an absolute crop is padded to its size, with MODEL.PIXEL_MEAN and ignored
     # labels. Else only batches are padded, to their largest image.
     cfg.INPUT.CROP.PAD = False
+    # What becomes of a training image: "default" is resized to MIN_SIZE_TRAIN and flipped, "lsj" is large-scale jitter
+    # (below) and a flip, "strong" is lsj, PHOTOMETRIC_DISTORTION and COPY_PASTE, which needs a Mask R-CNN.
+    cfg.INPUT.AUGMENTATION = "default"
+    # Of lsj and strong: an image is scaled to fit into a square of SIZE pixels times a factor drawn from SCALE, then
+    # cut or padded to the square, as in the new baselines of detectron2.
+    cfg.INPUT.LSJ = CN()
+    cfg.INPUT.LSJ.SIZE = 1024
+    cfg.INPUT.LSJ.SCALE = (0.1, 2.0)
+    # Of strong: the share of images that get objects of another training image pasted, 0.0 for none.
+    cfg.INPUT.COPY_PASTE = CN()
+    cfg.INPUT.COPY_PASTE.PROBABILITY = 0.5
     # In training: brightness, contrast, saturation and hue drawn at random, as in SSD.
     cfg.INPUT.PHOTOMETRIC_DISTORTION = False
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import yaml
 from detectron2.config import CfgNode as CN
 from detectron2.config import get_cfg
+from detectron2.projects.point_rend import add_pointrend_config
 
 from backbones.errors import InputError, check_file, closest
 from projects_vil.config.defaults import add_vil_config
@@ -16,14 +17,17 @@ CONFIG_FILE = "config.yaml"
 
 
 def default_config() -> CN:
-    """detectron2's defaults and this project's keys."""
+    """detectron2's defaults, those of its PointRend, and this project's keys."""
     cfg = get_cfg()
+    add_pointrend_config(cfg)
+    # What it is for, INPUT.PHOTOMETRIC_DISTORTION does here.
+    del cfg.INPUT["COLOR_AUG_SSD"]
     add_vil_config(cfg)
     return cfg
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> CN:
-    """detectron2's defaults, this project's keys, the file (with its ``_BASE_`` chain) and the overrides, frozen.
+    """The keys of :func:`default_config`, the file (with its ``_BASE_`` chain) and the overrides, frozen.
 
     Args:
         path: a YAML config.

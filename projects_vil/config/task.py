@@ -12,6 +12,16 @@ def number_of_classes(cfg: CfgNode) -> tuple[str, int]:
     return "MODEL.ROI_HEADS.NUM_CLASSES", cfg.MODEL.ROI_HEADS.NUM_CLASSES
 
 
+def detector_name(cfg: CfgNode) -> str:
+    """What the papers call it, "Cascade Mask R-CNN" for one; the meta-architecture where no paper names it."""
+    if cfg.MODEL.META_ARCHITECTURE != "GeneralizedRCNN":
+        return cfg.MODEL.META_ARCHITECTURE
+    is_cascade, has_masks = cfg.MODEL.ROI_HEADS.NAME == "CascadeROIHeads", cfg.MODEL.MASK_ON
+    if not (is_cascade or has_masks):
+        return "Faster R-CNN"
+    return f"{'Cascade ' if is_cascade else ''}{'Mask ' if has_masks else ''}R-CNN"
+
+
 def is_segmentor(cfg: CfgNode) -> bool:
     """Whether a config is for semantic segmentation."""
     return cfg.MODEL.META_ARCHITECTURE == "SemanticSegmentor"

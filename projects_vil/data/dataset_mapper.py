@@ -19,13 +19,16 @@ from detectron2.data.detection_utils import (
     transform_instance_annotations,
     transform_proposals,
 )
+from detectron2.structures.masks import polygons_to_bitmask
+from pycocotools import mask as mask_util
 
 from backbones import InputError
 from backbones.errors import check_choice
 from projects_vil.config import is_segmentor
-from projects_vil.data.augmentations import PhotometricDistortion, pad_to
+from projects_vil.data.augmentations import pad_to
 from projects_vil.data.datasets.ade20k import IGNORED_LABEL, open_labels, read_labels
 from projects_vil.data.detection_utils import UnreadableImage, read_image
+from projects_vil.data.recipes import colour_augmentations, is_jittered, large_scale_jitter
 
 _ADVICE = "mend it, or let tools/check_dataset.py ANNOTATIONS IMAGES --deep --fix OUT write a file without it"
 
@@ -34,14 +37,20 @@ class Mapper(DatasetMapper):
     """detectron2's mapper, with images read by :func:`~projects_vil.data.detection_utils.read_image`.
 
     An image that cannot be read, or is of another size than its record says, is an :class:`InputError` that names it.
-    Masks are polygons as ``INPUT.MASK_FORMAT`` says, and bitmaps in an image where an object has RLE.
+    Masks are polygons as ``INPUT.MASK_FORMAT`` says, and bitmaps in an image where an object has RLE, or where images
+    are cut (``INPUT.CROP``, ``INPUT.AUGMENTATION``); boxes are those of what is left of the masks there.
     ``INPUT.PHOTOMETRIC_DISTORTION`` comes after detectron2's augmentations.
     """
 
     @classmethod
     def from_config(cls, cfg: CfgNode, is_train: bool = True) -> dict[str, Any]:
         options = super().from_config(cfg, is_train)
-        options["augmentations"] += _colour_augmentations(cfg, is_train=is_train)
+        if is_train and is_jittered(cfg):
+            options["augmentations"], options["recompute_boxes"] = large_scale_jitter(cfg), cfg.MODEL.MASK_ON
+        elif is_train:
+            options["augmentations"] += colour_augmentations(cfg)
+        if options["recompute_boxes"]:
+            options["instance_mask_format"] = "bitmask"
         return options
 
     def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any]:
@@ -73,17 +82,34 @@ class Mapper(DatasetMapper):
                 if not is_used:
                     entry.pop(field, None)
         has_rle = any(isinstance(entry.get("segmentation"), dict) for entry in objects)
-        objects = [
-            transform_instance_annotations(
-                entry, transforms, image_shape, keypoint_hflip_indices=self.keypoint_hflip_indices
-            )
-            for entry in objects
-        ]
         mask_format = "bitmask" if has_rle else self.instance_mask_format
+        objects = [self._transform_object(entry, transforms, image_shape, mask_format) for entry in objects]
         instances = annotations_to_instances(objects, image_shape, mask_format=mask_format)
-        if self.recompute_boxes:
+        if self.recompute_boxes and instances.has("gt_masks"):
             instances.gt_boxes = instances.gt_masks.get_bounding_boxes()
         dataset_dict["instances"] = filter_empty_instances(instances)
+
+    def _transform_object(
+        self, entry: dict[str, Any], transforms: T.TransformList, image_shape: tuple[int, int], mask_format: str
+    ) -> dict[str, Any]:
+        mask = entry.pop("segmentation", None) if mask_format == "bitmask" else None
+        entry = transform_instance_annotations(
+            entry, transforms, image_shape, keypoint_hflip_indices=self.keypoint_hflip_indices
+        )
+        return entry if mask is None else entry | {"segmentation": _bitmap(mask, transforms, image_shape)}
+
+
+def _bitmap(
+    mask: list[list[float]] | dict[str, Any], transforms: T.TransformList, image_shape: tuple[int, int]
+) -> np.ndarray:
+    """Polygons or RLE after augmentation, cut off at the image's edges: (H, W) bool.
+
+    detectron2 cuts polygons by shapely, which it does not require, and its padding of a mask is a part of the object.
+    """
+    if isinstance(mask, dict):
+        return transforms.apply_segmentation(mask_util.decode(mask)) == 1
+    points = [transforms.apply_coords(np.array(polygon, dtype=np.float64).reshape(-1, 2)) for polygon in mask]
+    return polygons_to_bitmask([polygon.reshape(-1) for polygon in points], *image_shape)
 
 
 CROP_TYPES = ("relative_range", "relative", "absolute", "absolute_range")
@@ -123,7 +149,7 @@ class SemSegMapper:
                 1,
                 T.RandomCrop_CategoryAreaConstraint(crop.TYPE, crop.SIZE, crop.SINGLE_CATEGORY_MAX_AREA, IGNORED_LABEL),
             )
-        augmentations += _colour_augmentations(cfg, is_train=is_train)
+        augmentations += colour_augmentations(cfg) if is_train else []
         self.augmentations = T.AugmentationList(augmentations)
         self.padded_size = tuple(crop.SIZE) if is_train and crop.ENABLED and crop.PAD else None
         self.pixel_mean = list(cfg.MODEL.PIXEL_MEAN)
@@ -178,10 +204,6 @@ def check_padding(cfg: CfgNode) -> None:
             f"INPUT.CROP.PAD is True, and INPUT.CROP.TYPE {crop.TYPE} has no one size to pad to: take absolute, or "
             "INPUT.CROP.PAD False"
         )
-
-
-def _colour_augmentations(cfg: CfgNode, *, is_train: bool) -> list[T.Augmentation]:
-    return [PhotometricDistortion(cfg.INPUT.FORMAT)] if is_train and cfg.INPUT.PHOTOMETRIC_DISTORTION else []
 
 
 @contextlib.contextmanager

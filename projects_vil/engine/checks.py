@@ -19,7 +19,7 @@ from projects_vil.config import check_device
 from projects_vil.engine.hooks import RandomShift
 from projects_vil.engine.steps import AMP_DTYPES, check_groups
 from projects_vil.evaluation import LOSS_TASK, check_coco_api
-from projects_vil.modeling import build_on_meta
+from projects_vil.modeling import LARGEST_SIDE, SMALLEST_SIDE, build_on_meta, check_point_rend, longest_side
 from projects_vil.progress import check_services
 from projects_vil.solver import LR_SCHEDULERS, OPTIMIZERS, build_lr_scheduler, build_optimizer
 
@@ -43,6 +43,7 @@ def check_setup(cfg: CfgNode, *, processes: int = 1, eval_only: bool = False, re
         )
     if not eval_only:
         _check_batch(cfg, max(processes, 1))
+        _check_jitter(cfg, model)
         optimizer = build_optimizer(cfg, model)
         _check_schedule(cfg, max(processes, 1))
         if cfg.MODEL.TRANSFORMER.RANDOM_SHIFT_UNTIL:
@@ -70,6 +71,16 @@ def check_setup(cfg: CfgNode, *, processes: int = 1, eval_only: bool = False, re
         raise InputError("MODEL.WEIGHTS is empty: name the checkpoint to evaluate")
     if cfg.MODEL.WEIGHTS:
         check_weights(cfg, cfg.MODEL.WEIGHTS, complete=eval_only, model=model)
+
+
+def _check_jitter(cfg: CfgNode, model: nn.Module) -> None:
+    """Whether the model's absolute positions reach as far as the images of ``INPUT.AUGMENTATION``."""
+    size, end = cfg.INPUT.LSJ.SIZE, longest_side(model)
+    if cfg.INPUT.AUGMENTATION != "default" and end is not None and size > end:
+        raise InputError(
+            f"INPUT.LSJ.SIZE is {size}, and this model's tables of positions end at MODEL.TRANSFORMER.MAX_IMG_SIZE "
+            f"{end}: make one of them fit"
+        )
 
 
 def _check_schedule(cfg: CfgNode, processes: int) -> None:
@@ -123,6 +134,8 @@ def check_values(cfg: CfgNode) -> None:
     if cfg.INPUT.CROP.ENABLED:
         check_choice("INPUT.CROP.TYPE", cfg.INPUT.CROP.TYPE, data.CROP_TYPES)
     data.check_padding(cfg)
+    data.check_augmentation(cfg)
+    check_point_rend(cfg)
     for key, choices in _CHOICES:
         check_choice(key, functools.reduce(getattr, key.split("."), cfg), choices)
     _check_best_metric(cfg)
@@ -187,10 +200,16 @@ def _are_steps(value: Any) -> bool:
     return all(map(_whole(0), value)) and list(value) == sorted(set(value))
 
 
+def _are_scales(value: Any) -> bool:
+    return len(value) == 2 and all(map(_is_finite, value)) and 0 < value[0] <= value[1] <= _LARGEST_SCALE
+
+
 def _are_colors(value: Any) -> bool:
     return len(value) == 3 and all(map(_is_finite, value))
 
 
+# Ten times the side is a hundred times the memory.
+_LARGEST_SCALE = 10
 _TASKS_WITH_AP = ("bbox", "segm", "keypoints")
 
 
@@ -244,6 +263,13 @@ _VALUES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("INPUT.MAX_SIZE_TRAIN", _whole(1), "a side of 1 pixel or more"),
     ("INPUT.MIN_SIZE_TEST", _whole(0), "a side of 1 pixel or more, or 0 for images as they are"),
     ("INPUT.MAX_SIZE_TEST", _whole(1), "a side of 1 pixel or more"),
+    (
+        "INPUT.LSJ.SIZE",
+        lambda value: _whole(SMALLEST_SIDE)(value) and value <= LARGEST_SIDE,
+        f"the side of a square, {SMALLEST_SIDE} to {LARGEST_SIDE} pixels",
+    ),
+    ("INPUT.LSJ.SCALE", _are_scales, f"two factors above 0 and at most {_LARGEST_SCALE}, the larger one last"),
+    ("INPUT.COPY_PASTE.PROBABILITY", lambda value: _is_finite(value) and 0 <= value <= 1, "0 to 1"),
     ("TEST.DETECTIONS_PER_IMAGE", _whole(1), "1 or more"),
     ("SOLVER.WEIGHT_DECAY", lambda value: _is_finite(value) and value >= 0, "0 or more"),
     ("TEST.EVAL_PERIOD", _whole(0), "a number of iterations, or 0 for the end alone"),

@@ -14,7 +14,7 @@ from detectron2.utils import comm
 from backbones.files import written_whole
 from projects_vil.checkpoint import Checkpointer, checkpoints_of, remove_run
 from projects_vil.config import CONFIG_FILE, ConfigToolParser, load_config
-from projects_vil.data import read_ahead, register_datasets
+from projects_vil.data import check_typed_keys, read_ahead, register_datasets
 from projects_vil.engine.checks import check_setup
 from projects_vil.engine.defaults import Trainer
 from projects_vil.engine.processes import (
@@ -50,6 +50,7 @@ def train_from_command_line(args: argparse.Namespace) -> None:
         check_processes(args, device=cfg.MODEL.DEVICE)
         if not args.eval_only:
             check_unlocked(cfg.OUTPUT_DIR)
+            check_typed_keys(cfg, args.opts)
         processes = number_of_processes(args)
         check_setup(cfg, processes=processes, eval_only=args.eval_only, resume=args.resume)
         num_images = 0

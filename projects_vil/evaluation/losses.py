@@ -73,7 +73,7 @@ def _as_for_testing(cfg: CfgNode) -> CfgNode:
     cfg.INPUT.MIN_SIZE_TRAIN, cfg.INPUT.MAX_SIZE_TRAIN = (cfg.INPUT.MIN_SIZE_TEST,), cfg.INPUT.MAX_SIZE_TEST
     cfg.INPUT.MIN_SIZE_TRAIN_SAMPLING = "choice"
     cfg.INPUT.RANDOM_FLIP = "none"
-    cfg.INPUT.CROP.ENABLED = False
+    cfg.INPUT.CROP.ENABLED, cfg.INPUT.AUGMENTATION = False, "default"
     cfg.INPUT.PHOTOMETRIC_DISTORTION = False
     return cfg
 

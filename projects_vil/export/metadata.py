@@ -14,6 +14,7 @@ from torch import nn
 from backbones import InputError
 from backbones.errors import check_file
 from projects_vil.checkpoint import versions
+from projects_vil.config import detector_name
 from projects_vil.export.exportable.detector import ExportableDetector
 from projects_vil.export.formats import FORMATS, OPSET
 from projects_vil.modeling import SMALLEST_SIDE, largest_side
@@ -122,7 +123,7 @@ def describe_model(
         "format": file_format,
         "opset": OPSET if file_format == "onnx" else None,
         "precision": precision,
-        "detector": "Mask R-CNN" if "masks" in exportable.output_names else cfg.MODEL.META_ARCHITECTURE,
+        "detector": detector_name(cfg),
         "backbone": getattr(
             getattr(exportable.detector.backbone, "bottom_up", None), "variant", cfg.MODEL.BACKBONE.NAME
         ),

@@ -6,6 +6,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
@@ -28,14 +29,14 @@ TABLE_DETECTORS = ("retinanet", "mask_rcnn")
 TABLE_FAMILIES = ("vil", "ls", "lit", "cvt")
 SMALL_SIZE, EMPTY_SIZE, LARGE_SIZE = (64, 64), (96, 128), (800, 1333)
 _UNITS = {"boxes": "box {:.1e} px", "scores": "score {:.1e}", "masks": "mask {:.1e}"}
-# How much larger the last layers of an untrained detector are made.
+# How much larger the last layers of an untrained detector are made; a cascade's predictors are numbered.
 _FACTORS = {
     "head.cls_score": 60,
     "head.bbox_pred": 20,
     "objectness_logits": 60,
     "anchor_deltas": 20,
-    "box_predictor.cls_score": 60,
-    "box_predictor.bbox_pred": 200,
+    "box_predictor.*cls_score": 60,
+    "box_predictor.*bbox_pred": 200,
     "mask_head.predictor": 100,
 }
 
@@ -58,7 +59,7 @@ def lively_detector(cfg: CfgNode) -> nn.Module:
     with torch.no_grad():
         for name, parameter in detector.named_parameters():
             for layer, factor in _FACTORS.items():
-                if name.endswith(f"{layer}.weight"):
+                if fnmatchcase(name, f"*{layer}.weight"):
                     parameter *= factor
     return detector
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from projects_vil.config import detector_name
 from projects_vil.report.dataset_part import DatasetPart, figure
 from projects_vil.report.drawings import FALSE, HIT, MISSED
 from projects_vil.report.figures import Drawn
@@ -55,10 +56,7 @@ def render(
 def _title(run: Run) -> str:
     if run.cfg is None:
         return f"Run {run.folder.resolve().name}"
-    name = {"GeneralizedRCNN": "Mask R-CNN" if run.cfg.MODEL.MASK_ON else "Faster R-CNN"}.get(
-        run.cfg.MODEL.META_ARCHITECTURE, run.cfg.MODEL.META_ARCHITECTURE
-    )
-    return f"{name} with {run.cfg.MODEL.TRANSFORMER.NAME}"
+    return f"{detector_name(run.cfg)} with {run.cfg.MODEL.TRANSFORMER.NAME}"
 
 
 def _tiles(run: Run) -> list[tuple[str, str]]:

@@ -13,6 +13,7 @@ from torch import nn
 from backbones import InputError
 from backbones.errors import closest
 from projects_vil.solver.clipping import clip_full_model
+from projects_vil.solver.layer_decay import layer_factors
 
 OPTIMIZERS = ("ADAMW", "SGD")
 # detectron2's list, which is inside a function there.
@@ -44,6 +45,7 @@ def parameter_groups(
     weight_decay_bias: float | None = 0.0,
     bias_lr_factor: float = 1.0,
     lr_multipliers: Iterable[Sequence] = (),
+    layer_decay: float = 1.0,
 ) -> list[dict[str, Any]]:
     """Trainable parameters, grouped by learning rate and weight decay.
 
@@ -57,12 +59,14 @@ def parameter_groups(
         bias_lr_factor: what the learning rate of biases is multiplied by.
         lr_multipliers: pairs of a shell-style pattern on full parameter names and a factor; the factors of all
             patterns that match are multiplied.
+        layer_decay: as :func:`~projects_vil.solver.layer_decay.layer_factors`, whose factors are multiplied with these.
 
     Raises:
-        InputError: for a pair that is none, or a pattern that matches no trained parameter.
+        InputError: for a pair that is none, a pattern that matches no trained parameter, or a decay that cannot be.
     """
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     multipliers = [_check_multiplier(pair, names) for pair in lr_multipliers]
+    of_layers = layer_factors(model, layer_decay)
     decays = {name: 0.0 for name in undecayed_parameters(model)}
     biases = set()
     for prefix, module in model.named_modules():
@@ -79,7 +83,7 @@ def parameter_groups(
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        lr = base_lr * bias_lr_factor if name in biases else base_lr
+        lr = base_lr * of_layers.get(name, 1.0) * (bias_lr_factor if name in biases else 1.0)
         for pattern, factor in multipliers:
             if fnmatch.fnmatchcase(name, pattern):
                 lr *= factor
@@ -94,7 +98,7 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
     detectron2's.
 
     Raises:
-        InputError: for an unknown ``SOLVER.OPTIMIZER``, clip type or multiplier pattern.
+        InputError: for an unknown ``SOLVER.OPTIMIZER`` or clip type, or as :func:`parameter_groups`.
     """
     groups = parameter_groups(
         model,
@@ -104,6 +108,7 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
         weight_decay_bias=cfg.SOLVER.WEIGHT_DECAY_BIAS,
         bias_lr_factor=cfg.SOLVER.BIAS_LR_FACTOR,
         lr_multipliers=cfg.SOLVER.LR_MULTIPLIERS,
+        layer_decay=cfg.SOLVER.LAYER_DECAY,
     )
     if cfg.SOLVER.OPTIMIZER == "ADAMW":
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=cfg.SOLVER.BASE_LR)

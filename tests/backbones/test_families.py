@@ -193,6 +193,63 @@ def test_only_weights_of_linear_layers_and_convolutions_decay(name, classifier):
     assert isinstance(model.no_weight_decay(), set) and model.no_weight_decay() == names - decaying
 
 
+# With the beginning of a parameter's name, its layer.
+LAYERS = {
+    "vil_absolute": {
+        "stages.0.patch_embed.": 0,
+        "stages.0.positions.": 0,
+        "stages.0.global_tokens": 0,
+        "stages.0.blocks.0.": 1,
+        "stages.1.patch_embed.": 2,
+        "stages.1.positions.": 2,
+        "stages.1.global_tokens": 2,
+        "stages.1.blocks.0.": 2,
+        "stages.1.blocks.1.": 3,
+        "stages.2.": 4,
+        "stages.3.": 5,
+    },
+    "lit_relative": {
+        "stages.0.patch_embed.": 0,
+        "stages.0.blocks.0.": 1,
+        "stages.1.": 2,
+        "output_norms.stage2.": 2,
+        "stages.2.patch_embed.offset.": 3,
+        "stages.2.blocks.0.": 3,
+        "stages.2.blocks.1.": 4,
+        "output_norms.stage3.": 4,
+        "stages.3.": 5,
+        "output_norms.stage4.": 5,
+    },
+    "cvt": {
+        "stages.0.patch_embed.": 0,
+        "stages.0.blocks.0.": 1,
+        "stages.1.patch_embed.": 2,
+        "stages.1.blocks.0.": 2,
+        "stages.1.blocks.1.": 3,
+        "stages.2.": 4,
+    },
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_count_blocks(name):
+    model = small_model(name)
+    names = [key for key, _ in model.named_parameters()]
+    found = {start: {model.layer_id(key) for key in names if key.startswith(start)} for start in LAYERS[name]}
+    assert found == {start: {layer} for start, layer in LAYERS[name].items()}
+    assert model.num_layers == max(LAYERS[name].values())
+
+
+def test_layers_of_stages_that_are_built():
+    assert small_model("vil_separate", out_features=("stage2",)).num_layers == 3
+
+
+@pytest.mark.parametrize("name", ["stages.0.patch_embed", "stages.9.blocks.0.mlp_norm.weight", "head.weight", ""])
+def test_a_name_of_no_parameter_has_no_layer(name):
+    with pytest.raises(InputError, match=f"CvT has no parameter '{name}'"):
+        small_model("cvt").layer_id(name)
+
+
 @one_of_each_fast
 def test_activation_checkpointing_changes_no_gradient(name):
     images, results = random_images(4, 3, 37, 50), []

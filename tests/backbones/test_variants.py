@@ -194,6 +194,15 @@ def test_every_variant_classifies(name):
     assert decaying and all(name.endswith(kinds) and "norm" not in name for name in decaying)
 
 
+@pytest.mark.parametrize("name", slow_except(list_variants(), FEW))
+def test_layers_of_every_variant_rise_with_depth(name):
+    model = meta_model(create_classifier, name, num_classes=7).backbone
+    ids = [model.layer_id(key) for key, _ in model.named_parameters() if not key.startswith("output_norms.")]
+    depth = sum(stage.depth for stage in get_variant(name).stages)
+    assert ids == sorted(ids) and set(ids) == set(range(depth + 1))
+    assert model.num_layers == depth
+
+
 def test_options_replace_those_of_the_variant():
     variant = get_variant("vil_tiny").with_options(
         window_size=(6, 8, 12, 12), global_tokens=2, attention_mode="exact", shared_projections=False

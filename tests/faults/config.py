@@ -24,6 +24,7 @@ _VALUES = (
     ("SOLVER.OPTIMIZER", "ADAM"),
     ("SOLVER.LR_SCHEDULER_NAME", "Cosine"),
     ("SOLVER.LR_MULTIPLIERS", "[['backbone']]"),
+    ("SOLVER.LAYER_DECAY", "1.5"),
     ("SOLVER.STEPS", "(10, 5)"),
     ("SOLVER.CLIP_GRADIENTS.CLIP_VALUE", "-1.0"),
     ("SOLVER.ACCUMULATE", "0"),
@@ -72,6 +73,10 @@ _VALUES = (
     ("OUTPUT_DIR", "small.yaml"),
 )
 
+_RESNET = (
+    "MODEL.BACKBONE.NAME build_retinanet_resnet_fpn_backbone MODEL.RESNETS.OUT_FEATURES \"['res3', 'res4', 'res5']\" "
+    "MODEL.FPN.IN_FEATURES \"['res3', 'res4', 'res5']\""
+)
 _ROBUSTNESS = "evaluate_robustness.py --data sets --weights"
 _CLASS = "sets/val/n01440764"
 
@@ -85,6 +90,7 @@ FAULTS = (
         "SOLVER.BASE_LR 1e-7 SOLVER.BASE_LR_END 1e-6",
         parts=("run",),
     ),
+    Fault("layers of a backbone that does not know them", f"{TRAIN} {_RESNET} SOLVER.LAYER_DECAY 0.8"),
     Fault(
         "a warm-up that never ends",
         f"{TRAIN} SOLVER.WARMUP_ITERS 50",

@@ -15,7 +15,8 @@ from projects_vil.export.table import lively_detector as lively_detector
 from tests.projects_vil import forked
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIGS = {name: ROOT / f"configs/demo/{name}_vil_shapes.yaml" for name in ("retinanet", "mask_rcnn", "semantic_fpn")}
+_DEMOS = ("retinanet", "mask_rcnn", "cascade_mask_rcnn", "semantic_fpn")
+CONFIGS = {name: ROOT / f"configs/demo/{name}_vil_shapes.yaml" for name in _DEMOS}
 
 # Seconds until a process counts as hanging, on a machine that does much else.
 PATIENCE = 600
@@ -23,14 +24,16 @@ PATIENCE = 600
 # Narrow enough for a second on one core; the low thresholds give an untrained detector detections too.
 _SMALL = ["MODEL.FPN.OUT_CHANNELS", "32", "INPUT.MIN_SIZE_TRAIN", "(64,)", "INPUT.MIN_SIZE_TEST", "64"]
 _SMALL += ["DATALOADER.NUM_WORKERS", "0", "TEST.DRAW_IMAGES", "0"]
+_SMALL_RCNN = [
+    *_SMALL,
+    *("MODEL.ROI_BOX_HEAD.FC_DIM", "64", "MODEL.ROI_MASK_HEAD.CONV_DIM", "16"),
+    *("MODEL.RPN.PRE_NMS_TOPK_TEST", "100", "MODEL.RPN.POST_NMS_TOPK_TEST", "20"),
+    *("MODEL.ROI_HEADS.SCORE_THRESH_TEST", "0.001"),
+]
 SMALL = {
     "retinanet": [*_SMALL, "MODEL.RETINANET.NUM_CONVS", "1", "MODEL.RETINANET.SCORE_THRESH_TEST", "0.001"],
-    "mask_rcnn": [
-        *_SMALL,
-        *("MODEL.ROI_BOX_HEAD.FC_DIM", "64", "MODEL.ROI_MASK_HEAD.CONV_DIM", "16"),
-        *("MODEL.RPN.PRE_NMS_TOPK_TEST", "100", "MODEL.RPN.POST_NMS_TOPK_TEST", "20"),
-        *("MODEL.ROI_HEADS.SCORE_THRESH_TEST", "0.001"),
-    ],
+    "mask_rcnn": _SMALL_RCNN,
+    "cascade_mask_rcnn": _SMALL_RCNN,
     "semantic_fpn": [
         *("MODEL.FPN.OUT_CHANNELS", "32", "MODEL.SEM_SEG_HEAD.CONVS_DIM", "32", "INPUT.MIN_SIZE_TRAIN", "(48, 96)"),
         *("INPUT.MIN_SIZE_TEST", "64", "INPUT.CROP.SIZE", "[64, 64]", "DATALOADER.NUM_WORKERS", "0"),

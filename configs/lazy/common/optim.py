@@ -7,7 +7,7 @@ from projects_vil.solver import parameter_groups
 
 optimizer = L(torch.optim.AdamW)(
     # The model is put there before the optimizer is made.
-    params=L(parameter_groups)(base_lr="${..lr}", weight_decay="${..weight_decay}", lr_multipliers=[]),
+    params=L(parameter_groups)(base_lr="${..lr}", weight_decay="${..weight_decay}", lr_multipliers=[], layer_decay=1.0),
     lr=1e-4,
     weight_decay=0.05,
 )

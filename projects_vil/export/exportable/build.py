@@ -5,14 +5,18 @@ from detectron2.modeling import GeneralizedRCNN, RetinaNet, StandardROIHeads
 from detectron2.modeling.anchor_generator import DefaultAnchorGenerator
 from detectron2.modeling.poolers import ROIPooler
 from detectron2.modeling.proposal_generator import RPN
+from detectron2.modeling.roi_heads import CascadeROIHeads
 from detectron2.modeling.roi_heads.fast_rcnn import FastRCNNOutputLayers
 from detectron2.modeling.roi_heads.mask_head import MaskRCNNConvUpsampleHead
 from torch import nn
 
 from backbones import InputError
+from projects_vil.export.exportable.cascade import ExportableCascadeRCNN
 from projects_vil.export.exportable.detector import ExportableDetector
 from projects_vil.export.exportable.rcnn import ExportableRCNN
 from projects_vil.export.exportable.retinanet import ExportableRetinaNet
+
+_ROI_HEADS = (StandardROIHeads, CascadeROIHeads)
 
 
 def make_exportable(detector: nn.Module, *, batched: bool = False) -> ExportableDetector:
@@ -27,8 +31,13 @@ def make_exportable(detector: nn.Module, *, batched: bool = False) -> Exportable
             raise InputError(f"a detector whose {name} is a {type(part).__name__} cannot be exported: it is {known}")
     if isinstance(detector, RetinaNet) and detector.max_detections_per_image < 0:
         raise InputError("TEST.DETECTIONS_PER_IMAGE is below 0: detectron2's RetinaNet drops its last detection then")
-    make = ExportableRetinaNet if isinstance(detector, RetinaNet) else ExportableRCNN
-    return make(detector, batched=batched).eval()
+    return _equivalent(detector)(detector, batched=batched).eval()
+
+
+def _equivalent(detector: nn.Module) -> type[ExportableDetector]:
+    if isinstance(detector, RetinaNet):
+        return ExportableRetinaNet
+    return ExportableCascadeRCNN if isinstance(detector.roi_heads, CascadeROIHeads) else ExportableRCNN
 
 
 def _parts(detector: nn.Module) -> list[tuple[str, object, tuple[type, ...]]]:
@@ -41,12 +50,12 @@ def _parts(detector: nn.Module) -> list[tuple[str, object, tuple[type, ...]]]:
     if type(detector) is not GeneralizedRCNN:
         return parts
     rpn, heads = detector.proposal_generator, detector.roi_heads
-    parts += [("proposal generator", rpn, (RPN,)), ("ROI_HEADS", heads, (StandardROIHeads,))]
-    if type(rpn) is not RPN or type(heads) is not StandardROIHeads:
+    parts += [("proposal generator", rpn, (RPN,)), ("ROI_HEADS", heads, _ROI_HEADS)]
+    if type(rpn) is not RPN or type(heads) not in _ROI_HEADS:
         return parts
     parts += [
         ("anchor generator", rpn.anchor_generator, (DefaultAnchorGenerator,)),
-        ("box predictor", heads.box_predictor, (FastRCNNOutputLayers,)),
+        *(("box predictor", predictor, (FastRCNNOutputLayers,)) for predictor in _predictors(heads)),
         ("keypoint head", heads.keypoint_head if heads.keypoint_on else None, (type(None),)),
     ]
     poolers = [heads.box_pooler]
@@ -57,3 +66,7 @@ def _parts(detector: nn.Module) -> list[tuple[str, object, tuple[type, ...]]]:
         parts.append(("pooler", pooler, (ROIPooler,)))
         parts += [("pooler's layer", layer, (ROIAlign,)) for layer in getattr(pooler, "level_poolers", ())]
     return parts
+
+
+def _predictors(heads: nn.Module) -> list[nn.Module]:
+    return list(heads.box_predictor) if isinstance(heads, CascadeROIHeads) else [heads.box_predictor]

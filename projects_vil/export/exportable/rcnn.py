@@ -24,8 +24,8 @@ class ExportableRCNN(ExportableDetector):
         heads = self.detector.roi_heads
         proposals, image = self._proposals(features, size)
         maps = [features[name] for name in heads.box_in_features]
-        pooled = pool(heads.box_pooler, maps, proposals, image)
-        boxes, scores, classes, image = self._classified(heads.box_head(pooled), proposals, image, size, features)
+        scores, boxes = self._judged(maps, proposals, image, size)
+        boxes, scores, classes, image = self._best(scores, boxes, image, features)
         outputs = {"boxes": boxes, "scores": scores, "classes": classes, "image_index": image}
         if heads.mask_on:
             maps = [features[name] for name in heads.mask_in_features]
@@ -60,40 +60,50 @@ class ExportableRCNN(ExportableDetector):
         )
         return boxes[kept], image[kept]
 
-    def _classified(
-        self,
-        pooled: Tensor,
-        proposals: Tensor,
-        image: Tensor,
-        size: tuple[int, int],
-        features: dict[str, Tensor],
-    ) -> tuple[Tensor, ...]:
+    @property
+    def _predictor(self) -> nn.Module:
+        """Whose thresholds count."""
+        return self.detector.roi_heads.box_predictor
+
+    def _judged(
+        self, maps: list[Tensor], proposals: Tensor, image: Tensor, size: tuple[int, int]
+    ) -> tuple[Tensor, Tensor]:
+        """Of the proposals (P, 4), the scores of classes and background (P, K + 1), and boxes (P, K or 1, 4)."""
+        heads = self.detector.roi_heads
+        logits, deltas = heads.box_predictor(heads.box_head(pool(heads.box_pooler, maps, proposals, image)))
+        boxes = decode(heads.box_predictor.box2box_transform, deltas.unflatten(1, (-1, 4)), proposals[:, None])
+        return probabilities(heads.box_predictor, logits), clip(boxes, size)
+
+    def _best(
+        self, scores: Tensor, boxes: Tensor, image: Tensor, features: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Boxes (D, 4), scores (D,), classes (D,) and images (D,) of the detections."""
-        predictor = self.detector.roi_heads.box_predictor
-        logits, deltas = predictor(pooled)
-        # (P, K), without the background, which is last
-        logits = logits.float()
-        scores = (logits.sigmoid() if predictor.use_sigmoid_ce else logits.softmax(dim=1))[:, :-1]
-        # (P, K or 1, 4)
-        deltas = deltas.unflatten(1, (-1, 4))
-        boxes = clip(decode(predictor.box2box_transform, deltas, proposals[:, None]), size)
+        num_groups = scores.shape[1]
         check_writable(scores)
-        is_finite = boxes.isfinite().flatten(1).all(1) & logits.isfinite().all(1)
-        row, classes = ((scores > predictor.test_score_thresh) & is_finite[:, None]).nonzero().unbind(1)
-        boxes = boxes[row, classes if deltas.shape[1] > 1 else torch.zeros_like(classes)]
+        is_finite = boxes.isfinite().flatten(1).all(1) & scores.isfinite().all(1)
+        # Without the background, which is last.
+        is_above = scores[:, :-1] > self._predictor.test_score_thresh
+        row, classes = (is_above & is_finite[:, None]).nonzero().unbind(1)
+        boxes = boxes[row, classes if boxes.shape[1] > 1 else torch.zeros_like(classes)]
         scores, image = scores[row, classes], image[row]
         kept = best_without_overlap(
             boxes,
             scores,
-            group=image * logits.shape[1] + classes,
-            groups_per_image=logits.shape[1],
+            group=image * num_groups + classes,
+            groups_per_image=num_groups,
             **self._images(image, features),
-            threshold=predictor.test_nms_thresh,
-            number=predictor.test_topk_per_image,
+            threshold=self._predictor.test_nms_thresh,
+            number=self._predictor.test_topk_per_image,
         )
         boxes, scores, classes, image = boxes[kept], scores[kept], classes[kept], image[kept]
         kept = has_area(boxes).nonzero()[:, 0]
         return boxes[kept], scores[kept], classes[kept], image[kept]
+
+
+def probabilities(predictor: nn.Module, logits: Tensor) -> Tensor:
+    """(P, K + 1) -> the same, in float32."""
+    logits = logits.float()
+    return logits.sigmoid() if predictor.use_sigmoid_ce else logits.softmax(dim=1)
 
 
 def pool(pooler: ROIPooler, maps: list[Tensor], boxes: Tensor, image: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ TABLE_8 = {
 }
 # LIT Tables 6 and 7, whole millions.
 LIT = {("retinanet", "ti"): 30, ("retinanet", "s"): 39, ("mask_rcnn", "ti"): 40, ("mask_rcnn", "s"): 48}
-KINDS = {"retinanet": "RetinaNet", "mask_rcnn": "GeneralizedRCNN"}
+KINDS = {"retinanet": "RetinaNet", "mask_rcnn": "Mask R-CNN"}
 # ViL Table 4.
 CLASSIFIERS = {"vil_tiny": "6.7", "vil_small": "24.6", "vil_medium_deep": "39.7", "vil_base_deep": "55.7"}
 
@@ -92,9 +92,16 @@ def test_long_short_has_no_absolute_twin(name, decimals):
     assert result.published_classifier == (None if decimals is None else round(result.classifier / 1e6, decimals))
 
 
+@pytest.mark.parametrize("overrides", [["MODEL.ROI_HEADS.NAME", "CascadeROIHeads"], ["MODEL.MASK_ON", "False"]])
+def test_figures_of_mask_rcnn_are_of_no_other(overrides):
+    agnostic = ["MODEL.ROI_BOX_HEAD.CLS_AGNOSTIC_BBOX_REG", "True"]
+    cfg = load_config(ROOT / "configs/mask_rcnn/vil_tiny_1x.yaml", [*agnostic, *overrides])
+    assert analyze(cfg, "a name", with_flops=False).published_parameters is None
+
+
 def test_nothing_else_is_said_to_be_published():
     tables = {(KINDS[detector], size) for detector, size in TABLES}
-    tables |= {("GeneralizedRCNN", f"{mechanism}_small") for mechanism in TABLE_8}
+    tables |= {("Mask R-CNN", f"{mechanism}_small") for mechanism in TABLE_8}
     tables |= {(KINDS[detector], f"lit_{size}") for detector, size in LIT}
     tables |= {("SemanticSegmentor", "lit_ti"), ("SemanticSegmentor", "lit_s_seg")}
     assert PUBLISHED.keys() == tables

@@ -84,6 +84,9 @@ def test_rows_by_hand():
     assert rows_of_classes(f"{BOX}.bbox_pred.weight", 8, 2).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert rows_of_classes(f"{MASK}.weight", 3, 3).tolist() == [[0], [1], [2]]
     assert rows_of_classes("sem_seg_head.predictor.bias", 2, 2).tolist() == [[0], [1]]
+    # A cascade's are numbered, and their boxes are those of all classes.
+    assert rows_of_classes(f"{BOX}.2.cls_score.bias", 4, 3).tolist() == [[0], [1], [2], [3]]
+    assert rows_of_classes(f"{BOX}.2.bbox_pred.weight", 4, 3) is None
 
 
 @pytest.mark.parametrize(

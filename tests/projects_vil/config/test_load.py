@@ -48,6 +48,7 @@ def test_defaults():
         "RANDOM_SHIFT_UNTIL": 0.0,
     }
     assert (cfg.SOLVER.OPTIMIZER, cfg.SOLVER.LR_MULTIPLIERS, cfg.DATASETS.COCO) == ("ADAMW", [], [])
+    assert cfg.SOLVER.LAYER_DECAY == 1.0
     assert (cfg.SOLVER.POLY_LR_POWER, cfg.INPUT.CROP.SINGLE_CATEGORY_MAX_AREA, cfg.DATASETS.ADE20K) == (0.9, 1.0, [])
     assert cfg.INPUT.CROP.PAD is False and cfg.INPUT.PHOTOMETRIC_DISTORTION is False
     assert (cfg.SOLVER.EPOCHS, cfg.SOLVER.CHECKPOINT_KEEP, cfg.TEST.BEST_METRIC) == (0, 0, "")
@@ -61,6 +62,11 @@ def test_defaults():
     del cfg.SOLVER["SCALE_LR_TO_BATCH"], cfg.SOLVER["SKIP_DIVERGED"], cfg.SOLVER["EARLY_STOPPING_PATIENCE"]
     del cfg.TEST["LOSS"], cfg.TEST["COCO_API"], cfg.TEST["DRAW_IMAGES"]
     del cfg.MODEL["TRANSFORMER"], cfg.SOLVER["OPTIMIZER"], cfg.SOLVER["LR_MULTIPLIERS"], cfg.DATASETS["COCO"]
+    del cfg.SOLVER["LAYER_DECAY"]
+    assert (cfg.INPUT.AUGMENTATION, cfg.INPUT.COPY_PASTE) == ("default", {"PROBABILITY": 0.5})
+    # configs/new_baselines of detectron2.
+    assert cfg.INPUT.LSJ == {"SIZE": 1024, "SCALE": (0.1, 2.0)}
+    del cfg.INPUT["AUGMENTATION"], cfg.INPUT["LSJ"], cfg.INPUT["COPY_PASTE"]
     del cfg.INPUT.CROP["PAD"], cfg.INPUT["PHOTOMETRIC_DISTORTION"]
     # Biases do not decay.
     assert (cfg.SOLVER.WEIGHT_DECAY_BIAS, before.SOLVER.WEIGHT_DECAY_BIAS) == (0.0, None)

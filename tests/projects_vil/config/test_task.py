@@ -2,7 +2,7 @@
 
 import pytest
 
-from projects_vil.config import is_segmentor, number_of_classes
+from projects_vil.config import detector_name, is_segmentor, number_of_classes
 from tests.projects_vil.helpers import small_config
 
 
@@ -18,3 +18,18 @@ def test_number_of_classes(detector, key, number):
     cfg = small_config(detector)
     assert number_of_classes(cfg) == (key, number)
     assert is_segmentor(cfg) == (detector == "semantic_fpn")
+
+
+@pytest.mark.parametrize(
+    "detector, overrides, name",
+    [
+        ("retinanet", ["MODEL.MASK_ON", "True"], "RetinaNet"),
+        ("mask_rcnn", [], "Mask R-CNN"),
+        ("mask_rcnn", ["MODEL.MASK_ON", "False"], "Faster R-CNN"),
+        ("cascade_mask_rcnn", [], "Cascade Mask R-CNN"),
+        ("cascade_mask_rcnn", ["MODEL.MASK_ON", "False"], "Cascade R-CNN"),
+        ("semantic_fpn", [], "SemanticSegmentor"),
+    ],
+)
+def test_what_a_detector_is_called(detector, overrides, name):
+    assert detector_name(small_config(detector, *overrides)) == name

@@ -11,7 +11,7 @@ from projects_vil.evaluation.losses import _as_for_testing
 from tests.projects_vil.helpers import small_config
 
 
-@pytest.mark.parametrize("detector", ["retinanet", "mask_rcnn", "semantic_fpn"])
+@pytest.mark.parametrize("detector", ["retinanet", "mask_rcnn", "cascade_mask_rcnn", "semantic_fpn"])
 def test_losses_do_not_change_the_model_nor_each_other(detector, request):
     request.getfixturevalue("shapes_sem_seg" if detector == "semantic_fpn" else "shapes")
     cfg = small_config(detector, "MODEL.TRANSFORMER.DROP_PATH", "0.5")
@@ -50,8 +50,9 @@ def test_retinanets_losses_are_sums_over_the_positive_anchors_of_all_images(shap
     assert model.loss_normalizer > 0
 
 
-def test_images_keep_their_colours(shapes):
-    cfg = _as_for_testing(small_config("retinanet", "INPUT.PHOTOMETRIC_DISTORTION", "True"))
+@pytest.mark.parametrize("keys", [("INPUT.PHOTOMETRIC_DISTORTION", "True"), ("INPUT.AUGMENTATION", "strong")])
+def test_images_are_those_for_testing(shapes, keys):
+    cfg = _as_for_testing(small_config("mask_rcnn", *keys))
     record = data.load_dataset(cfg, cfg.DATASETS.TEST, train=False)[0]
     mapped = [data.build_mapper(cfg, is_train=train)(record)["image"] for train in (True, False)]
     assert torch.equal(*mapped)

@@ -26,6 +26,10 @@ ALONE = {"torchscript": "retinanet", "torch_export": "retinanet", "onnx": "retin
 IN_BATCHES = {"torchscript": "mask_rcnn", "torch_export": "mask_rcnn", "onnx": "mask_rcnn"}
 FORMATS = tuple(ALONE)
 RECORDED = (96, 128)
+_FEW_RCNN = (
+    *("MODEL.RPN.IN_FEATURES", "['p3', 'p4', 'p5']", "MODEL.ROI_HEADS.IN_FEATURES", "['p3', 'p4']"),
+    *("MODEL.ANCHOR_GENERATOR.SIZES", "[[16], [32], [64]]", "MODEL.RPN.POST_NMS_TOPK_TEST", "100"),
+)
 # A detector reports nothing in a grey image, and something in a drawn one.
 ALL_LEVELS = {
     "retinanet": ("MODEL.RETINANET.SCORE_THRESH_TEST", "0.03"),
@@ -37,11 +41,8 @@ FEW_LEVELS = {
         *("MODEL.RETINANET.IN_FEATURES", "['p3', 'p4']", "MODEL.ANCHOR_GENERATOR.SIZES", "[[16], [32]]"),
         *("MODEL.RETINANET.SCORE_THRESH_TEST", "0.02"),
     ),
-    "mask_rcnn": (
-        *("MODEL.RPN.IN_FEATURES", "['p3', 'p4', 'p5']", "MODEL.ROI_HEADS.IN_FEATURES", "['p3', 'p4']"),
-        *("MODEL.ANCHOR_GENERATOR.SIZES", "[[16], [32], [64]]", "MODEL.RPN.POST_NMS_TOPK_TEST", "100"),
-        *("MODEL.ROI_HEADS.SCORE_THRESH_TEST", "0.5"),
-    ),
+    "mask_rcnn": (*_FEW_RCNN, "MODEL.ROI_HEADS.SCORE_THRESH_TEST", "0.5"),
+    "cascade_mask_rcnn": (*_FEW_RCNN, "MODEL.ROI_HEADS.SCORE_THRESH_TEST", "0.35"),
 }
 
 
@@ -75,7 +76,7 @@ def detector(name: str, *, all_levels: bool = False) -> nn.Module:
     model = lively_detector(config(name, all_levels=all_levels))
     torch.manual_seed(0)
     stem, stages = Stem(), ["stage1", "stage2", "stage3", "stage4"]
-    top = LastLevelMaxPool() if name == "mask_rcnn" else LastLevelP6P7(32, 32, "p5") if all_levels else None
+    top = LastLevelMaxPool() if name != "retinanet" else LastLevelP6P7(32, 32, "p5") if all_levels else None
     if not all_levels:
         stages = stages[1:3]
         if top is not None:

@@ -5,12 +5,13 @@ import dataclasses
 import json
 import runpy
 
+import numpy as np
 import pytest
 import torch
 
 from backbones import InputError
 from backbones.variants import VARIANTS
-from projects_vil import load_config
+from projects_vil import Detector, load_config
 from projects_vil.checkpoint import PROVENANCE_KEY, Provenance
 from projects_vil.export import ExportedModel, describe_report, export_detector, read_metadata
 from projects_vil.export import api as export
@@ -19,7 +20,7 @@ from projects_vil.export.metadata import metadata_path
 from projects_vil.export.parity import TOLERANCES
 from projects_vil.export.report import example_image, report_path
 from tests.projects_vil.export.exporting import BOTH, demo_detector
-from tests.projects_vil.helpers import CONFIGS, ROOT, SMALL, lively_detector, small_config
+from tests.projects_vil.helpers import CONFIGS, ROOT, SMALL, lively_detector, run_tool, small_config
 from tests.selection import slow_except
 
 
@@ -225,3 +226,22 @@ def test_every_family_in_its_own_runtime(tmp_path, monkeypatch, name, family, fi
     torch.save({"model": lively_detector(cfg).state_dict()}, tmp_path / "lively.pth")
     _, report = export_detector(cfg, tmp_path / "lively.pth", tmp_path / "export", file_format=file_format, runs=1)
     assert report["ok"], describe_report(report)
+
+
+@pytest.mark.slow
+def test_a_cascade_from_training_to_its_answers(datasets_root, tmp_path):
+    """Trained in parts of a batch and with validation losses, exported, and both asked about a photo."""
+    run = tmp_path / "run"
+    overrides = [*SMALL["cascade_mask_rcnn"], "OUTPUT_DIR", run, "SOLVER.MAX_ITER", 3, "TEST.LOSS", True]
+    overrides += ["SOLVER.ACCUMULATE", 2, "MODEL.EMA.ENABLED", True, "SOLVER.LAYER_DECAY", 0.8]
+    config = ["--config-file", CONFIGS["cascade_mask_rcnn"]]
+    result = run_tool("train_net.py", *config, *overrides, datasets_root=datasets_root)
+    assert result.returncode == 0, result.stderr
+    losses = json.loads((run / "evaluation.json").read_text())["shapes_val"]["validation_loss"]
+    assert {f"loss_{part}_stage{stage}" for part in ("cls", "box_reg") for stage in range(3)} < losses.keys()
+    _, report = export_detector(load_config(run / "config.yaml"), run / "model_final.pth", run / "export", runs=1)
+    assert report["ok"] and all(row["detections"] > 0 for row in report["images"])
+    photo = next((datasets_root / "shapes/val").iterdir())
+    trained, exported = (Detector.load(path)(photo) for path in (run, run / "export/model.ts"))
+    assert len(trained) == len(exported) > 0 and trained.masks.shape == exported.masks.shape
+    np.testing.assert_allclose(trained.boxes, exported.boxes, atol=0.1)

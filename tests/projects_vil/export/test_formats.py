@@ -105,6 +105,11 @@ def test_the_other_way_round(written, file_format):
     check_batches(written(ALONE[file_format], file_format, batched=True), detector(ALONE[file_format]))
 
 
+@pytest.mark.parametrize("file_format", slow_except(FORMATS, ["torchscript"]))
+def test_a_cascade(written, file_format):
+    check_answers(written("cascade_mask_rcnn", file_format), detector("cascade_mask_rcnn"))
+
+
 @pytest.mark.compiled
 @pytest.mark.skipif(compiler() is None, reason="AOTInductor compiles C++")
 @pytest.mark.parametrize("name", BOTH)

@@ -73,6 +73,11 @@ def test_metadata_of_other_detectors():
     metadata = described("mask_rcnn", "MODEL.ROI_MASK_HEAD.POOLER_RESOLUTION", "7")
     assert metadata["outputs"][3]["shape"] == ["detections", 1, 14, 14]
     assert json.loads(json.dumps(metadata)) == metadata
+    metadata = described("cascade_mask_rcnn")
+    assert metadata["detector"] == "Cascade Mask R-CNN" and metadata["thresholds"]["mask"] == 0.5
+    metadata = described("cascade_mask_rcnn", "MODEL.MASK_ON", "False", "MODEL.ROI_HEADS.SCORE_THRESH_TEST", "0.2")
+    assert metadata["detector"] == "Cascade R-CNN"
+    assert metadata["thresholds"] == {"score": 0.2, "nms": 0.5, "detections_per_image": 100}
 
 
 def resized(rule: dict, height: int, width: int) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from projects_vil.export import make_exportable
 from projects_vil.export.report import eager_detections, example_image
 from tests.projects_vil.helpers import lively_detector, small_config
 
-BOTH = ("retinanet", "mask_rcnn")
+ALL = ("retinanet", "mask_rcnn", "cascade_mask_rcnn")
 
 
 @functools.cache
@@ -23,6 +23,8 @@ def with_threshold(model: nn.Module, threshold: float) -> nn.Module:
     """A copy that reports what has a higher score."""
     model = copy.deepcopy(model)
     owner = model.roi_heads.box_predictor if isinstance(model, GeneralizedRCNN) else model
+    # The last of a cascade has the threshold that counts.
+    owner = owner[-1] if isinstance(owner, nn.ModuleList) else owner
     assert hasattr(owner, "test_score_thresh")
     owner.test_score_thresh = threshold
     return model

@@ -13,15 +13,11 @@ from tests.projects_vil.helpers import small_config
     [
         (
             "mask_rcnn",
-            ("MODEL.ROI_HEADS.NAME", "CascadeROIHeads", "MODEL.ROI_BOX_HEAD.CLS_AGNOSTIC_BBOX_REG", "True"),
-            "ROI_HEADS is a CascadeROIHeads",
-        ),
-        (
-            "mask_rcnn",
             ("MODEL.ROI_HEADS.NAME", "Res5ROIHeads", "MODEL.ROI_HEADS.IN_FEATURES", "['p4']"),
             "ROI_HEADS is a Res5",
         ),
         ("mask_rcnn", ("MODEL.KEYPOINT_ON", "True"), "keypoint head is a KRCNNConvDeconvUpsampleHead"),
+        ("cascade_mask_rcnn", ("MODEL.KEYPOINT_ON", "True"), "keypoint head is a KRCNNConvDeconvUpsampleHead"),
         ("mask_rcnn", ("MODEL.ROI_BOX_HEAD.POOLER_TYPE", "ROIPool"), "pooler's layer is a RoIPool"),
         ("mask_rcnn", ("MODEL.ROI_MASK_HEAD.POOLER_TYPE", "ROIPool"), "pooler's layer is a RoIPool"),
         ("mask_rcnn", ("MODEL.PROPOSAL_GENERATOR.NAME", "PrecomputedProposals"), "proposal generator is a NoneType"),

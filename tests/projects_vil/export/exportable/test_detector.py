@@ -6,22 +6,22 @@ from torch import Tensor
 
 from projects_vil.export import make_exportable
 from projects_vil.export.report import eager_detections, example_image
-from tests.projects_vil.export.exportable.helpers import BOTH, assert_equal, detector, run, with_threshold
+from tests.projects_vil.export.exportable.helpers import ALL, assert_equal, detector, run, with_threshold
 
 SIZES = [(64, 64), (64, 97), (101, 64), (33, 47), (150, 203), (224, 129), (96, 320)]
 
 
-@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("size", SIZES)
 def test_equals_the_detector(name, size):
     image = example_image(*size, seed=sum(size))
     theirs = eager_detections(detector(name), image)
     assert len(theirs["scores"]) >= 10 and theirs["scores"].std() > 0.005
-    assert set(theirs) == {"boxes", "scores", "classes"} | ({"masks"} if name == "mask_rcnn" else set())
+    assert set(theirs) == {"boxes", "scores", "classes"} | ({"masks"} if name != "retinanet" else set())
     assert_equal(run(detector(name), image), theirs)
 
 
-@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("size", [(64, 97), (224, 129)])
 def test_an_image_without_detections(name, size):
     image = example_image(*size)
@@ -37,14 +37,14 @@ def test_an_image_without_detections(name, size):
     assert shapes == {key: expected[key] for key in shapes}
 
 
-@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("name", ALL)
 def test_a_uniform_image(name):
     for value in (0, 255):
         image = torch.full((3, 70, 90), value, dtype=torch.uint8)
         assert_equal(run(detector(name), image), eager_detections(detector(name), image))
 
 
-@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("name", ALL)
 def test_what_comes_out(name):
     found = run(detector(name), example_image(72, 110))
     boxes, scores = found["boxes"], found["scores"]
@@ -52,12 +52,12 @@ def test_what_comes_out(name):
     assert (boxes >= 0).all() and (boxes <= torch.tensor([110, 72, 110, 72])).all()
     assert (boxes[:, 2:] > boxes[:, :2]).all()
     assert (scores[1:] <= scores[:-1]).all() and 0 <= found["classes"].min() and found["classes"].max() <= 2
-    if name == "mask_rcnn":
+    if name != "retinanet":
         assert found["masks"].shape == (len(scores), 1, 28, 28)
         assert 0 <= found["masks"].min() < 0.3 and 0.7 < found["masks"].max() <= 1
 
 
-@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("name", ALL)
 def test_bytes_and_floats_are_the_same_image(name):
     image = example_image(60, 84)
     expected = run(detector(name), image)
@@ -81,7 +81,7 @@ def of_image(found: dict[str, Tensor], index: int) -> dict[str, Tensor]:
     return {name: value[mine] for name, value in found.items() if name != "image_index"}
 
 
-@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("number", [1, 3])
 def test_a_batch_is_its_images_one_by_one(name, number):
     images = torch.stack([example_image(70, 101, seed=seed) for seed in range(number)])
@@ -95,7 +95,7 @@ def test_a_batch_is_its_images_one_by_one(name, number):
     assert len(found["scores"]) == sum(len(of_image(found, index)["scores"]) for index in range(number))
 
 
-@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("name", ALL)
 def test_what_else_is_in_a_batch_does_not_matter(name):
     mine, black = example_image(70, 101, seed=1), torch.zeros(3, 70, 101, dtype=torch.uint8)
     neighbours = (mine, black, 255 - mine)
@@ -105,7 +105,7 @@ def test_what_else_is_in_a_batch_does_not_matter(name):
     assert not torch.equal(of_image(found[1], 0)["boxes"], of_image(found[1], 1)["boxes"])
 
 
-@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("name", ALL)
 def test_a_batch_in_which_one_image_has_no_detection(name):
     images = torch.stack([example_image(70, 101, seed=seed) for seed in (1, 2, 3)])
     best = [eager_detections(detector(name), image)["scores"][0].item() for image in images]

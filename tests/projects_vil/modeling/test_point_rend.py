@@ -1,0 +1,79 @@
+"""PointRend's mask head: what its keys have to be together, and a run of it on our backbone."""
+
+import json
+
+import pytest
+
+from backbones import InputError
+from projects_vil import load_config
+from projects_vil.engine import check_setup
+from projects_vil.modeling import check_point_rend
+from tests.projects_vil.helpers import ROOT, SMALL, run_tool, small_config
+
+CONFIG = ROOT / "configs/projects/point_rend_vil_tiny_1x.yaml"
+# On the shapes, on the CPU, and as narrow as the other small detectors.
+SMALL_POINTS = [
+    *("MODEL.DEVICE", "cpu", "MODEL.TRANSFORMER.NAME", "vil_tiny_1_1_3_1_rpb", *SMALL["mask_rcnn"]),
+    *("MODEL.ROI_HEADS.NUM_CLASSES", "3", "MODEL.POINT_HEAD.NUM_CLASSES", "3", "MODEL.ROI_MASK_HEAD.FC_DIM", "32"),
+    *("MODEL.POINT_HEAD.FC_DIM", "32", "DATASETS.TRAIN", "('shapes_train',)", "DATASETS.TEST", "('shapes_val',)"),
+    *("SOLVER.IMS_PER_BATCH", "8", "SOLVER.STEPS", "()", "SOLVER.WARMUP_ITERS", "0"),
+]
+
+
+def test_keys_are_those_of_detectron2s_project():
+    """projects/PointRend/configs/InstanceSegmentation/Base-PointRend-RCNN-FPN.yaml, beside Mask R-CNN's."""
+    model = load_config(CONFIG).MODEL
+    head, points = model.ROI_MASK_HEAD, model.POINT_HEAD
+    assert (head.NAME, head.POOLER_TYPE, head.POINT_HEAD_ON) == ("PointRendMaskHead", "", True)
+    assert (head.FC_DIM, head.NUM_FC, head.OUTPUT_SIDE_RESOLUTION, list(head.IN_FEATURES)) == (1024, 2, 7, ["p2"])
+    assert (points.FC_DIM, points.NUM_FC, list(points.IN_FEATURES)) == (256, 3, ["p2"])
+    assert model.ROI_BOX_HEAD.TRAIN_ON_PRED_BOXES and load_config(CONFIG).INPUT.MASK_FORMAT == "bitmask"
+    check_point_rend(load_config(CONFIG))
+    assert CONFIG.read_text().startswith(f"# python tools/train_net.py --config-file {CONFIG.relative_to(ROOT)} ")
+    assert "COLOR_AUG_SSD" not in load_config(CONFIG).INPUT
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (
+            ["MODEL.POINT_HEAD.NUM_CLASSES", "80"],
+            "^MODEL.POINT_HEAD.NUM_CLASSES is 80, and MODEL.ROI_HEADS.NUM_CLASSES 3: add",
+        ),
+        (["INPUT.MASK_FORMAT", "polygon"], "^PointRendMaskHead learns masks from bitmaps: add INPUT.MASK_FORMAT"),
+        (["MODEL.ROI_MASK_HEAD.CONV_DIM", "64"], "^MODEL.ROI_MASK_HEAD.CONV_DIM is 64, more than the 32 channels"),
+    ],
+)
+def test_keys_that_do_not_go_together(overrides, message, shapes):
+    with pytest.raises(InputError, match=message):
+        check_setup(load_config(CONFIG, [*SMALL_POINTS, *overrides]))
+
+
+def test_other_heads_do_not_ask_for_its_keys():
+    check_point_rend(small_config("mask_rcnn"))
+    check_point_rend(load_config(CONFIG, [*SMALL_POINTS, "MODEL.MASK_ON", "False", "INPUT.MASK_FORMAT", "polygon"]))
+
+
+@pytest.mark.slow
+def test_twenty_iterations(datasets_root, tmp_path):
+    run = tmp_path / "run"
+    overrides = [*SMALL_POINTS, "OUTPUT_DIR", run, "SOLVER.MAX_ITER", 20, "TEST.LOSS", True]
+    result = run_tool("train_net.py", "--config-file", CONFIG, *overrides, datasets_root=datasets_root)
+    assert result.returncode == 0, result.stderr
+    evaluation = json.loads((run / "evaluation.json").read_text())["shapes_val"]
+    assert {"bbox", "segm", "validation_loss"} == evaluation.keys()
+    assert {"loss_mask", "loss_mask_point"} < evaluation["validation_loss"].keys()
+    found = json.loads((run / "inference/coco_instances_results.json").read_text())
+    assert found and all("segmentation" in one for one in found)
+    options = [
+        "--config-file",
+        run / "config.yaml",
+        "--weights",
+        run / "model_final.pth",
+        "--output",
+        tmp_path / "export",
+    ]
+    refused = run_tool("export_model.py", *options, "--format", "torchscript")
+    assert refused.returncode == 1
+    assert refused.stderr.splitlines()[-1].startswith("error: a detector whose mask head is a PointRendMaskHead cannot")
+    assert not (tmp_path / "export").exists()
