@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from detectron2.config import CfgNode
-from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.data import DatasetCatalog, DatasetFromList, MetadataCatalog
 from detectron2.data.build import filter_images_with_only_crowd_annotations, print_instances_class_histogram
 from detectron2.data.samplers import RandomSubsetTrainingSampler, RepeatFactorTrainingSampler, TrainingSampler
 from detectron2.utils import comm
@@ -17,9 +17,11 @@ from backbones.errors import check_choice
 from projects_vil.config import is_segmentor, number_of_classes
 from projects_vil.data.catalog import check_files, read_class_names
 from projects_vil.data.checking import missing_files
+from projects_vil.data.copy_paste import CopyPaste
 from projects_vil.data.dataset_mapper import Mapper, SemSegMapper
 from projects_vil.data.datasets.ade20k import IGNORED_LABEL
 from projects_vil.data.datasets.coco import CHECKS, is_coco, load_coco
+from projects_vil.data.recipes import is_pasted_on
 from projects_vil.data.samplers import BatchStream, EvaluationLoader, SeededRecords, TrainLoader
 
 TRAIN_SAMPLERS = ("TrainingSampler", "RepeatFactorTrainingSampler", "RandomSubsetTrainingSampler")
@@ -135,8 +137,12 @@ def build_train_loader(cfg: CfgNode) -> TrainLoader:
         rank=comm.get_rank(),
         world_size=world_size,
     )
-    dataset = SeededRecords(records, build_mapper(cfg, is_train=True))
-    return TrainLoader(dataset, batches, num_workers=cfg.DATALOADER.NUM_WORKERS)
+    # Serialised once, so that worker processes share them.
+    shared = DatasetFromList(records, copy=False)
+    mapper = build_mapper(cfg, is_train=True)
+    if is_pasted_on(cfg):
+        mapper = CopyPaste(mapper, shared, probability=cfg.INPUT.COPY_PASTE.PROBABILITY)
+    return TrainLoader(SeededRecords(shared, mapper), batches, num_workers=cfg.DATALOADER.NUM_WORKERS)
 
 
 def _sampler(cfg: CfgNode, records: list[dict[str, Any]], seed: int) -> torch.utils.data.Sampler[int]:

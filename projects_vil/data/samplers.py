@@ -54,13 +54,12 @@ class SeededRecords(Dataset):
     """Records and their mapper; each image is augmented from a seed of its own, whichever process maps it.
 
     Args:
-        records: of detectron2.
+        records: of detectron2, in a form that worker processes share.
         mapper: from a copy of a record to what a model takes.
     """
 
-    def __init__(self, records: list[dict[str, Any]], mapper: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-        # Serialised once, so that worker processes share it.
-        self.records = DatasetFromList(records, copy=False)
+    def __init__(self, records: Dataset, mapper: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        self.records = records
         self.mapper = mapper
 
     def __len__(self) -> int:

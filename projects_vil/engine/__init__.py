@@ -1,6 +1,6 @@
 """Training and evaluation from the command line."""
 
-from projects_vil.engine.checks import check_setup
+from projects_vil.engine.checks import check_setup, check_values
 from projects_vil.engine.defaults import Trainer
 from projects_vil.engine.launch import train_from_command_line, training_parser
 from projects_vil.engine.lazy import (
@@ -15,6 +15,7 @@ __all__ = [
     "Trainer",
     "build_lazy_optimizer",
     "check_setup",
+    "check_values",
     "describe_lazy_config",
     "load_lazy_config",
     "load_records",

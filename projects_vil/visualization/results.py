@@ -5,21 +5,16 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
-import cv2
 import numpy as np
 import pycocotools.mask as mask_util
 from detectron2.data import DatasetCatalog, MetadataCatalog
-from detectron2.utils.colormap import colormap
-from detectron2.utils.visualizer import Visualizer
 
 from backbones.errors import InputError, closest
 from projects_vil.data import IGNORED_LABEL, label_reader, read_image
-from projects_vil.visualization.drawing import CHARACTER_WIDTH, LABEL_HEIGHT, LABEL_POINTS, draw_instances, write_image
+from projects_vil.visualization.drawing import draw_instances, draw_labels, write_image
 from projects_vil.visualization.panels import GAP, PANEL_HEIGHT, PANEL_WIDTH, panel_below_title, stack_rows
 
 MAX_IMAGES = 32
-LABEL_OPACITY = 0.6  # of a class's colour over the image
-MIN_NAMED = 0.01  # of the image that a class covers, to be named
 
 
 def draw_results(
@@ -257,8 +252,8 @@ def _draw_label_row(record: dict, read_labels: Callable, segments: list[dict], m
     known = truth != IGNORED_LABEL
     correct = (predicted == truth)[known].mean() if known.any() else float("nan")
     name = f"{Path(record['file_name']).stem}, {image.shape[0]} x {image.shape[1]}"
-    left = _draw_labels(image, truth, metadata, title=f"ground truth ({name})")
-    right = _draw_labels(image, predicted, metadata, title=f"prediction: {correct:.1%} of its pixels are right")
+    left = _draw_label_panel(image, truth, metadata, title=f"ground truth ({name})")
+    right = _draw_label_panel(image, predicted, metadata, title=f"prediction: {correct:.1%} of its pixels are right")
     return np.hstack([left, np.full((len(left), GAP, 3), 255, np.uint8), right])
 
 
@@ -266,39 +261,8 @@ def _mask(segment: dict) -> np.ndarray:
     return mask_util.decode(segment["segmentation"])
 
 
-def _draw_labels(image: np.ndarray, labels: np.ndarray, metadata, *, title: str) -> np.ndarray:
+def _draw_label_panel(image: np.ndarray, labels: np.ndarray, metadata, *, title: str) -> np.ndarray:
     """``image`` with its labels (H, W) in colour, below a title: (HEADER + drawn height, PANEL_WIDTH, 3) uint8 RGB."""
     height, width = image.shape[:2]
     scale = min(PANEL_WIDTH / width, PANEL_HEIGHT / height)
-    present = [int(label) for label in np.unique(labels) if label != IGNORED_LABEL]
-    blended = image.astype(float)
-    for label in present:
-        blended[labels == label] += LABEL_OPACITY * (255 * _label_color(label, metadata) - image[labels == label])
-    visualizer = Visualizer(blended.round().astype(np.uint8), metadata, scale=scale)
-    for label in present:
-        mask = labels == label
-        if mask.mean() >= MIN_NAMED:
-            _draw_name(visualizer, metadata.stuff_classes[label].partition(",")[0], mask, _label_color(label, metadata))
-    return panel_below_title(visualizer.output.get_image(), round(height * scale), title)
-
-
-def _draw_name(visualizer: Visualizer, name: str, mask: np.ndarray, color: np.ndarray) -> None:
-    """Write where the mask (H, W) is widest, inside the image."""
-    height, width = mask.shape
-    scale = visualizer.output.scale
-    row, column = _inside(mask.astype(np.uint8))
-    margin = min(len(name) * CHARACTER_WIDTH / 2 / scale, width / 2)
-    position = min(max(column, margin), width - margin), max(min(row, height - LABEL_HEIGHT / scale), 0)
-    visualizer.draw_text(name, position, font_size=LABEL_POINTS / scale, color=(1 + color) / 2)
-
-
-def _label_color(label: int, metadata) -> np.ndarray:
-    """RGB (3,) in [0, 1]: the dataset's ``stuff_colors`` if it has them."""
-    colors = np.array(metadata.get("stuff_colors", colormap(rgb=True, maximum=255))) / 255
-    return colors[label % len(colors)]
-
-
-def _inside(mask: np.ndarray) -> tuple[int, int]:
-    """Row and column of the pixel of a mask (H, W) uint8 that is farthest from its outside."""
-    distance = cv2.distanceTransform(np.pad(mask, 1), cv2.DIST_L2, 3)[1:-1, 1:-1]
-    return np.unravel_index(distance.argmax(), mask.shape)
+    return panel_below_title(draw_labels(image, labels, metadata, scale=scale), round(height * scale), title)

@@ -213,6 +213,15 @@ def test_visualize_offsets_with_random_and_with_given_weights(run_here, photo, t
     assert (cv2.imread(str(drawing)) != regular).any()
 
 
+def test_visualize_data(run_here, shapes, tmp_path):
+    keys = ["INPUT.AUGMENTATION", "strong", "INPUT.LSJ.SIZE", 64, "SOLVER.IMS_PER_BATCH", 2]
+    arguments = ["--config-file", CONFIGS["mask_rcnn"], "--output", tmp_path / "drawn", "--number", 2, *keys]
+    status, out, _ = run_here("visualize_data.py", *arguments)
+    paths = sorted((tmp_path / "drawn").iterdir())
+    assert (status, out) == (0, "".join(f"wrote {path}\n" for path in paths)) and len(paths) == 2
+    assert all(cv2.imread(str(path)).std() > 10 for path in paths)
+
+
 # -- mistakes, in a process ------------------------------------------------------------------------
 
 
@@ -251,6 +260,7 @@ NEEDED = {
     "visualize_attention.py": [
         *(*_FILE, "--input", "unused", "--output", "unused", "--stage", 1, "--block", 1, "--point", 1, 1)
     ],
+    "visualize_data.py": [*_FILE, "--output", "unused"],
     "visualize_offsets.py": [*_FILE, "--output", "unused", "--input", "unused", "unused"],
 }
 
@@ -421,3 +431,13 @@ def test_drawing_mistakes(mistake, run_here, photo, tmp_path):
     status, _, err = run_here("visualize_offsets.py", *common, photo, "--points", 2, "--point", 1, 2)
     assert status == 2 and "not allowed with" in err
     assert not (tmp_path / "drawn").exists()
+
+
+@pytest.mark.parametrize("name, way_in", [("train_net.py", "OUTPUT_DIR"), ("visualize_data.py", "--output")])
+def test_mistakes_in_augmentation(mistake, shapes, tmp_path, name, way_in):
+    common = [name, "--config-file", CONFIG, way_in, tmp_path / "made"]
+    text = mistake(*common, "INPUT.AUGMENTATION", "strong")
+    assert text.startswith("INPUT.AUGMENTATION strong pastes objects by their masks")
+    assert mistake(*common, "INPUT.LSJ.SIZE", 256).startswith("INPUT.LSJ.SIZE has no effect with INPUT.AUGMENTATION")
+    assert "unknown dataset" in mistake(*common, "DATASETS.TRAIN", "('absent',)")
+    assert not (tmp_path / "made").exists()

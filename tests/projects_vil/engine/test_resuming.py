@@ -103,6 +103,7 @@ def metrics(output):
 
 
 WORKERS = ["DATALOADER.NUM_WORKERS", "2"]
+PASTED = [*WORKERS, "INPUT.AUGMENTATION", "strong", "INPUT.LSJ.SIZE", "64"]
 
 
 @pytest.mark.parametrize(
@@ -110,8 +111,9 @@ WORKERS = ["DATALOADER.NUM_WORKERS", "2"]
     [
         ("retinanet", []),
         *slow_except([("retinanet", STEPS), ("retinanet", WORKERS), ("mask_rcnn", []), ("mask_rcnn", STEPS)], []),
+        *slow_except([("mask_rcnn", PASTED)], []),
     ],
-    ids=["retinanet", "steps", "workers", "mask_rcnn", "mask_rcnn-steps"],
+    ids=["retinanet", "steps", "workers", "mask_rcnn", "mask_rcnn-steps", "pasted"],
 )
 def test_a_run_that_was_cut_off_ends_as_one_that_was_not(detector, overrides, shapes, tmp_path):
     train(detector, tmp_path / "whole", *overrides)
