@@ -55,7 +55,7 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["backbones", "backbones.*", "projects_vil", "projects_vil.*"]),
-    package_data={"projects_vil.report": ["page.html"]},
+    package_data={"projects_vil.inference.sharing": ["model_card.md"], "projects_vil.report": ["page.html"]},
     python_requires=">=3.10,<3.14",
     # detectron2 is not on the package index: tools/install_detectron2.py brings it, with what it requires.
     # The ranges of fvcore, iopath and omegaconf are the ones that it states.
@@ -73,6 +73,7 @@ setup(
         "jinja2>=3.0",
         "PyYAML>=5.4",
         "safetensors>=0.4",
+        "huggingface_hub>=0.25",
         "tqdm>=4.60",
         opencv_requirement(),
     ],

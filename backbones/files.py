@@ -110,7 +110,11 @@ def write_checkpoint(path: str | Path, contents: Mapping[str, Any]) -> None:
     with written_whole(path) as partial:
         if path.suffix == ".safetensors":
             said = json.dumps(others)
-            save_file(model, partial, metadata={"format": "pt", _METADATA: said, _DIGEST: _digest(model, said)})
+            partial.touch()
+            mode = partial.stat().st_mode
+            digest = digest_of_tensors(model, said)
+            save_file(model, partial, metadata={"format": "pt", _METADATA: said, _DIGEST: digest})
+            partial.chmod(mode)  # safetensors lets nobody but the owner read it
         else:
             save_tensors({"model": model, **others}, partial)
 
@@ -189,17 +193,17 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
             others = json.loads(said)
     except (SafetensorError, OSError, ValueError) as error:
         raise InputError(f"{path} is no safetensors file: {_reason(error)}") from error
-    if _METADATA in metadata and metadata.get(_DIGEST, "") not in ("", _digest(model, said)):
+    if _METADATA in metadata and metadata.get(_DIGEST, "") not in ("", digest_of_tensors(model, said)):
         raise InputError(f"{path} is damaged (its tensors are not those that were written): {_ANOTHER}")
     return (others if isinstance(others, dict) else {}) | {"model": model}
 
 
-def _digest(model: Mapping[str, Tensor], said: str) -> str:
+def digest_of_tensors(model: Mapping[str, Tensor], said: str) -> str:
     """SHA-256 of tensors with their names, types and shapes, and of what is said of them: safetensors has no sums."""
     digest = hashlib.sha256(said.encode())
     for name, tensor in sorted(model.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
 
 

@@ -29,7 +29,7 @@ from torch.optim.swa_utils import AveragedModel
 from backbones.attention.performer import PerformerAttention
 from backbones.files import written_whole
 from projects_vil import data, evaluation, solver
-from projects_vil.checkpoint import Checkpointer
+from projects_vil.checkpoint import Checkpointer, fingerprint
 from projects_vil.config import CONFIG_FILE
 from projects_vil.engine.averaging import AverageWeights, average_of, start_average
 from projects_vil.engine.hooks import (
@@ -266,7 +266,7 @@ class Trainer(DefaultTrainer):
             of_dataset = results if len(cfg.DATASETS.TEST) == 1 else results[name]
             of_dataset[LOSS_TASK] = validation_loss(cfg, unwrapped(model), name)
         if comm.is_main_process():
-            write_results(cfg, results)
+            write_results(cfg, results, model=fingerprint(cfg, unwrapped(model)))
             # After the last iteration the storage is one further than after any other.
             done = min(get_event_storage().iter + 1, cfg.SOLVER.MAX_ITER) if has_event_storage() else None
             draw_evaluation(cfg, name="evaluated" if done is None else f"{done:07d}")

@@ -3,7 +3,7 @@
 from projects_vil.export.api import INPUT_DTYPES, PRECISIONS, export_detector
 from projects_vil.export.exportable.build import make_exportable
 from projects_vil.export.formats import FORMATS, is_exported
-from projects_vil.export.metadata import read_metadata
+from projects_vil.export.metadata import digest_of, read_metadata
 from projects_vil.export.report import describe_report
 from projects_vil.export.runtime import ExportedDetector, ExportedModel, paste_masks, to_instances
 from projects_vil.export.table import TABLE_DETECTORS, TABLE_FAMILIES, available_formats, describe_table, export_table
@@ -19,6 +19,7 @@ __all__ = [
     "available_formats",
     "describe_report",
     "describe_table",
+    "digest_of",
     "export_detector",
     "export_table",
     "is_exported",

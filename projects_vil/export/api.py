@@ -11,8 +11,6 @@ import copy
 import itertools
 import json
 import os
-import secrets
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -31,7 +29,7 @@ from projects_vil.export.metadata import check_sides, describe_model, digest_of,
 from projects_vil.export.report import check_export, comparison_images, example_image, report_path
 from projects_vil.export.runtime import ExportedModel
 from projects_vil.export.stages import Stages
-from projects_vil.utils import unwound_by_signals
+from projects_vil.utils import unfinished_folder
 
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 INPUT_DTYPES = ("uint8", "float32")
@@ -121,7 +119,7 @@ def export_detector(
         check_sides(metadata["input"]["sides"], image.shape[-2:], what=str(file or "MIN_SIZE_TEST makes images that"))
     example = example_image(*EXAMPLE_SIZE).to(getattr(torch, input_dtype))
     stages = Stages()
-    with _folder_in(path.parent) as unfinished:
+    with unfinished_folder(path.parent) as unfinished:
         new = unfinished / path.name
         with _writing(path):
             write_model(exportable, torch.stack([example] * 2) if batched else example, new, file_format, stages=stages)
@@ -145,25 +143,3 @@ def _writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror or error}") from error
-
-
-@contextlib.contextmanager
-def _folder_in(folder: Path) -> Iterator[Path]:
-    """A folder for what is not finished, beside what is: an export that fails leaves an older one as it was.
-
-    Where there was none, ``folder`` goes with it. It is named before it is made, so that a signal that arrives while it
-    is made finds it to be removed.
-    """
-    unfinished, is_new = folder / f".unfinished-{secrets.token_hex(4)}", not folder.exists()
-    with unwound_by_signals():
-        try:
-            try:
-                unfinished.mkdir(parents=True)
-            except OSError as error:
-                raise InputError(f"cannot write into {folder}: {error.strerror}") from error
-            yield unfinished
-        finally:
-            if unfinished.exists():
-                shutil.rmtree(unfinished)
-            if is_new and folder.is_dir() and not any(folder.iterdir()):
-                folder.rmdir()

@@ -11,6 +11,7 @@ from detectron2.evaluation import inference_on_dataset
 from detectron2.modeling import GeneralizedRCNN
 from torch import Tensor, nn
 
+from projects_vil.checkpoint import fingerprint
 from projects_vil.data import build_test_loader, read_for_testing, size_for_testing
 from projects_vil.evaluation import build_evaluator
 from projects_vil.export.parity import CHANGED_SHARE, TOLERANCES, compare, describe, measure_latency
@@ -110,6 +111,7 @@ def check_export(
         "images": rows,
         "latency": measure_latency(eager, _one_image(model), images[0], runs=runs),
         "versions": model.metadata["versions"],
+        "fingerprint": fingerprint(cfg, reference),
     }
     if evaluate:
         report["evaluation"] = _evaluate(cfg, reference, model)

@@ -19,6 +19,7 @@ from projects_vil.data import register_datasets
 from projects_vil.export import is_exported
 from projects_vil.inference.detections import DRAWN_FROM, Detections
 from projects_vil.inference.runners import ExportedRunner, Predictor, Runner, check_runner
+from projects_vil.inference.sharing import MANIFEST_FILE, WEIGHTS_FILE, Shared
 from projects_vil.inference.sources import (
     ImageArray,
     ImageFile,
@@ -37,7 +38,7 @@ READERS = 4  # threads that read files
 ImageLike = str | os.PathLike | np.ndarray | PIL.Image.Image
 
 
-class Detector:
+class Detector(Shared):
     """A trained detector for images in files and in memory::
 
         detector = Detector.load("output/vil_tiny")
@@ -78,9 +79,9 @@ class Detector:
         """The detector that something was saved as.
 
         Args:
-            source: a run's folder (``config.yaml`` and ``model_final.pth``, or else its last checkpoint), a config with
-                ``MODEL.WEIGHTS`` (in a run's own these are what it began with), a checkpoint beside its
-                ``config.yaml``, or an exported file, which needs no config.
+            source: a run's folder (``config.yaml`` and ``model_final.pth``, or else its last checkpoint), one that
+                :meth:`save_pretrained` wrote, a config with ``MODEL.WEIGHTS`` (in a run's own these are what it began
+                with), a checkpoint beside its ``config.yaml``, or an exported file, which needs no config.
             weights: a checkpoint other than that.
             device: ``"cpu"`` or ``"cuda"``; None for the GPU where there is one. Exported files run on the CPU.
             score_threshold: the lowest score of a detection, in [0, 1]; None for the config's or the exported file's.
@@ -217,9 +218,12 @@ def _find_model(source: Path, weights: str | os.PathLike | None) -> tuple[Path, 
         return config, weights or _weights_in(source)
     if source.suffix in (".yaml", ".yml"):
         run = source.parent
-        if source.name == CONFIG_FILE and weights is None and (run / LAST_CHECKPOINT).is_file():
-            # Those could load without a word, and are not what was trained.
-            raise InputError(f"MODEL.WEIGHTS of {source} are those that its run began with: load the folder {run}")
+        if source.name == CONFIG_FILE and weights is None:
+            if (run / LAST_CHECKPOINT).is_file():
+                # Those could load without a word, and are not what was trained.
+                raise InputError(f"MODEL.WEIGHTS of {source} are those that its run began with: load the folder {run}")
+            if (run / MANIFEST_FILE).is_file():
+                return source, run / WEIGHTS_FILE
         return source, weights
     config = source.parent / CONFIG_FILE
     if not config.is_file():
@@ -231,7 +235,7 @@ def _weights_in(run: Path) -> Path:
     last = run / LAST_CHECKPOINT
     named = [FINAL_WEIGHTS, last.read_text().strip() if last.is_file() else ""]
     newest = sorted((path.name for path in run.glob("model_*.pth")), reverse=True)
-    for name in (*named, *newest):
+    for name in (*named, *newest, WEIGHTS_FILE):
         if name and (run / name).is_file():
             return run / name
     raise InputError(f"{run} has no weights: neither {FINAL_WEIGHTS} nor another checkpoint, model_*.pth")

@@ -65,6 +65,8 @@ class Predictor:
     def __init__(self, cfg: CfgNode, weights: str | Path, *, tta: bool = False) -> None:
         model, self.categories = load_detector(cfg, weights, device=cfg.MODEL.DEVICE, as_datasets=False)
         self.cfg = cfg
+        self.weights = Path(weights)
+        self.detector = model
         self.channels = cfg.INPUT.FORMAT
         self.tta = tta
         self.longest_side = longest_side(model)

@@ -14,6 +14,7 @@ from projects_vil.utils.signals import (
     told_between_calls,
     unwound_by_signals,
 )
+from projects_vil.utils.unfinished import unfinished_folder
 from projects_vil.utils.warnings import silence_known_warnings
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "run_tool",
     "silence_known_warnings",
     "told_between_calls",
+    "unfinished_folder",
     "unwound_by_signals",
     "write_json",
 ]

@@ -133,6 +133,14 @@ def test_a_flipped_bit_is_found(tmp_path, suffix, name):
     assert "is damaged (" in mistake(path)
 
 
+@suffixes
+def test_a_file_can_be_read_by_whom_others_can(suffix, tmp_path):
+    (tmp_path / "other").touch()
+    path = tmp_path / f"a{suffix}"
+    write_checkpoint(path, {"model": {"w": torch.zeros(3)}})
+    assert path.stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
 def test_safetensors_of_others_and_older_ones_have_no_digest(tmp_path):
     path = tmp_path / "a.safetensors"
     for metadata in (None, {"format": "pt"}, {"vil-detectron2": '{"iteration": 3}'}, {"sha256": "of something else"}):

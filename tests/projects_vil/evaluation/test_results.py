@@ -5,7 +5,10 @@ import json
 import pytest
 from detectron2.data import MetadataCatalog
 
-from projects_vil.evaluation import write_results
+from backbones import InputError
+from projects_vil.checkpoint import build_detector, fingerprint
+from projects_vil.config import load_config
+from projects_vil.evaluation import read_results, write_results
 from tests.projects_vil.helpers import small_config
 
 
@@ -35,3 +38,30 @@ def test_classes_that_detectron2_leaves_out(tmp_path, classes, ap, expected):
     write_results(cfg, {"bbox": {"AP": ap}})
     per_class = json.loads((tmp_path / "evaluation.json").read_text())[name]["bbox"]["per_class"]
     assert per_class == {each: {"AP": expected} for each in classes}
+
+
+def test_results_are_read_for_the_model_that_they_are_of(tmp_path):
+    cfg = small_config("retinanet", "OUTPUT_DIR", str(tmp_path), "DATASETS.TEST", "('drawn',)")
+    assert read_results(tmp_path, model="ours") is None
+    write_results(cfg, {"bbox": {"AP": 1.5}}, model="ours")
+    assert read_results(tmp_path, model="ours") == {"drawn": {"bbox": {"AP": 1.5}}}
+    with pytest.raises(InputError, match="is of other weights, or of other settings"):
+        read_results(tmp_path, model="theirs")
+    # Another evaluation, which does not say of what it is, has come since.
+    write_results(cfg, {"bbox": {"AP": 2.5}})
+    with pytest.raises(InputError, match="does not say which model it is of"):
+        read_results(tmp_path, model="ours")
+    for name in ("evaluation.model.json", "evaluation.json"):
+        (tmp_path / name).write_text("{")
+        with pytest.raises(InputError, match="is damaged: evaluate again"):
+            read_results(tmp_path, model="ours")
+
+
+def test_the_evaluation_of_a_run_is_of_its_last_checkpoint(trained_run):
+    def model(weights: str) -> str:
+        cfg = load_config(trained_run / "config.yaml")
+        return fingerprint(cfg, build_detector(cfg, trained_run / weights))
+
+    assert "shapes_val" in read_results(trained_run, model=model("model_final.pth"))
+    with pytest.raises(InputError, match="other weights"):
+        read_results(trained_run, model=model("model_0000001.pth"))

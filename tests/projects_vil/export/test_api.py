@@ -37,7 +37,7 @@ def test_an_export_and_its_report(exported, name):
     assert report["bytes"] == path.stat().st_size and report["tolerances"] == TOLERANCES["fp32"]
     assert report["versions"] == read_metadata(path)["versions"]
     assert report["latency"]["eager_ms"] > 0 and report["latency"]["exported_ms"] > 0
-    assert "evaluation" not in report
+    assert "evaluation" not in report and len(report["fingerprint"]) == 64
     sizes = [(row["height"], row["width"]) for row in report["images"]]
     assert len(set(sizes)) == 4 and EXAMPLE_SIZE not in sizes
     assert {(height > width) - (height < width) for height, width in sizes} == {-1, 0, 1}

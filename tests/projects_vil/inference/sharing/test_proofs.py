@@ -1,0 +1,57 @@
+"""The evaluation and the reports that go with a detector: its own, and no others."""
+
+import json
+
+import pytest
+import torch
+
+from projects_vil import Detector
+from projects_vil.checkpoint import fingerprint
+from projects_vil.evaluation import write_results
+from projects_vil.inference.sharing.proofs import find_proofs
+from tests.projects_vil.helpers import small_config
+
+
+@pytest.fixture(scope="module")
+def model(detector):
+    return fingerprint(detector.runner.cfg, detector.runner.detector)
+
+
+def test_those_of_the_detector(run, model):
+    proofs = find_proofs(run, model)
+    assert proofs.evaluation["mine"]["bbox"]["AP"] == 12.345 and proofs.evaluation["mine"]["bbox"]["APl"] is None
+    assert list(proofs.reports) == ["model.ts.report.json"] and proofs.left_out == ()
+
+
+def test_there_may_be_none(tmp_path, model):
+    proofs = find_proofs(tmp_path, model)
+    assert (proofs.evaluation, proofs.reports, proofs.left_out) == (None, {}, ())
+
+
+@pytest.mark.parametrize("change", ["weights", "threshold", "size"])
+def test_those_of_another_are_named_and_left_out(change, own_run):
+    overrides = {"size": ["INPUT.MIN_SIZE_TEST", 96]}.get(change, [])
+    detector = Detector.load(own_run, overrides=overrides, score_threshold=0.5 if change == "threshold" else None)
+    if change == "weights":
+        with torch.no_grad():
+            next(detector.runner.detector.parameters()).mul_(2)
+    proofs = find_proofs(own_run, fingerprint(detector.runner.cfg, detector.runner.detector))
+    assert proofs.evaluation is None and proofs.reports == {} and len(proofs.left_out) == 2
+    assert "evaluation.json is of other weights, or of other settings" in proofs.left_out[0]
+    assert "model.ts.report.json is no report on these weights with these settings" in proofs.left_out[1]
+
+
+def test_an_evaluation_that_does_not_say_of_what_it_is(own_run, model):
+    (own_run / "evaluation.model.json").unlink()
+    proofs = find_proofs(own_run, model)
+    assert proofs.evaluation is None and "does not say which model it is of" in proofs.left_out[0]
+
+
+def test_paths_are_left_out(own_run, model):
+    cfg = small_config("retinanet", "OUTPUT_DIR", str(own_run), "DATASETS.TEST", '("/home/me/a.json",)')
+    write_results(cfg, {"bbox": {"AP": 1.0}}, model=model)
+    path = own_run / "export/model.ts.report.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"file": "/home/me/model.ts"}))
+    proofs = find_proofs(own_run, model)
+    assert proofs.evaluation is None and proofs.reports == {}
+    assert "a dataset that has a path for its name" in proofs.left_out[0] and "has a path in it" in proofs.left_out[1]
