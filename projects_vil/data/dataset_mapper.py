@@ -38,7 +38,8 @@ class Mapper(DatasetMapper):
 
     An image that cannot be read, or is of another size than its record says, is an :class:`InputError` that names it.
     Masks are polygons as ``INPUT.MASK_FORMAT`` says, and bitmaps in an image where an object has RLE, or where images
-    are cut (``INPUT.CROP``, ``INPUT.AUGMENTATION``); boxes are those of what is left of the masks there.
+    are cut (``INPUT.CROP``, ``INPUT.AUGMENTATION``, ``recompute_boxes``); boxes are those of what is left of the masks
+    there.
     ``INPUT.PHOTOMETRIC_DISTORTION`` comes after detectron2's augmentations.
     """
 
@@ -49,8 +50,6 @@ class Mapper(DatasetMapper):
             options["augmentations"], options["recompute_boxes"] = large_scale_jitter(cfg), cfg.MODEL.MASK_ON
         elif is_train:
             options["augmentations"] += colour_augmentations(cfg)
-        if options["recompute_boxes"]:
-            options["instance_mask_format"] = "bitmask"
         return options
 
     def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any]:
@@ -82,7 +81,7 @@ class Mapper(DatasetMapper):
                 if not is_used:
                     entry.pop(field, None)
         has_rle = any(isinstance(entry.get("segmentation"), dict) for entry in objects)
-        mask_format = "bitmask" if has_rle else self.instance_mask_format
+        mask_format = "bitmask" if has_rle or self.recompute_boxes else self.instance_mask_format
         objects = [self._transform_object(entry, transforms, image_shape, mask_format) for entry in objects]
         instances = annotations_to_instances(objects, image_shape, mask_format=mask_format)
         if self.recompute_boxes and instances.has("gt_masks"):

@@ -113,9 +113,9 @@ def check_typed_keys(cfg: CfgNode, overrides: Sequence[str]) -> None:
     """
     name = cfg.INPUT.AUGMENTATION
     for key in overrides[::2]:
-        readers = next((readers for beginning, readers in _READERS.items() if key.startswith(beginning)), AUGMENTATIONS)
-        if name not in readers:
-            raise InputError(
-                f"{key} has no effect with INPUT.AUGMENTATION {name}: leave it out, or add INPUT.AUGMENTATION "
-                f"{' or '.join(readers)}"
-            )
+        for beginning, readers in _READERS.items():
+            if key.startswith(beginning) and name not in readers:
+                raise InputError(
+                    f"{key} has no effect with INPUT.AUGMENTATION {name}: leave it out, or add INPUT.AUGMENTATION "
+                    f"{' or '.join(readers)}"
+                )

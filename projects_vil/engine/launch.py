@@ -50,9 +50,10 @@ def train_from_command_line(args: argparse.Namespace) -> None:
         check_processes(args, device=cfg.MODEL.DEVICE)
         if not args.eval_only:
             check_unlocked(cfg.OUTPUT_DIR)
-            check_typed_keys(cfg, args.opts)
         processes = number_of_processes(args)
         check_setup(cfg, processes=processes, eval_only=args.eval_only, resume=args.resume)
+        if not args.eval_only:
+            check_typed_keys(cfg, args.opts)
         num_images = 0
         if not args.eval_only and is_by_epochs(cfg, args.opts):
             num_images = count_training_images(cfg)

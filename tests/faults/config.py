@@ -54,6 +54,7 @@ _VALUES = (
     ("INPUT.MIN_SIZE_TRAIN", "(0,)"),
     ("INPUT.MIN_SIZE_TRAIN", "64"),
     ("INPUT.FORMAT", "HSV"),
+    ("INPUT.AUGMENTATION", "mosaic"),
     ("SOLVER.STEPS", "('a', 5)"),
     ("SOLVER.WARMUP_FACTOR", "-1.0"),
     ("SEED", "99999999999999999999"),
@@ -83,6 +84,10 @@ _CLASS = "sets/val/n01440764"
 FAULTS = (
     *(Fault(f"{key} {value or repr(value)}", f"{TRAIN} {key} {shlex.quote(value)}") for key, value in _VALUES),
     Fault("INPUT.CROP.TYPE relativ", f"{TRAIN} INPUT.CROP.ENABLED True INPUT.CROP.TYPE relativ"),
+    Fault("objects pasted without masks", f"{TRAIN} INPUT.AUGMENTATION strong"),
+    Fault("a jitter to no size", f"{TRAIN} INPUT.AUGMENTATION lsj INPUT.LSJ.SIZE 0"),
+    Fault("a jitter from large to small", f"{TRAIN} INPUT.AUGMENTATION lsj INPUT.LSJ.SCALE '(2.0, 0.1)'"),
+    Fault("a size beside that of a jitter", f"{TRAIN} INPUT.AUGMENTATION lsj INPUT.MIN_SIZE_TRAIN '(96,)'"),
     Fault("two keys that scale the rate", f"{TRAIN} SOLVER.SCALE_LR_TO_BATCH 16 SOLVER.REFERENCE_WORLD_SIZE 8"),
     Fault(
         "a last rate above the first, over an older run",

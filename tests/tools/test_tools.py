@@ -438,6 +438,7 @@ def test_mistakes_in_augmentation(mistake, shapes, tmp_path, name, way_in):
     common = [name, "--config-file", CONFIG, way_in, tmp_path / "made"]
     text = mistake(*common, "INPUT.AUGMENTATION", "strong")
     assert text.startswith("INPUT.AUGMENTATION strong pastes objects by their masks")
-    assert mistake(*common, "INPUT.LSJ.SIZE", 256).startswith("INPUT.LSJ.SIZE has no effect with INPUT.AUGMENTATION")
     assert "unknown dataset" in mistake(*common, "DATASETS.TRAIN", "('absent',)")
+    text = mistake(*common, *SMALL["retinanet"], "SOLVER.MAX_ITER", 1, "INPUT.LSJ.SIZE", 256)
+    assert text.startswith("INPUT.LSJ.SIZE has no effect with INPUT.AUGMENTATION default")
     assert not (tmp_path / "made").exists()

@@ -7,7 +7,8 @@ from argparse import Namespace
 
 import pytest
 import torch
-from detectron2.config import instantiate
+from detectron2.config import LazyCall, instantiate
+from detectron2.data import transforms as T
 from detectron2.layers import ShapeSpec
 from detectron2.modeling import build_anchor_generator
 from detectron2.solver import LRMultiplier
@@ -18,6 +19,7 @@ from projects_vil.engine import (
     build_lazy_optimizer,
     describe_lazy_config,
     load_lazy_config,
+    load_records,
     train_lazily_from_command_line,
 )
 from projects_vil.modeling import build_on_meta, stage_channels
@@ -148,6 +150,19 @@ def test_learning_rates_of_parts():
         model = instantiate(lazy.model)
     rates = {group["lr"] for group in build_lazy_optimizer(lazy, model).param_groups}
     assert sorted(rates) == pytest.approx([1e-6, 1e-4])
+
+
+def test_large_scale_jitter_as_in_the_docs(shapes):
+    cfg = load_lazy_config(lazy_path("mask_rcnn"), [*SMALL, "model.roi_heads.num_classes=3"])
+    (snippet,) = re.findall(r"```python\n(dataloader.*?)```", (ROOT / "docs/training.md").read_text(), re.DOTALL)
+    exec(snippet.replace("1024", "96"), {"dataloader": cfg.dataloader, "L": LazyCall, "T": T})
+    records = load_records(["shapes_train"], train=True, num_classes=3, masks=True)
+    mapper = instantiate(cfg.dataloader.train.mapper)
+    for record in records[:4]:
+        sample = mapper(record)
+        instances = sample["instances"]
+        assert sample["image"].shape == (3, 96, 96) and instances.gt_masks.tensor.shape[1:] == (96, 96)
+        assert torch.equal(instances.gt_boxes.tensor, instances.gt_masks.get_bounding_boxes().tensor)
 
 
 @pytest.mark.slow
