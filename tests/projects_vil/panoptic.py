@@ -10,7 +10,9 @@ TRAIN, VAL = "shapes_panoptic_train", "shapes_panoptic_val"
 SMALL_PANOPTIC = [
     *("MODEL.DEVICE", "cpu", "MODEL.TRANSFORMER.NAME", "vil_tiny_1_1_3_1_rpb", *SMALL["mask_rcnn"]),
     *("MODEL.SEM_SEG_HEAD.CONVS_DIM", "32", "MODEL.SEM_SEG_HEAD.NUM_CLASSES", "2", "MODEL.ROI_HEADS.NUM_CLASSES", "3"),
-    *("DATASETS.TRAIN", f"('{TRAIN}',)", "DATASETS.TEST", f"('{VAL}',)", "SOLVER.IMS_PER_BATCH", "8"),
+    *("DATASETS.TRAIN", f"('{TRAIN}',)", "DATASETS.TEST", f"('{VAL}',)"),
+    *("MODEL.RPN.PRE_NMS_TOPK_TRAIN", "100", "MODEL.RPN.POST_NMS_TOPK_TRAIN", "50"),
+    *("MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE", "32", "SOLVER.IMS_PER_BATCH", "4"),
     *("SOLVER.STEPS", "()", "SOLVER.WARMUP_ITERS", "0"),
 ]
 
