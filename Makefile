@@ -71,7 +71,7 @@ lint: .venv/.stamp ## check the style
 
 clean: ## remove what the demo, the tests and builds wrote; .venv stays
 	rm -rf output/demo_retinanet* output/demo_mask_rcnn* output/demo_cascade* output/demo_semantic_fpn*
-	rm -rf datasets/shapes datasets/shapes_sem_seg
+	rm -rf datasets/shapes datasets/shapes_sem_seg datasets/shapes_panoptic
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache
 	find . -path ./.venv -prune -o -name __pycache__ -prune -exec rm -rf {} +
 

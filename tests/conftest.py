@@ -90,6 +90,15 @@ def shapes_sem_seg(sem_seg_root, monkeypatch):
 
 
 @pytest.fixture(scope="session")
+def panoptic_root(made_once):
+    """A folder for ``DETECTRON2_DATASETS`` that holds ``shapes_panoptic``: 8 + 4 images with boxes, masks and stuff."""
+    from projects_vil.data import write_shapes_dataset
+
+    options = {"task": "panoptic", "num_train": 8, "num_val": 4, "short_side": 64}
+    return made_once("panoptic", lambda root: write_shapes_dataset(root / "shapes_panoptic", **options))
+
+
+@pytest.fixture(scope="session")
 def trained_run(datasets_root, made_once):
     """OUTPUT_DIR of ``tools/train_net.py``: four iterations, a checkpoint after two, an evaluation."""
     from tests.projects_vil.helpers import CONFIGS, EXACT_TRAINING, SMALL, run_tool

@@ -178,7 +178,10 @@ DROP_PATHS = (
     DropPaths(
         "none: as mask_rcnn/vil_tiny_1x",
         "otherwise as ../mask_rcnn/vil_tiny_1x.yaml",
-        "projects/point_rend_vil_tiny_1x 0.05",
+        """
+        projects/point_rend_vil_tiny_1x    0.05
+        projects/panoptic_fpn_vil_tiny_1x  0.05
+        """,
     ),
     DropPaths(
         "none: as mask_rcnn/vil_small_3x_ms",

@@ -11,7 +11,7 @@ from projects_vil.utils import ToolParser, run_tool
 
 def main() -> None:
     parser = ToolParser(__doc__)
-    parser.add_argument("output", metavar="OUT", help="folder to write; registered are shapes and shapes_sem_seg")
+    parser.add_argument("output", metavar="OUT", help="folder to write; registered are shapes and shapes_TASK")
     parser.add_argument(
         "--task",
         choices=SHAPES_TASKS,

@@ -27,4 +27,9 @@ def is_segmentor(cfg: CfgNode) -> bool:
     return cfg.MODEL.META_ARCHITECTURE == "SemanticSegmentor"
 
 
+def is_panoptic(cfg: CfgNode) -> bool:
+    """Whether a config is for boxes and masks of things, and labels of stuff."""
+    return cfg.MODEL.META_ARCHITECTURE == "PanopticFPN"
+
+
 DETECTORS = ("RetinaNet", "GeneralizedRCNN")

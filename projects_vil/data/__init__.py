@@ -12,7 +12,7 @@ from projects_vil.data.build import (
 from projects_vil.data.catalog import check_files, datasets_root, register_datasets
 from projects_vil.data.dataset_mapper import CROP_TYPES, Mapper, SemSegMapper, check_padding
 from projects_vil.data.datasets.ade20k import IGNORED_LABEL, label_reader
-from projects_vil.data.datasets.coco import CHECKS, check_coco, check_output, evaluated_as, write_cleaned
+from projects_vil.data.datasets.coco import CHECKS, check_coco, check_output, evaluated_as, is_coco, write_cleaned
 from projects_vil.data.datasets.shapes import SHAPES_TASKS, describe_shapes, write_shapes_dataset
 from projects_vil.data.datasets.subset import write_subset
 from projects_vil.data.detection_utils import (
@@ -54,6 +54,7 @@ __all__ = [
     "derived_seed",
     "describe_shapes",
     "evaluated_as",
+    "is_coco",
     "label_reader",
     "load_dataset",
     "read_ahead",

@@ -14,13 +14,14 @@ from detectron2.utils import comm
 
 from backbones import InputError
 from backbones.errors import check_choice
-from projects_vil.config import is_segmentor, number_of_classes
+from projects_vil.config import is_panoptic, is_segmentor, number_of_classes
 from projects_vil.data.catalog import check_files, read_class_names
 from projects_vil.data.checking import missing_files
 from projects_vil.data.copy_paste import CopyPaste
 from projects_vil.data.dataset_mapper import Mapper, SemSegMapper
 from projects_vil.data.datasets.ade20k import IGNORED_LABEL
 from projects_vil.data.datasets.coco import CHECKS, is_coco, load_coco
+from projects_vil.data.datasets.panoptic import add_stuff
 from projects_vil.data.recipes import is_pasted_on
 from projects_vil.data.samplers import BatchStream, EvaluationLoader, SeededRecords, TrainLoader
 
@@ -81,9 +82,11 @@ def load_dataset(
 
 def _read(cfg: CfgNode, name: str, *, open_images: bool, report: bool) -> list[dict[str, Any]]:
     if cfg.DATASETS.CHECK == "off" or not is_coco(name):
-        return DatasetCatalog.get(name)
-    masks = cfg.MODEL.MASK_ON
-    return load_coco(name, check=cfg.DATASETS.CHECK, masks=masks, open_images=open_images, report=report)
+        records = DatasetCatalog.get(name)
+    else:
+        masks = cfg.MODEL.MASK_ON
+        records = load_coco(name, check=cfg.DATASETS.CHECK, masks=masks, open_images=open_images, report=report)
+    return add_stuff(name, records) if is_panoptic(cfg) else records
 
 
 def read_ahead(cfg: CfgNode) -> None:
@@ -175,6 +178,8 @@ def build_mapper(cfg: CfgNode, *, is_train: bool) -> Callable[[dict[str, Any]], 
 
 
 def _check_task(cfg: CfgNode, names: list[str], records: list[dict[str, Any]]) -> None:
+    if is_panoptic(cfg):
+        _check_ignored(cfg)
     if not is_segmentor(cfg):
         if any("annotations" not in record and "sem_seg_file_name" in record for record in records):
             raise InputError(
@@ -186,6 +191,10 @@ def _check_task(cfg: CfgNode, names: list[str], records: list[dict[str, Any]]) -
         raise InputError(
             f"{', '.join(names)}: no label images for a SemanticSegmentor; it takes a dataset of DATASETS.ADE20K"
         )
+    _check_ignored(cfg)
+
+
+def _check_ignored(cfg: CfgNode) -> None:
     if cfg.MODEL.SEM_SEG_HEAD.IGNORE_VALUE != IGNORED_LABEL:
         raise InputError(
             f"MODEL.SEM_SEG_HEAD.IGNORE_VALUE is {cfg.MODEL.SEM_SEG_HEAD.IGNORE_VALUE}: it is {IGNORED_LABEL}"
@@ -215,6 +224,10 @@ def _check_images(names: Iterable[str], records: list[dict[str, Any]]) -> None:
 
 
 def _check_classes(cfg: CfgNode, name: str, first: str) -> None:
+    stuff, key = MetadataCatalog.get(name).get("stuff_classes", ()), "MODEL.SEM_SEG_HEAD.NUM_CLASSES"
+    if is_panoptic(cfg) and len(stuff) not in (0, cfg.MODEL.SEM_SEG_HEAD.NUM_CLASSES):
+        number = cfg.MODEL.SEM_SEG_HEAD.NUM_CLASSES
+        raise InputError(f"{key} is {number}, and {name} has {len(stuff)} classes of stuff: add {key} {len(stuff)}")
     classes = _class_names(cfg, name)
     if classes is None:
         return

@@ -24,10 +24,16 @@ from projects_vil.data.datasets.builtin_meta import (
     BACKGROUND_COLOR,
     SHAPES_COLORS,
     SHAPES_SEM_SEG_CLASSES,
+    SHAPES_STUFF_CLASSES,
 )
+from projects_vil.data.datasets.panoptic import EVALUATOR, register_panoptic
 
 # Registered without a key in the config, below datasets_root().
-_OWN_NAMES = {f"{name}_{split}" for name in ("shapes", "shapes_sem_seg", "ade20k") for split in ("train", "val")}
+_OWN_NAMES = {
+    f"{name}_{split}"
+    for name in ("shapes", "shapes_sem_seg", "shapes_panoptic", "ade20k")
+    for split in ("train", "val")
+}
 
 
 def datasets_root() -> Path:
@@ -38,8 +44,9 @@ def datasets_root() -> Path:
 def register_datasets(cfg: CfgNode) -> None:
     """Register this project's datasets and those of ``DATASETS.COCO`` and ``DATASETS.ADE20K`` in detectron2's catalogs.
 
-    Its own, with ``_train`` and ``_val`` at the end, are ``shapes`` and ``shapes_sem_seg``, which are drawn, and
-    ``ade20k``, ``ADEChallengeData2016`` as published. Registering a name again with the same files does nothing.
+    Its own, with ``_train`` and ``_val`` at the end, are ``shapes``, ``shapes_sem_seg`` and ``shapes_panoptic``, which
+    are drawn, and ``ade20k``, ``ADEChallengeData2016`` as published. Registering a name again with the same files does
+    nothing.
 
     Raises:
         InputError: for an entry of the wrong form, names of classes that cannot be read, or a name that stands for
@@ -48,7 +55,9 @@ def register_datasets(cfg: CfgNode) -> None:
     root = datasets_root()
     for split, folder in (("train", "training"), ("val", "validation")):
         _register_coco(f"shapes_{split}", root / f"shapes/annotations/instances_{split}.json", root / "shapes" / split)
-        MetadataCatalog.get(f"shapes_{split}").thing_colors = SHAPES_COLORS
+        _register_shapes_panoptic(root / "shapes_panoptic", split)
+        for name in ("shapes", "shapes_panoptic"):
+            MetadataCatalog.get(f"{name}_{split}").thing_colors = SHAPES_COLORS
         for name, parent, classes in (
             ("shapes_sem_seg", root / "shapes_sem_seg", SHAPES_SEM_SEG_CLASSES),
             ("ade20k", root / "ADEChallengeData2016", ADE20K_CLASSES),
@@ -74,6 +83,19 @@ def _register_coco(name: str, annotations: Path, images: Path) -> None:
         register_coco_instances(name, {}, str(annotations), str(images))
 
     _register("DATASETS.COCO", name, register, json_file=str(annotations), image_root=str(images))
+
+
+def _register_shapes_panoptic(root: Path, split: str) -> None:
+    name, annotations, labels = (
+        f"shapes_panoptic_{split}",
+        root / f"annotations/instances_{split}.json",
+        f"stuff_{split}",
+    )
+
+    def register() -> None:
+        register_panoptic(name, annotations, root / split, root / labels, SHAPES_STUFF_CLASSES)
+
+    _register("DATASETS.COCO", name, register, json_file=str(annotations), sem_seg_root=str(root / labels))
 
 
 def _register_ade20k(name: str, images: Path, labels: Path, classes: Iterable[str]) -> None:
@@ -115,6 +137,10 @@ def check_files(name: str) -> None:
             "registers your own"
         )
     metadata = MetadataCatalog.get(name)
+    if metadata.get("evaluator_type") == EVALUATOR and not metadata.get("sem_seg_root"):
+        raise InputError(
+            f"{name} has things and stuff in one image each, which nothing here reads: take {name}_separated"
+        )
     for kind, path, exists in (
         ("annotation file", metadata.get("json_file"), os.path.isfile),
         ("image folder", metadata.get("image_root"), os.path.isdir),

@@ -54,11 +54,13 @@ class Mapper(DatasetMapper):
 
     def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any]:
         record = copy.deepcopy(dataset_dict)
-        labels = record.pop("sem_seg_file_name", None)
+        labels, num_labels = record.pop("sem_seg_file_name", None), record.pop("num_labels", IGNORED_LABEL)
         with _explain(_ADVICE, record):
             image = read_image(record["file_name"], self.image_format)
             check_image_size(record, image)
-            inputs = T.AugInput(image, sem_seg=read_image(labels, "L")[..., 0] if labels else None)
+            inputs = T.AugInput(
+                image, sem_seg=read_labels(labels, first_label=0, num_classes=num_labels) if labels else None
+            )
         transforms = self.augmentations(inputs)
         height, width = inputs.image.shape[:2]
         record["image"] = torch.from_numpy(np.ascontiguousarray(inputs.image.transpose(2, 0, 1)))

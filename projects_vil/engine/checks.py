@@ -15,7 +15,7 @@ from backbones import InputError
 from backbones.errors import check_choice
 from projects_vil import data
 from projects_vil.checkpoint import check_weights, checkpoints_of, find_checkpoint, optimizer_groups
-from projects_vil.config import check_device
+from projects_vil.config import check_device, is_panoptic
 from projects_vil.engine.hooks import RandomShift
 from projects_vil.engine.steps import AMP_DTYPES, check_groups
 from projects_vil.evaluation import LOSS_TASK, check_coco_api
@@ -217,9 +217,10 @@ def _tasks(cfg: CfgNode) -> tuple[str, ...]:
     """What evaluations of this model judge."""
     if cfg.MODEL.META_ARCHITECTURE == "SemanticSegmentor":
         return ("sem_seg", LOSS_TASK)
-    has_rois = cfg.MODEL.META_ARCHITECTURE == "GeneralizedRCNN"
+    has_rois = cfg.MODEL.META_ARCHITECTURE in ("GeneralizedRCNN", "PanopticFPN")
+    stuff = ("sem_seg",) if is_panoptic(cfg) else ()
     is_judged = (True, has_rois and cfg.MODEL.MASK_ON, has_rois and cfg.MODEL.KEYPOINT_ON)
-    return (*(task for task, judged in zip(_TASKS_WITH_AP, is_judged, strict=True) if judged), LOSS_TASK)
+    return (*(task for task, judged in zip(_TASKS_WITH_AP, is_judged, strict=True) if judged), *stuff, LOSS_TASK)
 
 
 _CHOICES: tuple[tuple[str, Collection[str]], ...] = (

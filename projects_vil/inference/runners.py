@@ -155,7 +155,7 @@ def check_runner(cfg: CfgNode, weights: str | Path, *, tta: bool = False) -> Non
             is not here, or sizes to augment to that are none.
     """
     if cfg.MODEL.META_ARCHITECTURE not in DETECTORS:
-        raise InputError(f"a {cfg.MODEL.META_ARCHITECTURE} finds no boxes to predict: {' and '.join(DETECTORS)} do")
+        raise InputError(f"a {cfg.MODEL.META_ARCHITECTURE} cannot predict here: only {' and '.join(DETECTORS)} can")
     if cfg.INPUT.FORMAT not in ("RGB", "BGR"):
         raise InputError(f"INPUT.FORMAT is {cfg.INPUT.FORMAT}: it is RGB or BGR")
     if not str(weights):

@@ -11,7 +11,7 @@ import numpy as np
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from backbones import InputError
-from projects_vil.data import check_files
+from projects_vil.data import check_files, is_coco
 from projects_vil.evaluation import LOSS_TASK, PER_CLASS, explain_results
 from projects_vil.report.drawings import DrawnImage, draw_images
 from projects_vil.report.figures import Drawn, precision_figures
@@ -100,7 +100,7 @@ def dataset_parts(run: Run, left_out: list[str], *, num_images: int) -> list[Dat
 
 def _judge(run: Run, name: str, left_out: list[str]) -> Judged | None:
     what = f"precision and recall, confusions and drawings of {name}"
-    if name in DatasetCatalog.list() and MetadataCatalog.get(name).get("evaluator_type") != "coco":
+    if name in DatasetCatalog.list() and not is_coco(name):
         left_out.append(f"{what}: they are made for datasets in COCO format")
         return None
     results = predictions_file(run.folder, name)

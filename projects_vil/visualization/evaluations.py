@@ -27,7 +27,7 @@ def draw_evaluation(cfg: CfgNode, *, name: str) -> list[Path]:
     """
     output, paths = Path(cfg.OUTPUT_DIR), []
     for dataset in cfg.DATASETS.TEST if cfg.TEST.DRAW_IMAGES else ():
-        if MetadataCatalog.get(dataset).get("evaluator_type") not in ("coco", "sem_seg"):
+        if MetadataCatalog.get(dataset).get("evaluator_type") not in ("coco", "coco_panoptic_seg", "sem_seg"):
             continue
         path = output / DRAWINGS_FOLDER / f"{dataset}_{name}.jpg"
         try:

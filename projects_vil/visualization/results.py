@@ -63,7 +63,8 @@ def draw_results(
 
 def predictions_file(run: Path, dataset_name: str) -> Path:
     """Where a run has its predictions: a folder for each test set where it has several."""
-    is_sem_seg = dataset_name in DatasetCatalog.list() and MetadataCatalog.get(dataset_name).get("sem_seg_root")
+    metadata = MetadataCatalog.get(dataset_name) if dataset_name in DatasetCatalog.list() else None
+    is_sem_seg = metadata is not None and metadata.get("evaluator_type") == "sem_seg"
     name = "sem_seg_predictions.json" if is_sem_seg else "coco_instances_results.json"
     own = run / "inference" / dataset_name / name
     return own if own.exists() else run / "inference" / name

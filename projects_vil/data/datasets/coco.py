@@ -27,9 +27,10 @@ _COPIED = ("iscrowd", "bbox", "keypoints", "category_id")
 
 
 def is_coco(name: str) -> bool:
-    """Whether a registered dataset is a COCO file with boxes and masks."""
+    """Whether a registered dataset is a COCO file with boxes and masks, also with label images of stuff beside it."""
     metadata = MetadataCatalog.get(name)
-    return metadata.get("evaluator_type") == "coco" and bool(metadata.get("json_file"))
+    kind, has_stuff = metadata.get("evaluator_type"), bool(metadata.get("sem_seg_root"))
+    return (kind == "coco" or kind == "coco_panoptic_seg" and has_stuff) and bool(metadata.get("json_file"))
 
 
 def read_coco(path: str | Path) -> dict[str, Any]:

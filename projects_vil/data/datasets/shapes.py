@@ -17,7 +17,7 @@ from backbones.errors import InputError, check_choice
 from projects_vil.data.datasets.builtin_meta import SHAPES_CLASSES, SHAPES_SEM_SEG_CLASSES
 
 SPLITS = ("train", "val")
-SHAPES_TASKS = ("detection", "sem_seg")
+SHAPES_TASKS = ("detection", "sem_seg", "panoptic")
 SEM_SEG_FOLDERS = {"train": "training", "val": "validation"}
 
 GENERATOR_VERSION = 1
@@ -71,14 +71,16 @@ def write_shapes_dataset(
     For detection ``annotations/instances_{train,val}.json``, ``train/*.jpg`` and ``val/*.jpg``. For semantic
     segmentation ``images/{training,validation}/*.jpg`` and ``annotations/{training,validation}/*.png`` as ADE20K has
     them, with ``classes.txt`` and, of the same images, ``instances_{train,val}.json``: labels are 1 for the background,
-    2 to 4 for circles, squares and triangles, and 0, to be ignored, along the objects' outlines.
+    2 to 4 for circles, squares and triangles, and 0, to be ignored, along the objects' outlines. For panoptic
+    segmentation what detection has, and ``stuff_{train,val}/*.png`` as COCO's have it: labels are 0 for things, 1 for
+    the background.
 
     The same parameters give the same bytes. The folder appears complete or not at all. A folder that already
     holds the dataset with these parameters is kept; another shapes dataset is replaced, if ``overwrite``; a
     folder with anything else in it is never touched.
 
     Args:
-        task: "detection" or "sem_seg".
+        task: of ``SHAPES_TASKS``.
         num_train, num_val: images in each split, at least 1.
         short_side: mean short side of the images in pixels, 32 to 4096; each lies within 10 % of it. The long
             side is 1.1 to 1.5 times the short side, and about half of the images are portraits.
@@ -125,22 +127,23 @@ def _check_parameters(parameters: ShapesParameters) -> None:
 
 def _parts(task: str) -> set[str]:
     """What lies directly in a dataset's folder."""
-    if task == "detection":
-        return {"annotations", *SPLITS}
+    if task != "sem_seg":
+        labels = {_label_folder(Path(), task, split).name for split in SPLITS} if task == "panoptic" else set()
+        return {"annotations", *SPLITS, *labels}
     return {"annotations", "images", "classes.txt"} | {_annotation_file(Path(), task, split).name for split in SPLITS}
 
 
 def _annotation_file(output: Path, task: str, split: str) -> Path:
-    folder = output / "annotations" if task == "detection" else output
+    folder = output if task == "sem_seg" else output / "annotations"
     return folder / f"instances_{split}.json"
 
 
 def _image_folder(output: Path, task: str, split: str) -> Path:
-    return output / split if task == "detection" else output / "images" / SEM_SEG_FOLDERS[split]
+    return output / "images" / SEM_SEG_FOLDERS[split] if task == "sem_seg" else output / split
 
 
-def _label_folder(output: Path, split: str) -> Path:
-    return output / "annotations" / SEM_SEG_FOLDERS[split]
+def _label_folder(output: Path, task: str, split: str) -> Path:
+    return output / "annotations" / SEM_SEG_FOLDERS[split] if task == "sem_seg" else output / f"stuff_{split}"
 
 
 def _read_existing(output: Path, task: str) -> dict[str, dict] | None:
@@ -171,8 +174,8 @@ def _check_same(output: Path, task: str, existing: dict[str, dict], parameters: 
             raise InputError(f"{output} holds a shapes dataset with {what}; replace it with --overwrite")
         stems = {Path(image["file_name"]).stem for image in existing[split]["images"]}
         _check_complete(_image_folder(output, task, split), stems, "images")
-        if task == "sem_seg":
-            _check_complete(_label_folder(output, split), stems, "label images")
+        if task != "detection":
+            _check_complete(_label_folder(output, task, split), stems, "label images")
 
 
 def _check_complete(folder: Path, stems: set[str], what: str) -> None:
@@ -210,17 +213,18 @@ def _write_split(root: Path, task: str, split: str, parameters: ShapesParameters
     content = _empty_content(parameters)
     images = _image_folder(root, task, split)
     images.mkdir(parents=True)
-    if task == "sem_seg":
-        _label_folder(root, split).mkdir(parents=True)
+    if task != "detection":
+        _label_folder(root, task, split).mkdir(parents=True)
     for index in range(count):
         rng = np.random.default_rng([parameters.seed, split_index, index])
         image, instances = draw_image(rng, short_side=parameters.short_side)
         image_id, (height, width) = first_id + index, image.shape[:2]
         file_name = f"{image_id:012d}.jpg"
         (images / file_name).write_bytes(_encode(".jpg", image, [cv2.IMWRITE_JPEG_QUALITY, 95]))
-        if task == "sem_seg":
-            label_file = _label_folder(root, split) / f"{image_id:012d}.png"
-            label_file.write_bytes(_encode(".png", label_image(image.shape[:2], instances)))
+        if task != "detection":
+            draw = label_image if task == "sem_seg" else stuff_image
+            label_file = _label_folder(root, task, split) / f"{image_id:012d}.png"
+            label_file.write_bytes(_encode(".png", draw(image.shape[:2], instances)))
         content["images"].append(
             {"license": 1, "file_name": file_name, "height": height, "width": width, "id": image_id}
         )
@@ -288,6 +292,14 @@ def label_image(size: tuple[int, int], instances: list[tuple[int, np.ndarray]]) 
     kernel = np.ones((3, 3), np.uint8)
     for _, mask in instances:
         labels[cv2.morphologyEx(mask.astype(np.uint8), cv2.MORPH_GRADIENT, kernel) > 0] = 0
+    return labels
+
+
+def stuff_image(size: tuple[int, int], instances: list[tuple[int, np.ndarray]]) -> np.ndarray:
+    """Labels (H, W) uint8 as in COCO's panoptic_stuff folders: 0 for all things, 1 for the background."""
+    labels = np.ones(size, np.uint8)
+    for _, mask in instances:
+        labels[mask] = 0
     return labels
 
 

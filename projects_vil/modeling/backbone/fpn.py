@@ -157,6 +157,7 @@ def _levels_of_heads(cfg: CfgNode) -> dict[str, list[str]]:
     keys = {
         "RetinaNet": ("RETINANET",),
         "GeneralizedRCNN": ("RPN", "ROI_HEADS"),
+        "PanopticFPN": ("RPN", "ROI_HEADS", "SEM_SEG_HEAD"),
         "SemanticSegmentor": ("SEM_SEG_HEAD",),
     }.get(cfg.MODEL.META_ARCHITECTURE, ())
     return {f"MODEL.{key}.IN_FEATURES": list(cfg.MODEL[key].IN_FEATURES) for key in keys}

@@ -11,9 +11,10 @@ from detectron2.evaluation import COCOEvaluator, PascalVOCDetectionEvaluator, Se
 from detectron2.structures import Boxes, BoxMode, Instances
 
 from backbones import InputError
-from projects_vil.data import IGNORED_LABEL, build_test_loader, label_reader, load_dataset
+from projects_vil.data import IGNORED_LABEL, build_test_loader, label_reader, load_dataset, register_datasets
 from projects_vil.evaluation import build_evaluator
 from tests.projects_vil.helpers import small_config
+from tests.projects_vil.panoptic import VAL, panoptic_config
 
 
 def judge(cfg, folder, *, num_wrong: int = 0) -> dict:
@@ -38,6 +39,15 @@ def test_perfect_predictions_on_a_coco_dataset(shapes, tmp_path):
     metrics = judge(small_config(), tmp_path)
     assert metrics["AP"] == metrics["AP-triangle"] == pytest.approx(100)
     assert (tmp_path / "coco_instances_results.json").is_file()
+
+
+def test_stuff_is_judged_where_it_is_found(panoptic_root, tmp_path, monkeypatch):
+    """Of a Mask R-CNN on the same dataset the things alone."""
+    monkeypatch.setenv("DETECTRON2_DATASETS", str(panoptic_root))
+    register_datasets(panoptic_config())
+    assert isinstance(build_evaluator(small_config("mask_rcnn"), VAL, str(tmp_path)), COCOEvaluator)
+    both = build_evaluator(panoptic_config(), VAL, str(tmp_path))
+    assert list(map(type, both._evaluators)) == [COCOEvaluator, SemSegEvaluator]
 
 
 @pytest.mark.parametrize("limit, found", [("100", False), ("200", True)])

@@ -50,7 +50,7 @@ def test_images_too_thin_to_augment_are_skipped(tmp_path, detector):
 
 def test_mistakes_in_the_config(files):
     arguments = files / "weights.pth", files / "in", files / "out"
-    with pytest.raises(InputError, match="a SemanticSegmentor finds no boxes to predict: RetinaNet and Gen"):
+    with pytest.raises(InputError, match="a SemanticSegmentor cannot predict here: only RetinaNet and Gen"):
         predict(small_config("semantic_fpn"), *arguments)
     with pytest.raises(InputError, match="INPUT.FORMAT is L: it is RGB or BGR"):
         predict(small_config("retinanet", "INPUT.FORMAT", "L"), *arguments)

@@ -1,0 +1,56 @@
+"""Panoptic FPN on our backbone: detectron2's keys, and a run with all that is made of it."""
+
+import json
+
+import pytest
+import yaml
+from detectron2.model_zoo import get_config_file
+
+from backbones import InputError
+from projects_vil.engine.checks import check_values
+from projects_vil.modeling import build_on_meta
+from tests.projects_vil.helpers import ROOT, run_tool
+from tests.projects_vil.panoptic import CONFIG, SMALL_PANOPTIC, VAL, panoptic_config
+
+
+def test_what_it_changes_is_what_detectron2_changes():
+    ours = yaml.safe_load(CONFIG.read_text())
+    with open(get_config_file("COCO-PanopticSegmentation/Base-Panoptic-FPN.yaml"), encoding="utf-8") as file:
+        theirs = yaml.safe_load(file)
+    # Our Mask R-CNN has masks anyway.
+    assert theirs["MODEL"].pop("MASK_ON") is True and panoptic_config().MODEL.MASK_ON
+    assert ours.pop("_BASE_") == "../mask_rcnn/vil_tiny_1x.yaml" and theirs.pop("_BASE_") == "../Base-RCNN-FPN.yaml"
+    assert ours == theirs
+    assert CONFIG.read_text().startswith(f"# python tools/train_net.py --config-file {CONFIG.relative_to(ROOT)} ")
+
+
+def test_levels_of_all_heads_are_checked():
+    with pytest.raises(InputError, match=r"^MODEL.SEM_SEG_HEAD.IN_FEATURES has p9, and FPN makes p2, "):
+        build_on_meta(panoptic_config("MODEL.SEM_SEG_HEAD.IN_FEATURES", "['p9']"))
+
+
+@pytest.mark.parametrize("metric", ["bbox/AP", "segm/AP", "sem_seg/mIoU"])
+def test_things_and_stuff_can_be_the_best(metric):
+    check_values(panoptic_config("TEST.BEST_METRIC", metric))
+
+
+@pytest.mark.slow
+def test_twenty_iterations(panoptic_root, tmp_path):
+    run = tmp_path / "run"
+    overrides = [*SMALL_PANOPTIC, "OUTPUT_DIR", run, "SOLVER.MAX_ITER", 20, "TEST.LOSS", True, "TEST.DRAW_IMAGES", 2]
+    overrides += ["TEST.BEST_METRIC", "sem_seg/mIoU"]
+    result = run_tool("train_net.py", "--config-file", CONFIG, *overrides, datasets_root=panoptic_root)
+    assert result.returncode == 0, result.stderr
+    evaluation = json.loads((run / "evaluation.json").read_text())[VAL]
+    assert evaluation.keys() == {"bbox", "segm", "sem_seg", "validation_loss"}
+    assert 0 < evaluation["sem_seg"]["mIoU"] <= 100 and "loss_sem_seg" in evaluation["validation_loss"]
+    assert (run / "model_best.pth").is_file() and len(list((run / "drawings").iterdir())) == 1
+    model = ["--config-file", run / "config.yaml", "--weights", run / "model_final.pth", "--output", tmp_path / "out"]
+    for name, options, words in (
+        ("export_model.py", ["--format", "torchscript"], "error: a PanopticFPN cannot be exported yet: only"),
+        ("predict.py", ["--input", panoptic_root], "error: a PanopticFPN cannot predict here: only"),
+    ):
+        refused = run_tool(name, *model, *options, datasets_root=panoptic_root)
+        assert refused.returncode == 1 and refused.stderr.splitlines()[-1].startswith(words)
+    page = run_tool("report.py", run, datasets_root=panoptic_root)
+    assert page.returncode == 0 and "mIoU" in (run / "report.html").read_text()
