@@ -17,7 +17,7 @@ from backbones.files import read_checkpoint
 from projects_vil import Detector
 from projects_vil.checkpoint import PROVENANCE_KEY
 from tests.projects_vil.inference.helpers import picture
-from tests.projects_vil.inference.sharing.conftest import CLASSES, make_run
+from tests.projects_vil.inference.sharing.helpers import CLASSES, make_run
 
 CLOSED = "http://127.0.0.1:9"
 
