@@ -45,6 +45,9 @@ def long_description() -> str:
 EVAL = ["faster-coco-eval>=1.6"]
 # What --format onnx of tools/export_model.py needs.
 EXPORT = ["onnx>=1.17", "onnxruntime>=1.20", "onnxscript>=0.5"]
+# What the examples with other libraries need, in versions that were seen working. Not a part of dev: sahi and trackers
+# ask for opencv-python itself, beside whatever flavour is there (docs/sharing.md).
+EXAMPLES = ["sahi>=0.12", "supervision>=0.31", "trackers>=2.6"]
 
 setup(
     name="vil-detectron2",
@@ -80,6 +83,7 @@ setup(
     extras_require={
         "eval": EVAL,
         "export": EXPORT,
+        "examples": EXAMPLES,
         "dev": ["pytest>=7.4", "pytest-xdist>=3.5", "ruff>=0.6", *EXPORT],
     },
 )

@@ -1,6 +1,7 @@
 """Detectors saved for others and loaded again, and what the hub answers where it is not there."""
 
 import base64
+import hashlib
 import http.server
 import json
 import os
@@ -16,7 +17,7 @@ from backbones.files import read_checkpoint
 from projects_vil import Detector
 from projects_vil.checkpoint import PROVENANCE_KEY
 from tests.projects_vil.inference.helpers import picture
-from tests.projects_vil.inference.sharing.conftest import CLASSES, make_run
+from tests.projects_vil.inference.sharing.helpers import CLASSES, make_run
 
 CLOSED = "http://127.0.0.1:9"
 
@@ -26,7 +27,9 @@ def hub(monkeypatch, tmp_path):
     """Point the client at an address, and its cache at an empty folder."""
 
     def point(address: str) -> None:
+        files = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", files)
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
 
     point(CLOSED)
@@ -35,7 +38,7 @@ def hub(monkeypatch, tmp_path):
 
 @pytest.fixture
 def serve(hub):
-    """Have a hub of this machine that answers by a function of method, path and body: status, headers, JSON."""
+    """Have a hub of this machine that answers by a function of method, path and body: status, headers, content."""
     servers = []
 
     def start(answer) -> None:
@@ -43,12 +46,13 @@ def serve(hub):
             def handle_any(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 status, headers, content = answer(self.command, self.path, body)
-                text = json.dumps(content).encode()
+                text = content if isinstance(content, bytes) else json.dumps(content).encode()
                 self.send_response(status)
                 for name, value in ({"Content-Length": str(len(text))} | headers).items():
                     self.send_header(name, value)
                 self.end_headers()
-                self.wfile.write(text)
+                if self.command != "HEAD":
+                    self.wfile.write(text)
 
             do_GET = do_HEAD = do_POST = handle_any
 
@@ -191,7 +195,32 @@ def test_who_is_not_logged_in_cannot_upload(serve, detector):
     one_line(lambda: detector.push_to_hub("me/mine", token="x"), "you are not logged in, or may not")
 
 
-# -- the upload ------------------------------------------------------------------------------------
+# -- from the hub, and to it ----------------------------------------------------------------------
+
+
+def test_a_detector_of_the_hub(serve, saved, tmp_path):
+    commit, asked = "0123456789" * 4, []
+    files = {path.name: path.read_bytes() for path in saved.iterdir()} | {"model_final.pth": b"a pickle"}
+    listed = [{"type": "file", "path": name, "size": len(text), "oid": "1" * 40} for name, text in files.items()]
+
+    def answer(method, path, body):
+        asked.append(path)
+        if path.startswith("/api/models/me/mine/revision/v1"):
+            names = [{"rfilename": name} for name in files]
+            return 200, {}, {"id": "me/mine", "modelId": "me/mine", "sha": commit, "siblings": names, "tags": []}
+        if "/tree/" in path:
+            return 200, {}, listed
+        text = files[path.rpartition("/")[2]]
+        return 200, {"ETag": f'"{hashlib.sha256(text).hexdigest()}"', "X-Repo-Commit": commit}, text
+
+    serve(answer)
+    found = Detector.from_pretrained("me/mine", revision="v1", cache_dir=tmp_path / "mine")
+    assert found.categories == CLASSES and len(found(picture(70, 110)))
+    # Nothing but what is of a detector is brought, into the cache that was named.
+    assert not any("model_final.pth" in path for path in asked) and not (tmp_path / "cache").exists()
+    asked.clear()
+    options = {"revision": "v1", "cache_dir": tmp_path / "mine", "local_files_only": True}
+    assert Detector.from_pretrained("me/mine", **options).names == CLASSES.names and asked == []
 
 
 def test_the_upload_is_what_is_saved(serve, detector, saved):

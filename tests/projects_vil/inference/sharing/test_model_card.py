@@ -8,7 +8,7 @@ from projects_vil import Detector
 from projects_vil.inference.sharing.model_card import model_card
 from projects_vil.inference.sharing.proofs import Proofs
 from tests.projects_vil.helpers import lively_detector, small_config
-from tests.projects_vil.inference.sharing.conftest import CLASSES
+from tests.projects_vil.inference.sharing.helpers import CLASSES
 
 
 def test_what_it_says(detector):

@@ -8,7 +8,7 @@ from backbones import InputError
 from projects_vil.config import default_config, load_config
 from projects_vil.inference.sharing.published import names_a_place, published_config
 from tests.projects_vil.helpers import small_config
-from tests.projects_vil.inference.sharing.conftest import PRIVATE
+from tests.projects_vil.inference.sharing.helpers import PRIVATE
 
 
 def test_nothing_of_the_machine_is_in_it(tmp_path):

@@ -1,0 +1,49 @@
+"""Write what a detector finds in a folder of photos as one COCO file, which FiftyOne, CVAT and other viewers open.
+
+Example:
+    python examples/export_coco.py output/vil_tiny photos found.json --threshold 0.3
+
+Then, with FiftyOne:
+    kind = fiftyone.types.COCODetectionDataset
+    fiftyone.Dataset.from_dir(dataset_type=kind, data_path="photos", labels_path="found.json")
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from PIL import Image
+from pycocotools import mask as run_lengths
+
+from backbones import InputError
+from projects_vil import Detector
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+for name in ("detector", "photos", "output"):
+    parser.add_argument(name)
+parser.add_argument("--threshold", type=float, default=0.3, help="least score of what is written (default 0.3)")
+args = parser.parse_args()
+try:
+    detector = Detector.load(args.detector, score_threshold=args.threshold)
+    suffixes = Image.registered_extensions()
+    files = sorted(path for path in Path(args.photos).iterdir() if path.suffix.lower() in suffixes)
+    if not files:
+        raise InputError(f"there are no photos in {args.photos}")
+    images, annotations = [], []
+    for image_id, file in enumerate(files, start=1):
+        found = detector(file)
+        height, width = found.image_size
+        images.append({"id": image_id, "file_name": file.name, "height": height, "width": width})
+        for item in found.to_coco(image_id):
+            area = (
+                run_lengths.area(item["segmentation"]) if "segmentation" in item else item["bbox"][2] * item["bbox"][3]
+            )
+            annotations.append({"id": len(annotations) + 1, "area": float(area), "iscrowd": 0} | item)
+    pairs = zip(detector.categories.ids, detector.names, strict=True)
+    categories = [{"id": category_id, "name": name} for category_id, name in pairs]
+    content = {"images": images, "annotations": annotations, "categories": categories}
+    Path(args.output).write_text(json.dumps(content))
+    print(f"{len(annotations)} objects in {len(images)} photos: {args.output}")
+except (InputError, OSError) as error:
+    sys.exit(f"error: {error}")

@@ -1,0 +1,59 @@
+"""Find small objects in a large photo with SAHI: the detector sees overlapping slices of it, and one list comes out.
+Needs sahi (docs/sharing.md, "With other libraries").
+
+Example: python examples/sliced_sahi.py output/vil_tiny photo.jpg found.png --slice 640 --threshold 0.5
+"""
+
+import argparse
+import sys
+
+import numpy as np
+from PIL import Image, ImageOps
+from sahi.models.base import DetectionModel
+from sahi.predict import get_sliced_prediction
+from sahi.prediction import ObjectPrediction
+from sahi.utils.compatibility import fix_full_shape_list, fix_shift_amount_list
+from sahi.utils.cv import get_coco_segmentation_from_bool_mask, visualize_object_predictions
+
+from backbones import InputError
+from projects_vil import Detector
+
+
+class SlicedDetector(DetectionModel):
+    """A Detector as SAHI asks for one: it takes slices (H, W, 3) uint8 RGB, and knows where each lies in the photo."""
+
+    def set_model(self, model: Detector) -> None:
+        self.model = model
+
+    def perform_inference(self, image: np.ndarray) -> None:
+        self._original_predictions = self.model(np.ascontiguousarray(image))
+
+    def _create_object_prediction_list_from_original_predictions(self, shift_amount_list, full_shape_list) -> None:
+        found, full = self._original_predictions, fix_full_shape_list(full_shape_list)
+        place = {"shift_amount": fix_shift_amount_list(shift_amount_list)[0], "full_shape": full and full[0]}
+        objects = []
+        for i in np.flatnonzero(found.scores >= self.confidence_threshold):
+            outline = None if found.masks is None else get_coco_segmentation_from_bool_mask(found.masks[i])
+            shape = {"bbox": found.boxes[i].tolist(), "segmentation": outline or None}  # few pixels have no outline
+            category = {"category_id": self.model.categories.ids[found.classes[i]], "category_name": found.names[i]}
+            objects.append(ObjectPrediction(**shape, **category, **place, score=float(found.scores[i])))
+        self._object_prediction_list_per_image = [objects]
+
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+for name in ("detector", "photo", "output"):
+    parser.add_argument(name)
+parser.add_argument("--slice", type=int, default=640, help="side of a slice in pixels (default 640)")
+parser.add_argument("--threshold", type=float, default=0.5, help="least score of what is shown (default 0.5)")
+args = parser.parse_args()
+try:
+    if args.slice < 32:
+        raise InputError(f"--slice is {args.slice}: it is 32 or more")
+    model = SlicedDetector(model=Detector.load(args.detector), confidence_threshold=args.threshold)
+    photo = ImageOps.exif_transpose(Image.open(args.photo)).convert("RGB")
+    found = get_sliced_prediction(photo, model, args.slice, args.slice, verbose=0).object_prediction_list
+    for item in found:
+        print(f"{item.category.name} {item.score.value:.2f}", *(f"{edge:.1f}" for edge in item.bbox.to_xyxy()))
+    Image.fromarray(visualize_object_predictions(np.array(photo), found)["image"]).save(args.output)
+except (InputError, OSError, ValueError) as error:
+    sys.exit(f"error: {error}")

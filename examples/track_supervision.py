@@ -1,0 +1,57 @@
+"""Follow objects through a video, or a folder of frames, with supervision and ByteTrack, and draw them with their ways.
+
+Needs supervision and trackers (docs/sharing.md, "With other libraries").
+
+Example: python examples/track_supervision.py output/vil_tiny street.mp4 tracked.mp4 --threshold 0.5
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import cv2
+import numpy as np
+import supervision as sv
+from trackers import ByteTrackTracker
+
+from backbones import InputError
+from projects_vil import Detector
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+for name in ("detector", "source", "output"):
+    parser.add_argument(name)
+parser.add_argument("--threshold", type=float, default=0.5, help="least score that begins a track (default 0.5)")
+parser.add_argument("--fps", type=int, default=10, help="frames a second of a folder (default 10)")
+args = parser.parse_args()
+source = Path(args.source)
+try:
+    detector = Detector.load(args.detector)
+    if source.is_dir():
+        files = [str(path) for path in sorted(source.iterdir()) if cv2.haveImageReader(str(path))]
+        if not files:
+            raise InputError(f"there are no images in {source}")
+        height, width = cv2.imread(files[0]).shape[:2]
+        info, frames = sv.VideoInfo(width=width, height=height, fps=args.fps), map(cv2.imread, files)
+    elif not cv2.VideoCapture(args.source).isOpened() or source.absolute() == Path(args.output).absolute():
+        raise InputError(f"cannot read a video from {source}, or it is the output too")
+    else:
+        info, frames = sv.VideoInfo.from_video_path(args.source), sv.get_video_frames_generator(args.source)
+    scores = {"track_activation_threshold": args.threshold, "high_conf_det_threshold": args.threshold}
+    tracker, seen = ByteTrackTracker(frame_rate=info.fps, **scores), set()
+    kinds = (sv.BoxAnnotator, sv.TraceAnnotator, sv.LabelAnnotator)
+    draw_box, draw_way, draw_label = (kind(color_lookup=sv.ColorLookup.TRACK) for kind in kinds)
+    with sv.VideoSink(args.output, info) as sink:
+        for place, frame in enumerate(frames):  # (height, width, BGR)
+            if frame is None or frame.shape[:2] != (info.height, info.width):
+                raise InputError(f"{source}: frame {place + 1} is damaged, or not of the first one's size")
+            found = detector(np.ascontiguousarray(frame[..., ::-1]))
+            tracked = tracker.update(sv.Detections.from_detectron2(found.as_detectron2()))
+            tracked = tracked[tracked.tracker_id >= 0]
+            seen.update(tracked.tracker_id.tolist())
+            names = [detector.names[index] for index in tracked.class_id]
+            labels = [f"{track} {name}" for track, name in zip(tracked.tracker_id, names, strict=True)]
+            drawn = draw_way.annotate(draw_box.annotate(frame, tracked), tracked)
+            sink.write_frame(draw_label.annotate(drawn, tracked, labels))
+    print(f"{len(seen)} tracks in {args.output}")
+except (InputError, OSError, RuntimeError) as error:
+    sys.exit(f"error: {error}")
