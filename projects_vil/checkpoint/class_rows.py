@@ -35,7 +35,8 @@ def rows_of_classes(name: str, rows: int, num_classes: int) -> Tensor | None:
     places = torch.arange(rows)
     if layout == _ANCHORS and rows and rows % num_classes == 0:
         return places.view(-1, num_classes).T
-    if layout == _BOXES and rows == 4 * num_classes:
+    # The boxes of a cascade are those of no class, also where there is one class.
+    if layout == _BOXES and rows == 4 * num_classes and not _NUMBERED.search(name):
         return places.view(num_classes, 4)
     if layout == _CLASSES and rows == num_classes or layout == _BACKGROUND and rows == num_classes + 1:
         return places.view(rows, 1)

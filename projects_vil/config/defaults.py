@@ -101,7 +101,7 @@ def add_vil_config(cfg: CN) -> None:
     # labels. Else only batches are padded, to their largest image.
     cfg.INPUT.CROP.PAD = False
     # What becomes of a training image: "default" is resized to MIN_SIZE_TRAIN and flipped, "lsj" is large-scale jitter
-    # (below) and a flip, "strong" is lsj, PHOTOMETRIC_DISTORTION and COPY_PASTE, which needs a Mask R-CNN.
+    # (below) and a flip, "strong" is lsj, PHOTOMETRIC_DISTORTION and COPY_PASTE, which needs an R-CNN with masks.
     cfg.INPUT.AUGMENTATION = "default"
     # Of lsj and strong: an image is scaled to fit into a square of SIZE pixels times a factor drawn from SCALE, then
     # cut or padded to the square, as in the new baselines of detectron2.

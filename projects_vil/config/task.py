@@ -17,6 +17,8 @@ def detector_name(cfg: CfgNode) -> str:
     if cfg.MODEL.META_ARCHITECTURE != "GeneralizedRCNN":
         return cfg.MODEL.META_ARCHITECTURE
     is_cascade, has_masks = cfg.MODEL.ROI_HEADS.NAME == "CascadeROIHeads", cfg.MODEL.MASK_ON
+    if has_masks and cfg.MODEL.ROI_MASK_HEAD.NAME == "PointRendMaskHead":
+        return "PointRend"
     if not (is_cascade or has_masks):
         return "Faster R-CNN"
     return f"{'Cascade ' if is_cascade else ''}{'Mask ' if has_masks else ''}R-CNN"

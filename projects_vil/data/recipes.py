@@ -18,6 +18,8 @@ AUGMENTATIONS = ("default", "lsj", "strong")
 _READERS = {
     "INPUT.MIN_SIZE_TRAIN": ("default",),
     "INPUT.MAX_SIZE_TRAIN": ("default",),
+    "INPUT.MASK_FORMAT": ("default",),
+    "INPUT.PHOTOMETRIC_DISTORTION": ("default", "lsj"),
     "INPUT.LSJ.": ("lsj", "strong"),
     "INPUT.COPY_PASTE.": ("strong",),
 }

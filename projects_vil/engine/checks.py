@@ -19,7 +19,14 @@ from projects_vil.config import check_device, is_panoptic
 from projects_vil.engine.hooks import RandomShift
 from projects_vil.engine.steps import AMP_DTYPES, check_groups
 from projects_vil.evaluation import LOSS_TASK, check_coco_api
-from projects_vil.modeling import LARGEST_SIDE, SMALLEST_SIDE, build_on_meta, check_point_rend, longest_side
+from projects_vil.modeling import (
+    LARGEST_SIDE,
+    SMALLEST_SIDE,
+    build_on_meta,
+    check_cascade,
+    check_point_rend,
+    longest_side,
+)
 from projects_vil.progress import check_services
 from projects_vil.solver import LR_SCHEDULERS, OPTIMIZERS, build_lr_scheduler, build_optimizer
 
@@ -135,6 +142,7 @@ def check_values(cfg: CfgNode) -> None:
         check_choice("INPUT.CROP.TYPE", cfg.INPUT.CROP.TYPE, data.CROP_TYPES)
     data.check_padding(cfg)
     data.check_augmentation(cfg)
+    check_cascade(cfg)
     check_point_rend(cfg)
     for key, choices in _CHOICES:
         check_choice(key, functools.reduce(getattr, key.split("."), cfg), choices)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from detectron2.config import CfgNode
 from detectron2.engine import DefaultTrainer, TrainerBase
+from detectron2.engine import hooks as detectron2_hooks
 from detectron2.engine.hooks import EvalHook, PeriodicCheckpointer, PeriodicWriter
 from detectron2.evaluation import DatasetEvaluator
 from detectron2.utils import comm
@@ -34,6 +35,7 @@ from projects_vil.config import CONFIG_FILE
 from projects_vil.engine.averaging import AverageWeights, average_of, start_average
 from projects_vil.engine.hooks import (
     KeepBest,
+    LRScheduler,
     RandomShift,
     RedrawFeatures,
     SaveCheckpoints,
@@ -120,6 +122,7 @@ class Trainer(DefaultTrainer):
     def build_hooks(self) -> list:
         solver, test = self.cfg.SOLVER, self.cfg.TEST
         hooks = [hook for hook in super().build_hooks() if not isinstance(hook, PeriodicCheckpointer)]
+        hooks = [LRScheduler() if isinstance(hook, detectron2_hooks.LRScheduler) else hook for hook in hooks]
         period = self.cfg.MODEL.TRANSFORMER.FEATURE_REDRAW_PERIOD
         if any(isinstance(module, PerformerAttention) for module in self.model.modules()):
             hooks.insert(0, RedrawFeatures(period))

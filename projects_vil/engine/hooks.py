@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from detectron2.engine import HookBase
+from detectron2.engine import HookBase, hooks
 from detectron2.engine.hooks import PeriodicWriter
 from detectron2.utils import comm
 from detectron2.utils.events import EventWriter
@@ -21,6 +21,7 @@ from projects_vil.checkpoint import Checkpointer, remove_old, remove_partial
 from projects_vil.engine.resuming import loss_normalizers
 from projects_vil.engine.steps import unwrapped
 from projects_vil.evaluation import LOSS_TASK
+from projects_vil.solver import shown_group
 from projects_vil.utils import ToldToEnd, handling_signals, told_between_calls
 
 
@@ -46,6 +47,17 @@ class RedrawFeatures(HookBase):
     def before_step(self) -> None:
         if self.trainer.iter and self.trainer.iter % self.period == 0:
             redraw_features(self.trainer.model, seed=self.trainer.iter)
+
+
+class LRScheduler(hooks.LRScheduler):
+    """detectron2's, by whose name checkpoints know it; ``lr`` is that of :func:`~projects_vil.solver.shown_group`.
+
+    detectron2 says that of the largest group, which layer-wise decay may have made a layer's.
+    """
+
+    def before_train(self) -> None:
+        super().before_train()
+        self._best_param_group_id = shown_group(self._optimizer)
 
 
 class RandomShift(HookBase):

@@ -26,7 +26,7 @@ from projects_vil import data
 from projects_vil.checkpoint import Checkpointer, check_weights, checkpoints_of, find_checkpoint
 from projects_vil.config import default_config, one_line
 from projects_vil.engine.checks import check_norms
-from projects_vil.engine.hooks import RandomShift, RedrawFeatures
+from projects_vil.engine.hooks import LRScheduler, RandomShift, RedrawFeatures
 from projects_vil.engine.processes import (
     check_processes,
     data_parallel,
@@ -256,7 +256,7 @@ def _train(cfg: DictConfig, facts: CfgNode, model: nn.Module, *, resume: bool) -
             RedrawFeatures(cfg.train.feature_redraw_period) if redraws else None,
             RandomShift(model, shift_until) if shift_until else None,
             hooks.IterationTimer(),
-            hooks.LRScheduler(scheduler=_instantiate(cfg.lr_multiplier, "lr_multiplier")),
+            LRScheduler(scheduler=_instantiate(cfg.lr_multiplier, "lr_multiplier")),
             hooks.PeriodicCheckpointer(checkpointer, **cfg.train.checkpointer) if is_main else None,
             hooks.EvalHook(cfg.train.eval_period, lambda: _evaluate(cfg, facts, model)),
             hooks.PeriodicWriter(default_writers(cfg.train.output_dir, cfg.train.max_iter), period=cfg.train.log_period)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from detectron2.engine import SimpleTrainer
-from detectron2.engine.hooks import LRScheduler
 from detectron2.utils import comm
 from torch import Tensor, nn
 
@@ -20,6 +19,7 @@ from backbones import InputError
 from backbones.files import written_whole
 from projects_vil.config import one_line
 from projects_vil.modeling import BatchParts
+from projects_vil.solver import shown_group
 
 AMP_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 DIVERGED_FILE = "diverged.json"
@@ -188,7 +188,7 @@ class Steps(SimpleTrainer):
         """Write what diverged, in all processes, and go on or stop."""
         self.skipped += 1
         is_last = self.skipped > self.skip
-        rate = self.optimizer.param_groups[LRScheduler.get_best_param_group_id(self.optimizer)]["lr"]
+        rate = self.optimizer.param_groups[shown_group(self.optimizer)]["lr"]
         own = {
             "losses": {name: value if math.isfinite(value) else str(value) for name, value in losses.items()},
             "images": [{key: image.get(key) for key in ("image_id", "file_name")} for image in images],

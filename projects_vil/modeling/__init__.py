@@ -4,6 +4,7 @@ from projects_vil.modeling.backbone.fpn import build_retinanet_transformer_fpn_b
 from projects_vil.modeling.backbone.transformer import TransformerBackbone, build_transformer_backbone
 from projects_vil.modeling.batch_parts import BatchParts
 from projects_vil.modeling.build import build_on_meta, stage_channels
+from projects_vil.modeling.cascade import check_cascade
 from projects_vil.modeling.image_sizes import LARGEST_BATCH, LARGEST_SIDE, SMALLEST_SIDE, largest_side
 from projects_vil.modeling.point_rend import check_point_rend
 from projects_vil.modeling.test_time_augmentation import add_tta, augmentation_sizes, longest_side
@@ -20,6 +21,7 @@ __all__ = [
     "build_retinanet_transformer_fpn_backbone",
     "build_transformer_backbone",
     "build_transformer_fpn_backbone",
+    "check_cascade",
     "check_point_rend",
     "largest_side",
     "longest_side",

@@ -70,7 +70,7 @@ def training_figures(metrics: Sequence[Mapping[str, float]]) -> list[Drawn]:
     wanted = (
         ("Losses", losses, median, "", False),
         ("Validation loss", of_validation, "At each evaluation.", "", False),
-        ("Learning rate", ["lr"], "Of the first group of parameters.", "", False),
+        ("Learning rate", ["lr"], "Of parameters without a share of their own.", "", False),
         ("Gradient norm", ["gradient_norm"], f"Before clipping. {median}", "", True),
         ("Average precision", of_ap, "On the validation images, at each evaluation.", "%", False),
         ("Seconds of an iteration", ["time", "data_time"], "data_time is the wait for the batch.", "s", False),

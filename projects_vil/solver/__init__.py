@@ -2,7 +2,7 @@
 
 from projects_vil.solver.build import OPTIMIZERS, build_optimizer, parameter_groups
 from projects_vil.solver.clipping import clip_full_model
-from projects_vil.solver.lr_scheduler import LR_SCHEDULERS, build_lr_scheduler
+from projects_vil.solver.lr_scheduler import LR_SCHEDULERS, build_lr_scheduler, shown_group
 from projects_vil.solver.schedule import count_training_images, is_by_epochs, scale_learning_rate, schedule_by_epochs
 
 __all__ = [
@@ -16,4 +16,5 @@ __all__ = [
     "parameter_groups",
     "scale_learning_rate",
     "schedule_by_epochs",
+    "shown_group",
 ]

@@ -45,3 +45,14 @@ def build_lr_scheduler(cfg: CfgNode, optimizer: torch.optim.Optimizer) -> torch.
         solver.RESCALE_INTERVAL,
     )
     return LRMultiplier(optimizer, multiplier=schedule, max_iter=solver.MAX_ITER)
+
+
+def shown_group(optimizer: torch.optim.Optimizer) -> int:
+    """The place of the parameter group whose learning rate is said of a run.
+
+    It is the largest of those that begin at the optimizer's own rate, ``SOLVER.BASE_LR``, and not at a layer's or a
+    pattern's share of it; where all have a share, the largest.
+    """
+    groups = optimizer.param_groups
+    whole = [i for i, group in enumerate(groups) if group.get("initial_lr", group["lr"]) == optimizer.defaults["lr"]]
+    return max(whole or range(len(groups)), key=lambda i: len(groups[i]["params"]))

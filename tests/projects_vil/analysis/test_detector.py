@@ -97,6 +97,8 @@ def test_figures_of_mask_rcnn_are_of_no_other(overrides):
     agnostic = ["MODEL.ROI_BOX_HEAD.CLS_AGNOSTIC_BBOX_REG", "True"]
     cfg = load_config(ROOT / "configs/mask_rcnn/vil_tiny_1x.yaml", [*agnostic, *overrides])
     assert analyze(cfg, "a name", with_flops=False).published_parameters is None
+    point_rend = load_config(ROOT / "configs/projects/point_rend_vil_tiny_1x.yaml")
+    assert analyze(point_rend, "a name", with_flops=False).published_parameters is None
 
 
 def test_nothing_else_is_said_to_be_published():

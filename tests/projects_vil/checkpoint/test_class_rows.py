@@ -87,6 +87,7 @@ def test_rows_by_hand():
     # A cascade's are numbered, and their boxes are those of all classes.
     assert rows_of_classes(f"{BOX}.2.cls_score.bias", 4, 3).tolist() == [[0], [1], [2], [3]]
     assert rows_of_classes(f"{BOX}.2.bbox_pred.weight", 4, 3) is None
+    assert rows_of_classes(f"{BOX}.2.bbox_pred.weight", 4, 1) is None
 
 
 @pytest.mark.parametrize(

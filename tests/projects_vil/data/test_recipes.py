@@ -194,6 +194,8 @@ def test_label_images_are_not_jittered():
         ("strong", "INPUT.MIN_SIZE_TRAIN_SAMPLING", "default"),
         ("lsj", "INPUT.MAX_SIZE_TRAIN", "default"),
         ("lsj", "INPUT.COPY_PASTE.PROBABILITY", "strong"),
+        ("strong", "INPUT.PHOTOMETRIC_DISTORTION", "default or lsj"),
+        ("lsj", "INPUT.MASK_FORMAT", "default"),
         ("default", "INPUT.LSJ.SIZE", "lsj or strong"),
     ],
 )

@@ -11,7 +11,7 @@ from backbones import InputError
 from backbones.attention.performer import PerformerAttention
 from backbones.attention.sliding_chunk import SlidingChunkAttention
 from projects_vil.engine import Trainer, check_setup
-from projects_vil.engine.hooks import KeepBest, RandomShift, RedrawFeatures, WriteMetrics
+from projects_vil.engine.hooks import KeepBest, LRScheduler, RandomShift, RedrawFeatures, WriteMetrics
 from tests.projects_vil.helpers import small_config
 
 
@@ -162,3 +162,18 @@ def test_the_best_is_saved(metric, values, saved):
         hook.after_train()
     assert checkpointer.iterations == saved and hook.best_iteration == saved[-1]
     assert hook.waited == (11 - saved[-1]) // 2
+
+
+def test_the_rate_of_a_run_is_that_of_no_layer():
+    """With layer-wise decay the largest group may be a layer's, whose rate detectron2 would say."""
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(4)]
+    layers = [{"params": parameters[:3], "lr": 0.05}, {"params": parameters[3:], "lr": 0.1}]
+    optimizer = torch.optim.SGD(layers, lr=0.1)
+    hook = LRScheduler(optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, factor=0.5))
+    with EventStorage() as storage:
+        hook.trainer = types.SimpleNamespace(storage=storage)
+        hook.before_train()
+        hook.after_step()
+        assert storage.latest()["lr"][0] == pytest.approx(0.1 * 0.5)
+    # The name that detectron2 saves its state by.
+    assert type(hook).__qualname__ == "LRScheduler"

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from backbones import InputError
-from projects_vil.solver import build_lr_scheduler, build_optimizer
+from projects_vil.solver import build_lr_scheduler, build_optimizer, shown_group
 from tests.projects_vil.helpers import small_config
 
 
@@ -71,3 +71,16 @@ def test_schedules_of_detectron2(name):
 def test_schedules_that_are_none(key, value, expected):
     with pytest.raises(InputError, match=expected):
         rates(f"SOLVER.{key}", value)
+
+
+def test_the_rate_that_is_said_is_no_share():
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(9)]
+    groups = [(parameters[:5], 0.04), (parameters[5:6], 0.1), (parameters[6:8], 0.1), (parameters[8:], 0.2)]
+    optimizer = torch.optim.SGD([{"params": some, "lr": rate} for some, rate in groups], lr=0.1)
+    assert shown_group(optimizer) == 2
+    # A schedule has moved them.
+    for group in optimizer.param_groups:
+        group["initial_lr"], group["lr"] = group["lr"], group["lr"] / 4
+    assert shown_group(optimizer) == 2
+    optimizer = torch.optim.SGD([{"params": some, "lr": rate} for some, rate in groups], lr=0.3)
+    assert shown_group(optimizer) == 0
