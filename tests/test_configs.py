@@ -113,7 +113,7 @@ def test_all_detectors_sizes_and_schedules_are_there():
     assert {parts(path) for path in LEAVES} == expected | {("mask_rcnn", row, "1x") for row in TABLE_8}
     families = ("vil", "ls", "lit", "cvt")
     demos = {f"configs/demo/{d}_{f}_shapes.yaml" for d in ("retinanet", "mask_rcnn") for f in families}
-    demos.add("configs/demo/cascade_mask_rcnn_vil_shapes.yaml")
+    demos |= {f"configs/demo/{name}.yaml" for name in ("cascade_mask_rcnn_vil_shapes", "mask_rcnn_vil_shapes_modern")}
     assert {path for path in CONFIGS if "/demo/" in path} == demos
 
 
