@@ -16,18 +16,27 @@ from backbones.errors import check_file
 from projects_vil.checkpoint import versions
 from projects_vil.export.exportable.detector import ExportableDetector
 from projects_vil.export.formats import FORMATS, OPSET
-from projects_vil.modeling import SMALLEST_SIDE, largest_side
+from projects_vil.modeling import largest_side
 
 
 def sides_of(detector: nn.Module, file_format: str) -> list[int]:
     """The shortest and the longest side, in pixels, of an image that a file takes."""
-    return [1 if file_format == "torchscript" else SMALLEST_SIDE, largest_side(detector)]
+    shortest, longest = FORMATS[file_format].sides
+    return [shortest, min(longest, largest_side(detector))]
 
 
 def check_sides(sides: Sequence[int], size: Sequence[int], *, what: str) -> None:
     """Raise an :class:`InputError` where an image of ``size`` (height, width) is not for a model with these sides."""
     if min(size) < sides[0] or max(size) > sides[1]:
         raise InputError(f"{what}: {size[0]} x {size[1]} pixels, and the model takes sides of {sides[0]} to {sides[1]}")
+
+
+def check_batch(metadata: dict, number: int, *, what: str) -> None:
+    """Raise an :class:`InputError` where a batch of ``number`` images is not for a model with these metadata."""
+    # Files that were exported before this was written do not say it.
+    least, most = metadata["input"].get("batch") or (1, number)
+    if not least <= number <= most:
+        raise InputError(f"{what}: a batch of {number} images, and the model takes {least} to {most}")
 
 
 def metadata_path(path: str | Path) -> Path:
@@ -133,6 +142,7 @@ def describe_model(
             "dtype": input_dtype,
             "range": [0, 255],
             "sides": sides_of(exportable.detector, file_format),
+            "batch": [1, FORMATS[file_format].largest_batch] if exportable.batched else None,
             "color_order": cfg.INPUT.FORMAT,
         },
         "resizing": {

@@ -10,6 +10,7 @@ from backbones import InputError
 from projects_vil.export.exportable.detector import ExportableDetector
 from projects_vil.export.formats.format import Format, Run, damaged
 from projects_vil.export.formats.recording import check_recording, quiet, record
+from projects_vil.export.onnx_graph.standard import describe_onnx
 from projects_vil.export.stages import Stages
 
 OPSET = 20
@@ -93,4 +94,4 @@ def _load(path: Path) -> Run:
     return run
 
 
-ONNX = Format(".onnx", _check, _write, _load, PACKAGES)
+ONNX = Format(".onnx", _check, _write, _load, PACKAGES, describe=lambda path: {"onnx": describe_onnx(path)})
