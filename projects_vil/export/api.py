@@ -54,6 +54,12 @@ def in_precision(detector: nn.Module, precision: str) -> nn.Module:
     return detector
 
 
+def check_precision(file_format: str, precision: str) -> None:
+    """Raise an :class:`InputError` where a format does not have a precision."""
+    if (file_format, precision) == ("onnx", "bf16"):
+        raise InputError(f"--precision bf16: ONNX has no bfloat16 convolutions in opset {OPSET}; take fp16, or a .pt2")
+
+
 def export_detector(
     cfg: CfgNode,
     weights: str | Path,
@@ -96,8 +102,7 @@ def export_detector(
     ):
         check_choice(what, value, known)
     check_format(file_format)
-    if (file_format, precision) == ("onnx", "bf16"):
-        raise InputError(f"--precision bf16: ONNX has no bfloat16 convolutions in opset {OPSET}; take fp16, or a .pt2")
+    check_precision(file_format, precision)
     if evaluate:
         register_datasets(cfg)
         load_dataset(cfg, cfg.DATASETS.TEST, train=False)
