@@ -75,8 +75,8 @@ def with_halo(
         value = F.pad(value, (0, extra))
     else:
         halo = (window_size, window_size + pad_width, window_size, window_size + pad_height)
-        token = key.new_zeros((), dtype=torch.bool).expand(height, width)
-        hidden = F.pad(token, halo, value=True)
+        # Not of booleans, which TensorRT does not pad.
+        hidden = F.pad(key.new_zeros(()).expand(height, width), halo, value=1.0).bool()
         key, value = F.pad(key, (0, 0, *halo)), F.pad(value, (0, extra, *halo))
     return mark_keys(key, hidden, extra=extra, scale=scale), value
 

@@ -126,6 +126,8 @@ def describe_model(
         if output["name"] == "masks":
             # The head doubles what is pooled.
             output["shape"] = ["detections", 1, *[2 * cfg.MODEL.ROI_MASK_HEAD.POOLER_RESOLUTION] * 2]
+        if exportable.fixed_number is not None and output["name"] != "count":
+            output["shape"] = [*batch, exportable.fixed_number, *output["shape"][1:]]
     return {
         "metadata_version": 1,
         "format": file_format,
@@ -159,6 +161,7 @@ def describe_model(
             "std": list(cfg.MODEL.PIXEL_STD),
         },
         "outputs": outputs,
+        "fixed_detections": exportable.fixed_number,
         "classes": list(classes),
         "category_ids": None if category_ids is None else list(category_ids),
         "thresholds": _thresholds(cfg) | ({"mask": 0.5} if "masks" in exportable.output_names else {}),
@@ -182,6 +185,11 @@ _OUTPUTS = {
         "meaning": "probability that a place of the box is of the object: resize it to the box, then compare",
     },
     "image_index": {"shape": ["detections"], "dtype": "int64", "meaning": "which image of the batch it is in"},
+    "count": {
+        "shape": ["images"],
+        "dtype": "int64",
+        "meaning": "how many rows of the other outputs, from the first, are detections; the rest is zero",
+    },
 }
 
 

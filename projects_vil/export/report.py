@@ -172,6 +172,9 @@ def describe_report(report: dict) -> str:
             f"{sum(operators.values())} nodes of {len(operators)} standard operators, valid to the last shape; "
             f"loads with {', '.join(report['onnx']['providers'])}"
         )
+        tensorrt = report["onnx"]["tensorrt"]
+        if tensorrt["undocumented"]:
+            lines.append(f"not documented by TensorRT {tensorrt['version']}: {', '.join(tensorrt['undocumented'])}")
     lines.append(
         f"{report['file']}: {report['bytes'] / 1e6:.1f} MB{opset}, {report['precision']}; "
         f"{latency['height']} x {latency['width']}: {latency['exported_ms']:.1f} ms, eager "

@@ -28,6 +28,7 @@ class Format:
         packages: whose versions are said of a file.
         sides: the shortest and the longest, in pixels, of an image that a file takes, whatever the detector.
         largest_batch: that a batched file takes.
+        needs_fixed_detections: whether what comes out must have a shape that the image does not decide.
         describe: a file -> what its report says of it beyond what all formats have; raises an :class:`InputError` for
             one that other programs would refuse.
     """
@@ -39,6 +40,7 @@ class Format:
     packages: tuple[str, ...] = ()
     sides: tuple[int, int] = (SMALLEST_SIDE, LARGEST_SIDE)
     largest_batch: int = LARGEST_BATCH
+    needs_fixed_detections: bool = False
     describe: Callable[[Path], dict] = lambda path: {}
 
 

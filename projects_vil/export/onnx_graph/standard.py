@@ -20,7 +20,7 @@ def describe_onnx(path: Path) -> dict:
     import onnx
 
     model = inferred(path)
-    types = Counter(onnx.TensorProto.DataType.Name(number) for number in types_of(model).values())
+    types = Counter(onnx.TensorProto.DataType.Name(number) for number in types_of(model.graph).values())
     return {
         "operators": dict(Counter(node.op_type for node in model.graph.node).most_common()),
         "types": dict(types.most_common()),
@@ -44,9 +44,8 @@ def inferred(path: Path):
         raise InputError(f"{path.name} is no valid ONNX: {' '.join(str(error).split())}") from error
 
 
-def types_of(model) -> dict[str, int]:
-    """The element type of each value of an ``onnx.ModelProto`` whose shapes are inferred, by name."""
-    graph = model.graph
+def types_of(graph) -> dict[str, int]:
+    """The element type of each value of an ``onnx.GraphProto`` whose shapes are inferred, by name."""
     values = (*graph.input, *graph.output, *graph.value_info)
     types = {value.name: value.type.tensor_type.elem_type for value in values}
     return types | {tensor.name: tensor.data_type for tensor in graph.initializer}

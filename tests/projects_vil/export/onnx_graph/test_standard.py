@@ -1,31 +1,12 @@
 """What an ONNX file is checked for: operators of the standard set, and types and shapes that agree."""
 
-from pathlib import Path
-
 import pytest
 
 from projects_vil.export.onnx_graph.standard import describe_onnx
 from tests.projects_vil.export.exporting import mistake
+from tests.projects_vil.export.onnx_graph.graphs import node, saved
 
 onnx = pytest.importorskip("onnx")
-
-
-def saved(folder: Path, *nodes, taken="FLOAT", given="FLOAT", functions=()) -> Path:
-    """A file whose graph makes ``y`` of ``x``, (n, 4)."""
-    values = [
-        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.DataType.Value(kind), ["n", 4])
-        for name, kind in (("x", taken), ("y", given))
-    ]
-    graph = onnx.helper.make_graph(nodes, "graph", values[:1], values[1:])
-    domains = [onnx.helper.make_opsetid("", 20), onnx.helper.make_opsetid("com.microsoft", 1)]
-    model = onnx.helper.make_model(graph, opset_imports=domains, functions=functions, ir_version=10)
-    onnx.save(model, folder / "model.onnx")
-    return folder / "model.onnx"
-
-
-def node(operator: str, *names: str, **attributes):
-    """The last name is its output."""
-    return onnx.helper.make_node(operator, names[:-1], names[-1:], **attributes)
 
 
 def test_what_is_in_a_file(tmp_path):
