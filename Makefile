@@ -61,6 +61,10 @@ gpu: .venv/.stamp ## on a machine with a GPU: the tests that need one, then time
 	$(BENCHMARK) --what attention --backward --dtype bfloat16 \
 		--models vil_small_rpb+sdpa vil_small_rpb+triton ls_small full_small \
 		--size 400 672 --size 800 1344 --size 1600 2688 --json output/gpu/attention.json --plot output/gpu/attention.png || status=1; \
+	if $(RUN) -c 'import tensorrt' 2>/dev/null; then \
+		$(RUN) tools/export_table.py --formats tensorrt --families vil lit --precisions fp32 fp16 --output output/gpu/tensorrt \
+			--json output/gpu/tensorrt.json || status=1; \
+	else echo 'no export to TensorRT: the package tensorrt is not here'; fi; \
 	exit $$status
 
 faults: .venv/.stamp ## run every fault of tests/faults, and write docs/faults.md

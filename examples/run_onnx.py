@@ -40,6 +40,9 @@ image = np.ascontiguousarray(image[None] if metadata["input"]["batched"] else im
 session = onnxruntime.InferenceSession(args.model, providers=["CPUExecutionProvider"])
 outputs = session.run(None, {metadata["input"]["name"]: image})
 found = dict(zip([output["name"] for output in metadata["outputs"]], outputs, strict=True))
+if "count" in found:  # rows in a fixed number, of which so many are detections
+    number = int(found.pop("count")[0])
+    found = {name: (rows[0] if metadata["input"]["batched"] else rows)[:number] for name, rows in found.items()}
 boxes = found["boxes"] * ([width / pixels.shape[1], height / pixels.shape[0]] * 2)  # in pixels of the photo
 thick = max(1, round(min(height, width) / 300))
 for i in np.flatnonzero(found["scores"] >= args.threshold):

@@ -49,6 +49,9 @@ else:
 with torch.no_grad():
     outputs = model(image)
 found = dict(zip([output["name"] for output in metadata["outputs"]], outputs, strict=True))
+if "count" in found:  # rows in a fixed number, of which so many are detections
+    number = int(found.pop("count")[0])
+    found = {name: (rows[0] if metadata["input"]["batched"] else rows)[:number] for name, rows in found.items()}
 # From pixels of the resized image to those of the photo.
 boxes = found["boxes"] * torch.tensor([photo.width / resized.width, photo.height / resized.height] * 2)
 

@@ -24,6 +24,11 @@ def main() -> None:
         "--input-dtype", choices=INPUT_DTYPES, default="uint8", help="that the model takes (default uint8)"
     )
     parser.add_argument("--batched", action="store_true", help="let the model take (B, 3, H, W)")
+    parser.add_argument(
+        "--fixed-detections",
+        action="store_true",
+        help="let it give TEST.DETECTIONS_PER_IMAGE rows, filled up with zeros, and their count",
+    )
     parser.add_argument("--images", nargs="+", default=[], metavar="FILE", help="images to compare on")
     parser.add_argument("--evaluate", action="store_true", help="compare average precision on DATASETS.TEST too")
     args = parser.parse_args()
@@ -36,6 +41,7 @@ def main() -> None:
         precision=args.precision,
         input_dtype=args.input_dtype,
         batched=args.batched,
+        fixed_detections=args.fixed_detections,
         images=args.images,
         evaluate=args.evaluate,
     )

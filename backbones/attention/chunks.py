@@ -75,10 +75,15 @@ def with_halo(
         value = F.pad(value, (0, extra))
     else:
         halo = (window_size, window_size + pad_width, window_size, window_size + pad_height)
-        token = key.new_zeros((), dtype=torch.bool).expand(height, width)
-        hidden = F.pad(token, halo, value=True)
+        hidden = is_padding(key, (height, width), halo)
         key, value = F.pad(key, (0, 0, *halo)), F.pad(value, (0, extra, *halo))
     return mark_keys(key, hidden, extra=extra, scale=scale), value
+
+
+def is_padding(x: Tensor, shape: tuple[int, ...], pad: tuple[int, ...]) -> Tensor:
+    """Which places of a map of ``shape`` that gets ``pad`` (as ``F.pad``) are padding, bool; on the device of ``x``."""
+    # As numbers: TensorRT pads no booleans.
+    return F.pad(x.new_zeros(()).expand(shape), pad, value=1.0).bool()
 
 
 def wrap(size: int, padded: int, window_size: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -161,7 +161,7 @@ class DenseAttention(nn.Module):
         # (groups, R); the last groups repeat the last row, where their number does not divide the height.
         step = (height + self.num_groups - 1) // self.num_groups
         starts = torch.arange(self.num_groups, device=query.device) * step
-        rows = (starts[:, None] + torch.arange(step, device=query.device)).clamp(max=height - 1)
+        rows = _up_to_last(starts[:, None] + torch.arange(step, device=query.device), height)
         num_queries = num_global if self.update_globals else 0
         local = query[:, :, num_queries:].index_select(2, _tokens_of(rows.flatten(), width))
         # (groups, B, M, R * W, D)
@@ -263,9 +263,14 @@ def recorded_keys(
     """
     if num_global or not is_exporting():
         return in_order(key), in_order(value), torch.arange(height, device=key.device)
-    rows = torch.arange(torch.sym_max(height, 2), device=key.device).clamp(max=height - 1)
+    rows = _up_to_last(torch.arange(torch.sym_max(height, 2), device=key.device), height)
     numbers = _tokens_of(rows, width)
     return key.index_select(2, numbers), value.index_select(2, numbers), rows
+
+
+def _up_to_last(rows: Tensor, height: int) -> Tensor:
+    """``rows.clamp(max=height - 1)``; of int64, as numbers of rows are, TensorRT documents Min and no Clip."""
+    return rows.minimum(torch.arange(height, device=rows.device)[-1:])
 
 
 def _tokens_of(rows: Tensor, width: int) -> Tensor:

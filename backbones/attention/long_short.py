@@ -14,6 +14,7 @@ from backbones.attention import reference
 from backbones.attention.chunks import (
     bias_of_chunks,
     from_chunks,
+    is_padding,
     mark_channels,
     mark_keys,
     mark_queries,
@@ -123,15 +124,14 @@ def _attend(
 
     left, right, below = max(window_size - side, side), missing(width, window_size), missing(height, window_size)
     halo = (left, side + right, side, side + below)
-    token = key.new_zeros((), dtype=torch.bool)
-    hidden = F.pad(token.expand(height, width), halo, value=True)
+    hidden = is_padding(key, (height, width), halo)
     key = mark_keys(F.pad(key, (0, 0, *halo)), hidden, extra=extra, scale=scale)
     value = F.pad(value, (0, extra, *halo))
 
     # Shared keys fill whole columns of a window: (B, M, n, w + 2 * side, D + extra)
     shared = static_size(projected_key.shape[2])
     fill = missing(shared, length)
-    hidden = F.pad(token.expand(shared), (0, fill), value=True).unflatten(0, (-1, length))
+    hidden = is_padding(key, (shared,), (0, fill)).unflatten(0, (-1, length))
     projected_key = F.pad(projected_key, (0, 0, 0, fill)).unflatten(2, (-1, length))
     projected_key = mark_keys(projected_key, hidden, extra=extra, scale=scale)
     projected_value = F.pad(projected_value, (0, extra, 0, fill)).unflatten(2, (-1, length))

@@ -52,6 +52,12 @@ def in_precision(detector: nn.Module, precision: str) -> nn.Module:
     return detector
 
 
+def check_precision(file_format: str, precision: str) -> None:
+    """Raise an :class:`InputError` where a format does not have a precision."""
+    if (file_format, precision) == ("onnx", "bf16"):
+        raise InputError(f"--precision bf16: ONNX has no bfloat16 convolutions in opset {OPSET}; take fp16, or a .pt2")
+
+
 def export_detector(
     cfg: CfgNode,
     weights: str | Path,
@@ -61,6 +67,7 @@ def export_detector(
     precision: str = "fp32",
     input_dtype: str = "uint8",
     batched: bool = False,
+    fixed_detections: bool = False,
     images: Sequence[str | Path] = (),
     evaluate: bool = False,
     runs: int = 5,
@@ -75,6 +82,8 @@ def export_detector(
         precision: of ``PRECISIONS``.
         input_dtype: of ``INPUT_DTYPES``; TorchScript takes both.
         batched: whether the model takes (B, 3, H, W).
+        fixed_detections: whether ``TEST.DETECTIONS_PER_IMAGE`` detections come out for each image, filled up, and how
+            many there are; a format that must have it, has it.
         images: files to compare on; four drawn images where there are none. The model was recorded with another.
         evaluate: whether to evaluate both on ``DATASETS.TEST`` too.
         runs: of the measurement of latency.
@@ -94,17 +103,22 @@ def export_detector(
     ):
         check_choice(what, value, known)
     check_format(file_format)
-    if (file_format, precision) == ("onnx", "bf16"):
-        raise InputError(f"--precision bf16: ONNX has no bfloat16 convolutions in opset {OPSET}; take fp16, or a .pt2")
+    check_precision(file_format, precision)
     if evaluate:
         register_datasets(cfg)
         load_dataset(cfg, cfg.DATASETS.TEST, train=False)
     special = [name for name, is_so in (("batched", batched), (precision, precision != "fp32")) if is_so]
+    special += ["fixed"] if fixed_detections else []
     special += ["float32"] if input_dtype != "uint8" else []
     path = Path(output) / ("_".join(["model", *special]) + FORMATS[file_format].suffix)
+    fixed_number = None
+    if fixed_detections or FORMATS[file_format].needs_fixed_detections:
+        fixed_number = _fixed_number(cfg)
     compared = comparison_images(cfg, images)
     reference, categories = load_detector(cfg, weights)
-    exportable = make_exportable(in_precision(copy.deepcopy(reference), precision), batched=batched)
+    exportable = make_exportable(
+        in_precision(copy.deepcopy(reference), precision), batched=batched, fixed_number=fixed_number
+    )
     metadata = describe_model(
         cfg,
         exportable,
@@ -135,6 +149,13 @@ def export_detector(
             with _writing(name(path)):
                 os.replace(name(new), name(path))
     return path, report
+
+
+def _fixed_number(cfg: CfgNode) -> int:
+    number = cfg.TEST.DETECTIONS_PER_IMAGE
+    if number < 1:
+        raise InputError(f"TEST.DETECTIONS_PER_IMAGE is {number}: a fixed number of detections is 1 or more")
+    return number
 
 
 @contextlib.contextmanager

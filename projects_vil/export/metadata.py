@@ -17,18 +17,27 @@ from projects_vil.checkpoint import versions
 from projects_vil.config import detector_name
 from projects_vil.export.exportable.detector import ExportableDetector
 from projects_vil.export.formats import FORMATS, OPSET
-from projects_vil.modeling import SMALLEST_SIDE, largest_side
+from projects_vil.modeling import largest_side
 
 
 def sides_of(detector: nn.Module, file_format: str) -> list[int]:
     """The shortest and the longest side, in pixels, of an image that a file takes."""
-    return [1 if file_format == "torchscript" else SMALLEST_SIDE, largest_side(detector)]
+    shortest, longest = FORMATS[file_format].sides
+    return [shortest, min(longest, largest_side(detector))]
 
 
 def check_sides(sides: Sequence[int], size: Sequence[int], *, what: str) -> None:
     """Raise an :class:`InputError` where an image of ``size`` (height, width) is not for a model with these sides."""
     if min(size) < sides[0] or max(size) > sides[1]:
         raise InputError(f"{what}: {size[0]} x {size[1]} pixels, and the model takes sides of {sides[0]} to {sides[1]}")
+
+
+def check_batch(metadata: dict, number: int, *, what: str) -> None:
+    """Raise an :class:`InputError` where a batch of ``number`` images is not for a model with these metadata."""
+    # Files that were exported before this was written do not say it.
+    least, most = metadata["input"].get("batch") or (1, number)
+    if not least <= number <= most:
+        raise InputError(f"{what}: a batch of {number} images, and the model takes {least} to {most}")
 
 
 def metadata_path(path: str | Path) -> Path:
@@ -118,6 +127,8 @@ def describe_model(
         if output["name"] == "masks":
             # The head doubles what is pooled.
             output["shape"] = ["detections", 1, *[2 * cfg.MODEL.ROI_MASK_HEAD.POOLER_RESOLUTION] * 2]
+        if exportable.fixed_number is not None and output["name"] != "count":
+            output["shape"] = [*batch, exportable.fixed_number, *output["shape"][1:]]
     return {
         "metadata_version": 1,
         "format": file_format,
@@ -134,6 +145,7 @@ def describe_model(
             "dtype": input_dtype,
             "range": [0, 255],
             "sides": sides_of(exportable.detector, file_format),
+            "batch": [1, FORMATS[file_format].largest_batch] if exportable.batched else None,
             "color_order": cfg.INPUT.FORMAT,
         },
         "resizing": {
@@ -150,6 +162,7 @@ def describe_model(
             "std": list(cfg.MODEL.PIXEL_STD),
         },
         "outputs": outputs,
+        "fixed_detections": exportable.fixed_number,
         "classes": list(classes),
         "category_ids": None if category_ids is None else list(category_ids),
         "thresholds": _thresholds(cfg) | ({"mask": 0.5} if "masks" in exportable.output_names else {}),
@@ -173,6 +186,11 @@ _OUTPUTS = {
         "meaning": "probability that a place of the box is of the object: resize it to the box, then compare",
     },
     "image_index": {"shape": ["detections"], "dtype": "int64", "meaning": "which image of the batch it is in"},
+    "count": {
+        "shape": ["images"],
+        "dtype": "int64",
+        "meaning": "how many rows of the other outputs, from the first, are detections; the rest is zero",
+    },
 }
 
 

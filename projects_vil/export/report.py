@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from projects_vil.checkpoint import fingerprint
 from projects_vil.data import build_test_loader, read_for_testing, size_for_testing
 from projects_vil.evaluation import build_evaluator
+from projects_vil.export.formats import FORMATS
 from projects_vil.export.parity import CHANGED_SHARE, TOLERANCES, compare, describe, measure_latency
 from projects_vil.export.runtime import ExportedDetector, ExportedModel
 from projects_vil.modeling import SMALLEST_SIDE
@@ -83,7 +84,12 @@ def check_export(
     runs: int = 5,
     evaluate: bool = False,
 ) -> dict:
-    """Compare an exported model with the detector that it was made of; see :func:`describe_report`."""
+    """Compare an exported model with the detector that it was made of; see :func:`describe_report`.
+
+    Raises:
+        InputError: for a file that other programs would refuse, see :class:`projects_vil.export.formats.Format`.
+    """
+    facts = FORMATS[model.file_format].describe(model.path)
     precision, thresholds = model.metadata["precision"], model.metadata["thresholds"]
     eager = functools.partial(eager_detections, reference)
     ways: list[Callable[[Tensor], dict[str, Tensor]]] = [model]
@@ -112,7 +118,7 @@ def check_export(
         "latency": measure_latency(eager, _one_image(model), images[0], runs=runs),
         "versions": model.metadata["versions"],
         "fingerprint": fingerprint(cfg, reference),
-    }
+    } | facts
     if evaluate:
         report["evaluation"] = _evaluate(cfg, reference, model)
     report["ok"] = describe(rows, TOLERANCES[precision])[1] and all(row["ok"] for row in report.get("evaluation", ()))
@@ -162,6 +168,15 @@ def describe_report(report: dict) -> str:
             f"{'equal' if row['ok'] else 'NOT EQUAL'} to {AP_TOLERANCE}"
         )
     opset = f", opset {report['opset']}" if report["opset"] else ""
+    if "onnx" in report:
+        operators = report["onnx"]["operators"]
+        lines.append(
+            f"{sum(operators.values())} nodes of {len(operators)} standard operators, valid to the last shape; "
+            f"loads with {', '.join(report['onnx']['providers'])}"
+        )
+        tensorrt = report["onnx"]["tensorrt"]
+        if tensorrt["undocumented"]:
+            lines.append(f"not documented by TensorRT {tensorrt['version']}: {', '.join(tensorrt['undocumented'])}")
     lines.append(
         f"{report['file']}: {report['bytes'] / 1e6:.1f} MB{opset}, {report['precision']}; "
         f"{latency['height']} x {latency['width']}: {latency['exported_ms']:.1f} ms, eager "

@@ -10,8 +10,9 @@ from detectron2.structures import Boxes, Instances
 from torch import Tensor, nn
 
 from backbones import InputError
+from projects_vil.export.exportable.filling import without_filling
 from projects_vil.export.formats import format_of, load_model
-from projects_vil.export.metadata import check_digest, check_sides, read_metadata
+from projects_vil.export.metadata import check_batch, check_digest, check_sides, read_metadata
 
 
 class ExportedModel:
@@ -38,15 +39,25 @@ class ExportedModel:
     def __call__(self, images: Tensor) -> dict[str, Tensor]:
         """(3, H, W), or (B, 3, H, W) for a batched model, 0 to 255 -> the outputs by name.
 
+        Of a model with a fixed number of detections, those that are some: as other models give them.
+
         Raises:
-            InputError: for an image smaller or larger than the model takes, and for floating-point images where it
-                takes uint8; other types are cast.
+            InputError: for an image smaller or larger than the model takes, more of them than it takes, and for
+                floating-point images where it takes uint8; other types are cast.
         """
         if images.is_floating_point() and not self.dtype.is_floating_point:
             raise InputError(f"{self.path} takes {self.dtype} images: export it with --input-dtype float32 for others")
         check_sides(self.metadata["input"]["sides"], images.shape[-2:], what=str(self.path))
+        if self.batched:
+            check_batch(self.metadata, len(images), what=str(self.path))
         with torch.no_grad():
-            return dict(zip(self.output_names, self._run(images.to(self.dtype)), strict=True))
+            found = dict(zip(self.output_names, self._run(images.to(self.dtype)), strict=True))
+        if "count" not in found:
+            return found
+        if self.batched:
+            return without_filling(found)
+        count = int(found.pop("count"))
+        return {name: value[:count] for name, value in found.items()}
 
 
 def paste_masks(masks: Tensor, boxes: Tensor, size: tuple[int, int], *, threshold: float = 0.5) -> Tensor:

@@ -1,16 +1,14 @@
 """Seconds and memory of a step of training, for both experiments, and their tables."""
 
-import multiprocessing
+import functools
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from multiprocessing.connection import Connection
 from typing import TypeVar
 
 import torch
 
-from backbones.errors import InputError
-from projects_vil.utils import forget_peak, memory_of
+from projects_vil.utils import peak_in_new_process
 
 # A forward and backward pass; on a GPU it may return before it is done.
 Step = Callable[[], None]
@@ -51,22 +49,7 @@ def peak_memory(build: Callable[[], Step], *, warm_up: Callable[[], Step], devic
         step()
         _wait_for(device)
         return torch.cuda.max_memory_allocated(device) - before
-    if memory_of(peak=True) is None:
-        return None
-    context = multiprocessing.get_context("spawn")
-    reader, writer = context.Pipe(duplex=False)
-    process = context.Process(target=_send_peak, args=(build, warm_up, torch.get_num_threads(), writer))
-    process.start()
-    writer.close()
-    try:
-        found = reader.recv()
-    except EOFError as error:
-        raise InputError(f"{what}: the process that measured the memory has ended: take less") from error
-    finally:
-        process.join()
-    if isinstance(found, InputError):
-        raise found
-    return found
+    return peak_in_new_process(functools.partial(_warmed_up, build, warm_up), what=what, instead="take less")
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
@@ -84,15 +67,6 @@ def _wait_for(device: str) -> None:
         torch.cuda.synchronize(device)
 
 
-def _send_peak(build: Callable[[], Step], warm_up: Callable[[], Step], threads: int, writer: Connection) -> None:
-    torch.set_num_threads(threads)
-    try:
-        warm_up()()
-        step = build()
-    except InputError as error:
-        writer.send(error)
-        return
-    forget_peak()
-    before = memory_of()
-    step()
-    writer.send(memory_of(peak=True) - before)
+def _warmed_up(build: Callable[[], Step], warm_up: Callable[[], Step]) -> Step:
+    warm_up()()
+    return build()

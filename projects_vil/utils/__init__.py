@@ -4,7 +4,7 @@ from projects_vil.utils.cli import ToolParser, check_json_path, run_tool, write_
 from projects_vil.utils.endings import RunEnded, explain_ending, process_ended
 from projects_vil.utils.locking import check_unlocked, run_lock
 from projects_vil.utils.logging import log_run, log_to_stderr
-from projects_vil.utils.process_memory import forget_peak, memory_of
+from projects_vil.utils.process_memory import memory_of, peak_in_new_process
 from projects_vil.utils.signals import (
     STOP_SIGNALS,
     ToldToEnd,
@@ -26,12 +26,12 @@ __all__ = [
     "check_unlocked",
     "end_by_signal",
     "explain_ending",
-    "forget_peak",
     "handling_signals",
     "heeded_signals",
     "log_run",
     "log_to_stderr",
     "memory_of",
+    "peak_in_new_process",
     "process_ended",
     "run_lock",
     "run_tool",

@@ -73,6 +73,17 @@ FAULTS = (
         parts=("run",),
     ),
     Fault(
+        "an export to TensorRT without a GPU",
+        f"{_EXPORT} --format tensorrt",
+        parts=("run",),
+        environment={"CUDA_VISIBLE_DEVICES": ""},
+    ),
+    Fault(
+        "an export of a fixed number of no detections",
+        f"{_EXPORT} --fixed-detections TEST.DETECTIONS_PER_IMAGE 0",
+        parts=("run",),
+    ),
+    Fault(
         "an export of a segmentor",
         "export_model.py --config-file configs/demo/semantic_fpn_vil_shapes.yaml --weights absent.pth --output out",
     ),

@@ -1,17 +1,14 @@
 """Seconds by turns in one process, so that a busy machine disturbs all alike; memory in a process for each."""
 
 import dataclasses
-import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
 
 import torch
 
-from backbones import InputError
 from projects_vil.analysis.benchmark.cases import Case
-from projects_vil.utils import forget_peak, memory_of
+from projects_vil.utils import peak_in_new_process
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +59,7 @@ def measure(cases: Sequence[Case], *, reference: int = 0, runs: int = 5, memory:
     if not memory:
         peaks = [None] * len(cases)
     elif not device.startswith("cuda"):
-        peaks = [_peak_in_process(case) for case in cases]
+        peaks = [peak_in_new_process(case.build, what=case.name, instead="--no-memory") for case in cases]
     found = []
     for case, own, peak in zip(cases, times, peaks, strict=True):
         low, seconds, high = _quartiles(own)
@@ -100,28 +97,3 @@ def _warmed_up(step: Callable[[], None], device: str) -> int | None:
     step()
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
-
-
-def _peak_in_process(case: Case) -> int | None:
-    if memory_of(peak=True) is None:
-        return None
-    context = multiprocessing.get_context("spawn")
-    reader, writer = context.Pipe(duplex=False)
-    process = context.Process(target=_send_peak, args=(case, torch.get_num_threads(), writer))
-    process.start()
-    writer.close()
-    try:
-        return reader.recv()
-    except EOFError as error:
-        raise InputError(f"{case.name}: the process that measured its memory has ended: --no-memory") from error
-    finally:
-        process.join()
-
-
-def _send_peak(case: Case, threads: int, writer: Connection) -> None:
-    torch.set_num_threads(threads)
-    step = case.build()
-    forget_peak()
-    before = memory_of()
-    step()
-    writer.send(memory_of(peak=True) - before)

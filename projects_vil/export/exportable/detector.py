@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from projects_vil.export.exportable.filling import filled_up
+
 
 class ExportableDetector(nn.Module):
     """A detector as a function of one tensor of pixels to plain tensors.
@@ -23,42 +25,58 @@ class ExportableDetector(nn.Module):
     Args:
         detector: in eval mode.
         batched: whether the input is a batch of images of one size.
+        fixed_number: of detections that come out for each image, see :func:`.filling.filled_up`; None for as many as
+            there are.
 
     Input: (3, H, W), or (B, 3, H, W) if batched: uint8 or floating point, 0 to 255, channels in ``INPUT.FORMAT``.
 
     Output: a tuple, in the order of ``output_names``: boxes (D, 4), XYXY in pixels of the input, inside the image and
     with an area; scores (D,), float32, from the highest; classes (D,), int64; with masks, masks (D, 1, S, S), the
-    probability of each place of a box, S = 28 by default; if batched, image_index (D,), int64.
+    probability of each place of a box, S = 28 by default; if batched, image_index (D,), int64. With ``fixed_number``
+    N, all of them are (N, ...), or (B, N, ...) if batched, image_index is left out, and the last is count, (1,) or
+    (B,), int64: how many of the rows are detections.
     """
 
-    def __init__(self, detector: nn.Module, *, batched: bool = False) -> None:
+    def __init__(self, detector: nn.Module, *, batched: bool = False, fixed_number: int | None = None) -> None:
         super().__init__()
         self.detector = detector
         self.batched = batched
+        self.fixed_number = fixed_number
         self.input_names = ("images",) if batched else ("image",)
         self.output_names: tuple[str, ...] = ("boxes", "scores", "classes")
-        if batched:
+        if fixed_number is not None:
+            self.output_names += ("count",)
+        elif batched:
             self.output_names += ("image_index",)
 
     def forward(self, image: Tensor) -> tuple[Tensor, ...]:
         """See the class."""
+        # Before anything else: in other types than floating point TensorRT only takes images in.
+        image = image.to(torch.promote_types(self.detector.pixel_mean.dtype, torch.float32))
         images = image if self.batched else image[None]
         size = images.shape[2], images.shape[3]
         outputs = self.detect(self.detector.backbone(self._normalised(images)), size)
+        if self.fixed_number is not None:
+            outputs = self._filled_up(outputs, images.shape[0] if self.batched else 1)
         return tuple(outputs[name] for name in self.output_names)
 
     def detect(self, features: dict[str, Tensor], size: tuple[int, int]) -> dict[str, Tensor]:
         """The maps of FPN for images of ``size`` -> all outputs by name."""
         raise NotImplementedError
 
+    def _filled_up(self, outputs: dict[str, Tensor], num_images: int) -> dict[str, Tensor]:
+        rows = filled_up(outputs, number=self.fixed_number, num_images=num_images)
+        count = rows.pop("count")
+        return (rows if self.batched else {name: value[0] for name, value in rows.items()}) | {"count": count}
+
     def _images(self, image: Tensor, features: dict[str, Tensor]) -> dict[str, Tensor | int]:
         """Which image each box is of, where there may be several."""
         return {"image": image, "num_images": next(iter(features.values())).shape[0]} if self.batched else {}
 
     def _normalised(self, images: Tensor) -> Tensor:
-        """(B, 3, H, W), 0 to 255 -> normalised, padded below and on the right for FPN, in the model's type."""
+        """(B, 3, H, W), 0 to 255, floats -> normalised, padded below and on the right for FPN, in the model's type."""
         mean, std = self.detector.pixel_mean, self.detector.pixel_std
-        images = (images.to(torch.promote_types(mean.dtype, torch.float32)) - mean.float()) / std.float()
+        images = (images - mean.float()) / std.float()
         divisor = max(self.detector.backbone.size_divisibility, 1)
         height, width = images.shape[2], images.shape[3]
         # In this form a recorded size is a product with the divisor, and all that follow from it are simple.

@@ -15,7 +15,8 @@ def best_of_row(scores: Tensor, number: int, *, filler: float) -> tuple[Tensor, 
     """
     # Put before the values, the fillers are known by their place alone, whatever N is.
     best, place = F.pad(scores, (number, 0), value=filler).topk(number, dim=1)
-    return best, (place - number).clamp(min=0)
+    place = place - number
+    return best, place.maximum(place.new_zeros(()))
 
 
 def best_above(scores: Tensor, threshold: float, number: int, *, batched: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -35,6 +36,11 @@ def best_above(scores: Tensor, threshold: float, number: int, *, batched: bool) 
     best, index = best_of_row(values[None], number, filler=-math.inf)
     kept = index[0, (best[0] > threshold).nonzero()[:, 0]]
     return row[kept], place[kept], values[kept]
+
+
+def divided(index: Tensor, number: int) -> Tensor:
+    """``index // number`` of what is not negative: for ``//`` ONNX would ask for signs, and compare booleans."""
+    return torch.div(index, number, rounding_mode="trunc")
 
 
 def check_writable(x: Tensor) -> None:
@@ -70,7 +76,7 @@ def best_without_overlap(
     # With a value of their own, because there may be no box.
     ends = F.pad(boxes.flatten(), (0, 1))
     field = ends.max() - ends.min() + 1
-    offset = torch.stack([group % columns, group // columns], dim=1).to(boxes.dtype) * field
+    offset = torch.stack([group % columns, divided(group, columns)], dim=1).to(boxes.dtype) * field
     # torchvision tells torch.export that it keeps two boxes or more: two without an area see to that, and come last.
     boxes = F.pad(boxes + offset.repeat(1, 2), (0, 0, 0, 2))
     kept = nms(boxes, F.pad(scores, (0, 2), value=-math.inf), threshold)[:-2]
@@ -78,7 +84,11 @@ def best_without_overlap(
         return kept
     if image is None:
         return kept[:number]
-    # (N', B): how many of each image there are up to here
-    of_image = image[kept][:, None] == torch.arange(num_images, device=kept.device)
-    rank = (of_image.long().cumsum(0) * of_image).sum(1)
-    return kept[rank <= number]
+    return kept[rank_in_image(image[kept], num_images) < number]
+
+
+def rank_in_image(image: Tensor, num_images: int) -> Tensor:
+    """How many before each are of the same image: (N,), 0 to ``num_images - 1``, -> (N,) int64."""
+    # (N, B): how many of each image there are up to here. TensorRT's CumSum takes no int64; in float32 this is exact.
+    of_image = (image[:, None] == torch.arange(num_images, device=image.device)).float()
+    return (of_image.cumsum(0) * of_image).sum(1).long() - 1

@@ -9,14 +9,14 @@ from torchvision.ops import roi_align
 
 from projects_vil.export.exportable.boxes import clip, decode, grid_anchors, has_area, per_anchor
 from projects_vil.export.exportable.detector import ExportableDetector
-from projects_vil.export.exportable.nms import best_of_row, best_without_overlap, check_writable
+from projects_vil.export.exportable.nms import best_of_row, best_without_overlap, check_writable, divided
 
 
 class ExportableRCNN(ExportableDetector):
     """detectron2's Faster or Mask R-CNN: see :class:`ExportableDetector`."""
 
-    def __init__(self, detector: nn.Module, *, batched: bool = False) -> None:
-        super().__init__(detector, batched=batched)
+    def __init__(self, detector: nn.Module, *, batched: bool = False, fixed_number: int | None = None) -> None:
+        super().__init__(detector, batched=batched, fixed_number=fixed_number)
         if detector.roi_heads.mask_on:
             self.output_names = (*self.output_names[:3], "masks", *self.output_names[3:])
 
@@ -52,7 +52,7 @@ class ExportableRCNN(ExportableDetector):
         kept = best_without_overlap(
             boxes,
             scores,
-            group=image * len(maps) + candidate // rpn.pre_nms_topk[False],
+            group=image * len(maps) + divided(candidate, rpn.pre_nms_topk[False]),
             groups_per_image=len(maps),
             **self._images(image, features),
             threshold=rpn.nms_thresh,

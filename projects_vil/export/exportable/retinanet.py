@@ -5,7 +5,7 @@ from torch import Tensor
 
 from projects_vil.export.exportable.boxes import clip, decode, grid_anchors, has_area, per_anchor
 from projects_vil.export.exportable.detector import ExportableDetector
-from projects_vil.export.exportable.nms import best_above, best_without_overlap
+from projects_vil.export.exportable.nms import best_above, best_without_overlap, divided
 
 
 class ExportableRetinaNet(ExportableDetector):
@@ -23,7 +23,7 @@ class ExportableRetinaNet(ExportableDetector):
                 model.test_topk_candidates,
                 batched=self.batched,
             )
-            anchor = place // model.num_classes
+            anchor = divided(place, model.num_classes)
             chosen = per_anchor(deltas[level], 4)[of_image, anchor]
             boxes.append(decode(model.box2box_transform, chosen, anchors[anchor]))
             scores.append(best)

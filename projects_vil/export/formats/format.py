@@ -10,6 +10,7 @@ from torch import Tensor
 from backbones import InputError
 from projects_vil.export.exportable.detector import ExportableDetector
 from projects_vil.export.stages import Stages
+from projects_vil.modeling import LARGEST_BATCH, LARGEST_SIDE, SMALLEST_SIDE
 
 Run = Callable[[Tensor], "tuple[Tensor, ...]"]
 
@@ -25,6 +26,11 @@ class Format:
             uint8 or float32, is what a file takes.
         load: a file -> what runs it: an input to the outputs, in the order of the detector's.
         packages: whose versions are said of a file.
+        sides: the shortest and the longest, in pixels, of an image that a file takes, whatever the detector.
+        largest_batch: that a batched file takes.
+        needs_fixed_detections: whether what comes out must have a shape that the image does not decide.
+        describe: a file -> what its report says of it beyond what all formats have; raises an :class:`InputError` for
+            one that other programs would refuse.
     """
 
     suffix: str
@@ -32,6 +38,10 @@ class Format:
     write: Callable[[ExportableDetector, Tensor, Path, Stages], None]
     load: Callable[[Path], Run]
     packages: tuple[str, ...] = ()
+    sides: tuple[int, int] = (SMALLEST_SIDE, LARGEST_SIDE)
+    largest_batch: int = LARGEST_BATCH
+    needs_fixed_detections: bool = False
+    describe: Callable[[Path], dict] = lambda path: {}
 
 
 @contextlib.contextmanager

@@ -10,6 +10,8 @@ from backbones import InputError
 from projects_vil.export.exportable.detector import ExportableDetector
 from projects_vil.export.formats.format import Format, Run, damaged
 from projects_vil.export.formats.recording import check_recording, quiet, record
+from projects_vil.export.onnx_graph.standard import describe_onnx
+from projects_vil.export.onnx_graph.tensorrt_operators import TENSORRT, undocumented
 from projects_vil.export.stages import Stages
 
 OPSET = 20
@@ -42,8 +44,19 @@ def _write(exportable: ExportableDetector, example: Tensor, path: Path, stages: 
         )
     with stages("optimising"), quiet():
         onnx_program.optimize()
+    _ask_floats_for_sizes(onnx_program.model.graph)
     with stages("writing"), quiet():
         onnx_program.save(str(path), external_data=False)
+
+
+def _ask_floats_for_sizes(graph) -> None:
+    """Take the sizes of a uint8 image from its floats, in an ``onnx_ir.Graph``: TensorRT only takes uint8 in."""
+    users = [node for node, _ in graph.inputs[0].uses()]
+    casts = [node for node in users if node.op_type == "Cast"]
+    for node in users if casts else ():
+        if node.op_type == "Shape":
+            node.replace_input_with(0, casts[0].outputs[0])
+    graph.sort()
 
 
 def _attention(
@@ -93,4 +106,9 @@ def _load(path: Path) -> Run:
     return run
 
 
-ONNX = Format(".onnx", _check, _write, _load, PACKAGES)
+def _describe(path: Path) -> dict:
+    tensorrt = {"version": TENSORRT, "undocumented": undocumented(path)}
+    return {"onnx": describe_onnx(path) | {"tensorrt": tensorrt}}
+
+
+ONNX = Format(".onnx", _check, _write, _load, PACKAGES, describe=_describe)

@@ -9,6 +9,7 @@ from projects_vil.export.exportable.detector import ExportableDetector
 from projects_vil.export.formats.format import Format, Run, damaged
 from projects_vil.export.formats.recording import quiet, trace, write_buffered
 from projects_vil.export.stages import Stages
+from projects_vil.modeling import LARGEST_SIDE
 
 
 def _check() -> None:
@@ -27,4 +28,4 @@ def _load(path: Path) -> Run:
         return torch.jit.load(str(path))
 
 
-TORCHSCRIPT = Format(".ts", _check, _write, _load)
+TORCHSCRIPT = Format(".ts", _check, _write, _load, sides=(1, LARGEST_SIDE))

@@ -98,10 +98,13 @@ def write(
     batched: bool = False,
     dtype: str = "uint8",
     all_levels: bool = False,
+    fixed_number: int | None = None,
 ) -> Path:
     """A model and its metadata."""
-    exportable = make_exportable(detector(name, all_levels=all_levels), batched=batched)
     example = example_image(*RECORDED).to(getattr(torch, dtype))
+    if KNOWN[file_format].needs_fixed_detections:
+        fixed_number = 100
+    exportable = make_exportable(detector(name, all_levels=all_levels), batched=batched, fixed_number=fixed_number)
     path = folder / f"{name}{'_batched' if batched else ''}_{dtype}{KNOWN[file_format].suffix}"
     write_model(exportable, torch.stack([example] * 2) if batched else example, path, file_format)
     metadata = describe_model(

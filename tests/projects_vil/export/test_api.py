@@ -58,6 +58,15 @@ def test_a_batched_export(exported):
 
 
 @pytest.mark.slow
+def test_an_export_of_a_fixed_number_of_detections(exported):
+    path, report = exported("mask_rcnn", fixed_detections=True, batched=True)
+    metadata = read_metadata(path)
+    assert report["ok"] and path.name == "model_batched_fixed.ts" and metadata["fixed_detections"] == 100
+    shapes = {output["name"]: output["shape"] for output in metadata["outputs"]}
+    assert shapes["masks"] == ["images", 100, 1, 28, 28] and shapes["count"] == ["images"]
+
+
+@pytest.mark.slow
 def test_another_format_or_precision_beside_it_overwrites_nothing(weights, tmp_path):
     first, _ = export_detector(small_config(), weights(), tmp_path / "new" / "export", runs=1)
     before = {file.name: file.read_bytes() for file in first.parent.iterdir()}
@@ -136,6 +145,7 @@ def test_images_of_the_user(shapes, weights, tmp_path):
         ({"file_format": "onnxx"}, (), "unknown format 'onnxx': it is one of torchscript, onnx, "),
         ({"precision": "fp8"}, (), "unknown precision 'fp8'"),
         ({"input_dtype": "uint16"}, (), "unknown type of the input 'uint16'"),
+        ({"fixed_detections": True}, ("TEST.DETECTIONS_PER_IMAGE", "-1"), "TEST.DETECTIONS_PER_IMAGE is -1: a fixed"),
         ({"images": ["absent.jpg"]}, (), "cannot read the image absent.jpg"),
         ({"evaluate": True}, ("DATASETS.TEST", "('shapes_vall',)"), "unknown dataset 'shapes_vall'; did you mean"),
         ({"evaluate": True}, ("DATASETS.TEST", "()"), "DATASETS.TEST is empty"),
@@ -226,6 +236,8 @@ def test_every_family_in_its_own_runtime(tmp_path, monkeypatch, name, family, fi
     torch.save({"model": lively_detector(cfg).state_dict()}, tmp_path / "lively.pth")
     _, report = export_detector(cfg, tmp_path / "lively.pth", tmp_path / "export", file_format=file_format, runs=1)
     assert report["ok"], describe_report(report)
+    if file_format == "onnx":
+        assert report["onnx"]["tensorrt"]["undocumented"] == []
 
 
 @pytest.mark.slow

@@ -10,10 +10,13 @@ from detectron2.modeling import GeneralizedRCNN
 from torch import Tensor, nn
 
 from projects_vil.export import ExportedModel, make_exportable
-from projects_vil.export.formats import OPSET, check_format, compiler, format_of, write_model
+from projects_vil.export.formats import OPSET, check_format, compiler, format_of, load_model, write_model
 from projects_vil.export.metadata import metadata_path
+from projects_vil.export.onnx_graph.standard import describe_onnx
+from projects_vil.export.onnx_graph.tensorrt_operators import undocumented
 from projects_vil.export.parity import TOLERANCES, compare_detections
 from projects_vil.export.report import eager_detections, example_image
+from tests.gpu import on_gpu
 from tests.projects_vil.export.exporting import ALONE, IN_BATCHES, detector, mistake
 from tests.selection import slow_except
 
@@ -110,6 +113,43 @@ def test_a_cascade(written, file_format):
     check_answers(written("cascade_mask_rcnn", file_format), detector("cascade_mask_rcnn"))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name, is_batched", [("retinanet", False), ("mask_rcnn", True)])
+def test_a_fixed_number_of_detections_in_onnxruntime(written, name, is_batched):
+    onnx = pytest.importorskip("onnx")
+    model = written(name, "onnx", batched=is_batched, fixed_number=100)
+    assert model.metadata["fixed_detections"] == 100 and model.output_names[-1] == "count"
+    (check_batches if is_batched else check_answers)(model, detector(name))
+    # Which is what TensorRT takes, and knows the shapes of.
+    assert undocumented(model.path) == []
+    shapes = {value.name: shape_of(value)[is_batched:] for value in onnx.load(model.path).graph.output}
+    masks = {"masks": [100, 1, 28, 28]} if name == "mask_rcnn" else {}
+    assert shapes == {"boxes": [100, 4], "scores": [100], "classes": [100], "count": [] if is_batched else [1]} | masks
+
+
+@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("is_batched", [False, True])
+def test_a_fixed_number_of_detections(written, name, is_batched):
+    model = written(name, "torchscript", batched=is_batched, fixed_number=100)
+    image = grey(40, 50)
+    rows = load_model(model.path)(image[None] if is_batched else image)
+    rows = dict(zip(model.output_names, rows, strict=True))
+    assert rows["count"].tolist() == [0] and all((value == 0).all() for value in rows.values())
+    described = {output["name"]: output["shape"] for output in model.metadata["outputs"]}
+    for output, value in rows.items():
+        expected = ["images", *value.shape[1:]] if is_batched else list(value.shape)
+        assert output == "count" or described[output] == expected
+    (check_batches if is_batched else check_answers)(model, detector(name))
+
+
+@on_gpu
+@pytest.mark.parametrize("name", BOTH)
+def test_an_engine_of_tensorrt(file_of, name):
+    pytest.importorskip("tensorrt")
+    model = ExportedModel(file_of(name, "tensorrt"))
+    check_answers(model, detector(name))
+
+
 @pytest.mark.compiled
 @pytest.mark.skipif(compiler() is None, reason="AOTInductor compiles C++")
 @pytest.mark.parametrize("name", BOTH)
@@ -132,7 +172,7 @@ def test_an_onnx_file(plain, batched, is_batched):
     if is_batched:
         model, name, dtype, first = batched("onnx"), "images", onnx.TensorProto.FLOAT, ["batch"]
     contents = onnx.load(model.path, load_external_data=False)
-    onnx.checker.check_model(contents)
+    assert "CPUExecutionProvider" in describe_onnx(model.path)["providers"] and undocumented(model.path) == []
     assert [(entry.domain, entry.version) for entry in contents.opset_import if not entry.domain] == [("", OPSET)]
     assert OPSET == 20
     (image,) = contents.graph.input
@@ -195,6 +235,7 @@ torch.save(list(outputs), sys.argv[3])
 
 def test_formats_by_name():
     names = {"model.ts": "torchscript", "a/b.onnx": "onnx", "x.pt2": "torch_export", "x.aoti.pt2": "aot_inductor"}
+    names["model.engine"] = "tensorrt"
     assert {name: format_of(name) for name in names} == names
     assert format_of(Path("my.onnx.pt2")) == "torch_export"
     assert metadata_path("a/model.onnx") == Path("a/model.onnx.metadata.json")
@@ -232,6 +273,14 @@ def test_the_compiler(monkeypatch, tmp_path):
     check_format("aot_inductor")
     monkeypatch.setenv("CXX", "absent-compiler")
     assert compiler() is None
+
+
+def test_tensorrt_says_all_that_is_missing(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setitem(sys.modules, "tensorrt", None)
+    text = mistake(check_format, "tensorrt")
+    assert text.startswith("--format tensorrt needs what is not here: an NVIDIA GPU that torch can use; the package ")
+    assert mistake(load_model, Path("model.engine")) == text
 
 
 def test_an_older_torch(monkeypatch):

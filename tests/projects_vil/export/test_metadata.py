@@ -29,6 +29,7 @@ def test_metadata(exported):
         "dtype": "uint8",
         "range": [0, 255],
         "sides": [1, 8192],
+        "batch": None,
         "color_order": cfg.INPUT.FORMAT,
     }
     assert metadata["normalization"] == {
@@ -66,6 +67,7 @@ def test_metadata_of_other_detectors():
     metadata = described("retinanet", file_format="onnx", input_dtype="float32")
     assert metadata["detector"] == "RetinaNet" and "mask" not in metadata["thresholds"]
     assert metadata["input"]["dtype"] == "float32" and metadata["opset"] == 20
+    assert metadata["input"]["sides"] == [32, 8192]
     assert {"onnx", "onnxscript", "onnxruntime"} <= metadata["versions"].keys()
     # RetinaNet has no masks, whatever the key says.
     metadata = described("retinanet", "MODEL.MASK_ON", "True")

@@ -26,6 +26,13 @@ def test_a_report_as_text(exported):
     assert "mine, bbox: AP 31.2, exported 30.9; NOT EQUAL to 0.1" in text.splitlines()
     assert "mine, bbox: AP 31.2, exported 30.9; equal to 0.1" in text.splitlines()
     assert ", opset 20, fp32" in text.splitlines()[-1]
+    facts = {"operators": {"Conv": 3, "Relu": 2}, "types": {"FLOAT": 5}, "providers": ["A", "B"]}
+    facts["tensorrt"] = {"version": "11.0", "undocumented": []}
+    line = describe_report(report | {"onnx": facts}).splitlines()[-2]
+    assert line == "5 nodes of 2 standard operators, valid to the last shape; loads with A, B"
+    facts["tensorrt"]["undocumented"] = ["Clip of INT64", "Unique of FLOAT"]
+    line = describe_report(report | {"onnx": facts}).splitlines()[-2]
+    assert line == "not documented by TensorRT 11.0: Clip of INT64, Unique of FLOAT"
 
 
 @pytest.mark.slow

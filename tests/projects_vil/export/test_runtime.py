@@ -28,6 +28,21 @@ def test_images_between_whole_numbers_are_not_cut_off(plain):
         plain("torchscript")(example_image(64, 80).float())
 
 
+@pytest.mark.slow
+def test_a_batch_that_is_too_large(written, tmp_path):
+    path = copy_of(written("retinanet", "torchscript", batched=True), tmp_path)
+    metadata = json.loads(metadata_path(path).read_bytes())
+    assert metadata["input"]["batch"] == [1, 1024]
+    metadata["input"]["batch"] = [1, 2]
+    metadata_path(path).write_text(json.dumps(metadata))
+    images = torch.stack([example_image(40, 50)] * 3)
+    assert mistake(ExportedModel(path), images) == f"{path}: a batch of 3 images, and the model takes 1 to 2"
+    # As files have it that were exported before it was written.
+    del metadata["input"]["batch"]
+    metadata_path(path).write_text(json.dumps(metadata))
+    assert set(ExportedModel(path)(images)["image_index"].tolist()) == {0, 1, 2}
+
+
 # -- detectron2's interface ------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ OVERRIDES = SMALL["retinanet"]
 ROW = {"height": 64, "width": 96, "detections": 7, "detections_exported": 7}
 ROW |= {"unmatched": 0, "borderline": 0, "changed": 0, "boxes": 1.5e-5, "scores": 3e-7, "ok": True}
 LATENCY = {"eager_ms": 45.4, "exported_ms": 53.1, "ratio": 0.86, "height": 64, "width": 96, "threads": 1}
+EVALUATION = [{"dataset": "d", "task": task, "AP": 31.2, "AP_exported": 31.1, "ok": True} for task in ("bbox", "segm")]
 
 
 def cell(**changes) -> dict:
@@ -29,12 +30,15 @@ def cell(**changes) -> dict:
         "ok": True,
         "images": [ROW, ROW | {"detections": 0, "boxes": 2e-5, "height": 96, "width": 128}],
         "latency": LATENCY,
+        "memory": {"eager": 301_000_000, "exported": 199_600_000},
+        "evaluation": None,
+        "bytes": 64_320_000,
         "seconds": 1.0,
     } | changes
 
 
 def failed(**changes) -> dict:
-    measured = ("images", "latency")
+    measured = ("images", "latency", "memory", "evaluation", "bytes")
     return {key: value for key, value in cell(**changes).items() if key not in measured} | {"ok": False}
 
 
@@ -59,7 +63,8 @@ def test_a_trained_run_is_exported_and_compared(tmp_path, capsys):
     model = ExportedModel(tmp_path / "out/retinanet_vil/model.ts")
     assert len(model.metadata["classes"]) == 5 and found["bytes"] == model.path.stat().st_size
     err = capsys.readouterr().err
-    assert "warning: " not in err and "[1/1] retinanet vil torchscript: box " in err
+    assert "warning: " not in err and "[1/1] retinanet vil torchscript fp32: box " in err
+    assert all(5e6 < peak < 1e9 for peak in found["memory"].values()) and found["evaluation"] is None
 
 
 @pytest.mark.slow
@@ -67,51 +72,92 @@ def test_the_tool_prints_a_table_and_fails_where_a_cell_fails(tmp_path, monkeypa
     output = tmp_path / "out"
     # Nothing can be written where a folder lies.
     (output / "retinanet_vil/model.ts").mkdir(parents=True)
-    options = ["--formats", "torchscript", "--families", "vil", "ls", "--detectors", "retinanet"]
-    args = [*options, "--output", output, "--json", tmp_path / "table.json", "--opts", *OVERRIDES]
+    options = ["--formats", "torchscript", "--families", "vil", "ls", "--detectors", "retinanet", "--size", "72", "100"]
+    args = [
+        *options,
+        "--size",
+        "72",
+        "100",
+        "--output",
+        output,
+        "--json",
+        tmp_path / "table.json",
+        "--opts",
+        *OVERRIDES,
+    ]
     monkeypatch.setattr(sys, "argv", list(map(str, ["export_table.py", *args])))
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(ROOT / "tools/export_table.py"), run_name="__main__")
     out, err = capsys.readouterr()
     assert end.value.code == 1
-    assert "warning: retinanet_ls has random weights" in err and "[2/2] retinanet ls torchscript: box " in err
+    assert "warning: retinanet_ls has random weights" in err and "[2/2] retinanet ls torchscript fp32: box " in err
     header, _, failing, equal, *_ = out.splitlines()
-    assert header == "| detector | backbone | weights | torchscript |"
-    assert failing.startswith("| retinanet | vil_tiny_1_1_3_1_rpb | random | FAILED: InputError: cannot write ")
-    assert equal.startswith("| retinanet | ls_tiny | random | box ")
-    assert "Traceback" in (output / "retinanet_vil/torchscript.error.txt").read_text()
+    assert header.startswith("| detector | backbone | weights | runtime | precision | AP (eager) | ms (eager) | ")
+    assert failing.startswith("| retinanet | vil_tiny_1_1_3_1_rpb | random | torchscript | fp32 | - |")
+    assert "| FAILED: InputError: cannot write " in failing
+    assert equal.startswith("| retinanet | ls_tiny | random | torchscript | fp32 | - | ") and "| box " in equal
+    assert "one image of 72 x 100 by turns" in out
+    assert "Traceback" in (output / "retinanet_vil/torchscript_fp32.error.txt").read_text()
     cells = json.loads((tmp_path / "table.json").read_text())
     assert [found["ok"] for found in cells] == [False, True]
 
 
+@pytest.mark.slow
+def test_precision_is_of_the_file_that_is_timed(shapes, tmp_path):
+    run = tmp_path / "runs/retinanet_vil"
+    run.mkdir(parents=True)
+    cfg = small_config()
+    (run / "config.yaml").write_text(cfg.dump())
+    torch.save({"model": table.lively_detector(cfg).state_dict()}, run / "model_final.pth")
+    (found,) = export(tmp_path / "out", runs=tmp_path / "runs", evaluate=True, size=(70, 90))
+    (row,) = found["evaluation"]
+    assert row["task"] == "bbox" and row["AP"] == row["AP_exported"] and row["ok"] and found["ok"]
+    assert (found["latency"]["height"], found["latency"]["width"]) == (70, 90)
+
+
+def test_what_a_format_does_not_have_is_left_out(monkeypatch, tmp_path, capsys):
+    """Without its export being tried."""
+    pytest.importorskip("onnxruntime")
+    (found,) = export(tmp_path, formats=["onnx"], precisions=["bf16"])
+    assert found["left_out"].startswith("--precision bf16: ONNX has no bfloat16 convolutions")
+    assert {"ok", "error", "latency"}.isdisjoint(found)
+    assert "[1/1] retinanet vil onnx bf16: left out: --precision bf16: ONNX has no" in capsys.readouterr().err
+    lines = table.describe_table([found, cell()]).splitlines()
+    assert len([line for line in lines if line.startswith("| retinanet")]) == 1
+    assert f"Left out: onnx in bf16: {found['left_out']}." in lines
+
+
 def test_a_cell_as_text():
-    assert table.describe_cell(cell()) == "box 2.0e-05 px, score 3.0e-07; 53 ms (eager 45)"
+    rest = "53 ms (eager 45), 64.3 MB, at its peak 200 (301) MB (1 s)"
+    assert table.describe_cell(cell()) == f"box 2.0e-05 px, score 3.0e-07; {rest}"
     masks = [ROW | {"masks": 2e-6}, ROW | {"masks": 1e-6}]
-    assert table.describe_cell(cell(images=masks)) == "box 1.5e-05 px, score 3.0e-07, mask 2.0e-06; 53 ms (eager 45)"
+    assert table.describe_cell(cell(images=masks)) == f"box 1.5e-05 px, score 3.0e-07, mask 2.0e-06; {rest}"
     different = cell(ok=False, images=[ROW | {"unmatched": 2}, ROW | {"unmatched": 1, "changed": 4}])
     assert table.describe_cell(different).startswith(
         "NOT EQUAL: box 1.5e-05 px, score 3.0e-07, 3 of 14 unmatched, 4 of 14 changed; "
     )
-    assert table.describe_cell(failed(error="ValueError: no")) == "FAILED: ValueError: no"
+    assert table.describe_cell(failed(error="ValueError: no")) == "FAILED: ValueError: no (1 s)"
 
 
-def test_a_table_has_a_row_for_each_detector_and_a_column_for_each_format():
-    cells = [cell(), failed(format="torchscript", error="OSError: a|b"), cell(family="ls", backbone="ls_tiny")]
-    cells += [cell(family="ls", backbone="ls_tiny", format="torchscript", trained=False)]
+def test_a_table_has_a_row_for_each_detector_runtime_and_precision():
+    cells = [cell(), failed(format="torchscript", error="OSError: a|b")]
+    cells += [cell(family="ls", backbone="ls_tiny", precision="fp16", trained=False, evaluation=EVALUATION)]
+    cells += [cell(memory={"eager": None, "exported": None})]
     lines = table.describe_table(cells).splitlines()
-    text = table.describe_cell(cell())
-    assert lines[:4] == [
-        "| detector | backbone | weights | onnx | torchscript |",
-        "|---|---|---|---|---|",
-        f"| retinanet | lit_ti | trained | {text} | FAILED: OSError: a\\|b |",
-        f"| retinanet | ls_tiny | trained | {text} | {text} |",
+    measured = "53 (45) | 1.17 | 64.3 | 200 (301) | box 2.0e-05 px, score 3.0e-07 |"
+    assert lines[1] == "|---" * 11 + "|" and lines[0].count("|") == lines[2].count("|") == 12
+    assert lines[2:6] == [
+        f"| retinanet | lit_ti | trained | onnx | fp32 | - | {measured}",
+        "| retinanet | lit_ti | trained | torchscript | fp32 | - | - | - | - | - | FAILED: OSError: a\\|b |",
+        f"| retinanet | ls_tiny | random | onnx | fp16 | bbox 31.1 (31.2); segm 31.1 (31.2) | {measured}",
+        f"| retinanet | lit_ti | trained | onnx | fp32 | - | {measured.replace('200 (301)', '? (?)')}",
     ]
     assert "64 x 96" in lines[-1] and "3 of 3 cells have no detection" in lines[-1]
 
 
 def test_formats_depend_on_a_compiler(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert table.available_formats() == ("torchscript", "onnx", "torch_export")
+    assert "aot_inductor" not in table.available_formats() and "torchscript" in table.available_formats()
     with pytest.raises(InputError, match="needs a C\\+\\+ compiler"):
         table.export_table("unused", formats=["aot_inductor"])
 
@@ -122,7 +168,9 @@ def test_formats_depend_on_a_compiler(monkeypatch):
         ({"families": ["vill"]}, "unknown backbone family 'vill'"),
         ({"detectors": ["mask"]}, "unknown detector 'mask'"),
         ({"formats": ["onxx"]}, "unknown format 'onxx'"),
-        ({"precision": "int8"}, "unknown precision 'int8'"),
+        ({"precisions": ["fp8"]}, "unknown precision 'fp8'"),
+        ({"size": (800, 31)}, "--size 800 31: models take sides of 32 pixels and more"),
+        ({"evaluate": True}, "--evaluate needs trained detectors: --runs DIR"),
         ({"runs": "no/such/folder"}, "there is no folder no/such/folder"),
         ({"overrides": ["MODEL.NO_KEY", "1"]}, "NO_KEY"),
     ],

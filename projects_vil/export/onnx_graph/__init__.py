@@ -1,0 +1,1 @@
+"""What is in an ONNX file, and who can run it."""

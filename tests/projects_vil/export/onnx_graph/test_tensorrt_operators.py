@@ -1,0 +1,56 @@
+"""What TensorRT does not document is found by operator and type."""
+
+import pytest
+
+from projects_vil.export.onnx_graph.tensorrt_operators import DOCUMENTED, undocumented
+from tests.projects_vil.export.onnx_graph.graphs import node, saved
+
+onnx = pytest.importorskip("onnx")
+INT64 = onnx.TensorProto.INT64
+
+
+def constant(name: str, *numbers: int):
+    return onnx.helper.make_tensor(name, INT64, [len(numbers)], numbers)
+
+
+def test_what_it_documents(tmp_path):
+    """Of docs/operators.md of onnx-tensorrt for TensorRT 11.0, commit 2f3fa34."""
+    path = saved(tmp_path, node("Cast", "x", "a", to=INT64), node("Relu", "a", "y"), given="INT64")
+    assert undocumented(path) == []
+    assert (
+        "INT64" not in DOCUMENTED["CumSum"] and "INT64" not in DOCUMENTED["Clip"] and "BOOL" not in DOCUMENTED["Equal"]
+    )
+    assert {"BOOL", "FLOAT"} <= DOCUMENTED["NonZero"] and "DOUBLE" not in DOCUMENTED["Add"]
+    assert {"ConvInteger", "QLinearConv", "Unique", "Compress", "Col2Im"}.isdisjoint(DOCUMENTED)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "types", "expected"),
+    [
+        ([node("Clip", "x", "y")], "INT64", ["Clip of INT64"]),
+        ([node("Add", "x", "x", "y")], "DOUBLE", ["Add of DOUBLE"]),
+        ([node("Shape", "x", "s"), node("Expand", "x", "s", "y")], "UINT8", ["Expand of UINT8", "Shape of UINT8"]),
+        ([node("Cast", "x", "a", to=INT64), node("Cast", "a", "b", to=2), node("Cast", "b", "y", to=1)], "FLOAT",
+         ["UINT8 inside of the graph"]),
+        ([node("BitwiseNot", "x", "y")], "INT64", ["BitwiseNot of INT64"]),
+    ],
+)  # fmt: skip
+def test_what_it_does_not_document(tmp_path, nodes, types, expected):
+    assert undocumented(saved(tmp_path, *nodes, taken=types, given=types)) == expected
+
+
+def test_the_largest_number_of_candidates(tmp_path):
+    for number, expected in ((3839, 0), (3840, 1)):
+        nodes = [node("Shape", "x", "s"), node("Pad", "x", "p", "a"), node("TopK", "a", "k", "v", outputs=2)]
+        nodes.append(node("Expand", "x", "s", "y"))
+        path = saved(tmp_path, *nodes, constants=[constant("p", 0, 4000, 0, 0), constant("k", number)])
+        assert len(undocumented(path)) == expected
+    assert undocumented(path)[0].startswith("TopK of 3840, above 3839")
+
+
+def test_adding_while_scattering(tmp_path):
+    indices = onnx.helper.make_tensor("i", INT64, [1, 1], [0])
+    updates = onnx.helper.make_tensor("u", 1, [1, 4], [0.0] * 4)
+    for reduction, expected in (("none", []), ("add", ["ScatterND with a reduction"])):
+        path = saved(tmp_path, node("ScatterND", "x", "i", "u", "y", reduction=reduction), constants=[indices, updates])
+        assert undocumented(path) == expected
