@@ -150,7 +150,7 @@ def test_the_cascade_is_detectron2s():
 
 @pytest.mark.parametrize("path", slow_except(CONFIGS, FEW))
 def test_every_multiplier_finds_its_parameters(path):
-    cfg = load_config(ROOT / path, ["MODEL.DEVICE", "meta"])
+    cfg = load_config(ROOT / path, ["MODEL.DEVICE", "meta", "SOLVER.LAYER_DECAY", "1.0"])
     with torch.device("meta"):
         model = build_model(cfg)
     groups = build_optimizer(cfg, model).param_groups
