@@ -45,6 +45,8 @@ def long_description() -> str:
 EVAL = ["faster-coco-eval>=1.6"]
 # What --format onnx of tools/export_model.py needs.
 EXPORT = ["onnx>=1.17", "onnxruntime>=1.20", "onnxscript>=0.5"]
+# What --format openvino needs; nncf for its int8.
+OPENVINO = ["openvino>=2026.4", "nncf>=3.4"]
 
 setup(
     name="vil-detectron2",
@@ -79,6 +81,7 @@ setup(
     extras_require={
         "eval": EVAL,
         "export": EXPORT,
-        "dev": ["pytest>=7.4", "pytest-xdist>=3.5", "ruff>=0.6", *EXPORT],
+        "openvino": OPENVINO,
+        "dev": ["pytest>=7.4", "pytest-xdist>=3.5", "ruff>=0.6", *EXPORT, *OPENVINO],
     },
 )

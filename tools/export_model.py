@@ -1,6 +1,6 @@
 """Export a trained detector, load the file again in its own runtime, and check it against the detector.
 
-Beside the model, model.ts, model.onnx or model.pt2, stand its metadata (what to feed it, what it gives, class names)
+Beside the model, model.ts, model.onnx, model.xml or model.pt2, stand its metadata (what to feed it, what it gives, class names)
 and the report of the check, both JSON. The exit status is 1 where an answer differs by more than the tolerance.
 
 Example:

@@ -26,8 +26,8 @@ from projects_vil.checkpoint import load_detector
 from projects_vil.config import DETECTORS
 from projects_vil.data import load_dataset, register_datasets
 from projects_vil.export.exportable.build import make_exportable
-from projects_vil.export.formats import FORMATS, OPSET, check_format, write_model
-from projects_vil.export.metadata import check_sides, describe_model, digest_of, metadata_path
+from projects_vil.export.formats import FORMATS, check_format, write_model
+from projects_vil.export.metadata import check_sides, describe_model, digests_of, metadata_path
 from projects_vil.export.report import check_export, comparison_images, example_image, report_path
 from projects_vil.export.runtime import ExportedModel
 from projects_vil.export.stages import Stages
@@ -96,8 +96,8 @@ def export_detector(
     ):
         check_choice(what, value, known)
     check_format(file_format)
-    if (file_format, precision) == ("onnx", "bf16"):
-        raise InputError(f"--precision bf16: ONNX has no bfloat16 convolutions in opset {OPSET}; take fp16, or a .pt2")
+    if precision in FORMATS[file_format].refused:
+        raise InputError(f"--precision {precision}: {FORMATS[file_format].refused[precision]}")
     if evaluate:
         register_datasets(cfg)
         load_dataset(cfg, cfg.DATASETS.TEST, train=False)
@@ -125,7 +125,7 @@ def export_detector(
         new = unfinished / path.name
         with _writing(path):
             write_model(exportable, torch.stack([example] * 2) if batched else example, new, file_format, stages=stages)
-            metadata_path(new).write_text(json.dumps(metadata | {"sha256": digest_of(new)}, indent=2) + "\n")
+            metadata_path(new).write_text(json.dumps(metadata | digests_of(new, file_format), indent=2) + "\n")
         with stages("loading"):
             model = ExportedModel(new)
         with stages("comparing", f"{len(compared)} images, and DATASETS.TEST" if evaluate else ""):
@@ -133,9 +133,9 @@ def export_detector(
         report["seconds"] = stages.seconds
         with _writing(report_path(path)):
             report_path(new).write_text(json.dumps(report, indent=2) + "\n")
-        for name in (lambda model: model, metadata_path, report_path):
-            with _writing(name(path)):
-                os.replace(name(new), name(path))
+        for file in (*FORMATS[file_format].files(path), metadata_path(path), report_path(path)):
+            with _writing(file):
+                os.replace(unfinished / file.name, file)
     return path, report
 
 

@@ -35,8 +35,13 @@ def metadata_path(path: str | Path) -> Path:
     return Path(f"{path}.metadata.json")
 
 
-def digest_of(path: str | Path) -> str:
-    """SHA-256 of a file, as its metadata has it."""
+def digests_of(path: Path, file_format: str) -> dict:
+    """SHA-256 of a model's file, and, by name, of those that belong to it, as its metadata have them."""
+    own, *beside = FORMATS[file_format].files(path)
+    return {"sha256": _digest_of(own), "beside": {file.name: _digest_of(file) for file in beside}}
+
+
+def _digest_of(path: str | Path) -> str:
     with open(path, "rb") as file:
         digest = hashlib.sha256()
         while part := file.read(1 << 20):
@@ -64,13 +69,17 @@ def read_metadata(path: str | Path) -> dict:
 
 
 def check_digest(path: str | Path, metadata: dict) -> None:
-    """Raise an :class:`InputError` where an exported file is not the one that its metadata were written for."""
+    """Raise an :class:`InputError` where an exported file, or one that belongs to it, is not that of its metadata."""
     # Files that were exported before this was written have none.
-    if metadata.get("sha256") not in (None, digest_of(path)):
-        raise InputError(
-            f"{path} is damaged, or not the file that {metadata_path(path).name} was written for (its sha256 is "
-            "another): export it again; where you have changed it, take sha256 out there"
-        )
+    digests = {Path(path).name: metadata.get("sha256")} | metadata.get("beside", {})
+    for name, digest in digests.items():
+        file = Path(path).with_name(name)
+        check_file(file, "file", named_by=f"which belongs to {path}")
+        if digest not in (None, _digest_of(file)):
+            raise InputError(
+                f"{file} is damaged, or not the file that {metadata_path(path).name} was written for (its sha256 is "
+                "another): export it again; where you have changed it, take sha256 out there"
+            )
 
 
 def _is_metadata(metadata: object) -> bool:
@@ -122,6 +131,7 @@ def describe_model(
         "format": file_format,
         "opset": OPSET if file_format == "onnx" else None,
         "precision": precision,
+        "runtime_options": dict(FORMATS[file_format].options),
         "detector": "Mask R-CNN" if "masks" in exportable.output_names else cfg.MODEL.META_ARCHITECTURE,
         "backbone": getattr(
             getattr(exportable.detector.backbone, "bottom_up", None), "variant", cfg.MODEL.BACKBONE.NAME

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from projects_vil.data import build_test_loader, read_for_testing, size_for_testing
 from projects_vil.evaluation import build_evaluator
+from projects_vil.export.formats import FORMATS
 from projects_vil.export.parity import CHANGED_SHARE, TOLERANCES, compare, describe, measure_latency
 from projects_vil.export.runtime import ExportedDetector, ExportedModel
 from projects_vil.modeling import SMALLEST_SIDE
@@ -104,7 +105,7 @@ def check_export(
         "format": model.file_format,
         "opset": model.metadata["opset"],
         "precision": precision,
-        "bytes": model.path.stat().st_size,
+        "bytes": sum(file.stat().st_size for file in FORMATS[model.file_format].files(model.path)),
         "tolerances": TOLERANCES[precision],
         "changed_share": CHANGED_SHARE[precision],
         "images": rows,

@@ -1,6 +1,7 @@
 """Every detector with every backbone family in every format: how near an export is to eager, and how fast."""
 
 import functools
+import importlib.util
 import sys
 import time
 import traceback
@@ -64,8 +65,9 @@ def lively_detector(cfg: CfgNode) -> nn.Module:
 
 
 def available_formats() -> tuple[str, ...]:
-    """All formats, AOTInductor's only where there is a compiler."""
-    return tuple(name for name in FORMATS if name != "aot_inductor" or compiler())
+    """All formats, AOTInductor's only where there is a compiler, and OpenVINO's where it is installed."""
+    is_there = {"aot_inductor": compiler() is not None, "openvino": importlib.util.find_spec("openvino") is not None}
+    return tuple(name for name in FORMATS if is_there.get(name, True))
 
 
 def export_table(

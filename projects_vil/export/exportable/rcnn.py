@@ -112,7 +112,7 @@ def pool(pooler: ROIPooler, maps: list[Tensor], boxes: Tensor, image: Tensor) ->
         values = roi_align(
             features.float(), regions[rows], layer.output_size, layer.spatial_scale, layer.sampling_ratio, layer.aligned
         )
-        pooled = pooled.index_put((rows,), values.to(pooled.dtype))
+        pooled = pooled.index_copy(0, rows, values.to(pooled.dtype))
     return pooled
 
 

@@ -1,8 +1,9 @@
 """What a format is: its file, what it needs here, how it is written and how it is run."""
 
 import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import importlib.metadata
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor
@@ -25,6 +26,9 @@ class Format:
             uint8 or float32, is what a file takes.
         load: a file -> what runs it: an input to the outputs, in the order of the detector's.
         packages: whose versions are said of a file.
+        beside: the ends of the names of further files that belong to a model, in place of ``suffix``.
+        options: of the runtime, which it is to run a file with.
+        refused: precisions that it does not have, and why.
     """
 
     suffix: str
@@ -32,6 +36,23 @@ class Format:
     write: Callable[[ExportableDetector, Tensor, Path, Stages], None]
     load: Callable[[Path], Run]
     packages: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
+    options: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+    def files(self, path: Path) -> list[Path]:
+        """The files of a model, from the one that it is named by."""
+        stem = str(path).removesuffix(self.suffix)
+        return [path, *(Path(stem + suffix) for suffix in self.beside)]
+
+
+def check_packages(file_format: str, packages: Sequence[str]) -> None:
+    """Raise an :class:`InputError` where one of the packages that a format needs is missing."""
+    for name in packages:
+        try:
+            importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError as error:
+            raise InputError(f"--format {file_format} needs {name}: pip install {' '.join(packages)}") from error
 
 
 @contextlib.contextmanager

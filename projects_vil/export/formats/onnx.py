@@ -1,14 +1,12 @@
 """ONNX, and onnxruntime: ``model.onnx``."""
 
-import importlib.metadata
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from backbones import InputError
 from projects_vil.export.exportable.detector import ExportableDetector
-from projects_vil.export.formats.format import Format, Run, damaged
+from projects_vil.export.formats.format import Format, Run, check_packages, damaged
 from projects_vil.export.formats.recording import check_recording, quiet, record
 from projects_vil.export.stages import Stages
 
@@ -18,11 +16,7 @@ PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 
 def _check() -> None:
     check_recording("onnx")
-    for name in PACKAGES:
-        try:
-            importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError as error:
-            raise InputError(f"--format onnx needs {name}: pip install {' '.join(PACKAGES)}") from error
+    check_packages("onnx", PACKAGES)
 
 
 def _write(exportable: ExportableDetector, example: Tensor, path: Path, stages: Stages) -> None:
@@ -93,4 +87,11 @@ def _load(path: Path) -> Run:
     return run
 
 
-ONNX = Format(".onnx", _check, _write, _load, PACKAGES)
+ONNX = Format(
+    ".onnx",
+    _check,
+    _write,
+    _load,
+    PACKAGES,
+    refused={"bf16": f"ONNX has no bfloat16 convolutions in opset {OPSET}; take fp16, or a .pt2"},
+)

@@ -1,5 +1,6 @@
 """The table of exports: each cell is measured, what fails says why and does not stop the others."""
 
+import importlib.util
 import json
 import runpy
 import sys
@@ -111,7 +112,8 @@ def test_a_table_has_a_row_for_each_detector_and_a_column_for_each_format():
 
 def test_formats_depend_on_a_compiler(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert table.available_formats() == ("torchscript", "onnx", "torch_export")
+    own = ("torchscript", "onnx", "torch_export")
+    assert table.available_formats() == own + ("openvino",) * (importlib.util.find_spec("openvino") is not None)
     with pytest.raises(InputError, match="needs a C\\+\\+ compiler"):
         table.export_table("unused", formats=["aot_inductor"])
 
