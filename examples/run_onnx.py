@@ -22,6 +22,8 @@ for file in (args.model, f"{args.model}.metadata.json", args.photo):
     if not Path(file).is_file():
         sys.exit(f"error: there is no file {file}")
 metadata = json.loads(Path(f"{args.model}.metadata.json").read_text())
+if metadata["input"].get("size"):
+    sys.exit(f"error: {args.model} takes images of one size alone; projects_vil.Detector fits them to it")
 photo = pixels = cv2.imread(args.photo)  # (height, width, BGR), upright as its EXIF orientation says
 if photo is None:
     sys.exit(f"error: cannot read an image from {args.photo}")

@@ -1,7 +1,8 @@
 """Export a trained detector, load the file again in its own runtime, and check it against the detector.
 
-Beside the model, model.ts, model.onnx, model.xml or model.pt2, stand its metadata (what to feed it, what it gives, class names)
-and the report of the check, both JSON. The exit status is 1 where an answer differs by more than the tolerance.
+Beside the model, model.ts, model.onnx, model.xml or model.pt2, stand its metadata (what to feed it, what it gives,
+class names) and the report of the check, both JSON. The exit status is 1 where an answer differs by more than the
+tolerance.
 
 Example:
     python tools/export_model.py --config-file output/demo_retinanet/config.yaml --weights \\
@@ -24,6 +25,9 @@ def main() -> None:
         "--input-dtype", choices=INPUT_DTYPES, default="uint8", help="that the model takes (default uint8)"
     )
     parser.add_argument("--batched", action="store_true", help="let the model take (B, 3, H, W)")
+    parser.add_argument(
+        "--size", nargs=2, type=int, metavar=("HEIGHT", "WIDTH"), help="the one size of its images (default any)"
+    )
     parser.add_argument("--images", nargs="+", default=[], metavar="FILE", help="images to compare on")
     parser.add_argument("--evaluate", action="store_true", help="compare average precision on DATASETS.TEST too")
     args = parser.parse_args()
@@ -36,6 +40,7 @@ def main() -> None:
         precision=args.precision,
         input_dtype=args.input_dtype,
         batched=args.batched,
+        size=args.size and tuple(args.size),
         images=args.images,
         evaluate=args.evaluate,
     )

@@ -2,6 +2,7 @@
 
 from projects_vil.export.api import INPUT_DTYPES, PRECISIONS, export_detector
 from projects_vil.export.exportable.build import make_exportable
+from projects_vil.export.fitting import fitted_size, padded
 from projects_vil.export.formats import FORMATS, is_exported
 from projects_vil.export.metadata import read_metadata
 from projects_vil.export.report import describe_report
@@ -21,8 +22,10 @@ __all__ = [
     "describe_table",
     "export_detector",
     "export_table",
+    "fitted_size",
     "is_exported",
     "make_exportable",
+    "padded",
     "paste_masks",
     "read_metadata",
     "to_instances",

@@ -31,6 +31,7 @@ from projects_vil.export.metadata import check_sides, describe_model, digests_of
 from projects_vil.export.report import check_export, comparison_images, example_image, report_path
 from projects_vil.export.runtime import ExportedModel
 from projects_vil.export.stages import Stages
+from projects_vil.modeling import SMALLEST_SIDE
 from projects_vil.utils import unwound_by_signals
 
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -63,6 +64,7 @@ def export_detector(
     precision: str = "fp32",
     input_dtype: str = "uint8",
     batched: bool = False,
+    size: tuple[int, int] | None = None,
     images: Sequence[str | Path] = (),
     evaluate: bool = False,
     runs: int = 5,
@@ -77,6 +79,7 @@ def export_detector(
         precision: of ``PRECISIONS``.
         input_dtype: of ``INPUT_DTYPES``; TorchScript takes both.
         batched: whether the model takes (B, 3, H, W).
+        size: height and width of the images that it takes; None for any.
         images: files to compare on; four drawn images where there are none. The model was recorded with another.
         evaluate: whether to evaluate both on ``DATASETS.TEST`` too.
         runs: of the measurement of latency.
@@ -101,12 +104,14 @@ def export_detector(
     if evaluate:
         register_datasets(cfg)
         load_dataset(cfg, cfg.DATASETS.TEST, train=False)
+    _check_size(size, file_format, evaluate=evaluate)
     special = [name for name, is_so in (("batched", batched), (precision, precision != "fp32")) if is_so]
     special += ["float32"] if input_dtype != "uint8" else []
+    special += [f"{size[0]}x{size[1]}"] if size else []
     path = Path(output) / ("_".join(["model", *special]) + FORMATS[file_format].suffix)
-    compared = comparison_images(cfg, images)
+    compared = comparison_images(cfg, images, fixed=size)
     reference, categories = load_detector(cfg, weights)
-    exportable = make_exportable(in_precision(copy.deepcopy(reference), precision), batched=batched)
+    exportable = make_exportable(in_precision(copy.deepcopy(reference), precision), batched=batched, size=size)
     metadata = describe_model(
         cfg,
         exportable,
@@ -119,7 +124,7 @@ def export_detector(
     )
     for image, file in itertools.zip_longest(compared, images):
         check_sides(metadata["input"]["sides"], image.shape[-2:], what=str(file or "MIN_SIZE_TEST makes images that"))
-    example = example_image(*EXAMPLE_SIZE).to(getattr(torch, input_dtype))
+    example = example_image(*(size or EXAMPLE_SIZE)).to(getattr(torch, input_dtype))
     stages = Stages()
     with _folder_in(path.parent) as unfinished:
         new = unfinished / path.name
@@ -137,6 +142,17 @@ def export_detector(
             with _writing(file):
                 os.replace(unfinished / file.name, file)
     return path, report
+
+
+def _check_size(size: tuple[int, int] | None, file_format: str, *, evaluate: bool) -> None:
+    if size is None:
+        return
+    if file_format == "torchscript":
+        raise InputError("--size: a trace takes any size all the same; leave it out, or take another --format")
+    if min(size) < SMALLEST_SIDE:
+        raise InputError(f"--size {size[0]} {size[1]}: sides are {SMALLEST_SIDE} pixels or more")
+    if evaluate:
+        raise InputError("--evaluate: images of DATASETS.TEST have sizes of their own; leave it out, or --size")
 
 
 @contextlib.contextmanager

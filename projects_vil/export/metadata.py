@@ -19,8 +19,10 @@ from projects_vil.export.formats import FORMATS, OPSET
 from projects_vil.modeling import SMALLEST_SIDE, largest_side
 
 
-def sides_of(detector: nn.Module, file_format: str) -> list[int]:
+def sides_of(detector: nn.Module, file_format: str, size: tuple[int, int] | None = None) -> list[int]:
     """The shortest and the longest side, in pixels, of an image that a file takes."""
+    if size:
+        return sorted(size)
     return [1 if file_format == "torchscript" else SMALLEST_SIDE, largest_side(detector)]
 
 
@@ -28,6 +30,17 @@ def check_sides(sides: Sequence[int], size: Sequence[int], *, what: str) -> None
     """Raise an :class:`InputError` where an image of ``size`` (height, width) is not for a model with these sides."""
     if min(size) < sides[0] or max(size) > sides[1]:
         raise InputError(f"{what}: {size[0]} x {size[1]} pixels, and the model takes sides of {sides[0]} to {sides[1]}")
+
+
+def check_input(taken: dict, size: Sequence[int], *, what: str) -> None:
+    """Raise an :class:`InputError` where metadata tell of other images than those of ``size`` (height, width)."""
+    fixed = taken.get("size")
+    if fixed and list(size) != fixed:
+        own = f"{fixed[0]} x {fixed[1]}"
+        raise InputError(
+            f"{what}: {size[0]} x {size[1]} pixels, and the model takes {own} alone: scale and pad to that"
+        )
+    check_sides(taken["sides"], size, what=what)
 
 
 def metadata_path(path: str | Path) -> Path:
@@ -120,7 +133,7 @@ def describe_model(
         category_ids: of the classes in COCO files, in the same order; None where they are not known.
     """
     batch = ["images"] if exportable.batched else []
-    short, longest = cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST
+    short, longest = 0 if exportable.size else cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST
     outputs = [{"name": name} | _OUTPUTS[name] for name in exportable.output_names]
     for output in outputs:
         if output["name"] == "masks":
@@ -138,18 +151,21 @@ def describe_model(
         ),
         "input": {
             "name": exportable.input_names[0],
-            "shape": [*batch, 3, "height", "width"],
+            "shape": [*batch, 3, *(exportable.size or ("height", "width"))],
+            "size": exportable.size and list(exportable.size),
             "batched": exportable.batched,
             "dtype": input_dtype,
             "range": [0, 255],
-            "sides": sides_of(exportable.detector, file_format),
+            "sides": sides_of(exportable.detector, file_format, exportable.size),
             "color_order": cfg.INPUT.FORMAT,
         },
         "resizing": {
             "short_side": short or None,
             "longest_side": longest if short else None,
             "interpolation": "bilinear, antialiased (Pillow's BILINEAR)",
-            "rule": "the shorter side becomes short_side, the longer is multiplied by short_side / shorter; if it is "
+            "rule": _FIXED_RULE
+            if exportable.size
+            else "the shorter side becomes short_side, the longer is multiplied by short_side / shorter; if it is "
             "more than longest_side then, both are multiplied by longest_side / longer; each is int(side + 0.5); "
             "null: images are taken as they are",
         },
@@ -167,6 +183,12 @@ def describe_model(
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
 
+
+_FIXED_RULE = (
+    "both sides are multiplied by the smaller of input.size[0] / height and input.size[1] / width, each is "
+    "int(side + 0.5); then the rounded mean is added below and on the right up to input.size; boxes are cut at the end of "
+    "the image"
+)
 
 _OUTPUTS = {
     "boxes": {

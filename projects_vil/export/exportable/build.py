@@ -15,8 +15,10 @@ from projects_vil.export.exportable.rcnn import ExportableRCNN
 from projects_vil.export.exportable.retinanet import ExportableRetinaNet
 
 
-def make_exportable(detector: nn.Module, *, batched: bool = False) -> ExportableDetector:
-    """The exportable equivalent of a detector, which shares its parameters, in eval mode.
+def make_exportable(
+    detector: nn.Module, *, batched: bool = False, size: tuple[int, int] | None = None
+) -> ExportableDetector:
+    """The exportable equivalent of a detector, which shares its parameters, in eval mode; see its own arguments.
 
     Raises:
         InputError: for a detector with parts that have no equivalent here.
@@ -28,7 +30,7 @@ def make_exportable(detector: nn.Module, *, batched: bool = False) -> Exportable
     if isinstance(detector, RetinaNet) and detector.max_detections_per_image < 0:
         raise InputError("TEST.DETECTIONS_PER_IMAGE is below 0: detectron2's RetinaNet drops its last detection then")
     make = ExportableRetinaNet if isinstance(detector, RetinaNet) else ExportableRCNN
-    return make(detector, batched=batched).eval()
+    return make(detector, batched=batched, size=size).eval()
 
 
 def _parts(detector: nn.Module) -> list[tuple[str, object, tuple[type, ...]]]:

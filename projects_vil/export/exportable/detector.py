@@ -23,6 +23,7 @@ class ExportableDetector(nn.Module):
     Args:
         detector: in eval mode.
         batched: whether the input is a batch of images of one size.
+        size: height and width of all images that it is recorded for; None for any.
 
     Input: (3, H, W), or (B, 3, H, W) if batched: uint8 or floating point, 0 to 255, channels in ``INPUT.FORMAT``.
 
@@ -31,10 +32,11 @@ class ExportableDetector(nn.Module):
     probability of each place of a box, S = 28 by default; if batched, image_index (D,), int64.
     """
 
-    def __init__(self, detector: nn.Module, *, batched: bool = False) -> None:
+    def __init__(self, detector: nn.Module, *, batched: bool = False, size: tuple[int, int] | None = None) -> None:
         super().__init__()
         self.detector = detector
         self.batched = batched
+        self.size = size
         self.input_names = ("images",) if batched else ("image",)
         self.output_names: tuple[str, ...] = ("boxes", "scores", "classes")
         if batched:

@@ -15,8 +15,8 @@ from projects_vil.export.exportable.nms import best_of_row, best_without_overlap
 class ExportableRCNN(ExportableDetector):
     """detectron2's Faster or Mask R-CNN: see :class:`ExportableDetector`."""
 
-    def __init__(self, detector: nn.Module, *, batched: bool = False) -> None:
-        super().__init__(detector, batched=batched)
+    def __init__(self, detector: nn.Module, *, batched: bool = False, size: tuple[int, int] | None = None) -> None:
+        super().__init__(detector, batched=batched, size=size)
         if detector.roi_heads.mask_on:
             self.output_names = (*self.output_names[:3], "masks", *self.output_names[3:])
 

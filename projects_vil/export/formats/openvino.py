@@ -46,11 +46,11 @@ def _write(exportable: ExportableDetector, example: Tensor, path: Path, stages: 
 
 
 def _input_shape(exportable: ExportableDetector, example: Tensor):
-    """What a model takes: any size between the bounds, and any number of images if it is batched."""
+    """What a model takes: its size or any between the bounds, and any number of images if it is batched."""
     openvino = import_openvino()
-    side = openvino.Dimension(SMALLEST_SIDE, largest_side(exportable.detector))
+    sides = exportable.size or [openvino.Dimension(SMALLEST_SIDE, largest_side(exportable.detector))] * 2
     batch = [openvino.Dimension(1, LARGEST_BATCH)] if exportable.batched else []
-    return openvino.PartialShape([*batch, 3, side, side])
+    return openvino.PartialShape([*batch, 3, *sides])
 
 
 def _load(path: Path) -> Run:
