@@ -12,7 +12,7 @@ Example:
 import sys
 
 from projects_vil.config import ConfigToolParser, config_of
-from projects_vil.export import FORMATS, INPUT_DTYPES, PRECISIONS, describe_report, export_detector
+from projects_vil.export import ALL_PRECISIONS, FORMATS, INPUT_DTYPES, describe_report, export_detector
 from projects_vil.utils import run_tool
 
 
@@ -20,7 +20,7 @@ def main() -> None:
     parser = ConfigToolParser(__doc__, weights=True, devices=["cpu"])
     parser.add_argument("--format", choices=FORMATS, default="torchscript", help="what to write (default torchscript)")
     parser.add_argument("--output", required=True, metavar="DIR", help="folder for the model and what is said of it")
-    parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="of the network (default fp32)")
+    parser.add_argument("--precision", choices=ALL_PRECISIONS, default="fp32", help="of the network (default fp32)")
     parser.add_argument(
         "--input-dtype", choices=INPUT_DTYPES, default="uint8", help="that the model takes (default uint8)"
     )
@@ -30,6 +30,14 @@ def main() -> None:
     )
     parser.add_argument("--images", nargs="+", default=[], metavar="FILE", help="images to compare on")
     parser.add_argument("--evaluate", action="store_true", help="compare average precision on DATASETS.TEST too")
+    parser.add_argument(
+        "--calibration-images",
+        type=int,
+        default=100,
+        metavar="N",
+        help="of DATASETS.TRAIN, for --precision int8 (default 100, or all there are)",
+    )
+    parser.add_argument("--accept-drop", action="store_true", help="let int8 lose more than 1 AP on DATASETS.TEST")
     args = parser.parse_args()
     cfg = config_of(args)
     path, report = export_detector(
@@ -43,6 +51,8 @@ def main() -> None:
         size=args.size and tuple(args.size),
         images=args.images,
         evaluate=args.evaluate,
+        calibration_images=args.calibration_images,
+        accept_drop=args.accept_drop,
     )
     print(f"{describe_report(report)}\nwrote {path}")
     if not report["ok"]:

@@ -1,6 +1,6 @@
 """Exported detectors, and the proof that they give the same answers."""
 
-from projects_vil.export.api import INPUT_DTYPES, PRECISIONS, export_detector
+from projects_vil.export.api import ALL_PRECISIONS, INPUT_DTYPES, PRECISIONS, export_detector
 from projects_vil.export.exportable.build import make_exportable
 from projects_vil.export.fitting import fitted_size, padded
 from projects_vil.export.formats import FORMATS, is_exported
@@ -10,6 +10,7 @@ from projects_vil.export.runtime import ExportedDetector, ExportedModel, paste_m
 from projects_vil.export.table import TABLE_DETECTORS, TABLE_FAMILIES, available_formats, describe_table, export_table
 
 __all__ = [
+    "ALL_PRECISIONS",
     "FORMATS",
     "INPUT_DTYPES",
     "PRECISIONS",

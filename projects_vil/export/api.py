@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 from detectron2.config import CfgNode
-from torch import nn
+from torch import Tensor, nn
 
 from backbones import InputError
 from backbones.errors import check_choice
@@ -27,6 +27,7 @@ from projects_vil.config import DETECTORS
 from projects_vil.data import load_dataset, register_datasets
 from projects_vil.export.exportable.build import make_exportable
 from projects_vil.export.formats import FORMATS, check_format, write_model
+from projects_vil.export.formats.quantizing import FLOAT_PARTS
 from projects_vil.export.metadata import check_sides, describe_model, digests_of, metadata_path
 from projects_vil.export.report import check_export, comparison_images, example_image, report_path
 from projects_vil.export.runtime import ExportedModel
@@ -35,6 +36,8 @@ from projects_vil.modeling import SMALLEST_SIDE
 from projects_vil.utils import unwound_by_signals
 
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+# Of what computes; int8 is made of a file in fp32.
+ALL_PRECISIONS = (*PRECISIONS, "int8")
 INPUT_DTYPES = ("uint8", "float32")
 # Of the image that a model is recorded with; comparisons take others.
 EXAMPLE_SIZE = (160, 224)
@@ -67,6 +70,8 @@ def export_detector(
     size: tuple[int, int] | None = None,
     images: Sequence[str | Path] = (),
     evaluate: bool = False,
+    calibration_images: int = 100,
+    accept_drop: bool = False,
     runs: int = 5,
 ) -> tuple[Path, dict]:
     """Export, load the file again in its own runtime, and compare it with detectron2's detector in float32.
@@ -76,12 +81,14 @@ def export_detector(
         weights: its checkpoint.
         output: folder for the model, its metadata and its report.
         file_format: of ``FORMATS``.
-        precision: of ``PRECISIONS``.
+        precision: of ``ALL_PRECISIONS``. In int8 both are evaluated, and that decides.
         input_dtype: of ``INPUT_DTYPES``; TorchScript takes both.
         batched: whether the model takes (B, 3, H, W).
         size: height and width of the images that it takes; None for any.
         images: files to compare on; four drawn images where there are none. The model was recorded with another.
         evaluate: whether to evaluate both on ``DATASETS.TEST`` too.
+        calibration_images: of ``DATASETS.TRAIN`` that int8's ranges are measured on, at most.
+        accept_drop: whether int8 may lose more than ``AP_DROP``.
         runs: of the measurement of latency.
 
     Returns:
@@ -94,13 +101,17 @@ def export_detector(
         raise InputError(f"a {cfg.MODEL.META_ARCHITECTURE} cannot be exported yet: only {' and '.join(DETECTORS)} can")
     for what, value, known in (
         ("format", file_format, FORMATS),
-        ("precision", precision, PRECISIONS),
+        ("precision", precision, ALL_PRECISIONS),
         ("type of the input", input_dtype, INPUT_DTYPES),
     ):
         check_choice(what, value, known)
     check_format(file_format)
     if precision in FORMATS[file_format].refused:
         raise InputError(f"--precision {precision}: {FORMATS[file_format].refused[precision]}")
+    is_int8 = precision == "int8"
+    if is_int8:
+        _check_int8(cfg, file_format, calibration_images)
+    evaluate = evaluate or is_int8
     if evaluate:
         register_datasets(cfg)
         load_dataset(cfg, cfg.DATASETS.TEST, train=False)
@@ -111,7 +122,9 @@ def export_detector(
     path = Path(output) / ("_".join(["model", *special]) + FORMATS[file_format].suffix)
     compared = comparison_images(cfg, images, fixed=size)
     reference, categories = load_detector(cfg, weights)
-    exportable = make_exportable(in_precision(copy.deepcopy(reference), precision), batched=batched, size=size)
+    exportable = make_exportable(
+        in_precision(copy.deepcopy(reference), "fp32" if is_int8 else precision), batched=batched, size=size
+    )
     metadata = describe_model(
         cfg,
         exportable,
@@ -129,19 +142,45 @@ def export_detector(
     with _folder_in(path.parent) as unfinished:
         new = unfinished / path.name
         with _writing(path):
-            write_model(exportable, torch.stack([example] * 2) if batched else example, new, file_format, stages=stages)
+            written = unfinished / f"float{FORMATS[file_format].suffix}" if is_int8 else new
+            example = torch.stack([example] * 2) if batched else example
+            write_model(exportable, example, written, file_format, stages=stages)
+            if is_int8:
+                inputs = [image[None] if batched else image for image in _calibrating(cfg, calibration_images)]
+                inputs = [image.to(example.dtype) for image in inputs]
+                FORMATS[file_format].quantize(written, new, inputs, stages)
+                metadata["quantization"] = {"calibration_images": len(inputs), "float_parts": FLOAT_PARTS}
             metadata_path(new).write_text(json.dumps(metadata | digests_of(new, file_format), indent=2) + "\n")
         with stages("loading"):
             model = ExportedModel(new)
         with stages("comparing", f"{len(compared)} images, and DATASETS.TEST" if evaluate else ""):
             report = check_export(cfg, reference, model, compared, runs=runs, evaluate=evaluate)
         report["seconds"] = stages.seconds
+        report["accept_drop"] = accept_drop
+        report["ok"] = report["ok"] or (is_int8 and accept_drop)
         with _writing(report_path(path)):
             report_path(new).write_text(json.dumps(report, indent=2) + "\n")
         for file in (*FORMATS[file_format].files(path), metadata_path(path), report_path(path)):
             with _writing(file):
                 os.replace(unfinished / file.name, file)
     return path, report
+
+
+def _check_int8(cfg: CfgNode, file_format: str, calibration_images: int) -> None:
+    if FORMATS[file_format].quantize is None:
+        able = " or ".join(name for name, known in FORMATS.items() if known.quantize)
+        raise InputError(f"--precision int8: {file_format} has none; take --format {able}")
+    if calibration_images < 1:
+        raise InputError(f"--calibration-images {calibration_images}: it is 1 or more")
+    register_datasets(cfg)
+    load_dataset(cfg, cfg.DATASETS.TRAIN, train=True)
+
+
+def _calibrating(cfg: CfgNode, number: int) -> list[Tensor]:
+    """Images (3, H, W) uint8 from all over ``DATASETS.TRAIN``, prepared as for testing: ``number`` of them, or all."""
+    records = load_dataset(cfg, cfg.DATASETS.TRAIN, train=True)
+    chosen = records[:: max(len(records) // number, 1)][:number]
+    return comparison_images(cfg, [record["file_name"] for record in chosen])
 
 
 def _check_size(size: tuple[int, int] | None, file_format: str, *, evaluate: bool) -> None:

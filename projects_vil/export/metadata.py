@@ -186,8 +186,8 @@ def describe_model(
 
 _FIXED_RULE = (
     "both sides are multiplied by the smaller of input.size[0] / height and input.size[1] / width, each is "
-    "int(side + 0.5); then the rounded mean is added below and on the right up to input.size; boxes are cut at the end of "
-    "the image"
+    "int(side + 0.5); then the rounded mean is added below and on the right up to input.size; boxes are cut at the "
+    "end of the image"
 )
 
 _OUTPUTS = {

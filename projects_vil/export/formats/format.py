@@ -28,6 +28,8 @@ class Format:
         packages: whose versions are said of a file.
         beside: the ends of the names of further files that belong to a model, in place of ``suffix``.
         options: of the runtime, which it is to run a file with.
+        quantize: a file in float32, the one to be written, images as the model takes them, and the stages: writes it
+            in int8. None where there is none.
         refused: precisions that it does not have, and why.
     """
 
@@ -38,6 +40,7 @@ class Format:
     packages: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
     options: Mapping[str, str] = field(default_factory=dict)
+    quantize: Callable[[Path, Path, Sequence[Tensor], Stages], None] | None = None
     refused: Mapping[str, str] = field(default_factory=dict)
 
     def files(self, path: Path) -> list[Path]:

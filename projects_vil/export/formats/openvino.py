@@ -1,7 +1,11 @@
 """OpenVINO's own representation: ``model.xml``, with its weights in ``model.bin``."""
 
+import contextlib
 import copy
+import io
+import logging
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -9,10 +13,12 @@ from torch import Tensor
 
 from projects_vil.export.exportable.detector import ExportableDetector
 from projects_vil.export.formats.format import Format, Run, check_packages, damaged
+from projects_vil.export.formats.quantizing import stays_float
 from projects_vil.export.formats.recording import quiet, trace
 from projects_vil.export.stages import Stages
 from projects_vil.modeling import LARGEST_BATCH, SMALLEST_SIDE, largest_side
 
+PACKAGES = ("openvino", "nncf")
 # On a CPU that has it, OpenVINO computes in bfloat16 where it is not told otherwise.
 OPTIONS = {"INFERENCE_PRECISION_HINT": "f32"}
 
@@ -53,6 +59,29 @@ def _input_shape(exportable: ExportableDetector, example: Tensor):
     return openvino.PartialShape([*batch, 3, *sides])
 
 
+def _quantize(source: Path, path: Path, images: Sequence[Tensor], stages: Stages) -> None:
+    check_packages("openvino", PACKAGES)
+    openvino = import_openvino()
+    import nncf
+
+    nncf.set_log_level(logging.ERROR)
+    model = openvino.Core().read_model(source)
+    kept = [
+        node.get_friendly_name()
+        for node in model.get_ops()
+        if node.get_type_name() not in ("Convolution", "MatMul") or stays_float(node.get_friendly_name())
+    ]
+    # Constants and results, which are among these, are nothing that nncf could leave out.
+    scope = nncf.IgnoredScope(names=kept, validate=False)
+    with stages("quantising", f"{len(images)} images"), contextlib.redirect_stdout(io.StringIO()):
+        data = nncf.Dataset([image.numpy() for image in images])
+        quantized = nncf.quantize(
+            model, data, subset_size=len(images), model_type=nncf.ModelType.TRANSFORMER, ignored_scope=scope
+        )
+    with stages("writing"):
+        openvino.save_model(quantized, path, compress_to_fp16=False)
+
+
 def _load(path: Path) -> Run:
     _check()
     openvino = import_openvino()
@@ -75,5 +104,6 @@ OPENVINO = Format(
     ("openvino",),
     beside=(".bin",),
     options=OPTIONS,
+    quantize=_quantize,
     refused={"bf16": "a file of OpenVINO holds weights in fp32 or fp16; take one of these, or a .pt2"},
 )

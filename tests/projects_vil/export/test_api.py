@@ -157,6 +157,13 @@ def test_a_fixed_size(shapes, exported, tmp_path):
         ({"precision": "fp8"}, (), "unknown precision 'fp8'"),
         ({"input_dtype": "uint16"}, (), "unknown type of the input 'uint16'"),
         ({"size": (96, 128)}, (), "--size: a trace takes any size all the same"),
+        ({"precision": "int8"}, (), "--precision int8: torchscript has none; take --format onnx or openvino"),
+        (
+            {"file_format": "onnx", "precision": "int8", "calibration_images": 0},
+            (),
+            "--calibration-images 0: it is 1 or",
+        ),
+        ({"file_format": "onnx", "precision": "int8"}, ("DATASETS.TRAIN", "()"), "DATASETS.TRAIN is empty"),
         ({"file_format": "onnx", "size": (16, 128)}, (), "--size 16 128: sides are 32 pixels or more"),
         ({"file_format": "onnx", "size": (96, 128), "evaluate": True}, (), "--evaluate: images of DATASETS.TEST have"),
         ({"images": ["absent.jpg"]}, (), "cannot read the image absent.jpg"),
