@@ -48,6 +48,8 @@ EXPORT = ["onnx>=1.17", "onnxruntime>=1.20", "onnxscript>=0.5"]
 # What the examples with other libraries need, in versions that were seen working. Not a part of dev: sahi and trackers
 # ask for opencv-python itself, beside whatever flavour is there (docs/sharing.md).
 EXAMPLES = ["sahi>=0.12", "supervision>=0.31", "trackers>=2.6"]
+# What --format openvino needs; nncf for its int8.
+OPENVINO = ["openvino>=2026.4", "nncf>=3.4"]
 
 setup(
     name="vil-detectron2",
@@ -84,6 +86,7 @@ setup(
         "eval": EVAL,
         "export": EXPORT,
         "examples": EXAMPLES,
-        "dev": ["pytest>=7.4", "pytest-xdist>=3.5", "ruff>=0.6", *EXPORT],
+        "openvino": OPENVINO,
+        "dev": ["pytest>=7.4", "pytest-xdist>=3.5", "ruff>=0.6", *EXPORT, *OPENVINO],
     },
 )

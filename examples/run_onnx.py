@@ -22,13 +22,14 @@ for file in (args.model, f"{args.model}.metadata.json", args.photo):
     if not Path(file).is_file():
         sys.exit(f"error: there is no file {file}")
 metadata = json.loads(Path(f"{args.model}.metadata.json").read_text())
+if metadata["input"].get("size") or metadata.get("fixed_detections"):
+    sys.exit(f"error: {args.model} is for images of one size, or gives rows in a fixed number: load it by Detector")
 photo = pixels = cv2.imread(args.photo)  # (height, width, BGR), upright as its EXIF orientation says
 if photo is None:
     sys.exit(f"error: cannot read an image from {args.photo}")
 (height, width), rule = photo.shape[:2], metadata["resizing"]
 if rule["short_side"]:
-    # Pillow's BILINEAR, which the detector knows, by hand. On COCO's photos boxes were at most 0.04 pixels away from
-    # Pillow's own; with cv2.resize it was 1.2 (INTER_AREA) and 5 (INTER_LINEAR).
+    # Pillow's BILINEAR by hand: boxes on COCO's photos were at most 0.04 pixels off; cv2's INTER_AREA 1.2, LINEAR 5.
     scale = min(rule["short_side"] / min(height, width), rule["longest_side"] / max(height, width))
     for old in (width, height):  # each turn resizes the second axis and puts it first
         new = int(scale * old + 0.5)
@@ -40,9 +41,6 @@ image = np.ascontiguousarray(image[None] if metadata["input"]["batched"] else im
 session = onnxruntime.InferenceSession(args.model, providers=["CPUExecutionProvider"])
 outputs = session.run(None, {metadata["input"]["name"]: image})
 found = dict(zip([output["name"] for output in metadata["outputs"]], outputs, strict=True))
-if "count" in found:  # rows in a fixed number, of which so many are detections
-    number = int(found.pop("count")[0])
-    found = {name: (rows[0] if metadata["input"]["batched"] else rows)[:number] for name, rows in found.items()}
 boxes = found["boxes"] * ([width / pixels.shape[1], height / pixels.shape[0]] * 2)  # in pixels of the photo
 thick = max(1, round(min(height, width) / 300))
 for i in np.flatnonzero(found["scores"] >= args.threshold):

@@ -24,6 +24,8 @@ for file in (args.model, f"{args.model}.metadata.json", args.photo):
     if not Path(file).is_file():
         sys.exit(f"error: there is no file {file}")
 metadata = json.loads(Path(f"{args.model}.metadata.json").read_text())
+if metadata["input"].get("size") or metadata.get("fixed_detections"):
+    sys.exit(f"error: {args.model} is for images of one size, or gives rows in a fixed number: load it by Detector")
 try:
     photo = ImageOps.exif_transpose(Image.open(args.photo)).convert("RGB")
 except OSError:
@@ -49,9 +51,6 @@ else:
 with torch.no_grad():
     outputs = model(image)
 found = dict(zip([output["name"] for output in metadata["outputs"]], outputs, strict=True))
-if "count" in found:  # rows in a fixed number, of which so many are detections
-    number = int(found.pop("count")[0])
-    found = {name: (rows[0] if metadata["input"]["batched"] else rows)[:number] for name, rows in found.items()}
 # From pixels of the resized image to those of the photo.
 boxes = found["boxes"] * torch.tensor([photo.width / resized.width, photo.height / resized.height] * 2)
 

@@ -17,8 +17,8 @@ import sys
 
 from projects_vil.config import ConfigToolParser
 from projects_vil.export import (
+    ALL_PRECISIONS,
     FORMATS,
-    PRECISIONS,
     TABLE_DETECTORS,
     TABLE_FAMILIES,
     available_formats,
@@ -40,7 +40,7 @@ def main() -> None:
     formats.add_argument("--formats", nargs="+", choices=FORMATS, help="default: all that can be had here")
     formats.add_argument("--no-aot-inductor", action="store_true", help="leave out what takes minutes to compile")
     parser.add_argument(
-        "--precisions", nargs="+", choices=PRECISIONS, default=["fp32"], help="of the networks (default fp32)"
+        "--precisions", nargs="+", choices=ALL_PRECISIONS, default=["fp32"], help="of the networks (default fp32)"
     )
     parser.add_argument(
         "--size", nargs=2, type=int, metavar=("H", "W"), help="of the image that is timed (default: that of testing)"

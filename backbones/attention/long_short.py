@@ -168,16 +168,17 @@ def _windows(x: Tensor, shared: Tensor, window_size: int, side: int) -> Tensor:
     length, before = window_size + 2 * side, 2 * side
     # (B, rows, M, columns, length, E)
     columns = overlap.windows(x, 2, length, window_size).permute(0, 2, 1, 4, 3, 5)
+    # Of sizes left as -1 OpenVINO 2026.4 makes numbers that nothing was written to.
     shared = shared[:, None, :, None]
     if window_size < before:
         # (B, rows, M, cols, length, length, E)
         columns = columns.unfold(3, length, window_size).movedim(-1, 4)
-        shared = shared.expand(-1, columns.shape[1], -1, columns.shape[3], -1, -1, -1)
+        shared = shared.expand(*columns.shape[:4], *shared.shape[4:])
         columns = torch.cat([columns[:, :, :, :, :before], shared, columns[:, :, :, :, before:]], dim=4)
         return columns.flatten(4, 5).flatten(0, 2)
     # (B, rows, M, cols + 1, w, length, E)
     columns = columns.unflatten(3, (-1, window_size))
-    shared = shared.expand(-1, columns.shape[1], -1, columns.shape[3], -1, -1, -1)
+    shared = shared.expand(*columns.shape[:4], *shared.shape[4:])
     columns = torch.cat([shared, columns], dim=4)
     # A window is the last columns of one piece, and the whole of the next.
     step = static_size(columns.shape[4]) * length

@@ -1,7 +1,8 @@
 """Exported detectors, and the proof that they give the same answers."""
 
-from projects_vil.export.api import INPUT_DTYPES, PRECISIONS, export_detector
+from projects_vil.export.api import ALL_PRECISIONS, INPUT_DTYPES, PRECISIONS, export_detector
 from projects_vil.export.exportable.build import make_exportable
+from projects_vil.export.fitting import fitted_size, padded
 from projects_vil.export.formats import FORMATS, is_exported
 from projects_vil.export.metadata import digest_of, read_metadata
 from projects_vil.export.report import describe_report
@@ -9,6 +10,7 @@ from projects_vil.export.runtime import ExportedDetector, ExportedModel, paste_m
 from projects_vil.export.table import TABLE_DETECTORS, TABLE_FAMILIES, available_formats, describe_table, export_table
 
 __all__ = [
+    "ALL_PRECISIONS",
     "FORMATS",
     "INPUT_DTYPES",
     "PRECISIONS",
@@ -22,8 +24,10 @@ __all__ = [
     "digest_of",
     "export_detector",
     "export_table",
+    "fitted_size",
     "is_exported",
     "make_exportable",
+    "padded",
     "paste_masks",
     "read_metadata",
     "to_instances",

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from detectron2.config import CfgNode
-from torch import nn
+from torch import Tensor, nn
 
 from backbones import InputError
 from backbones.errors import check_choice
@@ -24,14 +24,18 @@ from projects_vil.checkpoint import load_detector
 from projects_vil.config import DETECTORS
 from projects_vil.data import load_dataset, register_datasets
 from projects_vil.export.exportable.build import make_exportable
-from projects_vil.export.formats import FORMATS, OPSET, check_format, write_model
-from projects_vil.export.metadata import check_sides, describe_model, digest_of, metadata_path
+from projects_vil.export.formats import FORMATS, check_format, write_model
+from projects_vil.export.formats.quantizing import FLOAT_PARTS
+from projects_vil.export.metadata import check_sides, describe_model, digests_of, metadata_path
 from projects_vil.export.report import check_export, comparison_images, example_image, report_path
 from projects_vil.export.runtime import ExportedModel
 from projects_vil.export.stages import Stages
+from projects_vil.modeling import SMALLEST_SIDE
 from projects_vil.utils import unfinished_folder
 
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+# Of what computes; int8 is made of a file in fp32.
+ALL_PRECISIONS = (*PRECISIONS, "int8")
 INPUT_DTYPES = ("uint8", "float32")
 # Of the image that a model is recorded with; comparisons take others.
 EXAMPLE_SIZE = (160, 224)
@@ -54,8 +58,12 @@ def in_precision(detector: nn.Module, precision: str) -> nn.Module:
 
 def check_precision(file_format: str, precision: str) -> None:
     """Raise an :class:`InputError` where a format does not have a precision."""
-    if (file_format, precision) == ("onnx", "bf16"):
-        raise InputError(f"--precision bf16: ONNX has no bfloat16 convolutions in opset {OPSET}; take fp16, or a .pt2")
+    known = FORMATS[file_format]
+    if precision in known.refused:
+        raise InputError(f"--precision {precision}: {known.refused[precision]}")
+    if precision == "int8" and known.quantize is None:
+        able = " or ".join(name for name, other in FORMATS.items() if other.quantize)
+        raise InputError(f"--precision int8: {file_format} has none; take --format {able}")
 
 
 def export_detector(
@@ -68,8 +76,11 @@ def export_detector(
     input_dtype: str = "uint8",
     batched: bool = False,
     fixed_detections: bool = False,
+    size: tuple[int, int] | None = None,
     images: Sequence[str | Path] = (),
     evaluate: bool = False,
+    calibration_images: int = 100,
+    accept_drop: bool = False,
     runs: int = 5,
 ) -> tuple[Path, dict]:
     """Export, load the file again in its own runtime, and compare it with detectron2's detector in float32.
@@ -79,13 +90,16 @@ def export_detector(
         weights: its checkpoint.
         output: folder for the model, its metadata and its report.
         file_format: of ``FORMATS``.
-        precision: of ``PRECISIONS``.
+        precision: of ``ALL_PRECISIONS``. In int8 both are evaluated, and that decides.
         input_dtype: of ``INPUT_DTYPES``; TorchScript takes both.
         batched: whether the model takes (B, 3, H, W).
         fixed_detections: whether ``TEST.DETECTIONS_PER_IMAGE`` detections come out for each image, filled up, and how
             many there are; a format that must have it, has it.
+        size: height and width of the images that it takes; None for any.
         images: files to compare on; four drawn images where there are none. The model was recorded with another.
         evaluate: whether to evaluate both on ``DATASETS.TEST`` too.
+        calibration_images: of ``DATASETS.TRAIN`` that int8's ranges are measured on, at most.
+        accept_drop: whether int8 may lose more than ``AP_DROP``.
         runs: of the measurement of latency.
 
     Returns:
@@ -98,27 +112,32 @@ def export_detector(
         raise InputError(f"a {cfg.MODEL.META_ARCHITECTURE} cannot be exported yet: only {' and '.join(DETECTORS)} can")
     for what, value, known in (
         ("format", file_format, FORMATS),
-        ("precision", precision, PRECISIONS),
+        ("precision", precision, ALL_PRECISIONS),
         ("type of the input", input_dtype, INPUT_DTYPES),
     ):
         check_choice(what, value, known)
     check_format(file_format)
     check_precision(file_format, precision)
+    is_int8 = precision == "int8"
+    if is_int8:
+        _check_calibration(cfg, calibration_images)
+    evaluate = evaluate or is_int8
     if evaluate:
         register_datasets(cfg)
         load_dataset(cfg, cfg.DATASETS.TEST, train=False)
+    _check_size(size, file_format, evaluate=evaluate)
     special = [name for name, is_so in (("batched", batched), (precision, precision != "fp32")) if is_so]
     special += ["fixed"] if fixed_detections else []
     special += ["float32"] if input_dtype != "uint8" else []
+    special += [f"{size[0]}x{size[1]}"] if size else []
     path = Path(output) / ("_".join(["model", *special]) + FORMATS[file_format].suffix)
     fixed_number = None
     if fixed_detections or FORMATS[file_format].needs_fixed_detections:
         fixed_number = _fixed_number(cfg)
-    compared = comparison_images(cfg, images)
+    compared = comparison_images(cfg, images, fixed=size)
     reference, categories = load_detector(cfg, weights)
-    exportable = make_exportable(
-        in_precision(copy.deepcopy(reference), precision), batched=batched, fixed_number=fixed_number
-    )
+    network = in_precision(copy.deepcopy(reference), "fp32" if is_int8 else precision)
+    exportable = make_exportable(network, batched=batched, fixed_number=fixed_number, size=size)
     metadata = describe_model(
         cfg,
         exportable,
@@ -131,23 +150,32 @@ def export_detector(
     )
     for image, file in itertools.zip_longest(compared, images):
         check_sides(metadata["input"]["sides"], image.shape[-2:], what=str(file or "MIN_SIZE_TEST makes images that"))
-    example = example_image(*EXAMPLE_SIZE).to(getattr(torch, input_dtype))
+    example = example_image(*(size or EXAMPLE_SIZE)).to(getattr(torch, input_dtype))
     stages = Stages()
     with unfinished_folder(path.parent) as unfinished:
         new = unfinished / path.name
         with _writing(path):
-            write_model(exportable, torch.stack([example] * 2) if batched else example, new, file_format, stages=stages)
-            metadata_path(new).write_text(json.dumps(metadata | {"sha256": digest_of(new)}, indent=2) + "\n")
+            written = unfinished / f"float{FORMATS[file_format].suffix}" if is_int8 else new
+            example = torch.stack([example] * 2) if batched else example
+            write_model(exportable, example, written, file_format, stages=stages)
+            if is_int8:
+                inputs = [image[None] if batched else image for image in _calibrating(cfg, calibration_images)]
+                inputs = [image.to(example.dtype) for image in inputs]
+                FORMATS[file_format].quantize(written, new, inputs, stages)
+                metadata["quantization"] = {"calibration_images": len(inputs), "float_parts": FLOAT_PARTS}
+            metadata_path(new).write_text(json.dumps(metadata | digests_of(new, file_format), indent=2) + "\n")
         with stages("loading"):
             model = ExportedModel(new)
         with stages("comparing", f"{len(compared)} images, and DATASETS.TEST" if evaluate else ""):
             report = check_export(cfg, reference, model, compared, runs=runs, evaluate=evaluate)
         report["seconds"] = stages.seconds
+        report["accept_drop"] = accept_drop
+        report["ok"] = report["ok"] or (is_int8 and accept_drop)
         with _writing(report_path(path)):
             report_path(new).write_text(json.dumps(report, indent=2) + "\n")
-        for name in (lambda model: model, metadata_path, report_path):
-            with _writing(name(path)):
-                os.replace(name(new), name(path))
+        for file in (*FORMATS[file_format].files(path), metadata_path(path), report_path(path)):
+            with _writing(file):
+                os.replace(unfinished / file.name, file)
     return path, report
 
 
@@ -156,6 +184,34 @@ def _fixed_number(cfg: CfgNode) -> int:
     if number < 1:
         raise InputError(f"TEST.DETECTIONS_PER_IMAGE is {number}: a fixed number of detections is 1 or more")
     return number
+
+
+def _check_calibration(cfg: CfgNode, calibration_images: int) -> None:
+    if calibration_images < 1:
+        raise InputError(f"--calibration-images {calibration_images}: it is 1 or more")
+    register_datasets(cfg)
+    load_dataset(cfg, cfg.DATASETS.TRAIN, train=True)
+
+
+def _calibrating(cfg: CfgNode, number: int) -> list[Tensor]:
+    """Images (3, H, W) uint8 from all over ``DATASETS.TRAIN``, prepared as for testing: ``number`` of them, or all."""
+    records = load_dataset(cfg, cfg.DATASETS.TRAIN, train=True)
+    chosen = records[:: max(len(records) // number, 1)][:number]
+    return comparison_images(cfg, [record["file_name"] for record in chosen])
+
+
+def _check_size(size: tuple[int, int] | None, file_format: str, *, evaluate: bool) -> None:
+    if size is None:
+        return
+    if file_format == "torchscript":
+        raise InputError("--size: a trace takes any size all the same; leave it out, or take another --format")
+    if min(size) < SMALLEST_SIDE:
+        raise InputError(f"--size {size[0]} {size[1]}: sides are {SMALLEST_SIDE} pixels or more")
+    if evaluate:
+        raise InputError(
+            "--evaluate, and --precision int8, which is judged by it: images of DATASETS.TEST have sizes of their own; "
+            "leave it out, or --size"
+        )
 
 
 @contextlib.contextmanager

@@ -20,8 +20,10 @@ from projects_vil.export.formats import FORMATS, OPSET
 from projects_vil.modeling import largest_side
 
 
-def sides_of(detector: nn.Module, file_format: str) -> list[int]:
+def sides_of(detector: nn.Module, file_format: str, size: tuple[int, int] | None = None) -> list[int]:
     """The shortest and the longest side, in pixels, of an image that a file takes."""
+    if size:
+        return sorted(size)
     shortest, longest = FORMATS[file_format].sides
     return [shortest, min(longest, largest_side(detector))]
 
@@ -40,13 +42,30 @@ def check_batch(metadata: dict, number: int, *, what: str) -> None:
         raise InputError(f"{what}: a batch of {number} images, and the model takes {least} to {most}")
 
 
+def check_input(taken: dict, size: Sequence[int], *, what: str) -> None:
+    """Raise an :class:`InputError` where metadata tell of other images than those of ``size`` (height, width)."""
+    fixed = taken.get("size")
+    if fixed and list(size) != fixed:
+        own = f"{fixed[0]} x {fixed[1]}"
+        raise InputError(
+            f"{what}: {size[0]} x {size[1]} pixels, and the model takes {own} alone: scale and pad to that"
+        )
+    check_sides(taken["sides"], size, what=what)
+
+
 def metadata_path(path: str | Path) -> Path:
     """Where the metadata of an exported file stands."""
     return Path(f"{path}.metadata.json")
 
 
+def digests_of(path: Path, file_format: str) -> dict:
+    """SHA-256 of a model's file, and, by name, of those that belong to it, as its metadata have them."""
+    own, *beside = FORMATS[file_format].files(path)
+    return {"sha256": digest_of(own), "beside": {file.name: digest_of(file) for file in beside}}
+
+
 def digest_of(path: str | Path) -> str:
-    """SHA-256 of a file, as its metadata has it."""
+    """SHA-256 of a file, as metadata have it."""
     with open(path, "rb") as file:
         digest = hashlib.sha256()
         while part := file.read(1 << 20):
@@ -74,13 +93,17 @@ def read_metadata(path: str | Path) -> dict:
 
 
 def check_digest(path: str | Path, metadata: dict) -> None:
-    """Raise an :class:`InputError` where an exported file is not the one that its metadata were written for."""
+    """Raise an :class:`InputError` where an exported file, or one that belongs to it, is not that of its metadata."""
     # Files that were exported before this was written have none.
-    if metadata.get("sha256") not in (None, digest_of(path)):
-        raise InputError(
-            f"{path} is damaged, or not the file that {metadata_path(path).name} was written for (its sha256 is "
-            "another): export it again; where you have changed it, take sha256 out there"
-        )
+    digests = {Path(path).name: metadata.get("sha256")} | metadata.get("beside", {})
+    for name, digest in digests.items():
+        file = Path(path).with_name(name)
+        check_file(file, "file", named_by=f"which belongs to {path}")
+        if digest not in (None, digest_of(file)):
+            raise InputError(
+                f"{file} is damaged, or not the file that {metadata_path(path).name} was written for (its sha256 is "
+                "another): export it again; where you have changed it, take sha256 out there"
+            )
 
 
 def _is_metadata(metadata: object) -> bool:
@@ -121,7 +144,7 @@ def describe_model(
         category_ids: of the classes in COCO files, in the same order; None where they are not known.
     """
     batch = ["images"] if exportable.batched else []
-    short, longest = cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST
+    short, longest = 0 if exportable.size else cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST
     outputs = [{"name": name} | _OUTPUTS[name] for name in exportable.output_names]
     for output in outputs:
         if output["name"] == "masks":
@@ -134,17 +157,19 @@ def describe_model(
         "format": file_format,
         "opset": OPSET if file_format == "onnx" else None,
         "precision": precision,
+        "runtime_options": dict(FORMATS[file_format].options),
         "detector": detector_name(cfg),
         "backbone": getattr(
             getattr(exportable.detector.backbone, "bottom_up", None), "variant", cfg.MODEL.BACKBONE.NAME
         ),
         "input": {
             "name": exportable.input_names[0],
-            "shape": [*batch, 3, "height", "width"],
+            "shape": [*batch, 3, *(exportable.size or ("height", "width"))],
+            "size": exportable.size and list(exportable.size),
             "batched": exportable.batched,
             "dtype": input_dtype,
             "range": [0, 255],
-            "sides": sides_of(exportable.detector, file_format),
+            "sides": sides_of(exportable.detector, file_format, exportable.size),
             "batch": [1, FORMATS[file_format].largest_batch] if exportable.batched else None,
             "color_order": cfg.INPUT.FORMAT,
         },
@@ -152,7 +177,9 @@ def describe_model(
             "short_side": short or None,
             "longest_side": longest if short else None,
             "interpolation": "bilinear, antialiased (Pillow's BILINEAR)",
-            "rule": "the shorter side becomes short_side, the longer is multiplied by short_side / shorter; if it is "
+            "rule": _FIXED_RULE
+            if exportable.size
+            else "the shorter side becomes short_side, the longer is multiplied by short_side / shorter; if it is "
             "more than longest_side then, both are multiplied by longest_side / longer; each is int(side + 0.5); "
             "null: images are taken as they are",
         },
@@ -171,6 +198,12 @@ def describe_model(
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
 
+
+_FIXED_RULE = (
+    "both sides are multiplied by the smaller of input.size[0] / height and input.size[1] / width, each is "
+    "int(side + 0.5); then the rounded mean is added below and on the right up to input.size; boxes are cut at the "
+    "end of the image"
+)
 
 _OUTPUTS = {
     "boxes": {

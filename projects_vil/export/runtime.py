@@ -5,14 +5,13 @@ from pathlib import Path
 
 import torch
 from detectron2.layers import paste_masks_in_image
-from detectron2.modeling.postprocessing import detector_postprocess
 from detectron2.structures import Boxes, Instances
 from torch import Tensor, nn
 
 from backbones import InputError
 from projects_vil.export.exportable.filling import without_filling
 from projects_vil.export.formats import format_of, load_model
-from projects_vil.export.metadata import check_batch, check_digest, check_sides, read_metadata
+from projects_vil.export.metadata import check_batch, check_digest, check_input, read_metadata
 
 
 class ExportedModel:
@@ -47,7 +46,7 @@ class ExportedModel:
         """
         if images.is_floating_point() and not self.dtype.is_floating_point:
             raise InputError(f"{self.path} takes {self.dtype} images: export it with --input-dtype float32 for others")
-        check_sides(self.metadata["input"]["sides"], images.shape[-2:], what=str(self.path))
+        check_input(self.metadata["input"], images.shape[-2:], what=str(self.path))
         if self.batched:
             check_batch(self.metadata, len(images), what=str(self.path))
         with torch.no_grad():
@@ -92,11 +91,15 @@ def to_instances(found: dict[str, Tensor], size: tuple[int, int], file_size: tup
     """Detections of an exported model as detectron2's Instances.
 
     Args:
-        found: by name, in an image of ``size`` (height, width).
+        found: by name, in an image of ``size`` (height, width), which may have been padded; boxes are cut at its end.
         file_size: of the image before it was resized: what boxes are scaled to, and masks pasted into.
     """
-    instances = Instances(tuple(size), pred_boxes=Boxes(found["boxes"].clone()), scores=found["scores"])
-    instances.pred_classes = found["classes"]
+    boxes = Boxes(found["boxes"].clone())
+    boxes.scale(file_size[1] / size[1], file_size[0] / size[0])
+    instances = Instances(tuple(file_size), scores=found["scores"], pred_classes=found["classes"])
     if "masks" in found:
-        instances.pred_masks = found["masks"]
-    return detector_postprocess(instances, *file_size)
+        # A mask is that of the whole box.
+        instances.pred_masks = paste_masks(found["masks"], boxes.tensor, file_size)
+    boxes.clip(file_size)
+    instances.pred_boxes = boxes
+    return instances[boxes.nonempty()]

@@ -15,7 +15,7 @@ from backbones import InputError
 from projects_vil.checkpoint import Categories, check_weights_file, checked_ids, known_categories, load_detector
 from projects_vil.config import DETECTORS, check_device, default_config, number_of_classes
 from projects_vil.data import size_for_testing
-from projects_vil.export import ExportedModel, is_exported, read_metadata, to_instances
+from projects_vil.export import ExportedModel, fitted_size, is_exported, padded, read_metadata, to_instances
 from projects_vil.modeling import add_tta, augmentation_sizes, longest_side
 
 
@@ -117,9 +117,12 @@ class ExportedRunner:
             )
         self.score_threshold = score_threshold
         self.resizing = self.model.metadata["resizing"]
-        self.sides = self.model.metadata["input"].get("sides") or (1, None)
+        self.fixed_size = tuple(self.model.metadata["input"].get("size") or ()) or None
+        self.sides = (None if self.fixed_size else self.model.metadata["input"].get("sides")) or (1, None)
 
     def input_size(self, height: int, width: int) -> tuple[int, int]:
+        if self.fixed_size:
+            return fitted_size(height, width, self.fixed_size)
         if not self.resizing["short_side"]:
             return height, width
         sides = self.resizing["short_side"], self.resizing["longest_side"]
@@ -129,14 +132,15 @@ class ExportedRunner:
         return _refusal((height, width), self.input_size(height, width), self.sides)
 
     def __call__(self, images: Sequence[Tensor], sizes: Sequence[tuple[int, int]]) -> list[Instances]:
+        taken = [self._padded(image) for image in images]
         if self.model.batched:
-            found = self.model(torch.stack(list(images)))
+            found = self.model(torch.stack(taken))
             image_index = found.pop("image_index")
             each = [
                 {name: value[image_index == index] for name, value in found.items()} for index in range(len(images))
             ]
         else:
-            each = [self.model(image) for image in images]
+            each = [self.model(image) for image in taken]
         if self.score_threshold is not None:
             each = [
                 {name: value[found["scores"] >= self.score_threshold] for name, value in found.items()}
@@ -145,6 +149,11 @@ class ExportedRunner:
         return [
             to_instances(found, image.shape[1:], size) for found, image, size in zip(each, images, sizes, strict=True)
         ]
+
+    def _padded(self, image: Tensor) -> Tensor:
+        if not self.fixed_size:
+            return image
+        return padded(image, self.fixed_size, self.model.metadata["normalization"]["mean"])
 
 
 def check_runner(cfg: CfgNode, weights: str | Path, *, tta: bool = False) -> None:

@@ -117,11 +117,16 @@ def test_the_onnx_example_is_short():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mistake", ["no model", "no metadata", "no photo", "no image", "no suffix"])
+@pytest.mark.parametrize("mistake", ["no model", "no metadata", "no photo", "no image", "no suffix", "size", "rows"])
 @pytest.mark.parametrize("file_format", FORMATS)
 def test_a_mistake_is_one_line(mistake, file_format, model, photo, tmp_path, monkeypatch):
     path, says, output = model(file_format), f"there is no file {tmp_path}", tmp_path / "found.png"
-    if mistake == "no suffix":
+    if mistake in ("size", "rows"):
+        metadata = json.loads(metadata_path(path).read_text())
+        (metadata["input"] if mistake == "size" else metadata).update(size=[96, 128], fixed_detections=100)
+        metadata_path(path).write_text(json.dumps(metadata))
+        says = f"{path} is for images of one size, or gives rows in a fixed number"
+    elif mistake == "no suffix":
         output = tmp_path / "found.abc"
         says = f"cannot write {output}: "
     elif mistake == "no model":

@@ -1,7 +1,21 @@
 """Images, videos and exported files."""
 
+import hashlib
+import json
+from pathlib import Path
+
 from tests.faults.fault import Fault
 from tests.faults.spoiling import cut_off, emptied, flipped, made_a_folder, made_a_pipe, removed, written
+
+
+def copied_to_openvino(folder: Path) -> None:
+    """What a file of OpenVINO is without its ``.bin``: that is looked for before the file is read."""
+    metadata = json.loads((folder / "export/model.ts.metadata.json").read_text())
+    contents = b"<net/>"
+    digests = {"sha256": hashlib.sha256(contents).hexdigest(), "beside": {"model.bin": "0" * 64}}
+    (folder / "export/model.xml").write_bytes(contents)
+    (folder / "export/model.xml.metadata.json").write_text(json.dumps(metadata | digests))
+
 
 _RUN = "predict.py --config-file run/config.yaml --weights run/model_final.pth --output out"
 _EXPORTED = "predict.py --config-file run/config.yaml --weights export/model.ts --output out --input photos"
@@ -71,6 +85,14 @@ FAULTS = (
         "an export of bfloat16 to ONNX",
         f"{_EXPORT} --format onnx --precision bf16",
         parts=("run",),
+    ),
+    Fault("an export to int8 in a format without it", f"{_EXPORT} --precision int8", parts=("run",)),
+    Fault("an export for images that are too small", f"{_EXPORT} --format torch_export --size 16 128", parts=("run",)),
+    Fault(
+        "an export whose weights, beside it, are missing",
+        "predict.py --config-file run/config.yaml --weights export/model.xml --output out --input photos",
+        copied_to_openvino,
+        parts=("run", "export"),
     ),
     Fault(
         "an export to TensorRT without a GPU",

@@ -20,12 +20,16 @@ _ROI_HEADS = (StandardROIHeads, CascadeROIHeads)
 
 
 def make_exportable(
-    detector: nn.Module, *, batched: bool = False, fixed_number: int | None = None
+    detector: nn.Module,
+    *,
+    batched: bool = False,
+    fixed_number: int | None = None,
+    size: tuple[int, int] | None = None,
 ) -> ExportableDetector:
     """The exportable equivalent of a detector, which shares its parameters, in eval mode.
 
     Args:
-        batched, fixed_number: see :class:`ExportableDetector`.
+        batched, fixed_number, size: see :class:`ExportableDetector`.
 
     Raises:
         InputError: for a detector with parts that have no equivalent here.
@@ -36,7 +40,7 @@ def make_exportable(
             raise InputError(f"a detector whose {name} is a {type(part).__name__} cannot be exported: it is {known}")
     if isinstance(detector, RetinaNet) and detector.max_detections_per_image < 0:
         raise InputError("TEST.DETECTIONS_PER_IMAGE is below 0: detectron2's RetinaNet drops its last detection then")
-    return _equivalent(detector)(detector, batched=batched, fixed_number=fixed_number).eval()
+    return _equivalent(detector)(detector, batched=batched, fixed_number=fixed_number, size=size).eval()
 
 
 def _equivalent(detector: nn.Module) -> type[ExportableDetector]:

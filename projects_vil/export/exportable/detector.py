@@ -27,6 +27,7 @@ class ExportableDetector(nn.Module):
         batched: whether the input is a batch of images of one size.
         fixed_number: of detections that come out for each image, see :func:`.filling.filled_up`; None for as many as
             there are.
+        size: height and width of all images that it is recorded for; None for any.
 
     Input: (3, H, W), or (B, 3, H, W) if batched: uint8 or floating point, 0 to 255, channels in ``INPUT.FORMAT``.
 
@@ -37,11 +38,19 @@ class ExportableDetector(nn.Module):
     (B,), int64: how many of the rows are detections.
     """
 
-    def __init__(self, detector: nn.Module, *, batched: bool = False, fixed_number: int | None = None) -> None:
+    def __init__(
+        self,
+        detector: nn.Module,
+        *,
+        batched: bool = False,
+        fixed_number: int | None = None,
+        size: tuple[int, int] | None = None,
+    ) -> None:
         super().__init__()
         self.detector = detector
         self.batched = batched
         self.fixed_number = fixed_number
+        self.size = size
         self.input_names = ("images",) if batched else ("image",)
         self.output_names: tuple[str, ...] = ("boxes", "scores", "classes")
         if fixed_number is not None:

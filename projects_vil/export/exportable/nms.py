@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchvision.ops import nms
 
+_LEAST = -1e30  # below every score
+
 
 def best_of_row(scores: Tensor, number: int, *, filler: float) -> tuple[Tensor, Tensor]:
     """The ``number`` largest values of each row and their places, from the largest: (B, N) -> (B, number) twice.
@@ -78,8 +80,9 @@ def best_without_overlap(
     field = ends.max() - ends.min() + 1
     offset = torch.stack([group % columns, divided(group, columns)], dim=1).to(boxes.dtype) * field
     # torchvision tells torch.export that it keeps two boxes or more: two without an area see to that, and come last.
+    # OpenVINO would leave out scores of minus infinity.
     boxes = F.pad(boxes + offset.repeat(1, 2), (0, 0, 0, 2))
-    kept = nms(boxes, F.pad(scores, (0, 2), value=-math.inf), threshold)[:-2]
+    kept = nms(boxes, F.pad(scores, (0, 2), value=_LEAST), threshold)[:-2]
     if number < 0:
         return kept
     if image is None:

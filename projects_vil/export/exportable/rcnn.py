@@ -15,8 +15,15 @@ from projects_vil.export.exportable.nms import best_of_row, best_without_overlap
 class ExportableRCNN(ExportableDetector):
     """detectron2's Faster or Mask R-CNN: see :class:`ExportableDetector`."""
 
-    def __init__(self, detector: nn.Module, *, batched: bool = False, fixed_number: int | None = None) -> None:
-        super().__init__(detector, batched=batched, fixed_number=fixed_number)
+    def __init__(
+        self,
+        detector: nn.Module,
+        *,
+        batched: bool = False,
+        fixed_number: int | None = None,
+        size: tuple[int, int] | None = None,
+    ) -> None:
+        super().__init__(detector, batched=batched, fixed_number=fixed_number, size=size)
         if detector.roi_heads.mask_on:
             self.output_names = (*self.output_names[:3], "masks", *self.output_names[3:])
 
@@ -122,7 +129,7 @@ def pool(pooler: ROIPooler, maps: list[Tensor], boxes: Tensor, image: Tensor) ->
         values = roi_align(
             features.float(), regions[rows], layer.output_size, layer.spatial_scale, layer.sampling_ratio, layer.aligned
         )
-        pooled = pooled.index_put((rows,), values.to(pooled.dtype))
+        pooled = pooled.index_copy(0, rows, values.to(pooled.dtype))
     return pooled
 
 

@@ -13,6 +13,7 @@ from projects_vil.export.exportable.detector import ExportableDetector
 from projects_vil.export.formats.aot_inductor import AOT_INDUCTOR, compiler
 from projects_vil.export.formats.format import Format, Run
 from projects_vil.export.formats.onnx import ONNX, OPSET
+from projects_vil.export.formats.openvino import OPENVINO
 from projects_vil.export.formats.tensorrt import TENSORRT_ENGINE
 from projects_vil.export.formats.torch_export import TORCH_EXPORT
 from projects_vil.export.formats.torchscript import TORCHSCRIPT
@@ -23,6 +24,7 @@ FORMATS: dict[str, Format] = {
     "onnx": ONNX,
     "torch_export": TORCH_EXPORT,
     "aot_inductor": AOT_INDUCTOR,
+    "openvino": OPENVINO,
     "tensorrt": TENSORRT_ENGINE,
 }
 

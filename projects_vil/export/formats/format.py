@@ -1,8 +1,9 @@
 """What a format is: its file, what it needs here, how it is written and how it is run."""
 
 import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import importlib.metadata
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor
@@ -31,6 +32,11 @@ class Format:
         needs_fixed_detections: whether what comes out must have a shape that the image does not decide.
         describe: a file -> what its report says of it beyond what all formats have; raises an :class:`InputError` for
             one that other programs would refuse.
+        beside: the ends of the names of further files that belong to a model, in place of ``suffix``.
+        options: of the runtime, which it is to run a file with.
+        quantize: a file in float32, the one to be written, images as the model takes them, and the stages: writes it
+            in int8. None where there is none.
+        refused: precisions that it does not have, and why.
     """
 
     suffix: str
@@ -42,6 +48,24 @@ class Format:
     largest_batch: int = LARGEST_BATCH
     needs_fixed_detections: bool = False
     describe: Callable[[Path], dict] = lambda path: {}
+    beside: tuple[str, ...] = ()
+    options: Mapping[str, str] = field(default_factory=dict)
+    quantize: Callable[[Path, Path, Sequence[Tensor], Stages], None] | None = None
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+    def files(self, path: Path) -> list[Path]:
+        """The files of a model, from the one that it is named by."""
+        stem = str(path).removesuffix(self.suffix)
+        return [path, *(Path(stem + suffix) for suffix in self.beside)]
+
+
+def check_packages(file_format: str, packages: Sequence[str]) -> None:
+    """Raise an :class:`InputError` where one of the packages that a format needs is missing."""
+    for name in packages:
+        try:
+            importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError as error:
+            raise InputError(f"--format {file_format} needs {name}: pip install {' '.join(packages)}") from error
 
 
 @contextlib.contextmanager

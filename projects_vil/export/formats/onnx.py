@@ -1,14 +1,14 @@
 """ONNX, and onnxruntime: ``model.onnx``."""
 
-import importlib.metadata
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from backbones import InputError
 from projects_vil.export.exportable.detector import ExportableDetector
-from projects_vil.export.formats.format import Format, Run, damaged
+from projects_vil.export.formats.format import Format, Run, check_packages, damaged
+from projects_vil.export.formats.quantizing import stays_float
 from projects_vil.export.formats.recording import check_recording, quiet, record
 from projects_vil.export.onnx_graph.standard import describe_onnx
 from projects_vil.export.onnx_graph.tensorrt_operators import TENSORRT, undocumented
@@ -20,11 +20,7 @@ PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 
 def _check() -> None:
     check_recording("onnx")
-    for name in PACKAGES:
-        try:
-            importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError as error:
-            raise InputError(f"--format onnx needs {name}: pip install {' '.join(PACKAGES)}") from error
+    check_packages("onnx", PACKAGES)
 
 
 def _write(exportable: ExportableDetector, example: Tensor, path: Path, stages: Stages) -> None:
@@ -87,6 +83,37 @@ def _attention(
     return op.MatMul(op.Softmax(scores, axis=-1), value)
 
 
+def _quantize(source: Path, path: Path, images: Sequence[Tensor], stages: Stages) -> None:
+    import onnx
+    from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
+
+    graph = onnx.load(str(source)).graph
+    weights = {tensor.name for tensor in graph.initializer}
+    # Products of attention have no weights.
+    kept = [
+        node.name for node in graph.node if not weights.intersection(node.input) or any(map(stays_float, node.input))
+    ]
+    name, left = graph.input[0].name, iter(images)
+
+    class Images(CalibrationDataReader):
+        def get_next(self) -> dict | None:
+            image = next(left, None)
+            return None if image is None else {name: image.numpy()}
+
+    with stages("quantising", f"{len(images)} images"), quiet():
+        quantize_static(
+            str(source),
+            str(path),
+            Images(),
+            quant_format=QuantFormat.QDQ,
+            op_types_to_quantize=["Conv", "MatMul", "Gemm"],
+            nodes_to_exclude=kept,
+            per_channel=True,
+            activation_type=QuantType.QUInt8,
+            weight_type=QuantType.QInt8,
+        )
+
+
 def _load(path: Path) -> Run:
     _check()
     import onnxruntime
@@ -111,4 +138,13 @@ def _describe(path: Path) -> dict:
     return {"onnx": describe_onnx(path) | {"tensorrt": tensorrt}}
 
 
-ONNX = Format(".onnx", _check, _write, _load, PACKAGES, describe=_describe)
+ONNX = Format(
+    ".onnx",
+    _check,
+    _write,
+    _load,
+    PACKAGES,
+    describe=_describe,
+    quantize=_quantize,
+    refused={"bf16": f"ONNX has no bfloat16 convolutions in opset {OPSET}; take fp16, or a .pt2"},
+)

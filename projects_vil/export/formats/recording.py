@@ -27,13 +27,16 @@ def check_recording(file_format: str) -> None:
 
 
 def record(exportable: ExportableDetector, example: Tensor) -> torch.export.ExportedProgram:
-    """torch.export's program of a detector, for images of any height and width, and any number if it is batched."""
+    """torch.export's program of a detector, for images of any height and width, and any number if it is batched.
+
+    Of a detector with a size the height and width are that of the example.
+    """
     import torch.fx.experimental._config as symbolic
 
     # With bounds, what does not hold for all of these sizes is an error here, and not where the file runs.
     sides = {"min": SMALLEST_SIDE, "max": largest_side(exportable.detector)}
     height, width = torch.export.Dim("height", **sides), torch.export.Dim("width", **sides)
-    dynamic = {example.ndim - 2: height, example.ndim - 1: width}
+    dynamic = {} if exportable.size else {example.ndim - 2: height, example.ndim - 1: width}
     if exportable.batched:
         dynamic[0] = torch.export.Dim("batch", min=1, max=LARGEST_BATCH)
     with (

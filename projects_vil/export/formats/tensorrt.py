@@ -64,19 +64,28 @@ def build_engine(onnx_file: Path, *, largest: int) -> memoryview:
     # float32 means float32: TF32, which is on by default, has ten bits.
     config.clear_flag(tensorrt.BuilderFlag.TF32)
     image, profile = network.get_input(0), builder.create_optimization_profile()
-    profile.set_shape(image.name, *_shapes(len(image.shape), largest))
-    config.add_optimization_profile(profile)
+    if -1 in tuple(image.shape):
+        profile.set_shape(image.name, *_shapes(tuple(image.shape), largest))
+        config.add_optimization_profile(profile)
     engine = builder.build_serialized_network(network, config)
     if engine is None:
         raise InputError(f"TensorRT {tensorrt.__version__} builds no engine of the ONNX file; its log says why")
     return memoryview(engine)
 
 
-def _shapes(axes: int, largest: int) -> list[tuple[int, ...]]:
-    """The smallest, the optimal and the largest input: (3, H, W), or (B, 3, H, W) where there are four axes."""
+def _shapes(shape: tuple[int, ...], largest: int) -> list[tuple[int, ...]]:
+    """The smallest, the optimal and the largest input: (3, H, W), or (B, 3, H, W) where there are four axes.
+
+    Args:
+        shape: of the input, -1 for what may vary.
+        largest: side, in pixels.
+    """
     optimal = tuple(min(side, largest) for side in OPTIMAL_SIZE)
-    shapes = [(1, 3, SMALLEST_SIDE, SMALLEST_SIDE), (1, 3, *optimal), (LARGEST_BATCH, 3, largest, largest)]
-    return [shape[-axes:] for shape in shapes]
+    free = [(1, 3, SMALLEST_SIDE, SMALLEST_SIDE), (1, 3, *optimal), (LARGEST_BATCH, 3, largest, largest)]
+    return [
+        tuple(own if side == -1 else side for own, side in zip(sizes[-len(shape) :], shape, strict=True))
+        for sizes in free
+    ]
 
 
 def _logger():

@@ -13,7 +13,7 @@ from torch import Tensor
 from backbones import InputError
 from backbones.errors import check_choice
 from projects_vil.checkpoint import build_detector
-from projects_vil.export.api import PRECISIONS, check_precision, export_detector
+from projects_vil.export.api import ALL_PRECISIONS, check_precision, export_detector
 from projects_vil.export.formats import FORMATS, check_format
 from projects_vil.export.parity import CHANGED_SHARE, TOLERANCES, Detector, compare, describe, measure_latency
 from projects_vil.export.report import eager_detections, example_image
@@ -55,7 +55,7 @@ def export_table(
         runs: folder with trained runs, OUTPUT_DIR of ``train_net.py``, each in ``DETECTOR_FAMILY``. Where there is
             none, the weights are random.
         detectors: of ``TABLE_DETECTORS``. families: of ``TABLE_FAMILIES``. formats: of ``FORMATS``.
-        precisions: of ``PRECISIONS``.
+        precisions: of ``ALL_PRECISIONS``.
         size: height and width of the image that is timed; that of testing where it is None.
         large: whether to compare on an image of 800 x 1333 too.
         evaluate: whether to evaluate file and eager on ``DATASETS.TEST``, where there is a trained run.
@@ -76,7 +76,7 @@ def export_table(
         ("detector", detectors, TABLE_DETECTORS),
         ("backbone family", families, TABLE_FAMILIES),
         ("format", formats, FORMATS),
-        ("precision", precisions, PRECISIONS),
+        ("precision", precisions, ALL_PRECISIONS),
     ):
         for value in values:
             check_choice(what, value, known)

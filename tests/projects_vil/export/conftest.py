@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from projects_vil.export import ExportedModel, export_detector
-from tests.projects_vil.export.exporting import ALONE, IN_BATCHES, demo_detector
+from tests.projects_vil.export.exporting import ALONE, IN_BATCHES, demo_detector, skip_without
 from tests.projects_vil.helpers import small_config
 
 
@@ -45,7 +45,13 @@ def exported(made_once, weights):
 @pytest.fixture(scope="session")
 def written(file_of):
     """Detector, format, options of :func:`.exporting.write` -> the file in its runtime."""
-    return functools.cache(lambda name, file_format, **options: ExportedModel(file_of(name, file_format, **options)))
+
+    @functools.cache
+    def load(name: str, file_format: str, **options) -> ExportedModel:
+        skip_without(file_format)
+        return ExportedModel(file_of(name, file_format, **options))
+
+    return load
 
 
 @pytest.fixture(scope="session")

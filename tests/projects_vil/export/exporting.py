@@ -1,6 +1,7 @@
 """Detectors that are recorded in seconds, and the files that they are exported to."""
 
 import functools
+import importlib.util
 import json
 from pathlib import Path
 
@@ -22,8 +23,8 @@ from tests.projects_vil.helpers import lively_detector, small_config
 
 BOTH = ("retinanet", "mask_rcnn")
 # Recording takes long: each format has one detector that takes images, and the other that takes batches of them.
-ALONE = {"torchscript": "retinanet", "torch_export": "retinanet", "onnx": "retinanet"}
-IN_BATCHES = {"torchscript": "mask_rcnn", "torch_export": "mask_rcnn", "onnx": "mask_rcnn"}
+ALONE = {"torchscript": "retinanet", "torch_export": "retinanet", "onnx": "retinanet", "openvino": "retinanet"}
+IN_BATCHES = {"torchscript": "mask_rcnn", "torch_export": "mask_rcnn", "onnx": "mask_rcnn", "openvino": "mask_rcnn"}
 FORMATS = tuple(ALONE)
 RECORDED = (96, 128)
 _FEW_RCNN = (
@@ -124,6 +125,12 @@ def write(
 def demo_detector(name: str) -> nn.Module:
     """The demo's, narrow: ViL and all levels. Only tracing it takes seconds."""
     return lively_detector(small_config(name))
+
+
+def skip_without(file_format: str) -> None:
+    """Skip a test of a format whose runtime is an extra that is not installed."""
+    if file_format == "openvino" and importlib.util.find_spec("openvino") is None:
+        pytest.skip("pip install -e '.[openvino]'")
 
 
 def mistake(call, *args) -> str:

@@ -8,18 +8,19 @@ import runpy
 import numpy as np
 import pytest
 import torch
+from detectron2.data import transforms as T
 
 from backbones import InputError
 from backbones.variants import VARIANTS
 from projects_vil import Detector, load_config
 from projects_vil.checkpoint import PROVENANCE_KEY, Provenance
-from projects_vil.export import ExportedModel, describe_report, export_detector, read_metadata
+from projects_vil.export import ExportedModel, describe_report, export_detector, padded, read_metadata, to_instances
 from projects_vil.export import api as export
 from projects_vil.export.api import EXAMPLE_SIZE, in_precision
 from projects_vil.export.metadata import metadata_path
 from projects_vil.export.parity import TOLERANCES
 from projects_vil.export.report import example_image, report_path
-from tests.projects_vil.export.exporting import BOTH, demo_detector
+from tests.projects_vil.export.exporting import BOTH, demo_detector, skip_without
 from tests.projects_vil.helpers import CONFIGS, ROOT, SMALL, lively_detector, run_tool, small_config
 from tests.selection import slow_except
 
@@ -135,6 +136,26 @@ def test_images_of_the_user(shapes, weights, tmp_path):
     assert all(min(row["height"], row["width"]) == 64 for row in report["images"])
 
 
+@pytest.mark.slow
+def test_a_fixed_size(shapes, exported, tmp_path):
+    skip_without("openvino")
+    path, report = exported("retinanet", file_format="openvino", size=(96, 130))
+    assert path.name == "model_96x130.xml" and report["ok"]
+    assert {(row["height"], row["width"]) for row in report["images"]} == {(96, 130)}
+    metadata, model = read_metadata(path), ExportedModel(path)
+    assert metadata["input"]["shape"] == [3, 96, 130] and metadata["input"]["size"] == [96, 130]
+    with pytest.raises(InputError, match="96 x 128 pixels, and the model takes 96 x 130 alone: scale and pad to that$"):
+        model(example_image(96, 128))
+    detector = Detector.load(path)
+    upright = example_image(130, 60).permute(1, 2, 0).numpy()
+    found = detector(upright)
+    # 96 x 44, and the mean on its right
+    image = torch.as_tensor(T.ResizeTransform(130, 60, 96, 44).apply_image(upright)).permute(2, 0, 1)
+    expected = to_instances(model(padded(image, (96, 130), [123.675, 116.28, 103.53])), (96, 44), (130, 60))
+    assert len(found.boxes) == len(expected) > 0 and found.boxes[:, 2].max() <= 60
+    torch.testing.assert_close(torch.as_tensor(found.boxes), expected.pred_boxes.tensor)
+
+
 # -- mistakes --------------------------------------------------------------------------------------
 
 
@@ -146,6 +167,20 @@ def test_images_of_the_user(shapes, weights, tmp_path):
         ({"precision": "fp8"}, (), "unknown precision 'fp8'"),
         ({"input_dtype": "uint16"}, (), "unknown type of the input 'uint16'"),
         ({"fixed_detections": True}, ("TEST.DETECTIONS_PER_IMAGE", "-1"), "TEST.DETECTIONS_PER_IMAGE is -1: a fixed"),
+        ({"size": (96, 128)}, (), "--size: a trace takes any size all the same"),
+        ({"precision": "int8"}, (), "--precision int8: torchscript has none; take --format onnx or openvino"),
+        (
+            {"file_format": "onnx", "precision": "int8", "calibration_images": 0},
+            (),
+            "--calibration-images 0: it is 1 or",
+        ),
+        ({"file_format": "onnx", "precision": "int8"}, ("DATASETS.TRAIN", "()"), "DATASETS.TRAIN is empty"),
+        ({"file_format": "onnx", "size": (16, 128)}, (), "--size 16 128: sides are 32 pixels or more"),
+        (
+            {"file_format": "onnx", "size": (96, 128), "evaluate": True},
+            (),
+            "--evaluate, and --precision int8, which is judged",
+        ),
         ({"images": ["absent.jpg"]}, (), "cannot read the image absent.jpg"),
         ({"evaluate": True}, ("DATASETS.TEST", "('shapes_vall',)"), "unknown dataset 'shapes_vall'; did you mean"),
         ({"evaluate": True}, ("DATASETS.TEST", "()"), "DATASETS.TEST is empty"),

@@ -11,13 +11,15 @@ from torch import Tensor, nn
 
 from projects_vil.export import ExportedModel, make_exportable
 from projects_vil.export.formats import OPSET, check_format, compiler, format_of, load_model, write_model
+from projects_vil.export.formats.openvino import import_openvino
 from projects_vil.export.metadata import metadata_path
 from projects_vil.export.onnx_graph.standard import describe_onnx
 from projects_vil.export.onnx_graph.tensorrt_operators import undocumented
 from projects_vil.export.parity import TOLERANCES, compare_detections
 from projects_vil.export.report import eager_detections, example_image
+from projects_vil.modeling import SMALLEST_SIDE, largest_side
 from tests.gpu import on_gpu
-from tests.projects_vil.export.exporting import ALONE, IN_BATCHES, detector, mistake
+from tests.projects_vil.export.exporting import ALONE, IN_BATCHES, detector, mistake, skip_without
 from tests.selection import slow_except
 
 BOTH = ("retinanet", "mask_rcnn")
@@ -60,7 +62,7 @@ def check_answers(model: ExportedModel, eager: nn.Module) -> None:
         assert len(eager_detections(eager, grey(*size))["scores"]) == 0
 
 
-@pytest.mark.parametrize("file_format", slow_except(FORMATS, ["torchscript"]))
+@pytest.mark.parametrize("file_format", slow_except(FORMATS, ["torchscript", "openvino"]))
 def test_equals_eager_at_any_size(plain, file_format):
     model = plain(file_format)
     assert (model.file_format, model.batched, model.dtype) == (file_format, False, torch.uint8)
@@ -248,11 +250,32 @@ def test_an_unknown_format(tmp_path):
     assert not (tmp_path / "model.onnx").exists()
 
 
+def test_openvino_says_nothing_of_its_use():
+    """Its package of telemetry would send that it was imported, and leaves a folder in the user's home."""
+    skip_without("openvino")
+    import_openvino()
+    from openvino.tools.ovc import convert_impl
+
+    assert sys.modules["openvino_telemetry"] is None
+    assert convert_impl.tm.__name__ == "openvino.tools.ovc.telemetry_stub"
+
+
+def test_openvino_in_its_own_terms(plain):
+    model = plain("openvino")
+    openvino = import_openvino()
+    read = openvino.Core().read_model(model.path)
+    assert [port.get_any_name() for port in read.inputs + read.outputs] == ["image", *model.output_names]
+    sides = openvino.Dimension(SMALLEST_SIDE, largest_side(detector("retinanet")))
+    assert read.input().get_partial_shape() == openvino.PartialShape([3, sides, sides])
+    assert model.metadata["runtime_options"] == {"INFERENCE_PRECISION_HINT": "f32"}
+
+
 # -- the machine -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("file_format", FORMATS)
 def test_formats_without_a_compiler(monkeypatch, tmp_path, file_format):
+    skip_without(file_format)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     check_format(file_format)

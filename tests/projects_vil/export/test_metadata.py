@@ -25,6 +25,7 @@ def test_metadata(exported):
     assert metadata["input"] == {
         "name": "image",
         "shape": [3, "height", "width"],
+        "size": None,
         "batched": False,
         "dtype": "uint8",
         "range": [0, 255],

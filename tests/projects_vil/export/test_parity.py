@@ -212,9 +212,19 @@ def test_all_not_numbers_on_both_sides():
 
 
 def test_tolerances_widen_with_the_precision():
-    assert set(TOLERANCES) == {"fp32", "fp16", "bf16"}
+    assert set(TOLERANCES) == {"fp32", "fp16", "bf16", "int8"}
     for name in ("boxes", "scores", "masks"):
         assert 0 < TOLERANCES["fp32"][name] < TOLERANCES["fp16"][name] < TOLERANCES["bf16"][name]
+
+
+def test_without_a_verdict():
+    found = detections()
+    other = changed(found, "boxes", 0, 2.5)
+    thresholds = {"score_threshold": 0.05, "max_detections": 100}
+    judged = compare_detections(found, other, tolerances=TOLERANCE, changed_share=None, **thresholds)
+    assert judged["ok"] is None and judged["unmatched"] + judged["changed"] == 1
+    text, ok = describe([judged | {"height": 1, "width": 2}], TOLERANCES["int8"])
+    assert ok and "qual" not in text.lower()
 
 
 @pytest.mark.parametrize("precision, ok", [("fp32", False), ("fp16", False), ("bf16", True)])

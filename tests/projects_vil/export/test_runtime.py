@@ -11,7 +11,7 @@ from detectron2.structures import Boxes, Instances
 from backbones import InputError
 from projects_vil.export import ExportedDetector, ExportedModel, paste_masks, to_instances
 from projects_vil.export.formats import FORMATS as KNOWN
-from projects_vil.export.metadata import metadata_path
+from projects_vil.export.metadata import digests_of, metadata_path, read_metadata
 from projects_vil.export.report import eager_detections, example_image
 from tests.projects_vil.export.exporting import BOTH, FORMATS, demo_detector, mistake
 
@@ -88,8 +88,8 @@ def test_instances_do_not_change_what_was_found():
 
 def copy_of(model: ExportedModel, folder: Path) -> Path:
     path = folder / model.path.name
-    path.write_bytes(model.path.read_bytes())
-    metadata_path(path).write_bytes(metadata_path(model.path).read_bytes())
+    for file in (*KNOWN[model.file_format].files(model.path), metadata_path(model.path)):
+        (folder / file.name).write_bytes(file.read_bytes())
     return path
 
 
@@ -151,6 +151,21 @@ def test_a_damaged_file(plain, tmp_path, file_format, damage):
     }[damage]
     path.write_bytes(contents)
     assert mistake(ExportedModel, path).startswith(f"cannot load {path}: ")
+
+
+@pytest.mark.parametrize("damage", ["missing", "another"])
+def test_the_weights_beside_a_file(plain, tmp_path, damage):
+    path = copy_of(plain("openvino"), tmp_path)
+    weights = path.with_suffix(".bin")
+    digests = digests_of(path, "openvino")
+    metadata_path(path).write_text(json.dumps(read_metadata(path) | digests))
+    assert list(digests["beside"]) == [weights.name] and ExportedModel(path)(example_image(64, 80))
+    if damage == "missing":
+        weights.unlink()
+        assert mistake(ExportedModel, path) == f"there is no file {weights} (which belongs to {path})"
+    else:
+        weights.write_bytes(weights.read_bytes()[::-1])
+        assert mistake(ExportedModel, path).startswith(f"{weights} is damaged, or not the file that {path.name}")
 
 
 def test_a_flipped_bit_is_found(exported, tmp_path):

@@ -1,0 +1,109 @@
+"""OpenVINO's own representation: ``model.xml``, with its weights in ``model.bin``."""
+
+import contextlib
+import copy
+import io
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from projects_vil.export.exportable.detector import ExportableDetector
+from projects_vil.export.formats.format import Format, Run, check_packages, damaged
+from projects_vil.export.formats.quantizing import stays_float
+from projects_vil.export.formats.recording import quiet, trace
+from projects_vil.export.stages import Stages
+from projects_vil.modeling import LARGEST_BATCH, SMALLEST_SIDE, largest_side
+
+PACKAGES = ("openvino", "nncf")
+# On a CPU that has it, OpenVINO computes in bfloat16 where it is not told otherwise.
+OPTIONS = {"INFERENCE_PRECISION_HINT": "f32"}
+
+
+def import_openvino():
+    """The package ``openvino``, which sends nothing about its use: without ``openvino_telemetry`` it cannot."""
+    sys.modules.setdefault("openvino_telemetry", None)
+    import openvino
+
+    return openvino
+
+
+def _check() -> None:
+    check_packages("openvino", OPENVINO.packages)
+
+
+def _write(exportable: ExportableDetector, example: Tensor, path: Path, stages: Stages) -> None:
+    openvino = import_openvino()
+    halved = next(exportable.parameters()).dtype == torch.float16
+    with stages("recording"):
+        # Half precision is that of the weights in the file; what computes is float32.
+        traced = trace(copy.deepcopy(exportable).float() if halved else exportable, example)
+    with stages("converting"), quiet():
+        # OpenVINO 2026.4 does not read the ONNX file; its front end for PyTorch makes of the trace what it should be.
+        model = openvino.convert_model(traced, example_input=(example,), input=[_input_shape(exportable, example)])
+    for ports, names in ((model.inputs, exportable.input_names), (model.outputs, exportable.output_names)):
+        for port, name in zip(ports, names, strict=True):
+            port.get_tensor().set_names({name})
+    with stages("writing"):
+        openvino.save_model(model, path, compress_to_fp16=halved)
+
+
+def _input_shape(exportable: ExportableDetector, example: Tensor):
+    """What a model takes: its size or any between the bounds, and any number of images if it is batched."""
+    openvino = import_openvino()
+    sides = exportable.size or [openvino.Dimension(SMALLEST_SIDE, largest_side(exportable.detector))] * 2
+    batch = [openvino.Dimension(1, LARGEST_BATCH)] if exportable.batched else []
+    return openvino.PartialShape([*batch, 3, *sides])
+
+
+def _quantize(source: Path, path: Path, images: Sequence[Tensor], stages: Stages) -> None:
+    check_packages("openvino", PACKAGES)
+    openvino = import_openvino()
+    import nncf
+
+    nncf.set_log_level(logging.ERROR)
+    model = openvino.Core().read_model(source)
+    kept = [
+        node.get_friendly_name()
+        for node in model.get_ops()
+        if node.get_type_name() not in ("Convolution", "MatMul") or stays_float(node.get_friendly_name())
+    ]
+    # Constants and results, which are among these, are nothing that nncf could leave out.
+    scope = nncf.IgnoredScope(names=kept, validate=False)
+    with stages("quantising", f"{len(images)} images"), contextlib.redirect_stdout(io.StringIO()):
+        data = nncf.Dataset([image.numpy() for image in images])
+        quantized = nncf.quantize(
+            model, data, subset_size=len(images), model_type=nncf.ModelType.TRANSFORMER, ignored_scope=scope
+        )
+    with stages("writing"):
+        openvino.save_model(quantized, path, compress_to_fp16=False)
+
+
+def _load(path: Path) -> Run:
+    _check()
+    openvino = import_openvino()
+    options = OPTIONS | {"INFERENCE_NUM_THREADS": torch.get_num_threads()}
+    with damaged(path, RuntimeError):
+        compiled = openvino.Core().compile_model(path, "CPU", options)
+
+    def run(images: Tensor) -> tuple[Tensor, ...]:
+        found = compiled(images.cpu().numpy())
+        return tuple(torch.from_numpy(found[output]) for output in compiled.outputs)
+
+    return run
+
+
+OPENVINO = Format(
+    ".xml",
+    _check,
+    _write,
+    _load,
+    ("openvino",),
+    beside=(".bin",),
+    options=OPTIONS,
+    quantize=_quantize,
+    refused={"bf16": "a file of OpenVINO holds weights in fp32 or fp16; take one of these, or a .pt2"},
+)

@@ -1,0 +1,25 @@
+"""Which layers become int8: what the quantisers of all formats are told."""
+
+# Where an error of rounding becomes one of a place or of a score, at hardly any time: the layers that predict, and the
+# offsets of deformable token merging.
+FLOAT_LAYERS = (
+    "patch_embed.offset",
+    "head.cls_score",
+    "head.bbox_pred",
+    "rpn_head.objectness_logits",
+    "rpn_head.anchor_deltas",
+    "box_predictor.cls_score",
+    "box_predictor.bbox_pred",
+    "mask_head.predictor",
+)
+# What every quantised file says of itself.
+FLOAT_PARTS = (
+    "all but convolutions and linear layers: normalisation of images, layer norms, products and softmax of attention",
+    "anchors, decoding of boxes, scores, non-maximum suppression, RoIAlign",
+    *FLOAT_LAYERS,
+)
+
+
+def stays_float(name: str) -> bool:
+    """Whether a parameter's or an operation's name, with the path of its module, is of ``FLOAT_LAYERS``."""
+    return any(layer in name for layer in FLOAT_LAYERS)
