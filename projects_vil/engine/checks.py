@@ -142,6 +142,8 @@ def check_values(cfg: CfgNode) -> None:
         check_choice("INPUT.CROP.TYPE", cfg.INPUT.CROP.TYPE, data.CROP_TYPES)
     data.check_padding(cfg)
     data.check_augmentation(cfg)
+    if is_panoptic(cfg) and not cfg.MODEL.MASK_ON:
+        raise InputError("MODEL.MASK_ON is False, and a PanopticFPN joins masks with stuff: add MODEL.MASK_ON True")
     check_cascade(cfg)
     check_point_rend(cfg)
     for key, choices in _CHOICES:

@@ -9,12 +9,21 @@ def check_point_rend(cfg: CfgNode) -> None:
     """Whether the keys of ``MODEL.ROI_MASK_HEAD.NAME PointRendMaskHead`` go together; other heads are let be.
 
     Raises:
-        InputError: for another number of classes than the boxes', masks as polygons, or wider layers than the maps.
+        InputError: for another number of classes than the boxes', masks as polygons, wider layers than the maps, a head
+            without points, or no points.
     """
     model, head = cfg.MODEL, cfg.MODEL.ROI_MASK_HEAD
     if not model.MASK_ON or head.NAME != "PointRendMaskHead":
         return
-    if head.POINT_HEAD_ON and model.POINT_HEAD.NUM_CLASSES != model.ROI_HEADS.NUM_CLASSES:
+    for key, is_right, needed in (
+        ("ROI_MASK_HEAD.POINT_HEAD_ON", head.POINT_HEAD_ON, "True"),
+        ("ROI_MASK_HEAD.POOLER_TYPE", head.POOLER_TYPE == "", "''"),
+        ("ROI_MASK_HEAD.OUTPUT_SIDE_RESOLUTION", head.OUTPUT_SIDE_RESOLUTION > 0, "7"),
+        ("POINT_HEAD.TRAIN_NUM_POINTS", model.POINT_HEAD.TRAIN_NUM_POINTS > 0, "196"),
+    ):
+        if not is_right:
+            raise InputError(f"MODEL.{key} is nothing that PointRendMaskHead can use: add MODEL.{key} {needed}")
+    if model.POINT_HEAD.NUM_CLASSES != model.ROI_HEADS.NUM_CLASSES:
         raise InputError(
             f"MODEL.POINT_HEAD.NUM_CLASSES is {model.POINT_HEAD.NUM_CLASSES}, and MODEL.ROI_HEADS.NUM_CLASSES "
             f"{model.ROI_HEADS.NUM_CLASSES}: add MODEL.POINT_HEAD.NUM_CLASSES {model.ROI_HEADS.NUM_CLASSES}"

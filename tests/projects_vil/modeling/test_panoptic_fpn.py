@@ -34,6 +34,11 @@ def test_things_and_stuff_can_be_the_best(metric):
     check_values(panoptic_config("TEST.BEST_METRIC", metric))
 
 
+def test_stuff_needs_masks_to_be_joined_with():
+    with pytest.raises(InputError, match="^MODEL.MASK_ON is False, and a PanopticFPN joins masks with stuff"):
+        check_values(panoptic_config("MODEL.MASK_ON", "False"))
+
+
 @pytest.mark.slow
 def test_twenty_iterations(panoptic_root, tmp_path):
     run = tmp_path / "run"

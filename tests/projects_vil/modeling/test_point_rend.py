@@ -43,6 +43,13 @@ def test_keys_are_those_of_detectron2s_project():
             "^MODEL.POINT_HEAD.NUM_CLASSES is 80, and MODEL.ROI_HEADS.NUM_CLASSES 3: add",
         ),
         (["INPUT.MASK_FORMAT", "polygon"], "^PointRendMaskHead learns masks from bitmaps: add INPUT.MASK_FORMAT"),
+        (
+            ["MODEL.ROI_MASK_HEAD.POINT_HEAD_ON", "False"],
+            "^MODEL.ROI_MASK_HEAD.POINT_HEAD_ON is nothing .*True",
+        ),
+        (["MODEL.ROI_MASK_HEAD.POOLER_TYPE", "ROIAlignV2"], "^MODEL.ROI_MASK_HEAD.POOLER_TYPE is nothing .*: add"),
+        (["MODEL.ROI_MASK_HEAD.OUTPUT_SIDE_RESOLUTION", "0"], "^MODEL.ROI_MASK_HEAD.OUTPUT_SIDE_RESOLUTION is nothing"),
+        (["MODEL.POINT_HEAD.TRAIN_NUM_POINTS", "0"], "^MODEL.POINT_HEAD.TRAIN_NUM_POINTS is nothing"),
         (["MODEL.ROI_MASK_HEAD.CONV_DIM", "64"], "^MODEL.ROI_MASK_HEAD.CONV_DIM is 64, more than the 32 channels"),
     ],
 )
