@@ -216,6 +216,7 @@ DROP_PATHS = (
         demo/mask_rcnn_lit_shapes          0.0
         demo/mask_rcnn_ls_shapes           0.0
         demo/mask_rcnn_vil_shapes          0.0
+        demo/mask_rcnn_vil_shapes_modern   0.0
         demo/retinanet_cvt_shapes          0.0
         demo/retinanet_lit_shapes          0.0
         demo/retinanet_ls_shapes           0.0
