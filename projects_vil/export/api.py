@@ -25,6 +25,7 @@ from projects_vil.config import DETECTORS
 from projects_vil.data import load_dataset, register_datasets
 from projects_vil.export.exportable.build import make_exportable
 from projects_vil.export.formats import FORMATS, check_format, write_model
+from projects_vil.export.formats.format import check_packages
 from projects_vil.export.formats.quantizing import FLOAT_PARTS
 from projects_vil.export.metadata import check_sides, describe_model, digests_of, metadata_path
 from projects_vil.export.report import check_export, comparison_images, example_image, report_path
@@ -64,6 +65,8 @@ def check_precision(file_format: str, precision: str) -> None:
     if precision == "int8" and known.quantize is None:
         able = " or ".join(name for name, other in FORMATS.items() if other.quantize)
         raise InputError(f"--precision int8: {file_format} has none; take --format {able}")
+    if precision == "int8":
+        check_packages("--precision int8", known.quantizing_packages)
 
 
 def export_detector(
@@ -167,10 +170,11 @@ def export_detector(
         with stages("loading"):
             model = ExportedModel(new)
         with stages("comparing", f"{len(compared)} images, and DATASETS.TEST" if evaluate else ""):
-            report = check_export(cfg, reference, model, compared, runs=runs, evaluate=evaluate)
+            report = check_export(
+                cfg, reference, model, compared, runs=runs, evaluate=evaluate, accept_drop=accept_drop and is_int8
+            )
         report["seconds"] = stages.seconds
         report["accept_drop"] = accept_drop
-        report["ok"] = report["ok"] or (is_int8 and accept_drop)
         with _writing(report_path(path)):
             report_path(new).write_text(json.dumps(report, indent=2) + "\n")
         for file in (*FORMATS[file_format].files(path), metadata_path(path), report_path(path)):
@@ -196,8 +200,8 @@ def _check_calibration(cfg: CfgNode, calibration_images: int) -> None:
 def _calibrating(cfg: CfgNode, number: int) -> list[Tensor]:
     """Images (3, H, W) uint8 from all over ``DATASETS.TRAIN``, prepared as for testing: ``number`` of them, or all."""
     records = load_dataset(cfg, cfg.DATASETS.TRAIN, train=True)
-    chosen = records[:: max(len(records) // number, 1)][:number]
-    return comparison_images(cfg, [record["file_name"] for record in chosen])
+    number = min(number, len(records))
+    return comparison_images(cfg, [records[i * len(records) // number]["file_name"] for i in range(number)])
 
 
 def _check_size(size: tuple[int, int] | None, file_format: str, *, evaluate: bool) -> None:

@@ -22,10 +22,12 @@ from projects_vil.modeling import largest_side
 
 def sides_of(detector: nn.Module, file_format: str, size: tuple[int, int] | None = None) -> list[int]:
     """The shortest and the longest side, in pixels, of an image that a file takes."""
-    if size:
-        return sorted(size)
     shortest, longest = FORMATS[file_format].sides
-    return [shortest, min(longest, largest_side(detector))]
+    sides = [shortest, min(longest, largest_side(detector))]
+    if size is None:
+        return sides
+    check_sides(sides, size, what="--size")
+    return sorted(size)
 
 
 def check_sides(sides: Sequence[int], size: Sequence[int], *, what: str) -> None:
@@ -150,7 +152,9 @@ def describe_model(
         if output["name"] == "masks":
             # The head doubles what is pooled.
             output["shape"] = ["detections", 1, *[2 * cfg.MODEL.ROI_MASK_HEAD.POOLER_RESOLUTION] * 2]
-        if exportable.fixed_number is not None and output["name"] != "count":
+        if output["name"] == "count":
+            output["shape"] = batch or [1]
+        elif exportable.fixed_number is not None:
             output["shape"] = [*batch, exportable.fixed_number, *output["shape"][1:]]
     return {
         "metadata_version": 1,

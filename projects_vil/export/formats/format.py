@@ -36,6 +36,7 @@ class Format:
         options: of the runtime, which it is to run a file with.
         quantize: a file in float32, the one to be written, images as the model takes them, and the stages: writes it
             in int8. None where there is none.
+        quantizing_packages: that it needs.
         refused: precisions that it does not have, and why.
     """
 
@@ -51,6 +52,7 @@ class Format:
     beside: tuple[str, ...] = ()
     options: Mapping[str, str] = field(default_factory=dict)
     quantize: Callable[[Path, Path, Sequence[Tensor], Stages], None] | None = None
+    quantizing_packages: tuple[str, ...] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
 
     def files(self, path: Path) -> list[Path]:
@@ -59,13 +61,13 @@ class Format:
         return [path, *(Path(stem + suffix) for suffix in self.beside)]
 
 
-def check_packages(file_format: str, packages: Sequence[str]) -> None:
-    """Raise an :class:`InputError` where one of the packages that a format needs is missing."""
+def check_packages(asked: str, packages: Sequence[str]) -> None:
+    """Raise an :class:`InputError` where one of the packages is missing that an argument, ``asked``, needs."""
     for name in packages:
         try:
             importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError as error:
-            raise InputError(f"--format {file_format} needs {name}: pip install {' '.join(packages)}") from error
+            raise InputError(f"{asked} needs {name}: pip install {' '.join(packages)}") from error
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 
 def _check() -> None:
     check_recording("onnx")
-    check_packages("onnx", PACKAGES)
+    check_packages("--format onnx", PACKAGES)
 
 
 def _write(exportable: ExportableDetector, example: Tensor, path: Path, stages: Stages) -> None:

@@ -18,7 +18,6 @@ from projects_vil.export.formats.recording import quiet, trace
 from projects_vil.export.stages import Stages
 from projects_vil.modeling import LARGEST_BATCH, SMALLEST_SIDE, largest_side
 
-PACKAGES = ("openvino", "nncf")
 # On a CPU that has it, OpenVINO computes in bfloat16 where it is not told otherwise.
 OPTIONS = {"INFERENCE_PRECISION_HINT": "f32"}
 
@@ -32,7 +31,7 @@ def import_openvino():
 
 
 def _check() -> None:
-    check_packages("openvino", OPENVINO.packages)
+    check_packages("--format openvino", OPENVINO.packages)
 
 
 def _write(exportable: ExportableDetector, example: Tensor, path: Path, stages: Stages) -> None:
@@ -60,7 +59,6 @@ def _input_shape(exportable: ExportableDetector, example: Tensor):
 
 
 def _quantize(source: Path, path: Path, images: Sequence[Tensor], stages: Stages) -> None:
-    check_packages("openvino", PACKAGES)
     openvino = import_openvino()
     import nncf
 
@@ -69,7 +67,9 @@ def _quantize(source: Path, path: Path, images: Sequence[Tensor], stages: Stages
     kept = [
         node.get_friendly_name()
         for node in model.get_ops()
-        if node.get_type_name() not in ("Convolution", "MatMul") or stays_float(node.get_friendly_name())
+        if node.get_type_name() not in ("Convolution", "MatMul")
+        or stays_float(node.get_friendly_name())
+        or not any(_is_weight(value.get_node()) for value in node.input_values())
     ]
     # Constants and results, which are among these, are nothing that nncf could leave out.
     scope = nncf.IgnoredScope(names=kept, validate=False)
@@ -80,6 +80,13 @@ def _quantize(source: Path, path: Path, images: Sequence[Tensor], stages: Stages
         )
     with stages("writing"):
         openvino.save_model(quantized, path, compress_to_fp16=False)
+
+
+def _is_weight(node) -> bool:
+    """Whether an input of an operation is a constant, as it is not in the products of attention."""
+    while node.get_type_name() in ("Convert", "Reshape", "Transpose"):
+        node = node.input_value(0).get_node()
+    return node.get_type_name() == "Constant"
 
 
 def _load(path: Path) -> Run:
@@ -105,5 +112,6 @@ OPENVINO = Format(
     beside=(".bin",),
     options=OPTIONS,
     quantize=_quantize,
+    quantizing_packages=("openvino", "nncf"),
     refused={"bf16": "a file of OpenVINO holds weights in fp32 or fp16; take one of these, or a .pt2"},
 )

@@ -1,5 +1,7 @@
 """Which layers become int8: what the quantisers of all formats are told."""
 
+import re
+
 # Where an error of rounding becomes one of a place or of a score, at hardly any time: the layers that predict, and the
 # offsets of deformable token merging.
 FLOAT_LAYERS = (
@@ -16,10 +18,13 @@ FLOAT_LAYERS = (
 FLOAT_PARTS = (
     "all but convolutions and linear layers: normalisation of images, layer norms, products and softmax of attention",
     "anchors, decoding of boxes, scores, non-maximum suppression, RoIAlign",
+    "the deconvolution of masks; in OpenVINO depthwise convolutions too",
     *FLOAT_LAYERS,
 )
 
 
 def stays_float(name: str) -> bool:
     """Whether a parameter's or an operation's name, with the path of its module, is of ``FLOAT_LAYERS``."""
+    # A cascade's predictors are numbered.
+    name = re.sub(r"box_predictor\.\d+\.", "box_predictor.", name)
     return any(layer in name for layer in FLOAT_LAYERS)

@@ -132,4 +132,5 @@ TENSORRT_ENGINE = Format(
     sides=(SMALLEST_SIDE, LARGEST_SIDE),
     largest_batch=LARGEST_BATCH,
     needs_fixed_detections=True,
+    refused=ONNX.refused,
 )

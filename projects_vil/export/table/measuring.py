@@ -89,6 +89,8 @@ def export_table(
     if evaluate and runs is None:
         raise InputError("--evaluate needs trained detectors: --runs DIR")
     names = [(detector, family) for detector in detectors for family in families if family in TABLE_DETECTORS[detector]]
+    if not names:
+        raise InputError(f"there is no config of {', '.join(detectors)} with {', '.join(families)} in configs/demo")
     subjects = [make_subject(Path(output), runs, *name, overrides) for name in names]
     kinds = [(file_format, precision) for precision in precisions for file_format in formats]
     cells = []

@@ -1,11 +1,14 @@
 """int8: which layers stay float, and that the average precision decides."""
 
+import numpy as np
 import pytest
+import torch
 
-from projects_vil.export import ExportedModel, export_detector, read_metadata
+from projects_vil.export import FORMATS, ExportedModel, export_detector, read_metadata
 from projects_vil.export import report as reports
 from projects_vil.export.formats.openvino import import_openvino
 from projects_vil.export.formats.quantizing import FLOAT_LAYERS, stays_float
+from projects_vil.export.stages import Stages
 from tests.projects_vil.export.exporting import BOTH, demo_detector, skip_without
 from tests.projects_vil.helpers import small_config
 
@@ -15,6 +18,8 @@ def test_layers_that_stay_float_are_there():
     names = [name for detector in BOTH for name, _ in demo_detector(detector).named_parameters()]
     for layer in FLOAT_LAYERS[1:]:  # the first is LIT's
         assert any(layer in name for name in names), layer
+    predictors = [name for name, _ in demo_detector("cascade_mask_rcnn").named_parameters() if "box_predictor" in name]
+    assert len(predictors) == 12 and all(map(stays_float, predictors))
     assert stays_float("detector.head.cls_score.weight") and not stays_float("detector.head.cls_subnet.0.weight")
     assert stays_float("__module.detector.backbone.bottom_up.net.stages.1.patch_embed.offset/aten::_convolution/Add")
 
@@ -27,6 +32,27 @@ def quantized_weights(path, file_format: str) -> list[str]:
     onnx = pytest.importorskip("onnx")
     graph = onnx.load(str(path)).graph
     return [node.input[0] for node in graph.node if node.op_type == "DequantizeLinear"]
+
+
+@pytest.mark.slow
+def test_products_without_weights_stay_float(tmp_path):
+    skip_without("openvino")
+    openvino = import_openvino()
+    operators = openvino.opset13
+    image = operators.parameter([5, 7], np.float32)
+    weight = operators.convert(operators.constant(np.eye(7, dtype=np.float16)), np.float32)
+    linear = operators.matmul(image, weight, False, False, name="linear")
+    product = operators.matmul(linear, image, False, True, name="product")
+    source, path = tmp_path / "float.xml", tmp_path / "int8.xml"
+    openvino.save_model(openvino.Model([product], [image]), source, compress_to_fp16=False)
+    FORMATS["openvino"].quantize(source, path, [torch.rand(5, 7) for _ in range(2)], Stages())
+    model = openvino.Core().read_model(path)
+    inputs = {
+        node.get_friendly_name(): {value.get_node().get_type_name() for value in node.input_values()}
+        for node in model.get_ops()
+        if node.get_type_name() == "MatMul"
+    }
+    assert "FakeQuantize" in inputs["linear"] and "FakeQuantize" not in inputs["product"]
 
 
 @pytest.mark.slow
