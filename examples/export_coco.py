@@ -13,11 +13,11 @@ import json
 import sys
 from pathlib import Path
 
-from PIL import Image
 from pycocotools import mask as run_lengths
 
 from backbones import InputError
 from projects_vil import Detector
+from projects_vil.data import IMAGE_SUFFIXES
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 for name in ("detector", "photos", "output"):
@@ -26,8 +26,7 @@ parser.add_argument("--threshold", type=float, default=0.3, help="least score of
 args = parser.parse_args()
 try:
     detector = Detector.load(args.detector, score_threshold=args.threshold)
-    suffixes = Image.registered_extensions()
-    files = sorted(path for path in Path(args.photos).iterdir() if path.suffix.lower() in suffixes)
+    files = sorted(path for path in Path(args.photos).iterdir() if path.suffix.lower() in IMAGE_SUFFIXES)
     if not files:
         raise InputError(f"there are no photos in {args.photos}")
     images, annotations = [], []

@@ -32,7 +32,7 @@ class SlicedDetector(DetectionModel):
         found, full = self._original_predictions, fix_full_shape_list(full_shape_list)
         place = {"shift_amount": fix_shift_amount_list(shift_amount_list)[0], "full_shape": full and full[0]}
         objects = []
-        for i in np.flatnonzero(found.scores >= self.confidence_threshold):
+        for i in range(len(found)):
             outline = None if found.masks is None else get_coco_segmentation_from_bool_mask(found.masks[i])
             shape = {"bbox": found.boxes[i].tolist(), "segmentation": outline or None}  # few pixels have no outline
             category = {"category_id": self.model.categories.ids[found.classes[i]], "category_name": found.names[i]}
@@ -49,7 +49,7 @@ args = parser.parse_args()
 try:
     if args.slice < 32:
         raise InputError(f"--slice is {args.slice}: it is 32 or more")
-    model = SlicedDetector(model=Detector.load(args.detector), confidence_threshold=args.threshold)
+    model = SlicedDetector(model=Detector.load(args.detector, score_threshold=args.threshold))
     photo = ImageOps.exif_transpose(Image.open(args.photo)).convert("RGB")
     found = get_sliced_prediction(photo, model, args.slice, args.slice, verbose=0).object_prediction_list
     for item in found:

@@ -25,13 +25,15 @@ parser.add_argument("--fps", type=int, default=10, help="frames a second of a fo
 args = parser.parse_args()
 source = Path(args.source)
 try:
+    if not (0 <= args.threshold <= 1 and args.fps >= 1):
+        raise InputError(f"--threshold is 0 to 1, and --fps 1 or more, not {args.threshold} and {args.fps}")
     detector = Detector.load(args.detector)
     if source.is_dir():
         files = [str(path) for path in sorted(source.iterdir()) if cv2.haveImageReader(str(path))]
-        if not files:
-            raise InputError(f"there are no images in {source}")
-        height, width = cv2.imread(files[0]).shape[:2]
-        info, frames = sv.VideoInfo(width=width, height=height, fps=args.fps), map(cv2.imread, files)
+        first = cv2.imread(files[0]) if files else None
+        if first is None:
+            raise InputError(f"there are no images in {source}, or the first is damaged")
+        info, frames = sv.VideoInfo(width=first.shape[1], height=first.shape[0], fps=args.fps), map(cv2.imread, files)
     elif not cv2.VideoCapture(args.source).isOpened() or source.absolute() == Path(args.output).absolute():
         raise InputError(f"cannot read a video from {source}, or it is the output too")
     else:

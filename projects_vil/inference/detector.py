@@ -19,7 +19,7 @@ from projects_vil.data import register_datasets
 from projects_vil.export import is_exported
 from projects_vil.inference.detections import DRAWN_FROM, Detections
 from projects_vil.inference.runners import ExportedRunner, Predictor, Runner, check_runner
-from projects_vil.inference.sharing import MANIFEST_FILE, WEIGHTS_FILE, Shared
+from projects_vil.inference.sharing import MANIFEST_FILE, WEIGHTS_FILE, Shared, check_saved
 from projects_vil.inference.sources import (
     ImageArray,
     ImageFile,
@@ -101,6 +101,7 @@ class Detector(Shared):
             if device is not None and str(device) != "cpu":
                 raise InputError(f"{source} is an exported model, which runs on the CPU here, not on {device}")
             return cls._of(ExportedRunner(source, score_threshold=score_threshold), score_threshold)
+        check_saved(source if source.is_dir() else source.parent)
         said = dict(zip(overrides[::2], overrides[1::2], strict=False))
         config, weights = _find_model(source, weights or said.get("MODEL.WEIGHTS"))
         cfg = load_config(config, [str(value) for value in overrides])

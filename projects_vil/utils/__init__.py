@@ -11,6 +11,7 @@ from projects_vil.utils.signals import (
     end_by_signal,
     handling_signals,
     heeded_signals,
+    held_signals,
     told_between_calls,
     unwound_by_signals,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "explain_ending",
     "handling_signals",
     "heeded_signals",
+    "held_signals",
     "log_run",
     "log_to_stderr",
     "memory_of",

@@ -38,6 +38,21 @@ def handling_signals(
             signal.signal(number, former)
 
 
+@contextlib.contextmanager
+def held_signals() -> Iterator[None]:
+    """While this lasts, the signals of :func:`heeded_signals` wait; then those that came meet the handlers of before.
+
+    For what must not end halfway, and is short.
+    """
+    received: list[int] = []
+    try:
+        with handling_signals(lambda number, frame: received.append(number)):
+            yield
+    finally:
+        for number in received:
+            signal.raise_signal(number)
+
+
 class ToldToEnd(SystemExit):
     """A signal has told this process to end; where nobody handles that, it does, with the status of the signal.
 

@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 from detectron2.config import CfgNode
 from detectron2.data import MetadataCatalog
+from detectron2.data.catalog import Metadata
 from detectron2.structures import BitMasks, BoxMode, Instances, PolygonMasks
 
 from backbones.errors import InputError
-from projects_vil.config import is_segmentor
+from projects_vil.config import is_panoptic, is_segmentor
 from projects_vil.data import build_train_loader
 from projects_vil.visualization.drawing import draw_instances, draw_labels, draw_masks, write_image
 from projects_vil.visualization.panels import stack_rows
@@ -23,7 +24,7 @@ def draw_samples(cfg: CfgNode, output: str | Path, *, number: int = 16, seed: in
 
     Args:
         cfg: of the run; its datasets are registered.
-        output: the folder; it is created.
+        output: the folder; it is created. It has no drawings of another call, which could be taken for these.
         number: of images.
         seed: of the run; by default ``SEED``, or 0 where that is drawn anew for each run.
 
@@ -31,14 +32,19 @@ def draw_samples(cfg: CfgNode, output: str | Path, *, number: int = 16, seed: in
         the files, in the order of training.
 
     Raises:
-        InputError: for a number or a seed out of range, what is wrong with the datasets, or files that cannot be
-            written.
+        InputError: for a number or a seed out of range, what is wrong with the datasets, drawings that are there, or
+            files that cannot be written.
     """
     if number < 1:
         raise InputError(f"--number {number}: it is 1 or more")
     seed = max(cfg.SEED, 0) if seed is None else seed
     if not 0 <= seed < 2**63:
         raise InputError(f"--seed {seed}: it is 0 or more, and below 2^63")
+    earlier = sorted(Path(output).glob("[0-9][0-9][0-9][0-9]*_*.png"))
+    if earlier:
+        raise InputError(
+            f"--output {output} has drawings of an earlier call ({earlier[0].name}): choose another folder"
+        )
     cfg = cfg.clone()
     cfg.defrost()
     # Their number changes nothing but how many images are mapped ahead.
@@ -54,7 +60,10 @@ def draw_samples(cfg: CfgNode, output: str | Path, *, number: int = 16, seed: in
 
 
 def draw_sample(cfg: CfgNode, sample: dict[str, Any]) -> np.ndarray:
-    """One sample of a training loader, enlarged where it is small, below a line on it: (height, width, 3) uint8 RGB."""
+    """One sample of a training loader, enlarged where it is small, below a line on it: (height, width, 3) uint8 RGB.
+
+    Objects and labels of stuff, where both are learned, are two drawings, the second below the first.
+    """
     channels = sample["image"].permute(1, 2, 0).numpy().round().astype(np.uint8)
     image = np.ascontiguousarray(channels[..., ::-1] if cfg.INPUT.FORMAT == "BGR" else channels)
     metadata = MetadataCatalog.get(cfg.DATASETS.TRAIN[0])
@@ -62,9 +71,16 @@ def draw_sample(cfg: CfgNode, sample: dict[str, Any]) -> np.ndarray:
     scale = max(1, SMALLEST_DRAWN / max(height, width))
     names = " + ".join(Path(sample[key]).name for key in ("file_name", "pasted_from") if key in sample)
     title = f"{names}, {height} x {width}"
-    if is_segmentor(cfg):
-        return stack_rows([draw_labels(image, sample["sem_seg"].numpy(), metadata, scale=scale)], title=title)
-    instances = sample["instances"]
+    rows = []
+    if not is_segmentor(cfg):
+        title += f", objects: {len(sample['instances'])}"
+        rows.append(_draw_objects(image, sample["instances"], metadata, scale=scale))
+    if is_segmentor(cfg) or is_panoptic(cfg):
+        rows.append(draw_labels(image, sample["sem_seg"].numpy(), metadata, scale=scale))
+    return stack_rows(rows, title=title)
+
+
+def _draw_objects(image: np.ndarray, instances: Instances, metadata: Metadata, *, scale: float) -> np.ndarray:
     classes = instances.gt_classes.tolist()
     if instances.has("gt_masks"):
         image = draw_masks(image, _bitmaps(instances), classes, metadata)
@@ -72,8 +88,7 @@ def draw_sample(cfg: CfgNode, sample: dict[str, Any]) -> np.ndarray:
         {"bbox": box, "bbox_mode": BoxMode.XYXY_ABS, "category_id": class_index}
         for box, class_index in zip(instances.gt_boxes.tensor.tolist(), classes, strict=True)
     ]
-    drawn = draw_instances(image, objects, metadata, scale=scale)
-    return stack_rows([drawn], title=f"{title}, objects: {len(objects)}")
+    return draw_instances(image, objects, metadata, scale=scale)
 
 
 def _bitmaps(instances: Instances) -> np.ndarray:

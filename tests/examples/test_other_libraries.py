@@ -177,6 +177,52 @@ def test_a_mistake_is_one_line(name, mistake, run, detectors, tmp_path):
     assert not output.exists()
 
 
+@pytest.mark.parametrize("name", NEEDED)
+@pytest.mark.parametrize("threshold", [-0.1, 2, "nan"])
+def test_a_threshold_that_is_none(name, threshold, run, detectors, tmp_path):
+    path, output = photo(tmp_path / "photos/photo.png"), tmp_path / "found.mp4"
+    source = path if name == "sliced_sahi" else path.parent
+    with pytest.raises(SystemExit, match=f"error: .*threshold is .*{threshold}") as end:
+        run(name, detectors("retinanet"), source, output, "--threshold", threshold)
+    assert "0 to 1" in end.value.code and not output.exists()
+
+
+def test_a_lower_threshold_than_the_detector_has(run, detectors, tmp_path):
+    """A folder whose config leaves out all but the best."""
+    path, few = photo(tmp_path / "photo.png"), tmp_path / "few"
+    best = Detector.load(detectors("retinanet"))(path).scores[0]
+    Detector.load(detectors("retinanet"), score_threshold=best - 1e-5).save_pretrained(few)
+    lines = run("sliced_sahi", few, path, tmp_path / "found.png", "--threshold", best / 2)
+    assert lines == run("sliced_sahi", detectors("retinanet"), path, tmp_path / "same.png", "--threshold", best / 2)
+    assert len(lines) > 1
+
+
+@pytest.mark.parametrize("name", ["notes.pdf", "film.mpg", "table.h5"])
+def test_what_is_no_photo_lies_among_them(name, run, detectors, tmp_path):
+    photo(tmp_path / "photos/a.png")
+    (tmp_path / "photos" / name).write_text("no photo")
+    [line] = run("export_coco", detectors("retinanet"), tmp_path / "photos", tmp_path / "found.json")
+    assert "in 1 photos" in line
+
+
+@pytest.mark.parametrize("fps", [0, -3])
+def test_no_frames_a_second(fps, run, detectors, tmp_path):
+    photo(tmp_path / "frames/0.png")
+    with pytest.raises(SystemExit, match=f"error: .*--fps 1 or more, not 0.5 and {fps}$"):
+        run("track_supervision", detectors("retinanet"), tmp_path / "frames", tmp_path / "out.mp4", "--fps", fps)
+
+
+@pytest.mark.parametrize("place, says", [(0, "the first is damaged"), (1, "frame 2 is damaged, or not of the first")])
+def test_a_frame_that_is_cut_off(place, says, run, detectors, tmp_path):
+    """Its header is whole, and so OpenCV has a reader for it."""
+    for number in range(2):
+        path = photo(tmp_path / f"frames/{number}.png")
+        if number == place:
+            path.write_bytes(path.read_bytes()[:60])
+    with pytest.raises(SystemExit, match=f"error: .*{says}"):
+        run("track_supervision", detectors("retinanet"), tmp_path / "frames", tmp_path / "out.mp4")
+
+
 def test_frames_of_another_size(run, detectors, tmp_path):
     photo(tmp_path / "frames/0.png")
     photo(tmp_path / "frames/1.png", 100)

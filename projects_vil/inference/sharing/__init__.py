@@ -1,6 +1,6 @@
 """A detector as a folder for others, and on the hub."""
 
-from projects_vil.inference.sharing.folder import MANIFEST_FILE, WEIGHTS_FILE
+from projects_vil.inference.sharing.folder import MANIFEST_FILE, WEIGHTS_FILE, check_saved
 from projects_vil.inference.sharing.hub import Shared
 
-__all__ = ["MANIFEST_FILE", "WEIGHTS_FILE", "Shared"]
+__all__ = ["MANIFEST_FILE", "WEIGHTS_FILE", "Shared", "check_saved"]

@@ -18,11 +18,15 @@ from projects_vil.config import CONFIG_FILE, load_config
 from projects_vil.evaluation import EVALUATED_FILE, RESULTS_FILE, results_as_files
 from projects_vil.export import digest_of
 from projects_vil.inference.sharing.proofs import REPORTS, Proofs
-from projects_vil.utils import unfinished_folder
+from projects_vil.utils import held_signals, unfinished_folder
 
 WEIGHTS_FILE, CARD_FILE, MANIFEST_FILE = "model.safetensors", "README.md", "detector.json"
+# What is of these very weights, and not in every save.
+PROOFS = (RESULTS_FILE, EVALUATED_FILE, REPORTS)
 # All that a repository on the hub can have of a detector.
-PATTERNS = (CONFIG_FILE, WEIGHTS_FILE, CARD_FILE, MANIFEST_FILE, RESULTS_FILE, EVALUATED_FILE, REPORTS)
+PATTERNS = (CONFIG_FILE, WEIGHTS_FILE, CARD_FILE, MANIFEST_FILE, *PROOFS)
+# In the manifest while files are replaced, and after that only where a save was killed: name -> digests of before.
+_REPLACED = "replaced"
 
 
 def write_folder(
@@ -74,6 +78,16 @@ def check_files(folder: Path) -> None:
         raise InputError(f"{folder / CARD_FILE} is no model card: {' '.join(str(error).split())}") from error
 
 
+def check_saved(folder: Path) -> None:
+    """Raise an :class:`InputError` where a save was killed while it replaced files, which are then of two detectors."""
+    try:
+        is_begun = _REPLACED in json.loads((folder / MANIFEST_FILE).read_text())
+    except (OSError, ValueError, TypeError):
+        return  # No save has written here, or none is known of.
+    if is_begun:
+        raise InputError(f"{folder} was not saved to its end, and may have files of two detectors: save into it again")
+
+
 @contextlib.contextmanager
 def _replacing(folder: Path, names: Iterable[str]) -> Iterator[Path]:
     """A folder to write files to, which then take the place of those that an earlier save wrote."""
@@ -84,39 +98,51 @@ def _replacing(folder: Path, names: Iterable[str]) -> Iterator[Path]:
     with unfinished_folder(folder) as unfinished:
         try:
             yield unfinished
-            files = {path.name: digest_of(path) for path in sorted(unfinished.iterdir())}
-            manifest = {"format": 1, "versions": versions(), "files": files}
-            (unfinished / MANIFEST_FILE).write_text(json.dumps(manifest, indent=2) + "\n")
-            # Last, since it is what says that the others are ours.
-            for name in (*files, MANIFEST_FILE):
-                os.replace(unfinished / name, folder / name)
-            for name in earlier.keys() - files.keys():
-                (folder / name).unlink(missing_ok=True)
+            _put_in_place(folder, unfinished, earlier)
         except OSError as error:
             raise InputError(f"cannot write into {folder}: {error.strerror or error}") from error
 
 
-def _earlier_files(folder: Path) -> dict[str, str]:
-    """Name -> digest of the files that an earlier save wrote here."""
+def _put_in_place(folder: Path, unfinished: Path, earlier: Mapping[str, list[str]]) -> None:
+    """Move the files, so that what is there is known as ours, old or new, wherever this ends."""
+    files = {path.name: digest_of(path) for path in sorted(unfinished.iterdir())}
+    manifest = {"format": 1, "versions": versions(), "files": files}
+    begun = unfinished / f"{MANIFEST_FILE}.begun"
+    begun.write_text(json.dumps(manifest | {_REPLACED: earlier}, indent=2) + "\n")
+    (unfinished / MANIFEST_FILE).write_text(json.dumps(manifest, indent=2) + "\n")
+    with held_signals():
+        os.replace(begun, folder / MANIFEST_FILE)
+        for name in files:
+            os.replace(unfinished / name, folder / name)
+        for name in earlier.keys() - files.keys():
+            (folder / name).unlink(missing_ok=True)
+        os.replace(unfinished / MANIFEST_FILE, folder / MANIFEST_FILE)
+
+
+def _earlier_files(folder: Path) -> dict[str, list[str]]:
+    """Name -> digests of the files that an earlier save wrote here; two or more where a save was killed."""
     path = folder / MANIFEST_FILE
     if not os.path.lexists(path):
         return {}
     try:
-        files = json.loads(path.read_text())["files"]
-    except (OSError, ValueError, KeyError, TypeError):
-        files = None
+        manifest = json.loads(path.read_text())
+        digests = {name: list(before) for name, before in manifest.get(_REPLACED, {}).items()}
+        for name, digest in manifest["files"].items():
+            digests[name] = [*digests.get(name, []), digest]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        digests = None
     # A name from elsewhere must not reach out of the folder.
-    if not isinstance(files, dict) or any(name != Path(name).name or name in ("", "..") for name in files):
+    if digests is None or any(name != Path(name).name or name in ("", "..") for name in digests):
         raise InputError(f"{path} is not of an earlier save: choose another folder")
-    return files
+    return digests
 
 
-def _check_own(folder: Path, names: Iterable[str], earlier: Mapping[str, str]) -> None:
+def _check_own(folder: Path, names: Iterable[str], earlier: Mapping[str, list[str]]) -> None:
     for name in sorted(names):
         path = folder / name
         if not os.path.lexists(path):
             continue
         if name not in earlier:
             raise InputError(f"{path} is there, and no earlier save wrote it: choose another folder, or move it away")
-        if not path.is_file() or digest_of(path) != earlier[name]:
+        if not path.is_file() or digest_of(path) not in earlier[name]:
             raise InputError(f"{path} was changed since it was saved: choose another folder, or move it away")

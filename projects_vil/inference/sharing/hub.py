@@ -19,13 +19,13 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils import filter_repo_objects, validate_repo_id
 
 from backbones import InputError
 from projects_vil.checkpoint import Categories, fingerprint
 from projects_vil.config import CONFIG_FILE, one_line
 from projects_vil.inference.runners import Predictor, Runner
-from projects_vil.inference.sharing.folder import CARD_FILE, PATTERNS, WEIGHTS_FILE, write_folder
+from projects_vil.inference.sharing.folder import CARD_FILE, PATTERNS, PROOFS, WEIGHTS_FILE, write_folder
 from projects_vil.inference.sharing.model_card import LIBRARY, check_license, model_card
 from projects_vil.inference.sharing.proofs import Proofs, find_proofs
 from projects_vil.inference.sharing.published import published_config
@@ -61,8 +61,9 @@ class Shared(ModelHubMixin, library_name=LIBRARY):
             repo_id: the name on the hub that the card is to give.
 
         Raises:
-            InputError: for an exported file, which has no weights, a config that cannot be shared, or a folder with
-                files of these names that no earlier save wrote, or that were changed since.
+            InputError: for an exported file, which has no weights, a config that cannot be shared, a repo_id that is no
+                name on the hub, or a folder with files of these names that no earlier save wrote, or that were changed
+                since.
         """
         card, proofs, model = self._describe(license, repo_id)
         for line in proofs.left_out:
@@ -91,13 +92,15 @@ class Shared(ModelHubMixin, library_name=LIBRARY):
     ) -> str:
         """Save the detector into a temporary folder, have the hub check its card, and upload the folder.
 
-        Nothing is made on the hub before that.
+        Nothing is made on the hub before that. Where weights are uploaded, what proves figures of the earlier ones, an
+        evaluation or a report on an export, is removed there unless it is uploaded anew.
 
         Args:
             repo_id: ``OWNER/NAME``; the repository is made where there is none.
             license: as of :meth:`save_pretrained`.
             commit_message, private, token, branch, create_pr, allow_patterns, ignore_patterns, delete_patterns: as
-                the mixin's. ``ignore_patterns="README.md"`` leaves a card on the hub as it is.
+                the mixin's. ``ignore_patterns="README.md"`` leaves a card on the hub as it is, and
+                ``delete_patterns=[]`` what is removed by default.
 
         Returns:
             The address of the commit.
@@ -105,7 +108,8 @@ class Shared(ModelHubMixin, library_name=LIBRARY):
         Raises:
             InputError: as of :meth:`save_pretrained`, and where the hub cannot be reached or refuses.
         """
-        _check_repo_id(repo_id)
+        if delete_patterns is None and _is_uploaded(WEIGHTS_FILE, allow_patterns, ignore_patterns):
+            delete_patterns = list(PROOFS)
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary) / "detector"
             self.save_pretrained(folder, license=license, repo_id=repo_id)
@@ -145,12 +149,12 @@ class Shared(ModelHubMixin, library_name=LIBRARY):
             pretrained_model_name_or_path: a folder, or else ``OWNER/NAME`` on the hub. What has the form of a path is
                 never asked for over the network.
             revision, cache_dir, token, local_files_only, force_download: as ``huggingface_hub.snapshot_download`` has
-                them; a folder takes none but their defaults for granted.
+                them. A folder has no revision, and the others have no effect on it.
             device, score_threshold, tta: as of :meth:`Detector.load`.
 
         Raises:
-            InputError: for a folder or a repository that is not there or holds no such detector, or a hub that cannot
-                be reached.
+            InputError: for a folder or a repository that is not there or holds no such detector, or one that was not
+                saved to its end, or a hub that cannot be reached.
         """
         name = os.fspath(pretrained_model_name_or_path)
         folder = Path(name)
@@ -188,6 +192,8 @@ class Shared(ModelHubMixin, library_name=LIBRARY):
 
     def _describe(self, license_id: str | None, repo_id: str | None) -> tuple[ModelCard, Proofs, str]:
         check_license(license_id)
+        if repo_id is not None:
+            _check_repo_id(repo_id)
         runner = self._predictor
         model = fingerprint(runner.cfg, runner.detector)
         proofs = find_proofs(runner.weights.parent, model)
@@ -201,6 +207,10 @@ def _check_repo_id(name: str) -> None:
         validate_repo_id(name)
     except HFValidationError as error:
         raise InputError(f"{name!r} is neither a folder nor a name on the hub: {one_line(error)}") from error
+
+
+def _is_uploaded(name: str, allow: list[str] | str | None, ignore: list[str] | str | None) -> bool:
+    return name in filter_repo_objects([name], allow_patterns=allow, ignore_patterns=ignore)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from torch import nn
 
 from backbones import InputError
 from projects_vil.checkpoint import Categories
+from projects_vil.config import detector_name
 from projects_vil.export import describe_report
 from projects_vil.inference.sharing.proofs import Proofs
 
@@ -47,7 +48,7 @@ def model_card(
         place: what the example loads.
     """
     masks = cfg.MODEL.META_ARCHITECTURE != "RetinaNet" and cfg.MODEL.MASK_ON
-    kind = "RetinaNet" if cfg.MODEL.META_ARCHITECTURE == "RetinaNet" else f"{'Mask' if masks else 'Faster'} R-CNN"
+    kind = detector_name(cfg)
     backbone = getattr(getattr(detector.backbone, "bottom_up", None), "variant", cfg.MODEL.BACKBONE.NAME)
     title = f"{kind}, {backbone}"
     evaluations = _detection_results(proofs)

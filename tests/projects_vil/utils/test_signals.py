@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from projects_vil.utils import ToldToEnd, told_between_calls, unwound_by_signals
+from projects_vil.utils import ToldToEnd, held_signals, told_between_calls, unwound_by_signals
 
 
 @pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
@@ -42,6 +42,17 @@ def test_the_handler_of_someone_else_stays():
         assert received == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("number, error", [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, ToldToEnd)])
+def test_a_signal_waits_for_what_must_not_end_halfway(number, error):
+    done = []
+    with pytest.raises(error), unwound_by_signals():
+        with held_signals():
+            os.kill(os.getpid(), number)
+            done.append("the rest")
+        done.append("more")
+    assert done == ["the rest"]
 
 
 def test_another_thread_may_not_set_one():

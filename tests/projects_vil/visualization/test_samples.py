@@ -16,6 +16,7 @@ from projects_vil.visualization import draw_samples
 from projects_vil.visualization.panels import HEADER
 from projects_vil.visualization.samples import SMALLEST_DRAWN, draw_sample
 from tests.projects_vil.helpers import small_config
+from tests.projects_vil.panoptic import panoptic_config
 
 BATCH = ["SOLVER.IMS_PER_BATCH", "3"]
 STRONG, LSJ = (["INPUT.AUGMENTATION", name, "INPUT.LSJ.SIZE", "64"] for name in ("strong", "lsj"))
@@ -54,6 +55,26 @@ def test_labels_are_drawn(tmp_path, monkeypatch):
     assert len(np.unique(read(path)[HEADER:].reshape(-1, 3), axis=0)) > 10
 
 
+def test_labels_of_stuff_are_drawn_below_objects(panoptic_root, tmp_path, monkeypatch):
+    monkeypatch.setenv("DETECTRON2_DATASETS", str(panoptic_root))
+    cfg = panoptic_config("SOLVER.IMS_PER_BATCH", "1")
+    register_datasets(cfg)
+    loader = Trainer.build_train_loader(cfg)
+    loader.start(seed=0, iteration=0)
+    sample = next(iter(loader))[0]
+    loader.stop()
+    ignored = torch.full_like(sample["sem_seg"], 255)
+    left_half = ignored.clone()
+    left_half[:, : ignored.shape[1] // 2] = 1
+    nothing, background = (draw_sample(cfg, sample | {"sem_seg": labels})[HEADER:] for labels in (ignored, left_half))
+    objects, labels = np.split((nothing != background).any(axis=2), 2)
+    middle = labels.shape[1] // 2
+    assert labels[:, : middle - 20].mean() > 0.9 and not labels[:, middle + 20 :].any() and not objects.any()
+    # A detector of things alone learns nothing from them.
+    cfg = panoptic_config("MODEL.META_ARCHITECTURE", "GeneralizedRCNN")
+    assert (draw_sample(cfg, sample)[HEADER:] == background[: len(objects)]).all()
+
+
 @pytest.mark.parametrize("image_format", ["RGB", "BGR"])
 def test_colours_and_boxes(shapes, image_format):
     """A red image, in the order of channels that the model gets, with a box."""
@@ -81,6 +102,18 @@ def test_what_cannot_be_drawn(shapes, tmp_path, options, text):
     with pytest.raises(InputError) as caught:
         draw_samples(small_config(), tmp_path / "drawn", **options)
     assert str(caught.value) == text and not (tmp_path / "drawn").exists()
+
+
+def test_drawings_of_another_call_do_not_stand_between_these(shapes, tmp_path):
+    (tmp_path / "0000_notes.txt").write_text("mine")
+    (path,) = draw_samples(small_config(), tmp_path, number=1)
+    before = path.read_bytes()
+    with pytest.raises(InputError) as caught:
+        draw_samples(small_config(), tmp_path, number=2, seed=5)
+    assert str(caught.value) == (
+        f"--output {tmp_path} has drawings of an earlier call ({path.name}): choose another folder"
+    )
+    assert {file.name for file in tmp_path.iterdir()} == {"0000_notes.txt", path.name} and path.read_bytes() == before
 
 
 def test_a_folder_that_is_a_file(shapes, tmp_path):

@@ -1,18 +1,19 @@
 """The folder of a shared detector: what is written, and what is never written over."""
 
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
+import torch
 
 from backbones import InputError
 from projects_vil import Detector
 
-FILES = {
-    *("README.md", "config.yaml", "detector.json", "evaluation.json", "evaluation.model.json"),
-    *("model.safetensors", "model.ts.report.json"),
-}
+PROOFS = ("evaluation.json", "evaluation.model.json", "model.ts.report.json")
+FILES = {"README.md", "config.yaml", "detector.json", "model.safetensors", *PROOFS}
 
 
 @pytest.fixture
@@ -50,9 +51,7 @@ def test_an_earlier_save_is_replaced_and_other_files_stay(detector, own, tmp_pat
     # Figures of the earlier weights do not stay beside others.
     other = Detector.load(own, score_threshold=0.25)
     other.save_pretrained(own)
-    assert {path.name for path in own.iterdir()} - {"notes.txt", ".git"} == FILES - {
-        *("evaluation.json", "evaluation.model.json", "model.ts.report.json"),
-    }
+    assert {path.name for path in own.iterdir()} - {"notes.txt", ".git"} == FILES - set(PROOFS)
 
 
 @pytest.mark.parametrize("name", ["README.md", "config.yaml", "model.safetensors"])
@@ -68,12 +67,88 @@ def test_files_that_were_changed_are_not_written_over(name, detector, own):
     refused(detector, own, f"{name} was changed since it was saved")
 
 
+class Killed(BaseException):
+    """What no code handles."""
+
+
+@pytest.fixture
+def at_rename(monkeypatch):
+    """Have something happen in place of, or before, the Nth rename into a folder."""
+
+    def arrange(folder: Path, number: int, happens) -> None:
+        real, count = os.replace, iter(range(1, 100))
+
+        def replace(old, new):
+            if Path(new).parent == folder and next(count) == number:
+                happens()
+            real(old, new)
+
+        monkeypatch.setattr(os, "replace", replace)
+
+    yield arrange
+
+
+def kill():
+    raise Killed
+
+
+@pytest.fixture
+def other(own_run):
+    """A detector of other weights and settings than what was saved."""
+    detector = Detector.load(own_run, overrides=["INPUT.MIN_SIZE_TEST", 96])
+    with torch.no_grad():
+        next(detector.runner.detector.parameters()).mul_(2)
+    return detector
+
+
+def test_a_signal_waits_for_files_that_are_replaced(other, own, at_rename, monkeypatch):
+    at_rename(own, 3, lambda: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        other.save_pretrained(own)
+    saved = Detector.from_pretrained(own)
+    assert saved.runner.cfg.INPUT.MIN_SIZE_TEST == 96
+    pairs = zip(saved.runner.detector.parameters(), other.runner.detector.parameters(), strict=True)
+    assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+    assert {path.name for path in own.iterdir()} == FILES - set(PROOFS)
+
+
+@pytest.mark.parametrize("number", [3, 5])
+def test_a_save_that_was_killed_is_named_and_can_be_done_again(number, detector, other, own, at_rename, monkeypatch):
+    for one in (other, detector):
+        at_rename(own, number, kill)
+        with pytest.raises(Killed):
+            one.save_pretrained(own)
+        monkeypatch.undo()
+        for load in (Detector.from_pretrained, Detector.load):
+            with pytest.raises(InputError, match="was not saved to its end, .*: save into it again"):
+                load(own)
+    other.save_pretrained(own)
+    assert Detector.from_pretrained(own).runner.cfg.INPUT.MIN_SIZE_TEST == 96
+    assert {path.name for path in own.iterdir()} == FILES - set(PROOFS)
+    (own / "README.md").write_text("mine")
+    refused(detector, own, "README.md was changed since it was saved")
+
+
+@pytest.mark.parametrize("number", [2, 5])
+def test_a_first_save_that_was_killed_can_be_done_again(number, detector, tmp_path, at_rename, monkeypatch):
+    at_rename(tmp_path / "new", number, kill)
+    with pytest.raises(Killed):
+        detector.save_pretrained(tmp_path / "new")
+    monkeypatch.undo()
+    detector.save_pretrained(tmp_path / "new")
+    assert {path.name for path in (tmp_path / "new").iterdir()} == FILES
+
+
 def test_a_run_is_not_written_over(detector, own_run):
     shutil.rmtree(own_run / "export")
     refused(detector, own_run, "config.yaml is there, and no earlier save wrote it")
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"files": 1}', '{"files": {"../mine": "0"}}', '{"files": {"..": "0"}}'])
+MANIFESTS = ["", "[]", '{"files": 1}', '{"files": {"../mine": "0"}}', '{"files": {"..": "0"}}']
+MANIFESTS += [f'{{"files": {{}}, "replaced": {text}}}' for text in ("1", '{"a": 1}', '{"../mine": ["0"]}')]
+
+
+@pytest.mark.parametrize("text", MANIFESTS)
 def test_a_manifest_of_others(text, detector, tmp_path):
     (tmp_path / "detector.json").write_text(text)
     refused(detector, tmp_path, "detector.json is not of an earlier save")

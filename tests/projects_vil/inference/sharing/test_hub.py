@@ -224,7 +224,8 @@ def test_a_detector_of_the_hub(serve, saved, tmp_path):
 
 
 def test_the_upload_is_what_is_saved(serve, detector, saved):
-    requests, created, uploaded = [], [], {}
+    requests, created, uploaded, deleted = [], [], {}, []
+    there = ["README.md", "evaluation.json", "older.onnx.report.json", "notes.txt"]
 
     def answer(method, path, body):
         requests.append((method, path))
@@ -240,7 +241,11 @@ def test_the_upload_is_what_is_saved(serve, detector, saved):
             for line in map(json.loads, body.splitlines()):
                 if line["key"] == "file":
                     uploaded[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+                elif line["key"] == "deletedFile":
+                    deleted.append(line["value"]["path"])
             return 200, {}, {"commitUrl": f"{CLOSED}/me/mine/commit/1", "commitOid": "1", "success": True}
+        if "/tree/" in path:
+            return 200, {}, [{"type": "file", "path": name, "size": 1, "oid": "1" * 40} for name in there]
         return 404, {"X-Error-Code": "EntryNotFound"}, {"error": path}
 
     serve(answer)
@@ -249,9 +254,17 @@ def test_the_upload_is_what_is_saved(serve, detector, saved):
     assert uploaded["config.yaml"] == (saved / "config.yaml").read_bytes()
     card = uploaded["README.md"].decode()
     assert "license: mit" in card and 'from_pretrained("me/mine")' in card
+    # Figures of the earlier weights do not stay beside others.
+    assert deleted == ["older.onnx.report.json"]
     # In words that differ from version to version.
     assert requests[:2] == [("POST", "/api/validate-yaml"), ("POST", "/api/repos/create")]
     assert "private" in created[0] and '"mine"' in created[0]
+    deleted.clear()
+    detector.push_to_hub("me/mine", token="x", allow_patterns="README.md")
+    detector.push_to_hub("me/mine", token="x", delete_patterns=[])
+    assert deleted == []
+    Detector.from_pretrained(saved, score_threshold=0.5).push_to_hub("me/mine", token="x")
+    assert sorted(deleted) == ["evaluation.json", "older.onnx.report.json"]
 
 
 def test_nothing_is_made_on_the_hub_where_it_does_not_take_the_card(serve, detector):

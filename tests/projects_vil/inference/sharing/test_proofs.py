@@ -1,15 +1,19 @@
 """The evaluation and the reports that go with a detector: its own, and no others."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
 
-from projects_vil import Detector
+from projects_vil import Detector, load_config
 from projects_vil.checkpoint import fingerprint
 from projects_vil.evaluation import write_results
+from projects_vil.export import describe_report, export_detector
 from projects_vil.inference.sharing.proofs import find_proofs
 from tests.projects_vil.helpers import small_config
+from tests.projects_vil.inference.helpers import picture, save
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +25,20 @@ def test_those_of_the_detector(run, model):
     proofs = find_proofs(run, model)
     assert proofs.evaluation["mine"]["bbox"]["AP"] == 12.345 and proofs.evaluation["mine"]["bbox"]["APl"] is None
     assert list(proofs.reports) == ["model.ts.report.json"] and proofs.left_out == ()
+
+
+@pytest.mark.slow
+def test_those_that_the_tools_write(trained_run, tmp_path):
+    """An evaluation of ``train_net.py``, and a report on an export that also names a photo of the user's."""
+    run = Path(shutil.copytree(trained_run, tmp_path / "run"))
+    save(tmp_path / "photo.png", picture(64, 96))
+    images = [tmp_path / "photo.png"]
+    export_detector(load_config(run / "config.yaml"), run / "model_final.pth", run / "export", images=images, runs=1)
+    detector = Detector.load(run, device="cpu")
+    proofs = find_proofs(run, fingerprint(detector.runner.cfg, detector.runner.detector))
+    assert proofs.left_out == () and list(proofs.evaluation) == ["shapes_val"]
+    [report] = proofs.reports.values()
+    assert describe_report(report) in str(detector.generate_model_card())
 
 
 def test_there_may_be_none(tmp_path, model):
