@@ -22,8 +22,8 @@ for file in (args.model, f"{args.model}.metadata.json", args.photo):
     if not Path(file).is_file():
         sys.exit(f"error: there is no file {file}")
 metadata = json.loads(Path(f"{args.model}.metadata.json").read_text())
-if metadata["input"].get("size") or metadata.get("fixed_detections"):
-    sys.exit(f"error: {args.model} is for images of one size, or gives rows in a fixed number: load it by Detector")
+if metadata["format"] != "onnx" or metadata["input"].get("size") or metadata.get("fixed_detections"):
+    sys.exit(f"error: {args.model} is no ONNX file for any size that gives what it found alone: load it by Detector")
 photo = pixels = cv2.imread(args.photo)  # (height, width, BGR), upright as its EXIF orientation says
 if photo is None:
     sys.exit(f"error: cannot read an image from {args.photo}")

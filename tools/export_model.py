@@ -38,7 +38,6 @@ def main() -> None:
     parser.add_argument(
         "--calibration-images",
         type=int,
-        default=100,
         metavar="N",
         help="of DATASETS.TRAIN, for --precision int8 (default 100, or all there are)",
     )

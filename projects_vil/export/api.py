@@ -31,13 +31,13 @@ from projects_vil.export.metadata import check_sides, describe_model, digests_of
 from projects_vil.export.report import check_export, comparison_images, example_image, report_path
 from projects_vil.export.runtime import ExportedModel
 from projects_vil.export.stages import Stages
-from projects_vil.modeling import SMALLEST_SIDE
 from projects_vil.utils import unfinished_folder
 
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # Of what computes; int8 is made of a file in fp32.
 ALL_PRECISIONS = (*PRECISIONS, "int8")
 INPUT_DTYPES = ("uint8", "float32")
+CALIBRATION_IMAGES = 100
 # Of the image that a model is recorded with; comparisons take others.
 EXAMPLE_SIZE = (160, 224)
 
@@ -82,7 +82,7 @@ def export_detector(
     size: tuple[int, int] | None = None,
     images: Sequence[str | Path] = (),
     evaluate: bool = False,
-    calibration_images: int = 100,
+    calibration_images: int | None = None,
     accept_drop: bool = False,
     runs: int = 5,
 ) -> tuple[Path, dict]:
@@ -101,7 +101,8 @@ def export_detector(
         size: height and width of the images that it takes; None for any.
         images: files to compare on; four drawn images where there are none. The model was recorded with another.
         evaluate: whether to evaluate both on ``DATASETS.TEST`` too.
-        calibration_images: of ``DATASETS.TRAIN`` that int8's ranges are measured on, at most.
+        calibration_images: of ``DATASETS.TRAIN`` that int8's ranges are measured on, at most; by default
+            ``CALIBRATION_IMAGES``.
         accept_drop: whether int8 may lose more than ``AP_DROP``.
         runs: of the measurement of latency.
 
@@ -123,7 +124,11 @@ def export_detector(
     check_precision(file_format, precision)
     is_int8 = precision == "int8"
     if is_int8:
+        calibration_images = CALIBRATION_IMAGES if calibration_images is None else calibration_images
         _check_calibration(cfg, calibration_images)
+    elif calibration_images is not None or accept_drop:
+        key = "--accept-drop" if calibration_images is None else "--calibration-images"
+        raise InputError(f"{key} has no effect with --precision {precision}: leave it out, or take int8")
     evaluate = evaluate or is_int8
     if evaluate:
         register_datasets(cfg)
@@ -171,7 +176,7 @@ def export_detector(
             model = ExportedModel(new)
         with stages("comparing", f"{len(compared)} images, and DATASETS.TEST" if evaluate else ""):
             report = check_export(
-                cfg, reference, model, compared, runs=runs, evaluate=evaluate, accept_drop=accept_drop and is_int8
+                cfg, reference, model, compared, runs=runs, evaluate=evaluate, accept_drop=accept_drop
             )
         report["seconds"] = stages.seconds
         report["accept_drop"] = accept_drop
@@ -209,8 +214,9 @@ def _check_size(size: tuple[int, int] | None, file_format: str, *, evaluate: boo
         return
     if file_format == "torchscript":
         raise InputError("--size: a trace takes any size all the same; leave it out, or take another --format")
-    if min(size) < SMALLEST_SIDE:
-        raise InputError(f"--size {size[0]} {size[1]}: sides are {SMALLEST_SIDE} pixels or more")
+    shortest, longest = FORMATS[file_format].sides
+    if min(size) < shortest or max(size) > longest:
+        raise InputError(f"--size {size[0]} {size[1]}: sides are {shortest} to {longest} pixels")
     if evaluate:
         raise InputError(
             "--evaluate, and --precision int8, which is judged by it: images of DATASETS.TEST have sizes of their own; "

@@ -175,7 +175,10 @@ def test_a_fixed_size(shapes, exported, tmp_path):
             "--calibration-images 0: it is 1 or",
         ),
         ({"file_format": "onnx", "precision": "int8"}, ("DATASETS.TRAIN", "()"), "DATASETS.TRAIN is empty"),
-        ({"file_format": "onnx", "size": (16, 128)}, (), "--size 16 128: sides are 32 pixels or more"),
+        ({"file_format": "onnx", "size": (16, 128)}, (), "--size 16 128: sides are 32 to 8192 pixels"),
+        ({"file_format": "onnx", "size": (9000, 128)}, (), "--size 9000 128: sides are 32 to 8192 pixels"),
+        ({"accept_drop": True}, (), "--accept-drop has no effect with --precision fp32: leave it out, or take int8"),
+        ({"calibration_images": 8}, (), "--calibration-images has no effect with --precision fp32"),
         (
             {"file_format": "onnx", "size": (96, 128), "evaluate": True},
             (),
