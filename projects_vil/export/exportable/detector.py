@@ -52,11 +52,16 @@ class ExportableDetector(nn.Module):
         self.fixed_number = fixed_number
         self.size = size
         self.input_names = ("images",) if batched else ("image",)
-        self.output_names: tuple[str, ...] = ("boxes", "scores", "classes")
+        self.output_names: tuple[str, ...] = ("boxes", "scores", "classes", *(["masks"] if self.has_masks else []))
         if fixed_number is not None:
             self.output_names += ("count",)
         elif batched:
             self.output_names += ("image_index",)
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether masks come out."""
+        return False
 
     def forward(self, image: Tensor) -> tuple[Tensor, ...]:
         """See the class."""

@@ -15,17 +15,9 @@ from projects_vil.export.exportable.nms import best_of_row, best_without_overlap
 class ExportableRCNN(ExportableDetector):
     """detectron2's Faster or Mask R-CNN: see :class:`ExportableDetector`."""
 
-    def __init__(
-        self,
-        detector: nn.Module,
-        *,
-        batched: bool = False,
-        fixed_number: int | None = None,
-        size: tuple[int, int] | None = None,
-    ) -> None:
-        super().__init__(detector, batched=batched, fixed_number=fixed_number, size=size)
-        if detector.roi_heads.mask_on:
-            self.output_names = (*self.output_names[:3], "masks", *self.output_names[3:])
+    @property
+    def has_masks(self) -> bool:
+        return self.detector.roi_heads.mask_on
 
     def detect(self, features: dict[str, Tensor], size: tuple[int, int]) -> dict[str, Tensor]:
         heads = self.detector.roi_heads
@@ -34,7 +26,7 @@ class ExportableRCNN(ExportableDetector):
         scores, boxes = self._judged(maps, proposals, image, size)
         boxes, scores, classes, image = self._best(scores, boxes, image, features)
         outputs = {"boxes": boxes, "scores": scores, "classes": classes, "image_index": image}
-        if heads.mask_on:
+        if self.has_masks:
             maps = [features[name] for name in heads.mask_in_features]
             logits = heads.mask_head.layers(pool(heads.mask_pooler, maps, boxes, image)).float()
             outputs["masks"] = of_class(logits, classes).sigmoid()
