@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import io
 import logging
 import sys
@@ -28,6 +29,19 @@ def import_openvino():
     import openvino
 
     return openvino
+
+
+@functools.cache
+def core():
+    """The one ``openvino.Core`` of this process, with its CPU plugin.
+
+    Each plugin gives the thread that loads it another stack for signals, and takes it away with itself: of two that do
+    not end in the order of their beginning, as 2026.4 has it, the stack that is left is no memory, and the next signal,
+    be it Ctrl-C or a child's end, is a segmentation fault. This one begins first and stays.
+    """
+    core = import_openvino().Core()
+    core.get_versions("CPU")
+    return core
 
 
 def _check() -> None:
@@ -63,7 +77,7 @@ def _quantize(source: Path, path: Path, images: Sequence[Tensor], stages: Stages
     import nncf
 
     nncf.set_log_level(logging.ERROR)
-    model = openvino.Core().read_model(source)
+    model = core().read_model(source)
     kept = [
         node.get_friendly_name()
         for node in model.get_ops()
@@ -91,10 +105,9 @@ def _is_weight(node) -> bool:
 
 def _load(path: Path) -> Run:
     _check()
-    openvino = import_openvino()
     options = OPTIONS | {"INFERENCE_NUM_THREADS": torch.get_num_threads()}
     with damaged(path, RuntimeError):
-        compiled = openvino.Core().compile_model(path, "CPU", options)
+        compiled = core().compile_model(path, "CPU", options)
 
     def run(images: Tensor) -> tuple[Tensor, ...]:
         found = compiled(images.cpu().numpy())

@@ -270,6 +270,27 @@ def test_openvino_in_its_own_terms(plain):
     assert model.metadata["runtime_options"] == {"INFERENCE_PRECISION_HINT": "f32"}
 
 
+LET_GO = """
+import os, signal, sys
+from projects_vil.export.formats.openvino import OPENVINO
+
+first, second = (OPENVINO.load(sys.argv[1]) for _ in range(2))
+del first
+del second
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_ctrl_c_after_openvino_models_were_let_go(plain):
+    """OpenVINO 2026.4 leaves a process that loads its CPU plugin twice without a stack for signals."""
+    model = plain("openvino")
+    result = subprocess.run([sys.executable, "-c", LET_GO, str(model.path)], capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (0, "interrupted\n"), result.stderr
+
+
 # -- the machine -----------------------------------------------------------------------------------
 
 

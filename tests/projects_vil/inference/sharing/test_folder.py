@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,26 @@ def other(own_run):
     with torch.no_grad():
         next(detector.runner.detector.parameters()).mul_(2)
     return detector
+
+
+class Interrupted(Exception):
+    """What Ctrl-C raises here, whoever else handles that in this process."""
+
+
+def test_a_signal_waits_for_files_that_are_replaced(other, own, at_rename, monkeypatch):
+    def interrupt(number, frame) -> None:
+        raise Interrupted
+
+    at_rename(own, 3, lambda: os.kill(os.getpid(), signal.SIGINT))
+    # The handler is put back with all others.
+    signal.signal(signal.SIGINT, interrupt)
+    with pytest.raises(Interrupted):
+        other.save_pretrained(own)
+    saved = Detector.from_pretrained(own)
+    assert saved.runner.cfg.INPUT.MIN_SIZE_TEST == 96
+    pairs = zip(saved.runner.detector.parameters(), other.runner.detector.parameters(), strict=True)
+    assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+    assert {path.name for path in own.iterdir()} == FILES - set(PROOFS)
 
 
 @pytest.mark.parametrize("number", [3, 5])
