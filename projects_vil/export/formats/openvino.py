@@ -10,8 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
+from backbones.layers.tracing import static_size
 from projects_vil.export.exportable.detector import ExportableDetector
 from projects_vil.export.formats.format import Format, Run, check_packages, damaged
 from projects_vil.export.formats.quantizing import stays_float
@@ -53,7 +56,8 @@ def _write(exportable: ExportableDetector, example: Tensor, path: Path, stages: 
     halved = next(exportable.parameters()).dtype == torch.float16
     with stages("recording"):
         # Half precision is that of the weights in the file; what computes is float32.
-        traced = trace(copy.deepcopy(exportable).float() if halved else exportable, example)
+        with _AttentionByProducts():
+            traced = trace(copy.deepcopy(exportable).float() if halved else exportable, example)
     with stages("converting"), quiet():
         # OpenVINO 2026.4 does not read the ONNX file; its front end for PyTorch makes of the trace what it should be.
         model = openvino.convert_model(traced, example_input=(example,), input=[_input_shape(exportable, example)])
@@ -62,6 +66,30 @@ def _write(exportable: ExportableDetector, example: Tensor, path: Path, stages: 
             port.get_tensor().set_names({name})
     with stages("writing"):
         openvino.save_model(model, path, compress_to_fp16=halved)
+
+
+class _AttentionByProducts(TorchFunctionMode):
+    """``scaled_dot_product_attention``, with a mask that is added or none, is recorded as two products and a softmax.
+
+    OpenVINO's own turn of it copies the keys, transposed, where a product takes them as they are.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.scaled_dot_product_attention:
+            return _attention(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *, scale: float | None = None
+) -> Tensor:
+    scale = static_size(query.shape[-1]) ** -0.5 if scale is None else scale
+    if attn_mask is not None and attn_mask.dtype != query.dtype:
+        raise NotImplementedError("attention with a mask of another type")
+    scores = (query * scale) @ key.transpose(-2, -1)
+    if attn_mask is not None:
+        scores = scores + attn_mask
+    return scores.softmax(-1) @ value
 
 
 def _input_shape(exportable: ExportableDetector, example: Tensor):

@@ -20,7 +20,7 @@ def test_layers_that_stay_float_are_there():
         assert any(layer in name for name in names), layer
     predictors = [name for name, _ in demo_detector("cascade_mask_rcnn").named_parameters() if "box_predictor" in name]
     assert len(predictors) == 12 and all(map(stays_float, predictors))
-    assert stays_float("detector.head.cls_score.weight") and not stays_float("detector.head.cls_subnet.0.weight")
+    assert stays_float("detector.head.bbox_pred.weight") and not stays_float("detector.head.cls_score.weight")
     assert stays_float("__module.detector.backbone.bottom_up.net.stages.1.patch_embed.offset/aten::_convolution/Add")
 
 
