@@ -16,28 +16,31 @@ from pathlib import Path
 
 import torch
 from detectron2.config import CfgNode
-from torch import Tensor, nn
+from torch import nn
 
 from backbones import InputError
 from backbones.errors import check_choice
 from projects_vil.checkpoint import load_detector
 from projects_vil.config import DETECTORS
 from projects_vil.data import load_dataset, register_datasets
+from projects_vil.export.calibration import CALIBRATION_IMAGES, calibrating, check_calibration
 from projects_vil.export.exportable.build import make_exportable
 from projects_vil.export.formats import FORMATS, check_format, write_model
-from projects_vil.export.formats.format import check_packages
 from projects_vil.export.formats.quantizing import FLOAT_PARTS
 from projects_vil.export.metadata import check_sides, describe_model, digests_of, metadata_path
 from projects_vil.export.report import check_export, comparison_images, example_image, report_path
+from projects_vil.export.request import (
+    ALL_PRECISIONS,
+    INPUT_DTYPES,
+    PRECISIONS,
+    check_precision,
+    check_size,
+    fixed_number,
+)
 from projects_vil.export.runtime import ExportedModel
 from projects_vil.export.stages import Stages
 from projects_vil.utils import unfinished_folder
 
-PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-# Of what computes; int8 is made of a file in fp32.
-ALL_PRECISIONS = (*PRECISIONS, "int8")
-INPUT_DTYPES = ("uint8", "float32")
-CALIBRATION_IMAGES = 100
 # Of the image that a model is recorded with; comparisons take others.
 EXAMPLE_SIZE = (160, 224)
 
@@ -55,18 +58,6 @@ def in_precision(detector: nn.Module, precision: str) -> nn.Module:
         owner, _, leaf = name.rpartition(".")
         setattr(detector.get_submodule(owner), leaf, buffer)
     return detector
-
-
-def check_precision(file_format: str, precision: str) -> None:
-    """Raise an :class:`InputError` where a format does not have a precision."""
-    known = FORMATS[file_format]
-    if precision in known.refused:
-        raise InputError(f"--precision {precision}: {known.refused[precision]}")
-    if precision == "int8" and known.quantize is None:
-        able = " or ".join(name for name, other in FORMATS.items() if other.quantize)
-        raise InputError(f"--precision int8: {file_format} has none; take --format {able}")
-    if precision == "int8":
-        check_packages("--precision int8", known.quantizing_packages)
 
 
 def export_detector(
@@ -125,7 +116,7 @@ def export_detector(
     is_int8 = precision == "int8"
     if is_int8:
         calibration_images = CALIBRATION_IMAGES if calibration_images is None else calibration_images
-        _check_calibration(cfg, calibration_images)
+        check_calibration(cfg, calibration_images)
     elif calibration_images is not None or accept_drop:
         key = "--accept-drop" if calibration_images is None else "--calibration-images"
         raise InputError(f"{key} has no effect with --precision {precision}: leave it out, or take int8")
@@ -133,19 +124,19 @@ def export_detector(
     if evaluate:
         register_datasets(cfg)
         load_dataset(cfg, cfg.DATASETS.TEST, train=False)
-    _check_size(size, file_format, evaluate=evaluate)
+    check_size(size, file_format, evaluate=evaluate)
     special = [name for name, is_so in (("batched", batched), (precision, precision != "fp32")) if is_so]
     special += ["fixed"] if fixed_detections else []
     special += ["float32"] if input_dtype != "uint8" else []
     special += [f"{size[0]}x{size[1]}"] if size else []
     path = Path(output) / ("_".join(["model", *special]) + FORMATS[file_format].suffix)
-    fixed_number = None
+    number = None
     if fixed_detections or FORMATS[file_format].needs_fixed_detections:
-        fixed_number = _fixed_number(cfg)
+        number = fixed_number(cfg)
     compared = comparison_images(cfg, images, fixed=size)
     reference, categories = load_detector(cfg, weights)
     network = in_precision(copy.deepcopy(reference), "fp32" if is_int8 else precision)
-    exportable = make_exportable(network, batched=batched, fixed_number=fixed_number, size=size)
+    exportable = make_exportable(network, batched=batched, fixed_number=number, size=size)
     metadata = describe_model(
         cfg,
         exportable,
@@ -167,7 +158,7 @@ def export_detector(
             example = torch.stack([example] * 2) if batched else example
             write_model(exportable, example, written, file_format, stages=stages)
             if is_int8:
-                inputs = [image[None] if batched else image for image in _calibrating(cfg, calibration_images)]
+                inputs = [image[None] if batched else image for image in calibrating(cfg, calibration_images)]
                 inputs = [image.to(example.dtype) for image in inputs]
                 FORMATS[file_format].quantize(written, new, inputs, stages)
                 metadata["quantization"] = {"calibration_images": len(inputs), "float_parts": FLOAT_PARTS}
@@ -186,42 +177,6 @@ def export_detector(
             with _writing(file):
                 os.replace(unfinished / file.name, file)
     return path, report
-
-
-def _fixed_number(cfg: CfgNode) -> int:
-    number = cfg.TEST.DETECTIONS_PER_IMAGE
-    if number < 1:
-        raise InputError(f"TEST.DETECTIONS_PER_IMAGE is {number}: a fixed number of detections is 1 or more")
-    return number
-
-
-def _check_calibration(cfg: CfgNode, calibration_images: int) -> None:
-    if calibration_images < 1:
-        raise InputError(f"--calibration-images {calibration_images}: it is 1 or more")
-    register_datasets(cfg)
-    load_dataset(cfg, cfg.DATASETS.TRAIN, train=True)
-
-
-def _calibrating(cfg: CfgNode, number: int) -> list[Tensor]:
-    """Images (3, H, W) uint8 from all over ``DATASETS.TRAIN``, prepared as for testing: ``number`` of them, or all."""
-    records = load_dataset(cfg, cfg.DATASETS.TRAIN, train=True)
-    number = min(number, len(records))
-    return comparison_images(cfg, [records[i * len(records) // number]["file_name"] for i in range(number)])
-
-
-def _check_size(size: tuple[int, int] | None, file_format: str, *, evaluate: bool) -> None:
-    if size is None:
-        return
-    if file_format == "torchscript":
-        raise InputError("--size: a trace takes any size all the same; leave it out, or take another --format")
-    shortest, longest = FORMATS[file_format].sides
-    if min(size) < shortest or max(size) > longest:
-        raise InputError(f"--size {size[0]} {size[1]}: sides are {shortest} to {longest} pixels")
-    if evaluate:
-        raise InputError(
-            "--evaluate, and --precision int8, which is judged by it: images of DATASETS.TEST have sizes of their own; "
-            "leave it out, or --size"
-        )
 
 
 @contextlib.contextmanager

@@ -13,10 +13,11 @@ from torch import Tensor
 from backbones import InputError
 from backbones.errors import check_choice
 from projects_vil.checkpoint import build_detector
-from projects_vil.export.api import ALL_PRECISIONS, check_precision, export_detector
+from projects_vil.export.api import export_detector
 from projects_vil.export.formats import FORMATS, check_format
 from projects_vil.export.parity import CHANGED_SHARE, TOLERANCES, Detector, compare, describe, measure_latency
 from projects_vil.export.report import eager_detections, example_image
+from projects_vil.export.request import ALL_PRECISIONS, check_precision
 from projects_vil.export.runtime import ExportedModel
 from projects_vil.export.table.subjects import TABLE_DETECTORS, TABLE_FAMILIES, Subject, make_subject
 from projects_vil.export.table.text import describe_cell
