@@ -12,6 +12,7 @@ from projects_vil.export.formats.quantizing import stays_float
 from projects_vil.export.formats.recording import check_recording, quiet, record
 from projects_vil.export.onnx_graph.standard import describe_onnx
 from projects_vil.export.onnx_graph.tensorrt_operators import TENSORRT, undocumented
+from projects_vil.export.onnx_graph.turned_weights import turn_weights
 from projects_vil.export.stages import Stages
 
 OPSET = 20
@@ -87,7 +88,9 @@ def _quantize(source: Path, path: Path, images: Sequence[Tensor], stages: Stages
     import onnx
     from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 
-    graph = onnx.load(str(source)).graph
+    model = onnx.load(source)
+    graph = model.graph
+    turn_weights(graph)
     weights = {tensor.name for tensor in graph.initializer}
     # Products of attention have no weights.
     kept = [
@@ -102,8 +105,8 @@ def _quantize(source: Path, path: Path, images: Sequence[Tensor], stages: Stages
 
     with stages("quantising", f"{len(images)} images"), quiet():
         quantize_static(
-            str(source),
-            str(path),
+            model,
+            path,
             Images(),
             quant_format=QuantFormat.QDQ,
             op_types_to_quantize=["Conv", "MatMul", "Gemm"],
