@@ -50,7 +50,7 @@ def write_int8(
     images: Sequence[Tensor],
     stages: Stages,
 ) -> dict:
-    """Write a detector in float32 beside ``path``, and of that file one in int8.
+    """Write a detector in float32 beside ``path``, and of that file one in int8; what is built of another, of that.
 
     Args:
         exportable, example, file_format, stages: see :func:`projects_vil.export.formats.write_model`.
@@ -60,8 +60,11 @@ def write_int8(
         What its metadata say of it.
     """
     known = FORMATS[file_format]
-    plain = path.with_name(f"float{known.suffix}")
-    known.write(exportable, example, plain, stages)
+    source = known.source or known
+    plain, quantized = path.with_name(f"float{source.suffix}"), path.with_name(f"int8{source.suffix}")
+    source.write(exportable, example, plain, stages)
     inputs = [image[None] if exportable.batched else image for image in images]
-    known.quantize(plain, path, [image.to(example.dtype) for image in inputs], stages)
+    known.quantize(plain, quantized if known.build else path, [image.to(example.dtype) for image in inputs], stages)
+    if known.build:
+        known.build(exportable, quantized, path, stages)
     return {"quantization": {"calibration_images": len(images), "float_parts": FLOAT_PARTS}}

@@ -17,6 +17,15 @@ from projects_vil.export.stages import Stages
 
 OPSET = 20
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+_QUANTIZED = ["Conv", "MatMul", "Gemm"]
+# For TensorRT: zero is zero, biases stay float, and so does what a layer gives (NVIDIA's "Q/DQ Layer-Placement
+# Recommendations": its inputs are quantised, and by default not its outputs).
+_SYMMETRIC = {
+    "ActivationSymmetric": True,
+    "WeightSymmetric": True,
+    "QuantizeBias": False,
+    "OpTypesToExcludeOutputQuantization": _QUANTIZED,
+}
 
 
 def _check() -> None:
@@ -84,7 +93,18 @@ def _attention(
     return op.MatMul(op.Softmax(scores, axis=-1), value)
 
 
-def _quantize(source: Path, path: Path, images: Sequence[Tensor], stages: Stages) -> None:
+def quantize_onnx(
+    source: Path, path: Path, images: Sequence[Tensor], stages: Stages, *, symmetric: bool = False
+) -> None:
+    """Write an ONNX file in int8, with QuantizeLinear and DequantizeLinear round its convolutions and linear layers.
+
+    Args:
+        source: the file in float32.
+        path: the one to be written.
+        images: as the model takes them, which ranges are measured on.
+        symmetric: whether it is for TensorRT: int8 with zero points 0, and no bias and no output quantised. Without,
+            values are uint8 with zero points of their own, which is finer.
+    """
     import onnx
     from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 
@@ -109,11 +129,12 @@ def _quantize(source: Path, path: Path, images: Sequence[Tensor], stages: Stages
             path,
             Images(),
             quant_format=QuantFormat.QDQ,
-            op_types_to_quantize=["Conv", "MatMul", "Gemm"],
+            op_types_to_quantize=_QUANTIZED,
             nodes_to_exclude=kept,
             per_channel=True,
-            activation_type=QuantType.QUInt8,
+            activation_type=QuantType.QInt8 if symmetric else QuantType.QUInt8,
             weight_type=QuantType.QInt8,
+            extra_options=_SYMMETRIC if symmetric else {},
         )
 
 
@@ -148,6 +169,7 @@ ONNX = Format(
     _load,
     PACKAGES,
     describe=_describe,
-    quantize=_quantize,
+    quantize=quantize_onnx,
+    quantizing_packages=("onnx", "onnxruntime"),
     refused={"bf16": f"ONNX has no bfloat16 convolutions in opset {OPSET}; take fp16, or a .pt2"},
 )

@@ -1,9 +1,11 @@
 """TensorRT, on an NVIDIA GPU: ``model.engine``, built from the ONNX file that :mod:`.onnx` writes.
 
-Networks are strongly typed, which TensorRT 10 has and 11 always is: the types of the ONNX file decide what is computed.
+Networks are strongly typed, which TensorRT 10 has and 11 always is: the types of the ONNX file decide what is computed,
+and so do its QuantizeLinear and DequantizeLinear in int8 ("explicit quantization" in NVIDIA's documentation).
 What is data-dependent (NonZero, NonMaxSuppression) stays inside; the outputs have a fixed number of rows.
 """
 
+import functools
 import importlib.util
 import tempfile
 from pathlib import Path
@@ -14,7 +16,7 @@ from torch import Tensor
 from backbones import InputError
 from projects_vil.export.exportable.detector import ExportableDetector
 from projects_vil.export.formats.format import Format, Run, damaged
-from projects_vil.export.formats.onnx import ONNX
+from projects_vil.export.formats.onnx import ONNX, quantize_onnx
 from projects_vil.export.onnx_graph.tensorrt_operators import TENSORRT, undocumented
 from projects_vil.export.stages import Stages
 from projects_vil.modeling import SMALLEST_SIDE, largest_side
@@ -38,8 +40,12 @@ def _write(exportable: ExportableDetector, example: Tensor, path: Path, stages: 
     with tempfile.TemporaryDirectory() as folder:
         onnx_file = Path(folder) / "model.onnx"
         ONNX.write(exportable, example, onnx_file, stages)
-        with stages("building", "TensorRT tries kernels for minutes"):
-            engine = build_engine(onnx_file, largest=min(LARGEST_SIDE, largest_side(exportable.detector)))
+        _build(exportable, onnx_file, path, stages)
+
+
+def _build(exportable: ExportableDetector, onnx_file: Path, path: Path, stages: Stages) -> None:
+    with stages("building", "TensorRT tries kernels for minutes"):
+        engine = build_engine(onnx_file, largest=min(LARGEST_SIDE, largest_side(exportable.detector)))
     path.write_bytes(engine)
 
 
@@ -132,5 +138,9 @@ TENSORRT_ENGINE = Format(
     sides=(SMALLEST_SIDE, LARGEST_SIDE),
     largest_batch=LARGEST_BATCH,
     needs_fixed_detections=True,
+    quantize=functools.partial(quantize_onnx, symmetric=True),
+    source=ONNX,
+    build=_build,
+    quantizing_packages=ONNX.quantizing_packages,
     refused=ONNX.refused,
 )

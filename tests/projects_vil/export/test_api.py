@@ -169,7 +169,7 @@ def test_a_fixed_size(shapes, exported, tmp_path):
         ({"input_dtype": "uint16"}, (), "unknown type of the input 'uint16'"),
         ({"fixed_detections": True}, ("TEST.DETECTIONS_PER_IMAGE", "-1"), "TEST.DETECTIONS_PER_IMAGE is -1: a fixed"),
         ({"size": (96, 128)}, (), "--size: a trace takes any size all the same"),
-        ({"precision": "int8"}, (), "--precision int8: torchscript has none; take --format onnx or openvino"),
+        ({"precision": "int8"}, (), "--precision int8: torchscript has none; take --format onnx or openvino or"),
         (
             {"file_format": "onnx", "precision": "int8", "calibration_images": 0},
             (),

@@ -1,5 +1,6 @@
 """Each format gives eager's answers in its own runtime, for sizes that it was not recorded with."""
 
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ import torch
 from detectron2.modeling import GeneralizedRCNN
 from torch import Tensor, nn
 
-from projects_vil.export import ExportedModel, make_exportable
+from projects_vil.export import ExportedModel, export_detector, make_exportable
 from projects_vil.export.formats import OPSET, check_format, compiler, format_of, load_model, write_model
 from projects_vil.export.formats.openvino import import_openvino
 from projects_vil.export.metadata import metadata_path
@@ -19,7 +20,7 @@ from projects_vil.export.parity import TOLERANCES, compare_detections
 from projects_vil.export.report import eager_detections, example_image
 from projects_vil.modeling import SMALLEST_SIDE, largest_side
 from tests.gpu import on_gpu
-from tests.projects_vil.export.exporting import ALONE, IN_BATCHES, detector, mistake, skip_without
+from tests.projects_vil.export.exporting import ALONE, IN_BATCHES, config, detector, mistake, skip_without
 from tests.selection import slow_except
 
 BOTH = ("retinanet", "mask_rcnn")
@@ -319,12 +320,15 @@ def test_the_compiler(monkeypatch, tmp_path):
     assert compiler() is None
 
 
-def test_tensorrt_says_all_that_is_missing(monkeypatch):
+def test_tensorrt_says_all_that_is_missing(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setitem(sys.modules, "tensorrt", None)
     text = mistake(check_format, "tensorrt")
     assert text.startswith("--format tensorrt needs what is not here: an NVIDIA GPU that torch can use; the package ")
     assert mistake(load_model, Path("model.engine")) == text
+    for precision in ("fp32", "int8"):
+        export = functools.partial(export_detector, file_format="tensorrt", precision=precision)
+        assert mistake(export, config("retinanet"), "absent.pth", tmp_path / "export") == text
 
 
 def test_an_older_torch(monkeypatch):

@@ -1,16 +1,27 @@
 """int8: which layers stay float, and that the average precision decides."""
 
+import dataclasses
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+from torchvision.ops import box_iou
 
-from projects_vil.export import FORMATS, ExportedModel, export_detector, read_metadata
+from backbones.variants import VARIANTS
+from projects_vil.export import FORMATS, ExportedModel, export_detector, make_exportable, read_metadata
 from projects_vil.export import report as reports
+from projects_vil.export.formats import load_model, tensorrt
 from projects_vil.export.formats.openvino import import_openvino
 from projects_vil.export.formats.quantizing import FLOAT_LAYERS, stays_float
+from projects_vil.export.int8 import write_int8
+from projects_vil.export.onnx_graph.tensorrt_operators import undocumented
+from projects_vil.export.report import eager_detections, example_image
 from projects_vil.export.stages import Stages
-from tests.projects_vil.export.exporting import BOTH, demo_detector, skip_without
-from tests.projects_vil.helpers import small_config
+from tests.projects_vil.export.exporting import BOTH, FEW_LEVELS, RECORDED, demo_detector, skip_without
+from tests.projects_vil.helpers import lively_detector, small_config
+
+CALIBRATION = [example_image(64, 96 + 8 * seed, seed=seed) for seed in range(3)]
 
 
 def test_layers_that_stay_float_are_there():
@@ -32,6 +43,75 @@ def quantized_weights(path, file_format: str) -> list[str]:
     onnx = pytest.importorskip("onnx")
     graph = onnx.load(str(path)).graph
     return [node.input[0] for node in graph.node if node.op_type == "DequantizeLinear"]
+
+
+@pytest.fixture(scope="session")
+def shallow():
+    """A RetinaNet of few levels on a ViL whose stages have one block: recorded in a third of the demo's time."""
+    with pytest.MonkeyPatch.context() as patch:
+        for key, variant in list(VARIANTS.items()):
+            stages = tuple(dataclasses.replace(stage, depth=1) for stage in variant.stages)
+            patch.setitem(VARIANTS, key, dataclasses.replace(variant, stages=stages))
+        overrides = ("MODEL.FPN.IN_FEATURES", "['stage2', 'stage3']", *FEW_LEVELS["retinanet"])
+        return lively_detector(small_config("retinanet", *overrides))
+
+
+@pytest.fixture(scope="session")
+def for_tensorrt(made_once, shallow) -> Path:
+    """A folder as ``--format tensorrt --precision int8`` leaves it, without the engine, which takes TensorRT and a GPU.
+
+    In it are ``float.onnx``, and ``int8.onnx``, which the engine is built of.
+    """
+    pytest.importorskip("onnxruntime")
+
+    def fill(folder: Path) -> None:
+        exportable, path = make_exportable(shallow, fixed_number=100), folder / "model.engine"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tensorrt, "build_engine", lambda file, *, largest: f"{file.name} {largest}".encode())
+            write_int8(exportable, example_image(*RECORDED), path, "tensorrt", CALIBRATION, Stages())
+
+    return made_once("int8_for_tensorrt", fill)
+
+
+@pytest.mark.slow
+def test_the_file_that_an_int8_engine_is_built_of(for_tensorrt):
+    """As NVIDIA documents explicit quantisation: every zero point is 0, weights have a scale a channel, biases none."""
+    onnx = pytest.importorskip("onnx")
+    assert (for_tensorrt / "model.engine").read_text() == f"int8.onnx {tensorrt.LARGEST_SIDE}"
+    model = onnx.load(for_tensorrt / "int8.onnx")
+    assert undocumented(for_tensorrt / "int8.onnx") == []
+    arrays = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+    scaling = [node for node in model.graph.node if node.op_type in ("QuantizeLinear", "DequantizeLinear")]
+    for value, scale, zero in (node.input for node in scaling):
+        assert arrays[zero].dtype == np.int8 and not arrays[zero].any() and (arrays[scale] > 0).all()
+        if value in arrays:
+            assert arrays[value].dtype == np.int8 and arrays[scale].shape > (1,)
+        else:
+            assert arrays[scale].shape == ()
+    scaled = {node.output[0] for node in scaling if node.op_type == "DequantizeLinear"}
+    layers = [node for node in model.graph.node if node.op_type in ("Conv", "MatMul", "Gemm")]
+    quantized = [node for node in layers if scaled.intersection(node.input)]
+    assert len(quantized) > 20
+    assert {name for node in quantized for name in node.input[:2]} == scaled
+    for node in quantized:
+        # A bias is float, and so is what comes out.
+        assert all(arrays[name].dtype == np.float32 for name in node.input[2:])
+        users = [other.op_type for other in model.graph.node if node.output[0] in other.input]
+        assert node.op_type == "Conv" or "QuantizeLinear" not in users
+    # What is left are products of attention and the layers that predict.
+    for node in layers:
+        assert node in quantized or not arrays.keys() & set(node.input) or any(map(stays_float, node.input)), node.name
+
+
+@pytest.mark.slow
+def test_int8_for_tensorrt_finds_what_eager_finds(for_tensorrt, shallow):
+    image = example_image(70, 90, seed=5)
+    boxes, scores, classes, count = load_model(for_tensorrt / "int8.onnx")(image)
+    eager = eager_detections(shallow, image)
+    assert abs(len(eager["scores"]) - int(count)) <= 10
+    same_class = eager["classes"][:20, None] == classes[None, :]
+    overlap, place = (box_iou(eager["boxes"][:20], boxes) * same_class).max(1)
+    assert overlap.mean() > 0.85 and (eager["scores"][:20] - scores[place]).abs().max() < 0.06
 
 
 @pytest.mark.slow
