@@ -21,9 +21,8 @@ from backbones import InputError
 from backbones.errors import check_choice
 from projects_vil.checkpoint import load_detector
 from projects_vil.export.exportable.build import make_exportable
-from projects_vil.export.exportable.detector import ExportableDetector
 from projects_vil.export.formats import write_model
-from projects_vil.export.int8 import calibrating_images, write_int8
+from projects_vil.export.int8 import CalibrationImages, write_int8
 from projects_vil.export.metadata import check_sides, describe_model, digests_of, metadata_path
 from projects_vil.export.report import check_export, comparison_images, report_path
 from projects_vil.export.request import PRECISIONS, ExportRequest
@@ -119,11 +118,18 @@ def export_detector(
     )
     for image, file in itertools.zip_longest(compared, images):
         check_sides(metadata["input"]["sides"], image.shape[-2:], what=str(file or "MIN_SIZE_TEST makes images that"))
+    calibration = None
+    if request.is_int8:
+        calibration = CalibrationImages(cfg, request.num_calibration_images, metadata["input"])
+        calibration.check()
     stages = Stages()
     with unfinished_folder(path.parent) as unfinished:
         new = unfinished / path.name
         with _writing(path):
-            metadata |= _write(cfg, request, exportable, new, stages)
+            if calibration is None:
+                write_model(exportable, request.example(), new, file_format, stages=stages)
+            else:
+                metadata |= write_int8(exportable, request.example(), new, file_format, calibration, stages)
             metadata_path(new).write_text(json.dumps(metadata | digests_of(new, file_format), indent=2) + "\n")
         report = _check(cfg, request, reference, new, compared, runs=runs, stages=stages)
         with _writing(report_path(path)):
@@ -132,17 +138,6 @@ def export_detector(
             with _writing(file):
                 os.replace(unfinished / file.name, file)
     return path, report
-
-
-def _write(
-    cfg: CfgNode, request: ExportRequest, exportable: ExportableDetector, path: Path, stages: Stages
-) -> dict[str, dict]:
-    """Write the file; what its metadata say of it beyond what all have."""
-    if not request.is_int8:
-        write_model(exportable, request.example(), path, request.file_format, stages=stages)
-        return {}
-    images = calibrating_images(cfg, request.num_calibration_images)
-    return write_int8(exportable, request.example(), path, request.file_format, images, stages)
 
 
 def _check(
