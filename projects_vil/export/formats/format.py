@@ -39,6 +39,7 @@ class Format:
         source: the format of the file that one of this is built of; None where it is written at once.
         build: a detector, a file of ``source``, the one to be written, and the stages.
         quantizing_packages: that it needs.
+        built_for: what of this machine a file is bound to, by its name; where another is, it is refused.
         refused: precisions that it does not have, and why.
     """
 
@@ -57,6 +58,7 @@ class Format:
     source: "Format | None" = None
     build: Callable[[ExportableDetector, Path, Path, Stages], None] | None = None
     quantizing_packages: tuple[str, ...] = ()
+    built_for: Callable[[], dict[str, str]] = dict
     refused: Mapping[str, str] = field(default_factory=dict)
 
     def files(self, path: Path) -> list[Path]:

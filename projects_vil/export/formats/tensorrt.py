@@ -28,12 +28,23 @@ _TYPES = {"FLOAT": torch.float32, "INT64": torch.int64}
 
 
 def _check() -> None:
+    _check_runtime()
+    ONNX.check()
+
+
+def _check_runtime() -> None:
     missing = [] if torch.cuda.is_available() else ["an NVIDIA GPU that torch can use"]
     if importlib.util.find_spec("tensorrt") is None:
         missing.append("the package tensorrt (pip install tensorrt-cu12, or tensorrt-cu13 where CUDA is 13)")
     if missing:
         raise InputError(f"--format tensorrt needs what is not here: {'; '.join(missing)}")
-    ONNX.check()
+
+
+def _built_for() -> dict[str, str]:
+    _check_runtime()
+    import tensorrt
+
+    return {"TensorRT": tensorrt.__version__, "GPU": torch.cuda.get_device_name()}
 
 
 def _write(exportable: ExportableDetector, example: Tensor, path: Path, stages: Stages) -> None:
@@ -101,7 +112,7 @@ def _logger():
 
 
 def _load(path: Path) -> Run:
-    _check()
+    _check_runtime()
     import tensorrt
 
     runtime = tensorrt.Runtime(_logger())
@@ -142,5 +153,6 @@ TENSORRT_ENGINE = Format(
     source=ONNX,
     build=_build,
     quantizing_packages=ONNX.quantizing_packages,
+    built_for=_built_for,
     refused=ONNX.refused,
 )

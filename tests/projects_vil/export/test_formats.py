@@ -1,8 +1,11 @@
 """Each format gives eager's answers in its own runtime, for sizes that it was not recorded with."""
 
 import functools
+import importlib.machinery
+import json
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,7 @@ from torch import Tensor, nn
 from projects_vil.export import ExportedModel, export_detector, make_exportable
 from projects_vil.export.formats import OPSET, check_format, compiler, format_of, load_model, write_model
 from projects_vil.export.formats.openvino import import_openvino
-from projects_vil.export.metadata import metadata_path
+from projects_vil.export.metadata import describe_model, metadata_path
 from projects_vil.export.onnx_graph.standard import describe_onnx
 from projects_vil.export.onnx_graph.tensorrt_operators import undocumented
 from projects_vil.export.parity import TOLERANCES, compare_detections
@@ -329,6 +332,30 @@ def test_tensorrt_says_all_that_is_missing(monkeypatch, tmp_path):
     for precision in ("fp32", "int8"):
         export = functools.partial(export_detector, file_format="tensorrt", precision=precision)
         assert mistake(export, config("retinanet"), "absent.pth", tmp_path / "export") == text
+
+
+def test_an_engine_of_another_tensorrt_or_gpu(monkeypatch, plain, tmp_path):
+    """Neither can be had here; an engine's metadata are read before it is."""
+    fake = types.ModuleType("tensorrt")
+    fake.__spec__, fake.__version__ = importlib.machinery.ModuleSpec("tensorrt", None), "10.13.0"
+    monkeypatch.setitem(sys.modules, "tensorrt", fake)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA L4")
+    path = tmp_path / "model.engine"
+    path.write_bytes(b"engine")
+    exportable = make_exportable(detector("retinanet"), fixed_number=100)
+    facts = {"classes": ("a", "b", "c"), "precision": "fp32", "input_dtype": "uint8", "weights": "x.pth"}
+    metadata = describe_model(config("retinanet"), exportable, file_format="tensorrt", **facts)
+    assert metadata["built_for"] == {"TensorRT": "10.13.0", "GPU": "NVIDIA L4"}
+    metadata_path(path).write_text(json.dumps(metadata))
+    for built_for in ({"TensorRT": "10.14.1", "GPU": "NVIDIA L4"}, {"TensorRT": "10.13.0", "GPU": "NVIDIA A10G"}):
+        metadata_path(path).write_text(json.dumps(metadata | {"built_for": built_for}))
+        theirs = f"TensorRT {built_for['TensorRT']}, GPU {built_for['GPU']}"
+        here = "TensorRT 10.13.0, GPU NVIDIA L4"
+        assert (
+            mistake(ExportedModel, path) == f"{path} was built for {theirs}, and here is {here}: export it again here"
+        )
+    assert plain("torchscript").metadata["built_for"] == {}
 
 
 def test_an_older_torch(monkeypatch):
