@@ -10,7 +10,7 @@ from projects_vil.export.exportable.detector import ExportableDetector
 from projects_vil.export.formats.format import Format, Run, check_packages, damaged
 from projects_vil.export.formats.quantizing import stays_float
 from projects_vil.export.formats.recording import check_recording, quiet, record
-from projects_vil.export.onnx_graph.standard import describe_onnx
+from projects_vil.export.onnx_graph.standard import describe_onnx, inferred
 from projects_vil.export.onnx_graph.tensorrt_operators import TENSORRT, undocumented
 from projects_vil.export.onnx_graph.turned_weights import turn_weights
 from projects_vil.export.stages import Stages
@@ -139,7 +139,8 @@ def quantize_onnx(
 
 
 def _load(path: Path) -> Run:
-    _check()
+    # Nothing that only writing needs.
+    check_packages(str(path), ("onnxruntime",))
     import onnxruntime
     from onnxruntime.capi import onnxruntime_pybind11_state as states
 
@@ -158,8 +159,9 @@ def _load(path: Path) -> Run:
 
 
 def _describe(path: Path) -> dict:
-    tensorrt = {"version": TENSORRT, "undocumented": undocumented(path)}
-    return {"onnx": describe_onnx(path) | {"tensorrt": tensorrt}}
+    model = inferred(path)
+    tensorrt = {"version": TENSORRT, "undocumented": undocumented(model)}
+    return {"onnx": describe_onnx(model, path) | {"tensorrt": tensorrt}}
 
 
 ONNX = Format(

@@ -17,6 +17,7 @@ from backbones import InputError
 from projects_vil.export.exportable.detector import ExportableDetector
 from projects_vil.export.formats.format import Format, Run, damaged
 from projects_vil.export.formats.onnx import ONNX, quantize_onnx
+from projects_vil.export.onnx_graph.standard import inferred
 from projects_vil.export.onnx_graph.tensorrt_operators import TENSORRT, undocumented
 from projects_vil.export.stages import Stages
 from projects_vil.modeling import SMALLEST_SIDE, largest_side
@@ -68,7 +69,7 @@ def build_engine(onnx_file: Path, *, largest: int) -> memoryview:
     """
     import tensorrt
 
-    unknown = undocumented(onnx_file)
+    unknown = undocumented(inferred(onnx_file))
     if unknown:
         raise InputError(f"TensorRT {TENSORRT} does not document what the ONNX file has: {'; '.join(unknown)}")
     builder = tensorrt.Builder(_logger())

@@ -1,9 +1,8 @@
 """Whether TensorRT documents what an ONNX file has in it."""
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
-from projects_vil.export.onnx_graph.standard import inferred, types_of
+from projects_vil.export.onnx_graph.standard import types_of
 
 # Source: docs/operators.md of github.com/onnx/onnx-tensorrt, commit 2f3fa34, and for the types of NonZero, which also
 # takes BOOL, the API's page of INonZeroLayer.
@@ -44,15 +43,15 @@ DOCUMENTED = {name: types for types, names in _NAMES for name in names.split()}
 _VALUE = {"Where": 1, "Constant": None, "ConstantOfShape": None}
 
 
-def undocumented(path: Path) -> list[str]:
+def undocumented(model) -> list[str]:
     """What of an ONNX file TensorRT ``TENSORRT`` does not document, as text: operators, with their types, and TopK's K.
 
-    Raises:
-        InputError: as :func:`.standard.describe_onnx`.
+    Args:
+        model: what :func:`.standard.inferred` gives of it.
     """
     import onnx
 
-    graph = inferred(path).graph
+    graph = model.graph
     types = {name: onnx.TensorProto.DataType.Name(number) for name, number in types_of(graph).items()}
     constants = {tensor.name: tensor for tensor in graph.initializer}
     found = set()

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.machinery
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -14,10 +15,11 @@ from detectron2.modeling import GeneralizedRCNN
 from torch import Tensor, nn
 
 from projects_vil.export import ExportedModel, export_detector, make_exportable
+from projects_vil.export.formats import FORMATS as KNOWN
 from projects_vil.export.formats import OPSET, check_format, compiler, format_of, load_model, write_model
 from projects_vil.export.formats.openvino import import_openvino
 from projects_vil.export.metadata import describe_model, metadata_path
-from projects_vil.export.onnx_graph.standard import describe_onnx
+from projects_vil.export.onnx_graph.standard import inferred
 from projects_vil.export.onnx_graph.tensorrt_operators import undocumented
 from projects_vil.export.parity import TOLERANCES, compare_detections
 from projects_vil.export.report import eager_detections, example_image
@@ -127,7 +129,7 @@ def test_a_fixed_number_of_detections_in_onnxruntime(written, name, is_batched):
     assert model.metadata["fixed_detections"] == 100 and model.output_names[-1] == "count"
     (check_batches if is_batched else check_answers)(model, detector(name))
     # Which is what TensorRT takes, and knows the shapes of.
-    assert undocumented(model.path) == []
+    assert undocumented(inferred(model.path)) == []
     shapes = {value.name: shape_of(value)[is_batched:] for value in onnx.load(model.path).graph.output}
     masks = {"masks": [100, 1, 28, 28]} if name == "mask_rcnn" else {}
     assert shapes == {"boxes": [100, 4], "scores": [100], "classes": [100], "count": [] if is_batched else [1]} | masks
@@ -178,7 +180,8 @@ def test_an_onnx_file(plain, batched, is_batched):
     if is_batched:
         model, name, dtype, first = batched("onnx"), "images", onnx.TensorProto.FLOAT, ["batch"]
     contents = onnx.load(model.path, load_external_data=False)
-    assert "CPUExecutionProvider" in describe_onnx(model.path)["providers"] and undocumented(model.path) == []
+    facts = KNOWN["onnx"].describe(model.path)["onnx"]
+    assert "CPUExecutionProvider" in facts["providers"] and facts["tensorrt"]["undocumented"] == []
     assert [(entry.domain, entry.version) for entry in contents.opset_import if not entry.domain] == [("", OPSET)]
     assert OPSET == 20
     (image,) = contents.graph.input
@@ -356,6 +359,26 @@ def test_an_engine_of_another_tensorrt_or_gpu(monkeypatch, plain, tmp_path):
             mistake(ExportedModel, path) == f"{path} was built for {theirs}, and here is {here}: export it again here"
         )
     assert plain("torchscript").metadata["built_for"] == {}
+
+
+@pytest.mark.parametrize("missing", ["onnxruntime", "onnxscript"])
+def test_running_onnx_takes_onnxruntime_alone(monkeypatch, tmp_path, missing):
+    pytest.importorskip("onnxruntime")
+    from tests.projects_vil.export.onnx_graph import graphs
+
+    path, version = graphs.saved(tmp_path, graphs.node("Relu", "x", "y")), importlib.metadata.version
+
+    def found(name: str) -> str:
+        if name in (missing, "onnxscript"):
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", found)
+    assert mistake(check_format, "onnx").startswith("--format onnx needs onnxscript: pip install onnx ")
+    if missing == "onnxruntime":
+        assert mistake(load_model, path) == f"{path} needs onnxruntime: pip install onnxruntime"
+    else:
+        assert load_model(path)(torch.tensor([[-1.0, 0.0, 1.0, 2.0]]))[0].tolist() == [[0.0, 0.0, 1.0, 2.0]]
 
 
 def test_an_older_torch(monkeypatch):

@@ -1,12 +1,20 @@
 """What TensorRT does not document is found by operator and type."""
 
+from pathlib import Path
+
 import pytest
 
-from projects_vil.export.onnx_graph.tensorrt_operators import DOCUMENTED, undocumented
+from projects_vil.export.onnx_graph.standard import inferred
+from projects_vil.export.onnx_graph.tensorrt_operators import DOCUMENTED
+from projects_vil.export.onnx_graph.tensorrt_operators import undocumented as undocumented_in
 from tests.projects_vil.export.onnx_graph.graphs import node, saved
 
 onnx = pytest.importorskip("onnx")
 INT64 = onnx.TensorProto.INT64
+
+
+def undocumented(path: Path) -> list[str]:
+    return undocumented_in(inferred(path))
 
 
 def constant(name: str, *numbers: int):
