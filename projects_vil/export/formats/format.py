@@ -35,7 +35,7 @@ class Format:
         beside: the ends of the names of further files that belong to a model, in place of ``suffix``.
         options: of the runtime, which it is to run a file with.
         quantize: a file in float32, the one to be written, images as the model takes them, and the stages: writes it
-            in int8. None where there is none. Both files are of ``source``.
+            in int8. None where there is none. Both files are of ``source``, where there is one.
         source: the format of the file that one of this is built of; None where it is written at once.
         build: a detector, a file of ``source``, the one to be written, and the stages.
         quantizing_packages: that it needs.
