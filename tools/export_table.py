@@ -10,7 +10,7 @@ AOTInductor compiles for minutes for each detector.
 Example:
     python tools/export_table.py --output output/table --runs output/runs --json output/table.json
     python tools/export_table.py --output output/table --formats torchscript onnx --families lit --large
-    python tools/export_table.py --output output/table --runs output/runs --evaluate --size 800 640
+    python tools/export_table.py --output output/table --runs output/runs --evaluate --image-size 800 640
 """
 
 import sys
@@ -43,7 +43,7 @@ def main() -> None:
         "--precisions", nargs="+", choices=ALL_PRECISIONS, default=["fp32"], help="of the networks (default fp32)"
     )
     parser.add_argument(
-        "--size", nargs=2, type=int, metavar=("H", "W"), help="of the image that is timed (default: that of testing)"
+        "--image-size", nargs=2, type=int, metavar=("H", "W"), help="that is timed (default: that of testing)"
     )
     parser.add_argument(
         "--evaluate", action="store_true", help="average precision of trained runs on DATASETS.TEST too"
@@ -60,7 +60,7 @@ def main() -> None:
         families=args.families,
         formats=args.formats or [name for name in available_formats() if name not in without],
         precisions=args.precisions,
-        size=None if args.size is None else tuple(args.size),
+        image_size=None if args.image_size is None else tuple(args.image_size),
         large=args.large,
         evaluate=args.evaluate,
         overrides=args.opts,

@@ -14,32 +14,21 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import torch
 from detectron2.config import CfgNode
 from torch import Tensor, nn
 
 from backbones import InputError
 from backbones.errors import check_choice
 from projects_vil.checkpoint import load_detector
-from projects_vil.config import DETECTORS
-from projects_vil.data import load_dataset, register_datasets
 from projects_vil.export.exportable.build import make_exportable
-from projects_vil.export.formats import FORMATS, check_format, write_model
-from projects_vil.export.formats.format import check_packages
-from projects_vil.export.formats.quantizing import FLOAT_PARTS
+from projects_vil.export.formats import write_model
+from projects_vil.export.int8 import CalibrationImages, write_int8
 from projects_vil.export.metadata import check_sides, describe_model, digests_of, metadata_path
-from projects_vil.export.report import check_export, comparison_images, example_image, report_path
+from projects_vil.export.report import check_export, comparison_images, report_path
+from projects_vil.export.request import PRECISIONS, ExportRequest
 from projects_vil.export.runtime import ExportedModel
 from projects_vil.export.stages import Stages
 from projects_vil.utils import unfinished_folder
-
-PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-# Of what computes; int8 is made of a file in fp32.
-ALL_PRECISIONS = (*PRECISIONS, "int8")
-INPUT_DTYPES = ("uint8", "float32")
-CALIBRATION_IMAGES = 100
-# Of the image that a model is recorded with; comparisons take others.
-EXAMPLE_SIZE = (160, 224)
 
 
 def in_precision(detector: nn.Module, precision: str) -> nn.Module:
@@ -55,18 +44,6 @@ def in_precision(detector: nn.Module, precision: str) -> nn.Module:
         owner, _, leaf = name.rpartition(".")
         setattr(detector.get_submodule(owner), leaf, buffer)
     return detector
-
-
-def check_precision(file_format: str, precision: str) -> None:
-    """Raise an :class:`InputError` where a format does not have a precision."""
-    known = FORMATS[file_format]
-    if precision in known.refused:
-        raise InputError(f"--precision {precision}: {known.refused[precision]}")
-    if precision == "int8" and known.quantize is None:
-        able = " or ".join(name for name, other in FORMATS.items() if other.quantize)
-        raise InputError(f"--precision int8: {file_format} has none; take --format {able}")
-    if precision == "int8":
-        check_packages("--precision int8", known.quantizing_packages)
 
 
 def export_detector(
@@ -112,40 +89,23 @@ def export_detector(
     Raises:
         InputError: for a format, precision or detector that cannot be exported or run here, or weights that do not fit.
     """
-    if cfg.MODEL.META_ARCHITECTURE not in DETECTORS:
-        raise InputError(f"a {cfg.MODEL.META_ARCHITECTURE} cannot be exported yet: only {' and '.join(DETECTORS)} can")
-    for what, value, known in (
-        ("format", file_format, FORMATS),
-        ("precision", precision, ALL_PRECISIONS),
-        ("type of the input", input_dtype, INPUT_DTYPES),
-    ):
-        check_choice(what, value, known)
-    check_format(file_format)
-    check_precision(file_format, precision)
-    is_int8 = precision == "int8"
-    if is_int8:
-        calibration_images = CALIBRATION_IMAGES if calibration_images is None else calibration_images
-        _check_calibration(cfg, calibration_images)
-    elif calibration_images is not None or accept_drop:
-        key = "--accept-drop" if calibration_images is None else "--calibration-images"
-        raise InputError(f"{key} has no effect with --precision {precision}: leave it out, or take int8")
-    evaluate = evaluate or is_int8
-    if evaluate:
-        register_datasets(cfg)
-        load_dataset(cfg, cfg.DATASETS.TEST, train=False)
-    _check_size(size, file_format, evaluate=evaluate)
-    special = [name for name, is_so in (("batched", batched), (precision, precision != "fp32")) if is_so]
-    special += ["fixed"] if fixed_detections else []
-    special += ["float32"] if input_dtype != "uint8" else []
-    special += [f"{size[0]}x{size[1]}"] if size else []
-    path = Path(output) / ("_".join(["model", *special]) + FORMATS[file_format].suffix)
-    fixed_number = None
-    if fixed_detections or FORMATS[file_format].needs_fixed_detections:
-        fixed_number = _fixed_number(cfg)
+    request = ExportRequest(
+        file_format=file_format,
+        precision=precision,
+        input_dtype=input_dtype,
+        batched=batched,
+        fixed_detections=fixed_detections,
+        size=size,
+        evaluate=evaluate,
+        calibration_images=calibration_images,
+        accept_drop=accept_drop,
+    )
+    request.check(cfg)
+    path = Path(output) / request.file_name
     compared = comparison_images(cfg, images, fixed=size)
     reference, categories = load_detector(cfg, weights)
-    network = in_precision(copy.deepcopy(reference), "fp32" if is_int8 else precision)
-    exportable = make_exportable(network, batched=batched, fixed_number=fixed_number, size=size)
+    network = in_precision(copy.deepcopy(reference), request.network_precision)
+    exportable = make_exportable(network, batched=batched, fixed_number=request.fixed_number(cfg), size=size)
     metadata = describe_model(
         cfg,
         exportable,
@@ -158,70 +118,52 @@ def export_detector(
     )
     for image, file in itertools.zip_longest(compared, images):
         check_sides(metadata["input"]["sides"], image.shape[-2:], what=str(file or "MIN_SIZE_TEST makes images that"))
-    example = example_image(*(size or EXAMPLE_SIZE)).to(getattr(torch, input_dtype))
+    calibration = None
+    if request.is_int8:
+        calibration = CalibrationImages(cfg, request.num_calibration_images, metadata["input"])
+        calibration.check()
     stages = Stages()
     with unfinished_folder(path.parent) as unfinished:
         new = unfinished / path.name
         with _writing(path):
-            written = unfinished / f"float{FORMATS[file_format].suffix}" if is_int8 else new
-            example = torch.stack([example] * 2) if batched else example
-            write_model(exportable, example, written, file_format, stages=stages)
-            if is_int8:
-                inputs = [image[None] if batched else image for image in _calibrating(cfg, calibration_images)]
-                inputs = [image.to(example.dtype) for image in inputs]
-                FORMATS[file_format].quantize(written, new, inputs, stages)
-                metadata["quantization"] = {"calibration_images": len(inputs), "float_parts": FLOAT_PARTS}
+            if calibration is None:
+                write_model(exportable, request.example(), new, file_format, stages=stages)
+            else:
+                metadata |= write_int8(exportable, request.example(), new, file_format, calibration, stages)
             metadata_path(new).write_text(json.dumps(metadata | digests_of(new, file_format), indent=2) + "\n")
-        with stages("loading"):
-            model = ExportedModel(new)
-        with stages("comparing", f"{len(compared)} images, and DATASETS.TEST" if evaluate else ""):
-            report = check_export(
-                cfg, reference, model, compared, runs=runs, evaluate=evaluate, accept_drop=accept_drop
-            )
-        report["seconds"] = stages.seconds
-        report["accept_drop"] = accept_drop
+        report = _check(cfg, request, reference, new, compared, runs=runs, stages=stages)
         with _writing(report_path(path)):
             report_path(new).write_text(json.dumps(report, indent=2) + "\n")
-        for file in (*FORMATS[file_format].files(path), metadata_path(path), report_path(path)):
+        for file in (*request.format.files(path), metadata_path(path), report_path(path)):
             with _writing(file):
                 os.replace(unfinished / file.name, file)
     return path, report
 
 
-def _fixed_number(cfg: CfgNode) -> int:
-    number = cfg.TEST.DETECTIONS_PER_IMAGE
-    if number < 1:
-        raise InputError(f"TEST.DETECTIONS_PER_IMAGE is {number}: a fixed number of detections is 1 or more")
-    return number
-
-
-def _check_calibration(cfg: CfgNode, calibration_images: int) -> None:
-    if calibration_images < 1:
-        raise InputError(f"--calibration-images {calibration_images}: it is 1 or more")
-    register_datasets(cfg)
-    load_dataset(cfg, cfg.DATASETS.TRAIN, train=True)
-
-
-def _calibrating(cfg: CfgNode, number: int) -> list[Tensor]:
-    """Images (3, H, W) uint8 from all over ``DATASETS.TRAIN``, prepared as for testing: ``number`` of them, or all."""
-    records = load_dataset(cfg, cfg.DATASETS.TRAIN, train=True)
-    number = min(number, len(records))
-    return comparison_images(cfg, [records[i * len(records) // number]["file_name"] for i in range(number)])
-
-
-def _check_size(size: tuple[int, int] | None, file_format: str, *, evaluate: bool) -> None:
-    if size is None:
-        return
-    if file_format == "torchscript":
-        raise InputError("--size: a trace takes any size all the same; leave it out, or take another --format")
-    shortest, longest = FORMATS[file_format].sides
-    if min(size) < shortest or max(size) > longest:
-        raise InputError(f"--size {size[0]} {size[1]}: sides are {shortest} to {longest} pixels")
-    if evaluate:
-        raise InputError(
-            "--evaluate, and --precision int8, which is judged by it: images of DATASETS.TEST have sizes of their own; "
-            "leave it out, or --size"
+def _check(
+    cfg: CfgNode,
+    request: ExportRequest,
+    reference: nn.Module,
+    path: Path,
+    images: Sequence[Tensor],
+    *,
+    runs: int,
+    stages: Stages,
+) -> dict:
+    """The report of the file, loaded in its own runtime."""
+    with stages("loading"):
+        model = ExportedModel(path)
+    with stages("comparing", f"{len(images)} images, and DATASETS.TEST" if request.is_evaluated else ""):
+        report = check_export(
+            cfg,
+            reference,
+            model,
+            images,
+            runs=runs,
+            evaluate=request.is_evaluated,
+            accept_drop=request.accept_drop,
         )
+    return report | {"seconds": stages.seconds, "accept_drop": request.accept_drop}
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ import datetime
 import hashlib
 import importlib.metadata
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torchvision  # noqa: F401  its operators are in every exported detector
@@ -108,6 +108,15 @@ def check_digest(path: str | Path, metadata: dict) -> None:
             )
 
 
+def check_machine(path: str | Path, metadata: dict, here: Mapping[str, str]) -> None:
+    """Raise an :class:`InputError` where an exported file was built for another machine than there is ``here``."""
+    # Files that were exported before this was written do not say it.
+    built_for = metadata.get("built_for") or here
+    if built_for != here:
+        theirs, ours = (", ".join(map(" ".join, machine.items())) for machine in (built_for, here))
+        raise InputError(f"{path} was built for {theirs}, and here is {ours}: export it again here")
+
+
 def _is_metadata(metadata: object) -> bool:
     if not isinstance(metadata, dict) or not {"input", "outputs", "classes", "resizing"} <= metadata.keys():
         return False
@@ -162,6 +171,7 @@ def describe_model(
         "opset": OPSET if file_format == "onnx" else None,
         "precision": precision,
         "runtime_options": dict(FORMATS[file_format].options),
+        "built_for": FORMATS[file_format].built_for(),
         "detector": detector_name(cfg),
         "backbone": getattr(
             getattr(exportable.detector.backbone, "bottom_up", None), "variant", cfg.MODEL.BACKBONE.NAME

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from backbones import InputError
 from projects_vil.export.exportable.filling import without_filling
-from projects_vil.export.formats import format_of, load_model
-from projects_vil.export.metadata import check_batch, check_digest, check_input, read_metadata
+from projects_vil.export.formats import FORMATS, format_of, load_model
+from projects_vil.export.metadata import check_batch, check_digest, check_input, check_machine, read_metadata
 
 
 class ExportedModel:
@@ -22,7 +22,8 @@ class ExportedModel:
         metadata: see :func:`projects_vil.export.metadata.describe_model`.
 
     Raises:
-        InputError: for a file that is missing, damaged or of no known format, or one without metadata.
+        InputError: for a file that is missing, damaged or of no known format, one without metadata, or one that was
+            built for another machine.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -30,6 +31,7 @@ class ExportedModel:
         self.file_format = format_of(self.path)
         self.metadata = read_metadata(self.path)
         check_digest(self.path, self.metadata)
+        check_machine(self.path, self.metadata, FORMATS[self.file_format].built_for())
         self.output_names = tuple(output["name"] for output in self.metadata["outputs"])
         self.batched = self.metadata["input"]["batched"]
         self.dtype = getattr(torch, self.metadata["input"]["dtype"])

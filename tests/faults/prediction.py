@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from tests.faults.fault import Fault
-from tests.faults.spoiling import cut_off, emptied, flipped, made_a_folder, made_a_pipe, removed, written
+from tests.faults.spoiling import cut_off, emptied, every, flipped, made_a_folder, made_a_pipe, removed, written
 
 
 def copied_to_openvino(folder: Path) -> None:
@@ -99,6 +99,23 @@ FAULTS = (
         f"{_EXPORT} --format tensorrt",
         parts=("run",),
         environment={"CUDA_VISIBLE_DEVICES": ""},
+    ),
+    Fault(
+        "an export to TensorRT in int8 without a GPU",
+        f"{_EXPORT} --format tensorrt --precision int8",
+        parts=("run",),
+        environment={"CUDA_VISIBLE_DEVICES": ""},
+    ),
+    Fault(
+        "an export to int8 with an image of training that is text",
+        f"{_EXPORT} --format onnx --precision int8",
+        every("datasets/shapes/train/*.jpg", lambda name: written(name, "no image")),
+        parts=("run",),
+    ),
+    Fault(
+        "a table of exports for a size of images by another option's name",
+        "export_table.py --output out --size 64 96",
+        status=2,
     ),
     Fault(
         "an export of a fixed number of no detections",

@@ -35,8 +35,11 @@ class Format:
         beside: the ends of the names of further files that belong to a model, in place of ``suffix``.
         options: of the runtime, which it is to run a file with.
         quantize: a file in float32, the one to be written, images as the model takes them, and the stages: writes it
-            in int8. None where there is none.
+            in int8. None where there is none. Both files are of ``source``, where there is one.
+        source: the format of the file that one of this is built of; None where it is written at once.
+        build: a detector, a file of ``source``, the one to be written, and the stages.
         quantizing_packages: that it needs.
+        built_for: what of this machine a file is bound to, by its name; where another is, it is refused.
         refused: precisions that it does not have, and why.
     """
 
@@ -52,7 +55,10 @@ class Format:
     beside: tuple[str, ...] = ()
     options: Mapping[str, str] = field(default_factory=dict)
     quantize: Callable[[Path, Path, Sequence[Tensor], Stages], None] | None = None
+    source: "Format | None" = None
+    build: Callable[[ExportableDetector, Path, Path, Stages], None] | None = None
     quantizing_packages: tuple[str, ...] = ()
+    built_for: Callable[[], dict[str, str]] = dict
     refused: Mapping[str, str] = field(default_factory=dict)
 
     def files(self, path: Path) -> list[Path]:

@@ -10,12 +10,22 @@ from projects_vil.export.exportable.detector import ExportableDetector
 from projects_vil.export.formats.format import Format, Run, check_packages, damaged
 from projects_vil.export.formats.quantizing import stays_float
 from projects_vil.export.formats.recording import check_recording, quiet, record
-from projects_vil.export.onnx_graph.standard import describe_onnx
+from projects_vil.export.onnx_graph.standard import describe_onnx, inferred
 from projects_vil.export.onnx_graph.tensorrt_operators import TENSORRT, undocumented
+from projects_vil.export.onnx_graph.turned_weights import turn_weights
 from projects_vil.export.stages import Stages
 
 OPSET = 20
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+_QUANTIZED = ["Conv", "MatMul", "Gemm"]
+# For TensorRT: zero is zero, biases stay float, and so does what a layer gives (NVIDIA's "Q/DQ Layer-Placement
+# Recommendations": its inputs are quantised, and by default not its outputs).
+_SYMMETRIC = {
+    "ActivationSymmetric": True,
+    "WeightSymmetric": True,
+    "QuantizeBias": False,
+    "OpTypesToExcludeOutputQuantization": _QUANTIZED,
+}
 
 
 def _check() -> None:
@@ -83,11 +93,24 @@ def _attention(
     return op.MatMul(op.Softmax(scores, axis=-1), value)
 
 
-def _quantize(source: Path, path: Path, images: Sequence[Tensor], stages: Stages) -> None:
+def quantize_onnx(
+    source: Path, path: Path, images: Sequence[Tensor], stages: Stages, *, symmetric: bool = False
+) -> None:
+    """Write an ONNX file in int8, with QuantizeLinear and DequantizeLinear round its convolutions and linear layers.
+
+    Args:
+        source: the file in float32.
+        path: the one to be written.
+        images: as the model takes them, which ranges are measured on.
+        symmetric: whether it is for TensorRT: int8 with zero points 0, and no bias and no output quantised. Without,
+            values are uint8 with zero points of their own, which is finer.
+    """
     import onnx
     from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 
-    graph = onnx.load(str(source)).graph
+    model = onnx.load(source)
+    graph = model.graph
+    turn_weights(graph)
     weights = {tensor.name for tensor in graph.initializer}
     # Products of attention have no weights.
     kept = [
@@ -102,20 +125,22 @@ def _quantize(source: Path, path: Path, images: Sequence[Tensor], stages: Stages
 
     with stages("quantising", f"{len(images)} images"), quiet():
         quantize_static(
-            str(source),
-            str(path),
+            model,
+            path,
             Images(),
             quant_format=QuantFormat.QDQ,
-            op_types_to_quantize=["Conv", "MatMul", "Gemm"],
+            op_types_to_quantize=_QUANTIZED,
             nodes_to_exclude=kept,
             per_channel=True,
-            activation_type=QuantType.QUInt8,
+            activation_type=QuantType.QInt8 if symmetric else QuantType.QUInt8,
             weight_type=QuantType.QInt8,
+            extra_options=_SYMMETRIC if symmetric else {},
         )
 
 
 def _load(path: Path) -> Run:
-    _check()
+    # Nothing that only writing needs.
+    check_packages(str(path), ("onnxruntime",))
     import onnxruntime
     from onnxruntime.capi import onnxruntime_pybind11_state as states
 
@@ -134,8 +159,9 @@ def _load(path: Path) -> Run:
 
 
 def _describe(path: Path) -> dict:
-    tensorrt = {"version": TENSORRT, "undocumented": undocumented(path)}
-    return {"onnx": describe_onnx(path) | {"tensorrt": tensorrt}}
+    model = inferred(path)
+    tensorrt = {"version": TENSORRT, "undocumented": undocumented(model)}
+    return {"onnx": describe_onnx(model, path) | {"tensorrt": tensorrt}}
 
 
 ONNX = Format(
@@ -145,6 +171,7 @@ ONNX = Format(
     _load,
     PACKAGES,
     describe=_describe,
-    quantize=_quantize,
+    quantize=quantize_onnx,
+    quantizing_packages=("onnx", "onnxruntime"),
     refused={"bf16": f"ONNX has no bfloat16 convolutions in opset {OPSET}; take fp16, or a .pt2"},
 )

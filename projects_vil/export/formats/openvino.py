@@ -116,7 +116,7 @@ def _quantize(source: Path, path: Path, images: Sequence[Tensor], stages: Stages
     # Constants and results, which are among these, are nothing that nncf could leave out.
     scope = nncf.IgnoredScope(names=kept, validate=False)
     with stages("quantising", f"{len(images)} images"), contextlib.redirect_stdout(io.StringIO()):
-        data = nncf.Dataset([image.numpy() for image in images])
+        data = nncf.Dataset(images, lambda image: image.numpy())
         quantized = nncf.quantize(
             model, data, subset_size=len(images), model_type=nncf.ModelType.TRANSFORMER, ignored_scope=scope
         )

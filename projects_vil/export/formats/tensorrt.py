@@ -1,9 +1,11 @@
 """TensorRT, on an NVIDIA GPU: ``model.engine``, built from the ONNX file that :mod:`.onnx` writes.
 
-Networks are strongly typed, which TensorRT 10 has and 11 always is: the types of the ONNX file decide what is computed.
+Networks are strongly typed, which TensorRT 10 has and 11 always is: the types of the ONNX file decide what is computed,
+and so do its QuantizeLinear and DequantizeLinear in int8 ("explicit quantization" in NVIDIA's documentation).
 What is data-dependent (NonZero, NonMaxSuppression) stays inside; the outputs have a fixed number of rows.
 """
 
+import functools
 import importlib.util
 import tempfile
 from pathlib import Path
@@ -14,7 +16,8 @@ from torch import Tensor
 from backbones import InputError
 from projects_vil.export.exportable.detector import ExportableDetector
 from projects_vil.export.formats.format import Format, Run, damaged
-from projects_vil.export.formats.onnx import ONNX
+from projects_vil.export.formats.onnx import ONNX, quantize_onnx
+from projects_vil.export.onnx_graph.standard import inferred
 from projects_vil.export.onnx_graph.tensorrt_operators import TENSORRT, undocumented
 from projects_vil.export.stages import Stages
 from projects_vil.modeling import SMALLEST_SIDE, largest_side
@@ -26,20 +29,35 @@ _TYPES = {"FLOAT": torch.float32, "INT64": torch.int64}
 
 
 def _check() -> None:
+    _check_runtime()
+    ONNX.check()
+
+
+def _check_runtime() -> None:
     missing = [] if torch.cuda.is_available() else ["an NVIDIA GPU that torch can use"]
     if importlib.util.find_spec("tensorrt") is None:
         missing.append("the package tensorrt (pip install tensorrt-cu12, or tensorrt-cu13 where CUDA is 13)")
     if missing:
         raise InputError(f"--format tensorrt needs what is not here: {'; '.join(missing)}")
-    ONNX.check()
+
+
+def _built_for() -> dict[str, str]:
+    _check_runtime()
+    import tensorrt
+
+    return {"TensorRT": tensorrt.__version__, "GPU": torch.cuda.get_device_name()}
 
 
 def _write(exportable: ExportableDetector, example: Tensor, path: Path, stages: Stages) -> None:
     with tempfile.TemporaryDirectory() as folder:
         onnx_file = Path(folder) / "model.onnx"
         ONNX.write(exportable, example, onnx_file, stages)
-        with stages("building", "TensorRT tries kernels for minutes"):
-            engine = build_engine(onnx_file, largest=min(LARGEST_SIDE, largest_side(exportable.detector)))
+        _build(exportable, onnx_file, path, stages)
+
+
+def _build(exportable: ExportableDetector, onnx_file: Path, path: Path, stages: Stages) -> None:
+    with stages("building", "TensorRT tries kernels for minutes"):
+        engine = build_engine(onnx_file, largest=min(LARGEST_SIDE, largest_side(exportable.detector)))
     path.write_bytes(engine)
 
 
@@ -51,7 +69,7 @@ def build_engine(onnx_file: Path, *, largest: int) -> memoryview:
     """
     import tensorrt
 
-    unknown = undocumented(onnx_file)
+    unknown = undocumented(inferred(onnx_file))
     if unknown:
         raise InputError(f"TensorRT {TENSORRT} does not document what the ONNX file has: {'; '.join(unknown)}")
     builder = tensorrt.Builder(_logger())
@@ -95,7 +113,7 @@ def _logger():
 
 
 def _load(path: Path) -> Run:
-    _check()
+    _check_runtime()
     import tensorrt
 
     runtime = tensorrt.Runtime(_logger())
@@ -132,5 +150,10 @@ TENSORRT_ENGINE = Format(
     sides=(SMALLEST_SIDE, LARGEST_SIDE),
     largest_batch=LARGEST_BATCH,
     needs_fixed_detections=True,
+    quantize=functools.partial(quantize_onnx, symmetric=True),
+    source=ONNX,
+    build=_build,
+    quantizing_packages=ONNX.quantizing_packages,
+    built_for=_built_for,
     refused=ONNX.refused,
 )

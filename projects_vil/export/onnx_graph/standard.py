@@ -6,30 +6,13 @@ from pathlib import Path
 from backbones import InputError
 
 
-def describe_onnx(path: Path) -> dict:
-    """Check an ONNX file and say what is in it, for the report of an export.
-
-    Returns:
-        ``operators`` and ``types`` (of values, as ONNX names them), each with how many there are, the most frequent
-        first; ``providers`` of onnxruntime here that the file loads with.
+def inferred(path: Path):
+    """A file's ``onnx.ModelProto``, checked, with the type and shape of each value.
 
     Raises:
         InputError: for operators that are not of ONNX's own domain, and where ``onnx.checker`` or strict inference of
             shapes finds a mistake.
     """
-    import onnx
-
-    model = inferred(path)
-    types = Counter(onnx.TensorProto.DataType.Name(number) for number in types_of(model.graph).values())
-    return {
-        "operators": dict(Counter(node.op_type for node in model.graph.node).most_common()),
-        "types": dict(types.most_common()),
-        "providers": _providers(path),
-    }
-
-
-def inferred(path: Path):
-    """A file's ``onnx.ModelProto`` with the type and shape of each value, after the checks of :func:`describe_onnx`."""
     import onnx
 
     model = onnx.load(path)
@@ -42,6 +25,27 @@ def inferred(path: Path):
         return onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         raise InputError(f"{path.name} is no valid ONNX: {' '.join(str(error).split())}") from error
+
+
+def describe_onnx(model, path: Path) -> dict:
+    """What is in an ONNX file, for the report of an export.
+
+    Args:
+        model: what :func:`inferred` gives of it.
+        path: the file.
+
+    Returns:
+        ``operators`` and ``types`` (of values, as ONNX names them), each with how many there are, the most frequent
+        first; ``providers`` of onnxruntime here that the file loads with.
+    """
+    import onnx
+
+    types = Counter(onnx.TensorProto.DataType.Name(number) for number in types_of(model.graph).values())
+    return {
+        "operators": dict(Counter(node.op_type for node in model.graph.node).most_common()),
+        "types": dict(types.most_common()),
+        "providers": _providers(path),
+    }
 
 
 def types_of(graph) -> dict[str, int]:

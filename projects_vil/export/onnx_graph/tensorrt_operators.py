@@ -1,8 +1,8 @@
 """Whether TensorRT documents what an ONNX file has in it."""
 
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 
-from projects_vil.export.onnx_graph.standard import inferred, types_of
+from projects_vil.export.onnx_graph.standard import types_of
 
 # Source: docs/operators.md of github.com/onnx/onnx-tensorrt, commit 2f3fa34, and for the types of NonZero, which also
 # takes BOOL, the API's page of INonZeroLayer.
@@ -36,22 +36,22 @@ _NAMES = (
     ),
     (_ALL | {"UINT8"}, "Cast CastLike"),
     ({"BOOL"}, "And Not Or Xor"),
-    ({"INT8"}, "DequantizeLinear"),
+    ({"INT8", "INT4", "FLOAT8E4M3FN", "FLOAT4E2M1"}, "DequantizeLinear"),
 )
 DOCUMENTED = {name: types for types, names in _NAMES for name in names.split()}
 # Where the first input is not what an operator computes on: the place of one that is, or None for its output.
 _VALUE = {"Where": 1, "Constant": None, "ConstantOfShape": None}
 
 
-def undocumented(path: Path) -> list[str]:
+def undocumented(model) -> list[str]:
     """What of an ONNX file TensorRT ``TENSORRT`` does not document, as text: operators, with their types, and TopK's K.
 
-    Raises:
-        InputError: as :func:`.standard.describe_onnx`.
+    Args:
+        model: what :func:`.standard.inferred` gives of it.
     """
     import onnx
 
-    graph = inferred(path).graph
+    graph = model.graph
     types = {name: onnx.TensorProto.DataType.Name(number) for name, number in types_of(graph).items()}
     constants = {tensor.name: tensor for tensor in graph.initializer}
     found = set()
@@ -60,14 +60,26 @@ def undocumented(path: Path) -> list[str]:
         kind = types.get(node.output[0] if place is None else node.input[place], "an unknown type")
         if kind not in DOCUMENTED.get(node.op_type, ()):
             found.add(f"{node.op_type} of {kind}")
-        if node.op_type == "TopK" and node.input[1] in constants:
-            number = int(onnx.numpy_helper.to_array(constants[node.input[1]]).item())
-            if number > LARGEST_TOP_K:
-                found.add(f"TopK of {number}, above {LARGEST_TOP_K} (MODEL.RPN.PRE_NMS_TOPK_TEST and its like)")
-        if node.op_type == "ScatterND" and any(attribute.s not in (b"", b"none") for attribute in node.attribute):
-            found.add("ScatterND with a reduction")
+        found.update(_restrictions(node, constants))
     # As images come in, or something goes out, and nowhere else.
     inside = {name for node in graph.node for name in node.output} - {value.name for value in graph.output}
     if any(types.get(name) == "UINT8" for name in inside):
         found.add("UINT8 inside of the graph")
     return sorted(found)
+
+
+def _restrictions(node, constants: Mapping) -> Iterator[str]:
+    """What a node has beyond its type that is documented as not supported; ``constants`` are tensors by name."""
+    import onnx
+
+    if node.op_type == "TopK" and node.input[1] in constants:
+        number = int(onnx.numpy_helper.to_array(constants[node.input[1]]).item())
+        if number > LARGEST_TOP_K:
+            yield f"TopK of {number}, above {LARGEST_TOP_K} (MODEL.RPN.PRE_NMS_TOPK_TEST and its like)"
+    if node.op_type == "ScatterND" and any(attribute.s not in (b"", b"none") for attribute in node.attribute):
+        yield "ScatterND with a reduction"
+    # A third input that is not there is a 0.
+    if node.op_type in ("QuantizeLinear", "DequantizeLinear") and len(node.input) == 3:
+        zero = constants.get(node.input[2])
+        if zero is None or onnx.numpy_helper.to_array(zero).any():
+            yield f"{node.op_type} with a zero point other than 0"

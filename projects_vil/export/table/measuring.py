@@ -13,10 +13,11 @@ from torch import Tensor
 from backbones import InputError
 from backbones.errors import check_choice
 from projects_vil.checkpoint import build_detector
-from projects_vil.export.api import ALL_PRECISIONS, check_precision, export_detector
+from projects_vil.export.api import export_detector
 from projects_vil.export.formats import FORMATS, check_format
 from projects_vil.export.parity import CHANGED_SHARE, TOLERANCES, Detector, compare, describe, measure_latency
 from projects_vil.export.report import eager_detections, example_image
+from projects_vil.export.request import ALL_PRECISIONS, check_precision
 from projects_vil.export.runtime import ExportedModel
 from projects_vil.export.table.subjects import TABLE_DETECTORS, TABLE_FAMILIES, Subject, make_subject
 from projects_vil.export.table.text import describe_cell
@@ -39,7 +40,7 @@ def export_table(
     families: Sequence[str] = TABLE_FAMILIES,
     formats: Sequence[str] = tuple(FORMATS),
     precisions: Sequence[str] = ("fp32",),
-    size: tuple[int, int] | None = None,
+    image_size: tuple[int, int] | None = None,
     large: bool = False,
     evaluate: bool = False,
     overrides: Sequence[str] = (),
@@ -56,7 +57,7 @@ def export_table(
             none, the weights are random.
         detectors: of ``TABLE_DETECTORS``. families: of ``TABLE_FAMILIES``. formats: of ``FORMATS``.
         precisions: of ``ALL_PRECISIONS``.
-        size: height and width of the image that is timed; that of testing where it is None.
+        image_size: height and width of the image that is timed; that of testing where it is None.
         large: whether to compare on an image of 800 x 1333 too.
         evaluate: whether to evaluate file and eager on ``DATASETS.TEST``, where there is a trained run.
         overrides: keys and values by turns, for all configs.
@@ -70,7 +71,7 @@ def export_table(
 
     Raises:
         InputError: before anything is exported, for names that are unknown, formats that cannot be had here, no runs to
-            be evaluated, a size that is too small, and folders, configs or overrides that cannot be used.
+            be evaluated, an image that is too small, and folders, configs or overrides that cannot be used.
     """
     for what, values, known in (
         ("detector", detectors, TABLE_DETECTORS),
@@ -84,8 +85,10 @@ def export_table(
         check_format(file_format)
     if runs is not None and not Path(runs).is_dir():
         raise InputError(f"there is no folder {runs} with trained runs")
-    if size is not None and min(size) < SMALLEST_SIDE:
-        raise InputError(f"--size {size[0]} {size[1]}: models take sides of {SMALLEST_SIDE} pixels and more")
+    if image_size is not None and min(image_size) < SMALLEST_SIDE:
+        raise InputError(
+            f"--image-size {image_size[0]} {image_size[1]}: models take sides of {SMALLEST_SIDE} pixels and more"
+        )
     if evaluate and runs is None:
         raise InputError("--evaluate needs trained detectors: --runs DIR")
     names = [(detector, family) for detector in detectors for family in families if family in TABLE_DETECTORS[detector]]
@@ -95,7 +98,9 @@ def export_table(
     kinds = [(file_format, precision) for precision in precisions for file_format in formats]
     cells = []
     for subject in subjects:
-        measure = functools.partial(_measured, subject, Path(output), size=size, large=large, evaluate=evaluate)
+        measure = functools.partial(
+            _measured, subject, Path(output), image_size=image_size, large=large, evaluate=evaluate
+        )
         for kind in kinds:
             cells.append(_cell(subject, Path(output), kind, measure))
             place = f"[{len(cells)}/{len(subjects) * len(kinds)}] {subject.detector} {subject.family} {' '.join(kind)}"
@@ -141,7 +146,7 @@ def _measured(
     file_format: str,
     precision: str,
     *,
-    size: tuple[int, int] | None,
+    image_size: tuple[int, int] | None,
     large: bool,
     evaluate: bool,
 ) -> dict:
@@ -158,7 +163,9 @@ def _measured(
         images.append(example_image(*LARGE_SIZE, seed=6))
     eager, model = _eager(subject), ExportedModel(path)
     rows = report["images"] + _compare(eager, model, [*images, torch.zeros(3, *EMPTY_SIZE, dtype=torch.uint8)])
-    latency = report["latency"] if size is None else measure_latency(eager, model, example_image(*size, seed=7))
+    latency = report["latency"]
+    if image_size is not None:
+        latency = measure_latency(eager, model, example_image(*image_size, seed=7))
     image = example_image(latency["height"], latency["width"], seed=7)
     # Two detectors less, before processes that hold one more.
     del eager, model
@@ -182,7 +189,7 @@ def _eager(subject: Subject) -> Detector:
 
 def _peak(run: Callable[..., Callable[[], object]], *args) -> int | None:
     build = functools.partial(run, *args)
-    return peak_in_new_process(build, what=str(args[0]), instead="take a smaller --size")
+    return peak_in_new_process(build, what=str(args[0]), instead="take a smaller --image-size")
 
 
 def _eager_run(subject: Subject, image: Tensor) -> Callable[[], object]:

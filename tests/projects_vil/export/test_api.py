@@ -16,10 +16,11 @@ from projects_vil import Detector, load_config
 from projects_vil.checkpoint import PROVENANCE_KEY, Provenance
 from projects_vil.export import ExportedModel, describe_report, export_detector, padded, read_metadata, to_instances
 from projects_vil.export import api as export
-from projects_vil.export.api import EXAMPLE_SIZE, in_precision
+from projects_vil.export.api import in_precision
 from projects_vil.export.metadata import metadata_path
 from projects_vil.export.parity import TOLERANCES
 from projects_vil.export.report import example_image, report_path
+from projects_vil.export.request import EXAMPLE_SIZE
 from tests.projects_vil.export.exporting import BOTH, demo_detector, skip_without
 from tests.projects_vil.helpers import CONFIGS, ROOT, SMALL, lively_detector, run_tool, small_config
 from tests.selection import slow_except
@@ -168,7 +169,7 @@ def test_a_fixed_size(shapes, exported, tmp_path):
         ({"input_dtype": "uint16"}, (), "unknown type of the input 'uint16'"),
         ({"fixed_detections": True}, ("TEST.DETECTIONS_PER_IMAGE", "-1"), "TEST.DETECTIONS_PER_IMAGE is -1: a fixed"),
         ({"size": (96, 128)}, (), "--size: a trace takes any size all the same"),
-        ({"precision": "int8"}, (), "--precision int8: torchscript has none; take --format onnx or openvino"),
+        ({"precision": "int8"}, (), "--precision int8: torchscript has none; take --format onnx or openvino or"),
         (
             {"file_format": "onnx", "precision": "int8", "calibration_images": 0},
             (),

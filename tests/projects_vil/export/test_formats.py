@@ -1,7 +1,12 @@
 """Each format gives eager's answers in its own runtime, for sizes that it was not recorded with."""
 
+import functools
+import importlib.machinery
+import importlib.metadata
+import json
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -9,17 +14,18 @@ import torch
 from detectron2.modeling import GeneralizedRCNN
 from torch import Tensor, nn
 
-from projects_vil.export import ExportedModel, make_exportable
+from projects_vil.export import ExportedModel, export_detector, make_exportable
+from projects_vil.export.formats import FORMATS as KNOWN
 from projects_vil.export.formats import OPSET, check_format, compiler, format_of, load_model, write_model
 from projects_vil.export.formats.openvino import import_openvino
-from projects_vil.export.metadata import metadata_path
-from projects_vil.export.onnx_graph.standard import describe_onnx
+from projects_vil.export.metadata import describe_model, metadata_path
+from projects_vil.export.onnx_graph.standard import inferred
 from projects_vil.export.onnx_graph.tensorrt_operators import undocumented
 from projects_vil.export.parity import TOLERANCES, compare_detections
 from projects_vil.export.report import eager_detections, example_image
 from projects_vil.modeling import SMALLEST_SIDE, largest_side
 from tests.gpu import on_gpu
-from tests.projects_vil.export.exporting import ALONE, IN_BATCHES, detector, mistake, skip_without
+from tests.projects_vil.export.exporting import ALONE, IN_BATCHES, config, detector, mistake, skip_without
 from tests.selection import slow_except
 
 BOTH = ("retinanet", "mask_rcnn")
@@ -123,7 +129,7 @@ def test_a_fixed_number_of_detections_in_onnxruntime(written, name, is_batched):
     assert model.metadata["fixed_detections"] == 100 and model.output_names[-1] == "count"
     (check_batches if is_batched else check_answers)(model, detector(name))
     # Which is what TensorRT takes, and knows the shapes of.
-    assert undocumented(model.path) == []
+    assert undocumented(inferred(model.path)) == []
     shapes = {value.name: shape_of(value)[is_batched:] for value in onnx.load(model.path).graph.output}
     masks = {"masks": [100, 1, 28, 28]} if name == "mask_rcnn" else {}
     assert shapes == {"boxes": [100, 4], "scores": [100], "classes": [100], "count": [] if is_batched else [1]} | masks
@@ -174,7 +180,8 @@ def test_an_onnx_file(plain, batched, is_batched):
     if is_batched:
         model, name, dtype, first = batched("onnx"), "images", onnx.TensorProto.FLOAT, ["batch"]
     contents = onnx.load(model.path, load_external_data=False)
-    assert "CPUExecutionProvider" in describe_onnx(model.path)["providers"] and undocumented(model.path) == []
+    facts = KNOWN["onnx"].describe(model.path)["onnx"]
+    assert "CPUExecutionProvider" in facts["providers"] and facts["tensorrt"]["undocumented"] == []
     assert [(entry.domain, entry.version) for entry in contents.opset_import if not entry.domain] == [("", OPSET)]
     assert OPSET == 20
     (image,) = contents.graph.input
@@ -319,12 +326,59 @@ def test_the_compiler(monkeypatch, tmp_path):
     assert compiler() is None
 
 
-def test_tensorrt_says_all_that_is_missing(monkeypatch):
+def test_tensorrt_says_all_that_is_missing(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setitem(sys.modules, "tensorrt", None)
     text = mistake(check_format, "tensorrt")
     assert text.startswith("--format tensorrt needs what is not here: an NVIDIA GPU that torch can use; the package ")
     assert mistake(load_model, Path("model.engine")) == text
+    for precision in ("fp32", "int8"):
+        export = functools.partial(export_detector, file_format="tensorrt", precision=precision)
+        assert mistake(export, config("retinanet"), "absent.pth", tmp_path / "export") == text
+
+
+def test_an_engine_of_another_tensorrt_or_gpu(monkeypatch, plain, tmp_path):
+    """Neither can be had here; an engine's metadata are read before it is."""
+    fake = types.ModuleType("tensorrt")
+    fake.__spec__, fake.__version__ = importlib.machinery.ModuleSpec("tensorrt", None), "10.13.0"
+    monkeypatch.setitem(sys.modules, "tensorrt", fake)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA L4")
+    path = tmp_path / "model.engine"
+    path.write_bytes(b"engine")
+    exportable = make_exportable(detector("retinanet"), fixed_number=100)
+    facts = {"classes": ("a", "b", "c"), "precision": "fp32", "input_dtype": "uint8", "weights": "x.pth"}
+    metadata = describe_model(config("retinanet"), exportable, file_format="tensorrt", **facts)
+    assert metadata["built_for"] == {"TensorRT": "10.13.0", "GPU": "NVIDIA L4"}
+    metadata_path(path).write_text(json.dumps(metadata))
+    for built_for in ({"TensorRT": "10.14.1", "GPU": "NVIDIA L4"}, {"TensorRT": "10.13.0", "GPU": "NVIDIA A10G"}):
+        metadata_path(path).write_text(json.dumps(metadata | {"built_for": built_for}))
+        theirs = f"TensorRT {built_for['TensorRT']}, GPU {built_for['GPU']}"
+        here = "TensorRT 10.13.0, GPU NVIDIA L4"
+        assert (
+            mistake(ExportedModel, path) == f"{path} was built for {theirs}, and here is {here}: export it again here"
+        )
+    assert plain("torchscript").metadata["built_for"] == {}
+
+
+@pytest.mark.parametrize("missing", ["onnxruntime", "onnxscript"])
+def test_running_onnx_takes_onnxruntime_alone(monkeypatch, tmp_path, missing):
+    pytest.importorskip("onnxruntime")
+    from tests.projects_vil.export.onnx_graph import graphs
+
+    path, version = graphs.saved(tmp_path, graphs.node("Relu", "x", "y")), importlib.metadata.version
+
+    def found(name: str) -> str:
+        if name in (missing, "onnxscript"):
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", found)
+    assert mistake(check_format, "onnx").startswith("--format onnx needs onnxscript: pip install onnx ")
+    if missing == "onnxruntime":
+        assert mistake(load_model, path) == f"{path} needs onnxruntime: pip install onnxruntime"
+    else:
+        assert load_model(path)(torch.tensor([[-1.0, 0.0, 1.0, 2.0]]))[0].tolist() == [[0.0, 0.0, 1.0, 2.0]]
 
 
 def test_an_older_torch(monkeypatch):

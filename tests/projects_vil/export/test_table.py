@@ -73,10 +73,10 @@ def test_the_tool_prints_a_table_and_fails_where_a_cell_fails(tmp_path, monkeypa
     output = tmp_path / "out"
     # Nothing can be written where a folder lies.
     (output / "retinanet_vil/model.ts").mkdir(parents=True)
-    options = ["--formats", "torchscript", "--families", "vil", "ls", "--detectors", "retinanet", "--size", "72", "100"]
+    options = ["--formats", "torchscript", "--families", "vil", "ls", "--detectors", "retinanet"]
     args = [
         *options,
-        "--size",
+        "--image-size",
         "72",
         "100",
         "--output",
@@ -110,7 +110,7 @@ def test_precision_is_of_the_file_that_is_timed(shapes, tmp_path):
     cfg = small_config()
     (run / "config.yaml").write_text(cfg.dump())
     torch.save({"model": table.lively_detector(cfg).state_dict()}, run / "model_final.pth")
-    (found,) = export(tmp_path / "out", runs=tmp_path / "runs", evaluate=True, size=(70, 90))
+    (found,) = export(tmp_path / "out", runs=tmp_path / "runs", evaluate=True, image_size=(70, 90))
     (row,) = found["evaluation"]
     assert row["task"] == "bbox" and row["AP"] == row["AP_exported"] and row["ok"] and found["ok"]
     assert (found["latency"]["height"], found["latency"]["width"]) == (70, 90)
@@ -172,7 +172,7 @@ def test_formats_depend_on_a_compiler(monkeypatch):
         ({"detectors": ["mask"]}, "unknown detector 'mask'"),
         ({"formats": ["onxx"]}, "unknown format 'onxx'"),
         ({"precisions": ["fp8"]}, "unknown precision 'fp8'"),
-        ({"size": (800, 31)}, "--size 800 31: models take sides of 32 pixels and more"),
+        ({"image_size": (800, 31)}, "--image-size 800 31: models take sides of 32 pixels and more"),
         ({"evaluate": True}, "--evaluate needs trained detectors: --runs DIR"),
         ({"runs": "no/such/folder"}, "there is no folder no/such/folder"),
         ({"overrides": ["MODEL.NO_KEY", "1"]}, "NO_KEY"),
