@@ -26,7 +26,7 @@ from projects_vil.data.detection_utils import (
     upright_pixels,
     upright_size,
 )
-from projects_vil.data.recipes import check_augmentation, check_typed_keys
+from projects_vil.data.recipes import check_augmentation
 from projects_vil.data.samplers import EvaluationLoader, derived_seed, seed_all
 
 __all__ = [
@@ -49,7 +49,6 @@ __all__ = [
     "check_files",
     "check_output",
     "check_padding",
-    "check_typed_keys",
     "datasets_root",
     "derived_seed",
     "describe_shapes",
