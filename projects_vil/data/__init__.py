@@ -6,6 +6,7 @@ from projects_vil.data.build import (
     build_test_loader,
     build_train_loader,
     check_datasets,
+    class_names,
     load_dataset,
     read_ahead,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "check_files",
     "check_output",
     "check_padding",
+    "class_names",
     "datasets_root",
     "derived_seed",
     "describe_shapes",

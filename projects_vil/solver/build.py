@@ -140,7 +140,6 @@ def _check_multiplier(pair: Sequence, names: list[str], *, key: str) -> tuple[st
         raise InputError(f"{key} has {pair!r}: it is a list of pairs [pattern, factor]")
     pattern, factor = pair
     if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-        raise InputError(
-            f"the pattern {pattern!r} in {key} matches no trained parameter{closest(pattern, names)}; [] has none at all"
-        )
+        hint = f"{closest(pattern, names)}; [] has no patterns"
+        raise InputError(f"the pattern {pattern!r} in {key} matches no trained parameter{hint}")
     return pattern, float(factor)
