@@ -19,7 +19,7 @@ from projects_vil.data import register_datasets
 from projects_vil.export import is_exported
 from projects_vil.inference.detections import DRAWN_FROM, Detections
 from projects_vil.inference.runners import ExportedRunner, Predictor, Runner, check_runner
-from projects_vil.inference.sharing import MANIFEST_FILE, WEIGHTS_FILE, Shared, check_saved
+from projects_vil.inference.sharing import MANIFEST_FILE, WEIGHTS_FILE, Shared, check_saved, hint_at_hub
 from projects_vil.inference.sources import (
     ImageArray,
     ImageFile,
@@ -91,9 +91,9 @@ class Detector(Shared):
         Raises:
             InputError: for what is missing or damaged, or does not fit together.
         """
-        source = Path(source)
+        named, source = os.fspath(source), Path(source)
         if not source.exists():
-            raise InputError(f"there is no file or folder {source}")
+            raise InputError(f"there is no file or folder {source}{hint_at_hub(named)}")
         _check_threshold(score_threshold)
         if source.is_file() and is_exported(source):
             if weights is not None or len(overrides) or tta:
