@@ -10,7 +10,9 @@ from detectron2.structures import BitMasks, Boxes, Instances
 from detectron2.utils.events import EventStorage
 
 from backbones import InputError
+from backbones.files import SUFFIXES, write_checkpoint
 from projects_vil import load_config
+from projects_vil.checkpoint import Checkpointer
 from projects_vil.engine import check_setup
 from projects_vil.modeling import check_point_rend
 from tests.projects_vil.helpers import ROOT, SMALL, run_tool, small_config
@@ -103,6 +105,16 @@ def test_the_losses_of_detectron2s_head():
         with EventStorage():
             losses.append({name: value.item() for name, value in each(images).items()})
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_its_weights_are_not_taken_for_older_ones(suffix, tmp_path, caplog):
+    """detectron2 would mend the names of weights that do not say their version, and say so."""
+    cfg, path = load_config(CONFIG, SMALL_POINTS), tmp_path / f"weights{suffix}"
+    model = build_model(cfg)
+    write_checkpoint(path, {"model": model.state_dict()})
+    Checkpointer(model, str(tmp_path), cfg=cfg, complete=True).load(str(path))
+    assert "Weight format" not in caplog.text
 
 
 @pytest.mark.slow
