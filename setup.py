@@ -78,7 +78,8 @@ setup(
         "jinja2>=3.0",
         "PyYAML>=5.4",
         "safetensors>=0.4",
-        "huggingface_hub>=0.25",
+        # Earlier ones have cards checked by huggingface.co, whatever hub HF_ENDPOINT names.
+        "huggingface_hub>=2.2",
         "tqdm>=4.60",
         opencv_requirement(),
     ],

@@ -20,10 +20,14 @@ def system_error_of(error: BaseException) -> OSError | None:
     return next((found for found in (error, error.__context__) if isinstance(found, OSError)), None)
 
 
-def closest(word: str, candidates: Iterable[str]) -> str:
-    """``"; did you mean 'vil_small'?"`` for the candidate most like ``word``, or an empty string."""
-    matches = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.5)
-    return f"; did you mean {matches[0]!r}?" if matches else ""
+def closest(word: str, candidates: Iterable[str], *, most: int = 1) -> str:
+    """``"; did you mean 'vil_small'?"`` for the candidates most like ``word``, or an empty string.
+
+    Args:
+        most: how many are named, ``'a' or 'b'``.
+    """
+    matches = difflib.get_close_matches(word, list(candidates), n=most, cutoff=0.5)
+    return f"; did you mean {' or '.join(map(repr, matches))}?" if matches else ""
 
 
 def check_file(path: str | Path, what: str, *, named_by: str = "") -> None:

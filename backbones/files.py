@@ -24,6 +24,8 @@ from backbones.errors import InputError, check_file, system_error_of
 STATE_DICT_KEYS = ("model", "net", "state_dict")
 SUFFIXES = (".pth", ".safetensors")
 _METADATA, _DIGEST = "vil-detectron2", "sha256"
+# Beside the tensors of a safetensors file: a module's name -> the version of its form of weights, where it is not 1.
+_VERSIONS = "module_versions"
 _ANOTHER = "copy or download it again, or take another"
 
 
@@ -98,18 +100,20 @@ def write_checkpoint(path: str | Path, contents: Mapping[str, Any]) -> None:
     """Write ``{"model": state dict, ...}`` as the file's name ends: ``.pth`` or ``.safetensors``.
 
     The file is written beside ``path`` and moved into place. Beside the tensors, a safetensors file has the other
-    contents as JSON in its metadata.
+    contents as JSON in its metadata. The versions of modules that torch keeps with a state dict stay with it.
 
     Raises:
         InputError: for another ending, a place that cannot be written to, or contents that are no JSON.
     """
     path = Path(path)
     check_writable(path)
-    model = {name: tensor.detach().clone().contiguous() for name, tensor in contents["model"].items()}
+    versions = _versions_of(contents["model"])
+    tensors = {name: tensor.detach().clone().contiguous() for name, tensor in contents["model"].items()}
+    model = _with_versions(tensors, versions)
     others = {key: value for key, value in contents.items() if key != "model"}
     with written_whole(path) as partial:
         if path.suffix == ".safetensors":
-            said = json.dumps(others)
+            said = json.dumps(others | ({_VERSIONS: versions} if versions else {}))
             partial.touch()
             mode = partial.stat().st_mode
             digest = digest_of_tensors(model, said)
@@ -195,7 +199,21 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
         raise InputError(f"{path} is no safetensors file: {_reason(error)}") from error
     if _METADATA in metadata and metadata.get(_DIGEST, "") not in ("", digest_of_tensors(model, said)):
         raise InputError(f"{path} is damaged (its tensors are not those that were written): {_ANOTHER}")
-    return (others if isinstance(others, dict) else {}) | {"model": model}
+    others = others if isinstance(others, dict) else {}
+    versions = others.pop(_VERSIONS, {})
+    return others | {"model": _with_versions(model, versions)}
+
+
+def _versions_of(state_dict: Mapping[str, Tensor]) -> dict[str, int]:
+    """What a module asks when it is loaded, to mend weights of an older form: its name -> a version other than 1."""
+    known = getattr(state_dict, "_metadata", {})
+    return {name: said["version"] for name, said in known.items() if said.get("version", 1) != 1}
+
+
+def _with_versions(tensors: Mapping[str, Tensor], versions: Mapping[str, int]) -> OrderedDict[str, Tensor]:
+    state_dict = OrderedDict(tensors)
+    state_dict._metadata = OrderedDict((name, {"version": version}) for name, version in versions.items())
+    return state_dict
 
 
 def digest_of_tensors(model: Mapping[str, Tensor], said: str) -> str:

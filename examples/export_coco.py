@@ -26,6 +26,8 @@ parser.add_argument("--threshold", type=float, default=0.3, help="least score of
 args = parser.parse_args()
 try:
     detector = Detector.load(args.detector, score_threshold=args.threshold)
+    if not Path(args.photos).is_dir():
+        raise InputError(f"there is no folder {args.photos}")
     files = sorted(path for path in Path(args.photos).iterdir() if path.suffix.lower() in IMAGE_SUFFIXES)
     if not files:
         raise InputError(f"there are no photos in {args.photos}")

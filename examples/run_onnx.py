@@ -22,8 +22,16 @@ for file in (args.model, f"{args.model}.metadata.json", args.photo):
     if not Path(file).is_file():
         sys.exit(f"error: there is no file {file}")
 metadata = json.loads(Path(f"{args.model}.metadata.json").read_text())
-if metadata["format"] != "onnx" or metadata["input"].get("size") or metadata.get("fixed_detections"):
-    sys.exit(f"error: {args.model} is no ONNX file for any size that gives what it found alone: load it by Detector")
+if metadata["format"] != "onnx":
+    sys.exit(f"error: {args.model} is no ONNX file: load it by Detector")
+if metadata["input"].get("size"):
+    sys.exit(f"error: {args.model} is for images of one size: load it by Detector")
+if metadata.get("fixed_detections"):
+    sys.exit(f"error: {args.model} gives rows in a fixed number: load it by Detector")
+try:
+    session = onnxruntime.InferenceSession(args.model, providers=["CPUExecutionProvider"])
+except Exception as error:  # onnxruntime's have no base of their own
+    sys.exit(f"error: {args.model} is no whole ONNX file: {' '.join(str(error).split())}")
 photo = pixels = cv2.imread(args.photo)  # (height, width, BGR), upright as its EXIF orientation says
 if photo is None:
     sys.exit(f"error: cannot read an image from {args.photo}")
@@ -38,7 +46,6 @@ if rule["short_side"]:
         pixels = np.floor(np.tensordot(weights / weights.sum(1, keepdims=True), pixels, (1, 1)) + 0.5)
 image = (pixels[..., ::-1] if metadata["input"]["color_order"] == "RGB" else pixels).transpose(2, 0, 1)
 image = np.ascontiguousarray(image[None] if metadata["input"]["batched"] else image, metadata["input"]["dtype"])
-session = onnxruntime.InferenceSession(args.model, providers=["CPUExecutionProvider"])
 outputs = session.run(None, {metadata["input"]["name"]: image})
 found = dict(zip([output["name"] for output in metadata["outputs"]], outputs, strict=True))
 boxes = found["boxes"] * ([width / pixels.shape[1], height / pixels.shape[0]] * 2)  # in pixels of the photo

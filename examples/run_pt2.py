@@ -24,8 +24,10 @@ for file in (args.model, f"{args.model}.metadata.json", args.photo):
     if not Path(file).is_file():
         sys.exit(f"error: there is no file {file}")
 metadata = json.loads(Path(f"{args.model}.metadata.json").read_text())
-if metadata["input"].get("size") or metadata.get("fixed_detections"):
-    sys.exit(f"error: {args.model} is for images of one size, or gives rows in a fixed number: load it by Detector")
+if metadata["input"].get("size"):
+    sys.exit(f"error: {args.model} is for images of one size: load it by Detector")
+if metadata.get("fixed_detections"):
+    sys.exit(f"error: {args.model} gives rows in a fixed number: load it by Detector")
 try:
     photo = ImageOps.exif_transpose(Image.open(args.photo)).convert("RGB")
 except OSError:

@@ -7,8 +7,8 @@ Example:
 
 from pathlib import Path
 
-from projects_vil.config import ConfigToolParser, load_config
-from projects_vil.data import check_typed_keys, register_datasets
+from projects_vil.config import ConfigToolParser, check_typed_keys, load_config
+from projects_vil.data import register_datasets
 from projects_vil.engine import check_values
 from projects_vil.utils import run_tool
 from projects_vil.visualization import draw_samples

@@ -95,8 +95,13 @@ def _explain(error: Exception, cfg: CN) -> str:
     mismatch = _MISMATCH.fullmatch(message)
     if mismatch is not None:
         given, kind = mismatch["given"], _KINDS.get(mismatch["kind"], mismatch["kind"])
-        example = {"float": f"{given}.0", "tuple": f'"({given},)"', "list": f'"[{given}]"'}.get(mismatch["kind"], "")
-        instead = f": write {example}" if example and mismatch["found"] == "int" else ""
+        # Whether the value is one that the key can have is for others to say.
+        forms = {
+            "float": f"; {given} with a point is {given}.0",
+            "tuple": f': write "({given},)"',
+            "list": f': write "[{given}]"',
+        }
+        instead = forms.get(mismatch["kind"], "") if mismatch["found"] == "int" else ""
         return f"{mismatch['key']} is {given}, and it is {kind}, as {mismatch['known']}{instead}"
     match = re.search(r"Non-existent (?:config )?key: ([\w.]+)", message)
     if match is None:

@@ -17,7 +17,7 @@ def detector_name(cfg: CfgNode) -> str:
     if cfg.MODEL.META_ARCHITECTURE != "GeneralizedRCNN":
         return cfg.MODEL.META_ARCHITECTURE
     is_cascade, has_masks = cfg.MODEL.ROI_HEADS.NAME == "CascadeROIHeads", cfg.MODEL.MASK_ON
-    if has_masks and cfg.MODEL.ROI_MASK_HEAD.NAME == "PointRendMaskHead":
+    if is_point_rend(cfg):
         return "PointRend"
     if not (is_cascade or has_masks):
         return "Faster R-CNN"
@@ -32,6 +32,11 @@ def is_segmentor(cfg: CfgNode) -> bool:
 def is_panoptic(cfg: CfgNode) -> bool:
     """Whether a config is for boxes and masks of things, and labels of stuff."""
     return cfg.MODEL.META_ARCHITECTURE == "PanopticFPN"
+
+
+def is_point_rend(cfg: CfgNode) -> bool:
+    """Whether masks are those of PointRend's head: detectron2's, or this project's."""
+    return cfg.MODEL.MASK_ON and cfg.MODEL.ROI_MASK_HEAD.NAME in ("PointRendMaskHead", "AnyBatchPointRendMaskHead")
 
 
 DETECTORS = ("RetinaNet", "GeneralizedRCNN")

@@ -6,6 +6,7 @@ from projects_vil.data.build import (
     build_test_loader,
     build_train_loader,
     check_datasets,
+    class_names,
     load_dataset,
     read_ahead,
 )
@@ -26,7 +27,7 @@ from projects_vil.data.detection_utils import (
     upright_pixels,
     upright_size,
 )
-from projects_vil.data.recipes import check_augmentation, check_typed_keys
+from projects_vil.data.recipes import check_augmentation
 from projects_vil.data.samplers import EvaluationLoader, derived_seed, seed_all
 
 __all__ = [
@@ -49,7 +50,7 @@ __all__ = [
     "check_files",
     "check_output",
     "check_padding",
-    "check_typed_keys",
+    "class_names",
     "datasets_root",
     "derived_seed",
     "describe_shapes",

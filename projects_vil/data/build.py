@@ -76,7 +76,7 @@ def load_dataset(
     for name in names:
         _check_classes(cfg, name, names[0])
     if train and report and not is_segmentor(cfg):
-        print_instances_class_histogram(records, _class_names(cfg, names[0]))
+        print_instances_class_histogram(records, class_names(cfg, names[0]))
     return records
 
 
@@ -228,18 +228,18 @@ def _check_classes(cfg: CfgNode, name: str, first: str) -> None:
     if is_panoptic(cfg) and len(stuff) not in (0, cfg.MODEL.SEM_SEG_HEAD.NUM_CLASSES):
         number = cfg.MODEL.SEM_SEG_HEAD.NUM_CLASSES
         raise InputError(f"{key} is {number}, and {name} has {len(stuff)} classes of stuff: add {key} {len(stuff)}")
-    classes = _class_names(cfg, name)
+    classes = class_names(cfg, name)
     if classes is None:
         return
     key, number = number_of_classes(cfg)
     if len(classes) != number:
         raise InputError(f"{key} is {number}, and {name} has {len(classes)} classes: add {key} {len(classes)}")
-    if classes != _class_names(cfg, first):
+    if classes != class_names(cfg, first):
         raise InputError(f"{first} and {name} have other classes, or the same in another order: they cannot be mixed")
 
 
-def _class_names(cfg: CfgNode, name: str) -> list[str] | None:
-    """From the catalog or, before detectron2 has read a COCO file, from the file; None where neither says."""
+def class_names(cfg: CfgNode, name: str) -> list[str] | None:
+    """Of a dataset, from the catalog or, before detectron2 has read a COCO file, from it; None where neither says."""
     metadata = MetadataCatalog.get(name)
     if is_segmentor(cfg):
         return metadata.get("stuff_classes")

@@ -78,6 +78,11 @@ class Mapper(DatasetMapper):
         self, dataset_dict: dict[str, Any], transforms: T.TransformList, image_shape: tuple[int, int]
     ) -> None:
         objects = [entry for entry in dataset_dict.pop("annotations") if entry.get("iscrowd", 0) == 0]
+        if self.use_instance_mask and not all("segmentation" in entry for entry in objects):
+            raise InputError(
+                f"{dataset_dict['file_name']} has an object without the mask that is to be learned: DATASETS.CHECK "
+                "warn leaves such objects out, and MODEL.MASK_ON False learns boxes alone"
+            )
         for entry in objects:
             for field, is_used in (("segmentation", self.use_instance_mask), ("keypoints", self.use_keypoint)):
                 if not is_used:

@@ -1,6 +1,4 @@
-"""``INPUT.AUGMENTATION``: what becomes of a detector's training images, and which keys go together."""
-
-from collections.abc import Sequence
+"""``INPUT.AUGMENTATION``: what becomes of a detector's training images, and what it goes together with."""
 
 import numpy as np
 from detectron2.config import CfgNode
@@ -13,16 +11,6 @@ from projects_vil.config import is_segmentor
 from projects_vil.data.augmentations import PhotometricDistortion
 
 AUGMENTATIONS = ("default", "lsj", "strong")
-
-# Which recipes read a key, by its beginning.
-_READERS = {
-    "INPUT.MIN_SIZE_TRAIN": ("default",),
-    "INPUT.MAX_SIZE_TRAIN": ("default",),
-    "INPUT.MASK_FORMAT": ("default",),
-    "INPUT.PHOTOMETRIC_DISTORTION": ("default", "lsj"),
-    "INPUT.LSJ.": ("lsj", "strong"),
-    "INPUT.COPY_PASTE.": ("strong",),
-}
 
 
 class ResizeScale(T.ResizeScale):
@@ -102,22 +90,3 @@ def check_augmentation(cfg: CfgNode) -> None:
             "INPUT.AUGMENTATION strong pastes objects of all images, and DATALOADER.SAMPLER_TRAIN "
             "RandomSubsetTrainingSampler trains on some of them: add INPUT.COPY_PASTE.PROBABILITY 0.0"
         )
-
-
-def check_typed_keys(cfg: CfgNode, overrides: Sequence[str]) -> None:
-    """Whether the keys that were typed have an effect on training images; those in files may be for other recipes.
-
-    Args:
-        overrides: keys and values by turns.
-
-    Raises:
-        InputError: for the first that has none.
-    """
-    name = cfg.INPUT.AUGMENTATION
-    for key in overrides[::2]:
-        for beginning, readers in _READERS.items():
-            if key.startswith(beginning) and name not in readers:
-                raise InputError(
-                    f"{key} has no effect with INPUT.AUGMENTATION {name}: leave it out, or add INPUT.AUGMENTATION "
-                    f"{' or '.join(readers)}"
-                )

@@ -18,7 +18,7 @@ from projects_vil.checkpoint import check_weights, checkpoints_of, find_checkpoi
 from projects_vil.config import check_device, is_panoptic
 from projects_vil.engine.hooks import RandomShift
 from projects_vil.engine.steps import AMP_DTYPES, check_groups
-from projects_vil.evaluation import LOSS_TASK, check_coco_api
+from projects_vil.evaluation import LOSS_TASK, check_coco_api, check_metric
 from projects_vil.modeling import (
     LARGEST_SIDE,
     SMALLEST_SIDE,
@@ -62,6 +62,8 @@ def check_setup(cfg: CfgNode, *, processes: int = 1, eval_only: bool = False, re
         raise InputError(f"DATASETS.{'TEST' if eval_only else 'TRAIN'} is empty: name a dataset")
     for names in (*([name] for name in cfg.DATASETS.TEST), () if eval_only else cfg.DATASETS.TRAIN):
         data.check_datasets(cfg, names)
+    if cfg.TEST.BEST_METRIC and cfg.DATASETS.TEST and not eval_only:
+        check_metric(cfg)
     resumed = find_checkpoint(cfg.OUTPUT_DIR, logger=_SILENT) if resume else None
     if resumed is not None:
         check_weights(cfg, str(resumed), complete=True, model=model)
@@ -162,7 +164,7 @@ def check_values(cfg: CfgNode) -> None:
 
 
 def _check_best_metric(cfg: CfgNode) -> None:
-    """Whether evaluations can give it: what they do give is known after the first."""
+    """Whether it is of what evaluations judge; :func:`check_metric` knows the names, once datasets are known."""
     metric, tests = cfg.TEST.BEST_METRIC, cfg.DATASETS.TEST
     if not metric:
         return

@@ -13,8 +13,8 @@ from detectron2.utils import comm
 
 from backbones.files import written_whole
 from projects_vil.checkpoint import Checkpointer, checkpoints_of, remove_run
-from projects_vil.config import CONFIG_FILE, ConfigToolParser, load_config
-from projects_vil.data import check_typed_keys, read_ahead, register_datasets
+from projects_vil.config import CONFIG_FILE, ConfigToolParser, check_typed_keys, load_config
+from projects_vil.data import read_ahead, register_datasets
 from projects_vil.engine.checks import check_setup
 from projects_vil.engine.defaults import Trainer
 from projects_vil.engine.processes import (

@@ -4,6 +4,7 @@ from projects_vil.evaluation.build import build_evaluator, coco_evaluator
 from projects_vil.evaluation.coco import COCO_APIS, check_coco_api
 from projects_vil.evaluation.explaining import explain_results
 from projects_vil.evaluation.losses import LOSS_TASK, validation_loss
+from projects_vil.evaluation.metrics import check_metric
 from projects_vil.evaluation.results import (
     EVALUATED_FILE,
     PER_CLASS,
@@ -21,6 +22,7 @@ __all__ = [
     "RESULTS_FILE",
     "build_evaluator",
     "check_coco_api",
+    "check_metric",
     "coco_evaluator",
     "explain_results",
     "read_results",

@@ -16,7 +16,7 @@ from projects_vil import data
 from projects_vil.modeling import BatchParts
 
 LOSS_TASK = "validation_loss"
-_TOTAL = "total_loss"
+TOTAL_LOSS = "total_loss"
 _PLACE = "place"
 
 
@@ -49,7 +49,7 @@ def validation_loss(cfg: CfgNode, model: nn.Module, dataset_name: str) -> dict[s
             try:
                 losses = model(images)
             except FloatingPointError:  # detectron2's, of proposals.
-                sums[_TOTAL] = math.nan
+                sums[TOTAL_LOSS] = math.nan
                 break
             weight = parts.weight(len(images))
             for name, value in losses.items():
@@ -59,7 +59,7 @@ def validation_loss(cfg: CfgNode, model: nn.Module, dataset_name: str) -> dict[s
     divisor = max(sum(total for _, total in everywhere), 1)
     names = sorted({name for own, _ in everywhere for name in own})
     terms = {name: sum(own.get(name, 0.0) for own, _ in everywhere) / divisor for name in names}
-    losses = {_TOTAL: sum(terms.values())} | terms
+    losses = {TOTAL_LOSS: sum(terms.values())} | terms
     logging.getLogger(__name__).info(
         "losses on %s: %s", dataset_name, ", ".join(f"{name} {value:.4g}" for name, value in losses.items())
     )

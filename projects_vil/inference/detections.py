@@ -41,7 +41,8 @@ class Detections:
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{number} {name}" for name, number in Counter(self.names).most_common())
-        return f"<{len(self)} detections{': ' if counts else ''}{counts}>"
+        kind = "detection" if len(self) == 1 else "detections"
+        return f"<{len(self)} {kind}{': ' if counts else ''}{counts}>"
 
     @property
     def image_size(self) -> tuple[int, int]:

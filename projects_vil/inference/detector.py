@@ -18,8 +18,8 @@ from projects_vil.config import CONFIG_FILE, load_config
 from projects_vil.data import register_datasets
 from projects_vil.export import is_exported
 from projects_vil.inference.detections import DRAWN_FROM, Detections
-from projects_vil.inference.runners import ExportedRunner, Predictor, Runner, check_runner
-from projects_vil.inference.sharing import MANIFEST_FILE, WEIGHTS_FILE, Shared, check_saved
+from projects_vil.inference.runners import ExportedRunner, Predictor, Runner, check_runner, exported_in
+from projects_vil.inference.sharing import MANIFEST_FILE, WEIGHTS_FILE, Shared, check_saved, hint_at_hub
 from projects_vil.inference.sources import (
     ImageArray,
     ImageFile,
@@ -91,9 +91,9 @@ class Detector(Shared):
         Raises:
             InputError: for what is missing or damaged, or does not fit together.
         """
-        source = Path(source)
+        named, source = os.fspath(source), Path(source)
         if not source.exists():
-            raise InputError(f"there is no file or folder {source}")
+            raise InputError(f"there is no file or folder {source}{hint_at_hub(named)}")
         _check_threshold(score_threshold)
         if source.is_file() and is_exported(source):
             if weights is not None or len(overrides) or tta:
@@ -213,7 +213,7 @@ def _find_model(source: Path, weights: str | os.PathLike | None) -> tuple[Path, 
     if source.is_dir():
         config = source / CONFIG_FILE
         if not config.is_file():
-            exported = sorted(str(path) for path in source.rglob("*") if path.is_file() and is_exported(path))
+            exported = exported_in(source)
             hint = f"; it holds {exported[0]}, which can be loaded by itself" if exported else ""
             raise InputError(f"{source} has no {CONFIG_FILE}: it is no folder of a run{hint}")
         return config, weights or _weights_in(source)
@@ -228,7 +228,11 @@ def _find_model(source: Path, weights: str | os.PathLike | None) -> tuple[Path, 
         return source, weights
     config = source.parent / CONFIG_FILE
     if not config.is_file():
-        raise InputError(f"there is no {CONFIG_FILE} beside {source}: load a config, with weights={str(source)!r}")
+        exported = exported_in(source)
+        hint = f"; {exported[0]} can be loaded by itself" if exported else ""
+        raise InputError(
+            f"there is no {CONFIG_FILE} beside {source}: load a config, with weights={str(source)!r}{hint}"
+        )
     return config, weights or source
 
 

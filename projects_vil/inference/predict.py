@@ -10,6 +10,7 @@ Results carry the category ids of the checkpoint or the exported file; with an a
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from projects_vil.data import load_dataset, register_datasets
 from projects_vil.inference.categories import categories_as_annotated
 from projects_vil.inference.detector import Detector
 from projects_vil.inference.drawings import ImageDrawings, VideoDrawings
-from projects_vil.inference.runners import check_runner, config_of_export
+from projects_vil.inference.runners import ExportedRunner, check_runner, config_of_export
 from projects_vil.inference.sources import VIDEO_SUFFIXES, ImageFile, Images, Skipped, Video, find_images
 from projects_vil.inference.writers import JsonList, Progress, written_whole
 
@@ -112,6 +113,10 @@ def predict(
     else:
         files = Images(images, threads=max(cfg.DATALOADER.NUM_WORKERS, 1))
     detector = Detector.build(cfg, weights, tta=tta)
+    if batch_size > 1 and isinstance(detector.runner, ExportedRunner) and not detector.runner.model.batched:
+        logging.getLogger(__name__).warning(
+            "--batch-size %d has no effect: %s takes one image at a time", batch_size, weights
+        )
     if annotations is not None:
         annotated = dataset_categories(cfg.DATASETS.TEST, number_of_classes(cfg)[1])
         detector = Detector(detector.runner, categories=categories_as_annotated(detector.categories, annotated))

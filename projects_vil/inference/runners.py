@@ -1,5 +1,6 @@
 """What detects: an eager detector, or an exported one."""
 
+import glob
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -202,7 +203,9 @@ def config_of_export(path: str | Path | None, overrides: Sequence[str] = ()) -> 
     if path is None:
         raise InputError("name a config with --config-file, or an exported model, which needs none, with --weights")
     if not is_exported(path):
-        raise InputError(f"{path} is no exported model: name its config with --config-file")
+        there = exported_in(Path(path))
+        instead = f", and {there[0]} is: name that, or a config" if there else ": name its config"
+        raise InputError(f"{path} is no exported model{instead} with --config-file")
     check_overrides(path, overrides)
     for key, value in zip(overrides[::2], overrides[1::2], strict=True):
         if key.startswith("DATASETS."):
@@ -216,6 +219,14 @@ def config_of_export(path: str | Path | None, overrides: Sequence[str] = ()) -> 
     cfg.DATASETS.TRAIN = cfg.DATASETS.TEST = ()
     cfg.freeze()
     return cfg
+
+
+def exported_in(path: Path) -> list[Path]:
+    """The exported files of a folder, or those beside another of their files, ``model.xml`` of ``model.bin``."""
+    if path.is_dir():
+        return sorted(found for found in path.rglob("*") if found.is_file() and is_exported(found))
+    beside = path.parent.glob(f"{glob.escape(path.stem)}.*") if path.is_file() else ()
+    return sorted(found for found in beside if is_exported(found))
 
 
 def check_number_of_classes(cfg: CfgNode, classes: Sequence[str] | None) -> None:

@@ -2,7 +2,7 @@
 
 import fnmatch
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +46,7 @@ def parameter_groups(
     bias_lr_factor: float = 1.0,
     lr_multipliers: Iterable[Sequence] = (),
     layer_decay: float = 1.0,
+    key_of: Callable[[str], str] = "optimizer.params.{}".format,
 ) -> list[dict[str, Any]]:
     """Trainable parameters, grouped by learning rate and weight decay.
 
@@ -60,13 +61,14 @@ def parameter_groups(
         lr_multipliers: pairs of a shell-style pattern on full parameter names and a factor; the factors of all
             patterns that match are multiplied.
         layer_decay: as :func:`~projects_vil.solver.layer_decay.layer_factors`, whose factors are multiplied with these.
+        key_of: what a config calls one of these arguments; by default a LazyConfig.
 
     Raises:
         InputError: for a pair that is none, a pattern that matches no trained parameter, or a decay that cannot be.
     """
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    multipliers = [_check_multiplier(pair, names) for pair in lr_multipliers]
-    of_layers = layer_factors(model, layer_decay)
+    multipliers = [_check_multiplier(pair, names, key=key_of("lr_multipliers")) for pair in lr_multipliers]
+    of_layers = layer_factors(model, layer_decay, key=key_of("layer_decay"))
     decays = {name: 0.0 for name in undecayed_parameters(model)}
     biases = set()
     for prefix, module in model.named_modules():
@@ -109,6 +111,7 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
         bias_lr_factor=cfg.SOLVER.BIAS_LR_FACTOR,
         lr_multipliers=cfg.SOLVER.LR_MULTIPLIERS,
         layer_decay=cfg.SOLVER.LAYER_DECAY,
+        key_of=lambda name: f"SOLVER.{name.upper()}",
     )
     if cfg.SOLVER.OPTIMIZER == "ADAMW":
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=cfg.SOLVER.BASE_LR)
@@ -130,15 +133,13 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-def _check_multiplier(pair: Sequence, names: list[str]) -> tuple[str, float]:
+def _check_multiplier(pair: Sequence, names: list[str], *, key: str) -> tuple[str, float]:
     # A LazyConfig's lists are Sequences of their own.
     is_pair = isinstance(pair, Sequence) and len(pair) == 2 and isinstance(pair[0], str)
     if not is_pair or isinstance(pair[1], bool) or not isinstance(pair[1], (int, float)):
-        raise InputError(f"SOLVER.LR_MULTIPLIERS has {pair!r}: it is a list of pairs [pattern, factor]")
+        raise InputError(f"{key} has {pair!r}: it is a list of pairs [pattern, factor]")
     pattern, factor = pair
     if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-        raise InputError(
-            f"the pattern {pattern!r} in SOLVER.LR_MULTIPLIERS matches no trained parameter{closest(pattern, names)}; "
-            "SOLVER.LR_MULTIPLIERS [] has none"
-        )
+        hint = f"{closest(pattern, names)}; [] has no patterns"
+        raise InputError(f"the pattern {pattern!r} in {key} matches no trained parameter{hint}")
     return pattern, float(factor)

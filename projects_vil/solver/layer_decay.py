@@ -4,10 +4,8 @@ from torch import nn
 
 from backbones import InputError
 
-_KEY = "SOLVER.LAYER_DECAY"
 
-
-def layer_factors(model: nn.Module, decay: float) -> dict[str, float]:
+def layer_factors(model: nn.Module, decay: float, *, key: str) -> dict[str, float]:
     """What the learning rates of a backbone are multiplied by: the full name of a parameter, and its factor.
 
     ``decay ** (num_layers + 1 - layer_id)``, as detectron2's ``get_vit_lr_decay_rate`` has it for ViTDet: the last
@@ -16,12 +14,13 @@ def layer_factors(model: nn.Module, decay: float) -> dict[str, float]:
     Args:
         model: a module of which has ``num_layers`` and ``layer_id(name)``, as :class:`backbones.backbone.Backbone`.
         decay: above 0 to 1, which is none.
+        key: what a config calls it.
 
     Raises:
         InputError: for another decay, or one below 1 where no module knows its layers.
     """
     if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 < decay <= 1:
-        raise InputError(f"{_KEY} is {decay!r}: it is above 0 and at most 1, which is none")
+        raise InputError(f"{key} is {decay!r}: it is above 0 and at most 1.0, at which nothing decays")
     if decay == 1:
         return {}
     factors = {
@@ -32,6 +31,6 @@ def layer_factors(model: nn.Module, decay: float) -> dict[str, float]:
     }
     if not factors:
         raise InputError(
-            f"{_KEY} is {decay}, and only the backbones of MODEL.TRANSFORMER know their layers: set it to 1.0"
+            f"{key} is {decay}, and only the backbones of MODEL.TRANSFORMER know their layers: set it to 1.0"
         )
     return factors

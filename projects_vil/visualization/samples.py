@@ -69,15 +69,20 @@ def draw_sample(cfg: CfgNode, sample: dict[str, Any]) -> np.ndarray:
     metadata = MetadataCatalog.get(cfg.DATASETS.TRAIN[0])
     height, width = image.shape[:2]
     scale = max(1, SMALLEST_DRAWN / max(height, width))
-    names = " + ".join(Path(sample[key]).name for key in ("file_name", "pasted_from") if key in sample)
-    title = f"{names}, {height} x {width}"
     rows = []
     if not is_segmentor(cfg):
-        title += f", objects: {len(sample['instances'])}"
         rows.append(_draw_objects(image, sample["instances"], metadata, scale=scale))
     if is_segmentor(cfg) or is_panoptic(cfg):
         rows.append(draw_labels(image, sample["sem_seg"].numpy(), metadata, scale=scale))
-    return stack_rows(rows, title=title)
+    return stack_rows(rows, title=sample_title(sample))
+
+
+def sample_title(sample: dict[str, Any]) -> str:
+    """The line above a drawn sample: its files, its size and, of a detector's, how many objects it has."""
+    names = " + ".join(Path(sample[key]).name for key in ("file_name", "pasted_from") if key in sample)
+    height, width = sample["image"].shape[1:]
+    objects = f", objects: {len(sample['instances'])}" if "instances" in sample else ""
+    return f"{names}, height {height}, width {width}{objects}"
 
 
 def _draw_objects(image: np.ndarray, instances: Instances, metadata: Metadata, *, scale: float) -> np.ndarray:

@@ -12,6 +12,7 @@ def paint(wall: str, *, colour: str = "white", coats: int = 1) -> str:
 
 def test_names_the_closest_candidate():
     assert closest("vil_smal", ["vil_tiny", "vil_small"]) == "; did you mean 'vil_small'?"
+    assert closest("vil_smal", ["vil_tiny", "vil_small"], most=3) == "; did you mean 'vil_small' or 'vil_tiny'?"
 
 
 def test_names_none_that_is_far_away():

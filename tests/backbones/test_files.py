@@ -57,6 +57,18 @@ def test_a_part_of_a_tensor_does_not_bring_the_whole(tmp_path, suffix):
     assert path.stat().st_size < 10_000
 
 
+@suffixes
+def test_versions_of_modules_stay(tmp_path, suffix):
+    """Which torch gives to each module that is loaded; 1, which none differs from, is not kept."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    path = tmp_path / f"file{suffix}"
+    write_checkpoint(path, {"model": model.state_dict(), "iteration": 3})
+    read = read_checkpoint(path)
+    assert read.keys() == {"model", "iteration"} and read["model"]._metadata == {"1": {"version": 2}}
+    write_checkpoint(path, {"model": dict(model.state_dict())})
+    assert read_checkpoint(path)["model"]._metadata == {}
+
+
 def test_an_older_file_is_replaced(tmp_path):
     path = tmp_path / "checkpoint.pth"
     path.write_text("old")

@@ -112,8 +112,26 @@ def test_an_example_finds_what_the_detector_finds(file_format, model, photo, tmp
         assert changed[masks].float().mean() > 0.95
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("is_named_so", [True, False])
+def test_a_file_that_is_no_onnx(is_named_so, model, photo, tmp_path, monkeypatch):
+    """An export of another format, or a file that was cut short."""
+    path, output = model("onnx"), tmp_path / "found.png"
+    if is_named_so:
+        path.write_bytes(path.read_bytes()[:1000])
+        says = f"error: {path} is no whole ONNX file: "
+    else:
+        metadata = json.loads(metadata_path(path).read_text())
+        metadata_path(path).write_text(json.dumps(metadata | {"format": "openvino"}))
+        says = f"error: {path} is no ONNX file: load it by Detector"
+    monkeypatch.setattr(sys, "argv", ["example", str(path), str(photo), str(output)])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(SCRIPTS["onnx"]), run_name="__main__")
+    assert end.value.code.startswith(says) and "\n" not in end.value.code and not output.exists()
+
+
 def test_the_onnx_example_is_short():
-    assert len(SCRIPTS["onnx"].read_text().splitlines()) <= 60
+    assert len(SCRIPTS["onnx"].read_text().splitlines()) <= 68
 
 
 @pytest.mark.slow
@@ -125,7 +143,7 @@ def test_a_mistake_is_one_line(mistake, file_format, model, photo, tmp_path, mon
         metadata = json.loads(metadata_path(path).read_text())
         (metadata["input"] if mistake == "size" else metadata).update(size=[96, 128], fixed_detections=100)
         metadata_path(path).write_text(json.dumps(metadata))
-        says = f"{path} is "
+        says = f"{path} {'is for images of one size' if mistake == 'size' else 'gives rows in a fixed number'}: load it"
     elif mistake == "no suffix":
         output = tmp_path / "found.abc"
         says = f"cannot write {output}: "

@@ -149,7 +149,7 @@ def test_a_track_goes_on(run, detectors, tmp_path):
 
 MISTAKES = {
     "no detector": "there is no file or folder ",
-    "no input": "absent",
+    "no input": "there is no ",
     "another input": "README.md",
     "no output": "absent/out",
 }

@@ -68,14 +68,28 @@ def write_folder(
         check_files(unfinished)
 
 
+def earlier_license(folder: Path) -> str | None:
+    """The licence on the card that an earlier save wrote into a folder; None where there is no such card or licence.
+
+    Raises:
+        InputError: for a card that cannot be read.
+    """
+    path = folder / CARD_FILE
+    return _read_card(path).data.license if path.is_file() and CARD_FILE in _earlier_files(folder) else None
+
+
 def check_files(folder: Path) -> None:
     """Raise an :class:`InputError` where one of the files is missing or cannot be read."""
     load_config(folder / CONFIG_FILE)
     read_checkpoint(folder / WEIGHTS_FILE)
+    _read_card(folder / CARD_FILE)
+
+
+def _read_card(path: Path) -> ModelCard:
     try:
-        ModelCard.load(folder / CARD_FILE)
+        return ModelCard.load(path)
     except (OSError, ValueError) as error:
-        raise InputError(f"{folder / CARD_FILE} is no model card: {' '.join(str(error).split())}") from error
+        raise InputError(f"{path} is no model card: {' '.join(str(error).split())}") from error
 
 
 def check_saved(folder: Path) -> None:

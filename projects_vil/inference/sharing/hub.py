@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import re
+import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,14 +26,24 @@ from backbones import InputError
 from projects_vil.checkpoint import Categories, fingerprint
 from projects_vil.config import CONFIG_FILE, one_line
 from projects_vil.inference.runners import Predictor, Runner
-from projects_vil.inference.sharing.folder import CARD_FILE, PATTERNS, PROOFS, WEIGHTS_FILE, write_folder
-from projects_vil.inference.sharing.model_card import LIBRARY, check_license, model_card
+from projects_vil.inference.sharing.folder import (
+    CARD_FILE,
+    PATTERNS,
+    PROOFS,
+    WEIGHTS_FILE,
+    earlier_license,
+    write_folder,
+)
+from projects_vil.inference.sharing.licenses import check_license
+from projects_vil.inference.sharing.model_card import LIBRARY, model_card
 from projects_vil.inference.sharing.proofs import Proofs, find_proofs
 from projects_vil.inference.sharing.published import published_config
 
 T = TypeVar("T", bound="Shared")
 # What can be no name on the hub, which is NAME or OWNER/NAME: nobody is asked for it over the network.
 _PATH = re.compile(r"[./~\\].*|[A-Za-z]:.*|.*\\.*|.*/|.*/.*/.*", re.DOTALL)
+# What the system raises below a client: no such host, no answer.
+_UNREACHED = (socket.gaierror, ConnectionError, TimeoutError)
 
 
 class Shared(ModelHubMixin, library_name=LIBRARY):
@@ -57,20 +68,24 @@ class Shared(ModelHubMixin, library_name=LIBRARY):
 
         Args:
             save_directory: a folder, which is made. What an earlier save wrote there is replaced, and other files stay.
-            license: of the weights, as the hub names it, ``"apache-2.0"``; None where none is stated.
+            license: of the weights, as the hub names it, ``"apache-2.0"``; None for that of an earlier save there, or
+                where none is stated.
             repo_id: the name on the hub that the card is to give.
 
         Raises:
-            InputError: for an exported file, which has no weights, a config that cannot be shared, a repo_id that is no
-                name on the hub, or a folder with files of these names that no earlier save wrote, or that were changed
-                since.
+            InputError: for an exported file, which has no weights, a config that cannot be shared, a licence that the
+                hub does not know, a repo_id that is no name on the hub, or a folder with files of these names that no
+                earlier save wrote, or that were changed since.
         """
+        logger, folder = logging.getLogger(__name__), Path(save_directory)
+        if license is None and (license := earlier_license(folder)) is not None:
+            logger.info("the licence of the earlier save in %s is kept: %s", folder, license)
         card, proofs, model = self._describe(license, repo_id)
         for line in proofs.left_out:
-            logging.getLogger(__name__).warning("left out: %s", line)
+            logger.warning("left out: %s", line)
         runner = self._predictor
         cfg = published_config(runner.cfg)
-        write_folder(Path(save_directory), cfg, runner.detector, self.categories, proofs, card, model=model)
+        write_folder(folder, cfg, runner.detector, self.categories, proofs, card, model=model)
 
     def generate_model_card(self, *, license: str | None = None, repo_id: str | None = None) -> ModelCard:
         """The card alone; arguments and errors as of :meth:`save_pretrained`."""
@@ -163,7 +178,7 @@ class Shared(ModelHubMixin, library_name=LIBRARY):
                 raise InputError(f"{name} is a file: name its folder, or load it with Detector.load")
             if isinstance(pretrained_model_name_or_path, os.PathLike) or _PATH.fullmatch(name):
                 raise InputError(f"there is no folder {name}")
-            _check_repo_id(name)
+            _check_repo_id(name, wanted="neither a folder nor a name on the hub")
             with _explaining(f"there is no folder {name}, and it cannot be had from the hub"):
                 folder = Path(
                     snapshot_download(
@@ -193,7 +208,7 @@ class Shared(ModelHubMixin, library_name=LIBRARY):
     def _describe(self, license_id: str | None, repo_id: str | None) -> tuple[ModelCard, Proofs, str]:
         check_license(license_id)
         if repo_id is not None:
-            _check_repo_id(repo_id)
+            _check_repo_id(repo_id, wanted="no name on the hub")
         runner = self._predictor
         model = fingerprint(runner.cfg, runner.detector)
         proofs = find_proofs(runner.weights.parent, model)
@@ -202,11 +217,18 @@ class Shared(ModelHubMixin, library_name=LIBRARY):
         return card, proofs, model
 
 
-def _check_repo_id(name: str) -> None:
+def hint_at_hub(name: str) -> str:
+    """What to say of a file that is not there: what ``OWNER/NAME`` is loaded by; empty for another form."""
+    if name.count("/") != 1 or _PATH.fullmatch(name):
+        return ""
+    return "; if that is a name on the hub, Detector.from_pretrained takes it"
+
+
+def _check_repo_id(name: str, *, wanted: str) -> None:
     try:
         validate_repo_id(name)
     except HFValidationError as error:
-        raise InputError(f"{name!r} is neither a folder nor a name on the hub: {one_line(error)}") from error
+        raise InputError(f"{name!r} is {wanted}: {one_line(error)}") from error
 
 
 def _is_uploaded(name: str, allow: list[str] | str | None, ignore: list[str] | str | None) -> bool:
@@ -234,4 +256,14 @@ def _reason(error: Exception) -> str:
         return f"you are not logged in, or may not (status {status}): `hf auth login`, or token="
     if isinstance(error, LocalEntryNotFoundError):
         return "it is not in the cache, and the hub was not asked or cannot be reached"
+    if any(isinstance(cause, _UNREACHED) for cause in _causes(error)):
+        return f"the hub cannot be reached ({one_line(error)})"
     return one_line(error) or type(error).__name__
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """An exception, what it was raised from, and so on."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__

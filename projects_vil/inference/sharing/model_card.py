@@ -1,6 +1,5 @@
 """The card of a shared detector: what it is, what it takes, how good it is, and under which licence."""
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -8,7 +7,6 @@ from detectron2.config import CfgNode
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from torch import nn
 
-from backbones import InputError
 from projects_vil.checkpoint import Categories
 from projects_vil.config import detector_name
 from projects_vil.export import describe_report
@@ -19,13 +17,6 @@ _TEMPLATE = Path(__file__).with_suffix(".md")
 _METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl")
 # detectron2's tasks as the hub names them.
 _TASKS = {"bbox": "object-detection", "segm": "image-segmentation"}
-_LICENSE = re.compile(r"[a-z0-9][a-z0-9.-]*")
-
-
-def check_license(license_id: str | None) -> None:
-    """Raise an :class:`InputError` where a licence has not the form of the hub's ids."""
-    if license_id is not None and not _LICENSE.fullmatch(license_id):
-        raise InputError(f"license is {license_id!r}: it is an id as the hub has them, apache-2.0 or cc-by-4.0 say")
 
 
 def model_card(

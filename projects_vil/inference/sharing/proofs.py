@@ -51,17 +51,21 @@ def _evaluation(folder: Path, model: str, left_out: list[str]) -> dict[str, dict
 
 def _reports(folder: Path, model: str, left_out: list[str]) -> dict[str, dict]:
     found: dict[str, dict] = {}
+    of_others = []
     for path in sorted([*folder.glob(REPORTS), *folder.glob(f"*/{REPORTS}")]):
         try:
             report = json.loads(path.read_text())
         except (OSError, ValueError):
             report = None
         if not isinstance(report, dict) or report.get("fingerprint") != model:
-            left_out.append(f"{path} is no report on these weights with these settings: export again")
+            of_others.append(path.relative_to(folder).as_posix())
         elif names_a_place(report):
             left_out.append(f"{path} has a path in it")
         elif path.name in found:
             left_out.append(f"{path}: another report of that name is taken")
         else:
             found[path.name] = report
+    if of_others:
+        kind = "is no report" if len(of_others) == 1 else "are no reports"
+        left_out.append(f"{', '.join(of_others)} in {folder} {kind} on these weights with these settings: export again")
     return found

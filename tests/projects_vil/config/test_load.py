@@ -120,7 +120,7 @@ def test_wrong_type(tmp_path):
     for text in (message(path), message(CONFIGS["retinanet"], ["SOLVER.MAX_ITER", "many"])):
         assert "SOLVER.MAX_ITER is many, and it is a whole number, as " in text
     assert message(CONFIGS["retinanet"], ["SOLVER.BASE_LR", "-1"]).startswith(
-        "SOLVER.BASE_LR is -1, and it is a number with a point, as 0.001: write -1.0"
+        "SOLVER.BASE_LR is -1, and it is a number with a point, as 0.001; -1 with a point is -1.0"
     )
     assert 'several values in brackets, as (128,): write "(64,)"' in message(
         CONFIGS["retinanet"], ["INPUT.MIN_SIZE_TRAIN", "64"]

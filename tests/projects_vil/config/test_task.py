@@ -29,6 +29,7 @@ def test_number_of_classes(detector, key, number):
         ("cascade_mask_rcnn", [], "Cascade Mask R-CNN"),
         ("cascade_mask_rcnn", ["MODEL.MASK_ON", "False"], "Cascade R-CNN"),
         ("mask_rcnn", ["MODEL.ROI_MASK_HEAD.NAME", "PointRendMaskHead"], "PointRend"),
+        ("mask_rcnn", ["MODEL.ROI_MASK_HEAD.NAME", "AnyBatchPointRendMaskHead"], "PointRend"),
         ("semantic_fpn", [], "SemanticSegmentor"),
     ],
 )

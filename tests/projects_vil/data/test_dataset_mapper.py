@@ -7,6 +7,7 @@ import torch
 
 from projects_vil.data import Mapper
 from tests.projects_vil.data.own import config, edit, first_image, load, message, truncate
+from tests.projects_vil.helpers import small_config
 
 SPOILT = {
     "truncated": truncate,
@@ -40,6 +41,24 @@ def test_image_of_another_size_than_its_annotation_says(copy):
     cv2.imwrite(str(first_image(copy)), np.zeros((height + 3, width, 3), np.uint8))
     text = message(Mapper(config(), is_train=False), record)
     assert str(first_image(copy)) in text and str((width, height)) in text and str((width, height + 3)) in text
+
+
+@pytest.mark.parametrize("number", [1, None])
+def test_objects_without_the_masks_that_others_have(copy, number):
+    """With ``DATASETS.CHECK`` off nobody has looked at them: one object of an image, or all of it."""
+
+    def spoil(content):
+        first = content["images"][0]["id"]
+        for annotation in [one for one in content["annotations"] if one["image_id"] == first][:number]:
+            del annotation["segmentation"]
+
+    edit(copy, spoil)
+    keys = ["MODEL.META_ARCHITECTURE", "GeneralizedRCNN", "MODEL.ROI_HEADS.NUM_CLASSES", "3", "MODEL.MASK_ON", "True"]
+    records = load(copy, "DATASETS.CHECK", "off", *keys)
+    text = message(Mapper(small_config("mask_rcnn"), is_train=True), records[0])
+    assert text.startswith(f"{first_image(copy)} has an object without the mask that is to be learned: DATASETS.CHECK")
+    boxes_alone = Mapper(config(), is_train=True)(records[0])["instances"]
+    assert len(boxes_alone) and not boxes_alone.has("gt_masks")
 
 
 @pytest.mark.parametrize("box", [[1.0, 2.0], "a box", None])

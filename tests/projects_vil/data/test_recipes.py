@@ -5,11 +5,11 @@ import pytest
 import torch
 from detectron2.data import transforms as T
 
-from projects_vil.data import Mapper, check_typed_keys
+from projects_vil.data import Mapper
 from projects_vil.engine import check_setup
 from projects_vil.engine.checks import check_values
 from tests.projects_vil.data.drawn import BLUE, GREEN, RED, Drawn, boxes_of, pixels_of, write_record
-from tests.projects_vil.data.own import config, load, message
+from tests.projects_vil.data.own import load, message
 from tests.projects_vil.helpers import small_config
 
 LSJ = ("INPUT.AUGMENTATION", "lsj")
@@ -185,27 +185,6 @@ def test_objects_of_images_that_are_not_trained_on_are_not_pasted():
 def test_label_images_are_not_jittered():
     text = message(check_values, small_config("semantic_fpn", *LSJ))
     assert text.startswith("INPUT.AUGMENTATION is lsj, which is for boxes and masks")
-
-
-@pytest.mark.parametrize(
-    "recipe, key, way_out",
-    [
-        ("lsj", "INPUT.MIN_SIZE_TRAIN", "default"),
-        ("strong", "INPUT.MIN_SIZE_TRAIN_SAMPLING", "default"),
-        ("lsj", "INPUT.MAX_SIZE_TRAIN", "default"),
-        ("lsj", "INPUT.COPY_PASTE.PROBABILITY", "strong"),
-        ("strong", "INPUT.PHOTOMETRIC_DISTORTION", "default or lsj"),
-        ("lsj", "INPUT.MASK_FORMAT", "default"),
-        ("default", "INPUT.LSJ.SIZE", "lsj or strong"),
-    ],
-)
-def test_a_key_that_was_typed_and_has_no_effect(recipe, key, way_out):
-    cfg = config(overrides=["INPUT.AUGMENTATION", recipe])
-    text = message(check_typed_keys, cfg, ["INPUT.AUGMENTATION", recipe, key, "64"])
-    assert text == (
-        f"{key} has no effect with INPUT.AUGMENTATION {recipe}: leave it out, or add INPUT.AUGMENTATION {way_out}"
-    )
-    check_typed_keys(cfg, ["SOLVER.MAX_ITER", "5"])
 
 
 def test_tables_of_positions_reach_as_far(shapes):

@@ -212,8 +212,9 @@ def test_trains_resumes_and_evaluates(detector, shapes, tmp_path):
         (["model.backbone.bottom_up.name=vil_tinny"], "vil_tinny"),
         (["+model.backbone.bottom_up.windows=3"], "windows"),
         (["+optimizer.rate=3"], "optimizer cannot be made of this config"),
-        (["optimizer.params.lr_multipliers=[[nothing.*,2]]"], "'nothing.*' in SOLVER.LR_MULTIPLIERS matches no"),
-        (["optimizer.params.layer_decay=0"], "SOLVER.LAYER_DECAY is 0: it is above 0 and at most 1"),
+        (["optimizer.params.lr_multipliers=[[nothing.*,2]]"], "'nothing.*' in optimizer.params.lr_multipliers matches"),
+        (["optimizer.params.layer_decay=0"], "optimizer.params.layer_decay is 0: it is above 0 and at most 1.0"),
+        (["optimizer.params.layer_decay=high"], "optimizer.params.layer_decay is 'high': it is above 0"),
         (["train.init_checkpoint=missing.pth"], "there is no weights file missing.pth"),
     ],
 )

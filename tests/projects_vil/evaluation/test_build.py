@@ -13,6 +13,7 @@ from detectron2.structures import Boxes, BoxMode, Instances
 from backbones import InputError
 from projects_vil.data import IGNORED_LABEL, build_test_loader, label_reader, load_dataset, register_datasets
 from projects_vil.evaluation import build_evaluator
+from projects_vil.evaluation.metrics import metric_names
 from tests.projects_vil.helpers import small_config
 from tests.projects_vil.panoptic import VAL, panoptic_config
 
@@ -74,6 +75,8 @@ def judge_labels(folder, predict) -> dict:
 def test_perfect_labels(shapes_sem_seg, tmp_path):
     metrics = judge_labels(tmp_path, lambda labels: np.where(labels == IGNORED_LABEL, 3, labels))
     assert metrics["mIoU"] == metrics["pACC"] == metrics["IoU-triangle"] == pytest.approx(100)
+    of_all, of_classes = metric_names(small_config("semantic_fpn"), "shapes_sem_seg_val", "sem_seg")
+    assert metrics.keys() == {*of_all, *of_classes}
     assert (tmp_path / "sem_seg_predictions.json").is_file()
 
 

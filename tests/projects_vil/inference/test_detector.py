@@ -149,6 +149,13 @@ def test_fields(detector, photos):
     assert isinstance(found.instances, Instances) and len(found.instances) == number
 
 
+@pytest.mark.parametrize("number, text", [(0, "<0 detections>"), (1, "<1 detection: 1 b>"), (2, "<2 detections: 2 b>")])
+def test_as_text(number, text):
+    instances = Instances((4, 6), scores=torch.ones(number), pred_classes=torch.ones(number, dtype=torch.int64))
+    categories = Categories((1, 2), ("a", "b"))
+    assert repr(Detections(instances, categories, ImageArray(np.zeros((4, 6, 3), np.uint8), "grey", 0))) == text
+
+
 def masked(size: tuple[int, int] = (40, 61)) -> Detections:
     """Two objects with masks, found by hand on a grey image."""
     instances = Instances(size, pred_boxes=Boxes([[5.0, 10.0, 25.0, 30.0], [30.0, 2.0, 55.0, 35.0]]))

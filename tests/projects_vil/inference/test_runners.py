@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from backbones import InputError
+from projects_vil import Detector
 from projects_vil.export.metadata import metadata_path
 from projects_vil.inference import config_of_export, predict
 from tests.projects_vil.export.exporting import write
@@ -84,6 +85,33 @@ def test_keys_without_a_config(exported_run, overrides, expected):
     with pytest.raises(InputError) as caught:
         config_of_export(model, ["MODEL.WEIGHTS", str(model), *overrides])
     assert str(caught.value) == expected.format(model)
+
+
+@pytest.mark.parametrize("named", ["model.bin", ""])
+def test_the_exported_model_beside_another_file_is_named(named, tmp_path):
+    """OpenVINO's weights, and the folder of the export."""
+    for name in ("model.xml", "model.bin", "other.txt"):
+        (tmp_path / name).touch()
+    with pytest.raises(InputError) as caught:
+        config_of_export(tmp_path / named)
+    assert str(caught.value) == (
+        f"{tmp_path / named} is no exported model, and {tmp_path / 'model.xml'} is: name that, or a config with "
+        "--config-file"
+    )
+    with pytest.raises(InputError, match="other.txt is no exported model: name its config with --config-file$"):
+        config_of_export(tmp_path / "other.txt")
+    with pytest.raises(InputError, match=f"; .*{tmp_path / 'model.xml'}.* can be loaded by itself$"):
+        Detector.load(tmp_path / named)
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_one_image_at_a_time_is_said(batched, tmp_path, caplog):
+    save(tmp_path / "in/a.png", picture(48, 64))
+    path = write(tmp_path, "retinanet", "torchscript", batched=batched)
+    for batch_size in (1, 4):
+        predict(None, path, tmp_path / "in", tmp_path / f"{batch_size}", drawings=False, batch_size=batch_size)
+    said = [record.getMessage() for record in caplog.records if "--batch-size" in record.getMessage()]
+    assert said == ([] if batched else [f"--batch-size 4 has no effect: {path} takes one image at a time"])
 
 
 def test_neither_a_config_nor_an_exported_model(tmp_path):

@@ -3,9 +3,16 @@
 import json
 
 import pytest
+import torch
+from detectron2.modeling import build_model
+from detectron2.projects.point_rend import PointRendMaskHead
+from detectron2.structures import BitMasks, Boxes, Instances
+from detectron2.utils.events import EventStorage
 
 from backbones import InputError
+from backbones.files import SUFFIXES, write_checkpoint
 from projects_vil import load_config
+from projects_vil.checkpoint import Checkpointer
 from projects_vil.engine import check_setup
 from projects_vil.modeling import check_point_rend
 from tests.projects_vil.helpers import ROOT, SMALL, run_tool, small_config
@@ -26,7 +33,7 @@ def test_keys_are_those_of_detectron2s_project():
     """projects/PointRend/configs/InstanceSegmentation/Base-PointRend-RCNN-FPN.yaml, beside Mask R-CNN's."""
     model = load_config(CONFIG).MODEL
     head, points = model.ROI_MASK_HEAD, model.POINT_HEAD
-    assert (head.NAME, head.POOLER_TYPE, head.POINT_HEAD_ON) == ("PointRendMaskHead", "", True)
+    assert (head.NAME, head.POOLER_TYPE, head.POINT_HEAD_ON) == ("AnyBatchPointRendMaskHead", "", True)
     assert (head.FC_DIM, head.NUM_FC, head.OUTPUT_SIDE_RESOLUTION, list(head.IN_FEATURES)) == (1024, 2, 7, ["p2"])
     assert (points.FC_DIM, points.NUM_FC, list(points.IN_FEATURES)) == (256, 3, ["p2"])
     assert model.ROI_BOX_HEAD.TRAIN_ON_PRED_BOXES and load_config(CONFIG).INPUT.MASK_FORMAT == "bitmask"
@@ -63,6 +70,53 @@ def test_other_heads_do_not_ask_for_its_keys():
     check_point_rend(load_config(CONFIG, [*SMALL_POINTS, "MODEL.MASK_ON", "False", "INPUT.MASK_FORMAT", "polygon"]))
 
 
+def batch_of(*numbers: int) -> list[dict]:
+    """Images (64, 96) with so many objects each."""
+    images = []
+    for number in numbers:
+        masks = torch.zeros(number, 64, 96, dtype=torch.bool)
+        masks[:, 5:40, 10:50] = True
+        boxes = Boxes(torch.tensor([10.0, 5.0, 50.0, 40.0]).repeat(number, 1))
+        classes = torch.zeros(number, dtype=torch.int64)
+        objects = Instances((64, 96), gt_boxes=boxes, gt_classes=classes, gt_masks=BitMasks(masks))
+        images.append({"image": torch.rand(3, 64, 96) * 255, "instances": objects})
+    return images
+
+
+def test_a_batch_without_any_object():
+    """As Mask R-CNN's: masks have a loss of 0, which reaches every weight of the head."""
+    model = build_model(load_config(CONFIG, SMALL_POINTS)).train()
+    with EventStorage():
+        losses = model(batch_of(0, 0))
+        assert losses["loss_mask"] == losses["loss_mask_point"] == 0
+        sum(losses.values()).backward()
+        assert all(parameter.grad is not None for parameter in model.roi_heads.mask_head.parameters())
+        assert model(batch_of(0, 2))["loss_mask_point"] > 0
+
+
+def test_the_losses_of_detectron2s_head():
+    model = build_model(load_config(CONFIG, SMALL_POINTS)).train()
+    theirs = build_model(load_config(CONFIG, [*SMALL_POINTS, "MODEL.ROI_MASK_HEAD.NAME", "PointRendMaskHead"])).train()
+    assert type(theirs.roi_heads.mask_head) is PointRendMaskHead
+    theirs.load_state_dict(model.state_dict())
+    images, losses = batch_of(2, 1), []
+    for each in (model, theirs):
+        torch.manual_seed(0)
+        with EventStorage():
+            losses.append({name: value.item() for name, value in each(images).items()})
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_its_weights_are_not_taken_for_older_ones(suffix, tmp_path, caplog):
+    """detectron2 would mend the names of weights that do not say their version, and say so."""
+    cfg, path = load_config(CONFIG, SMALL_POINTS), tmp_path / f"weights{suffix}"
+    model = build_model(cfg)
+    write_checkpoint(path, {"model": model.state_dict()})
+    Checkpointer(model, str(tmp_path), cfg=cfg, complete=True).load(str(path))
+    assert "Weight format" not in caplog.text
+
+
 @pytest.mark.slow
 def test_twenty_iterations(datasets_root, tmp_path):
     run = tmp_path / "run"
@@ -84,5 +138,7 @@ def test_twenty_iterations(datasets_root, tmp_path):
     ]
     refused = run_tool("export_model.py", *options, "--format", "torchscript")
     assert refused.returncode == 1
-    assert refused.stderr.splitlines()[-1].startswith("error: a detector whose mask head is a PointRendMaskHead cannot")
+    assert refused.stderr.splitlines()[-1].startswith(
+        "error: a detector whose mask head is a AnyBatchPointRendMaskHead cannot"
+    )
     assert not (tmp_path / "export").exists()

@@ -91,13 +91,13 @@ def test_factors_of_all_patterns_that_match_are_multiplied():
 
 
 def test_pattern_without_a_match_names_the_closest():
-    with pytest.raises(InputError, match="'0.weigth' in SOLVER.LR_MULTIPLIERS matches no .*'0.weight'"):
+    with pytest.raises(InputError, match="'0.weigth' in optimizer.params.lr_multipliers matches no .*'0.weight'"):
         parameter_groups(two_layers(), base_lr=1, weight_decay=0, lr_multipliers=[["0.weigth", 2]])
 
 
 @pytest.mark.parametrize("entry", ["0.weight", ["0.weight"], ["0.weight", "2"], ["0.weight", 2, 3], 5, [5, 2.0]])
 def test_entry_that_is_no_pair(entry):
-    with pytest.raises(InputError, match="SOLVER.LR_MULTIPLIERS has .*: it is a list of pairs"):
+    with pytest.raises(InputError, match="optimizer.params.lr_multipliers has .*: it is a list of pairs"):
         parameter_groups(two_layers(), base_lr=1, weight_decay=0, lr_multipliers=[entry])
 
 

@@ -48,7 +48,7 @@ def test_a_flat_model_has_the_rates_of_detectron2():
     features = ["MODEL.FPN.IN_FEATURES", "['stage1']", "MODEL.RPN.IN_FEATURES", "['p4', 'p5', 'p6']"]
     features += ["MODEL.ROI_HEADS.IN_FEATURES", "['p4', 'p5']", "MODEL.ANCHOR_GENERATOR.SIZES", "[[32, 64, 128]]"]
     cfg = small_config("mask_rcnn", "MODEL.TRANSFORMER.NAME", "evit_full_16_tiny", *features)
-    factors = layer_factors(build_on_meta(cfg), 0.7)
+    factors = layer_factors(build_on_meta(cfg), 0.7, key="layer_decay")
     assert len(factors) > 100
     for name, factor in factors.items():
         theirs = name.replace(f"{NET}.stages.0.positions", "backbone.net.pos_embed")
@@ -67,10 +67,15 @@ def test_multiplied_with_the_other_factors():
 
 @pytest.mark.parametrize("decay", [0.0, -0.5, 1.5, float("nan"), True, "0.5"])
 def test_decays_that_cannot_be(decay):
-    with pytest.raises(
-        InputError, match=f"^SOLVER.LAYER_DECAY is {decay!r}: it is above 0 and at most 1, which is none$"
-    ):
+    reason = f"is {decay!r}: it is above 0 and at most 1.0, at which nothing decays$"
+    with pytest.raises(InputError, match=f"^optimizer.params.layer_decay {reason}"):
         parameter_groups(nn.Linear(2, 3), base_lr=1, weight_decay=0, layer_decay=decay)
+    if isinstance(decay, float):
+        cfg = small_config("retinanet")
+        cfg.defrost()
+        cfg.SOLVER.LAYER_DECAY = decay
+        with pytest.raises(InputError, match=f"^SOLVER.LAYER_DECAY {reason}"):
+            build_optimizer(cfg, nn.Linear(2, 3))
 
 
 def test_a_backbone_that_does_not_know_its_layers():

@@ -14,7 +14,7 @@ from projects_vil.data import load_dataset, register_datasets, write_shapes_data
 from projects_vil.engine import Trainer
 from projects_vil.visualization import draw_samples
 from projects_vil.visualization.panels import HEADER
-from projects_vil.visualization.samples import SMALLEST_DRAWN, draw_sample
+from projects_vil.visualization.samples import SMALLEST_DRAWN, draw_sample, sample_title
 from tests.projects_vil.helpers import small_config
 from tests.projects_vil.panoptic import panoptic_config
 
@@ -44,6 +44,13 @@ def test_the_first_images_of_a_run(shapes, tmp_path, detector, keys):
     assert sorted((tmp_path / "drawn").iterdir()) == paths
     others = draw_samples(cfg, tmp_path / "others", number=4, seed=12)
     assert [path.read_bytes() for path in others] != [path.read_bytes() for path in paths]
+
+
+def test_the_title_says_which_is_the_height():
+    sample = {"file_name": "a/b.png", "pasted_from": "a/c.png", "image": torch.zeros(3, 152, 128)}
+    assert sample_title(sample) == "b.png + c.png, height 152, width 128"
+    sample["instances"] = Instances((152, 128), gt_boxes=Boxes(torch.zeros(2, 4)))
+    assert sample_title(sample).endswith("width 128, objects: 2")
 
 
 def test_labels_are_drawn(tmp_path, monkeypatch):

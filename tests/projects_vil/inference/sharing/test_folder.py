@@ -54,6 +54,26 @@ def test_an_earlier_save_is_replaced_and_other_files_stay(detector, own, tmp_pat
     assert {path.name for path in own.iterdir()} - {"notes.txt", ".git"} == FILES - set(PROOFS)
 
 
+def test_the_licence_of_an_earlier_save_is_kept(detector, own, caplog):
+    detector.save_pretrained(own)
+    assert "license:" not in (own / "README.md").read_text()
+    detector.save_pretrained(own, license="cc-by-4.0")
+    with caplog.at_level("INFO"):
+        detector.save_pretrained(own)
+    assert f"the licence of the earlier save in {own} is kept: cc-by-4.0" in caplog.text
+    card = (own / "README.md").read_text()
+    assert "license: cc-by-4.0\n" in card and "Of the weights: `cc-by-4.0`." in card
+    detector.save_pretrained(own, license="mit")
+    assert "license: mit\n" in (own / "README.md").read_text()
+
+
+def test_a_licence_that_is_none_changes_nothing(detector, own):
+    before = contents(own)
+    with pytest.raises(InputError, match="^license is 'my-own-licence'"):
+        detector.save_pretrained(own, license="my-own-licence")
+    assert contents(own) == before
+
+
 @pytest.mark.parametrize("name", ["README.md", "config.yaml", "model.safetensors"])
 def test_files_of_others_are_not_written_over(name, detector, tmp_path):
     (tmp_path / name).write_text("mine")

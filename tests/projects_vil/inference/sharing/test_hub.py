@@ -149,9 +149,22 @@ def test_a_path_is_not_asked_for_on_the_network(name, serve, tmp_path, monkeypat
 
 @pytest.mark.parametrize("name", ["a b", "a--b", "", "x" * 97, "a/b.git"])
 def test_a_name_that_is_none(name, hub, detector):
-    one_line(lambda: detector.push_to_hub(name), "is neither a folder nor a name on the hub: ")
+    one_line(lambda: detector.push_to_hub(name), "is no name on the hub: ")
     if name:
         one_line(lambda: Detector.from_pretrained(name), "is neither a folder nor a name on the hub: ")
+
+
+@pytest.mark.parametrize("name", ["./me", "../me/mine", "a/b/c"])
+def test_nothing_is_uploaded_to_a_path(name, hub, detector):
+    one_line(lambda: detector.push_to_hub(name), "is no name on the hub: ")
+
+
+@pytest.mark.parametrize("name, is_told", [("me/mine", True), ("mine", False), ("./mine", False), ("a/b/c", False)])
+def test_what_loads_a_name_of_the_hub(name, is_told, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="^there is no file or folder ") as error:
+        Detector.load(name)
+    assert ("if that is a name on the hub, Detector.from_pretrained takes it" in str(error.value)) == is_told
 
 
 def test_a_folder_takes_no_revision_and_a_file_is_none(saved):
@@ -173,7 +186,10 @@ def test_no_network(hub, detector):
     )
     one_line(lambda: Detector.from_pretrained("me/absent", local_files_only=True), "it is not in the cache")
     temporary = set(os.listdir(tempfile.gettempdir()))
-    one_line(lambda: detector.push_to_hub("me/mine", token="x"), "me/mine cannot be uploaded: .*Connection refused")
+    one_line(
+        lambda: detector.push_to_hub("me/mine", token="x"),
+        "^me/mine cannot be uploaded: the hub cannot be reached .*refused",
+    )
     assert set(os.listdir(tempfile.gettempdir())) == temporary
 
 
@@ -276,7 +292,7 @@ def test_nothing_is_made_on_the_hub_where_it_does_not_take_the_card(serve, detec
 
     serve(answer)
     one_line(
-        lambda: detector.push_to_hub("me/mine", license="mine", token="x"),
+        lambda: detector.push_to_hub("me/mine", license="other", token="x"),
         "cannot be uploaded: .*license must be one of",
     )
     assert asked == ["/api/validate-yaml"]

@@ -36,12 +36,6 @@ def test_no_licence_is_made_up(detector):
     assert "None is stated for the weights" in card.text and "is under Apache-2.0" in card.text
 
 
-@pytest.mark.parametrize("license_id", ["Apache 2.0", "", "a\nb", "/x"])
-def test_a_licence_that_is_no_id(license_id, detector):
-    with pytest.raises(InputError, match="it is an id as the hub has them, apache-2.0"):
-        detector.generate_model_card(license=license_id)
-
-
 def test_nothing_is_known_of_masks():
     cfg = small_config("mask_rcnn", "INPUT.MIN_SIZE_TEST", "0")
     card = model_card(cfg, lively_detector(cfg), CLASSES, Proofs(None, {}, ()))
@@ -62,7 +56,7 @@ def test_it_has_the_name_of_the_detector(name, title):
 @pytest.mark.parametrize("repo_id", ['bad "name\n# x', "", "a/b/c"])
 def test_a_name_that_the_hub_cannot_have(repo_id, detector, tmp_path):
     for call in (detector.generate_model_card, lambda **names: detector.save_pretrained(tmp_path / "saved", **names)):
-        with pytest.raises(InputError, match="a name on the hub") as error:
+        with pytest.raises(InputError, match="is no name on the hub: ") as error:
             call(repo_id=repo_id)
         assert "\n" not in str(error.value)
     assert not (tmp_path / "saved").exists()

@@ -56,7 +56,17 @@ def test_those_of_another_are_named_and_left_out(change, own_run):
     proofs = find_proofs(own_run, fingerprint(detector.runner.cfg, detector.runner.detector))
     assert proofs.evaluation is None and proofs.reports == {} and len(proofs.left_out) == 2
     assert "evaluation.json is of other weights, or of other settings" in proofs.left_out[0]
-    assert "model.ts.report.json is no report on these weights with these settings" in proofs.left_out[1]
+    assert proofs.left_out[1].startswith(f"export/model.ts.report.json in {own_run} is no report on these weights with")
+
+
+def test_reports_of_others_are_named_in_one_line(own_run, model):
+    for name in ("older.onnx", "older.xml"):
+        (own_run / f"export/{name}.report.json").write_text("{}")
+    proofs = find_proofs(own_run, model)
+    assert list(proofs.reports) == ["model.ts.report.json"]
+    [line] = proofs.left_out
+    files = "export/older.onnx.report.json, export/older.xml.report.json"
+    assert line == f"{files} in {own_run} are no reports on these weights with these settings: export again"
 
 
 def test_an_evaluation_that_does_not_say_of_what_it_is(own_run, model):

@@ -1,0 +1,60 @@
+"""The names of metrics, known before the first evaluation."""
+
+from detectron2.config import CfgNode
+from detectron2.data import MetadataCatalog
+
+from backbones import InputError
+from backbones.errors import closest
+from projects_vil.data import class_names
+from projects_vil.evaluation.losses import LOSS_TASK, TOTAL_LOSS
+
+_COCO = ("AP", "AP50", "AP75", "APs", "APm", "APl")
+# Of boxes, masks and keypoints, by the dataset's evaluator_type, as detectron2's evaluators name them.
+_WITH_AP = {
+    "coco": _COCO,
+    "coco_panoptic_seg": _COCO,
+    "lvis": (*_COCO, "APr", "APc", "APf"),
+    "pascal_voc": ("AP", "AP50", "AP75"),
+}
+_BY_CLASS = ("coco", "coco_panoptic_seg")
+_OF_LABELS = ("mIoU", "fwIoU", "mACC", "pACC")
+# The two with boundaries where OpenCV computes them, which this project asks for.
+_OF_A_LABEL = ("IoU", "ACC", "BoundaryIoU", "min(IoU, B-Iou)")
+
+
+def check_metric(cfg: CfgNode) -> None:
+    """Whether the evaluator of its task can give ``TEST.BEST_METRIC``, the best of which is kept.
+
+    Args:
+        cfg: its ``DATASETS.TEST`` are registered; its metric is ``task/name``, or ``dataset/task/name``.
+
+    Raises:
+        InputError: for a name that the evaluator does not have.
+    """
+    metric = cfg.TEST.BEST_METRIC
+    *dataset, task, name = metric.split("/")
+    if task == LOSS_TASK:
+        if name != TOTAL_LOSS and not name.startswith("loss_"):
+            raise InputError(f"TEST.BEST_METRIC is {metric}: it is {LOSS_TASK}/{TOTAL_LOSS}, or one of the loss_...")
+        return
+    of_all, of_classes = metric_names(cfg, dataset[0] if dataset else cfg.DATASETS.TEST[0], task)
+    if of_all and name not in (*of_all, *of_classes):
+        also = f", and for each class as {of_classes[0]}" if of_classes else ""
+        near = closest(name, (*of_all, *of_classes), most=3)
+        raise InputError(f"TEST.BEST_METRIC is {metric}: the metrics of {task} are {', '.join(of_all)}{also}{near}")
+
+
+def metric_names(cfg: CfgNode, dataset: str, task: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What an evaluator gives for a task of a registered dataset, and for its single classes.
+
+    Both are empty where nobody evaluates such datasets.
+    """
+    metadata = MetadataCatalog.get(dataset)
+    if task == "sem_seg":
+        stuff = metadata.get("stuff_classes", ())
+        return _OF_LABELS, tuple(f"{metric}-{name}" for metric in _OF_A_LABEL for name in stuff)
+    kind = metadata.get("evaluator_type")
+    of_all = tuple(name for name in _WITH_AP.get(kind, ()) if (task, name) != ("keypoints", "APs"))
+    things = class_names(cfg, dataset) or () if kind in _BY_CLASS else ()
+    # One class has no figures of its own.
+    return of_all, tuple(f"AP-{name}" for name in things) if len(things) > 1 else ()

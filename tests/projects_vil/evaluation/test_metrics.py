@@ -1,0 +1,81 @@
+"""Which names of metrics no evaluation gives."""
+
+import json
+
+import pytest
+
+from backbones import InputError
+from projects_vil.data import register_datasets
+from projects_vil.engine import check_setup
+from projects_vil.evaluation import check_metric
+from projects_vil.evaluation.metrics import metric_names
+from tests.projects_vil.helpers import small_config
+from tests.projects_vil.panoptic import panoptic_config
+
+BOXES = "AP, AP50, AP75, APs, APm, APl"
+LABELS = "mIoU, fwIoU, mACC, pACC"
+
+
+@pytest.fixture
+def config(request, monkeypatch):
+    """Of a detector and a metric; its dataset is registered."""
+
+    def make(detector: str, metric: str):
+        root = {"panoptic": "panoptic_root", "semantic_fpn": "sem_seg_root"}.get(detector, "datasets_root")
+        monkeypatch.setenv("DETECTRON2_DATASETS", str(request.getfixturevalue(root)))
+        keys = ("TEST.BEST_METRIC", metric, "TEST.LOSS", "True")
+        cfg = panoptic_config(*keys) if detector == "panoptic" else small_config(detector, *keys)
+        register_datasets(cfg)
+        return cfg
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "detector, metric, message",
+    [
+        ("retinanet", "bbox/APP", f"the metrics of bbox are {BOXES}, and for each class as AP-circle; did you mean"),
+        ("retinanet", "bbox/AP-triangel", "did you mean 'AP-triangle'"),
+        ("mask_rcnn", "segm/APx", f"the metrics of segm are {BOXES}, and"),
+        ("panoptic", "sem_seg/mIOU", f"the metrics of sem_seg are {LABELS}, and for each class as IoU-things; did you"),
+        ("panoptic", "sem_seg/IoU-backgrund", "did you mean 'IoU-background'"),
+        ("semantic_fpn", "sem_seg/miou", f"the metrics of sem_seg are {LABELS}, and for each class as IoU-background"),
+        ("retinanet", "validation_loss/total", "it is validation_loss/total_loss, or one of the loss_..."),
+    ],
+)
+def test_a_metric_that_no_evaluation_gives(config, detector, metric, message):
+    with pytest.raises(InputError) as caught:
+        check_metric(config(detector, metric))
+    assert str(caught.value).startswith(f"TEST.BEST_METRIC is {metric}: ") and message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "detector, metric",
+    [
+        ("retinanet", "bbox/APl"),
+        ("retinanet", "bbox/AP-circle"),
+        ("mask_rcnn", "segm/AP75"),
+        ("panoptic", "bbox/AP"),
+        ("panoptic", "sem_seg/IoU-things"),
+        ("semantic_fpn", "sem_seg/ACC-circle"),
+        ("retinanet", "validation_loss/loss_cls"),
+    ],
+)
+def test_a_metric_that_one_gives(config, detector, metric):
+    check_metric(config(detector, metric))
+
+
+def test_before_the_run_and_not_before_an_evaluation(config, trained_run):
+    cfg = config("retinanet", "bbox/AP5O")
+    with pytest.raises(InputError, match="^TEST.BEST_METRIC is bbox/AP5O: .*did you mean .*'AP50'"):
+        check_setup(cfg)
+    cfg.defrost()
+    cfg.MODEL.WEIGHTS = str(trained_run / "model_final.pth")
+    check_setup(cfg, eval_only=True)
+
+
+def test_as_evaluations_name_them(config, trained_run):
+    given = json.loads((trained_run / "evaluation.json").read_text())["shapes_val"]["bbox"]
+    of_all, of_classes = metric_names(config("retinanet", ""), "shapes_val", "bbox")
+    assert set(of_all) == given.keys() - {"per_class"} - set(of_classes)
+    assert set(of_classes) == {f"AP-{name}" for name in given["per_class"]}
