@@ -201,13 +201,15 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
         raise InputError(f"{path} is damaged (its tensors are not those that were written): {_ANOTHER}")
     others = others if isinstance(others, dict) else {}
     versions = others.pop(_VERSIONS, {})
+    if not isinstance(versions, dict) or not all(isinstance(version, int) for version in versions.values()):
+        raise InputError(f"{path}: {_VERSIONS} in its header are no whole numbers by the names of modules")
     return others | {"model": _with_versions(model, versions)}
 
 
 def _versions_of(state_dict: Mapping[str, Tensor]) -> dict[str, int]:
     """What a module asks when it is loaded, to mend weights of an older form: its name -> a version other than 1."""
-    known = getattr(state_dict, "_metadata", {})
-    return {name: said["version"] for name, said in known.items() if said.get("version", 1) != 1}
+    known = getattr(state_dict, "_metadata", None) or {}
+    return {name: said["version"] for name, said in known.items() if said and said.get("version", 1) != 1}
 
 
 def _with_versions(tensors: Mapping[str, Tensor], versions: Mapping[str, int]) -> OrderedDict[str, Tensor]:

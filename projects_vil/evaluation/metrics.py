@@ -18,8 +18,9 @@ _WITH_AP = {
 }
 _BY_CLASS = ("coco", "coco_panoptic_seg")
 _OF_LABELS = ("mIoU", "fwIoU", "mACC", "pACC")
-# The two with boundaries where OpenCV computes them, which this project asks for.
-_OF_A_LABEL = ("IoU", "ACC", "BoundaryIoU", "min(IoU, B-Iou)")
+_OF_A_LABEL = ("IoU", "ACC")
+# Where OpenCV computes boundaries, which this project asks for, and the labels and the ignored one fit into a byte.
+_OF_BOUNDARIES, _LARGEST_NUMBER = ("BoundaryIoU", "min(IoU, B-Iou)"), 254
 
 
 def check_metric(cfg: CfgNode) -> None:
@@ -52,7 +53,8 @@ def metric_names(cfg: CfgNode, dataset: str, task: str) -> tuple[tuple[str, ...]
     metadata = MetadataCatalog.get(dataset)
     if task == "sem_seg":
         stuff = metadata.get("stuff_classes", ())
-        return _OF_LABELS, tuple(f"{metric}-{name}" for metric in _OF_A_LABEL for name in stuff)
+        of_a_label = _OF_A_LABEL + (_OF_BOUNDARIES if len(stuff) <= _LARGEST_NUMBER else ())
+        return _OF_LABELS, tuple(f"{metric}-{name}" for metric in of_a_label for name in stuff)
     kind = metadata.get("evaluator_type")
     of_all = tuple(name for name in _WITH_AP.get(kind, ()) if (task, name) != ("keypoints", "APs"))
     things = class_names(cfg, dataset) or () if kind in _BY_CLASS else ()

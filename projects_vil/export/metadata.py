@@ -121,8 +121,11 @@ def _is_metadata(metadata: object) -> bool:
     if not isinstance(metadata, dict) or not {"input", "outputs", "classes", "resizing"} <= metadata.keys():
         return False
     taken, given, resizing = metadata["input"], metadata["outputs"], metadata["resizing"]
+    built_for = metadata.get("built_for", {})
     return (
-        isinstance(taken, dict)
+        isinstance(built_for, dict)
+        and all(isinstance(said, str) for said in built_for.values())
+        and isinstance(taken, dict)
         and {"batched", "dtype", "color_order", "sides"} <= taken.keys()
         and isinstance(resizing, dict)
         and {"short_side", "longest_side"} <= resizing.keys()

@@ -90,7 +90,7 @@ class ExportRequest:
 
     @property
     def file_name(self) -> str:
-        """Of the file: no two that differ in an option have the same."""
+        """Of the file: no two that take or give something else have the same."""
         special = ["batched"] if self.batched else []
         special += [self.precision] if self.precision != "fp32" else []
         special += ["fixed"] if self.fixed_detections else []

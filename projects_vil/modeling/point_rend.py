@@ -48,7 +48,8 @@ def check_point_rend(cfg: CfgNode) -> None:
             f"MODEL.POINT_HEAD.NUM_CLASSES is {model.POINT_HEAD.NUM_CLASSES}, and MODEL.ROI_HEADS.NUM_CLASSES "
             f"{model.ROI_HEADS.NUM_CLASSES}: add MODEL.POINT_HEAD.NUM_CLASSES {model.ROI_HEADS.NUM_CLASSES}"
         )
-    if cfg.INPUT.MASK_FORMAT != "bitmask":
+    # The other recipes of augmentation always make bitmaps.
+    if cfg.INPUT.MASK_FORMAT != "bitmask" and cfg.INPUT.AUGMENTATION == "default":
         raise InputError("PointRendMaskHead learns masks from bitmaps: add INPUT.MASK_FORMAT bitmask")
     channels = model.FPN.OUT_CHANNELS * len(head.IN_FEATURES)
     if head.CONV_DIM > channels:

@@ -30,7 +30,5 @@ def layer_factors(model: nn.Module, decay: float, *, key: str) -> dict[str, floa
         for name, _ in module.named_parameters()
     }
     if not factors:
-        raise InputError(
-            f"{key} is {decay}, and only the backbones of MODEL.TRANSFORMER know their layers: set it to 1.0"
-        )
+        raise InputError(f"{key} is {decay}, and only the backbones of this project know their layers: set it to 1.0")
     return factors

@@ -69,6 +69,24 @@ def test_versions_of_modules_stay(tmp_path, suffix):
     assert read_checkpoint(path)["model"]._metadata == {}
 
 
+@suffixes
+@pytest.mark.parametrize("versions", [None, {"": None}])
+def test_a_state_dict_that_tells_no_versions(tmp_path, suffix, versions):
+    state_dict = torch.nn.Linear(2, 2).state_dict()
+    state_dict._metadata = versions
+    write_checkpoint(tmp_path / f"file{suffix}", {"model": state_dict})
+    assert read_checkpoint(tmp_path / f"file{suffix}")["model"].keys() == state_dict.keys()
+
+
+@pytest.mark.parametrize("versions", ["3", "[1]", "null", '{"0": "x"}'])
+def test_versions_that_are_none(tmp_path, versions):
+    path = tmp_path / "a.safetensors"
+    said = f'{{"module_versions": {versions}}}'
+    save_file({"weight": torch.ones(2)}, path, metadata={"vil-detectron2": said})
+    with pytest.raises(InputError, match="module_versions in its header are no whole numbers"):
+        read_checkpoint(path)
+
+
 def test_an_older_file_is_replaced(tmp_path):
     path = tmp_path / "checkpoint.pth"
     path.write_text("old")

@@ -134,8 +134,9 @@ def _is_weight(node) -> bool:
 def _load(path: Path) -> Run:
     _check()
     options = OPTIONS | {"INFERENCE_NUM_THREADS": torch.get_num_threads()}
+    runtime = core()
     with damaged(path, RuntimeError):
-        compiled = core().compile_model(path, "CPU", options)
+        compiled = runtime.compile_model(path, "CPU", options)
 
     def run(images: Tensor) -> tuple[Tensor, ...]:
         found = compiled(images.cpu().numpy())

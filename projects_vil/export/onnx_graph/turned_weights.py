@@ -9,6 +9,8 @@ def turn_weights(graph) -> None:
     """
     import onnx
 
+    if any(attribute.type == onnx.AttributeProto.GRAPH for node in graph.node for attribute in node.attribute):
+        raise NotImplementedError("weights of a graph with branches")
     weights = {tensor.name: tensor for tensor in graph.initializer}
     new_names = {}
     for node in [node for node in graph.node if node.op_type == "Transpose" and node.input[0] in weights]:

@@ -72,10 +72,13 @@ def earlier_license(folder: Path) -> str | None:
     """The licence on the card that an earlier save wrote into a folder; None where there is no such card or licence.
 
     Raises:
-        InputError: for a card that cannot be read.
+        InputError: for a card that was changed since.
     """
-    path = folder / CARD_FILE
-    return _read_card(path).data.license if path.is_file() and CARD_FILE in _earlier_files(folder) else None
+    path, earlier = folder / CARD_FILE, _earlier_files(folder)
+    if not path.is_file() or CARD_FILE not in earlier:
+        return None
+    _check_own(folder, {CARD_FILE}, earlier)
+    return _read_card(path).data.license
 
 
 def check_files(folder: Path) -> None:

@@ -25,6 +25,7 @@ from huggingface_hub.utils import filter_repo_objects, validate_repo_id
 from backbones import InputError
 from projects_vil.checkpoint import Categories, fingerprint
 from projects_vil.config import CONFIG_FILE, one_line
+from projects_vil.export import FORMATS
 from projects_vil.inference.runners import Predictor, Runner
 from projects_vil.inference.sharing.folder import (
     CARD_FILE,
@@ -42,6 +43,8 @@ from projects_vil.inference.sharing.published import published_config
 T = TypeVar("T", bound="Shared")
 # What can be no name on the hub, which is NAME or OWNER/NAME: nobody is asked for it over the network.
 _PATH = re.compile(r"[./~\\].*|[A-Za-z]:.*|.*\\.*|.*/|.*/.*/.*", re.DOTALL)
+# The ends of checkpoints, configs and exports, which are nobody's name there.
+_FILES = {".pth", ".pkl", ".safetensors", ".yaml", *(known.suffix for known in FORMATS.values())}
 # What the system raises below a client: no such host, no answer.
 _UNREACHED = (socket.gaierror, ConnectionError, TimeoutError)
 
@@ -79,7 +82,7 @@ class Shared(ModelHubMixin, library_name=LIBRARY):
         """
         logger, folder = logging.getLogger(__name__), Path(save_directory)
         if license is None and (license := earlier_license(folder)) is not None:
-            logger.info("the licence of the earlier save in %s is kept: %s", folder, license)
+            logger.warning("the licence of the earlier save in %s is kept: %s", folder, license)
         card, proofs, model = self._describe(license, repo_id)
         for line in proofs.left_out:
             logger.warning("left out: %s", line)
@@ -112,7 +115,7 @@ class Shared(ModelHubMixin, library_name=LIBRARY):
 
         Args:
             repo_id: ``OWNER/NAME``; the repository is made where there is none.
-            license: as of :meth:`save_pretrained`.
+            license: as the hub names it; where it is None none is stated, whatever a card on the hub has.
             commit_message, private, token, branch, create_pr, allow_patterns, ignore_patterns, delete_patterns: as
                 the mixin's. ``ignore_patterns="README.md"`` leaves a card on the hub as it is, and
                 ``delete_patterns=[]`` what is removed by default.
@@ -219,7 +222,7 @@ class Shared(ModelHubMixin, library_name=LIBRARY):
 
 def hint_at_hub(name: str) -> str:
     """What to say of a file that is not there: what ``OWNER/NAME`` is loaded by; empty for another form."""
-    if name.count("/") != 1 or _PATH.fullmatch(name):
+    if name.count("/") != 1 or _PATH.fullmatch(name) or Path(name).suffix in _FILES:
         return ""
     return "; if that is a name on the hub, Detector.from_pretrained takes it"
 

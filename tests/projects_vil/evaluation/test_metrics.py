@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from detectron2.data import MetadataCatalog
 
 from backbones import InputError
 from projects_vil.data import register_datasets
@@ -63,6 +64,17 @@ def test_a_metric_that_no_evaluation_gives(config, detector, metric, message):
 )
 def test_a_metric_that_one_gives(config, detector, metric):
     check_metric(config(detector, metric))
+
+
+@pytest.mark.parametrize(("number", "has_boundaries"), [(254, True), (255, False)])
+def test_boundaries_of_so_many_labels_as_fit_into_a_byte(config, number, has_boundaries):
+    """detectron2's SemSegEvaluator leaves them out from 255 labels on."""
+    cfg = config("semantic_fpn", "sem_seg/mIoU")
+    name = f"labels_{number}"
+    MetadataCatalog.get(name).set(stuff_classes=[f"c{i}" for i in range(number)], evaluator_type="sem_seg")
+    _, of_classes = metric_names(cfg, name, "sem_seg")
+    MetadataCatalog.remove(name)
+    assert "IoU-c1" in of_classes and ("BoundaryIoU-c1" in of_classes) == has_boundaries
 
 
 def test_before_the_run_and_not_before_an_evaluation(config, trained_run):

@@ -23,6 +23,7 @@ from projects_vil.export.onnx_graph.standard import inferred
 from projects_vil.export.onnx_graph.tensorrt_operators import undocumented
 from projects_vil.export.report import eager_detections, example_image
 from projects_vil.export.stages import Stages
+from tests.gpu import on_gpu
 from tests.projects_vil.export.exporting import BOTH, FEW_LEVELS, RECORDED, demo_detector, skip_without
 from tests.projects_vil.helpers import lively_detector, small_config
 
@@ -126,6 +127,14 @@ def check_answers(path, eager) -> None:
 @pytest.mark.slow
 def test_int8_for_tensorrt_finds_what_eager_finds(for_tensorrt, shallow):
     check_answers(for_tensorrt / "int8.onnx", shallow)
+
+
+@on_gpu
+def test_an_int8_engine_finds_what_eager_finds(for_tensorrt, shallow, tmp_path):
+    pytest.importorskip("tensorrt")
+    path = tmp_path / "model.engine"
+    path.write_bytes(tensorrt.build_engine(for_tensorrt / "int8.onnx", largest=tensorrt.LARGEST_SIDE))
+    check_answers(path, shallow)
 
 
 @pytest.mark.slow

@@ -106,6 +106,13 @@ def test_no_metadata(plain, tmp_path):
     assert text.startswith(f"cannot read {path}.metadata.json (No such file or directory)")
 
 
+@pytest.mark.parametrize("machine", ["x", [1], None, {"GPU": None}])
+def test_a_machine_that_is_none(plain, tmp_path, machine):
+    path = copy_of(plain("torchscript"), tmp_path)
+    metadata_path(path).write_text(json.dumps(json.loads(metadata_path(path).read_bytes()) | {"built_for": machine}))
+    assert mistake(ExportedModel, path) == f"{path}.metadata.json is not the metadata of an exported model"
+
+
 @pytest.mark.parametrize(
     "contents, expected",
     [

@@ -34,3 +34,12 @@ def test_weights_behind_a_transpose(tmp_path):
     assert [one.op_type for one in model.graph.node] == ["MatMul"] * 4 + ["Transpose"] * 2 + ["Add"]
     onnx.save(model, path)
     torch.testing.assert_close(load_model(path)(image)[0], expected)
+
+
+def test_a_graph_with_branches_is_refused():
+    """What only a branch uses would be taken for unused."""
+    branch = onnx.helper.make_graph([node("Identity", "weight", "y")], "branch", [], [])
+    choice = onnx.helper.make_node("If", ["x"], ["y"], then_branch=branch, else_branch=branch)
+    weight = onnx.numpy_helper.from_array(np.zeros(2, np.float32), "weight")
+    with pytest.raises(NotImplementedError, match="branches"):
+        turn_weights(onnx.helper.make_graph([choice], "graph", [], [], [weight]))

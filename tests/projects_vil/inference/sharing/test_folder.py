@@ -58,13 +58,20 @@ def test_the_licence_of_an_earlier_save_is_kept(detector, own, caplog):
     detector.save_pretrained(own)
     assert "license:" not in (own / "README.md").read_text()
     detector.save_pretrained(own, license="cc-by-4.0")
-    with caplog.at_level("INFO"):
-        detector.save_pretrained(own)
+    detector.save_pretrained(own)
     assert f"the licence of the earlier save in {own} is kept: cc-by-4.0" in caplog.text
     card = (own / "README.md").read_text()
     assert "license: cc-by-4.0\n" in card and "Of the weights: `cc-by-4.0`." in card
     detector.save_pretrained(own, license="mit")
     assert "license: mit\n" in (own / "README.md").read_text()
+
+
+@pytest.mark.parametrize("front_matter", ["a: [", "1: x", "license: [mit, apache-2.0]", "license: my-own"])
+def test_a_licence_of_a_card_that_was_changed_is_not_read(detector, own, front_matter):
+    detector.save_pretrained(own, license="mit")
+    (own / "README.md").write_text(f"---\n{front_matter}\n---\nmine\n")
+    with pytest.raises(InputError, match="README.md was changed since it was saved"):
+        detector.save_pretrained(own)
 
 
 def test_a_licence_that_is_none_changes_nothing(detector, own):

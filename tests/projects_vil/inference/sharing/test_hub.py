@@ -159,7 +159,9 @@ def test_nothing_is_uploaded_to_a_path(name, hub, detector):
     one_line(lambda: detector.push_to_hub(name), "is no name on the hub: ")
 
 
-@pytest.mark.parametrize("name, is_told", [("me/mine", True), ("mine", False), ("./mine", False), ("a/b/c", False)])
+@pytest.mark.parametrize(
+    "name, is_told", [("me/mine", True), ("mine", False), ("a/b/c", False), ("run/model_final.pth", False)]
+)
 def test_what_loads_a_name_of_the_hub(name, is_told, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match="^there is no file or folder ") as error:
