@@ -56,11 +56,11 @@ class ExportRequest:
         check_choice("type of the input", self.input_dtype, INPUT_DTYPES)
         check_format(self.file_format)
         check_precision(self.file_format, self.precision)
+        self._check_size()
         self._check_calibration(cfg)
         if self.is_evaluated:
             register_datasets(cfg)
             load_dataset(cfg, cfg.DATASETS.TEST, train=False)
-        self._check_size()
         self.fixed_number(cfg)
 
     @property
@@ -132,7 +132,5 @@ class ExportRequest:
         if min(self.size) < shortest or max(self.size) > longest:
             raise InputError(f"--size {self.size[0]} {self.size[1]}: sides are {shortest} to {longest} pixels")
         if self.is_evaluated:
-            raise InputError(
-                "--evaluate, and --precision int8, which is judged by it: images of DATASETS.TEST have sizes of their "
-                "own; leave it out, or --size"
-            )
+            asked = "--precision int8, which AP judges" if self.is_int8 else "--evaluate"
+            raise InputError(f"{asked}: images of DATASETS.TEST have sizes of their own; leave it out, or --size")

@@ -21,6 +21,7 @@ from projects_vil.export.formats.quantizing import stays_float
 from projects_vil.export.formats.recording import quiet, trace
 from projects_vil.export.stages import Stages
 from projects_vil.modeling import LARGEST_BATCH, SMALLEST_SIDE, largest_side
+from projects_vil.utils import held_signals
 
 # On a CPU that has it, OpenVINO computes in bfloat16 where it is not told otherwise.
 OPTIONS = {"INFERENCE_PRECISION_HINT": "f32"}
@@ -58,7 +59,8 @@ def _write(exportable: ExportableDetector, example: Tensor, path: Path, stages: 
         # Half precision is that of the weights in the file; what computes is float32.
         with _AttentionByProducts():
             traced = trace(copy.deepcopy(exportable).float() if halved else exportable, example)
-    with stages("converting"), quiet():
+    # What a signal raises in its calls of Python, the converter would take for an operator that it cannot convert.
+    with stages("converting"), quiet(), held_signals():
         # OpenVINO 2026.4 does not read the ONNX file; its front end for PyTorch makes of the trace what it should be.
         model = openvino.convert_model(traced, example_input=(example,), input=[_input_shape(exportable, example)])
     for ports, names in ((model.inputs, exportable.input_names), (model.outputs, exportable.output_names)):

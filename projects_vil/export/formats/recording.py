@@ -40,12 +40,12 @@ def record(exportable: ExportableDetector, example: Tensor) -> torch.export.Expo
     if exportable.batched:
         dynamic[0] = torch.export.Dim("batch", min=1, max=LARGEST_BATCH)
     with (
+        quiet(),
         torch.no_grad(),
         # A convolution asks for the number of images and the width to choose its kernel, here and where the file runs.
         torch.backends.mkldnn.flags(enabled=False),
         # What holds for nearly all sizes must not be decided for the example's alone.
         symbolic.patch(backed_size_oblivious=True),
-        quiet(),
     ):
         return torch.export.export(exportable, (example,), dynamic_shapes=(dynamic,), strict=False)
 

@@ -183,7 +183,7 @@ def test_a_fixed_size(shapes, exported, tmp_path):
         (
             {"file_format": "onnx", "size": (96, 128), "evaluate": True},
             (),
-            "--evaluate, and --precision int8, which is judged",
+            "--evaluate: images of DATASETS.TEST have sizes",
         ),
         ({"images": ["absent.jpg"]}, (), "cannot read the image absent.jpg"),
         ({"evaluate": True}, ("DATASETS.TEST", "('shapes_vall',)"), "unknown dataset 'shapes_vall'; did you mean"),

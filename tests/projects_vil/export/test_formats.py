@@ -4,8 +4,11 @@ import functools
 import importlib.machinery
 import importlib.metadata
 import json
+import os
+import signal
 import subprocess
 import sys
+import threading
 import types
 from pathlib import Path
 
@@ -23,6 +26,7 @@ from projects_vil.export.onnx_graph.standard import inferred
 from projects_vil.export.onnx_graph.tensorrt_operators import undocumented
 from projects_vil.export.parity import TOLERANCES, compare_detections
 from projects_vil.export.report import eager_detections, example_image
+from projects_vil.export.stages import Stages
 from projects_vil.modeling import SMALLEST_SIDE, largest_side
 from tests.gpu import on_gpu
 from tests.projects_vil.export.exporting import ALONE, IN_BATCHES, config, detector, mistake, skip_without
@@ -296,6 +300,27 @@ def test_ctrl_c_after_openvino_models_were_let_go(plain):
     model = plain("openvino")
     result = subprocess.run([sys.executable, "-c", LET_GO, str(model.path)], capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (0, "interrupted\n"), result.stderr
+
+
+class Interrupting(Stages):
+    """Sends Ctrl-C shortly after the conversion has begun."""
+
+    def __call__(self, name: str, remark: str = ""):
+        if name == "converting":
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        return super().__call__(name, remark)
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_openvino_converts(tmp_path):
+    """OpenVINO would take what it raises for an operator that cannot be converted."""
+    skip_without("openvino")
+    exportable = make_exportable(detector("retinanet"))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with pytest.raises(KeyboardInterrupt):
+        KNOWN["openvino"].write(exportable, example_image(64, 96), tmp_path / "model.xml", Interrupting())
+    signal.signal(signal.SIGINT, before)
+    assert not list(tmp_path.iterdir())
 
 
 # -- the machine -----------------------------------------------------------------------------------
