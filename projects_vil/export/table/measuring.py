@@ -1,5 +1,6 @@
 """The cells of the table: each export is compared with eager, timed beside it, and run in a process of its own."""
 
+import contextlib
 import functools
 import sys
 import time
@@ -150,14 +151,16 @@ def _measured(
     large: bool,
     evaluate: bool,
 ) -> dict:
-    path, report = export_detector(
-        subject.cfg,
-        subject.weights,
-        output / subject.name,
-        file_format=file_format,
-        precision=precision,
-        evaluate=evaluate and subject.is_trained,
-    )
+    # pycocotools prints its figures where the table is to be printed.
+    with contextlib.redirect_stdout(sys.stderr):
+        path, report = export_detector(
+            subject.cfg,
+            subject.weights,
+            output / subject.name,
+            file_format=file_format,
+            precision=precision,
+            evaluate=evaluate and subject.is_trained,
+        )
     images = [example_image(*SMALL_SIZE, seed=5)]
     if large:
         images.append(example_image(*LARGE_SIZE, seed=6))
