@@ -3,7 +3,7 @@
 import re
 
 # Where an error of rounding becomes one of a place or of a score, at hardly any time: layers that predict, and the
-# offsets of deformable token merging. RetinaNet's scores are not among them: with 80 classes they take a fifth of it.
+# offsets of deformable token merging. RetinaNet's scores are not among them: with 80 classes that layer is large.
 FLOAT_LAYERS = (
     "patch_embed.offset",
     "head.bbox_pred",
