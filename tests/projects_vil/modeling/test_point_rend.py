@@ -141,6 +141,6 @@ def test_twenty_iterations(datasets_root, tmp_path):
     refused = run_tool("export_model.py", *options, "--format", "torchscript")
     assert refused.returncode == 1
     assert refused.stderr.splitlines()[-1].startswith(
-        "error: a detector whose mask head is of type AnyBatchPointRendMaskHead cannot"
+        "error: a detector whose mask head is a AnyBatchPointRendMaskHead cannot"
     )
     assert not (tmp_path / "export").exists()
