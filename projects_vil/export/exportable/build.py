@@ -37,9 +37,7 @@ def make_exportable(
     for name, part, kinds in _parts(detector):
         if type(part) not in kinds:
             known = " or ".join(kind.__name__ for kind in kinds)
-            raise InputError(
-                f"a detector whose {name} is a {type(part).__name__} cannot be exported: it is {known}"
-            )
+            raise InputError(f"a detector whose {name} is a {type(part).__name__} cannot be exported: it is {known}")
     if isinstance(detector, RetinaNet) and detector.max_detections_per_image < 0:
         raise InputError("TEST.DETECTIONS_PER_IMAGE is below 0: detectron2's RetinaNet drops its last detection then")
     return _equivalent(detector)(detector, batched=batched, fixed_number=fixed_number, size=size).eval()

@@ -80,5 +80,5 @@ def test_decays_that_cannot_be(decay):
 
 def test_a_backbone_that_does_not_know_its_layers():
     assert set(learning_rates(*RESNET).values()) == {1.0}
-    with pytest.raises(InputError, match="^SOLVER.LAYER_DECAY is 0.5, and only the backbones of MODEL.TRANSFORMER"):
+    with pytest.raises(InputError, match="^SOLVER.LAYER_DECAY is 0.5, and only the backbones of this project know"):
         learning_rates(*RESNET, "SOLVER.LAYER_DECAY", "0.5")
