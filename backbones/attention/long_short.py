@@ -172,7 +172,7 @@ def _windows(x: Tensor, shared: Tensor, window_size: int, side: int) -> Tensor:
     shared = shared[:, None, :, None]
     if window_size < before:
         # (B, rows, M, cols, length, length, E)
-        columns = columns.unfold(3, length, window_size).movedim(-1, 4)
+        columns = overlap.windows(columns, 3, length, window_size)
         shared = shared.expand(*columns.shape[:4], *shared.shape[4:])
         columns = torch.cat([columns[:, :, :, :, :before], shared, columns[:, :, :, :, before:]], dim=4)
         return columns.flatten(4, 5).flatten(0, 2)

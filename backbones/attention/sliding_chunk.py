@@ -30,7 +30,7 @@ from backbones.attention.random_shift import SHIFTS, shifted_chunk_attention
 from backbones.attention.triton_chunks import missing_for, triton_chunk_attention
 from backbones.attention.window_gradients import Windows, window_attention
 from backbones.errors import check_choice
-from backbones.layers.overlap import threes
+from backbones.layers.overlap import picks_windows, threes
 from backbones.layers.position import WindowRelativeBias, position_parameter
 from backbones.layers.tracing import is_tracing, static_size
 
@@ -174,14 +174,45 @@ def _windows(x: Tensor, window_size: int, global_tokens: Tensor | None) -> Tenso
     The S keys of a chunk are three strips, each 3w rows of w tokens followed by the global tokens, these filled up
     with zeros to whole rows.
     """
-    # (B, rows, M, cols + 2, 3w, w, E)
-    strips = threes(x, 2, window_size).unflatten(4, (-1, window_size)).permute(0, 2, 1, 4, 3, 5, 6)
+    # (B, M, (rows + 2) * w, cols + 2, w, E), and the global tokens, (B, M, rows of w, w, E)
+    lines, extra = x.unflatten(3, (-1, window_size)), None
     if global_tokens is not None:
-        fill = (0, strips.shape[6] - global_tokens.shape[3], 0, missing(global_tokens.shape[2], window_size))
-        extra = F.pad(global_tokens, fill).unflatten(2, (-1, window_size))[:, None, :, None]
+        fill = (0, lines.shape[5] - global_tokens.shape[3], 0, missing(global_tokens.shape[2], window_size))
+        extra = F.pad(global_tokens, fill).unflatten(2, (-1, window_size))
+    return (_pick_windows if picks_windows() else _view_windows)(lines, extra)
+
+
+def _view_windows(lines: Tensor, extra: Tensor | None) -> Tensor:
+    window_size = static_size(lines.shape[4])
+    # (B, rows, M, cols + 2, 3w, w, E)
+    strips = threes(lines, 2, window_size).permute(0, 2, 1, 4, 3, 5, 6)
+    if extra is not None:
+        extra = extra[:, None, :, None]
         strips = torch.cat([strips, extra.expand(-1, strips.shape[1], -1, strips.shape[3], -1, -1, -1)], dim=4)
     strip_length = static_size(strips.shape[4]) * window_size
     return threes(strips.flatten(3, 5).flatten(0, 2), 1, strip_length)
+
+
+def _pick_windows(lines: Tensor, extra: Tensor | None) -> Tensor:
+    """The same by one copy, of whole rows of w tokens, which lie together in memory as they are."""
+    heads, window_size = static_size(lines.shape[1]), static_size(lines.shape[4])
+    (height, columns), device = lines.shape[2:4], lines.device
+    rows, cols = height // window_size - 2, columns - 2
+    row = torch.arange(rows, device=device)[:, None] * window_size + torch.arange(3 * window_size, device=device)
+    col = torch.arange(cols, device=device)[:, None] + torch.arange(3, device=device)
+    # (rows, cols, 3, 3w)
+    index = row[:, None, None] * columns + col[:, :, None]
+    lines = lines.flatten(2, 3)
+    if extra is not None:
+        places = lines.shape[2] + torch.arange(static_size(extra.shape[2]), device=device)
+        index = torch.cat([index, places.expand(rows, cols, 3, -1)], dim=3)
+        lines = torch.cat([lines, extra], dim=2)
+    strip = static_size(index.shape[3])
+    index = torch.arange(heads, device=device)[:, None, None, None] * lines.shape[2] + index[:, None]
+    windows = lines.flatten(3).flatten(1, 2).index_select(1, index.flatten())
+    # (B, rows, M, cols, lines, w, E)
+    windows = windows.unflatten(2, (window_size, -1)).unflatten(1, (rows, heads, cols, 3 * strip))
+    return windows.flatten(4, 5).flatten(0, 2)
 
 
 def _window_bias(

@@ -1,10 +1,31 @@
 """Overlapping windows without copies, and with a fast backward pass."""
 
+import contextlib
+import contextvars
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from backbones.layers.tracing import is_exporting, is_tracing
+
+_PICKS: contextvars.ContextVar[bool] = contextvars.ContextVar("picks_windows", default=False)
+
+
+@contextlib.contextmanager
+def picked_windows() -> Iterator[None]:
+    """Within, a run is recorded for a runtime that has no overlapping views: see :func:`picks_windows`."""
+    token = _PICKS.set(True)
+    try:
+        yield
+    finally:
+        _PICKS.reset(token)
+
+
+def picks_windows() -> bool:
+    """Whether windows are copies, taken by their index, as in a run of ``torch.export``; else they are views."""
+    return _PICKS.get() or is_exporting()
 
 
 def threes(x: Tensor, dim: int, size: int) -> Tensor:
@@ -16,10 +37,10 @@ def windows(x: Tensor, dim: int, size: int, step: int) -> Tensor:
     """Windows of ``size`` along ``dim``, moving by ``step``: a view.
 
     ``dim``, counted from the front, becomes the number of windows, and the places of a window are the axis behind it.
-    The backward pass is a few additions of whole blocks, where that of ``unfold`` goes place by place. A run of
-    ``torch.export`` takes the windows by their index, since ``unfold`` would become transposes of single numbers there.
+    The backward pass is a few additions of whole blocks, where that of ``unfold`` goes place by place. Where
+    :func:`picks_windows` they are a copy, since ``unfold`` would become transposes of single numbers there.
     """
-    if is_exporting():
+    if picks_windows():
         number = (x.shape[dim] - size) // step + 1
         index = torch.arange(number, device=x.device)[:, None] * step + torch.arange(size, device=x.device)
         return x.index_select(dim, index.flatten()).unflatten(dim, (number, size))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from backbones.layers.overlap import threes, windows
+from backbones.layers.overlap import picked_windows, picks_windows, threes, windows
 from tests.backbones.helpers import assert_all_close, outputs_and_gradients, random_images
 
 
@@ -33,3 +33,15 @@ def test_windows_of_any_size_equal_unfold(dim, size, step):
     actual = outputs_and_gradients(lambda x: windows(x, dim, size, step), {"x": x})
     expected = outputs_and_gradients(lambda x: x.unfold(dim, size, step).movedim(-1, dim + 1), {"x": x})
     assert_all_close(actual, expected, tolerance=1e-14)
+
+
+@pytest.mark.parametrize("dim, size, step", [(1, 5, 3), (2, 4, 4), (2, 7, 2)])
+def test_windows_that_are_picked_equal_those_that_are_views(dim, size, step):
+    x = random_images(2, 11, 17, 3)
+    assert not picks_windows()
+    with picked_windows():
+        assert picks_windows()
+        picked = windows(x, dim, size, step)
+    assert not picks_windows()
+    assert picked.is_contiguous()
+    torch.testing.assert_close(picked, windows(x, dim, size, step), atol=0, rtol=0)
