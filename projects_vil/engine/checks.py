@@ -18,7 +18,7 @@ from projects_vil.checkpoint import check_weights, checkpoints_of, find_checkpoi
 from projects_vil.config import check_device, is_panoptic
 from projects_vil.engine.hooks import RandomShift
 from projects_vil.engine.steps import AMP_DTYPES, check_groups
-from projects_vil.evaluation import LOSS_TASK, check_coco_api, check_metric
+from projects_vil.evaluation import LOSS_TASK, check_coco_api, check_metric, parts_of_metric
 from projects_vil.modeling import (
     LARGEST_SIDE,
     SMALLEST_SIDE,
@@ -168,16 +168,13 @@ def _check_best_metric(cfg: CfgNode) -> None:
     metric, tests = cfg.TEST.BEST_METRIC, cfg.DATASETS.TEST
     if not metric:
         return
-    parts = metric.split("/")
-    if len(tests) > 1:
-        if parts[0] not in tests:
-            raise InputError(
-                f"TEST.BEST_METRIC is {metric}: with several DATASETS.TEST it begins with one, as {tests[0]}/bbox/AP"
-            )
-        parts = parts[1:]
-    task, name = parts if len(parts) == 2 else ("", "")
+    dataset, task, name = parts_of_metric(cfg)
+    if len(tests) > 1 and dataset not in tests:
+        raise InputError(
+            f"TEST.BEST_METRIC is {metric}: with several DATASETS.TEST it begins with one, as {tests[0]}/bbox/AP"
+        )
     tasks = _tasks(cfg)
-    if task not in tasks or (task in _TASKS_WITH_AP and not name.startswith("AP")):
+    if task not in tasks or not name or (task in _TASKS_WITH_AP and not name.startswith("AP")):
         example = "sem_seg/mIoU" if "sem_seg" in tasks else "bbox/AP"
         raise InputError(
             f"TEST.BEST_METRIC is {metric}: it is one of {', '.join(tasks)}, and a metric of it: {example} for one"

@@ -4,7 +4,7 @@ from projects_vil.evaluation.build import build_evaluator, coco_evaluator
 from projects_vil.evaluation.coco import COCO_APIS, check_coco_api
 from projects_vil.evaluation.explaining import explain_results
 from projects_vil.evaluation.losses import LOSS_TASK, validation_loss
-from projects_vil.evaluation.metrics import check_metric
+from projects_vil.evaluation.metrics import check_metric, parts_of_metric
 from projects_vil.evaluation.results import (
     EVALUATED_FILE,
     PER_CLASS,
@@ -25,6 +25,7 @@ __all__ = [
     "check_metric",
     "coco_evaluator",
     "explain_results",
+    "parts_of_metric",
     "read_results",
     "results_as_files",
     "validation_loss",

@@ -33,16 +33,27 @@ def check_metric(cfg: CfgNode) -> None:
         InputError: for a name that the evaluator does not have.
     """
     metric = cfg.TEST.BEST_METRIC
-    *dataset, task, name = metric.split("/")
+    dataset, task, name = parts_of_metric(cfg)
     if task == LOSS_TASK:
         if name != TOTAL_LOSS and not name.startswith("loss_"):
             raise InputError(f"TEST.BEST_METRIC is {metric}: it is {LOSS_TASK}/{TOTAL_LOSS}, or one of the loss_...")
         return
-    of_all, of_classes = metric_names(cfg, dataset[0] if dataset else cfg.DATASETS.TEST[0], task)
+    of_all, of_classes = metric_names(cfg, dataset, task)
     if of_all and name not in (*of_all, *of_classes):
         also = f", and for each class as {of_classes[0]}" if of_classes else ""
         near = closest(name, (*of_all, *of_classes), most=3)
         raise InputError(f"TEST.BEST_METRIC is {metric}: the metrics of {task} are {', '.join(of_all)}{also}{near}")
+
+
+def parts_of_metric(cfg: CfgNode) -> tuple[str, str, str]:
+    """The dataset of ``TEST.BEST_METRIC``, its task and its name, in which a class may have a ``/`` of its own.
+
+    It has a dataset where there are several, and else is of the only one. What it lacks is empty.
+    """
+    metric, tests = cfg.TEST.BEST_METRIC, cfg.DATASETS.TEST
+    dataset, _, rest = metric.partition("/") if len(tests) > 1 else (tests[0] if tests else "", "", metric)
+    task, _, name = rest.partition("/")
+    return dataset, task, name
 
 
 def metric_names(cfg: CfgNode, dataset: str, task: str) -> tuple[tuple[str, ...], tuple[str, ...]]:

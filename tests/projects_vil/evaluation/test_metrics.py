@@ -8,7 +8,7 @@ from detectron2.data import MetadataCatalog
 from backbones import InputError
 from projects_vil.data import register_datasets
 from projects_vil.engine import check_setup
-from projects_vil.evaluation import check_metric
+from projects_vil.evaluation import check_metric, parts_of_metric
 from projects_vil.evaluation.metrics import metric_names
 from tests.projects_vil.helpers import small_config
 from tests.projects_vil.panoptic import panoptic_config
@@ -64,6 +64,23 @@ def test_a_metric_that_no_evaluation_gives(config, detector, metric, message):
 )
 def test_a_metric_that_one_gives(config, detector, metric):
     check_metric(config(detector, metric))
+
+
+@pytest.mark.parametrize(
+    ("tests", "metric", "parts"),
+    [
+        (("one",), "bbox/AP", ("one", "bbox", "AP")),
+        (("one",), "bbox/AP-cup/mug", ("one", "bbox", "AP-cup/mug")),
+        (("one", "two"), "two/bbox/AP-cup/mug", ("two", "bbox", "AP-cup/mug")),
+        (("one",), "bbox", ("one", "bbox", "")),
+        (("one", "two"), "bbox/AP", ("bbox", "AP", "")),
+    ],
+)
+def test_the_name_of_a_class_may_have_a_slash(tests, metric, parts):
+    cfg = small_config("retinanet", "TEST.BEST_METRIC", metric)
+    cfg.defrost()
+    cfg.DATASETS.TEST = tests
+    assert parts_of_metric(cfg) == parts
 
 
 @pytest.mark.parametrize(("number", "has_boundaries"), [(254, True), (255, False)])
