@@ -30,7 +30,7 @@ from backbones.attention.random_shift import SHIFTS, shifted_chunk_attention
 from backbones.attention.triton_chunks import missing_for, triton_chunk_attention
 from backbones.attention.window_gradients import Windows, window_attention
 from backbones.errors import check_choice
-from backbones.layers.overlap import picks_windows, threes
+from backbones.layers.overlap import copies_windows, threes
 from backbones.layers.position import WindowRelativeBias, position_parameter
 from backbones.layers.tracing import is_tracing, static_size
 
@@ -65,7 +65,8 @@ def sliding_chunk_attention(
         (B, M, H, W, D)
 
     Source: ViL appendix C, "sliding chunk". Rows of chunks are copied three times into strips one chunk wide; three
-    strips side by side are then one contiguous run of keys, and windows over them overlap without further copies.
+    strips side by side are then one contiguous run of keys, and windows over them overlap without further copies. An
+    exported model copies each window whole.
     """
     check_choice("attention mode", mode, MODES)
     tensors = (query, key, value, global_key, global_value, local_bias, global_bias)
@@ -179,10 +180,11 @@ def _windows(x: Tensor, window_size: int, global_tokens: Tensor | None) -> Tenso
     if global_tokens is not None:
         fill = (0, lines.shape[5] - global_tokens.shape[3], 0, missing(global_tokens.shape[2], window_size))
         extra = F.pad(global_tokens, fill).unflatten(2, (-1, window_size))
-    return (_pick_windows if picks_windows() else _view_windows)(lines, extra)
+    return (_copied_windows if copies_windows() else _viewed_windows)(lines, extra)
 
 
-def _view_windows(lines: Tensor, extra: Tensor | None) -> Tensor:
+def _viewed_windows(lines: Tensor, extra: Tensor | None) -> Tensor:
+    """:func:`_windows` of rows of w tokens, (B, M, (rows + 2) * w, cols + 2, w, E) and (B, M, g, w, E) or None."""
     window_size = static_size(lines.shape[4])
     # (B, rows, M, cols + 2, 3w, w, E)
     strips = threes(lines, 2, window_size).permute(0, 2, 1, 4, 3, 5, 6)
@@ -193,19 +195,21 @@ def _view_windows(lines: Tensor, extra: Tensor | None) -> Tensor:
     return threes(strips.flatten(3, 5).flatten(0, 2), 1, strip_length)
 
 
-def _pick_windows(lines: Tensor, extra: Tensor | None) -> Tensor:
-    """The same by one copy, of whole rows of w tokens, which lie together in memory as they are."""
+def _copied_windows(lines: Tensor, extra: Tensor | None) -> Tensor:
+    """:func:`_viewed_windows` by one copy, of whole rows of w tokens, which lie together in memory as they are."""
     heads, window_size = static_size(lines.shape[1]), static_size(lines.shape[4])
-    (height, columns), device = lines.shape[2:4], lines.device
-    rows, cols = height // window_size - 2, columns - 2
+    columns, device = lines.shape[3], lines.device
+    rows, cols = lines.shape[2] // window_size - 2, columns - 2
     row = torch.arange(rows, device=device)[:, None] * window_size + torch.arange(3 * window_size, device=device)
     col = torch.arange(cols, device=device)[:, None] + torch.arange(3, device=device)
     # (rows, cols, 3, 3w)
     index = row[:, None, None] * columns + col[:, :, None]
     lines = lines.flatten(2, 3)
     if extra is not None:
-        places = lines.shape[2] + torch.arange(static_size(extra.shape[2]), device=device)
-        index = torch.cat([index, places.expand(rows, cols, 3, -1)], dim=3)
+        # Of sizes left as -1 OpenVINO 2026.4 makes numbers that nothing was written to.
+        num_extra = static_size(extra.shape[2])
+        places = lines.shape[2] + torch.arange(num_extra, device=device)
+        index = torch.cat([index, places.expand(rows, cols, 3, num_extra)], dim=3)
         lines = torch.cat([lines, extra], dim=2)
     strip = static_size(index.shape[3])
     index = torch.arange(heads, device=device)[:, None, None, None] * lines.shape[2] + index[:, None]

@@ -1,4 +1,4 @@
-"""Overlapping windows without copies, and with a fast backward pass."""
+"""Overlapping windows: views with a fast backward pass, or copies for a runtime that has no such views."""
 
 import contextlib
 import contextvars
@@ -10,22 +10,23 @@ from torch import Tensor
 
 from backbones.layers.tracing import is_exporting, is_tracing
 
-_PICKS: contextvars.ContextVar[bool] = contextvars.ContextVar("picks_windows", default=False)
+_COPIES: contextvars.ContextVar[bool] = contextvars.ContextVar("copies_windows", default=False)
 
 
 @contextlib.contextmanager
-def picked_windows() -> Iterator[None]:
-    """Within, a run is recorded for a runtime that has no overlapping views: see :func:`picks_windows`."""
-    token = _PICKS.set(True)
+def copied_windows() -> Iterator[None]:
+    """Within, ``torch.jit.trace`` records for a runtime that has no overlapping views: see :func:`copies_windows`."""
+    token = _COPIES.set(True)
     try:
         yield
     finally:
-        _PICKS.reset(token)
+        _COPIES.reset(token)
 
 
-def picks_windows() -> bool:
+def copies_windows() -> bool:
     """Whether windows are copies, taken by their index, as in a run of ``torch.export``; else they are views."""
-    return _PICKS.get() or is_exporting()
+    # Asked while tracing alone: torch.compile of older versions cannot follow the question.
+    return is_exporting() or (torch.jit.is_tracing() and _COPIES.get())
 
 
 def threes(x: Tensor, dim: int, size: int) -> Tensor:
@@ -38,9 +39,9 @@ def windows(x: Tensor, dim: int, size: int, step: int) -> Tensor:
 
     ``dim``, counted from the front, becomes the number of windows, and the places of a window are the axis behind it.
     The backward pass is a few additions of whole blocks, where that of ``unfold`` goes place by place. Where
-    :func:`picks_windows` they are a copy, since ``unfold`` would become transposes of single numbers there.
+    :func:`copies_windows` they are a copy, since ``unfold`` would become transposes of single numbers there.
     """
-    if picks_windows():
+    if copies_windows():
         number = (x.shape[dim] - size) // step + 1
         index = torch.arange(number, device=x.device)[:, None] * step + torch.arange(size, device=x.device)
         return x.index_select(dim, index.flatten()).unflatten(dim, (number, size))

@@ -169,7 +169,7 @@ def _check_best_metric(cfg: CfgNode) -> None:
     if not metric:
         return
     dataset, task, name = parts_of_metric(cfg)
-    if len(tests) > 1 and dataset not in tests:
+    if len(tests) > 1 and not dataset:
         raise InputError(
             f"TEST.BEST_METRIC is {metric}: with several DATASETS.TEST it begins with one, as {tests[0]}/bbox/AP"
         )

@@ -53,7 +53,7 @@ from projects_vil.engine.resuming import (
     restore_loss_normalizer,
 )
 from projects_vil.engine.steps import AMP_DTYPES, Steps, unwrapped
-from projects_vil.evaluation import LOSS_TASK, validation_loss, write_results
+from projects_vil.evaluation import LOSS_TASK, parts_of_metric, validation_loss, write_results
 from projects_vil.progress import ProgressBar, ProgressPrinter, build_service_writers
 from projects_vil.visualization import draw_evaluation
 
@@ -139,7 +139,8 @@ class Trainer(DefaultTrainer):
         # All that an iteration does once its checkpoint is written.
         self._after_saving = [*hooks[evaluation:], SaveEvaluated(saving, period=test.EVAL_PERIOD)]
         if test.BEST_METRIC:
-            best = KeepBest(self.checkpointer, metric=test.BEST_METRIC)
+            _, task, _ = parts_of_metric(self.cfg)
+            best = KeepBest(self.checkpointer, metric=test.BEST_METRIC, least=task == LOSS_TASK)
             self._after_saving.insert(1, best)
             if solver.EARLY_STOPPING_PATIENCE:
                 patience = solver.EARLY_STOPPING_PATIENCE

@@ -20,7 +20,6 @@ from backbones.attention.sliding_chunk import draw_shifts
 from projects_vil.checkpoint import Checkpointer, remove_old, remove_partial
 from projects_vil.engine.resuming import loss_normalizers
 from projects_vil.engine.steps import unwrapped
-from projects_vil.evaluation import LOSS_TASK
 from projects_vil.solver import shown_group
 from projects_vil.utils import ToldToEnd, handling_signals, told_between_calls
 
@@ -227,17 +226,18 @@ class KeepBest(HookBase):
 
     Args:
         checkpointer: writes in the main process.
-        metric: as in ``metrics.json``, ``"bbox/AP"`` for one; more is better, and less of a ``"validation_loss/..."``.
+        metric: as in ``metrics.json``, ``"bbox/AP"`` for one.
+        least: whether less is better, as of a loss.
 
     Attributes:
         best, best_iteration: the value, and where it was; None before the first.
         waited: evaluations since.
     """
 
-    def __init__(self, checkpointer: Checkpointer, *, metric: str) -> None:
+    def __init__(self, checkpointer: Checkpointer, *, metric: str, least: bool = False) -> None:
         self.checkpointer = checkpointer
         self.metric = metric
-        self.sign = -1 if LOSS_TASK in metric.split("/") else 1
+        self.sign = -1 if least else 1
         self.best: float | None = None
         self.best_iteration: int | None = None
         self.waited = 0

@@ -46,13 +46,15 @@ def check_metric(cfg: CfgNode) -> None:
 
 
 def parts_of_metric(cfg: CfgNode) -> tuple[str, str, str]:
-    """The dataset of ``TEST.BEST_METRIC``, its task and its name, in which a class may have a ``/`` of its own.
+    """The dataset of ``TEST.BEST_METRIC``, its task and its name; datasets and classes may have a ``/`` of their own.
 
     It has a dataset where there are several, and else is of the only one. What it lacks is empty.
     """
-    metric, tests = cfg.TEST.BEST_METRIC, cfg.DATASETS.TEST
-    dataset, _, rest = metric.partition("/") if len(tests) > 1 else (tests[0] if tests else "", "", metric)
-    task, _, name = rest.partition("/")
+    metric, dataset = cfg.TEST.BEST_METRIC, "".join(cfg.DATASETS.TEST[:1])
+    if len(cfg.DATASETS.TEST) > 1:
+        dataset = next((name for name in cfg.DATASETS.TEST if metric.startswith(f"{name}/")), "")
+        metric = metric.removeprefix(f"{dataset}/")
+    task, _, name = metric.partition("/")
     return dataset, task, name
 
 

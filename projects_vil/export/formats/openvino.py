@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from backbones.layers.overlap import picked_windows
+from backbones.layers.overlap import copied_windows
 from backbones.layers.tracing import static_size
 from projects_vil.export.exportable.detector import ExportableDetector
 from projects_vil.export.formats.format import Format, Run, check_packages, damaged
@@ -58,7 +58,7 @@ def _write(exportable: ExportableDetector, example: Tensor, path: Path, stages: 
     halved = next(exportable.parameters()).dtype == torch.float16
     with stages("recording"):
         # Half precision is that of the weights in the file; what computes is float32.
-        with _AttentionByProducts(), picked_windows():
+        with _AttentionByProducts(), copied_windows():
             traced = trace(copy.deepcopy(exportable).float() if halved else exportable, example)
     # What a signal raises in its calls of Python, the converter would take for an operator that it cannot convert.
     with stages("converting"), quiet(), held_signals():

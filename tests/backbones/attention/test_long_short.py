@@ -11,7 +11,7 @@ from torch import Tensor
 from backbones.attention import long_short, reference
 from backbones.attention.long_short import LongShortAttention, dynamic_projection, long_short_attention
 from backbones.errors import InputError
-from backbones.layers.overlap import picked_windows
+from backbones.layers.overlap import copied_windows
 from backbones.layers.position import SegmentRelativeBias
 from tests.backbones.helpers import (
     LargestTensor,
@@ -129,23 +129,24 @@ def test_one_token_by_hand():
 
 
 @functools.cache
-def traced_attention(window_size: int, *extra, picked: bool):
+def traced_attention(window_size: int, *extra, copied: bool):
     """The kernel traced at one size, one image, as a function of named tensors."""
     example = attention_inputs(8, 13, batch=1, window_size=window_size, **extras(*extra))
 
     def attend(*tensors):
         return long_short_attention(**dict(zip(example, tensors, strict=True)), window_size=window_size)
 
-    with picked_windows() if picked else contextlib.nullcontext():
+    with copied_windows() if copied else contextlib.nullcontext():
         traced = trace(attend, tuple(example.values()))
+    assert ("aten::unfold" in str(traced.inlined_graph)) is not copied
     return lambda **inputs: traced(*(inputs[name] for name in example))
 
 
-@pytest.mark.parametrize("picked", [False, True])
+@pytest.mark.parametrize("copied", [False, True])
 @pytest.mark.parametrize("window_size", [1, 2, 3])
 @pytest.mark.parametrize("extra", EXTRAS[:2] + EXTRAS[-1:], ids=str)
-def test_traced_once_equals_the_reference_at_all_sizes(extra, window_size, picked):
-    traced = traced_attention(window_size, *extra, picked=picked)
+def test_traced_once_equals_the_reference_at_all_sizes(extra, window_size, copied):
+    traced = traced_attention(window_size, *extra, copied=copied)
     for height, width in SIZES:
         inputs = attention_inputs(height, width, window_size=window_size, **extras(*extra))
         expected = outputs_and_gradients(reference.long_short_attention, inputs, window_size=window_size)

@@ -9,7 +9,7 @@ import torch
 from backbones.attention import reference, sliding_chunk
 from backbones.attention.sliding_chunk import MODES, SlidingChunkAttention, sliding_chunk_attention
 from backbones.errors import InputError
-from backbones.layers.overlap import picked_windows
+from backbones.layers.overlap import copied_windows
 from tests.backbones.helpers import (
     LargestTensor,
     assert_all_close,
@@ -68,24 +68,25 @@ def test_equals_the_reference_for_other_windows(window_size, mode):
 
 
 @functools.cache
-def traced_attention(mode: str, *extra: int, picked: bool):
+def traced_attention(mode: str, *extra: int, copied: bool):
     """The kernel traced at one size, one image, as a function of named tensors."""
     example = attention_inputs(8, 13, batch=1, **extras(*extra))
 
     def attend(*tensors):
         return sliding_chunk_attention(**dict(zip(example, tensors, strict=True)), window_size=WINDOW, mode=mode)
 
-    with picked_windows() if picked else contextlib.nullcontext():
+    with copied_windows() if copied else contextlib.nullcontext():
         traced = trace(attend, tuple(example.values()))
+    assert ("aten::unfold" in str(traced.inlined_graph)) is not copied
     return lambda **inputs: traced(*(inputs[name] for name in example))
 
 
-@pytest.mark.parametrize("picked", [False, True])
+@pytest.mark.parametrize("copied", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("extra", [(0, 0, 0), (2, 1, 1), (5, 0, 1)], ids=str)
-def test_traced_once_equals_the_reference_at_all_sizes(mode, extra, picked):
+def test_traced_once_equals_the_reference_at_all_sizes(mode, extra, copied):
     """A trace takes chunks where the eager function takes the whole map at once: both are covered so."""
-    traced = traced_attention(mode, *extra, picked=picked)
+    traced = traced_attention(mode, *extra, copied=copied)
     for height, width in SIZES:
         inputs = attention_inputs(height, width, **extras(*extra))
         expected = outputs_and_gradients(reference.sliding_chunk_attention, inputs, window_size=WINDOW, mode=mode)

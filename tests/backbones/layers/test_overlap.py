@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from backbones.layers.overlap import picked_windows, picks_windows, threes, windows
-from tests.backbones.helpers import assert_all_close, outputs_and_gradients, random_images
+from backbones.layers.overlap import copied_windows, copies_windows, threes, windows
+from tests.backbones.helpers import assert_all_close, outputs_and_gradients, random_images, trace
 
 
 @pytest.mark.parametrize("dim, size", [(1, 1), (1, 2), (2, 3)])
@@ -36,12 +36,12 @@ def test_windows_of_any_size_equal_unfold(dim, size, step):
 
 
 @pytest.mark.parametrize("dim, size, step", [(1, 5, 3), (2, 4, 4), (2, 7, 2)])
-def test_windows_that_are_picked_equal_those_that_are_views(dim, size, step):
+def test_copied_windows_equal_those_that_are_views(dim, size, step):
+    with copied_windows():
+        assert not copies_windows()
+        traced = trace(lambda x: windows(x, dim, size, step), (random_images(1, 9, 13, 3),))
+    assert "aten::unfold" not in str(traced.inlined_graph)
     x = random_images(2, 11, 17, 3)
-    assert not picks_windows()
-    with picked_windows():
-        assert picks_windows()
-        picked = windows(x, dim, size, step)
-    assert not picks_windows()
-    assert picked.is_contiguous()
-    torch.testing.assert_close(picked, windows(x, dim, size, step), atol=0, rtol=0)
+    torch.testing.assert_close(traced(x), windows(x, dim, size, step), atol=0, rtol=0)
+    traced = trace(lambda x: windows(x, dim, size, step), (x,))
+    assert "aten::unfold" in str(traced.inlined_graph)

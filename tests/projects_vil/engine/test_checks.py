@@ -98,6 +98,11 @@ def test_batch_of_the_reference_is_shared_out_evenly(shapes):
         ("INPUT.MIN_SIZE_TRAIN", "(0,)", "INPUT.MIN_SIZE_TRAIN is (0,): it is sides of 1 pixel or more"),
         ("TEST.DETECTIONS_PER_IMAGE", "0", "TEST.DETECTIONS_PER_IMAGE is 0: it is 1 or more"),
         ("TEST.BEST_METRIC", "bbox/ap", "TEST.BEST_METRIC is bbox/ap: it is one of bbox, validation_loss, and"),
+        (
+            "TEST.BEST_METRIC",
+            "validation_loss",
+            "TEST.BEST_METRIC is validation_loss: it is one of bbox, validation_loss",
+        ),
         ("TEST.BEST_METRIC", "segm/AP", "TEST.BEST_METRIC is segm/AP: it is one of bbox, validation_loss, and"),
         ("SOLVER.STEPS", "('a', 5)", "SOLVER.STEPS is ('a', 5): it is iterations"),
         ("SOLVER.WARMUP_FACTOR", "-1.0", "SOLVER.WARMUP_FACTOR is -1.0: it is 0 to 1"),

@@ -151,7 +151,7 @@ def test_the_best_is_saved(metric, values, saved):
     """At every other iteration; what is as good as the best is not better."""
     checkpointer = _Saved()
     with EventStorage() as storage:
-        hook = KeepBest(checkpointer, metric=metric)
+        hook = KeepBest(checkpointer, metric=metric, least=metric.startswith("validation_loss"))
         for iteration in range(12):
             storage.iter = iteration
             if iteration % 2:

@@ -7,7 +7,7 @@ from detectron2.data import MetadataCatalog
 
 from backbones import InputError
 from projects_vil.data import register_datasets
-from projects_vil.engine import check_setup
+from projects_vil.engine import check_setup, check_values
 from projects_vil.evaluation import check_metric, parts_of_metric
 from projects_vil.evaluation.metrics import metric_names
 from tests.projects_vil.helpers import small_config
@@ -73,14 +73,26 @@ def test_a_metric_that_one_gives(config, detector, metric):
         (("one",), "bbox/AP-cup/mug", ("one", "bbox", "AP-cup/mug")),
         (("one", "two"), "two/bbox/AP-cup/mug", ("two", "bbox", "AP-cup/mug")),
         (("one",), "bbox", ("one", "bbox", "")),
-        (("one", "two"), "bbox/AP", ("bbox", "AP", "")),
+        (("one", "my/two"), "my/two/bbox/AP", ("my/two", "bbox", "AP")),
+        (("one", "two"), "bbox/AP", ("", "bbox", "AP")),
     ],
 )
-def test_the_name_of_a_class_may_have_a_slash(tests, metric, parts):
+def test_datasets_and_classes_may_have_a_slash(tests, metric, parts):
     cfg = small_config("retinanet", "TEST.BEST_METRIC", metric)
     cfg.defrost()
     cfg.DATASETS.TEST = tests
     assert parts_of_metric(cfg) == parts
+
+
+def test_a_class_with_a_slash_is_the_best_metric(config):
+    cfg = config("semantic_fpn", "sem_seg/IoU-cup/mug")
+    stuff = MetadataCatalog.get(cfg.DATASETS.TEST[0]).stuff_classes
+    cfg.defrost()
+    cfg.DATASETS.TEST = ("mugs",)
+    MetadataCatalog.get("mugs").set(stuff_classes=[*stuff, "cup/mug"], evaluator_type="sem_seg")
+    check_values(cfg)
+    check_metric(cfg)
+    MetadataCatalog.remove("mugs")
 
 
 @pytest.mark.parametrize(("number", "has_boundaries"), [(254, True), (255, False)])

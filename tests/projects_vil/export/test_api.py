@@ -142,6 +142,7 @@ def test_a_fixed_size(shapes, exported, tmp_path):
     skip_without("openvino")
     path, report = exported("retinanet", file_format="openvino", size=(96, 130))
     assert path.name == "model_96x130.xml" and report["ok"]
+    assert "aten::index_select" in path.read_text() and "aten::unfold" not in path.read_text()
     assert {(row["height"], row["width"]) for row in report["images"]} == {(96, 130)}
     metadata, model = read_metadata(path), ExportedModel(path)
     assert metadata["input"]["shape"] == [3, 96, 130] and metadata["input"]["size"] == [96, 130]
@@ -263,11 +264,12 @@ def test_images_that_a_model_does_not_take(weights, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file_format", ["torch_export", "onnx"])
+@pytest.mark.parametrize("file_format", ["torch_export", "onnx", "openvino"])
 @pytest.mark.parametrize("family", ["vil", "ls", "lit", "cvt"])
 @pytest.mark.parametrize("name", BOTH)
 def test_every_family_in_its_own_runtime(tmp_path, monkeypatch, name, family, file_format):
     """With stages of at most two blocks: deeper ones have no other operators, and take minutes more."""
+    skip_without(file_format)
     for key, variant in list(VARIANTS.items()):
         stages = tuple(dataclasses.replace(stage, depth=min(stage.depth, 2)) for stage in variant.stages)
         monkeypatch.setitem(VARIANTS, key, dataclasses.replace(variant, stages=stages))

@@ -9,7 +9,7 @@ import torch
 
 from projects_vil.export.formats import write_model
 from projects_vil.export.stages import Stages
-from tests.projects_vil.export.exporting import detector, skip_without
+from tests.projects_vil.export.exporting import detector
 from tests.projects_vil.helpers import CONFIGS, PATIENCE, SMALL, start_tool
 
 LOGGER = "projects_vil.export.stages"
@@ -44,9 +44,8 @@ def test_the_stages_of_an_export_are_in_its_report(exported):
 
 def test_an_export_that_is_told_to_end_leaves_nothing(weights, tmp_path):
     output = tmp_path / "export"
-    # Tracing could be over before the signal is there.
-    skip_without("torch_export")
     arguments = ["--config-file", CONFIGS["retinanet"], "--weights", weights(), "--output", output]
+    # Tracing could be over before the signal is there.
     arguments += ["--format", "torch_export"]
     process = start_tool("export_model.py", *arguments, "--opts", *SMALL["retinanet"], folder=tmp_path)
     deadline = time.monotonic() + PATIENCE
