@@ -102,7 +102,8 @@ def _explain(error: Exception, cfg: CN) -> str:
             "list": f': write "[{given}]"',
         }
         instead = forms.get(mismatch["kind"], "") if mismatch["found"] == "int" else ""
-        return f"{mismatch['key']} is {given}, and it is {kind}, as {mismatch['known']}{instead}"
+        example = f", as {mismatch['known']}" if mismatch["known"] else ""
+        return f"{mismatch['key']} is {given}, and it is {kind}{example}{instead}"
     match = re.search(r"Non-existent (?:config )?key: ([\w.]+)", message)
     if match is None:
         return message

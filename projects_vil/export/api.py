@@ -28,7 +28,7 @@ from projects_vil.export.report import check_export, comparison_images, report_p
 from projects_vil.export.request import PRECISIONS, ExportRequest
 from projects_vil.export.runtime import ExportedModel
 from projects_vil.export.stages import Stages
-from projects_vil.utils import unfinished_folder
+from projects_vil.utils import check_output_folder, unfinished_folder
 
 
 def in_precision(detector: nn.Module, precision: str) -> nn.Module:
@@ -101,6 +101,7 @@ def export_detector(
         accept_drop=accept_drop,
     )
     request.check(cfg)
+    check_output_folder(output)
     path = Path(output) / request.file_name
     compared = comparison_images(cfg, images, fixed=size)
     reference, categories = load_detector(cfg, weights)

@@ -1,6 +1,7 @@
 """A trained detector that takes images, from wherever it was saved."""
 
 import contextlib
+import numbers
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -263,8 +264,8 @@ def _image_source(image: object, name: str, place: int) -> ImageSource:
 
 
 def _check_threshold(score_threshold: float | None) -> None:
-    if score_threshold is not None and not 0 <= score_threshold <= 1:
-        raise InputError(f"score_threshold is {score_threshold}: it is 0 to 1")
+    if score_threshold is not None and not (isinstance(score_threshold, numbers.Real) and 0 <= score_threshold <= 1):
+        raise InputError(f"score_threshold is {score_threshold!r}: it is 0 to 1")
 
 
 def _check_batch_size(batch_size: int) -> None:

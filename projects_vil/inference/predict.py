@@ -26,6 +26,7 @@ from projects_vil.inference.drawings import ImageDrawings, VideoDrawings
 from projects_vil.inference.runners import ExportedRunner, check_runner, config_of_export
 from projects_vil.inference.sources import VIDEO_SUFFIXES, ImageFile, Images, Skipped, Video, find_images
 from projects_vil.inference.writers import JsonList, Progress, written_whole
+from projects_vil.utils import check_output_folder
 
 RESULTS_FILE, IMAGES_FILE, DRAWINGS_FOLDER = "results.json", "images.json", "drawings"
 SMALLEST_DRAWING = 480  # pixels of the longer side
@@ -226,8 +227,7 @@ def _check_options(source: Path, output: Path, batch_size: int, score_threshold:
         raise InputError(f"--score-threshold is {score_threshold}: it is 0 to 1")
     if not source.exists():
         raise InputError(f"--input {source}: there is no such file or folder")
-    if output.exists() and not output.is_dir():
-        raise InputError(f"--output {output}: it is a file, and a folder is needed")
+    check_output_folder(output)
     present = next(folder for folder in (output.absolute(), *output.absolute().parents) if folder.exists())
     if not present.is_dir() or not os.access(present, os.W_OK):
         raise InputError(f"--output {output}: {present} cannot be written to")

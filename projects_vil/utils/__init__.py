@@ -1,6 +1,6 @@
 """What every tool needs."""
 
-from projects_vil.utils.cli import ToolParser, check_json_path, run_tool, write_json
+from projects_vil.utils.cli import ToolParser, check_json_path, check_output_folder, run_tool, write_json
 from projects_vil.utils.endings import RunEnded, explain_ending, process_ended
 from projects_vil.utils.locking import check_unlocked, run_lock
 from projects_vil.utils.logging import log_run, log_to_stderr
@@ -24,6 +24,7 @@ __all__ = [
     "ToldToEnd",
     "ToolParser",
     "check_json_path",
+    "check_output_folder",
     "check_unlocked",
     "end_by_signal",
     "explain_ending",

@@ -97,6 +97,12 @@ def check_json_path(path: str | None, *, not_one_of: Sequence[str] = ()) -> None
         raise InputError(f"--json {path}: it cannot be written")
 
 
+def check_output_folder(folder: str | Path) -> None:
+    """Raise an :class:`InputError`, before the work, where ``--output`` is no folder and cannot be one."""
+    if Path(folder).exists() and not Path(folder).is_dir():
+        raise InputError(f"--output {folder}: it is a file, and a folder is needed")
+
+
 def write_json(path: str | None, content: object) -> None:
     """Write ``content`` where ``--json`` asked for it."""
     if path:

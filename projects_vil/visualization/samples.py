@@ -13,6 +13,7 @@ from detectron2.structures import BitMasks, BoxMode, Instances, PolygonMasks
 from backbones.errors import InputError
 from projects_vil.config import is_panoptic, is_segmentor
 from projects_vil.data import build_train_loader
+from projects_vil.utils import check_output_folder
 from projects_vil.visualization.drawing import draw_instances, draw_labels, draw_masks, write_image
 from projects_vil.visualization.panels import stack_rows
 
@@ -40,6 +41,7 @@ def draw_samples(cfg: CfgNode, output: str | Path, *, number: int = 16, seed: in
     seed = max(cfg.SEED, 0) if seed is None else seed
     if not 0 <= seed < 2**63:
         raise InputError(f"--seed {seed}: it is 0 or more, and below 2^63")
+    check_output_folder(output)
     earlier = sorted(Path(output).glob("[0-9][0-9][0-9][0-9]*_*.png"))
     if earlier:
         raise InputError(

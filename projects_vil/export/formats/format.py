@@ -77,10 +77,10 @@ def check_packages(asked: str, packages: Sequence[str]) -> None:
 
 
 @contextlib.contextmanager
-def damaged(path: Path, *kinds: type[Exception]) -> Iterator[None]:
-    """What a runtime raises of a file that it cannot load, as one line."""
+def damaged(path: Path, *kinds: type[Exception], reason_last: bool = False) -> Iterator[None]:
+    """What a runtime raises of a file that it cannot load, in one line: its first, or its last if that says why."""
     try:
         yield
     except kinds as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[-1 if reason_last else 0]
         raise InputError(f"cannot load {path}: {reason}") from error

@@ -144,7 +144,7 @@ def _load(path: Path) -> Run:
     _check()
     options = OPTIONS | {"INFERENCE_NUM_THREADS": torch.get_num_threads()}
     runtime = core()
-    with damaged(path, RuntimeError):
+    with damaged(path, RuntimeError, reason_last=True):
         compiled = runtime.compile_model(path, "CPU", options)
 
     def run(images: Tensor) -> tuple[Tensor, ...]:

@@ -35,7 +35,7 @@ from projects_vil.inference.sharing.folder import (
     earlier_license,
     write_folder,
 )
-from projects_vil.inference.sharing.licenses import check_license
+from projects_vil.inference.sharing.licenses import OTHER, check_license
 from projects_vil.inference.sharing.model_card import LIBRARY, model_card
 from projects_vil.inference.sharing.proofs import Proofs, find_proofs
 from projects_vil.inference.sharing.published import published_config
@@ -84,6 +84,8 @@ class Shared(ModelHubMixin, library_name=LIBRARY):
         if license is None and (license := earlier_license(folder)) is not None:
             logger.warning("the licence of the earlier save in %s is kept: %s", folder, license)
         card, proofs, model = self._describe(license, repo_id)
+        if license == OTHER and not (folder / "LICENSE").exists():
+            logger.warning("the card says license: %s: its text belongs beside it, in a file LICENSE", OTHER)
         for line in proofs.left_out:
             logger.warning("left out: %s", line)
         runner = self._predictor

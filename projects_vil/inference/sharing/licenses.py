@@ -3,6 +3,8 @@
 from backbones import InputError
 from backbones.errors import closest
 
+# What is on no list, and is said in a file of its own.
+OTHER = "other"
 # In the order of docs/hub/repositories-licenses.md of huggingface/hub-docs at 242f4a1 (August 2026), which
 # https://huggingface.co/docs/hub/repositories-licenses shows. No version of huggingface_hub has the list.
 LICENSES = frozenset(
@@ -25,6 +27,6 @@ def check_license(license_id: str | None) -> None:
     if license_id is not None and license_id not in LICENSES:
         near = closest(str(license_id).lower(), sorted(LICENSES), most=3)
         raise InputError(
-            f"license is {license_id!r}, which is no id of the hub's list: write other for one that is not there, with "
-            f"its text in a file LICENSE beside the card{near}"
+            f"license is {license_id!r}, which is no id of the hub's list: write {OTHER} for one that is not there, "
+            f"with its text in a file LICENSE beside the card{near}"
         )

@@ -36,7 +36,7 @@ from projects_vil.sequence.char_lm.presets import (
 )
 from projects_vil.sequence.char_lm.streams import Part, Streams
 from projects_vil.sequence.char_lm.text import Text
-from projects_vil.utils import run_lock
+from projects_vil.utils import check_output_folder, run_lock
 
 # A seed, a phase and a step make one number of 64 bits.
 MOST_SEEDS = 2**20
@@ -193,8 +193,7 @@ class Training:
 
     def _begin(self, resume: bool) -> tuple[dict, dict] | None:
         path = self.output / LAST
-        if self.output.exists() and not self.output.is_dir():
-            raise InputError(f"--output {self.output}: it is a file, and has to be a folder")
+        check_output_folder(self.output)
         if not resume:
             if path.exists():
                 raise InputError(f"--output {self.output} has a run already: --resume it, or choose another folder")

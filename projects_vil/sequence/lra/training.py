@@ -20,7 +20,7 @@ from backbones.sequence.variants import EncoderSizes
 from projects_vil.sequence.lra.examples import Dataset, Examples
 from projects_vil.sequence.lra.model import SequenceClassifier, create_lra_classifier
 from projects_vil.sequence.lra.settings import ADAM_BETAS, ADAM_EPSILON, SCHEDULES, Settings, TaskData
-from projects_vil.utils import run_lock
+from projects_vil.utils import check_output_folder, run_lock
 
 CHECKPOINT = "model_best.pth"
 # What a generator of PyTorch takes.
@@ -115,8 +115,7 @@ class Result:
 def check_output(folder: str | Path, *, overwrite: bool = False) -> None:
     """Raise an :class:`InputError` for what is no folder, or has a run's checkpoint that is not to be overwritten."""
     path = Path(folder) / CHECKPOINT
-    if Path(folder).exists() and not Path(folder).is_dir():
-        raise InputError(f"--output {folder}: it is a file, and has to be a folder")
+    check_output_folder(folder)
     if path.exists() and not overwrite:
         raise InputError(f"--output {folder}: {path} is there already: take another folder, or add --overwrite")
 

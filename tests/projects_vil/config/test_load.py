@@ -122,6 +122,9 @@ def test_wrong_type(tmp_path):
     assert message(CONFIGS["retinanet"], ["SOLVER.BASE_LR", "-1"]).startswith(
         "SOLVER.BASE_LR is -1, and it is a number with a point, as 0.001; -1 with a point is -1.0"
     )
+    # Without a default to show
+    text = message(CONFIGS["retinanet"], ["TEST.BEST_METRIC", "5"])
+    assert text.startswith("TEST.BEST_METRIC is 5, and it is a text (")
     assert 'several values in brackets, as (128,): write "(64,)"' in message(
         CONFIGS["retinanet"], ["INPUT.MIN_SIZE_TRAIN", "64"]
     )

@@ -217,11 +217,10 @@ def test_a_segmentor(tmp_path):
         export_detector(small_config("semantic_fpn"), "absent.pth", tmp_path / "export")
 
 
-@pytest.mark.parametrize("where", ["file", "file/export"])
-def test_unwritable_output(weights, tmp_path, where):
+def test_unwritable_output(weights, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=f"^cannot write into {tmp_path / where}: "):
-        export_detector(small_config(), weights(), tmp_path / where)
+    with pytest.raises(InputError, match=f"^cannot write into {tmp_path}/file/export: "):
+        export_detector(small_config(), weights(), tmp_path / "file/export")
 
 
 @pytest.mark.slow
@@ -249,6 +248,13 @@ def test_an_export_that_fails_leaves_the_older_one(weights, tmp_path, monkeypatc
     with pytest.raises(InputError, match="the comparison fails"):
         export_detector(small_config(), weights(), tmp_path, runs=1)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before and path.name in before
+
+
+def test_an_output_that_is_a_file(tmp_path):
+    (tmp_path / "export").write_text("mine")
+    with pytest.raises(InputError, match="^--output .*export: it is a file, and a folder is needed$"):
+        export_detector(small_config(), tmp_path / "absent.pth", tmp_path / "export")
+    assert (tmp_path / "export").read_text() == "mine"
 
 
 def test_images_that_a_model_does_not_take(weights, tmp_path):

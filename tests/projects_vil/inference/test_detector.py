@@ -310,6 +310,7 @@ def places(trained_run, exported_run, tmp_path):
         ("demo", {}, "no weights were given"),
         ("run", {"weights": "absent.pth"}, "there is no weights file absent.pth"),
         ("run", {"score_threshold": 1.5}, "score_threshold is 1.5: it is 0 to 1"),
+        ("run", {"score_threshold": "a"}, "score_threshold is 'a': it is 0 to 1"),
         ("run", {"device": "tpu"}, "MODEL.DEVICE is 'tpu': it is cpu or cuda"),
         ("run", {"overrides": ["INPUT.MIN_SIZE_TST", 64]}, "unknown config key INPUT.MIN_SIZE_TST; did you mean"),
         ("run", {"overrides": ["INPUT.MIN_SIZE_TEST"]}, "'INPUT.MIN_SIZE_TEST' has no value"),

@@ -125,5 +125,5 @@ def test_drawings_of_another_call_do_not_stand_between_these(shapes, tmp_path):
 
 def test_a_folder_that_is_a_file(shapes, tmp_path):
     (tmp_path / "drawn").write_text("")
-    with pytest.raises(InputError, match="choose another --output"):
+    with pytest.raises(InputError, match="drawn: it is a file, and a folder is needed$"):
         draw_samples(small_config(), tmp_path / "drawn", number=1)

@@ -66,6 +66,15 @@ def test_the_licence_of_an_earlier_save_is_kept(detector, own, caplog):
     assert "license: mit\n" in (own / "README.md").read_text()
 
 
+def test_the_text_of_a_licence_that_is_on_no_list(detector, own, caplog):
+    detector.save_pretrained(own, license="other")
+    assert "the card says license: other: its text belongs beside it, in a file LICENSE" in caplog.text
+    caplog.clear()
+    (own / "LICENSE").write_text("mine")
+    detector.save_pretrained(own, license="other")
+    assert "in a file LICENSE" not in caplog.text
+
+
 @pytest.mark.parametrize("front_matter", ["a: [", "1: x", "license: [mit, apache-2.0]", "license: my-own"])
 def test_a_licence_of_a_card_that_was_changed_is_not_read(detector, own, front_matter):
     detector.save_pretrained(own, license="mit")

@@ -130,7 +130,7 @@ def test_a_folder_has_one_run(text, tmp_path, whole):
         Training(SETTINGS, text, tmp_path / "whole")
     with pytest.raises(InputError, match=r"there is no file .*last\.pth"):
         Training(SETTINGS, text, tmp_path / "none", resume=True)
-    with pytest.raises(InputError, match="it is a file, and has to be a folder"):
+    with pytest.raises(InputError, match="it is a file, and a folder is needed"):
         Training(SETTINGS, text, tmp_path / "text")
 
 

@@ -149,7 +149,7 @@ def test_a_folder_with_a_checkpoint_is_kept(quick, tiny, tmp_path):
     with pytest.raises(InputError, match="take another folder, or add --overwrite"):
         check_output(folder)
     check_output(folder, overwrite=True)
-    with pytest.raises(InputError, match="it is a file, and has to be a folder"):
+    with pytest.raises(InputError, match="it is a file, and a folder is needed"):
         check_output(folder / "model_best.pth")
     with pytest.raises(InputError, match="the folder cannot be made"):
         train_lra(changed(quick, steps=3), tiny, output=folder / "model_best.pth" / "deeper")
