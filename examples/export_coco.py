@@ -33,7 +33,11 @@ try:
         raise InputError(f"there are no photos in {args.photos}")
     images, annotations = [], []
     for image_id, file in enumerate(files, start=1):
-        found = detector(file)
+        try:
+            found = detector(file)
+        except InputError as error:
+            print(f"skipped {error}", file=sys.stderr)
+            continue
         height, width = found.image_size
         images.append({"id": image_id, "file_name": file.name, "height": height, "width": width})
         for item in found.to_coco(image_id):
@@ -41,10 +45,14 @@ try:
                 run_lengths.area(item["segmentation"]) if "segmentation" in item else item["bbox"][2] * item["bbox"][3]
             )
             annotations.append({"id": len(annotations) + 1, "area": float(area), "iscrowd": 0} | item)
+    if not images:
+        raise InputError(f"none of the photos in {args.photos} can be read")
     pairs = zip(detector.categories.ids, detector.names, strict=True)
     categories = [{"id": category_id, "name": name} for category_id, name in pairs]
     content = {"images": images, "annotations": annotations, "categories": categories}
     Path(args.output).write_text(json.dumps(content))
     print(f"{len(annotations)} objects in {len(images)} photos: {args.output}")
+    if len(images) < len(files):
+        sys.exit(2)
 except (InputError, OSError) as error:
     sys.exit(f"error: {error}")

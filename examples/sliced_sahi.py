@@ -1,22 +1,23 @@
 """Find small objects in a large photo with SAHI: the detector sees overlapping slices of it, and one list comes out.
-Needs sahi (docs/sharing.md, "With other libraries").
 
 Example: python examples/sliced_sahi.py output/vil_tiny photo.jpg found.png --slice 640 --threshold 0.5
 """
 
 import argparse
-import sys
 
 import numpy as np
 from PIL import Image, ImageOps
-from sahi.models.base import DetectionModel
-from sahi.predict import get_sliced_prediction
-from sahi.prediction import ObjectPrediction
-from sahi.utils.compatibility import fix_full_shape_list, fix_shift_amount_list
-from sahi.utils.cv import get_coco_segmentation_from_bool_mask, visualize_object_predictions
 
 from backbones import InputError
 from projects_vil import Detector
+
+try:
+    from sahi import DetectionModel, ObjectPrediction
+    from sahi.predict import get_sliced_prediction
+    from sahi.utils.compatibility import fix_full_shape_list, fix_shift_amount_list
+    from sahi.utils.cv import get_coco_segmentation_from_bool_mask, visualize_object_predictions
+except ModuleNotFoundError as error:
+    raise SystemExit(f"error: {error}: pip install -e '.[examples]' (docs/sharing.md, With other libraries)") from error
 
 
 class SlicedDetector(DetectionModel):
@@ -31,13 +32,12 @@ class SlicedDetector(DetectionModel):
     def _create_object_prediction_list_from_original_predictions(self, shift_amount_list, full_shape_list) -> None:
         found, full = self._original_predictions, fix_full_shape_list(full_shape_list)
         place = {"shift_amount": fix_shift_amount_list(shift_amount_list)[0], "full_shape": full and full[0]}
-        objects = []
+        self._object_prediction_list_per_image = [objects := []]
         for i in range(len(found)):
             outline = None if found.masks is None else get_coco_segmentation_from_bool_mask(found.masks[i])
             shape = {"bbox": found.boxes[i].tolist(), "segmentation": outline or None}  # few pixels have no outline
             category = {"category_id": self.model.categories.ids[found.classes[i]], "category_name": found.names[i]}
             objects.append(ObjectPrediction(**shape, **category, **place, score=float(found.scores[i])))
-        self._object_prediction_list_per_image = [objects]
 
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -56,4 +56,4 @@ try:
         print(f"{item.category.name} {item.score.value:.2f}", *(f"{edge:.1f}" for edge in item.bbox.to_xyxy()))
     Image.fromarray(visualize_object_predictions(np.array(photo), found)["image"]).save(args.output)
 except (InputError, OSError, ValueError) as error:
-    sys.exit(f"error: {error}")
+    raise SystemExit(f"error: {error}") from error

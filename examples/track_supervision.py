@@ -1,21 +1,21 @@
 """Follow objects through a video, or a folder of frames, with supervision and ByteTrack, and draw them with their ways.
 
-Needs supervision and trackers (docs/sharing.md, "With other libraries").
-
 Example: python examples/track_supervision.py output/vil_tiny street.mp4 tracked.mp4 --threshold 0.5
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 import cv2
-import numpy as np
-import supervision as sv
-from trackers import ByteTrackTracker
 
 from backbones import InputError
 from projects_vil import Detector
+
+try:
+    import supervision as sv
+    from trackers import ByteTrackTracker
+except ModuleNotFoundError as error:
+    raise SystemExit(f"error: {error}: pip install -e '.[examples]' (docs/sharing.md, With other libraries)") from error
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 for name in ("detector", "source", "output"):
@@ -46,14 +46,14 @@ try:
         for place, frame in enumerate(frames):  # (height, width, BGR)
             if frame is None or frame.shape[:2] != (info.height, info.width):
                 raise InputError(f"{source}: frame {place + 1} is damaged, or not of the first one's size")
-            found = detector(np.ascontiguousarray(frame[..., ::-1]))
-            tracked = tracker.update(sv.Detections.from_detectron2(found.as_detectron2()))
+            found = detector(frame[..., ::-1]).as_detectron2()
+            tracked = tracker.update(sv.Detections.from_detectron2(found))
             tracked = tracked[tracked.tracker_id >= 0]
             seen.update(tracked.tracker_id.tolist())
-            names = [detector.names[index] for index in tracked.class_id]
-            labels = [f"{track} {name}" for track, name in zip(tracked.tracker_id, names, strict=True)]
+            pairs = zip(tracked.tracker_id, tracked.class_id, strict=True)
+            labels = [f"{track} {detector.names[index]}" for track, index in pairs]
             drawn = draw_way.annotate(draw_box.annotate(frame, tracked), tracked)
             sink.write_frame(draw_label.annotate(drawn, tracked, labels))
     print(f"{len(seen)} tracks in {args.output}")
 except (InputError, OSError, RuntimeError) as error:
-    sys.exit(f"error: {error}")
+    raise SystemExit(f"error: {error}") from error

@@ -2,8 +2,10 @@
 
 import contextlib
 import io
+import json
 import runpy
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -149,7 +151,7 @@ def test_a_track_goes_on(run, detectors, tmp_path):
 
 MISTAKES = {
     "no detector": "there is no file or folder ",
-    "no input": "there is no ",
+    "no input": "/absent",
     "another input": "README.md",
     "no output": "absent/out",
 }
@@ -203,6 +205,32 @@ def test_what_is_no_photo_lies_among_them(name, run, detectors, tmp_path):
     (tmp_path / "photos" / name).write_text("no photo")
     [line] = run("export_coco", detectors("retinanet"), tmp_path / "photos", tmp_path / "found.json")
     assert "in 1 photos" in line
+
+
+def test_a_photo_that_cannot_be_read_is_skipped(run, detectors, tmp_path, capsys):
+    whole, broken = photo(tmp_path / "photos/b.png"), tmp_path / "photos/a.png"
+    broken.write_bytes(whole.read_bytes()[:60])
+    output = tmp_path / "found.json"
+    with pytest.raises(SystemExit) as end:
+        run("export_coco", detectors("retinanet"), tmp_path / "photos", output)
+    assert end.value.code == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("skipped ") and str(broken) in line
+    content = json.loads(output.read_text())
+    assert [image["file_name"] for image in content["images"]] == ["b.png"] and content["annotations"]
+    whole.unlink()
+    output.unlink()
+    with pytest.raises(SystemExit, match="^error: none of the photos in .*photos can be read$"):
+        run("export_coco", detectors("retinanet"), tmp_path / "photos", output)
+    assert not output.exists()
+
+
+@pytest.mark.parametrize("name, library", [(name, library) for name in NEEDED for library in NEEDED[name]])
+def test_a_library_that_is_missing(name, library, monkeypatch):
+    for needed in NEEDED[name]:
+        monkeypatch.setitem(sys.modules, needed, None if needed == library else types.ModuleType(needed))
+    with pytest.raises(SystemExit, match=f"^error: .*{library}.*: pip install -e '.\\[examples\\]'"):
+        runpy.run_path(str(ROOT / f"examples/{name}.py"), run_name="__main__")
 
 
 @pytest.mark.parametrize("fps", [0, -3])
