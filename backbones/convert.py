@@ -9,8 +9,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from backbones.attention.alternatives.performer import draw_features
 from backbones.attention.dense import DenseAttention
-from backbones.attention.performer import draw_features
 from backbones.backbone import Backbone
 from backbones.build import create_backbone, create_classifier
 from backbones.conversion_report import ConversionReport, check_weight, describe_mismatch

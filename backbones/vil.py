@@ -2,13 +2,13 @@
 
 from torch import nn
 
+from backbones.attention.alternatives.global_memory import GlobalMemoryAttention
+from backbones.attention.alternatives.linformer import LinformerAttention
+from backbones.attention.alternatives.performer import PerformerAttention
+from backbones.attention.alternatives.spatial_reduction import SpatialReductionAttention
 from backbones.attention.dense import DenseAttention
-from backbones.attention.global_memory import GlobalMemoryAttention
-from backbones.attention.linformer import LinformerAttention
 from backbones.attention.long_short import LongShortAttention
-from backbones.attention.performer import PerformerAttention
 from backbones.attention.sliding_chunk import SlidingChunkAttention
-from backbones.attention.spatial_reduction import SpatialReductionAttention
 from backbones.backbone import Backbone
 from backbones.layers.patch_embed import PatchEmbed
 from backbones.layers.position import AbsolutePositions

@@ -7,8 +7,8 @@ from torch.utils.checkpoint import checkpoint
 
 from backbones.attention import reference
 from backbones.attention.chunks import mark_keys, mark_queries
-from backbones.attention.dense_gradients import dense_attention_by_blocks, map_attention_by_blocks
-from backbones.attention.flash import attention_and_sums, learns_by_blocks
+from backbones.attention.kernels.dense_gradients import dense_attention_by_blocks, map_attention_by_blocks
+from backbones.attention.kernels.flash import attention_and_sums, learns_by_blocks
 from backbones.errors import check_choice
 from backbones.layers.position import GridRelativeBias, bias_as_view
 from backbones.layers.tracing import first, in_order, is_exporting, is_tracing, static_size

@@ -22,8 +22,8 @@ from backbones.attention.chunks import (
     to_chunks,
 )
 from backbones.attention.dense import dense_attention, merge_heads, split_heads
-from backbones.attention.flash import attention_and_sums, learns_by_blocks
-from backbones.attention.window_gradients import Windows, window_attention
+from backbones.attention.kernels.flash import attention_and_sums, learns_by_blocks
+from backbones.attention.kernels.window_gradients import Windows, window_attention
 from backbones.errors import check_choice
 from backbones.layers import overlap
 from backbones.layers.position import SegmentRelativeBias

@@ -87,7 +87,7 @@ def sliding_chunk_attention(
 
 
 def performer_attention(query: Tensor, key: Tensor, value: Tensor, *, features: Tensor, eps: float = 1e-4) -> Tensor:
-    """The contract of :func:`backbones.attention.performer.performer_attention`, with all pairs of tokens.
+    """The contract of :func:`backbones.attention.alternatives.performer.performer_attention`, with all pairs of tokens.
 
     The weight of a pair is the mean over the features of the product of both tokens' positive features: for a token x
     scaled by ``D ** -0.25`` they are ``exp(feature . x - largest - |x|^2 / 2) + eps``, the largest product being a
@@ -166,7 +166,7 @@ def sequence_attention(
     shared_key: Tensor | None = None,
     shared_value: Tensor | None = None,
 ) -> Tensor:
-    """The contract of :func:`backbones.attention.sequence.sequence_attention`, with all N x N pairs."""
+    """The contract of :func:`backbones.sequence.long_short.sequence_attention`, with all N x N pairs."""
     tokens = query.shape[2]
     seen = torch.zeros(tokens, tokens, dtype=torch.bool)
     if window_size:
@@ -186,7 +186,7 @@ def sequence_attention(
 def class_token_attention(
     query: Tensor, key: Tensor, value: Tensor, gathered: Tensor, *, mask: Tensor | None = None
 ) -> Tensor:
-    """The contract of :func:`backbones.attention.sequence.class_token_attention`."""
+    """The contract of :func:`backbones.sequence.long_short.class_token_attention`."""
     bias = None
     if mask is not None:
         seen = torch.cat([mask.new_ones(len(mask), 1), mask], dim=1)
@@ -209,7 +209,7 @@ def causal_attention(
     window_positions: Tensor,
     segment_positions: Tensor,
 ) -> Tensor:
-    """The contract of :func:`backbones.attention.causal.causal_attention`, with every pair of query and key.
+    """The contract of :func:`backbones.sequence.causal.causal_attention`, with every pair of query and key.
 
     Of each pair it says whether it is seen, and what is added to its scaled product.
     """

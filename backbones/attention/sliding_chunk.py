@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from backbones.attention import reference
-from backbones.attention.backends import Situation, choose_kernel
 from backbones.attention.chunks import (
     MODES,
     bias_of_chunks,
@@ -25,10 +24,11 @@ from backbones.attention.chunks import (
     wrap,
 )
 from backbones.attention.dense import dense_attention, merge_heads, split_heads
-from backbones.attention.flash import attention_and_sums, in_autocast_type, learns_by_blocks
+from backbones.attention.kernels.backends import Situation, choose_kernel
+from backbones.attention.kernels.flash import attention_and_sums, in_autocast_type, learns_by_blocks
+from backbones.attention.kernels.triton_chunks import missing_for, triton_chunk_attention
+from backbones.attention.kernels.window_gradients import Windows, window_attention
 from backbones.attention.random_shift import SHIFTS, shifted_chunk_attention
-from backbones.attention.triton_chunks import missing_for, triton_chunk_attention
-from backbones.attention.window_gradients import Windows, window_attention
 from backbones.errors import check_choice
 from backbones.layers.overlap import copies_windows, threes
 from backbones.layers.position import WindowRelativeBias, position_parameter

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from backbones.attention.performer import PerformerAttention, redraw_features, redraw_interval
+from backbones.attention.alternatives.performer import PerformerAttention, redraw_features, redraw_interval
 from backbones.attention.sliding_chunk import draw_shifts
 from backbones.errors import InputError
 from backbones.layers.token_merging import DeformableTokenMerging

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from backbones import InputError, create_backbone, create_classifier, list_variants
-from backbones.attention.performer import PerformerAttention
+from backbones.attention.alternatives.performer import PerformerAttention
 from backbones.errors import closest
 from backbones.variants import VARIANTS, get_variant
 from projects_vil.analysis.published import PUBLISHED_CLASSIFIERS, Printed, why_different

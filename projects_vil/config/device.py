@@ -8,7 +8,7 @@ import torch
 from detectron2.config import CfgNode
 
 from backbones import InputError
-from backbones.attention.triton_chunks import missing_for
+from backbones.attention.kernels.triton_chunks import missing_for
 
 DEVICES = ("cpu", "cuda")
 

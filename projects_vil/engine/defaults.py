@@ -27,7 +27,7 @@ from detectron2.utils.logger import setup_logger
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from backbones.attention.performer import PerformerAttention
+from backbones.attention.alternatives.performer import PerformerAttention
 from backbones.files import written_whole
 from projects_vil import data, evaluation, solver
 from projects_vil.checkpoint import Checkpointer, fingerprint

@@ -15,7 +15,7 @@ from detectron2.utils.events import EventWriter
 from torch import nn
 
 from backbones import InputError
-from backbones.attention.performer import PerformerAttention, redraw_features
+from backbones.attention.alternatives.performer import PerformerAttention, redraw_features
 from backbones.attention.sliding_chunk import draw_shifts
 from projects_vil.checkpoint import Checkpointer, remove_old, remove_partial
 from projects_vil.engine.resuming import loss_normalizers

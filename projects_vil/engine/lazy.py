@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 
 from backbones import InputError
-from backbones.attention.performer import PerformerAttention
+from backbones.attention.alternatives.performer import PerformerAttention
 from backbones.errors import check_file, closest
 from projects_vil import data
 from projects_vil.checkpoint import Checkpointer, check_weights, checkpoints_of, find_checkpoint

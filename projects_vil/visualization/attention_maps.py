@@ -19,12 +19,12 @@ from detectron2.config import CfgNode
 from torch import Tensor, nn
 
 from backbones import InputError
+from backbones.attention.alternatives.global_memory import GlobalMemoryAttention
+from backbones.attention.alternatives.performer import PerformerAttention
+from backbones.attention.alternatives.spatial_reduction import SpatialReductionAttention
 from backbones.attention.dense import DenseAttention, split_heads
-from backbones.attention.global_memory import GlobalMemoryAttention
 from backbones.attention.long_short import DualNormAttention
-from backbones.attention.performer import PerformerAttention
 from backbones.attention.sliding_chunk import SlidingChunkAttention
-from backbones.attention.spatial_reduction import SpatialReductionAttention
 from backbones.backbone import Backbone
 from projects_vil.visualization.drawing import write_image
 from projects_vil.visualization.inspection import SeenImage, backbone_of, load_model, see_image

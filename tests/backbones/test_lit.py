@@ -9,7 +9,8 @@ from torch import nn
 from torchvision.ops import FrozenBatchNorm2d
 
 from backbones import InputError, create_backbone, create_classifier
-from backbones.attention import dense, flash
+from backbones.attention import dense
+from backbones.attention.kernels import flash
 from backbones.backbone import Settings
 from backbones.convert import convert_state_dict
 from backbones.layers.patch_embed import PatchEmbed

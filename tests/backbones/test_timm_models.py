@@ -24,7 +24,7 @@ from timm.optim import create_optimizer_v2
 from timm.scheduler import CosineLRScheduler
 
 from backbones import InputError, create_backbone, create_classifier, list_variants, timm_models
-from backbones.attention.performer import PerformerAttention
+from backbones.attention.alternatives.performer import PerformerAttention
 from backbones.attention.random_shift import SHIFTS
 from backbones.attention.sliding_chunk import SlidingChunkAttention
 from tests.backbones.helpers import random_images, randomise

@@ -5,7 +5,8 @@ import functools
 import pytest
 import torch
 
-from backbones.attention import flash, reference
+from backbones.attention import reference
+from backbones.attention.kernels import flash
 from backbones.attention.random_shift import SHIFTS
 from backbones.attention.sliding_chunk import MODES, SlidingChunkAttention, draw_shifts, sliding_chunk_attention
 from tests.backbones.helpers import (

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from backbones.attention.causal import CausalAttention
 from backbones.errors import InputError
+from backbones.sequence.causal import CausalAttention
 from backbones.sequence.char_lm import _sinusoids
 from tests.backbones.helpers import LargestTensor
 from tests.backbones.sequence.helpers import random_ids, small_char_lm

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from backbones import InputError, create_classifier, list_variants
+from backbones.attention.alternatives.global_memory import GlobalMemoryAttention
+from backbones.attention.alternatives.linformer import LinformerAttention
+from backbones.attention.alternatives.performer import PerformerAttention
+from backbones.attention.alternatives.spatial_reduction import SpatialReductionAttention
 from backbones.attention.dense import DenseAttention
-from backbones.attention.global_memory import GlobalMemoryAttention
-from backbones.attention.linformer import LinformerAttention
 from backbones.attention.long_short import LongShortAttention
-from backbones.attention.performer import PerformerAttention
 from backbones.attention.sliding_chunk import SlidingChunkAttention
-from backbones.attention.spatial_reduction import SpatialReductionAttention
 from backbones.layers.token_merging import DeformableTokenMerging
 from backbones.variants import get_variant
 from projects_vil.analysis import count_variants, counting, format_counts

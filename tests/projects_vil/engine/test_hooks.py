@@ -8,7 +8,7 @@ import torch
 from detectron2.utils.events import EventStorage, EventWriter
 
 from backbones import InputError
-from backbones.attention.performer import PerformerAttention
+from backbones.attention.alternatives.performer import PerformerAttention
 from backbones.attention.sliding_chunk import SlidingChunkAttention
 from projects_vil.engine import Trainer, check_setup
 from projects_vil.engine.hooks import KeepBest, LRScheduler, RandomShift, RedrawFeatures, WriteMetrics

@@ -8,13 +8,13 @@ from torch import Tensor, nn
 
 from backbones import InputError
 from backbones.attention import dense
+from backbones.attention.alternatives.global_memory import GlobalMemoryAttention
+from backbones.attention.alternatives.linformer import LinformerAttention
+from backbones.attention.alternatives.performer import PerformerAttention
+from backbones.attention.alternatives.spatial_reduction import SpatialReductionAttention
 from backbones.attention.dense import DenseAttention, join_tokens
-from backbones.attention.global_memory import GlobalMemoryAttention
-from backbones.attention.linformer import LinformerAttention
 from backbones.attention.long_short import DualNormAttention, LongShortAttention
-from backbones.attention.performer import PerformerAttention
 from backbones.attention.sliding_chunk import SlidingChunkAttention
-from backbones.attention.spatial_reduction import SpatialReductionAttention
 from backbones.cvt import ConvLongShortAttention
 from projects_vil.visualization import draw_attention
 from projects_vil.visualization.attention_maps import Attention, attention_of

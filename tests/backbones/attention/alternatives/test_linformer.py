@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from backbones.attention.linformer import LinformerAttention
+from backbones.attention.alternatives.linformer import LinformerAttention
 from backbones.errors import InputError
 from tests.backbones.helpers import random_images, randomise
 

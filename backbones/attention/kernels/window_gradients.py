@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from backbones.attention.flash import BLOCK_SCORES, LEAST_EXPONENT, in_autocast_type
+from backbones.attention.kernels.flash import BLOCK_SCORES, LEAST_EXPONENT, in_autocast_type
 from backbones.layers.precision import at_least_float32, autocast_off
 from backbones.layers.tracing import missing
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backbones.attention import flash, reference
+from backbones.attention import reference
 from backbones.attention.dense import DenseAttention, dense_attention
+from backbones.attention.kernels import flash
 from backbones.attention.long_short import LongShortAttention, long_short_attention
 from backbones.attention.sliding_chunk import MODES, SlidingChunkAttention, sliding_chunk_attention
 from tests.backbones.attention.test_long_short import attention_inputs as long_short_inputs

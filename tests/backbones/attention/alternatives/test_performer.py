@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from backbones.attention import reference
-from backbones.attention.performer import (
+from backbones.attention.alternatives.performer import (
     PerformerAttention,
     draw_features,
     performer_attention,

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from backbones.attention.chunks import MODES, own_and_neighbour
-from backbones.attention.flash import in_autocast_type
+from backbones.attention.kernels.flash import in_autocast_type
 from backbones.errors import InputError, check_choice
 
 _MAX_CHANNELS = 128
@@ -93,7 +93,7 @@ def _is_installed() -> bool:
 
 
 def _kernels() -> ModuleType:
-    from backbones.attention import triton_kernels
+    from backbones.attention.kernels import triton_kernels
 
     return triton_kernels
 

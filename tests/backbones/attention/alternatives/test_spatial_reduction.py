@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from backbones.attention.spatial_reduction import SpatialReductionAttention, instance_norm
+from backbones.attention.alternatives.spatial_reduction import SpatialReductionAttention, instance_norm
 from tests.backbones.helpers import random_images, randomise, trace
 
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from backbones import InputError, create_backbone
-from backbones.attention import backends, reference, sliding_chunk
-from backbones.attention.backends import Situation, choose_kernel
+from backbones.attention import reference, sliding_chunk
+from backbones.attention.kernels import backends
+from backbones.attention.kernels.backends import Situation, choose_kernel
 from backbones.attention.sliding_chunk import SlidingChunkAttention, sliding_chunk_attention
 from tests.backbones.helpers import assert_all_close, attention_inputs, outputs_and_gradients, randomise
 from tests.gpu import DEVICE, on_gpu

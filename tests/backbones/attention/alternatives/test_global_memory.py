@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from backbones.attention.global_memory import GlobalMemoryAttention
+from backbones.attention.alternatives.global_memory import GlobalMemoryAttention
 from backbones.errors import InputError
 from tests.backbones.helpers import random_images, randomise, trace
 

@@ -17,10 +17,11 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from backbones.attention import reference, triton_chunks
+from backbones.attention import reference
+from backbones.attention.kernels import triton_chunks
+from backbones.attention.kernels.triton_chunks import Launch, missing_for, triton_chunk_attention
 from backbones.attention.random_shift import SHIFTS
 from backbones.attention.sliding_chunk import MODES, SlidingChunkAttention
-from backbones.attention.triton_chunks import Launch, missing_for, triton_chunk_attention
 from backbones.errors import InputError
 from tests.backbones.helpers import (
     assert_padding_is_hidden_in_half_precision,
@@ -384,7 +385,7 @@ def test_every_kernel_compiles(monkeypatch, tmp_path, architecture, dtype, chann
     if not (Path(triton.__file__).parent / "backends/nvidia/bin/ptxas").exists():
         pytest.skip("triton has no ptxas here")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    from backbones.attention import triton_kernels
+    from backbones.attention.kernels import triton_kernels
 
     inputs = attention_inputs(20, 27, window_size=7, batch=1, channels=channels, **ALL)
     # On a CPU bfloat16 would be taken as float32.
