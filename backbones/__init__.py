@@ -6,6 +6,6 @@ maps, with what it needs to know of them; :mod:`backbones.convert` takes officia
 """
 
 from backbones.build import create_backbone, create_classifier, list_variants
-from backbones.errors import InputError
+from backbones.utils.errors import InputError
 
 __all__ = ["InputError", "create_backbone", "create_classifier", "list_variants"]

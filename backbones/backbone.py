@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from backbones.attention.dense import join_tokens
-from backbones.errors import InputError, check_choice
 from backbones.layers.block import Block
 from backbones.layers.decay import undecayed_names
 from backbones.layers.initial import draw_
 from backbones.layers.position import position_parameter, resize_tables
 from backbones.layers.tracing import in_order
+from backbones.utils.errors import InputError, check_choice
 from backbones.variants import Variant, stage_names
 
 ATTENTION_BACKENDS = ("auto", "sdpa", "triton", "reference")

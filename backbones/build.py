@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from backbones.backbone import Backbone, Classifier, Settings
 from backbones.cvt import CvT
-from backbones.errors import InputError, explain_unknown_keywords
 from backbones.lit import LIT
+from backbones.utils.errors import InputError, explain_unknown_keywords
 from backbones.variants import OPTIONS, VARIANTS, CvTVariant, LITVariant, ViLVariant, get_variant, stage_names
 from backbones.vil import ViL
 

@@ -13,12 +13,12 @@ from backbones.attention.alternatives.performer import draw_features
 from backbones.attention.dense import DenseAttention
 from backbones.backbone import Backbone
 from backbones.build import create_backbone, create_classifier
-from backbones.conversion_report import ConversionReport, check_weight, describe_mismatch
-from backbones.errors import InputError, explain_unknown_keywords
-from backbones.files import state_dict_of
 from backbones.layers.position import GridRelativeBias, SegmentRelativeBias, resize_table
 from backbones.lit import LIT
 from backbones.sequence.convert import convert_sequence_state_dict
+from backbones.utils.conversion_report import ConversionReport, check_weight, describe_mismatch
+from backbones.utils.errors import InputError, explain_unknown_keywords
+from backbones.utils.files import state_dict_of
 from backbones.vil import ViL
 
 __all__ = [
@@ -116,7 +116,7 @@ def recognise(contents: Mapping[str, object]) -> OfficialCheckpoint | None:
     """Which official checkpoint it is, from its names; None where it is none.
 
     Args:
-        contents: of :func:`backbones.files.read_checkpoint`, or a bare state dict.
+        contents: of :func:`backbones.utils.files.read_checkpoint`, or a bare state dict.
     """
     state_dict = state_dict_of(contents) or contents
     # What is no tensor is no weight: detectron2 may save numbers beside them.

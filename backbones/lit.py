@@ -4,10 +4,10 @@ from torch import Tensor, nn
 
 from backbones.attention.dense import DenseAttention
 from backbones.backbone import Backbone
-from backbones.errors import InputError
 from backbones.layers.patch_embed import PatchEmbed
 from backbones.layers.position import GridPositions
 from backbones.layers.token_merging import DeformableTokenMerging, LinearTokenMerging
+from backbones.utils.errors import InputError
 from backbones.variants import LITVariant, stage_names
 
 # The official code leaves the embedding's norm at PyTorch's value in LIT-Ti too, whose other norms have 1e-6.

@@ -23,10 +23,10 @@ from timm.optim._optim_factory import default_registry
 from torch import Tensor, nn
 
 from backbones.build import list_variants
-from backbones.errors import InputError
 from backbones.layers.position import fit_table
 from backbones.lit import LIT
 from backbones.timm_api import LITAdamW, TimmClassifier, TimmFeatures, feature_request, has_fixed_input_size
+from backbones.utils.errors import InputError
 from backbones.variants import get_variant
 
 

@@ -8,9 +8,9 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
 from backbones.attention.chunks import MODES
-from backbones.errors import InputError, check_choice, closest
 from backbones.layers.batch_norm import BATCH_NORMS
 from backbones.layers.position import RESIZING
+from backbones.utils.errors import InputError, check_choice, closest
 
 ATTENTIONS = (
     "sliding_chunk",

@@ -3,7 +3,7 @@
 from torch import nn
 from torchvision.ops import FrozenBatchNorm2d
 
-from backbones.errors import check_choice
+from backbones.utils.errors import check_choice
 
 # "frozen": statistics and weights are never trained; "sync": statistics over all processes.
 BATCH_NORMS = {"batch": nn.BatchNorm2d, "frozen": FrozenBatchNorm2d, "sync": nn.SyncBatchNorm}

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from backbones.errors import InputError, check_choice
 from backbones.layers.initial import draw_
 from backbones.layers.tracing import first, in_order, is_tracing
+from backbones.utils.errors import InputError, check_choice
 
 # How a table meets a map of another size: resized once, when a checkpoint is loaded, into one for the largest map, of
 # which each map takes its part (ViL); or resized to each map (LIT).

@@ -16,11 +16,11 @@ from timm.models.swin_transformer import PatchMerging
 from torch import Tensor, nn
 from torchvision.ops import deform_conv2d
 
-from backbones.errors import InputError
 from backbones.layers.batch_norm import batch_norm
 from backbones.layers.patch_embed import pad_to_multiple
 from backbones.layers.precision import at_least_float32, autocast_off
 from backbones.layers.tracing import in_order, is_exporting, is_tracing
+from backbones.utils.errors import InputError
 
 
 class DeformableTokenMerging(nn.Module):

@@ -1,9 +1,9 @@
 """Sizes in, models on sequences out."""
 
-from backbones.errors import InputError, explain_unknown_keywords
 from backbones.sequence.char_lm import CharLM
 from backbones.sequence.checks import check_heads, check_rate, check_whole
 from backbones.sequence.encoder import SequenceEncoder
+from backbones.utils.errors import InputError, explain_unknown_keywords
 
 
 @explain_unknown_keywords

@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from backbones.errors import InputError
 from backbones.layers.decay import undecayed_names
 from backbones.layers.mlp import Mlp
 from backbones.layers.precision import at_least_float32
 from backbones.sequence.causal import CausalAttention
 from backbones.sequence.checks import check_ids
+from backbones.utils.errors import InputError
 
 
 class CharLMLayer(nn.Module):

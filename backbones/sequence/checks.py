@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from backbones.errors import InputError
 from backbones.layers.tracing import is_tracing
+from backbones.utils.errors import InputError
 
 
 def check_whole(name: str, value: object, *, least: int = 1) -> None:

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from backbones.conversion_report import ConversionReport, check_weight, describe_mismatch
-from backbones.errors import InputError
 from backbones.sequence.char_lm import CharLM
 from backbones.sequence.encoder import SequenceEncoder
+from backbones.utils.conversion_report import ConversionReport, check_weight, describe_mismatch
+from backbones.utils.errors import InputError
 
 _EMPTY = "an empty tensor: there is no dynamic projection"
 _UNUSED = "never used: there are no projected keys and no class token to norm"

@@ -4,11 +4,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from backbones.errors import InputError
 from backbones.layers.decay import undecayed_names
 from backbones.layers.mlp import Mlp
 from backbones.sequence.checks import check_ids
 from backbones.sequence.long_short import SequenceAttention
+from backbones.utils.errors import InputError
 
 
 class EncoderLayer(nn.Module):

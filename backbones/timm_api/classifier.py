@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from backbones.attention.dense import join_tokens
 from backbones.backbone import Classifier, init_linear
 from backbones.build import create_classifier, height_and_width
-from backbones.errors import InputError
 from backbones.timm_api.stages import check_in_chans, chosen_stages, set_checkpointing, stage_info
 from backbones.timm_api.training import Redraw, Shift, slow_offsets
+from backbones.utils.errors import InputError
 from backbones.variants import get_variant
 
 _POOLS = {"mean": "avg", "global_token": "token"}

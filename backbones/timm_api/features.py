@@ -7,8 +7,8 @@ from timm.layers import Format
 from torch import Tensor, nn
 
 from backbones.build import create_backbone
-from backbones.errors import InputError, check_choice
 from backbones.timm_api.stages import check_in_chans, chosen_stages, set_checkpointing, stage_info
+from backbones.utils.errors import InputError, check_choice
 from backbones.variants import get_variant, stage_names
 
 FEATURE_CLASSES = ("list", "dict", "getter")

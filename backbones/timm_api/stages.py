@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from timm.models import FeatureInfo
 from torch import nn
 
-from backbones.errors import InputError
+from backbones.utils.errors import InputError
 from backbones.variants import CvTVariant, LITVariant, Variant
 
 

@@ -7,8 +7,8 @@ from torch import nn
 
 from backbones.attention.alternatives.performer import PerformerAttention, redraw_features, redraw_interval
 from backbones.attention.sliding_chunk import draw_shifts
-from backbones.errors import InputError
 from backbones.layers.token_merging import DeformableTokenMerging
+from backbones.utils.errors import InputError
 
 # 1e-5 beside 1e-3 (LIT section 4.1)
 OFFSET_LR_SCALE = 0.01

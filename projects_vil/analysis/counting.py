@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from backbones import InputError, create_backbone, create_classifier, list_variants
 from backbones.attention.alternatives.performer import PerformerAttention
-from backbones.errors import closest
+from backbones.utils.errors import closest
 from backbones.variants import VARIANTS, get_variant
 from projects_vil.analysis.published import PUBLISHED_CLASSIFIERS, Printed, why_different
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from backbones import InputError
 from backbones.convert import recognise
-from backbones.files import read_checkpoint, state_dict_of
+from backbones.utils.files import read_checkpoint, state_dict_of
 from backbones.variants import get_variant
 from projects_vil.checkpoint.conversion import convert_official
 from projects_vil.checkpoint.pretrained import is_classifier, named_variant

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from backbones import InputError
 from backbones.convert import ConversionReport, OfficialCheckpoint, convert_state_dict, describe_mismatch, recognise
-from backbones.files import check_writable, read_checkpoint, write_checkpoint
+from backbones.utils.files import check_writable, read_checkpoint, write_checkpoint
 from backbones.variants import LITVariant, ViLStage, ViLVariant, get_variant
 from projects_vil.checkpoint.categories import Categories, dataset_categories
 from projects_vil.checkpoint.provenance import OFFICIAL_INPUT, PROVENANCE_KEY, Provenance
@@ -47,7 +47,7 @@ class Conversion:
 
     Attributes:
         official: what it was.
-        contents: what :func:`backbones.files.write_checkpoint` takes.
+        contents: what :func:`backbones.utils.files.write_checkpoint` takes.
         options: the keywords of ``create_backbone`` or ``create_classifier`` for the model that takes it.
         report: what became of every name: official names without the wrappers that the file has round them.
     """

@@ -16,8 +16,8 @@ from torch.optim.swa_utils import AveragedModel
 
 from backbones import InputError
 from backbones.convert import OfficialCheckpoint, recognise
-from backbones.errors import check_file
-from backbones.files import read_checkpoint, save_tensors, state_dict_of, written_whole
+from backbones.utils.errors import check_file
+from backbones.utils.files import read_checkpoint, save_tensors, state_dict_of, written_whole
 from backbones.variants import OPTIONS, classifier_variant
 from projects_vil.checkpoint.class_rows import copy_rows, is_predictor, match_classes
 from projects_vil.checkpoint.conversion import BACKBONE_PREFIX, convert_official

@@ -5,7 +5,7 @@ import json
 from detectron2.config import CfgNode
 from torch import nn
 
-from backbones.files import digest_of_tensors
+from backbones.utils.files import digest_of_tensors
 
 _OF_THE_PLACE = ("WEIGHTS", "DEVICE")
 

@@ -22,7 +22,7 @@ def is_classifier(state_dict: Mapping[str, object]) -> bool:
 
 def named_variant(contents: Mapping[str, object]) -> str | None:
     """The variant that the arguments of timm's training script name, where the file holds them."""
-    # What stands for a Namespace has its values as attributes (backbones.files).
+    # What stands for a Namespace has its values as attributes (backbones.utils.files).
     name = getattr(contents.get("args"), "model", None)
     return name if isinstance(name, str) and name in VARIANTS else None
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from backbones import InputError
 from backbones.convert import recognise
-from backbones.files import check_writable, read_checkpoint, write_checkpoint
+from backbones.utils.files import check_writable, read_checkpoint, write_checkpoint
 from projects_vil.checkpoint.provenance import PROVENANCE_KEY
 
 _MEGABYTE = 1e6

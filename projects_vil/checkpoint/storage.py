@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from backbones import InputError
-from backbones.files import read_checkpoint, written_whole
+from backbones.utils.files import read_checkpoint, written_whole
 
 LAST_CHECKPOINT, BEST_CHECKPOINT = "last_checkpoint", "model_best.pth"
 _PATTERN = "model_*.pth"

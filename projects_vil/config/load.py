@@ -9,7 +9,7 @@ from detectron2.config import CfgNode as CN
 from detectron2.config import get_cfg
 from detectron2.projects.point_rend import add_pointrend_config
 
-from backbones.errors import InputError, check_file, closest
+from backbones.utils.errors import InputError, check_file, closest
 from projects_vil.config.defaults import add_vil_config
 
 # What detectron2 writes the whole config of a run into, in OUTPUT_DIR.

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from detectron2.config import CfgNode
 
-from backbones.errors import InputError
+from backbones.utils.errors import InputError
 
 # The beginning of a key, the key that it depends on, and the values of that with which it is read.
 _READ_WITH = (

@@ -6,7 +6,7 @@ import torch
 from detectron2.data import transforms as T
 from torch import Tensor
 
-from backbones.errors import check_choice
+from backbones.utils.errors import check_choice
 
 # What PhotoMetricDistortion of the official LIT configuration has for defaults, those of SSD: grey levels of 256,
 # factors, and hue in steps of two degrees, as OpenCV keeps it in 8 bits.

@@ -13,7 +13,7 @@ from detectron2.data.samplers import RandomSubsetTrainingSampler, RepeatFactorTr
 from detectron2.utils import comm
 
 from backbones import InputError
-from backbones.errors import check_choice
+from backbones.utils.errors import check_choice
 from projects_vil.config import is_panoptic, is_segmentor, number_of_classes
 from projects_vil.data.catalog import check_files, read_class_names
 from projects_vil.data.checking import missing_files

@@ -17,7 +17,7 @@ from detectron2.data import (
 from detectron2.data.datasets import register_coco_instances
 
 from backbones import InputError
-from backbones.errors import closest
+from backbones.utils.errors import closest
 from projects_vil.data.datasets.ade20k import read_classes, register_ade20k
 from projects_vil.data.datasets.builtin_meta import (
     ADE20K_CLASSES,

@@ -23,7 +23,7 @@ from detectron2.structures.masks import polygons_to_bitmask
 from pycocotools import mask as mask_util
 
 from backbones import InputError
-from backbones.errors import check_choice
+from backbones.utils.errors import check_choice
 from projects_vil.config import is_segmentor
 from projects_vil.data.augmentations import pad_to
 from projects_vil.data.datasets.ade20k import IGNORED_LABEL, open_labels, read_labels

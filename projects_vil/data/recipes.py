@@ -6,7 +6,7 @@ from detectron2.data import transforms as T
 from detectron2.data.detection_utils import build_augmentation
 
 from backbones import InputError
-from backbones.errors import check_choice
+from backbones.utils.errors import check_choice
 from projects_vil.config import is_segmentor
 from projects_vil.data.augmentations import PhotometricDistortion
 

@@ -12,7 +12,7 @@ from detectron2.config import CfgNode
 from torch import nn
 
 from backbones import InputError
-from backbones.errors import check_choice
+from backbones.utils.errors import check_choice
 from projects_vil import data
 from projects_vil.checkpoint import check_weights, checkpoints_of, find_checkpoint, optimizer_groups
 from projects_vil.config import check_device, is_panoptic

@@ -28,7 +28,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from backbones.attention.alternatives.performer import PerformerAttention
-from backbones.files import written_whole
+from backbones.utils.files import written_whole
 from projects_vil import data, evaluation, solver
 from projects_vil.checkpoint import Checkpointer, fingerprint
 from projects_vil.config import CONFIG_FILE

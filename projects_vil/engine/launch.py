@@ -11,7 +11,7 @@ from detectron2.engine import default_argument_parser, default_setup
 from detectron2.evaluation import verify_results
 from detectron2.utils import comm
 
-from backbones.files import written_whole
+from backbones.utils.files import written_whole
 from projects_vil.checkpoint import Checkpointer, checkpoints_of, remove_run
 from projects_vil.config import CONFIG_FILE, ConfigToolParser, check_typed_keys, load_config
 from projects_vil.data import read_ahead, register_datasets

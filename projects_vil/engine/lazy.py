@@ -21,7 +21,7 @@ from torch import nn
 
 from backbones import InputError
 from backbones.attention.alternatives.performer import PerformerAttention
-from backbones.errors import check_file, closest
+from backbones.utils.errors import check_file, closest
 from projects_vil import data
 from projects_vil.checkpoint import Checkpointer, check_weights, checkpoints_of, find_checkpoint
 from projects_vil.config import default_config, one_line

@@ -12,7 +12,7 @@ from detectron2.utils import comm
 from detectron2.utils.events import EventStorage, JSONWriter
 from torch import nn
 
-from backbones.files import written_whole
+from backbones.utils.files import written_whole
 from projects_vil.data import derived_seed, seed_all
 from projects_vil.progress import SMOOTHING_WINDOW, scalars_after
 

@@ -16,7 +16,7 @@ from detectron2.utils import comm
 from torch import Tensor, nn
 
 from backbones import InputError
-from backbones.files import written_whole
+from backbones.utils.files import written_whole
 from projects_vil.config import one_line
 from projects_vil.modeling import BatchParts
 from projects_vil.solver import shown_group

@@ -9,7 +9,7 @@ from typing import Any
 from detectron2.evaluation import COCOEvaluator
 
 from backbones import InputError
-from backbones.errors import check_choice
+from backbones.utils.errors import check_choice
 
 COCO_APIS = ("pycocotools", "faster_coco_eval")
 

@@ -4,7 +4,7 @@ from detectron2.config import CfgNode
 from detectron2.data import MetadataCatalog
 
 from backbones import InputError
-from backbones.errors import closest
+from backbones.utils.errors import closest
 from projects_vil.data import class_names
 from projects_vil.evaluation.losses import LOSS_TASK, TOTAL_LOSS
 

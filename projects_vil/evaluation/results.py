@@ -12,7 +12,7 @@ from detectron2.config import CfgNode
 from detectron2.data import MetadataCatalog
 
 from backbones import InputError
-from backbones.files import written_whole
+from backbones.utils.files import written_whole
 from projects_vil.evaluation.explaining import class_values, explain_results
 
 RESULTS_FILE = "evaluation.json"

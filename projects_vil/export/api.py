@@ -18,7 +18,7 @@ from detectron2.config import CfgNode
 from torch import Tensor, nn
 
 from backbones import InputError
-from backbones.errors import check_choice
+from backbones.utils.errors import check_choice
 from projects_vil.checkpoint import load_detector
 from projects_vil.export.exportable.build import make_exportable
 from projects_vil.export.formats import write_model

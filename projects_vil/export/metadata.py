@@ -12,7 +12,7 @@ from detectron2.config import CfgNode
 from torch import nn
 
 from backbones import InputError
-from backbones.errors import check_file
+from backbones.utils.errors import check_file
 from projects_vil.checkpoint import versions
 from projects_vil.config import detector_name
 from projects_vil.export.exportable.detector import ExportableDetector

@@ -7,7 +7,7 @@ from detectron2.config import CfgNode
 from torch import Tensor
 
 from backbones import InputError
-from backbones.errors import check_choice
+from backbones.utils.errors import check_choice
 from projects_vil.config import DETECTORS
 from projects_vil.data import load_dataset, register_datasets
 from projects_vil.export.formats import FORMATS, check_format

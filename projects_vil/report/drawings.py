@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.font_manager import findfont
 from PIL import Image, ImageDraw, ImageFont
 
-from backbones.errors import InputError
+from backbones.utils.errors import InputError
 from projects_vil.data import read_image
 from projects_vil.report.judging import Judged, Matched
 

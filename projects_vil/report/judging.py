@@ -13,7 +13,7 @@ from pycocotools import mask as mask_util
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from backbones.errors import InputError
+from backbones.utils.errors import InputError
 
 IOU = 0.5  # of a hit with its object
 SIZES = {"small": "below 32²", "medium": "32² to 96²", "large": "above 96²"}

@@ -10,7 +10,7 @@ from typing import Any
 
 from detectron2.config import CfgNode
 
-from backbones.errors import InputError
+from backbones.utils.errors import InputError
 from projects_vil.config import default_config, load_config
 
 CONFIG, METRICS, EVALUATION, LOG = "config.yaml", "metrics.json", "evaluation.json", "log.txt"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from backbones import InputError
-from backbones.files import written_whole
+from backbones.utils.files import written_whole
 from projects_vil.data import register_datasets
 from projects_vil.report.dataset_part import DatasetPart, dataset_parts
 from projects_vil.report.figures import training_figures

@@ -11,7 +11,7 @@ from detectron2.solver.build import maybe_add_gradient_clipping
 from torch import nn
 
 from backbones import InputError
-from backbones.errors import closest
+from backbones.utils.errors import closest
 from projects_vil.solver.clipping import clip_full_model
 from projects_vil.solver.layer_decay import layer_factors
 

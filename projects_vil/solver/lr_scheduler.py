@@ -7,7 +7,7 @@ from detectron2.solver import build_lr_scheduler as build_detectron2_lr_schedule
 from fvcore.common.param_scheduler import ParamScheduler
 
 from backbones import InputError
-from backbones.errors import check_choice
+from backbones.utils.errors import check_choice
 
 LR_SCHEDULERS = ("WarmupMultiStepLR", "WarmupCosineLR", "WarmupStepWithFixedGammaLR", "WarmupPolyLR")
 

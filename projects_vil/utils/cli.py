@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
-from backbones.errors import InputError, closest, system_error_of
+from backbones.utils.errors import InputError, closest, system_error_of
 from projects_vil.utils.endings import RunEnded, explain_ending
 from projects_vil.utils.logging import log_to_stderr
 from projects_vil.utils.signals import ToldToEnd, unwound_by_signals

@@ -9,7 +9,7 @@ from detectron2.structures import BoxMode
 from detectron2.utils.colormap import colormap
 from detectron2.utils.visualizer import Visualizer
 
-from backbones.errors import InputError
+from backbones.utils.errors import InputError
 from projects_vil.data import IGNORED_LABEL
 
 LABEL_POINTS = 9

@@ -6,7 +6,7 @@ from pathlib import Path
 from detectron2.config import CfgNode
 from detectron2.data import MetadataCatalog
 
-from backbones.errors import InputError
+from backbones.utils.errors import InputError
 from projects_vil.visualization.results import draw_results, predictions_file
 
 DRAWINGS_FOLDER = "drawings"

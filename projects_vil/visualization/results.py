@@ -9,7 +9,7 @@ import numpy as np
 import pycocotools.mask as mask_util
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
-from backbones.errors import InputError, closest
+from backbones.utils.errors import InputError, closest
 from projects_vil.data import IGNORED_LABEL, label_reader, read_image
 from projects_vil.visualization.drawing import draw_instances, draw_labels, write_image
 from projects_vil.visualization.panels import GAP, PANEL_HEIGHT, PANEL_WIDTH, panel_below_title, stack_rows

@@ -10,7 +10,7 @@ from detectron2.data import MetadataCatalog
 from detectron2.data.catalog import Metadata
 from detectron2.structures import BitMasks, BoxMode, Instances, PolygonMasks
 
-from backbones.errors import InputError
+from backbones.utils.errors import InputError
 from projects_vil.config import is_panoptic, is_segmentor
 from projects_vil.data import build_train_loader
 from projects_vil.utils import check_output_folder

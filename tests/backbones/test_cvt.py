@@ -7,8 +7,8 @@ from backbones import create_backbone, create_classifier
 from backbones.backbone import Classifier, Settings
 from backbones.convert import convert_state_dict
 from backbones.cvt import CvT
-from backbones.errors import InputError
 from backbones.layers.conv import StandardisedConv2d
+from backbones.utils.errors import InputError
 from tests.backbones.families import CVT, small_model
 from tests.backbones.helpers import assert_all_close, map_gradients, random_images, randomise
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from backbones.errors import InputError
 from backbones.layers.token_merging import DeformableTokenMerging
+from backbones.utils.errors import InputError
 from tests.backbones.families import VARIANTS, small_classifier, small_model
 from tests.backbones.helpers import assert_all_close, map_gradients, random_images, trace
 from tests.selection import slow_except

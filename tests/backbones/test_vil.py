@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from backbones.backbone import Settings
-from backbones.errors import InputError
 from backbones.layers.block import Block
+from backbones.utils.errors import InputError
 from backbones.vil import ViL
 from tests.backbones.helpers import (
     FAMILIES,

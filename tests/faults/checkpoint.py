@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from backbones.files import read_checkpoint, write_checkpoint
+from backbones.utils.files import read_checkpoint, write_checkpoint
 from tests.faults.fault import TRAIN, Fault, Spoil
 from tests.faults.spoiling import all_of, cut_off, emptied, flipped, made_a_folder, removed, stored, written
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from backbones import create_backbone, create_classifier
-from backbones.files import read_checkpoint
+from backbones.utils.files import read_checkpoint
 from backbones.variants import VARIANTS
 from projects_vil.checkpoint import PROVENANCE_KEY, Provenance
 from projects_vil.checkpoint.conversion import BACKBONE_PREFIX

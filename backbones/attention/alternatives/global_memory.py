@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from backbones.attention.dense import BACKENDS, merge_heads, split_heads
-from backbones.errors import InputError, check_choice
+from backbones.utils.errors import InputError, check_choice
 
 
 class GlobalMemoryAttention(nn.Module):

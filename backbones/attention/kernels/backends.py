@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from backbones.attention import reference
-from backbones.errors import InputError
+from backbones.utils.errors import InputError
 
 Kernel = Callable[..., Tensor]
 

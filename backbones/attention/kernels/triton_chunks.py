@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from backbones.attention.chunks import MODES, own_and_neighbour
 from backbones.attention.kernels.flash import in_autocast_type
-from backbones.errors import InputError, check_choice
+from backbones.utils.errors import InputError, check_choice
 
 _MAX_CHANNELS = 128
 # Programs that sum a gradient over the map: enough for the largest devices, and the same on all.

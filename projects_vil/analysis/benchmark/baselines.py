@@ -8,7 +8,7 @@ from detectron2.modeling.backbone.swin import SwinTransformer
 from torch import Tensor
 
 from backbones import InputError
-from backbones.errors import closest
+from backbones.utils.errors import closest
 
 # detectron2's own; any other name is one of timm.
 _OWN = ("r50", "swin_t")

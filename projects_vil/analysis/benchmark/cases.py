@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from backbones import InputError
 from backbones.attention.sliding_chunk import draw_shifts
-from backbones.errors import check_choice
+from backbones.utils.errors import check_choice
 from backbones.variants import get_variant, stage_names
 from projects_vil.analysis.benchmark.baselines import build_baseline
 from projects_vil.config import check_device, load_config

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from backbones import InputError
-from backbones.errors import check_file
+from backbones.utils.errors import check_file
 from projects_vil.analysis.robustness.predicting import Predictor
 from projects_vil.analysis.robustness.published import PaperFigure, paper_figures
 from projects_vil.analysis.robustness.scoring import (

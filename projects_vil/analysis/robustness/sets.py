@@ -17,7 +17,7 @@ from pathlib import Path
 from timm.data import ImageNetInfo
 
 from backbones import InputError
-from backbones.errors import check_choice
+from backbones.utils.errors import check_choice
 from projects_vil.analysis.robustness.scoring import CORRUPTIONS, SEVERITIES
 from projects_vil.data import IMAGE_SUFFIXES
 

@@ -17,7 +17,7 @@ from detectron2.utils.logger import log_first_n
 from pycocotools import mask as mask_util
 
 from backbones import InputError
-from backbones.files import written_whole
+from backbones.utils.files import written_whole
 from projects_vil.data.checking import Checked, check_dataset, mend
 from projects_vil.utils import unwound_by_signals
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 
-from backbones.errors import InputError, check_choice
+from backbones.utils.errors import InputError, check_choice
 from projects_vil.data.datasets.builtin_meta import SHAPES_CLASSES, SHAPES_SEM_SEG_CLASSES
 
 SPLITS = ("train", "val")

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from backbones import InputError
-from backbones.files import written_whole
+from backbones.utils.files import written_whole
 
 
 def write_subset(source: str | Path, output: str | Path, *, num_images: int) -> int:

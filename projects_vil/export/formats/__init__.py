@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from backbones import InputError
-from backbones.errors import check_choice
+from backbones.utils.errors import check_choice
 from projects_vil.export.exportable.detector import ExportableDetector
 from projects_vil.export.formats.aot_inductor import AOT_INDUCTOR, compiler
 from projects_vil.export.formats.format import Format, Run

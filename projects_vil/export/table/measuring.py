@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from backbones import InputError
-from backbones.errors import check_choice
+from backbones.utils.errors import check_choice
 from projects_vil.checkpoint import build_detector
 from projects_vil.export.api import export_detector
 from projects_vil.export.formats import FORMATS, check_format

@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard
 from torch import nn
 
 from backbones import InputError
-from backbones.files import read_checkpoint, write_checkpoint
+from backbones.utils.files import read_checkpoint, write_checkpoint
 from projects_vil.checkpoint import PROVENANCE_KEY, Categories, Checkpointer, versions
 from projects_vil.config import CONFIG_FILE, load_config
 from projects_vil.evaluation import EVALUATED_FILE, RESULTS_FILE, results_as_files

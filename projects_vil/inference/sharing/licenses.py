@@ -1,7 +1,7 @@
 """The licences that the hub knows."""
 
 from backbones import InputError
-from backbones.errors import closest
+from backbones.utils.errors import closest
 
 # What is on no list, and is said in a file of its own.
 OTHER = "other"

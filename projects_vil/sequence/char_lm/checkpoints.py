@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from backbones.errors import InputError
-from backbones.files import read_checkpoint, write_checkpoint
+from backbones.utils.errors import InputError
+from backbones.utils.files import read_checkpoint, write_checkpoint
 from projects_vil.sequence.char_lm.models import KINDS, create_model
 from projects_vil.sequence.char_lm.presets import ModelSize
 from projects_vil.sequence.char_lm.text import Vocabulary

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from backbones.errors import InputError
+from backbones.utils.errors import InputError
 from projects_vil.sequence.char_lm.checkpoints import best_path, load_trained
 from projects_vil.sequence.char_lm.measuring import VOCABULARY_OF_MEASURING, Cost, measure_steps
 from projects_vil.sequence.char_lm.models import KINDS, count_of

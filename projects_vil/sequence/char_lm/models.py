@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from backbones.errors import InputError
 from backbones.sequence import create_char_lm
+from backbones.utils.errors import InputError
 from projects_vil.sequence.char_lm.full_attention import FullAttentionLM
 from projects_vil.sequence.char_lm.presets import ModelSize
 

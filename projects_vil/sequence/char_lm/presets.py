@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from backbones.errors import InputError, check_choice
 from backbones.sequence.variants import CHAR_LMS, CharLMSizes, Phase
+from backbones.utils.errors import InputError, check_choice
 
 _FIRST = CHAR_LMS["enwik8_small"].sizes
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from backbones.errors import InputError
+from backbones.utils.errors import InputError
 
 
 @dataclass(frozen=True)

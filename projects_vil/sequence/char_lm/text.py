@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from backbones.errors import InputError, check_file
+from backbones.utils.errors import InputError, check_file
 
 # Of 100 bytes, in the order of the file; the rest is the test part (section 4.2).
 TRAIN_SHARE, DEV_SHARE = 90, 5

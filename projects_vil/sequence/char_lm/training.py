@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from backbones.errors import InputError
 from backbones.sequence.variants import Phase
+from backbones.utils.errors import InputError
 from projects_vil.sequence.char_lm.checkpoints import (
     LAST,
     Trained,

@@ -10,7 +10,7 @@ import hashlib
 
 import numpy as np
 
-from backbones.errors import InputError
+from backbones.utils.errors import InputError
 from projects_vil.sequence.lra.examples import Dataset, Examples, Sequences
 
 # Tokens from 0: the values, the operators, the bracket that ends an operator's list.

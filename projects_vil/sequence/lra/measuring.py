@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from backbones.errors import InputError
+from backbones.utils.errors import InputError
 from projects_vil.sequence.costs import Step, aligned, peak_memory, seconds_by_turns
 from projects_vil.sequence.lra.model import SequenceClassifier, create_lra_classifier
 from projects_vil.sequence.lra.settings import Settings

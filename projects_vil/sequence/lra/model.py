@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from backbones.attention.dense import merge_heads, split_heads
-from backbones.errors import InputError, check_choice
 from backbones.layers.mlp import Mlp
 from backbones.sequence import create_sequence_encoder
 from backbones.sequence.checks import check_rate
+from backbones.utils.errors import InputError, check_choice
 from projects_vil.sequence.lra.settings import MODELS, Settings
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from backbones.errors import InputError
+from backbones.utils.errors import InputError
 from projects_vil.sequence.lra.examples import Dataset, Examples, Sequences
 
 IMDB, PAIRS = "aclImdb", "new_aan_pairs"

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from backbones.errors import check_choice
 from backbones.sequence.variants import LRA, EncoderSizes
+from backbones.utils.errors import check_choice
 
 # run_tasks.py
 ADAM_EPSILON, ADAM_BETAS = 1e-6, (0.9, 0.999)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from backbones.errors import InputError
-from backbones.files import written_whole
+from backbones.utils.errors import InputError
+from backbones.utils.files import written_whole
 from projects_vil.sequence.lra.examples import Dataset, Examples, Sequences
 from projects_vil.sequence.lra.listops import CLOSE, WORDS, ListOpsRules, generate_listops
 

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 
-from backbones.errors import InputError, check_choice
-from backbones.files import check_writable, read_checkpoint, write_checkpoint
 from backbones.sequence.variants import EncoderSizes
+from backbones.utils.errors import InputError, check_choice
+from backbones.utils.files import check_writable, read_checkpoint, write_checkpoint
 from projects_vil.sequence.lra.examples import Dataset, Examples
 from projects_vil.sequence.lra.model import SequenceClassifier, create_lra_classifier
 from projects_vil.sequence.lra.settings import ADAM_BETAS, ADAM_EPSILON, SCHEDULES, Settings, TaskData

@@ -8,8 +8,8 @@ import torch
 
 from backbones.attention import reference, sliding_chunk
 from backbones.attention.sliding_chunk import MODES, SlidingChunkAttention, sliding_chunk_attention
-from backbones.errors import InputError
 from backbones.layers.overlap import copied_windows
+from backbones.utils.errors import InputError
 from tests.backbones.helpers import (
     LargestTensor,
     assert_all_close,

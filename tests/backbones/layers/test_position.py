@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from backbones.errors import InputError
 from backbones.layers.position import (
     AbsolutePositions,
     GridPositions,
@@ -12,6 +11,7 @@ from backbones.layers.position import (
     WindowRelativeBias,
     resize_table,
 )
+from backbones.utils.errors import InputError
 from tests.backbones.helpers import random_images, randomise
 
 

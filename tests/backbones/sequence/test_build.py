@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from backbones.errors import InputError
 from backbones.sequence import create_char_lm, create_sequence_encoder
+from backbones.utils.errors import InputError
 from tests.backbones.sequence.helpers import SMALL_CHAR_LM, SMALL_ENCODER
 
 CREATORS = {"encoder": (create_sequence_encoder, SMALL_ENCODER), "char_lm": (create_char_lm, SMALL_CHAR_LM)}

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from backbones.attention import reference
-from backbones.errors import InputError
 from backbones.sequence.causal import CausalAttention, causal_attention
+from backbones.utils.errors import InputError
 from tests.backbones.helpers import outputs_and_gradients
 from tests.backbones.sequence.helpers import assert_same, normal, randomised
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from backbones.errors import InputError
 from backbones.sequence.causal import CausalAttention
 from backbones.sequence.char_lm import _sinusoids
+from backbones.utils.errors import InputError
 from tests.backbones.helpers import LargestTensor
 from tests.backbones.sequence.helpers import random_ids, small_char_lm
 

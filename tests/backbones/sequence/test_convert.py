@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from backbones.convert import convert_sequence_state_dict
-from backbones.errors import InputError
 from backbones.sequence import create_char_lm, create_sequence_encoder
+from backbones.utils.errors import InputError
 from tests.golden import golden, golden_state_dict
 
 ENCODER = {"vocab_size": 32, "dim": 64, "num_heads": 2, "hidden_dim": 128, "depth": 2, "max_length": 96}

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from backbones.errors import InputError
 from backbones.sequence.long_short import SequenceAttention
+from backbones.utils.errors import InputError
 from tests.backbones.helpers import LargestTensor
 from tests.backbones.sequence.helpers import mask_of, random_ids, randomised, small_encoder
 

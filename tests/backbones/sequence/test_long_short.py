@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from backbones.attention import reference
-from backbones.errors import InputError
 from backbones.sequence.long_short import SequenceAttention, class_token_attention, sequence_attention
+from backbones.utils.errors import InputError
 from tests.backbones.helpers import LargestTensor, outputs_and_gradients
 from tests.backbones.sequence.helpers import assert_same, mask_of, normal, randomised
 

@@ -7,7 +7,7 @@ import timm
 import torch
 
 from backbones import InputError, create_classifier, timm_models
-from backbones.files import write_checkpoint
+from backbones.utils.files import write_checkpoint
 from projects_vil.checkpoint import convert_file, load_classifier
 from tests import wrapping
 from tests.backbones.helpers import random_images, randomise

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from backbones import InputError
-from backbones.files import read_checkpoint
+from backbones.utils.files import read_checkpoint
 from projects_vil.checkpoint import Checkpointer
 from tests.projects_vil.helpers import small_config
 

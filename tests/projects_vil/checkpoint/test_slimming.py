@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from backbones import InputError
-from backbones.files import read_checkpoint, write_checkpoint
+from backbones.utils.files import read_checkpoint, write_checkpoint
 from projects_vil import load_config
 from projects_vil.checkpoint import PROVENANCE_KEY, build_detector, check_weights, slim_checkpoint
 from tests.projects_vil.helpers import ROOT

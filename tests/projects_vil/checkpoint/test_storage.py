@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from backbones import InputError
-from backbones.files import read_checkpoint, written_whole
+from backbones.utils.files import read_checkpoint, written_whole
 from projects_vil.checkpoint import find_checkpoint, remove_old, remove_partial, remove_run
 from projects_vil.checkpoint.storage import tag_checkpoint
 from tests.projects_vil.helpers import ROOT
@@ -147,7 +147,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_torso(tmp_path):
     code = """
 import sys, torch
 from backbones import InputError
-from backbones.files import write_checkpoint
+from backbones.utils.files import write_checkpoint
 try:
     write_checkpoint(sys.argv[1], {"model": {"weight": torch.ones(100_000)}})
 except InputError as error:

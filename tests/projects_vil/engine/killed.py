@@ -14,7 +14,7 @@ import torch
 from detectron2.engine import HookBase
 from detectron2.utils import comm
 
-from backbones import files
+from backbones.utils import files
 from projects_vil.data import register_datasets, seed_all
 from projects_vil.engine import Trainer
 from tests.projects_vil.engine.gloo import in_processes

@@ -10,7 +10,7 @@ from detectron2.structures import BitMasks, Boxes, Instances
 from detectron2.utils.events import EventStorage
 
 from backbones import InputError
-from backbones.files import SUFFIXES, write_checkpoint
+from backbones.utils.files import SUFFIXES, write_checkpoint
 from projects_vil import load_config
 from projects_vil.checkpoint import Checkpointer
 from projects_vil.engine import check_setup

@@ -19,7 +19,7 @@ def log(name: str, level: int, text: str) -> None:
 
 def test_a_tool_shows_what_this_project_says_and_others_warnings(capsys):
     def main():
-        for name in ("projects_vil.config.device", "backbones.files", "fvcore.common"):
+        for name in ("projects_vil.config.device", "backbones.utils.files", "fvcore.common"):
             log(name, logging.DEBUG, f"{name}, in detail")
             log(name, logging.INFO, f"{name} says")
             log(name, logging.WARNING, f"{name} warns")
@@ -28,7 +28,7 @@ def test_a_tool_shows_what_this_project_says_and_others_warnings(capsys):
     assert capsys.readouterr() == (
         "",
         "projects_vil.config.device says\nwarning: projects_vil.config.device warns\n"
-        "backbones.files says\nwarning: backbones.files warns\nwarning: fvcore.common warns\n",
+        "backbones.utils.files says\nwarning: backbones.utils.files warns\nwarning: fvcore.common warns\n",
     )
     log("projects_vil.config.device", logging.INFO, "after the tool")
     assert capsys.readouterr().err == ""

@@ -11,7 +11,7 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.data.datasets import register_coco_instances
 from pycocotools.coco import COCO
 
-from backbones.errors import InputError
+from backbones.utils.errors import InputError
 from projects_vil.data import IGNORED_LABEL, label_reader, write_shapes_dataset
 from projects_vil.visualization import draw_results, predictions_file, summarize_run
 from projects_vil.visualization.panels import GAP, HEADER, PANEL_HEIGHT, PANEL_WIDTH

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from backbones.attention.alternatives.linformer import LinformerAttention
-from backbones.errors import InputError
+from backbones.utils.errors import InputError
 from tests.backbones.helpers import random_images, randomise
 
 

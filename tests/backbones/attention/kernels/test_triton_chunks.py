@@ -22,7 +22,7 @@ from backbones.attention.kernels import triton_chunks
 from backbones.attention.kernels.triton_chunks import Launch, missing_for, triton_chunk_attention
 from backbones.attention.random_shift import SHIFTS
 from backbones.attention.sliding_chunk import MODES, SlidingChunkAttention
-from backbones.errors import InputError
+from backbones.utils.errors import InputError
 from tests.backbones.helpers import (
     assert_padding_is_hidden_in_half_precision,
     attention_inputs,

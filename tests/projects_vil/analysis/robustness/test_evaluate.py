@@ -10,7 +10,7 @@ from PIL import Image
 from timm.data import create_transform, resolve_data_config
 
 from backbones import InputError, create_classifier
-from backbones.files import read_checkpoint
+from backbones.utils.files import read_checkpoint
 from projects_vil.analysis import evaluate_robustness, format_robustness, robustness_as_json
 from projects_vil.analysis.robustness.predicting import Predictor
 from projects_vil.analysis.robustness.published import paper_figures

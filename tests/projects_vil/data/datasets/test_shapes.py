@@ -9,7 +9,7 @@ import pytest
 from detectron2.data.datasets import load_coco_json
 from pycocotools.coco import COCO
 
-from backbones.errors import InputError
+from backbones.utils.errors import InputError
 from projects_vil.data import describe_shapes, write_shapes_dataset
 from projects_vil.data.datasets.builtin_meta import SHAPES_CLASSES, SHAPES_SEM_SEG_CLASSES
 from projects_vil.data.datasets.shapes import BACKGROUND_MAX, OBJECT_SIZES, draw_image, label_image, mask_polygons

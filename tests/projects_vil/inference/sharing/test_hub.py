@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from backbones import InputError
-from backbones.files import read_checkpoint
+from backbones.utils.files import read_checkpoint
 from projects_vil import Detector
 from projects_vil.checkpoint import PROVENANCE_KEY
 from tests.projects_vil.inference.helpers import picture

@@ -2,7 +2,7 @@
 
 import pytest
 
-from backbones.errors import InputError, UnknownKeywordError, closest, explain_unknown_keywords
+from backbones.utils.errors import InputError, UnknownKeywordError, closest, explain_unknown_keywords
 
 
 def paint(wall: str, *, colour: str = "white", coats: int = 1) -> str:

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from backbones.errors import InputError, check_file, system_error_of
+from backbones.utils.errors import InputError, check_file, system_error_of
 
 # Under which a checkpoint may hold its state dict: detectron2, LIT and timm; vision-longformer; mmdetection; timm.
 STATE_DICT_KEYS = ("model", "net", "state_dict")

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from yacs.config import CfgNode
 
 from backbones import InputError
-from backbones.files import SUFFIXES, check_writable, read_checkpoint, state_dict_of, write_checkpoint
+from backbones.utils.files import SUFFIXES, check_writable, read_checkpoint, state_dict_of, write_checkpoint
 
 suffixes = pytest.mark.parametrize("suffix", SUFFIXES)
 

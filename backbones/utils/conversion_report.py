@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from backbones.errors import InputError
+from backbones.utils.errors import InputError
 
 
 @dataclasses.dataclass
