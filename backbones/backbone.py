@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from backbones.attention.dense import join_tokens
+from backbones.execution.tracing import in_order
 from backbones.layers.block import Block
-from backbones.layers.decay import undecayed_names
-from backbones.layers.initial import draw_
+from backbones.layers.parameters import draw_, undecayed_names
 from backbones.layers.position import position_parameter, resize_tables
-from backbones.layers.tracing import in_order
 from backbones.utils.errors import InputError, check_choice
 from backbones.variants import Variant, stage_names
 

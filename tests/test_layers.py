@@ -46,7 +46,7 @@ EXPERIMENTS = [
     if path.is_dir() and path.name != "__pycache__"
 ]
 # Of the files in backbones that are no part of a model on sequences, the room of sequences needs these alone.
-UNDER_SEQUENCE = ("backbones.attention", "backbones.layers", "backbones.utils")
+UNDER_SEQUENCE = ("backbones.attention", "backbones.execution", "backbones.layers", "backbones.utils")
 
 
 def room_of(module: str) -> str | None:

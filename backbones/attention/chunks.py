@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from backbones.layers.tracing import first, in_order, missing
+from backbones.execution.tracing import first, in_order, missing
 
 MODES = ("zero_pad", "exact", "cyclic")
 _PENALTY = 1e9

@@ -9,8 +9,8 @@ from backbones.attention import reference
 from backbones.attention.chunks import mark_keys, mark_queries
 from backbones.attention.kernels.dense_gradients import dense_attention_by_blocks, map_attention_by_blocks
 from backbones.attention.kernels.flash import attention_and_sums, learns_by_blocks
+from backbones.execution.tracing import first, in_order, is_exporting, is_tracing, static_size
 from backbones.layers.position import GridRelativeBias, bias_as_view
-from backbones.layers.tracing import first, in_order, is_exporting, is_tracing, static_size
 from backbones.utils.errors import check_choice
 
 # For so few the scores are smaller than the keys, and may be kept.

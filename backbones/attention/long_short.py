@@ -24,10 +24,10 @@ from backbones.attention.chunks import (
 from backbones.attention.dense import dense_attention, merge_heads, split_heads
 from backbones.attention.kernels.flash import attention_and_sums, learns_by_blocks
 from backbones.attention.kernels.window_gradients import Windows, window_attention
-from backbones.layers import overlap
+from backbones.execution import overlap
+from backbones.execution.precision import at_least_float32, autocast_off
+from backbones.execution.tracing import in_order, static_size
 from backbones.layers.position import SegmentRelativeBias
-from backbones.layers.precision import at_least_float32, autocast_off
-from backbones.layers.tracing import in_order, static_size
 from backbones.utils.errors import check_choice
 
 

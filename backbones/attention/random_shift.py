@@ -18,8 +18,8 @@ from torch.autograd.function import once_differentiable
 from backbones.attention.chunks import mark_channels, mark_of_keys, mark_queries, near_only, own_and_neighbour
 from backbones.attention.kernels.dense_gradients import FullBias, dense_gradients
 from backbones.attention.kernels.flash import attention_and_sums, in_autocast_type
-from backbones.layers.precision import autocast_off
-from backbones.layers.tracing import missing
+from backbones.execution.precision import autocast_off
+from backbones.execution.tracing import missing
 
 # Steps of chunks, down and to the right, to a neighbour.
 SHIFTS = tuple((row, col) for row in (-1, 0, 1) for col in (-1, 0, 1) if (row, col) != (0, 0))

@@ -29,9 +29,9 @@ from backbones.attention.kernels.flash import attention_and_sums, in_autocast_ty
 from backbones.attention.kernels.triton_chunks import missing_for, triton_chunk_attention
 from backbones.attention.kernels.window_gradients import Windows, window_attention
 from backbones.attention.random_shift import SHIFTS, shifted_chunk_attention
-from backbones.layers.overlap import copies_windows, threes
+from backbones.execution.overlap import copies_windows, threes
+from backbones.execution.tracing import is_tracing, static_size
 from backbones.layers.position import WindowRelativeBias, position_parameter
-from backbones.layers.tracing import is_tracing, static_size
 from backbones.utils.errors import check_choice
 
 

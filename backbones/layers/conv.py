@@ -4,10 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from backbones.execution.precision import at_least_float32
+from backbones.execution.tracing import in_order
 from backbones.layers.batch_norm import batch_norm
 from backbones.layers.patch_embed import pad_to_multiple
-from backbones.layers.precision import at_least_float32
-from backbones.layers.tracing import in_order
 
 
 class ConvEmbed(nn.Module):

@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from backbones.layers.tracing import is_tracing, missing
+from backbones.execution.tracing import is_tracing, missing
 
 
 def pad_to_multiple(maps: Tensor, multiple: int) -> Tensor:

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from backbones.layers.initial import draw_
-from backbones.layers.tracing import first, in_order, is_tracing
+from backbones.execution.tracing import first, in_order, is_tracing
+from backbones.layers.parameters import draw_
 from backbones.utils.errors import InputError, check_choice
 
 # How a table meets a map of another size: resized once, when a checkpoint is loaded, into one for the largest map, of

@@ -16,10 +16,10 @@ from timm.models.swin_transformer import PatchMerging
 from torch import Tensor, nn
 from torchvision.ops import deform_conv2d
 
+from backbones.execution.precision import at_least_float32, autocast_off
+from backbones.execution.tracing import in_order, is_exporting, is_tracing
 from backbones.layers.batch_norm import batch_norm
 from backbones.layers.patch_embed import pad_to_multiple
-from backbones.layers.precision import at_least_float32, autocast_off
-from backbones.layers.tracing import in_order, is_exporting, is_tracing
 from backbones.utils.errors import InputError
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from backbones.attention import reference
 from backbones.attention.dense import merge_heads, split_heads
 from backbones.attention.long_short import DualNorm, project_tokens
-from backbones.layers import overlap
-from backbones.layers.tracing import missing
+from backbones.execution import overlap
+from backbones.execution.tracing import missing
 from backbones.utils.errors import check_choice
 
 _NEVER = float("-inf")

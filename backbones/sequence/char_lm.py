@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from backbones.layers.decay import undecayed_names
+from backbones.execution.precision import at_least_float32
 from backbones.layers.mlp import Mlp
-from backbones.layers.precision import at_least_float32
+from backbones.layers.parameters import undecayed_names
 from backbones.sequence.causal import CausalAttention
 from backbones.sequence.checks import check_ids
 from backbones.utils.errors import InputError

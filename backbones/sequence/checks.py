@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from backbones.layers.tracing import is_tracing
+from backbones.execution.tracing import is_tracing
 from backbones.utils.errors import InputError
 
 

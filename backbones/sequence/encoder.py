@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from backbones.layers.decay import undecayed_names
 from backbones.layers.mlp import Mlp
+from backbones.layers.parameters import undecayed_names
 from backbones.sequence.checks import check_ids
 from backbones.sequence.long_short import SequenceAttention
 from backbones.utils.errors import InputError

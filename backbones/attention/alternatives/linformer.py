@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from backbones.attention.dense import BACKENDS, join_tokens, merge_heads, part_tokens, split_heads
-from backbones.layers.tracing import is_tracing, static_size
+from backbones.execution.tracing import is_tracing, static_size
 from backbones.utils.errors import InputError, check_choice
 
 

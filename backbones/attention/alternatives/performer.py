@@ -5,8 +5,8 @@ from torch import Tensor, nn
 
 from backbones.attention import reference
 from backbones.attention.dense import join_tokens, merge_heads, part_tokens, recorded_keys, split_heads
-from backbones.layers.precision import at_least_float32, autocast_off
-from backbones.layers.tracing import in_order, is_tracing, static_size
+from backbones.execution.precision import at_least_float32, autocast_off
+from backbones.execution.tracing import in_order, is_tracing, static_size
 from backbones.utils.errors import check_choice
 
 _EPS = 1e-4

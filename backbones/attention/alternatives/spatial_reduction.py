@@ -5,8 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from backbones.attention.dense import BACKENDS, join_tokens, merge_heads, part_tokens, recorded_keys, split_heads
-from backbones.layers.precision import at_least_float32
-from backbones.layers.tracing import in_order, is_tracing, missing_to, static_size
+from backbones.execution.precision import at_least_float32
+from backbones.execution.tracing import in_order, is_tracing, missing_to, static_size
 from backbones.utils.errors import check_choice
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from backbones.attention.kernels.flash import BLOCK_SCORES, LEAST_EXPONENT, attention_and_sums, in_autocast_type
-from backbones.layers.precision import at_least_float32, autocast_off
+from backbones.execution.precision import at_least_float32, autocast_off
 
 
 class FullBias:

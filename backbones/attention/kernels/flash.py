@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from backbones.layers.tracing import is_tracing
+from backbones.execution.tracing import is_tracing
 
 # Outputs and log-sum-exps, on the CPU. Private: where a version of torch lacks it or changes it, nothing calls it.
 _CPU_KERNEL = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from backbones.attention.kernels.flash import BLOCK_SCORES, LEAST_EXPONENT, in_autocast_type
-from backbones.layers.precision import at_least_float32, autocast_off
-from backbones.layers.tracing import missing
+from backbones.execution.precision import at_least_float32, autocast_off
+from backbones.execution.tracing import missing
 
 _MARK = -1e9
 

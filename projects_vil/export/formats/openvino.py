@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from backbones.layers.overlap import copied_windows
-from backbones.layers.tracing import static_size
+from backbones.execution.overlap import copied_windows
+from backbones.execution.tracing import static_size
 from projects_vil.export.exportable.detector import ExportableDetector
 from projects_vil.export.formats.format import Format, Run, check_packages, damaged
 from projects_vil.export.formats.quantizing import stays_float

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from backbones.layers.precision import at_least_float32
+from backbones.execution.precision import at_least_float32
 
 _ROTATION_BASE = 10_000.0
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from backbones.attention import long_short, reference
 from backbones.attention.long_short import LongShortAttention, dynamic_projection, long_short_attention
-from backbones.layers.overlap import copied_windows
+from backbones.execution.overlap import copied_windows
 from backbones.layers.position import SegmentRelativeBias
 from backbones.utils.errors import InputError
 from tests.backbones.helpers import (

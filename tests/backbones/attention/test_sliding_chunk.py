@@ -8,7 +8,7 @@ import torch
 
 from backbones.attention import reference, sliding_chunk
 from backbones.attention.sliding_chunk import MODES, SlidingChunkAttention, sliding_chunk_attention
-from backbones.layers.overlap import copied_windows
+from backbones.execution.overlap import copied_windows
 from backbones.utils.errors import InputError
 from tests.backbones.helpers import (
     LargestTensor,

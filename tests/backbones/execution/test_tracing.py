@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from backbones.layers.tracing import first, in_order, missing, missing_to
+from backbones.execution.tracing import first, in_order, missing, missing_to
 
 
 @pytest.mark.parametrize("multiple", [1, 2, 7])

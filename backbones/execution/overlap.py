@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from backbones.layers.tracing import is_exporting, is_tracing
+from backbones.execution.tracing import is_exporting, is_tracing
 
 _COPIES: contextvars.ContextVar[bool] = contextvars.ContextVar("copies_windows", default=False)
 

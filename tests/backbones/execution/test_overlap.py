@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from backbones.layers.overlap import copied_windows, copies_windows, threes, windows
+from backbones.execution.overlap import copied_windows, copies_windows, threes, windows
 from tests.backbones.helpers import assert_all_close, outputs_and_gradients, random_images, trace
 
 
