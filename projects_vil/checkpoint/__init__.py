@@ -2,10 +2,10 @@
 
 from projects_vil.checkpoint.categories import Categories, checked_ids, dataset_categories, known_categories
 from projects_vil.checkpoint.class_rows import match_classes
-from projects_vil.checkpoint.classifier import LoadedClassifier, load_classifier
-from projects_vil.checkpoint.conversion import convert_file
 from projects_vil.checkpoint.detection_checkpoint import Checkpointer, check_weights, check_weights_file
 from projects_vil.checkpoint.fingerprint import fingerprint
+from projects_vil.checkpoint.origins.classifier import LoadedClassifier, load_classifier
+from projects_vil.checkpoint.origins.conversion import convert_file
 from projects_vil.checkpoint.provenance import PROVENANCE_KEY, Provenance, versions
 from projects_vil.checkpoint.slimming import slim_checkpoint
 from projects_vil.checkpoint.storage import (

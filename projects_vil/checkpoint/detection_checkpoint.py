@@ -20,8 +20,8 @@ from backbones.utils.errors import check_file
 from backbones.utils.files import read_checkpoint, save_tensors, state_dict_of, written_whole
 from backbones.variants import OPTIONS, classifier_variant
 from projects_vil.checkpoint.class_rows import copy_rows, is_predictor, match_classes
-from projects_vil.checkpoint.conversion import BACKBONE_PREFIX, convert_official
-from projects_vil.checkpoint.pretrained import backbone_of_classifier, is_classifier, named_variant
+from projects_vil.checkpoint.origins.conversion import BACKBONE_PREFIX, convert_official
+from projects_vil.checkpoint.origins.pretrained import backbone_of_classifier, is_classifier, named_variant
 from projects_vil.checkpoint.provenance import (
     PROVENANCE_KEY,
     Provenance,

@@ -13,7 +13,7 @@ from backbones import create_backbone, create_classifier
 from backbones.utils.files import read_checkpoint
 from backbones.variants import VARIANTS
 from projects_vil.checkpoint import PROVENANCE_KEY, Provenance
-from projects_vil.checkpoint.conversion import BACKBONE_PREFIX
+from projects_vil.checkpoint.origins.conversion import BACKBONE_PREFIX
 from tests import wrapping
 from tests.backbones import official, official_lit
 from tests.backbones.helpers import random_images

@@ -14,7 +14,7 @@ from backbones.convert import recognise
 from backbones.variants import VARIANTS
 from projects_vil import load_config
 from projects_vil.checkpoint import PROVENANCE_KEY, Checkpointer, Provenance, convert_file
-from projects_vil.checkpoint.conversion import BACKBONE_PREFIX, Conversion, convert_official, expected_heads
+from projects_vil.checkpoint.origins.conversion import BACKBONE_PREFIX, Conversion, convert_official, expected_heads
 from tests import wrapping
 from tests.backbones import official_lit
 from tests.backbones.helpers import random_images

@@ -10,8 +10,8 @@ import torch
 from backbones import InputError, create_backbone, create_classifier
 from projects_vil.checkpoint import Checkpointer, check_weights
 from tests.backbones.helpers import randomise
+from tests.projects_vil.checkpoint.origins.test_official_weights import BOTTOM_UP, LOG, interpolated
 from tests.projects_vil.checkpoint.test_detection_checkpoint import detector, log_of, save
-from tests.projects_vil.checkpoint.test_official_weights import BOTTOM_UP, LOG, interpolated
 from tests.projects_vil.helpers import small_config
 from tests.selection import slow_except
 

@@ -15,8 +15,8 @@ from backbones import InputError
 from backbones.convert import recognise
 from backbones.utils.files import read_checkpoint, state_dict_of
 from backbones.variants import get_variant
-from projects_vil.checkpoint.conversion import convert_official
-from projects_vil.checkpoint.pretrained import is_classifier, named_variant
+from projects_vil.checkpoint.origins.conversion import convert_official
+from projects_vil.checkpoint.origins.pretrained import is_classifier, named_variant
 from projects_vil.checkpoint.provenance import PROVENANCE_KEY
 
 # Under which timm's train.py saves the average of its weights.
