@@ -10,13 +10,13 @@ from torch import Tensor
 from backbones import InputError
 from backbones.utils.errors import check_choice
 from projects_vil.export.exportable.detector import ExportableDetector
-from projects_vil.export.formats.aot_inductor import AOT_INDUCTOR, compiler
 from projects_vil.export.formats.format import Format, Run
 from projects_vil.export.formats.onnx import ONNX, OPSET
 from projects_vil.export.formats.openvino import OPENVINO
+from projects_vil.export.formats.pytorch.aot_inductor import AOT_INDUCTOR, compiler
+from projects_vil.export.formats.pytorch.torch_export import TORCH_EXPORT
+from projects_vil.export.formats.pytorch.torchscript import TORCHSCRIPT
 from projects_vil.export.formats.tensorrt import TENSORRT_ENGINE
-from projects_vil.export.formats.torch_export import TORCH_EXPORT
-from projects_vil.export.formats.torchscript import TORCHSCRIPT
 from projects_vil.export.stages import Stages
 
 FORMATS: dict[str, Format] = {

@@ -16,8 +16,8 @@ from backbones.utils.errors import check_choice
 from projects_vil.checkpoint import build_detector
 from projects_vil.export.api import export_detector
 from projects_vil.export.formats import FORMATS, check_format
-from projects_vil.export.parity import CHANGED_SHARE, TOLERANCES, Detector, compare, describe, measure_latency
-from projects_vil.export.report import eager_detections, example_image
+from projects_vil.export.proof.parity import CHANGED_SHARE, TOLERANCES, Detector, compare, describe, measure_latency
+from projects_vil.export.proof.report import eager_detections, example_image
 from projects_vil.export.request import ALL_PRECISIONS, check_precision
 from projects_vil.export.runtime import ExportedModel
 from projects_vil.export.table.subjects import TABLE_DETECTORS, TABLE_FAMILIES, Subject, make_subject
@@ -48,7 +48,7 @@ def export_table(
 ) -> list[dict]:
     """Export the detectors of ``configs/demo`` in all formats, and compare each file with eager; progress on stderr.
 
-    Compared are the images of :func:`projects_vil.export.report.comparison_images`, one of 64 x 64 and an empty one.
+    Compared are those of :func:`~projects_vil.export.proof.report.comparison_images`, one of 64 x 64 and an empty one.
     What fails is noted, its traceback written into the folder, and the rest goes on. Average precision, latency, size
     and memory of a cell are of one file.
 
@@ -66,7 +66,7 @@ def export_table(
     Returns:
         For each cell ``detector``, ``family``, ``format``, ``precision``, ``trained`` and ``backbone``. With
         ``left_out``, a reason, there is no such export. Else ``seconds`` and ``ok``, and ``error`` where it failed, or
-        ``images`` (see :func:`projects_vil.export.parity.compare`; the empty one is the last), ``latency``, ``memory``
+        ``images`` (:func:`~projects_vil.export.proof.parity.compare`; the empty one is the last), ``latency``, ``memory``
         (of ``eager`` and ``exported``: bytes at the peak of a new process that loads it and runs once, above what it
         had before; None where the system does not tell), ``evaluation`` (None without), ``bytes`` and ``opset``.
 

@@ -18,8 +18,8 @@ from projects_vil.export import ExportedModel, describe_report, export_detector,
 from projects_vil.export import api as export
 from projects_vil.export.api import in_precision
 from projects_vil.export.metadata import metadata_path
-from projects_vil.export.parity import TOLERANCES
-from projects_vil.export.report import example_image, report_path
+from projects_vil.export.proof.parity import TOLERANCES
+from projects_vil.export.proof.report import example_image, report_path
 from projects_vil.export.request import EXAMPLE_SIZE
 from tests.projects_vil.export.exporting import BOTH, demo_detector, skip_without
 from tests.projects_vil.helpers import CONFIGS, ROOT, SMALL, lively_detector, run_tool, small_config

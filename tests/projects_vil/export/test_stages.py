@@ -29,7 +29,7 @@ def test_a_stage_is_said_as_it_begins_and_as_it_ends(caplog):
 
 def test_aot_inductor_says_beforehand_that_it_takes_minutes(caplog, monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "sh")
-    monkeypatch.setattr("projects_vil.export.formats.aot_inductor.record", lambda exportable, example: None)
+    monkeypatch.setattr("projects_vil.export.formats.pytorch.aot_inductor.record", lambda exportable, example: None)
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", lambda program, **options: None)
     with caplog.at_level(logging.INFO, LOGGER):
         write_model(detector("retinanet"), torch.zeros(3, 64, 64), tmp_path / "model.aoti.pt2", "aot_inductor")

@@ -10,7 +10,7 @@ from detectron2.structures import Boxes, Instances
 from torch import Tensor
 
 from projects_vil.export.exportable.rcnn import of_class, pool
-from projects_vil.export.report import eager_detections, example_image
+from projects_vil.export.proof.report import eager_detections, example_image
 from tests.projects_vil.export.exportable.helpers import (
     assert_equal,
     assert_equals_eager,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from projects_vil.export.parity import TOLERANCES, compare, compare_detections, describe, measure_latency
+from projects_vil.export.proof.parity import TOLERANCES, compare, compare_detections, describe, measure_latency
 
 TOLERANCE = {"boxes": 0.01, "scores": 1e-4, "masks": 1e-3}
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from projects_vil.export import ExportedModel, describe_report
-from projects_vil.export.report import check_export, comparison_images, example_image
+from projects_vil.export.proof.report import check_export, comparison_images, example_image
 from tests.projects_vil.export.exporting import demo_detector
 from tests.projects_vil.helpers import small_config
 
@@ -59,7 +59,7 @@ def test_an_export_of_slightly_other_weights_is_not_ok(exported, name, layer, ch
 @pytest.mark.slow
 def test_another_average_precision_is_not_ok(shapes, exported, monkeypatch):
     cfg, model = small_config(), ExportedModel(exported("retinanet")[0])
-    monkeypatch.setattr("projects_vil.export.report.AP_TOLERANCE", -1.0)
+    monkeypatch.setattr("projects_vil.export.proof.report.AP_TOLERANCE", -1.0)
     report = check_export(cfg, demo_detector("retinanet"), model, comparison_images(cfg)[:1], runs=1, evaluate=True)
     assert all(row["ok"] for row in report["images"]) and not report["evaluation"][0]["ok"]
     assert report["ok"] is False and "; NOT EQUAL to" in describe_report(report)

@@ -18,7 +18,7 @@ from projects_vil.data import build_test_loader, read_for_testing, read_image, s
 from projects_vil.evaluation import build_evaluator
 from projects_vil.export.fitting import fitted_size, padded
 from projects_vil.export.formats import FORMATS
-from projects_vil.export.parity import CHANGED_SHARE, TOLERANCES, compare, describe, measure_latency
+from projects_vil.export.proof.parity import CHANGED_SHARE, TOLERANCES, compare, describe, measure_latency
 from projects_vil.export.runtime import ExportedDetector, ExportedModel
 from projects_vil.modeling import SMALLEST_SIDE
 

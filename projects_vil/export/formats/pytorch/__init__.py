@@ -1,0 +1,1 @@
+"""The formats that PyTorch itself writes and runs."""
