@@ -11,8 +11,8 @@ from projects_vil.sequence.char_lm.commands import (
 from projects_vil.sequence.char_lm.evaluation import bits_per_character
 from projects_vil.sequence.char_lm.generation import generate
 from projects_vil.sequence.char_lm.measuring import Cost, measure_steps
-from projects_vil.sequence.char_lm.models import KINDS, create_model
-from projects_vil.sequence.char_lm.presets import (
+from projects_vil.sequence.char_lm.models.build import KINDS, create_model
+from projects_vil.sequence.char_lm.models.presets import (
     PRESETS,
     PUBLISHED_TEST_MEMORY,
     PUBLISHED_TEST_PART,
@@ -21,8 +21,8 @@ from projects_vil.sequence.char_lm.presets import (
     size_of,
 )
 from projects_vil.sequence.char_lm.results import Sampling, format_results
-from projects_vil.sequence.char_lm.streams import Part, Streams
-from projects_vil.sequence.char_lm.text import Text, Vocabulary, read_text
+from projects_vil.sequence.char_lm.texts.streams import Part, Streams
+from projects_vil.sequence.char_lm.texts.text import Text, Vocabulary, read_text
 from projects_vil.sequence.char_lm.training import Line, Settings, Training, settings_of
 
 __all__ = [

@@ -10,9 +10,9 @@ from torch import nn
 
 from backbones.utils.errors import InputError
 from backbones.utils.files import read_checkpoint, write_checkpoint
-from projects_vil.sequence.char_lm.models import KINDS, create_model
-from projects_vil.sequence.char_lm.presets import ModelSize
-from projects_vil.sequence.char_lm.text import Vocabulary
+from projects_vil.sequence.char_lm.models.build import KINDS, create_model
+from projects_vil.sequence.char_lm.models.presets import ModelSize
+from projects_vil.sequence.char_lm.texts.text import Vocabulary
 
 LAST = "last.pth"
 # Of a run's settings, those that are called otherwise on a command line.

@@ -9,8 +9,8 @@ from typing import Any
 from backbones.utils.errors import InputError
 from projects_vil.sequence.char_lm.checkpoints import best_path, load_trained
 from projects_vil.sequence.char_lm.measuring import VOCABULARY_OF_MEASURING, Cost, measure_steps
-from projects_vil.sequence.char_lm.models import KINDS, count_of
-from projects_vil.sequence.char_lm.presets import ModelSize
+from projects_vil.sequence.char_lm.models.build import KINDS, count_of
+from projects_vil.sequence.char_lm.models.presets import ModelSize
 from projects_vil.sequence.char_lm.results import (
     TITLES,
     Sampling,
@@ -24,7 +24,7 @@ from projects_vil.sequence.char_lm.results import (
     format_results,
     judge,
 )
-from projects_vil.sequence.char_lm.text import read_text
+from projects_vil.sequence.char_lm.texts.text import read_text
 from projects_vil.sequence.char_lm.training import MOST_SEEDS, Settings, Training
 
 # Where a prompt is not given.

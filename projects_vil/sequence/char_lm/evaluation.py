@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from projects_vil.sequence.char_lm.streams import Streams
-from projects_vil.sequence.char_lm.text import Vocabulary
+from projects_vil.sequence.char_lm.texts.streams import Streams
+from projects_vil.sequence.char_lm.texts.text import Vocabulary
 
 
 @torch.no_grad()

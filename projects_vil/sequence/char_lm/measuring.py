@@ -7,8 +7,8 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from projects_vil.sequence.char_lm.models import create_model
-from projects_vil.sequence.char_lm.presets import ModelSize
+from projects_vil.sequence.char_lm.models.build import create_model
+from projects_vil.sequence.char_lm.models.presets import ModelSize
 from projects_vil.sequence.costs import Step, peak_memory, seconds_by_turns
 
 # As many ids as enwik8 has bytes, and the one for others; the cost hardly depends on it.

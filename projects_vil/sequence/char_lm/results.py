@@ -9,9 +9,9 @@ from projects_vil.sequence.char_lm.checkpoints import Trained
 from projects_vil.sequence.char_lm.evaluation import bits_per_character
 from projects_vil.sequence.char_lm.generation import generate
 from projects_vil.sequence.char_lm.measuring import VOCABULARY_OF_MEASURING, Cost
-from projects_vil.sequence.char_lm.models import KINDS, count_of
-from projects_vil.sequence.char_lm.presets import PRESETS, size_of
-from projects_vil.sequence.char_lm.text import Text
+from projects_vil.sequence.char_lm.models.build import KINDS, count_of
+from projects_vil.sequence.char_lm.models.presets import PRESETS, size_of
+from projects_vil.sequence.char_lm.texts.text import Text
 from projects_vil.sequence.char_lm.training import Line
 from projects_vil.sequence.costs import aligned
 

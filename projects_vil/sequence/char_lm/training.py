@@ -24,8 +24,8 @@ from projects_vil.sequence.char_lm.checkpoints import (
     save_trained,
 )
 from projects_vil.sequence.char_lm.evaluation import bits_per_character
-from projects_vil.sequence.char_lm.models import KINDS, Memory, create_model, kept
-from projects_vil.sequence.char_lm.presets import (
+from projects_vil.sequence.char_lm.models.build import KINDS, Memory, create_model, kept
+from projects_vil.sequence.char_lm.models.presets import (
     BETAS,
     EPSILON,
     ModelSize,
@@ -34,8 +34,8 @@ from projects_vil.sequence.char_lm.presets import (
     size_of,
     weight_decay_of,
 )
-from projects_vil.sequence.char_lm.streams import Part, Streams
-from projects_vil.sequence.char_lm.text import Text
+from projects_vil.sequence.char_lm.texts.streams import Part, Streams
+from projects_vil.sequence.char_lm.texts.text import Text
 from projects_vil.utils import check_output_folder, run_lock
 
 # A seed, a phase and a step make one number of 64 bits.

@@ -13,7 +13,7 @@ from projects_vil.sequence.char_lm import (
     phases_of,
     size_of,
 )
-from projects_vil.sequence.char_lm.presets import BETAS, EPSILON, dropout_of, weight_decay_of
+from projects_vil.sequence.char_lm.models.presets import BETAS, EPSILON, dropout_of, weight_decay_of
 from projects_vil.sequence.char_lm.results import count_configs
 
 

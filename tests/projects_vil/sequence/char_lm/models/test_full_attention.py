@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from projects_vil.sequence.char_lm.full_attention import FullAttentionLM, rotate
+from projects_vil.sequence.char_lm.models.full_attention import FullAttentionLM, rotate
 
 
 def model_of(memory_length: int = 64) -> FullAttentionLM:

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from backbones.sequence import create_char_lm
 from backbones.utils.errors import InputError
-from projects_vil.sequence.char_lm.full_attention import FullAttentionLM
-from projects_vil.sequence.char_lm.presets import ModelSize
+from projects_vil.sequence.char_lm.models.full_attention import FullAttentionLM
+from projects_vil.sequence.char_lm.models.presets import ModelSize
 
 KINDS = ("long_short", "full")
 # What both have; the rest of a ModelSize is the long-short one's.
