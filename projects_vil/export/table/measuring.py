@@ -66,9 +66,10 @@ def export_table(
     Returns:
         For each cell ``detector``, ``family``, ``format``, ``precision``, ``trained`` and ``backbone``. With
         ``left_out``, a reason, there is no such export. Else ``seconds`` and ``ok``, and ``error`` where it failed, or
-        ``images`` (:func:`~projects_vil.export.proof.parity.compare`; the empty one is the last), ``latency``, ``memory``
-        (of ``eager`` and ``exported``: bytes at the peak of a new process that loads it and runs once, above what it
-        had before; None where the system does not tell), ``evaluation`` (None without), ``bytes`` and ``opset``.
+        ``images`` (:func:`~projects_vil.export.proof.parity.compare`; the last is the empty one), ``latency``,
+        ``memory`` (of ``eager`` and ``exported``: bytes at the peak of a new process that loads it and runs once, above
+        what it had before; None where the system does not tell), ``evaluation`` (None without), ``bytes`` and
+        ``opset``.
 
     Raises:
         InputError: before anything is exported, for names that are unknown, formats that cannot be had here, no runs to
