@@ -32,8 +32,8 @@ from backbones.utils.files import written_whole
 from projects_vil import data, evaluation, solver
 from projects_vil.checkpoint import Checkpointer, fingerprint
 from projects_vil.config import CONFIG_FILE
-from projects_vil.engine.averaging import AverageWeights, average_of, start_average
 from projects_vil.engine.hooks import (
+    AverageWeights,
     KeepBest,
     LRScheduler,
     RandomShift,
@@ -43,6 +43,8 @@ from projects_vil.engine.hooks import (
     StopEarly,
     StoppedEarly,
     WriteMetrics,
+    average_of,
+    start_average,
 )
 from projects_vil.engine.processes import data_parallel, share_statistics
 from projects_vil.engine.resuming import (
