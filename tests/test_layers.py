@@ -24,6 +24,7 @@ FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 ROOMS = [room for room in FLOOR if room != "backbones"]
 SOURCES = sorted(path for package in ("backbones", "projects_vil") for path in (ROOT / package).rglob("*.py"))
 LONGEST = 500
+MOST_FILES = 8
 
 
 def imported_modules(path: Path) -> list[str]:
@@ -109,6 +110,11 @@ def test_tools_enter_rooms_by_their_door(path):
 @pytest.mark.parametrize("path", SOURCES, ids=identify)
 def test_no_file_is_long(path):
     assert len(path.read_text().splitlines()) <= LONGEST
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent for path in SOURCES}), ids=identify)
+def test_no_room_is_crowded(folder):
+    assert len([path for path in SOURCES if path.parent == folder and path.name != "__init__.py"]) <= MOST_FILES
 
 
 def test_every_name_is_exported_once():
