@@ -8,6 +8,8 @@ import torch
 from detectron2.structures import BitMasks, Instances
 from torch import Tensor
 
+from projects_vil.data.detection_utils import boxes_of_masks
+
 # Each object is pasted or not, so that a subset is drawn at random, as in the paper.
 SHARE_PASTED = 0.5
 # What is left of an object below is an object if it has so many pixels: 8 x 8 are two by two cells of the finest map.
@@ -50,8 +52,8 @@ def paste_sample(sample: dict[str, Any], other: dict[str, Any], is_chosen: np.nd
     before = own.gt_masks.tensor.flatten(1).sum(dim=1)
     image, own.gt_masks.tensor = paste(sample["image"], own.gt_masks.tensor, other["image"], pasted.gt_masks.tensor)
     after = own.gt_masks.tensor.flatten(1).sum(dim=1)
+    own.gt_boxes = boxes_of_masks(own.gt_masks, own.gt_boxes)
     instances = Instances.cat([own[(after == before) | (after >= MIN_VISIBLE_PIXELS)], pasted])
-    instances.gt_boxes = instances.gt_masks.get_bounding_boxes()
     return sample | {"image": image, "instances": instances, "pasted_from": other["file_name"]}
 
 

@@ -27,7 +27,7 @@ from backbones.utils.errors import check_choice
 from projects_vil.config import is_segmentor
 from projects_vil.data.augmentations import pad_to
 from projects_vil.data.datasets.ade20k import IGNORED_LABEL, open_labels, read_labels
-from projects_vil.data.detection_utils import UnreadableImage, read_image
+from projects_vil.data.detection_utils import UnreadableImage, boxes_of_masks, read_image
 from projects_vil.data.recipes import colour_augmentations, is_jittered, large_scale_jitter
 
 _ADVICE = "mend it, or let tools/check_dataset.py ANNOTATIONS IMAGES --deep --fix OUT write a file without it"
@@ -39,7 +39,7 @@ class Mapper(DatasetMapper):
     An image that cannot be read, or is of another size than its record says, is an :class:`InputError` that names it.
     Masks are polygons as ``INPUT.MASK_FORMAT`` says, and bitmaps in an image where an object has RLE, or where images
     are cut (``INPUT.CROP``, ``INPUT.AUGMENTATION``, ``recompute_boxes``); boxes are those of what is left of the masks
-    there.
+    there, by :func:`~projects_vil.data.detection_utils.boxes_of_masks`.
     ``INPUT.PHOTOMETRIC_DISTORTION`` comes after detectron2's augmentations.
     """
 
@@ -92,7 +92,7 @@ class Mapper(DatasetMapper):
         objects = [self._transform_object(entry, transforms, image_shape, mask_format) for entry in objects]
         instances = annotations_to_instances(objects, image_shape, mask_format=mask_format)
         if self.recompute_boxes and instances.has("gt_masks"):
-            instances.gt_boxes = instances.gt_masks.get_bounding_boxes()
+            instances.gt_boxes = boxes_of_masks(instances.gt_masks, instances.gt_boxes)
         dataset_dict["instances"] = filter_empty_instances(instances)
 
     def _transform_object(

@@ -6,12 +6,14 @@ import zlib
 from pathlib import Path
 
 import numpy as np
+import torch
 from detectron2.config import CfgNode
 from detectron2.data import transforms as T
 from detectron2.data.detection_utils import (
     _apply_exif_orientation,
     convert_PIL_to_numpy,
 )
+from detectron2.structures import BitMasks, Boxes
 from detectron2.utils.file_io import PathManager
 from PIL import ExifTags, Image, UnidentifiedImageError
 
@@ -174,3 +176,18 @@ def size_for_testing(cfg: CfgNode, height: int, width: int) -> tuple[int, int]:
     if not short:
         return height, width
     return T.ResizeShortestEdge.get_output_shape(height, width, short, cfg.INPUT.MAX_SIZE_TEST)
+
+
+def boxes_of_masks(masks: BitMasks, boxes: Boxes) -> Boxes:
+    """The boxes of what is left of objects that were cut off or covered.
+
+    A mask is of whole pixels, so that its box is up to one off on each side, which is much of a small object. A side
+    that is no farther from the object's own stays where that is.
+
+    Args:
+        masks: N of (H, W).
+        boxes: of the objects (N, 4), inside the image.
+    """
+    seen = masks.get_bounding_boxes().tensor
+    is_rounded = (seen - boxes.tensor).abs() <= 1
+    return Boxes(torch.where(is_rounded, boxes.tensor, seen))

@@ -1,11 +1,14 @@
-"""Image files of all kinds: read as detectron2 reads them where it is right, correctly where it is not."""
+"""Image files of all kinds: as detectron2 reads them where it is right, correctly where it is not. Boxes of masks."""
 
 import numpy as np
 import pytest
+import torch
 from detectron2.data.detection_utils import read_image as detectron2_read_image
+from detectron2.structures import BitMasks, Boxes
 from PIL import Image, ImageFile
 
 from projects_vil.data import Mapper, SemSegMapper, UnreadableImage, read_for_testing, read_image, read_size
+from projects_vil.data.detection_utils import boxes_of_masks
 from tests.projects_vil.helpers import small_config
 
 HEIGHT, WIDTH = 30, 44
@@ -123,3 +126,14 @@ def test_what_cannot_be_read_is_never_half_an_image(tmp_path, name):
     if not name.startswith("cut"):
         with pytest.raises(UnreadableImage):
             read_size(path)
+
+
+def test_a_box_follows_its_mask_by_more_than_a_pixel():
+    masks = torch.zeros(4, HEIGHT, WIDTH, dtype=torch.bool)
+    masks[0, 3:9, 2:12], masks[1, 3:6, 2:12], masks[2, 3:9, 5:12] = True, True, True
+    boxes = torch.tensor([[1.6, 2.5, 12.4, 9.0]]).repeat(4, 1)
+    expected = boxes.clone()
+    # Uncovered, covered below, covered on the left, and wholly.
+    expected[1, 3], expected[2, 0], expected[3] = 6, 5, 0
+    found = boxes_of_masks(BitMasks(masks), Boxes(boxes))
+    assert torch.equal(found.tensor, expected) and torch.equal(boxes, boxes[:1].repeat(4, 1))
