@@ -36,7 +36,7 @@ try:
         try:
             found = detector(file)
         except InputError as error:
-            print(f"skipped {error}", file=sys.stderr)
+            print(f"skipped {str(error).removeprefix('cannot take ')}", file=sys.stderr)
             continue
         height, width = found.image_size
         images.append({"id": image_id, "file_name": file.name, "height": height, "width": width})
@@ -46,7 +46,7 @@ try:
             )
             annotations.append({"id": len(annotations) + 1, "area": float(area), "iscrowd": 0} | item)
     if not images:
-        raise InputError(f"none of the photos in {args.photos} can be read")
+        raise InputError(f"none of the photos in {args.photos} can be taken")
     pairs = zip(detector.categories.ids, detector.names, strict=True)
     categories = [{"id": category_id, "name": name} for category_id, name in pairs]
     content = {"images": images, "annotations": annotations, "categories": categories}

@@ -17,7 +17,7 @@ try:
     from sahi.utils.compatibility import fix_full_shape_list, fix_shift_amount_list
     from sahi.utils.cv import get_coco_segmentation_from_bool_mask, visualize_object_predictions
 except ModuleNotFoundError as error:
-    raise SystemExit(f"error: {error}: pip install -e '.[examples]' (docs/sharing.md, With other libraries)") from error
+    raise SystemExit(f"error: {error}: docs/sharing.md, With other libraries, says how to install it") from error
 
 
 class SlicedDetector(DetectionModel):
@@ -27,7 +27,7 @@ class SlicedDetector(DetectionModel):
         self.model = model
 
     def perform_inference(self, image: np.ndarray) -> None:
-        self._original_predictions = self.model(np.ascontiguousarray(image))
+        self._original_predictions = self.model(image)
 
     def _create_object_prediction_list_from_original_predictions(self, shift_amount_list, full_shape_list) -> None:
         found, full = self._original_predictions, fix_full_shape_list(full_shape_list)
@@ -55,5 +55,5 @@ try:
     for item in found:
         print(f"{item.category.name} {item.score.value:.2f}", *(f"{edge:.1f}" for edge in item.bbox.to_xyxy()))
     Image.fromarray(visualize_object_predictions(np.array(photo), found)["image"]).save(args.output)
-except (InputError, OSError, ValueError) as error:
+except (InputError, OSError, ValueError, Image.DecompressionBombError) as error:
     raise SystemExit(f"error: {error}") from error

@@ -15,7 +15,7 @@ try:
     import supervision as sv
     from trackers import ByteTrackTracker
 except ModuleNotFoundError as error:
-    raise SystemExit(f"error: {error}: pip install -e '.[examples]' (docs/sharing.md, With other libraries)") from error
+    raise SystemExit(f"error: {error}: docs/sharing.md, With other libraries, says how to install it") from error
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 for name in ("detector", "source", "output"):

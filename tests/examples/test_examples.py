@@ -15,8 +15,9 @@ from torch import Tensor
 
 from projects_vil.data import read_for_testing
 from projects_vil.export import paste_masks
+from projects_vil.export.images import example_image
 from projects_vil.export.metadata import metadata_path
-from projects_vil.export.proof.report import eager_detections, example_image
+from projects_vil.export.proof.report import eager_detections
 from tests.projects_vil.export.exporting import config, detector
 from tests.projects_vil.helpers import ROOT
 
