@@ -7,7 +7,7 @@ Transformer-LS: section 4.3 and the official launch scripts. LIT: Table 1.
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
-from backbones.attention.chunks import MODES
+from backbones.attention.kernels.chunks import MODES
 from backbones.layers.batch_norm import BATCH_NORMS
 from backbones.layers.position import RESIZING
 from backbones.utils.errors import InputError, check_choice, closest

@@ -47,7 +47,25 @@ EXPERIMENTS = [
     if path.is_dir() and path.name != "__pycache__"
 ]
 # Of the files in backbones that are no part of a model on sequences, the room of sequences needs these alone.
-UNDER_SEQUENCE = ("backbones.attention", "backbones.execution", "backbones.layers", "backbones.utils")
+UNDER_SEQUENCE = (
+    "backbones.attention",
+    "backbones.execution",
+    "backbones.layers",
+    "backbones.utils.conversion_report",
+    "backbones.utils.errors",
+)
+# What each of the lower rooms in backbones needs of the others.
+GROUND = {
+    "backbones.utils": ("backbones.utils",),
+    "backbones.execution": ("backbones.execution", "backbones.utils"),
+    "backbones.layers": ("backbones.layers", "backbones.execution", "backbones.utils"),
+    "backbones.attention.kernels": (
+        "backbones.attention.kernels",
+        "backbones.attention.reference",
+        "backbones.execution",
+        "backbones.utils",
+    ),
+}
 
 
 def room_of(module: str) -> str | None:
@@ -96,6 +114,13 @@ def test_sequences_have_a_room_of_their_own_in_backbones(path):
         elif module.startswith("backbones.sequence"):
             # The one function for official weights stands beside that of the backbones.
             assert (own, module) == ("backbones.convert", "backbones.sequence.convert")
+
+
+@pytest.mark.parametrize("room", GROUND)
+def test_the_rooms_of_backbones_stand_on_each_other(room):
+    for path in (path for path in SOURCES if module_of(path).startswith(room)):
+        for module in (module for module in imported_modules(path) if module.startswith("backbones")):
+            assert module == "backbones.attention" or module.startswith(GROUND[room]), f"{path}: {module}"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "tools").glob("*.py")), ids=identify)

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from backbones.attention import reference
-from backbones.attention.chunks import mark_keys, mark_queries
+from backbones.attention.kernels.chunks import mark_keys, mark_queries
 from backbones.attention.kernels.dense_gradients import dense_attention_by_blocks, map_attention_by_blocks
 from backbones.attention.kernels.flash import attention_and_sums, learns_by_blocks
 from backbones.execution.tracing import first, in_order, is_exporting, is_tracing, static_size

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from backbones.attention import reference
-from backbones.attention.chunks import (
+from backbones.attention.dense import dense_attention, merge_heads, split_heads
+from backbones.attention.kernels.chunks import (
     bias_of_chunks,
     from_chunks,
     is_padding,
@@ -21,7 +22,6 @@ from backbones.attention.chunks import (
     missing,
     to_chunks,
 )
-from backbones.attention.dense import dense_attention, merge_heads, split_heads
 from backbones.attention.kernels.flash import attention_and_sums, learns_by_blocks
 from backbones.attention.kernels.window_gradients import Windows, window_attention
 from backbones.execution import overlap

@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from backbones.attention import reference
-from backbones.attention.chunks import (
+from backbones.attention.dense import dense_attention, merge_heads, split_heads
+from backbones.attention.kernels.backends import Situation, choose_kernel
+from backbones.attention.kernels.chunks import (
     MODES,
     bias_of_chunks,
     from_chunks,
@@ -23,12 +25,10 @@ from backbones.attention.chunks import (
     with_halo,
     wrap,
 )
-from backbones.attention.dense import dense_attention, merge_heads, split_heads
-from backbones.attention.kernels.backends import Situation, choose_kernel
 from backbones.attention.kernels.flash import attention_and_sums, in_autocast_type, learns_by_blocks
+from backbones.attention.kernels.random_shift import SHIFTS, shifted_chunk_attention
 from backbones.attention.kernels.triton_chunks import missing_for, triton_chunk_attention
 from backbones.attention.kernels.window_gradients import Windows, window_attention
-from backbones.attention.random_shift import SHIFTS, shifted_chunk_attention
 from backbones.execution.overlap import copies_windows, threes
 from backbones.execution.tracing import is_tracing, static_size
 from backbones.layers.position import WindowRelativeBias, position_parameter

@@ -1,0 +1,1 @@
+"""What stages are built of besides attention."""

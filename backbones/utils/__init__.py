@@ -1,1 +1,1 @@
-"""Errors, checkpoint files and the report of a conversion: what models and their users share."""
+"""Errors, checkpoint files and the report of a conversion: what knows nothing of models."""

@@ -22,9 +22,10 @@ from backbones.utils.errors import check_choice
 from projects_vil.checkpoint import load_detector
 from projects_vil.export.exportable.build import make_exportable
 from projects_vil.export.formats import write_model
+from projects_vil.export.images import comparison_images
 from projects_vil.export.int8 import CalibrationImages, write_int8
 from projects_vil.export.metadata import check_sides, describe_model, digests_of, metadata_path
-from projects_vil.export.proof.report import check_export, comparison_images, report_path
+from projects_vil.export.proof.report import check_export, report_path
 from projects_vil.export.request import PRECISIONS, ExportRequest
 from projects_vil.export.runtime import ExportedModel
 from projects_vil.export.stages import Stages

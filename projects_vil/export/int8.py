@@ -13,8 +13,8 @@ from projects_vil.export.exportable.detector import ExportableDetector
 from projects_vil.export.formats import FORMATS
 from projects_vil.export.formats.format import check_packages
 from projects_vil.export.formats.quantizing import FLOAT_PARTS
+from projects_vil.export.images import comparison_images
 from projects_vil.export.metadata import check_sides
-from projects_vil.export.proof.report import comparison_images
 from projects_vil.export.stages import Stages
 
 CALIBRATION_IMAGES = 100

@@ -12,8 +12,8 @@ from projects_vil.config import DETECTORS
 from projects_vil.data import load_dataset, register_datasets
 from projects_vil.export.formats import FORMATS, check_format
 from projects_vil.export.formats.format import Format
+from projects_vil.export.images import example_image
 from projects_vil.export.int8 import CALIBRATION_IMAGES, check_calibration, check_int8
-from projects_vil.export.proof.report import example_image
 
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # Of what computes; int8 is made of a file in fp32.

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from backbones.attention import chunks
 from backbones.attention.alternatives.performer import redraw_features
+from backbones.attention.kernels import chunks
 from backbones.backbone import Settings
 from backbones.variants import ViLStage, ViLVariant
 from backbones.vil import ViL

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from backbones import create_backbone, create_classifier
-from backbones.attention.random_shift import SHIFTS
+from backbones.attention.kernels.random_shift import SHIFTS
 from backbones.attention.sliding_chunk import SlidingChunkAttention
 from backbones.convert import convert_state_dict
 from tests.golden import assert_close_to_golden, golden, golden_images, golden_state_dict

@@ -25,7 +25,7 @@ from timm.scheduler import CosineLRScheduler
 
 from backbones import InputError, create_backbone, create_classifier, list_variants, timm_models
 from backbones.attention.alternatives.performer import PerformerAttention
-from backbones.attention.random_shift import SHIFTS
+from backbones.attention.kernels.random_shift import SHIFTS
 from backbones.attention.sliding_chunk import SlidingChunkAttention
 from tests.backbones.helpers import random_images, randomise
 from tests.selection import slow_except

@@ -12,7 +12,8 @@ import torch
 from projects_vil import load_config
 from projects_vil.checkpoint import build_detector
 from projects_vil.export import ExportedModel
-from projects_vil.export.proof.report import eager_detections, example_image
+from projects_vil.export.images import example_image
+from projects_vil.export.proof.report import eager_detections
 from tests.projects_vil.helpers import (
     CONFIGS,
     ROOT,

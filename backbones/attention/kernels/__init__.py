@@ -1,1 +1,1 @@
-"""What computes attention fast: kernels, gradients of our own, and the choice among them."""
+"""What computes attention fast: chunks, kernels, gradients of our own, and the choice among backends."""

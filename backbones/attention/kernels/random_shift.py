@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from backbones.attention.chunks import mark_channels, mark_of_keys, mark_queries, near_only, own_and_neighbour
+from backbones.attention.kernels.chunks import mark_channels, mark_of_keys, mark_queries, near_only, own_and_neighbour
 from backbones.attention.kernels.dense_gradients import FullBias, dense_gradients
 from backbones.attention.kernels.flash import attention_and_sums, in_autocast_type
 from backbones.execution.precision import autocast_off

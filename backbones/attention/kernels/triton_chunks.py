@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from backbones.attention.chunks import MODES, own_and_neighbour
+from backbones.attention.kernels.chunks import MODES, own_and_neighbour
 from backbones.attention.kernels.flash import in_autocast_type
 from backbones.utils.errors import InputError, check_choice
 

@@ -2,8 +2,8 @@
 
 from projects_vil.engine.hooks.averaging import AverageWeights, average_of, start_average
 from projects_vil.engine.hooks.judging import KeepBest, StopEarly, StoppedEarly
-from projects_vil.engine.hooks.model import LRScheduler, RandomShift, RedrawFeatures
 from projects_vil.engine.hooks.saving import SaveCheckpoints, SaveEvaluated, WriteMetrics
+from projects_vil.engine.hooks.schedules import LRScheduler, RandomShift, RedrawFeatures
 
 __all__ = [
     "AverageWeights",

@@ -1,4 +1,4 @@
-"""What changes the model, or says how fast it learns, between iterations."""
+"""What follows from the iteration: random features and shifts, drawn anew, and the rate that is shown."""
 
 import torch
 from detectron2.engine import HookBase, hooks

@@ -16,8 +16,9 @@ from backbones.utils.errors import check_choice
 from projects_vil.checkpoint import build_detector
 from projects_vil.export.api import export_detector
 from projects_vil.export.formats import FORMATS, check_format
+from projects_vil.export.images import example_image
 from projects_vil.export.proof.parity import CHANGED_SHARE, TOLERANCES, Detector, compare, describe, measure_latency
-from projects_vil.export.proof.report import eager_detections, example_image
+from projects_vil.export.proof.report import eager_detections
 from projects_vil.export.request import ALL_PRECISIONS, check_precision
 from projects_vil.export.runtime import ExportedModel
 from projects_vil.export.table.subjects import TABLE_DETECTORS, TABLE_FAMILIES, Subject, make_subject
@@ -48,7 +49,7 @@ def export_table(
 ) -> list[dict]:
     """Export the detectors of ``configs/demo`` in all formats, and compare each file with eager; progress on stderr.
 
-    Compared are those of :func:`~projects_vil.export.proof.report.comparison_images`, one of 64 x 64 and an empty one.
+    Compared are those of :func:`~projects_vil.export.images.comparison_images`, one of 64 x 64 and an empty one.
     What fails is noted, its traceback written into the folder, and the rest goes on. Average precision, latency, size
     and memory of a cell are of one file.
 

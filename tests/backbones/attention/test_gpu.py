@@ -7,7 +7,7 @@ import torch
 
 from backbones.attention import reference
 from backbones.attention.alternatives.performer import draw_features, performer_attention
-from backbones.attention.random_shift import SHIFTS
+from backbones.attention.kernels.random_shift import SHIFTS
 from backbones.attention.sliding_chunk import sliding_chunk_attention
 from tests.backbones.attention.kernels.test_gradients_by_blocks import case, kernels, num_globals
 from tests.backbones.helpers import outputs_and_gradients, random_images

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-import types
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from backbones import InputError
 from projects_vil import load_config
 from projects_vil.data import seed_all
 from projects_vil.engine import Trainer
-from projects_vil.engine.hooks import SaveCheckpoints
 from projects_vil.engine.resuming import TIMES, ConfiguredRates, MetricsFile, restore_loss_normalizer
 from tests.projects_vil.helpers import CONFIGS, ROOT, SMALL, error_line, run_tool, small_config
 from tests.selection import slow_except
@@ -320,20 +318,6 @@ trainer.train()
     assert result.returncode == 1
     assert "FloatingPointError: diverged" in result.stderr
     assert not (tmp_path / "run/evaluation.json").exists()
-
-
-@pytest.mark.parametrize("ignored", [True, False])
-def test_a_signal_that_is_ignored_stays_so(ignored):
-    """Under nohup SIGHUP is."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
-    try:
-        hook = SaveCheckpoints(types.SimpleNamespace(save_dir=os.devnull), period=1)
-        hook.before_train()
-        assert (signal.getsignal(signal.SIGHUP) == signal.SIG_IGN) is ignored
-        hook.after_train()
-        assert signal.getsignal(signal.SIGHUP) == (signal.SIG_IGN if ignored else signal.SIG_DFL)
-    finally:
-        signal.signal(signal.SIGHUP, before)
 
 
 def test_training_anew_over_checkpoints_is_refused(trained_run, datasets_root):

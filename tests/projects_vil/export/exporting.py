@@ -17,8 +17,8 @@ from backbones import InputError
 from projects_vil.export import make_exportable
 from projects_vil.export.formats import FORMATS as KNOWN
 from projects_vil.export.formats import write_model
+from projects_vil.export.images import example_image
 from projects_vil.export.metadata import describe_model, metadata_path
-from projects_vil.export.proof.report import example_image
 from tests.projects_vil.helpers import lively_detector, small_config
 
 BOTH = ("retinanet", "mask_rcnn")

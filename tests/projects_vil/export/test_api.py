@@ -17,9 +17,10 @@ from projects_vil.checkpoint import PROVENANCE_KEY, Provenance
 from projects_vil.export import ExportedModel, describe_report, export_detector, padded, read_metadata, to_instances
 from projects_vil.export import api as export
 from projects_vil.export.api import in_precision
+from projects_vil.export.images import example_image
 from projects_vil.export.metadata import metadata_path
 from projects_vil.export.proof.parity import TOLERANCES
-from projects_vil.export.proof.report import example_image, report_path
+from projects_vil.export.proof.report import report_path
 from projects_vil.export.request import EXAMPLE_SIZE
 from tests.projects_vil.export.exporting import BOTH, demo_detector, skip_without
 from tests.projects_vil.helpers import CONFIGS, ROOT, SMALL, lively_detector, run_tool, small_config

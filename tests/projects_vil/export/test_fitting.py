@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from projects_vil.export import fitted_size, padded
-from projects_vil.export.proof.report import example_image
+from projects_vil.export.images import example_image
 
 
 @pytest.mark.parametrize(

@@ -21,11 +21,12 @@ from projects_vil.export import ExportedModel, export_detector, make_exportable
 from projects_vil.export.formats import FORMATS as KNOWN
 from projects_vil.export.formats import OPSET, check_format, compiler, format_of, load_model, write_model
 from projects_vil.export.formats.openvino import import_openvino
+from projects_vil.export.images import example_image
 from projects_vil.export.metadata import describe_model, metadata_path
 from projects_vil.export.onnx_graph.standard import inferred
 from projects_vil.export.onnx_graph.tensorrt_operators import undocumented
 from projects_vil.export.proof.parity import TOLERANCES, compare_detections
-from projects_vil.export.proof.report import eager_detections, example_image
+from projects_vil.export.proof.report import eager_detections
 from projects_vil.export.stages import Stages
 from projects_vil.modeling import SMALLEST_SIDE, largest_side
 from tests.gpu import on_gpu

@@ -12,8 +12,8 @@ from torch import Tensor
 from projects_vil.data import load_dataset, register_datasets
 from projects_vil.export import FORMATS
 from projects_vil.export.formats.openvino import import_openvino
+from projects_vil.export.images import comparison_images
 from projects_vil.export.int8 import CalibrationImages
-from projects_vil.export.proof.report import comparison_images
 from projects_vil.export.stages import Stages
 from tests.projects_vil.export.exporting import mistake, skip_without
 from tests.projects_vil.helpers import small_config

@@ -12,8 +12,9 @@ from PIL import Image
 from projects_vil.data import read_for_testing, size_for_testing
 from projects_vil.export import make_exportable, read_metadata
 from projects_vil.export.formats import OPSET
+from projects_vil.export.images import example_image
 from projects_vil.export.metadata import describe_model
-from projects_vil.export.proof.report import eager_detections, example_image
+from projects_vil.export.proof.report import eager_detections
 from tests.projects_vil.export.exporting import demo_detector
 from tests.projects_vil.helpers import lively_detector, small_config
 

@@ -17,11 +17,12 @@ from projects_vil.export import FORMATS, ExportedModel, export_detector, make_ex
 from projects_vil.export.formats import load_model, tensorrt
 from projects_vil.export.formats.openvino import import_openvino
 from projects_vil.export.formats.quantizing import FLOAT_LAYERS, stays_float
+from projects_vil.export.images import example_image
 from projects_vil.export.int8 import write_int8
 from projects_vil.export.onnx_graph.standard import inferred
 from projects_vil.export.onnx_graph.tensorrt_operators import undocumented
 from projects_vil.export.proof import report as reports
-from projects_vil.export.proof.report import eager_detections, example_image
+from projects_vil.export.proof.report import eager_detections
 from projects_vil.export.stages import Stages
 from tests.gpu import on_gpu
 from tests.projects_vil.export.exporting import BOTH, FEW_LEVELS, RECORDED, demo_detector, skip_without

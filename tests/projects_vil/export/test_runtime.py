@@ -11,8 +11,9 @@ from detectron2.structures import Boxes, Instances
 from backbones import InputError
 from projects_vil.export import ExportedDetector, ExportedModel, paste_masks, to_instances
 from projects_vil.export.formats import FORMATS as KNOWN
+from projects_vil.export.images import example_image
 from projects_vil.export.metadata import digests_of, metadata_path, read_metadata
-from projects_vil.export.proof.report import eager_detections, example_image
+from projects_vil.export.proof.report import eager_detections
 from tests.projects_vil.export.exporting import BOTH, FORMATS, demo_detector, mistake
 
 

@@ -6,7 +6,7 @@ from detectron2.modeling import GeneralizedRCNNWithTTA
 
 from backbones import InputError
 from projects_vil.data import size_for_testing
-from projects_vil.export.proof.report import example_image
+from projects_vil.export.images import example_image
 from projects_vil.modeling import add_tta, augmentation_sizes
 from projects_vil.modeling.test_time_augmentation import RetinaNetWithTTA
 from tests.projects_vil.helpers import lively_detector, small_config

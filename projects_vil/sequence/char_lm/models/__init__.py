@@ -1,1 +1,1 @@
-"""The models that are compared: long-short attention, and full attention of the same size."""
+"""The models that are compared, with the paper's sizes and phases of training by name."""

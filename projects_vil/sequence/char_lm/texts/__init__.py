@@ -1,1 +1,1 @@
-"""A text as bytes, and as streams that are read in segments."""
+"""A text as bytes, and as streams that are read in parts."""

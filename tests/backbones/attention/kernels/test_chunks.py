@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from backbones.attention.chunks import from_chunks, mark_channels, mark_keys, mark_queries, missing, to_chunks
+from backbones.attention.kernels.chunks import from_chunks, mark_channels, mark_keys, mark_queries, missing, to_chunks
 from tests.backbones.helpers import random_images
 
 

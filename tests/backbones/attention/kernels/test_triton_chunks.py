@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from backbones.attention import reference
 from backbones.attention.kernels import triton_chunks
+from backbones.attention.kernels.random_shift import SHIFTS
 from backbones.attention.kernels.triton_chunks import Launch, missing_for, triton_chunk_attention
-from backbones.attention.random_shift import SHIFTS
 from backbones.attention.sliding_chunk import MODES, SlidingChunkAttention
 from backbones.utils.errors import InputError
 from tests.backbones.helpers import (

@@ -1,4 +1,4 @@
-"""What is drawn anew by iteration, and the same in all processes: Performer's random features, and ViL's shifts."""
+"""What follows from the iteration, in all processes alike: random features, ViL's shifts, the rate that is shown."""
 
 import types
 

@@ -8,7 +8,8 @@ from detectron2.modeling import GeneralizedRCNN
 from torch import Tensor, nn
 
 from projects_vil.export import make_exportable
-from projects_vil.export.proof.report import eager_detections, example_image
+from projects_vil.export.images import example_image
+from projects_vil.export.proof.report import eager_detections
 from tests.projects_vil.helpers import lively_detector, small_config
 
 ALL = ("retinanet", "mask_rcnn", "cascade_mask_rcnn")

@@ -5,7 +5,8 @@ import copy
 import pytest
 import torch
 
-from projects_vil.export.proof.report import eager_detections, example_image
+from projects_vil.export.images import example_image
+from projects_vil.export.proof.report import eager_detections
 from tests.projects_vil.export.exportable.helpers import assert_equals_eager, detector, run
 
 NAME = "cascade_mask_rcnn"

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from projects_vil.export import make_exportable
-from projects_vil.export.proof.report import eager_detections, example_image
+from projects_vil.export.images import example_image
+from projects_vil.export.proof.report import eager_detections
 from tests.projects_vil.export.exportable.helpers import ALL, assert_equal, detector, run, with_threshold
 
 SIZES = [(64, 64), (64, 97), (101, 64), (33, 47), (150, 203), (224, 129), (96, 320)]

@@ -10,7 +10,8 @@ from detectron2.structures import Boxes, Instances
 from torch import Tensor
 
 from projects_vil.export.exportable.rcnn import of_class, pool
-from projects_vil.export.proof.report import eager_detections, example_image
+from projects_vil.export.images import example_image
+from projects_vil.export.proof.report import eager_detections
 from tests.projects_vil.export.exportable.helpers import (
     assert_equal,
     assert_equals_eager,

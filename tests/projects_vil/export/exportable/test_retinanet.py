@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from projects_vil.export.proof.report import example_image
+from projects_vil.export.images import example_image
 from tests.projects_vil.export.exportable.helpers import assert_equals_eager, detector, run
 
 VARIATIONS = {

@@ -1,13 +1,13 @@
-"""The report of an export: it says what differs, on images that say something."""
+"""The report of an export: it says what differs."""
 
 import copy
 
-import cv2
 import pytest
 import torch
 
 from projects_vil.export import ExportedModel, describe_report
-from projects_vil.export.proof.report import check_export, comparison_images, example_image
+from projects_vil.export.images import comparison_images
+from projects_vil.export.proof.report import check_export
 from tests.projects_vil.export.exporting import demo_detector
 from tests.projects_vil.helpers import small_config
 
@@ -63,26 +63,3 @@ def test_another_average_precision_is_not_ok(shapes, exported, monkeypatch):
     report = check_export(cfg, demo_detector("retinanet"), model, comparison_images(cfg)[:1], runs=1, evaluate=True)
     assert all(row["ok"] for row in report["images"]) and not report["evaluation"][0]["ok"]
     assert report["ok"] is False and "; NOT EQUAL to" in describe_report(report)
-
-
-# -- images ----------------------------------------------------------------------------------------
-
-
-def test_example_images_differ_and_have_something_on_them():
-    image = example_image(40, 70, seed=1)
-    assert image.shape == (3, 40, 70) and image.dtype == torch.uint8 and 100 < image.max() <= 255
-    assert torch.equal(image, example_image(40, 70, seed=1))
-    assert not torch.equal(image, example_image(40, 70, seed=2))
-
-
-def test_images_to_compare_on(shapes):
-    drawn = comparison_images(small_config())
-    assert [tuple(image.shape[1:]) for image in drawn] == [(64, 96), (85, 64), (64, 107), (35, 35)]
-    files = sorted((shapes / "val").iterdir())[:2]
-    for channels in ("RGB", "BGR"):
-        cfg = small_config("retinanet", "INPUT.MIN_SIZE_TEST", "48", "INPUT.FORMAT", channels)
-        images = comparison_images(cfg, files)
-        assert [(len(image), min(image.shape[1:]), image.dtype) for image in images] == [(3, 48, torch.uint8)] * 2
-        means = cv2.imread(str(files[0])).mean(axis=(0, 1))
-        expected = torch.from_numpy(means if channels == "BGR" else means[::-1].copy()).float()
-        torch.testing.assert_close(images[0].float().mean(dim=(1, 2)), expected, atol=2, rtol=0)
