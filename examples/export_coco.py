@@ -26,11 +26,11 @@ parser.add_argument("--threshold", type=float, default=0.3, help="least score of
 args = parser.parse_args()
 try:
     detector = Detector.load(args.detector, score_threshold=args.threshold)
+    if Path(args.output).suffix != ".json":
+        raise InputError(f"the output, {args.output}, has to end in .json")
     if not Path(args.photos).is_dir():
         raise InputError(f"there is no folder {args.photos}")
     files = sorted(path for path in Path(args.photos).iterdir() if path.suffix.lower() in IMAGE_SUFFIXES)
-    if not files:
-        raise InputError(f"there are no photos in {args.photos}")
     images, annotations = [], []
     for image_id, file in enumerate(files, start=1):
         try:
@@ -46,7 +46,7 @@ try:
             )
             annotations.append({"id": len(annotations) + 1, "area": float(area), "iscrowd": 0} | item)
     if not images:
-        raise InputError(f"none of the photos in {args.photos} can be taken")
+        raise InputError(f"there are no photos in {args.photos} that can be taken")
     pairs = zip(detector.categories.ids, detector.names, strict=True)
     categories = [{"id": category_id, "name": name} for category_id, name in pairs]
     content = {"images": images, "annotations": annotations, "categories": categories}

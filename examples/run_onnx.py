@@ -19,8 +19,8 @@ for name in ("model", "photo", "output"):
 parser.add_argument("--threshold", type=float, default=0.5, help="least score of what is shown (default 0.5)")
 args = parser.parse_args()
 for file in (args.model, f"{args.model}.metadata.json", args.photo):
-    if not Path(file).is_file():
-        sys.exit(f"error: there is no file {file}")
+    if not Path(file).is_file() or Path(file).resolve() == Path(args.output).resolve():
+        sys.exit(f"error: there is no file {file}, or it is the output too")
 metadata = json.loads(Path(f"{args.model}.metadata.json").read_text())
 if metadata["format"] != "onnx":
     sys.exit(f"error: {args.model} is no ONNX file: load it by Detector")

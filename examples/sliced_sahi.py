@@ -47,8 +47,8 @@ parser.add_argument("--slice", type=int, default=640, help="side of a slice in p
 parser.add_argument("--threshold", type=float, default=0.5, help="least score of what is shown (default 0.5)")
 args = parser.parse_args()
 try:
-    if args.slice < 32:
-        raise InputError(f"--slice is {args.slice}: it is 32 or more")
+    if args.slice < 32 or args.output == args.photo:
+        raise InputError(f"--slice is {args.slice}: it is 32 or more, and the output is another file than the photo")
     model = SlicedDetector(model=Detector.load(args.detector, score_threshold=args.threshold))
     photo = ImageOps.exif_transpose(Image.open(args.photo)).convert("RGB")
     found = get_sliced_prediction(photo, model, args.slice, args.slice, verbose=0).object_prediction_list

@@ -25,8 +25,9 @@ parser.add_argument("--fps", type=int, default=10, help="frames a second of a fo
 args = parser.parse_args()
 source = Path(args.source)
 try:
-    if not (0 <= args.threshold <= 1 and args.fps >= 1):
-        raise InputError(f"--threshold is 0 to 1, and --fps 1 or more, not {args.threshold} and {args.fps}")
+    if not (0 <= args.threshold <= 1 and args.fps >= 1 and args.output.endswith(".mp4")):
+        said = f"not {args.threshold}, {args.fps} and {args.output}"
+        raise InputError(f"--threshold is 0 to 1, --fps 1 or more, and the output ends in .mp4, {said}")
     detector = Detector.load(args.detector)
     if source.is_dir():
         files = [str(path) for path in sorted(source.iterdir()) if cv2.haveImageReader(str(path))]
@@ -46,8 +47,7 @@ try:
         for place, frame in enumerate(frames):  # (height, width, BGR)
             if frame is None or frame.shape[:2] != (info.height, info.width):
                 raise InputError(f"{source}: frame {place + 1} is damaged, or not of the first one's size")
-            found = detector(frame[..., ::-1]).as_detectron2()
-            tracked = tracker.update(sv.Detections.from_detectron2(found))
+            tracked = tracker.update(sv.Detections.from_detectron2(detector(frame[..., ::-1]).as_detectron2()))
             tracked = tracked[tracked.tracker_id >= 0]
             seen.update(tracked.tracker_id.tolist())
             pairs = zip(tracked.tracker_id, tracked.class_id, strict=True)

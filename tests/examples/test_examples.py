@@ -136,7 +136,9 @@ def test_the_onnx_example_is_short():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mistake", ["no model", "no metadata", "no photo", "no image", "no suffix", "size", "rows"])
+@pytest.mark.parametrize(
+    "mistake", ["no model", "no metadata", "no photo", "no image", "no suffix", "size", "rows", "same"]
+)
 @pytest.mark.parametrize("file_format", FORMATS)
 def test_a_mistake_is_one_line(mistake, file_format, model, photo, tmp_path, monkeypatch):
     path, says, output = model(file_format), f"there is no file {tmp_path}", tmp_path / "found.png"
@@ -148,6 +150,9 @@ def test_a_mistake_is_one_line(mistake, file_format, model, photo, tmp_path, mon
     elif mistake == "no suffix":
         output = tmp_path / "found.abc"
         says = f"cannot write {output}: "
+    elif mistake == "same":
+        output = photo
+        says = f"there is no file {photo}, or it is the output too"
     elif mistake == "no model":
         path = tmp_path / path.name
     elif mistake == "no metadata":
