@@ -11,14 +11,12 @@ Example:
         'dataloader.train.dataset.names=[mine]' 'dataloader.test.dataset.names=[mine]'
 """
 
-from detectron2.engine import default_argument_parser
-
-from projects_vil.engine import train_lazily_from_command_line
+from projects_vil.engine import lazy_training_parser, train_lazily_from_command_line
 from projects_vil.utils import run_tool
 
 
 def main() -> None:
-    train_lazily_from_command_line(default_argument_parser(epilog=__doc__).parse_args())
+    train_lazily_from_command_line(lazy_training_parser(__doc__).parse_args())
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from projects_vil.engine.launch import train_from_command_line, training_parser
 from projects_vil.engine.lazy import (
     build_lazy_optimizer,
     describe_lazy_config,
+    lazy_training_parser,
     load_lazy_config,
     load_records,
     train_lazily_from_command_line,
@@ -17,6 +18,7 @@ __all__ = [
     "check_setup",
     "check_values",
     "describe_lazy_config",
+    "lazy_training_parser",
     "load_lazy_config",
     "load_records",
     "train_from_command_line",

@@ -12,7 +12,14 @@ from typing import Any
 
 import torch
 from detectron2.config import CfgNode, LazyConfig, instantiate
-from detectron2.engine import AMPTrainer, SimpleTrainer, default_setup, default_writers, hooks
+from detectron2.engine import (
+    AMPTrainer,
+    SimpleTrainer,
+    default_argument_parser,
+    default_setup,
+    default_writers,
+    hooks,
+)
 from detectron2.evaluation import inference_on_dataset, print_csv_format
 from detectron2.utils import comm
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -44,11 +51,16 @@ _OVERRIDE = re.compile(r"(?P<adds>\+{0,2})(?P<key>[\w.\[\]]+)=.*", re.DOTALL)
 _BAD_VALUES = (TypeError, ValueError, KeyError, IndexError, AttributeError, AssertionError, OmegaConfBaseException)
 
 
+def lazy_training_parser(epilog: str) -> argparse.ArgumentParser:
+    """detectron2's parser of a run, whose overrides are ``key=value``."""
+    return default_argument_parser(epilog=epilog)
+
+
 def train_lazily_from_command_line(args: argparse.Namespace) -> None:
     """What ``tools/lazyconfig_train_net.py`` does: check what can be checked in a second, then start the processes.
 
     Args:
-        args: of ``detectron2.engine.default_argument_parser``; the overrides are ``key=value``, and ``+key=value`` for
+        args: of :func:`lazy_training_parser`; the overrides are ``key=value``, and ``+key=value`` for
             a key that the config does not have.
 
     Raises:
