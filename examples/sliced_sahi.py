@@ -1,15 +1,15 @@
 """Find small objects in a large photo with SAHI: the detector sees overlapping slices of it, and one list comes out.
-
 Example: python examples/sliced_sahi.py output/vil_tiny photo.jpg found.png --slice 640 --threshold 0.5
 """
 
 import argparse
+from pathlib import Path
 
-import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image
 
 from backbones import InputError
 from projects_vil import Detector
+from projects_vil.data import read_image
 
 try:
     from sahi import DetectionModel, ObjectPrediction
@@ -26,7 +26,7 @@ class SlicedDetector(DetectionModel):
     def set_model(self, model: Detector) -> None:
         self.model = model
 
-    def perform_inference(self, image: np.ndarray) -> None:
+    def perform_inference(self, image) -> None:
         self._original_predictions = self.model(image)
 
     def _create_object_prediction_list_from_original_predictions(self, shift_amount_list, full_shape_list) -> None:
@@ -47,13 +47,13 @@ parser.add_argument("--slice", type=int, default=640, help="side of a slice in p
 parser.add_argument("--threshold", type=float, default=0.5, help="least score of what is shown (default 0.5)")
 args = parser.parse_args()
 try:
-    if args.slice < 32 or args.output == args.photo:
+    if args.slice < 32 or Path(args.output).resolve() == Path(args.photo).resolve():
         raise InputError(f"--slice is {args.slice}: it is 32 or more, and the output is another file than the photo")
     model = SlicedDetector(model=Detector.load(args.detector, score_threshold=args.threshold))
-    photo = ImageOps.exif_transpose(Image.open(args.photo)).convert("RGB")
+    photo = read_image(args.photo)
     found = get_sliced_prediction(photo, model, args.slice, args.slice, verbose=0).object_prediction_list
     for item in found:
         print(f"{item.category.name} {item.score.value:.2f}", *(f"{edge:.1f}" for edge in item.bbox.to_xyxy()))
-    Image.fromarray(visualize_object_predictions(np.array(photo), found)["image"]).save(args.output)
-except (InputError, OSError, ValueError, Image.DecompressionBombError) as error:
+    Image.fromarray(visualize_object_predictions(photo, found)["image"]).save(args.output)
+except (InputError, OSError, ValueError) as error:
     raise SystemExit(f"error: {error}") from error

@@ -35,7 +35,7 @@ try:
         if first is None:
             raise InputError(f"there are no images in {source}, or the first is damaged")
         info, frames = sv.VideoInfo(width=first.shape[1], height=first.shape[0], fps=args.fps), map(cv2.imread, files)
-    elif not cv2.VideoCapture(args.source).isOpened() or source.absolute() == Path(args.output).absolute():
+    elif not cv2.VideoCapture(args.source).isOpened() or source.resolve() == Path(args.output).resolve():
         raise InputError(f"cannot read a video from {source}, or it is the output too")
     else:
         info, frames = sv.VideoInfo.from_video_path(args.source), sv.get_video_frames_generator(args.source)

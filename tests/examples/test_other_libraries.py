@@ -152,13 +152,17 @@ def test_a_track_goes_on(run, detectors, tmp_path):
 
 MISTAKES = {
     "no detector": "there is no file or folder ",
-    "no input": "/absent",
     "another input": "README.md",
     "no output": "absent/out",
 }
+NO_INPUT = {
+    "export_coco": "there is no folder ",
+    "sliced_sahi": "cannot read the image ",
+    "track_supervision": "cannot read a video from ",
+}
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("mistake", [*MISTAKES, "no input"])
 @pytest.mark.parametrize("name", NEEDED)
 def test_a_mistake_is_one_line(name, mistake, run, detectors, tmp_path):
     source, output = photo(tmp_path / "photos/photo.png"), tmp_path / f"found{SUFFIXES[name]}"
@@ -175,7 +179,8 @@ def test_a_mistake_is_one_line(name, mistake, run, detectors, tmp_path):
     }[mistake]
     with pytest.raises(SystemExit) as end:
         run(name, *(arguments | changed).values())
-    assert end.value.code.startswith("error: ") and MISTAKES[mistake] in end.value.code and "\n" not in end.value.code
+    says = NO_INPUT[name] + str(tmp_path / "absent") if mistake == "no input" else MISTAKES[mistake]
+    assert end.value.code.startswith("error: ") and says in end.value.code and "\n" not in end.value.code
     assert not output.exists()
 
 
@@ -184,7 +189,10 @@ def test_no_photo_is_written_over(name, run, detectors, tmp_path):
     path = photo(tmp_path / "photos/photo.png")
     before = path.read_bytes()
     with pytest.raises(SystemExit, match="^error: .*output.* (another file|end in .json|.mp4)"):
-        run(name, detectors("retinanet"), path if name == "sliced_sahi" else path.parent, path)
+        # The same file by another name.
+        (tmp_path / "link").symlink_to(path.parent)
+        output = tmp_path / "link" / path.name
+        run(name, detectors("retinanet"), path if name == "sliced_sahi" else path.parent, output)
     assert path.read_bytes() == before
 
 

@@ -82,6 +82,7 @@ def test_help_has_an_example(run_here, name):
 def test_every_tool_starts_in_an_interpreter_of_its_own(name):
     result = run_tool(name, "--help", fresh=True)
     assert result.returncode == 0 and f"python tools/{name}" in result.stdout, result.stderr
+    assert "Warning" not in result.stderr
 
 
 def test_make_shapes_dataset(tmp_path):

@@ -107,7 +107,7 @@ def test_boxes_without_masks_are_cut_alike(tmp_path, factor):
 
 
 def test_the_box_of_a_triangle_that_is_cut(tmp_path):
-    """What is left of it is narrower than its box is, cut off where the image ends; the other sides stay exact."""
+    """What is left of it towards its tip, on the left, is less high than its own box, which is only cut off."""
     record = write_record(tmp_path, "a", (60, 60), Drawn(5, 55, 4, 56))
     record["annotations"][0]["segmentation"] = [[4.0, 30.0, 56.0, 5.0, 56.0, 55.0]]
     left_parts = 0
@@ -115,7 +115,7 @@ def test_the_box_of_a_triangle_that_is_cut(tmp_path):
         instances = mapped(scaled(1.9, "INPUT.RANDOM_FLIP", "none", size=60), record, seed=seed)["instances"]
         [box], [seen] = instances.gt_boxes.tensor, instances.gt_masks.get_bounding_boxes().tensor
         assert (box - seen).abs().max() <= 1
-        # Towards its tip, on the left, it is less than 95 high, which is 1.9 of 50.
+        # Of the 95 that are 1.9 times 50 the image has 60.
         left_parts += int(seen[3] - seen[1] < 58)
     assert left_parts
 
