@@ -19,7 +19,7 @@ endif
 endif
 endif
 
-.PHONY: help demo test test-slow test-all test-compiled gpu faults lint clean
+.PHONY: help demo test test-slow test-all test-compiled gpu lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,7 +31,7 @@ demo: .venv/.stamp ## make a small dataset, train, evaluate, export, draw; DETEC
 		OVERWRITE_OUTPUT_DIR True $(ARGS)
 	@$(RUN) tools/export_model.py --config-file $(OUT)/config.yaml --weights $(OUT)/model_final.pth \
 		--format torchscript --output $(OUT)/export
-	@$(RUN) tools/visualize_results.py --run $(OUT)
+	@$(RUN) tools/visualize.py results --run $(OUT)
 
 test: .venv/.stamp ## run the tests; ARGS is passed on to pytest, as in ARGS="tests/tools -k hash"
 	@$(PYTEST) $(ARGS)
@@ -61,17 +61,12 @@ gpu: .venv/.stamp ## on a machine with a GPU: the tests that need one, then time
 	$(BENCHMARK) --what attention --backward --dtype bfloat16 \
 		--models vil_small_rpb+sdpa vil_small_rpb+triton ls_small full_small \
 		--size 400 672 --size 800 1344 --size 1600 2688 --json output/gpu/attention.json --plot output/gpu/attention.png || status=1; \
-	if $(RUN) -c 'import tensorrt' 2>/dev/null; then \
-		$(RUN) tools/export_table.py --formats tensorrt --families vil lit --precisions fp32 fp16 --output output/gpu/tensorrt \
-			--json output/gpu/tensorrt.json || status=1; \
-	else echo 'no export to TensorRT: the package tensorrt is not here'; fi; \
 	exit $$status
 
-faults: .venv/.stamp ## run every fault of tests/faults, and write docs/faults.md
-	@$(RUN) -m tests.faults.document
-
-lint: .venv/.stamp ## check the style
-	@$(RUN) -m ruff check . && $(RUN) -m ruff format --check --quiet backbones configs examples projects_vil tests tools setup.py
+lint: .venv/.stamp ## check the style and the order of imports
+	@$(RUN) -m ruff check --quiet .
+	@$(RUN) -m ruff format --check --quiet backbones configs examples projects_vil research tests tools setup.py
+	@.venv/bin/lint-imports --no-cache > /dev/null
 
 clean: ## remove what the demo, the tests and builds wrote; .venv stays
 	rm -rf output/demo_retinanet* output/demo_mask_rcnn* output/demo_cascade* output/demo_semantic_fpn*

@@ -43,10 +43,10 @@ def long_description() -> str:
 
 # What TEST.COCO_API faster_coco_eval needs.
 EVAL = ["faster-coco-eval>=1.6"]
-# What --format onnx of tools/export_model.py needs.
-EXPORT = ["onnx>=1.17", "onnxruntime>=1.20", "onnxscript>=0.5"]
+# What --format onnx of tools/export_model.py needs; nncf for its int8.
+EXPORT = ["onnx>=1.17", "onnxruntime>=1.20", "onnxscript>=0.5", "nncf>=3.4"]
 # What the examples with other libraries need, in versions that were seen working. Not a part of dev: sahi and trackers
-# ask for opencv-python itself, beside whatever flavour is there (docs/sharing.md).
+# ask for opencv-python itself, beside whatever flavour is there (docs/hub.md).
 EXAMPLES = ["sahi>=0.12", "supervision>=0.31", "trackers>=2.6"]
 # What --format openvino needs; nncf for its int8.
 OPENVINO = ["openvino>=2026.4", "nncf>=3.4"]
@@ -60,7 +60,7 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["backbones", "backbones.*", "projects_vil", "projects_vil.*"]),
-    package_data={"projects_vil.inference.sharing": ["model_card.md"], "projects_vil.report": ["page.html"]},
+    package_data={"projects_vil.inference": ["model_card.md"], "projects_vil.report": ["page.html"]},
     python_requires=">=3.10,<3.14",
     # detectron2 is not on the package index: tools/install_detectron2.py brings it, with what it requires.
     # The ranges of fvcore, iopath and omegaconf are the ones that it states.
@@ -75,12 +75,14 @@ setup(
         "numpy>=1.23",
         "Pillow>=9.1",
         "matplotlib>=3.6",
+        "tabulate",
         "jinja2>=3.0",
         "PyYAML>=5.4",
         "safetensors>=0.4",
         # Earlier ones have cards checked by huggingface.co, whatever hub HF_ENDPOINT names.
         "huggingface_hub>=2.2",
         "tqdm>=4.60",
+        "filelock>=3.16",
         opencv_requirement(),
     ],
     extras_require={
@@ -88,6 +90,6 @@ setup(
         "export": EXPORT,
         "examples": EXAMPLES,
         "openvino": OPENVINO,
-        "dev": ["pytest>=7.4", "pytest-xdist>=3.5", "ruff>=0.6", *EXPORT, *OPENVINO],
+        "dev": ["pytest>=7.4", "pytest-xdist>=3.5", "import-linter>=2.1", "ruff>=0.6", *EXPORT, *OPENVINO],
     },
 )

@@ -1,11 +1,21 @@
 """Efficient vision transformers in plain PyTorch, as backbones and as classifiers.
 
-Four families: ViL (Vision Longformer, and its comparisons with other mechanisms of attention), LS (ViL with the
+Four families: ViL (Vision Longformer, and the other attention mechanisms that its paper compares), LS (ViL with the
 long-short attention of Transformer-LS), CvT-LS (CvT with it) and LIT. :func:`create_backbone` gives a detector its
-maps, with what it needs to know of them; :mod:`backbones.convert` takes official checkpoints.
+feature maps and their channels and strides; :mod:`backbones.convert` takes official checkpoints.
 """
 
-from backbones.build import create_backbone, create_classifier, list_variants
-from backbones.utils.errors import InputError
+from typing import Any
 
-__all__ = ["InputError", "create_backbone", "create_classifier", "list_variants"]
+from backbones.errors import ConfigError
+
+__all__ = ["ConfigError", "create_backbone", "create_classifier", "list_variants"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import PyTorch and timm at the first use of a model: a command's ``--help`` does without them."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from backbones import build
+
+    return getattr(build, name)

@@ -1,4 +1,4 @@
-"""What all families share: stages in order, the maps of those that are asked for, and a classification head."""
+"""The common parts of all families: variants, stages, the backbone and its feature maps, a classification head."""
 
 import abc
 import contextlib
@@ -7,47 +7,94 @@ import functools
 import itertools
 import operator
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from backbones.attention.dense import join_tokens
-from backbones.execution.tracing import in_order
+from backbones.errors import ConfigError, check_choice, check_rate
 from backbones.layers.block import Block
-from backbones.layers.parameters import draw_, undecayed_names
+from backbones.layers.parameters import init_trunc_normal_, names_without_weight_decay
 from backbones.layers.position import position_parameter, resize_tables
-from backbones.utils.errors import InputError, check_choice
-from backbones.variants import Variant, stage_names
+from backbones.layers.tracing import in_order
 
 ATTENTION_BACKENDS = ("auto", "sdpa", "triton", "reference")
 
 
 @dataclasses.dataclass(frozen=True)
 class FeatureInfo:
-    """What a detector needs to know of a map: its channels, and how many image pixels a side of a place covers."""
+    """Channels and stride in pixels of a feature map."""
 
     channels: int
     stride: int
 
 
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """The sizes of a model; each family has a subclass with its own.
+
+    Attributes:
+        stages: a dataclass of sizes for each stage, with ``depth`` and ``dim`` among them.
+        options: the fields, of the variant or of its stages, that a user may override.
+        pool: how the classifier pools tokens.
+        norm_eps: of the LayerNorms.
+        steps: the factor by which each stage reduces the height and width of the feature map before it.
+        classifier_img_size: side in pixels of the images that the paper's classifier is trained on.
+        has_fixed_input_size: whether a classifier raises for images larger than those that it is created for.
+    """
+
+    stages: tuple[Any, ...]
+
+    options: ClassVar[tuple[str, ...]]
+    pool: ClassVar[str] = "mean"
+    norm_eps: ClassVar[float]
+    steps: ClassVar[tuple[int, ...]]
+    classifier_img_size: ClassVar[int] = 224
+    has_fixed_input_size: ClassVar[bool] = False
+
+    @property
+    def stage_names(self) -> tuple[str, ...]:
+        """Names of the stages from the largest feature map on: ``"stage1"``, ..."""
+        return tuple(f"stage{number}" for number in range(1, len(self.stages) + 1))
+
+    def with_options(self, **options: object) -> "Variant":
+        """Return the variant with these fields; a field of the stages takes one value, or one for each stage."""
+        own = {field.name for field in dataclasses.fields(self)}
+        stages = self.stages
+        for name in options.keys() - own:
+            stages = with_stage_values(stages, name, options[name])
+        return dataclasses.replace(
+            self, stages=stages, **{name: value for name, value in options.items() if name in own}
+        )
+
+
+def with_stage_values(stages: tuple[Any, ...], name: str, value: object) -> tuple[Any, ...]:
+    """Return ``stages`` with the field ``name`` set to ``value``, or to the values of a list or tuple, one a stage."""
+    values = list(value) if isinstance(value, list | tuple) else [value] * len(stages)
+    if len(values) != len(stages):
+        raise ConfigError(f"{name}={value!r}: give one value, or {len(stages)}, one for each stage")
+    return tuple(dataclasses.replace(stage, **{name: v}) for stage, v in zip(stages, values, strict=True))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What a backbone is made with, beside its variant.
+class BackboneSettings:
+    """How a backbone is created, apart from its variant.
 
     Attributes:
         out_features: names of the stages to return, ``"stage1"`` onwards; None for all. Stages after the last one are
             not built.
         max_img_size: height and width of the largest image in pixels, for tables that are resized when weights are
             loaded.
-        position_img_size: the same for tables that are resized to each map; None for the variant's own.
+        position_img_size: the same for tables that are resized to each feature map; None for the variant's own.
         drop_path_rate: stochastic depth of the last block; it grows linearly from 0 at the first.
-        keep_global_tokens: as a classifier is built: the last stage keeps its global tokens
-            (:meth:`Backbone.forward_tokens`), and no map is normed on its way out.
-        activation_checkpointing: compute the activations of a block again in the backward pass.
-        attention_backend: of ``ATTENTION_BACKENDS``: ``"sdpa"`` by PyTorch's attention, ``"triton"`` by kernels for
-            CUDA, which sliding chunks alone have, ``"auto"`` by the fastest on the device, ``"reference"`` for
-            debugging, quadratic.
+        keep_global_tokens: for a classifier: the last stage keeps its global tokens
+            (:meth:`Backbone.forward_tokens`), and the feature maps have no output norms.
+        activation_checkpointing: recompute the activations of a block in the backward pass.
+        attention_backend: one of ``ATTENTION_BACKENDS``: ``"sdpa"`` is PyTorch's attention, ``"triton"`` kernels for
+            CUDA, which only sliding chunks have, ``"auto"`` the fastest on the device, ``"reference"`` a quadratic
+            definition for debugging.
     """
 
     out_features: Sequence[str] | None = None
@@ -59,12 +106,12 @@ class Settings:
     attention_backend: str = "auto"
 
     def table_img_size(self, resizing: str, side: int) -> tuple[int, int]:
-        """Height and width in pixels of the image that tables are made for, of which ``side`` is the variant's."""
+        """Height and width in pixels of the image that tables are made for; ``side`` is the variant's own."""
         return self.max_img_size if resizing == "load" else self.position_img_size or (side, side)
 
 
 class Stage(nn.Module):
-    """One resolution: an embedding that shrinks the map, positions, global tokens and blocks.
+    """One resolution: an embedding that reduces the feature map, positions, global tokens and blocks.
 
     Args:
         patch_embed: (B, C_in, H, W) -> tokens (B, H', W', dim).
@@ -73,10 +120,10 @@ class Stage(nn.Module):
         num_global_tokens: G.
         positions: a module from height and width to what is added to the tokens, whose ``global_tokens`` is added to
             the global tokens; None for no absolute positions.
-        activation_checkpointing: compute the activations of a block again in the backward pass.
+        activation_checkpointing: recompute the activations of a block in the backward pass.
     """
 
-    undecayed = ("global_tokens",)
+    no_weight_decay_names = ("global_tokens",)
 
     def __init__(
         self,
@@ -95,9 +142,9 @@ class Stage(nn.Module):
         self.positions = positions
         self.blocks = nn.ModuleList(blocks)
 
-    def forward(self, maps: Tensor) -> tuple[Tensor, Tensor | None]:
+    def forward(self, features: Tensor) -> tuple[Tensor, Tensor | None]:
         """(B, C_in, H, W) -> (B, H', W', C) and (B, G, C), or None where they are not kept."""
-        tokens, global_tokens = self.patch_embed(maps), self.global_tokens
+        tokens, global_tokens = self.patch_embed(features), self.global_tokens
         if self.positions is not None:
             tokens = tokens + self.positions(tokens.shape[1], tokens.shape[2])
             if global_tokens is not None:
@@ -116,7 +163,7 @@ class Stage(nn.Module):
 
 
 def _contexts_of_checkpoint(block: nn.Module) -> tuple[contextlib.AbstractContextManager, ...]:
-    """For the first pass and for the second one, which must not count a batch's statistics again."""
+    """Contexts of the first pass and of the second one, which must not update batch statistics again."""
     return contextlib.nullcontext(), _untracked(block)
 
 
@@ -135,36 +182,35 @@ def _untracked(module: nn.Module) -> Iterator[None]:
 
 
 class Backbone(nn.Module, abc.ABC):
-    """A multi-scale backbone: images in, a map for each asked stage out.
+    """A multi-scale backbone: images -> a feature map for each requested stage.
 
-    A family's class says what its stages are made of, by the methods that start with ``_make``; they are called in the
-    order of the stages, and read ``variant``, ``settings`` and ``strides``.
+    The class of a family creates the parts of its stages by the methods that start with ``_make``; they are called in
+    the order of the stages, and read ``variant``, ``settings`` and ``strides``.
 
     Args:
         variant: the sizes.
-        settings: the rest; None for those of :class:`Settings` itself.
+        settings: the rest; None for the defaults.
 
     Raises:
-        InputError: for an unknown stage or backend, no stage, or a rate of stochastic depth that is not at least 0 and
+        ConfigError: for an unknown stage or backend, no stage, or a rate of stochastic depth that is not at least 0 and
             below 1.
     """
 
-    def __init__(self, variant: Variant, settings: Settings | None = None) -> None:
+    def __init__(self, variant: Variant, settings: BackboneSettings | None = None) -> None:
         super().__init__()
-        settings = settings or Settings()
-        names = stage_names(variant)
+        settings = settings or BackboneSettings()
+        names = variant.stage_names
         out_features = settings.out_features
         if isinstance(out_features, str):
             out_features = (out_features,)
         out_features = tuple(names if out_features is None else out_features)
         for name in out_features:
-            check_choice("feature", name, names)
+            check_choice("out_features", name, names)
         if not out_features:
-            raise InputError(f"out_features is empty: name at least one of {', '.join(names)}")
+            raise ConfigError(f"out_features is empty: name at least one of {', '.join(names)}")
         rate = settings.drop_path_rate
-        if not isinstance(rate, int | float) or not 0 <= rate < 1:
-            raise InputError(f"drop_path_rate={rate!r}: it is at least 0 and below 1")
-        check_choice("attention backend", settings.attention_backend, ATTENTION_BACKENDS)
+        check_rate("drop_path_rate", rate)
+        check_choice("attention_backend", settings.attention_backend, ATTENTION_BACKENDS)
         self.variant = variant
         self.settings = settings
         self.strides = tuple(itertools.accumulate(variant.steps, operator.mul))
@@ -187,15 +233,15 @@ class Backbone(nn.Module, abc.ABC):
         self.apply(init_linear)
         backend = settings.attention_backend
         if backend == "triton" and not any(getattr(module, "backend", None) == backend for module in self.modules()):
-            raise InputError(f"attention backend {backend!r} is of sliding chunks, and there are none: take 'auto'")
+            raise ConfigError(f"attention_backend={backend!r} is for sliding chunks, which the variant has not")
 
     @property
     def common_backend(self) -> str:
-        """Of attention that has no kernel but PyTorch's."""
+        """The backend of attention that has only PyTorch's kernels."""
         return "reference" if self.settings.attention_backend == "reference" else "sdpa"
 
     def _make_stage(self, index: int, rates: Sequence[float]) -> Stage:
-        """A stage, with the rates of stochastic depth of its blocks."""
+        """Return a stage with these rates of stochastic depth."""
         spec, in_channels = self.variant.stages[index], self.variant.stages[index - 1].dim if index else 3
         positions = self._make_positions(index)
         blocks = [
@@ -219,18 +265,18 @@ class Backbone(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def _make_embedding(self, index: int, in_channels: int) -> nn.Module:
-        """What stage ``index``, from 0, starts with: (B, in_channels, H, W) -> tokens (B, H / step, W / step, C)."""
+        """The embedding of stage ``index``, from 0: (B, in_channels, H, W) -> tokens (B, H / step, W / step, C)."""
 
     @abc.abstractmethod
     def _make_attention(self, index: int, number: int) -> nn.Module | None:
-        """The attention of block ``number`` of a stage, both from 0; None for a block of the MLP alone."""
+        """Return the attention of block ``number`` of a stage, both from 0; None for a block with only an MLP."""
 
     def _make_positions(self, index: int) -> nn.Module | None:
-        """The absolute positions of a stage."""
+        """Return the absolute positions of a stage."""
         return None
 
     def _make_output_norm(self, index: int) -> nn.Module | None:
-        """The norm of a stage's map that is applied on its way out only."""
+        """Return the norm of a stage's output, which the next stage does not get."""
         return None
 
     def _num_global_tokens(self, index: int) -> int:
@@ -240,17 +286,17 @@ class Backbone(nn.Module, abc.ABC):
         return index + 1 == self.num_stages
 
     def forward_tokens(self, images: Tensor) -> tuple[dict[str, Tensor], Tensor | None]:
-        """The maps of :meth:`forward`, and the last stage's global tokens (B, G, C) where they are kept."""
-        maps, outputs, global_tokens = images, {}, None
+        """Return the feature maps of :meth:`forward`, and the last stage's global tokens (B, G, C) or None."""
+        features, outputs, global_tokens = images, {}, None
         for index, stage in enumerate(self.stages):
-            tokens, global_tokens = stage(maps)
+            tokens, global_tokens = stage(features)
             # In order for the convolutions behind: an export would ask their memory format for the number of images.
-            maps = in_order(tokens.permute(0, 3, 1, 2))
+            features = in_order(tokens.permute(0, 3, 1, 2))
             name = f"stage{index + 1}"
             if name in self.output_norms:
                 outputs[name] = in_order(self.output_norms[name](tokens).permute(0, 3, 1, 2))
             elif name in self.out_features:
-                outputs[name] = maps
+                outputs[name] = features
         return outputs, global_tokens
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
@@ -259,40 +305,40 @@ class Backbone(nn.Module, abc.ABC):
 
     def no_weight_decay(self) -> set[str]:
         """Names of the parameters that take no weight decay: biases, norms, positions, global tokens, bias tables."""
-        return undecayed_names(self)
+        return names_without_weight_decay(self)
 
     @property
     def num_layers(self) -> int:
-        """How many blocks there are."""
+        """Number of blocks."""
         return self._num_blocks_before(len(self.stages))
 
     def layer_id(self, name: str) -> int:
-        """How deep a parameter lies, for learning rates that decay layer by layer.
+        """Return the layer of a parameter, for layer-wise decay of learning rates.
 
-        A block is a layer, and the embedding before the first is 0. What a later stage begins with, its embedding,
-        positions and global tokens, is of its first block's layer; the norm of a map on its way out is of the last
-        block's. Source: BEiT (Bao et al. 2022) counts so, and ViTDet (Li et al. 2022) in detection, for one stage.
+        A block is a layer, and the embedding before the first is 0. The embedding, positions and global tokens of a
+        later stage belong to the layer of its first block, an output norm to that of the last block.
+        Sources: BEiT (Bao et al. 2022); in detection ViTDet (Li et al. 2022), for one stage.
 
         Args:
-            name: of one of ``named_parameters()``.
+            name: one of ``named_parameters()``.
 
         Returns:
             0 to ``num_layers``.
 
         Raises:
-            InputError: for a name of none.
+            ConfigError: for another name.
         """
         try:
             self.get_parameter(name)
         except AttributeError as error:
-            raise InputError(f"{type(self).__name__} has no parameter {name!r}") from error
-        part, place, *rest = name.split(".")
+            raise ConfigError(f"{type(self).__name__} has no parameter {name!r}") from error
+        part, stage, *rest = name.split(".")
         if part == "output_norms":
-            return self._num_blocks_before(int(place.removeprefix("stage")))
-        first = self._num_blocks_before(int(place)) + 1
+            return self._num_blocks_before(int(stage.removeprefix("stage")))
+        first = self._num_blocks_before(int(stage)) + 1
         if rest[0] == "blocks":
             return first + int(rest[1])
-        return first if int(place) else 0
+        return first if int(stage) else 0
 
     def _num_blocks_before(self, index: int) -> int:
         return sum(len(stage.blocks) for stage in self.stages[:index])
@@ -307,7 +353,7 @@ class Backbone(nn.Module, abc.ABC):
         self.train(self.training)
 
     def keep_stages(self, number: int) -> None:
-        """Drop the stages after the first ``number``: the map of the last one that is left is the only output."""
+        """Remove the stages after the first ``number``; the last remaining one gives the only output."""
         name = f"stage{number}"
         self.num_stages = number
         self.stages = self.stages[:number]
@@ -315,14 +361,19 @@ class Backbone(nn.Module, abc.ABC):
         self.out_features = (name,)
         self.feature_info = {name: FeatureInfo(self.variant.stages[number - 1].dim, self.strides[number - 1])}
 
+    def set_activation_checkpointing(self, enable: bool) -> None:
+        """Recompute the activations of a block in the backward pass, or keep them."""
+        for stage in self.stages:
+            stage.activation_checkpointing = enable
+
     def set_img_size(self, img_size: tuple[int, int]) -> None:
-        """Resize all tables of positions in place, to those of a model that is made for images of another size.
+        """Resize all tables of positions in place, to those of a model that is created for another image size.
 
         Args:
             img_size: height and width in pixels.
 
         Raises:
-            InputError: where a parameter belongs to one size, as Linformer's do; nothing has changed then.
+            ConfigError: where a parameter belongs to one size, as Linformer's do; nothing has changed then.
         """
         position_img_size = None if self.settings.position_img_size is None else img_size
         settings = dataclasses.replace(self.settings, max_img_size=img_size, position_img_size=position_img_size)
@@ -360,8 +411,8 @@ class Classifier(nn.Module):
 
     def forward_features(self, images: Tensor) -> Tensor:
         """(B, 3, H, W) -> the last stage's tokens after the norm (B, G + H' W', C), global tokens first."""
-        maps, global_tokens = self.backbone.forward_tokens(images)
-        tokens = maps[self.backbone.out_features[-1]].permute(0, 2, 3, 1)
+        features, global_tokens = self.backbone.forward_tokens(images)
+        tokens = features[self.backbone.out_features[-1]].permute(0, 2, 3, 1)
         return self.norm(join_tokens(tokens, global_tokens))
 
     def pooled(self, tokens: Tensor) -> Tensor:
@@ -386,8 +437,8 @@ def drop_path_rates(rate: float, depths: Sequence[int]) -> list[list[float]]:
 
 
 def init_linear(module: nn.Module) -> None:
-    """The initial values of linear layers in all three papers: for ``module.apply``."""
+    """Initialise a linear layer as all three papers do: for ``module.apply``."""
     if isinstance(module, nn.Linear):
-        draw_(module.weight)
+        init_trunc_normal_(module.weight)
         if module.bias is not None:
             nn.init.zeros_(module.bias)

@@ -1,17 +1,37 @@
-"""Names in, models out."""
+"""Create models by the names of their variants."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from backbones.backbone import Backbone, Classifier, Settings
-from backbones.cvt import CvT
-from backbones.lit import LIT
-from backbones.utils.errors import InputError, explain_unknown_keywords
-from backbones.variants import OPTIONS, VARIANTS, CvTVariant, LITVariant, ViLVariant, get_variant, stage_names
-from backbones.vil import ViL
+from backbones import cvt, lit, vil
+from backbones.backbone import Backbone, BackboneSettings, Classifier, Variant
+from backbones.errors import ConfigError, check_whole, closest, explain_unknown_keywords
 
-_FAMILIES: dict[type, type[Backbone]] = {CvTVariant: CvT, LITVariant: LIT, ViLVariant: ViL}
+VARIANTS: dict[str, Variant] = vil.VARIANTS | cvt.VARIANTS | lit.VARIANTS
+_FAMILIES: dict[type[Variant], type[Backbone]] = {
+    vil.ViLVariant: vil.ViL,
+    cvt.CvTVariant: cvt.CvT,
+    lit.LITVariant: lit.LIT,
+}
+OPTIONS = {option for family in _FAMILIES for option in family.options}
 _checked = functools.partial(explain_unknown_keywords, also=OPTIONS)
+
+
+def get_variant(name: str, options: Mapping[str, object] | None = None) -> Variant:
+    """Return the variant of that name, with the options that are not None instead of its own.
+
+    Raises:
+        ConfigError: for an unknown name, with the closest one, or an option that the family does not have.
+    """
+    if name not in VARIANTS:
+        hint = closest(str(name), VARIANTS) or f"; known: {', '.join(sorted(VARIANTS))}"
+        raise ConfigError(f"unknown variant {name!r}{hint}")
+    variant = VARIANTS[name]
+    given = {option: value for option, value in (options or {}).items() if value is not None}
+    for option in given:
+        if option not in variant.options:
+            raise ConfigError(f"{name} has no option {option}: its options are {', '.join(variant.options)}")
+    return variant.with_options(**given)
 
 
 def list_variants(prefix: str = "") -> list[str]:
@@ -39,34 +59,34 @@ def create_backbone(
         name: one of :func:`list_variants`.
         out_features: names of the stages to return, ``"stage1"`` onwards; None for all.
         drop_path_rate: stochastic depth of the last block, growing linearly from 0 at the first.
-        max_img_size: largest image side, or (height, width), in pixels; sizes ViL's tables of absolute positions.
-            Tables of other kinds are resized to each map, and have the size that the papers trained them at
+        max_img_size: largest image side, or (height, width), in pixels; it sizes ViL's tables of absolute positions.
+            Other tables are resized to each feature map, and have the size that the papers trained them at
             (``position_resizing`` changes that).
         activation_checkpointing: less memory in training for about a third more time.
         attention_backend: ``"auto"``, the fastest on the device, ``"sdpa"``, PyTorch's, ``"triton"``, kernels for
             CUDA that sliding chunks have, or ``"reference"``, which is quadratic and for debugging.
-        options: in place of the variant's own, where not None; those of ``variants.VARIANTS[name].options``:
+        options: instead of the variant's own if not None; those of ``VARIANTS[name].options``:
 
             - ViL and LS: ``window_size`` (side of a chunk in tokens; 7 is ViL's window of 15), ``global_tokens``,
               ``rank`` and ``attention`` (``"sliding_chunk"``, ``"long_short"`` or ``"dense"``), each for all stages or
               one a stage; ``attention_mode`` (``"zero_pad"``, ``"exact"`` or ``"cyclic"``, ViL appendix C);
               ``shared_projections`` (False for separate projections of the global tokens);
-            - ViL, LS and LIT: ``position_resizing`` (``"load"`` for tables made for ``max_img_size``, ``"map"`` for
-              tables that are resized to each map);
+            - ViL, LS and LIT: ``position_resizing`` (``"load"`` for tables of ``max_img_size``, ``"map"`` for
+              tables that are resized to each feature map);
             - CvT: ``window_size``, ``rank`` and ``batch_norm``;
             - LIT: ``merging`` (``"deformable"`` or ``"uniform"``), ``batch_norm`` (``"batch"``, ``"frozen"`` or
               ``"sync"``).
 
     Raises:
-        InputError: for an unknown name, keyword or value; the message names the closest known one.
+        ConfigError: for an unknown name, keyword or value; the message names the closest known one.
     """
     variant = get_variant(name, options)
     if any(getattr(stage, "attention", None) == "linformer" for stage in variant.stages):
-        raise InputError(
-            f"{name} cannot be a backbone: Linformer's projections are tied to one map size (ViL section 3.3, Table 3);"
-            " create_classifier makes it for one image size"
+        raise ConfigError(
+            f"{name} cannot be a backbone: Linformer's projections are tied to one image size (ViL section 3.3,"
+            " Table 3); create_classifier creates it for one"
         )
-    settings = Settings(
+    settings = BackboneSettings(
         out_features=out_features,
         max_img_size=height_and_width("max_img_size", max_img_size),
         drop_path_rate=drop_path_rate,
@@ -90,14 +110,13 @@ def create_classifier(
     """A classifier with random weights and the paper's head: (B, 3, H, W) -> (B, num_classes).
 
     Arguments as for :func:`create_backbone`; ``img_size`` is the training size in pixels, a side or (height, width),
-    and all tables of positions are made for it.
+    and determines the size of all tables of positions.
     """
     variant = get_variant(name, options)
-    if type(num_classes) is not int or num_classes < 1:
-        raise InputError(f"num_classes={num_classes!r}: it is a whole number, 1 or more")
+    check_whole("num_classes", num_classes)
     size = height_and_width("img_size", img_size)
-    settings = Settings(
-        out_features=stage_names(variant)[-1:],
+    settings = BackboneSettings(
+        out_features=variant.stage_names[-1:],
         max_img_size=size,
         position_img_size=size,
         drop_path_rate=drop_path_rate,
@@ -110,8 +129,8 @@ def create_classifier(
 
 
 def height_and_width(name: str, size: int | Sequence[int]) -> tuple[int, int]:
-    """A side, or height and width, in pixels -> both; ``name`` is what it is called where it is neither."""
+    """Return height and width in pixels from a side or from both; ``name`` is the argument that an error names."""
     pair = tuple(size) if isinstance(size, Sequence) else (size, size)
     if len(pair) != 2 or not all(isinstance(side, int) and side >= 1 for side in pair):
-        raise InputError(f"{name}={size!r}: it is a side, or a height and a width, in pixels")
+        raise ConfigError(f"{name}={size!r}: give a side, or height and width, in pixels")
     return pair

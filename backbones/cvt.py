@@ -1,8 +1,8 @@
 """CvT with long-short attention (Transformer-LS section 4.3 and appendix D): convolutions and LSTA in three stages.
 
-Its code was never published. As the paper says: the stages, heads and widths of CvT (Table 8 for 17 and 21s), queries,
+Its code was never published. From the paper: the stages, heads and widths of CvT (Table 8 for 17 and 21s), queries,
 keys and values by depth-wise separable convolutions, scores of the dynamic projection by one too, with standardised
-spatial weights in the place of BatchNorm, DualLN, and no positions. What it leaves open is chosen so:
+spatial weights instead of BatchNorm, DualLN, and no positions. What it leaves open is chosen so:
 
 - one projection P for keys and values, as in equation 3, and no bias in it, which the softmax over tokens would cancel;
 - a depth-wise convolution has no bias, since BatchNorm follows; linear layers, embeddings and MLPs have one;
@@ -14,15 +14,54 @@ four blocks more than 17 have 7.1 million weights in linear layers alone. With r
 the variants have, they are 20.17, 23.53, 31.90 and 30.74: the paper prints one count for all resolutions.
 """
 
+import dataclasses
+
 from torch import Tensor, nn
 
 from backbones.attention.dense import merge_heads
 from backbones.attention.long_short import DualNormAttention
-from backbones.backbone import Backbone
+from backbones.backbone import Backbone, Variant
+from backbones.errors import check_choice, check_whole
+from backbones.layers.batch_norm import BATCH_NORMS
 from backbones.layers.conv import ConvEmbed, SeparableProjection, StandardisedProjection
-from backbones.variants import CvTVariant
 
 _KERNELS = (7, 3, 3)
+
+
+@dataclasses.dataclass(frozen=True)
+class CvTStage:
+    """One stage of CvT with long-short attention: window ``window_size``, dynamic projection of ``rank``."""
+
+    depth: int
+    dim: int
+    heads: int
+    rank: int
+    window_size: int
+
+    expansion = 4
+
+    def __post_init__(self) -> None:
+        check_whole("rank", self.rank)
+        check_whole("window_size", self.window_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class CvTVariant(Variant):
+    """A CvT-LS: three stages at strides 4, 8 and 16, without positions.
+
+    Attributes:
+        stages: a :class:`CvTStage` each.
+        batch_norm: of the convolutional projections, a key of ``BATCH_NORMS``.
+    """
+
+    batch_norm: str = "batch"
+
+    options = ("batch_norm", "rank", "window_size")
+    norm_eps = 1e-5
+    steps = (4, 2, 2)
+
+    def __post_init__(self) -> None:
+        check_choice("batch_norm", self.batch_norm, BATCH_NORMS)
 
 
 class ConvLongShortAttention(DualNormAttention):
@@ -81,3 +120,17 @@ class CvT(Backbone):
             norm=self.variant.batch_norm,
             backend=self.common_backend,
         )
+
+
+def _cvt(*stages: tuple[int, int, int]) -> CvTVariant:
+    """Stages as (blocks, channels, heads), with r and w of appendix D at 224 x 224."""
+    long_short = ((64, 8), (16, 4), (4, 2))
+    return CvTVariant(tuple(CvTStage(n, d, h, r, w) for (n, d, h), (r, w) in zip(stages, long_short, strict=True)))
+
+
+VARIANTS = {
+    "cvt_ls_13": _cvt((1, 64, 1), (2, 192, 3), (10, 384, 6)),
+    "cvt_ls_17": _cvt((3, 128, 2), (4, 256, 4), (10, 384, 6)),
+    "cvt_ls_21": _cvt((1, 64, 1), (4, 192, 3), (16, 384, 6)),
+    "cvt_ls_21s": _cvt((3, 128, 2), (4, 256, 4), (14, 384, 6)),
+}

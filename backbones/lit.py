@@ -1,17 +1,72 @@
 """LIT, the Less attention vIsion Transformer: two stages of MLP blocks, two of full attention, and token merging."""
 
+import dataclasses
+
 from torch import Tensor, nn
 
 from backbones.attention.dense import DenseAttention
-from backbones.backbone import Backbone
+from backbones.backbone import Backbone, Variant
+from backbones.errors import ConfigError, check_choice
+from backbones.layers.batch_norm import BATCH_NORMS
 from backbones.layers.patch_embed import PatchEmbed
-from backbones.layers.position import GridPositions
+from backbones.layers.position import RESIZING, GridPositions
 from backbones.layers.token_merging import DeformableTokenMerging, LinearTokenMerging
-from backbones.utils.errors import InputError
-from backbones.variants import LITVariant, stage_names
 
 # The official code leaves the embedding's norm at PyTorch's value in LIT-Ti too, whose other norms have 1e-6.
 _EMBED_NORM_EPS = 1e-5
+
+
+@dataclasses.dataclass(frozen=True)
+class LITStage:
+    """One stage of LIT: ``heads`` is 0 for a stage of MLP blocks alone."""
+
+    depth: int
+    dim: int
+    heads: int = 0
+    expansion: int = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class LITVariant(Variant):
+    """A LIT.
+
+    Attributes:
+        stages: a :class:`LITStage` each; the first embeds patches of 4, the others merge 2 x 2 tokens.
+        relative_bias: True for a relative bias (as Swin), False for absolute positions and a global token in the
+            classifier (as PVT).
+        norm_eps: of the LayerNorms.
+        output_norms: the stages whose feature maps of a detector or segmentor are normed.
+        position_img_size: image side in pixels for tables that are resized to each feature map.
+        position_resizing: ``"map"``, or ``"load"`` for tables of the largest image.
+        merging: ``"deformable"`` or ``"uniform"`` (Table 3).
+        batch_norm: of deformable merging, a key of ``BATCH_NORMS``.
+    """
+
+    relative_bias: bool
+    norm_eps: float
+    output_norms: tuple[str, ...]
+    position_img_size: int
+    position_resizing: str = "map"
+    merging: str = "deformable"
+    batch_norm: str = "batch"
+
+    options = ("merging", "batch_norm", "position_resizing")
+    steps = (4, 2, 2, 2)
+
+    @property
+    def pool(self) -> str:
+        return "mean" if self.relative_bias else "global_token"
+
+    @property
+    def has_fixed_input_size(self) -> bool:
+        return self.position_resizing == "load"
+
+    def __post_init__(self) -> None:
+        check_choice("merging", self.merging, ("deformable", "uniform"))
+        check_choice("batch_norm", self.batch_norm, BATCH_NORMS)
+        check_choice("position_resizing", self.position_resizing, RESIZING)
+        if self.merging == "uniform" and self.batch_norm != "batch":
+            raise ConfigError(f"batch_norm={self.batch_norm!r} has no effect: it is for deformable merging")
 
 
 class LIT(Backbone):
@@ -58,7 +113,7 @@ class LIT(Backbone):
 
     def _make_output_norm(self, index: int) -> nn.LayerNorm | None:
         variant = self.variant
-        if stage_names(variant)[index] not in variant.output_norms or self.settings.keep_global_tokens:
+        if variant.stage_names[index] not in variant.output_norms or self.settings.keep_global_tokens:
             return None
         return nn.LayerNorm(variant.stages[index].dim, eps=variant.norm_eps)
 
@@ -66,26 +121,53 @@ class LIT(Backbone):
         return int(self.settings.keep_global_tokens and self._is_last(index) and not self.variant.relative_bias)
 
     def _map_size(self, index: int) -> tuple[int, int]:
-        """Of tables, in tokens, as large as the map is: 50 and 25 for 800 pixels, as in the official detector."""
+        """Height and width of tables in tokens: 50 and 25 for 800 pixels, as in the official detector."""
         sides = self.settings.table_img_size(self.variant.position_resizing, self.variant.position_img_size)
         height, width = (-(-side // self.strides[index]) for side in sides)
         return height, width
 
     def sampling_offsets(self, images: Tensor) -> dict[str, Tensor]:
-        """What each merging module adds to its regular grid, for :func:`.token_merging.sampled_positions`.
+        """Return each merging module's offsets from its regular grid, for :func:`.token_merging.sampled_positions`.
 
         Images (B, 3, H, W) -> {"stage2": (B, ceil(H / 8), ceil(W / 8), 2, 2, 2), ...}: merged token, row and column of
         the 2 x 2 tokens, (y, x), in tokens of the stage before.
 
         Raises:
-            InputError: where tokens are merged uniformly.
+            ConfigError: where tokens are merged uniformly.
         """
-        offsets, maps = {}, images
+        offsets, features = {}, images
         for index, stage in enumerate(self.stages):
             if index:
                 if not isinstance(stage.patch_embed, DeformableTokenMerging):
-                    raise InputError("uniform merging has no offsets: create the model with merging='deformable'")
-                offsets[f"stage{index + 1}"] = stage.patch_embed.offsets(maps)
+                    raise ConfigError("uniform merging has no offsets: create the model with merging='deformable'")
+                offsets[f"stage{index + 1}"] = stage.patch_embed.offsets(features)
             if index + 1 < len(self.stages):
-                maps = stage(maps)[0].permute(0, 3, 1, 2)
+                features = stage(features)[0].permute(0, 3, 1, 2)
         return offsets
+
+
+def _lit(dim: int, heads: int, depths: tuple[int, ...]) -> LITVariant:
+    """LIT-S, -M and -B: channels and heads double from stage to stage; the official detector's tables are for 800."""
+    stages = tuple(LITStage(depth, dim * 2**i, heads * 2**i if i >= 2 else 0) for i, depth in enumerate(depths))
+    norms = ("stage2", "stage3", "stage4")
+    return LITVariant(stages, relative_bias=True, norm_eps=1e-5, output_norms=norms, position_img_size=800)
+
+
+_DETECTION = {
+    "lit_s": _lit(96, 3, (2, 2, 6, 2)),
+    "lit_m": _lit(96, 3, (2, 2, 18, 2)),
+    "lit_b": _lit(128, 4, (2, 2, 18, 2)),
+}
+# The official segmentation backbones norm stage 1 too, and their tables are for 512 pixels.
+_SEGMENTATION = {
+    f"{name}_seg": dataclasses.replace(variant, output_norms=variant.stage_names, position_img_size=512)
+    for name, variant in _DETECTION.items()
+}
+_TI = LITVariant(
+    (LITStage(3, 64, 0, 8), LITStage(4, 128, 0, 8), LITStage(6, 320, 5), LITStage(3, 512, 8)),
+    relative_bias=False,
+    norm_eps=1e-6,
+    output_norms=(),
+    position_img_size=224,
+)
+VARIANTS = {"lit_ti": _TI} | _DETECTION | _SEGMENTATION

@@ -1,39 +1,393 @@
 """Importing this module registers every variant with timm: ``timm.create_model("vil_small_rpb", num_classes=10)``.
 
-``features_only=True`` gives the backbone as timm's users know it: a list of maps. ``tools/timm_run.py`` imports this
-module and runs timm's own ``train.py`` or ``validate.py``; the recipes are in docs/checkpoints.md.
+``features_only=True`` returns a list of feature maps. ``tools/timm_run.py`` imports this module and runs timm's own
+``train.py`` or ``validate.py``: docs/checkpoints.md has the commands.
 """
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
+import torch
+import torch.nn.functional as F
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.layers import is_scriptable
+from timm.layers import Format
 from timm.models import (
+    FeatureInfo,
     build_model_with_cfg,
     generate_default_cfgs,
-    is_model,
-    model_entrypoint,
     register_model,
-    resolve_pretrained_cfg,
 )
-from timm.optim import OptimInfo, list_optimizers
+from timm.models._features import feature_take_indices
+from timm.optim import OptimInfo
 from timm.optim._optim_factory import default_registry
 from torch import Tensor, nn
 
-from backbones.build import list_variants
+from backbones.attention.dense import join_tokens
+from backbones.attention.efficient import PerformerAttention, redraw_features, redraw_interval
+from backbones.attention.sliding_chunk import sample_shifts
+from backbones.backbone import Backbone, Classifier, init_linear
+from backbones.build import OPTIONS, create_backbone, create_classifier, get_variant, height_and_width, list_variants
+from backbones.errors import ConfigError, check_choice, check_whole
 from backbones.layers.position import fit_table
-from backbones.lit import LIT
-from backbones.timm_api import LITAdamW, TimmClassifier, TimmFeatures, feature_request, has_fixed_input_size
-from backbones.utils.errors import InputError
-from backbones.variants import get_variant
+from backbones.layers.token_merging import DeformableTokenMerging
+
+# 1e-5 versus 1e-3 (LIT section 4.1)
+OFFSET_LR_SCALE = 0.01
+_POOLS = {"mean": "avg", "global_token": "token"}
+
+
+class TimmClassifier(Classifier):
+    """The model of :func:`.create_classifier` with the methods that timm's scripts call.
+
+    Args:
+        name: one of :func:`.list_variants`.
+        num_classes: of the head; 0 for none.
+        in_chans: 3.
+        img_size: as for :func:`.create_classifier`; None for the variant's own.
+        global_pool: the variant's own, ``"avg"`` or ``"token"``, which is the default, or ``""`` for no pooling: the
+            head is then applied to each token.
+        drop_rate: dropout before the head; the papers have none.
+        redraw_epoch_length: iterations of an epoch, for a Performer that redraws its random features in training every
+            1 + 5T iterations of epoch T (ViL appendix D); None to keep them. An iteration is a forward pass in
+            training mode.
+        redraw_first_epoch: T of the first iteration, for a run that is resumed.
+        random_shift_iterations: number of iterations in which ViL's local attention sees one neighbouring chunk,
+            sampled for each layer and iteration; 0.875 of all in the official code.
+        random_shift_first_iteration: number of the first iteration, for a run that is resumed.
+        options: of :func:`.create_classifier`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        num_classes: int = 1000,
+        in_chans: int = 3,
+        img_size: int | Sequence[int] | None = None,
+        global_pool: str | None = None,
+        drop_rate: float = 0.0,
+        redraw_epoch_length: int | None = None,
+        redraw_first_epoch: int = 0,
+        random_shift_iterations: int = 0,
+        random_shift_first_iteration: int = 0,
+        **options: object,
+    ) -> None:
+        check_choice("in_chans", in_chans, (3,))
+        made = create_classifier(
+            name, img_size=get_variant(name).classifier_img_size if img_size is None else img_size, **options
+        )
+        super().__init__(made.backbone, num_classes=1, pool=made.pool, norm_eps=made.norm.eps)
+        self.in_chans = in_chans
+        self.drop_rate = drop_rate
+        self.num_features = self.head_hidden_size = self.head.in_features
+        self.feature_info = _feature_info(self.backbone, range(len(self.backbone.stages)))
+        self.reset_classifier(num_classes, _POOLS[self.pool] if global_pool is None else global_pool)
+        if redraw_epoch_length is not None:
+            self.register_forward_pre_hook(RedrawHook(self, redraw_epoch_length, redraw_first_epoch))
+        if random_shift_iterations:
+            self.register_forward_pre_hook(ShiftHook(self, random_shift_iterations, random_shift_first_iteration))
+        for module in self.modules():
+            if isinstance(module, DeformableTokenMerging):
+                for parameter in module.offset.parameters():
+                    parameter.lr_scale = OFFSET_LR_SCALE
+
+    def forward_intermediates(
+        self,
+        images: Tensor,
+        indices: int | Sequence[int] | None = None,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+    ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
+        """Return the tokens of :meth:`forward_features` and the feature maps of stages, as timm's models do.
+
+        Args:
+            images: (B, 3, H, W).
+            indices: stages from 0, or from the end if negative; a number n for the last n; None for all.
+            norm: apply the norm to the feature map of the last stage too.
+            stop_early: do not compute the stages after the last of ``indices``; the tokens are then those of that
+                stage, without norm.
+            output_fmt: ``"NCHW"``.
+            intermediates_only: return only the feature maps.
+        """
+        check_choice("output_fmt", output_fmt, ("NCHW",))
+        stages = self.backbone.stages
+        chosen, last = feature_take_indices(len(stages), indices)
+        features, intermediates, global_tokens = images, [], None
+        for index, stage in enumerate(stages[: last + 1] if stop_early else stages):
+            tokens, global_tokens = stage(features)
+            features, is_last = tokens.permute(0, 3, 1, 2), index + 1 == len(stages)
+            if index in chosen:
+                intermediates.append(self.norm(tokens).permute(0, 3, 1, 2) if norm and is_last else features)
+        if intermediates_only:
+            return intermediates
+        tokens = join_tokens(tokens, global_tokens)
+        return self.norm(tokens) if is_last else tokens, intermediates
+
+    def forward_head(self, tokens: Tensor, pre_logits: bool = False) -> Tensor:
+        """(B, G + H' W', C) -> logits (B, num_classes) or the head's input (B, C), without pooling of each token."""
+        pooled = F.dropout(self.pooled(tokens) if self.global_pool else tokens, self.drop_rate, self.training)
+        return pooled if pre_logits else self.head(pooled)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(B, 3, H, W) -> logits (B, num_classes), or of each token if there is no pooling."""
+        return self.forward_head(self.forward_features(images))
+
+    def get_classifier(self) -> nn.Module:
+        """Return the head."""
+        return self.head
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Create a new head for ``num_classes``, or none for 0; ``global_pool`` None keeps the pooling."""
+        check_whole("num_classes", num_classes, least=0)
+        if global_pool is not None:
+            check_choice("global_pool", global_pool, (_POOLS[self.pool], ""))
+            self.global_pool = global_pool
+        self.num_classes = num_classes
+        self.head = nn.Identity()
+        if num_classes:
+            like = next(self.backbone.parameters())
+            self.head = nn.Linear(self.num_features, num_classes, device=like.device, dtype=like.dtype)
+            self.head.apply(init_linear)
+            self.head.train(self.training)
+
+    def prune_intermediate_layers(
+        self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
+        """Remove what the feature maps of ``indices`` do not need, as timm's models do.
+
+        Returns:
+            The indices of the stages, from 0.
+        """
+        chosen, last = feature_take_indices(len(self.backbone.stages), indices)
+        is_shorter = last + 1 < len(self.backbone.stages)
+        if prune_norm or is_shorter:
+            self.norm = nn.Identity()
+        if is_shorter:
+            self.backbone.keep_stages(last + 1)
+            # Only the last stage of a classifier keeps its global tokens.
+            self.pool = "mean"
+            self.feature_info = _feature_info(self.backbone, range(last + 1))
+            self.num_features = self.head_hidden_size = self.feature_info.channels()[-1]
+        if prune_head or is_shorter:
+            self.reset_classifier(0, "")
+        return sorted(chosen)
+
+    def set_input_size(
+        self, img_size: int | Sequence[int] | None = None, patch_size: int | Sequence[int] | None = None
+    ) -> None:
+        """Resize the tables of positions for images of another size; the parameters stay the same objects.
+
+        Args:
+            img_size: a side, or height and width, in pixels; None for no change.
+            patch_size: the model's own, or None.
+
+        Raises:
+            ConfigError: for another patch size, and for Linformer, which is tied to its image size.
+        """
+        if patch_size is not None:
+            check_choice("patch_size", patch_size, (self.backbone.variant.steps[0],))
+        if img_size is None:
+            return
+        size = height_and_width("img_size", img_size)
+        self.backbone.set_img_size(size)
+        # timm saves these with the weights, and reads them for its transforms.
+        for record in ("_traits", "_model_args"):
+            if hasattr(self, record):
+                setattr(self, record, {**getattr(self, record), "img_size": size})
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute the activations of a block in the backward pass."""
+        self.backbone.set_activation_checkpointing(enable)
+
+    def group_matcher(self, coarse: bool = False) -> dict:
+        """Return timm's layers for layer-wise decay of learning rates: a block each, or a stage."""
+        blocks = [(r"^backbone\.stages\.(\d+)\.blocks\.(\d+)", None), (r"^backbone\.stages\.(\d+)", (-1,))]
+        return {
+            "stem": r"^backbone\.stages\.0\.(?!blocks)",
+            "blocks": r"^backbone\.stages\.(\d+)" if coarse else [*blocks, (r"^norm", (99999,))],
+        }
+
+
+class TimmFeatures(nn.Module):
+    """The model of :func:`.create_backbone` for timm's ``features_only=True``: images of any size -> feature maps.
+
+    Args:
+        name: one of :func:`.list_variants` that can be a backbone.
+        out_indices: as ``indices`` of :meth:`TimmClassifier.forward_intermediates`.
+        return_dict: return a dict from the index of a stage, as a string, to its feature map.
+        in_chans: 3.
+        num_classes: ignored, as by timm: a backbone has no head.
+        options: of :func:`.create_backbone`.
+    """
+
+    output_fmt = Format.NCHW
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        out_indices: int | Sequence[int] | None = None,
+        return_dict: bool = False,
+        in_chans: int = 3,
+        num_classes: int = 0,
+        **options: object,
+    ) -> None:
+        super().__init__()
+        check_choice("in_chans", in_chans, (3,))
+        names = get_variant(name).stage_names
+        indices = sorted(feature_take_indices(len(names), out_indices)[0])
+        self.backbone = create_backbone(name, out_features=[names[index] for index in indices], **options)
+        self.return_dict = return_dict
+        self.feature_info = _feature_info(self.backbone, indices)
+
+    def forward(self, images: Tensor) -> list[Tensor] | dict[str, Tensor]:
+        """(B, 3, H, W) -> [(B, C, ceil(H / stride), ceil(W / stride)), ...], or a dict of them."""
+        features = list(self.backbone(images).values())
+        return (
+            dict(zip(map(str, self.feature_info.out_indices), features, strict=True)) if self.return_dict else features
+        )
+
+    def no_weight_decay(self) -> set[str]:
+        """As :meth:`.Backbone.no_weight_decay`, with the names of this model."""
+        return {f"backbone.{name}" for name in self.backbone.no_weight_decay()}
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute the activations of a block in the backward pass."""
+        self.backbone.set_activation_checkpointing(enable)
+
+
+def _feature_info(backbone: Backbone, indices: Sequence[int]) -> FeatureInfo:
+    infos = [
+        {"num_chs": stage.dim, "reduction": stride, "module": f"backbone.stages.{index}"}
+        for index, (stage, stride) in enumerate(zip(backbone.variant.stages, backbone.strides, strict=True))
+    ]
+    return FeatureInfo(infos[: len(backbone.stages)], tuple(indices))
+
+
+class RedrawHook:
+    """Redraw a Performer's random features in training, every 1 + 5T forward passes of epoch T (ViL appendix D)."""
+
+    def __init__(self, model: nn.Module, epoch_length: int, first_epoch: int) -> None:
+        check_whole("redraw_epoch_length", epoch_length)
+        if not any(isinstance(module, PerformerAttention) for module in model.modules()):
+            raise ConfigError("redraw_epoch_length has no effect: the model has no random features")
+        self.epoch_length = epoch_length
+        self.iteration = epoch_length * first_epoch
+        self.since = 0
+
+    @torch.compiler.disable
+    def __call__(self, model: nn.Module, inputs: tuple) -> None:
+        if not model.training:
+            return
+        if self.since >= redraw_interval(self.iteration // self.epoch_length):
+            # The same in every process
+            redraw_features(model, seed=self.iteration)
+            self.since = 0
+        self.since += 1
+        self.iteration += 1
+
+
+class ShiftHook:
+    """Sample the shifts of local attention before each of the first forward passes in training."""
+
+    def __init__(self, model: nn.Module, iterations: int, first_iteration: int) -> None:
+        check_whole("random_shift_iterations", iterations)
+        if not sample_shifts(model, seed=None):
+            raise ConfigError("random_shift_iterations has no effect: the model has no sliding chunks")
+        self.iterations = iterations
+        self.iteration = first_iteration
+
+    @torch.compiler.disable
+    def __call__(self, model: nn.Module, inputs: tuple) -> None:
+        if model.training:
+            # The same in every process
+            sample_shifts(model, seed=self.iteration if self.iteration < self.iterations else None)
+            self.iteration += 1
+
+
+class LITAdamW(torch.optim.AdamW):
+    """AdamW in which the offsets of deformable token merging have 0.01 of the learning rate: ``--opt litadamw``.
+
+    The factor is ``lr_scale`` in the parameter groups, which timm's schedulers apply, also to the lowest rate.
+    """
+
+    def __init__(self, params: Iterable, **options: object) -> None:
+        params = list(params)
+        if not params or not isinstance(params[0], dict):
+            params = [{"params": params}]
+        groups = []
+        for group in params:
+            by_scale: dict[float, list[nn.Parameter]] = {}
+            for parameter in group["params"]:
+                by_scale.setdefault(getattr(parameter, "lr_scale", 1.0), []).append(parameter)
+            for scale, parameters in by_scale.items():
+                groups.append({**group, "params": parameters, "lr_scale": scale * group.get("lr_scale", 1.0)})
+        super().__init__(groups, **options)
+
+
+def _adapt_state_dict(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Adapt a state dict of :class:`TimmClassifier` to another image size or head, or to features.
+
+    timm loads leniently where the number of classes differs; here all but the head must fit.
+    """
+    target, modules = model.state_dict(), dict(model.named_modules())
+    adapted = {}
+    for key, tensor in state_dict.items():
+        owner, _, leaf = key.rpartition(".")
+        adapted[key] = fit_table(tensor, modules.get(owner), leaf)
+    heads = ("head.",)
+    if isinstance(model, TimmFeatures):
+        heads = ("head.", "norm.")
+        # A LIT backbone has norms of its feature maps, and no global tokens.
+        extra = (*heads, "backbone.stages.3.global_tokens", "backbone.stages.3.positions.global_tokens")
+        adapted = {key: t for key, t in adapted.items() if key in target or not key.startswith(extra)}
+        adapted |= {key: tensor for key, tensor in target.items() if key.startswith("backbone.output_norms.")}
+    ours, theirs = ({key: t.shape for key, t in d.items() if not key.startswith(heads)} for d in (target, adapted))
+    if ours != theirs:
+        wrong = sorted(dict(ours.items() ^ theirs.items()))
+        raise ConfigError(f"the checkpoint is of another model: {len(wrong)} names or shapes differ, as {wrong[0]}")
+    return adapted
+
+
+def _entrypoint(name: str) -> Callable[..., nn.Module]:
+    def create(
+        pretrained: bool = False, features_only: bool = False, feature_cfg: dict | None = None, **kwargs: object
+    ) -> nn.Module:
+        variant = get_variant(name, {key: value for key, value in kwargs.items() if key in OPTIONS})
+        model, is_fixed = functools.partial(TimmClassifier, name), variant.has_fixed_input_size
+        if features_only:
+            feature_cfg = {"feature_cls": "list", "out_indices": len(variant.stages)} | (feature_cfg or {})
+            for key in ("feature_cls", "out_indices"):
+                feature_cfg[key] = kwargs.pop(key, feature_cfg[key])
+            check_choice("feature_cls", feature_cfg["feature_cls"], ("list", "dict", "getter"))
+            if feature_cfg["feature_cls"] == "getter":
+                kwargs |= {"features_only": True, "feature_cfg": feature_cfg}
+            else:
+                return_dict = feature_cfg.pop("feature_cls") == "dict"
+                model = functools.partial(TimmFeatures, name, return_dict=return_dict, **feature_cfg)
+                is_fixed = False
+        overlay = {"fixed_input_size": is_fixed} | (kwargs.pop("pretrained_cfg_overlay", None) or {})
+        return build_model_with_cfg(
+            model,
+            name,
+            pretrained,
+            pretrained_cfg_overlay=overlay,
+            pretrained_filter_fn=_adapt_state_dict,
+            **kwargs,
+        )
+
+    create.__name__ = create.__qualname__ = name
+    create.__doc__ = f"{name}: see :class:`TimmClassifier`, and :class:`TimmFeatures` for ``features_only=True``."
+    return create
 
 
 def _pretrained_cfg(name: str) -> dict:
-    """ImageNet as the official projects prepare it: bicubic, 256 and a crop of 224, and the same share at 384 (LS).
+    """ImageNet as the official projects prepare it: bicubic, 256 and a crop of 224, and the same ratio at 384 (LS).
 
-    ViL's fine-tuning at 384 pixels, which has no variant of its own, takes 0.922: ``--crop-pct``.
+    ViL's fine-tuning at 384 pixels, which has no variant of its own, uses 0.922: ``--crop-pct``.
     """
     variant = get_variant(name)
     side = variant.classifier_img_size
@@ -41,7 +395,7 @@ def _pretrained_cfg(name: str) -> dict:
     return {
         "input_size": (3, side, side),
         "pool_size": (last, last),
-        "fixed_input_size": has_fixed_input_size(variant),
+        "fixed_input_size": variant.has_fixed_input_size,
         "interpolation": "bicubic",
         "crop_pct": 0.875,
         "mean": IMAGENET_DEFAULT_MEAN,
@@ -53,83 +407,9 @@ def _pretrained_cfg(name: str) -> dict:
     }
 
 
-def _fit(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """For timm's ``pretrained_path``: a state dict of :class:`TimmClassifier`, for another size or head, or features.
-
-    Tables of positions are resized. timm loads leniently where the number of classes differs: all but the head must fit
-    all the same.
-    """
-    target = model.state_dict()
-    is_features = isinstance(model, TimmFeatures)
-    heads = ("head.", "norm.") if is_features else ("head.",)
-    modules = dict(model.named_modules())
-    parts = {key: key.rpartition(".") for key in state_dict}
-    fitted = {key: fit_table(t, modules.get(parts[key][0]), parts[key][2]) for key, t in state_dict.items()}
-    if is_features:
-        # A LIT detector has norms of its maps, and no global token.
-        fitted |= {key: tensor for key, tensor in target.items() if key.startswith("backbone.output_norms.")}
-        if isinstance(model.backbone, LIT):
-            fitted = {key: t for key, t in fitted.items() if key in target or not key.endswith(".global_tokens")}
-        fitted = {key: tensor for key, tensor in fitted.items() if not key.startswith(heads)}
-    wrong = {key for key in fitted.keys() ^ target.keys()}
-    wrong |= {key for key in fitted.keys() & target.keys() if fitted[key].shape != target[key].shape}
-    wrong = sorted(key for key in wrong if not key.startswith(heads))
-    if wrong:
-        raise InputError(
-            f"the checkpoint is of another model: {len(wrong)} names or shapes differ, {wrong[0]} among them;"
-            " docs/checkpoints.md says how official files are converted"
-        )
-    return fitted
-
-
-def _entrypoint(name: str) -> Callable[..., nn.Module]:
-    def create(pretrained: bool = False, features_only: bool = False, **kwargs: object) -> nn.Module:
-        if is_scriptable():
-            raise InputError(
-                "scriptable=True: the models decide by sizes; torch.jit.trace, torch.compile and torch.export take them"
-            )
-        cfg = resolve_pretrained_cfg(name, kwargs.get("pretrained_cfg"), kwargs.get("pretrained_cfg_overlay"))
-        if pretrained and not (cfg.has_weights or cfg.state_dict):
-            raise InputError(
-                f"pretrained=True: no weights of {name} are hosted; docs/checkpoints.md says which files there are"
-                " and how to convert them, and --initial-checkpoint or --pretrained-path loads the result"
-            )
-        for key in () if features_only else ("feature_cls", "feature_cfg"):
-            if key in kwargs:
-                raise InputError(f"{key}={kwargs[key]!r}: it is for features_only=True")
-        request = feature_request(name, kwargs) if features_only else None
-        model, fixed = functools.partial(TimmClassifier, name), None
-        if request is not None and request.kind != "getter":
-            options = {**request.options, "return_dict": request.kind == "dict"}
-            model, fixed, request = functools.partial(TimmFeatures, name, **options), False, None
-        else:
-            known = get_variant(name).options
-            own = {key: value for key, value in kwargs.items() if key in known and value is not None}
-            fixed = has_fixed_input_size(get_variant(name, own)) if own else None
-        if request is not None:
-            kwargs |= {"features_only": True, "feature_cfg": {"feature_cls": request.kind, **request.options}}
-        if fixed is not None:
-            overlay = kwargs.get("pretrained_cfg_overlay") or {}
-            kwargs["pretrained_cfg_overlay"] = {"fixed_input_size": fixed, **overlay}
-        return build_model_with_cfg(model, name, pretrained, pretrained_filter_fn=_fit, **kwargs)
-
-    create.__name__ = create.__qualname__ = name
-    create.__doc__ = f"{name}: see :class:`TimmClassifier`, and :class:`TimmFeatures` for ``features_only=True``."
-    return create
-
-
-def _register() -> None:
-    for name in list_variants():
-        if is_model(name) and model_entrypoint(name).__module__ != __name__:
-            module = model_entrypoint(name).__module__
-            raise InputError(f"timm already has a model {name}, of {module}: importing {__name__} would hide it")
-    for name in list_variants():
-        if not is_model(name):
-            globals()[name] = register_model(_entrypoint(name))
-    info = OptimInfo("litadamw", LITAdamW, "AdamW, with LIT's offsets at 0.01 of the learning rate", has_betas=True)
-    if info.name not in list_optimizers():
-        default_registry.register(info)
-
-
 default_cfgs = generate_default_cfgs({name: _pretrained_cfg(name) for name in list_variants()})
-_register()
+for _name in list_variants():
+    globals()[_name] = register_model(_entrypoint(_name))
+default_registry.register(
+    OptimInfo("litadamw", LITAdamW, "AdamW, with LIT's offsets at 0.01 of the learning rate", has_betas=True)
+)

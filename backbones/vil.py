@@ -1,18 +1,144 @@
-"""ViL, the Multi-Scale Vision Longformer: stages of efficient attention, each at half the resolution of the last."""
+"""ViL, the Multi-Scale Vision Longformer: stages of efficient attention, each at half the resolution of the last.
+
+Sizes: Tables 1, 9 and 15 of the ViL paper; of ``ls_`` variants section 4.3 of Transformer-LS and its official launch
+scripts. ``window_size`` is the side of a chunk, so that 7 is the paper's window of 15.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from backbones.attention.alternatives.global_memory import GlobalMemoryAttention
-from backbones.attention.alternatives.linformer import LinformerAttention
-from backbones.attention.alternatives.performer import PerformerAttention
-from backbones.attention.alternatives.spatial_reduction import SpatialReductionAttention
+from backbones.attention.chunks import MODES
 from backbones.attention.dense import DenseAttention
+from backbones.attention.efficient import (
+    GlobalMemoryAttention,
+    LinformerAttention,
+    PerformerAttention,
+    SpatialReductionAttention,
+)
 from backbones.attention.long_short import LongShortAttention
 from backbones.attention.sliding_chunk import SlidingChunkAttention
-from backbones.backbone import Backbone
+from backbones.backbone import Backbone, Variant, with_stage_values
+from backbones.errors import ConfigError, check_choice, check_whole
 from backbones.layers.patch_embed import PatchEmbed
-from backbones.layers.position import AbsolutePositions
-from backbones.variants import ViLVariant
+from backbones.layers.position import RESIZING, AbsolutePositions
+
+# Mechanisms that a stage may be switched to, since they need no size that the variant does not have; only these have a
+# relative bias.
+_SWITCHABLE = ("sliding_chunk", "long_short", "dense")
+ATTENTIONS = (*_SWITCHABLE, "global", "linformer", "spatial_reduction", "performer")
+# The mechanisms that use an option; the others ignore it.
+_USED_BY = {
+    "window_size": ("sliding_chunk", "long_short"),
+    "rank": ("long_short",),
+    "attention_mode": ("sliding_chunk",),
+    "shared_projections": ("sliding_chunk",),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ViLStage:
+    """One E-ViT stage (ViL section 3.1): ``depth`` blocks of ``heads`` heads on ``dim`` channels.
+
+    Attributes:
+        attention: one of ``ATTENTIONS``.
+        window_size: side of a chunk or segment, in tokens (sliding_chunk, long_short).
+        rank: r of the dynamic projection (long_short).
+        num_features: projected length (linformer), or random features of a head (performer).
+        reduction: factor by which height and width of keys and values are reduced (spatial_reduction).
+    """
+
+    depth: int
+    patch_size: int
+    heads: int
+    dim: int
+    global_tokens: int = 1
+    attention: str = "sliding_chunk"
+    window_size: int = 7
+    rank: int = 8
+    num_features: int = 256
+    reduction: int = 1
+
+    expansion = 4
+
+    def __post_init__(self) -> None:
+        check_choice("attention", self.attention, ATTENTIONS)
+        check_whole("window_size", self.window_size)
+        check_whole("rank", self.rank)
+        check_whole("global_tokens", self.global_tokens, least=0)
+        if self.attention == "global" and not self.global_tokens:
+            raise ConfigError("global_tokens=0: global attention needs a global token in every stage")
+
+
+@dataclasses.dataclass(frozen=True)
+class ViLVariant(Variant):
+    """A multi-scale ViL, or a model with the same stages and another attention.
+
+    Attributes:
+        stages: a :class:`ViLStage` each.
+        relative_bias: instead of absolute positions.
+        attention_mode: of sliding chunks, one of their ``MODES``.
+        shared_projections: of sliding chunks: whether global and local tokens share them.
+        position_img_size: image side in pixels for tables that are resized to each feature map.
+        position_resizing: ``"load"`` for tables of the largest image, ``"map"`` for those that are
+            resized to each feature map, or None as in the papers: absolute positions at load, relative bias to each
+            feature map.
+    """
+
+    relative_bias: bool = False
+    attention_mode: str = "zero_pad"
+    shared_projections: bool = True
+    position_img_size: int = 224
+    position_resizing: str | None = None
+
+    options = (
+        "attention",
+        "attention_mode",
+        "global_tokens",
+        "position_resizing",
+        "rank",
+        "shared_projections",
+        "window_size",
+    )
+    norm_eps = 1e-6
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        return tuple(stage.patch_size for stage in self.stages)
+
+    @property
+    def classifier_img_size(self) -> int:
+        return self.position_img_size
+
+    @property
+    def has_fixed_input_size(self) -> bool:
+        mechanisms = {stage.attention for stage in self.stages}
+        if "linformer" in mechanisms:
+            return True
+        if self.relative_bias:
+            return self.position_resizing == "load" and "dense" in mechanisms
+        return self.position_resizing != "map"
+
+    def with_options(self, **options: object) -> "ViLVariant":
+        """As :meth:`.Variant.with_options`; raises for a mechanism that needs other sizes, and for unused options."""
+        variant = super().with_options(**options)
+        mechanisms = {stage.attention for stage in variant.stages}
+        if "attention" in options:
+            for mechanism in mechanisms:
+                check_choice("attention", mechanism, _SWITCHABLE)
+        for option in options.keys() & _USED_BY:
+            if not mechanisms & set(_USED_BY[option]):
+                raise ConfigError(f"{option} has no effect: no stage has {' or '.join(_USED_BY[option])} attention")
+        return variant
+
+    def __post_init__(self) -> None:
+        check_choice("attention_mode", self.attention_mode, MODES)
+        check_choice("shared_projections", self.shared_projections, (True, False))
+        check_choice("position_resizing", self.position_resizing, (*RESIZING, None))
+        for stage in self.stages:
+            if self.relative_bias and stage.attention not in _SWITCHABLE:
+                raise ConfigError(f"{stage.attention} attention has no relative bias: use absolute positions")
 
 
 class ViL(Backbone):
@@ -41,7 +167,7 @@ class ViL(Backbone):
         return self.variant.stages[index].global_tokens
 
     def _map_size(self, index: int, resizing: str) -> tuple[int, int]:
-        """Of tables, in tokens; whole places at the largest stride: 1333 pixels are 42 of 32 and 336 of 4."""
+        """Height and width of tables in tokens, a multiple of the last stage's: 1333 pixels are 42 of 32, 336 of 4."""
         last, stride = self.strides[-1], self.strides[index]
         sides = self.settings.table_img_size(resizing, self.variant.position_img_size)
         height, width = (-(-side // last) * last // stride for side in sides)
@@ -85,3 +211,89 @@ class ViL(Backbone):
         if spec.attention == "spatial_reduction":
             return SpatialReductionAttention(spec.dim, reduction=spec.reduction, **common)
         return PerformerAttention(spec.dim, num_features=spec.num_features, **common)
+
+
+def _vil(*stages: tuple[int, int, int, int]) -> ViLVariant:
+    """Stages as in the paper's tables: (n, p, h, d). The last stage has no global token, as released."""
+    last = len(stages) - 1
+    return ViLVariant(tuple(ViLStage(n, p, h, d, global_tokens=int(i < last)) for i, (n, p, h, d) in enumerate(stages)))
+
+
+def _with_depths(size: str, *depths: int) -> ViLVariant:
+    """Tiny or small with other depths; models of three stages start at stride 8 (Table 9)."""
+    widths = {"tiny": ((1, 48), (3, 96), (3, 192), (6, 384)), "small": ((3, 96), (3, 192), (6, 384), (12, 768))}[size]
+    widths = widths[-len(depths) :]
+    patches = (4 if len(depths) == 4 else 8,) + (2,) * (len(depths) - 1)
+    return _vil(*((n, p, h, d) for n, p, (h, d) in zip(depths, patches, widths, strict=True)))
+
+
+# Table 15, of the last three or four stages; in a "partial" model the last two have full attention.
+_MECHANISMS: dict[str, Mapping[str, Sequence]] = {
+    "vil": {},
+    "full": {"attention": ["dense"] * 4},
+    "linformer": {"attention": ["linformer"] * 4},
+    "sra64": {"attention": ["spatial_reduction"] * 4, "reduction": (16, 8, 4, 2)},
+    "sra32": {"attention": ["spatial_reduction"] * 4, "reduction": (8, 4, 2, 1)},
+    "global": {"global_tokens": (256, 256, 64, 16), "attention": ["global"] * 4},
+    "performer": {"attention": ["performer"] * 4},
+}
+
+
+def _with_mechanism(variant: ViLVariant, mechanism: str, *, partial: bool = False) -> ViLVariant:
+    stages = variant.stages
+    for field, values in _MECHANISMS[mechanism].items():
+        stages = with_stage_values(stages, field, values[-len(stages) :])
+    if partial:
+        stages = (*stages[:-2], *with_stage_values(stages[-2:], "attention", "dense"))
+    return dataclasses.replace(variant, stages=stages)
+
+
+def _long_short(variant: ViLVariant, *, window_size: int = 7, img_size: int = 224) -> ViLVariant:
+    """Long-short attention in stages 1 and 2, full attention with relative bias in 3 and 4 (official scripts)."""
+    stages = with_stage_values(variant.stages, "attention", ("long_short", "long_short", "dense", "dense"))
+    stages = with_stage_values(stages, "window_size", window_size)
+    return dataclasses.replace(variant, stages=stages, relative_bias=True, position_img_size=img_size)
+
+
+_VIL = {
+    "vil_tiny": _vil((1, 4, 1, 48), (1, 2, 3, 96), (9, 2, 3, 192), (1, 2, 6, 384)),
+    "vil_small": _vil((1, 4, 3, 96), (2, 2, 3, 192), (8, 2, 6, 384), (1, 2, 12, 768)),
+    "vil_medium_deep": _vil((1, 4, 3, 96), (4, 2, 3, 192), (16, 2, 6, 384), (1, 2, 12, 768)),
+    "vil_medium_wide": _vil((1, 4, 3, 192), (2, 2, 6, 384), (8, 2, 8, 512), (1, 2, 12, 768)),
+    "vil_base_deep": _vil((1, 4, 3, 96), (8, 2, 3, 192), (24, 2, 6, 384), (1, 2, 12, 768)),
+    "vil_base_wide": _vil((1, 4, 3, 192), (2, 2, 6, 384), (8, 2, 12, 768), (1, 2, 16, 1024)),
+    # For the demo; not in the paper.
+    "vil_tiny_1_1_3_1": _with_depths("tiny", 1, 1, 3, 1),
+} | {
+    f"vil_{size}_{'_'.join(map(str, depths))}": _with_depths(size, *depths)
+    for size in ("tiny", "small")
+    for depths in ((1, 10, 1), (2, 9, 1), (1, 9, 2), (2, 8, 2), (1, 1, 9, 1), (1, 2, 8, 1))
+}
+# Table 14 compares the mechanisms in these sizes.
+_COMPARED = [
+    f"{size}{depths}" for size in ("tiny", "small") for depths in ("", "_1_10_1", "_2_9_1", "_1_1_9_1", "_1_2_8_1")
+]
+# Table 2, flat models: E-ViT(full x 12/16; h, d, 1) of section 3.1, one feature map at stride 16.
+_EVIT = {
+    f"evit_full_16_{size}": ViLVariant((ViLStage(12, 16, heads, dim, attention="dense"),))
+    for size, heads, dim in (("tiny", 3, 192), ("small", 6, 384))
+}
+_LS = {
+    "ls_tiny": _long_short(_VIL["vil_tiny"]),
+    "ls_small": _long_short(_VIL["vil_small"]),
+    "ls_medium": _long_short(_VIL["vil_medium_deep"]),
+    "ls_base": _long_short(_VIL["vil_base_deep"]),
+    "ls_medium_384": _long_short(_VIL["vil_medium_deep"], window_size=8, img_size=384),
+}
+VARIANTS: dict[str, ViLVariant] = (
+    _VIL
+    | {f"{name}_rpb": dataclasses.replace(variant, relative_bias=True) for name, variant in _VIL.items()}
+    | {f"{m}_{size}": _with_mechanism(_VIL[f"vil_{size}"], m) for m in _MECHANISMS if m != "vil" for size in _COMPARED}
+    | {
+        f"partial_{m}_{size}": _with_mechanism(_VIL[f"vil_{size}"], m, partial=True)
+        for m in ("vil", "linformer", "sra32", "global", "performer")
+        for size in _COMPARED
+    }
+    | _EVIT
+    | _LS
+)

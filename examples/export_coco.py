@@ -4,8 +4,8 @@ Example:
     python examples/export_coco.py output/vil_tiny photos found.json --threshold 0.3
 
 Then, with FiftyOne:
-    kind = fiftyone.types.COCODetectionDataset
-    fiftyone.Dataset.from_dir(dataset_type=kind, data_path="photos", labels_path="found.json")
+    coco = fiftyone.types.COCODetectionDataset
+    fiftyone.Dataset.from_dir(dataset_type=coco, data_path="photos", labels_path="found.json")
 """
 
 import argparse
@@ -15,27 +15,27 @@ from pathlib import Path
 
 from pycocotools import mask as run_lengths
 
-from backbones import InputError
+from backbones import ConfigError
 from projects_vil import Detector
 from projects_vil.data import IMAGE_SUFFIXES
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 for name in ("detector", "photos", "output"):
     parser.add_argument(name)
-parser.add_argument("--threshold", type=float, default=0.3, help="least score of what is written (default 0.3)")
+parser.add_argument("--threshold", type=float, default=0.3, help="lowest score to write (default 0.3)")
 args = parser.parse_args()
 try:
     detector = Detector.load(args.detector, score_threshold=args.threshold)
     if Path(args.output).suffix != ".json":
-        raise InputError(f"the output, {args.output}, has to end in .json")
+        raise ConfigError(f"the output, {args.output}, has to end in .json")
     if not Path(args.photos).is_dir():
-        raise InputError(f"there is no folder {args.photos}")
+        raise ConfigError(f"there is no folder {args.photos}")
     files = sorted(path for path in Path(args.photos).iterdir() if path.suffix.lower() in IMAGE_SUFFIXES)
     images, annotations = [], []
     for image_id, file in enumerate(files, start=1):
         try:
             found = detector(file)
-        except InputError as error:
+        except ConfigError as error:
             print(f"skipped {str(error).removeprefix('cannot take ')}", file=sys.stderr)
             continue
         height, width = found.image_size
@@ -46,7 +46,7 @@ try:
             )
             annotations.append({"id": len(annotations) + 1, "area": float(area), "iscrowd": 0} | item)
     if not images:
-        raise InputError(f"there are no photos in {args.photos} that can be taken")
+        raise ConfigError(f"there are no readable photos in {args.photos}")
     pairs = zip(detector.categories.ids, detector.names, strict=True)
     categories = [{"id": category_id, "name": name} for category_id, name in pairs]
     content = {"images": images, "annotations": annotations, "categories": categories}
@@ -54,5 +54,5 @@ try:
     print(f"{len(annotations)} objects in {len(images)} photos: {args.output}")
     if len(images) < len(files):
         sys.exit(2)
-except (InputError, OSError) as error:
+except (ConfigError, OSError) as error:
     sys.exit(f"error: {error}")

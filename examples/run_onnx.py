@@ -16,23 +16,23 @@ import onnxruntime
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 for name in ("model", "photo", "output"):
     parser.add_argument(name)
-parser.add_argument("--threshold", type=float, default=0.5, help="least score of what is shown (default 0.5)")
+parser.add_argument("--threshold", type=float, default=0.5, help="lowest score to show (default 0.5)")
 args = parser.parse_args()
 for file in (args.model, f"{args.model}.metadata.json", args.photo):
     if not Path(file).is_file() or Path(file).resolve() == Path(args.output).resolve():
         sys.exit(f"error: there is no file {file}, or it is the output too")
 metadata = json.loads(Path(f"{args.model}.metadata.json").read_text())
 if metadata["format"] != "onnx":
-    sys.exit(f"error: {args.model} is no ONNX file: load it by Detector")
+    sys.exit(f"error: {args.model} is not an ONNX file: load it with Detector")
 if metadata["input"].get("size"):
-    sys.exit(f"error: {args.model} is for images of one size: load it by Detector")
+    sys.exit(f"error: {args.model} has a fixed size: load it with Detector")
 if metadata.get("fixed_detections"):
-    sys.exit(f"error: {args.model} gives rows in a fixed number: load it by Detector")
+    sys.exit(f"error: {args.model} has a fixed number of rows: load it with Detector")
 try:
     session = onnxruntime.InferenceSession(args.model, providers=["CPUExecutionProvider"])
-except Exception as error:  # onnxruntime's have no base of their own
-    sys.exit(f"error: {args.model} is no whole ONNX file: {' '.join(str(error).split())}")
-photo = pixels = cv2.imread(args.photo)  # (height, width, BGR), upright as its EXIF orientation says
+except Exception as error:  # onnxruntime's exceptions have no base class
+    sys.exit(f"error: {args.model} is not a complete ONNX file: {' '.join(str(error).split())}")
+photo = pixels = cv2.imread(args.photo)  # (height, width, BGR), upright by its EXIF orientation
 if photo is None:
     sys.exit(f"error: cannot read an image from {args.photo}")
 (height, width), rule = photo.shape[:2], metadata["resizing"]
@@ -64,4 +64,4 @@ for i in np.flatnonzero(found["scores"] >= args.threshold):
     cv2.rectangle(photo, (left, foot - text_height - 4), (left + text_width, foot), color, -1)
     cv2.putText(photo, label, (left, foot - 2), cv2.FONT_HERSHEY_SIMPLEX, thick / 2.5, (0, 0, 0), thick, cv2.LINE_AA)
 if not (cv2.haveImageWriter(args.output) and cv2.imwrite(args.output, photo)):
-    sys.exit(f"error: cannot write {args.output}: its name ends like no image's, or its folder cannot be written to")
+    sys.exit(f"error: cannot write {args.output}: unknown suffix, or its folder is not writable")

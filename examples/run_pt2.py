@@ -18,22 +18,22 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 for name in ("model", "photo", "output"):
     parser.add_argument(name)
-parser.add_argument("--threshold", type=float, default=0.5, help="least score of what is shown (default 0.5)")
+parser.add_argument("--threshold", type=float, default=0.5, help="lowest score to show (default 0.5)")
 args = parser.parse_args()
 for file in (args.model, f"{args.model}.metadata.json", args.photo):
     if not Path(file).is_file() or Path(file).resolve() == Path(args.output).resolve():
         sys.exit(f"error: there is no file {file}, or it is the output too")
 metadata = json.loads(Path(f"{args.model}.metadata.json").read_text())
 if metadata["input"].get("size"):
-    sys.exit(f"error: {args.model} is for images of one size: load it by Detector")
+    sys.exit(f"error: {args.model} has a fixed size: load it with Detector")
 if metadata.get("fixed_detections"):
-    sys.exit(f"error: {args.model} gives rows in a fixed number: load it by Detector")
+    sys.exit(f"error: {args.model} has a fixed number of rows: load it with Detector")
 try:
     photo = ImageOps.exif_transpose(Image.open(args.photo)).convert("RGB")
 except OSError:
     sys.exit(f"error: cannot read an image from {args.photo}")
 
-# What the metadata says of the input: its size, the order of its channels, its type.
+# The input as in the metadata: size, order of the channels, type.
 resized, rule = photo, metadata["resizing"]
 if rule["short_side"]:
     scale = min(rule["short_side"] / min(photo.size), rule["longest_side"] / max(photo.size))
@@ -72,9 +72,9 @@ for i in (found["scores"] >= args.threshold).nonzero()[:, 0].tolist():
         half_opaque = Image.fromarray((mask >= metadata["thresholds"]["mask"]).astype(np.uint8) * 128)
         photo.paste(color, (left, top), half_opaque)
     draw.rectangle((left, top, right, bottom), outline=color, width=thick)
-    place = left, max(top - 14 * thick, 0)
-    draw.rectangle(draw.textbbox(place, label, font), fill=color)
-    draw.text(place, label, "black", font)
+    corner = left, max(top - 14 * thick, 0)
+    draw.rectangle(draw.textbbox(corner, label, font), fill=color)
+    draw.text(corner, label, "black", font)
 try:
     photo.save(args.output)
 except (OSError, ValueError) as error:

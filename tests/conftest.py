@@ -1,4 +1,4 @@
-"""What the tests share: a small dataset, one short training run over it, exported files, and a place for all that."""
+"""Fixtures that the tests share: small datasets, a short training run, exported files, and a folder for them."""
 
 import multiprocessing.util
 import os

@@ -39,12 +39,12 @@ def golden_images(reference: dict) -> torch.Tensor:
 
 
 def golden_ids(reference: dict) -> torch.Tensor:
-    """The token ids (B, N) of a model on sequences: ``(7 i i + 3 i + 5 b) mod V`` at place i of sequence b."""
+    """The token ids (B, N) of a model on sequences: ``(7 i i + 3 i + 5 b) mod V`` at position i of sequence b."""
     entry = reference["input"]
     assert entry["ids"] == f"(7 i i + 3 i + 5 b) mod {reference['config']['vocabulary']}"
     batch, length = entry["shape"]
-    place, sequence = torch.arange(length), torch.arange(batch)[:, None]
-    return (7 * place * place + 3 * place + 5 * sequence) % reference["config"]["vocabulary"]
+    position, sequence = torch.arange(length), torch.arange(batch)[:, None]
+    return (7 * position * position + 3 * position + 5 * sequence) % reference["config"]["vocabulary"]
 
 
 def assert_close_to_golden(output: torch.Tensor, expected: dict, *, correction: int = 0) -> None:

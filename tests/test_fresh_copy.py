@@ -1,4 +1,4 @@
-"""A copy of what is in git, and nothing beside it: the tests that read reference data pass there or say why not."""
+"""In a copy of the tracked files alone, tests that read reference data pass, or skip with a reason."""
 
 import os
 import re

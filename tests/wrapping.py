@@ -9,7 +9,7 @@ Contents = dict[str, object]
 
 
 def vision_longformer(weights: dict) -> Contents:
-    """Of vision-longformer and transformer-ls: DistributedDataParallel's names, and all that training goes on from."""
+    """As vision-longformer and transformer-ls: DistributedDataParallel's names and the state of the training."""
     return {
         "net": {f"module.{name}": tensor for name, tensor in weights.items()},
         "arch": "l1,h1,d48,n1,s1,g1,p4,f7,a0",
@@ -20,7 +20,7 @@ def vision_longformer(weights: dict) -> Contents:
 
 
 def lit_classifier(weights: dict) -> Contents:
-    """Of LIT: with the settings of the run, a yacs configuration (LIT-S, -M, -B) or arguments (LIT-Ti)."""
+    """As LIT: with the settings of the run, a yacs configuration (LIT-S, -M, -B) or arguments (LIT-Ti)."""
     config = CfgNode({"MODEL": {"NAME": "lit", "DEPTHS": (2, 2, 6, 2)}, "EPOCHS": 300})
     config.freeze()
     arguments = argparse.Namespace(model="lit_ti", output_dir="out", input_size=224)
@@ -28,13 +28,13 @@ def lit_classifier(weights: dict) -> Contents:
 
 
 def detectron2_detector(weights: dict, heads: dict | None = None) -> Contents:
-    """Of VisionLongformerForObjectDetection."""
+    """As VisionLongformerForObjectDetection."""
     backbone = {f"backbone.bottom_up.{name}": tensor for name, tensor in weights.items()}
     return {"model": backbone | (heads or {}), "iteration": 89999}
 
 
 def mmdetection(weights: dict, heads: dict | None = None) -> Contents:
-    """Of LIT's detectors and segmentors."""
+    """As LIT's detectors and segmentors."""
     backbone = {f"backbone.{name}": tensor for name, tensor in weights.items()}
     meta = {"epoch": 12, "iter": 87960, "mmdet_version": "2.10.0", "CLASSES": ("person", "bicycle")}
     return {"meta": meta, "state_dict": backbone | (heads or {})}

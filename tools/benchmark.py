@@ -1,10 +1,13 @@
-"""Time and memory of models beside each other: by turns in one process, medians and quartiles.
+"""Measure time and memory of models: interleaved in one process, medians and quartiles.
 
-Models are variants or config files. Behind a name, +checkpointing is activation checkpointing, +shift random-shift
+Models are variants or config files. After a name, +checkpointing is activation checkpointing, +shift random-shift
 training, and +sdpa and +triton are attention backends. --against names baselines: r50 and swin_t of detectron2, or
 models of timm; ratios are to the first of them, or to the first model. Several --size are a sweep, with the exponents
-of pixels that time and memory grow by. --limits says what holds a model up: arithmetic, memory, or the calls of its
-operators. Overrides of config keys are for the models, not for the baselines.
+of pixels that time and memory grow by. --limits shows what limits a model: arithmetic, memory, or the number of calls
+of its operators. Overrides of config keys are for the models, not for the baselines.
+
+--what coco-api times COCO's metrics by pycocotools and by faster-coco-eval, --what dataset-check times
+tools/check_dataset.py; both generate --images annotated images of 7 objects each.
 
 Example:
     python tools/benchmark.py --what backbone --models vil_tiny_rpb vil_small_rpb --against swin_t --size 800 1344
@@ -15,60 +18,71 @@ Example:
     python tools/benchmark.py --what attention --models vil_small_rpb full_small --size 400 672 --size 800 1344 \\
         --plot growth.png
     python tools/benchmark.py --models vil_small_rpb lit_s --against swin_t --size 512 672 --backward --limits
+    python tools/benchmark.py --what coco-api --images 5000 --runs 3
+    python tools/benchmark.py --what dataset-check --images 118287
 """
 
+import argparse
 import functools
 from pathlib import Path
 
-from backbones import InputError
-from projects_vil.analysis import (
-    DTYPES,
-    WHATS,
-    Case,
-    as_json_of,
-    draw_measurements,
-    find_limits,
-    format_limits,
-    format_measurements,
-    measure,
-    measure_rates,
-)
-from projects_vil.config import ConfigToolParser, config_of
-from projects_vil.utils import check_json_path, run_tool, write_json
+from arguments import ConfigToolParser, config_of, output_file, positive, run_tool, write_json
 
 BASE = Path(__file__).resolve().parents[1] / "configs/base"
+MODELS = ("attention", "backbone", "detector", "train-step")
+DATA = ("coco-api", "dataset-check")
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 def main() -> None:
     parser = ConfigToolParser(__doc__, config_file=False)
-    parser.add_argument("--what", choices=WHATS, default="backbone", help="what is timed (default backbone)")
-    parser.add_argument("--models", nargs="+", required=True, metavar="NAME", help="variants or config files")
+    parser.add_argument("--what", choices=(*MODELS, *DATA), default="backbone", help="default backbone")
+    parser.add_argument("--models", nargs="+", default=[], metavar="NAME", help="variants or config files")
     parser.add_argument("--against", nargs="+", default=[], metavar="NAME", help="r50, swin_t, or models of timm")
-    parser.add_argument("--detector", choices=("retinanet", "mask_rcnn"), default="retinanet", help="of variants")
+    parser.add_argument(
+        "--detector", choices=("retinanet", "mask_rcnn"), default="retinanet", help="detector of variants"
+    )
     parser.add_argument("--backward", action="store_true", help="gradients too, of attention and backbones")
-    parser.add_argument("--size", type=int, nargs=2, action="append", metavar=("H", "W"), help="default 800 1344")
-    parser.add_argument("--batch-size", type=int, default=1, metavar="N", help="images at once (default 1)")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of autocast (default float32, without it)")
-    parser.add_argument("--runs", type=int, default=5, metavar="N", help="times each is timed (default 5)")
+    parser.add_argument("--size", type=positive, nargs=2, action="append", metavar=("H", "W"), help="default 800 1344")
+    parser.add_argument("--batch-size", type=positive, default=1, metavar="N", help="images at once (default 1)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="type of autocast (default float32: none)")
+    parser.add_argument("--runs", type=positive, default=5, metavar="N", help="times each is timed (default 5)")
+    parser.add_argument("--images", type=positive, default=5000, metavar="N", help="generated images (default 5000)")
     parser.add_argument(
-        "--no-memory", action="store_true", help="leave memory out, which on a CPU takes a process each"
+        "--no-memory", action="store_true", help="leave memory out, which takes one process per model on a CPU"
     )
+    parser.add_argument("--limits", action="store_true", help="time of the operators next to what the device can do")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures there too")
     parser.add_argument(
-        "--limits", action="store_true", help="what the operators of each take, beside what the device can do"
+        "--plot", type=output_file, metavar="FILE", help="plot time and memory against pixels there, .png or .svg"
     )
-    parser.add_argument("--json", metavar="FILE", help="write the figures there too")
-    parser.add_argument("--plot", metavar="FILE", help="draw time and memory against pixels there, as .png or .svg")
     args = parser.parse_args()
-    check_json_path(args.json)
-    _check_plot_path(args.plot)
-    sizes = [tuple(size) for size in args.size or [(800, 1344)]]
-    if min(*(side for size in sizes for side in size), args.batch_size, args.runs) < 1:
-        raise InputError("--size, --batch-size and --runs are 1 or more")
+    if args.what in MODELS and not args.models:
+        parser.error(f"--what {args.what} needs --models")
+    if args.plot and Path(args.plot).suffix not in (".png", ".svg"):
+        parser.error(f"argument --plot: {args.plot} does not end in .png or .svg")
+    measure = {"coco-api": measure_coco_apis, "dataset-check": measure_dataset_check}.get(args.what, measure_models)
+    measure(args)
+
+
+def measure_models(args: argparse.Namespace) -> None:
+    from projects_vil.analysis import (
+        BenchmarkCase,
+        find_limits,
+        format_limits,
+        format_measurements,
+        growth,
+        measure,
+        measure_rates,
+        measurements_as_dicts,
+        plot_measurements,
+    )
+
     names = [(name, False) for name in args.models] + [(name, True) for name in args.against]
     args.config_file = str(BASE / f"{args.detector}.yaml")
     make = functools.partial(
-        Case,
-        what=args.what,
+        BenchmarkCase,
+        part=args.what,
         base=BASE,
         detector=args.detector,
         batch_size=args.batch_size,
@@ -78,24 +92,47 @@ def main() -> None:
         overrides=tuple(args.opts),
     )
     reference = len(args.models) if args.against else 0
-    found, limits, rates = [], [], None
-    for size in sizes:
-        cases = [make(name=name, is_baseline=is_baseline, size=size) for name, is_baseline in names]
-        found += measure(cases, reference=reference, runs=args.runs, memory=not args.no_memory)
+    measured, rooflines, rates = [], [], None
+    for size in args.size or [(800, 1344)]:
+        cases = [make(name=name, is_baseline=is_baseline, size=tuple(size)) for name, is_baseline in names]
+        measured += measure(cases, reference=reference, runs=args.runs, memory=not args.no_memory)
         if args.limits:
             rates = rates or measure_rates(cases[0].device, args.dtype)
-            limits += [find_limits(case, rates) for case in cases]
-    print(format_measurements(found, reference=names[reference][0]))
-    if limits:
-        print(f"\n{format_limits(limits, found, rates)}")
-    write_json(args.json, as_json_of(found, limits, rates))
+            rooflines += [find_limits(case.build(), rates) for case in cases]
+    print(format_measurements(measured, reference=names[reference][0]))
+    content = {"measurements": measurements_as_dicts(measured), "growth": growth(measured)}
+    if rooflines:
+        print(f"\n{format_limits(rooflines, measured, rates)}")
+        content["rates"] = vars(rates)
+        for row, roofline in zip(content["measurements"], rooflines, strict=True):
+            row |= {"limit": roofline.limits, "operators": roofline.operators, "seconds_by_type": roofline.seconds}
+    write_json(args.json, content)
     if args.plot:
-        draw_measurements(found, args.plot)
+        plot_measurements(measured, args.plot)
 
 
-def _check_plot_path(path: str | None) -> None:
-    if path and (Path(path).suffix not in (".png", ".svg") or not Path(path).absolute().parent.is_dir()):
-        raise InputError(f"--plot {path}: it is a .png or .svg file in a folder that exists")
+def measure_coco_apis(args: argparse.Namespace) -> None:
+    from projects_vil.analysis import compare_coco_apis
+
+    seconds, metrics = compare_coco_apis(num_images=args.images, num_detections=100, runs=args.runs)
+    reference, *others = seconds
+    for api, duration in seconds.items():
+        print(f"{api}: {duration:.2f} s, AP {metrics[api]['AP']:.4f}")
+    for api in others:
+        most = max(abs(metrics[api][name] - value) for name, value in metrics[reference].items() if value == value)
+        share = seconds[api] / seconds[reference]
+        print(f"{api} takes {share:.3f} of {reference}'s time; metrics differ by {most:.1e}")
+    write_json(args.json, {"seconds": seconds, "metrics": metrics})
+
+
+def measure_dataset_check(args: argparse.Namespace) -> None:
+    from projects_vil.analysis import time_dataset_check
+
+    cost = time_dataset_check(Path(__file__).with_name("check_dataset.py"), num_images=args.images)
+    memory = "memory not measured (no /proc)" if cost.memory is None else f"{cost.memory / 1e9:.2f} GB"
+    size = cost.file_size / 1e6
+    print(f"{args.images:,} images, {size:.0f} MB of annotations: {cost.seconds:.1f} s, {memory}")
+    write_json(args.json, cost._asdict())
 
 
 if __name__ == "__main__":

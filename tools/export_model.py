@@ -1,7 +1,7 @@
 """Export a trained detector, load the file again in its own runtime, and check it against the detector.
 
-Beside the model, model.ts, model.onnx, model.xml or model.pt2, stand its metadata (what to feed it, what it gives,
-class names) and the report of the check, both JSON. The exit status is 1 where an answer differs by more than the
+Next to the model, model.ts, model.onnx, model.xml or model.pt2, are its metadata (what to feed it, what it returns,
+class names) and the report of the check, both JSON. The exit status is 1 where a detection differs by more than the
 tolerance.
 
 Example:
@@ -11,38 +11,46 @@ Example:
 
 import sys
 
-from projects_vil.config import ConfigToolParser, config_of
-from projects_vil.export import ALL_PRECISIONS, FORMATS, INPUT_DTYPES, describe_report, export_detector
-from projects_vil.utils import run_tool
+from arguments import ConfigToolParser, config_of, existing_path, positive, run_tool
+
+FORMATS = ("torchscript", "onnx", "torch_export", "aot_inductor", "openvino")
+PRECISIONS = ("fp32", "fp16", "bf16", "int8")
 
 
 def main() -> None:
-    parser = ConfigToolParser(__doc__, weights=True, devices=["cpu"])
+    parser = ConfigToolParser(__doc__, weights=True, devices=("cpu",))
     parser.add_argument("--format", choices=FORMATS, default="torchscript", help="what to write (default torchscript)")
-    parser.add_argument("--output", required=True, metavar="DIR", help="folder for the model and what is said of it")
-    parser.add_argument("--precision", choices=ALL_PRECISIONS, default="fp32", help="of the network (default fp32)")
+    parser.add_argument("--output", required=True, metavar="DIR", help="folder for the model, its metadata and report")
     parser.add_argument(
-        "--input-dtype", choices=INPUT_DTYPES, default="uint8", help="that the model takes (default uint8)"
+        "--precision", choices=PRECISIONS, default="fp32", help="precision of the network (default fp32)"
+    )
+    parser.add_argument(
+        "--input-dtype", choices=("uint8", "float32"), default="uint8", help="type of the input images (default uint8)"
     )
     parser.add_argument("--batched", action="store_true", help="let the model take (B, 3, H, W)")
     parser.add_argument(
         "--fixed-detections",
         action="store_true",
-        help="let it give TEST.DETECTIONS_PER_IMAGE rows, filled up with zeros, and their count",
+        help="let it return TEST.DETECTIONS_PER_IMAGE rows, padded with zeros, and the number of detections",
     )
     parser.add_argument(
-        "--size", nargs=2, type=int, metavar=("HEIGHT", "WIDTH"), help="the one size of its images (default any)"
+        "--size", nargs=2, type=positive, metavar=("HEIGHT", "WIDTH"), help="the one size of its images (default any)"
     )
-    parser.add_argument("--images", nargs="+", default=[], metavar="FILE", help="images to compare on")
+    parser.add_argument(
+        "--images", nargs="+", type=existing_path, default=[], metavar="FILE", help="images to compare on"
+    )
     parser.add_argument("--evaluate", action="store_true", help="compare average precision on DATASETS.TEST too")
     parser.add_argument(
         "--calibration-images",
         type=int,
         metavar="N",
-        help="of DATASETS.TRAIN, for --precision int8 (default 100, or all there are)",
+        help="calibration images of DATASETS.TRAIN for --precision int8 (default 100, or all)",
     )
     parser.add_argument("--accept-drop", action="store_true", help="let int8 lose more than 1 AP on DATASETS.TEST")
     args = parser.parse_args()
+
+    from projects_vil.export import describe_report, export_detector
+
     cfg = config_of(args)
     path, report = export_detector(
         cfg,

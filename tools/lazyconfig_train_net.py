@@ -1,6 +1,6 @@
 """Train a detector of a LazyConfig, or evaluate one: as tools/train_net.py does with YAML.
 
-Overrides are key=value, in Hydra's syntax, after all flags; +key=value adds a key that the config does not have.
+Overrides are key=value, in Hydra's syntax; +key=value adds a key that the config does not have.
 
 Example:
     python tools/lazyconfig_train_net.py --config-file configs/lazy/retinanet_vil_tiny.py --num-gpus 8
@@ -11,12 +11,18 @@ Example:
         'dataloader.train.dataset.names=[mine]' 'dataloader.test.dataset.names=[mine]'
 """
 
-from projects_vil.engine import lazy_training_parser, train_lazily_from_command_line
-from projects_vil.utils import run_tool
+from arguments import ToolParser, add_training_arguments, run_tool
 
 
 def main() -> None:
-    train_lazily_from_command_line(lazy_training_parser(__doc__).parse_args())
+    parser = ToolParser(__doc__)
+    add_training_arguments(parser)
+    parser.add_argument("opts", nargs="*", metavar="key=value", help="overrides, before or after other arguments")
+    args = parser.parse_intermixed_args()
+
+    from projects_vil.engine import train_lazily_from_command_line
+
+    train_lazily_from_command_line(args)
 
 
 if __name__ == "__main__":

@@ -1,30 +1,29 @@
-"""Write a small dataset of drawn shapes: in COCO format, or with label images in the layout of ADE20K.
+"""Write a small synthetic dataset of shapes: in COCO format, or with label images in the layout of ADE20K.
 
 Example:
     python tools/make_shapes_dataset.py datasets/shapes --num-train 400 --num-val 100
     python tools/make_shapes_dataset.py datasets/shapes_sem_seg --task sem_seg
 """
 
-from projects_vil.data import SHAPES_TASKS, describe_shapes, write_shapes_dataset
-from projects_vil.utils import ToolParser, run_tool
+from arguments import ToolParser, run_tool
+
+TASKS = ("detection", "sem_seg", "panoptic")
 
 
 def main() -> None:
     parser = ToolParser(__doc__)
-    parser.add_argument("output", metavar="OUT", help="folder to write; registered are shapes and shapes_TASK")
-    parser.add_argument(
-        "--task",
-        choices=SHAPES_TASKS,
-        default=SHAPES_TASKS[0],
-        help="what to learn from it (default detection)",
-    )
+    parser.add_argument("output", metavar="OUT", help="folder to write; shapes and shapes_TASK are registered")
+    parser.add_argument("--task", choices=TASKS, default=TASKS[0], help="default detection")
     parser.add_argument("--num-train", type=int, default=400, metavar="N", help="train images (default 400)")
     parser.add_argument("--num-val", type=int, default=100, metavar="N", help="val images (default 100)")
     parser.add_argument("--short-side", type=int, default=128, metavar="S", help="mean pixels (default 128)")
     parser.add_argument("--seed", type=int, default=0, metavar="K", help="same seed, same bytes (default 0)")
-    parser.add_argument("--overwrite", action="store_true", help="replace a shapes dataset that lies in OUT")
+    parser.add_argument("--overwrite", action="store_true", help="replace a shapes dataset in OUT")
     options = vars(parser.parse_args())
-    print(describe_shapes(write_shapes_dataset(options.pop("output"), **options)))
+
+    from projects_vil.data import write_shapes_dataset
+
+    print(write_shapes_dataset(options.pop("output"), **options))
 
 
 if __name__ == "__main__":

@@ -6,39 +6,47 @@ Example:
         DATASETS.TRAIN "('mine',)"
 """
 
-import argparse
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
-from backbones import InputError
-from projects_vil import load_config, register_datasets
-from projects_vil.solver import count_training_images, schedule_by_epochs
-from projects_vil.utils import run_tool
+from arguments import ConfigToolParser, existing_path, positive, run_tool
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs/retinanet/vil_tiny_1x.yaml"
 COLUMNS = ("epochs", "iterations", "steps", "warm-up", "evaluated every", "saved every")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> None:
+    parser = ConfigToolParser(__doc__, config_file=False, devices=())
     parser.add_argument(
-        "--config-file", default=str(CONFIG), metavar="FILE", help="whose schedule to keep the shape of (default: 1x)"
+        "--config-file",
+        default=str(CONFIG),
+        type=existing_path,
+        metavar="FILE",
+        help="whose schedule to scale (default: the 1x schedule)",
     )
     parser.add_argument(
-        "--images", type=int, metavar="N", help="of an epoch (default: those of DATASETS.TRAIN that are trained on)"
+        "--images",
+        type=positive,
+        metavar="N",
+        help="images in an epoch (default: those of DATASETS.TRAIN used in training)",
     )
-    parser.add_argument("--epochs", required=True, metavar="E[,E...]", help="how many; a line of the table for each")
-    parser.add_argument("--batch", type=int, metavar="B", help="images an iteration (default: SOLVER.IMS_PER_BATCH)")
-    parser.add_argument("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="overrides, in pairs")
-    args = parser.parse_args(argv)
+    parser.add_argument("--epochs", required=True, metavar="E[,E...]", help="a line of the table for each number")
+    parser.add_argument(
+        "--batch", type=positive, metavar="B", help="images an iteration (default: SOLVER.IMS_PER_BATCH)"
+    )
+    args = parser.parse_args()
     if not re.fullmatch(r"0*[1-9]\d*(,0*[1-9]\d*)*", args.epochs):
-        raise InputError(f"--epochs {args.epochs}: it is a number of 1 or more, or several with commas between them")
+        parser.error(f"argument --epochs: {args.epochs} is not one or several numbers of 1 or more, as 12,24")
+
+    from projects_vil import load_config, register_datasets
+    from projects_vil.data import load_dataset
+    from projects_vil.solver import schedule_by_epochs
+
     numbers = [int(number) for number in args.epochs.split(",")]
     batch = [] if args.batch is None else ["SOLVER.IMS_PER_BATCH", str(args.batch)]
     cfg = load_config(args.config_file, [*args.opts, *batch])
     register_datasets(cfg)
-    num_images = count_training_images(cfg) if args.images is None else args.images
+    num_images = args.images or len(load_dataset(cfg, cfg.DATASETS.TRAIN, train=True, report=False))
     rows, plans = [COLUMNS], []
     for epochs in numbers:
         typed = [*args.opts, *batch, "SOLVER.EPOCHS", str(epochs)]

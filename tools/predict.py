@@ -1,8 +1,8 @@
-"""Detect objects in an image, in all images of a folder and the folders in it, or in a video.
+"""Detect objects in an image, in all images of a folder and its subfolders, or in a video.
 
-Into the output folder go results.json (COCO's format, boxes and masks in pixels of the files), images.json (which image
-has which id, the categories, and what was skipped) and drawings/. Exit status: 0; 1 for a mistake; 2 where files were
-skipped, because they could not be read, and all others are done.
+The output folder gets results.json (COCO's format, boxes and masks in pixels of the files), images.json (which image
+has which id, the categories, and what was skipped) and drawings/. Exit status: 0; 1 or 2 for wrong arguments; 2 also
+where files that cannot be read were skipped, and all others are done.
 
 Example:
     python tools/predict.py --config-file output/vil_tiny/config.yaml --weights output/vil_tiny/model_final.pth \\
@@ -14,25 +14,35 @@ Example:
 
 import sys
 
-from projects_vil.config import ConfigToolParser, config_of
-from projects_vil.inference import check_overrides, config_of_export, predict
-from projects_vil.utils import run_tool
+from arguments import ConfigToolParser, config_of, existing_path, run_tool
 
 
 def main() -> None:
     parser = ConfigToolParser(__doc__, weights=True, config_required=False)
-    parser.add_argument("--input", required=True, metavar="PATH", help="image, folder of images, or video")
+    parser.add_argument(
+        "--input", required=True, type=existing_path, metavar="PATH", help="image, folder of images, or video"
+    )
     parser.add_argument("--output", required=True, metavar="DIR", help="folder for the results")
     parser.add_argument("--batch-size", type=int, default=1, metavar="N", help="images at once, at most (default 1)")
     parser.add_argument("--tta", action="store_true", help="test-time augmentation: several sizes and mirror images")
     parser.add_argument(
-        "--annotations", metavar="FILE", help="COCO file of the folder: its images alone, with its ids and categories"
+        "--annotations",
+        type=existing_path,
+        metavar="FILE",
+        help="COCO file of the folder: only its images, with its ids and categories",
     )
     parser.add_argument("--no-drawings", action="store_true", help="write the results only")
     parser.add_argument(
-        "--score-threshold", type=float, default=0.5, metavar="T", help="of what is drawn (default 0.5)"
+        "--score-threshold",
+        type=float,
+        default=0.5,
+        metavar="T",
+        help="lowest score of detections in drawings (default 0.5)",
     )
     args = parser.parse_args()
+
+    from projects_vil.inference import check_overrides, config_of_export, predict
+
     cfg = config_of(args) if args.config_file else config_of_export(args.weights, args.opts)
     check_overrides(cfg.MODEL.WEIGHTS, args.opts)
     summary = predict(

@@ -1,6 +1,7 @@
-"""Run timm's own train.py or validate.py, which know the models of this project then.
+"""Run timm's own train.py or validate.py with the models of this project registered.
 
-The scripts are in timm's repository, not in its package; take those of the tag that matches the installed timm.
+The scripts are in timm's repository (https://github.com/huggingface/pytorch-image-models), not in its package; take
+those of the tag that matches the installed timm.
 
 Example:
     python tools/timm_run.py train.py --model vil_small_rpb --data-dir imagenet --epochs 300
@@ -14,20 +15,14 @@ import runpy
 import sys
 from pathlib import Path
 
-from backbones import InputError
-from projects_vil.utils import ToolParser, run_tool
+from arguments import ToolParser, existing_path, run_tool
 
 
 def main() -> None:
     parser = ToolParser(__doc__)
-    parser.add_argument("script", metavar="SCRIPT", help="your copy of timm's train.py or validate.py")
+    parser.add_argument("script", type=existing_path, metavar="SCRIPT", help="timm's train.py or validate.py")
     parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's own arguments")
     args = parser.parse_args()
-    if not Path(args.script).is_file():
-        raise InputError(
-            f"there is no file {args.script}: it is in https://github.com/huggingface/pytorch-image-models"
-        )
-    # Here, so that a name that timm has too is one line.
     importlib.import_module("backbones.timm_models")
     sys.argv = [args.script, *args.arguments]
     sys.path.insert(0, str(Path(args.script).absolute().parent))

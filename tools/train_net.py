@@ -5,12 +5,17 @@ Example:
     python tools/train_net.py --config-file configs/retinanet/vil_tiny_1x.yaml --eval-only MODEL.WEIGHTS model.pth
 """
 
-from projects_vil.engine import train_from_command_line, training_parser
-from projects_vil.utils import run_tool
+from arguments import ConfigToolParser, add_training_arguments, run_tool
 
 
 def main() -> None:
-    train_from_command_line(training_parser(__doc__).parse_args())
+    parser = ConfigToolParser(__doc__, config_file=False)
+    add_training_arguments(parser)
+    args = parser.parse_args()
+
+    from projects_vil.engine import train_from_command_line
+
+    train_from_command_line(args)
 
 
 if __name__ == "__main__":

@@ -3,15 +3,11 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from backbones.attention import reference
-from backbones.attention.kernels.chunks import mark_keys, mark_queries
-from backbones.attention.kernels.dense_gradients import dense_attention_by_blocks, map_attention_by_blocks
-from backbones.attention.kernels.flash import attention_and_sums, learns_by_blocks
-from backbones.execution.tracing import first, in_order, is_exporting, is_tracing, static_size
-from backbones.layers.position import GridRelativeBias, bias_as_view
-from backbones.utils.errors import check_choice
+from backbones.attention import blocked, reference
+from backbones.errors import check_choice
+from backbones.layers.position import GridRelativeBias
+from backbones.layers.tracing import first, in_order, is_exporting, is_tracing, static_size
 
 # For so few the scores are smaller than the keys, and may be kept.
 _FEW_QUERIES = 16
@@ -28,7 +24,7 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, *, bias: Tensor |
         (B, M, L, D)
     """
     if _bias_learns(query, key, value, bias):
-        return dense_attention_by_blocks(query, key, value, bias)
+        return blocked.dense_attention(query, key, value, bias)
     # With a mask of three axes PyTorch leaves its fast kernel on the CPU.
     mask = bias[None] if bias is not None and bias.ndim == 3 else bias
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
@@ -37,7 +33,7 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, *, bias: Tensor |
 def _bias_learns(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> bool:
     """Whether a bias without an axis for images needs a gradient, for which PyTorch's kernels would keep all scores."""
     is_learned = bias is not None and bias.ndim == 3 and bias.requires_grad
-    if not is_learned or not learns_by_blocks(query, key, value, biases=(bias,)):
+    if not is_learned or not blocked.needs_blocks(query, key, value, biases=(bias,)):
         return False
     return query.shape[2] > _FEW_QUERIES
 
@@ -52,11 +48,9 @@ def merge_heads(tokens: Tensor) -> Tensor:
     return in_order(tokens.movedim(1, -2)).flatten(-2)
 
 
-# Above so many scores a head, queries with a learned bias go in groups of rows.
-_GROUP_SCORES = 2**22
-# A recorded run has a fixed number of groups: so many scores a head on the map that the table is made for, and no more
+# A traced run has a fixed number of groups: so many scores a head on the map that the table is made for, and no more
 # than so many groups.
-_RECORDED_SCORES, _RECORDED_GROUPS = 2**21, 8
+_TRACED_SCORES, _TRACED_GROUPS = 2**21, 8
 
 BACKENDS = {"sdpa": dense_attention, "reference": reference.attention}
 
@@ -65,7 +59,7 @@ class DenseAttention(nn.Module):
     """Multi-head self-attention over the tokens of a map and the global tokens together.
 
     On a large map a learned bias is made for a group of rows at a time, and again in the backward pass, or is a view of
-    a small table, so that never more than a part of the N x N scores a head is in memory. A recorded run has a fixed
+    a small table, so that never more than a part of the N x N scores a head is in memory. A traced run has a fixed
     number of groups.
 
     Args:
@@ -105,7 +99,7 @@ class DenseAttention(nn.Module):
         self.relative_bias, self.num_groups = None, 1
         if bias_size is not None:
             scores = (bias_size[0] * bias_size[1]) ** 2
-            self.num_groups = min(-(-scores // _RECORDED_SCORES), _RECORDED_GROUPS)
+            self.num_groups = min(-(-scores // _TRACED_SCORES), _TRACED_GROUPS)
             self.relative_bias = GridRelativeBias(
                 bias_size,
                 num_heads,
@@ -125,7 +119,7 @@ class DenseAttention(nn.Module):
             query = query[:, :, num_global:]
         attend = BACKENDS[self.backend]
         if is_tracing():
-            output = self._recorded(query, key, value, height, width, num_global)
+            output = self._traced(query, key, value, height, width, num_global)
         elif self.relative_bias is None:
             output = attend(query, key, value)
         else:
@@ -134,28 +128,22 @@ class DenseAttention(nn.Module):
         return part_tokens(output, height, width, num_global if self.update_globals else 0)
 
     def _on_map(self, query: Tensor, key: Tensor, value: Tensor, height: int, width: int) -> Tensor:
-        """Attention with the relative bias, outside of a recorded run."""
-        tables = tuple(self.relative_bias.parameters())
-        if self.backend == "sdpa" and learns_by_blocks(query, key, value, biases=tables):
-            local = self._by_blocks
-        elif height * width * key.shape[2] <= _GROUP_SCORES:
-            return BACKENDS[self.backend](query, key, value, bias=self.relative_bias(height, width))
-        elif torch.is_grad_enabled() or query.device.type != "cpu" or self.backend != "sdpa":
-            local = self._by_groups
-        else:
-            local = self._by_view
+        """Attention with the relative bias, outside of a traced run."""
+        attend, bias = BACKENDS[self.backend], self.relative_bias
+        if self.backend != "sdpa" or torch.compiler.is_compiling() or not query.numel():
+            return attend(query, key, value, bias=bias(height, width))
         num_queries = query.shape[2] - height * width
-        output = local(query[:, :, num_queries:].unflatten(2, (height, width)), key, value)
+        local = query[:, :, num_queries:].unflatten(2, (height, width))
+        output = blocked.map_attention(local, key, value, bias.by_row(height, width), bias.to_global)
         if num_queries:
-            bias = self.relative_bias.of_globals(height * width)
-            globals_ = BACKENDS[self.backend](query[:, :, :num_queries], key, value, bias=bias)
+            globals_ = attend(query[:, :, :num_queries], key, value, bias=bias.of_globals(height * width))
             output = torch.cat([globals_, output], dim=2)
         return output
 
-    def _recorded(self, query: Tensor, key: Tensor, value: Tensor, height: int, width: int, num_global: int) -> Tensor:
-        """Attention in a run that is recorded for maps of other sizes."""
+    def _traced(self, query: Tensor, key: Tensor, value: Tensor, height: int, width: int, num_global: int) -> Tensor:
+        """Attention in a run that is traced for maps of other sizes."""
         attend = BACKENDS[self.backend]
-        key, value, key_rows = recorded_keys(key, value, height, width, num_global)
+        key, value, key_rows = traced_keys(key, value, height, width, num_global)
         if self.relative_bias is None:
             return attend(in_order(query), key, value)
         # (groups, R); the last groups repeat the last row, where their number does not divide the height.
@@ -175,81 +163,9 @@ class DenseAttention(nn.Module):
             output = torch.cat([globals_, output], dim=2)
         return output
 
-    def _by_groups(self, query: Tensor, key: Tensor, value: Tensor, by_row: Tensor | None = None) -> Tensor:
-        """Some rows of the map at a time: (B, M, H, W, D), (B, M, G + H * W, D) twice -> (B, M, H * W, D)."""
-        height, width = query.shape[2:4]
-        if by_row is None:
-            by_row = self.relative_bias.by_row(height, width)
 
-        def group(query: Tensor, key: Tensor, value: Tensor, by_row: Tensor, rows: Tensor) -> Tensor:
-            bias = self.relative_bias.of_rows(by_row, rows).to(query.dtype)
-            return BACKENDS[self.backend](query, key, value, bias=bias)
-
-        step = max(1, _GROUP_SCORES // (width * key.shape[2]))
-        numbers, outputs = torch.arange(height, device=query.device).split(step), []
-        for part, rows in zip(query.split(step, dim=2), numbers, strict=True):
-            inputs = (part.flatten(2, 3), key, value, by_row, rows)
-            if torch.is_grad_enabled():
-                outputs.append(checkpoint(group, *inputs, use_reentrant=False))
-            else:
-                outputs.append(group(*inputs))
-        return torch.cat(outputs, dim=2)
-
-    def _by_view(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """As :meth:`_by_groups`, with a bias that is a view: twice as fast on the CPU, which takes any strides."""
-        by_row, to_global = self.relative_bias.by_row(*query.shape[2:4]), self.relative_bias.to_global
-        return _attend_by_view(query, key, value, by_row, to_global)[0]
-
-    def _by_blocks(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """As :meth:`_by_groups`, with gradients that need none of the scores."""
-        by_row, to_global = self.relative_bias.by_row(*query.shape[2:4]), self.relative_bias.to_global
-        if query.device.type == "cpu":
-            return map_attention_by_blocks(_attend_by_view, query, key, value, by_row, to_global)
-        return map_attention_by_blocks(
-            lambda q, k, v, by_row, _: (self._by_groups(q, k, v, by_row), None), query, key, value, by_row, to_global
-        )
-
-
-def _attend_by_view(
-    query: Tensor, key: Tensor, value: Tensor, by_row: Tensor, to_global: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Attention to a map with a bias that is a view, and its log-sum-exps: see :func:`.map_attention_by_blocks`.
-
-    The rows of queries stand in the batch axis. The global tokens stand behind each row of keys, and are seen behind
-    the first.
-    """
-    height, width, channels = query.shape[2:]
-    scale, num_global = channels**-0.5, key.shape[2] - height * width
-    if num_global:
-        key, value = (
-            torch.cat(
-                [
-                    x[:, :, num_global:].unflatten(2, (height, width)),
-                    x[:, :, None, :num_global].expand(-1, -1, height, -1, -1),
-                ],
-                dim=3,
-            )
-            for x in (key, value)
-        )
-        hidden = torch.zeros(height, width + num_global, dtype=torch.bool)
-        hidden[1:, width:] = True
-        key, query = mark_keys(key, hidden, extra=1, scale=scale).flatten(2, 3), mark_queries(query, 1)
-        value = F.pad(value, (0, 1)).flatten(2, 3)
-    bias, outputs, sums = bias_as_view(by_row, to_global, query.dtype), [], []
-    # Image by image: (H, M, W, D), the last row first, and (M, S, D) twice
-    for rows, keys, values in zip(query.flip(2).transpose(1, 2), key, value, strict=True):
-        keys, values = (x.expand(height, -1, -1, -1) for x in (keys, values))
-        output, sum_ = attention_and_sums(rows, keys, values, bias=bias, scale=scale)
-        outputs.append(output[..., :channels])
-        sums.append(sum_)
-    output = torch.stack(outputs).transpose(1, 2).flip(2).flatten(2, 3)
-    return output, None if sums[0] is None else torch.stack(sums).transpose(1, 2).flip(2).flatten(2, 3)
-
-
-def recorded_keys(
-    key: Tensor, value: Tensor, height: int, width: int, num_global: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values for a run that is recorded for maps of other sizes, and the rows of the map that they are.
+def traced_keys(key: Tensor, value: Tensor, height: int, width: int, num_global: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values for a run that is traced for maps of other sizes, and the rows of the map that they are.
 
     PyTorch asks whether there is one key, and an export holds for that answer alone. So an export sees a map of one row
     twice, which changes no weighted mean.

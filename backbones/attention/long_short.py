@@ -11,24 +11,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from backbones.attention import reference
-from backbones.attention.dense import dense_attention, merge_heads, split_heads
-from backbones.attention.kernels.chunks import (
+from backbones.attention.blocked import attention_with_logsumexp, needs_blocks
+from backbones.attention.chunks import (
     bias_of_chunks,
     from_chunks,
     is_padding,
-    mark_channels,
-    mark_keys,
-    mark_queries,
+    mask_channels,
+    mask_keys,
+    mask_queries,
     missing,
     to_chunks,
+    windows,
 )
-from backbones.attention.kernels.flash import attention_and_sums, learns_by_blocks
-from backbones.attention.kernels.window_gradients import Windows, window_attention
-from backbones.execution import overlap
-from backbones.execution.precision import at_least_float32, autocast_off
-from backbones.execution.tracing import in_order, static_size
+from backbones.attention.dense import dense_attention, merge_heads, split_heads
+from backbones.attention.window_gradients import Windows, window_attention
+from backbones.errors import check_choice
 from backbones.layers.position import SegmentRelativeBias
-from backbones.utils.errors import check_choice
+from backbones.layers.tracing import at_least_float32, autocast_off, in_order, static_size
 
 
 def dynamic_projection(scores: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,7 +45,8 @@ def dynamic_projection(scores: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
 def project_tokens(scores: Tensor, *tokens: Tensor) -> tuple[Tensor, ...]:
     """The sums of :func:`dynamic_projection`, of as many tensors as there are.
 
-    The softmax and the sums are taken in float32 or better: of very many tokens each weighs less than float16 can tell.
+    The softmax and the sums are taken in float32 or better: with very many tokens the weights are below the resolution
+    of float16.
 
     Args:
         scores: (B, M, H, W, r).
@@ -81,7 +81,7 @@ def long_short_attention(
         window_size: w; the window has ``side = max(w // 2, 1)`` tokens more on each side of a segment.
         projected_key, projected_value: (B, M, r, D).
         global_key, global_value: (B, M, G, D), or None for no global token.
-        local_bias: (M, w * w, (w + 2 * side)^2), places in a segment by places in its window, row by row.
+        local_bias: (M, w * w, (w + 2 * side)^2), positions in a segment by positions in its window, row by row.
 
     Returns:
         (B, M, H, W, D)
@@ -92,16 +92,16 @@ def long_short_attention(
     if global_key is not None:
         projected_key = torch.cat([projected_key, global_key], dim=2)
         projected_value = torch.cat([projected_value, global_value], dim=2)
-    windows, tensors = Windows(window_size, side=max(window_size // 2, 1)), (query, key, value)
-    attend = functools.partial(_attend, windows)
-    if learns_by_blocks(*tensors, projected_key, projected_value, biases=(local_bias,)):
-        attend = functools.partial(attend, with_sums=True)
-        return window_attention(attend, windows, *tensors, projected_key, projected_value, local_bias, None)
+    layout, tensors = Windows(window_size, side=max(window_size // 2, 1)), (query, key, value)
+    attend = functools.partial(_attend, layout)
+    if needs_blocks(*tensors, projected_key, projected_value, biases=(local_bias,)):
+        attend = functools.partial(attend, with_logsumexp=True)
+        return window_attention(attend, layout, *tensors, projected_key, projected_value, local_bias, None)
     return attend(*tensors, projected_key, projected_value, local_bias, None)[0]
 
 
 def _attend(
-    windows: Windows,
+    layout: Windows,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -110,22 +110,22 @@ def _attend(
     local_bias: Tensor | None,
     projected_bias: None,
     *,
-    with_sums: bool = False,
+    with_logsumexp: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """The forward pass, global keys among the projected ones; with the log-sum-exps where they are asked for.
+    """All segments in one call, the global keys among the projected ones; with the log-sum-exps where needed.
 
     These are by chunks, (B, rows, cols, M, w * w).
     """
-    window_size, side, length = windows.window_size, windows.side, windows.length
+    window_size, side, length = layout.window_size, layout.side, layout.length
     heads, height, width = query.shape[1:4]
     channels = static_size(query.shape[4])
     scale = channels**-0.5
-    extra = mark_channels(channels, query.device)
+    extra = mask_channels(channels, query.device)
 
     left, right, below = max(window_size - side, side), missing(width, window_size), missing(height, window_size)
     halo = (left, side + right, side, side + below)
     hidden = is_padding(key, (height, width), halo)
-    key = mark_keys(F.pad(key, (0, 0, *halo)), hidden, extra=extra, scale=scale)
+    key = mask_keys(F.pad(key, (0, 0, *halo)), hidden, extra=extra, scale=scale)
     value = F.pad(value, (0, extra, *halo))
 
     # Shared keys fill whole columns of a window: (B, M, n, w + 2 * side, D + extra)
@@ -133,21 +133,21 @@ def _attend(
     fill = missing(shared, length)
     hidden = is_padding(key, (shared,), (0, fill)).unflatten(0, (-1, length))
     projected_key = F.pad(projected_key, (0, 0, 0, fill)).unflatten(2, (-1, length))
-    projected_key = mark_keys(projected_key, hidden, extra=extra, scale=scale)
+    projected_key = mask_keys(projected_key, hidden, extra=extra, scale=scale)
     projected_value = F.pad(projected_value, (0, extra, 0, fill)).unflatten(2, (-1, length))
 
     # (B * rows * M, cols, w * w, D + extra) and (B * rows * M, cols, S, D + extra)
-    queries = to_chunks(mark_queries(query, extra), window_size)
+    queries = to_chunks(mask_queries(query, extra), window_size)
     keys = _windows(key, projected_key, window_size, side)
     values = _windows(value, projected_value, window_size, side)
     bias = None
     if local_bias is not None:
         bias = bias_of_chunks(_window_bias(local_bias, shared + fill, length, side), queries, heads)
     sums = None
-    if with_sums:
-        output, sums = attention_and_sums(queries, keys, values, bias=bias, scale=scale)
-        # (B * rows * M, cols, w * w) before
-        sums = None if sums is None else sums.unflatten(0, (query.shape[0], -1, heads)).transpose(2, 3)
+    if with_logsumexp:
+        output, sums = attention_with_logsumexp(queries, keys, values, bias=bias, scale=scale)
+        # (B * rows * M, cols, w * w, 1) before
+        sums = None if sums is None else sums[..., 0].unflatten(0, (query.shape[0], -1, heads)).transpose(2, 3)
     else:
         output = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, scale=scale)
     sizes = {"batch": query.shape[0], "heads": heads, "height": height, "width": width}
@@ -157,7 +157,7 @@ def _attend(
 def _windows(x: Tensor, shared: Tensor, window_size: int, side: int) -> Tensor:
     """The S keys of each segment, (B * rows * M, cols, S, E): a view of keys that are copied about twice.
 
-    They are its window column by column, with the shared keys after the first 2 * side columns: a place that, with w
+    They are its window column by column, with the shared keys after the first 2 * side columns: a position that, with w
     of 2 or more, no other segment's window has.
 
     Args:
@@ -167,12 +167,12 @@ def _windows(x: Tensor, shared: Tensor, window_size: int, side: int) -> Tensor:
     """
     length, before = window_size + 2 * side, 2 * side
     # (B, rows, M, columns, length, E)
-    columns = overlap.windows(x, 2, length, window_size).permute(0, 2, 1, 4, 3, 5)
-    # Of sizes left as -1 OpenVINO 2026.4 makes numbers that nothing was written to.
+    columns = windows(x, 2, length, window_size).permute(0, 2, 1, 4, 3, 5)
+    # With sizes of -1 OpenVINO 2026.4 returns uninitialised memory.
     shared = shared[:, None, :, None]
     if window_size < before:
         # (B, rows, M, cols, length, length, E)
-        columns = overlap.windows(columns, 3, length, window_size)
+        columns = windows(columns, 3, length, window_size)
         shared = shared.expand(*columns.shape[:4], *shared.shape[4:])
         columns = torch.cat([columns[:, :, :, :, :before], shared, columns[:, :, :, :, before:]], dim=4)
         return columns.flatten(4, 5).flatten(0, 2)
@@ -183,7 +183,7 @@ def _windows(x: Tensor, shared: Tensor, window_size: int, side: int) -> Tensor:
     # A window is the last columns of one piece, and the whole of the next.
     step = static_size(columns.shape[4]) * length
     keys = columns.flatten(3, 5).flatten(0, 2)
-    return overlap.windows(keys[:, step - before * length :], 1, step + before * length, step)
+    return windows(keys[:, step - before * length :], 1, step + before * length, step)
 
 
 def _window_bias(local_bias: Tensor, num_shared: int, length: int, side: int) -> Tensor:
@@ -234,7 +234,7 @@ class DualNormAttention(DualNorm):
         backend: a key of ``BACKENDS``; ``"reference"`` is quadratic and for debugging.
 
     Raises:
-        InputError: for an unknown backend.
+        ConfigError: for an unknown backend.
     """
 
     def __init__(
@@ -296,7 +296,7 @@ class LongShortAttention(DualNormAttention):
         backend: a key of ``BACKENDS``; ``"reference"`` is quadratic and for debugging.
 
     Raises:
-        InputError: for an unknown backend.
+        ConfigError: for an unknown backend.
     """
 
     def __init__(

@@ -25,10 +25,10 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, bias: Tensor | None 
 
 
 def _axis_neighbourhood(size: int, window_size: int, mode: str) -> tuple[Tensor, Tensor]:
-    """Which keys a query sees along one axis, and where: both (size, size), indexed [query, key].
+    """Return which keys a query sees along one axis, and where: both (size, size), indexed [query, key].
 
-    The second result is the key's place in the three chunks round the query's own, 0 to 3w - 1; what it holds for
-    keys that are not seen has no meaning.
+    The second result is the key's position in the three chunks round the query's own, 0 to 3w - 1; its value
+    for keys that are not seen is undefined.
     """
     position = torch.arange(size)
     chunk = position // window_size
@@ -73,8 +73,8 @@ def sliding_chunk_attention(
     if local_bias is not None:
         slot = slot_rows[:, None, :, None] * 3 * window_size + slot_cols[None, :, None, :]
         row, col = torch.arange(height) % window_size, torch.arange(width) % window_size
-        place = (row[:, None] * window_size + col[None, :]).reshape(tokens, 1)
-        bias = local_bias[:, place, slot.reshape(tokens, tokens)]
+        position = (row[:, None] * window_size + col[None, :]).reshape(tokens, 1)
+        bias = local_bias[:, position, slot.reshape(tokens, tokens)]
     bias = bias.masked_fill(~seen.reshape(tokens, tokens).to(query.device), float("-inf"))
 
     key, value = key.flatten(2, 3), value.flatten(2, 3)
@@ -87,7 +87,7 @@ def sliding_chunk_attention(
 
 
 def performer_attention(query: Tensor, key: Tensor, value: Tensor, *, features: Tensor, eps: float = 1e-4) -> Tensor:
-    """The contract of :func:`backbones.attention.alternatives.performer.performer_attention`, with all pairs of tokens.
+    """The contract of :func:`backbones.attention.efficient.performer_attention`, with all pairs of tokens.
 
     The weight of a pair is the mean over the features of the product of both tokens' positive features: for a token x
     scaled by ``D ** -0.25`` they are ``exp(feature . x - largest - |x|^2 / 2) + eps``, the largest product being a
@@ -105,10 +105,10 @@ def performer_attention(query: Tensor, key: Tensor, value: Tensor, *, features: 
 
 
 def _axis_segments(size: int, window_size: int) -> tuple[Tensor, Tensor]:
-    """Which keys a query sees along one axis, and where: both (size, size), indexed [query, key].
+    """Return which keys a query sees along one axis, and where: both (size, size), indexed [query, key].
 
-    The second result is the key's place in the window of w + 2 * side; what it holds for keys that are not seen has no
-    meaning.
+    The second result is the key's position in the window of w + 2 * side; its value for keys that are not seen is
+    undefined.
     """
     side = max(window_size // 2, 1)
     length = window_size + 2 * side
@@ -142,8 +142,8 @@ def long_short_attention(
         length = window_size + 2 * max(window_size // 2, 1)
         slot = slot_rows[:, None, :, None] * length + slot_cols[None, :, None, :]
         row, col = torch.arange(height) % window_size, torch.arange(width) % window_size
-        place = (row[:, None] * window_size + col[None, :]).reshape(tokens, 1)
-        bias = local_bias[:, place, slot.reshape(tokens, tokens)]
+        position = (row[:, None] * window_size + col[None, :]).reshape(tokens, 1)
+        bias = local_bias[:, position, slot.reshape(tokens, tokens)]
     bias = bias.masked_fill(~seen.reshape(tokens, tokens).to(query.device), float("-inf"))
 
     keys, values = [projected_key, key.flatten(2, 3)], [projected_value, value.flatten(2, 3)]
@@ -166,14 +166,14 @@ def sequence_attention(
     shared_key: Tensor | None = None,
     shared_value: Tensor | None = None,
 ) -> Tensor:
-    """The contract of :func:`backbones.sequence.long_short.sequence_attention`, with all N x N pairs."""
+    """The contract of :func:`backbones.sequence.encoder.sequence_attention`, with all N x N pairs."""
     tokens = query.shape[2]
     seen = torch.zeros(tokens, tokens, dtype=torch.bool)
     if window_size:
         seen = _axis_segments(tokens, window_size)[0]
     seen = seen.to(query.device)[None, None]
     if mask is not None:
-        # What padding gathers is left out below, and must not be nothing.
+        # The rows of padding are left out below; they must see a key, or they would be NaN.
         seen = (seen & mask[:, None, None, :]) | ~mask[:, None, :, None]
     bias = query.new_zeros(seen.shape).masked_fill(~seen, float("-inf"))
     if shared_key is not None:
@@ -186,7 +186,7 @@ def sequence_attention(
 def class_token_attention(
     query: Tensor, key: Tensor, value: Tensor, gathered: Tensor, *, mask: Tensor | None = None
 ) -> Tensor:
-    """The contract of :func:`backbones.sequence.long_short.class_token_attention`."""
+    """The contract of :func:`backbones.sequence.encoder.class_token_attention`."""
     bias = None
     if mask is not None:
         seen = torch.cat([mask.new_ones(len(mask), 1), mask], dim=1)
@@ -209,18 +209,18 @@ def causal_attention(
     window_positions: Tensor,
     segment_positions: Tensor,
 ) -> Tensor:
-    """The contract of :func:`backbones.sequence.causal.causal_attention`, with every pair of query and key.
+    """The contract of :func:`backbones.sequence.char_lm.causal_attention`, with every pair of query and key.
 
-    Of each pair it says whether it is seen, and what is added to its scaled product.
+    Each pair has a mask and a bias of its scaled product.
     """
     scaled = query * query.shape[-1] ** -0.5
     token = torch.arange(query.shape[2], device=query.device)[:, None]
 
     # Tokens: window_size of them stand before the part.
     distance = token + window_size - torch.arange(key.shape[2], device=query.device)
-    place = (window_size - 1 - distance).clamp(0, window_size - 1)
+    position = (window_size - 1 - distance).clamp(0, window_size - 1)
     of_query, of_key = query_bias[:, None, :], key_bias[:, None, :]
-    token_bias = torch.einsum("bmtd,mtsd->bmts", scaled + of_query, window_positions[:, place])
+    token_bias = torch.einsum("bmtd,mtsd->bmts", scaled + of_query, window_positions[:, position])
     token_bias = token_bias + (key * of_key).sum(-1)[:, :, None, :]
     token_bias = token_bias.masked_fill((distance < 0) | (distance >= window_size), float("-inf"))
 
@@ -228,8 +228,8 @@ def causal_attention(
     vectors, segments = summed_key.shape[2], -(-query.shape[2] // segment_length)
     in_memory = vectors - (segments - 1) * rank
     back = in_memory + token // segment_length * rank - 1 - torch.arange(vectors, device=query.device)
-    place = (segment_positions.shape[1] - 1 - back).clamp(0, segment_positions.shape[1] - 1)
-    sum_bias = torch.einsum("bmtd,mtsd->bmts", scaled, segment_positions[:, place])
+    position = (segment_positions.shape[1] - 1 - back).clamp(0, segment_positions.shape[1] - 1)
+    sum_bias = torch.einsum("bmtd,mtsd->bmts", scaled, segment_positions[:, position])
     sum_bias = sum_bias.masked_fill(back < 0, float("-inf"))
 
     key, value = torch.cat([summed_key, key], dim=2), torch.cat([summed_value, value], dim=2)

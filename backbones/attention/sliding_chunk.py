@@ -11,28 +11,33 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from backbones.attention import reference
-from backbones.attention.dense import dense_attention, merge_heads, split_heads
-from backbones.attention.kernels.backends import Situation, choose_kernel
-from backbones.attention.kernels.chunks import (
+from backbones.attention.backends import KernelKey, choose_kernel
+from backbones.attention.blocked import (
+    attention_with_logsumexp,
+    in_autocast_dtype,
+    needs_blocks,
+    shifted_chunk_attention,
+)
+from backbones.attention.chunks import (
     MODES,
     bias_of_chunks,
+    copies_windows,
     from_chunks,
-    mark_channels,
-    mark_queries,
+    mask_channels,
+    mask_queries,
     missing,
     near_only,
+    threes,
     to_chunks,
     with_halo,
     wrap,
 )
-from backbones.attention.kernels.flash import attention_and_sums, in_autocast_type, learns_by_blocks
-from backbones.attention.kernels.random_shift import SHIFTS, shifted_chunk_attention
-from backbones.attention.kernels.triton_chunks import missing_for, triton_chunk_attention
-from backbones.attention.kernels.window_gradients import Windows, window_attention
-from backbones.execution.overlap import copies_windows, threes
-from backbones.execution.tracing import is_tracing, static_size
+from backbones.attention.dense import dense_attention, merge_heads, split_heads
+from backbones.attention.triton_chunks import missing_for, triton_chunk_attention
+from backbones.attention.window_gradients import Windows, window_attention
+from backbones.errors import check_choice
 from backbones.layers.position import WindowRelativeBias, position_parameter
-from backbones.utils.errors import check_choice
+from backbones.layers.tracing import is_tracing, static_size
 
 
 def sliding_chunk_attention(
@@ -57,9 +62,9 @@ def sliding_chunk_attention(
             tokens round each token; ``"cyclic"``, the neighbours of a chunk at the border are those at the opposite
             border, along an axis of three chunks or more. No key is seen twice in any mode.
         global_key, global_value: (B, M, G, D), or None for no global token.
-        local_bias: (M, w * w, 9 * w * w), places in a chunk by places in its 3w x 3w neighbourhood, row by row.
+        local_bias: (M, w * w, 9 * w * w), positions in a chunk by positions in its 3w x 3w neighbourhood, row by row.
         global_bias: (M, G), added where a local token looks at a global one.
-        shift: of :data:`.random_shift.SHIFTS`, for the own chunk and this neighbour alone.
+        shift: of :data:`SHIFTS`, for the own chunk and this neighbour alone.
 
     Returns:
         (B, M, H, W, D)
@@ -69,18 +74,22 @@ def sliding_chunk_attention(
     exported model copies each window whole.
     """
     check_choice("attention mode", mode, MODES)
-    tensors = (query, key, value, global_key, global_value, local_bias, global_bias)
-    if shift is not None:
-        return shifted_chunk_attention(*tensors, window_size=window_size, shift=shift, mode=mode)
-    if not is_tracing() and mode != "exact" and max(query.shape[2:4]) <= 2 * window_size:
-        return _whole_map_attention(*tensors, window_size=window_size)
+    tensors = (query, key, value, global_key, global_value)
+    if shift is None and not is_tracing() and mode != "exact" and max(query.shape[2:4]) <= 2 * window_size:
+        return _whole_map_attention(*tensors, local_bias, global_bias, window_size=window_size)
     if mode == "exact":
-        tensors = (*tensors[:5], near_only(query, window_size, local_bias), global_bias)
+        local_bias = near_only(query, window_size, local_bias)
+    if shift is not None:
+        biases = {"local_bias": local_bias, "global_bias": global_bias}
+        globals_ = {"global_key": global_key, "global_value": global_value}
+        cut = {"window_size": window_size, "shift": shift, "is_cyclic": mode == "cyclic"}
+        return shifted_chunk_attention(query, key, value, **cut, **globals_, **biases)
     attend = functools.partial(_attend, window_size=window_size, mode=mode)
-    if learns_by_blocks(*tensors[:5], biases=tensors[5:]):
+    if needs_blocks(*tensors, biases=(local_bias, global_bias)):
         windows = Windows(window_size, side=window_size, wrap=wrap if mode == "cyclic" else None)
-        return window_attention(functools.partial(attend, with_sums=True), windows, *tensors)
-    return attend(*tensors)[0]
+        attend = functools.partial(attend, with_logsumexp=True)
+        return window_attention(attend, windows, *tensors, local_bias, global_bias)
+    return attend(*tensors, local_bias, global_bias)[0]
 
 
 def _attend(
@@ -94,17 +103,18 @@ def _attend(
     *,
     window_size: int,
     mode: str,
-    with_sums: bool = False,
+    with_logsumexp: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """The forward pass; with the log-sum-exps by chunks, (B, rows, cols, M, w * w), where they are asked for."""
+    """All chunks in one call; with the log-sum-exps by chunks, (B, rows, cols, M, w * w), where they are needed."""
     heads, height, width = query.shape[1:4]
     channels = static_size(query.shape[4])
     scale = channels**-0.5
-    extra = mark_channels(channels, query.device)
+    extra = mask_channels(channels, query.device)
 
     # (B * rows * M, cols, w * w, D + extra)
-    queries = to_chunks(mark_queries(query, extra), window_size)
-    keys, values = with_halo(key, value, window_size, mode, extra=extra, scale=scale)
+    queries = to_chunks(mask_queries(query, extra), window_size)
+    halo = {"side": window_size, "is_cyclic": mode == "cyclic"}
+    keys, values = with_halo(key, value, window_size, **halo, extra=extra, scale=scale)
     # (B * rows * M, cols, S, D + extra), S keys of three strips
     keys = _windows(keys, window_size, global_key)
     values = _windows(values, window_size, global_value)
@@ -114,10 +124,10 @@ def _attend(
     if bias is not None:
         bias = bias_of_chunks(bias, queries, heads)
     sums = None
-    if with_sums:
-        output, sums = attention_and_sums(queries, keys, values, bias=bias, scale=scale)
-        # (B * rows * M, cols, w * w) before
-        sums = None if sums is None else sums.unflatten(0, (query.shape[0], -1, heads)).transpose(2, 3)
+    if with_logsumexp:
+        output, sums = attention_with_logsumexp(queries, keys, values, bias=bias, scale=scale)
+        # (B * rows * M, cols, w * w, 1) before
+        sums = None if sums is None else sums[..., 0].unflatten(0, (query.shape[0], -1, heads)).transpose(2, 3)
     else:
         output = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, scale=scale)
     sizes = {"batch": query.shape[0], "heads": heads, "height": height, "width": width}
@@ -142,11 +152,11 @@ def _whole_map_attention(
     heads, height, width = query.shape[1:4]
     bias = None
     if local_bias is not None:
-        row_place, row_slot = _places_and_slots(height, window_size, query.device)
-        col_place, col_slot = _places_and_slots(width, window_size, query.device)
-        place = row_place[:, None] * window_size + col_place
+        row_position, row_slot = _positions_and_slots(height, window_size, query.device)
+        col_position, col_slot = _positions_and_slots(width, window_size, query.device)
+        position = row_position[:, None] * window_size + col_position
         slot = row_slot[:, None, :, None] * 3 * window_size + col_slot[None, :, None, :]
-        index = place[:, :, None, None] * 9 * window_size**2 + slot
+        index = position[:, :, None, None] * 9 * window_size**2 + slot
         # (M, H * W, H * W)
         bias = local_bias.flatten(1)[:, index.flatten(2, 3).flatten(0, 1)]
     if global_key is not None:
@@ -162,8 +172,8 @@ def _whole_map_attention(
     return dense_attention(query.flatten(2, 3), key, value, bias=bias).unflatten(2, (height, width))
 
 
-def _places_and_slots(size: int, window_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Along an axis: each query's place in its chunk, (size,), and each key's in the query's three, (size, size)."""
+def _positions_and_slots(size: int, window_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Along an axis: each query's position in its chunk, (size,), and each key's in the query's three, (size, size)."""
     position = torch.arange(size, device=device)
     first_slot = (position // window_size - 1) * window_size
     return position % window_size, position[None, :] - first_slot[:, None]
@@ -206,10 +216,10 @@ def _copied_windows(lines: Tensor, extra: Tensor | None) -> Tensor:
     index = row[:, None, None] * columns + col[:, :, None]
     lines = lines.flatten(2, 3)
     if extra is not None:
-        # Of sizes left as -1 OpenVINO 2026.4 makes numbers that nothing was written to.
+        # With sizes of -1 OpenVINO 2026.4 returns uninitialised memory.
         num_extra = static_size(extra.shape[2])
-        places = lines.shape[2] + torch.arange(num_extra, device=device)
-        index = torch.cat([index, places.expand(rows, cols, 3, num_extra)], dim=3)
+        positions = lines.shape[2] + torch.arange(num_extra, device=device)
+        index = torch.cat([index, positions.expand(rows, cols, 3, num_extra)], dim=3)
         lines = torch.cat([lines, extra], dim=2)
     strip = static_size(index.shape[3])
     index = torch.arange(heads, device=device)[:, None, None, None] * lines.shape[2] + index[:, None]
@@ -226,12 +236,12 @@ def _window_bias(
     local_bias: Tensor | None,
     global_bias: Tensor | None,
 ) -> Tensor | None:
-    """What is added to the scores of every chunk alike, (M or 1, w * w, S), in the order of :func:`_windows`."""
+    """Return the bias that all chunks share, (M or 1, w * w, S), in the order of :func:`_windows`."""
     if local_bias is None and not num_global:
         return None
-    places = window_size**2
+    positions = window_size**2
     if local_bias is None:
-        local_bias = query.new_zeros(1, places, 9 * places)
+        local_bias = query.new_zeros(1, positions, 9 * positions)
     # (M, w * w, 3 strips, 3w * w)
     bias = local_bias.unflatten(2, (3 * window_size, 3, window_size)).transpose(2, 3).flatten(3, 4)
     if num_global:
@@ -241,12 +251,14 @@ def _window_bias(
         # The global tokens stand in every strip, and count in the middle one.
         middle = F.pad(global_bias, (0, missing(num_global, window_size)), value=float("-inf"))
         strips = F.pad(middle[:, None], (0, 0, 1, 1), value=float("-inf"))
-        bias = torch.cat([bias.expand(heads, -1, -1, -1), strips[:, None].expand(heads, places, -1, -1)], dim=3)
+        bias = torch.cat([bias.expand(heads, -1, -1, -1), strips[:, None].expand(heads, positions, -1, -1)], dim=3)
     return bias.flatten(2, 3)
 
 
+# Steps of chunks, down and to the right, to a neighbour: of random-shift training.
+SHIFTS = tuple((row, col) for row in (-1, 0, 1) for col in (-1, 0, 1) if (row, col) != (0, 0))
 _KERNELS = {"sdpa": sliding_chunk_attention, "triton": triton_chunk_attention}
-# Of a device that the Triton kernel is tried on unasked.
+# The lowest compute capability on which the backend auto tries the Triton kernel.
 _LEAST_CAPABILITY = (8, 0)
 
 
@@ -265,7 +277,7 @@ def fastest_chunk_attention(
 ) -> Tensor:
     """:func:`sliding_chunk_attention` by the kernel that :func:`.backends.choose_kernel` has found to be the fastest.
 
-    There is one alone, and nothing to choose, on a CPU and on old devices, and where a run is recorded, compiled or
+    There is one alone, and nothing to choose, on a CPU and on old devices, and where a run is traced, compiled or
     captured.
     """
     tensors = {
@@ -281,9 +293,9 @@ def fastest_chunk_attention(
     if torch.compiler.is_compiling() or is_tracing() or not _has_several_kernels(query.device) or not query.numel():
         return sliding_chunk_attention(**tensors, **options)
     given = {name: x for name, x in tensors.items() if x is not None and x.numel()}
-    situation = Situation(
+    kernel_key = KernelKey(
         device=query.device,
-        dtype=in_autocast_type(query)[0].dtype,
+        dtype=in_autocast_dtype(query)[0].dtype,
         heads=query.shape[1],
         channels=query.shape[4],
         window_size=window_size,
@@ -293,7 +305,7 @@ def fastest_chunk_attention(
         biases=tuple(name for name in ("local_bias", "global_bias") if name in given),
         learned=tuple(name for name, x in given.items() if x.requires_grad) if torch.is_grad_enabled() else (),
     )
-    return _KERNELS[choose_kernel(_KERNELS, situation)](**tensors, **options)
+    return _KERNELS[choose_kernel(_KERNELS, kernel_key)](**tensors, **options)
 
 
 def _has_several_kernels(device: torch.device) -> bool:
@@ -324,10 +336,10 @@ class SlidingChunkAttention(nn.Module):
             ``"reference"`` is quadratic and for debugging.
 
     Raises:
-        InputError: for an unknown mode or backend.
+        ConfigError: for an unknown mode or backend.
     """
 
-    undecayed = ("local_to_global", "global_to_local", "global_to_global")
+    no_weight_decay_names = ("local_to_global", "global_to_local", "global_to_global")
 
     def __init__(
         self,
@@ -376,7 +388,7 @@ class SlidingChunkAttention(nn.Module):
         global_key = global_value = None
         if global_tokens is not None:
             global_key, global_value = split_heads(self.key_value(global_tokens), 2 * self.num_heads).chunk(2, dim=1)
-        # A kernel of Triton's cannot be recorded.
+        # A Triton kernel cannot be traced or exported.
         attend = BACKENDS["sdpa" if self.backend == "triton" and is_tracing() else self.backend]
         output = attend(
             split_heads(self.query(tokens), self.num_heads),
@@ -411,10 +423,10 @@ class SlidingChunkAttention(nn.Module):
         return output, projection(merge_heads(dense_attention(query, key, value, bias=bias)))
 
 
-def draw_shifts(model: nn.Module, *, seed: int | None) -> int:
-    """Draw the one neighbouring chunk that each :class:`SlidingChunkAttention` in ``model`` sees in training.
+def sample_shifts(model: nn.Module, *, seed: int | None) -> int:
+    """Sample the one neighbouring chunk that each :class:`SlidingChunkAttention` in ``model`` sees in training.
 
-    The same seed draws the same in every process. Evaluation sees all chunks at any time.
+    The same seed gives the same chunks in every process. Evaluation sees all chunks at any time.
 
     Args:
         seed: None for all chunks in training too.
@@ -423,10 +435,10 @@ def draw_shifts(model: nn.Module, *, seed: int | None) -> int:
         How many modules there are.
     """
     modules = [module for module in model.modules() if isinstance(module, SlidingChunkAttention)]
-    drawn = [None] * len(modules)
+    shifts = [None] * len(modules)
     if seed is not None:
         generator = torch.Generator().manual_seed(seed)
-        drawn = [SHIFTS[index] for index in torch.randint(len(SHIFTS), (len(modules),), generator=generator).tolist()]
-    for module, shift in zip(modules, drawn, strict=True):
+        shifts = [SHIFTS[index] for index in torch.randint(len(SHIFTS), (len(modules),), generator=generator).tolist()]
+    for module, shift in zip(modules, shifts, strict=True):
         module.shift = shift
     return len(modules)

@@ -1,1 +1,1 @@
-"""What stages are built of besides attention."""
+"""The layers of a stage other than attention."""

@@ -35,20 +35,20 @@ class Block(nn.Module):
 
     def forward(self, tokens: Tensor, global_tokens: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """(B, H, W, C) and (B, G, C) or None -> the same; None for global tokens that this block does not update."""
-        # One draw an image and path, for local and global tokens together.
+        # One sample for each image and path, for local and global tokens together.
         if self.attention is not None:
-            keep = self._draw(tokens)
+            keep = self._sample_keep(tokens)
             normed_globals = None if global_tokens is None else self.attention_norm(global_tokens)
             update, global_update = self.attention(self.attention_norm(tokens), normed_globals)
             tokens = tokens + _scaled(update, keep)
             global_tokens = None if global_update is None else global_tokens + _scaled(global_update, keep)
-        keep = self._draw(tokens)
+        keep = self._sample_keep(tokens)
         tokens = tokens + _scaled(self.mlp(self.mlp_norm(tokens)), keep)
         if global_tokens is not None:
             global_tokens = global_tokens + _scaled(self.mlp(self.mlp_norm(global_tokens)), keep)
         return tokens, global_tokens
 
-    def _draw(self, tokens: Tensor) -> Tensor | None:
+    def _sample_keep(self, tokens: Tensor) -> Tensor | None:
         """The factor of each image's residual path, (B,), or None for all ones."""
         if not self.training or self.drop_path_rate == 0:
             return None

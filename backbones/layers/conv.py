@@ -4,10 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from backbones.execution.precision import at_least_float32
-from backbones.execution.tracing import in_order
 from backbones.layers.batch_norm import batch_norm
 from backbones.layers.patch_embed import pad_to_multiple
+from backbones.layers.tracing import at_least_float32, in_order
 
 
 class ConvEmbed(nn.Module):
@@ -23,10 +22,10 @@ class ConvEmbed(nn.Module):
         self.projection = nn.Conv2d(in_channels, dim, kernel_size, stride, padding=-(-(kernel_size - stride) // 2))
         self.norm = nn.LayerNorm(dim, eps=norm_eps)
 
-    def forward(self, maps: Tensor) -> Tensor:
+    def forward(self, features: Tensor) -> Tensor:
         """(B, C_in, H, W) -> (B, ceil(H / stride), ceil(W / stride), dim)."""
-        maps = self.projection(pad_to_multiple(maps, self.stride))
-        return self.norm(maps.permute(0, 2, 3, 1))
+        features = self.projection(pad_to_multiple(features, self.stride))
+        return self.norm(features.permute(0, 2, 3, 1))
 
 
 class SeparableProjection(nn.Module):
@@ -40,12 +39,12 @@ class SeparableProjection(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(B, H, W, dim) -> (B, H, W, out_dim)."""
-        maps = self.norm(self.depthwise(in_order(tokens.permute(0, 3, 1, 2))))
-        return self.pointwise(maps.permute(0, 2, 3, 1))
+        features = self.norm(self.depthwise(in_order(tokens.permute(0, 3, 1, 2))))
+        return self.pointwise(features.permute(0, 2, 3, 1))
 
 
 class StandardisedProjection(nn.Module):
-    """As :class:`SeparableProjection`, with standardised spatial weights in the place of BatchNorm, and no bias.
+    """As :class:`SeparableProjection`, with standardised spatial weights instead of BatchNorm, and no bias.
 
     Made for scores that a softmax over the tokens follows: a bias would add the same to all and change nothing.
     """
@@ -63,8 +62,8 @@ class StandardisedProjection(nn.Module):
 class StandardisedConv2d(nn.Conv2d):
     """A convolution whose filters have mean 0 and variance 1 each (Qiao et al. 2019, arXiv:1903.10520, equation 4)."""
 
-    def forward(self, maps: Tensor) -> Tensor:
-        return F.conv2d(maps, self.standardised(), self.bias, self.stride, self.padding, self.dilation, self.groups)
+    def forward(self, features: Tensor) -> Tensor:
+        return F.conv2d(features, self.standardised(), self.bias, self.stride, self.padding, self.dilation, self.groups)
 
     def standardised(self) -> Tensor:
         """The weight that convolves, (out, in / groups, height, width); computed in float32 or better."""

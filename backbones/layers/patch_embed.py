@@ -3,15 +3,15 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from backbones.execution.tracing import is_tracing, missing
+from backbones.layers.tracing import is_tracing, missing
 
 
-def pad_to_multiple(maps: Tensor, multiple: int) -> Tensor:
+def pad_to_multiple(features: Tensor, multiple: int) -> Tensor:
     """(B, C, H, W) with zeros below and on the right, so that ``multiple`` divides both sides."""
-    pad_height, pad_width = missing(maps.shape[2], multiple), missing(maps.shape[3], multiple)
+    pad_height, pad_width = missing(features.shape[2], multiple), missing(features.shape[3], multiple)
     if not is_tracing() and not pad_height and not pad_width:
-        return maps
-    return F.pad(maps, (0, pad_width, 0, pad_height))
+        return features
+    return F.pad(features, (0, pad_width, 0, pad_height))
 
 
 class PatchEmbed(nn.Module):
@@ -26,7 +26,7 @@ class PatchEmbed(nn.Module):
         self.projection = nn.Conv2d(in_channels, dim, kernel_size=patch_size, stride=patch_size)
         self.norm = nn.LayerNorm(dim, eps=norm_eps)
 
-    def forward(self, maps: Tensor) -> Tensor:
+    def forward(self, features: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, ceil(H / patch), ceil(W / patch), dim)."""
-        maps = self.projection(pad_to_multiple(maps, self.patch_size))
-        return self.norm(maps.permute(0, 2, 3, 1))
+        features = self.projection(pad_to_multiple(features, self.patch_size))
+        return self.norm(features.permute(0, 2, 3, 1))

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from backbones.execution.tracing import first, in_order, is_tracing
-from backbones.layers.parameters import draw_
-from backbones.utils.errors import InputError, check_choice
+from backbones.errors import ConfigError, check_choice
+from backbones.layers.parameters import init_trunc_normal_
+from backbones.layers.tracing import first, in_order, is_tracing
 
 # How a table meets a map of another size: resized once, when a checkpoint is loaded, into one for the largest map, of
 # which each map takes its part (ViL); or resized to each map (LIT).
@@ -17,8 +17,8 @@ RESIZING = ("load", "map")
 
 
 def position_parameter(*shape: int) -> nn.Parameter:
-    """A table of positions, biases or tokens, drawn as ViL draws them."""
-    return nn.Parameter(draw_(torch.empty(shape)))
+    """A table of positions, biases or tokens, initialised as in ViL."""
+    return nn.Parameter(init_trunc_normal_(torch.empty(shape)))
 
 
 def resize_table(table: Tensor, size: tuple[int, ...], *, mode: str = "linear") -> Tensor:
@@ -52,7 +52,7 @@ class AbsolutePositions(nn.Module):
         resizing: of ``RESIZING``: with ``"load"`` a smaller map takes the top-left part, and a larger one is an error.
     """
 
-    undecayed = ("rows", "cols", "global_tokens")
+    no_weight_decay_names = ("rows", "cols", "global_tokens")
 
     def __init__(
         self, dim: int, *, max_height: int, max_width: int, num_global_tokens: int, resizing: str = "load"
@@ -77,7 +77,7 @@ class AbsolutePositions(nn.Module):
 def _check_size(size: tuple[int, int], largest: tuple[int, int]) -> None:
     # A traced size is a tensor, and its comparison would be frozen into the graph.
     if not is_tracing() and (size[0] > largest[0] or size[1] > largest[1]):
-        raise InputError(
+        raise ConfigError(
             f"a map of {size[0]} x {size[1]} tokens does not fit the position table of {largest[0]} x {largest[1]}; "
             "raise max_img_size (a detector's MODEL.TRANSFORMER.MAX_IMG_SIZE, a classifier's img_size) to the largest "
             "image side"
@@ -91,7 +91,7 @@ class WindowRelativeBias(nn.Module):
     ``(dh + 2w - 1) * (4w - 1) + dw + 2w - 1``.
     """
 
-    undecayed = ("table",)
+    no_weight_decay_names = ("table",)
 
     def __init__(self, window_size: int, num_heads: int) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class WindowRelativeBias(nn.Module):
         self.register_buffer("index", index.reshape(window_size**2, 9 * window_size**2), persistent=False)
 
     def forward(self) -> Tensor:
-        """(M, w * w, 9 * w * w): places in the chunk, by places in its neighbourhood, both row by row."""
+        """(M, w * w, 9 * w * w): positions in the chunk, by positions in its neighbourhood, both row by row."""
         return self.table[self.index].movedim(-1, 0)
 
 
@@ -117,7 +117,7 @@ class SegmentRelativeBias(nn.Module):
     ``(dh, dw)`` and ``(dh + 1, dw - w - 2 * side)`` share a bias. Official weights were trained so, and need it.
     """
 
-    undecayed = ("table",)
+    no_weight_decay_names = ("table",)
 
     def __init__(self, window_size: int, num_heads: int) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class SegmentRelativeBias(nn.Module):
         self.register_buffer("index", index.reshape(window_size**2, length**2), persistent=False)
 
     def forward(self) -> Tensor:
-        """(M, w * w, (w + 2 * side)^2): places in the segment, by places in its window, both row by row."""
+        """(M, w * w, (w + 2 * side)^2): positions in the segment, by positions in its window, both row by row."""
         return self.table[self.index].movedim(-1, 0)
 
 
@@ -146,7 +146,7 @@ class GridPositions(nn.Module):
             map takes the top-left part, and a larger one is an error.
     """
 
-    undecayed = ("table", "global_tokens")
+    no_weight_decay_names = ("table", "global_tokens")
 
     def __init__(self, size: tuple[int, int], dim: int, *, num_global_tokens: int = 0, resizing: str = "map") -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class GridRelativeBias(nn.Module):
             error.
     """
 
-    undecayed = ("table", "local_to_global", "global_to_local", "global_to_global")
+    no_weight_decay_names = ("table", "local_to_global", "global_to_local", "global_to_global")
     sized = ("size",)
 
     def __init__(
@@ -263,7 +263,7 @@ class GridRelativeBias(nn.Module):
 
     @property
     def to_global(self) -> Tensor | None:
-        """What a local token adds where it looks at the global ones, (M, G), or None for no global token."""
+        """The bias of local queries at the global keys, (M, G), or None without global tokens."""
         return self.local_to_global if self.num_global_tokens else None
 
     def of_globals(self, tokens: int) -> Tensor:
@@ -282,27 +282,6 @@ class GridRelativeBias(nn.Module):
         if self.global_queries:
             bias = torch.cat([self.of_globals(bias.shape[1]), bias], dim=1)
         return bias
-
-
-def bias_as_view(by_row: Tensor, to_global: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The bias of all local queries without a copy for each: (H, M, W, H * (W + G)), query rows from the last up.
-
-    Each row of keys ends with the G global tokens, all with their bias.
-
-    Args:
-        by_row: of :meth:`GridRelativeBias.by_row`.
-        to_global: (M, G) or None.
-    """
-    # (M, W, 2 * H - 1, W + G): for a query's column, the rows of keys in the order in which they pass it by
-    by_col = by_row.flip(1).transpose(1, 2)
-    if to_global is not None:
-        to_global = to_global[:, None, None].expand(-1, *by_col.shape[1:3], -1)
-        by_col = torch.cat([by_col, to_global], dim=3)
-    heads, width, rows, row = by_col.shape
-    height = (rows + 1) // 2
-    strides = (row, width * rows * row, rows * row, 1)
-    flat = by_col.reshape(-1).to(dtype)
-    return flat.as_strided((height, heads, width, height * row), strides)
 
 
 def fit_table(tensor: Tensor, owner: nn.Module, leaf: str, *, made_for: tuple[int, int] | None = None) -> Tensor:
@@ -349,7 +328,7 @@ def resize_tables(model: nn.Module, twin: nn.Module) -> None:
         twin: the same model made for another size, on any device.
 
     Raises:
-        InputError: where a parameter cannot be resized; nothing has changed then.
+        ConfigError: where a parameter cannot be resized; nothing has changed then.
     """
     twins, resized, sized = dict(twin.named_modules()), [], []
     for path, module in model.named_modules():
@@ -360,7 +339,7 @@ def resize_tables(model: nn.Module, twin: nn.Module) -> None:
             tensor, wanted = parameter.detach(), getattr(other, leaf, parameter)
             table = fit_table(tensor, other, leaf, made_for=module.size if has_grid else None)
             if table.shape != wanted.shape:
-                raise InputError(
+                raise ConfigError(
                     f"{path}.{leaf} is {tuple(tensor.shape)} and belongs to one image size: create the model for the"
                     " other one (img_size)"
                 )

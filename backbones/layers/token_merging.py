@@ -16,18 +16,17 @@ from timm.models.swin_transformer import PatchMerging
 from torch import Tensor, nn
 from torchvision.ops import deform_conv2d
 
-from backbones.execution.precision import at_least_float32, autocast_off
-from backbones.execution.tracing import in_order, is_exporting, is_tracing
+from backbones.errors import ConfigError
 from backbones.layers.batch_norm import batch_norm
 from backbones.layers.patch_embed import pad_to_multiple
-from backbones.utils.errors import InputError
+from backbones.layers.tracing import at_least_float32, autocast_off, in_order, is_exporting, is_tracing
 
 
 class DeformableTokenMerging(nn.Module):
     """Deformable convolution of 2 x 2 tokens with stride 2, BatchNorm, GELU (equations 7 and 8).
 
     The offsets start at zero (section 4.1): a new module is a plain convolution. Sampling positions and products are
-    computed in float32, or float64 where the map is, whatever autocast or the module's own type says. A trace needs
+    computed in float32, or float64 where the input is, whatever autocast or the module's own type is. A trace needs
     torchvision where it is loaded.
 
     Args:
@@ -49,23 +48,25 @@ class DeformableTokenMerging(nn.Module):
         nn.init.uniform_(self.bias, -bound, bound)
         self.norm = batch_norm(dim, norm)
 
-    def forward(self, maps: Tensor) -> Tensor:
+    def forward(self, features: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, ceil(H / 2), ceil(W / 2), D)."""
-        return F.gelu(self.norm(self._merge(maps))).permute(0, 2, 3, 1)
+        return F.gelu(self.norm(self._merge(features))).permute(0, 2, 3, 1)
 
-    def offsets(self, maps: Tensor) -> Tensor:
-        """How far each sampling position is from its place in the regular grid, in tokens of the map that is merged.
+    def offsets(self, features: Tensor) -> Tensor:
+        """Return the offset of each sampling position from the regular grid, in tokens of the map that is merged.
 
         (B, C, H, W) -> (B, ceil(H / 2), ceil(W / 2), 2, 2, 2): merged token, row and column of its 2 x 2, (y, x).
         """
-        with autocast_off(maps.device):
-            return self._offset(at_least_float32(pad_to_multiple(maps, 2))).permute(0, 2, 3, 1).unflatten(3, (2, 2, 2))
+        with autocast_off(features.device):
+            return (
+                self._offset(at_least_float32(pad_to_multiple(features, 2))).permute(0, 2, 3, 1).unflatten(3, (2, 2, 2))
+            )
 
-    def _merge(self, maps: Tensor) -> Tensor:
-        with autocast_off(maps.device), _no_trace_warnings():
-            padded = at_least_float32(pad_to_multiple(maps, 2))
+    def _merge(self, features: Tensor) -> Tensor:
+        with autocast_off(features.device), _no_trace_warnings():
+            padded = at_least_float32(pad_to_multiple(features, 2))
             weight, bias = self.weight.to(padded.dtype), self.bias.to(padded.dtype)
-            return _deformable(maps.device)(padded, self._offset(padded), weight, bias, stride=2).to(maps.dtype)
+            return _deformable(features.device)(padded, self._offset(padded), weight, bias, stride=2).to(features.dtype)
 
     def _offset(self, padded: Tensor) -> Tensor:
         weight, bias = self.offset.weight.to(padded.dtype), self.offset.bias.to(padded.dtype)
@@ -81,15 +82,15 @@ def _deformable(device: torch.device) -> Callable[..., Tensor]:
     return deformable_by_sampling if sampling else deform_conv2d
 
 
-def deformable_by_sampling(maps: Tensor, offset: Tensor, weight: Tensor, bias: Tensor, *, stride: int) -> Tensor:
+def deformable_by_sampling(features: Tensor, offset: Tensor, weight: Tensor, bias: Tensor, *, stride: int) -> Tensor:
     """``torchvision.ops.deform_conv2d`` for a kernel as large as its stride, from operators that every runtime has.
 
-    The map is sampled at as many positions as it has places, and then goes through a plain convolution. Where an offset
-    is a whole number, sampling has a kink: there its gradient is one of both sides', as rounding decides.
+    The feature map is sampled at as many positions as it has tokens, and then goes through a plain convolution. Where
+    an offset is a whole number, sampling is not differentiable: its gradient is that of one side, as rounding decides.
 
     Args:
         maps: (B, C, H, W).
-        offset: (B, 2 * S * S, H / S, W / S) for a stride of S: (y, x) for each place of the kernel.
+        offset: (B, 2 * S * S, H / S, W / S) for a stride of S: (y, x) for each position of the kernel.
         weight: (D, C, S, S).
         bias: (D,).
         stride: S, which divides H and W.
@@ -97,16 +98,16 @@ def deformable_by_sampling(maps: Tensor, offset: Tensor, weight: Tensor, bias: T
     Returns:
         (B, D, H / S, W / S)
     """
-    batch, _, height, width = maps.shape
-    # (B, H, W, 2): each place of the map belongs to one of the merged tokens.
+    batch, _, height, width = features.shape
+    # (B, H, W, 2): each position of the map belongs to one of the merged tokens.
     offset = in_order(offset.unflatten(1, (stride, stride, 2)).permute(0, 4, 1, 5, 2, 3))
     offset = offset.reshape(batch, height, width, 2)
-    rows = torch.arange(height, device=maps.device, dtype=maps.dtype)
-    cols = torch.arange(width, device=maps.device, dtype=maps.dtype)
+    rows = torch.arange(height, device=features.device, dtype=features.dtype)
+    cols = torch.arange(width, device=features.device, dtype=features.dtype)
     # From -1 for the centre of the first token to 1 for that of the last
     y = (rows[:, None] + offset[..., 0]) * (2 / (height - 1)) - 1
     x = (cols + offset[..., 1]) * (2 / (width - 1)) - 1
-    sampled = F.grid_sample(maps, torch.stack([x, y], dim=-1), padding_mode="zeros", align_corners=True)
+    sampled = F.grid_sample(features, torch.stack([x, y], dim=-1), padding_mode="zeros", align_corners=True)
     return F.conv2d(sampled, weight, bias, stride=stride)
 
 
@@ -118,9 +119,9 @@ class LinearTokenMerging(nn.Module):
         self.norm = nn.LayerNorm(4 * in_channels, eps=norm_eps)
         self.reduction = nn.Linear(4 * in_channels, dim, bias=False)
 
-    def forward(self, maps: Tensor) -> Tensor:
+    def forward(self, features: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, ceil(H / 2), ceil(W / 2), D)."""
-        tokens = pad_to_multiple(maps, 2).permute(0, 2, 3, 1)
+        tokens = pad_to_multiple(features, 2).permute(0, 2, 3, 1)
         # Swin's order of the four: column by column
         tokens = tokens.unflatten(2, (-1, 2)).unflatten(1, (-1, 2)).permute(0, 1, 3, 4, 2, 5).flatten(3)
         return self.reduction(self.norm(tokens))
@@ -141,18 +142,18 @@ def sampled_positions(offsets: Sequence[Tensor], row: int, col: int) -> Tensor:
         image of patches of P pixels, the centre is at pixel (y + 0.5) * P - 0.5.
 
     Raises:
-        InputError: where the last map has no such token.
+        ConfigError: where the last map has no such token.
     """
     height, width = offsets[-1].shape[:2]
     if not (0 <= row < height and 0 <= col < width):
-        raise InputError(f"no token ({row}, {col}) in a map of {height} x {width}")
+        raise ConfigError(f"no token ({row}, {col}) in a map of {height} x {width}")
     positions = offsets[-1].new_tensor([[row, col]])
     for offset in reversed(offsets):
         height, width = offset.shape[:2]
         tokens = positions.round().long()
         rows, cols = tokens[:, 0].clamp(0, height - 1), tokens[:, 1].clamp(0, width - 1)
-        places = torch.arange(2, device=offset.device)
-        grid = torch.stack(torch.meshgrid(places, places, indexing="ij"), dim=-1)
+        steps = torch.arange(2, device=offset.device)
+        grid = torch.stack(torch.meshgrid(steps, steps, indexing="ij"), dim=-1)
         regular = 2 * torch.stack([rows, cols], dim=-1)[:, None, None] + grid
         positions = (regular + offset[rows, cols]).flatten(0, 2)
     return positions
@@ -168,12 +169,12 @@ def with_deformable_merging(swin: nn.Module, *, norm: str = "batch") -> nn.Modul
         norm: see :class:`DeformableTokenMerging`.
 
     Raises:
-        InputError: where nothing merges tokens as Swin does.
+        ConfigError: where nothing merges tokens as Swin does.
     """
     swin = copy.deepcopy(swin)
     names = [name for name, module in swin.named_modules() if isinstance(module, PatchMerging)]
     if not names:
-        raise InputError(f"{type(swin).__name__} has no PatchMerging to replace")
+        raise ConfigError(f"{type(swin).__name__} has no PatchMerging to replace")
     for name in names:
         old = swin.get_submodule(name)
         new = _ChannelsLast(DeformableTokenMerging(old.dim, old.out_dim, norm=norm))
@@ -195,7 +196,7 @@ class _ChannelsLast(nn.Module):
 
 @contextlib.contextmanager
 def _no_trace_warnings() -> Iterator[None]:
-    """torchvision checks channels, which a trace may keep as they are: its warning of that says nothing."""
+    """Silence torchvision's warnings about checks of channels, whose number is the same in every trace."""
     if not is_tracing():
         yield
         return

@@ -1,14 +1,217 @@
-"""The bidirectional encoder of the Long Range Arena (Transformer-LS section 4.1, appendix B)."""
+"""The bidirectional encoder of the Long Range Arena (Transformer-LS sections 3.2 to 3.4 and 4.1, appendix B, figure 5).
+
+The sequence is cut into segments of w tokens. A token attends to its own segment, w // 2 tokens on either side of it, r
+projected keys that sum up all tokens, and the class token, all in one softmax. Memory is linear in the length.
+Shapes: B sequences, M heads, N tokens, D channels a head, C = M * D, r projected keys, P shared keys.
+"""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from backbones.attention import chunks, reference
+from backbones.attention.dense import merge_heads, split_heads
+from backbones.attention.long_short import DualNorm, project_tokens
+from backbones.errors import ConfigError, check_choice, check_rate, check_whole, explain_unknown_keywords
 from backbones.layers.mlp import Mlp
-from backbones.layers.parameters import undecayed_names
-from backbones.sequence.checks import check_ids
-from backbones.sequence.long_short import SequenceAttention
-from backbones.utils.errors import InputError
+from backbones.layers.parameters import names_without_weight_decay
+from backbones.layers.tracing import at_least_float32, missing
+
+# Tokens that are attended for at once, where their segments are smaller.
+_BLOCK = 64
+
+
+def sequence_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    window_size: int,
+    mask: Tensor | None = None,
+    shared_key: Tensor | None = None,
+    shared_value: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Attention of the tokens.
+
+    Args:
+        query, key, value: (B, M, N, D); any N.
+        window_size: w; the window has ``max(w // 2, 1)`` tokens more on each side of a segment. 0 for no window, where
+            there are shared keys.
+        mask: (B, N), True for a real token; None where all are. Padding is seen by none.
+        shared_key, shared_value: (B, M, P, D), seen by all tokens, or None.
+        dropout: rate of the attention weights that are left out.
+
+    Returns:
+        (B, M, N, D), 0 for padding.
+
+    Source: sections 3.2 and 3.4, equation 6.
+    """
+    if window_size:
+        output = _attend_in_windows(query, key, value, window_size, mask, shared_key, shared_value, dropout)
+    else:
+        output = F.scaled_dot_product_attention(query, shared_key, shared_value, dropout_p=dropout)
+    return output if mask is None else output.masked_fill(~mask[:, None, :, None], 0)
+
+
+def _attend_in_windows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window_size: int,
+    mask: Tensor | None,
+    shared_key: Tensor | None,
+    shared_value: Tensor | None,
+    dropout: float,
+) -> Tensor:
+    batch, _, number, _ = query.shape
+    # One segment has all tokens then.
+    window_size = max(min(window_size, number), 1)
+    side = max(window_size // 2, 1)
+    # Large blocks of segments copy the shared keys less often, small ones meet fewer keys that are none of theirs.
+    block = window_size * min(max(_BLOCK // window_size, 1), -(-number // window_size))
+    length, fill = block + 2 * side, missing(number, block)
+    halo = (side, side + fill)
+
+    # (block, length): whether a key is in the window of a query's segment.
+    first = torch.arange(block, device=query.device)[:, None] // window_size * window_size
+    position = torch.arange(length, device=query.device)
+    seen = (position >= first) & (position < first + window_size + 2 * side)
+    # (B, n, block, length): and holds a real token.
+    real = query.new_ones((1, number), dtype=torch.bool) if mask is None else mask
+    seen = F.pad(real, halo, value=False).unfold(1, length, block)[:, :, None] & seen
+    if shared_key is None:
+        # The window of such a query is padding alone; a softmax over nothing would be no number.
+        seen = seen | ~seen.any(dim=-1, keepdim=True)
+    else:
+        seen = F.pad(seen, (shared_key.shape[2], 0), value=True)
+    seen = seen.expand(batch, -1, -1, -1).flatten(0, 1)[:, None]
+
+    # (B * n, M, block, D) and (B * n, M, P + length, D)
+    queries = F.pad(query, (0, 0, 0, fill)).unflatten(2, (-1, block)).transpose(1, 2).flatten(0, 1)
+    keys = _windows(F.pad(key, (0, 0, *halo)), shared_key, length, block)
+    values = _windows(F.pad(value, (0, 0, *halo)), shared_value, length, block)
+    output = F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen, dropout_p=dropout)
+    blocks = (number + fill) // block
+    return output.unflatten(0, (batch, blocks)).transpose(1, 2).flatten(2, 3)[:, :, :number]
+
+
+def _windows(x: Tensor, shared: Tensor | None, length: int, step: int) -> Tensor:
+    """(B, M, L, D) and (B, M, P, D) -> the keys of each block, the shared ones first: (B * n, M, P + length, D)."""
+    windows = chunks.windows(x, 2, length, step).transpose(1, 2)
+    if shared is not None:
+        windows = torch.cat([shared[:, None].expand(-1, windows.shape[1], -1, -1, -1), windows], dim=3)
+    return windows.flatten(0, 1)
+
+
+def class_token_attention(
+    query: Tensor, key: Tensor, value: Tensor, gathered: Tensor, *, mask: Tensor | None = None
+) -> Tensor:
+    """Attention of the class token over itself and what the tokens have gathered, which is key and value at once.
+
+    Args:
+        query, key, value: (B, M, 1, D), of the class token, not normed.
+        gathered: (B, M, N, D), of :func:`sequence_attention`.
+        mask: (B, N), True for a real token; None where all are.
+
+    Returns:
+        (B, M, 1, D)
+    """
+    seen = None if mask is None else F.pad(mask, (1, 0), value=True)[:, None, None, :]
+    key, value = torch.cat([key, gathered], dim=2), torch.cat([value, gathered], dim=2)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
+
+
+# The attention functions of the tokens and of the class token.
+BACKENDS = {
+    "sdpa": (sequence_attention, class_token_attention),
+    "reference": (reference.sequence_attention, reference.class_token_attention),
+}
+
+
+class SequenceAttention(DualNorm):
+    """Multi-head long-short attention over the tokens of a sequence and its class token, as in the official code.
+
+    The class token's keys and values skip the norm of the tokens and share that of the projected ones.
+
+    Args:
+        dim: channels of a token.
+        num_heads: divides ``dim``.
+        window_size: w, tokens of a segment; 0 for the projection alone.
+        rank: r, projected keys of a head; 0 for the window alone.
+        class_token: whether there is one.
+        update_tokens: whether the tokens get an output; where only the class token is asked for they need none.
+        dropout: rate of the tokens' attention weights that are left out in training.
+        backend: a key of ``BACKENDS``; ``"reference"`` is quadratic, and for debugging.
+
+    Raises:
+        ConfigError: for an unknown backend.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        num_heads: int,
+        window_size: int,
+        rank: int,
+        class_token: bool,
+        update_tokens: bool = True,
+        dropout: float = 0.0,
+        backend: str = "sdpa",
+    ) -> None:
+        super().__init__(dim, num_heads=num_heads, projects=rank > 0 or class_token)
+        check_choice("backend", backend, BACKENDS)
+        self.window_size = window_size
+        self.update_tokens = update_tokens
+        self.dropout = dropout
+        self.backend = backend
+        self.query = nn.Linear(dim, dim)
+        self.key = nn.Linear(dim, dim)
+        self.value = nn.Linear(dim, dim)
+        self.dynamic_projection = nn.Linear(dim, num_heads * rank) if rank else None
+        self.projection = nn.Linear(dim, dim)
+
+    def forward(
+        self, tokens: Tensor, class_token: Tensor | None, mask: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """(B, N, C), (B, 1, C) or None, and a mask (B, N) or None -> updates of both, None for what is not updated."""
+        query = split_heads(self.query(tokens), self.num_heads)
+        key, value = self.norm_local(self.key(tokens), self.value(tokens))
+        own = None if class_token is None else [layer(class_token) for layer in (self.query, self.key, self.value)]
+        shared_key, shared_value = self._shared(tokens, key, value, own, mask)
+        attend, attend_for_class_token = BACKENDS[self.backend]
+        options = {"dropout": self.dropout} if self.training and self.dropout else {}
+        gathered = attend(
+            query,
+            key,
+            value,
+            window_size=self.window_size,
+            mask=mask,
+            shared_key=shared_key,
+            shared_value=shared_value,
+            **options,
+        )
+        update = self.projection(merge_heads(gathered)) if self.update_tokens else None
+        if own is None:
+            return update, None
+        own = (split_heads(x, self.num_heads) for x in own)
+        return update, self.projection(merge_heads(attend_for_class_token(*own, gathered, mask=mask)))
+
+    def _shared(
+        self, tokens: Tensor, key: Tensor, value: Tensor, own: list[Tensor] | None, mask: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Keys and values that all tokens see, (B, M, P, D): the class token's, and the sums of all tokens."""
+        keys, values = ([], []) if own is None else ([own[1]], [own[2]])
+        if self.dynamic_projection is not None:
+            scores = at_least_float32(self.dynamic_projection(tokens))
+            if mask is not None:
+                # A sequence of padding alone sums it up evenly, for no one to see.
+                scores = scores.masked_fill(~mask[:, :, None], torch.finfo(scores.dtype).min)
+            scores = split_heads(scores, self.num_heads)[:, :, None]
+            projected = project_tokens(scores, key[:, :, None], value[:, :, None])
+            keys, values = ([*rest, merge_heads(x)] for rest, x in zip((keys, values), projected, strict=True))
+        return self.norm_projected(torch.cat(keys, 1), torch.cat(values, 1)) if keys else (None, None)
 
 
 class EncoderLayer(nn.Module):
@@ -48,10 +251,26 @@ class EncoderLayer(nn.Module):
 class SequenceEncoder(nn.Module):
     """Word and position embeddings, layers of long-short attention, a LayerNorm.
 
-    Args: as of :func:`backbones.sequence.create_sequence_encoder`, which checks them.
+    Args:
+        vocab_size: number of ids.
+        dim: channels of a token.
+        num_heads: divides ``dim``.
+        hidden_dim: channels inside the MLPs.
+        depth: number of layers.
+        max_length: number of tokens of the longest sequence.
+        window_size: w, tokens of a segment; a token attends to its segment and w // 2 tokens, at least 1, on each side
+            of it. 0 for the dynamic projection alone.
+        rank: r, projected keys of a head; 0 for the window alone.
+        class_token: whether the output is a token that attends to all others, and all others to it; ``"last_layer"``
+            for one that is added in the last layer, as in the official scripts.
+        dropout: rate after the embeddings, the attention and in the MLPs, in training.
+        attention_dropout: dropout rate of the attention weights, in training.
+
+    Raises:
+        ConfigError: for an unknown keyword, which names the closest known one, and for sizes that do not fit together.
     """
 
-    undecayed = ("positions", "class_token")
+    no_weight_decay_names = ("positions", "class_token")
 
     def __init__(
         self,
@@ -69,12 +288,20 @@ class SequenceEncoder(nn.Module):
         attention_dropout: float = 0.0,
     ) -> None:
         super().__init__()
+        check_heads(dim, num_heads)
+        check_whole("window_size", window_size, least=0)
+        check_whole("rank", rank, least=0)
+        check_choice("class_token", class_token, (True, False, "last_layer"))
+        check_rate("dropout", dropout)
+        check_rate("attention_dropout", attention_dropout)
+        if not window_size and not rank:
+            raise ConfigError("window_size=0 and rank=0: a token attends to nothing; make one of them 1 or more")
         self.dropout = dropout
         self.embedding = nn.Embedding(vocab_size, dim)
         self.positions = nn.Parameter(torch.empty(max_length, dim))
         self.class_token = nn.Parameter(torch.zeros(1, 1, dim)) if class_token else None
         self.layers = nn.ModuleList()
-        # With how many layers left the class token comes in.
+        # The class token is added with this number of layers left.
         self.class_token_layers = 1 if class_token == "last_layer" else depth
         for number in range(depth):
             attention = SequenceAttention(
@@ -101,9 +328,10 @@ class SequenceEncoder(nn.Module):
             mask: (B, N), bool, True for real tokens; None where all are.
 
         Raises:
-            InputError: for ids or a mask of another shape or type, and ids of another vocabulary.
+            ConfigError: for a sequence that is too long.
         """
-        self._check(ids, mask)
+        if ids.shape[1] > len(self.positions):
+            raise ConfigError(f"a sequence has {ids.shape[1]} tokens, and max_length is {len(self.positions)}")
         tokens = self.embedding(ids) + self.positions[: ids.shape[1]]
         tokens = F.dropout(tokens, self.dropout, self.training)
         class_token = None
@@ -118,17 +346,13 @@ class SequenceEncoder(nn.Module):
 
     def no_weight_decay(self) -> set[str]:
         """Names of the parameters that take no weight decay: biases, norms, positions and the class token."""
-        return undecayed_names(self)
+        return names_without_weight_decay(self)
 
-    def _check(self, ids: Tensor, mask: Tensor | None) -> None:
-        check_ids(ids, vocab_size=self.embedding.num_embeddings)
-        length, longest = ids.shape[1], len(self.positions)
-        if length > longest:
-            raise InputError(
-                f"a sequence has {length} tokens, and max_length is {longest}: cut it, or raise max_length"
-            )
-        if mask is not None and (mask.dtype != torch.bool or mask.shape != ids.shape):
-            raise InputError(
-                f"mask is {mask.dtype} of shape {tuple(mask.shape)}: it is torch.bool of shape {tuple(ids.shape)}, "
-                "True for real tokens"
-            )
+
+def check_heads(dim: int, num_heads: int) -> None:
+    """Raise a :class:`ConfigError` unless ``num_heads`` divides ``dim``."""
+    if dim % num_heads:
+        raise ConfigError(f"num_heads={num_heads} does not divide dim={dim}")
+
+
+create_sequence_encoder = explain_unknown_keywords(SequenceEncoder)

@@ -1,43 +1,36 @@
-"""Parameters, FLOPs and time of models, and classifiers on the sets of ImageNet."""
+"""Parameters, FLOPs, time and memory of models."""
 
 from projects_vil.analysis.benchmark import (
     DTYPES,
-    WHATS,
-    Case,
-    as_json_of,
-    draw_measurements,
-    find_limits,
-    format_limits,
+    MEASURED_PARTS,
+    BenchmarkCase,
     format_measurements,
+    growth,
     measure,
-    measure_rates,
+    measurements_as_dicts,
+    plot_measurements,
 )
-from projects_vil.analysis.coco_api import compare_coco_apis
-from projects_vil.analysis.counting import count_variants, format_counts
-from projects_vil.analysis.dataset_check import time_dataset_check
-from projects_vil.analysis.detector import analyze, as_json, format_analyses
-from projects_vil.analysis.robustness import ROBUSTNESS_SETS, evaluate_robustness, format_robustness, robustness_as_json
+from projects_vil.analysis.counting import as_dicts, count_detector, count_variants, format_detectors, format_variants
+from projects_vil.analysis.data_benchmark import compare_coco_apis, time_dataset_check
+from projects_vil.analysis.limits import find_limits, format_limits, measure_rates
 
 __all__ = [
     "DTYPES",
-    "ROBUSTNESS_SETS",
-    "WHATS",
-    "Case",
-    "analyze",
-    "as_json",
-    "as_json_of",
+    "MEASURED_PARTS",
+    "BenchmarkCase",
+    "as_dicts",
     "compare_coco_apis",
+    "count_detector",
     "count_variants",
-    "draw_measurements",
-    "evaluate_robustness",
     "find_limits",
-    "format_analyses",
-    "format_counts",
+    "format_detectors",
     "format_limits",
     "format_measurements",
-    "format_robustness",
+    "format_variants",
+    "growth",
     "measure",
     "measure_rates",
-    "robustness_as_json",
+    "measurements_as_dicts",
+    "plot_measurements",
     "time_dataset_check",
 ]

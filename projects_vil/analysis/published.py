@@ -1,4 +1,4 @@
-"""What the papers print of parameters and multiply-adds, and why counts differ from it.
+"""Parameters and multiply-adds as printed in the papers, and the reasons why counts differ from them.
 
 ViL is "Multi-Scale Vision Longformer", LS is "Long-Short Transformer", LIT is "Less is More".
 """
@@ -7,11 +7,11 @@ import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
-class Printed:
+class PublishedFigure:
     """A figure of a paper.
 
     Attributes:
-        text: as printed, with the zeros at the end that ViL Table 14 leaves out.
+        text: the figure as printed, with the zeros at the end that ViL Table 14 leaves out.
         truncated: whether further digits were cut off, and not rounded.
     """
 
@@ -23,7 +23,7 @@ class Printed:
         return int(self.text) if self.text.isdigit() else float(self.text)
 
     def agrees(self, count: float) -> bool:
-        """Whether ``count``, in the unit of the figure, is printed so."""
+        """Return whether ``count``, in the unit of the figure, would be printed as the figure is."""
         unit = 10.0 ** -len(self.text.partition(".")[2])
         if self.truncated:
             return 0 <= count - self.value < unit
@@ -32,7 +32,7 @@ class Printed:
 
 # Detectors at 800 x 1333 pixels, by meta-architecture and variant: parameters in millions and 1e9 multiply-adds.
 # ViL Tables 6 to 8, LIT Tables 6 to 8 (at 512 x 512). Those of LIT count parameters alone, in whole millions.
-PUBLISHED: dict[tuple[str, str], tuple[float, float | None]] = {
+PUBLISHED_DETECTORS: dict[tuple[str, str], tuple[float, float | None]] = {
     ("RetinaNet", "vil_tiny"): (16.64, 171.91),
     ("RetinaNet", "vil_small"): (35.68, 252.21),
     ("RetinaNet", "vil_medium_deep"): (50.77, 338.93),
@@ -109,19 +109,19 @@ _SINGLE = {
 _LIT = {"lit_ti": "19 3.6", "lit_s": "27 4.1", "lit_m": "48 8.6", "lit_b": "86 15.0"}
 
 
-def _classifiers() -> dict[str, tuple[Printed, Printed]]:
+def _classifiers() -> dict[str, tuple[PublishedFigure, PublishedFigure]]:
     figures = {}
     for mechanism, parameters in _TABLE_14_PARAMETERS.items():
         columns = [f"{mechanism}_{size}_{depths}" for size in ("tiny", "small") for depths in _DEPTHS]
         cells = zip(parameters.split(), _TABLE_14_FLOPS[mechanism].split(), strict=True)
-        figures |= {name: tuple(map(Printed, cell)) for name, cell in zip(columns, cells, strict=True)}
+        figures |= {name: tuple(map(PublishedFigure, cell)) for name, cell in zip(columns, cells, strict=True)}
         # Without depths a name has those that the paper chose.
         figures[f"{mechanism}_tiny"] = figures[f"{mechanism}_tiny_1_1_9_1"]
         figures[f"{mechanism}_small"] = figures[f"{mechanism}_small_1_2_8_1"]
-    figures |= {name: tuple(map(Printed, row.split())) for name, row in _SINGLE.items()}
+    figures |= {name: tuple(map(PublishedFigure, row.split())) for name, row in _SINGLE.items()}
     for name, row in _LIT.items():
         parameters, flops = row.split()
-        figures[name] = (Printed(parameters, truncated=True), Printed(flops))
+        figures[name] = (PublishedFigure(parameters, truncated=True), PublishedFigure(flops))
     return figures
 
 
@@ -129,7 +129,7 @@ def _classifiers() -> dict[str, tuple[Printed, Printed]]:
 # side, or of 384 for ``ls_medium_384``.
 PUBLISHED_CLASSIFIERS = _classifiers()
 
-# Where counts differ from these, the row of docs/deviations.md that says why, by the start of the name.
+# Rows of docs/deviations.md that explain differences from these, by the start of the name.
 _PARAMETER_REASONS = {
     "full_": "last digit",
     "vil_": "last digit",
@@ -154,8 +154,8 @@ _FLOPS_REASONS = {
 }
 
 
-def why_different(name: str, parameters: int, flops: int) -> list[str]:
-    """The rows of docs/deviations.md that say why counts of a variant are not what its paper prints.
+def deviation_rows(name: str, parameters: int, flops: int) -> list[str]:
+    """Return the rows of docs/deviations.md that explain why counts of a variant differ from its paper.
 
     ``"?"`` for a difference that no row explains; none where the counts agree or nothing is printed.
     """

@@ -1,45 +1,49 @@
-"""Checkpoints: reading, converting, and what they say of themselves."""
+"""Checkpoints: reading, writing, converting, and their metadata."""
 
 from projects_vil.checkpoint.categories import Categories, checked_ids, dataset_categories, known_categories
-from projects_vil.checkpoint.class_rows import match_classes
-from projects_vil.checkpoint.detection_checkpoint import Checkpointer, check_weights, check_weights_file
-from projects_vil.checkpoint.fingerprint import fingerprint
-from projects_vil.checkpoint.origins.classifier import LoadedClassifier, load_classifier
-from projects_vil.checkpoint.origins.conversion import convert_file
-from projects_vil.checkpoint.provenance import PROVENANCE_KEY, Provenance, versions
-from projects_vil.checkpoint.slimming import slim_checkpoint
+from projects_vil.checkpoint.checkpointer import (
+    Checkpointer,
+    build_detector,
+    check_weights,
+    check_weights_file,
+    describe_classes,
+    load_detector,
+    match_all_classes,
+)
+from projects_vil.checkpoint.metadata import METADATA_KEY, CheckpointMetadata, fingerprint, versions
+from projects_vil.checkpoint.pretrained import convert_file, convert_official, is_classifier, named_variant
 from projects_vil.checkpoint.storage import (
     LAST_CHECKPOINT,
     checkpoints_of,
-    find_checkpoint,
-    optimizer_groups,
+    read_last_checkpoint,
     remove_old,
     remove_partial,
     remove_run,
+    slim_checkpoint,
 )
-from projects_vil.checkpoint.trained import build_detector, load_detector
 
 __all__ = [
     "LAST_CHECKPOINT",
-    "PROVENANCE_KEY",
+    "METADATA_KEY",
     "Categories",
+    "CheckpointMetadata",
     "Checkpointer",
-    "LoadedClassifier",
-    "Provenance",
     "build_detector",
     "check_weights",
     "check_weights_file",
     "checked_ids",
     "checkpoints_of",
     "convert_file",
+    "convert_official",
     "dataset_categories",
-    "find_checkpoint",
+    "describe_classes",
     "fingerprint",
+    "is_classifier",
     "known_categories",
-    "load_classifier",
     "load_detector",
-    "match_classes",
-    "optimizer_groups",
+    "match_all_classes",
+    "named_variant",
+    "read_last_checkpoint",
     "remove_old",
     "remove_partial",
     "remove_run",

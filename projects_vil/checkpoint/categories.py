@@ -1,16 +1,32 @@
-"""The classes of a model, as a file or a dataset tells them: their ids, names and colours."""
+"""The classes of a model: ids, names and colors, and the rows that predictors have for them.
+
+Layouts are detectron2's. K: classes, A: anchors per position.
+"""
 
 import dataclasses
 import functools
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from detectron2.data import MetadataCatalog
 from detectron2.data.catalog import Metadata
+from torch import Tensor
 
-# detectron2 knows its categories without any file.
+# detectron2 has these categories built in.
 _COCO = "coco_2017_val"
+
+_LAYOUTS = {
+    "head.cls_score": "A x K",
+    "roi_heads.box_predictor.cls_score": "K + 1",  # the last row is background
+    "roi_heads.box_predictor.bbox_pred": "K x 4",
+    "roi_heads.mask_head.predictor": "K",
+    "sem_seg_head.predictor": "K",
+}
+# Cascade R-CNN numbers its box predictors.
+_NUMBERED = re.compile(r"(?<=^roi_heads\.box_predictor\.)\d+\.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,9 +34,9 @@ class Categories:
     """The classes of a model, in the order of its outputs.
 
     Attributes:
-        ids: their ``category_id`` in COCO files.
-        names: of the classes.
-        colors: RGB in 0..255 of each in drawings, where a dataset says them.
+        ids: ``category_id`` of each class in COCO files.
+        names: class names, in the same order.
+        colors: RGB in 0..255 of each class in drawings, if a dataset has them.
     """
 
     ids: tuple[int, ...]
@@ -29,93 +45,143 @@ class Categories:
 
     @property
     def metadata(self) -> Metadata:
-        """For detectron2's drawings."""
+        """Return detectron2's metadata, for drawings."""
         colors = {} if self.colors is None else {"thing_colors": self.colors}
         return Metadata(thing_classes=list(self.names), **colors)
-
-
-def unnamed_categories(number: int) -> Categories:
-    """Of classes of which nothing is known."""
-    ids = tuple(range(1, number + 1))
-    return Categories(ids, tuple(f"class {category_id}" for category_id in ids))
 
 
 def known_categories(
     names: Sequence[str] | None, ids: Sequence[int] | None, *, number: int, datasets: Sequence[str] = ()
 ) -> Categories:
-    """Those that a file says; what it does not say, as older files do not, is looked for in datasets.
+    """Complete the categories of a file, which older files store in part, from datasets.
 
-    Ids that nobody knows count from 1, and names are ``class 1`` and so on.
+    Unknown ids count from 1, and unknown names are ``class 1`` and so on.
 
     Args:
-        names: of the classes; numbers, which older exports have where names were not known, are none.
-        ids: of the classes.
-        number: of classes.
-        datasets: names of them; COCO is asked after them, where the classes are its own.
+        names: class names; names that are all numbers, as in older exports without names, count as unknown.
+        ids: category ids of the classes.
+        number: number of classes.
+        datasets: names of datasets to look in; COCO comes last.
     """
     if ids is None and names is not None and all(name.isdecimal() for name in names):
         names = None
+    counted = tuple(range(1, number + 1))
+    unnamed = Categories(counted, tuple(f"class {category_id}" for category_id in counted))
     if names is None:
-        return dataset_categories(datasets, number) or unnamed_categories(number)
+        return dataset_categories(datasets, number) or unnamed
     found = dataset_categories((*datasets, _COCO), number, names=names)
-    if ids is None:
-        ids = (found or unnamed_categories(number)).ids
-    return Categories(tuple(ids), tuple(names), found and found.colors)
+    return Categories(tuple((found or unnamed).ids if ids is None else ids), tuple(names), found and found.colors)
 
 
 def dataset_categories(
-    datasets: Sequence[str], number: int, *, names: Sequence[str] | None = None, kind: str = "thing"
+    datasets: Sequence[str], number: int, *, names: Sequence[str] | None = None, stuff: bool = False
 ) -> Categories | None:
-    """Those of the first of some datasets that has as many, from the catalog or its annotation file.
+    """Return the categories of the first dataset with ``number`` classes, from the catalog or its annotation file.
 
     Args:
-        datasets: names in detectron2's catalog; unknown ones are passed over.
-        number: of classes.
-        names: that the dataset is to have, in this order; None for any.
-        kind: detectron2's, ``"thing"`` or ``"stuff"``.
+        datasets: dataset names in detectron2's catalog; unknown ones are skipped.
+        number: number of classes.
+        names: class names that the dataset must have, in this order; None for any.
+        stuff: whether to take detectron2's stuff classes, not its thing classes.
     """
     for dataset in datasets:
-        if dataset not in MetadataCatalog.list():
-            continue
-        metadata = MetadataCatalog.get(dataset)
-        found = _of_metadata(metadata, kind)
-        if len(found.names) == number and names in (None, found.names):
-            return found
+        if dataset in MetadataCatalog.list():
+            found = _metadata_categories(MetadataCatalog.get(dataset), "stuff" if stuff else "thing")
+            if len(found.names) == number and names in (None, found.names):
+                return found
     return None
 
 
 def checked_ids(ids: object, names: Sequence[str] | None) -> tuple[int, ...] | None:
-    """Ids as a file says them; None where they are no different whole numbers, one a class."""
+    """Return category ids as a file stores them; None unless they are distinct integers, one per class."""
     if names is None or not isinstance(ids, (list, tuple)) or not all(type(category_id) is int for category_id in ids):
         return None
     return tuple(ids) if len(set(ids)) == len(ids) == len(names) else None
 
 
-def coco_categories(path: str | None) -> list[tuple[int, str]] | None:
-    """Id and name of each category of a COCO file by id, as detectron2 numbers them; None if it does not tell."""
+def match_classes(ours: Sequence[str], theirs: Sequence[str]) -> dict[int, int]:
+    """Map indices in ``ours`` to indices in ``theirs`` of the same name; repeated names match nothing."""
+    ours, theirs = list(ours), list(theirs)
+    return {
+        index: theirs.index(name)
+        for index, name in enumerate(ours)
+        if ours.count(name) == 1 and theirs.count(name) == 1
+    }
+
+
+def is_predictor(name: str) -> bool:
+    """Return whether a parameter belongs to a layer with rows per class."""
+    return _layer(name) in _LAYOUTS
+
+
+def copy_rows(
+    name: str, ours: Tensor, theirs: Tensor, *, matched: dict[int, int], our_number: int, their_number: int
+) -> Tensor | None:
+    """Copy the rows of matched classes, and the background's, from ``theirs`` into a copy of ``ours``.
+
+    Returns:
+        None where one of the two does not have rows for its number of classes, or their rows differ in shape.
+    """
+    our_rows = _class_rows(name, ours, our_number)
+    their_rows = _class_rows(name, theirs, their_number)
+    if our_rows is None or their_rows is None:
+        return None
+    if our_rows.shape[1] != their_rows.shape[1] or ours.shape[1:] != theirs.shape[1:]:
+        return None
+    copied = ours.detach().clone()
+    pairs = matched | ({our_number: their_number} if len(our_rows) > our_number else {})
+    for our_class, their_class in pairs.items():
+        copied[our_rows[our_class]] = theirs[their_rows[their_class]].to(copied)
+    return copied
+
+
+def _class_rows(name: str, parameter: Tensor, num_classes: int) -> Tensor | None:
+    """Return row indices of a predictor's classes, (K, rows per class) or with background (K + 1, 1).
+
+    None where the parameter is not a predictor's, or does not have rows for ``num_classes`` classes.
+    """
+    layout, rows = _LAYOUTS.get(_layer(name)), len(parameter) if parameter.ndim else 0
+    indices = torch.arange(rows)
+    if layout == "A x K" and rows and rows % num_classes == 0:
+        return indices.view(-1, num_classes).T
+    # A cascade regresses one box for all classes, which looks the same as one class.
+    if layout == "K x 4" and rows == 4 * num_classes and not _NUMBERED.search(name):
+        return indices.view(num_classes, 4)
+    if layout == "K" and rows == num_classes or layout == "K + 1" and rows == num_classes + 1:
+        return indices.view(rows, 1)
+    return None
+
+
+def _layer(name: str) -> str:
+    """Return the layer of a parameter's name."""
+    return _NUMBERED.sub("", name).rpartition(".")[0]
+
+
+def _metadata_categories(metadata: Metadata, group: str) -> Categories:
+    names = metadata.get(f"{group}_classes")
+    index_of = metadata.get(f"{group}_dataset_id_to_contiguous_id")
+    # detectron2 sets both when it loads a COCO file, not when it registers one.
+    if names and index_of:
+        pairs = [(category_id, names[index]) for category_id, index in sorted(index_of.items(), key=lambda i: i[1])]
+    elif group == "stuff":
+        pairs = list(enumerate(names or ()))
+    else:
+        pairs = _file_categories(metadata.get("json_file")) or list(enumerate(names or (), start=1))
+    ids, found = zip(*pairs, strict=True) if pairs else ((), ())
+    return Categories(tuple(ids), tuple(found), metadata.get(f"{group}_colors"))
+
+
+def _file_categories(path: str | None) -> list[tuple[int, str]] | None:
+    """Return id and name of each category of a COCO file by id, as detectron2 numbers them; None if unreadable."""
     try:
-        facts = Path(path or "").stat()
-        return _read_categories(str(path), facts.st_mtime_ns, facts.st_size)
+        status = Path(path or "").stat()
+        return _read_categories(str(path), status.st_mtime_ns, status.st_size)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-# Files of COCO's size take seconds.
+# Reading a file as large as COCO's takes seconds.
 @functools.lru_cache(maxsize=32)
 def _read_categories(path: str, _changed: int, _size: int) -> list[tuple[int, str]]:
     categories = json.loads(Path(path).read_text(encoding="utf-8"))["categories"]
     return sorted((category["id"], str(category["name"])) for category in categories)
-
-
-def _of_metadata(metadata: Metadata, kind: str) -> Categories:
-    names = metadata.get(f"{kind}_classes")
-    index_of = metadata.get(f"{kind}_dataset_id_to_contiguous_id")
-    # detectron2 learns both with the first loading of a COCO file, not with its registration.
-    if names and index_of:
-        pairs = [(category_id, names[index]) for category_id, index in sorted(index_of.items(), key=lambda i: i[1])]
-    elif kind == "stuff":
-        pairs = list(enumerate(names or ()))
-    else:
-        pairs = coco_categories(metadata.get("json_file")) or list(enumerate(names or (), start=1))
-    ids, found = zip(*pairs, strict=True) if pairs else ((), ())
-    return Categories(tuple(ids), tuple(found), metadata.get(f"{kind}_colors"))

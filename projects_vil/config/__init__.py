@@ -1,28 +1,29 @@
 """The configuration keys of this project, and how a config file is read."""
 
-from projects_vil.config.command_line import ConfigToolParser, config_of
 from projects_vil.config.defaults import add_vil_config
-from projects_vil.config.device import check_device, check_device_name
-from projects_vil.config.load import CONFIG_FILE, default_config, load_config, one_line
-from projects_vil.config.task import (
+from projects_vil.config.load import (
+    CONFIG_FILE,
     DETECTORS,
+    check_device,
+    check_override_effects,
+    choose_device,
+    default_config,
     detector_name,
     is_panoptic,
     is_point_rend,
     is_segmentor,
+    load_config,
     number_of_classes,
+    one_line,
 )
-from projects_vil.config.typed_keys import check_typed_keys
 
 __all__ = [
     "CONFIG_FILE",
     "DETECTORS",
-    "ConfigToolParser",
     "add_vil_config",
     "check_device",
-    "check_device_name",
-    "check_typed_keys",
-    "config_of",
+    "check_override_effects",
+    "choose_device",
     "default_config",
     "detector_name",
     "is_panoptic",

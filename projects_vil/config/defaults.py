@@ -4,7 +4,10 @@ from detectron2.config import CfgNode as CN
 
 
 def add_vil_config(cfg: CN) -> None:
-    """Add ``MODEL.TRANSFORMER`` and the solver's and datasets' keys of this project to a detectron2 config."""
+    """Add ``MODEL.TRANSFORMER`` and the solver's and datasets' keys of this project to a detectron2 config.
+
+    A config that names none of them means what it means in detectron2.
+    """
     cfg.MODEL.TRANSFORMER = CN()
     # A name of backbones.list_variants(): vil_tiny_rpb has relative bias, vil_tiny absolute positions.
     cfg.MODEL.TRANSFORMER.NAME = "vil_tiny_rpb"
@@ -39,10 +42,10 @@ def add_vil_config(cfg: CN) -> None:
     # ViL, LS and LIT: "load" for tables of positions that are resized once, when weights are loaded, to MAX_IMG_SIZE;
     # "map" for tables that are resized to each map; empty as in each paper (docs/checkpoints.md).
     cfg.MODEL.TRANSFORMER.POSITION_RESIZING = ""
-    # Performer: iterations between two drawings of its random features (ViL, appendix D: 1000 in detection).
+    # Performer: iterations between two samplings of its random features (ViL, appendix D: 1000 in detection).
     cfg.MODEL.TRANSFORMER.FEATURE_REDRAW_PERIOD = 1000
     # ViL: the share of training, 0 for none of it to 1, in which a token sees one of the eight chunks round its own,
-    # drawn anew for each layer and iteration. It takes less time; the official recipes have 0.875. Evaluation sees all.
+    # sampled for each layer and iteration. It takes less time; the official configs have 0.875. Evaluation sees all.
     cfg.MODEL.TRANSFORMER.RANDOM_SHIFT_UNTIL = 0.0
 
     # Averaged weights, which are evaluated and a checkpoint's "model". After each step the average becomes
@@ -51,7 +54,7 @@ def add_vil_config(cfg: CN) -> None:
     cfg.MODEL.EMA.ENABLED = False
     cfg.MODEL.EMA.DECAY = 0.9998
 
-    # Whether training may start anew in an OUTPUT_DIR that has checkpoints.
+    # Whether training may start from the beginning in an OUTPUT_DIR that has checkpoints.
     cfg.OVERWRITE_OUTPUT_DIR = False
     # How many numbered checkpoints are kept, the newest; 0 for all.
     cfg.SOLVER.CHECKPOINT_KEEP = 0
@@ -62,7 +65,7 @@ def add_vil_config(cfg: CN) -> None:
     cfg.TEST.LOSS = False
     # What computes AP of boxes and masks: "pycocotools", or "faster_coco_eval" for the same numbers sooner.
     cfg.TEST.COCO_API = "pycocotools"
-    # How many validation images are drawn into OUTPUT_DIR/drawings at each evaluation, 0 to 32.
+    # How many validation images are rendered into OUTPUT_DIR/drawings at each evaluation, 0 to 32.
     cfg.TEST.DRAW_IMAGES = 4
 
     cfg.LOGGING = CN()
@@ -70,21 +73,19 @@ def add_vil_config(cfg: CN) -> None:
     cfg.LOGGING.WANDB = ""
     cfg.LOGGING.MLFLOW = ""
 
-    # "ADAMW" or "SGD".
-    cfg.SOLVER.OPTIMIZER = "ADAMW"
+    # "SGD", as detectron2 trains, or "ADAMW", as all configs of this project do.
+    cfg.SOLVER.OPTIMIZER = "SGD"
     # Pairs of a pattern (shell style, on full parameter names) and what the learning rate is multiplied by there.
     cfg.SOLVER.LR_MULTIPLIERS = []
     # What the learning rate of a backbone's block is multiplied by once for each block behind it and once more, above 0
     # to 1, which is none: the embedding of L blocks learns at this to the power of L + 1. FPN and heads keep the rate.
     cfg.SOLVER.LAYER_DECAY = 1.0
     # 0, or how many times to train on every image: SOLVER.MAX_ITER, STEPS, WARMUP_ITERS and CHECKPOINT_PERIOD and
-    # TEST.EVAL_PERIOD then follow from the number of images and IMS_PER_BATCH (projects_vil/solver/schedule.py).
+    # TEST.EVAL_PERIOD then follow from the number of images and IMS_PER_BATCH (projects_vil/solver.py).
     cfg.SOLVER.EPOCHS = 0
-    # detectron2's key, None there for that of the weights: here biases do not decay, as norms do not in detectron2.
-    cfg.SOLVER.WEIGHT_DECAY_BIAS = 0.0
-    # Of SOLVER.AMP.ENABLED: "float16", which needs a GPU and scales the loss, or "bfloat16", also on the CPU.
+    # With SOLVER.AMP.ENABLED: "float16", which needs a GPU and scales the loss, or "bfloat16", also on the CPU.
     cfg.SOLVER.AMP.DTYPE = "float16"
-    # Into how many parts IMS_PER_BATCH is split, one after the other in memory; the optimizer sees the whole batch.
+    # Gradient accumulation: into how many micro-batches IMS_PER_BATCH is split; the optimizer sees the whole batch.
     cfg.SOLVER.ACCUMULATE = 1
     # The batch that BASE_LR and BASE_LR_END are meant for: they are multiplied by IMS_PER_BATCH / this; 0 for never.
     cfg.SOLVER.SCALE_LR_TO_BATCH = 0
@@ -95,7 +96,7 @@ def add_vil_config(cfg: CN) -> None:
     # The exponent of SOLVER.LR_SCHEDULER_NAME WarmupPolyLR, which falls from BASE_LR to BASE_LR_END.
     cfg.SOLVER.POLY_LR_POWER = 0.9
 
-    # Semantic segmentation: a crop is drawn again, up to ten times, where one class has more than this of its labels.
+    # Semantic segmentation: a crop is sampled again, up to ten times, where one class has more than this share of it.
     cfg.INPUT.CROP.SINGLE_CATEGORY_MAX_AREA = 1.0
     # The same: whether an image smaller than an absolute crop is padded to its size, with MODEL.PIXEL_MEAN and ignored
     # labels. Else only batches are padded, to their largest image.
@@ -103,19 +104,19 @@ def add_vil_config(cfg: CN) -> None:
     # What becomes of a training image: "default" is resized to MIN_SIZE_TRAIN and flipped, "lsj" is large-scale jitter
     # (below) and a flip, "strong" is lsj, PHOTOMETRIC_DISTORTION and COPY_PASTE, which needs an R-CNN with masks.
     cfg.INPUT.AUGMENTATION = "default"
-    # Of lsj and strong: an image is scaled to fit into a square of SIZE pixels times a factor drawn from SCALE, then
-    # cut or padded to the square, as in the new baselines of detectron2.
+    # lsj and strong: an image is scaled to fit into a square of SIZE pixels times a random factor from SCALE, then
+    # cropped or padded to the square, as in the new baselines of detectron2.
     cfg.INPUT.LSJ = CN()
     cfg.INPUT.LSJ.SIZE = 1024
     cfg.INPUT.LSJ.SCALE = (0.1, 2.0)
-    # Of strong: the share of images that get objects of another training image pasted, 0.0 for none.
+    # strong: the share of images that get objects of another training image pasted, 0.0 for none.
     cfg.INPUT.COPY_PASTE = CN()
     cfg.INPUT.COPY_PASTE.PROBABILITY = 0.5
-    # In training: brightness, contrast, saturation and hue drawn at random, as in SSD.
+    # In training: random brightness, contrast, saturation and hue, as in SSD.
     cfg.INPUT.PHOTOMETRIC_DISTORTION = False
 
-    # What becomes of a COCO file with faults, before training and evaluation (docs/datasets.md): "error" stops, "warn"
-    # names them and goes on without them, "off" does not look.
+    # A COCO file with errors, before training and evaluation (docs/datasets.md): "error" stops, "warn" names them and
+    # goes on without them, "off" does not check.
     cfg.DATASETS.CHECK = "error"
     # COCO-format datasets to register: [name, annotation file, image folder], each.
     cfg.DATASETS.COCO = []

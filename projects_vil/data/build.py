@@ -1,7 +1,5 @@
-"""Records and loaders, which say clearly what is wrong with a file."""
+"""Records of datasets, checked against the config, and the loaders."""
 
-import functools
-import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -12,67 +10,59 @@ from detectron2.data.build import filter_images_with_only_crowd_annotations, pri
 from detectron2.data.samplers import RandomSubsetTrainingSampler, RepeatFactorTrainingSampler, TrainingSampler
 from detectron2.utils import comm
 
-from backbones import InputError
-from backbones.utils.errors import check_choice
+from backbones import ConfigError
+from backbones.errors import check_choice
 from projects_vil.config import is_panoptic, is_segmentor, number_of_classes
-from projects_vil.data.catalog import check_files, read_class_names
-from projects_vil.data.checking import missing_files
-from projects_vil.data.copy_paste import CopyPaste
-from projects_vil.data.dataset_mapper import Mapper, SemSegMapper
-from projects_vil.data.datasets.ade20k import IGNORED_LABEL
-from projects_vil.data.datasets.coco import CHECKS, is_coco, load_coco
-from projects_vil.data.datasets.panoptic import add_stuff
-from projects_vil.data.recipes import is_pasted_on
+from projects_vil.data.augmentation import CopyPaste, uses_copy_paste
+from projects_vil.data.catalog import add_stuff, check_files, read_class_names
+from projects_vil.data.coco import CHECK_MODES, is_coco, load_coco
+from projects_vil.data.coco_checks import missing_files
+from projects_vil.data.dataset_mapper import Mapper
+from projects_vil.data.detection_utils import IGNORED_LABEL
 from projects_vil.data.samplers import BatchStream, EvaluationLoader, SeededRecords, TrainLoader
 
 TRAIN_SAMPLERS = ("TrainingSampler", "RepeatFactorTrainingSampler", "RandomSubsetTrainingSampler")
-# Records that were read before the loader asks for them.
-_READ_AHEAD: dict[tuple, list[dict[str, Any]]] = {}
+# Records that were read before the loader asks for them, and what reading them sets in detectron2's metadata.
+_READ_AHEAD: dict[tuple, DatasetFromList] = {}
+_CLASS_KEYS = ("thing_classes", "thing_dataset_id_to_contiguous_id")
 
 
 def load_dataset(
     cfg: CfgNode, names: Iterable[str], *, train: bool, open_images: bool = False, report: bool = True
 ) -> list[dict[str, Any]]:
-    """The records of some datasets in detectron2's format; for training without images that have no annotation.
+    """Return the records of some datasets in detectron2's format; for training without images that have no objects.
 
-    COCO files are checked as ``DATASETS.CHECK`` says (:mod:`projects_vil.data.checking`).
+    COCO files are checked and fixed according to ``DATASETS.CHECK`` (:func:`~projects_vil.data.coco.fixed_coco`).
 
     Args:
         open_images: whether the check opens every image file too.
-        report: whether what was found, and the table of instances, are logged; a process logs each once.
+        report: whether findings and the table of instances are logged; a process logs each once.
 
     Raises:
-        InputError: for an unknown name, a missing file or folder, an annotation file that is not COCO JSON, images
-            that are not there, what a check finds, boxes where the model learns from label images or the other way
-            round, a number of classes that is not the config's, or nothing to train on.
+        ConfigError: for an unknown name, missing files, annotations that cannot be read or that the check refuses,
+            annotations of another task than the model's, another number of classes, or nothing to train on.
     """
     names = list(names)
-    check_choice("DATASETS.CHECK", cfg.DATASETS.CHECK, CHECKS)
+    check_choice("DATASETS.CHECK", cfg.DATASETS.CHECK, CHECK_MODES)
     if not names:
-        raise InputError(f"DATASETS.{'TRAIN' if train else 'TEST'} is empty: name a dataset")
+        raise ConfigError(f"DATASETS.{'TRAIN' if train else 'TEST'} is empty: name a dataset")
     for name in names:
         check_files(name)
+    files = ", ".join(MetadataCatalog.get(name).get("json_file") or name for name in names)
     try:
         records = [record for name in names for record in _read(cfg, name, open_images=open_images, report=report)]
         if train and cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS and records and "annotations" in records[0]:
             records = filter_images_with_only_crowd_annotations(records)
-    except InputError:
+    except ConfigError:
         raise
-    except json.JSONDecodeError as error:
-        raise InputError(f"{_annotations(names)} is not JSON: {error}") from error
-    except (KeyError, TypeError, ValueError) as error:
-        raise InputError(
-            f"{_annotations(names)} is not a COCO annotation file: {type(error).__name__} {error}"
-        ) from error
-    except AssertionError as error:
-        if any(MetadataCatalog.get(name).get("sem_seg_root") for name in names):
-            raise InputError(f"{_annotations(names)}: {error}") from error
-        raise InputError(f"{_annotations(names)} is not a COCO annotation file: {error}") from error
+    except (AssertionError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{files} cannot be read as annotations: {type(error).__name__} {error}") from error
     if not records:
-        raise InputError(f"{_annotations(names)} has no image {'with an annotation' if train else ''} to work on")
-    _check_task(cfg, names, records)
-    _check_annotations(cfg, names, records)
-    _check_images(names, records)
+        raise ConfigError(f"{files} has no images{' with annotations' if train else ''}")
+    _check_task(cfg, files, records)
+    missing = list(missing_files(record["file_name"] for record in records))
+    if missing:
+        raise ConfigError(f"{len(missing)} of the {len(records)} images of {files} are missing: {missing[0]}")
     for name in names:
         _check_classes(cfg, name, names[0])
     if train and report and not is_segmentor(cfg):
@@ -89,30 +79,63 @@ def _read(cfg: CfgNode, name: str, *, open_images: bool, report: bool) -> list[d
     return add_stuff(name, records) if is_panoptic(cfg) else records
 
 
-def read_ahead(cfg: CfgNode) -> None:
-    """Read and check the datasets of a training run, before anything of the run is written.
+def read_ahead(cfg: CfgNode) -> int:
+    """Read and check the datasets of a training run in rank 0, and give the records to the other ranks.
 
-    The loader of :func:`build_train_loader` takes what was read, so that it is read once.
+    All ranks call this, before anything of the run is written. The loader of :func:`build_train_loader` takes what was
+    read. A file is thus read and checked once, whatever the number of processes.
+
+    Returns:
+        The number of training images, as ``SOLVER.EPOCHS`` counts them.
 
     Raises:
-        InputError: as :func:`load_dataset`, for those of the evaluation too.
+        ConfigError: in all ranks, as :func:`load_dataset`, also for the datasets of ``DATASETS.TEST``.
     """
-    for name in cfg.DATASETS.TEST:
-        load_dataset(cfg, [name], train=False, open_images=True)
-    _READ_AHEAD[_training_key(cfg)] = load_dataset(cfg, cfg.DATASETS.TRAIN, train=True, open_images=True)
+
+    def read() -> tuple[DatasetFromList, dict[str, dict[str, Any]]]:
+        for name in cfg.DATASETS.TEST:
+            load_dataset(cfg, [name], train=False, open_images=True)
+        records = load_dataset(cfg, cfg.DATASETS.TRAIN, train=True, open_images=True)
+        names = {*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST}
+        classes = {name: {key: MetadataCatalog.get(name).get(key) for key in _CLASS_KEYS} for name in names}
+        return DatasetFromList(records, copy=False), classes
+
+    records, classes = _from_main_process(read)
+    for name, known in classes.items():
+        MetadataCatalog.get(name).set(**{key: value for key, value in known.items() if value is not None})
+    _READ_AHEAD.clear()
+    _READ_AHEAD[_training_key(cfg)] = records
+    return len(records)
+
+
+def _from_main_process(read: Callable[[], Any]) -> Any:
+    """Return in all ranks what ``read`` returns in rank 0, or raise its ConfigError there."""
+    if comm.get_world_size() == 1:
+        return read()
+    outcome: list[Any] = [None, None]
+    if comm.is_main_process():
+        try:
+            outcome[0] = read()
+        except ConfigError as error:
+            outcome[1] = str(error)
+    # NCCL would carry the records through the GPU.
+    torch.distributed.broadcast_object_list(outcome, src=0, group=comm._get_global_gloo_group())
+    if outcome[1] is not None:
+        raise ConfigError(outcome[1])
+    return outcome[0]
 
 
 def _training_key(cfg: CfgNode) -> tuple:
-    """What the records of training depend on."""
+    """Return what the records of training depend on."""
     datasets, empty = cfg.DATASETS, cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS
     return tuple(datasets.TRAIN), str(datasets.COCO), datasets.CHECK, empty, cfg.MODEL.dump()
 
 
 def check_datasets(cfg: CfgNode, names: Sequence[str]) -> None:
-    """What can be checked of some datasets that are used together without reading their annotations.
+    """Check datasets that are used together, as far as possible without reading their annotations.
 
     Raises:
-        InputError: for an unknown name, a missing file or folder, or a number of classes that is not the config's.
+        ConfigError: for an unknown name, a missing file or folder, or a number of classes that is not the config's.
     """
     for name in names:
         check_files(name)
@@ -120,131 +143,119 @@ def check_datasets(cfg: CfgNode, names: Sequence[str]) -> None:
 
 
 def build_train_loader(cfg: CfgNode) -> TrainLoader:
-    """Batches of ``DATASETS.TRAIN``, sampled and grouped as by detectron2's training loader.
+    """Build a loader of ``DATASETS.TRAIN``, which samples and groups as detectron2's training loader does.
 
-    What a batch holds, and how it is augmented, depend on the seed and the iteration alone
+    The content of a batch and its augmentation depend on the seed and the iteration alone
     (:class:`~projects_vil.data.samplers.TrainLoader`), not on the number of worker processes.
 
     Raises:
-        InputError: where :func:`load_dataset` would, and for an unknown ``DATALOADER.SAMPLER_TRAIN``.
+        ConfigError: where :func:`load_dataset` would, and for an unknown ``DATALOADER.SAMPLER_TRAIN``.
     """
     records = _READ_AHEAD.pop(_training_key(cfg), None)
     if records is None:
-        records = load_dataset(cfg, cfg.DATASETS.TRAIN, train=True, open_images=True)
+        # Serialised once, so that worker processes share them.
+        loaded = load_dataset(cfg, cfg.DATASETS.TRAIN, train=True, open_images=True)
+        records = DatasetFromList(loaded, copy=False)
     check_choice("DATALOADER.SAMPLER_TRAIN", cfg.DATALOADER.SAMPLER_TRAIN, TRAIN_SAMPLERS)
-    world_size = comm.get_world_size()
-    batches = BatchStream(
-        functools.partial(_sampler, cfg, records),
-        batch_size=cfg.SOLVER.IMS_PER_BATCH // world_size,
-        groups=_aspect_groups(records) if cfg.DATALOADER.ASPECT_RATIO_GROUPING else [0] * len(records),
-        rank=comm.get_rank(),
-        world_size=world_size,
+    mapper = Mapper(cfg, is_train=True)
+    if uses_copy_paste(cfg):
+        mapper = CopyPaste(mapper, records, probability=cfg.INPUT.COPY_PASTE.PROBABILITY)
+    return make_train_loader(
+        records,
+        mapper=mapper,
+        total_batch_size=cfg.SOLVER.IMS_PER_BATCH,
+        num_workers=cfg.DATALOADER.NUM_WORKERS,
+        aspect_ratio_grouping=cfg.DATALOADER.ASPECT_RATIO_GROUPING,
+        make_sampler=_sampler(cfg, records),
     )
-    # Serialised once, so that worker processes share them.
-    shared = DatasetFromList(records, copy=False)
-    mapper = build_mapper(cfg, is_train=True)
-    if is_pasted_on(cfg):
-        mapper = CopyPaste(mapper, shared, probability=cfg.INPUT.COPY_PASTE.PROBABILITY)
-    return TrainLoader(SeededRecords(shared, mapper), batches, num_workers=cfg.DATALOADER.NUM_WORKERS)
 
 
-def _sampler(cfg: CfgNode, records: list[dict[str, Any]], seed: int) -> torch.utils.data.Sampler[int]:
-    name = cfg.DATALOADER.SAMPLER_TRAIN
+def make_train_loader(
+    dataset: Sequence[dict[str, Any]],
+    *,
+    mapper: Callable[[dict[str, Any]], dict[str, Any]],
+    total_batch_size: int,
+    num_workers: int = 0,
+    aspect_ratio_grouping: bool = True,
+    make_sampler: Callable[[int], torch.utils.data.Sampler[int]] | None = None,
+) -> TrainLoader:
+    """Build the loader of :func:`build_train_loader` from its parts, as detectron2's ``build_detection_train_loader``.
+
+    Args:
+        dataset: records in detectron2's format.
+        mapper: from a record to what a model takes.
+        total_batch_size: images per iteration in all processes.
+        num_workers: processes that map.
+        aspect_ratio_grouping: whether wide and high images come in different batches.
+        make_sampler: from a seed to a sampler; detectron2's TrainingSampler by default.
+    """
+    records = dataset if isinstance(dataset, DatasetFromList) else DatasetFromList(dataset, copy=False)
+    groups = [0] * len(records)
+    if aspect_ratio_grouping:
+        groups = [0 if record.get("width", 0) > record.get("height", 0) else 1 for record in records]
+    batches = BatchStream(
+        make_sampler or (lambda seed: TrainingSampler(len(records), seed=seed)),
+        batch_size=total_batch_size // comm.get_world_size(),
+        groups=groups,
+        rank=comm.get_rank(),
+        world_size=comm.get_world_size(),
+    )
+    return TrainLoader(SeededRecords(records, mapper), batches, num_workers=num_workers)
+
+
+def _sampler(cfg: CfgNode, records: DatasetFromList) -> Callable[[int], torch.utils.data.Sampler[int]]:
+    """Return a function from a seed to detectron2's sampler of ``DATALOADER.SAMPLER_TRAIN``."""
+    name, size = cfg.DATALOADER.SAMPLER_TRAIN, len(records)
     if name == "RepeatFactorTrainingSampler":
-        factors = RepeatFactorTrainingSampler.repeat_factors_from_category_frequency(
-            records, cfg.DATALOADER.REPEAT_THRESHOLD
-        )
-        return RepeatFactorTrainingSampler(factors, seed=seed)
+        threshold = cfg.DATALOADER.REPEAT_THRESHOLD
+        factors = RepeatFactorTrainingSampler.repeat_factors_from_category_frequency(records, threshold)
+        return lambda seed: RepeatFactorTrainingSampler(factors, seed=seed)
     if name == "RandomSubsetTrainingSampler":
         ratio = cfg.DATALOADER.RANDOM_SUBSET_RATIO
-        return RandomSubsetTrainingSampler(len(records), ratio, seed_shuffle=seed, seed_subset=seed)
-    return TrainingSampler(len(records), seed=seed)
+        return lambda seed: RandomSubsetTrainingSampler(size, ratio, seed_shuffle=seed, seed_subset=seed)
+    return lambda seed: TrainingSampler(size, seed=seed)
 
 
-def _aspect_groups(records: list[dict[str, Any]]) -> list[int]:
-    """0 for images that are wider than high, 1 for others, and for records that do not tell."""
-    return [0 if record.get("width", 0) > record.get("height", 0) else 1 for record in records]
-
-
-def build_test_loader(cfg: CfgNode, dataset_name: str) -> torch.utils.data.DataLoader:
-    """detectron2's test loader over one dataset, an image a batch."""
+def build_test_loader(cfg: CfgNode, dataset_name: str) -> EvaluationLoader:
+    """Build a loader of one dataset for evaluation, an image a batch."""
     records = load_dataset(cfg, [dataset_name], train=False, open_images=True)
-    return EvaluationLoader(records, build_mapper(cfg, is_train=False), num_workers=cfg.DATALOADER.NUM_WORKERS)
+    return EvaluationLoader(records, Mapper(cfg, is_train=False), num_workers=cfg.DATALOADER.NUM_WORKERS)
 
 
-def build_mapper(cfg: CfgNode, *, is_train: bool) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """The mapper of a detector, or of a SemanticSegmentor."""
-    return SemSegMapper(cfg, is_train=is_train) if is_segmentor(cfg) else Mapper(cfg, is_train=is_train)
-
-
-def _check_task(cfg: CfgNode, names: list[str], records: list[dict[str, Any]]) -> None:
-    if is_panoptic(cfg):
-        _check_ignored(cfg)
-    if not is_segmentor(cfg):
-        if any("annotations" not in record and "sem_seg_file_name" in record for record in records):
-            raise InputError(
-                f"{', '.join(names)}: label images, and no boxes for a {cfg.MODEL.META_ARCHITECTURE}; it takes a "
-                "dataset of DATASETS.COCO"
-            )
+def _check_task(cfg: CfgNode, files: str, records: list[dict[str, Any]]) -> None:
+    """Check that the annotations are those that the model is trained on."""
+    ignored = cfg.MODEL.SEM_SEG_HEAD.IGNORE_VALUE
+    if (is_segmentor(cfg) or is_panoptic(cfg)) and ignored != IGNORED_LABEL:
+        raise ConfigError(f"MODEL.SEM_SEG_HEAD.IGNORE_VALUE is {ignored}: it is {IGNORED_LABEL}")
+    if is_segmentor(cfg):
+        if not all("sem_seg_file_name" in record for record in records):
+            raise ConfigError(f"{files}: no label images for a SemanticSegmentor, which DATASETS.ADE20K has")
         return
-    if not all("sem_seg_file_name" in record for record in records):
-        raise InputError(
-            f"{', '.join(names)}: no label images for a SemanticSegmentor; it takes a dataset of DATASETS.ADE20K"
-        )
-    _check_ignored(cfg)
-
-
-def _check_ignored(cfg: CfgNode) -> None:
-    if cfg.MODEL.SEM_SEG_HEAD.IGNORE_VALUE != IGNORED_LABEL:
-        raise InputError(
-            f"MODEL.SEM_SEG_HEAD.IGNORE_VALUE is {cfg.MODEL.SEM_SEG_HEAD.IGNORE_VALUE}: it is {IGNORED_LABEL}"
-        )
-
-
-def _check_annotations(cfg: CfgNode, names: list[str], records: list[dict[str, Any]]) -> None:
-    annotations = [annotation for record in records for annotation in record.get("annotations", ())]
-    for annotation in annotations:
-        box = annotation.get("bbox")
-        if not isinstance(box, (list, tuple)) or len(box) != 4 or not all(isinstance(n, (int, float)) for n in box):
-            raise InputError(f"{_annotations(names)} has the bbox {box!r}: it is [left, top, width, height]")
-    has_masks = any("segmentation" in annotation for annotation in annotations)
-    if cfg.MODEL.MASK_ON and annotations and not has_masks:
-        raise InputError(
-            f"{_annotations(names)} has no segmentation to learn masks from, or to evaluate them by: add "
-            "MODEL.MASK_ON False"
-        )
-
-
-def _check_images(names: Iterable[str], records: list[dict[str, Any]]) -> None:
-    missing = list(missing_files(record["file_name"] for record in records))
-    if missing:
-        raise InputError(
-            f"{len(missing)} of the {len(records)} images of {', '.join(names)} are missing, the first is {missing[0]}"
-        )
+    if any("annotations" not in record and "sem_seg_file_name" in record for record in records):
+        raise ConfigError(f"{files}: no boxes for a {cfg.MODEL.META_ARCHITECTURE}, which DATASETS.COCO has")
+    objects = [entry for record in records for entry in record.get("annotations", ())]
+    if cfg.MODEL.MASK_ON and objects and not any("segmentation" in entry for entry in objects):
+        raise ConfigError(f"{files} has no segmentation for training or evaluating masks: add MODEL.MASK_ON False")
 
 
 def _check_classes(cfg: CfgNode, name: str, first: str) -> None:
     stuff, key = MetadataCatalog.get(name).get("stuff_classes", ()), "MODEL.SEM_SEG_HEAD.NUM_CLASSES"
     if is_panoptic(cfg) and len(stuff) not in (0, cfg.MODEL.SEM_SEG_HEAD.NUM_CLASSES):
         number = cfg.MODEL.SEM_SEG_HEAD.NUM_CLASSES
-        raise InputError(f"{key} is {number}, and {name} has {len(stuff)} classes of stuff: add {key} {len(stuff)}")
+        raise ConfigError(f"{key} is {number}, and {name} has {len(stuff)} classes of stuff: add {key} {len(stuff)}")
     classes = class_names(cfg, name)
     if classes is None:
         return
     key, number = number_of_classes(cfg)
     if len(classes) != number:
-        raise InputError(f"{key} is {number}, and {name} has {len(classes)} classes: add {key} {len(classes)}")
+        raise ConfigError(f"{key} is {number}, and {name} has {len(classes)} classes: add {key} {len(classes)}")
     if classes != class_names(cfg, first):
-        raise InputError(f"{first} and {name} have other classes, or the same in another order: they cannot be mixed")
+        raise ConfigError(f"{first} and {name} have other classes, or the same in another order: they cannot be mixed")
 
 
 def class_names(cfg: CfgNode, name: str) -> list[str] | None:
-    """Of a dataset, from the catalog or, before detectron2 has read a COCO file, from it; None where neither says."""
+    """Return the classes of a dataset from the catalog, or from a COCO file not yet loaded; None if unknown."""
     metadata = MetadataCatalog.get(name)
     if is_segmentor(cfg):
         return metadata.get("stuff_classes")
     return metadata.get("thing_classes") or read_class_names(metadata.get("json_file"))
-
-
-def _annotations(names: Iterable[str]) -> str:
-    return ", ".join(MetadataCatalog.get(name).get("json_file") or name for name in names)

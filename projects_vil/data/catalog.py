@@ -1,163 +1,226 @@
-"""Datasets by name, in detectron2's catalogs."""
+"""Datasets by name in detectron2's catalogs: COCO files, label images in ADE20K's layout, and both together."""
 
 import contextlib
 import json
 import mmap
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from detectron2.config import CfgNode
-from detectron2.data import (
-    DatasetCatalog,
-    MetadataCatalog,
-)
-from detectron2.data.datasets import register_coco_instances
+from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.data.datasets import load_coco_json, register_coco_instances
+from detectron2.data.datasets.builtin_meta import ADE20K_SEM_SEG_CATEGORIES
 
-from backbones import InputError
-from backbones.utils.errors import closest
-from projects_vil.data.datasets.ade20k import read_classes, register_ade20k
-from projects_vil.data.datasets.builtin_meta import (
-    ADE20K_CLASSES,
-    BACKGROUND_COLOR,
-    SHAPES_COLORS,
-    SHAPES_SEM_SEG_CLASSES,
-    SHAPES_STUFF_CLASSES,
-)
-from projects_vil.data.datasets.panoptic import EVALUATOR, register_panoptic
+from backbones import ConfigError
+from backbones.errors import closest
+from projects_vil.data.detection_utils import IGNORED_LABEL, IMAGE_SUFFIXES
+from projects_vil.data.shapes import SHAPES_SEM_SEG_CLASSES
 
-# Registered without a key in the config, below datasets_root().
-_OWN_NAMES = {
-    f"{name}_{split}"
-    for name in ("shapes", "shapes_sem_seg", "shapes_panoptic", "ade20k")
-    for split in ("train", "val")
-}
+# In visualizations: circles red, squares green, triangles blue, as they are in the images.
+SHAPES_COLORS = [(255, 80, 80), (80, 255, 80), (90, 150, 255)]
+BACKGROUND_COLOR = (90, 90, 90)
+PANOPTIC_EVALUATOR = "coco_panoptic_seg"
 
 
 def datasets_root() -> Path:
-    """Where detectron2 looks for datasets: ``DETECTRON2_DATASETS``, or ``datasets``."""
+    """Return the folder in which detectron2 looks for datasets: ``DETECTRON2_DATASETS``, or ``datasets``."""
     return Path(os.path.expanduser(os.getenv("DETECTRON2_DATASETS", "datasets")))
 
 
 def register_datasets(cfg: CfgNode) -> None:
     """Register this project's datasets and those of ``DATASETS.COCO`` and ``DATASETS.ADE20K`` in detectron2's catalogs.
 
-    Its own, with ``_train`` and ``_val`` at the end, are ``shapes``, ``shapes_sem_seg`` and ``shapes_panoptic``, which
-    are drawn, and ``ade20k``, ``ADEChallengeData2016`` as published. Registering a name again with the same files does
-    nothing.
+    Its own, with ``_train`` and ``_val`` at the end, are the synthetic ``shapes``, ``shapes_sem_seg`` and
+    ``shapes_panoptic``, and ``ade20k``, ``ADEChallengeData2016`` as published. Registering a name again with the same
+    files does nothing.
 
     Raises:
-        InputError: for an entry of the wrong form, names of classes that cannot be read, or a name that stands for
-            other files.
+        ConfigError: for an entry of the wrong form, class names that cannot be read, or a name of other files.
     """
     root = datasets_root()
     for split, folder in (("train", "training"), ("val", "validation")):
-        _register_coco(f"shapes_{split}", root / f"shapes/annotations/instances_{split}.json", root / "shapes" / split)
-        _register_shapes_panoptic(root / "shapes_panoptic", split)
         for name in ("shapes", "shapes_panoptic"):
+            stuff = {}
+            if name == "shapes_panoptic":
+                stuff = {"labels": root / name / f"stuff_{split}", "stuff_classes": ("things", "background")}
+            annotations = root / name / f"annotations/instances_{split}.json"
+            _register_coco(f"{name}_{split}", annotations, root / name / split, **stuff, is_own=True)
             MetadataCatalog.get(f"{name}_{split}").thing_colors = SHAPES_COLORS
         for name, parent, classes in (
             ("shapes_sem_seg", root / "shapes_sem_seg", SHAPES_SEM_SEG_CLASSES),
-            ("ade20k", root / "ADEChallengeData2016", ADE20K_CLASSES),
+            ("ade20k", root / "ADEChallengeData2016", ADE20K_SEM_SEG_CATEGORIES),
         ):
-            _register_ade20k(f"{name}_{split}", parent / "images" / folder, parent / "annotations" / folder, classes)
+            images, labels = parent / "images" / folder, parent / "annotations" / folder
+            _register_ade20k(f"{name}_{split}", images, labels, classes, is_own=True)
         MetadataCatalog.get(f"shapes_sem_seg_{split}").stuff_colors = [BACKGROUND_COLOR, *SHAPES_COLORS]
     for entry in cfg.DATASETS.COCO:
         if not _is_list_of_strings(entry, lengths=(3,)):
-            raise InputError(f"DATASETS.COCO has {entry!r}: an entry is [name, annotation file, image folder]")
+            raise ConfigError(f"DATASETS.COCO has {entry!r}: an entry is [name, annotation file, image folder]")
         _register_coco(entry[0], Path(entry[1]), Path(entry[2]))
     for entry in cfg.DATASETS.ADE20K:
         if not _is_list_of_strings(entry, lengths=(3, 4)):
-            raise InputError(
+            raise ConfigError(
                 f"DATASETS.ADE20K has {entry!r}: an entry is [name, image folder, label folder], or these and a file "
                 "with a class name a line"
             )
-        classes = read_classes(entry[3]) if len(entry) == 4 else ADE20K_CLASSES
+        classes = read_classes(entry[3]) if len(entry) == 4 else ADE20K_SEM_SEG_CATEGORIES
         _register_ade20k(entry[0], Path(entry[1]), Path(entry[2]), classes)
-
-
-def _register_coco(name: str, annotations: Path, images: Path) -> None:
-    def register() -> None:
-        register_coco_instances(name, {}, str(annotations), str(images))
-
-    _register("DATASETS.COCO", name, register, json_file=str(annotations), image_root=str(images))
-
-
-def _register_shapes_panoptic(root: Path, split: str) -> None:
-    name, annotations, labels = (
-        f"shapes_panoptic_{split}",
-        root / f"annotations/instances_{split}.json",
-        f"stuff_{split}",
-    )
-
-    def register() -> None:
-        register_panoptic(name, annotations, root / split, root / labels, SHAPES_STUFF_CLASSES)
-
-    _register("DATASETS.COCO", name, register, json_file=str(annotations), sem_seg_root=str(root / labels))
-
-
-def _register_ade20k(name: str, images: Path, labels: Path, classes: Iterable[str]) -> None:
-    def register() -> None:
-        register_ade20k(name, images, labels, classes)
-
-    classes = list(classes)
-    paths = {"sem_seg_root": str(labels), "image_root": str(images)}
-    _register("DATASETS.ADE20K", name, register, **paths, stuff_classes=classes)
-
-
-def _register(key: str, name: str, register: Callable[[], None], **facts: Any) -> None:
-    """Call ``register`` unless ``name`` is known with these facts in its metadata."""
-    if name in DatasetCatalog.list():
-        known = MetadataCatalog.get(name)
-        if all(known.get(fact) == value for fact, value in facts.items()):
-            return
-        if name not in _OWN_NAMES:
-            files = known.get("json_file") or known.get("sem_seg_root")
-            raise InputError(f"{key}: the name {name} stands for {files} already")
-        DatasetCatalog.remove(name)
-        MetadataCatalog.remove(name)
-    register()
 
 
 def _is_list_of_strings(entry: object, *, lengths: tuple[int, ...]) -> bool:
     return isinstance(entry, (list, tuple)) and len(entry) in lengths and all(p and isinstance(p, str) for p in entry)
 
 
-def check_files(name: str) -> None:
-    """Whether a dataset is registered and its annotation file and image folder exist.
+def _register_coco(
+    name: str,
+    annotations: Path,
+    images: Path,
+    *,
+    labels: Path | None = None,
+    stuff_classes: Sequence[str] = (),
+    is_own: bool = False,
+) -> None:
+    """Register a COCO file, with label images as detectron2's ``register_coco_panoptic_separated`` has them.
+
+    Args:
+        labels: a folder with a PNG of the same stem for each image: 0 is all things, stuff from 1, and 255 is ignored.
+        stuff_classes: of the labels, "things" first.
+    """
+    paths = {"json_file": str(annotations), "image_root": str(images)}
+    if labels is None:
+        _register(name, paths, lambda: register_coco_instances(name, {}, *paths.values()), is_own=is_own)
+        return
+    facts = paths | {"evaluator_type": PANOPTIC_EVALUATOR, "sem_seg_root": str(labels)} | _stuff(stuff_classes, first=0)
+
+    def register() -> None:
+        DatasetCatalog.register(name, lambda: add_stuff(name, load_coco_json(*paths.values(), name)))
+        MetadataCatalog.get(name).set(**facts)
+
+    _register(name, facts, register, is_own=is_own)
+
+
+def _register_ade20k(name: str, images: Path, labels: Path, classes: Sequence[str], *, is_own: bool = False) -> None:
+    """Register a folder of images and one of label images, PNGs of the same stems: 0 is ignored, classes from 1."""
+    facts = {"evaluator_type": "sem_seg", "image_root": str(images), "sem_seg_root": str(labels), "first_label": 1}
+    facts |= _stuff(classes, first=1)
+
+    def register() -> None:
+        DatasetCatalog.register(name, lambda: load_ade20k(name, images, labels))
+        MetadataCatalog.get(name).set(**facts)
+
+    _register(name, facts, register, is_own=is_own)
+
+
+def _stuff(classes: Sequence[str], *, first: int) -> dict[str, Any]:
+    ids = {index + first: index for index in range(len(classes))}
+    return {"stuff_classes": list(classes), "stuff_dataset_id_to_contiguous_id": ids, "ignore_label": IGNORED_LABEL}
+
+
+def _register(name: str, facts: dict[str, Any], register: Callable[[], None], *, is_own: bool) -> None:
+    """Call ``register`` unless ``name`` is known with these facts in its metadata; own names follow the environment."""
+    if name in DatasetCatalog.list():
+        known = MetadataCatalog.get(name)
+        if all(known.get(fact) == value for fact, value in facts.items()):
+            return
+        if not is_own:
+            files = known.get("json_file") or known.get("sem_seg_root")
+            raise ConfigError(f"DATASETS: the name {name} is already that of {files}")
+        DatasetCatalog.remove(name)
+        MetadataCatalog.remove(name)
+    register()
+
+
+def load_ade20k(name: str, images: Path, labels: Path) -> list[dict[str, Any]]:
+    """Return detectron2's records of a dataset in ADE20K's layout, by file name.
 
     Raises:
-        InputError: where not.
+        ConfigError: for a folder without images, or an image without labels.
+    """
+    files = sorted(file for file in os.listdir(images) if file.lower().endswith(IMAGE_SUFFIXES))
+    if not files:
+        raise ConfigError(f"the image folder of {name} has no {', '.join(IMAGE_SUFFIXES)}: {images}")
+    records = [{"file_name": str(Path(images, file)), "first_label": 1} for file in files]
+    return _with_label_files(name, records, labels)
+
+
+def add_stuff(name: str, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return records of a registered COCO file with ``sem_seg_file_name``.
+
+    Raises:
+        ConfigError: for a dataset without label images of stuff, or an image without one.
+    """
+    metadata = MetadataCatalog.get(name)
+    if metadata.get("evaluator_type") != PANOPTIC_EVALUATOR or metadata.get("sem_seg_root") is None:
+        raise ConfigError(
+            f"{name}: no label images of stuff for a PanopticFPN; it takes a dataset such as "
+            "coco_2017_train_panoptic_separated"
+        )
+    return _with_label_files(name, records, metadata.sem_seg_root)
+
+
+def _with_label_files(name: str, records: list[dict[str, Any]], folder: str | Path) -> list[dict[str, Any]]:
+    present = set(os.listdir(folder))
+    files = [f"{Path(record['file_name']).stem}.png" for record in records]
+    missing = [file for file in files if file not in present]
+    if missing:
+        first = Path(folder, missing[0])
+        raise ConfigError(f"{len(missing)} of the {len(files)} images of {name} have no labels, the first is {first}")
+    return [r | {"sem_seg_file_name": str(Path(folder, file))} for r, file in zip(records, files, strict=True)]
+
+
+def read_classes(path: str | Path) -> list[str]:
+    """Read class names from a text file, one a line, in the order of the labels.
+
+    Raises:
+        ConfigError: for a file that cannot be read, repeated names, or other than 1 to 254 names.
+    """
+    try:
+        names = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the class names in {path}: {error}") from error
+    repeated = [name for name in names if names.count(name) > 1]
+    if repeated or not 1 <= len(names) < IGNORED_LABEL:
+        twice = f", {repeated[0]} twice" if repeated else ""
+        raise ConfigError(
+            f"{path} has {len(names)} class names{twice}: 1 to {IGNORED_LABEL - 1} are expected, each once"
+        )
+    return names
+
+
+def check_files(name: str) -> None:
+    """Check that a dataset is registered and that its annotation file and folders exist.
+
+    Raises:
+        ConfigError: if not.
     """
     if name not in DatasetCatalog.list():
-        raise InputError(
-            f"unknown dataset {name!r}{closest(name, DatasetCatalog.list())}; DATASETS.COCO or DATASETS.ADE20K "
-            "registers your own"
-        )
+        near = closest(name, DatasetCatalog.list())
+        raise ConfigError(f"unknown dataset {name!r}{near}; DATASETS.COCO or DATASETS.ADE20K registers your own")
     metadata = MetadataCatalog.get(name)
-    if metadata.get("evaluator_type") == EVALUATOR and not metadata.get("sem_seg_root"):
-        raise InputError(
-            f"{name} has things and stuff in one image each, which nothing here reads: take {name}_separated"
+    if metadata.get("evaluator_type") == PANOPTIC_EVALUATOR and not metadata.get("sem_seg_root"):
+        raise ConfigError(
+            f"{name} has things and stuff in the same images, which is not supported: use {name}_separated"
         )
-    for kind, path, exists in (
-        ("annotation file", metadata.get("json_file"), os.path.isfile),
-        ("image folder", metadata.get("image_root"), os.path.isdir),
-        ("label folder", metadata.get("sem_seg_root"), os.path.isdir),
+    for what, key in (
+        ("annotation file", "json_file"),
+        ("image folder", "image_root"),
+        ("label folder", "sem_seg_root"),
     ):
-        if path is not None and not exists(path):
-            raise InputError(
-                f"the {kind} of {name} is missing: {path}; DETECTRON2_DATASETS is {datasets_root()}, the folder that "
+        path = metadata.get(key)
+        if path is not None and not (os.path.isfile(path) if key == "json_file" else os.path.isdir(path)):
+            raise ConfigError(
+                f"the {what} of {name} is missing: {path}; DETECTRON2_DATASETS is {datasets_root()}, the folder that "
                 "holds coco/ and the like"
             )
 
 
 def read_class_names(annotations: str | None) -> list[str] | None:
-    """Names of the categories of a COCO file by id, as detectron2 numbers them, without parsing the whole of it.
+    """Return the category names of a COCO file by id, as detectron2 numbers them, without parsing all of the file.
 
-    COCO's own file of 450 MB takes a second. None where there is no such file or it does not tell, as where an id is
-    there twice: whoever loads it says why.
+    This takes a second for COCO's own file of 450 MB. None for no file, and for one that loading it will refuse.
     """
     try:
         categories = _read_categories(Path(annotations or ""))

@@ -1,13 +1,14 @@
-"""From a dataset's record to what a model takes."""
+"""The mapper from a dataset's record to what a model takes."""
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from detectron2.config import CfgNode
+import torch.nn.functional as F
+from detectron2.config import CfgNode, configurable
 from detectron2.data import DatasetMapper
 from detectron2.data import transforms as T
 from detectron2.data.detection_utils import (
@@ -22,50 +23,93 @@ from detectron2.data.detection_utils import (
 from detectron2.structures.masks import polygons_to_bitmask
 from pycocotools import mask as mask_util
 
-from backbones import InputError
-from backbones.utils.errors import check_choice
+from backbones import ConfigError
+from backbones.errors import check_choice
 from projects_vil.config import is_segmentor
-from projects_vil.data.augmentations import pad_to
-from projects_vil.data.datasets.ade20k import IGNORED_LABEL, open_labels, read_labels
-from projects_vil.data.detection_utils import UnreadableImage, boxes_of_masks, read_image
-from projects_vil.data.recipes import colour_augmentations, is_jittered, large_scale_jitter
+from projects_vil.data.augmentation import color_augmentations, large_scale_jitter
+from projects_vil.data.detection_utils import (
+    IGNORED_LABEL,
+    UnreadableImage,
+    boxes_of_masks,
+    read_image,
+    read_labels,
+    read_size,
+)
 
-_ADVICE = "mend it, or let tools/check_dataset.py ANNOTATIONS IMAGES --deep --fix OUT write a file without it"
+CROP_TYPES = ("relative_range", "relative", "absolute", "absolute_range")
 
 
 class Mapper(DatasetMapper):
-    """detectron2's mapper, with images read by :func:`~projects_vil.data.detection_utils.read_image`.
+    """detectron2's mapper, with images and labels read by :mod:`projects_vil.data.detection_utils`.
 
-    An image that cannot be read, or is of another size than its record says, is an :class:`InputError` that names it.
-    Masks are polygons as ``INPUT.MASK_FORMAT`` says, and bitmaps in an image where an object has RLE, or where images
-    are cut (``INPUT.CROP``, ``INPUT.AUGMENTATION``, ``recompute_boxes``); boxes are those of what is left of the masks
-    there, by :func:`~projects_vil.data.detection_utils.boxes_of_masks`.
+    An image that cannot be read, or has another size than its record, raises a :class:`ConfigError` that names it.
     ``INPUT.PHOTOMETRIC_DISTORTION`` comes after detectron2's augmentations.
+
+    Masks are polygons or bitmaps as in ``INPUT.MASK_FORMAT``, and bitmaps in an image where an object has RLE, or where
+    images are cropped (``INPUT.CROP``, ``INPUT.AUGMENTATION``, ``recompute_boxes``). There, boxes are those of the
+    visible parts of the masks (:func:`~projects_vil.data.detection_utils.boxes_of_masks`).
+
+    For a SemanticSegmentor the resized image is cropped (detectron2's own mapper crops first), then flipped, and the
+    labels ``sem_seg`` (H, W) int64 likewise. A crop larger than the image leaves it as it is, or with
+    ``INPUT.CROP.PAD`` pads it to the size of the crop with the mean colour, as float32, and with ignored labels.
+
+    Args:
+        num_labels: classes of label images.
+        padded_size: height and width that images are at least padded to.
+        pixel_mean: the colour of that padding.
+        options: those of detectron2's mapper.
     """
+
+    @configurable
+    def __init__(
+        self,
+        is_train: bool,
+        *,
+        num_labels: int = IGNORED_LABEL,
+        padded_size: tuple[int, int] | None = None,
+        pixel_mean: Sequence[float] = (),
+        **options: Any,
+    ) -> None:
+        super().__init__(is_train, **options)
+        self.num_labels, self.padded_size, self.pixel_mean = num_labels, padded_size, pixel_mean
 
     @classmethod
     def from_config(cls, cfg: CfgNode, is_train: bool = True) -> dict[str, Any]:
-        options = super().from_config(cfg, is_train)
-        if is_train and is_jittered(cfg):
-            options["augmentations"], options["recompute_boxes"] = large_scale_jitter(cfg), cfg.MODEL.MASK_ON
-        elif is_train:
-            options["augmentations"] += colour_augmentations(cfg)
-        return options
+        if not is_train:
+            return super().from_config(cfg, is_train) | {"num_labels": cfg.MODEL.SEM_SEG_HEAD.NUM_CLASSES}
+        check_crop(cfg)
+        crop, of_labels = cfg.INPUT.CROP, is_segmentor(cfg)
+        options = super().from_config(cfg, is_train) | {"num_labels": cfg.MODEL.SEM_SEG_HEAD.NUM_CLASSES}
+        if cfg.INPUT.AUGMENTATION != "default" and not of_labels:
+            return options | {"augmentations": large_scale_jitter(cfg), "recompute_boxes": cfg.MODEL.MASK_ON}
+        augmentations = options["augmentations"]
+        if of_labels and crop.ENABLED:
+            augmentations = build_augmentation(cfg, is_train)
+            area = crop.SINGLE_CATEGORY_MAX_AREA
+            augmentations.insert(1, T.RandomCrop_CategoryAreaConstraint(crop.TYPE, crop.SIZE, area, IGNORED_LABEL))
+            if crop.PAD:
+                options |= {"padded_size": tuple(crop.SIZE), "pixel_mean": list(cfg.MODEL.PIXEL_MEAN)}
+        return options | {"augmentations": augmentations + color_augmentations(cfg)}
 
     def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any]:
         record = copy.deepcopy(dataset_dict)
-        labels, num_labels = record.pop("sem_seg_file_name", None), record.pop("num_labels", IGNORED_LABEL)
-        with _explain(_ADVICE, record):
+        label_file, first_label = record.pop("sem_seg_file_name", None), record.pop("first_label", 0)
+        labels = None
+        with _named_errors(record):
             image = read_image(record["file_name"], self.image_format)
             check_image_size(record, image)
-            inputs = T.AugInput(
-                image, sem_seg=read_labels(labels, first_label=0, num_classes=num_labels) if labels else None
-            )
+            if label_file:
+                if (size := read_size(label_file)) != image.shape[:2]:
+                    raise ConfigError(f"{label_file} has height and width {size}, its image {image.shape[:2]}")
+                if self.is_train:
+                    labels = read_labels(label_file, first_label=first_label, num_classes=self.num_labels)
+        inputs = T.AugInput(image, sem_seg=labels)
         transforms = self.augmentations(inputs)
         height, width = inputs.image.shape[:2]
         record["image"] = torch.from_numpy(np.ascontiguousarray(inputs.image.transpose(2, 0, 1)))
-        if inputs.sem_seg is not None:
+        if labels is not None:
             record["sem_seg"] = torch.from_numpy(inputs.sem_seg.astype(np.int64))
+            self._pad(record)
         if self.proposal_topk is not None:
             transform_proposals(record, (height, width), transforms, proposal_topk=self.proposal_topk)
         if not self.is_train:
@@ -74,14 +118,26 @@ class Mapper(DatasetMapper):
             self._transform_annotations(record, transforms, (height, width))
         return record
 
+    def _pad(self, record: dict[str, Any]) -> None:
+        """Pad an image and its labels on the right and at the bottom; the mean colour is 0 after normalisation."""
+        height, width = record["sem_seg"].shape
+        padded_height, padded_width = self.padded_size or (0, 0)
+        size = max(height, padded_height), max(width, padded_width)
+        if size == (height, width):
+            return
+        image = torch.tensor(self.pixel_mean, dtype=torch.float32)[:, None, None].repeat(1, *size)
+        image[:, :height, :width] = record["image"]
+        padding = (0, size[1] - width, 0, size[0] - height)
+        record |= {"image": image, "sem_seg": F.pad(record["sem_seg"], padding, value=IGNORED_LABEL)}
+
     def _transform_annotations(
         self, dataset_dict: dict[str, Any], transforms: T.TransformList, image_shape: tuple[int, int]
     ) -> None:
         objects = [entry for entry in dataset_dict.pop("annotations") if entry.get("iscrowd", 0) == 0]
         if self.use_instance_mask and not all("segmentation" in entry for entry in objects):
-            raise InputError(
-                f"{dataset_dict['file_name']} has an object without the mask that is to be learned: DATASETS.CHECK "
-                "warn leaves such objects out, and MODEL.MASK_ON False learns boxes alone"
+            raise ConfigError(
+                f"{dataset_dict['file_name']} has an object without a mask: DATASETS.CHECK warn leaves such objects "
+                "out, and MODEL.MASK_ON False trains on boxes only"
             )
         for entry in objects:
             for field, is_used in (("segmentation", self.use_instance_mask), ("keypoints", self.use_keypoint)):
@@ -108,9 +164,9 @@ class Mapper(DatasetMapper):
 def _bitmap(
     mask: list[list[float]] | dict[str, Any], transforms: T.TransformList, image_shape: tuple[int, int]
 ) -> np.ndarray:
-    """Polygons or RLE after augmentation, cut off at the image's edges: (H, W) bool.
+    """Return polygons or RLE after augmentation, clipped to the image: (H, W) bool.
 
-    detectron2 cuts polygons by shapely, which it does not require, and its padding of a mask is a part of the object.
+    detectron2 clips polygons by shapely, which it does not require, and its padding of a mask is a part of the object.
     """
     if isinstance(mask, dict):
         return transforms.apply_segmentation(mask_util.decode(mask)) == 1
@@ -118,106 +174,35 @@ def _bitmap(
     return polygons_to_bitmask([polygon.reshape(-1) for polygon in points], *image_shape)
 
 
-CROP_TYPES = ("relative_range", "relative", "absolute", "absolute_range")
-
-
-class SemSegMapper:
-    """From a record to what detectron2's SemanticSegmentor takes: the image, and for training its labels.
-
-    For training the image is resized, then cropped (detectron2's own mapper crops first), then flipped; the labels
-    likewise, without interpolation. With ``INPUT.PHOTOMETRIC_DISTORTION`` its colours change after that. A crop larger
-    than the image leaves it as it is, or with ``INPUT.CROP.PAD`` pads it to its own size; the batch is padded with
-    zeros, after normalisation, and ignored labels.
-
-    Args:
-        cfg: ``INPUT`` has sizes, crop, flip and colours; ``MODEL.SEM_SEG_HEAD.NUM_CLASSES`` bounds the labels.
-        is_train: whether to augment and to read the labels.
+def check_crop(cfg: CfgNode) -> None:
+    """Check ``INPUT.CROP``.
 
     Raises:
-        InputError: for a crop that cannot be drawn, or not padded.
-    """
-
-    def __init__(self, cfg: CfgNode, *, is_train: bool) -> None:
-        self.is_train = is_train
-        self.image_format = cfg.INPUT.FORMAT
-        self.num_classes = cfg.MODEL.SEM_SEG_HEAD.NUM_CLASSES
-        augmentations = build_augmentation(cfg, is_train)
-        crop = cfg.INPUT.CROP
-        if is_train and crop.ENABLED:
-            check_choice("INPUT.CROP.TYPE", crop.TYPE, CROP_TYPES)
-            if len(crop.SIZE) != 2 or not all(side > 0 for side in crop.SIZE):
-                raise InputError(f"INPUT.CROP.SIZE is {list(crop.SIZE)}: it is a height and a width above 0")
-            if not 0 < crop.SINGLE_CATEGORY_MAX_AREA <= 1:
-                area = crop.SINGLE_CATEGORY_MAX_AREA
-                raise InputError(f"INPUT.CROP.SINGLE_CATEGORY_MAX_AREA is {area}: it is above 0 and at most 1")
-            check_padding(cfg)
-            augmentations.insert(
-                1,
-                T.RandomCrop_CategoryAreaConstraint(crop.TYPE, crop.SIZE, crop.SINGLE_CATEGORY_MAX_AREA, IGNORED_LABEL),
-            )
-        augmentations += colour_augmentations(cfg) if is_train else []
-        self.augmentations = T.AugmentationList(augmentations)
-        self.padded_size = tuple(crop.SIZE) if is_train and crop.ENABLED and crop.PAD else None
-        self.pixel_mean = list(cfg.MODEL.PIXEL_MEAN)
-
-    def __call__(self, record: dict[str, Any]) -> dict[str, Any]:
-        """The record with ``image`` (3, H, W) uint8, float32 where it is padded, ``height`` and ``width`` of its file
-        and, for training, labels ``sem_seg`` (H, W) int64.
-
-        Raises:
-            InputError: for an image or labels that cannot be read or differ in size.
-        """
-        record = dict(record)
-        label_file, first_label = record.pop("sem_seg_file_name"), record.pop("first_label", 0)
-        with _explain("mend it, or take the image and its labels out", record):
-            image = read_image(record["file_name"], self.image_format)
-            check_image_size(record, image)
-        with open_labels(label_file) as opened:
-            size = opened.height, opened.width
-        if size != image.shape[:2]:
-            raise InputError(f"{label_file} is {size} pixels high and wide, its image {image.shape[:2]}")
-        labels = None
-        if self.is_train:
-            labels = read_labels(label_file, first_label=first_label, num_classes=self.num_classes)
-        inputs = T.AugInput(image, sem_seg=labels)
-        self.augmentations(inputs)
-        record["image"] = torch.from_numpy(np.ascontiguousarray(inputs.image.transpose(2, 0, 1)))
-        if self.is_train:
-            record["sem_seg"] = torch.from_numpy(inputs.sem_seg.astype(np.int64))
-        if self.padded_size is not None:
-            height, width = self.padded_size
-            padding = {"height": height, "width": width, "pixel_mean": self.pixel_mean, "ignored": IGNORED_LABEL}
-            record["image"], record["sem_seg"] = pad_to(record["image"], record["sem_seg"], **padding)
-        return record
-
-
-def check_padding(cfg: CfgNode) -> None:
-    """Whether ``INPUT.CROP.PAD`` is for a model, and for crops, that know it.
-
-    Raises:
-        InputError: for a model whose crops are not padded, and for crops that have no one size to pad to. Without
-            crops it is let be: it has no effect then.
+        ConfigError: for a crop of an unknown type or impossible size, and for ``PAD`` of another model than a
+            SemanticSegmentor or of crops that do not have one size.
     """
     crop = cfg.INPUT.CROP
-    if not crop.PAD:
+    if crop.PAD and not is_segmentor(cfg):
+        raise ConfigError(f"INPUT.CROP.PAD is True: crops for a {cfg.MODEL.META_ARCHITECTURE} are not padded")
+    if not crop.ENABLED:
         return
-    if not is_segmentor(cfg):
-        raise InputError(
-            f"INPUT.CROP.PAD is True, and a {cfg.MODEL.META_ARCHITECTURE}'s crops are not padded: set it to False"
-        )
-    if crop.ENABLED and crop.TYPE != "absolute":
-        raise InputError(
-            f"INPUT.CROP.PAD is True, and INPUT.CROP.TYPE {crop.TYPE} has no one size to pad to: take absolute, or "
-            "INPUT.CROP.PAD False"
-        )
+    check_choice("INPUT.CROP.TYPE", crop.TYPE, CROP_TYPES)
+    if crop.PAD and crop.TYPE != "absolute":
+        raise ConfigError(f"INPUT.CROP.PAD is True: INPUT.CROP.TYPE {crop.TYPE} has no single size, use absolute")
+    if len(crop.SIZE) != 2 or not all(side > 0 for side in crop.SIZE):
+        raise ConfigError(f"INPUT.CROP.SIZE is {list(crop.SIZE)}: it is a height and a width above 0")
+    if not 0 < crop.SINGLE_CATEGORY_MAX_AREA <= 1:
+        area = crop.SINGLE_CATEGORY_MAX_AREA
+        raise ConfigError(f"INPUT.CROP.SINGLE_CATEGORY_MAX_AREA is {area}: it is above 0 and at most 1")
 
 
 @contextlib.contextmanager
-def _explain(way_out: str, record: dict[str, Any]) -> Iterator[None]:
-    """What is wrong with an image of a dataset, in a line that names its file and what to do."""
+def _named_errors(record: dict[str, Any]) -> Iterator[None]:
+    """Name the file in errors about an image, and what helps."""
     try:
         yield
     except UnreadableImage as error:
-        raise InputError(f"{error}; {way_out}") from error
+        advice = "repair it, or let tools/check_dataset.py ANNOTATIONS IMAGES --deep --fix OUT write a file without it"
+        raise ConfigError(f"{error}; {advice}") from error
     except SizeMismatchError as error:
-        raise InputError(f"{' '.join(str(error).split())} ({record['file_name']})") from error
+        raise ConfigError(f"{' '.join(str(error).split())} ({record['file_name']})") from error

@@ -1,7 +1,6 @@
-"""Batches that depend on the seed and the iteration alone, so that a resumed run sees what it would have seen."""
+"""Batches that depend on the seed and the iteration alone, so that a resumed run gets those that it would have got."""
 
 import contextlib
-import functools
 import random
 import signal
 from collections import defaultdict
@@ -12,18 +11,19 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from detectron2.data import DatasetFromList, MapDataset
+from detectron2.data.build import trivial_batch_collator
 from detectron2.data.samplers import InferenceSampler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from projects_vil.utils import STOP_SIGNALS
 
-# What an image of a batch is asked by: its index among the records, and the seed of its augmentations.
+# An image of a batch: its index among the records, and the seed of its augmentation.
 Item = tuple[int, int]
 
 
-def derived_seed(what_for: Literal["image", "iteration"], *numbers: int) -> int:
-    """A seed of 63 bits from what it is for and several numbers, none of them negative; near ones are unrelated."""
-    words = (("image", "iteration").index(what_for) + 1, *numbers)
+def derived_seed(purpose: Literal["image", "iteration"], *numbers: int) -> int:
+    """Return a seed of 63 bits for a purpose and numbers of at least 0; seeds of neighbouring numbers are unrelated."""
+    words = (("image", "iteration").index(purpose) + 1, *numbers)
     return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0] >> 1)
 
 
@@ -36,7 +36,7 @@ def seed_all(seed: int) -> None:
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Python's, NumPy's and torch's CPU generators start from ``seed`` inside, and go on as they were outside."""
+    """Seed Python's, NumPy's and torch's CPU generators inside the context, and restore their states after it."""
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -51,10 +51,10 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 class SeededRecords(Dataset):
-    """Records and their mapper; each image is augmented from a seed of its own, whichever process maps it.
+    """Mapped records; each image is augmented with a seed of its own, whichever process maps it.
 
     Args:
-        records: of detectron2, in a form that worker processes share.
+        records: of detectron2, serialised, so that worker processes share them.
         mapper: from a copy of a record to what a model takes.
     """
 
@@ -74,13 +74,13 @@ class SeededRecords(Dataset):
 class BatchStream(Sampler[list[Item]]):
     """Endless batches of one process, from any iteration on.
 
-    What comes first is found by going through indices, not images: a second for a million of them.
+    Batches before the first iteration are skipped by their indices, without images: a second for a million images.
 
     Args:
-        make_sampler: a seed -> an endless sampler of indices, this process' share of those of all.
-        batch_size: of this process.
-        groups: of each record; the images of a batch are of one group, as detectron2 groups by aspect ratio.
-        rank, world_size: of this process, and how many there are.
+        make_sampler: from a seed to an endless sampler of this rank's indices.
+        batch_size: of this rank.
+        groups: of each record; the images of a batch have one group, as detectron2 groups by aspect ratio.
+        rank, world_size: of this process, and the number of processes.
     """
 
     def __init__(
@@ -102,10 +102,10 @@ class BatchStream(Sampler[list[Item]]):
 
     def __iter__(self) -> Iterator[list[Item]]:
         for batch in islice(self._batches(), self.first_iteration, None):
-            yield [(index, derived_seed("image", self.seed, place)) for index, place in batch]
+            yield [(index, derived_seed("image", self.seed, position)) for index, position in batch]
 
     def _batches(self) -> Iterator[list[tuple[int, int]]]:
-        """Indices, and their places among the images of all processes, which do not change with their number."""
+        """Yield indices and their positions among the images of all ranks, which do not change with their number."""
         waiting: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for number, index in enumerate(self.make_sampler(self.seed)):
             batch = waiting[self.groups[index]]
@@ -115,52 +115,52 @@ class BatchStream(Sampler[list[Item]]):
                 batch.clear()
 
 
-# That worker processes leave a run after a SIGTERM of their own.
-SECONDS_TO_SAVE = 60
-# An evaluation has nothing to save: it ends at once, and so do its workers.
-SECONDS_TO_END = 2
+class _Loader(DataLoader):
+    """A loader whose worker processes ignore the signals that end a run, which itself ends them when it has saved."""
+
+    def __init__(self, dataset: Dataset, *, num_workers: int, **options: Any) -> None:
+        init = _ignore_signals if num_workers else None
+        super().__init__(
+            dataset, num_workers=num_workers, collate_fn=trivial_batch_collator, worker_init_fn=init, **options
+        )
+
+    def __iter__(self) -> Iterator[list[dict[str, Any]]]:
+        # Signals wait until the workers ignore them.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            self._batches = super().__iter__()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return self._batches
+
+    def stop(self) -> None:
+        """End the worker processes; torch does so only when nothing refers to their iterator, as a traceback may."""
+        shutdown = getattr(getattr(self, "_batches", None), "_shutdown_workers", None)
+        if shutdown is not None:
+            shutdown()
 
 
-class TrainLoader(DataLoader):
+class TrainLoader(_Loader):
     """Endless batches, lists of mapped records, from any iteration on.
 
     Args:
         dataset: maps the records.
         batches: which records, and their seeds.
-        num_workers: processes that map; their number changes nothing.
+        num_workers: processes that map; their number does not change the batches.
     """
 
     def __init__(self, dataset: SeededRecords, batches: BatchStream, *, num_workers: int) -> None:
-        super().__init__(
-            dataset,
-            batch_sampler=batches,
-            num_workers=num_workers,
-            collate_fn=_as_list,
-            worker_init_fn=_leave_signals_to_the_run if num_workers else None,
-            # Else an iterator draws from the generator that the iteration was seeded with, and only in its first one.
-            generator=torch.Generator(),
-        )
-        self._batches: Iterator[list[dict[str, Any]]] | None = None
+        # Without a generator of its own, an iterator would take numbers from the one that the iteration is seeded with.
+        super().__init__(dataset, num_workers=num_workers, batch_sampler=batches, generator=torch.Generator())
 
     def start(self, *, seed: int, iteration: int) -> None:
-        """What the next iterator over this loader begins with: the batch of an iteration, from 0, of a seed's run."""
+        """Let the next iterator over this loader begin with the batch of an iteration, from 0, of a seed's run."""
         self.batch_sampler.seed = seed
         self.batch_sampler.first_iteration = iteration
 
-    def __iter__(self) -> Iterator[list[dict[str, Any]]]:
-        with _signals_blocked():
-            self._batches = super().__iter__()
-        return self._batches
 
-    def stop(self) -> None:
-        """End the worker processes; torch does so only when nothing refers to their iterator, as a traceback may."""
-        shutdown = getattr(self._batches, "_shutdown_workers", None)
-        if shutdown is not None:
-            shutdown()
-
-
-class EvaluationLoader(DataLoader):
-    """detectron2's loader for inference, an image a batch, whose worker processes leave signals to the run.
+class EvaluationLoader(_Loader):
+    """detectron2's loader for inference, an image a batch.
 
     Args:
         records: of the images.
@@ -171,43 +171,13 @@ class EvaluationLoader(DataLoader):
     def __init__(
         self, records: list[dict[str, Any]], mapper: Callable[[dict[str, Any]], dict[str, Any]], *, num_workers: int
     ) -> None:
-        leave = functools.partial(_leave_signals_to_the_run, seconds=SECONDS_TO_END)
-        super().__init__(
-            MapDataset(DatasetFromList(records, copy=False), mapper),
-            sampler=InferenceSampler(len(records)),
-            num_workers=num_workers,
-            collate_fn=_as_list,
-            worker_init_fn=leave if num_workers else None,
-        )
-
-    def __iter__(self) -> Iterator[list[dict[str, Any]]]:
-        with _signals_blocked():
-            return super().__iter__()
+        dataset = MapDataset(DatasetFromList(records, copy=False), mapper)
+        super().__init__(dataset, num_workers=num_workers, sampler=InferenceSampler(len(records)))
 
 
-@contextlib.contextmanager
-def _signals_blocked() -> Iterator[None]:
-    """While this lasts, signals wait, here and in the processes that are started: till these know what to do."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _leave_signals_to_the_run(worker: int, *, seconds: int = SECONDS_TO_SAVE) -> None:
-    """Ctrl-C and a scheduler's signal reach all processes; the run stops its workers when it has saved.
-
-    One that is told to end, and is not stopped by the run, ends by itself.
-
-    Args:
-        seconds: until it does.
-    """
+def _ignore_signals(worker: int) -> None:
+    """Let a worker end a minute after SIGTERM, in case that the run does not end it earlier."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(seconds))
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(60))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-
-
-def _as_list(batch: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return batch

@@ -1,27 +1,28 @@
-"""Training and evaluation from the command line."""
+"""The trainer of YAML configs and LazyConfigs, its hooks, and how its processes are launched."""
 
 from projects_vil.engine.checks import check_setup, check_values
-from projects_vil.engine.defaults import Trainer
-from projects_vil.engine.launch import train_from_command_line, training_parser
+from projects_vil.engine.launch import ProcessEnded
 from projects_vil.engine.lazy import (
     build_lazy_optimizer,
-    describe_lazy_config,
-    lazy_training_parser,
+    lazy_options,
+    lazy_trainer,
     load_lazy_config,
     load_records,
     train_lazily_from_command_line,
 )
+from projects_vil.engine.train import train_from_command_line
+from projects_vil.engine.trainer import Trainer
 
 __all__ = [
+    "ProcessEnded",
     "Trainer",
     "build_lazy_optimizer",
     "check_setup",
     "check_values",
-    "describe_lazy_config",
-    "lazy_training_parser",
+    "lazy_options",
+    "lazy_trainer",
     "load_lazy_config",
     "load_records",
     "train_from_command_line",
     "train_lazily_from_command_line",
-    "training_parser",
 ]

@@ -1,23 +1,22 @@
-"""What can be found wrong with a run in a second, before it starts."""
+"""Checks of a run before it starts: what would otherwise cost its user hours, or end in a traceback."""
 
 import functools
-import logging
 import math
-from collections.abc import Callable, Collection
-from pathlib import Path
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from detectron2.config import CfgNode
 from torch import nn
 
-from backbones import InputError
-from backbones.utils.errors import check_choice
+from backbones import ConfigError
+from backbones.errors import check_choice
 from projects_vil import data
-from projects_vil.checkpoint import check_weights, checkpoints_of, find_checkpoint, optimizer_groups
+from projects_vil.checkpoint import check_weights, checkpoints_of
 from projects_vil.config import check_device, is_panoptic
 from projects_vil.engine.hooks import RandomShift
-from projects_vil.engine.steps import AMP_DTYPES, check_groups
+from projects_vil.engine.trainer import AMP_DTYPES
+from projects_vil.engine.writers import check_services
 from projects_vil.evaluation import LOSS_TASK, check_coco_api, check_metric, parts_of_metric
 from projects_vil.modeling import (
     LARGEST_SIDE,
@@ -27,271 +26,215 @@ from projects_vil.modeling import (
     check_point_rend,
     longest_side,
 )
-from projects_vil.progress import check_services
 from projects_vil.solver import LR_SCHEDULERS, OPTIMIZERS, build_lr_scheduler, build_optimizer
 
-# What is passed over is said where the run resumes.
-_SILENT = logging.Logger(__name__, level=logging.CRITICAL + 1)
+_TASKS_WITH_AP = ("bbox", "segm", "keypoints")
+_CHOICES: dict[str, Collection[str]] = {
+    "DATASETS.CHECK": data.CHECK_MODES,
+    "DATALOADER.SAMPLER_TRAIN": data.TRAIN_SAMPLERS,
+    "INPUT.FORMAT": ("RGB", "BGR"),
+    "INPUT.MASK_FORMAT": ("polygon", "bitmask"),
+    "INPUT.MIN_SIZE_TRAIN_SAMPLING": ("choice", "range"),
+    "INPUT.RANDOM_FLIP": ("none", "horizontal", "vertical"),
+    "SOLVER.AMP.DTYPE": AMP_DTYPES,
+    "SOLVER.LR_SCHEDULER_NAME": LR_SCHEDULERS,
+    "SOLVER.OPTIMIZER": OPTIMIZERS,
+    "SOLVER.WARMUP_METHOD": ("linear", "constant"),
+}
+# The smallest and largest value of a number, or of each number of a list.
+_RANGES: dict[str, tuple[float, float]] = {
+    "DATALOADER.NUM_WORKERS": (0, math.inf),
+    "INPUT.COPY_PASTE.PROBABILITY": (0, 1),
+    "INPUT.LSJ.SCALE": (1e-3, 10),
+    "INPUT.LSJ.SIZE": (SMALLEST_SIDE, LARGEST_SIDE),
+    "INPUT.MAX_SIZE_TEST": (1, math.inf),
+    "INPUT.MAX_SIZE_TRAIN": (1, math.inf),
+    "INPUT.MIN_SIZE_TEST": (0, math.inf),
+    "INPUT.MIN_SIZE_TRAIN": (1, math.inf),
+    "MODEL.EMA.DECAY": (0, 1 - 1e-12),
+    "MODEL.FPN.OUT_CHANNELS": (1, math.inf),
+    "MODEL.PIXEL_MEAN": (-math.inf, math.inf),
+    "MODEL.PIXEL_STD": (1e-12, math.inf),
+    "MODEL.RETINANET.NUM_CLASSES": (1, math.inf),
+    "MODEL.ROI_HEADS.NUM_CLASSES": (1, math.inf),
+    "MODEL.TRANSFORMER.RANDOM_SHIFT_UNTIL": (0, 1),
+    "SEED": (-1, 2**63 - 1),
+    "SOLVER.ACCUMULATE": (1, math.inf),
+    "SOLVER.BASE_LR": (1e-30, math.inf),
+    "SOLVER.BASE_LR_END": (0, math.inf),
+    "SOLVER.CHECKPOINT_KEEP": (0, math.inf),
+    "SOLVER.CHECKPOINT_PERIOD": (1, math.inf),
+    "SOLVER.CLIP_GRADIENTS.CLIP_VALUE": (1e-30, math.inf),
+    "SOLVER.EARLY_STOPPING_PATIENCE": (0, math.inf),
+    "SOLVER.IMS_PER_BATCH": (1, math.inf),
+    "SOLVER.MAX_ITER": (1, math.inf),
+    "SOLVER.MOMENTUM": (0, 1 - 1e-12),
+    "SOLVER.NUM_DECAYS": (1, math.inf),
+    "SOLVER.REFERENCE_WORLD_SIZE": (0, math.inf),
+    "SOLVER.SCALE_LR_TO_BATCH": (0, math.inf),
+    "SOLVER.SKIP_DIVERGED": (0, math.inf),
+    "SOLVER.STEPS": (0, math.inf),
+    "SOLVER.WARMUP_FACTOR": (0, 1),
+    "SOLVER.WARMUP_ITERS": (0, math.inf),
+    "SOLVER.WEIGHT_DECAY": (0, math.inf),
+    "TEST.DETECTIONS_PER_IMAGE": (1, math.inf),
+    "TEST.DRAW_IMAGES": (0, 32),
+    "TEST.EVAL_PERIOD": (0, math.inf),
+}
 
 
-def check_setup(cfg: CfgNode, *, processes: int = 1, eval_only: bool = False, resume: bool = False) -> None:
-    """Whether the model, devices, datasets and weights that a run needs are there.
+def check_setup(
+    cfg: CfgNode,
+    *,
+    processes: int = 1,
+    eval_only: bool = False,
+    resume: bool = False,
+    model: nn.Module | None = None,
+) -> None:
+    """Check the values, model, devices, datasets and weights of a run, which takes about a second.
+
+    The checkpoint that a run resumes from is checked where it is read.
+
+    Args:
+        cfg: its datasets are registered.
+        processes: of the run.
+        eval_only: whether it evaluates only.
+        resume: whether it continues from a checkpoint.
+        model: of a LazyConfig, on any device; by default that of ``cfg``.
 
     Raises:
-        InputError: for the first that is not.
+        ConfigError: for the first mistake.
     """
     check_values(cfg)
-    model = build_on_meta(cfg)
+    is_lazy, model = model is not None, build_on_meta(cfg) if model is None else model
     on_gpu = check_device(cfg)
-    if cfg.SOLVER.AMP.ENABLED and cfg.SOLVER.AMP.DTYPE == "float16" and not eval_only and not on_gpu:
-        raise InputError(
-            "SOLVER.AMP.ENABLED is True, and AMP needs MODEL.DEVICE cuda for float16: add SOLVER.AMP.DTYPE bfloat16, "
-            "or SOLVER.AMP.ENABLED False"
-        )
-    if not eval_only:
-        _check_batch(cfg, max(processes, 1))
-        _check_jitter(cfg, model)
-        optimizer = build_optimizer(cfg, model)
-        _check_schedule(cfg, max(processes, 1))
-        if cfg.MODEL.TRANSFORMER.RANDOM_SHIFT_UNTIL:
-            RandomShift(model, cfg.MODEL.TRANSFORMER.RANDOM_SHIFT_UNTIL)
-        if processes > 1 and not on_gpu:
-            check_norms(model)
-        check_services(cfg)
-    if not cfg.DATASETS.TEST and eval_only or not cfg.DATASETS.TRAIN and not eval_only:
-        raise InputError(f"DATASETS.{'TEST' if eval_only else 'TRAIN'} is empty: name a dataset")
+    if not (cfg.DATASETS.TEST if eval_only else cfg.DATASETS.TRAIN):
+        raise ConfigError(f"DATASETS.{'TEST' if eval_only else 'TRAIN'} is empty: name a dataset")
     for names in (*([name] for name in cfg.DATASETS.TEST), () if eval_only else cfg.DATASETS.TRAIN):
         data.check_datasets(cfg, names)
-    if cfg.TEST.BEST_METRIC and cfg.DATASETS.TEST and not eval_only:
-        check_metric(cfg)
-    resumed = find_checkpoint(cfg.OUTPUT_DIR, logger=_SILENT) if resume else None
-    if resumed is not None:
-        check_weights(cfg, str(resumed), complete=True, model=model)
-        if not eval_only:
-            _check_optimizer(resumed, optimizer)
+    if not eval_only:
+        _check_training(cfg, model, processes=max(processes, 1), on_gpu=on_gpu)
+        if not is_lazy:
+            build_optimizer(cfg, model)
+            _check_schedule(cfg, processes)
+    saved = checkpoints_of(cfg.OUTPUT_DIR)
+    if resume and saved:
         return
-    there = checkpoints_of(cfg.OUTPUT_DIR)
-    if there and not eval_only and not cfg.OVERWRITE_OUTPUT_DIR:
-        raise InputError(
-            f"OUTPUT_DIR {cfg.OUTPUT_DIR} has checkpoints of another run, {there[0].name} among them: add --resume to "
-            "go on with it, choose another OUTPUT_DIR, or add OVERWRITE_OUTPUT_DIR True"
+    if saved and not eval_only and not cfg.OVERWRITE_OUTPUT_DIR:
+        raise ConfigError(
+            f"OUTPUT_DIR {cfg.OUTPUT_DIR} has checkpoints of another run, such as {saved[0].name}: continue it with "
+            "--resume, choose another OUTPUT_DIR, or set OVERWRITE_OUTPUT_DIR True"
         )
     if eval_only and not cfg.MODEL.WEIGHTS:
-        raise InputError("MODEL.WEIGHTS is empty: name the checkpoint to evaluate")
+        raise ConfigError("MODEL.WEIGHTS is empty: name the checkpoint to evaluate")
     if cfg.MODEL.WEIGHTS:
         check_weights(cfg, cfg.MODEL.WEIGHTS, complete=eval_only, model=model)
 
 
-def _check_jitter(cfg: CfgNode, model: nn.Module) -> None:
-    """Whether the model's absolute positions reach as far as the images of ``INPUT.AUGMENTATION``."""
-    size, end = cfg.INPUT.LSJ.SIZE, longest_side(model)
-    if cfg.INPUT.AUGMENTATION != "default" and end is not None and size > end:
-        raise InputError(
-            f"INPUT.LSJ.SIZE is {size}, and this model's tables of positions end at MODEL.TRANSFORMER.MAX_IMG_SIZE "
-            f"{end}: make one of them fit"
+def _check_training(cfg: CfgNode, model: nn.Module, *, processes: int, on_gpu: bool) -> None:
+    solver, transformer = cfg.SOLVER, cfg.MODEL.TRANSFORMER
+    if solver.AMP.ENABLED and solver.AMP.DTYPE == "float16" and not on_gpu:
+        raise ConfigError("SOLVER.AMP.DTYPE float16 needs MODEL.DEVICE cuda: use bfloat16 on the CPU")
+    # detectron2's trainer scales the batch with the processes where there is a reference.
+    batch, divisor = solver.IMS_PER_BATCH, solver.REFERENCE_WORLD_SIZE or processes
+    if batch % (divisor * solver.ACCUMULATE):
+        raise ConfigError(
+            f"SOLVER.IMS_PER_BATCH is {batch}: it must be a multiple of {divisor} processes times SOLVER.ACCUMULATE "
+            f"{solver.ACCUMULATE}"
         )
+    size, limit = cfg.INPUT.LSJ.SIZE, longest_side(model)
+    if cfg.INPUT.AUGMENTATION != "default" and limit is not None and size > limit:
+        raise ConfigError(
+            f"INPUT.LSJ.SIZE is {size}, and the position tables end at MODEL.TRANSFORMER.MAX_IMG_SIZE {limit}"
+        )
+    if transformer.RANDOM_SHIFT_UNTIL:
+        RandomShift(model, transformer.RANDOM_SHIFT_UNTIL)
+    synchronized = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
+    if processes > 1 and not on_gpu and synchronized:
+        raise ConfigError(
+            f"{synchronized[0]} is a synchronized batch norm, which needs GPUs: on the CPU use one process, or another "
+            "MODEL.TRANSFORMER.BATCH_NORM (batch, frozen) or NORM"
+        )
+    if cfg.TEST.BEST_METRIC and cfg.DATASETS.TEST:
+        check_metric(cfg)
+    check_services(cfg)
 
 
 def _check_schedule(cfg: CfgNode, processes: int) -> None:
-    """Whether there is one, at the rate that detectron2's trainer will scale, if it does."""
+    """Build the schedule, with the learning rate that detectron2's trainer will scale."""
     rate, reference = cfg.SOLVER.BASE_LR, cfg.SOLVER.REFERENCE_WORLD_SIZE
     if reference:
         cfg = cfg.clone()
         cfg.defrost()
         cfg.SOLVER.BASE_LR = rate = rate * processes / reference
-    # An optimizer of its own: a schedule sets the rates of the one that it is for.
     build_lr_scheduler(cfg, torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=rate))
 
 
-def _check_optimizer(resumed: Path, optimizer: torch.optim.Optimizer) -> None:
-    saved = optimizer_groups(resumed)
-    if saved is None:
-        raise InputError(
-            f"{resumed} has no optimizer to go on with: begin anew from its weights (MODEL.WEIGHTS {resumed}, without "
-            "--resume, in another OUTPUT_DIR)"
-        )
-    check_groups(saved, optimizer.param_groups)
-
-
-def check_norms(model: nn.Module) -> None:
-    """Whether a model's batch norms train in several processes on the CPU.
-
-    Raises:
-        InputError: for one that is synchronised, for which torch needs GPUs.
-    """
-    name = next((name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)), None)
-    if name is not None:
-        raise InputError(
-            f"{name} is a synchronised batch norm, which needs GPUs: on the CPU train in one process, or with another "
-            "MODEL.TRANSFORMER.BATCH_NORM (batch, frozen) or NORM"
-        )
-
-
 def check_values(cfg: CfgNode) -> None:
-    """Whether values are such as detectron2 can use, whose own words for them would be a traceback.
+    """Check the values of keys, and keys that depend on each other.
 
     Raises:
-        InputError: for the first that is not, naming its key and what it may be.
+        ConfigError: for the first mistake, with its key.
     """
-    for key, is_right, meaning in _VALUES:
-        value = functools.reduce(getattr, key.split("."), cfg)
-        if not is_right(value):
-            raise InputError(f"{key} is {value!r}: it is {meaning}")
-    check_choice("DATASETS.CHECK", cfg.DATASETS.CHECK, data.CHECKS)
+    for key, (smallest, largest) in _RANGES.items():
+        value = _value(cfg, key)
+        numbers = value if isinstance(value, (list, tuple)) else [value]
+        if not all(isinstance(number, (int, float)) and smallest <= number <= largest for number in numbers):
+            raise ConfigError(f"{key} is {value!r}: it must be {smallest:g} to {largest:g}")
+    for key, choices in _CHOICES.items():
+        check_choice(key, _value(cfg, key), choices)
+    for key in ("MODEL.PIXEL_MEAN", "MODEL.PIXEL_STD"):
+        if len(_value(cfg, key)) != 3:
+            raise ConfigError(f"{key} is {_value(cfg, key)!r}: it must be three numbers")
+    if list(cfg.SOLVER.STEPS) != sorted(set(cfg.SOLVER.STEPS)):
+        raise ConfigError(f"SOLVER.STEPS is {cfg.SOLVER.STEPS!r}: it must be increasing")
+    if len(cfg.INPUT.LSJ.SCALE) != 2 or cfg.INPUT.LSJ.SCALE[0] > cfg.INPUT.LSJ.SCALE[1]:
+        raise ConfigError(f"INPUT.LSJ.SCALE is {cfg.INPUT.LSJ.SCALE!r}: it must be two factors, the larger one last")
+    if not cfg.OUTPUT_DIR.strip():
+        raise ConfigError("OUTPUT_DIR is empty: name the folder of the run")
     check_coco_api(cfg.TEST.COCO_API)
-    check_choice("DATALOADER.SAMPLER_TRAIN", cfg.DATALOADER.SAMPLER_TRAIN, data.TRAIN_SAMPLERS)
-    if cfg.INPUT.CROP.ENABLED:
-        check_choice("INPUT.CROP.TYPE", cfg.INPUT.CROP.TYPE, data.CROP_TYPES)
-    data.check_padding(cfg)
+    data.check_crop(cfg)
     data.check_augmentation(cfg)
-    if is_panoptic(cfg) and not cfg.MODEL.MASK_ON:
-        raise InputError("MODEL.MASK_ON is False, and a PanopticFPN joins masks with stuff: add MODEL.MASK_ON True")
     check_cascade(cfg)
     check_point_rend(cfg)
-    for key, choices in _CHOICES:
-        check_choice(key, functools.reduce(getattr, key.split("."), cfg), choices)
-    _check_best_metric(cfg)
+    if is_panoptic(cfg) and not cfg.MODEL.MASK_ON:
+        raise ConfigError("MODEL.MASK_ON is False, and a PanopticFPN combines masks with stuff: set it to True")
     if cfg.SOLVER.SCALE_LR_TO_BATCH and cfg.SOLVER.REFERENCE_WORLD_SIZE:
-        raise InputError(
-            "SOLVER.SCALE_LR_TO_BATCH and SOLVER.REFERENCE_WORLD_SIZE both scale the learning rate: set one to 0"
-        )
-    patience = cfg.SOLVER.EARLY_STOPPING_PATIENCE
-    if patience and not (cfg.TEST.BEST_METRIC and cfg.TEST.EVAL_PERIOD):
-        raise InputError(
-            f"SOLVER.EARLY_STOPPING_PATIENCE is {patience}: it needs TEST.BEST_METRIC, bbox/AP for one, and a "
-            "TEST.EVAL_PERIOD above 0"
+        raise ConfigError("SOLVER.SCALE_LR_TO_BATCH and SOLVER.REFERENCE_WORLD_SIZE both scale the learning rate")
+    _check_best_metric(cfg)
+    if cfg.SOLVER.EARLY_STOPPING_PATIENCE and not (cfg.TEST.BEST_METRIC and cfg.TEST.EVAL_PERIOD):
+        raise ConfigError(
+            "SOLVER.EARLY_STOPPING_PATIENCE needs TEST.BEST_METRIC, such as bbox/AP, and TEST.EVAL_PERIOD"
         )
 
 
 def _check_best_metric(cfg: CfgNode) -> None:
-    """Whether it is of what evaluations judge; :func:`check_metric` knows the names, once datasets are known."""
+    """Check the task of the metric; :func:`check_metric` knows its name, once the datasets are registered."""
     metric, tests = cfg.TEST.BEST_METRIC, cfg.DATASETS.TEST
     if not metric:
         return
     dataset, task, name = parts_of_metric(cfg)
     if len(tests) > 1 and not dataset:
-        raise InputError(
-            f"TEST.BEST_METRIC is {metric}: with several DATASETS.TEST it begins with one, as {tests[0]}/bbox/AP"
-        )
+        raise ConfigError(f"TEST.BEST_METRIC is {metric}: with several DATASETS.TEST it must be as {tests[0]}/bbox/AP")
     tasks = _tasks(cfg)
     if task not in tasks or not name or (task in _TASKS_WITH_AP and not name.startswith("AP")):
         example = "sem_seg/mIoU" if "sem_seg" in tasks else "bbox/AP"
-        raise InputError(
-            f"TEST.BEST_METRIC is {metric}: it is one of {', '.join(tasks)}, and a metric of it: {example} for one"
+        raise ConfigError(
+            f"TEST.BEST_METRIC is {metric}: it must be one of {', '.join(tasks)} and its metric, such as {example}"
         )
     if task == LOSS_TASK and not cfg.TEST.LOSS:
-        raise InputError(f"TEST.BEST_METRIC is {metric}, which nobody computes: add TEST.LOSS True")
-
-
-def _check_batch(cfg: CfgNode, processes: int) -> None:
-    """As detectron2's trainer will scale it, if it does."""
-    batch, reference = cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.REFERENCE_WORLD_SIZE
-    if reference and batch % reference:
-        raise InputError(
-            f"SOLVER.IMS_PER_BATCH is {batch}, no multiple of the {reference} processes of SOLVER.REFERENCE_WORLD_SIZE"
-        )
-    if not reference and batch % processes:
-        raise InputError(f"SOLVER.IMS_PER_BATCH is {batch}, no multiple of {processes} processes")
-    own, parts = batch // (reference or processes), cfg.SOLVER.ACCUMULATE
-    if own % parts:
-        raise InputError(f"SOLVER.ACCUMULATE is {parts}, and the {own} images of a process cannot be split evenly")
-
-
-def _whole(low: int) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= low
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _are_steps(value: Any) -> bool:
-    return all(map(_whole(0), value)) and list(value) == sorted(set(value))
-
-
-def _are_scales(value: Any) -> bool:
-    return len(value) == 2 and all(map(_is_finite, value)) and 0 < value[0] <= value[1] <= _LARGEST_SCALE
-
-
-def _are_colors(value: Any) -> bool:
-    return len(value) == 3 and all(map(_is_finite, value))
-
-
-# Ten times the side is a hundred times the memory.
-_LARGEST_SCALE = 10
-_TASKS_WITH_AP = ("bbox", "segm", "keypoints")
+        raise ConfigError(f"TEST.BEST_METRIC {metric} needs TEST.LOSS True")
 
 
 def _tasks(cfg: CfgNode) -> tuple[str, ...]:
-    """What evaluations of this model judge."""
+    """Return what evaluations of this model report."""
     if cfg.MODEL.META_ARCHITECTURE == "SemanticSegmentor":
         return ("sem_seg", LOSS_TASK)
     has_rois = cfg.MODEL.META_ARCHITECTURE in ("GeneralizedRCNN", "PanopticFPN")
-    stuff = ("sem_seg",) if is_panoptic(cfg) else ()
-    is_judged = (True, has_rois and cfg.MODEL.MASK_ON, has_rois and cfg.MODEL.KEYPOINT_ON)
-    return (*(task for task, judged in zip(_TASKS_WITH_AP, is_judged, strict=True) if judged), *stuff, LOSS_TASK)
+    is_evaluated = (True, has_rois and cfg.MODEL.MASK_ON, has_rois and cfg.MODEL.KEYPOINT_ON)
+    tasks = [task for task, evaluated in zip(_TASKS_WITH_AP, is_evaluated, strict=True) if evaluated]
+    return (*tasks, *(("sem_seg",) if is_panoptic(cfg) else ()), LOSS_TASK)
 
 
-_CHOICES: tuple[tuple[str, Collection[str]], ...] = (
-    ("SOLVER.AMP.DTYPE", AMP_DTYPES),
-    ("SOLVER.OPTIMIZER", OPTIMIZERS),
-    ("SOLVER.LR_SCHEDULER_NAME", LR_SCHEDULERS),
-    ("SOLVER.WARMUP_METHOD", ("linear", "constant")),
-    ("INPUT.RANDOM_FLIP", ("none", "horizontal", "vertical")),
-    ("INPUT.FORMAT", ("RGB", "BGR")),
-    ("INPUT.MASK_FORMAT", ("polygon", "bitmask")),
-    ("INPUT.MIN_SIZE_TRAIN_SAMPLING", ("choice", "range")),
-)
-_VALUES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("SOLVER.MAX_ITER", _whole(1), "1 or more iterations"),
-    ("SOLVER.IMS_PER_BATCH", _whole(1), "1 or more images, those of all processes together"),
-    ("SOLVER.REFERENCE_WORLD_SIZE", _whole(0), "a number of processes, or 0"),
-    ("SOLVER.CHECKPOINT_PERIOD", _whole(1), "1 or more iterations"),
-    ("SOLVER.CHECKPOINT_KEEP", _whole(0), "a number of checkpoints, or 0 for all"),
-    ("SOLVER.ACCUMULATE", _whole(1), "1 or more parts of a batch"),
-    ("SOLVER.SCALE_LR_TO_BATCH", _whole(0), "a number of images, or 0 for a learning rate as it is"),
-    ("SOLVER.SKIP_DIVERGED", _whole(0), "a number of batches, or 0 to stop at the first"),
-    ("SOLVER.EARLY_STOPPING_PATIENCE", _whole(0), "a number of evaluations, or 0 for never"),
-    ("SOLVER.WARMUP_ITERS", _whole(0), "0 or more iterations"),
-    ("SOLVER.BASE_LR", lambda value: _is_finite(value) and value > 0, "above 0"),
-    ("SOLVER.BASE_LR_END", lambda value: _is_finite(value) and value >= 0, "0 or more"),
-    ("SOLVER.MOMENTUM", lambda value: _is_finite(value) and 0 <= value < 1, "0 or more, and below 1"),
-    ("SOLVER.STEPS", lambda value: _are_steps(value), "iterations, each later than the one before"),
-    ("SOLVER.WARMUP_FACTOR", lambda value: _is_finite(value) and 0 <= value <= 1, "0 to 1"),
-    ("SOLVER.NUM_DECAYS", _whole(1), "1 or more"),
-    ("SEED", lambda value: _whole(-1)(value) and value < 2**63, "0 or more, or -1 to have one drawn"),
-    ("MODEL.RETINANET.NUM_CLASSES", _whole(1), "1 or more"),
-    ("MODEL.ROI_HEADS.NUM_CLASSES", _whole(1), "1 or more"),
-    ("MODEL.FPN.OUT_CHANNELS", _whole(1), "1 or more"),
-    (
-        "MODEL.ANCHOR_GENERATOR.SIZES",
-        lambda value: all(_is_finite(side) and side > 0 for level in value for side in level),
-        "lists of sides above 0",
-    ),
-    ("SOLVER.CLIP_GRADIENTS.CLIP_VALUE", lambda value: _is_finite(value) and value > 0, "above 0"),
-    ("INPUT.MIN_SIZE_TRAIN", lambda value: len(value) > 0 and all(map(_whole(1), value)), "sides of 1 pixel or more"),
-    ("INPUT.MAX_SIZE_TRAIN", _whole(1), "a side of 1 pixel or more"),
-    ("INPUT.MIN_SIZE_TEST", _whole(0), "a side of 1 pixel or more, or 0 for images as they are"),
-    ("INPUT.MAX_SIZE_TEST", _whole(1), "a side of 1 pixel or more"),
-    (
-        "INPUT.LSJ.SIZE",
-        lambda value: _whole(SMALLEST_SIDE)(value) and value <= LARGEST_SIDE,
-        f"the side of a square, {SMALLEST_SIDE} to {LARGEST_SIDE} pixels",
-    ),
-    ("INPUT.LSJ.SCALE", _are_scales, f"two factors above 0 and at most {_LARGEST_SCALE}, the larger one last"),
-    ("INPUT.COPY_PASTE.PROBABILITY", lambda value: _is_finite(value) and 0 <= value <= 1, "0 to 1"),
-    ("TEST.DETECTIONS_PER_IMAGE", _whole(1), "1 or more"),
-    ("SOLVER.WEIGHT_DECAY", lambda value: _is_finite(value) and value >= 0, "0 or more"),
-    ("TEST.EVAL_PERIOD", _whole(0), "a number of iterations, or 0 for the end alone"),
-    ("TEST.DRAW_IMAGES", lambda value: _whole(0)(value) and value <= 32, "0 to 32 images"),
-    ("DATALOADER.NUM_WORKERS", _whole(0), "0 or more processes"),
-    ("MODEL.TRANSFORMER.RANDOM_SHIFT_UNTIL", lambda value: _is_finite(value) and 0 <= value <= 1, "0 to 1"),
-    ("MODEL.EMA.DECAY", lambda value: _is_finite(value) and 0 <= value < 1, "0 or more, and below 1"),
-    ("MODEL.PIXEL_MEAN", _are_colors, "three numbers, in the order of INPUT.FORMAT"),
-    (
-        "MODEL.PIXEL_STD",
-        lambda value: _are_colors(value) and all(number > 0 for number in value),
-        "three numbers above 0, in the order of INPUT.FORMAT",
-    ),
-    ("OUTPUT_DIR", lambda value: isinstance(value, str) and bool(value.strip()), "the folder that a run writes into"),
-)
+def _value(cfg: CfgNode, key: str) -> Any:
+    return functools.reduce(getattr, key.split("."), cfg)

@@ -1,143 +1,255 @@
-"""Training and evaluation from the command line."""
+"""The processes of a run, started here or by torchrun, and the signals that stop it."""
 
 import argparse
 import contextlib
-import logging
-from collections import OrderedDict
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
 
-from detectron2.config import CfgNode
-from detectron2.engine import default_argument_parser, default_setup
-from detectron2.evaluation import verify_results
+import torch
+from detectron2.engine import create_ddp_model
 from detectron2.utils import comm
+from torch import nn
+from torch.multiprocessing import ProcessExitedException, start_processes
 
-from backbones.utils.files import written_whole
-from projects_vil.checkpoint import Checkpointer, checkpoints_of, remove_run
-from projects_vil.config import CONFIG_FILE, ConfigToolParser, check_typed_keys, load_config
-from projects_vil.data import read_ahead, register_datasets
-from projects_vil.engine.checks import check_setup
-from projects_vil.engine.defaults import Trainer
-from projects_vil.engine.processes import (
-    check_processes,
-    explain_processes,
-    number_of_processes,
-    said_once,
-    start_processes,
-)
-from projects_vil.solver import count_training_images, is_by_epochs, scale_learning_rate, schedule_by_epochs
-from projects_vil.utils import check_unlocked, log_run, run_lock, told_between_calls
+from backbones import ConfigError
+from projects_vil.utils import STOP_SIGNALS, handling_signals, terminate
+
+# How long processes wait for each other, for example while rank 0 evaluates or reads the data.
+TIMEOUT = timedelta(minutes=30)
+# Seconds that the other processes have to save and exit once one has ended.
+GRACE_PERIOD = 60
+_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def training_parser(description: str | None) -> ConfigToolParser:
-    """detectron2's arguments for training, with this project's way to override."""
-    parser = ConfigToolParser(description, config_file=False, parents=[default_argument_parser()])
-    explain_processes(parser, device="MODEL.DEVICE cpu")
-    return parser
+class DistributedEnv(NamedTuple):
+    """A process among those of its run, as torchrun's environment variables describe it."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
 
 
-def train_from_command_line(args: argparse.Namespace) -> None:
-    """What ``tools/train_net.py`` does: check what can be checked in a second, then start the processes.
+class ProcessEnded(Exception):
+    """A process of a run was killed.
 
     Args:
-        args: of :func:`training_parser`.
+        message: one line.
+        exit_status: of the tool.
+    """
+
+    def __init__(self, message: str, *, exit_status: int) -> None:
+        super().__init__(message)
+        self.exit_status = exit_status
+
+
+def distributed_env() -> DistributedEnv | None:
+    """Return the environment of torchrun, or of a launcher that sets the same variables; None without one.
 
     Raises:
-        InputError: for a mistake in the config, its overrides or the files that they name.
+        ConfigError: if only some of the variables are set, or are not numbers.
     """
-    with said_once():
-        cfg = load_config(args.config_file, args.opts)
-        register_datasets(cfg)
-        check_processes(args, device=cfg.MODEL.DEVICE)
-        if not args.eval_only:
-            check_unlocked(cfg.OUTPUT_DIR)
-        processes = number_of_processes(args)
-        check_setup(cfg, processes=processes, eval_only=args.eval_only, resume=args.resume)
-        if not args.eval_only:
-            check_typed_keys(cfg, args.opts)
-        num_images = 0
-        if not args.eval_only and is_by_epochs(cfg, args.opts):
-            num_images = count_training_images(cfg)
-    start_processes(_run, args, args, num_images, output_dir=cfg.OUTPUT_DIR, device=cfg.MODEL.DEVICE)
+    if not all(name in os.environ for name in _TORCHRUN[:3]):
+        return None
+    try:
+        env = DistributedEnv(*(int(os.environ[name]) for name in _TORCHRUN[:4]))
+        if env.world_size > 1 and (not os.environ["MASTER_ADDR"] or int(os.environ["MASTER_PORT"]) < 1):
+            raise ValueError("MASTER_PORT is 0")
+    except (KeyError, ValueError) as error:
+        names = ", ".join(_TORCHRUN)
+        raise ConfigError(
+            f"torchrun sets the environment variables {names}, and here {error} is missing or wrong"
+        ) from error
+    return env
 
 
-def _run(args: argparse.Namespace, num_images: int) -> OrderedDict:
-    """Train or evaluate in one process; returns what detectron2's trainer or evaluation does.
+def number_of_processes(args: argparse.Namespace) -> int:
+    """Return the number of processes of the whole run, by torchrun or by detectron2's arguments."""
+    env = distributed_env()
+    return args.num_gpus * args.num_machines if env is None else env.world_size
+
+
+def check_processes(args: argparse.Namespace, *, device: str, key: str = "MODEL.DEVICE") -> None:
+    """Raise a ConfigError if the processes that torchrun or detectron2's arguments ask for cannot run here.
 
     Args:
-        num_images: to train on, for ``SOLVER.EPOCHS``.
+        args: of detectron2's parser.
+        device: of the config.
+        key: of the device.
     """
-    cfg = load_config(args.config_file, args.opts)
-    register_datasets(cfg)
-    if args.eval_only:
-        return _evaluate(cfg, args)
-    with run_lock(cfg.OUTPUT_DIR) if comm.is_main_process() else contextlib.nullcontext():
-        # Nothing is written before the lock is there.
-        comm.synchronize()
-        return _train(cfg, args, num_images)
+    env, on_cpu = distributed_env(), device.startswith("cpu")
+    if env is not None and (args.num_gpus != 1 or args.num_machines != 1):
+        raise ConfigError(f"torchrun has started {env.world_size} processes: leave out --num-gpus and --num-machines")
+    if args.num_gpus < 1:
+        raise ConfigError(f"--num-gpus is {args.num_gpus}: it must be 1 or more, also with {key} cpu")
+    if not 0 <= args.machine_rank < args.num_machines:
+        raise ConfigError(f"--machine-rank is {args.machine_rank}, and --num-machines {args.num_machines}")
+    if args.num_machines > 1 and (args.dist_url == "auto" or "127.0.0.1" in args.dist_url):
+        raise ConfigError(f"--dist-url is {args.dist_url}: it must be tcp://HOST:PORT of the first machine")
+    if number_of_processes(args) > 1 and ":" in device:
+        raise ConfigError(f"{key} is {device}: with several processes it must be {device.partition(':')[0]}")
+    here = args.num_gpus if env is None else env.local_world_size
+    available = max(os.cpu_count() or 1, 2) if on_cpu else max(torch.cuda.device_count(), 1)
+    if here > available and not (on_cpu and env is not None):
+        raise ConfigError(f"--num-gpus is {here}, and there are {available} {'CPU cores' if on_cpu else 'GPUs'} here")
 
 
-def _train(cfg: CfgNode, args: argparse.Namespace, num_images: int) -> OrderedDict:
-    cfg, lines = schedule_by_epochs(cfg, num_images, args.opts)
-    cfg, scaling = scale_learning_rate(cfg, processes=comm.get_world_size())
-    lines += scaling
-    log_run(cfg.OUTPUT_DIR, rank=comm.get_rank())
-    # Before anything of an older run is removed.
-    read_ahead(cfg)
-    is_new = not (args.resume and checkpoints_of(cfg.OUTPUT_DIR))
-    comm.synchronize()
-    if is_new:
-        cfg.defrost()
-        if cfg.SEED < 0:
-            # Drawn here, so that it is in config.yaml and the first weights follow from it too.
-            cfg.SEED = comm.shared_random_seed()
-        if cfg.OVERWRITE_OUTPUT_DIR and comm.is_main_process():
-            remove_run(cfg.OUTPUT_DIR)
-        # Of this start alone, and not of those that its config.yaml is given to.
-        cfg.OVERWRITE_OUTPUT_DIR = False
-        cfg.freeze()
-    default_setup(cfg, args)
-    for line in lines:
-        logging.getLogger("detectron2").info(line)
-    if cfg.SOLVER.WARMUP_ITERS >= cfg.SOLVER.MAX_ITER:
-        logging.getLogger(__name__).warning(
-            "SOLVER.WARMUP_ITERS is %d, and SOLVER.MAX_ITER %d: the learning rate never comes to SOLVER.BASE_LR %g",
-            cfg.SOLVER.WARMUP_ITERS,
-            cfg.SOLVER.MAX_ITER,
-            cfg.SOLVER.BASE_LR,
-        )
-    logging.getLogger(__name__).info(
-        "training %s with %s on %s: %d iterations; %s/log.txt has the config, the model and the environment too",
-        cfg.MODEL.META_ARCHITECTURE,
-        cfg.MODEL.TRANSFORMER.NAME,
-        cfg.MODEL.DEVICE if comm.get_world_size() == 1 else f"{comm.get_world_size()} processes, {cfg.MODEL.DEVICE}",
-        cfg.SOLVER.MAX_ITER,
-        cfg.OUTPUT_DIR,
+@contextlib.contextmanager
+def reported_once() -> Iterator[None]:
+    """Let only the first process of each machine report a mistake that all processes of torchrun find."""
+    try:
+        yield
+    except ConfigError:
+        env = distributed_env()
+        if env is not None and env.local_rank:
+            # torchrun ends all once one has failed.
+            time.sleep(GRACE_PERIOD)
+        raise
+
+
+def launch(run: Callable[[argparse.Namespace], Any], args: argparse.Namespace, *, output_dir: str, device: str) -> None:
+    """Call ``run(args)`` in all processes of a run, over NCCL on GPUs and gloo on the CPU.
+
+    They are the processes of torchrun, or as many as detectron2's arguments ask for; a single one is this process. When
+    one ends, so do the others; SIGINT, SIGTERM and SIGHUP are passed on to all.
+
+    Args:
+        run: a function that can be imported.
+        args: of detectron2's parser.
+        output_dir: of the run, which is created.
+        device: of the config.
+
+    Raises:
+        ConfigError: if the folder cannot be created.
+        ProcessEnded: if a process was killed.
+        ProcessRaisedException: torch's, with the traceback of a process.
+        SystemExit: with 128 and the number of the signal that stopped the run.
+    """
+    try:
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"OUTPUT_DIR {output_dir} cannot be written: {error.strerror}") from error
+    env = distributed_env()
+    if number_of_processes(args) == 1:
+        run(args)
+    elif env is not None:
+        with _process_group(env, device, "env://"):
+            run(args)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            url = args.dist_url if args.num_machines > 1 else f"file://{folder}/store"
+            _spawn(run, args, device, url)
+
+
+def _spawn(run: Callable, args: argparse.Namespace, device: str, url: str) -> None:
+    processes: list[BaseProcess] = []
+    received: list[int] = []
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        is_second = number == signal.SIGINT and number in received
+        received.append(number)
+        for process in processes:
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGKILL if is_second else number)
+
+    # One that is ignored, as SIGHUP under nohup, stays so.
+    signals = [number for number in STOP_SIGNALS if signal.getsignal(number) not in (signal.SIG_IGN, None)]
+    with handling_signals(pass_on):
+        # CUDA and OpenMP's threads do not survive a fork.
+        worker_args = (run, args, device, url, signals, multiprocessing.get_start_method())
+        context = start_processes(_worker, worker_args, nprocs=args.num_gpus, join=False, start_method="spawn")
+        processes += context.processes
+        for number in received[:1]:
+            pass_on(number, None)
+        try:
+            while not context.join(grace_period=GRACE_PERIOD):
+                pass
+        except ProcessExitedException as error:
+            if received or error.exit_code > 128:
+                raise SystemExit(128 + received[0] if received else error.exit_code) from None
+            reason = error.signal_name or f"exit status {error.exit_code}"
+            hint = ", often because memory is short" if reason in ("SIGKILL", "SIGBUS") else ""
+            raise ProcessEnded(
+                f"process {error.error_index} of {args.num_gpus} was ended by {reason}{hint}",
+                exit_status=abs(error.exit_code) + (128 if error.signal_name else 0),
+            ) from None
+
+
+def _worker(
+    local_rank: int,
+    run: Callable,
+    args: argparse.Namespace,
+    device: str,
+    url: str,
+    signals: Sequence[int],
+    start_method: str,
+) -> None:
+    # Else data loading processes would be spawned too: new interpreters, which take seconds.
+    multiprocessing.set_start_method(start_method, force=True)
+    for number in signals:
+        signal.signal(number, terminate)
+    rank, world_size = args.machine_rank * args.num_gpus + local_rank, args.num_gpus * args.num_machines
+    status = None
+    try:
+        with _process_group(DistributedEnv(rank, local_rank, world_size, args.num_gpus), device, url):
+            run(args)
+    except SystemExit as error:
+        status = error.code
+    # Not in the handler: the traceback refers to data loaders, whose processes end with them.
+    sys.exit(status)
+
+
+@contextlib.contextmanager
+def _process_group(env: DistributedEnv, device: str, url: str) -> Iterator[None]:
+    on_gpu = not device.startswith("cpu")
+    if on_gpu:
+        torch.cuda.set_device(env.local_rank)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // env.local_world_size))
+    torch.distributed.init_process_group(
+        "nccl" if on_gpu else "gloo", init_method=url, rank=env.rank, world_size=env.world_size, timeout=TIMEOUT
     )
-    trainer = Trainer(cfg)
-    trainer.resume_or_load(resume=args.resume)
-    return trainer.train()
-
-
-def _evaluate(cfg: CfgNode, args: argparse.Namespace) -> OrderedDict:
-    log_run(cfg.OUTPUT_DIR, rank=comm.get_rank())
+    comm.create_local_process_group(env.local_world_size)
     comm.synchronize()
-    _set_up_evaluation(cfg, args)
-    model = Trainer.build_model(cfg)
-    checkpointer = Checkpointer(model, cfg.OUTPUT_DIR, cfg=cfg, complete=True)
-    checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=args.resume)
-    with told_between_calls(model, alone=comm.get_world_size() == 1):
-        results = Trainer.test(cfg, model)
-    if comm.is_main_process():
-        verify_results(cfg, results)
-    return results
+    yield
+    # Not after an exception: the others may never come to it.
+    torch.distributed.destroy_process_group()
 
 
-def _set_up_evaluation(cfg: CfgNode, args: argparse.Namespace) -> None:
-    """detectron2's, which writes ``config.yaml``: that of a run, beside its weights or figures, stays as it is."""
-    path = Path(cfg.OUTPUT_DIR) / CONFIG_FILE
-    has_trained = any(any(path.parent.glob(pattern)) for pattern in ("*.pth", "metrics.json"))
-    of_the_run = path.read_bytes() if has_trained and path.is_file() and comm.is_main_process() else None
-    default_setup(cfg, args)
-    if of_the_run is not None:
-        with written_whole(path) as partial:
-            partial.write_bytes(of_the_run)
+def distribute(model: nn.Module, **options: Any) -> nn.Module:
+    """Return ``model`` in DistributedDataParallel where there are several processes, also on the CPU."""
+    if comm.get_world_size() == 1:
+        return model
+    on_gpu = next(model.parameters()).device.type == "cuda"
+    return create_ddp_model(model, **({"device_ids": [comm.get_local_rank()] if on_gpu else None} | options))
+
+
+# -- signals ---------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def stop_requests() -> Iterator[list[int]]:
+    """Yield a list to which SIGINT, SIGTERM and SIGHUP are appended, unless they are ignored.
+
+    A second SIGINT interrupts a single process at once; one of several may get each twice, from the terminal and from
+    the process that started it.
+    """
+    received: list[int] = []
+
+    def receive(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and number in received and comm.get_world_size() == 1:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    with handling_signals(receive):
+        yield received

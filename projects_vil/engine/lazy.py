@@ -1,9 +1,10 @@
-"""Training and evaluation of LazyConfigs from the command line: what configs/lazy/ is run by."""
+"""LazyConfigs, as configs/lazy/ has them: what tools/lazyconfig_train_net.py does, with the trainer of YAML configs."""
 
 import argparse
 import builtins
-import contextlib
+import functools
 import logging
+import math
 import re
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -12,101 +13,118 @@ from typing import Any
 
 import torch
 from detectron2.config import CfgNode, LazyConfig, instantiate
-from detectron2.engine import (
-    AMPTrainer,
-    SimpleTrainer,
-    default_argument_parser,
-    default_setup,
-    default_writers,
-    hooks,
-)
 from detectron2.evaluation import inference_on_dataset, print_csv_format
-from detectron2.utils import comm
+from detectron2.solver import LRMultiplier
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 
-from backbones import InputError
-from backbones.attention.alternatives.performer import PerformerAttention
-from backbones.utils.errors import check_file, closest
+from backbones import ConfigError
+from backbones.errors import check_file, closest
 from projects_vil import data
-from projects_vil.checkpoint import Checkpointer, check_weights, checkpoints_of, find_checkpoint
 from projects_vil.config import default_config, one_line
-from projects_vil.engine.checks import check_norms
-from projects_vil.engine.hooks import LRScheduler, RandomShift, RedrawFeatures
-from projects_vil.engine.processes import (
-    check_processes,
-    data_parallel,
-    number_of_processes,
-    said_once,
-    share_statistics,
-    start_processes,
-)
-from projects_vil.evaluation import write_results
+from projects_vil.engine.checks import check_setup
+from projects_vil.engine.launch import check_processes, launch, number_of_processes, reported_once
+from projects_vil.engine.train import evaluate, save_config, set_up_run, train, training_folder
+from projects_vil.engine.trainer import Trainer, report_results, share_statistics
 from projects_vil.solver import clip_full_model
-from projects_vil.utils import check_unlocked, log_run, run_lock, told_between_calls
+from projects_vil.utils import check_unlocked
 
 _PARTS = ("model", "optimizer", "lr_multiplier", "dataloader", "train")
+# Keys of `train`, and the options of the trainer, by their keys in a YAML config.
+_OPTIONS = {
+    "output_dir": "OUTPUT_DIR",
+    "overwrite_output_dir": "OVERWRITE_OUTPUT_DIR",
+    "init_checkpoint": "MODEL.WEIGHTS",
+    "max_iter": "SOLVER.MAX_ITER",
+    "seed": "SEED",
+    "device": "MODEL.DEVICE",
+    "cudnn_benchmark": "CUDNN_BENCHMARK",
+    "amp.enabled": "SOLVER.AMP.ENABLED",
+    "amp.dtype": "SOLVER.AMP.DTYPE",
+    "accumulate": "SOLVER.ACCUMULATE",
+    "skip_diverged": "SOLVER.SKIP_DIVERGED",
+    "ema.enabled": "MODEL.EMA.ENABLED",
+    "ema.decay": "MODEL.EMA.DECAY",
+    "checkpointer.period": "SOLVER.CHECKPOINT_PERIOD",
+    "checkpointer.max_to_keep": "SOLVER.CHECKPOINT_KEEP",
+    "eval_period": "TEST.EVAL_PERIOD",
+    "best_metric": "TEST.BEST_METRIC",
+    "early_stopping_patience": "SOLVER.EARLY_STOPPING_PATIENCE",
+    "draw_images": "TEST.DRAW_IMAGES",
+    "feature_redraw_period": "MODEL.TRANSFORMER.FEATURE_REDRAW_PERIOD",
+    "random_shift_until": "MODEL.TRANSFORMER.RANDOM_SHIFT_UNTIL",
+}
 _OVERRIDE = re.compile(r"(?P<adds>\+{0,2})(?P<key>[\w.\[\]]+)=.*", re.DOTALL)
-_BAD_VALUES = (TypeError, ValueError, KeyError, IndexError, AttributeError, AssertionError, OmegaConfBaseException)
-
-
-def lazy_training_parser(epilog: str) -> argparse.ArgumentParser:
-    """detectron2's parser of a run, whose overrides are ``key=value``."""
-    return default_argument_parser(epilog=epilog)
+_INVALID = (TypeError, ValueError, KeyError, IndexError, AttributeError, AssertionError, OmegaConfBaseException)
 
 
 def train_lazily_from_command_line(args: argparse.Namespace) -> None:
-    """What ``tools/lazyconfig_train_net.py`` does: check what can be checked in a second, then start the processes.
+    """Check a run of a LazyConfig as far as that takes a second, then start its processes.
 
     Args:
-        args: of :func:`lazy_training_parser`; the overrides are ``key=value``, and ``+key=value`` for
+        args: of detectron2's ``default_argument_parser``; the overrides are ``key=value``, and ``+key=value`` for
             a key that the config does not have.
 
     Raises:
-        InputError: for a mistake in the config, its overrides or the files that they name.
+        ConfigError: for a mistake in the config, its overrides or the files that they name.
     """
-    with said_once():
+    with reported_once():
         cfg = load_lazy_config(args.config_file, args.opts)
-        output_dir, device = cfg.train.output_dir, cfg.train.device
-        check_processes(args, device=str(device), key="train.device")
+        device, processes = str(cfg.train.device), number_of_processes(args)
+        check_processes(args, device=device, key="train.device")
+        with torch.device("meta"):
+            model = _instantiate(cfg.model, "model")
+            if not args.eval_only:
+                build_lazy_optimizer(cfg, model)  # raises for a pattern that matches no parameter
+        options = lazy_options(cfg, model)
         if not args.eval_only:
-            check_unlocked(output_dir, key="train.output_dir")
-        _check(cfg, processes=number_of_processes(args), eval_only=args.eval_only, resume=args.resume)
-    start_processes(_run, args, args, output_dir=output_dir, device=device, key="train.output_dir")
+            check_unlocked(options.OUTPUT_DIR, key="train.output_dir")
+        _instantiate(cfg.lr_multiplier, "lr_multiplier")
+        data.register_datasets(options)
+        check_setup(options, processes=processes, eval_only=args.eval_only, resume=args.resume, model=model)
+        for split in ("train", "test"):
+            given = cfg.dataloader[split].mapper.image_format
+            if given != model.input_format:
+                raise ConfigError(
+                    f"model.input_format is {model.input_format}, and dataloader.{split}.mapper.image_format {given}"
+                )
+        if len(options.DATASETS.TEST) != 1:
+            raise ConfigError(f"dataloader.test.dataset.names is {options.DATASETS.TEST}: it must name one dataset")
+    launch(_run, args, output_dir=options.OUTPUT_DIR, device=device)
 
 
 def load_lazy_config(path: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
-    """A LazyConfig with its overrides, in Hydra's syntax.
+    """Load a LazyConfig with its overrides, in Hydra's syntax.
 
     Raises:
-        InputError: for a file that is missing, is no Python, fails or lacks a part, or an override that is none or
-            names a key that the config does not have (naming the closest).
+        ConfigError: for a file that is missing, fails or lacks a part, or an override that is not ``key=value`` or
+            names an unknown key (with the closest one).
     """
     if not str(path):
-        raise InputError("no config file was given: add --config-file configs/lazy/retinanet_vil_tiny.py, say")
+        raise ConfigError("--config-file is missing: configs/lazy/retinanet_vil_tiny.py, for example")
     check_file(path, "config file")
     own_import = builtins.__import__
     try:
         cfg = LazyConfig.load(str(path))
     except Exception as error:  # A config is a program: it may raise anything.
-        raise InputError(f"{path} is no LazyConfig: {_reason(error)}") from error
+        raise ConfigError(f"{path} is not a LazyConfig: {_reason(error)}") from error
     finally:
         # detectron2 leaves its own in place where a config raises.
         builtins.__import__ = own_import
     if not isinstance(cfg, DictConfig) or not all(isinstance(cfg.get(part), DictConfig) for part in _PARTS):
-        raise InputError(f"{path} is no LazyConfig to train: it has the parts {', '.join(_PARTS)}")
+        raise ConfigError(f"{path} is not a LazyConfig for training, which has the parts {', '.join(_PARTS)}")
     for override in overrides:
         match = _OVERRIDE.fullmatch(override)
         if match is None:
-            raise InputError(f"{override!r} is no override: those are key=value, after all flags (--resume and so on)")
+            raise ConfigError(f"the override {override!r} is not key=value")
         if not match["adds"] and not _has(cfg, match["key"]):
             key = match["key"]
-            raise InputError(f"unknown config key {key}{closest(key, _keys(cfg))} (+{key}=... adds one)")
+            raise ConfigError(f"unknown config key {key}{closest(key, _keys(cfg))} (+{key}=... adds one)")
     try:
         return LazyConfig.apply_overrides(cfg, list(overrides))
     except Exception as error:  # Hydra's parser has exceptions of its own.
-        raise InputError(f"an override is not Hydra's: {_reason(error)} ({' '.join(overrides)})") from error
+        raise ConfigError(f"invalid override: {_reason(error)} ({' '.join(overrides)})") from error
 
 
 def load_records(
@@ -118,15 +136,18 @@ def load_records(
     filter_empty: bool = True,
     check: str = "error",
 ) -> list[dict[str, Any]]:
-    """The records of some datasets of boxes: what a LazyConfig's loaders take.
+    """Return the records of datasets with boxes, for the loaders of a LazyConfig.
 
     Args:
-        masks: whether segmentations are learned.
+        names: of the datasets.
+        train: whether they are trained on.
+        num_classes: of the model.
+        masks: whether the model learns segmentations.
         filter_empty: whether images without annotation are left out of training.
         check: as ``DATASETS.CHECK``.
 
     Raises:
-        InputError: as :func:`projects_vil.data.load_dataset`.
+        ConfigError: as :func:`projects_vil.data.load_dataset`.
     """
     cfg = default_config()
     cfg.MODEL.META_ARCHITECTURE = "GeneralizedRCNN"
@@ -136,178 +157,135 @@ def load_records(
     return data.load_dataset(cfg, list(names), train=train, open_images=True)
 
 
-def describe_lazy_config(cfg: DictConfig, model: nn.Module) -> CfgNode:
-    """What of a LazyConfig the parts of this project ask a config for: datasets, classes, input format, device.
+def lazy_options(cfg: DictConfig, model: nn.Module) -> CfgNode:
+    """Return the options of ``cfg.train``, and what the trainer needs to know of model and data, as a YAML config.
 
     Args:
+        cfg: a LazyConfig.
         model: of ``cfg``, with or without values.
+
+    Raises:
+        ConfigError: for an option of another type.
     """
-    facts = default_config()
-    facts.MODEL.META_ARCHITECTURE = type(model).__name__
-    facts.MODEL.DEVICE = cfg.train.device
-    facts.OUTPUT_DIR = cfg.train.output_dir
+    options = default_config()
+    for name, key in _OPTIONS.items():
+        value = OmegaConf.select(cfg.train, name)
+        if value is not None:
+            try:
+                options.merge_from_list([key, value])
+            except ValueError as error:
+                raise ConfigError(f"train.{name} is {value!r}: {one_line(error)}") from error
+    options.MODEL.META_ARCHITECTURE = type(model).__name__
+    options.MODEL.TRANSFORMER.NAME = getattr(model.backbone.bottom_up, "variant", "")
     if hasattr(model, "roi_heads"):
-        facts.MODEL.ROI_HEADS.NUM_CLASSES = model.roi_heads.num_classes
-        facts.MODEL.MASK_ON = model.roi_heads.mask_on
+        options.MODEL.ROI_HEADS.NUM_CLASSES = model.roi_heads.num_classes
+        options.MODEL.MASK_ON = model.roi_heads.mask_on
     else:
-        facts.MODEL.RETINANET.NUM_CLASSES = model.num_classes
-    facts.MODEL.PIXEL_MEAN, facts.MODEL.PIXEL_STD = list(cfg.model.pixel_mean), list(cfg.model.pixel_std)
-    facts.INPUT.FORMAT = model.input_format
-    facts.DATASETS.TRAIN = tuple(cfg.dataloader.train.dataset.names)
-    facts.DATASETS.TEST = tuple(cfg.dataloader.test.dataset.names)
-    facts.DATASETS.COCO = OmegaConf.to_container(cfg.dataloader.coco)
-    facts.freeze()
-    return facts
+        options.MODEL.RETINANET.NUM_CLASSES = model.num_classes
+    options.MODEL.PIXEL_MEAN, options.MODEL.PIXEL_STD = list(cfg.model.pixel_mean), list(cfg.model.pixel_std)
+    options.INPUT.FORMAT = model.input_format
+    options.SOLVER.IMS_PER_BATCH = cfg.dataloader.train.total_batch_size
+    options.SOLVER.WARMUP_ITERS = 0
+    options.DATASETS.TRAIN = tuple(cfg.dataloader.train.dataset.names)
+    options.DATASETS.TEST = tuple(cfg.dataloader.test.dataset.names)
+    options.DATASETS.COCO = OmegaConf.to_container(cfg.dataloader.coco)
+    options.freeze()
+    return options
 
 
 def build_lazy_optimizer(cfg: DictConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of ``cfg`` for ``model``, with ``train.clip_norm``.
+    """Build the optimizer of ``cfg`` for ``model``, with ``train.clip_norm``.
 
     Raises:
-        InputError: for an argument that it does not take.
+        ConfigError: for an argument that it does not take.
     """
     part = cfg.optimizer.copy()
     part.params.model = model
     optimizer = _instantiate(part, "optimizer")
-    if cfg.train.clip_norm:
-        clip_full_model(optimizer, cfg.train.clip_norm)
+    clip_full_model(optimizer, cfg.train.clip_norm or math.inf)
     return optimizer
 
 
-def _check(cfg: DictConfig, *, processes: int, eval_only: bool, resume: bool) -> None:
-    train = cfg.train
-    for key, smallest in (("max_iter", 1), ("eval_period", 0), ("log_period", 1), ("checkpointer.period", 1)):
-        value = OmegaConf.select(train, key)
-        if type(value) is not int or value < smallest:
-            raise InputError(f"train.{key} is {value!r}: it is a number of iterations, {smallest} or more")
-    if train.device not in ("cpu", "cuda"):
-        raise InputError(f"train.device is {train.device!r}: it is cpu or cuda")
-    if train.device == "cuda" and not torch.cuda.is_available():
-        raise InputError("train.device is cuda, and there is no CUDA device here: add train.device=cpu")
-    if train.amp.enabled and train.device == "cpu" and not eval_only:
-        raise InputError("train.amp.enabled is True, and AMP needs train.device cuda: set it to False")
-    batch = cfg.dataloader.train.total_batch_size
-    if not eval_only and (type(batch) is not int or batch < 1 or batch % processes):
-        raise InputError(f"dataloader.train.total_batch_size is {batch!r}, no multiple of {processes} processes")
-    with torch.device("meta"):
-        model = _instantiate(cfg.model, "model")
-        if not eval_only:
-            build_lazy_optimizer(cfg, model)
-            if processes > 1 and train.device == "cpu":
-                check_norms(model)
-    _instantiate(cfg.lr_multiplier, "lr_multiplier")
-    facts = describe_lazy_config(cfg, model)
-    for split in ("train", "test"):
-        given = cfg.dataloader[split].mapper.image_format
-        if given != model.input_format:
-            raise InputError(
-                f"model.input_format is {model.input_format}, and dataloader.{split}.mapper.image_format {given}"
-            )
-    data.register_datasets(facts)
-    if len(facts.DATASETS.TEST) != 1:
-        raise InputError(f"dataloader.test.dataset.names is {list(facts.DATASETS.TEST)}: it is one dataset, in a list")
-    for name in (*facts.DATASETS.TEST, *(() if eval_only else facts.DATASETS.TRAIN)):
-        data.check_files(name)
-    resumed = find_checkpoint(train.output_dir) if resume else None
-    if resumed is not None:
-        check_weights(facts, str(resumed), complete=True, model=model)
-        return
-    if not eval_only and (there := checkpoints_of(train.output_dir)):
-        raise InputError(
-            f"train.output_dir {train.output_dir} has checkpoints of another run, {there[0].name} among them: add "
-            "--resume to go on with it, or choose another train.output_dir"
-        )
-    if train.init_checkpoint:
-        check_weights(facts, train.init_checkpoint, complete=eval_only, model=model)
-    elif eval_only:
-        raise InputError("train.init_checkpoint is empty: name the checkpoint to evaluate")
+def lazy_trainer(options: CfgNode, *, cfg: DictConfig, model: nn.Module) -> Trainer:
+    """Build the trainer of a LazyConfig.
 
-
-def _run(args: argparse.Namespace) -> OrderedDict | None:
-    """Train or evaluate in one process; returns an evaluation's results."""
-    cfg = load_lazy_config(args.config_file, args.opts)
-    if args.eval_only:
-        model, facts = _set_up(cfg, args)
-        model = data_parallel(model)
-        checkpointer = Checkpointer(model, cfg.train.output_dir, cfg=facts, complete=True)
-        checkpointer.resume_or_load(cfg.train.init_checkpoint, resume=args.resume)
-        with told_between_calls(model, alone=comm.get_world_size() == 1):
-            return _evaluate(cfg, facts, model)
-    output_dir = cfg.train.output_dir
-    with run_lock(output_dir, key="train.output_dir") if comm.is_main_process() else contextlib.nullcontext():
-        # Nothing is written before the lock is there.
-        comm.synchronize()
-        model, facts = _set_up(cfg, args)
-        return _train(cfg, facts, model, resume=args.resume)
-
-
-def _set_up(cfg: DictConfig, args: argparse.Namespace) -> tuple[nn.Module, CfgNode]:
-    """The model on its device, and what its config says of it."""
-    log_run(str(cfg.train.output_dir), rank=comm.get_rank())
-    default_setup(cfg, args)
-    model = _instantiate(cfg.model, "model").to(cfg.train.device)
-    facts = describe_lazy_config(cfg, model)
-    data.register_datasets(facts)
-    if not args.eval_only:
-        # Found before the first iteration, not by the first evaluation.
-        _instantiate(cfg.dataloader.test.dataset, "dataloader.test.dataset")
-    return model, facts
-
-
-def _train(cfg: DictConfig, facts: CfgNode, model: nn.Module, *, resume: bool) -> None:
+    Args:
+        options: of :func:`lazy_options`.
+        cfg: the LazyConfig.
+        model: of ``cfg``, on its device.
+    """
     optimizer = build_lazy_optimizer(cfg, model)
-    loader = _instantiate(cfg.dataloader.train, "dataloader.train")
-    shift_until = cfg.train.random_shift_until
-    redraws = any(isinstance(module, PerformerAttention) for module in model.modules())
-    model = data_parallel(model, **cfg.train.ddp)
-    trainer = (AMPTrainer if cfg.train.amp.enabled else SimpleTrainer)(model, loader, optimizer)
-    checkpointer = Checkpointer(model, cfg.train.output_dir, cfg=facts, trainer=trainer)
-    is_main = comm.is_main_process()
-    trainer.register_hooks(
-        [
-            RedrawFeatures(cfg.train.feature_redraw_period) if redraws else None,
-            RandomShift(model, shift_until) if shift_until else None,
-            hooks.IterationTimer(),
-            LRScheduler(scheduler=_instantiate(cfg.lr_multiplier, "lr_multiplier")),
-            hooks.PeriodicCheckpointer(checkpointer, **cfg.train.checkpointer) if is_main else None,
-            hooks.EvalHook(cfg.train.eval_period, lambda: _evaluate(cfg, facts, model)),
-            hooks.PeriodicWriter(default_writers(cfg.train.output_dir, cfg.train.max_iter), period=cfg.train.log_period)
-            if is_main
-            else None,
-        ]
+    multiplier = _instantiate(cfg.lr_multiplier, "lr_multiplier")
+    return Trainer(
+        options,
+        model=model,
+        data_loader=_instantiate(cfg.dataloader.train, "dataloader.train"),
+        optimizer=optimizer,
+        scheduler=LRMultiplier(optimizer, multiplier, options.SOLVER.MAX_ITER),
+        evaluate=functools.partial(_test, cfg, options),
+        log_period=cfg.train.log_period,
     )
-    checkpointer.resume_or_load(cfg.train.init_checkpoint, resume=resume)
-    start = trainer.iter + 1 if checkpointer.resumed_from is not None else 0
-    trainer.train(start, cfg.train.max_iter)
 
 
-def _evaluate(cfg: DictConfig, facts: CfgNode, model: nn.Module) -> OrderedDict:
-    """Evaluate on the one test dataset and write ``train.output_dir/evaluation.json``."""
+def _run(args: argparse.Namespace) -> None:
+    """Train or evaluate in one process."""
+    cfg = load_lazy_config(args.config_file, args.opts)
+    with torch.device("meta"):
+        options = lazy_options(cfg, _instantiate(cfg.model, "model"))
+    data.register_datasets(options)
+
+    def write_config(options: CfgNode, path: Path) -> None:
+        saved = cfg.copy()
+        saved.train.seed = options.SEED
+        LazyConfig.save(saved, str(path))
+
+    if args.eval_only:
+        set_up_run(options, args)
+        save_config(options, write_config, eval_only=True)
+        model = _instantiate(cfg.model, "model").to(options.MODEL.DEVICE)
+        evaluate(options, args, model, functools.partial(_test, cfg, options))
+        return
+
+    def make_trainer(options: CfgNode) -> Trainer:
+        # With the seed that is set by now.
+        model = _instantiate(cfg.model, "model").to(options.MODEL.DEVICE)
+        return lazy_trainer(options, cfg=cfg, model=model)
+
+    with training_folder(options):
+        train(options, args, make_trainer, write_config)
+
+
+def _test(cfg: DictConfig, options: CfgNode, model: nn.Module) -> OrderedDict:
+    """Evaluate on the test dataset and write ``evaluation.json``."""
     share_statistics(model)
     loader = _instantiate(cfg.dataloader.test, "dataloader.test")
     results = inference_on_dataset(model, loader, _instantiate(cfg.dataloader.evaluator, "dataloader.evaluator"))
-    if comm.is_main_process():
+    if results:
         print_csv_format(results)
-        write_results(facts, results)
+    report_results(options, results)
     return results
 
 
 def _instantiate(part: DictConfig, name: str) -> Any:
-    """An :class:`InputError` that names the part for what it cannot be made of."""
+    """Return detectron2's ``instantiate(part)``.
+
+    Raises:
+        ConfigError: with the name of the part.
+    """
     logger = logging.getLogger("detectron2.config.instantiate")
     was_disabled, logger.disabled = logger.disabled, True
     try:
         return instantiate(part)
-    except InputError:
+    except ConfigError:
         raise
-    except _BAD_VALUES as error:
-        raise InputError(f"{name} cannot be made of this config: {_reason(error)}") from error
+    except _INVALID as error:
+        raise ConfigError(f"{name} of this config is invalid: {_reason(error)}") from error
     finally:
         logger.disabled = was_disabled
 
 
 def _has(cfg: DictConfig, key: str) -> bool:
-    """Whether ``cfg`` has a key, with a value or an interpolation."""
+    """Return whether ``cfg`` has a key, with a value or an interpolation."""
     parent, _, leaf = key.rpartition(".")
     try:
         node = OmegaConf.select(cfg, parent) if parent else cfg
@@ -322,8 +300,7 @@ def _keys(node: object, prefix: str = "") -> Iterable[str]:
     if isinstance(node, DictConfig):
         for key in node.keys():
             yield f"{prefix}{key}"
-            child = node._get_node(key)
-            yield from _keys(child, f"{prefix}{key}.")
+            yield from _keys(node._get_node(key), f"{prefix}{key}.")
 
 
 def _reason(error: Exception) -> str:

@@ -1,14 +1,19 @@
-"""Evaluators, the file of results, and what its figures mean."""
+"""Evaluators, losses on a dataset, and the file of results."""
 
-from projects_vil.evaluation.build import build_evaluator, coco_evaluator
-from projects_vil.evaluation.coco import COCO_APIS, check_coco_api
-from projects_vil.evaluation.explaining import explain_results
+from projects_vil.evaluation.evaluators import (
+    COCO_APIS,
+    build_evaluator,
+    check_coco_api,
+    check_metric,
+    coco_evaluator,
+    parts_of_metric,
+)
 from projects_vil.evaluation.losses import LOSS_TASK, validation_loss
-from projects_vil.evaluation.metrics import check_metric, parts_of_metric
 from projects_vil.evaluation.results import (
     EVALUATED_FILE,
     PER_CLASS,
     RESULTS_FILE,
+    explain_results,
     read_results,
     results_as_files,
     write_results,

@@ -1,4 +1,4 @@
-"""The losses of training on a dataset that is not trained on."""
+"""The losses on a validation dataset."""
 
 import contextlib
 import logging
@@ -13,49 +13,50 @@ from detectron2.utils.events import EventStorage
 from torch import nn
 
 from projects_vil import data
-from projects_vil.modeling import BatchParts
+from projects_vil.modeling import MicroBatches
 
 LOSS_TASK = "validation_loss"
 TOTAL_LOSS = "total_loss"
-_PLACE = "place"
+# The key of an image's position in the dataset, from which its seed is derived.
+_POSITION = "position"
 
 
 @torch.no_grad()
 def validation_loss(cfg: CfgNode, model: nn.Module, dataset_name: str) -> dict[str, float]:
-    """Each term of the loss on a dataset, and their sum as ``total_loss``; all processes call this, and share it.
+    """Compute each term of the loss on a dataset, and their sum as ``total_loss``; all ranks call this and share it.
 
-    Images are resized as for testing and come one by one. Norms, dropout and stochastic depth are as for testing; what
-    a model samples (proposals) follows from the image's place in the dataset. RetinaNet's losses are divided by the
-    positive anchors of the whole dataset, others are the mean over images.
+    Images are resized as for testing and come one by one. Norms, dropout and stochastic depth are as for testing;
+    sampled proposals depend on the image's position in the dataset. RetinaNet's losses are divided by the positive
+    anchors of the whole dataset, others are averaged over images.
 
     Args:
         model: without DistributedDataParallel around it; its state stays as it is.
 
     Raises:
-        InputError: as :func:`projects_vil.data.load_dataset`.
+        ConfigError: as :func:`projects_vil.data.load_dataset`.
     """
     records = data.load_dataset(cfg, [dataset_name], train=False)
     loader = data.EvaluationLoader(
-        [record | {_PLACE: place} for place, record in enumerate(records)],
-        data.build_mapper(_as_for_testing(cfg), is_train=True),
+        [record | {_POSITION: position} for position, record in enumerate(records)],
+        data.Mapper(_as_for_testing(cfg), is_train=True),
         num_workers=cfg.DATALOADER.NUM_WORKERS,
     )
     sums: dict[str, float] = defaultdict(float)
-    parts = BatchParts(model)
+    batches = MicroBatches(model)
     with EventStorage(), _with_losses(model):
         for images in loader:
-            data.seed_all(data.derived_seed("image", images[0][_PLACE]))
-            parts.restore()
+            data.seed_all(data.derived_seed("image", images[0][_POSITION]))
+            batches.restore()
             try:
                 losses = model(images)
             except FloatingPointError:  # detectron2's, of proposals.
                 sums[TOTAL_LOSS] = math.nan
                 break
-            weight = parts.weight(len(images))
+            weight = batches.weight(len(images))
             for name, value in losses.items():
                 sums[name] += float(value) * weight
-    parts.restore()
-    everywhere = comm.all_gather((dict(sums), parts.total))
+    batches.restore()
+    everywhere = comm.all_gather((dict(sums), batches.total))
     divisor = max(sum(total for _, total in everywhere), 1)
     names = sorted({name for own, _ in everywhere for name in own})
     terms = {name: sum(own.get(name, 0.0) for own, _ in everywhere) / divisor for name in names}
@@ -67,7 +68,7 @@ def validation_loss(cfg: CfgNode, model: nn.Module, dataset_name: str) -> dict[s
 
 
 def _as_for_testing(cfg: CfgNode) -> CfgNode:
-    """A config whose training images are resized as those for testing, and not augmented."""
+    """Return a config whose training images are resized as for testing, and not augmented."""
     cfg = cfg.clone()
     cfg.defrost()
     cfg.INPUT.MIN_SIZE_TRAIN, cfg.INPUT.MAX_SIZE_TRAIN = (cfg.INPUT.MIN_SIZE_TEST,), cfg.INPUT.MAX_SIZE_TEST
@@ -80,7 +81,7 @@ def _as_for_testing(cfg: CfgNode) -> CfgNode:
 
 @contextlib.contextmanager
 def _with_losses(model: nn.Module) -> Iterator[None]:
-    """The model returns its losses, while what differs in training but for them is as for testing."""
+    """Let the model return its losses, with all else that differs in training as for testing."""
     modes = {module: module.training for module in model.modules()}
     vis_period = getattr(model, "vis_period", 0)
     model.train()

@@ -1,50 +1,57 @@
-"""The file of a run's results."""
+"""The file of a run's results, and explanations of metrics that are not a number or next to nothing."""
 
 import hashlib
 import json
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from detectron2.config import CfgNode
 from detectron2.data import MetadataCatalog
 
-from backbones import InputError
-from backbones.utils.files import written_whole
-from projects_vil.evaluation.explaining import class_values, explain_results
+from backbones import ConfigError
+from backbones.checkpoint_files import atomic_write
 
 RESULTS_FILE = "evaluation.json"
-# Beside it: which model was evaluated. The results themselves have nothing but datasets at their top.
+# Next to it, the model that was evaluated: the results themselves have only datasets at the top level.
 EVALUATED_FILE = "evaluation.model.json"
-# Under which a task's results have those of each class.
-PER_CLASS = "per_class"
-# What evaluators give for each class, as in AP-dog.
-_CLASS_METRICS = ("AP", "IoU", "ACC")
+# The key of a task's results by class, and the metrics that evaluators compute for each class, as AP-dog.
+PER_CLASS, _CLASS_METRICS = "per_class", ("AP", "IoU", "ACC")
+# COCO's ranges of area, in pixels of the image.
+_SIZES = {
+    "s": "small objects (below 32 x 32 pixels)",
+    "m": "medium objects (32 x 32 to 96 x 96 pixels)",
+    "l": "large objects (above 96 x 96 pixels)",
+}
+# An AP in percent below which something other than the model may be wrong.
+_LOW_AP = 0.1
 
 
 def write_results(cfg: CfgNode, results: OrderedDict, *, model: str | None = None) -> None:
     """Write ``OUTPUT_DIR/evaluation.json``, and log why a metric is not a number or about 0.
 
-    The file has dataset -> task -> metric, and under ``per_class`` beside a task's metrics class -> metric; a metric
-    that is not defined is null. Where the model is known, ``evaluation.model.json`` beside it says which it was.
+    The file has dataset -> task -> metric, and for each task ``per_class``: class -> metric; an undefined one is null.
+    ``evaluation.model.json`` next to it names the model, if it is known.
 
     Args:
         cfg: names the datasets and the folder.
         results: of the evaluators.
-        model: the fingerprint of what was evaluated.
+        model: the fingerprint of the evaluated model.
     """
     names = cfg.DATASETS.TEST
     by_dataset = {names[0]: results} if len(names) == 1 else results
-    logger = logging.getLogger(__name__)
+    logger, path = logging.getLogger(__name__), Path(cfg.OUTPUT_DIR) / RESULTS_FILE
     content = {
-        name: {task: _as_json(metrics, _class_names(name)) for task, metrics in tasks.items()}
+        name: {
+            task: _as_json(metrics, MetadataCatalog.get(name).get("thing_classes", ()))
+            for task, metrics in tasks.items()
+        }
         for name, tasks in by_dataset.items()
     }
-    path = Path(cfg.OUTPUT_DIR) / RESULTS_FILE
     for file, text in results_as_files(content, model=model).items():
-        with written_whole(path.with_name(file)) as partial:
+        with atomic_write(path.with_name(file)) as partial:
             partial.write_text(text)
     for name, tasks in by_dataset.items():
         for line in explain_results(tasks):
@@ -53,7 +60,7 @@ def write_results(cfg: CfgNode, results: OrderedDict, *, model: str | None = Non
 
 
 def results_as_files(content: Mapping[str, Mapping[str, object]], *, model: str | None) -> dict[str, str]:
-    """File name -> text of what :func:`write_results` writes, ``content`` being dataset -> task -> metric."""
+    """Return file name -> text of what :func:`write_results` writes; ``content`` is dataset -> task -> metric."""
     text = json.dumps(content, indent=2) + "\n"
     files = {RESULTS_FILE: text}
     if model is not None:
@@ -62,31 +69,28 @@ def results_as_files(content: Mapping[str, Mapping[str, object]], *, model: str 
 
 
 def read_results(folder: str | Path, *, model: str) -> dict[str, dict[str, dict[str, object]]] | None:
-    """What ``evaluation.json`` of a folder says of a model: dataset -> task -> metric; None where there is no file.
+    """Read ``evaluation.json`` of a folder: dataset -> task -> metric; None if there is no file.
 
     Args:
         folder: ``OUTPUT_DIR`` of a run.
         model: the fingerprint of the model.
 
     Raises:
-        InputError: where the file is of another model, or nothing says of which.
+        ConfigError: if the file is damaged, or not known to be of this model.
     """
     path = Path(folder) / RESULTS_FILE
-    beside = path.with_name(EVALUATED_FILE)
     if not path.is_file():
         return None
-    again = "evaluate again, with tools/train_net.py --eval-only"
     try:
-        text = path.read_text()
-        content = json.loads(text)
-        said = json.loads(beside.read_text()) if beside.is_file() else {}
-        evaluated, results = said.get("model"), said.get(RESULTS_FILE)
+        text, evaluated = path.read_text(), path.with_name(EVALUATED_FILE)
+        content, metadata = json.loads(text), json.loads(evaluated.read_text()) if evaluated.is_file() else {}
+        reason = None if metadata.get(RESULTS_FILE) == _digest(text) else f"does not agree with {EVALUATED_FILE}"
+        if reason is None and metadata.get("model") != model:
+            reason = "is of other weights, or of other settings for testing"
     except (OSError, ValueError, AttributeError) as error:
-        raise InputError(f"{path} or {beside.name} beside it is damaged: {again}") from error
-    if results != _digest(text):
-        raise InputError(f"{path} does not say which model it is of (no {beside.name} fits it): {again}")
-    if evaluated != model:
-        raise InputError(f"{path} is of other weights, or of other settings for testing: {again}")
+        reason = f"or {EVALUATED_FILE} is damaged ({error})"
+    if reason is not None:
+        raise ConfigError(f"{path} {reason}: evaluate again, with tools/train_net.py --eval-only")
     return content
 
 
@@ -94,13 +98,13 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _as_json(metrics: Mapping[str, float], classes: list[str]) -> dict[str, object]:
-    written = {metric: _or_none(value) for metric, value in metrics.items()}
-    per_class: dict[str, dict[str, float | None]] = {}
+def _as_json(metrics: Mapping[str, float], classes: Iterable[str]) -> dict[str, object]:
+    written: dict[str, object] = {metric: _or_none(value) for metric, value in metrics.items()}
+    classes, per_class = list(classes), {}
     for metric in _CLASS_METRICS:
-        values = class_values(metrics, metric)
+        values = _class_values(metrics, metric)
         if metric == "AP" and "AP" in metrics and not values:
-            # detectron2 leaves them out where there is one class, which is all then, and where nothing was found.
+            # detectron2 leaves them out for a single class, and where there are no detections.
             values = dict.fromkeys(classes, metrics["AP"] if len(classes) == 1 else math.nan)
         for name, value in values.items():
             per_class.setdefault(name, {})[metric] = _or_none(value)
@@ -111,5 +115,40 @@ def _or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _class_names(dataset: str) -> list[str]:
-    return list(MetadataCatalog.get(dataset).get("thing_classes", []))
+def _class_values(metrics: Mapping[str, float], metric: str) -> dict[str, float]:
+    """Return the values of ``AP-dog`` and the like by class, as the dataset names it."""
+    prefix = f"{metric}-"
+    return {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
+
+
+def explain_results(results: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Return a line for each cause of metrics that are nan (-1 in COCO's own table), and for an AP of about 0.
+
+    Args:
+        results: task -> metric -> value, as an evaluator returns them.
+    """
+    lines = []
+    for task, metrics in results.items():
+        ap = metrics.get("AP", math.inf)
+        if math.isnan(ap):
+            lines.append(f"{task}: AP is nan: there are no detections above the score threshold, or no objects")
+            continue
+        absent = [
+            f"AP{s} is nan: the dataset has no {size}" for s, size in _SIZES.items() if _is_nan(metrics, f"AP{s}")
+        ]
+        for metric in ("AP", "IoU"):
+            names = [name for name, value in _class_values(metrics, metric).items() if math.isnan(value)]
+            if names:
+                more = f" and {len(names) - 5} more classes" if len(names) > 5 else ""
+                absent.append(f"{metric} of {', '.join(names[:5])}{more} is nan: the dataset has no such objects")
+        if ap < _LOW_AP:
+            absent.append(
+                f"AP is {ap:.3f}: likely causes are few iterations, classes in another order than in the weights, or "
+                "boxes in another format than left, top, width, height in pixels"
+            )
+        lines += [f"{task}: {line}" for line in absent]
+    return lines
+
+
+def _is_nan(metrics: Mapping[str, float], name: str) -> bool:
+    return math.isnan(metrics.get(name, 0.0))

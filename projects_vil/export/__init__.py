@@ -1,35 +1,44 @@
-"""Exported detectors, and the proof that they give the same answers."""
+"""Export detectors to TorchScript, ONNX, torch.export, AOTInductor and OpenVINO, and check the files' detections."""
 
-from projects_vil.export.api import export_detector
-from projects_vil.export.exportable.build import make_exportable
-from projects_vil.export.fitting import fitted_size, padded
-from projects_vil.export.formats import FORMATS, is_exported
-from projects_vil.export.metadata import digest_of, read_metadata
-from projects_vil.export.proof.report import describe_report
-from projects_vil.export.request import ALL_PRECISIONS, INPUT_DTYPES, PRECISIONS
+from projects_vil.export.detectors import make_exportable
+from projects_vil.export.exporter import (
+    INPUT_DTYPES,
+    PRECISIONS,
+    check_precision,
+    export_detector,
+    report_path,
+)
+from projects_vil.export.formats import FORMATS, check_format, is_exported, write_model
+from projects_vil.export.images import example_image, letterbox_size, pad_image
+from projects_vil.export.metadata import describe_model, digest_of, metadata_path, read_metadata
+from projects_vil.export.parity import compare, describe_report, eager_detections, is_equal, measure_latency
 from projects_vil.export.runtime import ExportedDetector, ExportedModel, paste_masks, to_instances
-from projects_vil.export.table import TABLE_DETECTORS, TABLE_FAMILIES, available_formats, describe_table, export_table
 
 __all__ = [
-    "ALL_PRECISIONS",
     "FORMATS",
     "INPUT_DTYPES",
     "PRECISIONS",
-    "TABLE_DETECTORS",
-    "TABLE_FAMILIES",
     "ExportedDetector",
     "ExportedModel",
-    "available_formats",
+    "check_format",
+    "check_precision",
+    "compare",
+    "describe_model",
     "describe_report",
-    "describe_table",
     "digest_of",
+    "eager_detections",
+    "example_image",
     "export_detector",
-    "export_table",
-    "fitted_size",
+    "is_equal",
     "is_exported",
+    "letterbox_size",
     "make_exportable",
-    "padded",
+    "measure_latency",
+    "metadata_path",
+    "pad_image",
     "paste_masks",
     "read_metadata",
+    "report_path",
     "to_instances",
+    "write_model",
 ]

@@ -1,4 +1,4 @@
-"""Images that a detector is recorded with, compared on and calibrated with."""
+"""Images that a detector is traced with and compared on, and letterboxing for models of one size."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,12 +10,27 @@ from detectron2.data import transforms as T
 from torch import Tensor
 
 from projects_vil.data import read_for_testing, read_image, size_for_testing
-from projects_vil.export.fitting import fitted_size, padded
 from projects_vil.modeling import SMALLEST_SIDE
 
 
+def letterbox_size(height: int, width: int, size: tuple[int, int]) -> tuple[int, int]:
+    """Return the height and width of an image that is scaled, keeping its shape, to the largest that fits ``size``."""
+    scale = min(size[0] / height, size[1] / width)
+    return int(height * scale + 0.5), int(width * scale + 0.5)
+
+
+def pad_image(image: Tensor, size: tuple[int, int], mean: Sequence[float]) -> Tensor:
+    """Pad (3, h, w), h and w at most ``size``, to (3, *size) with the rounded ``mean`` below and on the right.
+
+    Normalised, that is about 0, as detectron2's padding.
+    """
+    canvas = torch.tensor(mean).round().to(image.dtype)[:, None, None].repeat(1, *size)
+    canvas[:, : image.shape[1], : image.shape[2]] = image
+    return canvas
+
+
 def example_image(height: int, width: int, *, seed: int = 0) -> Tensor:
-    """A (3, height, width) uint8 image of bright rectangles on dim noise: a detector has something to find."""
+    """Return a (3, height, width) uint8 image of bright rectangles on dim noise, for a detector to find."""
     generator = torch.Generator().manual_seed(seed)
     image = torch.rand(3, height, width, generator=generator) * 60
     for _ in range(6):
@@ -28,34 +43,32 @@ def example_image(height: int, width: int, *, seed: int = 0) -> Tensor:
 def comparison_images(
     cfg: CfgNode, files: Sequence[str | Path] = (), *, fixed: tuple[int, int] | None = None
 ) -> list[Tensor]:
-    """Images (3, H, W) uint8 to compare on: the files, in the format and size of testing, or four drawn ones.
+    """Return images (3, H, W) uint8 to compare on: the files, in the format and size of testing, or synthetic ones.
 
     Args:
         fixed: height and width of all of them, for a model that takes nothing else.
 
     Raises:
-        InputError: for a file that cannot be read.
+        ConfigError: for a file that cannot be read.
     """
-    if files and fixed:
-        images = (read_image(file, cfg.INPUT.FORMAT) for file in files)
-        return [_fitted(image, fixed, cfg.MODEL.PIXEL_MEAN) for image in images]
     if files:
-        images = (read_for_testing(cfg, file, image_format=cfg.INPUT.FORMAT)[0] for file in files)
-        return [_as_tensor(image) for image in images]
+        return [_read(cfg, file, fixed) for file in files]
     if fixed:
         return [example_image(*fixed, seed=seed) for seed in range(1, 5)]
     sizes = [size_for_testing(cfg, *size) for size in ((400, 600), (600, 450), (360, 600), (500, 500))]
-    # The last one is smaller than testing has it, and no model takes less than the least side.
+    # The last is smaller than in testing; no model takes a side below the smallest.
     sizes[-1] = tuple(side // 2 + 3 for side in sizes[-1])
     sizes = [tuple(max(side, SMALLEST_SIDE) for side in size) for size in sizes]
     return [example_image(*size, seed=seed) for seed, size in enumerate(sizes, start=1)]
 
 
-def _fitted(image: np.ndarray, size: tuple[int, int], mean: Sequence[float]) -> Tensor:
-    """(H, W, 3) -> (3, *size)."""
+def _read(cfg: CfgNode, file: str | Path, fixed: tuple[int, int] | None) -> Tensor:
+    if fixed is None:
+        return _as_tensor(read_for_testing(cfg, file, image_format=cfg.INPUT.FORMAT)[0])
+    image = read_image(file, cfg.INPUT.FORMAT)
     height, width = image.shape[:2]
-    resize = T.ResizeTransform(height, width, *fitted_size(height, width, size))
-    return padded(_as_tensor(resize.apply_image(image)), size, mean)
+    resize = T.ResizeTransform(height, width, *letterbox_size(height, width, fixed))
+    return pad_image(_as_tensor(resize.apply_image(image)), fixed, cfg.MODEL.PIXEL_MEAN)
 
 
 def _as_tensor(image: np.ndarray) -> Tensor:

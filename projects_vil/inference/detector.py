@@ -1,9 +1,9 @@
-"""A trained detector that takes images, from wherever it was saved."""
+"""Trained detectors for images in files and in memory, and their results."""
 
 import contextlib
 import numbers
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -11,60 +11,151 @@ import numpy as np
 import PIL.Image
 import torch
 from detectron2.config import CfgNode
+from detectron2.evaluation.coco_evaluation import instances_to_coco_json
 from detectron2.structures import Instances
 
-from backbones import InputError
+from backbones import ConfigError
 from projects_vil.checkpoint import LAST_CHECKPOINT, Categories
 from projects_vil.config import CONFIG_FILE, load_config
 from projects_vil.data import register_datasets
 from projects_vil.export import is_exported
-from projects_vil.inference.detections import DRAWN_FROM, Detections
-from projects_vil.inference.runners import ExportedRunner, Predictor, Runner, check_runner, exported_in
-from projects_vil.inference.sharing import MANIFEST_FILE, WEIGHTS_FILE, Shared, check_saved, hint_at_hub
-from projects_vil.inference.sources import (
-    ImageArray,
-    ImageFile,
-    Images,
-    ImageSource,
-    Loaded,
-    PillowImage,
-    Skipped,
-    Video,
-    read_ahead,
-)
+from projects_vil.inference.hub import WEIGHTS_FILE, HubMixin
+from projects_vil.inference.runners import EagerRunner, ExportedRunner, check_runner
+from projects_vil.inference.sources import ImageBatches, ImageSource, Loaded, Runner, Skipped, Video, read_ahead
+from projects_vil.visualization import draw_instances
 
 FINAL_WEIGHTS = "model_final.pth"
 READERS = 4  # threads that read files
+DRAW_THRESHOLD = 0.5  # default score threshold of drawings
+LABEL_SIDE = 1000  # longer side in pixels above which labels grow with the image
 
 ImageLike = str | os.PathLike | np.ndarray | PIL.Image.Image
 
 
-class Detector(Shared):
+class Detections:
+    """The N objects in one image, by descending score, on the CPU, in pixels of the (upright) image.
+
+    Args:
+        instances: detectron2's, with ``pred_boxes``, ``scores``, ``pred_classes`` and, for Mask R-CNN, ``pred_masks``.
+        categories: the classes that ``pred_classes`` are indices of.
+        source: the image, to draw on. A file is read again, and an array is not copied.
+        draw_threshold: the default score threshold of :meth:`draw`.
+
+    Attributes:
+        instances, categories: as above.
+    """
+
+    def __init__(
+        self,
+        instances: Instances,
+        categories: Categories,
+        source: ImageSource,
+        *,
+        draw_threshold: float = DRAW_THRESHOLD,
+    ) -> None:
+        self.instances = instances
+        self.categories = categories
+        self.source = source
+        self.draw_threshold = draw_threshold
+
+    def __len__(self) -> int:
+        return len(self.instances)
+
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{number} {name}" for name, number in Counter(self.names).most_common())
+        return f"<{len(self)} detection{'' if len(self) == 1 else 's'}{': ' if counts else ''}{counts}>"
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """Height and width of the image."""
+        return tuple(self.instances.image_size)
+
+    @property
+    def boxes(self) -> np.ndarray:
+        """(N, 4) float32: left, top, right, bottom."""
+        return self.instances.pred_boxes.tensor.numpy()
+
+    @property
+    def scores(self) -> np.ndarray:
+        """(N,) float32, in 0..1."""
+        return self.instances.scores.numpy()
+
+    @property
+    def classes(self) -> np.ndarray:
+        """(N,) int64: indices into ``categories.names`` and ``categories.ids``, from 0."""
+        return self.instances.pred_classes.numpy()
+
+    @property
+    def names(self) -> list[str]:
+        """Class names of the N objects."""
+        return [self.categories.names[index] for index in self.instances.pred_classes.tolist()]
+
+    @property
+    def masks(self) -> np.ndarray | None:
+        """(N, height, width) bool; None for a detector without masks."""
+        return self.instances.pred_masks.numpy() if self.instances.has("pred_masks") else None
+
+    def draw(self, *, score_threshold: float | None = None, longer_side: int = 0) -> np.ndarray:
+        """Return the image with boxes, masks and labels: (height, width, 3) uint8 RGB.
+
+        Args:
+            score_threshold: lowest score of a drawn detection, in [0, 1]; None for the detector's, or 0.5 if it was
+                loaded without one.
+            longer_side: pixels to which a smaller image is enlarged, so that labels are legible.
+
+        Raises:
+            ConfigError: if the image's file cannot be read again.
+        """
+        threshold = self.draw_threshold if score_threshold is None else score_threshold
+        shown = instances_to_coco_json(self.instances[self.instances.scores >= threshold], 0)
+        pixels = self.source.read()
+        longer, metadata = max(pixels.shape[:2]), self.categories.metadata
+        scale, label_size = max(longer_side / longer, 1), max(longer / LABEL_SIDE, 1)
+        return draw_instances(pixels, shown, metadata, scale=scale, label_size=label_size)
+
+    def to_coco(self, image_id: int) -> list[dict]:
+        """Return COCO's results format, with the category ids of the dataset that the detector was trained on.
+
+        One dict per object: ``image_id``, ``category_id``, ``bbox`` (left, top, width, height), ``score`` and, for
+        Mask R-CNN, ``segmentation`` (RLE).
+        """
+        ids = self.categories.ids
+        results = instances_to_coco_json(self.instances, image_id)
+        return [result | {"category_id": ids[result["category_id"]]} for result in results]
+
+    def as_detectron2(self) -> dict[str, Instances]:
+        """Return detectron2's output for the image, for ``supervision.Detections.from_detectron2`` and others."""
+        return {"instances": self.instances}
+
+
+class Detector(HubMixin):
     """A trained detector for images in files and in memory::
 
         detector = Detector.load("output/vil_tiny")
         found = detector("photo.jpg")
         found.boxes, found.scores, found.names
 
-    **Arrays are RGB**, (H, W, 3) uint8, as Pillow and Matplotlib have them; OpenCV's are BGR: pass
-    ``array[..., ::-1]``. Which order the model itself takes is no concern of the caller's.
+    **Arrays are RGB**, (H, W, 3) uint8, as in PIL and Matplotlib; OpenCV's are BGR: pass ``array[..., ::-1]``. The
+    channel order of the model itself does not matter to the caller.
 
-    Images are resized as for testing. Only images of one resized size share a batch, so that every batch size gives the
-    same answers, up to the rounding of floating-point sums.
+    Images are resized as for testing. Only images of one resized size share a batch, so that every batch size gives
+    the same detections, up to the rounding of floating-point sums.
 
     Args:
-        runner: what detects; :meth:`load` and :meth:`build` make it.
+        runner: the model; :meth:`load` and :meth:`build` create it.
         categories: other ids and names for its classes.
-        drawn_from: the lowest score of what drawings show where they are told no other.
+        draw_threshold: the default score threshold of drawings.
 
     Attributes:
         runner, categories: as above.
     """
 
-    def __init__(self, runner: Runner, *, categories: Categories | None = None, drawn_from: float = DRAWN_FROM) -> None:
+    def __init__(
+        self, runner: Runner, *, categories: Categories | None = None, draw_threshold: float | None = None
+    ) -> None:
         self.runner = runner
         self.categories = categories or runner.categories
-        self.drawn_from = drawn_from
+        self.draw_threshold = DRAW_THRESHOLD if draw_threshold is None else draw_threshold
 
     @classmethod
     def load(
@@ -77,197 +168,169 @@ class Detector(Shared):
         tta: bool = False,
         overrides: Sequence[object] = (),
     ) -> "Detector":
-        """The detector that something was saved as.
+        """Load a detector.
 
         Args:
-            source: a run's folder (``config.yaml`` and ``model_final.pth``, or else its last checkpoint), one that
-                :meth:`save_pretrained` wrote, a config with ``MODEL.WEIGHTS`` (in a run's own these are what it began
-                with), a checkpoint beside its ``config.yaml``, or an exported file, which needs no config.
-            weights: a checkpoint other than that.
-            device: ``"cpu"`` or ``"cuda"``; None for the GPU where there is one. Exported files run on the CPU.
-            score_threshold: the lowest score of a detection, in [0, 1]; None for the config's or the exported file's.
-            tta: whether to augment images at test time.
-            overrides: keys and values of the config by turns, ``["INPUT.MIN_SIZE_TEST", 640]``.
+            source: a run's folder (``config.yaml`` with ``model_final.pth`` or its last checkpoint), a folder from
+                :meth:`save_pretrained`, a config with ``MODEL.WEIGHTS`` (in a run's own config these are the initial
+                weights), a checkpoint next to its ``config.yaml``, or an exported file, which needs no config.
+            weights: another checkpoint.
+            device: ``"cpu"`` or ``"cuda"``; None for the GPU if there is one. Exported files run on the CPU.
+            score_threshold: lowest score of a detection, in [0, 1]; None for that of the config or the export.
+            tta: whether to use test-time augmentation.
+            overrides: keys and values of the config, ``["INPUT.MIN_SIZE_TEST", 640]``.
 
         Raises:
-            InputError: for what is missing or damaged, or does not fit together.
+            ConfigError: for files that are missing, damaged, or do not fit together.
         """
-        named, source = os.fspath(source), Path(source)
+        source = Path(source)
         if not source.exists():
-            raise InputError(f"there is no file or folder {source}{hint_at_hub(named)}")
+            hub = ": Detector.from_pretrained loads from the Hugging Face Hub" if len(source.parts) == 2 else ""
+            raise ConfigError(f"there is no file or folder {source}{hub}")
         _check_threshold(score_threshold)
         if source.is_file() and is_exported(source):
-            if weights is not None or len(overrides) or tta:
-                raise InputError(f"{source} is an exported model: it takes neither weights nor overrides nor tta")
-            if device is not None and str(device) != "cpu":
-                raise InputError(f"{source} is an exported model, which runs on the CPU here, not on {device}")
-            return cls._of(ExportedRunner(source, score_threshold=score_threshold), score_threshold)
-        check_saved(source if source.is_dir() else source.parent)
-        said = dict(zip(overrides[::2], overrides[1::2], strict=False))
-        config, weights = _find_model(source, weights or said.get("MODEL.WEIGHTS"))
+            if weights is not None or len(overrides) or tta or (device is not None and str(device) != "cpu"):
+                raise ConfigError(
+                    f"{source} is an exported model on the CPU: weights, overrides, tta and device are fixed"
+                )
+            return cls(ExportedRunner(source, score_threshold=score_threshold), draw_threshold=score_threshold)
+        given = dict(zip(overrides[::2], overrides[1::2], strict=False))
+        config, weights = _find_model(source, weights or given.get("MODEL.WEIGHTS"))
         cfg = load_config(config, [str(value) for value in overrides])
         cfg.defrost()
-        if device is not None or "MODEL.DEVICE" not in said:
+        if device is not None or "MODEL.DEVICE" not in given:
             cfg.MODEL.DEVICE = str(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        # For colours, and for the names of classes that an older checkpoint does not have: nothing depends on them.
-        with contextlib.suppress(InputError):
+        # For colors, and for the class names of older checkpoints.
+        with contextlib.suppress(ConfigError):
             register_datasets(cfg)
         return cls.build(cfg, weights or cfg.MODEL.WEIGHTS, tta=tta, score_threshold=score_threshold)
 
     @classmethod
     def build(
-        cls,
-        cfg: CfgNode,
-        weights: str | os.PathLike,
-        *,
-        tta: bool = False,
-        score_threshold: float | None = None,
+        cls, cfg: CfgNode, weights: str | os.PathLike, *, tta: bool = False, score_threshold: float | None = None
     ) -> "Detector":
-        """The detector of a config, on its ``MODEL.DEVICE``, with the weights of a file; or an exported file.
+        """Build the detector of a config, on its ``MODEL.DEVICE``, with the weights of a file, or an exported file.
 
         Raises:
-            InputError: as :meth:`load`.
+            ConfigError: see :meth:`load`.
         """
         _check_threshold(score_threshold)
         check_runner(cfg, weights, tta=tta)
         if is_exported(weights):
             runner = ExportedRunner(weights, score_threshold=score_threshold, datasets=cfg.DATASETS.TEST)
-            return cls._of(runner, score_threshold)
+            return cls(runner, draw_threshold=score_threshold)
         if score_threshold is not None:
             cfg = cfg.clone()
             cfg.defrost()
             cfg.MODEL.RETINANET.SCORE_THRESH_TEST = cfg.MODEL.ROI_HEADS.SCORE_THRESH_TEST = float(score_threshold)
-        return cls._of(Predictor(cfg, weights, tta=tta), score_threshold)
-
-    @classmethod
-    def _of(cls, runner: Runner, score_threshold: float | None) -> "Detector":
-        return cls(runner, drawn_from=DRAWN_FROM if score_threshold is None else score_threshold)
+        return cls(EagerRunner(cfg, weights, tta=tta), draw_threshold=score_threshold)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the classes."""
+        """Class names."""
         return self.categories.names
 
     def __call__(
         self, images: ImageLike | Sequence[ImageLike], *, batch_size: int = 1
     ) -> Detections | list[Detections]:
-        """What is in an image, or in each of a list, in its order.
+        """Detect objects in an image, or in each image of a list, in its order.
 
         Args:
-            images: file names, arrays **(H, W, 3) uint8 RGB**, or Pillow's images: one, or a list or tuple of any.
-            batch_size: images at once, at most.
+            images: file names, arrays **(H, W, 3) uint8 RGB**, or PIL images: one, or a list or tuple of any.
+            batch_size: maximum number of images at once.
 
         Raises:
-            InputError: for the first that is of another kind, cannot be read, or is too small or large for the model.
+            ConfigError: for the first image that has another type, cannot be read, or is too small or large.
         """
-        _check_batch_size(batch_size)
-        one = not isinstance(images, (list, tuple))
-        listed = [images] if one else images
-        sources = [
-            _image_source(image, "the image" if one else f"image {place + 1} of {len(listed)}", place)
-            for place, image in enumerate(listed)
-        ]
+        if batch_size < 1:
+            raise ConfigError(f"batch_size is {batch_size}: it must be at least 1")
+        single = not isinstance(images, (list, tuple))
+        listed = [images] if single else images
+        names = ["the image"] if single else [f"image {index + 1} of {len(listed)}" for index in range(len(listed))]
+        sources = [_image_source(*pair, index) for index, pair in enumerate(zip(listed, names, strict=True))]
         found = {}
-        threads = max(min(READERS, len(sources)), 1)
-        for batch in self.detect(Images(sources, threads=threads), batch_size=batch_size):
+        batches = ImageBatches(sources, threads=max(min(READERS, len(sources)), 1))
+        for batch in self.detect(batches, batch_size=batch_size):
             for item, detections in batch:
                 if isinstance(item, Skipped):
-                    raise InputError(f"cannot take {item.name}: {item.reason}")
+                    raise ConfigError(f"cannot take {item.name}: {item.reason}")
                 found[item.index] = detections
         results = [found[index] for index in range(len(sources))]
-        return results[0] if one else results
+        return results[0] if single else results
 
     def detect(
-        self, source: Images | Video, *, batch_size: int = 1, keep_pixels: bool = False
+        self, source: ImageBatches | Video, *, batch_size: int = 1, keep_pixels: bool = False
     ) -> Iterator[list[tuple[Loaded, Detections] | tuple[Skipped, None]]]:
-        """What is in each image of a source, in batches, while the next are read; those of one size come together.
+        """Yield the detections of a source in batches, while the next ones are read; images of one size come together.
 
         Args:
             source: images or a video.
-            batch_size: images at once, at most.
-            keep_pixels: whether every image is to be drawn, so that no file is read twice.
+            batch_size: maximum number of images at once.
+            keep_pixels: whether every image is drawn, so that no file is read twice.
         """
         with (
             contextlib.closing(source.batches(self.runner, batch_size, keep_pixels=keep_pixels)) as batches,
             contextlib.closing(read_ahead(batches)) as batches_ahead,
         ):
             for batch in batches_ahead:
-                skipped = [(item, None) for item in batch if isinstance(item, Skipped)]
-                found = self._run([item for item in batch if isinstance(item, Loaded)])
-                yield skipped + [(loaded, self._detections(instances, loaded)) for loaded, instances in found]
-
-    def _run(self, batch: list[Loaded]) -> Iterator[tuple[Loaded, Instances]]:
-        # One group, but for files whose header told another size than their pixels.
-        groups = defaultdict(list)
-        for loaded in batch:
-            groups[loaded.image.shape].append(loaded)
-        for group in groups.values():
-            sizes = [(loaded.entry["height"], loaded.entry["width"]) for loaded in group]
-            yield from zip(group, self.runner([loaded.image for loaded in group], sizes), strict=True)
-
-    def _detections(self, instances: Instances, loaded: Loaded) -> Detections:
-        return Detections(instances, self.categories, loaded.source, drawn_from=self.drawn_from)
+                results = [(item, None) for item in batch if isinstance(item, Skipped)]
+                # One group, unless a file's header and its pixels differ in size.
+                groups = defaultdict(list)
+                for item in batch:
+                    if isinstance(item, Loaded):
+                        groups[item.image.shape].append(item)
+                for group in groups.values():
+                    sizes = [(loaded.entry["height"], loaded.entry["width"]) for loaded in group]
+                    outputs = self.runner([loaded.image for loaded in group], sizes)
+                    for loaded, instances in zip(group, outputs, strict=True):
+                        found = Detections(
+                            instances, self.categories, loaded.source, draw_threshold=self.draw_threshold
+                        )
+                        results.append((loaded, found))
+                yield results
 
 
 def _find_model(source: Path, weights: str | os.PathLike | None) -> tuple[Path, str | os.PathLike | None]:
-    """The config that a source means, and the weights: those that are given or its own; None if the config has them."""
+    """Return the config and the weights, given or the source's own; None for those of the config."""
     if source.is_dir():
-        config = source / CONFIG_FILE
-        if not config.is_file():
-            exported = exported_in(source)
-            hint = f"; it holds {exported[0]}, which can be loaded by itself" if exported else ""
-            raise InputError(f"{source} has no {CONFIG_FILE}: it is no folder of a run{hint}")
-        return config, weights or _weights_in(source)
-    if source.suffix in (".yaml", ".yml"):
-        run = source.parent
-        if source.name == CONFIG_FILE and weights is None:
-            if (run / LAST_CHECKPOINT).is_file():
-                # Those could load without a word, and are not what was trained.
-                raise InputError(f"MODEL.WEIGHTS of {source} are those that its run began with: load the folder {run}")
-            if (run / MANIFEST_FILE).is_file():
-                return source, run / WEIGHTS_FILE
-        return source, weights
+        if not (source / CONFIG_FILE).is_file():
+            raise ConfigError(f"{source} has no {CONFIG_FILE}: it is not the folder of a run")
+        return source / CONFIG_FILE, weights or _weights_in(source)
     config = source.parent / CONFIG_FILE
-    if not config.is_file():
-        exported = exported_in(source)
-        hint = f"; {exported[0]} can be loaded by itself" if exported else ""
-        raise InputError(
-            f"there is no {CONFIG_FILE} beside {source}: load a config, with weights={str(source)!r}{hint}"
-        )
-    return config, weights or source
+    if source.suffix not in (".yaml", ".yml"):
+        if not config.is_file():
+            raise ConfigError(f"{source} has no {CONFIG_FILE} next to it: load a config, with weights={str(source)!r}")
+        return config, weights or source
+    if source.name == CONFIG_FILE and weights is None:
+        if (source.parent / LAST_CHECKPOINT).is_file():
+            raise ConfigError(f"MODEL.WEIGHTS of {source} are the run's initial ones: load its folder {source.parent}")
+        if (source.parent / WEIGHTS_FILE).is_file():
+            return source, source.parent / WEIGHTS_FILE
+    return source, weights
 
 
 def _weights_in(run: Path) -> Path:
     last = run / LAST_CHECKPOINT
-    named = [FINAL_WEIGHTS, last.read_text().strip() if last.is_file() else ""]
+    tagged = last.read_text().strip() if last.is_file() else ""
     newest = sorted((path.name for path in run.glob("model_*.pth")), reverse=True)
-    for name in (*named, *newest, WEIGHTS_FILE):
+    for name in (FINAL_WEIGHTS, tagged, *newest, WEIGHTS_FILE):
         if name and (run / name).is_file():
             return run / name
-    raise InputError(f"{run} has no weights: neither {FINAL_WEIGHTS} nor another checkpoint, model_*.pth")
+    raise ConfigError(f"{run} has no weights: neither {FINAL_WEIGHTS} nor another checkpoint, model_*.pth")
 
 
-def _image_source(image: object, name: str, place: int) -> ImageSource:
+def _image_source(image: object, name: str, index: int) -> ImageSource:
     if isinstance(image, (str, os.PathLike)):
-        return ImageFile(Path(image), str(image) if name == "the image" else f"{name}, {image}", place)
+        return ImageSource(Path(image), str(image) if name == "the image" else f"{name}, {image}", index)
     if isinstance(image, PIL.Image.Image):
-        return PillowImage(image, name, place)
+        return ImageSource(image, name, index)
     if not isinstance(image, np.ndarray):
-        kinds = "a file name, an array (H, W, 3) uint8 RGB or a PIL image is needed"
-        hint = ": tensor.permute(1, 2, 0).cpu().numpy(), say" if isinstance(image, torch.Tensor) else ""
-        raise InputError(f"{name} is of type {type(image).__name__}, and {kinds}{hint}")
+        raise ConfigError(f"{name} is a {type(image).__name__}, not a file name, an array (H, W, 3) or a PIL image")
     if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or not image.size:
-        hint = "; pass several as a list" if image.ndim == 4 else ""
-        hint = "; channels come last" if image.ndim == 3 and image.shape[0] == 3 != image.shape[2] else hint
-        raise InputError(f"{name} is an array {image.shape} {image.dtype}, and (H, W, 3) uint8 RGB is needed{hint}")
-    return ImageArray(image, name, place)
+        raise ConfigError(f"{name} is an array {image.shape} {image.dtype}, not (H, W, 3) uint8 RGB")
+    return ImageSource(image, name, index)
 
 
 def _check_threshold(score_threshold: float | None) -> None:
     if score_threshold is not None and not (isinstance(score_threshold, numbers.Real) and 0 <= score_threshold <= 1):
-        raise InputError(f"score_threshold is {score_threshold!r}: it is 0 to 1")
-
-
-def _check_batch_size(batch_size: int) -> None:
-    if batch_size < 1:
-        raise InputError(f"batch_size is {batch_size}: it is 1 or more")
+        raise ConfigError(f"score_threshold is {score_threshold!r}: it must be between 0 and 1")

@@ -1,10 +1,8 @@
-"""A trained detector on image files, folders of them or a video: COCO results, drawings, and what could not be read.
+"""Detection on image files, folders and videos: COCO results, drawings, and a list of what cannot be read.
 
 Images are read and resized as by the test loader, so that results equal those of ``tools/train_net.py --eval-only``.
-A batch holds only images that are of one size when they are resized: detectron2 would pad others to a common size, and
-what a network sees beyond an image's border changes its answers. So every batch size gives the same answers, up to
-the rounding of floating-point sums. Files are read in threads while the detector works, a few batches ahead.
-Results carry the category ids of the checkpoint or the exported file; with an annotation file, that file's.
+Only images of one resized size share a batch: detectron2 would pad others, and padding changes the detections of a
+network that sees it.
 """
 
 import contextlib
@@ -12,36 +10,41 @@ import dataclasses
 import json
 import logging
 import os
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import cv2
+import numpy as np
 from detectron2.config import CfgNode
+from tqdm import tqdm
 
-from backbones import InputError
-from projects_vil.checkpoint import dataset_categories
+from backbones import ConfigError
+from backbones.checkpoint_files import atomic_write
+from projects_vil.checkpoint import Categories, dataset_categories, describe_classes, match_all_classes
 from projects_vil.config import number_of_classes
 from projects_vil.data import load_dataset, register_datasets
-from projects_vil.inference.categories import categories_as_annotated
-from projects_vil.inference.detector import Detector
-from projects_vil.inference.drawings import ImageDrawings, VideoDrawings
+from projects_vil.inference.detector import DRAW_THRESHOLD, Detector
 from projects_vil.inference.runners import ExportedRunner, check_runner, config_of_export
-from projects_vil.inference.sources import VIDEO_SUFFIXES, ImageFile, Images, Skipped, Video, find_images
-from projects_vil.inference.writers import JsonList, Progress, written_whole
-from projects_vil.utils import check_output_folder
+from projects_vil.inference.sources import VIDEO_SUFFIXES, ImageBatches, ImageSource, Skipped, Video, find_images
+from projects_vil.visualization import write_image
 
 RESULTS_FILE, IMAGES_FILE, DRAWINGS_FOLDER = "results.json", "images.json", "drawings"
 SMALLEST_DRAWING = 480  # pixels of the longer side
+VIDEO_CODEC = "mp4v"
+SECONDS_BETWEEN_LINES = 30  # between progress lines in a log file
 
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """What a run did.
+    """The outcome of :func:`predict`.
 
     Attributes:
         unit: ``"image"`` or ``"frame"``.
-        done: images or frames that were predicted.
-        detections: in all of them.
-        skipped: what could not be read.
-        files: what was written, folders among them.
+        done: number of images or frames with results.
+        detections: number of detections in all of them.
+        skipped: files that could not be read.
+        files: the files and folders that were written.
     """
 
     unit: str
@@ -51,12 +54,9 @@ class Summary:
     files: tuple[Path, ...]
 
     def lines(self) -> list[str]:
-        """The last lines of the tool."""
         lines = [f"{_count(self.done, self.unit)}, {_count(self.detections, 'detection')}"]
         lines.append(f"wrote {', '.join(map(str, self.files))}")
-        if self.skipped:
-            lines.append(f"skipped {_count(len(self.skipped), 'file')} that could not be read")
-        return lines
+        return lines + [f"skipped {_count(len(self.skipped), 'file')} that could not be read"] * bool(self.skipped)
 
 
 def predict(
@@ -69,140 +69,195 @@ def predict(
     tta: bool = False,
     annotations: str | Path | None = None,
     drawings: bool = True,
-    score_threshold: float = 0.5,
+    score_threshold: float = DRAW_THRESHOLD,
 ) -> Summary:
-    """Predict on an image, on all images of a folder and the folders in it, or on the frames of a video.
+    """Detect objects in an image, in all images of a folder and its subfolders, or in the frames of a video.
 
     Writes into ``output``:
 
-    - ``results.json``: all detections in COCO's format of results, in the order of the input; boxes and masks are in
-      pixels of the (upright) file, whatever size the detector saw;
+    - ``results.json``: all detections in COCO's results format, in the order of the input; boxes and masks are in
+      pixels of the (upright) file;
     - ``images.json``: ``images`` with id, file name, height and width, and for a video frame (from 0) and seconds;
       ``categories`` with id and name; ``skipped`` with file name and reason;
     - ``drawings/``: every image under its own name, or a video.
 
-    Image ids count from 1, in the order of the names; a video's frames likewise. Files whose names begin with a dot,
-    and ``output`` where it lies in the folder, are left alone.
+    Image ids count from 1, in the order of the names or frames. Hidden files, and ``output`` inside the folder, are
+    skipped. Category ids are those of the checkpoint or the export; with an annotation file, those of that file.
 
     Args:
-        cfg: the detector's config; None for an exported file, which needs none.
+        cfg: the detector's config; None for an exported file.
         weights: its checkpoint, or an exported file.
-        source: an image, a folder or a video (by its suffix).
+        source: an image, a folder, or a video (by its suffix).
         output: folder for the results.
-        batch_size: images at once, at most.
+        batch_size: maximum number of images at once.
         tta: whether to use test-time augmentation.
-        annotations: COCO file of the folder's images: those in it are predicted, in its order, with its ids.
+        annotations: COCO file of the folder's images: only its images, in its order, with its ids.
         drawings: whether to draw.
-        score_threshold: for drawings, in [0, 1]; the results have all that the detector gives.
+        score_threshold: lowest score in drawings, in [0, 1]; the results contain all detections.
 
     Raises:
-        InputError: for a wrong value, missing or wrong files; before the detector is built where that can be known.
+        ConfigError: for invalid arguments and files, before the detector is built where possible.
     """
     source, output = Path(source), Path(output)
-    _check_options(source, output, batch_size, score_threshold)
+    _check_paths(source, output, annotations and Path(annotations))
+    if batch_size < 1:
+        raise ConfigError(f"batch_size is {batch_size}: it must be at least 1")
+    if not 0 <= score_threshold <= 1:
+        raise ConfigError(f"score_threshold is {score_threshold}: it must be between 0 and 1")
     cfg = config_of_export(weights) if cfg is None else cfg
     check_runner(cfg, weights, tta=tta)
-    files: Images | Video
     if annotations is not None:
-        _check_not_overwritten(Path(annotations), output)
         cfg, images = _annotated_images(cfg, source, Path(annotations))
     else:
         register_datasets(cfg)
-        images = find_images(source, leave_out=output)
+        images = find_images(source, exclude=output)
+    files: ImageBatches | Video = ImageBatches(images, threads=max(cfg.DATALOADER.NUM_WORKERS, 1))
     if source.is_file() and source.suffix.lower() in VIDEO_SUFFIXES:
         files = Video(source)
-    else:
-        files = Images(images, threads=max(cfg.DATALOADER.NUM_WORKERS, 1))
     detector = Detector.build(cfg, weights, tta=tta)
     if batch_size > 1 and isinstance(detector.runner, ExportedRunner) and not detector.runner.model.batched:
-        logging.getLogger(__name__).warning(
-            "--batch-size %d has no effect: %s takes one image at a time", batch_size, weights
-        )
+        logging.getLogger(__name__).warning("batch_size %d: %s takes one image at a time", batch_size, weights)
     if annotations is not None:
         annotated = dataset_categories(cfg.DATASETS.TEST, number_of_classes(cfg)[1])
         detector = Detector(detector.runner, categories=categories_as_annotated(detector.categories, annotated))
+    options = {"batch_size": batch_size, "drawings": drawings, "score_threshold": score_threshold}
+    return write_detections(detector, files, output, **options)
+
+
+def write_detections(
+    detector: Detector,
+    files: ImageBatches | Video,
+    output: Path,
+    *,
+    batch_size: int = 1,
+    drawings: bool = False,
+    score_threshold: float = DRAW_THRESHOLD,
+) -> Summary:
+    """Write the files of :func:`predict` with a loaded detector; both JSON files are written atomically at the end.
+
+    Raises:
+        ConfigError: if ``output`` or a drawing cannot be written.
+    """
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"--output {output}: it cannot be made ({error.strerror})") from error
-    drawer = None
-    if drawings and isinstance(files, Video):
-        drawer = VideoDrawings(output / DRAWINGS_FOLDER, source.name, files.frame_rate)
-    elif drawings:
-        drawer = ImageDrawings(output / DRAWINGS_FOLDER, [file.name for file in images])
-    return run(files, detector, output, drawer, batch_size=batch_size, score_threshold=score_threshold)
+        raise ConfigError(f"output {output} cannot be created: {error.strerror}") from error
+    entries: dict[int, dict] = {}
+    results: dict[int, list[dict]] = {}
+    skipped: list[Skipped] = []
+    folder = output / DRAWINGS_FOLDER
+    writer = contextlib.nullcontext()
+    if drawings:
+        writer = _video_writer(folder, files) if isinstance(files, Video) else _image_writer(folder, files.images)
+    with (
+        tqdm(
+            total=len(files) or None,
+            unit=files.unit,
+            dynamic_ncols=True,
+            mininterval=0.1 if sys.stderr.isatty() else SECONDS_BETWEEN_LINES,
+        ) as progress,
+        writer as write_drawing,
+        contextlib.closing(detector.detect(files, batch_size=batch_size, keep_pixels=drawings)) as batches,
+    ):
+        for batch in batches:
+            for item, found in batch:
+                if isinstance(item, Skipped):
+                    skipped.append(item)
+                    tqdm.write(f"skipped {item.name}: {item.reason}", file=sys.stderr)
+                    continue
+                if drawings:
+                    drawn = found.draw(score_threshold=score_threshold, longer_side=SMALLEST_DRAWING)
+                    write_drawing(item.entry, drawn)
+                entries[item.index] = item.entry
+                results[item.index] = found.to_coco(item.entry["id"])
+            progress.update(len(batch))
+    skipped.sort(key=lambda item: item.index)
+    pairs = zip(detector.categories.ids, detector.names, strict=True)
+    content = {
+        "images": [entries[index] for index in sorted(entries)],
+        "categories": [{"id": category_id, "name": name} for category_id, name in pairs],
+        "skipped": [{"file_name": item.name, "reason": item.reason} for item in skipped],
+    }
+    detections = [result for index in sorted(results) for result in results[index]]
+    with atomic_write(output / RESULTS_FILE) as results_file, atomic_write(output / IMAGES_FILE) as images_file:
+        results_file.write_text(json.dumps(detections))
+        images_file.write_text(json.dumps(content))
+    written = [output / RESULTS_FILE, output / IMAGES_FILE, *([folder] if drawings and entries else [])]
+    return Summary(files.unit, len(entries), len(detections), tuple(skipped), tuple(written))
 
 
-def run(
-    files: Images | Video,
-    detector: Detector,
-    output: Path,
-    drawer: ImageDrawings | VideoDrawings | None,
-    *,
-    batch_size: int = 1,
-    score_threshold: float = 0.5,
-) -> Summary:
-    """Detect in all files and write what :func:`predict` promises.
+def categories_as_annotated(model: Categories, dataset: Categories) -> Categories:
+    """Return a model's classes with a dataset's ids and names: matched by name, or else all by index.
 
     Args:
-        files: what is read.
-        detector: what detects.
-        output: a folder that is there.
-        drawer: takes the drawings; None where there are none.
-        batch_size: images at once, at most.
-        score_threshold: for drawings.
+        model: the model's classes, in the order of its outputs.
+        dataset: the classes of the annotation file.
 
     Raises:
-        InputError: where a drawing cannot be written.
+        ConfigError: if their numbers differ, or some names are in another order and others match nothing.
     """
-    entries: dict[int, dict] = {}
-    skipped: list[Skipped] = []
-    drawn = {"score_threshold": score_threshold, "longer_side": SMALLEST_DRAWING}
-    with written_whole(output / RESULTS_FILE, output / IMAGES_FILE) as (file, images_file):
-        with (
-            contextlib.closing(Progress(len(files), files.unit)) as progress,
-            drawer or contextlib.nullcontext(),
-            contextlib.closing(
-                detector.detect(files, batch_size=batch_size, keep_pixels=drawer is not None)
-            ) as batches,
-        ):
-            results = JsonList(file)
-            for batch in batches:
-                for item, detections in batch:
-                    if isinstance(item, Skipped):
-                        skipped.append(item)
-                        results.put(item.index, [])
-                        progress.say(f"skipped {item.name}: {item.reason}")
-                        continue
-                    if drawer is not None:
-                        drawer.add(item.entry, detections.draw(**drawn))
-                    entries[item.index] = item.entry
-                    results.put(item.index, detections.to_coco(item.entry["id"]))
-                progress.add(len(batch))
-            results.close()
-        skipped.sort(key=lambda item: item.index)
-        content = {
-            "images": [entries[index] for index in sorted(entries)],
-            "categories": [
-                {"id": category_id, "name": name}
-                for category_id, name in zip(detector.categories.ids, detector.names, strict=True)
-            ],
-            "skipped": [{"file_name": item.name, "reason": item.reason} for item in skipped],
-        }
-        json.dump(content, images_file)
-        images_file.write("\n")
-    written = [output / RESULTS_FILE, output / IMAGES_FILE]
-    if drawer is not None and entries:
-        written.append(output / DRAWINGS_FOLDER)
-    return Summary(files.unit, len(entries), results.length, tuple(skipped), tuple(written))
+    differ = (
+        f"the model has {describe_classes(model.names)}, and the annotations have {describe_classes(dataset.names)}"
+    )
+    matched = match_all_classes(model.names, dataset.names, differ=differ)
+    if matched is None:
+        return dataset
+    order = [matched[index] for index in range(len(matched))]
+    colors = dataset.colors and [dataset.colors[index] for index in order]
+    return Categories(tuple(dataset.ids[index] for index in order), model.names, colors)
 
 
-def _annotated_images(cfg: CfgNode, folder: Path, annotations: Path) -> tuple[CfgNode, list[ImageFile]]:
-    """The images of a COCO file, and the config with it for ``DATASETS.TEST``."""
-    if not folder.is_dir():
-        raise InputError(f"--annotations are for the images of a folder, and --input {folder} is none")
-    if not annotations.is_file():
-        raise InputError(f"--annotations {annotations}: there is no such file")
+WriteDrawing = Callable[[dict, np.ndarray], None]
+
+
+@contextlib.contextmanager
+def _image_writer(folder: Path, images: list[ImageSource]) -> Iterator[WriteDrawing]:
+    """JPEG and PNG keep their names; others become PNG, with ``.png`` appended."""
+    names = {image.name: image.name for image in images}
+    for name in list(names):
+        if not name.lower().endswith((".jpg", ".jpeg", ".png")):
+            names[name] = f"{name}.png"
+            while names[name] in names:
+                names[name] += ".png"
+    yield lambda entry, drawn: write_image(folder / names[entry["file_name"]], drawn)
+
+
+@contextlib.contextmanager
+def _video_writer(folder: Path, video: Video) -> Iterator[WriteDrawing]:
+    """One MP4, or a PNG per frame where OpenCV cannot encode it."""
+    path = folder / f"{video.path.stem}.mp4"
+    partial = path.with_name(f".{path.stem}.{os.getpid()}.partial.mp4")
+    writer = size = None
+
+    def write(entry: dict, drawn: np.ndarray) -> None:
+        nonlocal writer, size
+        if writer is None:
+            size = drawn.shape[1] // 2 * 2, drawn.shape[0] // 2 * 2  # encoders need even sides
+            folder.mkdir(parents=True, exist_ok=True)
+            code = cv2.VideoWriter_fourcc(*VIDEO_CODEC)
+            writer = cv2.VideoWriter(str(partial), code, video.frame_rate, size)
+            if not writer.isOpened():
+                tqdm.write(f"OpenCV cannot encode {VIDEO_CODEC}: frames are written to {folder}", file=sys.stderr)
+        if writer.isOpened():
+            # OpenCV drops frames of another size silently.
+            resized = drawn if drawn.shape[1::-1] == size else cv2.resize(drawn, size)
+            writer.write(np.ascontiguousarray(resized[..., ::-1]))
+        else:
+            write_image(folder / path.stem / f"{entry['frame']:06d}.png", drawn)
+
+    try:
+        yield write
+        if writer is not None and writer.isOpened():
+            writer.release()
+            partial.replace(path)
+    finally:
+        if writer is not None:
+            writer.release()
+        partial.unlink(missing_ok=True)
+
+
+def _annotated_images(cfg: CfgNode, folder: Path, annotations: Path) -> tuple[CfgNode, list[ImageSource]]:
+    """Return the images of a COCO file, and the config with it as ``DATASETS.TEST``."""
     name = f"{annotations} for {folder}"
     cfg = cfg.clone()
     cfg.defrost()
@@ -214,34 +269,26 @@ def _annotated_images(cfg: CfgNode, folder: Path, annotations: Path) -> tuple[Cf
     for record in load_dataset(cfg, [name], train=False):
         path = Path(record["file_name"])
         if not path.is_relative_to(folder) or ".." in path.relative_to(folder).parts:
-            raise InputError(f"{annotations} has {path}: an image outside the folder --input {folder}")
+            raise ConfigError(f"{annotations} has {path}, which is outside of the folder {folder}")
         size = record["height"], record["width"]
-        images.append(ImageFile(path, path.relative_to(folder).as_posix(), record["image_id"], size))
+        images.append(ImageSource(path, path.relative_to(folder).as_posix(), record["image_id"], size))
     return cfg, images
 
 
-def _check_options(source: Path, output: Path, batch_size: int, score_threshold: float) -> None:
-    if batch_size < 1:
-        raise InputError(f"--batch-size is {batch_size}: it is 1 or more")
-    if not 0 <= score_threshold <= 1:
-        raise InputError(f"--score-threshold is {score_threshold}: it is 0 to 1")
+def _check_paths(source: Path, output: Path, annotations: Path | None) -> None:
     if not source.exists():
-        raise InputError(f"--input {source}: there is no such file or folder")
-    check_output_folder(output)
-    present = next(folder for folder in (output.absolute(), *output.absolute().parents) if folder.exists())
-    if not present.is_dir() or not os.access(present, os.W_OK):
-        raise InputError(f"--output {output}: {present} cannot be written to")
-    drawn = (output / DRAWINGS_FOLDER).resolve()
-    if source.resolve() == output.resolve():
-        raise InputError(f"--output {output}: it is the --input folder; choose another")
-    if drawn in (source.resolve(), *source.resolve().parents):
-        raise InputError(f"--input {source}: drawings of it would be written over it; choose another --output")
-
-
-def _check_not_overwritten(annotations: Path, output: Path) -> None:
-    written = [(output / name).resolve() for name in (RESULTS_FILE, IMAGES_FILE)]
-    if annotations.resolve() in written:
-        raise InputError(f"--annotations {annotations}: results would be written over it; choose another --output")
+        raise ConfigError(f"source {source}: there is no such file or folder")
+    existing = next(folder for folder in (output.absolute(), *output.absolute().parents) if folder.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise ConfigError(f"output {output}: {existing} is not a folder that can be written to")
+    inputs = (source.resolve(), *source.resolve().parents)
+    if source.resolve() == output.resolve() or (output / DRAWINGS_FOLDER).resolve() in inputs:
+        raise ConfigError(f"output {output}: drawings would overwrite the source {source}")
+    if annotations is not None:
+        if not source.is_dir() or not annotations.is_file():
+            raise ConfigError(f"annotations {annotations} must be a COCO file, and source {source} a folder")
+        if annotations.resolve() in [(output / name).resolve() for name in (RESULTS_FILE, IMAGES_FILE)]:
+            raise ConfigError(f"annotations {annotations}: results would overwrite it")
 
 
 def _count(number: int, unit: str) -> str:

@@ -1,19 +1,29 @@
-"""The backbones as detectron2 builds them, and test-time augmentation."""
+"""The backbones as detectron2 builds them, micro-batches, and test-time augmentation."""
 
-from projects_vil.modeling.backbone.fpn import build_retinanet_transformer_fpn_backbone, build_transformer_fpn_backbone
-from projects_vil.modeling.backbone.transformer import TransformerBackbone, build_transformer_backbone
-from projects_vil.modeling.batch_parts import BatchParts
-from projects_vil.modeling.build import build_on_meta, stage_channels
-from projects_vil.modeling.cascade import check_cascade
-from projects_vil.modeling.image_sizes import LARGEST_BATCH, LARGEST_SIDE, SMALLEST_SIDE, largest_side
-from projects_vil.modeling.point_rend import check_point_rend
-from projects_vil.modeling.test_time_augmentation import add_tta, augmentation_sizes, longest_side
+from projects_vil.modeling.backbone import (
+    TransformerBackbone,
+    build_retinanet_transformer_fpn_backbone,
+    build_transformer_backbone,
+    build_transformer_fpn_backbone,
+)
+from projects_vil.modeling.build import (
+    LARGEST_BATCH,
+    LARGEST_SIDE,
+    SMALLEST_SIDE,
+    build_on_meta,
+    largest_side,
+    longest_side,
+    stage_channels,
+)
+from projects_vil.modeling.micro_batches import MicroBatches
+from projects_vil.modeling.roi_heads import check_cascade, check_point_rend
+from projects_vil.modeling.test_time_augmentation import add_tta, augmentation_sizes
 
 __all__ = [
     "LARGEST_BATCH",
     "LARGEST_SIDE",
     "SMALLEST_SIDE",
-    "BatchParts",
+    "MicroBatches",
     "TransformerBackbone",
     "add_tta",
     "augmentation_sizes",

@@ -1,20 +1,24 @@
-"""Models of a config."""
+"""The model of a config, and the image sizes that it takes."""
 
 from collections.abc import Iterator
 
 import torch
+import torchvision  # noqa: F401  its operators are in every exported detector
 from detectron2.config import CfgNode
 from detectron2.modeling import build_model
 from torch import nn
 
-from backbones import InputError, create_backbone
+from backbones import ConfigError, create_backbone
+
+# Sides of images in pixels, and images in a batch, that exported programs take.
+SMALLEST_SIDE, LARGEST_SIDE, LARGEST_BATCH = 32, 8192, 1024
 
 
 def build_on_meta(cfg: CfgNode) -> nn.Module:
-    """The model of ``cfg`` without memory for its weights.
+    """Build the model of ``cfg`` without memory for its weights.
 
     Raises:
-        InputError: where a key has a value that no part of it can be built with.
+        ConfigError: if a key has a value with which it cannot be built.
     """
     cfg = cfg.clone()
     cfg.defrost()
@@ -22,21 +26,17 @@ def build_on_meta(cfg: CfgNode) -> nn.Module:
     try:
         with torch.device("meta"):
             return build_model(cfg)
-    except InputError:
+    except ConfigError:
         raise
-    except KeyError as error:
-        # A name that detectron2 looks up: it is all that the error says, or is quoted in it.
-        names = [f"{key} is {value!r}" for key, value in _texts(cfg) if f"'{value}'" in str(error)]
-        if not names:
-            raise InputError(f"the model cannot be built from this config: there is no {error}") from error
-        raise InputError(f"{' and '.join(names)}: detectron2 knows nothing of that name") from error
-    except (ValueError, IndexError, AssertionError) as error:
-        what = " ".join(str(error).split()) or "an assertion failed"
-        raise InputError(f"the model cannot be built from this config: {what} ({type(error).__name__})") from error
+    except (AssertionError, IndexError, KeyError, ValueError) as error:
+        # detectron2's registries raise a KeyError with the name that a key has.
+        keys = [f"{key} is {value!r}" for key, value in _texts(cfg) if f"'{value}'" in str(error)]
+        what = " and ".join(keys) or " ".join(str(error).split()) or "an assertion failed"
+        raise ConfigError(f"the model cannot be built from this config: {what} ({type(error).__name__})") from error
 
 
 def _texts(node: CfgNode, parents: str = "") -> Iterator[tuple[str, str]]:
-    """The keys whose values are texts, and these."""
+    """Yield the keys whose values are texts, and these."""
     for key, value in node.items():
         if isinstance(value, CfgNode):
             yield from _texts(value, f"{parents}{key}.")
@@ -45,10 +45,22 @@ def _texts(node: CfgNode, parents: str = "") -> Iterator[tuple[str, str]]:
 
 
 def stage_channels(name: str, stage: str) -> int:
-    """The channels of a variant's stage, for the layers of a LazyConfig that follow it.
+    """Return the channels of a variant's stage, for the layers of a LazyConfig that follow it.
 
     Raises:
-        InputError: for an unknown variant or stage.
+        ConfigError: for an unknown variant or stage.
     """
     with torch.device("meta"):
         return create_backbone(name, out_features=(stage,)).feature_info[stage].channels
+
+
+def largest_side(detector: nn.Module) -> int:
+    """Return the longest side, in pixels, of images that an exported detector takes: absolute positions limit it."""
+    side = longest_side(detector)
+    return LARGEST_SIDE if side is None else side
+
+
+def longest_side(detector: nn.Module) -> int | None:
+    """Return the longest side of images, in pixels, that absolute positions allow; None if there is no limit."""
+    has_tables = any(getattr(module, "resizing", None) == "load" for module in detector.modules())
+    return detector.backbone.bottom_up.options["max_img_size"] if has_tables else None

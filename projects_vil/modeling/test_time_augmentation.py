@@ -1,4 +1,4 @@
-"""Test-time augmentation: a detector on several sizes of an image and their mirror images, merged into one answer."""
+"""Test-time augmentation: a detector on several sizes of an image and their mirror images, with merged detections."""
 
 from typing import Any
 
@@ -9,40 +9,36 @@ from detectron2.modeling import DatasetMapperTTA, GeneralizedRCNN, GeneralizedRC
 from detectron2.structures import Boxes, Instances
 from torch import nn
 
-from backbones import InputError
-from projects_vil.modeling.image_sizes import LARGEST_SIDE, largest_side
+from backbones import ConfigError
+from projects_vil.modeling.build import longest_side
 
-# The short side, in pixels, of the detectors that detectron2's own TEST.AUG.MIN_SIZES are for.
+# The short side, in pixels, for which detectron2's TEST.AUG.MIN_SIZES are meant.
 _USUAL_SHORT_SIDE = 800
 _USUAL_SIZES = tuple(get_cfg().TEST.AUG.MIN_SIZES)
 
 
 def augmentation_sizes(cfg: CfgNode) -> tuple[int, ...]:
-    """The short sides, in pixels, that an image is resized to.
+    """Return the short sides, in pixels, to which an image is resized.
 
     ``TEST.AUG.MIN_SIZES``; but where those are detectron2's own, 400 to 1200 for a detector that is tested at 800, they
     are scaled to ``INPUT.MIN_SIZE_TEST``, so that they always are 0.5 to 1.5 of it.
 
     Raises:
-        InputError: where there is none or one is less than a pixel.
+        ConfigError: where there is none or one is less than a pixel.
     """
     sizes = tuple(cfg.TEST.AUG.MIN_SIZES)
     short = cfg.INPUT.MIN_SIZE_TEST
     if short and sizes == _USUAL_SIZES:
         sizes = tuple(round(size * short / _USUAL_SHORT_SIDE) for size in sizes)
     if not sizes or min(sizes) < 1 or cfg.TEST.AUG.MAX_SIZE < 1:
-        raise InputError(f"TEST.AUG.MIN_SIZES {list(sizes)} and MAX_SIZE {cfg.TEST.AUG.MAX_SIZE} are pixels, 1 or more")
+        raise ConfigError(
+            f"TEST.AUG.MIN_SIZES {list(sizes)} and MAX_SIZE {cfg.TEST.AUG.MAX_SIZE} are pixels, 1 or more"
+        )
     return sizes
 
 
-def longest_side(model: nn.Module) -> int | None:
-    """The longest side of an image, in pixels, for a model whose absolute positions have an end; None for others."""
-    side = largest_side(model)
-    return None if side == LARGEST_SIDE else side
-
-
 def add_tta(cfg: CfgNode, model: nn.Module) -> "GeneralizedRCNNWithTTA | RetinaNetWithTTA":
-    """A detector with test-time augmentation: called with detectron2's inputs, it returns detectron2's outputs.
+    """Wrap a detector with test-time augmentation; inputs and outputs are detectron2's.
 
     ``TEST.AUG.FLIP`` adds the mirror images. The inputs' images are best those of the files, not yet resized. Where
     absolute positions end, no side is longer than ``MODEL.TRANSFORMER.MAX_IMG_SIZE``.
@@ -52,13 +48,13 @@ def add_tta(cfg: CfgNode, model: nn.Module) -> "GeneralizedRCNNWithTTA | RetinaN
         model: a GeneralizedRCNN or a RetinaNet in eval mode.
 
     Raises:
-        InputError: where ``TEST.AUG.MIN_SIZES`` was set to sizes that the model cannot take.
+        ConfigError: if ``TEST.AUG.MIN_SIZES`` was set to sizes that the model cannot take.
     """
     sizes, longest, end = augmentation_sizes(cfg), cfg.TEST.AUG.MAX_SIZE, longest_side(model)
     if end is not None:
         given = tuple(cfg.TEST.AUG.MIN_SIZES)
         if sizes == given and max(sizes) > end and given != _USUAL_SIZES:
-            raise InputError(
+            raise ConfigError(
                 f"TEST.AUG.MIN_SIZES has {max(sizes)}, and this model's tables of positions end at "
                 f"MODEL.TRANSFORMER.MAX_IMG_SIZE {end}: make one of them fit"
             )

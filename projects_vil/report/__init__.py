@@ -1,7 +1,5 @@
-"""One page about a run: curves, what its detector finds and misses, its configuration and its warnings."""
+"""One page about a run: curves, metrics, confusions and matches, its configuration and its warnings."""
 
-from projects_vil.report.write import write_report
+from projects_vil.report.page import write_report
 
-__all__ = [
-    "write_report",
-]
+__all__ = ["write_report"]

@@ -1,176 +1,161 @@
-"""Curves as SVG, to be written into a page."""
+"""Curves and images of a report, as data URLs that need no other file."""
 
+import base64
 import io
 import itertools
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+import cv2
 import numpy as np
+from detectron2.utils.visualizer import Visualizer
 from matplotlib import rc_context
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from backbones.errors import ConfigError
+from projects_vil.data import read_image
 from projects_vil.evaluation import LOSS_TASK
-from projects_vil.report.judging import Judged
+from projects_vil.report.coco_metrics import DetectionMetrics
+from projects_vil.visualization import draw_label
 
-# Of a figure in inches of 72 points: what fits a telephone with letters that can be read there.
-SIZE = (5.2, 3.3)
-# Told apart by the colour-blind too, all with a contrast of 3 or more on white; then by the kind of line.
+SIZE = (5.2, 3.3)  # inches of 72 points: letters stay readable on a telephone
+# All have a contrast of 3 or more on white, and differ for the colour-blind too; further curves have other line styles.
 COLORS = ("#0b5cad", "#b3400a", "#1a7f4b", "#7a3e9d", "#80620a", "#44505c")
-DASHES = ("-", (0, (5, 2)), (0, (1, 1.5)))
+LINE_STYLES = ("-", (0, (5, 2)), (0, (1, 1.5)))
 INK, LINES = "#1b1f24", "#d8dee4"
-MOST_POINTS = 400  # of a curve
-MOST_CLASSES = 6  # with a curve each
+MAX_POINTS = 400  # per curve
+MAX_CLASS_CURVES = 6
+MAX_SIDE = 480  # pixels of an image
+TRUE_POSITIVE, FALSE_POSITIVE, MISSED = "#0f7a45", "#b3400a", "#1d5bbf"
 _STYLE = {
-    # Text stays text, in the page's own letters.
-    "svg.fonttype": "none",
-    "font.size": 11,
-    "axes.edgecolor": LINES,
-    "axes.labelcolor": INK,
-    "text.color": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": LINES,
-    "grid.linewidth": 0.6,
-    "legend.frameon": False,
-    "legend.fontsize": 10,
+    **{"svg.fonttype": "none", "font.size": 11, "legend.frameon": False, "legend.fontsize": 10},
+    **{"axes.edgecolor": LINES, "axes.labelcolor": INK, "text.color": INK, "xtick.color": INK, "ytick.color": INK},
+    **{"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": LINES},
 }
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """A figure of the page: SVG, a title, and what there is to see."""
+class PageFigure:
+    """A curve or an image of the page."""
 
-    svg: str
+    url: str
     title: str
     caption: str
 
 
-def training_figures(metrics: Sequence[Mapping[str, float]]) -> list[Drawn]:
-    """Curves over the iterations: losses, learning rate, gradient norm, AP and time.
-
-    Args:
-        metrics: lines of ``metrics.json``.
-    """
+def training_figures(metrics: Sequence[Mapping[str, float]]) -> list[PageFigure]:
+    """Plot losses, learning rate, gradient norm, AP and time over the iterations, from lines of ``metrics.json``."""
     names = {name for line in metrics for name in line}
     losses = sorted(name for name in names if "loss" in name and "/" not in name)
     losses.sort(key=lambda name: name != "total_loss")
-    of_validation = sorted(name for name in names if f"{LOSS_TASK}/" in name)
-    of_ap = sorted(
-        (name for name in names if name.rpartition("/")[2] in ("AP", "AP50", "AP75", "mIoU") and "/" in name),
-        key=lambda name: (name.rpartition("/")[0], len(name)),
-    )
+    validation = sorted(name for name in names if f"{LOSS_TASK}/" in name)
+    is_ap = {name for name in names if "/" in name and name.rpartition("/")[2] in ("AP", "AP50", "AP75", "mIoU")}
+    ap = sorted(is_ap, key=lambda name: (name.rpartition("/")[0], len(name)))
     median = "Each point is the median of the last 20 iterations."
-    wanted = (
-        ("Losses", losses, median, "", False),
-        ("Validation loss", of_validation, "At each evaluation.", "", False),
-        ("Learning rate", ["lr"], "Of parameters without a share of their own.", "", False),
-        ("Gradient norm", ["gradient_norm"], f"Before clipping. {median}", "", True),
-        ("Average precision", of_ap, "On the validation images, at each evaluation.", "%", False),
-        ("Seconds of an iteration", ["time", "data_time"], "data_time is the wait for the batch.", "s", False),
-    )
     figures = []
-    for title, keys, caption, unit, is_logarithmic in wanted:
-        curves = {key: _points(metrics, key) for key in keys}
+    for title, keys, caption, unit in (
+        ("Losses", losses, median, ""),
+        ("Validation loss", validation, "At each evaluation.", ""),
+        ("Learning rate", ["lr"], "Of parameters without a factor of their own.", ""),
+        ("Gradient norm", ["gradient_norm"], f"Before clipping. {median}", ""),
+        ("Average precision", ap, "On the validation images, at each evaluation.", "%"),
+        ("Seconds per iteration", ["time", "data_time"], "data_time is the wait for the batch.", "s"),
+    ):
+        curves = {key: _points(metrics, key) for key in keys if key in names}
         curves = {key: points for key, points in curves.items() if len(points)}
-        if curves:
-            infinite = sum(not math.isfinite(line[key]) for line in metrics for key in curves if key in line)
-            if infinite:
-                caption += f" {infinite} values are not finite, and left out."
-            figures.append(_draw_curves(title, curves, caption, unit, is_logarithmic))
+        if not curves:
+            continue
+        infinite = sum(not math.isfinite(line[key]) for line in metrics for key in curves if key in line)
+        if infinite:
+            caption += f" {infinite} values are not finite, and left out."
+        values = np.concatenate([points[:, 1] for points in curves.values()])
+        logarithmic = title == "Gradient norm" and values.min() > 0 and values.max() > 20 * values.min()
+        options = {"yscale": "log"} if logarithmic else {"ylim": (0, None)} if values.min() >= 0 else {}
+        figures.append(PageFigure(_plot(curves, xlabel="iteration", ylabel=unit, **options), title, caption))
     return figures
 
 
-def precision_figures(judged: Judged) -> list[Drawn]:
-    """Precision over recall for each task, by IoU, and by class where they are few."""
+def precision_figures(metrics: DetectionMetrics) -> list[PageFigure]:
+    """Plot precision over recall for each task: by IoU, and by class where there are few."""
     figures = []
-    for task, precision in judged.by_task.items():
+    for task in metrics.precision:
         name = {"bbox": "boxes", "segm": "masks"}[task]
-        curves = {
-            "IoU 0.50": precision.curve(iou=0.5),
-            "IoU 0.75": precision.curve(iou=0.75),
-            "mean of 0.50 to 0.95": precision.curve(),
-        }
-        caption = "Mean of the classes that have objects."
-        figures.append(_draw_precision(f"Precision and recall, {name}", curves, caption))
-        if 1 < len(judged.classes) <= MOST_CLASSES:
-            by_class = {label: precision.curve(iou=0.5, index=row) for row, label in enumerate(judged.classes)}
-            figures.append(_draw_precision(f"Precision and recall by class, {name}", by_class, "At an IoU of 0.50."))
-    return [figure for figure in figures if figure is not None]
+        ious = {"IoU 0.50": 0.5, "IoU 0.75": 0.75, "mean of 0.50 to 0.95": None}
+        curves = {label: metrics.curve(task, iou=iou) for label, iou in ious.items()}
+        groups = [(f"Precision and recall, {name}", curves, "Mean of the classes that have objects.")]
+        if 1 < len(metrics.categories) <= MAX_CLASS_CURVES:
+            classes = [category["name"] for category in metrics.categories]
+            curves = {label: metrics.curve(task, iou=0.5, category=row) for row, label in enumerate(classes)}
+            groups.append((f"Precision and recall by class, {name}", curves, "At an IoU of 0.50."))
+        limits = {"xlim": (0, 1), "ylim": (0, 1.02), "xlabel": "recall", "ylabel": "precision"}
+        for title, curves, caption in groups:
+            curves = {str(label): points for label, points in curves.items() if len(points)}
+            if curves:
+                figures.append(PageFigure(_plot(curves, **limits), title, caption))
+    return figures
+
+
+def match_figures(metrics: DetectionMetrics, folder: Path, *, number: int) -> list[PageFigure]:
+    """Draw matches at the threshold, on images spread evenly over those with an object or a detection.
+
+    Raises:
+        ConfigError: for an image that cannot be read, or is not of the size in the annotations.
+    """
+    names = {category["id"]: str(category["name"]) for category in metrics.categories}
+    candidates = [x for x in metrics.images if x.true_positives or x.false_positives or x.missed]
+    figures = []
+    for index in np.unique(np.linspace(0, len(candidates) - 1, number).round().astype(int)) if candidates else ():
+        matches = candidates[index]
+        path = folder / matches.image["file_name"]
+        pixels = read_image(str(path), "RGB")
+        if pixels.shape[:2] != (matches.image.get("height"), matches.image.get("width")):
+            raise ConfigError(f"{path} has {pixels.shape[0]} x {pixels.shape[1]} pixels, unlike its annotations")
+        visualizer = Visualizer(pixels, scale=MAX_SIDE / max(pixels.shape[:2]))
+        found, wrong, missed = [pair[0] for pair in matches.true_positives], matches.false_positives, matches.missed
+        for items, color in ((missed, MISSED), (wrong, FALSE_POSITIVE), (found, TRUE_POSITIVE)):
+            for item in items:
+                left, top, width, height = item["bbox"]
+                box = (left, top, left + width, top + height)
+                visualizer.draw_box(box, edge_color=color, alpha=1, line_style="--" if color == MISSED else "-")
+                label = names[item["category_id"]] + (f" {item['score']:.0%}" if "score" in item else "")
+                # Labels of missed objects do not cover those of detections at the same position.
+                draw_label(visualizer, label, box, color, below=color == MISSED)
+        encoded = cv2.imencode(".jpg", visualizer.output.get_image()[..., ::-1], [cv2.IMWRITE_JPEG_QUALITY, 82])[1]
+        counts = f"{len(found)} true positives, {len(wrong)} false positives, {len(missed)} missed"
+        figures.append(PageFigure(_url("image/jpeg", encoded.tobytes()), matches.image["file_name"], counts))
+    return figures
 
 
 def _points(metrics: Sequence[Mapping[str, float]], key: str) -> np.ndarray:
-    """(N, 2): iteration and value, N at most about ``MOST_POINTS``, by means of neighbours."""
+    """(N, 2): iterations and finite values, averaged over neighbours to at most 400 points."""
     points = np.array([(line["iteration"], line[key]) for line in metrics if math.isfinite(line.get(key, math.nan))])
-    if len(points) <= MOST_POINTS:
+    if len(points) <= MAX_POINTS:
         return points
-    return np.array([part.mean(axis=0) for part in np.array_split(points, MOST_POINTS)])
+    return np.array([part.mean(axis=0) for part in np.array_split(points, MAX_POINTS)])
 
 
-def _draw_curves(title: str, curves: Mapping[str, np.ndarray], caption: str, unit: str, is_logarithmic: bool) -> Drawn:
-    figure, axes = _empty()
-    with rc_context(_STYLE):
-        for (name, points), (color, dashes) in zip(curves.items(), _looks(), strict=False):
-            marker = "o" if len(points) < 25 else None
-            look = {"color": color, "linestyle": dashes, "marker": marker, "markersize": 3.5, "linewidth": 1.6}
-            axes.plot(*points.T, label=name, **look)
-        values = np.concatenate([points[:, 1] for points in curves.values()])
-        if is_logarithmic and values.min() > 0 and values.max() > 20 * values.min():
-            axes.set_yscale("log")
-        elif values.min() >= 0:
-            axes.set_ylim(bottom=0)
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
-        axes.set_xlabel("iteration")
-        axes.set_ylabel(unit)
-        if len(curves) > 1:
-            _add_legend(axes)
-    return Drawn(_as_svg(figure, title), title, caption)
-
-
-def _draw_precision(title: str, curves: Mapping[str, np.ndarray], caption: str) -> Drawn | None:
-    curves = {name: precision for name, precision in curves.items() if len(precision)}
-    if not curves:
-        return None
-    figure, axes = _empty()
-    with rc_context(_STYLE):
-        for (name, precision), (color, dashes) in zip(curves.items(), _looks(), strict=False):
-            recall = np.linspace(0, 1, len(precision))
-            axes.plot(recall, precision, color=color, linestyle=dashes, linewidth=1.6, label=name)
-        axes.set(xlim=(0, 1), ylim=(0, 1.02), xlabel="recall", ylabel="precision")
-        _add_legend(axes)
-    return Drawn(_as_svg(figure, title), title, caption)
-
-
-def _empty() -> tuple[Figure, Axes]:
+def _plot(curves: Mapping[str, np.ndarray], **axes_options) -> str:
+    """Plot named curves (N, 2) as the URL of an SVG."""
     with rc_context(_STYLE):
         figure = Figure(figsize=SIZE, layout="constrained")
-        return figure, figure.add_subplot()
+        axes = figure.add_subplot()
+        for (name, points), (style, color) in zip(
+            curves.items(), itertools.cycle(itertools.product(LINE_STYLES, COLORS))
+        ):
+            marker = "o" if len(points) < 25 else None
+            axes.plot(*points.T, label=name, color=color, linestyle=style, marker=marker, markersize=3.5, linewidth=1.6)
+        axes.set(**axes_options)
+        if axes_options.get("xlabel") == "iteration":
+            axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
+        if len(curves) > 1:
+            axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0.2, handlelength=1.8)
+        file = io.BytesIO()
+        figure.savefig(file, format="svg")
+    return _url("image/svg+xml", file.getvalue())
 
 
-def _looks():
-    """Colours first, then other kinds of line."""
-    return ((color, dashes) for dashes, color in itertools.product(DASHES, COLORS))
-
-
-def _add_legend(axes: Axes) -> None:
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0.2, handlelength=1.8)
-
-
-def _as_svg(figure: Figure, title: str) -> str:
-    """The ``<svg>`` element alone, with ids that no other figure of the page has."""
-    file = io.StringIO()
-    prefix = re.sub(r"\W+", "-", title.lower())
-    with rc_context(_STYLE | {"svg.hashsalt": prefix}):
-        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    svg = file.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'\bid="', f'id="{prefix}-', svg)
-    svg = re.sub(r'((?:xlink:)?href="#|url\(#)', rf"\1{prefix}-", svg)
-    return svg.replace("<svg ", f'<svg role="img" aria-label="{title}" ', 1)
+def _url(media_type: str, content: bytes) -> str:
+    return f"data:{media_type};base64,{base64.b64encode(content).decode()}"

@@ -1,4 +1,4 @@
-"""What holds for all tests of the backbones."""
+"""Settings of all tests of the backbones."""
 
 import pytest
 import torch

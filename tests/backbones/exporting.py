@@ -1,4 +1,4 @@
-"""What the tests of exported backbones share: an exported program, and a session of onnxruntime."""
+"""Helpers of the tests of exported backbones: an exported program, and a session of onnxruntime."""
 
 import io
 

@@ -3,10 +3,9 @@
 import torch
 from torch import nn
 
-from backbones.backbone import Backbone, Classifier, Settings
-from backbones.cvt import CvT
-from backbones.lit import LIT
-from backbones.variants import CvTStage, CvTVariant, LITVariant, Variant
+from backbones.backbone import Backbone, BackboneSettings, Classifier, Variant
+from backbones.cvt import CvT, CvTStage, CvTVariant
+from backbones.lit import LIT, LITVariant
 from backbones.vil import ViL
 from tests.backbones.helpers import FAMILIES, randomise, small_variant
 from tests.backbones.official_lit import TI, S
@@ -29,22 +28,22 @@ _CLASSES = {"vil": ViL, "lit": LIT, "cvt": CvT}
 
 
 def small_model(name: str, **options) -> Backbone:
-    """A model of ``VARIANTS`` in eval mode, with random float64 weights and statistics; ``options`` are Settings."""
+    """A model of ``VARIANTS`` in eval mode, with random float64 weights and statistics."""
     options = {"max_img_size": (160, 160)} | options
-    return _randomised(_CLASSES[name[:3]](VARIANTS[name], Settings(**options)))
+    return _randomised(_CLASSES[name[:3]](VARIANTS[name], BackboneSettings(**options)))
 
 
 def small_classifier(name: str) -> Classifier:
     """As :func:`small_model`, with a head for 5 classes."""
     variant = VARIANTS[name]
-    settings = Settings(out_features=(f"stage{len(variant.stages)}",), keep_global_tokens=True)
+    settings = BackboneSettings(out_features=(f"stage{len(variant.stages)}",), keep_global_tokens=True)
     backbone = _CLASSES[name[:3]](variant, settings)
     return _randomised(Classifier(backbone, num_classes=5, pool=variant.pool, norm_eps=variant.norm_eps))
 
 
 def small_lit(variant: str | LITVariant = "relative", **options) -> LIT:
     """As :func:`small_model`, also for a variant that has no name."""
-    return _randomised(LIT(LITS[variant] if isinstance(variant, str) else variant, Settings(**options)))
+    return _randomised(LIT(LITS[variant] if isinstance(variant, str) else variant, BackboneSettings(**options)))
 
 
 def _randomised(model: nn.Module) -> nn.Module:

@@ -1,4 +1,4 @@
-"""What several tests of the backbones share: random inputs and weights, comparisons, traces, a small ViL."""
+"""Helpers of the tests of the backbones: random inputs and weights, comparisons, traces, a small ViL."""
 
 import math
 import warnings
@@ -9,11 +9,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from backbones.attention.alternatives.performer import redraw_features
-from backbones.attention.kernels import chunks
-from backbones.backbone import Settings
-from backbones.variants import ViLStage, ViLVariant
-from backbones.vil import ViL
+from backbones.attention import chunks
+from backbones.attention.efficient import redraw_features
+from backbones.backbone import BackboneSettings
+from backbones.vil import ViL, ViLStage, ViLVariant
 
 # Families of options for :func:`small_vil`, one name each.
 FAMILIES = {
@@ -86,8 +85,8 @@ def assert_all_close(actual: dict, expected: dict, *, tolerance: float) -> None:
 
 
 def mark_as_on_a_gpu(channels: int, device: torch.device) -> int:
-    """In place of ``mark_channels``: the branch of a GPU, run on any device."""
-    return chunks.mark_channels(channels, torch.device("cuda"))
+    """A replacement of ``mask_channels``: the branch of a GPU, run on any device."""
+    return chunks.mask_channels(channels, torch.device("cuda"))
 
 
 def assert_padding_is_hidden_in_half_precision(
@@ -140,7 +139,7 @@ def trace(function: Callable, example: tuple[Tensor, ...]) -> torch.jit.ScriptFu
 def randomise(model: nn.Module, *, seed: int = 0) -> nn.Module:
     """Fill every parameter with values that no other has, so that none is hidden by being 0 or 1.
 
-    Random features are drawn anew too.
+    Random features are sampled again too.
     """
     generator = torch.Generator().manual_seed(seed)
     redraw_features(model, seed=seed)
@@ -174,8 +173,8 @@ def small_variant(
 
 
 def small_vil(family: str = "relative", *, max_img_size: tuple[int, int] = (160, 160), **options) -> ViL:
-    """A small ViL in eval mode with random float64 weights; ``options`` are :class:`.Settings`."""
-    model = ViL(small_variant(**FAMILIES[family]), Settings(max_img_size=max_img_size, **options))
+    """A small ViL in eval mode with random float64 weights; ``options`` are :class:`.BackboneSettings`."""
+    model = ViL(small_variant(**FAMILIES[family]), BackboneSettings(max_img_size=max_img_size, **options))
     return randomise(model).double().eval()
 
 
@@ -184,7 +183,7 @@ def random_images(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64
 
 
 def map_gradients(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
-    """The gradient of each parameter, for uneven weights of all maps; a missing one is None."""
+    """The gradient of each parameter, for uneven weights of all feature maps; a missing one is None."""
     model.zero_grad(set_to_none=True)
     weighted = [
         (m * torch.sin(torch.arange(m.numel(), dtype=m.dtype)).view(m.shape)).sum() for m in model(images).values()

@@ -102,7 +102,7 @@ def official_forward(
     weights: dict[str, Tensor], images: Tensor, stages: tuple[OfficialStage, ...] = TINY
 ) -> tuple[dict[str, Tensor], Tensor]:
     """The maps and the logits (equations 1 to 3; the average-pooled head), for images of at most 56 pixels a side."""
-    maps, x, no_tokens = {}, images, images.new_zeros(len(images), 0, 1)
+    features, x, no_tokens = {}, images, images.new_zeros(len(images), 0, 1)
     for number, stage in enumerate(stages, start=1):
         embed = f"layer{number}.0"
         x = F.pad(x, (0, -x.shape[3] % stage.patch, 0, -x.shape[2] % stage.patch))
@@ -125,8 +125,8 @@ def official_forward(
             hidden = F.gelu(_apply(weights, f"{mlp}.mlp.fc1", _norm(weights, f"{mlp}.norm", sequence)))
             sequence = sequence + _apply(weights, f"{mlp}.mlp.fc2", hidden)
         x = sequence[:, stage.globals :].unflatten(1, (height, width)).permute(0, 3, 1, 2)
-        maps[f"stage{number}"] = x
-    return maps, _apply(weights, "head", _norm(weights, "norm", sequence).mean(dim=1))
+        features[f"stage{number}"] = x
+    return features, _apply(weights, "head", _norm(weights, "norm", sequence).mean(dim=1))
 
 
 def _apply(weights: dict[str, Tensor], name: str, x: Tensor) -> Tensor:

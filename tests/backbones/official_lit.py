@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from backbones.variants import LITStage, LITVariant
+from backbones.lit import LITStage, LITVariant
 
 # Two stages of MLP blocks and two of attention; odd widths of the heads, tables for images of 64 pixels
 TI = LITVariant(
@@ -94,22 +94,25 @@ def official_forward(
 
     Sides that no stride divides are padded with zeros below and on the right, where the official code cuts them.
     """
-    relative, maps, outputs = variant.relative_bias, images, {}
+    relative, features, outputs = variant.relative_bias, images, {}
     classifier = "head.weight" in weights
     for index, stage in enumerate(variant.stages):
         dim = stage.dim
         embed = _embed(relative, index)
         patch = 4 if index == 0 else 2
-        maps = F.pad(maps, (0, -maps.shape[3] % patch, 0, -maps.shape[2] % patch))
+        features = F.pad(features, (0, -features.shape[3] % patch, 0, -features.shape[2] % patch))
         if index == 0:
-            maps = F.conv2d(maps, weights[f"{embed}.proj.weight"], weights[f"{embed}.proj.bias"], stride=4)
-            tokens = _layer_norm(maps.permute(0, 2, 3, 1), weights, f"{embed}.norm", 1e-5)
+            features = F.conv2d(features, weights[f"{embed}.proj.weight"], weights[f"{embed}.proj.bias"], stride=4)
+            tokens = _layer_norm(features.permute(0, 2, 3, 1), weights, f"{embed}.norm", 1e-5)
         else:
             offset = F.conv2d(
-                maps, weights[f"{embed}.dconv.conv_offset.weight"], weights[f"{embed}.dconv.conv_offset.bias"], stride=2
+                features,
+                weights[f"{embed}.dconv.conv_offset.weight"],
+                weights[f"{embed}.dconv.conv_offset.bias"],
+                stride=2,
             )
             merged = deformable_by_grid_sample(
-                maps, offset, weights[f"{embed}.dconv.weight"], weights[f"{embed}.dconv.bias"]
+                features, offset, weights[f"{embed}.dconv.weight"], weights[f"{embed}.dconv.bias"]
             )
             leaves = ("running_mean", "running_var", "weight", "bias")
             mean, var, scale, shift = (weights[f"{embed}.norm_layer.{leaf}"][:, None, None] for leaf in leaves)
@@ -133,28 +136,28 @@ def official_forward(
             hidden = F.gelu(_linear(normed, weights, f"{block}.mlp.fc1"))
             sequence = sequence + _linear(hidden, weights, f"{block}.mlp.fc2")
         local = sequence[:, -height * width :]
-        maps = local.transpose(1, 2).reshape(len(tokens), dim, height, width)
+        features = local.transpose(1, 2).reshape(len(tokens), dim, height, width)
         output = local
         if f"norm{index}.weight" in weights:
             output = _layer_norm(local, weights, f"norm{index}", variant.norm_eps)
-        outputs[f"stage{index + 1}"] = output.transpose(1, 2).reshape(maps.shape)
+        outputs[f"stage{index + 1}"] = output.transpose(1, 2).reshape(features.shape)
     if not classifier:
         return outputs, None
     normed = _layer_norm(sequence, weights, "norm", variant.norm_eps)
     return outputs, _linear(normed.mean(dim=1) if relative else normed[:, 0], weights, "head")
 
 
-def deformable_by_grid_sample(maps: Tensor, offset: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def deformable_by_grid_sample(features: Tensor, offset: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Deformable convolution, kernel = stride = 2, of an even map: what is beyond it counts as zero."""
-    height, width = maps.shape[2:]
-    rows = 2 * torch.arange(height // 2, dtype=maps.dtype)[:, None]
-    cols = 2 * torch.arange(width // 2, dtype=maps.dtype)[None, :]
+    height, width = features.shape[2:]
+    rows = 2 * torch.arange(height // 2, dtype=features.dtype)[:, None]
+    cols = 2 * torch.arange(width // 2, dtype=features.dtype)[None, :]
     output = bias[None, :, None, None]
     for tap in range(4):
         y = rows + tap // 2 + offset[:, 2 * tap]
         x = cols + tap % 2 + offset[:, 2 * tap + 1]
         grid = torch.stack([2 * x / (width - 1) - 1, 2 * y / (height - 1) - 1], dim=-1)
-        sampled = F.grid_sample(maps, grid, mode="bilinear", padding_mode="zeros", align_corners=True)
+        sampled = F.grid_sample(features, grid, mode="bilinear", padding_mode="zeros", align_corners=True)
         output = output + torch.einsum("bchw,dc->bdhw", sampled, weight[:, :, tap // 2, tap % 2])
     return output
 
@@ -175,18 +178,20 @@ def _attention(tokens: Tensor, weights: dict, name: str, heads: int, height: int
 
 
 def _index(height: int, width: int) -> Tensor:
-    """(N, N): the place in the table of (2 height - 1) x (2 width - 1) offsets, query minus key."""
-    row, col = (place.flatten() for place in torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij"))
+    """(N, N): the position in the table of (2 height - 1) x (2 width - 1) offsets, query minus key."""
+    row, col = (
+        position.flatten() for position in torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    )
     rows, cols = row[:, None] - row[None, :] + height - 1, col[:, None] - col[None, :] + width - 1
     return rows * (2 * width - 1) + cols
 
 
 def _resize_linear(table: Tensor, size: int, dim: int) -> Tensor:
-    """Half-pixel centres, ends held."""
+    """Half-pixel centres, clamped ends."""
     length = table.shape[dim]
-    place = ((torch.arange(size, dtype=table.dtype) + 0.5) * length / size - 0.5).clamp(0, length - 1)
-    low = place.floor().long()
-    high, part = (low + 1).clamp(max=length - 1), place - low
+    position = ((torch.arange(size, dtype=table.dtype) + 0.5) * length / size - 0.5).clamp(0, length - 1)
+    low = position.floor().long()
+    high, part = (low + 1).clamp(max=length - 1), position - low
     part = part.view([-1 if axis == dim else 1 for axis in range(table.ndim)])
     return table.index_select(dim, low) * (1 - part) + table.index_select(dim, high) * part
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from backbones.backbone import Settings
+from backbones.backbone import BackboneSettings
 from backbones.vil import ViL
 from tests.backbones.exporting import SIZES, OnnxSession, export_backbone
 from tests.backbones.families import small_model
@@ -21,7 +21,7 @@ OPTIONS = {"mixed": MIXED} | {name: FAMILIES[name] for name in ONE_STAGE}
 
 
 def build(family: str) -> nn.Module:
-    """A small model: one stage of stride 32, whose map may be a single place, or two of which one feeds the other."""
+    """A small model: one stage of stride 32, with one position or more, or two stages one after the other."""
     if family == "cvt":
         return small_model("cvt", out_features=("stage1", "stage2"))
     variant = small_variant(**OPTIONS[family])
@@ -29,7 +29,7 @@ def build(family: str) -> nn.Module:
     stages = zip(variant.stages, sizes, strict=False)
     stages = tuple(dataclasses.replace(stage, patch_size=patch, depth=depth) for stage, (patch, depth) in stages)
     variant = dataclasses.replace(variant, stages=stages)
-    return randomise(ViL(variant, Settings(max_img_size=(1344, 1344)))).double().eval()
+    return randomise(ViL(variant, BackboneSettings(max_img_size=(1344, 1344)))).double().eval()
 
 
 @functools.cache
@@ -43,14 +43,14 @@ def exported(family: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module
 def test_an_exported_backbone_is_right_for_other_sizes(family):
     """With the guards of the exported program checked at each size."""
     model, program = exported(family)
-    recorded = program.module()
+    module = program.module()
     for height, width in SIZES:
         images = random_images(1 + height % 2, 3, height, width)
         with torch.no_grad():
-            actual, expected = recorded(images), model(images)
+            actual, expected = module(images), model(images)
         assert actual.keys() == expected.keys()
-        for name, map_ in expected.items():
-            torch.testing.assert_close(actual[name], map_, atol=1e-10, rtol=1e-10)
+        for name, feature in expected.items():
+            torch.testing.assert_close(actual[name], feature, atol=1e-10, rtol=1e-10)
 
 
 @pytest.mark.slow
@@ -69,5 +69,5 @@ def test_an_onnx_file_is_right_for_other_sizes(family):
         images = random_images(1 + height % 2, 3, height, width, dtype=torch.float32)
         with torch.no_grad():
             expected = model(images).values()
-        for actual, map_ in zip(session(images), expected, strict=True):
-            assert (actual - map_).abs().max() < 1e-4 * map_.abs().max()
+        for actual, feature in zip(session(images), expected, strict=True):
+            assert (actual - feature).abs().max() < 1e-4 * feature.abs().max()

@@ -11,7 +11,7 @@ from torchvision.ops import deform_conv2d
 
 from backbones.attention import dense
 from backbones.layers.token_merging import deformable_by_sampling
-from backbones.variants import LITVariant
+from backbones.lit import LITVariant
 from tests.backbones.exporting import SIZES, OnnxSession, export_backbone
 from tests.backbones.families import small_lit
 from tests.backbones.helpers import LargestTensor, random_images, small_vil
@@ -63,15 +63,15 @@ def exported(family: str) -> tuple[nn.Module, ExportedProgram, torch.dtype]:
 def test_an_exported_backbone_is_right_for_other_sizes(family):
     """With the guards of the exported program checked at each size."""
     model, program, dtype = exported(family)
-    recorded = program.module()
+    module = program.module()
     for height, width in SIZES:
         images = random_images(1 + height % 2, 3, height, width, dtype=dtype)
         with torch.no_grad():
-            actual, expected = recorded(images), model(images)
+            actual, expected = module(images), model(images)
         assert actual.keys() == expected.keys()
-        for name, map_ in expected.items():
-            assert actual[name].shape == map_.shape
-            assert (actual[name] - map_).abs().max() < TOLERANCE[dtype] * map_.abs().max()
+        for name, feature in expected.items():
+            assert actual[name].shape == feature.shape
+            assert (actual[name] - feature).abs().max() < TOLERANCE[dtype] * feature.abs().max()
 
 
 @pytest.mark.slow
@@ -83,9 +83,9 @@ def test_an_onnx_file_is_right_for_other_sizes(family):
         images = random_images(1 + height % 2, 3, height, width, dtype=dtype)
         with torch.no_grad():
             expected = model(images).values()
-        for actual, map_ in zip(session(images), expected, strict=True):
-            assert actual.shape == map_.shape
-            assert (actual - map_).abs().max() < 1e-4 * map_.abs().max()
+        for actual, feature in zip(session(images), expected, strict=True):
+            assert actual.shape == feature.shape
+            assert (actual - feature).abs().max() < 1e-4 * feature.abs().max()
 
 
 @pytest.mark.slow
@@ -101,7 +101,7 @@ def test_an_exported_lit_needs_no_operator_of_torchvision():
 @pytest.mark.parametrize("scale", [0.4, 5.0])
 def test_sampling_and_a_plain_convolution_are_a_deformable_one(stride, height, width, scale):
     """Outputs and gradients; with the larger scale many positions lie beyond the map."""
-    maps, weight, bias = (
+    features, weight, bias = (
         random_images(*shape, seed=seed).requires_grad_()
         for seed, shape in enumerate([(2, 3, height, width), (4, 3, stride, stride), (4,)])
     )
@@ -109,19 +109,19 @@ def test_sampling_and_a_plain_convolution_are_a_deformable_one(stride, height, w
     # On the edge of what is seen, and beyond it
     offset[0, :, 0, 0] = torch.tensor([-1.0, 0.0]).repeat(stride**2)
     offset.requires_grad_()
-    inputs = (maps, offset, weight, bias)
+    inputs = (features, offset, weight, bias)
     results = []
     for function in (deform_conv2d, deformable_by_sampling):
         output = function(*inputs, stride=stride)
         weights = torch.sin(torch.arange(output.numel(), dtype=output.dtype)).view(output.shape)
-        results.append([output, *torch.autograd.grad((output * weights).sum(), (maps, weight, bias))])
+        results.append([output, *torch.autograd.grad((output * weights).sum(), (features, weight, bias))])
     for actual, expected in zip(*results, strict=True):
         torch.testing.assert_close(actual, expected, atol=1e-11, rtol=1e-11)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 5])
 @pytest.mark.parametrize("num_global", [0, 2])
-def test_groups_of_a_recorded_run_change_nothing(monkeypatch, groups, num_global):
+def test_groups_of_a_exported_run_change_nothing(monkeypatch, groups, num_global):
     """Fewer rows than groups, more, and a number that they do not divide."""
     module = dense.DenseAttention(8, num_heads=2, num_global_tokens=num_global, bias_size=(3, 5)).double()
     module.num_groups = groups
@@ -140,7 +140,7 @@ def test_groups_of_a_recorded_run_change_nothing(monkeypatch, groups, num_global
 
 
 @pytest.mark.slow
-def test_a_recorded_run_holds_a_part_of_the_bias():
+def test_a_exported_run_holds_a_part_of_the_bias():
     _, program, dtype = exported("lit_relative")
     images = random_images(1, 3, 640, 640, dtype=dtype)
     with torch.no_grad(), LargestTensor() as largest:

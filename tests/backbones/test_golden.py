@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from backbones import create_backbone, create_classifier
-from backbones.attention.kernels.random_shift import SHIFTS
-from backbones.attention.sliding_chunk import SlidingChunkAttention
+from backbones.attention.sliding_chunk import SHIFTS, SlidingChunkAttention
 from backbones.convert import convert_state_dict
 from tests.golden import assert_close_to_golden, golden, golden_images, golden_state_dict
 from tests.selection import slow_except
@@ -36,7 +35,7 @@ CLASSIFIERS = {
     "ls_medium_224_cls": ("ls_medium", {}),
 }
 
-# What ViL-Small, LS-Medium and LIT-S are made of, what is left shows too.
+# The other files cover the parts of ViL-Small, LS-Medium and LIT-S too.
 LARGE = {"vil_small_ape_det", "vil_small_rpb_g1_det", "lit_s_cls", "vil_small_rpb_cls", "ls_medium_224_cls"}
 
 
@@ -57,10 +56,10 @@ def test_maps(file):
     model = create_backbone(name, **options).eval()
     model.load_state_dict(converted, strict=True)
     with torch.inference_mode():
-        maps = model(golden_images(reference))
-    assert maps.keys() == reference["stages"].keys()
+        features = model(golden_images(reference))
+    assert features.keys() == reference["stages"].keys()
     for stage, expected in reference["stages"].items():
-        assert_close_to_golden(maps[stage], expected)
+        assert_close_to_golden(features[stage], expected)
 
 
 @pytest.mark.parametrize("file", slow_except(CLASSIFIERS, set(CLASSIFIERS) - LARGE), indirect=True)
@@ -100,16 +99,16 @@ def test_random_shift(shifting, step):
     expected = reference["shifts"][step]
     with torch.no_grad():
         assert_close_to_golden(classifier(golden_images(reference)), expected["logits"])
-        maps = backbone(golden_images(reference))
+        features = backbone(golden_images(reference))
     assert set(expected["stages"]) == {"stage1", "stage2"}
     for stage, values in expected["stages"].items():
-        assert_close_to_golden(maps[stage], values)
+        assert_close_to_golden(features[stage], values)
 
 
 def check_parameters(reference: dict, official: dict, converted: dict, report) -> None:
-    """The official count is ours and what the report drops: indices and shared tensors are no parameters of theirs.
+    """The official parameter count is ours plus the dropped tensors, without indices and shared tensors.
 
-    Of a stage's last block one half of the bias between global and local tokens is used.
+    A stage's last block uses one half of the bias between global and local tokens.
     """
     not_counted = {*reference["integer_buffers_not_filled"], *reference["aliases"], *report.mapped}
     buffers = ("attention.features", "running_mean", "running_var", "num_batches_tracked")

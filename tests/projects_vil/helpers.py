@@ -11,7 +11,7 @@ from pathlib import Path
 from detectron2.config import CfgNode
 
 from projects_vil import load_config
-from projects_vil.export.table import lively_detector as lively_detector
+from research.export_table import untrained_detector as untrained_detector
 from tests.projects_vil import forked
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,7 +103,7 @@ def _environment(datasets_root: Path | None) -> dict[str, str]:
 
 
 def error_line(result: subprocess.CompletedProcess) -> str:
-    """The one line by which a tool says what is wrong; libraries may have put warnings before it."""
+    """Return the error line of a tool; warnings of libraries may come before it."""
     assert result.returncode != 0
     assert "Traceback" not in result.stderr
     lines = result.stderr.splitlines()

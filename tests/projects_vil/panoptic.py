@@ -1,4 +1,4 @@
-"""A small Panoptic FPN on drawn shapes."""
+"""A small Panoptic FPN on synthetic shapes."""
 
 from detectron2.config import CfgNode
 

@@ -1,17 +1,17 @@
-"""COCO's loaders and evaluator; a leaf says how many classes there are, and whether masks are learned."""
+"""COCO's loaders and evaluator; a leaf sets the number of classes, and whether there are masks."""
 
 from detectron2.config import LazyCall as L
-from detectron2.data import build_detection_test_loader, build_detection_train_loader
+from detectron2.data import build_detection_test_loader
 from detectron2.data import transforms as T
 
-from projects_vil.data import Mapper
+from projects_vil.data import Mapper, make_train_loader
 from projects_vil.engine import load_records
 from projects_vil.evaluation import coco_evaluator
 
 dataloader = dict(
     # Your own datasets to register: [name, annotation file, image folder], each.
     coco=[],
-    train=L(build_detection_train_loader)(
+    train=L(make_train_loader)(
         dataset=L(load_records)(names=["coco_2017_train"], train=True, num_classes=80, masks=False),
         mapper=L(Mapper)(
             is_train=True,

@@ -1,11 +1,10 @@
-"""Full attention: equal to the reference, with bias and global tokens in the right places."""
+"""Full attention: equal to the reference, with bias and global tokens in the right positions."""
 
 import pytest
 import torch
 
-from backbones.attention import dense, reference
+from backbones.attention import reference
 from backbones.attention.dense import DenseAttention, dense_attention, merge_heads, split_heads
-from backbones.layers.position import bias_as_view
 from tests.backbones.helpers import (
     assert_all_close,
     attention_inputs,
@@ -89,35 +88,8 @@ def test_traced_once_equals_eager_at_other_sizes(size, traced_at):
             torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-12)
 
 
-@pytest.mark.parametrize("num_global", [0, 2])
-@pytest.mark.parametrize("update_globals", [True, False])
-@pytest.mark.parametrize("scores", [1, 100, 300])
-@pytest.mark.parametrize("backend", ["sdpa", "reference"])
-def test_groups_of_rows_change_nothing(monkeypatch, num_global, update_globals, scores, backend):
-    """Outputs and gradients of a map whose scores are computed in groups of one, two or more rows.
-
-    With PyTorch's gradients, as a compiled run has them.
-    """
-    monkeypatch.setattr(dense, "learns_by_blocks", lambda *tensors, biases: False)
-    results = []
-    for limit in (dense._GROUP_SCORES, scores):
-        monkeypatch.setattr(dense, "_GROUP_SCORES", limit)
-        module = dense_module(num_global, size=(3, 5), update_globals=update_globals, backend=backend)
-        output, global_output = module(*module_inputs(num_global, 7, 6))
-        total = (output * torch.sin(torch.arange(output.numel())).view(output.shape)).sum()
-        if global_output is not None:
-            total = total + global_output.square().sum()
-        total.backward()
-        results.append({"output": output.detach()} | {name: p.grad for name, p in module.named_parameters()})
-    assert_all_close(results[1], results[0], tolerance=1e-10)
-
-
-@pytest.mark.parametrize("by_groups", [True, False])
-def test_a_large_map_keeps_little_in_training(monkeypatch, by_groups):
-    """What is stored for the backward pass does not grow with the square of the tokens."""
-    monkeypatch.setattr(dense, "_GROUP_SCORES", 2**10)
-    if by_groups:
-        monkeypatch.setattr(dense, "learns_by_blocks", lambda *tensors, biases: False)
+def test_a_large_map_keeps_little_in_training():
+    """The memory kept for the backward pass does not grow with the square of the tokens."""
     module, kept = dense_module(0, size=(3, 5)), []
     tokens = random_images(1, 20, 24, 8).requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
@@ -125,29 +97,11 @@ def test_a_large_map_keeps_little_in_training(monkeypatch, by_groups):
     assert max(kept) < (20 * 24) ** 2 / 4
 
 
-@pytest.mark.parametrize("num_global", [0, 1, 2])
-@pytest.mark.parametrize("update_globals", [True, False])
-@pytest.mark.parametrize("height, width", [(7, 6), (1, 9), (8, 1)])
-def test_the_view_for_inference_changes_nothing(monkeypatch, num_global, update_globals, height, width):
-    module = dense_module(num_global, size=(3, 5), update_globals=update_globals)
-    inputs = module_inputs(num_global, height, width)
-    with torch.no_grad():
-        expected = module(*inputs)
-        monkeypatch.setattr(dense, "_GROUP_SCORES", 1)
-        actual = module(*inputs)
-    torch.testing.assert_close(actual[0], expected[0], atol=1e-12, rtol=1e-12)
-    if num_global and update_globals:
-        torch.testing.assert_close(actual[1], expected[1], atol=1e-12, rtol=1e-12)
-
-
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float16, 3e-3), (torch.bfloat16, 3e-2)])
-def test_the_view_in_half_precision(monkeypatch, dtype, tolerance):
+def test_relative_bias_in_half_precision(dtype, tolerance):
     module, inputs = dense_module(2, size=(3, 5)), module_inputs(2, 7, 6)
     with torch.no_grad():
         expected = module(*inputs)[0]
-        monkeypatch.setattr(dense, "_GROUP_SCORES", 1)
-        bias = bias_as_view(module.relative_bias.by_row(7, 6), module.relative_bias.to_global, dtype)
-        assert bias.shape == (7, 2, 6, 7 * (6 + 2)) and bias.untyped_storage().nbytes() == 2 * 6 * 13 * 8 * 2
         output = module.to(dtype)(*(x.to(dtype) for x in inputs))[0]
         assert (output.double() - expected).abs().max() < tolerance * expected.abs().max() * 4
         with torch.autocast("cpu", dtype):

@@ -6,14 +6,13 @@ import pytest
 import torch
 
 from backbones.attention import reference
-from backbones.attention.alternatives.performer import draw_features, performer_attention
-from backbones.attention.kernels.random_shift import SHIFTS
-from backbones.attention.sliding_chunk import sliding_chunk_attention
-from tests.backbones.attention.kernels.test_gradients_by_blocks import case, kernels, num_globals
+from backbones.attention.efficient import performer_attention, sample_features
+from backbones.attention.sliding_chunk import SHIFTS, sliding_chunk_attention
+from tests.backbones.attention.test_gradients import case, kernels, num_globals
 from tests.backbones.helpers import outputs_and_gradients, random_images
 from tests.gpu import DEVICE, on_gpu
 
-# Of the largest value of each tensor.
+# Relative to the largest value of each tensor.
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 dtypes = pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 
@@ -64,7 +63,7 @@ def test_random_shift(mode, shift, dtype):
 @on_gpu
 def test_performer():
     inputs = {name: random_images(2, 2, 40, 16, seed=seed) for seed, name in enumerate(("query", "key", "value"))}
-    features = draw_features(24, 16, generator=torch.Generator().manual_seed(0))
+    features = sample_features(24, 16, generator=torch.Generator().manual_seed(0))
     functions = (
         functools.partial(performer_attention, features=features.to(DEVICE)),
         functools.partial(reference.performer_attention, features=features.double()),

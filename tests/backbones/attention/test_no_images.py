@@ -12,12 +12,12 @@ NAMES = ["vil_tiny", "vil_tiny_rpb", "ls_tiny", "cvt_ls_13", "lit_ti", "lit_s", 
 
 
 def check(model: torch.nn.Module, images: torch.Tensor) -> None:
-    maps = model(images)
-    assert {name: tuple(map_.shape) for name, map_ in maps.items()} == {
+    features = model(images)
+    assert {name: tuple(feature.shape) for name, feature in features.items()} == {
         name: (0, info.channels, *(-(-side // info.stride) for side in images.shape[2:]))
         for name, info in model.feature_info.items()
     }
-    sum(map_.square().sum() for map_ in maps.values()).backward()
+    sum(feature.square().sum() for feature in features.values()).backward()
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     assert gradients and all(gradient.eq(0).all() for gradient in gradients)
     assert all(x.isfinite().all() for x in model.state_dict().values() if x.is_floating_point())
@@ -38,7 +38,7 @@ def test_mechanisms_of_vil(family, height, width):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_inference(family):
     with torch.inference_mode():
-        assert all(len(map_) == 0 for map_ in small_vil(family)(random_images(0, 3, 130, 150)).values())
+        assert all(len(feature) == 0 for feature in small_vil(family)(random_images(0, 3, 130, 150)).values())
 
 
 @pytest.mark.parametrize("name", ["vil_tiny_rpb", "ls_tiny", "cvt_ls_13", "lit_ti", "linformer_tiny"])

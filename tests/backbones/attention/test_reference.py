@@ -24,7 +24,7 @@ def chunk_step(query: int, key: int, size: int, mode: str) -> int | None:
 
 
 def seen_keys(row: int, col: int, height: int, width: int, mode: str) -> dict[tuple[int, int], int]:
-    """Each key that the query at (row, col) sees, once, with its place in the query's 3w x 3w neighbourhood."""
+    """Each key that the query at (row, col) sees, once, with its position in the query's 3w x 3w neighbourhood."""
     seen = {}
     for key_row in range(height):
         for key_col in range(width):
@@ -36,15 +36,15 @@ def seen_keys(row: int, col: int, height: int, width: int, mode: str) -> dict[tu
 
 
 def attend(inputs: dict, image: int, head: int, row: int, col: int, mode: str) -> torch.Tensor:
-    """What one query gets, from exponentials of single products."""
+    """The output of one query, from exponentials of single products."""
     height, width, channels = inputs["query"].shape[2:]
     query = inputs["query"][image, head, row, col]
-    place = row % WINDOW * WINDOW + col % WINDOW
+    position = row % WINDOW * WINDOW + col % WINDOW
     scores, values = [], []
     for (key_row, key_col), slot in seen_keys(row, col, height, width, mode).items():
         score = query.dot(inputs["key"][image, head, key_row, key_col]) / math.sqrt(channels)
         if "local_bias" in inputs:
-            score = score + inputs["local_bias"][head, place, slot]
+            score = score + inputs["local_bias"][head, position, slot]
         scores.append(score)
         values.append(inputs["value"][image, head, key_row, key_col])
     for token in range(inputs["global_key"].shape[2] if "global_key" in inputs else 0):

@@ -67,7 +67,7 @@ def test_the_gradient_reaches_standardised_weights():
     weight = projection.depthwise.weight
     (projection(random_images(2, 5, 7, 4)) * random_images(2, 5, 7, 6, seed=3)).sum().backward()
     assert weight.grad.abs().sum() > 0
-    # Scale and shift of a filter change nothing but through the small number beside its variance.
+    # Scale and shift of a filter change nothing but through the epsilon that is added to its variance.
     assert weight.grad.sum((1, 2, 3)).abs().max() < 1e-12
     assert (weight.grad * weight).sum((1, 2, 3)).abs().max() < 1e-2 * weight.grad.abs().max()
 

@@ -12,8 +12,8 @@ from tests.backbones.helpers import random_images, randomise
 @pytest.mark.parametrize("patch_size", [2, 4])
 def test_embeds_each_patch(height, width, patch_size):
     embed = randomise(PatchEmbed(3, 6, patch_size=patch_size, norm_eps=1e-3)).double()
-    maps = random_images(2, 3, height, width)
-    output = embed(maps)
+    features = random_images(2, 3, height, width)
+    output = embed(features)
     rows, cols = -(-height // patch_size), -(-width // patch_size)
     assert output.shape == (2, rows, cols, 6)
     weight = embed.projection.weight.flatten(1)
@@ -21,7 +21,7 @@ def test_embeds_each_patch(height, width, patch_size):
         for col in range(cols):
             patch = torch.zeros(2, 3, patch_size, patch_size, dtype=torch.float64)
             top, left = row * patch_size, col * patch_size
-            inside = maps[:, :, top : top + patch_size, left : left + patch_size]
+            inside = features[:, :, top : top + patch_size, left : left + patch_size]
             patch[:, :, : inside.shape[2], : inside.shape[3]] = inside
             linear = patch.flatten(1) @ weight.T + embed.projection.bias
             expected = F.layer_norm(linear, (6,), embed.norm.weight, embed.norm.bias, eps=1e-3)
@@ -30,8 +30,8 @@ def test_embeds_each_patch(height, width, patch_size):
 
 @pytest.mark.parametrize("height, width, padded", [(5, 8, (8, 8)), (4, 9, (4, 12)), (8, 4, (8, 4))])
 def test_pads_with_zeros_below_and_on_the_right(height, width, padded):
-    maps = random_images(1, 2, height, width)
-    output = pad_to_multiple(maps, 4)
+    features = random_images(1, 2, height, width)
+    output = pad_to_multiple(features, 4)
     assert output.shape == (1, 2, *padded)
-    torch.testing.assert_close(output[..., :height, :width], maps, atol=0, rtol=0)
-    assert output.abs().sum().item() == pytest.approx(maps.abs().sum().item())
+    torch.testing.assert_close(output[..., :height, :width], features, atol=0, rtol=0)
+    assert output.abs().sum().item() == pytest.approx(features.abs().sum().item())

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from backbones.errors import ConfigError
 from backbones.layers.position import (
     AbsolutePositions,
     GridPositions,
@@ -11,15 +12,14 @@ from backbones.layers.position import (
     WindowRelativeBias,
     resize_table,
 )
-from backbones.utils.errors import InputError
 from tests.backbones.helpers import random_images, randomise
 
 
 def interpolate(table: np.ndarray, size: int) -> np.ndarray:
-    """Linear along the first axis: the centre of place i is at i + 1/2, and the ends are held."""
+    """Linear along the first axis: the centre of position i is at i + 1/2, and the ends are clamped."""
     old = len(table)
-    place = (np.arange(size) + 0.5) * old / size - 0.5
-    columns = [np.interp(place, np.arange(old), column) for column in table.reshape(old, -1).T]
+    position = (np.arange(size) + 0.5) * old / size - 0.5
+    columns = [np.interp(position, np.arange(old), column) for column in table.reshape(old, -1).T]
     return np.stack(columns, axis=1).reshape(size, *table.shape[1:])
 
 
@@ -67,7 +67,7 @@ def test_absolute_positions_are_a_row_and_a_column():
 def test_a_map_beyond_the_table_raises(height, width):
     positions = AbsolutePositions(8, max_height=5, max_width=9, num_global_tokens=0)
     assert positions.global_tokens is None
-    with pytest.raises(InputError, match=f"{height} x {width} tokens.*5 x 9.*max_img_size"):
+    with pytest.raises(ConfigError, match=f"{height} x {width} tokens.*5 x 9.*max_img_size"):
         positions(height, width)
 
 
@@ -131,7 +131,7 @@ def test_absolute_positions_are_resized_to_each_map():
 def test_grid_positions_of_the_largest_map_are_cropped():
     positions = GridPositions((5, 7), 4, resizing="load")
     assert torch.equal(positions(3, 6), positions.table[:3, :6])
-    with pytest.raises(InputError, match="a map of 6 x 7 tokens does not fit the position table of 5 x 7"):
+    with pytest.raises(ConfigError, match="a map of 6 x 7 tokens does not fit the position table of 5 x 7"):
         positions(6, 7)
 
 
@@ -140,11 +140,11 @@ def test_relative_bias_of_the_largest_map_is_that_of_its_part():
     bias = GridRelativeBias((5, 7), 2, resizing="load").double()
     whole = bias(5, 7).unflatten(1, (5, 7)).unflatten(3, (5, 7))
     torch.testing.assert_close(bias(3, 4).unflatten(1, (3, 4)).unflatten(3, (3, 4)), whole[:, :3, :4, :3, :4])
-    with pytest.raises(InputError, match="raise max_img_size"):
+    with pytest.raises(ConfigError, match="raise max_img_size"):
         bias(5, 8)
 
 
 @pytest.mark.parametrize("module", [GridPositions, GridRelativeBias])
 def test_an_unknown_resizing_raises(module):
-    with pytest.raises(InputError, match="unknown position resizing 'laod': .*did you mean 'load'"):
+    with pytest.raises(ConfigError, match="unknown position resizing 'laod': .*did you mean 'load'"):
         module((2, 3), 4, resizing="laod")

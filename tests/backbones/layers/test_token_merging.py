@@ -1,4 +1,4 @@
-"""Token merging: deformable convolution by hand, its types under autocast, its norms, the uniform kinds, Figure 2."""
+"""Token merging: deformable convolution by hand, its types under autocast, its norms, the uniform types, Figure 2."""
 
 import math
 
@@ -10,7 +10,7 @@ from timm.models.swin_transformer import PatchMerging, SwinTransformer
 from torch import Tensor, nn
 from torchvision.ops import FrozenBatchNorm2d
 
-from backbones import InputError
+from backbones import ConfigError
 from backbones.layers import token_merging
 from backbones.layers.batch_norm import BATCH_NORMS
 from backbones.layers.token_merging import (
@@ -38,12 +38,12 @@ def small_merging(in_channels: int = 3, dim: int = 4, **options) -> DeformableTo
     return module
 
 
-def deformable_by_loops(maps: Tensor, offset: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Equation 7, place by place: four neighbours of each sampling position, those beyond the map left out."""
-    batch, _, height, width = maps.shape
+def deformable_by_loops(features: Tensor, offset: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Equation 7, position by position: four neighbours of each sampling position, those beyond the map left out."""
+    batch, _, height, width = features.shape
     images = []
     for image in range(batch):
-        places = []
+        positions = []
         for row in range(height // 2):
             for col in range(width // 2):
                 total = bias
@@ -55,10 +55,10 @@ def deformable_by_loops(maps: Tensor, offset: Tensor, weight: Tensor, bias: Tens
                         for near_x in (left, left + 1):
                             if 0 <= near_y < height and 0 <= near_x < width:
                                 share = (1 - (y - near_y).abs()) * (1 - (x - near_x).abs())
-                                value = maps[image, :, near_y, near_x]
+                                value = features[image, :, near_y, near_x]
                                 total = total + share * (weight[:, :, tap // 2, tap % 2] @ value)
-                places.append(total)
-        images.append(torch.stack(places, dim=1))
+                positions.append(total)
+        images.append(torch.stack(positions, dim=1))
     return torch.stack(images).unflatten(2, (height // 2, width // 2))
 
 
@@ -70,25 +70,25 @@ def finish(module: DeformableTokenMerging, merged: Tensor) -> Tensor:
     return (0.5 * merged * (1 + torch.erf(merged / math.sqrt(2)))).permute(0, 2, 3, 1)
 
 
-def padded(maps: Tensor) -> Tensor:
-    return F.pad(maps, (0, maps.shape[3] % 2, 0, maps.shape[2] % 2))
+def padded(features: Tensor) -> Tensor:
+    return F.pad(features, (0, features.shape[3] % 2, 0, features.shape[2] % 2))
 
 
 @sizes
 @pytest.mark.parametrize("by_hand", [deformable_by_loops, deformable_by_grid_sample])
 def test_equals_sampling_by_hand_with_its_gradients(height, width, by_hand):
-    module, maps = small_merging(), random_images(2, 3, height, width).requires_grad_()
-    leaves = {"maps": maps} | {n: p for n, p in module.named_parameters()}
+    module, features = small_merging(), random_images(2, 3, height, width).requires_grad_()
+    leaves = {"features": features} | {n: p for n, p in module.named_parameters()}
 
     def results(output: Tensor) -> dict[str, Tensor]:
         weights = torch.sin(torch.arange(output.numel(), dtype=output.dtype)).view(output.shape)
         gradients = torch.autograd.grad((output * weights).sum(), list(leaves.values()))
         return {"output": output.detach()} | dict(zip(leaves, gradients, strict=True))
 
-    offset = F.conv2d(padded(maps), module.offset.weight, module.offset.bias, stride=2)
+    offset = F.conv2d(padded(features), module.offset.weight, module.offset.bias, stride=2)
     assert offset.abs().max() > (1 if height > 1 else 0.5)
-    expected = results(finish(module, by_hand(padded(maps), offset, module.weight, module.bias)))
-    actual = results(module(maps))
+    expected = results(finish(module, by_hand(padded(features), offset, module.weight, module.bias)))
+    actual = results(module(features))
     assert actual["output"].shape == (2, -(-height // 2), -(-width // 2), 4)
     assert_all_close(actual, expected, tolerance=1e-10)
     assert all(tensor.ne(0).any() for tensor in actual.values())
@@ -99,7 +99,7 @@ def test_equals_sampling_by_hand_with_its_gradients(height, width, by_hand):
 def test_both_operators_are_the_same(height, width, dtype):
     """Sampling, which the CPU takes, and torchvision's operator, which a GPU takes; positions up to beyond the map."""
     inputs = {
-        "maps": random_images(2, 3, 2 * height, 2 * width, dtype=dtype),
+        "features": random_images(2, 3, 2 * height, 2 * width, dtype=dtype),
         "offset": 3 * random_images(2, 8, height, width, seed=2, dtype=dtype),
         "weight": random_images(4, 3, 2, 2, seed=3, dtype=dtype),
         "bias": random_images(4, seed=4, dtype=dtype),
@@ -113,11 +113,11 @@ def test_both_operators_are_the_same(height, width, dtype):
 
 @sizes
 def test_without_offsets_it_is_a_convolution(height, width):
-    module, maps = small_merging(), random_images(2, 3, height, width)
+    module, features = small_merging(), random_images(2, 3, height, width)
     nn.init.zeros_(module.offset.weight)
     nn.init.zeros_(module.offset.bias)
-    convolved = F.conv2d(padded(maps), module.weight, module.bias, stride=2)
-    torch.testing.assert_close(module(maps), finish(module, convolved), atol=1e-12, rtol=1e-12)
+    convolved = F.conv2d(padded(features), module.weight, module.bias, stride=2)
+    torch.testing.assert_close(module(features), finish(module, convolved), atol=1e-12, rtol=1e-12)
 
 
 def test_initial_values():
@@ -141,7 +141,7 @@ def test_initial_values():
 
 def test_offsets_are_y_before_x():
     module = small_merging(1, 1)
-    maps = torch.arange(24.0, dtype=torch.float64).view(1, 1, 4, 6)
+    features = torch.arange(24.0, dtype=torch.float64).view(1, 1, 4, 6)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.zero_()
@@ -150,16 +150,16 @@ def test_offsets_are_y_before_x():
         module.norm.running_mean.zero_()
         module.norm.running_var.fill_(1 - module.norm.eps)
         module.offset.bias[2:4] = torch.tensor([1.0, 0.5])  # down, and half a token to the right
-    assert module.offsets(maps)[0, 0, 1, 0, 1].tolist() == [1.0, 0.5]
+    assert module.offsets(features)[0, 0, 1, 0, 1].tolist() == [1.0, 0.5]
     # From (0, 3) to (1, 3.5): between the values 9 and 10
-    torch.testing.assert_close(module(maps)[0, 0, 1, 0], F.gelu(torch.tensor(9.5, dtype=torch.float64)))
+    torch.testing.assert_close(module(features)[0, 0, 1, 0], F.gelu(torch.tensor(9.5, dtype=torch.float64)))
 
 
 @sizes
 def test_offsets_are_those_of_the_convolution(height, width):
-    module, maps = small_merging(), random_images(2, 3, height, width)
-    offset = F.conv2d(padded(maps), module.offset.weight, module.offset.bias, stride=2)
-    offsets = module.offsets(maps)
+    module, features = small_merging(), random_images(2, 3, height, width)
+    offset = F.conv2d(padded(features), module.offset.weight, module.offset.bias, stride=2)
+    offsets = module.offsets(features)
     assert offsets.shape == (2, -(-height // 2), -(-width // 2), 2, 2, 2)
     for row in range(2):
         for col in range(2):
@@ -170,8 +170,8 @@ def test_offsets_are_those_of_the_convolution(height, width):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sampling_is_float32_under_autocast(dtype, monkeypatch):
-    module, maps = small_merging().float(), random_images(2, 3, 5, 8, dtype=torch.float32)
-    expected, seen = module(maps), []
+    module, features = small_merging().float(), random_images(2, 3, 5, 8, dtype=torch.float32)
+    expected, seen = module(features), []
 
     def record(*tensors, stride):
         seen.append([x.dtype for x in tensors])
@@ -179,32 +179,32 @@ def test_sampling_is_float32_under_autocast(dtype, monkeypatch):
 
     monkeypatch.setattr(token_merging, "deformable_by_sampling", record)
     with torch.autocast("cpu", dtype):
-        module(maps)
-        module(maps.to(dtype))
+        module(features)
+        module(features.to(dtype))
     assert seen == [[torch.float32] * 4] * 2
     monkeypatch.undo()
     with torch.autocast("cpu", dtype):
-        output, offsets = module(maps), module.offsets(maps)
+        output, offsets = module(features), module.offsets(features)
     assert output.dtype == offsets.dtype == torch.float32
     torch.testing.assert_close(output, expected, atol=0, rtol=0)
-    torch.testing.assert_close(offsets, module.offsets(maps), atol=0, rtol=0)
+    torch.testing.assert_close(offsets, module.offsets(features), atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("norm", BATCH_NORMS)
 def test_the_result_has_the_type_of_the_map(dtype, norm):
-    module, maps = small_merging(norm=norm), random_images(2, 3, 5, 8)
-    output = module.to(dtype)(maps.to(dtype))
+    module, features = small_merging(norm=norm), random_images(2, 3, 5, 8)
+    output = module.to(dtype)(features.to(dtype))
     assert output.dtype == dtype
     tolerance = 30 * torch.finfo(dtype).eps
-    torch.testing.assert_close(output.double(), small_merging(norm=norm)(maps), atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(output.double(), small_merging(norm=norm)(features), atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_trains(dtype):
-    module, maps = small_merging().float().train(), random_images(2, 3, 5, 8, dtype=torch.float32)
+    module, features = small_merging().float().train(), random_images(2, 3, 5, 8, dtype=torch.float32)
     with torch.autocast("cpu", dtype):
-        output = module(maps.to(dtype))
+        output = module(features.to(dtype))
     output.float().square().sum().backward()
     for name, parameter in module.named_parameters():
         assert parameter.grad.dtype == torch.float32 and parameter.grad.isfinite().all(), name
@@ -212,21 +212,21 @@ def test_autocast_trains(dtype):
 
 
 @pytest.mark.parametrize(
-    "norm, kind", [("batch", nn.BatchNorm2d), ("frozen", FrozenBatchNorm2d), ("sync", nn.SyncBatchNorm)]
+    "norm, norm_type", [("batch", nn.BatchNorm2d), ("frozen", FrozenBatchNorm2d), ("sync", nn.SyncBatchNorm)]
 )
-def test_norms(norm, kind):
-    module, maps = small_merging(norm=norm), random_images(4, 3, 5, 8)
-    assert type(module.norm) is kind
-    torch.testing.assert_close(module(maps), small_merging()(maps), atol=1e-12, rtol=1e-12)
+def test_norms(norm, norm_type):
+    module, features = small_merging(norm=norm), random_images(4, 3, 5, 8)
+    assert type(module.norm) is norm_type
+    torch.testing.assert_close(module(features), small_merging()(features), atol=1e-12, rtol=1e-12)
     before = {name: tensor.clone() for name, tensor in module.norm.state_dict().items()}
-    module.train()(maps)
+    module.train()(features)
     moved = any(not torch.equal(tensor, before[name]) for name, tensor in module.norm.state_dict().items())
     assert moved == (norm != "frozen")
     assert any(name.startswith("norm.") for name, _ in module.named_parameters()) == (norm != "frozen")
 
 
 def test_an_unknown_norm_raises():
-    with pytest.raises(InputError, match="unknown batch norm 'bath'.*did you mean 'batch'"):
+    with pytest.raises(ConfigError, match="unknown batch norm 'bath'.*did you mean 'batch'"):
         DeformableTokenMerging(3, 4, norm="bath")
 
 
@@ -234,8 +234,8 @@ def test_an_unknown_norm_raises():
 def test_a_trace_is_right_for_other_sizes(module):
     traced = trace(module, (random_images(1, 3, 8, 6),))
     for batch, (height, width) in enumerate(SIZES, start=1):
-        maps = random_images(batch, 3, height, width)
-        torch.testing.assert_close(traced(maps), module(maps), atol=1e-12, rtol=1e-12)
+        features = random_images(batch, 3, height, width)
+        torch.testing.assert_close(traced(features), module(features), atol=1e-12, rtol=1e-12)
 
 
 @sizes
@@ -243,12 +243,12 @@ def test_linear_merging_is_that_of_swin(height, width):
     swin, ours = PatchMerging(3, 8).double(), LinearTokenMerging(3, 8).double()
     randomise(swin)
     ours.load_state_dict(swin.state_dict())
-    maps = random_images(2, 3, height, width)
-    torch.testing.assert_close(ours(maps), swin(maps.permute(0, 2, 3, 1)), atol=1e-12, rtol=1e-12)
+    features = random_images(2, 3, height, width)
+    torch.testing.assert_close(ours(features), swin(features.permute(0, 2, 3, 1)), atol=1e-12, rtol=1e-12)
 
 
 def test_without_offsets_a_token_comes_from_the_regular_grid():
-    """The green rectangle of Figure 2: 8 x 8 places, each once."""
+    """The green rectangle of Figure 2: 8 x 8 positions, each once."""
     offsets = [torch.zeros(height, 2 * height, 2, 2, 2) for height in (8, 4, 2)]
     positions = sampled_positions(offsets, 1, 2)
     expected = {(float(row), float(col)) for row in range(8, 16) for col in range(16, 24)}
@@ -264,16 +264,16 @@ def test_sampled_positions_by_hand():
     assert positions[1, 0].tolist() == [[[4.0, 2.0], [4.0, 3.0]], [[5.0, 2.0], [5.25, 3.5]]]
     assert positions[0, 1].tolist() == [[[0.0, 4.0], [0.0, 5.0]], [[1.0, 4.0], [1.0, 5.0]]]
     for row, col in ((2, 0), (0, 2), (-1, 0)):
-        with pytest.raises(InputError, match=f"no token .{row}, {col}. in a map of 2 x 2"):
+        with pytest.raises(ConfigError, match=f"no token .{row}, {col}. in a map of 2 x 2"):
             sampled_positions([first, second], row, col)
 
 
 def test_sampled_positions_are_where_the_gradient_goes():
-    module, maps = small_merging(1, 2), random_images(1, 1, 12, 10).requires_grad_()
+    module, features = small_merging(1, 2), random_images(1, 1, 12, 10).requires_grad_()
     nn.init.zeros_(module.offset.weight)  # offsets from the bias, so that the map has no gradient through them
-    (position_gradient,) = torch.autograd.grad(module(maps)[0, 2, 3].sum(), maps)
+    (position_gradient,) = torch.autograd.grad(module(features)[0, 2, 3].sum(), features)
     near = torch.zeros(12, 10, dtype=torch.bool)
-    for y, x in sampled_positions([module.offsets(maps)[0]], 2, 3).tolist():
+    for y, x in sampled_positions([module.offsets(features)[0]], 2, 3).tolist():
         near[math.floor(y) : math.floor(y) + 2, math.floor(x) : math.floor(x) + 2] = True
     assert torch.equal(position_gradient[0, 0].ne(0), near)
 
@@ -317,8 +317,13 @@ def test_swin_for_a_detector():
     swin = timm.create_model(
         "swin_tiny_patch4_window7_224", features_only=True, img_size=(64, 96), embed_dim=8, num_heads=(1, 2, 2, 4)
     )
-    maps = with_deformable_merging(swin).eval()(random_images(1, 3, 64, 96, dtype=torch.float32))
-    assert [tuple(map_.shape) for map_ in maps] == [(1, 16, 24, 8), (1, 8, 12, 16), (1, 4, 6, 32), (1, 2, 3, 64)]
+    features = with_deformable_merging(swin).eval()(random_images(1, 3, 64, 96, dtype=torch.float32))
+    assert [tuple(feature.shape) for feature in features] == [
+        (1, 16, 24, 8),
+        (1, 8, 12, 16),
+        (1, 4, 6, 32),
+        (1, 2, 3, 64),
+    ]
 
 
 def test_parameters_of_table_4():
@@ -336,5 +341,5 @@ def test_parameters_of_table_4():
 
 
 def test_a_model_without_merging_raises():
-    with pytest.raises(InputError, match="Linear has no PatchMerging"):
+    with pytest.raises(ConfigError, match="Linear has no PatchMerging"):
         with_deformable_merging(nn.Linear(1, 1))

@@ -1,4 +1,4 @@
-"""What the tests of models on sequences share: small ones, with random weights, and token ids."""
+"""Helpers of the tests of sequence models: small models, with random weights, and token ids."""
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ SMALL_CHAR_LM = {
 
 
 def randomised(model: nn.Module, *, seed: int = 0) -> nn.Module:
-    """``model`` with all its parameters drawn, norms and what starts at zero too."""
+    """Fill all parameters of ``model`` with random values, norms and zeros too, and return it."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

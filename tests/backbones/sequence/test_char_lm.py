@@ -1,16 +1,85 @@
-"""The character language model: causality, the memory, parts of any length, gradients, half precision."""
+"""The character language model: attention equals its definition, causality, memory, gradients, half precision."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from backbones.sequence.causal import CausalAttention
-from backbones.sequence.char_lm import _sinusoids
-from backbones.utils.errors import InputError
-from tests.backbones.helpers import LargestTensor
-from tests.backbones.sequence.helpers import random_ids, small_char_lm
+from backbones.attention import reference
+from backbones.errors import ConfigError
+from backbones.sequence import create_char_lm
+from backbones.sequence.char_lm import CausalAttention, _sinusoids, causal_attention
+from tests.backbones.helpers import LargestTensor, outputs_and_gradients
+from tests.backbones.sequence.helpers import SMALL_CHAR_LM, assert_same, normal, random_ids, randomised, small_char_lm
 
-KINDS = {
+# Window, segment, rank: below, equal, no multiples of one another.
+SIZES = [(1, 1, 1), (1, 4, 2), (2, 3, 1), (4, 4, 2), (5, 4, 1), (8, 2, 3), (12, 5, 2)]
+
+
+def inputs_of(length: int, window_size: int, segment_length: int, rank: int, *, in_memory: int) -> dict[str, Tensor]:
+    vectors = (in_memory + -(-length // segment_length) - 1) * rank
+    shapes = {
+        "query": (2, 2, length, 4),
+        "key": (2, 2, window_size + length, 4),
+        "value": (2, 2, window_size + length, 4),
+        "summed_key": (2, 2, vectors, 4),
+        "summed_value": (2, 2, vectors, 4),
+        "key_bias": (2, 4),
+        "query_bias": (2, 4),
+        "window_positions": (2, window_size, 4),
+        "segment_positions": (2, vectors + rank, 4),
+    }
+    return {name: normal(*shape, seed=seed) for seed, (name, shape) in enumerate(shapes.items())}
+
+
+@pytest.mark.parametrize("window_size, segment_length, rank", SIZES)
+@pytest.mark.parametrize("length, in_memory", [(1, 1), (4, 3), (12, 1), (25, 3)])
+def test_equals_the_definition(window_size, segment_length, rank, length, in_memory):
+    inputs = inputs_of(length, window_size, segment_length, rank, in_memory=in_memory)
+    options = {"window_size": window_size, "segment_length": segment_length, "rank": rank}
+    actual = outputs_and_gradients(causal_attention, inputs, **options)
+    assert_same(actual, outputs_and_gradients(reference.causal_attention, inputs, **options))
+
+
+def test_what_each_token_sees():
+    """One-hot values show what a token sees: its window, and the segments before its own."""
+    window_size, segment_length, rank, length, in_memory = 3, 4, 2, 10, 2
+    inputs = inputs_of(length, window_size, segment_length, rank, in_memory=in_memory)
+    vectors = inputs["summed_key"].shape[2]
+    eye = torch.eye(vectors + window_size + length, dtype=torch.float64).expand(2, 2, -1, -1)
+    inputs |= {"summed_value": eye[:, :, :vectors], "value": eye[:, :, vectors:]}
+    # Queries have four channels, these values more.
+    options = {"window_size": window_size, "segment_length": segment_length, "rank": rank}
+    seen = causal_attention(**inputs, **options)[0, 0] > 0
+    for token in range(length):
+        summed, tokens = seen[token, :vectors], seen[token, vectors:]
+        assert summed.nonzero().flatten().tolist() == list(range((in_memory + token // segment_length) * rank))
+        # Three tokens stand before the part.
+        assert tokens.nonzero().flatten().tolist() == list(range(token + 1, token + 1 + window_size))
+
+
+def module_of(**changes) -> CausalAttention:
+    sizes = {"num_heads": 2, "window_size": 3, "segment_length": 2, "rank": 1} | changes
+    return randomised(CausalAttention(4, **sizes).double())
+
+
+def test_gradcheck_of_the_module():
+    module = module_of()
+    inputs = (normal(2, 5, 4), normal(2, 4, 4, seed=1))
+    # Two segments in the memory, and of the three of the part all but the last.
+    tables = (normal(3, 4, seed=2), normal(5, 4, seed=3))
+    assert torch.autograd.gradcheck(module, [x.requires_grad_() for x in (*inputs, *tables)], fast_mode=True)
+
+
+@pytest.mark.parametrize("length", [1, 2, 9])
+def test_the_module_is_the_same_on_both_backends(length):
+    fast, dense = module_of(), module_of(backend="reference")
+    in_all = 2 + -(-length // 2)
+    inputs = {"tokens": normal(2, length, 4), "memory": normal(2, 4, 4, seed=1)}
+    inputs |= {"window_table": normal(3, 4, seed=2), "segment_table": normal(in_all, 4, seed=3)}
+    assert_same(outputs_and_gradients(fast, inputs), outputs_and_gradients(dense, inputs))
+
+
+CASES = {
     "small": {},
     "window below the segment": {"window_size": 2},
     "window of one": {"window_size": 1, "rank": 1},
@@ -18,7 +87,7 @@ KINDS = {
     "segments of one": {"segment_length": 1, "rank": 1},
     "one segment in the memory": {"segment_length": 12},
 }
-kinds = pytest.mark.parametrize("changes", KINDS.values(), ids=KINDS)
+cases = pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
 
 
 def read(model: torch.nn.Module, ids: Tensor, lengths: list[int]) -> tuple[list[Tensor], tuple[Tensor, ...]]:
@@ -30,7 +99,7 @@ def read(model: torch.nn.Module, ids: Tensor, lengths: list[int]) -> tuple[list[
     return outputs, memory
 
 
-@kinds
+@cases
 def test_log_probabilities_and_memory(changes):
     model = small_char_lm(**changes)
     for output in read(model, random_ids(2, 31), [1, 2, 9, 4, 15])[0]:
@@ -45,7 +114,7 @@ def test_a_batch_of_no_texts():
     assert log_probabilities.shape == (0, 9, 11) and memory[1].shape == (0, 12, 8)
 
 
-@kinds
+@cases
 def test_parts_of_different_lengths_on_both_backends(changes):
     model, ids = small_char_lm(**changes), random_ids(2, 52)
     lengths = [7, 1, 20, 4, 1, 19]
@@ -58,16 +127,16 @@ def test_parts_of_different_lengths_on_both_backends(changes):
         torch.testing.assert_close(actual, expected, atol=1e-10, rtol=0)
 
 
-@kinds
+@cases
 def test_a_token_changes_nothing_before_it(changes):
     """In its own part and in those before; itself and the parts after it do change."""
     model, ids, lengths = small_char_lm(**changes), random_ids(1, 24), [9, 1, 14]
     expected = torch.cat(read(model, ids, lengths)[0], dim=1)
-    for place in (0, 8, 9, 17):
+    for position in (0, 8, 9, 17):
         other = ids.clone()
-        other[0, place] = (ids[0, place] + 1) % 11
+        other[0, position] = (ids[0, position] + 1) % 11
         changed = (torch.cat(read(model, other, lengths)[0], dim=1) != expected).any(-1)[0]
-        assert not changed[:place].any() and changed[place]
+        assert not changed[:position].any() and changed[position]
 
 
 def test_a_later_part_sees_a_token_by_the_memory_alone():
@@ -82,7 +151,7 @@ def test_a_later_part_sees_a_token_by_the_memory_alone():
         assert torch.equal(*last) is not is_seen
 
 
-@kinds
+@cases
 def test_the_memory_is_the_last_inputs_of_each_layer(changes):
     model, ids = small_char_lm(**changes), random_ids(2, 20)
     memory = read(model, ids, [3, 1, 16])[1]
@@ -91,12 +160,6 @@ def test_the_memory_is_the_last_inputs_of_each_layer(changes):
     short = read(model, ids[:, :5], [3, 2])[1]
     torch.testing.assert_close(short[0][:, -5:], embedded[:, :5], atol=0, rtol=0)
     assert not short[0][:, :-5].any() and not short[1][:, :-5].any()
-
-
-def test_zeros_at_the_start_are_a_memory_as_any_other():
-    model, ids = small_char_lm(), random_ids(2, 6)
-    zeros = tuple(torch.zeros(2, 12, 8, dtype=torch.float64) for _ in range(2))
-    torch.testing.assert_close(model(ids)[0], model(ids, zeros)[0], atol=0, rtol=0)
 
 
 def test_generation_one_token_at_a_time():
@@ -119,7 +182,7 @@ def test_generation_one_token_at_a_time():
     assert torch.equal(texts[1:], generate(prompt[1:]))
 
 
-@kinds
+@cases
 def test_every_parameter_gets_a_gradient(changes):
     model, ids = small_char_lm(**changes), random_ids(2, 40)
     _, memory = model(ids[:, :20])
@@ -127,17 +190,10 @@ def test_every_parameter_gets_a_gradient(changes):
     log_probabilities.square().sum().backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
-        # Of one token the softmax is 1, whatever its score.
+        # The softmax of a single token is 1, whatever its score.
         is_constant = "dynamic_projection" in name and model.segment_length == 1
         cancels = name.endswith("dynamic_projection.bias")
         assert parameter.grad.abs().max() > 1e-12 or is_constant or cancels, name
-
-
-def test_no_gradient_passes_from_part_to_part():
-    model, ids = small_char_lm(), random_ids(1, 8)
-    first, memory = model(ids[:, :4])
-    model(ids[:, 4:], memory)[0].sum().backward()
-    assert first.requires_grad and not any(x.requires_grad for x in memory)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -194,23 +250,16 @@ def test_no_weight_decay():
 
 
 @pytest.mark.parametrize(
-    "ids", [torch.tensor([[11]]), torch.zeros(1, 0, dtype=torch.int64), torch.zeros(1, 3)], ids=str
+    "changes",
+    [{"rank": 0}, {"window_size": 0}, {"memory_length": 14}, {"memory_length": 4}, {"dim": 9, "num_heads": 3}],
+    ids=str,
 )
-def test_wrong_ids(ids):
-    with pytest.raises(InputError, match="vocab_size=11|shape|torch.float32") as caught:
-        small_char_lm()(ids)
-    assert "\n" not in str(caught.value)
+def test_wrong_arguments(changes):
+    with pytest.raises(ConfigError, match=next(iter(changes))):
+        create_char_lm(**SMALL_CHAR_LM | changes)
 
 
-@pytest.mark.parametrize(
-    "memory, message",
-    [
-        ((torch.zeros(1, 12, 8),), "memory is of 1 layers, and the model has 2"),
-        ((torch.zeros(1, 12, 8), torch.zeros(1, 8, 8)), r"memory of layer 1 has shape \(1, 8, 8\), and \(1, 12, 8\)"),
-        ((torch.zeros(2, 12, 8),) * 2, "a memory goes with its model and its batch"),
-    ],
-)
-def test_a_wrong_memory(memory, message):
-    with pytest.raises(InputError, match=message) as caught:
-        small_char_lm()(random_ids(1, 3), tuple(x.double() for x in memory))
-    assert "\n" not in str(caught.value)
+@pytest.mark.parametrize("shapes", [[(1, 12, 8)], [(1, 12, 8), (1, 8, 8)], [(2, 12, 8), (2, 12, 8)]], ids=str)
+def test_a_memory_of_another_model_or_batch(shapes):
+    with pytest.raises(ConfigError, match="memory"):
+        small_char_lm()(random_ids(1, 3), tuple(torch.zeros(shape, dtype=torch.float64) for shape in shapes))

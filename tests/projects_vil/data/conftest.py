@@ -1,4 +1,4 @@
-"""A dataset of one's own."""
+"""A small COCO dataset in a folder of its own."""
 
 import shutil
 
@@ -10,7 +10,7 @@ from tests.projects_vil.data.own import NAME
 
 @pytest.fixture
 def copy(shapes, tmp_path):
-    """A dataset of one's own to spoil: annotations.json and images/."""
+    """A small COCO dataset that tests corrupt: annotations.json and images/."""
     shutil.copytree(shapes / "val", tmp_path / "images")
     shutil.copy(shapes / "annotations/instances_val.json", tmp_path / "annotations.json")
     yield tmp_path

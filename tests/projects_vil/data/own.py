@@ -1,10 +1,10 @@
-"""A dataset of one's own, to be spoilt."""
+"""A small COCO dataset in a folder of its own, which tests corrupt."""
 
 import json
 
 import pytest
 
-from backbones import InputError
+from backbones import ConfigError
 from projects_vil.data import load_dataset, register_datasets
 from tests.projects_vil.helpers import small_config
 
@@ -34,7 +34,7 @@ def load(folder, *overrides, train: bool = True) -> list[dict]:
 
 
 def message(call, *args, **kwargs) -> str:
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(ConfigError) as caught:
         call(*args, **kwargs)
     assert "\n" not in str(caught.value)
     return str(caught.value)

@@ -1,4 +1,4 @@
-"""Batches follow from the seed and the iteration alone."""
+"""Batches depend on the seed and the iteration alone."""
 
 import random
 import signal
@@ -68,28 +68,28 @@ def test_seeds_are_unrelated():
 
 
 def test_seeding_leaves_the_generators_outside_as_they_were():
-    def draw():
+    def sample():
         return random.random(), np.random.rand(), torch.rand(()).item()
 
     torch.manual_seed(0)
     np.random.seed(0)
     random.seed(0)
-    expected = [draw(), draw()]
+    expected = [sample(), sample()]
     torch.manual_seed(0)
     np.random.seed(0)
     random.seed(0)
-    found = [draw()]
+    found = [sample()]
     with seeded(7):
-        inside = draw()
-    found.append(draw())
+        inside = sample()
+    found.append(sample())
     with seeded(7):
-        assert draw() == inside
+        assert sample() == inside
     assert found == expected
 
 
 @pytest.mark.parametrize("of", ["training", "evaluation"])
 def test_signals_wait_while_loading_processes_start(of, shapes, monkeypatch):
-    """One that meets a process before it knows what to do with it would end it, and so the run."""
+    """A signal before a worker ignores it would end the worker, and so the run."""
     masks = []
     start = BaseProcess.start
 

@@ -14,7 +14,7 @@ import torch
 from detectron2.engine import HookBase
 from detectron2.utils import comm
 
-from backbones.utils import files
+from backbones import checkpoint_files as files
 from projects_vil.data import register_datasets, seed_all
 from projects_vil.engine import Trainer
 from tests.projects_vil.engine.gloo import in_processes
@@ -39,15 +39,15 @@ class Moment:
 
 
 def moments(number: int, iterations: int, *, processes: int, seed: str) -> list[Moment]:
-    """So many, in the order of a run, with one of each kind of save among them."""
-    drawn = random.Random(seed)
+    """Return moments in the order of a run, one of each type of save among them."""
+    generator = random.Random(seed)
     found = [
-        Moment(iteration, drawn.random(), rank=drawn.randrange(processes))
+        Moment(iteration, generator.random(), rank=generator.randrange(processes))
         # Early enough that none of them comes when the run is over.
-        for iteration in sorted(drawn.choices(range(iterations - 6), k=number))
+        for iteration in sorted(generator.choices(range(iterations - 6), k=number))
     ]
-    for place, save in ((number // 3, "half"), (2 * number // 3, "unnamed")):
-        found[place] = Moment(found[place].iteration, 0.0, save)
+    for index, save in ((number // 3, "half"), (2 * number // 3, "unnamed")):
+        found[index] = Moment(found[index].iteration, 0.0, save)
     return found
 
 

@@ -7,7 +7,7 @@ import torch
 
 from projects_vil import Trainer, load_config
 from projects_vil.checkpoint import build_detector
-from projects_vil.export.api import export_detector
+from projects_vil.export import export_detector
 from tests.gpu import DEVICE, on_gpu, on_gpus
 from tests.projects_vil.helpers import CONFIGS, SMALL, run_tool
 

@@ -1,26 +1,397 @@
-"""How many processes train, checked before any starts."""
+"""Runs of several processes on the CPU: the losses of one process, and one end for all of them."""
+
+import argparse
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
+import torch
+from detectron2.utils import comm
 
-from backbones import InputError
-from projects_vil.engine import train_from_command_line, training_parser
-from tests.projects_vil.helpers import CONFIGS
+from backbones import ConfigError
+from projects_vil.engine import Trainer
+from projects_vil.engine.launch import check_processes, number_of_processes
+from projects_vil.engine.trainer import share_statistics
+from tests.projects_vil.engine.gloo import in_processes
+from tests.projects_vil.engine.test_resuming import RUN, assert_same_file, metrics, train
+from tests.projects_vil.helpers import CONFIGS, PATIENCE, ROOT, SMALL, small_config
+
+LAUNCH = ["--num-gpus", "2"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+LONG = ["SOLVER.MAX_ITER", "4000", "SOLVER.CHECKPOINT_PERIOD", "1", "TEST.EVAL_PERIOD", "0"]
+LONG += ["SOLVER.CHECKPOINT_KEEP", "2"]
+
+
+# -- equal to one process --------------------------------------------------------------------------
+
+
+def losses_of(output, normalizer, *overrides):
+    """A run of two iterations whose loss normaliser stays at ``normalizer``, on images of one size: a batch is padded
+    to its largest, and the halves of one are padded less.
+    """
+    options = ["SOLVER.IMS_PER_BATCH", "4", "SOLVER.MAX_ITER", "2", "DATASETS.TEST", "()", "TEST.BEST_METRIC", ""]
+    options += ["MODEL.TRANSFORMER.DROP_PATH", "0.0", "DATALOADER.ASPECT_RATIO_GROUPING", "False"]
+    options += ["INPUT.CROP.ENABLED", "True", "INPUT.CROP.TYPE", "absolute", "INPUT.CROP.SIZE", "[48, 48]"]
+    options += ["INPUT.MIN_SIZE_TRAIN", "(48,)", "SOLVER.CHECKPOINT_PERIOD", "9"]
+    cfg = small_config("retinanet", *RUN, *options, "OUTPUT_DIR", str(output), *overrides)
+    torch.manual_seed(cfg.SEED)
+    trainer = Trainer(cfg)
+    model = getattr(trainer.model, "module", trainer.model)
+
+    def stays(name, value, initial_value):
+        setattr(model, name, normalizer)
+        return normalizer
+
+    model._ema_update = stays
+    values = []
+    step = trainer.run_step
+
+    def run_step():
+        step()
+        if comm.is_main_process():
+            values.append([trainer.storage.latest()[name][0] for name in ("loss_cls", "loss_box_reg")])
+
+    trainer.run_step = run_step
+    trainer.train()
+    if comm.is_main_process():
+        torch.save({"losses": torch.tensor(values), "model": model.state_dict()}, output / "values.pth")
+
+
+@pytest.mark.parametrize("variant", ["vil_tiny_1_1_3_1_rpb", pytest.param("performer_tiny", marks=pytest.mark.slow)])
+def test_two_processes_have_the_losses_of_one(shapes, tmp_path, variant):
+    """Each of the two has half of the batch, and so half of the positive anchors that its loss is divided by."""
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+    losses_of(tmp_path / "one", 60.0, "MODEL.TRANSFORMER.NAME", variant)
+    in_processes(2, losses_of, tmp_path / "two", 30.0, "MODEL.TRANSFORMER.NAME", variant, store=tmp_path / "store")
+    one, two = (torch.load(tmp_path / name / "values.pth", weights_only=True) for name in ("one", "two"))
+    torch.testing.assert_close(two["losses"], one["losses"], rtol=2e-5, atol=0)
+    # A step of AdamW is near the rate of 1e-3 however small a gradient is, and so however large its rounding.
+    for name, tensor in one["model"].items():
+        assert (two["model"][name] - tensor).abs().max() < 1e-4, name
+
+
+def _statistics(folder):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    model(torch.full((4, 2), float(comm.get_rank())) + torch.rand(4, 2))
+    share_statistics(model)
+    torch.save(model[1].state_dict(), folder / f"{comm.get_rank()}.pth")
+
+
+def test_all_evaluate_with_the_statistics_that_are_saved(tmp_path):
+    in_processes(2, _statistics, tmp_path, store=tmp_path / "store")
+    first, second = (torch.load(tmp_path / f"{rank}.pth", weights_only=True) for rank in (0, 1))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def _cut_off_and_resumed(output, *overrides):
+    for iteration in (1, 5, 6):
+        train("retinanet", output, *overrides, cut_at=iteration)
+    train("retinanet", output, *overrides)
+
+
+@pytest.mark.slow
+def test_two_processes_that_were_cut_off_end_as_two_that_were_not(shapes, tmp_path):
+    for folder in ("whole", "cut"):
+        (tmp_path / folder).mkdir()
+    in_processes(2, train, "retinanet", tmp_path / "whole", store=tmp_path / "whole" / "store")
+    in_processes(2, _cut_off_and_resumed, tmp_path / "cut", store=tmp_path / "cut" / "store")
+    for name in ("model_0000002", "model_0000005", "model_final"):
+        assert_same_file(tmp_path / f"whole/{name}.pth", tmp_path / f"cut/{name}.pth")
+    assert metrics(tmp_path / "whole") == metrics(tmp_path / "cut")
+
+
+# -- what can be asked for -------------------------------------------------------------------------
+
+
+def arguments(**changes) -> argparse.Namespace:
+    return argparse.Namespace(**({"num_gpus": 1, "num_machines": 1, "machine_rank": 0, "dist_url": "auto"} | changes))
+
+
+def environment_of_torchrun(monkeypatch, **others):
+    values = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    for name, value in (values | {"MASTER_PORT": "29500"} | others).items():
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+
+
+def test_the_number_of_processes(monkeypatch):
+    assert number_of_processes(arguments(num_gpus=2, num_machines=3)) == 6
+    environment_of_torchrun(monkeypatch)
+    assert number_of_processes(arguments()) == 4
+    check_processes(arguments(), device="cpu")
 
 
 @pytest.mark.parametrize(
-    "arguments, message",
+    "changes, device, environment, named",
     [
-        ("--num-gpus 0", "--num-gpus is 0: it is 1 or more, one process each; to train without a GPU leave it out"),
-        ("--num-gpus -1", "--num-gpus is -1: it is 1 or more"),
-        ("--num-gpus 99", "--num-gpus is 99, and there are "),
-        ("--num-machines 0", "--num-machines is 0: it is 1 or more"),
-        ("--num-machines 2 --machine-rank 5", "--machine-rank is 5: of 2 machines it is 0 to 1"),
-        ("--num-machines 2 --machine-rank -1", "--machine-rank is -1: of 2 machines it is 0 to 1"),
+        ({"num_gpus": 0}, "cpu", None, "--num-gpus"),
+        ({"num_gpus": 999}, "cpu", None, "--num-gpus"),
+        ({"num_machines": 0}, "cpu", None, "--num-machines"),
+        ({"num_machines": 2, "machine_rank": 2}, "cpu", None, "--machine-rank"),
+        ({"num_machines": 2}, "cpu", None, "--dist-url"),
+        ({"num_gpus": 2}, "cpu:0", None, "MODEL.DEVICE"),
+        ({"num_gpus": 2}, "cpu", {}, "--num-gpus"),
+        ({}, "cuda:0", {}, "MODEL.DEVICE"),
+        ({}, "cpu", {"MASTER_ADDR": None}, "MASTER_ADDR"),
+        ({}, "cpu", {"MASTER_PORT": "0"}, "MASTER_PORT"),
+        ({}, "cpu", {"RANK": "first"}, "RANK"),
     ],
 )
-def test_processes_that_cannot_be(shapes, tmp_path, arguments, message):
-    output = tmp_path / "run"
-    command = ["--config-file", str(CONFIGS["retinanet"]), "OUTPUT_DIR", str(output), *arguments.split()]
-    with pytest.raises(InputError) as caught:
-        train_from_command_line(training_parser("Train.").parse_args(command))
-    assert str(caught.value).startswith(message) and not output.exists()
+def test_processes_that_cannot_run(monkeypatch, changes, device, environment, named):
+    if environment is not None:
+        environment_of_torchrun(monkeypatch, **environment)
+    with pytest.raises(ConfigError, match=named):
+        check_processes(arguments(**changes), device=device)
+
+
+# -- signals and killed processes --------------------------------------------------------------------
+
+
+def _default_signals():
+    """A suite that runs in the background, or under nohup, ignores some."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
+class Run:
+    """``tools/train_net.py`` in a session of its own, by a launcher or by its own arguments."""
+
+    def __init__(self, output, datasets_root, *overrides, launcher=(sys.executable,)):
+        self.output = output
+        command = [*launcher, "tools/train_net.py", "--config-file", str(CONFIGS["retinanet"])]
+        command += [*SMALL["retinanet"], *RUN, "OUTPUT_DIR", str(output), *overrides]
+        env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DETECTRON2_DATASETS": str(datasets_root)}
+        # To a file, which a process that outlives the first does not keep open for the reader.
+        self.log = output.with_suffix(".log")
+        with self.log.open("w") as file:
+            self.process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=env,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_default_signals,
+            )
+
+    def wait_for(self, text_or_path):
+        deadline = time.monotonic() + PATIENCE
+        while text_or_path not in self.log.read_text() if isinstance(text_or_path, str) else not text_or_path.exists():
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.05)
+
+    def end(self, seconds=60):
+        """Return exit status and output; no process of it is left."""
+        try:
+            status = self.process.wait(seconds)
+        finally:
+            left = self.processes()
+            try:
+                os.killpg(self.process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                left = []
+        # Those of torch end with the processes that they are of; workers of one that was killed when they notice.
+        assert not [command for command in left if "--eval-only" in command and "spawn_main" in command], left
+        return status, self.log.read_text()
+
+    def is_locked(self):
+        with self.output.joinpath(".run.lock").open("a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+            return False
+
+    def processes(self):
+        return [command for _, _, command in processes_of(self.process.pid)]
+
+    def ranks(self):
+        """The process ids of those that train."""
+        return [
+            pid
+            for pid, parent, command in processes_of(self.process.pid)
+            if parent == self.process.pid and ("spawn_main" in command or "train_net" in command)
+        ]
+
+    def workers(self):
+        ranks = self.ranks()
+        return [pid for pid, parent, _ in processes_of(self.process.pid) if parent in ranks]
+
+
+def processes_of(session):
+    """Id, parent's id and command of each process of a session, and of what came from it: torchrun starts others."""
+    found, ours = [], {session}
+    # A child has a larger id than its parent, but for a wrap of the numbers.
+    for path in sorted(Path("/proc").glob("[0-9]*"), key=lambda path: int(path.name)):
+        try:
+            state, parent, _, of = (path / "stat").read_text().rpartition(")")[2].split()[:4]
+            command = (path / "cmdline").read_text().replace("\0", " ")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if (int(of) == session or int(parent) in ours) and state != "Z":
+            ours.add(int(path.name))
+            found.append((int(path.name), int(parent), command))
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole_run(made_once, datasets_root):
+    """OUTPUT_DIR of two processes that were not disturbed."""
+
+    def fill(folder):
+        status, log = Run(folder / "run", datasets_root, *LAUNCH).end(PATIENCE)
+        assert status == 0, log
+
+    return made_once("run_of_two_processes", fill) / "run"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [(sys.executable,), TORCHRUN], ids=["launch", "torchrun"])
+def test_a_signal_to_the_first_process_saves_in_all(launcher, datasets_root, tmp_path):
+    flags = LAUNCH if len(launcher) == 1 else []
+    run = Run(tmp_path / "run", datasets_root, *LONG, *flags, launcher=launcher)
+    run.wait_for(run.output / "last_checkpoint")
+    run.process.send_signal(signal.SIGTERM)
+    status, log = run.end()
+    assert "saved after iteration" in log
+    if flags:
+        assert status == 128 + signal.SIGTERM and "Traceback" not in log
+    assert not run.is_locked()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("flags", [[], LAUNCH], ids=["one", "two"])
+def test_a_signal_to_all_processes_saves_once(number, flags, datasets_root, tmp_path):
+    run = Run(tmp_path / "run", datasets_root, *LONG, *flags, "DATALOADER.NUM_WORKERS", "1")
+    run.wait_for(run.output / "last_checkpoint")
+    os.killpg(run.process.pid, number)
+    status, log = run.end()
+    assert status == 128 + number, log
+    assert log.count("saved after iteration") == 1 and "Traceback" not in log
+    last = torch.load(run.output / (run.output / "last_checkpoint").read_text(), weights_only=True)
+    assert last["iteration"] == int(log.partition("saved after iteration ")[2].partition(";")[0])
+    assert len(list(run.output.glob("model_*.pth"))) <= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number, flags", [(signal.SIGINT, []), (signal.SIGTERM, LAUNCH)], ids=["one", "two"])
+def test_a_signal_ends_an_evaluation_at_once(number, flags, datasets_root, tmp_path, whole_run):
+    slow = ["DATALOADER.NUM_WORKERS", "2", "TEST.EVAL_PERIOD", "1", "SOLVER.CHECKPOINT_PERIOD", "5"]
+    weights = ["--eval-only", "MODEL.WEIGHTS", str(whole_run / "model_final.pth"), "DATALOADER.NUM_WORKERS", "2"]
+    for folder, overrides in (("run", [*LONG, *slow]), ("evaluated", weights)):
+        run = Run(tmp_path / folder, datasets_root, *overrides, *flags)
+        run.wait_for("Start inference on")
+        os.killpg(run.process.pid, number)
+        status, log = run.end()
+        assert status == 128 + number and "Traceback" not in log, log
+        assert ("saved after iteration" in log) == (folder == "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["rank", "worker", "parent"])
+def test_a_process_that_is_killed_ends_the_run_with_its_reason(victim, datasets_root, tmp_path):
+    run = Run(tmp_path / "run", datasets_root, *LONG, *LAUNCH, "DATALOADER.NUM_WORKERS", "1")
+    run.wait_for(run.output / "last_checkpoint")
+    process = {"rank": run.ranks()[-1:], "worker": run.workers()[-1:], "parent": [run.process.pid]}[victim]
+    os.kill(*process, signal.SIGKILL)
+    if victim == "parent":
+        run.process.wait()
+        deadline = time.monotonic() + PATIENCE
+        while run.processes() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not run.processes()
+        assert "saved after iteration" in run.log.read_text()
+        return
+    status, log = run.end(PATIENCE)
+    last = log.splitlines()[-1]
+    if victim == "rank":
+        assert last.startswith("error: process 1 of 2") and "SIGKILL" in last and status == 128 + signal.SIGKILL
+    else:
+        assert last.startswith("error: ") and "DATALOADER.NUM_WORKERS" in last and status == 1
+
+
+@pytest.mark.slow
+def test_an_error_of_a_process_keeps_its_traceback(datasets_root, tmp_path):
+    """Also one whose text is like that of a lost connection."""
+    code = """
+import argparse, sys
+from projects_vil.engine.launch import launch
+from tests.projects_vil.engine import refusing
+if __name__ == "__main__":
+    args = argparse.Namespace(num_gpus=2, num_machines=1, machine_rank=0, dist_url="auto")
+    launch(refusing.run, args, output_dir=sys.argv[1], device="cpu")
+"""
+    (tmp_path / "main.py").write_text(code)
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(tmp_path / "main.py"), str(tmp_path / "run")]
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert result.returncode == 1
+    assert "in read_a_file" in result.stderr and "RuntimeError: Connection refused" in result.stderr
+
+
+@pytest.mark.slow
+def test_a_killed_group_resumes_to_the_bit(datasets_root, tmp_path, whole_run):
+    run = Run(tmp_path / "run", datasets_root, *LAUNCH)
+    run.wait_for(run.output / "model_0000002.pth")
+    os.killpg(run.process.pid, signal.SIGKILL)
+    run.process.wait()
+    status, log = Run(tmp_path / "run", datasets_root, *LAUNCH, "--resume").end(PATIENCE)
+    assert status == 0, log
+    for name in ("model_0000005", "model_final"):
+        assert_same_file(whole_run / f"{name}.pth", tmp_path / f"run/{name}.pth")
+    assert metrics(whole_run) == metrics(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_a_killed_rank_comes_back_under_torchrun(datasets_root, tmp_path, whole_run):
+    launcher = [*TORCHRUN, "--max-restarts", "2"]
+    run = Run(tmp_path / "run", datasets_root, "--resume", launcher=launcher)
+    run.wait_for(run.output / "model_0000002.pth")
+    os.kill(run.ranks()[-1], signal.SIGKILL)
+    status, log = run.end(PATIENCE)
+    assert status == 0, log
+    assert_same_file(whole_run / "model_final.pth", tmp_path / "run/model_final.pth")
+    assert metrics(whole_run) == metrics(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_a_second_run_in_a_folder_is_refused_and_an_evaluation_is_not(datasets_root, tmp_path, whole_run):
+    run = Run(tmp_path / "run", datasets_root, *LONG, *LAUNCH)
+    run.wait_for(run.output / "last_checkpoint")
+    weights = ["--eval-only", "MODEL.WEIGHTS", str(whole_run / "model_final.pth")]
+    try:
+        for flags, refused in (([], True), (["--resume", *LAUNCH], True), (weights, False)):
+            other = Run(tmp_path / "other", datasets_root, *LONG, *flags, "OUTPUT_DIR", str(run.output))
+            status, log = other.end(PATIENCE)
+            assert (str(run.output) in log.splitlines()[-1] and status == 1) == refused, log
+    finally:
+        run.process.send_signal(signal.SIGTERM)
+        run.process.wait(60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [(sys.executable,), TORCHRUN], ids=["launch", "torchrun"])
+def test_a_mistake_is_reported_once(launcher, datasets_root, tmp_path):
+    flags = LAUNCH if len(launcher) == 1 else []
+    mistake = ["SOLVER.IMS_PER_BATCH", "3"]
+    status, log = Run(tmp_path / "run", datasets_root, *mistake, *flags, launcher=launcher).end(PATIENCE)
+    assert status == 1 and log.count("error: SOLVER.IMS_PER_BATCH") == 1
+
+
+@pytest.mark.slow
+def test_a_mistake_that_one_process_finds(datasets_root, tmp_path):
+    """Once they run: images that the annotations name are missing."""
+    mistake = ["DATASETS.COCO", f"[['mine', '{datasets_root}/shapes/annotations/instances_val.json', '{tmp_path}']]"]
+    mistake += ["DATASETS.TRAIN", "('mine',)"]
+    status, log = Run(tmp_path / "run", datasets_root, *mistake, *LAUNCH).end(PATIENCE)
+    assert status == 1 and log.splitlines()[-1].startswith("error: ") and str(tmp_path) in log.splitlines()[-1]

@@ -1,4 +1,4 @@
-"""LazyConfigs: the detectors, optimizers and rates of the YAML configs, trained by a tool of their own."""
+"""LazyConfigs: the detectors, optimizers and rates of the YAML configs, and the same trainer."""
 
 import builtins
 import json
@@ -13,18 +13,22 @@ from detectron2.layers import ShapeSpec
 from detectron2.modeling import build_anchor_generator
 from detectron2.solver import LRMultiplier
 
-from backbones import InputError
+from backbones import ConfigError
 from projects_vil import load_config
+from projects_vil.data import seed_all
 from projects_vil.engine import (
     build_lazy_optimizer,
-    describe_lazy_config,
+    lazy_options,
+    lazy_trainer,
     load_lazy_config,
     load_records,
     train_lazily_from_command_line,
 )
 from projects_vil.modeling import build_on_meta, stage_channels
 from projects_vil.solver import build_lr_scheduler, build_optimizer
-from tests.projects_vil.helpers import ROOT, error_line, run_tool
+from tests.projects_vil.engine.test_resuming import CutAt, PowerCut, assert_same_file, metrics
+from tests.projects_vil.helpers import ROOT
+from tests.selection import slow_except
 
 DETECTORS = ["retinanet", "mask_rcnn"]
 CLASSES = {"retinanet": "model.num_classes", "mask_rcnn": "model.roi_heads.num_classes"}
@@ -93,7 +97,6 @@ def test_the_same_optimizer(both):
     assert groups_by_name(lazy_model, ours) == groups_by_name(model, theirs)
     assert sorted(group["weight_decay"] for group in ours.param_groups) == [0.0, 0.05]
     assert lazy.train.clip_norm == cfg.SOLVER.CLIP_GRADIENTS.CLIP_VALUE
-    assert len(ours._optimizer_step_pre_hooks) == len(theirs._optimizer_step_pre_hooks) == 1
 
 
 def test_the_same_rates(both):
@@ -108,10 +111,13 @@ def test_the_same_rates(both):
 
 def test_the_same_data_and_periods(both):
     cfg, _, lazy, lazy_model = both
-    facts = describe_lazy_config(lazy, lazy_model)
+    options = lazy_options(lazy, lazy_model)
     for node, key in (("DATASETS", "TRAIN"), ("DATASETS", "TEST"), ("INPUT", "FORMAT"), ("MODEL", "PIXEL_MEAN")):
-        assert facts[node][key] == cfg[node][key]
-    assert facts.MODEL.PIXEL_STD == cfg.MODEL.PIXEL_STD and facts.MODEL.META_ARCHITECTURE == cfg.MODEL.META_ARCHITECTURE
+        assert options[node][key] == cfg[node][key]
+    assert (
+        options.MODEL.PIXEL_STD == cfg.MODEL.PIXEL_STD
+        and options.MODEL.META_ARCHITECTURE == cfg.MODEL.META_ARCHITECTURE
+    )
     train = lazy.dataloader.train
     assert train.total_batch_size == cfg.SOLVER.IMS_PER_BATCH
     assert tuple(train.mapper.augmentations[0].short_edge_length) == cfg.INPUT.MIN_SIZE_TRAIN
@@ -163,101 +169,112 @@ def test_large_scale_jitter_as_in_the_docs(shapes):
         instances = sample["instances"]
         assert sample["image"].shape == (3, 96, 96) and instances.gt_masks.tensor.shape[1:] == (96, 96)
         seen = instances.gt_masks.get_bounding_boxes().tensor
-        torch.testing.assert_close(instances.gt_boxes.tensor, seen, atol=1, rtol=0)
+        torch.testing.assert_close(instances.gt_boxes.tensor, seen, atol=2, rtol=0)
+
+
+def train(detector, output, *overrides, cut_at=None):
+    options = ["train.max_iter=4", "train.checkpointer.period=2", "train.eval_period=2", "train.seed=0"]
+    options += ["train.ema.enabled=true", "train.accumulate=2", "train.best_metric=bbox/AP", "train.draw_images=0"]
+    args = arguments(detector, *options, f"train.output_dir={output}", *overrides)
+    cfg = load_lazy_config(args.config_file, args.opts)
+    seed_all(0)
+    model = instantiate(cfg.model)
+    output.mkdir(exist_ok=True)
+    trainer = lazy_trainer(lazy_options(cfg, model), cfg=cfg, model=model)
+    trainer.resume_or_load(resume=True)
+    if cut_at is None:
+        trainer.train()
+        return
+    trainer.register_hooks([CutAt(cut_at)])
+    trainer.after_train = lambda: None
+    with pytest.raises(PowerCut):
+        trainer.train()
+
+
+@pytest.mark.parametrize("detector", slow_except(DETECTORS, ["retinanet"]))
+def test_the_trainer_of_yaml_configs(detector, shapes, tmp_path):
+    """With EMA, gradient accumulation and the best checkpoint, a run that was cut off ends as one that was not."""
+    train(detector, tmp_path / "whole")
+    for iteration in (1, 3):
+        train(detector, tmp_path / "cut", cut_at=iteration)
+    train(detector, tmp_path / "cut")
+    names = {path.name for path in (tmp_path / "whole").glob("*.pth")}
+    assert names >= {"model_0000001.pth", "model_final.pth"}
+    for name in names:
+        assert_same_file(tmp_path / "whole" / name, tmp_path / "cut" / name)
+    assert metrics(tmp_path / "whole") == metrics(tmp_path / "cut")
+    final = torch.load(tmp_path / "whole/model_final.pth", weights_only=True)
+    assert final["averaged_steps"] == 4 and "unaveraged_model" in final
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("detector", ["retinanet", "mask_rcnn"])
-def test_trains_resumes_and_evaluates(detector, shapes, tmp_path):
+@pytest.mark.parametrize("detector", DETECTORS)
+def test_the_command_line(detector, shapes, tmp_path):
     output, task = tmp_path / "run", {"retinanet": "bbox", "mask_rcnn": "segm"}[detector]
-    length = ["train.checkpointer.period=2", "train.eval_period=0", f"train.output_dir={output}", "train.seed=0"]
-    train_lazily_from_command_line(arguments(detector, *length, "train.max_iter=2"))
+    train_lazily_from_command_line(arguments(detector, f"train.output_dir={output}", "train.max_iter=2"))
     results = json.loads((output / "evaluation.json").read_text())
     assert "AP" in results["shapes_val"][task]
-    saved = torch.load(output / "model_final.pth", weights_only=True)
-    assert saved["vil_detectron2"]["classes"] == ["circle", "square", "triangle"]
-    assert saved["vil_detectron2"]["variant"] == "vil_tiny_1_1_3_1_rpb"
-
-    train_lazily_from_command_line(arguments(detector, *length, "train.max_iter=4", resume=True))
     lines = [json.loads(line) for line in (output / "metrics.json").read_text().splitlines()]
-    trained = [line for line in lines if "total_loss" in line]
-    assert [line["iteration"] for line in trained] == [0, 1, 2, 3]
-    assert all(line["gradient_norm"] > 0 for line in trained)
-    # Of four iterations the third is past the first step: the rates go on where they were.
-    assert [line["lr"] for line in trained[2:]] == pytest.approx([1e-4, 1e-5])
-    assert torch.load(output / "model_final.pth", weights_only=True)["iteration"] == 3
-
-    # The config of the run is one itself, and the file says what it needs.
+    assert [line["iteration"] for line in lines if line.get("gradient_norm", 0) > 0] == [0, 1]
+    # The config of the run is a LazyConfig itself, with the seed of the run.
     args = arguments(detector, eval_only=True)
     args.config_file = str(output / "config.yaml")
     args.opts = [f"train.init_checkpoint={output / 'model_final.pth'}", f"train.output_dir={tmp_path / 'again'}"]
+    assert load_lazy_config(args.config_file).train.seed >= 0
     train_lazily_from_command_line(args)
-    again = json.loads((tmp_path / "again/evaluation.json").read_text())
-    assert again == json.loads((output / "evaluation.json").read_text())
+    assert json.loads((tmp_path / "again/evaluation.json").read_text()) == results
 
 
 @pytest.mark.parametrize(
-    "overrides, message",
+    "overrides, named",
     [
-        (["train.max_itr=9"], "unknown config key train.max_itr; did you mean 'train.max_iter'?"),
-        (["train.max_iter", "9"], "'train.max_iter' is no override: those are key=value, after all flags"),
-        (["train.max_iter=9", "--resume"], "'--resume' is no override"),
-        (["train.max_iter=many"], "train.max_iter is 'many': it is a number of iterations, 1 or more"),
-        (["train.max_iter=[1"], "an override is not Hydra's"),
-        (["train.device=tpu"], "train.device is 'tpu': it is cpu or cuda"),
-        (["train.amp.enabled=True"], "AMP needs train.device cuda"),
-        (["dataloader.train.total_batch_size=0"], "dataloader.train.total_batch_size is 0"),
-        (["dataloader.train.mapper.image_format=BGR"], "model.input_format is RGB, and dataloader.train.mapper"),
-        (["dataloader.train.dataset.names=[shape_train]"], "unknown dataset 'shape_train'"),
-        (["dataloader.test.dataset.names=[]"], "dataloader.test.dataset.names is []: it is one dataset, in a list"),
+        (["train.max_itr=9"], "'train.max_iter'"),
+        (["train.max_iter", "9"], "train.max_iter"),
+        (["train.max_iter=many"], "train.max_iter"),
+        (["train.max_iter=0"], "SOLVER.MAX_ITER"),
+        (["train.max_iter=[1"], "train.max_iter"),
+        (["train.device=tpu"], "tpu"),
+        (["train.amp.enabled=True"], "AMP"),
+        (["dataloader.train.total_batch_size=0"], "IMS_PER_BATCH"),
+        (["dataloader.train.mapper.image_format=BGR"], "model.input_format"),
+        (["dataloader.train.dataset.names=[shape_train]"], "'shape_train'"),
+        (["dataloader.test.dataset.names=[]"], "dataloader.test.dataset.names"),
         (["model.backbone.bottom_up.name=vil_tinny"], "vil_tinny"),
         (["+model.backbone.bottom_up.windows=3"], "windows"),
-        (["+optimizer.rate=3"], "optimizer cannot be made of this config"),
-        (["optimizer.params.lr_multipliers=[[nothing.*,2]]"], "'nothing.*' in optimizer.params.lr_multipliers matches"),
-        (["optimizer.params.layer_decay=0"], "optimizer.params.layer_decay is 0: it is above 0 and at most 1.0"),
-        (["optimizer.params.layer_decay=high"], "optimizer.params.layer_decay is 'high': it is above 0"),
-        (["train.init_checkpoint=missing.pth"], "there is no weights file missing.pth"),
+        (["+optimizer.rate=3"], "optimizer"),
+        (["optimizer.params.lr_multipliers=[[nothing.*,2]]"], "optimizer.params.lr_multipliers"),
+        (["optimizer.params.layer_decay=high"], "optimizer.params.layer_decay"),
+        (["train.init_checkpoint=missing.pth"], "missing.pth"),
+        (["train.best_metric=bbox/ap"], "bbox/ap"),
+        (["model.num_classes=4"], "NUM_CLASSES"),
     ],
 )
-def test_mistakes(overrides, message, shapes, tmp_path):
+def test_mistakes(overrides, named, shapes, tmp_path):
     output = tmp_path / "run"
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(ConfigError) as caught:
         train_lazily_from_command_line(arguments("retinanet", f"train.output_dir={output}", *overrides))
-    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert named in str(caught.value) and "\n" not in str(caught.value)
     assert not output.exists()
 
 
 def test_evaluation_needs_weights(shapes, tmp_path):
     args = arguments("retinanet", f"train.output_dir={tmp_path}", eval_only=True)
-    with pytest.raises(InputError, match="train.init_checkpoint is empty: name the checkpoint to evaluate"):
-        train_lazily_from_command_line(args)
-
-
-def test_the_number_of_classes_is_the_datasets(shapes, tmp_path):
-    args = arguments("retinanet", f"train.output_dir={tmp_path}", "model.num_classes=4", "train.max_iter=1")
-    with pytest.raises(InputError, match="shapes_(train|val) has 3 classes"):
+    with pytest.raises(ConfigError, match="MODEL.WEIGHTS"):
         train_lazily_from_command_line(args)
 
 
 @pytest.mark.parametrize(
-    "text, message",
+    "text, named",
     [
-        ("model = (", "is no LazyConfig"),
-        ("raise RuntimeError('on purpose')", "on purpose (RuntimeError)"),
-        ("from .common.nothing import model", "nothing"),
-        ("model = dict(a=1)", "it has the parts model, optimizer, lr_multiplier, dataloader, train"),
+        ("model = (", "config.py"),
+        ("raise RuntimeError('on purpose')", "on purpose"),
+        ("model = dict(a=1)", "lr_multiplier"),
     ],
 )
-def test_files_that_are_no_lazy_config(text, message, tmp_path):
+def test_files_that_are_not_lazy_configs(text, named, tmp_path):
     path = tmp_path / "config.py"
     path.write_text(text)
     own_import = builtins.__import__
-    with pytest.raises(InputError, match=re.escape(message)):
+    with pytest.raises(ConfigError, match=named):
         load_lazy_config(path)
     assert builtins.__import__ is own_import
-
-
-def test_the_tool_ends_in_one_line():
-    assert error_line(run_tool("lazyconfig_train_net.py")) == (
-        "error: no config file was given: add --config-file configs/lazy/retinanet_vil_tiny.py, say"
-    )

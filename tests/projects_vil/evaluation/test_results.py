@@ -5,10 +5,10 @@ import json
 import pytest
 from detectron2.data import MetadataCatalog
 
-from backbones import InputError
+from backbones import ConfigError
 from projects_vil.checkpoint import build_detector, fingerprint
 from projects_vil.config import load_config
-from projects_vil.evaluation import read_results, write_results
+from projects_vil.evaluation import explain_results, read_results, write_results
 from tests.projects_vil.helpers import small_config
 
 
@@ -19,19 +19,19 @@ def test_results_of_two_datasets(tmp_path):
     assert content == {"a": {"bbox": {"AP": 1.5}}, "b": {"bbox": {"AP": None, "AP50": 2}}}
 
 
-def test_figures_of_each_class_have_a_place_of_their_own(tmp_path):
-    cfg = small_config("retinanet", "OUTPUT_DIR", str(tmp_path), "DATASETS.TEST", "('drawn',)")
+def test_results_by_class(tmp_path):
+    cfg = small_config("retinanet", "OUTPUT_DIR", str(tmp_path), "DATASETS.TEST", "('own',)")
     metrics = {"AP": 1.5, "AP-big dog": 3.0, "AP-cat": float("nan")}
     labels = {"mIoU": 2.0, "IoU-road": 2.0, "ACC-road": 7.0}
     write_results(cfg, {"bbox": metrics, "sem_seg": labels})
-    content = json.loads((tmp_path / "evaluation.json").read_text())["drawn"]
+    content = json.loads((tmp_path / "evaluation.json").read_text())["own"]
     assert content["bbox"].pop("per_class") == {"big dog": {"AP": 3.0}, "cat": {"AP": None}}
     assert content["bbox"] == {"AP": 1.5, "AP-big dog": 3.0, "AP-cat": None}
     assert content["sem_seg"]["per_class"] == {"road": {"IoU": 2.0, "ACC": 7.0}}
 
 
 @pytest.mark.parametrize(("classes", "ap", "expected"), [(["dog"], 4.5, 4.5), (["dog", "cat"], float("nan"), None)])
-def test_classes_that_detectron2_leaves_out(tmp_path, classes, ap, expected):
+def test_classes_that_detectron2_omits(tmp_path, classes, ap, expected):
     name = f"left_out_{len(classes)}"
     MetadataCatalog.get(name).thing_classes = classes
     cfg = small_config("retinanet", "OUTPUT_DIR", str(tmp_path), "DATASETS.TEST", f"('{name}',)")
@@ -40,20 +40,20 @@ def test_classes_that_detectron2_leaves_out(tmp_path, classes, ap, expected):
     assert per_class == {each: {"AP": expected} for each in classes}
 
 
-def test_results_are_read_for_the_model_that_they_are_of(tmp_path):
-    cfg = small_config("retinanet", "OUTPUT_DIR", str(tmp_path), "DATASETS.TEST", "('drawn',)")
+def test_results_are_those_of_a_model(tmp_path):
+    cfg = small_config("retinanet", "OUTPUT_DIR", str(tmp_path), "DATASETS.TEST", "('own',)")
     assert read_results(tmp_path, model="ours") is None
     write_results(cfg, {"bbox": {"AP": 1.5}}, model="ours")
-    assert read_results(tmp_path, model="ours") == {"drawn": {"bbox": {"AP": 1.5}}}
-    with pytest.raises(InputError, match="is of other weights, or of other settings"):
+    assert read_results(tmp_path, model="ours") == {"own": {"bbox": {"AP": 1.5}}}
+    with pytest.raises(ConfigError, match="evaluation.json"):
         read_results(tmp_path, model="theirs")
-    # Another evaluation, which does not say of what it is, has come since.
+    # A later evaluation of an unknown model.
     write_results(cfg, {"bbox": {"AP": 2.5}})
-    with pytest.raises(InputError, match="does not say which model it is of"):
+    with pytest.raises(ConfigError, match="evaluation.model.json"):
         read_results(tmp_path, model="ours")
     for name in ("evaluation.model.json", "evaluation.json"):
         (tmp_path / name).write_text("{")
-        with pytest.raises(InputError, match="is damaged: evaluate again"):
+        with pytest.raises(ConfigError, match="evaluation.json"):
             read_results(tmp_path, model="ours")
 
 
@@ -63,5 +63,25 @@ def test_the_evaluation_of_a_run_is_of_its_last_checkpoint(trained_run):
         return fingerprint(cfg, build_detector(cfg, trained_run / weights))
 
     assert "shapes_val" in read_results(trained_run, model=model("model_final.pth"))
-    with pytest.raises(InputError, match="other weights"):
+    with pytest.raises(ConfigError, match="evaluation.json"):
         read_results(trained_run, model=model("model_0000001.pth"))
+
+
+NAN = float("nan")
+GOOD = {"AP": 30.0, "AP50": 50.0, "AP75": 31.0, "APs": 10.0, "APm": 20.0, "APl": 40.0}
+
+
+@pytest.mark.parametrize(
+    ("task", "metrics", "named"),
+    [
+        ("bbox", GOOD | {"APl": NAN}, ["APl", "above 96 x 96"]),
+        ("bbox", GOOD | {"AP-dog": 1.0, "AP-cat": NAN}, ["cat"]),
+        ("bbox", GOOD | {"AP": 0.0}, ["0.000"]),
+        ("bbox", GOOD | {"AP": NAN, "AP50": NAN, "APs": NAN}, ["AP"]),
+        ("segm", GOOD | {f"AP-class {number}": NAN for number in range(60)}, ["class 4", "55 more"]),
+        ("sem_seg", {"mIoU": 3.0, "IoU-road": 4.0, "IoU-sky": NAN}, ["IoU", "sky"]),
+    ],
+)
+def test_each_undefined_or_low_metric_is_explained_in_a_line(task, metrics, named):
+    (line,) = explain_results({task: metrics, "other": {"mIoU": 40.0, "IoU-road": 80.0}})
+    assert line.startswith(f"{task}: ") and all(text in line for text in named)

@@ -1,4 +1,4 @@
-"""Exported files, each made once for all tests and both processes: what is to be changed is copied first."""
+"""Exported files, each made once for all tests and processes: copy them before changing them."""
 
 import functools
 import json
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from projects_vil.export import ExportedModel, export_detector
-from tests.projects_vil.export.exporting import ALONE, IN_BATCHES, demo_detector, skip_without
+from tests.projects_vil.export.exporting import demo_detector, skip_without
 from tests.projects_vil.helpers import small_config
 
 
@@ -52,15 +52,3 @@ def written(file_of):
         return ExportedModel(file_of(name, file_format, **options))
 
     return load
-
-
-@pytest.fixture(scope="session")
-def plain(written):
-    """Format -> a model that takes one uint8 image."""
-    return lambda file_format: written(ALONE[file_format], file_format)
-
-
-@pytest.fixture(scope="session")
-def batched(written):
-    """Format -> a model that takes float32 batches."""
-    return lambda file_format: written(IN_BATCHES[file_format], file_format, batched=True, dtype="float32")

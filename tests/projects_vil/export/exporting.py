@@ -1,4 +1,4 @@
-"""Detectors that are recorded in seconds, and the files that they are exported to."""
+"""Detectors that are traced in seconds, and the files that they are exported to."""
 
 import functools
 import importlib.util
@@ -13,30 +13,21 @@ from detectron2.modeling.backbone import FPN, Backbone
 from detectron2.modeling.backbone.fpn import LastLevelMaxPool, LastLevelP6P7
 from torch import Tensor, nn
 
-from backbones import InputError
-from projects_vil.export import make_exportable
-from projects_vil.export.formats import FORMATS as KNOWN
-from projects_vil.export.formats import write_model
-from projects_vil.export.images import example_image
-from projects_vil.export.metadata import describe_model, metadata_path
-from tests.projects_vil.helpers import lively_detector, small_config
+from projects_vil.export import FORMATS as KNOWN
+from projects_vil.export import describe_model, example_image, make_exportable, metadata_path, write_model
+from tests.projects_vil.helpers import small_config, untrained_detector
 
-BOTH = ("retinanet", "mask_rcnn")
-# Recording takes long: each format has one detector that takes images, and the other that takes batches of them.
-ALONE = {"torchscript": "retinanet", "torch_export": "retinanet", "onnx": "retinanet", "openvino": "retinanet"}
-IN_BATCHES = {"torchscript": "mask_rcnn", "torch_export": "mask_rcnn", "onnx": "mask_rcnn", "openvino": "mask_rcnn"}
-FORMATS = tuple(ALONE)
-RECORDED = (96, 128)
+TRACED_SIZE = (96, 128)
 _FEW_RCNN = (
     *("MODEL.RPN.IN_FEATURES", "['p3', 'p4', 'p5']", "MODEL.ROI_HEADS.IN_FEATURES", "['p3', 'p4']"),
     *("MODEL.ANCHOR_GENERATOR.SIZES", "[[16], [32], [64]]", "MODEL.RPN.POST_NMS_TOPK_TEST", "100"),
 )
-# A detector reports nothing in a grey image, and something in a drawn one.
+# At these thresholds a detector finds nothing in a grey image, and something in a synthetic one.
 ALL_LEVELS = {
     "retinanet": ("MODEL.RETINANET.SCORE_THRESH_TEST", "0.03"),
     "mask_rcnn": ("MODEL.ROI_HEADS.SCORE_THRESH_TEST", "0.6", "MODEL.RPN.POST_NMS_TOPK_TEST", "100"),
 }
-# Each level is recorded and converted by itself: of two and three it takes half the time of five.
+# Each level is traced and converted by itself: two or three take half the time of five.
 FEW_LEVELS = {
     "retinanet": (
         *("MODEL.RETINANET.IN_FEATURES", "['p3', 'p4']", "MODEL.ANCHOR_GENERATOR.SIZES", "[[16], [32]]"),
@@ -48,7 +39,7 @@ FEW_LEVELS = {
 
 
 class Stem(Backbone):
-    """Four convolutions, strides 4 to 32: the backbones' own exports are tested beside them, and take longer."""
+    """Four convolutions, strides 4 to 32; the exports of our backbones, which take longer, have tests of their own."""
 
     def __init__(self, channels: int = 16) -> None:
         super().__init__()
@@ -74,7 +65,7 @@ def config(name: str, *, all_levels: bool = False) -> CfgNode:
 @functools.cache
 def detector(name: str, *, all_levels: bool = False) -> nn.Module:
     """detectron2's FPN and heads on a few convolutions, of few levels or of as many as the papers have."""
-    model = lively_detector(config(name, all_levels=all_levels))
+    model = untrained_detector(config(name, all_levels=all_levels))
     torch.manual_seed(0)
     stem, stages = Stem(), ["stage1", "stage2", "stage3", "stage4"]
     top = LastLevelMaxPool() if name != "retinanet" else LastLevelP6P7(32, 32, "p5") if all_levels else None
@@ -102,9 +93,7 @@ def write(
     fixed_number: int | None = None,
 ) -> Path:
     """A model and its metadata."""
-    example = example_image(*RECORDED).to(getattr(torch, dtype))
-    if KNOWN[file_format].needs_fixed_detections:
-        fixed_number = 100
+    example = example_image(*TRACED_SIZE).to(getattr(torch, dtype))
     exportable = make_exportable(detector(name, all_levels=all_levels), batched=batched, fixed_number=fixed_number)
     path = folder / f"{name}{'_batched' if batched else ''}_{dtype}{KNOWN[file_format].suffix}"
     write_model(exportable, torch.stack([example] * 2) if batched else example, path, file_format)
@@ -115,7 +104,7 @@ def write(
         file_format=file_format,
         precision="fp32",
         input_dtype=dtype,
-        weights="lively.pth",
+        weights="random.pth",
     )
     metadata_path(path).write_text(json.dumps(metadata))
     return path
@@ -123,19 +112,11 @@ def write(
 
 @functools.cache
 def demo_detector(name: str) -> nn.Module:
-    """The demo's, narrow: ViL and all levels. Only tracing it takes seconds."""
-    return lively_detector(small_config(name))
+    """Build the demo's detector with few channels, on a ViL with all levels; tracing takes a few seconds."""
+    return untrained_detector(small_config(name))
 
 
 def skip_without(file_format: str) -> None:
     """Skip a test of a format whose runtime is an extra that is not installed."""
     if file_format == "openvino" and importlib.util.find_spec("openvino") is None:
         pytest.skip("pip install -e '.[openvino]'")
-
-
-def mistake(call, *args) -> str:
-    """The one line of it."""
-    with pytest.raises(InputError) as caught:
-        call(*args)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)

@@ -1,13 +1,15 @@
-"""Images to record with and to compare on: they say something, and have the format and the size of testing."""
+"""Images to trace and to compare on, and letterboxing."""
 
 import cv2
+import pytest
 import torch
 
-from projects_vil.export.images import comparison_images, example_image
+from projects_vil.export import example_image, letterbox_size, pad_image
+from projects_vil.export.images import comparison_images
 from tests.projects_vil.helpers import small_config
 
 
-def test_example_images_differ_and_have_something_on_them():
+def test_synthetic_images_differ_and_have_objects():
     image = example_image(40, 70, seed=1)
     assert image.shape == (3, 40, 70) and image.dtype == torch.uint8 and 100 < image.max() <= 255
     assert torch.equal(image, example_image(40, 70, seed=1))
@@ -15,8 +17,8 @@ def test_example_images_differ_and_have_something_on_them():
 
 
 def test_images_to_compare_on(shapes):
-    drawn = comparison_images(small_config())
-    assert [tuple(image.shape[1:]) for image in drawn] == [(64, 96), (85, 64), (64, 107), (35, 35)]
+    synthetic = comparison_images(small_config())
+    assert [tuple(image.shape[1:]) for image in synthetic] == [(64, 96), (85, 64), (64, 107), (35, 35)]
     files = sorted((shapes / "val").iterdir())[:2]
     for channels in ("RGB", "BGR"):
         cfg = small_config("retinanet", "INPUT.MIN_SIZE_TEST", "48", "INPUT.FORMAT", channels)
@@ -25,3 +27,15 @@ def test_images_to_compare_on(shapes):
         means = cv2.imread(str(files[0])).mean(axis=(0, 1))
         expected = torch.from_numpy(means if channels == "BGR" else means[::-1].copy()).float()
         torch.testing.assert_close(images[0].float().mean(dim=(1, 2)), expected, atol=2, rtol=0)
+
+
+@pytest.mark.parametrize(("height", "width"), [(1, 1), (1, 400), (96, 128), (95, 128), (97, 60), (300, 401), (53, 71)])
+def test_letterboxing(height, width):
+    assert letterbox_size(480, 640, (800, 1333)) == (800, 1067)
+    size = letterbox_size(height, width, (96, 128))
+    assert size[0] <= 96 and size[1] <= 128 and (size[0] == 96 or size[1] == 128)
+    image = torch.full((3, *size), 7, dtype=torch.uint8)
+    canvas = pad_image(image, (96, 128), [123.675, 116.28, 103.53])
+    assert canvas.shape == (3, 96, 128) and torch.equal(canvas[:, : size[0], : size[1]], image)
+    mean = torch.tensor([124, 116, 104], dtype=torch.uint8)[:, None, None]
+    assert (canvas[:, size[0] :] == mean).all() and (canvas[:, :, size[1] :] == mean).all()

@@ -8,15 +8,13 @@ import torch
 
 from projects_vil import load_config
 from projects_vil.checkpoint import load_detector
-from projects_vil.export import make_exportable
-from projects_vil.export.formats import write_model
-from projects_vil.export.metadata import describe_model, metadata_path
+from projects_vil.export import describe_model, make_exportable, metadata_path, write_model
 from tests.projects_vil.inference.helpers import picture, save
 
 
 @pytest.fixture
 def files(tmp_path):
-    """An image in a folder, and a file that stands for weights."""
+    """An image in a folder, and a file in the role of weights."""
     save(tmp_path / "in/a.png", picture(40, 60))
     (tmp_path / "empty").mkdir()
     (tmp_path / "weights.pth").write_text("")

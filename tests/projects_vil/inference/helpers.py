@@ -1,4 +1,4 @@
-"""What the tests of predicting share: drawn pictures, a detector without weights, and reading what was written."""
+"""Helpers for the tests of inference: synthetic images, a runner without weights, and reading of results."""
 
 import json
 from pathlib import Path
@@ -13,17 +13,15 @@ from PIL import Image
 from projects_vil.checkpoint import Categories
 from projects_vil.data import size_for_testing
 from projects_vil.inference import Detector
-from projects_vil.inference.drawings import ImageDrawings
-from projects_vil.inference.predict import run
-from projects_vil.inference.sources import Images, find_images
+from projects_vil.inference.predict import write_detections
+from projects_vil.inference.sources import ImageBatches, find_images
 from tests.projects_vil.helpers import small_config
 
 ANY = Categories((3, 7), ("left", "right"))
-EIGHTY = ("MODEL.RETINANET.NUM_CLASSES", "80")
 
 
-class HalfFinder:
-    """A :class:`Runner` that finds the brighter half of each image, with its brightness for a score."""
+class BrightHalfRunner:
+    """A runner that detects the brighter half of each image, with its brightness as the score."""
 
     channels = "RGB"
     categories = ANY
@@ -35,8 +33,8 @@ class HalfFinder:
     def input_size(self, height: int, width: int) -> tuple[int, int]:
         return size_for_testing(small_config(), height, width)
 
-    def refusal(self, height: int, width: int) -> str | None:
-        return "nothing would be left of it" if min(self.input_size(height, width)) < 1 else None
+    def size_error(self, height: int, width: int) -> str | None:
+        return "too thin" if min(self.input_size(height, width)) < 1 else None
 
     def __call__(self, images, sizes):
         if len(self.batches) == self.stop_after:
@@ -71,11 +69,9 @@ def read(folder: Path) -> tuple[list[dict], dict]:
     return json.loads((folder / "results.json").read_text()), json.loads((folder / "images.json").read_text())
 
 
-def run_on(source: Path, output: Path, *, runner=None, draw: bool = False, **options):
-    output.mkdir(exist_ok=True)
-    images = find_images(source, leave_out=output)
-    drawer = ImageDrawings(output / "drawings", [image.name for image in images]) if draw else None
-    return run(Images(images, threads=2), Detector(runner or HalfFinder()), output, drawer, **options)
+def run_on(source: Path, output: Path, *, runner=None, **options):
+    images = ImageBatches(find_images(source, exclude=output), threads=2)
+    return write_detections(Detector(runner or BrightHalfRunner()), images, output, **options)
 
 
 def write_video(path: Path, frames: int, *, size: tuple[int, int] = (40, 60)) -> None:
@@ -87,7 +83,7 @@ def write_video(path: Path, frames: int, *, size: tuple[int, int] = (40, 60)) ->
 
 
 def assert_same(ours: list[dict], theirs: list[dict]) -> None:
-    """Equal results, in the same order, up to the rounding of sums; masks may differ in a pixel of their edge."""
+    """Check that results are equal, in the same order, up to rounding; masks may differ in a pixel of their border."""
     assert len(ours) == len(theirs) > 0
     for one, other in zip(ours, theirs, strict=True):
         assert one.keys() == other.keys()

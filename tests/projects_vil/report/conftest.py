@@ -1,4 +1,4 @@
-"""A detector's findings, made up so that their judgement can be told by hand."""
+"""Detections and objects whose evaluation is counted by hand."""
 
 import json
 
@@ -8,29 +8,26 @@ BOXES = {"dog": [10, 10, 20, 20], "cat": [50, 10, 20, 20]}
 
 
 @pytest.fixture
-def findings(tmp_path):
-    """(annotations, results): two images; in the first a dog and a cat, in the second a dog and a crowd of dogs."""
+def synthetic_results(tmp_path):
+    """(annotations, file of results): in the first image a dog and a cat, in the second a dog and a crowd of dogs."""
     objects = [(1, 7, BOXES["dog"], 0), (1, 3, BOXES["cat"], 0), (2, 7, BOXES["dog"], 0), (2, 7, [60, 0, 40, 80], 1)]
     annotations = {
         "images": [{"id": number, "file_name": f"{number}.png", "height": 80, "width": 100} for number in (1, 2)],
         "categories": [{"id": 7, "name": "dog"}, {"id": 3, "name": "<cat> & co"}],
         "annotations": [
-            {"id": row, "image_id": image, "category_id": kind, "bbox": box, "area": box[2] * box[3], "iscrowd": crowd}
-            for row, (image, kind, box, crowd) in enumerate(objects, start=1)
+            {"id": row, "image_id": image, "category_id": label, "bbox": box, "area": box[2] * box[3], "iscrowd": crowd}
+            for row, (image, label, box, crowd) in enumerate(objects, start=1)
         ],
     }
-    # A hit; a cat taken for a dog; a hit, and one in the crowd; nothing at all.
-    found = [
+    # A true positive; a cat detected as a dog; a true positive, and one in the crowd; one on the background.
+    detections = [
         (1, 7, BOXES["dog"], 0.9),
         (1, 7, BOXES["cat"], 0.8),
         (2, 7, BOXES["dog"], 0.7),
         (2, 7, [62, 5, 20, 20], 0.6),
         (2, 3, [10, 50, 20, 20], 0.5),
     ]
-    results = [
-        {"image_id": image, "category_id": kind, "bbox": box, "score": score} for image, kind, box, score in found
-    ]
-    paths = tmp_path / "annotations.json", tmp_path / "results.json"
-    for path, content in zip(paths, (annotations, results), strict=True):
-        path.write_text(json.dumps(content))
-    return paths
+    keys = ("image_id", "category_id", "bbox", "score")
+    results = [dict(zip(keys, detection, strict=True)) for detection in detections]
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    return annotations, tmp_path / "results.json"

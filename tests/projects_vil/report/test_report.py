@@ -1,14 +1,17 @@
-"""The page of a run: what it has, what it says of what is missing, and how a browser shows it."""
+"""The page of a run: its sections, what it leaves out, and its layout in a browser."""
 
 import html.parser
 import json
 import re
 import shutil
 import subprocess
+from collections import Counter
 
+import cv2
+import numpy as np
 import pytest
 
-from projects_vil.report.run_folder import read_warnings
+from projects_vil.report.page import read_warnings
 from tests.projects_vil.helpers import error_line, run_tool
 
 CHROMIUM = shutil.which("chromium")
@@ -55,14 +58,25 @@ def test_a_page_needs_nothing_else(report):
     assert anchors <= set(page.ids)
 
 
+def content_types(page: Page) -> Counter:
+    return Counter(address[5:].partition(";")[0] for address in page.addresses if address.startswith("data:image"))
+
+
 def test_a_page_has_all_of_a_run(report, trained_run):
     page = Page(report.read_text())
-    headings = ("Losses", "Learning rate", "Gradient norm", "Precision and recall, boxes", "By class", "Confusions")
-    for text in (*headings, "Found and missed", "Configuration", "Versions", "Warnings"):
+    headings = (
+        "Losses",
+        "Learning rate",
+        "Gradient norm",
+        "Precision and recall, boxes",
+        "By class",
+        "Confusion matrix",
+    )
+    for text in (*headings, "Matches", "Configuration", "Versions", "Warnings"):
         assert text in page.text, text
     ap = json.loads((trained_run / "evaluation.json").read_text())["shapes_val"]["bbox"]["AP"]
     assert f"{ap:.1f}" in page.text and "SOLVER.MAX_ITER" in page.text and "PyTorch" in page.text
-    assert page.tags.count("img") == 3 and page.tags.count("details") == 1
+    assert content_types(page) == {"image/jpeg": 3, "image/svg+xml": 7} and page.tags.count("details") == 1
     assert "the dataset has no large objects" in page.text
     assert "Left out" not in page.text
 
@@ -75,12 +89,22 @@ def test_what_is_missing_is_left_out_and_named(trained_run, datasets_root, tmp_p
     assert result.returncode == 0, result.stderr
     content = (tmp_path / "report.html").read_text()
     assert "&lt;b&gt;odd&lt;/b&gt; &amp; old" in content
-    for words in ("there is no evaluation.json", "there is no inference/coco_instances_results.json", "1 of 2 lines"):
+    for words in ("evaluation.json", "inference/coco_instances_results.json", "1 of 2 lines of metrics.json"):
         assert words in Page(content).text and words in result.stderr, words
 
 
-def test_names_of_classes_are_text(findings, tmp_path, trained_run):
-    annotations, results = findings
+@pytest.mark.parametrize("missing", [(), ("area", "iscrowd")])
+def test_a_dataset_of_ones_own(synthetic_results, tmp_path, trained_run, missing):
+    """Names are escaped; annotations without area and iscrowd are evaluated as training reads them."""
+    dataset, results = synthetic_results
+    # The crowd stays one where iscrowd is missing elsewhere.
+    for item in dataset["annotations"]:
+        for key in missing if not item["iscrowd"] else ():
+            del item[key]
+    annotations = tmp_path / "annotations.json"
+    annotations.write_text(json.dumps(dataset))
+    for image in dataset["images"]:
+        cv2.imwrite(str(tmp_path / image["file_name"]), np.full((80, 100, 3), 90, np.uint8))
     run = tmp_path / "run"
     (run / "inference").mkdir(parents=True)
     shutil.copy(results, run / "inference/coco_instances_results.json")
@@ -90,17 +114,19 @@ def test_names_of_classes_are_text(findings, tmp_path, trained_run):
     assert result.returncode == 0, result.stderr
     content = (run / "report.html").read_text()
     assert "<cat>" not in content and "&lt;cat&gt; &amp; co" in content
-    assert "drawings of odd_names" in Page(content).text
+    page = Page(content)
+    assert content_types(page)["image/jpeg"] == 2 and "odd_names" not in page.text.rpartition("Left out")[2]
+    for caption in ("1 true positives, 1 false positives, 1 missed", "1 true positives, 0 false positives, 0 missed"):
+        assert caption in page.text
 
 
 @pytest.mark.parametrize("case", ["empty", "file", "missing", "output"])
-def test_no_run_is_one_line(case, trained_run, tmp_path):
+def test_folders_and_files_without_a_report(case, trained_run, tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "empty").mkdir()
     folder = trained_run if case == "output" else tmp_path / case
     result = run_tool("report.py", folder, "--output", tmp_path / "no/such/page.html" if case == "output" else "x.html")
-    words = {"empty": "is no run", "file": "is a file", "missing": "is not there", "output": "there is no folder"}
-    assert words[case] in error_line(result)
+    assert ("page.html" if case == "output" else str(folder)) in error_line(result)
 
 
 def test_warnings_of_a_log():

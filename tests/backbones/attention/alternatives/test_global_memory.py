@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from backbones.attention.alternatives.global_memory import GlobalMemoryAttention
-from backbones.utils.errors import InputError
+from backbones.attention.efficient import GlobalMemoryAttention
+from backbones.errors import ConfigError
 from tests.backbones.helpers import random_images, randomise, trace
 
 
@@ -48,5 +48,5 @@ def test_a_trace_is_right_for_other_sizes():
 
 
 def test_without_a_global_token_there_is_nothing_to_see():
-    with pytest.raises(InputError, match="at least one global token"):
+    with pytest.raises(ConfigError, match="at least one global token"):
         module(0)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from backbones.attention.alternatives.linformer import LinformerAttention
-from backbones.utils.errors import InputError
+from backbones.attention.efficient import LinformerAttention
+from backbones.errors import ConfigError
 from tests.backbones.helpers import random_images, randomise
 
 
@@ -48,5 +48,5 @@ def test_initial_projections_keep_the_scale():
 
 @pytest.mark.parametrize("size", [(5, 3), (3, 6)])
 def test_another_map_size_raises(size):
-    with pytest.raises(InputError, match=f"tied to maps of 3 x 5 tokens, and this one has {size[0]} x {size[1]}"):
+    with pytest.raises(ConfigError, match=f"tied to maps of 3 x 5 tokens, and this one has {size[0]} x {size[1]}"):
         module(0)(random_images(1, *size, 8), None)

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from backbones.attention import reference
-from backbones.attention.alternatives.performer import (
+from backbones.attention.efficient import (
     PerformerAttention,
-    draw_features,
     performer_attention,
     redraw_features,
     redraw_interval,
+    sample_features,
 )
 from tests.backbones.helpers import assert_all_close, outputs_and_gradients, random_images, randomise, trace
 
@@ -24,7 +24,7 @@ def random_inputs(queries: int, keys: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("queries, keys", [(1, 1), (5, 7), (40, 23)])
 def test_equals_the_quadratic_reference(queries, keys):
-    options = {"features": draw_features(20, 8).double()}
+    options = {"features": sample_features(20, 8).double()}
     inputs = random_inputs(queries, keys)
     actual = outputs_and_gradients(performer_attention, inputs, **options)
     expected = outputs_and_gradients(reference.performer_attention, inputs, **options)
@@ -32,13 +32,13 @@ def test_equals_the_quadratic_reference(queries, keys):
 
 
 def test_many_features_come_near_softmax_attention():
-    """What it is an approximation of: the error falls with the number of features."""
+    """It approximates softmax attention: the error falls with the number of features."""
     inputs = {name: 0.5 * tensor for name, tensor in random_inputs(6, 9).items()}
     expected = reference.attention(**inputs)
     generator = torch.Generator().manual_seed(0)
     errors = []
     for number in (16, 8192):
-        output = performer_attention(**inputs, features=draw_features(number, 8, generator=generator).double())
+        output = performer_attention(**inputs, features=sample_features(number, 8, generator=generator).double())
         errors.append((output - expected).abs().mean() / expected.abs().mean())
     assert errors[1] < 0.05 and errors[1] < errors[0] / 3
 
@@ -46,7 +46,7 @@ def test_many_features_come_near_softmax_attention():
 def test_images_of_a_batch_do_not_mix():
     inputs = random_inputs(4, 6)
     inputs["key"][1] *= 3
-    features = draw_features(20, 8).double()
+    features = sample_features(20, 8).double()
     together = performer_attention(**inputs, features=features)
     alone = performer_attention(**{name: tensor[:1] for name, tensor in inputs.items()}, features=features)
     torch.testing.assert_close(together[:1], alone, atol=1e-13, rtol=1e-13)
@@ -56,7 +56,7 @@ def test_images_of_a_batch_do_not_mix():
 def test_half_precision_sums_many_tokens(dtype):
     """20000 keys, whose sum float16 would not hold."""
     query, key, value = (random_images(1, 1, 20000, 8, seed=seed) for seed in (1, 2, 3))
-    features = draw_features(32, 8).double()
+    features = sample_features(32, 8).double()
     expected = performer_attention(query[:, :, :50], key, value, features=features)
     half = [x.to(dtype) for x in (query[:, :, :50], key, value)]
     output = performer_attention(*half, features=features.float())
@@ -68,7 +68,7 @@ def test_half_precision_sums_many_tokens(dtype):
 
 @pytest.mark.parametrize("number, dim", [(256, 48), (256, 64), (20, 32)])
 def test_features_are_orthogonal_in_groups_and_as_long_as_gaussian_vectors(number, dim):
-    features = draw_features(number, dim, generator=torch.Generator().manual_seed(0)).double()
+    features = sample_features(number, dim, generator=torch.Generator().manual_seed(0)).double()
     assert features.shape == (number, dim)
     group = features[:dim]
     products = group @ group.T

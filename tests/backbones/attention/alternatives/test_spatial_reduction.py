@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from backbones.attention.alternatives.spatial_reduction import SpatialReductionAttention, instance_norm
+from backbones.attention.efficient import SpatialReductionAttention, instance_norm
 from tests.backbones.helpers import random_images, randomise, trace
 
 
@@ -19,7 +19,7 @@ def inputs(height: int, width: int, num_global: int) -> tuple:
 @pytest.mark.parametrize("num_global", [0, 1, 2])
 @pytest.mark.parametrize("height, width, reduction", [(4, 6, 2), (5, 7, 2), (7, 9, 3), (2, 9, 4), (3, 4, 1), (1, 1, 2)])
 def test_equals_its_definition(num_global, height, width, reduction):
-    """By loops over the places of the smaller map; what does not fill one is not seen, unless nothing would be."""
+    """By loops over the positions of the smaller map; what does not fill one is not seen, unless nothing would be."""
     attention = module(num_global, reduction=reduction)
     tokens, global_tokens = inputs(height, width, num_global)
     sequence = tokens.flatten(1, 2)
@@ -27,13 +27,13 @@ def test_equals_its_definition(num_global, height, width, reduction):
     if reduction > 1:
         padded = torch.zeros(2, max(height, reduction), max(width, reduction), 8, dtype=torch.float64)
         padded[:, :height, :width] = tokens
-        places = []
+        positions = []
         for row in range(padded.shape[1] // reduction):
             for col in range(padded.shape[2] // reduction):
                 rows = slice(row * reduction, (row + 1) * reduction)
                 cols = slice(col * reduction, (col + 1) * reduction)
-                places.append(torch.einsum("bijc,ocij->bo", padded[:, rows, cols], attention.reduce.weight))
-        reduced = torch.stack(places, dim=1)
+                positions.append(torch.einsum("bijc,ocij->bo", padded[:, rows, cols], attention.reduce.weight))
+        reduced = torch.stack(positions, dim=1)
         mean = reduced.mean(dim=1, keepdim=True)
         reduced = (reduced - mean) / ((reduced - mean).square().mean(dim=1, keepdim=True) + 1e-5).sqrt()
     if num_global:

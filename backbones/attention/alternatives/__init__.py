@@ -1,1 +1,0 @@
-"""Attention that the ViL paper sets beside its own (section 3.3 and appendix D)."""

@@ -1,0 +1,199 @@
+"""Cutting a feature map into chunks, and masking of keys, for all kernels over chunks.
+
+A mask for every pair would be larger than all keys. A key that must not be seen is marked in extra channels instead, so
+that the product with the query lowers its score by a penalty. The product is split in two factors, both of which
+float16 can hold where its penalty is taken: with heads of up to 1024 channels more than the largest float16.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from backbones.layers.tracing import first, in_order, is_exporting, is_tracing, missing
+
+MODES = ("zero_pad", "exact", "cyclic")
+_PENALTY = 1e9
+_QUERY_MARK, _KEY_MARK_FLOAT16 = 256.0, -32768.0
+
+
+def mask_channels(channels: int, device: torch.device) -> int:
+    """How many channels mark hidden keys: one; on a GPU, where the fast kernels want it, up to a multiple of 8."""
+    return 8 - channels % 8 if device.type == "cuda" else 1
+
+
+def mask_queries(query: Tensor, extra: int) -> Tensor:
+    """(..., D) -> (..., D + extra), to be taken with the keys of :func:`mask_keys`."""
+    return F.pad(query, (0, extra), value=_QUERY_MARK)
+
+
+def mask_keys(key: Tensor, hidden: Tensor, *, extra: int, scale: float) -> Tensor:
+    """Keys with ``extra`` channels more, negative where a position is hidden, and 0 elsewhere.
+
+    Args:
+        key: (B, M, H, W, D).
+        hidden: (H, W), True for a position that must not be seen.
+        scale: of the products.
+
+    Returns:
+        (B, M, H, W, D + extra)
+    """
+    marks = hidden.to(key.dtype) * mark_of_keys(key, extra=extra, scale=scale)
+    return torch.cat([key, marks[:, :, None].expand(*key.shape[:2], -1, -1, extra)], dim=-1)
+
+
+def mark_of_keys(key: Tensor, *, extra: int, scale: float) -> float:
+    """Return the value of the extra channels of a hidden key: see :func:`mask_keys`."""
+    half = _computing_dtype(key) == torch.float16
+    return _KEY_MARK_FLOAT16 if half else -_PENALTY / (_QUERY_MARK * scale * extra)
+
+
+def _computing_dtype(x: Tensor) -> torch.dtype:
+    """The type that attention on ``x`` is computed in: autocast changes it."""
+    device_type = x.device.type
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return x.dtype
+
+
+def with_halo(
+    key: Tensor, value: Tensor, window_size: int, *, side: int, is_cyclic: bool, extra: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Pad keys and values to whole chunks, add ``side`` tokens at each border, and mask what must not be seen.
+
+    Returns:
+        Two (B, M, rows * w + 2 * side, cols * w + 2 * side, D + extra).
+    """
+    height, width = key.shape[2:4]
+    pad_height, pad_width = missing(height, window_size), missing(width, window_size)
+    if is_cyclic:
+        whole = (0, 0, 0, pad_width, 0, pad_height)
+        rows, hidden_rows = wrap(height, height + pad_height, window_size, key.device)
+        cols, hidden_cols = wrap(width, width + pad_width, window_size, key.device)
+        hidden = hidden_rows[:, None] | hidden_cols[None, :]
+        key, value = (F.pad(x, whole).index_select(2, rows).index_select(3, cols) for x in (key, value))
+        value = F.pad(value, (0, extra))
+    else:
+        halo = (side, side + pad_width, side, side + pad_height)
+        hidden = is_padding(key, (height, width), halo)
+        key, value = F.pad(key, (0, 0, *halo)), F.pad(value, (0, extra, *halo))
+    return mask_keys(key, hidden, extra=extra, scale=scale), value
+
+
+def is_padding(x: Tensor, shape: tuple[int, ...], pad: tuple[int, ...]) -> Tensor:
+    """Return which positions of a map of ``shape``, padded by ``pad`` (as ``F.pad``), are padding.
+
+    The result is a bool tensor on the device of ``x``.
+    """
+    # As numbers: TensorRT pads no booleans.
+    return F.pad(x.new_zeros(()).expand(shape), pad, value=1.0).bool()
+
+
+def wrap(size: int, padded: int, window_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The source of each position along an axis with its cyclic halo, and whether the position must not be seen."""
+    position = torch.arange(-window_size, padded + window_size, device=device)
+    # The padded size as a tensor: it is compared, and in an exported model it follows the image.
+    whole = position[-1:] + 1 - window_size
+    source = position % whole
+    # With fewer than three chunks the chunk behind the border is a neighbour already.
+    return source, (source >= size) | ((position != source) & (whole < 3 * window_size))
+
+
+def to_chunks(x: Tensor, window_size: int) -> Tensor:
+    """(B, M, H, W, D) -> (B * rows * M, cols, w * w, D), padded with zeros to whole chunks."""
+    height, width = x.shape[2:4]
+    x = F.pad(x, (0, 0, 0, missing(width, window_size), 0, missing(height, window_size)))
+    # (B, M, rows, w, cols, w, D)
+    x = x.unflatten(3, (-1, window_size)).unflatten(2, (-1, window_size))
+    return in_order(x.permute(0, 2, 1, 4, 3, 5, 6)).flatten(4, 5).flatten(0, 2)
+
+
+def from_chunks(x: Tensor, window_size: int, *, batch: int, heads: int, height: int, width: int) -> Tensor:
+    """(B * rows * M, cols, w * w, D) -> (B, M, H, W, D), without the padding."""
+    rows = (height + window_size - 1) // window_size
+    # (B, rows, M, cols, w, w, D) -> (B, M, rows * w, cols * w, D)
+    x = x.unflatten(2, (window_size, window_size)).unflatten(0, (batch, rows, heads))
+    x = in_order(x.permute(0, 2, 1, 4, 3, 5, 6)).flatten(4, 5).flatten(2, 3)
+    return first(first(x, 2, height), 3, width)
+
+
+def bias_of_chunks(bias: Tensor, chunks: Tensor, heads: int) -> Tensor:
+    """(M or 1, w * w, S) -> (B * rows * M, 1, w * w, S), as the ``chunks`` of :func:`to_chunks` have their heads."""
+    return in_order(bias.expand(chunks.shape[0] // heads, heads, -1, -1)).flatten(0, 1)[:, None]
+
+
+def near_only(query: Tensor, window_size: int, local_bias: Tensor | None) -> Tensor:
+    """A local bias that hides what is further than w from a position: (M or 1, w * w, 9 * w * w)."""
+    positions = window_size**2
+    if local_bias is None:
+        local_bias = query.new_zeros(1, positions, 9 * positions)
+    inside = torch.arange(window_size, device=query.device) + window_size
+    around = torch.arange(3 * window_size, device=query.device)
+    near = (inside[:, None] - around[None, :]).abs() <= window_size
+    seen = (near[:, None, :, None] & near[None, :, None, :]).reshape(positions, 9 * positions)
+    return local_bias.masked_fill(~seen, float("-inf"))
+
+
+_COPIES: contextvars.ContextVar[bool] = contextvars.ContextVar("copies_windows", default=False)
+
+
+@contextlib.contextmanager
+def copied_windows() -> Iterator[None]:
+    """Within, ``torch.jit.trace`` records for a runtime that has no overlapping views: see :func:`copies_windows`."""
+    token = _COPIES.set(True)
+    try:
+        yield
+    finally:
+        _COPIES.reset(token)
+
+
+def copies_windows() -> bool:
+    """Whether windows are copies, taken by their index, as in a run of ``torch.export``; else they are views."""
+    # Asked while tracing alone: torch.compile of older versions cannot follow the question.
+    return is_exporting() or (torch.jit.is_tracing() and _COPIES.get())
+
+
+def threes(x: Tensor, dim: int, size: int) -> Tensor:
+    """Windows of three neighbouring pieces of ``size`` along ``dim``, moving by one piece: see :func:`windows`."""
+    return windows(x, dim, 3 * size, size)
+
+
+def windows(x: Tensor, dim: int, size: int, step: int) -> Tensor:
+    """Windows of ``size`` along ``dim``, moving by ``step``: a view.
+
+    ``dim``, counted from the front, becomes the number of windows, and the positions of a window are the next axis. The
+    backward pass is a few additions of whole blocks, where that of ``unfold`` goes position by position. Where
+    :func:`copies_windows` they are a copy, since ``unfold`` would become transposes of single numbers there.
+    """
+    if copies_windows():
+        number = (x.shape[dim] - size) // step + 1
+        index = torch.arange(number, device=x.device)[:, None] * step + torch.arange(size, device=x.device)
+        return x.index_select(dim, index.flatten()).unflatten(dim, (number, size))
+    if torch.is_grad_enabled() and x.requires_grad and not is_tracing():
+        return _Windows.apply(x, dim, size, step)
+    return x.unfold(dim, size, step).movedim(-1, dim + 1)
+
+
+class _Windows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, dim: int, size: int, step: int) -> Tensor:
+        ctx.shape, ctx.dim, ctx.size, ctx.step = x.shape, dim, size, step
+        return x.unfold(dim, size, step).movedim(-1, dim + 1)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        dim, step, number = ctx.dim, ctx.step, grad.shape[ctx.dim]
+        pieces = -(-ctx.size // step)
+        # (..., number + pieces - 1, step, ...), as x with dim in two
+        total = grad.new_zeros(*ctx.shape[:dim], number + pieces - 1, step, *ctx.shape[dim + 1 :])
+        for piece in range(pieces):
+            part = grad.narrow(dim + 1, piece * step, min(step, ctx.size - piece * step))
+            total.narrow(dim, piece, number).narrow(dim + 1, 0, part.shape[dim + 1]).add_(part)
+        total = total.flatten(dim, dim + 1)
+        length = ctx.shape[dim]
+        if total.shape[dim] < length:
+            total = F.pad(total, [0, 0] * (total.ndim - 1 - dim) + [0, length - total.shape[dim]])
+        return total.narrow(dim, 0, length), None, None, None

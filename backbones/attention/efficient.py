@@ -1,0 +1,313 @@
+"""The efficient attention mechanisms that ViL is compared with (ViL section 3.3 and appendix D).
+
+Global memory, Linformer, spatial reduction and Performer. Each module takes the tokens of a map and the global tokens:
+(B, H, W, C) and (B, G, C) or None -> the same; None for global tokens that are not updated.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from backbones.attention import reference
+from backbones.attention.dense import BACKENDS, join_tokens, merge_heads, part_tokens, split_heads, traced_keys
+from backbones.errors import ConfigError, check_choice
+from backbones.layers.tracing import at_least_float32, autocast_off, in_order, is_tracing, missing_to, static_size
+
+
+class GlobalMemoryAttention(nn.Module):
+    """Multi-head attention of local tokens to the global tokens alone, and of these to all.
+
+    Args:
+        dim: channels of a token.
+        num_heads: divides ``dim``.
+        num_global_tokens: 1 or more; the paper has 256, 256, 64 and 16 in its four stages (Table 15).
+        update_globals: whether the global tokens are queries too; the last block of a stage drops them.
+        backend: see :class:`backbones.attention.dense.DenseAttention`.
+
+    Raises:
+        ConfigError: where there is no global token to look at.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        num_heads: int,
+        num_global_tokens: int,
+        update_globals: bool = True,
+        backend: str = "sdpa",
+    ) -> None:
+        super().__init__()
+        check_choice("attention backend", backend, BACKENDS)
+        if num_global_tokens < 1:
+            raise ConfigError("global attention needs at least one global token")
+        self.num_heads = num_heads
+        self.backend = backend
+        self.shared_projections = True
+        self.update_globals = update_globals
+        self.query = nn.Linear(dim, dim)
+        self.key_value = nn.Linear(dim, 2 * dim)
+        self.projection = nn.Linear(dim, dim)
+
+    def forward(self, tokens: Tensor, global_tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(B, H, W, C) and (B, G, C) -> the same; None for global tokens that are not updated."""
+        attend = BACKENDS[self.backend]
+        sequence = tokens.flatten(1, 2)
+        key, value = split_heads(self.key_value(global_tokens), 2 * self.num_heads).chunk(2, dim=1)
+        output = merge_heads(attend(split_heads(self.query(sequence), self.num_heads), key, value))
+        output = self.projection(output).unflatten(1, tokens.shape[1:3])
+        if not self.update_globals:
+            return output, None
+        local_key, local_value = split_heads(self.key_value(sequence), 2 * self.num_heads).chunk(2, dim=1)
+        query = split_heads(self.query(global_tokens), self.num_heads)
+        update = attend(query, torch.cat([key, local_key], dim=2), torch.cat([value, local_value], dim=2))
+        return output, self.projection(merge_heads(update))
+
+
+class LinformerAttention(nn.Module):
+    """Multi-head attention to ``num_features`` learned combinations of the tokens of one map size.
+
+    Keys and values share the combinations, as in the paper's models (the counts of Table 14).
+
+    Args:
+        dim: channels of a token.
+        num_heads: divides ``dim``.
+        map_size: height and width, in tokens, of the only map that it takes.
+        num_features: K, the projected length; 256 in the paper.
+        num_global_tokens: G; they are projected with the others.
+        update_globals: whether the global tokens are queries too; the last block of a stage drops them.
+        backend: see :class:`backbones.attention.dense.DenseAttention`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        num_heads: int,
+        map_size: tuple[int, int],
+        num_features: int = 256,
+        num_global_tokens: int = 1,
+        update_globals: bool = True,
+        backend: str = "sdpa",
+    ) -> None:
+        super().__init__()
+        check_choice("attention backend", backend, BACKENDS)
+        self.num_heads = num_heads
+        self.map_size = map_size
+        self.backend = backend
+        self.update_globals = update_globals and num_global_tokens > 0
+        self.query = nn.Linear(dim, dim)
+        self.key_value = nn.Linear(dim, 2 * dim)
+        self.projection = nn.Linear(dim, dim)
+        length, bound = num_global_tokens + math.prod(map_size), num_features**-0.5
+        self.project_length = nn.Parameter(torch.empty(length, num_features).uniform_(-bound, bound))
+
+    def forward(self, tokens: Tensor, global_tokens: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """(B, H, W, C) and (B, G, C) or None -> the same; None for global tokens that are not updated.
+
+        Raises:
+            ConfigError: for a map of another size.
+        """
+        height, width = tokens.shape[1:3]
+        # A traced size is a tensor, and its comparison would be frozen into the graph.
+        if not is_tracing() and (height, width) != self.map_size:
+            raise ConfigError(
+                f"Linformer is tied to maps of {self.map_size[0]} x {self.map_size[1]} tokens, and this one has "
+                f"{height} x {width}: make the model for this image size (create_classifier's img_size)"
+            )
+        sequence = join_tokens(tokens, global_tokens)
+        # (B, K, C) each
+        key, value = (self.project_length.T @ self.key_value(sequence)).chunk(2, dim=2)
+        num_global = 0 if global_tokens is None else static_size(global_tokens.shape[1])
+        query = self.query(sequence if self.update_globals else sequence[:, num_global:])
+        query, key, value = (split_heads(x, self.num_heads) for x in (query, key, value))
+        output = self.projection(merge_heads(BACKENDS[self.backend](query, key, value)))
+        return part_tokens(output, height, width, num_global if self.update_globals else 0)
+
+
+class SpatialReductionAttention(nn.Module):
+    """Multi-head attention to a map whose positions are convolutions over R x R tokens, and to the global tokens.
+
+    As in the official models, the last rows and columns that do not fill a position of the smaller map are not seen.
+    Only a map below R tokens is padded, with zeros below and on the right.
+
+    Args:
+        dim: channels of a token.
+        num_heads: divides ``dim``.
+        reduction: R; 16, 8, 4, 2 in the four stages of SRA/64 and 8, 4, 2, 1 of SRA/32 (Table 15). With 1 there is no
+            convolution, as the counts of Table 14 have it, and attention is full.
+        num_global_tokens: G; they are not reduced.
+        update_globals: whether the global tokens are queries too; the last block of a stage drops them.
+        backend: see :class:`backbones.attention.dense.DenseAttention`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        num_heads: int,
+        reduction: int,
+        num_global_tokens: int = 1,
+        update_globals: bool = True,
+        backend: str = "sdpa",
+    ) -> None:
+        super().__init__()
+        check_choice("attention backend", backend, BACKENDS)
+        self.num_heads = num_heads
+        self.reduction = reduction
+        self.backend = backend
+        self.update_globals = update_globals and num_global_tokens > 0
+        self.query = nn.Linear(dim, dim)
+        self.key_value = nn.Linear(dim, 2 * dim)
+        self.projection = nn.Linear(dim, dim)
+        self.reduce = None
+        if reduction > 1:
+            self.reduce = nn.Conv2d(dim, dim, kernel_size=reduction, stride=reduction, bias=False)
+
+    def forward(self, tokens: Tensor, global_tokens: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """(B, H, W, C) and (B, G, C) or None -> the same; None for global tokens that are not updated."""
+        height, width = tokens.shape[1:3]
+        reduced, size = tokens.flatten(1, 2), (height, width)
+        if self.reduce is not None:
+            missing = (0, missing_to(width, self.reduction), 0, missing_to(height, self.reduction))
+            reduced = in_order(self.reduce(in_order(F.pad(tokens.permute(0, 3, 1, 2), missing))))
+            size = reduced.shape[2:]
+            # (B, max(1, H // R) * max(1, W // R), C)
+            reduced = instance_norm(reduced.flatten(2)).transpose(1, 2)
+        if global_tokens is not None:
+            reduced = torch.cat([global_tokens, reduced], dim=1)
+        key, value = split_heads(self.key_value(reduced), 2 * self.num_heads).chunk(2, dim=1)
+        num_global = 0 if global_tokens is None else static_size(global_tokens.shape[1])
+        if is_tracing():
+            key, value, _ = traced_keys(key, value, *size, num_global)
+        query = self.query(join_tokens(tokens, global_tokens if self.update_globals else None))
+        output = BACKENDS[self.backend](in_order(split_heads(query, self.num_heads)), key, value)
+        output = self.projection(merge_heads(output))
+        return part_tokens(output, height, width, num_global if self.update_globals else 0)
+
+
+def instance_norm(x: Tensor, eps: float = 1e-5) -> Tensor:
+    """(B, C, N) with mean 0 and variance 1 over N, without learned scale; zeros where N is 1."""
+    values = at_least_float32(x)
+    centred = values - values.mean(dim=2, keepdim=True)
+    return (centred * (centred.square().mean(dim=2, keepdim=True) + eps).rsqrt()).to(x.dtype)
+
+
+_EPS = 1e-4
+
+
+def performer_attention(query: Tensor, key: Tensor, value: Tensor, *, features: Tensor) -> Tensor:
+    """Attention by random features, linear in the tokens, and computed in float32 at least.
+
+    Args:
+        query: (B, M, L, D). key, value: (B, M, S, D).
+        features: (K, D), random and orthogonal in groups of D.
+
+    Returns:
+        (B, M, L, D), in the type of ``value``.
+
+    The largest product of the keys is taken off for each image, where the official code takes it over the whole batch:
+    one image gets the same result in any company, and on its own the official one.
+
+    Source: ViL appendix D, and "Rethinking Attention with Performers", section 2.3 (FAVOR+).
+    """
+    dtype = value.dtype
+    with autocast_off(value.device):
+        query, key, value, features = map(at_least_float32, (query, key, value, features))
+        query, key = _features(query, features, (-1,)), _features(key, features, (-3, -2, -1))
+        # (B, M, K, D) and (B, M, K, 1)
+        context, total = key.transpose(-2, -1) @ value, key.sum(dim=-2)[..., None]
+        return ((query @ context) / (query @ total)).to(dtype)
+
+
+def _features(x: Tensor, features: Tensor, largest_of: tuple[int, ...]) -> Tensor:
+    """(B, M, L, D) -> positive features (B, M, L, K); the axes are those whose largest product is taken off."""
+    x = x * static_size(x.shape[-1]) ** -0.25
+    products = x @ features.T
+    products = products - products.amax(dim=largest_of, keepdim=True)
+    return (products - x.square().sum(dim=-1, keepdim=True) / 2).exp() + _EPS
+
+
+def sample_features(num_features: int, dim: int, *, generator: torch.Generator | None = None) -> Tensor:
+    """Random features (K, D): rows orthogonal in groups of D, as long as Gaussian vectors are."""
+    groups = []
+    for _ in range(-(-num_features // dim)):
+        q, r = torch.linalg.qr(torch.randn(dim, dim, generator=generator))
+        # Without the signs the matrices would not be uniformly distributed over the orthogonal ones.
+        groups.append(q * r.diagonal().sign())
+    lengths = torch.randn(num_features, dim, generator=generator).norm(dim=1, keepdim=True)
+    return torch.cat(groups)[:num_features] * lengths
+
+
+PERFORMER_BACKENDS = {"sdpa": performer_attention, "reference": reference.performer_attention}
+
+
+class PerformerAttention(nn.Module):
+    """Multi-head attention by random features, over the tokens of a map and the global tokens together.
+
+    The features are a buffer, so that they travel with a checkpoint; :func:`redraw_features` samples new ones.
+
+    Args:
+        dim: channels of a token.
+        num_heads: divides ``dim``.
+        num_features: K; 256 in the paper (Table 15).
+        num_global_tokens: G.
+        update_globals: whether the global tokens are queries too; the last block of a stage drops them.
+        backend: a key of ``PERFORMER_BACKENDS``; ``"reference"`` is quadratic and for debugging.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        num_heads: int,
+        num_features: int = 256,
+        num_global_tokens: int = 1,
+        update_globals: bool = True,
+        backend: str = "sdpa",
+    ) -> None:
+        super().__init__()
+        check_choice("attention backend", backend, PERFORMER_BACKENDS)
+        self.num_heads = num_heads
+        self.backend = backend
+        self.update_globals = update_globals and num_global_tokens > 0
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.projection = nn.Linear(dim, dim)
+        self.register_buffer("features", sample_features(num_features, dim // num_heads))
+
+    def forward(self, tokens: Tensor, global_tokens: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """(B, H, W, C) and (B, G, C) or None -> the same; None for global tokens that are not updated."""
+        height, width = tokens.shape[1:3]
+        qkv = self.qkv(join_tokens(tokens, global_tokens))
+        query, key, value = split_heads(qkv, 3 * self.num_heads).chunk(3, dim=1)
+        num_global = 0 if global_tokens is None else static_size(global_tokens.shape[1])
+        if not self.update_globals:
+            query = query[:, :, num_global:]
+        if is_tracing():
+            key, value, _ = traced_keys(key, value, height, width, num_global)
+        output = PERFORMER_BACKENDS[self.backend](in_order(query), key, value, features=self.features)
+        output = self.projection(merge_heads(output))
+        return part_tokens(output, height, width, num_global if self.update_globals else 0)
+
+
+def redraw_features(model: nn.Module, *, seed: int) -> int:
+    """Sample new random features for every :class:`PerformerAttention` in ``model``.
+
+    The paper does so every ``1 + 5 * epoch`` iterations in classification (:func:`redraw_interval`) and every 1000 in
+    detection (appendix D). The same seed gives the same features in every process.
+
+    Returns:
+        How many modules were redrawn.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    modules = [module for module in model.modules() if isinstance(module, PerformerAttention)]
+    for module in modules:
+        module.features.copy_(sample_features(*module.features.shape, generator=generator))
+    return len(modules)
+
+
+def redraw_interval(epoch: int) -> int:
+    """Iterations between two redraws in an epoch of the paper's ImageNet training (ViL appendix D)."""
+    return 1 + 5 * epoch

@@ -1,1 +1,0 @@
-"""What computes attention fast: chunks, kernels, gradients of our own, and the choice among backends."""

@@ -1,0 +1,411 @@
+"""Vision Longformer attention (ViL section 3.2) by Triton kernels, for CUDA devices.
+
+Scores are never in memory: the forward pass keeps outputs and log-sum-exps, and the backward pass makes scores again.
+Keys are neither padded nor copied. Results are the same from run to run. :mod:`.triton_kernels` has the kernels; it is
+imported where they first run, so that all else works where triton is absent.
+
+Shapes: B images, M heads, H x W tokens, D channels a head, G global tokens, chunks of w x w = P positions, each
+of which sees S tokens.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import os
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from backbones.attention.blocked import in_autocast_dtype
+from backbones.attention.chunks import MODES
+from backbones.errors import ConfigError, check_choice
+
+_MAX_CHANNELS = 128
+# Programs that sum a gradient over the map: enough for the largest devices, and the same on all.
+_SHARES = 1024
+
+
+def missing_for(device: torch.device) -> str | None:
+    """Return what the kernels lack on ``device``, in words, or None where they run.
+
+    They run on CUDA devices, or where Triton interprets them.
+    """
+    if not _is_installed():
+        return "triton, which is not installed"
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"a CUDA device, not {device.type!r}"
+    return None
+
+
+@torch.compiler.disable
+def triton_chunk_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    window_size: int,
+    mode: str = "zero_pad",
+    global_key: Tensor | None = None,
+    global_value: Tensor | None = None,
+    local_bias: Tensor | None = None,
+    global_bias: Tensor | None = None,
+    shift: tuple[int, int] | None = None,
+) -> Tensor:
+    """The contract of :func:`backbones.attention.sliding_chunk.sliding_chunk_attention`, for D of at most 128.
+
+    Tensors may have any strides. Sums are of float32, or of float64 for float64, which the interpreter alone takes;
+    products of float32 are not rounded to TensorFloat-32. Gradients cannot be differentiated once more.
+
+    Returns:
+        (B, M, H, W, D), which lies in memory as (B, H, W, M, D).
+
+    Raises:
+        ConfigError: for an unknown mode, larger D, a device that has no Triton, or float64 on a GPU.
+    """
+    check_choice("attention mode", mode, MODES)
+    tensors = in_autocast_dtype(query, key, value, global_key, global_value, local_bias, global_bias)
+    _check(tensors[0])
+    if global_key is None or not global_key.shape[2]:
+        tensors = (*tensors[:3], None, None, tensors[5], None)
+    layout = _MaskLayout(window_size, mode, shift)
+    if tensors[0].dtype == torch.bfloat16 and tensors[0].device.type != "cuda":
+        # Triton's interpreter multiplies it as if it were integers.
+        tensors = (x if x is None else x.float() for x in tensors)
+        return _TritonAttention.apply(layout, *tensors).bfloat16()
+    return _TritonAttention.apply(layout, *tensors)
+
+
+def _check(query: Tensor) -> None:
+    device, dtype, channels = query.device, query.dtype, query.shape[4]
+    way_out = "take attention_backend 'sdpa'"
+    missing = missing_for(device)
+    if missing is not None:
+        raise ConfigError(f"Triton attention needs {missing}: {way_out}")
+    if channels > _MAX_CHANNELS:
+        raise ConfigError(
+            f"Triton attention takes heads of at most {_MAX_CHANNELS} channels, not {channels}: {way_out}"
+        )
+    if dtype == torch.float64 and device.type == "cuda":
+        raise ConfigError(f"Triton attention takes no float64 on a GPU: {way_out}")
+
+
+@functools.cache
+def _is_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _kernels() -> ModuleType:
+    from backbones.attention import triton_kernels
+
+    return triton_kernels
+
+
+@dataclasses.dataclass(frozen=True)
+class _MaskLayout:
+    """The tokens that a chunk sees: all nine chunks, or its own and the one at ``shift``."""
+
+    window_size: int
+    mode: str
+    shift: tuple[int, int] | None
+
+    @property
+    def positions(self) -> int:
+        return self.window_size**2
+
+    @property
+    def seen(self) -> int:
+        return self.positions * (9 if self.shift is None else 2)
+
+    def bias_of_seen(self, bias: Tensor) -> Tensor:
+        """(M, P, 9 * P) -> (M, P, S)."""
+        if self.shift is None:
+            return bias
+        return torch.cat([part.flatten(2) for part in self._own_and_neighbour(bias)], dim=2)
+
+    def gradient_of_seen(self, gradient: Tensor) -> Tensor:
+        """(M, P, S) -> (M, P, 9 * P)."""
+        if self.shift is None:
+            return gradient
+        whole = gradient.new_zeros(*gradient.shape[:2], 9 * self.positions)
+        parts = self._own_and_neighbour(whole)
+        for part, source in zip(parts, gradient.split(self.positions, dim=2), strict=True):
+            part.copy_(source.unflatten(2, (self.window_size, -1)))
+        return whole
+
+    def _own_and_neighbour(self, bias: Tensor) -> list[Tensor]:
+        """(M, P, 9 * P) -> the keys of the own chunk and of the one at ``shift``, two views (M, P, w, w)."""
+        chunks = bias.unflatten(2, (3, self.window_size, 3, self.window_size))
+        return [chunks[:, :, 1 + row, :, 1 + col] for row, col in ((0, 0), self.shift)]
+
+    def mirrored(self) -> "_MaskLayout":
+        """Return the layout of the chunks that see a chunk."""
+        return dataclasses.replace(self, shift=self.shift and (-self.shift[0], -self.shift[1]))
+
+    def mirrored_bias(self, bias: Tensor) -> Tensor:
+        """(M, P, 9 * P), positions of queries by slots of keys -> the same, positions of keys by slots of queries."""
+        size = self.window_size
+        # The position and the slot as row and column in the chunk; the step to the chunk down and to the right.
+        bias = bias.unflatten(2, (3, size, 3, size)).unflatten(1, (size, size))
+        return bias.flip(3, 5).permute(0, 4, 6, 3, 1, 5, 2).flatten(3).flatten(1, 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """How the kernels are compiled: sizes of blocks, each a power of two of at least 16, and compiler options.
+
+    Attributes:
+        positions: block size along the positions of a chunk.
+        tokens: block size along the tokens that a chunk sees, or that see a global token.
+        global_tokens: block size along the global tokens.
+        channels: D rounded up to a power of two; the channels beyond D are masked.
+    """
+
+    positions: int
+    tokens: int
+    global_tokens: int
+    channels: int
+    num_warps: int
+    num_stages: int
+
+    def blocks_of(self, layout: _MaskLayout) -> int:
+        """Return the number of blocks of the positions of a chunk."""
+        return -(-layout.positions // self.positions)
+
+
+def launch_parameters(window_size: int, channels: int, dtype: torch.dtype) -> Launch:
+    """Return block sizes chosen by the compiler's register and shared-memory use on sm_80 and sm_90.
+
+    They are not tuned on a GPU.
+    """
+    padded = _power_of_two(channels)
+    # Larger blocks do not fit in the registers; least of all with float32, of which no tensor core makes the products.
+    is_single, is_wide = dtype == torch.float32, padded > 64
+    if is_single:
+        positions, tokens = 32, 16 if is_wide else 32
+    else:
+        positions, tokens = 32 if is_wide else 64, 64 if padded <= 32 else 32
+    return Launch(
+        positions=min(_power_of_two(window_size**2), positions),
+        tokens=tokens,
+        global_tokens=16,
+        channels=padded,
+        num_warps=8 if is_single and is_wide else 4,
+        num_stages=2,
+    )
+
+
+def _power_of_two(number: int) -> int:
+    """The least that holds ``number``, and 16."""
+    return max(16, 1 << (number - 1).bit_length())
+
+
+class _TritonAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx,
+        layout: _MaskLayout,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        global_key: Tensor | None,
+        global_value: Tensor | None,
+        local_bias: Tensor | None,
+        global_bias: Tensor | None,
+    ) -> Tensor:
+        run = _Run(layout, query, key, value, global_key, global_value, local_bias, global_bias)
+        output, sums = run.forward()
+        ctx.layout = layout
+        ctx.save_for_backward(query, key, value, global_key, global_value, local_bias, global_bias, output, sums)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        *tensors, output, sums = ctx.saved_tensors
+        query, key, value, *globals_, local_bias, global_bias = ctx.needs_input_grad[1:]
+        run = _Run(ctx.layout, *tensors)
+        gradients = [None] * 7
+        gradients[0], products = run.query_grad(grad, output, sums)
+        if key or value:
+            gradients[1:3] = run.key_grads(grad, sums, products)
+        if any(globals_) or global_bias:
+            gradients[3], gradients[4], gradients[6] = run.global_grads(grad, sums, products)
+        if local_bias:
+            gradients[5] = run.local_bias_grad(grad, sums, products)
+        return None, *(
+            x.to(tensor.dtype) if needed else None
+            for x, tensor, needed in zip(gradients, tensors, ctx.needs_input_grad[1:], strict=True)
+        )
+
+
+class _Run:
+    """The launches of all kernels for some tensors."""
+
+    def __init__(
+        self,
+        layout: _MaskLayout,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        global_key: Tensor | None,
+        global_value: Tensor | None,
+        local_bias: Tensor | None,
+        global_bias: Tensor | None,
+    ) -> None:
+        self.layout = layout
+        self.query, self.key, self.value = query, key, value
+        self.global_key, self.global_value, self.global_bias = (
+            x if x is None else x.contiguous() for x in (global_key, global_value, global_bias)
+        )
+        self.local_bias = local_bias
+        self.batch, self.heads, self.height, self.width, self.channels = query.shape
+        self.num_global = 0 if global_key is None else global_key.shape[2]
+        self.launch = launch_parameters(layout.window_size, self.channels, query.dtype)
+        self.chunks = -(-self.height // layout.window_size) * -(-self.width // layout.window_size)
+        self.sum_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+        self.own_bias = self._laid_out(local_bias, layout)
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """The output, (B, M, H, W, D), and log-sum-exps to base 2, (B, H, W, M)."""
+        output, sums = self._new_map(), self._new_sums()
+        self._start(
+            "forward_kernel",
+            self._grid_of_chunks(),
+            *(self.query, self.key, self.value, self.global_key, self.global_value),
+            *(self.own_bias, self.global_bias, output, sums),
+            *(*self.query.stride(), *self.key.stride(), *self.value.stride()),
+            *self._sizes(self.layout),
+            **self._constants(GLOBALS=self.num_global, GLOBALS_BLOCK=self.launch.global_tokens),
+        )
+        return output, sums
+
+    def query_grad(self, grad: Tensor, output: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradient of queries, and the products of outputs with their gradients, (B, H, W, M)."""
+        query_grad, products = self._new_map(), self._new_sums()
+        self._start(
+            "query_grad_kernel",
+            self._grid_of_chunks(),
+            *(self.query, self.key, self.value, self.global_key, self.global_value),
+            *(self.own_bias, self.global_bias),
+            *(output, sums, grad, query_grad, products),
+            *self._strides(grad),
+            *self._sizes(self.layout),
+            **self._constants(GLOBALS=self.num_global, GLOBALS_BLOCK=self.launch.global_tokens),
+        )
+        return query_grad, products
+
+    def key_grads(self, grad: Tensor, sums: Tensor, products: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of keys and of values."""
+        key_grad, value_grad = self._new_map(), self._new_map()
+        layout = self.layout.mirrored()
+        bias = None if self.local_bias is None else self.layout.mirrored_bias(self.local_bias)
+        self._start(
+            "key_grad_kernel",
+            self._grid_of_chunks(),
+            *(self.query, self.key, self.value, self._laid_out(bias, layout)),
+            *(sums, products, grad, key_grad, value_grad),
+            *self._strides(grad),
+            *self._sizes(layout),
+            **self._constants(),
+        )
+        return key_grad, value_grad
+
+    def local_bias_grad(self, grad: Tensor, sums: Tensor, products: Tensor) -> Tensor:
+        """The gradient of the local bias, of float32 or better: first over shares of the chunks."""
+        blocks = self.launch.blocks_of(self.layout) * -(-self.layout.seen // self.launch.tokens)
+        shares = max(1, min(_SHARES // (blocks * self.heads), self.batch * self.chunks))
+        partial = self.query.new_empty(
+            shares, self.heads, self.layout.positions, self.layout.seen, dtype=self.sum_dtype
+        )
+        self._start(
+            "local_bias_grad_kernel",
+            (blocks, self.heads, shares),
+            *(self.query, self.key, self.value, self.own_bias),
+            *(sums, products, grad, partial),
+            *self._strides(grad),
+            self.batch,
+            *self._sizes(self.layout),
+            **self._constants(),
+        )
+        return self.layout.gradient_of_seen(partial.sum(0))
+
+    def global_grads(self, grad: Tensor, sums: Tensor, products: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The gradients of global keys, values and biases, of float32 or better: first over shares of the tokens."""
+        blocks = -(-self.num_global // self.launch.global_tokens)
+        most = -(-self.height * self.width // self.launch.tokens)
+        shares = max(1, min(_SHARES // max(1, blocks * self.heads * self.batch), most))
+        shape = (shares, self.batch, self.heads, self.num_global)
+        key_partial, value_partial = (
+            self.query.new_empty(*shape, self.channels, dtype=self.sum_dtype) for _ in range(2)
+        )
+        bias_partial = None if self.global_bias is None else self.query.new_empty(shape, dtype=self.sum_dtype)
+        self._start(
+            "global_grad_kernel",
+            (shares * blocks, self.heads, self.batch),
+            *(self.query, self.global_key, self.global_value, self.global_bias),
+            *(sums, products, grad, key_partial, value_partial, bias_partial),
+            *(*self.query.stride(), *grad.stride()),
+            *(self.height, self.width),
+            GLOBALS=self.num_global,
+            CHANNELS=self.channels,
+            SCALE=self.channels**-0.5,
+            TOKENS_BLOCK=self.launch.tokens,
+            GLOBALS_BLOCK=self.launch.global_tokens,
+            CHANNELS_BLOCK=self.launch.channels,
+        )
+        bias_grad = None if bias_partial is None else bias_partial.sum((0, 1))
+        return key_partial.sum(0), value_partial.sum(0), bias_grad
+
+    def _start(self, name: str, grid: tuple[int, int, int], *args: Tensor | int | None, **constants) -> None:
+        if not all(grid):
+            return
+        kernels = _kernels()
+        constants["SUM"] = kernels.tl.float64 if self.sum_dtype == torch.float64 else kernels.tl.float32
+        compiled = {"num_warps": self.launch.num_warps, "num_stages": self.launch.num_stages, "enable_fp_fusion": True}
+        with torch.cuda.device_of(self.query):
+            getattr(kernels, name)[grid](*args, **constants, **compiled)
+
+    def _grid_of_chunks(self) -> tuple[int, int, int]:
+        return self.chunks * self.launch.blocks_of(self.layout), self.heads, self.batch
+
+    def _strides(self, grad: Tensor) -> tuple[int, ...]:
+        return *self.query.stride(), *self.key.stride(), *self.value.stride(), *grad.stride()
+
+    def _sizes(self, layout: _MaskLayout) -> tuple[int, int, int, int]:
+        return self.height, self.width, *(layout.shift or (0, 0))
+
+    def _constants(self, **more: int) -> dict[str, object]:
+        """Return the compile-time constants of the kernels over chunks."""
+        return {
+            "WINDOW": self.layout.window_size,
+            "SEEN": self.layout.seen,
+            "PITCH": self._pitch(),
+            "CHANNELS": self.channels,
+            "SCALE": self.channels**-0.5,
+            "EXACT": self.layout.mode == "exact",
+            "CYCLIC": self.layout.mode == "cyclic",
+            "POSITIONS_BLOCK": self.launch.positions,
+            "SEEN_BLOCK": self.launch.tokens,
+            "CHANNELS_BLOCK": self.launch.channels,
+        } | more
+
+    def _pitch(self) -> int:
+        """Return the stride between two positions of a bias: a multiple of the block, so that rows are aligned."""
+        return -(-self.layout.seen // self.launch.tokens) * self.launch.tokens
+
+    def _laid_out(self, bias: Tensor | None, layout: _MaskLayout) -> Tensor | None:
+        """(M, P, 9 * P) -> (M, P, PITCH), contiguous."""
+        if bias is None:
+            return None
+        return F.pad(layout.bias_of_seen(bias), (0, self._pitch() - layout.seen)).contiguous()
+
+    def _new_map(self) -> Tensor:
+        """(B, M, H, W, D), which lies in memory as (B, H, W, M, D)."""
+        shape = (self.batch, self.height, self.width, self.heads, self.channels)
+        return self.query.new_empty(shape).permute(0, 3, 1, 2, 4)
+
+    def _new_sums(self) -> Tensor:
+        return self.query.new_empty(self.batch, self.height, self.width, self.heads, dtype=self.sum_dtype)

@@ -1,0 +1,450 @@
+"""Triton kernels of 2-D sliding-chunk attention; :mod:`.triton_chunks` launches them. Needs triton to be imported.
+
+A program takes a block of the positions of one chunk of one head, and goes block by block over the tokens that this
+chunk sees: the slots of its 3w x 3w neighbourhood row by row, or its own chunk and one neighbour. Which token of the
+map a slot is, and whether there is one, follows from its number: nothing is padded, copied or gathered into memory. A
+chunk is seen by the chunks that it sees, so that the keys' gradients are made in the same way, the roles exchanged.
+
+Scores and their log-sum-exps are to base 2. Every value is written by one program: there are no atomic additions, and
+results do not vary from run to run. Offsets into feature maps have 64 bits.
+
+Shapes: B images, M heads, H x W tokens, D channels a head, G global tokens, w x w = P positions of a chunk, S tokens
+that a chunk sees, 9 * P or 2 * P. Queries, keys, values and the gradient of the output have strides named after these
+axes; global keys and values (B, M, G, D), the local bias (M, P, PITCH), of which S are in use, and the global bias (M,
+G) are contiguous. Outputs lie in memory as (B, H, W, M, D), and as (B, H, W, M) where they have no channels.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+# Under every score, and finite: a row of which all is hidden so far has weights of 0.
+LOWEST: tl.constexpr = tl.constexpr(-1e30)
+# One compiled kernel serves all maps and shifts.
+SIZES = ("batches", "height", "width", "shift_row", "shift_col")
+
+
+@triton.jit
+def _own_tokens(chunk, block, height, width, WINDOW: tl.constexpr, BLOCK: tl.constexpr):
+    """A block of a chunk's positions: chunk row and column, positions, their rows and columns, and which are tokens."""
+    cols = tl.cdiv(width, WINDOW)
+    chunk_row = chunk // cols
+    chunk_col = chunk % cols
+    position = block * BLOCK + tl.arange(0, BLOCK)
+    row = chunk_row * WINDOW + position // WINDOW
+    col = chunk_col * WINDOW + position % WINDOW
+    is_token = (position < WINDOW * WINDOW) & (row < height) & (col < width)
+    return chunk_row, chunk_col, position, row, col, is_token
+
+
+@triton.jit
+def _along_axis(slot, chunk, size, WINDOW: tl.constexpr, CYCLIC: tl.constexpr):
+    """Along an axis of ``size`` tokens: the positions of slots round a chunk, and which of them are tokens."""
+    position = (chunk - 1) * WINDOW + slot
+    if CYCLIC:
+        # With fewer than three chunks the chunk behind the border is a neighbour already.
+        whole = tl.cdiv(size, WINDOW) * WINDOW
+        wraps = whole >= 3 * WINDOW
+        position = tl.where(wraps & (position < 0), position + whole, position)
+        position = tl.where(wraps & (position >= whole), position - whole, position)
+    return position, (position >= 0) & (position < size)
+
+
+@triton.jit
+def _seen_tokens(
+    index,
+    chunk_row,
+    chunk_col,
+    height,
+    width,
+    shift_row,
+    shift_col,
+    WINDOW: tl.constexpr,
+    SEEN: tl.constexpr,
+    CYCLIC: tl.constexpr,
+):
+    """Tokens that a chunk sees, by number: rows and columns of their slots, their own, and which are tokens."""
+    if SEEN == 2 * WINDOW * WINDOW:
+        # The own chunk, then the neighbour.
+        is_neighbour = index // (WINDOW * WINDOW)
+        position = index % (WINDOW * WINDOW)
+        slot_row = (1 + is_neighbour * shift_row) * WINDOW + position // WINDOW
+        slot_col = (1 + is_neighbour * shift_col) * WINDOW + position % WINDOW
+    else:
+        slot_row = index // (3 * WINDOW)
+        slot_col = index % (3 * WINDOW)
+    row, is_row = _along_axis(slot_row, chunk_row, height, WINDOW, CYCLIC)
+    col, is_col = _along_axis(slot_col, chunk_col, width, WINDOW, CYCLIC)
+    return slot_row, slot_col, row, col, (index < SEEN) & is_row & is_col
+
+
+@triton.jit
+def _offset(row, col, stride_h, stride_w):
+    return row.to(tl.int64) * stride_h + col.to(tl.int64) * stride_w
+
+
+@triton.jit
+def _number(row, col, batch, head, heads, height, width):
+    """Return the flat index of a token among the (B, H, W, M) of all images and heads."""
+    return ((batch.to(tl.int64) * height + row) * width + col) * heads + head
+
+
+@triton.jit
+def _load(pointer, offset, is_token, stride_d, CHANNELS: tl.constexpr, BLOCK: tl.constexpr):
+    """(tokens, BLOCK), zeros where there is no token or no channel."""
+    channel = tl.arange(0, BLOCK)[None, :]
+    mask = is_token[:, None] & (channel < CHANNELS)
+    return tl.load(pointer + offset[:, None] + channel * stride_d, mask=mask, other=0.0)
+
+
+@triton.jit
+def _store(pointer, x, offset, is_token, CHANNELS: tl.constexpr, BLOCK: tl.constexpr):
+    """(tokens, BLOCK) to where the channels of a token are contiguous."""
+    channel = tl.arange(0, BLOCK)[None, :]
+    mask = is_token[:, None] & (channel < CHANNELS)
+    tl.store(pointer + offset[:, None] + channel, x.to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _products(a, b, SUM: tl.constexpr):
+    """(rows, D) and (cols, D) -> (rows, cols), summed in float32 or better; exact for float32."""
+    return tl.dot(a, tl.trans(b), input_precision="ieee", out_dtype=SUM)
+
+
+@triton.jit
+def _add_products(total, a, b, SUM: tl.constexpr):
+    """(rows, D) and (rows, cols), (cols, D), the weights rounded to the type of what they weigh."""
+    return tl.dot(a.to(b.dtype), b, total, input_precision="ieee", out_dtype=SUM)
+
+
+@triton.jit
+def _scores(
+    own,
+    seen,
+    position,
+    index,
+    slot_row,
+    slot_col,
+    is_seen,
+    local_bias,
+    WINDOW: tl.constexpr,
+    PITCH: tl.constexpr,
+    SCALE: tl.constexpr,
+    EXACT: tl.constexpr,
+    SUM: tl.constexpr,
+):
+    """Scores of positions and the tokens that they see, (positions, tokens), base 2; -inf where a token is hidden."""
+    scores = _products(own, seen, SUM) * (SCALE * LOG2_E)
+    if local_bias is not None:
+        mask = (position < WINDOW * WINDOW)[:, None]
+        bias = tl.load(local_bias + position[:, None] * PITCH + index[None, :], mask=mask, other=0.0)
+        scores += bias.to(SUM) * LOG2_E
+    is_seen = is_seen[None, :]
+    if EXACT:
+        down = slot_row[None, :] - WINDOW - (position // WINDOW)[:, None]
+        right = slot_col[None, :] - WINDOW - (position % WINDOW)[:, None]
+        is_near = (down <= WINDOW) & (down >= -WINDOW) & (right <= WINDOW) & (right >= -WINDOW)
+        is_seen = is_seen & is_near
+    return tl.where(is_seen, scores, float("-inf"))
+
+
+@triton.jit
+def _global_scores(own, seen, index, global_bias, GLOBALS: tl.constexpr, SCALE: tl.constexpr, SUM: tl.constexpr):
+    """Scores of tokens and global tokens, (tokens, global tokens), base 2; -inf beyond the global tokens."""
+    scores = _products(own, seen, SUM) * (SCALE * LOG2_E)
+    if global_bias is not None:
+        bias = tl.load(global_bias + index, mask=index < GLOBALS, other=0.0)
+        scores += (bias.to(SUM) * LOG2_E)[None, :]
+    return tl.where((index < GLOBALS)[None, :], scores, float("-inf"))
+
+
+@triton.jit
+def _attend(scores, value, largest, total, result, SUM: tl.constexpr):
+    """A step of the softmax: the largest scores so far, the sums of their weights and of the weighed values."""
+    larger = tl.maximum(largest, tl.max(scores, 1))
+    weights = tl.exp2(scores - larger[:, None])
+    factor = tl.exp2(largest - larger)
+    total = total * factor + tl.sum(weights, 1)
+    result = _add_products(result * factor[:, None], weights, value, SUM)
+    return larger, total, result
+
+
+@triton.jit(do_not_specialize=SIZES)
+def forward_kernel(
+    query, key, value, global_key, global_value, local_bias, global_bias, output, sums,
+    query_b, query_m, query_h, query_w, query_d,
+    key_b, key_m, key_h, key_w, key_d,
+    value_b, value_m, value_h, value_w, value_d,
+    height, width, shift_row, shift_col,
+    WINDOW: tl.constexpr, SEEN: tl.constexpr, PITCH: tl.constexpr, GLOBALS: tl.constexpr, CHANNELS: tl.constexpr,
+    SCALE: tl.constexpr, EXACT: tl.constexpr, CYCLIC: tl.constexpr, POSITIONS_BLOCK: tl.constexpr,
+    SEEN_BLOCK: tl.constexpr, GLOBALS_BLOCK: tl.constexpr, CHANNELS_BLOCK: tl.constexpr, SUM: tl.constexpr,
+):  # fmt: skip
+    """Outputs and log-sum-exps. Grid: chunks by blocks of positions, heads, images."""
+    head, batch = tl.program_id(1), tl.program_id(2)
+    heads = tl.num_programs(1)
+    BLOCKS: tl.constexpr = (WINDOW * WINDOW + POSITIONS_BLOCK - 1) // POSITIONS_BLOCK
+    chunk_row, chunk_col, position, row, col, is_token = _own_tokens(
+        tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS, height, width, WINDOW, POSITIONS_BLOCK
+    )
+    query += batch.to(tl.int64) * query_b + head.to(tl.int64) * query_m
+    key += batch.to(tl.int64) * key_b + head.to(tl.int64) * key_m
+    value += batch.to(tl.int64) * value_b + head.to(tl.int64) * value_m
+    if local_bias is not None:
+        local_bias += head * WINDOW * WINDOW * PITCH
+    q = _load(query, _offset(row, col, query_h, query_w), is_token, query_d, CHANNELS, CHANNELS_BLOCK)
+
+    largest = tl.full([POSITIONS_BLOCK], LOWEST, SUM)
+    total = tl.zeros([POSITIONS_BLOCK], SUM)
+    result = tl.zeros([POSITIONS_BLOCK, CHANNELS_BLOCK], SUM)
+    if GLOBALS > 0:
+        first_global = (batch * heads + head) * GLOBALS
+        if global_bias is not None:
+            global_bias += head * GLOBALS
+        for start in range(0, GLOBALS, GLOBALS_BLOCK):
+            index = start + tl.arange(0, GLOBALS_BLOCK)
+            offset = (first_global + index) * CHANNELS
+            k = _load(global_key, offset, index < GLOBALS, 1, CHANNELS, CHANNELS_BLOCK)
+            v = _load(global_value, offset, index < GLOBALS, 1, CHANNELS, CHANNELS_BLOCK)
+            scores = _global_scores(q, k, index, global_bias, GLOBALS, SCALE, SUM)
+            largest, total, result = _attend(scores, v, largest, total, result, SUM)
+    for start in range(0, SEEN, SEEN_BLOCK):
+        index = start + tl.arange(0, SEEN_BLOCK)
+        slot_row, slot_col, seen_row, seen_col, is_seen = _seen_tokens(
+            index, chunk_row, chunk_col, height, width, shift_row, shift_col, WINDOW, SEEN, CYCLIC
+        )
+        k = _load(key, _offset(seen_row, seen_col, key_h, key_w), is_seen, key_d, CHANNELS, CHANNELS_BLOCK)
+        v = _load(value, _offset(seen_row, seen_col, value_h, value_w), is_seen, value_d, CHANNELS, CHANNELS_BLOCK)
+        scores = _scores(
+            q, k, position, index, slot_row, slot_col, is_seen, local_bias, WINDOW, PITCH, SCALE, EXACT, SUM
+        )
+        largest, total, result = _attend(scores, v, largest, total, result, SUM)
+
+    # A position outside the image may have seen nothing.
+    total = tl.where(is_token, total, 1.0)
+    number = _number(row, col, batch, head, heads, height, width)
+    _store(output, result / total[:, None], number * CHANNELS, is_token, CHANNELS, CHANNELS_BLOCK)
+    tl.store(sums + number, largest + tl.log2(total), mask=is_token)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def query_grad_kernel(
+    query, key, value, global_key, global_value, local_bias, global_bias, output, sums, grad, query_grad, products,
+    query_b, query_m, query_h, query_w, query_d,
+    key_b, key_m, key_h, key_w, key_d,
+    value_b, value_m, value_h, value_w, value_d,
+    grad_b, grad_m, grad_h, grad_w, grad_d,
+    height, width, shift_row, shift_col,
+    WINDOW: tl.constexpr, SEEN: tl.constexpr, PITCH: tl.constexpr, GLOBALS: tl.constexpr, CHANNELS: tl.constexpr,
+    SCALE: tl.constexpr, EXACT: tl.constexpr, CYCLIC: tl.constexpr, POSITIONS_BLOCK: tl.constexpr,
+    SEEN_BLOCK: tl.constexpr, GLOBALS_BLOCK: tl.constexpr, CHANNELS_BLOCK: tl.constexpr, SUM: tl.constexpr,
+):  # fmt: skip
+    """Gradients of queries, and the products of outputs with their gradients. Grid as the forward pass."""
+    head, batch = tl.program_id(1), tl.program_id(2)
+    heads = tl.num_programs(1)
+    BLOCKS: tl.constexpr = (WINDOW * WINDOW + POSITIONS_BLOCK - 1) // POSITIONS_BLOCK
+    chunk_row, chunk_col, position, row, col, is_token = _own_tokens(
+        tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS, height, width, WINDOW, POSITIONS_BLOCK
+    )
+    query += batch.to(tl.int64) * query_b + head.to(tl.int64) * query_m
+    key += batch.to(tl.int64) * key_b + head.to(tl.int64) * key_m
+    value += batch.to(tl.int64) * value_b + head.to(tl.int64) * value_m
+    grad += batch.to(tl.int64) * grad_b + head.to(tl.int64) * grad_m
+    if local_bias is not None:
+        local_bias += head * WINDOW * WINDOW * PITCH
+    q = _load(query, _offset(row, col, query_h, query_w), is_token, query_d, CHANNELS, CHANNELS_BLOCK)
+    do = _load(grad, _offset(row, col, grad_h, grad_w), is_token, grad_d, CHANNELS, CHANNELS_BLOCK)
+    number = _number(row, col, batch, head, heads, height, width)
+    out = _load(output, number * CHANNELS, is_token, 1, CHANNELS, CHANNELS_BLOCK)
+    product = tl.sum(do.to(SUM) * out.to(SUM), 1)
+    tl.store(products + number, product, mask=is_token)
+    sum_of_query = tl.load(sums + number, mask=is_token, other=float("inf"))
+
+    dq = tl.zeros([POSITIONS_BLOCK, CHANNELS_BLOCK], SUM)
+    if GLOBALS > 0:
+        first_global = (batch * heads + head) * GLOBALS
+        if global_bias is not None:
+            global_bias += head * GLOBALS
+        for start in range(0, GLOBALS, GLOBALS_BLOCK):
+            index = start + tl.arange(0, GLOBALS_BLOCK)
+            offset = (first_global + index) * CHANNELS
+            k = _load(global_key, offset, index < GLOBALS, 1, CHANNELS, CHANNELS_BLOCK)
+            v = _load(global_value, offset, index < GLOBALS, 1, CHANNELS, CHANNELS_BLOCK)
+            scores = _global_scores(q, k, index, global_bias, GLOBALS, SCALE, SUM)
+            weights = tl.exp2(scores - sum_of_query[:, None])
+            dq = _add_products(dq, weights * (_products(do, v, SUM) - product[:, None]), k, SUM)
+    for start in range(0, SEEN, SEEN_BLOCK):
+        index = start + tl.arange(0, SEEN_BLOCK)
+        slot_row, slot_col, seen_row, seen_col, is_seen = _seen_tokens(
+            index, chunk_row, chunk_col, height, width, shift_row, shift_col, WINDOW, SEEN, CYCLIC
+        )
+        k = _load(key, _offset(seen_row, seen_col, key_h, key_w), is_seen, key_d, CHANNELS, CHANNELS_BLOCK)
+        v = _load(value, _offset(seen_row, seen_col, value_h, value_w), is_seen, value_d, CHANNELS, CHANNELS_BLOCK)
+        scores = _scores(
+            q, k, position, index, slot_row, slot_col, is_seen, local_bias, WINDOW, PITCH, SCALE, EXACT, SUM
+        )
+        weights = tl.exp2(scores - sum_of_query[:, None])
+        dq = _add_products(dq, weights * (_products(do, v, SUM) - product[:, None]), k, SUM)
+    _store(query_grad, dq * SCALE, number * CHANNELS, is_token, CHANNELS, CHANNELS_BLOCK)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def key_grad_kernel(
+    query, key, value, mirrored_bias, sums, products, grad, key_grad, value_grad,
+    query_b, query_m, query_h, query_w, query_d,
+    key_b, key_m, key_h, key_w, key_d,
+    value_b, value_m, value_h, value_w, value_d,
+    grad_b, grad_m, grad_h, grad_w, grad_d,
+    height, width, shift_row, shift_col,
+    WINDOW: tl.constexpr, SEEN: tl.constexpr, PITCH: tl.constexpr, CHANNELS: tl.constexpr, SCALE: tl.constexpr,
+    EXACT: tl.constexpr, CYCLIC: tl.constexpr, POSITIONS_BLOCK: tl.constexpr, SEEN_BLOCK: tl.constexpr,
+    CHANNELS_BLOCK: tl.constexpr, SUM: tl.constexpr,
+):  # fmt: skip
+    """Gradients of keys and values. Grid as the forward pass.
+
+    The positions are those of keys, and a chunk sees the queries that see it: ``shift_row`` and ``shift_col`` are those
+    of the forward pass times -1, and ``mirrored_bias`` (M, P, PITCH) has keys' positions by queries.
+    """
+    head, batch = tl.program_id(1), tl.program_id(2)
+    heads = tl.num_programs(1)
+    BLOCKS: tl.constexpr = (WINDOW * WINDOW + POSITIONS_BLOCK - 1) // POSITIONS_BLOCK
+    chunk_row, chunk_col, position, row, col, is_token = _own_tokens(
+        tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS, height, width, WINDOW, POSITIONS_BLOCK
+    )
+    query += batch.to(tl.int64) * query_b + head.to(tl.int64) * query_m
+    key += batch.to(tl.int64) * key_b + head.to(tl.int64) * key_m
+    value += batch.to(tl.int64) * value_b + head.to(tl.int64) * value_m
+    grad += batch.to(tl.int64) * grad_b + head.to(tl.int64) * grad_m
+    if mirrored_bias is not None:
+        mirrored_bias += head * WINDOW * WINDOW * PITCH
+    k = _load(key, _offset(row, col, key_h, key_w), is_token, key_d, CHANNELS, CHANNELS_BLOCK)
+    v = _load(value, _offset(row, col, value_h, value_w), is_token, value_d, CHANNELS, CHANNELS_BLOCK)
+
+    dk = tl.zeros([POSITIONS_BLOCK, CHANNELS_BLOCK], SUM)
+    dv = tl.zeros([POSITIONS_BLOCK, CHANNELS_BLOCK], SUM)
+    for start in range(0, SEEN, SEEN_BLOCK):
+        index = start + tl.arange(0, SEEN_BLOCK)
+        slot_row, slot_col, seen_row, seen_col, is_seen = _seen_tokens(
+            index, chunk_row, chunk_col, height, width, shift_row, shift_col, WINDOW, SEEN, CYCLIC
+        )
+        q = _load(query, _offset(seen_row, seen_col, query_h, query_w), is_seen, query_d, CHANNELS, CHANNELS_BLOCK)
+        do = _load(grad, _offset(seen_row, seen_col, grad_h, grad_w), is_seen, grad_d, CHANNELS, CHANNELS_BLOCK)
+        number = _number(seen_row, seen_col, batch, head, heads, height, width)
+        sum_of_query = tl.load(sums + number, mask=is_seen, other=0.0)
+        product = tl.load(products + number, mask=is_seen, other=0.0)
+        scores = _scores(
+            k, q, position, index, slot_row, slot_col, is_seen, mirrored_bias, WINDOW, PITCH, SCALE, EXACT, SUM
+        )
+        # It may overflow at positions outside the image, whose rows are not stored.
+        weights = tl.exp2(scores - sum_of_query[None, :])
+        dv = _add_products(dv, weights, do, SUM)
+        dk = _add_products(dk, weights * (_products(v, do, SUM) - product[None, :]), q, SUM)
+    number = _number(row, col, batch, head, heads, height, width)
+    _store(key_grad, dk * SCALE, number * CHANNELS, is_token, CHANNELS, CHANNELS_BLOCK)
+    _store(value_grad, dv, number * CHANNELS, is_token, CHANNELS, CHANNELS_BLOCK)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def local_bias_grad_kernel(
+    query, key, value, local_bias, sums, products, grad, partial,
+    query_b, query_m, query_h, query_w, query_d,
+    key_b, key_m, key_h, key_w, key_d,
+    value_b, value_m, value_h, value_w, value_d,
+    grad_b, grad_m, grad_h, grad_w, grad_d,
+    batches, height, width, shift_row, shift_col,
+    WINDOW: tl.constexpr, SEEN: tl.constexpr, PITCH: tl.constexpr, CHANNELS: tl.constexpr, SCALE: tl.constexpr,
+    EXACT: tl.constexpr, CYCLIC: tl.constexpr, POSITIONS_BLOCK: tl.constexpr, SEEN_BLOCK: tl.constexpr,
+    CHANNELS_BLOCK: tl.constexpr, SUM: tl.constexpr,
+):  # fmt: skip
+    """The local bias' gradient over a share of the chunks, partial (shares, M, P, S). Grid: blocks, heads, shares."""
+    head, share = tl.program_id(1), tl.program_id(2)
+    heads = tl.num_programs(1)
+    SEEN_BLOCKS: tl.constexpr = (SEEN + SEEN_BLOCK - 1) // SEEN_BLOCK
+    block = tl.program_id(0) // SEEN_BLOCKS
+    index = tl.program_id(0) % SEEN_BLOCKS * SEEN_BLOCK + tl.arange(0, SEEN_BLOCK)
+    local_bias += head * WINDOW * WINDOW * PITCH
+    chunks = tl.cdiv(height, WINDOW) * tl.cdiv(width, WINDOW)
+
+    total = tl.zeros([POSITIONS_BLOCK, SEEN_BLOCK], SUM)
+    for step in range(0, tl.cdiv(batches * chunks - share, tl.num_programs(2))):
+        number_of_chunk = share + step * tl.num_programs(2)
+        batch = number_of_chunk // chunks
+        chunk_row, chunk_col, position, row, col, is_token = _own_tokens(
+            number_of_chunk % chunks, block, height, width, WINDOW, POSITIONS_BLOCK
+        )
+        slot_row, slot_col, seen_row, seen_col, is_seen = _seen_tokens(
+            index, chunk_row, chunk_col, height, width, shift_row, shift_col, WINDOW, SEEN, CYCLIC
+        )
+        query_offset = batch.to(tl.int64) * query_b + head.to(tl.int64) * query_m + _offset(row, col, query_h, query_w)
+        grad_offset = batch.to(tl.int64) * grad_b + head.to(tl.int64) * grad_m + _offset(row, col, grad_h, grad_w)
+        key_offset = batch.to(tl.int64) * key_b + head.to(tl.int64) * key_m + _offset(seen_row, seen_col, key_h, key_w)
+        value_offset = batch.to(tl.int64) * value_b + head.to(tl.int64) * value_m
+        value_offset += _offset(seen_row, seen_col, value_h, value_w)
+        q = _load(query, query_offset, is_token, query_d, CHANNELS, CHANNELS_BLOCK)
+        do = _load(grad, grad_offset, is_token, grad_d, CHANNELS, CHANNELS_BLOCK)
+        k = _load(key, key_offset, is_seen, key_d, CHANNELS, CHANNELS_BLOCK)
+        v = _load(value, value_offset, is_seen, value_d, CHANNELS, CHANNELS_BLOCK)
+        number = _number(row, col, batch, head, heads, height, width)
+        sum_of_query = tl.where(is_token, tl.load(sums + number, mask=is_token, other=0.0), float("inf"))
+        product = tl.load(products + number, mask=is_token, other=0.0)
+        scores = _scores(
+            q, k, position, index, slot_row, slot_col, is_seen, local_bias, WINDOW, PITCH, SCALE, EXACT, SUM
+        )
+        weights = tl.exp2(scores - sum_of_query[:, None])
+        total += weights * (_products(do, v, SUM) - product[:, None])
+    position = block * POSITIONS_BLOCK + tl.arange(0, POSITIONS_BLOCK)
+    partial += (share * heads + head).to(tl.int64) * WINDOW * WINDOW * SEEN
+    mask = (position < WINDOW * WINDOW)[:, None] & (index < SEEN)[None, :]
+    tl.store(partial + position[:, None] * SEEN + index[None, :], total, mask=mask)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def global_grad_kernel(
+    query, global_key, global_value, global_bias, sums, products, grad, key_partial, value_partial, bias_partial,
+    query_b, query_m, query_h, query_w, query_d,
+    grad_b, grad_m, grad_h, grad_w, grad_d,
+    height, width,
+    GLOBALS: tl.constexpr, CHANNELS: tl.constexpr, SCALE: tl.constexpr, TOKENS_BLOCK: tl.constexpr,
+    GLOBALS_BLOCK: tl.constexpr, CHANNELS_BLOCK: tl.constexpr, SUM: tl.constexpr,
+):  # fmt: skip
+    """Gradients of global keys, values and biases over a share of an image's tokens.
+
+    Partial sums are (shares, B, M, G, D), and (shares, B, M, G) of biases. Grid: shares by blocks of global tokens,
+    heads, images.
+    """
+    head, batch = tl.program_id(1), tl.program_id(2)
+    heads = tl.num_programs(1)
+    BLOCKS: tl.constexpr = (GLOBALS + GLOBALS_BLOCK - 1) // GLOBALS_BLOCK
+    share, shares = tl.program_id(0) // BLOCKS, tl.num_programs(0) // BLOCKS
+    query += batch.to(tl.int64) * query_b + head.to(tl.int64) * query_m
+    grad += batch.to(tl.int64) * grad_b + head.to(tl.int64) * grad_m
+    if global_bias is not None:
+        global_bias += head * GLOBALS
+    index = tl.program_id(0) % BLOCKS * GLOBALS_BLOCK + tl.arange(0, GLOBALS_BLOCK)
+    is_global = index < GLOBALS
+    offset = ((batch * heads + head) * GLOBALS + index) * CHANNELS
+    k = _load(global_key, offset, is_global, 1, CHANNELS, CHANNELS_BLOCK)
+    v = _load(global_value, offset, is_global, 1, CHANNELS, CHANNELS_BLOCK)
+
+    dk = tl.zeros([GLOBALS_BLOCK, CHANNELS_BLOCK], SUM)
+    dv = tl.zeros([GLOBALS_BLOCK, CHANNELS_BLOCK], SUM)
+    db = tl.zeros([GLOBALS_BLOCK], SUM)
+    for start in range(share * TOKENS_BLOCK, height * width, shares * TOKENS_BLOCK):
+        token = start + tl.arange(0, TOKENS_BLOCK)
+        row, col, is_token = token // width, token % width, token < height * width
+        q = _load(query, _offset(row, col, query_h, query_w), is_token, query_d, CHANNELS, CHANNELS_BLOCK)
+        do = _load(grad, _offset(row, col, grad_h, grad_w), is_token, grad_d, CHANNELS, CHANNELS_BLOCK)
+        number = _number(row, col, batch, head, heads, height, width)
+        sum_of_query = tl.where(is_token, tl.load(sums + number, mask=is_token, other=0.0), float("inf"))
+        product = tl.load(products + number, mask=is_token, other=0.0)
+        scores = _global_scores(q, k, index, global_bias, GLOBALS, SCALE, SUM)
+        weights = tl.exp2(scores - sum_of_query[:, None])
+        score_grads = weights * (_products(do, v, SUM) - product[:, None])
+        dv = _add_products(dv, tl.trans(weights), do, SUM)
+        dk = _add_products(dk, tl.trans(score_grads), q, SUM)
+        db += tl.sum(score_grads, 0)
+    number = (((share * tl.num_programs(2) + batch) * heads + head) * GLOBALS + index).to(tl.int64)
+    _store(key_partial, dk * SCALE, number * CHANNELS, is_global, CHANNELS, CHANNELS_BLOCK)
+    _store(value_partial, dv, number * CHANNELS, is_global, CHANNELS, CHANNELS_BLOCK)
+    if bias_partial is not None:
+        tl.store(bias_partial + number, db, mask=is_global)

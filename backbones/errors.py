@@ -1,0 +1,80 @@
+"""The one exception for a user's mistake, and how such a message names the closest right spelling."""
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+
+class ConfigError(ValueError):
+    """A user's mistake. The message is one line that names the file, key or value, and the way out."""
+
+
+class UnknownKeywordError(ConfigError, TypeError):
+    """A keyword that the called function does not have."""
+
+
+def system_error_of(error: BaseException) -> OSError | None:
+    """Return the OSError that an exception is or that it was raised in the handling of, as by torch's writer."""
+    return next((found for found in (error, error.__context__) if isinstance(found, OSError)), None)
+
+
+def closest(word: str, candidates: Iterable[str], *, most: int = 1) -> str:
+    """``"; did you mean 'vil_small'?"`` for the candidates most like ``word``, or an empty string.
+
+    Args:
+        most: how many are named, ``'a' or 'b'``.
+    """
+    matches = difflib.get_close_matches(word, list(candidates), n=most, cutoff=0.5)
+    return f"; did you mean {' or '.join(map(repr, matches))}?" if matches else ""
+
+
+def check_file(path: str | Path, what: str, *, named_by: str = "") -> None:
+    """Raise a :class:`ConfigError` where ``path`` is no file.
+
+    Args:
+        what: the file is, in words.
+        named_by: the key or argument that names it.
+    """
+    key = f" ({named_by})" if named_by else ""
+    if Path(path).is_dir():
+        raise ConfigError(f"{path} is a folder, not a {what}{key}: name a file in it")
+    if not Path(path).is_file():
+        raise ConfigError(f"there is no {what} {path}{key}")
+
+
+def check_choice(what: str, value: object, choices: Iterable[str]) -> None:
+    """Raise a :class:`ConfigError` where ``value`` is none of ``choices``."""
+    choices = list(choices)
+    if value not in choices:
+        names = list(map(str, choices))
+        raise ConfigError(f"unknown {what} {value!r}: it is one of {', '.join(names)}{closest(str(value), names)}")
+
+
+def check_whole(name: str, value: object, *, least: int = 1) -> None:
+    """Raise a :class:`ConfigError` unless the argument ``name`` is a whole number of at least ``least``."""
+    if type(value) is not int or value < least:
+        raise ConfigError(f"{name}={value!r}: give a whole number, {least} or more")
+
+
+def check_rate(name: str, value: object) -> None:
+    """Raise a :class:`ConfigError` unless the argument ``name`` is a number of at least 0 and below 1."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+        raise ConfigError(f"{name}={value!r}: give a number of at least 0 and below 1")
+
+
+def explain_unknown_keywords(function: Callable, also: Iterable[str] = ()) -> Callable:
+    """Decorate ``function`` so that a keyword that is neither its own nor in ``also`` raises and names the closest."""
+    parameters = inspect.signature(function).parameters.values()
+    known = [p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD] + sorted(also)
+
+    @functools.wraps(function)
+    def checked(*args, **kwargs):
+        for keyword in kwargs:
+            if keyword not in known:
+                hint = closest(keyword, known) or f"; known: {', '.join(known)}"
+                raise UnknownKeywordError(f"{function.__name__} has no keyword {keyword!r}{hint}")
+        return function(*args, **kwargs)
+
+    return checked

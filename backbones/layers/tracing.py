@@ -1,0 +1,75 @@
+"""Helpers that keep models correct for other image sizes under ``torch.jit.trace`` and ``torch.export``."""
+
+import contextlib
+import warnings
+
+import torch
+from torch import Tensor
+
+
+def is_exporting() -> bool:
+    """Return whether ``torch.export`` traces this run; always False before torch 2.7, which has no such query."""
+    return hasattr(torch.compiler, "is_exporting") and torch.compiler.is_exporting()
+
+
+def is_tracing() -> bool:
+    """Return whether this run is traced by ``torch.jit.trace`` or ``torch.export``."""
+    return torch.jit.is_tracing() or is_exporting()
+
+
+def static_size(size: int) -> int:
+    """A size that does not depend on the image (channels, heads, global tokens) as a plain integer.
+
+    In a trace every size is a tensor; for these it is meant that the trace keeps the value, so its warning is not
+    raised.
+    """
+    if not torch.jit.is_tracing():
+        return size
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", torch.jit.TracerWarning)
+        return int(size)
+
+
+def missing(size: int, multiple: int) -> int:
+    """Return the padding from ``size`` to the next multiple.
+
+    It is written so that ``torch.export`` finds for the sum of both a multiple, and for its quotient a single division.
+    """
+    return (size + multiple - 1) // multiple * multiple - size
+
+
+def missing_to(size: int, least: int) -> int:
+    """Return the padding from ``size`` to ``least``, 0 where it is larger; in a trace a tensor."""
+    missing = least - size
+    return missing.clamp(min=0) if isinstance(missing, torch.Tensor) else torch.sym_max(0, missing)
+
+
+def in_order(x: Tensor) -> Tensor:
+    """``x``; in a run of ``torch.export`` a copy that lies in memory as a new tensor does.
+
+    To reshape a tensor that lies otherwise, PyTorch compares strides, and the export would hold for those sizes alone
+    where they compare so.
+    """
+    return x.clone(memory_format=torch.contiguous_format) if is_exporting() else x
+
+
+def first(x: Tensor, dim: int, size: int) -> Tensor:
+    """The first ``size`` positions of ``x`` along ``dim``, which has as many or more; no view in ``torch.export``.
+
+    A slice would have the smaller of both sizes, which is not known to be equal to ``size`` later on.
+    """
+    if is_exporting():
+        return x.index_select(dim, torch.arange(size, device=x.device))
+    return x.narrow(dim, 0, size)
+
+
+def autocast_off(device: torch.device) -> contextlib.AbstractContextManager:
+    """A region where autocast does not choose the types, also on devices that have none."""
+    if torch.amp.is_autocast_available(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Half-precision tensors as float32, others as they are."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

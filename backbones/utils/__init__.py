@@ -1,1 +1,0 @@
-"""Errors, checkpoint files and the report of a conversion: what knows nothing of models."""

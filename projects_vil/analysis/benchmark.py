@@ -1,0 +1,412 @@
+"""Time and memory of models: parts of a detector, interleaved in one process, against backbones of other projects."""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import timm
+import torch
+from detectron2.config import CfgNode, get_cfg
+from detectron2.layers import ShapeSpec
+from detectron2.modeling import FPN, build_model
+from detectron2.modeling.backbone import Backbone, build_resnet_backbone
+from detectron2.modeling.backbone.fpn import LastLevelMaxPool, LastLevelP6P7
+from detectron2.modeling.backbone.swin import SwinTransformer
+from detectron2.structures import Boxes, Instances, PolygonMasks
+from detectron2.utils.events import EventStorage
+from matplotlib.figure import Figure
+from tabulate import tabulate
+from torch import Tensor, nn
+from torch.utils.benchmark.utils.timer import timer
+
+from backbones import ConfigError
+from backbones.attention.sliding_chunk import sample_shifts
+from backbones.build import get_variant
+from backbones.errors import check_choice, closest
+from projects_vil.config import check_device, load_config
+from projects_vil.modeling import build_transformer_backbone
+from projects_vil.solver import build_optimizer
+from projects_vil.utils import peak_in_new_process
+
+MEASURED_PARTS = ("attention", "backbone", "detector", "train-step")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+BASELINES = ("r50", "swin_t")  # from detectron2; any other name is a timm model
+# Suffix of a model's name -> the key of MODEL.TRANSFORMER that it sets; random shifts are sampled for each step.
+_SUFFIXES = {
+    "checkpointing": ("ACTIVATION_CHECKPOINTING", True),
+    "sdpa": ("ATTENTION_BACKEND", "sdpa"),
+    "triton": ("ATTENTION_BACKEND", "triton"),
+    "shift": None,
+}
+_STRIDES = (4, 8, 16, 32)
+_SEED = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchmarkCase:
+    """One model, the part of it that is measured, and its input.
+
+    Attributes:
+        name: a variant or a config file, with suffixes: ``+checkpointing`` for activation checkpointing, ``+shift`` for
+            random-shift training, ``+sdpa`` and ``+triton`` for an attention backend. Or a baseline
+            (:func:`build_baseline`).
+        is_baseline: whether it is a baseline.
+        part: one of ``MEASURED_PARTS``: the first attention module, all feature maps of the backbone, inference of the
+            detector, or a training step with the optimizer's.
+        base: the folder of ``retinanet.yaml`` and ``mask_rcnn.yaml``, into which variants and baselines are built.
+        detector: the name of one of these two files.
+        size: height and width of the images in pixels; they are padded to multiples of 32.
+        backward: whether gradients are computed too, for attention and backbones.
+        device, dtype: dtype is a key of ``DTYPES``, and autocast is used unless it is float32.
+        overrides: keys and values of the config, not for baselines.
+    """
+
+    name: str
+    is_baseline: bool
+    part: str
+    base: Path
+    detector: str
+    size: tuple[int, int]
+    batch_size: int = 1
+    backward: bool = False
+    device: str = "cpu"
+    dtype: str = "float32"
+    overrides: tuple[str, ...] = ()
+
+    def build(self) -> Callable[[], None]:
+        """Build the step that is measured.
+
+        Raises:
+            ConfigError: for a model that does not exist, or does not have the part.
+        """
+        torch.manual_seed(_SEED)
+        name, *suffixes = self.name.split("+") if not self.is_baseline else [self.name]
+        for suffix in suffixes:
+            check_choice(f"suffix of {name}", suffix, _SUFFIXES)
+        cfg = self._config(name, suffixes)
+        images = torch.rand(self.batch_size, 3, *self.size, generator=torch.Generator().manual_seed(_SEED)) * 255
+        if self.part in ("detector", "train-step"):
+            model = build_model(cfg)
+            if self.is_baseline:
+                model.backbone = _with_fpn(cfg, build_baseline(name)).to(self.device)
+            batch = [{"image": image, "instances": _objects(self.size)} for image in images]
+            module, inputs = model, (batch,)
+        else:
+            if self.is_baseline:
+                model = build_baseline(name)
+            else:
+                stages = list(get_variant(cfg.MODEL.TRANSFORMER.NAME).stage_names)
+                cfg.MODEL.TRANSFORMER.OUT_FEATURES = cfg.MODEL.FPN.IN_FEATURES = stages
+                model = build_transformer_backbone(cfg, ShapeSpec(channels=3))
+            model.to(self.device)
+            height, width = (-(-side // _STRIDES[-1]) * _STRIDES[-1] for side in self.size)
+            images = nn.functional.pad(images, (0, width - self.size[1], 0, height - self.size[0]))
+            module, inputs = model, ((images / 64 - 2).to(self.device),)
+            if self.part == "attention":
+                module, inputs = self._attention(model, height, width)
+        model.train(self._trains)
+        step = self._step(module, inputs, build_optimizer(cfg, model) if self.part == "train-step" else None)
+        return self._with_shifts(step, model) if "shift" in suffixes else step
+
+    @property
+    def _trains(self) -> bool:
+        return self.part == "train-step" or (self.backward and self.part != "detector")
+
+    def _config(self, name: str, suffixes: list[str]) -> CfgNode:
+        is_variant = not self.is_baseline and not name.endswith(".yaml")
+        path = self.base / f"{self.detector}.yaml" if is_variant or self.is_baseline else Path(name)
+        keys = ["MODEL.TRANSFORMER.NAME", name] if is_variant else []
+        keys += ["MODEL.TRANSFORMER.DROP_PATH", "0.0", *(() if self.is_baseline else self.overrides)]
+        stages = get_variant(name).stage_names if is_variant else ()
+        cfg = load_config(path, [*keys, "MODEL.DEVICE", self.device])
+        cfg.defrost()
+        if is_variant:
+            # A CvT has three stages.
+            cfg.MODEL.FPN.IN_FEATURES = [stage for stage in cfg.MODEL.FPN.IN_FEATURES if stage in stages]
+        if {"sdpa", "triton"} <= set(suffixes):
+            raise ConfigError(f"{self.name} has two attention backends: name one")
+        for key, value in filter(None, map(_SUFFIXES.get, suffixes)):
+            cfg.MODEL.TRANSFORMER[key] = value
+        check_device(cfg)
+        return cfg
+
+    def _attention(self, model: nn.Module, height: int, width: int) -> tuple[nn.Module, tuple[Tensor, Tensor | None]]:
+        if self.is_baseline:
+            raise ConfigError(f"{self.name}: attention is measured for the models of this project alone")
+        for stage, stride in zip(model.net.stages, model.net.strides, strict=False):
+            attention = stage.blocks[0].attention
+            if attention is not None:
+                dim = stage.blocks[0].attention_norm.normalized_shape[0]
+                tokens = torch.randn(self.batch_size, height // stride, width // stride, dim, device=self.device)
+                tokens.requires_grad_(self._trains)
+                global_tokens = stage.global_tokens
+                if global_tokens is not None:
+                    global_tokens = global_tokens.detach().expand(self.batch_size, -1, -1).clone()
+                return attention, (tokens, global_tokens)
+        raise ConfigError(f"{self.name} has no attention")
+
+    def _step(self, module: nn.Module, inputs: tuple, optimizer: torch.optim.Optimizer | None) -> Callable[[], None]:
+        dtype = DTYPES[self.dtype]
+
+        def step() -> None:
+            module.zero_grad()
+            with (
+                torch.set_grad_enabled(self._trains),
+                EventStorage(),
+                torch.autocast(torch.device(self.device).type, dtype, enabled=dtype != torch.float32),
+            ):
+                outputs = module(*inputs)
+            if not self._trains:
+                return
+            outputs = outputs.values() if isinstance(outputs, dict) else outputs
+            if optimizer is None:
+                sum(x.float().square().mean() for x in outputs if x is not None).backward()
+            else:
+                sum(outputs).backward()
+                optimizer.step()
+
+        return step
+
+    def _with_shifts(self, step: Callable[[], None], model: nn.Module) -> Callable[[], None]:
+        if not self._trains:
+            raise ConfigError(f"{self.name}: random shifts need backward or a training step")
+        if not sample_shifts(model, seed=None):
+            raise ConfigError(f"{self.name} has no sliding chunks")
+        seed = _SEED
+
+        def shifted_step() -> None:
+            nonlocal seed
+            sample_shifts(model, seed=seed)
+            seed += 1
+            step()
+
+        return shifted_step
+
+
+# -- baselines -------------------------------------------------------------------------------------
+
+
+def build_baseline(name: str) -> Backbone:
+    """Build a backbone with feature maps of strides 4, 8, 16 and 32, in this order.
+
+    Args:
+        name: ``"r50"``, detectron2's ResNet-50 with frozen BatchNorm and no frozen stage, ``"swin_t"``, its Swin-T
+            without stochastic depth, or a model of timm with such feature maps, as ``"pvt_v2_b2"``.
+
+    Raises:
+        ConfigError: for an unknown name, and a model without such feature maps.
+    """
+    if name == "r50":
+        cfg = get_cfg()
+        cfg.MODEL.BACKBONE.FREEZE_AT = 0
+        cfg.MODEL.RESNETS.OUT_FEATURES = ["res2", "res3", "res4", "res5"]
+        return build_resnet_backbone(cfg, ShapeSpec(channels=3))
+    if name == "swin_t":
+        return SwinTransformer(drop_path_rate=0.0)
+    if not timm.is_model(name):
+        hint = closest(name, [*BASELINES, *timm.list_models()])
+        raise ConfigError(f"unknown baseline {name!r}: it is one of {', '.join(BASELINES)} or a model of timm{hint}")
+    return _TimmBackbone(name)
+
+
+class _TimmBackbone(Backbone):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        try:
+            self.net = timm.create_model(name, features_only=True)
+        except (RuntimeError, AttributeError, NotImplementedError) as error:
+            raise ConfigError(f"baseline {name!r}: timm has no feature maps of it") from error
+        info = self.net.feature_info
+        # FPN takes the last feature map of each stride.
+        self.indices = {stride: i for i, stride in enumerate(info.reduction()) if stride in _STRIDES}
+        if tuple(self.indices) != _STRIDES:
+            raise ConfigError(f"baseline {name!r}: its feature maps are not of the strides 4, 8, 16 and 32")
+        self.shapes = {
+            f"stride{stride}": ShapeSpec(channels=info.channels()[i], stride=stride)
+            for stride, i in self.indices.items()
+        }
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        features = self.net(images)
+        return {f"stride{stride}": features[index] for stride, index in self.indices.items()}
+
+    def output_shape(self) -> dict[str, ShapeSpec]:
+        return self.shapes
+
+
+def _with_fpn(cfg: CfgNode, bottom_up: nn.Module) -> FPN:
+    """Build the FPN of the config's detector: levels 3 to 7 from three feature maps, or 2 to 6 from four."""
+    names, channels = list(bottom_up.output_shape()), cfg.MODEL.FPN.OUT_CHANNELS
+    if cfg.MODEL.META_ARCHITECTURE == "RetinaNet":
+        return FPN(bottom_up, names[1:], channels, top_block=LastLevelP6P7(channels, channels, in_feature="p5"))
+    return FPN(bottom_up, names, channels, top_block=LastLevelMaxPool())
+
+
+def _objects(size: tuple[int, int]) -> Instances:
+    """Return four objects, each a quarter of the image."""
+    height, width = size
+    boxes = torch.tensor([[x, y, x + width / 2, y + height / 2] for x in (0, width / 2) for y in (0, height / 2)])
+    corners = boxes[:, [0, 1, 2, 1, 2, 3, 0, 3]].double().numpy()
+    masks = PolygonMasks([[polygon] for polygon in corners])
+    return Instances(size, gt_boxes=Boxes(boxes), gt_classes=torch.zeros(4, dtype=torch.int64), gt_masks=masks)
+
+
+# -- measurements ----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """Measurements of one case.
+
+    Attributes:
+        case: what was measured.
+        times: seconds of each run.
+        ratios: each time divided by that of the reference in the same round.
+        memory: bytes at the peak of one call above what there was before it; None where it was not measured.
+    """
+
+    case: BenchmarkCase
+    times: list[float]
+    ratios: list[float]
+    memory: int | None
+
+    @property
+    def seconds(self) -> float:
+        return statistics.median(self.times)
+
+    @property
+    def images_per_second(self) -> float:
+        return self.case.batch_size / self.seconds
+
+    @property
+    def pixels(self) -> int:
+        return math.prod(self.case.size)
+
+
+def measure(
+    cases: Sequence[BenchmarkCase], *, reference: int = 0, runs: int = 5, memory: bool = True
+) -> list[Measurement]:
+    """Time cases of one size, interleaved so that a busy machine slows all alike, after one warm-up of each.
+
+    Args:
+        cases: on one device.
+        reference: index of the case that ratios are to.
+        runs: how often each is timed.
+        memory: whether memory is measured too: on a GPU by its own counter, else in a new process for each case.
+
+    Raises:
+        ConfigError: as :meth:`BenchmarkCase.build`.
+    """
+    steps = [case.build() for case in cases]
+    is_cuda = cases[0].device.startswith("cuda")
+    for step in steps:
+        step()
+    peaks = [_peak_on_gpu(step, cases[0].device) if memory and is_cuda else None for step in steps]
+    times: list[list[float]] = [[] for _ in steps]
+    for _ in range(runs):
+        for step, own in zip(steps, times, strict=True):
+            own.append(seconds_of(step))
+    del steps
+    if memory and not is_cuda:
+        peaks = [peak_in_new_process(case.build, what=case.name, instead="leave memory out") for case in cases]
+    ratios = [[mine / theirs for mine, theirs in zip(own, times[reference], strict=True)] for own in times]
+    return [Measurement(*values) for values in zip(cases, times, ratios, peaks, strict=True)]
+
+
+def seconds_of(step: Callable[[], object]) -> float:
+    """Return the seconds of one call, until the GPU has finished it."""
+    start = timer()
+    step()
+    return timer() - start
+
+
+def _peak_on_gpu(step: Callable[[], None], device: str) -> int:
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the lower quartile, the median and the upper quartile."""
+    return tuple(statistics.quantiles(values, n=4)) if len(values) > 1 else (values[0],) * 3
+
+
+# -- output ----------------------------------------------------------------------------------------
+
+
+def format_measurements(measurements: Sequence[Measurement], *, reference: str) -> str:
+    """Format all models and sizes as a Markdown table, with quartiles in brackets; ratios are to ``reference``."""
+    headers = ["model", "size", "seconds", "images/s", f"x {reference}", "memory, GB", f"x {reference}"]
+    memories = {m.case.size: m.memory for m in measurements if m.case.name == reference}
+    rows = []
+    for m in measurements:
+        seconds, ratio = (
+            "{1:.{digits}f} ({0:.{digits}f} to {2:.{digits}f})".format(*quartiles(values), digits=digits)
+            for values, digits in ((m.times, 3), (m.ratios, 2))
+        )
+        memory = ["", ""]
+        if m.memory is not None:
+            memory = [f"{m.memory / 1e9:.2f}", f"{m.memory / memories[m.case.size]:.2f}"]
+        size = "{} x {}".format(*m.case.size)
+        rows.append([m.case.name, size, seconds, f"{m.images_per_second:.2f}", ratio, *memory])
+    lines = [tabulate(rows, headers, tablefmt="github", disable_numparse=True)]
+    for name, exponents in growth(measurements).items():
+        lines.append(
+            f"{name}: " + ", ".join(f"{what} grows as pixels^{value:.2f}" for what, value in exponents.items())
+        )
+    return "\n\n".join(lines)
+
+
+def growth(measurements: Sequence[Measurement]) -> dict[str, dict[str, float]]:
+    """Fit the exponents of pixels that time and memory grow by, for models at several sizes."""
+    found = {}
+    for name, own in _by_model(measurements).items():
+        if len(own) > 1:
+            pixels = np.log([m.pixels for m in own])
+            values = {"time": [m.seconds for m in own]}
+            if all(m.memory for m in own):
+                values["memory"] = [m.memory for m in own]
+            found[name] = {what: float(np.polyfit(pixels, np.log(own), 1)[0]) for what, own in values.items()}
+    return found
+
+
+def measurements_as_dicts(measurements: Sequence[Measurement]) -> list[dict]:
+    """Return measurements as plain dictionaries, for JSON."""
+    fields = ("part", "size", "batch_size", "backward", "device", "dtype")
+    return [
+        {"model": m.case.name}
+        | {field: getattr(m.case, field) for field in fields}
+        | {"seconds": m.seconds, "seconds_quartiles": quartiles(m.times)[::2]}
+        | {"images_per_second": m.images_per_second, "memory": m.memory}
+        | {"ratio": statistics.median(m.ratios), "ratio_quartiles": quartiles(m.ratios)[::2]}
+        for m in measurements
+    ]
+
+
+def plot_measurements(measurements: Sequence[Measurement], path: str | Path) -> None:
+    """Plot time, and memory where it was measured, against pixels, both axes logarithmic."""
+    panels = {"seconds": lambda m: m.seconds}
+    if all(m.memory for m in measurements):
+        panels["peak memory, GB"] = lambda m: m.memory / 1e9
+    figure = Figure(figsize=(5.5 * len(panels), 4.5), layout="constrained")
+    exponents = growth(measurements)
+    for index, (title, value_of) in enumerate(panels.items()):
+        axes = figure.add_subplot(1, len(panels), index + 1)
+        for name, own in _by_model(measurements).items():
+            label = f"{name} ({list(exponents[name].values())[index]:.2f})" if name in exponents else name
+            axes.loglog([m.pixels / 1e6 for m in own], [value_of(m) for m in own], marker="o", label=label)
+        axes.set(title=title, xlabel="megapixels")
+        axes.grid(which="both", alpha=0.3)
+        axes.legend(title="exponent in brackets" if exponents else None, fontsize="small")
+    figure.savefig(path, dpi=120)
+
+
+def _by_model(measurements: Sequence[Measurement]) -> dict[str, list[Measurement]]:
+    names = dict.fromkeys(m.case.name for m in measurements)
+    return {name: sorted((m for m in measurements if m.case.name == name), key=lambda m: m.pixels) for name in names}

@@ -1,0 +1,146 @@
+"""A roofline of a step: the work of its operators at the rates that the device reaches with large ones."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from tabulate import tabulate
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from projects_vil.analysis.benchmark import DTYPES, Measurement, seconds_of
+from projects_vil.analysis.counting import operator_type
+
+BOUNDS = ("arithmetic", "memory", "overhead")
+OPERATOR_TYPES = ("attention", "matmul", "convolution", "norm", "copy", "other")
+# Operators that write their first tensor without reading it, as do all whose names begin or end as below.
+_WRITES = {"copy_", "zero_", "fill_"}
+# Operators that touch as many rows of a table as there are indices.
+_GATHERS, _SCATTERS = {"index", "index_select", "gather", "embedding"}, {"index_put_", "_index_put_impl_"}
+_MATRIX_SIDE, _COPIED_NUMBERS = 2048, 2**26
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceRates:
+    """Floating-point operations and bytes per second of large operators, and seconds of the smallest one."""
+
+    flops: float
+    bytes: float
+    call: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Roofline:
+    """The work of one step.
+
+    Attributes:
+        seconds: measured time by type of operator, each operator timed alone.
+        limits: by bound, the time of the operators at the rates of the device: ``"arithmetic"``, ``"memory"``, where
+            each tensor is read or written once, or ``"overhead"`` of the calls.
+        operators: number of operators that compute or copy; views are left out.
+    """
+
+    seconds: dict[str, float]
+    limits: dict[str, float]
+    operators: int
+
+    @property
+    def limit(self) -> float:
+        return sum(self.limits.values())
+
+
+def measure_rates(device: str, dtype: str) -> DeviceRates:
+    """Measure the fastest of 20 products of 2048 x 2048 matrices, copies of 256 MB, and sums of one number."""
+    a, b = torch.rand(2, _MATRIX_SIDE, _MATRIX_SIDE, device=device, dtype=DTYPES[dtype])
+    source = torch.rand(_COPIED_NUMBERS, device=device)
+    target, one = torch.empty_like(source).zero_(), torch.zeros(1, device=device)
+    steps = (lambda: a @ b, lambda: target.copy_(source), lambda: one.add_(one))
+    product, copy, call = (min(seconds_of(step) for _ in range(20)) for step in steps)
+    return DeviceRates(
+        flops=2 * _MATRIX_SIDE**3 / product, bytes=2 * source.numel() * source.itemsize / copy, call=call
+    )
+
+
+def find_limits(step: Callable[[], object], rates: DeviceRates) -> Roofline:
+    """Count and time the operators of a step, of its second call; kernels outside PyTorch's dispatcher are missing."""
+    step()
+    with _OperatorCounter(rates) as counter:
+        step()
+    return Roofline(counter.seconds, counter.limits, counter.operators)
+
+
+class _OperatorCounter(TorchDispatchMode):
+    def __init__(self, rates: DeviceRates) -> None:
+        super().__init__()
+        self.rates = rates
+        self.seconds, self.limits = dict.fromkeys(OPERATOR_TYPES, 0.0), dict.fromkeys(BOUNDS, 0.0)
+        self.operators = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs, outputs = kwargs or {}, []
+        seconds = seconds_of(lambda: outputs.append(func(*args, **kwargs)))
+        output, name = outputs[0], func.overloadpacket.__name__
+        inputs, results = _tensors((args, kwargs)), _tensors(output)
+        storages = {x.untyped_storage().data_ptr() for x in inputs}
+        is_view = all(x.untyped_storage().data_ptr() in storages for x in results)
+        is_view = not inputs if func._schema.is_mutable else is_view
+        if is_view or name.startswith(("empty", "new_empty")):
+            return output
+        # The registry has baddbmm, but not its in-place version.
+        packet = torch.ops.aten.baddbmm if func.overloadpacket is torch.ops.aten.baddbmm_ else func.overloadpacket
+        flops = flop_registry[packet](*args, **kwargs, out_val=output) if packet in flop_registry else 0
+        moved = _bytes_moved(name, args, kwargs, output)
+        times = flops / self.rates.flops, moved / self.rates.bytes, self.rates.call
+        longest, bound = max(zip(times, BOUNDS, strict=True))
+        self.limits[bound] += longest
+        self.seconds[operator_type(name)] += seconds
+        self.operators += 1
+        return output
+
+
+def _tensors(values: object) -> list[Tensor]:
+    """Return each tensor once, identified by its memory."""
+    found = {(x.data_ptr(), x.shape): x for x in tree_leaves(values) if isinstance(x, Tensor)}
+    return list(found.values())
+
+
+def _bytes_moved(name: str, args: tuple, kwargs: dict, output: object) -> int:
+    others, results = _tensors((args[1:], kwargs)), _tensors(output)
+    if name in _WRITES or name.startswith("new_") or name.endswith("_like"):
+        return sum(map(_num_bytes, [*others, *results]))
+    if name in _GATHERS:
+        return min(_num_bytes(args[0]), sum(map(_num_bytes, results))) + sum(map(_num_bytes, [*others, *results]))
+    if name in _SCATTERS:
+        accumulates = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
+        return sum(map(_num_bytes, others)) + (1 + accumulates) * min(_num_bytes(args[0]), _num_bytes(args[2]))
+    return sum(map(_num_bytes, [*_tensors((args, kwargs)), *results]))
+
+
+def _num_bytes(x: Tensor) -> int:
+    """Return the bytes of memory behind a tensor: fewer than its numbers where axes are expanded or views overlap."""
+    if not x.numel():
+        return 0
+    axes = [(size, stride) for size, stride in zip(x.shape, x.stride(), strict=True) if stride]
+    reach = 1 + sum((size - 1) * stride for size, stride in axes)
+    return min(math.prod(size for size, _ in axes), reach) * x.itemsize
+
+
+def format_limits(rooflines: Sequence[Roofline], measurements: Sequence[Measurement], rates: DeviceRates) -> str:
+    """Format, below the rates of the device, the limit of each model by bound, and its time by type of operator."""
+    headers = ["model", "size", "seconds", "limit", "x limit", *BOUNDS, *OPERATOR_TYPES, "operators"]
+    rows = []
+    for roofline, m in zip(rooflines, measurements, strict=True):
+        shares = [roofline.limits[bound] / roofline.limit for bound in BOUNDS]
+        shares += [roofline.seconds[label] / sum(roofline.seconds.values()) for label in OPERATOR_TYPES]
+        row = [m.case.name, "{} x {}".format(*m.case.size), f"{m.seconds:.3f}", f"{roofline.limit:.3f}"]
+        row += [f"{m.seconds / roofline.limit:.2f}", *(f"{share:.0%}" for share in shares), str(roofline.operators)]
+        rows.append(row)
+    table = tabulate(rows, headers, tablefmt="github", disable_numparse=True)
+    return (
+        f"Large products {rates.flops / 1e9:.0f} GFLOP/s, large copies {rates.bytes / 1e9:.1f} GB/s, smallest operator "
+        f"{rates.call * 1e6:.1f} us.\nThe limit is what the operators of a step take at these rates, by what bounds "
+        f"each; then the measured time by type of operator.\n\n{table}"
+    )

@@ -1,0 +1,434 @@
+"""detectron2's checkpointer made strict, and detectors with the weights of a file."""
+
+import copy
+import dataclasses
+import functools
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from detectron2.checkpoint import DetectionCheckpointer
+from detectron2.config import CfgNode
+from detectron2.modeling import build_model
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from backbones import ConfigError
+from backbones.checkpoint_files import atomic_write, read_checkpoint, state_dict_of
+from backbones.convert import recognise
+from backbones.errors import check_file
+from projects_vil.checkpoint.categories import Categories, copy_rows, is_predictor, known_categories, match_classes
+from projects_vil.checkpoint.metadata import (
+    METADATA_KEY,
+    CheckpointMetadata,
+    differing_options,
+    input_format,
+    model_categories,
+)
+from projects_vil.checkpoint.pretrained import (
+    BACKBONE_PREFIX,
+    backbone_of_classifier,
+    convert_official,
+    is_classifier,
+    named_variant,
+)
+from projects_vil.checkpoint.storage import read_last_checkpoint, tag_checkpoint
+from projects_vil.config import CONFIG_FILE, number_of_classes
+from projects_vil.modeling import TransformerBackbone, build_on_meta
+
+# With "model" for averaged weights: the weights of training, and the number of averaged steps.
+UNAVERAGED, AVERAGED_STEPS = "unaveraged_model", "averaged_steps"
+_EXPORT_SUFFIXES = (".ts", ".onnx", ".pt2", ".xml")
+
+
+class Checkpointer(DetectionCheckpointer):
+    """detectron2's checkpointer made strict: a parameter stays random only if the file lacks its whole part.
+
+    A file to start training from must have all weights of the backbone. It may lack FPN or heads as a whole, and its
+    predictors may have other classes: rows of classes with the same name are copied where both sides have names, and
+    other rows stay random. All this is logged; anything else that does not match raises. Official checkpoints and
+    classifiers of this project are converted for the model's variant and options.
+
+    Every saved file has metadata (:class:`~projects_vil.checkpoint.metadata.CheckpointMetadata`).
+
+    Args:
+        model, save_dir: see detectron2's.
+        cfg: the model's config, for its datasets and input format; without it neither is compared or saved.
+        complete: whether the file must have weights for the whole model, as evaluation and export require. A resume
+            always requires this.
+        averaged: the average of the model's weights during training. It is saved as ``model``, which every reader of
+            checkpoints uses, next to the weights of training, which a resume uses.
+        checkpointables: see detectron2's.
+
+    Attributes:
+        resumed_from: the checkpoint that training resumed from, or None.
+        has_average: whether that checkpoint has averaged weights.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        save_dir: str = "",
+        *,
+        cfg: CfgNode | None = None,
+        complete: bool = False,
+        averaged: AveragedModel | None = None,
+        **checkpointables,
+    ) -> None:
+        super().__init__(model, save_dir, **checkpointables)
+        self.averaged = averaged
+        self.has_average = False
+        self.cfg = cfg
+        self.complete = complete
+        self.resumed_from: Path | None = None
+        self._resuming = False
+        self._contents: dict[str, Any] | None = None
+
+    def save(self, name: str, *, tag: bool = True, **kwargs) -> None:
+        """Save as detectron2's does, with metadata, and atomically; ``last_checkpoint`` changes last.
+
+        Args:
+            tag: whether ``last_checkpoint`` names the file.
+
+        Raises:
+            ConfigError: if the file cannot be written.
+        """
+        if not self.save_dir or not self.save_to_disk:
+            return
+        contents = {"model": self.model.state_dict()}
+        if self.averaged is not None:
+            average = {"model": self.averaged.module.state_dict(), AVERAGED_STEPS: int(self.averaged.n_averaged)}
+            contents = {UNAVERAGED: contents["model"], **average}
+        contents |= {key: checkpointable.state_dict() for key, checkpointable in self.checkpointables.items()}
+        path = Path(self.save_dir) / f"{name}.pth"
+        self.logger.info("Saving checkpoint to %s", path)
+        with atomic_write(path) as partial, partial.open("wb") as file:
+            torch.save(contents | {METADATA_KEY: self.metadata.to_dict()} | kwargs, file)
+        if tag:
+            tag_checkpoint(self.save_dir, path.name)
+
+    def resume_or_load(self, path: str, *, resume: bool = True) -> dict[str, Any]:
+        """Resume from the last checkpoint of ``save_dir``, which is read once, or else load the weights of ``path``.
+
+        Raises:
+            ConfigError: see :meth:`load` and :func:`~projects_vil.checkpoint.storage.read_last_checkpoint`.
+        """
+        found = read_last_checkpoint(self.save_dir, logger=self.logger) if resume else None
+        if found is None:
+            return self.load(path, checkpointables=[])
+        self.resumed_from, contents = found
+        self.complete = True
+        self._resuming = bool(self.checkpointables)
+        return self.load(str(self.resumed_from), contents=contents)
+
+    def load(self, path: str, *args, contents: dict[str, Any] | None = None, **kwargs) -> dict[str, Any]:
+        """Load as detectron2's does.
+
+        Args:
+            contents: the file's contents, if it has been read already.
+
+        Raises:
+            ConfigError: if the file is missing or unreadable, if it is for another variant or model, or, where it must
+                fill the whole model, if it was trained with another input format.
+        """
+        if path:
+            check_weights_file(path)
+        elif self.complete:
+            raise ConfigError("MODEL.WEIGHTS is empty: name the checkpoint of a trained detector")
+        self._path, self._contents = path, contents
+        try:
+            return super().load(path, *args, **kwargs)
+        finally:
+            self._contents = None
+
+    @functools.cached_property
+    def metadata(self) -> CheckpointMetadata:
+        """Return the model's metadata; its classes are those of a dataset with the model's number of classes."""
+        backbone, known = self._backbone, {}
+        if backbone is not None:
+            known = {"variant": backbone.variant, "options": backbone.variant_options}
+        if self.cfg is not None:
+            train, test = self.cfg.DATASETS.TRAIN, self.cfg.DATASETS.TEST
+            names = (*test, *train) if self.complete and not self._resuming else (*train, *test)
+            known["input"] = input_format(self.cfg)
+            categories = model_categories(self.cfg, names)
+            if categories is not None:
+                known |= {"classes": categories.names, "category_ids": categories.ids}
+        return CheckpointMetadata(**known)
+
+    @property
+    def _backbone(self) -> TransformerBackbone | None:
+        backbone = getattr(getattr(self.model, "backbone", None), "bottom_up", None)
+        return backbone if isinstance(backbone, TransformerBackbone) else None
+
+    def _load_file(self, filename: str) -> dict[str, Any]:
+        contents = read_checkpoint(filename) if self._contents is None else self._contents
+        official, backbone = recognise(contents), self._backbone
+        if official is None and not is_classifier(state_dict_of(contents)):
+            if "model" not in contents:
+                raise ConfigError(f"{self._path} is not a checkpoint of detectron2, of a classifier or an official one")
+            # Loading changes both dicts, which may be the caller's. A copy keeps the versions of modules.
+            return contents | {"model": copy.copy(contents["model"])}
+        if backbone is None:
+            raise ConfigError(f"{self._path} has weights of a backbone that the model does not have")
+        try:
+            if official is None:
+                contents, lines = self._convert_classifier(contents, backbone)
+            else:
+                converted = convert_official(official, backbone.variant, model_options=backbone.options)
+                # The weights are converted for the model's options: the file itself stores none.
+                converted.contents[METADATA_KEY] |= {"options": None}
+                contents, lines = converted.contents, converted.lines()
+        except ConfigError as error:
+            hint = "" if official is None else "; tools/convert_checkpoint.py reports the config keys that it needs"
+            model = f"{backbone.variant} (MODEL.TRANSFORMER.NAME)"
+            raise ConfigError(f"{self._path} cannot be converted for {model}: {error}{hint}") from error
+        for line in lines:
+            self.logger.info(line)
+        return contents
+
+    def _convert_classifier(self, contents: dict[str, Any], backbone: TransformerBackbone) -> tuple[dict, list[str]]:
+        saved = CheckpointMetadata.from_contents(contents)
+        saved = dataclasses.replace(saved, variant=saved.variant or named_variant(contents), classes=None)
+        if saved.variant == backbone.variant.removesuffix("_seg"):
+            saved = dataclasses.replace(saved, variant=backbone.variant)
+        self._check_metadata(saved)
+        weights, lines = backbone_of_classifier(state_dict_of(contents), backbone.variant, backbone.net)
+        model = {f"{BACKBONE_PREFIX}{name}": tensor for name, tensor in weights.items()}
+        return {"model": model, METADATA_KEY: saved.to_dict()}, lines
+
+    def _load_model(self, checkpoint: dict[str, Any]):
+        average, steps = self._take_unaveraged(checkpoint), checkpoint.pop(AVERAGED_STEPS, 1)
+        incompatible = self._load_weights(checkpoint)
+        if average is not None:
+            self._check_values(average)
+            self.averaged.module.load_state_dict(average)
+            self.averaged.n_averaged.fill_(steps)
+            self.has_average = True
+        return incompatible
+
+    def _take_unaveraged(self, checkpoint: dict[str, Any]) -> dict[str, Tensor] | None:
+        """For a resume, replace averaged weights by those of training; return the average if it continues."""
+        trained = checkpoint.pop(UNAVERAGED, None)
+        if trained is None:
+            return None
+        if not self._resuming:
+            self.logger.info(f"{self._path} has averaged weights (MODEL.EMA): using them")
+            return None
+        average, checkpoint["model"] = checkpoint["model"], copy.copy(trained)
+        if self.averaged is None:
+            self.logger.warning(f"{self._path} has averaged weights, and MODEL.EMA.ENABLED is False: dropping them")
+            return None
+        return average
+
+    def _check_values(self, state_dict: dict[str, Tensor]) -> None:
+        for name, value in state_dict.items():
+            if not isinstance(value, Tensor):
+                raise ConfigError(f"{self._path}: {name} is a {type(value).__name__}, not a tensor")
+            if not value.isfinite().all():
+                raise ConfigError(
+                    f"{self._path}: {name} has values that are not finite: use an older checkpoint, or, to resume from "
+                    "one, remove this file"
+                )
+
+    def _load_weights(self, checkpoint: dict[str, Any]):
+        saved, state_dict = CheckpointMetadata.from_contents(checkpoint), checkpoint["model"]
+        self._check_values(state_dict)
+        if all(name.startswith("module.") for name in state_dict):
+            state_dict = {name.removeprefix("module."): tensor for name, tensor in state_dict.items()}
+        self._check_metadata(saved)
+        self._match_classes(state_dict, saved)
+        checkpoint["model"] = state_dict
+        parts = {_part(name) for name in state_dict} | {"backbone.bottom_up"}
+        incompatible = super()._load_model(checkpoint)
+        shapes, predictors = [], set()
+        for name, theirs, ours in incompatible.incorrect_shapes:
+            if self.complete or not is_predictor(name) or theirs[1:] != ours[1:]:
+                shapes.append(f"{name} has shape {tuple(theirs)} in it and {tuple(ours)} in the model")
+            predictors.add(name)
+        unexpected = [name for name in incompatible.unexpected_keys if "pixel_" not in name]
+        missing = [
+            name
+            for name in incompatible.missing_keys
+            if name not in predictors and (self.complete or _part(name) in parts)
+        ]
+        if shapes or unexpected or missing:
+            listed = [f"{len(shapes)} other shapes{_examples(shapes)}"] if shapes else []
+            listed += [f"{len(unexpected)} unexpected names{_examples(unexpected)}"] if unexpected else []
+            listed += [f"{len(missing)} missing parameters{_examples(missing)}"] if missing else []
+            self._fail(f"does not match the model: {'; '.join(listed)}")
+        return incompatible
+
+    def _check_metadata(self, saved: CheckpointMetadata) -> None:
+        ours = self.metadata
+        if None not in (saved.variant, ours.variant) and saved.variant != ours.variant:
+            self._fail(f"is for {saved.variant}, and the model is {ours.variant} (MODEL.TRANSFORMER.NAME)")
+        # Shapes do not show all options.
+        if None not in (ours.variant, ours.options, saved.options):
+            differ = differing_options(ours.variant, saved.options, ours.options).items()
+            if text := ", ".join(f"{key} {value} where the model has {own}" for key, (value, own) in differ):
+                self._fail(f"was trained with {text}", only_complete=True)
+        if None not in (saved.input, ours.input) and not saved.input.matches(ours.input):
+            keys = "INPUT.FORMAT, MODEL.PIXEL_MEAN, MODEL.PIXEL_STD"
+            self._fail(f"was trained on {saved.input}, and the config has {ours.input} ({keys})", only_complete=True)
+
+    def _fail(self, reason: str, *, only_complete: bool = False) -> None:
+        """Raise a :class:`ConfigError`, or log a warning if the file need not have the whole model."""
+        config = Path(self._path).with_name(CONFIG_FILE)
+        if self.complete or not only_complete:
+            raise ConfigError(f"{self._path} {reason}{f'; its run has {config}' if config.is_file() else ''}")
+        self.logger.warning(f"{self._path} {reason}")
+
+    def _match_classes(self, state_dict: dict[str, Tensor], saved: CheckpointMetadata) -> None:
+        """Reorder the rows of predictors by class name, where both sides have names."""
+        ours, theirs = self.metadata.classes, saved.classes
+        if ours is None or theirs is None or ours == theirs or not any(map(is_predictor, state_dict)):
+            return
+        differ = (
+            f"{self._path} was trained for {describe_classes(theirs)}, and the datasets have {describe_classes(ours)}"
+        )
+        if self._resuming:
+            raise ConfigError(f"{differ}: it cannot be resumed, but MODEL.WEIGHTS may start from it")
+        if self.complete:
+            matched = match_all_classes(ours, theirs, differ=differ)
+            if matched is None:
+                self.logger.warning(f"{differ}: names differ, so classes are matched by index")
+                return
+        else:
+            matched = match_classes(ours, theirs)
+        model, copied = self.model.state_dict(), {}
+        for name, tensor in state_dict.items():
+            if name in model and is_predictor(name):
+                # check_weights has a model on the meta device.
+                start = torch.zeros(model[name].shape) if model[name].is_meta else model[name]
+                rows = copy_rows(name, start, tensor, matched=matched, our_number=len(ours), their_number=len(theirs))
+                if rows is not None:
+                    copied[name] = rows
+        if copied:
+            new = [name for index, name in enumerate(ours) if index not in matched]
+            self.logger.info(
+                f"classes matched by name: {len(matched)} of {len(ours)} ({', '.join(ours[i] for i in matched)}) in "
+                f"{', '.join(copied)}" + (f"; randomly initialised: {', '.join(new)}" if new else "")
+            )
+        state_dict.update(copied)
+
+
+def match_all_classes(ours: tuple[str, ...], theirs: tuple[str, ...], *, differ: str) -> dict[int, int] | None:
+    """Match all classes of two lists by name; None where they can be matched by index only.
+
+    Raises:
+        ConfigError: beginning with ``differ``, if their numbers differ, or if some names are in another order and
+            others match nothing: matching by index would confuse classes.
+    """
+    if len(ours) != len(theirs):
+        raise ConfigError(differ)
+    matched = match_classes(ours, theirs)
+    if len(matched) == len(ours):
+        return matched
+    if any(index != other for index, other in matched.items()):
+        unmatched = next(name for index, name in enumerate(ours) if index not in matched)
+        raise ConfigError(f"{differ}: some are in another order, and {unmatched} matches no name")
+    return None
+
+
+def describe_classes(classes: tuple[str, ...]) -> str:
+    """Return the number of classes and the first names."""
+    more = f" and {len(classes) - 5} more" if len(classes) > 5 else ""
+    return f"{len(classes)} classes, {', '.join(classes[:5])}{more}"
+
+
+def check_weights_file(path: str) -> None:
+    """Raise a :class:`ConfigError` unless a local weights file exists; URLs that detectron2 downloads pass."""
+    if "://" in path:
+        return
+    check_file(path, "weights file", named_by="MODEL.WEIGHTS")
+    if path.endswith(_EXPORT_SUFFIXES):
+        raise ConfigError(
+            f"{path} is an exported model, and MODEL.WEIGHTS needs a checkpoint: tools/predict.py takes exported "
+            "models, and tools/export_model.py --evaluate evaluates them"
+        )
+
+
+def check_weights(
+    cfg: CfgNode,
+    path: str,
+    *,
+    complete: bool = False,
+    model: nn.Module | None = None,
+    contents: dict[str, Any] | None = None,
+) -> None:
+    """Check that a local file fits the model of ``cfg``, without memory for the model; nothing is logged.
+
+    Args:
+        complete: see :class:`Checkpointer`.
+        model: the result of :func:`build_on_meta`, if it has been built already.
+        contents: the file's contents, if it has been read already.
+
+    Raises:
+        ConfigError: see :meth:`Checkpointer.load`.
+    """
+    check_weights_file(path)
+    if "://" in path:
+        return
+    checkpointer = Checkpointer(model or build_on_meta(cfg), cfg=cfg, complete=complete)
+    checkpointer.logger = logging.Logger(__name__, level=logging.CRITICAL + 1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*meta parameter")
+        checkpointer.load(path, contents=contents)
+
+
+def build_detector(cfg: CfgNode, weights: str | Path) -> nn.Module:
+    """Build the model of ``cfg`` with the weights of a file, on the CPU and in eval mode; see :func:`load_detector`."""
+    return load_detector(cfg, weights)[0]
+
+
+def load_detector(
+    cfg: CfgNode,
+    weights: str | Path,
+    *,
+    device: str | torch.device = "cpu",
+    complete: bool = True,
+    as_datasets: bool = True,
+) -> tuple[nn.Module, Categories]:
+    """Build the model of ``cfg`` with the weights of a file, in eval mode, and return its categories as well.
+
+    Args:
+        cfg: the model's config; ``MODEL.DEVICE`` is not used.
+        weights: a checkpoint; may be empty where the model need not be complete.
+        device: the device that the model is moved to.
+        complete: whether the file must have weights for the whole model.
+        as_datasets: whether classes follow the config's datasets: the model's rows are reordered to match them, and a
+            file with other classes raises. Otherwise the classes are the file's own. What an older file does not store
+            is looked up in the datasets in both cases.
+
+    Raises:
+        ConfigError: if the file is missing or does not fit.
+    """
+    cfg = cfg.clone()
+    cfg.defrost()
+    cfg.MODEL.DEVICE = str(device)
+    datasets = (*cfg.DATASETS.TEST, *cfg.DATASETS.TRAIN)
+    if not as_datasets:
+        cfg.DATASETS.TEST = cfg.DATASETS.TRAIN = ()
+    model = build_model(cfg)
+    checkpointer = Checkpointer(model, cfg=cfg, complete=complete)
+    saved = CheckpointMetadata.from_contents(checkpointer.load(str(weights)))
+    names, ids, ours = saved.classes, saved.category_ids, checkpointer.metadata.classes
+    if names and ours and len(match_classes(ours, names)) == len(ours) == len(names):
+        # The checkpointer has reordered the rows.
+        ids = ids and tuple(ids[names.index(name)] for name in ours)
+        names = ours
+    _, number = number_of_classes(cfg)
+    return model.eval(), known_categories(names, ids, number=number, datasets=datasets)
+
+
+def _examples(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f" ({', '.join(names[:3])}{more})"
+
+
+def _part(name: str) -> str:
+    """Return the part of a detector that a parameter belongs to: ``backbone.bottom_up``, ``backbone``, or a head."""
+    return "backbone.bottom_up" if name.startswith("backbone.bottom_up.") else name.partition(".")[0]

@@ -1,0 +1,151 @@
+"""The metadata of a checkpoint: variant, classes, input format and versions."""
+
+import dataclasses
+import importlib.metadata
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import detectron2
+import torch
+from detectron2.config import CfgNode
+from torch import nn
+
+from backbones import ConfigError
+from backbones.build import get_variant
+from backbones.checkpoint_files import digest_of_tensors
+from backbones.vil import ViLVariant
+from projects_vil.checkpoint.categories import Categories, checked_ids, dataset_categories
+from projects_vil.config import is_segmentor, number_of_classes
+
+METADATA_KEY = "vil_detectron2"
+_DISTRIBUTION = "vil-detectron2"
+
+
+@dataclasses.dataclass(frozen=True)
+class InputFormat:
+    """Channel order, ``"RGB"`` or ``"BGR"``, with mean and standard deviation in 0..255 in that order."""
+
+    format: str
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def matches(self, other: "InputFormat") -> bool:
+        ours, theirs = (*self.mean, *self.std), (*other.mean, *other.std)
+        if len(ours) != len(theirs) or self.format != other.format:
+            return False
+        return all(math.isclose(a, b, rel_tol=1e-3) for a, b in zip(ours, theirs, strict=True))
+
+    def __str__(self) -> str:
+        mean, std = (", ".join(f"{value:g}" for value in values) for values in (self.mean, self.std))
+        return f"{self.format} with mean [{mean}] and std [{std}]"
+
+
+# The input format of all official projects, classifiers and detectors.
+OFFICIAL_INPUT = InputFormat("RGB", (123.675, 116.28, 103.53), (58.395, 57.12, 57.375))
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointMetadata:
+    """Metadata of a checkpoint, stored under ``METADATA_KEY``; unknown values are None.
+
+    Attributes:
+        variant: name of the backbone's variant.
+        options: the variant's options that differ from its defaults.
+        classes: class names, in the order of the predictors' rows.
+        category_ids: COCO category ids of the classes, in the same order.
+        input: input format of training.
+    """
+
+    variant: str | None = None
+    options: Mapping[str, object] | None = None
+    classes: tuple[str, ...] | None = None
+    category_ids: tuple[int, ...] | None = None
+    input: InputFormat | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, for ``weights_only`` loading and JSON, with the versions of the libraries."""
+        return dataclasses.asdict(self) | {"versions": versions()}
+
+    @classmethod
+    def from_contents(cls, contents: Mapping[str, Any]) -> "CheckpointMetadata":
+        """Read the metadata of a checkpoint's contents; empty for a file without metadata."""
+        saved = contents.get(METADATA_KEY)
+        if not isinstance(saved, Mapping):
+            return cls()
+        classes, image = saved.get("classes"), saved.get("input")
+        classes = classes and tuple(classes)
+        return cls(
+            variant=saved.get("variant"),
+            options=saved.get("options"),
+            classes=classes,
+            category_ids=checked_ids(saved.get("category_ids"), classes),
+            input=image and InputFormat(image["format"], tuple(image["mean"]), tuple(image["std"])),
+        )
+
+
+def differing_options(
+    variant: str, theirs: Mapping[str, object], ours: Mapping[str, object]
+) -> dict[str, tuple[object, object]]:
+    """Compare the options of two models of a variant: config key -> (their value, our value) where they differ.
+
+    Empty if one of the two cannot be built. ``batch_norm`` does not count, because its implementations compute the
+    same in a trained model.
+    """
+    try:
+        their_values, our_values = (_option_values(variant, options) for options in (theirs, ours))
+    except (ConfigError, TypeError, ValueError):
+        return {}
+    return {
+        f"MODEL.TRANSFORMER.{option.upper()}": (their_values[option], value)
+        for option, value in our_values.items()
+        if option in their_values and their_values[option] != value
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """Return the versions of this project (None where it is not installed), torch and detectron2."""
+    try:
+        own = importlib.metadata.version(_DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:
+        own = None
+    return {_DISTRIBUTION: own, "torch": str(torch.__version__), "detectron2": str(detectron2.__version__)}
+
+
+def input_format(cfg: CfgNode) -> InputFormat:
+    """Return the input format of a config."""
+    return InputFormat(cfg.INPUT.FORMAT, tuple(cfg.MODEL.PIXEL_MEAN), tuple(cfg.MODEL.PIXEL_STD))
+
+
+def model_categories(cfg: CfgNode, datasets: Sequence[str]) -> Categories | None:
+    """Return the categories of the first of ``datasets`` that has as many classes as the model of ``cfg``."""
+    _, number = number_of_classes(cfg)
+    return dataset_categories(datasets, number, stuff=is_segmentor(cfg))
+
+
+def fingerprint(cfg: CfgNode, model: nn.Module) -> str:
+    """Return the SHA-256 of a model's tensors and of all config keys that change its output at test time.
+
+    Evaluation results and parity reports store it, so that they are never taken for those of other weights, or of the
+    same weights with another threshold or image size.
+    """
+    test = {key: cfg.INPUT[key] for key in ("FORMAT", "MIN_SIZE_TEST", "MAX_SIZE_TEST")}
+    test["DETECTIONS_PER_IMAGE"] = cfg.TEST.DETECTIONS_PER_IMAGE
+    of_model = {key: value for key, value in cfg.MODEL.items() if key not in ("WEIGHTS", "DEVICE")}
+    return digest_of_tensors(model.state_dict(), json.dumps([of_model, test], sort_keys=True))
+
+
+def _option_values(variant: str, options: Mapping[str, object]) -> dict[str, object]:
+    """Return the value of each option of a model: one value, or a list with one a stage."""
+    sizes = get_variant(variant, options)
+    values: dict[str, object] = {}
+    for option in sizes.options:
+        shared = hasattr(sizes, option)
+        values[option] = getattr(sizes, option) if shared else [getattr(stage, option) for stage in sizes.stages]
+    values.pop("batch_norm", None)
+    if isinstance(sizes, ViLVariant):
+        values["position_resizing"] = sizes.position_resizing or ("map" if sizes.relative_bias else "load")
+        if sizes.relative_bias and not any(stage.attention == "dense" for stage in sizes.stages):
+            del values["position_resizing"]  # without tables there is nothing to resize
+    return values

@@ -1,0 +1,323 @@
+"""Pretrained weights: official checkpoints, and classifiers of this project and of timm's scripts."""
+
+import dataclasses
+import math
+import re
+import shlex
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from backbones import ConfigError
+from backbones.backbone import Backbone
+from backbones.build import VARIANTS, get_variant
+from backbones.checkpoint_files import check_writable, read_checkpoint, write_checkpoint
+from backbones.convert import ConversionReport, OfficialCheckpoint, convert_state_dict, describe_mismatch, recognise
+from backbones.layers.position import fit_table
+from backbones.lit import LITVariant
+from backbones.vil import ViLStage, ViLVariant
+from projects_vil.checkpoint.categories import dataset_categories
+from projects_vil.checkpoint.metadata import METADATA_KEY, OFFICIAL_INPUT, CheckpointMetadata
+
+BACKBONE_PREFIX = "backbone.bottom_up.net."
+_ANCHORS = 9  # per position, in the official RetinaNets
+
+# Options that a detector's config needs besides its variant.
+_CONFIG_OPTIONS = ("max_img_size", "position_resizing", "global_tokens", "shared_projections")
+_OTHER_HEADS = "{} is mmdetection's or mmsegmentation's, not detectron2's: it is randomly initialised"
+_OTHER_PARTS = ("neck", "bbox_head", "rpn_head", "roi_head", "decode_head", "auxiliary_head")
+_COMPUTED_BUFFER = re.compile(r"(proposal_generator\.)?anchor_generator\.cell_anchors\.\d|pixel_(mean|std)")
+_COMPUTED = "the config defines it: MODEL.PIXEL_MEAN, MODEL.PIXEL_STD, MODEL.ANCHOR_GENERATOR"
+
+# Layers of the official detectors and of this project's: four convolutions, two fully connected layers.
+_RETINANET = [f"head.{branch}.{i}" for branch in ("cls_subnet", "bbox_subnet") for i in (0, 2, 4, 6)]
+_RETINANET += ["head.cls_score", "head.bbox_pred", "backbone.top_block.p6", "backbone.top_block.p7"]
+_RPN = [f"proposal_generator.rpn_head.{layer}" for layer in ("conv", "objectness_logits", "anchor_deltas")]
+_BOXES = ["box_head.fc1", "box_head.fc2", "box_predictor.cls_score", "box_predictor.bbox_pred"]
+_MASKS = [f"mask_head.{layer}" for layer in (*(f"mask_fcn{i}" for i in range(1, 5)), "deconv", "predictor")]
+
+# Parameters of backbones.backbone.Classifier that its backbone does not have.
+_CLASSIFIER_ONLY = {f"{layer}.{leaf}" for layer in ("norm", "head") for leaf in ("weight", "bias")}
+
+
+@dataclasses.dataclass
+class Conversion:
+    """A converted checkpoint.
+
+    Attributes:
+        official: the official checkpoint.
+        contents: the converted contents, for :func:`backbones.checkpoint_files.write_checkpoint`.
+        options: keywords of ``create_backbone`` or ``create_classifier`` for the model that the weights are for.
+        report: what happened to each name.
+    """
+
+    official: OfficialCheckpoint
+    contents: dict[str, object]
+    options: dict[str, object]
+    report: ConversionReport
+
+    def lines(self) -> list[str]:
+        """Return the report as text: a summary, then resized, dropped and initialised tensors in groups."""
+        lines = [f"{self.official.project}: {self.report.summary()}"]
+        resized = Counter((re.sub(r"blocks\.\d+", "blocks.*", k), *shapes) for k, shapes in self.report.resized.items())
+        for (name, old, new), number in resized.items():
+            lines.append(f"resized: {name} {old} to {new}" + (f", {number} times" if number > 1 else ""))
+        for action in ("dropped", "initialised"):
+            names_of = defaultdict(list)
+            for name, reason in getattr(self.report, action).items():
+                names_of[reason].append(name)
+            for reason, names in names_of.items():
+                more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+                lines.append(f"{action}: {names[0]}{more}: {reason}")
+        needed = {key: value for key, value in self.options.items() if key in _CONFIG_OPTIONS}
+        if needed:
+            overrides = [f"MODEL.TRANSFORMER.{key.upper()} {shlex.quote(str(value))}" for key, value in needed.items()]
+            lines.append(f"load it with {' '.join(overrides)}")
+        return lines
+
+    def as_json(self) -> dict[str, object]:
+        """Return the metadata and the whole report."""
+        return {
+            "source": self.official.project,
+            **{key: value for key, value in self.contents.items() if key != "model"},
+            "summary": self.report.summary(),
+            **dataclasses.asdict(self.report),
+        }
+
+
+def convert_file(
+    source: str | Path,
+    output: str | Path,
+    variant: str,
+    *,
+    img_size: tuple[int, int] | None = None,
+    classifier: bool = False,
+) -> Conversion:
+    """Convert an official checkpoint strictly and write the result; nothing is written if anything does not fit.
+
+    Args:
+        source: ``.pth`` or ``.safetensors`` file.
+        output: ``.pth`` or ``.safetensors`` file.
+        variant: one of ``backbones.list_variants()``.
+        img_size: height and width in pixels of the largest image: position tables are resized for it once; None keeps
+            the model's default sizes.
+        classifier: convert for ``create_classifier`` instead of a detector; ``img_size`` is then its input size.
+
+    Raises:
+        ConfigError: if a file cannot be read or written, or the checkpoint does not fit the variant.
+    """
+    get_variant(variant)
+    check_writable(output)
+    if Path(source).exists() and Path(output).exists() and Path(source).samefile(output):
+        raise ConfigError(f"output {output} is the source: choose another file")
+    official = recognise(read_checkpoint(source))
+    if official is None:
+        raise ConfigError(
+            f"{source} is in none of the official formats: no name in it is one of vision-longformer, "
+            "VisionLongformerForObjectDetection, transformer-ls or LIT"
+        )
+    try:
+        converted = convert_official(official, variant, img_size=img_size, classifier=classifier)
+    except ConfigError as error:
+        raise ConfigError(f"{source} ({official.project}): {error}") from error
+    write_checkpoint(output, converted.contents)
+    return converted
+
+
+def convert_official(
+    official: OfficialCheckpoint,
+    variant: str,
+    *,
+    img_size: tuple[int, int] | None = None,
+    classifier: bool = False,
+    model_options: Mapping[str, object] | None = None,
+) -> Conversion:
+    """Convert as :func:`convert_file` does, from contents that are in memory.
+
+    Args:
+        model_options: keywords of ``create_backbone`` for an existing model; by default they are derived from the
+            checkpoint.
+    """
+    if classifier and not official.classifier:
+        raise ConfigError("classifier: the checkpoint has no classification head")
+    options = _model_options(official, variant, img_size, classifier) if model_options is None else {}
+    state_dict, report = convert_state_dict(
+        official.backbone, variant, classifier=classifier, model_options=model_options or options
+    )
+    categories = None
+    if not classifier:
+        heads = _convert_heads(official, variant, report)
+        state_dict = {f"{BACKBONE_PREFIX}{name}": tensor for name, tensor in state_dict.items()} | heads
+        # All official detectors are trained on COCO.
+        coco = dataset_categories(["coco_2017_val"], 80)
+        rows = {"head.cls_score.weight": _ANCHORS * 80, "roi_heads.box_predictor.cls_score.weight": 81}
+        if any(name in heads and len(heads[name]) == number for name, number in rows.items()):
+            categories = coco
+    own = {key: value for key, value in options.items() if key in get_variant(variant).options}
+    metadata = CheckpointMetadata(
+        variant=variant,
+        options=own,
+        classes=categories and categories.names,
+        category_ids=categories and categories.ids,
+        input=OFFICIAL_INPUT,
+    )
+    sizes = {key: value for key, value in options.items() if key not in own}
+    saved = metadata.to_dict() | {"source": official.project, "classifier": classifier} | sizes
+    return Conversion(official, {"model": state_dict, METADATA_KEY: saved}, options, report)
+
+
+def is_classifier(state_dict: Mapping[str, object]) -> bool:
+    """Return whether the names are those of :class:`backbones.backbone.Classifier`."""
+    return any(name.removeprefix("module.").startswith("backbone.stages.") for name in state_dict)
+
+
+def named_variant(contents: Mapping[str, object]) -> str | None:
+    """Return the variant in the arguments that timm's training script saves, if the file has them."""
+    # read_checkpoint loads a Namespace as an object with the same attributes.
+    name = getattr(contents.get("args"), "model", None)
+    return name if isinstance(name, str) and name in VARIANTS else None
+
+
+def backbone_of_classifier(
+    state_dict: Mapping[str, Tensor], name: str, backbone: Backbone
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Convert a classifier's state dict into one of ``backbone``, a model of the variant ``name``.
+
+    Position tables are resized as those of official classifiers are. Output norms, which LIT's classifiers lack, start
+    as ones and zeros. The head, its norm and LIT-Ti's global token are dropped.
+
+    Returns:
+        The state dict and a report in lines.
+
+    Raises:
+        ConfigError: for an unknown name, a parameter that the file lacks, or a shape that does not fit.
+    """
+    target, variant = backbone.state_dict(), get_variant(name)
+    classifier_only = set(_CLASSIFIER_ONLY)
+    if variant.pool == "global_token":
+        last = f"backbone.stages.{len(variant.stages) - 1}"
+        classifier_only |= {f"{last}.global_tokens", f"{last}.positions.global_tokens"}
+    converted: dict[str, Tensor] = {}
+    dropped, unexplained, resized = [], [], []
+    for full_name, tensor in state_dict.items():
+        own_name = full_name.removeprefix("module.")
+        key = own_name.removeprefix("backbone.")
+        if key != own_name and key in target:
+            path, _, leaf = key.rpartition(".")
+            converted[key] = fit_table(tensor, backbone.get_submodule(path), leaf)
+            shapes = tuple(tensor.shape), tuple(target[key].shape)
+            if converted[key].shape != target[key].shape:
+                raise ConfigError(f"{key} has shape {shapes[0]} in the file and {shapes[1]} in the model")
+            if converted[key].shape != tensor.shape:
+                resized.append(f"resized: {key} {shapes[0]} to {shapes[1]}")
+        else:
+            (dropped if own_name in classifier_only else unexplained).append(full_name)
+    norms = [key for key in target if key.startswith("output_norms.") and key not in converted]
+    for key in norms:
+        converted[key] = (torch.ones if key.endswith("weight") else torch.zeros)(target[key].shape)
+    unfilled = [key for key in target if key not in converted]
+    if unexplained or unfilled:
+        raise ConfigError(describe_mismatch(name, unexplained, unfilled))
+    lines = [f"a classifier of this project: {len(converted) - len(norms)} mapped, {len(resized)} resized", *resized]
+    lines += [f"dropped: {', '.join(dropped)}: only a classifier has them"] if dropped else []
+    lines += [f"initialised: {', '.join(norms)}: a classifier has no output norms"] if norms else []
+    return converted, lines
+
+
+def _model_options(
+    official: OfficialCheckpoint, variant: str, img_size: tuple[int, int] | None, classifier: bool
+) -> dict[str, object]:
+    """Return the keywords for the model: requested ones, and those in which the checkpoint differs from the variant."""
+    sizes = get_variant(variant)
+    options = _vil_options(official.backbone, sizes) if isinstance(sizes, ViLVariant) else {}
+    if classifier:
+        side, head = sizes.classifier_img_size, official.backbone["head.weight"]
+        if head.ndim != 2:
+            raise ConfigError(f"head.weight has shape {tuple(head.shape)}, not (classes, channels)")
+        if isinstance(sizes, ViLVariant):
+            windows = [_window_size(official.backbone, index, stage) for index, stage in enumerate(sizes.stages)]
+            if windows != [stage.window_size for stage in sizes.stages]:
+                options["window_size"] = windows
+        return options | {"img_size": list(img_size or (side, side)), "num_classes": len(head)}
+    if img_size is not None:
+        # Images are landscape and portrait, and MODEL.TRANSFORMER.MAX_IMG_SIZE is one side.
+        options["max_img_size"] = max(img_size)
+        if isinstance(sizes, (ViLVariant, LITVariant)):
+            options["position_resizing"] = "load"
+    return options
+
+
+def _vil_options(backbone: Mapping[str, Tensor], variant: ViLVariant) -> dict[str, object]:
+    options: dict[str, object] = {}
+    default = [stage.global_tokens for stage in variant.stages]
+    numbers = [_global_tokens(backbone, f"layer{index + 1}.", number) for index, number in enumerate(default)]
+    if numbers != default:
+        options["global_tokens"] = numbers
+    for name, tensor in backbone.items():
+        shared = backbone.get(name.replace("_global.", "."))
+        if "_global." in name and shared is not None and not torch.equal(tensor, shared):
+            options["shared_projections"] = False
+    return options
+
+
+def _window_size(backbone: Mapping[str, Tensor], index: int, stage: ViLStage) -> int:
+    """Return the window size of a stage, from its relative position table if it has sliding chunk attention."""
+    layer = f"layer{index + 1}.1.attn"
+    table = backbone.get(f"{layer}.local_relative_position_bias_table")
+    if stage.attention != "sliding_chunk" or table is None or f"{layer}.query.weight" not in backbone:
+        return stage.window_size
+    side = math.isqrt(len(table)) if table.ndim == 2 else 0
+    return (side + 1) // 4 if side**2 == len(table) and side % 4 == 3 else stage.window_size
+
+
+def _global_tokens(backbone: Mapping[str, Tensor], stage: str, default: int) -> int:
+    """Return a stage's number of global tokens in the checkpoint; the default where only the token is missing."""
+    tokens = backbone.get(f"{stage}0.cls_token")
+    if tokens is not None:
+        return tokens.shape[1] if tokens.ndim == 3 else default
+    names = [name for name, tensor in backbone.items() if name.startswith(stage) and tensor.numel()]
+    used = any(part in name for name in names for part in ("cls_pos_embed", "g2l_relative", "_global."))
+    return default if used or not names else 0
+
+
+def _convert_heads(official: OfficialCheckpoint, variant: str, report: ConversionReport) -> dict[str, Tensor]:
+    """Return FPN and heads, which have detectron2's names, and add them to the report."""
+    is_lit, heads, unexplained = official.project.startswith("LIT"), {}, []
+    expected = set() if is_lit else expected_heads(official.detector, variant)
+    for name, tensor in official.detector.items():
+        part = name.partition(".")[0]
+        if name in expected:
+            heads[name] = tensor
+            report.mapped[name] = name
+        elif is_lit and part in _OTHER_PARTS:
+            report.dropped[name] = _OTHER_HEADS.format(part)
+        elif not is_lit and _COMPUTED_BUFFER.fullmatch(name):
+            report.dropped[name] = _COMPUTED
+        else:
+            unexplained.append(name)
+    unfilled = sorted(expected - heads.keys())
+    if unexplained or unfilled:
+        raise ConfigError(describe_mismatch(variant, unexplained, unfilled))
+    return heads
+
+
+def expected_heads(detector: Mapping[str, Tensor], variant: str) -> set[str]:
+    """Return the names of FPN and heads of an official detector, from some of them; none for a backbone alone."""
+    if all(_COMPUTED_BUFFER.fullmatch(name) for name in detector):
+        return set()
+    strides, stride = [], 1
+    for stage in get_variant(variant).stages:
+        stride *= stage.patch_size
+        strides.append(stride)
+    retinanet = any(name.startswith("head.") for name in detector)
+    levels = [int(math.log2(stride)) for stride in (strides[-3:] if retinanet else strides)]
+    layers = [f"backbone.fpn_{conv}{level}" for level in levels for conv in ("lateral", "output")]
+    if retinanet:
+        layers += _RETINANET
+    else:
+        masks = _MASKS if any(name.startswith("roi_heads.mask_head.") for name in detector) else []
+        layers += [*_RPN, *(f"roi_heads.{layer}" for layer in (*_BOXES, *masks))]
+    return {f"{layer}.{leaf}" for layer in layers for leaf in ("weight", "bias")}

@@ -1,0 +1,258 @@
+"""COCO files: read once, checked and fixed, as one dict of annotations for training, evaluation and the report."""
+
+import contextlib
+import gc
+import json
+import logging
+import os
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from detectron2.data import MetadataCatalog
+from detectron2.structures import BoxMode
+from detectron2.utils.logger import log_first_n
+from pycocotools import mask as mask_util
+
+from backbones import ConfigError
+from backbones.checkpoint_files import atomic_write
+from projects_vil.data.coco_checks import CocoFile
+
+CHECK_MODES = ("error", "warn", "off")
+
+
+def is_coco(name: str) -> bool:
+    """Whether a registered dataset is a COCO file with boxes and masks, perhaps with label images of stuff."""
+    metadata = MetadataCatalog.get(name)
+    types = ("coco", "coco_panoptic_seg") if metadata.get("sem_seg_root") else ("coco",)
+    return metadata.get("evaluator_type") in types and bool(metadata.get("json_file"))
+
+
+def read_coco(path: str | Path) -> dict[str, Any]:
+    """Read a COCO file; COCO's test images have no list of annotations.
+
+    Raises:
+        ConfigError: for a file that is missing, is not JSON, or has no lists of images, annotations and categories.
+    """
+    try:
+        with open(path, encoding="utf-8") as file, _without_garbage_collection():
+            dataset = json.load(file)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    lists = [dataset.get(name) if isinstance(dataset, dict) else None for name in ("images", "categories")]
+    # Without the list of annotations nothing can be evaluated, with an empty one everything is nan: it stays absent.
+    if not all(isinstance(entries, list) and entries for entries in lists) or (
+        not isinstance(dataset.get("annotations", []), list)
+    ):
+        raise ConfigError(f"{path} is not a COCO annotation file: it lacks a list of images, annotations or categories")
+    return dataset
+
+
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Pause garbage collection, which takes half of the time while millions of objects are made."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def fixed_coco(
+    name: str, *, check: str, masks: bool, open_images: bool = False, report: bool = True, areas: bool = True
+) -> tuple[dict[str, Any], bool]:
+    """Read a registered COCO file as training, evaluation and everything after them see it, and whether it is changed.
+
+    This is the one set of fixed annotations: detectron2's records, the ground truth of the evaluation and the report
+    all come from it.
+
+    Args:
+        name: a dataset for which :func:`is_coco` holds.
+        check: as ``DATASETS.CHECK``: ``"error"`` raises for errors, ``"warn"`` leaves them out, ``"off"`` returns what
+            the file holds.
+        masks: whether segmentations are checked.
+        open_images: whether every image file is opened.
+        report: whether findings are logged, once in a process; errors that stop are raised in any case.
+        areas: whether missing areas are computed, which only evaluation needs.
+
+    Raises:
+        ConfigError: where :func:`read_coco` would, and for errors that the check finds.
+    """
+    metadata = MetadataCatalog.get(name)
+    dataset = read_coco(metadata.json_file)
+    if check == "off":
+        return dataset, False
+    root = metadata.image_root
+    file = CocoFile(metadata.json_file, root, dataset, masks=None if masks else False, headers=open_images)
+    if file.findings("error") and (check == "error" or file.unfixable() is not None):
+        raise file.error()
+    for finding in file.findings() if report else ():
+        level = logging.INFO if finding.severity == "note" else logging.WARNING
+        log_first_n(level, f"{file.path}: {file.describe(finding)}", name=__name__, key="message")
+    fixed, _ = file.fixed(errors=check == "warn", areas=areas)
+    return fixed, bool(file.findings("error", "fixed"))
+
+
+def load_coco(name: str, *, check: str, masks: bool, open_images: bool, report: bool = True) -> list[dict[str, Any]]:
+    """Return :func:`fixed_coco` as detectron2's records, those of ``load_coco_json`` for a file without findings.
+
+    Sets the names and ids of the classes in detectron2's metadata, as that does. ``masks`` also decides whether
+    segmentations are among the records.
+    """
+    dataset, _ = fixed_coco(name, check=check, masks=masks, open_images=open_images, report=report, areas=False)
+    class_of = _set_classes(name, dataset)
+    objects_of = defaultdict(list)
+    for annotation in dataset.get("annotations", ()):
+        objects_of[annotation["image_id"]].append(_object(annotation, class_of, masks=masks))
+    root, images = MetadataCatalog.get(name).image_root, sorted(dataset["images"], key=lambda image: image["id"])
+    logging.getLogger(__name__).info("%s: %d images", name, len(images))
+    return [
+        {
+            "file_name": os.path.join(root, image["file_name"]),
+            "height": image["height"],
+            "width": image["width"],
+            "image_id": image["id"],
+            "annotations": objects_of[image["id"]],
+        }
+        for image in images
+    ]
+
+
+def _object(annotation: dict[str, Any], class_of: dict[int, int], *, masks: bool) -> dict[str, Any]:
+    record = {key: annotation[key] for key in ("iscrowd", "bbox", "keypoints", "category_id") if key in annotation}
+    segmentation = annotation.get("segmentation")
+    if masks and segmentation:
+        if isinstance(segmentation, dict) and isinstance(segmentation["counts"], list):
+            segmentation = mask_util.frPyObjects(segmentation, *segmentation["size"])
+        record["segmentation"] = segmentation
+    if record.get("keypoints"):
+        # COCO's keypoints are indices of pixels, detectron2's are coordinates of their centres.
+        record["keypoints"] = [n if index % 3 == 2 else n + 0.5 for index, n in enumerate(record["keypoints"])]
+    else:
+        record.pop("keypoints", None)
+    return record | {"bbox_mode": BoxMode.XYWH_ABS, "category_id": class_of[annotation["category_id"]]}
+
+
+def _set_classes(name: str, dataset: dict[str, Any]) -> dict[int, int]:
+    """Set the classes of a dataset in detectron2's metadata, in the order of their ids; return id -> class."""
+    categories = sorted(dataset["categories"], key=lambda category: category["id"])
+    metadata = MetadataCatalog.get(name)
+    metadata.thing_classes = [category["name"] for category in categories]
+    metadata.thing_dataset_id_to_contiguous_id = {category["id"]: i for i, category in enumerate(categories)}
+    return metadata.thing_dataset_id_to_contiguous_id
+
+
+@contextlib.contextmanager
+def evaluated_as(name: str, *, check: str, masks: bool) -> Iterator[str]:
+    """Yield a name by which detectron2's evaluator finds :func:`fixed_coco`'s annotations of a dataset.
+
+    The name itself where nothing in the file is changed; else that of a copy, which is removed afterwards.
+    """
+    if check == "off" or not is_coco(name):
+        yield name
+        return
+    # Images that cannot be opened are not evaluated with "warn"; with "error" the loader has refused them.
+    dataset, is_changed = fixed_coco(name, check=check, masks=masks, open_images=check == "warn")
+    if not is_changed:
+        yield name
+        return
+    metadata = MetadataCatalog.get(name).as_dict()
+    facts = {key: value for key, value in metadata.items() if key not in ("name", "json_file")}
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / Path(metadata["json_file"]).name
+        copy.write_text(json.dumps(dataset))
+        MetadataCatalog.get(folder).set(json_file=str(copy), **facts)
+        _set_classes(folder, dataset)
+        try:
+            yield folder
+        finally:
+            MetadataCatalog.remove(folder)
+
+
+def check_coco(
+    annotations: str | Path,
+    images: str | Path,
+    *,
+    masks: bool | None = None,
+    pixels: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> CocoFile:
+    """Check a COCO file and its folder of images; the arguments are those of :class:`CocoFile`.
+
+    Raises:
+        ConfigError: where :func:`read_coco` would, and for a folder that is missing.
+    """
+    if not Path(images).is_dir():
+        raise ConfigError(f"there is no image folder {images}")
+    return CocoFile(annotations, images, read_coco(annotations), masks=masks, pixels=pixels, progress=progress)
+
+
+def write_cleaned(file: CocoFile, output: str | Path) -> str:
+    """Write a fixed copy of a COCO file, and return what was left out and changed, in words.
+
+    Raises:
+        ConfigError: if the copy would replace a file, something cannot be fixed, or no image is left.
+    """
+    check_output(output)
+    if file.unfixable() is not None:
+        raise file.error()
+    dataset, counts = file.fixed(errors=True)
+    if not dataset["images"]:
+        raise ConfigError(f"{file.path}: no valid image would be left in a copy")
+    with atomic_write(output) as partial:
+        # Much faster than json.dump, which writes number by number.
+        partial.write_text(json.dumps(dataset), encoding="utf-8")
+    images, annotations = (len(dataset.get(name, ())) for name in ("images", "annotations"))
+    return (
+        f"{images:,} images, {annotations:,} annotations; left out {counts['images']:,} images and "
+        f"{counts['annotations']:,} annotations, changed {counts['changed']:,}"
+    )
+
+
+def check_output(output: str | Path) -> None:
+    """Raise a :class:`ConfigError`, before the work, if a copy cannot be written or would replace a file."""
+    if os.path.lexists(output):
+        raise ConfigError(f"{output} exists: name a new file")
+    if not Path(output).absolute().parent.is_dir():
+        raise ConfigError(f"there is no folder {Path(output).absolute().parent}")
+
+
+def write_subset(source: str | Path, output: str | Path, *, num_images: int) -> int:
+    """Write the annotations of a few images, spread evenly over those that have any, in the file's order.
+
+    Args:
+        source: a COCO annotation file.
+        output: the file to write; its categories, licenses and info are those of ``source``.
+        num_images: 1 or more; all images with annotations where there are fewer.
+
+    Returns:
+        The number of images written.
+
+    Raises:
+        ConfigError: if ``source`` is not a COCO annotation file or has no annotations, or is ``output``.
+    """
+    if num_images < 1:
+        raise ConfigError(f"num_images is {num_images}: it is 1 or more")
+    if Path(output).resolve() == Path(source).resolve():
+        raise ConfigError(f"{output} is the source: name another file")
+    dataset = read_coco(source)
+    try:
+        annotated = {annotation["image_id"] for annotation in dataset.get("annotations", ())}
+        images = [image for image in dataset["images"] if image["id"] in annotated]
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"{source} is not a COCO annotation file: {type(error).__name__} {error}") from error
+    if not images:
+        raise ConfigError(f"{source} has no image with an annotation")
+    count = min(num_images, len(images))
+    kept = [images[index * len(images) // count] for index in range(count)]
+    ids = {image["id"] for image in kept}
+    annotations = [annotation for annotation in dataset["annotations"] if annotation["image_id"] in ids]
+    with atomic_write(output) as partial:
+        partial.write_text(json.dumps(dataset | {"images": kept, "annotations": annotations}))
+    return count

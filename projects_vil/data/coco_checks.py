@@ -1,0 +1,642 @@
+"""Checks of a COCO file and its images, as one table: the name of a check, its severity, what finds it, what fixes it.
+
+A new check is a row of ``CHECKS`` and a ``yield`` in one of the ``find_...`` functions, which look at millions of
+objects and therefore share their loops.
+"""
+
+import functools
+import itertools
+import math
+import os
+import shlex
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pycocotools import mask as mask_util
+
+from backbones import ConfigError
+from projects_vil.data.detection_utils import UnreadableImage, read_image, read_size
+from projects_vil.data.segmentation import FAR, box_of, problems_of, rle_of, usable_segmentation
+
+NUM_EXAMPLES = 5
+_NUMBERS = {int, float}
+# Boxes are taken for [left, top, right, bottom] if there are so many, and such a share reaches beyond its image.
+_FEWEST_BOXES, _BEYOND_SHARE = 20, 0.2
+# Files opened at once: a disk in a network is slow to answer, not slow to read.
+_NUM_THREADS, _FILES_PER_TASK = 16, 64
+
+Found = Iterator[tuple[str, int, Any]]
+
+
+class CocoFile:
+    """A COCO file and the findings of its checks.
+
+    Args:
+        path, image_root: the annotation file and the folder of its images.
+        dataset: the contents of the file, with lists of images, categories and perhaps annotations.
+        masks: whether segmentations are checked; None if any object has one.
+        headers: whether every image file is opened.
+        pixels: whether every image file is decoded.
+        progress: called with the number of image files read so far.
+
+    Attributes:
+        found: name of a check -> indices in the list that it is about.
+        examples: name of a check -> ids, file names and values of the first findings.
+        heights, widths: of each image in pixels, 0 if unknown.
+        image_of: index of each annotation's image, -1 if unknown.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        image_root: str | Path,
+        dataset: dict[str, Any],
+        *,
+        masks: bool | None = None,
+        headers: bool = True,
+        pixels: bool = False,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        self.path, self.image_root, self.dataset = str(path), str(image_root), dataset
+        self.images, self.categories = dataset["images"], dataset["categories"]
+        self.annotations = dataset.get("annotations", [])
+        self.boxes_only = masks is False
+        if masks is None:
+            masks = any(isinstance(entry, dict) and entry.get("segmentation") for entry in self.annotations)
+        self.masks = masks
+        self.headers, self.pixels, self.progress = headers, pixels, progress
+        self.heights, self.widths = np.zeros((2, len(self.images)), np.int64)
+        self.image_of = np.full(len(self.annotations), -1)
+        # Indices of the first valid entries by their ids.
+        self.image_by_id: dict[Any, int] = {}
+        self.image_by_number: dict[int, int] = {}
+        self.category_by_id: dict[int, int] = {}
+        self.annotation_by_id: dict[int, int] = {}
+        self.found: dict[str, list[int]] = defaultdict(list)
+        self.examples: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        for find in dict.fromkeys(check.find for check in CHECKS.values()):
+            for name, index, value in find(self):
+                self.found[name].append(index)
+                if len(self.examples[name]) < NUM_EXAMPLES:
+                    self.examples[name].append(self._example(CHECKS[name].of, index, value))
+
+    def findings(self, *severities: str) -> list["Check"]:
+        """Return the checks that found something, by severity and in the order of the table."""
+        found = [check for check in CHECKS.values() if self.found.get(check.name)]
+        return [check for severity in severities or SEVERITIES for check in found if check.severity == severity]
+
+    def unfixable(self) -> "Check | None":
+        return next((check for check in self.findings("error") if check.fix is None), None)
+
+    def size_of_image(self, annotation: int) -> tuple[int, int]:
+        """Return height and width of an annotation's image, 0 if unknown."""
+        image = self.image_of[annotation]
+        return (int(self.heights[image]), int(self.widths[image])) if image >= 0 else (0, 0)
+
+    def mask(self, index: int, entry: dict[str, Any]) -> Any:
+        """Return what is usable of the segmentation of an annotation ``entry``, None for nothing."""
+        return usable_segmentation(entry.get("segmentation"), *self.size_of_image(index))
+
+    def _example(self, of: str, index: int, value: Any) -> dict[str, Any]:
+        entry = self.dataset[of][index]
+        if not isinstance(entry, dict):
+            return {"value": _shortened(entry)}
+        if of == "annotations":
+            image = self.images[self.image_of[index]] if self.image_of[index] >= 0 else {}
+            known = {"annotation": entry.get("id"), "image": entry.get("image_id"), "file": image.get("file_name")}
+        elif of == "images":
+            known = {"image": entry.get("id"), "file": entry.get("file_name")}
+        else:
+            known = {"category": entry.get("id"), "name": entry.get("name")}
+        known["value"] = value if value is None or isinstance(value, str) else _shortened(value)
+        return {key: item for key, item in known.items() if item is not None}
+
+    def describe(self, check: "Check") -> str:
+        """Return a finding in one line: what, how often, the first example and what the fix does."""
+        return f"{self._counted(check)}: {check.effect}"
+
+    def _counted(self, check: "Check") -> str:
+        first = _example_text(self.examples[check.name][0])
+        return f"{check.what} ({len(self.found[check.name]):,}; first: {first})"
+
+    def lines(self) -> list[str]:
+        """Return all findings, for a console."""
+        sizes = (len(self.images), len(self.annotations), len(self.categories))
+        lines = ["{}: {:,} images, {:,} annotations, {:,} categories".format(self.path, *sizes)]
+        for check in self.findings():
+            count = len(self.found[check.name])
+            lines.append(f"{check.severity}: {check.name}: {check.what}: {count:,}")
+            lines += [f"    {_example_text(example)}" for example in self.examples[check.name]]
+            if count > NUM_EXAMPLES:
+                lines.append(f"    and {count - NUM_EXAMPLES:,} more")
+            lines.append(f"    fix: {check.effect}")
+        return lines
+
+    def error(self) -> ConfigError:
+        """Return an error with the first findings and the ways out."""
+        if (check := self.unfixable()) is not None:
+            off = "if this is a false alarm, DATASETS.CHECK off trains on them as they are"
+            return ConfigError(f"{self.path} has {self.describe(check)}; {off}")
+        errors = self.findings("error")
+        first = [self._counted(check) for check in errors[:3]]
+        more = [f"{len(errors) - 3} more types of errors"] if len(errors) > 3 else []
+        command = shlex.join([self.path, self.image_root, *(["--boxes"] if self.boxes_only else [])])
+        return ConfigError(
+            f"{self.path} has {', '.join(first + more)}: python tools/check_dataset.py {command} lists all, and with "
+            "--fix OUT writes a copy without them; DATASETS.CHECK warn goes on without them"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        fields = ("name", "severity", "what", "effect")
+        return {
+            "annotations": self.path,
+            "image_root": self.image_root,
+            "numbers": {of: len(self.dataset.get(of, ())) for of in ("images", "annotations", "categories")},
+            "passed": not self.findings("error"),
+            "found": [
+                {field: getattr(check, field) for field in fields}
+                | {"count": len(self.found[check.name]), "examples": self.examples[check.name]}
+                for check in self.findings()
+            ],
+        }
+
+    def fixed(self, *, errors: bool, areas: bool = True) -> tuple[dict[str, Any], dict[str, int]]:
+        """Return the dataset with its findings fixed; entries without findings are those of the file.
+
+        Args:
+            errors: whether errors are fixed too, or only what can be read in one way.
+            areas: whether missing areas are computed, which only evaluation needs.
+
+        Returns:
+            The dataset, and the numbers of ``images`` and ``annotations`` left out, and of annotations ``changed``.
+        """
+        numbers = [n for e in self.annotations if isinstance(e, dict) and type(n := e.get("id")) is int]
+        self.new_ids = itertools.count(max([0, *numbers]) + 1)
+        dataset, left_out, changed = dict(self.dataset), {}, {}
+        for of in ("categories", "images", "annotations"):
+            entries = self.dataset.get(of, [])
+            left_out[of], changed[of] = set(), {}
+            if of == "annotations" and left_out["images"]:
+                left_out[of] = set(np.flatnonzero(np.isin(self.image_of, list(left_out["images"]))).tolist())
+            for check in CHECKS.values():
+                is_fixed = check.severity == "fixed" or check.severity == "error" and errors
+                if check.of != of or check.fix is None or not is_fixed or (check.name == "area_missing" and not areas):
+                    continue
+                for index in self.found.get(check.name, ()):
+                    if index in left_out[of]:
+                        continue
+                    entry = check.fix(self, index, changed[of].get(index, entries[index]))
+                    if entry is None:
+                        left_out[of].add(index)
+                    else:
+                        changed[of][index] = entry
+            if errors and self.found.get("image_ids_mixed") and of != "categories":
+                self._renumber_images(of, entries, left_out[of], changed[of])
+            if of in dataset:
+                dataset[of] = [changed[of].get(i, e) for i, e in enumerate(entries) if i not in left_out[of]]
+        counts = {of: len(left_out[of]) for of in ("images", "annotations")}
+        return dataset, counts | {"changed": len(changed["annotations"].keys() - left_out["annotations"])}
+
+    def _renumber_images(self, of: str, entries: list[Any], left_out: set[int], changed: dict[int, Any]) -> None:
+        """Set the ids of images to their positions in the file, from 1, whatever is left out."""
+        for index in set(range(len(entries))) - left_out:
+            entry = changed.get(index, entries[index])
+            if of == "images":
+                changed[index] = entry | {"id": index + 1}
+            elif self.image_of[index] >= 0:
+                changed[index] = entry | {"image_id": int(self.image_of[index]) + 1}
+
+
+# -- find: what is wrong, as (name of a check, index, value) ---------------------------------------
+
+
+def find_in_categories(file: CocoFile) -> Found:
+    names = set()
+    for index, entry in enumerate(file.categories):
+        number = whole(entry.get("id")) if isinstance(entry, dict) else None
+        if number is None or not isinstance(entry.get("name"), str):
+            yield "category_form", index, None
+        elif number in file.category_by_id:
+            yield "category_id_twice", index, None
+        else:
+            file.category_by_id[number] = index
+            if entry["name"] in names:
+                yield "category_name_twice", index, None
+            names.add(entry["name"])
+            if type(entry["id"]) is not int:
+                yield "category_text", index, None
+
+
+def find_in_images(file: CocoFile) -> Found:
+    names, indices_of_id = set(), defaultdict(list)
+    for index, entry in enumerate(file.images):
+        if not _has_id_and_name(entry):
+            yield "image_form", index, None
+            continue
+        indices_of_id[entry["id"]].append(index)
+        file.image_by_id.setdefault(entry["id"], index)
+        if (number := whole(entry["id"])) is not None:
+            file.image_by_number.setdefault(number, index)
+        if entry["file_name"] in names:
+            yield "file_twice", index, None
+        names.add(entry["file_name"])
+        sides = entry.get("height"), entry.get("width")
+        if all(type(side) is int and 0 < side < 2**31 for side in sides):
+            file.heights[index], file.widths[index] = sides
+        else:
+            yield "image_size_missing", index, None
+    for indices in indices_of_id.values():
+        if len(indices) > 1:
+            are_equal = all(file.images[index] == file.images[indices[0]] for index in indices)
+            # One of equal entries stays; if they differ, it is unknown whose objects are whose.
+            yield from (("image_id_twice", index, None) for index in indices[1 if are_equal else 0 :])
+    texts = [index for number, index in file.image_by_id.items() if isinstance(number, str)]
+    if len(texts) < len(file.image_by_id):
+        yield from (("image_ids_mixed", index, None) for index in texts)
+
+
+def _has_id_and_name(entry: Any) -> bool:
+    if not isinstance(entry, dict) or isinstance(entry.get("id"), bool) or not entry.get("file_name"):
+        return False
+    return isinstance(entry.get("id"), (int, str, float)) and isinstance(entry["file_name"], str)
+
+
+def find_in_files(file: CocoFile) -> Found:
+    unusable, unsized = set(file.found["image_form"]), set(file.found["image_size_missing"])
+    paths = {
+        index: os.path.join(file.image_root, entry["file_name"])
+        for index, entry in enumerate(file.images)
+        if index not in unusable
+    }
+    missing, opened = set(missing_files(paths.values())), {}
+    for index, path in paths.items():
+        if path in missing:
+            yield "file_missing", index, None
+        elif file.headers or file.pixels or index in unsized:
+            opened[index] = path
+    num_threads, read = (os.cpu_count() or 1, _decoded_size) if file.pixels else (_NUM_THREADS, read_size)
+    with ThreadPool(num_threads) as pool:
+        sizes = pool.imap(functools.partial(_size_or_reason, read), opened.values(), chunksize=_FILES_PER_TASK)
+        for count, (index, size) in enumerate(zip(opened, sizes, strict=True), start=1):
+            if file.progress is not None:
+                file.progress(count)
+            expected = int(file.heights[index]), int(file.widths[index])
+            if isinstance(size, str):
+                yield "file_unreadable", index, size
+            elif index in unsized:
+                file.heights[index], file.widths[index] = size
+            elif size != expected:
+                yield "file_size", index, f"(height, width) is {size} in the file, {expected} in the annotations"
+
+
+def _decoded_size(path: str) -> tuple[int, int]:
+    return read_image(path).shape[:2]
+
+
+def _size_or_reason(read: Callable[[str], tuple[int, int]], path: str) -> tuple[int, int] | str:
+    try:
+        return read(path)
+    except UnreadableImage as error:
+        return error.reason
+
+
+def missing_files(paths: Iterable[str]) -> Iterator[str]:
+    """Yield the paths that do not exist, by listing each folder once instead of looking for each file."""
+    folders: dict[str, set[str]] = {}
+    for path in paths:
+        folder, _, name = path.rpartition(os.sep)
+        if folder not in folders:
+            folders[folder] = set(os.listdir(folder)) if os.path.isdir(folder) else set()
+        if name not in folders[folder]:
+            yield path
+
+
+def find_in_annotations(file: CocoFile) -> Found:
+    # The last one is for an unknown image, whose index is -1.
+    largest_areas = [*(2 * np.maximum(file.heights * file.widths, 1)).tolist(), math.inf]
+    for index, entry in enumerate(file.annotations):
+        if not isinstance(entry, dict):
+            yield "annotation_form", index, None
+            continue
+        name = entry.get("image_id")
+        image = file.image_by_id.get(name, -1) if isinstance(name, (int, str, float)) else -1
+        if image < 0:
+            image = file.image_by_number.get(whole(name), -1)
+            file.image_of[index] = image
+            yield "image_unknown" if image < 0 else "image_id_text", index, None
+        file.image_of[index] = image
+        category = entry.get("category_id")
+        if type(category) is not int or category not in file.category_by_id:
+            is_known = whole(category) in file.category_by_id
+            yield "category_id_text" if is_known else "category_unknown", index, f"category_id {_shortened(category)}"
+        number = entry.get("id")
+        if type(number) is not int or number <= 0:
+            yield "annotation_id_unusable", index, None
+        elif file.annotation_by_id.setdefault(number, index) != index:
+            yield "annotation_id_twice", index, None
+        crowd = entry.get("iscrowd")
+        if crowd is None:
+            yield "iscrowd_missing", index, None
+        elif type(crowd) not in (int, bool, float) or crowd not in (0, 1):
+            yield "iscrowd_value", index, f"iscrowd {_shortened(crowd)}"
+        if entry.get("ignore") and not crowd:
+            yield "ignored", index, None
+        area = entry.get("area")
+        if type(area) not in _NUMBERS or not 0 <= area <= largest_areas[image]:
+            yield "area_missing", index, None if area is None else f"area {_shortened(area)}"
+
+
+def find_in_masks(file: CocoFile) -> Found:
+    for index, entry in enumerate(file.annotations if file.masks else ()):
+        if not isinstance(entry, dict):
+            continue
+        segmentation = entry.get("segmentation")
+        if not segmentation:
+            yield "mask_missing", index, None
+            continue
+        height, width = file.size_of_image(index)
+        if height:
+            problems = problems_of(segmentation, height, width)[0]
+            yield from ((problem, index, segmentation) for problem in problems)
+            if isinstance(segmentation, dict) and not entry.get("iscrowd"):
+                yield "rle_object", index, None
+
+
+def find_in_boxes(file: CocoFile) -> Found:
+    indices, rows = [], []
+    for index, entry in enumerate(file.annotations):
+        if not isinstance(entry, dict):
+            continue
+        box = entry.get("bbox")
+        if type(box) is list and len(box) == 4 and set(map(type, box)) <= _NUMBERS:
+            indices.append(index)
+            rows.append(box)
+        elif "bbox" in entry:
+            yield "box_form", index, box
+        else:
+            yield "box_missing" if box_of_mask(file, index, entry) is None else "box_of_mask", index, None
+    if not rows:
+        return
+    for name, where in _box_problems(file, np.array(indices), _as_floats(rows)):
+        yield from ((name, indices[row], rows[row]) for row in np.flatnonzero(where).tolist())
+
+
+def _box_problems(file: CocoFile, indices: np.ndarray, boxes: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the name of a check and which boxes (N, 4) it is about: (N,) bool."""
+    images = file.image_of[indices]
+    heights, widths = np.append(file.heights, 0)[images], np.append(file.widths, 0)[images]
+    has_size, finite = (heights > 0) & (widths > 0), np.isfinite(boxes).all(1)
+    left, top, wide, high = np.where(finite[:, None], boxes, 0).T
+    right, bottom, far = left + wide, top + high, FAR * np.maximum(heights, widths)
+    yield "box_not_finite", ~finite
+    negative = finite & ((wide < 0) | (high < 0))
+    yield "box_negative", negative
+    beyond_far = (np.minimum(left, top) < -far) | (right > widths + far) | (bottom > heights + far)
+    is_far = finite & has_size & ~negative & beyond_far
+    yield "box_far", is_far
+    sound = finite & ~negative & ~is_far
+    empty = sound & ((wide == 0) | (high == 0))
+    yield "box_empty", empty
+    sound &= has_size & ~empty
+    outside = sound & ((right <= 0) | (bottom <= 0) | (left >= widths) | (top >= heights))
+    yield "box_outside", outside
+    beyond = sound & ((left < -1) | (top < -1) | (right > widths + 1) | (bottom > heights + 1))
+    yield "box_beyond", beyond & ~outside
+    number = int(sound.sum())
+    if not number:
+        return
+    as_corners = (wide > left) & (high > top) & (wide <= widths + 1) & (high <= heights + 1) & (left >= -1)
+    if number >= _FEWEST_BOXES and beyond.sum() >= _BEYOND_SHARE * number and as_corners[sound].mean() > 0.99:
+        yield "boxes_as_corners", _first(beyond)
+    if max(right[sound].max(), bottom[sound].max()) <= 1 and min(widths[sound].min(), heights[sound].min()) > 10:
+        yield "boxes_as_fractions", _first(sound)
+
+
+def _first(where: np.ndarray) -> np.ndarray:
+    return np.arange(len(where)) == np.flatnonzero(where)[0]
+
+
+def _as_floats(rows: list[list[float]]) -> np.ndarray:
+    try:
+        return np.array(rows, np.float64)
+    except OverflowError:  # of whole numbers with more digits than a float can have
+        return np.array([[math.inf if abs(number) > 1e308 else number for number in row] for row in rows], np.float64)
+
+
+def find_empty_images(file: CocoFile) -> Found:
+    used = {*file.image_of.tolist(), *file.found["image_form"]}
+    yield from (("image_empty", index, None) for index in range(len(file.images)) if index not in used)
+
+
+def find_empty_categories(file: CocoFile) -> Found:
+    used = {whole(entry.get("category_id")) for entry in file.annotations if isinstance(entry, dict)}
+    yield from (("category_empty", index, None) for n, index in file.category_by_id.items() if n not in used)
+
+
+# -- fix: the entry instead of one with a finding, or None to leave it out -------------------------
+
+
+def leave_out(file: CocoFile, index: int, entry: Any) -> None:
+    return None
+
+
+def unchanged(file: CocoFile, index: int, entry: Any) -> Any:
+    return entry
+
+
+def whole_id(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
+    return entry | {"id": whole(entry["id"])}
+
+
+def size_of_file(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
+    return entry | {"height": int(file.heights[index]), "width": int(file.widths[index])}
+
+
+def image_id(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
+    return entry | {"image_id": file.images[file.image_of[index]]["id"]}
+
+
+def category_id(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
+    return entry | {"category_id": whole(entry["category_id"])}
+
+
+def not_a_crowd(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
+    return entry | {"iscrowd": 0}
+
+
+def a_crowd(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
+    return entry | {"iscrowd": 1, "ignore": 0}
+
+
+def usable_mask(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any] | None:
+    mask = file.mask(index, entry)
+    return None if mask is None else entry | {"segmentation": mask}
+
+
+def box_of_mask(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any] | None:
+    mask = file.mask(index, entry)
+    box = None if mask is None else box_of(mask, *file.size_of_image(index))
+    return None if box is None else entry | {"bbox": box}
+
+
+def new_id(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
+    return entry | {"id": next(file.new_ids)}
+
+
+def new_id_unless_equal(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any] | None:
+    same_id = file.annotations[file.annotation_by_id[entry["id"]]]
+    return None if file.annotations[index] == same_id else new_id(file, index, entry)
+
+
+def area_of_mask_or_box(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
+    mask = file.mask(index, entry)
+    if mask is not None:
+        return entry | {"area": float(mask_util.area(rle_of(mask, *file.size_of_image(index))))}
+    return entry | {"area": float(entry["bbox"][2]) * float(entry["bbox"][3])}
+
+
+# -- the table -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Check:
+    """A row of the table.
+
+    Attributes:
+        severity: an ``"error"`` stops a run unless ``DATASETS.CHECK`` is ``"warn"``; ``"fixed"`` can be read in one way
+            only, and always is; a ``"note"`` does no harm.
+        what: is found, in the plural.
+        fix: from a :class:`CocoFile`, an index and an entry to the fixed entry, or to None to leave it out; None where
+            there is no fix.
+        effect: of the fix, or of a note.
+        of: the list of the COCO file that it is about.
+        find: the function that yields its name.
+    """
+
+    name: str
+    severity: Literal["error", "fixed", "note"]
+    what: str
+    fix: Callable[[CocoFile, int, Any], Any] | None
+    effect: str
+    of: Literal["categories", "images", "annotations"]
+    find: Callable[[CocoFile], Found]
+
+
+SEVERITIES = ("error", "fixed", "note")
+_OUT, _WITH_OBJECTS, _UNCHANGED = "left out", "left out, with their objects", "as it is"
+_BOX, _MASK = "the box of the mask if there is one, else left out", "left out if no other polygon is usable"
+_WHOLE, _OTHERS = "read as the whole number", "the other polygons stay"
+
+# The list and the function that the checks of a group share; name, severity, what is found, fix, and its effect. Fixes
+# are done in this order: new ids and areas come last, for the annotations that stay.
+# fmt: off
+_TABLE: tuple[tuple[str, Callable[[CocoFile], Found], tuple[tuple, ...]], ...] = (
+    ("categories", find_in_categories, (
+        ("category_form", "error", "categories without an id and a name", leave_out, _WITH_OBJECTS),
+        ("category_id_twice", "error", "categories with the id of another", leave_out, "the first with the id stays"),
+        ("category_text", "fixed", "categories whose id is text or has a decimal point", whole_id, _WHOLE),
+        ("category_name_twice", "note", "categories with the name of another", None, "different classes"),
+    )),
+    ("images", find_in_images, (
+        ("image_form", "error", "images without an id and a file_name", leave_out, _WITH_OBJECTS),
+        ("image_id_twice", "error", "images whose id is not unique", leave_out,
+         "of equal entries one stays; others are left out with their objects, which could be of either"),
+        ("image_ids_mixed", "error", "images whose id is text where other ids are numbers", unchanged,
+         "all images get new ids, their positions in the file"),
+        ("image_size_missing", "fixed", "images without height and width", size_of_file, "read from the file"),
+        ("file_twice", "note", "images with the file of another", None, "trained on as two images"),
+    )),
+    ("images", find_in_files, (
+        ("file_missing", "error", "images whose file is missing", leave_out, _WITH_OBJECTS),
+        ("file_unreadable", "error", "images whose file cannot be read", leave_out, _WITH_OBJECTS),
+        ("file_size", "error", "images of another size than their file", leave_out, _WITH_OBJECTS),
+    )),
+    ("annotations", find_in_annotations, (
+        ("annotation_form", "error", "annotations that are not JSON objects", leave_out, _OUT),
+        ("image_unknown", "error", "annotations of an image_id that no image has", leave_out, _OUT),
+        ("image_id_text", "fixed", "annotations whose image_id is written in another way than the image's id", image_id,
+         "the image's id"),
+        ("category_unknown", "error", "annotations of a category_id that no category has", leave_out, _OUT),
+        ("category_id_text", "fixed", "annotations whose category_id is text or has a decimal point", category_id,
+         _WHOLE),
+        ("iscrowd_missing", "fixed", "annotations without iscrowd", not_a_crowd, "0"),
+        ("iscrowd_value", "error", "annotations whose iscrowd is neither 0 nor 1", leave_out, _OUT),
+    )),
+    ("annotations", find_in_masks, (
+        ("mask_missing", "error", "annotations without the segmentation that others have", leave_out, _OUT),
+        ("mask_form", "error", "segmentations that are neither polygons nor RLE", usable_mask, _MASK),
+        ("mask_points", "error", "masks without a polygon of three points", usable_mask, _OUT),
+        ("mask_outside", "error", "masks outside the image", usable_mask, _OUT),
+        ("polygon_not_finite", "error", "masks with a polygon that is not finite", usable_mask, _MASK),
+        ("polygon_far", "error", "masks with a polygon more than ten image sides beyond the image", usable_mask, _MASK),
+        ("polygon_points", "fixed", "masks with a polygon of fewer than three points among others", usable_mask,
+         _OTHERS),
+        ("polygon_outside", "fixed", "masks with a polygon outside the image among others", usable_mask, _OTHERS),
+        ("rle_size", "error", "RLE of another size than the image", usable_mask, _OUT),
+        ("rle_counts", "error", "RLE whose counts are not the image's pixels", usable_mask, _OUT),
+        ("rle_object", "note", "RLE instead of polygons of objects that are not crowds", None,
+         "read as bitmaps, as are the polygons of their images"),
+    )),
+    ("annotations", find_in_boxes, (
+        ("boxes_as_corners", "error", "boxes that fit their images only as [left, top, right, bottom]", None,
+         "always stops: convert them to [left, top, width, height]"),
+        ("boxes_as_fractions", "error", "boxes that are fractions of the image, not pixels", None,
+         "always stops: multiply them by width and height"),
+        ("box_missing", "error", "annotations without a bbox", leave_out, _OUT),
+        ("box_of_mask", "fixed", "annotations without a bbox, with a mask", box_of_mask, "the box of the mask"),
+        ("box_form", "error", "annotations whose bbox is not [left, top, width, height]", box_of_mask, _BOX),
+        ("box_not_finite", "error", "boxes that are not finite", box_of_mask, _BOX),
+        ("box_negative", "error", "boxes of negative width or height", box_of_mask, _BOX),
+        ("box_far", "error", "boxes more than ten image sides beyond the image", box_of_mask, _BOX),
+        ("box_outside", "error", "boxes outside the image", box_of_mask, _BOX),
+        ("box_empty", "note", "boxes without area", None, "not trained on; in evaluation nothing matches them"),
+        ("box_beyond", "note", "boxes more than a pixel beyond the image", None,
+         "clipped in training, evaluated as they are"),
+    )),
+    ("annotations", find_in_annotations, (
+        ("ignored", "error", "annotations with ignore, which detectron2 does not know", a_crowd,
+         "taken for a crowd (iscrowd 1): not trained on, not counted"),
+        ("annotation_id_unusable", "fixed", "annotations without an id above 0, which COCO's evaluation needs", new_id,
+         "a new id"),
+        ("annotation_id_twice", "error", "annotations whose id is not unique", new_id_unless_equal,
+         "an equal annotation is left out, another one gets a new id"),
+        ("area_missing", "fixed", "annotations without a possible area", area_of_mask_or_box,
+         "that of the mask, or of the box"),
+    )),
+    ("images", find_empty_images, (
+        ("image_empty", "note", "images without objects", None,
+         "left out of training unless DATALOADER.FILTER_EMPTY_ANNOTATIONS is False; evaluated"),
+    )),
+    ("categories", find_empty_categories, (
+        ("category_empty", "note", "categories without objects", None, "a class that is not learned"),
+    )),
+)
+# fmt: on
+CHECKS = {row[0]: Check(*row, of=of, find=find) for of, find, rows in _TABLE for row in rows}
+
+
+def whole(value: object) -> int | None:
+    """Return the whole number that an id is, or that its text stands for, or None."""
+    if isinstance(value, bool):
+        return None
+    try:
+        if isinstance(value, float):
+            return int(value) if value.is_integer() else None
+        return int(value) if isinstance(value, (int, str)) else None
+    except ValueError:
+        return None
+
+
+def _shortened(value: object) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else f"{text[:40]} ... {text[-20:]}"
+
+
+def _example_text(example: dict[str, Any]) -> str:
+    """Return for instance ``annotation 17, image 3, file a.jpg, [nan, 1, 2, 3]``."""
+    return ", ".join(str(item) if key == "value" else f"{key} {_shortened(item)}" for key, item in example.items())

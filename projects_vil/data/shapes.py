@@ -1,0 +1,345 @@
+"""A small synthetic dataset for the demos and the tests: boxes and masks as in COCO, or labels as in ADE20K.
+
+Bright circles, squares and triangles lie on dim noise. The class shows in the outline and in the hue; hues, sizes and
+rotations vary, objects overlap a little, and images differ in size.
+"""
+
+import colorsys
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+
+from backbones.errors import ConfigError, check_choice
+
+SPLITS = ("train", "val")
+SHAPES_TASKS = ("detection", "sem_seg", "panoptic")
+SHAPES_CLASSES = ("circle", "square", "triangle")
+SHAPES_SEM_SEG_CLASSES = ("background", *SHAPES_CLASSES)
+
+GENERATOR_VERSION = 1
+DESCRIPTION = "Drawn shapes on dim noise, written by tools/make_shapes_dataset.py"
+
+CLASS_HUES = (0.0, 1 / 3, 0.62)  # red, green, blue, as fractions of the colour circle
+HUE_SPREAD = 0.05
+BACKGROUND_MAX = 90  # of 255; an object's brightest channel starts at OBJECT_MIN
+OBJECT_MIN = 140
+MAX_OBJECTS = 5
+OBJECT_SIZES = (0.14, 0.5)  # longer side of an object's box, as a fraction of the image's short side
+MIN_VISIBLE = 0.65  # of an object's area, after all later objects have been rendered
+MAX_COVERING = 0.4  # of a new object's area, over earlier objects
+PLACING_ATTEMPTS = 20
+CONTOUR_UPSAMPLING = 4
+
+
+def write_shapes_dataset(
+    output: str | Path,
+    *,
+    task: str = "detection",
+    num_train: int = 400,
+    num_val: int = 100,
+    short_side: int = 128,
+    seed: int = 0,
+    overwrite: bool = False,
+) -> str:
+    """Write a dataset under ``output``.
+
+    For detection ``annotations/instances_{train,val}.json``, ``train/*.jpg`` and ``val/*.jpg``. For semantic
+    segmentation ``images/{training,validation}/*.jpg`` and ``annotations/{training,validation}/*.png`` as in ADE20K,
+    with ``classes.txt`` and, of the same images, ``instances_{train,val}.json``: labels are 1 for the background, 2 to
+    4 for circles, squares and triangles, and 0, to be ignored, along the objects' outlines. For panoptic segmentation
+    the files of detection, and ``stuff_{train,val}/*.png`` as in COCO: labels are 0 for things, 1 for the background.
+
+    The same parameters give the same bytes. The folder appears complete or not at all. A folder that already holds the
+    dataset with these parameters is kept; another shapes dataset is replaced if ``overwrite``; a folder with anything
+    else in it is never changed.
+
+    Args:
+        task: of ``SHAPES_TASKS``.
+        num_train, num_val: images in each split, at least 1.
+        short_side: mean short side of the images in pixels, 32 to 4096; each lies within 10 % of it. The long
+            side is 1.1 to 1.5 times the short side, and about half of the images are portraits.
+        seed: at least 0. An image depends only on the seed, its split, its index there and ``short_side``.
+
+    Returns:
+        What the folder holds, and whether it was written or kept, in a line.
+
+    Raises:
+        ConfigError: a parameter out of range, or an ``output`` that must not or cannot be written.
+    """
+    check_choice("task", task, SHAPES_TASKS)
+    parameters = {"num_train": num_train, "num_val": num_val, "short_side": short_side, "seed": seed}
+    limits = {"num_train": (1, 10**9), "num_val": (1, 10**9), "short_side": (32, 4096), "seed": (0, 2**63)}
+    for name, (low, high) in limits.items():
+        if not low <= parameters[name] <= high:
+            raise ConfigError(f"{name} is {parameters[name]}: it is {low} to {high}")
+    parameters["generator_version"] = GENERATOR_VERSION
+    output = Path(output).resolve()
+    try:
+        content = _read_existing(output, task)
+        is_kept = content is not None and not overwrite
+        if is_kept:
+            _check_same(output, task, content, parameters)
+        else:
+            content = _write_and_rename(output, task, parameters)
+    except OSError as error:
+        raise ConfigError(f"cannot write {output}: {error.strerror}; choose another folder") from error
+    images, objects = (" and ".join(str(len(content[s][k])) for s in SPLITS) for k in ("images", "annotations"))
+    verb = "kept, already complete:" if is_kept else "wrote"
+    return f"{verb} {images} images for train and val ({objects} objects: {', '.join(SHAPES_CLASSES)}) in {output}"
+
+
+# -- the folder ------------------------------------------------------------------------------------
+
+
+def _paths(task: str, split: str) -> tuple[Path, Path, Path]:
+    """Return the annotation file, the folder of images and that of label images, in the folder of a dataset."""
+    if task == "sem_seg":
+        folder = {"train": "training", "val": "validation"}[split]
+        return Path(f"instances_{split}.json"), Path("images", folder), Path("annotations", folder)
+    return Path("annotations", f"instances_{split}.json"), Path(split), Path(f"stuff_{split}")
+
+
+def _read_existing(output: Path, task: str) -> dict[str, dict] | None:
+    """Return the annotations by split of the shapes dataset in ``output``; None if there is nothing yet."""
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return None
+    parts = {path.parts[0] for split in SPLITS for path in _paths(task, split)} | {"classes.txt"}
+    try:
+        if {path.name for path in output.iterdir()} <= parts:
+            existing = {split: json.loads((output / _paths(task, split)[0]).read_bytes()) for split in SPLITS}
+            if all(content["info"]["description"] == DESCRIPTION for content in existing.values()):
+                return existing
+    except (OSError, ValueError, LookupError, TypeError):
+        pass
+    raise ConfigError(f"{output} is not empty and not a shapes dataset for {task}; choose another folder")
+
+
+def _check_same(output: Path, task: str, existing: dict[str, dict], parameters: dict[str, int]) -> None:
+    for split in SPLITS:
+        found = existing[split]["info"].get("parameters", {})
+        differing = [f"{name} {found.get(name)}" for name, value in parameters.items() if found.get(name) != value]
+        if differing:
+            raise ConfigError(f"{output} is a shapes dataset with {', '.join(differing)}; overwrite replaces it")
+        stems = {Path(image["file_name"]).stem for image in existing[split]["images"]}
+        for folder in _paths(task, split)[1 : 2 if task == "detection" else 3]:
+            missing = stems - {path.stem for path in (output / folder).glob("*.*")}
+            if missing:
+                raise ConfigError(f"{output / folder} lacks {len(missing)} images; overwrite writes them again")
+
+
+def _write_and_rename(output: Path, task: str, parameters: dict[str, int]) -> dict[str, dict]:
+    """Write next to ``output``, then rename; return the annotations by split."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as folder:
+        new, old = Path(folder, "new"), Path(folder, "old")
+        content = {split: _write_split(new, task, split, parameters) for split in SPLITS}
+        if task == "sem_seg":
+            (new / "classes.txt").write_text("".join(f"{name}\n" for name in SHAPES_SEM_SEG_CLASSES), encoding="utf-8")
+        if output.exists():
+            output.rename(old)
+        try:
+            new.rename(output)
+        except OSError:
+            if old.exists():
+                old.rename(output)
+            raise
+    return content
+
+
+def _write_split(root: Path, task: str, split: str, parameters: dict[str, int]) -> dict[str, Any]:
+    """Write a split's images, annotation file and label images; return the annotation file's content."""
+    annotation_file, images, labels = (root / path for path in _paths(task, split))
+    for folder in (annotation_file.parent, images, *([] if task == "detection" else [labels])):
+        folder.mkdir(parents=True, exist_ok=True)
+    content = {
+        "info": {"description": DESCRIPTION, "version": str(GENERATOR_VERSION), "parameters": parameters},
+        "licenses": [{"id": 1, "name": "Apache-2.0", "url": "https://www.apache.org/licenses/LICENSE-2.0"}],
+        "images": [],
+        "annotations": [],
+        "categories": [{"id": i, "name": name, "supercategory": "shape"} for i, name in enumerate(SHAPES_CLASSES, 1)],
+    }
+    first_id = 1 if split == "train" else parameters["num_train"] + 1
+    for index in range(parameters[f"num_{split}"]):
+        rng = np.random.default_rng([parameters["seed"], SPLITS.index(split), index])
+        image, instances = render_image(rng, short_side=parameters["short_side"])
+        image_id, (height, width) = first_id + index, image.shape[:2]
+        name = f"{image_id:012d}"
+        _write_image(images / f"{name}.jpg", image, [cv2.IMWRITE_JPEG_QUALITY, 95])
+        if task != "detection":
+            label = label_image if task == "sem_seg" else stuff_image
+            _write_image(labels / f"{name}.png", label((height, width), instances), [])
+        entry = {"license": 1, "file_name": f"{name}.jpg", "height": height, "width": width, "id": image_id}
+        content["images"].append(entry)
+        for class_index, mask in instances:
+            annotation_id = len(content["annotations"]) + 1
+            content["annotations"].append(_annotation(mask, class_index, image_id, annotation_id))
+    annotation_file.write_text(json.dumps(content, separators=(",", ":")) + "\n", encoding="utf-8")
+    return content
+
+
+def _write_image(path: Path, image: np.ndarray, options: list[int]) -> None:
+    path.write_bytes(cv2.imencode(path.suffix, image, options)[1].tobytes())
+
+
+# -- annotations -----------------------------------------------------------------------------------
+
+
+def _annotation(mask: np.ndarray, class_index: int, image_id: int, annotation_id: int) -> dict:
+    """Return the COCO entry of the object whose visible pixels are ``mask`` (H, W) bool."""
+    left, top, width, height = cv2.boundingRect(mask.astype(np.uint8))
+    return {
+        "id": annotation_id,
+        "image_id": image_id,
+        "category_id": class_index + 1,
+        "bbox": [float(left), float(top), float(width), float(height)],
+        "area": float(np.count_nonzero(mask)),
+        "iscrowd": 0,
+        "segmentation": mask_polygons(mask),
+    }
+
+
+def label_image(size: tuple[int, int], instances: list[tuple[int, np.ndarray]]) -> np.ndarray:
+    """Return labels (H, W) uint8 as in ADE20K: 1 background, from 2 classes, 0 within a pixel of an outline."""
+    labels = np.ones(size, np.uint8)
+    for class_index, mask in instances:
+        labels[mask] = class_index + 2
+    kernel = np.ones((3, 3), np.uint8)
+    for _, mask in instances:
+        labels[cv2.morphologyEx(mask.astype(np.uint8), cv2.MORPH_GRADIENT, kernel) > 0] = 0
+    return labels
+
+
+def stuff_image(size: tuple[int, int], instances: list[tuple[int, np.ndarray]]) -> np.ndarray:
+    """Return labels (H, W) uint8 as in COCO's panoptic_stuff folders: 0 for all things, 1 for the background."""
+    labels = np.ones(size, np.uint8)
+    for _, mask in instances:
+        labels[mask] = 0
+    return labels
+
+
+def mask_polygons(mask: np.ndarray) -> list[list[float]]:
+    """Return the outlines of a mask (H, W) without holes: ``[x0, y0, x1, y1, ...]`` in pixels for each connected part.
+
+    Pixel (row, column) covers [column, column + 1] x [row, row + 1], as in COCO. OpenCV joins pixel centres,
+    so the mask is enlarged first, which leaves the outline an eighth of a pixel inside.
+    """
+    enlarged = np.kron(mask.astype(np.uint8), np.ones((CONTOUR_UPSAMPLING,) * 2, np.uint8))
+    contours, _ = cv2.findContours(enlarged, cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_NONE)
+    polygons = []
+    for contour in contours:
+        outline = cv2.approxPolyDP(contour, CONTOUR_UPSAMPLING / 2, True).reshape(-1)
+        if len(outline) >= 6:
+            polygons.append(((outline + 0.5) / CONTOUR_UPSAMPLING).round(2).tolist())
+    return polygons
+
+
+# -- rendering -------------------------------------------------------------------------------------
+
+
+def render_image(rng: np.random.Generator, *, short_side: int) -> tuple[np.ndarray, list[tuple[int, np.ndarray]]]:
+    """Render one image (H, W, 3) uint8 BGR, H != W, with 1 to 5 objects.
+
+    Returns the image, and for each object its class index and the mask (H, W) bool of its visible pixels.
+    """
+    height, width = _image_size(rng, short_side)
+    owner, classes = _place_objects(rng, height, width)
+    image = _background(rng, height, width)
+    instances = []
+    for index, class_index in enumerate(classes):
+        mask = owner == index + 1
+        image[mask] = _object_color(rng, class_index) * _shading(rng, height, width)[mask]
+        instances.append((class_index, mask))
+    image += rng.normal(0.0, rng.uniform(4.0, 10.0), image.shape)
+    return image.round().clip(0, 255).astype(np.uint8), instances
+
+
+def _image_size(rng: np.random.Generator, short_side: int) -> tuple[int, int]:
+    short = round(short_side * rng.uniform(0.9, 1.1))
+    long = round(short * rng.uniform(1.1, 1.5))
+    return (short, long) if rng.random() < 0.5 else (long, short)
+
+
+def _place_objects(rng: np.random.Generator, height: int, width: int) -> tuple[np.ndarray, list[int]]:
+    """Place objects one over another, later ones on top.
+
+    Returns an owner map (H, W), 0 for background and k where the k-th object is visible, and class indices.
+    """
+    owner = np.zeros((height, width), np.uint8)
+    classes, areas = [], []
+    for _ in range(rng.integers(1, MAX_OBJECTS + 1)):
+        for _ in range(PLACING_ATTEMPTS):
+            class_index = int(rng.integers(len(SHAPES_CLASSES)))
+            mask = _object_mask(rng, class_index, height, width)
+            if _fits(owner, areas, mask):
+                classes.append(class_index)
+                areas.append(np.count_nonzero(mask))
+                owner[mask] = len(classes)
+                break
+    return owner, classes
+
+
+def _fits(owner: np.ndarray, areas: list[int], mask: np.ndarray) -> bool:
+    """Whether a new object leaves enough of each earlier one visible and does not lie mostly on others.
+
+    The second condition also keeps masks free of holes, which polygons cannot express: all outlines are
+    convex, so only an object inside another would cut one.
+    """
+    visible = np.bincount(owner.ravel(), minlength=len(areas) + 1)[1:]
+    covered = np.bincount(owner[mask], minlength=len(areas) + 1)[1:]
+    stays_visible = np.all(visible - covered >= MIN_VISIBLE * np.asarray(areas))
+    return bool(stays_visible and covered.sum() <= MAX_COVERING * np.count_nonzero(mask))
+
+
+def _object_mask(rng: np.random.Generator, class_index: int, height: int, width: int) -> np.ndarray:
+    """A random object of the class, wholly inside the image: (H, W) bool."""
+    corners = _outline(rng, class_index) @ _rotation(rng.uniform(0, 2 * np.pi))
+    corners -= corners.min(axis=0)
+    size = min(height, width) * rng.uniform(*OBJECT_SIZES)
+    corners *= size / corners.max()
+    free = np.array([width, height]) - 1 - corners.max(axis=0)
+    corners += rng.uniform(0, 1, 2) * free
+    mask = np.zeros((height, width), np.uint8)
+    cv2.fillConvexPoly(mask, np.round(corners * 16).astype(np.int32), 1, shift=4)
+    return mask.astype(bool)
+
+
+def _outline(rng: np.random.Generator, class_index: int) -> np.ndarray:
+    """Corners (N, 2) of a convex outline round the origin."""
+    if SHAPES_CLASSES[class_index] == "square":
+        return np.array([[-1, -1], [1, -1], [1, 1], [-1, 1]]) * [1.0, rng.uniform(0.65, 1.0)]
+    if SHAPES_CLASSES[class_index] == "circle":
+        angles = np.linspace(0, 2 * np.pi, 48, endpoint=False)
+    else:
+        angles = np.arange(3) * 2 * np.pi / 3 + rng.uniform(-0.25, 0.25, 3)
+    return np.stack([np.cos(angles), np.sin(angles)], axis=1)
+
+
+def _rotation(angle: float) -> np.ndarray:
+    return np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
+
+
+def _background(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
+    """Dim, slowly varying, tinted noise: (H, W, 3) float in [0, BACKGROUND_MAX]."""
+    image = rng.uniform(15, 55) + rng.uniform(-12, 12, 3) + np.zeros((height, width, 3))
+    for cells, amplitude in ((3, 14.0), (9, 8.0)):
+        coarse = rng.normal(0.0, amplitude, (cells, cells, 3))
+        image += cv2.resize(coarse, (width, height), interpolation=cv2.INTER_CUBIC)
+    return image.clip(0, BACKGROUND_MAX)
+
+
+def _object_color(rng: np.random.Generator, class_index: int) -> np.ndarray:
+    """A colour of the class: (3,) BGR, brightest channel from OBJECT_MIN to 255."""
+    hue = (CLASS_HUES[class_index] + rng.uniform(-HUE_SPREAD, HUE_SPREAD)) % 1.0
+    red, green, blue = colorsys.hsv_to_rgb(hue, rng.uniform(0.5, 0.95), rng.uniform(OBJECT_MIN, 255))
+    return np.array([blue, green, red])
+
+
+def _shading(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
+    """A slow brightness gradient across the image in a random direction: (H, W, 1) in [0.85, 1.15]."""
+    angle = rng.uniform(0, 2 * np.pi)
+    across = np.sin(angle) * np.linspace(-1, 1, height)[:, None] + np.cos(angle) * np.linspace(-1, 1, width)
+    return (1 + 0.15 * across / np.sqrt(2))[..., None]

@@ -1,0 +1,352 @@
+"""What happens between iterations: seeds, schedules, EMA, checkpoints, and what follows from evaluations."""
+
+import functools
+import logging
+import signal
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from detectron2.engine import HookBase, hooks
+from detectron2.utils import comm
+from detectron2.utils.events import EventWriter
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from backbones import ConfigError
+from backbones.attention.efficient import PerformerAttention, redraw_features
+from backbones.attention.sliding_chunk import sample_shifts
+from projects_vil.checkpoint import Checkpointer, remove_old, remove_partial
+from projects_vil.data import derived_seed, seed_all
+from projects_vil.engine.writers import WINDOW
+from projects_vil.solver import main_group
+
+# Metrics that no run repeats.
+TIMES = ("time", "data_time", "rank_data_time", "eta_seconds")
+
+
+# -- exact resume ----------------------------------------------------------------------------------
+
+
+class SeedIterations(HookBase):
+    """Seed every iteration by the run's seed, its number and the rank.
+
+    Stochastic depth, the sampling of proposals and whatever else is random thus need no state in a checkpoint.
+    """
+
+    def before_step(self) -> None:
+        seed_all(derived_seed("iteration", self.trainer.seed, self.trainer.iter, comm.get_rank()))
+
+
+class MetricsHistory(HookBase):
+    """Keep the last values of each metric in the checkpoint, since ``metrics.json`` has their medians."""
+
+    def __init__(self) -> None:
+        self._saved: dict[str, Any] = {}
+
+    def before_train(self) -> None:
+        for name, (values, smoothed) in self._saved.items():
+            for value, iteration in values:
+                self.trainer.storage.put_scalar(name, value, smoothing_hint=smoothed, cur_iter=int(iteration))
+
+    def state_dict(self) -> dict[str, Any]:
+        storage = self.trainer.storage
+        hints = storage.smoothing_hints()
+        return {
+            name: [[list(pair) for pair in history.values()[-WINDOW:]], hints[name]]
+            for name, history in storage.histories().items()
+            if name not in TIMES
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._saved = state_dict
+
+
+# -- schedules: the iteration is the seed, for all processes and after a resume --------------------
+
+
+class LRScheduler(hooks.LRScheduler):
+    """detectron2's hook; learning rates are those of the config, also where a run is resumed with other ones.
+
+    The logged ``lr`` is that of :func:`~projects_vil.solver.main_group`; detectron2's, of the largest group, may be
+    a layer's with layer-wise decay.
+    """
+
+    def before_train(self) -> None:
+        super().before_train()
+        self._best_param_group_id = main_group(self._optimizer)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        scheduler = self.scheduler
+        super().load_state_dict(state_dict | {"base_lrs": scheduler.base_lrs})
+        for group, lr in zip(scheduler.optimizer.param_groups, scheduler.get_lr(), strict=True):
+            group["lr"] = lr
+
+
+class RedrawFeatures(HookBase):
+    """Resample Performer's random features every ``period`` iterations (ViL, appendix D)."""
+
+    def __init__(self, period: int) -> None:
+        if period < 1:
+            raise ConfigError(f"MODEL.TRANSFORMER.FEATURE_REDRAW_PERIOD is {period}: it must be 1 or more iterations")
+        self.period = period
+
+    def before_train(self) -> None:
+        """Start with the features of rank 0: DistributedDataParallel does not share these buffers."""
+        if comm.get_world_size() > 1:
+            for module in self.trainer.model.modules():
+                if isinstance(module, PerformerAttention):
+                    torch.distributed.broadcast(module.features, src=0)
+
+    def before_step(self) -> None:
+        if self.trainer.iter and self.trainer.iter % self.period == 0:
+            redraw_features(self.trainer.model, seed=self.trainer.iter)
+
+
+class RandomShift(HookBase):
+    """In the first part of a run, let ViL's local attention see one neighbouring chunk, sampled for each layer.
+
+    Args:
+        model: whose attention it is.
+        until: the fraction of all iterations, 0 to 1; 0.875 in the official recipes.
+
+    Raises:
+        ConfigError: if the model has no such attention.
+    """
+
+    def __init__(self, model: nn.Module, until: float) -> None:
+        if not sample_shifts(model, seed=None):
+            raise ConfigError(
+                f"MODEL.TRANSFORMER.RANDOM_SHIFT_UNTIL is {until}, and no stage has sliding_chunk attention"
+            )
+        self.model = model
+        self.until = until
+
+    def before_step(self) -> None:
+        is_on = self.trainer.iter < self.until * self.trainer.max_iter
+        sample_shifts(self.model, seed=self.trainer.iter if is_on else None)
+
+
+# -- exponential moving average --------------------------------------------------------------------
+
+
+def ema_model(model: nn.Module, *, decay: float) -> AveragedModel:
+    """Return torch's averaged model, with a decay of min(decay, (1 + n) / (10 + n)) after n steps.
+
+    The average starts with the weights after the first step. Buffers are those of the model.
+
+    Args:
+        model: without DistributedDataParallel.
+        decay: 0 or more, and below 1.
+    """
+
+    def update(averages: list[Tensor], weights: list[Tensor], steps: Tensor) -> None:
+        number = int(steps)
+        get_ema_multi_avg_fn(min(decay, (1 + number) / (10 + number)))(averages, weights, number)
+
+    return AveragedModel(model, multi_avg_fn=update).requires_grad_(False)
+
+
+class EMAHook(HookBase):
+    """Update the average after each step that changed the weights.
+
+    Args:
+        averaged: from :func:`ema_model`.
+        model: without DistributedDataParallel.
+        has_stepped: returns whether the last step changed the weights.
+    """
+
+    def __init__(self, averaged: AveragedModel, model: nn.Module, has_stepped: Callable[[], bool]) -> None:
+        self.averaged = averaged
+        self.model = model
+        self.has_stepped = has_stepped
+
+    def after_step(self) -> None:
+        if self.has_stepped():
+            with torch.no_grad():
+                self.averaged.update_parameters(self.model)
+
+
+# -- checkpoints and evaluations -------------------------------------------------------------------
+
+
+class PeriodicCheckpointer(HookBase):
+    """Save every ``period`` iterations, at the end, and when a signal stops the run; every rank has this hook.
+
+    A checkpoint is saved before an evaluation of the same iteration, and once more after it by
+    :class:`SaveAfterEvaluation`: a run that is resumed from the first evaluates again.
+
+    Args:
+        checkpointer: writes in rank 0.
+        period: iterations between two checkpoints.
+        max_to_keep: how many numbered ones are kept, the newest; 0 for all.
+    """
+
+    def __init__(self, checkpointer: Checkpointer, *, period: int, max_to_keep: int = 0) -> None:
+        self.checkpointer = checkpointer
+        self.period = period
+        self.max_to_keep = max_to_keep
+        self.last_saved: int | None = None
+
+    def before_train(self) -> None:
+        if comm.is_main_process():
+            remove_partial(self.checkpointer.save_dir)
+
+    def after_step(self) -> None:
+        done, max_iter, stop = self.trainer.iter + 1, self.trainer.max_iter, self.trainer.stop_signal()
+        if done % self.period == 0 or (stop and done < max_iter):
+            self.save(f"model_{self.trainer.iter:07d}")
+        if done >= max_iter:
+            self.save("model_final")
+        elif stop:
+            logging.getLogger(__name__).warning(
+                "%s: saved after iteration %d; continue with --resume", signal.Signals(stop).name, self.trainer.iter
+            )
+            # No rank exits while rank 0 still writes.
+            comm.synchronize()
+            raise SystemExit(128 + stop)
+
+    def save(self, name: str, *, finished: bool = False, normalizers: list[float | None] | None = None) -> None:
+        """Save a checkpoint; all ranks call this, unless they have shared their loss normalizers before.
+
+        Args:
+            name: of the file, without its suffix.
+            finished: whether the iteration has been evaluated and logged.
+            normalizers: from :func:`loss_normalizers`.
+        """
+        self.checkpointer.save(
+            name,
+            iteration=self.trainer.iter,
+            seed=self.trainer.seed,
+            loss_normalizers=normalizers or loss_normalizers(self.trainer.model),
+            finished=finished,
+        )
+        self.last_saved = self.trainer.iter
+        if self.max_to_keep and comm.is_main_process():
+            remove_old(self.checkpointer.save_dir, keep=self.max_to_keep)
+
+
+class SaveAfterEvaluation(HookBase):
+    """Save the checkpoint of an iteration again, with the result of its evaluation.
+
+    Args:
+        saving: the hook that saved it first.
+        eval_period: iterations between two evaluations.
+    """
+
+    def __init__(self, saving: PeriodicCheckpointer, *, eval_period: int) -> None:
+        self.saving = saving
+        self.eval_period = eval_period
+
+    def after_step(self) -> None:
+        done, periods = self.trainer.iter + 1, (self.eval_period, self.saving.period)
+        if self.eval_period and not any(done % period for period in periods) and done < self.trainer.max_iter:
+            self.saving.save(f"model_{self.trainer.iter:07d}", finished=True)
+
+
+class MetricsWriter(hooks.PeriodicWriter):
+    """detectron2's hook, which writes after each evaluation too, so that none is missing between two lines.
+
+    Args:
+        writers: of the run.
+        period: iterations between two lines.
+        eval_period: iterations between two evaluations, or 0.
+    """
+
+    def __init__(self, writers: Sequence[EventWriter], *, period: int = 20, eval_period: int) -> None:
+        super().__init__(writers, period)
+        self.eval_period = eval_period
+
+    def after_step(self) -> None:
+        if self.eval_period and (self.trainer.iter + 1) % self.eval_period == 0:
+            for writer in self._writers:
+                writer.write()
+        else:
+            super().after_step()
+
+
+class BestCheckpointer(hooks.BestCheckpointer):
+    """detectron2's hook, in rank 0, which resumes with the best value and does not change ``last_checkpoint``.
+
+    Args:
+        eval_period: iterations between two evaluations.
+        checkpointer: writes ``model_best.pth``.
+        metric: as in ``metrics.json``, for example ``"bbox/AP"``.
+        mode: ``"max"``, or ``"min"`` for a loss.
+
+    Attributes:
+        waited: number of evaluations since the best one.
+    """
+
+    def __init__(self, eval_period: int, checkpointer: Checkpointer, metric: str, mode: str = "max") -> None:
+        saver = types.SimpleNamespace(save=functools.partial(checkpointer.save, tag=False))
+        super().__init__(eval_period, saver, metric, mode)
+        self.waited = 0
+
+    def _best_checking(self) -> None:
+        before = self.best_iter
+        super()._best_checking()
+        self.waited = 0 if self.best_iter != before else self.waited + 1
+
+    def state_dict(self) -> dict[str, Any]:
+        state = {"best": self.best_metric, "best_iteration": self.best_iter, "waited": self.waited}
+        return state | {"metric": self._val_metric}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if state_dict["metric"] == self._val_metric:
+            self.best_metric, self.best_iter = state_dict["best"], state_dict["best_iteration"]
+            self.waited = state_dict["waited"]
+
+
+class StoppedEarly(BaseException):
+    """Ends the training loop from within a hook; not an error."""
+
+
+class EarlyStopping(HookBase):
+    """End the run after ``patience`` evaluations without a better metric, with ``model_final.pth``; in every rank.
+
+    Args:
+        best: counts the evaluations; None in ranks above 0.
+        saving: writes the checkpoint.
+        patience: how many evaluations.
+        eval_period: iterations between two evaluations.
+    """
+
+    def __init__(
+        self, best: BestCheckpointer | None, saving: PeriodicCheckpointer, *, patience: int, eval_period: int
+    ) -> None:
+        self.best = best
+        self.saving = saving
+        self.patience = patience
+        self.eval_period = eval_period
+
+    def before_train(self) -> None:
+        """Do not continue a run that was stopped and is resumed."""
+        if 0 < self.trainer.start_iter < self.trainer.max_iter:
+            self.trainer.iter = self.trainer.start_iter - 1
+            self._stop_if_waited()
+            self.trainer.iter = self.trainer.start_iter
+
+    def after_step(self) -> None:
+        done = self.trainer.iter + 1
+        if done % self.eval_period == 0 and done < self.trainer.max_iter:
+            self._stop_if_waited()
+
+    def _stop_if_waited(self) -> None:
+        waited = comm.all_gather(None if self.best is None else self.best.waited)[0]
+        if waited < self.patience:
+            return
+        self.saving.save("model_final", finished=True)
+        logging.getLogger(__name__).info(
+            "stopped early after iteration %d, %d evaluations after the best; a larger SOLVER.EARLY_STOPPING_PATIENCE "
+            "and --resume continue",
+            self.trainer.iter,
+            waited,
+        )
+        raise StoppedEarly
+
+
+def loss_normalizers(model: nn.Module) -> list[float | None]:
+    """Return each rank's running mean of positive anchors, which RetinaNet has no buffer for; all ranks call this."""
+    return comm.all_gather(getattr(getattr(model, "module", model), "loss_normalizer", None))

@@ -1,0 +1,172 @@
+"""Training and evaluation from the command line: what tools/train_net.py does."""
+
+import argparse
+import contextlib
+import functools
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from detectron2.config import CfgNode
+from detectron2.evaluation import verify_results
+from detectron2.utils import comm
+from detectron2.utils.collect_env import collect_env_info
+from detectron2.utils.env import seed_all_rng
+from torch import nn
+
+from backbones.checkpoint_files import atomic_write
+from projects_vil.checkpoint import Checkpointer, checkpoints_of, remove_run
+from projects_vil.config import CONFIG_FILE, check_override_effects, load_config
+from projects_vil.data import read_ahead, register_datasets
+from projects_vil.engine.checks import check_setup
+from projects_vil.engine.launch import (
+    check_processes,
+    launch,
+    number_of_processes,
+    reported_once,
+)
+from projects_vil.engine.trainer import Trainer
+from projects_vil.solver import scale_learning_rate, schedule_by_epochs
+from projects_vil.utils import check_unlocked, log_run, run_lock, terminating_between_calls
+
+
+def train_from_command_line(args: argparse.Namespace) -> None:
+    """Check a run of a YAML config as far as that takes a second, then start its processes.
+
+    Args:
+        args: of detectron2's ``default_argument_parser``, with all overrides in ``opts``.
+
+    Raises:
+        ConfigError: for a mistake in the config, its overrides or the files that they name.
+    """
+    with reported_once():
+        cfg = load_config(args.config_file, args.opts)
+        register_datasets(cfg)
+        check_processes(args, device=cfg.MODEL.DEVICE)
+        if not args.eval_only:
+            check_unlocked(cfg.OUTPUT_DIR)
+            check_override_effects(cfg, args.opts)
+        check_setup(cfg, processes=number_of_processes(args), eval_only=args.eval_only, resume=args.resume)
+    launch(_run, args, output_dir=cfg.OUTPUT_DIR, device=cfg.MODEL.DEVICE)
+
+
+def _run(args: argparse.Namespace) -> None:
+    """Train or evaluate in one process."""
+    cfg = load_config(args.config_file, args.opts)
+    register_datasets(cfg)
+    if args.eval_only:
+        set_up_run(cfg, args)
+        save_config(cfg, _write_yaml, eval_only=True)
+        evaluate(cfg, args, Trainer.build_model(cfg), functools.partial(Trainer.test, cfg))
+        return
+    with training_folder(cfg):
+        log_run(cfg.OUTPUT_DIR, rank=comm.get_rank())
+        # Before anything of an older run is removed.
+        num_images = read_ahead(cfg)
+        cfg, lines = schedule_by_epochs(cfg, num_images, args.opts)
+        cfg, scaling = scale_learning_rate(cfg, processes=comm.get_world_size())
+        train(cfg, args, Trainer, _write_yaml, lines=[*lines, *scaling])
+
+
+def _write_yaml(cfg: CfgNode, path: Path) -> None:
+    path.write_text(cfg.dump())
+
+
+@contextlib.contextmanager
+def training_folder(cfg: CfgNode):
+    """Lock ``OUTPUT_DIR`` against other runs, in rank 0, before any process writes into it."""
+    with run_lock(cfg.OUTPUT_DIR) if comm.is_main_process() else contextlib.nullcontext():
+        comm.synchronize()
+        yield
+
+
+def set_up_run(cfg: CfgNode, args: argparse.Namespace) -> None:
+    """Do what detectron2's ``default_setup`` does, except for writing ``config.yaml``."""
+    log_run(cfg.OUTPUT_DIR, rank=comm.get_rank())
+    logger = logging.getLogger("detectron2")
+    logger.info("Rank of current process: %d. World size: %d", comm.get_rank(), comm.get_world_size())
+    logger.info("Environment info:\n%s", collect_env_info())
+    logger.info("Command line arguments: %s", args)
+    logger.info("Running with full config:\n%s", cfg.dump())
+    seed_all_rng(None if cfg.SEED < 0 else cfg.SEED + comm.get_rank())
+    # Images of an evaluation differ too much in size.
+    torch.backends.cudnn.benchmark = cfg.CUDNN_BENCHMARK and not args.eval_only
+
+
+def save_config(cfg: CfgNode, write: Callable[[CfgNode, Path], object], *, eval_only: bool = False) -> None:
+    """Write ``config.yaml`` in rank 0; an evaluation leaves that of a training run as it is."""
+    folder = Path(cfg.OUTPUT_DIR)
+    of_a_run = any(any(folder.glob(pattern)) for pattern in ("*.pth", "metrics.json", ".run.lock"))
+    if comm.is_main_process() and not (eval_only and of_a_run):
+        with atomic_write(folder / CONFIG_FILE) as partial:
+            write(cfg, partial)
+
+
+def train(
+    cfg: CfgNode,
+    args: argparse.Namespace,
+    make_trainer: Callable[[CfgNode], Trainer],
+    write_config: Callable[[CfgNode, Path], object],
+    *,
+    lines: list[str] = (),
+) -> OrderedDict | None:
+    """Train in one process, in the :func:`training_folder`.
+
+    Args:
+        cfg: of the run.
+        args: of the command line.
+        make_trainer: builds the trainer from the config with its final seed.
+        write_config: writes ``config.yaml`` for that config.
+        lines: for the log.
+    """
+    is_new = not (args.resume and checkpoints_of(cfg.OUTPUT_DIR))
+    comm.synchronize()
+    cfg = cfg.clone()
+    cfg.defrost()
+    if is_new and cfg.SEED < 0:
+        # In config.yaml, and the initial weights depend on it too.
+        cfg.SEED = comm.shared_random_seed()
+    if is_new and cfg.OVERWRITE_OUTPUT_DIR and comm.is_main_process():
+        remove_run(cfg.OUTPUT_DIR)
+    # Applies to this start alone, not to others with its config.yaml.
+    cfg.OVERWRITE_OUTPUT_DIR = False
+    cfg.freeze()
+    set_up_run(cfg, args)
+    for line in lines:
+        logging.getLogger("detectron2").info(line)
+    logger, solver = logging.getLogger(__name__), cfg.SOLVER
+    if solver.WARMUP_ITERS >= solver.MAX_ITER:
+        logger.warning(
+            "SOLVER.WARMUP_ITERS is %d, and SOLVER.MAX_ITER %d: the learning rate never reaches SOLVER.BASE_LR %g",
+            solver.WARMUP_ITERS,
+            solver.MAX_ITER,
+            solver.BASE_LR,
+        )
+    logger.info(
+        "training %s with %s on %s in %d processes: %d iterations; config, model and environment are in %s/log.txt",
+        cfg.MODEL.META_ARCHITECTURE,
+        cfg.MODEL.TRANSFORMER.NAME,
+        cfg.MODEL.DEVICE,
+        comm.get_world_size(),
+        solver.MAX_ITER,
+        cfg.OUTPUT_DIR,
+    )
+    trainer = make_trainer(cfg)
+    trainer.resume_or_load(resume=args.resume)
+    # Once the checkpoint of a resumed run is known to fit.
+    save_config(trainer.cfg, write_config)
+    return trainer.train()
+
+
+def evaluate(
+    cfg: CfgNode, args: argparse.Namespace, model: nn.Module, test: Callable[[nn.Module], OrderedDict]
+) -> None:
+    """Evaluate ``MODEL.WEIGHTS``, or the last checkpoint with ``--resume``, in one process."""
+    checkpointer = Checkpointer(model, cfg.OUTPUT_DIR, cfg=cfg, complete=True)
+    checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=args.resume)
+    with terminating_between_calls(model, alone=comm.get_world_size() == 1):
+        results = test(model)
+    if comm.is_main_process():
+        verify_results(cfg, results)

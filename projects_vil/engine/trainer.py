@@ -1,0 +1,603 @@
+"""The trainer of YAML configs and LazyConfigs, and its step: gradient accumulation, mixed precision, divergence."""
+
+import contextlib
+import functools
+import json
+import logging
+import math
+import signal
+import sys
+import time
+import weakref
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from detectron2.config import CfgNode
+from detectron2.engine import DefaultTrainer, SimpleTrainer, TrainerBase, hooks
+from detectron2.engine.hooks import EvalHook
+from detectron2.evaluation import DatasetEvaluator
+from detectron2.utils import comm
+from detectron2.utils.events import EventWriter, TensorboardXWriter, get_event_storage, has_event_storage
+from detectron2.utils.logger import setup_logger
+from fvcore.nn.precise_bn import get_bn_modules
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from backbones import ConfigError
+from backbones.attention.efficient import PerformerAttention
+from backbones.checkpoint_files import atomic_write
+from projects_vil import data, evaluation, solver
+from projects_vil.checkpoint import Checkpointer, fingerprint
+from projects_vil.config import one_line
+from projects_vil.engine.hooks import (
+    BestCheckpointer,
+    EarlyStopping,
+    EMAHook,
+    LRScheduler,
+    MetricsHistory,
+    MetricsWriter,
+    PeriodicCheckpointer,
+    RandomShift,
+    RedrawFeatures,
+    SaveAfterEvaluation,
+    SeedIterations,
+    StoppedEarly,
+    ema_model,
+    loss_normalizers,
+)
+from projects_vil.engine.launch import distribute, stop_requests
+from projects_vil.engine.writers import MetricPrinter, MetricsFile, ProgressBar, build_service_writers
+from projects_vil.evaluation import LOSS_TASK, parts_of_metric, validation_loss, write_results
+from projects_vil.modeling import MicroBatches
+from projects_vil.utils import Terminated
+from projects_vil.visualization import draw_evaluation
+
+AMP_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+DIVERGED_FILE = "diverged.json"
+# Consecutive steps that the float16 loss scaler may skip: from any scale that it grows to, it is below 1 by then.
+MAX_OVERFLOWS = 32
+# Hyperparameters of an optimizer's groups that a config sets.
+_HYPERPARAMETERS = ("initial_lr", "weight_decay", "momentum", "nesterov", "betas", "eps")
+
+
+class TrainStep(SimpleTrainer):
+    """detectron2's step, with gradient accumulation and mixed precision, after which all weights are finite.
+
+    Where a loss or the norm of the gradients is not finite, all processes skip the batch, or stop: weights, optimizer
+    and BatchNorm statistics stay as before the step. The images, losses and learning rate go to ``diverged.json``.
+    Gradients that overflow under the float16 loss scaler are not such a case: it lowers its scale.
+
+    Args:
+        model, data_loader, optimizer: as detectron2's; the optimizer raises FloatingPointError for gradients that are
+            not finite (:func:`projects_vil.solver.clip_full_model`).
+        output_dir: of ``diverged.json``.
+        accumulate: number of micro-batches of a batch; the gradients are those of the whole batch, as far as
+            :class:`~projects_vil.modeling.MicroBatches` can compute them.
+        precision: dtype of autocast, None for none; float16 scales the loss.
+        max_skipped: how many batches may be skipped before the run stops.
+
+    Attributes:
+        has_stepped: whether the last step changed the weights.
+        skipped: number of batches that were skipped.
+        received: signals that ask this process to stop.
+        stop_signal: one of them that any process had received before the last backward pass; else 0.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data_loader: Any,
+        optimizer: torch.optim.Optimizer,
+        *,
+        output_dir: str | Path,
+        accumulate: int = 1,
+        precision: torch.dtype | None = None,
+        max_skipped: int = 0,
+    ) -> None:
+        super().__init__(model, data_loader, optimizer)
+        self.output_dir = Path(output_dir)
+        self.accumulate = accumulate
+        self.precision = precision
+        self.max_skipped = max_skipped
+        self.device = next(model.parameters()).device
+        self.scaler = torch.amp.GradScaler(self.device.type) if precision == torch.float16 else None
+        self.has_stepped = False
+        self.skipped = self.overflows = 0
+        self.received: list[int] = []
+        self.stop_signal = 0
+
+    def run_step(self) -> None:
+        """Train on the next batch.
+
+        Raises:
+            ConfigError: in all processes, if it diverged and no more batches may be skipped.
+        """
+        start = time.perf_counter()
+        images = next(self._data_loader_iter)
+        data_time = time.perf_counter() - start
+        batch, statistics = MicroBatches(unwrapped(self.model)), self._copy_statistics()
+        self.optimizer.zero_grad()
+        self.has_stepped = False
+        losses, seen, reason = self._backward(images, batch)
+        reason = reason or self._update()
+        if reason:
+            self.optimizer.zero_grad()
+            batch.restore()
+            for buffer, before in statistics:
+                buffer.copy_(before)
+            self._skip(reason, losses, seen)
+        else:
+            terms = {name: torch.tensor(value, dtype=torch.float64) for name, value in losses.items()}
+            self.write_metrics(terms, data_time, self.iter)
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict() | {"skipped": self.skipped, "overflows": self.overflows}
+        return state if self.scaler is None else state | {"grad_scaler": self.scaler.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a checkpoint's state; learning rates, weight decays and momentum are those of the config.
+
+        Raises:
+            ConfigError: if it has no optimizer, or one with other groups of parameters.
+        """
+        own, saved = self.optimizer.state_dict()["param_groups"], state_dict.get("optimizer")
+        if saved is None or list(map(_group_type, saved["param_groups"])) != list(map(_group_type, own)):
+            raise ConfigError(
+                "the checkpoint has no optimizer state for this config's optimizer, LR_MULTIPLIERS and frozen stages: "
+                "resume with SOLVER and MODEL.BACKBONE.FREEZE_AT of its config.yaml, or start from its weights "
+                "(MODEL.WEIGHTS, without --resume, in another OUTPUT_DIR)"
+            )
+        if list(map(_hyperparameters, saved["param_groups"])) != list(map(_hyperparameters, own)):
+            logging.getLogger(__name__).warning(
+                "the resumed run began with other learning rates, weight decays or momentum: those of the config apply"
+            )
+        super().load_state_dict(state_dict | {"optimizer": saved | {"param_groups": own}})
+        self.skipped, self.overflows = state_dict.get("skipped", 0), state_dict.get("overflows", 0)
+        if self.scaler is not None and "grad_scaler" in state_dict:
+            self.scaler.load_state_dict(state_dict["grad_scaler"])
+
+    def start(self, iteration: int) -> None:
+        """Remove an iteration and later ones from ``diverged.json``: they are trained again."""
+        if comm.is_main_process():
+            _write_diverged(self.output_dir / DIVERGED_FILE, before=iteration)
+
+    def _backward(
+        self, images: list[dict[str, Any]], batch: MicroBatches
+    ) -> tuple[dict[str, float], list[dict[str, Any]], str]:
+        """Compute the gradients of all micro-batches.
+
+        Returns:
+            The losses of the batch, its images, and ""; or those of the last micro-batch and the reason if one
+            diverged, in this process or another.
+        """
+        size = len(images) // self.accumulate
+        weighted: dict[str, float] = defaultdict(float)
+        divisor = 1.0
+        for index in range(self.accumulate):
+            part, is_last = images[index * size : (index + 1) * size], index == self.accumulate - 1
+            with contextlib.nullcontext() if is_last else self._no_sync():
+                batch.restore()
+                total, losses, reason = self._forward(part)
+                # In all processes once per iteration, and before the backward pass in which they wait for each other.
+                if reason or is_last:
+                    reason = self._agree(reason)
+                if reason:
+                    return losses, part, reason
+                weight = batch.weight(len(part))
+                if index == 0:
+                    # An estimate: the divisor is known after the last micro-batch.
+                    divisor = weight * self.accumulate
+                if is_last and divisor != (exact := batch.divisor()):
+                    gradients = [p.grad for group in self.optimizer.param_groups for p in group["params"]]
+                    torch._foreach_mul_([grad for grad in gradients if grad is not None], divisor / exact)
+                    divisor = exact
+                for name, value in losses.items():
+                    weighted[name] += value * weight
+                total = total * (weight / divisor)
+                (total if self.scaler is None else self.scaler.scale(total)).backward()
+        self.after_backward()
+        return {name: value / divisor for name, value in weighted.items()}, images, ""
+
+    def _forward(self, part: list[dict[str, Any]]) -> tuple[Tensor, dict[str, float], str]:
+        """Return the loss, its terms, and which of them are not finite."""
+        try:
+            with torch.autocast(self.device.type, self.precision, enabled=self.precision is not None):
+                terms = self.model(part)
+        except FloatingPointError as error:  # detectron2's, for proposals
+            return torch.tensor(math.nan), {}, one_line(error).removesuffix(" Training has diverged.")
+        values = torch.stack([value.detach().double() for value in terms.values()]).tolist()
+        losses = dict(zip(terms, values, strict=True))
+        reason = ", ".join(f"{name} is {value}" for name, value in losses.items() if not math.isfinite(value))
+        return sum(terms.values()), losses, reason
+
+    def _agree(self, reason: str) -> str:
+        """Return a reason of any process, and note a stop signal of any process."""
+        self.stop_signal = max(self.received, default=0)
+        if comm.get_world_size() == 1:
+            return reason
+        flags = torch.tensor([int(bool(reason)), self.stop_signal], device=self.device)
+        torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX)
+        has_failed, self.stop_signal = flags.tolist()
+        return next(filter(None, comm.all_gather(reason))) if has_failed else ""
+
+    def _update(self) -> str:
+        """Take the optimizer's step; return why the run has diverged, or ""."""
+        try:
+            if self.scaler is None:
+                self.optimizer.step()
+                self.has_stepped = True
+                return ""
+            scale = self.scaler.get_scale()
+            self.scaler.step(self.optimizer)
+        except FloatingPointError as error:
+            return str(error)
+        finally:
+            if self.scaler is not None:
+                self.scaler.update()
+        self.has_stepped = self.scaler.get_scale() >= scale
+        self.overflows = 0 if self.has_stepped else self.overflows + 1
+        if self.overflows < MAX_OVERFLOWS:
+            return ""
+        return f"the gradients overflowed in {self.overflows} consecutive steps, with a loss scale of {scale:g}"
+
+    def _skip(self, reason: str, losses: dict[str, float], images: Sequence[dict[str, Any]]) -> None:
+        """Write what diverged, in all processes, and continue or stop."""
+        self.skipped += 1
+        is_skipped = self.skipped <= self.max_skipped
+        rate = self.optimizer.param_groups[solver.main_group(self.optimizer)]["lr"]
+        own = {
+            "losses": {name: value if math.isfinite(value) else str(value) for name, value in losses.items()},
+            "images": [{key: image.get(key) for key in ("image_id", "file_name")} for image in images],
+        }
+        processes = comm.gather(own)
+        path = self.output_dir / DIVERGED_FILE
+        if comm.is_main_process():
+            entry = {"iteration": self.iter, "reason": reason, "learning_rate": rate, "is_skipped": is_skipped}
+            _write_diverged(path, before=self.iter, new=[entry | {"processes": processes}])
+        # The first process that raises ends the others.
+        comm.synchronize()
+        message = f"diverged in iteration {self.iter}: {reason} (learning rate {rate:g}, images and losses in {path})"
+        if not is_skipped:
+            raise ConfigError(
+                f"{message}; no weight has changed: --resume from the last checkpoint with a lower SOLVER.BASE_LR, or "
+                f"skip such batches with SOLVER.SKIP_DIVERGED {max(2 * self.max_skipped, 10)}"
+            )
+        logging.getLogger(__name__).warning(
+            "%s; the batch is skipped, %d of SOLVER.SKIP_DIVERGED %d", message, self.skipped, self.max_skipped
+        )
+
+    def _no_sync(self) -> contextlib.AbstractContextManager:
+        is_distributed = isinstance(self.model, nn.parallel.DistributedDataParallel)
+        return self.model.no_sync() if is_distributed else contextlib.nullcontext()
+
+    def _copy_statistics(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the buffers that a forward pass changes, and their values."""
+        norms = (module for module in self.model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm))
+        return [(buffer, buffer.clone()) for norm in norms if norm.training for buffer in norm.buffers(recurse=False)]
+
+
+class Trainer(DefaultTrainer):
+    """Train, evaluate and resume a detector, as detectron2's DefaultTrainer.
+
+    A run that is resumed ends as one that never stopped, to the bit on a CPU: each iteration is seeded by the run's
+    seed (:class:`~projects_vil.engine.hooks.SeedIterations`), and so is each image (:mod:`projects_vil.data.samplers`).
+
+    Args:
+        cfg: all options of the run; it also builds each of the other arguments that is None. A LazyConfig gives all of
+            them (:func:`projects_vil.engine.lazy_trainer`).
+        model: on its device.
+        data_loader: of lists of mapped images; :class:`projects_vil.data.samplers.TrainLoader` for an exact resume.
+        optimizer: for ``model``.
+        scheduler: for ``optimizer``.
+        evaluate: from a model to its results; :meth:`test` by default.
+        log_period: iterations between two lines of the log and of ``metrics.json``.
+
+    Attributes:
+        seed: of the run.
+        averaged: torch's averaged model with ``MODEL.EMA.ENABLED``, which is what is evaluated; else None.
+    """
+
+    averaged: AveragedModel | None = None
+
+    def __init__(
+        self,
+        cfg: CfgNode,
+        *,
+        model: nn.Module | None = None,
+        data_loader: Any = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+        evaluate: Callable[[nn.Module], OrderedDict] | None = None,
+        log_period: int = 20,
+    ) -> None:
+        # Not DefaultTrainer's, which builds its own step, and DistributedDataParallel for GPUs alone.
+        TrainerBase.__init__(self)
+        if not logging.getLogger("detectron2").isEnabledFor(logging.INFO):
+            setup_logger()
+        self.cfg = cfg = self.auto_scale_workers(cfg, comm.get_world_size())
+        model = self.build_model(cfg) if model is None else model
+        optimizer = self.build_optimizer(cfg, model) if optimizer is None else optimizer
+        data_loader = self.build_train_loader(cfg) if data_loader is None else data_loader
+        options = cfg.SOLVER
+        self._trainer = TrainStep(
+            distribute(model, broadcast_buffers=False),
+            data_loader,
+            optimizer,
+            output_dir=cfg.OUTPUT_DIR,
+            accumulate=options.ACCUMULATE,
+            precision=AMP_DTYPES[options.AMP.DTYPE] if options.AMP.ENABLED else None,
+            max_skipped=options.SKIP_DIVERGED,
+        )
+        if cfg.MODEL.EMA.ENABLED:
+            self.averaged = ema_model(model, decay=cfg.MODEL.EMA.DECAY)
+        self.scheduler = scheduler or self.build_lr_scheduler(cfg, optimizer)
+        self.checkpointer = Checkpointer(
+            self.model, cfg.OUTPUT_DIR, cfg=cfg, averaged=self.averaged, trainer=weakref.proxy(self)
+        )
+        self.evaluate = evaluate or functools.partial(self.test, cfg)
+        self.log_period = log_period
+        self.start_iter, self.max_iter = 0, options.MAX_ITER
+        self.seed = cfg.SEED if cfg.SEED >= 0 else comm.shared_random_seed()
+        # Whether the last iteration of the checkpoint that was resumed may lack its evaluation and metrics.
+        self._is_unfinished = False
+        self._metrics_file: MetricsFile | None = None
+        self.register_hooks(self.build_hooks())
+
+    @classmethod
+    def build_optimizer(cls, cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
+        return solver.build_optimizer(cfg, model)
+
+    @classmethod
+    def build_lr_scheduler(cls, cfg: CfgNode, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return solver.build_lr_scheduler(cfg, optimizer)
+
+    @classmethod
+    def build_train_loader(cls, cfg: CfgNode) -> torch.utils.data.DataLoader:
+        return data.build_train_loader(cfg)
+
+    @classmethod
+    def build_test_loader(cls, cfg: CfgNode, dataset_name: str) -> torch.utils.data.DataLoader:
+        return data.build_test_loader(cfg, dataset_name)
+
+    @classmethod
+    def build_evaluator(cls, cfg: CfgNode, dataset_name: str) -> DatasetEvaluator:
+        folder = Path(cfg.OUTPUT_DIR) / "inference"
+        if len(cfg.DATASETS.TEST) > 1:
+            folder /= dataset_name
+        return evaluation.build_evaluator(cfg, dataset_name, str(folder))
+
+    def build_hooks(self) -> list[hooks.HookBase]:
+        options, test, transformer = self.cfg.SOLVER, self.cfg.TEST, self.cfg.MODEL.TRANSFORMER
+        model, is_main, eval_period = unwrapped(self.model), comm.is_main_process(), test.EVAL_PERIOD
+        before: list[hooks.HookBase] = [SeedIterations(), MetricsHistory()]
+        if is_main:
+            before.append(ProgressBar())
+        if transformer.RANDOM_SHIFT_UNTIL:
+            before.append(RandomShift(model, transformer.RANDOM_SHIFT_UNTIL))
+        if any(isinstance(module, PerformerAttention) for module in model.modules()):
+            before.append(RedrawFeatures(transformer.FEATURE_REDRAW_PERIOD))
+        before += [hooks.IterationTimer(), LRScheduler(scheduler=self.scheduler)]
+        if test.PRECISE_BN.ENABLED and get_bn_modules(model):
+            loader = self.build_train_loader(self.cfg)
+            before.append(hooks.PreciseBN(eval_period, self.model, loader, test.PRECISE_BN.NUM_ITER))
+        if self.averaged is not None:
+            before.append(EMAHook(self.averaged, model, lambda: self._trainer.has_stepped))
+        saving = PeriodicCheckpointer(
+            self.checkpointer, period=options.CHECKPOINT_PERIOD, max_to_keep=options.CHECKPOINT_KEEP
+        )
+        self._saving, best = saving, None
+        after: list[hooks.HookBase] = [EvalHook(eval_period, self._evaluate)]
+        if test.BEST_METRIC and is_main:
+            mode = "min" if parts_of_metric(self.cfg)[1] == LOSS_TASK else "max"
+            best = BestCheckpointer(eval_period, self.checkpointer, test.BEST_METRIC, mode)
+            after.append(best)
+        if is_main:
+            after.append(MetricsWriter(self.build_writers(), period=self.log_period, eval_period=eval_period))
+        after.append(SaveAfterEvaluation(saving, eval_period=eval_period))
+        if options.EARLY_STOPPING_PATIENCE:
+            patience = options.EARLY_STOPPING_PATIENCE
+            after.append(EarlyStopping(best, saving, patience=patience, eval_period=eval_period))
+        # What an iteration still does once its checkpoint is written.
+        self._after_saving = after
+        return [*before, saving, *after]
+
+    def build_writers(self) -> list[EventWriter]:
+        """Return detectron2's writers: the log, TensorBoard, and ``metrics.json``; and services of ``LOGGING``."""
+        printer = MetricPrinter(self.max_iter, batch_size=self.cfg.SOLVER.IMS_PER_BATCH)
+        self._metrics_file = MetricsFile(Path(self.cfg.OUTPUT_DIR) / "metrics.json")
+        tensorboard = TensorboardXWriter(self.cfg.OUTPUT_DIR)
+        return [printer, tensorboard, self._metrics_file, *build_service_writers(self.cfg)]
+
+    def resume_or_load(self, resume: bool = True) -> None:
+        """Resume from the last checkpoint in ``OUTPUT_DIR``, or load ``MODEL.WEIGHTS``.
+
+        The seed of a resumed run is that of its checkpoint.
+        """
+        contents = self.checkpointer.resume_or_load(self.cfg.MODEL.WEIGHTS, resume=resume)
+        logger, path = logging.getLogger(__name__), self.checkpointer.resumed_from
+        if path is not None:
+            self.start_iter = self.iter + 1
+            self.seed = contents.get("seed", self.seed)
+            if self.cfg.SEED not in (-1, self.seed):
+                logger.warning("SEED is %d, and the resumed run has %d, which applies", self.cfg.SEED, self.seed)
+            self.cfg = self.cfg.clone()
+            self.cfg.defrost()
+            self.cfg.SEED = self.seed
+            self.cfg.freeze()
+            restore_loss_normalizer(unwrapped(self.model), contents.get("loss_normalizers", []))
+            self._is_unfinished = not contents.get("finished", True)
+            logger.info("resuming %s at iteration %d", path, self.start_iter)
+        if self.averaged is not None and not self.checkpointer.has_average:
+            self.averaged.module.load_state_dict(unwrapped(self.model).state_dict())
+            if path is not None:
+                logger.warning("%s has no averaged weights: the average starts at iteration %d", path, self.start_iter)
+
+    def train(self) -> OrderedDict | None:
+        """Train until ``SOLVER.MAX_ITER``; returns as DefaultTrainer, or None after ``EARLY_STOPPING_PATIENCE``.
+
+        SIGINT (Ctrl-C), SIGTERM and SIGHUP save after the current iteration and end the process with 128 and the
+        signal's number; a second Ctrl-C ends a single process at once.
+        """
+        with stop_requests() as self._trainer.received:
+            try:
+                # TorchScript computes differently once it has optimised a function, and a resumed run would differ.
+                with torch.jit.optimized_execution(False):
+                    return super().train()
+            except StoppedEarly:
+                return None
+            except RuntimeError as error:
+                if self._trainer.received:
+                    # Another process received the signal before this one, and is gone.
+                    raise Terminated(self._trainer.received[0]) from None
+                if "DataLoader worker" not in str(error):
+                    raise
+                raise ConfigError(f"{one_line(error)} If memory is short, use fewer DATALOADER.NUM_WORKERS") from error
+            finally:
+                # torch ends workers only when nothing refers to their iterator, as a traceback may.
+                if hasattr(self._trainer.data_loader, "stop"):
+                    self._trainer.data_loader.stop()
+
+    def stop_signal(self) -> int:
+        """Return a signal after which all processes stop with this iteration, or 0."""
+        step = self._trainer
+        return max(step.received, default=0) if comm.get_world_size() == 1 else step.stop_signal
+
+    def before_train(self) -> None:
+        """Prepare the first iteration; a resumed run first does what the last one of its checkpoint may lack."""
+        logging.getLogger(__name__).info("seed: %d", self.seed)
+        if hasattr(self._trainer.data_loader, "start"):
+            self._trainer.data_loader.start(seed=self.seed, iteration=self.start_iter)
+        self._trainer.start(self.start_iter)
+        if self._metrics_file is not None:
+            self._metrics_file.start(self.start_iter - self._is_unfinished)
+        super().before_train()
+        if self._is_unfinished and self.start_iter < self.max_iter:
+            self.iter = self.storage.iter = self.start_iter - 1
+            for hook in self._after_saving:
+                hook.after_step()
+            self.iter = self.storage.iter = self.start_iter
+
+    def after_train(self) -> None:
+        """Run the hooks; a run that failed is not evaluated."""
+        # A resumed run may have had no iteration left.
+        self.iter = min(self.iter, self.max_iter)
+        if not isinstance(sys.exc_info()[1], Exception):
+            super().after_train()
+            return
+        self.storage.iter = self.iter
+        for hook in self._hooks:
+            if not isinstance(hook, EvalHook):
+                # The error that ended the run is the one to report.
+                with contextlib.suppress(OSError):
+                    hook.after_train()
+
+    def _evaluate(self) -> OrderedDict:
+        """Evaluate the averaged model, or the model; a signal ends the run at once, with a checkpoint."""
+        model = self.model
+        if self.averaged is not None:
+            model = self.averaged.module
+            logging.getLogger(__name__).info("evaluating the EMA of %d steps (MODEL.EMA)", self.averaged.n_averaged)
+        received = self._trainer.received
+
+        def check(*_: object) -> None:
+            if received:
+                raise Terminated(received[0])
+
+        # Before a signal reaches one process earlier than another.
+        normalizers = loss_normalizers(self.model)
+        try:
+            check()
+            with model.register_forward_pre_hook(check):
+                self._last_eval_results = self.evaluate(model)
+            check()
+        except (Terminated, RuntimeError):
+            # A RuntimeError where another process has ended first.
+            if not received:
+                raise
+            message = "ended during the evaluation"
+            if self.iter < self.max_iter and self._saving.last_saved != self.iter:
+                self._saving.save(f"model_{self.iter:07d}", normalizers=normalizers)
+                message = f"saved after iteration {self.iter}, {message}"
+            name = signal.Signals(received[0]).name
+            logging.getLogger(__name__).warning("%s: %s; continue with --resume", name, message)
+            raise Terminated(received[0]) from None
+        return self._last_eval_results
+
+    @classmethod
+    def test(cls, cfg: CfgNode, model: nn.Module, evaluators: Any = None) -> OrderedDict:
+        """Evaluate on ``DATASETS.TEST``, write ``OUTPUT_DIR/evaluation.json``, and draw a few images.
+
+        That file has dataset -> task -> metric; with ``TEST.LOSS`` the validation losses are a task of each dataset.
+        """
+        share_statistics(model)
+        results = super().test(cfg, model, evaluators)
+        for name in cfg.DATASETS.TEST if cfg.TEST.LOSS else ():
+            of_dataset = results if len(cfg.DATASETS.TEST) == 1 else results[name]
+            of_dataset[LOSS_TASK] = validation_loss(cfg, unwrapped(model), name)
+        report_results(cfg, results, model=fingerprint(cfg, unwrapped(model)) if comm.is_main_process() else None)
+        return results
+
+
+def report_results(cfg: CfgNode, results: OrderedDict, *, model: str | None = None) -> None:
+    """In rank 0, write ``evaluation.json`` and draw ``TEST.DRAW_IMAGES`` images.
+
+    Args:
+        cfg: names the datasets and the folder.
+        results: of the evaluators.
+        model: fingerprint of the evaluated model.
+    """
+    if comm.is_main_process():
+        write_results(cfg, results, model=model)
+        # After the last iteration the storage is one further than after any other.
+        done = min(get_event_storage().iter + 1, cfg.SOLVER.MAX_ITER) if has_event_storage() else None
+        draw_evaluation(cfg, name="evaluated" if done is None else f"{done:07d}")
+
+
+def share_statistics(model: nn.Module) -> None:
+    """Give all processes the running statistics of rank 0, which are saved; all processes call this."""
+    if comm.get_world_size() > 1:
+        for buffer in _statistics(model):
+            torch.distributed.broadcast(buffer, src=0)
+
+
+def _statistics(model: nn.Module) -> Iterator[Tensor]:
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
+            yield from module.buffers(recurse=False)
+
+
+def restore_loss_normalizer(model: nn.Module, saved: Sequence[float | None]) -> None:
+    """Give this rank its loss normalizer, or the mean if the number of processes has changed."""
+    known = [value for value in saved if value is not None]
+    if known:
+        same = len(known) == len(saved) == comm.get_world_size()
+        model.loss_normalizer = known[comm.get_rank()] if same else sum(known) / len(known)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model without DistributedDataParallel."""
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
+def _group_type(group: dict[str, Any]) -> tuple[int, bool]:
+    """The number of parameters, and whether the optimizer is like Adam; versions of torch have other keys as well."""
+    return len(group["params"]), "betas" in group
+
+
+def _hyperparameters(group: dict[str, Any]) -> list[Any]:
+    values = (group.get(name) for name in _HYPERPARAMETERS)
+    return [tuple(value) if isinstance(value, list) else value for value in values]
+
+
+def _write_diverged(path: Path, *, before: int, new: Sequence[dict[str, Any]] = ()) -> None:
+    """Keep the entries of a JSON list that are of earlier iterations, and add others; without any, no file."""
+    old = json.loads(path.read_text()) if path.exists() else []
+    entries = [*(entry for entry in old if entry["iteration"] < before), *new]
+    if not entries:
+        path.unlink(missing_ok=True)
+    elif entries != old:
+        with atomic_write(path) as partial:
+            partial.write_text(json.dumps(entries, indent=2) + "\n")

@@ -1,0 +1,197 @@
+"""The evaluator of a dataset, and the metrics that it computes."""
+
+import importlib.util
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+from detectron2.config import CfgNode
+from detectron2.data import MetadataCatalog
+from detectron2.evaluation import (
+    COCOEvaluator,
+    DatasetEvaluator,
+    DatasetEvaluators,
+    LVISEvaluator,
+    PascalVOCDetectionEvaluator,
+    SemSegEvaluator,
+)
+
+from backbones import ConfigError
+from backbones.errors import check_choice, closest
+from projects_vil.config import is_panoptic
+from projects_vil.data import class_names, evaluated_as, label_reader
+from projects_vil.evaluation.losses import LOSS_TASK, TOTAL_LOSS
+
+COCO_APIS = ("pycocotools", "faster_coco_eval")
+_COCO_METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl")
+# Evaluators by the dataset's evaluator_type, with detectron2's names.
+_DETECTION_METRICS = {
+    "coco": _COCO_METRICS,
+    "coco_panoptic_seg": _COCO_METRICS,
+    "lvis": (*_COCO_METRICS, "APr", "APc", "APf"),
+    "pascal_voc": ("AP", "AP50", "AP75"),
+}
+_LABEL_METRICS = ("mIoU", "fwIoU", "mACC", "pACC")
+
+
+def build_evaluator(cfg: CfgNode, dataset_name: str, output_folder: str) -> DatasetEvaluator:
+    """Build the evaluator of the dataset's ``evaluator_type``: COCO, LVIS, Pascal VOC or semantic segmentation.
+
+    Things and stuff of a PanopticFPN are evaluated separately.
+
+    Raises:
+        ConfigError: for a dataset of another type, annotations that ``DATASETS.CHECK`` refuses, or a ``TEST.COCO_API``
+            that is not installed.
+    """
+    evaluator_type = MetadataCatalog.get(dataset_name).get("evaluator_type")
+    if evaluator_type in ("coco", "coco_panoptic_seg"):
+        things = coco_evaluator(
+            dataset_name,
+            output_dir=output_folder,
+            max_dets_per_image=cfg.TEST.DETECTIONS_PER_IMAGE,
+            masks=cfg.MODEL.MASK_ON,
+            check=cfg.DATASETS.CHECK,
+            api=cfg.TEST.COCO_API,
+        )
+        if not is_panoptic(cfg):
+            return things
+        return DatasetEvaluators([things, _label_evaluator(dataset_name, output_folder)])
+    if evaluator_type == "lvis":
+        return LVISEvaluator(dataset_name, output_dir=output_folder)
+    if evaluator_type == "pascal_voc":
+        return PascalVOCDetectionEvaluator(dataset_name)
+    if evaluator_type == "sem_seg":
+        return _label_evaluator(dataset_name, output_folder)
+    raise ConfigError(
+        f"the dataset {dataset_name} has evaluator_type {evaluator_type!r}: it is coco, lvis, pascal_voc or sem_seg"
+    )
+
+
+def _label_evaluator(dataset_name: str, output_folder: str) -> SemSegEvaluator:
+    return SemSegEvaluator(dataset_name, output_dir=output_folder, sem_seg_loading_fn=label_reader(dataset_name))
+
+
+def coco_evaluator(
+    dataset_name: str,
+    *,
+    output_dir: str,
+    max_dets_per_image: int = 100,
+    masks: bool = False,
+    check: str = "error",
+    api: str = "pycocotools",
+) -> COCOEvaluator:
+    """Build detectron2's evaluator of a COCO file, with the annotations as training reads them.
+
+    Args:
+        masks: whether the detector has masks.
+        check: as ``DATASETS.CHECK``.
+        api: as ``TEST.COCO_API``.
+
+    Raises:
+        ConfigError: for annotations that the check refuses, or an API that is not installed.
+    """
+    check_coco_api(api)
+    evaluator = FasterCOCOEvaluator if api == "faster_coco_eval" else COCOEvaluator
+    with evaluated_as(dataset_name, check=check, masks=masks) as name:
+        return evaluator(name, output_dir=output_dir, max_dets_per_image=max_dets_per_image)
+
+
+def check_coco_api(name: str) -> None:
+    """Check that ``TEST.COCO_API`` is one of ``COCO_APIS`` and installed, or raise a :class:`ConfigError`."""
+    check_choice("TEST.COCO_API", name, COCO_APIS)
+    if importlib.util.find_spec(name) is None:
+        raise ConfigError(f"TEST.COCO_API is {name}, which is not installed: pip install -e '.[eval]'")
+
+
+class FasterCOCOEvaluator(COCOEvaluator):
+    """detectron2's evaluator with faster-coco-eval, which computes pycocotools' numbers of boxes and masks in C++."""
+
+    def _eval_predictions(self, predictions: list[dict[str, Any]], img_ids: list[int] | None = None) -> None:
+        """Do what the parent does, which imports pycocotools' class by name."""
+        results = list(itertools.chain.from_iterable(entry["instances"] for entry in predictions))
+        to_contiguous = getattr(self._metadata, "thing_dataset_id_to_contiguous_id", None)
+        if to_contiguous is not None:
+            to_dataset = {contiguous: dataset for dataset, contiguous in to_contiguous.items()}
+            for result in results:
+                result["category_id"] = to_dataset[result["category_id"]]
+        if self._output_dir:
+            (Path(self._output_dir) / "coco_instances_results.json").write_text(json.dumps(results))
+        if not self._do_evaluation:
+            self._logger.info("Annotations are not available for evaluation.")
+            return
+        names = self._metadata.get("thing_classes")
+        for task in sorted(self._tasks or self._tasks_from_predictions(results)):
+            evaluation = self._evaluate(results, task, img_ids) if results else None
+            self._results[task] = self._derive_coco_results(evaluation, task, class_names=names)
+
+    def _evaluate(self, results: list[dict[str, Any]], task: str, img_ids: list[int] | None) -> object:
+        # An optional dependency.
+        from faster_coco_eval import COCO, COCOeval_faster
+
+        if task == "segm":
+            # With boxes, their areas rather than those of the masks would decide which objects are small.
+            results = [{key: value for key, value in result.items() if key != "bbox"} for result in results]
+        truth = COCO()
+        truth.dataset = self._coco_api.dataset
+        truth.createIndex()
+        evaluation = COCOeval_faster(truth, truth.loadRes(results), task)
+        evaluation.params.maxDets = self._max_dets_per_image
+        if img_ids is not None:
+            evaluation.params.imgIds = img_ids
+        evaluation.run()
+        return evaluation
+
+
+# -- names of metrics ------------------------------------------------------------------------------
+
+
+def check_metric(cfg: CfgNode) -> None:
+    """Check that the evaluator of its task computes ``TEST.BEST_METRIC``.
+
+    Args:
+        cfg: its ``DATASETS.TEST`` are registered; its metric is ``task/name``, or ``dataset/task/name``.
+
+    Raises:
+        ConfigError: if not.
+    """
+    metric = cfg.TEST.BEST_METRIC
+    dataset, task, name = parts_of_metric(cfg)
+    if task == LOSS_TASK:
+        if name != TOTAL_LOSS and not name.startswith("loss_"):
+            raise ConfigError(f"TEST.BEST_METRIC is {metric}: it is {LOSS_TASK}/{TOTAL_LOSS}, or one of the loss_...")
+        return
+    metrics, per_class = metric_names(cfg, dataset, task)
+    if metrics and name not in (*metrics, *per_class):
+        also = f", and for each class as {per_class[0]}" if per_class else ""
+        near = closest(name, (*metrics, *per_class), most=3)
+        raise ConfigError(f"TEST.BEST_METRIC is {metric}: the metrics of {task} are {', '.join(metrics)}{also}{near}")
+
+
+def parts_of_metric(cfg: CfgNode) -> tuple[str, str, str]:
+    """Split ``TEST.BEST_METRIC`` into dataset, task and name; datasets and classes may contain a ``/``.
+
+    The dataset is named where there are several, and else is the only one. Missing parts are empty.
+    """
+    metric, dataset = cfg.TEST.BEST_METRIC, "".join(cfg.DATASETS.TEST[:1])
+    if len(cfg.DATASETS.TEST) > 1:
+        dataset = next((name for name in cfg.DATASETS.TEST if metric.startswith(f"{name}/")), "")
+        metric = metric.removeprefix(f"{dataset}/")
+    task, _, name = metric.partition("/")
+    return dataset, task, name
+
+
+def metric_names(cfg: CfgNode, dataset: str, task: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the metrics of a task of a registered dataset, and those of its classes; empty if it has no evaluator."""
+    metadata = MetadataCatalog.get(dataset)
+    if task == "sem_seg":
+        stuff = metadata.get("stuff_classes", ())
+        # detectron2 evaluates boundaries with OpenCV, where the labels fit into a byte.
+        boundaries = ("BoundaryIoU", "min(IoU, B-Iou)") if len(stuff) <= 254 else ()
+        return _LABEL_METRICS, tuple(f"{metric}-{name}" for metric in ("IoU", "ACC", *boundaries) for name in stuff)
+    evaluator_type = metadata.get("evaluator_type")
+    metrics = _DETECTION_METRICS.get(evaluator_type, ())
+    metrics = tuple(name for name in metrics if (task, name) != ("keypoints", "APs"))
+    things = class_names(cfg, dataset) or () if evaluator_type in ("coco", "coco_panoptic_seg") else ()
+    # A single class has no metrics of its own.
+    return metrics, tuple(f"AP-{name}" for name in things) if len(things) > 1 else ()

@@ -1,1 +1,0 @@
-"""Detectors written so that all exporters take them."""

@@ -1,0 +1,476 @@
+"""The formats that a detector is exported to: how each file is written and run, in one table, :data:`FORMATS`.
+
+``torch_export``, ``onnx`` and ``aot_inductor`` are made of the program that ``torch.export`` captures, ``torchscript``
+and ``openvino`` of a trace.
+"""
+
+import contextlib
+import copy
+import functools
+import importlib.metadata
+import io
+import logging
+import os
+import shutil
+import sys
+import time
+import warnings
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import torchvision  # noqa: F401  its operators are in every exported detector
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from backbones import ConfigError
+from backbones.attention.chunks import copied_windows
+from backbones.errors import check_choice
+from backbones.layers.tracing import static_size
+from projects_vil.export.detectors import ExportableDetector
+from projects_vil.modeling import LARGEST_BATCH, SMALLEST_SIDE, largest_side
+from projects_vil.utils import deferred_signals
+
+OPSET = 20
+# The first with torch.export's support for sizes that depend on the data, which detectors need.
+TORCH_EXPORT_VERSION = (2, 8)
+Run = Callable[[Tensor], "tuple[Tensor, ...]"]
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format that a detector is exported to.
+
+    Attributes:
+        suffix: file name suffix.
+        write: a detector, an example of its input and the file; the type of the example, uint8 or float32, is what the
+            file takes.
+        load: a file -> what runs it: an input to the outputs, in the order of the detector's.
+        precisions: the supported precisions.
+        packages: the packages that writing needs; the metadata have their versions.
+        runtime_packages: the packages that running needs.
+        uses_torch_export: whether it needs the torch of ``TORCH_EXPORT_VERSION``.
+        shortest_side: the shortest image side that a file takes, in pixels.
+        extra_suffixes: suffixes of further files that belong to a model; they replace ``suffix``.
+        options: runtime options for running a file.
+    """
+
+    suffix: str
+    write: Callable[[ExportableDetector, Tensor, Path], None]
+    load: Callable[[Path], Run]
+    precisions: tuple[str, ...] = ("fp32", "fp16", "bf16")
+    packages: tuple[str, ...] = ()
+    runtime_packages: tuple[str, ...] = ()
+    uses_torch_export: bool = False
+    shortest_side: int = SMALLEST_SIDE
+    extra_suffixes: tuple[str, ...] = ()
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    def files(self, path: Path) -> list[Path]:
+        """Return the files of a model, first the one that names it."""
+        stem = str(path).removesuffix(self.suffix)
+        return [path, *(Path(stem + suffix) for suffix in self.extra_suffixes)]
+
+
+# -- tracing ---------------------------------------------------------------------------------------
+
+
+def capture(exportable: ExportableDetector, example: Tensor) -> torch.export.ExportedProgram:
+    """Return torch.export's program of a detector, for any height and width, and any number of images if batched.
+
+    For a detector with a size, height and width are those of the example.
+    """
+    import torch.fx.experimental._config as symbolic
+
+    # With bounds, a condition that does not hold for all of these sizes is an error here, and not when the file runs.
+    sides = {"min": SMALLEST_SIDE, "max": largest_side(exportable.detector)}
+    height, width = torch.export.Dim("height", **sides), torch.export.Dim("width", **sides)
+    dynamic = {} if exportable.size else {example.ndim - 2: height, example.ndim - 1: width}
+    if exportable.batched:
+        dynamic[0] = torch.export.Dim("batch", min=1, max=LARGEST_BATCH)
+    with (
+        stage("torch.export"),
+        torch.no_grad(),
+        # oneDNN's convolutions choose their kernel by the number of images and the width, here and in the file.
+        torch.backends.mkldnn.flags(enabled=False),
+        # A condition that holds for nearly all sizes must not be specialised to the example's size.
+        symbolic.patch(backed_size_oblivious=True),
+    ):
+        return torch.export.export(exportable, (example,), dynamic_shapes=(dynamic,), strict=False)
+
+
+def trace(exportable: ExportableDetector, example: Tensor) -> torch.jit.ScriptModule:
+    """Return the TorchScript of a detector, for images of any height and width."""
+    with stage("torch.jit.trace"), torch.no_grad():
+        return torch.jit.trace(exportable, (example,), check_trace=False)
+
+
+@contextlib.contextmanager
+def stage(name: str) -> Iterator[None]:
+    """Log the start and the duration of a part of the export, and silence the output of torch and onnxscript."""
+    logger = logging.getLogger("onnxscript")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    _logger.info("%s ...", name)
+    start = time.perf_counter()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+    _logger.info("%s: %.1f s", name, time.perf_counter() - start)
+
+
+def _save(save: Callable[[io.BytesIO], object], path: Path) -> None:
+    # Through memory: torch's own writers abort the process if the disk is full.
+    buffer = io.BytesIO()
+    save(buffer)
+    path.write_bytes(buffer.getbuffer())
+
+
+# -- TorchScript, torch.export, AOTInductor --------------------------------------------------------
+
+
+def _write_torchscript(exportable: ExportableDetector, example: Tensor, path: Path) -> None:
+    traced = trace(exportable, example)
+    _save(lambda buffer: torch.jit.save(traced, buffer), path)
+
+
+def _write_torch_export(exportable: ExportableDetector, example: Tensor, path: Path) -> None:
+    program = capture(exportable, example)
+    with stage("torch.export.save"):
+        _save(lambda buffer: torch.export.save(program, buffer), path)
+
+
+def _load_torch_export(path: Path) -> Run:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.export.load(str(path)).module()
+
+
+def compiler() -> str | None:
+    """Return the C++ compiler that AOTInductor calls, or None."""
+    return shutil.which(os.environ.get("CXX", "g++"))
+
+
+def _write_aot_inductor(exportable: ExportableDetector, example: Tensor, path: Path) -> None:
+    program = capture(exportable, example)
+    with stage(f"AOTInductor, which compiles with {compiler()} for minutes"):
+        # With layout optimisation torch 2.15 assumes that convolutions of a data-dependent number of boxes give
+        # channels-last outputs on a CPU, which they do not: all masks are wrong, without an error.
+        torch._inductor.aoti_compile_and_package(
+            program, package_path=str(path), inductor_configs={"layout_optimization": False}
+        )
+
+
+# -- ONNX ------------------------------------------------------------------------------------------
+
+
+def _write_onnx(exportable: ExportableDetector, example: Tensor, path: Path) -> None:
+    program = capture(exportable, example)
+    with stage("torch.onnx.export"):
+        onnx_program = torch.onnx.export(
+            program,
+            dynamo=True,
+            opset_version=OPSET,
+            input_names=list(exportable.input_names),
+            output_names=list(exportable.output_names),
+            verbose=False,
+            custom_translation_table={torch.ops.aten.scaled_dot_product_attention.default: _onnx_attention},
+            optimize=True,
+        )
+    _cast_image_first(onnx_program.model.graph)
+    with stage("writing ONNX"):
+        onnx_program.save(str(path), external_data=False)
+
+
+def _cast_image_first(graph) -> None:
+    """Take the sizes of a uint8 image from its cast to float, in an ``onnx_ir.Graph``.
+
+    TensorRT documents uint8 for inputs of the network and for Cast, and for no other operator.
+    """
+    users = [node for node, _ in graph.inputs[0].uses()]
+    casts = [node for node in users if node.op_type == "Cast"]
+    for node in users if casts else ():
+        if node.op_type == "Shape":
+            node.replace_input_with(0, casts[0].outputs[0])
+    graph.sort()
+
+
+def _onnx_attention(
+    query,
+    key,
+    value,
+    attn_mask=None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+):
+    """``scaled_dot_product_attention`` of four axes, with an additive mask or none, in operators of ONNX.
+
+    The exporter's own transposes the keys with three axes, which onnxruntime does not fuse with the product: that copy
+    took as long as the product.
+    """
+    import onnxscript
+
+    op = getattr(onnxscript, f"opset{OPSET}")
+    if dropout_p or is_causal or enable_gqa or (attn_mask is not None and attn_mask.dtype != query.dtype):
+        raise NotImplementedError("attention with dropout, causal or grouped, or with a mask of another type")
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+    query = op.Mul(query, op.CastLike(op.Constant(value_float=scale), query))
+    scores = op.MatMul(query, op.Transpose(key, perm=[0, 1, 3, 2]))
+    if attn_mask is not None:
+        scores = op.Add(scores, attn_mask)
+    return op.MatMul(op.Softmax(scores, axis=-1), value)
+
+
+def _onnx_session(path: Path, providers: Sequence[str]):
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.log_severity_level = 3
+    return onnxruntime.InferenceSession(str(path), options, providers=list(providers))
+
+
+def _load_onnx(path: Path) -> Run:
+    session = _onnx_session(path, ["CPUExecutionProvider"])
+    name = session.get_inputs()[0].name
+
+    def run(images: Tensor) -> tuple[Tensor, ...]:
+        return tuple(map(torch.from_numpy, session.run(None, {name: images.cpu().numpy()})))
+
+    return run
+
+
+def describe_onnx(path: Path) -> dict:
+    """Check an ONNX file beyond its outputs, and describe it for the report of an export.
+
+    Returns:
+        ``operators`` and ``types`` (of values, as ONNX names them), each with how many there are, most frequent first;
+        ``providers`` of onnxruntime on this machine with which the file loads.
+
+    Raises:
+        ConfigError: for operators outside of ONNX's own domain, and where ``onnx.checker`` or strict shape inference
+            finds a mistake.
+    """
+    import onnx
+    import onnxruntime
+
+    model = onnx.load(path)
+    other = {f"{node.domain}.{node.op_type}" for node in model.graph.node if node.domain not in ("", "ai.onnx")}
+    other |= {f"{function.domain}.{function.name}" for function in model.functions}
+    if other:
+        raise ConfigError(f"{path.name} has operators that are not in ONNX's standard set: {', '.join(sorted(other))}")
+    try:
+        onnx.checker.check_model(model, full_check=True)
+        graph = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True).graph
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        raise ConfigError(f"{path.name} is not valid ONNX: {' '.join(str(error).split())}") from error
+    values = {
+        value.name: value.type.tensor_type.elem_type for value in (*graph.input, *graph.output, *graph.value_info)
+    }
+    values |= {tensor.name: tensor.data_type for tensor in graph.initializer}
+    available = onnxruntime.get_available_providers()
+    return {
+        "operators": dict(Counter(node.op_type for node in graph.node).most_common()),
+        "types": dict(Counter(map(onnx.TensorProto.DataType.Name, values.values())).most_common()),
+        "providers": [name for name in available if name in _onnx_session(path, [name]).get_providers()],
+    }
+
+
+# -- OpenVINO --------------------------------------------------------------------------------------
+
+# On a CPU that has bfloat16, OpenVINO computes in it by default.
+_OPENVINO_OPTIONS = {"INFERENCE_PRECISION_HINT": "f32"}
+
+
+def import_openvino():
+    """Import ``openvino`` so that it sends no telemetry: without the package ``openvino_telemetry`` it cannot."""
+    sys.modules.setdefault("openvino_telemetry", None)
+    import openvino
+
+    return openvino
+
+
+@functools.cache
+def openvino_core():
+    """Return the one ``openvino.Core`` of this process, with its CPU plugin.
+
+    Each CPU plugin installs a signal stack in the thread that loads it, and removes the stack when it is unloaded. With
+    2026.4, if two plugins are not unloaded in reverse order, the thread keeps a stack in freed memory, and the next
+    signal (Ctrl-C, or the end of a child process) crashes the process. This plugin is the first one and stays loaded.
+    """
+    core = import_openvino().Core()
+    core.get_versions("CPU")
+    return core
+
+
+def _write_openvino(exportable: ExportableDetector, example: Tensor, path: Path) -> None:
+    openvino = import_openvino()
+    is_half = next(exportable.parameters()).dtype == torch.float16
+    # Half precision is that of the weights in the file; the computation is in float32.
+    with _AttentionAsProducts(), copied_windows():
+        traced = trace(copy.deepcopy(exportable).float() if is_half else exportable, example)
+    sides = exportable.size or [openvino.Dimension(SMALLEST_SIDE, largest_side(exportable.detector))] * 2
+    batch = [openvino.Dimension(1, LARGEST_BATCH)] if exportable.batched else []
+    shape = openvino.PartialShape([*batch, 3, *sides])
+    # The converter takes an exception of a signal handler, in its calls of Python, for an operator that it cannot
+    # convert.
+    with stage("openvino.convert_model"), deferred_signals():
+        # OpenVINO 2026.4 does not read the ONNX file.
+        model = openvino.convert_model(traced, example_input=(example,), input=[shape])
+    for ports, names in ((model.inputs, exportable.input_names), (model.outputs, exportable.output_names)):
+        for port, name in zip(ports, names, strict=True):
+            port.get_tensor().set_names({name})
+    openvino.save_model(model, path, compress_to_fp16=is_half)
+
+
+class _AttentionAsProducts(TorchFunctionMode):
+    """Trace ``scaled_dot_product_attention``, with an additive mask or none, as two products and a softmax.
+
+    OpenVINO's own translation copies the keys, transposed, where a product takes them as they are.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.scaled_dot_product_attention:
+            return _attention_as_products(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _attention_as_products(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *, scale: float | None = None
+) -> Tensor:
+    scale = static_size(query.shape[-1]) ** -0.5 if scale is None else scale
+    if attn_mask is not None and attn_mask.dtype != query.dtype:
+        raise NotImplementedError("attention with a mask of another type")
+    scores = (query * scale) @ key.transpose(-2, -1)
+    if attn_mask is not None:
+        scores = scores + attn_mask
+    return scores.softmax(-1) @ value
+
+
+def _load_openvino(path: Path) -> Run:
+    options = _OPENVINO_OPTIONS | {"INFERENCE_NUM_THREADS": torch.get_num_threads()}
+    compiled = openvino_core().compile_model(path, "CPU", options)
+
+    def run(images: Tensor) -> tuple[Tensor, ...]:
+        found = compiled(images.cpu().numpy())
+        return tuple(torch.from_numpy(found[output]) for output in compiled.outputs)
+
+    return run
+
+
+# -- the table -------------------------------------------------------------------------------------
+
+FORMATS: dict[str, Format] = {
+    "torchscript": Format(".ts", _write_torchscript, lambda path: torch.jit.load(str(path)), shortest_side=1),
+    "onnx": Format(
+        ".onnx",
+        _write_onnx,
+        _load_onnx,
+        # This opset has no bfloat16 convolutions.
+        precisions=("fp32", "fp16", "int8"),
+        packages=("onnx", "onnxscript", "onnxruntime"),
+        runtime_packages=("onnxruntime",),
+        uses_torch_export=True,
+    ),
+    "torch_export": Format(".pt2", _write_torch_export, _load_torch_export, uses_torch_export=True),
+    "aot_inductor": Format(
+        ".aoti.pt2",
+        _write_aot_inductor,
+        lambda path: torch._inductor.aoti_load_package(str(path)),
+        uses_torch_export=True,
+    ),
+    "openvino": Format(
+        ".xml",
+        _write_openvino,
+        _load_openvino,
+        precisions=("fp32", "fp16", "int8"),
+        packages=("openvino",),
+        runtime_packages=("openvino",),
+        extra_suffixes=(".bin",),
+        options=_OPENVINO_OPTIONS,
+    ),
+}
+
+
+def check_format(file_format: str) -> None:
+    """Raise a :class:`ConfigError` where this machine cannot write and run a format."""
+    check_choice("format", file_format, FORMATS)
+    known = FORMATS[file_format]
+    version = tuple(map(int, torch.__version__.split(".")[:2]))
+    if known.uses_torch_export and version < TORCH_EXPORT_VERSION:
+        needed = ".".join(map(str, TORCH_EXPORT_VERSION))
+        raise ConfigError(f"format {file_format} needs torch {needed} or newer, and this is {torch.__version__}")
+    if file_format == "aot_inductor" and compiler() is None:
+        raise ConfigError("format aot_inductor needs a C++ compiler, g++ or the one that CXX names")
+    check_packages(f"format {file_format}", known.packages)
+
+
+def check_packages(what: str, packages: Sequence[str]) -> None:
+    """Raise a :class:`ConfigError` where one of the packages that ``what`` needs is missing."""
+    for name in packages:
+        try:
+            importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError as error:
+            raise ConfigError(f"{what} needs {name}: pip install {' '.join(packages)}") from error
+
+
+def write_model(exportable: ExportableDetector, example: Tensor, path: Path, file_format: str) -> None:
+    """Write a detector to a file.
+
+    Args:
+        exportable: the detector, in eval mode.
+        example: an input of it; its type, uint8 or float32, is what an ONNX or .pt2 file takes.
+        path: the file.
+        file_format: a key of ``FORMATS``.
+
+    Raises:
+        ConfigError: for an unknown format, or where this machine lacks what it needs.
+    """
+    check_format(file_format)
+    FORMATS[file_format].write(exportable, example, path)
+
+
+def load_model(path: Path) -> Run:
+    """Load a file in its runtime: an image, or a batch, of the type that it takes -> its outputs in order.
+
+    Raises:
+        ConfigError: for a file that is damaged or has an unknown suffix, or where the runtime is missing.
+    """
+    known = FORMATS[format_of(path)]
+    check_packages(str(path), known.runtime_packages)
+    try:
+        return known.load(path)
+    # onnxruntime's exceptions have no base class of their own.
+    except (Exception, zipfile.BadZipFile) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        # OpenVINO's first lines name its source files.
+        raise ConfigError(f"cannot load {path}: {lines[-1 if path.suffix == '.xml' else 0]}") from error
+
+
+def format_of(path: str | Path) -> str:
+    """Return the format that the suffix of a file names.
+
+    Raises:
+        ConfigError: for any other suffix.
+    """
+    # The longest first: .aoti.pt2 ends with .pt2.
+    for name, known in sorted(FORMATS.items(), key=lambda item: -len(item[1].suffix)):
+        if str(path).endswith(known.suffix):
+            return name
+    suffixes = ", ".join(known.suffix for known in FORMATS.values())
+    raise ConfigError(f"{path} is not an exported model: its suffix is none of {suffixes}")
+
+
+def is_exported(path: str | Path) -> bool:
+    """Return whether a file has the suffix of an exported model."""
+    return str(path).endswith(tuple(known.suffix for known in FORMATS.values()))

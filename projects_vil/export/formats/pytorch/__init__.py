@@ -1,1 +1,0 @@
-"""The formats that PyTorch itself writes and runs."""

@@ -1,1 +1,0 @@
-"""What is in an ONNX file, and who can run it."""

@@ -1,0 +1,325 @@
+"""The parity check of an export: its detections are paired with detectron2's, and their differences measured.
+
+:func:`check_export` makes the report that lies next to the file, :func:`describe_report` prints it.
+"""
+
+import functools
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from detectron2.config import CfgNode
+from detectron2.evaluation import inference_on_dataset
+from detectron2.modeling import GeneralizedRCNN
+from torch import Tensor, nn
+
+from projects_vil.checkpoint import fingerprint
+from projects_vil.data import build_test_loader
+from projects_vil.evaluation import build_evaluator
+from projects_vil.export.formats import FORMATS, describe_onnx
+from projects_vil.export.runtime import ExportedDetector, ExportedModel
+
+# The largest differences that count as equal: boxes in pixels, scores and masks in probability. In lower precision they
+# are those that the rounding of the network causes.
+TOLERANCES = {
+    "fp32": {"boxes": 1e-2, "scores": 1e-4, "masks": 1e-3},
+    "fp16": {"boxes": 1.0, "scores": 2e-2, "masks": 5e-2},
+    "bf16": {"boxes": 4.0, "scores": 1e-1, "masks": 2e-1},
+    "int8": {"boxes": 4.0, "scores": 1e-1, "masks": 2e-1},
+}
+# The share of an image's detections that may differ by more: rounding makes non-maximum suppression keep the other of
+# two candidates that are nearly equal. None: int8 is evaluated by average precision, not by pairs.
+CHANGED_SHARE = {"fp32": 0.0, "fp16": 0.1, "bf16": 0.1, "int8": None}
+# How near a score is to the threshold, or to the end of a full list, for a detection to be on one side only.
+BORDERLINE = TOLERANCES["fp32"]["scores"]
+# The largest difference of average precision, in points, that counts as equal; and how much lower it may be in int8.
+AP_TOLERANCE, AP_DROP = 0.1, 1.0
+Detections = Mapping[str, Tensor]
+Detector = Callable[[Tensor], Detections]
+_VERDICTS = {True: "; equal", False: "; NOT EQUAL", None: ""}
+
+
+# -- pairs of detections ---------------------------------------------------------------------------
+
+
+def compare(
+    reference: Detector,
+    exported: Detector,
+    images: Sequence[Tensor],
+    *,
+    precision: str,
+    score_threshold: float,
+    max_detections: int,
+) -> list[dict]:
+    """Run both on each image (3, H, W), see :func:`compare_detections`, and add the image's height and width.
+
+    Args:
+        precision: a key of ``TOLERANCES``.
+    """
+    return [
+        {"height": image.shape[-2], "width": image.shape[-1]}
+        | compare_detections(
+            reference(image),
+            exported(image),
+            tolerances=TOLERANCES[precision],
+            score_threshold=score_threshold,
+            max_detections=max_detections,
+            changed_share=CHANGED_SHARE[precision],
+        )
+        for image in images
+    ]
+
+
+def compare_detections(
+    ours: Detections,
+    theirs: Detections,
+    *,
+    tolerances: Mapping[str, float],
+    score_threshold: float,
+    max_detections: int,
+    changed_share: float | None = 0.0,
+) -> dict:
+    """Measure how far two results for one image are apart.
+
+    Detections are paired by class and box, not by their rank: two scores that differ in the last digit change their
+    order in another runtime. A detection without a partner is borderline, and not an error, if its score is within
+    ``BORDERLINE`` of the threshold or, in a full list, of its lowest score.
+
+    Args:
+        ours, theirs: boxes (D, 4), scores (D,), classes (D,), and masks (D, 1, S, S) or none.
+        tolerances: tolerances of boxes (pixels), scores and masks.
+        score_threshold: the detector's score threshold.
+        max_detections: maximum number of detections in an image; negative for any number.
+        changed_share: share of the detections that may be unmatched or changed; None if pairs do not decide.
+
+    Returns:
+        ``detections`` and ``detections_exported``; ``pairs`` of them; ``unmatched``, those without a partner of their
+        class, except for borderline ones; ``borderline``, their number; ``changed``, pairs that differ by more than a
+        tolerance; the largest difference of boxes, scores and masks in the pairs; ``ok``, None if they do not decide.
+    """
+    distance = (ours["boxes"].float()[:, None] - theirs["boxes"].float()).abs().amax(2)
+    # NaN matches nothing.
+    distance = distance.nan_to_num(nan=torch.inf)
+    distance = distance.masked_fill(ours["classes"][:, None] != theirs["classes"], torch.inf)
+    pairs = _pair(distance, at_most=tolerances["boxes"])
+    borderline = 0
+    # Unmatched detections that are not borderline should have been pairs: pair them too, to report their distance.
+    rest = [torch.ones(side, dtype=torch.bool) for side in distance.shape]
+    for axis, scores in enumerate((ours["scores"], theirs["scores"])):
+        rest[axis][[pair[axis] for pair in pairs]] = False
+        near = rest[axis] & _is_borderline(scores, score_threshold, max_detections)
+        borderline += int(near.sum())
+        rest[axis] &= ~near
+    is_open = rest[0][:, None] & rest[1]
+    far = _pair(distance.masked_fill(~is_open, torch.inf), at_most=torch.finfo(torch.float32).max)
+    pairs += far
+    row: dict = {
+        "detections": len(ours["scores"]),
+        "detections_exported": len(theirs["scores"]),
+        "pairs": len(pairs),
+        "unmatched": int(rest[0].sum() + rest[1].sum()) - 2 * len(far),
+        "borderline": borderline,
+    }
+    mine, other = torch.tensor(pairs, dtype=torch.long).reshape(-1, 2).unbind(1)
+    is_equal = torch.ones(len(pairs), dtype=torch.bool)
+    for name in tolerances:
+        if name in ours:
+            difference = (ours[name][mine].float() - theirs[name][other].float()).abs()
+            row[name] = difference.max().item() if difference.numel() else 0.0
+            is_equal &= (difference <= tolerances[name]).view(len(pairs), *difference.shape[1:], 1).flatten(1).all(1)
+    row["changed"] = int((~is_equal).sum())
+    wrong = row["unmatched"] + row["changed"]
+    row["ok"] = None if changed_share is None else wrong <= changed_share * row["detections"]
+    return row
+
+
+def _pair(distance: Tensor, *, at_most: float) -> list[tuple[int, int]]:
+    """Return the nearest free partner of each row, in their order: (row, column)."""
+    free, pairs = distance.clone(), []
+    for row in range(len(free)):
+        if free.shape[1] and free[row].min() <= at_most:
+            column = int(free[row].argmin())
+            pairs.append((row, column))
+            free[:, column] = torch.inf
+    return pairs
+
+
+def _is_borderline(scores: Tensor, threshold: float, max_detections: int) -> Tensor:
+    is_borderline = scores <= threshold + BORDERLINE
+    if 0 < max_detections <= len(scores):
+        is_borderline |= scores <= scores.min() + BORDERLINE
+    return is_borderline
+
+
+def eager_detections(detector: nn.Module, image: Tensor) -> dict[str, Tensor]:
+    """Return what detectron2's own code finds in an image (3, H, W), by the names of an exported model.
+
+    Masks are (N, 1, S, S), relative to their boxes; boxes without an area are left out, as in its last step.
+    """
+    batch = [{"image": image}]
+    with torch.no_grad():
+        if isinstance(detector, GeneralizedRCNN):
+            instances = detector.inference(batch, do_postprocess=False)[0]
+        else:
+            instances = detector(batch)[0]["instances"]
+    instances = instances[instances.pred_boxes.nonempty()]
+    found = {
+        "boxes": instances.pred_boxes.tensor,
+        "scores": instances.scores,
+        "classes": instances.pred_classes,
+    }
+    return found | {"masks": instances.pred_masks} if instances.has("pred_masks") else found
+
+
+# -- the report ------------------------------------------------------------------------------------
+
+
+def measure_latency(reference: Detector, exported: Detector, image: Tensor, *, runs: int = 5) -> dict[str, float]:
+    """Return median milliseconds of both on one image, interleaved, and their ratio: above 1 the export is faster."""
+    times: list[list[float]] = [[], []]
+    for _ in range(runs + 1):
+        for detector, own in zip((reference, exported), times, strict=True):
+            start = time.perf_counter()
+            detector(image)
+            own.append(1000 * (time.perf_counter() - start))
+    eager, ours = (statistics.median(own[1:]) for own in times)  # the first is a warm-up
+    return {
+        "eager_ms": round(eager, 3),
+        "exported_ms": round(ours, 3),
+        "ratio": round(eager / ours, 3),
+        "height": image.shape[-2],
+        "width": image.shape[-1],
+        "threads": torch.get_num_threads(),
+    }
+
+
+def check_export(
+    cfg: CfgNode,
+    reference: nn.Module,
+    model: ExportedModel,
+    images: Sequence[Tensor],
+    *,
+    runs: int = 5,
+    evaluate: bool = False,
+    accept_drop: bool = False,
+) -> dict:
+    """Compare an exported model with the detector that it was made of; see :func:`describe_report`.
+
+    Args:
+        runs: number of latency measurements.
+        evaluate: whether to evaluate both on ``DATASETS.TEST`` too.
+        accept_drop: whether average precision may be lower by any number.
+
+    Raises:
+        ConfigError: for an ONNX file that other programs would refuse, see
+            :func:`projects_vil.export.formats.describe_onnx`.
+    """
+    facts = {"onnx": describe_onnx(model.path)} if model.file_format == "onnx" else {}
+    precision, thresholds = model.metadata["precision"], model.metadata["thresholds"]
+    eager = functools.partial(eager_detections, reference)
+    one = (lambda image: model(image[None])) if model.batched else model
+    ways = [functools.partial(_one_of_two, model, index) for index in (0, 1)] if model.batched else [model]
+    rows = [
+        row
+        for exported in ways
+        for row in compare(
+            eager,
+            exported,
+            images,
+            precision=precision,
+            score_threshold=thresholds["score"],
+            max_detections=thresholds["detections_per_image"],
+        )
+    ]
+    report = {
+        "file": model.path.name,
+        "format": model.file_format,
+        "opset": model.metadata["opset"],
+        "precision": precision,
+        "bytes": sum(file.stat().st_size for file in FORMATS[model.file_format].files(model.path)),
+        "tolerances": TOLERANCES[precision],
+        "changed_share": CHANGED_SHARE[precision],
+        "images": rows,
+        "latency": measure_latency(eager, one, images[0], runs=runs),
+        "versions": model.metadata["versions"],
+        "fingerprint": fingerprint(cfg, reference),
+        "accept_drop": accept_drop,
+    } | facts
+    if evaluate:
+        report["evaluation"] = _evaluate(cfg, reference, model)
+    is_as_good = [row["ok"] or (accept_drop and bool(row["AP_exported"])) for row in report.get("evaluation", ())]
+    report["ok"] = is_equal(rows) and all(is_as_good)
+    return report
+
+
+def is_equal(rows: Sequence[dict]) -> bool:
+    """Return whether the rows of :func:`compare` have pairs, and all rows are ``ok``."""
+    return any(row["pairs"] for row in rows) and all(row["ok"] is not False for row in rows)
+
+
+def _one_of_two(model: ExportedModel, index: int, image: Tensor) -> dict[str, Tensor]:
+    """Return what a batched model finds in the image at ``index`` of two; the other one is its mirror image."""
+    images = [image.flip(2), image.flip(2)]
+    images[index] = image
+    found = model(torch.stack(images))
+    return {name: value[found["image_index"] == index] for name, value in found.items()}
+
+
+def _evaluate(cfg: CfgNode, reference: nn.Module, model: ExportedModel) -> list[dict]:
+    """Return the average precision of both, for each test set and task, by detectron2's evaluator."""
+    rows = []
+    for name in cfg.DATASETS.TEST:
+        results = []
+        for detector in (reference, ExportedDetector(model).eval()):
+            evaluator = build_evaluator(cfg, name, None)
+            results.append(inference_on_dataset(detector, build_test_loader(cfg, name), evaluator))
+        for task in results[0]:
+            eager, exported = (float(result[task]["AP"]) for result in results)
+            if model.metadata["precision"] == "int8":
+                # A detector without detections shows nothing about its export.
+                is_ok = eager > 0 and eager - exported <= AP_DROP
+            else:
+                is_ok = abs(eager - exported) <= AP_TOLERANCE or (math.isnan(eager) and math.isnan(exported))
+            rows.append(
+                {"dataset": name, "task": task, "AP": _number(eager), "AP_exported": _number(exported), "ok": is_ok}
+            )
+    return rows
+
+
+def _number(value: float) -> float | None:
+    return None if math.isnan(value) else round(value, 3)
+
+
+def describe_report(report: dict) -> str:
+    """Return a report of :func:`check_export` as a few lines."""
+    lines = []
+    for row in report["images"]:
+        differences = ", ".join(f"{name} {row[name]:.1e}" for name in report["tolerances"] if name in row)
+        extra = "".join(f", {row[name]} {name}" for name in ("unmatched", "changed", "borderline") if row[name])
+        lines.append(
+            f"{row['height']} x {row['width']}: {row['detections']} detections, {row['detections_exported']} exported"
+            f"{extra}; largest difference: {differences}{_VERDICTS[row['ok']]}"
+        )
+    if not any(row["pairs"] for row in report["images"]):
+        lines.append("NOT CHECKED: neither finds the same in these images; name some of your own with --images")
+    for row in report.get("evaluation", ()):
+        verdict = f"{'equal' if row['ok'] else 'NOT EQUAL'} to {AP_TOLERANCE}"
+        if report["precision"] == "int8":
+            verdict = f"{'at most' if row['ok'] else 'MORE THAN'} {AP_DROP:g} lower"
+        lines.append(f"{row['dataset']}, {row['task']}: AP {row['AP']}, exported {row['AP_exported']}; {verdict}")
+    if "onnx" in report:
+        operators = report["onnx"]["operators"]
+        lines.append(
+            f"{sum(operators.values())} nodes of {len(operators)} standard operators; valid in strict shape inference; "
+            f"loads with {', '.join(report['onnx']['providers'])}"
+        )
+    opset = f", opset {report['opset']}" if report["opset"] else ""
+    latency = report["latency"]
+    lines.append(
+        f"{report['file']}: {report['bytes'] / 1e6:.1f} MB{opset}, {report['precision']}; "
+        f"{latency['height']} x {latency['width']}: {latency['exported_ms']:.1f} ms, eager "
+        f"{latency['eager_ms']:.1f} ms, medians: {latency['ratio']:.2f} times as fast ({latency['threads']} threads)"
+    )
+    return "\n".join(lines)

@@ -1,0 +1,310 @@
+"""Detectors as folders for others, with a model card, and on the Hugging Face Hub."""
+
+import dataclasses
+import json
+import logging
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from detectron2.config import CfgNode
+from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, snapshot_download
+from huggingface_hub.utils import filter_repo_objects, validate_repo_id
+
+from backbones import ConfigError
+from backbones.checkpoint_files import write_checkpoint
+from projects_vil.checkpoint import METADATA_KEY, Categories, Checkpointer, fingerprint
+from projects_vil.config import CONFIG_FILE, default_config, detector_name
+from projects_vil.evaluation import EVALUATED_FILE, RESULTS_FILE, read_results, results_as_files
+from projects_vil.export import describe_report
+from projects_vil.inference.runners import EagerRunner, ExportedRunner
+
+T = TypeVar("T", bound="HubMixin")
+WEIGHTS_FILE, CARD_FILE = "model.safetensors", "README.md"
+REPORTS = "*.report.json"
+# Files about particular weights.
+EVIDENCE = (RESULTS_FILE, EVALUATED_FILE, REPORTS)
+_TEMPLATE = Path(__file__).with_name("model_card.md")
+_METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl")
+# detectron2's tasks -> the Hub's.
+_TASKS = {"bbox": "object-detection", "segm": "image-segmentation"}
+# Keys with paths, services and names of one machine.
+_PRIVATE = {
+    "": ("OUTPUT_DIR", "LOGGING"),
+    "MODEL": ("WEIGHTS", "DEVICE"),
+    "TEST": ("EXPECTED_RESULTS",),
+    "DATASETS": ("COCO", "ADE20K", "PROPOSAL_FILES_TRAIN", "PROPOSAL_FILES_TEST"),
+}
+# A path from a root, a home or a folder, or a URL.
+_PATH = re.compile(r"(?:^|[\s=:,;'\"])(?:~|/|\\\\|[A-Za-z]:[\\/]|\.{1,2}[\\/]|\w+://)")
+_logger = logging.getLogger(__name__)
+
+
+class HubMixin:
+    """Saving, loading and uploading of a :class:`Detector` as safetensors and text; see docs/hub.md."""
+
+    runner: EagerRunner | ExportedRunner
+    categories: Categories
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike, *, license: str | None = None, repo_id: str | None = None
+    ) -> None:
+        """Write weights, config, model card, and the evaluation and export reports of these weights into a folder.
+
+        Evaluation and reports are looked for next to the checkpoint, and used if they are for these weights and
+        settings. The config keeps its score threshold; device, test-time augmentation and drawing options are chosen
+        when the folder is loaded.
+
+        Args:
+            save_directory: a folder, which is created. An earlier save is replaced, except for its card.
+            license: license id of the weights on the Hub, such as ``"apache-2.0"``; None if there is none.
+            repo_id: name on the Hub, for the example on the card.
+
+        Raises:
+            ConfigError: for an exported file, a config with private paths, the folder of a run, or a folder that cannot
+                be written.
+        """
+        folder, runner = Path(save_directory), self._eager_runner()
+        if (folder / CONFIG_FILE).exists() and not (folder / WEIGHTS_FILE).exists():
+            raise ConfigError(f"{folder} has a {CONFIG_FILE} that no save wrote: choose another folder")
+        config, model = published_config(runner.cfg), fingerprint(runner.cfg, runner.detector)
+        evaluation, reports = find_reports(runner.weights.parent, model)
+        texts = {CONFIG_FILE: config.dump()} | {name: json.dumps(report, indent=2) for name, report in reports.items()}
+        if evaluation is not None:
+            texts |= results_as_files(evaluation, model=model)
+        if (folder / CARD_FILE).exists():
+            _logger.warning("%s is kept as it is: remove it to get a new card", folder / CARD_FILE)
+        else:
+            texts[CARD_FILE] = str(self._model_card(evaluation, reports, license, repo_id))
+        metadata = dataclasses.replace(
+            Checkpointer(runner.detector, cfg=config).metadata,
+            classes=self.categories.names,
+            category_ids=self.categories.ids,
+        )
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            stale = {path for pattern in EVIDENCE for path in folder.glob(pattern)}
+            # All files are complete before the first one is replaced.
+            with tempfile.TemporaryDirectory(prefix=".", dir=folder) as temporary:
+                for name, text in texts.items():
+                    (Path(temporary) / name).write_text(text, encoding="utf-8")
+                contents = {"model": runner.detector.state_dict(), METADATA_KEY: metadata.to_dict()}
+                write_checkpoint(Path(temporary) / WEIGHTS_FILE, contents)
+                for path in stale:
+                    path.unlink()
+                for name in (*texts, WEIGHTS_FILE):
+                    os.replace(Path(temporary) / name, folder / name)
+        except OSError as error:
+            raise ConfigError(f"{folder} cannot be written: {error.strerror}") from error
+
+    def generate_model_card(self, *, license: str | None = None, repo_id: str | None = None) -> ModelCard:
+        """Return the model card that :meth:`save_pretrained` writes."""
+        runner = self._eager_runner()
+        evaluation, reports = find_reports(runner.weights.parent, fingerprint(runner.cfg, runner.detector))
+        return self._model_card(evaluation, reports, license, repo_id)
+
+    def _model_card(
+        self, evaluation: dict | None, reports: dict[str, dict], license: str | None, repo_id: str | None
+    ) -> ModelCard:
+        if repo_id is not None:
+            validate_repo_id(repo_id)
+        cfg, detector = self._eager_runner().cfg, self._eager_runner().detector
+        tasks = {name: {t: m for t, m in tasks.items() if t in _TASKS} for name, tasks in (evaluation or {}).items()}
+        evaluations = {name: found for name, found in tasks.items() if found}
+        name, masks = detector_name(cfg), cfg.MODEL.META_ARCHITECTURE != "RetinaNet" and cfg.MODEL.MASK_ON
+        backbone = getattr(getattr(detector.backbone, "bottom_up", None), "variant", cfg.MODEL.BACKBONE.NAME)
+        results = [
+            EvalResult(_TASKS[task], dataset, dataset, metric, round(metrics[metric], 3))
+            for dataset, tasks in evaluations.items()
+            for task, metrics in tasks.items()
+            for metric in _METRICS
+            if isinstance(metrics.get(metric), (int, float))
+        ]
+        data = ModelCardData(
+            library_name="vil-detectron2",
+            license=license,
+            pipeline_tag=_TASKS["segm" if masks else "bbox"],
+            tags=["detectron2", backbone],
+            model_name=f"{name}, {backbone}" if results else None,
+            eval_results=results or None,
+        )
+        head = cfg.MODEL.RETINANET if name == "RetinaNet" else cfg.MODEL.ROI_HEADS
+        classes = zip(self.categories.ids, self.categories.names, strict=True)
+        return ModelCard.from_template(
+            data,
+            template_path=str(_TEMPLATE),
+            title=f"{name}, {backbone}",
+            detector=name,
+            backbone=backbone,
+            parameters=sum(parameter.numel() for parameter in detector.parameters()),
+            source=repo_id or "path/to/this/folder",
+            masks=masks,
+            cfg=cfg,
+            score_threshold=head.SCORE_THRESH_TEST,
+            classes=[(number, " ".join(text.split()).replace("|", "\\|")) for number, text in classes],
+            metrics=_METRICS,
+            evaluations=evaluations,
+            reports=[describe_report(report) for report in reports.values()],
+        )
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        license: str | None = None,
+        private: bool | None = None,
+        token: str | None = None,
+        branch: str | None = None,
+        commit_message: str = "Upload a detector of vil-detectron2",
+        create_pr: bool | None = None,
+        allow_patterns: list[str] | str | None = None,
+        ignore_patterns: list[str] | str | None = None,
+        delete_patterns: list[str] | str | None = None,
+    ) -> str:
+        """Save the detector into a temporary folder, have the Hub validate its card, and upload it.
+
+        The repository is created after that. An upload of weights removes the evaluation and reports of earlier ones.
+
+        Args:
+            repo_id: ``OWNER/NAME``.
+            license: a license id of the Hub.
+            private, token, branch, commit_message, create_pr, allow_patterns, ignore_patterns, delete_patterns: see
+                ``huggingface_hub.ModelHubMixin.push_to_hub``.
+
+        Returns:
+            The URL of the commit.
+
+        Raises:
+            ConfigError: see :meth:`save_pretrained`. Errors of the Hub are those of ``huggingface_hub``.
+        """
+        validate_repo_id(repo_id)
+        patterns = {"allow_patterns": allow_patterns, "ignore_patterns": ignore_patterns}
+        if delete_patterns is None and [*filter_repo_objects([WEIGHTS_FILE], **patterns)]:
+            delete_patterns = list(EVIDENCE)
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary) / "detector"
+            self.save_pretrained(folder, license=license, repo_id=repo_id)
+            ModelCard.load(folder / CARD_FILE).validate()
+            api = HfApi(token=token)
+            return api.upload_folder(
+                repo_id=api.create_repo(repo_id=repo_id, private=private, exist_ok=True).repo_id,
+                repo_type="model",
+                folder_path=folder,
+                commit_message=commit_message,
+                revision=branch,
+                create_pr=create_pr,
+                delete_patterns=delete_patterns,
+                **patterns,
+            )
+
+    @classmethod
+    def from_pretrained(
+        cls: type[T],
+        pretrained_model_name_or_path: str | os.PathLike,
+        *,
+        revision: str | None = None,
+        cache_dir: str | os.PathLike | None = None,
+        token: str | bool | None = None,
+        local_files_only: bool = False,
+        force_download: bool = False,
+        device: str | torch.device | None = None,
+        score_threshold: float | None = None,
+        tta: bool = False,
+    ) -> T:
+        """Load the detector of a folder from :meth:`save_pretrained`, or of a repository on the Hub.
+
+        Args:
+            pretrained_model_name_or_path: a folder, or else ``OWNER/NAME`` on the Hub. A path object is never looked
+                for on the Hub.
+            revision, cache_dir, token, local_files_only, force_download: see ``huggingface_hub.snapshot_download``.
+            device, score_threshold, tta: see :meth:`Detector.load`.
+
+        Raises:
+            ConfigError: for a folder or a repository without such a detector. Errors of the Hub are those of
+                ``huggingface_hub``.
+        """
+        name = os.fspath(pretrained_model_name_or_path)
+        folder = Path(name)
+        if not folder.is_dir():
+            if isinstance(pretrained_model_name_or_path, os.PathLike) or folder.exists():
+                raise ConfigError(f"there is no folder {name}")
+            validate_repo_id(name)
+            options = {"token": token, "local_files_only": local_files_only, "force_download": force_download}
+            files = [CONFIG_FILE, WEIGHTS_FILE, CARD_FILE, *EVIDENCE]
+            folder = Path(
+                snapshot_download(name, revision=revision, cache_dir=cache_dir, allow_patterns=files, **options)
+            )
+        for needed in (CONFIG_FILE, WEIGHTS_FILE):
+            if not (folder / needed).is_file():
+                raise ConfigError(f"{name} has no {needed}: it is not a detector from save_pretrained")
+        weights = folder / WEIGHTS_FILE
+        return cls.load(folder, weights=weights, device=device, score_threshold=score_threshold, tta=tta)
+
+    def _eager_runner(self) -> EagerRunner:
+        if not isinstance(self.runner, EagerRunner):
+            raise ConfigError("an exported file has no weights to save: load the run that it was exported from")
+        return self.runner
+
+
+def find_reports(folder: Path, model: str) -> tuple[dict | None, dict[str, dict]]:
+    """Find the evaluation and the export reports of a model next to its weights, and in the folders there.
+
+    Args:
+        folder: folder of the weights.
+        model: the model's fingerprint.
+
+    Returns:
+        The evaluation (dataset -> task -> metric) or None, and file name -> report. Files about other
+        weights or settings, and those with a private path, are left out and logged.
+    """
+    evaluation, reports = None, {}
+    try:
+        evaluation = read_results(folder, model=model)
+    except ConfigError as error:
+        _logger.warning("left out: %s", error)
+    if evaluation is not None and _PATH.search(json.dumps(list(evaluation))):
+        _logger.warning("left out: the evaluation in %s is of a dataset whose name is a path", folder)
+        evaluation = None
+    for path in sorted([*folder.glob(REPORTS), *folder.glob(f"*/{REPORTS}")]):
+        try:
+            report = json.loads(path.read_text())
+        except (OSError, ValueError):
+            report = None
+        if not isinstance(report, dict) or report.get("fingerprint") != model:
+            _logger.warning("left out: %s is not a report on these weights and settings: export again", path)
+        elif _PATH.search(json.dumps(report)) or path.name in reports:
+            _logger.warning("left out: %s has a path in it, or its name is taken", path)
+        else:
+            reports[path.name] = report
+    return evaluation, reports
+
+
+def published_config(cfg: CfgNode) -> CfgNode:
+    """Return a config without what belongs to one machine: weights, folders, devices, services and dataset files.
+
+    Datasets keep their names, except for names that are paths.
+
+    Raises:
+        ConfigError: for another key with a path, or an unknown key, which nobody could load.
+    """
+    usual, published = default_config(), default_config()
+    try:
+        published.merge_from_other_cfg(cfg)
+    except KeyError as error:
+        raise ConfigError(f"the config has a key that nobody could load: {error.args[0]}") from error
+    for node, keys in _PRIVATE.items():
+        ours, theirs = (getattr(config, node) if node else config for config in (published, usual))
+        for key in keys:
+            ours[key] = theirs[key]
+    for key in ("TRAIN", "TEST"):
+        names = published.DATASETS[key]
+        published.DATASETS[key] = tuple(name for name in names if not (_PATH.search(name) or os.sep in name))
+    unchanged = usual.dump().splitlines()
+    for line in published.dump().splitlines():
+        if line not in unchanged and _PATH.search(line):
+            raise ConfigError(f"the config has a path, {line.strip()}: set the key to its default before saving")
+    published.freeze()
+    return published

@@ -1,0 +1,227 @@
+"""The backbones and FPN over them with detectron2's interface; importing this registers the builders."""
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from detectron2.config import CfgNode
+from detectron2.layers import ShapeSpec
+from detectron2.modeling.backbone import BACKBONE_REGISTRY, FPN, Backbone
+from detectron2.modeling.backbone.fpn import LastLevelMaxPool
+from fvcore.nn.weight_init import c2_xavier_fill
+from torch import Tensor, nn
+
+from backbones import ConfigError, create_backbone
+from backbones.build import OPTIONS, get_variant
+
+
+class TransformerBackbone(Backbone):
+    """A backbone of :mod:`backbones` with detectron2's interface.
+
+    Args:
+        name: a variant.
+        out_features: stages to return.
+        freeze_at: number of stages, from the first, that are not trained.
+        options: keywords of :func:`backbones.create_backbone`, which checks them.
+    """
+
+    def __init__(self, name: str, *, out_features: Sequence[str], freeze_at: int = 0, **options) -> None:
+        super().__init__()
+        self.variant = name
+        # For the conversion of official weights.
+        self.options = {"out_features": tuple(out_features), **options}
+        self.net = create_backbone(name, **self.options)
+        if not 0 <= freeze_at <= len(self.net.stages):
+            raise ConfigError(f"MODEL.BACKBONE.FREEZE_AT is {freeze_at}: {name} has {len(self.net.stages)} stages")
+        self.net.freeze_stages(freeze_at)
+
+    @property
+    def variant_options(self) -> dict[str, object]:
+        """Return the options that differ from the variant's."""
+        return {key: value for key, value in self.options.items() if key in OPTIONS and value is not None}
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        """(B, 3, H, W) -> {stage: (B, C, ceil(H / stride), ceil(W / stride))}."""
+        return self.net(images)
+
+    def output_shape(self) -> dict[str, ShapeSpec]:
+        return {
+            name: ShapeSpec(channels=info.channels, stride=info.stride) for name, info in self.net.feature_info.items()
+        }
+
+    @property
+    def size_divisibility(self) -> int:
+        """The largest stride: FPN adds features of neighbouring levels, whose sizes must be multiples."""
+        return max(info.stride for info in self.net.feature_info.values())
+
+
+def build_transformer_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> TransformerBackbone:
+    """Build the bottom-up backbone of ``MODEL.TRANSFORMER``."""
+    if input_shape.channels != 3:
+        raise ConfigError(f"the backbones take 3 channels, and MODEL.PIXEL_MEAN has {input_shape.channels} values")
+    node, in_features = cfg.MODEL.TRANSFORMER, list(cfg.MODEL.FPN.IN_FEATURES)
+    out_features = list(node.OUT_FEATURES) or in_features
+    with _naming("MODEL.TRANSFORMER.NAME"):
+        stages = get_variant(node.NAME).stage_names
+    for key, names, available in (
+        ("MODEL.TRANSFORMER.OUT_FEATURES", node.OUT_FEATURES, stages),
+        ("MODEL.FPN.IN_FEATURES", in_features, [name for name in out_features if name in stages]),
+    ):
+        unknown = [name for name in names if name not in available]
+        if unknown:
+            raise ConfigError(f"{key} has {unknown[0]}: {node.NAME} returns {', '.join(available)}")
+    if not in_features:
+        raise ConfigError("MODEL.FPN.IN_FEATURES is empty: name the stages that feed FPN")
+    with _naming("MODEL.TRANSFORMER"):
+        return TransformerBackbone(
+            node.NAME,
+            out_features=out_features,
+            freeze_at=cfg.MODEL.BACKBONE.FREEZE_AT,
+            drop_path_rate=node.DROP_PATH,
+            max_img_size=node.MAX_IMG_SIZE,
+            activation_checkpointing=node.ACTIVATION_CHECKPOINTING,
+            attention_backend=node.ATTENTION_BACKEND,
+            attention=list(node.ATTENTION) or None,
+            attention_mode=node.ATTENTION_MODE or None,
+            global_tokens=list(node.GLOBAL_TOKENS) or None,
+            window_size=list(node.WINDOW_SIZE) or None,
+            rank=list(node.RANK) or None,
+            shared_projections=node.SHARED_PROJECTIONS,
+            merging=node.MERGING or None,
+            batch_norm=node.BATCH_NORM or None,
+            position_resizing=node.POSITION_RESIZING or None,
+        )
+
+
+@contextlib.contextmanager
+def _naming(key: str) -> Iterator[None]:
+    """Name ``key`` in errors that name no key themselves."""
+    try:
+        yield
+    except ConfigError as error:
+        raise error if str(error).startswith("MODEL.") else ConfigError(f"{key}: {error}") from error
+
+
+class LastLevelConvs(nn.Module):
+    """FPN's levels beyond its last feature map, each by a 3 x 3 convolution with stride 2 on the one before.
+
+    Two levels on features of stride 32 are detectron2's ``LastLevelP6P7``, with its names and initial values.
+
+    Args:
+        in_channels: of ``in_feature``.
+        out_channels: of the levels.
+        in_feature: a bottom-up feature or a level of FPN.
+        first_level: the number of the first new level.
+        num_convolutions: levels by convolution.
+        pooled: whether one more level is pooled from the last, as Mask R-CNN's P6.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        in_feature: str,
+        *,
+        first_level: int,
+        num_convolutions: int,
+        pooled: bool = False,
+    ) -> None:
+        super().__init__()
+        self.in_feature = in_feature
+        self.pooled = pooled
+        self.num_levels = num_convolutions + pooled
+        self.names = [f"p{first_level + index}" for index in range(num_convolutions)]
+        for name in self.names:
+            layer = nn.Conv2d(in_channels, out_channels, kernel_size=3, stride=2, padding=1)
+            c2_xavier_fill(layer)
+            self.add_module(name, layer)
+            in_channels = out_channels
+
+    def forward(self, features: Tensor) -> list[Tensor]:
+        """(B, C_in, H, W) -> the levels (B, C, H / 2, W / 2), (B, C, H / 4, W / 4), ..., rounded up."""
+        levels: list[Tensor] = []
+        with _in_float32(features) as inputs:
+            for name in self.names:
+                levels.append(self.get_submodule(name)(F.relu(levels[-1]) if levels else inputs))
+        # detectron2 pools regions of levels with one dtype.
+        levels = [level.to(features.dtype) if inputs is not features else level for level in levels]
+        if self.pooled:
+            levels.append(F.max_pool2d(levels[-1], kernel_size=1, stride=2))
+        return levels
+
+
+@contextlib.contextmanager
+def _in_float32(features: Tensor) -> Iterator[Tensor]:
+    """Switch CPU autocast off: in bfloat16 the filters' gradient for 1 x 1 features is uninitialised memory."""
+    if features.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
+        with torch.autocast("cpu", enabled=False):
+            yield features.float()
+    else:
+        yield features
+
+
+@BACKBONE_REGISTRY.register()
+def build_transformer_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> FPN:
+    """Build FPN with a pooled last level, P2 to P6 from stages 1 to 4: for Mask R-CNN.
+
+    Where the last stage has stride 16 (CvT), P5 is a convolution with stride 2 on P4.
+    """
+    bottom_up = build_transformer_backbone(cfg, input_shape)
+    level, channels = _last_level(cfg, bottom_up), cfg.MODEL.FPN.OUT_CHANNELS
+    if level == 5:
+        return _fpn(cfg, bottom_up, LastLevelMaxPool())
+    options = {"first_level": level + 1, "num_convolutions": 5 - level, "pooled": True}
+    return _fpn(cfg, bottom_up, LastLevelConvs(channels, channels, f"p{level}", **options))
+
+
+@BACKBONE_REGISTRY.register()
+def build_retinanet_transformer_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> FPN:
+    """Build FPN with two convolutions on the last stage's features, P3 to P7 from stages 2 to 4: for RetinaNet.
+
+    Where the last stage has stride 16 (CvT), P5 is a convolution on its features too.
+    """
+    bottom_up = build_transformer_backbone(cfg, input_shape)
+    last, level = cfg.MODEL.FPN.IN_FEATURES[-1], _last_level(cfg, bottom_up)
+    channels, options = (
+        bottom_up.output_shape()[last].channels,
+        {"first_level": level + 1, "num_convolutions": 7 - level},
+    )
+    return _fpn(cfg, bottom_up, LastLevelConvs(channels, cfg.MODEL.FPN.OUT_CHANNELS, last, **options))
+
+
+def _last_level(cfg: CfgNode, bottom_up: TransformerBackbone) -> int:
+    """Return 5 if FPN's last bottom-up feature has stride 32, 4 for 16; check the strides."""
+    in_features = list(cfg.MODEL.FPN.IN_FEATURES)
+    strides = [bottom_up.output_shape()[name].stride for name in in_features]
+    if strides != [strides[0] * 2**index for index in range(len(strides))] or strides[-1] not in (16, 32):
+        raise ConfigError(f"MODEL.FPN.IN_FEATURES is {in_features}, of strides {strides}: they double up to 16 or 32")
+    return int(math.log2(strides[-1]))
+
+
+def _fpn(cfg: CfgNode, bottom_up: TransformerBackbone, top_block: nn.Module) -> FPN:
+    in_features, node = cfg.MODEL.FPN.IN_FEATURES, cfg.MODEL.FPN
+    options = {"norm": node.NORM, "top_block": top_block, "fuse_type": node.FUSE_TYPE}
+    fpn = PaddedFPN(bottom_up=bottom_up, in_features=in_features, out_channels=node.OUT_CHANNELS, **options)
+    levels = list(fpn.output_shape())
+    heads = {
+        "RetinaNet": ("RETINANET",),
+        "GeneralizedRCNN": ("RPN", "ROI_HEADS"),
+        "PanopticFPN": ("RPN", "ROI_HEADS", "SEM_SEG_HEAD"),
+        "SemanticSegmentor": ("SEM_SEG_HEAD",),
+    }
+    for head in heads.get(cfg.MODEL.META_ARCHITECTURE, ()):
+        unknown = [name for name in cfg.MODEL[head].IN_FEATURES if name not in levels]
+        if unknown:
+            made = f"FPN makes {', '.join(levels)} of MODEL.FPN.IN_FEATURES {list(in_features)}"
+            raise ConfigError(f"MODEL.{head}.IN_FEATURES has {unknown[0]}, and {made}")
+    return fpn
+
+
+class PaddedFPN(FPN):
+    """detectron2's FPN; images are padded to multiples of 32 also where P5 comes from features of stride 16."""
+
+    @property
+    def size_divisibility(self) -> int:
+        return max(super().size_divisibility, 32)

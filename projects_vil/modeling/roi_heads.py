@@ -1,0 +1,74 @@
+"""PointRend's mask head for batches without objects, and checks of PointRend's and Cascade R-CNN's keys."""
+
+from detectron2.config import CfgNode
+from detectron2.modeling import ROI_MASK_HEAD_REGISTRY
+from detectron2.projects.point_rend import PointRendMaskHead
+from detectron2.structures import Instances
+from torch import Tensor
+
+from backbones import ConfigError
+from projects_vil.config import is_point_rend
+
+
+@ROI_MASK_HEAD_REGISTRY.register()
+class AnyBatchPointRendMaskHead(PointRendMaskHead):
+    """detectron2's head with losses of 0 for batches without objects, in which it fails.
+
+    Crops can leave such a batch in any dataset, and ``TEST.LOSS`` evaluates images one by one.
+    """
+
+    def _sample_train_points(self, coarse_mask: Tensor, instances: list[Instances]) -> tuple[Tensor, Tensor]:
+        """(R, C, S, S) logits of R objects -> points (R, P, 2) in their boxes, and their labels (R, P)."""
+        if any(len(of_image) for of_image in instances):
+            return super()._sample_train_points(coarse_mask, instances)
+        number = self.mask_point_train_num_points
+        return coarse_mask.new_zeros(0, number, 2), coarse_mask.new_zeros(0, number)
+
+
+def check_point_rend(cfg: CfgNode) -> None:
+    """Check the keys of PointRend's ``MODEL.ROI_MASK_HEAD``; other heads are not checked.
+
+    Raises:
+        ConfigError: for a value that its mask head cannot use.
+    """
+    model, head = cfg.MODEL, cfg.MODEL.ROI_MASK_HEAD
+    if not is_point_rend(cfg):
+        return
+    classes, channels = model.ROI_HEADS.NUM_CLASSES, model.FPN.OUT_CHANNELS * len(head.IN_FEATURES)
+    # Other augmentations than the default always make bitmaps.
+    has_bitmaps = cfg.INPUT.MASK_FORMAT == "bitmask" or cfg.INPUT.AUGMENTATION != "default"
+    for key, is_valid, valid in (
+        ("MODEL.ROI_MASK_HEAD.POINT_HEAD_ON", head.POINT_HEAD_ON, True),
+        ("MODEL.ROI_MASK_HEAD.POOLER_TYPE", head.POOLER_TYPE == "", "''"),
+        ("MODEL.ROI_MASK_HEAD.OUTPUT_SIDE_RESOLUTION", head.OUTPUT_SIDE_RESOLUTION > 0, 7),
+        ("MODEL.POINT_HEAD.TRAIN_NUM_POINTS", model.POINT_HEAD.TRAIN_NUM_POINTS > 0, 196),
+        ("MODEL.POINT_HEAD.NUM_CLASSES", model.POINT_HEAD.NUM_CLASSES == classes, classes),
+        ("MODEL.ROI_MASK_HEAD.CONV_DIM", head.CONV_DIM <= channels, channels),
+        ("INPUT.MASK_FORMAT", has_bitmaps, "bitmask"),
+    ):
+        if not is_valid:
+            raise ConfigError(f"{key} has a value that PointRendMaskHead cannot use: add {key} {valid}")
+
+
+def check_cascade(cfg: CfgNode) -> None:
+    """Check the keys of ``MODEL.ROI_HEADS.NAME CascadeROIHeads``; other heads are not checked.
+
+    Raises:
+        ConfigError: for thresholds outside 0 to 1, not as many as weights, or other than the proposals are matched by,
+            and for class-specific boxes.
+    """
+    model, heads, key = cfg.MODEL, cfg.MODEL.ROI_BOX_CASCADE_HEAD, "MODEL.ROI_BOX_CASCADE_HEAD"
+    if model.ROI_HEADS.NAME != "CascadeROIHeads":
+        return
+    thresholds, first = list(heads.IOUS), model.ROI_HEADS.IOU_THRESHOLDS[0]
+    if not thresholds or not all(isinstance(threshold, float) and 0 < threshold < 1 for threshold in thresholds):
+        raise ConfigError(f"{key}.IOUS is {heads.IOUS}: it has a threshold above 0 and below 1 for each head")
+    if len(heads.BBOX_REG_WEIGHTS) != len(thresholds):
+        raise ConfigError(f"{key}.IOUS and {key}.BBOX_REG_WEIGHTS have different lengths: each has an entry a head")
+    if thresholds[0] != first:
+        raise ConfigError(
+            f"{key}.IOUS begins with {thresholds[0]}, and MODEL.ROI_HEADS.IOU_THRESHOLDS is {first}: the first head "
+            "takes the proposals as these match them, so make them equal"
+        )
+    if not model.ROI_BOX_HEAD.CLS_AGNOSTIC_BBOX_REG:
+        raise ConfigError("CascadeROIHeads has class-agnostic boxes: add MODEL.ROI_BOX_HEAD.CLS_AGNOSTIC_BBOX_REG True")

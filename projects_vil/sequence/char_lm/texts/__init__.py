@@ -1,1 +1,0 @@
-"""A text as bytes, and as streams that are read in parts."""

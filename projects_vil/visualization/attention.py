@@ -1,0 +1,131 @@
+"""The exact attention weights of one query token, for every attention mechanism.
+
+The output of a head is linear in the values, with the attention weights as factors. The weights are therefore the
+gradient of one channel of the output with respect to that channel of each value, with constant keys and queries: one
+backward pass through the module's own kernel gives them for all heads, without a second definition of any mechanism.
+"""
+
+import contextlib
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from backbones import ConfigError
+from backbones.attention.dense import DenseAttention, split_heads
+from backbones.attention.efficient import GlobalMemoryAttention, PerformerAttention, SpatialReductionAttention
+from backbones.attention.long_short import DualNormAttention
+from backbones.attention.sliding_chunk import SlidingChunkAttention
+
+_MECHANISMS = (
+    *(DenseAttention, DualNormAttention, GlobalMemoryAttention),
+    *(PerformerAttention, SlidingChunkAttention, SpatialReductionAttention),
+)
+_VALUE_LAYERS = ("qkv", "key_value", "local_norm", "projected_norm")
+_SCORE_LAYER = "dynamic_projection"
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionWeights:
+    """Weights of one query; ``direct``, ``projected`` and ``to_globals`` together sum to 1 in each of the M heads.
+
+    Attributes:
+        direct: (M, H, W), on the tokens of the feature map.
+        projected: (M, K), on the keys of a dynamic projection or of a reduced feature map.
+        spread: (M, H, W), the weights of ``projected`` distributed over the tokens that each key sums up: by the
+            dynamic projection, or evenly over R x R tokens. The norm or convolution that follows is left out of it.
+        to_globals: (M, G), on the global tokens.
+    """
+
+    direct: Tensor
+    projected: Tensor
+    spread: Tensor
+    to_globals: Tensor
+
+
+def attention_weights(
+    module: nn.Module, tokens: Tensor, global_tokens: Tensor | None, row: int, col: int
+) -> AttentionWeights:
+    """Compute the attention weights of the token at a row and a column.
+
+    Args:
+        module: an attention module of :mod:`backbones`, in eval mode.
+        tokens, global_tokens: its input, (1, H, W, C) and (1, G, C) or None.
+
+    Raises:
+        ConfigError: for Linformer, whose weights do not sum to 1, and modules without attention.
+    """
+    if not isinstance(module, _MECHANISMS):
+        raise ConfigError(f"{type(module).__name__} has no attention weights")
+    height, width = tokens.shape[1:3]
+    with torch.enable_grad(), _values_as_leaves(module) as (leaves, outputs):
+        module(tokens.detach(), None if global_tokens is None else global_tokens.detach())
+        # Local tokens are first, or after the global tokens in one sequence.
+        local = outputs[0].flatten(0, -2)[-height * width :]
+        head_channel = local[row * width + col].unflatten(0, (module.num_heads, -1))[:, 0].sum()
+        used = [(name, leaf) for name in _VALUE_LAYERS for leaf in leaves[name]]
+        gradients = torch.autograd.grad(head_channel, [leaf for _, leaf in used], materialize_grads=True)
+    weights = defaultdict(list)  # layer -> (M, L) of each of its calls
+    for (name, _), gradient in zip(used, gradients, strict=True):
+        values = gradient.flatten(0, -2)[:, -module.projection.in_features :]
+        weights[name].append(values.unflatten(1, (module.num_heads, -1))[:, :, 0].T)
+
+    num_global = 0 if global_tokens is None else global_tokens.shape[1]
+    direct = spread = tokens.new_zeros(module.num_heads, height * width)
+    projected = to_globals = tokens.new_zeros(module.num_heads, 0)
+    if isinstance(module, DualNormAttention):
+        # The norm takes keys, then values, first of the global tokens.
+        direct, projected = weights["local_norm"][-1], weights["projected_norm"][-1]
+        to_globals = weights["local_norm"][1] if num_global else to_globals
+        # (M, H * W, r)
+        shares = split_heads(leaves[_SCORE_LAYER][0].detach(), module.num_heads)[0].flatten(1, 2).softmax(dim=1)
+        spread = (shares @ projected[..., None])[..., 0]
+    elif isinstance(module, SlidingChunkAttention):
+        direct = weights["key_value"][0]
+        to_globals = weights["key_value"][1] if num_global else to_globals
+    elif isinstance(module, GlobalMemoryAttention):
+        to_globals = weights["key_value"][0]
+    elif isinstance(module, SpatialReductionAttention):
+        to_globals, projected = weights["key_value"][0].tensor_split([num_global], dim=1)
+        spread = _spread_evenly(projected, module.reduction, height, width).flatten(1)
+        if module.reduction == 1:
+            direct, spread, projected = spread, direct, projected[:, :0]
+    else:
+        to_globals, direct = weights["qkv"][0].tensor_split([num_global], dim=1)
+    direct, spread = (x.unflatten(1, (height, width)) for x in (direct, spread))
+    return AttentionWeights(direct=direct, projected=projected, spread=spread, to_globals=to_globals)
+
+
+@contextlib.contextmanager
+def _values_as_leaves(module: nn.Module) -> Iterator[tuple[dict[str, list[Tensor]], list[Tensor]]]:
+    """Yield outputs of the value layers, as leaves by name, and inputs of the output projection, in call order."""
+    leaves, outputs, handles = defaultdict(list), [], []
+
+    def detach(name: str):
+        def hook(layer: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
+            leaves[name].append(output.detach().requires_grad_())
+            return leaves[name][-1]
+
+        return hook
+
+    for name, layer in module.named_children():
+        if name in (*_VALUE_LAYERS, _SCORE_LAYER):
+            handles.append(layer.register_forward_hook(detach(name)))
+    handles.append(module.projection.register_forward_pre_hook(lambda layer, inputs: outputs.append(inputs[0])))
+    try:
+        yield leaves, outputs
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _spread_evenly(weights: Tensor, reduction: int, height: int, width: int) -> Tensor:
+    """Spread (M, K) weights on a reduced feature map to (M, height, width); tokens at the end beyond it get 0."""
+    rows, cols = max(1, height // reduction), max(1, width // reduction)
+    each = weights / (min(reduction, height) * min(reduction, width))
+    spread = each.unflatten(1, (rows, cols)).repeat_interleave(reduction, 1).repeat_interleave(reduction, 2)
+    spread = spread[:, :height, :width]
+    return F.pad(spread, (0, width - spread.shape[2], 0, height - spread.shape[1]))

@@ -1,0 +1,244 @@
+"""Drawings of a run: its training samples, its predictions next to ground truth, and a summary of its results."""
+
+import json
+import logging
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pycocotools.mask as mask_util
+from detectron2.config import CfgNode
+from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.structures import BitMasks, BoxMode
+
+from backbones.errors import ConfigError
+from projects_vil.config import is_panoptic, is_segmentor
+from projects_vil.data import (
+    IGNORED_LABEL,
+    build_train_loader,
+    check_files,
+    label_reader,
+    load_dataset,
+    read_image,
+)
+from projects_vil.evaluation import RESULTS_FILE
+from projects_vil.utils import check_output_folder
+from projects_vil.visualization.drawing import (
+    PANEL_HEIGHT,
+    PANEL_WIDTH,
+    draw_instances,
+    draw_labels,
+    sheet,
+    write_image,
+)
+
+MAX_IMAGES = 32
+DRAWINGS_FOLDER = "drawings"
+EVALUATION_THRESHOLD = 0.3  # a detector early in training has low scores
+SMALLEST_SAMPLE = 640  # pixels of the longer side of a drawn sample, so that labels can be read
+
+
+def draw_results(
+    dataset_name: str,
+    predictions: str | Path,
+    output: str | Path,
+    *,
+    num_images: int = 8,
+    score_threshold: float = 0.5,
+    records: list[dict[str, Any]] | None = None,
+) -> int:
+    """Draw images that are spread evenly over a dataset: a row each, ground truth left, predictions right.
+
+    Args:
+        dataset_name: a name in detectron2's DatasetCatalog.
+        predictions: ``coco_instances_results.json`` of COCOEvaluator, or ``sem_seg_predictions.json`` of
+            SemSegEvaluator.
+        output: the PNG or JPEG; its folder is created.
+        num_images: rows, 1 to 32.
+        score_threshold: lowest score of a drawn detection, in [0, 1].
+        records: of the dataset, as evaluation reads it; by default those in the DatasetCatalog.
+
+    Returns:
+        The number of images in the dataset.
+
+    Raises:
+        ConfigError: for a value out of range, an unknown dataset, files that cannot be read, and predictions of another
+            dataset.
+    """
+    if not 1 <= num_images <= MAX_IMAGES:
+        raise ConfigError(f"num_images is {num_images}: it must be 1 to {MAX_IMAGES}")
+    if not 0 <= score_threshold <= 1:
+        raise ConfigError(f"score_threshold is {score_threshold}: it must be 0 to 1")
+    check_files(dataset_name)
+    records = DatasetCatalog.get(dataset_name) if records is None else records
+    metadata = MetadataCatalog.get(dataset_name)
+    if not records:
+        raise ConfigError(f"dataset {dataset_name!r} has no images")
+    is_sem_seg = metadata.get("evaluator_type") == "sem_seg"
+    key = "file_name" if is_sem_seg else "image_id"
+    by_image = _predictions_by_image(Path(predictions), dataset_name, [record[key] for record in records], key)
+    rows = []
+    for index in np.unique(np.linspace(0, len(records) - 1, num_images).round().astype(int)):
+        record = records[index]
+        image = read_image(record["file_name"], "RGB")
+        size = image.shape[:2]
+        if (record.get("height", size[0]), record.get("width", size[1])) != size:
+            raise ConfigError(f"{record['file_name']} has {size[0]} x {size[1]} pixels, unlike its annotations")
+        found = by_image[record[key]]
+        if any(tuple(item.get("segmentation", {}).get("size", size)) != size for item in found):
+            raise ConfigError(f"{predictions} has masks of another size than {record['file_name']}: another dataset's?")
+        name = f"{Path(record['file_name']).stem}, {size[0]} x {size[1]}"
+        scale = min(PANEL_WIDTH / size[1], PANEL_HEIGHT / size[0])
+        if is_sem_seg:
+            truth = label_reader(dataset_name)(record["sem_seg_file_name"])
+            predicted = np.full(size, IGNORED_LABEL, np.uint8)
+            for item in found:
+                predicted[mask_util.decode(item["segmentation"]).astype(bool)] = item["category_id"]
+            correct = (predicted == truth)[truth != IGNORED_LABEL].mean()
+            titles = f"ground truth ({name})", f"prediction: {correct:.1%} of pixels correct"
+            panels = [draw_labels(image, labels, metadata, scale=scale) for labels in (truth, predicted)]
+        else:
+            truth = record.get("annotations", [])
+            found = [item for item in found if item["score"] >= score_threshold]
+            titles = f"ground truth: {len(truth)} ({name})", f"predictions: {len(found)} (score >= {score_threshold:g})"
+            panels = [draw_instances(image, items, metadata, scale=scale) for items in (truth, found)]
+        rows.append(list(zip(titles, panels, strict=True)))
+    write_image(Path(output), sheet(f"{dataset_name}: {len(rows)} of {len(records)} images", rows))
+    return len(records)
+
+
+def draw_evaluation(cfg: CfgNode, *, name: str) -> list[Path]:
+    """Draw ``TEST.DRAW_IMAGES`` images of each test set into ``OUTPUT_DIR/drawings/DATASET_NAME.jpg``.
+
+    The images are the same at each evaluation. A drawing that fails is logged as a warning, and the run goes on.
+    """
+    output, paths = Path(cfg.OUTPUT_DIR), []
+    for dataset in cfg.DATASETS.TEST if cfg.TEST.DRAW_IMAGES else ():
+        if MetadataCatalog.get(dataset).get("evaluator_type") not in ("coco", "coco_panoptic_seg", "sem_seg"):
+            continue
+        path = output / DRAWINGS_FOLDER / f"{dataset}_{name}.jpg"
+        options = {"num_images": cfg.TEST.DRAW_IMAGES, "score_threshold": EVALUATION_THRESHOLD}
+        try:
+            records = load_dataset(cfg, [dataset], train=False, report=False)
+            draw_results(dataset, predictions_file(output, dataset), path, records=records, **options)
+        except (ConfigError, OSError) as error:
+            logging.getLogger(__name__).warning("no drawing of %s: %s", dataset, error)
+        else:
+            paths.append(path)
+    return paths
+
+
+def predictions_file(run: Path, dataset_name: str) -> Path:
+    """Return the file with the predictions of a run on a dataset; a run on several has a folder for each."""
+    metadata = MetadataCatalog.get(dataset_name) if dataset_name in DatasetCatalog.list() else {}
+    is_sem_seg = metadata.get("evaluator_type") == "sem_seg"
+    name = "sem_seg_predictions.json" if is_sem_seg else "coco_instances_results.json"
+    own = run / "inference" / dataset_name / name
+    return own if own.exists() else run / "inference" / name
+
+
+def summarize_run(run: str | Path, dataset_name: str, *, num_images: int, drawing: str | Path) -> list[str]:
+    """Return two lines: AP or mIoU on a dataset of so many images, and the files of the run's results.
+
+    Raises:
+        ConfigError: where ``evaluation.json`` is missing, damaged, or has no results on the dataset.
+    """
+    run, drawing = Path(run), Path(drawing)
+    try:
+        tasks = json.loads((run / RESULTS_FILE).read_bytes())[dataset_name]
+        metrics = {
+            f"{label} {metric}".strip(): tasks[task][metric]
+            for task, label, metric in (("bbox", "box", "AP"), ("segm", "mask", "AP"), ("sem_seg", "", "mIoU"))
+            if task in tasks
+        }
+        values = "   ".join(f"{name} {value:.1f}" for name, value in metrics.items() if value is not None)
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{run / RESULTS_FILE} has no results on {dataset_name!r} ({error!r})") from error
+    if not values:
+        raise ConfigError(f"{run / RESULTS_FILE} has no AP and no mIoU on {dataset_name!r}")
+    weights = run / "model_final.pth"
+    if not weights.exists():
+        weights = max(run.glob("model_*.pth"), default=weights)
+    names = [path.name for path in (weights, run / RESULTS_FILE) if path.exists()]
+    names += ["export/"] if (run / "export").is_dir() else []
+    names.append(drawing.name if drawing.parent == run else str(drawing))
+    return [f"{values}   ({dataset_name}, {num_images} images)", f"results in {run}: {', '.join(names)}"]
+
+
+def draw_samples(cfg: CfgNode, output: str | Path, *, number: int = 16, seed: int | None = None) -> list[Path]:
+    """Draw the first samples that a run in one process trains on, after augmentation, as a PNG each.
+
+    Args:
+        cfg: the run's config; its datasets are registered.
+        output: a folder without drawings of an earlier call; it is created.
+        seed: the run's seed; by default ``SEED``, or 0 where that is negative.
+
+    Raises:
+        ConfigError: for a number or a seed out of range, datasets that the check refuses, drawings that exist, and
+            files that cannot be written.
+    """
+    if number < 1:
+        raise ConfigError(f"number is {number}: it must be 1 or more")
+    seed = max(cfg.SEED, 0) if seed is None else seed
+    if not 0 <= seed < 2**63:
+        raise ConfigError(f"seed is {seed}: it must be 0 or more, and below 2^63")
+    check_output_folder(output)
+    earlier = sorted(Path(output).glob("[0-9][0-9][0-9][0-9]*_*.png"))
+    if earlier:
+        raise ConfigError(f"{output} has drawings of an earlier call ({earlier[0].name}): choose another folder")
+    cfg = cfg.clone()
+    cfg.defrost()
+    cfg.DATALOADER.NUM_WORKERS = 0  # the samples do not depend on it
+    loader = build_train_loader(cfg)
+    loader.start(seed=seed, iteration=0)
+    paths = []
+    for index, sample in enumerate(islice(chain.from_iterable(loader), number)):
+        paths.append(Path(output) / f"{index:04d}_{Path(sample['file_name']).stem}.png")
+        write_image(paths[-1], draw_sample(cfg, sample))
+    return paths
+
+
+def draw_sample(cfg: CfgNode, sample: dict[str, Any]) -> np.ndarray:
+    """Draw one sample of a training loader below a title: (height, width, 3) uint8 RGB.
+
+    Where objects and stuff are both learned, the labels of stuff are a second image below the objects.
+    """
+    channels = sample["image"].permute(1, 2, 0).numpy().round().astype(np.uint8)
+    image = np.ascontiguousarray(channels[..., ::-1] if cfg.INPUT.FORMAT == "BGR" else channels)
+    metadata = MetadataCatalog.get(cfg.DATASETS.TRAIN[0])
+    height, width = image.shape[:2]
+    scale = max(1, SMALLEST_SAMPLE / max(height, width))
+    title = " + ".join(Path(sample[key]).name for key in ("file_name", "pasted_from") if key in sample)
+    title += f", height {height}, width {width}"
+    drawn = []
+    if not is_segmentor(cfg):
+        instances = sample["instances"]
+        title += f", objects: {len(instances)}"
+        masks = instances.gt_masks if instances.has("gt_masks") else [None] * len(instances)
+        masks = masks.tensor.numpy() if isinstance(masks, BitMasks) else getattr(masks, "polygons", masks)
+        columns = instances.gt_boxes.tensor.tolist(), instances.gt_classes.tolist(), masks
+        objects = [
+            {"bbox": box, "bbox_mode": BoxMode.XYXY_ABS, "category_id": index, "segmentation": mask}
+            for box, index, mask in zip(*columns, strict=True)
+        ]
+        drawn.append(draw_instances(image, objects, metadata, scale=scale))
+    if is_segmentor(cfg) or is_panoptic(cfg):
+        drawn.append(draw_labels(image, sample["sem_seg"].numpy(), metadata, scale=scale))
+    return sheet(title, [[("", panel)] for panel in drawn])
+
+
+def _predictions_by_image(path: Path, dataset_name: str, images: list, key: str) -> dict[Any, list[dict]]:
+    """Return the predictions of each image, with class indices for ``category_id``; ``key`` names the image."""
+    metadata = MetadataCatalog.get(dataset_name)
+    name = "stuff" if key == "file_name" else "thing"
+    indices = metadata.get(f"{name}_dataset_id_to_contiguous_id") or range(len(metadata.get(f"{name}_classes")))
+    by_image: dict[Any, list[dict]] = {image: [] for image in images}
+    try:
+        for item in json.loads(path.read_bytes()):
+            by_image[item[key]].append(item | {"category_id": indices[item["category_id"]]})
+    except OSError as error:
+        raise ConfigError(f"cannot read {path} ({error.strerror}); evaluate the model to write it") from error
+    except (LookupError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path} does not fit {dataset_name!r}, or is damaged ({error!r})") from error
+    return by_image

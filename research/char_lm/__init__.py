@@ -1,0 +1,1 @@
+"""Character language models (Transformer-LS section 4.2, appendix C)."""

@@ -1,0 +1,194 @@
+"""Train a character language model on the bytes of a file: Transformer-LS, also compared with full attention.
+
+The first 90 percent of the bytes train, the next 5 select the best weights, the last 5 test. The configs are those of
+the paper (enwik8 in three phases, days on eight GPUs); the arguments make smaller runs of them.
+
+Example:
+    python -m research.char_lm train --data enwik8 --config small --output output/enwik8_small
+    python -m research.char_lm train --data text --output output/text --compare --depth 4 --dim 128 --num-heads 4 \\
+        --window-size 64 --length 256 --steps 500 --batch-size 8 --learning-rate 1e-3 --dropout 0 --sample 300
+    python -m research.char_lm evaluate --weights output/enwik8_small/best_long_short.pth --data enwik8 \\
+        --test-memory 32768 --test-length 256
+    python -m research.char_lm generate --weights output/text/best_long_short.pth --sample 500 --prompt "The "
+    python -m research.char_lm measure --config small --lengths 512 1024 2048 4096 8192
+"""
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+from tools.arguments import ToolParser, existing_path, output_file, positive, run_tool, write_json
+
+SIZES = ("depth", "dim", "hidden_dim", "num_heads", "window_size", "segment_length", "rank")
+PHASES = {"steps": positive, "length": positive, "batch_size": positive, "learning_rate": float, "warmup_steps": int}
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = ToolParser(__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    train = commands.add_parser("train", description="Train a model, or continue its training.")
+    evaluate = commands.add_parser("evaluate", description="Test trained weights on a file.")
+    generate = commands.add_parser("generate", description="Sample from trained weights.")
+    measure = commands.add_parser("measure", description="Measure a training step against the length of a block.")
+    for command in (train, measure):
+        command.add_argument("--config", default="small", metavar="NAME", help="small or large (default: small)")
+        for name in SIZES:
+            command.add_argument(
+                f"--{name.replace('_', '-')}", type=positive, metavar="N", help="instead of the config's"
+            )
+    for name, of_type in PHASES.items():
+        text = "a value for each phase, or one for all; as many phases are trained as --steps are given"
+        train.add_argument(f"--{name.replace('_', '-')}", type=of_type, nargs="+", metavar="N", help=text)
+    train.add_argument("--output", required=True, metavar="DIR", help="for last.pth, to resume, and best_MODEL.pth")
+    train.add_argument("--compare", action="store_true", help="train full attention too, on the same blocks")
+    train.add_argument("--resume", action="store_true", help="continue from last.pth")
+    train.add_argument("--memory-length", type=positive, metavar="N", help="bytes before a block (default: its length)")
+    train.add_argument("--dropout", type=float, metavar="RATE")
+    train.add_argument("--weight-decay", type=float, metavar="RATE")
+    train.add_argument("--accumulate", type=positive, default=1, metavar="K", help="micro-batches of a step")
+    train.add_argument("--eval-every", type=positive, default=1000, metavar="N", help="steps between evaluations")
+    for command in (train, evaluate):
+        command.add_argument("--data", type=existing_path, required=True, metavar="FILE", help="any file")
+        command.add_argument("--test-memory", type=positive, metavar="N", help="bytes before a block in the test")
+        command.add_argument("--test-length", type=positive, metavar="N", help="bytes of a block in the test")
+        command.add_argument("--test-streams", type=positive, default=1, metavar="B", help="evaluated in parallel")
+    for command in (evaluate, generate):
+        command.add_argument("--weights", type=existing_path, required=True, metavar="FILE", help="a best_MODEL.pth")
+    for command, number in ((train, 0), (generate, 500)):
+        command.add_argument("--sample", type=int, default=number, metavar="N", help=f"bytes to generate ({number})")
+        command.add_argument("--prompt", default="\n", metavar="TEXT", help="start of the sample (default: a new line)")
+        command.add_argument("--temperature", type=float, default=1.0, metavar="T", help="of the sample")
+        command.add_argument("--seed", type=int, default=0, metavar="K", help="of weights, dropout and samples")
+    measure.add_argument("--lengths", type=positive, nargs="+", default=(512, 1024, 2048, 4096, 8192), metavar="N")
+    measure.add_argument("--batch-size", type=positive, default=1, metavar="B", help="streams")
+    measure.add_argument("--runs", type=positive, default=5, metavar="N", help="timed steps")
+    for command in (train, evaluate, generate, measure):
+        command.add_argument("--device", metavar="DEVICE", help="cpu or cuda (default: a GPU where there is one)")
+        command.add_argument("--json", type=output_file, metavar="FILE", help="write the figures there too")
+    return parser.parse_args()
+
+
+def typed(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+
+
+def train(args: argparse.Namespace) -> dict[str, Any]:
+    from research.char_lm.model import CONFIGS, MODELS, TITLES, count_parameters, phases_for, size_for
+    from research.char_lm.text import read_text
+    from research.char_lm.training import Settings, Training, best_path
+    from research.sequences import format_table
+
+    text = read_text(args.data)
+    if args.sample:
+        # An unknown byte in the prompt ends the command before the training, not after it.
+        text.vocabulary.encode_prompt(args.prompt)
+    size = size_for(args.config, **typed(args, SIZES))
+    config = CONFIGS[args.config]
+    settings = Settings(
+        models=MODELS if args.compare else MODELS[:1],
+        size=size,
+        phases=phases_for(args.config, **typed(args, tuple(PHASES))),
+        dropout=config.dropout if args.dropout is None else args.dropout,
+        weight_decay=config.weight_decay if args.weight_decay is None else args.weight_decay,
+        **typed(args, ("seed", "memory_length", "accumulate", "eval_every")),
+    )
+    training = Training(settings, text, Path(args.output), device=args.device, resume=args.resume)
+    print(f"{args.data}: {len(text.train):,} bytes to train on, {len(text.vocabulary)} ids", flush=True)
+
+    def log(row: dict[str, Any]) -> None:
+        line = "phase {phase} step {step}: {title}, bits/char {train:.4f} on train, {val:.4f} on val, {seconds:.0f} s"
+        print(line.format(**row, title=TITLES[row["model"]]), flush=True)
+
+    training.run(log)
+    rows, samples, results = [("model", "parameters", "seconds", "bits/char val", "test")], [], []
+    for name in settings.models:
+        args.weights = best_path(training.output, name)
+        result = {"model": name, "parameters": count_parameters(name, size, len(text.vocabulary))}
+        result["seconds"] = [row["seconds"] for row in training.evaluations if row["model"] == name][-1]
+        result |= test_file(args)
+        if args.sample:
+            result["sample"] = sample_file(args)
+            samples.append(f"\nsample of {TITLES[name]}:\n{result['sample']}")
+        results.append(result)
+        figures = (
+            f"{result['parameters']:,}",
+            f"{result['seconds']:.0f}",
+            f"{result['val']:.4f}",
+            f"{result['test']:.4f}",
+        )
+        rows.append((TITLES[name], *figures))
+    print("\n".join(["", format_table(rows), *samples]))
+    print(f"{len(text.vocabulary)} ids: {math.log2(len(text.vocabulary)):.4f} bits/char for a uniform guess")
+    return {"evaluations": training.evaluations, "results": results}
+
+
+def test_file(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures of ``args.weights`` on the test part of ``args.data``."""
+    from research.char_lm.text import read_text
+    from research.char_lm.training import TrainedModel, bits_per_character
+
+    trained = TrainedModel.load(args.weights, memory_length=args.test_memory, device=args.device)
+    length = args.test_length or trained.length
+    text = read_text(args.data, vocabulary=trained.vocabulary)
+    options = {"length": length, "num_streams": args.test_streams, "device": args.device}
+    bits = bits_per_character(trained.model, text.test, trained.vocabulary, **options)
+    return {"val": trained.val, "test": bits, "length": length, "memory_length": trained.memory_length}
+
+
+def sample_file(args: argparse.Namespace) -> str:
+    """Return the prompt and what ``args.weights`` continues it with."""
+    from research.char_lm.training import TrainedModel, generate
+
+    trained = TrainedModel.load(args.weights, device=args.device)
+    prompt = trained.vocabulary.encode_prompt(args.prompt)
+    options = {"length": trained.length, "unknown": trained.vocabulary.other, "device": args.device}
+    options |= {"seed": args.seed, "temperature": args.temperature}
+    ids = generate(trained.model, prompt, number=args.sample, **options)
+    return trained.vocabulary.decode([*prompt.tolist(), *ids]).decode(errors="replace")
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    from research.char_lm.model import CONFIGS, MODELS, TITLES, count_parameters, size_for
+    from research.char_lm.training import measure_steps
+    from research.sequences import format_table
+
+    size = size_for(args.config, **typed(args, SIZES))
+    options = {"batch_size": args.batch_size, "runs": args.runs, "device": args.device}
+    costs = measure_steps(MODELS, size, args.lengths, **options)
+    rows = [("length", "model", "seconds", "MB")]
+    for cost in costs:
+        seconds = "out of memory" if cost["seconds"] is None else f"{cost['seconds']:.3f}"
+        memory = "-" if cost["memory"] is None else f"{cost['memory'] / 1e6:.0f}"
+        rows.append((str(cost["length"]), TITLES[cost["model"]], seconds, memory))
+    counts = [("config", "model", "parameters", "table 2")]
+    for name, config in CONFIGS.items():
+        for model in MODELS:
+            published = f"{config.parameters}M" if model == "long_short" else "-"
+            counts.append((name, TITLES[model], f"{count_parameters(model, config.size):,}", published))
+    print(f"{format_table(rows)}\n\n{format_table(counts)}")
+    return {"costs": costs, "parameters": {model: count_parameters(model, size) for model in MODELS}}
+
+
+def main() -> None:
+    args = parse_arguments()
+
+    import torch
+
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if args.command == "train":
+        found = train(args)
+    elif args.command == "evaluate":
+        found = test_file(args)
+        line = "{test:.4f} bits/char on the test part, in blocks of {length} bytes with a memory of {memory_length}"
+        print(line.format(**found))
+    elif args.command == "generate":
+        found = {"sample": sample_file(args)}
+        print(found["sample"])
+    else:
+        found = measure(args)
+    write_json(args.json, found)
+
+
+if __name__ == "__main__":
+    run_tool(main)

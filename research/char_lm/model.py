@@ -1,0 +1,271 @@
+"""The two models that are compared, and the paper's sizes and training phases.
+
+Full causal attention over the memory and the block, as in Transformer-XL, is as the official Transformer-LS in all but
+the attention: a layer norms its input and adds to the normed input, and the embedding is also the output's matrix. Its
+positions are rotations of queries and keys, so that only differences of positions count; Transformer-XL has a learned
+bias for each pair of positions instead, a matrix that fused attention avoids.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from backbones.errors import ConfigError, check_choice
+from backbones.sequence import create_char_lm
+
+MODELS = ("long_short", "full")
+TITLES = {"long_short": "long-short", "full": "full attention"}
+# The published evaluation, launch/run-eval.sh: a memory of 32768 bytes, in blocks of 256.
+PUBLISHED_TEST_MEMORY, PUBLISHED_TEST_LENGTH = 32_768, 256
+# fairseq's Adam, which the scripts call; its weight decay is decoupled and acts on all parameters.
+BETAS, EPSILON = (0.9, 0.999), 1e-8
+# As many ids as enwik8 has bytes, and the one for others: for models that are measured without a text.
+VOCAB_SIZE = 206
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSize:
+    """Sizes of both models; window, segment and rank (w, l and r of appendix C) are the long-short one's.
+
+    Attributes:
+        dim, hidden_dim, num_heads: ``--d-model``, ``--d-inner`` and ``--n-head`` of the official launch scripts.
+        depth: LS section 4.2.
+    """
+
+    depth: int
+    dim: int = 512
+    hidden_dim: int = 2048
+    num_heads: int = 8
+    window_size: int = 512
+    segment_length: int = 16
+    rank: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """A phase of training, with blocks and memory of the same length (section 4.2).
+
+    Attributes:
+        length: bytes of a block, and of the memory.
+        steps, warmup_steps: appendix C; the rate is constant after the linear warm-up.
+        learning_rate: of the official scripts; that of the first phase is in appendix C. For text8 twice as high.
+        batch_size: parallel streams, on all devices together (appendix C).
+    """
+
+    length: int
+    steps: int
+    warmup_steps: int
+    learning_rate: float
+    batch_size: int
+
+    def learning_rate_at(self, step: int) -> float:
+        """Return the learning rate of a step, from 0."""
+        return self.learning_rate * min(1.0, (step + 1) / max(self.warmup_steps, 1))
+
+
+PHASES = (
+    Phase(length=2048, steps=430_000, warmup_steps=10_000, learning_rate=2.5e-4, batch_size=32),
+    Phase(length=4096, steps=50_000, warmup_steps=5_000, learning_rate=1.25e-4, batch_size=32),
+    Phase(length=8192, steps=50_000, warmup_steps=5_000, learning_rate=6.25e-5, batch_size=16),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A model of LS table 2 on enwik8.
+
+    Attributes:
+        dropout, weight_decay: appendix C.
+        parameters: in millions, table 2.
+        bits_per_character: on the test part, table 2.
+    """
+
+    size: ModelSize
+    dropout: float
+    weight_decay: float
+    parameters: int
+    bits_per_character: float
+    phases: tuple[Phase, ...] = PHASES
+
+
+CONFIGS = {
+    "small": Config(size=ModelSize(depth=12), dropout=0.2, weight_decay=0.01, parameters=44, bits_per_character=0.99),
+    "large": Config(size=ModelSize(depth=30), dropout=0.4, weight_decay=0.1, parameters=110, bits_per_character=0.97),
+}
+
+
+def size_for(config: str, **overrides: int) -> ModelSize:
+    """Return the size of a config; with another ``dim`` the MLPs keep their ratio unless ``hidden_dim`` is given."""
+    check_choice("config", config, CONFIGS)
+    size = CONFIGS[config].size
+    if "dim" in overrides and "hidden_dim" not in overrides:
+        overrides["hidden_dim"] = overrides["dim"] * size.hidden_dim // size.dim
+    return replace(size, **overrides)
+
+
+def phases_for(config: str, **overrides: Sequence[float]) -> tuple[Phase, ...]:
+    """Return the phases of a config with other values, a list for each field: one value for all phases, or one each.
+
+    As many ``steps`` as are given, so many phases are trained. Without ``warmup_steps`` other steps keep their share.
+
+    Raises:
+        ConfigError: for another number of values.
+    """
+    check_choice("config", config, CONFIGS)
+    phases = CONFIGS[config].phases[: len(overrides.get("steps", PHASES))]
+    for name, values in overrides.items():
+        if len(values) not in (1, len(phases)):
+            raise ConfigError(f"{name} has {len(values)} values for {len(phases)} phases: give one, or one for each")
+    changed = []
+    for index, phase in enumerate(phases):
+        values = {name: values[index % len(values)] for name, values in overrides.items()}
+        if "steps" in values and "warmup_steps" not in values:
+            values["warmup_steps"] = int(phase.warmup_steps * values["steps"] // phase.steps)
+        changed.append(replace(phase, **values))
+    return tuple(changed)
+
+
+def create_model(name: str, size: ModelSize, *, vocab_size: int, memory_length: int, dropout: float = 0.0) -> nn.Module:
+    """Create a model with random weights; no weight depends on ``memory_length``.
+
+    Args:
+        name: one of ``MODELS``. Both map ids (B, N) and a memory or None to log-probabilities (B, N, V) and the next
+            memory.
+
+    Raises:
+        ConfigError: for sizes that the models do not take.
+    """
+    check_choice("model", name, MODELS)
+    options = {**asdict(size), "vocab_size": vocab_size, "memory_length": memory_length, "dropout": dropout}
+    if name == "long_short":
+        return create_char_lm(**options)
+    for field in ("window_size", "segment_length", "rank"):
+        del options[field]
+    return FullAttentionLM(**options)
+
+
+def count_parameters(name: str, size: ModelSize, vocab_size: int = VOCAB_SIZE) -> int:
+    """Count the parameters of a model; the embedding, which is the output's matrix too, counts once."""
+    with torch.device("meta"):
+        model = create_model(name, size, vocab_size=vocab_size, memory_length=size.segment_length * size.window_size)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+_ROTATION_BASE = 10_000.0
+
+
+def rotate(x: Tensor, first: int) -> Tensor:
+    """Rotate pairs of channels of (B, M, N, D) by angles that grow with the position, from position ``first``."""
+    half = x.shape[-1] // 2
+    frequencies = _ROTATION_BASE ** -(torch.arange(half, device=x.device, dtype=torch.float32) / half)
+    positions = torch.arange(first, first + x.shape[-2], device=x.device, dtype=torch.float32)
+    angles = positions[:, None] * frequencies
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    first_half, second_half = x[..., :half], x[..., half : 2 * half]
+    rotated = torch.cat([first_half * cos - second_half * sin, first_half * sin + second_half * cos], dim=-1)
+    return torch.cat([rotated, x[..., 2 * half :]], dim=-1)
+
+
+class FullAttention(nn.Module):
+    """Causal multi-head attention of a block's N tokens over themselves and L tokens of memory."""
+
+    def __init__(self, dim: int, *, num_heads: int, dropout: float) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.query = nn.Linear(dim, dim, bias=False)
+        self.key_value = nn.Linear(dim, 2 * dim, bias=False)
+        self.projection = nn.Linear(dim, dim, bias=False)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, tokens: Tensor, past: Tensor) -> Tensor:
+        """(B, N, C) and (B, L, C), L of 0 or more -> (B, N, C)"""
+        num_past, number = past.shape[1], tokens.shape[1]
+        key, value = self.key_value(torch.cat([past, tokens], dim=1)).chunk(2, dim=-1)
+        query, key, value = (
+            x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in (self.query(tokens), key, value)
+        )
+        query, key = rotate(query, num_past), rotate(key, 0)
+        if num_past:
+            mask = tokens.new_ones((number, num_past + number), dtype=torch.bool).tril(num_past)
+            output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        else:
+            output = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.dropout(self.projection(output.transpose(1, 2).flatten(2)))
+
+
+class FullAttentionLayer(nn.Module):
+    """Attention and an MLP; a norm comes before each, and the shortcut takes the normed tokens."""
+
+    def __init__(self, dim: int, *, num_heads: int, hidden_dim: int, dropout: float) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(dim)
+        self.attention = FullAttention(dim, num_heads=num_heads, dropout=dropout)
+        self.mlp_norm = nn.LayerNorm(dim)
+        self.expand = nn.Linear(dim, hidden_dim)
+        self.contract = nn.Linear(hidden_dim, dim)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, tokens: Tensor, past: Tensor) -> Tensor:
+        """(B, N, C) and (B, L, C) -> (B, N, C)"""
+        tokens = self.attention_norm(tokens)
+        tokens = self.mlp_norm(tokens + self.attention(tokens, self.attention_norm(past)))
+        hidden = self.dropout(F.gelu(self.expand(tokens)))
+        return tokens + self.dropout(self.contract(hidden))
+
+
+class FullAttentionLM(nn.Module):
+    """Ids (B, N) and the memory of earlier blocks -> log-probabilities (B, N, vocab_size) and the next memory.
+
+    Args:
+        vocab_size: ids are below it.
+        dim: channels of a token.
+        num_heads: divides ``dim``.
+        hidden_dim: channels inside the MLPs.
+        depth: layers.
+        memory_length: most tokens before a block that it sees.
+        dropout: rate after the embedding, the attention and in the MLPs, and before the output.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        dim: int,
+        num_heads: int,
+        hidden_dim: int,
+        depth: int,
+        memory_length: int,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.memory_length = memory_length
+        self.embedding = nn.Embedding(vocab_size, dim)
+        self.layers = nn.ModuleList(
+            FullAttentionLayer(dim, num_heads=num_heads, hidden_dim=hidden_dim, dropout=dropout) for _ in range(depth)
+        )
+        self.output_bias = nn.Parameter(torch.zeros(vocab_size))
+        self.dropout = nn.Dropout(dropout)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+        for layer in self.layers:
+            # Queries, keys and values of variance 1: the long-short model's norms give its keys and values that, and
+            # without it a narrow model learns for hundreds of steps as if it had no attention.
+            for projection in (layer.attention.query, layer.attention.key_value):
+                nn.init.normal_(projection.weight, std=dim**-0.5)
+
+    def forward(self, ids: Tensor, memory: Sequence[Tensor] | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The memory has each layer's input, (B, L, C), without gradients; None at the start of a text."""
+        tokens = self.dropout(self.embedding(ids) * self.embedding.embedding_dim**0.5)
+        next_memory = []
+        for index, layer in enumerate(self.layers):
+            past = tokens[:, :0].detach() if memory is None else memory[index]
+            next_memory.append(torch.cat([past, tokens.detach()], dim=1)[:, -self.memory_length :])
+            tokens = layer(tokens, past)
+        logits = F.linear(self.dropout(tokens), self.embedding.weight, self.output_bias)
+        return logits.log_softmax(dim=-1), tuple(next_memory)

@@ -1,0 +1,376 @@
+"""Train on parallel streams with a memory, one model or two on the same blocks; evaluate, generate and measure."""
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from backbones.checkpoint_files import read_checkpoint, write_checkpoint
+from backbones.errors import ConfigError
+from research.char_lm.model import BETAS, EPSILON, TITLES, VOCAB_SIZE, ModelSize, Phase, create_model
+from research.char_lm.text import Streams, Text, Vocabulary
+from research.sequences import Learner, Step, peak_memory, seconds_interleaved, train
+
+LAST = "last.pth"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """A run.
+
+    Attributes:
+        models: trained on the same blocks.
+        memory_length: bytes before a block that a model sees; None for as many as a block has, as in the paper.
+        accumulate: number of micro-batches into which the streams of a step are divided.
+        eval_every: steps between two evaluations on the validation part, each of which saves.
+    """
+
+    models: tuple[str, ...]
+    size: ModelSize
+    phases: tuple[Phase, ...]
+    dropout: float
+    weight_decay: float
+    seed: int = 0
+    memory_length: int | None = None
+    accumulate: int = 1
+    eval_every: int = 1000
+
+
+class Training:
+    """A run of one or two models.
+
+    A phase starts from the best weights on the validation part until then, with a new optimizer, at the start of the
+    text. At the end of the text training returns to its start, without a memory. On a CPU a resumed run gives the same
+    weights, to the bit, as one that was never interrupted.
+
+    Args:
+        output: folder for ``last.pth``, with the state, and ``best_MODEL.pth``.
+        resume: whether to continue from ``last.pth``.
+
+    Attributes:
+        evaluations: dicts with model, phase, step, train and val (bits per character) and seconds.
+
+    Raises:
+        ConfigError: for a text that is too short, a folder that has a run already, or one of other settings.
+    """
+
+    def __init__(
+        self, settings: Settings, text: Text, output: Path, *, device: str = "cpu", resume: bool = False
+    ) -> None:
+        self.settings, self.text, self.output, self.device = settings, text, output, device
+        self.fingerprint = {**_as_plain(asdict(settings)), "sha256 of the text": text.sha256}
+        self.evaluations: list[dict[str, Any]] = []
+        self.phase, self.done = 0, 0
+        self.learners: dict[str, Learner] = {}
+        self.memories: dict[str, list[Sequence[Tensor] | None]] = {}
+        self._resumed: dict[str, Any] | None = None
+        for phase in settings.phases:
+            bytes_per_stream = (len(text.train) - 1) // phase.batch_size
+            if bytes_per_stream < phase.length or phase.batch_size % settings.accumulate:
+                raise ConfigError(
+                    f"batch_size={phase.batch_size} streams of {bytes_per_stream} bytes do not hold blocks of "
+                    f"length={phase.length}, or are not a multiple of accumulate={settings.accumulate}"
+                )
+        path = output / LAST
+        if not resume:
+            if path.exists():
+                raise ConfigError(f"{path} exists: add --resume to continue the run, or choose another output folder")
+            output.mkdir(parents=True, exist_ok=True)
+            return
+        contents = read_checkpoint(path)
+        before = contents.get("char_lm")
+        if before != self.fingerprint:
+            names = [name for name, value in self.fingerprint.items() if (before or {}).get(name) != value]
+            raise ConfigError(f"{path} is of a run with other settings ({', '.join(names)}): resume with the same ones")
+        self._resumed = contents["trainer"] | {"weights": contents["model"]}
+        self.phase, self.done = self._resumed["phase"], self._resumed["done"]
+        self.evaluations = list(self._resumed["evaluations"])
+        logging.getLogger(__name__).info("resumed after step %d of phase %d", self.done, self.phase + 1)
+
+    def run(self, log: Callable[[dict[str, Any]], None] = lambda evaluation: None) -> None:
+        """Train to the end of the last phase; ``log`` is called with each evaluation."""
+        while self.phase < len(self.settings.phases):
+            phase = self.settings.phases[self.phase]
+            self._start_phase(phase)
+            train(
+                list(self.learners.values()),
+                partial(self._losses, phase, Streams(self.text.train, phase.batch_size, phase.length)),
+                partial(self._evaluate_and_save, phase, log),
+                first=self.done,
+                steps=phase.steps,
+                eval_every=self.settings.eval_every,
+            )
+            self.phase, self.done = self.phase + 1, 0
+
+    def _memory_length(self, phase: Phase) -> int:
+        return self.settings.memory_length or phase.length
+
+    def _start_phase(self, phase: Phase) -> None:
+        """Create the models with the memory length of a phase, from the weights to continue with."""
+        previous, self.learners = self.learners, {}
+        state, self._resumed = self._resumed, None
+        for name in self.settings.models:
+            torch.manual_seed(self.settings.seed)
+            model = create_model(
+                name,
+                self.settings.size,
+                vocab_size=len(self.text.vocabulary),
+                memory_length=self._memory_length(phase),
+                dropout=self.settings.dropout,
+            )
+            model = model.to(self.device).train()
+            optimizer = torch.optim.AdamW(
+                model.parameters(), lr=0.0, betas=BETAS, eps=EPSILON, weight_decay=self.settings.weight_decay
+            )
+            learner = self.learners[name] = Learner(name, model, optimizer)
+            self.memories[name] = [None] * self.settings.accumulate
+            if state is not None:
+                prefix = f"{name}/"
+                weights = state["weights"].items()
+                model.load_state_dict({key.removeprefix(prefix): v for key, v in weights if key.startswith(prefix)})
+                learner.seconds = state["seconds"][name]
+                if self.done:
+                    optimizer.load_state_dict(state["optimizers"][name])
+                    learner.losses = list(state["losses"][name])
+                    self.memories[name] = [
+                        None if memory is None else tuple(layer.to(self.device) for layer in memory)
+                        for memory in state["memories"][name]
+                    ]
+            elif name in previous:
+                model.load_state_dict(previous[name].model.state_dict())
+                learner.seconds = previous[name].seconds
+
+    def _losses(self, phase: Phase, streams: Streams, learner: Learner, step: int) -> Iterator[Tensor]:
+        """Yield the loss of each micro-batch of a step."""
+        index, memories = step % len(streams), self.memories[learner.name]
+        if index == 0:
+            memories[:] = [None] * len(memories)
+        # Dropout follows from the step alone, so that a resumed run and a model trained alone have the same.
+        torch.manual_seed((self.settings.seed << 40) + (self.phase << 36) + step + 1)
+        for group in learner.optimizer.param_groups:
+            group["lr"] = phase.learning_rate_at(step)
+        block = streams.block(index)
+        inputs, targets = (x.to(self.device).tensor_split(len(memories)) for x in (block.inputs, block.targets))
+        for i, (ids, following) in enumerate(zip(inputs, targets, strict=True)):
+            log_probabilities, memories[i] = learner.model(ids, memories[i])
+            loss = F.nll_loss(log_probabilities.flatten(0, 1), following.flatten(), reduction="sum")
+            yield loss / block.targets.numel()
+
+    def _evaluate_and_save(self, phase: Phase, log: Callable[[dict[str, Any]], None], step: int) -> None:
+        self.done = step
+        for name, learner in self.learners.items():
+            options = {"length": phase.length, "num_streams": phase.batch_size, "device": self.device}
+            val = bits_per_character(learner.model, self.text.val, self.text.vocabulary, **options)
+            if not math.isfinite(val):
+                raise ConfigError(f"{name}: bits per character are {val}: lower the learning rate")
+            bits = learner.take_mean_loss() / math.log(2)
+            best = min((row["val"] for row in self.evaluations if row["model"] == name), default=math.inf)
+            row = {"model": name, "phase": self.phase + 1, "step": step, "train": bits, "val": val}
+            self.evaluations.append(row | {"seconds": learner.seconds})
+            if val < best:
+                description = {"name": name, "size": asdict(self.settings.size), "val": val}
+                description |= {"vocabulary": self.text.vocabulary.known, "length": phase.length}
+                description["memory_length"] = self._memory_length(phase)
+                contents = {"model": learner.model.state_dict(), "char_lm_model": description}
+                write_checkpoint(best_path(self.output, name), contents)
+            log(self.evaluations[-1])
+        is_end = step == phase.steps
+        if is_end:
+            for name, learner in self.learners.items():
+                learner.model.load_state_dict(read_checkpoint(best_path(self.output, name))["model"])
+        state: dict[str, Any] = {
+            "phase": self.phase + is_end,
+            "done": 0 if is_end else step,
+            "evaluations": self.evaluations,
+            "seconds": {name: learner.seconds for name, learner in self.learners.items()},
+        }
+        if not is_end:
+            state["optimizers"] = {name: learner.optimizer.state_dict() for name, learner in self.learners.items()}
+            state["losses"] = {name: learner.losses for name, learner in self.learners.items()}
+            state["memories"] = self.memories
+        weights = {
+            f"{name}/{key}": value
+            for name, learner in self.learners.items()
+            for key, value in learner.model.state_dict().items()
+        }
+        write_checkpoint(self.output / LAST, {"model": weights, "char_lm": self.fingerprint, "trainer": state})
+
+
+def _as_plain(value: Any) -> Any:
+    """Return tuples as lists, as a checkpoint has them when it is read."""
+    if isinstance(value, dict):
+        return {key: _as_plain(item) for key, item in value.items()}
+    return [_as_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def best_path(folder: Path, name: str) -> Path:
+    """Return the path of the weights of a model that were best on the validation part."""
+    return folder / f"best_{name}.pth"
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A ``best_MODEL.pth``: the model in eval mode, and how it was trained.
+
+    Attributes:
+        length, memory_length: bytes of a block, and before it, in the last phase.
+        val: bits per character on the validation part.
+    """
+
+    name: str
+    size: ModelSize
+    vocabulary: Vocabulary
+    length: int
+    memory_length: int
+    val: float
+    model: nn.Module
+
+    @classmethod
+    def load(cls, path: str | Path, *, memory_length: int | None = None, device: str = "cpu") -> "TrainedModel":
+        """Read a file, with the memory length of training or another one.
+
+        Raises:
+            ConfigError: for another file.
+        """
+        contents = read_checkpoint(path)
+        if "char_lm_model" not in contents:
+            raise ConfigError(f"{path} is not a best_*.pth of research.char_lm")
+        values = dict(contents["char_lm_model"])
+        vocabulary, size = Vocabulary(values.pop("vocabulary")), ModelSize(**values.pop("size"))
+        values["memory_length"] = memory_length or values["memory_length"]
+        sizes = {"vocab_size": len(vocabulary), "memory_length": values["memory_length"]}
+        model = create_model(values["name"], size, **sizes)
+        model.load_state_dict(contents["model"])
+        return cls(vocabulary=vocabulary, size=size, model=model.to(device).eval(), **values)
+
+
+@torch.no_grad()
+def bits_per_character(
+    model: nn.Module, ids: Tensor, vocabulary: Vocabulary, *, length: int, num_streams: int = 1, device: str = "cpu"
+) -> float:
+    """Return the mean of -log2 of the probability of each byte of ``ids`` (T,) but the first.
+
+    A byte that the vocabulary does not know shares the probability of all those equally.
+
+    Args:
+        length: bytes of a block; the memory passes from block to block.
+        num_streams: evaluated in parallel; each starts without a memory, so that more are faster and slightly worse.
+    """
+    was_training = model.training
+    model.eval()
+    streams = Streams(ids, min(num_streams, len(ids) - 1), length)
+    total, num_unknown, memory = 0.0, 0, None
+    for index in range(len(streams)):
+        block = streams.block(index)
+        log_probabilities, memory = model(block.inputs.to(device), memory)
+        picked = log_probabilities.gather(2, block.targets.to(device)[..., None])[..., 0]
+        total -= picked[block.is_own.to(device)].double().sum().item()
+        num_unknown += int((block.targets[block.is_own] == vocabulary.other).sum())
+    model.train(was_training)
+    bits_to_choose = math.log2(max(256 - len(vocabulary.known), 1))
+    return (total / math.log(2) + num_unknown * bits_to_choose) / (len(ids) - 1)
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    prompt: Tensor,
+    *,
+    number: int,
+    length: int,
+    unknown: int,
+    seed: int = 0,
+    temperature: float = 1.0,
+    device: str = "cpu",
+) -> list[int]:
+    """Sample ids that follow a prompt.
+
+    The text is cut into blocks as in training: the memory consists of whole blocks, and a block that is not full yet is
+    computed again for each byte.
+
+    Args:
+        model: in eval mode.
+        prompt: (P,) ids, one or more.
+        number: of ids to sample.
+        length: bytes of a block.
+        unknown: the id of unknown bytes, which is never sampled.
+        temperature: divides the log-probabilities, above 0.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    ids, first, memory = prompt.tolist(), 0, None
+    while True:
+        # At least one byte is left to predict from.
+        while len(ids) - first > length:
+            _, memory = model(torch.tensor([ids[first : first + length]], device=device), memory)
+            first += length
+        if len(ids) == len(prompt) + number:
+            return ids[len(prompt) :]
+        log_probabilities, _ = model(torch.tensor([ids[first:]], device=device), memory)
+        scores = log_probabilities[0, -1].double().cpu()
+        scores[unknown] = -torch.inf
+        # The highest score becomes 0, so that a low temperature does not overflow.
+        scores = (scores - scores.max()) / temperature
+        ids.append(int(torch.multinomial(scores.softmax(dim=0), 1, generator=generator)))
+
+
+def measure_steps(
+    names: Sequence[str],
+    size: ModelSize,
+    lengths: Sequence[int],
+    *,
+    batch_size: int = 1,
+    runs: int = 5,
+    device: str = "cpu",
+    memory: bool = True,
+) -> list[dict[str, Any]]:
+    """Measure a training step on one block, with a memory of the same length (LS figure 3).
+
+    Returns:
+        For each length and model: length, model, seconds (median, the models interleaved) and memory (bytes at the peak
+        above model and optimizer state); None where a GPU's memory did not suffice or nothing was measured.
+    """
+    rows = []
+    for length in lengths:
+        steps: dict[str, Step] = {}
+        peaks: dict[str, int | None] = {}
+        for name in names:
+            build = partial(_build_step, name, size, length, batch_size, device)
+            small = replace(size, dim=16 * size.num_heads, hidden_dim=16, depth=1)
+            short = -(-size.window_size // size.segment_length) * size.segment_length
+            warm_up = partial(_build_step, name, small, short, 1, device)
+            try:
+                if memory:
+                    what = f"{TITLES[name]} at length {length}"
+                    peaks[name] = peak_memory(build, warm_up=warm_up, device=device, what=what)
+                steps[name] = build()
+                steps[name]()
+            except torch.cuda.OutOfMemoryError:
+                steps.pop(name, None)
+        seconds = seconds_interleaved(steps, runs, device)
+        rows += [
+            {"length": length, "model": name, "seconds": seconds.get(name), "memory": peaks.get(name)} for name in names
+        ]
+    return rows
+
+
+def _build_step(name: str, size: ModelSize, length: int, batch_size: int, device: str) -> Step:
+    torch.manual_seed(0)
+    model = create_model(name, size, vocab_size=VOCAB_SIZE, memory_length=length).to(device).train()
+    optimizer = torch.optim.AdamW(model.parameters())
+    ids = torch.randint(VOCAB_SIZE, (batch_size, length + 1), device=device)
+    memory = tuple(torch.randn(batch_size, length, size.dim, device=device) for _ in range(size.depth))
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        log_probabilities, _ = model(ids[:, :-1], memory)
+        F.nll_loss(log_probabilities.flatten(0, 1), ids[:, 1:].flatten()).backward()
+        optimizer.step()
+
+    return step

@@ -1,0 +1,112 @@
+"""Train Transformer-LS on a task of the Long Range Arena, or measure its encoder against the length of the sequences.
+
+ListOps is generated once and kept in --data; text reads aclImdb there, retrieval new_aan_pairs.{train,eval,test}.tsv.
+
+Example:
+    python -m research.long_range_arena --task listops --output output/listops
+    python -m research.long_range_arena --task listops --min-length 10 --max-length 200 --num-train 20000 --steps 500 \\
+        --warmup-steps 50 --learning-rate 1e-3 --eval-every 100 --window-size 0
+    python -m research.long_range_arena --task text --data datasets/lra --model full --output output/text_full
+    python -m research.long_range_arena --task listops --config fixed --measure --lengths 512 2048 8192
+"""
+
+import argparse
+import dataclasses
+
+from tools.arguments import ToolParser, output_file, positive, run_tool, write_json
+
+OF_SETTINGS = {
+    "model": (str, "ls, or full: softmax attention over all tokens (default: ls)"),
+    "window_size": (int, "w, instead of the config's; 0 for the projection alone"),
+    "rank": (int, "r, instead of the config's; 0 for the window alone"),
+    "class_token": (str, "all_layers as in the paper, or last_layer as in the official scripts (default)"),
+    "steps": (positive, "of training"),
+    "warmup_steps": (int, "until the learning rate is reached (default: the published share of the steps)"),
+    "learning_rate": (float, "the highest"),
+    "schedule": (str, "after the warm-up: linear to zero as in the official scripts (default), or fixed"),
+    "weight_decay": (float, "of AdamW"),
+    "batch_size": (positive, "samples a step"),
+    "dropout": (float, "rate after embeddings, attention and in the MLPs"),
+    "attention_dropout": (float, "rate of the attention weights"),
+    "eval_every": (positive, "steps between two evaluations on the validation split"),
+    "seed": (int, "of the weights and the order of the samples"),
+}
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = ToolParser(__doc__)
+    parser.add_argument("--task", required=True, metavar="TASK", help="listops, text or retrieval")
+    parser.add_argument("--config", default="best", metavar="NAME", help="window and rank: best, fixed or projection")
+    for name, (of_type, text) in OF_SETTINGS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=of_type, metavar="VALUE", help=text)
+    data = parser.add_argument_group("data")
+    data.add_argument("--data", default="datasets/lra", metavar="DIR", help="its folder (default: %(default)s)")
+    data.add_argument("--released", action="store_true", help="ListOps: read basic_{train,val,test}.tsv, generate none")
+    data.add_argument("--drop-brackets", action="store_true", help="ListOps without closing brackets, as in the paper")
+    data.add_argument("--min-length", type=positive, default=500, metavar="N", help="ListOps: samples are longer")
+    data.add_argument("--max-length", type=positive, default=2000, metavar="N", help="ListOps: samples are shorter")
+    data.add_argument("--num-train", type=positive, default=96000, metavar="N", help="ListOps: samples")
+    data.add_argument("--num-val", type=positive, default=2000, metavar="N", help="ListOps: samples")
+    data.add_argument("--num-test", type=positive, default=2000, metavar="N", help="ListOps: samples")
+    data.add_argument("--data-seed", type=int, default=0, metavar="N", help="ListOps: of the generator")
+    parser.add_argument("--output", metavar="DIR", help="folder for the best checkpoint")
+    parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint in --output")
+    parser.add_argument("--measure", action="store_true", help="seconds and memory of a step instead of training")
+    parser.add_argument("--lengths", type=positive, nargs="+", default=(512, 1024, 2048, 4096, 8192), metavar="N")
+    parser.add_argument("--runs", type=positive, default=3, metavar="N", help="timed steps of --measure")
+    parser.add_argument("--device", metavar="DEVICE", help="cpu or cuda (default: a GPU where there is one)")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures there too")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
+
+    import torch
+
+    from research.long_range_arena import listops
+    from research.long_range_arena.data import read_imdb, read_pairs, read_released_listops
+    from research.long_range_arena.tasks import MODELS, settings_for
+    from research.long_range_arena.training import format_lengths, measure_lengths, train_classifier
+
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    typed = {name: getattr(args, name) for name in OF_SETTINGS if getattr(args, name) is not None}
+    settings = settings_for(args.task, args.config, **typed)
+    if args.measure:
+        models = (args.model,) if args.model else MODELS
+        options = {"models": models, "batch_size": args.batch_size or 1, "device": device, "runs": args.runs}
+        rows = measure_lengths(settings, args.lengths, **options)
+        print(format_lengths(rows))
+        write_json(args.json, rows)
+        return
+    if args.task == "text":
+        dataset = read_imdb(args.data, read_length=settings.read_length)
+    elif args.task == "retrieval":
+        dataset = read_pairs(args.data, read_length=settings.read_length)
+    elif args.released:
+        dataset = read_released_listops(args.data, read_length=settings.read_length, words=listops.WORDS)
+    else:
+        rules = listops.ListOpsRules(min_length=args.min_length, max_length=args.max_length)
+        sizes = {"num_train": args.num_train, "num_val": args.num_val, "num_test": args.num_test}
+        dataset = listops.load_listops(args.data, rules, seed=args.data_seed, **sizes)
+        settings = dataclasses.replace(settings, max_length=max(settings.max_length, args.max_length))
+    if args.task == "listops" and args.drop_brackets:
+        dataset = listops.drop_brackets(dataset)
+
+    def log(row: dict) -> None:
+        losses = "train loss {train_loss:.4f}, val loss {loss:.4f}, val accuracy {accuracy:.4f}".format(**row)
+        print(f"step {row['step']}: {losses}, {row['seconds']:.0f} s", flush=True)
+
+    _, result = train_classifier(
+        settings, dataset, output=args.output, overwrite=args.overwrite, device=device, log=log
+    )
+    print(
+        f"test accuracy {result['test']['accuracy']:.4f} (chance {result['chance']:.4f}), of step "
+        f"{result['best']['step']}, best on val with {result['best']['accuracy']:.4f}; {result['parameters']} "
+        f"parameters, {result['seconds']:.0f} s"
+    )
+    write_json(args.json, {"settings": dataclasses.asdict(settings), **result})
+
+
+if __name__ == "__main__":
+    run_tool(main)

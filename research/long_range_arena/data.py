@@ -1,0 +1,245 @@
+"""Samples of a task in memory, and the files that they come from.
+
+Text (IMDb) and Retrieval (ACL Anthology Network) are read as published, with their bytes as tokens. ListOps is
+generated once and kept in a file, or read as the Long Range Arena released it.
+"""
+
+import dataclasses
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from backbones.checkpoint_files import atomic_write
+from backbones.errors import ConfigError
+
+# A token's id is its byte plus 1; 0 is padding.
+PADDING, FIRST_ID = 0, 1
+SPLITS = ("train", "val", "test")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequences:
+    """Sequences in one array.
+
+    Attributes:
+        tokens: (T,) uint8, all tokens.
+        ends: (S,) int64, where each sequence ends in ``tokens``.
+    """
+
+    tokens: np.ndarray
+    ends: np.ndarray
+
+    @classmethod
+    def join(cls, texts: list[bytes]) -> "Sequences":
+        """Build them from texts whose bytes are the tokens."""
+        ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
+        return cls(np.frombuffer(b"".join(texts), dtype=np.uint8), ends)
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        """The tokens of a sequence: (N,) uint8."""
+        return self.tokens[self.ends[index - 1] if index else 0 : self.ends[index]]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """(S,) int64"""
+        return np.diff(self.ends, prepend=0)
+
+    def pad(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Return ids (B, N) int64 and mask (B, N) bool, True for real tokens; N is the length of the longest."""
+        chosen = [self[index] for index in indices]
+        ids = np.full((len(chosen), max(1, *map(len, chosen))), PADDING, dtype=np.int64)
+        for row, sequence in zip(ids, chosen, strict=True):
+            row[: len(sequence)] = sequence
+            row[: len(sequence)] += FIRST_ID
+        ids = torch.from_numpy(ids)
+        return ids, ids != PADDING
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Samples to train on.
+
+    Attributes:
+        documents: ids (B, N) int64 and mask (B, N) bool of each document of a sample.
+        labels: (B,) int64
+    """
+
+    documents: tuple[tuple[Tensor, Tensor], ...]
+    labels: Tensor
+
+    def to(self, device: str | torch.device) -> "Batch":
+        documents = tuple((ids.to(device), mask.to(device)) for ids, mask in self.documents)
+        return Batch(documents, self.labels.to(device))
+
+
+@dataclasses.dataclass(frozen=True)
+class Examples:
+    """The samples of a split.
+
+    Attributes:
+        documents: one or two, each with S sequences.
+        labels: (S,) int64
+    """
+
+    documents: tuple[Sequences, ...]
+    labels: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def batch(self, indices: np.ndarray) -> Batch:
+        documents = tuple(sequences.pad(indices) for sequences in self.documents)
+        return Batch(documents, torch.from_numpy(self.labels[indices]))
+
+    def batches_in_order(self, batch_size: int) -> Iterator[Batch]:
+        """Yield every sample once; the last batch may be smaller."""
+        for start in range(0, len(self), batch_size):
+            yield self.batch(np.arange(start, min(start + batch_size, len(self))))
+
+    def shuffled_batches(self, batch_size: int, seed: int) -> Iterator[Batch]:
+        """Yield every sample once in a random order, then again in another one; batches cross the boundary."""
+        generator = np.random.default_rng(seed)
+        queue = np.empty(0, dtype=np.int64)
+        while True:
+            while len(queue) < batch_size:
+                queue = np.concatenate([queue, generator.permutation(len(self))])
+            yield self.batch(queue[:batch_size])
+            queue = queue[batch_size:]
+
+    @property
+    def chance(self) -> float:
+        """The share of the most frequent class, the accuracy of a constant answer."""
+        return float(np.bincount(self.labels).max() / len(self))
+
+
+@dataclasses.dataclass(frozen=True)
+class Dataset:
+    """The splits of a task; the best weights on ``val`` are evaluated on ``test``."""
+
+    train: Examples
+    val: Examples
+    test: Examples
+
+
+def read_imdb(folder: str | Path, *, read_length: int) -> Dataset:
+    """Read ``folder/aclImdb/{train,test}/{pos,neg}/*.txt``, label 1 for positive reviews.
+
+    IMDb has no validation split: as in the official pipeline it is the test split.
+
+    Args:
+        read_length: bytes of a review that are read.
+    """
+    train, test = (_read_reviews(Path(folder) / "aclImdb" / split, read_length) for split in ("train", "test"))
+    return Dataset(train, test, test)
+
+
+def _read_reviews(folder: Path, read_length: int) -> Examples:
+    texts, labels = [], []
+    for label, name in enumerate(("neg", "pos")):
+        paths = sorted((folder / name).glob("*.txt"))
+        if not paths:
+            raise ConfigError(f"{folder / name} has no *.txt: unpack aclImdb_v1.tar.gz, and name its folder by --data")
+        texts += [path.read_bytes()[:read_length] for path in paths]
+        labels += [label] * len(paths)
+    return Examples((Sequences.join(texts),), np.array(labels, dtype=np.int64))
+
+
+def read_pairs(folder: str | Path, *, read_length: int) -> Dataset:
+    """Read ``new_aan_pairs.{train,eval,test}.tsv``: label, two names, two texts; 1 where one paper cites the other.
+
+    Args:
+        read_length: bytes of a paper that are read.
+    """
+    names = {"train": "train", "val": "eval", "test": "test"}
+    paths = {split: Path(folder) / f"new_aan_pairs.{name}.tsv" for split, name in names.items()}
+    return Dataset(**{split: _read_pairs(path, read_length) for split, path in paths.items()})
+
+
+def _read_pairs(path: Path, read_length: int) -> Examples:
+    first, second, labels = [], [], []
+    for number, line in enumerate(_lines(path), 1):
+        columns = line.rstrip(b"\r\n").split(b"\t")
+        # The labels are written as decimal numbers.
+        if len(columns) != 5 or columns[0] not in (b"0", b"0.0", b"1", b"1.0"):
+            raise ConfigError(f"{path} line {number}: expected a label of 0 or 1, two names and two texts")
+        labels.append(int(float(columns[0])))
+        first.append(columns[3][:read_length])
+        second.append(columns[4][:read_length])
+    return Examples((Sequences.join(first), Sequences.join(second)), np.array(labels, dtype=np.int64))
+
+
+def read_released_listops(folder: str | Path, *, read_length: int, words: tuple[str, ...]) -> Dataset:
+    """Read ``basic_{train,val,test}.tsv``: below a line of titles, a tree with round brackets, a tab and a digit.
+
+    Args:
+        read_length: tokens of a sample that are read.
+        words: the vocabulary, each word's index is its token.
+    """
+    tokens = {word.encode(): bytes([token]) for token, word in enumerate(words)}
+    splits = {split: _read_listops(Path(folder) / f"basic_{split}.tsv", read_length, tokens) for split in SPLITS}
+    return Dataset(**splits)
+
+
+def _read_listops(path: Path, read_length: int, tokens: dict[bytes, bytes]) -> Examples:
+    texts, labels = [], []
+    for number, line in enumerate(_lines(path)[1:], 2):
+        source, _, target = line.strip().partition(b"\t")
+        words = source.translate(None, b"()").split()
+        if not words or not all(word in tokens for word in words) or len(target) != 1 or not target.isdigit():
+            raise ConfigError(f"{path} line {number}: expected a ListOps tree, a tab and a digit")
+        texts.append(b"".join(tokens[word] for word in words)[:read_length])
+        labels.append(int(target))
+    return Examples((Sequences.join(texts),), np.array(labels, dtype=np.int64))
+
+
+def _lines(path: Path) -> list[bytes]:
+    """Return the lines of a file of the Long Range Arena's release."""
+    if not path.is_file():
+        raise ConfigError(f"there is no {path}: unpack lra_release.gz, and name the folder of the file by --data")
+    lines = path.read_bytes().splitlines()
+    if len(lines) < 2:
+        raise ConfigError(f"{path} has no samples")
+    return lines
+
+
+def write_dataset(path: Path, dataset: Dataset, arguments: dict[str, object]) -> None:
+    """Write a dataset of one document a sample, with the arguments that it was generated by."""
+    arrays = {"arguments": np.array(json.dumps(arguments, sort_keys=True))}
+    for split in SPLITS:
+        examples: Examples = getattr(dataset, split)
+        (sequences,) = examples.documents
+        values = {"tokens": sequences.tokens, "ends": sequences.ends, "labels": examples.labels}
+        arrays |= {f"{split}_{name}": value for name, value in values.items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path) as partial, partial.open("wb") as file:
+        np.savez(file, **arrays)
+    logging.getLogger(__name__).info("wrote %s", path)
+
+
+def read_dataset(path: Path, arguments: dict[str, object]) -> Dataset:
+    """Read what :func:`write_dataset` wrote.
+
+    Raises:
+        ConfigError: for a damaged file, or one that was generated by other arguments.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = dict(file)
+        written = json.loads(str(arrays["arguments"]))
+        splits = {
+            split: Examples((Sequences(arrays[f"{split}_tokens"], arrays[f"{split}_ends"]),), arrays[f"{split}_labels"])
+            for split in SPLITS
+        }
+    except Exception as error:  # A damaged archive may raise anything.
+        raise ConfigError(f"{path} cannot be read: remove it to generate it again") from error
+    if written != arguments:
+        raise ConfigError(f"{path} was generated by other arguments: remove it to generate it again")
+    return Dataset(**splits)

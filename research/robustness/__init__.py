@@ -1,0 +1,1 @@
+"""Classifiers on ImageNet's other sets (Transformer-LS section 4.3)."""

@@ -1,0 +1,50 @@
+"""Top-1 and top-5 of a classifier on ImageNet val, V2, Real, A, R, Sketch and ImageNet-9, and its mCE on ImageNet-C.
+
+research/robustness/README.md lists the folders in --data. Sets that are not there are left out.
+
+Example:
+    python -m research.robustness --weights model_best.pth.tar --data imagenet
+    python -m research.robustness --weights cvt_ls_13.safetensors --data imagenet --sets v2 real a r c --device cuda
+"""
+
+from tools.arguments import ToolParser, existing_path, output_file, positive, run_tool, write_json
+
+
+def main() -> None:
+    parser = ToolParser(__doc__)
+    parser.add_argument("--weights", required=True, type=existing_path, metavar="FILE", help="the classifier")
+    parser.add_argument("--model", metavar="VARIANT", help="such as vil_small_rpb, where the file does not have it")
+    parser.add_argument("--data", required=True, type=existing_path, metavar="DIR", help="folder of the sets' folders")
+    parser.add_argument("--sets", nargs="+", metavar="SET", help="default: all")
+    parser.add_argument("--img-size", type=positive, metavar="PIXELS", help="resizes position tables too")
+    parser.add_argument("--crop-pct", type=float, metavar="SHARE", help="of the shorter side that the crop has")
+    parser.add_argument("--averaged", action="store_true", help="the averaged weights of train.py --model-ema")
+    parser.add_argument("--batch-size", type=positive, default=64, metavar="N", help="default 64")
+    parser.add_argument("--workers", type=int, default=4, metavar="N", help="processes that read images (default 4)")
+    parser.add_argument("--device", metavar="DEVICE", help="cpu or cuda (default: a GPU where there is one)")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write all figures there too")
+    args = parser.parse_args()
+
+    import torch
+
+    from research.robustness.evaluate import evaluate_robustness, format_results
+    from research.robustness.sets import ROBUSTNESS_SETS
+
+    results = evaluate_robustness(
+        args.weights,
+        args.data,
+        args.sets or tuple(ROBUSTNESS_SETS),
+        variant=args.model,
+        img_size=args.img_size,
+        crop_pct=args.crop_pct,
+        averaged=args.averaged,
+        batch_size=args.batch_size,
+        num_workers=args.workers,
+        device=args.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+    )
+    print(format_results(results))
+    write_json(args.json, results.as_json())
+
+
+if __name__ == "__main__":
+    run_tool(main)

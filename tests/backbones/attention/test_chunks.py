@@ -1,0 +1,58 @@
+"""Cutting maps into chunks, and keys that are there but not seen."""
+
+import math
+
+import pytest
+import torch
+
+from backbones.attention.chunks import from_chunks, mask_channels, mask_keys, mask_queries, missing, to_chunks
+from tests.backbones.helpers import random_images
+
+
+@pytest.mark.parametrize("size, window_size, lacking", [(1, 3, 2), (3, 3, 0), (4, 3, 2), (14, 7, 0), (5, 1, 0)])
+def test_missing(size, window_size, lacking):
+    assert missing(size, window_size) == lacking
+
+
+@pytest.mark.parametrize("height, width, window_size", [(7, 11, 3), (2, 1, 4), (6, 4, 2), (3, 5, 1)])
+def test_chunks_and_back(height, width, window_size):
+    x = random_images(2, 3, height, width, 4)
+    chunks = to_chunks(x, window_size)
+    rows, cols = -(-height // window_size), -(-width // window_size)
+    assert chunks.shape == (2 * rows * 3, cols, window_size**2, 4)
+    # Image 1, the last row of chunks, head 2, the first column
+    first = x[1, 2, (rows - 1) * window_size :, :window_size].reshape(-1, 4)
+    found = chunks.unflatten(0, (2, rows, 3))[1, -1, 2, 0].unflatten(0, (window_size, window_size))
+    found = found[: height - (rows - 1) * window_size, : min(width, window_size)].flatten(0, 1)
+    torch.testing.assert_close(found, first, atol=0, rtol=0)
+    back = from_chunks(chunks, window_size, batch=2, heads=3, height=height, width=width)
+    torch.testing.assert_close(back, x, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("extra", [1, 8])
+@pytest.mark.parametrize("channels", [4, 64, 256, 1024])
+def test_hidden_keys_score_far_below_all_others(channels, extra, dtype):
+    """Every number is one that the type holds, and seen keys keep their scores."""
+    query, key = (random_images(1, 1, 2, 3, channels, seed=seed, dtype=dtype) for seed in (1, 2))
+    hidden = torch.tensor([[False, True, False], [True, False, False]])
+    scale = 1 / math.sqrt(channels)
+    marked_query, marked_key = mask_queries(query, extra), mask_keys(key, hidden, extra=extra, scale=scale)
+    assert marked_query.shape == marked_key.shape == (1, 1, 2, 3, channels + extra)
+    assert marked_query.dtype == marked_key.dtype == dtype and marked_key.isfinite().all()
+    scores = scale * marked_query.double().flatten(0, 3) @ marked_key.double().flatten(0, 3).T
+    plain = scale * query.double().flatten(0, 3) @ key.double().flatten(0, 3).T
+    torch.testing.assert_close(scores[:, ~hidden.flatten()], plain[:, ~hidden.flatten()], atol=1e-9, rtol=0)
+    # Below every score that float16 can hold
+    assert scores[:, hidden.flatten()].max() < (-2 * 65504 if dtype == torch.float16 else -9e8)
+
+
+@pytest.mark.parametrize("height, width", [(7, 11), (2, 1)])
+def test_chunks_of_no_image(height, width):
+    chunks = to_chunks(random_images(0, 3, height, width, 4), 3)
+    assert from_chunks(chunks, 3, batch=0, heads=3, height=height, width=width).shape == (0, 3, height, width, 4)
+
+
+def test_mask_channels_round_up_on_a_gpu():
+    assert [mask_channels(channels, torch.device("cuda")) for channels in (31, 32, 33)] == [1, 8, 7]
+    assert mask_channels(32, torch.device("cpu")) == 1

@@ -1,0 +1,454 @@
+"""The Triton kernels of sliding-chunk attention: in Triton's interpreter as the reference; compiled, on a GPU, too.
+
+What the interpreter takes the compiler may refuse: a slow test compiles every kernel, which needs no GPU.
+"""
+
+import functools
+import importlib.util
+import itertools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from backbones.attention import reference, triton_chunks
+from backbones.attention.sliding_chunk import MODES, SHIFTS, SlidingChunkAttention
+from backbones.attention.triton_chunks import Launch, missing_for, triton_chunk_attention
+from backbones.errors import ConfigError
+from tests.backbones.helpers import (
+    assert_padding_is_hidden_in_half_precision,
+    attention_inputs,
+    outputs_and_gradients,
+    random_images,
+    randomise,
+)
+from tests.gpu import DEVICE, on_gpu
+from tests.selection import slow_except
+
+# Relative to the largest value of each tensor. A gradient of the global bias is small compared with its summands.
+TOLERANCES = {torch.float64: 1e-13, torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+KERNELS = Path(triton_chunks.__file__).with_name("triton_kernels.py")
+ALL = {"num_global": 1, "local_bias": True, "global_bias": True}
+
+
+@functools.cache
+def interpreted_kernels() -> ModuleType:
+    """Import an interpreted copy of the kernels, apart from the module that other tests may have imported."""
+    spec = importlib.util.spec_from_file_location("interpreted_triton_kernels", KERNELS)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    # A call of a helper makes the interpreter patch triton.language again, which takes most of the time.
+    for name, function in list(vars(module).items()):
+        if name.startswith("_") and hasattr(function, "rewrite"):
+            setattr(module, name, function.rewrite())
+    return module
+
+
+@pytest.fixture
+def interpreter(monkeypatch):
+    """The kernels are interpreted, and triton is left as it was found, so that other tests can compile."""
+    # The interpreter of 3.2 has no products of float64, and fails with numpy 2.
+    pytest.importorskip("triton", minversion="3.3", reason="triton 3.3 or later is not installed")
+    import triton.language as tl
+    from triton.runtime import JITFunction
+    from triton.runtime.interpreter import InterpretedFunction
+
+    # Triton reads it when a kernel is defined, and while it runs.
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(triton_chunks, "_kernels", interpreted_kernels)
+    # The interpreter does not undo all that it patches there.
+    patched = [tl, tl.core, tl.math, tl.tensor, getattr(tl.core, "tensor_descriptor_base", tl.tensor)]
+    found = [dict(vars(scope)) for scope in patched]
+    for name, function in found[0].items():
+        if isinstance(function, JITFunction):
+            setattr(tl, name, InterpretedFunction(function.fn))
+    yield
+    for scope, names in zip(patched, found, strict=True):
+        for name, value in list(vars(scope).items()):
+            if name not in names:
+                delattr(scope, name)
+            elif names[name] is not value:
+                setattr(scope, name, names[name])
+
+
+interpreted = pytest.mark.usefixtures("interpreter")
+
+
+def assert_equals_reference(inputs, *, device="cpu", **options):
+    """Outputs and all gradients as the reference's, of the same rounded inputs, in float64."""
+    actual = outputs_and_gradients(triton_chunk_attention, {k: x.to(device) for k, x in inputs.items()}, **options)
+    inputs = {name: x.cpu().double() for name, x in inputs.items()}
+    assert_near(actual, outputs_and_gradients(reference.sliding_chunk_attention, inputs, **options))
+
+
+def assert_near(actual, expected):
+    assert actual.keys() == expected.keys()
+    for name, x in expected.items():
+        assert actual[name].shape == x.shape, name
+        difference = (actual[name].cpu().double() - x).abs().max()
+        assert difference <= TOLERANCES[actual[name].dtype] * x.abs().max(), f"{name}: {difference}"
+
+
+# Window, height, width, mode, shift, others. Axes of one, two, three and four chunks, most of them not whole.
+CASES = {
+    "two by three chunks": (3, 4, 7, "zero_pad", None, ALL),
+    "whole chunks": (2, 4, 6, "zero_pad", None, {"num_global": 2, "global_bias": True}),
+    "one chunk": (4, 3, 2, "exact", None, {"local_bias": True, "num_global": 1}),
+    "strip": (3, 1, 8, "zero_pad", None, {"num_global": 1}),
+    "exact": (3, 4, 7, "exact", None, ALL | {"num_global": 2}),
+    "exact without bias": (2, 3, 5, "exact", None, {}),
+    "cyclic": (2, 5, 6, "cyclic", None, {"local_bias": True}),
+    "cyclic along one axis": (2, 3, 7, "cyclic", None, ALL),
+    "cyclic with two chunks": (3, 5, 4, "cyclic", None, {"num_global": 2, "global_bias": True}),
+    "images": (3, 2, 5, "zero_pad", None, ALL | {"batch": 2, "heads": 2}),
+    "many global tokens": (3, 2, 3, "zero_pad", None, {"num_global": 18, "global_bias": True}),
+    "shift": (3, 4, 7, "zero_pad", (0, 1), ALL | {"heads": 2}),
+    "shift, exact": (3, 4, 7, "exact", (-1, -1), {"local_bias": True}),
+    "shift, cyclic": (2, 3, 5, "cyclic", (1, -1), ALL),
+    "shift, strip": (2, 1, 5, "cyclic", (1, 0), {"num_global": 2}),
+}
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "name", slow_except(CASES, ["two by three chunks", "strip", "exact", "cyclic along one axis", "shift, cyclic"])
+)
+def test_equals_the_reference(name):
+    window_size, height, width, mode, shift, others = CASES[name]
+    inputs = attention_inputs(height, width, window_size=window_size, **({"batch": 1, "heads": 1} | others))
+    assert_equals_reference(inputs, window_size=window_size, mode=mode, shift=shift)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "channels, dtype",
+    slow_except(
+        [(16, torch.float32), (24, torch.float16), (32, torch.bfloat16), (96, torch.float32), (128, torch.float16)],
+        [24, 32],
+    ),
+    ids=str,
+)
+def test_types_and_sizes_of_heads(channels, dtype):
+    inputs = attention_inputs(2, 5, batch=1, heads=1, channels=channels, **ALL)
+    assert_equals_reference({name: x.to(dtype) for name, x in inputs.items()}, window_size=3)
+
+
+@interpreted
+def test_several_blocks_of_positions(monkeypatch):
+    small = Launch(positions=16, tokens=64, global_tokens=16, channels=16, num_warps=4, num_stages=2)
+    monkeypatch.setattr(triton_chunks, "launch_parameters", lambda *args: small)
+    monkeypatch.setattr(triton_chunks, "_SHARES", 30)
+    inputs = attention_inputs(3, 6, window_size=5, batch=1, heads=1, num_global=17, local_bias=True, global_bias=True)
+    assert_equals_reference(inputs, window_size=5)
+
+
+@interpreted
+@pytest.mark.parametrize("mode", MODES)
+def test_any_strides_and_nothing_outside_the_map_is_read(mode):
+    """The inputs are a split of heads, and slices of tensors of NaNs, which would show in the output if read."""
+    inputs = attention_inputs(2, 5, batch=1, heads=2, num_global=1)
+    expected = outputs_and_gradients(reference.sliding_chunk_attention, inputs, window_size=3, mode=mode)
+    tokens = torch.full((1, 4, 9, 2, 3, 4), float("nan"), dtype=torch.float64)
+    with torch.no_grad():
+        for index, name in enumerate(("query", "key")):
+            tokens[:, 1:3, 2:7, :, index] = inputs[name].permute(0, 2, 3, 1, 4)
+            inputs[name] = tokens[:, 1:3, 2:7, :, index].permute(0, 3, 1, 2, 4)
+    wide = torch.full((2, 5, 1, 2, 8), float("nan"), dtype=torch.float64)
+    wide[..., ::2] = inputs["value"].permute(1, 3, 0, 2, 4)
+    inputs["value"] = wide.permute(2, 0, 3, 1, 4)[..., ::2]
+    inputs["global_key"] = inputs["global_key"].transpose(1, 3).contiguous().transpose(1, 3)
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+    assert not any(leaves[name].is_contiguous() for name in ("query", "key", "value"))
+    output = triton_chunk_attention(**leaves, window_size=3, mode=mode)
+    weights = torch.sin(torch.arange(output.numel(), dtype=torch.float64)).view(output.shape)
+    output.backward(weights.transpose(1, 4).contiguous().transpose(1, 4))
+    gradients = {f"gradient of {name}": x.grad for name, x in leaves.items()}
+    assert_near({"output": output.detach()} | gradients, expected)
+
+
+@interpreted
+def test_a_gradient_that_is_the_same_everywhere():
+    inputs = {name: x.requires_grad_() for name, x in attention_inputs(2, 4, batch=1, heads=1, **ALL).items()}
+    triton_chunk_attention(**inputs, window_size=3).sum().backward()
+    actual = {name: x.grad for name, x in inputs.items()}
+    expected = torch.autograd.grad(
+        reference.sliding_chunk_attention(**inputs, window_size=3).sum(), list(inputs.values())
+    )
+    for x, name in zip(expected, inputs, strict=True):
+        torch.testing.assert_close(actual[name], x, atol=1e-12, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@interpreted
+def test_two_runs_are_equal_in_every_bit():
+    inputs = {name: x.float() for name, x in attention_inputs(2, 5, batch=1, heads=1, **ALL).items()}
+    first, second = (outputs_and_gradients(triton_chunk_attention, inputs, window_size=3) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@interpreted
+def test_gives_the_gradients_that_are_asked_for(monkeypatch):
+    started = []
+    start = triton_chunks._Run._start
+    monkeypatch.setattr(
+        triton_chunks._Run,
+        "_start",
+        lambda run, name, *args, **more: started.append(name) or start(run, name, *args, **more),
+    )
+    inputs = attention_inputs(2, 4, batch=1, heads=1, **ALL)
+    expected = outputs_and_gradients(reference.sliding_chunk_attention, inputs, window_size=3)
+    needed = {"key": "key_grad", "value": "key_grad", "local_bias": "local_bias_grad"}
+    for learned in inputs:
+        started.clear()
+        leaves = {name: x.detach().requires_grad_(name == learned) for name, x in inputs.items()}
+        output = triton_chunk_attention(**leaves, window_size=3)
+        output.backward(torch.sin(torch.arange(output.numel(), dtype=torch.float64)).view(output.shape))
+        gradients = {f"gradient of {name}": x.grad for name, x in leaves.items() if x.grad is not None}
+        assert_near(gradients, {f"gradient of {learned}": expected[f"gradient of {learned}"]})
+        others = {"query": set()}.get(learned, {needed.get(learned, "global_grad") + "_kernel"})
+        assert set(started) == {"forward_kernel", "query_grad_kernel"} | others
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+@pytest.mark.parametrize("autocast", [True, False])
+def test_padding_is_hidden_in_half_precision(autocast):
+    inputs = attention_inputs(2, 4, channels=64, batch=1, heads=1, **ALL)
+    functions = (
+        functools.partial(function, window_size=3)
+        for function in (triton_chunk_attention, reference.sliding_chunk_attention)
+    )
+    assert_padding_is_hidden_in_half_precision(*functions, inputs, dtype=torch.bfloat16, autocast=autocast)
+
+
+@interpreted
+def test_pairs_that_a_bias_forbids():
+    inputs = attention_inputs(2, 5, batch=1, heads=1, **ALL)
+    inputs["local_bias"][:, :, ::2] = inputs["global_bias"][:] = float("-inf")
+    assert_equals_reference(inputs, window_size=3)
+
+
+@interpreted
+def test_no_images_and_no_global_tokens():
+    inputs = attention_inputs(4, 7, batch=1, **ALL)
+    inputs = {name: x[:0] if "bias" not in name else x for name, x in inputs.items()}
+    actual = outputs_and_gradients(triton_chunk_attention, inputs, window_size=3)
+    assert actual["output"].shape == (0, 2, 4, 7, 4)
+    assert not actual["gradient of local_bias"].any() and not actual["gradient of global_bias"].any()
+    inputs = attention_inputs(1, 2, batch=1)
+    none = {name: inputs["query"][:, :, 0, :0] for name in ("global_key", "global_value")}
+    expected = triton_chunk_attention(**inputs, window_size=3)
+    assert torch.equal(triton_chunk_attention(**inputs, **none, window_size=3), expected)
+
+
+@interpreted
+def test_gradients_cannot_be_differentiated():
+    inputs = {name: x.requires_grad_() for name, x in attention_inputs(1, 2, batch=1, heads=1).items()}
+    output = triton_chunk_attention(**inputs, window_size=3)
+    (gradient,) = torch.autograd.grad(output.square().sum(), inputs["query"], create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        gradient.sum().backward()
+
+
+@interpreted
+def test_the_module_with_activations_computed_again():
+    modules = [
+        randomise(SlidingChunkAttention(8, num_heads=2, window_size=3, relative_bias=True, backend=backend)).double()
+        for backend in ("triton", "reference")
+    ]
+    modules[0].load_state_dict(modules[1].state_dict())
+    tokens, shared = random_images(1, 2, 5, 8), random_images(1, 1, 8, seed=1)
+    results = []
+    for module in modules:
+        inputs = tokens.clone().requires_grad_(), shared.clone().requires_grad_()
+        outputs = checkpoint(module, *inputs, use_reentrant=False)
+        sum(x.square().sum() for x in outputs).backward()
+        results.append([*outputs, *(x.grad for x in (*inputs, *module.parameters()))])
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, atol=1e-10, rtol=1e-10)
+
+
+# -- where it does not run -------------------------------------------------------------------------
+
+
+def message_of(inputs, **options):
+    with pytest.raises(ConfigError) as caught:
+        triton_chunk_attention(**inputs, **{"window_size": 3, **options})
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_says_what_is_missing(monkeypatch):
+    inputs = {name: x.float() for name, x in attention_inputs(2, 4).items()}
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert missing_for(torch.device("cpu")) == "a CUDA device, not 'cpu'"
+    monkeypatch.setattr(triton_chunks, "_is_installed", lambda: True)
+    assert missing_for(torch.device("cuda")) is None
+    assert re.search("needs a CUDA device, not 'cpu'.*attention_backend 'sdpa'", message_of(inputs))
+    monkeypatch.setattr(triton_chunks, "_is_installed", lambda: False)
+    assert missing_for(torch.device("cuda")) == "triton, which is not installed"
+    assert re.search("needs triton, which is not installed.*attention_backend 'sdpa'", message_of(inputs))
+
+
+@interpreted
+def test_says_what_it_does_not_take():
+    assert re.search("at most 128 channels, not 132", message_of(attention_inputs(2, 4, channels=132)))
+    assert "zero_pad" in message_of(attention_inputs(2, 4), mode="zero")
+
+
+def test_imports_without_triton(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    spec = importlib.util.spec_from_file_location("triton_chunks_alone", triton_chunks.__file__)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "triton_chunks_alone", module)
+    spec.loader.exec_module(module)
+    assert module.missing_for(torch.device("cuda")) == "triton, which is not installed"
+
+
+# -- compiled --------------------------------------------------------------------------------------
+
+
+def started_with(monkeypatch, inputs, **options) -> list[tuple[str, tuple, dict, Launch]]:
+    """Return the name, arguments, constants and launch parameters of each kernel, forward and backward."""
+    started = []
+
+    def start(run, name, grid, *args, **constants):
+        started.append((name, args, constants, run.launch))
+
+    monkeypatch.setattr(triton_chunks, "missing_for", lambda device: None)
+    monkeypatch.setattr(triton_chunks._Run, "_start", start)
+    outputs_and_gradients(triton_chunk_attention, inputs, **options)
+    return started
+
+
+def compile_for(architecture: int, half: str, kernel, args: tuple, constants: dict, launch: Launch):
+    """As triton would at the first call: sizes of 1 are constants, and what is divisible by 16 is known to be.
+
+    ``half`` stands for float16 in the arguments.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    pointers = {torch.float16: f"*{half}", torch.float32: "*fp32"}
+    signature, values, attributes = {}, dict(constants), {}
+    for index, (name, value) in enumerate(zip(kernel.arg_names, args, strict=False)):
+        is_size = name in ("batches", "height", "width", "shift_row", "shift_col")
+        if value is None or (not torch.is_tensor(value) and value == 1 and not is_size):
+            values[name] = value
+        else:
+            signature[name] = pointers[value.dtype] if torch.is_tensor(value) else "i32"
+            if torch.is_tensor(value) or (value % 16 == 0 and not is_size):
+                attributes[index,] = [["tt.divisibility", 16]]
+    signature = {name: signature.get(name, "constexpr") for name in kernel.arg_names}
+    source = triton.compiler.ASTSource(kernel, signature, values, attributes)
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": True}
+    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+
+
+def bytes_of_registers_in_memory(cubin: bytes, folder: Path) -> int | None:
+    """Return the register spill of a thread in bytes, or None without cuobjdump."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    if not tool.exists():
+        return None
+    (folder / "kernel.cubin").write_bytes(cubin)
+    process = subprocess.run([tool, "-res-usage", folder / "kernel.cubin"], capture_output=True, text=True, check=True)
+    return int(re.search(r"STACK:(\d+)", process.stdout)[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "architecture, dtype, channels, mode, shift",
+    [
+        *itertools.product([90], [torch.float16, torch.bfloat16, torch.float32], [32, 96], ["zero_pad"], [None]),
+        (80, torch.float16, 64, "zero_pad", None),
+        (80, torch.bfloat16, 96, "zero_pad", None),
+        (80, torch.float32, 64, "zero_pad", None),
+        (90, torch.float16, 32, "exact", None),
+        (90, torch.float16, 32, "cyclic", None),
+        (90, torch.float16, 32, "cyclic", (0, 1)),
+    ],
+    ids=str,
+)
+def test_every_kernel_compiles(monkeypatch, tmp_path, architecture, dtype, channels, mode, shift):
+    triton = pytest.importorskip("triton", minversion="3.3", reason="triton 3.3 or later is not installed")
+    if "TRITON_INTERPRET" in os.environ:
+        pytest.skip("TRITON_INTERPRET is set: the kernels are interpreted")
+    if not (Path(triton.__file__).parent / "backends/nvidia/bin/ptxas").exists():
+        pytest.skip("triton has no ptxas here")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from backbones.attention import triton_kernels
+
+    inputs = attention_inputs(20, 27, window_size=7, batch=1, channels=channels, **ALL)
+    # On a CPU bfloat16 would be taken as float32.
+    inputs = {name: x.to(torch.float32 if dtype == torch.float32 else torch.float16) for name, x in inputs.items()}
+    started = started_with(monkeypatch, inputs, window_size=7, mode=mode, shift=shift)
+    assert len(started) == 5
+    for name, args, constants, launch in started:
+        constants["SUM"] = triton_kernels.tl.float32
+        half = "bf16" if dtype == torch.bfloat16 else "fp16"
+        compiled = compile_for(architecture, half, getattr(triton_kernels, name), args, constants, launch)
+        spilled = bytes_of_registers_in_memory(compiled.asm["cubin"], tmp_path)
+        # The limit of the smallest of these devices, sm_86 and sm_89.
+        assert compiled.metadata.shared <= 99 * 1024, name
+        assert spilled is None or spilled <= 256, name
+
+
+def on_this_gpu(test):
+    """:func:`tests.gpu.on_gpu`, for what neither a CPU nor an interpreter can do."""
+    reason = f"the kernels are not compiled for {DEVICE}"
+    is_compiled = DEVICE == "cuda" and "TRITON_INTERPRET" not in os.environ
+    return on_gpu(pytest.mark.skipif(not is_compiled, reason=reason)(test))
+
+
+@on_this_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window_size, height, width, mode, shift, others", CASES.values(), ids=CASES)
+def test_compiled_equals_the_reference(window_size, height, width, mode, shift, others, dtype):
+    inputs = attention_inputs(height, width, window_size=window_size, **({"channels": 16} | others))
+    inputs = {name: x.to(dtype) for name, x in inputs.items()}
+    assert_equals_reference(inputs, device=DEVICE, window_size=window_size, mode=mode, shift=shift)
+
+
+@on_this_gpu
+@pytest.mark.parametrize(
+    "dtype, mode, shift, window_size, channels",
+    [
+        *((torch.float16, mode, shift, 7, 32) for mode in MODES for shift in (None, *SHIFTS[::3])),
+        *((torch.bfloat16, "zero_pad", None, *sizes) for sizes in [(7, 64), (7, 96), (4, 48), (5, 24), (15, 16)]),
+        *((torch.float32, "exact", None, *sizes) for sizes in [(7, 32), (7, 64), (7, 96), (15, 16)]),
+    ],
+    ids=str,
+)
+def test_compiled_equals_the_reference_on_larger_maps(dtype, mode, shift, window_size, channels):
+    inputs = attention_inputs(23, 36, window_size=window_size, channels=channels, **(ALL | {"num_global": 2}))
+    inputs = {name: x.to(dtype) for name, x in inputs.items()}
+    assert_equals_reference(inputs, device=DEVICE, window_size=window_size, mode=mode, shift=shift)
+
+
+@on_this_gpu
+def test_two_compiled_runs_are_equal_in_every_bit():
+    inputs = attention_inputs(57, 80, window_size=7, channels=32, **ALL)
+    inputs = {name: x.to(DEVICE, torch.bfloat16) for name, x in inputs.items()}
+    first, second = (outputs_and_gradients(triton_chunk_attention, inputs, window_size=7) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@on_this_gpu
+def test_offsets_of_more_than_31_bits():
+    rows = torch.empty(2**31 + 32, dtype=torch.float16, device=DEVICE).as_strided((1, 1, 9, 1, 32), (0, 0, 2**28, 0, 1))
+    rows.normal_()
+    expected = triton_chunk_attention(*[rows.clone(memory_format=torch.contiguous_format)] * 3, window_size=3)
+    assert torch.equal(triton_chunk_attention(rows, rows, rows, window_size=3), expected)
+
+
+@on_this_gpu
+def test_no_float64_on_a_gpu():
+    inputs = {name: x.to(DEVICE) for name, x in attention_inputs(2, 4).items()}
+    assert "float64" in message_of(inputs)

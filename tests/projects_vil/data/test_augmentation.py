@@ -1,0 +1,346 @@
+"""Large-scale jitter and copy-paste: masks and boxes are exactly what the pixels show; which keys go together."""
+
+import random
+from itertools import chain, islice
+
+import numpy as np
+import pytest
+import torch
+from detectron2.data import transforms as T
+from detectron2.projects.point_rend import ColorAugSSDTransform
+
+from projects_vil.data import Mapper, build_train_loader
+from projects_vil.data.augmentation import MIN_VISIBLE_PIXELS, CopyPaste, paste
+from projects_vil.engine import check_setup
+from projects_vil.engine.checks import check_values
+from tests.projects_vil.data.own import load, message
+from tests.projects_vil.data.rectangles import (
+    BLUE,
+    CYAN,
+    GREEN,
+    RED,
+    YELLOW,
+    Rectangle,
+    boxes_of,
+    pixels_of,
+    write_record,
+)
+from tests.projects_vil.helpers import small_config
+
+LSJ = ("INPUT.AUGMENTATION", "lsj")
+STRONG = ("INPUT.AUGMENTATION", "strong")
+COLORS = (RED, GREEN, BLUE)
+OBJECTS = (Rectangle(3, 11, 5, 26, RED), Rectangle(14, 29, 30, 43, GREEN, 1), Rectangle(20, 30, 2, 10, BLUE, 2))
+
+
+def lsj(factor: float, *overrides: str, size: int = 47, detector: str = "mask_rcnn") -> Mapper:
+    """Build a mapper with large-scale jitter by one factor."""
+    keys = ("INPUT.LSJ.SIZE", str(size), "INPUT.LSJ.SCALE", f"({factor}, {factor})")
+    return Mapper(small_config(detector, *LSJ, *keys, *overrides), is_train=True)
+
+
+def mapped(mapper: Mapper, record: dict, *, seed: int = 0) -> dict:
+    np.random.seed(seed)
+    random.seed(seed)
+    return mapper(record)
+
+
+# -- large-scale jitter ----------------------------------------------------------------------------
+
+
+def test_defaults_are_those_of_detectron2s_new_baselines():
+    """mask_rcnn_R_50_FPN_100ep_LSJ.py of configs/new_baselines, with an image_size of 1024."""
+    mapper = Mapper(small_config("mask_rcnn", *LSJ, "INPUT.RANDOM_FLIP", "horizontal"), is_train=True)
+    resize, crop, pad, flip = mapper.augmentations.augs
+    assert isinstance(resize, T.ResizeScale) and isinstance(flip, T.RandomFlip) and flip.horizontal
+    assert (resize.min_scale, resize.max_scale, resize.target_height, resize.target_width) == (0.1, 2.0, 1024, 1024)
+    theirs = T.FixedSizeCrop((1024, 1024))
+    assert crop.crop_size == pad.crop_size == theirs.crop_size and not crop.pad
+    assert (pad.pad, pad.pad_value, pad.seg_pad_value) == (True, theirs.pad_value, theirs.seg_pad_value)
+    assert mapper.recompute_boxes and not lsj(1, detector="retinanet").recompute_boxes
+
+
+@pytest.mark.parametrize("size", [(31, 47), (47, 31)])
+def test_images_are_those_of_detectron2s_augmentations(tmp_path, size):
+    record = write_record(tmp_path, "a", size, Rectangle(3, 11, 5, 26))
+    theirs = T.AugmentationList([T.ResizeScale(0.1, 2.0, 64, 64), T.FixedSizeCrop((64, 64))])
+    cfg = small_config("mask_rcnn", *LSJ, "INPUT.LSJ.SIZE", "64", "INPUT.RANDOM_FLIP", "none")
+    pixels = np.zeros((*size, 3), np.uint8)
+    pixels[3:11, 5:26] = RED
+    for seed in range(5):
+        image = mapped(Mapper(cfg, is_train=True), record, seed=seed)["image"]
+        np.random.seed(seed)
+        inputs = T.AugInput(pixels)
+        theirs(inputs)
+        assert image.shape == (3, 64, 64) and (inputs.image == image.permute(1, 2, 0).numpy()).all()
+
+
+@pytest.mark.parametrize(
+    "factor, rle, flip", [(1, False, "horizontal"), (1, True, "none"), (2, False, "none"), (2, True, "horizontal")]
+)
+def test_masks_are_the_visible_pixels_and_boxes_those_of_the_masks(tmp_path, factor, rle, flip):
+    objects = [Rectangle(**vars(one) | {"rle": rle}) for one in OBJECTS]
+    record = write_record(tmp_path, "a", (31, 47), *objects)
+    numbers = set()
+    for seed in range(8):
+        sample = mapped(lsj(factor, "INPUT.RANDOM_FLIP", flip), record, seed=seed)
+        instances = sample["instances"]
+        assert sample["image"].shape == (3, 47, 47) and instances.image_size == (47, 47)
+        visible = [pixels_of(sample["image"], color) for color in COLORS]
+        # Objects outside the crop are removed.
+        kept = [number for number, pixels in enumerate(visible) if pixels.any()]
+        assert instances.gt_classes.tolist() == kept
+        assert torch.equal(instances.gt_masks.tensor, torch.stack([visible[number] for number in kept]))
+        assert instances.gt_boxes.tensor.tolist() == boxes_of(instances.gt_masks.tensor)
+        numbers.add(len(kept))
+    assert numbers == {3} if factor == 1 else min(numbers) < 3
+
+
+@pytest.mark.parametrize("rle", [False, True])
+def test_padding_is_grey_and_not_part_of_an_object(tmp_path, rle):
+    record = write_record(tmp_path, "a", (31, 47), Rectangle(0, 31, 0, 47, rle=rle))
+    sample = mapped(lsj(1, "INPUT.RANDOM_FLIP", "none"), record)
+    assert (sample["image"][:, 31:] == 128).all() and not sample["instances"].gt_masks.tensor[:, 31:].any()
+    assert sample["instances"].gt_boxes.tensor.tolist() == [[0, 0, 47, 31]]
+
+
+@pytest.mark.parametrize("factor", [0.53, 1.37, 2])
+def test_boxes_are_the_same_with_and_without_masks(tmp_path, factor):
+    record = write_record(tmp_path, "a", (31, 47), *OBJECTS)
+    for seed in range(6):
+        with_masks, without = (
+            mapped(lsj(factor, detector=detector), record, seed=seed)["instances"]
+            for detector in ("mask_rcnn", "retinanet")
+        )
+        assert without.gt_classes.tolist() == with_masks.gt_classes.tolist() and not without.has("gt_masks")
+        # Coordinates of tens of pixels in float32.
+        torch.testing.assert_close(without.gt_boxes.tensor, with_masks.gt_boxes.tensor, atol=1e-4, rtol=0)
+
+
+def test_the_box_of_a_cropped_triangle_shrinks(tmp_path):
+    """The part towards its tip, on the left, is lower than its box clipped to the image."""
+    record = write_record(tmp_path, "a", (60, 60), Rectangle(5, 55, 4, 56))
+    record["annotations"][0]["segmentation"] = [[4.0, 30.0, 56.0, 5.0, 56.0, 55.0]]
+    num_shrunk = 0
+    for seed in range(8):
+        instances = mapped(lsj(1.9, "INPUT.RANDOM_FLIP", "none", size=60), record, seed=seed)["instances"]
+        [box], [visible] = instances.gt_boxes.tensor, instances.gt_masks.get_bounding_boxes().tensor
+        assert (box - visible).abs().max() <= 1
+        num_shrunk += int(visible[3] - visible[1] < 58)
+    assert num_shrunk
+
+
+def test_narrow_images_and_images_without_objects(tmp_path):
+    record = write_record(tmp_path, "a", (2, 300), Rectangle(0, 2, 5, 200))
+    sample = mapped(lsj(0.1, size=96), record)
+    assert sample["image"].shape == (3, 96, 96) and (sample["image"][:, 1:] == 128).all()
+    crowd = write_record(tmp_path, "b", (31, 47), Rectangle(3, 11, 5, 26, rle=True, crowd=True))
+    for record in (crowd, crowd | {"annotations": []}):
+        assert len(mapped(lsj(1), record)["instances"]) == 0
+
+
+def test_images_for_testing_are_not_augmented(copy):
+    record = load(copy)[0]
+    images = [
+        Mapper(small_config("mask_rcnn", "INPUT.AUGMENTATION", name), is_train=False)(record)["image"]
+        for name in ("default", "lsj", "strong")
+    ]
+    assert torch.equal(images[0], images[1]) and torch.equal(images[0], images[2])
+
+
+def test_crops_of_masks_need_no_shapely(tmp_path):
+    record = write_record(tmp_path, "a", (31, 47), *OBJECTS)
+    crop = ["INPUT.CROP.ENABLED", "True", "INPUT.CROP.TYPE", "absolute", "INPUT.CROP.SIZE", "[20, 30]"]
+    cfg = small_config("mask_rcnn", *crop, "INPUT.MIN_SIZE_TRAIN", "(20,)")
+    instances = mapped(Mapper(cfg, is_train=True), record)["instances"]
+    assert len(instances) and instances.gt_boxes.tensor.tolist() == boxes_of(instances.gt_masks.tensor)
+
+
+# -- colors ----------------------------------------------------------------------------------------
+
+
+def test_colors_are_changed_as_in_the_official_configuration():
+    """LIT segmentation/configs/_base_/datasets/ade20k.py: PhotoMetricDistortion with its defaults, which are SSD's."""
+    for image_format in ("RGB", "BGR"):
+        cfg = small_config("retinanet", "INPUT.PHOTOMETRIC_DISTORTION", "True", "INPUT.FORMAT", image_format)
+        color = Mapper(cfg, is_train=True).augmentations.augs[-1]
+        color = getattr(color, "tfm", color)
+        assert isinstance(color, ColorAugSSDTransform) and color.is_rgb == (image_format == "RGB")
+        assert (color.brightness_delta, color.hue_delta) == (32, 18)
+        assert (color.contrast_low, color.contrast_high, color.saturation_low, color.saturation_high) == (0.5, 1.5) * 2
+    cfg = small_config("retinanet", "INPUT.PHOTOMETRIC_DISTORTION", "True", "INPUT.FORMAT", "L")
+    assert "INPUT.FORMAT" in message(lambda: Mapper(cfg, is_train=True))
+
+
+def test_strong_changes_colors_but_not_the_padding(tmp_path):
+    record = write_record(tmp_path, "a", (31, 47), *OBJECTS)
+    keys = ["INPUT.LSJ.SIZE", "47", "INPUT.LSJ.SCALE", "(1.0, 1.0)", "INPUT.RANDOM_FLIP", "none"]
+    for name, num_colors in (("lsj", 1), ("strong", 4)):
+        mapper = Mapper(small_config("mask_rcnn", "INPUT.AUGMENTATION", name, *keys), is_train=True)
+        samples = [mapped(mapper, record, seed=seed) for seed in range(6)]
+        images = [sample["image"] for sample in samples]
+        assert all((image[:, 31:] == 128).all() for image in images)
+        assert len({tuple(image[:, 5, 10].tolist()) for image in images}) >= num_colors
+        assert all(sample["instances"].gt_boxes.tensor[0].tolist() == [5, 3, 26, 11] for sample in samples)
+
+
+# -- copy-paste ------------------------------------------------------------------------------------
+
+SIZE = (35, 48)
+# Objects of the image: partly covered, wholly covered, and not covered though smaller than MIN_VISIBLE_PIXELS.
+RED_ONE, GREEN_ONE, BLUE_ONE = (
+    Rectangle(2, 20, 3, 30, RED, 0),
+    Rectangle(21, 30, 10, 20, GREEN, 1),
+    Rectangle(2, 5, 40, 44, BLUE, 2),
+)
+# Objects of the other image, over the first two.
+YELLOW_ONE, CYAN_ONE = Rectangle(10, 33, 8, 25, YELLOW, 2), Rectangle(30, 34, 40, 46, CYAN, 1)
+ALL = np.array([True, True])
+
+
+@pytest.fixture
+def mapper() -> Mapper:
+    """Jitter that only pads an image, so that colors show the objects."""
+    return lsj(1.0, "INPUT.RANDOM_FLIP", "none", size=48)
+
+
+@pytest.fixture
+def sample_of(mapper, tmp_path):
+    def make(name: str, *objects: Rectangle, size: tuple[int, int] = SIZE) -> dict:
+        return mapper(write_record(tmp_path, name, size, *objects))
+
+    return make
+
+
+def check(sample: dict, *colors: tuple[int, int, int]) -> None:
+    """Check that the instances are the visible pixels of these colors, in this order."""
+    instances = sample["instances"]
+    visible = torch.stack([pixels_of(sample["image"], color) for color in colors])
+    assert torch.equal(instances.gt_masks.tensor, visible)
+    assert instances.gt_boxes.tensor.tolist() == boxes_of(visible)
+    classes = {RED: 0, GREEN: 1, BLUE: 2, YELLOW: 2, CYAN: 1}
+    assert instances.gt_classes.tolist() == [classes[color] for color in colors]
+
+
+@pytest.mark.parametrize("rle, size", [(False, SIZE), (True, (48, 48))])
+def test_masks_and_boxes_under_occlusion(sample_of, rle, size):
+    own, others = (
+        [Rectangle(**vars(one) | {"rle": rle}) for one in objects]
+        for objects in ((RED_ONE, GREEN_ONE, BLUE_ONE), (YELLOW_ONE, CYAN_ONE))
+    )
+    sample, other = sample_of("a", *own, size=size), sample_of("b", *others)
+    check(sample, RED, GREEN, BLUE)
+    image = sample["image"].clone()
+    pasted = paste(sample, other, ALL)
+    # The green one is wholly covered.
+    check(pasted, RED, BLUE, YELLOW, CYAN)
+    assert pasted["pasted_from"] == other["file_name"] and pasted["file_name"] == sample["file_name"]
+    # Neither image is modified: others may be pasted from them.
+    check(sample, RED, GREEN, BLUE)
+    check(other, YELLOW, CYAN)
+    assert torch.equal(sample["image"], image) and "pasted_from" not in sample
+    check(paste(sample, other, np.array([False, True])), RED, GREEN, BLUE, CYAN)
+
+
+@pytest.mark.parametrize("left, is_kept", [(8, True), (7, False)])
+def test_barely_visible_objects_are_removed(sample_of, left, is_kept):
+    """8 rows of 8 columns are MIN_VISIBLE_PIXELS."""
+    assert MIN_VISIBLE_PIXELS == 64
+    sample = sample_of("a", Rectangle(4, 12, 5, 40, RED))
+    pasted = paste(sample, sample_of("b", Rectangle(0, 35, 5 + left, 48, YELLOW, 2)), np.array([True]))
+    check(pasted, *((RED, YELLOW) if is_kept else (YELLOW,)))
+    assert pixels_of(pasted["image"], RED).sum() == 8 * left
+
+
+def test_pasted_objects_overlap_as_in_their_own_image(sample_of):
+    other = sample_of("b", Rectangle(5, 20, 5, 25, YELLOW, 2), Rectangle(10, 15, 10, 40, CYAN, 1))
+    pasted = paste(sample_of("a", BLUE_ONE), other, ALL)
+    assert torch.equal(pasted["instances"].gt_masks.tensor[1:], other["instances"].gt_masks.tensor)
+    assert torch.equal(pasted["image"][:, 5:20, 5:40], other["image"][:, 5:20, 5:40])
+
+
+def test_crowds_are_covered_and_never_pasted(sample_of):
+    crowd = Rectangle(6, 33, 2, 40, GREEN, 1, rle=True, crowd=True)
+    pasted = paste(sample_of("a", crowd, BLUE_ONE), sample_of("b", YELLOW_ONE), np.array([True]))
+    check(pasted, BLUE, YELLOW)
+    assert pixels_of(pasted["image"], GREEN).sum() == 27 * 38 - 23 * 17
+    sample = sample_of("a", RED_ONE)
+    with_crowd = paste(sample, sample_of("d", crowd, CYAN_ONE), np.array([True]))
+    check(with_crowd, RED, CYAN)
+    assert not pixels_of(with_crowd["image"], GREEN).any()
+
+
+def test_images_without_objects(sample_of):
+    sample, empty = sample_of("a", RED_ONE), sample_of("b")
+    assert paste(sample, empty, np.array([], bool)) is sample
+    assert paste(sample, sample_of("c", YELLOW_ONE, CYAN_ONE), ~ALL) is sample
+    check(paste(empty, sample, np.array([True])), RED)
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.5, 1.0])
+def test_share_of_images_with_pasted_objects(mapper, tmp_path, probability):
+    own = write_record(tmp_path, "a", SIZE, RED_ONE)
+    others = [write_record(tmp_path, name, SIZE, YELLOW_ONE, CYAN_ONE) for name in "bcd"]
+    np.random.seed(0)
+    copy_paste = CopyPaste(mapper, [own, *others], probability=probability)
+    samples = [copy_paste(own) for _ in range(40)]
+    pasted = [sample["pasted_from"] for sample in samples if "pasted_from" in sample]
+    # No object is chosen in a quarter of the cases for two objects, in half of them for the one of the image itself.
+    expected = probability * (0.75 * 0.75 + 0.25 * 0.5) * len(samples)
+    assert abs(len(pasted) - expected) <= 0.2 * len(samples) * (probability > 0)
+    if probability == 1:
+        assert set(pasted) == {record["file_name"] for record in (own, *others)}
+        assert {len(sample["instances"]) for sample in samples} == {1, 2, 3}
+
+
+def batches(*, workers: int, first: int, number: int) -> list[dict]:
+    keys = [*STRONG, "INPUT.LSJ.SIZE", "48", "SOLVER.IMS_PER_BATCH", "3", "DATALOADER.NUM_WORKERS", str(workers)]
+    loader = build_train_loader(small_config("mask_rcnn", *keys))
+    loader.start(seed=7, iteration=first)
+    samples = list(chain(*islice(loader, number)))
+    loader.stop()
+    return samples
+
+
+def test_batches_depend_on_the_seed_and_the_iteration_alone(shapes):
+    whole = batches(workers=0, first=0, number=6)
+    assert any("pasted_from" in sample for sample in whole)
+    resumed = batches(workers=2, first=0, number=4) + batches(workers=1, first=4, number=2)
+    for sample, other in zip(resumed, whole, strict=True):
+        assert torch.equal(sample["image"], other["image"])
+        assert sample.get("pasted_from") == other.get("pasted_from")
+        assert torch.equal(sample["instances"].gt_boxes.tensor, other["instances"].gt_boxes.tensor)
+        assert torch.equal(sample["instances"].gt_masks.tensor, other["instances"].gt_masks.tensor)
+
+
+# -- keys ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "detector, overrides, key",
+    [
+        ("retinanet", ["INPUT.AUGMENTATION", "lsjj"], "INPUT.AUGMENTATION"),
+        ("retinanet", ["INPUT.LSJ.SIZE", "31"], "INPUT.LSJ.SIZE"),
+        ("retinanet", ["INPUT.LSJ.SCALE", "(2.0, 0.1)"], "INPUT.LSJ.SCALE"),
+        ("retinanet", ["INPUT.LSJ.SCALE", "(1.0,)"], "INPUT.LSJ.SCALE"),
+        ("retinanet", ["INPUT.COPY_PASTE.PROBABILITY", "1.5"], "INPUT.COPY_PASTE.PROBABILITY"),
+        ("retinanet", [*LSJ, "INPUT.CROP.ENABLED", "True"], "INPUT.CROP.ENABLED"),
+        ("retinanet", [*STRONG, "MODEL.MASK_ON", "True"], "INPUT.COPY_PASTE.PROBABILITY 0.0"),
+        ("mask_rcnn", [*STRONG, "MODEL.MASK_ON", "False"], "INPUT.COPY_PASTE.PROBABILITY 0.0"),
+        ("mask_rcnn", [*STRONG, "MODEL.KEYPOINT_ON", "True"], "INPUT.COPY_PASTE.PROBABILITY 0.0"),
+        ("mask_rcnn", [*STRONG, "DATALOADER.SAMPLER_TRAIN", "RandomSubsetTrainingSampler"], "DATALOADER.SAMPLER_TRAIN"),
+        ("semantic_fpn", LSJ, "INPUT.AUGMENTATION"),
+    ],
+)
+def test_values_that_cannot_be_used(detector, overrides, key):
+    text = message(check_values, small_config(detector, *overrides))
+    assert key in text
+    if "INPUT.COPY_PASTE.PROBABILITY 0.0" in text:
+        check_values(small_config(detector, *overrides, "INPUT.COPY_PASTE.PROBABILITY", "0.0"))
+
+
+def test_position_tables_are_as_large_as_the_images(shapes):
+    absolute = ["MODEL.TRANSFORMER.NAME", "vil_tiny_1_1_3_1", "MODEL.TRANSFORMER.MAX_IMG_SIZE", "96"]
+    text = message(check_setup, small_config("retinanet", *absolute, *LSJ, "INPUT.LSJ.SIZE", "97"))
+    assert "INPUT.LSJ.SIZE is 97" in text and "MODEL.TRANSFORMER.MAX_IMG_SIZE" in text
+    check_setup(small_config("retinanet", *absolute, *LSJ, "INPUT.LSJ.SIZE", "96"))

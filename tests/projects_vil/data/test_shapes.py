@@ -1,0 +1,229 @@
+"""The synthetic dataset: valid COCO and ADE20K files that agree with the pixels, written whole or not at all."""
+
+import hashlib
+import json
+import re
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+from pycocotools.coco import COCO
+
+from backbones.errors import ConfigError
+from projects_vil.data import write_shapes_dataset
+from projects_vil.data.shapes import (
+    BACKGROUND_MAX,
+    OBJECT_SIZES,
+    SHAPES_CLASSES,
+    SHAPES_SEM_SEG_CLASSES,
+    label_image,
+    mask_polygons,
+    render_image,
+)
+
+SMALL = {"num_train": 12, "num_val": 5, "short_side": 96, "seed": 3}
+SPLITS = {"train": (12, "training"), "val": (5, "validation")}
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory) -> Path:
+    output = tmp_path_factory.mktemp("shapes") / "data"
+    write_shapes_dataset(output, **SMALL)
+    return output
+
+
+@pytest.fixture(scope="module")
+def labelled(tmp_path_factory) -> Path:
+    output = tmp_path_factory.mktemp("shapes") / "labelled"
+    write_shapes_dataset(output, task="sem_seg", **SMALL)
+    return output
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def coco_of(folder: Path, split: str) -> COCO:
+    return COCO(folder / "annotations" / f"instances_{split}.json")
+
+
+def rendered():
+    for index in range(60):
+        yield render_image(np.random.default_rng([7, index]), short_side=110)
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def test_annotations_stay_the_same(dataset):
+    """The figures of the demo depend on them."""
+    digest = hashlib.sha256((dataset / "annotations/instances_train.json").read_bytes()).hexdigest()
+    assert digest == "742d45344ba72986b9aaab5580e14f5c1e9cec516a66c942f9c9beb015785678"
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_annotations_agree_with_the_images(dataset, split):
+    coco = coco_of(dataset, split)
+    content = coco.dataset
+    assert {"info", "licenses", "images", "annotations", "categories"} == content.keys()
+    assert [(c["id"], c["name"]) for c in content["categories"]] == list(enumerate(SHAPES_CLASSES, start=1))
+    assert len(content["images"]) == len(list((dataset / split).iterdir())) == SPLITS[split][0]
+    assert len(coco.anns) == len(content["annotations"])
+    for index, (image_id, image) in enumerate(sorted(coco.imgs.items())):
+        pixels = cv2.imread(str(dataset / split / image["file_name"]))
+        assert pixels.shape == (image["height"], image["width"], 3)
+        rng = np.random.default_rng([3, list(SPLITS).index(split), index])
+        _, instances = render_image(rng, short_side=96)
+        annotations = coco.imgToAnns[image_id]
+        assert 1 <= len(annotations) == len(instances) <= 5
+        for annotation, (class_index, mask) in zip(annotations, instances, strict=True):
+            rows, columns = np.nonzero(mask)
+            left, top = columns.min(), rows.min()
+            assert annotation["bbox"] == [left, top, columns.max() + 1 - left, rows.max() + 1 - top]
+            assert (annotation["area"], annotation["category_id"]) == (mask.sum(), class_index + 1)
+            corners = np.concatenate([np.reshape(part, (-1, 2)) for part in annotation["segmentation"]])
+            np.testing.assert_allclose(corners.min(axis=0), [left, top], atol=0.6)
+            np.testing.assert_allclose(corners.max(axis=0), [columns.max() + 1, rows.max() + 1], atol=0.6)
+        bright = pixels.max(axis=2) > BACKGROUND_MAX + 25
+        annotated = np.any([coco.annToMask(item) for item in annotations], axis=0)
+        assert (bright & annotated).sum() / (bright | annotated).sum() > 0.9
+
+
+def test_same_seed_same_bytes_other_seed_other_images(dataset, tmp_path):
+    write_shapes_dataset(tmp_path / "again", **SMALL)
+    write_shapes_dataset(tmp_path / "other", **SMALL | {"seed": 4})
+    again, other, first = contents(tmp_path / "again"), contents(tmp_path / "other"), contents(dataset)
+    assert again == first and other.keys() == first.keys()
+    assert not set(other.values()) & set(first.values())
+    assert len(set(first.values())) == len(first)
+
+
+def test_a_complete_dataset_is_kept_and_another_replaced_only_with_overwrite(tmp_path):
+    output = tmp_path / "data"
+    write_shapes_dataset(output, **SMALL)
+    before = {path: path.stat().st_mtime_ns for path in output.rglob("*")}
+    write_shapes_dataset(output, **SMALL)
+    assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before
+    with pytest.raises(ConfigError, match="seed 3"):
+        write_shapes_dataset(output, **SMALL | {"seed": 4})
+    write_shapes_dataset(output, **SMALL | {"num_val": 2}, overwrite=True)
+    assert len(list((output / "val").iterdir())) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+
+
+@pytest.mark.parametrize(
+    "task, folder", [("detection", "train"), ("sem_seg", "annotations/training"), ("panoptic", "stuff_val")]
+)
+def test_missing_images_are_named(tmp_path, task, folder):
+    options = {"task": task, "num_train": 2, "num_val": 1, "short_side": 40}
+    write_shapes_dataset(tmp_path / "data", **options)
+    next((tmp_path / "data" / folder).iterdir()).unlink()
+    with pytest.raises(ConfigError, match=f"{folder} lacks 1"):
+        write_shapes_dataset(tmp_path / "data", **options)
+
+
+@pytest.mark.parametrize("name, overwrite", [("notes.txt", True), ("annotations/instances_val.json", False)])
+def test_other_folders_are_never_changed(tmp_path, name, overwrite):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"info": {"description": "COCO 2017 Dataset"}}))
+    with pytest.raises(ConfigError, match=re.escape(str(tmp_path))):
+        write_shapes_dataset(tmp_path, **SMALL, overwrite=overwrite)
+    assert list(contents(tmp_path)) == [name]
+
+
+@pytest.mark.parametrize("below", ["", "deeper"])
+def test_output_at_a_file(tmp_path, below):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ConfigError, match="file"):
+        write_shapes_dataset(tmp_path / "file" / below, **SMALL)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "option, value",
+    [("num_train", 0), ("num_val", -1), ("short_side", 8), ("short_side", 99999), ("seed", -1), ("task", "semseg")],
+)
+def test_values_out_of_range(tmp_path, option, value):
+    with pytest.raises(ConfigError, match=f"{option} (is )?'?{value}"):
+        write_shapes_dataset(tmp_path / "data", **SMALL | {option: value})
+    assert not (tmp_path / "data").exists()
+
+
+def test_nothing_is_left_after_an_interrupt(tmp_path, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("projects_vil.data.shapes.render_image", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_shapes_dataset(tmp_path / "data", **SMALL)
+    assert not list(tmp_path.iterdir())
+
+
+# -- pixels ----------------------------------------------------------------------------------------
+
+
+def test_polygons_cover_the_rendered_pixels():
+    coco = COCO()
+    for image, instances in rendered():
+        height, width = image.shape[:2]
+        coco.imgs = {1: {"height": height, "width": width}}
+        for _, mask in instances:
+            decoded = coco.annToMask({"image_id": 1, "segmentation": mask_polygons(mask)}).astype(bool)
+            assert (decoded & mask).sum() / (decoded | mask).sum() > 0.95
+
+
+def test_classes_differ_in_hue_and_sizes_vary():
+    brightest_channel = {"circle": 2, "square": 1, "triangle": 0}
+    shapes, extents = [], []
+    for image, instances in rendered():
+        background = ~np.any([mask for _, mask in instances], axis=0)
+        short = min(image.shape[:2])
+        shapes.append(image.shape[:2])
+        assert 0.9 * 110 - 1 <= short <= 1.1 * 110 + 1 and image[background].std() > 3
+        for class_index, mask in instances:
+            color = image[mask].mean(axis=0)
+            assert color.argmax() == brightest_channel[SHAPES_CLASSES[class_index]]
+            assert color.max() > image[background].max(axis=1).mean() + 30
+            extents.append(max(np.ptp(axis) + 1 for axis in np.nonzero(mask)) / short)
+    assert {np.sign(height - width) for height, width in shapes} == {-1, 1} and len(set(shapes)) > 50
+    assert max(extents) < OBJECT_SIZES[1] + 0.03 and min(extents) < 0.2 and np.mean(extents) > 0.25
+
+
+# -- label images ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_label_images_agree_with_images_and_annotations(labelled, dataset, split):
+    number, folder = SPLITS[split]
+    assert (labelled / "classes.txt").read_text().split() == list(SHAPES_SEM_SEG_CLASSES)
+    images, labels = (sorted((labelled / parent / folder).iterdir()) for parent in ("images", "annotations"))
+    assert [path.stem for path in images] == [path.stem for path in labels] and len(images) == number
+    coco = COCO(labelled / f"instances_{split}.json")
+    for image_id, image, label in zip(sorted(coco.imgs), images, labels, strict=True):
+        assert image.read_bytes() == (dataset / split / image.name).read_bytes()
+        pixels = cv2.imread(str(label), cv2.IMREAD_UNCHANGED)
+        assert pixels.dtype == np.uint8 and {0, 1} < set(np.unique(pixels)) <= set(range(5))
+        objects = np.ones_like(pixels)
+        for annotation in coco.imgToAnns[image_id]:
+            objects[coco.annToMask(annotation).astype(bool)] = annotation["category_id"] + 1
+        known = pixels > 0
+        assert 0.8 < known.mean() < 1 and (pixels == objects)[known].mean() > 0.995
+
+
+def test_outlines_are_ignored_on_both_sides():
+    mask = np.zeros((12, 17), bool)
+    mask[3:9, 4:13] = True
+    labels = label_image((12, 17), [(2, mask)])
+    assert set(labels[4:8, 5:12].ravel()) == {4}
+    assert not labels[2:10, [3, 4, 12, 13]].any() and not labels[[2, 3, 8, 9], 3:14].any()
+    assert labels[0].all() and labels[:, 0].all() and set(labels[11]) == {1}
+
+
+@pytest.mark.parametrize("first, second", [("detection", "sem_seg"), ("sem_seg", "detection")])
+def test_a_dataset_of_another_task_is_never_changed(tmp_path, first, second):
+    options = {"num_train": 1, "num_val": 1, "short_side": 40}
+    write_shapes_dataset(tmp_path / "data", task=first, **options)
+    with pytest.raises(ConfigError, match="data"):
+        write_shapes_dataset(tmp_path / "data", task=second, overwrite=True, **options)

@@ -1,0 +1,112 @@
+"""The exponential moving average: its values, and that all but a resumed run read it."""
+
+import json
+
+import pytest
+import torch
+
+from backbones import ConfigError
+from projects_vil.checkpoint import build_detector, slim_checkpoint
+from projects_vil.data import register_datasets
+from projects_vil.engine import Trainer
+from tests.projects_vil.engine.test_resuming import train
+from tests.projects_vil.helpers import CONFIGS, EXACT_TRAINING, SMALL, run_tool, small_config
+
+EMA = ["MODEL.EMA.ENABLED", "True", "MODEL.EMA.DECAY", "0.3", "DATASETS.TEST", "()", "TEST.BEST_METRIC", ""]
+EMA += ["SOLVER.CHECKPOINT_PERIOD", "1", "SOLVER.MAX_ITER", "4", "TEST.EVAL_PERIOD", "0"]
+
+
+@pytest.fixture(scope="module")
+def run(made_once, datasets_root):
+    """Four iterations with a checkpoint after each."""
+
+    def fill(folder):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("DETECTRON2_DATASETS", str(datasets_root))
+            register_datasets(small_config())
+            train("retinanet", folder, *EMA)
+
+    return made_once("averaged_run", fill)
+
+
+def test_the_average_by_hand(run):
+    """1/10, 2/11 and 3/12 are below the decay of 0.3; after the first step the average is the weights."""
+    average = None
+    decays = [0.0, min(0.3, 2 / 11), min(0.3, 3 / 12), min(0.3, 4 / 13)]
+    for number, decay in enumerate(decays):
+        contents = torch.load(run / f"model_000000{number}.pth", weights_only=True)
+        weights = {name: value.double() for name, value in contents["unaveraged_model"].items()}
+        average = average or weights
+        average = {name: decay * average[name] + (1 - decay) * weights[name] for name in weights}
+        assert contents["averaged_steps"] == number + 1
+        for name, value in contents["model"].items():
+            torch.testing.assert_close(value.double(), average[name], rtol=1e-5, atol=1e-7)
+    assert any(not torch.equal(contents["model"][name], contents["unaveraged_model"][name]) for name in average)
+
+
+def test_a_detector_and_a_slim_file_have_the_average(run, tmp_path, shapes):
+    average = torch.load(run / "model_final.pth", weights_only=True)["model"]
+    model = build_detector(small_config(), run / "model_final.pth")
+    assert all(torch.equal(value, average[name]) for name, value in model.state_dict().items())
+    slim_checkpoint(run / "model_final.pth", tmp_path / "slim.pth")
+    slim = torch.load(tmp_path / "slim.pth", weights_only=True)
+    assert "unaveraged_model" not in slim and slim["model"].keys() == average.keys()
+    assert all(torch.equal(slim["model"][name], average[name]) for name in average)
+
+
+def resumed(run, folder, *overrides):
+    """A trainer that goes on from the third iteration of the run."""
+    contents = torch.load(run / "model_0000002.pth", weights_only=True)
+    folder.mkdir(exist_ok=True)
+    torch.save(contents, folder / "model_0000002.pth")
+    (folder / "last_checkpoint").write_text("model_0000002.pth")
+    trainer = Trainer(small_config("retinanet", *EMA, "OUTPUT_DIR", str(folder), *overrides))
+    trainer.resume_or_load(resume=True)
+    return trainer, contents
+
+
+def test_training_goes_on_with_its_own_weights(run, shapes, tmp_path):
+    trainer, contents = resumed(run, tmp_path)
+    weights, average = trainer.model.state_dict(), trainer.averaged.module.state_dict()
+    assert all(torch.equal(value, weights[name]) for name, value in contents["unaveraged_model"].items())
+    assert all(torch.equal(value, average[name]) for name, value in contents["model"].items())
+    assert trainer.averaged.n_averaged == 3
+
+
+def test_averaging_ends_and_starts_with_a_resume(run, shapes, tmp_path):
+    trainer, contents = resumed(run, tmp_path, "MODEL.EMA.ENABLED", "False")
+    weights = trainer.model.state_dict()
+    assert all(torch.equal(value, weights[name]) for name, value in contents["unaveraged_model"].items())
+    weights = contents.pop("unaveraged_model")
+    torch.save(contents | {"model": weights}, tmp_path / "model_0000002.pth")
+    trainer = Trainer(small_config("retinanet", *EMA, "OUTPUT_DIR", str(tmp_path)))
+    trainer.resume_or_load(resume=True)
+    average = trainer.averaged.module.state_dict()
+    assert trainer.averaged.n_averaged == 0 and all(torch.equal(average[name], weights[name]) for name in weights)
+    contents["model"]["head.cls_score.bias"][0] = float("nan")
+    torch.save(contents | {"unaveraged_model": weights}, tmp_path / "model_0000002.pth")
+    with pytest.raises(ConfigError, match="head.cls_score.bias"):
+        trainer.resume_or_load(resume=True)
+
+
+@pytest.mark.slow
+def test_every_tool_takes_the_average(datasets_root, tmp_path):
+    """After a run in bfloat16 with gradient accumulation, what is evaluated and exported is what the run evaluated."""
+    run, final = tmp_path / "run", tmp_path / "run/model_final.pth"
+    keys = [*SMALL["retinanet"], *EXACT_TRAINING, *EMA[:4], "TEST.LOSS", "True", "SOLVER.ACCUMULATE", "2"]
+    keys += ["SOLVER.AMP.ENABLED", "True", "SOLVER.AMP.DTYPE", "bfloat16", "OUTPUT_DIR", run]
+    model = ["--config-file", run / "config.yaml", "--weights", final]
+    for command in (
+        ["train_net.py", "--config-file", CONFIGS["retinanet"], *keys],
+        [
+            *("train_net.py", "--config-file", run / "config.yaml", "--eval-only"),
+            *("MODEL.WEIGHTS", final, "OUTPUT_DIR", tmp_path / "again"),
+        ],
+        ["predict.py", *model, "--input", datasets_root / "shapes/val", "--output", tmp_path / "found"],
+        ["export_model.py", *model, "--output", tmp_path / "export", "--evaluate"],
+        ["report.py", run],
+    ):
+        result = run_tool(*command, datasets_root=datasets_root)
+        assert result.returncode == 0, (command, result.stdout[-2000:], result.stderr)
+    first, again = (json.loads((folder / "evaluation.json").read_text()) for folder in (run, tmp_path / "again"))
+    assert first == again and "total_loss" in first["shapes_val"]["validation_loss"]

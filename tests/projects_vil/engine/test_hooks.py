@@ -1,0 +1,157 @@
+"""Hooks: what follows from the iteration, in all processes alike, and from evaluations."""
+
+import math
+import types
+
+import pytest
+import torch
+from detectron2.utils.events import EventStorage, EventWriter
+
+from backbones import ConfigError
+from backbones.attention.efficient import PerformerAttention
+from backbones.attention.sliding_chunk import SlidingChunkAttention
+from projects_vil.engine import Trainer, check_setup
+from projects_vil.engine.hooks import BestCheckpointer, LRScheduler, MetricsWriter, RandomShift, RedrawFeatures
+from tests.projects_vil.helpers import small_config
+
+
+def features_of(path) -> dict[str, torch.Tensor]:
+    state = torch.load(path, weights_only=True)["model"]
+    return {name: tensor for name, tensor in state.items() if name.endswith("attention.features")}
+
+
+@pytest.mark.slow
+def test_random_features_are_resampled_by_iteration_and_saved(shapes, tmp_path):
+    """Before the third and the fifth iteration; a resumed run samples as one that never stopped."""
+    options = ["MODEL.TRANSFORMER.NAME", "performer_tiny", "MODEL.TRANSFORMER.FEATURE_REDRAW_PERIOD", "2"]
+    options += ["SOLVER.IMS_PER_BATCH", "2", "SOLVER.MAX_ITER", "5", "SOLVER.CHECKPOINT_PERIOD", "2"]
+    cfg = small_config("retinanet", *options, "OUTPUT_DIR", str(tmp_path), "DATASETS.TEST", "()")
+    Trainer(cfg).train()
+    at = [features_of(tmp_path / f"model_{name}.pth") for name in ("0000001", "0000003", "final")]
+    first = next(iter(at[2]))
+    assert len(at[2]) == 12
+    assert not torch.equal(at[0][first], at[1][first]) and not torch.equal(at[1][first], at[2][first])
+    (tmp_path / "last_checkpoint").write_text("model_0000001.pth")
+    resumed = Trainer(cfg)
+    resumed.resume_or_load(resume=True)
+    resumed.train()
+    assert all(torch.equal(tensor, at[2][name]) for name, tensor in features_of(tmp_path / "model_final.pth").items())
+
+
+def _features_after_start(rank: int, file: str, folder: str) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    torch.manual_seed(rank)
+    model = PerformerAttention(8, num_heads=2, num_features=6)
+    hook = RedrawFeatures(2)
+    hook.trainer = types.SimpleNamespace(model=model, iter=0)
+    hook.before_train()
+    started = model.features.clone()
+    hook.before_step()
+    assert torch.equal(model.features, started)
+    hook.trainer.iter = 2
+    hook.before_step()
+    torch.save([started, model.features], f"{folder}/{rank}.pth")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_processes_have_the_same_random_features(tmp_path):
+    torch.multiprocessing.spawn(_features_after_start, args=(str(tmp_path / "store"), str(tmp_path)), nprocs=2)
+    first, second = (torch.load(tmp_path / f"{rank}.pth", weights_only=True) for rank in (0, 1))
+    assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+    assert not torch.equal(first[0], first[1])
+
+
+def test_shifts_follow_from_the_iteration_and_end_at_their_fraction():
+    layers = torch.nn.ModuleList(SlidingChunkAttention(8, num_heads=2, window_size=3) for _ in range(5))
+    found = {}
+    for iterations in (range(8), range(3, 8)):
+        hook = RandomShift(layers, 0.5)
+        for iteration in iterations:
+            hook.trainer = types.SimpleNamespace(iter=iteration, max_iter=8)
+            hook.before_step()
+            shifts = [layer.shift for layer in layers]
+            assert shifts == found.setdefault(iteration, shifts)
+    assert all((shift is None) == (iteration >= 4) for iteration, shifts in found.items() for shift in shifts)
+    assert len({tuple(found[iteration]) for iteration in range(4)}) == 4
+
+
+@pytest.mark.parametrize(
+    "key, variant", [("RANDOM_SHIFT_UNTIL", "sra64_tiny"), ("FEATURE_REDRAW_PERIOD", "performer_tiny")]
+)
+def test_schedules_that_the_model_cannot_have(shapes, tmp_path, key, variant):
+    value = "0.875" if key == "RANDOM_SHIFT_UNTIL" else "0"
+    options = ["MODEL.TRANSFORMER.NAME", variant, f"MODEL.TRANSFORMER.{key}", value, "OUTPUT_DIR", str(tmp_path)]
+    cfg = small_config("retinanet", *options)
+    with pytest.raises(ConfigError, match=key):
+        check_setup(cfg)
+        Trainer(cfg)
+
+
+def test_the_logged_rate_is_not_a_layers():
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(4)]
+    layers = [{"params": parameters[:3], "lr": 0.05}, {"params": parameters[3:], "lr": 0.1}]
+    optimizer = torch.optim.SGD(layers, lr=0.1)
+    hook = LRScheduler(optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, factor=0.5))
+    with EventStorage() as storage:
+        hook.trainer = types.SimpleNamespace(storage=storage)
+        hook.before_train()
+        hook.after_step()
+        assert storage.latest()["lr"][0] == pytest.approx(0.1 * 0.5)
+
+
+class _Writer(EventWriter):
+    def __init__(self, storage):
+        self.storage, self.found = storage, []
+
+    def write(self) -> None:
+        self.found.append((self.storage.iter, dict(self.storage.latest()).get("bbox/AP", (None,))[0]))
+
+
+def test_every_evaluation_is_written():
+    with EventStorage() as storage:
+        writer = _Writer(storage)
+        hook = MetricsWriter([writer], eval_period=3)
+        for iteration in range(22):
+            storage.iter = iteration
+            if (iteration + 1) % 3 == 0:
+                storage.put_scalar("bbox/AP", iteration, smoothing_hint=False)
+            hook.trainer = types.SimpleNamespace(iter=iteration, max_iter=22)
+            hook.after_step()
+    assert [iteration for iteration, _ in writer.found] == [2, 5, 8, 11, 14, 17, 19, 20, 21]
+    assert all(value == iteration for iteration, value in writer.found if (iteration + 1) % 3 == 0)
+
+
+@pytest.mark.parametrize(
+    "metric, values, expected",
+    [
+        ("bbox/AP", [math.nan, 1.0, 3.0, 3.0, 2.0, 4.0], [3, 5, 11]),
+        ("validation_loss/total_loss", [5.0, 6.0, 4.0, 4.0, math.inf, 4.5], [1, 5]),
+    ],
+)
+def test_the_best_is_saved(metric, values, expected):
+    """At every other iteration, resumed in the middle; the last evaluation comes after training."""
+    saved = []
+
+    def save(name, *, iteration, tag):
+        assert name == "model_best" and not tag
+        saved.append(iteration)
+
+    def new_hook():
+        checkpointer = types.SimpleNamespace(save=save)
+        return BestCheckpointer(2, checkpointer, metric, "min" if metric.startswith("validation_loss") else "max")
+
+    with EventStorage() as storage:
+        hook = new_hook()
+        for iteration in range(12):
+            storage.iter = iteration
+            if iteration % 2:
+                storage.put_scalar(metric, values[iteration // 2], smoothing_hint=False)
+            hook.trainer = types.SimpleNamespace(storage=storage, iter=iteration, max_iter=12)
+            hook.after_step()
+            if iteration == 6:
+                state, hook = hook.state_dict(), new_hook()
+                hook.load_state_dict(state)
+        hook.after_train()
+    assert saved == expected and hook.best_iter == expected[-1]
+    assert hook.waited == (11 - expected[-1]) // 2

@@ -1,0 +1,286 @@
+"""One step: gradient accumulation, mixed precision, and batches that diverge."""
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+from detectron2.layers import batched_nms
+from detectron2.modeling import build_model
+from detectron2.modeling.proposal_generator import proposal_utils
+from detectron2.structures import BitMasks, Boxes, Instances
+from detectron2.utils.events import EventStorage
+
+from backbones import ConfigError
+from projects_vil.engine.trainer import MAX_OVERFLOWS, TrainStep
+from projects_vil.solver import clip_full_model
+from tests.projects_vil.helpers import CONFIGS, SMALL, error_line, run_tool, small_config
+from tests.selection import slow_except
+
+# All anchors and proposals are taken, and each image has as many: what is sampled depends on no random number.
+ALL_PROPOSALS = [
+    *("MODEL.RPN.BATCH_SIZE_PER_IMAGE", "100000", "MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE", "4096"),
+    *("MODEL.RPN.PRE_NMS_TOPK_TRAIN", "100", "MODEL.RPN.POST_NMS_TOPK_TRAIN", "10", "MODEL.MASK_ON", "False"),
+]
+
+
+def images_of(number, *, objects=None, size=(64, 96)):
+    """Images (3, H, W) of noise with boxes and masks on them: ``objects`` each, or 0 to 3."""
+    generator = torch.Generator().manual_seed(3)
+    height, width = size
+    images = []
+    for index in range(number):
+        count = index % 4 if objects is None else objects
+        corners = torch.rand(count, 2, generator=generator) * torch.tensor([width / 2, height / 2])
+        sides = 8 + torch.rand(count, 2, generator=generator) * 20
+        instances = Instances(size)
+        instances.gt_boxes = Boxes(torch.cat([corners, corners + sides], dim=1))
+        instances.gt_classes = torch.arange(count) % 3
+        masks = torch.zeros(count, height, width, dtype=torch.bool)
+        for mask, (left, top, right, bottom) in zip(masks, instances.gt_boxes.tensor.int().tolist(), strict=True):
+            mask[top:bottom, left:right] = True
+        instances.gt_masks = BitMasks(masks)
+        pixels = torch.randint(0, 256, (3, height, width), generator=generator, dtype=torch.uint8)
+        images.append({"image": pixels, "instances": instances, "image_id": index, "file_name": f"{index}.jpg"})
+    return images
+
+
+def model_of(detector, *overrides):
+    torch.manual_seed(0)
+    return build_model(small_config(detector, "INPUT.MASK_FORMAT", "bitmask", *overrides)).train()
+
+
+def run(model, batches, tmp_path, *, clip=0.1, rate=0.1, scaler=None, **options):
+    """The steps over some batches, and their metrics."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+    clip_full_model(optimizer, clip)
+    steps = TrainStep(model, batches, optimizer, output_dir=tmp_path, **options)
+    steps.scaler = scaler or steps.scaler
+    with EventStorage() as storage:
+        for steps.iter in range(len(batches)):
+            storage.iter = steps.iter
+            steps.run_step()
+        return steps, {name: value for name, (value, _) in storage.latest().items()}
+
+
+def weights_of(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_close(ours, theirs, tolerance):
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        other = torch.as_tensor(theirs[name])
+        torch.testing.assert_close(torch.as_tensor(value), other, rtol=tolerance, atol=1e-10 if tolerance else 0)
+
+
+# -- gradient accumulation---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def float64_proposals(monkeypatch):
+    """detectron2 suppresses boxes of float32 by scores of any type, and torchvision wants them to be of one."""
+
+    def suppress(boxes, scores, *others):
+        return batched_nms(boxes, scores.float(), *others)
+
+    monkeypatch.setattr(proposal_utils, "batched_nms", suppress)
+
+
+@pytest.mark.parametrize(
+    "detector, objects, options",
+    slow_except([("retinanet", None, []), ("mask_rcnn", 2, ALL_PROPOSALS)], ["retinanet"]),
+)
+def test_eight_micro_batches_of_two_equal_a_batch_of_sixteen(detector, objects, options, tmp_path, float64_proposals):
+    """In float64, with clipping and RetinaNet's loss normalizer, over two steps."""
+    whole = model_of(detector, *options).double()
+    parts, before = copy.deepcopy(whole), weights_of(whole)
+    batches = [images_of(16, objects=objects), images_of(16, objects=objects, size=(96, 64))]
+    _, theirs = run(whole, batches, tmp_path)
+    _, ours = run(parts, batches, tmp_path, accumulate=8)
+    terms = [name for name in theirs if "loss" in name or name == "gradient_norm"]
+    assert len(terms) >= 4
+    assert_close({name: ours[name] for name in terms}, {name: theirs[name] for name in terms}, 1e-9)
+    assert_close(weights_of(parts), weights_of(whole), 1e-9)
+    assert not torch.equal(before["backbone.fpn_output5.weight"], weights_of(whole)["backbone.fpn_output5.weight"])
+    assert getattr(parts, "loss_normalizer", None) == getattr(whole, "loss_normalizer", None)
+
+
+def test_losses_of_micro_batches_are_averaged(tmp_path, float64_proposals):
+    """Mask R-CNN's mask loss is a mean over foreground proposals, whose number differs between the micro-batches."""
+    model = model_of("mask_rcnn", *ALL_PROPOSALS, "MODEL.MASK_ON", "True").double()
+    images = [*images_of(2, objects=3), *images_of(2, objects=1)]
+    singly = [run(copy.deepcopy(model), [images[start : start + 2]], tmp_path)[1] for start in (0, 2)]
+    _, together = run(copy.deepcopy(model), [images], tmp_path, accumulate=2)
+    for term in ("loss_mask", "loss_cls", "loss_rpn_cls"):
+        assert together[term] == pytest.approx((singly[0][term] + singly[1][term]) / 2, rel=1e-12)
+    _, whole = run(copy.deepcopy(model), [images], tmp_path)
+    assert together["loss_rpn_cls"] == pytest.approx(whole["loss_rpn_cls"], rel=1e-12)
+    assert together["loss_mask"] != pytest.approx(whole["loss_mask"], rel=1e-9)
+
+
+# -- mixed precision -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "detector, variant",
+    [
+        *(("retinanet", "vil_tiny_1_1_3_1_rpb"), ("mask_rcnn", "vil_tiny_1_1_3_1_rpb")),
+        # FPN makes its fifth level by a convolution, and regions of it are pooled.
+        pytest.param("mask_rcnn", "cvt_ls_13", marks=pytest.mark.slow),
+    ],
+)
+def test_bfloat16_on_the_cpu(detector, variant, tmp_path):
+    images = images_of(2, objects=2)
+    features = ["MODEL.FPN.IN_FEATURES", "['stage1', 'stage2', 'stage3']"] if variant.startswith("cvt") else []
+    model = model_of(detector, "MODEL.TRANSFORMER.NAME", variant, *features)
+    torch.manual_seed(0)
+    _, exact = run(copy.deepcopy(model), [images], tmp_path)
+    torch.manual_seed(0)
+    steps, mixed = run(model, [images], tmp_path, precision=torch.bfloat16)
+    assert steps.has_stepped and steps.scaler is None and "grad_scaler" not in steps.state_dict()
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert 0 < abs(mixed["total_loss"] - exact["total_loss"]) < 0.05 * exact["total_loss"]
+    assert mixed["gradient_norm"] == pytest.approx(exact["gradient_norm"], rel=0.2)
+
+
+def test_float16_steps_and_an_overflow_is_no_divergence(tmp_path):
+    """Until it has repeated so often that no scale is low enough."""
+    model, images = model_of("retinanet"), images_of(2)
+    steps, metrics = run(model, [images], tmp_path, precision=torch.float16)
+    assert steps.has_stepped and metrics["gradient_norm"] > 0
+    before = weights_of(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100)
+    steps, metrics = run(model, [images], tmp_path, precision=torch.float16, scaler=scaler)
+    assert not steps.has_stepped and steps.overflows == 1 and steps.skipped == 0
+    assert scaler.get_scale() == 2.0**99 and "total_loss" in metrics
+    assert_close(weights_of(model), before, 0)
+    assert not (tmp_path / "diverged.json").exists()
+    steps.overflows = MAX_OVERFLOWS - 1
+    steps._data_loader_iter_obj = iter([images])
+    with EventStorage(), pytest.raises(ConfigError, match="overflowed"):
+        steps.run_step()
+    assert_close(weights_of(model), before, 0)
+
+
+# -- what is not finite ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "detector, reason",
+    [
+        ("retinanet", "loss_cls is nan, loss_box_reg is nan"),
+        ("mask_rcnn", "Predicted boxes or scores contain Inf/NaN."),
+    ],
+)
+def test_a_batch_that_diverges_is_skipped_then_ends_the_run(detector, reason, tmp_path):
+    good, bad = images_of(2, objects=2), images_of(4, objects=2)
+    bad[3]["image"] = torch.full((3, 64, 96), float("inf"))
+    model = model_of(detector, "MODEL.FPN.NORM", "BN")
+    steps, _ = run(model, [good, bad], tmp_path, max_skipped=1, accumulate=2)
+    assert steps.skipped == 1 and not steps.has_stepped
+    assert all(value.isfinite().all() for value in model.state_dict().values())
+    written = json.loads((tmp_path / "diverged.json").read_text())
+    assert [entry["iteration"] for entry in written] == [1]
+    entry = written[0]
+    assert entry["reason"] == reason and entry["learning_rate"] == 0.1 and entry["is_skipped"]
+    # Of the micro-batch.
+    assert [image["image_id"] for image in entry["processes"][0]["images"]] == [2, 3]
+    steps._data_loader_iter_obj = iter([bad])
+    before, steps.iter = weights_of(model), 2
+    with EventStorage(), pytest.raises(ConfigError) as caught:
+        steps.run_step()
+    assert "SOLVER.SKIP_DIVERGED" in str(caught.value) and "diverged.json" in str(caught.value)
+    assert [entry["is_skipped"] for entry in json.loads((tmp_path / "diverged.json").read_text())] == [True, False]
+    assert_close(weights_of(model), before, 0)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_skipped_step_changes_nothing(accumulate, tmp_path):
+    """Weights, momentum, statistics of BatchNorm and the normaliser are those of a run that never saw it."""
+    good, bad = images_of(4), images_of(4)
+    bad[2]["image"] = torch.full((3, 64, 96), float("nan"))
+    model = model_of("retinanet", "MODEL.FPN.NORM", "BN")
+    other = copy.deepcopy(model)
+    ours, _ = run(model, [good, bad, good], tmp_path, max_skipped=3, accumulate=accumulate)
+    theirs, _ = run(other, [good, good], tmp_path, max_skipped=3, accumulate=accumulate)
+    assert_close(weights_of(model), weights_of(other), 0)
+    assert model.loss_normalizer == other.loss_normalizer
+    momenta = [steps.optimizer.state_dict()["state"] for steps in (ours, theirs)]
+    assert momenta[0].keys() == momenta[1].keys()
+    assert all(
+        torch.equal(momenta[0][key]["momentum_buffer"], state["momentum_buffer"]) for key, state in momenta[1].items()
+    )
+
+
+def test_a_gradient_that_is_not_finite_with_a_loss_that_is(tmp_path):
+    """Without clipping too. The whole batch is named."""
+    model = model_of("retinanet")
+    model.head.cls_score.weight.register_hook(lambda gradient: gradient * float("inf"))
+    before = weights_of(model)
+    with pytest.raises(ConfigError, match="gradients"):
+        run(model, [images_of(4)], tmp_path, clip=math.inf, accumulate=2)
+    assert_close(weights_of(model), before, 0)
+    (entry,) = json.loads((tmp_path / "diverged.json").read_text())
+    assert len(entry["processes"][0]["images"]) == 4 and entry["processes"][0]["losses"]["loss_cls"] > 0
+
+
+def test_a_resumed_run_removes_what_it_repeats(tmp_path):
+    path = tmp_path / "diverged.json"
+    path.write_text(json.dumps([{"iteration": 3}, {"iteration": 8}]))
+    model = torch.nn.Linear(1, 1)
+    steps = TrainStep(model, [], torch.optim.SGD(model.parameters(), lr=1.0), output_dir=tmp_path)
+    steps.start(8)
+    assert json.loads(path.read_text()) == [{"iteration": 3}]
+    steps.start(0)
+    assert not path.exists()
+
+
+def test_a_run_that_diverges_ends_in_one_line(datasets_root, tmp_path):
+    options = [*SMALL["retinanet"], "SOLVER.IMS_PER_BATCH", "2", "SOLVER.OPTIMIZER", "SGD", "SOLVER.BASE_LR", "1e30"]
+    options += ["SOLVER.WARMUP_ITERS", "0", "SOLVER.CLIP_GRADIENTS.ENABLED", "False", "OUTPUT_DIR", str(tmp_path)]
+    result = run_tool("train_net.py", "--config-file", CONFIGS["retinanet"], *options, datasets_root=datasets_root)
+    assert result.returncode == 1
+    assert "diverged.json" in error_line(result) and "Traceback" not in result.stdout
+    (entry,) = json.loads((tmp_path / "diverged.json").read_text())
+    assert len(entry["processes"][0]["images"]) == 2 and entry["learning_rate"] == pytest.approx(1e30, rel=1e-3)
+
+
+# -- several processes -----------------------------------------------------------------------------
+
+
+def _two_steps(rank, file, folder, detector, accumulate, reason):
+    """A good batch, and one that diverges in the second process alone."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    model = model_of(detector).double() if detector == "retinanet" else model_of(detector)
+    model = torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+    good = images_of(8, objects=2)[4 * rank : 4 * rank + 4]
+    bad = images_of(4, objects=2)
+    if rank == 1:
+        bad[1]["image"] = torch.full((3, 64, 96), float("nan"))
+    run(model, [good], folder, accumulate=accumulate)
+    torch.save(weights_of(model.module), f"{folder}/{rank}_{accumulate}.pth")
+    before = weights_of(model)
+    with pytest.raises(ConfigError, match=reason):
+        run(model, [bad], folder, accumulate=accumulate)
+    assert_close(weights_of(model), before, 0)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("detector, reason", [("retinanet", "loss_cls is nan"), ("mask_rcnn", "Predicted boxes")])
+def test_processes_stop_together(detector, reason, tmp_path):
+    """Both stop where one diverges, and the weights of both are the same, with gradient accumulation or not."""
+    for accumulate in (1, 2):
+        torch.multiprocessing.spawn(
+            _two_steps, args=(str(tmp_path / f"store{accumulate}"), tmp_path, detector, accumulate, reason), nprocs=2
+        )
+    first, second = (torch.load(tmp_path / f"{rank}_2.pth", weights_only=True) for rank in (0, 1))
+    assert_close(first, second, 0)
+    (entry,) = json.loads((tmp_path / "diverged.json").read_text())
+    assert [len(process["images"]) for process in entry["processes"]] == [2, 2]
+    assert entry["processes"][1]["images"][1]["image_id"] == 1
+    if detector == "retinanet":
+        assert_close(first, torch.load(tmp_path / "0_1.pth", weights_only=True), 1e-9)

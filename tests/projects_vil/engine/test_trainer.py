@@ -1,0 +1,144 @@
+"""Runs from the command line and from Python: their files, evaluations, and all model families."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from projects_vil import load_config
+from projects_vil.checkpoint import build_detector
+from projects_vil.data import register_datasets
+from projects_vil.engine import Trainer
+from tests.projects_vil.helpers import CONFIGS, SMALL, run_tool, small_config
+from tests.selection import slow_except
+
+
+def read_json(path):
+    def refuse(name: str):
+        raise AssertionError(f"{name} is no JSON")
+
+    return json.loads(path.read_text(), parse_constant=refuse)
+
+
+def test_the_files_of_a_run(trained_run):
+    names = {path.name for path in trained_run.iterdir()}
+    assert names >= {"config.yaml", "log.txt", "metrics.json", "evaluation.json", "last_checkpoint", "inference"}
+    cfg = load_config(trained_run / "config.yaml")
+    assert (cfg.SOLVER.MAX_ITER, cfg.OUTPUT_DIR, cfg.MODEL.FPN.OUT_CHANNELS) == (4, str(trained_run), 32)
+    first, final = (torch.load(trained_run / f"model_{n}.pth", weights_only=True) for n in ("0000001", "final"))
+    assert final["iteration"] == 3
+    optimizer = final["trainer"]["_trainer"]["optimizer"]
+    assert sorted(group["weight_decay"] for group in optimizer["param_groups"]) == [0.0, 0.1]
+    assert {int(state["step"]) for state in optimizer["state"].values()} == {4}
+    assert any(not torch.equal(value, first["model"][name]) for name, value in final["model"].items())
+    lines = [json.loads(line) for line in (trained_run / "metrics.json").read_text().splitlines()]
+    trained = [line for line in lines if "total_loss" in line]
+    assert trained and all(math.isfinite(line["total_loss"]) and line["gradient_norm"] > 0 for line in trained)
+    assert any("bbox/AP" in line for line in lines)
+
+
+def test_the_console_has_what_concerns_a_user(trained_run):
+    console, log = (trained_run / "stdout.txt").read_text(), (trained_run / "log.txt").read_text()
+    for text in (f"{trained_run / 'evaluation.json'}", "Distribution of instances among all 3 categories", "  iter: "):
+        assert console.count(text) == log.count(text) == 1, text
+    for text in ("Running with full config", "Environment info", "Model:\n", "Serializing"):
+        assert text not in console and text in log, text
+
+
+def test_evaluation_file_of_a_run(trained_run):
+    content = read_json(trained_run / "evaluation.json")
+    assert content.keys() == {"shapes_val"} and content["shapes_val"].keys() == {"bbox"}
+    metrics = content["shapes_val"]["bbox"]
+    classes = {"AP-circle", "AP-square", "AP-triangle"}
+    per_class = metrics.pop("per_class")
+    assert metrics.keys() == {"AP", "AP50", "AP75", "APs", "APm", "APl"} | classes
+    assert per_class == {name.removeprefix("AP-"): {"AP": metrics[name]} for name in classes}
+    assert 0 <= metrics["AP"] <= metrics["AP50"] <= 100
+    # No object of these images is large.
+    assert metrics["APl"] is None
+
+
+@pytest.mark.slow
+def test_an_evaluation_changes_nothing_of_a_run(trained_run, datasets_root, tmp_path):
+    """Its figures are those of the run's own evaluation; config.yaml is of the first command in the folder."""
+    config, weights, written = trained_run / "config.yaml", trained_run / "model_final.pth", tmp_path / "config.yaml"
+    command = ["--config-file", config, "--eval-only", "MODEL.WEIGHTS", weights, "OUTPUT_DIR", tmp_path]
+    # A run that is writing a checkpoint, before and after its first file.
+    partial = tmp_path / ".model_0000001.pth.1.partial"
+    for trace in (None, "metrics.json", "model_best.pth"):
+        if trace is not None:
+            written.write_text("# of the run\n")
+            partial.touch()
+            (tmp_path / trace).touch()
+        result = run_tool("train_net.py", *command, datasets_root=datasets_root)
+        assert result.returncode == 0, result.stderr
+        assert read_json(tmp_path / "evaluation.json") == read_json(trained_run / "evaluation.json")
+        if trace is None:
+            assert f"OUTPUT_DIR: {tmp_path}" in written.read_text() and not list(tmp_path.glob("*.pth"))
+        else:
+            assert written.read_text() == "# of the run\n" and partial.exists()
+            (tmp_path / trace).unlink()
+
+
+@pytest.mark.slow
+def test_mask_rcnn_trains_and_reports_both_tasks(datasets_root, tmp_path):
+    few = ["SOLVER.MAX_ITER", "2", "SOLVER.IMS_PER_BATCH", "2", "OUTPUT_DIR", tmp_path]
+    config = CONFIGS["mask_rcnn"]
+    result = run_tool("train_net.py", "--config-file", config, *SMALL["mask_rcnn"], *few, datasets_root=datasets_root)
+    assert result.returncode == 0, result.stderr
+    content = read_json(tmp_path / "evaluation.json")["shapes_val"]
+    assert content.keys() == {"bbox", "segm"}
+    losses = json.loads((tmp_path / "metrics.json").read_text().splitlines()[0])
+    assert {name for name in losses if name.startswith("loss_")} == {
+        "loss_cls", "loss_box_reg", "loss_mask", "loss_rpn_cls", "loss_rpn_loc"
+    }  # fmt: skip
+    assert all(math.isfinite(value) for value in losses.values())
+
+
+def test_semantic_fpn_trains_and_reports_miou(shapes_sem_seg, tmp_path):
+    few = ["SOLVER.MAX_ITER", "3", "SOLVER.IMS_PER_BATCH", "4", "SOLVER.BASE_LR", "0.01", "SOLVER.WARMUP_ITERS", "0"]
+    cfg = small_config("semantic_fpn", *few, "OUTPUT_DIR", str(tmp_path))
+    trainer = Trainer(cfg)
+    assert trainer.scheduler.get_last_lr()[0] == pytest.approx(0.01)
+    trainer.resume_or_load(resume=False)
+    trainer.train()
+    assert trainer.scheduler.get_last_lr()[0] == pytest.approx(0, abs=1e-9)
+    metrics = read_json(tmp_path / "evaluation.json")["shapes_sem_seg_val"]["sem_seg"]
+    assert metrics.keys() >= {"mIoU", "pACC", "IoU-background", "IoU-triangle"}
+    assert 0 <= metrics["mIoU"] <= metrics["mACC"] <= 100
+
+    again = cfg.clone()
+    again.defrost()
+    again.OUTPUT_DIR = str(tmp_path / "again")
+    (tmp_path / "again").mkdir()
+    Trainer.test(again, build_detector(cfg, tmp_path / "model_final.pth"))
+    assert read_json(tmp_path / "again/evaluation.json") == read_json(tmp_path / "evaluation.json")
+
+
+@pytest.mark.parametrize("family", slow_except(["ls", "lit", "cvt"], ["ls"]))
+@pytest.mark.parametrize("detector", slow_except(["retinanet", "mask_rcnn"], ["retinanet"]))
+def test_every_family_trains_in_both_detectors(shapes, tmp_path, detector, family):
+    """Three iterations on two images: finite losses, and weights of the backbone that have moved."""
+    path = CONFIGS[detector].with_name(f"{detector}_{family}_shapes.yaml")
+    options = ["SOLVER.IMS_PER_BATCH", "2", "SOLVER.MAX_ITER", "3", "SOLVER.WARMUP_ITERS", "0"]
+    cfg = load_config(path, [*SMALL[detector], *options, "OUTPUT_DIR", str(tmp_path), "DATASETS.TEST", "()"])
+    trainer = Trainer(cfg)
+    before = {name: parameter.clone() for name, parameter in trainer.model.backbone.bottom_up.named_parameters()}
+    trainer.train()
+    for name, parameter in trainer.model.backbone.bottom_up.named_parameters():
+        assert parameter.isfinite().all()
+        if "dynamic_projection.bias" not in name:
+            assert not torch.equal(parameter, before[name]), name
+
+
+def test_metrics_without_any_detection_are_null(shapes, trained_run, tmp_path):
+    overrides = ["MODEL.RETINANET.SCORE_THRESH_TEST", "0.999", "OUTPUT_DIR", str(tmp_path)]
+    cfg = load_config(trained_run / "config.yaml", overrides)
+    register_datasets(cfg)
+    results = Trainer.test(cfg, build_detector(cfg, trained_run / "model_final.pth"))
+    assert math.isnan(results["bbox"]["AP"])
+    content = read_json(tmp_path / "evaluation.json")
+    per_class = content["shapes_val"]["bbox"].pop("per_class")
+    assert set(content["shapes_val"]["bbox"].values()) == {None}
+    assert per_class == {name: {"AP": None} for name in ("circle", "square", "triangle")}

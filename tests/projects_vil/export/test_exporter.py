@@ -1,0 +1,267 @@
+"""An export is a file, its metadata and a report that compares it with the detector on other images."""
+
+import dataclasses
+import json
+import runpy
+import signal
+import time
+
+import numpy as np
+import pytest
+import torch
+from detectron2.data import transforms as T
+
+from backbones import ConfigError
+from backbones.build import VARIANTS
+from projects_vil import Detector, load_config
+from projects_vil.export import (
+    ExportedModel,
+    describe_report,
+    example_image,
+    export_detector,
+    exporter,
+    metadata_path,
+    pad_image,
+    read_metadata,
+    report_path,
+    to_instances,
+)
+from projects_vil.export.exporter import EXAMPLE_SIZE
+from projects_vil.export.parity import TOLERANCES
+from tests.projects_vil.export.exporting import skip_without
+from tests.projects_vil.helpers import (
+    CONFIGS,
+    PATIENCE,
+    ROOT,
+    SMALL,
+    run_tool,
+    small_config,
+    start_tool,
+    untrained_detector,
+)
+
+
+def files_in(folder) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def test_an_export_and_its_report(exported):
+    path, report = exported("retinanet")
+    names = ["model.ts", "model.ts.metadata.json", "model.ts.report.json"]
+    assert sorted(file.name for file in path.parent.iterdir()) == names
+    assert json.loads(report_path(path).read_text()) == report and report["ok"] is True
+    assert (report["file"], report["format"], report["opset"], report["precision"]) == (
+        *("model.ts", "torchscript", None, "fp32"),
+    )
+    assert report["bytes"] == path.stat().st_size and report["tolerances"] == TOLERANCES["fp32"]
+    assert report["versions"] == read_metadata(path)["versions"] and len(report["fingerprint"]) == 64
+    assert report["latency"]["eager_ms"] > 0 and report["latency"]["exported_ms"] > 0
+    sizes = [(row["height"], row["width"]) for row in report["images"]]
+    assert len(set(sizes)) == 4 and EXAMPLE_SIZE not in sizes
+    assert {(height > width) - (height < width) for height, width in sizes} == {-1, 0, 1}
+    for row in report["images"]:
+        assert row["ok"] and row["unmatched"] == 0 and row["detections"] == row["detections_exported"] > 0
+
+
+@pytest.mark.slow
+def test_a_batched_export_of_fixed_detections(exported):
+    path, report = exported("mask_rcnn", fixed_detections=True, batched=True, precision="bf16", input_dtype="float32")
+    metadata = read_metadata(path)
+    # Each image is first and second in a batch.
+    assert path.name == "model_batched_bf16_fixed_float32.ts" and len(report["images"]) == 8
+    assert report["tolerances"] == TOLERANCES["bf16"] and report["ok"] is all(row["ok"] for row in report["images"])
+    assert {parameter.dtype for parameter in torch.jit.load(path).parameters()} == {torch.bfloat16}
+    assert metadata["fixed_detections"] == 100 and metadata["input"]["shape"] == ["images", 3, "height", "width"]
+    shapes = {output["name"]: output["shape"] for output in metadata["outputs"]}
+    assert shapes["masks"] == ["images", 100, 1, 28, 28] and shapes["count"] == ["images"]
+    found = ExportedModel(path)(torch.stack([example_image(70, 90, seed=seed) for seed in range(3)]))
+    assert set(found.pop("image_index").tolist()) == {0, 1, 2}
+    assert {name for name, value in found.items() if value.dtype == torch.float32} == {"boxes", "scores", "masks"}
+    assert all(value.isfinite().all() for value in found.values())
+
+
+@pytest.mark.slow
+def test_average_precision_of_both(shapes, weights, tmp_path):
+    path, report = export_detector(small_config("mask_rcnn"), weights("mask_rcnn"), tmp_path, evaluate=True, runs=1)
+    assert [(row["dataset"], row["task"]) for row in report["evaluation"]] == [
+        ("shapes_val", task) for task in ("bbox", "segm")
+    ]
+    for row in report["evaluation"]:
+        assert row["ok"] and row["AP"] == row["AP_exported"] is not None
+    assert report["ok"] and "shapes_val, segm: AP " in describe_report(report)
+    assert json.loads(report_path(path).read_text()) == report
+
+
+@pytest.mark.slow
+def test_classes_of_the_checkpoint_and_images_of_the_user(shapes, trained_run, tmp_path):
+    files = sorted((shapes / "val").iterdir())[:3]
+    cfg = load_config(trained_run / "config.yaml", ["DATASETS.TEST", "()", "DATASETS.TRAIN", "()"])
+    path, report = export_detector(cfg, trained_run / "model_final.pth", tmp_path, images=files, runs=1)
+    assert [min(row["height"], row["width"]) for row in report["images"]] == [64] * 3
+    metadata = read_metadata(path)
+    assert len(metadata["classes"]) == len(metadata["category_ids"]) == 3
+
+
+@pytest.mark.slow
+def test_a_fixed_size(exported):
+    skip_without("openvino")
+    path, report = exported("retinanet", file_format="openvino", size=(96, 130))
+    assert path.name == "model_96x130.xml" and report["ok"]
+    assert {(row["height"], row["width"]) for row in report["images"]} == {(96, 130)}
+    metadata, model = read_metadata(path), ExportedModel(path)
+    assert metadata["input"]["shape"] == [3, 96, 130] and metadata["input"]["size"] == [96, 130]
+    with pytest.raises(ConfigError, match="96 x 128 .* 96 x 130"):
+        model(example_image(96, 128))
+    upright = example_image(130, 60).permute(1, 2, 0).numpy()
+    found = Detector.load(path)(upright)
+    # 96 x 44, and the mean on its right
+    image = torch.as_tensor(T.ResizeTransform(130, 60, 96, 44).apply_image(upright)).permute(2, 0, 1)
+    expected = to_instances(model(pad_image(image, (96, 130), [123.675, 116.28, 103.53])), (96, 44), (130, 60))
+    assert len(found.boxes) == len(expected) > 0 and found.boxes[:, 2].max() <= 60
+    torch.testing.assert_close(torch.as_tensor(found.boxes), expected.pred_boxes.tensor)
+
+
+def test_the_precision_of_the_network_only():
+    model = untrained_detector(small_config("mask_rcnn"))
+    before = {name: value.clone() for name, value in model.named_buffers() if "anchor" in name or "pixel" in name}
+    exporter.cast_network(model, "bf16")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16} and len(before) > 3
+    assert all(torch.equal(value, dict(model.named_buffers())[name]) for name, value in before.items())
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "overrides", "named"),
+    [
+        ({"file_format": "onnx", "precision": "bf16"}, (), "bf16"),
+        ({"file_format": "onnxx"}, (), "onnxx"),
+        ({"precision": "fp8"}, (), "fp8"),
+        ({"input_dtype": "uint16"}, (), "uint16"),
+        ({"fixed_detections": True}, ("TEST.DETECTIONS_PER_IMAGE", "-1"), "TEST.DETECTIONS_PER_IMAGE"),
+        ({"size": (96, 128)}, (), "size"),
+        ({"precision": "int8"}, (), "int8: torchscript"),
+        ({"file_format": "openvino", "precision": "int8", "calibration_images": 0}, (), "calibration_images"),
+        ({"file_format": "openvino", "precision": "int8"}, ("DATASETS.TRAIN", "()"), "DATASETS.TRAIN"),
+        ({"file_format": "onnx", "size": (16, 128)}, (), "16 x 128"),
+        ({"file_format": "onnx", "size": (9000, 128)}, (), "9000 x 128"),
+        ({"accept_drop": True}, (), "accept_drop"),
+        ({"calibration_images": 8}, (), "calibration_images"),
+        ({"file_format": "onnx", "size": (96, 128), "evaluate": True}, (), "size"),
+        ({"images": ["absent.jpg"]}, (), "absent.jpg"),
+        ({"evaluate": True}, ("DATASETS.TEST", "('shapes_vall',)"), "shapes_vall"),
+        ({}, ("MODEL.MASK_ON", "True", "MODEL.META_ARCHITECTURE", "SemanticSegmentor"), "SemanticSegmentor"),
+        # The table of absolute positions is too small for images of 64 x 96, the size in testing.
+        ({}, ("MODEL.TRANSFORMER.NAME", "vil_tiny_1_1_3_1", "MODEL.TRANSFORMER.MAX_IMG_SIZE", "80"), "80"),
+    ],
+)
+def test_mistakes(shapes, weights, tmp_path, options, overrides, named):
+    cfg, path = small_config("retinanet", *overrides), weights()
+    if "MODEL.TRANSFORMER.NAME" in overrides:
+        path = tmp_path / "absolute.pth"
+        torch.save({"model": untrained_detector(cfg).state_dict()}, path)
+    if options.get("file_format"):
+        skip_without(options["file_format"])
+    with pytest.raises(ConfigError, match=named) as caught:
+        export_detector(cfg, path, tmp_path / "export", **options)
+    assert "\n" not in str(caught.value) and not (tmp_path / "export").exists()
+
+
+def test_weights_and_folders_that_cannot_be_used(weights, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    for cfg, path, output, named in (
+        (small_config(), "", "export", "MODEL.WEIGHTS"),
+        (small_config(), "absent.pth", "export", "absent.pth"),
+        (small_config("mask_rcnn"), weights(), "export", "retinanet.pth"),
+        (small_config(), weights(), "file/export", "file/export"),
+        (small_config(), weights(), "file", "file"),
+    ):
+        with pytest.raises((ConfigError, OSError), match=named):
+            export_detector(cfg, path, tmp_path / output)
+    assert [file.name for file in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.slow
+def test_a_failed_export_leaves_the_older_one(weights, tmp_path, monkeypatch, capsys):
+    path, _ = export_detector(small_config(), weights(), tmp_path, runs=1)
+    before = files_in(tmp_path)
+
+    def fail(*args, **options):
+        raise ConfigError("the comparison fails")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(exporter, "check_export", fail)
+        with pytest.raises(ConfigError, match="the comparison fails"):
+            export_detector(small_config(), weights(), tmp_path, runs=1)
+    assert files_in(tmp_path) == before
+    # Another precision has another name. The tool's exit status is that of the report.
+    monkeypatch.setitem(TOLERANCES, "bf16", TOLERANCES["bf16"] | {"scores": -1.0})
+    arguments = ["--config-file", CONFIGS["retinanet"], "--weights", weights(), "--output", tmp_path]
+    arguments += ["--precision", "bf16", "--opts", *SMALL["retinanet"]]
+    monkeypatch.setattr("sys.argv", ["export_model.py", *map(str, arguments)])
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_path(str(ROOT / "tools/export_model.py"), run_name="__main__")
+    assert caught.value.code == 1 and capsys.readouterr().out.count("NOT EQUAL") == 4
+    report = json.loads(report_path(tmp_path / "model_bf16.ts").read_text())
+    assert report["ok"] is False and not any(row["ok"] for row in report["images"])
+    after = files_in(tmp_path)
+    assert len(after) == 6 and before.items() < after.items() and metadata_path(path).name in before
+
+
+def test_an_export_that_a_signal_ends_leaves_nothing(weights, tmp_path):
+    output = tmp_path / "export"
+    arguments = ["--config-file", CONFIGS["retinanet"], "--weights", weights(), "--output", output]
+    # torch.export takes long enough for the signal to come while it works.
+    arguments += ["--format", "torch_export", "--opts", *SMALL["retinanet"]]
+    process = start_tool("export_model.py", *arguments, folder=tmp_path)
+    deadline = time.monotonic() + PATIENCE
+    while not list(output.glob(".unfinished-*")):
+        assert process.is_alive() and time.monotonic() < deadline, (tmp_path / "stderr").read_text()
+        time.sleep(0.02)
+    process.terminate()
+    process.join(PATIENCE)
+    assert process.exitcode == 128 + signal.SIGTERM and not output.exists()
+
+
+# -- whole models ----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "name", "file_format"),
+    [
+        (family, ("retinanet", "mask_rcnn")[(i + j) % 2], file_format)
+        for i, family in enumerate(("vil", "ls", "lit", "cvt"))
+        for j, file_format in enumerate(("torch_export", "onnx", "openvino"))
+    ],
+)
+def test_every_family_in_its_own_runtime(tmp_path, monkeypatch, family, name, file_format):
+    """Stages have at most two blocks: deeper ones have the same operators, and take minutes more."""
+    skip_without(file_format)
+    for key, variant in list(VARIANTS.items()):
+        stages = tuple(dataclasses.replace(stage, depth=min(stage.depth, 2)) for stage in variant.stages)
+        monkeypatch.setitem(VARIANTS, key, dataclasses.replace(variant, stages=stages))
+    cfg = load_config(ROOT / f"configs/demo/{name}_{family}_shapes.yaml", SMALL[name])
+    torch.save({"model": untrained_detector(cfg).state_dict()}, tmp_path / "random.pth")
+    _, report = export_detector(cfg, tmp_path / "random.pth", tmp_path / "export", file_format=file_format, runs=1)
+    assert report["ok"], describe_report(report)
+
+
+@pytest.mark.slow
+def test_a_cascade_from_training_to_its_detections(datasets_root, tmp_path):
+    """Train with gradient accumulation and validation losses, export, and run both on a photo."""
+    run = tmp_path / "run"
+    overrides = [*SMALL["cascade_mask_rcnn"], "OUTPUT_DIR", run, "SOLVER.MAX_ITER", 3, "TEST.LOSS", True]
+    overrides += ["SOLVER.ACCUMULATE", 2, "MODEL.EMA.ENABLED", True, "SOLVER.LAYER_DECAY", 0.8]
+    config = ["--config-file", CONFIGS["cascade_mask_rcnn"]]
+    result = run_tool("train_net.py", *config, *overrides, datasets_root=datasets_root)
+    assert result.returncode == 0, result.stderr
+    losses = json.loads((run / "evaluation.json").read_text())["shapes_val"]["validation_loss"]
+    assert {f"loss_{part}_stage{stage}" for part in ("cls", "box_reg") for stage in range(3)} < losses.keys()
+    _, report = export_detector(load_config(run / "config.yaml"), run / "model_final.pth", run / "export", runs=1)
+    assert report["ok"] and all(row["detections"] > 0 for row in report["images"])
+    photo = next((datasets_root / "shapes/val").iterdir())
+    trained, exported = (Detector.load(path)(photo) for path in (run, run / "export/model.ts"))
+    assert len(trained) == len(exported) > 0 and trained.masks.shape == exported.masks.shape
+    np.testing.assert_allclose(trained.boxes, exported.boxes, atol=0.1)

@@ -1,0 +1,261 @@
+"""The backbone builders: names, shapes, frozen stages, and the keys of MODEL.TRANSFORMER."""
+
+import functools
+import math
+
+import pytest
+import torch
+from detectron2.layers import ShapeSpec
+from detectron2.modeling import build_backbone, build_model
+from detectron2.modeling.backbone.fpn import LastLevelP6P7
+from torch import nn
+from torchvision.ops import FrozenBatchNorm2d
+
+from backbones import ConfigError
+from backbones.attention.long_short import LongShortAttention
+from backbones.attention.sliding_chunk import SlidingChunkAttention
+from projects_vil.modeling import TransformerBackbone, build_transformer_backbone
+from projects_vil.modeling.backbone import LastLevelConvs
+from tests.projects_vil.helpers import small_config
+
+RGB = ShapeSpec(channels=3)
+LEVELS = {
+    "retinanet": {"p3": 8, "p4": 16, "p5": 32, "p6": 64, "p7": 128},
+    "mask_rcnn": {"p2": 4, "p3": 8, "p4": 16, "p5": 32, "p6": 64},
+}
+BOTTOM_UP = {
+    "retinanet": {"stage2": (96, 8), "stage3": (192, 16), "stage4": (384, 32)},
+    "mask_rcnn": {"stage1": (48, 4), "stage2": (96, 8), "stage3": (192, 16), "stage4": (384, 32)},
+}
+
+
+@functools.cache
+def fpn(detector: str) -> nn.Module:
+    torch.manual_seed(0)
+    return build_backbone(small_config(detector)).eval()
+
+
+def bottom_up(*overrides: str) -> TransformerBackbone:
+    return build_transformer_backbone(small_config("mask_rcnn", *overrides), RGB)
+
+
+def images(height: int = 70, width: int = 101) -> torch.Tensor:
+    return torch.rand(1, 3, height, width, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("detector", LEVELS)
+def test_output_shape(detector):
+    shapes = fpn(detector).output_shape()
+    assert {name: shape.stride for name, shape in shapes.items()} == LEVELS[detector]
+    assert {shape.channels for shape in shapes.values()} == {32}
+    below = fpn(detector).bottom_up.output_shape()
+    assert {name: (shape.channels, shape.stride) for name, shape in below.items()} == BOTTOM_UP[detector]
+    assert fpn(detector).size_divisibility == fpn(detector).bottom_up.size_divisibility == 32
+
+
+@pytest.mark.parametrize("detector", LEVELS)
+def test_features_have_the_shapes_of_output_shape(detector):
+    height, width = 96, 160
+    with torch.no_grad():
+        features = fpn(detector)(images(height, width))
+    assert {name: tuple(m.shape) for name, m in features.items()} == {
+        name: (1, 32, math.ceil(height / stride), math.ceil(width / stride))
+        for name, stride in LEVELS[detector].items()
+    }
+
+
+def test_detector_pads_an_odd_image_for_fpn():
+    detector = build_model(small_config()).eval()
+    batch = detector.preprocess_image([{"image": images(70, 101)[0]}, {"image": images(97, 64)[0]}])
+    assert batch.tensor.shape == (2, 3, 128, 128)
+    with torch.no_grad():
+        assert {name: tuple(m.shape[2:]) for name, m in detector.backbone(batch.tensor).items()} == {
+            "p3": (16, 16), "p4": (8, 8), "p5": (4, 4), "p6": (2, 2), "p7": (1, 1)
+        }  # fmt: skip
+
+
+def test_three_stages_in_retinanet():
+    overrides = ["MODEL.TRANSFORMER.NAME", "vil_tiny_1_10_1"]
+    overrides += ["MODEL.FPN.IN_FEATURES", "['stage1', 'stage2', 'stage3']"]
+    detector = build_model(small_config("retinanet", *overrides)).eval()
+    shapes = detector.backbone.output_shape()
+    assert {name: shape.stride for name, shape in shapes.items()} == LEVELS["retinanet"]
+    assert detector.backbone.size_divisibility == 32
+    with torch.no_grad():
+        instances = detector([{"image": images(64, 96)[0] * 255, "height": 30, "width": 45}])[0]["instances"]
+    assert instances.image_size == (30, 45)
+    boxes = instances.pred_boxes.tensor
+    assert len(boxes) and boxes.min() >= 0 and (boxes <= torch.tensor([45, 30, 45, 30])).all()
+
+
+@pytest.mark.parametrize("stages", [0, 1, 3, 4])
+def test_freeze_at(stages):
+    backbone = bottom_up("MODEL.BACKBONE.FREEZE_AT", str(stages)).train()
+    for index, stage in enumerate(backbone.net.stages):
+        assert {p.requires_grad for p in stage.parameters()} == {index >= stages}
+    if stages < 4:
+        sum(m.sum() for m in backbone(images()).values()).backward()
+        has_gradient = {int(name.split(".")[2]) for name, p in backbone.named_parameters() if p.grad is not None}
+        assert has_gradient == set(range(stages, 4))
+
+
+@pytest.mark.parametrize(
+    "overrides, named",
+    [
+        (["MODEL.TRANSFORMER.NAME", "vil_smal_rpb"], "vil_small_rpb"),
+        (["MODEL.FPN.IN_FEATURES", "['stage1', 'stage5']"], "MODEL.FPN.IN_FEATURES has stage5"),
+        (["MODEL.TRANSFORMER.OUT_FEATURES", "['stage2']"], "MODEL.FPN.IN_FEATURES has stage1"),
+        (["MODEL.TRANSFORMER.ATTENTION_MODE", "cyclik"], "cyclic"),
+        (["MODEL.TRANSFORMER.ATTENTION_BACKEND", "flash"], "flash"),
+        (["MODEL.TRANSFORMER.GLOBAL_TOKENS", "[1, 2]"], "global_tokens"),
+        (["MODEL.TRANSFORMER.MAX_IMG_SIZE", "0"], "max_img_size"),
+        (["MODEL.TRANSFORMER.NAME", "lit_ti", "MODEL.TRANSFORMER.RANK", "[8]"], "rank"),
+        (["MODEL.TRANSFORMER.MERGING", "uniform"], "merging"),
+        (["MODEL.TRANSFORMER.NAME", "linformer_tiny"], "linformer_tiny"),
+        (["MODEL.BACKBONE.FREEZE_AT", "5"], "MODEL.BACKBONE.FREEZE_AT is 5"),
+        (["MODEL.PIXEL_MEAN", "[0.0]"], "MODEL.PIXEL_MEAN"),
+        (["MODEL.FPN.IN_FEATURES", "['stage3', 'stage4']"], "MODEL.RPN.IN_FEATURES has p2"),
+        (["MODEL.FPN.IN_FEATURES", "['stage2', 'stage4']"], "MODEL.FPN.IN_FEATURES"),
+        (["MODEL.FPN.IN_FEATURES", "['stage1', 'stage2']"], "MODEL.FPN.IN_FEATURES"),
+        (["MODEL.FPN.IN_FEATURES", "[]"], "MODEL.FPN.IN_FEATURES is empty"),
+        (["MODEL.TRANSFORMER.NAME", "cvt_ls_13"], "MODEL.FPN.IN_FEATURES has stage4"),
+    ],
+)
+def test_invalid_keys_are_named(overrides, named):
+    with pytest.raises(ConfigError) as caught:
+        build_backbone(small_config("mask_rcnn", *overrides))
+    assert named in str(caught.value) and "MODEL." in str(caught.value)
+
+
+def attentions(backbone: nn.Module) -> list[SlidingChunkAttention]:
+    return [module for module in backbone.modules() if isinstance(module, SlidingChunkAttention)]
+
+
+@pytest.mark.parametrize("mode", ["exact", "cyclic"])
+def test_attention_mode(mode):
+    default, other = bottom_up().eval(), bottom_up("MODEL.TRANSFORMER.ATTENTION_MODE", mode).eval()
+    assert {attention.mode for attention in attentions(default)} == {"zero_pad"}
+    assert {attention.mode for attention in attentions(other)} == {mode}
+    other.load_state_dict(default.state_dict())
+    large = images(100, 130)
+    with torch.no_grad():
+        difference = (default(large)["stage1"] - other(large)["stage1"]).abs().max()
+    assert difference > 1e-5
+
+
+def test_keys_are_passed_on():
+    keys = ["ATTENTION_BACKEND", "reference", "GLOBAL_TOKENS", "[2, 0, 1, 1]", "WINDOW_SIZE", "[3, 4, 5, 6]"]
+    keys += ["SHARED_PROJECTIONS", "False", "DROP_PATH", "0.25"]
+    backbone = bottom_up(*(f"MODEL.TRANSFORMER.{key}" if key.isupper() else key for key in keys))
+    assert {attention.backend for attention in attentions(backbone)} == {"reference"}
+    tokens = [stage.global_tokens for stage in backbone.net.stages]
+    assert [None if one is None else one.shape[1] for one in tokens] == [2, None, 1, 1]
+    assert [attention.window_size for attention in attentions(backbone)] == [3, 4, 5, 5, 5, 6]
+    assert any("global_query" in name for name, _ in backbone.named_parameters())
+    rates = [block.drop_path_rate for stage in backbone.net.stages for block in stage.blocks]
+    assert rates == pytest.approx([0, 0.05, 0.1, 0.15, 0.2, 0.25])
+    default = bottom_up()
+    assert {attention.backend for attention in attentions(default)} == {"auto"}
+    assert {attention.window_size for attention in attentions(default)} == {7}
+    assert not any("global_query" in name for name, _ in default.named_parameters())
+
+
+def test_max_img_size():
+    overrides = ["MODEL.TRANSFORMER.NAME", "vil_tiny_1_1_3_1", "MODEL.TRANSFORMER.MAX_IMG_SIZE", "100"]
+    stages = bottom_up(*overrides).net.stages
+    assert [len(stage.positions.rows) for stage in stages] == [32, 16, 8, 4]
+    with pytest.raises(ConfigError, match="MODEL.TRANSFORMER.MAX_IMG_SIZE"):
+        bottom_up(*overrides)(images(100, 160))
+
+
+def test_activation_checkpointing_keeps_less_and_changes_no_gradient():
+    default, other = bottom_up(), bottom_up("MODEL.TRANSFORMER.ACTIVATION_CHECKPOINTING", "True")
+    other.load_state_dict(default.state_dict())
+    (saved, gradients), (saved_less, same_gradients) = map(backward, (default.train(), other.train()))
+    assert saved_less < saved / 2
+    assert gradients.keys() == same_gradients.keys()
+    torch.testing.assert_close(same_gradients, gradients)
+
+
+def backward(backbone: nn.Module) -> tuple[int, dict[str, torch.Tensor]]:
+    """How many elements the forward pass keeps, and every parameter's gradient."""
+    saved = 0
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal saved
+        saved += tensor.numel()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        total = sum(m.square().mean() for m in backbone(images()).values())
+    total.backward()
+    return saved, {name: p.grad for name, p in backbone.named_parameters() if p.grad is not None}
+
+
+CVT_STAGES = {"retinanet": "['stage2', 'stage3']", "mask_rcnn": "['stage1', 'stage2', 'stage3']"}
+
+
+@pytest.mark.parametrize("detector", LEVELS)
+def test_fpn_adds_the_levels_that_a_backbone_of_stride_16_lacks(detector):
+    stages = ["MODEL.FPN.IN_FEATURES", CVT_STAGES[detector]]
+    backbone = build_backbone(small_config(detector, "MODEL.TRANSFORMER.NAME", "cvt_ls_13", *stages)).eval()
+    assert {name: shape.stride for name, shape in backbone.output_shape().items()} == LEVELS[detector]
+    height, width = 96, 160
+    with torch.no_grad():
+        features = backbone(images(height, width))
+    assert {name: tuple(m.shape) for name, m in features.items()} == {
+        name: (1, 32, math.ceil(height / stride), math.ceil(width / stride))
+        for name, stride in LEVELS[detector].items()
+    }
+    p5 = {"retinanet": 384, "mask_rcnn": 32}[detector]
+    assert (backbone.top_block.p5.in_channels, backbone.top_block.p5.stride) == (p5, (2, 2))
+
+
+# docs/training.md has those of Mask R-CNN.
+FLAT = {
+    "retinanet": ["MODEL.RETINANET.IN_FEATURES", "['p4', 'p5', 'p6', 'p7']"],
+    "mask_rcnn": ["MODEL.RPN.IN_FEATURES", "['p4', 'p5', 'p6']", "MODEL.ROI_HEADS.IN_FEATURES", "['p4', 'p5']"],
+}
+
+
+@pytest.mark.parametrize("detector", LEVELS)
+def test_a_flat_model_has_one_feature_map(detector):
+    """The E-ViT of ViL Table 2: levels from P4 on, and gradients for all that makes them."""
+    flat = ["MODEL.TRANSFORMER.NAME", "evit_full_16_tiny", "MODEL.FPN.IN_FEATURES", "['stage1']"]
+    anchors = ["MODEL.ANCHOR_GENERATOR.SIZES", "[[32, 64, 128, 256, 512]]"]
+    torch.manual_seed(0)
+    model = build_model(small_config(detector, *flat, *FLAT[detector], *anchors))
+    backbone = model.backbone.train()
+    levels = {name: stride for name, stride in LEVELS[detector].items() if stride >= 16}
+    assert {name: shape.stride for name, shape in backbone.output_shape().items()} == levels
+    assert backbone.bottom_up.output_shape()["stage1"] == ShapeSpec(channels=192, stride=16)
+    features = backbone(images(96, 160))
+    assert {name: tuple(m.shape) for name, m in features.items()} == {
+        name: (1, 32, math.ceil(96 / stride), math.ceil(160 / stride)) for name, stride in levels.items()
+    }
+    sum((m * torch.randn_like(m)).sum() for m in features.values()).backward()
+    assert all(parameter.grad is not None for parameter in backbone.parameters())
+    with torch.no_grad():
+        instances = model.eval()([{"image": images()[0] * 255, "height": 30, "width": 45}])[0]["instances"]
+    assert instances.image_size == (30, 45)
+
+
+def test_two_levels_are_those_of_detectron2():
+    ours = LastLevelConvs(12, 8, "stage4", first_level=6, num_convolutions=2)
+    theirs = LastLevelP6P7(12, 8, "stage4")
+    theirs.load_state_dict(ours.state_dict())
+    features = torch.randn(1, 12, 7, 9)
+    for level, expected in zip(ours(features), theirs(features), strict=True):
+        torch.testing.assert_close(level, expected)
+    assert ours.num_levels == theirs.num_levels == 2
+
+
+def test_options_of_the_other_families_are_passed_on():
+    lit = ["MODEL.TRANSFORMER.NAME", "lit_ti", "MODEL.TRANSFORMER.BATCH_NORM", "frozen"]
+    assert any(isinstance(m, FrozenBatchNorm2d) for m in bottom_up(*lit).modules())
+    uniform = bottom_up("MODEL.TRANSFORMER.NAME", "lit_ti", "MODEL.TRANSFORMER.MERGING", "uniform")
+    assert not any("offset" in name for name, _ in uniform.named_parameters())
+    long_short = ["MODEL.TRANSFORMER.ATTENTION", "['long_short', 'long_short', 'long_short', 'long_short']"]
+    modules = list(bottom_up(*long_short, "MODEL.TRANSFORMER.RANK", "[1, 2, 3, 4]").modules())
+    ranks = [m.dynamic_projection.out_features // m.num_heads for m in modules if isinstance(m, LongShortAttention)]
+    assert ranks == [1, 2, 3, 3, 3, 4]

@@ -1,0 +1,152 @@
+"""The heads of PointRend and Cascade R-CNN: their keys, and runs of PointRend on our backbone."""
+
+import json
+
+import pytest
+import torch
+from detectron2.modeling import build_model
+from detectron2.projects.point_rend import PointRendMaskHead
+from detectron2.structures import BitMasks, Boxes, Instances
+from detectron2.utils.events import EventStorage
+
+from backbones import ConfigError
+from backbones.checkpoint_files import SUFFIXES, write_checkpoint
+from projects_vil import load_config
+from projects_vil.checkpoint import Checkpointer
+from projects_vil.engine import check_setup
+from projects_vil.modeling import check_cascade, check_point_rend
+from tests.projects_vil.helpers import ROOT, SMALL, run_tool, small_config
+
+CONFIG = ROOT / "configs/projects/point_rend_vil_tiny_1x.yaml"
+# On the shapes, on the CPU, and as narrow as the other small detectors.
+SMALL_POINTS = [
+    *("MODEL.DEVICE", "cpu", "MODEL.TRANSFORMER.NAME", "vil_tiny_1_1_3_1_rpb", *SMALL["mask_rcnn"]),
+    *("MODEL.ROI_HEADS.NUM_CLASSES", "3", "MODEL.POINT_HEAD.NUM_CLASSES", "3", "MODEL.ROI_MASK_HEAD.FC_DIM", "32"),
+    *("MODEL.POINT_HEAD.FC_DIM", "32", "DATASETS.TRAIN", "('shapes_train',)", "DATASETS.TEST", "('shapes_val',)"),
+    *("MODEL.RPN.PRE_NMS_TOPK_TRAIN", "100", "MODEL.RPN.POST_NMS_TOPK_TRAIN", "50"),
+    *("MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE", "32", "SOLVER.IMS_PER_BATCH", "4"),
+    *("SOLVER.STEPS", "()", "SOLVER.WARMUP_ITERS", "0"),
+]
+
+
+def test_keys_are_those_of_detectron2s_project():
+    """projects/PointRend/configs/InstanceSegmentation/Base-PointRend-RCNN-FPN.yaml, over Mask R-CNN's."""
+    model = load_config(CONFIG).MODEL
+    head, points = model.ROI_MASK_HEAD, model.POINT_HEAD
+    assert (head.NAME, head.POOLER_TYPE, head.POINT_HEAD_ON) == ("AnyBatchPointRendMaskHead", "", True)
+    assert (head.FC_DIM, head.NUM_FC, head.OUTPUT_SIDE_RESOLUTION, list(head.IN_FEATURES)) == (1024, 2, 7, ["p2"])
+    assert (points.FC_DIM, points.NUM_FC, list(points.IN_FEATURES)) == (256, 3, ["p2"])
+    assert model.ROI_BOX_HEAD.TRAIN_ON_PRED_BOXES and load_config(CONFIG).INPUT.MASK_FORMAT == "bitmask"
+    check_point_rend(load_config(CONFIG))
+    check_point_rend(load_config(CONFIG, ["INPUT.MASK_FORMAT", "polygon", "INPUT.AUGMENTATION", "lsj"]))
+    assert CONFIG.read_text().startswith(f"# python tools/train_net.py --config-file {CONFIG.relative_to(ROOT)} ")
+    assert load_config(CONFIG, ["INPUT.COLOR_AUG_SSD", "True"]).INPUT.PHOTOMETRIC_DISTORTION
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("MODEL.POINT_HEAD.NUM_CLASSES", "80"),
+        ("INPUT.MASK_FORMAT", "polygon"),
+        ("MODEL.ROI_MASK_HEAD.POINT_HEAD_ON", "False"),
+        ("MODEL.ROI_MASK_HEAD.OUTPUT_SIDE_RESOLUTION", "0"),
+        ("MODEL.ROI_MASK_HEAD.CONV_DIM", "64"),
+    ],
+)
+def test_point_rend_keys_that_do_not_go_together(key, value, shapes):
+    with pytest.raises(ConfigError, match=f"{key} "):
+        check_setup(load_config(CONFIG, [*SMALL_POINTS, key, value]))
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("MODEL.ROI_BOX_CASCADE_HEAD.IOUS", "(0.5, 'a', 0.7)"),
+        ("MODEL.ROI_BOX_CASCADE_HEAD.IOUS", "(0.5, 1.6, 0.7)"),
+        ("MODEL.ROI_BOX_CASCADE_HEAD.IOUS", "()"),
+        ("MODEL.ROI_BOX_CASCADE_HEAD.IOUS", "(0.5, 0.6)"),
+        ("MODEL.ROI_BOX_CASCADE_HEAD.IOUS", "(0.6, 0.7, 0.8)"),
+        ("MODEL.ROI_BOX_HEAD.CLS_AGNOSTIC_BBOX_REG", "False"),
+    ],
+)
+def test_cascade_keys_that_do_not_go_together(key, value, shapes):
+    with pytest.raises(ConfigError, match=key):
+        check_setup(small_config("cascade_mask_rcnn", key, value))
+
+
+def test_keys_of_other_heads_are_not_checked():
+    check_point_rend(small_config("mask_rcnn"))
+    check_point_rend(load_config(CONFIG, [*SMALL_POINTS, "MODEL.MASK_ON", "False", "INPUT.MASK_FORMAT", "polygon"]))
+    check_cascade(small_config("mask_rcnn", "MODEL.ROI_BOX_CASCADE_HEAD.IOUS", "()"))
+
+
+def batch_of(*numbers: int) -> list[dict]:
+    """Return images (64, 96) with these numbers of objects."""
+    images = []
+    for number in numbers:
+        masks = torch.zeros(number, 64, 96, dtype=torch.bool)
+        masks[:, 5:40, 10:50] = True
+        boxes = Boxes(torch.tensor([10.0, 5.0, 50.0, 40.0]).repeat(number, 1))
+        classes = torch.zeros(number, dtype=torch.int64)
+        objects = Instances((64, 96), gt_boxes=boxes, gt_classes=classes, gt_masks=BitMasks(masks))
+        images.append({"image": torch.rand(3, 64, 96) * 255, "instances": objects})
+    return images
+
+
+def test_a_batch_without_any_object():
+    """Masks have a loss of 0, which has a gradient for every weight of the head."""
+    model = build_model(load_config(CONFIG, SMALL_POINTS)).train()
+    with EventStorage():
+        losses = model(batch_of(0, 0))
+        assert losses["loss_mask"] == losses["loss_mask_point"] == 0
+        sum(losses.values()).backward()
+        assert all(parameter.grad is not None for parameter in model.roi_heads.mask_head.parameters())
+        assert model(batch_of(0, 2))["loss_mask_point"] > 0
+
+
+def test_the_losses_of_detectron2s_head():
+    model = build_model(load_config(CONFIG, SMALL_POINTS)).train()
+    theirs = build_model(load_config(CONFIG, [*SMALL_POINTS, "MODEL.ROI_MASK_HEAD.NAME", "PointRendMaskHead"])).train()
+    assert type(theirs.roi_heads.mask_head) is PointRendMaskHead
+    theirs.load_state_dict(model.state_dict())
+    images, losses = batch_of(2, 1), []
+    for each in (model, theirs):
+        torch.manual_seed(0)
+        with EventStorage():
+            losses.append({name: value.item() for name, value in each(images).items()})
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_its_weights_have_a_version(suffix, tmp_path, caplog):
+    """detectron2 would rename weights without a version, and warn."""
+    cfg, path = load_config(CONFIG, SMALL_POINTS), tmp_path / f"weights{suffix}"
+    model = build_model(cfg)
+    write_checkpoint(path, {"model": model.state_dict()})
+    Checkpointer(model, str(tmp_path), cfg=cfg, complete=True).load(str(path))
+    assert "Weight format" not in caplog.text
+
+
+@pytest.mark.slow
+def test_twenty_iterations(datasets_root, tmp_path):
+    run = tmp_path / "run"
+    overrides = [*SMALL_POINTS, "OUTPUT_DIR", run, "SOLVER.MAX_ITER", 20, "TEST.LOSS", True]
+    result = run_tool("train_net.py", "--config-file", CONFIG, *overrides, datasets_root=datasets_root)
+    assert result.returncode == 0, result.stderr
+    evaluation = json.loads((run / "evaluation.json").read_text())["shapes_val"]
+    assert {"bbox", "segm", "validation_loss"} == evaluation.keys()
+    assert {"loss_mask", "loss_mask_point"} < evaluation["validation_loss"].keys()
+    found = json.loads((run / "inference/coco_instances_results.json").read_text())
+    assert found and all("segmentation" in one for one in found)
+    options = [
+        "--config-file",
+        run / "config.yaml",
+        "--weights",
+        run / "model_final.pth",
+        "--output",
+        tmp_path / "export",
+    ]
+    refused = run_tool("export_model.py", *options, "--format", "torchscript")
+    assert refused.returncode == 1
+    assert "AnyBatchPointRendMaskHead" in refused.stderr.splitlines()[-1]
+    assert not (tmp_path / "export").exists()

@@ -1,0 +1,65 @@
+"""Metrics equal those of the run's evaluation, and confusions those counted by hand."""
+
+import json
+
+import numpy as np
+import pytest
+
+from backbones import ConfigError
+from projects_vil.report.coco_metrics import confusion_matrix, evaluate_detections
+
+
+def test_metrics_equal_those_of_the_run(trained_run, datasets_root):
+    annotations = json.loads((datasets_root / "shapes/annotations/instances_val.json").read_text())
+    results = trained_run / "inference/coco_instances_results.json"
+    metrics = evaluate_detections(annotations, results, max_detections=100)
+    logged = json.loads((trained_run / "evaluation.json").read_text())["shapes_val"]["bbox"]
+    ours = [metrics.ap("bbox"), metrics.ap("bbox", iou=0.5), metrics.ap("bbox", iou=0.75), metrics.ap("bbox", size=1)]
+    assert ours == pytest.approx([logged[name] for name in ("AP", "AP50", "AP75", "APs")])
+    assert np.isnan(metrics.ap("bbox", size=3)) and logged["APl"] is None
+    classes = {category["name"]: metrics.ap("bbox", category=row) for row, category in enumerate(metrics.categories)}
+    assert classes == pytest.approx({name: values["AP"] for name, values in logged["per_class"].items()})
+    assert 100 * metrics.curve("bbox", iou=0.5)[:, 1].mean() == pytest.approx(logged["AP50"])
+
+
+def test_confusions_by_hand(synthetic_results):
+    metrics = evaluate_detections(*synthetic_results, max_detections=100)
+    assert [category["name"] for category in metrics.categories] == ["<cat> & co", "dog"]
+    assert metrics.num_objects.tolist() == [[1, 1, 0, 0], [2, 2, 0, 0]]
+    # At 0.7 two of three detections are true positives, of three objects.
+    assert (metrics.threshold, metrics.f1) == (0.7, pytest.approx(2 / 3))
+    assert confusion_matrix(metrics).tolist() == [[0, 1, 0], [0, 2, 0], [0, 0, 0]]
+
+
+@pytest.mark.parametrize("category, false_positives", [(7, 0), (3, 1)])
+def test_a_crowd_is_ignored_by_detections_of_its_own_class_alone(synthetic_results, category, false_positives):
+    """COCOeval evaluates each category on its own: a cat in a crowd of dogs is a false positive."""
+    annotations, results = synthetic_results
+    detections = json.loads(results.read_text())
+    detections.append({"image_id": 2, "category_id": category, "bbox": [62, 40, 20, 20], "score": 0.95})
+    results.write_text(json.dumps(detections))
+    metrics = evaluate_detections(annotations, results, max_detections=100)
+    (image,) = [image for image in metrics.images if image.image["id"] == 2]
+    assert [item["score"] for item in image.false_positives] == [0.95] * false_positives
+    assert confusion_matrix(metrics)[-1].tolist() == [false_positives, 0, 0]
+
+
+def test_without_true_positives_as_many_detections_are_kept_as_there_are_objects(synthetic_results):
+    annotations, results = synthetic_results
+    moved = [item | {"bbox": [0, 60, 5, 5]} for item in json.loads(results.read_text())]
+    results.write_text(json.dumps(moved))
+    metrics = evaluate_detections(annotations, results, max_detections=100)
+    assert (metrics.threshold, metrics.f1) == (0.7, 0.0)
+    assert confusion_matrix(metrics).tolist() == [[0, 0, 1], [0, 0, 2], [0, 3, 0]]
+
+
+ODD = '[{"image_id": 1, "category_id": 7, "bbox": 1, "score": 1}]'
+OTHER = '[{"image_id": 9, "category_id": 7, "bbox": [1, 2, 3, 4], "score": 1}]'
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", "[1]", "[", ODD, OTHER])
+def test_results_of_another_dataset_and_damaged_ones(synthetic_results, content):
+    annotations, results = synthetic_results
+    results.write_text(content)
+    with pytest.raises(ConfigError, match=r"results\.json"):
+        evaluate_detections(annotations, results, max_detections=100)

@@ -1,0 +1,173 @@
+"""Attention weights times values are the output of the module, for every mechanism."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from backbones import ConfigError
+from backbones.attention import blocked
+from backbones.attention.dense import DenseAttention, join_tokens
+from backbones.attention.efficient import (
+    GlobalMemoryAttention,
+    LinformerAttention,
+    PerformerAttention,
+    SpatialReductionAttention,
+)
+from backbones.attention.long_short import DualNormAttention, LongShortAttention
+from backbones.attention.sliding_chunk import SlidingChunkAttention
+from backbones.cvt import ConvLongShortAttention
+from projects_vil.visualization.attention import AttentionWeights, attention_weights
+from tests.backbones.helpers import random_images, randomise
+
+DIM, HEADS, HEIGHT, WIDTH = 8, 2, 7, 10
+POSITIONS = [(0, 0), (3, 6), (6, 9)]
+
+
+def case(attention_type: type, num_global: int = 0, **options):
+    if attention_type is not ConvLongShortAttention:
+        options["num_global_tokens"] = num_global
+    return pytest.param(
+        attention_type, num_global, options, id="-".join([attention_type.__name__, *map(str, options.values())])
+    )
+
+
+CASES = [
+    case(DenseAttention, 2, bias_size=(5, 4)),
+    case(DenseAttention, 1, bias_size=(5, 4), update_globals=False),
+    case(SlidingChunkAttention, 2, window_size=2, relative_bias=True, mode="exact"),
+    case(SlidingChunkAttention, 1, window_size=2, mode="cyclic", shared_projections=False),
+    case(SlidingChunkAttention, 1, window_size=5, relative_bias=True, update_globals=False),
+    case(LongShortAttention, 2, window_size=3, rank=2, relative_bias=True),
+    case(GlobalMemoryAttention, 3),
+    case(SpatialReductionAttention, 2, reduction=8),
+    case(SpatialReductionAttention, 1, reduction=1, update_globals=False),
+    case(PerformerAttention, 2, num_features=6),
+    case(ConvLongShortAttention, 0, window_size=2, rank=3),
+]
+
+
+def build(attention_type: type, num_global: int, options: dict) -> tuple[nn.Module, Tensor, Tensor | None]:
+    """Build a random attention in float64 and eval mode, and its input."""
+    module = randomise(attention_type(DIM, num_heads=HEADS, **options)).double().eval()
+    global_tokens = random_images(1, num_global, DIM, seed=2) if num_global else None
+    return module, random_images(1, HEIGHT, WIDTH, DIM), global_tokens
+
+
+def inputs_of(layer: nn.Module, module: nn.Module, *inputs) -> list[Tensor]:
+    """Return the input of each call of a layer."""
+    caught = []
+    handle = layer.register_forward_pre_hook(lambda layer, args: caught.append(args[0].detach()))
+    module(*inputs)
+    handle.remove()
+    return caught
+
+
+def values_of(module: nn.Module, tokens: Tensor, global_tokens: Tensor | None) -> dict[str, Tensor]:
+    """Return the values (1, L, C) of the tokens, of projected or reduced keys, and of the global tokens."""
+    if isinstance(module, DualNormAttention):
+        values = module.qkv(tokens)[..., 2 * DIM :] if hasattr(module, "qkv") else module.value(tokens)
+        values = module.local_norm(values).flatten(1, 2)
+        shares = module.dynamic_projection(tokens).flatten(1, 2).softmax(dim=1)
+        rank, width = shares.shape[2] // HEADS, DIM // HEADS
+        sums = [shares[..., h * rank :][..., :rank].mT @ values[..., h * width :][..., :width] for h in range(HEADS)]
+        parts = {"direct": values, "projected": module.projected_norm(torch.cat(sums, dim=2))}
+        if global_tokens is not None:
+            parts["to_globals"] = module.local_norm(module.qkv(global_tokens)[..., 2 * DIM :])
+        return parts
+    if isinstance(module, SlidingChunkAttention):
+        values = {"direct": module.key_value(tokens).flatten(1, 2)[..., DIM:]}
+        if global_tokens is not None:
+            values["to_globals"] = module.key_value(global_tokens)[..., DIM:]
+        return values
+    if isinstance(module, GlobalMemoryAttention):
+        return {"to_globals": module.key_value(global_tokens)[..., DIM:]}
+    if isinstance(module, SpatialReductionAttention):
+        (sequence,) = inputs_of(module.key_value, module, tokens, global_tokens)
+        values = module.key_value(sequence)[..., DIM:]
+    else:
+        values = module.qkv(join_tokens(tokens, global_tokens))[..., 2 * DIM :]
+    num_global = 0 if global_tokens is None else global_tokens.shape[1]
+    name = "projected" if getattr(module, "reduction", 1) > 1 else "direct"
+    return {"to_globals": values[:, :num_global], name: values[:, num_global:]}
+
+
+@torch.no_grad()
+def check(module: nn.Module, tokens: Tensor, global_tokens: Tensor | None, row: int, col: int) -> AttentionWeights:
+    """Check that weights are not negative, sum to 1, and with the values give the output before its projection."""
+    attention = attention_weights(module, tokens, global_tokens, row, col)
+    parts = {"direct": attention.direct.flatten(1), "projected": attention.projected}
+    parts["to_globals"] = attention.to_globals
+    values = values_of(module, tokens, global_tokens)
+    output = 0
+    for name, weights in parts.items():
+        assert not weights.requires_grad and (weights >= -1e-12).all()
+        if name not in values:
+            assert not weights.any()
+            continue
+        # (M, L) and (L, M, D)
+        output = output + torch.einsum("ml,lmd->md", weights, values[name][0].unflatten(1, (HEADS, -1)))
+    expected = inputs_of(module.projection, module, tokens, global_tokens)[0].flatten(0, -2)[-HEIGHT * WIDTH :]
+    torch.testing.assert_close(output.flatten(), expected[row * WIDTH + col], rtol=1e-9, atol=1e-9)
+    ones = torch.ones(HEADS, dtype=torch.float64)
+    torch.testing.assert_close(sum(weights.sum(dim=1) for weights in parts.values()), ones)
+    torch.testing.assert_close(
+        (attention.direct + attention.spread).sum(dim=(1, 2)) + attention.to_globals.sum(dim=1), ones
+    )
+    return attention
+
+
+@pytest.mark.parametrize("attention_type, num_global, options", CASES)
+def test_weights_and_values_give_the_output(attention_type, num_global, options):
+    module, tokens, global_tokens = build(attention_type, num_global, options)
+    for row, col in POSITIONS:
+        attention = check(module, tokens, global_tokens, row, col)
+    assert attention.spread.shape == (HEADS, HEIGHT, WIDTH) and attention.to_globals.shape == (HEADS, num_global)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
+
+
+def test_rows_of_a_large_feature_map_in_groups(monkeypatch):
+    monkeypatch.setitem(blocked.BLOCK_SCORES, "cpu", 300)
+    module, tokens, global_tokens = build(DenseAttention, 2, {"num_global_tokens": 2, "bias_size": (5, 4)})
+    check(module, tokens, global_tokens, 3, 6)
+
+
+def test_softmax_by_hand():
+    module, tokens, _ = build(DenseAttention, 0, {"num_global_tokens": 0})
+    query, key = module.qkv(tokens.flatten(1, 2))[0, :, : 2 * DIM].unflatten(1, (2, HEADS, -1)).unbind(1)
+    scores = torch.einsum("md,lmd->ml", query[3 * WIDTH + 6], key) * (DIM // HEADS) ** -0.5
+    weights = attention_weights(module, tokens, None, 3, 6).direct.flatten(1)
+    torch.testing.assert_close(weights, scores.softmax(dim=1))
+
+
+def test_sliding_chunks_attend_to_a_window():
+    module, tokens, _ = build(SlidingChunkAttention, 0, {"num_global_tokens": 0, "window_size": 2})
+    attended = attention_weights(module, tokens, None, 3, 6).direct > 0
+    expected = torch.zeros(HEIGHT, WIDTH, dtype=torch.bool)
+    expected[0:6, 4:10] = True
+    assert (attended == expected).all()
+
+
+def test_projected_weights_are_spread_by_the_dynamic_projection():
+    module, tokens, _ = build(LongShortAttention, 0, {"num_global_tokens": 0, "window_size": 2, "rank": 3})
+    attention = attention_weights(module, tokens, None, 3, 6)
+    shares = module.dynamic_projection(tokens)[0].flatten(0, 1).softmax(dim=0)
+    for head in range(HEADS):
+        expected = shares[:, 3 * head : 3 * head + 3] @ attention.projected[head]
+        torch.testing.assert_close(attention.spread[head].flatten(), expected)
+
+
+def test_a_reduced_position_is_spread_over_its_tokens():
+    module, tokens, _ = build(SpatialReductionAttention, 0, {"num_global_tokens": 0, "reduction": 3})
+    attention = attention_weights(module, tokens, None, 3, 6)
+    assert attention.projected.shape == (HEADS, 2 * 3) and not attention.direct.any()
+    cells = attention.spread[:, :6, :9].unflatten(2, (3, 3)).unflatten(1, (2, 3))
+    expected = (attention.projected / 9).unflatten(1, (2, 3))[:, :, None, :, None].expand_as(cells)
+    torch.testing.assert_close(cells, expected)
+    # The last row and column, beyond the reduced feature map, get no weight.
+    assert not attention.spread[:, 6:].any() and not attention.spread[:, :, 9:].any()
+
+
+def test_linformer_has_no_weights():
+    options = {"num_global_tokens": 0, "map_size": (HEIGHT, WIDTH), "num_features": 5}
+    with pytest.raises(ConfigError, match="LinformerAttention"):
+        attention_weights(*build(LinformerAttention, 0, options), 0, 0)

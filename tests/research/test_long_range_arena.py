@@ -1,0 +1,351 @@
+"""The Long Range Arena: the paper's numbers, the data, and a training from end to end."""
+
+import dataclasses
+import itertools
+import json
+import statistics
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from backbones import ConfigError
+from research.long_range_arena.data import Dataset, Examples, Sequences, read_imdb, read_pairs, read_released_listops
+from research.long_range_arena.listops import (
+    WORDS,
+    ListOpsRules,
+    drop_brackets,
+    format_tokens,
+    generate_listops,
+    load_listops,
+)
+from research.long_range_arena.model import FullAttentionEncoder, create_classifier
+from research.long_range_arena.tasks import ACCURACY, ADAM_BETAS, ADAM_EPSILON, CONFIGS, ENCODER, TASKS, settings_for
+from research.long_range_arena.training import evaluate, load_lra_classifier, measure_lengths, train_classifier
+from tests.projects_vil.helpers import error_line, run_tool
+
+TOOL = "../research/long_range_arena/__main__.py"
+SHORT = ListOpsRules(min_length=10, max_length=60)
+OPERATIONS = {
+    "[MIN": min,
+    "[MAX": max,
+    "[MED": lambda values: int(statistics.median(values)),
+    "[SM": lambda values: sum(values) % 10,
+}
+# LS table 5 and section 4.1: window and rank.
+TABLE_5 = {
+    "listops": {"best": (16, 2), "projection": (0, 4), "fixed": (8, 32)},
+    "text": {"best": (1, 1), "projection": (0, 128), "fixed": (8, 32)},
+    "retrieval": {"best": (1, 254), "projection": (0, 256), "fixed": (8, 32)},
+}
+# LS table 6: learning rate, batch size, warm-up, steps.
+TABLE_6 = {
+    "listops": (1e-4, 32, 1000, 5000),
+    "text": (1e-4, 32, 8000, 20000),
+    "retrieval": (1e-4, 32, 8000, 30000),
+}
+# lra/run_*.sh and lra/datasets/*.py: classes, steps between evaluations, weight decay, dropout, tokens, positions,
+# documents.
+SCRIPTS = {
+    "listops": (10, 50, 0.0, 0.0, 2000, 2048, 1),
+    "text": (2, 500, 0.01, 0.0, 4000, 4096, 1),
+    "retrieval": (2, 300, 0.01, 0.1, 4096, 4096, 2),
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_settings_are_the_published_ones(task):
+    for config in CONFIGS:
+        found = settings_for(task, config)
+        assert (found.window_size, found.rank) == TABLE_5[task][config]
+        assert 2 * found.window_size + found.rank <= 256  # appendix B
+        assert (found.learning_rate, found.batch_size, found.warmup_steps, found.steps) == TABLE_6[task]
+        values = (found.num_classes, found.eval_every, found.weight_decay, found.dropout)
+        assert (*values, found.read_length, found.max_length, found.num_documents) == SCRIPTS[task]
+        assert (found.attention_dropout, found.class_token, found.schedule) == (found.dropout, "last_layer", "linear")
+    assert ENCODER == {"vocab_size": 512, "dim": 64, "num_heads": 2, "hidden_dim": 128, "depth": 2}
+    assert (ADAM_EPSILON, ADAM_BETAS) == (1e-6, (0.9, 0.999))
+    table_1 = {"listops": (38.36, 37.50, 37.79), "text": (68.40, 66.01, 66.28), "retrieval": (81.95, 81.79, 81.86)}
+    assert tuple(ACCURACY[task][config] for config in CONFIGS) == table_1[task]
+
+
+def test_fewer_steps_keep_the_share_of_the_warm_up():
+    assert settings_for("listops", steps=500).warmup_steps == 100
+    assert settings_for("listops", steps=6).warmup_steps == 0
+    with pytest.raises(ConfigError, match="listop"):
+        settings_for("listop")
+
+
+def evaluate_tree(words: list[str]) -> tuple[int, int, int]:
+    """The value, depth and largest number of arguments of a sample, computed with a stack."""
+    open_lists, depth, most, value = [], 1, 0, None
+    for word in words:
+        assert value is None
+        if word in OPERATIONS:
+            open_lists.append([word])
+            continue
+        if word == "]":
+            operator, *arguments = open_lists.pop()
+            assert len(arguments) >= 2
+            most, result = max(most, len(arguments)), OPERATIONS[operator](arguments)
+        else:
+            result, depth = int(word), max(depth, len(open_lists) + 1)
+        if open_lists:
+            open_lists[-1].append(result)
+        else:
+            value = result
+    return value, depth, most
+
+
+def texts_of(examples: Examples) -> list[str]:
+    return [format_tokens(examples.documents[0][index]) for index in range(len(examples))]
+
+
+def splits_of(dataset: Dataset) -> tuple[Examples, ...]:
+    return dataset.train, dataset.val, dataset.test
+
+
+@pytest.mark.parametrize("rules", [ListOpsRules(), SHORT, ListOpsRules(3, 30, max_depth=3, max_arguments=3)], ids=str)
+def test_labels_are_the_values_of_the_samples_and_no_sample_occurs_twice(rules):
+    dataset = generate_listops(rules, num_train=60, num_val=20, num_test=21)
+    assert [len(split) for split in splits_of(dataset)] == [60, 20, 21]
+    for examples in splits_of(dataset):
+        for text, label in zip(texts_of(examples), examples.labels, strict=True):
+            value, depth, arguments = evaluate_tree(text.split())
+            assert value == label
+            assert rules.min_length < len(text.split()) < rules.max_length
+            assert depth <= rules.max_depth and arguments <= rules.max_arguments
+    texts = [text for split in splits_of(dataset) for text in texts_of(split)]
+    assert len(set(texts)) == len(texts)
+
+
+def test_published_rules_give_the_lengths_of_table_1():
+    """Table 1 has 888 +- 339 tokens, which are those without closing brackets."""
+    dataset = generate_listops(ListOpsRules(), num_train=600, num_val=10, num_test=10, seed=3)
+    stripped = drop_brackets(dataset)
+    lengths = stripped.train.documents[0].lengths
+    assert abs(lengths.mean() - 888) < 60 and abs(lengths.std() - 339) < 40
+    assert [text.replace(" ]", "") for text in texts_of(dataset.val)] == texts_of(stripped.val)
+    shares = np.bincount(dataset.train.labels, minlength=10) / 600
+    assert shares.min() > 0.04 and dataset.train.chance == shares.max()
+
+
+def test_generated_samples_follow_from_the_arguments_and_are_kept(tmp_path):
+    sizes = {"num_train": 300, "num_val": 40, "num_test": 50}
+    first = load_listops(tmp_path / "new", SHORT, **sizes)
+    again, other = load_listops(tmp_path / "new", SHORT, **sizes), generate_listops(SHORT, seed=1, **sizes)
+    assert [texts_of(split) for split in splits_of(first)] == [texts_of(split) for split in splits_of(again)]
+    assert not set(texts_of(first.val)) & set(texts_of(other.val))
+    (path,) = (tmp_path / "new").iterdir()
+    with pytest.raises(ConfigError, match=path.name):
+        load_listops(tmp_path / "new", dataclasses.replace(SHORT, max_arguments=4), **sizes)
+    path.write_bytes(path.read_bytes()[:2000])
+    with pytest.raises(ConfigError, match=path.name):
+        load_listops(tmp_path / "new", SHORT, **sizes)
+    # With 4 tokens there are four operators and two digits: 400 samples.
+    with pytest.raises(ConfigError, match="401"):
+        generate_listops(ListOpsRules(3, 5, max_depth=2, max_arguments=2), num_train=399, num_val=1, num_test=1)
+
+
+def as_released(words: list[str]) -> str:
+    """Nested pairs of round brackets, as the published generator writes them: ( ( ( [MIN 3 ) 4 ) ] )."""
+    open_lists: list[list[str]] = [[]]
+    for word in words:
+        if word in OPERATIONS:
+            open_lists.append([word])
+            continue
+        if word == "]":
+            paired, *rest = [*open_lists.pop(), word]
+            for other in rest:
+                paired = f"( {paired} {other} )"
+            word = paired
+        open_lists[-1].append(word)
+    return open_lists[0][0]
+
+
+def test_released_listops(tmp_path):
+    dataset = generate_listops(SHORT, num_train=20, num_val=5, num_test=6)
+    for name, examples in zip(("train", "val", "test"), splits_of(dataset), strict=True):
+        rows = zip(texts_of(examples), examples.labels, strict=True)
+        lines = [f"{as_released(text.split())}\t{label}\r\n" for text, label in rows]
+        (tmp_path / f"basic_{name}.tsv").write_text("".join(["Source\tTarget\r\n", *lines]), newline="")
+    read = read_released_listops(tmp_path, read_length=30, words=WORDS)
+    for one, two in zip(splits_of(dataset), splits_of(read), strict=True):
+        assert [" ".join(text.split()[:30]) for text in texts_of(one)] == texts_of(two)
+        assert (one.labels == two.labels).all()
+    (tmp_path / "basic_val.tsv").write_text("Source\tTarget\n( [MIN 3 )\tx\n")
+    with pytest.raises(ConfigError, match="basic_val.tsv line 2"):
+        read_released_listops(tmp_path, read_length=30, words=WORDS)
+    with pytest.raises(ConfigError, match="basic_train.tsv"):
+        read_released_listops(tmp_path / "none", read_length=30, words=WORDS)
+
+
+def test_imdb_and_pairs(tmp_path):
+    for split, name, text in (
+        ("train", "neg", "bad"),
+        ("train", "pos", "good"),
+        ("test", "neg", "b"),
+        ("test", "pos", "g"),
+    ):
+        folder = tmp_path / "aclImdb" / split / name
+        folder.mkdir(parents=True)
+        (folder / "0_1.txt").write_text(text)
+    dataset = read_imdb(tmp_path, read_length=3)
+    assert [bytes(dataset.train.documents[0][i]) for i in range(2)] == [b"bad", b"goo"]
+    assert dataset.train.labels.tolist() == [0, 1] and dataset.val is dataset.test
+    with pytest.raises(ConfigError, match="neg"):
+        read_imdb(tmp_path / "none", read_length=3)
+    for name in ("train", "eval", "test"):
+        (tmp_path / f"new_aan_pairs.{name}.tsv").write_bytes(b"1.0\ta\tb\tone text\tanother\n0.0\tc\td\tx\ty\n")
+    pairs = read_pairs(tmp_path, read_length=5).val
+    assert [[bytes(document[i]) for i in range(2)] for document in pairs.documents] == [
+        [b"one t", b"x"],
+        [b"anoth", b"y"],
+    ]
+    assert pairs.labels.tolist() == [1, 0]
+    for line in (b"2.0\ta\tb\tc\td\n", b"1.0\ta\tb\tc\n", b"yes\ta\tb\tc\td\n"):
+        (tmp_path / "new_aan_pairs.test.tsv").write_bytes(b"1\ta\tb\tc\td\n" + line)
+        with pytest.raises(ConfigError, match="new_aan_pairs.test.tsv line 2"):
+            read_pairs(tmp_path, read_length=5)
+
+
+TOKENS, LENGTHS = torch.arange(1, 31).view(2, 15), torch.tensor([15, 9])
+
+
+def small_classifier(task: str = "listops", **changes):
+    torch.manual_seed(0)
+    return create_classifier(settings_for(task, max_length=40, **changes)).eval().double()
+
+
+def padded(fill: int = 0, extra: int = 0):
+    mask = torch.arange(15 + extra) < LENGTHS[:, None]
+    return F.pad(TOKENS, (0, extra)).masked_fill(~mask, fill), mask
+
+
+@pytest.mark.parametrize("changes", [{"model": "full"}, {}, {"window_size": 0}, {"class_token": "all_layers"}], ids=str)
+def test_padding_changes_nothing_and_every_parameter_learns(changes):
+    classifier = small_classifier(**changes)
+    logits = classifier((padded(),))
+    torch.testing.assert_close(classifier((padded(fill=7, extra=4),)), logits)
+    torch.testing.assert_close(classifier(((TOKENS[1:, :9], None),)), logits[1:])
+    logits.square().sum().backward()
+    assert [name for name, parameter in classifier.named_parameters() if parameter.grad is None] == []
+
+
+def test_two_documents_are_compared():
+    """As SCHeadDual of the official lra/model_wrapper.py."""
+    classifier = small_classifier("retrieval")
+    first, second = padded(), (TOKENS[:, :6], None)
+    with torch.no_grad():
+        u, v = (classifier.encoder(*document)[:, 0] for document in (first, second))
+        expand, _, contract = classifier.head
+        expected = contract(expand(torch.cat([u, v, u * v, u - v], dim=-1)).relu())
+        torch.testing.assert_close(classifier((first, second)), expected)
+
+
+def test_full_attention_written_out():
+    torch.manual_seed(0)
+    encoder = FullAttentionEncoder(vocab_size=40, dim=8, num_heads=1, hidden_dim=8, depth=1, max_length=20).double()
+    (layer,) = encoder.layers
+    with torch.no_grad():
+        encoder.class_token.normal_()
+        tokens = torch.cat([encoder.class_token[0], encoder.embedding(TOKENS[1, :9]) + encoder.positions[:9]])
+        normed = layer["attention_norm"](tokens)
+        weights = (layer["query"](normed)[0] @ layer["key"](normed).T / 8**0.5).softmax(dim=-1)
+        token = tokens[0] + layer["projection"](weights @ layer["value"](normed))
+        torch.testing.assert_close(encoder(*padded())[1, 0], encoder.norm(token + layer["mlp"](token)))
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Dataset:
+    return generate_listops(ListOpsRules(4, 20), num_train=16, num_val=12, num_test=14)
+
+
+def quick(**changes):
+    values = {"max_length": 32, "window_size": 4, "batch_size": 8, "learning_rate": 1e-2, "warmup_steps": 2}
+    return settings_for("listops", **{**values, "steps": 20, "eval_every": 8, **changes})
+
+
+@pytest.mark.parametrize("model", ["ls", "full"])
+def test_a_tiny_set_is_overfitted(tiny, model):
+    dataset = Dataset(tiny.train, tiny.train, tiny.test)
+    trained, result = train_classifier(quick(model=model, steps=60, eval_every=30), dataset)
+    first, last = result["evaluations"]
+    assert last["loss"] < first["loss"] < 2.3 and last["accuracy"] > 0.8 > tiny.train.chance
+    assert evaluate(trained, tiny.test, 5) == pytest.approx(result["test"])
+
+
+def test_the_best_weights_are_kept_and_a_seed_gives_the_same_run(tiny, tmp_path):
+    trained, result = train_classifier(quick(), tiny, output=tmp_path)
+    assert [row["step"] for row in result["evaluations"]] == [8, 16, 20]
+    assert result["best"]["accuracy"] == max(row["accuracy"] for row in result["evaluations"])
+    loaded, settings = load_lra_classifier(tmp_path / "model_best.pth")
+    assert settings == quick() and evaluate(loaded, tiny.test, 8) == result["test"]
+    assert evaluate(trained, tiny.val, 8)["accuracy"] == result["best"]["accuracy"]
+    with pytest.raises(ConfigError, match="model_best.pth"):
+        train_classifier(quick(), tiny, output=tmp_path)
+    _, again = train_classifier(quick(), tiny)
+    assert [row["loss"] for row in again["evaluations"]] == [row["loss"] for row in result["evaluations"]]
+    with pytest.raises(ConfigError, match="loss"):
+        train_classifier(quick(learning_rate=1e30, warmup_steps=0), tiny)
+
+
+@pytest.mark.parametrize(("schedule", "warmup"), [("linear", 0), ("linear", 5), ("fixed", 2), ("fixed", 19)])
+def test_the_learning_rate_is_that_of_run_tasks(tiny, schedule, warmup, monkeypatch):
+    rates, step = [], torch.optim.AdamW.step
+
+    def record(self, *args, **kwargs):
+        rates.append(self.param_groups[0]["lr"])
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", record)
+    train_classifier(quick(warmup_steps=warmup, schedule=schedule), tiny)
+    start, end, top = 1e-2 / 25, 1e-2 / 25e4, warmup - 1
+
+    def expected(step: int) -> float:
+        step = min(step, warmup) if schedule == "fixed" else step
+        if step < top:
+            return start + (1e-2 - start) * step / top
+        return 1e-2 + (end - 1e-2) * (step - top) / (19 - top)
+
+    assert rates == pytest.approx([expected(step) for step in range(20)], rel=1e-6)
+
+
+def test_each_sample_comes_once_before_any_comes_again():
+    examples = Examples((Sequences.join([bytes([number]) for number in range(16)]),), np.arange(16))
+    batches = list(itertools.islice(examples.shuffled_batches(5, seed=0), 16))
+    labels = torch.cat([batch.labels for batch in batches]).view(5, 16)
+    assert (labels.sort(dim=1).values == torch.arange(16)).all()
+    assert not (labels[0] == labels[1]).all()
+
+
+def test_multiply_adds():
+    def count(length: int, config: str = "fixed", **changes) -> int:
+        settings = settings_for("listops", config, class_token="all_layers")
+        (row,) = measure_lengths(settings, [length], runs=1, memory=False, **{"models": ["ls"]} | changes)
+        return row["multiply_adds"]
+
+    # LS table 1: 1.21e9 for full attention at 2048 tokens.
+    assert f"{count(2048, models=['full']) / 1e9:.2f}" == "1.21"
+    assert count(1024) / count(512) == pytest.approx(2, abs=0.01)
+    # By hand for w = 16, r = 2; blocks of 64 tokens with half a window on each side.
+    n, d, hidden, w, r = 512, 64, 128, 16, 2
+    layer = 3 * n * d * d + 4 * r * n * d + 2 * n * (64 + w + r + 1) * d + 4 * d * d + 2 * (n + 1) * d + 2 * d * hidden
+    # The last layer updates only the class token.
+    assert count(n, "best") == 2 * layer + n * d * d + 2 * n * d * hidden + d * hidden + hidden * 10
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path):
+    data = ["--min-length", 4, "--max-length", 30, "--num-train", 200, "--num-val", 30, "--num-test", 40]
+    arguments = ["--task", "listops", *data, "--data", tmp_path / "data", "--drop-brackets", "--rank", 0]
+    arguments += ["--batch-size", 8, "--steps", 6, "--eval-every", 3, "--output", tmp_path / "run"]
+    result = run_tool(TOOL, *arguments, "--json", tmp_path / "run.json")
+    assert result.returncode == 0, result.stderr
+    figures = json.loads((tmp_path / "run.json").read_text())
+    assert f"test accuracy {figures['test']['accuracy']:.4f}" in result.stdout
+    assert figures["settings"]["rank"] == 0 and [row["step"] for row in figures["evaluations"]] == [3, 6]
+    assert "model_best.pth" in error_line(run_tool(TOOL, *arguments))
+    measured = run_tool(TOOL, "--task", "listops", "--measure", "--lengths", 64, 128, "--runs", 1)
+    assert measured.returncode == 0 and len(measured.stdout.splitlines()) == 5

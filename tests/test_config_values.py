@@ -1,0 +1,381 @@
+"""Every training setting that a config takes from a source: its value, the configs, and where it is published.
+
+"Detection README" is README.md of github.com/microsoft/VisionLongformerForObjectDetection, whose tables, with relative
+bias and with absolute positions, have a column ``drop_path`` and end in "We use weight decay 0.05 for all experiments".
+LIT's files are those of github.com/ziplab/LIT.
+"""
+
+import dataclasses
+import functools
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+from detectron2.config import CfgNode
+
+from projects_vil import load_config
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIGS = sorted(
+    str(path.relative_to(ROOT / "configs").with_suffix(""))
+    for path in ROOT.glob("configs/**/*.yaml")
+    if path.parent.name != "base"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class DropPaths:
+    """Rates of stochastic depth from one source.
+
+    Attributes:
+        source: where they are published.
+        words: in the comment of each config.
+        rates: a line for each config, with its MODEL.TRANSFORMER.DROP_PATH.
+    """
+
+    source: str
+    words: str
+    rates: str
+
+
+DROP_PATHS = (
+    DropPaths(
+        "Detection README, Vision Longformer with relative positional bias",
+        "DROP_PATH: the official repository's README",
+        """
+        retinanet/vil_tiny_1x            0.05
+        retinanet/vil_tiny_3x_ms         0.1
+        retinanet/vil_small_1x           0.1
+        retinanet/vil_small_3x_ms        0.2
+        retinanet/vil_medium_deep_1x     0.2
+        retinanet/vil_medium_deep_3x_ms  0.3
+        retinanet/vil_base_deep_1x       0.3
+        retinanet/vil_base_deep_3x_ms    0.3
+        mask_rcnn/vil_tiny_1x            0.05
+        mask_rcnn/vil_tiny_3x_ms         0.1
+        mask_rcnn/vil_small_1x           0.2
+        mask_rcnn/vil_small_3x_ms        0.2
+        mask_rcnn/vil_medium_deep_1x     0.2
+        mask_rcnn/vil_medium_deep_3x_ms  0.3
+        mask_rcnn/vil_base_deep_1x       0.3
+        mask_rcnn/vil_base_deep_3x_ms    0.3
+        """,
+    ),
+    DropPaths(
+        "Detection README, Comparison of various efficient attention mechanims with absolute positional embedding",
+        "DROP_PATH: that README",
+        """
+        mask_rcnn/sra64_small_1x              0.1
+        mask_rcnn/sra32_small_1x              0.1
+        mask_rcnn/partial_sra32_small_1x      0.1
+        mask_rcnn/global_small_1x             0.1
+        mask_rcnn/partial_global_small_1x     0.1
+        mask_rcnn/performer_small_1x          0.1
+        mask_rcnn/partial_performer_small_1x  0.05
+        mask_rcnn/vil_small_absolute_1x       0.1
+        mask_rcnn/partial_vil_small_1x        0.1
+        """,
+    ),
+    DropPaths(
+        "none: as Performer in the Detection README, whose row this is not",
+        "DROP_PATH: that of performer_small_1x.yaml",
+        "mask_rcnn/performer_from_partial_small_1x 0.1",
+    ),
+    DropPaths(
+        "none: as ViL of the same detector, size and schedule",
+        "as vil_",
+        """
+        retinanet/ls_tiny_1x             0.05
+        retinanet/ls_tiny_3x_ms          0.1
+        retinanet/ls_small_1x            0.1
+        retinanet/ls_small_3x_ms         0.2
+        retinanet/ls_medium_1x           0.2
+        retinanet/ls_medium_3x_ms        0.3
+        retinanet/ls_base_1x             0.3
+        retinanet/ls_base_3x_ms          0.3
+        mask_rcnn/ls_tiny_1x             0.05
+        mask_rcnn/ls_tiny_3x_ms          0.1
+        mask_rcnn/ls_small_1x            0.2
+        mask_rcnn/ls_small_3x_ms         0.2
+        mask_rcnn/ls_medium_1x           0.2
+        mask_rcnn/ls_medium_3x_ms        0.3
+        mask_rcnn/ls_base_1x             0.3
+        mask_rcnn/ls_base_3x_ms          0.3
+        """,
+    ),
+    DropPaths(
+        "none: as the config without _all",
+        "with long-short attention in stages 3 and 4 too",
+        """
+        retinanet/ls_tiny_all_1x         0.05
+        retinanet/ls_tiny_all_3x_ms      0.1
+        retinanet/ls_small_all_1x        0.1
+        retinanet/ls_small_all_3x_ms     0.2
+        retinanet/ls_medium_all_1x       0.2
+        retinanet/ls_medium_all_3x_ms    0.3
+        retinanet/ls_base_all_1x         0.3
+        retinanet/ls_base_all_3x_ms      0.3
+        mask_rcnn/ls_tiny_all_1x         0.05
+        mask_rcnn/ls_tiny_all_3x_ms      0.1
+        mask_rcnn/ls_small_all_1x        0.2
+        mask_rcnn/ls_small_all_3x_ms     0.2
+        mask_rcnn/ls_medium_all_1x       0.2
+        mask_rcnn/ls_medium_all_3x_ms    0.3
+        mask_rcnn/ls_base_all_1x         0.3
+        mask_rcnn/ls_base_all_3x_ms      0.3
+        """,
+    ),
+    DropPaths(
+        "none: our own choice, that of vil_small in Mask R-CNN",
+        "DROP_PATH is our own choice",
+        """
+        retinanet/cvt_ls_13_1x     0.2
+        retinanet/cvt_ls_13_3x_ms  0.2
+        retinanet/cvt_ls_21_1x     0.2
+        retinanet/cvt_ls_21_3x_ms  0.2
+        mask_rcnn/cvt_ls_13_1x     0.2
+        mask_rcnn/cvt_ls_13_3x_ms  0.2
+        mask_rcnn/cvt_ls_21_1x     0.2
+        mask_rcnn/cvt_ls_21_3x_ms  0.2
+        """,
+    ),
+    DropPaths(
+        "LIT detection/configs/lit/*_lit_s_fpn_1x_coco.py and, of LIT-Ti, detection/mmdet/models/backbones/lit_ti.py",
+        "DROP_PATH: the official detection code",
+        """
+        retinanet/lit_ti_1x     0.1
+        retinanet/lit_ti_3x_ms  0.1
+        retinanet/lit_s_1x      0.2
+        retinanet/lit_s_3x_ms   0.2
+        mask_rcnn/lit_ti_1x     0.1
+        mask_rcnn/lit_ti_3x_ms  0.1
+        mask_rcnn/lit_s_1x      0.2
+        mask_rcnn/lit_s_3x_ms   0.2
+        """,
+    ),
+    DropPaths(
+        "LIT classification/code_for_lit_s_m_b/configs/lit-medium.yaml and lit-base.yaml",
+        "DROP_PATH: the official classification code",
+        """
+        retinanet/lit_m_1x     0.3
+        retinanet/lit_m_3x_ms  0.3
+        retinanet/lit_b_1x     0.5
+        retinanet/lit_b_3x_ms  0.5
+        mask_rcnn/lit_m_1x     0.3
+        mask_rcnn/lit_m_3x_ms  0.3
+        mask_rcnn/lit_b_1x     0.5
+        mask_rcnn/lit_b_3x_ms  0.5
+        """,
+    ),
+    DropPaths(
+        "LIT segmentation: mmseg/models/backbones/lit_ti.py and configs/lit/lit_s_fpn_r50_512x512_80k_ade20k.py",
+        "DROP_PATH: the official repository's",
+        """
+        semantic_fpn/lit_ti  0.1
+        semantic_fpn/lit_s   0.2
+        """,
+    ),
+    DropPaths(
+        "none: as mask_rcnn/vil_tiny_1x",
+        "otherwise as ../mask_rcnn/vil_tiny_1x.yaml",
+        """
+        projects/point_rend_vil_tiny_1x    0.05
+        projects/panoptic_fpn_vil_tiny_1x  0.05
+        """,
+    ),
+    DropPaths(
+        "none: as mask_rcnn/vil_small_3x_ms",
+        "DROP_PATH: the official repository's README, for 3x",
+        """
+        modern/mask_rcnn_vil_small          0.2
+        modern/cascade_mask_rcnn_vil_small  0.2
+        """,
+    ),
+    DropPaths(
+        "none: as vil_small by the same recipe",
+        "trained as vil_small",
+        """
+        modern/mask_rcnn_ls_small          0.2
+        modern/cascade_mask_rcnn_ls_small  0.2
+        """,
+    ),
+    DropPaths(
+        "LIT detection/configs/lit/mask_rcnn_lit_s_fpn_1x_coco.py",
+        "DROP_PATH: the official detection code",
+        """
+        modern/mask_rcnn_lit_s          0.2
+        modern/cascade_mask_rcnn_lit_s  0.2
+        """,
+    ),
+    DropPaths(
+        "none: our own runs, docs/performance.md",
+        "",
+        """
+        demo/cascade_mask_rcnn_vil_shapes  0.0
+        demo/mask_rcnn_cvt_shapes          0.0
+        demo/mask_rcnn_lit_shapes          0.0
+        demo/mask_rcnn_ls_shapes           0.0
+        demo/mask_rcnn_vil_shapes          0.0
+        demo/mask_rcnn_vil_shapes_modern   0.0
+        demo/retinanet_cvt_shapes          0.0
+        demo/retinanet_lit_shapes          0.0
+        demo/retinanet_ls_shapes           0.0
+        demo/retinanet_vil_shapes          0.0
+        demo/semantic_fpn_vil_shapes       0.0
+        """,
+    ),
+)
+
+_OFFSETS = [["*.patch_embed.offset.*", 0.01]]
+_OURS = "none: our own runs, docs/performance.md"
+_LSJ = "detectron2 configs/new_baselines/mask_rcnn_R_50_FPN_50ep_LSJ.py: these fractions of the run"
+# By key: a pattern of configs, the value, and the source. The first pattern that fits a config counts.
+VALUES = {
+    "SOLVER.WEIGHT_DECAY": (
+        ("demo/semantic_fpn_*", 1e-4, _OURS),
+        ("demo/*", 0.1, _OURS),
+        ("*/*lit_*", 1e-4, "LIT sections 4.3 and 4.4; optimizer of {detection,segmentation}/configs/lit"),
+        ("*/performer_from_partial_small_1x", 0.1, "ViL Table 10: the figure is the paper's alone"),
+        ("*", 0.05, "Detection README: 0.05 for all experiments"),
+    ),
+    "SOLVER.BASE_LR": (
+        ("demo/*", 1e-3, _OURS),
+        ("*mask_rcnn*lit_*", 2e-4, "LIT section 4.3; detection/configs/lit/mask_rcnn_lit_*_fpn_1x_coco.py"),
+        ("*/lit_*", 1e-4, "LIT sections 4.3 and 4.4; optimizer of {detection,segmentation}/configs/lit"),
+        ("*/vil_base_deep_*", 8e-5, "ViL Table 10, Base-D"),
+        ("*/ls_base_*", 8e-5, "none: as vil_base_deep"),
+        ("*", 1e-4, "ViL Table 10; SOLVER.BASE_LR in the Detection README's command"),
+    ),
+    "SOLVER.LR_MULTIPLIERS": (
+        ("demo/*_lit_shapes", _OFFSETS, _OURS),
+        ("*/*lit_*", _OFFSETS, "LIT section 4.1: 1e-5 for offsets, 1e-3 otherwise"),
+        ("*", [], "the Detection repository's YAML files: 1.0 for every part"),
+    ),
+    "SOLVER.IMS_PER_BATCH": (
+        ("demo/*", 8, _OURS),
+        ("*", 16, "ViL Table 10; LIT sections 4.3 and 4.4"),
+    ),
+    "SOLVER.OPTIMIZER": (("*", "ADAMW", "ViL A.2; LIT sections 4.3 and 4.4"),),
+    "SOLVER.LR_SCHEDULER_NAME": (
+        ("demo/semantic_fpn_*", "WarmupPolyLR", _OURS),
+        ("demo/*", "WarmupCosineLR", _OURS),
+        ("semantic_fpn/*", "WarmupPolyLR", "LIT section 4.4"),
+        ("*", "WarmupMultiStepLR", "ViL Table 10; LIT section 4.3"),
+    ),
+    "SOLVER.POLY_LR_POWER": (("*", 0.9, "LIT section 4.4"),),
+    "SOLVER.BASE_LR_END": (
+        ("semantic_fpn/*", 1e-6, "LIT segmentation/configs/_base_/schedules/schedule_80k.py: min_lr"),
+        ("*", 0.0, "detectron2's default, which other schedules do not read"),
+    ),
+    "SOLVER.GAMMA": (("*", 0.1, "detectron2's, as in the Detection repository, and mmdetection's, as in LIT"),),
+    "SOLVER.STEPS": (
+        ("*_1x", (60_000, 80_000), "ViL Table 10: 60k-80k-90k"),
+        ("*_3x_ms", (180_000, 240_000), "ViL Table 10: 180k-240k-270k"),
+        ("modern/*", (240_000, 260_000), _LSJ),
+        ("*", (30_000,), "detectron2's default, which other schedules do not read"),
+    ),
+    "SOLVER.MAX_ITER": (
+        ("*_1x", 90_000, "ViL Table 10: 60k-80k-90k"),
+        ("*_3x_ms", 270_000, "ViL Table 10: 180k-240k-270k"),
+        ("modern/*", 270_000, _LSJ),
+        ("semantic_fpn/*", 80_000, "LIT segmentation/configs/_base_/schedules/schedule_80k.py: max_iters"),
+        ("demo/retinanet_*", 320, _OURS),
+        ("demo/*mask_rcnn_*", 300, _OURS),
+        ("demo/semantic_fpn_*", 200, _OURS),
+    ),
+    "SOLVER.WARMUP_ITERS": (
+        ("demo/semantic_fpn_*", 20, _OURS),
+        ("demo/*", 50, _OURS),
+        ("semantic_fpn/*", 0, "LIT segmentation/configs/_base_/schedules/schedule_80k.py: no warmup"),
+        ("*/*lit_*", 500, "LIT detection/configs/_base_/schedules/schedule_1x.py: warmup_iters"),
+        ("*", 1000, "the Detection repository's YAML files"),
+    ),
+    "SOLVER.WARMUP_FACTOR": (
+        ("demo/semantic_fpn_*", 0.001, "detectron2's default"),
+        ("demo/*", 0.01, "as the detectors"),
+        ("semantic_fpn/*", 0.001, "detectron2's default, of no iterations"),
+        ("*/*lit_*", 0.001, "LIT detection/configs/_base_/schedules/schedule_1x.py: warmup_ratio"),
+        ("*", 0.01, "the Detection repository's YAML files"),
+    ),
+    "SOLVER.CLIP_GRADIENTS.ENABLED": (
+        ("semantic_fpn/*", False, "LIT segmentation/configs/lit: optimizer_config with grad_clip None"),
+        ("demo/semantic_fpn_*", False, "as semantic_fpn"),
+        ("*", True, "ViL A.2, Table 10"),
+    ),
+    "SOLVER.CLIP_GRADIENTS.CLIP_VALUE": (("*", 1.0, "ViL A.2, Table 10: global norm 1"),),
+    "INPUT.MIN_SIZE_TRAIN": (
+        ("*_1x", (800,), "ViL A.2; LIT section 4.3"),
+        ("*_3x_ms", (640, 672, 704, 736, 768, 800), "ViL A.2"),
+        ("semantic_fpn/*", (256, 1024), "LIT segmentation/configs/_base_/datasets/ade20k.py: 512, 0.5 to 2.0"),
+        ("demo/semantic_fpn_*", (96, 192), _OURS),
+        ("demo/*", (128,), _OURS),
+        ("modern/*", (800,), "none: INPUT.LSJ counts"),
+    ),
+    "SOLVER.CLIP_GRADIENTS.CLIP_TYPE": (
+        ("*semantic_fpn*", "value", "detectron2's default, not enabled"),
+        ("*", "full_model", "ViL A.2: the global norm"),
+    ),
+    "INPUT.FORMAT": (("*", "RGB", "the official repositories' image loaders"),),
+    "MODEL.PIXEL_MEAN": (("*", [123.675, 116.28, 103.53], "ImageNet's, of the pretrained weights"),),
+    "MODEL.PIXEL_STD": (("*", [58.395, 57.12, 57.375], "ImageNet's, of the pretrained weights"),),
+    "MODEL.BACKBONE.FREEZE_AT": (("*", 0, "the official repositories: nothing is frozen"),),
+    "TEST.EVAL_PERIOD": (
+        ("demo/*", 0, "detectron2's default: an evaluation at the end"),
+        ("modern/*", 0, "none: SOLVER.EPOCHS sets it"),
+        ("semantic_fpn/*", 8000, "LIT segmentation/configs/_base_/schedules/schedule_80k.py: interval"),
+        ("*", 7330, "an epoch of the 117,266 images of train2017 with annotations"),
+    ),
+    "INPUT.MAX_SIZE_TRAIN": (
+        ("semantic_fpn/*", 4096, "LIT segmentation/configs/_base_/datasets/ade20k.py: 2048, 0.5 to 2.0"),
+        ("demo/semantic_fpn_*", 384, _OURS),
+        ("*", 1333, "ViL A.2; LIT section 4.3"),
+    ),
+}
+
+
+def rates(group: DropPaths) -> dict[str, float]:
+    return {config: float(rate) for config, rate in (line.split() for line in group.rates.strip().splitlines())}
+
+
+DROP_PATH = {config: (rate, group) for group in DROP_PATHS for config, rate in rates(group).items()}
+
+
+@functools.cache
+def loaded(config: str) -> CfgNode:
+    return load_config(ROOT / f"configs/{config}.yaml")
+
+
+def comment_of(config: str) -> str:
+    lines = (ROOT / f"configs/{config}.yaml").read_text().splitlines()
+    return " ".join(line.lstrip("# ") for line in lines if line.startswith("#"))
+
+
+def test_every_config_is_in_the_table_once():
+    assert sum(len(rates(group)) for group in DROP_PATHS) == len(DROP_PATH)
+    assert sorted(DROP_PATH) == CONFIGS
+
+
+def test_stochastic_depth_is_that_of_its_source():
+    for config, (rate, group) in DROP_PATH.items():
+        assert loaded(config).MODEL.TRANSFORMER.DROP_PATH == rate, (config, group.source)
+        assert group.words in comment_of(config), config
+
+
+@pytest.mark.parametrize("key", VALUES)
+def test_values_are_those_of_their_sources(key):
+    used = set()
+    for config in CONFIGS:
+        pattern, value, source = next(row for row in VALUES[key] if fnmatchcase(config, row[0]))
+        used.add(pattern)
+        found = functools.reduce(getattr, key.split("."), loaded(config))
+        assert found == value, f"configs/{config}.yaml: {key}; {source}"
+    assert used == {pattern for pattern, *_ in VALUES[key]}
+
+
+def test_long_short_is_trained_as_vil():
+    """Every value of the solver and of the images, and stochastic depth."""
+    for config in (config for config in CONFIGS if "/ls_" in config):
+        vil = config.replace("_all", "").replace("/ls_medium", "/ls_medium_deep").replace("/ls_base", "/ls_base_deep")
+        ours, theirs = loaded(config), loaded(vil.replace("/ls_", "/vil_"))
+        assert ours.SOLVER == theirs.SOLVER and ours.INPUT == theirs.INPUT, config
+        assert ours.MODEL.TRANSFORMER.DROP_PATH == theirs.MODEL.TRANSFORMER.DROP_PATH, config

@@ -1,0 +1,374 @@
+"""Wrong input, killed processes and full disks: what the commands return, and which files are as they were.
+
+Each case runs a command in a folder of its own. A user's mistake ends with one ``error:`` line that names the file, key
+or value; no case may change a file that was there, or leave a temporary file or a lock.
+"""
+
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import time
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+import torch
+
+from projects_vil.data import write_shapes_dataset
+from tests.projects_vil.helpers import PATIENCE, ROOT, run_tool, small_config, start_tool
+from tests.selection import slow_except
+
+TRAIN = "train_net.py --config-file small.yaml"
+LONG = f"{TRAIN} SOLVER.MAX_ITER 4000 SOLVER.CHECKPOINT_PERIOD 1 SOLVER.CHECKPOINT_KEEP 2"
+RUN = "--config-file run/config.yaml --weights run/model_final.pth"
+PREDICT, EXPORT = f"predict.py {RUN} --output out", f"export_model.py {RUN} --output out"
+EXPORTED = "predict.py --config-file run/config.yaml --weights export/model.ts --input photos --output out"
+EVALUATE = "train_net.py --config-file run/config.yaml --eval-only MODEL.WEIGHTS run/model_final.pth"
+RESUME = "train_net.py --config-file run/config.yaml --resume"
+CHECK = "check_dataset.py own/annotations.json own/images"
+FINAL, SHAPES = "run/model_final.pth", "datasets/shapes/annotations/instances_train.json"
+# Files that a run writes, and those that a finished run writes again.
+OUTPUT = ("output", "output/*")
+RESUMED = tuple(f"run/{name}" for name in ("log.txt", "config.yaml", "metrics.json", "evaluation.json", "model_*.pth"))
+RESUMED += ("run/last_checkpoint", "run/events.*", "run/inference/*")
+FULL_DISK = 200_000
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command and its error.
+
+    Attributes:
+        corrupt: changes the folder before the command runs.
+        named: is in the error line, or in the output where the exit status is 0.
+        writes: patterns of files that the command may create or change.
+        when: for ``send``: the moment that has come.
+        send: a signal that the process gets then, or a function that is called.
+        limit: bytes of a file that the command can write, in place of a full disk.
+    """
+
+    command: str
+    corrupt: Callable[[Path], object] | None = None
+    named: str = ""
+    status: int = 1
+    writes: tuple[str, ...] = ()
+    when: Callable[[Path], object] | None = None
+    send: int | Callable[[int], None] | None = None
+    limit: int | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def needs_run(self) -> bool:
+        return bool(re.search(r"\b(run|export)/|report.py run", self.command))
+
+
+# -- corruptions of files ----------------------------------------------------------------------------------------------
+
+
+def write(name: str, content: str | bytes = "") -> Callable[[Path], object]:
+    data = content.encode() if isinstance(content, str) else content
+    return lambda folder: ((folder / name).parent.mkdir(exist_ok=True), (folder / name).write_bytes(data))
+
+
+def truncate(*patterns: str) -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        for path in (path for pattern in patterns for path in folder.glob(pattern)):
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+    return change
+
+
+def replace_by(pattern: str, make: Callable[[Path], object] | None) -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        for path in sorted(folder.glob(pattern)):
+            path.unlink()
+            if make is not None:
+                make(path)
+
+    return change
+
+
+def flip_bit(name: str) -> Callable[[Path], object]:
+    """Flip a bit of the first tensor in a zip archive."""
+
+    def change(folder: Path) -> None:
+        path = folder / name
+        content = bytearray(path.read_bytes())
+        with zipfile.ZipFile(path) as file:
+            entry = next(entry for entry in file.infolist() if entry.filename.endswith("/data/0"))
+            with file.open(entry) as stored:
+                start = stored._orig_compress_start
+        content[start] ^= 1
+        path.write_bytes(content)
+
+    return change
+
+
+def edit_checkpoint(change: Callable[[dict], object]) -> Callable[[Path], object]:
+    def rewrite(folder: Path) -> None:
+        contents = torch.load(folder / FINAL, weights_only=True)
+        change(contents)
+        torch.save(contents, folder / FINAL)
+
+    return rewrite
+
+
+def edit_annotations(change: Callable[[dict], object]) -> Callable[[Path], object]:
+    def rewrite(folder: Path) -> None:
+        content = json.loads((folder / SHAPES).read_text())
+        change(content)
+        (folder / SHAPES).write_text(json.dumps(content))
+
+    return rewrite
+
+
+def has_saved(folder: Path) -> bool:
+    return (folder / "output/last_checkpoint").exists()
+
+
+def kill_a_child(pid: int) -> None:
+    found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False).stdout.split()
+    os.kill(int(found[-1]), signal.SIGKILL)
+
+
+# -- the cases ---------------------------------------------------------------------------------------------------------
+
+VALUES = (
+    *("SOLVER.MAX_ITER many", "SOLVER.MAX_ITER 0", "SOLVER.IMS_PER_BATCH 0", "SOLVER.CHECKPOINT_PERIOD 0"),
+    *("SOLVER.BASE_LR -0.1", "SOLVER.OPTIMIZER ADAM", "SOLVER.LR_SCHEDULER_NAME Cosine", "SOLVER.ACCUMULATE 4"),
+    *("SOLVER.AMP.DTYPE half", "SOLVER.LAYER_DECAY 1.5", "MODEL.DEVICE tpu", "MODEL.META_ARCHITECTURE DETR"),
+    *(
+        "MODEL.PIXEL_STD [1.0,1.0]",
+        "MODEL.TRANSFORMER.NAME vil_tinny_rpb",
+    ),
+    *("MODEL.RETINANET.NUM_CLASSES 80", "INPUT.AUGMENTATION mosaic"),
+    *("INPUT.FORMAT HSV", "TEST.BEST_METRIC bbox/ap", "DATASETS.CHECK eror", "DATASETS.TRAIN ('shapes_trian',)"),
+    *("DATASETS.TRAIN ()", "OUTPUT_DIR small.yaml", "SOLVER.MAXITER 3"),
+)
+CASES = {
+    # Arguments and configs
+    **{f"value {value}": Case(f"{TRAIN} {value}", named=value.split()[0]) for value in VALUES},
+    "unused option of a backbone": Case(f"{TRAIN} MODEL.TRANSFORMER.RANK [8,8,8,8]", named="rank"),
+    "unknown attention backend": Case(f"{TRAIN} MODEL.TRANSFORMER.ATTENTION_BACKEND flash", named="flash"),
+    "missing weights": Case(f"{TRAIN} MODEL.WEIGHTS absent.pth", named="absent.pth", status=2),
+    "unknown argument": Case(f"{TRAIN} --resumee", named="--resumee", status=2),
+    "key without a value": Case(f"{TRAIN} SOLVER.MAX_ITER", named="SOLVER.MAX_ITER", status=2),
+    "no config": Case("train_net.py --config-file absent.yaml", named="absent.yaml", status=2),
+    "config that is not YAML": Case(
+        "train_net.py --config-file bad.yaml", write("bad.yaml", "SOLVER: [1\n"), "bad.yaml"
+    ),
+    "config that runs code": Case(
+        "train_net.py --config-file bad.yaml",
+        write("bad.yaml", "SOLVER: !!python/object/apply:os.system ['touch made']\n"),
+        "bad.yaml",
+    ),
+    "missing _BASE_": Case("train_net.py --config-file bad.yaml", write("bad.yaml", "_BASE_: absent.yaml\n"), "absent"),
+    "cyclic _BASE_": Case("train_net.py --config-file bad.yaml", write("bad.yaml", "_BASE_: bad.yaml\n"), "bad.yaml"),
+    "unknown format": Case(
+        "export_model.py --config-file small.yaml --output out --format onnxx", named="onnxx", status=2
+    ),
+    "unknown variant": Case("analyze_model.py --variants vil_tinny", named="vil_tinny"),
+    "too many processes": Case(f"{TRAIN} --num-gpus 999", named="999"),
+    "uneven batch": Case(f"{TRAIN} --num-gpus 2 SOLVER.IMS_PER_BATCH 3", named="SOLVER.IMS_PER_BATCH"),
+    "two machines without an address": Case(f"{TRAIN} --num-machines 2", named="dist-url"),
+    "torchrun without an address": Case(
+        TRAIN,
+        named="MASTER_ADDR",
+        environment={"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"},
+    ),
+    # Data
+    "annotations that break off": Case(CHECK, truncate("own/annotations.json"), "own/annotations.json"),
+    "annotations that are a list": Case(CHECK, write("own/annotations.json", "[]"), "own/annotations.json"),
+    "fix over a file": Case(f"{CHECK} --fix small.yaml", named="small.yaml"),
+    "boxes of NaN": Case(
+        TRAIN,
+        edit_annotations(lambda c: c["annotations"][0].update(bbox=[math.nan] * 4)),
+        "instances_train.json",
+        writes=("output", "output/log.txt"),
+    ),
+    "no objects": Case(
+        TRAIN,
+        edit_annotations(lambda c: c.update(annotations=[])),
+        "instances_train",
+        writes=("output", "output/log.txt"),
+    ),
+    "images that are gone": Case(
+        TRAIN, replace_by("datasets/shapes/train/*.jpg", None), ".jpg", writes=("output", "output/log.txt")
+    ),
+    "images that are pipes": Case(
+        TRAIN, replace_by("datasets/shapes/train/*1.jpg", os.mkfifo), ".jpg", writes=("output", "output/log.txt")
+    ),
+    "images that break off": Case(
+        f"{TRAIN} DATALOADER.NUM_WORKERS 1", truncate("datasets/shapes/train/*.jpg"), ".jpg", writes=OUTPUT
+    ),
+    "shapes over other files": Case("make_shapes_dataset.py own --overwrite", named="own"),
+    "subset over its source": Case(
+        "make_coco_subset.py own/annotations.json own/annotations.json", named="annotations"
+    ),
+    # Weights and runs
+    **{
+        f"weights with a flipped bit, {name}": Case(command, flip_bit(FINAL), FINAL)
+        for name, command in {
+            "training": f"{TRAIN} MODEL.WEIGHTS {FINAL}",
+            "evaluation": EVALUATE,
+            "prediction": f"{PREDICT} --input photos",
+            "export": EXPORT,
+        }.items()
+    },
+    "weights that are text": Case(f"{TRAIN} MODEL.WEIGHTS small.yaml", named="small.yaml"),
+    "weights that break off": Case(f"{TRAIN} MODEL.WEIGHTS {FINAL}", truncate(FINAL), FINAL),
+    "weights of NaN": Case(
+        EVALUATE, edit_checkpoint(lambda c: c["model"]["head.cls_score.bias"].fill_(math.nan)), "head.cls_score.bias"
+    ),
+    "weights without a head": Case(
+        EVALUATE, edit_checkpoint(lambda c: c["model"].pop("head.cls_score.bias")), "head.cls_score.bias"
+    ),
+    "weights of another variant": Case(
+        f"{TRAIN} MODEL.WEIGHTS {FINAL} MODEL.TRANSFORMER.NAME vil_tiny_1_1_9_1_rpb", named="vil_tiny_1_1_9_1_rpb"
+    ),
+    "another order of channels": Case(f"{EVALUATE} INPUT.FORMAT BGR", named="INPUT.FORMAT"),
+    "conversion of another file": Case(f"convert_checkpoint.py {FINAL} out.pth --model vil_tiny_rpb", named=FINAL),
+    "training over another run": Case("train_net.py --config-file run/config.yaml", named="OVERWRITE_OUTPUT_DIR"),
+    "another optimizer": Case(f"{RESUME} SOLVER.OPTIMIZER SGD SOLVER.MAX_ITER 6", named="SOLVER"),
+    "another variant": Case(f"{RESUME} MODEL.TRANSFORMER.NAME vil_tiny_1_1_9_1_rpb", named="vil_tiny_1_1_9_1_rpb"),
+    "no whole checkpoint": Case(RESUME, truncate("run/*.pth"), "run", writes=("run/log.txt",)),
+    "empty last_checkpoint": Case(RESUME, write("run/last_checkpoint"), "last_checkpoint", status=0, writes=RESUMED),
+    "newest checkpoint breaks off": Case(RESUME, truncate(FINAL), FINAL, status=0, writes=RESUMED),
+    "metrics.json breaks off": Case(
+        f"{RESUME} SOLVER.MAX_ITER 5", write("run/metrics.json", '{"iteration": 1}\n{"iter'), status=0, writes=RESUMED
+    ),
+    "report of another folder": Case("report.py own", named="own"),
+    # Prediction and exports
+    "image that is text": Case(
+        f"{PREDICT} --input photos", write("photos/b.jpg", "text"), "b.jpg", status=2, writes=("out", "out/*")
+    ),
+    "image that is a pipe": Case(
+        f"{PREDICT} --input photos", replace_by("photos/b.jpg", os.mkfifo), "b.jpg", status=2, writes=("out", "out/*")
+    ),
+    "video that is text": Case(
+        f"{PREDICT} --input a.avi", write("a.avi", "text"), "a.avi", status=2, writes=("out", "out/*")
+    ),
+    "no images": Case(f"{PREDICT} --input empty", lambda folder: (folder / "empty").mkdir(), "empty"),
+    "output in the input": Case(f"predict.py {RUN} --input photos --output photos", named="photos"),
+    "annotations of other images": Case(
+        f"{PREDICT} --input photos --annotations own/annotations.json", named="own/annotations.json"
+    ),
+    "export that breaks off": Case(EXPORTED, truncate("export/model.ts"), "export/model.ts"),
+    "export with a flipped bit": Case(EXPORTED, flip_bit("export/model.ts"), "export/model.ts"),
+    "export without metadata": Case(EXPORTED, replace_by("export/*.metadata.json", None), "metadata.json"),
+    "export with other metadata": Case(EXPORTED, write("export/model.ts.metadata.json", "{}"), "metadata.json"),
+    "export with another threshold": Case(
+        f"{EXPORTED} MODEL.RETINANET.SCORE_THRESH_TEST 0.9", named="SCORE_THRESH_TEST"
+    ),
+    "int8 in a format without it": Case(f"{EXPORT} --precision int8", named="int8"),
+    "export of a segmentor": Case(
+        "export_model.py --config-file configs/demo/semantic_fpn_vil_shapes.yaml --weights small.yaml --output out",
+        named="SemanticSegmentor",
+    ),
+    # Disks and signals
+    "full disk, checkpoint": Case(TRAIN, named="model", writes=OUTPUT, limit=FULL_DISK),
+    "full disk, export": Case(EXPORT, named="out", writes=("out",), limit=FULL_DISK),
+    "full disk, predictions": Case(f"{PREDICT} --input photos", named="out", writes=("out", "out/*"), limit=500),
+    "full disk, report": Case("report.py run", named="report.html", limit=FULL_DISK),
+    "full disk, fixed annotations": Case(f"{CHECK} --fix clean.json", named="clean.json", limit=500),
+    "export into a file": Case(f"export_model.py {RUN} --output small.yaml", named="small.yaml"),
+    **{
+        f"{number.name} in training": Case(LONG, None, number.name, 128 + number, OUTPUT, has_saved, number)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    },
+    "SIGTERM at the start": Case(
+        LONG, None, "SIGTERM", 143, OUTPUT, lambda folder: (folder / "output").exists(), signal.SIGTERM
+    ),
+    "SIGTERM in a prediction": Case(
+        f"{PREDICT} --input datasets",
+        None,
+        "SIGTERM",
+        143,
+        ("out", "out/drawings", "out/drawings/*"),
+        lambda folder: list(folder.glob("out/drawings/*")),
+        signal.SIGTERM,
+    ),
+    "SIGHUP in an export": Case(
+        EXPORT, None, "SIGHUP", 129, ("out",), lambda folder: list(folder.glob("out/.*")), signal.SIGHUP
+    ),
+    "killed loading process": Case(f"{LONG} DATALOADER.NUM_WORKERS 1", None, "", 1, OUTPUT, has_saved, kill_a_child),
+}
+FAST = [
+    name for name, case in CASES.items() if not (case.needs_run or case.send or case.limit or OUTPUT[1] in case.writes)
+]
+
+
+def make_folder(folder: Path) -> None:
+    """Fill a folder with data, two configs, a run of seconds and its export."""
+    training = ["MODEL.TRANSFORMER.NAME", "vil_tiny_1_1_3_1_rpb", "OUTPUT_DIR", "output", "SEED", "5"]
+    training += ["SOLVER.IMS_PER_BATCH", "2", "SOLVER.MAX_ITER", "4", "SOLVER.CHECKPOINT_PERIOD", "2"]
+    training += ["SOLVER.WARMUP_ITERS", "0", "INPUT.MIN_SIZE_TRAIN", "(48,)", "MODEL.DEVICE", "cpu"]
+    (folder / "small.yaml").write_text(small_config("retinanet", *training).dump())
+    (folder / "configs").symlink_to(ROOT / "configs")
+    shapes = folder / "datasets/shapes"
+    write_shapes_dataset(shapes, num_train=16, num_val=8, short_side=64)
+    shutil.copytree(shapes / "val", folder / "own/images")
+    shutil.copy(shapes / "annotations/instances_val.json", folder / "own/annotations.json")
+    (folder / "photos").mkdir()
+    for name, path in zip("ab", sorted((shapes / "val").iterdir()), strict=False):
+        shutil.copy(path, folder / f"photos/{name}.jpg")
+
+
+def make_folder_with_run(folder: Path) -> None:
+    make_folder(folder)
+    export = ["--config-file", "run/config.yaml", "--weights", FINAL, "--output", "export"]
+    for name, *arguments in (
+        ("train_net.py", "--config-file", "small.yaml", "OUTPUT_DIR", "run"),
+        ("export_model.py", *export),
+    ):
+        result = run_tool(name, *arguments, datasets_root=folder / "datasets", root=folder)
+        assert result.returncode == 0, result.stderr
+
+
+def contents_of(folder: Path) -> dict[str, bytes | str]:
+    """Return the bytes of every file below a folder, and what is not a file, by its path."""
+    found: dict[str, bytes | str] = {}
+    for path in folder.rglob("*"):
+        is_plain = path.is_file() and not path.is_symlink()
+        found[str(path.relative_to(folder))] = path.read_bytes() if is_plain else "not a file"
+    return found
+
+
+@pytest.mark.parametrize("name", slow_except(CASES, FAST))
+def test_an_error_is_one_line_and_leaves_files_as_they_were(name, made_once, tmp_path):
+    case, folder, logs = CASES[name], tmp_path / "folder", tmp_path / "logs"
+    template = ("error_cases_with_run", make_folder_with_run) if case.needs_run else ("error_cases", make_folder)
+    shutil.copytree(made_once(*template), folder, symlinks=True)
+    logs.mkdir()
+    if case.corrupt is not None:
+        case.corrupt(folder)
+    before = contents_of(folder)
+    tool, *arguments = shlex.split(case.command)
+    options = {"datasets_root": folder / "datasets", "root": folder, "environment": case.environment}
+    process = start_tool(tool, *arguments, folder=logs, file_size=case.limit, **options)
+    if case.send is not None:
+        deadline = time.monotonic() + PATIENCE
+        while not case.when(folder) and process.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.kill(process.pid, case.send) if isinstance(case.send, int) else case.send(process.pid)
+    process.join(PATIENCE)
+    output = "".join((logs / stream).read_text(errors="replace") for stream in ("stdout", "stderr"))
+    assert process.exitcode == case.status, output
+    assert "Traceback" not in output
+    last = output.splitlines()[-1]
+    assert case.named in (last if case.status in (1, 2) and not case.send else output), output
+    if case.status == 1 and not case.send:
+        assert last.startswith("error: "), output
+    after = contents_of(folder)
+    changed = {path for path in {*before, *after} if before.get(path) != after.get(path)}
+    unexpected = {path for path in changed if not any(fnmatch(path, pattern) for pattern in case.writes)}
+    assert not unexpected
+    assert not [path for path in after if path not in before and Path(path).name.startswith(".")]

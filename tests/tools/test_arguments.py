@@ -1,0 +1,308 @@
+"""The arguments that the tools share, and how a tool ends."""
+
+import itertools
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from detectron2.engine import default_argument_parser
+
+from arguments import (
+    SECTIONS,
+    ConfigToolParser,
+    ToolParser,
+    add_training_arguments,
+    config_of,
+    existing_path,
+    output_file,
+    run_tool,
+)
+from backbones import ConfigError, create_backbone
+from projects_vil.config import default_config
+from tests.projects_vil.helpers import CONFIGS, ROOT
+
+FILE = ["--config-file", str(CONFIGS["retinanet"])]
+PAIRS = ["SOLVER.BASE_LR", "-1e-3", "SOLVER.STEPS", "(3, 5)"]
+TOOLS = sorted({path.name for path in (ROOT / "tools").glob("*.py")} - {"arguments.py"})
+
+
+# -- start-up --------------------------------------------------------------------------------------
+
+# A misspelt path where an existing one belongs, for each tool that reads one.
+ABSENT = {
+    "analyze_model.py": "--config-file absent",
+    "benchmark.py": "--models vil_tiny_rpb MODEL.WEIGHTS absent",
+    "check_dataset.py": "absent absent",
+    "convert_checkpoint.py": "absent out.pth --model vil_tiny",
+    "export_model.py": f"{' '.join(FILE)} --output out --weights absent",
+    "lazyconfig_train_net.py": "--config-file absent",
+    "make_coco_subset.py": "absent out.json",
+    "plan_schedule.py": "--config-file absent --epochs 3",
+    "predict.py": f"{' '.join(FILE)} --input absent --output out",
+    "report.py": "absent",
+    "slim_checkpoint.py": "absent out.pth",
+    "timm_run.py": "absent",
+    "train_net.py": "--config-file absent",
+    "visualize.py": "results --run absent",
+}
+# Runs a tool as Python does, and adds what it has imported.
+_RUN = """
+import runpy, sys
+sys.argv, sys.path[0] = sys.argv[1:], {tools!r}
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as end:
+    status = end.code
+print("\\n", status or 0, "torch" in sys.modules, "detectron2" in sys.modules)
+"""
+
+
+def start(name: str, arguments: str) -> tuple[list[str], str, str]:
+    """Exit status and whether torch and detectron2 were imported, then stdout and stderr."""
+    code = _RUN.format(tools=str(ROOT / "tools"))
+    command = [sys.executable, "-c", code, str(ROOT / "tools" / name), *arguments.split()]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
+    out, _, facts = result.stdout.rstrip().rpartition("\n")
+    return facts.split(), out, result.stderr
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_help_and_mistakes_need_no_torch(name):
+    facts, out, _ = start(name, "--help")
+    assert facts == ["0", "False", "False"]
+    assert "example" in out.lower() and f"python tools/{name}" in out
+    facts, _, err = start(name, "--bogus")
+    assert facts == ["2", "False", "False"] and err.splitlines()[-1].count("error: ") == 1
+    if name in ABSENT:
+        facts, _, err = start(name, ABSENT[name])
+        assert facts == ["2", "False", "False"]
+        assert err.startswith("error: ") and "absent" in err and err.count("\n") == 1
+
+
+def test_training_has_detectron2s_arguments():
+    parser = ToolParser("Train.")
+    add_training_arguments(parser)
+    ours, theirs = (
+        {action.dest: (action.option_strings, action.default, action.nargs) for action in found._actions}
+        for found in (parser, default_argument_parser())
+    )
+    assert theirs.pop("opts")[0] == [] and ours == theirs
+
+
+def test_copied_lists_are_complete():
+    """The tools have choices written out, since the packages that define them import torch."""
+    import benchmark
+    import export_model
+    import make_shapes_dataset
+
+    from projects_vil import analysis, data, export
+
+    # Some versions of detectron2 have more keys than others.
+    assert default_config().keys() <= SECTIONS
+    assert (benchmark.MODELS, set(benchmark.DTYPES)) == (tuple(analysis.MEASURED_PARTS), set(analysis.DTYPES))
+    assert export_model.FORMATS == tuple(export.FORMATS) and export_model.PRECISIONS == tuple(export.PRECISIONS)
+    assert make_shapes_dataset.TASKS == tuple(data.SHAPES_TASKS)
+
+
+# -- overrides -------------------------------------------------------------------------------------
+
+
+def parser(**options) -> ConfigToolParser:
+    tool = ConfigToolParser("Do a thing.", weights=True, **options)
+    tool.add_argument("--flag", action="store_true")
+    tool.add_argument("--images", nargs="+", default=[])
+    tool.add_argument("--size", nargs=2, type=int)
+    return tool
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations([FILE, PAIRS, ["--flag", "--size", "4", "5"]])))
+@pytest.mark.parametrize("word", [[], ["--opts"]])
+def test_pairs_in_any_position(order, word):
+    tokens = [token for part in order for token in ([*word, *part] if part is PAIRS else part)]
+    args = parser().parse_args(tokens)
+    assert args.opts == PAIRS and args.config_file == FILE[1] and args.flag and args.size == [4, 5]
+
+
+def test_pairs_next_to_lists_files_and_abbreviations(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "TEST.JPG").write_text("")
+    files = ["a.jpg", "DSC_01.JPG", "TEST.JPG"]
+    args = parser().parse_args(["SEED", "1", "--conf", FILE[1], "--images", *files, *PAIRS, "--opts", "SEED", "2"])
+    assert args.images == files and args.opts == ["SEED", "1", *PAIRS, "SEED", "2"]
+    assert parser().parse_args(FILE).opts == []
+
+
+def test_short_forms_are_their_keys(tmp_path):
+    weights = str(tmp_path / "a.pth")
+    (tmp_path / "a.pth").touch()
+    args = parser().parse_args([*FILE, "--weights", weights, "--device", "cpu", "SEED", "1", "MODEL.DEVICE", "cpu"])
+    assert args.opts == ["SEED", "1", "MODEL.DEVICE", "cpu", "MODEL.WEIGHTS", weights, "MODEL.DEVICE", "cpu"]
+    cfg = config_of(args)
+    assert (cfg.MODEL.WEIGHTS, cfg.MODEL.DEVICE, cfg.SEED) == (weights, "cpu", 1)
+    url = "detectron2://ImageNetPretrained/MSRA/R-50.pkl"
+    assert parser().parse_args([*FILE, "--weights", url]).opts == ["MODEL.WEIGHTS", url]
+
+
+@pytest.mark.parametrize(
+    "tokens, names",
+    [
+        ([*FILE, "--flagg"], ["--flagg", "'--flag'"]),
+        ([*FILE, "MODLE.DEVICE", "cpu"], ["MODLE.DEVICE"]),
+        ([*FILE, "SEED=3"], ["SEED 3"]),
+        (["SEED", *FILE], ["SEED"]),
+        ([*FILE, "SEED"], ["SEED"]),
+        ([*FILE, "--size", "4"], ["--size"]),
+        ([*FILE, "MODEL.DEVICE", "cuda", "--device", "cpu"], ["--device cpu", "MODEL.DEVICE cuda"]),
+        ([*FILE, "--weights", "absent.pth"], ["absent.pth"]),
+        (["--config-file", "absent.yaml"], ["--config-file", "absent.yaml"]),
+        ([*FILE, "--json", FILE[1]], ["--json"]),
+        ([*FILE, "--json", "absent/counts.json"], ["--json", "absent"]),
+        ([*FILE, "--json", str(ROOT)], ["--json", str(ROOT)]),
+    ],
+)
+def test_a_wrong_argument_is_one_line(capsys, tokens, names):
+    tool = parser()
+    tool.add_argument("--json", type=output_file)
+    with pytest.raises(SystemExit) as caught:
+        tool.parse_args(tokens)
+    err = capsys.readouterr().err
+    assert caught.value.code == 2 and err.startswith("error: ") and err.count("\n") == 1
+    assert all(name in err for name in names)
+
+
+def test_subcommands_take_overrides():
+    tool = ToolParser("Do a thing.")
+    command = tool.add_subparsers(parser_class=ConfigToolParser).add_parser("this", description="Do.", devices=())
+    command.add_argument("image", type=existing_path)
+    args = tool.parse_args(["this", "SEED", "1", FILE[1], *FILE])
+    assert (args.opts, args.image, args.config_file, args.devices) == (["SEED", "1"], FILE[1], FILE[1], ())
+
+
+# -- how a tool ends -------------------------------------------------------------------------------
+
+
+def exit_status_and_line(main, capsys) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as caught:
+        run_tool(main)
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    return caught.value.code, err
+
+
+def fail(rank: int, error: Exception) -> None:
+    raise error
+
+
+def killed(message: str, status: int) -> Exception:
+    error = RuntimeError(message)
+    error.exit_status = status
+    return error
+
+
+class Failing(torch.utils.data.Dataset):
+    """Its one item raises an exception, or kills the process."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error = error
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int):
+        if self.error is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise self.error
+
+
+def load(error: Exception | None) -> None:
+    list(torch.utils.data.DataLoader(Failing(error), num_workers=1))
+
+
+def train(function, *args) -> None:
+    torch.multiprocessing.start_processes(function, args, nprocs=1, start_method="fork")
+
+
+@pytest.mark.parametrize(
+    "main, status, name",
+    [
+        (lambda: fail(0, ConfigError("7.jpg is broken")), 1, "error: 7.jpg is broken\n"),
+        (lambda: load(ConfigError("7.jpg is broken")), 1, "error: 7.jpg is broken\n"),
+        (lambda: train(fail, ConfigError("7.jpg is broken")), 1, "error: 7.jpg is broken\n"),
+        (lambda: open("/no_folder/file"), 1, "/no_folder/file"),
+        (lambda: fail(0, OSError(28, "No space left on device")), 1, "No space left"),
+        (lambda: create_backbone("vil_tiny", drop_path=0.1), 1, "drop_path"),
+        (lambda: load(None), 1, "DATALOADER.NUM_WORKERS"),
+        (lambda: fail(0, killed("process 1 was killed by SIGKILL", 137)), 137, "SIGKILL"),
+        (lambda: fail(0, KeyboardInterrupt()), 130, "interrupted"),
+        (lambda: signal.raise_signal(signal.SIGTERM), 143, "SIGTERM"),
+        (lambda: signal.raise_signal(signal.SIGHUP), 129, "SIGHUP"),
+    ],
+)
+def test_what_a_user_can_change_ends_in_one_line(capsys, main, status, name):
+    # As in a shell, whatever started the tests (nohup, for one) ignores.
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        code, line = exit_status_and_line(main, capsys)
+        assert code == status and name in line
+        assert {number: signal.getsignal(number) for number in before} == dict.fromkeys(before, signal.SIG_DFL)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_an_ignored_signal_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        run_tool(lambda: signal.raise_signal(signal.SIGHUP))
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_bugs_keep_their_traceback():
+    for main, error in (
+        (lambda: 1 / 0, ZeroDivisionError),
+        (lambda: {}["key"], KeyError),
+        (lambda: train(fail, KeyError("key")), torch.multiprocessing.ProcessRaisedException),
+    ):
+        with pytest.raises(error):
+            run_tool(main)
+
+
+def test_an_argument_that_a_function_names_is_shown_as_its_flag(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["tool.py", "--img-size", "7"])
+    code, line = exit_status_and_line(lambda: fail(0, ConfigError("img_size is 7: too small")), capsys)
+    assert (code, line) == (1, "error: --img-size is 7: too small\n")
+    assert (
+        exit_status_and_line(lambda: fail(0, ConfigError("size: too small")), capsys)[1] == "error: size: too small\n"
+    )
+
+
+def test_log_records_go_to_stderr_while_a_tool_runs(capsys, monkeypatch):
+    monkeypatch.setattr(logging.getLogger(), "level", logging.INFO)
+
+    def main():
+        print("fine")
+        for name in ("projects_vil.config.device", "fvcore.common"):
+            for level in (logging.DEBUG, logging.INFO, logging.WARNING):
+                logging.getLogger(name).log(level, "%s %d", name, level)
+
+    run_tool(main)
+    lines = ["projects_vil.config.device 20", "warning: projects_vil.config.device 30", "warning: fvcore.common 30"]
+    assert capsys.readouterr() == ("fine\n", "\n".join(lines) + "\n")
+    run_tool(lambda: logging.getLogger("projects_vil").warning("unseen"), log=False)
+    logging.getLogger("projects_vil").info("after the tool")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_json_is_written(tmp_path):
+    from arguments import write_json
+
+    write_json(str(tmp_path / "a.json"), {"AP": 1.5})
+    write_json(None, {})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"AP": 1.5} and len(list(tmp_path.iterdir())) == 1

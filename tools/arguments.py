@@ -1,0 +1,328 @@
+"""The arguments that the tools share, and how a tool ends.
+
+Nothing here imports PyTorch: a tool parses its arguments first and imports what it works with in ``main``, so that
+``--help``, an unknown argument and a misspelt path answer at once.
+"""
+
+import argparse
+import errno
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from backbones.errors import ConfigError, closest, system_error_of
+
+if TYPE_CHECKING:
+    from detectron2.config import CfgNode
+
+DEVICES = ("cpu", "cuda")
+# Arguments that stand for a config key.
+SHORT_FORMS = {"weights": "MODEL.WEIGHTS", "device": "MODEL.DEVICE"}
+# The first parts of all config keys.
+SECTIONS = frozenset(
+    (
+        *("CUDNN_BENCHMARK", "DATALOADER", "DATASETS", "FLOAT32_PRECISION", "GLOBAL", "INPUT", "LOGGING", "MODEL"),
+        *("OUTPUT_DIR", "OVERWRITE_OUTPUT_DIR", "SEED", "SOLVER", "TEST", "VERSION", "VIS_PERIOD"),
+    )
+)
+# The beginning of the last line of a traceback that comes as text from another process.
+_REMOTE = f"{ConfigError.__module__}.{ConfigError.__qualname__}: "
+
+
+# Types of arguments --------------------------------------------------------------------------------------------------
+
+
+def existing_path(text: str) -> str:
+    """Return a path of a file or folder that is there, or a URL; an argparse type."""
+    if "://" not in text and not Path(text).exists():
+        raise argparse.ArgumentTypeError(f"there is no file {text}")
+    return text
+
+
+def output_file(text: str) -> str:
+    """Return a path at which a file can be written; an argparse type."""
+    path = Path(text).absolute()
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: there is no folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} cannot be written")
+    return text
+
+
+def positive(text: str) -> int:
+    """Return a whole number of at least 1; an argparse type."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of 1 or more")
+    return int(text)
+
+
+# Parsers -------------------------------------------------------------------------------------------------------------
+
+
+class ToolParser(argparse.ArgumentParser):
+    """A parser whose help is a tool's docstring, and whose errors are one line with exit status 2.
+
+    Args:
+        description: the tool's docstring, with an example.
+    """
+
+    def __init__(self, description: str | None, **options: Any) -> None:
+        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            known = SECTIONS.union(self._option_string_actions)
+            self.error(f"unknown argument {unknown[0]}{closest(unknown[0], known)}")
+        json_path = getattr(parsed, "json", None)
+        if json_path and any(value == json_path for name, value in vars(parsed).items() if name != "json"):
+            self.error(f"argument --json: {json_path} is another file of this command")
+        return parsed
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message} (--help lists all arguments)\n")
+
+
+class ConfigToolParser(ToolParser):
+    """The parser of a tool that takes config keys: ``KEY VALUE`` pairs, bare or after ``--opts``, in any position.
+
+    ``args.opts`` has all pairs after parsing, also those of ``--weights`` and ``--device``, which are short forms of
+    ``MODEL.WEIGHTS`` and ``MODEL.DEVICE``.
+
+    Args:
+        description: the tool's docstring, with an example.
+        config_file: whether ``--config-file FILE`` is added.
+        config_required: whether it must be given.
+        weights: whether ``--weights FILE`` is added.
+        devices: types of device on which the tool can run a model; ``--device`` is added where there is any.
+    """
+
+    def __init__(
+        self,
+        description: str | None,
+        *,
+        config_file: bool = True,
+        config_required: bool = True,
+        weights: bool = False,
+        devices: Sequence[str] = DEVICES,
+        **options: Any,
+    ) -> None:
+        epilog = "KEY VALUE pairs override config keys; they stand in any position, bare or after --opts."
+        super().__init__(description, epilog=epilog, **options)
+        self.set_defaults(devices=tuple(devices))
+        if config_file:
+            self.add_argument(
+                "--config-file",
+                required=config_required,
+                type=existing_path,
+                metavar="FILE",
+                help="config of the model",
+            )
+        if weights:
+            self.add_argument("--weights", metavar="FILE", help="short for MODEL.WEIGHTS: checkpoint or exported model")
+        if devices:
+            self.add_argument("--device", metavar="DEVICE", help=f"short for MODEL.DEVICE: {' or '.join(devices)}")
+
+    def parse_known_args(
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        words, overrides = self._split(sys.argv[1:] if args is None else args)
+        parsed, unknown = super().parse_known_args(words, namespace)
+        typed = dict(zip(overrides[::2], overrides[1::2], strict=True))
+        for name, key in SHORT_FORMS.items():
+            value = getattr(parsed, name, None)
+            if value is None:
+                continue
+            if typed.get(key, value) != value:
+                self.error(f"--{name} {value} and {key} {typed[key]} are the same setting: leave one out")
+            overrides += [key, value]
+            typed[key] = value
+        try:
+            existing_path(typed.get("MODEL.WEIGHTS") or "://")
+        except argparse.ArgumentTypeError as error:
+            self.error(f"MODEL.WEIGHTS: {error}")
+        parsed.opts = overrides
+        return parsed, unknown
+
+    def _split(self, words: Sequence[str]) -> tuple[list[str], list[str]]:
+        """Return the tool's own arguments, and keys and values."""
+        arguments: list[str] = []
+        overrides: list[str] = []
+        left = iter(words)
+        for word in left:
+            action = self._option_string_actions.get(arguments[-1]) if arguments else None
+            is_value = action is not None and action.nargs is None
+            if word == "--opts":
+                continue
+            if is_value or word.partition("=")[0].partition(".")[0] not in SECTIONS or Path(word).is_file():
+                arguments.append(word)
+                continue
+            value = next(left, None)
+            if "=" in word:
+                self.error(f"the override {word} is one word: write {word.replace('=', ' ', 1)}")
+            if value is None or value.startswith("--"):
+                self.error(f"the override {word} has no value")
+            overrides += [word, value]
+        return arguments, overrides
+
+
+def add_training_arguments(parser: ToolParser) -> None:
+    """Add the arguments of detectron2's ``default_argument_parser``, except for its overrides."""
+    parser.add_argument(
+        "--config-file", default="", required=True, type=existing_path, metavar="FILE", help="config of the run"
+    )
+    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in the output folder")
+    parser.add_argument("--eval-only", action="store_true", help="evaluate the weights of the config, do not train")
+    parser.add_argument(
+        "--num-gpus",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes on this machine: one for each GPU, or that many on the CPU where the device is cpu",
+    )
+    parser.add_argument("--num-machines", type=int, default=1, metavar="N", help="number of machines")
+    parser.add_argument("--machine-rank", type=int, default=0, metavar="R", help="rank of this machine, from 0")
+    # As in detectron2, a port of each user's own.
+    user = os.getuid() if sys.platform != "win32" else 1
+    parser.add_argument(
+        "--dist-url",
+        default=f"tcp://127.0.0.1:{2**15 + 2**14 + hash(user) % 2**14}",
+        metavar="URL",
+        help="tcp://HOST:PORT of the first machine, the same on all machines",
+    )
+
+
+def config_of(args: argparse.Namespace) -> "CfgNode":
+    """Return the config that a tool was given, on a device that is available.
+
+    Args:
+        args: parsed by a :class:`ConfigToolParser`.
+
+    Raises:
+        ConfigError: as ``load_config``, and for a device that was asked for and is not available.
+    """
+    from projects_vil.config import choose_device, load_config
+
+    cfg = load_config(args.config_file, args.opts)
+    if not args.devices:
+        return cfg
+    return choose_device(cfg, devices=args.devices, requested=SHORT_FORMS["device"] in args.opts[::2])
+
+
+# How a tool ends -----------------------------------------------------------------------------------------------------
+
+
+def write_json(path: str | None, content: object) -> None:
+    """Write ``content`` where ``--json`` asked for it."""
+    if path:
+        Path(path).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def run_tool(main: Callable[[], None], *, log: bool = True) -> None:
+    """Call ``main``, and end the process in one line where its user can do something about the reason.
+
+    A :class:`ConfigError`, also one from a child process, an ``OSError`` and a killed child process become ``error:
+    ...`` on stderr and exit status 1 (a training process that was killed: its status), Ctrl-C has the status 130,
+    SIGTERM and SIGHUP 128 + their number, after ``finally`` clauses have removed temporary files. Any other exception
+    keeps its traceback.
+
+    Args:
+        main: the tool's main function.
+        log: whether this project's log records and others' warnings go to stderr; a training run logs by itself.
+    """
+    try:
+        with _exit_on_signals(), _log_to_stderr(enabled=log):
+            main()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+    except SystemExit as end:
+        if isinstance(end.code, int) and end.code > 128:
+            print(f"ended by {signal.Signals(end.code - 128).name}", file=sys.stderr)
+        raise
+    except Exception as error:
+        reason = _explain(error)
+        if reason is None:
+            raise
+        print(f"error: {reason[0]}", file=sys.stderr)
+        sys.exit(reason[1])
+
+
+def _explain(error: Exception) -> tuple[str, int] | None:
+    """Return the line and the exit status for an exception that is not a bug; None for one that is."""
+    lines = str(error).strip().splitlines()
+    if isinstance(error, ConfigError) or (lines and lines[-1].startswith(_REMOTE)):
+        return _with_flag(lines[-1].removeprefix(_REMOTE)), 1
+    if hasattr(error, "exit_status"):
+        return lines[-1], error.exit_status
+    if lines and lines[-1].startswith("DataLoader worker"):
+        # torch's message where one was killed.
+        return f"{lines[-1].strip()} Often memory is short: lower DATALOADER.NUM_WORKERS", 1
+    cause = system_error_of(error)
+    if cause is None or (cause is not error and cause.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)):
+        return None
+    return f"{cause.filename}: {cause.strerror}" if cause.filename and cause.strerror else " ".join(lines), 1
+
+
+def _with_flag(message: str) -> str:
+    """Write an argument that a function names at the beginning as its flag, where that was typed: size -> --size."""
+    name = message.split(maxsplit=1)[0].rstrip(":") if message else ""
+    flag = f"--{name.replace('_', '-')}"
+    return flag + message.removeprefix(name) if flag in sys.argv else message
+
+
+@contextmanager
+def _exit_on_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP raise SystemExit, unless they are ignored or handled otherwise."""
+
+    def end(number: int, frame: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    signals = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    signals = [number for number in signals if signal.getsignal(number) == signal.SIG_DFL]
+    for number in signals:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in signals:
+            signal.signal(number, signal.SIG_DFL)
+
+
+class _StderrHandler(logging.Handler):
+    """Write this project's records and others' warnings to the stderr of the moment, a line each."""
+
+    own = ("projects_vil", "backbones")
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.WARNING or record.name.startswith(self.own)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        level = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
+        print(f"{level}{self.format(record)}", file=sys.stderr)
+
+
+@contextmanager
+def _log_to_stderr(*, enabled: bool) -> Iterator[None]:
+    if not enabled:
+        yield
+        return
+    root, handler = logging.getLogger(), _StderrHandler()
+    before = {name: logging.getLogger(name).level for name in handler.own}
+    root.addHandler(handler)
+    for name in handler.own:
+        logging.getLogger(name).setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        for name, level in before.items():
+            logging.getLogger(name).setLevel(level)
