@@ -4,16 +4,15 @@ Layouts are detectron2's. K: classes, A: anchors per position.
 """
 
 import dataclasses
-import functools
-import json
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from detectron2.data import MetadataCatalog
 from detectron2.data.catalog import Metadata
 from torch import Tensor
+
+from projects_vil.data import read_categories
 
 # detectron2 has these categories built in.
 _COCO = "coco_2017_val"
@@ -166,22 +165,6 @@ def _metadata_categories(metadata: Metadata, group: str) -> Categories:
     elif group == "stuff":
         pairs = list(enumerate(names or ()))
     else:
-        pairs = _file_categories(metadata.get("json_file")) or list(enumerate(names or (), start=1))
+        pairs = read_categories(metadata.get("json_file")) or list(enumerate(names or (), start=1))
     ids, found = zip(*pairs, strict=True) if pairs else ((), ())
     return Categories(tuple(ids), tuple(found), metadata.get(f"{group}_colors"))
-
-
-def _file_categories(path: str | None) -> list[tuple[int, str]] | None:
-    """Return id and name of each category of a COCO file by id, as detectron2 numbers them; None if unreadable."""
-    try:
-        status = Path(path or "").stat()
-        return _read_categories(str(path), status.st_mtime_ns, status.st_size)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-# Reading a file as large as COCO's takes seconds.
-@functools.lru_cache(maxsize=32)
-def _read_categories(path: str, _changed: int, _size: int) -> list[tuple[int, str]]:
-    categories = json.loads(Path(path).read_text(encoding="utf-8"))["categories"]
-    return sorted((category["id"], str(category["name"])) for category in categories)

@@ -9,9 +9,9 @@ from projects_vil.data.build import (
     class_names,
     load_dataset,
     make_train_loader,
-    read_ahead,
+    read_datasets,
 )
-from projects_vil.data.catalog import check_files, register_datasets
+from projects_vil.data.catalog import check_files, read_categories, register_datasets
 from projects_vil.data.coco import (
     CHECK_MODES,
     check_coco,
@@ -63,7 +63,8 @@ __all__ = [
     "label_reader",
     "load_dataset",
     "make_train_loader",
-    "read_ahead",
+    "read_categories",
+    "read_datasets",
     "read_for_testing",
     "read_image",
     "read_size",

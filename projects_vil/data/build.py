@@ -14,7 +14,7 @@ from backbones import ConfigError
 from backbones.errors import check_choice
 from projects_vil.config import is_panoptic, is_segmentor, number_of_classes
 from projects_vil.data.augmentation import CopyPaste, uses_copy_paste
-from projects_vil.data.catalog import add_stuff, check_files, read_class_names
+from projects_vil.data.catalog import add_stuff, check_files, read_categories
 from projects_vil.data.coco import CHECK_MODES, is_coco, load_coco
 from projects_vil.data.coco_checks import missing_files
 from projects_vil.data.dataset_mapper import Mapper
@@ -23,7 +23,7 @@ from projects_vil.data.samplers import BatchStream, EvaluationLoader, SeededReco
 
 TRAIN_SAMPLERS = ("TrainingSampler", "RepeatFactorTrainingSampler", "RandomSubsetTrainingSampler")
 # Records that were read before the loader asks for them, and what reading them sets in detectron2's metadata.
-_READ_AHEAD: dict[tuple, DatasetFromList] = {}
+_RECORDS: dict[tuple, DatasetFromList] = {}
 _CLASS_KEYS = ("thing_classes", "thing_dataset_id_to_contiguous_id")
 
 
@@ -79,7 +79,7 @@ def _read(cfg: CfgNode, name: str, *, open_images: bool, report: bool) -> list[d
     return add_stuff(name, records) if is_panoptic(cfg) else records
 
 
-def read_ahead(cfg: CfgNode) -> int:
+def read_datasets(cfg: CfgNode) -> int:
     """Read and check the datasets of a training run in rank 0, and give the records to the other ranks.
 
     All ranks call this, before anything of the run is written. The loader of :func:`build_train_loader` takes what was
@@ -103,8 +103,8 @@ def read_ahead(cfg: CfgNode) -> int:
     records, classes = _from_main_process(read)
     for name, known in classes.items():
         MetadataCatalog.get(name).set(**{key: value for key, value in known.items() if value is not None})
-    _READ_AHEAD.clear()
-    _READ_AHEAD[_training_key(cfg)] = records
+    _RECORDS.clear()
+    _RECORDS[_training_key(cfg)] = records
     return len(records)
 
 
@@ -151,7 +151,7 @@ def build_train_loader(cfg: CfgNode) -> TrainLoader:
     Raises:
         ConfigError: where :func:`load_dataset` would, and for an unknown ``DATALOADER.SAMPLER_TRAIN``.
     """
-    records = _READ_AHEAD.pop(_training_key(cfg), None)
+    records = _RECORDS.pop(_training_key(cfg), None)
     if records is None:
         # Serialised once, so that worker processes share them.
         loaded = load_dataset(cfg, cfg.DATASETS.TRAIN, train=True, open_images=True)
@@ -258,4 +258,6 @@ def class_names(cfg: CfgNode, name: str) -> list[str] | None:
     metadata = MetadataCatalog.get(name)
     if is_segmentor(cfg):
         return metadata.get("stuff_classes")
-    return metadata.get("thing_classes") or read_class_names(metadata.get("json_file"))
+    return (
+        metadata.get("thing_classes") or [name for _, name in read_categories(metadata.get("json_file")) or ()] or None
+    )

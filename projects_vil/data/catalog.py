@@ -217,20 +217,20 @@ def check_files(name: str) -> None:
             )
 
 
-def read_class_names(annotations: str | None) -> list[str] | None:
-    """Return the category names of a COCO file by id, as detectron2 numbers them, without parsing all of the file.
+def read_categories(annotations: str | None) -> list[tuple[int, str]] | None:
+    """Return id and name of each category of a COCO file by id, as detectron2 numbers them, without parsing all of it.
 
     This takes a second for COCO's own file of 450 MB. None for no file, and for one that loading it will refuse.
     """
     try:
-        categories = _read_categories(Path(annotations or ""))
-        names = {int(category["id"]): str(category["name"]) for category in categories}
-        return [names[number] for number in sorted(names)] if len(names) == len(categories) else None
+        entries = _read_category_list(Path(annotations or ""))
+        categories = {int(entry["id"]): str(entry["name"]) for entry in entries}
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         return None
+    return sorted(categories.items()) if len(categories) == len(entries) else None
 
 
-def _read_categories(path: Path) -> list[dict[str, Any]]:
+def _read_category_list(path: Path) -> list[dict[str, Any]]:
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         starts = [match.end() - 1 for match in re.finditer(rb'"categories"\s*:\s*\[', content)]
         if len(starts) == 1:

@@ -19,7 +19,7 @@ from torch import nn
 from backbones.checkpoint_files import atomic_write
 from projects_vil.checkpoint import Checkpointer, checkpoints_of, remove_run
 from projects_vil.config import CONFIG_FILE, check_override_effects, load_config
-from projects_vil.data import read_ahead, register_datasets
+from projects_vil.data import read_datasets, register_datasets
 from projects_vil.engine.checks import check_setup
 from projects_vil.engine.launch import (
     check_processes,
@@ -64,7 +64,7 @@ def _run(args: argparse.Namespace) -> None:
     with training_folder(cfg):
         log_run(cfg.OUTPUT_DIR, rank=comm.get_rank())
         # Before anything of an older run is removed.
-        num_images = read_ahead(cfg)
+        num_images = read_datasets(cfg)
         cfg, lines = schedule_by_epochs(cfg, num_images, args.opts)
         cfg, scaling = scale_learning_rate(cfg, processes=comm.get_world_size())
         train(cfg, args, Trainer, _write_yaml, lines=[*lines, *scaling])

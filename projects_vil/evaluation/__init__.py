@@ -10,9 +10,9 @@ from projects_vil.evaluation.evaluators import (
 )
 from projects_vil.evaluation.losses import LOSS_TASK, validation_loss
 from projects_vil.evaluation.results import (
-    EVALUATED_FILE,
+    EVALUATED_MODEL_FILE,
+    EVALUATION_FILE,
     PER_CLASS,
-    RESULTS_FILE,
     explain_results,
     read_results,
     results_as_files,
@@ -21,10 +21,10 @@ from projects_vil.evaluation.results import (
 
 __all__ = [
     "COCO_APIS",
-    "EVALUATED_FILE",
+    "EVALUATED_MODEL_FILE",
+    "EVALUATION_FILE",
     "LOSS_TASK",
     "PER_CLASS",
-    "RESULTS_FILE",
     "build_evaluator",
     "check_coco_api",
     "check_metric",

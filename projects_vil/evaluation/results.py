@@ -14,9 +14,9 @@ from detectron2.data import MetadataCatalog
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
 
-RESULTS_FILE = "evaluation.json"
+EVALUATION_FILE = "evaluation.json"
 # Next to it, the model that was evaluated: the results themselves have only datasets at the top level.
-EVALUATED_FILE = "evaluation.model.json"
+EVALUATED_MODEL_FILE = "evaluation.model.json"
 # The key of a task's results by class, and the metrics that evaluators compute for each class, as AP-dog.
 PER_CLASS, _CLASS_METRICS = "per_class", ("AP", "IoU", "ACC")
 # COCO's ranges of area, in pixels of the image.
@@ -42,7 +42,7 @@ def write_results(cfg: CfgNode, results: OrderedDict, *, model: str | None = Non
     """
     names = cfg.DATASETS.TEST
     by_dataset = {names[0]: results} if len(names) == 1 else results
-    logger, path = logging.getLogger(__name__), Path(cfg.OUTPUT_DIR) / RESULTS_FILE
+    logger, path = logging.getLogger(__name__), Path(cfg.OUTPUT_DIR) / EVALUATION_FILE
     content = {
         name: {
             task: _as_json(metrics, MetadataCatalog.get(name).get("thing_classes", ()))
@@ -62,9 +62,9 @@ def write_results(cfg: CfgNode, results: OrderedDict, *, model: str | None = Non
 def results_as_files(content: Mapping[str, Mapping[str, object]], *, model: str | None) -> dict[str, str]:
     """Return file name -> text of what :func:`write_results` writes; ``content`` is dataset -> task -> metric."""
     text = json.dumps(content, indent=2) + "\n"
-    files = {RESULTS_FILE: text}
+    files = {EVALUATION_FILE: text}
     if model is not None:
-        files[EVALUATED_FILE] = json.dumps({"model": model, RESULTS_FILE: _digest(text)}, indent=2) + "\n"
+        files[EVALUATED_MODEL_FILE] = json.dumps({"model": model, EVALUATION_FILE: _digest(text)}, indent=2) + "\n"
     return files
 
 
@@ -78,17 +78,19 @@ def read_results(folder: str | Path, *, model: str) -> dict[str, dict[str, dict[
     Raises:
         ConfigError: if the file is damaged, or not known to be of this model.
     """
-    path = Path(folder) / RESULTS_FILE
+    path = Path(folder) / EVALUATION_FILE
     if not path.is_file():
         return None
     try:
-        text, evaluated = path.read_text(), path.with_name(EVALUATED_FILE)
+        text, evaluated = path.read_text(), path.with_name(EVALUATED_MODEL_FILE)
         content, metadata = json.loads(text), json.loads(evaluated.read_text()) if evaluated.is_file() else {}
-        reason = None if metadata.get(RESULTS_FILE) == _digest(text) else f"does not agree with {EVALUATED_FILE}"
+        reason = (
+            None if metadata.get(EVALUATION_FILE) == _digest(text) else f"does not agree with {EVALUATED_MODEL_FILE}"
+        )
         if reason is None and metadata.get("model") != model:
             reason = "is of other weights, or of other settings for testing"
     except (OSError, ValueError, AttributeError) as error:
-        reason = f"or {EVALUATED_FILE} is damaged ({error})"
+        reason = f"or {EVALUATED_MODEL_FILE} is damaged ({error})"
     if reason is not None:
         raise ConfigError(f"{path} {reason}: evaluate again, with tools/train_net.py --eval-only")
     return content

@@ -18,7 +18,7 @@ from backbones import ConfigError
 from backbones.checkpoint_files import write_checkpoint
 from projects_vil.checkpoint import METADATA_KEY, Categories, Checkpointer, fingerprint
 from projects_vil.config import CONFIG_FILE, default_config, detector_name
-from projects_vil.evaluation import EVALUATED_FILE, RESULTS_FILE, read_results, results_as_files
+from projects_vil.evaluation import EVALUATED_MODEL_FILE, EVALUATION_FILE, read_results, results_as_files
 from projects_vil.export import describe_report
 from projects_vil.inference.runners import EagerRunner, ExportedRunner
 
@@ -26,7 +26,7 @@ T = TypeVar("T", bound="HubMixin")
 WEIGHTS_FILE, CARD_FILE = "model.safetensors", "README.md"
 REPORTS = "*.report.json"
 # Files about particular weights.
-EVIDENCE = (RESULTS_FILE, EVALUATED_FILE, REPORTS)
+EVIDENCE = (EVALUATION_FILE, EVALUATED_MODEL_FILE, REPORTS)
 _TEMPLATE = Path(__file__).with_name("model_card.md")
 _METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl")
 # detectron2's tasks -> the Hub's.

@@ -22,7 +22,7 @@ from projects_vil.data import (
     load_dataset,
     read_image,
 )
-from projects_vil.evaluation import RESULTS_FILE
+from projects_vil.evaluation import EVALUATION_FILE
 from projects_vil.utils import check_output_folder
 from projects_vil.visualization.drawing import (
     PANEL_HEIGHT,
@@ -146,7 +146,7 @@ def summarize_run(run: str | Path, dataset_name: str, *, num_images: int, drawin
     """
     run, drawing = Path(run), Path(drawing)
     try:
-        tasks = json.loads((run / RESULTS_FILE).read_bytes())[dataset_name]
+        tasks = json.loads((run / EVALUATION_FILE).read_bytes())[dataset_name]
         metrics = {
             f"{label} {metric}".strip(): tasks[task][metric]
             for task, label, metric in (("bbox", "box", "AP"), ("segm", "mask", "AP"), ("sem_seg", "", "mIoU"))
@@ -154,13 +154,13 @@ def summarize_run(run: str | Path, dataset_name: str, *, num_images: int, drawin
         }
         values = "   ".join(f"{name} {value:.1f}" for name, value in metrics.items() if value is not None)
     except (OSError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{run / RESULTS_FILE} has no results on {dataset_name!r} ({error!r})") from error
+        raise ConfigError(f"{run / EVALUATION_FILE} has no results on {dataset_name!r} ({error!r})") from error
     if not values:
-        raise ConfigError(f"{run / RESULTS_FILE} has no AP and no mIoU on {dataset_name!r}")
+        raise ConfigError(f"{run / EVALUATION_FILE} has no AP and no mIoU on {dataset_name!r}")
     weights = run / "model_final.pth"
     if not weights.exists():
         weights = max(run.glob("model_*.pth"), default=weights)
-    names = [path.name for path in (weights, run / RESULTS_FILE) if path.exists()]
+    names = [path.name for path in (weights, run / EVALUATION_FILE) if path.exists()]
     names += ["export/"] if (run / "export").is_dir() else []
     names.append(drawing.name if drawing.parent == run else str(drawing))
     return [f"{values}   ({dataset_name}, {num_images} images)", f"results in {run}: {', '.join(names)}"]

@@ -10,7 +10,7 @@ import torch
 from detectron2.data import MetadataCatalog
 
 from backbones import ConfigError
-from projects_vil.data import build_test_loader, build_train_loader, load_dataset, read_ahead, register_datasets
+from projects_vil.data import build_test_loader, build_train_loader, load_dataset, read_datasets, register_datasets
 from tests.projects_vil.data.own import NAME, config, edit, entry, first_image, load, message, truncate
 from tests.projects_vil.helpers import small_config
 
@@ -184,7 +184,7 @@ def _read_in_rank(rank: int, folder, init_file, results) -> None:
     cfg = config([NAME, str(folder / file), str(folder / "images")], overrides=["SOLVER.IMS_PER_BATCH", "4"])
     register_datasets(cfg)
     try:
-        number = read_ahead(cfg)
+        number = read_datasets(cfg)
         loader = build_train_loader(cfg)
         loader.start(seed=3, iteration=0)
         names = [[record["file_name"] for record in batch] for batch in islice(loader, 1)]

@@ -7,7 +7,7 @@ import pytest
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from projects_vil.data import load_dataset, register_datasets
-from projects_vil.data.catalog import read_class_names
+from projects_vil.data.catalog import read_categories
 from tests.projects_vil.data.own import NAME, config, entry, load, message
 from tests.projects_vil.helpers import small_config
 
@@ -72,14 +72,14 @@ def test_class_names_wherever_they_stand(tmp_path, indent, order):
     }
     path = tmp_path / "a.json"
     path.write_text(json.dumps({key: content[key] for key in order}, indent=indent))
-    assert read_class_names(str(path)) == ["ä", "[b]"]
+    assert read_categories(str(path)) == [(2, "ä"), (7, "[b]")]
     # With a second list of that name, all of the file has to be parsed.
     path.write_text(json.dumps(content | {"images": [{"id": 1, "categories": []}]}))
-    assert read_class_names(str(path)) == ["ä", "[b]"]
+    assert read_categories(str(path)) == [(2, "ä"), (7, "[b]")]
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"categories": [3]}', '{"categories": ['])
 def test_class_names_are_unknown_for_invalid_files(tmp_path, text):
     (tmp_path / "a.json").write_text(text)
-    assert read_class_names(str(tmp_path / "a.json")) is None
-    assert read_class_names(str(tmp_path)) is None and read_class_names(None) is None
+    assert read_categories(str(tmp_path / "a.json")) is None
+    assert read_categories(str(tmp_path)) is None and read_categories(None) is None
