@@ -122,7 +122,8 @@ def quantize(source: Path, path: Path, file_format: str, images: Sequence[Tensor
 def _nncf_quantize(model, float_operations: Sequence[str], inputs):
     import nncf
 
-    nncf.set_log_level(logging.ERROR)
+    # Its own set_log_level changes the level of every handler, also of those that an application added.
+    logging.getLogger("nncf").setLevel(logging.ERROR)
     # SmoothQuant of nncf 3.4 gave a Transformer-LS ranges of about 0 in every second run, and no detections.
     off = nncf.AdvancedSmoothQuantParameters(convolution=-1, matmul=-1)
     with contextlib.redirect_stdout(io.StringIO()):
