@@ -3,111 +3,29 @@
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from backbones.attention.dense import DenseAttention
 from backbones.attention.efficient import sample_features
-from backbones.backbone import Backbone
 from backbones.build import create_backbone, create_classifier
 from backbones.checkpoint_files import state_dict_of
 from backbones.errors import ConfigError, explain_unknown_keywords
-from backbones.layers.position import GridRelativeBias, SegmentRelativeBias, resize_table
+from backbones.layers.position import GridRelativeBias, fit_table
 from backbones.lit import LIT
 from backbones.sequence.char_lm import CharLM
 from backbones.sequence.encoder import SequenceEncoder
 from backbones.vil import ViL
 
-# Why a tensor is dropped, or a parameter has its initial value
+# Why a tensor is dropped
 _HEAD = "the classification head and its norm are not part of a backbone"
 _COMPUTED = "computed by the model"
 _UNUSED = "never used: the global tokens are dropped after the stage"
-_FEATURES = "full attention has no random features: they are sampled"
-_COUNTER = "the trainer's iteration determines when random features are redrawn"
-_EMPTY = "an empty tensor: the model has no such module"
 _GLOBAL_TOKEN = "only a classifier has a global token"
-_NO_OUTPUT_NORMS = "a classifier has no norms of feature maps: they start as ones and zeros"
-_FROZEN_NORM = "a frozen norm counts no batches"
-_UNUSED_NORM = "never used: there are no projected keys and no class token to norm"
-_SEQUENCE_HEAD = "the classification head is not part of the encoder"
 
 _HEAD_NAMES = ("norm.weight", "norm.bias", "head.weight", "head.bias")
-_PATCH_EMBED = {
-    "cls_token": "global_tokens",
-    "cls_pos_embed": "positions.global_tokens",
-    "x_pos_embed": "positions.rows",
-    "y_pos_embed": "positions.cols",
-    "proj": "patch_embed.projection",
-    "norm_embed": "patch_embed.norm",
-}
-_ATTENTION = {
-    "qkv": "qkv",
-    "query": "query",
-    "kv": "key_value",
-    "proj": "projection",
-    "query_global": "global_query",
-    "kv_global": "global_key_value",
-    "proj_global": "global_projection",
-    "local_relative_position_bias_table": "relative_bias.table",
-    "proj_k": "project_length",
-    "proj_v": "project_length",
-    "proj_sr": "reduce",
-    "dual_ln_full": "local_norm",
-    "dual_ln_dp": "projected_norm",
-    "to_dynamic_projection": "dynamic_projection",
-}
-_MLP = {"fc1": "expand", "fc2": "contract"}
-_LIT_EMBED = {
-    "proj": "projection",
-    "norm": "norm",
-    "dconv": "",
-    "dconv.conv_offset": "offset",
-    "norm_layer": "norm",
-}
-_LIT_NORMS = {"norm1": "attention_norm", "norm2": "mlp_norm"}
-_LIT_ATTENTION = {"qkv": "qkv", "proj": "projection", "relative_position_bias_table": "relative_bias.table"}
-_TABLES = ("relative_bias.table", "positions.rows", "positions.cols", "positions.table")
-_TIED = {"global_query": "query", "global_key_value": "key_value", "global_projection": "projection"}
-_ENCODER = {
-    "cls_embed": "class_token",
-    "embeddings.word_embeddings.weight": "embedding.weight",
-    "embeddings.position_embeddings.weight": "positions",
-    "norm.weight": "norm.weight",
-    "norm.bias": "norm.bias",
-}
-_ENCODER_LAYER = {
-    "norm1": "attention_norm",
-    "norm2": "mlp_norm",
-    "mlpblock.0": "mlp.expand",
-    "mlpblock.3": "mlp.contract",
-    "mha.W_q": "attention.query",
-    "mha.W_k": "attention.key",
-    "mha.W_v": "attention.value",
-    "mha.W_o": "attention.projection",
-    "mha.dual_ln_l": "attention.local_norm",
-    "mha.dual_ln_s": "attention.projected_norm",
-    "mha.dconv_fc": "attention.dynamic_projection",
-}
-_CHAR_LM = {"in_emb.weight": "embedding.weight", "out_emb.weight": "embedding.weight", "out_emb.bias": "bias"}
-_CHAR_LM_LAYER = {
-    "norm1": "attention_norm",
-    "norm2": "mlp_norm",
-    "ff.fc1": "mlp.expand",
-    "ff.fc2": "mlp.contract",
-    "attn.proj_query": "attention.query",
-    "attn.proj_key": "attention.key",
-    "attn.proj_val": "attention.value",
-    "attn.proj_out": "attention.projection",
-    "attn.dual_ln_win": "attention.local_norm",
-    "attn.dual_ln_dproj": "attention.projected_norm",
-    "attn.dconv_1": "attention.dynamic_projection",
-    "attn.r_net": "attention.window_position",
-    "attn.r_net_chunk": "attention.segment_position",
-}
-_CHAR_LM_BIASES = {"r_w_bias": "key_bias", "r_r_bias": "query_bias"}
-
 _DETECTRON2, _MMDETECTION = "backbone.bottom_up.", "backbone."
 _VIL_NAME = re.compile(
     r"layer[1-4]\.(0\.(proj|norm_embed|cls_token|cls_pos_embed|[xy]_pos_embed)|\d+\.(attn|mlp|norm)\.)"
@@ -118,9 +36,14 @@ _SEGMENTATION_HEADS = ("decode_head.", "auxiliary_head.")
 # Tensors that are not weights, and may be integers
 _COUNTERS = ("num_batches_tracked", "relative_position_index", "calls_since_last_redraw")
 
-# Our names and tensors, with the reason instead of the tensor for a part that is dropped; or the reason why all of the
-# tensor is dropped; or None if no rule applies
-_Pieces = dict[str, Tensor | str] | str | None
+_COMMON_PARTS = {
+    "norm1": "attention_norm",
+    "norm2": "mlp_norm",
+    "attn": "attention",
+    "ff": "mlp",
+    "fc1": "expand",
+    "fc2": "contract",
+}
 
 
 @dataclasses.dataclass
@@ -219,13 +142,13 @@ def convert_state_dict(
         The state dict, which loads with ``strict=True``, and the report.
 
     Raises:
-        ConfigError: for a variant without official weights, a name that no rule explains, a parameter of ours that
-            remains without values, or a shape that does not fit; both sides are listed.
+        ConfigError: for a variant without official weights, an official name that the model has no parameter for, a
+            parameter without values, or a shape that does not fit; both sides are listed.
     """
     create = create_classifier if classifier else create_backbone
     with torch.device("meta"):
         model = create(name, **(model_options or {}))
-    conversion = _BACKBONES.get(type(model.backbone if classifier else model))
+    conversion = _CONVERSIONS.get(type(model.backbone if classifier else model))
     if conversion is None:
         raise ConfigError(f"no official weights of {name} were ever published")
     return conversion(model, "backbone." if classifier else "").convert(name, official)
@@ -246,27 +169,22 @@ def convert_sequence_state_dict(
         The state dict, which loads with ``strict=True``, and the report.
 
     Raises:
-        ConfigError: for a name that no rule explains, a parameter of ours that remains without values, a shape that
+        ConfigError: for an official name that the model has no parameter for, a parameter without values, a shape that
             does not fit, or a tensor that is not a weight.
     """
-    conversion = _CharLMConversion if isinstance(model, CharLM) else _EncoderConversion
-    return conversion(model).convert("the model", official)
+    return _CONVERSIONS[type(model)](model).convert("the model", official)
 
 
-def describe_mismatch(
-    name: str, unexplained: list[str], unfilled: list[str], misplaced: Mapping[str, str] | None = None
-) -> str:
+def describe_mismatch(name: str, unexplained: list[str], missing: list[str]) -> str:
     """Return the line about a checkpoint that does not fit a model.
 
     Args:
         name: of the variant.
-        unexplained: official names to which no rule applies.
-        unfilled: our names without values.
-        misplaced: official name -> our name for it, which the model does not have.
+        unexplained: official names that the model has no parameter for.
+        missing: our names that the checkpoint has no values for.
     """
     parts = [f"the checkpoint does not fit {name}: it is of another variant, or has other sizes or global tokens"]
-    would_be = [f"{official} ({ours})" for official, ours in (misplaced or {}).items()]
-    for label, names in (("the model lacks", would_be), ("no rule explains", unexplained), ("nothing fills", unfilled)):
+    for label, names in (("the model has no parameter for", unexplained), ("the checkpoint lacks", missing)):
         if names:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
             parts.append(f"{label} {', '.join(names[:5])}{more}")
@@ -274,77 +192,99 @@ def describe_mismatch(
 
 
 class _Conversion:
-    """One conversion: the model to fill, its values, and the report. Subclasses have the rules of a model."""
+    """A conversion: the model to fill, its values so far, and the report. A subclass has the names of a family.
+
+    Attributes:
+        wrappers: prefixes that are removed.
+        starts: regular expressions of how official names start, with our start, of which the first one that matches
+            counts; a function gets the match.
+        parts: parts of official names between dots -> ours.
+    """
 
     wrappers = ("module.", "backbone.bottom_up.")
+    starts: tuple[tuple[str, str | Callable[[re.Match], str]], ...]
+    parts: Mapping[str, str]
 
     def __init__(self, model: nn.Module, prefix: str = "") -> None:
-        self.model = model
+        self.modules = dict(model.named_modules())
         self.prefix = prefix
         self.target = model.state_dict()
         self.converted: dict[str, Tensor] = {}
-        self.misplaced: dict[str, str] = {}
         self.report = ConversionReport()
 
     def convert(self, name: str, official: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], ConversionReport]:
         """Return the state dict and the report; ``name`` is that of the model in errors."""
-        unexplained = [key for key, tensor in official.items() if not self._take(key, tensor)]
+        unexplained = []
+        for official_name, tensor in official.items():
+            plain_name = official_name
+            for wrapper in self.wrappers:
+                plain_name = plain_name.removeprefix(wrapper)
+            if not plain_name.endswith(_COUNTERS):
+                _check_weight(official_name, tensor)
+            pieces = self._pieces(plain_name, self._rename(plain_name), tensor)
+            if isinstance(pieces, str):
+                self.report.dropped[official_name] = pieces
+            else:
+                kept = {key: piece for key, piece in pieces.items() if isinstance(piece, Tensor)}
+                self.report.dropped |= {f"{official_name}{key}": pieces[key] for key in pieces.keys() - kept.keys()}
+                if kept.keys() <= self.target.keys():
+                    self._fill(official_name, kept)
+                else:
+                    unexplained.append(official_name)
         self._initialise()
-        unfilled = [key for key in self.target if key not in self.converted]
-        if unexplained or unfilled or self.misplaced:
-            raise ConfigError(describe_mismatch(name, unexplained, unfilled, self.misplaced))
+        missing = [key for key in self.target if key not in self.converted]
+        if unexplained or missing:
+            raise ConfigError(describe_mismatch(name, unexplained, missing))
         return {key: self.converted[key] for key in self.target}, self.report
 
-    def _rules(self, name: str, tensor: Tensor) -> _Pieces:
-        """Return what an official tensor becomes."""
-        raise NotImplementedError
+    def _rename(self, name: str) -> str:
+        for pattern, start in self.starts:
+            name, is_renamed = re.subn(f"^{pattern}", start, name)
+            if is_renamed:
+                break
+        parts = "|".join(map(re.escape, self.parts))
+        name = re.sub(rf"(?<![^.])({parts})(?![^.])", lambda match: self.parts[match[1]], name)
+        return name if name in _HEAD_NAMES else self.prefix + name
+
+    def _pieces(self, name: str, key: str, tensor: Tensor) -> dict[str, Tensor | str] | str:
+        """Return what an official tensor becomes.
+
+        Args:
+            name: its official name, without wrappers.
+            key: our name for it.
+            tensor: of any shape.
+
+        Returns:
+            Our names and tensors, with the reason instead of the tensor for a part that is dropped; or the reason why
+            all of the tensor is dropped.
+        """
+        return (
+            "an empty tensor: the model has no such module"
+            if key not in self.target and not tensor.numel()
+            else {key: tensor}
+        )
 
     def _initialise(self) -> None:
         """Set parameters that no checkpoint can fill to their initial values."""
 
-    def _resized(self, key: str, tensor: Tensor) -> Tensor | None:
-        """Return the tensor in the shape of ours if it may be resized."""
-        return None
-
-    def _take(self, official_name: str, tensor: Tensor) -> bool:
-        """Convert one official tensor; return whether a rule explains its name."""
-        name = official_name
-        for wrapper in self.wrappers:
-            name = name.removeprefix(wrapper)
-        if not name.endswith(_COUNTERS):
-            if not tensor.is_floating_point() or not tensor.ndim:
-                shape = tuple(tensor.shape)
-                raise ConfigError(f"{official_name} is not a weight: its type is {tensor.dtype}, its shape {shape}")
-            if not tensor.isfinite().all():
-                raise ConfigError(f"{official_name} has values that are not finite")
-        pieces = self._rules(name, tensor)
-        if isinstance(pieces, str):
-            self.report.dropped[official_name] = pieces
-        elif pieces:
-            kept = {key: piece for key, piece in pieces.items() if isinstance(piece, Tensor)}
-            self._place(official_name, kept)
-            self.report.dropped |= {f"{official_name}{key}": pieces[key] for key in pieces.keys() - kept.keys()}
-        return bool(pieces)
-
-    def _place(self, official_name: str, pieces: Mapping[str, Tensor]) -> None:
+    def _fill(self, official_name: str, pieces: Mapping[str, Tensor]) -> None:
         """Put tensors into the state dict, resized if that is allowed, and add them to the report."""
         for key, tensor in pieces.items():
-            if key not in self.target:
-                self.misplaced[official_name] = key
-                return
-            old, new = tuple(tensor.shape), tuple(self.target[key].shape)
-            resized = self._resized(key, tensor)
-            if resized is not None:
+            path, _, leaf = key.rpartition(".")
+            owner, old, new = self.modules[path], tuple(tensor.shape), tuple(self.target[key].shape)
+            # The official tables are of square maps.
+            side = (math.isqrt(len(tensor)) + 1) // 2 if tensor.ndim and isinstance(owner, GridRelativeBias) else 0
+            fitted = fit_table(tensor, owner, leaf, made_for=(side, side) if side else None)
+            if fitted is not tensor:
                 self.report.resized[key] = (old, new)
-                tensor = resized
             elif old != new:
                 raise ConfigError(
                     f"{official_name} has shape {old}, and {key} of this model {new}: the checkpoint is of another"
                     " variant, or has other sizes, global tokens, attention or merging"
                 )
             if key not in self.converted:
-                self.converted[key] = tensor
-            elif torch.equal(self.converted[key], tensor):
+                self.converted[key] = fitted
+            elif torch.equal(self.converted[key], fitted):
                 self.report.tied[official_name] = key
                 return
             else:
@@ -358,98 +298,134 @@ class _Conversion:
             self.report.mapped[official_name] = next(iter(pieces))
 
 
-class _BackboneConversion(_Conversion):
-    def _resized(self, key: str, tensor: Tensor) -> Tensor | None:
-        owner, old, new = self.model.get_submodule(key.rpartition(".")[0]), tensor.shape, self.target[key].shape
-        # Offsets share rows of a segment's table, so that it is not a grid.
-        if not key.endswith(_TABLES) or isinstance(owner, SegmentRelativeBias):
-            return None
-        if old[-1:] != new[-1:] or len(old) != len(new) or 0 in old:
-            return None
-        if not key.endswith("relative_bias.table"):
-            return None if old == new else resize_table(tensor, tuple(new[:-1]))
-        old_side, new_side = math.isqrt(len(tensor)), math.isqrt(new[0])
-        size, mode = (new_side, new_side), "linear"
-        if isinstance(owner, GridRelativeBias):
-            size, mode = (2 * owner.size[0] - 1, 2 * owner.size[1] - 1), owner.resize_mode
-        if old_side**2 != len(tensor) or (old == new and size[0] == size[1]):
-            return None
-        return resize_table(tensor.unflatten(0, (old_side, old_side)), size, mode=mode).flatten(0, 1)
+def _check_weight(name: str, tensor: Tensor) -> None:
+    if not tensor.is_floating_point() or not tensor.ndim:
+        raise ConfigError(f"{name} is not a weight: its type is {tensor.dtype}, its shape {tuple(tensor.shape)}")
+    if not tensor.isfinite().all():
+        raise ConfigError(f"{name} has values that are not finite")
 
 
-class _ViLConversion(_BackboneConversion):
+class _ViLConversion(_Conversion):
+    """Of ``layer1``, module 0 is the embedding, the odd ones are attention, the even ones MLPs."""
+
+    starts = (
+        (r"layer(\d)\.0\.(proj|norm_embed)\.", lambda m: f"stages.{int(m[1]) - 1}.patch_embed.{m[2]}."),
+        (r"layer(\d)\.0\.", lambda m: f"stages.{int(m[1]) - 1}."),
+        (
+            r"layer(\d)\.(\d+)\.(norm|attn|mlp)\.",
+            lambda m: (
+                f"stages.{int(m[1]) - 1}.blocks.{(int(m[2]) - 1) // 2}."
+                f"{'attention' if int(m[2]) % 2 else 'mlp'}{'_norm' if m[3] == 'norm' else ''}."
+            ),
+        ),
+    )
+    parts = _COMMON_PARTS | {
+        "cls_token": "global_tokens",
+        "cls_pos_embed": "positions.global_tokens",
+        "x_pos_embed": "positions.rows",
+        "y_pos_embed": "positions.cols",
+        "norm_embed": "norm",
+        "proj": "projection",
+        "kv": "key_value",
+        "query_global": "global_query",
+        "kv_global": "global_key_value",
+        "proj_global": "global_projection",
+        "local_relative_position_bias_table": "relative_bias.table",
+        "fast_attention.projection_matrix": "features",
+        "proj_k": "project_length",
+        "proj_v": "project_length",
+        "proj_sr": "reduce",
+        "dual_ln_full": "local_norm",
+        "dual_ln_dp": "projected_norm",
+        "to_dynamic_projection": "dynamic_projection",
+    }
+
+    def _pieces(self, name: str, key: str, tensor: Tensor) -> dict[str, Tensor | str] | str:
+        if name in _HEAD_NAMES and not self.prefix:
+            return _HEAD
+        if name == "calls_since_last_redraw":
+            return "the trainer's iteration determines when random features are redrawn"
+        if name.endswith("relative_position_index"):
+            return _COMPUTED
+        if key.endswith(("positions.rows", "positions.cols")):
+            return {key: tensor[0]}
+        path, attention, leaf = key.partition(".attention.")
+        path += ".attention"
+        if attention and path in self.modules:
+            return self._attention(path, leaf, tensor)
+        return super()._pieces(name, key, tensor)
+
+    def _attention(self, path: str, leaf: str, tensor: Tensor) -> dict[str, Tensor | str] | str:
+        module = self.modules[path]
+        if leaf.startswith("qkv.") and not hasattr(module, "qkv"):
+            dim, leaf = len(tensor) // 3, leaf.removeprefix("qkv.")
+            return {f"{path}.query.{leaf}": tensor[:dim], f"{path}.key_value.{leaf}": tensor[dim:]}
+        bias = f"{path}.relative_bias" if isinstance(module, DenseAttention) else path
+        if leaf == "g2l_relative_position_bias":
+            # A tensor of another shape does not fit as a whole.
+            to_local, to_global = tensor.unbind() if len(tensor) == 2 else (tensor, tensor)
+            used = {f"{bias}.local_to_global": to_global}
+            return {f"{bias}.global_to_local": to_local} | used if module.update_globals else used | {"[0]": _UNUSED}
+        if leaf == "g2g_relative_position_bias":
+            return {f"{bias}.global_to_global": tensor} if module.update_globals else _UNUSED
+        if leaf.startswith("global_"):
+            if not module.update_globals:
+                return _UNUSED
+            if module.shared_projections:
+                leaf = leaf.removeprefix("global_")
+        return {f"{path}.{leaf}": tensor}
+
     def _initialise(self) -> None:
         """A Performer from a partial one, whose full stages have no random features (ViL Table 8)."""
         for key, tensor in self.target.items():
             if key.endswith("attention.features") and key not in self.converted:
                 self.converted[key] = sample_features(*tensor.shape)
-                self.report.initialised[key] = _FEATURES
-
-    def _rules(self, name: str, tensor: Tensor) -> _Pieces:
-        if name in _HEAD_NAMES:
-            return {name: tensor} if self.prefix else _HEAD
-        if name == "calls_since_last_redraw":
-            return _COUNTER
-        match = re.fullmatch(r"layer(\d)\.(\d+)\.(\w+)(?:\.(.+))?", name)
-        if match is None:
-            return None
-        stage, module = f"{self.prefix}stages.{int(match[1]) - 1}", int(match[2])
-        part, rest = match[3], match[4] or ""
-        if module == 0:
-            return self._patch_embed(stage, part, rest, tensor)
-        block = f"{stage}.blocks.{(module - 1) // 2}"
-        if part == "norm":
-            return {f"{block}.{'attention' if module % 2 else 'mlp'}_norm.{rest}": tensor}
-        layer, _, leaf = rest.partition(".")
-        if part == "mlp" and layer in _MLP:
-            return {f"{block}.mlp.{_MLP[layer]}.{leaf}": tensor}
-        if part == "attn":
-            return self._attention(f"{block}.attention", layer, leaf, tensor)
-        return None
-
-    def _patch_embed(self, stage: str, part: str, rest: str, tensor: Tensor) -> _Pieces:
-        if part not in _PATCH_EMBED:
-            return None
-        if tensor.numel() == 0:
-            return _EMPTY
-        if part in ("x_pos_embed", "y_pos_embed"):
-            tensor = tensor[0]
-        return {".".join(filter(None, (stage, _PATCH_EMBED[part], rest))): tensor}
-
-    def _attention(self, attention: str, layer: str, leaf: str, tensor: Tensor) -> _Pieces:
-        if layer == "relative_position_index":
-            return _COMPUTED
-        try:
-            module = self.model.get_submodule(attention)
-        except AttributeError:
-            return None
-        dense = isinstance(module, DenseAttention)
-        bias = f"{attention}.relative_bias" if dense else attention
-        if layer == "fast_attention" and leaf == "projection_matrix":
-            return {f"{attention}.features": tensor}
-        if layer == "qkv" and not hasattr(module, "qkv"):
-            dim = len(tensor) // 3
-            return {f"{attention}.query.{leaf}": tensor[:dim], f"{attention}.key_value.{leaf}": tensor[dim:]}
-        if layer == "g2l_relative_position_bias":
-            # A tensor of another shape is refused as a whole.
-            to_local, to_global = tensor.unbind() if len(tensor) == 2 else (tensor, tensor)
-            used = {f"{bias}.local_to_global": to_global}
-            return {f"{bias}.global_to_local": to_local} | used if module.update_globals else used | {"[0]": _UNUSED}
-        if layer == "g2g_relative_position_bias":
-            return {f"{bias}.global_to_global": tensor} if module.update_globals else _UNUSED
-        if layer not in _ATTENTION:
-            return None
-        ours = _ATTENTION[layer]
-        if ours in _TIED:
-            if not module.update_globals:
-                return _UNUSED
-            if module.shared_projections:
-                ours = _TIED[ours]
-        return {".".join(filter(None, (attention, ours, leaf))): tensor}
+                self.report.initialised[key] = "full attention has no random features: they are sampled"
 
 
-class _LITConversion(_BackboneConversion):
+class _LITConversion(_Conversion):
     """LIT-Ti writes ``block3.0`` and ``patch_embed3``, the others ``layers.2.blocks.0`` and ``layers.1.downsample``."""
+
+    starts = (
+        (r"block([1-4])\.(\d+)\.", lambda m: f"stages.{int(m[1]) - 1}.blocks.{m[2]}."),
+        (r"layers\.([0-3])\.blocks\.(\d+)\.", r"stages.\1.blocks.\2."),
+        (r"patch_embed\.", "stages.0.patch_embed."),
+        (r"patch_embed([1-4])\.", lambda m: f"stages.{int(m[1]) - 1}.patch_embed."),
+        # The official stages end with what ours begin with.
+        (r"layers\.([0-2])\.downsample\.", lambda m: f"stages.{int(m[1]) + 1}.patch_embed."),
+        (r"norm([0-3])\.", lambda m: f"output_norms.stage{int(m[1]) + 1}."),
+        (r"pos_embed([1-4])$", lambda m: f"stages.{int(m[1]) - 1}.positions.table"),
+        (r"cls_token$", "stages.3.global_tokens"),
+    )
+    parts = _COMMON_PARTS | {
+        "proj": "projection",
+        "relative_position_bias_table": "relative_bias.table",
+        "norm_layer": "norm",
+        "dconv.conv_offset": "offset",
+        "dconv.weight": "weight",
+        "dconv.bias": "bias",
+    }
+
+    def _pieces(self, name: str, key: str, tensor: Tensor) -> dict[str, Tensor | str] | str:
+        if not self.prefix and (name in _HEAD_NAMES or name == "cls_token"):
+            return _GLOBAL_TOKEN if name == "cls_token" else _HEAD
+        if name.endswith("attn.relative_position_index"):
+            return _COMPUTED
+        mean = key.replace("num_batches_tracked", "running_mean")
+        if key not in self.target and mean != key and mean in self.target:
+            return "a frozen norm counts no batches"
+        if not key.endswith("positions.table"):
+            return super()._pieces(name, key, tensor)
+        # (1, H * W, C), in the last stage with the position of the global token in front
+        number_global = int(name == "pos_embed4")
+        number = tensor.shape[1] - number_global if tensor.ndim == 3 and len(tensor) == 1 else 0
+        side = math.isqrt(max(number, 0))
+        if not side or side**2 != number:
+            raise ConfigError(f"{name} has shape {tuple(tensor.shape)}, which is not a square table of positions")
+        pieces = {key: tensor[0, number_global:].unflatten(0, (side, side))}
+        if number_global and self.prefix:
+            return pieces | {f"{self.prefix}stages.3.positions.global_tokens": tensor[:, :1]}
+        return pieces | ({"[:, 0]": _GLOBAL_TOKEN} if number_global else {})
 
     def _initialise(self) -> None:
         norms = [key for key in self.target if key.startswith("output_norms.")]
@@ -457,103 +433,74 @@ class _LITConversion(_BackboneConversion):
             for key in norms:
                 fill = torch.ones if key.endswith("weight") else torch.zeros
                 self.converted[key] = fill(self.target[key].shape, dtype=self.target[key].dtype)
-                self.report.initialised[key] = _NO_OUTPUT_NORMS
-
-    def _rules(self, name: str, tensor: Tensor) -> _Pieces:
-        if name in _HEAD_NAMES:
-            return {name: tensor} if self.prefix else _HEAD
-        if match := re.fullmatch(r"(?:block([1-4])|layers\.([0-3])\.blocks)\.(\d+)\.(\w+)\.(.+)", name):
-            stage = int(match[1]) - 1 if match[1] else int(match[2])
-            return self._block(f"{self.prefix}stages.{stage}.blocks.{match[3]}", match[4], match[5], tensor)
-        if match := re.fullmatch(r"(?:patch_embed([1-4]?)|layers\.([0-2])\.downsample)\.(.+)", name):
-            # The official stages end with what ours begin with.
-            stage = int(match[2]) + 1 if match[2] else int(match[1] or 1) - 1
-            return self._patch_embed(f"{self.prefix}stages.{stage}.patch_embed", match[3], tensor)
-        if match := re.fullmatch(r"norm([0-3])\.(weight|bias)", name):
-            return {f"{self.prefix}output_norms.stage{int(match[1]) + 1}.{match[2]}": tensor}
-        if match := re.fullmatch(r"pos_embed([1-4])", name):
-            return self._positions(f"{self.prefix}stages.{int(match[1]) - 1}.positions", name, tensor)
-        if name == "cls_token":
-            return {f"{self.prefix}stages.3.global_tokens": tensor} if self.prefix else _GLOBAL_TOKEN
-        return None
-
-    def _block(self, block: str, part: str, rest: str, tensor: Tensor) -> _Pieces:
-        if part in _LIT_NORMS:
-            return {f"{block}.{_LIT_NORMS[part]}.{rest}": tensor}
-        layer, _, leaf = rest.partition(".")
-        if part == "mlp" and layer in _MLP:
-            return {f"{block}.mlp.{_MLP[layer]}.{leaf}": tensor}
-        if part == "attn" and rest == "relative_position_index":
-            return _COMPUTED
-        if part == "attn" and layer in _LIT_ATTENTION:
-            return {".".join(filter(None, (f"{block}.attention.{_LIT_ATTENTION[layer]}", leaf))): tensor}
-        return None
-
-    def _patch_embed(self, embed: str, rest: str, tensor: Tensor) -> _Pieces:
-        module, _, leaf = rest.rpartition(".")
-        if module not in _LIT_EMBED:
-            return None
-        key = ".".join(filter(None, (embed, _LIT_EMBED[module], leaf)))
-        if leaf == "num_batches_tracked" and f"{embed}.norm.running_mean" in self.target and key not in self.target:
-            return _FROZEN_NORM
-        return {key: tensor}
-
-    def _positions(self, positions: str, name: str, tensor: Tensor) -> _Pieces:
-        """(1, H * W, C), in the last stage behind the position of the global token."""
-        number_global = int(name == "pos_embed4")
-        number = tensor.shape[1] - number_global if tensor.ndim == 3 and len(tensor) == 1 else 0
-        side = math.isqrt(max(number, 0))
-        if not side or side**2 != number:
-            raise ConfigError(f"{name} has shape {tuple(tensor.shape)}, which is not a square table of positions")
-        pieces = {f"{positions}.table": tensor[0, number_global:].unflatten(0, (side, side))}
-        if number_global and self.prefix:
-            return pieces | {f"{positions}.global_tokens": tensor[:, :1]}
-        return pieces | ({"[:, 0]": _GLOBAL_TOKEN} if number_global else {})
+                self.report.initialised[key] = "a classifier has no norms of feature maps: they start as ones and zeros"
 
 
-class _SequenceConversion(_Conversion):
+class _EncoderConversion(_Conversion):
     # DataParallel, fairseq, and both wrappers of the official models
     wrappers = ("module.", "decoder.", "model.")
+    starts = ((r"transformer_(\d+)\.", r"layers.\1."),)
+    parts = _COMMON_PARTS | {
+        "cls_embed": "class_token",
+        "embeddings.word_embeddings": "embedding",
+        "embeddings.position_embeddings.weight": "positions",
+        "mlpblock.0": "mlp.expand",
+        "mlpblock.3": "mlp.contract",
+        "mha": "attention",
+        "W_q": "query",
+        "W_k": "key",
+        "W_v": "value",
+        "W_o": "projection",
+        "dual_ln_l": "local_norm",
+        "dual_ln_s": "projected_norm",
+        "dconv_fc": "dynamic_projection",
+    }
 
-
-class _EncoderConversion(_SequenceConversion):
-    def _rules(self, name: str, tensor: Tensor) -> _Pieces:
+    def _pieces(self, name: str, key: str, tensor: Tensor) -> dict[str, Tensor | str] | str:
         if name.startswith("seq_classifer."):
-            return _SEQUENCE_HEAD
-        if name in _ENCODER:
-            return {_ENCODER[name]: tensor}
-        match = re.fullmatch(r"transformer_(\d+)\.(.+)\.(weight|bias)", name)
-        if match is None or match[2] not in _ENCODER_LAYER:
-            return None
-        layer, part = f"layers.{match[1]}", _ENCODER_LAYER[match[2]]
-        key = f"{layer}.{part}.{match[3]}"
-        if key not in self.target and f"{layer}.mlp_norm.weight" in self.target:
-            if part == "attention.dynamic_projection" and not tensor.numel():
-                return _EMPTY
-            if part == "attention.projected_norm":
-                return _UNUSED_NORM
-        return {key: tensor}
+            return "the classification head is not part of the encoder"
+        layer, is_norm, _ = key.partition(".attention.projected_norm.")
+        if is_norm and layer in self.modules and key not in self.target:
+            return "never used: there are no projected keys and no class token to norm"
+        return super()._pieces(name, key, tensor)
 
 
-class _CharLMConversion(_SequenceConversion):
-    def _rules(self, name: str, tensor: Tensor) -> _Pieces:
-        if name in _CHAR_LM:
-            return {_CHAR_LM[name]: tensor}
+class _CharLMConversion(_Conversion):
+    wrappers = _EncoderConversion.wrappers
+    starts = ()
+    parts = _COMMON_PARTS | {
+        "in_emb": "embedding",
+        "out_emb.weight": "embedding.weight",
+        "out_emb.bias": "bias",
+        "proj_query": "query",
+        "proj_key": "key",
+        "proj_val": "value",
+        "proj_out": "projection",
+        "dual_ln_win": "local_norm",
+        "dual_ln_dproj": "projected_norm",
+        "dconv_1": "dynamic_projection",
+        "r_net": "window_position",
+        "r_net_chunk": "segment_position",
+        "r_w_bias": "key_bias",
+        "r_r_bias": "query_bias",
+    }
+
+    def _pieces(self, name: str, key: str, tensor: Tensor) -> dict[str, Tensor | str] | str:
         if name == "pos_emb.inv_freq":
             dim = self.target["embedding.weight"].shape[1]
             expected = 1 / 10000 ** (torch.arange(0, dim, 2) / dim)
             if tensor.shape != expected.shape or not torch.allclose(tensor.float().cpu(), expected, rtol=1e-2):
                 raise ConfigError(f"{name} has other frequencies than 10000^(-2 i / {dim}), which the model computes")
             return _COMPUTED
-        match = re.fullmatch(r"layers\.(\d+)\.(.+)\.(\w+)", name)
-        if match is None:
-            return None
-        if match[2] == "attn" and match[3] in _CHAR_LM_BIASES:
+        if key.endswith(("key_bias", "query_bias")):
             # The official biases (1, M, 1, D) are broadcast.
-            return {f"layers.{match[1]}.attention.{_CHAR_LM_BIASES[match[3]]}": tensor.reshape(-1, tensor.shape[-1])}
-        if match[2] not in _CHAR_LM_LAYER or match[3] not in ("weight", "bias"):
-            return None
-        return {f"layers.{match[1]}.{_CHAR_LM_LAYER[match[2]]}.{match[3]}": tensor}
+            tensor = tensor.reshape(-1, tensor.shape[-1])
+        return super()._pieces(name, key, tensor)
 
 
-_BACKBONES: dict[type[Backbone], type[_Conversion]] = {LIT: _LITConversion, ViL: _ViLConversion}
+_CONVERSIONS: dict[type[nn.Module], type[_Conversion]] = {
+    LIT: _LITConversion,
+    ViL: _ViLConversion,
+    SequenceEncoder: _EncoderConversion,
+    CharLM: _CharLMConversion,
+}

@@ -302,7 +302,7 @@ def fit_table(tensor: Tensor, owner: nn.Module, leaf: str, *, made_for: tuple[in
     # A bias for 2 x 14 tokens has as many rows as one for 14 x 2.
     if not isinstance(table, Tensor) or (tensor.shape == table.shape and made_for is None):
         return tensor
-    if tensor.ndim != table.ndim or tensor.shape[-1] != table.shape[-1]:
+    if tensor.ndim != table.ndim or tensor.shape[-1] != table.shape[-1] or not tensor.numel():
         return tensor
     if isinstance(owner, AbsolutePositions) and leaf in ("rows", "cols"):
         return resize_table(tensor, table.shape[:1])
@@ -316,6 +316,8 @@ def fit_table(tensor: Tensor, owner: nn.Module, leaf: str, *, made_for: tuple[in
             grid, mode = (2 * owner.size[0] - 1, 2 * owner.size[1] - 1), owner.resize_mode
         else:
             grid, mode = (4 * owner.window_size - 1, 4 * owner.window_size - 1), "linear"
+        if grid == (rows, cols):
+            return tensor
         return resize_table(tensor.unflatten(0, (rows, cols)), grid, mode=mode).flatten(0, 1)
     return tensor
 

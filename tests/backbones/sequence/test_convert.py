@@ -84,7 +84,7 @@ def test_an_encoder_that_does_not_fit(change, hint):
     "changes, hint",
     [
         ({"max_length": 95}, "position_embeddings.weight"),
-        ({"depth": 1}, "layers.1"),
+        ({"depth": 1}, "transformer_1"),
         ({"depth": 3}, "layers.2"),
         ({"class_token": False}, "cls_embed"),
         ({"rank": 0}, "dconv_fc.weight"),
