@@ -9,6 +9,7 @@ Example:
     python tools/check_dataset.py mine/train.json mine/images --deep --fix mine/train_clean.json
 """
 
+import os
 import sys
 
 from arguments import ToolParser, existing_path, output_file, run_tool, write_json
@@ -24,13 +25,13 @@ def main() -> None:
     parser.add_argument("--boxes", action="store_true", help="for a detector without masks: ignore the masks")
     args = parser.parse_args()
 
-    from projects_vil.data import check_coco, check_output, write_cleaned
+    if args.fix and os.path.lexists(args.fix):
+        parser.error(f"--fix: {args.fix} exists: name a new file")
 
-    if args.fix:
-        check_output(args.fix)
-    checked = check_coco(
-        args.annotations, args.images, masks=False if args.boxes else None, pixels=args.deep, progress=_progress
-    )
+    from projects_vil.data import CocoFile, write_cleaned
+
+    masks = False if args.boxes else None
+    checked = CocoFile(args.annotations, args.images, masks=masks, pixels=args.deep, progress=_progress)
     print("\n".join(checked.lines()))
     write_json(args.json, checked.to_json())
     if args.fix:

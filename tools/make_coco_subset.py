@@ -4,7 +4,7 @@ Example:
     python tools/make_coco_subset.py datasets/coco/annotations/instances_train2017.json eight.json --num-images 8
 """
 
-from arguments import ToolParser, existing_path, output_file, run_tool
+from arguments import ToolParser, existing_path, output_file, positive, run_tool
 
 
 def main() -> None:
@@ -13,7 +13,7 @@ def main() -> None:
     parser.add_argument(
         "output", type=output_file, metavar="OUTPUT", help="annotation file to write; the images stay where they are"
     )
-    parser.add_argument("--num-images", type=int, default=8, metavar="N", help="how many (default 8)")
+    parser.add_argument("--num-images", type=positive, default=8, metavar="N", help="how many (default 8)")
     args = parser.parse_args()
 
     from projects_vil.data import write_subset

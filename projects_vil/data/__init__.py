@@ -14,14 +14,13 @@ from projects_vil.data.build import (
 from projects_vil.data.catalog import check_files, read_categories, register_datasets
 from projects_vil.data.coco import (
     CHECK_MODES,
-    check_coco,
-    check_output,
     evaluated_as,
     fixed_coco,
     is_coco,
     write_cleaned,
     write_subset,
 )
+from projects_vil.data.coco_checks import CocoFile
 from projects_vil.data.dataset_mapper import Mapper, check_crop
 from projects_vil.data.detection_utils import (
     IGNORED_LABEL,
@@ -44,17 +43,16 @@ __all__ = [
     "IMAGE_SUFFIXES",
     "SHAPES_TASKS",
     "TRAIN_SAMPLERS",
+    "CocoFile",
     "EvaluationLoader",
     "Mapper",
     "UnreadableImage",
     "build_test_loader",
     "build_train_loader",
     "check_augmentation",
-    "check_coco",
     "check_crop",
     "check_datasets",
     "check_files",
-    "check_output",
     "class_names",
     "derived_seed",
     "evaluated_as",

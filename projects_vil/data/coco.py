@@ -1,13 +1,12 @@
 """COCO files: read once, checked and fixed, as one dict of annotations for training, evaluation and the report."""
 
 import contextlib
-import gc
 import json
 import logging
 import os
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from pycocotools import mask as mask_util
 
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
-from projects_vil.data.coco_checks import CocoFile
+from projects_vil.data.coco_checks import CocoFile, read_coco
 
 CHECK_MODES = ("error", "warn", "off")
 
@@ -28,40 +27,6 @@ def is_coco(name: str) -> bool:
     metadata = MetadataCatalog.get(name)
     types = ("coco", "coco_panoptic_seg") if metadata.get("sem_seg_root") else ("coco",)
     return metadata.get("evaluator_type") in types and bool(metadata.get("json_file"))
-
-
-def read_coco(path: str | Path) -> dict[str, Any]:
-    """Read a COCO file; COCO's test images have no list of annotations.
-
-    Raises:
-        ConfigError: for a file that is missing, is not JSON, or has no lists of images, annotations and categories.
-    """
-    try:
-        with open(path, encoding="utf-8") as file, _without_garbage_collection():
-            dataset = json.load(file)
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    lists = [dataset.get(name) if isinstance(dataset, dict) else None for name in ("images", "categories")]
-    # Without the list of annotations nothing can be evaluated, with an empty one everything is nan: it stays absent.
-    if not all(isinstance(entries, list) and entries for entries in lists) or (
-        not isinstance(dataset.get("annotations", []), list)
-    ):
-        raise ConfigError(f"{path} is not a COCO annotation file: it lacks a list of images, annotations or categories")
-    return dataset
-
-
-@contextlib.contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Pause garbage collection, which takes half of the time while millions of objects are made."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def fixed_coco(
@@ -85,17 +50,16 @@ def fixed_coco(
         ConfigError: where :func:`read_coco` would, and for errors that the check finds.
     """
     metadata = MetadataCatalog.get(name)
-    dataset = read_coco(metadata.json_file)
     if check == "off":
-        return dataset, False
-    root = metadata.image_root
-    file = CocoFile(metadata.json_file, root, dataset, masks=None if masks else False, headers=open_images)
+        return read_coco(metadata.json_file), False
+    options = {"masks": None if masks else False, "headers": open_images}
+    file = CocoFile(metadata.json_file, metadata.image_root, **options)
     if file.findings("error") and (check == "error" or file.unfixable() is not None):
         raise file.error()
     for finding in file.findings() if report else ():
         level = logging.INFO if finding.severity == "note" else logging.WARNING
         log_first_n(level, f"{file.path}: {file.describe(finding)}", name=__name__, key="message")
-    fixed, _ = file.fixed(errors=check == "warn", areas=areas)
+    fixed, _ = file.fixed(areas=areas)
     return fixed, bool(file.findings("error", "fixed"))
 
 
@@ -175,34 +139,17 @@ def evaluated_as(name: str, *, check: str, masks: bool) -> Iterator[str]:
             MetadataCatalog.remove(folder)
 
 
-def check_coco(
-    annotations: str | Path,
-    images: str | Path,
-    *,
-    masks: bool | None = None,
-    pixels: bool = False,
-    progress: Callable[[int], None] | None = None,
-) -> CocoFile:
-    """Check a COCO file and its folder of images; the arguments are those of :class:`CocoFile`.
-
-    Raises:
-        ConfigError: where :func:`read_coco` would, and for a folder that is missing.
-    """
-    if not Path(images).is_dir():
-        raise ConfigError(f"there is no image folder {images}")
-    return CocoFile(annotations, images, read_coco(annotations), masks=masks, pixels=pixels, progress=progress)
-
-
 def write_cleaned(file: CocoFile, output: str | Path) -> str:
     """Write a fixed copy of a COCO file, and return what was left out and changed, in words.
 
     Raises:
         ConfigError: if the copy would replace a file, something cannot be fixed, or no image is left.
     """
-    check_output(output)
+    if os.path.lexists(output):
+        raise ConfigError(f"{output} exists: name a new file")
     if file.unfixable() is not None:
         raise file.error()
-    dataset, counts = file.fixed(errors=True)
+    dataset, counts = file.fixed()
     if not dataset["images"]:
         raise ConfigError(f"{file.path}: no valid image would be left in a copy")
     with atomic_write(output) as partial:
@@ -213,14 +160,6 @@ def write_cleaned(file: CocoFile, output: str | Path) -> str:
         f"{images:,} images, {annotations:,} annotations; left out {counts['images']:,} images and "
         f"{counts['annotations']:,} annotations, changed {counts['changed']:,}"
     )
-
-
-def check_output(output: str | Path) -> None:
-    """Raise a :class:`ConfigError`, before the work, if a copy cannot be written or would replace a file."""
-    if os.path.lexists(output):
-        raise ConfigError(f"{output} exists: name a new file")
-    if not Path(output).absolute().parent.is_dir():
-        raise ConfigError(f"there is no folder {Path(output).absolute().parent}")
 
 
 def write_subset(source: str | Path, output: str | Path, *, num_images: int) -> int:
@@ -237,8 +176,6 @@ def write_subset(source: str | Path, output: str | Path, *, num_images: int) -> 
     Raises:
         ConfigError: if ``source`` is not a COCO annotation file or has no annotations, or is ``output``.
     """
-    if num_images < 1:
-        raise ConfigError(f"num_images is {num_images}: it is 1 or more")
     if Path(output).resolve() == Path(source).resolve():
         raise ConfigError(f"{output} is the source: name another file")
     dataset = read_coco(source)

@@ -5,7 +5,9 @@ objects and therefore share their loops.
 """
 
 import functools
+import gc
 import itertools
+import json
 import math
 import os
 import shlex
@@ -29,8 +31,38 @@ _NUMBERS = {int, float}
 _FEWEST_BOXES, _BEYOND_SHARE = 20, 0.2
 # Files opened at once: a disk in a network is slow to answer, not slow to read.
 _NUM_THREADS, _FILES_PER_TASK = 16, 64
+_EXAMPLE_KEYS = {
+    "annotations": {"annotation": "id", "image": "image_id"},
+    "images": {"image": "id", "file": "file_name"},
+    "categories": {"category": "id", "name": "name"},
+}
 
 Found = Iterator[tuple[str, int, Any]]
+
+
+def read_coco(path: str | Path) -> dict[str, Any]:
+    """Read a COCO file; COCO's test images have no list of annotations.
+
+    Raises:
+        ConfigError: for a file that is missing, is not JSON, or has no lists of images, annotations and categories.
+    """
+    # Garbage collection takes half of the time while millions of objects are made.
+    gc.disable()
+    try:
+        dataset = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    finally:
+        gc.enable()
+    lists = [dataset.get(name) if isinstance(dataset, dict) else None for name in ("images", "categories")]
+    # Without the list of annotations nothing can be evaluated, with an empty one everything is nan: it stays absent.
+    if not all(isinstance(entries, list) and entries for entries in lists) or (
+        not isinstance(dataset.get("annotations", []), list)
+    ):
+        raise ConfigError(f"{path} is not a COCO annotation file: it lacks a list of images, annotations or categories")
+    return dataset
 
 
 class CocoFile:
@@ -38,13 +70,16 @@ class CocoFile:
 
     Args:
         path, image_root: the annotation file and the folder of its images.
-        dataset: the contents of the file, with lists of images, categories and perhaps annotations.
         masks: whether segmentations are checked; None if any object has one.
         headers: whether every image file is opened.
         pixels: whether every image file is decoded.
         progress: called with the number of image files read so far.
 
+    Raises:
+        ConfigError: where :func:`read_coco` does.
+
     Attributes:
+        dataset: the contents of the file.
         found: name of a check -> indices in the list that it is about.
         examples: name of a check -> ids, file names and values of the first findings.
         heights, widths: of each image in pixels, 0 if unknown.
@@ -55,16 +90,15 @@ class CocoFile:
         self,
         path: str | Path,
         image_root: str | Path,
-        dataset: dict[str, Any],
         *,
         masks: bool | None = None,
         headers: bool = True,
         pixels: bool = False,
         progress: Callable[[int], None] | None = None,
     ) -> None:
-        self.path, self.image_root, self.dataset = str(path), str(image_root), dataset
-        self.images, self.categories = dataset["images"], dataset["categories"]
-        self.annotations = dataset.get("annotations", [])
+        self.path, self.image_root, self.dataset = str(path), str(image_root), read_coco(path)
+        self.images, self.categories = self.dataset["images"], self.dataset["categories"]
+        self.annotations = self.dataset.get("annotations", [])
         self.boxes_only = masks is False
         if masks is None:
             masks = any(isinstance(entry, dict) and entry.get("segmentation") for entry in self.annotations)
@@ -106,13 +140,9 @@ class CocoFile:
         entry = self.dataset[of][index]
         if not isinstance(entry, dict):
             return {"value": _shortened(entry)}
-        if of == "annotations":
-            image = self.images[self.image_of[index]] if self.image_of[index] >= 0 else {}
-            known = {"annotation": entry.get("id"), "image": entry.get("image_id"), "file": image.get("file_name")}
-        elif of == "images":
-            known = {"image": entry.get("id"), "file": entry.get("file_name")}
-        else:
-            known = {"category": entry.get("id"), "name": entry.get("name")}
+        known = {name: entry.get(key) for name, key in _EXAMPLE_KEYS[of].items()}
+        if of == "annotations" and self.image_of[index] >= 0:
+            known["file"] = self.images[self.image_of[index]]["file_name"]
         known["value"] = value if value is None or isinstance(value, str) else _shortened(value)
         return {key: item for key, item in known.items() if item is not None}
 
@@ -165,11 +195,10 @@ class CocoFile:
             ],
         }
 
-    def fixed(self, *, errors: bool, areas: bool = True) -> tuple[dict[str, Any], dict[str, int]]:
+    def fixed(self, *, areas: bool = True) -> tuple[dict[str, Any], dict[str, int]]:
         """Return the dataset with its findings fixed; entries without findings are those of the file.
 
         Args:
-            errors: whether errors are fixed too, or only what can be read in one way.
             areas: whether missing areas are computed, which only evaluation needs.
 
         Returns:
@@ -181,11 +210,10 @@ class CocoFile:
         for of in ("categories", "images", "annotations"):
             entries = self.dataset.get(of, [])
             left_out[of], changed[of] = set(), {}
-            if of == "annotations" and left_out["images"]:
+            if of == "annotations":
                 left_out[of] = set(np.flatnonzero(np.isin(self.image_of, list(left_out["images"]))).tolist())
             for check in CHECKS.values():
-                is_fixed = check.severity == "fixed" or check.severity == "error" and errors
-                if check.of != of or check.fix is None or not is_fixed or (check.name == "area_missing" and not areas):
+                if check.of != of or check.fix is None or (check.name == "area_missing" and not areas):
                     continue
                 for index in self.found.get(check.name, ()):
                     if index in left_out[of]:
@@ -195,21 +223,10 @@ class CocoFile:
                         left_out[of].add(index)
                     else:
                         changed[of][index] = entry
-            if errors and self.found.get("image_ids_mixed") and of != "categories":
-                self._renumber_images(of, entries, left_out[of], changed[of])
             if of in dataset:
                 dataset[of] = [changed[of].get(i, e) for i, e in enumerate(entries) if i not in left_out[of]]
         counts = {of: len(left_out[of]) for of in ("images", "annotations")}
         return dataset, counts | {"changed": len(changed["annotations"].keys() - left_out["annotations"])}
-
-    def _renumber_images(self, of: str, entries: list[Any], left_out: set[int], changed: dict[int, Any]) -> None:
-        """Set the ids of images to their positions in the file, from 1, whatever is left out."""
-        for index in set(range(len(entries))) - left_out:
-            entry = changed.get(index, entries[index])
-            if of == "images":
-                changed[index] = entry | {"id": index + 1}
-            elif self.image_of[index] >= 0:
-                changed[index] = entry | {"image_id": int(self.image_of[index]) + 1}
 
 
 # -- find: what is wrong, as (name of a check, index, value) ---------------------------------------
@@ -235,7 +252,8 @@ def find_in_categories(file: CocoFile) -> Found:
 def find_in_images(file: CocoFile) -> Found:
     names, indices_of_id = set(), defaultdict(list)
     for index, entry in enumerate(file.images):
-        if not _has_id_and_name(entry):
+        has_id = isinstance(entry, dict) and type(entry.get("id")) in (int, float, str)
+        if not has_id or not isinstance(entry.get("file_name"), str) or not entry["file_name"]:
             yield "image_form", index, None
             continue
         indices_of_id[entry["id"]].append(index)
@@ -255,15 +273,8 @@ def find_in_images(file: CocoFile) -> Found:
             are_equal = all(file.images[index] == file.images[indices[0]] for index in indices)
             # One of equal entries stays; if they differ, it is unknown whose objects are whose.
             yield from (("image_id_twice", index, None) for index in indices[1 if are_equal else 0 :])
-    texts = [index for number, index in file.image_by_id.items() if isinstance(number, str)]
-    if len(texts) < len(file.image_by_id):
-        yield from (("image_ids_mixed", index, None) for index in texts)
-
-
-def _has_id_and_name(entry: Any) -> bool:
-    if not isinstance(entry, dict) or isinstance(entry.get("id"), bool) or not entry.get("file_name"):
-        return False
-    return isinstance(entry.get("id"), (int, str, float)) and isinstance(entry["file_name"], str)
+    if len({isinstance(number, str) for number in file.image_by_id}) == 2:
+        yield from (("image_ids_mixed", index, None) for indices in indices_of_id.values() for index in indices)
 
 
 def find_in_files(file: CocoFile) -> Found:
@@ -279,9 +290,9 @@ def find_in_files(file: CocoFile) -> Found:
             yield "file_missing", index, None
         elif file.headers or file.pixels or index in unsized:
             opened[index] = path
-    num_threads, read = (os.cpu_count() or 1, _decoded_size) if file.pixels else (_NUM_THREADS, read_size)
-    with ThreadPool(num_threads) as pool:
-        sizes = pool.imap(functools.partial(_size_or_reason, read), opened.values(), chunksize=_FILES_PER_TASK)
+    with ThreadPool((os.cpu_count() or 1) if file.pixels else _NUM_THREADS) as pool:
+        read = functools.partial(_size_or_reason, pixels=file.pixels)
+        sizes = pool.imap(read, opened.values(), chunksize=_FILES_PER_TASK)
         for count, (index, size) in enumerate(zip(opened, sizes, strict=True), start=1):
             if file.progress is not None:
                 file.progress(count)
@@ -294,13 +305,9 @@ def find_in_files(file: CocoFile) -> Found:
                 yield "file_size", index, f"(height, width) is {size} in the file, {expected} in the annotations"
 
 
-def _decoded_size(path: str) -> tuple[int, int]:
-    return read_image(path).shape[:2]
-
-
-def _size_or_reason(read: Callable[[str], tuple[int, int]], path: str) -> tuple[int, int] | str:
+def _size_or_reason(path: str, *, pixels: bool) -> tuple[int, int] | str:
     try:
-        return read(path)
+        return read_image(path).shape[:2] if pixels else read_size(path)
     except UnreadableImage as error:
         return error.reason
 
@@ -317,6 +324,7 @@ def missing_files(paths: Iterable[str]) -> Iterator[str]:
 
 
 def find_in_annotations(file: CocoFile) -> Found:
+    are_mixed = bool(file.found["image_ids_mixed"])
     # The last one is for an unknown image, whose index is -1.
     largest_areas = [*(2 * np.maximum(file.heights * file.widths, 1)).tolist(), math.inf]
     for index, entry in enumerate(file.annotations):
@@ -327,9 +335,11 @@ def find_in_annotations(file: CocoFile) -> Found:
         image = file.image_by_id.get(name, -1) if isinstance(name, (int, str, float)) else -1
         if image < 0:
             image = file.image_by_number.get(whole(name), -1)
-            file.image_of[index] = image
-            yield "image_unknown" if image < 0 else "image_id_text", index, None
         file.image_of[index] = image
+        if image < 0:
+            yield "image_unknown", index, None
+        elif are_mixed or file.images[image]["id"] != name:
+            yield "image_id_text", index, None
         category = entry.get("category_id")
         if type(category) is not int or category not in file.category_by_id:
             is_known = whole(category) in file.category_by_id
@@ -382,7 +392,7 @@ def find_in_boxes(file: CocoFile) -> Found:
             yield "box_missing" if box_of_mask(file, index, entry) is None else "box_of_mask", index, None
     if not rows:
         return
-    for name, where in _box_problems(file, np.array(indices), _as_floats(rows)):
+    for name, where in _box_problems(file, np.array(indices), np.array(rows, np.float64)):
         yield from ((name, indices[row], rows[row]) for row in np.flatnonzero(where).tolist())
 
 
@@ -393,18 +403,15 @@ def _box_problems(file: CocoFile, indices: np.ndarray, boxes: np.ndarray) -> Ite
     has_size, finite = (heights > 0) & (widths > 0), np.isfinite(boxes).all(1)
     left, top, wide, high = np.where(finite[:, None], boxes, 0).T
     right, bottom, far = left + wide, top + high, FAR * np.maximum(heights, widths)
-    yield "box_not_finite", ~finite
-    negative = finite & ((wide < 0) | (high < 0))
-    yield "box_negative", negative
-    beyond_far = (np.minimum(left, top) < -far) | (right > widths + far) | (bottom > heights + far)
-    is_far = finite & has_size & ~negative & beyond_far
-    yield "box_far", is_far
-    sound = finite & ~negative & ~is_far
-    empty = sound & ((wide == 0) | (high == 0))
+    sound = finite & (wide >= 0) & (high >= 0)
+    yield "box_form", ~sound
+    is_far = (np.minimum(left, top) < -far) | (right > widths + far) | (bottom > heights + far)
+    is_far &= sound & has_size
+    empty = sound & ~is_far & ((wide == 0) | (high == 0))
     yield "box_empty", empty
-    sound &= has_size & ~empty
+    sound &= has_size & ~is_far & ~empty
     outside = sound & ((right <= 0) | (bottom <= 0) | (left >= widths) | (top >= heights))
-    yield "box_outside", outside
+    yield "box_outside", outside | is_far
     beyond = sound & ((left < -1) | (top < -1) | (right > widths + 1) | (bottom > heights + 1))
     yield "box_beyond", beyond & ~outside
     number = int(sound.sum())
@@ -421,19 +428,9 @@ def _first(where: np.ndarray) -> np.ndarray:
     return np.arange(len(where)) == np.flatnonzero(where)[0]
 
 
-def _as_floats(rows: list[list[float]]) -> np.ndarray:
-    try:
-        return np.array(rows, np.float64)
-    except OverflowError:  # of whole numbers with more digits than a float can have
-        return np.array([[math.inf if abs(number) > 1e308 else number for number in row] for row in rows], np.float64)
-
-
-def find_empty_images(file: CocoFile) -> Found:
+def find_without_objects(file: CocoFile) -> Found:
     used = {*file.image_of.tolist(), *file.found["image_form"]}
     yield from (("image_empty", index, None) for index in range(len(file.images)) if index not in used)
-
-
-def find_empty_categories(file: CocoFile) -> Found:
     used = {whole(entry.get("category_id")) for entry in file.annotations if isinstance(entry, dict)}
     yield from (("category_empty", index, None) for n, index in file.category_by_id.items() if n not in used)
 
@@ -445,10 +442,6 @@ def leave_out(file: CocoFile, index: int, entry: Any) -> None:
     return None
 
 
-def unchanged(file: CocoFile, index: int, entry: Any) -> Any:
-    return entry
-
-
 def whole_id(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
     return entry | {"id": whole(entry["id"])}
 
@@ -457,8 +450,13 @@ def size_of_file(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str,
     return entry | {"height": int(file.heights[index]), "width": int(file.widths[index])}
 
 
+def position(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
+    return entry | {"id": index + 1}
+
+
 def image_id(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
-    return entry | {"image_id": file.images[file.image_of[index]]["id"]}
+    image = int(file.image_of[index])
+    return entry | {"image_id": image + 1 if file.found["image_ids_mixed"] else file.images[image]["id"]}
 
 
 def category_id(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
@@ -528,9 +526,9 @@ class Check:
 
 
 SEVERITIES = ("error", "fixed", "note")
-_OUT, _WITH_OBJECTS, _UNCHANGED = "left out", "left out, with their objects", "as it is"
+_OUT, _WITH_OBJECTS = "left out", "left out, with their objects"
 _BOX, _MASK = "the box of the mask if there is one, else left out", "left out if no other polygon is usable"
-_WHOLE, _OTHERS = "read as the whole number", "the other polygons stay"
+_WHOLE = "read as the whole number"
 
 # The list and the function that the checks of a group share; name, severity, what is found, fix, and its effect. Fixes
 # are done in this order: new ids and areas come last, for the annotations that stay.
@@ -546,8 +544,8 @@ _TABLE: tuple[tuple[str, Callable[[CocoFile], Found], tuple[tuple, ...]], ...] =
         ("image_form", "error", "images without an id and a file_name", leave_out, _WITH_OBJECTS),
         ("image_id_twice", "error", "images whose id is not unique", leave_out,
          "of equal entries one stays; others are left out with their objects, which could be of either"),
-        ("image_ids_mixed", "error", "images whose id is text where other ids are numbers", unchanged,
-         "all images get new ids, their positions in the file"),
+        ("image_ids_mixed", "error", "images with ids of which some are text and others numbers", position,
+         "new ids, the positions in the file"),
         ("image_size_missing", "fixed", "images without height and width", size_of_file, "read from the file"),
         ("file_twice", "note", "images with the file of another", None, "trained on as two images"),
     )),
@@ -569,16 +567,12 @@ _TABLE: tuple[tuple[str, Callable[[CocoFile], Found], tuple[tuple, ...]], ...] =
     )),
     ("annotations", find_in_masks, (
         ("mask_missing", "error", "annotations without the segmentation that others have", leave_out, _OUT),
-        ("mask_form", "error", "segmentations that are neither polygons nor RLE", usable_mask, _MASK),
-        ("mask_points", "error", "masks without a polygon of three points", usable_mask, _OUT),
-        ("mask_outside", "error", "masks outside the image", usable_mask, _OUT),
-        ("polygon_not_finite", "error", "masks with a polygon that is not finite", usable_mask, _MASK),
+        ("mask_form", "error", "segmentations that are neither polygons of finite numbers nor RLE", usable_mask, _MASK),
+        ("mask_empty", "error", "masks without a polygon of three points in the image", usable_mask, _OUT),
         ("polygon_far", "error", "masks with a polygon more than ten image sides beyond the image", usable_mask, _MASK),
-        ("polygon_points", "fixed", "masks with a polygon of fewer than three points among others", usable_mask,
-         _OTHERS),
-        ("polygon_outside", "fixed", "masks with a polygon outside the image among others", usable_mask, _OTHERS),
-        ("rle_size", "error", "RLE of another size than the image", usable_mask, _OUT),
-        ("rle_counts", "error", "RLE whose counts are not the image's pixels", usable_mask, _OUT),
+        ("polygon_empty", "fixed", "masks with a polygon of fewer than three points or outside the image among others",
+         usable_mask, "the other polygons stay"),
+        ("rle_form", "error", "RLE whose size or counts are not those of the image", usable_mask, _OUT),
         ("rle_object", "note", "RLE instead of polygons of objects that are not crowds", None,
          "read as bitmaps, as are the polygons of their images"),
     )),
@@ -589,11 +583,9 @@ _TABLE: tuple[tuple[str, Callable[[CocoFile], Found], tuple[tuple, ...]], ...] =
          "always stops: multiply them by width and height"),
         ("box_missing", "error", "annotations without a bbox", leave_out, _OUT),
         ("box_of_mask", "fixed", "annotations without a bbox, with a mask", box_of_mask, "the box of the mask"),
-        ("box_form", "error", "annotations whose bbox is not [left, top, width, height]", box_of_mask, _BOX),
-        ("box_not_finite", "error", "boxes that are not finite", box_of_mask, _BOX),
-        ("box_negative", "error", "boxes of negative width or height", box_of_mask, _BOX),
-        ("box_far", "error", "boxes more than ten image sides beyond the image", box_of_mask, _BOX),
-        ("box_outside", "error", "boxes outside the image", box_of_mask, _BOX),
+        ("box_form", "error", "boxes that are not [left, top, width, height], finite and with sides of 0 or more",
+         box_of_mask, _BOX),
+        ("box_outside", "error", "boxes outside the image, or more than ten image sides beyond it", box_of_mask, _BOX),
         ("box_empty", "note", "boxes without area", None, "not trained on; in evaluation nothing matches them"),
         ("box_beyond", "note", "boxes more than a pixel beyond the image", None,
          "clipped in training, evaluated as they are"),
@@ -608,11 +600,11 @@ _TABLE: tuple[tuple[str, Callable[[CocoFile], Found], tuple[tuple, ...]], ...] =
         ("area_missing", "fixed", "annotations without a possible area", area_of_mask_or_box,
          "that of the mask, or of the box"),
     )),
-    ("images", find_empty_images, (
+    ("images", find_without_objects, (
         ("image_empty", "note", "images without objects", None,
          "left out of training unless DATALOADER.FILTER_EMPTY_ANNOTATIONS is False; evaluated"),
     )),
-    ("categories", find_empty_categories, (
+    ("categories", find_without_objects, (
         ("category_empty", "note", "categories without objects", None, "a class that is not learned"),
     )),
 )

@@ -25,9 +25,7 @@ def problems_of(segmentation: Any, height: int, width: int) -> tuple[list[str], 
     found = [_polygon_problem(polygon, height, width) for polygon in segmentation]
     usable = found.count(None)
     problems = [problem for problem in dict.fromkeys(found) if problem]
-    if not usable:
-        problems = [{"polygon_points": "mask_points", "polygon_outside": "mask_outside"}.get(p, p) for p in problems]
-    return problems, usable
+    return problems if usable else ["mask_empty" if p == "polygon_empty" else p for p in problems], usable
 
 
 def usable_segmentation(segmentation: Any, height: int, width: int) -> Any:
@@ -66,14 +64,14 @@ def _polygon_problem(polygon: Any, height: int, width: int) -> str | None:
     if not isinstance(polygon, list) or not all(type(number) in (int, float) for number in polygon):
         return "mask_form"
     if len(polygon) < 6 or len(polygon) % 2:
-        return "polygon_points"
+        return "polygon_empty"
     if not all(isinstance(number, int) or math.isfinite(number) for number in polygon):
-        return "polygon_not_finite"
+        return "mask_form"
     left, right, top, bottom = min(polygon[::2]), max(polygon[::2]), min(polygon[1::2]), max(polygon[1::2])
     far = FAR * max(height, width)
     if min(left, top) < -far or right > width + far or bottom > height + far:
         return "polygon_far"
-    return "polygon_outside" if right < 0 or bottom < 0 or left > width or top > height else None
+    return "polygon_empty" if right < 0 or bottom < 0 or left > width or top > height else None
 
 
 def _is_plain(polygon: Any, height: int, width: int) -> bool:
@@ -93,13 +91,13 @@ def _rle_problem(rle: dict[str, Any], height: int, width: int) -> str | None:
     if not isinstance(size, list) or [type(side) for side in size] != [int, int]:
         return "mask_form"
     if size != [height, width]:
-        return "rle_size"
+        return "rle_form"
     if isinstance(counts, str):
         counts = _run_lengths(counts)
     elif not isinstance(counts, list) or not set(map(type, counts)) <= {int}:
-        return "rle_counts"
+        return "rle_form"
     is_whole = len(counts) > 0 and min(counts) >= 0 and sum(counts) == height * width
-    return None if is_whole else "rle_counts"
+    return None if is_whole else "rle_form"
 
 
 def _run_lengths(counts: str) -> list[int]:

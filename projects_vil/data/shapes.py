@@ -6,6 +6,7 @@ rotations vary, objects overlap a little, and images differ in size.
 
 import colorsys
 import json
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,10 @@ def write_shapes_dataset(
         content = _read_existing(output, task)
         is_kept = content is not None and not overwrite
         if is_kept:
-            _check_same(output, task, content, parameters)
+            found = content["train"]["info"]["parameters"]
+            differing = [f"{name} {found[name]}" for name, value in parameters.items() if found[name] != value]
+            if differing:
+                raise ConfigError(f"{output} is a shapes dataset with {', '.join(differing)}; overwrite replaces it")
         else:
             content = _write_and_rename(output, task, parameters)
     except OSError as error:
@@ -118,35 +122,17 @@ def _read_existing(output: Path, task: str) -> dict[str, dict] | None:
     raise ConfigError(f"{output} is not empty and not a shapes dataset for {task}; choose another folder")
 
 
-def _check_same(output: Path, task: str, existing: dict[str, dict], parameters: dict[str, int]) -> None:
-    for split in SPLITS:
-        found = existing[split]["info"].get("parameters", {})
-        differing = [f"{name} {found.get(name)}" for name, value in parameters.items() if found.get(name) != value]
-        if differing:
-            raise ConfigError(f"{output} is a shapes dataset with {', '.join(differing)}; overwrite replaces it")
-        stems = {Path(image["file_name"]).stem for image in existing[split]["images"]}
-        for folder in _paths(task, split)[1 : 2 if task == "detection" else 3]:
-            missing = stems - {path.stem for path in (output / folder).glob("*.*")}
-            if missing:
-                raise ConfigError(f"{output / folder} lacks {len(missing)} images; overwrite writes them again")
-
-
 def _write_and_rename(output: Path, task: str, parameters: dict[str, int]) -> dict[str, dict]:
     """Write next to ``output``, then rename; return the annotations by split."""
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as folder:
-        new, old = Path(folder, "new"), Path(folder, "old")
+        new = Path(folder, "new")
         content = {split: _write_split(new, task, split, parameters) for split in SPLITS}
         if task == "sem_seg":
             (new / "classes.txt").write_text("".join(f"{name}\n" for name in SHAPES_SEM_SEG_CLASSES), encoding="utf-8")
         if output.exists():
-            output.rename(old)
-        try:
-            new.rename(output)
-        except OSError:
-            if old.exists():
-                old.rename(output)
-            raise
+            shutil.rmtree(output)
+        new.rename(output)
     return content
 
 

@@ -1,10 +1,8 @@
 """The evaluator of a dataset, and the metrics that it computes."""
 
 import importlib.util
-import itertools
-import json
-from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from detectron2.config import CfgNode
 from detectron2.data import MetadataCatalog
@@ -15,6 +13,7 @@ from detectron2.evaluation import (
     LVISEvaluator,
     PascalVOCDetectionEvaluator,
     SemSegEvaluator,
+    coco_evaluation,
 )
 
 from backbones import ConfigError
@@ -108,39 +107,16 @@ class FasterCOCOEvaluator(COCOEvaluator):
     """detectron2's evaluator with faster-coco-eval, which computes pycocotools' numbers of boxes and masks in C++."""
 
     def _eval_predictions(self, predictions: list[dict[str, Any]], img_ids: list[int] | None = None) -> None:
-        """Do what the parent does, which imports pycocotools' class by name."""
-        results = list(itertools.chain.from_iterable(entry["instances"] for entry in predictions))
-        to_contiguous = getattr(self._metadata, "thing_dataset_id_to_contiguous_id", None)
-        if to_contiguous is not None:
-            to_dataset = {contiguous: dataset for dataset, contiguous in to_contiguous.items()}
-            for result in results:
-                result["category_id"] = to_dataset[result["category_id"]]
-        if self._output_dir:
-            (Path(self._output_dir) / "coco_instances_results.json").write_text(json.dumps(results))
-        if not self._do_evaluation:
-            self._logger.info("Annotations are not available for evaluation.")
-            return
-        names = self._metadata.get("thing_classes")
-        for task in sorted(self._tasks or self._tasks_from_predictions(results)):
-            evaluation = self._evaluate(results, task, img_ids) if results else None
-            self._results[task] = self._derive_coco_results(evaluation, task, class_names=names)
-
-    def _evaluate(self, results: list[dict[str, Any]], task: str, img_ids: list[int] | None) -> object:
         # An optional dependency.
         from faster_coco_eval import COCO, COCOeval_faster
 
-        if task == "segm":
-            # With boxes, their areas rather than those of the masks would decide which objects are small.
-            results = [{key: value for key, value in result.items() if key != "bbox"} for result in results]
         truth = COCO()
         truth.dataset = self._coco_api.dataset
         truth.createIndex()
-        evaluation = COCOeval_faster(truth, truth.loadRes(results), task)
-        evaluation.params.maxDets = self._max_dets_per_image
-        if img_ids is not None:
-            evaluation.params.imgIds = img_ids
-        evaluation.run()
-        return evaluation
+        self._coco_api = truth
+        # detectron2 has no argument for them.
+        with mock.patch.multiple(coco_evaluation, COCOeval_opt=COCOeval_faster, COCOevalMaxDets=COCOeval_faster):
+            super()._eval_predictions(predictions, img_ids)
 
 
 # -- names of metrics ------------------------------------------------------------------------------
@@ -186,9 +162,8 @@ def metric_names(cfg: CfgNode, dataset: str, task: str) -> tuple[tuple[str, ...]
     metadata = MetadataCatalog.get(dataset)
     if task == "sem_seg":
         stuff = metadata.get("stuff_classes", ())
-        # detectron2 evaluates boundaries with OpenCV, where the labels fit into a byte.
-        boundaries = ("BoundaryIoU", "min(IoU, B-Iou)") if len(stuff) <= 254 else ()
-        return _LABEL_METRICS, tuple(f"{metric}-{name}" for metric in ("IoU", "ACC", *boundaries) for name in stuff)
+        of_classes = ("IoU", "ACC", "BoundaryIoU", "min(IoU, B-Iou)")
+        return _LABEL_METRICS, tuple(f"{metric}-{name}" for metric in of_classes for name in stuff)
     evaluator_type = metadata.get("evaluator_type")
     metrics = _DETECTION_METRICS.get(evaluator_type, ())
     metrics = tuple(name for name in metrics if (task, name) != ("keypoints", "APs"))

@@ -6,7 +6,7 @@ from detectron2.data import DatasetCatalog
 
 from projects_vil.analysis import compare_coco_apis, time_dataset_check
 from projects_vil.analysis.data_benchmark import NUM_OBJECTS, sample_objects, write_annotations, write_images
-from projects_vil.data import check_coco
+from projects_vil.data import CocoFile
 from tests.projects_vil.helpers import ROOT
 
 
@@ -14,7 +14,7 @@ def test_synthetic_annotations_are_sound(tmp_path):
     generator = np.random.default_rng(0)
     write_annotations(tmp_path / "annotations.json", *sample_objects(generator, 20), masks=True)
     write_images(tmp_path / "images", generator, 20)
-    file = check_coco(tmp_path / "annotations.json", tmp_path / "images", pixels=True)
+    file = CocoFile(tmp_path / "annotations.json", tmp_path / "images", pixels=True)
     assert len(file.images) == 20 and len(file.annotations) == 20 * NUM_OBJECTS and file.masks
     assert not file.findings("error", "fixed")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from backbones import ConfigError
-from projects_vil.data import Mapper, check_coco, load_dataset, register_datasets, write_cleaned
+from projects_vil.data import CocoFile, Mapper, load_dataset, register_datasets, write_cleaned
 from projects_vil.data.coco_checks import CHECKS
 from tests.projects_vil.data.corruptions import CORRUPTIONS, corrupt
 from tests.projects_vil.data.own import NAME, edit, entry, message
@@ -18,7 +18,7 @@ from tests.projects_vil.helpers import small_config
 
 
 def check(folder, file: str = "annotations.json", **options):
-    return check_coco(folder / file, folder / "images", **options)
+    return CocoFile(folder / file, folder / "images", **options)
 
 
 def found(folder, **options) -> dict[str, int]:

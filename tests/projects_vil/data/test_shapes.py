@@ -112,17 +112,6 @@ def test_a_complete_dataset_is_kept_and_another_replaced_only_with_overwrite(tmp
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
 
 
-@pytest.mark.parametrize(
-    "task, folder", [("detection", "train"), ("sem_seg", "annotations/training"), ("panoptic", "stuff_val")]
-)
-def test_missing_images_are_named(tmp_path, task, folder):
-    options = {"task": task, "num_train": 2, "num_val": 1, "short_side": 40}
-    write_shapes_dataset(tmp_path / "data", **options)
-    next((tmp_path / "data" / folder).iterdir()).unlink()
-    with pytest.raises(ConfigError, match=f"{folder} lacks 1"):
-        write_shapes_dataset(tmp_path / "data", **options)
-
-
 @pytest.mark.parametrize("name, overwrite", [("notes.txt", True), ("annotations/instances_val.json", False)])
 def test_other_folders_are_never_changed(tmp_path, name, overwrite):
     path = tmp_path / name

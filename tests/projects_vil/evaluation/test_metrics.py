@@ -88,17 +88,6 @@ def test_a_class_with_a_slash_is_the_best_metric(config):
     MetadataCatalog.remove("mugs")
 
 
-@pytest.mark.parametrize(("number", "has_boundaries"), [(254, True), (255, False)])
-def test_boundaries_of_so_many_labels_as_fit_into_a_byte(config, number, has_boundaries):
-    """detectron2's SemSegEvaluator leaves them out from 255 labels on."""
-    cfg = config("semantic_fpn", "sem_seg/mIoU")
-    name = f"labels_{number}"
-    MetadataCatalog.get(name).set(stuff_classes=[f"c{i}" for i in range(number)], evaluator_type="sem_seg")
-    _, of_classes = metric_names(cfg, name, "sem_seg")
-    MetadataCatalog.remove(name)
-    assert "IoU-c1" in of_classes and ("BoundaryIoU-c1" in of_classes) == has_boundaries
-
-
 def test_the_metric_is_checked_before_training_only(config, trained_run):
     cfg = config("retinanet", "bbox/AP5O")
     with pytest.raises(ConfigError, match="TEST.BEST_METRIC is bbox/AP5O"):
