@@ -60,7 +60,11 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["backbones", "backbones.*", "projects_vil", "projects_vil.*"]),
-    package_data={"projects_vil.inference": ["model_card.md"], "projects_vil.report": ["page.html"]},
+    package_data={
+        "projects_vil.analysis": ["published.yaml"],
+        "projects_vil.inference": ["model_card.md"],
+        "projects_vil.report": ["page.html"],
+    },
     python_requires=">=3.10,<3.14",
     # detectron2 is not on the package index: tools/install_detectron2.py brings it, with what it requires.
     # The ranges of fvcore, iopath and omegaconf are the ones that it states.

@@ -29,7 +29,7 @@ def main() -> None:
         parser.error("--size, --no-flops and overrides are for --config-file")
 
     from projects_vil import load_config
-    from projects_vil.analysis import as_dicts, count_detector, count_variants, format_detectors, format_variants
+    from projects_vil.analysis import count_detector, count_variants, format_detectors, format_variants
 
     if args.variants is not None:
         counts = count_variants(args.variants)
@@ -41,7 +41,7 @@ def main() -> None:
             for path in args.config_file
         ]
         print(format_detectors(counts))
-    write_json(args.json, as_dicts(counts))
+    write_json(args.json, counts)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ Example:
 """
 
 import argparse
-import functools
 from pathlib import Path
 
 from arguments import ConfigToolParser, config_of, output_file, positive, run_tool, write_json
@@ -66,73 +65,58 @@ def main() -> None:
 
 
 def measure_models(args: argparse.Namespace) -> None:
-    from projects_vil.analysis import (
-        BenchmarkCase,
-        find_limits,
-        format_limits,
-        format_measurements,
-        growth,
-        measure,
-        measure_rates,
-        measurements_as_dicts,
-        plot_measurements,
-    )
+    from projects_vil import analysis
 
+    args.config_file = BASE / f"{args.detector}.yaml"
+    options = {
+        **{"part": args.what, "base": args.config_file, "batch_size": args.batch_size, "backward": args.backward},
+        **{"device": config_of(args).MODEL.DEVICE, "dtype": args.dtype, "overrides": tuple(args.opts)},
+    }
     names = [(name, False) for name in args.models] + [(name, True) for name in args.against]
-    args.config_file = str(BASE / f"{args.detector}.yaml")
-    make = functools.partial(
-        BenchmarkCase,
-        part=args.what,
-        base=BASE,
-        detector=args.detector,
-        batch_size=args.batch_size,
-        backward=args.backward,
-        device=config_of(args).MODEL.DEVICE,
-        dtype=args.dtype,
-        overrides=tuple(args.opts),
-    )
     reference = len(args.models) if args.against else 0
-    measured, rooflines, rates = [], [], None
+    rows, rates = [], None
     for size in args.size or [(800, 1344)]:
-        cases = [make(name=name, is_baseline=is_baseline, size=tuple(size)) for name, is_baseline in names]
-        measured += measure(cases, reference=reference, runs=args.runs, memory=not args.no_memory)
+        cases = [analysis.BenchmarkCase(*name, size=tuple(size), **options) for name in names]
+        measured = analysis.measure(cases, reference=reference, runs=args.runs, memory=not args.no_memory)
         if args.limits:
-            rates = rates or measure_rates(cases[0].device, args.dtype)
-            rooflines += [find_limits(case.build(), rates) for case in cases]
-    print(format_measurements(measured, reference=names[reference][0]))
-    content = {"measurements": measurements_as_dicts(measured), "growth": growth(measured)}
-    if rooflines:
-        print(f"\n{format_limits(rooflines, measured, rates)}")
+            rates = rates or analysis.measure_rates(cases[0].device, args.dtype)
+            measured = [
+                row | analysis.find_limits(case.build(), rates) for row, case in zip(measured, cases, strict=True)
+            ]
+        rows += measured
+    content = {"measurements": rows, "growth": analysis.growth(rows)}
+    print(analysis.format_measurements(rows, reference=names[reference][0]))
+    if rates:
+        print(f"\n{analysis.format_limits(rows, rates)}")
         content["rates"] = vars(rates)
-        for row, roofline in zip(content["measurements"], rooflines, strict=True):
-            row |= {"limit": roofline.limits, "operators": roofline.operators, "seconds_by_type": roofline.seconds}
     write_json(args.json, content)
     if args.plot:
-        plot_measurements(measured, args.plot)
+        analysis.plot_measurements(rows, args.plot)
 
 
 def measure_coco_apis(args: argparse.Namespace) -> None:
     from projects_vil.analysis import compare_coco_apis
 
-    seconds, metrics = compare_coco_apis(num_images=args.images, num_detections=100, runs=args.runs)
+    compared = compare_coco_apis(num_images=args.images, num_detections=100, runs=args.runs)
+    seconds, metrics = compared["seconds"], compared["metrics"]
     reference, *others = seconds
     for api, duration in seconds.items():
         print(f"{api}: {duration:.2f} s, AP {metrics[api]['AP']:.4f}")
     for api in others:
         most = max(abs(metrics[api][name] - value) for name, value in metrics[reference].items() if value == value)
         share = seconds[api] / seconds[reference]
-        print(f"{api} takes {share:.3f} of {reference}'s time; metrics differ by {most:.1e}")
-    write_json(args.json, {"seconds": seconds, "metrics": metrics})
+        print(f"{api} takes {share:.3f} of {reference}'s time; metrics differ by at most {most:.1e}")
+    write_json(args.json, compared)
 
 
 def measure_dataset_check(args: argparse.Namespace) -> None:
     from projects_vil.analysis import time_dataset_check
 
     cost = time_dataset_check(Path(__file__).with_name("check_dataset.py"), num_images=args.images)
-    memory = "memory not measured (no /proc)" if cost.memory is None else f"{cost.memory / 1e9:.2f} GB"
-    size = cost.file_size / 1e6
-    print(f"{args.images:,} images, {size:.0f} MB of annotations: {cost.seconds:.1f} s, {memory}")
-    write_json(args.json, cost._asdict())
+    memory = "memory not measured (no /proc)" if cost["memory"] is None else f"{cost['memory'] / 1e9:.2f} GB"
+    size = cost["file_size"] / 1e6
+    print(f"{args.images:,} images, {size:.0f} MB of annotations: {cost['seconds']:.1f} s, {memory}")
+    write_json(args.json, cost)
 
 
 if __name__ == "__main__":

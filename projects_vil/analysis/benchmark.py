@@ -1,10 +1,11 @@
 """Time and memory of models: parts of a detector, interleaved in one process, against backbones of other projects."""
 
 import dataclasses
+import itertools
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import timm
@@ -56,8 +57,7 @@ class BenchmarkCase:
         is_baseline: whether it is a baseline.
         part: one of ``MEASURED_PARTS``: the first attention module, all feature maps of the backbone, inference of the
             detector, or a training step with the optimizer's.
-        base: the folder of ``retinanet.yaml`` and ``mask_rcnn.yaml``, into which variants and baselines are built.
-        detector: the name of one of these two files.
+        base: the config of the detector into which variants and baselines are built.
         size: height and width of the images in pixels; they are padded to multiples of 32.
         backward: whether gradients are computed too, for attention and backbones.
         device, dtype: dtype is a key of ``DTYPES``, and autocast is used unless it is float32.
@@ -68,7 +68,6 @@ class BenchmarkCase:
     is_baseline: bool
     part: str
     base: Path
-    detector: str
     size: tuple[int, int]
     batch_size: int = 1
     backward: bool = False
@@ -89,11 +88,10 @@ class BenchmarkCase:
         cfg = self._config(name, suffixes)
         images = torch.rand(self.batch_size, 3, *self.size, generator=torch.Generator().manual_seed(_SEED)) * 255
         if self.part in ("detector", "train-step"):
-            model = build_model(cfg)
+            module = model = build_model(cfg)
             if self.is_baseline:
                 model.backbone = _with_fpn(cfg, build_baseline(name)).to(self.device)
-            batch = [{"image": image, "instances": _objects(self.size)} for image in images]
-            module, inputs = model, (batch,)
+            inputs = ([{"image": image, "instances": _objects(self.size)} for image in images],)
         else:
             if self.is_baseline:
                 model = build_baseline(name)
@@ -109,7 +107,17 @@ class BenchmarkCase:
                 module, inputs = self._attention(model, height, width)
         model.train(self._trains)
         step = self._step(module, inputs, build_optimizer(cfg, model) if self.part == "train-step" else None)
-        return self._with_shifts(step, model) if "shift" in suffixes else step
+        if "shift" not in suffixes:
+            return step
+        if not self._trains or not sample_shifts(model, seed=None):
+            raise ConfigError(f"{self.name}: random shifts need sliding chunks, and backward or a training step")
+        seeds = itertools.count(_SEED)
+
+        def shifted_step() -> None:
+            sample_shifts(model, seed=next(seeds))
+            step()
+
+        return shifted_step
 
     @property
     def _trains(self) -> bool:
@@ -117,26 +125,22 @@ class BenchmarkCase:
 
     def _config(self, name: str, suffixes: list[str]) -> CfgNode:
         is_variant = not self.is_baseline and not name.endswith(".yaml")
-        path = self.base / f"{self.detector}.yaml" if is_variant or self.is_baseline else Path(name)
         keys = ["MODEL.TRANSFORMER.NAME", name] if is_variant else []
         keys += ["MODEL.TRANSFORMER.DROP_PATH", "0.0", *(() if self.is_baseline else self.overrides)]
         stages = get_variant(name).stage_names if is_variant else ()
+        path = self.base if is_variant or self.is_baseline else Path(name)
         cfg = load_config(path, [*keys, "MODEL.DEVICE", self.device])
         cfg.defrost()
         if is_variant:
             # A CvT has three stages.
             cfg.MODEL.FPN.IN_FEATURES = [stage for stage in cfg.MODEL.FPN.IN_FEATURES if stage in stages]
-        if {"sdpa", "triton"} <= set(suffixes):
-            raise ConfigError(f"{self.name} has two attention backends: name one")
         for key, value in filter(None, map(_SUFFIXES.get, suffixes)):
             cfg.MODEL.TRANSFORMER[key] = value
         check_device(cfg)
         return cfg
 
     def _attention(self, model: nn.Module, height: int, width: int) -> tuple[nn.Module, tuple[Tensor, Tensor | None]]:
-        if self.is_baseline:
-            raise ConfigError(f"{self.name}: attention is measured for the models of this project alone")
-        for stage, stride in zip(model.net.stages, model.net.strides, strict=False):
+        for stage, stride in () if self.is_baseline else zip(model.net.stages, model.net.strides, strict=False):
             attention = stage.blocks[0].attention
             if attention is not None:
                 dim = stage.blocks[0].attention_norm.normalized_shape[0]
@@ -146,7 +150,7 @@ class BenchmarkCase:
                 if global_tokens is not None:
                     global_tokens = global_tokens.detach().expand(self.batch_size, -1, -1).clone()
                 return attention, (tokens, global_tokens)
-        raise ConfigError(f"{self.name} has no attention")
+        raise ConfigError(f"{self.name} has no attention module of this project")
 
     def _step(self, module: nn.Module, inputs: tuple, optimizer: torch.optim.Optimizer | None) -> Callable[[], None]:
         dtype = DTYPES[self.dtype]
@@ -169,21 +173,6 @@ class BenchmarkCase:
                 optimizer.step()
 
         return step
-
-    def _with_shifts(self, step: Callable[[], None], model: nn.Module) -> Callable[[], None]:
-        if not self._trains:
-            raise ConfigError(f"{self.name}: random shifts need backward or a training step")
-        if not sample_shifts(model, seed=None):
-            raise ConfigError(f"{self.name} has no sliding chunks")
-        seed = _SEED
-
-        def shifted_step() -> None:
-            nonlocal seed
-            sample_shifts(model, seed=seed)
-            seed += 1
-            step()
-
-        return shifted_step
 
 
 # -- baselines -------------------------------------------------------------------------------------
@@ -220,18 +209,16 @@ class _TimmBackbone(Backbone):
         except (RuntimeError, AttributeError, NotImplementedError) as error:
             raise ConfigError(f"baseline {name!r}: timm has no feature maps of it") from error
         info = self.net.feature_info
+        self.strides = info.reduction()
         # FPN takes the last feature map of each stride.
-        self.indices = {stride: i for i, stride in enumerate(info.reduction()) if stride in _STRIDES}
-        if tuple(self.indices) != _STRIDES:
-            raise ConfigError(f"baseline {name!r}: its feature maps are not of the strides 4, 8, 16 and 32")
-        self.shapes = {
-            f"stride{stride}": ShapeSpec(channels=info.channels()[i], stride=stride)
-            for stride, i in self.indices.items()
-        }
+        channels = dict(zip(self.strides, info.channels(), strict=True))
+        if not channels.keys() >= set(_STRIDES):
+            raise ConfigError(f"baseline {name!r}: it has no feature maps of the strides 4, 8, 16 and 32")
+        self.shapes = {f"stride{stride}": ShapeSpec(channels=channels[stride], stride=stride) for stride in _STRIDES}
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
-        features = self.net(images)
-        return {f"stride{stride}": features[index] for stride, index in self.indices.items()}
+        features = dict(zip(self.strides, self.net(images), strict=True))
+        return {name: features[shape.stride] for name, shape in self.shapes.items()}
 
     def output_shape(self) -> dict[str, ShapeSpec]:
         return self.shapes
@@ -257,38 +244,9 @@ def _objects(size: tuple[int, int]) -> Instances:
 # -- measurements ----------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Measurement:
-    """Measurements of one case.
-
-    Attributes:
-        case: what was measured.
-        times: seconds of each run.
-        ratios: each time divided by that of the reference in the same round.
-        memory: bytes at the peak of one call above what there was before it; None where it was not measured.
-    """
-
-    case: BenchmarkCase
-    times: list[float]
-    ratios: list[float]
-    memory: int | None
-
-    @property
-    def seconds(self) -> float:
-        return statistics.median(self.times)
-
-    @property
-    def images_per_second(self) -> float:
-        return self.case.batch_size / self.seconds
-
-    @property
-    def pixels(self) -> int:
-        return math.prod(self.case.size)
-
-
 def measure(
     cases: Sequence[BenchmarkCase], *, reference: int = 0, runs: int = 5, memory: bool = True
-) -> list[Measurement]:
+) -> list[dict[str, Any]]:
     """Time cases of one size, interleaved so that a busy machine slows all alike, after one warm-up of each.
 
     Args:
@@ -296,6 +254,12 @@ def measure(
         reference: index of the case that ratios are to.
         runs: how often each is timed.
         memory: whether memory is measured too: on a GPU by its own counter, else in a new process for each case.
+
+    Returns:
+        A row for each case: ``model``, ``part``, ``size``, ``batch_size``, ``backward``, ``device``, ``dtype``; the
+        median of ``seconds``, and of the ``ratio`` to the reference in the same round, each with its quartiles;
+        ``images_per_second``; and ``memory``, the bytes at the peak of one call above what there was before it, or None
+        where it was not measured.
 
     Raises:
         ConfigError: as :meth:`BenchmarkCase.build`.
@@ -305,15 +269,19 @@ def measure(
     for step in steps:
         step()
     peaks = [_peak_on_gpu(step, cases[0].device) if memory and is_cuda else None for step in steps]
-    times: list[list[float]] = [[] for _ in steps]
-    for _ in range(runs):
-        for step, own in zip(steps, times, strict=True):
-            own.append(seconds_of(step))
+    times = np.array([[seconds_of(step) for step in steps] for _ in range(runs)]).T
     del steps
     if memory and not is_cuda:
         peaks = [peak_in_new_process(case.build, what=case.name, instead="leave memory out") for case in cases]
-    ratios = [[mine / theirs for mine, theirs in zip(own, times[reference], strict=True)] for own in times]
-    return [Measurement(*values) for values in zip(cases, times, ratios, peaks, strict=True)]
+    fields = ("part", "size", "batch_size", "backward", "device", "dtype")
+    rows = []
+    for case, own, peak in zip(cases, times, peaks, strict=True):
+        row = {"model": case.name} | {field: getattr(case, field) for field in fields}
+        for name, values in (("seconds", own), ("ratio", own / times[reference])):
+            low, row[name], high = np.quantile(values, [0.25, 0.5, 0.75]).tolist()
+            row[f"{name}_quartiles"] = [low, high]
+        rows.append(row | {"images_per_second": case.batch_size / row["seconds"], "memory": peak})
+    return rows
 
 
 def seconds_of(step: Callable[[], object]) -> float:
@@ -332,81 +300,64 @@ def _peak_on_gpu(step: Callable[[], None], device: str) -> int:
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the lower quartile, the median and the upper quartile."""
-    return tuple(statistics.quantiles(values, n=4)) if len(values) > 1 else (values[0],) * 3
-
-
 # -- output ----------------------------------------------------------------------------------------
 
 
-def format_measurements(measurements: Sequence[Measurement], *, reference: str) -> str:
+def format_measurements(rows: Sequence[dict[str, Any]], *, reference: str) -> str:
     """Format all models and sizes as a Markdown table, with quartiles in brackets; ratios are to ``reference``."""
     headers = ["model", "size", "seconds", "images/s", f"x {reference}", "memory, GB", f"x {reference}"]
-    memories = {m.case.size: m.memory for m in measurements if m.case.name == reference}
-    rows = []
-    for m in measurements:
+    memories = {row["size"]: row["memory"] for row in rows if row["model"] == reference}
+    cells = []
+    for row in rows:
         seconds, ratio = (
-            "{1:.{digits}f} ({0:.{digits}f} to {2:.{digits}f})".format(*quartiles(values), digits=digits)
-            for values, digits in ((m.times, 3), (m.ratios, 2))
+            "{:.{digits}f} ({:.{digits}f} to {:.{digits}f})".format(row[key], *row[f"{key}_quartiles"], digits=digits)
+            for key, digits in (("seconds", 3), ("ratio", 2))
         )
         memory = ["", ""]
-        if m.memory is not None:
-            memory = [f"{m.memory / 1e9:.2f}", f"{m.memory / memories[m.case.size]:.2f}"]
-        size = "{} x {}".format(*m.case.size)
-        rows.append([m.case.name, size, seconds, f"{m.images_per_second:.2f}", ratio, *memory])
-    lines = [tabulate(rows, headers, tablefmt="github", disable_numparse=True)]
-    for name, exponents in growth(measurements).items():
-        lines.append(
-            f"{name}: " + ", ".join(f"{what} grows as pixels^{value:.2f}" for what, value in exponents.items())
-        )
+        if row["memory"] is not None:
+            memory = [f"{row['memory'] / 1e9:.2f}", f"{row['memory'] / memories[row['size']]:.2f}"]
+        size = "{} x {}".format(*row["size"])
+        cells.append([row["model"], size, seconds, f"{row['images_per_second']:.2f}", ratio, *memory])
+    lines = [tabulate(cells, headers, tablefmt="github", disable_numparse=True)]
+    for name, exponents in growth(rows).items():
+        grows = [f"{what} grows as pixels^{value:.2f}" for what, value in exponents.items()]
+        lines.append(f"{name}: {', '.join(grows)}")
     return "\n\n".join(lines)
 
 
-def growth(measurements: Sequence[Measurement]) -> dict[str, dict[str, float]]:
+def growth(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Fit the exponents of pixels that time and memory grow by, for models at several sizes."""
     found = {}
-    for name, own in _by_model(measurements).items():
+    for name, own in _by_model(rows).items():
         if len(own) > 1:
-            pixels = np.log([m.pixels for m in own])
-            values = {"time": [m.seconds for m in own]}
-            if all(m.memory for m in own):
-                values["memory"] = [m.memory for m in own]
-            found[name] = {what: float(np.polyfit(pixels, np.log(own), 1)[0]) for what, own in values.items()}
+            pixels = np.log([math.prod(row["size"]) for row in own])
+            values = {"time": [row["seconds"] for row in own]}
+            if all(row["memory"] for row in own):
+                values["memory"] = [row["memory"] for row in own]
+            found[name] = {what: float(np.polyfit(pixels, np.log(y), 1)[0]) for what, y in values.items()}
     return found
 
 
-def measurements_as_dicts(measurements: Sequence[Measurement]) -> list[dict]:
-    """Return measurements as plain dictionaries, for JSON."""
-    fields = ("part", "size", "batch_size", "backward", "device", "dtype")
-    return [
-        {"model": m.case.name}
-        | {field: getattr(m.case, field) for field in fields}
-        | {"seconds": m.seconds, "seconds_quartiles": quartiles(m.times)[::2]}
-        | {"images_per_second": m.images_per_second, "memory": m.memory}
-        | {"ratio": statistics.median(m.ratios), "ratio_quartiles": quartiles(m.ratios)[::2]}
-        for m in measurements
-    ]
-
-
-def plot_measurements(measurements: Sequence[Measurement], path: str | Path) -> None:
+def plot_measurements(rows: Sequence[dict[str, Any]], path: str | Path) -> None:
     """Plot time, and memory where it was measured, against pixels, both axes logarithmic."""
-    panels = {"seconds": lambda m: m.seconds}
-    if all(m.memory for m in measurements):
-        panels["peak memory, GB"] = lambda m: m.memory / 1e9
+    panels = {"time": ("seconds", "seconds", 1)}
+    if all(row["memory"] for row in rows):
+        panels["memory"] = ("memory", "peak memory, GB", 1e9)
     figure = Figure(figsize=(5.5 * len(panels), 4.5), layout="constrained")
-    exponents = growth(measurements)
-    for index, (title, value_of) in enumerate(panels.items()):
-        axes = figure.add_subplot(1, len(panels), index + 1)
-        for name, own in _by_model(measurements).items():
-            label = f"{name} ({list(exponents[name].values())[index]:.2f})" if name in exponents else name
-            axes.loglog([m.pixels / 1e6 for m in own], [value_of(m) for m in own], marker="o", label=label)
+    exponents = growth(rows)
+    all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, (what, (key, title, unit)) in zip(all_axes, panels.items(), strict=True):
+        for name, own in _by_model(rows).items():
+            label = f"{name} ({exponents[name][what]:.2f})" if name in exponents else name
+            pixels = [math.prod(row["size"]) / 1e6 for row in own]
+            axes.loglog(pixels, [row[key] / unit for row in own], marker="o", label=label)
         axes.set(title=title, xlabel="megapixels")
         axes.grid(which="both", alpha=0.3)
         axes.legend(title="exponent in brackets" if exponents else None, fontsize="small")
     figure.savefig(path, dpi=120)
 
 
-def _by_model(measurements: Sequence[Measurement]) -> dict[str, list[Measurement]]:
-    names = dict.fromkeys(m.case.name for m in measurements)
-    return {name: sorted((m for m in measurements if m.case.name == name), key=lambda m: m.pixels) for name in names}
+def _by_model(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    names = dict.fromkeys(row["model"] for row in rows)
+    rows = sorted(rows, key=lambda row: math.prod(row["size"]))
+    return {name: [row for row in rows if row["model"] == name] for name in names}

@@ -1,11 +1,13 @@
 """Parameters and multiply-adds of variants and detectors, next to the figures of the papers."""
 
-import dataclasses
+import contextlib
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from detectron2.config import CfgNode
 from detectron2.modeling import build_model
 from detectron2.utils.analysis import parameter_count
@@ -18,74 +20,15 @@ from backbones.attention.efficient import PerformerAttention
 from backbones.build import VARIANTS, get_variant
 from backbones.errors import closest
 from backbones.vil import ViLVariant
-from projects_vil.analysis.published import PUBLISHED_CLASSIFIERS, PUBLISHED_DETECTORS, PublishedFigure, deviation_rows
 from projects_vil.config import detector_name
 
+# "classifier" or the name of a detector -> variant -> parameters in millions and 1e9 multiply-adds, or None
+PUBLISHED = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text())
 # 800 x 1333, padded to the stride of the last feature map, as in a detector.
 _DETECTOR_SIZE = (800, 1344)
-_NOTE = "Marked rows differ by more than the rounding of the paper; docs/deviations.md has a row for each mark."
 
 
-@dataclasses.dataclass
-class VariantCounts:
-    """Counts of one variant.
-
-    Attributes:
-        name: the variant's name.
-        parameters: number of parameters of the classifier with 1000 classes, by :func:`count_classifier_parameters`.
-        published_parameters: the paper's number in millions, or None.
-        flops: multiply-adds of the classifier at ``img_size``.
-        published_flops: the paper's number in 1e9, or None.
-        img_size: side of the classifier's image in pixels.
-        backbone_flops: multiply-adds of the backbone at 800 x 1333 pixels, padded to 800 x 1344; None for a
-            variant that is not a backbone.
-        differs: rows of docs/deviations.md, by :func:`.published.deviation_rows`.
-    """
-
-    name: str
-    parameters: int
-    published_parameters: float | None
-    flops: int
-    published_flops: float | None
-    img_size: int
-    backbone_flops: int | None
-    differs: list[str]
-
-
-@dataclasses.dataclass
-class DetectorCounts:
-    """Counts of one detector.
-
-    Attributes:
-        name: the config's name.
-        parameters: number of parameters in each part of the detector.
-        total: their sum.
-        as_published: the number for the same detector as its paper counts it. For ViL with absolute positions (for
-            images of up to 1333 pixels), and with the classification head (1000 classes) and norm that the official
-            detectors carry and never use; for the other families ``total``.
-        published_parameters: the paper's number in millions, or None.
-        classifier: the number for the paper's classifier of that size, 1000 classes; for ViL with absolute positions.
-        published_classifier: the paper's number in millions, or None.
-        flops: multiply-adds at ``size``, or None where they were not counted.
-        flops_by_operator: ``flops`` split by operator.
-        published_flops: the paper's number in 1e9, or None.
-        size: height and width in pixels of the image for ``flops``.
-    """
-
-    name: str
-    parameters: dict[str, int]
-    total: int
-    as_published: int
-    published_parameters: float | None
-    classifier: int
-    published_classifier: float | None
-    flops: int | None
-    flops_by_operator: dict[str, int]
-    published_flops: float | None
-    size: tuple[int, int]
-
-
-def count_variants(prefixes: Sequence[str] = ()) -> list[VariantCounts]:
+def count_variants(prefixes: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Count the variants that start with one of the prefixes, sorted by name; all of them without prefixes.
 
     Raises:
@@ -100,38 +43,48 @@ def count_variants(prefixes: Sequence[str] = ()) -> list[VariantCounts]:
     return [count_variant(name) for name in sorted(names)]
 
 
-def count_variant(name: str) -> VariantCounts:
-    """Count one variant on the meta device."""
-    img_size = get_variant(name).classifier_img_size
-    classifier = meta_classifier(name)
-    parameters = count_classifier_parameters(classifier)
-    flops = sum(count_flops(classifier, torch.empty(1, 3, img_size, img_size, device="meta")).values())
+def count_variant(name: str) -> dict[str, Any]:
+    """Count parameters and multiply-adds of a variant on the meta device.
+
+    Returns:
+        ``parameters`` (:func:`count_classifier_parameters`) and ``flops`` of the classifier with 1000 classes for
+        images of ``img_size`` x ``img_size``; ``backbone_flops`` of the backbone at 800 x 1333 pixels, padded to
+        800 x 1344, or None for a variant that is not a backbone; and ``published_parameters`` in millions and
+        ``published_flops`` in 1e9 as the paper prints them, or None.
+    """
+    img_size, classifier = get_variant(name).classifier_img_size, meta_classifier(name)
+    published = PUBLISHED["classifier"].get(name, (None, None))
     backbone_flops = None
-    try:
-        with torch.device("meta"):
-            backbone = create_backbone(name)
-        backbone_flops = sum(count_flops(backbone, torch.empty(1, 3, *_DETECTOR_SIZE, device="meta")).values())
-    except ConfigError:
-        pass
-    published = PUBLISHED_CLASSIFIERS.get(name)
-    return VariantCounts(
-        name=name,
-        parameters=parameters,
-        published_parameters=published and published[0].value,
-        flops=flops,
-        published_flops=published and published[1].value,
-        img_size=img_size,
-        backbone_flops=backbone_flops,
-        differs=deviation_rows(name, parameters, flops),
-    )
+    with contextlib.suppress(ConfigError), torch.device("meta"):
+        backbone_flops = sum(count_flops(create_backbone(name), torch.empty(1, 3, *_DETECTOR_SIZE)).values())
+    return {
+        "name": name,
+        "img_size": img_size,
+        "parameters": count_classifier_parameters(classifier),
+        "published_parameters": published[0],
+        "flops": sum(count_flops(classifier, torch.empty(1, 3, img_size, img_size, device="meta")).values()),
+        "published_flops": published[1],
+        "backbone_flops": backbone_flops,
+    }
 
 
 def count_detector(
     cfg: CfgNode, name: str, *, size: tuple[int, int] = (800, 1333), with_flops: bool = True
-) -> DetectorCounts:
+) -> dict[str, Any]:
     """Count the parameters of a detector and, on one image of ``size``, its multiply-adds.
 
     The image is dark noise, and the weights are random: operators whose work depends on the detections have little.
+
+    Args:
+        name: the name of the config.
+        size: height and width in pixels.
+
+    Returns:
+        ``parameters`` of each part and their ``total``; ``as_published``, the total as the paper counts it: for ViL
+        with absolute positions for images of up to 1333 pixels, and with the classification head (1000 classes) and
+        norm that the official detectors carry and never use; ``classifier``, the parameters of the paper's classifier;
+        ``flops``, or None, and ``flops_by_operator``; and ``published_parameters``, ``published_classifier`` and
+        ``published_flops``, in millions and in 1e9 as the papers print them, or None.
     """
     cfg = cfg.clone()
     cfg.defrost()
@@ -151,25 +104,22 @@ def count_detector(
             backbone = create_backbone(variant_name, max_img_size=1333)
         extra = sum(parameter_count(module)[""] for module in (backbone, classifier.norm, classifier.head))
         as_published += extra - parts["backbone"]
-    by_operator: dict[str, int] = {}
-    if with_flops:
-        image = torch.rand(3, *size, generator=torch.Generator().manual_seed(0)) * 60
-        by_operator = count_flops(model, [{"image": image}])
-    published = PUBLISHED_DETECTORS.get((detector_name(cfg), variant_name), (None, None))
-    published_classifier = PUBLISHED_CLASSIFIERS.get(variant_name)
-    return DetectorCounts(
-        name=name,
-        parameters=parts,
-        total=total,
-        as_published=as_published,
-        published_parameters=published[0],
-        classifier=count_classifier_parameters(classifier),
-        published_classifier=published_classifier and published_classifier[0].value,
-        flops=sum(by_operator.values()) if with_flops else None,
-        flops_by_operator=by_operator,
-        published_flops=published[1],
-        size=size,
-    )
+    image = torch.rand(3, *size, generator=torch.Generator().manual_seed(0)) * 60
+    by_operator = count_flops(model, [{"image": image}]) if with_flops else {}
+    published = PUBLISHED.get(detector_name(cfg), {}).get(variant_name, (None, None))
+    return {
+        "name": name,
+        "parameters": parts,
+        "total": total,
+        "as_published": as_published,
+        "published_parameters": published[0],
+        "classifier": count_classifier_parameters(classifier),
+        "published_classifier": PUBLISHED["classifier"].get(variant_name, (None, None))[0],
+        "flops": sum(by_operator.values()) if with_flops else None,
+        "flops_by_operator": by_operator,
+        "published_flops": published[1],
+        "size": size,
+    }
 
 
 def meta_classifier(name: str) -> nn.Module:
@@ -219,72 +169,36 @@ _COPIES = {
 }
 
 
-def format_variants(counts: Sequence[VariantCounts]) -> str:
-    """Format counts as a table, with a note where they differ from a paper."""
-    headers = ["variant", "params M", "paper", "diff", "1e9 mult-adds", "paper", "diff", "800 x 1333", "differs"]
+def format_variants(counts: Sequence[dict[str, Any]]) -> str:
+    """Format the counts of variants as a table; each difference is ours minus the paper's figure."""
+    headers = ["variant", "params M", "paper", "diff", "1e9 mult-adds", "paper", "diff", "800 x 1333"]
     rows = []
     for each in counts:
-        row = [each.name]
-        published = PUBLISHED_CLASSIFIERS.get(each.name, (None, None))
-        for count, figure in ((each.parameters / 1e6, published[0]), (each.flops / 1e9, published[1])):
-            row += [f"{count:.2f}", *(["-", "-"] if figure is None else _difference(count, figure))]
-        row += ["-" if each.backbone_flops is None else f"{each.backbone_flops / 1e9:.1f}", ", ".join(each.differs)]
-        rows.append(row)
-    table = _table(headers, rows)
-    return f"{table}\n{_NOTE}" if any(each.differs for each in counts) else table
+        row = [each["name"]]
+        for key, unit in (("parameters", 1e6), ("flops", 1e9)):
+            count, paper = each[key] / unit, each[f"published_{key}"]
+            row += [count, paper, None if paper is None else count - paper]
+        rows.append([*row, each["backbone_flops"] and each["backbone_flops"] / 1e9])
+    return tabulate(rows, headers, floatfmt=("", ".2f", "g", "+.2f", ".2f", "g", "+.2f", ".1f"), missingval="-")
 
 
-def format_detectors(counts: Sequence[DetectorCounts]) -> str:
-    """Format counts as text: a block for one detector, or a table for several."""
-    if len(counts) > 1:
-        headers = ["config", "params M", "as published", "paper", "classifier M", "paper", "GFLOPs", "paper"]
-        rows = [
-            [
-                *(each.name, f"{each.total / 1e6:.2f}", f"{each.as_published / 1e6:.2f}"),
-                *(_optional(each.published_parameters), f"{each.classifier / 1e6:.2f}"),
-                *(_optional(each.published_classifier), _optional(each.flops and round(each.flops / 1e9, 1))),
-                _optional(each.published_flops),
-            ]
-            for each in counts
+def format_detectors(counts: Sequence[dict[str, Any]]) -> str:
+    """Format the counts of detectors as a table; one detector is split by part and by operator below it."""
+    headers = ["config", "params M", "as published", "paper", "classifier M", "paper", "1e9 mult-adds", "paper"]
+    rows = [
+        [
+            *(each["name"], each["total"] / 1e6, each["as_published"] / 1e6, each["published_parameters"]),
+            *(each["classifier"] / 1e6, each["published_classifier"]),
+            *(each["flops"] and each["flops"] / 1e9, each["published_flops"]),
         ]
-        return _table(headers, rows)
-    (one,) = counts
-    rows = [[part, f"{number / 1e6:.3f} M", ""] for part, number in one.parameters.items()]
-    more = "absolute positions, and the classification head and norm that the official detectors never use; "
-    more = more if one.as_published != one.total else ""
-    rows += [
-        ["all", f"{one.total / 1e6:.3f} M", "trained here"],
-        ["as published", f"{one.as_published / 1e6:.3f} M", f"{more}paper: {_optional(one.published_parameters)}"],
-        ["classifier", f"{one.classifier / 1e6:.3f} M", f"1000 classes; paper: {_optional(one.published_classifier)}"],
+        for each in counts
     ]
-    if one.flops is not None:
-        size = f"{one.size[0]} x {one.size[1]}"
-        rows.append(
-            [f"multiply-adds at {size}", f"{one.flops / 1e9:.2f} G", f"paper: {_optional(one.published_flops)}"]
-        )
-        by_operator = sorted(one.flops_by_operator.items(), key=lambda item: -item[1])
-        rows += [[f"  {operator}", f"{flops / 1e9:.2f} G", ""] for operator, flops in by_operator]
-    return f"{one.name}\n{_table([], rows)}"
-
-
-def as_dicts(counts: Sequence[VariantCounts | DetectorCounts]) -> list[dict[str, Any]]:
-    """Return counts as plain dictionaries, for JSON."""
-    return [dataclasses.asdict(each) for each in counts]
-
-
-def _table(headers: list[str], rows: list[list[str]]) -> str:
-    alignment = ["left", *["right"] * (len(rows[0]) - 2), "left"]
-    return tabulate(
-        rows, headers, tablefmt="plain", disable_numparse=True, colalign=alignment, preserve_whitespace=True
-    )
-
-
-def _difference(count: float, figure: PublishedFigure) -> list[str]:
-    return [figure.text, f"{count - figure.value:+.2f}"]
-
-
-def _optional(value: float | None) -> str:
-    return "-" if value is None else str(value)
+    tables = [tabulate(rows, headers, floatfmt=("", ".2f", ".2f", "g", ".2f", "g", ".1f", "g"), missingval="-")]
+    if len(counts) == 1:
+        for what, key, unit in (("part", "parameters", 1e6), ("operator", "flops_by_operator", 1e9)):
+            rows = [(name, number / unit) for name, number in Counter(counts[0][key]).most_common()]
+            tables += [tabulate(rows, [what, "M" if unit == 1e6 else "1e9 mult-adds"], floatfmt=".3f")] if rows else []
+    return "\n\n".join(tables)
 
 
 def _deform_conv_flops(image: Any, weight: Sequence[int], *_: Any, out_shape: Sequence[int], **__: Any) -> int:

@@ -3,13 +3,12 @@
 import contextlib
 import io
 import json
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import cv2
 import numpy as np
@@ -26,42 +25,28 @@ from projects_vil.utils import memory_of
 # As many classes as COCO has, about as many objects in an image, and the usual number of points of a polygon.
 NUM_CLASSES, NUM_OBJECTS, NUM_POINTS = 80, 7, 24
 HEIGHT, WIDTH = 480, 640
-_NUM_PHOTOS = 16  # file systems limit the number of links to one file
 
 
-class ApiComparison(NamedTuple):
-    """Median seconds of each API, and the metrics that each computed."""
-
-    seconds: dict[str, float]
-    metrics: dict[str, dict[str, float]]
-
-
-class CheckCost(NamedTuple):
-    """Size of the annotations in bytes, seconds, and peak memory in bytes, or None on systems without /proc."""
-
-    file_size: int
-    seconds: float
-    memory: int | None
-
-
-def compare_coco_apis(*, num_images: int, num_detections: int, runs: int) -> ApiComparison:
+def compare_coco_apis(*, num_images: int, num_detections: int, runs: int) -> dict[str, dict[str, Any]]:
     """Time both APIs, interleaved in one process, from detections in memory to metrics, the results file included.
 
     Args:
         num_images: number of images in the synthetic dataset of 80 classes, with 7 objects each.
         num_detections: per image; half of them near its objects.
 
+    Returns:
+        ``seconds``, the median of each API, and its ``metrics``.
+
     Raises:
         ConfigError: where faster-coco-eval is not installed.
     """
     generator = np.random.default_rng(0)
-    boxes, classes = sample_objects(generator, num_images)
-    detections = [_detections(generator, *objects, num_detections) for objects in zip(boxes, classes, strict=True)]
     name, metrics = "compare_coco_apis", {}
     seconds: dict[str, list[float]] = {api: [] for api in COCO_APIS}
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         path = Path(folder) / "annotations.json"
-        write_annotations(path, boxes, classes)
+        boxes, classes = write_annotations(path, generator, num_images)
+        detections = [_detections(generator, *objects, num_detections) for objects in zip(boxes, classes, strict=True)]
         register_coco_instances(name, {}, str(path), folder)
         try:
             DatasetCatalog.get(name)  # sets the ids of the classes
@@ -77,20 +62,23 @@ def compare_coco_apis(*, num_images: int, num_detections: int, runs: int) -> Api
         finally:
             DatasetCatalog.remove(name)
             MetadataCatalog.remove(name)
-    return ApiComparison({api: statistics.median(own) for api, own in seconds.items()}, metrics)
+    return {"seconds": {api: statistics.median(own) for api, own in seconds.items()}, "metrics": metrics}
 
 
-def time_dataset_check(tool: Path, *, num_images: int) -> CheckCost:
+def time_dataset_check(tool: Path, *, num_images: int) -> dict[str, float | None]:
     """Run ``tools/check_dataset.py`` on synthetic annotations with masks and their images.
+
+    Returns:
+        ``file_size`` of the annotations in bytes, ``seconds``, and the peak of ``memory`` in bytes, or None on systems
+        without /proc.
 
     Raises:
         ConfigError: where the check reports errors.
     """
-    generator = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as folder:
         annotations, images, log = (Path(folder) / name for name in ("annotations.json", "images", "log"))
-        write_annotations(annotations, *sample_objects(generator, num_images), masks=True)
-        write_images(images, generator, num_images)
+        write_annotations(annotations, np.random.default_rng(0), num_images)
+        write_images(images, num_images)
         with log.open("w") as output:
             start, peak = timer(), None
             process = subprocess.Popen([sys.executable, tool, annotations, images], stdout=output, stderr=output)
@@ -101,40 +89,40 @@ def time_dataset_check(tool: Path, *, num_images: int) -> CheckCost:
             seconds = timer() - start
         if process.returncode:
             raise ConfigError(f"{tool} ended with status {process.returncode}: {log.read_text().strip()}")
-        return CheckCost(annotations.stat().st_size, seconds, peak)
+        return {"file_size": annotations.stat().st_size, "seconds": seconds, "memory": peak}
 
 
-def sample_objects(generator: np.random.Generator, num_images: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return random boxes (images, 7, 4) and class indices (images, 7)."""
-    boxes = _sample_boxes(generator, num_images * NUM_OBJECTS).reshape(num_images, NUM_OBJECTS, 4)
-    return boxes, generator.integers(NUM_CLASSES, size=(num_images, NUM_OBJECTS))
+def write_annotations(path: Path, generator: np.random.Generator, num_images: int) -> tuple[np.ndarray, np.ndarray]:
+    """Write a COCO file of random objects with masks, the ellipses in their boxes.
 
-
-def write_annotations(path: Path, boxes: np.ndarray, classes: np.ndarray, *, masks: bool = False) -> None:
-    """Write a COCO file of :func:`sample_objects`; with ``masks`` each object has the ellipse in its box."""
+    Returns:
+        Boxes (num_images, 7, 4), left, top, width and height in pixels, and class indices (num_images, 7).
+    """
+    boxes = _sample_boxes(generator, num_images * NUM_OBJECTS)
+    classes = generator.integers(NUM_CLASSES, size=len(boxes))
     angles = np.linspace(0, 2 * np.pi, NUM_POINTS, endpoint=False)
     circle = np.stack([np.cos(angles), np.sin(angles)], axis=1) / 2 + 0.5
-    annotations = []
-    for index, (box, label) in enumerate(zip(boxes.reshape(-1, 4), classes.ravel().tolist(), strict=True)):
-        item = {"id": index + 1, "image_id": index // NUM_OBJECTS + 1, "category_id": label + 1, "iscrowd": 0}
-        item |= {"bbox": box.round(2).tolist(), "area": round(float(box[2] * box[3]), 2)}
-        if masks:
-            item["segmentation"] = [(box[:2] + circle * box[2:]).round(2).ravel().tolist()]
-        annotations.append(item)
-    numbers = range(1, len(boxes) + 1)
+    annotations = [
+        {
+            **{"id": index + 1, "image_id": index // NUM_OBJECTS + 1, "category_id": label + 1, "iscrowd": 0},
+            **{"bbox": box.round(2).tolist(), "area": round(float(box[2] * box[3]), 2)},
+            "segmentation": [(box[:2] + circle * box[2:]).round(2).ravel().tolist()],
+        }
+        for index, (box, label) in enumerate(zip(boxes, classes.tolist(), strict=True))
+    ]
+    numbers = range(1, num_images + 1)
     images = [{"id": n, "file_name": f"{n:012d}.jpg", "height": HEIGHT, "width": WIDTH} for n in numbers]
     categories = [{"id": index + 1, "name": str(index)} for index in range(NUM_CLASSES)]
     path.write_text(json.dumps({"images": images, "annotations": annotations, "categories": categories}))
+    return boxes.reshape(num_images, NUM_OBJECTS, 4), classes.reshape(num_images, NUM_OBJECTS)
 
 
-def write_images(folder: Path, generator: np.random.Generator, num_images: int) -> None:
-    """Write files for :func:`write_annotations`, links to a few images of noise."""
+def write_images(folder: Path, num_images: int) -> None:
+    """Write files for :func:`write_annotations`, links to one black image."""
     folder.mkdir()
-    photos = [folder.with_name(f"photo_{number}.jpg") for number in range(_NUM_PHOTOS)]
-    for photo in photos:
-        cv2.imwrite(str(photo), generator.integers(256, size=(HEIGHT, WIDTH, 3), dtype=np.uint8))
+    cv2.imwrite(str(folder.with_name("photo.jpg")), np.zeros((HEIGHT, WIDTH, 3), np.uint8))
     for index in range(num_images):
-        os.link(photos[index % _NUM_PHOTOS], folder / f"{index + 1:012d}.jpg")
+        (folder / f"{index + 1:012d}.jpg").symlink_to("../photo.jpg")
 
 
 def _sample_boxes(generator: np.random.Generator, number: int) -> np.ndarray:
@@ -144,6 +132,7 @@ def _sample_boxes(generator: np.random.Generator, number: int) -> np.ndarray:
 
 
 def _detections(generator: np.random.Generator, boxes: np.ndarray, classes: np.ndarray, number: int) -> Instances:
+    """Sample detections of one image, half of them near its objects, in float64."""
     index = generator.integers(len(boxes), size=number)
     near = boxes[index] + generator.normal(0, 0.1, (number, 4)) * np.tile(boxes[index][:, 2:], 2)
     is_near = generator.random(number) < 0.5
@@ -151,9 +140,5 @@ def _detections(generator: np.random.Generator, boxes: np.ndarray, classes: np.n
     scores = generator.random(number) * np.where(is_near, 1.0, 0.5)
     labels = np.where(is_near, classes[index], generator.integers(NUM_CLASSES, size=number))
     corners = np.concatenate([boxes[:, :2], boxes[:, :2] + boxes[:, 2:].clip(1)], axis=1)
-    return Instances(
-        (HEIGHT, WIDTH),
-        pred_boxes=Boxes(torch.from_numpy(corners)),
-        scores=torch.from_numpy(scores),
-        pred_classes=torch.from_numpy(labels),
-    )
+    fields = {"pred_boxes": Boxes(torch.from_numpy(corners)), "scores": torch.from_numpy(scores)}
+    return Instances((HEIGHT, WIDTH), **fields, pred_classes=torch.from_numpy(labels))

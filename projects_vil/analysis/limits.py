@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from tabulate import tabulate
@@ -11,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from projects_vil.analysis.benchmark import DTYPES, Measurement, seconds_of
+from projects_vil.analysis.benchmark import DTYPES, seconds_of
 from projects_vil.analysis.counting import operator_type
 
 BOUNDS = ("arithmetic", "memory", "overhead")
@@ -32,26 +33,6 @@ class DeviceRates:
     call: float
 
 
-@dataclasses.dataclass(frozen=True)
-class Roofline:
-    """The work of one step.
-
-    Attributes:
-        seconds: measured time by type of operator, each operator timed alone.
-        limits: by bound, the time of the operators at the rates of the device: ``"arithmetic"``, ``"memory"``, where
-            each tensor is read or written once, or ``"overhead"`` of the calls.
-        operators: number of operators that compute or copy; views are left out.
-    """
-
-    seconds: dict[str, float]
-    limits: dict[str, float]
-    operators: int
-
-    @property
-    def limit(self) -> float:
-        return sum(self.limits.values())
-
-
 def measure_rates(device: str, dtype: str) -> DeviceRates:
     """Measure the fastest of 20 products of 2048 x 2048 matrices, copies of 256 MB, and sums of one number."""
     a, b = torch.rand(2, _MATRIX_SIDE, _MATRIX_SIDE, device=device, dtype=DTYPES[dtype])
@@ -64,19 +45,26 @@ def measure_rates(device: str, dtype: str) -> DeviceRates:
     )
 
 
-def find_limits(step: Callable[[], object], rates: DeviceRates) -> Roofline:
-    """Count and time the operators of a step, of its second call; kernels outside PyTorch's dispatcher are missing."""
+def find_limits(step: Callable[[], object], rates: DeviceRates) -> dict[str, Any]:
+    """Count and time the operators of a step, of its second call; kernels outside PyTorch's dispatcher are missing.
+
+    Returns:
+        ``limit``, the seconds of the operators at the rates of the device by what bounds each: ``"arithmetic"``,
+        ``"memory"``, where each tensor is read or written once, or ``"overhead"`` of the calls; ``seconds_by_type``,
+        the measured time by type of operator, each operator timed alone; and ``operators``, the number of operators
+        that compute or copy (views are left out).
+    """
     step()
     with _OperatorCounter(rates) as counter:
         step()
-    return Roofline(counter.seconds, counter.limits, counter.operators)
+    return {"limit": counter.limit, "seconds_by_type": counter.seconds, "operators": counter.operators}
 
 
 class _OperatorCounter(TorchDispatchMode):
     def __init__(self, rates: DeviceRates) -> None:
         super().__init__()
         self.rates = rates
-        self.seconds, self.limits = dict.fromkeys(OPERATOR_TYPES, 0.0), dict.fromkeys(BOUNDS, 0.0)
+        self.seconds, self.limit = dict.fromkeys(OPERATOR_TYPES, 0.0), dict.fromkeys(BOUNDS, 0.0)
         self.operators = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -95,7 +83,7 @@ class _OperatorCounter(TorchDispatchMode):
         moved = _bytes_moved(name, args, kwargs, output)
         times = flops / self.rates.flops, moved / self.rates.bytes, self.rates.call
         longest, bound = max(zip(times, BOUNDS, strict=True))
-        self.limits[bound] += longest
+        self.limit[bound] += longest
         self.seconds[operator_type(name)] += seconds
         self.operators += 1
         return output
@@ -128,17 +116,22 @@ def _num_bytes(x: Tensor) -> int:
     return min(math.prod(size for size, _ in axes), reach) * x.itemsize
 
 
-def format_limits(rooflines: Sequence[Roofline], measurements: Sequence[Measurement], rates: DeviceRates) -> str:
-    """Format, below the rates of the device, the limit of each model by bound, and its time by type of operator."""
+def format_limits(rows: Sequence[dict[str, Any]], rates: DeviceRates) -> str:
+    """Format, below the rates of the device, the limit of each model by bound, and its time by type of operator.
+
+    Args:
+        rows: of :func:`.benchmark.measure`, each with the values of :func:`find_limits`.
+    """
     headers = ["model", "size", "seconds", "limit", "x limit", *BOUNDS, *OPERATOR_TYPES, "operators"]
-    rows = []
-    for roofline, m in zip(rooflines, measurements, strict=True):
-        shares = [roofline.limits[bound] / roofline.limit for bound in BOUNDS]
-        shares += [roofline.seconds[label] / sum(roofline.seconds.values()) for label in OPERATOR_TYPES]
-        row = [m.case.name, "{} x {}".format(*m.case.size), f"{m.seconds:.3f}", f"{roofline.limit:.3f}"]
-        row += [f"{m.seconds / roofline.limit:.2f}", *(f"{share:.0%}" for share in shares), str(roofline.operators)]
-        rows.append(row)
-    table = tabulate(rows, headers, tablefmt="github", disable_numparse=True)
+    cells = []
+    for row in rows:
+        limit = sum(row["limit"].values())
+        shares = [value / limit for value in row["limit"].values()]
+        shares += [value / sum(row["seconds_by_type"].values()) for value in row["seconds_by_type"].values()]
+        numbers = f"{row['seconds']:.3f}", f"{limit:.3f}", f"{row['seconds'] / limit:.2f}"
+        percentages = [f"{share:.0%}" for share in shares]
+        cells.append([row["model"], "{} x {}".format(*row["size"]), *numbers, *percentages, row["operators"]])
+    table = tabulate(cells, headers, tablefmt="github", disable_numparse=True)
     return (
         f"Large products {rates.flops / 1e9:.0f} GFLOP/s, large copies {rates.bytes / 1e9:.1f} GB/s, smallest operator "
         f"{rates.call * 1e6:.1f} us.\nThe limit is what the operators of a step take at these rates, by what bounds "

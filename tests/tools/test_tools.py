@@ -107,17 +107,41 @@ def test_export_model_takes_every_option(run_here, photo, tmp_path):
 
 
 def test_analyze_model(run_here, tmp_path):
-    arguments = ["--config-file", CONFIG, "--size", 64, 96, "--json", tmp_path / "counts.json"]
+    path = tmp_path / "counts.json"
+    arguments = ["--config-file", CONFIG, "--size", 64, 96, "--json", path]
     status, out, err = run_here("analyze_model.py", *arguments, "--opts", *SMALL["retinanet"])
     assert status == 0, err
-    (content,) = json.loads((tmp_path / "counts.json").read_text())
+    (content,) = json.loads(path.read_text())
     assert content["name"] == str(CONFIG) and content["size"] == [64, 96]
     assert content["total"] == sum(content["parameters"].values()) > 1e6
     assert content["flops"] == sum(content["flops_by_operator"].values()) > 1e6
-    assert f"{content['total'] / 1e6:.3f} M" in out
-    demo = [CONFIGS["retinanet"], CONFIGS["mask_rcnn"]]
-    status, out, _ = run_here("analyze_model.py", "--no-flops", "--config-file", *demo)
-    assert status == 0 and [line.split()[0] for line in out.splitlines()] == ["config", *map(str, demo)]
+    assert f"{content['parameters']['backbone'] / 1e6:.3f}" in out and "convolution" in out
+    lines = run_here("analyze_model.py", "--no-flops", "--config-file", CONFIG, CONFIGS["mask_rcnn"])[1].splitlines()
+    assert [line.split()[0] for line in lines[2:]] == [str(CONFIG), str(CONFIGS["mask_rcnn"])]
+    status, out, _ = run_here("analyze_model.py", "--variants", "vil_tiny_2_9", "--json", path)
+    row = ["vil_tiny_2_9_1", "6.79", "6.78", "+0.01", "1.37", "1.29", "+0.08", "34.5"]
+    assert status == 0 and row in [line.split() for line in out.splitlines()]
+    assert json.loads(path.read_text())[0]["published_flops"] == 1.29
+
+
+@pytest.mark.slow
+def test_benchmark(run_here, tmp_path):
+    name, path = "vil_tiny_1_1_3_1_rpb", tmp_path / "rows.json"
+    arguments = ["--models", name, f"{name}+shift", "--against", "r50", "--backward", "--limits", "--runs", 2]
+    arguments += ["--size", 64, 96, "--size", 160, 192, "--json", path, "--plot", tmp_path / "growth.png"]
+    status, out, err = run_here("benchmark.py", *arguments)
+    assert status == 0, err
+    content = json.loads(path.read_text())
+    assert [row["model"] for row in content["measurements"]] == [name, f"{name}+shift", "r50"] * 2
+    assert all(sum(row["limit"].values()) > 0 for row in content["measurements"])
+    assert {tuple(row["size"]) for row in content["measurements"]} == {(64, 96), (160, 192)}
+    assert [row["ratio"] for row in content["measurements"] if row["model"] == "r50"] == [1, 1]
+    memory = [row["memory"] for row in content["measurements"] if row["model"] == name]
+    assert memory == [None, None] or 0 < memory[0] < memory[1]
+    assert content["growth"].keys() == {name, f"{name}+shift", "r50"} and out.count("160 x 192") == 6
+    assert cv2.imread(str(tmp_path / "growth.png")).std() > 10
+    status, out, _ = run_here("benchmark.py", "--what", "dataset-check", "--images", 20, "--json", path)
+    assert status == 0 and json.loads(path.read_text())["file_size"] > 20 * 7 * 100
 
 
 def test_visualize_results(trained_run, datasets_root, tmp_path):
