@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from backbones import ConfigError, create_backbone, create_classifier, list_variants
-from backbones.build import VARIANTS, get_variant
+from backbones.build import get_variant
+from backbones.errors import UnknownKeywordError
 from backbones.layers.position import resize_table
 from tests.backbones.helpers import random_images
 
@@ -31,8 +32,6 @@ TABLE_9 = {
     "vil_small_2_8_2": "2,8,3,192 8,2,6,384 2,2,12,768",
     "vil_small_1_1_9_1": "1,4,3,96 1,2,3,192 9,2,6,384 1,2,12,768",
     "vil_small_1_2_8_1": "1,4,3,96 2,2,3,192 8,2,6,384 1,2,12,768",
-    "full_tiny": "1,4,1,48 1,2,3,96 9,2,3,192 1,2,6,384",
-    "full_small": "1,4,3,96 2,2,3,192 8,2,6,384 1,2,12,768",
 }
 # LIT Table 1: depths and channels of the stages, heads of the last two
 LIT_TABLE_1 = {
@@ -41,35 +40,20 @@ LIT_TABLE_1 = {
     "lit_m": ((2, 2, 18, 2), (96, 192, 384, 768), (12, 24)),
     "lit_b": ((2, 2, 18, 2), (128, 256, 512, 1024), (16, 32)),
 }
-# Millions of parameters with 1000 classes, as printed, and half a unit of the last digit
-COUNTS = [
+# Millions of parameters with 1000 classes, as printed
+COUNTS = {
     # ViL Table 2; of its small flat model the paper prints DeiT's count: docs/deviations.md
-    ("vil_tiny_1_10_1", 7.12, 0.006),
-    ("vil_tiny_2_9_1", 6.78, 0.006),
-    ("vil_tiny_1_1_9_1", 6.71, 0.006),
-    ("vil_tiny_1_2_8_1", 6.37, 0.006),
-    ("vil_small_1_10_1", 27.58, 0.006),
-    ("vil_small_2_9_1", 26.25, 0.006),
-    ("vil_small_1_1_9_1", 25.96, 0.006),
-    ("vil_small_1_2_8_1", 24.63, 0.006),
-    ("evit_full_16_tiny", 5.7, 0.05),
+    **{"vil_tiny_1_10_1": "7.12", "vil_tiny_2_9_1": "6.78", "vil_tiny_1_1_9_1": "6.71", "vil_tiny_1_2_8_1": "6.37"},
+    **{"vil_small_1_10_1": "27.58", "vil_small_2_9_1": "26.25", "vil_small_1_1_9_1": "25.96"},
+    **{"vil_small_1_2_8_1": "24.63", "evit_full_16_tiny": "5.7"},
     # ViL Table 4
-    ("vil_tiny", 6.7, 0.05),
-    ("vil_small", 24.6, 0.05),
-    ("vil_medium_deep", 39.7, 0.05),
-    ("vil_medium_wide", 39.8, 0.05),
-    ("vil_base_deep", 55.7, 0.05),
-    ("vil_base_wide", 79.0, 0.05),
+    **{"vil_tiny": "6.7", "vil_small": "24.6", "vil_medium_deep": "39.7", "vil_medium_wide": "39.8"},
+    **{"vil_base_deep": "55.7", "vil_base_wide": "79.0"},
     # Transformer-LS Table 3; of CvT-LS those of the ranks of 448 x 448 (appendix D), whose 30.1 for 21s cannot be:
     # docs/deviations.md
-    ("ls_medium", 39.8, 0.05),
-    ("ls_base", 55.8, 0.05),
-    ("ls_medium_384", 39.9, 0.05),
-    ("cvt_ls_13", 20.3, 0.05),
-    ("cvt_ls_17", 23.7, 0.05),
-    ("cvt_ls_21", 32.1, 0.05),
-    ("cvt_ls_21s", 31.0, 0.05),
-]
+    **{"ls_medium": "39.8", "ls_base": "55.8", "ls_medium_384": "39.9"},
+    **{"cvt_ls_13": "20.3", "cvt_ls_17": "23.7", "cvt_ls_21": "32.1", "cvt_ls_21s": "31.0"},
+}
 # ViL Table 14: 1-10-1, 2-9-1, 1-1-9-1, 1-2-8-1 of tiny, then of small. Performer's count has its random features.
 TABLE_14 = {
     "full": "7.1 6.8 6.7 6.4 27.6 26.3 26.0 24.6",
@@ -113,46 +97,47 @@ def test_names():
     assert list_variants("lit_") == ["lit_b", "lit_b_seg", "lit_m", "lit_m_seg", "lit_s", "lit_s_seg", "lit_ti"]
 
 
-@pytest.mark.parametrize("name", TABLE_9)
-def test_sizes_of_vil(name):
-    stages = [tuple(map(int, stage.split(","))) for stage in TABLE_9[name].split()]
-    variant = get_variant(name)
-    assert [(s.depth, s.patch_size, s.heads, s.dim) for s in variant.stages] == stages
-    assert [s.global_tokens for s in variant.stages] == [1] * (len(stages) - 1) + [0]
-    assert {s.window_size for s in variant.stages} == {7}
-    assert {s.attention for s in variant.stages} == {"dense" if name.startswith("full") else "sliding_chunk"}
-    assert (variant.attention_mode, variant.shared_projections, variant.relative_bias) == ("zero_pad", True, False)
-    if not name.startswith("full"):
+def test_sizes_of_vil():
+    """Those of Table 9; the flat models are E-ViT(full x 12/16; h, d, 1) of section 3.1 (Table 2)."""
+    for name, table in TABLE_9.items():
+        stages = [tuple(map(int, stage.split(","))) for stage in table.split()]
+        variant = get_variant(name)
+        assert [(s.depth, s.patch_size, s.heads, s.dim) for s in variant.stages] == stages, name
+        assert [s.global_tokens for s in variant.stages] == [1] * (len(stages) - 1) + [0]
+        assert {(s.window_size, s.attention) for s in variant.stages} == {(7, "sliding_chunk")}
+        assert (variant.attention_mode, variant.shared_projections, variant.relative_bias) == ("zero_pad", True, False)
         assert get_variant(f"{name}_rpb") == dataclasses.replace(variant, relative_bias=True)
-
-
-@pytest.mark.parametrize("name, heads, dim", [("evit_full_16_tiny", 3, 192), ("evit_full_16_small", 6, 384)])
-def test_sizes_of_flat_models(name, heads, dim):
-    """ViL Table 2: E-ViT(full x 12/16; h, d, 1) of section 3.1."""
-    (stage,) = get_variant(name).stages
-    assert (stage.attention, stage.depth, stage.patch_size, stage.global_tokens) == ("dense", 12, 16, 1)
-    assert (stage.heads, stage.dim) == (heads, dim)
+    for name, sizes in (("evit_full_16_tiny", (3, 192)), ("evit_full_16_small", (6, 384))):
+        (stage,) = get_variant(name).stages
+        assert (stage.attention, stage.depth, stage.patch_size, stage.global_tokens) == ("dense", 12, 16, 1)
+        assert (stage.heads, stage.dim) == sizes
 
 
 @pytest.mark.parametrize("name", LIT_TABLE_1)
 def test_sizes_of_lit(name):
     depths, dims, heads = LIT_TABLE_1[name]
-    stages = get_variant(name).stages
-    assert tuple(stage.depth for stage in stages) == depths and tuple(stage.dim for stage in stages) == dims
-    assert tuple(stage.heads for stage in stages) == (0, 0, *heads)
-    assert tuple(stage.expansion for stage in stages) == ((8, 8, 4, 4) if name == "lit_ti" else (4,) * 4)
-    model = meta(create_backbone, name)
-    for stage, spec in zip(model.stages, stages, strict=True):
+    expansions = (8, 8, 4, 4) if name == "lit_ti" else (4,) * 4
+    stages = meta(create_backbone, name).stages
+    assert tuple(len(stage.blocks) for stage in stages) == depths
+    for stage, dim, number, expansion in zip(stages, dims, (0, 0, *heads), expansions, strict=True):
         for block in stage.blocks:
-            assert block.mlp.expand.out_features == spec.expansion * spec.dim
-            assert spec.heads == (block.attention.num_heads if block.attention else 0)
+            assert block.mlp.expand.weight.shape == (expansion * dim, dim)
+            assert number == (block.attention.num_heads if block.attention else 0)
 
 
-@pytest.mark.parametrize("name, millions, tolerance", COUNTS)
-def test_parameter_counts(name, millions, tolerance):
-    options = {"rank": (128, 32, 8)} if name.startswith("cvt") else {}
-    options |= {"img_size": 384} if name.endswith("384") else {}
-    assert count(meta(create_classifier, name, **options).parameters()) / 1e6 == pytest.approx(millions, abs=tolerance)
+def test_parameter_counts():
+    for name, printed in COUNTS.items():
+        options = {"rank": (128, 32, 8)} if name.startswith("cvt") else {}
+        options |= {"img_size": 384} if name.endswith("384") else {}
+        millions = count(meta(create_classifier, name, **options).parameters()) / 1e6
+        assert millions == pytest.approx(float(printed), abs=0.006 if len(printed.split(".")[1]) == 2 else 0.05), name
+    # LIT Table 2, and the starred rows of Table 3: without the head, and rounded down
+    for name, merging, millions in (
+        *(("lit_ti", "deformable", 19), ("lit_s", "deformable", 27), ("lit_m", "deformable", 48)),
+        *(("lit_b", "deformable", 86), ("lit_ti", "uniform", 19), ("lit_s", "uniform", 27)),
+    ):
+        model = meta(create_classifier, name, merging=merging)
+        assert int((count(model.parameters()) - count(model.head.parameters())) / 1e6) == millions, name
 
 
 @pytest.mark.parametrize("mechanism", TABLE_14)
@@ -164,115 +149,64 @@ def test_parameter_counts_of_table_14(mechanism):
         assert found == pytest.approx(float(millions), abs=0.051 + slip), column
 
 
-@pytest.mark.parametrize(
-    "name, merging, millions",
-    [
-        ("lit_ti", "deformable", 19),
-        ("lit_s", "deformable", 27),
-        ("lit_m", "deformable", 48),
-        ("lit_b", "deformable", 86),
-        ("lit_ti", "uniform", 19),
-        ("lit_s", "uniform", 27),
-    ],
-)
-def test_parameter_counts_of_lit(name, merging, millions):
-    """LIT Table 2, and the starred rows of Table 3: without the head, and rounded down."""
-    model = meta(create_classifier, name, merging=merging)
-    assert int((count(model.parameters()) - count(model.head.parameters())) / 1e6) == millions
-
-
-def test_parameter_count_of_cvt_by_hand():
-    """cvt_ls_13, from its description: embedding, norms, MLP, projections, P, DualLN, output projection."""
-    total, in_channels = 0, 3
-    for depth, dim, heads, rank, kernel in ((1, 64, 1, 64, 7), (2, 192, 3, 16, 3), (10, 384, 6, 4, 3)):
-        total += in_channels * kernel**2 * dim + dim + 2 * dim
-        block = 2 * 2 * dim + 8 * dim**2 + 5 * dim
-        block += 3 * (9 * dim + 2 * dim + dim**2 + dim)
-        block += 9 * dim + dim * heads * rank
-        block += 2 * 2 * dim + dim**2 + dim
-        total, in_channels = total + depth * block, dim
-    assert count(meta(create_classifier, "cvt_ls_13").parameters()) == total + 2 * 384 + 384 * 1000 + 1000
-
-
-@pytest.mark.parametrize("name", ["vil_tiny", "vil_small_1_10_1"])
-def test_relative_bias_replaces_positions(name):
-    """By hand, for each head: a table of (4w - 1)^2 offsets, and (G + 2 G) or G biases with global tokens."""
-    absolute = meta(create_classifier, name)
-    positions = sum(p.numel() for n, p in absolute.named_parameters() if ".positions." in n)
-    bias = 0
-    for stage in get_variant(name).stages:
-        bias += stage.depth * stage.heads * 27**2
-        # Global queries (to local, to global), in all blocks but the last; global keys in all
-        bias += stage.global_tokens * stage.heads * (3 * stage.depth - 2)
-    relative = meta(create_classifier, f"{name}_rpb")
-    assert count(relative.parameters()) == count(absolute.parameters()) - positions + bias
-
-
 @pytest.mark.parametrize("name", FEW)
 def test_feature_maps_and_logits(name):
     model, stages = meta(create_backbone, name), get_variant(name).stages
     strides = {"cvt": [4, 8, 16], "evi": [16]}.get(name[:3], [4, 8, 16, 32][-len(stages) :])
     infos = list(model.feature_info.values())
-    assert [info.channels for info in infos] == [stage.dim for stage in stages]
-    assert [info.stride for info in infos] == strides
+    assert [(info.channels, info.stride) for info in infos] == [
+        (s.dim, r) for s, r in zip(stages, strides, strict=True)
+    ]
     for height, width in ((37, 50), (800, 1333)):
         features = model(torch.empty(2, 3, height, width, device="meta"))
         shapes = [(2, info.channels, -(-height // info.stride), -(-width // info.stride)) for info in infos]
         assert list(features) == [f"stage{i + 1}" for i in range(len(stages))]
         assert [tuple(m.shape) for m in features.values()] == shapes
-    classifier = meta(create_classifier, name, num_classes=7)
-    assert classifier(torch.empty(2, 3, 224, 224, device="meta")).shape == (2, 7)
-    decaying = {name for name, _ in classifier.named_parameters()} - classifier.no_weight_decay()
-    assert decaying and all(key.endswith((".weight", ".project_length")) and "norm" not in key for key in decaying)
+    classifier = meta(create_classifier, name, num_classes=7, img_size=(224, 160))
+    assert classifier(torch.empty(2, 3, 224, 160, device="meta")).shape == (2, 7)
     ids = [model.layer_id(key) for key, _ in model.named_parameters() if not key.startswith("output_norms.")]
-    assert ids == sorted(ids) and set(ids) == set(range(model.num_layers + 1))
-    assert model.num_layers == sum(stage.depth for stage in stages)
-
-
-def test_the_contract_for_a_detector():
-    model = meta(create_backbone, "vil_small_rpb", out_features=("stage2", "stage3", "stage4"), drop_path_rate=0.1)
-    info = {"stage2": (192, 8), "stage3": (384, 16), "stage4": (768, 32)}
-    assert {n: (i.channels, i.stride) for n, i in model.feature_info.items()} == info
-    assert model.stages[3].blocks[0].drop_path_rate == pytest.approx(0.1)
-
-
-def test_a_classifier_for_an_image_size():
-    model = meta(create_classifier, "vil_tiny", num_classes=3, img_size=(384, 256))
-    assert [len(stage.positions.rows) for stage in model.backbone.stages] == [96, 48, 24, 12]
-    assert [len(stage.positions.cols) for stage in model.backbone.stages] == [64, 32, 16, 8]
-    assert model(torch.empty(2, 3, 384, 256, device="meta")).shape == (2, 3)
-    assert len(meta(create_classifier, "vil_tiny").backbone.stages[0].positions.rows) == 56
+    assert ids == sorted(ids) and set(ids) == set(range(sum(stage.depth for stage in stages) + 1))
 
 
 def test_initial_values():
     torch.manual_seed(0)
-    model = create_backbone(DEMO)
-    for name, parameter in model.named_parameters():
-        if name.endswith("norm.weight"):
-            assert parameter.eq(1).all()
-        elif name.endswith("bias") and "patch_embed.projection" not in name:
-            assert parameter.eq(0).all()
-        elif "patch_embed" not in name and parameter.numel() > 1000:
-            assert parameter.std().item() == pytest.approx(0.02, rel=0.1), name
-    assert not torch.equal(next(create_backbone(DEMO).parameters()), next(model.parameters()))
+    for name in (DEMO, "lit_ti"):
+        model = create_backbone(name)
+        for key, parameter in model.named_parameters():
+            if key.endswith("norm.weight"):
+                assert parameter.eq(1).all(), key
+            elif "patch_embed.offset" in key:
+                assert parameter.eq(0).all(), key
+            elif "patch_embed" in key:
+                # A convolution's, or the bias of a norm
+                assert parameter.eq(0).all() or parameter.std().item() > 0.01, key
+            elif key.endswith("bias"):
+                assert parameter.eq(0).all(), key
+            elif parameter.numel() > 1000:
+                assert parameter.std().item() == pytest.approx(0.02, rel=0.1), key
+    assert not torch.equal(next(create_backbone(DEMO).parameters()), next(create_backbone(DEMO).parameters()))
 
 
 def test_options():
     options = {"window_size": (3, 4, 5, 6), "global_tokens": 2, "attention_mode": "cyclic", "shared_projections": False}
-    model = meta(create_backbone, DEMO, **options, activation_checkpointing=True, attention_backend="reference")
+    options |= {"drop_path_rate": 0.1, "activation_checkpointing": True, "attention_backend": "reference"}
+    model = meta(create_backbone, DEMO, **options)
     for stage, window_size in zip(model.stages, (3, 4, 5, 6), strict=True):
         attention = stage.blocks[0].attention
         assert (attention.window_size, attention.mode, attention.shared_projections) == (window_size, "cyclic", False)
         assert stage.global_tokens.shape[1] == 2 and stage.activation_checkpointing and attention.backend == "reference"
+    assert model.stages[3].blocks[-1].drop_path_rate == pytest.approx(0.1)
     mixed = ["sliding_chunk", "dense", "long_short", "dense"]
     assert [stage.attention for stage in get_variant("vil_tiny", {"attention": mixed}).stages] == mixed
     model = meta(create_backbone, "cvt_ls_13", window_size=(12, 6, 3), rank=(128, 32, 8))
     blocks = [stage.blocks[0].attention for stage in model.stages]
     assert [block.window_size for block in blocks] == [12, 6, 3]
     assert [len(block.dynamic_projection.pointwise.weight) for block in blocks] == [128, 96, 48]
-    assert len(meta(create_backbone, "vil_tiny").stages[0].positions.rows) == 336
     positions = meta(create_backbone, "vil_tiny", max_img_size=(800, 1333)).stages[0].positions
     assert (len(positions.rows), len(positions.cols)) == (200, 336)
+    stages = meta(create_classifier, "vil_tiny", img_size=(384, 256)).backbone.stages
+    assert [len(stage.positions.rows) for stage in stages] == [96, 48, 24, 12]
+    assert [len(stage.positions.cols) for stage in stages] == [64, 32, 16, 8]
 
 
 @pytest.mark.parametrize("create", [create_backbone, create_classifier])
@@ -287,15 +221,12 @@ def test_unknown_names(create, name, hint):
 
 @pytest.mark.parametrize(
     "create, keyword, hint",
-    [
-        (create_backbone, "drop_path", "drop_path_rate"),
-        (create_backbone, "window_sise", "window_size"),
-        (create_classifier, "num_class", "num_classes"),
-    ],
+    [(create_backbone, "window_sise", "window_size"), (create_classifier, "num_class", "num_classes")],
 )
 def test_unknown_keywords(create, keyword, hint):
-    with pytest.raises(ConfigError, match=f"'{keyword}'.*'{hint}'"):
+    with pytest.raises(UnknownKeywordError, match=f"'{keyword}'.*'{hint}'") as caught:
         create("vil_tiny", **{keyword: 1})
+    assert isinstance(caught.value, ConfigError) and isinstance(caught.value, TypeError)
 
 
 @pytest.mark.parametrize(
@@ -319,14 +250,9 @@ def test_unknown_keywords(create, keyword, hint):
         ("global_tiny", {"global_tokens": 0}),
         ("ls_tiny", {"rank": 0}),
         ("vil_tiny", {"rank": 8}),
-        ("cvt_ls_13", {"rank": (8, 4)}),
         ("vil_tiny", {"attention": "performer"}),
-        ("vil_tiny", {"attention": ("dense", "dense")}),
         ("vil_tiny", {"position_resizing": "pixel"}),
-        ("lit_ti", {"position_resizing": "pixel"}),
         ("lit_s", {"window_size": 7}),
-        ("cvt_ls_13", {"global_tokens": 1}),
-        ("vil_tiny", {"merging": "uniform"}),
         ("lit_ti", {"merging": "deformabel"}),
         ("lit_s", {"batch_norm": "synced"}),
         ("lit_s", {"batch_norm": "frozen", "merging": "uniform"}),
@@ -344,14 +270,12 @@ def test_linformer_is_a_classifier_only(name):
     assert meta(create_classifier, name)(torch.empty(1, 3, 224, 224, device="meta")).shape == (1, 1000)
     with pytest.raises(ConfigError, match=name):
         create_backbone(name)
-    with pytest.raises(ConfigError, match="performer"):
-        dataclasses.replace(get_variant("performer_tiny"), relative_bias=True)
 
 
-@pytest.mark.parametrize("name", ["vil_tiny_1_1_3_1", pytest.param("lit_s", marks=pytest.mark.slow), "ls_tiny"])
+@pytest.mark.parametrize("name", ["vil_tiny_1_1_3_1", "lit_s", "ls_tiny"])
 def test_both_types_of_position_resizing_agree(name):
     """Resized once to the maps of one image size, or to each feature map: the same for images of that size."""
-    height, width = 96, 160
+    height, width = 64, 160
     torch.manual_seed(0)
     each = create_backbone(name, position_resizing="map").eval()
     once = create_backbone(name, position_resizing="load", max_img_size=(height, width)).eval()
@@ -370,26 +294,3 @@ def test_both_types_of_position_resizing_agree(name):
     with torch.no_grad():
         for stage, expected in each(images).items():
             torch.testing.assert_close(once(images)[stage], expected, atol=1e-4, rtol=1e-4)
-
-
-def test_set_img_size_and_keep_stages():
-    torch.manual_seed(0)
-    model = create_backbone("vil_tiny_1_1_3_1", max_img_size=64).eval()
-    images = random_images(1, 3, 45, 70, dtype=torch.float32)
-    with pytest.raises(ConfigError, match="max_img_size"):
-        model(images)
-    model.set_img_size((64, 96))
-    features = model(images)
-    fresh = create_backbone("vil_tiny_1_1_3_1", max_img_size=(64, 96)).eval()
-    fresh.load_state_dict(model.state_dict())
-    assert all(torch.equal(m, features[name]) for name, m in fresh(images).items())
-    model.keep_stages(2)
-    assert {n: (i.channels, i.stride) for n, i in model.feature_info.items()} == {"stage2": (96, 8)}
-    assert torch.equal(model(images)["stage2"], features["stage2"]) and len(model(images)) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", VARIANTS)
-def test_every_variant_can_be_created(name):
-    model = meta(create_classifier, name, num_classes=7)
-    assert model(torch.empty(2, 3, 224, 224, device="meta")).shape == (2, 7)

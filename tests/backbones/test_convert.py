@@ -1,152 +1,104 @@
-"""Official checkpoints of ViL and Transformer-LS: every name is mapped, every value used, and a wrong one raises."""
+"""Official checkpoints of ViL and LIT: recognised, every name mapped, every value used, and a wrong one raises."""
 
 import dataclasses
-import re
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from backbones import ConfigError, create_backbone, create_classifier
-from backbones.convert import convert_state_dict
-from tests.backbones.helpers import random_images
+from backbones.build import VARIANTS
+from backbones.convert import convert_state_dict, recognise
+from tests import wrapping
+from tests.backbones import official_lit
+from tests.backbones.helpers import assert_all_close, random_images
 from tests.backbones.official import TINY, OfficialStage, official_forward, official_state_dict
+from tests.backbones.official_lit import TI, S
+from tests.golden import golden, golden_state_dict
 
-NAMES = {True: "vil_tiny_1_1_3_1_rpb", False: "vil_tiny_1_1_3_1"}
-GLOBALS = (1, 2, 1, 0)
-# Official positions for 224 pixels, so that nothing is resized
-AT_224 = {"max_img_size": 224}
+RELATIVE, ABSOLUTE = "vil_tiny_1_1_3_1_rpb", "vil_tiny_1_1_3_1"
+NAMES = {True: RELATIVE, False: ABSOLUTE}
+LITS = {"lit_absolute": TI, "lit_relative": S}
+HEADS = {"backbone.fpn_lateral3.weight": torch.ones(2), "head.cls_score.bias": torch.ones(3)}
+HEAD_AND_NORM = {"norm.weight", "norm.bias", "head.weight", "head.bias"}
+
+
+@pytest.fixture(autouse=True)
+def small_variants(monkeypatch):
+    for name, variant in LITS.items():
+        monkeypatch.setitem(VARIANTS, name, variant)
+        monkeypatch.setitem(VARIANTS, f"{name}_128", dataclasses.replace(variant, position_img_size=128))
+
+
+def vil(**options) -> dict[str, torch.Tensor]:
+    return official_state_dict(**{"relative_bias": True} | options)
+
+
+def lit(name: str = "lit_relative", *, classifier: bool = False, **options) -> dict[str, torch.Tensor]:
+    return official_lit.official_state_dict(LITS[name], classifier=classifier, **options)
 
 
 def with_globals(*numbers: int) -> tuple[OfficialStage, ...]:
     return tuple(dataclasses.replace(stage, globals=number) for stage, number in zip(TINY, numbers, strict=True))
 
 
-def loaded(create, name: str, options: dict, official: dict) -> torch.nn.Module:
-    """The model with the converted weights, in float64 and eval mode."""
-    converted, _ = convert_state_dict(official, name, classifier=create is create_classifier, model_options=options)
+def loaded(create, name: str, weights: dict, options: dict | None = None) -> tuple[torch.nn.Module, object]:
+    """The model with the converted weights, in float64 and eval mode, and the report, in which each name is once."""
+    options, classifier = options or {}, create is create_classifier
+    converted, report = convert_state_dict(weights, name, classifier=classifier, model_options=options)
+    parts = (report.mapped, report.split, report.tied, report.dropped)
+    assert {key for part in parts for key in part if key in weights} == weights.keys()
+    filled = [*report.mapped.values(), *(key for keys in report.split.values() for key in keys), *report.initialised]
+    assert sorted(filled) == sorted(converted) and report.resized.keys() <= converted.keys()
     model = create(name, **options).double().eval()
     model.load_state_dict(converted, strict=True)
-    return model
+    return model, report
 
 
 @pytest.mark.parametrize(
     "relative_bias, num_global, shared",
-    [
-        (True, (1, 1, 1, 0), True),
-        (True, (1, 2, 0, 1), False),
-        (False, (1, 1, 1, 0), False),
-        (False, (1, 2, 0, 1), True),
-    ],
+    [(True, (1, 1, 1, 0), True), (True, (1, 2, 0, 1), False), (False, (1, 2, 0, 1), True), (False, (0, 1, 0, 2), True)],
 )
-def test_converted_backbone_computes_what_the_official_one_does(relative_bias, num_global, shared):
-    stages = with_globals(*num_global)
-    official = official_state_dict(stages, relative_bias=relative_bias, shared=shared)
-    options = AT_224 | {"global_tokens": num_global, "shared_projections": shared}
-    model = loaded(create_backbone, NAMES[relative_bias], options, official)
+def test_a_converted_vil_computes_what_the_official_one_does(relative_bias, num_global, shared):
+    stages, name = with_globals(*num_global), NAMES[relative_bias]
+    weights = official_state_dict(stages, relative_bias=relative_bias, shared=shared)
+    options = {"global_tokens": num_global, "shared_projections": shared}
+    # Official positions are for 224 pixels, so that nothing is resized.
+    backbone, report = loaded(create_backbone, name, weights, options | {"max_img_size": 224})
+    classifier, _ = loaded(create_classifier, name, weights, options | {"num_classes": 10})
+    assert not report.resized and not report.initialised and report.dropped.keys() >= HEAD_AND_NORM
+    assert bool(report.tied) == (shared and relative_bias)
     images = random_images(2, 3, 37, 54)
-    expected, _ = official_forward(official, images, stages)
-    features = model(images)
-    assert features.keys() == expected.keys()
-    for stage, output in features.items():
-        torch.testing.assert_close(output, expected[stage], atol=1e-10, rtol=1e-10, msg=lambda m, s=stage: f"{s}: {m}")
-
-
-@pytest.mark.parametrize("relative_bias, num_global", [(True, (1, 1, 1, 0)), (False, (0, 1, 0, 2))])
-def test_converted_classifier_computes_what_the_official_one_does(relative_bias, num_global):
-    stages = with_globals(*num_global)
-    official = official_state_dict(stages, relative_bias=relative_bias)
-    options = {"num_classes": 10, "global_tokens": num_global}
-    model = loaded(create_classifier, NAMES[relative_bias], options, official)
-    images = random_images(2, 3, 50, 43)
-    _, expected = official_forward(official, images, stages)
-    torch.testing.assert_close(model(images), expected, atol=1e-10, rtol=1e-10)
+    features, logits = official_forward(weights, images, stages)
+    assert_all_close(backbone(images), features, tolerance=1e-10)
+    torch.testing.assert_close(classifier(images), logits, atol=1e-10, rtol=1e-10)
 
 
 def test_full_attention_is_converted_into_full_and_into_sliding_chunks():
-    stages = (OfficialStage(1, 4, 1, 48), OfficialStage(1, 2, 3, 96), OfficialStage(9, 2, 3, 192))
-    stages = (*stages, OfficialStage(1, 2, 6, 384, globals=0))
-    stages = tuple(dataclasses.replace(stage, full=True) for stage in stages)
-    official = official_state_dict(stages, relative_bias=False)
-    images = random_images(1, 3, 37, 54)
-    expected, _ = official_forward(official, images, stages)
+    sizes = ((1, 4, 1, 48), (1, 2, 3, 96), (9, 2, 3, 192), (1, 2, 6, 384))
+    stages = tuple(OfficialStage(*size, globals=int(index < 3), full=True) for index, size in enumerate(sizes))
+    weights, images = official_state_dict(stages, relative_bias=False), random_images(1, 3, 37, 54)
+    expected, _ = official_forward(weights, images, stages)
     for name in ("full_tiny", "vil_tiny"):
-        features = loaded(create_backbone, name, AT_224, official)(images)
-        for stage, output in features.items():
-            torch.testing.assert_close(output, expected[stage], atol=1e-10, rtol=1e-10)
-
-
-def test_each_tensor_goes_to_its_name():
-    official = official_state_dict(with_globals(*GLOBALS), relative_bias=True)
-    converted, report = convert_state_dict(official, NAMES[True], model_options={"global_tokens": GLOBALS})
-    block, ours = "layer3.3", "stages.2.blocks.1"
-    expected = {
-        "stages.1.global_tokens": official["layer2.0.cls_token"],
-        "stages.0.patch_embed.projection.weight": official["layer1.0.proj.weight"],
-        "stages.3.patch_embed.norm.bias": official["layer4.0.norm_embed.bias"],
-        f"{ours}.attention_norm.weight": official[f"{block}.norm.weight"],
-        f"{ours}.mlp_norm.weight": official["layer3.4.norm.weight"],
-        f"{ours}.mlp.expand.weight": official["layer3.4.mlp.fc1.weight"],
-        f"{ours}.mlp.contract.bias": official["layer3.4.mlp.fc2.bias"],
-        f"{ours}.attention.query.weight": official[f"{block}.attn.query.weight"],
-        f"{ours}.attention.key_value.bias": official[f"{block}.attn.kv.bias"],
-        f"{ours}.attention.projection.weight": official[f"{block}.attn.proj.weight"],
-        f"{ours}.attention.relative_bias.table": official[f"{block}.attn.local_relative_position_bias_table"],
-        f"{ours}.attention.global_to_local": official[f"{block}.attn.g2l_relative_position_bias"][0],
-        f"{ours}.attention.local_to_global": official[f"{block}.attn.g2l_relative_position_bias"][1],
-        f"{ours}.attention.global_to_global": official[f"{block}.attn.g2g_relative_position_bias"],
-    }
-    for name, tensor in expected.items():
-        assert torch.equal(converted[name], tensor), name
-    assert report.mapped[f"{block}.attn.kv.bias"] == f"{ours}.attention.key_value.bias"
-    assert report.tied[f"{block}.attn.kv_global.bias"] == f"{ours}.attention.key_value.bias"
-    assert report.split[f"{block}.attn.g2l_relative_position_bias"] == (
-        f"{ours}.attention.global_to_local",
-        f"{ours}.attention.local_to_global",
-    )
-    dropped = {f"{block}.attn.relative_position_index", "layer3.5.attn.query_global.weight", "head.weight", "norm.bias"}
-    # In the last block of a stage only the bias from local to global tokens is used.
-    assert dropped | {"layer1.1.attn.g2l_relative_position_bias[0]"} <= report.dropped.keys()
-    assert report.mapped["layer1.1.attn.g2l_relative_position_bias"] == "stages.0.blocks.0.attention.local_to_global"
-
-
-@pytest.mark.parametrize("relative_bias", [True, False])
-@pytest.mark.parametrize("classifier", [True, False])
-def test_every_name_is_in_the_report(relative_bias, classifier):
-    official = official_state_dict(relative_bias=relative_bias)
-    options = {"num_classes": 10} if classifier else None
-    converted, report = convert_state_dict(official, NAMES[relative_bias], classifier=classifier, model_options=options)
-    parts = (report.mapped, report.split, report.tied, report.dropped)
-    listed = [name for part in parts for name in part if name in official]
-    twice = {name for name in listed if listed.count(name) > 1}
-    assert set(listed) == official.keys()
-    assert all("g2l_relative" in name for name in twice)
-    filled = [*report.mapped.values(), *(name for names in report.split.values() for name in names)]
-    assert sorted(filled) == sorted(converted)
-    assert report.resized.keys() <= converted.keys()
-    assert bool(report.resized) == (not relative_bias and not classifier)
-    fields = ("mapped", "resized", "split", "tied", "dropped", "initialised")
-    assert report.summary() == ", ".join(f"{len(getattr(report, part))} {part}" for part in fields)
-    assert not report.initialised
-
-
-@pytest.mark.parametrize("prefix", ["module.", "backbone.bottom_up.", "module.backbone.bottom_up."])
-def test_prefixes_are_taken_off(prefix):
-    official = official_state_dict(relative_bias=True)
-    expected, _ = convert_state_dict(official, NAMES[True])
-    prefixed = {prefix + name: tensor for name, tensor in official.items()}
-    converted, report = convert_state_dict(prefixed, NAMES[True])
-    assert converted.keys() == expected.keys()
-    assert all(torch.equal(converted[name], expected[name]) for name in expected)
-    assert report.mapped[f"{prefix}layer1.0.proj.bias"] == "stages.0.patch_embed.projection.bias"
+        model, report = loaded(create_backbone, name, weights, {"max_img_size": 224})
+        assert_all_close(model(images), expected, tolerance=1e-10)
+        assert (name == "vil_tiny") == ("layer3.3.attn.qkv.weight" in report.split)
 
 
 def test_shared_projections_fill_separate_ones():
-    official = official_state_dict(relative_bias=True)
-    converted, report = convert_state_dict(official, NAMES[True], model_options={"shared_projections": False})
-    attention = "stages.2.blocks.0.attention"
-    assert torch.equal(converted[f"{attention}.global_query.weight"], converted[f"{attention}.query.weight"])
-    assert not report.tied
+    model, report = loaded(create_backbone, RELATIVE, vil(), {"shared_projections": False})
+    attention = model.stages[2].blocks[0].attention
+    assert torch.equal(attention.global_query.weight, attention.query.weight) and not report.tied
+
+
+@pytest.mark.parametrize("prefix", ["module.", "module.backbone.bottom_up."])
+def test_prefixes_are_removed(prefix):
+    expected, _ = convert_state_dict(vil(), RELATIVE)
+    converted, report = convert_state_dict({prefix + name: tensor for name, tensor in vil().items()}, RELATIVE)
+    assert_all_close(converted, expected, tolerance=0)
+    assert report.mapped[f"{prefix}layer1.0.proj.bias"] == "stages.0.patch_embed.projection.bias"
+    assert report.summary().startswith(f"{len(report.mapped)} mapped, 0 resized")
 
 
 def interpolate(table: np.ndarray, size: int) -> np.ndarray:
@@ -158,23 +110,20 @@ def interpolate(table: np.ndarray, size: int) -> np.ndarray:
 @pytest.mark.parametrize("max_img_size, lengths", [(1333, (336, 168, 84, 42)), ((160, 90), (40, 20, 10, 5))])
 def test_absolute_positions_are_resized(max_img_size, lengths):
     """From 224 pixels; 1333 pixels are 42 positions of 32."""
-    official = official_state_dict(relative_bias=False)
-    converted, report = convert_state_dict(official, NAMES[False], model_options={"max_img_size": max_img_size})
+    weights = vil(relative_bias=False)
+    converted, report = convert_state_dict(weights, ABSOLUTE, model_options={"max_img_size": max_img_size})
     for index, length in enumerate(lengths):
-        name, source = f"stages.{index}.positions.rows", official[f"layer{index + 1}.0.x_pos_embed"][0]
-        expected = interpolate(source.numpy(), length)
-        np.testing.assert_allclose(converted[name].numpy(), expected, atol=1e-5)
+        name, source = f"stages.{index}.positions.rows", weights[f"layer{index + 1}.0.x_pos_embed"][0]
+        np.testing.assert_allclose(converted[name].numpy(), interpolate(source.numpy(), length), atol=1e-5)
         assert report.resized[name] == (tuple(source.shape), (length, source.shape[1]))
-    cols, source = converted["stages.0.positions.cols"], official["layer1.0.y_pos_embed"][0]
+    cols, source = converted["stages.0.positions.cols"], weights["layer1.0.y_pos_embed"][0]
     np.testing.assert_allclose(cols.numpy(), interpolate(source.numpy(), len(cols)), atol=1e-5)
     assert len(cols) == (336 if max_img_size == 1333 else 24)
-    create_backbone(NAMES[False], max_img_size=max_img_size).load_state_dict(converted, strict=True)
 
 
 def test_window_bias_is_resized_to_another_window():
-    official = official_state_dict(relative_bias=True)
-    converted, report = convert_state_dict(official, NAMES[True], model_options={"window_size": 5})
-    source = official["layer2.1.attn.local_relative_position_bias_table"].numpy().reshape(27, 27, 3)
+    converted, report = convert_state_dict(vil(), RELATIVE, model_options={"window_size": 5})
+    source = vil()["layer2.1.attn.local_relative_position_bias_table"].numpy().reshape(27, 27, 3)
     rows = interpolate(source.reshape(27, -1), 19).reshape(19, 27, 3)
     expected = interpolate(rows.swapaxes(0, 1).reshape(27, -1), 19).reshape(19, 19, 3).swapaxes(0, 1)
     name = "stages.1.blocks.0.attention.relative_bias.table"
@@ -182,46 +131,9 @@ def test_window_bias_is_resized_to_another_window():
     assert report.resized[name] == ((729, 3), (361, 3))
 
 
-# Ours -> official, for the parts of a long-short block
-LONG_SHORT = {
-    "attention.relative_bias.table": "attn.local_relative_position_bias_table",
-    "attention.local_norm": "attn.dual_ln_full",
-    "attention.projected_norm": "attn.dual_ln_dp",
-    "attention.dynamic_projection": "attn.to_dynamic_projection",
-    "attention.qkv": "attn.qkv",
-    "attention.projection": "attn.proj",
-    "attention_norm": "norm",
-}
-
-
-def test_long_short_attention_is_mapped_name_by_name():
-    """The first stage of an official Transformer-LS."""
-    options = {"out_features": ("stage1",)}
-    model = create_backbone("ls_tiny", **options)
-    official, mlp = {}, "stages.0.blocks.0.mlp"
-    for ours, tensor in model.state_dict().items():
-        name = ours.replace("stages.0.patch_embed.projection", "layer1.0.proj")
-        name = name.replace("stages.0.patch_embed.norm", "layer1.0.norm_embed")
-        name = name.replace("stages.0.global_tokens", "layer1.0.cls_token")
-        name = name.replace(f"{mlp}_norm", "layer1.2.norm").replace(f"{mlp}.expand", "layer1.2.mlp.fc1")
-        name = name.replace(f"{mlp}.contract", "layer1.2.mlp.fc2")
-        for part, theirs in LONG_SHORT.items():
-            name = name.replace(f"stages.0.blocks.0.{part}", f"layer1.1.{theirs}")
-        assert name.startswith("layer1.")
-        official[name] = torch.randn_like(tensor)
-    official["layer1.1.attn.relative_position_index"] = torch.zeros(49, 169, dtype=torch.long)
-    converted, report = convert_state_dict(official, "ls_tiny", model_options=options)
-    assert converted.keys() == model.state_dict().keys() and not report.split and not report.resized
-    assert list(report.dropped) == ["layer1.1.attn.relative_position_index"]
-    assert all(torch.equal(converted[ours], official[name]) for name, ours in report.mapped.items())
-    for part, theirs in LONG_SHORT.items():
-        leaf = "" if part.endswith("table") else ".weight"
-        assert report.mapped[f"layer1.1.{theirs}{leaf}"] == f"stages.0.blocks.0.{part}{leaf}"
-
-
 @pytest.mark.parametrize("window_size", [5, 8])
 def test_the_bias_of_segments_is_never_resized(window_size):
-    """Its rows are shared by offsets; that of w = 5 has 121 rows, as if it were a square."""
+    """Offsets share its rows; that of w = 5 has 121 rows, as if it were a square."""
     model = create_backbone("ls_tiny", window_size=window_size, out_features=("stage1",))
     table = model.stages[0].blocks[0].attention.relative_bias.table.detach()
     with pytest.raises(ConfigError, match="relative_position_bias_table"):
@@ -229,83 +141,208 @@ def test_the_bias_of_segments_is_never_resized(window_size):
 
 
 def test_a_performer_from_a_partial_one_gets_random_features():
-    """ViL Table 8: full stages have what performer stages have, but for the features."""
-    partial = create_classifier("partial_performer_tiny_1_2_8_1").state_dict()
-    official = {}
-    for name, tensor in partial.items():
-        if name.startswith("backbone.stages"):
-            axis = name.endswith(("positions.rows", "positions.cols"))
-            official[official_name(name)] = tensor[None] if axis else tensor
-    state_dict, report = convert_state_dict(official, "performer_tiny_1_2_8_1", model_options={"max_img_size": 224})
-    blocks = [f"stages.2.blocks.{block}" for block in range(8)] + ["stages.3.blocks.0"]
-    sampled = {f"{block}.attention.features" for block in blocks}
-    assert report.initialised.keys() == sampled
-    create_backbone("performer_tiny_1_2_8_1", max_img_size=224).load_state_dict(state_dict)
+    """ViL Table 8: full stages have what performer stages have, except for the features."""
+    weights = golden_state_dict(golden("performer_tiny_ape_cls"))
+    features = [key for key in weights if key.startswith(("layer3", "layer4")) and key.endswith("projection_matrix")]
+    for key in features:
+        del weights[key]
+    model, report = loaded(create_backbone, "performer_tiny", weights, {"max_img_size": 224})
+    blocks = [f"stages.2.blocks.{block}" for block in range(9)] + ["stages.3.blocks.0"]
+    assert report.initialised.keys() == {f"{block}.attention.features" for block in blocks}
+    assert len(features) == 10 and model.stages[3].blocks[0].attention.features.ne(0).any()
 
 
-def official_name(name: str) -> str:
-    """The official name of one of our classifier's backbone parameters, of models with ``qkv`` throughout."""
-    match = re.fullmatch(r"backbone\.stages\.(\d)\.(.+)", name)
-    stage, rest = int(match[1]) + 1, match[2]
-    embed = {
-        "global_tokens": "cls_token",
-        "positions.global_tokens": "cls_pos_embed",
-        "positions.rows": "x_pos_embed",
-        "positions.cols": "y_pos_embed",
-    }
-    if rest in embed:
-        return f"layer{stage}.0.{embed[rest]}"
-    if rest.startswith("patch_embed."):
-        part, leaf = rest.split(".")[1:]
-        return f"layer{stage}.0.{'proj' if part == 'projection' else 'norm_embed'}.{leaf}"
-    block, rest = re.fullmatch(r"blocks\.(\d+)\.(.+)", rest).groups()
-    attention, mlp = f"layer{stage}.{2 * int(block) + 1}", f"layer{stage}.{2 * int(block) + 2}"
-    for ours, theirs in {
-        "attention_norm.": f"{attention}.norm.",
-        "mlp_norm.": f"{mlp}.norm.",
-        "mlp.expand.": f"{mlp}.mlp.fc1.",
-        "mlp.contract.": f"{mlp}.mlp.fc2.",
-        "attention.projection.": f"{attention}.attn.proj.",
-        "attention.features": f"{attention}.attn.fast_attention.projection_matrix",
-        "attention.": f"{attention}.attn.",
-    }.items():
-        if rest.startswith(ours):
-            return theirs + rest.removeprefix(ours)
-    raise AssertionError(name)
+@pytest.mark.parametrize("name", LITS)
+@pytest.mark.parametrize(
+    "height, width, backend",
+    [(37, 50, "sdpa"), (64, 33, "reference"), (5, 9, "sdpa"), (112, 448, "sdpa"), (448, 112, "sdpa")],
+)
+def test_a_converted_lit_computes_what_the_equations_say(name, height, width, backend):
+    """(112, 448) has as many tokens as a square of 224, and another shape."""
+    weights, images = lit(name), random_images(2, 3, height, width)
+    model, report = loaded(create_backbone, name, weights, {"attention_backend": backend})
+    assert not report.resized and not report.initialised and not report.tied
+    assert_all_close(model(images), official_lit.official_forward(weights, images, LITS[name])[0], tolerance=1e-9)
+    weights = lit(name, classifier=True)
+    options = {"num_classes": 10, "img_size": 64, "attention_backend": backend}
+    model, report = loaded(create_classifier, name, weights, options)
+    assert not report.resized and not report.initialised
+    expected = official_lit.official_forward(weights, images, LITS[name])[1]
+    torch.testing.assert_close(model(images), expected, atol=1e-9, rtol=1e-9)
 
 
-def _deeper() -> dict:
-    return official_state_dict((*TINY[:2], dataclasses.replace(TINY[2], depth=4), TINY[3]), relative_bias=True)
+def test_a_lit_classifier_gives_a_backbone_without_its_output_norms():
+    weights, images = lit(classifier=True), random_images(2, 3, 37, 50)
+    model, report = loaded(create_backbone, "lit_relative", weights)
+    norms = {f"output_norms.stage{number}.{leaf}" for number in (2, 3, 4) for leaf in ("weight", "bias")}
+    assert report.initialised.keys() == norms
+    assert {key for key in report.dropped if "relative_position_index" not in key} == HEAD_AND_NORM
+    expected, _ = official_lit.official_forward(weights, images, S)
+    for stage in ("stage2", "stage3", "stage4"):
+        tokens = expected[stage].permute(0, 2, 3, 1)
+        expected[stage] = F.layer_norm(tokens, tokens.shape[-1:], eps=1e-5).permute(0, 3, 1, 2)
+    assert_all_close(model(images), expected, tolerance=1e-9)
+
+
+def test_a_lit_ti_classifier_gives_a_backbone_without_its_global_token():
+    weights, images = lit("lit_absolute", classifier=True), random_images(2, 3, 37, 50)
+    model, report = loaded(create_backbone, "lit_absolute", weights)
+    assert report.dropped.keys() == {"cls_token", "pos_embed4[:, 0]"} | HEAD_AND_NORM and not report.initialised
+    detector = {key: tensor for key, tensor in weights.items() if key not in report.dropped}
+    assert_all_close(model(images), official_lit.official_forward(detector, images, TI)[0], tolerance=1e-9)
 
 
 @pytest.mark.parametrize(
-    "change, name, options, hint",
+    "name, trained, size",
     [
-        (lambda w: w | {"epoch": torch.zeros(1)}, NAMES[True], {}, "epoch"),
-        (lambda w: w | {"layer1.0.surprise": torch.zeros(1)}, NAMES[True], {}, "layer1.0.surprise"),
-        (lambda w: w | {"layer1.2.mlp.fc3.weight": torch.zeros(1)}, NAMES[True], {}, "layer1.2.mlp.fc3"),
-        (lambda w: w | {"layer1.0.proj.bias": torch.full((48,), torch.nan)}, NAMES[True], {}, "layer1.0.proj.bias"),
-        (lambda w: w | {"layer1.0.proj.bias": torch.ones(48).int()}, NAMES[True], {}, "layer1.0.proj.bias"),
-        (lambda w: {k: t for k, t in w.items() if k != "layer3.2.mlp.fc1.bias"}, NAMES[True], {}, "mlp.expand.bias"),
-        (lambda w: {k: t for k, t in w.items() if not k.startswith("layer2.2.")}, NAMES[True], {}, "and 1 more"),
-        (lambda w: w, "vil_small_1_1_9_1_rpb", {}, "layer1.0.cls_token"),
-        (lambda w: w, NAMES[False], {}, "relative_position_bias"),
-        (lambda w: w, "vil_tiny_1_10_1_rpb", {}, "vil_tiny_1_10_1_rpb|layer1"),
-        (lambda w: w, "vil_tiny_rpb", {}, "stages.2.blocks.3"),
-        (lambda w: _deeper(), NAMES[True], {}, "layer3.7"),
-        (lambda w: official_state_dict(with_globals(2, 1, 1, 0), relative_bias=True), NAMES[True], {}, "cls_token"),
-        (lambda w: official_state_dict(relative_bias=True, shared=False), NAMES[True], {}, "shared_projections=False"),
-        (lambda w: w, NAMES[True], {"max_image_size": 224}, "max_img_size"),
-        (lambda w: w, "cvt_ls_13", {}, "cvt_ls_13"),
+        ("lit_absolute", 64, (96, 64)),
+        ("lit_relative", 64, (40, 100)),
+        # 63 x 7 offsets are as many as 21 x 21.
+        ("lit_relative", 176, (512, 64)),
     ],
 )
-def test_what_does_not_fit(change, name, options, hint):
+def test_tables_of_lit_are_resized_as_the_model_would(name, trained, size):
+    """Where the image has just the size of the new tables, it does not matter whether file or model resizes."""
+    weights, images = lit(name, classifier=True, img_size=trained), random_images(1, 3, *size)
+    model, report = loaded(create_classifier, name, weights, {"num_classes": 10, "img_size": size})
+    expected = official_lit.official_forward(weights, images, LITS[name])[1]
+    torch.testing.assert_close(model(images), expected, atol=1e-9, rtol=1e-9)
+    assert len(report.resized) == (4 if name == "lit_absolute" else 3)
+    weights, images = lit(name), random_images(1, 3, 128, 128)
+    model, report = loaded(create_backbone, f"{name}_128", weights)
+    assert_all_close(model(images), official_lit.official_forward(weights, images, LITS[name])[0], tolerance=1e-9)
+    table = "stages.3.positions.table" if name == "lit_absolute" else "stages.3.blocks.0.attention.relative_bias.table"
+    assert report.resized[table] == (((2, 2, 16), (4, 4, 16)) if name == "lit_absolute" else ((9, 6), (49, 6)))
+
+
+@pytest.mark.parametrize("norm", ["frozen", "sync"])
+def test_batch_statistics_go_into_other_norms(norm):
+    weights, images = lit(), random_images(1, 3, 37, 50)
+    model, report = loaded(create_backbone, "lit_relative", weights, {"batch_norm": norm})
+    assert_all_close(model(images), official_lit.official_forward(weights, images, S)[0], tolerance=1e-9)
+    assert len(report.dropped) == (3 if norm == "frozen" else 0)
+
+
+def test_uniform_merging_of_pvt_has_the_names_of_its_embedding():
+    weights = {}
+    for key, tensor in lit("lit_absolute").items():
+        if not any(part in key for part in ("dconv", "running", "num_batches_tracked")):
+            weights[key.replace("norm_layer", "norm")] = tensor
+    for number, (c, d) in enumerate(((6, 10), (10, 12), (12, 16)), start=2):
+        weights |= {f"patch_embed{number}.proj.weight": random_images(d, c, 2, 2)}
+        weights |= {f"patch_embed{number}.proj.bias": random_images(d)}
+    model, _ = loaded(create_backbone, "lit_absolute", weights, {"merging": "uniform"})
+    assert torch.equal(model.stages[2].patch_embed.projection.weight, weights["patch_embed3.proj.weight"])
+    assert torch.equal(model.stages[3].patch_embed.norm.bias, weights["patch_embed4.norm.bias"])
+
+
+def without(prefix: str):
+    return lambda weights: {key: tensor for key, tensor in weights.items() if not key.startswith(prefix)}
+
+
+def with_tensor(key: str, *shape: int, value: float = 0.0, dtype: torch.dtype = torch.float64):
+    return lambda weights: weights | {key: torch.full(shape, value, dtype=dtype)}
+
+
+BIAS = "layers.3.blocks.0.attn.relative_position_bias_table"
+
+
+@pytest.mark.parametrize(
+    "weights, change, name, options, hint",
+    [
+        (vil, with_tensor("epoch", 1), RELATIVE, {}, "epoch"),
+        (vil, with_tensor("layer1.0.surprise", 1), RELATIVE, {}, "layer1.0.surprise"),
+        (vil, with_tensor("layer1.2.mlp.fc3.weight", 1), RELATIVE, {}, "layer1.2.mlp.fc3"),
+        (vil, with_tensor("layer1.0.proj.bias", 48, value=torch.nan), RELATIVE, {}, "layer1.0.proj.bias"),
+        (vil, with_tensor("layer1.0.proj.bias", 48, dtype=torch.int32), RELATIVE, {}, "layer1.0.proj.bias"),
+        (vil, without("layer3.2.mlp.fc1.bias"), RELATIVE, {}, "mlp.expand.bias"),
+        (vil, dict, "vil_small_1_1_9_1_rpb", {}, "layer1.0.cls_token"),
+        (vil, dict, ABSOLUTE, {}, "relative_position_bias"),
+        (vil, dict, "vil_tiny_rpb", {}, "stages.2.blocks.3"),
+        (vil, dict, "vil_tiny_1_1_9_1_rpb", {"out_features": ("stage3",)}, "layer4"),
+        (lambda: vil(stages=with_globals(2, 1, 1, 0)), dict, RELATIVE, {}, "cls_token"),
+        (lambda: vil(shared=False), dict, RELATIVE, {}, "shared_projections=False"),
+        (vil, dict, RELATIVE, {"max_image_size": 224}, "max_img_size"),
+        (vil, dict, "cvt_ls_13", {}, "cvt_ls_13"),
+        (vil, dict, "lit_relative", {}, "layer1"),
+        (lambda: lit("lit_absolute"), with_tensor("block5.0.norm2.weight", 1), "lit_absolute", {}, "block5.0.norm2"),
+        (lambda: lit("lit_absolute"), without("pos_embed2"), "lit_absolute", {}, "stages.1.positions.table"),
+        (lambda: lit("lit_absolute"), with_tensor("pos_embed3", 1, 17, 12), "lit_absolute", {}, "pos_embed3"),
+        (lambda: lit("lit_absolute"), with_tensor("pos_embed4", 1, 4, 16), "lit_absolute", {}, "pos_embed4"),
+        (lambda: lit("lit_absolute"), dict, "lit_absolute", {"merging": "uniform"}, "patch_embed2"),
+        (lit, with_tensor("layers.3.downsample.dconv.weight", 1), "lit_relative", {}, "layers.3.downsample"),
+        # Only a classifier has no output norms, and then none of them.
+        (lit, without("norm2.weight"), "lit_relative", {}, "output_norms.stage3.weight"),
+        (lit, without("norm"), "lit_relative", {}, "output_norms.stage2.weight"),
+        (lit, with_tensor(BIAS, 10, 6), "lit_relative", {}, BIAS),
+        (lit, with_tensor(BIAS, 9, 5), "lit_relative", {}, BIAS),
+        (lit, dict, "lit_absolute", {}, "layers.0"),
+        (lit, dict, "vil_tiny", {}, "layers.0"),
+    ],
+)
+def test_what_does_not_fit(weights, change, name, options, hint):
     with pytest.raises(ConfigError, match=hint) as caught:
-        convert_state_dict(change(official_state_dict(relative_bias=True)), name, model_options=options)
+        convert_state_dict(change(weights()), name, model_options=options)
     assert "\n" not in str(caught.value)
 
 
-def test_another_number_of_classes():
-    official = official_state_dict(relative_bias=True, num_classes=5)
-    with pytest.raises(ConfigError, match="head.weight"):
-        convert_state_dict(official, NAMES[True], classifier=True, model_options={"num_classes": 10})
+@pytest.mark.parametrize(
+    "weights, name, hint",
+    [
+        (lambda: vil(num_classes=5), RELATIVE, "head.weight"),
+        (lambda: lit("lit_absolute"), "lit_absolute", "stages.3.global_tokens"),
+        (lit, "lit_relative", "norm1.weight"),
+    ],
+)
+def test_what_does_not_fit_a_classifier(weights, name, hint):
+    with pytest.raises(ConfigError, match=hint):
+        convert_state_dict(weights(), name, classifier=True, model_options={"num_classes": 10})
+
+
+LONG_SHORT = {"layer1.1.attn.to_dynamic_projection.weight": torch.ones(8, 48)}
+VIL_DETECTION = "VisionLongformerForObjectDetection"
+MMDETECTION, MMSEGMENTATION = wrapping.mmdetection_heads(), wrapping.mmdetection_heads(segmentor=True)
+
+
+@pytest.mark.parametrize(
+    "project, weights, wrap, heads",
+    [
+        ("vision-longformer", vil, wrapping.vision_longformer, None),
+        ("vision-longformer", vil, dict, None),
+        ("transformer-ls", lambda: vil() | LONG_SHORT, wrapping.vision_longformer, None),
+        ("LIT", lambda: lit("lit_absolute", classifier=True), wrapping.lit_classifier, None),
+        ("LIT", lambda: lit(classifier=True), wrapping.lit_classifier, None),
+        (VIL_DETECTION, vil, wrapping.detectron2_detector, HEADS),
+        (VIL_DETECTION, vil, wrapping.detectron2_detector, {}),
+        ("LIT mmdetection", lambda: lit("lit_absolute"), wrapping.mmdetection, MMDETECTION),
+        ("LIT mmsegmentation", lit, wrapping.mmdetection, MMSEGMENTATION),
+    ],
+)
+def test_official_checkpoints_are_recognised(project, weights, wrap, heads):
+    found = recognise(wrap(weights()) if heads is None else wrap(weights(), heads))
+    assert (found.project, found.classifier) == (project, heads is None)
+    assert_all_close(found.backbone, weights(), tolerance=0)
+    assert_all_close(found.detector, heads or {}, tolerance=0)
+
+
+def test_unusual_contents():
+    contents = wrapping.vision_longformer(vil())
+    contents["net"]["module.calls"] = 3
+    assert_all_close(recognise(contents).backbone, vil(), tolerance=0)
+    weights = {name: tensor for name, tensor in vil().items() if name not in HEAD_AND_NORM}
+    assert not recognise({"model": weights}).classifier
+    with pytest.raises(ConfigError, match="layer1.0.proj.weight"):
+        recognise(weights | {"module.layer1.0.proj.weight": torch.ones(1)})
+
+
+def test_other_checkpoints_are_not_recognised():
+    ours, one = create_backbone(ABSOLUTE).state_dict(), torch.ones(1)
+    for state_dict in (
+        ours,
+        {f"backbone.{name}": tensor for name, tensor in ours.items()},
+        {f"backbone.bottom_up.net.{name}": tensor for name, tensor in ours.items()} | HEADS,
+        {"layer1.0.conv1.weight": one, "layer1.0.bn1.bias": one, "fc.bias": one},
+        {"backbone.bottom_up.res2.0.conv1.weight": one},
+        {"blocks.0.attn.qkv.weight": one, "patch_embed.proj.weight": one},
+    ):
+        assert recognise({"model": state_dict}) is None and recognise(state_dict) is None

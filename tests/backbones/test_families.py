@@ -1,35 +1,66 @@
-"""Tests that ViL, LIT and CvT share: feature maps of any image, gradients, precision, traces, training."""
+"""Tests that ViL, LIT and CvT share: feature maps of any image, gradients, precision, training, traces, exports."""
 
+import dataclasses
+import io
+
+import numpy as np
 import pytest
 import torch
+import torch.fx.experimental._config as symbolic_config
 from torch import nn
+from torch.export import Dim
 
+from backbones.attention import dense
+from backbones.backbone import Backbone, BackboneSettings
 from backbones.errors import ConfigError
 from backbones.layers.token_merging import DeformableTokenMerging
-from tests.backbones.families import VARIANTS, small_classifier, small_model
-from tests.backbones.helpers import assert_all_close, map_gradients, random_images, trace
-from tests.selection import slow_except
+from backbones.vil import ViL
+from tests.backbones.families import LITS, VARIANTS, small_classifier, small_lit, small_model
+from tests.backbones.helpers import (
+    FAMILIES,
+    LargestTensor,
+    assert_all_close,
+    map_gradients,
+    random_images,
+    randomise,
+    small_variant,
+    small_vil,
+    trace,
+)
 
 models = pytest.mark.parametrize("name", VARIANTS)
-# One of each, with whose traces TorchScript's optimiser is tried.
+# TorchScript's optimiser is tried with one trace of each family.
 OPTIMISED = ("vil_relative", "lit_relative", "cvt")
-one_of_each_fast = pytest.mark.parametrize("name", slow_except(VARIANTS, OPTIMISED))
+varied = pytest.mark.parametrize("name", [*OPTIMISED, "vil_cyclic", "vil_partial", "vil_long_short", "lit_absolute"])
 one_of_each = pytest.mark.parametrize("name", ["vil_absolute", "lit_relative", "cvt"])
 SIZES = [(37, 50), (32, 32), (64, 64), (64, 33), (61, 130), (5, 130), (5, 9)]
-TRACED_SIZES = [(1, 96, 64), (1, 37, 50), (2, 20, 90), (1, 8, 5), (2, 130, 70)]
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 @models
 def test_maps_of_any_size(name):
     model, stages = small_model(name), VARIANTS[name].stages
+    reference = small_model(name, attention_backend="reference")
+    reference.load_state_dict(model.state_dict(), strict=True)
     infos = {f"stage{i + 1}": (stage.dim, 4 * 2**i) for i, stage in enumerate(stages)}
     assert {stage: (info.channels, info.stride) for stage, info in model.feature_info.items()} == infos
     for height, width in SIZES:
         features = model(random_images(2, 3, height, width))
         expected = {n: (2, dim, -(-height // stride), -(-width // stride)) for n, (dim, stride) in infos.items()}
         assert {stage: tuple(feature.shape) for stage, feature in features.items()} == expected
-        assert all(feature.isfinite().all() for feature in features.values())
+        assert_all_close(features, reference(random_images(2, 3, height, width)), tolerance=1e-11)
+
+
+@models
+def test_images_of_a_batch_do_not_mix_and_end_within_a_patch(name):
+    """The model pads with zeros, below and on the right, as one would by hand up to whole patches."""
+    model, images = small_model(name), random_images(2, 3, 37, 50)
+    together = model(images)
+    padded = torch.zeros(2, 3, 40, 52, dtype=torch.float64)
+    padded[:, :, :37, :50] = images
+    for index in range(2):
+        alone = model(padded[index : index + 1])
+        assert_all_close({n: m[index : index + 1] for n, m in together.items()}, alone, tolerance=1e-11)
 
 
 @one_of_each
@@ -37,54 +68,25 @@ def test_features_are_those_that_are_asked_for(name):
     """Stages after the last one are not built."""
     whole, images = small_model(name), random_images(1, 3, 37, 50)
     expected = whole(images)
-    for features, number in ((("stage1", "stage3"), 3), (("stage2",), 2)):
+    for features, number in ((("stage1", "stage3"), 3), ("stage2", 2)):
         part = small_model(name, out_features=features)
-        assert len(part.stages) == number and tuple(part.feature_info) == features
-        state_dict = {key: tensor for key, tensor in whole.state_dict().items() if key in part.state_dict()}
-        part.load_state_dict(state_dict, strict=True)
-        assert_all_close(part(images), {stage: expected[stage] for stage in features}, tolerance=0)
-    assert small_model(name, out_features="stage2")(images).keys() == {"stage2"}
-
-
-@models
-def test_images_of_a_batch_do_not_mix(name):
-    model, images = small_model(name), random_images(3, 3, 37, 50)
-    together = model(images)
-    for index in range(3):
-        alone = model(images[index : index + 1])
-        assert_all_close({n: m[index : index + 1] for n, m in together.items()}, alone, tolerance=1e-11)
-
-
-@models
-def test_an_image_ends_within_a_patch(name):
-    """The model pads with zeros, below and on the right, as one would by hand up to whole patches."""
-    model, images = small_model(name), random_images(2, 3, 37, 50)
-    padded = torch.zeros(2, 3, 40, 52, dtype=torch.float64)
-    padded[:, :, :37, :50] = images
-    assert_all_close(model(images), model(padded), tolerance=1e-12)
-
-
-@models
-def test_both_attention_backends_give_the_same_features(name):
-    fast, reference = small_model(name), small_model(name, attention_backend="reference")
-    for size in ((37, 50), (64, 33)):
-        images = random_images(2, 3, *size)
-        assert_all_close(fast(images), reference(images), tolerance=1e-11)
+        names = (features,) if isinstance(features, str) else features
+        assert len(part.stages) == number and tuple(part.feature_info) == names
+        part.load_state_dict({key: t for key, t in whole.state_dict().items() if key in part.state_dict()})
+        assert_all_close(part(images), {stage: expected[stage] for stage in names}, tolerance=0)
 
 
 @one_of_each
 def test_forward_changes_only_batch_statistics(name):
     model = small_model(name).train()
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
-    attributes = {key: set(vars(module)) for key, module in model.named_modules()}
     model(random_images(2, 3, 70, 90))
     changed = {key for key, tensor in model.state_dict().items() if not torch.equal(tensor, before[key])}
     assert changed == {key for key in before if key.endswith(STATISTICS)}
     assert bool(changed) == (name != "vil_absolute")
-    assert {key: set(vars(module)) for key, module in model.named_modules()} == attributes
 
 
-@one_of_each_fast
+@varied
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float16, 3e-2), (torch.bfloat16, 2e-1)])
 def test_lower_precision(name, dtype, tolerance):
     if name.startswith("lit"):
@@ -96,7 +98,7 @@ def test_lower_precision(name, dtype, tolerance):
         assert (feature.double() - expected[stage]).abs().max() <= tolerance * expected[stage].abs().max()
 
 
-@one_of_each_fast
+@varied
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_trains(name, dtype):
     model, images = small_model(name).float(), random_images(2, 3, 37, 50, dtype=torch.float32)
@@ -110,88 +112,50 @@ def test_autocast_trains(name, dtype):
 
 
 def without_gradient(gradients: dict) -> set[str]:
-    """Less than rounding leaves. A softmax over the tokens takes no notice of the dynamic projection's bias."""
+    """Less than rounding leaves. The bias of the dynamic projection cancels in a softmax over the tokens."""
     idle = {name for name, gradient in gradients.items() if gradient is None or not gradient.abs().max() > 1e-11}
     return {name for name in idle if not name.endswith("dynamic_projection.bias")}
+
+
+def assert_only_weights_decay(model: nn.Module) -> None:
+    """Weights of linear layers and convolutions."""
+    types = (nn.Linear, nn.Conv2d, DeformableTokenMerging)
+    decaying = {f"{key}.weight" for key, module in model.named_modules() if isinstance(module, types)}
+    names = {key for key, _ in model.named_parameters()}
+    assert decaying < names and model.no_weight_decay() == names - decaying
 
 
 @models
 def test_every_parameter_gets_a_gradient(name):
     model, images = small_model(name), random_images(2, 3, 70, 90)
+    assert_only_weights_decay(model)
     norms = [key for key, module in model.named_modules() if isinstance(module, nn.BatchNorm2d)]
     for training in (True, False) if norms else (True,):
         gradients = map_gradients(model.train(training), images)
-        # Batch statistics take the bias before them away.
+        # Batch statistics cancel the bias before them.
         idle = {f"{key.removesuffix('.norm')}.bias" for key in norms} if training else set()
         assert without_gradient(gradients) == idle & gradients.keys()
         assert all(gradient.isfinite().all() for gradient in gradients.values())
-
-
-@models
-def test_every_parameter_of_a_classifier_gets_a_gradient(name):
-    model = small_classifier(name)
-    logits = model(random_images(2, 3, 70, 90))
+    classifier = small_classifier(name)
+    assert_only_weights_decay(classifier)
+    logits = classifier(images)
     assert logits.shape == (2, 5)
     (logits * torch.arange(10).view(2, 5)).sum().backward()
-    assert not without_gradient({key: parameter.grad for key, parameter in model.named_parameters()})
-
-
-@one_of_each_fast
-def test_a_trace_is_right_for_other_sizes(name):
-    model = small_model(name)
-    # Fusing a traced graph takes as long as all else, so only one model of each family is optimised.
-    with torch.jit.optimized_execution(name in OPTIMISED):
-        traced = trace(model, (random_images(1, 3, 96, 64),))
-        for batch, height, width in TRACED_SIZES:
-            images = random_images(batch, 3, height, width)
-            assert_all_close(traced(images), model(images), tolerance=1e-10)
-
-
-@models
-@pytest.mark.parametrize("classifier", [True, False])
-def test_only_weights_of_linear_layers_and_convolutions_decay(name, classifier):
-    model = small_classifier(name) if classifier else small_model(name)
-    types = (nn.Linear, nn.Conv2d, DeformableTokenMerging)
-    decaying = {f"{key}.weight" for key, module in model.named_modules() if isinstance(module, types)}
-    names = {key for key, _ in model.named_parameters()}
-    assert decaying < names
-    assert isinstance(model.no_weight_decay(), set) and model.no_weight_decay() == names - decaying
+    assert not without_gradient({key: parameter.grad for key, parameter in classifier.named_parameters()})
 
 
 # With the beginning of a parameter's name, its layer.
 LAYERS = {
     "vil_absolute": {
-        "stages.0.patch_embed.": 0,
-        "stages.0.positions.": 0,
-        "stages.0.global_tokens": 0,
+        **{f"stages.0.{part}": 0 for part in ("patch_embed.", "positions.", "global_tokens")},
         "stages.0.blocks.0.": 1,
-        "stages.1.patch_embed.": 2,
-        "stages.1.positions.": 2,
-        "stages.1.global_tokens": 2,
-        "stages.1.blocks.0.": 2,
-        "stages.1.blocks.1.": 3,
-        "stages.2.": 4,
-        "stages.3.": 5,
+        **{f"stages.1.{part}": 2 for part in ("patch_embed.", "positions.", "global_tokens", "blocks.0.")},
+        **{"stages.1.blocks.1.": 3, "stages.2.": 4, "stages.3.": 5},
     },
     "lit_relative": {
-        "stages.0.patch_embed.": 0,
-        "stages.0.blocks.0.": 1,
-        "stages.1.": 2,
-        "output_norms.stage2.": 2,
-        "stages.2.patch_embed.offset.": 3,
-        "stages.2.blocks.0.": 3,
-        "stages.2.blocks.1.": 4,
-        "output_norms.stage3.": 4,
-        "stages.3.": 5,
-        "output_norms.stage4.": 5,
-    },
-    "cvt": {
-        "stages.0.patch_embed.": 0,
-        "stages.0.blocks.0.": 1,
-        "stages.1.patch_embed.": 2,
-        "stages.1.blocks.0.": 2,
-        "stages.1.blocks.1.": 3,
-        "stages.2.": 4,
+        **{"stages.0.patch_embed.": 0, "stages.0.blocks.0.": 1, "stages.1.": 2, "output_norms.stage2.": 2},
+        **{"stages.2.patch_embed.offset.": 3, "stages.2.blocks.0.": 3, "stages.2.blocks.1.": 4},
+        **{"output_norms.stage3.": 4, "stages.3.": 5, "output_norms.stage4.": 5},
     },
 }
 
@@ -201,32 +165,143 @@ def test_layers_count_blocks(name):
     model = small_model(name)
     names = [key for key, _ in model.named_parameters()]
     found = {start: {model.layer_id(key) for key in names if key.startswith(start)} for start in LAYERS[name]}
-    assert found == {start: {layer} for start, layer in LAYERS[name].items()}
-    assert model.num_layers == max(LAYERS[name].values())
+    assert found == {start: {layer} for start, layer in LAYERS[name].items()} and model.num_layers == 5
+    assert small_model(name, out_features=("stage2",)).num_layers == (3 if name == "vil_absolute" else 2)
+    with pytest.raises(ConfigError, match="head.weight"):
+        model.layer_id("head.weight")
 
 
-def test_layers_of_stages_that_are_built():
-    assert small_model("vil_separate", out_features=("stage2",)).num_layers == 3
-
-
-@pytest.mark.parametrize("name", ["stages.0.patch_embed", "stages.9.blocks.0.mlp_norm.weight", "head.weight", ""])
-def test_a_name_of_no_parameter_has_no_layer(name):
-    with pytest.raises(ConfigError, match=f"CvT has no parameter '{name}'"):
-        small_model("cvt").layer_id(name)
-
-
-@one_of_each_fast
-def test_activation_checkpointing_changes_no_gradient(name):
-    images, results = random_images(4, 3, 37, 50), []
+@varied
+def test_activation_checkpointing_changes_no_gradient_and_no_statistics(name):
+    images, results, kept = random_images(4, 3, 37, 50), [], []
     for checkpointing in (False, True):
-        model = small_model(name, drop_path_rate=0.5, activation_checkpointing=checkpointing).train()
+        model, sizes = small_model(name, drop_path_rate=0.5, activation_checkpointing=checkpointing).train(), []
         torch.manual_seed(0)
-        results.append(map_gradients(model, images))
-    assert results[0].keys() == results[1].keys()
-    assert any(gradient is not None for gradient in results[0].values())
-    for key, gradient in results[0].items():
-        other = results[1][key]
-        # A block whose path all images drop has none.
-        assert (gradient is None) == (other is None), key
-        if gradient is not None:
-            torch.testing.assert_close(other, gradient, atol=1e-11, rtol=1e-11)
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, sizes=sizes: sizes.append(x.numel()) or x, lambda x: x):
+            gradients = map_gradients(model, images)
+        # A block whose path all images drop has no gradient.
+        results.append({k: g for k, g in gradients.items() if g is not None} | dict(model.named_buffers()))
+        kept.append(sum(sizes))
+    assert_all_close(results[1], results[0], tolerance=1e-11)
+    assert kept[1] < kept[0]
+
+
+@pytest.mark.parametrize("name", ["lit_relative", "cvt"])
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_frozen_stages_keep_weights_and_statistics(name, number):
+    model = small_model(name, drop_path_rate=0.5).train()
+    model.freeze_stages(number)
+    for _ in range(2):
+        before = {key: buffer.clone() for key, buffer in model.named_buffers()}
+        features = model(random_images(8, 3, 64, 80))
+        if any(feature.requires_grad for feature in features.values()):
+            sum(feature.square().sum() for feature in features.values() if feature.requires_grad).backward()
+        for key, parameter in model.named_parameters():
+            if not key.startswith("output_norms") and int(key.split(".")[1]) < number:
+                assert parameter.grad is None and not parameter.requires_grad, key
+        for key, buffer in model.named_buffers():
+            assert torch.equal(buffer, before[key]) == (int(key.split(".")[1]) < number), key
+        # As a trainer does after an evaluation
+        model.eval().train()
+    assert [stage.training for stage in model.stages] == [index >= number for index in range(len(model.stages))]
+
+
+@models
+def test_a_trace_is_right_for_other_sizes(name):
+    model = small_model(name)
+    # Fusing a traced graph takes as long as all else, so only one model of each family is optimised.
+    with torch.jit.optimized_execution(name in OPTIMISED):
+        traced = trace(model, (random_images(1, 3, 96, 64),))
+        for batch, height, width in ((1, 37, 50), (2, 20, 90), (1, 8, 5), (2, 130, 70)):
+            images = random_images(batch, 3, height, width)
+            assert_all_close(traced(images), model(images), tolerance=1e-10)
+
+
+# Square, portrait and landscape; maps smaller than a window, and sizes that no stride divides.
+EXPORT_SIZES = ((32, 32), (64, 64), (32, 160), (160, 96), (96, 352), (416, 64), (45, 70), (131, 57))
+LARGEST = {"max_img_size": (1344, 1344)}
+MIXED = {"attention": ("sliding_chunk", "long_short") * 2, "global_tokens": 2, "relative_bias": True}
+
+
+def vil(sizes: tuple[tuple[int, int], ...] = ((32, 2),), **options) -> Backbone:
+    """Stages of these patch sizes and depths: an export of few takes less time."""
+    variant = small_variant(**options)
+    stages = zip(variant.stages, sizes, strict=False)
+    stages = tuple(dataclasses.replace(stage, patch_size=patch, depth=depth) for stage, (patch, depth) in stages)
+    return randomise(ViL(dataclasses.replace(variant, stages=stages), BackboneSettings(**LARGEST))).double().eval()
+
+
+def lit(family: str, *out_features: str, **options) -> Backbone:
+    stages = tuple(dataclasses.replace(stage, depth=1) for stage in LITS[family].stages)
+    variant = dataclasses.replace(LITS[family], stages=stages).with_options(**options)
+    return small_lit(variant, **LARGEST, out_features=out_features or None)
+
+
+ONNX = {
+    "cvt": lambda: small_model("cvt", out_features=("stage1", "stage2")),
+    "mixed": lambda: vil(((4, 1), (8, 2)), **MIXED),
+    "cyclic": lambda: vil(**FAMILIES["cyclic"]),
+    "lit_absolute": lambda: lit("absolute"),
+    "lit_relative": lambda: lit("relative", "stage2", "stage3"),
+    "dense_relative": lambda: small_vil("dense_relative", **LARGEST, out_features=("stage2",)),
+}
+EXPORTED = ONNX | {
+    "absolute": lambda: vil(**FAMILIES["absolute"]),
+    "no_globals": lambda: vil(**FAMILIES["no_globals"]),
+    "many_globals": lambda: vil(**FAMILIES["many_globals"]),
+    "separate": lambda: vil(**FAMILIES["separate"]),
+    "exact": lambda: vil(**FAMILIES["exact"]),
+    "global": lambda: vil(**FAMILIES["global"]),
+    "long_short": lambda: vil(**FAMILIES["long_short"]),
+    "lit_absolute_load": lambda: lit("absolute", "stage1", merging="uniform", position_resizing="load"),
+    "lit_relative_load": lambda: lit("relative", merging="uniform", position_resizing="load"),
+    "spatial_reduction": lambda: small_vil("spatial_reduction", **LARGEST),
+    "performer": lambda: small_vil("performer", **LARGEST),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXPORTED)
+def test_an_exported_backbone_is_right_for_other_sizes(name):
+    """In torch with the guards of the program checked at each size, and in onnxruntime."""
+    dtype = torch.float32 if name in ONNX else torch.float64
+    model = EXPORTED[name]().to(dtype)
+    for module in model.modules():
+        if isinstance(module, dense.DenseAttention) and module.relative_bias is not None:
+            # The maps of these small models would be seen in one group.
+            module.num_groups = 3
+    dynamic = {0: Dim("batch", min=1), 2: Dim("height", min=32, max=1344), 3: Dim("width", min=32, max=1344)}
+    with torch.no_grad(), symbolic_config.patch(backed_size_oblivious=True):
+        example = (random_images(2, 3, 96, 160, dtype=dtype),)
+        program = torch.export.export(model, example, dynamic_shapes=(dynamic,), strict=False)
+    module, session = program.module(), onnx_session(program) if name in ONNX else None
+    for height, width in EXPORT_SIZES:
+        images = random_images(1 + height % 2, 3, height, width, dtype=dtype)
+        with torch.no_grad():
+            actual, expected = module(images), model(images)
+        assert actual.keys() == expected.keys()
+        in_onnx = session.run(None, {session.get_inputs()[0].name: np.asarray(images)}) if session else []
+        for outputs, tolerance in (
+            (actual.values(), 5e-5 if session else 1e-11),
+            (map(torch.from_numpy, in_onnx), 1e-4),
+        ):
+            for output, feature in zip(outputs, expected.values(), strict=bool(session)):
+                assert output.shape == feature.shape
+                assert (output - feature).abs().max() < tolerance * feature.abs().max()
+    if name == "lit_relative":
+        images = random_images(1, 3, 640, 640, dtype=dtype)
+        with torch.no_grad(), LargestTensor() as largest:
+            module(images)
+        assert largest.numel < LITS["relative"].stages[2].heads * 40**4 / 2
+
+
+def onnx_session(program: torch.export.ExportedProgram):
+    """A session of onnxruntime; without a package that it needs, the test is skipped."""
+    for package in ("onnx", "onnxscript"):
+        pytest.importorskip(package)
+    onnxruntime = pytest.importorskip("onnxruntime")
+    file, options = io.BytesIO(), onnxruntime.SessionOptions()
+    with torch.no_grad(), symbolic_config.patch(backed_size_oblivious=True):
+        torch.onnx.export(program, dynamo=True, optimize=True, verbose=False).save(file)
+    options.intra_op_num_threads = 1
+    return onnxruntime.InferenceSession(file.getvalue(), options, providers=["CPUExecutionProvider"])

@@ -1,4 +1,6 @@
-"""Official weights of models on sequences: wrapped, without some parts, and such that do not fit."""
+"""Models on sequences from official weights: the official outputs, wrapped names, and what does not fit."""
+
+import functools
 
 import pytest
 import torch
@@ -6,110 +8,113 @@ import torch
 from backbones.convert import convert_sequence_state_dict
 from backbones.errors import ConfigError
 from backbones.sequence import create_char_lm, create_sequence_encoder
-from tests.golden import golden, golden_state_dict
+from tests.golden import assert_close_to_golden, golden, golden_ids, golden_state_dict
 
-ENCODER = {"vocab_size": 32, "dim": 64, "num_heads": 2, "hidden_dim": 128, "depth": 2, "max_length": 96}
-ENCODER |= {"window_size": 8, "rank": 16, "class_token": True}
-CHAR_LM = {"vocab_size": 48, "dim": 64, "hidden_dim": 128, "num_heads": 4, "depth": 2, "memory_length": 48}
-CHAR_LM |= {"segment_length": 8, "rank": 2, "window_size": 16}
+ENCODER, CHAR_LM = "ls_sequence_cls_token", "ls_char_lm"
+# Our argument -> the official one
+SIZES = {"vocab_size": "vocabulary", "dim": "dim", "num_heads": "heads", "hidden_dim": "hidden", "depth": "layers"}
+SIZES |= {"rank": "rank", "window_size": "window"}
+ENCODER_SIZES = SIZES | {"max_length": "longest", "class_token": "class_token"}
+CHAR_LM_SIZES = SIZES | {"memory_length": "cache", "segment_length": "segment"}
 
 
+@functools.cache
 def official(name: str) -> dict[str, torch.Tensor]:
     return golden_state_dict(golden(name))
 
 
-def encoder(**changes) -> torch.nn.Module:
-    return create_sequence_encoder(**ENCODER | changes)
+def model_of(name: str, **changes) -> torch.nn.Module:
+    create, sizes = (create_char_lm, CHAR_LM_SIZES) if name == CHAR_LM else (create_sequence_encoder, ENCODER_SIZES)
+    config = golden(name)["config"]
+    return create(**{ours: config[theirs] for ours, theirs in sizes.items()} | changes).eval()
 
 
-def char_lm(**changes) -> torch.nn.Module:
-    return create_char_lm(**CHAR_LM | changes)
+@pytest.mark.parametrize("name", [ENCODER, "ls_sequence_mean", "ls_sequence_window_only"])
+def test_encoder(name):
+    reference, encoder = golden(name), model_of(name)
+    state_dict, report = convert_sequence_state_dict(official(name), encoder)
+    encoder.load_state_dict(state_dict, strict=True)
+    assert sum(parameter.numel() for parameter in encoder.parameters()) == reference["parameters"]
+    # Without a projection the official layer of its scores is empty.
+    assert len(report.dropped) == (4 if name == "ls_sequence_window_only" else 0)
+    ids = golden_ids(reference)
+    mask = torch.arange(ids.shape[1]) < torch.tensor(reference["input"]["real"])[:, None]
+    with torch.inference_mode():
+        assert_close_to_golden(encoder(ids, mask), reference["output"], correction=1)
 
 
-@pytest.mark.parametrize("prefix", ["module.", "model.", "module.model."])
-def test_wrapped_encoders(prefix):
-    """As the official training saves it, with a head, which is dropped and reported."""
-    weights = {f"{prefix}{name}": x for name, x in official("ls_sequence_cls_token").items()}
-    weights[f"{prefix.removesuffix('model.')}seq_classifer.mlpblock.0.weight"] = torch.ones(128, 64)
-    model = encoder()
-    state_dict, report = convert_sequence_state_dict(weights, model)
+def test_char_lm():
+    """Three parts of a text, the memory carried from part to part."""
+    reference, model = golden(CHAR_LM), model_of(CHAR_LM)
+    state_dict, report = convert_sequence_state_dict(official(CHAR_LM), model)
     model.load_state_dict(state_dict, strict=True)
-    assert list(report.dropped) == [f"{prefix.removesuffix('model.')}seq_classifer.mlpblock.0.weight"]
+    assert sum(parameter.numel() for parameter in model.parameters()) == reference["parameters"]
+    assert report.tied == {"out_emb.weight": "embedding.weight"} and list(report.dropped) == ["pos_emb.inv_freq"]
+    ids, memory = golden_ids(reference), None
+    for first in (0, 32, 64):
+        with torch.inference_mode():
+            log_probabilities, memory = model(ids[:, first : first + 32], memory)
+        expected = reference["output"][f"tokens {first} to {first + 31}"]
+        assert_close_to_golden(log_probabilities, expected, correction=1)
 
 
-def test_a_wrapped_language_model():
-    weights = {f"decoder.model.{name}": x for name, x in official("ls_char_lm").items()}
-    model = char_lm()
-    model.load_state_dict(convert_sequence_state_dict(weights, model)[0], strict=True)
-
-
-def test_nothing_of_the_model_is_read():
+@pytest.mark.parametrize(
+    "name, prefix, head",
+    [(ENCODER, "module.model.", "module.seq_classifer.mlpblock.0.weight"), (CHAR_LM, "decoder.model.", None)],
+)
+def test_wrapped_weights(name, prefix, head):
+    """As the official training saves them; a head is dropped, and the values of the model are not read."""
+    weights = {f"{prefix}{key}": tensor for key, tensor in official(name).items()}
+    weights |= {head: torch.ones(128, 64)} if head else {}
     with torch.device("meta"):
-        model = encoder()
-    state_dict, _ = convert_sequence_state_dict(official("ls_sequence_cls_token"), model)
-    assert not any(x.is_meta for x in state_dict.values())
+        model = model_of(name)
+    state_dict, report = convert_sequence_state_dict(weights, model)
+    expected, _ = convert_sequence_state_dict(official(name), model)
+    assert all(torch.equal(state_dict[key], tensor) for key, tensor in expected.items())
+    assert head is None or list(report.dropped) == [head]
 
 
 def test_a_norm_that_nothing_passes():
     """The official model has the second norm always; without projection and class token nothing goes through it."""
     weights = {name: x for name, x in official("ls_sequence_window_only").items() if name != "cls_embed"}
-    model = encoder(rank=0, class_token=False)
+    model = model_of("ls_sequence_window_only", class_token=False)
     state_dict, report = convert_sequence_state_dict(weights, model)
     model.load_state_dict(state_dict, strict=True)
-    assert {name.split(".", 2)[2].rpartition(".")[0] for name in report.dropped} == {"dual_ln_s", "dconv_fc"}
+    assert {name.split(".")[2] for name in report.dropped} == {"dual_ln_s", "dconv_fc"}
+
+
+def with_tensor(name: str, *shape: int, value: float = 1.0):
+    return lambda weights: weights | {name: torch.full(shape, value)}
+
+
+def without(name: str):
+    return lambda weights: {key: tensor for key, tensor in weights.items() if key != name}
 
 
 @pytest.mark.parametrize(
-    "change, hint",
+    "name, change, options, hint",
     [
-        (lambda w: w.update(conv=torch.ones(2)), "conv"),
-        (lambda w: w.pop("norm.bias"), "norm.bias"),
-        (lambda w: w.update({"norm.bias": torch.full((64,), float("nan"))}), "norm.bias"),
-        (lambda w: w.update({"norm.bias": torch.ones(64, dtype=torch.int64)}), "norm.bias"),
-        (lambda w: w.update({"norm.bias": torch.ones(1, 64)}), "norm.bias"),
-        (lambda w: w.update({"transformer_2.norm1.bias": torch.ones(64)}), "transformer_2.norm1.bias"),
-        (lambda w: w.update({"module.norm.bias": torch.ones(64)}), "module.norm.bias"),
-        (lambda w: w.update({"transformer_0.mha.dconv_fc.bias": torch.ones(4)}), "dconv_fc.bias"),
+        (ENCODER, with_tensor("conv", 2), {}, "conv"),
+        (ENCODER, without("norm.bias"), {}, "norm.bias"),
+        (ENCODER, with_tensor("norm.bias", 64, value=torch.nan), {}, "norm.bias"),
+        (ENCODER, with_tensor("norm.bias", 1, 64), {}, "norm.bias"),
+        (ENCODER, with_tensor("transformer_2.norm1.bias", 64), {}, "transformer_2.norm1.bias"),
+        (ENCODER, with_tensor("module.norm.bias", 64), {}, "module.norm.bias"),
+        (ENCODER, dict, {"max_length": 95}, "position_embeddings.weight"),
+        (ENCODER, dict, {"depth": 1}, "transformer_1"),
+        (ENCODER, dict, {"depth": 3}, "layers.2"),
+        (ENCODER, dict, {"class_token": False}, "cls_embed"),
+        (ENCODER, dict, {"rank": 0}, "dconv_fc.weight"),
+        (CHAR_LM, with_tensor("out_emb.weight", 48, 64), {}, "out_emb.weight"),
+        (CHAR_LM, with_tensor("pos_emb.inv_freq", 32), {}, "pos_emb.inv_freq"),
+        (CHAR_LM, with_tensor("layers.0.attn.r_w_bias", 1, 2, 1, 1, 32), {}, "r_w_bias"),
+        (CHAR_LM, with_tensor("layers.0.attn.r_x_bias", 1, 4, 1, 16), {}, "r_x_bias"),
+        (CHAR_LM, with_tensor("layers.0.attn.proj_key.bias", 64), {}, "proj_key.bias"),
+        (CHAR_LM, without("layers.1.ff.fc2.bias"), {}, "layers.1.mlp.contract.bias"),
+        (CHAR_LM, lambda _: official(ENCODER), {}, "transformer_0"),
     ],
 )
-def test_an_encoder_that_does_not_fit(change, hint):
-    weights = official("ls_sequence_cls_token")
-    change(weights)
+def test_what_does_not_fit(name, change, options, hint):
     with pytest.raises(ConfigError, match=hint) as caught:
-        convert_sequence_state_dict(weights, encoder())
+        convert_sequence_state_dict(change(official(name)), model_of(name, **options))
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "changes, hint",
-    [
-        ({"max_length": 95}, "position_embeddings.weight"),
-        ({"depth": 1}, "transformer_1"),
-        ({"depth": 3}, "layers.2"),
-        ({"class_token": False}, "cls_embed"),
-        ({"rank": 0}, "dconv_fc.weight"),
-    ],
-)
-def test_an_encoder_of_other_sizes(changes, hint):
-    with pytest.raises(ConfigError, match=hint):
-        convert_sequence_state_dict(official("ls_sequence_cls_token"), encoder(**changes))
-
-
-@pytest.mark.parametrize(
-    "change, hint",
-    [
-        (lambda w: w.update({"out_emb.weight": torch.ones(48, 64)}), "out_emb.weight"),
-        (lambda w: w.update({"pos_emb.inv_freq": torch.ones(32)}), "pos_emb.inv_freq"),
-        (lambda w: w.update({"layers.0.attn.r_w_bias": torch.ones(1, 2, 1, 1, 32)}), "r_w_bias"),
-        (lambda w: w.update({"layers.0.attn.r_x_bias": torch.ones(1, 4, 1, 16)}), "r_x_bias"),
-        (lambda w: w.update({"layers.0.attn.proj_key.bias": torch.ones(64)}), "proj_key.bias"),
-        (lambda w: w.pop("layers.1.ff.fc2.bias"), "layers.1.mlp.contract.bias"),
-    ],
-)
-def test_a_language_model_that_does_not_fit(change, hint):
-    weights = official("ls_char_lm")
-    change(weights)
-    with pytest.raises(ConfigError, match=hint):
-        convert_sequence_state_dict(weights, char_lm())
-    with pytest.raises(ConfigError):
-        convert_sequence_state_dict(official("ls_char_lm"), encoder())
