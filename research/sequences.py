@@ -1,21 +1,18 @@
-"""The training loop of the models on sequences, and what one of their steps costs."""
+"""The training loop of the models on sequences, and the time and memory of one of their steps."""
 
-import functools
+import contextlib
 import math
-import statistics
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from backbones.errors import ConfigError
-from projects_vil.utils import peak_in_new_process
 
 # A forward and backward pass; on a GPU it may return before it has ended.
 Step = Callable[[], None]
-Key = TypeVar("Key", bound=Hashable)
 
 
 class Learner:
@@ -23,7 +20,7 @@ class Learner:
 
     Attributes:
         seconds: spent on its steps.
-        losses: of the steps since they were last taken.
+        losses: of the steps since the last call of :meth:`take_mean_loss`.
     """
 
     def __init__(self, name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -72,55 +69,41 @@ def train(
             evaluate(step + 1)
 
 
-def seconds_interleaved(steps: dict[Key, Step], runs: int, device: str) -> dict[Key, float]:
-    """Return the median seconds of each step; every one of ``runs`` rounds times each of them once."""
-    times: dict[Key, list[float]] = {key: [] for key in steps}
-    for _ in range(runs):
-        for key, step in steps.items():
-            start = time.perf_counter()
-            step()
-            _synchronize(device)
-            times[key].append(time.perf_counter() - start)
-    return {key: statistics.median(values) for key, values in times.items()}
+@dataclass(frozen=True)
+class StepCase:
+    """A step to measure.
 
-
-def peak_memory(build: Callable[[], Step], *, warm_up: Callable[[], Step], device: str, what: str) -> int | None:
-    """Return the peak of a step in bytes above what was allocated before it, when its model was built.
-
-    On a GPU its own counter; on a CPU in a new process, and None where the system does not report it.
-
-    Args:
-        build: builds the step; on a CPU it is pickled.
-        warm_up: builds a small step that runs first, so that what a first call loads does not count.
-        what: named in an error.
+    Attributes:
+        name: named in an error.
+        small: builds a small step that runs first, so that what a first call loads does not count.
+        large: builds the step; both functions are pickled.
     """
-    if device.startswith("cuda"):
-        warm_up()()
-        step = build()
-        _synchronize(device)
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        step()
-        _synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
-    return peak_in_new_process(functools.partial(_warmed_up, build, warm_up), what=what, instead="use smaller sizes")
+
+    name: str
+    device: str
+    small: Callable[[], Step]
+    large: Callable[[], Step]
+
+    def build(self) -> Step:
+        """Build the step, after the small one has run."""
+        self.small()()
+        return self.large()
 
 
-def format_table(rows: Sequence[Sequence[str]]) -> str:
-    """Align a table: the first column to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join([row[0].ljust(widths[0]), *cells]).rstrip())
-    return "\n".join(lines)
+def measure_cases(cases: Sequence[StepCase], *, runs: int, memory: bool = True) -> list[dict[str, float | None]]:
+    """Measure steps on one device.
 
+    Returns:
+        For each step ``seconds`` (median, the steps interleaved) and ``memory`` (bytes at the peak above those before
+        it); None where a GPU's memory does not suffice, or nothing was measured.
+    """
+    from projects_vil.analysis.benchmark import measure
 
-def _synchronize(device: str) -> None:
-    if device.startswith("cuda"):
-        torch.cuda.synchronize(device)
-
-
-def _warmed_up(build: Callable[[], Step], warm_up: Callable[[], Step]) -> Step:
-    warm_up()()
-    return build()
+    measured = None
+    with contextlib.suppress(torch.cuda.OutOfMemoryError):
+        measured = measure(cases, runs=runs, memory=memory)
+    if measured is not None:
+        return [{"seconds": one.seconds, "memory": one.memory} for one in measured]
+    if len(cases) == 1:
+        return [{"seconds": None, "memory": None}]
+    return [row for case in cases for row in measure_cases([case], runs=runs, memory=memory)]

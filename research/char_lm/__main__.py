@@ -74,10 +74,11 @@ def typed(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
+    from tabulate import tabulate
+
     from research.char_lm.model import CONFIGS, MODELS, TITLES, count_parameters, phases_for, size_for
     from research.char_lm.text import read_text
     from research.char_lm.training import Settings, Training, best_path
-    from research.sequences import format_table
 
     text = read_text(args.data)
     if args.sample:
@@ -101,24 +102,19 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         print(line.format(**row, title=TITLES[row["model"]]), flush=True)
 
     training.run(log)
-    rows, samples, results = [("model", "parameters", "seconds", "bits/char val", "test")], [], []
+    rows, results = [], []
     for name in settings.models:
         args.weights = best_path(training.output, name)
         result = {"model": name, "parameters": count_parameters(name, size, len(text.vocabulary))}
         result["seconds"] = [row["seconds"] for row in training.evaluations if row["model"] == name][-1]
-        result |= test_file(args)
-        if args.sample:
-            result["sample"] = sample_file(args)
-            samples.append(f"\nsample of {TITLES[name]}:\n{result['sample']}")
+        result |= test_file(args) | ({"sample": sample_file(args)} if args.sample else {})
         results.append(result)
-        figures = (
-            f"{result['parameters']:,}",
-            f"{result['seconds']:.0f}",
-            f"{result['val']:.4f}",
-            f"{result['test']:.4f}",
-        )
-        rows.append((TITLES[name], *figures))
-    print("\n".join(["", format_table(rows), *samples]))
+        figures = {"parameters": f"{result['parameters']:,}", "seconds": f"{result['seconds']:.0f}"}
+        figures |= {f"bits/char {part}": f"{result[part]:.4f}" for part in ("val", "test")}
+        rows.append({"model": TITLES[name], **figures})
+    print("\n" + tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True))
+    for result in results if args.sample else ():
+        print(f"\nsample of {TITLES[result['model']]}:\n{result['sample']}")
     print(f"{len(text.vocabulary)} ids: {math.log2(len(text.vocabulary)):.4f} bits/char for a uniform guess")
     return {"evaluations": training.evaluations, "results": results}
 
@@ -126,47 +122,48 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 def test_file(args: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of ``args.weights`` on the test part of ``args.data``."""
     from research.char_lm.text import read_text
-    from research.char_lm.training import TrainedModel, bits_per_character
+    from research.char_lm.training import bits_per_character, load_trained
 
-    trained = TrainedModel.load(args.weights, memory_length=args.test_memory, device=args.device)
-    length = args.test_length or trained.length
-    text = read_text(args.data, vocabulary=trained.vocabulary)
+    model, vocabulary, trained = load_trained(args.weights, memory_length=args.test_memory, device=args.device)
+    length = args.test_length or trained["length"]
+    ids = read_text(args.data, vocabulary=vocabulary).test
     options = {"length": length, "num_streams": args.test_streams, "device": args.device}
-    bits = bits_per_character(trained.model, text.test, trained.vocabulary, **options)
-    return {"val": trained.val, "test": bits, "length": length, "memory_length": trained.memory_length}
+    bits = bits_per_character(model, ids, vocabulary, **options)
+    return {"val": trained["val"], "test": bits, "length": length, "memory_length": trained["memory_length"]}
 
 
 def sample_file(args: argparse.Namespace) -> str:
     """Return the prompt and what ``args.weights`` continues it with."""
-    from research.char_lm.training import TrainedModel, generate
+    from research.char_lm.training import generate, load_trained
 
-    trained = TrainedModel.load(args.weights, device=args.device)
-    prompt = trained.vocabulary.encode_prompt(args.prompt)
-    options = {"length": trained.length, "unknown": trained.vocabulary.other, "device": args.device}
-    options |= {"seed": args.seed, "temperature": args.temperature}
-    ids = generate(trained.model, prompt, number=args.sample, **options)
-    return trained.vocabulary.decode([*prompt.tolist(), *ids]).decode(errors="replace")
+    model, vocabulary, trained = load_trained(args.weights, device=args.device)
+    prompt = vocabulary.encode_prompt(args.prompt)
+    options = {"seed": args.seed, "temperature": args.temperature, "device": args.device}
+    ids = generate(model, prompt, number=args.sample, length=trained["length"], unknown=vocabulary.other, **options)
+    return vocabulary.decode([*prompt.tolist(), *ids]).decode(errors="replace")
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
+    from tabulate import tabulate
+
     from research.char_lm.model import CONFIGS, MODELS, TITLES, count_parameters, size_for
     from research.char_lm.training import measure_steps
-    from research.sequences import format_table
 
     size = size_for(args.config, **typed(args, SIZES))
-    options = {"batch_size": args.batch_size, "runs": args.runs, "device": args.device}
-    costs = measure_steps(MODELS, size, args.lengths, **options)
-    rows = [("length", "model", "seconds", "MB")]
+    costs = measure_steps(size, args.lengths, batch_size=args.batch_size, runs=args.runs, device=args.device)
+    rows = []
     for cost in costs:
         seconds = "out of memory" if cost["seconds"] is None else f"{cost['seconds']:.3f}"
         memory = "-" if cost["memory"] is None else f"{cost['memory'] / 1e6:.0f}"
-        rows.append((str(cost["length"]), TITLES[cost["model"]], seconds, memory))
-    counts = [("config", "model", "parameters", "table 2")]
-    for name, config in CONFIGS.items():
-        for model in MODELS:
-            published = f"{config.parameters}M" if model == "long_short" else "-"
-            counts.append((name, TITLES[model], f"{count_parameters(model, config.size):,}", published))
-    print(f"{format_table(rows)}\n\n{format_table(counts)}")
+        rows.append({"length": cost["length"], "model": TITLES[cost["model"]], "seconds": seconds, "MB": memory})
+    counts = [
+        {"config": name, "model": TITLES[model], "parameters": f"{count_parameters(model, config.size):,}"}
+        | {"table 2": f"{config.parameters}M" if model == "long_short" else "-"}
+        for name, config in CONFIGS.items()
+        for model in MODELS
+    ]
+    for table in (rows, counts):
+        print(tabulate(table, headers="keys", tablefmt="github", disable_numparse=True) + "\n")
     return {"costs": costs, "parameters": {model: count_parameters(model, size) for model in MODELS}}
 
 

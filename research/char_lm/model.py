@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from backbones.attention.dense import merge_heads, split_heads
 from backbones.errors import ConfigError, check_choice
 from backbones.sequence import create_char_lm
+from backbones.sequence.char_lm import CharLMLayer
 
 MODELS = ("long_short", "full")
 TITLES = {"long_short": "long-short", "full": "full attention"}
-# The published evaluation, launch/run-eval.sh: a memory of 32768 bytes, in blocks of 256.
-PUBLISHED_TEST_MEMORY, PUBLISHED_TEST_LENGTH = 32_768, 256
 # fairseq's Adam, which the scripts call; its weight decay is decoupled and acts on all parameters.
 BETAS, EPSILON = (0.9, 0.999), 1e-8
 # As many ids as enwik8 has bytes, and the one for others: for models that are measured without a text.
@@ -80,20 +80,18 @@ class Config:
     Attributes:
         dropout, weight_decay: appendix C.
         parameters: in millions, table 2.
-        bits_per_character: on the test part, table 2.
     """
 
     size: ModelSize
     dropout: float
     weight_decay: float
     parameters: int
-    bits_per_character: float
     phases: tuple[Phase, ...] = PHASES
 
 
 CONFIGS = {
-    "small": Config(size=ModelSize(depth=12), dropout=0.2, weight_decay=0.01, parameters=44, bits_per_character=0.99),
-    "large": Config(size=ModelSize(depth=30), dropout=0.4, weight_decay=0.1, parameters=110, bits_per_character=0.97),
+    "small": Config(size=ModelSize(depth=12), dropout=0.2, weight_decay=0.01, parameters=44),
+    "large": Config(size=ModelSize(depth=30), dropout=0.4, weight_decay=0.1, parameters=110),
 }
 
 
@@ -172,48 +170,23 @@ def rotate(x: Tensor, first: int) -> Tensor:
 class FullAttention(nn.Module):
     """Causal multi-head attention of a block's N tokens over themselves and L tokens of memory."""
 
-    def __init__(self, dim: int, *, num_heads: int, dropout: float) -> None:
+    def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
         self.num_heads = num_heads
         self.query = nn.Linear(dim, dim, bias=False)
         self.key_value = nn.Linear(dim, 2 * dim, bias=False)
         self.projection = nn.Linear(dim, dim, bias=False)
-        self.dropout = nn.Dropout(dropout)
 
-    def forward(self, tokens: Tensor, past: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, past: Tensor, *_: None) -> Tensor:
         """(B, N, C) and (B, L, C), L of 0 or more -> (B, N, C)"""
         num_past, number = past.shape[1], tokens.shape[1]
         key, value = self.key_value(torch.cat([past, tokens], dim=1)).chunk(2, dim=-1)
-        query, key, value = (
-            x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in (self.query(tokens), key, value)
-        )
+        query, key, value = (split_heads(x, self.num_heads) for x in (self.query(tokens), key, value))
         query, key = rotate(query, num_past), rotate(key, 0)
-        if num_past:
-            mask = tokens.new_ones((number, num_past + number), dtype=torch.bool).tril(num_past)
-            output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-        else:
-            output = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.dropout(self.projection(output.transpose(1, 2).flatten(2)))
-
-
-class FullAttentionLayer(nn.Module):
-    """Attention and an MLP; a norm comes before each, and the shortcut takes the normed tokens."""
-
-    def __init__(self, dim: int, *, num_heads: int, hidden_dim: int, dropout: float) -> None:
-        super().__init__()
-        self.attention_norm = nn.LayerNorm(dim)
-        self.attention = FullAttention(dim, num_heads=num_heads, dropout=dropout)
-        self.mlp_norm = nn.LayerNorm(dim)
-        self.expand = nn.Linear(dim, hidden_dim)
-        self.contract = nn.Linear(hidden_dim, dim)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, tokens: Tensor, past: Tensor) -> Tensor:
-        """(B, N, C) and (B, L, C) -> (B, N, C)"""
-        tokens = self.attention_norm(tokens)
-        tokens = self.mlp_norm(tokens + self.attention(tokens, self.attention_norm(past)))
-        hidden = self.dropout(F.gelu(self.expand(tokens)))
-        return tokens + self.dropout(self.contract(hidden))
+        # Without a memory the fused kernel needs no mask.
+        mask = tokens.new_ones((number, num_past + number), dtype=torch.bool).tril(num_past) if num_past else None
+        output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None)
+        return self.projection(merge_heads(output))
 
 
 class FullAttentionLM(nn.Module):
@@ -244,7 +217,8 @@ class FullAttentionLM(nn.Module):
         self.memory_length = memory_length
         self.embedding = nn.Embedding(vocab_size, dim)
         self.layers = nn.ModuleList(
-            FullAttentionLayer(dim, num_heads=num_heads, hidden_dim=hidden_dim, dropout=dropout) for _ in range(depth)
+            CharLMLayer(dim, FullAttention(dim, num_heads), hidden_dim=hidden_dim, dropout=dropout)
+            for _ in range(depth)
         )
         self.output_bias = nn.Parameter(torch.zeros(vocab_size))
         self.dropout = nn.Dropout(dropout)
@@ -266,6 +240,6 @@ class FullAttentionLM(nn.Module):
         for index, layer in enumerate(self.layers):
             past = tokens[:, :0].detach() if memory is None else memory[index]
             next_memory.append(torch.cat([past, tokens.detach()], dim=1)[:, -self.memory_length :])
-            tokens = layer(tokens, past)
+            tokens = layer(tokens, past, None, None)
         logits = F.linear(self.dropout(tokens), self.embedding.weight, self.output_bias)
         return logits.log_softmax(dim=-1), tuple(next_memory)

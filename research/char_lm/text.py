@@ -92,21 +92,6 @@ def read_text(path: str | Path, *, vocabulary: Vocabulary | None = None) -> Text
     return Text(vocabulary, *map(vocabulary.encode, parts), hashlib.sha256(data).hexdigest())
 
 
-@dataclass(frozen=True)
-class Block:
-    """A block of all streams: B streams, N bytes, fewer in the last one.
-
-    Attributes:
-        inputs: (B, N) int64.
-        targets: (B, N) int64, the byte after each input.
-        is_own: (B, N) bool, False where the next stream has that target too.
-    """
-
-    inputs: Tensor
-    targets: Tensor
-    is_own: Tensor
-
-
 class Streams:
     """B parallel streams of equal length that together have each byte of a text but the first as a target.
 
@@ -132,9 +117,15 @@ class Streams:
         """The number of blocks of a stream."""
         return -(-self.stream_length // self.length)
 
-    def block(self, index: int) -> Block:
-        """Return the block with this index of all streams."""
+    def block(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the block with this index of all streams, of N bytes, fewer in the last one.
+
+        Returns:
+            inputs: (B, N) int64
+            targets: (B, N) int64, the byte after each input
+            is_own: (B, N) bool, False where the next stream has that target too
+        """
         first = index * self.length
         positions = torch.arange(first, min(first + self.length, self.stream_length))
         inputs = self.starts[:, None] + positions
-        return Block(self.ids[inputs].long(), self.ids[inputs + 1].long(), positions < self.own[:, None])
+        return self.ids[inputs].long(), self.ids[inputs + 1].long(), positions < self.own[:, None]

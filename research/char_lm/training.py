@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from backbones.checkpoint_files import read_checkpoint, write_checkpoint
 from backbones.errors import ConfigError
-from research.char_lm.model import BETAS, EPSILON, TITLES, VOCAB_SIZE, ModelSize, Phase, create_model
+from research.char_lm.model import BETAS, EPSILON, MODELS, TITLES, VOCAB_SIZE, ModelSize, Phase, create_model
 from research.char_lm.text import Streams, Text, Vocabulary
-from research.sequences import Learner, Step, peak_memory, seconds_interleaved, train
+from research.sequences import Learner, Step, StepCase, measure_cases, train
 
 LAST = "last.pth"
 
@@ -65,12 +65,12 @@ class Training:
         self, settings: Settings, text: Text, output: Path, *, device: str = "cpu", resume: bool = False
     ) -> None:
         self.settings, self.text, self.output, self.device = settings, text, output, device
-        self.fingerprint = {**_as_plain(asdict(settings)), "sha256 of the text": text.sha256}
+        self.fingerprint = {**asdict(settings), "sha256 of the text": text.sha256}
         self.evaluations: list[dict[str, Any]] = []
         self.phase, self.done = 0, 0
         self.learners: dict[str, Learner] = {}
         self.memories: dict[str, list[Sequence[Tensor] | None]] = {}
-        self._resumed: dict[str, Any] | None = None
+        self._state: dict[str, Any] = {}
         for phase in settings.phases:
             bytes_per_stream = (len(text.train) - 1) // phase.batch_size
             if bytes_per_stream < phase.length or phase.batch_size % settings.accumulate:
@@ -84,14 +84,12 @@ class Training:
                 raise ConfigError(f"{path} exists: add --resume to continue the run, or choose another output folder")
             output.mkdir(parents=True, exist_ok=True)
             return
-        contents = read_checkpoint(path)
-        before = contents.get("char_lm")
-        if before != self.fingerprint:
-            names = [name for name, value in self.fingerprint.items() if (before or {}).get(name) != value]
+        self._state = read_checkpoint(path)
+        before = self._state.get("char_lm", {})
+        if names := [name for name, value in self.fingerprint.items() if before.get(name) != value]:
             raise ConfigError(f"{path} is of a run with other settings ({', '.join(names)}): resume with the same ones")
-        self._resumed = contents["trainer"] | {"weights": contents["model"]}
-        self.phase, self.done = self._resumed["phase"], self._resumed["done"]
-        self.evaluations = list(self._resumed["evaluations"])
+        self.phase, self.done = self._state["phase"], self._state["done"]
+        self.evaluations = self._state["evaluations"]
         logging.getLogger(__name__).info("resumed after step %d of phase %d", self.done, self.phase + 1)
 
     def run(self, log: Callable[[dict[str, Any]], None] = lambda evaluation: None) -> None:
@@ -113,9 +111,7 @@ class Training:
         return self.settings.memory_length or phase.length
 
     def _start_phase(self, phase: Phase) -> None:
-        """Create the models with the memory length of a phase, from the weights to continue with."""
-        previous, self.learners = self.learners, {}
-        state, self._resumed = self._resumed, None
+        """Create the models with the memory length of a phase, from the state to continue with."""
         for name in self.settings.models:
             torch.manual_seed(self.settings.seed)
             model = create_model(
@@ -130,22 +126,21 @@ class Training:
                 model.parameters(), lr=0.0, betas=BETAS, eps=EPSILON, weight_decay=self.settings.weight_decay
             )
             learner = self.learners[name] = Learner(name, model, optimizer)
+            learner.seconds = max((row["seconds"] for row in self.evaluations if row["model"] == name), default=0.0)
             self.memories[name] = [None] * self.settings.accumulate
-            if state is not None:
-                prefix = f"{name}/"
-                weights = state["weights"].items()
-                model.load_state_dict({key.removeprefix(prefix): v for key, v in weights if key.startswith(prefix)})
-                learner.seconds = state["seconds"][name]
-                if self.done:
-                    optimizer.load_state_dict(state["optimizers"][name])
-                    learner.losses = list(state["losses"][name])
-                    self.memories[name] = [
-                        None if memory is None else tuple(layer.to(self.device) for layer in memory)
-                        for memory in state["memories"][name]
-                    ]
-            elif name in previous:
-                model.load_state_dict(previous[name].model.state_dict())
-                learner.seconds = previous[name].seconds
+        state, self._state = self._state, {}
+        if state:
+            self._models().load_state_dict(state["model"])
+        if self.done:
+            for name, learner in self.learners.items():
+                learner.optimizer.load_state_dict(state["optimizers"][name])
+                learner.losses = state["losses"][name]
+                self.memories[name] = [
+                    memory and tuple(layer.to(self.device) for layer in memory) for memory in state["memories"][name]
+                ]
+
+    def _models(self) -> nn.ModuleDict:
+        return nn.ModuleDict({name: learner.model for name, learner in self.learners.items()})
 
     def _losses(self, phase: Phase, streams: Streams, learner: Learner, step: int) -> Iterator[Tensor]:
         """Yield the loss of each micro-batch of a step."""
@@ -156,12 +151,13 @@ class Training:
         torch.manual_seed((self.settings.seed << 40) + (self.phase << 36) + step + 1)
         for group in learner.optimizer.param_groups:
             group["lr"] = phase.learning_rate_at(step)
-        block = streams.block(index)
-        inputs, targets = (x.to(self.device).tensor_split(len(memories)) for x in (block.inputs, block.targets))
+        inputs, targets, _ = streams.block(index)
+        inputs, targets = (x.to(self.device).tensor_split(len(memories)) for x in (inputs, targets))
+        number = sum(following.numel() for following in targets)
         for i, (ids, following) in enumerate(zip(inputs, targets, strict=True)):
             log_probabilities, memories[i] = learner.model(ids, memories[i])
             loss = F.nll_loss(log_probabilities.flatten(0, 1), following.flatten(), reduction="sum")
-            yield loss / block.targets.numel()
+            yield loss / number
 
     def _evaluate_and_save(self, phase: Phase, log: Callable[[dict[str, Any]], None], step: int) -> None:
         self.done = step
@@ -175,39 +171,23 @@ class Training:
             row = {"model": name, "phase": self.phase + 1, "step": step, "train": bits, "val": val}
             self.evaluations.append(row | {"seconds": learner.seconds})
             if val < best:
-                description = {"name": name, "size": asdict(self.settings.size), "val": val}
-                description |= {"vocabulary": self.text.vocabulary.known, "length": phase.length}
-                description["memory_length"] = self._memory_length(phase)
-                contents = {"model": learner.model.state_dict(), "char_lm_model": description}
-                write_checkpoint(best_path(self.output, name), contents)
+                trained = {"name": name, "size": asdict(self.settings.size), "val": val, "length": phase.length}
+                trained |= {"vocabulary": self.text.vocabulary.known, "memory_length": self._memory_length(phase)}
+                write_checkpoint(
+                    best_path(self.output, name), {"model": learner.model.state_dict(), "char_lm_model": trained}
+                )
             log(self.evaluations[-1])
-        is_end = step == phase.steps
-        if is_end:
+        if step == phase.steps:
             for name, learner in self.learners.items():
                 learner.model.load_state_dict(read_checkpoint(best_path(self.output, name))["model"])
-        state: dict[str, Any] = {
-            "phase": self.phase + is_end,
-            "done": 0 if is_end else step,
-            "evaluations": self.evaluations,
-            "seconds": {name: learner.seconds for name, learner in self.learners.items()},
-        }
-        if not is_end:
+            state: dict[str, Any] = {"phase": self.phase + 1, "done": 0}
+        else:
+            state = {"phase": self.phase, "done": step, "memories": self.memories}
             state["optimizers"] = {name: learner.optimizer.state_dict() for name, learner in self.learners.items()}
             state["losses"] = {name: learner.losses for name, learner in self.learners.items()}
-            state["memories"] = self.memories
-        weights = {
-            f"{name}/{key}": value
-            for name, learner in self.learners.items()
-            for key, value in learner.model.state_dict().items()
-        }
-        write_checkpoint(self.output / LAST, {"model": weights, "char_lm": self.fingerprint, "trainer": state})
-
-
-def _as_plain(value: Any) -> Any:
-    """Return tuples as lists, as a checkpoint has them when it is read."""
-    if isinstance(value, dict):
-        return {key: _as_plain(item) for key, item in value.items()}
-    return [_as_plain(item) for item in value] if isinstance(value, list | tuple) else value
+        state |= {"model": self._models().state_dict(), "evaluations": self.evaluations}
+        write_checkpoint(self.output / LAST, state | {"char_lm": self.fingerprint})
+        self._state = state if step == phase.steps else {}
 
 
 def best_path(folder: Path, name: str) -> Path:
@@ -215,40 +195,28 @@ def best_path(folder: Path, name: str) -> Path:
     return folder / f"best_{name}.pth"
 
 
-@dataclass(frozen=True)
-class TrainedModel:
-    """A ``best_MODEL.pth``: the model in eval mode, and how it was trained.
+def load_trained(
+    path: str | Path, *, memory_length: int | None = None, device: str = "cpu"
+) -> tuple[nn.Module, Vocabulary, dict[str, Any]]:
+    """Read a ``best_MODEL.pth``, with the memory length of training or another one.
 
-    Attributes:
-        length, memory_length: bytes of a block, and before it, in the last phase.
-        val: bits per character on the validation part.
+    Returns:
+        The model in eval mode, its vocabulary, and how it was trained: ``name``, ``size``, ``length`` and
+        ``memory_length`` (bytes of a block, and before it, in the last phase) and ``val`` (bits per character).
+
+    Raises:
+        ConfigError: for another file.
     """
-
-    name: str
-    size: ModelSize
-    vocabulary: Vocabulary
-    length: int
-    memory_length: int
-    val: float
-    model: nn.Module
-
-    @classmethod
-    def load(cls, path: str | Path, *, memory_length: int | None = None, device: str = "cpu") -> "TrainedModel":
-        """Read a file, with the memory length of training or another one.
-
-        Raises:
-            ConfigError: for another file.
-        """
-        contents = read_checkpoint(path)
-        if "char_lm_model" not in contents:
-            raise ConfigError(f"{path} is not a best_*.pth of research.char_lm")
-        values = dict(contents["char_lm_model"])
-        vocabulary, size = Vocabulary(values.pop("vocabulary")), ModelSize(**values.pop("size"))
-        values["memory_length"] = memory_length or values["memory_length"]
-        sizes = {"vocab_size": len(vocabulary), "memory_length": values["memory_length"]}
-        model = create_model(values["name"], size, **sizes)
-        model.load_state_dict(contents["model"])
-        return cls(vocabulary=vocabulary, size=size, model=model.to(device).eval(), **values)
+    contents = read_checkpoint(path)
+    if "char_lm_model" not in contents:
+        raise ConfigError(f"{path} is not a best_*.pth of research.char_lm")
+    trained = contents["char_lm_model"]
+    vocabulary = Vocabulary(trained["vocabulary"])
+    trained["memory_length"] = memory_length or trained["memory_length"]
+    sizes = {"vocab_size": len(vocabulary), "memory_length": trained["memory_length"]}
+    model = create_model(trained["name"], ModelSize(**trained["size"]), **sizes)
+    model.load_state_dict(contents["model"])
+    return model.to(device).eval(), vocabulary, trained
 
 
 @torch.no_grad()
@@ -268,11 +236,11 @@ def bits_per_character(
     streams = Streams(ids, min(num_streams, len(ids) - 1), length)
     total, num_unknown, memory = 0.0, 0, None
     for index in range(len(streams)):
-        block = streams.block(index)
-        log_probabilities, memory = model(block.inputs.to(device), memory)
-        picked = log_probabilities.gather(2, block.targets.to(device)[..., None])[..., 0]
-        total -= picked[block.is_own.to(device)].double().sum().item()
-        num_unknown += int((block.targets[block.is_own] == vocabulary.other).sum())
+        inputs, targets, is_own = (x.to(device) for x in streams.block(index))
+        log_probabilities, memory = model(inputs, memory)
+        picked = log_probabilities.gather(2, targets[..., None])[..., 0]
+        total -= picked[is_own].double().sum().item()
+        num_unknown += int((targets[is_own] == vocabulary.other).sum())
     model.train(was_training)
     bits_to_choose = math.log2(max(256 - len(vocabulary.known), 1))
     return (total / math.log(2) + num_unknown * bits_to_choose) / (len(ids) - 1)
@@ -321,42 +289,28 @@ def generate(
 
 
 def measure_steps(
-    names: Sequence[str],
-    size: ModelSize,
-    lengths: Sequence[int],
-    *,
-    batch_size: int = 1,
-    runs: int = 5,
-    device: str = "cpu",
-    memory: bool = True,
+    size: ModelSize, lengths: Sequence[int], *, batch_size: int = 1, runs: int = 5, device: str = "cpu"
 ) -> list[dict[str, Any]]:
     """Measure a training step on one block, with a memory of the same length (LS figure 3).
 
     Returns:
-        For each length and model: length, model, seconds (median, the models interleaved) and memory (bytes at the peak
-        above model and optimizer state); None where a GPU's memory did not suffice or nothing was measured.
+        For each length and model ``length``, ``model``, and the figures of :func:`.measure_cases`.
     """
+    short = -(-size.window_size // size.segment_length) * size.segment_length
+    small = replace(size, dim=16 * size.num_heads, hidden_dim=16, depth=1)
     rows = []
     for length in lengths:
-        steps: dict[str, Step] = {}
-        peaks: dict[str, int | None] = {}
-        for name in names:
-            build = partial(_build_step, name, size, length, batch_size, device)
-            small = replace(size, dim=16 * size.num_heads, hidden_dim=16, depth=1)
-            short = -(-size.window_size // size.segment_length) * size.segment_length
-            warm_up = partial(_build_step, name, small, short, 1, device)
-            try:
-                if memory:
-                    what = f"{TITLES[name]} at length {length}"
-                    peaks[name] = peak_memory(build, warm_up=warm_up, device=device, what=what)
-                steps[name] = build()
-                steps[name]()
-            except torch.cuda.OutOfMemoryError:
-                steps.pop(name, None)
-        seconds = seconds_interleaved(steps, runs, device)
-        rows += [
-            {"length": length, "model": name, "seconds": seconds.get(name), "memory": peaks.get(name)} for name in names
+        cases = [
+            StepCase(
+                name=f"{TITLES[name]} at length {length}",
+                device=device,
+                small=partial(_build_step, name, small, short, 1, device),
+                large=partial(_build_step, name, size, length, batch_size, device),
+            )
+            for name in MODELS
         ]
+        figures = measure_cases(cases, runs=runs)
+        rows += [{"length": length, "model": name, **found} for name, found in zip(MODELS, figures, strict=True)]
     return rows
 
 

@@ -7,7 +7,7 @@ generated once and kept in a file, or read as the Long Range Arena released it.
 import dataclasses
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,62 +22,18 @@ PADDING, FIRST_ID = 0, 1
 SPLITS = ("train", "val", "test")
 
 
-@dataclasses.dataclass(frozen=True)
-class Sequences:
-    """Sequences in one array.
-
-    Attributes:
-        tokens: (T,) uint8, all tokens.
-        ends: (S,) int64, where each sequence ends in ``tokens``.
-    """
-
-    tokens: np.ndarray
-    ends: np.ndarray
-
-    @classmethod
-    def join(cls, texts: list[bytes]) -> "Sequences":
-        """Build them from texts whose bytes are the tokens."""
-        ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
-        return cls(np.frombuffer(b"".join(texts), dtype=np.uint8), ends)
-
-    def __len__(self) -> int:
-        return len(self.ends)
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        """The tokens of a sequence: (N,) uint8."""
-        return self.tokens[self.ends[index - 1] if index else 0 : self.ends[index]]
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """(S,) int64"""
-        return np.diff(self.ends, prepend=0)
-
-    def pad(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Return ids (B, N) int64 and mask (B, N) bool, True for real tokens; N is the length of the longest."""
-        chosen = [self[index] for index in indices]
-        ids = np.full((len(chosen), max(1, *map(len, chosen))), PADDING, dtype=np.int64)
-        for row, sequence in zip(ids, chosen, strict=True):
-            row[: len(sequence)] = sequence
-            row[: len(sequence)] += FIRST_ID
-        ids = torch.from_numpy(ids)
-        return ids, ids != PADDING
+# The ids (B, N) int64 and the mask (B, N) bool, True for real tokens, of each document of B samples; labels (B,) int64.
+Batch = tuple[tuple[tuple[Tensor, Tensor], ...], Tensor]
 
 
-@dataclasses.dataclass(frozen=True)
-class Batch:
-    """Samples to train on.
-
-    Attributes:
-        documents: ids (B, N) int64 and mask (B, N) bool of each document of a sample.
-        labels: (B,) int64
-    """
-
-    documents: tuple[tuple[Tensor, Tensor], ...]
-    labels: Tensor
-
-    def to(self, device: str | torch.device) -> "Batch":
-        documents = tuple((ids.to(device), mask.to(device)) for ids, mask in self.documents)
-        return Batch(documents, self.labels.to(device))
+def pad(texts: Sequence[bytes], device: str | torch.device = "cpu") -> tuple[Tensor, Tensor]:
+    """Return ids (B, N) int64 and mask (B, N) bool, True for real tokens; N is the length of the longest text."""
+    ids = np.full((len(texts), max(1, *map(len, texts))), PADDING, dtype=np.int64)
+    for row, text in zip(ids, texts, strict=True):
+        row[: len(text)] = np.frombuffer(text, dtype=np.uint8)
+        row[: len(text)] += FIRST_ID
+    ids = torch.from_numpy(ids).to(device)
+    return ids, ids != PADDING
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,33 +41,29 @@ class Examples:
     """The samples of a split.
 
     Attributes:
-        documents: one or two, each with S sequences.
+        documents: one or two lists of S texts, whose bytes are the tokens.
         labels: (S,) int64
     """
 
-    documents: tuple[Sequences, ...]
+    documents: tuple[list[bytes], ...]
     labels: np.ndarray
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def batch(self, indices: np.ndarray) -> Batch:
-        documents = tuple(sequences.pad(indices) for sequences in self.documents)
-        return Batch(documents, torch.from_numpy(self.labels[indices]))
+    def batch(self, indices: Sequence[int], device: str | torch.device = "cpu") -> Batch:
+        """Return some samples on a device."""
+        documents = tuple(pad([texts[index] for index in indices], device) for texts in self.documents)
+        return documents, torch.from_numpy(self.labels[indices]).to(device)
 
-    def batches_in_order(self, batch_size: int) -> Iterator[Batch]:
-        """Yield every sample once; the last batch may be smaller."""
-        for start in range(0, len(self), batch_size):
-            yield self.batch(np.arange(start, min(start + batch_size, len(self))))
-
-    def shuffled_batches(self, batch_size: int, seed: int) -> Iterator[Batch]:
+    def shuffled_batches(self, batch_size: int, seed: int, device: str | torch.device = "cpu") -> Iterator[Batch]:
         """Yield every sample once in a random order, then again in another one; batches cross the boundary."""
         generator = np.random.default_rng(seed)
         queue = np.empty(0, dtype=np.int64)
         while True:
             while len(queue) < batch_size:
                 queue = np.concatenate([queue, generator.permutation(len(self))])
-            yield self.batch(queue[:batch_size])
+            yield self.batch(queue[:batch_size], device)
             queue = queue[batch_size:]
 
     @property
@@ -127,6 +79,12 @@ class Dataset:
     train: Examples
     val: Examples
     test: Examples
+
+
+def cut(tokens: np.ndarray, ends: np.ndarray) -> list[bytes]:
+    """Cut tokens (T,) uint8 into texts, each of which ends at one of ``ends`` (S,)."""
+    data, ends = tokens.tobytes(), ends.tolist()
+    return [data[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def read_imdb(folder: str | Path, *, read_length: int) -> Dataset:
@@ -149,7 +107,7 @@ def _read_reviews(folder: Path, read_length: int) -> Examples:
             raise ConfigError(f"{folder / name} has no *.txt: unpack aclImdb_v1.tar.gz, and name its folder by --data")
         texts += [path.read_bytes()[:read_length] for path in paths]
         labels += [label] * len(paths)
-    return Examples((Sequences.join(texts),), np.array(labels, dtype=np.int64))
+    return Examples((texts,), np.array(labels, dtype=np.int64))
 
 
 def read_pairs(folder: str | Path, *, read_length: int) -> Dataset:
@@ -173,7 +131,7 @@ def _read_pairs(path: Path, read_length: int) -> Examples:
         labels.append(int(float(columns[0])))
         first.append(columns[3][:read_length])
         second.append(columns[4][:read_length])
-    return Examples((Sequences.join(first), Sequences.join(second)), np.array(labels, dtype=np.int64))
+    return Examples((first, second), np.array(labels, dtype=np.int64))
 
 
 def read_released_listops(folder: str | Path, *, read_length: int, words: tuple[str, ...]) -> Dataset:
@@ -197,7 +155,7 @@ def _read_listops(path: Path, read_length: int, tokens: dict[bytes, bytes]) -> E
             raise ConfigError(f"{path} line {number}: expected a ListOps tree, a tab and a digit")
         texts.append(b"".join(tokens[word] for word in words)[:read_length])
         labels.append(int(target))
-    return Examples((Sequences.join(texts),), np.array(labels, dtype=np.int64))
+    return Examples((texts,), np.array(labels, dtype=np.int64))
 
 
 def _lines(path: Path) -> list[bytes]:
@@ -215,9 +173,10 @@ def write_dataset(path: Path, dataset: Dataset, arguments: dict[str, object]) ->
     arrays = {"arguments": np.array(json.dumps(arguments, sort_keys=True))}
     for split in SPLITS:
         examples: Examples = getattr(dataset, split)
-        (sequences,) = examples.documents
-        values = {"tokens": sequences.tokens, "ends": sequences.ends, "labels": examples.labels}
-        arrays |= {f"{split}_{name}": value for name, value in values.items()}
+        (texts,) = examples.documents
+        arrays[f"{split}_tokens"] = np.frombuffer(b"".join(texts), dtype=np.uint8)
+        arrays[f"{split}_ends"] = np.cumsum([len(text) for text in texts], dtype=np.int64)
+        arrays[f"{split}_labels"] = examples.labels
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as partial, partial.open("wb") as file:
         np.savez(file, **arrays)
@@ -235,7 +194,7 @@ def read_dataset(path: Path, arguments: dict[str, object]) -> Dataset:
             arrays = dict(file)
         written = json.loads(str(arrays["arguments"]))
         splits = {
-            split: Examples((Sequences(arrays[f"{split}_tokens"], arrays[f"{split}_ends"]),), arrays[f"{split}_labels"])
+            split: Examples((cut(arrays[f"{split}_tokens"], arrays[f"{split}_ends"]),), arrays[f"{split}_labels"])
             for split in SPLITS
         }
     except Exception as error:  # A damaged archive may raise anything.

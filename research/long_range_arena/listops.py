@@ -6,13 +6,12 @@ Source: long-range-arena, lra_benchmarks/data/listops.py.
 """
 
 import dataclasses
-import hashlib
 from pathlib import Path
 
 import numpy as np
 
 from backbones.errors import ConfigError
-from research.long_range_arena.data import Dataset, Examples, Sequences, read_dataset, write_dataset
+from research.long_range_arena.data import Dataset, Examples, cut, read_dataset, write_dataset
 
 # Tokens from 0: the values, the operators, the bracket that ends an operator's list.
 WORDS = (*map(str, range(10)), "[MIN", "[MAX", "[MED", "[SM", "]")
@@ -75,33 +74,26 @@ def generate_listops(
     if rules.max_length - rules.min_length < 2 or rules.max_length < 5:
         raise ConfigError(f"no tree has between min_length={rules.min_length} and max_length={rules.max_length} tokens")
     generator = np.random.default_rng(seed)
-    needed, seen = num_train + num_val + num_test, set()
-    texts: list[bytes] = []
-    labels: list[int] = []
+    needed = num_train + num_val + num_test
+    found: dict[bytes, int] = {}
     without_new = 0
-    while len(texts) < needed:
-        before = len(texts)
-        sequences, values = _grow(generator, rules)
-        for index, value in enumerate(values):
-            text = sequences[index].tobytes()
-            digest = hashlib.blake2b(text, digest_size=16).digest()
-            if digest not in seen:
-                seen.add(digest)
-                texts.append(text)
-                labels.append(int(value))
-        without_new = 0 if len(texts) > before else without_new + _TREES_AT_ONCE
+    while len(found) < needed:
+        before = len(found)
+        for text, value in zip(*_grow(generator, rules), strict=True):
+            found.setdefault(text, value)
+        without_new = 0 if len(found) > before else without_new + _TREES_AT_ONCE
         if without_new >= _PATIENCE:
             raise ConfigError(
-                f"{needed} samples are needed, and {len(texts)} different ones were found with "
+                f"{needed} samples are needed, and {len(found)} different ones were found with "
                 f"min_length={rules.min_length} and max_length={rules.max_length}: ask for fewer, or for other lengths"
             )
     # Shuffled, because later trees are longer: the short ones have been seen by then.
-    order = generator.permutation(len(texts))[:needed]
-    texts, labels = [texts[index] for index in order], [labels[index] for index in order]
+    order = generator.permutation(len(found))[:needed]
+    samples = list(found.items())
     splits, start = [], 0
     for number in (num_train, num_val, num_test):
-        own = slice(start, start + number)
-        splits.append(Examples((Sequences.join(texts[own]),), np.array(labels[own], dtype=np.int64)))
+        texts, labels = zip(*(samples[index] for index in order[start : start + number]), strict=True)
+        splits.append(Examples((list(texts),), np.array(labels, dtype=np.int64)))
         start += number
     return Dataset(*splits)
 
@@ -126,20 +118,13 @@ def drop_brackets(dataset: Dataset) -> Dataset:
     """Remove the closing brackets, as the tokenizer of the paper's pipeline does; it keeps letters and digits."""
 
     def strip(examples: Examples) -> Examples:
-        (sequences,) = examples.documents
-        keep = sequences.tokens != CLOSE
-        ends = np.concatenate([[0], np.cumsum(keep)])[sequences.ends]
-        return Examples((Sequences(sequences.tokens[keep], ends),), examples.labels)
+        (texts,) = examples.documents
+        return Examples(([text.translate(None, bytes([CLOSE])) for text in texts],), examples.labels)
 
     return Dataset(strip(dataset.train), strip(dataset.val), strip(dataset.test))
 
 
-def format_tokens(tokens: np.ndarray) -> str:
-    """Return tokens (N,) as words: ``[MAX 2 [MIN 4 7 ] 0 ]``."""
-    return " ".join(WORDS[token] for token in tokens)
-
-
-def _grow(generator: np.random.Generator, rules: ListOpsRules) -> tuple[Sequences, np.ndarray]:
+def _grow(generator: np.random.Generator, rules: ListOpsRules) -> tuple[list[bytes], list[int]]:
     """Grow a batch of trees whose root is an operator, and return the samples of an allowed length and their values."""
     levels: list[_Level] = []
     tree = np.arange(_TREES_AT_ONCE)
@@ -156,7 +141,7 @@ def _grow(generator: np.random.Generator, rules: ListOpsRules) -> tuple[Sequence
     fits = (length > rules.min_length) & (length < rules.max_length)
     levels = [level.select_trees(fits) for level in levels]
     _evaluate(levels)
-    return _write_tokens(levels), levels[0].value
+    return _write_tokens(levels), levels[0].value.tolist()
 
 
 def _sample_level(generator: np.random.Generator, tree: np.ndarray, depth: int, rules: ListOpsRules) -> _Level:
@@ -198,7 +183,7 @@ def _evaluate(levels: list[_Level]) -> None:
         level.value[level.is_operator] = np.choose(level.operator[level.is_operator], results)
 
 
-def _write_tokens(levels: list[_Level]) -> Sequences:
+def _write_tokens(levels: list[_Level]) -> list[bytes]:
     """Write the tokens of the trees, from the positions of the roots down."""
     ends = np.cumsum(levels[0].size)
     tokens = np.empty(ends[-1] if len(ends) else 0, dtype=np.uint8)
@@ -214,4 +199,4 @@ def _write_tokens(levels: list[_Level]) -> Sequences:
         before = np.cumsum(sizes) - sizes
         first = np.cumsum(arguments) - arguments
         position = np.repeat(position[inner] + 1 - before[first], arguments) + before
-    return Sequences(tokens, ends)
+    return cut(tokens, ends)

@@ -4,8 +4,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from backbones.attention.dense import merge_heads, split_heads
 from backbones.sequence import create_sequence_encoder
+from backbones.sequence.encoder import EncoderLayer
 from research.long_range_arena.tasks import CLASS_TOKENS, ENCODER, Settings
+
+
+class FullAttention(nn.Module):
+    """Multi-head softmax attention over all tokens."""
+
+    def __init__(self, dim: int, *, num_heads: int, dropout: float) -> None:
+        super().__init__()
+        self.num_heads, self.dropout = num_heads, dropout
+        self.query = nn.Linear(dim, dim)
+        self.key = nn.Linear(dim, dim)
+        self.value = nn.Linear(dim, dim)
+        self.projection = nn.Linear(dim, dim)
+
+    def forward(self, tokens: Tensor, class_token: None, mask: Tensor | None) -> tuple[Tensor, None]:
+        """(B, N, C) and a mask (B, N) or None -> the update (B, N, C), and None: the class token is a token here."""
+        query, key, value = (split_heads(layer(tokens), self.num_heads) for layer in (self.query, self.key, self.value))
+        keys_mask = None if mask is None else mask[:, None, None]
+        rate = self.dropout if self.training else 0.0
+        update = F.scaled_dot_product_attention(query, key, value, attn_mask=keys_mask, dropout_p=rate)
+        return self.projection(merge_heads(update)), class_token
 
 
 class FullAttentionEncoder(nn.Module):
@@ -27,31 +49,14 @@ class FullAttentionEncoder(nn.Module):
         attention_dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        self.num_heads, self.attention_dropout = num_heads, attention_dropout
         self.embedding = nn.Embedding(vocab_size, dim)
         self.positions = nn.Parameter(torch.empty(max_length, dim))
         self.class_token = nn.Parameter(torch.zeros(1, 1, dim))
         self.dropout = nn.Dropout(dropout)
-        self.layers = nn.ModuleList(
-            nn.ModuleDict(
-                {
-                    "attention_norm": nn.LayerNorm(dim),
-                    "query": nn.Linear(dim, dim),
-                    "key": nn.Linear(dim, dim),
-                    "value": nn.Linear(dim, dim),
-                    "projection": nn.Linear(dim, dim),
-                    "mlp": nn.Sequential(
-                        nn.LayerNorm(dim),
-                        nn.Linear(dim, hidden_dim),
-                        nn.GELU(),
-                        nn.Dropout(dropout),
-                        nn.Linear(hidden_dim, dim),
-                        nn.Dropout(dropout),
-                    ),
-                }
-            )
-            for _ in range(depth)
-        )
+        self.layers = nn.ModuleList()
+        for _ in range(depth):
+            attention = FullAttention(dim, num_heads=num_heads, dropout=attention_dropout)
+            self.layers.append(EncoderLayer(dim, attention, hidden_dim=hidden_dim, dropout=dropout))
         self.norm = nn.LayerNorm(dim)
         for table in (self.embedding.weight, self.positions):
             nn.init.normal_(table, std=0.02)
@@ -60,15 +65,9 @@ class FullAttentionEncoder(nn.Module):
         """Ids (B, N) int64 and mask (B, N) bool, True for real tokens, or None -> the class token (B, 1, C)."""
         tokens = self.dropout(self.embedding(ids) + self.positions[: ids.shape[1]])
         tokens = torch.cat([self.class_token.expand(len(ids), -1, -1), tokens], dim=1)
-        keys_mask = None if mask is None else F.pad(mask, (1, 0), value=True)[:, None, None]
-        rate = self.attention_dropout if self.training else 0.0
+        mask = None if mask is None else F.pad(mask, (1, 0), value=True)
         for layer in self.layers:
-            normed = layer["attention_norm"](tokens)
-            heads = (layer[name](normed).unflatten(-1, (self.num_heads, -1)) for name in ("query", "key", "value"))
-            query, key, value = (head.transpose(1, 2) for head in heads)
-            update = F.scaled_dot_product_attention(query, key, value, attn_mask=keys_mask, dropout_p=rate)
-            tokens = tokens + self.dropout(layer["projection"](update.transpose(1, 2).flatten(2)))
-            tokens = tokens + layer["mlp"](tokens)
+            tokens, _ = layer(tokens, None, mask)
         return self.norm(tokens[:, :1])
 
 

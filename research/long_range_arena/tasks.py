@@ -21,12 +21,6 @@ WINDOW_AND_RANK = {
     "retrieval": {"best": (1, 254), "fixed": (8, 32), "projection": (0, 256)},
 }
 CONFIGS = ("best", "fixed", "projection")
-# Table 1, in percent.
-ACCURACY = {
-    "listops": {"best": 38.36, "fixed": 37.50, "projection": 37.79},
-    "text": {"best": 68.40, "fixed": 66.01, "projection": 66.28},
-    "retrieval": {"best": 81.95, "fixed": 81.79, "projection": 81.86},
-}
 # warmup_steps and steps are table 6; weight decay, dropout, eval_every and read_length (tokens of a document that are
 # read) are the scripts'.
 TASKS: dict[str, dict[str, Any]] = {

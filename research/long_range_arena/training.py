@@ -3,12 +3,14 @@
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from tabulate import tabulate
+from torch import Tensor
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -17,7 +19,7 @@ from backbones.errors import ConfigError
 from research.long_range_arena.data import Dataset, Examples
 from research.long_range_arena.model import SequenceClassifier, create_classifier
 from research.long_range_arena.tasks import ADAM_BETAS, ADAM_EPSILON, MODELS, Settings
-from research.sequences import Learner, Step, format_table, peak_memory, seconds_interleaved, train
+from research.sequences import Learner, Step, StepCase, measure_cases, train
 
 CHECKPOINT = "model_best.pth"
 
@@ -62,7 +64,7 @@ def train_classifier(
         anneal_strategy="linear",
     )
     learner = Learner(settings.model, model, optimizer)
-    batches = dataset.train.shuffled_batches(settings.batch_size, settings.seed)
+    batches = dataset.train.shuffled_batches(settings.batch_size, settings.seed, device)
     evaluations: list[dict[str, Any]] = []
     best: dict[str, Any] = {"accuracy": -1.0}
     best_weights: dict[str, Tensor] = {}
@@ -71,8 +73,8 @@ def train_classifier(
         # As run_tasks.py: a fixed learning rate stays as it is after the warm-up.
         if step and (settings.schedule == "linear" or step <= settings.warmup_steps):
             scheduler.step()
-        batch = next(batches).to(device)
-        yield F.cross_entropy(model(batch.documents), batch.labels)
+        documents, labels = next(batches)
+        yield F.cross_entropy(model(documents), labels)
 
     def evaluate_and_keep_best(step: int) -> None:
         nonlocal best, best_weights
@@ -105,11 +107,11 @@ def evaluate(model: SequenceClassifier, examples: Examples, batch_size: int) -> 
     device, was_training = next(model.parameters()).device, model.training
     model.eval()
     loss, correct = 0.0, 0
-    for batch in examples.batches_in_order(batch_size):
-        batch = batch.to(device)
-        logits = model(batch.documents)
-        loss += F.cross_entropy(logits, batch.labels, reduction="sum").item()
-        correct += int((logits.argmax(dim=-1) == batch.labels).sum())
+    for start in range(0, len(examples), batch_size):
+        documents, labels = examples.batch(range(start, min(start + batch_size, len(examples))), device)
+        logits = model(documents)
+        loss += F.cross_entropy(logits, labels, reduction="sum").item()
+        correct += int((logits.argmax(dim=-1) == labels).sum())
     model.train(was_training)
     return {"loss": loss / len(examples), "accuracy": correct / len(examples)}
 
@@ -123,37 +125,6 @@ def load_lra_classifier(path: str | Path) -> tuple[SequenceClassifier, Settings]
     model = create_classifier(settings)
     model.load_state_dict(contents["model"])
     return model.eval(), settings
-
-
-@dataclasses.dataclass(frozen=True)
-class _StepAtLength:
-    """Builds the forward and backward pass of one model on sequences of one length."""
-
-    settings: Settings
-    batch_size: int
-    device: str
-
-    def build(self) -> Step:
-        torch.manual_seed(0)
-        model = create_classifier(self.settings).to(self.device)
-        shape = (self.batch_size, self.settings.max_length)
-        documents = ((torch.randint(1, 16, shape, device=self.device), None),) * self.settings.num_documents
-        labels = torch.zeros(self.batch_size, dtype=torch.int64, device=self.device)
-
-        def step() -> None:
-            model.zero_grad()
-            F.cross_entropy(model(documents), labels).backward()
-
-        return step
-
-    def count(self) -> tuple[nn.Module, int]:
-        """Return the model without memory, and the multiply-adds of its forward pass for one sequence."""
-        with torch.device("meta"):
-            model = create_classifier(self.settings).eval().requires_grad_(False)
-            ids = torch.empty(1, self.settings.max_length, dtype=torch.int64)
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            model(((ids, None),) * self.settings.num_documents)
-        return model, counter.get_total_flops() // 2
 
 
 def measure_lengths(
@@ -170,37 +141,51 @@ def measure_lengths(
 
     Returns:
         For each length and model ``length``, ``model``, ``parameters``, ``multiply_adds`` (of the forward pass of one
-        sequence, matrix products only), ``seconds`` (median, the models interleaved) and ``memory`` (bytes at the peak;
-        None where it was not measured).
+        sequence, matrix products only), and the figures of :func:`.measure_cases`.
     """
     rows = []
     for length in lengths:
-        cases = {
-            name: _StepAtLength(dataclasses.replace(settings, model=name, max_length=length), batch_size, device)
-            for name in models
-        }
-        steps = {name: case.build() for name, case in cases.items()}
-        for step in steps.values():
-            step()
-        seconds = seconds_interleaved(steps, runs, device)
-        del steps
-        for name, case in cases.items():
-            model, multiply_adds = case.count()
-            row = {"length": length, "model": name, "parameters": sum(p.numel() for p in model.parameters())}
-            row |= {"multiply_adds": multiply_adds, "seconds": seconds[name], "memory": None}
-            if memory:
-                small = dataclasses.replace(case, settings=dataclasses.replace(case.settings, max_length=16))
-                what = f"{name} at length {length}"
-                row["memory"] = peak_memory(case.build, warm_up=small.build, device=device, what=what)
-            rows.append(row)
+        cases = []
+        for name in models:
+            small, large = (dataclasses.replace(settings, model=name, max_length=tokens) for tokens in (16, length))
+            steps = (partial(_build_step, one, batch_size, device) for one in (small, large))
+            cases.append(StepCase(f"{name} at length {length}", device, *steps))
+            rows.append({"length": length, "model": name, **_count(large)})
+        for row, figures in zip(rows[-len(cases) :], measure_cases(cases, runs=runs, memory=memory), strict=True):
+            row |= figures
     return rows
+
+
+def _build_step(settings: Settings, batch_size: int, device: str) -> Step:
+    torch.manual_seed(0)
+    model = create_classifier(settings).to(device)
+    ids = torch.randint(1, 16, (batch_size, settings.max_length), device=device)
+    labels = torch.zeros(batch_size, dtype=torch.int64, device=device)
+
+    def step() -> None:
+        model.zero_grad()
+        F.cross_entropy(model(((ids, None),) * settings.num_documents), labels).backward()
+
+    return step
+
+
+def _count(settings: Settings) -> dict[str, int]:
+    """Count the parameters, and the multiply-adds of the forward pass for one sequence, without memory for either."""
+    with torch.device("meta"):
+        model = create_classifier(settings).eval().requires_grad_(False)
+        ids = torch.empty(1, settings.max_length, dtype=torch.int64)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(((ids, None),) * settings.num_documents)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return {"parameters": parameters, "multiply_adds": counter.get_total_flops() // 2}
 
 
 def format_lengths(rows: Sequence[dict[str, Any]]) -> str:
     """Return the rows of :func:`measure_lengths` as a table."""
-    table = [("length", "model", "params M", "1e9 mult-adds", "seconds", "MB")]
+    table = []
     for row in rows:
-        memory = "-" if row["memory"] is None else f"{row['memory'] / 1e6:.0f}"
-        numbers = (f"{row['parameters'] / 1e6:.3f}", f"{row['multiply_adds'] / 1e9:.3f}", f"{row['seconds']:.3f}")
-        table.append((str(row["length"]), row["model"], *numbers, memory))
-    return format_table(table)
+        cells = {"length": row["length"], "model": row["model"], "params M": f"{row['parameters'] / 1e6:.3f}"}
+        cells["1e9 mult-adds"] = f"{row['multiply_adds'] / 1e9:.3f}"
+        cells["seconds"] = "out of memory" if row["seconds"] is None else f"{row['seconds']:.3f}"
+        table.append(cells | {"MB": "-" if row["memory"] is None else f"{row['memory'] / 1e6:.0f}"})
+    return tabulate(table, headers="keys", tablefmt="github", disable_numparse=True)

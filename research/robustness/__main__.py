@@ -43,7 +43,7 @@ def main() -> None:
         device=args.device or ("cuda" if torch.cuda.is_available() else "cpu"),
     )
     print(format_results(results))
-    write_json(args.json, results.as_json())
+    write_json(args.json, results)
 
 
 if __name__ == "__main__":

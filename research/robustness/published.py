@@ -4,41 +4,33 @@ Its table 9, errors by corruption, is left out: each of its rows ascends from th
 columns cannot be the corruptions that they are named after.
 """
 
-from typing import NamedTuple
-
-
-class PaperFigure(NamedTuple):
-    """A figure in percent, and its table."""
-
-    value: float
-    source: str
-
-    def __str__(self) -> str:
-        return f"{self.value} ({self.source})"
-
-
 _TABLE_3, _TABLE_4, _TABLE_10 = "LS Table 3", "LS Table 4", "LS Table 10"
-# Table 3, section 4.3, by variant: top-1 on ImageNet val, ImageNet-Real and ImageNet-V2; "-" as printed. At 224 pixels,
-# ls_medium_384 at 384.
-_CLASSIFICATION = {
-    "cvt_ls_13": "81.9 87.0 70.5",
-    "cvt_ls_17": "82.5 87.2 71.6",
-    "cvt_ls_21": "82.7 87.5 71.9",
-    "cvt_ls_21s": "82.9 87.4 71.7",
-    "ls_medium": "83.8 - -",
-    "ls_base": "84.1 - -",
-    "ls_medium_384": "84.4 - -",
+# By variant and side of the images in pixels.
+_FIGURES = {
+    # Table 3, section 4.3: top-1 on ImageNet val, ImageNet-Real and ImageNet-V2; "-" as printed.
+    (_TABLE_3, ("val", "real", "v2")): {
+        ("cvt_ls_13", 224): "81.9 87.0 70.5",
+        ("cvt_ls_17", 224): "82.5 87.2 71.6",
+        ("cvt_ls_21", 224): "82.7 87.5 71.9",
+        ("cvt_ls_21", 384): "83.2 88.0 72.5",
+        ("cvt_ls_21", 448): "83.6 88.2 72.9",
+        ("cvt_ls_21s", 224): "82.9 87.4 71.7",
+        ("ls_medium", 224): "83.8 - -",
+        ("ls_base", 224): "84.1 - -",
+        ("ls_medium_384", 384): "84.4 - -",
+    },
+    # Table 4, section 4.3: mCE on ImageNet-C, top-1 on ImageNet-A and ImageNet-R, and on two of ImageNet-9.
+    (_TABLE_4, ("c", "a", "r", "in9-same", "in9-rand")): {
+        ("cvt_ls_13", 224): "58.7 27.0 42.6 90.7 85.6",
+        ("cvt_ls_21", 224): "55.2 29.3 45.0 91.5 85.8",
+    },
+    # Table 10, appendix D: top-1 on ImageNet-9 Original; it repeats the other two.
+    (_TABLE_10, ("in9",)): {("cvt_ls_13", 224): "97.0", ("cvt_ls_21", 224): "97.2"},
 }
-# Table 3 has cvt_ls_21 at larger images too, by their side in pixels.
-_LARGER = {384: "83.2 88.0 72.5", 448: "83.6 88.2 72.9"}
-# Table 4, section 4.3: mCE on ImageNet-C, top-1 on ImageNet-A and ImageNet-R, and on two of ImageNet-9.
-_ROBUSTNESS = {"cvt_ls_13": "58.7 27.0 42.6 90.7 85.6", "cvt_ls_21": "55.2 29.3 45.0 91.5 85.8"}
-# Table 10, appendix D: top-1 on ImageNet-9 Original; it repeats the other two.
-_ORIGINAL = {"cvt_ls_13": "97.0", "cvt_ls_21": "97.2"}
 
 
-def paper_figures(variant: str, img_size: tuple[int, int]) -> dict[str, PaperFigure]:
-    """Return set -> the paper's figure of a variant at that size; for ``"c"`` it is mCE.
+def paper_figures(variant: str, img_size: tuple[int, int]) -> dict[str, tuple[float, str]]:
+    """Return set -> the paper's figure of a variant at that size, in percent, and its table; for ``"c"`` it is mCE.
 
     The paper does not name its version of ImageNet-V2: its figure is returned for ``"v2"``, matched frequency.
 
@@ -46,19 +38,11 @@ def paper_figures(variant: str, img_size: tuple[int, int]) -> dict[str, PaperFig
         variant: of ``backbones.list_variants()``.
         img_size: height and width in pixels.
     """
-    own = 384 if variant == "ls_medium_384" else 224
-    if img_size == (own, own):
-        rows = [(_CLASSIFICATION.get(variant), ("val", "real", "v2"), _TABLE_3)]
-        rows.append((_ROBUSTNESS.get(variant), ("c", "a", "r", "in9-same", "in9-rand"), _TABLE_4))
-        rows.append((_ORIGINAL.get(variant), ("in9",), _TABLE_10))
-    elif variant == "cvt_ls_21" and img_size[0] == img_size[1]:
-        rows = [(_LARGER.get(img_size[0]), ("val", "real", "v2"), _TABLE_3)]
-    else:
-        rows = []
+    if img_size[0] != img_size[1]:
+        return {}
     return {
-        name: PaperFigure(float(text), source)
-        for row, names, source in rows
-        if row is not None
-        for name, text in zip(names, row.split(), strict=True)
+        name: (float(text), table)
+        for (table, names), rows in _FIGURES.items()
+        for name, text in zip(names, rows.get((variant, img_size[0]), "").split(), strict=False)
         if text != "-"
     }

@@ -11,7 +11,7 @@ import importlib.resources
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,6 @@ ALEXNET_ERRORS = {
     "pixelate": 0.717840,
     "jpeg_compression": 0.606500,
 }
-CORRUPTIONS = tuple(ALEXNET_ERRORS)
 SEVERITIES = (1, 2, 3, 4, 5)
 
 REAL_LABELS = "real.json"
@@ -156,12 +155,6 @@ def wordnet_classes() -> dict[str, int]:
     return {wordnet_id: number for number, wordnet_id in enumerate(sorted(ImageNetInfo().label_names()))}
 
 
-def corruption_folders(data: Path) -> dict[str, list[int]]:
-    """Return corruption -> the severities that are in ``data``, for the 15 corruptions of mCE."""
-    root = data / ROBUSTNESS_SETS["c"].folder
-    return {name: [level for level in SEVERITIES if (root / name / str(level)).is_dir()] for name in CORRUPTIONS}
-
-
 def correct_classes(data: Path, name: str, samples: Sequence[tuple[str, int]]) -> list[Collection[int]]:
     """Return the correct classes, 0 to 999, of each (path, class of its folder); none for an image without a label.
 
@@ -199,23 +192,12 @@ def top_classes(logits: Tensor, subset: Sequence[int] | None = None) -> Tensor:
     return allowed[logits[:, allowed].topk(5, dim=1).indices]
 
 
-@dataclasses.dataclass(frozen=True)
-class Accuracy:
-    """The result on a folder of images.
-
-    Attributes:
-        num_files: in the folder; ``num_images`` of them have a label.
-        top1, top5: percent of the labelled images whose first prediction, or one of five, is correct.
-    """
-
-    num_files: int
-    num_images: int
-    top1: float
-    top5: float
-
-
-def accuracy(predictions: Tensor, correct: Sequence[Collection[int]]) -> Accuracy:
+def accuracy(predictions: Tensor, correct: Sequence[Collection[int]]) -> dict[str, float]:
     """Compare predictions (N, 5) with the correct classes of each image; images without a label do not count.
+
+    Returns:
+        num_files: N; ``num_images`` of them have a label.
+        top1, top5: percent of the labelled images whose first prediction, or one of five, is correct.
 
     Raises:
         ConfigError: where no image has a label.
@@ -228,26 +210,9 @@ def accuracy(predictions: Tensor, correct: Sequence[Collection[int]]) -> Accurac
     if not hits:
         raise ConfigError("no image has a label")
     top1, top5 = (100 * sum(any(row[:top]) for row in hits) / len(hits) for top in (1, 5))
-    return Accuracy(len(predictions), len(hits), top1, top5)
+    return {"num_files": len(predictions), "num_images": len(hits), "top1": top1, "top5": top5}
 
 
 def corruption_error(corruption: str, errors: Sequence[float]) -> float:
-    """Return CE in percent: the sum of the five severities' errors (0..1) divided by AlexNet's.
-
-    Raises:
-        ValueError: for another number of severities.
-    """
-    if len(errors) != len(SEVERITIES):
-        raise ValueError(f"a corruption has {len(SEVERITIES)} severities, not {len(errors)}")
+    """Return CE in percent: the sum of the five severities' errors (0..1) divided by AlexNet's; mCE is the mean CE."""
     return 100 * sum(errors) / (ALEXNET_ERRORS[corruption] * len(SEVERITIES))
-
-
-def mean_corruption_error(errors: Mapping[str, Sequence[float]]) -> float:
-    """Return mCE in percent: the mean of :func:`corruption_error` over all 15 corruptions.
-
-    Raises:
-        ValueError: where a corruption is missing, since the mean of the others is another figure.
-    """
-    if set(errors) != set(CORRUPTIONS):
-        raise ValueError(f"mCE needs all {len(CORRUPTIONS)} corruptions, and there are {', '.join(sorted(errors))}")
-    return sum(corruption_error(name, errors[name]) for name in CORRUPTIONS) / len(CORRUPTIONS)

@@ -11,17 +11,10 @@ import torch
 import torch.nn.functional as F
 
 from backbones import ConfigError
-from research.long_range_arena.data import Dataset, Examples, Sequences, read_imdb, read_pairs, read_released_listops
-from research.long_range_arena.listops import (
-    WORDS,
-    ListOpsRules,
-    drop_brackets,
-    format_tokens,
-    generate_listops,
-    load_listops,
-)
-from research.long_range_arena.model import FullAttentionEncoder, create_classifier
-from research.long_range_arena.tasks import ACCURACY, ADAM_BETAS, ADAM_EPSILON, CONFIGS, ENCODER, TASKS, settings_for
+from research.long_range_arena.data import Dataset, Examples, read_imdb, read_pairs, read_released_listops
+from research.long_range_arena.listops import WORDS, ListOpsRules, drop_brackets, generate_listops, load_listops
+from research.long_range_arena.model import create_classifier
+from research.long_range_arena.tasks import ADAM_BETAS, ADAM_EPSILON, CONFIGS, ENCODER, TASKS, settings_for
 from research.long_range_arena.training import evaluate, load_lra_classifier, measure_lengths, train_classifier
 from tests.projects_vil.helpers import error_line, run_tool
 
@@ -66,8 +59,6 @@ def test_settings_are_the_published_ones(task):
         assert (found.attention_dropout, found.class_token, found.schedule) == (found.dropout, "last_layer", "linear")
     assert ENCODER == {"vocab_size": 512, "dim": 64, "num_heads": 2, "hidden_dim": 128, "depth": 2}
     assert (ADAM_EPSILON, ADAM_BETAS) == (1e-6, (0.9, 0.999))
-    table_1 = {"listops": (38.36, 37.50, 37.79), "text": (68.40, 66.01, 66.28), "retrieval": (81.95, 81.79, 81.86)}
-    assert tuple(ACCURACY[task][config] for config in CONFIGS) == table_1[task]
 
 
 def test_fewer_steps_keep_the_share_of_the_warm_up():
@@ -99,14 +90,14 @@ def evaluate_tree(words: list[str]) -> tuple[int, int, int]:
 
 
 def texts_of(examples: Examples) -> list[str]:
-    return [format_tokens(examples.documents[0][index]) for index in range(len(examples))]
+    return [" ".join(WORDS[token] for token in text) for text in examples.documents[0]]
 
 
 def splits_of(dataset: Dataset) -> tuple[Examples, ...]:
     return dataset.train, dataset.val, dataset.test
 
 
-@pytest.mark.parametrize("rules", [ListOpsRules(), SHORT, ListOpsRules(3, 30, max_depth=3, max_arguments=3)], ids=str)
+@pytest.mark.parametrize("rules", [SHORT, ListOpsRules(3, 30, max_depth=3, max_arguments=3)], ids=str)
 def test_labels_are_the_values_of_the_samples_and_no_sample_occurs_twice(rules):
     dataset = generate_listops(rules, num_train=60, num_val=20, num_test=21)
     assert [len(split) for split in splits_of(dataset)] == [60, 20, 21]
@@ -124,11 +115,9 @@ def test_published_rules_give_the_lengths_of_table_1():
     """Table 1 has 888 +- 339 tokens, which are those without closing brackets."""
     dataset = generate_listops(ListOpsRules(), num_train=600, num_val=10, num_test=10, seed=3)
     stripped = drop_brackets(dataset)
-    lengths = stripped.train.documents[0].lengths
+    lengths = np.array([len(text) for text in stripped.train.documents[0]])
     assert abs(lengths.mean() - 888) < 60 and abs(lengths.std() - 339) < 40
     assert [text.replace(" ]", "") for text in texts_of(dataset.val)] == texts_of(stripped.val)
-    shares = np.bincount(dataset.train.labels, minlength=10) / 600
-    assert shares.min() > 0.04 and dataset.train.chance == shares.max()
 
 
 def test_generated_samples_follow_from_the_arguments_and_are_kept(tmp_path):
@@ -148,32 +137,12 @@ def test_generated_samples_follow_from_the_arguments_and_are_kept(tmp_path):
         generate_listops(ListOpsRules(3, 5, max_depth=2, max_arguments=2), num_train=399, num_val=1, num_test=1)
 
 
-def as_released(words: list[str]) -> str:
-    """Nested pairs of round brackets, as the published generator writes them: ( ( ( [MIN 3 ) 4 ) ] )."""
-    open_lists: list[list[str]] = [[]]
-    for word in words:
-        if word in OPERATIONS:
-            open_lists.append([word])
-            continue
-        if word == "]":
-            paired, *rest = [*open_lists.pop(), word]
-            for other in rest:
-                paired = f"( {paired} {other} )"
-            word = paired
-        open_lists[-1].append(word)
-    return open_lists[0][0]
-
-
 def test_released_listops(tmp_path):
-    dataset = generate_listops(SHORT, num_train=20, num_val=5, num_test=6)
-    for name, examples in zip(("train", "val", "test"), splits_of(dataset), strict=True):
-        rows = zip(texts_of(examples), examples.labels, strict=True)
-        lines = [f"{as_released(text.split())}\t{label}\r\n" for text, label in rows]
-        (tmp_path / f"basic_{name}.tsv").write_text("".join(["Source\tTarget\r\n", *lines]), newline="")
-    read = read_released_listops(tmp_path, read_length=30, words=WORDS)
-    for one, two in zip(splits_of(dataset), splits_of(read), strict=True):
-        assert [" ".join(text.split()[:30]) for text in texts_of(one)] == texts_of(two)
-        assert (one.labels == two.labels).all()
+    lines = ["( ( ( [MIN 3 ) 4 ) ] )\t3", "( ( ( [SM 7 ) ( ( ( [MAX 1 ) 6 ) ] ) ) ] )\t3"]
+    for name in ("train", "val", "test"):
+        (tmp_path / f"basic_{name}.tsv").write_text("\r\n".join(["Source\tTarget", *lines, ""]), newline="")
+    examples = read_released_listops(tmp_path, read_length=6, words=WORDS).val
+    assert texts_of(examples) == ["[MIN 3 4 ]", "[SM 7 [MAX 1 6 ]"] and examples.labels.tolist() == [3, 3]
     (tmp_path / "basic_val.tsv").write_text("Source\tTarget\n( [MIN 3 )\tx\n")
     with pytest.raises(ConfigError, match="basic_val.tsv line 2"):
         read_released_listops(tmp_path, read_length=30, words=WORDS)
@@ -182,29 +151,22 @@ def test_released_listops(tmp_path):
 
 
 def test_imdb_and_pairs(tmp_path):
-    for split, name, text in (
-        ("train", "neg", "bad"),
-        ("train", "pos", "good"),
-        ("test", "neg", "b"),
-        ("test", "pos", "g"),
-    ):
-        folder = tmp_path / "aclImdb" / split / name
-        folder.mkdir(parents=True)
-        (folder / "0_1.txt").write_text(text)
+    for split in ("train", "test"):
+        for name, text in (("neg", "bad"), ("pos", "good")):
+            folder = tmp_path / "aclImdb" / split / name
+            folder.mkdir(parents=True)
+            (folder / "0_1.txt").write_text(text)
     dataset = read_imdb(tmp_path, read_length=3)
-    assert [bytes(dataset.train.documents[0][i]) for i in range(2)] == [b"bad", b"goo"]
+    assert dataset.train.documents == ([b"bad", b"goo"],)
     assert dataset.train.labels.tolist() == [0, 1] and dataset.val is dataset.test
     with pytest.raises(ConfigError, match="neg"):
         read_imdb(tmp_path / "none", read_length=3)
     for name in ("train", "eval", "test"):
         (tmp_path / f"new_aan_pairs.{name}.tsv").write_bytes(b"1.0\ta\tb\tone text\tanother\n0.0\tc\td\tx\ty\n")
     pairs = read_pairs(tmp_path, read_length=5).val
-    assert [[bytes(document[i]) for i in range(2)] for document in pairs.documents] == [
-        [b"one t", b"x"],
-        [b"anoth", b"y"],
-    ]
+    assert pairs.documents == ([b"one t", b"x"], [b"anoth", b"y"])
     assert pairs.labels.tolist() == [1, 0]
-    for line in (b"2.0\ta\tb\tc\td\n", b"1.0\ta\tb\tc\n", b"yes\ta\tb\tc\td\n"):
+    for line in (b"2.0\ta\tb\tc\td\n", b"1.0\ta\tb\tc\n"):
         (tmp_path / "new_aan_pairs.test.tsv").write_bytes(b"1\ta\tb\tc\td\n" + line)
         with pytest.raises(ConfigError, match="new_aan_pairs.test.tsv line 2"):
             read_pairs(tmp_path, read_length=5)
@@ -244,19 +206,6 @@ def test_two_documents_are_compared():
         torch.testing.assert_close(classifier((first, second)), expected)
 
 
-def test_full_attention_written_out():
-    torch.manual_seed(0)
-    encoder = FullAttentionEncoder(vocab_size=40, dim=8, num_heads=1, hidden_dim=8, depth=1, max_length=20).double()
-    (layer,) = encoder.layers
-    with torch.no_grad():
-        encoder.class_token.normal_()
-        tokens = torch.cat([encoder.class_token[0], encoder.embedding(TOKENS[1, :9]) + encoder.positions[:9]])
-        normed = layer["attention_norm"](tokens)
-        weights = (layer["query"](normed)[0] @ layer["key"](normed).T / 8**0.5).softmax(dim=-1)
-        token = tokens[0] + layer["projection"](weights @ layer["value"](normed))
-        torch.testing.assert_close(encoder(*padded())[1, 0], encoder.norm(token + layer["mlp"](token)))
-
-
 @pytest.fixture(scope="module")
 def tiny() -> Dataset:
     return generate_listops(ListOpsRules(4, 20), num_train=16, num_val=12, num_test=14)
@@ -291,7 +240,7 @@ def test_the_best_weights_are_kept_and_a_seed_gives_the_same_run(tiny, tmp_path)
         train_classifier(quick(learning_rate=1e30, warmup_steps=0), tiny)
 
 
-@pytest.mark.parametrize(("schedule", "warmup"), [("linear", 0), ("linear", 5), ("fixed", 2), ("fixed", 19)])
+@pytest.mark.parametrize(("schedule", "warmup"), [("linear", 5), ("fixed", 2)])
 def test_the_learning_rate_is_that_of_run_tasks(tiny, schedule, warmup, monkeypatch):
     rates, step = [], torch.optim.AdamW.step
 
@@ -313,9 +262,9 @@ def test_the_learning_rate_is_that_of_run_tasks(tiny, schedule, warmup, monkeypa
 
 
 def test_each_sample_comes_once_before_any_comes_again():
-    examples = Examples((Sequences.join([bytes([number]) for number in range(16)]),), np.arange(16))
+    examples = Examples(([bytes([number]) for number in range(16)],), np.arange(16))
     batches = list(itertools.islice(examples.shuffled_batches(5, seed=0), 16))
-    labels = torch.cat([batch.labels for batch in batches]).view(5, 16)
+    labels = torch.cat([labels for _, labels in batches]).view(5, 16)
     assert (labels.sort(dim=1).values == torch.arange(16)).all()
     assert not (labels[0] == labels[1]).all()
 
@@ -347,5 +296,5 @@ def test_the_command(tmp_path):
     assert f"test accuracy {figures['test']['accuracy']:.4f}" in result.stdout
     assert figures["settings"]["rank"] == 0 and [row["step"] for row in figures["evaluations"]] == [3, 6]
     assert "model_best.pth" in error_line(run_tool(TOOL, *arguments))
-    measured = run_tool(TOOL, "--task", "listops", "--measure", "--lengths", 64, 128, "--runs", 1)
-    assert measured.returncode == 0 and len(measured.stdout.splitlines()) == 5
+    measured = run_tool(TOOL, "--task", "listops", "--measure", "--lengths", 64, "--runs", 1)
+    assert measured.returncode == 0 and len(measured.stdout.splitlines()) == 4
