@@ -15,22 +15,15 @@ def entry(folder, name: str = NAME) -> list[str]:
     return [name, str(folder / "annotations.json"), str(folder / "images")]
 
 
-def config(*entries, overrides=()):
-    datasets = [
-        "DATASETS.COCO",
-        repr(list(entries)),
-        "DATASETS.TRAIN",
-        f"('{NAME}',)",
-        "DATASETS.TEST",
-        f"('{NAME}',)",
-    ]
-    return small_config("retinanet", *datasets, *overrides)
+def config(*entries, detector: str = "retinanet", overrides=()):
+    names = ["DATASETS.TRAIN", f"('{NAME}',)", "DATASETS.TEST", f"('{NAME}',)"]
+    return small_config(detector, "DATASETS.COCO", repr(list(entries)), *names, *overrides)
 
 
-def load(folder, *overrides, train: bool = True) -> list[dict]:
-    cfg = config(entry(folder), overrides=overrides)
+def load(folder, *overrides, detector: str = "retinanet", train: bool = True, **options) -> list[dict]:
+    cfg = config(entry(folder), detector=detector, overrides=overrides)
     register_datasets(cfg)
-    return load_dataset(cfg, [NAME], train=train)
+    return load_dataset(cfg, [NAME], train=train, **options)
 
 
 def message(call, *args, **kwargs) -> str:

@@ -1,6 +1,5 @@
 """Records and loaders, and errors that name the file or key."""
 
-import json
 import multiprocessing
 from itertools import islice
 
@@ -17,20 +16,10 @@ from tests.projects_vil.helpers import small_config
 # -- files -----------------------------------------------------------------------------------------
 
 
-def test_unknown_name_names_the_closest(shapes):
-    text = message(load_dataset, small_config(), ["shapes_trian"], train=True)
-    assert "shapes_trian" in text and "did you mean 'shapes_train'" in text
-
-
-def test_no_dataset_to_train_on():
-    assert "DATASETS.TRAIN" in message(build_train_loader, small_config("retinanet", "DATASETS.TRAIN", "()"))
-
-
 @pytest.mark.parametrize("name", ["annotations.json", "images"])
 def test_missing_file_and_folder(copy, name):
     (copy / name).rename(copy / "elsewhere")
-    text = message(load, copy)
-    assert str(copy / name) in text
+    assert str(copy / name) in message(load, copy)
 
 
 def test_missing_images(copy):
@@ -40,70 +29,26 @@ def test_missing_images(copy):
         assert images[2].name in message(load, copy, "DATASETS.CHECK", check)
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"images": [}'])
-def test_annotations_that_are_not_json(copy, text):
-    (copy / "annotations.json").write_text(text)
-    assert f"{copy / 'annotations.json'} is not JSON" in message(load, copy)
-
-
 @pytest.mark.parametrize(
-    "text",
+    "content",
     [
-        "{}",
-        "[]",
-        '{"images": 3, "annotations": [], "categories": []}',
-        '{"images": ["a.jpg"], "annotations": [], "categories": []}',
-        '{"images": [], "annotations": [], "categories": []}',
+        *(b"", b'{"images": [}', b"\xff\xfe\x00\x12", b"[]", b'{"images": 3, "annotations": [], "categories": []}'),
+        *(b'{"images": [], "annotations": [], "categories": []}', b'{"images": ["a.jpg"], "categories": ["a"]}'),
     ],
 )
-def test_json_that_is_not_coco(copy, text):
-    (copy / "annotations.json").write_text(text)
+def test_annotations_that_are_not_coco(copy, content):
+    (copy / "annotations.json").write_bytes(content)
     assert str(copy / "annotations.json") in message(load, copy)
 
 
-@pytest.mark.parametrize("bytes_", [b"\xff\xfe\x00\x12", b"\x00\x01binary"])
-def test_annotations_that_are_no_text(copy, bytes_):
-    (copy / "annotations.json").write_bytes(bytes_)
-    assert str(copy / "annotations.json") in message(load, copy)
-
-
-@pytest.mark.parametrize(
-    "change, hint",
-    [
-        (lambda c: c["images"][0].pop("file_name"), "file_name"),
-        (lambda c: c["annotations"][0].update(category_id=17), "17"),
-        (lambda c: c.pop("categories"), "categories"),
-    ],
-)
-def test_annotations_with_a_hole(copy, change, hint):
-    edit(copy, change)
-    text = message(load, copy)
-    assert str(copy / "annotations.json") in text and hint in text
-
-
-def test_nothing_to_train_on_is_still_something_to_evaluate(copy):
+def test_images_without_objects_are_evaluated_and_by_default_not_trained_on(copy):
+    first = first_image(copy)
+    edit(copy, lambda c: c.update(annotations=[a for a in c["annotations"] if a["image_id"] != c["images"][0]["id"]]))
+    assert str(first) not in {record["file_name"] for record in load(copy)}
+    assert len(load(copy)) == 7 and len(load(copy, "DATALOADER.FILTER_EMPTY_ANNOTATIONS", "False")) == 8
     edit(copy, lambda content: content.update(annotations=[]))
     assert str(copy / "annotations.json") in message(load, copy)
     assert len(load(copy, train=False)) == 8
-
-
-def test_images_without_annotation_are_left_out_of_training(copy):
-    edit(
-        copy,
-        lambda c: c.update(annotations=[a for a in c["annotations"] if a["image_id"] != c["images"][0]["id"]]),
-    )
-    assert len(load(copy)) == 7
-    assert len(load(copy, "DATALOADER.FILTER_EMPTY_ANNOTATIONS", "False")) == 8
-
-
-@pytest.mark.parametrize(
-    "detector, key",
-    [("retinanet", "MODEL.RETINANET.NUM_CLASSES"), ("mask_rcnn", "MODEL.ROI_HEADS.NUM_CLASSES")],
-)
-def test_another_number_of_classes(shapes, detector, key):
-    assert load_dataset(small_config(detector), ["shapes_val"], train=False)
-    text = message(load_dataset, small_config(detector, key, "80"), ["shapes_val"], train=False)
-    assert text == f"{key} is 80, and shapes_val has 3 classes: add {key} 3"
 
 
 def test_the_table_of_instances_is_logged_for_training(copy, caplog):
@@ -111,11 +56,9 @@ def test_the_table_of_instances_is_logged_for_training(copy, caplog):
     edit(copy, lambda content: [category.update(name=category["name"] + "_own") for category in content["categories"]])
     with caplog.at_level("INFO"):
         load(copy, train=False)
-        assert not any("Distribution of instances" in text for text in caplog.messages)
+        assert not any("circle_own" in text for text in caplog.messages)
         load(copy)
-    (table,) = (text for text in caplog.messages if text.startswith("Distribution of instances among all 3 "))
-    content = json.loads((copy / "annotations.json").read_text())
-    assert f"| {len(content['annotations'])} " in " ".join(table.split()) and "circle_own" in table
+    assert any("circle_own" in text for text in caplog.messages)
 
 
 def test_datasets_of_other_classes_are_not_mixed(copy, shapes):
@@ -127,31 +70,25 @@ def test_datasets_of_other_classes_are_not_mixed(copy, shapes):
 
 def test_box_dataset_for_a_mask_detector(copy):
     edit(copy, lambda content: [a.pop("segmentation") for a in content["annotations"]])
-    overrides = ["DATASETS.COCO", repr([entry(copy)]), "DATASETS.TRAIN", f"('{NAME}',)"]
-    cfg = small_config("mask_rcnn", *overrides)
-    register_datasets(cfg)
     for train in (True, False):
-        text = message(load_dataset, cfg, [NAME], train=train)
+        text = message(load, copy, detector="mask_rcnn", train=train)
         assert str(copy / "annotations.json") in text and text.endswith("add MODEL.MASK_ON False")
     edit(copy, lambda content: content.update(annotations=[]))
-    assert len(load_dataset(cfg, [NAME], train=False)) == 8
+    assert len(load(copy, detector="mask_rcnn", train=False)) == 8
 
 
 # -- loaders ---------------------------------------------------------------------------------------
 
 
-def test_train_loader(shapes):
+@pytest.mark.parametrize("detector", ["retinanet", "mask_rcnn"])
+def test_train_loader(shapes, detector):
     overrides = ["SOLVER.IMS_PER_BATCH", "4", "INPUT.MIN_SIZE_TRAIN", "(48,)"]
-    batch = next(iter(build_train_loader(small_config("retinanet", *overrides))))
+    batch = next(iter(build_train_loader(small_config(detector, *overrides))))
     assert len(batch) == 4
     for record in batch:
         assert record["image"].dtype == torch.uint8 and min(record["image"].shape[1:]) == 48
         assert len(record["instances"]) >= 1 and record["instances"].gt_boxes.tensor.max() > 1
-
-
-def test_train_loader_reads_masks_for_mask_rcnn(shapes):
-    batch = next(iter(build_train_loader(small_config("mask_rcnn", "SOLVER.IMS_PER_BATCH", "2"))))
-    assert all(len(record["instances"].gt_masks) == len(record["instances"]) for record in batch)
+        assert record["instances"].has("gt_masks") == (detector == "mask_rcnn")
 
 
 def test_test_loader_gives_every_image_once_in_rgb(shapes):
@@ -166,19 +103,17 @@ def test_test_loader_gives_every_image_once_in_rgb(shapes):
     torch.testing.assert_close(mean, torch.from_numpy(bgr[..., ::-1].mean(axis=(0, 1))).float(), atol=2, rtol=0)
 
 
-@pytest.mark.slow
 def test_error_in_a_workers_process_names_the_file(copy):
     for path in (copy / "images").iterdir():
         truncate(path)
-    register_datasets(config(entry(copy)))
-    loader = build_test_loader(config(entry(copy), overrides=["DATALOADER.NUM_WORKERS", "1"]), NAME)
-    with pytest.raises(ConfigError) as caught:
-        next(iter(loader))
-    assert f"cannot read the image {first_image(copy)}" in str(caught.value).splitlines()[-1]
+    cfg = config(entry(copy), overrides=["DATALOADER.NUM_WORKERS", "1"])
+    register_datasets(cfg)
+    with pytest.raises(ConfigError, match=str(first_image(copy))):
+        next(iter(build_test_loader(cfg, NAME)))
 
 
 def _read_in_rank(rank: int, folder, init_file, results) -> None:
-    """Read ahead and map a batch; only rank 0 finds the annotation file."""
+    """Read the datasets and map a batch; only rank 0 finds the annotation file."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{init_file}", rank=rank, world_size=2)
     file = "absent.json" if rank else "annotations.json"
     cfg = config([NAME, str(folder / file), str(folder / "images")], overrides=["SOLVER.IMS_PER_BATCH", "4"])

@@ -9,9 +9,8 @@ import pytest
 import torch
 from detectron2.data import MetadataCatalog
 from detectron2.data.datasets import load_coco_json
-from detectron2.structures import Boxes, Instances
+from detectron2.structures import Boxes, BoxMode, Instances
 from detectron2.utils.events import EventStorage
-from pycocotools.coco import COCO
 
 from projects_vil.data import (
     CocoFile,
@@ -24,7 +23,7 @@ from projects_vil.data import (
     write_subset,
 )
 from projects_vil.evaluation import build_evaluator
-from tests.projects_vil.data.corruptions import add_invalid_objects, corrupt, rle
+from tests.projects_vil.data.corruptions import corrupt, rle
 from tests.projects_vil.data.own import NAME, config, edit, entry, load, message
 from tests.projects_vil.helpers import CONFIGS, SMALL, error_line, run_tool, small_config, untrained_detector
 
@@ -50,8 +49,7 @@ def evaluated(folder, name: str = NAME, *, check: str = "error") -> dict[str, fl
     evaluator.reset()
     for record in load_dataset(cfg, [name], train=False):
         objects = [found for found in record["annotations"] if not found.get("iscrowd")]
-        boxes = torch.tensor([found["bbox"] for found in objects]).reshape(-1, 4)
-        boxes[:, 2:] += boxes[:, :2]
+        boxes = torch.tensor([BoxMode.convert(found["bbox"], found["bbox_mode"], 0) for found in objects])
         instances = Instances((record["height"], record["width"]))
         instances.pred_boxes = Boxes(boxes + torch.arange(len(boxes))[:, None] % 3)
         instances.scores = 1 / (torch.arange(len(boxes)) + 2)
@@ -60,32 +58,32 @@ def evaluated(folder, name: str = NAME, *, check: str = "error") -> dict[str, fl
     return evaluator.evaluate()["bbox"]
 
 
+def invalid_objects(content: dict) -> None:
+    """Add objects that a cleaned copy does not have."""
+    bad = [math.nan, 1.0, 5.0, 5.0], [1.0, 1.0, math.inf, 5.0], [-90.0, 1.0, 5.0, 5.0], [5.0, 5.0, -4.0, 5.0]
+    for index, annotation in enumerate(content["annotations"][:12]):
+        changes = {"id": 10_000 + index, "bbox": bad[index % 4], "segmentation": [[math.nan, 1.0, 5.0, 5.0, 1.0, 9.0]]}
+        content["annotations"].append(annotation | changes)
+
+
 def without_ids(content: dict) -> None:
     for number, annotation in enumerate(content["annotations"]):
         annotation["id"] = (f"obj{number}", -number, number + 0.5)[number % 3]
         del annotation["iscrowd"]
 
 
-@pytest.mark.parametrize("case", ["invalid objects", "ids of two types", "ids and iscrowd"])
-def test_evaluation_is_that_of_the_valid_file(copy, case, tmp_path_factory):
+@pytest.mark.parametrize("change", [invalid_objects, "image id as text", without_ids])
+def test_evaluation_is_that_of_the_valid_file(copy, change, tmp_path_factory):
     clean = tmp_path_factory.mktemp("clean") / "copy"
     shutil.copytree(copy, clean)
     expected = evaluated(clean, f"{NAME}_clean")
     assert 0 < expected["AP"] < 100
-    if case == "invalid objects":
-        edit(copy, lambda content: add_invalid_objects(content, 12))
-    elif case == "ids of two types":
-        corrupt(copy, "image id as text")
-    else:
-        edit(copy, without_ids)
-
-    def is_expected(metrics) -> bool:
-        return all(metrics[k] == v or math.isnan(metrics[k]) and math.isnan(v) for k, v in expected.items())
-
-    assert is_expected(evaluated(copy, check="error" if case == "ids and iscrowd" else "warn"))
+    corrupt(copy, change) if isinstance(change, str) else edit(copy, change)
+    metrics = evaluated(copy, check="error" if change is without_ids else "warn")
+    assert metrics == pytest.approx(expected, rel=0, abs=0, nan_ok=True)
     write_cleaned(CocoFile(copy / "annotations.json", copy / "images"), copy / "clean.json")
     (copy / "clean.json").replace(copy / "annotations.json")
-    assert is_expected(evaluated(copy))
+    assert evaluated(copy) == pytest.approx(expected, rel=0, abs=0, nan_ok=True)
 
 
 def test_fixed_annotations_are_the_same_for_all_readers(copy):
@@ -117,10 +115,9 @@ def test_test_images_have_no_annotations(copy):
 @pytest.mark.parametrize("detector, kept", [("retinanet", 0), ("mask_rcnn", 0), ("mask_rcnn", 1)])
 def test_a_batch_of_images_without_objects(copy, detector, kept):
     edit(copy, lambda content: content.update(annotations=content["annotations"][:kept]))
-    keys = ["DATASETS.COCO", repr([entry(copy)]), "DATASETS.TRAIN", f"('{NAME}',)"]
-    keys += ["DATALOADER.FILTER_EMPTY_ANNOTATIONS", "False", "SOLVER.IMS_PER_BATCH", "8"]
+    keys = ["DATALOADER.FILTER_EMPTY_ANNOTATIONS", "False", "SOLVER.IMS_PER_BATCH", "8"]
     keys += ["DATALOADER.ASPECT_RATIO_GROUPING", "False", "INPUT.MIN_SIZE_TRAIN", "(32,)"]
-    cfg = small_config(detector, *keys)
+    cfg = config(entry(copy), detector=detector, overrides=keys)
     register_datasets(cfg)
     batch = next(iter(build_train_loader(cfg)))
     assert sorted(len(record["instances"]) for record in batch) == [0] * (8 - kept) + [1] * kept
@@ -132,18 +129,13 @@ def test_a_batch_of_images_without_objects(copy, detector, kept):
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 
 
-def train(folder: Path, output: Path, *overrides: str):
-    datasets = [["own", str(folder / "annotations.json"), str(folder / "images")]]
-    keys = [*SMALL["retinanet"], "SOLVER.IMS_PER_BATCH", "4", "SOLVER.WARMUP_ITERS", "0", "SOLVER.MAX_ITER", "2"]
-    keys += ["DATASETS.COCO", repr(datasets), "DATASETS.TRAIN", "('own',)", "DATASETS.TEST", "('own',)"]
-    return run_tool("train_net.py", "--config-file", CONFIGS["retinanet"], *keys, "OUTPUT_DIR", output, *overrides)
-
-
 def test_an_older_run_stays_if_the_annotations_are_refused(copy, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/model_final.pth").write_bytes(b"an older run")
     corrupt(copy, "box of NaN")
-    result = train(copy, tmp_path / "out", "OVERWRITE_OUTPUT_DIR", "True")
+    keys = ["DATASETS.COCO", repr([entry(copy)]), "DATASETS.TRAIN", f"('{NAME}',)", "DATASETS.TEST", f"('{NAME}',)"]
+    keys += [*SMALL["retinanet"], "OUTPUT_DIR", tmp_path / "out", "OVERWRITE_OUTPUT_DIR", "True"]
+    result = run_tool("train_net.py", "--config-file", CONFIGS["retinanet"], *keys)
     assert str(copy / "annotations.json") in error_line(result)
     assert (tmp_path / "out/model_final.pth").read_bytes() == b"an older run"
 
@@ -160,8 +152,6 @@ def test_check_dataset(copy, tmp_path):
     result = run_tool("check_dataset.py", *arguments, "--fix", tmp_path / "clean.json", "--deep")
     assert result.returncode == 0 and "changed 1" in result.stdout.splitlines()[-1], result.stderr
     assert run_tool("check_dataset.py", tmp_path / "clean.json", copy / "images").returncode == 0
-    result = run_tool("check_dataset.py", *arguments, "--fix", copy / "annotations.json")
-    assert str(copy / "annotations.json") in error_line(result)
 
 
 def test_subset_is_spread_over_the_annotated_images(shapes, tmp_path):
@@ -170,16 +160,11 @@ def test_subset_is_spread_over_the_annotated_images(shapes, tmp_path):
     whole, subset = json.loads(source.read_text()), json.loads((tmp_path / "four.json").read_text())
     assert [image["id"] for image in subset["images"]] == [1, 5, 9, 13]
     assert subset["annotations"] == [a for a in whole["annotations"] if a["image_id"] in (1, 5, 9, 13)]
-    assert subset["categories"] == whole["categories"] and COCO(tmp_path / "four.json").getCatIds() == [1, 2, 3]
+    assert subset["categories"] == whole["categories"]
     whole["annotations"] = [a for a in whole["annotations"] if a["image_id"] > 10]
     (tmp_path / "source.json").write_text(json.dumps(whole))
     assert write_subset(tmp_path / "source.json", tmp_path / "subset.json", num_images=100) == 6
-
-
-@pytest.mark.parametrize("text", [None, "{", "[]", '{"images": []}', '{"images": [{"id": 1}], "categories": [{}]}'])
-def test_subset_of_another_file(tmp_path, text):
-    if text is not None:
+    for text in ('{"images": []}', '{"images": [{"id": 1}], "categories": [{}]}'):
         (tmp_path / "source.json").write_text(text)
-    assert "source.json" in message(
-        lambda: write_subset(tmp_path / "source.json", tmp_path / "subset.json", num_images=1)
-    )
+        named = message(write_subset, tmp_path / "source.json", tmp_path / "subset.json", num_images=1)
+        assert "source.json" in named
