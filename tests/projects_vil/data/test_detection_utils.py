@@ -42,7 +42,7 @@ def test_images_are_turned_upright_once(tmp_path, suffix, orientation):
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK", "RGB"])
 @pytest.mark.parametrize("image_format", ["RGB", "BGR"])
-def test_other_kinds_are_read_as_detectron2_reads_them(tmp_path, mode, image_format):
+def test_other_modes_are_read_as_detectron2_reads_them(tmp_path, mode, image_format):
     image = Image.fromarray(gradient()).convert("RGBA")
     image.putalpha(Image.fromarray(gradient()[..., 1]))
     path = tmp_path / ("image.jpg" if mode == "CMYK" else "image.png")
@@ -70,30 +70,21 @@ def test_32_bits_are_refused(tmp_path, dtype):
 
 
 def test_16_bits_train_and_test_alike(tmp_path):
-    """Both mappers, and what exports and drawings read with, see the 8 bits."""
+    """The mapper, and what exports and drawings read with, see the 8 bits."""
     path = tmp_path / "deep.png"
     Image.fromarray(gradient()[..., 2].astype(np.uint16) * 257).save(path)
     Image.fromarray(gradient()[..., 2]).save(tmp_path / "shallow.png")
-    Image.fromarray(np.ones((HEIGHT, WIDTH), np.uint8)).save(tmp_path / "labels.png")
-    whole = ["INPUT.MIN_SIZE_TRAIN", f"({HEIGHT}, {HEIGHT})", "INPUT.MIN_SIZE_TEST", str(HEIGHT)]
-    whole += ["INPUT.RANDOM_FLIP", "none"]
-    cfg = small_config("retinanet", *whole)
+    keys = ["INPUT.MIN_SIZE_TRAIN", f"({HEIGHT}, {HEIGHT})", "INPUT.MIN_SIZE_TEST", str(HEIGHT)]
+    cfg = small_config("retinanet", *keys, "INPUT.RANDOM_FLIP", "none")
     expected, size = read_for_testing(cfg, tmp_path / "shallow.png", image_format="RGB")
     assert size == (HEIGHT, WIDTH) and expected.std() > 10
     np.testing.assert_array_equal(read_for_testing(cfg, path, image_format="RGB")[0], expected)
-    record = {"file_name": str(path), "annotations": []}
-    other = small_config("semantic_fpn", *whole, "INPUT.CROP.ENABLED", "False")
-    labelled = {"file_name": str(path), "sem_seg_file_name": str(tmp_path / "labels.png"), "first_label": 1}
     for is_train in (True, False):
-        boxes, labels = Mapper(cfg, is_train=is_train), Mapper(other, is_train=is_train)
-        for mapper, given in ((boxes, record), (labels, labelled)):
-            assert (mapper(given)["image"].numpy() == expected.transpose(2, 0, 1)).all()
+        mapped = Mapper(cfg, is_train=is_train)({"file_name": str(path), "annotations": []})
+        assert (mapped["image"].numpy() == expected.transpose(2, 0, 1)).all()
 
 
-UNREADABLE = ("cut.jpg", "cut.png", "text.jpg", "empty.png", "absent.jpg", "folder.jpg")
-
-
-@pytest.mark.parametrize("name", UNREADABLE)
+@pytest.mark.parametrize("name", ["cut.jpg", "cut.png", "text.jpg", "empty.png", "absent.jpg", "folder.jpg"])
 def test_what_cannot_be_read_is_never_half_an_image(tmp_path, name):
     path = tmp_path / name
     if name.startswith("cut"):
@@ -106,8 +97,7 @@ def test_what_cannot_be_read_is_never_half_an_image(tmp_path, name):
     assert not ImageFile.LOAD_TRUNCATED_IMAGES
     with pytest.raises(UnreadableImage) as caught:
         read_image(path)
-    assert str(caught.value) == f"cannot read the image {path}: {caught.value.reason}"
-    assert caught.value.reason and "\n" not in caught.value.reason
+    assert str(path) in str(caught.value) and caught.value.reason
     if not name.startswith("cut"):
         with pytest.raises(UnreadableImage):
             read_size(path)

@@ -12,15 +12,7 @@ from pycocotools.coco import COCO
 
 from backbones.errors import ConfigError
 from projects_vil.data import write_shapes_dataset
-from projects_vil.data.shapes import (
-    BACKGROUND_MAX,
-    OBJECT_SIZES,
-    SHAPES_CLASSES,
-    SHAPES_SEM_SEG_CLASSES,
-    label_image,
-    mask_polygons,
-    render_image,
-)
+from projects_vil.data.shapes import BACKGROUND_MAX, OBJECT_SIZES, SHAPES_CLASSES, SHAPES_SEM_SEG_CLASSES, render_image
 
 SMALL = {"num_train": 12, "num_val": 5, "short_side": 96, "seed": 3}
 SPLITS = {"train": (12, "training"), "val": (5, "validation")}
@@ -33,24 +25,8 @@ def dataset(tmp_path_factory) -> Path:
     return output
 
 
-@pytest.fixture(scope="module")
-def labelled(tmp_path_factory) -> Path:
-    output = tmp_path_factory.mktemp("shapes") / "labelled"
-    write_shapes_dataset(output, task="sem_seg", **SMALL)
-    return output
-
-
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def coco_of(folder: Path, split: str) -> COCO:
-    return COCO(folder / "annotations" / f"instances_{split}.json")
-
-
-def rendered():
-    for index in range(60):
-        yield render_image(np.random.default_rng([7, index]), short_side=110)
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -64,12 +40,9 @@ def test_annotations_stay_the_same(dataset):
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_annotations_agree_with_the_images(dataset, split):
-    coco = coco_of(dataset, split)
-    content = coco.dataset
-    assert {"info", "licenses", "images", "annotations", "categories"} == content.keys()
-    assert [(c["id"], c["name"]) for c in content["categories"]] == list(enumerate(SHAPES_CLASSES, start=1))
-    assert len(content["images"]) == len(list((dataset / split).iterdir())) == SPLITS[split][0]
-    assert len(coco.anns) == len(content["annotations"])
+    coco = COCO(dataset / "annotations" / f"instances_{split}.json")
+    assert [(c["id"], c["name"]) for c in coco.dataset["categories"]] == list(enumerate(SHAPES_CLASSES, start=1))
+    assert len(coco.imgs) == len(list((dataset / split).iterdir())) == SPLITS[split][0]
     for index, (image_id, image) in enumerate(sorted(coco.imgs.items())):
         pixels = cv2.imread(str(dataset / split / image["file_name"]))
         assert pixels.shape == (image["height"], image["width"], 3)
@@ -82,9 +55,8 @@ def test_annotations_agree_with_the_images(dataset, split):
             left, top = columns.min(), rows.min()
             assert annotation["bbox"] == [left, top, columns.max() + 1 - left, rows.max() + 1 - top]
             assert (annotation["area"], annotation["category_id"]) == (mask.sum(), class_index + 1)
-            corners = np.concatenate([np.reshape(part, (-1, 2)) for part in annotation["segmentation"]])
-            np.testing.assert_allclose(corners.min(axis=0), [left, top], atol=0.6)
-            np.testing.assert_allclose(corners.max(axis=0), [columns.max() + 1, rows.max() + 1], atol=0.6)
+            decoded = coco.annToMask(annotation).astype(bool)
+            assert (decoded & mask).sum() / (decoded | mask).sum() > 0.95
         bright = pixels.max(axis=2) > BACKGROUND_MAX + 25
         annotated = np.any([coco.annToMask(item) for item in annotations], axis=0)
         assert (bright & annotated).sum() / (bright | annotated).sum() > 0.9
@@ -96,7 +68,6 @@ def test_same_seed_same_bytes_other_seed_other_images(dataset, tmp_path):
     again, other, first = contents(tmp_path / "again"), contents(tmp_path / "other"), contents(dataset)
     assert again == first and other.keys() == first.keys()
     assert not set(other.values()) & set(first.values())
-    assert len(set(first.values())) == len(first)
 
 
 def test_a_complete_dataset_is_kept_and_another_replaced_only_with_overwrite(tmp_path):
@@ -107,6 +78,8 @@ def test_a_complete_dataset_is_kept_and_another_replaced_only_with_overwrite(tmp
     assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before
     with pytest.raises(ConfigError, match="seed 3"):
         write_shapes_dataset(output, **SMALL | {"seed": 4})
+    with pytest.raises(ConfigError, match=str(output)):
+        write_shapes_dataset(output, task="sem_seg", **SMALL, overwrite=True)
     write_shapes_dataset(output, **SMALL | {"num_val": 2}, overwrite=True)
     assert len(list((output / "val").iterdir())) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
@@ -117,17 +90,10 @@ def test_other_folders_are_never_changed(tmp_path, name, overwrite):
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps({"info": {"description": "COCO 2017 Dataset"}}))
-    with pytest.raises(ConfigError, match=re.escape(str(tmp_path))):
-        write_shapes_dataset(tmp_path, **SMALL, overwrite=overwrite)
+    for output in (tmp_path, path, path / "deeper"):
+        with pytest.raises(ConfigError, match=re.escape(str(output))):
+            write_shapes_dataset(output, **SMALL, overwrite=overwrite)
     assert list(contents(tmp_path)) == [name]
-
-
-@pytest.mark.parametrize("below", ["", "deeper"])
-def test_output_at_a_file(tmp_path, below):
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(ConfigError, match="file"):
-        write_shapes_dataset(tmp_path / "file" / below, **SMALL)
-    assert (tmp_path / "file").read_text() == "mine"
 
 
 @pytest.mark.parametrize(
@@ -153,20 +119,11 @@ def test_nothing_is_left_after_an_interrupt(tmp_path, monkeypatch):
 # -- pixels ----------------------------------------------------------------------------------------
 
 
-def test_polygons_cover_the_rendered_pixels():
-    coco = COCO()
-    for image, instances in rendered():
-        height, width = image.shape[:2]
-        coco.imgs = {1: {"height": height, "width": width}}
-        for _, mask in instances:
-            decoded = coco.annToMask({"image_id": 1, "segmentation": mask_polygons(mask)}).astype(bool)
-            assert (decoded & mask).sum() / (decoded | mask).sum() > 0.95
-
-
 def test_classes_differ_in_hue_and_sizes_vary():
     brightest_channel = {"circle": 2, "square": 1, "triangle": 0}
     shapes, extents = [], []
-    for image, instances in rendered():
+    for index in range(60):
+        image, instances = render_image(np.random.default_rng([7, index]), short_side=110)
         background = ~np.any([mask for _, mask in instances], axis=0)
         short = min(image.shape[:2])
         shapes.append(image.shape[:2])
@@ -180,39 +137,21 @@ def test_classes_differ_in_hue_and_sizes_vary():
     assert max(extents) < OBJECT_SIZES[1] + 0.03 and min(extents) < 0.2 and np.mean(extents) > 0.25
 
 
-# -- label images ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("split", SPLITS)
-def test_label_images_agree_with_images_and_annotations(labelled, dataset, split):
-    number, folder = SPLITS[split]
+def test_label_images_agree_with_images_and_annotations(dataset, tmp_path):
+    labelled = tmp_path / "labelled"
+    write_shapes_dataset(labelled, task="sem_seg", **SMALL)
     assert (labelled / "classes.txt").read_text().split() == list(SHAPES_SEM_SEG_CLASSES)
-    images, labels = (sorted((labelled / parent / folder).iterdir()) for parent in ("images", "annotations"))
-    assert [path.stem for path in images] == [path.stem for path in labels] and len(images) == number
-    coco = COCO(labelled / f"instances_{split}.json")
-    for image_id, image, label in zip(sorted(coco.imgs), images, labels, strict=True):
-        assert image.read_bytes() == (dataset / split / image.name).read_bytes()
-        pixels = cv2.imread(str(label), cv2.IMREAD_UNCHANGED)
-        assert pixels.dtype == np.uint8 and {0, 1} < set(np.unique(pixels)) <= set(range(5))
-        objects = np.ones_like(pixels)
-        for annotation in coco.imgToAnns[image_id]:
-            objects[coco.annToMask(annotation).astype(bool)] = annotation["category_id"] + 1
-        known = pixels > 0
-        assert 0.8 < known.mean() < 1 and (pixels == objects)[known].mean() > 0.995
-
-
-def test_outlines_are_ignored_on_both_sides():
-    mask = np.zeros((12, 17), bool)
-    mask[3:9, 4:13] = True
-    labels = label_image((12, 17), [(2, mask)])
-    assert set(labels[4:8, 5:12].ravel()) == {4}
-    assert not labels[2:10, [3, 4, 12, 13]].any() and not labels[[2, 3, 8, 9], 3:14].any()
-    assert labels[0].all() and labels[:, 0].all() and set(labels[11]) == {1}
-
-
-@pytest.mark.parametrize("first, second", [("detection", "sem_seg"), ("sem_seg", "detection")])
-def test_a_dataset_of_another_task_is_never_changed(tmp_path, first, second):
-    options = {"num_train": 1, "num_val": 1, "short_side": 40}
-    write_shapes_dataset(tmp_path / "data", task=first, **options)
-    with pytest.raises(ConfigError, match="data"):
-        write_shapes_dataset(tmp_path / "data", task=second, overwrite=True, **options)
+    for split, (number, folder) in SPLITS.items():
+        images, labels = (sorted((labelled / parent / folder).iterdir()) for parent in ("images", "annotations"))
+        assert [path.stem for path in images] == [path.stem for path in labels] and len(images) == number
+        coco = COCO(labelled / f"instances_{split}.json")
+        for image_id, image, label in zip(sorted(coco.imgs), images, labels, strict=True):
+            assert image.read_bytes() == (dataset / split / image.name).read_bytes()
+            pixels = cv2.imread(str(label), cv2.IMREAD_UNCHANGED)
+            assert pixels.dtype == np.uint8 and {0, 1} < set(np.unique(pixels)) <= set(range(5))
+            objects = np.ones_like(pixels)
+            for annotation in coco.imgToAnns[image_id]:
+                objects[coco.annToMask(annotation).astype(bool)] = annotation["category_id"] + 1
+            # Outlines are ignored, on both sides.
+            known = pixels > 0
+            assert 0.8 < known.mean() < 1 and (pixels == objects)[known].mean() > 0.995
