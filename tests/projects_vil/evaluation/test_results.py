@@ -12,22 +12,16 @@ from projects_vil.evaluation import explain_results, read_results, write_results
 from tests.projects_vil.helpers import small_config
 
 
-def test_results_of_two_datasets(tmp_path):
+def test_results_of_two_datasets_and_by_class(tmp_path):
     cfg = small_config("retinanet", "OUTPUT_DIR", str(tmp_path), "DATASETS.TEST", "('a', 'b')")
-    write_results(cfg, {"a": {"bbox": {"AP": 1.5}}, "b": {"bbox": {"AP": float("nan"), "AP50": 2}}})
-    content = json.loads((tmp_path / "evaluation.json").read_text())
-    assert content == {"a": {"bbox": {"AP": 1.5}}, "b": {"bbox": {"AP": None, "AP50": 2}}}
-
-
-def test_results_by_class(tmp_path):
-    cfg = small_config("retinanet", "OUTPUT_DIR", str(tmp_path), "DATASETS.TEST", "('own',)")
     metrics = {"AP": 1.5, "AP-big dog": 3.0, "AP-cat": float("nan")}
     labels = {"mIoU": 2.0, "IoU-road": 2.0, "ACC-road": 7.0}
-    write_results(cfg, {"bbox": metrics, "sem_seg": labels})
-    content = json.loads((tmp_path / "evaluation.json").read_text())["own"]
-    assert content["bbox"].pop("per_class") == {"big dog": {"AP": 3.0}, "cat": {"AP": None}}
-    assert content["bbox"] == {"AP": 1.5, "AP-big dog": 3.0, "AP-cat": None}
-    assert content["sem_seg"]["per_class"] == {"road": {"IoU": 2.0, "ACC": 7.0}}
+    write_results(cfg, {"a": {"bbox": metrics, "sem_seg": labels}, "b": {"bbox": {"AP": float("nan"), "AP50": 2}}})
+    content = json.loads((tmp_path / "evaluation.json").read_text())
+    assert content["a"]["bbox"].pop("per_class") == {"big dog": {"AP": 3.0}, "cat": {"AP": None}}
+    assert content["a"]["bbox"] == {"AP": 1.5, "AP-big dog": 3.0, "AP-cat": None}
+    assert content["a"]["sem_seg"]["per_class"] == {"road": {"IoU": 2.0, "ACC": 7.0}}
+    assert content["b"] == {"bbox": {"AP": None, "AP50": 2}}
 
 
 @pytest.mark.parametrize(("classes", "ap", "expected"), [(["dog"], 4.5, 4.5), (["dog", "cat"], float("nan"), None)])
