@@ -74,9 +74,9 @@ clean: ## remove what the demo, the tests and builds wrote; .venv stays
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache
 	find . -path ./.venv -prune -o -name __pycache__ -prune -exec rm -rf {} +
 
-# The environment, made once and used again while it is newer than the files that say what belongs in it.
+# The environment, made once and used again while it is newer than the files that list its packages.
 # .venv/.sound is away while a step changes it: after an install that was killed or interrupted the next run makes
-# it anew; after one that merely failed, for want of a network say, the next run goes on with what is there.
+# it again; after one that merely failed, as without a network, the next run goes on with what is there.
 PYTHON_FITS := import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))
 PIP := $(RUN) -m pip --quiet --quiet --disable-pip-version-check
 step = trap 'exit 130' INT TERM HUP; rm -f .venv/.sound; $(1); status=$$?; touch .venv/.sound; exit $$status

@@ -46,7 +46,7 @@ EVAL = ["faster-coco-eval>=1.6"]
 # What --format onnx of tools/export_model.py needs; nncf for its int8.
 EXPORT = ["onnx>=1.17", "onnxruntime>=1.20", "onnxscript>=0.5", "nncf>=3.4"]
 # What the examples with other libraries need, in versions that were seen working. Not a part of dev: sahi and trackers
-# ask for opencv-python itself, beside whatever flavour is there (docs/hub.md).
+# ask for opencv-python itself, next to whatever flavour is there (docs/hub.md).
 EXAMPLES = ["sahi>=0.12", "supervision>=0.31", "trackers>=2.6"]
 # What --format openvino needs; nncf for its int8.
 OPENVINO = ["openvino>=2026.4", "nncf>=3.4"]

@@ -306,7 +306,7 @@ def _check_weight(name: str, tensor: Tensor) -> None:
 
 
 class _ViLConversion(_Conversion):
-    """Of ``layer1``, module 0 is the embedding, the odd ones are attention, the even ones MLPs."""
+    """Module 0 of ``layer1`` is the embedding, the odd ones are attention, the even ones MLPs; so in all layers."""
 
     starts = (
         (r"layer(\d)\.0\.(proj|norm_embed)\.", lambda m: f"stages.{int(m[1]) - 1}.patch_embed.{m[2]}."),

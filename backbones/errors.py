@@ -31,7 +31,7 @@ def closest(word: str, candidates: Iterable[str], *, most: int = 1) -> str:
 
 
 def check_file(path: str | Path, what: str, *, named_by: str = "") -> None:
-    """Raise a :class:`ConfigError` where ``path`` is no file.
+    """Raise a :class:`ConfigError` where ``path`` is not a file.
 
     Args:
         what: the file is, in words.
@@ -45,7 +45,7 @@ def check_file(path: str | Path, what: str, *, named_by: str = "") -> None:
 
 
 def check_choice(what: str, value: object, choices: Iterable[str]) -> None:
-    """Raise a :class:`ConfigError` where ``value`` is none of ``choices``."""
+    """Raise a :class:`ConfigError` where ``value`` is not one of ``choices``."""
     choices = list(choices)
     if value not in choices:
         names = list(map(str, choices))

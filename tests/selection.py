@@ -10,7 +10,7 @@ def slow_except(cases: Iterable[Any], fast: Collection[Any]) -> list:
     """Parameters of a test, all ``slow`` but those in ``fast``; a case of several is known by its first.
 
     Raises:
-        ValueError: for one of ``fast`` that is no case.
+        ValueError: for one of ``fast`` that is not a case.
     """
     cases = [case if isinstance(case, tuple) else (case,) for case in cases]
     unknown = set(fast) - {case[0] for case in cases}

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("configs/*/*.yaml") if path.parent.name != "base")
 PUBLISHED_CONFIGS = [path for path in CONFIGS if path.split("/")[1] in ("retinanet", "mask_rcnn")]
 DETECTORS = ("retinanet", "mask_rcnn")
-# One of each family, detector and kind of head; the others have the same parts.
+# One of each family, detector and type of head; the others have the same parts.
 FAST = {
     *(f"configs/retinanet/{name}_1x.yaml" for name in ("vil_tiny", "ls_tiny", "lit_ti", "cvt_ls_13")),
     *("configs/mask_rcnn/vil_small_1x.yaml", "configs/mask_rcnn/performer_small_1x.yaml"),

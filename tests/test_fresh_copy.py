@@ -23,7 +23,7 @@ def copy(tmp_path_factory):
         check=False,
     )
     if listed.returncode:
-        pytest.skip("this is no git repository: it is a copy itself")
+        pytest.skip("this is not a git repository: it is a copy itself")
     root = tmp_path_factory.mktemp("elsewhere") / "copy"
     for name in listed.stdout.decode().split("\0"):
         if name and (ROOT / name).is_file():

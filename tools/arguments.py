@@ -136,17 +136,17 @@ class ConfigToolParser(ToolParser):
     ) -> tuple[argparse.Namespace, list[str]]:
         words, overrides = self._split(sys.argv[1:] if args is None else args)
         parsed, unknown = super().parse_known_args(words, namespace)
-        typed = dict(zip(overrides[::2], overrides[1::2], strict=True))
+        given = dict(zip(overrides[::2], overrides[1::2], strict=True))
         for name, key in SHORT_FORMS.items():
             value = getattr(parsed, name, None)
             if value is None:
                 continue
-            if typed.get(key, value) != value:
-                self.error(f"--{name} {value} and {key} {typed[key]} are the same setting: leave one out")
+            if given.get(key, value) != value:
+                self.error(f"--{name} {value} and {key} {given[key]} are the same setting: leave one out")
             overrides += [key, value]
-            typed[key] = value
+            given[key] = value
         try:
-            existing_path(typed.get("MODEL.WEIGHTS") or "://")
+            existing_path(given.get("MODEL.WEIGHTS") or "://")
         except argparse.ArgumentTypeError as error:
             self.error(f"MODEL.WEIGHTS: {error}")
         parsed.opts = overrides
@@ -273,7 +273,7 @@ def _explain(error: Exception) -> tuple[str, int] | None:
 
 
 def _with_flag(message: str) -> str:
-    """Write an argument that a function names at the beginning as its flag, where that was typed: size -> --size."""
+    """Write an argument that a function names at the beginning as its flag, where that was given: size -> --size."""
     name = message.split(maxsplit=1)[0].rstrip(":") if message else ""
     flag = f"--{name.replace('_', '-')}"
     return flag + message.removeprefix(name) if flag in sys.argv else message

@@ -49,8 +49,8 @@ def main() -> None:
     num_images = args.images or len(load_dataset(cfg, cfg.DATASETS.TRAIN, train=True, report=False))
     rows, plans = [COLUMNS], []
     for epochs in numbers:
-        typed = [*args.opts, *batch, "SOLVER.EPOCHS", str(epochs)]
-        plan, lines = schedule_by_epochs(load_config(args.config_file, typed), num_images, typed)
+        overrides = [*args.opts, *batch, "SOLVER.EPOCHS", str(epochs)]
+        plan, lines = schedule_by_epochs(load_config(args.config_file, overrides), num_images, overrides)
         solver = plan.SOLVER
         steps = solver.STEPS if solver.LR_SCHEDULER_NAME == "WarmupMultiStepLR" else ()
         lengths = (solver.MAX_ITER, ", ".join(map(str, steps)) or "-", solver.WARMUP_ITERS)

@@ -35,12 +35,12 @@ class KernelKey:
 
     Attributes:
         device: where the tensors are.
-        dtype: of what is computed.
+        dtype: of the computation.
         heads, channels: M, and D of each.
         window_size, mode: as of the kernels.
         is_shifted: whether one neighbour alone is seen.
         num_global: G.
-        biases: names of those there are.
+        biases: names of the biases that the call has.
         learned: names of the tensors that need gradients.
     """
 
@@ -101,7 +101,7 @@ def choose_kernel(kernels: Mapping[str, Kernel], kernel_key: KernelKey) -> str:
 
     Args:
         kernels: by name, with the signature of :func:`.sliding_chunk.sliding_chunk_attention`; the first one is taken
-            where none is right.
+            where none of them is right.
         kernel_key: what they are used for.
     """
     is_one_of_many = torch.distributed.is_available() and torch.distributed.is_initialized()

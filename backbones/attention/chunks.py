@@ -1,8 +1,8 @@
 """Cutting a feature map into chunks, and masking of keys, for all kernels over chunks.
 
-A mask for every pair would be larger than all keys. A key that must not be seen is marked in extra channels instead, so
-that the product with the query lowers its score by a penalty. The product is split in two factors, both of which
-float16 can hold where its penalty is taken: with heads of up to 1024 channels more than the largest float16.
+A mask for every pair would be larger than all keys. Keys have extra mask channels instead, whose product with those of
+the query lowers the score of a key that must not be seen by a penalty. float16 can represent both factors: with heads
+of up to 1024 channels the penalty is larger than the largest float16.
 """
 
 import contextlib
@@ -17,17 +17,17 @@ from backbones.layers.tracing import first, in_order, is_exporting, is_tracing, 
 
 MODES = ("zero_pad", "exact", "cyclic")
 _PENALTY = 1e9
-_QUERY_MARK, _KEY_MARK_FLOAT16 = 256.0, -32768.0
+_QUERY_MASK, _KEY_MASK_FLOAT16 = 256.0, -32768.0
 
 
 def mask_channels(channels: int, device: torch.device) -> int:
-    """How many channels mark hidden keys: one; on a GPU, where the fast kernels want it, up to a multiple of 8."""
+    """How many mask channels hidden keys have: one; on a GPU, where the fast kernels want it, up to a multiple of 8."""
     return 8 - channels % 8 if device.type == "cuda" else 1
 
 
 def mask_queries(query: Tensor, extra: int) -> Tensor:
     """(..., D) -> (..., D + extra), to be taken with the keys of :func:`mask_keys`."""
-    return F.pad(query, (0, extra), value=_QUERY_MARK)
+    return F.pad(query, (0, extra), value=_QUERY_MASK)
 
 
 def mask_keys(key: Tensor, hidden: Tensor, *, extra: int, scale: float) -> Tensor:
@@ -41,14 +41,14 @@ def mask_keys(key: Tensor, hidden: Tensor, *, extra: int, scale: float) -> Tenso
     Returns:
         (B, M, H, W, D + extra)
     """
-    marks = hidden.to(key.dtype) * mark_of_keys(key, extra=extra, scale=scale)
-    return torch.cat([key, marks[:, :, None].expand(*key.shape[:2], -1, -1, extra)], dim=-1)
+    mask = hidden.to(key.dtype) * mask_channel_value(key, extra=extra, scale=scale)
+    return torch.cat([key, mask[:, :, None].expand(*key.shape[:2], -1, -1, extra)], dim=-1)
 
 
-def mark_of_keys(key: Tensor, *, extra: int, scale: float) -> float:
+def mask_channel_value(key: Tensor, *, extra: int, scale: float) -> float:
     """Return the value of the extra channels of a hidden key: see :func:`mask_keys`."""
     half = _computing_dtype(key) == torch.float16
-    return _KEY_MARK_FLOAT16 if half else -_PENALTY / (_QUERY_MARK * scale * extra)
+    return _KEY_MASK_FLOAT16 if half else -_PENALTY / (_QUERY_MASK * scale * extra)
 
 
 def _computing_dtype(x: Tensor) -> torch.dtype:

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from backbones.attention.blocked import BLOCK_SCORES, LEAST_EXPONENT, in_autocast_dtype
 from backbones.layers.tracing import at_least_float32, autocast_off, missing
 
-_MARK = -1e9
+_MASK = -1e9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +131,7 @@ class _Gradients:
         self.query, self.grad = self._chunks(query) * self.scale, self._chunks(grad)
         self.query_columns = _as_columns(self.query, 1.0)
         self.grad_columns = _as_columns(self.grad, -self._chunks((grad * output).sum(dim=-1, keepdim=True))[..., 0])
-        # The last channel of keys marks hidden ones; that of values meets that of the gradient.
+        # The last channel of keys masks hidden ones; that of values meets that of the gradient.
         self.keys, self.values = self._halo(at_least_float32(key), hide=True), self._halo(at_least_float32(value))
         self.local_bias = None if local_bias is None else self._by_columns(at_least_float32(local_bias))
         self.has_shared = shared_key is not None
@@ -150,7 +150,7 @@ class _Gradients:
             shape = (self.batch, self.heads, self.shared_key.shape[2])
             self.shared_grads = [self.query.new_zeros(*shape, self.channels) for _ in range(2)]
             self.shared_grads.append(self.query.new_zeros(shape[1:]) if self.biases_learn[1] else None)
-        # Room that all rows and blocks use in turn: new memory for each would take as long as some of the products.
+        # Buffers that all rows and blocks use in turn: new memory for each would take as long as some of the products.
         (_, groups, heads, size), (length, channels) = self.keys.shape[:4], (self.windows.length, self.channels)
         self.strips = self.query.new_empty(2, groups, heads, size, length, channels + 1)
         self.strip_grads = self.query.new_empty(2, groups, heads, size * length, channels)
@@ -307,7 +307,7 @@ class _Gradients:
         size, side, (width, height) = self.windows.window_size, self.windows.side, self._size_with_halo()
         halo = x.new_zeros(self.batch, width, self.heads, height, self.channels + 1)
         if self.windows.wrap is None:
-            halo[..., -1] = _MARK if hide else 1.0
+            halo[..., -1] = _MASK if hide else 1.0
             inside = halo[:, side : side + self.width, :, side : side + self.height]
             inside[..., :-1] = x.permute(0, 3, 1, 2, 4)
             if hide:
@@ -316,7 +316,7 @@ class _Gradients:
             cols, hidden_cols, rows, hidden_rows = self._sources(x.device)
             halo[..., :-1] = x.permute(0, 3, 1, 2, 4).index_select(1, cols).index_select(3, rows)
             hidden = (hidden_cols[:, None] | hidden_rows).to(x.dtype)[:, None]
-            halo[..., -1] = hidden * _MARK if hide else 1.0
+            halo[..., -1] = hidden * _MASK if hide else 1.0
         # (B, cols + pieces - 1, w, M, rows * w + 2 * side, D + 1) for a moment
         return halo.unflatten(1, (-1, size)).transpose(2, 3)
 

@@ -12,7 +12,7 @@ from backbones.layers.tracing import at_least_float32, in_order
 class ConvEmbed(nn.Module):
     """Overlapping patches, each embedded (CvT section 3.1): a strided convolution, then LayerNorm.
 
-    A height or width that is no multiple of ``stride`` is padded with zeros below and on the right.
+    A height or width that is not a multiple of ``stride`` is padded with zeros below and on the right.
     """
 
     def __init__(self, in_channels: int, dim: int, *, kernel_size: int, stride: int, norm_eps: float) -> None:

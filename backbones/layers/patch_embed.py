@@ -17,7 +17,7 @@ def pad_to_multiple(features: Tensor, multiple: int) -> Tensor:
 class PatchEmbed(nn.Module):
     """Cut a map into patches and embed each: a convolution with kernel = stride = ``patch_size``, then LayerNorm.
 
-    A height or width that is no multiple of ``patch_size`` is padded with zeros below and on the right.
+    A height or width that is not a multiple of ``patch_size`` is padded with zeros below and on the right.
     """
 
     def __init__(self, in_channels: int, dim: int, *, patch_size: int, norm_eps: float = 1e-6) -> None:

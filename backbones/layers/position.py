@@ -291,12 +291,12 @@ def fit_table(tensor: Tensor, owner: nn.Module, leaf: str, *, made_for: tuple[in
         tensor: of a checkpoint.
         owner: the module of this model.
         leaf: the name of the parameter in ``owner``.
-        made_for: height and width, in tokens, of the map that a :class:`GridRelativeBias` had ``tensor`` for; None
-            where nobody knows, which is then a square.
+        made_for: height and width, in tokens, of the feature map that ``tensor`` of a :class:`GridRelativeBias` is for;
+            None where that is unknown, which is then taken as square.
 
     Returns:
-        ``tensor`` in the size of ``owner``'s parameter; as it is, where that is no such table or cannot be made of it:
-        offsets share rows of a segment's table, so that it is no grid.
+        ``tensor`` in the size of ``owner``'s parameter; unchanged where that is not such a table or cannot be resized:
+        offsets share rows of a segment's table, so that it is not a grid.
     """
     table = getattr(owner, leaf, None)
     # A bias for 2 x 14 tokens has as many rows as one for 14 x 2.

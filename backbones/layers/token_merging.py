@@ -74,7 +74,7 @@ class DeformableTokenMerging(nn.Module):
 
 
 def _deformable(device: torch.device) -> Callable[..., Tensor]:
-    """The deformable convolution for maps of a device; on the CPU sampling takes a fifth of torchvision's time.
+    """The deformable convolution for feature maps on a device; on the CPU sampling takes a fifth of torchvision's time.
 
     An export has operators that every runtime has; a trace is meant for torchvision's.
     """
@@ -89,7 +89,7 @@ def deformable_by_sampling(features: Tensor, offset: Tensor, weight: Tensor, bia
     an offset is a whole number, sampling is not differentiable: its gradient is that of one side, as rounding decides.
 
     Args:
-        maps: (B, C, H, W).
+        features: (B, C, H, W).
         offset: (B, 2 * S * S, H / S, W / S) for a stride of S: (y, x) for each position of the kernel.
         weight: (D, C, S, S).
         bias: (D,).

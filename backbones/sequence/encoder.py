@@ -68,7 +68,7 @@ def _attend_in_windows(
     # One segment has all tokens then.
     window_size = max(min(window_size, number), 1)
     side = max(window_size // 2, 1)
-    # Large blocks of segments copy the shared keys less often, small ones meet fewer keys that are none of theirs.
+    # Large blocks of segments copy the shared keys less often, small ones meet fewer keys outside the window.
     block = window_size * min(max(_BLOCK // window_size, 1), -(-number // window_size))
     length, fill = block + 2 * side, missing(number, block)
     halo = (side, side + fill)

@@ -468,7 +468,7 @@ def format_of(path: str | Path) -> str:
         if str(path).endswith(known.suffix):
             return name
     suffixes = ", ".join(known.suffix for known in FORMATS.values())
-    raise ConfigError(f"{path} is not an exported model: its suffix is none of {suffixes}")
+    raise ConfigError(f"{path} is not an exported model: its suffix is not one of {suffixes}")
 
 
 def is_exported(path: str | Path) -> bool:

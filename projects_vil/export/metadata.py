@@ -55,7 +55,7 @@ def check_input(taken: dict, shape: Sequence[int], *, what: str) -> None:
 def digests_of(path: Path, file_format: str) -> dict:
     """Return the SHA-256 of a model's file, and, by name, of the files that belong to it, as its metadata have them."""
     own, *others = FORMATS[file_format].files(path)
-    return {"sha256": digest_of(own), "beside": {file.name: digest_of(file) for file in others}}
+    return {"sha256": digest_of(own), "other_files": {file.name: digest_of(file) for file in others}}
 
 
 def digest_of(path: str | Path) -> str:
@@ -97,7 +97,7 @@ def _is_metadata(metadata: object) -> bool:
 def check_digest(path: str | Path, metadata: dict) -> None:
     """Raise a :class:`ConfigError` where an exported file, or one that belongs to it, is not that of its metadata."""
     # Older files have no digests.
-    digests = {Path(path).name: metadata.get("sha256")} | metadata.get("beside", {})
+    digests = {Path(path).name: metadata.get("sha256")} | metadata.get("other_files", {})
     for name, digest in digests.items():
         file = Path(path).with_name(name)
         check_file(file, "file", named_by=f"which belongs to {path}")

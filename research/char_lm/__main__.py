@@ -69,7 +69,7 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def typed(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
+def given(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
     return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
 
 
@@ -84,15 +84,15 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     if args.sample:
         # An unknown byte in the prompt ends the command before the training, not after it.
         text.vocabulary.encode_prompt(args.prompt)
-    size = size_for(args.config, **typed(args, SIZES))
+    size = size_for(args.config, **given(args, SIZES))
     config = CONFIGS[args.config]
     settings = Settings(
         models=MODELS if args.compare else MODELS[:1],
         size=size,
-        phases=phases_for(args.config, **typed(args, tuple(PHASES))),
+        phases=phases_for(args.config, **given(args, tuple(PHASES))),
         dropout=config.dropout if args.dropout is None else args.dropout,
         weight_decay=config.weight_decay if args.weight_decay is None else args.weight_decay,
-        **typed(args, ("seed", "memory_length", "accumulate", "eval_every")),
+        **given(args, ("seed", "memory_length", "accumulate", "eval_every")),
     )
     training = Training(settings, text, Path(args.output), device=args.device, resume=args.resume)
     print(f"{args.data}: {len(text.train):,} bytes to train on, {len(text.vocabulary)} ids", flush=True)
@@ -149,7 +149,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     from research.char_lm.model import CONFIGS, MODELS, TITLES, count_parameters, size_for
     from research.char_lm.training import measure_steps
 
-    size = size_for(args.config, **typed(args, SIZES))
+    size = size_for(args.config, **given(args, SIZES))
     costs = measure_steps(size, args.lengths, batch_size=args.batch_size, runs=args.runs, device=args.device)
     rows = []
     for cost in costs:

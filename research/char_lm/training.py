@@ -75,7 +75,7 @@ class Training:
             bytes_per_stream = (len(text.train) - 1) // phase.batch_size
             if bytes_per_stream < phase.length or phase.batch_size % settings.accumulate:
                 raise ConfigError(
-                    f"batch_size={phase.batch_size} streams of {bytes_per_stream} bytes do not hold blocks of "
+                    f"batch_size={phase.batch_size} streams of {bytes_per_stream} bytes are shorter than a block of "
                     f"length={phase.length}, or are not a multiple of accumulate={settings.accumulate}"
                 )
         path = output / LAST

@@ -70,8 +70,8 @@ def main() -> None:
     from research.long_range_arena.training import format_lengths, measure_lengths, train_classifier
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    typed = {name: getattr(args, name) for name in OF_SETTINGS if getattr(args, name) is not None}
-    settings = settings_for(args.task, args.config, **typed)
+    given = {name: getattr(args, name) for name in OF_SETTINGS if getattr(args, name) is not None}
+    settings = settings_for(args.task, args.config, **given)
     if args.measure:
         models = (args.model,) if args.model else MODELS
         options = {"models": models, "batch_size": args.batch_size or 1, "device": device, "runs": args.runs}

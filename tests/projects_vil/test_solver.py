@@ -296,7 +296,7 @@ def plan(num_images, *overrides, config=ONE_X):
         (1000, 16, 80, (5000, (3333, 4444), 250, 250)),
         (50, 8, 40, (250, (167, 222), 13, 100)),
         (7, 16, 1, (1, (), 1, 1)),
-        # Of 2 iterations, both steps come after the first.
+        # With 2 iterations, both steps come after the first.
         (16, 16, 2, (2, (1,), 1, 2)),
     ],
 )
@@ -305,9 +305,9 @@ def test_iterations_of_epochs(num_images, batch, epochs, expected):
     solver = cfg.SOLVER
     assert (solver.MAX_ITER, solver.STEPS, solver.WARMUP_ITERS, cfg.TEST.EVAL_PERIOD) == expected
     assert solver.CHECKPOINT_PERIOD == cfg.TEST.EVAL_PERIOD and solver.EPOCHS == 0 and cfg.is_frozen()
-    # What is logged can be typed.
-    typed = shlex.split(lines[1].partition(" is ")[2])
-    assert load_config(ONE_X, [*typed, "SOLVER.IMS_PER_BATCH", str(batch)]) == cfg
+    # The logged overrides can be passed back.
+    overrides = shlex.split(lines[1].partition(" is ")[2])
+    assert load_config(ONE_X, [*overrides, "SOLVER.IMS_PER_BATCH", str(batch)]) == cfg
 
 
 def test_other_schedules_and_overrides_stay(tmp_path):

@@ -160,7 +160,7 @@ def test_the_marks_of_a_gpu_give_the_same(monkeypatch, mode, channels, extra):
 @pytest.mark.parametrize("height, width", [(5, 6), (7, 11)])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_CUDA])])
 def test_lower_precision_is_close_to_float64(height, width, dtype, tolerance, mode, device):
-    # 64 channels: the mark of hidden keys is largest for many channels, and float16 must hold it
+    # 64 channels: the mask channel of hidden keys is largest for many channels, and float16 must hold it
     inputs = attention_inputs(height, width, num_global=2, local_bias=True, global_bias=True, channels=64)
     rounded = {name: tensor.to(device, dtype) for name, tensor in inputs.items()}
     options = {"window_size": WINDOW, "mode": mode}

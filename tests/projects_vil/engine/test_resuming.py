@@ -164,7 +164,7 @@ def test_a_finished_run_that_is_resumed_only_evaluates(shapes, tmp_path):
     before = metrics(tmp_path / "run")
     weights = (tmp_path / "run/model_final.pth").read_bytes()
     train("retinanet", tmp_path / "run")
-    # The lines of the last iteration and of the last evaluation, which are one apart, change places.
+    # The lines of the last iteration and of the last evaluation, which are one apart, are swapped.
     assert sorted(metrics(tmp_path / "run")) == sorted(before)
     assert (tmp_path / "run/model_final.pth").read_bytes() == weights
 

@@ -185,7 +185,7 @@ def test_a_batch_that_diverges_is_skipped_then_ends_the_run(detector, reason, tm
     assert [entry["iteration"] for entry in written] == [1]
     entry = written[0]
     assert entry["reason"] == reason and entry["learning_rate"] == 0.1 and entry["is_skipped"]
-    # Of the micro-batch.
+    # The images of the micro-batch.
     assert [image["image_id"] for image in entry["processes"][0]["images"]] == [2, 3]
     steps._data_loader_iter_obj = iter([bad])
     before, steps.iter = weights_of(model), 2

@@ -16,7 +16,7 @@ from tests.selection import slow_except
 
 def read_json(path):
     def refuse(name: str):
-        raise AssertionError(f"{name} is no JSON")
+        raise AssertionError(f"{name} is not JSON")
 
     return json.loads(path.read_text(), parse_constant=refuse)
 

@@ -14,7 +14,7 @@ from tests.projects_vil.panoptic import panoptic_config
 
 @pytest.fixture
 def config(request, monkeypatch):
-    """Of a detector and a metric; its dataset is registered."""
+    """A function from a detector and a metric to a config; its dataset is registered."""
 
     def make(detector: str, metric: str):
         root = {"panoptic": "panoptic_root", "semantic_fpn": "sem_seg_root"}.get(detector, "datasets_root")

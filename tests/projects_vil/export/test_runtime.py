@@ -130,7 +130,7 @@ def test_the_weights_of_openvino_are_in_a_file_of_their_own(written, tmp_path):
     model = written("retinanet", "openvino")
     path = copy_of(model, tmp_path, **digests_of(model.path, "openvino"))
     weights = path.with_suffix(".bin")
-    assert ExportedModel(path).metadata["beside"].keys() == {weights.name}
+    assert ExportedModel(path).metadata["other_files"].keys() == {weights.name}
     weights.write_bytes(weights.read_bytes()[::-1])
     with pytest.raises(ConfigError, match=weights.name):
         ExportedModel(path)
