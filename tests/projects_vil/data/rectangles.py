@@ -51,7 +51,7 @@ def _annotation(one: Rectangle, height: int, width: int) -> dict:
 
 
 def pixels_of(image: torch.Tensor, color: tuple[int, int, int]) -> torch.Tensor:
-    """Return where a color is in an image (3, H, W), as (H, W) bool; blurred edges are halved, and grey does not count."""
+    """Return where a color is in an image (3, H, W), as (H, W) bool; blurred edges are halved, grey does not count."""
     return ((image.int() - torch.tensor(color)[:, None, None]).abs() < 128).all(dim=0)
 
 
