@@ -83,13 +83,6 @@ def draw_labels(image: np.ndarray, labels: np.ndarray, metadata, *, scale: float
     return visualizer.draw_sem_seg(labels, alpha=LABEL_ALPHA).get_image()
 
 
-def fit(image: np.ndarray, *, width: int = PANEL_WIDTH, height: int = PANEL_HEIGHT) -> tuple[np.ndarray, float]:
-    """Resize an image to the largest size inside a box; return it and the scale."""
-    scale = min(width / image.shape[1], height / image.shape[0])
-    size = max(1, round(image.shape[1] * scale)), max(1, round(image.shape[0] * scale))
-    return cv2.resize(image, size, interpolation=cv2.INTER_AREA if scale < 1 else cv2.INTER_CUBIC), scale
-
-
 def sheet(title: str, rows: Sequence[Sequence[tuple[str, np.ndarray]]]) -> np.ndarray:
     """Arrange rows of images below their titles, below one title for all: (height, width, 3) uint8 RGB."""
     drawn = []

@@ -1,15 +1,17 @@
 """Drawings of the inside of a backbone: attention of a token, and sampling positions of LIT's token merging."""
 
-import dataclasses
 import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-import cv2
 import numpy as np
 import torch
 from detectron2.config import CfgNode
 from detectron2.structures import ImageList
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from torch import Tensor, nn
 
 from backbones import ConfigError
@@ -20,44 +22,11 @@ from backbones.lit import LIT
 from projects_vil.checkpoint import load_detector
 from projects_vil.data import read_for_testing
 from projects_vil.modeling import TransformerBackbone
-from projects_vil.visualization.attention import attention_weights
-from projects_vil.visualization.drawing import GAP, PANEL_WIDTH, fit, sheet, write_image
+from projects_vil.visualization.attention import AttentionWeights, attention_weights
+from projects_vil.visualization.drawing import write_image
 
-COLUMNS = 4
+COLUMNS, PANEL = 4, 4.8  # panels in a row, and inches of 100 pixels
 MIN_CROP = 16  # tokens: the smallest part of an attention map that is drawn
-MAX_POINTS = 32
-GREEN, YELLOW, RED = (0, 255, 0), (255, 255, 0), (255, 0, 0)
-
-Box = tuple[int, int, int, int]  # top, left, bottom, right in pixels
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelInput:
-    """An image as the input of a backbone.
-
-    Attributes:
-        path: its file.
-        file_size: height and width of the file, in pixels.
-        pixels: (H, W, 3) uint8 RGB, resized as for testing.
-        batch: (1, 3, H', W'), normalised, and padded below and on the right.
-    """
-
-    path: Path
-    file_size: tuple[int, int]
-    pixels: np.ndarray
-    batch: Tensor
-
-    def find(self, point: Sequence[int]) -> tuple[int, int]:
-        """Return row and column in ``pixels`` of a pixel of the file.
-
-        Raises:
-            ConfigError: for a point outside the image.
-        """
-        (y, x), (height, width) = point, self.file_size
-        if not (0 <= y < height and 0 <= x < width):
-            raise ConfigError(f"point {y} {x} is outside {self.path}, which is {height} pixels high and {width} wide")
-        rows, cols = self.pixels.shape[:2]
-        return (2 * y + 1) * rows // (2 * height), (2 * x + 1) * cols // (2 * width)
 
 
 def load_model(cfg: CfgNode, weights: str | Path | None = None) -> tuple[nn.Module, Backbone]:
@@ -74,18 +43,32 @@ def load_model(cfg: CfgNode, weights: str | Path | None = None) -> tuple[nn.Modu
     return model, model.backbone.bottom_up.net
 
 
-def read_input(cfg: CfgNode, model: nn.Module, path: str | Path) -> ModelInput:
+def read_input(
+    cfg: CfgNode, model: nn.Module, path: str | Path, point: Sequence[int] | None = None
+) -> tuple[np.ndarray, Tensor, tuple[int, int] | None]:
     """Read an image, and resize, normalise and pad it as for testing.
 
+    Args:
+        point: y and x of a pixel of the file.
+
+    Returns:
+        The resized image (H, W, 3) uint8 RGB; the input of the backbone (1, 3, H', W'), padded below and on the right;
+        and row and column of ``point`` in the resized image.
+
     Raises:
-        ConfigError: for a file that cannot be read.
+        ConfigError: for a file that cannot be read, and a point outside the image.
     """
-    pixels, file_size = read_for_testing(cfg, path, image_format="RGB")
+    pixels, (height, width) = read_for_testing(cfg, path, image_format="RGB")
+    rows, cols = pixels.shape[:2]
+    if point is not None:
+        y, x = point
+        if not (0 <= y < height and 0 <= x < width):
+            raise ConfigError(f"point {y} {x} is outside {path}, which is {height} pixels high and {width} wide")
+        point = (2 * y + 1) * rows // (2 * height), (2 * x + 1) * cols // (2 * width)
     channels = pixels[:, :, ::-1] if cfg.INPUT.FORMAT == "BGR" else pixels
     image = torch.as_tensor(channels.transpose(2, 0, 1).astype("float32"))
     image = (image - model.pixel_mean) / model.pixel_std
-    batch = ImageList.from_tensors([image], model.backbone.size_divisibility).tensor
-    return ModelInput(Path(path), file_size, pixels, batch)
+    return pixels, ImageList.from_tensors([image], model.backbone.size_divisibility).tensor, point
 
 
 # -- attention -------------------------------------------------------------------------------------
@@ -101,11 +84,7 @@ def draw_attention(
     block: int,
     point: tuple[int, int],
 ) -> Path:
-    """Draw the attention of the token at a pixel: the image with the token, then a heat map for each head.
-
-    A neighbourhood smaller than the image is enlarged, and framed in the image. Colours go from the least to the
-    largest weight above 0 on the image itself; a title gives both, and the shares of the global tokens and of the
-    padding. Projected keys and reduced feature maps have panels of their own.
+    """Draw the attention of the token at a pixel (:func:`plot_attention`) and return the path of the PNG.
 
     Args:
         cfg: config of a detector or segmentor.
@@ -120,59 +99,73 @@ def draw_attention(
     """
     model, backbone = load_model(cfg, weights)
     module = _attention_module(backbone, stage, block)
-    image = read_input(cfg, model, image_file)
-    y, x = image.find(point)
+    pixels, batch, (y, x) = read_input(cfg, model, image_file, point)
     inputs = []
     handle = module.register_forward_pre_hook(lambda module, args: inputs.append(args))
     with torch.no_grad():
-        backbone(image.batch)
+        backbone(batch)
     handle.remove()
     tokens, global_tokens = inputs[0]
-    stride = image.batch.shape[2] // tokens.shape[1]
-    row, col = y // stride, x // stride
-    attention = attention_weights(module, tokens, global_tokens, row, col)
-    # The tokens of the image itself; attention on the padding is a share in the titles.
-    rows, cols = (-(-side // stride) for side in image.pixels.shape[:2])
-    direct, spread = attention.direct[:, :rows, :cols], attention.spread[:, :rows, :cols]
-    if not direct.any() and not spread.any():
+    stride = batch.shape[2] // tokens.shape[1]
+    token = y // stride, x // stride
+    attention = attention_weights(module, tokens, global_tokens, *token)
+    if not attention.direct.any() and not attention.spread.any():
         raise ConfigError(f"stage {stage} attends to its global tokens alone: there are no weights on the image")
-
-    height, width = image.pixels.shape[:2]
-    cell = (row * stride, col * stride, (row + 1) * stride, (col + 1) * stride)
-    everything = frame = (0, 0, height, width)
-    whole, scale = fit(image.pixels)
-    if direct.any():
-        frame = _attended_box(direct.sum(dim=0), height, width, stride)
-    if frame != everything:
-        _draw_box(whole, frame, scale, YELLOW)
-    _draw_box(whole, cell, scale, GREEN)
-    center = round((cell[1] + cell[3]) / 2 * scale), round((cell[0] + cell[2]) / 2 * scale)
-    cv2.circle(whole, center, PANEL_WIDTH // 32, GREEN, 2, cv2.LINE_AA)
-    panels = [(f"{height} x {width} pixels, a token has {stride} x {stride}", whole)]
     keys = "reduced feature map" if isinstance(module, SpatialReductionAttention) else "projected keys"
-    for visible, weights_of, name, part in (
-        (direct, attention.direct, "", frame),
-        (spread, attention.spread, keys, everything),
-    ):
-        for head in range(module.num_heads) if visible.any() else ():
-            share, on_image = weights_of[head].sum(), visible[head].sum()
-            positive = visible[head][visible[head] > 0]
-            label = f"head {head + 1}" + (f", {name} {_percent(share)}" if name else "")
-            label += (
-                f": {_percent(positive.min())} to {_percent(positive.max())} each"
-                if len(positive)
-                else ": none on the image"
-            )
+    figure = plot_attention(attention, pixels, stride, token, keys=keys)
+    path, variant = Path(image_file), cfg.MODEL.TRANSFORMER.NAME
+    figure.suptitle(f"{path.name}: stage {stage}, block {block}, {type(module).__name__}, point {point[0]} {point[1]}")
+    name = f"{path.stem}_{variant}_stage{stage}_block{block}_{point[0]}_{point[1]}.png"
+    return _write(figure, Path(output) / name)
+
+
+def plot_attention(
+    attention: AttentionWeights, pixels: np.ndarray, stride: int, token: tuple[int, int], *, keys: str
+) -> Figure:
+    """Plot an image with one of its tokens, then a heat map of the token's attention for each head.
+
+    A neighbourhood smaller than the image is enlarged, and framed in the image. Colours go from the least to the
+    largest weight above 0 on the image itself; a title gives both, and the sums on the global tokens and on the
+    padding. ``keys`` names the projected keys or the reduced feature map, which have panels of their own.
+
+    Args:
+        pixels: (H, W, 3) uint8 RGB, without padding.
+        stride: pixels of a token.
+        token: its row and column.
+    """
+    height, width = pixels.shape[:2]
+    # The tokens of the image itself; attention on the padding is in the titles.
+    rows, cols = -(-height // stride), -(-width // stride)
+    direct, everything = attention.direct[:, :rows, :cols], (0, 0, height, width)
+    part = _attended_box(direct.sum(dim=0), height, width, stride) if direct.any() else everything
+    panels = []
+    for weights, name, box in ((attention.direct, "", part), (attention.spread, keys, everything)):
+        on_image = weights[:, :rows, :cols]
+        for head in range(len(weights)) if on_image.any() else ():
+            total, visible = weights[head].sum(), on_image[head].double().numpy()
+            label = f"head {head + 1}" + (f", {name} (sum {total:.3g})" if name else "")
+            positive = visible[visible > 0]
+            label += f": {positive.min():.3g} to {positive.max():.3g}" if len(positive) else ": none on the image"
             if attention.to_globals.numel():
-                label += f", globals {_percent(attention.to_globals[head].sum())}"
-            if share - on_image > 5e-4:
-                label += f", padding {_percent(share - on_image)}"
-            panels.append((label, _heat_map(visible[head], image.pixels, stride, part, cell)))
-    title = f"{image.path.name}: stage {stage}, block {block}, {type(module).__name__}, point {point[0]} {point[1]}"
-    name = f"{cfg.MODEL.TRANSFORMER.NAME}_stage{stage}_block{block}_{point[0]}_{point[1]}"
-    path = Path(output) / f"{image.path.stem}_{name}.png"
-    write_image(path, sheet(title, _in_rows(panels)))
-    return path
+                label += f", to global tokens {attention.to_globals[head].sum():.3g}"
+            if total - visible.sum() > 5e-4:
+                label += f", to padding {total - visible.sum():.3g}"
+            panels.append((label, visible, box))
+    lines = -(-(1 + len(panels)) // COLUMNS)
+    figure = Figure((PANEL * COLUMNS, PANEL * lines), layout="constrained")
+    all_axes = [figure.add_subplot(lines, COLUMNS, index + 1) for index in range(1 + len(panels))]
+    _show(all_axes[0], pixels, f"{height} x {width} pixels, a token has {stride} x {stride}")
+    if part != everything:
+        _add_box(all_axes[0], part, "yellow")
+    for axes, (label, weights, (top, left, bottom, right)) in zip(all_axes[1:], panels, strict=True):
+        _show(axes, pixels.mean(axis=2), label)
+        extent = (-0.5, cols * stride - 0.5, rows * stride - 0.5, -0.5)
+        visible = np.ma.masked_less_equal(weights, 0)
+        axes.imshow(visible, cmap="inferno", alpha=0.7, extent=extent, interpolation="nearest")
+        axes.set(xlim=(left - 0.5, right - 0.5), ylim=(bottom - 0.5, top - 0.5))
+    for axes in all_axes:
+        _add_box(axes, [side * stride for side in (*token, token[0] + 1, token[1] + 1)], "lime")
+    return figure
 
 
 def _attention_module(backbone: Backbone, stage: int, block: int) -> nn.Module:
@@ -186,49 +179,35 @@ def _attention_module(backbone: Backbone, stage: int, block: int) -> nn.Module:
     return blocks[block - 1].attention
 
 
-def _attended_box(weights: Tensor, height: int, width: int, stride: int) -> Box:
-    """Return the part of the image with all weights (H, W) above 0, at least 16 x 16 tokens."""
+def _attended_box(weights: Tensor, height: int, width: int, stride: int) -> tuple[int, int, int, int]:
+    """Return top, left, bottom and right of the pixels with all weights (H, W) above 0, at least 16 x 16 tokens."""
     sides = []
     for axis, length in enumerate((height, width)):
-        attended = weights.sum(dim=1 - axis).nonzero().flatten()
-        first, last = int(attended[0]), int(attended[-1]) + 1
-        missing = max(0, MIN_CROP - (last - first))
-        first, last = (first - missing // 2) * stride, (last + missing - missing // 2) * stride
-        shift = max(0, -first) - max(0, last - length)
-        sides.append((max(0, first + shift), min(length, last + shift)))
+        attended = weights.sum(dim=1 - axis).nonzero()
+        first, last = int(attended.min()), int(attended.max()) + 1
+        first = max(0, min(first - max(0, MIN_CROP - (last - first)) // 2, -(-length // stride) - MIN_CROP))
+        sides.append((first * stride, min(length, max(last, first + MIN_CROP) * stride)))
     (top, bottom), (left, right) = sides
     return top, left, bottom, right
 
 
-def _heat_map(weights: Tensor, pixels: np.ndarray, stride: int, part: Box, cell: Box) -> np.ndarray:
-    """Colour weights (H, W) from the least above 0 to the largest, over a grey part of the image; frame the query."""
-    top, left, bottom, right = part
-    positive = weights > 0
-    least = weights[positive].min() if positive.any() else weights.min()
-    heat = ((weights - least) / (weights.max() - least).clamp(min=1e-30)).clamp(min=0)
-    heat, opacity = (
-        x.double().numpy().repeat(stride, axis=0).repeat(stride, axis=1)[top:bottom, left:right]
-        for x in (heat, (0.25 + 0.55 * heat) * positive)
-    )
-    grey = cv2.cvtColor(pixels[top:bottom, left:right], cv2.COLOR_RGB2GRAY)[:, :, None]
-    colored = cv2.applyColorMap((heat * 255).round().astype(np.uint8), cv2.COLORMAP_INFERNO)[:, :, ::-1]
-    opacity = opacity[:, :, None]
-    panel, scale = fit(((1 - opacity) * 0.6 * grey + opacity * colored).round().astype(np.uint8))
-    _draw_box(panel, (cell[0] - top, cell[1] - left, cell[2] - top, cell[3] - left), scale, GREEN)
-    return panel
+def _show(axes: Axes, pixels: np.ndarray, title: str) -> None:
+    axes.imshow(pixels, cmap="gray")
+    axes.set_title(title, fontsize=8)
+    axes.axis("off")
 
 
-def _percent(share: Tensor) -> str:
-    return f"{100 * share.item():.3g}%"
+def _add_box(axes: Axes, box: Sequence[float], color: str) -> None:
+    """Add a box of top, left, bottom and right in pixels, of which whole numbers are the centres."""
+    top, left, bottom, right = box
+    axes.add_patch(Rectangle((left - 0.5, top - 0.5), right - left, bottom - top, fill=False, color=color, linewidth=2))
 
 
-def _draw_box(panel: np.ndarray, box: Sequence[float], scale: float, color: tuple[int, int, int]) -> None:
-    top, left, bottom, right = (round(float(side) * scale) for side in box)
-    cv2.rectangle(panel, (left, top), (right - 1, bottom - 1), color, 2)
-
-
-def _in_rows(panels: list) -> list[list]:
-    return [panels[start : start + COLUMNS] for start in range(0, len(panels), COLUMNS)]
+def _write(figure: Figure, path: Path) -> Path:
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    write_image(path, np.asarray(canvas.buffer_rgba())[:, :, :3])
+    return path
 
 
 # -- deformable token merging ----------------------------------------------------------------------
@@ -274,74 +253,74 @@ def draw_offsets(
     num_points: int = 8,
     point: tuple[int, int] | None = None,
 ) -> list[Path]:
-    """Draw sampling positions as red dots, and the field of the regular grid as a green box, in a PNG for each image.
-
-    The image is at the top, and below it each token, enlarged.
+    """Draw sampling positions (:func:`plot_offsets`) of each image and return the paths of the PNGs.
 
     Args:
         cfg: config of a detector or segmentor with a LIT.
         weights: its checkpoint; None for random weights.
         output: folder for the PNGs.
-        num_points: tokens, spread evenly over the image, 1 to 32.
+        num_points: tokens, spread evenly over the image.
         point: y and x, in pixels of the image file, of the only token, instead of ``num_points``.
 
     Raises:
-        ConfigError: for a model without deformable merging, a point outside an image, a number out of range, two
-            images of one name, or files that cannot be read or written.
+        ConfigError: for a model without deformable merging, a point outside an image, two images of one name, or files
+            that cannot be read or written.
     """
-    if not 1 <= num_points <= MAX_POINTS:
-        raise ConfigError(f"num_points is {num_points}: it must be 1 to {MAX_POINTS}")
     paths = [Path(output) / f"{Path(file).stem}_offsets.png" for file in image_files]
     for path in paths:
         if paths.count(path) > 1:
             raise ConfigError(f"two images would be written to {path}")
     model, backbone = load_model(cfg, weights)
     for file, path in zip(image_files, paths, strict=True):
-        image = read_input(cfg, model, file)
+        pixels, batch, found = read_input(cfg, model, file, point)
+        points = [found]
         if point is None:
             # An additive recurrence (R2): any number of its points is spread evenly, and the first is in the middle.
             fractions = 0.05 + 0.9 * ((0.5 + np.arange(num_points)[:, None] * [0.7548776662, 0.5698402910]) % 1)
-            points = (fractions * image.pixels.shape[:2]).astype(int).tolist()
-        else:
-            points = [image.find(point)]
-        write_image(path, _draw_sampling(image, backbone, points))
+            points = (fractions * pixels.shape[:2]).astype(int).tolist()
+        figure = plot_offsets(backbone, batch, pixels, points)
+        figure.suptitle(f"{Path(file).name}: sampling positions (red), regular field (green)")
+        _write(figure, path)
     return paths
 
 
-def _draw_sampling(image: ModelInput, backbone: Backbone, points: list[tuple[int, int]]) -> np.ndarray:
-    merged = 2 ** (len(backbone.stages) - 1)
-    side = backbone.stages[0].patch_embed.patch_size * merged  # pixels of a token of the last stage
+def plot_offsets(backbone: Backbone, batch: Tensor, pixels: np.ndarray, points: Sequence[tuple[int, int]]) -> Figure:
+    """Plot sampling positions as red dots, and the field of the regular grid as a green box.
+
+    The image is at the top, and below it each token, enlarged.
+
+    Args:
+        backbone, batch: as in :func:`sampling_positions`.
+        pixels: (H, W, 3) uint8 RGB, without padding.
+        points: row and column, in pixels, of each token.
+    """
+    # Pixels of a token of the last stage
+    side = backbone.stages[0].patch_embed.patch_size * 2 ** (len(backbone.stages) - 1)
     tokens = [(y // side, x // side) for y, x in points]
-    sampled, regular = (x.double().numpy() for x in sampling_positions(backbone, image.batch, tokens))
-    size = np.array(image.pixels.shape[:2])
+    sampled, regular = (x.double().numpy() for x in sampling_positions(backbone, batch, tokens))
+    size = np.array(pixels.shape[:2])
     columns = min(COLUMNS, max(2, len(tokens)))
-    whole, scale = fit(image.pixels, width=columns * PANEL_WIDTH + (columns - 1) * GAP, height=2 * PANEL_WIDTH)
-    panels = []
-    for number, ((row, col), dots, grid) in enumerate(zip(tokens, sampled, regular, strict=True), start=1):
-        field = np.array([row, col, row + 1, col + 1]) * side
-        _mark(whole, field, dots, scale)
-        corner = round(field[3] * scale) + 4, round(field[0] * scale) + 14
-        cv2.putText(whole, str(number), corner, cv2.FONT_HERSHEY_SIMPLEX, 0.6, GREEN, 2, cv2.LINE_AA)
-        title = f"{number}: mean shift {np.linalg.norm(dots - grid, axis=1).mean():.1f} pixels"
+    rows = 2 + -(-len(tokens) // columns)
+    figure = Figure((PANEL * columns, PANEL * rows), layout="constrained")
+    grid = figure.add_gridspec(rows, columns)
+    whole = figure.add_subplot(grid[:2, :])
+    _show(whole, pixels, f"{size[0]} x {size[1]} pixels, {sampled.shape[1]} positions of each token")
+    for number, (token, dots, centers) in enumerate(zip(tokens, sampled, regular, strict=True)):
+        top, left = np.array(token) * side
+        title = f"{number + 1}: mean shift {np.linalg.norm(dots - centers, axis=1).mean():.1f} pixels"
         outside = ((dots < -0.5) | (dots > size - 0.5)).any(axis=1).sum()
         if outside:
             title += f", {outside} of {len(dots)} outside the image"
-        # The part of the image with all dots, at least three fields a side.
-        center = (field[:2] + field[2:]) / 2
-        shape = np.minimum(round(2 * max(1.5 * side, np.abs(dots - center).max() + side / 4)), size)
-        top, left = np.clip(np.round(center - shape / 2), 0, size - shape).astype(int)
-        panel, enlarged = fit(image.pixels[top : top + shape[0], left : left + shape[1]], height=PANEL_WIDTH)
-        _mark(panel, field - [top, left, top, left], dots - [top, left], enlarged)
-        panels.append((title, panel))
-    title = (
-        f"{image.path.name}, {size[0]} x {size[1]}: {sampled.shape[1]} sampling positions (red), regular field (green)"
-    )
-    return sheet(title, [[("", whole)], *_in_rows(panels)])
-
-
-def _mark(panel: np.ndarray, field: np.ndarray, dots: np.ndarray, scale: float) -> None:
-    """Draw a field and dots, given in pixels before scaling, whose centres are whole numbers."""
-    _draw_box(panel, field, scale, GREEN)
-    radius = round(16 * min(4.0, max(2.0, 0.8 * scale)))
-    for y, x in np.round(16 * ((dots + 0.5) * scale - 0.5)).astype(int).tolist():  # in 16ths of a pixel
-        cv2.circle(panel, (x, y), radius, RED, -1, cv2.LINE_AA, shift=4)
+        panel = figure.add_subplot(grid[2 + number // columns, number % columns])
+        _show(panel, pixels, title)
+        for axes, marker_size in ((whole, 2), (panel, 6)):
+            _add_box(axes, (top, left, top + side, left + side), "lime")
+            axes.plot(*dots.T[::-1], ".", color="red", markersize=marker_size)
+        whole.annotate(str(number + 1), (left + side, top), color="lime")
+        # All dots, and at least three fields a side
+        center = np.array([top, left]) + (side - 1) / 2
+        (bottom, right), (top, left) = (
+            center + sign * max(1.5 * side, abs(dots - center).max() + 4) for sign in (1, -1)
+        )
+        panel.set(xlim=(left, right), ylim=(bottom, top))
+    return figure

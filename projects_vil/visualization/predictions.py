@@ -17,7 +17,6 @@ from projects_vil.config import is_panoptic, is_segmentor
 from projects_vil.data import (
     IGNORED_LABEL,
     build_train_loader,
-    check_files,
     label_reader,
     load_dataset,
     read_image,
@@ -33,7 +32,6 @@ from projects_vil.visualization.drawing import (
     write_image,
 )
 
-MAX_IMAGES = 32
 DRAWINGS_FOLDER = "drawings"
 EVALUATION_THRESHOLD = 0.3  # a detector early in training has low scores
 SMALLEST_SAMPLE = 640  # pixels of the longer side of a drawn sample, so that labels can be read
@@ -41,37 +39,26 @@ SMALLEST_SAMPLE = 640  # pixels of the longer side of a drawn sample, so that la
 
 def draw_results(
     dataset_name: str,
+    records: list[dict[str, Any]],
     predictions: str | Path,
     output: str | Path,
     *,
     num_images: int = 8,
     score_threshold: float = 0.5,
-    records: list[dict[str, Any]] | None = None,
-) -> int:
+) -> None:
     """Draw images that are spread evenly over a dataset: a row each, ground truth left, predictions right.
 
     Args:
-        dataset_name: a name in detectron2's DatasetCatalog.
+        dataset_name: a name in detectron2's DatasetCatalog, and its ``records``, as evaluation reads them.
         predictions: ``coco_instances_results.json`` of COCOEvaluator, or ``sem_seg_predictions.json`` of
             SemSegEvaluator.
         output: the PNG or JPEG; its folder is created.
-        num_images: rows, 1 to 32.
+        num_images: rows.
         score_threshold: lowest score of a drawn detection, in [0, 1].
-        records: of the dataset, as evaluation reads it; by default those in the DatasetCatalog.
-
-    Returns:
-        The number of images in the dataset.
 
     Raises:
-        ConfigError: for a value out of range, an unknown dataset, files that cannot be read, and predictions of another
-            dataset.
+        ConfigError: for a dataset without images, files that cannot be read, and predictions of another dataset.
     """
-    if not 1 <= num_images <= MAX_IMAGES:
-        raise ConfigError(f"num_images is {num_images}: it must be 1 to {MAX_IMAGES}")
-    if not 0 <= score_threshold <= 1:
-        raise ConfigError(f"score_threshold is {score_threshold}: it must be 0 to 1")
-    check_files(dataset_name)
-    records = DatasetCatalog.get(dataset_name) if records is None else records
     metadata = MetadataCatalog.get(dataset_name)
     if not records:
         raise ConfigError(f"dataset {dataset_name!r} has no images")
@@ -105,7 +92,6 @@ def draw_results(
             panels = [draw_instances(image, items, metadata, scale=scale) for items in (truth, found)]
         rows.append(list(zip(titles, panels, strict=True)))
     write_image(Path(output), sheet(f"{dataset_name}: {len(rows)} of {len(records)} images", rows))
-    return len(records)
 
 
 def draw_evaluation(cfg: CfgNode, *, name: str) -> list[Path]:
@@ -121,7 +107,7 @@ def draw_evaluation(cfg: CfgNode, *, name: str) -> list[Path]:
         options = {"num_images": cfg.TEST.DRAW_IMAGES, "score_threshold": EVALUATION_THRESHOLD}
         try:
             records = load_dataset(cfg, [dataset], train=False, report=False)
-            draw_results(dataset, predictions_file(output, dataset), path, records=records, **options)
+            draw_results(dataset, records, predictions_file(output, dataset), path, **options)
         except (ConfigError, OSError) as error:
             logging.getLogger(__name__).warning("no drawing of %s: %s", dataset, error)
         else:
@@ -145,16 +131,13 @@ def summarize_run(run: str | Path, dataset_name: str, *, num_images: int, drawin
         ConfigError: where ``evaluation.json`` is missing, damaged, or has no results on the dataset.
     """
     run, drawing = Path(run), Path(drawing)
+    labels = {("bbox", "AP"): "box AP", ("segm", "AP"): "mask AP", ("sem_seg", "mIoU"): "mIoU"}
     try:
         tasks = json.loads((run / EVALUATION_FILE).read_bytes())[dataset_name]
-        metrics = {
-            f"{label} {metric}".strip(): tasks[task][metric]
-            for task, label, metric in (("bbox", "box", "AP"), ("segm", "mask", "AP"), ("sem_seg", "", "mIoU"))
-            if task in tasks
-        }
-        values = "   ".join(f"{name} {value:.1f}" for name, value in metrics.items() if value is not None)
-    except (OSError, KeyError, TypeError, ValueError) as error:
+        found = {label: tasks.get(task, {}).get(metric) for (task, metric), label in labels.items()}
+    except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{run / EVALUATION_FILE} has no results on {dataset_name!r} ({error!r})") from error
+    values = "   ".join(f"{label} {value:.1f}" for label, value in found.items() if value is not None)
     if not values:
         raise ConfigError(f"{run / EVALUATION_FILE} has no AP and no mIoU on {dataset_name!r}")
     weights = run / "model_final.pth"
@@ -175,14 +158,8 @@ def draw_samples(cfg: CfgNode, output: str | Path, *, number: int = 16, seed: in
         seed: the run's seed; by default ``SEED``, or 0 where that is negative.
 
     Raises:
-        ConfigError: for a number or a seed out of range, datasets that the check refuses, drawings that exist, and
-            files that cannot be written.
+        ConfigError: for datasets that the check refuses, drawings that exist, and files that cannot be written.
     """
-    if number < 1:
-        raise ConfigError(f"number is {number}: it must be 1 or more")
-    seed = max(cfg.SEED, 0) if seed is None else seed
-    if not 0 <= seed < 2**63:
-        raise ConfigError(f"seed is {seed}: it must be 0 or more, and below 2^63")
     check_output_folder(output)
     earlier = sorted(Path(output).glob("[0-9][0-9][0-9][0-9]*_*.png"))
     if earlier:
@@ -191,7 +168,7 @@ def draw_samples(cfg: CfgNode, output: str | Path, *, number: int = 16, seed: in
     cfg.defrost()
     cfg.DATALOADER.NUM_WORKERS = 0  # the samples do not depend on it
     loader = build_train_loader(cfg)
-    loader.start(seed=seed, iteration=0)
+    loader.start(seed=max(cfg.SEED, 0) if seed is None else seed, iteration=0)
     paths = []
     for index, sample in enumerate(islice(chain.from_iterable(loader), number)):
         paths.append(Path(output) / f"{index:04d}_{Path(sample['file_name']).stem}.png")

@@ -5,7 +5,6 @@ import torch
 from torch import Tensor, nn
 
 from backbones import ConfigError
-from backbones.attention import blocked
 from backbones.attention.dense import DenseAttention, join_tokens
 from backbones.attention.efficient import (
     GlobalMemoryAttention,
@@ -125,26 +124,12 @@ def test_weights_and_values_give_the_output(attention_type, num_global, options)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
 
 
-def test_rows_of_a_large_feature_map_in_groups(monkeypatch):
-    monkeypatch.setitem(blocked.BLOCK_SCORES, "cpu", 300)
-    module, tokens, global_tokens = build(DenseAttention, 2, {"num_global_tokens": 2, "bias_size": (5, 4)})
-    check(module, tokens, global_tokens, 3, 6)
-
-
 def test_softmax_by_hand():
     module, tokens, _ = build(DenseAttention, 0, {"num_global_tokens": 0})
     query, key = module.qkv(tokens.flatten(1, 2))[0, :, : 2 * DIM].unflatten(1, (2, HEADS, -1)).unbind(1)
     scores = torch.einsum("md,lmd->ml", query[3 * WIDTH + 6], key) * (DIM // HEADS) ** -0.5
     weights = attention_weights(module, tokens, None, 3, 6).direct.flatten(1)
     torch.testing.assert_close(weights, scores.softmax(dim=1))
-
-
-def test_sliding_chunks_attend_to_a_window():
-    module, tokens, _ = build(SlidingChunkAttention, 0, {"num_global_tokens": 0, "window_size": 2})
-    attended = attention_weights(module, tokens, None, 3, 6).direct > 0
-    expected = torch.zeros(HEIGHT, WIDTH, dtype=torch.bool)
-    expected[0:6, 4:10] = True
-    assert (attended == expected).all()
 
 
 def test_projected_weights_are_spread_by_the_dynamic_projection():

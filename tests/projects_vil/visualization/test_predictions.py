@@ -11,13 +11,12 @@ import pycocotools.mask as mask_util
 import pytest
 import torch
 from detectron2.data import DatasetCatalog, MetadataCatalog
-from detectron2.data.datasets import register_coco_instances
 from detectron2.structures import Boxes, Instances
 from pycocotools.coco import COCO
 
 from backbones.errors import ConfigError
 from projects_vil.config import load_config
-from projects_vil.data import IGNORED_LABEL, label_reader, load_dataset, register_datasets, write_shapes_dataset
+from projects_vil.data import IGNORED_LABEL, label_reader, load_dataset, register_datasets
 from projects_vil.engine import Trainer
 from projects_vil.visualization import (
     draw_evaluation,
@@ -32,30 +31,23 @@ from projects_vil.visualization.predictions import SMALLEST_SAMPLE, draw_sample
 from tests.projects_vil.helpers import small_config
 from tests.projects_vil.panoptic import panoptic_config
 
-NAME, SEM_SEG = "visualize_test_shapes", "shapes_sem_seg_val"
+NAME, SEM_SEG = "shapes_val", "shapes_sem_seg_val"
 
 
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory) -> Path:
-    output = tmp_path_factory.mktemp("visualize") / "data"
-    write_shapes_dataset(output, num_train=1, num_val=5, short_side=64)
-    register_coco_instances(NAME, {}, str(output / "annotations/instances_val.json"), str(output / "val"))
-    yield output
-    DatasetCatalog.remove(NAME)
-    MetadataCatalog.remove(NAME)
+def encode(mask: np.ndarray) -> dict:
+    rle = mask_util.encode(np.asfortranarray(mask, dtype=np.uint8))
+    return {"size": list(map(int, rle["size"])), "counts": rle["counts"].decode()}
 
 
-def perfect_results(dataset: Path, *, masks: bool = True, score: float = 0.9) -> list[dict]:
+def perfect_results(shapes: Path, *, masks: bool = True) -> list[dict]:
     """Return results in the form of COCOEvaluator that equal the ground truth."""
-    coco = COCO(dataset / "annotations/instances_val.json")
-    results = []
-    for annotation in coco.anns.values():
-        result = {key: annotation[key] for key in ("image_id", "category_id", "bbox")} | {"score": score}
-        if masks:
-            rle = coco.annToRLE(annotation)
-            result["segmentation"] = {"size": list(map(int, rle["size"])), "counts": rle["counts"].decode()}
-        results.append(result)
-    return results
+    coco = COCO(shapes / "annotations/instances_val.json")
+    return [
+        {key: item[key] for key in ("image_id", "category_id", "bbox")}
+        | {"score": 0.3}
+        | ({"segmentation": encode(coco.annToMask(item))} if masks else {})
+        for item in coco.anns.values()
+    ]
 
 
 def perfect_segments() -> list[dict]:
@@ -65,16 +57,15 @@ def perfect_segments() -> list[dict]:
         labels = read(record["sem_seg_file_name"])
         labels[labels == IGNORED_LABEL] = 2
         for label in np.unique(labels):
-            rle = mask_util.encode(np.asfortranarray(labels == label, dtype=np.uint8))
-            mask = {"size": list(map(int, rle["size"])), "counts": rle["counts"].decode()}
-            segments.append({"file_name": record["file_name"], "category_id": int(label) + 1, "segmentation": mask})
+            name = {"file_name": record["file_name"], "category_id": int(label) + 1}
+            segments.append(name | {"segmentation": encode(labels == label)})
     return segments
 
 
 def draw(folder: Path, results, name: str = NAME, **options) -> np.ndarray:
-    (folder / "results.json").write_text(json.dumps(results))
-    number = draw_results(name, folder / "results.json", folder / "sheet.png", **options)
-    assert number == len(DatasetCatalog.get(name))
+    (folder / "results.json").write_text(results if isinstance(results, str) else json.dumps(results))
+    options = {"num_images": 1, "score_threshold": 0.3} | options
+    draw_results(name, DatasetCatalog.get(name), folder / "results.json", folder / "sheet.png", **options)
     return cv2.imread(str(folder / "sheet.png")).astype(int)
 
 
@@ -85,12 +76,13 @@ def halves(sheet: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("task", ["boxes", "masks", "labels"])
-def test_predictions_are_drawn_next_to_ground_truth(dataset, shapes_sem_seg, tmp_path, task):
+def test_predictions_are_drawn_next_to_ground_truth(request, tmp_path, task):
     name = SEM_SEG if task == "labels" else NAME
+    dataset = request.getfixturevalue(name.removesuffix("_val"))
     results = perfect_segments() if task == "labels" else perfect_results(dataset, masks=task == "masks")
-    sheet = draw(tmp_path, results, name, num_images=1)
+    sheet = draw(tmp_path, results, name)
     truth, drawn = halves(sheet)
-    same_truth, bare = halves(draw(tmp_path, [], name, num_images=1))
+    same_truth, bare = halves(draw(tmp_path, [], name))
     np.testing.assert_array_equal(truth, same_truth)
     assert np.any(drawn != bare, axis=2).mean() > 0.005
     assert np.abs(truth - drawn).mean() < np.abs(truth - bare).mean()
@@ -99,31 +91,15 @@ def test_predictions_are_drawn_next_to_ground_truth(dataset, shapes_sem_seg, tmp
     assert len(draw(tmp_path, results, name, num_images=32)) > 4 * 250
 
 
-def test_low_scores_are_left_out(dataset, tmp_path):
-    results = perfect_results(dataset, score=0.3)
-    _, bare = halves(draw(tmp_path, [], num_images=1))
-    for threshold, is_drawn in ((0.31, False), (0.3, True)):
-        _, drawn = halves(draw(tmp_path, results, num_images=1, score_threshold=threshold))
-        assert np.any(drawn != bare) == is_drawn
-
-
-def test_empty_masks_leave_the_box(dataset, tmp_path):
-    results = perfect_results(dataset)
+def test_low_scores_and_empty_masks(shapes, tmp_path):
+    results = perfect_results(shapes, masks=False)
+    expected = draw(tmp_path, results)
     for result in results:
-        height, width = result["segmentation"]["size"]
-        result["segmentation"] = {"size": [height, width], "counts": [height * width]}
-    without_masks = draw(tmp_path, perfect_results(dataset, masks=False), num_images=1)
-    np.testing.assert_array_equal(draw(tmp_path, results, num_images=1), without_masks)
-
-
-def test_colors_of_the_dataset(dataset, shapes_sem_seg, tmp_path, monkeypatch):
-    results, segments = perfect_results(dataset), perfect_segments()
-    things, stuff = MetadataCatalog.get(NAME), MetadataCatalog.get(SEM_SEG)
-    before = draw(tmp_path, results), draw(tmp_path, segments, SEM_SEG)
-    monkeypatch.setitem(vars(things), "thing_colors", [(255, 255, 255)] * 3)
-    monkeypatch.setitem(vars(stuff), "stuff_colors", [(255, 255, 255)] * 4)
-    after = draw(tmp_path, results), draw(tmp_path, segments, SEM_SEG)
-    assert all(new.sum() > old.sum() for old, new in zip(before, after, strict=True))
+        image = next(image for image in DatasetCatalog.get(NAME) if image["image_id"] == result["image_id"])
+        result["segmentation"] = encode(np.zeros((image["height"], image["width"])))
+    np.testing.assert_array_equal(draw(tmp_path, results), expected)
+    low, bare = (halves(draw(tmp_path, items, score_threshold=0.31))[1] for items in (results, []))
+    np.testing.assert_array_equal(low, bare)
 
 
 def test_a_hole_in_a_mask_stays():
@@ -137,104 +113,59 @@ def test_a_hole_in_a_mask_stays():
     assert (drawn[45:50, 20:70, 2] > 130).all() and (drawn[45:50, 20:70, :2] < 90).all()
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        None,
-        "{not json",
-        '{"AP": 1}',
-        '[{"image_id": 2}]',
-        '[{"image_id": 139, "category_id": 1, "bbox": [1, 2, 3, 4], "score": 0.5}]',
-        '[{"image_id": 2, "category_id": 18, "bbox": [1, 2, 3, 4], "score": 0.5}]',
-        "masks of another size",
-    ],
-)
-def test_damaged_predictions_and_those_of_another_dataset(dataset, tmp_path, content):
-    if content == "masks of another size":
-        results = perfect_results(dataset)
-        results[0]["segmentation"]["size"].reverse()
-        content = json.dumps(results)
-    if content is not None:
-        (tmp_path / "results.json").write_text(content)
-    with pytest.raises(ConfigError, match=r"results\.json"):
-        draw_results(NAME, tmp_path / "results.json", tmp_path / "sheet.png")
+@pytest.mark.parametrize("name", [NAME, SEM_SEG])
+def test_damaged_predictions_and_those_of_another_dataset(request, tmp_path, name):
+    dataset = request.getfixturevalue(name.removesuffix("_val"))
+    (first, *_) = perfect_results(dataset) if name == NAME else perfect_segments()
+    other = {"image_id": 139_000} if name == NAME else {"file_name": "other.jpg"}
+    size = {"segmentation": encode(np.ones((3, 4)))}
+    results = ["{not json", '{"AP": 1}', '[{"image_id": 2}]', *([first | change] for change in (other, size))]
+    for content in [*results, [first | {"category_id": 18}]]:
+        with pytest.raises(ConfigError, match=r"results\.json"):
+            draw(tmp_path, content, name)
     assert not (tmp_path / "sheet.png").exists()
 
 
-@pytest.mark.parametrize("change", [{"file_name": "other.jpg"}, {"category_id": 9}, {"segmentation": {"size": [3, 4]}}])
-def test_damaged_segments_and_those_of_another_dataset(shapes_sem_seg, tmp_path, change):
-    segments = perfect_segments()
-    segments[0] |= change
-    with pytest.raises(ConfigError, match=r"segments\.json"):
-        (tmp_path / "segments.json").write_text(json.dumps(segments))
-        draw_results(SEM_SEG, tmp_path / "segments.json", tmp_path / "sheet.png")
-
-
-@pytest.mark.parametrize(
-    "options, name",
-    [({"num_images": 0}, "num_images"), ({"num_images": 1000}, "num_images"), ({"score_threshold": 1.5}, "1.5")],
-)
-def test_options_out_of_range(dataset, tmp_path, options, name):
-    with pytest.raises(ConfigError, match=name):
-        draw(tmp_path, [], **options)
-
-
-def test_files_that_are_missing_or_cannot_be_written(dataset, tmp_path):
+def test_files_that_are_missing_or_cannot_be_written(shapes, tmp_path):
+    records = DatasetCatalog.get(NAME)
     (tmp_path / "results.json").write_text("[]")
-    with pytest.raises(ConfigError, match=NAME):
-        draw_results(NAME + "x", tmp_path / "results.json", tmp_path / "sheet.png")
-    with pytest.raises(ConfigError, match=r"sheet\.png"):
-        draw_results(NAME, tmp_path / "results.json", tmp_path / "results.json/sheet.png")
-    name = "visualize_test_missing_image"
-    register_coco_instances(name, {}, str(dataset / "annotations/instances_val.json"), str(dataset / "train"))
-    try:
-        with pytest.raises(ConfigError, match=r"000000000002\.jpg"):
-            draw_results(name, tmp_path / "results.json", tmp_path / "sheet.png")
-    finally:
-        DatasetCatalog.remove(name)
-        MetadataCatalog.remove(name)
+    gone = [record | {"file_name": "gone.jpg"} for record in records]
+    for these, results, output, named in (
+        (records, "absent.json", "sheet.png", r"absent\.json"),
+        (records, "results.json", "results.json/sheet.png", r"sheet\.png"),
+        (gone, "results.json", "sheet.png", r"gone\.jpg"),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            draw_results(NAME, these, tmp_path / results, tmp_path / output)
 
 
-def test_where_a_run_has_its_predictions(dataset, shapes_sem_seg, tmp_path):
+# -- runs ------------------------------------------------------------------------------------------
+
+
+def test_summary_of_a_run(shapes_sem_seg, tmp_path):
+    for tasks, line in (
+        ({"bbox": {"AP": 63.14}, "segm": {"AP": 57.96}}, "box AP 63.1   mask AP 58.0   (val, 100 images)"),
+        ({"bbox": {"AP": 63.14}, "segm": {"AP": None}}, "box AP 63.1   (val, 100 images)"),
+        ({"sem_seg": {"mIoU": 41.26, "pACC": 90.0}}, "mIoU 41.3   (val, 100 images)"),
+    ):
+        (tmp_path / "evaluation.json").write_text(json.dumps({"val": tasks}))
+        (tmp_path / "model_0000049.pth").touch()
+        lines = summarize_run(tmp_path, "val", num_images=100, drawing=tmp_path / "predictions.png")
+        assert lines == [line, f"results in {tmp_path}: model_0000049.pth, evaluation.json, predictions.png"]
+    (tmp_path / "model_final.pth").touch()
+    (tmp_path / "export").mkdir()
+    lines = summarize_run(tmp_path, "val", num_images=100, drawing="elsewhere/sheet.png")
+    assert lines[1].endswith("model_final.pth, evaluation.json, export/, elsewhere/sheet.png")
+    for content in ("{", "[]", '{"other": {"bbox": {"AP": 1}}}', '{"val": {"bbox": null}}', '{"val": {}}'):
+        (tmp_path / "evaluation.json").write_text(content)
+        with pytest.raises(ConfigError, match=r"evaluation\.json"):
+            summarize_run(tmp_path, "val", num_images=1, drawing="predictions.png")
     assert predictions_file(tmp_path, NAME) == tmp_path / "inference/coco_instances_results.json"
     assert predictions_file(tmp_path, SEM_SEG) == tmp_path / "inference/sem_seg_predictions.json"
     own = tmp_path / "inference" / SEM_SEG / "sem_seg_predictions.json"
     own.parent.mkdir(parents=True)
     own.write_text("[]")
     assert predictions_file(tmp_path, SEM_SEG) == own
-
-
-# -- runs ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "tasks, line",
-    [
-        (
-            {"bbox": {"AP": 63.14, "AP50": 90.0}, "segm": {"AP": 57.96}},
-            "box AP 63.1   mask AP 58.0   (val, 100 images)",
-        ),
-        ({"bbox": {"AP": 63.14}}, "box AP 63.1   (val, 100 images)"),
-        ({"sem_seg": {"mIoU": 41.26, "pACC": 90.0}}, "mIoU 41.3   (val, 100 images)"),
-    ],
-)
-def test_summary_of_a_run(tmp_path, tasks, line):
-    (tmp_path / "evaluation.json").write_text(json.dumps({"val": tasks}))
-    for name in ("model_0000049.pth", "model_final.pth"):
-        (tmp_path / name).touch()
-        lines = summarize_run(tmp_path, "val", num_images=100, drawing=tmp_path / "predictions.png")
-        assert lines == [line, f"results in {tmp_path}: {name}, evaluation.json, predictions.png"]
-    (tmp_path / "export").mkdir()
-    lines = summarize_run(tmp_path, "val", num_images=100, drawing="elsewhere/sheet.png")
-    assert lines[1].endswith("model_final.pth, evaluation.json, export/, elsewhere/sheet.png")
-
-
-@pytest.mark.parametrize("content", [None, "{", "[]", '{"other": {"bbox": {"AP": 1}}}', '{"val": {"bbox": null}}'])
-def test_summary_without_results(tmp_path, content):
-    if content is not None:
-        (tmp_path / "evaluation.json").write_text(content)
-    with pytest.raises(ConfigError, match=r"evaluation\.json"):
-        summarize_run(tmp_path, "val", num_images=1, drawing="predictions.png")
 
 
 def test_drawings_of_an_evaluation(trained_run, shapes, tmp_path, caplog):
@@ -321,12 +252,7 @@ def test_colours_and_boxes_of_a_sample(shapes, image_format):
     assert not edges[200, 100:380].any()
 
 
-def test_samples_that_cannot_be_drawn(shapes, tmp_path):
-    for options, name in (({"number": 0}, "number is 0"), ({"seed": -1}, "seed is -1")):
-        with pytest.raises(ConfigError, match=name):
-            draw_samples(small_config(), tmp_path / "drawn", **options)
-    assert not (tmp_path / "drawn").exists()
-    # Drawings of an earlier call are not mixed with those of another.
+def test_drawings_of_an_earlier_call_are_not_mixed_with_others(shapes, tmp_path):
     (path,) = draw_samples(small_config(), tmp_path, number=1)
     before = path.read_bytes()
     with pytest.raises(ConfigError, match=path.name):
