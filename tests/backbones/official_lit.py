@@ -1,6 +1,6 @@
 """LIT as the official checkpoints have it: their names and shapes, and what the paper's equations make of them.
 
-Nothing here uses the project's layers: deformable convolution is ``grid_sample``, attention is dense, tables are
+Nothing here uses the project's layers: deformable convolution is torchvision's, attention is dense, tables are
 resized by hand.
 """
 
@@ -9,6 +9,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torchvision.ops import deform_conv2d
 
 from backbones.lit import LITStage, LITVariant
 
@@ -105,15 +106,10 @@ def official_forward(
             features = F.conv2d(features, weights[f"{embed}.proj.weight"], weights[f"{embed}.proj.bias"], stride=4)
             tokens = _layer_norm(features.permute(0, 2, 3, 1), weights, f"{embed}.norm", 1e-5)
         else:
-            offset = F.conv2d(
-                features,
-                weights[f"{embed}.dconv.conv_offset.weight"],
-                weights[f"{embed}.dconv.conv_offset.bias"],
-                stride=2,
-            )
-            merged = deformable_by_grid_sample(
-                features, offset, weights[f"{embed}.dconv.weight"], weights[f"{embed}.dconv.bias"]
-            )
+            kernel, bias = weights[f"{embed}.dconv.weight"], weights[f"{embed}.dconv.bias"]
+            to_offset, shift = (weights[f"{embed}.dconv.conv_offset.{leaf}"] for leaf in ("weight", "bias"))
+            offset = F.conv2d(features, to_offset, shift, stride=2)
+            merged = deform_conv2d(features, offset, kernel, bias, stride=2)
             leaves = ("running_mean", "running_var", "weight", "bias")
             mean, var, scale, shift = (weights[f"{embed}.norm_layer.{leaf}"][:, None, None] for leaf in leaves)
             tokens = F.gelu((merged - mean) / (var + 1e-5).sqrt() * scale + shift).permute(0, 2, 3, 1)
@@ -145,21 +141,6 @@ def official_forward(
         return outputs, None
     normed = _layer_norm(sequence, weights, "norm", variant.norm_eps)
     return outputs, _linear(normed.mean(dim=1) if relative else normed[:, 0], weights, "head")
-
-
-def deformable_by_grid_sample(features: Tensor, offset: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Deformable convolution, kernel = stride = 2, of an even map: what is beyond it counts as zero."""
-    height, width = features.shape[2:]
-    rows = 2 * torch.arange(height // 2, dtype=features.dtype)[:, None]
-    cols = 2 * torch.arange(width // 2, dtype=features.dtype)[None, :]
-    output = bias[None, :, None, None]
-    for tap in range(4):
-        y = rows + tap // 2 + offset[:, 2 * tap]
-        x = cols + tap % 2 + offset[:, 2 * tap + 1]
-        grid = torch.stack([2 * x / (width - 1) - 1, 2 * y / (height - 1) - 1], dim=-1)
-        sampled = F.grid_sample(features, grid, mode="bilinear", padding_mode="zeros", align_corners=True)
-        output = output + torch.einsum("bchw,dc->bdhw", sampled, weight[:, :, tap // 2, tap % 2])
-    return output
 
 
 def _attention(tokens: Tensor, weights: dict, name: str, heads: int, height: int, width: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The variants in timm: what its own ``tests/test_models.py`` asks of a model, features, sizes, training scripts.
+"""The variants in timm: its own ``tests/test_models.py`` in short, features, sizes, training scripts.
 
 The scripts are not in timm's package. With a folder that holds its train.py and validate.py:
 ``TIMM_SCRIPTS=FOLDER python -m pytest tests/backbones/test_timm_models.py -m slow -s``
@@ -6,8 +6,6 @@ The scripts are not in timm's package. With a folder that holds its train.py and
 
 import copy
 import csv
-import functools
-import inspect
 import json
 import math
 import os
@@ -36,21 +34,14 @@ ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools" / "timm_run.py"
 SMALL, RELATIVE = "vil_tiny_1_1_3_1", "vil_tiny_1_1_3_1_rpb"
 FAMILIES = [SMALL, RELATIVE, "performer_tiny", "linformer_tiny", "ls_tiny", "cvt_ls_13", "lit_ti", "lit_s"]
-FAMILIES += ["lit_s_seg", "global_tiny", "sra32_tiny"]
 SIZE = (64, 96)
 # The narrow models are created in no time.
-families = pytest.mark.parametrize("name", slow_except(FAMILIES, [SMALL, RELATIVE]))
-CLASSES = ("circle", "square", "triangle")
-
-
-@functools.cache
-def _created(name: str, **options) -> nn.Module:
-    return randomise(timm.create_model(name, **options)).eval()
+families = pytest.mark.parametrize("name", slow_except(FAMILIES, [SMALL, RELATIVE, "lit_ti"]))
 
 
 def classifier(name: str, *, img_size: int | tuple[int, int] = SIZE, num_classes: int = 4, **options) -> nn.Module:
     """A new model with the same random weights as any other of these arguments."""
-    return copy.deepcopy(_created(name, img_size=img_size, num_classes=num_classes, **options))
+    return randomise(timm.create_model(name, img_size=img_size, num_classes=num_classes, **options)).eval()
 
 
 def meta_model(name: str, **options) -> nn.Module:
@@ -58,14 +49,18 @@ def meta_model(name: str, **options) -> nn.Module:
         return timm.create_model(name, **options)
 
 
-def images(*size: int, batch: int = 2) -> Tensor:
-    return random_images(batch, 3, *(size or SIZE), dtype=torch.float32)
+def images(*size: int) -> Tensor:
+    return random_images(2, 3, *(size or SIZE), dtype=torch.float32)
 
 
 def assert_shapes(features: list[Tensor], info, size: tuple[int, int]) -> None:
     """The number of feature maps, their channels and strides are those of ``feature_info``."""
     wanted = [(c, *(-(-side // r) for side in size)) for c, r in zip(info.channels(), info.reduction(), strict=True)]
     assert [tuple(m.shape[1:]) for m in features] == wanted and all(m.isfinite().all() for m in features)
+
+
+def assert_equal(actual: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(actual) == len(expected) and all(map(torch.equal, actual, expected))
 
 
 def saved(model: nn.Module, folder: Path) -> dict:
@@ -108,8 +103,8 @@ def test_logits_are_those_of_create_classifier(name):
         torch.testing.assert_close(model(images()), expected(images()), atol=1e-5, rtol=1e-5)
         tokens = model.forward_features(images())
         torch.testing.assert_close(model.head(model.forward_head(tokens, pre_logits=True)), model(images()))
-        traced = torch.jit.trace(model, images(), check_trace=False)
-        torch.testing.assert_close(traced(images()), model(images()))
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(images()), model(images()))
     logits = model.train()(images())
     model.set_grad_checkpointing()
     torch.testing.assert_close(model(images()), logits)
@@ -136,123 +131,87 @@ def test_the_config_describes_the_model(name):
 
 
 @families
-def test_intermediates(name):
-    model = classifier(name)
-    last = len(model.backbone.stages) - 1
-    tokens, features = model.forward_intermediates(images())
-    assert_shapes(features, model.feature_info, SIZE)
-    assert torch.equal(tokens, model.forward_features(images()))
-    stages = [model.get_submodule(module) for module in model.feature_info.module_name()]
+@torch.no_grad()
+def test_intermediates_pruning_and_heads(name, tmp_path):
+    whole = classifier(name)
+    number, logits = len(whole.backbone.stages), whole(images())
+    tokens, features = whole.forward_intermediates(images())
+    assert_shapes(features, whole.feature_info, SIZE)
+    assert torch.equal(tokens, whole.forward_features(images()))
     fed = images()
-    for stage, wanted in zip(stages, features, strict=True):
-        fed = stage(fed)[0].permute(0, 3, 1, 2)
-        torch.testing.assert_close(wanted, fed, atol=0, rtol=0)
-    for indices, expected in ((2, [last - 1, last]), ((-1, 0), [0, last]), ([1], [1])):
-        some = model.forward_intermediates(images(), indices=indices, intermediates_only=True, stop_early=True)
-        assert all(torch.equal(features[index], m) for index, m in zip(expected, some, strict=True))
-    early, (second,) = model.forward_intermediates(images(), indices=[1], stop_early=True)
-    torch.testing.assert_close(early[:, -1], second[:, :, -1, -1], atol=0, rtol=0)
-    normed = model.forward_intermediates(images(), indices=1, norm=True, intermediates_only=True)[0]
+    for module, wanted in zip(whole.feature_info.module_name(), features, strict=True):
+        fed = whole.get_submodule(module)(fed)[0].permute(0, 3, 1, 2)
+        assert torch.equal(wanted, fed)
+    for indices, chosen in ((2, [-2, -1]), ((-1, 0), [0, -1]), ([1], [1])):
+        some = whole.forward_intermediates(images(), indices=indices, intermediates_only=True, stop_early=True)
+        assert_equal(some, [features[index] for index in chosen])
+    early, (second,) = whole.forward_intermediates(images(), indices=[1], stop_early=True)
+    assert torch.equal(early[:, -1], second[:, :, -1, -1])
+    normed = whole.forward_intermediates(images(), indices=1, norm=True, intermediates_only=True)[0]
     torch.testing.assert_close(normed[:, :, -1, -1], tokens[:, -1])
 
-
-@pytest.mark.parametrize(
-    "method, owner",
-    [
-        ("forward_intermediates", timm.models.swin_transformer.SwinTransformer),
-        ("prune_intermediate_layers", timm.models.swin_transformer.SwinTransformer),
-        ("reset_classifier", timm.models.pvt_v2.PyramidVisionTransformerV2),
-        ("set_input_size", timm.models.vision_transformer.VisionTransformer),
-    ],
-)
-def test_signatures_are_those_of_timm(method, owner):
-    ours, theirs = (inspect.signature(getattr(o, method)).parameters for o in (timm_models.TimmClassifier, owner))
-    assert [(p.name, p.default) for p in ours.values()] == [
-        ("images" if p.name == "x" else p.name, p.default) for p in theirs.values()
-    ]
-
-
-@families
-@pytest.mark.parametrize("indices", [[1], (0, -2), 1], ids=str)
-def test_a_pruned_model(name, indices):
-    whole, model = classifier(name), classifier(name)
-    number = len(whole.backbone.stages)
-    last = {"[1]": 1, "(0, -2)": number - 2, "1": number - 1}[str(indices)]
-    assert model.prune_intermediate_layers(indices)[-1] == last
-    assert len(model.backbone.stages) == len(model.feature_info) == last + 1
-    assert model.num_features == model.feature_info.channels()[-1] and model.global_pool == ""
-    with torch.no_grad():
-        wanted = whole.forward_intermediates(images(), intermediates_only=True)[: last + 1]
-        for actual, expected in zip(model.forward_intermediates(images())[1], wanted, strict=True):
-            assert torch.equal(actual, expected)
-        is_shorter = last + 1 < number
-        tokens = wanted[-1].flatten(2).transpose(1, 2) if is_shorter else whole.forward_features(images())
-        assert torch.equal(model(images()), tokens)
-    model.reset_classifier(3, "token" if model.pool == "global_token" else "avg")
-    optimizer = create_optimizer_v2(model.train(), "adamw", lr=1e-3, weight_decay=0.05)
-    model(images()).mean().backward()
-    optimizer.step()
-    assert all(parameter.grad is not None for parameter in model.parameters())
-    assert {key for key in model.state_dict() if not key.startswith("head.")} <= whole.state_dict().keys()
-
-
-def test_pruning_of_head_and_norm():
-    model = classifier(RELATIVE)
-    logits = model(images())
-    assert model.prune_intermediate_layers(4, prune_head=False) == [0, 1, 2, 3]
+    for indices, last in (([1], 1), ((0, -2), number - 2), (1, number - 1)):
+        model = copy.deepcopy(whole)
+        assert model.prune_intermediate_layers(indices)[-1] == last
+        assert len(model.backbone.stages) == len(model.feature_info) == last + 1
+        assert model.num_features == model.feature_info.channels()[-1] and model.global_pool == ""
+        assert_equal(model.forward_intermediates(images())[1], features[: last + 1])
+        pruned = features[last].flatten(2).transpose(1, 2) if last + 1 < number else tokens
+        assert torch.equal(model(images()), pruned)
+        model.reset_classifier(3, "token" if model.pool == "global_token" else "avg")
+        with torch.enable_grad():
+            model.train()(images()).mean().backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+    model = copy.deepcopy(whole)
+    assert model.prune_intermediate_layers(number, prune_head=False) == list(range(number))
     assert torch.equal(model(images()), logits)
-    model.prune_intermediate_layers([3], prune_norm=True, prune_head=False)
+    model.prune_intermediate_layers(1, prune_norm=True, prune_head=False)
     assert isinstance(model.norm, nn.Identity) and model(images()).shape == (2, 4)
 
-
-@families
-def test_another_head(name):
-    model = classifier(name).double().train()
-    features = model.forward_head(model.forward_features(images().double()), pre_logits=True)
-    before = model.head
+    model = copy.deepcopy(whole).double().train()
+    pooled = model.forward_head(model.forward_features(images().double()), pre_logits=True)
     model.reset_classifier(4)
-    assert model.head is not before and not torch.equal(model.head.weight, before.weight)
     assert model.head.training and model.head.weight.dtype == torch.float64
     assert 0.01 < model.head.weight.std() < 0.03 and model.head.bias.eq(0).all()
-    model.reset_classifier(7, "")
-    tokens = model.forward_features(images().double())
-    assert model(images().double()).shape == (*tokens.shape[:2], 7)
     model.reset_classifier(0, "token" if name == "lit_ti" else "avg")
-    torch.testing.assert_close(model(images().double()), features)
+    torch.testing.assert_close(model(images().double()), pooled)
     assert model.num_classes == 0
 
-
-@families
-def test_a_model_is_saved_for_the_hub_and_created_again(name, tmp_path):
-    model = classifier(name, num_classes=4)
-    model.reset_classifier(6, "")
+    whole.reset_classifier(6, "")
     if not name.startswith("linformer"):
-        model.set_input_size((96, 64))
-    size = get_model_input_config(model)["input_size"][1:]
-    save_for_hf(model, tmp_path)
+        whole.set_input_size((96, 64))
+    size = get_model_input_config(whole)["input_size"][1:]
+    save_for_hf(whole, tmp_path)
     again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
-    assert torch.equal(again(images(*size)), model(images(*size)))
+    assert torch.equal(again(images(*size)), whole(images(*size)))
+    assert again(images(*size)).shape == (*again.forward_features(images(*size)).shape[:2], 6)
 
 
-@pytest.mark.slow
 @families
-def test_a_model_is_compiled(name):
-    model = classifier(name)
-    with torch.no_grad():
-        compiled = torch.compile(model, backend="eager", fullgraph=True)
-        torch.testing.assert_close(compiled(images()), model(images()))
-
-
-@pytest.mark.parametrize("name", slow_except([n for n in FAMILIES if n != "linformer_tiny"], [SMALL, RELATIVE]))
-def test_features_are_those_of_create_backbone(name):
+@torch.no_grad()
+def test_features(name, tmp_path):
+    whole = classifier(name)
+    options = {"features_only": True, "img_size": SIZE, **saved(whole, tmp_path)}
+    for config in (
+        {"out_indices": (0, -2), "feature_cls": "getter"},
+        {"feature_cfg": {"norm": True, "out_indices": 2}},
+    ):
+        norm = "feature_cfg" in config
+        if norm:
+            config["feature_cfg"]["feature_cls"] = "getter"
+        model = timm.create_model(name, **config, **options).eval()
+        indices = 2 if norm else (0, -2)
+        assert_equal(model(images()), whole.forward_intermediates(images(), indices, norm=norm)[1])
+        assert_shapes(model(images()), model.feature_info, SIZE)
+    if name == "linformer_tiny":
+        return
     expected = randomise(create_backbone(name)).eval()
     model = timm.create_model(name, features_only=True).eval()
     model.backbone.load_state_dict(expected.state_dict())
     features = model(images(45, 70))
     assert isinstance(features, list) and not model.default_cfg["fixed_input_size"]
     assert_shapes(features, model.feature_info, (45, 70))
-    for actual, wanted in zip(features, expected(images(45, 70)).values(), strict=True):
-        assert torch.equal(actual, wanted)
+    assert_equal(features, list(expected(images(45, 70)).values()))
     assert model.no_weight_decay() == {f"backbone.{key}" for key in expected.no_weight_decay()}
 
 
@@ -270,21 +229,6 @@ def test_out_indices(out_indices, stages):
     assert list(as_dict(torch.empty(1, 3, 64, 96, device="meta"))) == [str(stage) for stage in stages]
 
 
-@families
-def test_features_by_timms_getter(name, tmp_path):
-    whole = classifier(name)
-    options = {"features_only": True, "img_size": SIZE, **saved(whole, tmp_path)}
-    model = timm.create_model(name, feature_cls="getter", out_indices=(0, -2), **options).eval()
-    features = model(images())
-    assert_shapes(features, model.feature_info, SIZE)
-    for actual, wanted in zip(features, whole.forward_intermediates(images(), indices=(0, -2))[1], strict=True):
-        assert torch.equal(actual, wanted)
-    config = {"feature_cls": "getter", "norm": True, "out_indices": 2}
-    normed = timm.create_model(name, feature_cfg=config, **options).eval()(images())
-    for actual, wanted in zip(normed, whole.forward_intermediates(images(), 2, norm=True)[1], strict=True):
-        assert torch.equal(actual, wanted)
-
-
 @pytest.mark.parametrize(
     "options, hint",
     [
@@ -292,9 +236,7 @@ def test_features_by_timms_getter(name, tmp_path):
         ({"in_chans": 1, "features_only": True}, "in_chans"),
         ({"global_pool": "max"}, "global_pool"),
         ({"drop_block_rate": 0.1}, "drop_path_rate"),
-        ({"window_sise": 7}, "window_size"),
         ({"redraw_epoch_length": 9}, "redraw_epoch_length"),
-        ({"random_shift_iterations": -1}, "random_shift_iterations"),
         ({"random_shift_iterations": 9, "attention": "dense"}, "random_shift_iterations"),
         ({"features_only": True, "img_size": 224}, "max_img_size"),
         ({"features_only": True, "feature_cls": "hook"}, "hook"),
@@ -307,32 +249,26 @@ def test_wrong_options(options, hint):
         meta_model("vil_tiny", **options)
 
 
-@families
-def test_a_fixed_size_is_one_that_a_larger_image_does_not_fit(name):
-    model = classifier(name)
-    assert get_model_input_config(model)["fixed_input_size"] == model.default_cfg["fixed_input_size"]
-    if model.default_cfg["fixed_input_size"]:
-        with pytest.raises(ConfigError, match="img_size"):
-            model(images(96, 128))
-    else:
-        assert model(images(96, 128)).shape == (2, 4)
-
-
 @pytest.mark.parametrize(
     "name, options, is_fixed",
     [
+        (SMALL, {}, True),
         (SMALL, {"position_resizing": "map"}, False),
-        (SMALL, {"position_resizing": "load"}, True),
         (RELATIVE, {"position_resizing": "load"}, False),
         (RELATIVE, {"position_resizing": "load", "attention": "dense"}, True),
         (RELATIVE, {"position_resizing": "map", "attention": "dense"}, False),
+        ("linformer_tiny", {}, True),
+        ("performer_tiny", {}, True),
+        ("lit_ti", {}, False),
         ("lit_ti", {"position_resizing": "load"}, True),
+        ("lit_s", {}, False),
         ("ls_tiny", {"position_resizing": "map"}, False),
+        ("cvt_ls_13", {}, False),
     ],
 )
-def test_a_fixed_size_follows_from_the_resizing_of_positions(name, options, is_fixed):
+def test_a_fixed_size_is_one_that_a_larger_image_does_not_fit(name, options, is_fixed):
     model = meta_model(name, img_size=32, **options)
-    assert model.default_cfg["fixed_input_size"] == is_fixed
+    assert get_model_input_config(model)["fixed_input_size"] == model.default_cfg["fixed_input_size"] == is_fixed
     larger = torch.empty(1, 3, 64, 64, device="meta")
     if is_fixed:
         with pytest.raises(ConfigError, match="img_size"):
@@ -342,50 +278,30 @@ def test_a_fixed_size_follows_from_the_resizing_of_positions(name, options, is_f
 
 
 @pytest.mark.parametrize("name", slow_except([n for n in FAMILIES if n != "linformer_tiny"], [SMALL, RELATIVE]))
+@torch.no_grad()
 def test_set_input_size_is_as_a_model_of_that_size_that_loads_the_weights(name, tmp_path):
     model = classifier(name, img_size=64)
     wanted = timm.create_model(name, num_classes=4, img_size=SIZE, **saved(model, tmp_path)).eval()
     before = [id(parameter) for parameter in model.parameters()]
-    with torch.no_grad():
-        unchanged = None if model.default_cfg["fixed_input_size"] else model(images())
-        model.set_input_size(SIZE)
-        assert [id(parameter) for parameter in model.parameters()] == before
-        state_dict = model.backbone.state_dict()
-        assert all(torch.equal(tensor, state_dict[key]) for key, tensor in wanted.backbone.state_dict().items())
-        if unchanged is not None:
-            # Those tables are resized to each feature map anyway.
-            torch.testing.assert_close(unchanged, model(images()))
-        assert get_model_input_config(model)["input_size"] == (3, *SIZE)
-        # A relative bias for 2 x 14 tokens has as many offsets as one for 14 x 2.
-        model.set_input_size(SIZE[::-1])
-        fresh = timm.create_model(name, num_classes=4, img_size=SIZE[::-1]).eval()
-        fresh.load_state_dict(model.state_dict())
-        assert torch.equal(fresh(images(*SIZE[::-1])), model(images(*SIZE[::-1])))
-
-
-def test_a_resized_model_goes_on_training():
-    model = classifier(SMALL, img_size=64).train()
-    model.backbone.stages[0].positions.rows.requires_grad_(False)
-    model(images(64, 64)).mean().backward()
-    optimizer = create_optimizer_v2(model, "sgd", lr=0.1)
-    model.set_input_size((128, 64))
-    assert model.backbone.stages[1].positions.rows.grad is None and model.norm.weight.grad is not None
-    assert not model.backbone.stages[0].positions.rows.requires_grad
-    optimizer.zero_grad()
-    model(images(128, 64)).mean().backward()
-    before = model.backbone.stages[1].positions.rows.detach().clone()
-    optimizer.step()
-    assert not torch.equal(model.backbone.stages[1].positions.rows, before)
+    unchanged = None if model.default_cfg["fixed_input_size"] else model(images())
+    model.set_input_size(SIZE)
+    assert [id(parameter) for parameter in model.parameters()] == before
+    state_dict = model.backbone.state_dict()
+    assert all(torch.equal(tensor, state_dict[key]) for key, tensor in wanted.backbone.state_dict().items())
+    if unchanged is not None:
+        # Those tables are resized to each feature map anyway.
+        torch.testing.assert_close(unchanged, model(images()))
+    assert get_model_input_config(model)["input_size"] == (3, *SIZE)
+    # A relative bias for 2 x 14 tokens has as many offsets as one for 14 x 2.
+    model.set_input_size(SIZE[::-1])
+    fresh = timm.create_model(name, num_classes=4, img_size=SIZE[::-1]).eval()
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(fresh(images(*SIZE[::-1])), model(images(*SIZE[::-1])))
 
 
 @pytest.mark.parametrize(
     "name, options",
-    [
-        ("linformer_tiny", {"img_size": 224}),
-        (SMALL, {"img_size": (64, 64, 3)}),
-        (SMALL, {"img_size": 64.0}),
-        (SMALL, {"patch_size": 8}),
-    ],
+    [("linformer_tiny", {"img_size": 224}), (SMALL, {"img_size": (64, 64, 3)}), (SMALL, {"patch_size": 8})],
 )
 def test_a_size_that_cannot_be_set_leaves_the_model_as_it_was(name, options):
     model = classifier(name)
@@ -429,20 +345,6 @@ def test_a_trained_classifier_becomes_a_backbone(name, tmp_path):
         torch.testing.assert_close(tensor, wanted, msg=key)
 
 
-def test_windows_of_12_are_full_attention_at_384_pixels():
-    """The windows of docs/checkpoints.md, (8, 12, 12, 12): stage 3 has 24 x 24 tokens there."""
-    model = meta_model("vil_medium_deep", img_size=384, window_size=(8, 12, 12, 12))
-    assert [s.blocks[0].attention.window_size for s in model.backbone.stages] == [8, 12, 12, 12]
-    tokens, global_tokens = random_images(1, 24, 24, 16, dtype=torch.float32), torch.zeros(1, 1, 16)
-    # 24: one chunk, of all tokens
-    whole = randomise(SlidingChunkAttention(16, num_heads=2, window_size=24)).eval()
-    for window_size in (12, 7):
-        chunks = SlidingChunkAttention(16, num_heads=2, window_size=window_size).eval()
-        chunks.load_state_dict(whole.state_dict())
-        same = torch.allclose(chunks(tokens, global_tokens)[0], whole(tokens, global_tokens)[0], atol=1e-5)
-        assert same == (window_size == 12)
-
-
 def test_dropout_and_layer_groups():
     model = timm.create_model(RELATIVE, num_classes=3, drop_rate=0.5, drop_path_rate=0.2).train()
     assert model.backbone.stages[3].blocks[-1].drop_path_rate == pytest.approx(0.2)
@@ -452,14 +354,13 @@ def test_dropout_and_layer_groups():
     model = meta_model("vil_tiny")
     layers = group_parameters(model, model.group_matcher(), reverse=True)
     assert layers.keys() == dict(model.named_parameters()).keys()
-    order = ["stages.0.patch_embed.projection.weight", "stages.0.blocks.0.mlp.expand.weight"]
-    order += ["stages.1.patch_embed.projection.weight", "stages.1.blocks.0.mlp.expand.weight"]
-    order += [f"stages.2.blocks.{block}.mlp.expand.weight" for block in range(9)]
-    depths = [layers[f"backbone.{name}"] for name in order] + [layers["norm.weight"]]
-    assert depths == sorted(set(depths)) and layers["backbone.stages.0.global_tokens"] == 0
-    assert layers["head.weight"] == max(layers.values()) == layers["norm.weight"] + 1
+    blocks = [layers[f"backbone.stages.2.blocks.{block}.mlp.expand.weight"] for block in range(9)]
+    first = [layers[f"backbone.stages.0.{part}"] for part in ("global_tokens", "blocks.0.mlp.expand.weight")]
+    order = [*first, layers["backbone.stages.1.patch_embed.projection.weight"], *blocks]
+    order += [layers["norm.weight"], layers["head.weight"]]
+    assert order == sorted(set(order)) and order[0] == 0 and order[-1] == max(layers.values())
     coarse = group_parameters(model, model.group_matcher(coarse=True), reverse=True)
-    assert coarse[f"backbone.{order[4]}"] == coarse[f"backbone.{order[-1]}"]
+    assert len(set(coarse.values())) == 6 and coarse["backbone.stages.2.blocks.0.mlp.expand.weight"] == 3
 
 
 @pytest.mark.parametrize("options", [{}, {"layer_decay": 0.5}])
@@ -520,15 +421,13 @@ def test_the_tool_runs_a_script_that_knows_the_models(tmp_path):
     command = [sys.executable, TOOL, script, "--model", "lit_ti", "--help"]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert result.stdout == f"__main__ {[str(script), '--model', 'lit_ti', '--help']} 5 True\n"
-    absent = subprocess.run([sys.executable, TOOL, "nowhere/train.py"], capture_output=True, text=True)
-    assert absent.returncode == 2 and "nowhere/train.py" in absent.stderr
 
 
-def shape_images(root: Path, *, num_train: int = 60, num_val: int = 40) -> Path:
+def shape_images(root: Path) -> Path:
     """An image folder of bright circles, squares and triangles of any colour on dark backgrounds, 64 to 96 pixels."""
     rng = np.random.default_rng(0)
-    for split, number in (("train", num_train), ("val", num_val)):
-        for name in CLASSES:
+    for split, number in (("train", 60), ("val", 40)):
+        for name in ("circle", "square", "triangle"):
             folder = root / split / name
             folder.mkdir(parents=True)
             for index in range(number):

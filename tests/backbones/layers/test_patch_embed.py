@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from backbones.layers.patch_embed import PatchEmbed, pad_to_multiple
+from backbones.layers.patch_embed import PatchEmbed
 from tests.backbones.helpers import random_images, randomise
 
 
@@ -26,12 +26,3 @@ def test_embeds_each_patch(height, width, patch_size):
             linear = patch.flatten(1) @ weight.T + embed.projection.bias
             expected = F.layer_norm(linear, (6,), embed.norm.weight, embed.norm.bias, eps=1e-3)
             torch.testing.assert_close(output[:, row, col], expected, atol=1e-12, rtol=1e-12)
-
-
-@pytest.mark.parametrize("height, width, padded", [(5, 8, (8, 8)), (4, 9, (4, 12)), (8, 4, (8, 4))])
-def test_pads_with_zeros_below_and_on_the_right(height, width, padded):
-    features = random_images(1, 2, height, width)
-    output = pad_to_multiple(features, 4)
-    assert output.shape == (1, 2, *padded)
-    torch.testing.assert_close(output[..., :height, :width], features, atol=0, rtol=0)
-    assert output.abs().sum().item() == pytest.approx(features.abs().sum().item())

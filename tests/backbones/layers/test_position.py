@@ -39,19 +39,6 @@ def test_resizing_a_grid_is_bilinear(old, new):
     np.testing.assert_allclose(resize_table(table, new).numpy(), expected, atol=2e-5)
 
 
-def test_resizing_keeps_the_precision_of_float64():
-    table = random_images(5, 3)
-    np.testing.assert_allclose(resize_table(table, (9,)).numpy(), interpolate(table.numpy(), 9), atol=1e-13)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_resizing_keeps_low_precision(dtype):
-    table = random_images(6, 3, dtype=dtype)
-    resized = resize_table(table, (10,))
-    assert resized.dtype == dtype
-    np.testing.assert_allclose(resized.float().numpy(), interpolate(table.float().numpy(), 10), atol=1e-2)
-
-
 def test_absolute_positions_are_a_row_and_a_column():
     positions = randomise(AbsolutePositions(8, max_height=5, max_width=9, num_global_tokens=2))
     output = positions(4, 7)
@@ -85,10 +72,6 @@ def test_window_bias_is_looked_up_by_offset(window_size):
             col_offset = window_size + query % window_size - key % (3 * window_size)
             entry = (row_offset + 2 * window_size - 1) * side + col_offset + 2 * window_size - 1
             torch.testing.assert_close(output[:, query, key], bias.table[entry])
-
-
-def test_window_bias_saves_its_table_only():
-    assert list(WindowRelativeBias(3, num_heads=2).state_dict()) == ["table"]
 
 
 @pytest.mark.parametrize("num_global, global_queries", [(0, False), (2, False), (2, True)])
@@ -142,9 +125,3 @@ def test_relative_bias_of_the_largest_map_is_that_of_its_part():
     torch.testing.assert_close(bias(3, 4).unflatten(1, (3, 4)).unflatten(3, (3, 4)), whole[:, :3, :4, :3, :4])
     with pytest.raises(ConfigError, match="raise max_img_size"):
         bias(5, 8)
-
-
-@pytest.mark.parametrize("module", [GridPositions, GridRelativeBias])
-def test_an_unknown_resizing_raises(module):
-    with pytest.raises(ConfigError, match="unknown position resizing 'laod': .*did you mean 'load'"):
-        module((2, 3), 4, resizing="laod")

@@ -7,9 +7,9 @@ from torch import Tensor
 from backbones.attention import reference
 from backbones.errors import ConfigError
 from backbones.sequence import create_char_lm
-from backbones.sequence.char_lm import CausalAttention, _sinusoids, causal_attention
+from backbones.sequence.char_lm import CausalAttention, causal_attention
 from tests.backbones.helpers import LargestTensor, outputs_and_gradients
-from tests.backbones.sequence.helpers import SMALL_CHAR_LM, assert_same, normal, random_ids, randomised, small_char_lm
+from tests.backbones.sequence.helpers import SMALL_CHAR_LM, assert_same, normal, random_ids, small_char_lm
 
 # Window, segment, rank: below, equal, no multiples of one another.
 SIZES = [(1, 1, 1), (1, 4, 2), (2, 3, 1), (4, 4, 2), (5, 4, 1), (8, 2, 3), (12, 5, 2)]
@@ -57,28 +57,6 @@ def test_what_each_token_sees():
         assert tokens.nonzero().flatten().tolist() == list(range(token + 1, token + 1 + window_size))
 
 
-def module_of(**changes) -> CausalAttention:
-    sizes = {"num_heads": 2, "window_size": 3, "segment_length": 2, "rank": 1} | changes
-    return randomised(CausalAttention(4, **sizes).double())
-
-
-def test_gradcheck_of_the_module():
-    module = module_of()
-    inputs = (normal(2, 5, 4), normal(2, 4, 4, seed=1))
-    # Two segments in the memory, and of the three of the part all but the last.
-    tables = (normal(3, 4, seed=2), normal(5, 4, seed=3))
-    assert torch.autograd.gradcheck(module, [x.requires_grad_() for x in (*inputs, *tables)], fast_mode=True)
-
-
-@pytest.mark.parametrize("length", [1, 2, 9])
-def test_the_module_is_the_same_on_both_backends(length):
-    fast, dense = module_of(), module_of(backend="reference")
-    in_all = 2 + -(-length // 2)
-    inputs = {"tokens": normal(2, length, 4), "memory": normal(2, 4, 4, seed=1)}
-    inputs |= {"window_table": normal(3, 4, seed=2), "segment_table": normal(in_all, 4, seed=3)}
-    assert_same(outputs_and_gradients(fast, inputs), outputs_and_gradients(dense, inputs))
-
-
 CASES = {
     "small": {},
     "window below the segment": {"window_size": 2},
@@ -97,21 +75,6 @@ def read(model: torch.nn.Module, ids: Tensor, lengths: list[int]) -> tuple[list[
         output, memory = model(part, memory)
         outputs.append(output)
     return outputs, memory
-
-
-@cases
-def test_log_probabilities_and_memory(changes):
-    model = small_char_lm(**changes)
-    for output in read(model, random_ids(2, 31), [1, 2, 9, 4, 15])[0]:
-        torch.testing.assert_close(output.exp().sum(-1), torch.ones(output.shape[:2], dtype=torch.float64))
-    memory = model(random_ids(2, 5))[1]
-    assert [tuple(x.shape) for x in memory] == [(2, 12, 8)] * 2
-    assert not any(x.requires_grad for x in memory)
-
-
-def test_a_batch_of_no_texts():
-    log_probabilities, memory = small_char_lm()(torch.zeros(0, 9, dtype=torch.int64))
-    assert log_probabilities.shape == (0, 9, 11) and memory[1].shape == (0, 12, 8)
 
 
 @cases
@@ -162,26 +125,6 @@ def test_the_memory_is_the_last_inputs_of_each_layer(changes):
     assert not short[0][:, :-5].any() and not short[1][:, :-5].any()
 
 
-def test_generation_one_token_at_a_time():
-    """Greedy, without gradients, far beyond the memory; a batch goes as each of its texts does alone."""
-    model = small_char_lm()
-
-    @torch.no_grad()
-    def generate(ids: Tensor) -> Tensor:
-        log_probabilities, memory = model(ids)
-        for _ in range(30):
-            following = log_probabilities[:, -1:].argmax(-1)
-            ids = torch.cat([ids, following], dim=1)
-            log_probabilities, memory = model(following, memory)
-            assert log_probabilities.shape == (len(ids), 1, 11) and log_probabilities.isfinite().all()
-        return ids
-
-    prompt = random_ids(2, 3)
-    texts = generate(prompt)
-    assert texts.shape == (2, 33)
-    assert torch.equal(texts[1:], generate(prompt[1:]))
-
-
 @cases
 def test_every_parameter_gets_a_gradient(changes):
     model, ids = small_char_lm(**changes), random_ids(2, 40)
@@ -194,6 +137,8 @@ def test_every_parameter_gets_a_gradient(changes):
         is_constant = "dynamic_projection" in name and model.segment_length == 1
         cancels = name.endswith("dynamic_projection.bias")
         assert parameter.grad.abs().max() > 1e-12 or is_constant or cancels, name
+    decayed = {name for name, _ in model.named_parameters()} - model.no_weight_decay()
+    assert "embedding.weight" in decayed and all(name.endswith(".weight") for name in decayed)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -207,13 +152,6 @@ def test_half_precision(autocast, dtype):
     assert output.isfinite().all() and output.dtype == torch.float32
     tolerance = 0.1 if dtype == torch.bfloat16 else 0.02
     assert (output - expected).abs().max() <= tolerance * expected.abs().max()
-
-
-def test_positions_are_exact_in_half_precision():
-    """4000 tokens back an angle in bfloat16 would be several turns off."""
-    exact = _sinusoids(4001, 8, torch.zeros((), dtype=torch.float64))
-    rounded = _sinusoids(4001, 8, torch.zeros((), dtype=torch.bfloat16))
-    torch.testing.assert_close(rounded.double(), exact, atol=5e-3, rtol=0)
 
 
 def test_no_tensor_has_every_pair_of_tokens():
@@ -239,14 +177,6 @@ def test_dropout_is_of_training_alone():
     torch.testing.assert_close(model(ids)[0], small_char_lm()(ids)[0], atol=0, rtol=0)
     model.train()
     assert not torch.equal(model(ids)[0], model(ids)[0])
-
-
-def test_no_weight_decay():
-    model = small_char_lm()
-    names = model.no_weight_decay()
-    assert {"bias", "layers.0.attention.key_bias", "layers.1.attention.query_bias", "layers.0.mlp_norm.weight"} <= names
-    decayed = {name for name, _ in model.named_parameters()} - names
-    assert "embedding.weight" in decayed and all(name.endswith(".weight") for name in decayed)
 
 
 @pytest.mark.parametrize(
