@@ -11,7 +11,7 @@ from typing import Any
 
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
-from detectron2.data.datasets import load_coco_json, register_coco_instances
+from detectron2.data.datasets import load_coco_json
 from detectron2.data.datasets.builtin_meta import ADE20K_SEM_SEG_CATEGORIES
 
 from backbones import ConfigError
@@ -42,12 +42,9 @@ def register_datasets(cfg: CfgNode) -> None:
     """
     root = datasets_root()
     for split, folder in (("train", "training"), ("val", "validation")):
-        for name in ("shapes", "shapes_panoptic"):
-            stuff = {}
-            if name == "shapes_panoptic":
-                stuff = {"labels": root / name / f"stuff_{split}", "stuff_classes": ("things", "background")}
+        for name, labels in (("shapes", None), ("shapes_panoptic", root / f"shapes_panoptic/stuff_{split}")):
             annotations = root / name / f"annotations/instances_{split}.json"
-            _register_coco(f"{name}_{split}", annotations, root / name / split, **stuff, is_own=True)
+            _register_coco(f"{name}_{split}", annotations, root / name / split, labels=labels, is_own=True)
             MetadataCatalog.get(f"{name}_{split}").thing_colors = SHAPES_COLORS
         for name, parent, classes in (
             ("shapes_sem_seg", root / "shapes_sem_seg", SHAPES_SEM_SEG_CLASSES),
@@ -75,43 +72,30 @@ def _is_list_of_strings(entry: object, *, lengths: tuple[int, ...]) -> bool:
 
 
 def _register_coco(
-    name: str,
-    annotations: Path,
-    images: Path,
-    *,
-    labels: Path | None = None,
-    stuff_classes: Sequence[str] = (),
-    is_own: bool = False,
+    name: str, annotations: Path, images: Path, *, labels: Path | None = None, is_own: bool = False
 ) -> None:
     """Register a COCO file, with label images as detectron2's ``register_coco_panoptic_separated`` has them.
 
     Args:
-        labels: a folder with a PNG of the same stem for each image: 0 is all things, stuff from 1, and 255 is ignored.
-        stuff_classes: of the labels, "things" first.
+        labels: a folder with a PNG of the same stem for each image: 0 is all things, 1 is stuff, and 255 is ignored.
     """
-    paths = {"json_file": str(annotations), "image_root": str(images)}
-    if labels is None:
-        _register(name, paths, lambda: register_coco_instances(name, {}, *paths.values()), is_own=is_own)
-        return
-    facts = paths | {"evaluator_type": PANOPTIC_EVALUATOR, "sem_seg_root": str(labels)} | _stuff(stuff_classes, first=0)
+    facts = {"json_file": str(annotations), "image_root": str(images), "evaluator_type": "coco"}
+    if labels is not None:
+        facts |= {"evaluator_type": PANOPTIC_EVALUATOR, "sem_seg_root": str(labels)}
+        facts |= _stuff(("things", "background"), first=0)
 
-    def register() -> None:
-        DatasetCatalog.register(name, lambda: add_stuff(name, load_coco_json(*paths.values(), name)))
-        MetadataCatalog.get(name).set(**facts)
+    def load() -> list[dict[str, Any]]:
+        records = load_coco_json(str(annotations), str(images), name)
+        return records if labels is None else add_stuff(name, records)
 
-    _register(name, facts, register, is_own=is_own)
+    _register(name, load, facts, is_own=is_own)
 
 
 def _register_ade20k(name: str, images: Path, labels: Path, classes: Sequence[str], *, is_own: bool = False) -> None:
     """Register a folder of images and one of label images, PNGs of the same stems: 0 is ignored, classes from 1."""
     facts = {"evaluator_type": "sem_seg", "image_root": str(images), "sem_seg_root": str(labels), "first_label": 1}
     facts |= _stuff(classes, first=1)
-
-    def register() -> None:
-        DatasetCatalog.register(name, lambda: load_ade20k(name, images, labels))
-        MetadataCatalog.get(name).set(**facts)
-
-    _register(name, facts, register, is_own=is_own)
+    _register(name, lambda: load_ade20k(name, images, labels), facts, is_own=is_own)
 
 
 def _stuff(classes: Sequence[str], *, first: int) -> dict[str, Any]:
@@ -119,8 +103,8 @@ def _stuff(classes: Sequence[str], *, first: int) -> dict[str, Any]:
     return {"stuff_classes": list(classes), "stuff_dataset_id_to_contiguous_id": ids, "ignore_label": IGNORED_LABEL}
 
 
-def _register(name: str, facts: dict[str, Any], register: Callable[[], None], *, is_own: bool) -> None:
-    """Call ``register`` unless ``name`` is known with these facts in its metadata; own names follow the environment."""
+def _register(name: str, load: Callable[[], list[dict[str, Any]]], facts: dict[str, Any], *, is_own: bool) -> None:
+    """Register ``name`` unless it is known with these facts in its metadata; own names follow the environment."""
     if name in DatasetCatalog.list():
         known = MetadataCatalog.get(name)
         if all(known.get(fact) == value for fact, value in facts.items()):
@@ -130,7 +114,8 @@ def _register(name: str, facts: dict[str, Any], register: Callable[[], None], *,
             raise ConfigError(f"DATASETS: the name {name} is already that of {files}")
         DatasetCatalog.remove(name)
         MetadataCatalog.remove(name)
-    register()
+    DatasetCatalog.register(name, load)
+    MetadataCatalog.get(name).set(**facts)
 
 
 def load_ade20k(name: str, images: Path, labels: Path) -> list[dict[str, Any]]:

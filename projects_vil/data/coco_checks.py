@@ -113,7 +113,7 @@ class CocoFile:
         self.annotation_by_id: dict[int, int] = {}
         self.found: dict[str, list[int]] = defaultdict(list)
         self.examples: dict[str, list[dict[str, Any]]] = defaultdict(list)
-        for find in dict.fromkeys(check.find for check in CHECKS.values()):
+        for find in _FINDERS:
             for name, index, value in find(self):
                 self.found[name].append(index)
                 if len(self.examples[name]) < NUM_EXAMPLES:
@@ -513,7 +513,6 @@ class Check:
             there is no fix.
         effect: of the fix, or of a note.
         of: the list of the COCO file that it is about.
-        find: the function that yields its name.
     """
 
     name: str
@@ -522,7 +521,6 @@ class Check:
     fix: Callable[[CocoFile, int, Any], Any] | None
     effect: str
     of: Literal["categories", "images", "annotations"]
-    find: Callable[[CocoFile], Found]
 
 
 SEVERITIES = ("error", "fixed", "note")
@@ -530,17 +528,18 @@ _OUT, _WITH_OBJECTS = "left out", "left out, with their objects"
 _BOX, _MASK = "the box of the mask if there is one, else left out", "left out if no other polygon is usable"
 _WHOLE = "read as the whole number"
 
-# The list and the function that the checks of a group share; name, severity, what is found, fix, and its effect. Fixes
-# are done in this order: new ids and areas come last, for the annotations that stay.
+# Of each list: name, severity, what is found, fix, and its effect. Fixes are done in this order: new ids and areas come
+# last, for the annotations that stay.
 # fmt: off
-_TABLE: tuple[tuple[str, Callable[[CocoFile], Found], tuple[tuple, ...]], ...] = (
-    ("categories", find_in_categories, (
+_TABLE: dict[str, tuple[tuple, ...]] = {
+    "categories": (
         ("category_form", "error", "categories without an id and a name", leave_out, _WITH_OBJECTS),
         ("category_id_twice", "error", "categories with the id of another", leave_out, "the first with the id stays"),
         ("category_text", "fixed", "categories whose id is text or has a decimal point", whole_id, _WHOLE),
         ("category_name_twice", "note", "categories with the name of another", None, "different classes"),
-    )),
-    ("images", find_in_images, (
+        ("category_empty", "note", "categories without objects", None, "a class that is not learned"),
+    ),
+    "images": (
         ("image_form", "error", "images without an id and a file_name", leave_out, _WITH_OBJECTS),
         ("image_id_twice", "error", "images whose id is not unique", leave_out,
          "of equal entries one stays; others are left out with their objects, which could be of either"),
@@ -548,13 +547,13 @@ _TABLE: tuple[tuple[str, Callable[[CocoFile], Found], tuple[tuple, ...]], ...] =
          "new ids, the positions in the file"),
         ("image_size_missing", "fixed", "images without height and width", size_of_file, "read from the file"),
         ("file_twice", "note", "images with the file of another", None, "trained on as two images"),
-    )),
-    ("images", find_in_files, (
         ("file_missing", "error", "images whose file is missing", leave_out, _WITH_OBJECTS),
         ("file_unreadable", "error", "images whose file cannot be read", leave_out, _WITH_OBJECTS),
         ("file_size", "error", "images of another size than their file", leave_out, _WITH_OBJECTS),
-    )),
-    ("annotations", find_in_annotations, (
+        ("image_empty", "note", "images without objects", None,
+         "left out of training unless DATALOADER.FILTER_EMPTY_ANNOTATIONS is False; evaluated"),
+    ),
+    "annotations": (
         ("annotation_form", "error", "annotations that are not JSON objects", leave_out, _OUT),
         ("image_unknown", "error", "annotations of an image_id that no image has", leave_out, _OUT),
         ("image_id_text", "fixed", "annotations whose image_id is written in another way than the image's id", image_id,
@@ -564,8 +563,6 @@ _TABLE: tuple[tuple[str, Callable[[CocoFile], Found], tuple[tuple, ...]], ...] =
          _WHOLE),
         ("iscrowd_missing", "fixed", "annotations without iscrowd", not_a_crowd, "0"),
         ("iscrowd_value", "error", "annotations whose iscrowd is neither 0 nor 1", leave_out, _OUT),
-    )),
-    ("annotations", find_in_masks, (
         ("mask_missing", "error", "annotations without the segmentation that others have", leave_out, _OUT),
         ("mask_form", "error", "segmentations that are neither polygons of finite numbers nor RLE", usable_mask, _MASK),
         ("mask_empty", "error", "masks without a polygon of three points in the image", usable_mask, _OUT),
@@ -575,22 +572,17 @@ _TABLE: tuple[tuple[str, Callable[[CocoFile], Found], tuple[tuple, ...]], ...] =
         ("rle_form", "error", "RLE whose size or counts are not those of the image", usable_mask, _OUT),
         ("rle_object", "note", "RLE instead of polygons of objects that are not crowds", None,
          "read as bitmaps, as are the polygons of their images"),
-    )),
-    ("annotations", find_in_boxes, (
         ("boxes_as_corners", "error", "boxes that fit their images only as [left, top, right, bottom]", None,
          "always stops: convert them to [left, top, width, height]"),
         ("boxes_as_fractions", "error", "boxes that are fractions of the image, not pixels", None,
          "always stops: multiply them by width and height"),
         ("box_missing", "error", "annotations without a bbox", leave_out, _OUT),
         ("box_of_mask", "fixed", "annotations without a bbox, with a mask", box_of_mask, "the box of the mask"),
-        ("box_form", "error", "boxes that are not [left, top, width, height], finite and with sides of 0 or more",
-         box_of_mask, _BOX),
+        ("box_form", "error", "boxes that are not finite [left, top, width >= 0, height >= 0]", box_of_mask, _BOX),
         ("box_outside", "error", "boxes outside the image, or more than ten image sides beyond it", box_of_mask, _BOX),
         ("box_empty", "note", "boxes without area", None, "not trained on; in evaluation nothing matches them"),
         ("box_beyond", "note", "boxes more than a pixel beyond the image", None,
          "clipped in training, evaluated as they are"),
-    )),
-    ("annotations", find_in_annotations, (
         ("ignored", "error", "annotations with ignore, which detectron2 does not know", a_crowd,
          "taken for a crowd (iscrowd 1): not trained on, not counted"),
         ("annotation_id_unusable", "fixed", "annotations without an id above 0, which COCO's evaluation needs", new_id,
@@ -599,17 +591,14 @@ _TABLE: tuple[tuple[str, Callable[[CocoFile], Found], tuple[tuple, ...]], ...] =
          "an equal annotation is left out, another one gets a new id"),
         ("area_missing", "fixed", "annotations without a possible area", area_of_mask_or_box,
          "that of the mask, or of the box"),
-    )),
-    ("images", find_without_objects, (
-        ("image_empty", "note", "images without objects", None,
-         "left out of training unless DATALOADER.FILTER_EMPTY_ANNOTATIONS is False; evaluated"),
-    )),
-    ("categories", find_without_objects, (
-        ("category_empty", "note", "categories without objects", None, "a class that is not learned"),
-    )),
-)
+    ),
+}
 # fmt: on
-CHECKS = {row[0]: Check(*row, of=of, find=find) for of, find, rows in _TABLE for row in rows}
+CHECKS = {row[0]: Check(*row, of=of) for of, rows in _TABLE.items() for row in rows}
+_FINDERS = (
+    *(find_in_categories, find_in_images, find_in_files, find_in_annotations, find_in_masks, find_in_boxes),
+    find_without_objects,
+)
 
 
 def whole(value: object) -> int | None:
