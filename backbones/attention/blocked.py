@@ -1,22 +1,22 @@
 """Attention by blocks of scores: exact outputs and gradients, and never more than one block of scores in memory.
 
 The forward pass keeps the log-sum-exp of each query's scores; the backward pass computes the scores again, block by
-block, as FlashAttention does. :class:`ChunkPairs` and :class:`WholeMap` say which queries and keys form a block.
+block, as FlashAttention does. Here is attention to all keys with a learned bias, and what :mod:`.windows` has in
+common with it.
 
-Shapes: B images, M heads, H x W tokens, D channels a head, S keys that all tokens see, chunks of w x w = P tokens.
+Shapes: B images, M heads, H x W tokens, D channels a head, L queries, K keys, G global tokens.
 """
 
-import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from backbones.attention.chunks import mask_channels, mask_queries, missing, with_halo, wrap
 from backbones.layers.tracing import at_least_float32, autocast_off, is_tracing
 
 # Scores in a block: on a CPU they stay in the cache, on other devices they keep the device busy.
@@ -46,13 +46,16 @@ def needs_blocks(*tensors: Tensor | None, biases: tuple[Tensor | None, ...] = ()
     return any(x.requires_grad for x in given) and all(x.numel() for x in given)
 
 
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the type that autocast chooses for products on ``device``, or None where it is off."""
+    is_on = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    return torch.get_autocast_dtype(device.type) if is_on else None
+
+
 def in_autocast_dtype(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return the tensors in the type that autocast chooses for PyTorch's attention; float64 is kept."""
-    device_type = tensors[0].device.type
-    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
-        return tensors
-    dtype = torch.get_autocast_dtype(device_type)
-    return tuple(x if x is None or x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+    dtype = autocast_dtype(tensors[0].device)
+    return tuple(x if x is None or dtype is None or x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 
 
 def attention_with_logsumexp(
@@ -83,7 +86,7 @@ def attention_with_logsumexp(
     return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale), None
 
 
-def _split(sizes: tuple[int, ...], scores: int, device: torch.device) -> Iterator[tuple[slice, ...]]:
+def split(sizes: tuple[int, ...], scores: int, device: torch.device) -> Iterator[tuple[slice, ...]]:
     """Cut axes of ``sizes`` into blocks of at most ``BLOCK_SCORES``, the last axis first, into parts of equal size.
 
     Args:
@@ -91,376 +94,54 @@ def _split(sizes: tuple[int, ...], scores: int, device: torch.device) -> Iterato
     """
     limit, axes = BLOCK_SCORES.get(device.type, BLOCK_SCORES["other"]) // scores, []
     for size in reversed(sizes):
-        parts = -(-size // max(1, limit))  # none for an empty axis
-        edges = [size * part // max(1, parts) for part in range(parts + 1)]
+        parts = -(-size // max(1, limit))
+        edges = [size * part // parts for part in range(parts + 1)]
         axes.append([slice(first, last) for first, last in itertools.pairwise(edges)])
         limit = limit // size if parts == 1 else 1
     return itertools.product(*reversed(axes))
 
 
-# A bias of part of a block's scores: its queries and keys, and a view that broadcasts to (M, queries, keys).
-BiasPart = tuple[slice, slice, Tensor]
+class RecomputedAttention(torch.autograd.Function):
+    """Attention whose backward pass computes the scores again.
 
-
-@dataclasses.dataclass(frozen=True)
-class ChunkPairs:
-    """Chunks of w x w queries; each sees the keys of its own chunk, of one neighbour, and the S shared keys.
-
-    Attributes:
-        height, width: of the map.
-        window_size: w.
-        shift: the step, in chunks, down and to the right, to the neighbour.
-        is_cyclic: whether the map continues at its opposite border.
+    ``apply`` gets two functions and the tensors. ``forward(*tensors)`` returns output and log-sum-exps, or None.
+    ``backward(grad, output, logsumexp, needed, *tensors)`` returns the gradients of the tensors, where ``needed`` says
+    which of them are used.
     """
 
-    height: int
-    width: int
-    window_size: int
-    shift: tuple[int, int]
-    is_cyclic: bool
-
-    def _boxes(self) -> list[tuple[slice, slice]]:
-        """Rows and columns of both chunks in the 3w x 3w tokens round a chunk."""
-        size = self.window_size
-        return [tuple(slice((1 + s) * size, (2 + s) * size) for s in step) for step in ((0, 0), self.shift)]
-
-    def join_biases(self, query: Tensor, local: Tensor | None, shared: Tensor | None, num_shared: int) -> Tensor:
-        """Join biases (M, P, 9 * P), row by row, and (M, S) to those of the keys of a block, (M or 1, P, 2 * P + S)."""
-        positions = self.window_size**2
-        local = query.new_zeros(1, positions, 9 * positions) if local is None else local
-        window = local.unflatten(2, (3 * self.window_size, -1))
-        parts = [window[:, :, rows, cols].flatten(2) for rows, cols in self._boxes()]
-        shared = local.new_zeros(1, num_shared) if shared is None else shared
-        parts.append(shared[:, None].expand(-1, positions, -1))
-        heads = max(part.shape[0] for part in parts)
-        return torch.cat([part.expand(heads, -1, -1) for part in parts], dim=2)
-
-    def mask_channels(self, query: Tensor) -> int:
-        return mask_channels(query.shape[-1], query.device)
-
-    def num_heads(self, query: Tensor, block: tuple[slice, ...]) -> int:
-        return query.shape[1]
-
-    def num_queries(self, block: tuple[slice, ...]) -> int:
-        return self.window_size**2
-
-    def blocks(self, query: Tensor, key: Tensor, shared_key: Tensor | None) -> Iterator[tuple[slice, ...]]:
-        """Images, rows of chunks, columns of chunks."""
-        keys = 2 * self.window_size**2 + (0 if shared_key is None else shared_key.shape[2])
-        rows, cols = (-(-size // self.window_size) for size in (self.height, self.width))
-        scores = query.shape[1] * self.window_size**2 * keys
-        return _split((query.shape[0], rows, cols), scores, query.device)
-
-    def pad_queries(self, x: Tensor) -> Tensor:
-        """(B, M, H, W, E), padded with zeros to whole chunks."""
-        below, right = missing(self.height, self.window_size), missing(self.width, self.window_size)
-        return F.pad(x, (0, 0, 0, right, 0, below)) if below or right else x
-
-    def unpad_queries(self, x: Tensor) -> Tensor:
-        return x[:, :, : self.height, : self.width]
-
-    def pad_keys(self, key: Tensor, value: Tensor, *, extra: int, scale: float) -> Tensor:
-        """Keys and values with one more chunk at each border, side by side in the channels: see :func:`.with_halo`."""
-        sizes = {"side": self.window_size, "is_cyclic": self.is_cyclic, "extra": extra, "scale": scale}
-        return torch.cat(with_halo(key, value, self.window_size, **sizes), dim=-1)
-
-    def unpad_keys(self, x: Tensor) -> Tensor:
-        """Sum the gradient of padded keys or values to that of the map, (B, M, H, W, D)."""
-        if not self.is_cyclic:
-            size = self.window_size
-            return x[:, :, size : size + self.height, size : size + self.width]
-        for dim, size in ((2, self.height), (3, self.width)):
-            padded = size + missing(size, self.window_size)
-            source, _ = wrap(size, padded, self.window_size, x.device)
-            shape = (*x.shape[:dim], padded, *x.shape[dim + 1 :])
-            x = x.new_zeros(shape).index_add_(dim, source, x).narrow(dim, 0, size)
-        return x
-
-    def query_view(self, x: Tensor, block: tuple[slice, ...]) -> Tensor:
-        """A view of padded queries, (images, rows, cols, M, w, w, E)."""
-        return self._view(x, block, slice(0, self.window_size), slice(0, self.window_size))
-
-    def _view(self, x: Tensor, block: tuple[slice, ...], rows: slice, cols: slice) -> Tensor:
-        """Rows and columns of the windows of a block, (images, rows, cols, M, window rows, window columns, E)."""
-        images, *chunks = block
-        x, step = x[images], self.window_size
-        for dim, chunk, part in zip((2, 3), chunks, (rows, cols), strict=True):
-            length = part.stop - part.start
-            x = x.narrow(dim, chunk.start * step + part.start, (chunk.stop - chunk.start - 1) * step + length)
-            x = x.unfold(dim, length, step)
-        return x.permute(0, 2, 3, 1, 5, 6, 4)
-
-    def keys(self, x: Tensor, shared: Tensor | None, block: tuple[slice, ...]) -> Tensor:
-        """Copy the keys of a block from padded ones and from shared ones, (B, M, S, E): (chunks * M, K, E)."""
-        views = [self._view(x, block, rows, cols) for rows, cols in self._boxes()]
-        sizes = [view.shape[4] * view.shape[5] for view in views] + [0 if shared is None else shared.shape[2]]
-        keys = x.new_empty(*views[0].shape[:4], sum(sizes), x.shape[4])
-        *parts, rest = keys.split(sizes, dim=4)
-        for part, view in zip(parts, views, strict=True):
-            part.unflatten(4, view.shape[4:6]).copy_(view)
-        if shared is not None:
-            rest.copy_(shared[block[0], None, None])
-        return keys.flatten(0, 3)
-
-    def add_keys(self, total: Tensor, shared_total: Tensor | None, grad: Tensor, block: tuple[slice, ...]) -> None:
-        """Add the gradient of :meth:`keys`, (chunks * M, K, D), to that of padded and of shared keys."""
-        images, rows, cols = (part.stop - part.start for part in block)
-        grad, positions = grad.unflatten(0, (images, rows, cols, -1)), self.window_size**2
-        for index, box in enumerate(self._boxes()):
-            view = self._view(total, block, *box)
-            view += grad[..., index * positions : (index + 1) * positions, :].unflatten(4, view.shape[4:6])
-        if shared_total is not None:
-            shared_total[block[0]] += grad[..., 2 * positions :, :].sum((1, 2))
-
-    def bias_parts(self, biases: tuple[Tensor | None], block: tuple[slice, ...]) -> Iterator[BiasPart]:
-        """One part, of all queries and keys: (M or 1, P, K)."""
-        yield slice(None), slice(None), biases[0]
-
-
-@dataclasses.dataclass(frozen=True)
-class WholeMap:
-    """Queries (B, M, L, D), each of which sees all keys, (B, M, K, D).
-
-    Attributes:
-        size: height H and width W of the map whose tokens are the queries, and the last keys, for a bias that depends
-            on the offset of rows, and on both columns; None for a bias of each pair.
-    """
-
-    size: tuple[int, int] | None = None
-
-    def mask_channels(self, query: Tensor) -> int:
-        return 0
-
-    def num_heads(self, query: Tensor, block: tuple[slice, ...]) -> int:
-        return block[1].stop - block[1].start
-
-    def num_queries(self, block: tuple[slice, ...]) -> int:
-        return block[2].stop - block[2].start
-
-    def blocks(self, query: Tensor, key: Tensor, shared_key: None) -> Iterator[tuple[slice, ...]]:
-        """Images, heads, queries."""
-        step = 1 if self.size is None else self.size[1]
-        batch, heads, queries = query.shape[:3]
-        for images, some_heads, rows in _split((batch, heads, queries // step), step * key.shape[2], query.device):
-            yield images, some_heads, slice(rows.start * step, rows.stop * step)
-
-    def pad_queries(self, x: Tensor) -> Tensor:
-        return x
-
-    unpad_queries = unpad_keys = pad_queries
-
-    def pad_keys(self, key: Tensor, value: Tensor, *, extra: int, scale: float) -> Tensor:
-        return torch.cat([key, value], dim=-1)
-
-    def query_view(self, x: Tensor, block: tuple[slice, ...]) -> Tensor:
-        return x[block]
-
-    def keys(self, x: Tensor, shared: None, block: tuple[slice, ...]) -> Tensor:
-        return x[block[:2]].flatten(0, 1)
-
-    def add_keys(self, total: Tensor, shared_total: None, grad: Tensor, block: tuple[slice, ...]) -> None:
-        total = total[block[:2]]
-        total += grad.view(total.shape)
-
-    def bias_parts(self, biases: tuple[Tensor | None, ...], block: tuple[slice, ...]) -> Iterator[BiasPart]:
-        """For a map (M, W, 2 * H - 1, W) and (M, G) or None, otherwise what broadcasts to (M, L, K)."""
-        _, heads, queries = block
-        if self.size is None:
-            (bias,) = biases
-            bias = bias[heads] if bias.shape[0] > 1 else bias
-            yield slice(None), slice(None), bias[:, queries] if bias.shape[1] > 1 else bias
-            return
-        (by_col, to_global), (height, width) = biases, self.size
-        num_global = 0 if to_global is None else to_global.shape[1]
-        for first in range(queries.start, queries.stop, width):
-            start = height - 1 - first // width
-            rows = by_col[heads, :, start : start + height]
-            yield slice(first - queries.start, first - queries.start + width), slice(num_global, None), rows.flatten(2)
-        if to_global is not None:
-            yield slice(None), slice(0, num_global), to_global[heads, None]
-
-
-class _BlockedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, layout: ChunkPairs | WholeMap, *tensors: Tensor | None) -> Tensor:
-        ctx.layout = layout
+    def forward(ctx, forward: Callable, backward: Callable, *tensors: Tensor | None) -> Tensor:
+        ctx.run_backward = backward
         with autocast_off(tensors[0].device):
-            output, sums = _forward(layout, *tensors)
-        ctx.save_for_backward(*tensors, output, sums)
+            output, logsumexp = forward(*tensors)
+        ctx.save_for_backward(*tensors, output, logsumexp)
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, output, sums = ctx.saved_tensors
+        *tensors, output, logsumexp = ctx.saved_tensors
+        needed = ctx.needs_input_grad[2:]
         with autocast_off(grad.device):
-            grads = _backward(ctx.layout, grad, output, sums, *tensors)
-        return None, *(
-            x.to(tensor.dtype) if needed and x is not None else None
-            for x, tensor, needed in zip(grads, tensors, ctx.needs_input_grad[1:], strict=True)
+            gradients = ctx.run_backward(grad, output, logsumexp, needed, *tensors)
+        return (
+            None,
+            None,
+            *(
+                gradient.to(tensor.dtype) if is_needed else None
+                for gradient, tensor, is_needed in zip(gradients, tensors, needed, strict=True)
+            ),
         )
-
-
-def _forward(
-    layout: ChunkPairs | WholeMap,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    shared_key: Tensor | None,
-    shared_value: Tensor | None,
-    *biases: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
-    """Return the output, as ``query``, and the log-sum-exps, as padded queries, or None."""
-    channels, extra = query.shape[-1], layout.mask_channels(query)
-    total, scale = channels + extra, channels**-0.5
-    queries = layout.pad_queries(mask_queries(query, extra))
-    keys = layout.pad_keys(key, value, extra=extra, scale=scale)
-    shared = _join_shared(shared_key, shared_value, extra)
-    output, sums = _empty_like(queries, channels, query.dtype), None
-    for block in layout.blocks(query, key, shared_key):
-        view = layout.query_view(queries, block)
-        q = view.reshape(-1, layout.num_queries(block), total)
-        k = layout.keys(keys, shared, block)
-        parts = list(layout.bias_parts(biases, block))
-        bias = parts[0][2] if parts else None
-        if len(parts) > 1:
-            bias = q.new_empty(layout.num_heads(query, block), q.shape[1], k.shape[1])
-            for rows, cols, part in parts:
-                bias[:, rows, cols] = part
-        q, k = (x.unflatten(0, (-1, layout.num_heads(query, block))) for x in (q, k))
-        out, sum_ = attention_with_logsumexp(
-            q, k[..., :total], k[..., total:], bias=None if bias is None else bias[None], scale=scale
-        )
-        target = layout.query_view(output, block)
-        target.copy_(out[..., :channels].reshape(target.shape))
-        if sum_ is not None:
-            sums = _empty_like(queries, 1, sum_.dtype) if sums is None else sums
-            target = layout.query_view(sums, block)
-            target.copy_(sum_.reshape(target.shape))
-    return layout.unpad_queries(output), sums
-
-
-def _backward(
-    layout: ChunkPairs | WholeMap,
-    grad: Tensor,
-    output: Tensor,
-    sums: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    shared_key: Tensor | None,
-    shared_value: Tensor | None,
-    *biases: Tensor | None,
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the last arguments, in float32 or better."""
-    channels, extra = query.shape[-1], layout.mask_channels(query)
-    total, scale = channels + extra, channels**-0.5
-    grad, output, query, key, value = map(at_least_float32, (grad, output, query, key, value))
-    # Everything that a query has, next to each other: (..., D + extra), (..., D) and (..., 1)
-    delta = (grad * output).sum(-1, keepdim=True)
-    queries = layout.pad_queries(torch.cat([mask_queries(query, extra), grad, -delta], dim=-1))
-    keys = layout.pad_keys(key, value, extra=extra, scale=scale)
-    shared = _join_shared(shared_key, shared_value, extra)
-    biases = [None if x is None else at_least_float32(x) for x in biases]
-
-    query_grad = _empty_like(queries, channels, queries.dtype)
-    key_grad, value_grad = (_empty_like(keys, channels, keys.dtype).zero_() for _ in range(2))
-    shared_grads = [None if x is None else torch.zeros_like(x, dtype=keys.dtype) for x in (shared_key, shared_value)]
-    bias_grads = [None if x is None else torch.zeros_like(x) for x in biases]
-    buffers: dict[str, Tensor] = {}
-    for block in layout.blocks(query, key, shared_key):
-        heads = layout.num_heads(query, block)
-        part = layout.query_view(queries, block).reshape(-1, layout.num_queries(block), queries.shape[-1])
-        q, g, negative_delta = part.split([total, channels, 1], dim=-1)
-        kv = layout.keys(keys, shared, block)
-        k, v = kv[..., :total], kv[..., total : total + channels]
-
-        scores = _buffer(buffers, "scores", q, len(q), q.shape[1], k.shape[1])
-        by_head = scores.unflatten(0, (-1, heads))
-        block_sums = None
-        if sums is not None:
-            block_sums = layout.query_view(sums, block).reshape(-1, heads, q.shape[1], 1)
-        parts = list(layout.bias_parts(biases, block))
-        for rows, cols, bias in parts:
-            if block_sums is None:
-                by_head[:, :, rows, cols] = bias
-            else:
-                torch.sub(bias, block_sums[:, :, rows], out=by_head[:, :, rows, cols])
-        scores.baddbmm_(q, k.mT, alpha=scale)
-        if sums is None:
-            scores -= scores.logsumexp(dim=2, keepdim=True)
-        weights = scores.clamp_(min=LEAST_EXPONENT).exp_()
-        key_sums = _buffer(buffers, "keys", q, len(q), k.shape[1], channels)
-        layout.add_keys(value_grad, shared_grads[1], torch.bmm(weights.mT, g, out=key_sums), block)
-        # From here on the gradient of the scores
-        products = _buffer(buffers, "products", q, *scores.shape).copy_(negative_delta)
-        products.baddbmm_(g, v.mT).mul_(weights)
-        torch.bmm(products.mT, q[..., :channels], out=key_sums)
-        layout.add_keys(key_grad, shared_grads[0], key_sums, block)
-        target = layout.query_view(query_grad, block)
-        target.copy_(torch.bmm(products, k[..., :channels]).view(target.shape))
-        products = products.unflatten(0, (-1, heads))
-        for (rows, cols, _), (_, _, bias_grad) in zip(parts, layout.bias_parts(bias_grads, block), strict=True):
-            bias_grad += products[:, :, rows, cols].sum_to_size(bias_grad.shape)
-    for x in (query_grad, key_grad, shared_grads[0]):
-        if x is not None:
-            x *= scale
-    key_grad, value_grad = (layout.unpad_keys(x) for x in (key_grad, value_grad))
-    return layout.unpad_queries(query_grad), key_grad, value_grad, *shared_grads, *bias_grads
-
-
-def _buffer(buffers: dict[str, Tensor], name: str, like: Tensor, *shape: int) -> Tensor:
-    """A tensor that all blocks use in turn: allocating one for each would take as long as some of the products."""
-    size = math.prod(shape)
-    if name not in buffers or buffers[name].numel() < size:
-        buffers[name] = like.new_empty(size)
-    return buffers[name][:size].view(shape)
-
-
-def _join_shared(key: Tensor | None, value: Tensor | None, extra: int) -> Tensor | None:
-    """Shared keys and values in the channels of padded ones; none is masked."""
-    if key is None:
-        return None
-    return torch.cat([F.pad(x, (0, extra)) for x in (key, value)], dim=-1)
-
-
-def _empty_like(x: Tensor, channels: int, dtype: torch.dtype) -> Tensor:
-    """(B, M, ..., channels), which lies in memory as (B, ..., M, channels)."""
-    shape = (x.shape[0], *x.shape[2:-1], x.shape[1], channels)
-    return x.new_empty(shape, dtype=dtype).movedim(-2, 1)
-
-
-@torch.compiler.disable
-def shifted_chunk_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    window_size: int,
-    shift: tuple[int, int],
-    is_cyclic: bool,
-    global_key: Tensor | None,
-    global_value: Tensor | None,
-    local_bias: Tensor | None,
-    global_bias: Tensor | None,
-) -> Tensor:
-    """Attention to a token's own chunk, its neighbour at ``shift`` and the global tokens, by blocks.
-
-    Arguments as for :func:`backbones.attention.sliding_chunk.sliding_chunk_attention`.
-    """
-    layout = ChunkPairs(*query.shape[2:4], window_size, shift, is_cyclic)
-    bias = layout.join_biases(query, local_bias, global_bias, 0 if global_key is None else global_key.shape[2])
-    return _BlockedAttention.apply(layout, *in_autocast_dtype(query, key, value, global_key, global_value, bias))
 
 
 def dense_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
     """Attention to all keys by blocks: (B, M, L, D), (B, M, K, D) twice, and what broadcasts to (M, L, K)."""
-    bias = bias.expand(-1, -1, key.shape[2])
-    return _BlockedAttention.apply(WholeMap(), *in_autocast_dtype(query, key, value, None, None, bias))
+    tensors = in_autocast_dtype(query, key, value, bias.expand(-1, -1, key.shape[2]))
+    return RecomputedAttention.apply(functools.partial(_forward, None), functools.partial(_backward, None), *tensors)
 
 
 def map_attention(query: Tensor, key: Tensor, value: Tensor, by_row: Tensor, to_global: Tensor | None) -> Tensor:
-    """Attention of the tokens of a map to the global tokens and to the whole map, by blocks.
+    """Attention of the tokens of a feature map to the global tokens and to the whole map, by blocks.
 
     Args:
         query: (B, M, H, W, D). key, value: (B, M, G + H * W, D).
@@ -471,7 +152,113 @@ def map_attention(query: Tensor, key: Tensor, value: Tensor, by_row: Tensor, to_
     Returns:
         (B, M, H * W, D)
     """
+    size = tuple(query.shape[2:4])
     # (M, W, 2 * H - 1, W): for a query's column, rows of keys in their order
     by_col = by_row.flip(1).transpose(1, 2).contiguous()
-    tensors = in_autocast_dtype(query.flatten(2, 3), key, value, None, None, by_col, to_global)
-    return _BlockedAttention.apply(WholeMap(tuple(query.shape[2:4])), *tensors)
+    tensors = in_autocast_dtype(query.flatten(2, 3), key, value, by_col, to_global)
+    return RecomputedAttention.apply(functools.partial(_forward, size), functools.partial(_backward, size), *tensors)
+
+
+def _blocks(query: Tensor, key: Tensor, size: tuple[int, int] | None) -> Iterator[tuple[slice, slice, slice]]:
+    """Images, heads and queries of each block; the queries are whole rows of a map of ``size``."""
+    step = 1 if size is None else size[1]
+    batch, heads, queries = query.shape[:3]
+    for images, some_heads, rows in split((batch, heads, queries // step), step * key.shape[2], query.device):
+        yield images, some_heads, slice(rows.start * step, rows.stop * step)
+
+
+def _bias_parts(
+    size: tuple[int, int] | None, biases: tuple[Tensor | None, ...], heads: slice, queries: slice
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Queries and keys of a block, and a view of their bias that broadcasts to (M, queries, keys).
+
+    Args:
+        size: height and width of the map whose tokens are the queries and the last keys; None for a bias of each pair.
+        biases: of a map (M, W, 2 * H - 1, W) and (M, G) or None, otherwise one that broadcasts to (M, L, K).
+    """
+    if size is None:
+        bias = biases[0][heads] if biases[0].shape[0] > 1 else biases[0]
+        yield slice(None), slice(None), bias[:, queries] if bias.shape[1] > 1 else bias
+        return
+    (by_col, to_global), (height, width) = biases, size
+    num_global = 0 if to_global is None else to_global.shape[1]
+    for first in range(queries.start, queries.stop, width):
+        start = height - 1 - first // width
+        rows = by_col[heads, :, start : start + height]
+        yield slice(first - queries.start, first - queries.start + width), slice(num_global, None), rows.flatten(2)
+    if to_global is not None:
+        yield slice(None), slice(0, num_global), to_global[heads, None]
+
+
+def _forward(
+    size: tuple[int, int] | None, query: Tensor, key: Tensor, value: Tensor, *biases: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the output, which lies in memory as (B, L, M, D), and the log-sum-exps (B, M, L, 1) or None."""
+    scale, logsumexp = query.shape[-1] ** -0.5, None
+    output = query.new_empty(query.transpose(1, 2).shape).transpose(1, 2)
+    for images, heads, queries in _blocks(query, key, size):
+        q, k, v = query[images, heads, queries], key[images, heads], value[images, heads]
+        parts = list(_bias_parts(size, biases, heads, queries))
+        bias = parts[0][2]
+        if len(parts) > 1:
+            bias = q.new_empty(*q.shape[1:3], k.shape[2])
+            for rows, cols, part in parts:
+                bias[:, rows, cols] = part
+        output[images, heads, queries], sums = attention_with_logsumexp(q, k, v, bias=bias[None], scale=scale)
+        if sums is not None:
+            logsumexp = sums.new_empty(*query.shape[:3], 1) if logsumexp is None else logsumexp
+            logsumexp[images, heads, queries] = sums
+    return output, logsumexp
+
+
+def _backward(
+    size: tuple[int, int] | None,
+    grad: Tensor,
+    output: Tensor,
+    logsumexp: Tensor | None,
+    needed: tuple[bool, ...],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *biases: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of query, key, value and biases, in float32 or better."""
+    scale = query.shape[-1] ** -0.5
+    grad, output, query, key, value = (at_least_float32(x).contiguous() for x in (grad, output, query, key, value))
+    biases = [None if x is None else at_least_float32(x) for x in biases]
+    negative_delta = -(grad * output).sum(-1, keepdim=True)
+    query_grad, key_grad, value_grad = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    bias_grads = [None if x is None else torch.zeros_like(x) for x in biases]
+    # The same memory for all blocks: to allocate it for each would take as long as some of the products.
+    buffers = None
+    for images, heads, queries in _blocks(query, key, size):
+        # (N, queries, D) and (N, K, D), N of images and heads
+        q, g, delta = (x[images, heads, queries].flatten(0, 1) for x in (query, grad, negative_delta))
+        k, v, k_grad, v_grad = (x[images, heads].flatten(0, 1) for x in (key, value, key_grad, value_grad))
+        shape = (len(q), q.shape[1], k.shape[1])
+        if buffers is None or buffers.shape[1] < math.prod(shape):
+            buffers = query.new_empty(2, math.prod(shape))
+        scores, products = (buffer[: math.prod(shape)].view(shape) for buffer in buffers)
+        by_head = scores.unflatten(0, (-1, heads.stop - heads.start))
+        parts = list(_bias_parts(size, biases, heads, queries))
+        for rows, cols, bias in parts:
+            if logsumexp is None:
+                by_head[:, :, rows, cols] = bias
+            else:
+                sums = logsumexp[images, heads, queries][:, :, rows]
+                torch.sub(bias, sums, out=by_head[:, :, rows, cols])
+        scores.baddbmm_(q, k.mT, alpha=scale)
+        if logsumexp is None:
+            scores -= scores.logsumexp(dim=2, keepdim=True)
+        weights = scores.clamp_(min=LEAST_EXPONENT).exp_()
+        v_grad.baddbmm_(weights.mT, g)
+        # From here on the gradient of the scores
+        products.copy_(delta).baddbmm_(g, v.mT).mul_(weights)
+        k_grad.baddbmm_(products.mT, q, alpha=scale)
+        query_grad[images, heads, queries] = (
+            torch.bmm(products, k).mul_(scale).view_as(query_grad[images, heads, queries])
+        )
+        products = products.view(by_head.shape)
+        for (rows, cols, _), (_, _, total) in zip(parts, _bias_parts(size, bias_grads, heads, queries), strict=True):
+            total += products[:, :, rows, cols].sum_to_size(total.shape)
+    return query_grad, key_grad, value_grad, *bias_grads

@@ -8,16 +8,37 @@ of up to 1024 channels the penalty is larger than the largest float16.
 import contextlib
 import contextvars
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from backbones.attention.blocked import autocast_dtype
 from backbones.layers.tracing import first, in_order, is_exporting, is_tracing, missing
 
 MODES = ("zero_pad", "exact", "cyclic")
 _PENALTY = 1e9
 _QUERY_MASK, _KEY_MASK_FLOAT16 = 256.0, -32768.0
+
+
+class WindowInputs(NamedTuple):
+    """The tensors of attention to windows; also their gradients, or whether they need one.
+
+    Attributes:
+        query, key, value: (B, M, H, W, D).
+        global_key, global_value: (B, M, G, D), keys that all tokens see, or None.
+        local_bias: (M or 1, w * w, S), positions in a chunk by positions in its window, row by row, or None.
+        global_bias: (M, G) or None.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    global_key: Tensor | None = None
+    global_value: Tensor | None = None
+    local_bias: Tensor | None = None
+    global_bias: Tensor | None = None
 
 
 def mask_channels(channels: int, device: torch.device) -> int:
@@ -41,22 +62,10 @@ def mask_keys(key: Tensor, hidden: Tensor, *, extra: int, scale: float) -> Tenso
     Returns:
         (B, M, H, W, D + extra)
     """
-    mask = hidden.to(key.dtype) * mask_channel_value(key, extra=extra, scale=scale)
-    return torch.cat([key, mask[:, :, None].expand(*key.shape[:2], -1, -1, extra)], dim=-1)
-
-
-def mask_channel_value(key: Tensor, *, extra: int, scale: float) -> float:
-    """Return the value of the extra channels of a hidden key: see :func:`mask_keys`."""
-    half = _computing_dtype(key) == torch.float16
-    return _KEY_MASK_FLOAT16 if half else -_PENALTY / (_QUERY_MASK * scale * extra)
-
-
-def _computing_dtype(x: Tensor) -> torch.dtype:
-    """The type that attention on ``x`` is computed in: autocast changes it."""
-    device_type = x.device.type
-    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
-        return torch.get_autocast_dtype(device_type)
-    return x.dtype
+    half = (autocast_dtype(key.device) or key.dtype) == torch.float16
+    value = _KEY_MASK_FLOAT16 if half else -_PENALTY / (_QUERY_MASK * scale * extra)
+    mask = (hidden.to(key.dtype) * value)[:, :, None]
+    return torch.cat([key, mask.expand(*key.shape[:2], -1, -1, extra)], dim=-1)
 
 
 def with_halo(
@@ -120,11 +129,6 @@ def from_chunks(x: Tensor, window_size: int, *, batch: int, heads: int, height: 
     return first(first(x, 2, height), 3, width)
 
 
-def bias_of_chunks(bias: Tensor, chunks: Tensor, heads: int) -> Tensor:
-    """(M or 1, w * w, S) -> (B * rows * M, 1, w * w, S), as the ``chunks`` of :func:`to_chunks` have their heads."""
-    return in_order(bias.expand(chunks.shape[0] // heads, heads, -1, -1)).flatten(0, 1)[:, None]
-
-
 def near_only(query: Tensor, window_size: int, local_bias: Tensor | None) -> Tensor:
     """A local bias that hides what is further than w from a position: (M or 1, w * w, 9 * w * w)."""
     positions = window_size**2
@@ -154,11 +158,6 @@ def copies_windows() -> bool:
     """Whether windows are copies, taken by their index, as in a run of ``torch.export``; else they are views."""
     # Asked while tracing alone: torch.compile of older versions cannot follow the question.
     return is_exporting() or (torch.jit.is_tracing() and _COPIES.get())
-
-
-def threes(x: Tensor, dim: int, size: int) -> Tensor:
-    """Windows of three neighbouring pieces of ``size`` along ``dim``, moving by one piece: see :func:`windows`."""
-    return windows(x, dim, 3 * size, size)
 
 
 def windows(x: Tensor, dim: int, size: int, step: int) -> Tensor:

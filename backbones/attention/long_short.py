@@ -11,20 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from backbones.attention import reference
-from backbones.attention.blocked import attention_with_logsumexp, needs_blocks
-from backbones.attention.chunks import (
-    bias_of_chunks,
-    from_chunks,
-    is_padding,
-    mask_channels,
-    mask_keys,
-    mask_queries,
-    missing,
-    to_chunks,
-    windows,
-)
+from backbones.attention.chunks import WindowInputs, is_padding, mask_channels, mask_keys, missing, windows
 from backbones.attention.dense import dense_attention, merge_heads, split_heads
-from backbones.attention.window_gradients import Windows, window_attention
+from backbones.attention.windows import WindowLayout, attend_chunks, window_attention
 from backbones.errors import check_choice
 from backbones.layers.position import SegmentRelativeBias
 from backbones.layers.tracing import at_least_float32, autocast_off, in_order, static_size
@@ -92,35 +81,17 @@ def long_short_attention(
     if global_key is not None:
         projected_key = torch.cat([projected_key, global_key], dim=2)
         projected_value = torch.cat([projected_value, global_value], dim=2)
-    layout, tensors = Windows(window_size, side=max(window_size // 2, 1)), (query, key, value)
-    attend = functools.partial(_attend, layout)
-    if needs_blocks(*tensors, projected_key, projected_value, biases=(local_bias,)):
-        attend = functools.partial(attend, with_logsumexp=True)
-        return window_attention(attend, layout, *tensors, projected_key, projected_value, local_bias, None)
-    return attend(*tensors, projected_key, projected_value, local_bias, None)[0]
+    layout = WindowLayout(window_size, side=max(window_size // 2, 1))
+    inputs = WindowInputs(query, key, value, projected_key, projected_value, local_bias)
+    return window_attention(functools.partial(_attend, layout), layout, inputs)
 
 
-def _attend(
-    layout: Windows,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    projected_key: Tensor,
-    projected_value: Tensor,
-    local_bias: Tensor | None,
-    projected_bias: None,
-    *,
-    with_logsumexp: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """All segments in one call, the global keys among the projected ones; with the log-sum-exps where needed.
-
-    These are by chunks, (B, rows, cols, M, w * w).
-    """
+def _attend(layout: WindowLayout, inputs: WindowInputs, *, with_logsumexp: bool) -> tuple[Tensor, Tensor | None]:
+    """All segments in one call: see :func:`.attend_chunks`. Projected keys are among the global ones."""
+    query, key, value, shared_key, shared_value, local_bias, _ = inputs
     window_size, side, length = layout.window_size, layout.side, layout.length
-    heads, height, width = query.shape[1:4]
-    channels = static_size(query.shape[4])
-    scale = channels**-0.5
-    extra = mask_channels(channels, query.device)
+    (height, width), channels = query.shape[2:4], static_size(query.shape[4])
+    scale, extra = channels**-0.5, mask_channels(channels, query.device)
 
     left, right, below = max(window_size - side, side), missing(width, window_size), missing(height, window_size)
     halo = (left, side + right, side, side + below)
@@ -128,30 +99,19 @@ def _attend(
     key = mask_keys(F.pad(key, (0, 0, *halo)), hidden, extra=extra, scale=scale)
     value = F.pad(value, (0, extra, *halo))
 
-    # Shared keys fill whole columns of a window: (B, M, n, w + 2 * side, D + extra)
-    shared = static_size(projected_key.shape[2])
+    # Keys that all segments see fill whole columns of a window: (B, M, n, w + 2 * side, D + extra)
+    shared = static_size(shared_key.shape[2])
     fill = missing(shared, length)
     hidden = is_padding(key, (shared,), (0, fill)).unflatten(0, (-1, length))
-    projected_key = F.pad(projected_key, (0, 0, 0, fill)).unflatten(2, (-1, length))
-    projected_key = mask_keys(projected_key, hidden, extra=extra, scale=scale)
-    projected_value = F.pad(projected_value, (0, extra, 0, fill)).unflatten(2, (-1, length))
+    shared_key = F.pad(shared_key, (0, 0, 0, fill)).unflatten(2, (-1, length))
+    shared_key = mask_keys(shared_key, hidden, extra=extra, scale=scale)
+    shared_value = F.pad(shared_value, (0, extra, 0, fill)).unflatten(2, (-1, length))
 
-    # (B * rows * M, cols, w * w, D + extra) and (B * rows * M, cols, S, D + extra)
-    queries = to_chunks(mask_queries(query, extra), window_size)
-    keys = _windows(key, projected_key, window_size, side)
-    values = _windows(value, projected_value, window_size, side)
-    bias = None
-    if local_bias is not None:
-        bias = bias_of_chunks(_window_bias(local_bias, shared + fill, length, side), queries, heads)
-    sums = None
-    if with_logsumexp:
-        output, sums = attention_with_logsumexp(queries, keys, values, bias=bias, scale=scale)
-        # (B * rows * M, cols, w * w, 1) before
-        sums = None if sums is None else sums[..., 0].unflatten(0, (query.shape[0], -1, heads)).transpose(2, 3)
-    else:
-        output = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, scale=scale)
-    sizes = {"batch": query.shape[0], "heads": heads, "height": height, "width": width}
-    return from_chunks(output[..., :channels], window_size, **sizes), sums
+    # (B * rows * M, cols, S, D + extra)
+    keys = _windows(key, shared_key, window_size, side)
+    values = _windows(value, shared_value, window_size, side)
+    bias = None if local_bias is None else _window_bias(local_bias, shared + fill, length, side)
+    return attend_chunks(query, keys, values, bias, window_size=window_size, with_logsumexp=with_logsumexp)
 
 
 def _windows(x: Tensor, shared: Tensor, window_size: int, side: int) -> Tensor:

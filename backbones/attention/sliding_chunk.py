@@ -12,29 +12,21 @@ from torch import Tensor, nn
 
 from backbones.attention import reference
 from backbones.attention.backends import KernelKey, choose_kernel
-from backbones.attention.blocked import (
-    attention_with_logsumexp,
-    in_autocast_dtype,
-    needs_blocks,
-    shifted_chunk_attention,
-)
+from backbones.attention.blocked import in_autocast_dtype
 from backbones.attention.chunks import (
     MODES,
-    bias_of_chunks,
+    WindowInputs,
     copies_windows,
-    from_chunks,
     mask_channels,
-    mask_queries,
     missing,
     near_only,
-    threes,
     to_chunks,
+    windows,
     with_halo,
-    wrap,
 )
 from backbones.attention.dense import dense_attention, merge_heads, split_heads
 from backbones.attention.triton_chunks import missing_for, triton_chunk_attention
-from backbones.attention.window_gradients import Windows, window_attention
+from backbones.attention.windows import WindowLayout, attend_chunks, window_attention
 from backbones.errors import check_choice
 from backbones.layers.position import WindowRelativeBias, position_parameter
 from backbones.layers.tracing import is_tracing, static_size
@@ -74,83 +66,77 @@ def sliding_chunk_attention(
     exported model copies each window whole.
     """
     check_choice("attention mode", mode, MODES)
-    tensors = (query, key, value, global_key, global_value)
+    inputs = WindowInputs(query, key, value, global_key, global_value, local_bias, global_bias)
     if shift is None and not is_tracing() and mode != "exact" and max(query.shape[2:4]) <= 2 * window_size:
-        return _whole_map_attention(*tensors, local_bias, global_bias, window_size=window_size)
+        return _whole_map_attention(inputs, window_size)
     if mode == "exact":
-        local_bias = near_only(query, window_size, local_bias)
-    if shift is not None:
-        biases = {"local_bias": local_bias, "global_bias": global_bias}
-        globals_ = {"global_key": global_key, "global_value": global_value}
-        cut = {"window_size": window_size, "shift": shift, "is_cyclic": mode == "cyclic"}
-        return shifted_chunk_attention(query, key, value, **cut, **globals_, **biases)
-    attend = functools.partial(_attend, window_size=window_size, mode=mode)
-    if needs_blocks(*tensors, biases=(local_bias, global_bias)):
-        windows = Windows(window_size, side=window_size, wrap=wrap if mode == "cyclic" else None)
-        attend = functools.partial(attend, with_logsumexp=True)
-        return window_attention(attend, windows, *tensors, local_bias, global_bias)
-    return attend(*tensors, local_bias, global_bias)[0]
+        inputs = inputs._replace(local_bias=near_only(query, window_size, local_bias))
+    layout = WindowLayout(window_size, side=window_size, is_cyclic=mode == "cyclic", shift=shift)
+    return window_attention(functools.partial(_attend, layout), layout, inputs)
 
 
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    global_key: Tensor | None,
-    global_value: Tensor | None,
-    local_bias: Tensor | None,
-    global_bias: Tensor | None,
-    *,
-    window_size: int,
-    mode: str,
-    with_logsumexp: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """All chunks in one call; with the log-sum-exps by chunks, (B, rows, cols, M, w * w), where they are needed."""
-    heads, height, width = query.shape[1:4]
+def _attend(layout: WindowLayout, inputs: WindowInputs, *, with_logsumexp: bool) -> tuple[Tensor, Tensor | None]:
+    """All chunks in one call: see :func:`.attend_chunks`."""
+    query, size = inputs.query, layout.window_size
     channels = static_size(query.shape[4])
-    scale = channels**-0.5
     extra = mask_channels(channels, query.device)
-
-    # (B * rows * M, cols, w * w, D + extra)
-    queries = to_chunks(mask_queries(query, extra), window_size)
-    halo = {"side": window_size, "is_cyclic": mode == "cyclic"}
-    keys, values = with_halo(key, value, window_size, **halo, extra=extra, scale=scale)
-    # (B * rows * M, cols, S, D + extra), S keys of three strips
-    keys = _windows(keys, window_size, global_key)
-    values = _windows(values, window_size, global_value)
-
-    num_global = 0 if global_key is None else static_size(global_key.shape[2])
-    bias = _window_bias(query, window_size, num_global, local_bias, global_bias)
-    if bias is not None:
-        bias = bias_of_chunks(bias, queries, heads)
-    sums = None
-    if with_logsumexp:
-        output, sums = attention_with_logsumexp(queries, keys, values, bias=bias, scale=scale)
-        # (B * rows * M, cols, w * w, 1) before
-        sums = None if sums is None else sums[..., 0].unflatten(0, (query.shape[0], -1, heads)).transpose(2, 3)
+    keys, values = with_halo(
+        inputs.key, inputs.value, size, side=size, is_cyclic=layout.is_cyclic, extra=extra, scale=channels**-0.5
+    )
+    if layout.shift is None:
+        # (B * rows * M, cols, S, D + extra), S keys of three strips
+        keys, values = _windows(keys, size, inputs.global_key), _windows(values, size, inputs.global_value)
+        bias = _window_bias(inputs, size)
     else:
-        output = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, scale=scale)
-    sizes = {"batch": query.shape[0], "heads": heads, "height": height, "width": width}
-    return from_chunks(output[..., :channels], window_size, **sizes), sums
+        keys = _chunk_pairs(keys, layout, inputs.global_key)
+        values = _chunk_pairs(values, layout, inputs.global_value)
+        bias = _bias_of_pairs(inputs, layout)
+    return attend_chunks(query, keys, values, bias, window_size=size, with_logsumexp=with_logsumexp)
 
 
-def _whole_map_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    global_key: Tensor | None,
-    global_value: Tensor | None,
-    local_bias: Tensor | None,
-    global_bias: Tensor | None,
-    *,
-    window_size: int,
-) -> Tensor:
+def _chunk_pairs(x: Tensor, layout: WindowLayout, global_tokens: Tensor | None) -> Tensor:
+    """(B, M, (rows + 2) * w, (cols + 2) * w, E), (B, M, G, D) with D <= E -> (B * rows * M, cols, S, E).
+
+    The S keys of a chunk are its own, those of its neighbour, and the global tokens.
+    """
+    size, (height, width) = layout.window_size, x.shape[2:4]
+    parts = [
+        to_chunks(x[:, :, row : row + height - 2 * size, col : col + width - 2 * size], size)
+        for row, col, _ in layout.pieces()
+    ]
+    if global_tokens is not None:
+        extra = F.pad(global_tokens, (0, x.shape[4] - global_tokens.shape[3]))
+        rows, cols = height // size - 2, width // size - 2
+        parts.append(extra[:, None, :, None].expand(-1, rows, -1, cols, -1, -1).flatten(0, 2))
+    return torch.cat(parts, dim=2)
+
+
+def _bias_of_pairs(inputs: WindowInputs, layout: WindowLayout) -> Tensor | None:
+    """Return the bias that all chunks share, (M or 1, w * w, S), in the order of :func:`_chunk_pairs`."""
+    if inputs.local_bias is None and inputs.global_bias is None:
+        return None
+    size, positions = layout.window_size, layout.window_size**2
+    local, to_global = inputs.local_bias, inputs.global_bias
+    if local is None:
+        local = inputs.query.new_zeros(1, positions, 9 * positions)
+    window = local.unflatten(2, (3 * size, -1))
+    parts = [window[:, :, row : row + size, col : col + size].flatten(2) for row, col, _ in layout.pieces()]
+    if inputs.global_key is not None:
+        if to_global is None:
+            to_global = local.new_zeros(1, inputs.global_key.shape[2])
+        parts.append(to_global[:, None].expand(-1, positions, -1))
+    heads = max(part.shape[0] for part in parts)
+    return torch.cat([part.expand(heads, -1, -1) for part in parts], dim=2)
+
+
+def _whole_map_attention(inputs: WindowInputs, window_size: int) -> Tensor:
     """:func:`sliding_chunk_attention` on a map of at most two chunks a side, where every token sees every other.
 
     Source: ViL section 3.2, "equivalent to full attention", as in the last two stages at 224 x 224.
     """
-    heads, height, width = query.shape[1:4]
-    bias = None
+    query, key, value, global_key, global_value, local_bias, global_bias = inputs
+    (heads, height, width), bias = query.shape[1:4], None
+    key, value = key.flatten(2, 3), value.flatten(2, 3)
     if local_bias is not None:
         row_position, row_slot = _positions_and_slots(height, window_size, query.device)
         col_position, col_slot = _positions_and_slots(width, window_size, query.device)
@@ -165,10 +151,7 @@ def _whole_map_attention(
             bias = query.new_zeros(heads, tokens, tokens) if bias is None else bias
             to_global = bias.new_zeros(heads, num_global) if global_bias is None else global_bias
             bias = torch.cat([to_global[:, None].expand(-1, tokens, -1), bias], dim=2)
-        key = torch.cat([global_key, key.flatten(2, 3)], dim=2)
-        value = torch.cat([global_value, value.flatten(2, 3)], dim=2)
-    else:
-        key, value = key.flatten(2, 3), value.flatten(2, 3)
+        key, value = torch.cat([global_key, key], dim=2), torch.cat([global_value, value], dim=2)
     return dense_attention(query.flatten(2, 3), key, value, bias=bias).unflatten(2, (height, width))
 
 
@@ -197,12 +180,12 @@ def _viewed_windows(lines: Tensor, extra: Tensor | None) -> Tensor:
     """:func:`_windows` of rows of w tokens, (B, M, (rows + 2) * w, cols + 2, w, E) and (B, M, g, w, E) or None."""
     window_size = static_size(lines.shape[4])
     # (B, rows, M, cols + 2, 3w, w, E)
-    strips = threes(lines, 2, window_size).permute(0, 2, 1, 4, 3, 5, 6)
+    strips = windows(lines, 2, 3 * window_size, window_size).permute(0, 2, 1, 4, 3, 5, 6)
     if extra is not None:
         extra = extra[:, None, :, None]
         strips = torch.cat([strips, extra.expand(-1, strips.shape[1], -1, strips.shape[3], -1, -1, -1)], dim=4)
     strip_length = static_size(strips.shape[4]) * window_size
-    return threes(strips.flatten(3, 5).flatten(0, 2), 1, strip_length)
+    return windows(strips.flatten(3, 5).flatten(0, 2), 1, 3 * strip_length, strip_length)
 
 
 def _copied_windows(lines: Tensor, extra: Tensor | None) -> Tensor:
@@ -229,27 +212,21 @@ def _copied_windows(lines: Tensor, extra: Tensor | None) -> Tensor:
     return windows.flatten(4, 5).flatten(0, 2)
 
 
-def _window_bias(
-    query: Tensor,
-    window_size: int,
-    num_global: int,
-    local_bias: Tensor | None,
-    global_bias: Tensor | None,
-) -> Tensor | None:
+def _window_bias(inputs: WindowInputs, window_size: int) -> Tensor | None:
     """Return the bias that all chunks share, (M or 1, w * w, S), in the order of :func:`_windows`."""
-    if local_bias is None and not num_global:
+    if inputs.local_bias is None and inputs.global_key is None:
         return None
-    positions = window_size**2
-    if local_bias is None:
-        local_bias = query.new_zeros(1, positions, 9 * positions)
+    positions, bias, to_global = window_size**2, inputs.local_bias, inputs.global_bias
+    if bias is None:
+        bias = inputs.query.new_zeros(1, positions, 9 * positions)
     # (M, w * w, 3 strips, 3w * w)
-    bias = local_bias.unflatten(2, (3 * window_size, 3, window_size)).transpose(2, 3).flatten(3, 4)
-    if num_global:
-        if global_bias is None:
-            global_bias = bias.new_zeros(1, num_global)
-        heads = query.shape[1]
+    bias = bias.unflatten(2, (3 * window_size, 3, window_size)).transpose(2, 3).flatten(3, 4)
+    if inputs.global_key is not None:
+        num_global, heads = static_size(inputs.global_key.shape[2]), inputs.query.shape[1]
+        if to_global is None:
+            to_global = bias.new_zeros(1, num_global)
         # The global tokens stand in every strip, and count in the middle one.
-        middle = F.pad(global_bias, (0, missing(num_global, window_size)), value=float("-inf"))
+        middle = F.pad(to_global, (0, missing(num_global, window_size)), value=float("-inf"))
         strips = F.pad(middle[:, None], (0, 0, 1, 1), value=float("-inf"))
         bias = torch.cat([bias.expand(heads, -1, -1, -1), strips[:, None].expand(heads, positions, -1, -1)], dim=3)
     return bias.flatten(2, 3)
@@ -263,33 +240,15 @@ _LEAST_CAPABILITY = (8, 0)
 
 
 def fastest_chunk_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    window_size: int,
-    mode: str = "zero_pad",
-    global_key: Tensor | None = None,
-    global_value: Tensor | None = None,
-    local_bias: Tensor | None = None,
-    global_bias: Tensor | None = None,
-    shift: tuple[int, int] | None = None,
+    *, window_size: int, mode: str = "zero_pad", shift: tuple[int, int] | None = None, **tensors: Tensor | None
 ) -> Tensor:
     """:func:`sliding_chunk_attention` by the kernel that :func:`.backends.choose_kernel` has found to be the fastest.
 
-    There is one alone, and nothing to choose, on a CPU and on old devices, and where a run is traced, compiled or
+    There is only one, and nothing to choose, on a CPU and on old devices, and where a run is traced, compiled or
     captured.
     """
-    tensors = {
-        "query": query,
-        "key": key,
-        "value": value,
-        "global_key": global_key,
-        "global_value": global_value,
-        "local_bias": local_bias,
-        "global_bias": global_bias,
-    }
-    options = {"window_size": window_size, "mode": mode, "shift": shift}
+    options, inputs = {"window_size": window_size, "mode": mode, "shift": shift}, WindowInputs(**tensors)
+    query = inputs.query
     if torch.compiler.is_compiling() or is_tracing() or not _has_several_kernels(query.device) or not query.numel():
         return sliding_chunk_attention(**tensors, **options)
     given = {name: x for name, x in tensors.items() if x is not None and x.numel()}
@@ -301,7 +260,7 @@ def fastest_chunk_attention(
         window_size=window_size,
         mode=mode,
         is_shifted=shift is not None,
-        num_global=global_key.shape[2] if "global_key" in given else 0,
+        num_global=inputs.global_key.shape[2] if "global_key" in given else 0,
         biases=tuple(name for name in ("local_bias", "global_bias") if name in given),
         learned=tuple(name for name, x in given.items() if x.requires_grad) if torch.is_grad_enabled() else (),
     )
@@ -391,9 +350,9 @@ class SlidingChunkAttention(nn.Module):
         # A Triton kernel cannot be traced or exported.
         attend = BACKENDS["sdpa" if self.backend == "triton" and is_tracing() else self.backend]
         output = attend(
-            split_heads(self.query(tokens), self.num_heads),
-            key,
-            value,
+            query=split_heads(self.query(tokens), self.num_heads),
+            key=key,
+            value=value,
             window_size=self.window_size,
             mode=self.mode,
             global_key=global_key,

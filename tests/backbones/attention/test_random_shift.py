@@ -82,7 +82,7 @@ def test_blocks_of_any_size_give_the_same(monkeypatch, block_scores, has_kernel)
 
 
 def test_the_marks_of_a_gpu_give_the_same(monkeypatch):
-    monkeypatch.setattr("backbones.attention.blocked.mask_channels", mark_as_on_a_gpu)
+    monkeypatch.setattr("backbones.attention.sliding_chunk.mask_channels", mark_as_on_a_gpu)
     inputs = inputs_for(7, 11, (1, 1, 1))
     expected = outputs_and_gradients(reference.sliding_chunk_attention, inputs, **options((1, 0)))
     assert_all_close(
