@@ -23,19 +23,12 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, *, bias: Tensor |
     Returns:
         (B, M, L, D)
     """
-    if _bias_learns(query, key, value, bias):
-        return blocked.dense_attention(query, key, value, bias)
-    # With a mask of three axes PyTorch leaves its fast kernel on the CPU.
-    mask = bias[None] if bias is not None and bias.ndim == 3 else bias
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-
-
-def _bias_learns(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> bool:
-    """Whether a bias without an axis for images needs a gradient, for which PyTorch's kernels would keep all scores."""
-    is_learned = bias is not None and bias.ndim == 3 and bias.requires_grad
-    if not is_learned or not blocked.needs_blocks(query, key, value, biases=(bias,)):
-        return False
-    return query.shape[2] > _FEW_QUERIES
+    if bias is not None and bias.ndim == 3:
+        if blocked.needs_blocks(query, key, value, biases=(bias,)) and bias.requires_grad and query.shape[2] > _FEW_QUERIES:
+            return blocked.dense_attention(query, key, value, bias)
+        # With a mask of three axes PyTorch leaves its fast kernel on the CPU.
+        bias = bias[None]
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
 
 
 def split_heads(tokens: Tensor, num_heads: int) -> Tensor:
@@ -55,7 +48,66 @@ _TRACED_SCORES, _TRACED_GROUPS = 2**21, 8
 BACKENDS = {"sdpa": dense_attention, "reference": reference.attention}
 
 
-class DenseAttention(nn.Module):
+class TokenAttention(nn.Module):
+    """Multi-head attention of the tokens of a map and the global tokens to what a subclass says.
+
+    Args:
+        dim: channels of a token.
+        num_heads: divides ``dim``.
+        num_global_tokens: G.
+        update_globals: whether the global tokens are queries too; the last block of a stage drops them.
+        backend: a key of ``backends``; ``"reference"`` is for debugging.
+
+    Raises:
+        ConfigError: for an unknown backend.
+    """
+
+    backends = BACKENDS
+    shared_projections = True
+    # Whether one layer projects tokens to queries, keys and values.
+    has_qkv = True
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        num_heads: int,
+        num_global_tokens: int = 1,
+        update_globals: bool = True,
+        backend: str = "sdpa",
+    ) -> None:
+        super().__init__()
+        check_choice("attention backend", backend, self.backends)
+        self.num_heads = num_heads
+        self.backend = backend
+        self.num_global_tokens = num_global_tokens
+        self.update_globals = update_globals and num_global_tokens > 0
+        if self.has_qkv:
+            self.qkv = nn.Linear(dim, 3 * dim)
+        else:
+            self.query, self.key_value = nn.Linear(dim, dim), nn.Linear(dim, 2 * dim)
+        self.projection = nn.Linear(dim, dim)
+
+    def forward(self, tokens: Tensor, global_tokens: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """(B, H, W, C) and (B, G, C) or None -> the same; None for global tokens that are not updated."""
+        num_global = 0 if global_tokens is None else static_size(global_tokens.shape[1])
+        output = self.projection(merge_heads(self._attend(tokens, global_tokens, num_global)))
+        num_queries = num_global if self.update_globals else 0
+        local = output[:, num_queries:].unflatten(1, tokens.shape[1:3])
+        return local, output[:, :num_queries] if num_queries else None
+
+    def _attend(self, tokens: Tensor, global_tokens: Tensor | None, num_global: int) -> Tensor:
+        """The output of each head, (B, M, L, D), for the global tokens first, where they are updated."""
+        raise NotImplementedError
+
+    def _project(self, tokens: Tensor, global_tokens: Tensor | None, num_global: int) -> tuple[Tensor, ...]:
+        """Queries (B, M, L, D), keys and values (B, M, G + H * W, D), by one layer."""
+        qkv = self.qkv(join_tokens(tokens, global_tokens))
+        query, key, value = split_heads(qkv, 3 * self.num_heads).chunk(3, dim=1)
+        return query if self.update_globals else query[:, :, num_global:], key, value
+
+
+class DenseAttention(TokenAttention):
     """Multi-head self-attention over the tokens of a map and the global tokens together.
 
     On a large map a learned bias is made for a group of rows at a time, and again in the backward pass, or is a view of
@@ -63,15 +115,11 @@ class DenseAttention(nn.Module):
     number of groups.
 
     Args:
-        dim: channels of a token.
-        num_heads: divides ``dim``.
-        num_global_tokens: G; their bias is learned apart from that of the map where ``bias_size`` is given.
-        bias_size: height and width, in tokens, of the map that the relative bias table is made for; None for no
-            relative bias.
+        bias_size: height and width, in tokens, of the map that the relative bias table is made for, next to a table for
+            the global tokens; None for no relative bias.
         bias_resize_mode: ``"linear"`` (bilinear) or ``"cubic"``.
         bias_resizing: ``"map"``, or ``"load"`` for a table that is large enough for every map.
-        update_globals: whether the global tokens are queries too; the last block of a stage drops them.
-        backend: a key of ``BACKENDS``; ``"reference"`` is for debugging.
+        common: see :class:`TokenAttention`.
     """
 
     sized = ("num_groups",)
@@ -80,52 +128,33 @@ class DenseAttention(nn.Module):
         self,
         dim: int,
         *,
-        num_heads: int,
-        num_global_tokens: int = 1,
         bias_size: tuple[int, int] | None = None,
         bias_resize_mode: str = "linear",
         bias_resizing: str = "map",
-        update_globals: bool = True,
-        backend: str = "sdpa",
+        **common: int | bool | str,
     ) -> None:
-        super().__init__()
-        check_choice("attention backend", backend, BACKENDS)
-        self.num_heads = num_heads
-        self.backend = backend
-        self.shared_projections = True
-        self.update_globals = update_globals and num_global_tokens > 0
-        self.qkv = nn.Linear(dim, 3 * dim)
-        self.projection = nn.Linear(dim, dim)
+        super().__init__(dim, **common)
         self.relative_bias, self.num_groups = None, 1
         if bias_size is not None:
             scores = (bias_size[0] * bias_size[1]) ** 2
             self.num_groups = min(-(-scores // _TRACED_SCORES), _TRACED_GROUPS)
             self.relative_bias = GridRelativeBias(
                 bias_size,
-                num_heads,
-                num_global_tokens=num_global_tokens,
+                self.num_heads,
+                num_global_tokens=self.num_global_tokens,
                 global_queries=self.update_globals,
                 resize_mode=bias_resize_mode,
                 resizing=bias_resizing,
             )
 
-    def forward(self, tokens: Tensor, global_tokens: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """(B, H, W, C) and (B, G, C) or None -> the same; None for global tokens that are not updated."""
+    def _attend(self, tokens: Tensor, global_tokens: Tensor | None, num_global: int) -> Tensor:
         height, width = tokens.shape[1:3]
-        sequence = join_tokens(tokens, global_tokens)
-        query, key, value = split_heads(self.qkv(sequence), 3 * self.num_heads).chunk(3, dim=1)
-        num_global = 0 if global_tokens is None else static_size(global_tokens.shape[1])
-        if not self.update_globals:
-            query = query[:, :, num_global:]
-        attend = BACKENDS[self.backend]
+        query, key, value = self._project(tokens, global_tokens, num_global)
         if is_tracing():
-            output = self._traced(query, key, value, height, width, num_global)
-        elif self.relative_bias is None:
-            output = attend(query, key, value)
-        else:
-            output = self._on_map(query, key, value, height, width)
-        output = self.projection(merge_heads(output))
-        return part_tokens(output, height, width, num_global if self.update_globals else 0)
+            return self._traced(query, key, value, height, width, num_global)
+        if self.relative_bias is None:
+            return self.backends[self.backend](query, key, value)
+        return self._on_map(query, key, value, height, width)
 
     def _on_map(self, query: Tensor, key: Tensor, value: Tensor, height: int, width: int) -> Tensor:
         """Attention with the relative bias, outside of a traced run."""
@@ -198,10 +227,3 @@ def join_tokens(tokens: Tensor, global_tokens: Tensor | None) -> Tensor:
     """(B, H, W, C) and (B, G, C) or None -> (B, G + H * W, C), global tokens first."""
     sequence = tokens.flatten(1, 2)
     return sequence if global_tokens is None else torch.cat([global_tokens, sequence], dim=1)
-
-
-def part_tokens(sequence: Tensor, height: int, width: int, num_global: int) -> tuple[Tensor, Tensor | None]:
-    """(B, G + H * W, C) -> (B, H, W, C) and (B, G, C); None for no global token."""
-    if not num_global:
-        return sequence.unflatten(1, (height, width)), None
-    return sequence[:, num_global:].unflatten(1, (height, width)), sequence[:, :num_global]

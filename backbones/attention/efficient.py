@@ -11,105 +11,55 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from backbones.attention import reference
-from backbones.attention.dense import BACKENDS, join_tokens, merge_heads, part_tokens, split_heads, traced_keys
-from backbones.errors import ConfigError, check_choice
+from backbones.attention.dense import TokenAttention, join_tokens, split_heads, traced_keys
+from backbones.errors import ConfigError
 from backbones.layers.tracing import at_least_float32, autocast_off, in_order, is_tracing, missing_to, static_size
 
 
-class GlobalMemoryAttention(nn.Module):
+class GlobalMemoryAttention(TokenAttention):
     """Multi-head attention of local tokens to the global tokens alone, and of these to all.
 
-    Args:
-        dim: channels of a token.
-        num_heads: divides ``dim``.
-        num_global_tokens: 1 or more; the paper has 256, 256, 64 and 16 in its four stages (Table 15).
-        update_globals: whether the global tokens are queries too; the last block of a stage drops them.
-        backend: see :class:`backbones.attention.dense.DenseAttention`.
-
-    Raises:
-        ConfigError: where there is no global token to look at.
+    There is one global token or more; the paper has 256, 256, 64 and 16 in its four stages (Table 15). Arguments are
+    those of :class:`.TokenAttention`.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        *,
-        num_heads: int,
-        num_global_tokens: int,
-        update_globals: bool = True,
-        backend: str = "sdpa",
-    ) -> None:
-        super().__init__()
-        check_choice("attention backend", backend, BACKENDS)
-        if num_global_tokens < 1:
-            raise ConfigError("global attention needs at least one global token")
-        self.num_heads = num_heads
-        self.backend = backend
-        self.shared_projections = True
-        self.update_globals = update_globals
-        self.query = nn.Linear(dim, dim)
-        self.key_value = nn.Linear(dim, 2 * dim)
-        self.projection = nn.Linear(dim, dim)
+    has_qkv = False
 
-    def forward(self, tokens: Tensor, global_tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(B, H, W, C) and (B, G, C) -> the same; None for global tokens that are not updated."""
-        attend = BACKENDS[self.backend]
-        sequence = tokens.flatten(1, 2)
+    def _attend(self, tokens: Tensor, global_tokens: Tensor, num_global: int) -> Tensor:
+        attend, sequence = self.backends[self.backend], tokens.flatten(1, 2)
         key, value = split_heads(self.key_value(global_tokens), 2 * self.num_heads).chunk(2, dim=1)
-        output = merge_heads(attend(split_heads(self.query(sequence), self.num_heads), key, value))
-        output = self.projection(output).unflatten(1, tokens.shape[1:3])
+        output = attend(split_heads(self.query(sequence), self.num_heads), key, value)
         if not self.update_globals:
-            return output, None
+            return output
         local_key, local_value = split_heads(self.key_value(sequence), 2 * self.num_heads).chunk(2, dim=1)
         query = split_heads(self.query(global_tokens), self.num_heads)
         update = attend(query, torch.cat([key, local_key], dim=2), torch.cat([value, local_value], dim=2))
-        return output, self.projection(merge_heads(update))
+        return torch.cat([update, output], dim=2)
 
 
-class LinformerAttention(nn.Module):
+class LinformerAttention(TokenAttention):
     """Multi-head attention to ``num_features`` learned combinations of the tokens of one map size.
 
-    Keys and values share the combinations, as in the paper's models (the counts of Table 14).
+    Keys and values share the combinations, as in the paper's models (the counts of Table 14). The global tokens are
+    combined with the others.
 
     Args:
-        dim: channels of a token.
-        num_heads: divides ``dim``.
         map_size: height and width, in tokens, of the only map that it takes.
         num_features: K, the projected length; 256 in the paper.
-        num_global_tokens: G; they are projected with the others.
-        update_globals: whether the global tokens are queries too; the last block of a stage drops them.
-        backend: see :class:`backbones.attention.dense.DenseAttention`.
+        common: see :class:`.TokenAttention`.
     """
 
+    has_qkv = False
+
     def __init__(
-        self,
-        dim: int,
-        *,
-        num_heads: int,
-        map_size: tuple[int, int],
-        num_features: int = 256,
-        num_global_tokens: int = 1,
-        update_globals: bool = True,
-        backend: str = "sdpa",
+        self, dim: int, *, map_size: tuple[int, int], num_features: int = 256, **common: int | bool | str
     ) -> None:
-        super().__init__()
-        check_choice("attention backend", backend, BACKENDS)
-        self.num_heads = num_heads
+        super().__init__(dim, **common)
         self.map_size = map_size
-        self.backend = backend
-        self.update_globals = update_globals and num_global_tokens > 0
-        self.query = nn.Linear(dim, dim)
-        self.key_value = nn.Linear(dim, 2 * dim)
-        self.projection = nn.Linear(dim, dim)
-        length, bound = num_global_tokens + math.prod(map_size), num_features**-0.5
+        length, bound = self.num_global_tokens + math.prod(map_size), num_features**-0.5
         self.project_length = nn.Parameter(torch.empty(length, num_features).uniform_(-bound, bound))
 
-    def forward(self, tokens: Tensor, global_tokens: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """(B, H, W, C) and (B, G, C) or None -> the same; None for global tokens that are not updated.
-
-        Raises:
-            ConfigError: for a map of another size.
-        """
+    def _attend(self, tokens: Tensor, global_tokens: Tensor | None, num_global: int) -> Tensor:
         height, width = tokens.shape[1:3]
         # A traced size is a tensor, and its comparison would be frozen into the graph.
         if not is_tracing() and (height, width) != self.map_size:
@@ -120,54 +70,32 @@ class LinformerAttention(nn.Module):
         sequence = join_tokens(tokens, global_tokens)
         # (B, K, C) each
         key, value = (self.project_length.T @ self.key_value(sequence)).chunk(2, dim=2)
-        num_global = 0 if global_tokens is None else static_size(global_tokens.shape[1])
         query = self.query(sequence if self.update_globals else sequence[:, num_global:])
-        query, key, value = (split_heads(x, self.num_heads) for x in (query, key, value))
-        output = self.projection(merge_heads(BACKENDS[self.backend](query, key, value)))
-        return part_tokens(output, height, width, num_global if self.update_globals else 0)
+        return self.backends[self.backend](*(split_heads(x, self.num_heads) for x in (query, key, value)))
 
 
-class SpatialReductionAttention(nn.Module):
+class SpatialReductionAttention(TokenAttention):
     """Multi-head attention to a map whose positions are convolutions over R x R tokens, and to the global tokens.
 
     As in the official models, the last rows and columns that do not fill a position of the smaller map are not seen.
-    Only a map below R tokens is padded, with zeros below and on the right.
+    Only a map below R tokens is padded, with zeros below and on the right. The global tokens are not reduced.
 
     Args:
-        dim: channels of a token.
-        num_heads: divides ``dim``.
         reduction: R; 16, 8, 4, 2 in the four stages of SRA/64 and 8, 4, 2, 1 of SRA/32 (Table 15). With 1 there is no
             convolution, as the counts of Table 14 have it, and attention is full.
-        num_global_tokens: G; they are not reduced.
-        update_globals: whether the global tokens are queries too; the last block of a stage drops them.
-        backend: see :class:`backbones.attention.dense.DenseAttention`.
+        common: see :class:`.TokenAttention`.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        *,
-        num_heads: int,
-        reduction: int,
-        num_global_tokens: int = 1,
-        update_globals: bool = True,
-        backend: str = "sdpa",
-    ) -> None:
-        super().__init__()
-        check_choice("attention backend", backend, BACKENDS)
-        self.num_heads = num_heads
+    has_qkv = False
+
+    def __init__(self, dim: int, *, reduction: int, **common: int | bool | str) -> None:
+        super().__init__(dim, **common)
         self.reduction = reduction
-        self.backend = backend
-        self.update_globals = update_globals and num_global_tokens > 0
-        self.query = nn.Linear(dim, dim)
-        self.key_value = nn.Linear(dim, 2 * dim)
-        self.projection = nn.Linear(dim, dim)
         self.reduce = None
         if reduction > 1:
             self.reduce = nn.Conv2d(dim, dim, kernel_size=reduction, stride=reduction, bias=False)
 
-    def forward(self, tokens: Tensor, global_tokens: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """(B, H, W, C) and (B, G, C) or None -> the same; None for global tokens that are not updated."""
+    def _attend(self, tokens: Tensor, global_tokens: Tensor | None, num_global: int) -> Tensor:
         height, width = tokens.shape[1:3]
         reduced, size = tokens.flatten(1, 2), (height, width)
         if self.reduce is not None:
@@ -179,13 +107,10 @@ class SpatialReductionAttention(nn.Module):
         if global_tokens is not None:
             reduced = torch.cat([global_tokens, reduced], dim=1)
         key, value = split_heads(self.key_value(reduced), 2 * self.num_heads).chunk(2, dim=1)
-        num_global = 0 if global_tokens is None else static_size(global_tokens.shape[1])
         if is_tracing():
             key, value, _ = traced_keys(key, value, *size, num_global)
         query = self.query(join_tokens(tokens, global_tokens if self.update_globals else None))
-        output = BACKENDS[self.backend](in_order(split_heads(query, self.num_heads)), key, value)
-        output = self.projection(merge_heads(output))
-        return part_tokens(output, height, width, num_global if self.update_globals else 0)
+        return self.backends[self.backend](in_order(split_heads(query, self.num_heads)), key, value)
 
 
 def instance_norm(x: Tensor, eps: float = 1e-5) -> Tensor:
@@ -241,55 +166,27 @@ def sample_features(num_features: int, dim: int, *, generator: torch.Generator |
     return torch.cat(groups)[:num_features] * lengths
 
 
-PERFORMER_BACKENDS = {"sdpa": performer_attention, "reference": reference.performer_attention}
-
-
-class PerformerAttention(nn.Module):
+class PerformerAttention(TokenAttention):
     """Multi-head attention by random features, over the tokens of a map and the global tokens together.
 
     The features are a buffer, so that they travel with a checkpoint; :func:`redraw_features` samples new ones.
 
     Args:
-        dim: channels of a token.
-        num_heads: divides ``dim``.
         num_features: K; 256 in the paper (Table 15).
-        num_global_tokens: G.
-        update_globals: whether the global tokens are queries too; the last block of a stage drops them.
-        backend: a key of ``PERFORMER_BACKENDS``; ``"reference"`` is quadratic and for debugging.
+        common: see :class:`.TokenAttention`.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        *,
-        num_heads: int,
-        num_features: int = 256,
-        num_global_tokens: int = 1,
-        update_globals: bool = True,
-        backend: str = "sdpa",
-    ) -> None:
-        super().__init__()
-        check_choice("attention backend", backend, PERFORMER_BACKENDS)
-        self.num_heads = num_heads
-        self.backend = backend
-        self.update_globals = update_globals and num_global_tokens > 0
-        self.qkv = nn.Linear(dim, 3 * dim)
-        self.projection = nn.Linear(dim, dim)
-        self.register_buffer("features", sample_features(num_features, dim // num_heads))
+    backends = {"sdpa": performer_attention, "reference": reference.performer_attention}
 
-    def forward(self, tokens: Tensor, global_tokens: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """(B, H, W, C) and (B, G, C) or None -> the same; None for global tokens that are not updated."""
-        height, width = tokens.shape[1:3]
-        qkv = self.qkv(join_tokens(tokens, global_tokens))
-        query, key, value = split_heads(qkv, 3 * self.num_heads).chunk(3, dim=1)
-        num_global = 0 if global_tokens is None else static_size(global_tokens.shape[1])
-        if not self.update_globals:
-            query = query[:, :, num_global:]
+    def __init__(self, dim: int, *, num_features: int = 256, **common: int | bool | str) -> None:
+        super().__init__(dim, **common)
+        self.register_buffer("features", sample_features(num_features, dim // self.num_heads))
+
+    def _attend(self, tokens: Tensor, global_tokens: Tensor | None, num_global: int) -> Tensor:
+        query, key, value = self._project(tokens, global_tokens, num_global)
         if is_tracing():
-            key, value, _ = traced_keys(key, value, height, width, num_global)
-        output = PERFORMER_BACKENDS[self.backend](in_order(query), key, value, features=self.features)
-        output = self.projection(merge_heads(output))
-        return part_tokens(output, height, width, num_global if self.update_globals else 0)
+            key, value, _ = traced_keys(key, value, *tokens.shape[1:3], num_global)
+        return self.backends[self.backend](in_order(query), key, value, features=self.features)
 
 
 def redraw_features(model: nn.Module, *, seed: int) -> int:

@@ -17,10 +17,9 @@ from types import ModuleType
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from backbones.attention.blocked import in_autocast_dtype
-from backbones.attention.chunks import MODES
+from backbones.attention.blocked import RecomputedAttention, in_autocast_dtype
+from backbones.attention.chunks import MODES, WindowInputs
 from backbones.errors import ConfigError, check_choice
 
 _MAX_CHANNELS = 128
@@ -42,17 +41,7 @@ def missing_for(device: torch.device) -> str | None:
 
 @torch.compiler.disable
 def triton_chunk_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    window_size: int,
-    mode: str = "zero_pad",
-    global_key: Tensor | None = None,
-    global_value: Tensor | None = None,
-    local_bias: Tensor | None = None,
-    global_bias: Tensor | None = None,
-    shift: tuple[int, int] | None = None,
+    *, window_size: int, mode: str = "zero_pad", shift: tuple[int, int] | None = None, **tensors: Tensor | None
 ) -> Tensor:
     """The contract of :func:`backbones.attention.sliding_chunk.sliding_chunk_attention`, for D of at most 128.
 
@@ -66,30 +55,27 @@ def triton_chunk_attention(
         ConfigError: for an unknown mode, larger D, a device that has no Triton, or float64 on a GPU.
     """
     check_choice("attention mode", mode, MODES)
-    tensors = in_autocast_dtype(query, key, value, global_key, global_value, local_bias, global_bias)
-    _check(tensors[0])
-    if global_key is None or not global_key.shape[2]:
-        tensors = (*tensors[:3], None, None, tensors[5], None)
-    layout = _MaskLayout(window_size, mode, shift)
-    if tensors[0].dtype == torch.bfloat16 and tensors[0].device.type != "cuda":
-        # Triton's interpreter multiplies it as if it were integers.
-        tensors = (x if x is None else x.float() for x in tensors)
-        return _TritonAttention.apply(layout, *tensors).bfloat16()
-    return _TritonAttention.apply(layout, *tensors)
-
-
-def _check(query: Tensor) -> None:
-    device, dtype, channels = query.device, query.dtype, query.shape[4]
-    way_out = "take attention_backend 'sdpa'"
+    inputs = WindowInputs(*in_autocast_dtype(*WindowInputs(**tensors)))
+    device, dtype, channels = inputs.query.device, inputs.query.dtype, inputs.query.shape[4]
     missing = missing_for(device)
     if missing is not None:
-        raise ConfigError(f"Triton attention needs {missing}: {way_out}")
+        raise ConfigError(f"Triton attention needs {missing}: use attention_backend 'sdpa'")
     if channels > _MAX_CHANNELS:
         raise ConfigError(
-            f"Triton attention takes heads of at most {_MAX_CHANNELS} channels, not {channels}: {way_out}"
+            f"Triton attention takes heads of at most {_MAX_CHANNELS} channels, and not of {channels}: use "
+            "attention_backend 'sdpa'"
         )
     if dtype == torch.float64 and device.type == "cuda":
-        raise ConfigError(f"Triton attention takes no float64 on a GPU: {way_out}")
+        raise ConfigError("Triton attention takes no float64 on a GPU: use attention_backend 'sdpa'")
+    if inputs.global_key is None or not inputs.global_key.shape[2]:
+        inputs = inputs._replace(global_key=None, global_value=None, global_bias=None)
+    functions = (
+        functools.partial(function, _SeenTokens(window_size, mode, shift)) for function in (_forward, _backward)
+    )
+    if dtype == torch.bfloat16 and device.type != "cuda":
+        # Triton's interpreter multiplies it as if it were integers.
+        return RecomputedAttention.apply(*functions, *(x if x is None else x.float() for x in inputs)).bfloat16()
+    return RecomputedAttention.apply(*functions, *inputs)
 
 
 @functools.cache
@@ -104,7 +90,7 @@ def _kernels() -> ModuleType:
 
 
 @dataclasses.dataclass(frozen=True)
-class _MaskLayout:
+class _SeenTokens:
     """The tokens that a chunk sees: all nine chunks, or its own and the one at ``shift``."""
 
     window_size: int
@@ -140,7 +126,7 @@ class _MaskLayout:
         chunks = bias.unflatten(2, (3, self.window_size, 3, self.window_size))
         return [chunks[:, :, 1 + row, :, 1 + col] for row, col in ((0, 0), self.shift)]
 
-    def mirrored(self) -> "_MaskLayout":
+    def mirrored(self) -> "_SeenTokens":
         """Return the layout of the chunks that see a chunk."""
         return dataclasses.replace(self, shift=self.shift and (-self.shift[0], -self.shift[1]))
 
@@ -170,10 +156,6 @@ class Launch:
     num_warps: int
     num_stages: int
 
-    def blocks_of(self, layout: _MaskLayout) -> int:
-        """Return the number of blocks of the positions of a chunk."""
-        return -(-layout.positions // self.positions)
-
 
 def launch_parameters(window_size: int, channels: int, dtype: torch.dtype) -> Launch:
     """Return block sizes chosen by the compiler's register and shared-memory use on sm_80 and sm_90.
@@ -202,152 +184,105 @@ def _power_of_two(number: int) -> int:
     return max(16, 1 << (number - 1).bit_length())
 
 
-class _TritonAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx,
-        layout: _MaskLayout,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        global_key: Tensor | None,
-        global_value: Tensor | None,
-        local_bias: Tensor | None,
-        global_bias: Tensor | None,
-    ) -> Tensor:
-        run = _Run(layout, query, key, value, global_key, global_value, local_bias, global_bias)
-        output, sums = run.forward()
-        ctx.layout = layout
-        ctx.save_for_backward(query, key, value, global_key, global_value, local_bias, global_bias, output, sums)
-        return output
+def _forward(layout: _SeenTokens, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+    return _Run(layout, WindowInputs(*tensors)).forward()
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, output, sums = ctx.saved_tensors
-        query, key, value, *globals_, local_bias, global_bias = ctx.needs_input_grad[1:]
-        run = _Run(ctx.layout, *tensors)
-        gradients = [None] * 7
-        gradients[0], products = run.query_grad(grad, output, sums)
-        if key or value:
-            gradients[1:3] = run.key_grads(grad, sums, products)
-        if any(globals_) or global_bias:
-            gradients[3], gradients[4], gradients[6] = run.global_grads(grad, sums, products)
-        if local_bias:
-            gradients[5] = run.local_bias_grad(grad, sums, products)
-        return None, *(
-            x.to(tensor.dtype) if needed else None
-            for x, tensor, needed in zip(gradients, tensors, ctx.needs_input_grad[1:], strict=True)
-        )
+
+def _backward(
+    layout: _SeenTokens,
+    grad: Tensor,
+    output: Tensor,
+    logsumexp: Tensor,
+    needed: tuple[bool, ...],
+    *tensors: Tensor | None,
+) -> WindowInputs:
+    run, needed = _Run(layout, WindowInputs(*tensors)), WindowInputs(*needed)
+    query_grad, products = run.query_grad(grad, output, logsumexp)
+    gradients = {"query": query_grad, "key": None, "value": None}
+    if needed.key or needed.value:
+        gradients |= run.key_grads(grad, logsumexp, products)
+    if needed.global_key or needed.global_value or needed.global_bias:
+        gradients |= run.global_grads(grad, logsumexp, products)
+    if needed.local_bias:
+        gradients |= run.local_bias_grad(grad, logsumexp, products)
+    return WindowInputs(**gradients)
 
 
 class _Run:
     """The launches of all kernels for some tensors."""
 
-    def __init__(
-        self,
-        layout: _MaskLayout,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        global_key: Tensor | None,
-        global_value: Tensor | None,
-        local_bias: Tensor | None,
-        global_bias: Tensor | None,
-    ) -> None:
+    def __init__(self, layout: _SeenTokens, inputs: WindowInputs) -> None:
         self.layout = layout
-        self.query, self.key, self.value = query, key, value
-        self.global_key, self.global_value, self.global_bias = (
-            x if x is None else x.contiguous() for x in (global_key, global_value, global_bias)
+        self.inputs = inputs = inputs._replace(
+            **{name: x.contiguous() for name, x in inputs._asdict().items() if x is not None and "global" in name}
         )
-        self.local_bias = local_bias
-        self.batch, self.heads, self.height, self.width, self.channels = query.shape
-        self.num_global = 0 if global_key is None else global_key.shape[2]
-        self.launch = launch_parameters(layout.window_size, self.channels, query.dtype)
+        self.batch, self.heads, self.height, self.width, self.channels = inputs.query.shape
+        self.num_global = 0 if inputs.global_key is None else inputs.global_key.shape[2]
+        self.launch = launch_parameters(layout.window_size, self.channels, inputs.query.dtype)
         self.chunks = -(-self.height // layout.window_size) * -(-self.width // layout.window_size)
-        self.sum_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-        self.own_bias = self._laid_out(local_bias, layout)
+        self.sum_dtype = torch.float64 if inputs.query.dtype == torch.float64 else torch.float32
+        self.position_blocks = -(-layout.positions // self.launch.positions)
+        self.grid = self.chunks * self.position_blocks, self.heads, self.batch
+        bias = inputs.local_bias
+        self.own_bias = None if bias is None else self._with_pitch(layout.bias_of_seen(bias))
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """The output, (B, M, H, W, D), and log-sum-exps to base 2, (B, H, W, M)."""
-        output, sums = self._new_map(), self._new_sums()
+        output, logsumexp = self._new_map(), self._new_sums()
+        pointers = (*self.inputs[:5], self.own_bias, self.inputs.global_bias, output, logsumexp)
         self._start(
             "forward_kernel",
-            self._grid_of_chunks(),
-            *(self.query, self.key, self.value, self.global_key, self.global_value),
-            *(self.own_bias, self.global_bias, output, sums),
-            *(*self.query.stride(), *self.key.stride(), *self.value.stride()),
-            *self._sizes(self.layout),
-            **self._constants(GLOBALS=self.num_global, GLOBALS_BLOCK=self.launch.global_tokens),
+            self.grid,
+            *pointers,
+            *self._sizes(self.inputs[:3], self.layout.shift),
+            **self._constants(True),
         )
-        return output, sums
+        return output, logsumexp
 
-    def query_grad(self, grad: Tensor, output: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+    def query_grad(self, grad: Tensor, output: Tensor, logsumexp: Tensor) -> tuple[Tensor, Tensor]:
         """The gradient of queries, and the products of outputs with their gradients, (B, H, W, M)."""
         query_grad, products = self._new_map(), self._new_sums()
-        self._start(
-            "query_grad_kernel",
-            self._grid_of_chunks(),
-            *(self.query, self.key, self.value, self.global_key, self.global_value),
-            *(self.own_bias, self.global_bias),
-            *(output, sums, grad, query_grad, products),
-            *self._strides(grad),
-            *self._sizes(self.layout),
-            **self._constants(GLOBALS=self.num_global, GLOBALS_BLOCK=self.launch.global_tokens),
-        )
+        pointers = (*self.inputs[:5], self.own_bias, self.inputs.global_bias)
+        pointers += (output, logsumexp, grad, query_grad, products)
+        sizes = self._sizes((*self.inputs[:3], grad), self.layout.shift)
+        self._start("query_grad_kernel", self.grid, *pointers, *sizes, **self._constants(True))
         return query_grad, products
 
-    def key_grads(self, grad: Tensor, sums: Tensor, products: Tensor) -> tuple[Tensor, Tensor]:
+    def key_grads(self, grad: Tensor, logsumexp: Tensor, products: Tensor) -> dict[str, Tensor]:
         """The gradients of keys and of values."""
         key_grad, value_grad = self._new_map(), self._new_map()
-        layout = self.layout.mirrored()
-        bias = None if self.local_bias is None else self.layout.mirrored_bias(self.local_bias)
-        self._start(
-            "key_grad_kernel",
-            self._grid_of_chunks(),
-            *(self.query, self.key, self.value, self._laid_out(bias, layout)),
-            *(sums, products, grad, key_grad, value_grad),
-            *self._strides(grad),
-            *self._sizes(layout),
-            **self._constants(),
-        )
-        return key_grad, value_grad
+        layout, bias = self.layout.mirrored(), self.inputs.local_bias
+        bias = None if bias is None else self._with_pitch(layout.bias_of_seen(layout.mirrored_bias(bias)))
+        pointers = (*self.inputs[:3], bias, logsumexp, products, grad, key_grad, value_grad)
+        sizes = self._sizes((*self.inputs[:3], grad), layout.shift)
+        self._start("key_grad_kernel", self.grid, *pointers, *sizes, **self._constants())
+        return {"key": key_grad, "value": value_grad}
 
-    def local_bias_grad(self, grad: Tensor, sums: Tensor, products: Tensor) -> Tensor:
+    def local_bias_grad(self, grad: Tensor, logsumexp: Tensor, products: Tensor) -> dict[str, Tensor]:
         """The gradient of the local bias, of float32 or better: first over shares of the chunks."""
-        blocks = self.launch.blocks_of(self.layout) * -(-self.layout.seen // self.launch.tokens)
+        blocks = self.position_blocks * -(-self.layout.seen // self.launch.tokens)
         shares = max(1, min(_SHARES // (blocks * self.heads), self.batch * self.chunks))
-        partial = self.query.new_empty(
-            shares, self.heads, self.layout.positions, self.layout.seen, dtype=self.sum_dtype
-        )
-        self._start(
-            "local_bias_grad_kernel",
-            (blocks, self.heads, shares),
-            *(self.query, self.key, self.value, self.own_bias),
-            *(sums, products, grad, partial),
-            *self._strides(grad),
-            self.batch,
-            *self._sizes(self.layout),
-            **self._constants(),
-        )
-        return self.layout.gradient_of_seen(partial.sum(0))
+        partial = self._new_sums(shares, self.heads, self.layout.positions, self.layout.seen)
+        pointers = (*self.inputs[:3], self.own_bias, logsumexp, products, grad, partial)
+        sizes = self._sizes((*self.inputs[:3], grad), self.layout.shift, self.batch)
+        self._start("local_bias_grad_kernel", (blocks, self.heads, shares), *pointers, *sizes, **self._constants())
+        return {"local_bias": self.layout.gradient_of_seen(partial.sum(0))}
 
-    def global_grads(self, grad: Tensor, sums: Tensor, products: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def global_grads(self, grad: Tensor, logsumexp: Tensor, products: Tensor) -> dict[str, Tensor | None]:
         """The gradients of global keys, values and biases, of float32 or better: first over shares of the tokens."""
+        query, _, _, global_key, global_value, _, global_bias = self.inputs
         blocks = -(-self.num_global // self.launch.global_tokens)
         most = -(-self.height * self.width // self.launch.tokens)
         shares = max(1, min(_SHARES // max(1, blocks * self.heads * self.batch), most))
         shape = (shares, self.batch, self.heads, self.num_global)
-        key_partial, value_partial = (
-            self.query.new_empty(*shape, self.channels, dtype=self.sum_dtype) for _ in range(2)
-        )
-        bias_partial = None if self.global_bias is None else self.query.new_empty(shape, dtype=self.sum_dtype)
+        key_partial, value_partial = (self._new_sums(*shape, self.channels) for _ in range(2))
+        bias_partial = None if global_bias is None else self._new_sums(*shape)
         self._start(
             "global_grad_kernel",
             (shares * blocks, self.heads, self.batch),
-            *(self.query, self.global_key, self.global_value, self.global_bias),
-            *(sums, products, grad, key_partial, value_partial, bias_partial),
-            *(*self.query.stride(), *grad.stride()),
+            *(query, global_key, global_value, global_bias),
+            *(logsumexp, products, grad, key_partial, value_partial, bias_partial),
+            *(*query.stride(), *grad.stride()),
             *(self.height, self.width),
             GLOBALS=self.num_global,
             CHANNELS=self.channels,
@@ -357,7 +292,7 @@ class _Run:
             CHANNELS_BLOCK=self.launch.channels,
         )
         bias_grad = None if bias_partial is None else bias_partial.sum((0, 1))
-        return key_partial.sum(0), value_partial.sum(0), bias_grad
+        return {"global_key": key_partial.sum(0), "global_value": value_partial.sum(0), "global_bias": bias_grad}
 
     def _start(self, name: str, grid: tuple[int, int, int], *args: Tensor | int | None, **constants) -> None:
         if not all(grid):
@@ -365,20 +300,17 @@ class _Run:
         kernels = _kernels()
         constants["SUM"] = kernels.tl.float64 if self.sum_dtype == torch.float64 else kernels.tl.float32
         compiled = {"num_warps": self.launch.num_warps, "num_stages": self.launch.num_stages, "enable_fp_fusion": True}
-        with torch.cuda.device_of(self.query):
+        with torch.cuda.device_of(self.inputs.query):
             getattr(kernels, name)[grid](*args, **constants, **compiled)
 
-    def _grid_of_chunks(self) -> tuple[int, int, int]:
-        return self.chunks * self.launch.blocks_of(self.layout), self.heads, self.batch
+    def _sizes(self, maps: tuple[Tensor, ...], shift: tuple[int, int] | None = None, *batches: int) -> tuple[int, ...]:
+        """Return the arguments of the kernels over chunks that follow the pointers: strides of maps, and sizes."""
+        strides = (stride for x in maps for stride in x.stride())
+        return *strides, *batches, self.height, self.width, *(shift or (0, 0))
 
-    def _strides(self, grad: Tensor) -> tuple[int, ...]:
-        return *self.query.stride(), *self.key.stride(), *self.value.stride(), *grad.stride()
-
-    def _sizes(self, layout: _MaskLayout) -> tuple[int, int, int, int]:
-        return self.height, self.width, *(layout.shift or (0, 0))
-
-    def _constants(self, **more: int) -> dict[str, object]:
+    def _constants(self, has_globals: bool = False) -> dict[str, object]:
         """Return the compile-time constants of the kernels over chunks."""
+        of_globals = {"GLOBALS": self.num_global, "GLOBALS_BLOCK": self.launch.global_tokens}
         return {
             "WINDOW": self.layout.window_size,
             "SEEN": self.layout.seen,
@@ -390,22 +322,23 @@ class _Run:
             "POSITIONS_BLOCK": self.launch.positions,
             "SEEN_BLOCK": self.launch.tokens,
             "CHANNELS_BLOCK": self.launch.channels,
-        } | more
+            **(of_globals if has_globals else {}),
+        }
 
     def _pitch(self) -> int:
         """Return the stride between two positions of a bias: a multiple of the block, so that rows are aligned."""
         return -(-self.layout.seen // self.launch.tokens) * self.launch.tokens
 
-    def _laid_out(self, bias: Tensor | None, layout: _MaskLayout) -> Tensor | None:
-        """(M, P, 9 * P) -> (M, P, PITCH), contiguous."""
-        if bias is None:
-            return None
-        return F.pad(layout.bias_of_seen(bias), (0, self._pitch() - layout.seen)).contiguous()
+    def _with_pitch(self, bias: Tensor) -> Tensor:
+        """(M, P, S) -> (M, P, PITCH), contiguous."""
+        return F.pad(bias, (0, self._pitch() - self.layout.seen)).contiguous()
 
     def _new_map(self) -> Tensor:
         """(B, M, H, W, D), which lies in memory as (B, H, W, M, D)."""
         shape = (self.batch, self.height, self.width, self.heads, self.channels)
-        return self.query.new_empty(shape).permute(0, 3, 1, 2, 4)
+        return self.inputs.query.new_empty(shape).permute(0, 3, 1, 2, 4)
 
-    def _new_sums(self) -> Tensor:
-        return self.query.new_empty(self.batch, self.height, self.width, self.heads, dtype=self.sum_dtype)
+    def _new_sums(self, *shape: int) -> Tensor:
+        """A tensor for sums; (B, H, W, M) without ``shape``."""
+        shape = shape or (self.batch, self.height, self.width, self.heads)
+        return self.inputs.query.new_empty(shape, dtype=self.sum_dtype)
