@@ -24,7 +24,11 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, *, bias: Tensor |
         (B, M, L, D)
     """
     if bias is not None and bias.ndim == 3:
-        if blocked.needs_blocks(query, key, value, biases=(bias,)) and bias.requires_grad and query.shape[2] > _FEW_QUERIES:
+        if (
+            blocked.needs_blocks(query, key, value, biases=(bias,))
+            and bias.requires_grad
+            and query.shape[2] > _FEW_QUERIES
+        ):
             return blocked.dense_attention(query, key, value, bias)
         # With a mask of three axes PyTorch leaves its fast kernel on the CPU.
         bias = bias[None]

@@ -19,27 +19,15 @@ from backbones.layers.position import SegmentRelativeBias
 from backbones.layers.tracing import at_least_float32, autocast_off, in_order, static_size
 
 
-def dynamic_projection(scores: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def dynamic_projection(scores: Tensor, *tokens: Tensor) -> tuple[Tensor, ...]:
     """Keys and values of all tokens, in r sums each: P = softmax over the tokens (equation 3).
-
-    Args:
-        scores: (B, M, H, W, r). key, value: (B, M, H, W, D).
-
-    Returns:
-        Projected keys and values, (B, M, r, D), in the types of ``key`` and ``value``.
-    """
-    return project_tokens(scores, key, value)
-
-
-def project_tokens(scores: Tensor, *tokens: Tensor) -> tuple[Tensor, ...]:
-    """The sums of :func:`dynamic_projection`, of as many tensors as there are.
 
     The softmax and the sums are taken in float32 or better: with very many tokens the weights are below the resolution
     of float16.
 
     Args:
         scores: (B, M, H, W, r).
-        tokens: each (B, M, H, W, D).
+        tokens: keys, values and what else is to be summed, each (B, M, H, W, D).
 
     Returns:
         The sums of each, (B, M, r, D), in its type.

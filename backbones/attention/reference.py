@@ -4,7 +4,10 @@ Every fast kernel is tested against these. Shapes, here and in the kernels: B im
 N = H * W, D channels a head, G global tokens, w the side of a chunk.
 """
 
+import math
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -43,6 +46,27 @@ def _axis_neighbourhood(size: int, window_size: int, mode: str) -> tuple[Tensor,
     return seen, slot.clamp(0, 3 * window_size - 1)
 
 
+def _window_bias(
+    query: Tensor, rows: tuple[Tensor, Tensor], cols: tuple[Tensor, Tensor], window_size: int, local_bias: Tensor | None
+) -> Tensor:
+    """The bias of all pairs of tokens, (M, N, N): -inf for a key that is not seen.
+
+    Args:
+        rows, cols: along each axis which keys a query sees, and where in its window.
+        local_bias: (M, w * w, L * L), positions in a chunk by positions in its window of L x L, row by row, or None.
+    """
+    heads, height, width = query.shape[1:4]
+    tokens = height * width
+    seen = (rows[0][:, None, :, None] & cols[0][None, :, None, :]).reshape(tokens, tokens)
+    bias = query.new_zeros(heads, tokens, tokens)
+    if local_bias is not None:
+        slot = rows[1][:, None, :, None] * math.isqrt(local_bias.shape[2]) + cols[1][None, :, None, :]
+        row, col = torch.arange(height) % window_size, torch.arange(width) % window_size
+        position = (row[:, None] * window_size + col[None, :]).reshape(tokens, 1)
+        bias = local_bias[:, position, slot.reshape(tokens, tokens)]
+    return bias.masked_fill(~seen.to(query.device), float("-inf"))
+
+
 def sliding_chunk_attention(
     query: Tensor,
     key: Tensor,
@@ -57,31 +81,21 @@ def sliding_chunk_attention(
     shift: tuple[int, int] | None = None,
 ) -> Tensor:
     """The contract of :func:`backbones.attention.sliding_chunk.sliding_chunk_attention`, with all N x N pairs."""
-    batch, heads, height, width, _ = query.shape
-    seen_rows, slot_rows = _axis_neighbourhood(height, window_size, mode)
-    seen_cols, slot_cols = _axis_neighbourhood(width, window_size, mode)
-    tokens = height * width
-
-    seen = seen_rows[:, None, :, None] & seen_cols[None, :, None, :]
+    height, width = query.shape[2:4]
+    rows, cols = (_axis_neighbourhood(size, window_size, mode) for size in (height, width))
+    bias = _window_bias(query, rows, cols, window_size, local_bias)
     if shift is not None:
-        row_step, col_step = slot_rows // window_size - 1, slot_cols // window_size - 1
+        row_step, col_step = rows[1] // window_size - 1, cols[1] // window_size - 1
         own, neighbour = (
             (row_step == row)[:, None, :, None] & (col_step == col)[None, :, None, :] for row, col in ((0, 0), shift)
         )
-        seen = seen & (own | neighbour)
-    bias = query.new_zeros(heads, tokens, tokens)
-    if local_bias is not None:
-        slot = slot_rows[:, None, :, None] * 3 * window_size + slot_cols[None, :, None, :]
-        row, col = torch.arange(height) % window_size, torch.arange(width) % window_size
-        position = (row[:, None] * window_size + col[None, :]).reshape(tokens, 1)
-        bias = local_bias[:, position, slot.reshape(tokens, tokens)]
-    bias = bias.masked_fill(~seen.reshape(tokens, tokens).to(query.device), float("-inf"))
+        bias = bias.masked_fill(~(own | neighbour).reshape(bias.shape[1:]).to(query.device), float("-inf"))
 
     key, value = key.flatten(2, 3), value.flatten(2, 3)
     if global_key is not None:
         if global_bias is None:
-            global_bias = query.new_zeros(heads, global_key.shape[2])
-        bias = torch.cat([global_bias[:, None, :].expand(-1, tokens, -1), bias], dim=-1)
+            global_bias = query.new_zeros(query.shape[1], global_key.shape[2])
+        bias = torch.cat([global_bias[:, None, :].expand(-1, bias.shape[1], -1), bias], dim=-1)
         key, value = torch.cat([global_key, key], dim=2), torch.cat([global_value, value], dim=2)
     return attention(query.flatten(2, 3), key, value, bias=bias).unflatten(2, (height, width))
 
@@ -131,28 +145,16 @@ def long_short_attention(
     local_bias: Tensor | None = None,
 ) -> Tensor:
     """The contract of :func:`backbones.attention.long_short.long_short_attention`, with all N x N pairs."""
-    heads, height, width = query.shape[1:4]
-    seen_rows, slot_rows = _axis_segments(height, window_size)
-    seen_cols, slot_cols = _axis_segments(width, window_size)
-    tokens = height * width
-
-    seen = seen_rows[:, None, :, None] & seen_cols[None, :, None, :]
-    bias = query.new_zeros(heads, tokens, tokens)
-    if local_bias is not None:
-        length = window_size + 2 * max(window_size // 2, 1)
-        slot = slot_rows[:, None, :, None] * length + slot_cols[None, :, None, :]
-        row, col = torch.arange(height) % window_size, torch.arange(width) % window_size
-        position = (row[:, None] * window_size + col[None, :]).reshape(tokens, 1)
-        bias = local_bias[:, position, slot.reshape(tokens, tokens)]
-    bias = bias.masked_fill(~seen.reshape(tokens, tokens).to(query.device), float("-inf"))
+    height, width = query.shape[2:4]
+    rows, cols = (_axis_segments(size, window_size) for size in (height, width))
+    bias = _window_bias(query, rows, cols, window_size, local_bias)
 
     keys, values = [projected_key, key.flatten(2, 3)], [projected_value, value.flatten(2, 3)]
     if global_key is not None:
         keys, values = [global_key, *keys], [global_value, *values]
     key, value = torch.cat(keys, dim=2), torch.cat(values, dim=2)
     # Projected keys and global tokens stand first, without bias.
-    no_bias = bias.new_zeros(heads, tokens, key.shape[2] - tokens)
-    bias = torch.cat([no_bias, bias], dim=2)
+    bias = F.pad(bias, (key.shape[2] - bias.shape[2], 0))
     return attention(query.flatten(2, 3), key, value, bias=bias).unflatten(2, (height, width))
 
 

@@ -24,7 +24,7 @@ from backbones.attention.chunks import (
     windows,
     with_halo,
 )
-from backbones.attention.dense import dense_attention, merge_heads, split_heads
+from backbones.attention.dense import TokenAttention, dense_attention, merge_heads, split_heads
 from backbones.attention.triton_chunks import missing_for, triton_chunk_attention
 from backbones.attention.windows import WindowLayout, attend_chunks, window_attention
 from backbones.errors import check_choice
@@ -115,18 +115,22 @@ def _bias_of_pairs(inputs: WindowInputs, layout: WindowLayout) -> Tensor | None:
     """Return the bias that all chunks share, (M or 1, w * w, S), in the order of :func:`_chunk_pairs`."""
     if inputs.local_bias is None and inputs.global_bias is None:
         return None
-    size, positions = layout.window_size, layout.window_size**2
-    local, to_global = inputs.local_bias, inputs.global_bias
-    if local is None:
-        local = inputs.query.new_zeros(1, positions, 9 * positions)
+    size, (local, to_global) = layout.window_size, _biases(inputs, layout.window_size)
     window = local.unflatten(2, (3 * size, -1))
     parts = [window[:, :, row : row + size, col : col + size].flatten(2) for row, col, _ in layout.pieces()]
-    if inputs.global_key is not None:
-        if to_global is None:
-            to_global = local.new_zeros(1, inputs.global_key.shape[2])
-        parts.append(to_global[:, None].expand(-1, positions, -1))
+    parts.append(to_global[:, None].expand(-1, size**2, -1))
     heads = max(part.shape[0] for part in parts)
     return torch.cat([part.expand(heads, -1, -1) for part in parts], dim=2)
+
+
+def _biases(inputs: WindowInputs, window_size: int) -> tuple[Tensor, Tensor]:
+    """The local bias, (M or 1, w * w, 9 * w * w), and the global one, (M or 1, G): zeros where there is none."""
+    local, to_global, positions = inputs.local_bias, inputs.global_bias, window_size**2
+    if local is None:
+        local = inputs.query.new_zeros(1, positions, 9 * positions)
+    if to_global is None:
+        to_global = local.new_zeros(1, 0 if inputs.global_key is None else static_size(inputs.global_key.shape[2]))
+    return local, to_global
 
 
 def _whole_map_attention(inputs: WindowInputs, window_size: int) -> Tensor:
@@ -216,15 +220,11 @@ def _window_bias(inputs: WindowInputs, window_size: int) -> Tensor | None:
     """Return the bias that all chunks share, (M or 1, w * w, S), in the order of :func:`_windows`."""
     if inputs.local_bias is None and inputs.global_key is None:
         return None
-    positions, bias, to_global = window_size**2, inputs.local_bias, inputs.global_bias
-    if bias is None:
-        bias = inputs.query.new_zeros(1, positions, 9 * positions)
+    bias, to_global = _biases(inputs, window_size)
     # (M, w * w, 3 strips, 3w * w)
     bias = bias.unflatten(2, (3 * window_size, 3, window_size)).transpose(2, 3).flatten(3, 4)
     if inputs.global_key is not None:
-        num_global, heads = static_size(inputs.global_key.shape[2]), inputs.query.shape[1]
-        if to_global is None:
-            to_global = bias.new_zeros(1, num_global)
+        heads, positions, num_global = inputs.query.shape[1], window_size**2, static_size(to_global.shape[1])
         # The global tokens stand in every strip, and count in the middle one.
         middle = F.pad(to_global, (0, missing(num_global, window_size)), value=float("-inf"))
         strips = F.pad(middle[:, None], (0, 0, 1, 1), value=float("-inf"))
@@ -279,53 +279,42 @@ def _has_several_kernels(device: torch.device) -> bool:
 BACKENDS = {"auto": fastest_chunk_attention, **_KERNELS, "reference": reference.sliding_chunk_attention}
 
 
-class SlidingChunkAttention(nn.Module):
+class SlidingChunkAttention(TokenAttention):
     """Multi-head ViL attention over the tokens of a map and its global tokens (ViL section 3.2).
 
     Args:
-        dim: channels of a token.
-        num_heads: divides ``dim``.
         window_size: side w of a chunk; the paper's window of 15 is w = 7.
-        num_global_tokens: G, 0 or more.
         mode: see :func:`sliding_chunk_attention`.
         relative_bias: whether each offset in the window has a learned bias.
         shared_projections: whether local and global tokens share query, key, value and output projections.
-        update_globals: whether the global tokens are queries too; the last block of a stage drops them.
-        backend: a key of ``BACKENDS``: ``"auto"`` is the fastest on this device, ``"triton"`` is for CUDA, and
-            ``"reference"`` is quadratic and for debugging.
+        common: see :class:`.TokenAttention`. A backend is a key of ``BACKENDS``: ``"auto"`` is the fastest on this
+            device, ``"triton"`` is for CUDA, and ``"reference"`` is quadratic and for debugging.
 
     Raises:
         ConfigError: for an unknown mode or backend.
     """
 
+    backends = BACKENDS
+    has_qkv = False
     no_weight_decay_names = ("local_to_global", "global_to_local", "global_to_global")
 
     def __init__(
         self,
         dim: int,
         *,
-        num_heads: int,
         window_size: int,
-        num_global_tokens: int = 1,
         mode: str = "zero_pad",
         relative_bias: bool = False,
         shared_projections: bool = True,
-        update_globals: bool = True,
-        backend: str = "sdpa",
+        **common: int | bool | str,
     ) -> None:
-        super().__init__()
         check_choice("attention mode", mode, MODES)
-        check_choice("attention backend", backend, BACKENDS)
-        self.num_heads = num_heads
+        super().__init__(dim, **common)
+        num_heads, num_global_tokens = self.num_heads, self.num_global_tokens
         self.window_size = window_size
         self.mode = mode
-        self.backend = backend
-        self.update_globals = update_globals and num_global_tokens > 0
         # The one neighbouring chunk that is seen in training; None for all of them.
         self.shift: tuple[int, int] | None = None
-        self.query = nn.Linear(dim, dim)
-        self.key_value = nn.Linear(dim, 2 * dim)
-        self.projection = nn.Linear(dim, dim)
         self.shared_projections = shared_projections
         if self.update_globals and not shared_projections:
             self.global_query = nn.Linear(dim, dim)
@@ -348,7 +337,7 @@ class SlidingChunkAttention(nn.Module):
         if global_tokens is not None:
             global_key, global_value = split_heads(self.key_value(global_tokens), 2 * self.num_heads).chunk(2, dim=1)
         # A Triton kernel cannot be traced or exported.
-        attend = BACKENDS["sdpa" if self.backend == "triton" and is_tracing() else self.backend]
+        attend = self.backends["sdpa" if self.backend == "triton" and is_tracing() else self.backend]
         output = attend(
             query=split_heads(self.query(tokens), self.num_heads),
             key=key,
@@ -368,10 +357,8 @@ class SlidingChunkAttention(nn.Module):
         query_layer, projection = self.query, self.projection
         if not self.shared_projections:
             query_layer, projection = self.global_query, self.global_projection
-            projected = self.global_key_value(tokens)
-            global_key, global_value = split_heads(self.global_key_value(global_tokens), 2 * self.num_heads).chunk(
-                2, dim=1
-            )
+            projected, projected_globals = self.global_key_value(tokens), self.global_key_value(global_tokens)
+            global_key, global_value = split_heads(projected_globals, 2 * self.num_heads).chunk(2, dim=1)
         key, value = split_heads(projected.flatten(1, 2), 2 * self.num_heads).chunk(2, dim=1)
         key, value = torch.cat([global_key, key], dim=2), torch.cat([global_value, value], dim=2)
         bias = None

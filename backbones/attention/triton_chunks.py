@@ -69,9 +69,13 @@ def triton_chunk_attention(
         raise ConfigError("Triton attention takes no float64 on a GPU: use attention_backend 'sdpa'")
     if inputs.global_key is None or not inputs.global_key.shape[2]:
         inputs = inputs._replace(global_key=None, global_value=None, global_bias=None)
-    functions = (
-        functools.partial(function, _SeenTokens(window_size, mode, shift)) for function in (_forward, _backward)
-    )
+    if shift is not None and inputs.local_bias is not None:
+        # (M, P, 9 * P) -> (M, P, S)
+        chunks = inputs.local_bias.unflatten(2, (3, window_size, 3, window_size))
+        parts = [chunks[:, :, 1 + row, :, 1 + col].flatten(2) for row, col in ((0, 0), shift)]
+        inputs = inputs._replace(local_bias=torch.cat(parts, dim=2))
+    layout = _SeenTokens(window_size, mode, shift)
+    functions = functools.partial(_forward, layout), functools.partial(_backward, layout)
     if dtype == torch.bfloat16 and device.type != "cuda":
         # Triton's interpreter multiplies it as if it were integers.
         return RecomputedAttention.apply(*functions, *(x if x is None else x.float() for x in inputs)).bfloat16()
@@ -105,34 +109,11 @@ class _SeenTokens:
     def seen(self) -> int:
         return self.positions * (9 if self.shift is None else 2)
 
-    def bias_of_seen(self, bias: Tensor) -> Tensor:
-        """(M, P, 9 * P) -> (M, P, S)."""
-        if self.shift is None:
-            return bias
-        return torch.cat([part.flatten(2) for part in self._own_and_neighbour(bias)], dim=2)
-
-    def gradient_of_seen(self, gradient: Tensor) -> Tensor:
-        """(M, P, S) -> (M, P, 9 * P)."""
-        if self.shift is None:
-            return gradient
-        whole = gradient.new_zeros(*gradient.shape[:2], 9 * self.positions)
-        parts = self._own_and_neighbour(whole)
-        for part, source in zip(parts, gradient.split(self.positions, dim=2), strict=True):
-            part.copy_(source.unflatten(2, (self.window_size, -1)))
-        return whole
-
-    def _own_and_neighbour(self, bias: Tensor) -> list[Tensor]:
-        """(M, P, 9 * P) -> the keys of the own chunk and of the one at ``shift``, two views (M, P, w, w)."""
-        chunks = bias.unflatten(2, (3, self.window_size, 3, self.window_size))
-        return [chunks[:, :, 1 + row, :, 1 + col] for row, col in ((0, 0), self.shift)]
-
-    def mirrored(self) -> "_SeenTokens":
-        """Return the layout of the chunks that see a chunk."""
-        return dataclasses.replace(self, shift=self.shift and (-self.shift[0], -self.shift[1]))
-
     def mirrored_bias(self, bias: Tensor) -> Tensor:
-        """(M, P, 9 * P), positions of queries by slots of keys -> the same, positions of keys by slots of queries."""
+        """(M, P, S), positions of queries by slots of keys -> the same, positions of keys by slots of queries."""
         size = self.window_size
+        if self.shift is not None:
+            return bias.unflatten(2, (2, -1)).transpose(1, 3).flatten(2)
         # The position and the slot as row and column in the chunk; the step to the chunk down and to the right.
         bias = bias.unflatten(2, (3, size, 3, size)).unflatten(1, (size, size))
         return bias.flip(3, 5).permute(0, 4, 6, 3, 1, 5, 2).flatten(3).flatten(1, 2)
@@ -224,7 +205,7 @@ class _Run:
         self.position_blocks = -(-layout.positions // self.launch.positions)
         self.grid = self.chunks * self.position_blocks, self.heads, self.batch
         bias = inputs.local_bias
-        self.own_bias = None if bias is None else self._with_pitch(layout.bias_of_seen(bias))
+        self.own_bias = None if bias is None else self._with_pitch(bias)
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """The output, (B, M, H, W, D), and log-sum-exps to base 2, (B, H, W, M)."""
@@ -251,10 +232,11 @@ class _Run:
     def key_grads(self, grad: Tensor, logsumexp: Tensor, products: Tensor) -> dict[str, Tensor]:
         """The gradients of keys and of values."""
         key_grad, value_grad = self._new_map(), self._new_map()
-        layout, bias = self.layout.mirrored(), self.inputs.local_bias
-        bias = None if bias is None else self._with_pitch(layout.bias_of_seen(layout.mirrored_bias(bias)))
+        bias, shift = self.inputs.local_bias, self.layout.shift
+        bias = None if bias is None else self._with_pitch(self.layout.mirrored_bias(bias))
         pointers = (*self.inputs[:3], bias, logsumexp, products, grad, key_grad, value_grad)
-        sizes = self._sizes((*self.inputs[:3], grad), layout.shift)
+        # A chunk is seen by the neighbour on its other side.
+        sizes = self._sizes((*self.inputs[:3], grad), shift and (-shift[0], -shift[1]))
         self._start("key_grad_kernel", self.grid, *pointers, *sizes, **self._constants())
         return {"key": key_grad, "value": value_grad}
 
@@ -266,7 +248,7 @@ class _Run:
         pointers = (*self.inputs[:3], self.own_bias, logsumexp, products, grad, partial)
         sizes = self._sizes((*self.inputs[:3], grad), self.layout.shift, self.batch)
         self._start("local_bias_grad_kernel", (blocks, self.heads, shares), *pointers, *sizes, **self._constants())
-        return {"local_bias": self.layout.gradient_of_seen(partial.sum(0))}
+        return {"local_bias": partial.sum(0)}
 
     def global_grads(self, grad: Tensor, logsumexp: Tensor, products: Tensor) -> dict[str, Tensor | None]:
         """The gradients of global keys, values and biases, of float32 or better: first over shares of the tokens."""

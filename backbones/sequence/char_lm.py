@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from backbones.attention import chunks, reference
 from backbones.attention.dense import merge_heads, split_heads
-from backbones.attention.long_short import DualNorm, project_tokens
+from backbones.attention.long_short import DualNorm, dynamic_projection
 from backbones.errors import ConfigError, check_choice, check_rate, check_whole, explain_unknown_keywords
 from backbones.layers.mlp import Mlp
 from backbones.layers.parameters import names_without_weight_decay
@@ -231,7 +231,7 @@ class CausalAttention(DualNorm):
             """(B, n * l, ...) -> (B * n, M, 1, l, D)."""
             return split_heads(x.unflatten(1, (number, 1, self.segment_length)).flatten(0, 1), self.num_heads)
 
-        sums = project_tokens(segments(self.dynamic_projection(tokens)), *map(segments, summed))
+        sums = dynamic_projection(segments(self.dynamic_projection(tokens)), *map(segments, summed))
         return tuple(merge_heads(x).unflatten(0, (batch, number)).flatten(1, 2) for x in sums)
 
     def _by_head(self, table: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from backbones.attention import chunks, reference
 from backbones.attention.dense import merge_heads, split_heads
-from backbones.attention.long_short import DualNorm, project_tokens
+from backbones.attention.long_short import DualNorm, dynamic_projection
 from backbones.errors import ConfigError, check_choice, check_rate, check_whole, explain_unknown_keywords
 from backbones.layers.mlp import Mlp
 from backbones.layers.parameters import names_without_weight_decay
@@ -209,7 +209,7 @@ class SequenceAttention(DualNorm):
                 # A sequence of padding alone sums it up evenly, for no one to see.
                 scores = scores.masked_fill(~mask[:, :, None], torch.finfo(scores.dtype).min)
             scores = split_heads(scores, self.num_heads)[:, :, None]
-            projected = project_tokens(scores, key[:, :, None], value[:, :, None])
+            projected = dynamic_projection(scores, key[:, :, None], value[:, :, None])
             keys, values = ([*rest, merge_heads(x)] for rest, x in zip((keys, values), projected, strict=True))
         return self.norm_projected(torch.cat(keys, 1), torch.cat(values, 1)) if keys else (None, None)
 
