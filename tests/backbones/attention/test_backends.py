@@ -1,6 +1,5 @@
-"""The fastest kernel is taken, if it is right; all processes of a run take the same."""
+"""The fastest kernel is used, if it is right; all processes of a run use the same."""
 
-import functools
 import logging
 
 import pytest
@@ -9,32 +8,30 @@ import torch
 from backbones import ConfigError, create_backbone
 from backbones.attention import backends, reference, sliding_chunk
 from backbones.attention.backends import KernelKey, choose_kernel
+from backbones.attention.chunks import WindowInputs
 from backbones.attention.sliding_chunk import SlidingChunkAttention, sliding_chunk_attention
-from tests.backbones.helpers import assert_all_close, attention_inputs, outputs_and_gradients, randomise
+from tests.backbones.helpers import attention_inputs, randomise
 from tests.gpu import DEVICE, on_gpu
 from tests.projects_vil.engine.gloo import in_processes
 
 
 def kernel_key(**changes) -> KernelKey:
-    names = "query", "key", "value", "global_key", "global_value", "local_bias", "global_bias"
+    names = WindowInputs._fields
     options = {"device": torch.device("cpu"), "dtype": torch.float32, "heads": 2, "channels": 4, "window_size": 3}
     options |= {"mode": "zero_pad", "is_shifted": False, "num_global": 1, "biases": names[5:], "learned": names}
     return KernelKey(**options | changes)
 
 
 @pytest.fixture
-def seconds(monkeypatch):
-    """How long each kernel takes; nothing is decided yet."""
-    times = {}
+def choose(monkeypatch):
+    """Choose between ``sdpa``, which takes 5 seconds, and another kernel; nothing is decided yet."""
     monkeypatch.setattr(backends, "_decided", {})
-    monkeypatch.setattr(backends, "_seconds", lambda kernel, kernel_key: times[kernel])
-    return times
 
+    def run(other, seconds=0.1, **changes) -> str:
+        monkeypatch.setattr(backends, "_seconds", lambda kernel, key: seconds if kernel is other else 5.0)
+        return choose_kernel({"sdpa": sliding_chunk_attention, "other": other}, kernel_key(**changes))
 
-def named(times: dict, **kernels) -> dict:
-    """Kernels with the seconds that they are to take."""
-    times.update({kernel: seconds for kernel, seconds in kernels.values()})
-    return {name: kernel for name, (kernel, _) in kernels.items()}
+    return run
 
 
 def right(**arguments):
@@ -58,7 +55,10 @@ def failing(**arguments):
     raise RuntimeError("ptxas has no such device\nand more")
 
 
-@pytest.mark.parametrize("first, second, expected", [(1.0, 2.0, "sdpa"), (2.0, 1.0, "other")])
+def refusing(**arguments):
+    raise ConfigError("no float64")
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -70,50 +70,24 @@ def failing(**arguments):
     ],
     ids=["float32", "bfloat16", "shift", "no bias", "inference"],
 )
-def test_the_fastest_is_taken(seconds, caplog, first, second, expected, changes):
-    caplog.set_level(logging.INFO)
-    kernels = named(seconds, sdpa=(sliding_chunk_attention, first), other=(right, second))
-    assert choose_kernel(kernels, kernel_key(**changes)) == expected
-    (line,) = caplog.messages
-    assert line.endswith(f": {expected} (sdpa {1000 * first:.2f} ms, other {1000 * second:.2f} ms)")
-    # Once: the clock has another answer now.
-    seconds.update({sliding_chunk_attention: 1.0, right: 1.0} | {right: 0.5} if expected == "sdpa" else {right: 9.0})
-    assert choose_kernel(kernels, kernel_key(**changes)) == expected and len(caplog.messages) == 1
+def test_the_fastest_is_chosen_once(choose, changes):
+    assert choose(right, **changes) == "other"
+    assert choose(right, seconds=9.0, **changes) == "other"
 
 
-@pytest.mark.parametrize(
-    "kernel, reason",
-    [
-        (wrong, "it is off by 2.0e-01 of the largest value"),
-        (wrong_gradient, "it is off by 1.0e+00 of the largest value"),
-        (no_numbers, "it is off by inf of the largest value"),
-        (failing, "RuntimeError: ptxas has no such device"),
-    ],
-)
-def test_a_wrong_or_failing_one_is_left_out(seconds, caplog, kernel, reason):
-    kernels = named(seconds, sdpa=(sliding_chunk_attention, 5.0), other=(kernel, 0.1))
-    assert choose_kernel(kernels, kernel_key()) == "sdpa"
-    (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    of_what = "2 heads of 4, window 3, zero_pad, 1 global, local_bias, global_bias, float32, training on cpu"
-    assert line == f"attention of {of_what}: other is not taken: {reason}"
+@pytest.mark.parametrize("kernel", [wrong, wrong_gradient, no_numbers, failing])
+def test_a_wrong_or_failing_one_is_left_out_with_a_warning(choose, caplog, kernel):
+    assert choose(kernel) == "sdpa"
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] and "other" in caplog.text
 
 
-def test_where_none_is_right_the_first_one_is_taken(seconds, caplog):
-    caplog.set_level(logging.INFO)
-    kernels = named(seconds, sdpa=(failing, 1.0), other=(wrong, 1.0))
-    assert choose_kernel(kernels, kernel_key()) == "sdpa"
-    assert caplog.messages[-1].endswith(": sdpa (not timed)")
+def test_one_that_does_not_support_the_type_is_passed_over(choose, caplog):
+    assert choose(refusing) == "sdpa" and not caplog.messages
+    assert choose(right, seconds=9.0, num_global=2) == "sdpa"
+    assert choose_kernel({"first": failing, "second": wrong}, kernel_key()) == "first"
 
 
-def test_what_is_not_for_this_case_is_passed_over(seconds, caplog):
-    def refusing(**arguments):
-        raise ConfigError("no float64")
-
-    kernels = named(seconds, sdpa=(sliding_chunk_attention, 5.0), other=(refusing, 0.1))
-    assert choose_kernel(kernels, kernel_key()) == "sdpa" and not caplog.messages
-
-
-def test_nothing_is_decided_where_memory_was_short(seconds):
+def test_nothing_is_decided_where_memory_was_short(choose):
     has_memory = False
 
     def large(**arguments):
@@ -121,48 +95,38 @@ def test_nothing_is_decided_where_memory_was_short(seconds):
             raise torch.OutOfMemoryError("8 GB")
         return sliding_chunk_attention(**arguments)
 
-    kernels = named(seconds, sdpa=(sliding_chunk_attention, 5.0), other=(large, 0.1))
-    assert choose_kernel(kernels, kernel_key()) == "sdpa"
+    assert choose(large) == "sdpa"
     has_memory = True
-    assert choose_kernel(kernels, kernel_key()) == "other"
+    assert choose(large) == "other"
 
 
 @pytest.mark.parametrize("grad_mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
-def test_autocast_and_checkpointing_of_the_caller_do_not_reach_the_comparison(seconds, caplog, grad_mode):
+def test_autocast_and_checkpointing_of_the_caller_do_not_reach_the_comparison(choose, caplog, grad_mode):
     packed, seen = [], []
 
     def noting(**arguments):
         seen.append((torch.is_autocast_enabled("cpu"), torch.is_grad_enabled(), arguments["query"].is_inference()))
         return sliding_chunk_attention(**arguments)
 
-    kernels = named(seconds, sdpa=(noting, 1.0))
-    with (
-        grad_mode(),
-        torch.autocast("cpu", torch.bfloat16),
-        torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or x, lambda x: x),
-    ):
-        assert choose_kernel(kernels, kernel_key()) == "sdpa"
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or x, lambda x: x)
+    with grad_mode(), torch.autocast("cpu", torch.bfloat16), hooks:
+        assert choose(noting) == "other"
     assert seen == [(False, True, False)] and not packed and not caplog.messages
 
 
 @on_gpu
-def test_a_comparison_within_a_backward_pass(seconds, caplog):
+def test_a_comparison_within_a_backward_pass(choose, caplog):
     """As where activations are computed again in the caller's backward pass, on a thread of the device."""
-    kernels, device = named(seconds, sdpa=(sliding_chunk_attention, 1.0)), torch.device(DEVICE)
+    device, chosen = torch.device(DEVICE), []
     product = 2 * torch.ones(1, device=device, requires_grad=True)
-    product.register_hook(lambda grad: seconds.update(chosen=choose_kernel(kernels, kernel_key(device=device))))
+    product.register_hook(lambda grad: chosen.append(choose(right, device=device)))
     product.sum().backward()
-    assert seconds["chosen"] == "sdpa" and not caplog.messages
+    assert chosen == ["other"] and not caplog.messages
 
 
 def test_a_kernel_is_timed_forward_and_backward():
     calls = []
-
-    def counting(**arguments):
-        calls.append(arguments["query"].requires_grad)
-        return sliding_chunk_attention(**arguments)
-
-    assert backends._seconds(counting, kernel_key()) > 0
+    assert backends._seconds(lambda **x: calls.append(x["query"].requires_grad) or right(**x), kernel_key()) > 0
     assert calls == [True] * 7
 
 
@@ -191,23 +155,18 @@ def test_auto_asks_for_what_it_is_used_for(monkeypatch, training):
     """As on a GPU: with the types that autocast chooses, and the shift of training."""
     asked, used = [], {}
 
-    def choose(kernels, kernel_key):
-        asked.append(kernel_key)
-        return "triton"
-
     def kernel(*, window_size, mode, shift, **tensors):
         used.update(tensors)
         return reference.sliding_chunk_attention(**tensors, window_size=window_size, mode=mode, shift=shift)
 
     monkeypatch.setattr(sliding_chunk, "_has_several_kernels", lambda device: True)
-    monkeypatch.setattr(sliding_chunk, "choose_kernel", choose)
+    monkeypatch.setattr(sliding_chunk, "choose_kernel", lambda kernels, key: asked.append(key) or "triton")
     monkeypatch.setitem(sliding_chunk._KERNELS, "triton", kernel)
     module = randomise(SlidingChunkAttention(8, num_heads=2, window_size=3, relative_bias=True, backend="auto"))
     module.train(training).shift = (1, 0)
-    tokens, shared = torch.randn(1, 7, 10, 8), torch.randn(1, 1, 8)
     with torch.set_grad_enabled(training), torch.autocast("cpu", torch.bfloat16):
-        module(tokens, shared)
-    learned = ("query", "key", "value", "global_key", "global_value", "local_bias", "global_bias") if training else ()
+        module(torch.randn(1, 7, 10, 8), torch.randn(1, 1, 8))
+    learned = WindowInputs._fields if training else ()
     assert asked == [kernel_key(dtype=torch.bfloat16, is_shifted=training, learned=learned)]
     # The inputs of the comparison have the memory layout of the module's: 2 x 3 chunks and a token more.
     compared = asked[0].inputs(2, 3, 1, rest=1)
@@ -217,12 +176,10 @@ def test_auto_asks_for_what_it_is_used_for(monkeypatch, training):
 
 
 def test_what_is_empty_makes_no_difference(monkeypatch):
-    """No global token is as none at all; of no image there is nothing to choose."""
+    """No global token is as none at all; for no image there is nothing to choose."""
     asked = []
     monkeypatch.setattr(sliding_chunk, "_has_several_kernels", lambda device: True)
-    monkeypatch.setattr(
-        sliding_chunk, "choose_kernel", lambda kernels, kernel_key: asked.append(kernel_key.num_global) or "sdpa"
-    )
+    monkeypatch.setattr(sliding_chunk, "choose_kernel", lambda kernels, key: asked.append(key.num_global) or "sdpa")
     inputs = attention_inputs(7, 10)
     none = {name: inputs["query"][:, :, 0, :0] for name in ("global_key", "global_value")}
     expected = sliding_chunk_attention(**inputs, window_size=3)
@@ -231,14 +188,19 @@ def test_what_is_empty_makes_no_difference(monkeypatch):
     assert not sliding_chunk.fastest_chunk_attention(**images, window_size=3).numel() and asked == [0]
 
 
-def test_on_a_cpu_there_is_nothing_to_choose(monkeypatch):
-    """Nor where Triton's interpreter would take minutes."""
+@pytest.mark.parametrize("backend", ["triton", "auto"])
+def test_a_cpu_and_a_traced_run_use_no_triton_kernel(monkeypatch, backend):
+    """Not even where Triton's interpreter would run it, which takes minutes."""
     monkeypatch.setattr(sliding_chunk, "choose_kernel", None)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    inputs = attention_inputs(7, 10, num_global=1, local_bias=True, global_bias=True)
-    functions = (sliding_chunk.BACKENDS[name] for name in ("auto", "reference"))
-    actual, expected = (outputs_and_gradients(functools.partial(f, window_size=3), inputs) for f in functions)
-    assert_all_close(actual, expected, tolerance=1e-11)
+    module = SlidingChunkAttention(8, num_heads=2, window_size=3, backend=backend).eval()
+    inputs = torch.randn(1, 7, 10, 8), torch.randn(1, 1, 8)
+    outputs = [module(*inputs)] if backend == "auto" else []
+    monkeypatch.setattr(sliding_chunk, "_has_several_kernels", lambda device: True)
+    outputs.append(torch.jit.trace(module, inputs, check_trace=False)(*inputs))
+    module.backend = "sdpa"
+    for output in outputs:
+        torch.testing.assert_close(output, module(*inputs))
 
 
 def test_backends_of_the_stages():
@@ -246,21 +208,8 @@ def test_backends_of_the_stages():
     for asked, chunks, others in (("auto", "auto", "sdpa"), ("triton", "triton", "sdpa"), ("reference",) * 3):
         model = create_backbone("vil_tiny", attention=["sliding_chunk"] * 3 + ["dense"], attention_backend=asked)
         assert [stage.blocks[0].attention.backend for stage in model.stages] == [chunks] * 3 + [others]
-    default = create_backbone("vil_tiny")
-    assert default.stages[0].blocks[0].attention.backend == "auto"
-
-
-@pytest.mark.parametrize("backend", ["triton", "auto"])
-def test_a_traced_run_takes_no_triton_kernel(monkeypatch, backend):
-    monkeypatch.setattr(sliding_chunk, "_has_several_kernels", lambda device: True)
-    monkeypatch.setattr(sliding_chunk, "choose_kernel", lambda kernels, kernel_key: pytest.fail("it was asked for one"))
-    module = SlidingChunkAttention(8, num_heads=2, window_size=3, backend=backend).eval()
-    tokens, shared = torch.randn(1, 7, 10, 8), torch.randn(1, 1, 8)
-    traced = torch.jit.trace(module, (tokens, shared), check_trace=False)
-    module.backend = "sdpa"
-    with torch.no_grad():
-        for actual, expected in zip(traced(tokens, shared), module(tokens, shared), strict=True):
-            torch.testing.assert_close(actual, expected)
+    with pytest.raises(ConfigError, match="triton"):
+        create_backbone("lit_ti", attention_backend="triton")
 
 
 @on_gpu
@@ -274,11 +223,4 @@ def test_both_kernels_are_right_on_a_gpu(monkeypatch, caplog, dtype, changes):
     caplog.set_level(logging.INFO)
     choose_kernel(sliding_chunk._KERNELS, kernel_key(device=torch.device(DEVICE), dtype=dtype, **sizes | changes))
     (line,) = caplog.messages
-    assert "sdpa " in line and "triton " in line and " ms" in line
-
-
-@pytest.mark.parametrize("name", ["lit_ti", "cvt_ls_13", "ls_tiny"])
-def test_triton_is_of_sliding_chunks(name):
-    with pytest.raises(ConfigError) as caught:
-        create_backbone(name, attention_backend="triton")
-    assert "triton" in str(caught.value)
+    assert "sdpa" in line and "triton" in line

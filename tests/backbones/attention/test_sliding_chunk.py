@@ -1,287 +1,93 @@
-"""ViL attention: equal to the reference, blind to padding, linear in memory, the same in every type and in a trace."""
-
-import contextlib
-import functools
+"""ViL attention as a module, token by token, and random-shift training."""
 
 import pytest
 import torch
+from torch import Tensor
 
-from backbones.attention import reference, sliding_chunk
-from backbones.attention.chunks import copied_windows
-from backbones.attention.sliding_chunk import MODES, SlidingChunkAttention, sliding_chunk_attention
-from backbones.errors import ConfigError
-from tests.backbones.helpers import (
-    LargestTensor,
-    assert_all_close,
-    assert_padding_is_hidden_in_half_precision,
-    attention_inputs,
-    mark_as_on_a_gpu,
-    outputs_and_gradients,
-    random_images,
-    randomise,
-    trace,
-)
-from tests.selection import slow_except
-
-NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-WINDOW = 3
-SIZES = [
-    (2, 1),  # below one chunk
-    (3, 3),  # one chunk
-    (6, 5),  # two chunks
-    (9, 9),  # three chunks
-    (7, 11),  # no multiples
-    (12, 6),  # one axis of two chunks, where cyclic must not repeat them
-    (3, 11),  # one axis of one chunk
-    (10, 2),
-    (4, 8),  # two and three chunks, none of them whole
-    (1, 20),  # long and thin
-]
-# Global tokens (w is 3), local bias, global bias
-EXTRAS = [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 1), (2, 0, 1), (2, 1, 0), (5, 1, 1)]
+from backbones.attention.sliding_chunk import SHIFTS, SlidingChunkAttention, sample_shifts, sliding_chunk_attention
+from tests.backbones.helpers import assert_all_close, random_images, randomise, small_vil
 
 
-def extras(num_global: int, local_bias: int, global_bias: int) -> dict:
-    return {"num_global": num_global, "local_bias": bool(local_bias), "global_bias": bool(global_bias)}
+def attention_module(num_global: int, *, shared: bool = True) -> SlidingChunkAttention:
+    options = {"num_global_tokens": num_global, "relative_bias": True, "shared_projections": shared}
+    return randomise(SlidingChunkAttention(8, num_heads=2, window_size=3, **options)).double()
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("height, width", SIZES)
-def test_equals_the_reference(height, width, mode):
-    # Each of the extras occurs with several sizes and with every mode.
-    extra = EXTRAS[(SIZES.index((height, width)) + 2 * MODES.index(mode)) % len(EXTRAS)]
-    inputs = attention_inputs(height, width, **extras(*extra))
-    options = {"window_size": WINDOW, "mode": mode}
-    actual = outputs_and_gradients(sliding_chunk_attention, inputs, **options)
-    expected = outputs_and_gradients(reference.sliding_chunk_attention, inputs, **options)
-    assert_all_close(actual, expected, tolerance=1e-11)
-
-
-@pytest.mark.parametrize("window_size", [1, 2, 5])
-@pytest.mark.parametrize("mode", MODES)
-def test_equals_the_reference_for_other_windows(window_size, mode):
-    inputs = attention_inputs(11, 8, window_size=window_size, num_global=2, local_bias=True, global_bias=True)
-    options = {"window_size": window_size, "mode": mode}
-    actual = outputs_and_gradients(sliding_chunk_attention, inputs, **options)
-    expected = outputs_and_gradients(reference.sliding_chunk_attention, inputs, **options)
-    assert_all_close(actual, expected, tolerance=1e-11)
-
-
-@functools.cache
-def traced_attention(mode: str, *extra: int, copied: bool):
-    """The kernel traced at one size, one image, as a function of named tensors."""
-    example = attention_inputs(8, 13, batch=1, **extras(*extra))
-
-    def attend(*tensors):
-        return sliding_chunk_attention(**dict(zip(example, tensors, strict=True)), window_size=WINDOW, mode=mode)
-
-    with copied_windows() if copied else contextlib.nullcontext():
-        traced = trace(attend, tuple(example.values()))
-    assert ("aten::unfold" in str(traced.inlined_graph)) is not copied
-    return lambda **inputs: traced(*(inputs[name] for name in example))
-
-
-@pytest.mark.parametrize("copied", [False, True])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("extra", [(0, 0, 0), (2, 1, 1), (5, 0, 1)], ids=str)
-def test_traced_once_equals_the_reference_at_all_sizes(mode, extra, copied):
-    """A trace takes chunks where the eager function takes the whole map at once: both are covered so."""
-    traced = traced_attention(mode, *extra, copied=copied)
-    for height, width in SIZES:
-        inputs = attention_inputs(height, width, **extras(*extra))
-        expected = outputs_and_gradients(reference.sliding_chunk_attention, inputs, window_size=WINDOW, mode=mode)
-        assert_all_close(outputs_and_gradients(traced, inputs), expected, tolerance=1e-11)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("height, width", [(4, 5), (7, 11)])
-def test_never_reads_beyond_the_map(height, width, mode):
-    """The map is cut out of a larger one full of NaN, to which no gradient goes either."""
-    inputs = attention_inputs(height, width, num_global=1)
-    expected = sliding_chunk_attention(**inputs, window_size=WINDOW, mode=mode)
-    surrounded = {}
-    for name in ("query", "key", "value"):
-        frame = torch.full((2, 2, height + 8, width + 8, 4), float("nan"), dtype=torch.float64)
-        frame[:, :, 4:-4, 4:-4] = inputs[name]
-        surrounded[name] = frame.requires_grad_()
-    cut = {name: frame[:, :, 4:-4, 4:-4] for name, frame in surrounded.items()}
-    output = sliding_chunk_attention(**(inputs | cut), window_size=WINDOW, mode=mode)
-    torch.testing.assert_close(output, expected, atol=1e-12, rtol=0)
-    output.square().sum().backward()
-    for frame in surrounded.values():
-        inside = frame.grad[:, :, 4:-4, 4:-4].clone()
-        assert inside.isfinite().all() and inside.abs().sum() > 0
-        frame.grad[:, :, 4:-4, 4:-4] = 0
-        assert frame.grad.eq(0).all()
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("score", [-5e3, -2e4])
-def test_padding_is_hidden_from_very_low_scores(mode, score):
-    """Where all keys score far below the 0 of padding, padding still counts for nothing."""
-    side = (abs(score) / 2) ** 0.5  # 4 channels, scaled by 1/2
-    inputs = attention_inputs(7, 11)
-    inputs |= {"query": 0 * inputs["query"] + side, "key": 1e-6 * inputs["key"] - side}
-    options = {"window_size": WINDOW, "mode": mode}
-    actual = sliding_chunk_attention(**inputs, **options)
-    expected = reference.sliding_chunk_attention(**inputs, **options)
-    torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-6)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("extra", [(0, 0, 0), (2, 1, 1)], ids=str)
-def test_padding_is_hidden_from_very_low_scores_in_half_precision(mode, dtype, autocast, extra):
-    inputs = attention_inputs(7, 11, channels=64, **extras(*extra))
-    functions = (
-        functools.partial(function, window_size=WINDOW, mode=mode)
-        for function in (sliding_chunk_attention, reference.sliding_chunk_attention)
+@pytest.mark.parametrize("num_global, shared", [(1, True), (2, True), (2, False)])
+def test_module_is_explicit_products_head_by_head(num_global, shared):
+    """On a map of one chunk; global tokens see everything on any map."""
+    module, positions = (
+        attention_module(num_global, shared=shared),
+        [(row, col) for row in range(2) for col in range(3)],
     )
-    assert_padding_is_hidden_in_half_precision(*functions, inputs, dtype=dtype, autocast=autocast)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("channels", [4, 8])
-@pytest.mark.parametrize("extra", [(0, 0, 0), (2, 1, 1)], ids=str)
-def test_the_marks_of_a_gpu_give_the_same(monkeypatch, mode, channels, extra):
-    inputs = attention_inputs(7, 11, channels=channels, **extras(*extra))
-    expected = outputs_and_gradients(sliding_chunk_attention, inputs, window_size=WINDOW, mode=mode)
-    monkeypatch.setattr(sliding_chunk, "mask_channels", mark_as_on_a_gpu)
-    actual = outputs_and_gradients(sliding_chunk_attention, inputs, window_size=WINDOW, mode=mode)
-    assert_all_close(actual, expected, tolerance=1e-11)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
-    "dtype, tolerance", [(torch.float32, 5e-6), (torch.float16, 5e-3), (torch.bfloat16, 4e-2)], ids=str
-)
-@pytest.mark.parametrize("height, width", [(5, 6), (7, 11)])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_CUDA])])
-def test_lower_precision_is_close_to_float64(height, width, dtype, tolerance, mode, device):
-    # 64 channels: the mask channel of hidden keys is largest for many channels, and float16 must hold it
-    inputs = attention_inputs(height, width, num_global=2, local_bias=True, global_bias=True, channels=64)
-    rounded = {name: tensor.to(device, dtype) for name, tensor in inputs.items()}
-    options = {"window_size": WINDOW, "mode": mode}
-    actual = outputs_and_gradients(sliding_chunk_attention, rounded, **options)
-    exact = {name: tensor.cpu().double() for name, tensor in rounded.items()}
-    expected = outputs_and_gradients(reference.sliding_chunk_attention, exact, **options)
-    assert {tensor.dtype for tensor in actual.values()} == {dtype}
-    for name, tensor in expected.items():
-        error = (actual[name].cpu().double() - tensor).abs().max() / tensor.abs().max()
-        assert error <= tolerance, name
-
-
-def largest_tensor(height: int, width: int, mode: str) -> int:
-    inputs = attention_inputs(
-        height, width, window_size=7, num_global=1, local_bias=True, global_bias=True, batch=1, heads=1, channels=2
-    )
-    inputs = {name: tensor.float().requires_grad_() for name, tensor in inputs.items()}
-    with LargestTensor() as largest:
-        sliding_chunk_attention(**inputs, window_size=7, mode=mode).sum().backward()
-    return largest.numel
-
-
-@pytest.mark.parametrize("mode", slow_except(MODES, ["exact"]))
-def test_memory_is_linear_in_the_tokens(mode):
-    """Tokens of an image of 800 x 1336 at stride 4, and of a quarter of it."""
-    small, large = largest_tensor(100, 167, mode), largest_tensor(200, 334, mode)
-    assert large < (200 * 334) ** 2 / 100
-    assert large / small < 5
-
-
-def test_recording_sees_a_quadratic_tensor():
-    """The recorder of the test above, on the reference, which has one."""
-    inputs = attention_inputs(10, 12, batch=1, heads=1)
-    with LargestTensor() as largest:
-        reference.sliding_chunk_attention(**inputs, window_size=WINDOW)
-    assert largest.numel >= (10 * 12) ** 2
-
-
-MODULES = [(0, True), (1, True), (2, True), (2, False)]
-
-
-def attention_module(num_global: int, shared: bool, **options) -> SlidingChunkAttention:
-    options = {"window_size": WINDOW, "relative_bias": True} | options
-    module = SlidingChunkAttention(8, num_heads=2, num_global_tokens=num_global, shared_projections=shared, **options)
-    return randomise(module).double()
-
-
-def module_inputs(num_global: int, height: int = 7, width: int = 10) -> tuple:
-    tokens = random_images(2, height, width, 8)
-    return tokens, random_images(2, num_global, 8, seed=2) if num_global else None
-
-
-@pytest.mark.parametrize("num_global, shared", MODULES)
-@pytest.mark.parametrize("mode", MODES)
-def test_module_is_the_same_with_both_backends(num_global, shared, mode):
-    module = attention_module(num_global, shared, mode=mode)
-    check = attention_module(num_global, shared, mode=mode, backend="reference")
-    for actual, expected in zip(module(*module_inputs(num_global)), check(*module_inputs(num_global)), strict=True):
-        assert (actual is None) == (expected is None) == (actual is None and num_global == 0)
-        if actual is not None:
-            torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-12)
-
-
-@pytest.mark.parametrize("num_global, shared", MODULES[1:])
-def test_global_tokens_attend_to_everything(num_global, shared):
-    """Head by head, with explicit products."""
-    module = attention_module(num_global, shared)
-    tokens, global_tokens = module_inputs(num_global)
-    own = "" if shared else "global_"
-    query_layer, key_value_layer = getattr(module, f"{own}query"), getattr(module, f"{own}key_value")
+    tokens, global_tokens = random_images(2, 2, 3, 8), random_images(2, num_global, 8, seed=2)
     everything = torch.cat([global_tokens, tokens.flatten(1, 2)], dim=1)
-    query, (key, value) = query_layer(global_tokens), key_value_layer(everything).chunk(2, dim=-1)
-    heads = []
-    for head in range(2):
-        channels = slice(4 * head, 4 * head + 4)
-        scores = query[..., channels] @ key[..., channels].transpose(1, 2) / 2
-        scores[..., :num_global] += module.global_to_global[head]
-        scores[..., num_global:] += module.global_to_local[head][:, None]
-        heads.append(scores.softmax(-1) @ value[..., channels])
-    expected = getattr(module, f"{own}projection")(torch.cat(heads, dim=-1))
-    torch.testing.assert_close(module(tokens, global_tokens)[1], expected, atol=1e-12, rtol=1e-12)
+
+    def attend(queries: Tensor, bias: Tensor, own: str) -> Tensor:
+        query, key_value = getattr(module, f"{own}query")(queries), getattr(module, f"{own}key_value")(everything)
+        (key, value), heads = key_value.chunk(2, dim=-1), []
+        for head in range(2):
+            channels = slice(4 * head, 4 * head + 4)
+            scores = query[..., channels] @ key[..., channels].transpose(1, 2) / 2 + bias[head]
+            heads.append(scores.softmax(-1) @ value[..., channels])
+        return getattr(module, f"{own}projection")(torch.cat(heads, dim=-1))
+
+    bias = torch.zeros(2, 6, num_global + 6, dtype=torch.float64)
+    bias[:, :, :num_global] = module.local_to_global[:, None]
+    for i, (row, col) in enumerate(positions):
+        for j, (key_row, key_col) in enumerate(positions):
+            bias[:, i, num_global + j] = module.relative_bias.table[(row - key_row + 5) * 11 + col - key_col + 5]
+    output, global_output = module(tokens, global_tokens)
+    expected = attend(tokens.flatten(1, 2), bias, "").unflatten(1, (2, 3))
+    torch.testing.assert_close(output, expected, atol=1e-12, rtol=1e-12)
+    bias = torch.cat([module.global_to_global, module.global_to_local[:, :, None].expand(-1, -1, 6)], dim=2)
+    expected = attend(global_tokens, bias, "" if shared else "global_")
+    torch.testing.assert_close(global_output, expected, atol=1e-12, rtol=1e-12)
 
 
-def test_local_tokens_see_the_global_ones_with_their_bias():
-    """One chunk: plain attention over the global tokens and the map, head by head."""
-    module = attention_module(2, True)
-    tokens, global_tokens = module_inputs(2, 2, 3)
-    everything = torch.cat([global_tokens, tokens.flatten(1, 2)], dim=1)
-    query, (key, value) = module.query(tokens.flatten(1, 2)), module.key_value(everything).chunk(2, dim=-1)
-    positions = [(row, col) for row in range(2) for col in range(3)]
-    heads = []
-    for head in range(2):
-        channels = slice(4 * head, 4 * head + 4)
-        scores = query[..., channels] @ key[..., channels].transpose(1, 2) / 2
-        for i, (row, col) in enumerate(positions):
-            scores[:, i, :2] += module.local_to_global[head]
-            for j, (key_row, key_col) in enumerate(positions):
-                offset = (row - key_row + 5) * 11 + col - key_col + 5
-                scores[:, i, 2 + j] += module.relative_bias.table[offset, head]
-        heads.append(scores.softmax(-1) @ value[..., channels])
-    expected = module.projection(torch.cat(heads, dim=-1)).unflatten(1, (2, 3))
-    torch.testing.assert_close(module(tokens, global_tokens)[0], expected, atol=1e-12, rtol=1e-12)
+def test_a_shifted_token_sees_its_chunk_one_neighbour_and_the_global_tokens():
+    """By hand: the chunk to the right of the own, of 2 x 3 chunks; at the right border there is none."""
+    query, key = torch.zeros(2, 1, 1, 6, 9, 2)
+    value = torch.arange(54.0).view(1, 1, 6, 9, 1).expand(-1, -1, -1, -1, 2)
+    global_key, global_value = torch.zeros(1, 1, 1, 2), torch.full((1, 1, 1, 2), 1000.0)
+    tensors = {"query": query, "key": key, "value": value, "global_key": global_key, "global_value": global_value}
+    output = sliding_chunk_attention(**tensors, window_size=3, shift=(0, 1))[0, 0, :, :, 0]
+    own = value[0, 0, :3, :, 0].unflatten(1, (3, 3)).sum((0, 2))
+    torch.testing.assert_close(output[1, 2], (own[0] + own[1] + 1000) / 19)
+    torch.testing.assert_close(output[0, 5], (own[1] + own[2] + 1000) / 19)
+    torch.testing.assert_close(output[2, 8], (own[2] + 1000) / 10)
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_module_that_drops_its_global_tokens(shared):
-    """The last block of a stage: the same local tokens, and nothing that only global queries would use."""
-    module = attention_module(2, shared)
-    last = attention_module(2, shared, update_globals=False)
-    missing, unexpected = last.load_state_dict(module.state_dict(), strict=False)
-    assert not missing
-    assert unexpected and all("global_" in name for name in unexpected)
-    tokens, global_tokens = module_inputs(2)
-    output, none = last(tokens, global_tokens)
-    assert none is None
-    torch.testing.assert_close(output, module(tokens, global_tokens)[0], atol=0, rtol=0)
+def test_evaluation_sees_all_chunks():
+    module, inputs = attention_module(1), (random_images(2, 7, 11, 8), random_images(2, 1, 8))
+    expected = module(*inputs)[0]
+    module.shift = (0, 1)
+    assert not torch.allclose(module(*inputs)[0], expected)
+    torch.testing.assert_close(module.eval()(*inputs)[0], expected)
 
 
-@pytest.mark.parametrize(
-    "option, named", [({"mode": "exakt"}, "'exact'"), ({"backend": "flash"}, "auto, sdpa, triton, reference")]
-)
-def test_unknown_options_raise(option, named):
-    with pytest.raises(ConfigError, match=named):
-        attention_module(1, True, **option)
+def test_shifts_depend_on_the_seed_and_the_layer_alone():
+    models, sampled = (small_vil(), small_vil()), []
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    for seed in range(40):
+        assert sample_shifts(models[0], seed=seed) == sample_shifts(models[1], seed=seed) > 1
+        one, other = ([m.shift for m in x.modules() if isinstance(m, SlidingChunkAttention)] for x in models)
+        assert one == other
+        sampled.append(one)
+    assert torch.equal(torch.rand(2), expected)
+    assert any(len(set(shifts)) > 1 for shifts in sampled)
+    assert all(set(of_layer) == set(SHIFTS) for of_layer in zip(*sampled, strict=True))
+    sample_shifts(models[0], seed=None)
+    assert {m.shift for m in models[0].modules() if isinstance(m, SlidingChunkAttention)} == {None}
+
+
+def test_activation_checkpointing_gives_the_same_gradients():
+    gradients = []
+    for checkpointing in (False, True):
+        model = small_vil(activation_checkpointing=checkpointing).train()
+        sample_shifts(model, seed=2)
+        sum(x.square().mean() for x in model(random_images(1, 3, 61, 83)).values()).backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert_all_close(gradients[1], gradients[0], tolerance=1e-12)

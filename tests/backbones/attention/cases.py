@@ -1,0 +1,73 @@
+"""The kernels of attention beside their references, and random arguments for both."""
+
+import functools
+from collections.abc import Callable
+
+import pytest
+from torch import Tensor
+
+from backbones.attention import reference
+from backbones.attention.dense import dense_attention
+from backbones.attention.long_short import long_short_attention
+from backbones.attention.sliding_chunk import sliding_chunk_attention
+from tests.backbones.helpers import attention_inputs, random_images
+
+# Options of sliding chunks, with all neighbours and with one; the other two kernels have none.
+WINDOWS = {
+    "zero_pad": {},
+    "exact": {"mode": "exact"},
+    "cyclic": {"mode": "cyclic"},
+    "shift": {"shift": (0, 1)},
+    "exact_shift": {"mode": "exact", "shift": (-1, -1)},
+    "cyclic_shift": {"mode": "cyclic", "shift": (1, 0)},
+    "long_short": None,
+}
+KERNELS = {**WINDOWS, "dense": None}
+
+windows = pytest.mark.parametrize("kernel", WINDOWS)
+kernels = pytest.mark.parametrize("kernel", KERNELS)
+
+
+def side_of(window_size: int) -> int:
+    return max(window_size // 2, 1)
+
+
+def case(
+    kernel: str,
+    height: int = 7,
+    width: int = 11,
+    *,
+    num_global: int = 1,
+    biases: bool = True,
+    window_size: int = 3,
+    shift: tuple[int, int] | None = None,
+    **sizes: int,
+) -> tuple[Callable, Callable, dict[str, Tensor]]:
+    """A kernel, its reference and float64 arguments of both; ``shift`` replaces that of the kernel."""
+    sizes = {"batch": 2, "heads": 2, "channels": 4} | sizes
+    batch, heads, channels = sizes.values()
+    if kernel == "dense":
+        shape = (batch, heads, num_global + height * width, channels)
+        inputs = {name: random_images(*shape, seed=seed) for seed, name in enumerate(("query", "key", "value"))}
+        if biases:
+            inputs["bias"] = random_images(heads, shape[2], shape[2])
+        return dense_attention, reference.attention, inputs
+    if kernel == "long_short":
+        inputs = attention_inputs(height, width, num_global=num_global, **sizes)
+        for seed, name in enumerate(("projected_key", "projected_value")):
+            inputs[name] = random_images(batch, heads, 5, channels, seed=seed)
+        if biases:
+            inputs["local_bias"] = random_images(heads, window_size**2, (window_size + 2 * side_of(window_size)) ** 2)
+        functions, options = (long_short_attention, reference.long_short_attention), {}
+    else:
+        with_bias = {"local_bias": biases, "global_bias": biases and num_global > 0}
+        inputs = attention_inputs(height, width, window_size=window_size, num_global=num_global, **with_bias, **sizes)
+        functions, options = (sliding_chunk_attention, reference.sliding_chunk_attention), dict(KERNELS[kernel])
+        if shift is not None:
+            options["shift"] = shift
+    return *(functools.partial(function, window_size=window_size, **options) for function in functions), inputs
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """The largest difference, relative to the largest value."""
+    return ((actual.cpu().double() - expected).abs().max() / expected.abs().max()).item()

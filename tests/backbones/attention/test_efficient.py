@@ -1,0 +1,98 @@
+"""Performer's random features, and what else the efficient mechanisms start from."""
+
+import pytest
+import torch
+
+from backbones.attention import reference
+from backbones.attention.efficient import (
+    LinformerAttention,
+    PerformerAttention,
+    instance_norm,
+    performer_attention,
+    redraw_features,
+    redraw_interval,
+    sample_features,
+)
+from tests.backbones.helpers import assert_all_close, outputs_and_gradients, random_images
+
+
+def random_inputs(queries: int, keys: int) -> dict[str, torch.Tensor]:
+    lengths = {"query": queries, "key": keys, "value": keys}
+    return {name: random_images(2, 3, length, 8, seed=seed) for seed, (name, length) in enumerate(lengths.items())}
+
+
+@pytest.mark.parametrize("queries, keys", [(1, 1), (5, 7), (40, 23)])
+def test_performer_equals_the_quadratic_reference(queries, keys):
+    options = {"features": sample_features(20, 8).double()}
+    inputs = random_inputs(queries, keys)
+    actual = outputs_and_gradients(performer_attention, inputs, **options)
+    expected = outputs_and_gradients(reference.performer_attention, inputs, **options)
+    assert_all_close(actual, expected, tolerance=1e-10)
+
+
+def test_many_features_come_near_softmax_attention():
+    """It approximates softmax attention: the error falls with the number of features."""
+    inputs = {name: 0.5 * tensor for name, tensor in random_inputs(6, 9).items()}
+    expected, generator = reference.attention(**inputs), torch.Generator().manual_seed(0)
+    errors = []
+    for number in (16, 8192):
+        output = performer_attention(**inputs, features=sample_features(number, 8, generator=generator).double())
+        errors.append((output - expected).abs().mean() / expected.abs().mean())
+    assert errors[1] < 0.05 and errors[1] < errors[0] / 3
+
+
+def test_images_of_a_batch_do_not_mix():
+    inputs, features = random_inputs(4, 6), sample_features(20, 8).double()
+    inputs["key"][1] *= 3
+    together = performer_attention(**inputs, features=features)
+    alone = performer_attention(**{name: tensor[:1] for name, tensor in inputs.items()}, features=features)
+    torch.testing.assert_close(together[:1], alone, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_sums_many_tokens(dtype):
+    """20000 keys, whose sum float16 would not hold."""
+    query, key, value = (random_images(1, 1, 20000, 8, seed=seed) for seed in (1, 2, 3))
+    features = sample_features(32, 8).double()
+    expected = performer_attention(query[:, :, :50], key, value, features=features)
+    half = [x.to(dtype) for x in (query[:, :, :50], key, value)]
+    output = performer_attention(*half, features=features.float())
+    assert output.dtype == dtype and (output.double() - expected).abs().max() < 0.05
+    with torch.autocast("cpu", dtype):
+        assert torch.equal(performer_attention(*half, features=features.float()), output)
+
+
+@pytest.mark.parametrize("number, dim", [(256, 48), (20, 32)])
+def test_features_are_orthogonal_in_groups_and_as_long_as_gaussian_vectors(number, dim):
+    features = sample_features(number, dim, generator=torch.Generator().manual_seed(0)).double()
+    assert features.shape == (number, dim)
+    products = features[:dim] @ features[:dim].T
+    assert (products - products.diagonal().diag()).abs().max() < 1e-4
+    assert features.norm(dim=1).square().mean() == pytest.approx(dim, rel=0.1) and features.norm(dim=1).std() > 0.3
+
+
+def test_redrawing_is_the_same_in_every_process_and_travels_with_the_state():
+    first, second = (
+        torch.nn.Sequential(*(PerformerAttention(8, num_heads=2, num_features=12) for _ in range(2))) for _ in range(2)
+    )
+    assert not torch.equal(first[0].features, second[0].features)
+    assert redraw_features(first, seed=3) == redraw_features(second, seed=3) == 2
+    assert torch.equal(first[1].features, second[1].features)
+    assert not torch.equal(first[0].features, first[1].features)
+    redraw_features(second, seed=4)
+    assert not torch.equal(first[1].features, second[1].features)
+    second.load_state_dict(first.state_dict())
+    assert torch.equal(first[1].features, second[1].features)
+    assert [redraw_interval(epoch) for epoch in (0, 1, 299)] == [1, 6, 1496]
+
+
+def test_instance_norm():
+    x = random_images(2, 3, 11)
+    torch.testing.assert_close(instance_norm(x), torch.nn.functional.instance_norm(x))
+    assert instance_norm(x[:, :, :1]).eq(0).all()
+    assert instance_norm(x.half()).dtype == torch.float16
+
+
+def test_initial_projections_of_linformer_keep_the_scale():
+    table, bound = LinformerAttention(8, num_heads=2, map_size=(9, 9)).project_length, 256**-0.5
+    assert table.shape == (82, 256) and 0.9 * bound < table.abs().max() <= bound

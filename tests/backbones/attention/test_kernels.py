@@ -1,0 +1,194 @@
+"""Every kernel of attention: equal to its reference, blind to padding, linear in memory, right in all types."""
+
+import contextlib
+import functools
+
+import pytest
+import torch
+
+from backbones.attention import blocked, long_short, sliding_chunk
+from backbones.attention.chunks import copied_windows
+from backbones.attention.dense import dense_attention
+from backbones.attention.sliding_chunk import SHIFTS
+from tests.backbones.attention.cases import KERNELS, case, kernels, relative_error, windows
+from tests.backbones.helpers import (
+    LargestTensor,
+    assert_all_close,
+    assert_padding_is_hidden_in_half_precision,
+    mark_as_on_a_gpu,
+    outputs_and_gradients,
+    trace,
+)
+
+# Height, width, window: below a chunk; one, two and three chunks; no multiples; one axis of two chunks, or of one;
+# long and thin; other windows.
+SIZES = [(2, 1, 3), (3, 3, 3), (6, 5, 3), (9, 9, 3), (7, 11, 3), (12, 6, 3), (3, 11, 3), (10, 2, 3), (4, 8, 3)]
+SIZES += [(1, 20, 3), (11, 8, 1), (11, 8, 2), (5, 13, 4), (11, 8, 5), (19, 26, 7)]
+# Global tokens, and whether there are biases.
+EXTRAS = [(0, False), (0, True), (1, False), (1, True), (2, False), (2, True), (5, True)]
+
+
+def assert_equals_reference(function, by_reference, inputs, *, tolerance=1e-11):
+    expected = outputs_and_gradients(by_reference, inputs)
+    assert_all_close(outputs_and_gradients(function, inputs), expected, tolerance=tolerance)
+
+
+@kernels
+@pytest.mark.parametrize("index", range(len(SIZES)), ids=lambda index: "x".join(map(str, SIZES[index])))
+def test_equals_the_reference(kernel, index):
+    (height, width, window_size), number = SIZES[index], list(KERNELS).index(kernel)
+    # Each of them occurs with several sizes and with every kernel.
+    num_global, biases = EXTRAS[(index + 2 * number) % len(EXTRAS)]
+    shift = SHIFTS[(index + 3 * number) % len(SHIFTS)] if "shift" in kernel else None
+    options = {"num_global": num_global, "biases": biases, "window_size": window_size, "shift": shift}
+    assert_equals_reference(*case(kernel, height, width, **options))
+
+
+def _refuse(*args, **kwargs):
+    raise TypeError("another signature")
+
+
+@kernels
+@pytest.mark.parametrize("block_scores", [1, 700, 3000])
+@pytest.mark.parametrize("operator", [blocked._CPU_KERNEL, None, _refuse], ids=["private", "none", "refusing"])
+def test_blocks_of_any_size_give_the_same(monkeypatch, kernel, block_scores, operator):
+    """From one chunk, or one query of one head, at a time to several; also as on a GPU, without log-sum-exps."""
+    monkeypatch.setitem(blocked.BLOCK_SCORES, "cpu", block_scores)
+    monkeypatch.setattr(blocked, "_CPU_KERNEL", operator)
+    assert_equals_reference(*case(kernel, num_global=2, batch=3))
+
+
+@windows
+def test_the_mask_channels_of_a_gpu_give_the_same(monkeypatch, kernel):
+    for module in (sliding_chunk, long_short):
+        monkeypatch.setattr(module, "mask_channels", mark_as_on_a_gpu)
+    assert_equals_reference(*case(kernel, channels=8))
+
+
+@kernels
+def test_only_what_is_asked_for_has_a_gradient(kernel):
+    function, _, inputs = case(kernel)
+    expected = outputs_and_gradients(function, inputs)
+    for chosen in inputs:
+        leaves = {name: x.clone().requires_grad_(name == chosen) for name, x in inputs.items()}
+        output = function(**leaves)
+        output.backward(torch.sin(torch.arange(output.numel(), dtype=output.dtype)).view(output.shape))
+        assert [name for name, x in leaves.items() if x.grad is not None] == [chosen]
+        torch.testing.assert_close(leaves[chosen].grad, expected[f"gradient of {chosen}"], atol=1e-11, rtol=0)
+
+
+@functools.cache
+def traced_case(kernel: str, num_global: int, biases: bool, window_size: int, copied: bool):
+    """The kernel traced at one size, one image, as a function of named tensors."""
+    options = {"num_global": num_global, "biases": biases, "window_size": window_size}
+    function, _, example = case(kernel, 8, 13, batch=1, **options)
+    with copied_windows() if copied else contextlib.nullcontext():
+        traced = trace(lambda *x: function(**dict(zip(example, x, strict=True))), tuple(example.values()))
+    assert ("aten::unfold" in str(traced.inlined_graph)) is not copied
+    return lambda **inputs: traced(*(inputs[name] for name in example))
+
+
+@pytest.mark.parametrize("kernel", ["zero_pad", "exact", "cyclic", "long_short"])
+@pytest.mark.parametrize("window_size", [1, 3])
+@pytest.mark.parametrize("num_global, biases, copied", [(0, False, False), (2, True, False), (5, True, True)])
+def test_traced_once_equals_the_reference_at_all_sizes(kernel, window_size, num_global, biases, copied):
+    """A trace takes chunks where the eager function takes the whole map at once: both are covered so."""
+    traced = traced_case(kernel, num_global, biases, window_size, copied)
+    for height, width, _ in SIZES[::2]:
+        options = {"num_global": num_global, "biases": biases, "window_size": window_size}
+        _, by_reference, inputs = case(kernel, height, width, **options)
+        assert_equals_reference(traced, by_reference, inputs)
+
+
+@windows
+@pytest.mark.parametrize("height, width", [(4, 5), (7, 11)])
+def test_never_reads_beyond_the_map(kernel, height, width):
+    """The map is cut out of a larger one full of NaN, to which no gradient goes either."""
+    function, by_reference, inputs = case(kernel, height, width)
+    expected = by_reference(**inputs)
+    frames = {}
+    for name in ("query", "key", "value"):
+        frame = torch.full((2, 2, height + 8, width + 8, 4), float("nan"), dtype=torch.float64)
+        frame[:, :, 4:-4, 4:-4] = inputs[name]
+        frames[name] = frame.requires_grad_()
+    output = function(**inputs | {name: frame[:, :, 4:-4, 4:-4] for name, frame in frames.items()})
+    torch.testing.assert_close(output, expected, atol=1e-11, rtol=0)
+    output.square().sum().backward()
+    for frame in frames.values():
+        inside = frame.grad[:, :, 4:-4, 4:-4].clone()
+        assert inside.isfinite().all() and inside.abs().sum() > 0
+        frame.grad[:, :, 4:-4, 4:-4] = 0
+        assert frame.grad.eq(0).all()
+
+
+@windows
+@pytest.mark.parametrize(
+    "dtype, autocast",
+    [(torch.float32, False), *((dtype, on) for dtype in (torch.float16, torch.bfloat16) for on in (False, True))],
+    ids=str,
+)
+def test_padding_is_hidden_from_very_low_scores(kernel, dtype, autocast):
+    """Where all keys score far below the 0 of padding, padding still counts for nothing."""
+    function, by_reference, inputs = case(kernel, channels=64, num_global=2)
+    assert_padding_is_hidden_in_half_precision(function, by_reference, inputs, dtype=dtype, autocast=autocast)
+
+
+@kernels
+@pytest.mark.parametrize(
+    "dtype, tolerance", [(torch.float32, 2e-5), (torch.float16, 2e-2), (torch.bfloat16, 1e-1)], ids=str
+)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_lower_precision_is_close_to_float64(kernel, dtype, tolerance, autocast):
+    # 64 channels: the mark of hidden keys is largest for many channels, and float16 must hold it.
+    function, by_reference, inputs = case(kernel, channels=64)
+    given = torch.float32 if autocast else dtype
+    inputs = {name: x.to(given) for name, x in inputs.items()}
+    with torch.autocast("cpu", dtype, enabled=autocast and dtype != torch.float32):
+        actual = outputs_and_gradients(function, inputs)
+    for name, x in outputs_and_gradients(by_reference, {name: x.double() for name, x in inputs.items()}).items():
+        assert actual[name].dtype == (dtype if name == "output" else given)
+        assert relative_error(actual[name], x) <= tolerance, name
+
+
+@windows
+def test_memory_is_linear_in_the_tokens(kernel):
+    """Forwards and backwards; the reference shows that the recorder sees a quadratic tensor."""
+
+    def largest(index: int, height: int, width: int) -> int:
+        *functions, inputs = case(kernel, height, width, batch=1)
+        with LargestTensor() as seen:
+            outputs_and_gradients(functions[index], inputs)
+        return seen.numel
+
+    assert largest(0, 36, 48) <= 4.5 * largest(0, 18, 24)
+    assert largest(1, 12, 16) >= (12 * 16) ** 2
+
+
+@kernels
+def test_nothing_of_the_size_of_the_scores_is_kept(kernel):
+    """The backward pass keeps the inputs, the output and a number for each query, of whole chunks of 24 x 33 tokens."""
+    function, _, inputs = case(kernel, 23, 31, batch=1, channels=8)
+    leaves, saved = {name: x.requires_grad_() for name, x in inputs.items()}, {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.update({x.data_ptr(): x}) or x, lambda x: x):
+        function(**leaves)
+    kept = sum({x.untyped_storage().data_ptr(): x.untyped_storage().size() for x in saved.values()}.values()) // 8
+    biases = sum(x.numel() for name, x in leaves.items() if "bias" in name)
+    others = sum(x.numel() for name, x in leaves.items() if "bias" not in name)
+    assert kept <= others + 2 * (24 * 33 + 1) * 9 + 2.2 * biases
+
+
+@kernels
+def test_no_images(kernel):
+    function, _, inputs = case(kernel)
+    inputs = {name: x if "bias" in name else x[:0] for name, x in inputs.items()}
+    actual = outputs_and_gradients(function, inputs)
+    assert actual["output"].shape == inputs["query"].shape
+    assert not any(x.any() for x in actual.values() if x is not None)
+
+
+def test_channels_that_are_no_neighbours_in_memory():
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 2, 4, 6).transpose(2, 3) for _ in range(3))
+    bias = torch.randn(2, 6, 6, requires_grad=True)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=bias[None])
+    torch.testing.assert_close(dense_attention(query, key, value, bias=bias), expected)

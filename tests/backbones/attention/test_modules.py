@@ -1,0 +1,216 @@
+"""Every mechanism as a module: equal to its definition, also where it is traced, and in a last block of a stage."""
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from backbones.attention import blocked, reference
+from backbones.attention.dense import DenseAttention, join_tokens, merge_heads, split_heads
+from backbones.attention.efficient import (
+    GlobalMemoryAttention,
+    LinformerAttention,
+    PerformerAttention,
+    SpatialReductionAttention,
+)
+from backbones.attention.long_short import LongShortAttention
+from backbones.attention.sliding_chunk import SlidingChunkAttention
+from backbones.errors import ConfigError
+from tests.backbones.attention.cases import relative_error
+from tests.backbones.helpers import assert_all_close, random_images, randomise, trace
+
+_CHUNKS = functools.partial(SlidingChunkAttention, window_size=3, relative_bias=True)
+_SEGMENTS = functools.partial(LongShortAttention, rank=2, relative_bias=True)
+# Those that have a backend in which they are their own definition.
+WINDOWS = {
+    "sliding_chunk": _CHUNKS,
+    "sliding_chunk_exact": functools.partial(_CHUNKS, mode="exact"),
+    "sliding_chunk_cyclic": functools.partial(_CHUNKS, mode="cyclic"),
+    "sliding_chunk_separate": functools.partial(_CHUNKS, shared_projections=False),
+    "long_short": functools.partial(_SEGMENTS, window_size=3),
+    "long_short_1": functools.partial(_SEGMENTS, window_size=1),
+}
+OTHERS = {
+    "dense": DenseAttention,
+    "dense_bias": functools.partial(DenseAttention, bias_size=(3, 5)),
+    "global": GlobalMemoryAttention,
+    "linformer": functools.partial(LinformerAttention, map_size=(5, 7), num_features=4),
+    "performer": functools.partial(PerformerAttention, num_features=12),
+    **{f"sra{r}": functools.partial(SpatialReductionAttention, reduction=r) for r in (1, 2, 3, 8)},
+}
+ALL = WINDOWS | OTHERS
+num_globals = pytest.mark.parametrize("num_global", [0, 1, 2])
+
+
+def build(name: str, num_global: int, **options) -> nn.Module:
+    return randomise(ALL[name](8, num_heads=2, num_global_tokens=num_global, **options)).double()
+
+
+def inputs_for(num_global: int, height: int = 5, width: int = 7) -> tuple[Tensor, Tensor | None]:
+    tokens = random_images(2, height, width, 8)
+    return tokens, random_images(2, num_global, 8, seed=2) if num_global else None
+
+
+def reduced_map(module: SpatialReductionAttention, tokens: Tensor) -> Tensor:
+    """By loops over the positions of the smaller map; what does not fill one is not seen, unless nothing would be."""
+    side, (height, width) = module.reduction, tokens.shape[1:3]
+    if side == 1:
+        return tokens.flatten(1, 2)
+    padded = nn.functional.pad(tokens, (0, 0, 0, max(side - width, 0), 0, max(side - height, 0)))
+    positions = [
+        torch.einsum("bijc,ocij->bo", padded[:, row : row + side, col : col + side], module.reduce.weight)
+        for row in range(0, padded.shape[1] - side + 1, side)
+        for col in range(0, padded.shape[2] - side + 1, side)
+    ]
+    reduced = torch.stack(positions, dim=1)
+    variance, mean = torch.var_mean(reduced, dim=1, keepdim=True, unbiased=False)
+    return (reduced - mean) / (variance + 1e-5).sqrt()
+
+
+def definition(name: str, module: nn.Module, tokens: Tensor, global_tokens: Tensor | None) -> Tensor:
+    """The output for all tokens together, (B, G + H * W, C), by the reference."""
+    sequence, num_global = join_tokens(tokens, global_tokens), 0 if global_tokens is None else global_tokens.shape[1]
+    attend, bias = reference.attention, None
+    if hasattr(module, "qkv"):
+        query, key, value = module.qkv(sequence).chunk(3, dim=-1)
+        if name == "performer":
+            attend = functools.partial(reference.performer_attention, features=module.features)
+    else:
+        seen = sequence
+        if name.startswith("sra"):
+            seen = reduced_map(module, tokens)
+            seen = seen if global_tokens is None else torch.cat([global_tokens, seen], dim=1)
+        query, (key, value) = module.query(sequence), module.key_value(seen).chunk(2, dim=-1)
+    if name == "linformer":
+        key, value = (torch.einsum("bnc,nk->bkc", x, module.project_length) for x in (key, value))
+    if name == "dense_bias":
+        bias = module.relative_bias(*tokens.shape[1:3])
+    if name == "global":
+        bias = torch.zeros(sequence.shape[1], sequence.shape[1], dtype=torch.float64)
+        bias[num_global:, num_global:] = float("-inf")
+    heads = [split_heads(x, 2) for x in (query, key, value)]
+    return module.projection(merge_heads(attend(*heads) if bias is None else attend(*heads, bias=bias)))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@num_globals
+def test_equals_its_definition(name, num_global):
+    if name == "global" and not num_global:
+        pytest.skip("there is nothing to see")
+    module, inputs = build(name, num_global), inputs_for(num_global)
+    expected = definition(name, module, *inputs)
+    output, global_output = module(*inputs)
+    torch.testing.assert_close(output.flatten(1, 2), expected[:, num_global:], atol=1e-10, rtol=1e-10)
+    if num_global:
+        torch.testing.assert_close(global_output, expected[:, :num_global], atol=1e-10, rtol=1e-10)
+    else:
+        assert global_output is None
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_last_block_gives_the_same_maps_and_no_global_tokens(name):
+    module, last = build(name, 2), build(name, 2, update_globals=False)
+    missing, unused = last.load_state_dict(module.state_dict(), strict=False)
+    assert not missing and all("global_" in key for key in unused)
+    output, none = last(*inputs_for(2))
+    assert none is None
+    torch.testing.assert_close(output, module(*inputs_for(2))[0], atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name != "linformer"])
+def test_a_trace_is_right_for_other_sizes(name):
+    module = build(name, 2)
+    traced = trace(module, inputs_for(2, 9, 8))
+    for height, width in ((4, 7), (2, 19), (12, 1)):
+        inputs = inputs_for(2, height, width)
+        for actual, expected in zip(traced(*inputs), module(*inputs), strict=True):
+            torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-12)
+
+
+def outputs_and_gradients_of(module: nn.Module, num_global: int, height: int, width: int, run=None) -> dict:
+    module.zero_grad(set_to_none=True)
+    tokens, global_tokens = (x if x is None else x.requires_grad_() for x in inputs_for(num_global, height, width))
+    outputs = [x for x in (module if run is None else run)(tokens, global_tokens) if x is not None]
+    sum((x * torch.sin(torch.arange(x.numel())).view_as(x)).sum() for x in outputs).backward()
+    values = {"tokens": tokens.grad} | dict(enumerate(outputs))
+    return values | {name: parameter.grad for name, parameter in module.named_parameters()}
+
+
+@pytest.mark.parametrize("name", [*WINDOWS, "dense_bias", "performer"])
+@num_globals
+def test_trains_as_with_the_reference_at_one_size_after_another(monkeypatch, name, num_global):
+    ours, check = (build(name, num_global, backend=backend) for backend in ("sdpa", "reference"))
+    for height, width, block_scores in ((7, 10, 2000), (12, 5, 1), (2, 3, 2**20), (7, 10, 2**20)):
+        monkeypatch.setitem(blocked.BLOCK_SCORES, "cpu", block_scores)
+        expected = outputs_and_gradients_of(check, num_global, height, width)
+        assert_all_close(outputs_and_gradients_of(ours, num_global, height, width), expected, tolerance=1e-9)
+
+
+# A map of one position is 0 after the norm.
+@pytest.mark.parametrize("name", [name for name in ALL if name != "sra8"])
+def test_every_parameter_gets_a_gradient(name):
+    module = build(name, 2)
+    gradients = outputs_and_gradients_of(module, 2, 5, 7)
+    for key, _ in module.named_parameters():
+        # The softmax over tokens cancels the one of the projection's bias, which official weights have.
+        assert gradients[key].abs().max() > 1e-6 or key == "dynamic_projection.bias", key
+
+
+@pytest.mark.parametrize("name", ["sliding_chunk", "long_short", "dense_bias"])
+def test_activation_checkpointing(name):
+    module = build(name, 1)
+    expected = outputs_and_gradients_of(module, 1, 7, 10)
+    run = functools.partial(checkpoint, module, use_reentrant=False)
+    assert_all_close(outputs_and_gradients_of(module, 1, 7, 10, run=run), expected, tolerance=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sliding_chunk", "long_short", "dense_bias"])
+def test_compiled(name):
+    """A compiled run takes PyTorch's gradients, without a break in the graph."""
+    module = build(name, 1)
+    expected = outputs_and_gradients_of(module, 1, 7, 10)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=False)
+    assert_all_close(outputs_and_gradients_of(module, 1, 7, 10, run=compiled), expected, tolerance=1e-9)
+
+
+@pytest.mark.parametrize("name", ["sliding_chunk", "long_short", "dense_bias", "performer", "sra2"])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float16, 2e-2), (torch.bfloat16, 1e-1)], ids=str)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_lower_precision(name, dtype, tolerance, autocast):
+    module, kept = build(name, 2), torch.float32 if autocast else dtype
+    with torch.no_grad(), torch.autocast("cpu", dtype, enabled=autocast):
+        outputs = module.to(kept)(*(x.to(kept) for x in inputs_for(2)))
+    for output, exact in zip(outputs, module.double()(*inputs_for(2)), strict=True):
+        assert output.dtype == dtype and relative_error(output, exact) <= tolerance
+
+
+def test_a_large_map_keeps_little_in_training():
+    """The memory kept for the backward pass does not grow with the square of the tokens."""
+    module, kept = build("dense_bias", 0), []
+    tokens = random_images(1, 20, 24, 8).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+        module(tokens, None)
+    assert max(kept) < (20 * 24) ** 2 / 4
+
+
+@pytest.mark.parametrize(
+    "name, options, named",
+    [
+        ("sliding_chunk", {"mode": "exakt"}, "'exact'"),
+        ("sliding_chunk", {"backend": "flash"}, "auto, sdpa, triton, reference"),
+        ("long_short", {"backend": "flash"}, "sdpa, reference"),
+        ("performer", {"backend": "flash"}, "sdpa, reference"),
+    ],
+)
+def test_unknown_options_raise(name, options, named):
+    with pytest.raises(ConfigError, match=named):
+        build(name, 1, **options)
+
+
+@pytest.mark.parametrize("size", [(7, 5), (5, 8)])
+def test_linformer_refuses_another_map(size):
+    with pytest.raises(ConfigError, match=f"5 x 7 .* {size[0]} x {size[1]}"):
+        build("linformer", 0)(*inputs_for(0, *size))
