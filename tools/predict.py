@@ -14,7 +14,7 @@ Example:
 
 import sys
 
-from arguments import ConfigToolParser, config_of, existing_path, run_tool
+from arguments import ConfigToolParser, existing_path, run_tool
 
 
 def main() -> None:
@@ -41,17 +41,17 @@ def main() -> None:
     )
     args = parser.parse_args()
 
-    from projects_vil.inference import check_overrides, config_of_export, predict
+    source = args.config_file or args.weights
+    if source is None:
+        parser.error("--config-file or --weights is required")
 
-    cfg = config_of(args) if args.config_file else config_of_export(args.weights, args.opts)
-    check_overrides(cfg.MODEL.WEIGHTS, args.opts)
+    from projects_vil.inference import Detector, predict
+
     summary = predict(
-        cfg,
-        cfg.MODEL.WEIGHTS,
+        Detector.load(source, tta=args.tta, overrides=args.opts),
         args.input,
         args.output,
         batch_size=args.batch_size,
-        tta=args.tta,
         annotations=args.annotations,
         drawings=not args.no_drawings,
         score_threshold=args.score_threshold,

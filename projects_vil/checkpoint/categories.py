@@ -12,6 +12,7 @@ from detectron2.data import MetadataCatalog
 from detectron2.data.catalog import Metadata
 from torch import Tensor
 
+from backbones import ConfigError
 from projects_vil.data import read_categories
 
 # detectron2 has these categories built in.
@@ -52,24 +53,21 @@ class Categories:
 def known_categories(
     names: Sequence[str] | None, ids: Sequence[int] | None, *, number: int, datasets: Sequence[str] = ()
 ) -> Categories:
-    """Complete the categories of a file, which older files store in part, from datasets.
+    """Return the categories of a file: names and ids of its metadata, colors of a dataset with the same names.
 
-    Unknown ids count from 1, and unknown names are ``class 1`` and so on.
+    Without metadata they are those of a dataset, or else ids count from 1, and names are ``class 1`` and so on.
 
     Args:
-        names: class names; names that are all numbers, as in older exports without names, count as unknown.
+        names: class names, or None.
         ids: category ids of the classes.
         number: number of classes.
-        datasets: names of datasets to look in; COCO comes last.
+        datasets: names of datasets to look in; for colors COCO comes last.
     """
-    if ids is None and names is not None and all(name.isdecimal() for name in names):
-        names = None
+    found = dataset_categories(datasets if names is None else (*datasets, _COCO), number, names=names)
     counted = tuple(range(1, number + 1))
-    unnamed = Categories(counted, tuple(f"class {category_id}" for category_id in counted))
     if names is None:
-        return dataset_categories(datasets, number) or unnamed
-    found = dataset_categories((*datasets, _COCO), number, names=names)
-    return Categories(tuple((found or unnamed).ids if ids is None else ids), tuple(names), found and found.colors)
+        return found or Categories(counted, tuple(f"class {category_id}" for category_id in counted))
+    return Categories(tuple(ids or counted), tuple(names), found and found.colors)
 
 
 def dataset_categories(
@@ -83,19 +81,22 @@ def dataset_categories(
         names: class names that the dataset must have, in this order; None for any.
         stuff: whether to take detectron2's stuff classes, not its thing classes.
     """
+    group = "stuff" if stuff else "thing"
     for dataset in datasets:
-        if dataset in MetadataCatalog.list():
-            found = _metadata_categories(MetadataCatalog.get(dataset), "stuff" if stuff else "thing")
-            if len(found.names) == number and names in (None, found.names):
-                return found
+        if dataset not in MetadataCatalog.list():
+            continue
+        metadata = MetadataCatalog.get(dataset)
+        known, index_of = metadata.get(f"{group}_classes"), metadata.get(f"{group}_dataset_id_to_contiguous_id")
+        # detectron2 sets both when it loads a COCO file, not when it registers one.
+        if known and index_of:
+            pairs = [(category_id, known[index]) for category_id, index in sorted(index_of.items(), key=lambda i: i[1])]
+        else:
+            categories = None if stuff else read_categories(metadata.get("json_file"))
+            pairs = categories or list(enumerate(known or (), start=0 if stuff else 1))
+        found = tuple(name for _, name in pairs)
+        if len(found) == number and names in (None, found):
+            return Categories(tuple(category_id for category_id, _ in pairs), found, metadata.get(f"{group}_colors"))
     return None
-
-
-def checked_ids(ids: object, names: Sequence[str] | None) -> tuple[int, ...] | None:
-    """Return category ids as a file stores them; None unless they are distinct integers, one per class."""
-    if names is None or not isinstance(ids, (list, tuple)) or not all(type(category_id) is int for category_id in ids):
-        return None
-    return tuple(ids) if len(set(ids)) == len(ids) == len(names) else None
 
 
 def match_classes(ours: Sequence[str], theirs: Sequence[str]) -> dict[int, int]:
@@ -106,6 +107,35 @@ def match_classes(ours: Sequence[str], theirs: Sequence[str]) -> dict[int, int]:
         for index, name in enumerate(ours)
         if ours.count(name) == 1 and theirs.count(name) == 1
     }
+
+
+def match_all_classes(ours: tuple[str, ...], theirs: tuple[str, ...], *, differ: str) -> dict[int, int] | None:
+    """Match all classes of two lists by name; None where they can be matched by index only.
+
+    Raises:
+        ConfigError: beginning with ``differ``, if their numbers differ, or if some names are in another order and
+            others match nothing: matching by index would confuse classes.
+    """
+    if len(ours) != len(theirs):
+        raise ConfigError(differ)
+    matched = match_classes(ours, theirs)
+    if len(matched) == len(ours):
+        return matched
+    if any(index != other for index, other in matched.items()):
+        unmatched = next(name for index, name in enumerate(ours) if index not in matched)
+        raise ConfigError(f"{differ}: some are in another order, and {unmatched} matches no name")
+    return None
+
+
+def describe_classes(classes: tuple[str, ...]) -> str:
+    """Return the number of classes and the first names."""
+    return f"{len(classes)} classes, {first_of(classes, 5)}"
+
+
+def first_of(names: Sequence[str], number: int) -> str:
+    """Return the first names, and how many more there are."""
+    more = f" and {len(names) - number} more" if len(names) > number else ""
+    return f"{', '.join(names[:number])}{more}"
 
 
 def is_predictor(name: str) -> bool:
@@ -154,17 +184,3 @@ def _class_rows(name: str, parameter: Tensor, num_classes: int) -> Tensor | None
 def _layer(name: str) -> str:
     """Return the layer of a parameter's name."""
     return _NUMBERED.sub("", name).rpartition(".")[0]
-
-
-def _metadata_categories(metadata: Metadata, group: str) -> Categories:
-    names = metadata.get(f"{group}_classes")
-    index_of = metadata.get(f"{group}_dataset_id_to_contiguous_id")
-    # detectron2 sets both when it loads a COCO file, not when it registers one.
-    if names and index_of:
-        pairs = [(category_id, names[index]) for category_id, index in sorted(index_of.items(), key=lambda i: i[1])]
-    elif group == "stuff":
-        pairs = list(enumerate(names or ()))
-    else:
-        pairs = read_categories(metadata.get("json_file")) or list(enumerate(names or (), start=1))
-    ids, found = zip(*pairs, strict=True) if pairs else ((), ())
-    return Categories(tuple(ids), tuple(found), metadata.get(f"{group}_colors"))

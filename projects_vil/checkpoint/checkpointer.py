@@ -19,14 +19,18 @@ from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write, read_checkpoint, state_dict_of
 from backbones.convert import recognise
 from backbones.errors import check_file
-from projects_vil.checkpoint.categories import Categories, copy_rows, is_predictor, known_categories, match_classes
-from projects_vil.checkpoint.metadata import (
-    METADATA_KEY,
-    CheckpointMetadata,
-    differing_options,
-    input_format,
-    model_categories,
+from projects_vil.checkpoint.categories import (
+    Categories,
+    copy_rows,
+    dataset_categories,
+    describe_classes,
+    first_of,
+    is_predictor,
+    known_categories,
+    match_all_classes,
+    match_classes,
 )
+from projects_vil.checkpoint.metadata import METADATA_KEY, CheckpointMetadata, differing_options, input_format
 from projects_vil.checkpoint.pretrained import (
     BACKBONE_PREFIX,
     backbone_of_classifier,
@@ -35,7 +39,7 @@ from projects_vil.checkpoint.pretrained import (
     named_variant,
 )
 from projects_vil.checkpoint.storage import read_last_checkpoint, tag_checkpoint
-from projects_vil.config import CONFIG_FILE, number_of_classes
+from projects_vil.config import CONFIG_FILE, is_segmentor, number_of_classes
 from projects_vil.modeling import TransformerBackbone, build_on_meta
 
 # With "model" for averaged weights: the weights of training, and the number of averaged steps.
@@ -115,7 +119,7 @@ class Checkpointer(DetectionCheckpointer):
         Raises:
             ConfigError: see :meth:`load` and :func:`~projects_vil.checkpoint.storage.read_last_checkpoint`.
         """
-        found = read_last_checkpoint(self.save_dir, logger=self.logger) if resume else None
+        found = read_last_checkpoint(self.save_dir) if resume else None
         if found is None:
             return self.load(path, checkpointables=[])
         self.resumed_from, contents = found
@@ -153,7 +157,7 @@ class Checkpointer(DetectionCheckpointer):
             train, test = self.cfg.DATASETS.TRAIN, self.cfg.DATASETS.TEST
             names = (*test, *train) if self.complete and not self._resuming else (*train, *test)
             known["input"] = input_format(self.cfg)
-            categories = model_categories(self.cfg, names)
+            categories = dataset_categories(names, number_of_classes(self.cfg)[1], stuff=is_segmentor(self.cfg))
             if categories is not None:
                 known |= {"classes": categories.names, "category_ids": categories.ids}
         return CheckpointMetadata(**known)
@@ -255,10 +259,9 @@ class Checkpointer(DetectionCheckpointer):
             if name not in predictors and (self.complete or _part(name) in parts)
         ]
         if shapes or unexpected or missing:
-            listed = [f"{len(shapes)} other shapes{_examples(shapes)}"] if shapes else []
-            listed += [f"{len(unexpected)} unexpected names{_examples(unexpected)}"] if unexpected else []
-            listed += [f"{len(missing)} missing parameters{_examples(missing)}"] if missing else []
-            self._fail(f"does not match the model: {'; '.join(listed)}")
+            found = {"other shapes": shapes, "unexpected names": unexpected, "missing parameters": missing}
+            listed = [f"{len(names)} {what} ({first_of(names, 3)})" for what, names in found.items() if names]
+            self._fail(f"does not match {self.metadata.variant or 'the model'}: {'; '.join(listed)}")
         return incompatible
 
     def _check_metadata(self, saved: CheckpointMetadata) -> None:
@@ -315,30 +318,6 @@ class Checkpointer(DetectionCheckpointer):
         state_dict.update(copied)
 
 
-def match_all_classes(ours: tuple[str, ...], theirs: tuple[str, ...], *, differ: str) -> dict[int, int] | None:
-    """Match all classes of two lists by name; None where they can be matched by index only.
-
-    Raises:
-        ConfigError: beginning with ``differ``, if their numbers differ, or if some names are in another order and
-            others match nothing: matching by index would confuse classes.
-    """
-    if len(ours) != len(theirs):
-        raise ConfigError(differ)
-    matched = match_classes(ours, theirs)
-    if len(matched) == len(ours):
-        return matched
-    if any(index != other for index, other in matched.items()):
-        unmatched = next(name for index, name in enumerate(ours) if index not in matched)
-        raise ConfigError(f"{differ}: some are in another order, and {unmatched} matches no name")
-    return None
-
-
-def describe_classes(classes: tuple[str, ...]) -> str:
-    """Return the number of classes and the first names."""
-    more = f" and {len(classes) - 5} more" if len(classes) > 5 else ""
-    return f"{len(classes)} classes, {', '.join(classes[:5])}{more}"
-
-
 def check_weights_file(path: str) -> None:
     """Raise a :class:`ConfigError` unless a local weights file exists; URLs that detectron2 downloads pass."""
     if "://" in path:
@@ -351,20 +330,12 @@ def check_weights_file(path: str) -> None:
         )
 
 
-def check_weights(
-    cfg: CfgNode,
-    path: str,
-    *,
-    complete: bool = False,
-    model: nn.Module | None = None,
-    contents: dict[str, Any] | None = None,
-) -> None:
+def check_weights(cfg: CfgNode, path: str, *, complete: bool = False, model: nn.Module | None = None) -> None:
     """Check that a local file fits the model of ``cfg``, without memory for the model; nothing is logged.
 
     Args:
         complete: see :class:`Checkpointer`.
         model: the result of :func:`build_on_meta`, if it has been built already.
-        contents: the file's contents, if it has been read already.
 
     Raises:
         ConfigError: see :meth:`Checkpointer.load`.
@@ -376,7 +347,7 @@ def check_weights(
     checkpointer.logger = logging.Logger(__name__, level=logging.CRITICAL + 1)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*meta parameter")
-        checkpointer.load(path, contents=contents)
+        checkpointer.load(path)
 
 
 def build_detector(cfg: CfgNode, weights: str | Path) -> nn.Module:
@@ -400,8 +371,8 @@ def load_detector(
         device: the device that the model is moved to.
         complete: whether the file must have weights for the whole model.
         as_datasets: whether classes follow the config's datasets: the model's rows are reordered to match them, and a
-            file with other classes raises. Otherwise the classes are the file's own. What an older file does not store
-            is looked up in the datasets in both cases.
+            file with other classes raises. Otherwise the classes are the file's own. Those of a file without metadata
+            are looked up in the datasets in both cases.
 
     Raises:
         ConfigError: if the file is missing or does not fit.
@@ -422,11 +393,6 @@ def load_detector(
         names = ours
     _, number = number_of_classes(cfg)
     return model.eval(), known_categories(names, ids, number=number, datasets=datasets)
-
-
-def _examples(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f" ({', '.join(names[:3])}{more})"
 
 
 def _part(name: str) -> str:

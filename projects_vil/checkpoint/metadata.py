@@ -4,7 +4,7 @@ import dataclasses
 import importlib.metadata
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import detectron2
@@ -16,11 +16,8 @@ from backbones import ConfigError
 from backbones.build import get_variant
 from backbones.checkpoint_files import digest_of_tensors
 from backbones.vil import ViLVariant
-from projects_vil.checkpoint.categories import Categories, checked_ids, dataset_categories
-from projects_vil.config import is_segmentor, number_of_classes
 
 METADATA_KEY = "vil_detectron2"
-_DISTRIBUTION = "vil-detectron2"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,10 +29,8 @@ class InputFormat:
     std: tuple[float, ...]
 
     def matches(self, other: "InputFormat") -> bool:
-        ours, theirs = (*self.mean, *self.std), (*other.mean, *other.std)
-        if len(ours) != len(theirs) or self.format != other.format:
-            return False
-        return all(math.isclose(a, b, rel_tol=1e-3) for a, b in zip(ours, theirs, strict=True))
+        pairs = zip((*self.mean, *self.std), (*other.mean, *other.std), strict=False)
+        return self.format == other.format and all(math.isclose(a, b, rel_tol=1e-3) for a, b in pairs)
 
     def __str__(self) -> str:
         mean, std = (", ".join(f"{value:g}" for value in values) for values in (self.mean, self.std))
@@ -74,13 +69,12 @@ class CheckpointMetadata:
         saved = contents.get(METADATA_KEY)
         if not isinstance(saved, Mapping):
             return cls()
-        classes, image = saved.get("classes"), saved.get("input")
-        classes = classes and tuple(classes)
+        classes, ids, image = saved.get("classes"), saved.get("category_ids"), saved.get("input")
         return cls(
             variant=saved.get("variant"),
             options=saved.get("options"),
-            classes=classes,
-            category_ids=checked_ids(saved.get("category_ids"), classes),
+            classes=classes and tuple(classes),
+            category_ids=ids and tuple(ids),
             input=image and InputFormat(image["format"], tuple(image["mean"]), tuple(image["std"])),
         )
 
@@ -107,21 +101,15 @@ def differing_options(
 def versions() -> dict[str, str | None]:
     """Return the versions of this project (None where it is not installed), torch and detectron2."""
     try:
-        own = importlib.metadata.version(_DISTRIBUTION)
+        own = importlib.metadata.version("vil-detectron2")
     except importlib.metadata.PackageNotFoundError:
         own = None
-    return {_DISTRIBUTION: own, "torch": str(torch.__version__), "detectron2": str(detectron2.__version__)}
+    return {"vil-detectron2": own, "torch": str(torch.__version__), "detectron2": str(detectron2.__version__)}
 
 
 def input_format(cfg: CfgNode) -> InputFormat:
     """Return the input format of a config."""
     return InputFormat(cfg.INPUT.FORMAT, tuple(cfg.MODEL.PIXEL_MEAN), tuple(cfg.MODEL.PIXEL_STD))
-
-
-def model_categories(cfg: CfgNode, datasets: Sequence[str]) -> Categories | None:
-    """Return the categories of the first of ``datasets`` that has as many classes as the model of ``cfg``."""
-    _, number = number_of_classes(cfg)
-    return dataset_categories(datasets, number, stuff=is_segmentor(cfg))
 
 
 def fingerprint(cfg: CfgNode, model: nn.Module) -> str:

@@ -39,9 +39,6 @@ _RPN = [f"proposal_generator.rpn_head.{layer}" for layer in ("conv", "objectness
 _BOXES = ["box_head.fc1", "box_head.fc2", "box_predictor.cls_score", "box_predictor.bbox_pred"]
 _MASKS = [f"mask_head.{layer}" for layer in (*(f"mask_fcn{i}" for i in range(1, 5)), "deconv", "predictor")]
 
-# Parameters of backbones.backbone.Classifier that its backbone does not have.
-_CLASSIFIER_ONLY = {f"{layer}.{leaf}" for layer in ("norm", "head") for leaf in ("weight", "bias")}
-
 
 @dataclasses.dataclass
 class Conversion:
@@ -184,45 +181,32 @@ def named_variant(contents: Mapping[str, object]) -> str | None:
 def backbone_of_classifier(
     state_dict: Mapping[str, Tensor], name: str, backbone: Backbone
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Convert a classifier's state dict into one of ``backbone``, a model of the variant ``name``.
+    """Rename a classifier's state dict for ``backbone``, a model of the variant ``name``; loading it is the check.
 
     Position tables are resized as those of official classifiers are. Output norms, which LIT's classifiers lack, start
     as ones and zeros. The head, its norm and LIT-Ti's global token are dropped.
 
     Returns:
-        The state dict and a report in lines.
-
-    Raises:
-        ConfigError: for an unknown name, a parameter that the file lacks, or a shape that does not fit.
+        The state dict, with unexpected names as they are, and a report in lines.
     """
     target, variant = backbone.state_dict(), get_variant(name)
-    classifier_only = set(_CLASSIFIER_ONLY)
+    classifier_only = {f"{layer}.{leaf}" for layer in ("norm", "head") for leaf in ("weight", "bias")}
     if variant.pool == "global_token":
-        last = f"backbone.stages.{len(variant.stages) - 1}"
-        classifier_only |= {f"{last}.global_tokens", f"{last}.positions.global_tokens"}
-    converted: dict[str, Tensor] = {}
-    dropped, unexplained, resized = [], [], []
-    for full_name, tensor in state_dict.items():
-        own_name = full_name.removeprefix("module.")
-        key = own_name.removeprefix("backbone.")
-        if key != own_name and key in target:
-            path, _, leaf = key.rpartition(".")
-            converted[key] = fit_table(tensor, backbone.get_submodule(path), leaf)
-            shapes = tuple(tensor.shape), tuple(target[key].shape)
-            if converted[key].shape != target[key].shape:
-                raise ConfigError(f"{key} has shape {shapes[0]} in the file and {shapes[1]} in the model")
-            if converted[key].shape != tensor.shape:
-                resized.append(f"resized: {key} {shapes[0]} to {shapes[1]}")
-        else:
-            (dropped if own_name in classifier_only else unexplained).append(full_name)
+        last = f"stages.{len(variant.stages) - 1}"
+        classifier_only |= {f"backbone.{last}.global_tokens", f"backbone.{last}.positions.global_tokens"}
+    own = {full_name.removeprefix("module."): tensor for full_name, tensor in state_dict.items()}
+    dropped = [key for key in own if key in classifier_only]
+    converted = {key.removeprefix("backbone."): tensor for key, tensor in own.items() if key not in dropped}
+    lines = [f"a classifier of this project: {len(converted)} mapped"]
+    for key in [key for key in converted if key in target]:
+        owner, _, leaf = key.rpartition(".")
+        tensor, converted[key] = converted[key], fit_table(converted[key], backbone.get_submodule(owner), leaf)
+        if tensor.shape != converted[key].shape:
+            lines.append(f"resized: {key} {tuple(tensor.shape)} to {tuple(converted[key].shape)}")
+    lines += [f"dropped: {', '.join(dropped)}: only a classifier has them"] if dropped else []
     norms = [key for key in target if key.startswith("output_norms.") and key not in converted]
     for key in norms:
         converted[key] = (torch.ones if key.endswith("weight") else torch.zeros)(target[key].shape)
-    unfilled = [key for key in target if key not in converted]
-    if unexplained or unfilled:
-        raise ConfigError(describe_mismatch(name, unexplained, unfilled))
-    lines = [f"a classifier of this project: {len(converted) - len(norms)} mapped, {len(resized)} resized", *resized]
-    lines += [f"dropped: {', '.join(dropped)}: only a classifier has them"] if dropped else []
     lines += [f"initialised: {', '.join(norms)}: a classifier has no output norms"] if norms else []
     return converted, lines
 

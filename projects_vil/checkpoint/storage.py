@@ -1,6 +1,7 @@
 """The checkpoint files of a run: the one to resume from, those to remove, and a copy without training state."""
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,11 @@ from torch import Tensor
 
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write, check_writable, read_checkpoint, write_checkpoint
-from backbones.convert import recognise
 from projects_vil.checkpoint.metadata import METADATA_KEY
 
 LAST_CHECKPOINT, BEST_CHECKPOINT = "last_checkpoint", "model_best.pth"
+PUBLISHED_WEIGHTS = "model.safetensors"
+_logger = logging.getLogger(__name__)
 
 
 def checkpoints_of(folder: str | Path) -> list[Path]:
@@ -20,16 +22,35 @@ def checkpoints_of(folder: str | Path) -> list[Path]:
     return sorted(files, key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
 
 
-def read_last_checkpoint(
-    folder: str | Path, *, logger: logging.Logger | None = None
-) -> tuple[Path, dict[str, Any]] | None:
+def last_checkpoints(folder: str | Path) -> list[Path]:
+    """Return the checkpoints of a run, the last one first; the best checkpoint is not among them.
+
+    The last one is the file that ``last_checkpoint`` names. Without that the iterations decide, since a copied folder
+    has other modification times.
+    """
+    files, tag = checkpoints_of(folder), Path(folder) / LAST_CHECKPOINT
+    name = tag.read_text(errors="replace").strip() if tag.is_file() else ""
+    if name and Path(name).name == name and os.path.isfile(tag.parent / name):
+        return [tag.parent / name, *(path for path in files if path.name != name)]
+    if len(files) > 1:
+        _logger.warning("%s names no checkpoint of its folder (%r): using the newest complete one", tag, name[:80])
+        files.sort(key=_iteration, reverse=True)
+    return files
+
+
+def weights_of(run: str | Path) -> Path | None:
+    """Return the weights of a run: its last checkpoint, or else the best one; or those of a published folder."""
+    others = [Path(run) / name for name in (BEST_CHECKPOINT, PUBLISHED_WEIGHTS)]
+    return next(iter([*last_checkpoints(run), *(path for path in others if path.is_file())]), None)
+
+
+def read_last_checkpoint(folder: str | Path) -> tuple[Path, dict[str, Any]] | None:
     """Find and read the checkpoint to resume from, so that a resume reads the file once.
 
-    It is the file that ``last_checkpoint`` names, or else the newest one that is complete.
+    It is the last one that is complete; the log names those that are skipped, and why.
 
     Args:
         folder: OUTPUT_DIR of a run.
-        logger: logs which files are skipped, and why.
 
     Returns:
         The path and its contents, for ``Checkpointer.load(path, contents=...)``; None without any checkpoint.
@@ -38,33 +59,23 @@ def read_last_checkpoint(
         ConfigError: if no checkpoint of the folder can be resumed from, or ``last_checkpoint`` names a missing file
             and there is no other.
     """
-    logger = logger or logging.getLogger(__name__)
-    candidates = checkpoints_of(folder)
-    tag = Path(folder) / LAST_CHECKPOINT
-    name = tag.read_text(errors="replace").strip()[:80] if tag.is_file() else ""
-    named = next((path for path in Path(folder).glob("*") if path.name == name and path.is_file()), None)
-    if named is not None:
-        candidates = [named, *(path for path in candidates if path != named)]
-    elif candidates:
-        # A copied folder has other modification times.
-        candidates.sort(key=_iteration, reverse=True)
-        logger.warning("%s names no checkpoint of its folder (%r): using the newest complete one", tag, name)
+    candidates, tag = last_checkpoints(folder), Path(folder) / LAST_CHECKPOINT
     for path in candidates:
         try:
             contents = read_checkpoint(path)
         except ConfigError as error:
-            logger.warning("skipped: %s", error)
+            _logger.warning("skipped: %s", error)
             continue
         if "trainer" in contents:
             return path, contents
-        logger.warning("skipped: %s has no training state to resume from", path)
+        _logger.warning("skipped: %s has no training state to resume from", path)
     if candidates:
         raise ConfigError(
             f"none of the {len(candidates)} checkpoints in {folder} can be resumed from; remove them to start again, "
             "or choose another OUTPUT_DIR"
         )
-    if name:
-        raise ConfigError(f"{tag} names {name}, and {folder} has no checkpoint: remove {tag} to start again")
+    if tag.is_file():
+        raise ConfigError(f"{tag} names a missing file, and {folder} has no checkpoint: remove {tag} to start again")
     return None
 
 
@@ -115,9 +126,6 @@ def slim_checkpoint(source: str | Path, output: str | Path) -> list[str]:
     if source.exists() and output.exists() and source.samefile(output):
         raise ConfigError(f"output {output} is the source: choose another file")
     contents = read_checkpoint(source)
-    official = recognise(contents)
-    if official is not None:
-        raise ConfigError(f"{source} is of {official.project}: convert it with tools/convert_checkpoint.py")
     model = contents.get("model")
     if not isinstance(model, dict) or not all(isinstance(value, Tensor) for value in model.values()):
         raise ConfigError(f"{source} is not a detectron2 checkpoint: it has no state dict of tensors under 'model'")

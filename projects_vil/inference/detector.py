@@ -3,28 +3,27 @@
 import contextlib
 import numbers
 import os
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import PIL.Image
 import torch
-from detectron2.config import CfgNode
 from detectron2.evaluation.coco_evaluation import instances_to_coco_json
 from detectron2.structures import Instances
 
 from backbones import ConfigError
-from projects_vil.checkpoint import LAST_CHECKPOINT, Categories
-from projects_vil.config import CONFIG_FILE, load_config
+from backbones.errors import check_whole
+from projects_vil.checkpoint import LAST_CHECKPOINT, PUBLISHED_WEIGHTS, Categories, weights_of
+from projects_vil.config import CONFIG_FILE, choose_device, load_config
 from projects_vil.data import register_datasets
 from projects_vil.export import is_exported
-from projects_vil.inference.hub import WEIGHTS_FILE, HubMixin
-from projects_vil.inference.runners import EagerRunner, ExportedRunner, check_runner
+from projects_vil.inference.hub import HubMixin
+from projects_vil.inference.runners import EagerRunner, ExportedRunner
 from projects_vil.inference.sources import ImageBatches, ImageSource, Loaded, Runner, Skipped, Video, read_ahead
 from projects_vil.visualization import draw_instances
 
-FINAL_WEIGHTS = "model_final.pth"
 READERS = 4  # threads that read files
 DRAW_THRESHOLD = 0.5  # default score threshold of drawings
 LABEL_SIDE = 1000  # longer side in pixels above which labels grow with the image
@@ -142,7 +141,7 @@ class Detector(HubMixin):
     the same detections, up to the rounding of floating-point sums.
 
     Args:
-        runner: the model; :meth:`load` and :meth:`build` create it.
+        runner: the model; :meth:`load` creates it.
         categories: other ids and names for its classes.
         draw_threshold: the default score threshold of drawings.
 
@@ -171,10 +170,10 @@ class Detector(HubMixin):
         """Load a detector.
 
         Args:
-            source: a run's folder (``config.yaml`` with ``model_final.pth`` or its last checkpoint), a folder from
-                :meth:`save_pretrained`, a config with ``MODEL.WEIGHTS`` (in a run's own config these are the initial
-                weights), a checkpoint next to its ``config.yaml``, or an exported file, which needs no config.
-            weights: another checkpoint.
+            source: a run's folder or its ``config.yaml``, for the last checkpoint of the run; a folder from
+                :meth:`save_pretrained`; another config, with ``MODEL.WEIGHTS``; a checkpoint next to its
+                ``config.yaml``; or an exported file, which needs no config.
+            weights: another checkpoint, or an exported file.
             device: ``"cpu"`` or ``"cuda"``; None for the GPU if there is one. Exported files run on the CPU.
             score_threshold: lowest score of a detection, in [0, 1]; None for that of the config or the export.
             tta: whether to use test-time augmentation.
@@ -187,43 +186,28 @@ class Detector(HubMixin):
         if not source.exists():
             hub = ": Detector.from_pretrained loads from the Hugging Face Hub" if len(source.parts) == 2 else ""
             raise ConfigError(f"there is no file or folder {source}{hub}")
-        _check_threshold(score_threshold)
-        if source.is_file() and is_exported(source):
-            if weights is not None or len(overrides) or tta or (device is not None and str(device) != "cpu"):
-                raise ConfigError(
-                    f"{source} is an exported model on the CPU: weights, overrides, tta and device are fixed"
-                )
-            return cls(ExportedRunner(source, score_threshold=score_threshold), draw_threshold=score_threshold)
+        if score_threshold is not None:
+            check_threshold(score_threshold)
         given = dict(zip(overrides[::2], overrides[1::2], strict=False))
-        config, weights = _find_model(source, weights or given.get("MODEL.WEIGHTS"))
+        weights, device = weights or given.get("MODEL.WEIGHTS"), device or given.get("MODEL.DEVICE")
+        exported = next((Path(path) for path in (weights, source) if path and is_exported(path)), None)
+        if exported is not None:
+            fixed = [key for key in given if key not in ("MODEL.WEIGHTS", "MODEL.DEVICE")]
+            if fixed or tta or str(device or "cpu") != "cpu" or Path(weights or exported) != exported:
+                named = ", ".join(["weights", "device", "tta", *fixed])
+                raise ConfigError(f"{exported} is an exported model on the CPU, which fixes {named}")
+            return cls(ExportedRunner(exported, score_threshold=score_threshold), draw_threshold=score_threshold)
+        config, weights = _find_model(source, weights)
         cfg = load_config(config, [str(value) for value in overrides])
         cfg.defrost()
-        if device is not None or "MODEL.DEVICE" not in given:
-            cfg.MODEL.DEVICE = str(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        # For colors, and for the class names of older checkpoints.
+        cfg.MODEL.DEVICE = str(device or "cuda")
+        if score_threshold is not None:
+            cfg.MODEL.RETINANET.SCORE_THRESH_TEST = cfg.MODEL.ROI_HEADS.SCORE_THRESH_TEST = float(score_threshold)
+        cfg = choose_device(cfg, requested=device is not None)
+        # For colors, and for the classes of checkpoints without metadata.
         with contextlib.suppress(ConfigError):
             register_datasets(cfg)
-        return cls.build(cfg, weights or cfg.MODEL.WEIGHTS, tta=tta, score_threshold=score_threshold)
-
-    @classmethod
-    def build(
-        cls, cfg: CfgNode, weights: str | os.PathLike, *, tta: bool = False, score_threshold: float | None = None
-    ) -> "Detector":
-        """Build the detector of a config, on its ``MODEL.DEVICE``, with the weights of a file, or an exported file.
-
-        Raises:
-            ConfigError: see :meth:`load`.
-        """
-        _check_threshold(score_threshold)
-        check_runner(cfg, weights, tta=tta)
-        if is_exported(weights):
-            runner = ExportedRunner(weights, score_threshold=score_threshold, datasets=cfg.DATASETS.TEST)
-            return cls(runner, draw_threshold=score_threshold)
-        if score_threshold is not None:
-            cfg = cfg.clone()
-            cfg.defrost()
-            cfg.MODEL.RETINANET.SCORE_THRESH_TEST = cfg.MODEL.ROI_HEADS.SCORE_THRESH_TEST = float(score_threshold)
-        return cls(EagerRunner(cfg, weights, tta=tta), draw_threshold=score_threshold)
+        return cls(EagerRunner(cfg, weights or cfg.MODEL.WEIGHTS, tta=tta), draw_threshold=score_threshold)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -242,8 +226,7 @@ class Detector(HubMixin):
         Raises:
             ConfigError: for the first image that has another type, cannot be read, or is too small or large.
         """
-        if batch_size < 1:
-            raise ConfigError(f"batch_size is {batch_size}: it must be at least 1")
+        check_whole("batch_size", batch_size)
         single = not isinstance(images, (list, tuple))
         listed = [images] if single else images
         names = ["the image"] if single else [f"image {index + 1} of {len(listed)}" for index in range(len(listed))]
@@ -273,50 +256,32 @@ class Detector(HubMixin):
             contextlib.closing(read_ahead(batches)) as batches_ahead,
         ):
             for batch in batches_ahead:
-                results = [(item, None) for item in batch if isinstance(item, Skipped)]
-                # One group, unless a file's header and its pixels differ in size.
-                groups = defaultdict(list)
-                for item in batch:
-                    if isinstance(item, Loaded):
-                        groups[item.image.shape].append(item)
-                for group in groups.values():
-                    sizes = [(loaded.entry["height"], loaded.entry["width"]) for loaded in group]
-                    outputs = self.runner([loaded.image for loaded in group], sizes)
-                    for loaded, instances in zip(group, outputs, strict=True):
-                        found = Detections(
-                            instances, self.categories, loaded.source, draw_threshold=self.draw_threshold
-                        )
-                        results.append((loaded, found))
-                yield results
+                group = [item for item in batch if isinstance(item, Loaded)]
+                sizes = [(loaded.entry["height"], loaded.entry["width"]) for loaded in group]
+                outputs = self.runner([loaded.image for loaded in group], sizes) if group else []
+                threshold = self.draw_threshold
+                results = [
+                    (loaded, Detections(instances, self.categories, loaded.source, draw_threshold=threshold))
+                    for loaded, instances in zip(group, outputs, strict=True)
+                ]
+                yield results + [(item, None) for item in batch if isinstance(item, Skipped)]
 
 
 def _find_model(source: Path, weights: str | os.PathLike | None) -> tuple[Path, str | os.PathLike | None]:
     """Return the config and the weights, given or the source's own; None for those of the config."""
-    if source.is_dir():
-        if not (source / CONFIG_FILE).is_file():
-            raise ConfigError(f"{source} has no {CONFIG_FILE}: it is not the folder of a run")
-        return source / CONFIG_FILE, weights or _weights_in(source)
-    config = source.parent / CONFIG_FILE
-    if source.suffix not in (".yaml", ".yml"):
-        if not config.is_file():
-            raise ConfigError(f"{source} has no {CONFIG_FILE} next to it: load a config, with weights={str(source)!r}")
-        return config, weights or source
-    if source.name == CONFIG_FILE and weights is None:
-        if (source.parent / LAST_CHECKPOINT).is_file():
-            raise ConfigError(f"MODEL.WEIGHTS of {source} are the run's initial ones: load its folder {source.parent}")
-        if (source.parent / WEIGHTS_FILE).is_file():
-            return source, source.parent / WEIGHTS_FILE
-    return source, weights
-
-
-def _weights_in(run: Path) -> Path:
-    last = run / LAST_CHECKPOINT
-    tagged = last.read_text().strip() if last.is_file() else ""
-    newest = sorted((path.name for path in run.glob("model_*.pth")), reverse=True)
-    for name in (FINAL_WEIGHTS, tagged, *newest, WEIGHTS_FILE):
-        if name and (run / name).is_file():
-            return run / name
-    raise ConfigError(f"{run} has no weights: neither {FINAL_WEIGHTS} nor another checkpoint, model_*.pth")
+    folder = source if source.is_dir() else source.parent
+    if source.suffix in (".yaml", ".yml") and source.name != CONFIG_FILE:
+        return source, weights
+    if not (folder / CONFIG_FILE).is_file():
+        raise ConfigError(f"there is no {CONFIG_FILE} in {folder}: name a run's folder, or a config and weights")
+    if source.is_file() and source.name != CONFIG_FILE:
+        return folder / CONFIG_FILE, weights or source
+    # MODEL.WEIGHTS of a run's config are the initial ones.
+    is_run = source.is_dir() or any((folder / name).is_file() for name in (LAST_CHECKPOINT, PUBLISHED_WEIGHTS))
+    weights = weights or (weights_of(folder) if is_run else None)
+    if is_run and weights is None:
+        raise ConfigError(f"{folder} has no weights: neither a checkpoint, model_*.pth, nor {PUBLISHED_WEIGHTS}")
+    return folder / CONFIG_FILE, weights
 
 
 def _image_source(image: object, name: str, index: int) -> ImageSource:
@@ -331,6 +296,7 @@ def _image_source(image: object, name: str, index: int) -> ImageSource:
     return ImageSource(image, name, index)
 
 
-def _check_threshold(score_threshold: float | None) -> None:
-    if score_threshold is not None and not (isinstance(score_threshold, numbers.Real) and 0 <= score_threshold <= 1):
+def check_threshold(score_threshold: float) -> None:
+    """Raise a :class:`ConfigError` unless a score threshold is a number in [0, 1]."""
+    if not isinstance(score_threshold, numbers.Real) or not 0 <= score_threshold <= 1:
         raise ConfigError(f"score_threshold is {score_threshold!r}: it must be between 0 and 1")

@@ -16,14 +16,14 @@ from huggingface_hub.utils import filter_repo_objects, validate_repo_id
 
 from backbones import ConfigError
 from backbones.checkpoint_files import write_checkpoint
-from projects_vil.checkpoint import METADATA_KEY, Categories, Checkpointer, fingerprint
+from projects_vil.checkpoint import METADATA_KEY, PUBLISHED_WEIGHTS, Categories, Checkpointer, fingerprint
 from projects_vil.config import CONFIG_FILE, default_config, detector_name
 from projects_vil.evaluation import EVALUATED_MODEL_FILE, EVALUATION_FILE, read_results, results_as_files
 from projects_vil.export import describe_report
 from projects_vil.inference.runners import EagerRunner, ExportedRunner
 
 T = TypeVar("T", bound="HubMixin")
-WEIGHTS_FILE, CARD_FILE = "model.safetensors", "README.md"
+CARD_FILE = "README.md"
 REPORTS = "*.report.json"
 # Files about particular weights.
 EVIDENCE = (EVALUATION_FILE, EVALUATED_MODEL_FILE, REPORTS)
@@ -68,7 +68,7 @@ class HubMixin:
                 be written.
         """
         folder, runner = Path(save_directory), self._eager_runner()
-        if (folder / CONFIG_FILE).exists() and not (folder / WEIGHTS_FILE).exists():
+        if (folder / CONFIG_FILE).exists() and not (folder / PUBLISHED_WEIGHTS).exists():
             raise ConfigError(f"{folder} has a {CONFIG_FILE} that no save wrote: choose another folder")
         config, model = published_config(runner.cfg), fingerprint(runner.cfg, runner.detector)
         evaluation, reports = find_reports(runner.weights.parent, model)
@@ -92,19 +92,13 @@ class HubMixin:
                 for name, text in texts.items():
                     (Path(temporary) / name).write_text(text, encoding="utf-8")
                 contents = {"model": runner.detector.state_dict(), METADATA_KEY: metadata.to_dict()}
-                write_checkpoint(Path(temporary) / WEIGHTS_FILE, contents)
+                write_checkpoint(Path(temporary) / PUBLISHED_WEIGHTS, contents)
                 for path in stale:
                     path.unlink()
-                for name in (*texts, WEIGHTS_FILE):
+                for name in (*texts, PUBLISHED_WEIGHTS):
                     os.replace(Path(temporary) / name, folder / name)
         except OSError as error:
             raise ConfigError(f"{folder} cannot be written: {error.strerror}") from error
-
-    def generate_model_card(self, *, license: str | None = None, repo_id: str | None = None) -> ModelCard:
-        """Return the model card that :meth:`save_pretrained` writes."""
-        runner = self._eager_runner()
-        evaluation, reports = find_reports(runner.weights.parent, fingerprint(runner.cfg, runner.detector))
-        return self._model_card(evaluation, reports, license, repo_id)
 
     def _model_card(
         self, evaluation: dict | None, reports: dict[str, dict], license: str | None, repo_id: str | None
@@ -112,16 +106,14 @@ class HubMixin:
         if repo_id is not None:
             validate_repo_id(repo_id)
         cfg, detector = self._eager_runner().cfg, self._eager_runner().detector
-        tasks = {name: {t: m for t, m in tasks.items() if t in _TASKS} for name, tasks in (evaluation or {}).items()}
-        evaluations = {name: found for name, found in tasks.items() if found}
         name, masks = detector_name(cfg), cfg.MODEL.META_ARCHITECTURE != "RetinaNet" and cfg.MODEL.MASK_ON
         backbone = getattr(getattr(detector.backbone, "bottom_up", None), "variant", cfg.MODEL.BACKBONE.NAME)
         results = [
             EvalResult(_TASKS[task], dataset, dataset, metric, round(metrics[metric], 3))
-            for dataset, tasks in evaluations.items()
+            for dataset, tasks in (evaluation or {}).items()
             for task, metrics in tasks.items()
             for metric in _METRICS
-            if isinstance(metrics.get(metric), (int, float))
+            if task in _TASKS and isinstance(metrics.get(metric), (int, float))
         ]
         data = ModelCardData(
             library_name="vil-detectron2",
@@ -146,7 +138,7 @@ class HubMixin:
             score_threshold=head.SCORE_THRESH_TEST,
             classes=[(number, " ".join(text.split()).replace("|", "\\|")) for number, text in classes],
             metrics=_METRICS,
-            evaluations=evaluations,
+            evaluations=evaluation or {},
             reports=[describe_report(report) for report in reports.values()],
         )
 
@@ -182,7 +174,7 @@ class HubMixin:
         """
         validate_repo_id(repo_id)
         patterns = {"allow_patterns": allow_patterns, "ignore_patterns": ignore_patterns}
-        if delete_patterns is None and [*filter_repo_objects([WEIGHTS_FILE], **patterns)]:
+        if delete_patterns is None and [*filter_repo_objects([PUBLISHED_WEIGHTS], **patterns)]:
             delete_patterns = list(EVIDENCE)
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary) / "detector"
@@ -233,14 +225,14 @@ class HubMixin:
                 raise ConfigError(f"there is no folder {name}")
             validate_repo_id(name)
             options = {"token": token, "local_files_only": local_files_only, "force_download": force_download}
-            files = [CONFIG_FILE, WEIGHTS_FILE, CARD_FILE, *EVIDENCE]
+            files = [CONFIG_FILE, PUBLISHED_WEIGHTS, CARD_FILE, *EVIDENCE]
             folder = Path(
                 snapshot_download(name, revision=revision, cache_dir=cache_dir, allow_patterns=files, **options)
             )
-        for needed in (CONFIG_FILE, WEIGHTS_FILE):
+        for needed in (CONFIG_FILE, PUBLISHED_WEIGHTS):
             if not (folder / needed).is_file():
                 raise ConfigError(f"{name} has no {needed}: it is not a detector from save_pretrained")
-        weights = folder / WEIGHTS_FILE
+        weights = folder / PUBLISHED_WEIGHTS
         return cls.load(folder, weights=weights, device=device, score_threshold=score_threshold, tta=tta)
 
     def _eager_runner(self) -> EagerRunner:

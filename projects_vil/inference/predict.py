@@ -16,16 +16,16 @@ from pathlib import Path
 
 import cv2
 import numpy as np
-from detectron2.config import CfgNode
 from tqdm import tqdm
 
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
+from backbones.errors import check_whole
 from projects_vil.checkpoint import Categories, dataset_categories, describe_classes, match_all_classes
-from projects_vil.config import number_of_classes
+from projects_vil.config import default_config
 from projects_vil.data import load_dataset, register_datasets
-from projects_vil.inference.detector import DRAW_THRESHOLD, Detector
-from projects_vil.inference.runners import ExportedRunner, check_runner, config_of_export
+from projects_vil.export import ExportedModel
+from projects_vil.inference.detector import DRAW_THRESHOLD, READERS, Detector, check_threshold
 from projects_vil.inference.sources import VIDEO_SUFFIXES, ImageBatches, ImageSource, Skipped, Video, find_images
 from projects_vil.visualization import write_image
 
@@ -60,13 +60,11 @@ class Summary:
 
 
 def predict(
-    cfg: CfgNode | None,
-    weights: str | Path,
+    detector: Detector,
     source: str | Path,
     output: str | Path,
     *,
     batch_size: int = 1,
-    tta: bool = False,
     annotations: str | Path | None = None,
     drawings: bool = True,
     score_threshold: float = DRAW_THRESHOLD,
@@ -82,66 +80,36 @@ def predict(
     - ``drawings/``: every image under its own name, or a video.
 
     Image ids count from 1, in the order of the names or frames. Hidden files, and ``output`` inside the folder, are
-    skipped. Category ids are those of the checkpoint or the export; with an annotation file, those of that file.
+    skipped. Category ids are the detector's; with an annotation file, those of that file. Both JSON files are written
+    atomically at the end.
 
     Args:
-        cfg: the detector's config; None for an exported file.
-        weights: its checkpoint, or an exported file.
+        detector: any; a batched export for several images at once.
         source: an image, a folder, or a video (by its suffix).
         output: folder for the results.
         batch_size: maximum number of images at once.
-        tta: whether to use test-time augmentation.
         annotations: COCO file of the folder's images: only its images, in its order, with its ids.
         drawings: whether to draw.
         score_threshold: lowest score in drawings, in [0, 1]; the results contain all detections.
 
     Raises:
-        ConfigError: for invalid arguments and files, before the detector is built where possible.
+        ConfigError: for invalid arguments and files, before anything is written, and if a file cannot be written.
     """
     source, output = Path(source), Path(output)
     _check_paths(source, output, annotations and Path(annotations))
-    if batch_size < 1:
-        raise ConfigError(f"batch_size is {batch_size}: it must be at least 1")
-    if not 0 <= score_threshold <= 1:
-        raise ConfigError(f"score_threshold is {score_threshold}: it must be between 0 and 1")
-    cfg = config_of_export(weights) if cfg is None else cfg
-    check_runner(cfg, weights, tta=tta)
-    if annotations is not None:
-        cfg, images = _annotated_images(cfg, source, Path(annotations))
-    else:
-        register_datasets(cfg)
-        images = find_images(source, exclude=output)
-    files: ImageBatches | Video = ImageBatches(images, threads=max(cfg.DATALOADER.NUM_WORKERS, 1))
+    check_whole("batch_size", batch_size)
+    check_threshold(score_threshold)
     if source.is_file() and source.suffix.lower() in VIDEO_SUFFIXES:
-        files = Video(source)
-    detector = Detector.build(cfg, weights, tta=tta)
-    if batch_size > 1 and isinstance(detector.runner, ExportedRunner) and not detector.runner.model.batched:
-        logging.getLogger(__name__).warning("batch_size %d: %s takes one image at a time", batch_size, weights)
-    if annotations is not None:
-        annotated = dataset_categories(cfg.DATASETS.TEST, number_of_classes(cfg)[1])
-        detector = Detector(detector.runner, categories=categories_as_annotated(detector.categories, annotated))
-    options = {"batch_size": batch_size, "drawings": drawings, "score_threshold": score_threshold}
-    return write_detections(detector, files, output, **options)
-
-
-def write_detections(
-    detector: Detector,
-    files: ImageBatches | Video,
-    output: Path,
-    *,
-    batch_size: int = 1,
-    drawings: bool = False,
-    score_threshold: float = DRAW_THRESHOLD,
-) -> Summary:
-    """Write the files of :func:`predict` with a loaded detector; both JSON files are written atomically at the end.
-
-    Raises:
-        ConfigError: if ``output`` or a drawing cannot be written.
-    """
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"output {output} cannot be created: {error.strerror}") from error
+        files: ImageBatches | Video = Video(source)
+    elif annotations is None:
+        files = ImageBatches(find_images(source, exclude=output), threads=READERS)
+    else:
+        images, categories = _annotated_images(detector, source, Path(annotations))
+        files, detector = ImageBatches(images, threads=READERS), Detector(detector.runner, categories=categories)
+    model = getattr(detector.runner, "model", None)
+    if batch_size > 1 and isinstance(model, ExportedModel) and not model.batched:
+        logging.getLogger(__name__).warning("batch_size %d: %s takes one image at a time", batch_size, model.path)
+    output.mkdir(parents=True, exist_ok=True)
     entries: dict[int, dict] = {}
     results: dict[int, list[dict]] = {}
     skipped: list[Skipped] = []
@@ -224,46 +192,35 @@ def _image_writer(folder: Path, images: list[ImageSource]) -> Iterator[WriteDraw
 
 @contextlib.contextmanager
 def _video_writer(folder: Path, video: Video) -> Iterator[WriteDrawing]:
-    """One MP4, or a PNG per frame where OpenCV cannot encode it."""
     path = folder / f"{video.path.stem}.mp4"
     partial = path.with_name(f".{path.stem}.{os.getpid()}.partial.mp4")
-    writer = size = None
+    writer = cv2.VideoWriter()
 
     def write(entry: dict, drawn: np.ndarray) -> None:
-        nonlocal writer, size
-        if writer is None:
-            size = drawn.shape[1] // 2 * 2, drawn.shape[0] // 2 * 2  # encoders need even sides
+        size = drawn.shape[1] // 2 * 2, drawn.shape[0] // 2 * 2  # encoders need even sides
+        if not writer.isOpened():
             folder.mkdir(parents=True, exist_ok=True)
-            code = cv2.VideoWriter_fourcc(*VIDEO_CODEC)
-            writer = cv2.VideoWriter(str(partial), code, video.frame_rate, size)
-            if not writer.isOpened():
-                tqdm.write(f"OpenCV cannot encode {VIDEO_CODEC}: frames are written to {folder}", file=sys.stderr)
-        if writer.isOpened():
-            # OpenCV drops frames of another size silently.
-            resized = drawn if drawn.shape[1::-1] == size else cv2.resize(drawn, size)
-            writer.write(np.ascontiguousarray(resized[..., ::-1]))
-        else:
-            write_image(folder / path.stem / f"{entry['frame']:06d}.png", drawn)
+            if not writer.open(str(partial), cv2.VideoWriter_fourcc(*VIDEO_CODEC), video.frame_rate, size):
+                raise ConfigError(f"{path}: OpenCV cannot encode {VIDEO_CODEC}; leave the drawings out")
+        writer.write(np.ascontiguousarray(cv2.resize(drawn, size)[..., ::-1]))
 
     try:
         yield write
-        if writer is not None and writer.isOpened():
-            writer.release()
+        writer.release()
+        if partial.exists():
             partial.replace(path)
     finally:
-        if writer is not None:
-            writer.release()
+        writer.release()
         partial.unlink(missing_ok=True)
 
 
-def _annotated_images(cfg: CfgNode, folder: Path, annotations: Path) -> tuple[CfgNode, list[ImageSource]]:
-    """Return the images of a COCO file, and the config with it as ``DATASETS.TEST``."""
+def _annotated_images(detector: Detector, folder: Path, annotations: Path) -> tuple[list[ImageSource], Categories]:
+    """Return the images of a COCO file in a folder, and the detector's classes with the file's ids and names."""
     name = f"{annotations} for {folder}"
-    cfg = cfg.clone()
+    cfg = getattr(detector.runner, "cfg", default_config()).clone()
     cfg.defrost()
-    cfg.DATASETS.COCO = [*cfg.DATASETS.COCO, [name, str(annotations), str(folder)]]
-    cfg.DATASETS.TEST = (name,)
-    cfg.freeze()
+    cfg.DATASETS.COCO = [[name, str(annotations), str(folder)]]
+    cfg.MODEL.RETINANET.NUM_CLASSES = cfg.MODEL.ROI_HEADS.NUM_CLASSES = len(detector.names)
     register_datasets(cfg)
     images = []
     for record in load_dataset(cfg, [name], train=False):
@@ -272,7 +229,7 @@ def _annotated_images(cfg: CfgNode, folder: Path, annotations: Path) -> tuple[Cf
             raise ConfigError(f"{annotations} has {path}, which is outside of the folder {folder}")
         size = record["height"], record["width"]
         images.append(ImageSource(path, path.relative_to(folder).as_posix(), record["image_id"], size))
-    return cfg, images
+    return images, categories_as_annotated(detector.categories, dataset_categories([name], len(detector.names)))
 
 
 def _check_paths(source: Path, output: Path, annotations: Path | None) -> None:

@@ -11,11 +11,12 @@ from detectron2.structures import Instances
 from torch import Tensor
 
 from backbones import ConfigError
-from projects_vil.checkpoint import check_weights_file, checked_ids, known_categories, load_detector
-from projects_vil.config import DETECTORS, check_device, default_config, number_of_classes
+from backbones.errors import check_choice
+from projects_vil.checkpoint import known_categories, load_detector
+from projects_vil.config import DETECTORS
 from projects_vil.data import size_for_testing
-from projects_vil.export import ExportedModel, is_exported, letterbox_size, pad_image, read_metadata, to_instances
-from projects_vil.modeling import add_tta, augmentation_sizes, longest_side
+from projects_vil.export import ExportedModel, letterbox_size, pad_image, to_instances
+from projects_vil.modeling import add_tta, longest_side
 
 
 class EagerRunner:
@@ -31,10 +32,12 @@ class EagerRunner:
         categories: its classes.
 
     Raises:
-        ConfigError: if the weights are missing or do not fit.
+        ConfigError: for a model that is not a detector, and weights that are missing or do not fit.
     """
 
     def __init__(self, cfg: CfgNode, weights: str | Path, *, tta: bool = False) -> None:
+        check_choice("MODEL.META_ARCHITECTURE", cfg.MODEL.META_ARCHITECTURE, DETECTORS)
+        check_choice("INPUT.FORMAT", cfg.INPUT.FORMAT, ("RGB", "BGR"))
         self.detector, self.categories = load_detector(cfg, weights, device=cfg.MODEL.DEVICE, as_datasets=False)
         self.cfg = cfg
         self.weights = Path(weights)
@@ -80,26 +83,24 @@ class ExportedRunner:
     Args:
         path: the exported file; its metadata lie next to it.
         score_threshold: lowest score of a detection; None for that of the export.
-        datasets: where class names and ids of older exports are looked up.
 
     Raises:
         ConfigError: if either file is missing or damaged, or the export's own threshold is above ``score_threshold``.
     """
 
-    def __init__(self, path: str | Path, *, score_threshold: float | None = None, datasets: Sequence[str] = ()) -> None:
+    def __init__(self, path: str | Path, *, score_threshold: float | None = None) -> None:
         self.model = ExportedModel(path)
         metadata = self.model.metadata
         self.channels = metadata["input"]["color_order"]
-        classes = metadata["classes"]
-        ids = checked_ids(metadata.get("category_ids"), classes)
-        self.categories = known_categories(classes, ids, number=len(classes), datasets=datasets)
-        exported_with = metadata.get("thresholds", {}).get("score", 0)
-        if score_threshold is not None and score_threshold < exported_with:
+        classes = tuple(metadata["classes"])
+        self.categories = known_categories(classes, metadata["category_ids"], number=len(classes))
+        exported_with = metadata["thresholds"]["score"]
+        self.score_threshold = exported_with if score_threshold is None else score_threshold
+        if self.score_threshold < exported_with:
             raise ConfigError(f"score_threshold is {score_threshold:g}, and {path} was exported with {exported_with:g}")
-        self.score_threshold = score_threshold
         self.resizing = metadata["resizing"]
-        self.fixed_size = tuple(metadata["input"].get("size") or ()) or None
-        self.sides = (None if self.fixed_size else metadata["input"].get("sides")) or (1, None)
+        self.fixed_size = tuple(metadata["input"]["size"] or ()) or None
+        self.sides = (1, None) if self.fixed_size else metadata["input"]["sides"]
 
     def input_size(self, height: int, width: int) -> tuple[int, int]:
         if self.fixed_size:
@@ -121,73 +122,12 @@ class ExportedRunner:
             each = [{name: value[image_index == i] for name, value in found.items()} for i in range(len(images))]
         else:
             each = [self.model(image) for image in inputs]
-        if self.score_threshold is not None:
-            kept = [found["scores"] >= self.score_threshold for found in each]
-            each = [
-                {name: value[keep] for name, value in found.items()} for found, keep in zip(each, kept, strict=True)
-            ]
+        for found in each:
+            kept = found["scores"] >= self.score_threshold
+            found.update({name: value[kept] for name, value in found.items()})
         return [
             to_instances(found, image.shape[1:], size) for found, image, size in zip(each, images, sizes, strict=True)
         ]
-
-
-def check_runner(cfg: CfgNode, weights: str | Path, *, tta: bool = False) -> None:
-    """Check what can be checked before a model is built.
-
-    Raises:
-        ConfigError: for a model that is not a detector, missing weights, an exported model with another number of
-            classes, an unavailable device, or invalid augmentation sizes.
-    """
-    if cfg.MODEL.META_ARCHITECTURE not in DETECTORS:
-        raise ConfigError(f"MODEL.META_ARCHITECTURE is {cfg.MODEL.META_ARCHITECTURE}, not {' or '.join(DETECTORS)}")
-    if cfg.INPUT.FORMAT not in ("RGB", "BGR"):
-        raise ConfigError(f"INPUT.FORMAT is {cfg.INPUT.FORMAT}, not RGB or BGR")
-    if not str(weights):
-        raise ConfigError("MODEL.WEIGHTS is empty: name the checkpoint of a trained detector")
-    if is_exported(weights):
-        if tta:
-            raise ConfigError(f"tta changes images inside the detector, and {weights} is an exported model")
-        (key, number), classes = number_of_classes(cfg), read_metadata(weights)["classes"]
-        if len(classes) != number:
-            raise ConfigError(f"{key} is {number}, and {weights} has {len(classes)} classes")
-        return
-    check_weights_file(str(weights))
-    check_device(cfg)
-    if tta:
-        augmentation_sizes(cfg)
-
-
-def check_overrides(weights: str | Path, overrides: Sequence[str]) -> None:
-    """Raise a :class:`ConfigError` for an override of the config that an exported model cannot follow."""
-    followed = ("MODEL.WEIGHTS", "MODEL.DEVICE", "DATASETS.")
-    ignored = [key for key in overrides[::2] if not key.startswith(followed)] if is_exported(weights) else []
-    if ignored:
-        raise ConfigError(f"{ignored[0]} has no effect on {weights}: export the model again with it")
-
-
-def config_of_export(path: str | Path | None, overrides: Sequence[str] = ()) -> CfgNode:
-    """Return a config for an exported file, for the functions that read a detector's config.
-
-    Args:
-        path: the file; None raises.
-        overrides: keys and values of the config; only the file's name and its device, the CPU, may be given.
-
-    Raises:
-        ConfigError: for a file that is not an export, missing metadata, or other overrides.
-    """
-    if path is None or not is_exported(path):
-        raise ConfigError(f"{path or 'weights'}: name a detector's config, or an exported model, which needs none")
-    check_overrides(path, overrides)
-    for key, value in zip(overrides[::2], overrides[1::2], strict=True):
-        if key.startswith("DATASETS.") or (key == "MODEL.DEVICE" and value != "cpu"):
-            raise ConfigError(f"{key} {value} has no effect on {path}, which runs on the CPU without a config")
-    cfg = default_config()
-    cfg.MODEL.WEIGHTS = str(path)
-    cfg.MODEL.META_ARCHITECTURE = "RetinaNet"
-    cfg.MODEL.RETINANET.NUM_CLASSES = len(read_metadata(path)["classes"])
-    cfg.DATASETS.TRAIN = cfg.DATASETS.TEST = ()
-    cfg.freeze()
-    return cfg
 
 
 def _size_error(original: tuple[int, int], size: tuple[int, int], sides: Sequence[int | None]) -> str | None:

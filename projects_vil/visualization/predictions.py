@@ -13,6 +13,7 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.structures import BitMasks, BoxMode
 
 from backbones.errors import ConfigError
+from projects_vil.checkpoint import weights_of
 from projects_vil.config import is_panoptic, is_segmentor
 from projects_vil.data import (
     IGNORED_LABEL,
@@ -140,10 +141,7 @@ def summarize_run(run: str | Path, dataset_name: str, *, num_images: int, drawin
     values = "   ".join(f"{label} {value:.1f}" for label, value in found.items() if value is not None)
     if not values:
         raise ConfigError(f"{run / EVALUATION_FILE} has no AP and no mIoU on {dataset_name!r}")
-    weights = run / "model_final.pth"
-    if not weights.exists():
-        weights = max(run.glob("model_*.pth"), default=weights)
-    names = [path.name for path in (weights, run / EVALUATION_FILE) if path.exists()]
+    names = [path.name for path in (weights_of(run), run / EVALUATION_FILE) if path is not None]
     names += ["export/"] if (run / "export").is_dir() else []
     names.append(drawing.name if drawing.parent == run else str(drawing))
     return [f"{values}   ({dataset_name}, {num_images} images)", f"results in {run}: {', '.join(names)}"]

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import logging
-import pickle
 import shutil
 
 import pytest
@@ -14,7 +13,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 from backbones import ConfigError
-from backbones.checkpoint_files import read_checkpoint
 from projects_vil import load_config
 from projects_vil.checkpoint import METADATA_KEY, Checkpointer, build_detector, check_weights
 from projects_vil.engine import Trainer
@@ -42,10 +40,14 @@ def save(folder, contents, name: str = "weights.pth") -> str:
     return str(folder / name)
 
 
+def copy_of(model: nn.Module) -> State:
+    return {key: tensor.clone() for key, tensor in model.state_dict().items()}
+
+
 def load(path: str, *overrides: str, name: str = "retinanet") -> tuple[State, State]:
     """Return the weights of a detector before and after loading."""
     model = detector(name, *overrides)
-    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    before = copy_of(model)
     Checkpointer(model).load(path)
     return before, model.state_dict()
 
@@ -81,34 +83,17 @@ def log_of(name: str):
 # Files that match
 
 
-@pytest.mark.parametrize("name", ["retinanet", "mask_rcnn", "semantic_fpn"])
-def test_round_trip_gives_identical_outputs(tmp_path, name):
-    cfg = small_config(name)
-    saved = detector(name, seed=7).eval()
+@pytest.mark.parametrize("name", ["mask_rcnn", "semantic_fpn"])
+def test_round_trip_and_forms_of_a_state_dict(tmp_path, name):
+    cfg, state = small_config(name), trained(name)
+    saved, loaded = detector(name, seed=7), detector(name)
     Checkpointer(saved, str(tmp_path), cfg=cfg).save("saved", iteration=3)
-    loaded = detector(name).eval()
     assert Checkpointer(loaded, cfg=cfg, complete=True).load(str(tmp_path / "saved.pth"))["iteration"] == 3
-    batch = [{"image": torch.rand(3, 70, 90, generator=torch.Generator().manual_seed(0)) * 255}]
-    with torch.inference_mode():
-        expected, outputs = saved(batch)[0], loaded(batch)[0]
-    if name == "semantic_fpn":
-        assert torch.equal(outputs["sem_seg"], expected["sem_seg"])
-        return
-    ours, theirs = outputs["instances"].get_fields(), expected["instances"].get_fields()
-    assert len(expected["instances"]) and ours.keys() == theirs.keys()
-    for field, value in ours.items():
-        assert torch.equal(getattr(value, "tensor", value), getattr(theirs[field], "tensor", theirs[field])), field
-
-
-@pytest.mark.parametrize("form", ["bare", "model", "module", "safetensors"])
-def test_forms_of_a_state_dict(tmp_path, form):
-    if form == "safetensors":
-        path = str(tmp_path / "weights.safetensors")
-        save_file(trained(), path)
-    else:
-        state = {f"module.{name}": tensor for name, tensor in trained().items()} if form == "module" else trained()
-        path = save(tmp_path, {"model": state} if form == "model" else state)
-    assert equal(load(path)[1], trained()) == set(trained())
+    assert equal(loaded.state_dict(), state) == set(state)
+    save_file(state, tmp_path / "weights.safetensors")
+    wrapped = {f"module.{key}": tensor for key, tensor in state.items()}
+    for path in (tmp_path / "weights.safetensors", save(tmp_path, state, "a.pth"), save(tmp_path, wrapped, "b.pth")):
+        assert equal(load(str(path), name=name)[1], state) == set(state)
 
 
 @pytest.mark.parametrize("name", ["retinanet", "mask_rcnn"])
@@ -122,19 +107,19 @@ def test_weights_of_a_backbone_leave_the_rest_random(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    "name, overrides, predictors",
+    "name, key, predictors",
     [
-        ("retinanet", ["MODEL.RETINANET.NUM_CLASSES", "5"], ["head.cls_score"]),
-        ("semantic_fpn", ["MODEL.SEM_SEG_HEAD.NUM_CLASSES", "5"], ["sem_seg_head.predictor"]),
+        ("retinanet", "RETINANET", ["head.cls_score"]),
+        ("semantic_fpn", "SEM_SEG_HEAD", ["sem_seg_head.predictor"]),
         (
             "mask_rcnn",
-            ["MODEL.ROI_HEADS.NUM_CLASSES", "5"],
+            "ROI_HEADS",
             [f"roi_heads.{x}" for x in ("box_predictor.cls_score", "box_predictor.bbox_pred", "mask_head.predictor")],
         ),
     ],
 )
-def test_another_number_of_classes_leaves_only_predictors_random(tmp_path, name, overrides, predictors):
-    path = save(tmp_path, trained(name))
+def test_another_number_of_classes_leaves_only_predictors_random(tmp_path, name, key, predictors):
+    overrides, path = [f"MODEL.{key}.NUM_CLASSES", "5"], save(tmp_path, trained(name))
     with log_of(LOG) as log:
         before, after = load(path, *overrides, name=name)
     random = {f"{layer}.{leaf}" for layer in predictors for leaf in ("weight", "bias")}
@@ -151,8 +136,8 @@ def test_another_number_of_classes_leaves_only_predictors_random(tmp_path, name,
     [
         (["MODEL.TRANSFORMER.NAME", "vil_small_1_1_9_1_rpb"], "retinanet", "other shapes"),
         (["MODEL.TRANSFORMER.NAME", "vil_tiny_rpb"], "retinanet", "108 missing"),
-        (["MODEL.FPN.OUT_CHANNELS", "16"], "retinanet", "(32, 96, 1, 1) in it and (16, 96, 1, 1)"),
-        ([], "mask_rcnn", "12 unexpected names"),
+        (["MODEL.FPN.OUT_CHANNELS", "16"], "retinanet", "(32, 96, 1, 1)"),
+        ([], "mask_rcnn", "12 unexpected"),
     ],
 )
 def test_weights_of_another_model(tmp_path, overrides, name, named):
@@ -173,11 +158,10 @@ def test_unexpected_names_values_and_shapes(tmp_path):
     state["head.cls_scor.weight"] = state.pop(key)
     text = error_of(save(tmp_path, state))
     assert "1 unexpected names (head.cls_scor.weight)" in text and f"1 missing parameters ({key})" in text
-    for tensor in (trained()[key][..., :1, :1].clone(), trained()[key][:, :16].clone(), trained()[key][0].clone()):
-        assert f"1 other shapes ({key}" in error_of(save(tmp_path, trained() | {key: tensor}))
-    for value in (3, torch.full_like(trained()[key], float("nan"))):
+    weight = trained()[key]
+    for value in (weight[..., :1, :1].clone(), weight[0].clone(), 3, torch.full_like(weight, float("nan"))):
         assert key in error_of(save(tmp_path, trained() | {key: value}))
-    assert "backbone.bottom_up" in error_of(save(tmp_path, {"module.weight": torch.ones(2)}))
+    error_of(save(tmp_path, {"model": 3}))
 
 
 def test_missing_files(tmp_path):
@@ -187,46 +171,6 @@ def test_missing_files(tmp_path):
         Checkpointer(detector(), complete=True).load("")
     before, after = load("")
     assert equal(before, after) == set(after)
-
-
-@pytest.mark.parametrize("suffix", ["pth", "pkl", "safetensors"])
-@pytest.mark.parametrize("content", [b"", b"MODEL:\n  WEIGHTS: none\n", b"\x80\x04garbage", None])
-def test_files_that_are_not_checkpoints(tmp_path, suffix, content):
-    path = tmp_path / f"weights.{suffix}"
-    if content is None:
-        (save_file if suffix == "safetensors" else torch.save)(trained(), path)
-        content = path.read_bytes()[: path.stat().st_size // 2]
-    path.write_bytes(content)
-    error_of(path)
-
-
-@pytest.mark.parametrize("content", [[1, 2], {"epoch": 3}, {"model": 3}, {}])
-def test_files_without_a_model(tmp_path, content):
-    error_of(save(tmp_path, content))
-
-
-class Malicious:
-    """Runs ``open(path, "w")`` when it is unpickled."""
-
-    def __init__(self, path) -> None:
-        self.path = str(path)
-
-    def __reduce__(self):
-        return open, (self.path, "w")
-
-
-@pytest.mark.parametrize("writer, suffix", [("torch", "pth"), ("torch legacy", "pkl"), ("pickle", "pyth")])
-def test_code_in_a_file_never_runs(tmp_path, writer, suffix):
-    executed, path = tmp_path / "executed", tmp_path / f"weights.{suffix}"
-    content = {"model": trained(), "__author__": Malicious(executed)}
-    if writer == "pickle":
-        path.write_bytes(pickle.dumps(content))
-    else:
-        torch.save(content, path, _use_new_zipfile_serialization=writer == "torch")
-    error_of(path)
-    with pytest.raises(ConfigError):
-        read_checkpoint(path)
-    assert not executed.exists()
 
 
 # Metadata
@@ -246,15 +190,12 @@ def with_metadata(trained_run, folder, name: str = "changed.pth", **metadata) ->
 
 
 def test_metadata_of_a_run(trained_run):
-    for name in ("model_0000001", "model_final"):
-        saved = torch.load(trained_run / f"{name}.pth", weights_only=True)[METADATA_KEY]
-        assert saved["variant"] == "vil_tiny_1_1_3_1_rpb" and saved["options"] == {}
-        assert tuple(saved["classes"]) == ("circle", "square", "triangle") and tuple(saved["category_ids"]) == (1, 2, 3)
-        assert saved["input"] == {"format": "RGB", "mean": (123.675, 116.28, 103.53), "std": (58.395, 57.12, 57.375)}
-        assert saved["versions"]["torch"] == torch.__version__
-    model = detector()
-    rest = DetectionCheckpointer(model).load(str(trained_run / "model_final.pth"))
-    assert rest[METADATA_KEY]["variant"] == "vil_tiny_1_1_3_1_rpb"
+    rest = DetectionCheckpointer(detector()).load(str(trained_run / "model_final.pth"))
+    saved = rest[METADATA_KEY]
+    assert saved["variant"] == "vil_tiny_1_1_3_1_rpb" and saved["options"] == {}
+    assert tuple(saved["classes"]) == ("circle", "square", "triangle") and tuple(saved["category_ids"]) == (1, 2, 3)
+    assert saved["input"] == {"format": "RGB", "mean": (123.675, 116.28, 103.53), "std": (58.395, 57.12, 57.375)}
+    assert saved["versions"]["torch"] == torch.__version__
 
 
 @pytest.mark.parametrize(
@@ -269,11 +210,9 @@ def test_metadata_of_a_run(trained_run):
 def test_metadata_that_differ(trained_run, overrides, named, is_fatal):
     """Options and input format raise where the file must have the whole model, and else log a warning."""
     final, cfg = str(trained_run / "model_final.pth"), run_config(trained_run, *overrides)
-    for load_all in (lambda: check_weights(cfg, final, complete=True), lambda: build_detector(cfg, final)):
-        with pytest.raises(ConfigError) as caught:
-            load_all()
-        for text in (final, *named, f"{trained_run}/config.yaml"):
-            assert text in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        check_weights(cfg, final, complete=True)
+    assert all(text in str(caught.value) for text in (final, *named, f"{trained_run}/config.yaml"))
     if is_fatal:
         with pytest.raises(ConfigError):
             check_weights(cfg, final)
@@ -283,30 +222,28 @@ def test_metadata_that_differ(trained_run, overrides, named, is_fatal):
         assert any(all(text in line for text in named) for line in log)
 
 
-def test_variants_are_compared_where_all_shapes_match(trained_run, tmp_path):
-    path = with_metadata(trained_run, tmp_path, variant="ls_tiny")
+def test_variants_and_options_where_all_shapes_match(trained_run, tmp_path):
     with pytest.raises(ConfigError, match="ls_tiny.*vil_tiny_1_1_3_1_rpb"):
-        check_weights(run_config(trained_run), path)
-
-
-def test_default_options_may_be_given(trained_run, tmp_path):
-    given = [f"{OPTION}ATTENTION_MODE", "zero_pad", f"{OPTION}GLOBAL_TOKENS", "[1, 1, 1, 0]"]
-    given += [f"{OPTION}WINDOW_SIZE", "[7, 7, 7, 7]", f"{OPTION}SHARED_PROJECTIONS", "True"]
+        check_weights(run_config(trained_run), with_metadata(trained_run, tmp_path, variant="ls_tiny"))
+    given = [f"{OPTION}GLOBAL_TOKENS", "[1, 1, 1, 0]", f"{OPTION}WINDOW_SIZE", "[7, 7, 7, 7]"]
     check_weights(run_config(trained_run, *given), str(trained_run / "model_final.pth"), complete=True)
     saved = {"attention_mode": "zero_pad", "global_tokens": [1, 1, 1, 0], "window_size": 7, "attention": None}
-    for options in (saved, {"no_such_option": 1}, {"window_size": "wide"}, None):
+    for options in (saved, {"no_such_option": 1}, None):
         check_weights(run_config(trained_run), with_metadata(trained_run, tmp_path, options=options), complete=True)
 
 
-def test_a_file_without_metadata(trained_run, shapes, tmp_path):
+# Resuming
+
+
+def test_a_resume_reads_a_file_once_also_without_metadata(trained_run, shapes, tmp_path, monkeypatch):
     path = with_metadata(trained_run, tmp_path, "model_0000003.pth")
-    old = build_detector(run_config(trained_run), path).state_dict()
-    new = build_detector(run_config(trained_run), trained_run / "model_final.pth").state_dict()
-    assert equal(old, new) == set(new)
-    cfg = run_config(trained_run, "OUTPUT_DIR", str(tmp_path), "SOLVER.MAX_ITER", "5", "DATASETS.TEST", "()")
-    trainer = Trainer(cfg)
+    assert set(build_detector(run_config(trained_run), path).state_dict()) == set(trained())
+    (tmp_path / "last_checkpoint").write_text("model_0000003.pth")
+    trainer, reads = Trainer(run_config(trained_run, "OUTPUT_DIR", str(tmp_path), "SOLVER.MAX_ITER", "5")), []
+    load_file = torch.load
+    monkeypatch.setattr(torch, "load", lambda path, *args, **kw: reads.append(path) or load_file(path, *args, **kw))
     trainer.resume_or_load(resume=True)
-    assert trainer.start_iter == 4
+    assert len(reads) == 1 and trainer.start_iter == 4
 
 
 @pytest.mark.parametrize("change", ["options", "classes"])
@@ -322,20 +259,9 @@ def test_a_resume_with_other_options_or_classes(trained_run, shapes, tmp_path, c
         trainer.resume_or_load(resume=True)
 
 
-def test_a_resume_reads_the_checkpoint_once(trained_run, shapes, tmp_path, monkeypatch):
-    shutil.copy(trained_run / "model_final.pth", tmp_path)
-    (tmp_path / "last_checkpoint").write_text("model_final.pth")
-    trainer, reads = Trainer(run_config(trained_run, "OUTPUT_DIR", str(tmp_path))), []
-    load_file = torch.load
-    monkeypatch.setattr(torch, "load", lambda path, *args, **kw: reads.append(path) or load_file(path, *args, **kw))
-    trainer.resume_or_load(resume=True)
-    assert len(reads) == 1 and trainer.start_iter > 0
-
-
 def test_a_finished_run_as_a_new_start(trained_run, shapes, tmp_path):
     overrides = [*SMALL["retinanet"], "OUTPUT_DIR", str(tmp_path)]
-    cfg = run_config(trained_run, *overrides, "MODEL.WEIGHTS", str(trained_run / "model_final.pth"))
-    trainer = Trainer(cfg)
+    trainer = Trainer(run_config(trained_run, *overrides, "MODEL.WEIGHTS", str(trained_run / "model_final.pth")))
     trainer.resume_or_load(resume=False)
     state = torch.load(trained_run / "model_final.pth", weights_only=True)["model"]
     assert trainer.start_iter == 0 and equal(state, trainer.model.state_dict()) == set(state)

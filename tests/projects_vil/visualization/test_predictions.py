@@ -153,6 +153,7 @@ def test_summary_of_a_run(shapes_sem_seg, tmp_path):
         lines = summarize_run(tmp_path, "val", num_images=100, drawing=tmp_path / "predictions.png")
         assert lines == [line, f"results in {tmp_path}: model_0000049.pth, evaluation.json, predictions.png"]
     (tmp_path / "model_final.pth").touch()
+    (tmp_path / "last_checkpoint").write_text("model_final.pth")
     (tmp_path / "export").mkdir()
     lines = summarize_run(tmp_path, "val", num_images=100, drawing="elsewhere/sheet.png")
     assert lines[1].endswith("model_final.pth, evaluation.json, export/, elsewhere/sheet.png")
