@@ -2,11 +2,14 @@
 
 import contextlib
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from tabulate import tabulate
 from torch import Tensor, nn
 
 from backbones.errors import ConfigError
@@ -75,35 +78,71 @@ class StepCase:
 
     Attributes:
         name: named in an error.
-        small: builds a small step that runs first, so that what a first call loads does not count.
-        large: builds the step; both functions are pickled.
+        build_step: builds a step for sequences of a length; for None a small one, which runs first, so that what a
+            first call loads does not count. It is pickled.
     """
 
     name: str
     device: str
-    small: Callable[[], Step]
-    large: Callable[[], Step]
+    length: int
+    build_step: Callable[[int | None], Step]
 
     def build(self) -> Step:
         """Build the step, after the small one has run."""
-        self.small()()
-        return self.large()
+        self.build_step(None)()
+        return self.build_step(self.length)
 
 
-def measure_cases(cases: Sequence[StepCase], *, runs: int, memory: bool = True) -> list[dict[str, float | None]]:
-    """Measure steps on one device.
+def measure_lengths(
+    builders: dict[str, Callable[[int | None], Step]],
+    lengths: Sequence[int],
+    *,
+    device: str,
+    runs: int,
+    memory: bool = True,
+) -> list[dict[str, Any]]:
+    """Measure a step of each model at each length (in the manner of LS figure 3).
+
+    Args:
+        builders: model -> ``build_step`` of a :class:`StepCase`.
 
     Returns:
-        For each step ``seconds`` (median, the steps interleaved) and ``memory`` (bytes at the peak above those before
-        it); None where a GPU's memory does not suffice, or nothing was measured.
+        For each length and model ``length``, ``model``, ``seconds`` (median, the models interleaved) and ``memory``
+        (bytes at the peak above those before the step); None where a GPU's memory does not suffice, or nothing was
+        measured.
     """
-    from projects_vil.analysis.benchmark import measure
+    rows = []
+    for length in lengths:
+        cases = [StepCase(f"{name} at length {length}", device, length, build) for name, build in builders.items()]
+        figures = _measure_cases(cases, runs=runs, memory=memory)
+        rows += [{"length": length, "model": name} | found for name, found in zip(builders, figures, strict=True)]
+    return rows
+
+
+def _measure_cases(cases: Sequence[StepCase], *, runs: int, memory: bool) -> list[dict[str, float | None]]:
+    from projects_vil.analysis.benchmark import measure_steps
 
     measured = None
     with contextlib.suppress(torch.cuda.OutOfMemoryError):
-        measured = measure(cases, runs=runs, memory=memory)
+        measured = measure_steps(cases, runs=runs, memory=memory)
     if measured is not None:
-        return [{"seconds": one.seconds, "memory": one.memory} for one in measured]
+        return [{"seconds": statistics.median(own), "memory": peak} for own, peak in zip(*measured, strict=True)]
     if len(cases) == 1:
         return [{"seconds": None, "memory": None}]
-    return [row for case in cases for row in measure_cases([case], runs=runs, memory=memory)]
+    return [row for case in cases for row in _measure_cases([case], runs=runs, memory=memory)]
+
+
+def format_costs(rows: Sequence[dict[str, Any]], titles: dict[str, str]) -> str:
+    """Return the rows of :func:`measure_lengths`, with ``parameters`` and ``multiply_adds`` if they are there.
+
+    Args:
+        titles: model -> its name in the table.
+    """
+    table = []
+    for row in rows:
+        cells = {"length": row["length"], "model": titles[row["model"]], "parameters": f"{row['parameters']:,}"}
+        if "multiply_adds" in row:
+            cells["1e9 mult-adds"] = f"{row['multiply_adds'] / 1e9:.3f}"
+        cells["seconds"] = "out of memory" if row["seconds"] is None else f"{row['seconds']:.3f}"
+        table.append(cells | {"MB": "-" if row["memory"] is None else f"{row['memory'] / 1e6:.0f}"})
+    return tabulate(table, headers="keys", tablefmt="github", disable_numparse=True)

@@ -264,15 +264,7 @@ def measure(
     Raises:
         ConfigError: as :meth:`BenchmarkCase.build`.
     """
-    steps = [case.build() for case in cases]
-    is_cuda = cases[0].device.startswith("cuda")
-    for step in steps:
-        step()
-    peaks = [_peak_on_gpu(step, cases[0].device) if memory and is_cuda else None for step in steps]
-    times = np.array([[seconds_of(step) for step in steps] for _ in range(runs)]).T
-    del steps
-    if memory and not is_cuda:
-        peaks = [peak_in_new_process(case.build, what=case.name, instead="leave memory out") for case in cases]
+    times, peaks = measure_steps(cases, runs=runs, memory=memory)
     fields = ("part", "size", "batch_size", "backward", "device", "dtype")
     rows = []
     for case, own, peak in zip(cases, times, peaks, strict=True):
@@ -282,6 +274,25 @@ def measure(
             row[f"{name}_quartiles"] = [low, high]
         rows.append(row | {"images_per_second": case.batch_size / row["seconds"], "memory": peak})
     return rows
+
+
+def measure_steps(cases: Sequence[Any], *, runs: int, memory: bool) -> tuple[np.ndarray, list[int | None]]:
+    """Return the seconds of each case's step in each of ``runs`` rounds, (cases, runs), and the bytes at its peak.
+
+    Args:
+        cases: as for :func:`measure`, or others with a name, a device, and a ``build`` that returns a step.
+    """
+    steps = [case.build() for case in cases]
+    is_cuda = cases[0].device.startswith("cuda")
+    for step in steps:
+        step()
+    peaks = [_peak_on_gpu(step, cases[0].device) if memory and is_cuda else None for step in steps]
+    times = np.array([[seconds_of(step) for step in steps] for _ in range(runs)]).T
+    del steps
+    if memory and not is_cuda:
+        instead = "use smaller sizes, or leave memory out"
+        peaks = [peak_in_new_process(case.build, what=case.name, instead=instead) for case in cases]
+    return times, peaks
 
 
 def seconds_of(step: Callable[[], object]) -> float:

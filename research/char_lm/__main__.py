@@ -15,12 +15,14 @@ Example:
 
 import argparse
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tools.arguments import ToolParser, existing_path, output_file, positive, run_tool, write_json
 
 SIZES = ("depth", "dim", "hidden_dim", "num_heads", "window_size", "segment_length", "rank")
+OF_TRAINING = ("dropout", "weight_decay", "seed", "memory_length", "accumulate", "eval_every")
 PHASES = {"steps": positive, "length": positive, "batch_size": positive, "learning_rate": float, "warmup_steps": int}
 
 
@@ -90,9 +92,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         models=MODELS if args.compare else MODELS[:1],
         size=size,
         phases=phases_for(args.config, **given(args, tuple(PHASES))),
-        dropout=config.dropout if args.dropout is None else args.dropout,
-        weight_decay=config.weight_decay if args.weight_decay is None else args.weight_decay,
-        **given(args, ("seed", "memory_length", "accumulate", "eval_every")),
+        **{"dropout": config.dropout, "weight_decay": config.weight_decay} | given(args, OF_TRAINING),
     )
     training = Training(settings, text, Path(args.output), device=args.device, resume=args.resume)
     print(f"{args.data}: {len(text.train):,} bytes to train on, {len(text.vocabulary)} ids", flush=True)
@@ -144,27 +144,17 @@ def sample_file(args: argparse.Namespace) -> str:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    from tabulate import tabulate
-
-    from research.char_lm.model import CONFIGS, MODELS, TITLES, count_parameters, size_for
-    from research.char_lm.training import measure_steps
+    from research.char_lm.model import MODELS, TITLES, count_parameters, size_for
+    from research.char_lm.training import build_step
+    from research.sequences import format_costs, measure_lengths
 
     size = size_for(args.config, **given(args, SIZES))
-    costs = measure_steps(size, args.lengths, batch_size=args.batch_size, runs=args.runs, device=args.device)
-    rows = []
-    for cost in costs:
-        seconds = "out of memory" if cost["seconds"] is None else f"{cost['seconds']:.3f}"
-        memory = "-" if cost["memory"] is None else f"{cost['memory'] / 1e6:.0f}"
-        rows.append({"length": cost["length"], "model": TITLES[cost["model"]], "seconds": seconds, "MB": memory})
-    counts = [
-        {"config": name, "model": TITLES[model], "parameters": f"{count_parameters(model, config.size):,}"}
-        | {"table 2": f"{config.parameters}M" if model == "long_short" else "-"}
-        for name, config in CONFIGS.items()
-        for model in MODELS
-    ]
-    for table in (rows, counts):
-        print(tabulate(table, headers="keys", tablefmt="github", disable_numparse=True) + "\n")
-    return {"costs": costs, "parameters": {model: count_parameters(model, size) for model in MODELS}}
+    builders = {name: partial(build_step, name, size, args.batch_size, args.device) for name in MODELS}
+    rows = measure_lengths(builders, args.lengths, device=args.device, runs=args.runs)
+    for row in rows:
+        row["parameters"] = count_parameters(row["model"], size)
+    print(format_costs(rows, TITLES))
+    return {"costs": rows, "parameters": {row["model"]: row["parameters"] for row in rows}}
 
 
 def main() -> None:

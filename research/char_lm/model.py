@@ -79,19 +79,17 @@ class Config:
 
     Attributes:
         dropout, weight_decay: appendix C.
-        parameters: in millions, table 2.
     """
 
     size: ModelSize
     dropout: float
     weight_decay: float
-    parameters: int
     phases: tuple[Phase, ...] = PHASES
 
 
 CONFIGS = {
-    "small": Config(size=ModelSize(depth=12), dropout=0.2, weight_decay=0.01, parameters=44),
-    "large": Config(size=ModelSize(depth=30), dropout=0.4, weight_decay=0.1, parameters=110),
+    "small": Config(size=ModelSize(depth=12), dropout=0.2, weight_decay=0.01),
+    "large": Config(size=ModelSize(depth=30), dropout=0.4, weight_decay=0.1),
 }
 
 

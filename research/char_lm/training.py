@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from backbones.checkpoint_files import read_checkpoint, write_checkpoint
 from backbones.errors import ConfigError
-from research.char_lm.model import BETAS, EPSILON, MODELS, TITLES, VOCAB_SIZE, ModelSize, Phase, create_model
+from research.char_lm.model import BETAS, EPSILON, VOCAB_SIZE, ModelSize, Phase, create_model
 from research.char_lm.text import Streams, Text, Vocabulary
-from research.sequences import Learner, Step, StepCase, measure_cases, train
+from research.sequences import Learner, Step, train
 
 LAST = "last.pth"
 
@@ -288,33 +288,11 @@ def generate(
         ids.append(int(torch.multinomial(scores.softmax(dim=0), 1, generator=generator)))
 
 
-def measure_steps(
-    size: ModelSize, lengths: Sequence[int], *, batch_size: int = 1, runs: int = 5, device: str = "cpu"
-) -> list[dict[str, Any]]:
-    """Measure a training step on one block, with a memory of the same length (LS figure 3).
-
-    Returns:
-        For each length and model ``length``, ``model``, and the figures of :func:`.measure_cases`.
-    """
-    short = -(-size.window_size // size.segment_length) * size.segment_length
-    small = replace(size, dim=16 * size.num_heads, hidden_dim=16, depth=1)
-    rows = []
-    for length in lengths:
-        cases = [
-            StepCase(
-                name=f"{TITLES[name]} at length {length}",
-                device=device,
-                small=partial(_build_step, name, small, short, 1, device),
-                large=partial(_build_step, name, size, length, batch_size, device),
-            )
-            for name in MODELS
-        ]
-        figures = measure_cases(cases, runs=runs)
-        rows += [{"length": length, "model": name, **found} for name, found in zip(MODELS, figures, strict=True)]
-    return rows
-
-
-def _build_step(name: str, size: ModelSize, length: int, batch_size: int, device: str) -> Step:
+def build_step(name: str, size: ModelSize, batch_size: int, device: str, length: int | None) -> Step:
+    """Build a training step on one block, with a memory of the same length; for a length of None a small one."""
+    if length is None:
+        length, batch_size = -(-size.window_size // size.segment_length) * size.segment_length, 1
+        size = replace(size, dim=16 * size.num_heads, hidden_dim=16, depth=1)
     torch.manual_seed(0)
     model = create_model(name, size, vocab_size=VOCAB_SIZE, memory_length=length).to(device).train()
     optimizer = torch.optim.AdamW(model.parameters())

@@ -67,7 +67,8 @@ def main() -> None:
     from research.long_range_arena import listops
     from research.long_range_arena.data import read_imdb, read_pairs, read_released_listops
     from research.long_range_arena.tasks import MODELS, settings_for
-    from research.long_range_arena.training import format_lengths, measure_lengths, train_classifier
+    from research.long_range_arena.training import measure_models, train_classifier
+    from research.sequences import format_costs
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     given = {name: getattr(args, name) for name in OF_SETTINGS if getattr(args, name) is not None}
@@ -75,8 +76,8 @@ def main() -> None:
     if args.measure:
         models = (args.model,) if args.model else MODELS
         options = {"models": models, "batch_size": args.batch_size or 1, "device": device, "runs": args.runs}
-        rows = measure_lengths(settings, args.lengths, **options)
-        print(format_lengths(rows))
+        rows = measure_models(settings, args.lengths, **options)
+        print(format_costs(rows, {name: name for name in MODELS}))
         write_json(args.json, rows)
         return
     if args.task == "text":

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tabulate import tabulate
 from torch import Tensor
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.flop_counter import FlopCounterMode
@@ -19,7 +18,7 @@ from backbones.errors import ConfigError
 from research.long_range_arena.data import Dataset, Examples
 from research.long_range_arena.model import SequenceClassifier, create_classifier
 from research.long_range_arena.tasks import ADAM_BETAS, ADAM_EPSILON, MODELS, Settings
-from research.sequences import Learner, Step, StepCase, measure_cases, train
+from research.sequences import Learner, Step, measure_lengths, train
 
 CHECKPOINT = "model_best.pth"
 
@@ -127,7 +126,7 @@ def load_lra_classifier(path: str | Path) -> tuple[SequenceClassifier, Settings]
     return model.eval(), settings
 
 
-def measure_lengths(
+def measure_models(
     settings: Settings,
     lengths: Sequence[int],
     *,
@@ -137,27 +136,19 @@ def measure_lengths(
     runs: int = 3,
     memory: bool = True,
 ) -> list[dict[str, Any]]:
-    """Measure a forward and backward pass of each model at each length (in the manner of LS figure 3).
+    """Measure a forward and backward pass: the rows of :func:`.measure_lengths`.
 
-    Returns:
-        For each length and model ``length``, ``model``, ``parameters``, ``multiply_adds`` (of the forward pass of one
-        sequence, matrix products only), and the figures of :func:`.measure_cases`.
+    Each also has ``parameters`` and ``multiply_adds``, of the forward pass of one sequence, matrix products only.
     """
-    rows = []
-    for length in lengths:
-        cases = []
-        for name in models:
-            small, large = (dataclasses.replace(settings, model=name, max_length=tokens) for tokens in (16, length))
-            steps = (partial(_build_step, one, batch_size, device) for one in (small, large))
-            cases.append(StepCase(f"{name} at length {length}", device, *steps))
-            rows.append({"length": length, "model": name, **_count(large)})
-        for row, figures in zip(rows[-len(cases) :], measure_cases(cases, runs=runs, memory=memory), strict=True):
-            row |= figures
-    return rows
+    cases = {name: dataclasses.replace(settings, model=name) for name in models}
+    builders = {name: partial(_build_step, case, batch_size, device) for name, case in cases.items()}
+    rows = measure_lengths(builders, lengths, device=device, runs=runs, memory=memory)
+    return [row | _count(dataclasses.replace(cases[row["model"]], max_length=row["length"])) for row in rows]
 
 
-def _build_step(settings: Settings, batch_size: int, device: str) -> Step:
+def _build_step(settings: Settings, batch_size: int, device: str, length: int | None) -> Step:
     torch.manual_seed(0)
+    settings = dataclasses.replace(settings, max_length=length or 16)
     model = create_classifier(settings).to(device)
     ids = torch.randint(1, 16, (batch_size, settings.max_length), device=device)
     labels = torch.zeros(batch_size, dtype=torch.int64, device=device)
@@ -178,14 +169,3 @@ def _count(settings: Settings) -> dict[str, int]:
         model(((ids, None),) * settings.num_documents)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return {"parameters": parameters, "multiply_adds": counter.get_total_flops() // 2}
-
-
-def format_lengths(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the rows of :func:`measure_lengths` as a table."""
-    table = []
-    for row in rows:
-        cells = {"length": row["length"], "model": row["model"], "params M": f"{row['parameters'] / 1e6:.3f}"}
-        cells["1e9 mult-adds"] = f"{row['multiply_adds'] / 1e9:.3f}"
-        cells["seconds"] = "out of memory" if row["seconds"] is None else f"{row['seconds']:.3f}"
-        table.append(cells | {"MB": "-" if row["memory"] is None else f"{row['memory'] / 1e6:.0f}"})
-    return tabulate(table, headers="keys", tablefmt="github", disable_numparse=True)

@@ -31,7 +31,7 @@ class LoadedClassifier:
         img_size: height and width in pixels of its images.
         table_img_size: those that its position tables are made for; a run of timm may see smaller images.
         source: a description of the file.
-        preparation: of images, as far as the file has it, by the keys of timm's data config.
+        preparation: the file's values, or None, for keys of timm's data config.
     """
 
     model: nn.Module
@@ -88,7 +88,7 @@ def _load(contents: Mapping[str, Any], variant: str | None, img_size: int | None
         tables = _pair(arguments.get("img_size"))
         # timm has (channels, height, width), DeiT and so LIT-Ti a single number.
         images = _pair(getattr(args, "input_size", None)) or _pair(getattr(args, "img_size", None)) or own_size
-        preparation = _preparation(args)
+        preparation = {key: getattr(args, key, None) for key in _PREPARATION}
     given = _pair(img_size)
     state_dict, converted, source = _weights(contents, variant, given or images or tables, averaged)
     options |= converted
@@ -103,16 +103,6 @@ def _load(contents: Mapping[str, Any], variant: str | None, img_size: int | None
         variant, pretrained=True, pretrained_cfg_overlay=overlay, num_classes=num_classes, img_size=tables, **options
     )
     return LoadedClassifier(model.eval(), variant, given or images or tables, tables, num_classes, source, preparation)
-
-
-def _preparation(args: object) -> dict[str, Any]:
-    """Return timm's arguments for images; of ``--mean`` and ``--std`` one number stands for all channels."""
-    values = {key: getattr(args, key, None) for key in _PREPARATION}
-    values = {key: value for key, value in values.items() if value not in (None, "")}
-    return {
-        key: tuple(value) * (3 // len(value)) if isinstance(value, (list, tuple)) else value
-        for key, value in values.items()
-    }
 
 
 def _pair(size: object) -> tuple[int, int] | None:

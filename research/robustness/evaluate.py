@@ -24,7 +24,6 @@ from research.robustness.sets import (
     accuracy,
     correct_classes,
     corruption_error,
-    missing_parts,
     top_classes,
 )
 
@@ -65,14 +64,17 @@ def evaluate_robustness(
         paper: the paper's figure, top-1 or for ImageNet-C mCE, and its table.
 
     Raises:
-        ConfigError: for an unknown set, where none is there, a folder that is not as published, a broken image, and a
+        ConfigError: for an unknown set, where no set is there, a folder that is not as published, a broken image, and a
             checkpoint without a head of ImageNet's 1000 classes.
     """
     data = Path(data)
     for name in sets:
         check_choice("set", name, ROBUSTNESS_SETS)
     sets = [name for name in ROBUSTNESS_SETS if name in sets]
-    missing = {name: missing_parts(data, name) for name in sets}
+    missing: dict[str, list[str]] = {}
+    for name in sets:
+        needed = (ROBUSTNESS_SETS[name].folder, ROBUSTNESS_SETS[name].labels)
+        missing[name] = [part for part in needed if part is not None and not (data / part).exists()]
     if all(missing.values()):
         raise ConfigError(f"data: {data} has none of {', '.join(sorted({*sum(missing.values(), [])}))}")
     # All folders are listed before the first image is read.

@@ -105,13 +105,6 @@ ROBUSTNESS_SETS = {
 }
 
 
-def missing_parts(data: Path, name: str) -> list[str]:
-    """Return the folder and the file of a set that are not in ``data``."""
-    image_set = ROBUSTNESS_SETS[name]
-    needed = [part for part in (image_set.folder, image_set.labels) if part is not None]
-    return [part for part in needed if not (data / part).exists()]
-
-
 class LabelledImages(ImageFolder):
     """The images of a set, or of a folder ``inside`` it, such as a corruption and a severity of ImageNet-C.
 

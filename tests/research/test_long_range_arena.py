@@ -15,7 +15,7 @@ from research.long_range_arena.data import Dataset, Examples, read_imdb, read_pa
 from research.long_range_arena.listops import WORDS, ListOpsRules, drop_brackets, generate_listops, load_listops
 from research.long_range_arena.model import create_classifier
 from research.long_range_arena.tasks import ADAM_BETAS, ADAM_EPSILON, CONFIGS, ENCODER, TASKS, settings_for
-from research.long_range_arena.training import evaluate, load_lra_classifier, measure_lengths, train_classifier
+from research.long_range_arena.training import evaluate, load_lra_classifier, measure_models, train_classifier
 from tests.projects_vil.helpers import error_line, run_tool
 
 TOOL = "../research/long_range_arena/__main__.py"
@@ -272,7 +272,7 @@ def test_each_sample_comes_once_before_any_comes_again():
 def test_multiply_adds():
     def count(length: int, config: str = "fixed", **changes) -> int:
         settings = settings_for("listops", config, class_token="all_layers")
-        (row,) = measure_lengths(settings, [length], runs=1, memory=False, **{"models": ["ls"]} | changes)
+        (row,) = measure_models(settings, [length], runs=1, memory=False, **{"models": ["ls"]} | changes)
         return row["multiply_adds"]
 
     # LS table 1: 1.21e9 for full attention at 2048 tokens.
