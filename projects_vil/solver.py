@@ -3,7 +3,7 @@
 import fnmatch
 import math
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from detectron2.solver.build import (
     reduce_param_groups,
 )
 from detectron2.utils.events import get_event_storage, has_event_storage
-from fvcore.common.param_scheduler import ParamScheduler
 from torch import nn
 
 from backbones import ConfigError
@@ -24,7 +23,6 @@ from backbones.errors import check_choice, closest
 
 OPTIMIZERS = ("ADAMW", "SGD")
 LR_SCHEDULERS = ("WarmupMultiStepLR", "WarmupCosineLR", "WarmupStepWithFixedGammaLR", "WarmupPolyLR")
-GRADIENT_NORM = "gradient_norm"
 # Their parameters have SOLVER.WEIGHT_DECAY_NORM: detectron2's list, which is local to a function there.
 _NORMS = (
     nn.modules.batchnorm._BatchNorm,
@@ -39,6 +37,8 @@ _WARMUP_SHARE = 0.05
 _LONG_EPOCH = 1000
 _MIN_PERIOD = 100
 _MAX_EVALUATIONS = 20
+# The keys of YAML configs and LazyConfigs.
+_LAYER_DECAY = "SOLVER.LAYER_DECAY (optimizer.params.layer_decay)"
 
 
 # -- parameter groups ------------------------------------------------------------------------------
@@ -54,7 +54,6 @@ def parameter_groups(
     bias_lr_factor: float = 1.0,
     lr_multipliers: Iterable[Sequence] = (),
     layer_decay: float = 1.0,
-    key_of: Callable[[str], str] = "optimizer.params.{}".format,
 ) -> list[dict[str, Any]]:
     """Return the trainable parameters, grouped by learning rate and weight decay.
 
@@ -72,16 +71,19 @@ def parameter_groups(
         lr_multipliers: pairs of a shell-style pattern on full parameter names and a factor; the factors of all
             matching patterns are multiplied.
         layer_decay: see :func:`layer_decay_factors`.
-        key_of: returns the config key of an argument for error messages; by default that of a LazyConfig.
 
     Raises:
         ConfigError: for a pattern that matches no trainable parameter, or an invalid decay.
     """
     order = {parameter: index for index, parameter in enumerate(model.parameters())}
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    for pair in lr_multipliers:
-        _check_multiplier(pair, names, key=key_of("lr_multipliers"))
-    layer_factors = layer_decay_factors(model, layer_decay, key=key_of("layer_decay"))
+    for pattern, _ in lr_multipliers:
+        if not fnmatch.filter(names, pattern):
+            raise ConfigError(
+                f"the pattern {pattern!r} in SOLVER.LR_MULTIPLIERS (optimizer.params.lr_multipliers) matches no "
+                f"trainable parameter{closest(pattern, names)}; [] has no patterns"
+            )
+    layer_factors = layer_decay_factors(model, layer_decay)
 
     def lr_factor(name: str) -> float:
         name = name.lstrip(".")
@@ -123,7 +125,7 @@ def _without_weight_decay(model: nn.Module) -> set[nn.Parameter]:
     }
 
 
-def layer_decay_factors(model: nn.Module, decay: float, *, key: str) -> dict[str, float]:
+def layer_decay_factors(model: nn.Module, decay: float) -> dict[str, float]:
     """Return the learning-rate factor of each parameter of a backbone, by its full name.
 
     It is ``decay ** (num_layers + 1 - layer_id)``, as in detectron2's ``get_vit_lr_decay_rate``: the last block learns
@@ -132,13 +134,12 @@ def layer_decay_factors(model: nn.Module, decay: float, *, key: str) -> dict[str
     Args:
         model: a model with a :class:`backbones.backbone.Backbone`.
         decay: above 0 to 1; 1 means no decay.
-        key: of the config, for error messages.
 
     Raises:
         ConfigError: for another decay, or one below 1 where no module has layers.
     """
-    if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 < decay <= 1:
-        raise ConfigError(f"{key} is {decay!r}: it must be above 0 and at most 1.0 (no decay)")
+    if not 0 < decay <= 1:
+        raise ConfigError(f"{_LAYER_DECAY} is {decay!r}: it must be above 0 and at most 1.0 (no decay)")
     if decay == 1:
         return {}
     factors = {
@@ -148,18 +149,8 @@ def layer_decay_factors(model: nn.Module, decay: float, *, key: str) -> dict[str
         for name, _ in module.named_parameters()
     }
     if not factors:
-        raise ConfigError(f"{key} is {decay}, and this model's backbone does not number its layers: set it to 1.0")
+        raise ConfigError(f"{_LAYER_DECAY} is {decay}, and this backbone does not number its layers: set it to 1.0")
     return factors
-
-
-def _check_multiplier(pair: Sequence, names: list[str], *, key: str) -> None:
-    # A LazyConfig's lists are sequences of their own type.
-    is_pair = isinstance(pair, Sequence) and len(pair) == 2 and isinstance(pair[0], str)
-    if not is_pair or isinstance(pair[1], bool) or not isinstance(pair[1], (int, float)):
-        raise ConfigError(f"{key} has {pair!r}: it must be a list of pairs [pattern, factor]")
-    if not any(fnmatch.fnmatchcase(name, pair[0]) for name in names):
-        hint = f"{closest(pair[0], names)}; [] has no patterns"
-        raise ConfigError(f"the pattern {pair[0]!r} in {key} matches no trainable parameter{hint}")
 
 
 # -- optimizer and schedule ------------------------------------------------------------------------
@@ -172,11 +163,10 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
     FloatingPointError, before any weight changes, where the norm of all gradients is not finite.
 
     Raises:
-        ConfigError: for an unknown ``SOLVER.OPTIMIZER`` or clip type, or as :func:`parameter_groups`.
+        ConfigError: for an unknown ``SOLVER.OPTIMIZER``, or as :func:`parameter_groups`.
     """
     solver, clip = cfg.SOLVER, cfg.SOLVER.CLIP_GRADIENTS
     check_choice("SOLVER.OPTIMIZER", solver.OPTIMIZER, OPTIMIZERS)
-    check_choice("SOLVER.CLIP_GRADIENTS.CLIP_TYPE", clip.CLIP_TYPE, ("full_model", "norm", "value"))
     groups = parameter_groups(
         model,
         base_lr=solver.BASE_LR,
@@ -186,7 +176,6 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
         bias_lr_factor=solver.BIAS_LR_FACTOR,
         lr_multipliers=solver.LR_MULTIPLIERS,
         layer_decay=solver.LAYER_DECAY,
-        key_of=lambda name: f"SOLVER.{name.upper()}",
     )
     if solver.OPTIMIZER == "ADAMW":
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=solver.BASE_LR)
@@ -215,30 +204,21 @@ def clip_full_model(optimizer: torch.optim.Optimizer, max_norm: float, *, norm_t
         if max_norm < math.inf:
             nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
             if has_event_storage():
-                get_event_storage().put_scalar(GRADIENT_NORM, norm)
+                get_event_storage().put_scalar("gradient_norm", norm)
 
     optimizer.register_step_pre_hook(clip)
 
 
-class PolynomialDecay(ParamScheduler):
-    """From 1 at the start to ``end`` at the end: end + (1 - end) (1 - where) ** power; fvcore's ends at 0."""
-
-    def __init__(self, *, power: float, end: float = 0.0) -> None:
-        self.power = power
-        self.end = end
-
-    def __call__(self, where: float) -> float:
-        return self.end + (1 - self.end) * max(1 - where, 0.0) ** self.power
-
-
 def build_lr_scheduler(cfg: CfgNode, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    """Build one of detectron2's schedules, or ``WarmupPolyLR``: :class:`PolynomialDecay` after detectron2's warm-up.
+    """Build one of detectron2's schedules, or ``WarmupPolyLR``.
+
+    The latter is, after detectron2's warm-up, ``BASE_LR_END + (BASE_LR - BASE_LR_END) (1 - t) ** POLY_LR_POWER``, where
+    t goes from 0 at the first iteration to 1 after the last; fvcore's polynomial decay ends at 0.
 
     Raises:
-        ConfigError: for an unknown ``SOLVER.LR_SCHEDULER_NAME``, or a power or last rate that is not a decay.
+        ConfigError: for a power or last learning rate that is not a decay.
     """
     solver = cfg.SOLVER
-    check_choice("SOLVER.LR_SCHEDULER_NAME", solver.LR_SCHEDULER_NAME, LR_SCHEDULERS)
     if solver.LR_SCHEDULER_NAME != "WarmupPolyLR":
         return build_detectron2_lr_scheduler(cfg, optimizer)
     if not solver.POLY_LR_POWER > 0:
@@ -247,8 +227,13 @@ def build_lr_scheduler(cfg: CfgNode, optimizer: torch.optim.Optimizer) -> torch.
         raise ConfigError(
             f"SOLVER.BASE_LR_END is {solver.BASE_LR_END}: it must be 0 to SOLVER.BASE_LR, {solver.BASE_LR}"
         )
+    end = solver.BASE_LR_END / solver.BASE_LR
+
+    def decay(where: float) -> float:
+        return end + (1 - end) * max(1 - where, 0.0) ** solver.POLY_LR_POWER
+
     schedule = WarmupParamScheduler(
-        PolynomialDecay(power=solver.POLY_LR_POWER, end=solver.BASE_LR_END / solver.BASE_LR),
+        decay,
         solver.WARMUP_FACTOR,
         min(solver.WARMUP_ITERS / solver.MAX_ITER, 1.0),
         solver.WARMUP_METHOD,
@@ -260,35 +245,14 @@ def build_lr_scheduler(cfg: CfgNode, optimizer: torch.optim.Optimizer) -> torch.
 def main_group(optimizer: torch.optim.Optimizer) -> int:
     """Return the index of the parameter group whose learning rate is logged.
 
-    It is the largest of those that start at the optimizer's own rate, ``SOLVER.BASE_LR``, and not at a multiple of it;
-    if there is none, the largest of all.
+    It is the first with the optimizer's own learning rate, ``SOLVER.BASE_LR``, and not a multiple of it; or else 0.
     """
-    groups = optimizer.param_groups
-    whole = [i for i, group in enumerate(groups) if group.get("initial_lr", group["lr"]) == optimizer.defaults["lr"]]
-    return max(whole or range(len(groups)), key=lambda i: len(groups[i]["params"]))
+    base_lr = optimizer.defaults["lr"]
+    initial = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
+    return initial.index(base_lr) if base_lr in initial else 0
 
 
 # -- schedules that depend on the data and the batch -----------------------------------------------
-
-
-def is_by_epochs(cfg: CfgNode, overrides: Sequence[str] = ()) -> bool:
-    """Return whether ``SOLVER.EPOCHS`` sets the length of training.
-
-    A ``SOLVER.MAX_ITER`` among the overrides takes precedence over the epochs of a config file.
-
-    Args:
-        cfg: the config.
-        overrides: keys and values with which it was loaded.
-
-    Raises:
-        ConfigError: for a negative number, or where both are among the overrides.
-    """
-    epochs, overridden = cfg.SOLVER.EPOCHS, set(overrides[::2])
-    if epochs < 0:
-        raise ConfigError(f"SOLVER.EPOCHS is {epochs}: it must be 1 or more, or 0 for SOLVER.MAX_ITER as it is")
-    if epochs and {"SOLVER.EPOCHS", "SOLVER.MAX_ITER"} <= overridden:
-        raise ConfigError("SOLVER.EPOCHS and SOLVER.MAX_ITER both set the length of training: leave one out")
-    return epochs > 0 and "SOLVER.MAX_ITER" not in overridden
 
 
 def schedule_by_epochs(cfg: CfgNode, num_images: int, overrides: Sequence[str] = ()) -> tuple[CfgNode, list[str]]:
@@ -302,8 +266,9 @@ def schedule_by_epochs(cfg: CfgNode, num_images: int, overrides: Sequence[str] =
     - ``TEST.EVAL_PERIOD`` and ``SOLVER.CHECKPOINT_PERIOD`` are an epoch of 1000 iterations or more; of shorter epochs
       as many as make 100 iterations, and a twentieth of the run, at least.
 
-    Each of these but ``MAX_ITER`` stays as it is where it is among the overrides. ``SOLVER.EPOCHS`` is 0 in what is
-    returned, so that a run that is resumed or evaluated with it has the same iterations. ``BASE_LR`` stays.
+    Each of these stays as it is where it is among the overrides, where ``SOLVER.MAX_ITER`` takes precedence over the
+    epochs of a config file. ``SOLVER.EPOCHS`` is 0 in what is returned, so that a run that is resumed or evaluated with
+    it has the same iterations. ``BASE_LR`` stays.
 
     Args:
         cfg: the config.
@@ -311,14 +276,16 @@ def schedule_by_epochs(cfg: CfgNode, num_images: int, overrides: Sequence[str] =
         overrides: keys and values with which ``cfg`` was loaded.
 
     Raises:
-        ConfigError: as :func:`is_by_epochs`.
+        ConfigError: for a negative number of epochs, or where epochs and iterations both are among the overrides.
     """
     solver, overridden = cfg.SOLVER, overrides[::2]
-    if not is_by_epochs(cfg, overrides):
+    if solver.EPOCHS < 0:
+        raise ConfigError(f"SOLVER.EPOCHS is {solver.EPOCHS}: it must be 1 or more, or 0 for SOLVER.MAX_ITER as it is")
+    if solver.EPOCHS and {"SOLVER.EPOCHS", "SOLVER.MAX_ITER"} <= set(overridden):
+        raise ConfigError("SOLVER.EPOCHS and SOLVER.MAX_ITER both set the length of training: leave one out")
+    if not solver.EPOCHS or "SOLVER.MAX_ITER" in overridden:
         unused = f"SOLVER.MAX_ITER {solver.MAX_ITER} overrides SOLVER.EPOCHS {solver.EPOCHS} of the config"
         return _merged(cfg, {"SOLVER.EPOCHS": 0}), [unused] if solver.EPOCHS else []
-    if num_images < 1 or solver.IMS_PER_BATCH < 1:
-        raise ConfigError(f"{num_images} images, SOLVER.IMS_PER_BATCH {solver.IMS_PER_BATCH}: both must be 1 or more")
     epochs, epoch = solver.EPOCHS, num_images / solver.IMS_PER_BATCH
     iterations = math.ceil(epochs * epoch)
     short = max(math.ceil(_MIN_PERIOD / epoch), math.ceil(epochs / _MAX_EVALUATIONS))
@@ -344,30 +311,22 @@ def schedule_by_epochs(cfg: CfgNode, num_images: int, overrides: Sequence[str] =
     return _merged(cfg, values | {"SOLVER.EPOCHS": 0}), lines
 
 
-def scale_learning_rate(cfg: CfgNode, *, processes: int = 1) -> tuple[CfgNode, list[str]]:
+def scale_learning_rate(cfg: CfgNode) -> tuple[CfgNode, list[str]]:
     """Return a config with the learning rate of ``SOLVER.SCALE_LR_TO_BATCH``, and lines for the log.
 
     ``SOLVER.BASE_LR`` and ``BASE_LR_END`` are multiplied by ``IMS_PER_BATCH / SCALE_LR_TO_BATCH``. That key is 0 in
-    what is returned: a run that is resumed with it has the same rate. What detectron2 scales by
-    ``SOLVER.REFERENCE_WORLD_SIZE`` is logged only.
+    what is returned: a run that is resumed with it has the same learning rate.
     """
-    solver, lines = cfg.SOLVER, []
-    if solver.REFERENCE_WORLD_SIZE not in (0, processes):
-        scale = processes / solver.REFERENCE_WORLD_SIZE
-        lines.append(
-            f"SOLVER.REFERENCE_WORLD_SIZE is {solver.REFERENCE_WORLD_SIZE}, and there are {processes} processes: "
-            f"detectron2 multiplies IMS_PER_BATCH and BASE_LR by {scale:g} (BASE_LR {solver.BASE_LR * scale:g}), and "
-            "divides iterations by it"
-        )
+    solver = cfg.SOLVER
     if not solver.SCALE_LR_TO_BATCH:
-        return cfg, lines
+        return cfg, []
     scale = solver.IMS_PER_BATCH / solver.SCALE_LR_TO_BATCH
     values = {f"SOLVER.{key}": solver[key] * scale for key in ("BASE_LR", "BASE_LR_END")}
-    lines.append(
+    line = (
         f"SOLVER.SCALE_LR_TO_BATCH {solver.SCALE_LR_TO_BATCH}: SOLVER.IMS_PER_BATCH is {solver.IMS_PER_BATCH}, and "
         f"SOLVER.BASE_LR {solver.BASE_LR:g} becomes {values['SOLVER.BASE_LR']:g}"
     )
-    return _merged(cfg, values | {"SOLVER.SCALE_LR_TO_BATCH": 0}), lines
+    return _merged(cfg, values | {"SOLVER.SCALE_LR_TO_BATCH": 0}), [line]
 
 
 def _merged(cfg: CfgNode, values: dict[str, object]) -> CfgNode:

@@ -5,7 +5,6 @@ bias and with absolute positions, have a column ``drop_path`` and end in "We use
 LIT's files are those of github.com/ziplab/LIT.
 """
 
-import dataclasses
 import functools
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -23,214 +22,34 @@ CONFIGS = sorted(
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class DropPaths:
-    """Rates of stochastic depth from one source.
-
-    Attributes:
-        source: where they are published.
-        words: in the comment of each config.
-        rates: a line for each config, with its MODEL.TRANSFORMER.DROP_PATH.
-    """
-
-    source: str
-    words: str
-    rates: str
-
-
-DROP_PATHS = (
-    DropPaths(
-        "Detection README, Vision Longformer with relative positional bias",
-        "DROP_PATH: the official repository's README",
-        """
-        retinanet/vil_tiny_1x            0.05
-        retinanet/vil_tiny_3x_ms         0.1
-        retinanet/vil_small_1x           0.1
-        retinanet/vil_small_3x_ms        0.2
-        retinanet/vil_medium_deep_1x     0.2
-        retinanet/vil_medium_deep_3x_ms  0.3
-        retinanet/vil_base_deep_1x       0.3
-        retinanet/vil_base_deep_3x_ms    0.3
-        mask_rcnn/vil_tiny_1x            0.05
-        mask_rcnn/vil_tiny_3x_ms         0.1
-        mask_rcnn/vil_small_1x           0.2
-        mask_rcnn/vil_small_3x_ms        0.2
-        mask_rcnn/vil_medium_deep_1x     0.2
-        mask_rcnn/vil_medium_deep_3x_ms  0.3
-        mask_rcnn/vil_base_deep_1x       0.3
-        mask_rcnn/vil_base_deep_3x_ms    0.3
-        """,
-    ),
-    DropPaths(
-        "Detection README, Comparison of various efficient attention mechanims with absolute positional embedding",
-        "DROP_PATH: that README",
-        """
-        mask_rcnn/sra64_small_1x              0.1
-        mask_rcnn/sra32_small_1x              0.1
-        mask_rcnn/partial_sra32_small_1x      0.1
-        mask_rcnn/global_small_1x             0.1
-        mask_rcnn/partial_global_small_1x     0.1
-        mask_rcnn/performer_small_1x          0.1
-        mask_rcnn/partial_performer_small_1x  0.05
-        mask_rcnn/vil_small_absolute_1x       0.1
-        mask_rcnn/partial_vil_small_1x        0.1
-        """,
-    ),
-    DropPaths(
-        "none: as Performer in the Detection README, whose row this is not",
-        "DROP_PATH: that of performer_small_1x.yaml",
-        "mask_rcnn/performer_from_partial_small_1x 0.1",
-    ),
-    DropPaths(
-        "none: as ViL of the same detector, size and schedule",
-        "as vil_",
-        """
-        retinanet/ls_tiny_1x             0.05
-        retinanet/ls_tiny_3x_ms          0.1
-        retinanet/ls_small_1x            0.1
-        retinanet/ls_small_3x_ms         0.2
-        retinanet/ls_medium_1x           0.2
-        retinanet/ls_medium_3x_ms        0.3
-        retinanet/ls_base_1x             0.3
-        retinanet/ls_base_3x_ms          0.3
-        mask_rcnn/ls_tiny_1x             0.05
-        mask_rcnn/ls_tiny_3x_ms          0.1
-        mask_rcnn/ls_small_1x            0.2
-        mask_rcnn/ls_small_3x_ms         0.2
-        mask_rcnn/ls_medium_1x           0.2
-        mask_rcnn/ls_medium_3x_ms        0.3
-        mask_rcnn/ls_base_1x             0.3
-        mask_rcnn/ls_base_3x_ms          0.3
-        """,
-    ),
-    DropPaths(
-        "none: as the config without _all",
-        "with long-short attention in stages 3 and 4 too",
-        """
-        retinanet/ls_tiny_all_1x         0.05
-        retinanet/ls_tiny_all_3x_ms      0.1
-        retinanet/ls_small_all_1x        0.1
-        retinanet/ls_small_all_3x_ms     0.2
-        retinanet/ls_medium_all_1x       0.2
-        retinanet/ls_medium_all_3x_ms    0.3
-        retinanet/ls_base_all_1x         0.3
-        retinanet/ls_base_all_3x_ms      0.3
-        mask_rcnn/ls_tiny_all_1x         0.05
-        mask_rcnn/ls_tiny_all_3x_ms      0.1
-        mask_rcnn/ls_small_all_1x        0.2
-        mask_rcnn/ls_small_all_3x_ms     0.2
-        mask_rcnn/ls_medium_all_1x       0.2
-        mask_rcnn/ls_medium_all_3x_ms    0.3
-        mask_rcnn/ls_base_all_1x         0.3
-        mask_rcnn/ls_base_all_3x_ms      0.3
-        """,
-    ),
-    DropPaths(
-        "none: our own choice, that of vil_small in Mask R-CNN",
-        "DROP_PATH is our own choice",
-        """
-        retinanet/cvt_ls_13_1x     0.2
-        retinanet/cvt_ls_13_3x_ms  0.2
-        retinanet/cvt_ls_21_1x     0.2
-        retinanet/cvt_ls_21_3x_ms  0.2
-        mask_rcnn/cvt_ls_13_1x     0.2
-        mask_rcnn/cvt_ls_13_3x_ms  0.2
-        mask_rcnn/cvt_ls_21_1x     0.2
-        mask_rcnn/cvt_ls_21_3x_ms  0.2
-        """,
-    ),
-    DropPaths(
-        "LIT detection/configs/lit/*_lit_s_fpn_1x_coco.py and, of LIT-Ti, detection/mmdet/models/backbones/lit_ti.py",
-        "DROP_PATH: the official detection code",
-        """
-        retinanet/lit_ti_1x     0.1
-        retinanet/lit_ti_3x_ms  0.1
-        retinanet/lit_s_1x      0.2
-        retinanet/lit_s_3x_ms   0.2
-        mask_rcnn/lit_ti_1x     0.1
-        mask_rcnn/lit_ti_3x_ms  0.1
-        mask_rcnn/lit_s_1x      0.2
-        mask_rcnn/lit_s_3x_ms   0.2
-        """,
-    ),
-    DropPaths(
-        "LIT classification/code_for_lit_s_m_b/configs/lit-medium.yaml and lit-base.yaml",
-        "DROP_PATH: the official classification code",
-        """
-        retinanet/lit_m_1x     0.3
-        retinanet/lit_m_3x_ms  0.3
-        retinanet/lit_b_1x     0.5
-        retinanet/lit_b_3x_ms  0.5
-        mask_rcnn/lit_m_1x     0.3
-        mask_rcnn/lit_m_3x_ms  0.3
-        mask_rcnn/lit_b_1x     0.5
-        mask_rcnn/lit_b_3x_ms  0.5
-        """,
-    ),
-    DropPaths(
-        "LIT segmentation: mmseg/models/backbones/lit_ti.py and configs/lit/lit_s_fpn_r50_512x512_80k_ade20k.py",
-        "DROP_PATH: the official repository's",
-        """
-        semantic_fpn/lit_ti  0.1
-        semantic_fpn/lit_s   0.2
-        """,
-    ),
-    DropPaths(
-        "none: as mask_rcnn/vil_tiny_1x",
-        "otherwise as ../mask_rcnn/vil_tiny_1x.yaml",
-        """
-        projects/point_rend_vil_tiny_1x    0.05
-        projects/panoptic_fpn_vil_tiny_1x  0.05
-        """,
-    ),
-    DropPaths(
-        "none: as mask_rcnn/vil_small_3x_ms",
-        "DROP_PATH: the official repository's README, for 3x",
-        """
-        modern/mask_rcnn_vil_small          0.2
-        modern/cascade_mask_rcnn_vil_small  0.2
-        """,
-    ),
-    DropPaths(
-        "none: as vil_small by the same recipe",
-        "trained as vil_small",
-        """
-        modern/mask_rcnn_ls_small          0.2
-        modern/cascade_mask_rcnn_ls_small  0.2
-        """,
-    ),
-    DropPaths(
-        "LIT detection/configs/lit/mask_rcnn_lit_s_fpn_1x_coco.py",
-        "DROP_PATH: the official detection code",
-        """
-        modern/mask_rcnn_lit_s          0.2
-        modern/cascade_mask_rcnn_lit_s  0.2
-        """,
-    ),
-    DropPaths(
-        "none: our own runs, docs/performance.md",
-        "",
-        """
-        demo/cascade_mask_rcnn_vil_shapes  0.0
-        demo/mask_rcnn_cvt_shapes          0.0
-        demo/mask_rcnn_lit_shapes          0.0
-        demo/mask_rcnn_ls_shapes           0.0
-        demo/mask_rcnn_vil_shapes          0.0
-        demo/mask_rcnn_vil_shapes_modern   0.0
-        demo/retinanet_cvt_shapes          0.0
-        demo/retinanet_lit_shapes          0.0
-        demo/retinanet_ls_shapes           0.0
-        demo/retinanet_vil_shapes          0.0
-        demo/semantic_fpn_vil_shapes       0.0
-        """,
-    ),
-)
-
 _OFFSETS = [["*.patch_embed.offset.*", 0.01]]
 _OURS = "none: our own runs, docs/performance.md"
 _LSJ = "detectron2 configs/new_baselines/mask_rcnn_R_50_FPN_50ep_LSJ.py: these fractions of the run"
+# The tables "with relative positional bias" and "with absolute positional embedding".
+_RPB = "Detection README, relative bias; LS as ViL of the same detector, size and schedule"
+_ABSOLUTE = "Detection README, absolute positions, and relative bias of vil_small in RetinaNet; LS as ViL"
 # By key: a pattern of configs, the value, and the source. The first pattern that fits a config counts.
 VALUES = {
+    "MODEL.TRANSFORMER.DROP_PATH": (
+        ("demo/*", 0.0, _OURS),
+        ("*/*lit_ti*", 0.1, "LIT detection/mmdet/models/backbones/lit_ti.py, segmentation/mmseg/models/backbones"),
+        ("*/*lit_s*", 0.2, "LIT detection/configs/lit/*_lit_s_fpn_1x_coco.py, segmentation/configs/lit/lit_s_fpn_*.py"),
+        ("*/lit_m_*", 0.3, "LIT classification/code_for_lit_s_m_b/configs/lit-medium.yaml"),
+        ("*/lit_b_*", 0.5, "LIT classification/code_for_lit_s_m_b/configs/lit-base.yaml"),
+        ("*/cvt_*", 0.2, "none: our own choice, that of vil_small in Mask R-CNN"),
+        ("modern/*", 0.2, "none: as mask_rcnn/vil_small_3x_ms"),
+        ("projects/*", 0.05, "none: as mask_rcnn/vil_tiny_1x"),
+        ("*/partial_performer_small_1x", 0.05, _ABSOLUTE),
+        ("mask_rcnn/vil_small_1x", 0.2, _RPB),
+        ("mask_rcnn/ls_small*_1x", 0.2, _RPB),
+        ("*_small*_1x", 0.1, _ABSOLUTE),
+        ("*_small*_3x_ms", 0.2, _RPB),
+        ("*_tiny*_1x", 0.05, _RPB),
+        ("*_tiny*_3x_ms", 0.1, _RPB),
+        ("*_medium*_1x", 0.2, _RPB),
+        ("*_medium*_3x_ms", 0.3, _RPB),
+        ("*_base_*", 0.3, _RPB),
+    ),
     "SOLVER.WEIGHT_DECAY": (
         ("demo/semantic_fpn_*", 1e-4, _OURS),
         ("demo/*", 0.1, _OURS),
@@ -262,6 +81,7 @@ VALUES = {
         ("semantic_fpn/*", "WarmupPolyLR", "LIT section 4.4"),
         ("*", "WarmupMultiStepLR", "ViL Table 10; LIT section 4.3"),
     ),
+    "SOLVER.WEIGHT_DECAY_BIAS": (("*", 0.0, "none: biases take no weight decay"),),
     "SOLVER.POLY_LR_POWER": (("*", 0.9, "LIT section 4.4"),),
     "SOLVER.BASE_LR_END": (
         ("semantic_fpn/*", 1e-6, "LIT segmentation/configs/_base_/schedules/schedule_80k.py: min_lr"),
@@ -333,32 +153,9 @@ VALUES = {
 }
 
 
-def rates(group: DropPaths) -> dict[str, float]:
-    return {config: float(rate) for config, rate in (line.split() for line in group.rates.strip().splitlines())}
-
-
-DROP_PATH = {config: (rate, group) for group in DROP_PATHS for config, rate in rates(group).items()}
-
-
 @functools.cache
 def loaded(config: str) -> CfgNode:
     return load_config(ROOT / f"configs/{config}.yaml")
-
-
-def comment_of(config: str) -> str:
-    lines = (ROOT / f"configs/{config}.yaml").read_text().splitlines()
-    return " ".join(line.lstrip("# ") for line in lines if line.startswith("#"))
-
-
-def test_every_config_is_in_the_table_once():
-    assert sum(len(rates(group)) for group in DROP_PATHS) == len(DROP_PATH)
-    assert sorted(DROP_PATH) == CONFIGS
-
-
-def test_stochastic_depth_is_that_of_its_source():
-    for config, (rate, group) in DROP_PATH.items():
-        assert loaded(config).MODEL.TRANSFORMER.DROP_PATH == rate, (config, group.source)
-        assert group.words in comment_of(config), config
 
 
 @pytest.mark.parametrize("key", VALUES)
@@ -373,9 +170,8 @@ def test_values_are_those_of_their_sources(key):
 
 
 def test_long_short_is_trained_as_vil():
-    """Every value of the solver and of the images, and stochastic depth."""
+    """Every value of the solver and of the images."""
     for config in (config for config in CONFIGS if "/ls_" in config):
         vil = config.replace("_all", "").replace("/ls_medium", "/ls_medium_deep").replace("/ls_base", "/ls_base_deep")
         ours, theirs = loaded(config), loaded(vil.replace("/ls_", "/vil_"))
         assert ours.SOLVER == theirs.SOLVER and ours.INPUT == theirs.INPUT, config
-        assert ours.MODEL.TRANSFORMER.DROP_PATH == theirs.MODEL.TRANSFORMER.DROP_PATH, config

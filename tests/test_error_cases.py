@@ -142,22 +142,15 @@ def kill_a_child(pid: int) -> None:
 # -- the cases ---------------------------------------------------------------------------------------------------------
 
 VALUES = (
-    *("SOLVER.MAX_ITER many", "SOLVER.MAX_ITER 0", "SOLVER.IMS_PER_BATCH 0", "SOLVER.CHECKPOINT_PERIOD 0"),
+    *("SOLVER.MAX_ITER many", "SOLVER.MAX_ITER 0", "SOLVER.IMS_PER_BATCH 3 --num-gpus 2", "SOLVER.CHECKPOINT_PERIOD 0"),
     *("SOLVER.BASE_LR -0.1", "SOLVER.OPTIMIZER ADAM", "SOLVER.LR_SCHEDULER_NAME Cosine", "SOLVER.ACCUMULATE 4"),
-    *("SOLVER.AMP.DTYPE half", "SOLVER.LAYER_DECAY 1.5", "MODEL.DEVICE tpu", "MODEL.META_ARCHITECTURE DETR"),
-    *(
-        "MODEL.PIXEL_STD [1.0,1.0]",
-        "MODEL.TRANSFORMER.NAME vil_tinny_rpb",
-    ),
-    *("MODEL.RETINANET.NUM_CLASSES 80", "INPUT.AUGMENTATION mosaic"),
-    *("INPUT.FORMAT HSV", "TEST.BEST_METRIC bbox/ap", "DATASETS.CHECK eror", "DATASETS.TRAIN ('shapes_trian',)"),
-    *("DATASETS.TRAIN ()", "OUTPUT_DIR small.yaml", "SOLVER.MAXITER 3"),
+    *("SOLVER.LAYER_DECAY 1.5", "MODEL.DEVICE tpu", "MODEL.META_ARCHITECTURE DETR", "MODEL.TRANSFORMER.NAME vil_tinny"),
+    *("MODEL.RETINANET.NUM_CLASSES 80", "INPUT.FORMAT HSV", "TEST.BEST_METRIC bbox/ap", "DATASETS.CHECK eror"),
+    *("DATASETS.TRAIN ('shapes_trian',)", "DATASETS.TRAIN ()", "OUTPUT_DIR small.yaml", "SOLVER.MAXITER 3"),
 )
 CASES = {
     # Arguments and configs
     **{f"value {value}": Case(f"{TRAIN} {value}", named=value.split()[0]) for value in VALUES},
-    "unused option of a backbone": Case(f"{TRAIN} MODEL.TRANSFORMER.RANK [8,8,8,8]", named="rank"),
-    "unknown attention backend": Case(f"{TRAIN} MODEL.TRANSFORMER.ATTENTION_BACKEND flash", named="flash"),
     "missing weights": Case(f"{TRAIN} MODEL.WEIGHTS absent.pth", named="absent.pth", status=2),
     "unknown argument": Case(f"{TRAIN} --resumee", named="--resumee", status=2),
     "key without a value": Case(f"{TRAIN} SOLVER.MAX_ITER", named="SOLVER.MAX_ITER", status=2),
@@ -165,20 +158,11 @@ CASES = {
     "config that is not YAML": Case(
         "train_net.py --config-file bad.yaml", write("bad.yaml", "SOLVER: [1\n"), "bad.yaml"
     ),
-    "config that runs code": Case(
-        "train_net.py --config-file bad.yaml",
-        write("bad.yaml", "SOLVER: !!python/object/apply:os.system ['touch made']\n"),
-        "bad.yaml",
-    ),
-    "missing _BASE_": Case("train_net.py --config-file bad.yaml", write("bad.yaml", "_BASE_: absent.yaml\n"), "absent"),
-    "cyclic _BASE_": Case("train_net.py --config-file bad.yaml", write("bad.yaml", "_BASE_: bad.yaml\n"), "bad.yaml"),
     "unknown format": Case(
         "export_model.py --config-file small.yaml --output out --format onnxx", named="onnxx", status=2
     ),
     "unknown variant": Case("analyze_model.py --variants vil_tinny", named="vil_tinny"),
     "too many processes": Case(f"{TRAIN} --num-gpus 999", named="999"),
-    "uneven batch": Case(f"{TRAIN} --num-gpus 2 SOLVER.IMS_PER_BATCH 3", named="SOLVER.IMS_PER_BATCH"),
-    "two machines without an address": Case(f"{TRAIN} --num-machines 2", named="dist-url"),
     "torchrun without an address": Case(
         TRAIN,
         named="MASTER_ADDR",
@@ -186,18 +170,11 @@ CASES = {
     ),
     # Data
     "annotations that break off": Case(CHECK, truncate("own/annotations.json"), "own/annotations.json"),
-    "annotations that are a list": Case(CHECK, write("own/annotations.json", "[]"), "own/annotations.json"),
     "fix over a file": Case(f"{CHECK} --fix small.yaml", named="small.yaml", status=2),
     "boxes of NaN": Case(
         TRAIN,
         edit_annotations(lambda c: c["annotations"][0].update(bbox=[math.nan] * 4)),
         "instances_train.json",
-        writes=("output", "output/log.txt"),
-    ),
-    "no objects": Case(
-        TRAIN,
-        edit_annotations(lambda c: c.update(annotations=[])),
-        "instances_train",
         writes=("output", "output/log.txt"),
     ),
     "images that are gone": Case(
@@ -210,38 +187,27 @@ CASES = {
         f"{TRAIN} DATALOADER.NUM_WORKERS 1", truncate("datasets/shapes/train/*.jpg"), ".jpg", writes=OUTPUT
     ),
     "shapes over other files": Case("make_shapes_dataset.py own --overwrite", named="own"),
-    "subset over its source": Case(
-        "make_coco_subset.py own/annotations.json own/annotations.json", named="annotations"
-    ),
     # Weights and runs
     **{
         f"weights with a flipped bit, {name}": Case(command, flip_bit(FINAL), FINAL)
         for name, command in {
             "training": f"{TRAIN} MODEL.WEIGHTS {FINAL}",
-            "evaluation": EVALUATE,
             "prediction": f"{PREDICT} --input photos",
-            "export": EXPORT,
         }.items()
     },
     "weights that are text": Case(f"{TRAIN} MODEL.WEIGHTS small.yaml", named="small.yaml"),
-    "weights that break off": Case(f"{TRAIN} MODEL.WEIGHTS {FINAL}", truncate(FINAL), FINAL),
     "weights of NaN": Case(
         EVALUATE, edit_checkpoint(lambda c: c["model"]["head.cls_score.bias"].fill_(math.nan)), "head.cls_score.bias"
     ),
     "weights without a head": Case(
         EVALUATE, edit_checkpoint(lambda c: c["model"].pop("head.cls_score.bias")), "head.cls_score.bias"
     ),
-    "weights of another variant": Case(
-        f"{TRAIN} MODEL.WEIGHTS {FINAL} MODEL.TRANSFORMER.NAME vil_tiny_1_1_9_1_rpb", named="vil_tiny_1_1_9_1_rpb"
-    ),
     "another order of channels": Case(f"{EVALUATE} INPUT.FORMAT BGR", named="INPUT.FORMAT"),
     "conversion of another file": Case(f"convert_checkpoint.py {FINAL} out.pth --model vil_tiny_rpb", named=FINAL),
     "training over another run": Case("train_net.py --config-file run/config.yaml", named="OVERWRITE_OUTPUT_DIR"),
     "another optimizer": Case(f"{RESUME} SOLVER.OPTIMIZER SGD SOLVER.MAX_ITER 6", named="SOLVER"),
-    "another variant": Case(f"{RESUME} MODEL.TRANSFORMER.NAME vil_tiny_1_1_9_1_rpb", named="vil_tiny_1_1_9_1_rpb"),
     "no whole checkpoint": Case(RESUME, truncate("run/*.pth"), "run", writes=("run/log.txt",)),
     "empty last_checkpoint": Case(RESUME, write("run/last_checkpoint"), "last_checkpoint", status=0, writes=RESUMED),
-    "newest checkpoint breaks off": Case(RESUME, truncate(FINAL), FINAL, status=0, writes=RESUMED),
     "metrics.json breaks off": Case(
         f"{RESUME} SOLVER.MAX_ITER 5", write("run/metrics.json", '{"iteration": 1}\n{"iter'), status=0, writes=RESUMED
     ),
@@ -249,9 +215,6 @@ CASES = {
     # Prediction and exports
     "image that is text": Case(
         f"{PREDICT} --input photos", write("photos/b.jpg", "text"), "b.jpg", status=2, writes=("out", "out/*")
-    ),
-    "image that is a pipe": Case(
-        f"{PREDICT} --input photos", replace_by("photos/b.jpg", os.mkfifo), "b.jpg", status=2, writes=("out", "out/*")
     ),
     "video that is text": Case(
         f"{PREDICT} --input a.avi", write("a.avi", "text"), "a.avi", status=2, writes=("out", "out/*")
@@ -261,10 +224,8 @@ CASES = {
     "annotations of other images": Case(
         f"{PREDICT} --input photos --annotations own/annotations.json", named="own/annotations.json"
     ),
-    "export that breaks off": Case(EXPORTED, truncate("export/model.ts"), "export/model.ts"),
     "export with a flipped bit": Case(EXPORTED, flip_bit("export/model.ts"), "export/model.ts"),
     "export without metadata": Case(EXPORTED, replace_by("export/*.metadata.json", None), "metadata.json"),
-    "export with other metadata": Case(EXPORTED, write("export/model.ts.metadata.json", "{}"), "metadata.json"),
     "export with another threshold": Case(
         f"{EXPORTED} MODEL.RETINANET.SCORE_THRESH_TEST 0.9", named="SCORE_THRESH_TEST"
     ),
@@ -277,13 +238,7 @@ CASES = {
     "full disk, checkpoint": Case(TRAIN, named="model", writes=OUTPUT, limit=FULL_DISK),
     "full disk, export": Case(EXPORT, named="out", writes=("out",), limit=FULL_DISK),
     "full disk, predictions": Case(f"{PREDICT} --input photos", named="out", writes=("out", "out/*"), limit=500),
-    "full disk, report": Case("report.py run", named="report.html", limit=FULL_DISK),
     "full disk, fixed annotations": Case(f"{CHECK} --fix clean.json", named="clean.json", limit=500),
-    "export into a file": Case(f"export_model.py {RUN} --output small.yaml", named="small.yaml"),
-    **{
-        f"{number.name} in training": Case(LONG, None, number.name, 128 + number, OUTPUT, has_saved, number)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    },
     "SIGTERM at the start": Case(
         LONG, None, "SIGTERM", 143, OUTPUT, lambda folder: (folder / "output").exists(), signal.SIGTERM
     ),

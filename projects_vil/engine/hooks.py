@@ -88,8 +88,6 @@ class RedrawFeatures(HookBase):
     """Resample Performer's random features every ``period`` iterations (ViL, appendix D)."""
 
     def __init__(self, period: int) -> None:
-        if period < 1:
-            raise ConfigError(f"MODEL.TRANSFORMER.FEATURE_REDRAW_PERIOD is {period}: it must be 1 or more iterations")
         self.period = period
 
     def before_train(self) -> None:

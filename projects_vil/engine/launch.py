@@ -1,4 +1,4 @@
-"""The processes of a run, started here or by torchrun, and the signals that stop it."""
+"""The processes of a run, started here or by torchrun."""
 
 import argparse
 import contextlib
@@ -7,8 +7,7 @@ import os
 import signal
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -16,19 +15,16 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-from detectron2.engine import create_ddp_model
 from detectron2.utils import comm
-from torch import nn
 from torch.multiprocessing import ProcessExitedException, start_processes
 
 from backbones import ConfigError
-from projects_vil.utils import STOP_SIGNALS, handling_signals, terminate
+from projects_vil.utils import handling_signals, terminate
 
 # How long processes wait for each other, for example while rank 0 evaluates or reads the data.
 TIMEOUT = timedelta(minutes=30)
 # Seconds that the other processes have to save and exit once one has ended.
 GRACE_PERIOD = 60
-_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class DistributedEnv(NamedTuple):
@@ -57,18 +53,18 @@ def distributed_env() -> DistributedEnv | None:
     """Return the environment of torchrun, or of a launcher that sets the same variables; None without one.
 
     Raises:
-        ConfigError: if only some of the variables are set, or are not numbers.
+        ConfigError: if only some of the variables are set, or one is not a number.
     """
-    if not all(name in os.environ for name in _TORCHRUN[:3]):
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
     try:
-        env = DistributedEnv(*(int(os.environ[name]) for name in _TORCHRUN[:4]))
-        if env.world_size > 1 and (not os.environ["MASTER_ADDR"] or int(os.environ["MASTER_PORT"]) < 1):
-            raise ValueError("MASTER_PORT is 0")
+        env = DistributedEnv(*(int(os.environ[name.upper()]) for name in DistributedEnv._fields))
+        if env.world_size > 1:
+            _ = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     except (KeyError, ValueError) as error:
-        names = ", ".join(_TORCHRUN)
         raise ConfigError(
-            f"torchrun sets the environment variables {names}, and here {error} is missing or wrong"
+            "torchrun sets the environment variables RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and "
+            f"MASTER_PORT, and here one is missing or wrong: {error}"
         ) from error
     return env
 
@@ -79,42 +75,24 @@ def number_of_processes(args: argparse.Namespace) -> int:
     return args.num_gpus * args.num_machines if env is None else env.world_size
 
 
-def check_processes(args: argparse.Namespace, *, device: str, key: str = "MODEL.DEVICE") -> None:
+def check_processes(args: argparse.Namespace, *, device: str) -> None:
     """Raise a ConfigError if the processes that torchrun or detectron2's arguments ask for cannot run here.
 
     Args:
         args: of detectron2's parser.
         device: of the config.
-        key: of the device.
     """
     env, on_cpu = distributed_env(), device.startswith("cpu")
     if env is not None and (args.num_gpus != 1 or args.num_machines != 1):
         raise ConfigError(f"torchrun has started {env.world_size} processes: leave out --num-gpus and --num-machines")
-    if args.num_gpus < 1:
-        raise ConfigError(f"--num-gpus is {args.num_gpus}: it must be 1 or more, also with {key} cpu")
-    if not 0 <= args.machine_rank < args.num_machines:
-        raise ConfigError(f"--machine-rank is {args.machine_rank}, and --num-machines {args.num_machines}")
     if args.num_machines > 1 and (args.dist_url == "auto" or "127.0.0.1" in args.dist_url):
         raise ConfigError(f"--dist-url is {args.dist_url}: it must be tcp://HOST:PORT of the first machine")
     if number_of_processes(args) > 1 and ":" in device:
-        raise ConfigError(f"{key} is {device}: with several processes it must be {device.partition(':')[0]}")
+        raise ConfigError(f"the device is {device}: with several processes it must be {device.partition(':')[0]}")
     here = args.num_gpus if env is None else env.local_world_size
     available = max(os.cpu_count() or 1, 2) if on_cpu else max(torch.cuda.device_count(), 1)
-    if here > available and not (on_cpu and env is not None):
+    if not 0 < here <= available and not (on_cpu and env is not None):
         raise ConfigError(f"--num-gpus is {here}, and there are {available} {'CPU cores' if on_cpu else 'GPUs'} here")
-
-
-@contextlib.contextmanager
-def reported_once() -> Iterator[None]:
-    """Let only the first process of each machine report a mistake that all processes of torchrun find."""
-    try:
-        yield
-    except ConfigError:
-        env = distributed_env()
-        if env is not None and env.local_rank:
-            # torchrun ends all once one has failed.
-            time.sleep(GRACE_PERIOD)
-        raise
 
 
 def launch(run: Callable[[argparse.Namespace], Any], args: argparse.Namespace, *, output_dir: str, device: str) -> None:
@@ -162,11 +140,9 @@ def _spawn(run: Callable, args: argparse.Namespace, device: str, url: str) -> No
             if process.is_alive():
                 os.kill(process.pid, signal.SIGKILL if is_second else number)
 
-    # One that is ignored, as SIGHUP under nohup, stays so.
-    signals = [number for number in STOP_SIGNALS if signal.getsignal(number) not in (signal.SIG_IGN, None)]
     with handling_signals(pass_on):
         # CUDA and OpenMP's threads do not survive a fork.
-        worker_args = (run, args, device, url, signals, multiprocessing.get_start_method())
+        worker_args = (run, args, device, url)
         context = start_processes(_worker, worker_args, nprocs=args.num_gpus, join=False, start_method="spawn")
         processes += context.processes
         for number in received[:1]:
@@ -185,28 +161,19 @@ def _spawn(run: Callable, args: argparse.Namespace, device: str, url: str) -> No
             ) from None
 
 
-def _worker(
-    local_rank: int,
-    run: Callable,
-    args: argparse.Namespace,
-    device: str,
-    url: str,
-    signals: Sequence[int],
-    start_method: str,
-) -> None:
-    # Else data loading processes would be spawned too: new interpreters, which take seconds.
-    multiprocessing.set_start_method(start_method, force=True)
-    for number in signals:
-        signal.signal(number, terminate)
+def _worker(local_rank: int, run: Callable, args: argparse.Namespace, device: str, url: str) -> None:
+    # The default one: else data loading processes would be spawned too, as new interpreters, which take seconds.
+    multiprocessing.set_start_method(None, force=True)
     rank, world_size = args.machine_rank * args.num_gpus + local_rank, args.num_gpus * args.num_machines
     status = None
-    try:
-        with _process_group(DistributedEnv(rank, local_rank, world_size, args.num_gpus), device, url):
-            run(args)
-    except SystemExit as error:
-        status = error.code
-    # Not in the handler: the traceback refers to data loaders, whose processes end with them.
-    sys.exit(status)
+    with handling_signals(terminate):
+        try:
+            with _process_group(DistributedEnv(rank, local_rank, world_size, args.num_gpus), device, url):
+                run(args)
+        except SystemExit as error:
+            status = error.code
+        # Not in the handler: the traceback refers to data loaders, whose processes end with them.
+        sys.exit(status)
 
 
 @contextlib.contextmanager
@@ -224,32 +191,3 @@ def _process_group(env: DistributedEnv, device: str, url: str) -> Iterator[None]
     yield
     # Not after an exception: the others may never come to it.
     torch.distributed.destroy_process_group()
-
-
-def distribute(model: nn.Module, **options: Any) -> nn.Module:
-    """Return ``model`` in DistributedDataParallel where there are several processes, also on the CPU."""
-    if comm.get_world_size() == 1:
-        return model
-    on_gpu = next(model.parameters()).device.type == "cuda"
-    return create_ddp_model(model, **({"device_ids": [comm.get_local_rank()] if on_gpu else None} | options))
-
-
-# -- signals ---------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def stop_requests() -> Iterator[list[int]]:
-    """Yield a list to which SIGINT, SIGTERM and SIGHUP are appended, unless they are ignored.
-
-    A second SIGINT interrupts a single process at once; one of several may get each twice, from the terminal and from
-    the process that started it.
-    """
-    received: list[int] = []
-
-    def receive(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and number in received and comm.get_world_size() == 1:
-            raise KeyboardInterrupt
-        received.append(number)
-
-    with handling_signals(receive):
-        yield received

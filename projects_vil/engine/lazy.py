@@ -1,13 +1,10 @@
 """LazyConfigs, as configs/lazy/ has them: what tools/lazyconfig_train_net.py does, with the trainer of YAML configs."""
 
 import argparse
-import builtins
 import functools
-import logging
 import math
-import re
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +12,19 @@ import torch
 from detectron2.config import CfgNode, LazyConfig, instantiate
 from detectron2.evaluation import inference_on_dataset, print_csv_format
 from detectron2.solver import LRMultiplier
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 
 from backbones import ConfigError
 from backbones.errors import check_file, closest
 from projects_vil import data
-from projects_vil.config import default_config, one_line
+from projects_vil.config import config_keys, default_config, one_line
 from projects_vil.engine.checks import check_setup
-from projects_vil.engine.launch import check_processes, launch, number_of_processes, reported_once
+from projects_vil.engine.launch import check_processes, launch, number_of_processes
 from projects_vil.engine.train import evaluate, save_config, set_up_run, train, training_folder
 from projects_vil.engine.trainer import Trainer, report_results, share_statistics
 from projects_vil.solver import clip_full_model
-from projects_vil.utils import check_unlocked
 
 _PARTS = ("model", "optimizer", "lr_multiplier", "dataloader", "train")
 # Keys of `train`, and the options of the trainer, by their keys in a YAML config.
@@ -55,7 +51,6 @@ _OPTIONS = {
     "feature_redraw_period": "MODEL.TRANSFORMER.FEATURE_REDRAW_PERIOD",
     "random_shift_until": "MODEL.TRANSFORMER.RANDOM_SHIFT_UNTIL",
 }
-_OVERRIDE = re.compile(r"(?P<adds>\+{0,2})(?P<key>[\w.\[\]]+)=.*", re.DOTALL)
 _INVALID = (TypeError, ValueError, KeyError, IndexError, AttributeError, AssertionError, OmegaConfBaseException)
 
 
@@ -69,28 +64,25 @@ def train_lazily_from_command_line(args: argparse.Namespace) -> None:
     Raises:
         ConfigError: for a mistake in the config, its overrides or the files that they name.
     """
-    with reported_once():
-        cfg = load_lazy_config(args.config_file, args.opts)
-        device, processes = str(cfg.train.device), number_of_processes(args)
-        check_processes(args, device=device, key="train.device")
-        with torch.device("meta"):
-            model = _instantiate(cfg.model, "model")
-            if not args.eval_only:
-                build_lazy_optimizer(cfg, model)  # raises for a pattern that matches no parameter
-        options = lazy_options(cfg, model)
+    cfg = load_lazy_config(args.config_file, args.opts)
+    device, processes = str(cfg.train.device), number_of_processes(args)
+    check_processes(args, device=device)
+    with torch.device("meta"):
+        model = _instantiate(cfg.model, "model")
         if not args.eval_only:
-            check_unlocked(options.OUTPUT_DIR, key="train.output_dir")
-        _instantiate(cfg.lr_multiplier, "lr_multiplier")
-        data.register_datasets(options)
-        check_setup(options, processes=processes, eval_only=args.eval_only, resume=args.resume, model=model)
-        for split in ("train", "test"):
-            given = cfg.dataloader[split].mapper.image_format
-            if given != model.input_format:
-                raise ConfigError(
-                    f"model.input_format is {model.input_format}, and dataloader.{split}.mapper.image_format {given}"
-                )
-        if len(options.DATASETS.TEST) != 1:
-            raise ConfigError(f"dataloader.test.dataset.names is {options.DATASETS.TEST}: it must name one dataset")
+            build_lazy_optimizer(cfg, model)  # raises for a pattern that matches no parameter
+    options = lazy_options(cfg, model)
+    _instantiate(cfg.lr_multiplier, "lr_multiplier")
+    data.register_datasets(options)
+    check_setup(options, processes=processes, eval_only=args.eval_only, resume=args.resume, model=model)
+    for split in ("train", "test"):
+        given = cfg.dataloader[split].mapper.image_format
+        if given != model.input_format:
+            raise ConfigError(
+                f"model.input_format is {model.input_format}, and dataloader.{split}.mapper.image_format {given}"
+            )
+    if len(options.DATASETS.TEST) != 1:
+        raise ConfigError(f"dataloader.test.dataset.names is {options.DATASETS.TEST}: it must name one dataset")
     launch(_run, args, output_dir=options.OUTPUT_DIR, device=device)
 
 
@@ -101,26 +93,20 @@ def load_lazy_config(path: str | Path, overrides: Sequence[str] = ()) -> DictCon
         ConfigError: for a file that is missing, fails or lacks a part, or an override that is not ``key=value`` or
             names an unknown key (with the closest one).
     """
-    if not str(path):
-        raise ConfigError("--config-file is missing: configs/lazy/retinanet_vil_tiny.py, for example")
     check_file(path, "config file")
-    own_import = builtins.__import__
     try:
         cfg = LazyConfig.load(str(path))
     except Exception as error:  # A config is a program: it may raise anything.
         raise ConfigError(f"{path} is not a LazyConfig: {_reason(error)}") from error
-    finally:
-        # detectron2 leaves its own in place where a config raises.
-        builtins.__import__ = own_import
     if not isinstance(cfg, DictConfig) or not all(isinstance(cfg.get(part), DictConfig) for part in _PARTS):
         raise ConfigError(f"{path} is not a LazyConfig for training, which has the parts {', '.join(_PARTS)}")
+    known = set(config_keys(OmegaConf.to_container(cfg)))
     for override in overrides:
-        match = _OVERRIDE.fullmatch(override)
-        if match is None:
+        key, separator, _ = override.partition("=")
+        if not separator:
             raise ConfigError(f"the override {override!r} is not key=value")
-        if not match["adds"] and not _has(cfg, match["key"]):
-            key = match["key"]
-            raise ConfigError(f"unknown config key {key}{closest(key, _keys(cfg))} (+{key}=... adds one)")
+        if not key.startswith("+") and key.replace("[", ".").replace("]", "") not in known:
+            raise ConfigError(f"unknown config key {key}{closest(key, known)} (+{key}=... adds one)")
     try:
         return LazyConfig.apply_overrides(cfg, list(overrides))
     except Exception as error:  # Hydra's parser has exceptions of its own.
@@ -272,35 +258,12 @@ def _instantiate(part: DictConfig, name: str) -> Any:
     Raises:
         ConfigError: with the name of the part.
     """
-    logger = logging.getLogger("detectron2.config.instantiate")
-    was_disabled, logger.disabled = logger.disabled, True
     try:
         return instantiate(part)
     except ConfigError:
         raise
     except _INVALID as error:
         raise ConfigError(f"{name} of this config is invalid: {_reason(error)}") from error
-    finally:
-        logger.disabled = was_disabled
-
-
-def _has(cfg: DictConfig, key: str) -> bool:
-    """Return whether ``cfg`` has a key, with a value or an interpolation."""
-    parent, _, leaf = key.rpartition(".")
-    try:
-        node = OmegaConf.select(cfg, parent) if parent else cfg
-    except OmegaConfBaseException:
-        return False
-    if isinstance(node, ListConfig):
-        return leaf.isdecimal() and int(leaf) < len(node)
-    return isinstance(node, DictConfig) and leaf in node.keys()
-
-
-def _keys(node: object, prefix: str = "") -> Iterable[str]:
-    if isinstance(node, DictConfig):
-        for key in node.keys():
-            yield f"{prefix}{key}"
-            yield from _keys(node._get_node(key), f"{prefix}{key}.")
 
 
 def _reason(error: Exception) -> str:

@@ -21,15 +21,10 @@ from projects_vil.checkpoint import Checkpointer, checkpoints_of, remove_run
 from projects_vil.config import CONFIG_FILE, check_override_effects, load_config
 from projects_vil.data import read_datasets, register_datasets
 from projects_vil.engine.checks import check_setup
-from projects_vil.engine.launch import (
-    check_processes,
-    launch,
-    number_of_processes,
-    reported_once,
-)
+from projects_vil.engine.launch import check_processes, launch, number_of_processes
 from projects_vil.engine.trainer import Trainer
 from projects_vil.solver import scale_learning_rate, schedule_by_epochs
-from projects_vil.utils import check_unlocked, log_run, run_lock, terminating_between_calls
+from projects_vil.utils import log_run, run_lock, stop_requests, terminating_between_calls
 
 
 def train_from_command_line(args: argparse.Namespace) -> None:
@@ -41,14 +36,12 @@ def train_from_command_line(args: argparse.Namespace) -> None:
     Raises:
         ConfigError: for a mistake in the config, its overrides or the files that they name.
     """
-    with reported_once():
-        cfg = load_config(args.config_file, args.opts)
-        register_datasets(cfg)
-        check_processes(args, device=cfg.MODEL.DEVICE)
-        if not args.eval_only:
-            check_unlocked(cfg.OUTPUT_DIR)
-            check_override_effects(cfg, args.opts)
-        check_setup(cfg, processes=number_of_processes(args), eval_only=args.eval_only, resume=args.resume)
+    cfg = load_config(args.config_file, args.opts)
+    register_datasets(cfg)
+    check_processes(args, device=cfg.MODEL.DEVICE)
+    if not args.eval_only:
+        check_override_effects(cfg, args.opts)
+    check_setup(cfg, processes=number_of_processes(args), eval_only=args.eval_only, resume=args.resume)
     launch(_run, args, output_dir=cfg.OUTPUT_DIR, device=cfg.MODEL.DEVICE)
 
 
@@ -66,7 +59,7 @@ def _run(args: argparse.Namespace) -> None:
         # Before anything of an older run is removed.
         num_images = read_datasets(cfg)
         cfg, lines = schedule_by_epochs(cfg, num_images, args.opts)
-        cfg, scaling = scale_learning_rate(cfg, processes=comm.get_world_size())
+        cfg, scaling = scale_learning_rate(cfg)
         train(cfg, args, Trainer, _write_yaml, lines=[*lines, *scaling])
 
 
@@ -134,24 +127,15 @@ def train(
     cfg.OVERWRITE_OUTPUT_DIR = False
     cfg.freeze()
     set_up_run(cfg, args)
-    for line in lines:
-        logging.getLogger("detectron2").info(line)
     logger, solver = logging.getLogger(__name__), cfg.SOLVER
+    for line in lines:
+        logger.info(line)
     if solver.WARMUP_ITERS >= solver.MAX_ITER:
-        logger.warning(
-            "SOLVER.WARMUP_ITERS is %d, and SOLVER.MAX_ITER %d: the learning rate never reaches SOLVER.BASE_LR %g",
-            solver.WARMUP_ITERS,
-            solver.MAX_ITER,
-            solver.BASE_LR,
-        )
+        logger.warning("the learning rate never reaches SOLVER.BASE_LR: SOLVER.WARMUP_ITERS is SOLVER.MAX_ITER or more")
     logger.info(
-        "training %s with %s on %s in %d processes: %d iterations; config, model and environment are in %s/log.txt",
-        cfg.MODEL.META_ARCHITECTURE,
-        cfg.MODEL.TRANSFORMER.NAME,
-        cfg.MODEL.DEVICE,
-        comm.get_world_size(),
-        solver.MAX_ITER,
-        cfg.OUTPUT_DIR,
+        f"training {cfg.MODEL.META_ARCHITECTURE} with {cfg.MODEL.TRANSFORMER.NAME} on {cfg.MODEL.DEVICE} in "
+        f"{comm.get_world_size()} processes: {solver.MAX_ITER} iterations; config, model and environment are in "
+        f"{cfg.OUTPUT_DIR}/log.txt"
     )
     trainer = make_trainer(cfg)
     trainer.resume_or_load(resume=args.resume)
@@ -166,7 +150,7 @@ def evaluate(
     """Evaluate ``MODEL.WEIGHTS``, or the last checkpoint with ``--resume``, in one process."""
     checkpointer = Checkpointer(model, cfg.OUTPUT_DIR, cfg=cfg, complete=True)
     checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=args.resume)
-    with terminating_between_calls(model, alone=comm.get_world_size() == 1):
+    with stop_requests(alone=comm.get_world_size() == 1) as received, terminating_between_calls(model, received):
         results = test(model)
     if comm.is_main_process():
         verify_results(cfg, results)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from detectron2.config import CfgNode
-from detectron2.engine import DefaultTrainer, SimpleTrainer, TrainerBase, hooks
+from detectron2.engine import DefaultTrainer, SimpleTrainer, TrainerBase, create_ddp_model, hooks
 from detectron2.engine.hooks import EvalHook
 from detectron2.evaluation import DatasetEvaluator
 from detectron2.utils import comm
@@ -48,19 +48,16 @@ from projects_vil.engine.hooks import (
     ema_model,
     loss_normalizers,
 )
-from projects_vil.engine.launch import distribute, stop_requests
-from projects_vil.engine.writers import MetricPrinter, MetricsFile, ProgressBar, build_service_writers
+from projects_vil.engine.writers import MetricPrinter, MetricsFile, build_service_writers
 from projects_vil.evaluation import LOSS_TASK, parts_of_metric, validation_loss, write_results
 from projects_vil.modeling import MicroBatches
-from projects_vil.utils import Terminated
+from projects_vil.utils import stop_requests, terminate, terminating_between_calls
 from projects_vil.visualization import draw_evaluation
 
 AMP_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 DIVERGED_FILE = "diverged.json"
 # Consecutive steps that the float16 loss scaler may skip: from any scale that it grows to, it is below 1 by then.
 MAX_OVERFLOWS = 32
-# Hyperparameters of an optimizer's groups that a config sets.
-_HYPERPARAMETERS = ("initial_lr", "weight_decay", "momentum", "nesterov", "betas", "eps")
 
 
 class TrainStep(SimpleTrainer):
@@ -144,15 +141,11 @@ class TrainStep(SimpleTrainer):
             ConfigError: if it has no optimizer, or one with other groups of parameters.
         """
         own, saved = self.optimizer.state_dict()["param_groups"], state_dict.get("optimizer")
-        if saved is None or list(map(_group_type, saved["param_groups"])) != list(map(_group_type, own)):
+        if saved is None or _group_types(saved["param_groups"]) != _group_types(own):
             raise ConfigError(
                 "the checkpoint has no optimizer state for this config's optimizer, LR_MULTIPLIERS and frozen stages: "
                 "resume with SOLVER and MODEL.BACKBONE.FREEZE_AT of its config.yaml, or start from its weights "
                 "(MODEL.WEIGHTS, without --resume, in another OUTPUT_DIR)"
-            )
-        if list(map(_hyperparameters, saved["param_groups"])) != list(map(_hyperparameters, own)):
-            logging.getLogger(__name__).warning(
-                "the resumed run began with other learning rates, weight decays or momentum: those of the config apply"
             )
         super().load_state_dict(state_dict | {"optimizer": saved | {"param_groups": own}})
         self.skipped, self.overflows = state_dict.get("skipped", 0), state_dict.get("overflows", 0)
@@ -173,12 +166,12 @@ class TrainStep(SimpleTrainer):
             The losses of the batch, its images, and ""; or those of the last micro-batch and the reason if one
             diverged, in this process or another.
         """
-        size = len(images) // self.accumulate
+        size, is_distributed = len(images) // self.accumulate, comm.get_world_size() > 1
         weighted: dict[str, float] = defaultdict(float)
         divisor = 1.0
         for index in range(self.accumulate):
             part, is_last = images[index * size : (index + 1) * size], index == self.accumulate - 1
-            with contextlib.nullcontext() if is_last else self._no_sync():
+            with contextlib.nullcontext() if is_last or not is_distributed else self.model.no_sync():
                 batch.restore()
                 total, losses, reason = self._forward(part)
                 # In all processes once per iteration, and before the backward pass in which they wait for each other.
@@ -269,14 +262,9 @@ class TrainStep(SimpleTrainer):
             "%s; the batch is skipped, %d of SOLVER.SKIP_DIVERGED %d", message, self.skipped, self.max_skipped
         )
 
-    def _no_sync(self) -> contextlib.AbstractContextManager:
-        is_distributed = isinstance(self.model, nn.parallel.DistributedDataParallel)
-        return self.model.no_sync() if is_distributed else contextlib.nullcontext()
-
     def _copy_statistics(self) -> list[tuple[Tensor, Tensor]]:
         """Return the buffers that a forward pass changes, and their values."""
-        norms = (module for module in self.model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm))
-        return [(buffer, buffer.clone()) for norm in norms if norm.training for buffer in norm.buffers(recurse=False)]
+        return [(buffer, buffer.clone()) for buffer in _statistics(self.model)]
 
 
 class Trainer(DefaultTrainer):
@@ -321,9 +309,10 @@ class Trainer(DefaultTrainer):
         model = self.build_model(cfg) if model is None else model
         optimizer = self.build_optimizer(cfg, model) if optimizer is None else optimizer
         data_loader = self.build_train_loader(cfg) if data_loader is None else data_loader
-        options = cfg.SOLVER
+        options, on_gpu = cfg.SOLVER, cfg.MODEL.DEVICE.startswith("cuda")
+        device_ids = [comm.get_local_rank()] if on_gpu else None
         self._trainer = TrainStep(
-            distribute(model, broadcast_buffers=False),
+            create_ddp_model(model, broadcast_buffers=False, device_ids=device_ids),
             data_loader,
             optimizer,
             output_dir=cfg.OUTPUT_DIR,
@@ -373,8 +362,6 @@ class Trainer(DefaultTrainer):
         options, test, transformer = self.cfg.SOLVER, self.cfg.TEST, self.cfg.MODEL.TRANSFORMER
         model, is_main, eval_period = unwrapped(self.model), comm.is_main_process(), test.EVAL_PERIOD
         before: list[hooks.HookBase] = [SeedIterations(), MetricsHistory()]
-        if is_main:
-            before.append(ProgressBar())
         if transformer.RANDOM_SHIFT_UNTIL:
             before.append(RandomShift(model, transformer.RANDOM_SHIFT_UNTIL))
         if any(isinstance(module, PerformerAttention) for module in model.modules()):
@@ -441,7 +428,7 @@ class Trainer(DefaultTrainer):
         SIGINT (Ctrl-C), SIGTERM and SIGHUP save after the current iteration and end the process with 128 and the
         signal's number; a second Ctrl-C ends a single process at once.
         """
-        with stop_requests() as self._trainer.received:
+        with stop_requests(alone=comm.get_world_size() == 1) as self._trainer.received:
             try:
                 # TorchScript computes differently once it has optimised a function, and a resumed run would differ.
                 with torch.jit.optimized_execution(False):
@@ -451,7 +438,7 @@ class Trainer(DefaultTrainer):
             except RuntimeError as error:
                 if self._trainer.received:
                     # Another process received the signal before this one, and is gone.
-                    raise Terminated(self._trainer.received[0]) from None
+                    terminate(self._trainer.received[0])
                 if "DataLoader worker" not in str(error):
                     raise
                 raise ConfigError(f"{one_line(error)} If memory is short, use fewer DATALOADER.NUM_WORKERS") from error
@@ -484,15 +471,9 @@ class Trainer(DefaultTrainer):
         """Run the hooks; a run that failed is not evaluated."""
         # A resumed run may have had no iteration left.
         self.iter = min(self.iter, self.max_iter)
-        if not isinstance(sys.exc_info()[1], Exception):
-            super().after_train()
-            return
-        self.storage.iter = self.iter
-        for hook in self._hooks:
-            if not isinstance(hook, EvalHook):
-                # The error that ended the run is the one to report.
-                with contextlib.suppress(OSError):
-                    hook.after_train()
+        if isinstance(sys.exc_info()[1], Exception):
+            self._hooks = [hook for hook in self._hooks if not isinstance(hook, EvalHook)]
+        super().after_train()
 
     def _evaluate(self) -> OrderedDict:
         """Evaluate the averaged model, or the model; a signal ends the run at once, with a checkpoint."""
@@ -501,19 +482,12 @@ class Trainer(DefaultTrainer):
             model = self.averaged.module
             logging.getLogger(__name__).info("evaluating the EMA of %d steps (MODEL.EMA)", self.averaged.n_averaged)
         received = self._trainer.received
-
-        def check(*_: object) -> None:
-            if received:
-                raise Terminated(received[0])
-
         # Before a signal reaches one process earlier than another.
         normalizers = loss_normalizers(self.model)
         try:
-            check()
-            with model.register_forward_pre_hook(check):
+            with terminating_between_calls(model, received):
                 self._last_eval_results = self.evaluate(model)
-            check()
-        except (Terminated, RuntimeError):
+        except (SystemExit, RuntimeError):
             # A RuntimeError where another process has ended first.
             if not received:
                 raise
@@ -523,7 +497,7 @@ class Trainer(DefaultTrainer):
                 message = f"saved after iteration {self.iter}, {message}"
             name = signal.Signals(received[0]).name
             logging.getLogger(__name__).warning("%s: %s; continue with --resume", name, message)
-            raise Terminated(received[0]) from None
+            terminate(received[0])
         return self._last_eval_results
 
     @classmethod
@@ -582,14 +556,9 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
-def _group_type(group: dict[str, Any]) -> tuple[int, bool]:
-    """The number of parameters, and whether the optimizer is like Adam; versions of torch have other keys as well."""
-    return len(group["params"]), "betas" in group
-
-
-def _hyperparameters(group: dict[str, Any]) -> list[Any]:
-    values = (group.get(name) for name in _HYPERPARAMETERS)
-    return [tuple(value) if isinstance(value, list) else value for value in values]
+def _group_types(groups: Sequence[dict[str, Any]]) -> list[tuple[int, bool]]:
+    """The number of parameters of each group, and whether the optimizer is like Adam."""
+    return [(len(group["params"]), "betas" in group) for group in groups]
 
 
 def _write_diverged(path: Path, *, before: int, new: Sequence[dict[str, Any]] = ()) -> None:

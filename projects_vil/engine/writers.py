@@ -1,47 +1,31 @@
-"""Where the metrics of a run go: a line of the log, metrics.json, a progress bar, Weights & Biases and MLflow."""
+"""Writers of metrics: to the log, metrics.json, Weights & Biases and MLflow."""
 
 import contextlib
 import importlib.util
 import json
 import logging
 import math
-import os
 import re
-import sys
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 
-import torch
 import yaml
 from detectron2.config import CfgNode
-from detectron2.engine import HookBase
 from detectron2.utils.events import CommonMetricPrinter, EventWriter, JSONWriter, get_event_storage
-from tqdm import tqdm
-from tqdm.contrib.logging import logging_redirect_tqdm
 
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
 from projects_vil.config import one_line
-from projects_vil.utils import concerns_a_user, memory_of
+from projects_vil.utils import memory_of
 
 # Writers take the median of so many values, as in detectron2.
 WINDOW = 20
-_LOGGERS = ("fvcore", "detectron2", "projects_vil", "backbones")
-
-
-def _scalars_after(iteration: float) -> list[tuple[int, dict[str, float]]]:
-    """The scalars logged after ``iteration``, smoothed, by iteration; an evaluation's may be older than the losses'."""
-    new: dict[int, dict[str, float]] = defaultdict(dict)
-    for name, (value, when) in get_event_storage().latest_with_smoothing_hint(WINDOW).items():
-        if when > iteration:
-            new[when][name] = value
-    return sorted(new.items())
 
 
 class MetricPrinter(CommonMetricPrinter):
-    """detectron2's line of the log, with evaluations, images per second, the share of time spent waiting for data, and
-    the process' memory.
+    """detectron2's line of the log, and one with the gradient norm, images per second, the share of time spent waiting
+    for data, and the process' memory.
 
     Args:
         max_iter: of the run.
@@ -59,23 +43,17 @@ class MetricPrinter(CommonMetricPrinter):
         if storage.iter in (self._max_iter, self._last_iteration):
             return
         self._last_iteration = storage.iter
-        eta, names = self._get_eta(storage), storage.histories()
-        smoothed = storage.latest_with_smoothing_hint(self._window_size)
-        parts = [f"eta: {eta}"] if eta else []
-        parts.append(f"iter: {storage.iter}")
-        shown = [name for name in names if "loss" in name or "[metric]" in name or name == "gradient_norm"]
-        parts += [f"{name}: {smoothed[name][0]:.4g}" for name in shown]
-        if "lr" in names:
-            parts.append(f"lr: {names['lr'].latest():.5g}")
-        if "time" in names:
-            samples = storage.count_samples("time", self._window_size)
-            seconds = max(names["time"].avg(samples), 1e-9)
-            parts += [f"time: {seconds:.4f}", f"images/s: {self.batch_size / seconds:.3g}"]
-            if "data_time" in names:
-                waiting = names["data_time"].avg(samples)
-                parts.append(f"data_time: {waiting:.4f} ({min(waiting / seconds, 1):.0%} waiting)")
-        if torch.cuda.is_initialized():
-            parts.append(f"max_mem: {torch.cuda.max_memory_allocated() / 2**20:.0f}M")
+        super().write()
+        recent = {
+            name: storage.history(name).avg(storage.count_samples(name, self._window_size))
+            for name in ("gradient_norm", "time", "data_time")
+            if name in storage.histories()
+        }
+        parts = [f"gradient_norm: {recent['gradient_norm']:.4g}"] if "gradient_norm" in recent else []
+        if "time" in recent:
+            seconds = max(recent["time"], 1e-9)
+            parts.append(f"images/s: {self.batch_size / seconds:.3g}")
+            parts.append(f"waiting for data: {min(recent.get('data_time', 0.0) / seconds, 1):.0%}")
         memory = memory_of(peak=True)
         if memory is not None:
             parts.append(f"max_rss: {memory / 2**20:.0f}M")
@@ -104,15 +82,6 @@ class MetricsFile(JSONWriter):
         super().__init__(str(self.path), WINDOW)
         self._last_write = max(map(_iteration, kept), default=-1)
 
-    def write(self) -> None:
-        # Not detectron2's: its last iteration is not known after a resume, and nothing is synced to the disk.
-        for iteration, values in _scalars_after(self._last_write):
-            line = json.dumps(values | {"iteration": iteration}, sort_keys=True)
-            self._file_handle.write(f"{line}\n")
-            self._last_write = iteration
-        self._file_handle.flush()
-        os.fsync(self._file_handle.fileno())
-
 
 def _iteration(line: str) -> float:
     try:
@@ -121,118 +90,83 @@ def _iteration(line: str) -> float:
         return math.inf
 
 
-class ProgressBar(HookBase):
-    """tqdm's bar on stderr, above which the log is written; none where stderr is not a terminal."""
-
-    def __init__(self) -> None:
-        self._bar: tqdm | None = None
-        self._redirected = contextlib.ExitStack()
-
-    def before_train(self) -> None:
-        if not sys.stderr.isatty():
-            return
-        trainer, loggers = self.trainer, [logging.getLogger(name) for name in _LOGGERS]
-        self._bar = tqdm(initial=trainer.start_iter, total=trainer.max_iter, unit="it", dynamic_ncols=True, leave=False)
-        self._redirected.enter_context(logging_redirect_tqdm(loggers))
-        for logger in loggers:
-            # tqdm's own handler replaces that of the console.
-            logger.handlers[-1].addFilter(concerns_a_user)
-
-    def after_step(self) -> None:
-        if self._bar is not None:
-            loss = self.trainer.storage.latest().get("total_loss")
-            if loss is not None:
-                self._bar.set_postfix_str(f"total_loss {loss[0]:.4g}", refresh=False)
-            self._bar.update()
-
-    def after_train(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-        self._redirected.close()
-
-
 # -- services, which are imported only where a key of LOGGING names them ---------------------------
 
 
 class ServiceWriter(EventWriter):
-    """Passes each finite scalar on to a service once, with its iteration."""
+    """Passes each finite scalar on to a service once, with its iteration.
 
-    def __init__(self) -> None:
+    Args:
+        log: takes scalars by name, and their iteration.
+        close: ends the run of the service.
+    """
+
+    def __init__(self, log: Callable[[dict[str, float], int], object], close: Callable[[], object]) -> None:
+        self.log = log
+        self.close = close
         self._last_write = -1
 
     def write(self) -> None:
-        for iteration, values in _scalars_after(self._last_write):
-            self.log(iteration, {name: value for name, value in values.items() if math.isfinite(value)})
+        new: dict[int, dict[str, float]] = defaultdict(dict)
+        for name, (value, iteration) in get_event_storage().latest_with_smoothing_hint(WINDOW).items():
+            if iteration > self._last_write and math.isfinite(value):
+                new[iteration][name] = value
+        for iteration, values in sorted(new.items()):
+            self.log(values, iteration)
             self._last_write = iteration
 
-    def log(self, iteration: int, values: Mapping[str, float]) -> None:
-        """Pass the values of one iteration on."""
-        raise NotImplementedError
 
-
-class WandbWriter(ServiceWriter):
-    """A run at Weights & Biases, in the project of ``LOGGING.WANDB``, configured by ``WANDB_...`` variables.
+def wandb_writer(cfg: CfgNode) -> ServiceWriter:
+    """Start a run at Weights & Biases, in the project of ``LOGGING.WANDB``, configured by ``WANDB_...`` variables.
 
     A resumed run is a new run there, in the group of its ``OUTPUT_DIR``.
 
     Raises:
         ConfigError: if wandb does not start.
     """
+    import wandb
 
-    def __init__(self, cfg: CfgNode) -> None:
-        import wandb
-
-        super().__init__()
-        group, config = Path(cfg.OUTPUT_DIR).resolve().name, yaml.safe_load(cfg.dump())
-        try:
-            self.run = wandb.init(project=cfg.LOGGING.WANDB, group=group, dir=cfg.OUTPUT_DIR, config=config)
-        except wandb.errors.Error as error:
-            raise ConfigError(f"LOGGING.WANDB: {one_line(error)} (or set WANDB_MODE=offline)") from error
-
-    def log(self, iteration: int, values: Mapping[str, float]) -> None:
-        self.run.log(dict(values), step=iteration)
-
-    def close(self) -> None:
-        self.run.finish()
+    group, config = Path(cfg.OUTPUT_DIR).resolve().name, yaml.safe_load(cfg.dump())
+    try:
+        run = wandb.init(project=cfg.LOGGING.WANDB, group=group, dir=cfg.OUTPUT_DIR, config=config)
+    except wandb.errors.Error as error:
+        raise ConfigError(f"LOGGING.WANDB: {one_line(error)} (or set WANDB_MODE=offline)") from error
+    return ServiceWriter(lambda values, iteration: run.log(values, step=iteration), run.finish)
 
 
-class MlflowWriter(ServiceWriter):
-    """A run of the MLflow experiment ``LOGGING.MLFLOW``, at ``MLFLOW_TRACKING_URI``.
+def mlflow_writer(cfg: CfgNode) -> ServiceWriter:
+    """Start a run of the MLflow experiment ``LOGGING.MLFLOW``, at ``MLFLOW_TRACKING_URI``.
 
     Raises:
         ConfigError: if the run cannot be created.
     """
+    import mlflow
 
-    def __init__(self, cfg: CfgNode) -> None:
-        import mlflow
+    client = mlflow.MlflowClient()
+    try:
+        experiment = mlflow.set_experiment(cfg.LOGGING.MLFLOW).experiment_id
+        run_id = client.create_run(experiment, run_name=Path(cfg.OUTPUT_DIR).resolve().name).info.run_id
+        client.log_text(run_id, cfg.dump(), "config.yaml")
+    except mlflow.exceptions.MlflowException as error:
+        raise ConfigError(f"LOGGING.MLFLOW: {one_line(error)}") from error
 
-        super().__init__()
-        self.client, self.failed = mlflow.MlflowClient(), False
-        self._error = mlflow.exceptions.MlflowException
-        try:
-            experiment = mlflow.set_experiment(cfg.LOGGING.MLFLOW).experiment_id
-            self.run_id = self.client.create_run(experiment, run_name=Path(cfg.OUTPUT_DIR).resolve().name).info.run_id
-            self.client.log_text(self.run_id, cfg.dump(), "config.yaml")
-        except self._error as error:
-            raise ConfigError(f"LOGGING.MLFLOW: {one_line(error)}") from error
-
-    def log(self, iteration: int, values: Mapping[str, float]) -> None:
+    def log(values: dict[str, float], iteration: int) -> None:
         try:
             for name, value in values.items():
                 # MLflow allows few characters in names.
-                self.client.log_metric(self.run_id, re.sub(r"[^\w\-./ ]", "_", name), value, step=iteration)
-        except self._error as error:
+                client.log_metric(run_id, re.sub(r"[^\w\-./ ]", "_", name), value, step=iteration)
+        except mlflow.exceptions.MlflowException as error:
             # metrics.json has everything: a server that is down for a while need not end a run.
-            if not self.failed:
-                logging.getLogger(__name__).warning("MLflow: %s; training continues", one_line(error))
-            self.failed = True
+            logging.getLogger(__name__).warning("MLflow: %s; training continues", one_line(error))
 
-    def close(self) -> None:
-        with contextlib.suppress(self._error):
-            self.client.set_terminated(self.run_id)
+    def close() -> None:
+        with contextlib.suppress(mlflow.exceptions.MlflowException):
+            client.set_terminated(run_id)
+
+    return ServiceWriter(log, close)
 
 
-_SERVICES = {"WANDB": ("wandb", WandbWriter), "MLFLOW": ("mlflow", MlflowWriter)}
+_SERVICES = {"WANDB": ("wandb", wandb_writer), "MLFLOW": ("mlflow", mlflow_writer)}
 
 
 def check_services(cfg: CfgNode) -> None:
@@ -248,4 +182,4 @@ def check_services(cfg: CfgNode) -> None:
 
 def build_service_writers(cfg: CfgNode) -> list[EventWriter]:
     """Build a writer for each service that the config names."""
-    return [writer(cfg) for key, (_, writer) in _SERVICES.items() if cfg.LOGGING[key]]
+    return [build_writer(cfg) for key, (_, build_writer) in _SERVICES.items() if cfg.LOGGING[key]]

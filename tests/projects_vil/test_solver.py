@@ -7,7 +7,6 @@ import shlex
 import pytest
 import torch
 from detectron2.modeling.backbone.vit import get_vit_lr_decay_rate
-from detectron2.solver.build import get_default_optimizer_params
 from torch import nn
 
 from backbones import ConfigError
@@ -17,7 +16,6 @@ from projects_vil.solver import (
     build_lr_scheduler,
     build_optimizer,
     layer_decay_factors,
-    main_group,
     parameter_groups,
     scale_learning_rate,
     schedule_by_epochs,
@@ -52,19 +50,13 @@ def test_weights_of_layers_decay_and_nothing_else(name, variant):
     assert found == {parameter: (0.2 if parameter in weights else 0.0, 0.1) for parameter in found}
 
 
-def test_groups_keep_the_order_of_the_model():
+def test_groups_have_the_trainable_parameters_in_the_order_of_the_model():
     """Checkpoints number the parameters of an optimizer."""
-    model = build_on_meta(small_config())
-    order = {id(parameter): index for index, parameter in enumerate(model.parameters())}
+    model = build_on_meta(small_config("retinanet", "MODEL.BACKBONE.FREEZE_AT", "2"))
+    order = {id(p): index for index, p in enumerate(model.parameters()) if p.requires_grad}
     groups = [[order[id(p)] for p in group["params"]] for group in parameter_groups(model, base_lr=1, weight_decay=1)]
     assert groups == [sorted(group) for group in groups] and groups == sorted(groups)
-
-
-def test_frozen_parameters_are_left_out():
-    model = build_on_meta(small_config("retinanet", "MODEL.BACKBONE.FREEZE_AT", "2"))
-    names = by_name(parameter_groups(model, base_lr=0.1, weight_decay=0.2), model)
-    assert names.keys() == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert not any("stages.0." in name or "stages.1." in name for name in names)
+    assert sum(map(len, groups)) == len(order) < len(list(model.parameters()))
 
 
 def test_all_factors_are_multiplied():
@@ -89,7 +81,7 @@ def test_layer_decay_equals_detectron2s_for_a_flat_model():
     features = ["MODEL.FPN.IN_FEATURES", "['stage1']", "MODEL.RPN.IN_FEATURES", "['p4', 'p5', 'p6']"]
     features += ["MODEL.ROI_HEADS.IN_FEATURES", "['p4', 'p5']", "MODEL.ANCHOR_GENERATOR.SIZES", "[[32, 64, 128]]"]
     cfg = small_config("mask_rcnn", "MODEL.TRANSFORMER.NAME", "evit_full_16_tiny", *features)
-    factors = layer_decay_factors(build_on_meta(cfg), 0.7, key="layer_decay")
+    factors = layer_decay_factors(build_on_meta(cfg), 0.7)
     assert len(factors) > 100
     for name, factor in factors.items():
         theirs = name.replace(f"{NET}.stages.0.positions", "backbone.net.pos_embed")
@@ -100,13 +92,7 @@ def test_layer_decay_equals_detectron2s_for_a_flat_model():
 
 @pytest.mark.parametrize(
     "options, named",
-    [
-        ({"lr_multipliers": [["0.weigth", 2]]}, "'0.weight'"),
-        ({"lr_multipliers": [["0.weight", "2"]]}, "lr_multipliers"),
-        ({"lr_multipliers": [5]}, "lr_multipliers"),
-        ({"layer_decay": 1.5}, "layer_decay"),
-        ({"layer_decay": 0.5}, "layer_decay"),
-    ],
+    [({"lr_multipliers": [["0.weigth", 2]]}, "'0.weight'"), *[({"layer_decay": d}, "layer_decay") for d in (1.5, 0.5)]],
 )
 def test_invalid_groups(options, named):
     with pytest.raises(ConfigError, match=named):
@@ -116,12 +102,9 @@ def test_invalid_groups(options, named):
 @pytest.mark.parametrize(
     "overrides, weight, bias, norm_weight, norm_bias",
     [
-        ([], (0.3, 0.5), (0, 0.5), (0, 0.5), (0, 0.5)),
-        (["WEIGHT_DECAY_NORM", "0.2"], (0.3, 0.5), (0, 0.5), (0.2, 0.5), (0, 0.5)),
-        (["WEIGHT_DECAY_BIAS", "0.1"], (0.3, 0.5), (0.1, 0.5), (0, 0.5), (0.1, 0.5)),
-        (["WEIGHT_DECAY_BIAS", "None"], (0.3, 0.5), (0.3, 0.5), (0, 0.5), (0, 0.5)),
-        (["WEIGHT_DECAY_BIAS", "None", "WEIGHT_DECAY_NORM", "None"], *[(0.3, 0.5)] * 4),
         (["BIAS_LR_FACTOR", "2.0"], (0.3, 0.5), (0, 1.0), (0, 0.5), (0, 1.0)),
+        (["WEIGHT_DECAY_BIAS", "0.1", "WEIGHT_DECAY_NORM", "0.2"], (0.3, 0.5), (0.1, 0.5), (0.2, 0.5), (0.1, 0.5)),
+        (["WEIGHT_DECAY_BIAS", "None"], (0.3, 0.5), (0.3, 0.5), (0, 0.5), (0, 0.5)),
     ],
 )
 def test_keys_of_detectron2(overrides, weight, bias, norm_weight, norm_bias):
@@ -134,24 +117,15 @@ def test_keys_of_detectron2(overrides, weight, bias, norm_weight, norm_bias):
         **{"0.weight": weight, "2.weight": weight, "0.bias": bias, "2.bias": bias},
         **{"1.weight": norm_weight, "1.bias": norm_bias, "table": (0, 0.5)},
     }
-    theirs = get_default_optimizer_params(
-        model,
-        base_lr=0.5,
-        weight_decay=0.3,
-        weight_decay_norm=cfg.SOLVER.WEIGHT_DECAY_NORM,
-        bias_lr_factor=cfg.SOLVER.BIAS_LR_FACTOR,
-        weight_decay_bias=cfg.SOLVER.WEIGHT_DECAY_BIAS,
-    )
-    assert by_name(theirs, model) | {"table": (0, 0.5)} == found
 
 
-@pytest.mark.parametrize("name, optimizer", [("ADAMW", torch.optim.AdamW), ("SGD", torch.optim.SGD)])
-def test_optimizers(name, optimizer):
-    overrides = ["SOLVER.OPTIMIZER", name, "SOLVER.MOMENTUM", "0.7", "SOLVER.NESTEROV", "True"]
-    built = build_optimizer(small_config("retinanet", *overrides), two_layers())
-    assert isinstance(built, optimizer)
-    if name == "SGD":
-        assert {(group["momentum"], group["nesterov"]) for group in built.param_groups} == {(0.7, True)}
+def test_optimizers():
+    options = ["SOLVER.MOMENTUM", "0.7", "SOLVER.NESTEROV", "True", "SOLVER.OPTIMIZER"]
+    adamw, sgd = (build_optimizer(small_config("retinanet", *options, o), two_layers()) for o in ("ADAMW", "SGD"))
+    assert isinstance(adamw, torch.optim.AdamW) and isinstance(sgd, torch.optim.SGD)
+    assert {(group["momentum"], group["nesterov"]) for group in sgd.param_groups} == {(0.7, True)}
+    with pytest.raises(ConfigError, match="SOLVER.OPTIMIZER"):
+        build_optimizer(small_config("retinanet", *options, "ADAM"), two_layers())
 
 
 # -- clipping: an update of SGD at a rate of 1 is the gradient -------------------------------------
@@ -188,15 +162,6 @@ def test_full_model_clipping_bounds_the_norm_of_all_gradients(scale, order):
     found, gradients = updates(scale, "CLIP_VALUE", "0.5", "NORM_TYPE", str(order))
     factor = min(1.0, 0.5 / norm_of(gradients, order))
     torch.testing.assert_close(found, [gradient * factor for gradient in gradients], rtol=1e-4, atol=1e-12)
-
-
-def test_clipping_of_detectron2_and_none():
-    found, gradients = updates(100.0, "CLIP_TYPE", "norm", "CLIP_VALUE", "0.5")
-    assert [update.norm().item() for update in found] == pytest.approx([0.5] * len(found), rel=1e-3)
-    found, gradients = updates(1.0, "CLIP_TYPE", "value", "CLIP_VALUE", "0.5")
-    torch.testing.assert_close(found, [gradient.clamp(-0.5, 0.5) for gradient in gradients], rtol=1e-9, atol=1e-12)
-    found, gradients = updates(100.0, "ENABLED", "False")
-    torch.testing.assert_close(found, gradients, rtol=1e-9, atol=1e-12)
 
 
 def test_clipping_comes_after_the_scalers_scale_is_off():
@@ -254,29 +219,10 @@ def test_warm_up_meets_the_polynomial():
     assert values[:4] == pytest.approx([0.005 + (decayed[4] - 0.005) * i / 4 for i in range(4)])
 
 
-@pytest.mark.parametrize("name, expected", [("WarmupMultiStepLR", 0.05), ("WarmupCosineLR", 0.25)])
-def test_schedules_of_detectron2(name, expected):
-    values = [value[0] for value in rates("SOLVER.LR_SCHEDULER_NAME", name, "SOLVER.STEPS", "(5,)")]
-    assert (values[0], values[5]) == pytest.approx((0.5, expected))
-
-
-@pytest.mark.parametrize(
-    "key, value", [("LR_SCHEDULER_NAME", "WarmupPolyLr"), ("POLY_LR_POWER", "0.0"), ("BASE_LR_END", "0.6")]
-)
+@pytest.mark.parametrize("key, value", [("POLY_LR_POWER", "0.0"), ("BASE_LR_END", "0.6")])
 def test_invalid_schedules(key, value):
     with pytest.raises(ConfigError, match=f"SOLVER.{key}"):
         rates(f"SOLVER.{key}", value)
-
-
-def test_the_logged_group_is_not_a_layers():
-    parameters = [nn.Parameter(torch.zeros(1)) for _ in range(9)]
-    groups = [(parameters[:5], 0.04), (parameters[5:6], 0.1), (parameters[6:8], 0.1), (parameters[8:], 0.2)]
-    for base, expected in ((0.1, 2), (0.3, 0)):
-        optimizer = torch.optim.SGD([{"params": some, "lr": rate} for some, rate in groups], lr=base)
-        assert main_group(optimizer) == expected
-        for group in optimizer.param_groups:
-            group["initial_lr"], group["lr"] = group["lr"], group["lr"] / 4
-        assert main_group(optimizer) == expected
 
 
 # -- SOLVER.EPOCHS and SCALE_LR_TO_BATCH -----------------------------------------------------------
@@ -323,9 +269,9 @@ def test_other_schedules_and_overrides_stay(tmp_path):
     assert plan(400, config=config)[0].SOLVER.MAX_ITER == 300
 
 
-@pytest.mark.parametrize("overrides", [(3, "SOLVER.MAX_ITER", 9), (-1,), (3, "SOLVER.IMS_PER_BATCH", 0)])
+@pytest.mark.parametrize("overrides", [(3, "SOLVER.MAX_ITER", 9), (-1,)])
 def test_invalid_epochs(overrides):
-    with pytest.raises(ConfigError, match=str(([None, "SOLVER.EPOCHS", *overrides])[-2])):
+    with pytest.raises(ConfigError, match="SOLVER.EPOCHS"):
         plan(40, "SOLVER.EPOCHS", *overrides)
 
 
@@ -339,7 +285,7 @@ def test_training_by_epochs(datasets_root, tmp_path):
     assert (tmp_path / "model_final.pth").is_file()
 
 
-def test_the_tool_prints_a_table_and_what_to_type(datasets_root):
+def test_the_tool_prints_a_table_and_overrides(datasets_root):
     arguments = ["--images", 50, "--epochs", "20,40", "--batch", 8]
     lines = run_tool("plan_schedule.py", *arguments).stdout.splitlines()
     assert ["40", "250", "167,", "222", "13", "100", "100"] in [line.split() for line in lines]
@@ -355,10 +301,7 @@ def test_a_rate_follows_the_batch():
     keys = ["SOLVER.IMS_PER_BATCH", "4", "SOLVER.BASE_LR", "1e-3", "SOLVER.BASE_LR_END", "1e-4"]
     cfg = load_config(ONE_X, keys)
     assert scale_learning_rate(cfg) == (cfg, [])
-    scaled, lines = scale_learning_rate(load_config(ONE_X, [*keys, "SOLVER.SCALE_LR_TO_BATCH", "16"]))
+    scaled, _ = scale_learning_rate(load_config(ONE_X, [*keys, "SOLVER.SCALE_LR_TO_BATCH", "16"]))
     assert (scaled.SOLVER.BASE_LR, scaled.SOLVER.BASE_LR_END) == (2.5e-4, 2.5e-5)
     # Not twice, where a run is resumed with its own config.
     assert scale_learning_rate(scaled) == (scaled, [])
-    cfg = load_config(ONE_X, ["SOLVER.REFERENCE_WORLD_SIZE", "8", "SOLVER.BASE_LR", "1e-3"])
-    same, lines = scale_learning_rate(cfg, processes=2)
-    assert same == cfg and "0.00025" in lines[0]

@@ -46,23 +46,19 @@ def test_every_family_trains(shapes, tmp_path, detector, family, precision):
 
 
 @on_gpu
-@pytest.mark.parametrize("backend", ["sdpa", "triton"])
-@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
-def test_both_attention_backends_train(shapes, tmp_path, backend, precision):
-    if DEVICE == "cpu":
-        pytest.skip("Triton's kernels and float16 are for GPUs")
-    overrides = [*PRECISIONS[precision], "MODEL.TRANSFORMER.ATTENTION_BACKEND", backend]
-    overrides += ["MODEL.TRANSFORMER.ACTIVATION_CHECKPOINTING", "True"]
-    trainer = Trainer(load_config(CONFIGS["mask_rcnn"], [*SMALL["mask_rcnn"], *options(tmp_path, *overrides)]))
-    trainer.train()
-    assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
-
-
-@on_gpu
-@pytest.mark.parametrize("option", ["MODEL.TRANSFORMER.ACTIVATION_CHECKPOINTING", "MODEL.EMA.ENABLED"])
-def test_options_of_a_step(shapes, tmp_path, option):
-    overrides = [option, "True", "SOLVER.ACCUMULATE", "2", "MODEL.TRANSFORMER.RANDOM_SHIFT_UNTIL", "0.5"]
-    trainer = Trainer(load_config(CONFIGS["retinanet"], [*SMALL["retinanet"], *options(tmp_path, *overrides)]))
+@pytest.mark.parametrize(
+    "options_of_a_step",
+    [
+        *(["MODEL.TRANSFORMER.ATTENTION_BACKEND", "triton", *PRECISIONS[name]] for name in ("bfloat16", "float16")),
+        ["MODEL.TRANSFORMER.ACTIVATION_CHECKPOINTING", "True", "MODEL.TRANSFORMER.ATTENTION_BACKEND", "sdpa"],
+        ["MODEL.EMA.ENABLED", "True", "SOLVER.ACCUMULATE", "2", "MODEL.TRANSFORMER.RANDOM_SHIFT_UNTIL", "0.5"],
+    ],
+)
+def test_options_of_a_step(shapes, tmp_path, options_of_a_step):
+    if DEVICE == "cpu" and "triton" in options_of_a_step:
+        pytest.skip("Triton's kernels are for GPUs")
+    overrides = [*SMALL["mask_rcnn"], *options(tmp_path, *options_of_a_step)]
+    trainer = Trainer(load_config(CONFIGS["mask_rcnn"], overrides))
     trainer.train()
     assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
 

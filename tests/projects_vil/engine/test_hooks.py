@@ -5,13 +5,14 @@ import types
 
 import pytest
 import torch
+from detectron2.utils import comm
 from detectron2.utils.events import EventStorage, EventWriter
 
-from backbones import ConfigError
 from backbones.attention.efficient import PerformerAttention
 from backbones.attention.sliding_chunk import SlidingChunkAttention
-from projects_vil.engine import Trainer, check_setup
+from projects_vil.engine import Trainer
 from projects_vil.engine.hooks import BestCheckpointer, LRScheduler, MetricsWriter, RandomShift, RedrawFeatures
+from tests.projects_vil.engine.gloo import in_processes
 from tests.projects_vil.helpers import small_config
 
 
@@ -38,28 +39,25 @@ def test_random_features_are_resampled_by_iteration_and_saved(shapes, tmp_path):
     assert all(torch.equal(tensor, at[2][name]) for name, tensor in features_of(tmp_path / "model_final.pth").items())
 
 
-def _features_after_start(rank: int, file: str, folder: str) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
-    torch.manual_seed(rank)
+def _features_after_start(folder) -> None:
+    torch.manual_seed(comm.get_rank())
     model = PerformerAttention(8, num_heads=2, num_features=6)
     hook = RedrawFeatures(2)
-    hook.trainer = types.SimpleNamespace(model=model, iter=0)
-    hook.before_train()
-    started = model.features.clone()
-    hook.before_step()
-    assert torch.equal(model.features, started)
-    hook.trainer.iter = 2
-    hook.before_step()
-    torch.save([started, model.features], f"{folder}/{rank}.pth")
-    torch.distributed.destroy_process_group()
+    found = []
+    for iteration in range(3):
+        hook.trainer = types.SimpleNamespace(model=model, iter=iteration)
+        if iteration == 0:
+            hook.before_train()
+        hook.before_step()
+        found.append(model.features.clone())
+    torch.save(found, folder / f"{comm.get_rank()}.pth")
 
 
-@pytest.mark.slow
 def test_processes_have_the_same_random_features(tmp_path):
-    torch.multiprocessing.spawn(_features_after_start, args=(str(tmp_path / "store"), str(tmp_path)), nprocs=2)
+    """From the start, and resampled every second iteration."""
+    in_processes(2, _features_after_start, tmp_path, store=tmp_path / "store")
     first, second = (torch.load(tmp_path / f"{rank}.pth", weights_only=True) for rank in (0, 1))
-    assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
-    assert not torch.equal(first[0], first[1])
+    assert all(map(torch.equal, first, second)) and torch.equal(first[0], first[1]) and not torch.equal(*first[1:])
 
 
 def test_shifts_follow_from_the_iteration_and_end_at_their_fraction():
@@ -74,18 +72,6 @@ def test_shifts_follow_from_the_iteration_and_end_at_their_fraction():
             assert shifts == found.setdefault(iteration, shifts)
     assert all((shift is None) == (iteration >= 4) for iteration, shifts in found.items() for shift in shifts)
     assert len({tuple(found[iteration]) for iteration in range(4)}) == 4
-
-
-@pytest.mark.parametrize(
-    "key, variant", [("RANDOM_SHIFT_UNTIL", "sra64_tiny"), ("FEATURE_REDRAW_PERIOD", "performer_tiny")]
-)
-def test_schedules_that_the_model_cannot_have(shapes, tmp_path, key, variant):
-    value = "0.875" if key == "RANDOM_SHIFT_UNTIL" else "0"
-    options = ["MODEL.TRANSFORMER.NAME", variant, f"MODEL.TRANSFORMER.{key}", value, "OUTPUT_DIR", str(tmp_path)]
-    cfg = small_config("retinanet", *options)
-    with pytest.raises(ConfigError, match=key):
-        check_setup(cfg)
-        Trainer(cfg)
 
 
 def test_the_logged_rate_is_not_a_layers():
@@ -105,7 +91,7 @@ class _Writer(EventWriter):
         self.storage, self.found = storage, []
 
     def write(self) -> None:
-        self.found.append((self.storage.iter, dict(self.storage.latest()).get("bbox/AP", (None,))[0]))
+        self.found.append(self.storage.iter)
 
 
 def test_every_evaluation_is_written():
@@ -114,12 +100,9 @@ def test_every_evaluation_is_written():
         hook = MetricsWriter([writer], eval_period=3)
         for iteration in range(22):
             storage.iter = iteration
-            if (iteration + 1) % 3 == 0:
-                storage.put_scalar("bbox/AP", iteration, smoothing_hint=False)
             hook.trainer = types.SimpleNamespace(iter=iteration, max_iter=22)
             hook.after_step()
-    assert [iteration for iteration, _ in writer.found] == [2, 5, 8, 11, 14, 17, 19, 20, 21]
-    assert all(value == iteration for iteration, value in writer.found if (iteration + 1) % 3 == 0)
+    assert writer.found == [2, 5, 8, 11, 14, 17, 19, 20, 21]
 
 
 @pytest.mark.parametrize(

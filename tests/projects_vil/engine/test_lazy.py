@@ -1,6 +1,5 @@
 """LazyConfigs: the detectors, optimizers and rates of the YAML configs, and the same trainer."""
 
-import builtins
 import json
 import re
 from argparse import Namespace
@@ -16,19 +15,12 @@ from detectron2.solver import LRMultiplier
 from backbones import ConfigError
 from projects_vil import load_config
 from projects_vil.data import seed_all
-from projects_vil.engine import (
-    build_lazy_optimizer,
-    lazy_options,
-    lazy_trainer,
-    load_lazy_config,
-    load_records,
-    train_lazily_from_command_line,
-)
-from projects_vil.modeling import build_on_meta, stage_channels
+from projects_vil.engine import load_records, train_lazily_from_command_line
+from projects_vil.engine.lazy import build_lazy_optimizer, lazy_options, lazy_trainer, load_lazy_config
+from projects_vil.modeling import build_on_meta
 from projects_vil.solver import build_lr_scheduler, build_optimizer
-from tests.projects_vil.engine.test_resuming import CutAt, PowerCut, assert_same_file, metrics
+from tests.projects_vil.engine.test_resuming import CutAt, PowerCut, assert_same_run
 from tests.projects_vil.helpers import ROOT
-from tests.selection import slow_except
 
 DETECTORS = ["retinanet", "mask_rcnn"]
 CLASSES = {"retinanet": "model.num_classes", "mask_rcnn": "model.roi_heads.num_classes"}
@@ -111,27 +103,17 @@ def test_the_same_rates(both):
 
 def test_the_same_data_and_periods(both):
     cfg, _, lazy, lazy_model = both
-    options = lazy_options(lazy, lazy_model)
-    for node, key in (("DATASETS", "TRAIN"), ("DATASETS", "TEST"), ("INPUT", "FORMAT"), ("MODEL", "PIXEL_MEAN")):
+    options, train = lazy_options(lazy, lazy_model), lazy.dataloader.train
+    for node, key in (("DATASETS", "TRAIN"), ("INPUT", "FORMAT"), ("MODEL", "PIXEL_STD"), ("SOLVER", "IMS_PER_BATCH")):
         assert options[node][key] == cfg[node][key]
-    assert (
-        options.MODEL.PIXEL_STD == cfg.MODEL.PIXEL_STD
-        and options.MODEL.META_ARCHITECTURE == cfg.MODEL.META_ARCHITECTURE
-    )
-    train = lazy.dataloader.train
-    assert train.total_batch_size == cfg.SOLVER.IMS_PER_BATCH
     assert tuple(train.mapper.augmentations[0].short_edge_length) == cfg.INPUT.MIN_SIZE_TRAIN
     assert train.dataset.masks == train.mapper.use_instance_mask == cfg.MODEL.MASK_ON
-    assert (train.mapper.image_format, lazy.dataloader.test.mapper.image_format) == ("RGB", "RGB")
     assert lazy.train.eval_period == lazy.train.checkpointer.period == cfg.TEST.EVAL_PERIOD
 
 
-def test_the_same_thresholds_and_anchors():
-    cfg = load_config(ROOT / "configs/retinanet/vil_tiny_1x.yaml", ["MODEL.DEVICE", "cpu"])
-    lazy = load_lazy_config(lazy_path("retinanet"))
-    model = build_on_meta(cfg)
-    with torch.device("meta"):
-        lazy_model = instantiate(lazy.model)
+@pytest.mark.parametrize("both", ["retinanet"], indirect=True)
+def test_the_same_thresholds_and_anchors(both):
+    cfg, model, lazy, lazy_model = both
     for name in ("test_score_thresh", "smooth_l1_beta", "num_classes", "head_in_features", "test_nms_thresh"):
         assert getattr(model, name) == getattr(lazy_model, name), name
     shapes = [ShapeSpec(channels=256, stride=stride) for stride in (8, 16, 32, 64, 128)]
@@ -139,21 +121,14 @@ def test_the_same_thresholds_and_anchors():
     torch.testing.assert_close(list(ours.cell_anchors), list(theirs.cell_anchors), rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize("name, channels", [("vil_tiny_rpb", 384), ("vil_small_rpb", 768), ("lit_ti", 512)])
-def test_layers_follow_the_variant(name, channels):
-    assert stage_channels(name, "stage4") == channels
-    lazy = load_lazy_config(lazy_path("retinanet"), [f"model.backbone.bottom_up.name={name}"])
-    with torch.device("meta"):
-        assert instantiate(lazy.model).backbone.top_block.p6.in_channels == channels
-
-
-def test_learning_rates_of_parts():
+def test_layers_and_learning_rates_of_another_variant():
     lazy = load_lazy_config(
         lazy_path("retinanet"),
         ["model.backbone.bottom_up.name=lit_ti", 'optimizer.params.lr_multipliers=[["*.offset.*",0.01]]'],
     )
     with torch.device("meta"):
         model = instantiate(lazy.model)
+    assert model.backbone.top_block.p6.in_channels == 512
     rates = {group["lr"] for group in build_lazy_optimizer(lazy, model).param_groups}
     assert sorted(rates) == pytest.approx([1e-6, 1e-4])
 
@@ -172,10 +147,10 @@ def test_large_scale_jitter_as_in_the_docs(shapes):
         torch.testing.assert_close(instances.gt_boxes.tensor, seen, atol=2, rtol=0)
 
 
-def train(detector, output, *overrides, cut_at=None):
+def train(detector, output, *, cut_at=None):
     options = ["train.max_iter=4", "train.checkpointer.period=2", "train.eval_period=2", "train.seed=0"]
     options += ["train.ema.enabled=true", "train.accumulate=2", "train.best_metric=bbox/AP", "train.draw_images=0"]
-    args = arguments(detector, *options, f"train.output_dir={output}", *overrides)
+    args = arguments(detector, *options, f"train.output_dir={output}")
     cfg = load_lazy_config(args.config_file, args.opts)
     seed_all(0)
     model = instantiate(cfg.model)
@@ -191,33 +166,28 @@ def train(detector, output, *overrides, cut_at=None):
         trainer.train()
 
 
-@pytest.mark.parametrize("detector", slow_except(DETECTORS, ["retinanet"]))
-def test_the_trainer_of_yaml_configs(detector, shapes, tmp_path):
+@pytest.mark.slow
+def test_the_trainer_of_yaml_configs(shapes, tmp_path):
     """With EMA, gradient accumulation and the best checkpoint, a run that was cut off ends as one that was not."""
-    train(detector, tmp_path / "whole")
+    train("retinanet", tmp_path / "whole")
     for iteration in (1, 3):
-        train(detector, tmp_path / "cut", cut_at=iteration)
-    train(detector, tmp_path / "cut")
-    names = {path.name for path in (tmp_path / "whole").glob("*.pth")}
-    assert names >= {"model_0000001.pth", "model_final.pth"}
-    for name in names:
-        assert_same_file(tmp_path / "whole" / name, tmp_path / "cut" / name)
-    assert metrics(tmp_path / "whole") == metrics(tmp_path / "cut")
+        train("retinanet", tmp_path / "cut", cut_at=iteration)
+    train("retinanet", tmp_path / "cut")
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")
     final = torch.load(tmp_path / "whole/model_final.pth", weights_only=True)
     assert final["averaged_steps"] == 4 and "unaveraged_model" in final
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("detector", DETECTORS)
-def test_the_command_line(detector, shapes, tmp_path):
-    output, task = tmp_path / "run", {"retinanet": "bbox", "mask_rcnn": "segm"}[detector]
-    train_lazily_from_command_line(arguments(detector, f"train.output_dir={output}", "train.max_iter=2"))
+def test_the_command_line(shapes, tmp_path):
+    output = tmp_path / "run"
+    train_lazily_from_command_line(arguments("mask_rcnn", f"train.output_dir={output}", "train.max_iter=2"))
     results = json.loads((output / "evaluation.json").read_text())
-    assert "AP" in results["shapes_val"][task]
+    assert "AP" in results["shapes_val"]["segm"]
     lines = [json.loads(line) for line in (output / "metrics.json").read_text().splitlines()]
     assert [line["iteration"] for line in lines if line.get("gradient_norm", 0) > 0] == [0, 1]
     # The config of the run is a LazyConfig itself, with the seed of the run.
-    args = arguments(detector, eval_only=True)
+    args = arguments("mask_rcnn", eval_only=True)
     args.config_file = str(output / "config.yaml")
     args.opts = [f"train.init_checkpoint={output / 'model_final.pth'}", f"train.output_dir={tmp_path / 'again'}"]
     assert load_lazy_config(args.config_file).train.seed >= 0
@@ -231,21 +201,16 @@ def test_the_command_line(detector, shapes, tmp_path):
         (["train.max_itr=9"], "'train.max_iter'"),
         (["train.max_iter", "9"], "train.max_iter"),
         (["train.max_iter=many"], "train.max_iter"),
-        (["train.max_iter=0"], "SOLVER.MAX_ITER"),
         (["train.max_iter=[1"], "train.max_iter"),
-        (["train.device=tpu"], "tpu"),
-        (["train.amp.enabled=True"], "AMP"),
+        (["dataloader.train.mapper.augmentations[7].short_edge_length=[48]"], "augmentations[7]"),
         (["dataloader.train.total_batch_size=0"], "IMS_PER_BATCH"),
         (["dataloader.train.mapper.image_format=BGR"], "model.input_format"),
         (["dataloader.train.dataset.names=[shape_train]"], "'shape_train'"),
         (["dataloader.test.dataset.names=[]"], "dataloader.test.dataset.names"),
-        (["model.backbone.bottom_up.name=vil_tinny"], "vil_tinny"),
         (["+model.backbone.bottom_up.windows=3"], "windows"),
         (["+optimizer.rate=3"], "optimizer"),
         (["optimizer.params.lr_multipliers=[[nothing.*,2]]"], "optimizer.params.lr_multipliers"),
-        (["optimizer.params.layer_decay=high"], "optimizer.params.layer_decay"),
-        (["train.init_checkpoint=missing.pth"], "missing.pth"),
-        (["train.best_metric=bbox/ap"], "bbox/ap"),
+        (["optimizer.params.layer_decay=2"], "optimizer.params.layer_decay"),
         (["model.num_classes=4"], "NUM_CLASSES"),
     ],
 )
@@ -255,12 +220,6 @@ def test_mistakes(overrides, named, shapes, tmp_path):
         train_lazily_from_command_line(arguments("retinanet", f"train.output_dir={output}", *overrides))
     assert named in str(caught.value) and "\n" not in str(caught.value)
     assert not output.exists()
-
-
-def test_evaluation_needs_weights(shapes, tmp_path):
-    args = arguments("retinanet", f"train.output_dir={tmp_path}", eval_only=True)
-    with pytest.raises(ConfigError, match="MODEL.WEIGHTS"):
-        train_lazily_from_command_line(args)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +233,5 @@ def test_evaluation_needs_weights(shapes, tmp_path):
 def test_files_that_are_not_lazy_configs(text, named, tmp_path):
     path = tmp_path / "config.py"
     path.write_text(text)
-    own_import = builtins.__import__
     with pytest.raises(ConfigError, match=named):
         load_lazy_config(path)
-    assert builtins.__import__ is own_import

@@ -1,9 +1,6 @@
 """A run that is stopped at any moment and resumed ends as one that never stopped, to the bit."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,7 +11,7 @@ from projects_vil.data import seed_all
 from projects_vil.engine import Trainer
 from projects_vil.engine.hooks import TIMES
 from projects_vil.engine.trainer import restore_loss_normalizer
-from tests.projects_vil.helpers import ROOT, small_config
+from tests.projects_vil.helpers import small_config
 from tests.selection import slow_except
 
 RUN = [
@@ -66,22 +63,15 @@ def train(detector, output, *overrides, cut_at=None):
 
 
 def leaves(value, path=""):
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from leaves(inner, f"{path}/{key}")
-    elif isinstance(value, (list, tuple)):
-        for index, inner in enumerate(value):
-            yield from leaves(inner, f"{path}/{index}")
-    else:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else None
+    if items is None:
         yield path, value
+    for key, inner in items or ():
+        yield from leaves(inner, f"{path}/{key}")
 
 
 def assert_same_file(path, other):
-    assert_same_file_as(path, torch.load(other, weights_only=True))
-
-
-def assert_same_file_as(path, contents):
-    ours, theirs = dict(leaves(torch.load(path, weights_only=True))), dict(leaves(contents))
+    ours, theirs = (dict(leaves(torch.load(file, weights_only=True))) for file in (path, other))
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
         if isinstance(value, torch.Tensor):
@@ -95,6 +85,16 @@ def metrics(output):
     return [json.dumps({key: value for key, value in line.items() if key not in TIMES}) for line in lines]
 
 
+def assert_same_run(whole, cut):
+    """Equal checkpoints, metrics and evaluations."""
+    names = {path.name for path in whole.glob("*.pth")}
+    assert names == {path.name for path in cut.glob("*.pth")} and "model_final.pth" in names
+    for name in names:
+        assert_same_file(whole / name, cut / name)
+    assert metrics(whole) == metrics(cut)
+    assert (whole / "evaluation.json").read_text() == (cut / "evaluation.json").read_text()
+
+
 WORKERS = ["DATALOADER.NUM_WORKERS", "2"]
 PASTED = [*WORKERS, "INPUT.AUGMENTATION", "strong", "INPUT.LSJ.SIZE", "64"]
 
@@ -103,10 +103,9 @@ PASTED = [*WORKERS, "INPUT.AUGMENTATION", "strong", "INPUT.LSJ.SIZE", "64"]
     "detector, overrides",
     [
         ("retinanet", []),
-        *slow_except([("retinanet", STEPS), ("retinanet", WORKERS), ("mask_rcnn", []), ("mask_rcnn", STEPS)], []),
-        *slow_except([("mask_rcnn", PASTED)], []),
+        *slow_except([("retinanet", [*STEPS, *WORKERS]), ("mask_rcnn", STEPS), ("mask_rcnn", PASTED)], []),
     ],
-    ids=["retinanet", "steps", "workers", "mask_rcnn", "mask_rcnn-steps", "pasted"],
+    ids=["retinanet", "steps", "mask_rcnn", "pasted"],
 )
 def test_a_run_that_was_cut_off_ends_as_one_that_was_not(detector, overrides, shapes, tmp_path):
     train(detector, tmp_path / "whole", *overrides)
@@ -114,13 +113,7 @@ def test_a_run_that_was_cut_off_ends_as_one_that_was_not(detector, overrides, sh
     for iteration in (1, 5, 6):
         train(detector, tmp_path / "cut", *overrides, cut_at=iteration)
     train(detector, tmp_path / "cut", *overrides)
-    for name in ("model_0000002", "model_0000005", "model_final", "model_best"):
-        whole = tmp_path / "whole" / f"{name}.pth"
-        assert whole.exists() == (tmp_path / "cut" / f"{name}.pth").exists()
-        if whole.exists():
-            assert_same_file(whole, tmp_path / "cut" / f"{name}.pth")
-    assert metrics(tmp_path / "whole") == metrics(tmp_path / "cut")
-    assert (tmp_path / "whole/evaluation.json").read_text() == (tmp_path / "cut/evaluation.json").read_text()
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")
 
 
 @pytest.mark.slow
@@ -136,7 +129,7 @@ def test_a_run_that_stops_early_stays_so(shapes, tmp_path):
     assert final["iteration"] == 2 and final["finished"]
     assert final["trainer"]["hooks"]["BestCheckpointer"]["waited"] == 3
     train("retinanet", output, *keys)
-    assert_same_file_as(output / "model_final.pth", final)
+    assert torch.load(output / "model_final.pth", weights_only=True)["iteration"] == 2
     train("retinanet", output, *keys, "SOLVER.EARLY_STOPPING_PATIENCE", "4")
     assert torch.load(output / "model_final.pth", weights_only=True)["iteration"] == 3
 
@@ -154,8 +147,7 @@ def test_an_evaluation_that_was_cut_off_is_repeated(shapes, tmp_path, monkeypatc
             train("retinanet", tmp_path / "cut")
     assert not torch.load(tmp_path / "cut/model_0000002.pth", weights_only=True)["finished"]
     train("retinanet", tmp_path / "cut")
-    assert_same_file(tmp_path / "whole/model_final.pth", tmp_path / "cut/model_final.pth")
-    assert metrics(tmp_path / "whole") == metrics(tmp_path / "cut")
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")
 
 
 @pytest.mark.slow
@@ -176,10 +168,10 @@ def test_rates_of_the_config_apply(shapes, tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.json").read_text().splitlines()]
     assert 0 < [line["lr"] for line in lines if "lr" in line][-1] <= 1e-5
     assert {group["weight_decay"] for group in resumed.optimizer.param_groups} == {0.0, 0.5}
-    for overrides in (["SOLVER.OPTIMIZER", "SGD"], ["SOLVER.LR_MULTIPLIERS", "[['backbone.*', 0.1]]"]):
-        other = Trainer(small_config("retinanet", *RUN, "OUTPUT_DIR", str(tmp_path / "run"), *overrides))
-        with pytest.raises(ConfigError, match="optimizer"):
-            other.resume_or_load(resume=True)
+    multipliers = ["SOLVER.LR_MULTIPLIERS", "[['backbone.*', 0.1]]"]
+    other = Trainer(small_config("retinanet", *RUN, "OUTPUT_DIR", str(tmp_path / "run"), *multipliers))
+    with pytest.raises(ConfigError, match="optimizer"):
+        other.resume_or_load(resume=True)
 
 
 def test_the_seed_of_a_run_is_kept(shapes, tmp_path):
@@ -197,31 +189,30 @@ def test_the_loss_normalizer_of_another_number_of_processes_is_their_mean(saved,
     assert getattr(model, "loss_normalizer", None) == expected
 
 
-# -- processes -------------------------------------------------------------------------------------
+def test_the_checkpoint_is_read_once_and_a_run_that_fails_is_not_evaluated(shapes, tmp_path, monkeypatch):
+    train(
+        "retinanet",
+        tmp_path,
+        "SOLVER.MAX_ITER",
+        "2",
+        "SOLVER.CHECKPOINT_PERIOD",
+        "1",
+        "TEST.EVAL_PERIOD",
+        "0",
+        cut_at=1,
+    )
+    read, own, step = [], torch.load, Trainer.run_step
 
+    def load(file, *args, **kwargs):
+        read.append(file)
+        return own(file, *args, **kwargs)
 
-@pytest.mark.slow
-def test_a_run_that_fails_ends_its_workers_and_itself(datasets_root, tmp_path):
-    """Workers ignore signals, and must not outlive the run for that; nothing is evaluated either."""
-    code = """
-import sys, torch
-from projects_vil import Trainer, register_datasets
-from tests.projects_vil.helpers import small_config
-options = ["DATALOADER.NUM_WORKERS", "1", "SOLVER.IMS_PER_BATCH", "2", "SOLVER.MAX_ITER", "1"]
-cfg = small_config("retinanet", *options, "OUTPUT_DIR", sys.argv[1])
-register_datasets(cfg)
-trainer = Trainer(cfg)
-step = trainer.run_step
-def run_step():
-    step()
-    raise FloatingPointError("diverged")
-trainer.run_step = run_step
-trainer.train()
-"""
-    (tmp_path / "run").mkdir()
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DETECTRON2_DATASETS": str(datasets_root)}
-    command = [sys.executable, "-c", code, str(tmp_path / "run")]
-    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False)
-    assert result.returncode == 1
-    assert "FloatingPointError: diverged" in result.stderr
-    assert not (tmp_path / "run/evaluation.json").exists()
+    def run_step(self):
+        step(self)
+        raise FloatingPointError("on purpose")
+
+    monkeypatch.setattr(torch, "load", load)
+    monkeypatch.setattr(Trainer, "run_step", run_step)
+    with pytest.raises(FloatingPointError, match="on purpose"):
+        train("retinanet", tmp_path, "SOLVER.MAX_ITER", "2")
+    assert len(read) == 1 and not (tmp_path / "evaluation.json").exists()

@@ -10,12 +10,14 @@ from detectron2.layers import batched_nms
 from detectron2.modeling import build_model
 from detectron2.modeling.proposal_generator import proposal_utils
 from detectron2.structures import BitMasks, Boxes, Instances
+from detectron2.utils import comm
 from detectron2.utils.events import EventStorage
 
 from backbones import ConfigError
 from projects_vil.engine.trainer import MAX_OVERFLOWS, TrainStep
 from projects_vil.solver import clip_full_model
-from tests.projects_vil.helpers import CONFIGS, SMALL, error_line, run_tool, small_config
+from tests.projects_vil.engine.gloo import in_processes
+from tests.projects_vil.helpers import small_config
 from tests.selection import slow_except
 
 # All anchors and proposals are taken, and each image has as many: what is sampled depends on no random number.
@@ -107,34 +109,13 @@ def test_eight_micro_batches_of_two_equal_a_batch_of_sixteen(detector, objects, 
     assert getattr(parts, "loss_normalizer", None) == getattr(whole, "loss_normalizer", None)
 
 
-def test_losses_of_micro_batches_are_averaged(tmp_path, float64_proposals):
-    """Mask R-CNN's mask loss is a mean over foreground proposals, whose number differs between the micro-batches."""
-    model = model_of("mask_rcnn", *ALL_PROPOSALS, "MODEL.MASK_ON", "True").double()
-    images = [*images_of(2, objects=3), *images_of(2, objects=1)]
-    singly = [run(copy.deepcopy(model), [images[start : start + 2]], tmp_path)[1] for start in (0, 2)]
-    _, together = run(copy.deepcopy(model), [images], tmp_path, accumulate=2)
-    for term in ("loss_mask", "loss_cls", "loss_rpn_cls"):
-        assert together[term] == pytest.approx((singly[0][term] + singly[1][term]) / 2, rel=1e-12)
-    _, whole = run(copy.deepcopy(model), [images], tmp_path)
-    assert together["loss_rpn_cls"] == pytest.approx(whole["loss_rpn_cls"], rel=1e-12)
-    assert together["loss_mask"] != pytest.approx(whole["loss_mask"], rel=1e-9)
-
-
 # -- mixed precision -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "detector, variant",
-    [
-        *(("retinanet", "vil_tiny_1_1_3_1_rpb"), ("mask_rcnn", "vil_tiny_1_1_3_1_rpb")),
-        # FPN makes its fifth level by a convolution, and regions of it are pooled.
-        pytest.param("mask_rcnn", "cvt_ls_13", marks=pytest.mark.slow),
-    ],
-)
-def test_bfloat16_on_the_cpu(detector, variant, tmp_path):
+@pytest.mark.parametrize("detector", ["retinanet", "mask_rcnn"])
+def test_bfloat16_on_the_cpu(detector, tmp_path):
     images = images_of(2, objects=2)
-    features = ["MODEL.FPN.IN_FEATURES", "['stage1', 'stage2', 'stage3']"] if variant.startswith("cvt") else []
-    model = model_of(detector, "MODEL.TRANSFORMER.NAME", variant, *features)
+    model = model_of(detector)
     torch.manual_seed(0)
     _, exact = run(copy.deepcopy(model), [images], tmp_path)
     torch.manual_seed(0)
@@ -196,15 +177,14 @@ def test_a_batch_that_diverges_is_skipped_then_ends_the_run(detector, reason, tm
     assert_close(weights_of(model), before, 0)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_skipped_step_changes_nothing(accumulate, tmp_path):
+def test_a_skipped_step_changes_nothing(tmp_path):
     """Weights, momentum, statistics of BatchNorm and the normaliser are those of a run that never saw it."""
     good, bad = images_of(4), images_of(4)
     bad[2]["image"] = torch.full((3, 64, 96), float("nan"))
     model = model_of("retinanet", "MODEL.FPN.NORM", "BN")
     other = copy.deepcopy(model)
-    ours, _ = run(model, [good, bad, good], tmp_path, max_skipped=3, accumulate=accumulate)
-    theirs, _ = run(other, [good, good], tmp_path, max_skipped=3, accumulate=accumulate)
+    ours, _ = run(model, [good, bad, good], tmp_path, max_skipped=3, accumulate=2)
+    theirs, _ = run(other, [good, good], tmp_path, max_skipped=3, accumulate=2)
     assert_close(weights_of(model), weights_of(other), 0)
     assert model.loss_normalizer == other.loss_normalizer
     momenta = [steps.optimizer.state_dict()["state"] for steps in (ours, theirs)]
@@ -212,6 +192,18 @@ def test_a_skipped_step_changes_nothing(accumulate, tmp_path):
     assert all(
         torch.equal(momenta[0][key]["momentum_buffer"], state["momentum_buffer"]) for key, state in momenta[1].items()
     )
+
+
+def test_the_norm_of_the_gradients_is_computed_once_an_iteration(tmp_path, monkeypatch):
+    norms, own = [], torch.nn.utils.get_total_norm
+
+    def counted(*args, **kwargs):
+        norms.append(own(*args, **kwargs).item())
+        return torch.tensor(norms[-1])
+
+    monkeypatch.setattr(torch.nn.utils, "get_total_norm", counted)
+    _, metrics = run(model_of("retinanet"), [images_of(2)], tmp_path, accumulate=2)
+    assert norms == [metrics["gradient_norm"]]
 
 
 def test_a_gradient_that_is_not_finite_with_a_loss_that_is(tmp_path):
@@ -237,50 +229,37 @@ def test_a_resumed_run_removes_what_it_repeats(tmp_path):
     assert not path.exists()
 
 
-def test_a_run_that_diverges_ends_in_one_line(datasets_root, tmp_path):
-    options = [*SMALL["retinanet"], "SOLVER.IMS_PER_BATCH", "2", "SOLVER.OPTIMIZER", "SGD", "SOLVER.BASE_LR", "1e30"]
-    options += ["SOLVER.WARMUP_ITERS", "0", "SOLVER.CLIP_GRADIENTS.ENABLED", "False", "OUTPUT_DIR", str(tmp_path)]
-    result = run_tool("train_net.py", "--config-file", CONFIGS["retinanet"], *options, datasets_root=datasets_root)
-    assert result.returncode == 1
-    assert "diverged.json" in error_line(result) and "Traceback" not in result.stdout
-    (entry,) = json.loads((tmp_path / "diverged.json").read_text())
-    assert len(entry["processes"][0]["images"]) == 2 and entry["learning_rate"] == pytest.approx(1e30, rel=1e-3)
-
-
 # -- several processes -----------------------------------------------------------------------------
 
 
-def _two_steps(rank, file, folder, detector, accumulate, reason):
+def _two_steps(folder, accumulate):
     """A good batch, and one that diverges in the second process alone."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
-    model = model_of(detector).double() if detector == "retinanet" else model_of(detector)
-    model = torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+    rank, all_gather = comm.get_rank(), comm.all_gather
+    model = torch.nn.parallel.DistributedDataParallel(model_of("retinanet").double(), broadcast_buffers=False)
     good = images_of(8, objects=2)[4 * rank : 4 * rank + 4]
     bad = images_of(4, objects=2)
     if rank == 1:
         bad[1]["image"] = torch.full((3, 64, 96), float("nan"))
+    comm.all_gather = None
     run(model, [good], folder, accumulate=accumulate)
+    comm.all_gather = all_gather
     torch.save(weights_of(model.module), f"{folder}/{rank}_{accumulate}.pth")
     before = weights_of(model)
-    with pytest.raises(ConfigError, match=reason):
+    with pytest.raises(ConfigError, match="loss_cls is nan"):
         run(model, [bad], folder, accumulate=accumulate)
     assert_close(weights_of(model), before, 0)
-    torch.distributed.destroy_process_group()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("detector, reason", [("retinanet", "loss_cls is nan"), ("mask_rcnn", "Predicted boxes")])
-def test_processes_stop_together(detector, reason, tmp_path):
-    """Both stop where one diverges, and the weights of both are the same, with gradient accumulation or not."""
+def test_processes_stop_together(tmp_path):
+    """Both stop where one diverges, and the weights of both are the same, with gradient accumulation or not.
+
+    No objects are gathered in an iteration that does not diverge, which would wait for all processes.
+    """
     for accumulate in (1, 2):
-        torch.multiprocessing.spawn(
-            _two_steps, args=(str(tmp_path / f"store{accumulate}"), tmp_path, detector, accumulate, reason), nprocs=2
-        )
-    first, second = (torch.load(tmp_path / f"{rank}_2.pth", weights_only=True) for rank in (0, 1))
-    assert_close(first, second, 0)
+        in_processes(2, _two_steps, tmp_path, accumulate, store=tmp_path / f"store{accumulate}")
+    weights = [torch.load(tmp_path / f"{name}.pth", weights_only=True) for name in ("0_1", "0_2", "1_2")]
+    assert_close(weights[1], weights[2], 0)
+    assert_close(weights[0], weights[1], 1e-9)
     (entry,) = json.loads((tmp_path / "diverged.json").read_text())
     assert [len(process["images"]) for process in entry["processes"]] == [2, 2]
     assert entry["processes"][1]["images"][1]["image_id"] == 1
-    if detector == "retinanet":
-        assert_close(first, torch.load(tmp_path / "0_1.pth", weights_only=True), 1e-9)

@@ -1,4 +1,4 @@
-"""Config files and overrides: how they are read, and what a config is for."""
+"""The configuration keys of this project, how config files and overrides are read, and what a config is for."""
 
 import ast
 import functools
@@ -15,7 +15,6 @@ from detectron2.projects.point_rend import add_pointrend_config
 
 from backbones.attention.triton_chunks import missing_for
 from backbones.errors import ConfigError, check_file, closest
-from projects_vil.config.defaults import add_vil_config
 
 # What detectron2 writes the whole config of a run into, in OUTPUT_DIR.
 CONFIG_FILE = "config.yaml"
@@ -27,7 +26,7 @@ _ARITHMETIC = (
     *(ast.Expression, ast.List, ast.Tuple, ast.ListComp, ast.comprehension, ast.Name, ast.Load, ast.Store),
     *(ast.Constant, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop),
 )
-# The beginning of a key, the key that it depends on, and the values of that with which it has an effect.
+# The beginning of a key, a key that it depends on, and the values of the latter for which the former has an effect.
 _EFFECTIVE_WITH = (
     ("INPUT.MIN_SIZE_TRAIN", "INPUT.AUGMENTATION", ("default",)),
     ("INPUT.MAX_SIZE_TRAIN", "INPUT.AUGMENTATION", ("default",)),
@@ -37,18 +36,133 @@ _EFFECTIVE_WITH = (
     ("INPUT.COPY_PASTE.", "INPUT.AUGMENTATION", ("strong",)),
     ("MODEL.EMA.DECAY", "MODEL.EMA.ENABLED", (True,)),
 )
-# What yacs, fvcore and PyYAML raise for a file or an override that does not fit.
-_MERGE_ERRORS = (
-    AssertionError,
-    AttributeError,
-    KeyError,
-    OSError,
-    RecursionError,
-    TypeError,
-    ValueError,
-    yaml.YAMLError,
-)
 _logger = logging.getLogger(__name__)
+
+
+# Keys ----------------------------------------------------------------------------------------------------------------
+
+
+def add_vil_config(cfg: CfgNode) -> None:
+    """Add ``MODEL.TRANSFORMER`` and the solver's and datasets' keys of this project to a detectron2 config.
+
+    A config that names none of them means what it means in detectron2.
+    """
+    cfg.MODEL.TRANSFORMER = CfgNode()
+    # A name of backbones.list_variants(): vil_tiny_rpb has relative bias, vil_tiny absolute positions.
+    cfg.MODEL.TRANSFORMER.NAME = "vil_tiny_rpb"
+    # Stages that feed FPN; empty for those in MODEL.FPN.IN_FEATURES.
+    cfg.MODEL.TRANSFORMER.OUT_FEATURES = []
+    # Rate of stochastic depth of the last block, growing linearly from 0 at the first.
+    cfg.MODEL.TRANSFORMER.DROP_PATH = 0.1
+    # Largest image side in pixels, for tables of positions that are not resized to each map.
+    cfg.MODEL.TRANSFORMER.MAX_IMG_SIZE = 1333
+    # Compute activations again in the backward pass: less memory, about a third more time.
+    cfg.MODEL.TRANSFORMER.ACTIVATION_CHECKPOINTING = False
+    # "auto" (the fastest on the device), "sdpa" (PyTorch's), "triton" (ViL's sliding chunks, on CUDA) or "reference"
+    # (quadratic, for debugging).
+    cfg.MODEL.TRANSFORMER.ATTENTION_BACKEND = "auto"
+    # An empty value of the following keys means that of the variant; a key that its family does not have is an error.
+    # ViL and LS: the attention of each stage, "sliding_chunk", "long_short" or "dense".
+    cfg.MODEL.TRANSFORMER.ATTENTION = []
+    # ViL: "zero_pad", "exact" or "cyclic" (appendix C).
+    cfg.MODEL.TRANSFORMER.ATTENTION_MODE = ""
+    # ViL and LS: global tokens of each stage.
+    cfg.MODEL.TRANSFORMER.GLOBAL_TOKENS = []
+    # ViL, LS and CvT: sides of the chunks or segments in tokens (7 is ViL's window of 15), of each stage.
+    cfg.MODEL.TRANSFORMER.WINDOW_SIZE = []
+    # LS and CvT: rank of the dynamic projection of each stage.
+    cfg.MODEL.TRANSFORMER.RANK = []
+    # ViL: whether local and global tokens share their projections, as in the released models.
+    cfg.MODEL.TRANSFORMER.SHARED_PROJECTIONS = None
+    # LIT: "deformable" or "uniform" (which has no offsets: empty SOLVER.LR_MULTIPLIERS too).
+    cfg.MODEL.TRANSFORMER.MERGING = ""
+    # LIT's deformable merging and CvT's projections: "batch", "frozen" or "sync".
+    cfg.MODEL.TRANSFORMER.BATCH_NORM = ""
+    # ViL, LS and LIT: "load" for tables of positions that are resized once, when weights are loaded, to MAX_IMG_SIZE;
+    # "map" for tables that are resized to each map; empty as in each paper (docs/checkpoints.md).
+    cfg.MODEL.TRANSFORMER.POSITION_RESIZING = ""
+    # Performer: iterations between two samplings of its random features (ViL, appendix D: 1000 in detection).
+    cfg.MODEL.TRANSFORMER.FEATURE_REDRAW_PERIOD = 1000
+    # ViL: the first part of the iterations, 0 to 1, in which a token attends to one of the eight neighbours of its own
+    # chunk, sampled for each layer and iteration, which takes less time. 0.875 in the official configs.
+    cfg.MODEL.TRANSFORMER.RANDOM_SHIFT_UNTIL = 0.0
+
+    # Exponential moving average of the weights, which is evaluated and saved as the "model" of checkpoints. After step
+    # n it becomes d average + (1 - d) weights, with d = min(DECAY, (1 + n) / (10 + n)).
+    cfg.MODEL.EMA = CfgNode()
+    cfg.MODEL.EMA.ENABLED = False
+    cfg.MODEL.EMA.DECAY = 0.9998
+
+    # Whether training may start from the beginning in an OUTPUT_DIR that has checkpoints.
+    cfg.OVERWRITE_OUTPUT_DIR = False
+    # How many numbered checkpoints are kept, the newest; 0 for all.
+    cfg.SOLVER.CHECKPOINT_KEEP = 0
+    # The metric by which the best checkpoint is saved as model_best.pth, such as "bbox/AP"; empty saves none. The best
+    # value is the highest, and that of a "validation_loss/..." the lowest.
+    cfg.TEST.BEST_METRIC = ""
+    # Whether evaluations compute the losses on DATASETS.TEST too: validation_loss/... in metrics.json.
+    cfg.TEST.LOSS = False
+    # The library that computes AP: "pycocotools", or "faster_coco_eval", which is faster and has the same results.
+    cfg.TEST.COCO_API = "pycocotools"
+    # Number of validation images drawn into OUTPUT_DIR/drawings at each evaluation, 0 to 32.
+    cfg.TEST.DRAW_IMAGES = 4
+
+    cfg.LOGGING = CfgNode()
+    # The project of Weights & Biases and the experiment of MLflow to which metrics are logged; empty for none.
+    cfg.LOGGING.WANDB = ""
+    cfg.LOGGING.MLFLOW = ""
+
+    # "SGD", as detectron2 trains, or "ADAMW", as all configs of this project do.
+    cfg.SOLVER.OPTIMIZER = "SGD"
+    # Pairs of a shell-style pattern on full parameter names and a factor of the learning rate of those that match.
+    cfg.SOLVER.LR_MULTIPLIERS = []
+    # Layer-wise decay of the learning rate, above 0 and at most 1 (no decay): block l of L learns at LAYER_DECAY to the
+    # power of L + 1 - l, the patch embedding is l = 0, and FPN and heads learn at the full rate.
+    cfg.SOLVER.LAYER_DECAY = 1.0
+    # Number of epochs, or 0. SOLVER.MAX_ITER, STEPS, WARMUP_ITERS and CHECKPOINT_PERIOD and TEST.EVAL_PERIOD then
+    # follow from the number of images and IMS_PER_BATCH (projects_vil/solver.py).
+    cfg.SOLVER.EPOCHS = 0
+    # With SOLVER.AMP.ENABLED: "float16", which needs a GPU and scales the loss, or "bfloat16", also on the CPU.
+    cfg.SOLVER.AMP.DTYPE = "float16"
+    # Gradient accumulation: the number of micro-batches that IMS_PER_BATCH images are split into.
+    cfg.SOLVER.ACCUMULATE = 1
+    # The batch size for which BASE_LR and BASE_LR_END are given: they are multiplied by IMS_PER_BATCH divided by it. 0
+    # leaves them as they are.
+    cfg.SOLVER.SCALE_LR_TO_BATCH = 0
+    # How many batches with a loss or gradient that is not finite are skipped before the run stops (diverged.json).
+    cfg.SOLVER.SKIP_DIVERGED = 0
+    # The run ends after so many evaluations without a better TEST.BEST_METRIC; 0 disables early stopping.
+    cfg.SOLVER.EARLY_STOPPING_PATIENCE = 0
+    # The exponent of SOLVER.LR_SCHEDULER_NAME WarmupPolyLR, which falls from BASE_LR to BASE_LR_END.
+    cfg.SOLVER.POLY_LR_POWER = 0.9
+
+    # Semantic segmentation: a crop is sampled again, up to ten times, where one class has more than this share of it.
+    cfg.INPUT.CROP.SINGLE_CATEGORY_MAX_AREA = 1.0
+    # The same: whether an image smaller than an absolute crop is padded to its size, with MODEL.PIXEL_MEAN and ignored
+    # labels. Else only batches are padded, to their largest image.
+    cfg.INPUT.CROP.PAD = False
+    # The augmentation of training images: "default" resizes to MIN_SIZE_TRAIN and flips, "lsj" is large-scale jitter
+    # (below) and a flip, "strong" is lsj, PHOTOMETRIC_DISTORTION and COPY_PASTE, which needs an R-CNN with masks.
+    cfg.INPUT.AUGMENTATION = "default"
+    # lsj and strong: an image is scaled to fit into a square of SIZE pixels times a random factor from SCALE, then
+    # cropped or padded to the square, as in the new baselines of detectron2.
+    cfg.INPUT.LSJ = CfgNode()
+    cfg.INPUT.LSJ.SIZE = 1024
+    cfg.INPUT.LSJ.SCALE = (0.1, 2.0)
+    # strong: the share of images that get objects of another training image pasted, 0.0 for none.
+    cfg.INPUT.COPY_PASTE = CfgNode()
+    cfg.INPUT.COPY_PASTE.PROBABILITY = 0.5
+    # In training: random brightness, contrast, saturation and hue, as in SSD.
+    cfg.INPUT.PHOTOMETRIC_DISTORTION = False
+
+    # The check of COCO files before training and evaluation (docs/datasets.md): "error" stops at errors in a file,
+    # "warn" logs them and continues without those annotations and images, "off" does not check.
+    cfg.DATASETS.CHECK = "error"
+    # COCO-format datasets to register: [name, annotation file, image folder], each.
+    cfg.DATASETS.COCO = []
+    # Those in the layout of ADE20K, whose label images have 0 for ignored, classes from 1: [name, image folder, label
+    # folder], each, for its 150 classes, or [name, image folder, label folder, file with a class name a line].
+    cfg.DATASETS.ADE20K = []
 
 
 # Reading -------------------------------------------------------------------------------------------------------------
@@ -78,12 +192,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> CfgNode:
     check_file(path, "config file")
     try:
         cfg.merge_from_file(str(path), allow_unsafe=False)
-    except _MERGE_ERRORS as error:
+    except Exception as error:
         raise ConfigError(f"{path}: {_explain(error, cfg)}") from error
     _set_photometric_distortion(cfg)
     try:
         cfg.merge_from_list(list(overrides))
-    except _MERGE_ERRORS as error:
+    except Exception as error:
         raise ConfigError(f"{_explain(error, cfg)} (in the overrides {one_line(' '.join(overrides))})") from error
     _set_photometric_distortion(cfg)
     cfg.freeze()
@@ -115,15 +229,16 @@ def _explain(error: Exception, cfg: CfgNode) -> str:
     unknown = re.search(r"Non-existent (?:config )?key: ([\w.]+)", message)
     if unknown is None:
         return message
-    known = list(_keys(cfg))
+    known = list(config_keys(cfg))
     return f"unknown config key {unknown[1]}{closest(unknown[1], known) or closest(unknown[1].upper(), known)}"
 
 
-def _keys(node: CfgNode, prefix: str = "") -> Iterator[str]:
-    for key, value in node.items():
-        yield prefix + key
-        if isinstance(value, CfgNode):
-            yield from _keys(value, f"{prefix}{key}.")
+def config_keys(node: object, prefix: str = "") -> Iterator[str]:
+    """Yield the keys of nested dicts and lists, such as ``SOLVER``, ``SOLVER.STEPS`` and ``SOLVER.STEPS.0``."""
+    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, (list, tuple)) else ()
+    for key, value in items:
+        yield f"{prefix}{key}"
+        yield from config_keys(value, f"{prefix}{key}.")
 
 
 def one_line(message: object) -> str:

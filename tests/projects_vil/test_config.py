@@ -16,10 +16,9 @@ from projects_vil.config import (
     choose_device,
     default_config,
     detector_name,
-    is_segmentor,
     number_of_classes,
 )
-from tests.projects_vil.helpers import CONFIGS, ROOT, small_config
+from tests.projects_vil.helpers import CONFIGS, small_config
 
 ZOO = Path(str(files("detectron2.model_zoo") / "configs"))
 
@@ -50,50 +49,10 @@ def assert_part_of(theirs: CfgNode, ours: CfgNode, prefix: str = "") -> None:
             assert (ours[key], type(ours[key])) == (value, type(value)), f"{prefix}{key}"
 
 
-def test_the_keys_of_this_project():
+def test_keys_of_detectron2_keep_their_defaults():
     cfg = get_cfg()
     add_vil_config(cfg)
     assert_part_of(get_cfg(), cfg)
-    assert cfg.MODEL.TRANSFORMER == {
-        "NAME": "vil_tiny_rpb",
-        "OUT_FEATURES": [],
-        "DROP_PATH": 0.1,
-        "MAX_IMG_SIZE": 1333,
-        "ACTIVATION_CHECKPOINTING": False,
-        "ATTENTION_BACKEND": "auto",
-        "ATTENTION": [],
-        "ATTENTION_MODE": "",
-        "GLOBAL_TOKENS": [],
-        "WINDOW_SIZE": [],
-        "RANK": [],
-        "SHARED_PROJECTIONS": None,
-        "MERGING": "",
-        "BATCH_NORM": "",
-        "POSITION_RESIZING": "",
-        "FEATURE_REDRAW_PERIOD": 1000,
-        "RANDOM_SHIFT_UNTIL": 0.0,
-    }
-    assert (cfg.MODEL.EMA, cfg.LOGGING) == ({"ENABLED": False, "DECAY": 0.9998}, {"WANDB": "", "MLFLOW": ""})
-    added = {
-        "SOLVER": {
-            **{"OPTIMIZER": "SGD", "LR_MULTIPLIERS": [], "LAYER_DECAY": 1.0, "EPOCHS": 0, "CHECKPOINT_KEEP": 0},
-            **{"ACCUMULATE": 1, "SCALE_LR_TO_BATCH": 0, "SKIP_DIVERGED": 0, "EARLY_STOPPING_PATIENCE": 0},
-            "POLY_LR_POWER": 0.9,
-        },
-        "TEST": {"BEST_METRIC": "", "LOSS": False, "COCO_API": "pycocotools", "DRAW_IMAGES": 4},
-        "DATASETS": {"CHECK": "error", "COCO": [], "ADE20K": []},
-        "INPUT": {
-            **{"AUGMENTATION": "default", "COPY_PASTE": {"PROBABILITY": 0.5}, "PHOTOMETRIC_DISTORTION": False},
-            # configs/new_baselines of detectron2.
-            "LSJ": {"SIZE": 1024, "SCALE": (0.1, 2.0)},
-        },
-    }
-    before = get_cfg()
-    for section, keys in added.items():
-        assert {key: cfg[section][key] for key in cfg[section].keys() - before[section].keys()} == keys
-    assert cfg.keys() - before.keys() == {"LOGGING", "OVERWRITE_OUTPUT_DIR"} and cfg.OVERWRITE_OUTPUT_DIR is False
-    assert cfg.SOLVER.AMP.DTYPE == "float16" and cfg.MODEL.keys() - before.MODEL.keys() == {"TRANSFORMER", "EMA"}
-    assert (cfg.INPUT.CROP.SINGLE_CATEGORY_MAX_AREA, cfg.INPUT.CROP.PAD) == (1.0, False)
 
 
 def test_a_config_of_the_model_zoo_keeps_its_meaning():
@@ -106,13 +65,6 @@ def test_a_config_of_the_model_zoo_keeps_its_meaning():
         assert (ours.SOLVER.OPTIMIZER, ours.SOLVER.WEIGHT_DECAY_BIAS) == ("SGD", theirs.SOLVER.WEIGHT_DECAY_BIAS)
         evaluated += ours.MODEL.ANCHOR_GENERATOR.SIZES[0][1:] == [32 * 2 ** (1 / 3), 32 * 2 ** (2 / 3)]
     assert len(paths) > 50 and evaluated > 5
-
-
-def test_configs_of_this_project_train_with_adamw():
-    for path in (ROOT / "configs").rglob("*.yaml"):
-        cfg = load_config(path)
-        if path.parent.name != "base":
-            assert (cfg.SOLVER.OPTIMIZER, cfg.SOLVER.WEIGHT_DECAY_BIAS) == ("ADAMW", 0.0), path
 
 
 def test_pointrends_color_augmentation(tmp_path):
@@ -136,85 +88,46 @@ def test_file_base_and_overrides_are_merged_and_frozen(tmp_path):
     assert cfg.is_frozen()
 
 
-@pytest.mark.parametrize("detector", CONFIGS)
-def test_dumped_config_loads_again_equal(tmp_path, detector):
+def test_a_dumped_config_loads_again_equal(tmp_path):
     overrides = ["DATASETS.COCO", "[['a', 'a.json', 'a']]", "SOLVER.LR_MULTIPLIERS", "[['*positions*', 0.5]]"]
-    cfg = load_config(CONFIGS[detector], overrides)
+    cfg = load_config(CONFIGS["mask_rcnn"], overrides)
     again = load_config(write(tmp_path, cfg.dump()))
     # As JSON, because tuples inside a tuple, of which detectron2's defaults have one, come back as lists.
     assert json.loads(json.dumps(again)) == json.loads(json.dumps(cfg))
     assert type(again.DATASETS.TRAIN) is type(cfg.DATASETS.TRAIN)
-    assert again.DATASETS.COCO == [["a", "a.json", "a"]]
-    assert again.SOLVER.LR_MULTIPLIERS == [["*positions*", 0.5]]
 
 
 @pytest.mark.parametrize(
-    "key, closest",
+    "key, value, named",
     [
-        ("MODEL.TRANSFORMER.NAMES", "MODEL.TRANSFORMER.NAME"),
-        ("MODEL.TRANSFORMR", "MODEL.TRANSFORMER"),
-        ("SOLVER.MAXITER", "SOLVER.MAX_ITER"),
-        ("MODLE", "MODEL"),
-        ("model.device", "MODEL.DEVICE"),
+        ("MODEL.TRANSFORMER.NAMES", "3", "'MODEL.TRANSFORMER.NAME'"),
+        ("MODLE", "3", "'MODEL'"),
+        ("model.device", "cpu", "'MODEL.DEVICE'"),
+        ("SOLVER.MAX_ITER", "many", "many"),
+        ("DATASETS.TRAIN", "mine", "mine"),
+        ("MODEL", "3", "MODEL"),
     ],
 )
-def test_misspelled_key_names_the_closest(tmp_path, key, closest):
+def test_a_wrong_key_or_value_is_named(tmp_path, key, value, named):
     nested = "".join(f"{'  ' * depth}{part}:\n" for depth, part in enumerate(key.split(".")))
-    path = write(tmp_path, nested.rstrip("\n") + " 3\n")
-    in_file, in_override = error_of(path), error_of(CONFIGS["retinanet"], ["SOLVER.MAX_ITER", "3", key, "4"])
-    assert str(path) in in_file and key in in_override and f"'{closest}'" in in_override
+    path = write(tmp_path, nested.rstrip("\n") + f" {value}\n")
+    assert str(path) in error_of(path)
+    assert named in error_of(CONFIGS["retinanet"], ["SOLVER.MAX_ITER", "3", key, value])
 
 
-@pytest.mark.parametrize(
-    "key, value",
-    [
-        ("SOLVER.MAX_ITER", "many"),
-        ("SOLVER.BASE_LR", "-1"),
-        ("INPUT.MIN_SIZE_TRAIN", "64"),
-        ("DATASETS.TRAIN", "mine"),
-        ("MODEL", "3"),
-        ("SOLVER.MAX_ITER.X", "3"),
-    ],
-)
-def test_a_wrong_type_names_key_and_value(tmp_path, key, value):
-    first, *rest = key.split(".")
-    nested = f"{first}: {value}\n" if not rest else f"{first}:\n  {rest[0]}: {value}\n"
-    if len(rest) < 2:
-        assert str(write(tmp_path, nested)) in error_of(write(tmp_path, nested))
-    text = error_of(CONFIGS["retinanet"], [key, value])
-    assert key.split(".")[-1] in text or value in text
-
-
-@pytest.mark.parametrize("overrides", [["OUTPUT_DIR"], ["SOLVER.MAX_ITER=3"], ["", "3"], ["--resume", "3"]])
+@pytest.mark.parametrize("overrides", [["OUTPUT_DIR"], ["SOLVER.MAX_ITER=3"], ["--resume", "3"]])
 def test_odd_overrides(overrides):
     assert overrides[0] in error_of(CONFIGS["retinanet"], overrides)
 
 
 @pytest.mark.parametrize(
-    "content",
-    [
-        *(
-            b"",
-            b"# nothing\n",
-            b"a sentence\n",
-            b"- a\n- b\n",
-            b"MODEL: 3\n",
-            b"MODEL: [",
-            b"MODEL:\n\tX: 1\n",
-            b"a: b: c\n",
-        ),
-        *(b"_BASE_: config.yaml\n", b"_BASE_: 3\n", b"_BASE_: .\n", b"_BASE_: absent.yaml\n", b"\xff\xfe\x00binary"),
-    ],
+    "content", [b"", b"a sentence\n", b"- a\n- b\n", b"MODEL: [", b"_BASE_: config.yaml\n", b"\xff\xfe\x00binary"]
 )
 def test_a_file_that_is_not_a_config_is_named(tmp_path, content):
     path = tmp_path / "config.yaml"
     path.write_bytes(content)
-    assert str(path) in error_of(path)
-
-
-def test_a_missing_file_is_named(tmp_path):
-    for path in (tmp_path / "absent.yaml", tmp_path):
-        assert str(path) in error_of(path)
+    for wrong in (path, tmp_path, tmp_path / "absent.yaml"):
+        assert str(wrong) in error_of(wrong)
 
 
 @pytest.mark.parametrize("base", [False, True])
@@ -241,8 +154,6 @@ def test_a_config_runs_no_code(tmp_path, base, value):
     "other, value, key, instead",
     [
         ("INPUT.AUGMENTATION", "lsj", "INPUT.MIN_SIZE_TRAIN", "default"),
-        ("INPUT.AUGMENTATION", "strong", "INPUT.MIN_SIZE_TRAIN_SAMPLING", "default"),
-        ("INPUT.AUGMENTATION", "lsj", "INPUT.COPY_PASTE.PROBABILITY", "strong"),
         ("INPUT.AUGMENTATION", "strong", "INPUT.PHOTOMETRIC_DISTORTION", "default or lsj"),
         ("INPUT.AUGMENTATION", "default", "INPUT.LSJ.SIZE", "lsj or strong"),
         ("MODEL.EMA.ENABLED", "False", "MODEL.EMA.DECAY", "True"),
@@ -257,6 +168,7 @@ def test_an_override_without_effect(other, value, key, instead):
 
 # -- devices ---------------------------------------------------------------------------------------
 
+POINT_REND = ["MODEL.ROI_MASK_HEAD.NAME", "PointRendMaskHead"]
 TRITON = ["MODEL.TRANSFORMER.ATTENTION_BACKEND", "triton"]
 
 
@@ -305,31 +217,16 @@ def test_attention_for_a_gpu():
 
 
 @pytest.mark.parametrize(
-    "detector, key, number",
+    "detector, overrides, name, classes",
     [
-        ("retinanet", "MODEL.RETINANET.NUM_CLASSES", 3),
-        ("mask_rcnn", "MODEL.ROI_HEADS.NUM_CLASSES", 3),
-        ("semantic_fpn", "MODEL.SEM_SEG_HEAD.NUM_CLASSES", 4),
+        ("retinanet", ["MODEL.MASK_ON", "True"], "RetinaNet", ("MODEL.RETINANET.NUM_CLASSES", 3)),
+        ("mask_rcnn", [], "Mask R-CNN", ("MODEL.ROI_HEADS.NUM_CLASSES", 3)),
+        ("mask_rcnn", ["MODEL.MASK_ON", "False"], "Faster R-CNN", ("MODEL.ROI_HEADS.NUM_CLASSES", 3)),
+        ("cascade_mask_rcnn", [], "Cascade Mask R-CNN", ("MODEL.ROI_HEADS.NUM_CLASSES", 3)),
+        ("mask_rcnn", POINT_REND, "PointRend", ("MODEL.ROI_HEADS.NUM_CLASSES", 3)),
+        ("semantic_fpn", [], "SemanticSegmentor", ("MODEL.SEM_SEG_HEAD.NUM_CLASSES", 4)),
     ],
 )
-def test_number_of_classes(detector, key, number):
-    cfg = small_config(detector)
-    assert number_of_classes(cfg) == (key, number)
-    assert is_segmentor(cfg) == (detector == "semantic_fpn")
-
-
-@pytest.mark.parametrize(
-    "detector, overrides, name",
-    [
-        ("retinanet", ["MODEL.MASK_ON", "True"], "RetinaNet"),
-        ("mask_rcnn", [], "Mask R-CNN"),
-        ("mask_rcnn", ["MODEL.MASK_ON", "False"], "Faster R-CNN"),
-        ("cascade_mask_rcnn", [], "Cascade Mask R-CNN"),
-        ("cascade_mask_rcnn", ["MODEL.MASK_ON", "False"], "Cascade R-CNN"),
-        ("mask_rcnn", ["MODEL.ROI_MASK_HEAD.NAME", "PointRendMaskHead"], "PointRend"),
-        ("mask_rcnn", ["MODEL.ROI_MASK_HEAD.NAME", "AnyBatchPointRendMaskHead"], "PointRend"),
-        ("semantic_fpn", [], "SemanticSegmentor"),
-    ],
-)
-def test_detector_name(detector, overrides, name):
-    assert detector_name(small_config(detector, *overrides)) == name
+def test_name_and_classes_of_a_detector(detector, overrides, name, classes):
+    cfg = small_config(detector, *overrides)
+    assert (detector_name(cfg), number_of_classes(cfg)) == (name, classes)

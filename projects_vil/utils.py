@@ -1,0 +1,281 @@
+"""Logs, locks, signals and memory of processes."""
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+import torch
+from filelock import FileLock, Timeout
+from torch import nn
+
+from backbones import ConfigError
+
+# Ctrl-C, a scheduler, and a terminal that is closed, which not every system has.
+STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+LOCK_FILE = ".run.lock"
+# Seconds that a killed process may need until it has freed its memory and its lock.
+SECONDS_TO_DIE = 5.0
+# What a run's log.txt has and its console leaves out: detectron2's internals, and pages that nobody reads there.
+_FOR_THE_FILE = re.compile(
+    r"Rank of current process: 0\. World size: 1$|Environment info:|Command line arguments: |"
+    r"Contents of args\.config_file|Running with full config:|Full config saved to|Model:\n|"
+    r"\[DatasetMapper\] Augmentations used|Using training sampler|Serializ(ing|ed) |Making batched data loader|"
+    # The next line reports that there is no checkpoint.
+    r"\[\w+\] Loading from  \.\.\.$|"
+    r"Fast COCO eval is not built|Preparing results for COCO format|Total inference pure compute time|"
+    # The table above these has the same figures, and nan for metrics that cannot be computed.
+    r"copypaste: |Evaluation results for .* in csv format:|Some metrics cannot be computed"
+)
+# The beginning of a warning, as a regular expression, and its categories.
+_WARNINGS = (
+    # detectron2 scripts a few of its functions when it is imported; TorchScript is an export format.
+    (r"`torch\.jit\.(script|load|save)` is deprecated", (FutureWarning, DeprecationWarning)),
+    # detectron2's anchors; the order that it relies on is the default.
+    (r"torch\.meshgrid: in an upcoming release", (UserWarning,)),
+    # detectron2's argument of DistributedDataParallel.
+    (r"`broadcast_buffers` is deprecated", (FutureWarning,)),
+    # detectron2's model zoo; setup.py holds setuptools below the version without it.
+    (r"pkg_resources is deprecated as an API", (UserWarning,)),
+)
+# Loggers, and the beginning of their records.
+_RECORDS = {
+    # detectron2's report of the environment looks for a compiler.
+    "torch.utils.cpp_extension": r"No CUDA runtime is found",
+    # Files of detectron2's model zoo are trusted as its code is.
+    "fvcore.common.config": r".*/detectron2/model_zoo/.*yaml\.unsafe_load",
+    # detectron2 asks torch in every Mask R-CNN whether it is traced.
+    "torch.fx._symbolic_trace": r"is_fx_tracing will return true",
+    # The exception has the same text.
+    "detectron2.config.instantiate": r"Error when instantiating",
+    "detectron2.config.compat": r"Config '.*' has no VERSION\. Assuming it to be compatible",
+}
+
+
+# -- logs ------------------------------------------------------------------------------------------
+
+
+def silence_known_warnings() -> None:
+    """Leave out the warnings above, before detectron2 is imported; any other is shown."""
+    for text, categories in _WARNINGS:
+        for category in categories:
+            warnings.filterwarnings("ignore", message=text, category=category)
+    for name in _RECORDS:
+        logging.getLogger(name).addFilter(_is_unknown)
+
+
+def _is_unknown(record: logging.LogRecord) -> bool:
+    return re.match(_RECORDS[record.name], record.getMessage(), re.DOTALL) is None
+
+
+def log_run(output_dir: str, *, rank: int = 0) -> None:
+    """Log this project, detectron2 and fvcore to ``output_dir/log.txt``, and what concerns a user to stdout.
+
+    Call it before detectron2's ``default_setup``, which then adds no handlers of its own.
+
+    Args:
+        output_dir: of the run.
+        rank: of the process; those above 0 write files of their own, and not to stdout.
+    """
+    # Not at the top of the file, because it warns: the package silences that first.
+    from detectron2.utils.logger import setup_logger
+
+    # Names and arguments as in default_setup: the same arguments add no second handler.
+    for options in ({"name": "fvcore"}, {}, {"name": "projects_vil"}, {"name": "backbones"}):
+        for handler in setup_logger(output_dir, distributed_rank=rank, **options).handlers:
+            if getattr(handler, "stream", None) is sys.stdout:
+                handler.addFilter(concerns_a_user)
+
+
+def concerns_a_user(record: logging.LogRecord) -> bool:
+    """Leave out pages, and the traceback of a user's mistake, for which the run ends with one line."""
+    if record.exc_info and isinstance(record.exc_info[1], ConfigError):
+        return False
+    return record.levelno > logging.WARNING or _FOR_THE_FILE.match(record.getMessage()) is None
+
+
+# -- folders ---------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def run_lock(folder: str | Path) -> Iterator[None]:
+    """Hold the lock of ``OUTPUT_DIR``, which exists: no other run can have it. It ends with this process.
+
+    Raises:
+        ConfigError: where another run has it, with that run's host and process.
+    """
+    path = Path(folder) / LOCK_FILE
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=SECONDS_TO_DIE)
+    except Timeout as error:
+        holder = path.read_text() if path.exists() else ""
+        raise ConfigError(
+            f"OUTPUT_DIR {folder} is in use by {holder or 'another run'}: wait until it ends, or choose another folder"
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"cannot write into OUTPUT_DIR {folder}: {error.strerror}") from error
+    path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
+    try:
+        yield
+    finally:
+        # While it is locked, so that the next run's file is not removed.
+        path.unlink(missing_ok=True)
+        lock.release()
+
+
+@contextlib.contextmanager
+def unfinished_folder(folder: Path) -> Iterator[Path]:
+    """Make a temporary folder in ``folder``, and remove it at the end; a new ``folder`` that stays empty goes too.
+
+    Files are written there and moved into ``folder`` when they are complete: a failure leaves older files unchanged.
+    """
+    # Named before it is made, so that a signal in between finds it to be removed.
+    unfinished, is_new = folder / f".unfinished-{secrets.token_hex(4)}", not folder.exists()
+    try:
+        unfinished.mkdir(parents=True)
+        yield unfinished
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        if is_new and folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def check_output_folder(folder: str | Path) -> None:
+    """Raise a :class:`ConfigError`, before the work, where ``output`` is a file and not a folder."""
+    if Path(folder).exists() and not Path(folder).is_dir():
+        raise ConfigError(f"output {folder} is a file, and a folder is needed")
+
+
+# -- signals ---------------------------------------------------------------------------------------
+
+
+def terminate(number: int, frame: FrameType | None = None) -> NoReturn:
+    """End this process as a signal does, with the exit status 128 + number; a signal handler."""
+    raise SystemExit(128 + number)
+
+
+@contextlib.contextmanager
+def handling_signals(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Let ``handler`` handle ``STOP_SIGNALS``, except for those that are ignored, as SIGHUP under nohup.
+
+    Outside of the main thread, in which alone handlers can be set, nothing changes.
+    """
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                before[number] = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, former in before.items():
+            signal.signal(number, former)
+
+
+@contextlib.contextmanager
+def stop_requests(*, alone: bool) -> Iterator[list[int]]:
+    """Yield a list to which ``STOP_SIGNALS`` are appended.
+
+    Args:
+        alone: whether a second Ctrl-C interrupts at once; one of several processes may get the same Ctrl-C twice, from
+            the terminal and from the process that started it.
+    """
+    received: list[int] = []
+
+    def receive(number: int, frame: FrameType | None) -> None:
+        if alone and number == signal.SIGINT and number in received:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    with handling_signals(receive):
+        yield received
+
+
+@contextlib.contextmanager
+def deferred_signals() -> Iterator[None]:
+    """Let ``STOP_SIGNALS`` take effect at the end of the block, which is short and must not end halfway."""
+    with stop_requests(alone=False) as received:
+        yield
+    for number in received:
+        signal.raise_signal(number)
+
+
+@contextlib.contextmanager
+def terminating_between_calls(module: nn.Module, received: list[int]) -> Iterator[None]:
+    """End this process before the next call of ``module``, or at the end of the block, once a signal is received.
+
+    It does not end where a signal arrives: that may be in the middle of a fork, or where Python ignores exceptions.
+
+    Args:
+        module: an evaluated model.
+        received: of :func:`stop_requests`.
+    """
+
+    def check(*_: object) -> None:
+        if received:
+            terminate(received[0])
+
+    with module.register_forward_pre_hook(check):
+        check()
+        yield
+        check()
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def memory_of(process: int | str = "self", *, peak: bool = False) -> int | None:
+    """Return the bytes of memory that a process has, or has had at most; None on systems without /proc.
+
+    ``getrusage`` would not do: a child's peak begins with what its parent had when it was started.
+    """
+    status = Path(f"/proc/{process}/status")
+    found = re.search(rf"{'VmHWM' if peak else 'VmRSS'}:\s+(\d+) kB", status.read_text()) if status.exists() else None
+    return int(found[1]) * 1024 if found else None
+
+
+def peak_in_new_process(build: Callable[[], Callable[[], object]], *, what: str, instead: str) -> int | None:
+    """Return the peak bytes of one call above the memory before it, in a new process with as many threads as this one.
+
+    Args:
+        build: returns the function that is called; it is pickled.
+        what: is measured, and ``instead`` what to do where memory is too small, both for an error.
+
+    Returns:
+        None on systems without /proc.
+
+    Raises:
+        ConfigError: as ``build`` or the call, and where the process is killed, as for lack of memory.
+    """
+    if memory_of(peak=True) is None:
+        return None
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        try:
+            return pool.submit(_peak, build, torch.get_num_threads()).result()
+        except BrokenProcessPool as error:
+            raise ConfigError(f"{what}: the process that measured the memory has ended: {instead}") from error
+
+
+def _peak(build: Callable[[], Callable[[], object]], threads: int) -> int:
+    torch.set_num_threads(threads)
+    call = build()
+    # The peak counts from here.
+    Path("/proc/self/clear_refs").write_text("5")
+    before = memory_of()
+    call()
+    return memory_of(peak=True) - before

@@ -1,0 +1,233 @@
+"""Logs, locks, signals and memory of processes."""
+
+import functools
+import logging
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+
+import pytest
+import torch
+from detectron2.utils import logger as detectron2_logger
+
+from backbones import ConfigError
+from projects_vil import utils
+from projects_vil.utils import (
+    STOP_SIGNALS,
+    check_output_folder,
+    deferred_signals,
+    handling_signals,
+    log_run,
+    memory_of,
+    peak_in_new_process,
+    run_lock,
+    silence_known_warnings,
+    stop_requests,
+    terminate,
+    terminating_between_calls,
+    unfinished_folder,
+)
+
+# -- logs ------------------------------------------------------------------------------------------
+
+
+def log(name: str, level: int, text: str) -> None:
+    logging.getLogger(name).log(level, text)
+
+
+@pytest.fixture
+def loggers():
+    """Loggers without handlers, as in a new process."""
+    for name in ("detectron2", "fvcore", "projects_vil", "backbones"):
+        logging.getLogger(name).handlers = []
+    detectron2_logger.setup_logger.cache_clear()
+    yield
+    detectron2_logger.setup_logger.cache_clear()
+
+
+def test_a_run_logs_all_to_its_file_and_shows_what_concerns_its_user(loggers, tmp_path, capsys):
+    log_run(str(tmp_path))
+    # As default_setup does afterwards.
+    detectron2_logger.setup_logger(str(tmp_path), distributed_rank=0, name="fvcore")
+    seen = {
+        "projects_vil.evaluation.results": "results written to evaluation.json",
+        "fvcore.common.checkpoint": "Saving checkpoint to model_final.pth",
+    }
+    unseen = {
+        "detectron2.data.common": "Serializing 16 elements to byte tensors and concatenating them all ...",
+        "detectron2.engine.defaults": "Model:\nRetinaNet(",
+    }
+    for name, text in (seen | unseen).items():
+        log(name, logging.INFO, text)
+    out, err = capsys.readouterr()
+    assert err == "" and [out.count(text) for text in (seen | unseen).values()] == [1, 1, 0, 0]
+    try:
+        raise ConfigError("no image 7.jpg")
+    except ConfigError:
+        logging.getLogger("detectron2.engine.train_loop").exception("Exception during training:")
+    assert capsys.readouterr().out == ""
+    written = (tmp_path / "log.txt").read_text()
+    assert [written.count(text) for text in (seen | unseen).values()] == [1] * 4
+
+
+def test_another_process_logs_to_a_file_of_its_own(loggers, tmp_path, capsys):
+    log_run(str(tmp_path), rank=1)
+    log("projects_vil.engine", logging.INFO, "of the second process")
+    assert capsys.readouterr() == ("", "")
+    assert "of the second process" in (tmp_path / "log.txt.rank1").read_text()
+
+
+def test_known_warnings_and_records_are_left_out_by_their_text(caplog):
+    known = ("torch.meshgrid: in an upcoming release", UserWarning)
+    other = ("`torch.jit.trace` is deprecated", FutureWarning)
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        silence_known_warnings()
+        for text, category in (known, other):
+            warnings.warn(text, category, stacklevel=1)
+    assert [str(warning.message) for warning in shown] == [other[0]]
+    for text in ("No CUDA runtime is found, using CUDA_HOME='/usr/local'", "the compiler is too old"):
+        log("torch.utils.cpp_extension", logging.WARNING, text)
+    assert caplog.messages == ["the compiler is too old"]
+
+
+# -- folders ---------------------------------------------------------------------------------------
+
+
+def hold(folder, locked):
+    with run_lock(folder):
+        # As a worker that loads data: it outlives a parent that is killed.
+        multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,)).start()
+        locked.set()
+        time.sleep(600)
+
+
+def test_a_second_run_is_refused_until_the_first_is_killed(tmp_path, monkeypatch):
+    context = multiprocessing.get_context("fork")
+    locked = context.Event()
+    holder = context.Process(target=hold, args=(tmp_path, locked))
+    holder.start()
+    assert locked.wait(60)
+    with monkeypatch.context() as patch:
+        patch.setattr(utils, "SECONDS_TO_DIE", 0.0)
+        with pytest.raises(ConfigError, match=f"{tmp_path} .* {holder.pid} "), run_lock(tmp_path):
+            pass
+    holder.kill()
+    holder.join()
+    with run_lock(tmp_path):
+        assert str(os.getpid()) in (tmp_path / ".run.lock").read_text()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_an_error_leaves_a_folder_as_it_was(tmp_path, is_new):
+    folder = tmp_path / "export"
+    if not is_new:
+        folder.mkdir()
+        (folder / "model.ts").write_text("old")
+    with pytest.raises(KeyboardInterrupt), unfinished_folder(folder) as unfinished:
+        (unfinished / "model.ts").write_text("new")
+        raise KeyboardInterrupt
+    assert folder.exists() != is_new
+    assert is_new or [path.read_text() for path in folder.iterdir()] == ["old"]
+    with unfinished_folder(folder) as unfinished:
+        (unfinished / "model.ts").write_text("new")
+        (unfinished / "model.ts").replace(folder / "model.ts")
+    assert [path.read_text() for path in folder.iterdir()] == ["new"]
+    with pytest.raises(ConfigError, match=str(folder / "model.ts")):
+        check_output_folder(folder / "model.ts")
+
+
+# -- signals ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def handlers():
+    """The stop signals end a process, even if they were ignored when the tests started (nohup, a background job)."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, terminate)
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_deferred_signal_takes_effect_at_the_end(handlers, number):
+    done = []
+    with pytest.raises(SystemExit) as caught:
+        with deferred_signals():
+            os.kill(os.getpid(), number)
+            done.append("the rest")
+        done.append("more")
+    assert done == ["the rest"] and caught.value.code == 128 + number and signal.getsignal(number) is terminate
+
+
+def test_ignored_signals_and_other_threads_stay_as_they_are(handlers):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    received = []
+
+    def work():
+        with handling_signals(lambda number, frame: received.append(number)):
+            os.kill(os.getpid(), signal.SIGHUP)
+
+    work()
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert received == [] and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+def test_a_model_is_left_between_two_calls(handlers):
+    module, calls = torch.nn.Identity(), []
+    with pytest.raises(SystemExit) as caught:
+        with stop_requests(alone=True) as received, terminating_between_calls(module, received):
+            for number in range(3):
+                calls.append(module(number))
+                os.kill(os.getpid(), signal.SIGTERM)
+                calls.append("in between")
+    assert calls == [0, "in between"] and caught.value.code == 143 and module(3) == 3
+
+
+@pytest.mark.parametrize("alone, error", [(True, KeyboardInterrupt), (False, SystemExit)])
+def test_a_second_ctrl_c_interrupts_a_single_process_at_once(handlers, alone, error):
+    with pytest.raises(error), stop_requests(alone=alone) as received:
+        with terminating_between_calls(torch.nn.Identity(), received):
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+# -- memory and imports ----------------------------------------------------------------------------
+
+
+def allocate(number: int):
+    """Return what allocates ``number`` floats, and has allocated four times as many."""
+    torch.ones(4 * number)
+    return functools.partial(torch.ones, number)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(memory_of() is None, reason="the system has no /proc")
+def test_the_peak_of_a_call():
+    measure = functools.partial(peak_in_new_process, what="this", instead="that")
+    # 0.2 GB, and not 0.8 GB.
+    assert 1e8 < measure(functools.partial(allocate, 50_000_000)) < 6e8
+    with pytest.raises(ConfigError, match="this"):
+        measure(functools.partial(os._exit, 9))
+
+
+@pytest.mark.slow
+def test_imports_are_silent_and_need_no_modules_of_unix():
+    code = "\n".join(
+        (
+            "import signal, sys",
+            "del signal.SIGHUP, signal.SIGKILL, signal.pthread_sigmask",
+            "import projects_vil.utils, detectron2.engine",
+            "for name in ('fcntl', 'resource', 'termios', 'pwd', 'grp'):",
+            "    sys.modules[name] = None",
+            "import projects_vil.engine, projects_vil.export, projects_vil.analysis",
+        )
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
