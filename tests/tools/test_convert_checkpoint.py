@@ -1,7 +1,6 @@
 """tools/convert_checkpoint.py: the converted file, its report, and exit statuses without an output file."""
 
 import json
-import pickle
 import runpy
 import sys
 
@@ -9,17 +8,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from backbones import create_backbone, create_classifier
+from backbones import create_classifier
 from backbones.build import VARIANTS
 from backbones.checkpoint_files import read_checkpoint
 from projects_vil.checkpoint import METADATA_KEY
-from projects_vil.checkpoint.pretrained import BACKBONE_PREFIX
 from tests import wrapping
 from tests.backbones import official, official_lit
 from tests.backbones.helpers import random_images
-from tests.golden import assert_close_to_golden, golden, golden_images, golden_state_dict
-from tests.projects_vil.helpers import ROOT, error_line, run_tool
-from tests.selection import slow_except
+from tests.projects_vil.helpers import ROOT
 
 VARIANT = "vil_tiny_1_1_3_1_rpb"
 
@@ -66,51 +62,25 @@ def source(tmp_path):
     return tmp_path / "official.pth"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "file, wrap, suffix",
-    [("vil_tiny_rpb_det", wrapping.detectron2_detector, ".pth"), ("lit_s_det", wrapping.mmdetection, ".safetensors")],
-)
-def test_golden_features_by_the_command(tmp_path, file, wrap, suffix):
-    reference, variant, output = golden(file), file.removesuffix("_det"), tmp_path / f"ours{suffix}"
-    torch.save(wrap(golden_state_dict(reference)), tmp_path / "official.pth")
-    result = run_tool("convert_checkpoint.py", tmp_path / "official.pth", output, "--model", variant)
-    assert result.returncode == 0, result.stderr
-    model = create_backbone(variant).eval()
-    state_dict = read_checkpoint(output)["model"]
-    model.load_state_dict({key.removeprefix(BACKBONE_PREFIX): t for key, t in state_dict.items()}, strict=True)
-    with torch.inference_mode():
-        features = model(golden_images(reference))
-    for stage, expected in reference["stages"].items():
-        assert_close_to_golden(features[stage], expected)
-
-
-@pytest.mark.parametrize("wrap", [wrapping.vision_longformer, dict, lambda weights: {"model": weights}, None])
-def test_a_classifier_computes_what_the_official_one_does(tmp_path, convert, wrap):
-    path, weights, outputs = tmp_path / "official.pth", vil_classifier(), []
-    if wrap is None:
-        path = tmp_path / "official.safetensors"
-        save_file(weights, path)
-    else:
-        torch.save(wrap(weights), path)
-    for suffix in (".pth", ".safetensors"):
-        output = tmp_path / f"ours{suffix}"
-        status, _, err = convert(path, output, "--model", VARIANT, "--classifier")
-        assert status == 0, err
-        model = create_classifier(VARIANT, num_classes=10).double().eval()
-        model.load_state_dict(read_checkpoint(output)["model"], strict=True)
-        outputs.append(model(random_images(2, 3, 50, 43)))
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_a_classifier_computes_what_the_official_one_does(tmp_path, convert, source, suffix):
+    weights, output = vil_classifier(), tmp_path / f"ours{suffix}"
+    if suffix == ".safetensors":
+        source = tmp_path / "official.safetensors"
+        save_file(weights, source)
+    status, _, err = convert(source, output, "--model", VARIANT, "--classifier")
+    assert status == 0, err
+    model = create_classifier(VARIANT, num_classes=10).double().eval()
+    model.load_state_dict(read_checkpoint(output)["model"], strict=True)
+    images = random_images(2, 3, 50, 43)
     double = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
-    _, expected = official.official_forward(double, random_images(2, 3, 50, 43))
-    torch.testing.assert_close(outputs[0], expected, atol=1e-10, rtol=1e-10)
-    assert torch.equal(*outputs)
+    _, expected = official.official_forward(double, images)
+    torch.testing.assert_close(model(images), expected, atol=1e-10, rtol=1e-10)
 
 
-@pytest.mark.parametrize("family", ["TI", "S"])
-def test_a_classifier_of_lit(tmp_path, convert, monkeypatch, family):
-    variant = getattr(official_lit, family)
-    monkeypatch.setitem(VARIANTS, "lit_small", variant)
-    weights = official_lit.official_state_dict(variant, classifier=True)
+def test_a_classifier_of_lit(tmp_path, convert, monkeypatch):
+    monkeypatch.setitem(VARIANTS, "lit_small", official_lit.S)
+    weights = official_lit.official_state_dict(official_lit.S, classifier=True)
     torch.save(wrapping.lit_classifier(weights), tmp_path / "official.pth")
     arguments = ("--model", "lit_small", "--classifier", "--img-size", "64", "64")
     status, _, err = convert(tmp_path / "official.pth", tmp_path / "ours.safetensors", *arguments)
@@ -118,13 +88,12 @@ def test_a_classifier_of_lit(tmp_path, convert, monkeypatch, family):
     model = create_classifier("lit_small", num_classes=10, img_size=64).double().eval()
     model.load_state_dict(read_checkpoint(tmp_path / "ours.safetensors")["model"], strict=True)
     images = random_images(2, 3, 64, 64)
-    expected = official_lit.official_forward(weights, images, variant)[1]
+    expected = official_lit.official_forward(weights, images, official_lit.S)[1]
     torch.testing.assert_close(model(images), expected, atol=1e-9, rtol=1e-9)
 
 
-@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
-def test_the_report_and_the_metadata(tmp_path, convert, source, suffix):
-    output = tmp_path / f"a{suffix}"
+def test_the_report_and_the_metadata(tmp_path, convert, source):
+    output = tmp_path / "a.safetensors"
     status, out, err = convert(source, output, "--model", VARIANT, "--json", tmp_path / "report.json")
     assert status == 0, err
     report = json.loads((tmp_path / "report.json").read_text())
@@ -136,63 +105,28 @@ def test_the_report_and_the_metadata(tmp_path, convert, source, suffix):
     assert saved["input"]["format"] == "RGB" and "vil-detectron2" in saved["versions"]
 
 
-class Malicious:
-    """Opens a file for writing when it is unpickled."""
-
-    def __init__(self, path) -> None:
-        self.path = str(path)
-
-    def __reduce__(self):
-        return open, (self.path, "w")
-
-
 @pytest.mark.parametrize(
-    "content",
-    [None, b"", b"a text file\n", b"\x80\x04garbage", b"PK\x03\x04 and no more", "folder", "half", "torch", "pickle"],
-)
-@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
-def test_files_that_are_not_checkpoints(tmp_path, fails, source, content, suffix):
-    path, executed = tmp_path / f"other{suffix}", tmp_path / "executed"
-    contents = {"net": vil_classifier(), "x": Malicious(executed)}
-    if content == "folder":
-        path.mkdir()
-    elif content == "half":
-        path.write_bytes(source.read_bytes()[: source.stat().st_size // 2])
-    elif content == "torch":
-        torch.save(contents, path)
-    elif content is not None:
-        path.write_bytes(pickle.dumps(contents) if content == "pickle" else content)
-    assert path.name in fails(path, tmp_path / "a.pth", "--model", VARIANT)
-    assert not executed.exists()
-
-
-@pytest.mark.parametrize(
-    "name, tensor",
+    "content, named",
     [
-        ("layer9.0.extra", torch.ones(1)),
-        ("layer1.0.proj.bias", torch.ones(3)),
-        ("layer1.1.attn.g2l_relative_position_bias", torch.zeros(1)),
-        ("layer1.1.attn.local_relative_position_bias_table", torch.zeros(0, 1)),
-        ("layer1.0.proj.weight", torch.full((48, 3, 4, 4), float("nan"))),
-        ("layer1.0.proj.weight", torch.zeros(48, 3, 4, 4).to_sparse()),
-        ("head.bogus", torch.zeros(3)),
-        (7, torch.zeros(3)),
+        (None, "official.pth"),
+        (b"a text file", "official.pth"),
+        ({7: torch.zeros(3)}, "official.pth"),
+        ({"layer9.0.extra": torch.ones(1)}, "layer9.0.extra"),
+        ({"layer1.1.attn.local_relative_position_bias_table": torch.zeros(0, 1)}, "bias_table"),
+        ({"layer1.0.proj.weight": torch.full((48, 3, 4, 4), float("nan"))}, "layer1.0.proj.weight"),
+        ({"layer1.0.proj.weight": torch.zeros(48, 3, 4, 4).to_sparse()}, "layer1.0.proj.weight"),
     ],
 )
-def test_tensors_that_do_not_match(tmp_path, fails, name, tensor):
-    torch.save({"net": vil_classifier() | {name: tensor}}, tmp_path / "official.pth")
-    message = fails(tmp_path / "official.pth", tmp_path / "a.pth", "--model", VARIANT)
-    assert "official.pth" in message and str(name) in message
+def test_files_that_do_not_match(tmp_path, fails, source, content, named):
+    source.unlink()
+    if isinstance(content, dict):
+        torch.save({"net": vil_classifier() | content}, source)
+    elif content is not None:
+        source.write_bytes(content)
+    assert named in fails(source, tmp_path / "a.pth", "--model", VARIANT)
 
 
-@pytest.mark.parametrize("arguments", [(), ("--classifier",)])
-@pytest.mark.parametrize(
-    "variant",
-    slow_except(
-        ["vil_small_1_1_9_1_rpb", "vil_tiny_rpb", "vil_tiny_1_10_1_rpb", "vil_tiny", "lit_s", "lit_ti", "ls_tiny"],
-        ["vil_tiny_rpb", "lit_ti"],
-    ),
-)
+@pytest.mark.parametrize("variant, arguments", [("vil_tiny_rpb", ()), ("lit_ti", ("--classifier",))])
 def test_another_variant(tmp_path, fails, source, variant, arguments):
     assert "official.pth" in fails(source, tmp_path / "a.pth", "--model", variant, *arguments)
 
@@ -200,22 +134,18 @@ def test_another_variant(tmp_path, fails, source, variant, arguments):
 @pytest.mark.parametrize(
     "output, arguments, named",
     [
-        ("a.pth", ["--model", "cvt_ls_13"], "cvt_ls_13"),
         ("a.pth", ["--model", "vil_tinny"], "'vil_tiny'"),
         ("a.pth", ["--model", VARIANT, "--img-size", "0", "224"], "--img-size"),
         ("a.pth", ["--model", VARIANT, "--json", "absent/report.json"], "absent/report.json"),
-        ("a.pth", ["--model", VARIANT, "--json", "{source}"], "--json"),
-        ("a.pth", ["--model", VARIANT, "--json", "{folder}/a.pth"], "--json"),
+        ("a.pth", ["--model", VARIANT, "--json", "official.pth"], "--json"),
         ("a.txt", ["--model", VARIANT], "a.txt"),
-        ("a", ["--model", VARIANT], "/a"),
-        ("absent/a.pth", ["--model", VARIANT], "absent"),
         ("folder.pth", ["--model", VARIANT], "folder.pth"),
         ("official.pth", ["--model", VARIANT], "official.pth"),
     ],
 )
 def test_arguments_that_cannot_work(tmp_path, fails, source, output, arguments, named):
     (tmp_path / "folder.pth").mkdir()
-    arguments = [argument.format(source=source, folder=tmp_path) for argument in arguments]
+    arguments = [str(source) if argument == "official.pth" else argument for argument in arguments]
     assert named in fails(source, tmp_path / output, *arguments)
 
 
@@ -224,10 +154,3 @@ def test_checkpoints_of_other_projects(tmp_path, fails, convert, source):
     assert "a.pth" in fails(tmp_path / "a.pth", tmp_path / "b.pth", "--model", VARIANT)
     torch.save(wrapping.detectron2_detector(vil_classifier()), tmp_path / "detector.pth")
     assert "classifi" in fails(tmp_path / "detector.pth", tmp_path / "b.pth", "--model", VARIANT, "--classifier")
-
-
-@pytest.mark.slow
-def test_one_line_from_the_command(tmp_path):
-    (tmp_path / "official.pth").write_text("a text file")
-    result = run_tool("convert_checkpoint.py", tmp_path / "official.pth", tmp_path / "a.pth", "--model", VARIANT)
-    assert "official.pth" in error_line(result) and not (tmp_path / "a.pth").exists()
