@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from backbones.attention.dense import join_tokens
-from backbones.errors import ConfigError, check_choice, check_rate
+from backbones.errors import ConfigError, check_choice
 from backbones.layers.block import Block
 from backbones.layers.parameters import init_trunc_normal_, names_without_weight_decay
 from backbones.layers.position import position_parameter, resize_tables
@@ -104,10 +104,6 @@ class BackboneSettings:
     keep_global_tokens: bool = False
     activation_checkpointing: bool = False
     attention_backend: str = "auto"
-
-    def table_img_size(self, resizing: str, side: int) -> tuple[int, int]:
-        """Height and width in pixels of the image that tables are made for; ``side`` is the variant's own."""
-        return self.max_img_size if resizing == "load" else self.position_img_size or (side, side)
 
 
 class Stage(nn.Module):
@@ -208,8 +204,8 @@ class Backbone(nn.Module, abc.ABC):
             check_choice("out_features", name, names)
         if not out_features:
             raise ConfigError(f"out_features is empty: name at least one of {', '.join(names)}")
-        rate = settings.drop_path_rate
-        check_rate("drop_path_rate", rate)
+        if not 0 <= settings.drop_path_rate < 1:
+            raise ConfigError(f"drop_path_rate={settings.drop_path_rate!r}: give a number of at least 0 and below 1")
         check_choice("attention_backend", settings.attention_backend, ATTENTION_BACKENDS)
         self.variant = variant
         self.settings = settings
@@ -224,9 +220,8 @@ class Backbone(nn.Module, abc.ABC):
         self.num_frozen_stages = 0
         self.stages = nn.ModuleList()
         self.output_norms = nn.ModuleDict()
-        rates = drop_path_rates(rate, [spec.depth for spec in variant.stages])
         for index in range(self.num_stages):
-            self.stages.append(self._make_stage(index, rates[index]))
+            self.stages.append(self._make_stage(index))
             norm = self._make_output_norm(index) if names[index] in out_features else None
             if norm is not None:
                 self.output_norms[names[index]] = norm
@@ -240,19 +235,20 @@ class Backbone(nn.Module, abc.ABC):
         """The backend of attention that has only PyTorch's kernels."""
         return "reference" if self.settings.attention_backend == "reference" else "sdpa"
 
-    def _make_stage(self, index: int, rates: Sequence[float]) -> Stage:
-        """Return a stage with these rates of stochastic depth."""
+    def _make_stage(self, index: int) -> Stage:
         spec, in_channels = self.variant.stages[index], self.variant.stages[index - 1].dim if index else 3
         positions = self._make_positions(index)
+        depths = [stage.depth for stage in self.variant.stages]
+        before, last = sum(depths[:index]), max(1, sum(depths) - 1)
         blocks = [
             Block(
                 spec.dim,
                 self._make_attention(index, number),
                 expansion=spec.expansion,
                 norm_eps=self.variant.norm_eps,
-                drop_path_rate=rate,
+                drop_path_rate=self.settings.drop_path_rate * (before + number) / last,
             )
-            for number, rate in enumerate(rates)
+            for number in range(spec.depth)
         ]
         return Stage(
             self._make_embedding(index, in_channels),
@@ -281,6 +277,14 @@ class Backbone(nn.Module, abc.ABC):
 
     def _num_global_tokens(self, index: int) -> int:
         return 0
+
+    def _table_size(self, index: int, resizing: str, *, unit: int) -> tuple[int, int]:
+        """Height and width in tokens of a stage's tables, for an image whose sides are multiples of ``unit`` pixels."""
+        sides = self.settings.max_img_size
+        if resizing == "map":
+            sides = self.settings.position_img_size or (self.variant.position_img_size,) * 2
+        height, width = (-(-side // unit) * unit // self.strides[index] for side in sides)
+        return height, width
 
     def _is_last(self, index: int) -> bool:
         return index + 1 == self.num_stages
@@ -427,13 +431,6 @@ class Classifier(nn.Module):
         """As :meth:`Backbone.no_weight_decay`, with the names of this model."""
         own = {name for name, parameter in self.named_parameters() if parameter.ndim <= 1}
         return own | {f"backbone.{name}" for name in self.backbone.no_weight_decay()}
-
-
-def drop_path_rates(rate: float, depths: Sequence[int]) -> list[list[float]]:
-    """Rates of stochastic depth, a list for each stage: from 0 at the first block linearly to ``rate`` at the last."""
-    last = max(1, sum(depths) - 1)
-    rates = iter([rate * index / last for index in range(sum(depths))])
-    return [[next(rates) for _ in range(depth)] for depth in depths]
 
 
 def init_linear(module: nn.Module) -> None:

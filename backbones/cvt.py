@@ -23,7 +23,8 @@ from backbones.attention.long_short import DualNormAttention
 from backbones.backbone import Backbone, Variant
 from backbones.errors import check_choice, check_whole
 from backbones.layers.batch_norm import BATCH_NORMS
-from backbones.layers.conv import ConvEmbed, SeparableProjection, StandardisedProjection
+from backbones.layers.conv import SeparableProjection, StandardisedProjection
+from backbones.layers.patch_embed import PatchEmbed
 
 _KERNELS = (7, 3, 3)
 
@@ -101,14 +102,10 @@ class CvT(Backbone):
 
     variant: CvTVariant
 
-    def _make_embedding(self, index: int, in_channels: int) -> ConvEmbed:
-        return ConvEmbed(
-            in_channels,
-            self.variant.stages[index].dim,
-            kernel_size=_KERNELS[index],
-            stride=self.variant.steps[index],
-            norm_eps=self.variant.norm_eps,
-        )
+    def _make_embedding(self, index: int, in_channels: int) -> PatchEmbed:
+        dim, patch_size = self.variant.stages[index].dim, self.variant.steps[index]
+        options = {"norm_eps": self.variant.norm_eps, "kernel_size": _KERNELS[index]}
+        return PatchEmbed(in_channels, dim, patch_size=patch_size, **options)
 
     def _make_attention(self, index: int, number: int) -> ConvLongShortAttention:
         spec = self.variant.stages[index]

@@ -58,12 +58,6 @@ def check_whole(name: str, value: object, *, least: int = 1) -> None:
         raise ConfigError(f"{name}={value!r}: give a whole number, {least} or more")
 
 
-def check_rate(name: str, value: object) -> None:
-    """Raise a :class:`ConfigError` unless the argument ``name`` is a number of at least 0 and below 1."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
-        raise ConfigError(f"{name}={value!r}: give a number of at least 0 and below 1")
-
-
 def explain_unknown_keywords(function: Callable, also: Iterable[str] = ()) -> Callable:
     """Decorate ``function`` so that a keyword that is neither its own nor in ``also`` raises and names the closest."""
     parameters = inspect.signature(function).parameters.values()

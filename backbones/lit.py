@@ -83,7 +83,7 @@ class LIT(Backbone):
         if index > 0 and variant.merging == "deformable":
             return DeformableTokenMerging(in_channels, dim, norm=variant.batch_norm)
         if index > 0 and variant.relative_bias:
-            return LinearTokenMerging(in_channels, dim, norm_eps=_EMBED_NORM_EPS)
+            return LinearTokenMerging(in_channels, dim)
         return PatchEmbed(in_channels, dim, patch_size=variant.steps[index], norm_eps=_EMBED_NORM_EPS)
 
     def _make_positions(self, index: int) -> GridPositions | None:
@@ -122,9 +122,7 @@ class LIT(Backbone):
 
     def _map_size(self, index: int) -> tuple[int, int]:
         """Height and width of tables in tokens: 50 and 25 for 800 pixels, as in the official detector."""
-        sides = self.settings.table_img_size(self.variant.position_resizing, self.variant.position_img_size)
-        height, width = (-(-side // self.strides[index]) for side in sides)
-        return height, width
+        return self._table_size(index, self.variant.position_resizing, unit=self.strides[index])
 
     def sampling_offsets(self, images: Tensor) -> dict[str, Tensor]:
         """Return each merging module's offsets from its regular grid, for :func:`.token_merging.sampled_positions`.

@@ -154,24 +154,15 @@ class ViL(Backbone):
         if self.variant.relative_bias:
             return None
         spec, resizing = self.variant.stages[index], self.variant.position_resizing or "load"
-        height, width = self._map_size(index, resizing)
-        return AbsolutePositions(
-            spec.dim,
-            max_height=height,
-            max_width=width,
-            num_global_tokens=spec.global_tokens,
-            resizing=resizing,
-        )
+        size = self._map_size(index, resizing)
+        return AbsolutePositions(size, spec.dim, num_global_tokens=spec.global_tokens, resizing=resizing)
 
     def _num_global_tokens(self, index: int) -> int:
         return self.variant.stages[index].global_tokens
 
     def _map_size(self, index: int, resizing: str) -> tuple[int, int]:
         """Height and width of tables in tokens, a multiple of the last stage's: 1333 pixels are 42 of 32, 336 of 4."""
-        last, stride = self.strides[-1], self.strides[index]
-        sides = self.settings.table_img_size(resizing, self.variant.position_img_size)
-        height, width = (-(-side // last) * last // stride for side in sides)
-        return height, width
+        return self._table_size(index, resizing, unit=self.strides[-1])
 
     def _make_attention(self, index: int, number: int) -> nn.Module:
         variant, spec = self.variant, self.variant.stages[index]
@@ -196,21 +187,16 @@ class ViL(Backbone):
                 **common | {"backend": self.settings.attention_backend},
             )
         if spec.attention == "long_short":
-            return LongShortAttention(
-                spec.dim,
-                window_size=spec.window_size,
-                rank=spec.rank,
-                relative_bias=variant.relative_bias,
-                **common,
-            )
-        if spec.attention == "global":
-            return GlobalMemoryAttention(spec.dim, **common)
+            sizes = {"window_size": spec.window_size, "rank": spec.rank}
+            return LongShortAttention(spec.dim, relative_bias=variant.relative_bias, **sizes, **common)
         if spec.attention == "linformer":
             map_size = self._map_size(index, "load")
             return LinformerAttention(spec.dim, map_size=map_size, num_features=spec.num_features, **common)
         if spec.attention == "spatial_reduction":
             return SpatialReductionAttention(spec.dim, reduction=spec.reduction, **common)
-        return PerformerAttention(spec.dim, num_features=spec.num_features, **common)
+        if spec.attention == "performer":
+            return PerformerAttention(spec.dim, num_features=spec.num_features, **common)
+        return GlobalMemoryAttention(spec.dim, **common)
 
 
 def _vil(*stages: tuple[int, int, int, int]) -> ViLVariant:

@@ -30,7 +30,7 @@ class Block(nn.Module):
         self.attention_norm = nn.LayerNorm(dim, eps=norm_eps) if attention is not None else None
         self.attention = attention
         self.mlp_norm = nn.LayerNorm(dim, eps=norm_eps)
-        self.mlp = Mlp(dim, expansion=expansion)
+        self.mlp = Mlp(dim, hidden_dim=expansion * dim)
         self.drop_path_rate = drop_path_rate
 
     def forward(self, tokens: Tensor, global_tokens: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -1,31 +1,11 @@
-"""Convolutions of CvT: overlapping token embedding, separable projections, weight standardisation."""
+"""Convolutions of CvT: separable projections, weight standardisation."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from backbones.layers.batch_norm import batch_norm
-from backbones.layers.patch_embed import pad_to_multiple
+from backbones.layers.batch_norm import BATCH_NORMS
 from backbones.layers.tracing import at_least_float32, in_order
-
-
-class ConvEmbed(nn.Module):
-    """Overlapping patches, each embedded (CvT section 3.1): a strided convolution, then LayerNorm.
-
-    A height or width that is not a multiple of ``stride`` is padded with zeros below and on the right.
-    """
-
-    def __init__(self, in_channels: int, dim: int, *, kernel_size: int, stride: int, norm_eps: float) -> None:
-        super().__init__()
-        self.stride = stride
-        # 2 for 7 x 7 with stride 4, 1 for 3 x 3 with stride 2
-        self.projection = nn.Conv2d(in_channels, dim, kernel_size, stride, padding=-(-(kernel_size - stride) // 2))
-        self.norm = nn.LayerNorm(dim, eps=norm_eps)
-
-    def forward(self, features: Tensor) -> Tensor:
-        """(B, C_in, H, W) -> (B, ceil(H / stride), ceil(W / stride), dim)."""
-        features = self.projection(pad_to_multiple(features, self.stride))
-        return self.norm(features.permute(0, 2, 3, 1))
 
 
 class SeparableProjection(nn.Module):
@@ -34,7 +14,7 @@ class SeparableProjection(nn.Module):
     def __init__(self, dim: int, out_dim: int, *, norm: str = "batch") -> None:
         super().__init__()
         self.depthwise = nn.Conv2d(dim, dim, 3, padding=1, groups=dim, bias=False)
-        self.norm = batch_norm(dim, norm)
+        self.norm = BATCH_NORMS[norm](dim)
         self.pointwise = nn.Linear(dim, out_dim)
 
     def forward(self, tokens: Tensor) -> Tensor:

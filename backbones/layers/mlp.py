@@ -9,20 +9,16 @@ class Mlp(nn.Module):
 
     Args:
         dim: C.
-        expansion: channels between the layers, in multiples of ``dim``.
-        hidden_dim: the same in channels; None for ``expansion``.
+        hidden_dim: channels between the layers.
         dropout: rate after the GELU and after the second layer, in training.
     """
 
-    def __init__(self, dim: int, *, expansion: int = 4, hidden_dim: int | None = None, dropout: float = 0.0) -> None:
+    def __init__(self, dim: int, *, hidden_dim: int, dropout: float = 0.0) -> None:
         super().__init__()
-        hidden_dim = expansion * dim if hidden_dim is None else hidden_dim
         self.dropout = dropout
         self.expand = nn.Linear(dim, hidden_dim)
         self.contract = nn.Linear(hidden_dim, dim)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        hidden = F.gelu(self.expand(tokens))
-        if not self.dropout:
-            return self.contract(hidden)
-        return F.dropout(self.contract(F.dropout(hidden, self.dropout, self.training)), self.dropout, self.training)
+        hidden = F.dropout(F.gelu(self.expand(tokens)), self.dropout, self.training)
+        return F.dropout(self.contract(hidden), self.dropout, self.training)

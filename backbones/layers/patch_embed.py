@@ -15,15 +15,27 @@ def pad_to_multiple(features: Tensor, multiple: int) -> Tensor:
 
 
 class PatchEmbed(nn.Module):
-    """Cut a map into patches and embed each: a convolution with kernel = stride = ``patch_size``, then LayerNorm.
+    """Cut a map into patches and embed each: a convolution with stride ``patch_size``, then LayerNorm.
 
     A height or width that is not a multiple of ``patch_size`` is padded with zeros below and on the right.
+
+    Args:
+        in_channels: C_in.
+        dim: channels of a token.
+        patch_size: side of a patch.
+        norm_eps: of the norm.
+        kernel_size: of overlapping patches (CvT section 3.1); None for ``patch_size``.
     """
 
-    def __init__(self, in_channels: int, dim: int, *, patch_size: int, norm_eps: float = 1e-6) -> None:
+    def __init__(
+        self, in_channels: int, dim: int, *, patch_size: int, norm_eps: float = 1e-6, kernel_size: int | None = None
+    ) -> None:
         super().__init__()
         self.patch_size = patch_size
-        self.projection = nn.Conv2d(in_channels, dim, kernel_size=patch_size, stride=patch_size)
+        kernel_size = kernel_size or patch_size
+        # 2 for 7 x 7 with stride 4, 1 for 3 x 3 with stride 2
+        padding = -(-(kernel_size - patch_size) // 2)
+        self.projection = nn.Conv2d(in_channels, dim, kernel_size, patch_size, padding)
         self.norm = nn.LayerNorm(dim, eps=norm_eps)
 
     def forward(self, features: Tensor) -> Tensor:

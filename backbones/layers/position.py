@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from backbones.errors import ConfigError, check_choice
+from backbones.errors import ConfigError
 from backbones.layers.parameters import init_trunc_normal_
 from backbones.layers.tracing import first, in_order, is_tracing
 
@@ -46,22 +46,19 @@ class AbsolutePositions(nn.Module):
     """The 2-D positions of ViL (section 3.1): a table for rows and one for columns, concatenated over channels.
 
     Args:
+        size: height and width, in tokens, of the map that the tables are made for.
         dim: channels, even.
-        max_height, max_width: the map that the tables are made for, in tokens.
         num_global_tokens: G; each global token has a position of its own.
         resizing: of ``RESIZING``: with ``"load"`` a smaller map takes the top-left part, and a larger one is an error.
     """
 
     no_weight_decay_names = ("rows", "cols", "global_tokens")
 
-    def __init__(
-        self, dim: int, *, max_height: int, max_width: int, num_global_tokens: int, resizing: str = "load"
-    ) -> None:
+    def __init__(self, size: tuple[int, int], dim: int, *, num_global_tokens: int, resizing: str = "load") -> None:
         super().__init__()
-        check_choice("position resizing", resizing, RESIZING)
         self.resizing = resizing
-        self.rows = position_parameter(max_height, dim // 2)
-        self.cols = position_parameter(max_width, dim // 2)
+        self.rows = position_parameter(size[0], dim // 2)
+        self.cols = position_parameter(size[1], dim // 2)
         self.global_tokens = position_parameter(1, num_global_tokens, dim) if num_global_tokens else None
 
     def forward(self, height: int, width: int) -> Tensor:
@@ -84,31 +81,43 @@ def _check_size(size: tuple[int, int], largest: tuple[int, int]) -> None:
         )
 
 
-class WindowRelativeBias(nn.Module):
+class _OffsetBias(nn.Module):
+    """A learned bias for each head and offset between a query and the keys of its window.
+
+    Args:
+        side, window_side: of the queries and of the keys round them.
+        stride: rows of the table from one offset of rows to the next.
+        num_heads: M.
+    """
+
+    no_weight_decay_names = ("table",)
+
+    def __init__(self, side: int, window_side: int, *, stride: int, num_heads: int) -> None:
+        super().__init__()
+        self.table = position_parameter((side + window_side - 2) * (stride + 1) + 1, num_heads)
+        offset = torch.arange(side)[:, None] - torch.arange(window_side) + window_side - 1
+        # (side, 1, window_side, 1) and (1, side, 1, window_side)
+        index = offset[:, None, :, None] * stride + offset[None, :, None, :]
+        self.register_buffer("index", index.reshape(side**2, window_side**2), persistent=False)
+
+    def forward(self) -> Tensor:
+        """(M, side^2, window_side^2): positions of queries by positions of keys, both row by row."""
+        return self.table[self.index].movedim(-1, 0)
+
+
+class WindowRelativeBias(_OffsetBias):
     """A learned bias for each offset between a query and the keys of its 3w x 3w neighbourhood, for each head.
 
     The table is laid out as in the official ViL code: the row of offset (dh, dw), query minus key, is
     ``(dh + 2w - 1) * (4w - 1) + dw + 2w - 1``.
     """
 
-    no_weight_decay_names = ("table",)
-
     def __init__(self, window_size: int, num_heads: int) -> None:
-        super().__init__()
+        super().__init__(window_size, 3 * window_size, stride=4 * window_size - 1, num_heads=num_heads)
         self.window_size = window_size
-        self.table = position_parameter((4 * window_size - 1) ** 2, num_heads)
-        query, key = torch.arange(window_size) + window_size, torch.arange(3 * window_size)
-        offset = query[:, None] - key[None, :] + 2 * window_size - 1
-        # (w, 1, 3w, 1) and (1, w, 1, 3w)
-        index = offset[:, None, :, None] * (4 * window_size - 1) + offset[None, :, None, :]
-        self.register_buffer("index", index.reshape(window_size**2, 9 * window_size**2), persistent=False)
-
-    def forward(self) -> Tensor:
-        """(M, w * w, 9 * w * w): positions in the chunk, by positions in its neighbourhood, both row by row."""
-        return self.table[self.index].movedim(-1, 0)
 
 
-class SegmentRelativeBias(nn.Module):
+class SegmentRelativeBias(_OffsetBias):
     """A learned bias between a query and the keys of the window round its segment, for each head (Transformer-LS).
 
     The table and its index are those of the official code, whose rows are one too close: with side = max(w // 2, 1)
@@ -117,22 +126,9 @@ class SegmentRelativeBias(nn.Module):
     ``(dh, dw)`` and ``(dh + 1, dw - w - 2 * side)`` share a bias. Official weights were trained so, and need it.
     """
 
-    no_weight_decay_names = ("table",)
-
     def __init__(self, window_size: int, num_heads: int) -> None:
-        super().__init__()
-        side = max(window_size // 2, 1)
-        length, reach = window_size + 2 * side, window_size + side - 1
-        self.table = position_parameter(2 * reach * (length + 1) + 1, num_heads)
-        query, key = torch.arange(window_size), torch.arange(-side, window_size + side)
-        offset = query[:, None] - key[None, :] + reach
-        # (w, 1, length, 1) and (1, w, 1, length)
-        index = offset[:, None, :, None] * length + offset[None, :, None, :]
-        self.register_buffer("index", index.reshape(window_size**2, length**2), persistent=False)
-
-    def forward(self) -> Tensor:
-        """(M, w * w, (w + 2 * side)^2): positions in the segment, by positions in its window, both row by row."""
-        return self.table[self.index].movedim(-1, 0)
+        length = window_size + 2 * max(window_size // 2, 1)
+        super().__init__(window_size, length, stride=length, num_heads=num_heads)
 
 
 class GridPositions(nn.Module):
@@ -150,7 +146,6 @@ class GridPositions(nn.Module):
 
     def __init__(self, size: tuple[int, int], dim: int, *, num_global_tokens: int = 0, resizing: str = "map") -> None:
         super().__init__()
-        check_choice("position resizing", resizing, RESIZING)
         self.resizing = resizing
         self.table = position_parameter(*size, dim)
         self.global_tokens = position_parameter(1, num_global_tokens, dim) if num_global_tokens else None
@@ -190,7 +185,6 @@ class GridRelativeBias(nn.Module):
         resizing: str = "map",
     ) -> None:
         super().__init__()
-        check_choice("position resizing", resizing, RESIZING)
         self.size = size
         self.resizing = resizing
         self.num_global_tokens = num_global_tokens
@@ -336,10 +330,10 @@ def resize_tables(model: nn.Module, twin: nn.Module) -> None:
     for path, module in model.named_modules():
         other = twins.get(path)
         sized += [(module, name, getattr(other, name)) for name in getattr(other, "sized", ())]
-        has_grid = isinstance(module, GridRelativeBias) and module.size != other.size
+        made_for = module.size if isinstance(module, GridRelativeBias) else None
         for leaf, parameter in module.named_parameters(recurse=False):
             tensor, wanted = parameter.detach(), getattr(other, leaf, parameter)
-            table = fit_table(tensor, other, leaf, made_for=module.size if has_grid else None)
+            table = fit_table(tensor, other, leaf, made_for=made_for)
             if table.shape != wanted.shape:
                 raise ConfigError(
                     f"{path}.{leaf} is {tuple(tensor.shape)} and belongs to one image size: create the model for the"

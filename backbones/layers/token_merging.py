@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchvision.ops import deform_conv2d
 
 from backbones.errors import ConfigError
-from backbones.layers.batch_norm import batch_norm
+from backbones.layers.batch_norm import BATCH_NORMS
 from backbones.layers.patch_embed import pad_to_multiple
 from backbones.layers.tracing import at_least_float32, autocast_off, in_order, is_exporting, is_tracing
 
@@ -32,8 +32,7 @@ class DeformableTokenMerging(nn.Module):
     Args:
         in_channels: C.
         dim: D.
-        norm: ``"batch"``, ``"frozen"`` for statistics and weights that are never trained, or ``"sync"`` for
-            statistics over all processes.
+        norm: a key of ``BATCH_NORMS``.
     """
 
     def __init__(self, in_channels: int, dim: int, *, norm: str = "batch") -> None:
@@ -46,7 +45,7 @@ class DeformableTokenMerging(nn.Module):
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
         bound = 1 / math.sqrt(4 * in_channels)
         nn.init.uniform_(self.bias, -bound, bound)
-        self.norm = batch_norm(dim, norm)
+        self.norm = BATCH_NORMS[norm](dim)
 
     def forward(self, features: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, ceil(H / 2), ceil(W / 2), D)."""
@@ -111,20 +110,12 @@ def deformable_by_sampling(features: Tensor, offset: Tensor, weight: Tensor, bia
     return F.conv2d(sampled, weight, bias, stride=stride)
 
 
-class LinearTokenMerging(nn.Module):
+class LinearTokenMerging(PatchMerging):
     """The uniform merging of Swin, for the starred LIT-S of Table 3: LayerNorm of 2 x 2 tokens, then a linear layer."""
-
-    def __init__(self, in_channels: int, dim: int, *, norm_eps: float = 1e-5) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(4 * in_channels, eps=norm_eps)
-        self.reduction = nn.Linear(4 * in_channels, dim, bias=False)
 
     def forward(self, features: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, ceil(H / 2), ceil(W / 2), D)."""
-        tokens = pad_to_multiple(features, 2).permute(0, 2, 3, 1)
-        # Swin's order of the four: column by column
-        tokens = tokens.unflatten(2, (-1, 2)).unflatten(1, (-1, 2)).permute(0, 1, 3, 4, 2, 5).flatten(3)
-        return self.reduction(self.norm(tokens))
+        return super().forward(features.permute(0, 2, 3, 1))
 
 
 def sampled_positions(offsets: Sequence[Tensor], row: int, col: int) -> Tensor:

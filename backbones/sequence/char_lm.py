@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from backbones.attention import chunks, reference
+from backbones.attention import chunks
 from backbones.attention.dense import merge_heads, split_heads
 from backbones.attention.long_short import DualNorm, dynamic_projection
-from backbones.errors import ConfigError, check_choice, check_rate, check_whole, explain_unknown_keywords
+from backbones.errors import ConfigError, check_whole, explain_unknown_keywords
 from backbones.layers.mlp import Mlp
 from backbones.layers.parameters import names_without_weight_decay
 from backbones.layers.tracing import at_least_float32, missing
@@ -131,9 +131,6 @@ def _bias_of_sums(scaled: Tensor, positions: Tensor, length: int, rank: int, seg
     return bias.transpose(2, 3).flatten(2, 3)
 
 
-BACKENDS = {"sdpa": causal_attention, "reference": reference.causal_attention}
-
-
 class CausalAttention(DualNorm):
     """Multi-head long-short attention over the part of a text and the memory of what came before.
 
@@ -147,10 +144,6 @@ class CausalAttention(DualNorm):
         segment_length: l, tokens that are summed up together.
         rank: r, projected keys of a segment and head.
         dropout: rate of the attention weights that are left out in training.
-        backend: a key of ``BACKENDS``; ``"reference"`` is quadratic, and for debugging.
-
-    Raises:
-        ConfigError: for an unknown backend.
     """
 
     no_weight_decay_names = ("key_bias", "query_bias")
@@ -164,15 +157,12 @@ class CausalAttention(DualNorm):
         segment_length: int,
         rank: int,
         dropout: float = 0.0,
-        backend: str = "sdpa",
     ) -> None:
         super().__init__(dim, num_heads=num_heads)
-        check_choice("backend", backend, BACKENDS)
         self.window_size = window_size
         self.segment_length = segment_length
         self.rank = rank
         self.dropout = dropout
-        self.backend = backend
         self.query = nn.Linear(dim, dim, bias=False)
         self.key = nn.Linear(dim, dim, bias=False)
         self.value = nn.Linear(dim, dim, bias=False)
@@ -205,8 +195,7 @@ class CausalAttention(DualNorm):
             of_part = self._sums(tokens[:, :whole], key[:, :whole], value[:, :whole])
             summed_key, summed_value = torch.cat([summed_key, of_part[0]], 1), torch.cat([summed_value, of_part[1]], 1)
         summed_key, summed_value = self.norm_projected(summed_key, summed_value)
-        options = {"dropout": self.dropout} if self.training and self.dropout else {}
-        output = BACKENDS[self.backend](
+        output = causal_attention(
             split_heads(self.query(tokens), self.num_heads),
             window_key,
             window_value,
@@ -219,7 +208,7 @@ class CausalAttention(DualNorm):
             query_bias=self.query_bias,
             window_positions=self._by_head(self.window_position(window_table)),
             segment_positions=self._by_head(self.segment_position(segment_table)),
-            **options,
+            dropout=self.dropout if self.training else 0.0,
         )
         return self.projection(merge_heads(output))
 
@@ -307,8 +296,6 @@ class CharLM(nn.Module):
         check_heads(dim, num_heads)
         check_whole("rank", rank)
         check_whole("window_size", window_size)
-        check_rate("dropout", dropout)
-        check_rate("attention_dropout", attention_dropout)
         if dim % 2:
             raise ConfigError(f"dim={dim}: half of it are sines and half cosines of positions, so that it is even")
         if memory_length % segment_length or memory_length < window_size:

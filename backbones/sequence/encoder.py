@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from backbones.attention import chunks, reference
+from backbones.attention import chunks
 from backbones.attention.dense import merge_heads, split_heads
 from backbones.attention.long_short import DualNorm, dynamic_projection
-from backbones.errors import ConfigError, check_choice, check_rate, check_whole, explain_unknown_keywords
+from backbones.errors import ConfigError, check_choice, check_whole, explain_unknown_keywords
 from backbones.layers.mlp import Mlp
 from backbones.layers.parameters import names_without_weight_decay
 from backbones.layers.tracing import at_least_float32, missing
@@ -47,23 +47,9 @@ def sequence_attention(
 
     Source: sections 3.2 and 3.4, equation 6.
     """
-    if window_size:
-        output = _attend_in_windows(query, key, value, window_size, mask, shared_key, shared_value, dropout)
-    else:
+    if not window_size:
         output = F.scaled_dot_product_attention(query, shared_key, shared_value, dropout_p=dropout)
-    return output if mask is None else output.masked_fill(~mask[:, None, :, None], 0)
-
-
-def _attend_in_windows(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    window_size: int,
-    mask: Tensor | None,
-    shared_key: Tensor | None,
-    shared_value: Tensor | None,
-    dropout: float,
-) -> Tensor:
+        return output if mask is None else output.masked_fill(~mask[:, None, :, None], 0)
     batch, _, number, _ = query.shape
     # One segment has all tokens then.
     window_size = max(min(window_size, number), 1)
@@ -93,7 +79,8 @@ def _attend_in_windows(
     values = _windows(F.pad(value, (0, 0, *halo)), shared_value, length, block)
     output = F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen, dropout_p=dropout)
     blocks = (number + fill) // block
-    return output.unflatten(0, (batch, blocks)).transpose(1, 2).flatten(2, 3)[:, :, :number]
+    output = output.unflatten(0, (batch, blocks)).transpose(1, 2).flatten(2, 3)[:, :, :number]
+    return output if mask is None else output.masked_fill(~mask[:, None, :, None], 0)
 
 
 def _windows(x: Tensor, shared: Tensor | None, length: int, step: int) -> Tensor:
@@ -122,13 +109,6 @@ def class_token_attention(
     return F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
 
 
-# The attention functions of the tokens and of the class token.
-BACKENDS = {
-    "sdpa": (sequence_attention, class_token_attention),
-    "reference": (reference.sequence_attention, reference.class_token_attention),
-}
-
-
 class SequenceAttention(DualNorm):
     """Multi-head long-short attention over the tokens of a sequence and its class token, as in the official code.
 
@@ -142,10 +122,6 @@ class SequenceAttention(DualNorm):
         class_token: whether there is one.
         update_tokens: whether the tokens get an output; where only the class token is asked for they need none.
         dropout: rate of the tokens' attention weights that are left out in training.
-        backend: a key of ``BACKENDS``; ``"reference"`` is quadratic, and for debugging.
-
-    Raises:
-        ConfigError: for an unknown backend.
     """
 
     def __init__(
@@ -158,14 +134,11 @@ class SequenceAttention(DualNorm):
         class_token: bool,
         update_tokens: bool = True,
         dropout: float = 0.0,
-        backend: str = "sdpa",
     ) -> None:
         super().__init__(dim, num_heads=num_heads, projects=rank > 0 or class_token)
-        check_choice("backend", backend, BACKENDS)
         self.window_size = window_size
         self.update_tokens = update_tokens
         self.dropout = dropout
-        self.backend = backend
         self.query = nn.Linear(dim, dim)
         self.key = nn.Linear(dim, dim)
         self.value = nn.Linear(dim, dim)
@@ -180,9 +153,7 @@ class SequenceAttention(DualNorm):
         key, value = self.norm_local(self.key(tokens), self.value(tokens))
         own = None if class_token is None else [layer(class_token) for layer in (self.query, self.key, self.value)]
         shared_key, shared_value = self._shared(tokens, key, value, own, mask)
-        attend, attend_for_class_token = BACKENDS[self.backend]
-        options = {"dropout": self.dropout} if self.training and self.dropout else {}
-        gathered = attend(
+        gathered = sequence_attention(
             query,
             key,
             value,
@@ -190,13 +161,13 @@ class SequenceAttention(DualNorm):
             mask=mask,
             shared_key=shared_key,
             shared_value=shared_value,
-            **options,
+            dropout=self.dropout if self.training else 0.0,
         )
         update = self.projection(merge_heads(gathered)) if self.update_tokens else None
         if own is None:
             return update, None
         own = (split_heads(x, self.num_heads) for x in own)
-        return update, self.projection(merge_heads(attend_for_class_token(*own, gathered, mask=mask)))
+        return update, self.projection(merge_heads(class_token_attention(*own, gathered, mask=mask)))
 
     def _shared(
         self, tokens: Tensor, key: Tensor, value: Tensor, own: list[Tensor] | None, mask: Tensor | None
@@ -292,8 +263,6 @@ class SequenceEncoder(nn.Module):
         check_whole("window_size", window_size, least=0)
         check_whole("rank", rank, least=0)
         check_choice("class_token", class_token, (True, False, "last_layer"))
-        check_rate("dropout", dropout)
-        check_rate("attention_dropout", attention_dropout)
         if not window_size and not rank:
             raise ConfigError("window_size=0 and rank=0: a token attends to nothing; make one of them 1 or more")
         self.dropout = dropout

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from backbones.layers.conv import ConvEmbed, SeparableProjection, StandardisedConv2d
+from backbones.layers.conv import SeparableProjection, StandardisedConv2d
+from backbones.layers.patch_embed import PatchEmbed
 from tests.backbones.helpers import random_images, randomise
 
 
@@ -11,7 +12,7 @@ from tests.backbones.helpers import random_images, randomise
 @pytest.mark.parametrize("height, width", [(1, 9), (16, 24), (17, 31), (18, 5)])
 def test_embedding_of_any_size(kernel_size, stride, padding, height, width):
     """As CvT's own where the sides are multiples of the stride, and on an image with zeros below and right if not."""
-    embed = randomise(ConvEmbed(3, 6, kernel_size=kernel_size, stride=stride, norm_eps=1e-5)).double()
+    embed = randomise(PatchEmbed(3, 6, patch_size=stride, kernel_size=kernel_size, norm_eps=1e-5)).double()
     images = random_images(2, 3, height, width)
     padded = torch.zeros(2, 3, -(-height // stride) * stride, -(-width // stride) * stride, dtype=torch.float64)
     padded[:, :, :height, :width] = images

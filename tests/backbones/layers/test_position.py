@@ -40,7 +40,7 @@ def test_resizing_a_grid_is_bilinear(old, new):
 
 
 def test_absolute_positions_are_a_row_and_a_column():
-    positions = randomise(AbsolutePositions(8, max_height=5, max_width=9, num_global_tokens=2))
+    positions = randomise(AbsolutePositions((5, 9), 8, num_global_tokens=2))
     output = positions(4, 7)
     assert output.shape == (4, 7, 8)
     for row in range(4):
@@ -52,7 +52,7 @@ def test_absolute_positions_are_a_row_and_a_column():
 
 @pytest.mark.parametrize("height, width", [(6, 9), (5, 10)])
 def test_a_map_beyond_the_table_raises(height, width):
-    positions = AbsolutePositions(8, max_height=5, max_width=9, num_global_tokens=0)
+    positions = AbsolutePositions((5, 9), 8, num_global_tokens=0)
     assert positions.global_tokens is None
     with pytest.raises(ConfigError, match=f"{height} x {width} tokens.*5 x 9.*max_img_size"):
         positions(height, width)
@@ -103,7 +103,7 @@ def test_grid_bias_of_another_size_is_resized():
 
 
 def test_absolute_positions_are_resized_to_each_map():
-    positions = AbsolutePositions(8, max_height=5, max_width=7, num_global_tokens=0, resizing="map").double()
+    positions = AbsolutePositions((5, 7), 8, num_global_tokens=0, resizing="map").double()
     actual = positions(9, 3)
     expected_rows, expected_cols = resize_table(positions.rows, (9,)), resize_table(positions.cols, (3,))
     assert actual.shape == (9, 3, 8)
