@@ -160,7 +160,7 @@ def map_attention(query: Tensor, key: Tensor, value: Tensor, by_row: Tensor, to_
 
 
 def _blocks(query: Tensor, key: Tensor, size: tuple[int, int] | None) -> Iterator[tuple[slice, slice, slice]]:
-    """Images, heads and queries of each block; the queries are whole rows of a map of ``size``."""
+    """Images, heads and queries of each block; the queries are whole rows of a feature map of ``size``."""
     step = 1 if size is None else size[1]
     batch, heads, queries = query.shape[:3]
     for images, some_heads, rows in split((batch, heads, queries // step), step * key.shape[2], query.device):
@@ -174,7 +174,7 @@ def _bias_parts(
 
     Args:
         size: height and width of the map whose tokens are the queries and the last keys; None for a bias of each pair.
-        biases: of a map (M, W, 2 * H - 1, W) and (M, G) or None, otherwise one that broadcasts to (M, L, K).
+        biases: of a feature map (M, W, 2 * H - 1, W) and (M, G) or None, otherwise one that broadcasts to (M, L, K).
     """
     if size is None:
         bias = biases[0][heads] if biases[0].shape[0] > 1 else biases[0]

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from backbones.attention.blocked import autocast_dtype
-from backbones.layers.tracing import first, in_order, is_exporting, is_tracing, missing
+from backbones.layers.tracing import first, in_order, is_exporting, is_tracing, missing, static_size
 
 MODES = ("zero_pad", "exact", "cyclic")
 _PENALTY = 1e9
@@ -51,30 +51,27 @@ def mask_queries(query: Tensor, extra: int) -> Tensor:
     return F.pad(query, (0, extra), value=_QUERY_MASK)
 
 
-def mask_keys(key: Tensor, hidden: Tensor, *, extra: int, scale: float) -> Tensor:
+def mask_keys(key: Tensor, hidden: Tensor, extra: int) -> Tensor:
     """Keys with ``extra`` channels more, negative where a position is hidden, and 0 elsewhere.
 
     Args:
         key: (B, M, H, W, D).
         hidden: (H, W), True for a position that must not be seen.
-        scale: of the products.
 
     Returns:
         (B, M, H, W, D + extra)
     """
-    half = (autocast_dtype(key.device) or key.dtype) == torch.float16
+    half, scale = (autocast_dtype(key.device) or key.dtype) == torch.float16, static_size(key.shape[-1]) ** -0.5
     value = _KEY_MASK_FLOAT16 if half else -_PENALTY / (_QUERY_MASK * scale * extra)
     mask = (hidden.to(key.dtype) * value)[:, :, None]
     return torch.cat([key, mask.expand(*key.shape[:2], -1, -1, extra)], dim=-1)
 
 
-def with_halo(
-    key: Tensor, value: Tensor, window_size: int, *, side: int, is_cyclic: bool, extra: int, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Pad keys and values to whole chunks, add ``side`` tokens at each border, and mask what must not be seen.
+def with_halo(key: Tensor, value: Tensor, window_size: int, *, is_cyclic: bool, extra: int) -> tuple[Tensor, Tensor]:
+    """Pad keys and values to whole chunks, add a chunk at each border, and mask what must not be seen.
 
     Returns:
-        Two (B, M, rows * w + 2 * side, cols * w + 2 * side, D + extra).
+        Two (B, M, (rows + 2) * w, (cols + 2) * w, D + extra).
     """
     height, width = key.shape[2:4]
     pad_height, pad_width = missing(height, window_size), missing(width, window_size)
@@ -86,14 +83,14 @@ def with_halo(
         key, value = (F.pad(x, whole).index_select(2, rows).index_select(3, cols) for x in (key, value))
         value = F.pad(value, (0, extra))
     else:
-        halo = (side, side + pad_width, side, side + pad_height)
+        halo = (window_size, window_size + pad_width, window_size, window_size + pad_height)
         hidden = is_padding(key, (height, width), halo)
         key, value = F.pad(key, (0, 0, *halo)), F.pad(value, (0, extra, *halo))
-    return mask_keys(key, hidden, extra=extra, scale=scale), value
+    return mask_keys(key, hidden, extra), value
 
 
 def is_padding(x: Tensor, shape: tuple[int, ...], pad: tuple[int, ...]) -> Tensor:
-    """Return which positions of a map of ``shape``, padded by ``pad`` (as ``F.pad``), are padding.
+    """Return which positions of a feature map of ``shape``, padded by ``pad`` (as ``F.pad``), are padding.
 
     The result is a bool tensor on the device of ``x``.
     """
@@ -127,18 +124,6 @@ def from_chunks(x: Tensor, window_size: int, *, batch: int, heads: int, height: 
     x = x.unflatten(2, (window_size, window_size)).unflatten(0, (batch, rows, heads))
     x = in_order(x.permute(0, 2, 1, 4, 3, 5, 6)).flatten(4, 5).flatten(2, 3)
     return first(first(x, 2, height), 3, width)
-
-
-def near_only(query: Tensor, window_size: int, local_bias: Tensor | None) -> Tensor:
-    """A local bias that hides what is further than w from a position: (M or 1, w * w, 9 * w * w)."""
-    positions = window_size**2
-    if local_bias is None:
-        local_bias = query.new_zeros(1, positions, 9 * positions)
-    inside = torch.arange(window_size, device=query.device) + window_size
-    around = torch.arange(3 * window_size, device=query.device)
-    near = (inside[:, None] - around[None, :]).abs() <= window_size
-    seen = (near[:, None, :, None] & near[None, :, None, :]).reshape(positions, 9 * positions)
-    return local_bias.masked_fill(~seen, float("-inf"))
 
 
 _COPIES: contextvars.ContextVar[bool] = contextvars.ContextVar("copies_windows", default=False)

@@ -45,15 +45,15 @@ def merge_heads(tokens: Tensor) -> Tensor:
     return in_order(tokens.movedim(1, -2)).flatten(-2)
 
 
-# A traced run has a fixed number of groups: so many scores a head on the map that the table is made for, and no more
-# than so many groups.
+# A traced run has a fixed number of groups: of about so many scores a head, on the feature map that the table is made
+# for, and at most so many.
 _TRACED_SCORES, _TRACED_GROUPS = 2**21, 8
 
 BACKENDS = {"sdpa": dense_attention, "reference": reference.attention}
 
 
 class TokenAttention(nn.Module):
-    """Multi-head attention of the tokens of a map and the global tokens to what a subclass says.
+    """Multi-head attention of the tokens of a feature map and the global tokens; a subclass says which keys they see.
 
     Args:
         dim: channels of a token.
@@ -112,15 +112,15 @@ class TokenAttention(nn.Module):
 
 
 class DenseAttention(TokenAttention):
-    """Multi-head self-attention over the tokens of a map and the global tokens together.
+    """Multi-head self-attention over the tokens of a feature map and the global tokens together.
 
-    On a large map a learned bias is made for a group of rows at a time, and again in the backward pass, or is a view of
-    a small table, so that never more than a part of the N x N scores a head is in memory. A traced run has a fixed
-    number of groups.
+    On a large feature map a learned bias is computed for a group of rows at a time, and again in the backward pass, or
+    is a view of a small table, so that never more than a part of the N x N scores of a head is in memory. A traced run
+    has a fixed number of groups.
 
     Args:
-        bias_size: height and width, in tokens, of the map that the relative bias table is made for, next to a table for
-            the global tokens; None for no relative bias.
+        bias_size: height and width, in tokens, of the feature map that the relative bias table is made for, next to a
+            table for the global tokens; None for no relative bias.
         bias_resize_mode: ``"linear"`` (bilinear) or ``"cubic"``.
         bias_resizing: ``"map"``, or ``"load"`` for a table that is large enough for every map.
         common: see :class:`TokenAttention`.
@@ -198,7 +198,7 @@ class DenseAttention(TokenAttention):
 
 
 def traced_keys(key: Tensor, value: Tensor, height: int, width: int, num_global: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values for a run that is traced for maps of other sizes, and the rows of the map that they are.
+    """Keys and values for a run that is traced for feature maps of other sizes, and the rows that they are.
 
     PyTorch asks whether there is one key, and an export holds for that answer alone. So an export sees a map of one row
     twice, which changes no weighted mean.
@@ -223,7 +223,7 @@ def _up_to_last(rows: Tensor, height: int) -> Tensor:
 
 
 def _tokens_of(rows: Tensor, width: int) -> Tensor:
-    """Numbers of rows (R,) of a map -> numbers of their tokens, (R * width,)."""
+    """Numbers of rows (R,) of a feature map -> numbers of their tokens, (R * width,)."""
     return (rows[:, None] * width + torch.arange(width, device=rows.device)).flatten()
 
 

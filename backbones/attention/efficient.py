@@ -1,7 +1,7 @@
 """The efficient attention mechanisms that ViL is compared with (ViL section 3.3 and appendix D).
 
-Global memory, Linformer, spatial reduction and Performer. Each module takes the tokens of a map and the global tokens:
-(B, H, W, C) and (B, G, C) or None -> the same; None for global tokens that are not updated.
+Global memory, Linformer, spatial reduction and Performer. Each module takes the tokens of a feature map and the global
+tokens: (B, H, W, C) and (B, G, C) or None -> the same; None for global tokens that are not updated.
 """
 
 import math
@@ -38,13 +38,13 @@ class GlobalMemoryAttention(TokenAttention):
 
 
 class LinformerAttention(TokenAttention):
-    """Multi-head attention to ``num_features`` learned combinations of the tokens of one map size.
+    """Multi-head attention to ``num_features`` learned combinations of the tokens of feature maps of one size.
 
     Keys and values share the combinations, as in the paper's models (the counts of Table 14). The global tokens are
     combined with the others.
 
     Args:
-        map_size: height and width, in tokens, of the only map that it takes.
+        map_size: height and width, in tokens, of the only feature maps that it takes.
         num_features: K, the projected length; 256 in the paper.
         common: see :class:`.TokenAttention`.
     """
@@ -64,8 +64,8 @@ class LinformerAttention(TokenAttention):
         # A traced size is a tensor, and its comparison would be frozen into the graph.
         if not is_tracing() and (height, width) != self.map_size:
             raise ConfigError(
-                f"Linformer is tied to maps of {self.map_size[0]} x {self.map_size[1]} tokens, and this one has "
-                f"{height} x {width}: make the model for this image size (create_classifier's img_size)"
+                f"Linformer takes feature maps of {self.map_size[0]} x {self.map_size[1]} tokens, and this one has "
+                f"{height} x {width}: create the model for this image size (create_classifier's img_size)"
             )
         sequence = join_tokens(tokens, global_tokens)
         # (B, K, C) each
@@ -75,10 +75,10 @@ class LinformerAttention(TokenAttention):
 
 
 class SpatialReductionAttention(TokenAttention):
-    """Multi-head attention to a map whose positions are convolutions over R x R tokens, and to the global tokens.
+    """Multi-head attention to a reduced feature map, a convolution over R x R tokens, and to the global tokens.
 
-    As in the official models, the last rows and columns that do not fill a position of the smaller map are not seen.
-    Only a map below R tokens is padded, with zeros below and on the right. The global tokens are not reduced.
+    As in the official models, the last rows and columns that do not fill a position of the reduced map are not seen.
+    Only a feature map below R tokens is padded, with zeros below and on the right. The global tokens are not reduced.
 
     Args:
         reduction: R; 16, 8, 4, 2 in the four stages of SRA/64 and 8, 4, 2, 1 of SRA/32 (Table 15). With 1 there is no
@@ -167,7 +167,7 @@ def sample_features(num_features: int, dim: int, *, generator: torch.Generator |
 
 
 class PerformerAttention(TokenAttention):
-    """Multi-head attention by random features, over the tokens of a map and the global tokens together.
+    """Multi-head attention by random features, over the tokens of a feature map and the global tokens together.
 
     The features are a buffer, so that they travel with a checkpoint; :func:`redraw_features` samples new ones.
 
@@ -196,7 +196,7 @@ def redraw_features(model: nn.Module, *, seed: int) -> int:
     detection (appendix D). The same seed gives the same features in every process.
 
     Returns:
-        How many modules were redrawn.
+        How many modules were sampled again.
     """
     generator = torch.Generator().manual_seed(seed)
     modules = [module for module in model.modules() if isinstance(module, PerformerAttention)]
@@ -206,5 +206,5 @@ def redraw_features(model: nn.Module, *, seed: int) -> int:
 
 
 def redraw_interval(epoch: int) -> int:
-    """Iterations between two redraws in an epoch of the paper's ImageNet training (ViL appendix D)."""
+    """Iterations from one :func:`redraw_features` to the next in an epoch on ImageNet, as in ViL appendix D."""
     return 1 + 5 * epoch

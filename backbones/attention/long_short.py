@@ -1,7 +1,7 @@
 """Long-short attention (Transformer-LS section 3): a window round each segment, and a dynamic low-rank projection.
 
-The map is cut into segments of w x w tokens. A token sees its own segment, w // 2 tokens round it, r projected keys
-that sum up the whole map, and the global tokens, all in one softmax. Memory is linear in the number of tokens.
+The feature map is cut into segments of w x w tokens. A token sees its own segment, w // 2 tokens round it, r projected
+keys that sum up the whole map, and the global tokens, all in one softmax. Memory is linear in the number of tokens.
 """
 
 import functools
@@ -78,13 +78,12 @@ def _attend(layout: WindowLayout, inputs: WindowInputs, *, with_logsumexp: bool)
     """All segments in one call: see :func:`.attend_chunks`. Projected keys are among the global ones."""
     query, key, value, shared_key, shared_value, local_bias, _ = inputs
     window_size, side, length = layout.window_size, layout.side, layout.length
-    (height, width), channels = query.shape[2:4], static_size(query.shape[4])
-    scale, extra = channels**-0.5, mask_channels(channels, query.device)
+    (height, width), extra = query.shape[2:4], mask_channels(static_size(query.shape[4]), query.device)
 
     left, right, below = max(window_size - side, side), missing(width, window_size), missing(height, window_size)
     halo = (left, side + right, side, side + below)
     hidden = is_padding(key, (height, width), halo)
-    key = mask_keys(F.pad(key, (0, 0, *halo)), hidden, extra=extra, scale=scale)
+    key = mask_keys(F.pad(key, (0, 0, *halo)), hidden, extra)
     value = F.pad(value, (0, extra, *halo))
 
     # Keys that all segments see fill whole columns of a window: (B, M, n, w + 2 * side, D + extra)
@@ -92,7 +91,7 @@ def _attend(layout: WindowLayout, inputs: WindowInputs, *, with_logsumexp: bool)
     fill = missing(shared, length)
     hidden = is_padding(key, (shared,), (0, fill)).unflatten(0, (-1, length))
     shared_key = F.pad(shared_key, (0, 0, 0, fill)).unflatten(2, (-1, length))
-    shared_key = mask_keys(shared_key, hidden, extra=extra, scale=scale)
+    shared_key = mask_keys(shared_key, hidden, extra)
     shared_value = F.pad(shared_value, (0, extra, 0, fill)).unflatten(2, (-1, length))
 
     # (B * rows * M, cols, S, D + extra)
@@ -228,7 +227,7 @@ class DualNormAttention(DualNorm):
 
 
 class LongShortAttention(DualNormAttention):
-    """Multi-head long-short attention over the tokens of a map and its global tokens, as in the official ViL-LS.
+    """Multi-head long-short attention over a feature map and its global tokens, as in the official ViL-LS.
 
     The global tokens are queries of themselves and of what the local tokens have gathered: of the attention's output
     before its projection, which is key and value at once.

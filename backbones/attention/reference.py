@@ -1,7 +1,7 @@
 """Dense definitions of the attention mechanisms: quadratic, and meant to be obviously right.
 
-Every fast kernel is tested against these. Shapes, here and in the kernels: B images, M heads, H x W tokens of a map,
-N = H * W, D channels a head, G global tokens, w the side of a chunk.
+Every fast kernel is tested against these. Shapes, here and in the kernels: B images, M heads, H x W tokens of a feature
+map, N = H * W, D channels a head, G global tokens, w the side of a chunk.
 """
 
 import math

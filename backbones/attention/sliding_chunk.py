@@ -1,6 +1,6 @@
 """Vision Longformer attention (ViL section 3.2, appendix C): a local 2-D window and global tokens.
 
-The map is cut into chunks of w x w tokens. A token sees its own chunk, the eight chunks round it and the global
+The feature map is cut into chunks of w x w tokens. A token sees its own chunk, the eight chunks round it and the global
 tokens; the global tokens see everything. Memory is linear in the number of tokens.
 """
 
@@ -19,7 +19,6 @@ from backbones.attention.chunks import (
     copies_windows,
     mask_channels,
     missing,
-    near_only,
     to_chunks,
     windows,
     with_halo,
@@ -70,7 +69,7 @@ def sliding_chunk_attention(
     if shift is None and not is_tracing() and mode != "exact" and max(query.shape[2:4]) <= 2 * window_size:
         return _whole_map_attention(inputs, window_size)
     if mode == "exact":
-        inputs = inputs._replace(local_bias=near_only(query, window_size, local_bias))
+        inputs = inputs._replace(local_bias=_hide_far_keys(_biases(inputs, window_size)[0], window_size))
     layout = WindowLayout(window_size, side=window_size, is_cyclic=mode == "cyclic", shift=shift)
     return window_attention(functools.partial(_attend, layout), layout, inputs)
 
@@ -78,11 +77,8 @@ def sliding_chunk_attention(
 def _attend(layout: WindowLayout, inputs: WindowInputs, *, with_logsumexp: bool) -> tuple[Tensor, Tensor | None]:
     """All chunks in one call: see :func:`.attend_chunks`."""
     query, size = inputs.query, layout.window_size
-    channels = static_size(query.shape[4])
-    extra = mask_channels(channels, query.device)
-    keys, values = with_halo(
-        inputs.key, inputs.value, size, side=size, is_cyclic=layout.is_cyclic, extra=extra, scale=channels**-0.5
-    )
+    extra = mask_channels(static_size(query.shape[4]), query.device)
+    keys, values = with_halo(inputs.key, inputs.value, size, is_cyclic=layout.is_cyclic, extra=extra)
     if layout.shift is None:
         # (B * rows * M, cols, S, D + extra), S keys of three strips
         keys, values = _windows(keys, size, inputs.global_key), _windows(values, size, inputs.global_value)
@@ -133,8 +129,17 @@ def _biases(inputs: WindowInputs, window_size: int) -> tuple[Tensor, Tensor]:
     return local, to_global
 
 
+def _hide_far_keys(local_bias: Tensor, window_size: int) -> Tensor:
+    """A local bias of -inf for keys that are further than w from a position."""
+    inside = torch.arange(window_size, device=local_bias.device) + window_size
+    around = torch.arange(3 * window_size, device=local_bias.device)
+    near = (inside[:, None] - around[None, :]).abs() <= window_size
+    seen = near[:, None, :, None] & near[None, :, None, :]
+    return local_bias.masked_fill(~seen.reshape(local_bias.shape[1:]), float("-inf"))
+
+
 def _whole_map_attention(inputs: WindowInputs, window_size: int) -> Tensor:
-    """:func:`sliding_chunk_attention` on a map of at most two chunks a side, where every token sees every other.
+    """:func:`sliding_chunk_attention` on a feature map of at most two chunks a side, where all tokens see each other.
 
     Source: ViL section 3.2, "equivalent to full attention", as in the last two stages at 224 x 224.
     """
@@ -151,10 +156,9 @@ def _whole_map_attention(inputs: WindowInputs, window_size: int) -> Tensor:
         bias = local_bias.flatten(1)[:, index.flatten(2, 3).flatten(0, 1)]
     if global_key is not None:
         if bias is not None or global_bias is not None:
-            tokens, num_global = height * width, global_key.shape[2]
+            tokens, to_global = height * width, _biases(inputs, window_size)[1]
             bias = query.new_zeros(heads, tokens, tokens) if bias is None else bias
-            to_global = bias.new_zeros(heads, num_global) if global_bias is None else global_bias
-            bias = torch.cat([to_global[:, None].expand(-1, tokens, -1), bias], dim=2)
+            bias = torch.cat([to_global[:, None].expand(heads, tokens, -1), bias], dim=2)
         key, value = torch.cat([global_key, key], dim=2), torch.cat([global_value, value], dim=2)
     return dense_attention(query.flatten(2, 3), key, value, bias=bias).unflatten(2, (height, width))
 
@@ -280,7 +284,7 @@ BACKENDS = {"auto": fastest_chunk_attention, **_KERNELS, "reference": reference.
 
 
 class SlidingChunkAttention(TokenAttention):
-    """Multi-head ViL attention over the tokens of a map and its global tokens (ViL section 3.2).
+    """Multi-head ViL attention over the tokens of a feature map and its global tokens (ViL section 3.2).
 
     Args:
         window_size: side w of a chunk; the paper's window of 15 is w = 7.

@@ -160,7 +160,7 @@ class _Gradients:
         self.query_columns = _as_columns(self.query, 1.0)
         self.grad_columns = _as_columns(self.grad, -self._chunks((grad * output).sum(dim=-1, keepdim=True))[..., 0])
         self.query_grad = torch.empty_like(self.query)
-        # Keys and values: the last channel of keys marks hidden ones; that of values meets that of the gradient.
+        # Keys and values: the last channel of keys masks hidden ones; that of values meets that of the gradient.
         self.halo = self._with_halo(inputs.key, inputs.value)
         self.halo_grad = self.halo.new_zeros(*self.halo.shape[:-1], self.channels)
         self.global_keys_values, self.global_grads = None, (None, None)

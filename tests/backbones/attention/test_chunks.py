@@ -30,7 +30,7 @@ def test_hidden_keys_score_far_below_all_others(channels, extra, dtype):
     """Every number is one that the type holds, and seen keys keep their scores."""
     query, key = (random_images(1, 1, 2, 3, channels, seed=seed, dtype=dtype) for seed in (1, 2))
     hidden, scale = torch.tensor([[False, True, False], [True, False, False]]), 1 / math.sqrt(channels)
-    marked_query, marked_key = mask_queries(query, extra), mask_keys(key, hidden, extra=extra, scale=scale)
+    marked_query, marked_key = mask_queries(query, extra), mask_keys(key, hidden, extra)
     assert marked_query.dtype == marked_key.dtype == dtype and marked_key.isfinite().all()
     scores = scale * marked_query.double().flatten(0, 3) @ marked_key.double().flatten(0, 3).T
     plain = scale * query.double().flatten(0, 3) @ key.double().flatten(0, 3).T

@@ -7,7 +7,6 @@ from backbones.attention import reference
 from backbones.attention.efficient import (
     LinformerAttention,
     PerformerAttention,
-    instance_norm,
     performer_attention,
     redraw_features,
     redraw_interval,
@@ -84,13 +83,6 @@ def test_redrawing_is_the_same_in_every_process_and_travels_with_the_state():
     second.load_state_dict(first.state_dict())
     assert torch.equal(first[1].features, second[1].features)
     assert [redraw_interval(epoch) for epoch in (0, 1, 299)] == [1, 6, 1496]
-
-
-def test_instance_norm():
-    x = random_images(2, 3, 11)
-    torch.testing.assert_close(instance_norm(x), torch.nn.functional.instance_norm(x))
-    assert instance_norm(x[:, :, :1]).eq(0).all()
-    assert instance_norm(x.half()).dtype == torch.float16
 
 
 def test_initial_projections_of_linformer_keep_the_scale():
