@@ -13,7 +13,7 @@ import sys
 
 from arguments import ConfigToolParser, config_of, existing_path, positive, run_tool
 
-FORMATS = ("torchscript", "onnx", "torch_export", "aot_inductor", "openvino")
+FORMATS = ("torchscript", "onnx", "aot_inductor", "torch_export", "openvino")
 PRECISIONS = ("fp32", "fp16", "bf16", "int8")
 
 
@@ -42,7 +42,8 @@ def main() -> None:
     parser.add_argument("--evaluate", action="store_true", help="compare average precision on DATASETS.TEST too")
     parser.add_argument(
         "--calibration-images",
-        type=int,
+        type=positive,
+        default=100,
         metavar="N",
         help="calibration images of DATASETS.TRAIN for --precision int8 (default 100, or all)",
     )

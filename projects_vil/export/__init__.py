@@ -1,31 +1,21 @@
 """Export detectors to TorchScript, ONNX, torch.export, AOTInductor and OpenVINO, and check the files' detections."""
 
 from projects_vil.export.detectors import make_exportable
-from projects_vil.export.exporter import (
-    INPUT_DTYPES,
-    PRECISIONS,
-    check_precision,
-    export_detector,
-    report_path,
-)
-from projects_vil.export.formats import FORMATS, check_format, is_exported, write_model
+from projects_vil.export.exporter import PRECISIONS, export_detector
+from projects_vil.export.formats import FORMATS, check_format, is_exported
 from projects_vil.export.images import example_image, letterbox_size, pad_image
-from projects_vil.export.metadata import describe_model, digest_of, metadata_path, read_metadata
+from projects_vil.export.metadata import describe_model, metadata_path, read_metadata
 from projects_vil.export.parity import compare, describe_report, eager_detections, is_equal, measure_latency
-from projects_vil.export.runtime import ExportedDetector, ExportedModel, paste_masks, to_instances
+from projects_vil.export.runtime import ExportedModel, paste_masks, to_instances
 
 __all__ = [
     "FORMATS",
-    "INPUT_DTYPES",
     "PRECISIONS",
-    "ExportedDetector",
     "ExportedModel",
     "check_format",
-    "check_precision",
     "compare",
     "describe_model",
     "describe_report",
-    "digest_of",
     "eager_detections",
     "example_image",
     "export_detector",
@@ -38,7 +28,5 @@ __all__ = [
     "pad_image",
     "paste_masks",
     "read_metadata",
-    "report_path",
     "to_instances",
-    "write_model",
 ]

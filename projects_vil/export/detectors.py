@@ -23,7 +23,6 @@ from detectron2.modeling.anchor_generator import DefaultAnchorGenerator
 from detectron2.modeling.poolers import ROIPooler
 from detectron2.modeling.proposal_generator import RPN
 from detectron2.modeling.roi_heads import CascadeROIHeads
-from detectron2.modeling.roi_heads.fast_rcnn import FastRCNNOutputLayers
 from detectron2.modeling.roi_heads.mask_head import MaskRCNNConvUpsampleHead
 from torch import Tensor, nn
 from torchvision.ops import nms, roi_align
@@ -103,26 +102,14 @@ def topk_above(scores: Tensor, threshold: float, number: int, *, batched: bool) 
     return row[kept], index[kept], values[kept]
 
 
-def grouped_nms(
-    boxes: Tensor,
-    scores: Tensor,
-    *,
-    group: Tensor,
-    groups_per_image: int,
-    threshold: float,
-    number: int,
-    image: Tensor | None = None,
-    num_images: int = 1,
-) -> Tensor:
-    """Apply non-maximum suppression within groups, then keep the best of each image.
+def grouped_nms(boxes: Tensor, scores: Tensor, group: Tensor, groups_per_image: int, threshold: float) -> Tensor:
+    """Apply non-maximum suppression within groups.
 
     Args:
         boxes: (N, 4).
         scores: (N,).
-        group: (N,), 0 to ``num_images * groups_per_image - 1``.
+        group: (N,), from 0; those of the first image, then those of the second, and so on.
         threshold: IoU threshold.
-        number: number of boxes to keep for each image; all if negative.
-        image: (N,), 0 to ``num_images - 1``; None for one image.
 
     Returns:
         Indices of the kept boxes, highest score first.
@@ -136,12 +123,7 @@ def grouped_nms(
     # ensure it.
     # OpenVINO would drop scores of minus infinity.
     boxes = F.pad(boxes + offset.repeat(1, 2), (0, 0, 0, 2))
-    kept = nms(boxes, F.pad(scores, (0, 2), value=_LEAST), threshold)[:-2]
-    if number < 0:
-        return kept
-    if image is None:
-        return kept[:number]
-    return kept[_rank_in_image(image[kept], num_images) < number]
+    return nms(boxes, F.pad(scores, (0, 2), value=_LEAST), threshold)[:-2]
 
 
 def _rank_in_image(image: Tensor, num_images: int) -> Tensor:
@@ -175,7 +157,7 @@ def pad_detections(found: dict[str, Tensor], *, number: int, num_images: int) ->
     image = found["image_index"]
     rank = _rank_in_image(image, num_images)
     rows = {
-        name: value.new_zeros(num_images, number, *value.shape[1:]).index_put((image, rank), value)
+        name: value.new_zeros(num_images, number, *value.shape[1:]).index_put_((image, rank), value)
         for name, value in found.items()
         if name != "image_index"
     }
@@ -216,14 +198,6 @@ def pool(pooler: ROIPooler, features: list[Tensor], boxes: Tensor, image: Tensor
     return pooled
 
 
-def masks_of_classes(masks: Tensor, classes: Tensor) -> Tensor:
-    """Return the mask of each detection's class: (D, K or 1, S, S), (D,) -> (D, 1, S, S)."""
-    if masks.shape[1] == 1:
-        return masks
-    index = classes[:, None, None, None].expand(-1, 1, masks.shape[2], masks.shape[3])
-    return masks.gather(1, index)
-
-
 # -- detectors -------------------------------------------------------------------------------------
 
 
@@ -246,29 +220,20 @@ class ExportableDetector(nn.Module):
     """
 
     def __init__(
-        self,
-        detector: nn.Module,
-        *,
-        batched: bool = False,
-        fixed_number: int | None = None,
-        size: tuple[int, int] | None = None,
+        self, detector: nn.Module, *, batched: bool, fixed_number: int | None, size: tuple[int, int] | None
     ) -> None:
         super().__init__()
         self.detector = detector
         self.batched = batched
         self.fixed_number = fixed_number
         self.size = size
+        self.has_masks = isinstance(detector, GeneralizedRCNN) and detector.roi_heads.mask_on
         self.input_names = ("images",) if batched else ("image",)
         self.output_names: tuple[str, ...] = ("boxes", "scores", "classes", *(["masks"] if self.has_masks else []))
         if fixed_number is not None:
             self.output_names += ("count",)
         elif batched:
             self.output_names += ("image_index",)
-
-    @property
-    def has_masks(self) -> bool:
-        """Return whether masks are among the outputs."""
-        return False
 
     def forward(self, image: Tensor) -> tuple[Tensor, ...]:
         """See the class."""
@@ -286,9 +251,14 @@ class ExportableDetector(nn.Module):
         """Compute all outputs by name, and ``image_index``, from the FPN's features of images of ``size``."""
         raise NotImplementedError
 
-    def _images(self, image: Tensor, features: dict[str, Tensor]) -> dict[str, Tensor | int]:
-        """Return the image of each box for :func:`grouped_nms`, where there may be several images."""
-        return {"image": image, "num_images": next(iter(features.values())).shape[0]} if self.batched else {}
+    def _best(self, kept: Tensor, image: Tensor, number: int, features: dict[str, Tensor]) -> Tensor:
+        """Return the first ``number`` of the ``kept`` boxes of each image, all if it is negative."""
+        if number < 0:
+            return kept
+        if not self.batched:
+            return kept[:number]
+        num_images = next(iter(features.values())).shape[0]
+        return kept[_rank_in_image(image[kept], num_images) < number]
 
     def _preprocess(self, images: Tensor) -> Tensor:
         """Normalise (B, 3, H, W), 0 to 255, pad below and on the right for the FPN, and cast to the model's type."""
@@ -322,15 +292,8 @@ class ExportableRetinaNet(ExportableDetector):
             candidates.append((boxes, scores, index % model.num_classes, image))
         # (N, 4) and (N,)
         boxes, scores, classes, image = (torch.cat(parts) for parts in zip(*candidates, strict=True))
-        kept = grouped_nms(
-            boxes,
-            scores,
-            group=image * model.num_classes + classes,
-            groups_per_image=model.num_classes,
-            **self._images(image, features),
-            threshold=model.test_nms_thresh,
-            number=model.max_detections_per_image,
-        )
+        kept = grouped_nms(boxes, scores, image * model.num_classes + classes, model.num_classes, model.test_nms_thresh)
+        kept = self._best(kept, image, model.max_detections_per_image, features)
         return _nonempty(clip(boxes[kept], size), scores[kept], classes[kept], image[kept])
 
 
@@ -341,22 +304,21 @@ class ExportableRCNN(ExportableDetector):
     the mean of all (Cai and Vasconcelos 2018, section 4).
     """
 
-    @property
-    def has_masks(self) -> bool:
-        return self.detector.roi_heads.mask_on
-
     def detect(self, features: dict[str, Tensor], size: tuple[int, int]) -> dict[str, Tensor]:
         heads = self.detector.roi_heads
         proposals, image = self._propose(features, size)
         levels = [features[name] for name in heads.box_in_features]
-        predict = self._predict_cascade if isinstance(heads, CascadeROIHeads) else self._predict
-        scores, boxes = predict(levels, proposals, image, size)
+        scores, boxes = self._predict(levels, proposals, image, size)
         outputs = self._select(scores, boxes, image, features)
         if self.has_masks:
             levels = [features[name] for name in heads.mask_in_features]
             pooled = pool(heads.mask_pooler, levels, outputs["boxes"], outputs["image_index"])
             logits = heads.mask_head.layers(pooled).float()
-            outputs["masks"] = masks_of_classes(logits, outputs["classes"]).sigmoid()
+            if logits.shape[1] > 1:
+                # (D, K, S, S) -> (D, 1, S, S), those of the detections' classes
+                classes = outputs["classes"][:, None, None, None]
+                logits = logits.gather(1, classes.expand(-1, 1, *logits.shape[2:]))
+            outputs["masks"] = logits.sigmoid()
         return outputs
 
     def _propose(self, features: dict[str, Tensor], size: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -376,37 +338,25 @@ class ExportableRCNN(ExportableDetector):
         scores, boxes = torch.cat(scores, 1), clip(torch.cat(boxes, 1), size)
         image, candidate = (scores.isfinite() & is_nonempty(boxes, rpn.min_box_size)).nonzero().unbind(1)
         scores, boxes = scores[image, candidate], boxes[image, candidate]
-        kept = grouped_nms(
-            boxes,
-            scores,
-            group=image * len(levels) + _divide(candidate, rpn.pre_nms_topk[False]),
-            groups_per_image=len(levels),
-            **self._images(image, features),
-            threshold=rpn.nms_thresh,
-            number=rpn.post_nms_topk[False],
-        )
+        group = image * len(levels) + _divide(candidate, rpn.pre_nms_topk[False])
+        kept = grouped_nms(boxes, scores, group, len(levels), rpn.nms_thresh)
+        kept = self._best(kept, image, rpn.post_nms_topk[False], features)
         return boxes[kept], image[kept]
 
     def _predict(
         self, levels: list[Tensor], proposals: Tensor, image: Tensor, size: tuple[int, int]
     ) -> tuple[Tensor, Tensor]:
         """Return scores of classes and background, (P, K + 1), and boxes, (P, K or 1, 4), of the proposals (P, 4)."""
-        heads = self.detector.roi_heads
-        logits, deltas = heads.box_predictor(heads.box_head(pool(heads.box_pooler, levels, proposals, image)))
-        boxes = heads.box_predictor.box2box_transform.apply_deltas(deltas, proposals)
-        return _probabilities(heads.box_predictor, logits), clip(boxes.unflatten(1, (-1, 4)), size)
-
-    def _predict_cascade(
-        self, levels: list[Tensor], proposals: Tensor, image: Tensor, size: tuple[int, int]
-    ) -> tuple[Tensor, Tensor]:
-        heads = self.detector.roi_heads
-        scores = []
-        for head, predictor in zip(heads.box_head, heads.box_predictor, strict=True):
+        heads, scores = self.detector.roi_heads, []
+        box_heads = heads.box_head if isinstance(heads, CascadeROIHeads) else [heads.box_head]
+        for head, predictor in zip(box_heads, _box_predictors(heads), strict=True):
             logits, deltas = predictor(head(pool(heads.box_pooler, levels, proposals, image)))
-            scores.append(_probabilities(predictor, logits))
-            # One box for all classes: none is chosen before the last head.
-            proposals = clip(predictor.box2box_transform.apply_deltas(deltas, proposals), size)
-        return sum(scores) * (1.0 / len(scores)), proposals[:, None]
+            logits = logits.float()
+            scores.append(logits.sigmoid() if predictor.use_sigmoid_ce else logits.softmax(dim=1))
+            boxes = clip(predictor.box2box_transform.apply_deltas(deltas, proposals).unflatten(1, (-1, 4)), size)
+            # A cascade has one box for all classes, so that none is chosen before the last head.
+            proposals = boxes[:, 0]
+        return sum(scores) * (1.0 / len(scores)), boxes
 
     def _select(self, scores: Tensor, boxes: Tensor, image: Tensor, features: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the detections among all boxes and classes."""
@@ -419,22 +369,9 @@ class ExportableRCNN(ExportableDetector):
         row, classes = (is_above & is_finite[:, None]).nonzero().unbind(1)
         boxes = boxes[row, classes if boxes.shape[1] > 1 else torch.zeros_like(classes)]
         scores, image = scores[row, classes], image[row]
-        kept = grouped_nms(
-            boxes,
-            scores,
-            group=image * num_groups + classes,
-            groups_per_image=num_groups,
-            **self._images(image, features),
-            threshold=predictor.test_nms_thresh,
-            number=predictor.test_topk_per_image,
-        )
+        kept = grouped_nms(boxes, scores, image * num_groups + classes, num_groups, predictor.test_nms_thresh)
+        kept = self._best(kept, image, predictor.test_topk_per_image, features)
         return _nonempty(boxes[kept], scores[kept], classes[kept], image[kept])
-
-
-def _probabilities(predictor: nn.Module, logits: Tensor) -> Tensor:
-    """(P, K + 1) -> the same, in float32."""
-    logits = logits.float()
-    return logits.sigmoid() if predictor.use_sigmoid_ce else logits.softmax(dim=1)
 
 
 def _nonempty(boxes: Tensor, scores: Tensor, classes: Tensor, image: Tensor) -> dict[str, Tensor]:
@@ -464,29 +401,21 @@ def make_exportable(
     """
     _check("META_ARCHITECTURE", detector, RetinaNet, GeneralizedRCNN)
     if isinstance(detector, RetinaNet):
-        _check("anchor generator", detector.anchor_generator, DefaultAnchorGenerator)
         if detector.max_detections_per_image < 0:
             raise ConfigError("TEST.DETECTIONS_PER_IMAGE is below 0: detectron2's RetinaNet then drops a detection")
+        exportable = ExportableRetinaNet
     else:
-        _check_rcnn(detector)
-    exportable = ExportableRetinaNet if isinstance(detector, RetinaNet) else ExportableRCNN
+        heads = detector.roi_heads
+        _check("proposal generator", detector.proposal_generator, RPN)
+        _check("ROI_HEADS", heads, StandardROIHeads, CascadeROIHeads)
+        _check("keypoint head", heads.keypoint_head if heads.keypoint_on else None, type(None))
+        if heads.mask_on:
+            _check("mask head", heads.mask_head, MaskRCNNConvUpsampleHead)
+        for pooler in (heads.box_pooler, *([heads.mask_pooler] if heads.mask_on else [])):
+            for layer in pooler.level_poolers:
+                _check("pooler's layer", layer, ROIAlign)
+        exportable = ExportableRCNN
     return exportable(detector, batched=batched, fixed_number=fixed_number, size=size).eval()
-
-
-def _check_rcnn(detector: nn.Module) -> None:
-    rpn, heads = detector.proposal_generator, detector.roi_heads
-    _check("proposal generator", rpn, RPN)
-    _check("ROI_HEADS", heads, StandardROIHeads, CascadeROIHeads)
-    _check("anchor generator", rpn.anchor_generator, DefaultAnchorGenerator)
-    for predictor in _box_predictors(heads):
-        _check("box predictor", predictor, FastRCNNOutputLayers)
-    _check("keypoint head", heads.keypoint_head if heads.keypoint_on else None, type(None))
-    if heads.mask_on:
-        _check("mask head", heads.mask_head, MaskRCNNConvUpsampleHead)
-    for pooler in (heads.box_pooler, *([heads.mask_pooler] if heads.mask_on else [])):
-        _check("pooler", pooler, ROIPooler)
-        for layer in pooler.level_poolers:
-            _check("pooler's layer", layer, ROIAlign)
 
 
 def _check(name: str, part: object, *known: type) -> None:

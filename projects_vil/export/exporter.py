@@ -5,17 +5,16 @@ someone without this repository, the metadata next to the file do. Resizing is t
 threshold, non-maximum suppression and the choice of the best are inside.
 """
 
-import contextlib
 import copy
 import itertools
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from detectron2.config import CfgNode
-from torch import nn
+from torch import Tensor, nn
 
 from backbones import ConfigError
 from backbones.errors import check_choice
@@ -23,18 +22,17 @@ from projects_vil.checkpoint import load_detector
 from projects_vil.config import DETECTORS
 from projects_vil.data import load_dataset, register_datasets
 from projects_vil.export.detectors import make_exportable
-from projects_vil.export.formats import FORMATS, check_format, write_model
+from projects_vil.export.formats import FORMATS, check_format
 from projects_vil.export.images import comparison_images, example_image
 from projects_vil.export.metadata import check_sides, describe_model, digests_of, metadata_path
 from projects_vil.export.parity import check_export
-from projects_vil.export.quantization import CALIBRATION_IMAGES, CalibrationImages, check_calibration, write_int8
+from projects_vil.export.quantization import calibration_files, quantize
 from projects_vil.export.runtime import ExportedModel
 from projects_vil.utils import check_output_folder, unfinished_folder
 
 # The types that the network is cast to; an int8 file is made from one in fp32.
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 PRECISIONS = (*_DTYPES, "int8")
-INPUT_DTYPES = ("uint8", "float32")
 # The image that a model is traced with; it is compared on others.
 EXAMPLE_SIZE = (160, 224)
 
@@ -52,9 +50,8 @@ def export_detector(
     size: tuple[int, int] | None = None,
     images: Sequence[str | Path] = (),
     evaluate: bool = False,
-    calibration_images: int | None = None,
+    calibration_images: int = 100,
     accept_drop: bool = False,
-    runs: int = 5,
 ) -> tuple[Path, dict]:
     """Export, load the file again in its own runtime, and compare it with detectron2's detector in float32.
 
@@ -66,17 +63,15 @@ def export_detector(
         output: folder for the model, its metadata and its report.
         file_format: one of ``FORMATS``.
         precision: one of ``PRECISIONS``. int8 is evaluated on ``DATASETS.TEST``, which decides.
-        input_dtype: one of ``INPUT_DTYPES``; TorchScript takes both.
+        input_dtype: uint8 or float32; TorchScript takes both.
         batched: whether the model takes (B, 3, H, W).
         fixed_detections: whether to return ``TEST.DETECTIONS_PER_IMAGE`` rows for each image, padded with zeros, and
             how many of them are detections.
         size: height and width of all images; None for any.
         images: image files to compare on; by default four synthetic images, other than the one used for tracing.
         evaluate: whether to evaluate both on ``DATASETS.TEST`` too.
-        calibration_images: how many of ``DATASETS.TRAIN`` int8 is calibrated on, at most; by default
-            ``CALIBRATION_IMAGES``.
+        calibration_images: how many of ``DATASETS.TRAIN`` int8 is calibrated on, at most.
         accept_drop: whether int8 may lose more than ``AP_DROP``.
-        runs: number of latency measurements.
 
     Returns:
         The model's path and the report, see :func:`describe_report`.
@@ -88,12 +83,7 @@ def export_detector(
     is_int8 = precision == "int8"
     evaluate = evaluate or is_int8
     _check_request(cfg, file_format, precision, input_dtype, size, evaluate)
-    if is_int8:
-        calibration_images = CALIBRATION_IMAGES if calibration_images is None else calibration_images
-        check_calibration(cfg, calibration_images)
-    elif calibration_images is not None or accept_drop:
-        argument = "accept_drop" if calibration_images is None else "calibration_images"
-        raise ConfigError(f"{argument} has no effect with precision {precision}: leave it out, or take int8")
+    calibration = calibration_files(cfg, calibration_images) if is_int8 else []
     fixed_number = cfg.TEST.DETECTIONS_PER_IMAGE if fixed_detections else None
     if fixed_number is not None and fixed_number < 1:
         raise ConfigError(f"TEST.DETECTIONS_PER_IMAGE is {fixed_number}: fixed_detections needs 1 or more")
@@ -103,20 +93,20 @@ def export_detector(
     network = cast_network(copy.deepcopy(reference), "fp32" if is_int8 else precision)
     exportable = make_exportable(network, batched=batched, fixed_number=fixed_number, size=size)
     metadata = describe_model(
-        cfg,
-        exportable,
-        classes=categories.names,
-        category_ids=categories.ids,
-        file_format=file_format,
-        precision=precision,
-        input_dtype=input_dtype,
-        weights=weights,
+        cfg, exportable, categories, file_format, precision=precision, input_dtype=input_dtype, weights=weights
     )
     for image, file in itertools.zip_longest(compared, images):
         check_sides(metadata["input"]["sides"], image.shape[-2:], what=str(file or "INPUT.MIN_SIZE_TEST"))
-    calibration = CalibrationImages(cfg, calibration_images, metadata["input"]) if is_int8 else None
-    if calibration is not None:
-        calibration.check()
+
+    def read(file: str) -> Tensor:
+        """Return an image of the calibration as the exported model takes it."""
+        (image,) = comparison_images(cfg, [file])
+        check_sides(metadata["input"]["sides"], image.shape[-2:], what=file)
+        image = image.to(getattr(torch, input_dtype))
+        return image[None] if batched else image
+
+    for file in calibration:  # so that a mistake is found before the export, which takes minutes
+        read(file)
     example = example_image(*(size or EXAMPLE_SIZE)).to(getattr(torch, input_dtype))
     if batched:
         example = torch.stack([example] * 2)
@@ -130,23 +120,24 @@ def export_detector(
         input_dtype if input_dtype != "uint8" else "",
         f"{size[0]}x{size[1]}" if size else "",
     ]
-    path = Path(output) / ("_".join(filter(None, parts)) + FORMATS[file_format].suffix)
+    known = FORMATS[file_format]
+    path = Path(output) / ("_".join(filter(None, parts)) + known.suffix)
     with unfinished_folder(path.parent) as unfinished:
         new = unfinished / path.name
-        with _writing(path):
-            if calibration is None:
-                write_model(exportable, example, new, file_format)
-            else:
-                metadata |= write_int8(exportable, example, new, file_format, calibration)
+        source = new.with_name(f"float{known.suffix}") if is_int8 else new
+        try:
+            known.write(exportable, example, source)
+            if is_int8:
+                metadata["quantization"] = quantize(source, new, file_format, calibration, read)
             metadata_path(new).write_text(json.dumps(metadata | digests_of(new, file_format), indent=2) + "\n")
-        report = check_export(
-            cfg, reference, ExportedModel(new), compared, runs=runs, evaluate=evaluate, accept_drop=accept_drop
-        )
-        with _writing(report_path(path)):
-            report_path(new).write_text(json.dumps(report, indent=2) + "\n")
-        for file in (*FORMATS[file_format].files(path), metadata_path(path), report_path(path)):
-            with _writing(file):
-                os.replace(unfinished / file.name, file)
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
+        model = ExportedModel(new)
+        accept_drop = accept_drop and is_int8
+        report = check_export(cfg, reference, model, compared, evaluate=evaluate, accept_drop=accept_drop)
+        report_path(new).write_text(json.dumps(report, indent=2) + "\n")
+        for file in (*known.files(path), metadata_path(path), report_path(path)):
+            os.replace(unfinished / file.name, file)
     return path, report
 
 
@@ -169,16 +160,6 @@ def report_path(path: str | Path) -> Path:
     return Path(f"{path}.report.json")
 
 
-def check_precision(file_format: str, precision: str) -> None:
-    """Raise a :class:`ConfigError` where a format does not have a precision."""
-    known = FORMATS[file_format].precisions
-    if precision not in known:
-        able = [name for name, other in FORMATS.items() if precision in other.precisions]
-        raise ConfigError(
-            f"precision {precision}: {file_format} has {', '.join(known)}; {precision} is in {', '.join(able)}"
-        )
-
-
 def _check_request(
     cfg: CfgNode, file_format: str, precision: str, input_dtype: str, size: tuple[int, int] | None, evaluate: bool
 ) -> None:
@@ -187,9 +168,9 @@ def _check_request(
     if architecture not in DETECTORS:
         raise ConfigError(f"a {architecture} cannot be exported yet: only {' and '.join(DETECTORS)} can")
     check_format(file_format)
-    check_choice("precision", precision, PRECISIONS)
-    check_choice("input_dtype", input_dtype, INPUT_DTYPES)
-    check_precision(file_format, precision)
+    if precision not in FORMATS[file_format].precisions:
+        raise ConfigError(f"precision {precision}: {file_format} has {', '.join(FORMATS[file_format].precisions)}")
+    check_choice("input_dtype", input_dtype, ("uint8", "float32"))
     if size is not None and file_format == "torchscript":
         raise ConfigError("size: a TorchScript file takes any size; leave it out, or take another format")
     if size is not None and evaluate:
@@ -197,11 +178,3 @@ def _check_request(
     if evaluate:
         register_datasets(cfg)
         load_dataset(cfg, cfg.DATASETS.TEST, train=False)
-
-
-@contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error

@@ -15,7 +15,6 @@ import shutil
 import sys
 import time
 import warnings
-import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,8 +35,6 @@ from projects_vil.modeling import LARGEST_BATCH, SMALLEST_SIDE, largest_side
 from projects_vil.utils import deferred_signals
 
 OPSET = 20
-# The first with torch.export's support for sizes that depend on the data, which detectors need.
-TORCH_EXPORT_VERSION = (2, 8)
 Run = Callable[[Tensor], "tuple[Tensor, ...]"]
 _logger = logging.getLogger(__name__)
 
@@ -53,8 +50,7 @@ class Format:
         load: a file -> what runs it: an input to the outputs, in the order of the detector's.
         precisions: the supported precisions.
         packages: the packages that writing needs; the metadata have their versions.
-        runtime_packages: the packages that running needs.
-        uses_torch_export: whether it needs the torch of ``TORCH_EXPORT_VERSION``.
+        uses_torch_export: whether ``torch.export`` makes its program.
         shortest_side: the shortest image side that a file takes, in pixels.
         extra_suffixes: suffixes of further files that belong to a model; they replace ``suffix``.
         options: runtime options for running a file.
@@ -65,7 +61,6 @@ class Format:
     load: Callable[[Path], Run]
     precisions: tuple[str, ...] = ("fp32", "fp16", "bf16")
     packages: tuple[str, ...] = ()
-    runtime_packages: tuple[str, ...] = ()
     uses_torch_export: bool = False
     shortest_side: int = SMALLEST_SIDE
     extra_suffixes: tuple[str, ...] = ()
@@ -134,6 +129,30 @@ def _save(save: Callable[[io.BytesIO], object], path: Path) -> None:
     path.write_bytes(buffer.getbuffer())
 
 
+class _AttentionAsProducts(TorchFunctionMode):
+    """Trace ``scaled_dot_product_attention``, with an additive mask or none, as two products and a softmax.
+
+    The exporters to ONNX and OpenVINO copy the keys, transposed, where a product takes them as they are: with
+    onnxruntime that copy took as long as the product.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        function = _attention_as_products if func is F.scaled_dot_product_attention else func
+        return function(*args, **(kwargs or {}))
+
+
+def _attention_as_products(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *, scale: float | None = None
+) -> Tensor:
+    scale = static_size(query.shape[-1]) ** -0.5 if scale is None else scale
+    if attn_mask is not None and attn_mask.dtype != query.dtype:
+        raise NotImplementedError("attention with a mask of another type")
+    scores = (query * scale) @ key.transpose(-2, -1)
+    if attn_mask is not None:
+        scores = scores + attn_mask
+    return scores.softmax(-1) @ value
+
+
 # -- TorchScript, torch.export, AOTInductor --------------------------------------------------------
 
 
@@ -173,7 +192,8 @@ def _write_aot_inductor(exportable: ExportableDetector, example: Tensor, path: P
 
 
 def _write_onnx(exportable: ExportableDetector, example: Tensor, path: Path) -> None:
-    program = capture(exportable, example)
+    with _AttentionAsProducts():
+        program = capture(exportable, example)
     with stage("torch.onnx.export"):
         onnx_program = torch.onnx.export(
             program,
@@ -182,7 +202,6 @@ def _write_onnx(exportable: ExportableDetector, example: Tensor, path: Path) -> 
             input_names=list(exportable.input_names),
             output_names=list(exportable.output_names),
             verbose=False,
-            custom_translation_table={torch.ops.aten.scaled_dot_product_attention.default: _onnx_attention},
             optimize=True,
         )
     _cast_image_first(onnx_program.model.graph)
@@ -201,34 +220,6 @@ def _cast_image_first(graph) -> None:
         if node.op_type == "Shape":
             node.replace_input_with(0, casts[0].outputs[0])
     graph.sort()
-
-
-def _onnx_attention(
-    query,
-    key,
-    value,
-    attn_mask=None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-):
-    """``scaled_dot_product_attention`` of four axes, with an additive mask or none, in operators of ONNX.
-
-    The exporter's own transposes the keys with three axes, which onnxruntime does not fuse with the product: that copy
-    took as long as the product.
-    """
-    import onnxscript
-
-    op = getattr(onnxscript, f"opset{OPSET}")
-    if dropout_p or is_causal or enable_gqa or (attn_mask is not None and attn_mask.dtype != query.dtype):
-        raise NotImplementedError("attention with dropout, causal or grouped, or with a mask of another type")
-    scale = query.shape[3] ** -0.5 if scale is None else scale
-    query = op.Mul(query, op.CastLike(op.Constant(value_float=scale), query))
-    scores = op.MatMul(query, op.Transpose(key, perm=[0, 1, 3, 2]))
-    if attn_mask is not None:
-        scores = op.Add(scores, attn_mask)
-    return op.MatMul(op.Softmax(scores, axis=-1), value)
 
 
 def _onnx_session(path: Path, providers: Sequence[str]):
@@ -333,30 +324,6 @@ def _write_openvino(exportable: ExportableDetector, example: Tensor, path: Path)
     openvino.save_model(model, path, compress_to_fp16=is_half)
 
 
-class _AttentionAsProducts(TorchFunctionMode):
-    """Trace ``scaled_dot_product_attention``, with an additive mask or none, as two products and a softmax.
-
-    OpenVINO's own translation copies the keys, transposed, where a product takes them as they are.
-    """
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is F.scaled_dot_product_attention:
-            return _attention_as_products(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
-def _attention_as_products(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *, scale: float | None = None
-) -> Tensor:
-    scale = static_size(query.shape[-1]) ** -0.5 if scale is None else scale
-    if attn_mask is not None and attn_mask.dtype != query.dtype:
-        raise NotImplementedError("attention with a mask of another type")
-    scores = (query * scale) @ key.transpose(-2, -1)
-    if attn_mask is not None:
-        scores = scores + attn_mask
-    return scores.softmax(-1) @ value
-
-
 def _load_openvino(path: Path) -> Run:
     options = _OPENVINO_OPTIONS | {"INFERENCE_NUM_THREADS": torch.get_num_threads()}
     compiled = openvino_core().compile_model(path, "CPU", options)
@@ -379,23 +346,22 @@ FORMATS: dict[str, Format] = {
         # This opset has no bfloat16 convolutions.
         precisions=("fp32", "fp16", "int8"),
         packages=("onnx", "onnxscript", "onnxruntime"),
-        runtime_packages=("onnxruntime",),
         uses_torch_export=True,
     ),
-    "torch_export": Format(".pt2", _write_torch_export, _load_torch_export, uses_torch_export=True),
     "aot_inductor": Format(
         ".aoti.pt2",
         _write_aot_inductor,
         lambda path: torch._inductor.aoti_load_package(str(path)),
         uses_torch_export=True,
     ),
+    # After .aoti.pt2, which ends with .pt2 too.
+    "torch_export": Format(".pt2", _write_torch_export, _load_torch_export, uses_torch_export=True),
     "openvino": Format(
         ".xml",
         _write_openvino,
         _load_openvino,
         precisions=("fp32", "fp16", "int8"),
         packages=("openvino",),
-        runtime_packages=("openvino",),
         extra_suffixes=(".bin",),
         options=_OPENVINO_OPTIONS,
     ),
@@ -406,10 +372,9 @@ def check_format(file_format: str) -> None:
     """Raise a :class:`ConfigError` where this machine cannot write and run a format."""
     check_choice("format", file_format, FORMATS)
     known = FORMATS[file_format]
-    version = tuple(map(int, torch.__version__.split(".")[:2]))
-    if known.uses_torch_export and version < TORCH_EXPORT_VERSION:
-        needed = ".".join(map(str, TORCH_EXPORT_VERSION))
-        raise ConfigError(f"format {file_format} needs torch {needed} or newer, and this is {torch.__version__}")
+    # The first version with torch.export's support for sizes that depend on the data, which detectors need.
+    if known.uses_torch_export and torch.__version__ < (2, 8):
+        raise ConfigError(f"format {file_format} needs torch 2.8 or newer, and this is {torch.__version__}")
     if file_format == "aot_inductor" and compiler() is None:
         raise ConfigError("format aot_inductor needs a C++ compiler, g++ or the one that CXX names")
     check_packages(f"format {file_format}", known.packages)
@@ -424,22 +389,6 @@ def check_packages(what: str, packages: Sequence[str]) -> None:
             raise ConfigError(f"{what} needs {name}: pip install {' '.join(packages)}") from error
 
 
-def write_model(exportable: ExportableDetector, example: Tensor, path: Path, file_format: str) -> None:
-    """Write a detector to a file.
-
-    Args:
-        exportable: the detector, in eval mode.
-        example: an input of it; its type, uint8 or float32, is what an ONNX or .pt2 file takes.
-        path: the file.
-        file_format: a key of ``FORMATS``.
-
-    Raises:
-        ConfigError: for an unknown format, or where this machine lacks what it needs.
-    """
-    check_format(file_format)
-    FORMATS[file_format].write(exportable, example, path)
-
-
 def load_model(path: Path) -> Run:
     """Load a file in its runtime: an image, or a batch, of the type that it takes -> its outputs in order.
 
@@ -447,11 +396,10 @@ def load_model(path: Path) -> Run:
         ConfigError: for a file that is damaged or has an unknown suffix, or where the runtime is missing.
     """
     known = FORMATS[format_of(path)]
-    check_packages(str(path), known.runtime_packages)
     try:
         return known.load(path)
     # onnxruntime's exceptions have no base class of their own.
-    except (Exception, zipfile.BadZipFile) as error:
+    except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         # OpenVINO's first lines name its source files.
         raise ConfigError(f"cannot load {path}: {lines[-1 if path.suffix == '.xml' else 0]}") from error
@@ -463,8 +411,7 @@ def format_of(path: str | Path) -> str:
     Raises:
         ConfigError: for any other suffix.
     """
-    # The longest first: .aoti.pt2 ends with .pt2.
-    for name, known in sorted(FORMATS.items(), key=lambda item: -len(item[1].suffix)):
+    for name, known in FORMATS.items():
         if str(path).endswith(known.suffix):
             return name
     suffixes = ", ".join(known.suffix for known in FORMATS.values())

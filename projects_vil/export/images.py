@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 from detectron2.config import CfgNode
 from detectron2.data import transforms as T
@@ -64,13 +63,10 @@ def comparison_images(
 
 def _read(cfg: CfgNode, file: str | Path, fixed: tuple[int, int] | None) -> Tensor:
     if fixed is None:
-        return _as_tensor(read_for_testing(cfg, file, image_format=cfg.INPUT.FORMAT)[0])
-    image = read_image(file, cfg.INPUT.FORMAT)
-    height, width = image.shape[:2]
-    resize = T.ResizeTransform(height, width, *letterbox_size(height, width, fixed))
-    return pad_image(_as_tensor(resize.apply_image(image)), fixed, cfg.MODEL.PIXEL_MEAN)
-
-
-def _as_tensor(image: np.ndarray) -> Tensor:
-    """(H, W, 3) -> (3, H, W)."""
-    return torch.as_tensor(image.transpose(2, 0, 1).copy())
+        pixels, _ = read_for_testing(cfg, file, image_format=cfg.INPUT.FORMAT)
+    else:
+        pixels = read_image(file, cfg.INPUT.FORMAT)
+        height, width = pixels.shape[:2]
+        pixels = T.ResizeTransform(height, width, *letterbox_size(height, width, fixed)).apply_image(pixels)
+    image = torch.as_tensor(pixels.transpose(2, 0, 1).copy())
+    return pad_image(image, fixed, cfg.MODEL.PIXEL_MEAN) if fixed else image

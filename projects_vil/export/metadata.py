@@ -12,14 +12,14 @@ from detectron2.config import CfgNode
 
 from backbones import ConfigError
 from backbones.errors import check_file
-from projects_vil.checkpoint import versions
+from projects_vil.checkpoint import Categories, versions
 from projects_vil.config import detector_name
 from projects_vil.export.detectors import ExportableDetector
 from projects_vil.export.formats import FORMATS, OPSET
 from projects_vil.modeling import LARGEST_BATCH, largest_side
 
 # Keys that this repository reads.
-_REQUIRED = {"input": {"batched", "dtype", "color_order", "sides"}, "resizing": {"short_side", "longest_side"}}
+_REQUIRED = {"input", "resizing", "outputs", "classes"}
 
 
 def metadata_path(path: str | Path) -> Path:
@@ -75,23 +75,14 @@ def read_metadata(path: str | Path) -> dict:
     """
     file = metadata_path(path)
     check_file(path, "file")
+    check_file(file, "file", named_by=f"the metadata of {path}")
     try:
         metadata = json.loads(file.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"cannot read {file} ({error.strerror}): an exported model needs its metadata") from error
     except ValueError as error:
         raise ConfigError(f"{file} is not JSON: {error}") from error
-    if not _is_metadata(metadata):
+    if not isinstance(metadata, dict) or not _REQUIRED <= metadata.keys():
         raise ConfigError(f"{file} is not the metadata of an exported model")
     return metadata
-
-
-def _is_metadata(metadata: object) -> bool:
-    if not isinstance(metadata, dict) or "classes" not in metadata or not isinstance(metadata.get("outputs"), list):
-        return False
-    parts = [(metadata.get(name), keys) for name, keys in _REQUIRED.items()]
-    parts += [(output, {"name"}) for output in metadata["outputs"]]
-    return all(isinstance(part, dict) and keys <= part.keys() for part, keys in parts)
 
 
 def check_digest(path: str | Path, metadata: dict) -> None:
@@ -111,25 +102,23 @@ def check_digest(path: str | Path, metadata: dict) -> None:
 def describe_model(
     cfg: CfgNode,
     exportable: ExportableDetector,
-    *,
-    classes: Sequence[str],
+    categories: Categories,
     file_format: str,
+    *,
     precision: str,
     input_dtype: str,
     weights: str | Path,
-    category_ids: Sequence[int] | None = None,
 ) -> dict:
     """Return all that is needed to run an exported model without this repository, for JSON.
 
     Args:
         cfg: the detector's config.
         exportable: the exported detector.
-        classes: their names, in the model's order.
+        categories: the model's classes.
         file_format: a key of ``FORMATS``.
         precision: precision of the weights.
         input_dtype: type of the input images.
         weights: the checkpoint.
-        category_ids: COCO category ids of the classes, in the same order; None if unknown.
 
     Raises:
         ConfigError: for an ``exportable.size`` that the detector or the format does not take.
@@ -180,8 +169,8 @@ def describe_model(
         # The head doubles the size of the pooled features.
         "outputs": _describe_outputs(exportable, 2 * cfg.MODEL.ROI_MASK_HEAD.POOLER_RESOLUTION),
         "fixed_detections": exportable.fixed_number,
-        "classes": list(classes),
-        "category_ids": None if category_ids is None else list(category_ids),
+        "classes": list(categories.names),
+        "category_ids": list(categories.ids),
         "thresholds": thresholds | ({"mask": 0.5} if "masks" in exportable.output_names else {}),
         "weights": Path(weights).name,
         "versions": versions()

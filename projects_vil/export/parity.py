@@ -45,42 +45,17 @@ _VERDICTS = {True: "; equal", False: "; NOT EQUAL", None: ""}
 
 
 def compare(
-    reference: Detector,
-    exported: Detector,
-    images: Sequence[Tensor],
-    *,
-    precision: str,
-    score_threshold: float,
-    max_detections: int,
+    reference: Detector, exported: Detector, images: Sequence[Tensor], precision: str, thresholds: Mapping[str, float]
 ) -> list[dict]:
-    """Run both on each image (3, H, W), see :func:`compare_detections`, and add the image's height and width.
-
-    Args:
-        precision: a key of ``TOLERANCES``.
-    """
+    """Run both on each image (3, H, W), see :func:`compare_detections`, and add the image's height and width."""
     return [
         {"height": image.shape[-2], "width": image.shape[-1]}
-        | compare_detections(
-            reference(image),
-            exported(image),
-            tolerances=TOLERANCES[precision],
-            score_threshold=score_threshold,
-            max_detections=max_detections,
-            changed_share=CHANGED_SHARE[precision],
-        )
+        | compare_detections(reference(image), exported(image), precision, thresholds)
         for image in images
     ]
 
 
-def compare_detections(
-    ours: Detections,
-    theirs: Detections,
-    *,
-    tolerances: Mapping[str, float],
-    score_threshold: float,
-    max_detections: int,
-    changed_share: float | None = 0.0,
-) -> dict:
+def compare_detections(ours: Detections, theirs: Detections, precision: str, thresholds: Mapping[str, float]) -> dict:
     """Measure how far two results for one image are apart.
 
     Detections are paired by class and box, not by their rank: two scores that differ in the last digit change their
@@ -89,16 +64,15 @@ def compare_detections(
 
     Args:
         ours, theirs: boxes (D, 4), scores (D,), classes (D,), and masks (D, 1, S, S) or none.
-        tolerances: tolerances of boxes (pixels), scores and masks.
-        score_threshold: the detector's score threshold.
-        max_detections: maximum number of detections in an image; negative for any number.
-        changed_share: share of the detections that may be unmatched or changed; None if pairs do not decide.
+        precision: a key of ``TOLERANCES`` and ``CHANGED_SHARE``.
+        thresholds: those of the metadata: ``score``, and ``detections_per_image``, negative for any number.
 
     Returns:
         ``detections`` and ``detections_exported``; ``pairs`` of them; ``unmatched``, those without a partner of their
         class, except for borderline ones; ``borderline``, their number; ``changed``, pairs that differ by more than a
         tolerance; the largest difference of boxes, scores and masks in the pairs; ``ok``, None if they do not decide.
     """
+    tolerances, changed_share = TOLERANCES[precision], CHANGED_SHARE[precision]
     distance = (ours["boxes"].float()[:, None] - theirs["boxes"].float()).abs().amax(2)
     # NaN matches nothing.
     distance = distance.nan_to_num(nan=torch.inf)
@@ -109,7 +83,7 @@ def compare_detections(
     rest = [torch.ones(side, dtype=torch.bool) for side in distance.shape]
     for axis, scores in enumerate((ours["scores"], theirs["scores"])):
         rest[axis][[pair[axis] for pair in pairs]] = False
-        near = rest[axis] & _is_borderline(scores, score_threshold, max_detections)
+        near = rest[axis] & _is_borderline(scores, thresholds)
         borderline += int(near.sum())
         rest[axis] &= ~near
     is_open = rest[0][:, None] & rest[1]
@@ -146,9 +120,9 @@ def _pair(distance: Tensor, *, at_most: float) -> list[tuple[int, int]]:
     return pairs
 
 
-def _is_borderline(scores: Tensor, threshold: float, max_detections: int) -> Tensor:
-    is_borderline = scores <= threshold + BORDERLINE
-    if 0 < max_detections <= len(scores):
+def _is_borderline(scores: Tensor, thresholds: Mapping[str, float]) -> Tensor:
+    is_borderline = scores <= thresholds["score"] + BORDERLINE
+    if 0 < thresholds["detections_per_image"] <= len(scores):
         is_borderline |= scores <= scores.min() + BORDERLINE
     return is_borderline
 
@@ -165,21 +139,17 @@ def eager_detections(detector: nn.Module, image: Tensor) -> dict[str, Tensor]:
         else:
             instances = detector(batch)[0]["instances"]
     instances = instances[instances.pred_boxes.nonempty()]
-    found = {
-        "boxes": instances.pred_boxes.tensor,
-        "scores": instances.scores,
-        "classes": instances.pred_classes,
-    }
+    found = {"boxes": instances.pred_boxes.tensor, "scores": instances.scores, "classes": instances.pred_classes}
     return found | {"masks": instances.pred_masks} if instances.has("pred_masks") else found
 
 
 # -- the report ------------------------------------------------------------------------------------
 
 
-def measure_latency(reference: Detector, exported: Detector, image: Tensor, *, runs: int = 5) -> dict[str, float]:
+def measure_latency(reference: Detector, exported: Detector, image: Tensor) -> dict[str, float]:
     """Return median milliseconds of both on one image, interleaved, and their ratio: above 1 the export is faster."""
     times: list[list[float]] = [[], []]
-    for _ in range(runs + 1):
+    for _ in range(1 + 5):
         for detector, own in zip((reference, exported), times, strict=True):
             start = time.perf_counter()
             detector(image)
@@ -201,14 +171,12 @@ def check_export(
     model: ExportedModel,
     images: Sequence[Tensor],
     *,
-    runs: int = 5,
     evaluate: bool = False,
     accept_drop: bool = False,
 ) -> dict:
     """Compare an exported model with the detector that it was made of; see :func:`describe_report`.
 
     Args:
-        runs: number of latency measurements.
         evaluate: whether to evaluate both on ``DATASETS.TEST`` too.
         accept_drop: whether average precision may be lower by any number.
 
@@ -221,18 +189,7 @@ def check_export(
     eager = functools.partial(eager_detections, reference)
     one = (lambda image: model(image[None])) if model.batched else model
     ways = [functools.partial(_one_of_two, model, index) for index in (0, 1)] if model.batched else [model]
-    rows = [
-        row
-        for exported in ways
-        for row in compare(
-            eager,
-            exported,
-            images,
-            precision=precision,
-            score_threshold=thresholds["score"],
-            max_detections=thresholds["detections_per_image"],
-        )
-    ]
+    rows = [row for exported in ways for row in compare(eager, exported, images, precision, thresholds)]
     report = {
         "file": model.path.name,
         "format": model.file_format,
@@ -242,7 +199,7 @@ def check_export(
         "tolerances": TOLERANCES[precision],
         "changed_share": CHANGED_SHARE[precision],
         "images": rows,
-        "latency": measure_latency(eager, one, images[0], runs=runs),
+        "latency": measure_latency(eager, one, images[0]),
         "versions": model.metadata["versions"],
         "fingerprint": fingerprint(cfg, reference),
         "accept_drop": accept_drop,

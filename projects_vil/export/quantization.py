@@ -3,22 +3,17 @@
 import contextlib
 import io
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
 from detectron2.config import CfgNode
 from torch import Tensor
 
-from backbones import ConfigError
 from projects_vil.data import load_dataset, register_datasets
-from projects_vil.export.detectors import ExportableDetector
-from projects_vil.export.formats import FORMATS, check_packages, import_openvino, openvino_core, stage
-from projects_vil.export.images import comparison_images
-from projects_vil.export.metadata import check_sides
+from projects_vil.export.formats import check_packages, import_openvino, openvino_core, stage
 
-CALIBRATION_IMAGES = 100
 # Layers that stay float, by a part of their name: rounding in them moves boxes, cuts off scores
 # or, in LIT's offsets, moves the sampling positions.
 FLOAT_LAYERS = (
@@ -43,120 +38,77 @@ def stays_float(name: str) -> bool:
     return any(layer in name for layer in FLOAT_LAYERS)
 
 
-def check_calibration(cfg: CfgNode, number: int) -> None:
-    """Raise a :class:`ConfigError` where nncf or the images of :class:`CalibrationImages` are missing."""
-    check_packages("precision int8", ["nncf"])
-    if number < 1:
-        raise ConfigError(f"calibration_images is {number}: it must be 1 or more")
-    register_datasets(cfg)
-    load_dataset(cfg, cfg.DATASETS.TRAIN, train=True)
-
-
-class CalibrationImages(Sequence[Tensor]):
-    """Images evenly spaced in ``DATASETS.TRAIN``, prepared as for testing, each read when it is indexed.
-
-    Args:
-        cfg: the detector's config.
-        number: maximum number of images.
-        taken: ``input`` of the metadata of the exported model, whose type and number of axes an image gets.
-
-    An item is (3, H, W), or (1, 3, H, W) if batched.
+def calibration_files(cfg: CfgNode, number: int) -> list[str]:
+    """Return at most ``number`` image files of ``DATASETS.TRAIN``, evenly spaced.
 
     Raises:
-        ConfigError: for an item that cannot be read, or whose sides the model does not take.
+        ConfigError: where nncf or the images are missing.
     """
-
-    def __init__(self, cfg: CfgNode, number: int, taken: dict) -> None:
-        records = load_dataset(cfg, cfg.DATASETS.TRAIN, train=True)
-        number = min(number, len(records))
-        self._files = [records[i * len(records) // number]["file_name"] for i in range(number)]
-        self._cfg = cfg
-        self._taken = taken
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-    def __getitem__(self, index: int) -> Tensor:
-        (image,) = comparison_images(self._cfg, [self._files[index]])
-        check_sides(self._taken["sides"], image.shape[-2:], what=self._files[index])
-        image = image.to(getattr(torch, self._taken["dtype"]))
-        return image[None] if self._taken["batched"] else image
-
-    def check(self) -> None:
-        """Read each once, so that a mistake is found before the export, which takes minutes."""
-        for _ in self:
-            pass
+    check_packages("precision int8", ["nncf"])
+    register_datasets(cfg)
+    records = load_dataset(cfg, cfg.DATASETS.TRAIN, train=True)
+    number = min(number, len(records))
+    return [records[i * len(records) // number]["file_name"] for i in range(number)]
 
 
-def write_int8(
-    exportable: ExportableDetector, example: Tensor, path: Path, file_format: str, images: Sequence[Tensor]
-) -> dict:
-    """Write a detector in float32 next to ``path``, and quantise that file into ``path``.
-
-    Args:
-        exportable, example, file_format: see :func:`projects_vil.export.formats.write_model`.
-        images: calibration images, as the model takes them.
-
-    Returns:
-        The entries about the quantisation for the file's metadata.
-    """
-    source = path.with_name(f"float{FORMATS[file_format].suffix}")
-    FORMATS[file_format].write(exportable, example, source)
-    quantize(source, path, file_format, images)
-    return {"quantization": {"calibration_images": len(images), "float_parts": FLOAT_PARTS}}
-
-
-def quantize(source: Path, path: Path, file_format: str, images: Sequence[Tensor]) -> None:
+def quantize(
+    source: Path, path: Path, file_format: str, files: Sequence[Any], read: Callable[[Any], Tensor]
+) -> dict[str, Any]:
     """Quantise the file ``source`` into ``path``; both of ``file_format``, onnx or openvino.
 
     Args:
-        images: calibration images, as the model takes them.
+        files: calibration images; each is read when it is used.
+        read: one of them -> the image, as the model takes it.
+
+    Returns:
+        What the metadata have about it.
     """
-    with stage(f"nncf.quantize on {len(images)} images"):
+    with stage(f"nncf.quantize on {len(files)} images"), contextlib.redirect_stdout(io.StringIO()):
         if file_format == "onnx":
-            _quantize_onnx(source, path, images)
+            import onnx
+
+            model = onnx.load(source)
+            fold_transposes(model.graph)
+            name, kept = model.graph.input[0].name, _float_nodes(model.graph)
+            quantized = _nncf_quantize(model, kept, files, lambda file: {name: read(file).numpy()})
+            onnx.save(quantized, path)
         else:
-            _quantize_openvino(source, path, images)
+            openvino = import_openvino()
+            model = openvino_core().read_model(source)
+            quantized = _nncf_quantize(model, _float_operations(model), files, lambda file: read(file).numpy())
+            openvino.save_model(quantized, path, compress_to_fp16=False)
+    return {"calibration_images": len(files), "float_parts": FLOAT_PARTS}
 
 
-def _nncf_quantize(model, float_operations: Sequence[str], inputs):
+def _nncf_quantize(model, float_operations: Sequence[str], files: Sequence[Any], as_input: Callable[[Any], Any]):
     import nncf
 
     # Its own set_log_level changes the level of every handler, also of those that an application added.
     logging.getLogger("nncf").setLevel(logging.ERROR)
     # SmoothQuant of nncf 3.4 gave a Transformer-LS ranges of about 0 in every second run, and no detections.
     off = nncf.AdvancedSmoothQuantParameters(convolution=-1, matmul=-1)
-    with contextlib.redirect_stdout(io.StringIO()):
-        return nncf.quantize(
-            model,
-            inputs,
-            subset_size=inputs.get_length(),
-            model_type=nncf.ModelType.TRANSFORMER,
-            # Constants and outputs are among the names, and nncf cannot ignore them.
-            ignored_scope=nncf.IgnoredScope(names=list(float_operations), validate=False),
-            advanced_parameters=nncf.AdvancedQuantizationParameters(smooth_quant_alphas=off),
-        )
+    return nncf.quantize(
+        model,
+        nncf.Dataset(files, as_input),
+        subset_size=len(files),
+        model_type=nncf.ModelType.TRANSFORMER,
+        # Constants and outputs are among the names, and nncf cannot ignore them.
+        ignored_scope=nncf.IgnoredScope(names=list(float_operations), validate=False),
+        advanced_parameters=nncf.AdvancedQuantizationParameters(smooth_quant_alphas=off),
+    )
 
 
-def _quantize_onnx(source: Path, path: Path, images: Sequence[Tensor]) -> None:
-    import nncf
-    import onnx
-
-    model = onnx.load(source)
-    graph = model.graph
-    fold_transposes(graph)
+def _float_nodes(graph) -> list[str]:
+    """Return the names of the nodes of an ``onnx.GraphProto`` that stay float."""
     weights = {tensor.name for tensor in graph.initializer}
     # Products of attention have no weights.
-    kept = [
+    return [
         node.name
         for node in graph.node
         if node.op_type not in ("Conv", "MatMul", "Gemm")
         or not weights.intersection(node.input)
         or any(map(stays_float, node.input))
     ]
-    name = graph.input[0].name
-    quantized = _nncf_quantize(model, kept, nncf.Dataset(images, lambda image: {name: image.numpy()}))
-    onnx.save(quantized, path)
 
 
 def fold_transposes(graph) -> None:
@@ -184,20 +136,15 @@ def fold_transposes(graph) -> None:
             graph.initializer.remove(tensor)
 
 
-def _quantize_openvino(source: Path, path: Path, images: Sequence[Tensor]) -> None:
-    openvino = import_openvino()
-    import nncf
-
-    model = openvino_core().read_model(source)
-    kept = [
+def _float_operations(model) -> list[str]:
+    """Return the names of the operations of an ``openvino.Model`` that stay float."""
+    return [
         node.get_friendly_name()
         for node in model.get_ops()
         if node.get_type_name() not in ("Convolution", "MatMul")
         or stays_float(node.get_friendly_name())
         or not any(_is_weight(value.get_node()) for value in node.input_values())
     ]
-    quantized = _nncf_quantize(model, kept, nncf.Dataset(images, lambda image: image.numpy()))
-    openvino.save_model(quantized, path, compress_to_fp16=False)
 
 
 def _is_weight(node) -> bool:

@@ -76,13 +76,14 @@ class ExportedDetector(nn.Module):
 
     def forward(self, batch: Sequence[dict]) -> list[dict[str, Instances]]:
         """[{"image": (3, H, W), "height", "width"}] -> [{"instances"}], in pixels of that height and width."""
-        return [{"instances": self._instances(inputs)} for inputs in batch]
-
-    def _instances(self, inputs: dict) -> Instances:
-        image = inputs["image"]
-        height, width = image.shape[-2:]
-        found = self.model(image[None] if self.model.batched else image)
-        return to_instances(found, (height, width), (inputs.get("height", height), inputs.get("width", width)))
+        results = []
+        for inputs in batch:
+            image = inputs["image"]
+            height, width = image.shape[-2:]
+            found = self.model(image[None] if self.model.batched else image)
+            file_size = inputs.get("height", height), inputs.get("width", width)
+            results.append({"instances": to_instances(found, (height, width), file_size)})
+        return results
 
 
 def to_instances(found: dict[str, Tensor], size: tuple[int, int], file_size: tuple[int, int]) -> Instances:

@@ -111,57 +111,34 @@ def test_an_example_gives_the_detections_of_the_detector(file_format, model, pho
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_named_so", [True, False])
-def test_a_file_that_is_not_onnx(is_named_so, model, photo, tmp_path, monkeypatch):
-    """An export of another format, or a file that was cut short."""
-    path, output = model("onnx"), tmp_path / "found.png"
-    if is_named_so:
-        path.write_bytes(path.read_bytes()[:1000])
-        message = f"error: {path} "
-    else:
-        metadata = json.loads(metadata_path(path).read_text())
-        metadata_path(path).write_text(json.dumps(metadata | {"format": "openvino"}))
-        message = f"error: {path} "
-    monkeypatch.setattr(sys, "argv", ["example", str(path), str(photo), str(output)])
-    with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(SCRIPTS["onnx"]), run_name="__main__")
-    assert end.value.code.startswith(message) and "\n" not in end.value.code and not output.exists()
-
-
-def test_the_onnx_example_is_short():
-    assert len(SCRIPTS["onnx"].read_text().splitlines()) <= 68
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "mistake", ["no model", "no metadata", "no photo", "no image", "no suffix", "size", "rows", "same"]
+    ("file_format", "arguments", "changes", "named"),
+    [
+        # Other arguments, other metadata, and what the error names.
+        ("onnx", {"model": "absent.onnx"}, {}, "absent.onnx"),
+        ("onnx", {"model": "short.onnx"}, {}, "short.onnx"),
+        ("onnx", {}, {"format": "openvino"}, ".onnx"),
+        ("onnx", {}, {"fixed_detections": 100}, ".onnx"),
+        ("onnx", {"photo": "text.jpg"}, {}, "text.jpg"),
+        ("onnx", {"output": "photo.jpg"}, {}, "photo.jpg"),
+        ("torch_export", {"model": "text.jpg"}, {}, "text.jpg.metadata.json"),
+        ("torch_export", {}, {"input": {"size": [96, 128]}}, ".pt2"),
+        ("torch_export", {"photo": "absent.jpg"}, {}, "absent.jpg"),
+        ("torch_export", {"output": "found.abc"}, {}, "found.abc"),
+    ],
 )
-@pytest.mark.parametrize("file_format", FORMATS)
-def test_a_mistake_is_one_line(mistake, file_format, model, photo, tmp_path, monkeypatch):
-    path, message, output = model(file_format), f"there is no file {tmp_path}", tmp_path / "found.png"
-    if mistake in ("size", "rows"):
-        metadata = json.loads(metadata_path(path).read_text())
-        (metadata["input"] if mistake == "size" else metadata).update(size=[96, 128], fixed_detections=100)
-        metadata_path(path).write_text(json.dumps(metadata))
-        message = f"{path} "
-    elif mistake == "no suffix":
-        output = tmp_path / "found.abc"
-        message = f"cannot write {output}: "
-    elif mistake == "same":
-        output = photo
-        message = f"there is no file {photo}, or it is the output too"
-    elif mistake == "no model":
-        path = tmp_path / path.name
-    elif mistake == "no metadata":
-        path = Path(shutil.copy(path, tmp_path))
-        message += f"/{path.name}.metadata.json"
-    else:
-        photo = tmp_path / "photo.jpg"
-    if mistake == "no image":
-        photo.write_text("no image")
-        message = f"cannot read an image from {photo}"
+def test_a_mistake_is_one_line(file_format, arguments, changes, named, model, photo, tmp_path, monkeypatch):
+    path = model(file_format)
+    metadata = json.loads(metadata_path(path).read_text())
+    metadata_path(path).write_text(json.dumps(metadata | changes))
+    shutil.copy(photo, tmp_path / "photo.jpg")
+    (tmp_path / "text.jpg").write_text("no image")
+    (tmp_path / "short.onnx").write_bytes(path.read_bytes()[:1000])
+    metadata_path(tmp_path / "short.onnx").write_text(json.dumps(metadata))
+    names = {"photo": "photo.jpg", "output": "found.png"} | arguments
+    files = {"model": path} | {name: tmp_path / file for name, file in names.items()}
     # In this process, which has imported all that takes time.
-    monkeypatch.setattr(sys, "argv", ["example", str(path), str(photo), str(output)])
+    monkeypatch.setattr(sys, "argv", ["example", *(str(files[name]) for name in ("model", "photo", "output"))])
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(SCRIPTS[file_format]), run_name="__main__")
-    assert end.value.code.startswith("error: ") and message in end.value.code and "\n" not in end.value.code
+    assert end.value.code.startswith("error: ") and named in end.value.code and "\n" not in end.value.code

@@ -32,7 +32,7 @@ def exported(made_once, weights):
     @functools.cache
     def export(name: str, **options) -> tuple[Path, dict]:
         def fill(folder: Path) -> None:
-            path, report = export_detector(small_config(name), weights(name), folder / "export", runs=1, **options)
+            path, report = export_detector(small_config(name), weights(name), folder / "export", **options)
             (folder / "returned.json").write_text(json.dumps([str(path), report]))
 
         folder = made_once("_".join(["exported", name, *map(str, options.values())]), fill)

@@ -1,8 +1,11 @@
 """Detectors that are traced in seconds, and the files that they are exported to."""
 
+import contextlib
+import dataclasses
 import functools
 import importlib.util
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,31 +13,29 @@ import torch
 from detectron2.config import CfgNode
 from detectron2.layers import ShapeSpec
 from detectron2.modeling.backbone import FPN, Backbone
-from detectron2.modeling.backbone.fpn import LastLevelMaxPool, LastLevelP6P7
+from detectron2.modeling.backbone.fpn import LastLevelMaxPool
 from torch import Tensor, nn
 
-from projects_vil.export import FORMATS as KNOWN
-from projects_vil.export import describe_model, example_image, make_exportable, metadata_path, write_model
+from backbones.build import VARIANTS
+from projects_vil.checkpoint import Categories
+from projects_vil.export import FORMATS, describe_model, example_image, make_exportable, metadata_path
 from tests.projects_vil.helpers import small_config, untrained_detector
 
 TRACED_SIZE = (96, 128)
-_FEW_RCNN = (
+SHAPES = Categories((0, 1, 2), ("circle", "square", "triangle"))
+# Each level is traced and converted by itself: two or three take half the time of five. With these score thresholds a
+# detector finds nothing in a grey image, and something in a synthetic one.
+_RCNN = (
     *("MODEL.RPN.IN_FEATURES", "['p3', 'p4', 'p5']", "MODEL.ROI_HEADS.IN_FEATURES", "['p3', 'p4']"),
     *("MODEL.ANCHOR_GENERATOR.SIZES", "[[16], [32], [64]]", "MODEL.RPN.POST_NMS_TOPK_TEST", "100"),
 )
-# At these thresholds a detector finds nothing in a grey image, and something in a synthetic one.
-ALL_LEVELS = {
-    "retinanet": ("MODEL.RETINANET.SCORE_THRESH_TEST", "0.03"),
-    "mask_rcnn": ("MODEL.ROI_HEADS.SCORE_THRESH_TEST", "0.6", "MODEL.RPN.POST_NMS_TOPK_TEST", "100"),
-}
-# Each level is traced and converted by itself: two or three take half the time of five.
 FEW_LEVELS = {
     "retinanet": (
         *("MODEL.RETINANET.IN_FEATURES", "['p3', 'p4']", "MODEL.ANCHOR_GENERATOR.SIZES", "[[16], [32]]"),
         *("MODEL.RETINANET.SCORE_THRESH_TEST", "0.02"),
     ),
-    "mask_rcnn": (*_FEW_RCNN, "MODEL.ROI_HEADS.SCORE_THRESH_TEST", "0.5"),
-    "cascade_mask_rcnn": (*_FEW_RCNN, "MODEL.ROI_HEADS.SCORE_THRESH_TEST", "0.35"),
+    "mask_rcnn": (*_RCNN, "MODEL.ROI_HEADS.SCORE_THRESH_TEST", "0.5"),
+    "cascade_mask_rcnn": (*_RCNN, "MODEL.ROI_HEADS.SCORE_THRESH_TEST", "0.35"),
 }
 
 
@@ -58,27 +59,23 @@ class Stem(Backbone):
         return {f"stage{i + 1}": ShapeSpec(channels=self.channels, stride=4 * 2**i) for i in range(4)}
 
 
-def config(name: str, *, all_levels: bool = False) -> CfgNode:
-    return small_config(name, *(ALL_LEVELS if all_levels else FEW_LEVELS)[name])
+def config(name: str) -> CfgNode:
+    return small_config(name, *FEW_LEVELS[name])
 
 
 @functools.cache
-def detector(name: str, *, all_levels: bool = False) -> nn.Module:
-    """detectron2's FPN and heads on a few convolutions, of few levels or of as many as the papers have."""
-    model = untrained_detector(config(name, all_levels=all_levels))
+def detector(name: str) -> nn.Module:
+    """detectron2's FPN and heads on a few convolutions and levels."""
+    model = untrained_detector(config(name))
     torch.manual_seed(0)
-    stem, stages = Stem(), ["stage1", "stage2", "stage3", "stage4"]
-    top = LastLevelMaxPool() if name != "retinanet" else LastLevelP6P7(32, 32, "p5") if all_levels else None
-    if not all_levels:
-        stages = stages[1:3]
-        if top is not None:
-            top.in_feature = "p4"
-    elif name == "retinanet":
-        stages = stages[1:]
+    stem = Stem()
     with torch.no_grad():
         for parameter in stem.parameters():
             parameter *= 1.7
-    model.backbone = FPN(stem, stages, 32, top_block=top).eval()
+    top = None if name == "retinanet" else LastLevelMaxPool()
+    if top is not None:
+        top.in_feature = "p4"
+    model.backbone = FPN(stem, ["stage2", "stage3"], 32, top_block=top).eval()
     return model
 
 
@@ -89,23 +86,15 @@ def write(
     *,
     batched: bool = False,
     dtype: str = "uint8",
-    all_levels: bool = False,
     fixed_number: int | None = None,
 ) -> Path:
     """A model and its metadata."""
     example = example_image(*TRACED_SIZE).to(getattr(torch, dtype))
-    exportable = make_exportable(detector(name, all_levels=all_levels), batched=batched, fixed_number=fixed_number)
-    path = folder / f"{name}{'_batched' if batched else ''}_{dtype}{KNOWN[file_format].suffix}"
-    write_model(exportable, torch.stack([example] * 2) if batched else example, path, file_format)
-    metadata = describe_model(
-        config(name, all_levels=all_levels),
-        exportable,
-        classes=("circle", "square", "triangle"),
-        file_format=file_format,
-        precision="fp32",
-        input_dtype=dtype,
-        weights="random.pth",
-    )
+    exportable = make_exportable(detector(name), batched=batched, fixed_number=fixed_number)
+    path = folder / f"{name}{'_batched' if batched else ''}_{dtype}{FORMATS[file_format].suffix}"
+    FORMATS[file_format].write(exportable, torch.stack([example] * 2) if batched else example, path)
+    facts = {"precision": "fp32", "input_dtype": dtype, "weights": "random.pth"}
+    metadata = describe_model(config(name), exportable, SHAPES, file_format, **facts)
     metadata_path(path).write_text(json.dumps(metadata))
     return path
 
@@ -116,7 +105,27 @@ def demo_detector(name: str) -> nn.Module:
     return untrained_detector(small_config(name))
 
 
+@contextlib.contextmanager
+def shallow_variants(depth: int) -> Iterator[None]:
+    """Backbones whose stages have at most ``depth`` blocks: deeper ones have the same operators, and take minutes."""
+    with pytest.MonkeyPatch.context() as patch:
+        for key, variant in list(VARIANTS.items()):
+            stages = tuple(dataclasses.replace(stage, depth=min(stage.depth, depth)) for stage in variant.stages)
+            patch.setitem(VARIANTS, key, dataclasses.replace(variant, stages=stages))
+        yield
+
+
 def skip_without(file_format: str) -> None:
     """Skip a test of a format whose runtime is an extra that is not installed."""
-    if file_format == "openvino" and importlib.util.find_spec("openvino") is None:
-        pytest.skip("pip install -e '.[openvino]'")
+    missing = [package for package in FORMATS[file_format].packages if importlib.util.find_spec(package) is None]
+    if missing:
+        pytest.skip(f"{file_format} needs {' and '.join(missing)}")
+
+
+def onnx_file(folder: Path, nodes: str, *, weights: str = "", output: str = "float") -> Path:
+    """A small ONNX file whose nodes, in ONNX's textual syntax, compute ``y`` from ``x``, (n, 4) floats."""
+    onnx = pytest.importorskip("onnx")
+    header = '<ir_version: 10, opset_import: ["" : 20, "com.microsoft" : 1]> graph'
+    model = onnx.parser.parse_model(f"{header} (float[n, 4] x) => ({output}[n, 4] y) <{weights}> {{ {nodes} }}")
+    onnx.save(model, folder / "model.onnx")
+    return folder / "model.onnx"

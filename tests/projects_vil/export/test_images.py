@@ -4,32 +4,25 @@ import cv2
 import pytest
 import torch
 
-from projects_vil.export import example_image, letterbox_size, pad_image
+from projects_vil.export import letterbox_size, pad_image
 from projects_vil.export.images import comparison_images
 from tests.projects_vil.helpers import small_config
-
-
-def test_synthetic_images_differ_and_have_objects():
-    image = example_image(40, 70, seed=1)
-    assert image.shape == (3, 40, 70) and image.dtype == torch.uint8 and 100 < image.max() <= 255
-    assert torch.equal(image, example_image(40, 70, seed=1))
-    assert not torch.equal(image, example_image(40, 70, seed=2))
 
 
 def test_images_to_compare_on(shapes):
     synthetic = comparison_images(small_config())
     assert [tuple(image.shape[1:]) for image in synthetic] == [(64, 96), (85, 64), (64, 107), (35, 35)]
-    files = sorted((shapes / "val").iterdir())[:2]
+    file = min((shapes / "val").iterdir())
     for channels in ("RGB", "BGR"):
         cfg = small_config("retinanet", "INPUT.MIN_SIZE_TEST", "48", "INPUT.FORMAT", channels)
-        images = comparison_images(cfg, files)
-        assert [(len(image), min(image.shape[1:]), image.dtype) for image in images] == [(3, 48, torch.uint8)] * 2
-        means = cv2.imread(str(files[0])).mean(axis=(0, 1))
+        (image,) = comparison_images(cfg, [file])
+        assert (len(image), min(image.shape[1:]), image.dtype) == (3, 48, torch.uint8)
+        means = cv2.imread(str(file)).mean(axis=(0, 1))
         expected = torch.from_numpy(means if channels == "BGR" else means[::-1].copy()).float()
-        torch.testing.assert_close(images[0].float().mean(dim=(1, 2)), expected, atol=2, rtol=0)
+        torch.testing.assert_close(image.float().mean(dim=(1, 2)), expected, atol=2, rtol=0)
 
 
-@pytest.mark.parametrize(("height", "width"), [(1, 1), (1, 400), (96, 128), (95, 128), (97, 60), (300, 401), (53, 71)])
+@pytest.mark.parametrize(("height", "width"), [(1, 400), (95, 128), (300, 201)])
 def test_letterboxing(height, width):
     assert letterbox_size(480, 640, (800, 1333)) == (800, 1067)
     size = letterbox_size(height, width, (96, 128))

@@ -10,17 +10,9 @@ from detectron2.modeling.postprocessing import detector_postprocess
 from detectron2.structures import Boxes, Instances
 
 from backbones import ConfigError
-from projects_vil.export import (
-    FORMATS,
-    ExportedDetector,
-    ExportedModel,
-    eager_detections,
-    example_image,
-    metadata_path,
-    paste_masks,
-    to_instances,
-)
+from projects_vil.export import FORMATS, ExportedModel, eager_detections, example_image, metadata_path, paste_masks
 from projects_vil.export.metadata import digests_of
+from projects_vil.export.runtime import ExportedDetector
 from tests.projects_vil.export.exporting import demo_detector
 
 
@@ -46,17 +38,9 @@ def test_traced_models_take_both_types(written):
 def test_a_batch_that_is_too_large(written, tmp_path):
     model = written("mask_rcnn", "torchscript", batched=True, dtype="float32")
     assert model.metadata["input"]["batch"] == [1, 1024]
-    images = torch.stack([example_image(40, 50)] * 3)
     small = ExportedModel(copy_of(model, tmp_path, input=model.metadata["input"] | {"batch": [1, 2]}))
     with pytest.raises(ConfigError, match="3 images"):
-        small(images)
-    # As in older files.
-    older = {key: value for key, value in model.metadata["input"].items() if key != "batch"}
-    found = ExportedModel(copy_of(model, tmp_path, input=older))(images)
-    assert set(found["image_index"].tolist()) == {0, 1, 2}
-
-
-# -- detectron2's interface ------------------------------------------------------------------------
+        small(torch.stack([example_image(40, 50)] * 3))
 
 
 @pytest.mark.parametrize("name", ["retinanet", pytest.param("mask_rcnn", marks=pytest.mark.slow)])
@@ -64,7 +48,8 @@ def test_an_exported_model_with_detectron2s_interface(exported, name):
     """Boxes are scaled to the size of the file, and masks pasted, as detectron2 does it."""
     model = ExportedDetector(ExportedModel(exported(name)[0])).eval()
     inputs = {"image": example_image(64, 90), "height": 200, "width": 281}
-    (ours,) = model([inputs])
+    for _ in range(2):  # the second time shows that the first has left its outputs as they were
+        (ours,) = model([inputs])
     with torch.no_grad():
         (theirs,) = demo_detector(name)([inputs])
     ours, theirs = ours["instances"], theirs["instances"]
@@ -82,40 +67,23 @@ def test_pasted_masks():
     instances = Instances((64, 90), pred_boxes=Boxes(found["boxes"].clone()), pred_masks=found["masks"])
     expected = detector_postprocess(instances, 64, 90).pred_masks
     pasted = paste_masks(found["masks"], found["boxes"], (64, 90))
-    assert pasted.shape == (len(found["boxes"]), 64, 90) and pasted.dtype == torch.bool and pasted.any()
-    assert torch.equal(pasted, expected)
+    assert pasted.dtype == torch.bool and pasted.any() and torch.equal(pasted, expected)
     none = paste_masks(found["masks"][:0], found["boxes"][:0], (64, 90))
-    assert none.shape == (0, 64, 90)
+    assert none.shape == (0, 64, 90) and none.dtype == torch.bool
     assert paste_masks(found["masks"], found["boxes"], (64, 90), threshold=0.9).sum() < pasted.sum()
-
-
-def test_instances_do_not_change_what_was_found():
-    found = eager_detections(demo_detector("retinanet"), example_image(64, 90))
-    before = found["boxes"].clone()
-    to_instances(found, (64, 90), (640, 900))
-    assert torch.equal(found["boxes"], before)
 
 
 # -- damaged files ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "contents",
-    [
-        None,
-        "{",
-        "[]",
-        '{"input": 1, "outputs": 2, "classes": 3, "resizing": 4}',
-        '{"input": {}, "outputs": [], "classes": [], "resizing": {}, "thresholds": {}}',
-    ],
-)
+@pytest.mark.parametrize("contents", [None, "{", "[]", '{"input": {}, "outputs": []}'])
 def test_metadata_that_are_missing_or_others(written, tmp_path, contents):
     path = copy_of(written("retinanet", "torchscript"), tmp_path)
     if contents is None:
         metadata_path(path).unlink()
     else:
         metadata_path(path).write_text(contents)
-    with pytest.raises(ConfigError, match=r"model|retinanet.*\.metadata\.json"):
+    with pytest.raises(ConfigError, match=str(metadata_path(path))):
         ExportedModel(path)
 
 
@@ -127,7 +95,7 @@ def test_missing_files(tmp_path):
 
 
 def test_the_weights_of_openvino_are_in_a_file_of_their_own(written, tmp_path):
-    model = written("retinanet", "openvino")
+    model = written("retinanet", "openvino", fixed_number=100)
     path = copy_of(model, tmp_path, **digests_of(model.path, "openvino"))
     weights = path.with_suffix(".bin")
     assert ExportedModel(path).metadata["other_files"].keys() == {weights.name}
