@@ -17,14 +17,8 @@ from backbones.errors import ConfigError
 IOU_THRESHOLD = 0.5  # smallest IoU of true positives in confusions and drawings
 
 
-@dataclass(frozen=True)
-class ImageMatches:
-    """Detections above the score threshold and objects of one image; objects that COCOeval ignores are left out."""
-
-    image: dict[str, Any]
-    true_positives: list[tuple[dict, dict]]  # (detection, object)
-    false_positives: list[dict]
-    missed: list[dict]
+# A true positive and its object, a false positive and None, or None and a missed object
+Match = tuple[dict[str, Any] | None, dict[str, Any] | None]
 
 
 @dataclass(frozen=True)
@@ -36,7 +30,8 @@ class DetectionMetrics:
         precision: task -> (IoU 0.50 to 0.95, recall 0 to 1, C, all and each size), in [0, 1]; -1 without objects.
         num_objects: (C, all and each size), without crowds.
         threshold, f1: the score at which F1 of boxes over all classes is highest, and F1 there.
-        images: matches of boxes at this threshold and an IoU of 0.5.
+        images: each image and its matches of boxes at this threshold and an IoU of 0.5, by descending score; objects
+            and detections that COCOeval ignores are left out.
     """
 
     categories: list[dict[str, Any]]
@@ -44,7 +39,7 @@ class DetectionMetrics:
     num_objects: np.ndarray
     threshold: float
     f1: float
-    images: list[ImageMatches]
+    images: list[tuple[dict[str, Any], list[Match]]]
 
     def ap(self, task: str, *, iou: float | None = None, category: int | None = None, size: int = 0) -> float:
         """Return AP in percent of all classes or the class at an index; nan without objects."""
@@ -97,15 +92,28 @@ def evaluate_detections(annotations: dict[str, Any], results: str | Path, *, max
         if entry is not None:
             num_objects[category, area] += int((entry["gtIgnore"] == 0).sum())
     entries = [entry for entry in entries[:, 0].flat if entry is not None]
-    matches = _matches(entries)
+    objects, found = coco.anns, evaluation.cocoDt.anns
+    matches: list[Match] = []
+    for entry in entries:
+        columns = zip(entry["dtIds"], entry["dtMatches"][0].astype(int), entry["dtIgnore"][0], strict=True)
+        matches += [(found[row], objects.get(target)) for row, target, ignored in columns if not ignored]
+    matches.sort(key=lambda match: -match[0]["score"])
     threshold, f1 = _best_threshold(matches, int(num_objects[:, 0].sum()))
+    matches = [match for match in matches if match[0]["score"] >= threshold]
+    detected = {target["id"] for _, target in matches if target}
+    for entry in entries:
+        columns = zip(entry["gtIds"], entry["gtIgnore"], strict=True)
+        matches += [(None, objects[row]) for row, ignored in columns if not ignored and row not in detected]
+    by_image: dict[int, list[Match]] = {number: [] for number in sorted(coco.imgs)}
+    for match in matches:
+        by_image[(match[0] or match[1])["image_id"]].append(match)
     return DetectionMetrics(
         categories=coco.loadCats(parameters.catIds),
         precision={task: each.eval["precision"][..., -1] for task, each in evaluations.items()},
         num_objects=num_objects,
         threshold=threshold,
         f1=f1,
-        images=_by_image(evaluation, entries, [match for match in matches if match[0] >= threshold]),
+        images=[(coco.imgs[number], own) for number, own in by_image.items()],
     )
 
 
@@ -118,17 +126,18 @@ def confusion_matrix(metrics: DetectionMetrics) -> np.ndarray:
     row_of = {category["id"]: row for row, category in enumerate(metrics.categories)}
     background = len(row_of)
     counts = np.zeros((background + 1, background + 1), int)
-    for image in metrics.images:
-        pairs = [(found["category_id"], target["category_id"]) for found, target in image.true_positives]
-        missed = list(image.missed)
-        for found in image.false_positives:
-            ious = mask_util.iou([found["bbox"]], [target["bbox"] for target in missed], [0] * len(missed))
-            best = int(np.argmax(ious)) if missed else -1
-            is_match = bool(missed) and ious[0, best] >= IOU_THRESHOLD
-            pairs.append((found["category_id"], missed.pop(best)["category_id"] if is_match else None))
-        pairs += [(None, target["category_id"]) for target in missed]
-        for found, target in pairs:
-            counts[row_of.get(target, background), row_of.get(found, background)] += 1
+    for _, matches in metrics.images:
+        missed = [target for found, target in matches if found is None]
+        for found, target in matches:
+            if found is None:
+                continue
+            if target is None and missed:
+                ious = mask_util.iou([found["bbox"]], [each["bbox"] for each in missed], [0] * len(missed))[0]
+                target = missed.pop(int(ious.argmax())) if ious.max() >= IOU_THRESHOLD else None
+            row = background if target is None else row_of[target["category_id"]]
+            counts[row, row_of[found["category_id"]]] += 1
+        for target in missed:
+            counts[row_of[target["category_id"]], background] += 1
     return counts
 
 
@@ -143,40 +152,13 @@ def _run_cocoeval(coco: COCO, detections: list[dict[str, Any]], task: str, max_d
     return evaluation
 
 
-def _matches(entries: list[dict[str, Any]]) -> list[tuple[float, int, int]]:
-    """Return (score, id of the detection, id of its object or 0) by descending score, without ignored detections."""
-    found = []
-    for entry in entries:
-        columns = entry["dtScores"], entry["dtIds"], entry["dtMatches"][0].astype(int).tolist(), entry["dtIgnore"][0]
-        found += [match[:3] for match in zip(*columns, strict=True) if not match[3]]
-    return sorted(found, key=lambda match: -match[0])
-
-
-def _best_threshold(matches: list[tuple[float, int, int]], num_objects: int) -> tuple[float, float]:
+def _best_threshold(matches: list[Match], num_objects: int) -> tuple[float, float]:
     """Return the score with the highest F1, and F1; without true positives as many detections as objects are kept."""
     if not matches:
         return 0.5, 0.0
-    scores = np.array([match[0] for match in matches])
-    true_positives = np.cumsum([match[2] > 0 for match in matches])
+    scores = np.array([found["score"] for found, _ in matches])
+    true_positives = np.cumsum([target is not None for _, target in matches])
     f1 = 2 * true_positives / (np.arange(1, len(matches) + 1) + num_objects)
     f1[:-1][scores[:-1] == scores[1:]] = -1  # a threshold keeps all detections of one score
     best = int(f1.argmax()) if true_positives[-1] else min(max(num_objects, 1), len(scores)) - 1
     return float(scores[best]), max(float(f1[best]), 0.0)
-
-
-def _by_image(evaluation: COCOeval, entries: list[dict], matches: list[tuple[float, int, int]]) -> list[ImageMatches]:
-    objects, detections = evaluation.cocoGt, evaluation.cocoDt
-    by_image = {number: ImageMatches(objects.imgs[number], [], [], []) for number in sorted(objects.imgs)}
-    matched = {target for _, _, target in matches}
-    for _, number, target in matches:
-        detection = detections.anns[number]
-        image = by_image[detection["image_id"]]
-        if target:
-            image.true_positives.append((detection, objects.anns[target]))
-        else:
-            image.false_positives.append(detection)
-    for entry in entries:
-        for number, ignored in zip(entry["gtIds"], entry["gtIgnore"], strict=True):
-            if not ignored and number not in matched:
-                by_image[entry["image_id"]].missed.append(objects.anns[number])
-    return list(by_image.values())

@@ -29,7 +29,7 @@ INK, LINES = "#1b1f24", "#d8dee4"
 MAX_POINTS = 400  # per curve
 MAX_CLASS_CURVES = 6
 MAX_SIDE = 480  # pixels of an image
-TRUE_POSITIVE, FALSE_POSITIVE, MISSED = "#0f7a45", "#b3400a", "#1d5bbf"
+MATCH_COLORS = {"true positive": "#0f7a45", "false positive": "#b3400a", "missed object": "#1d5bbf"}
 _STYLE = {
     **{"svg.fonttype": "none", "font.size": 11, "legend.frameon": False, "legend.fontsize": 10},
     **{"axes.edgecolor": LINES, "axes.labelcolor": INK, "text.color": INK, "xtick.color": INK, "ytick.color": INK},
@@ -105,27 +105,30 @@ def match_figures(metrics: DetectionMetrics, folder: Path, *, number: int) -> li
         ConfigError: for an image that cannot be read, or is not of the size in the annotations.
     """
     names = {category["id"]: str(category["name"]) for category in metrics.categories}
-    candidates = [x for x in metrics.images if x.true_positives or x.false_positives or x.missed]
+    candidates = [image for image in metrics.images if image[1]]
     figures = []
     for index in np.unique(np.linspace(0, len(candidates) - 1, number).round().astype(int)) if candidates else ():
-        matches = candidates[index]
-        path = folder / matches.image["file_name"]
+        image, matches = candidates[index]
+        path = folder / image["file_name"]
         pixels = read_image(str(path), "RGB")
-        if pixels.shape[:2] != (matches.image.get("height"), matches.image.get("width")):
+        if pixels.shape[:2] != (image.get("height"), image.get("width")):
             raise ConfigError(f"{path} has {pixels.shape[0]} x {pixels.shape[1]} pixels, unlike its annotations")
         visualizer = Visualizer(pixels, scale=MAX_SIDE / max(pixels.shape[:2]))
-        found, wrong, missed = [pair[0] for pair in matches.true_positives], matches.false_positives, matches.missed
-        for items, color in ((missed, MISSED), (wrong, FALSE_POSITIVE), (found, TRUE_POSITIVE)):
-            for item in items:
-                left, top, width, height = item["bbox"]
-                box = (left, top, left + width, top + height)
-                visualizer.draw_box(box, edge_color=color, alpha=1, line_style="--" if color == MISSED else "-")
-                label = names[item["category_id"]] + (f" {item['score']:.0%}" if "score" in item else "")
-                # Labels of missed objects do not cover those of detections at the same position.
-                draw_label(visualizer, label, box, color, below=color == MISSED)
+        numbers = dict.fromkeys(MATCH_COLORS, 0)
+        # True positives last, over the others
+        for found, target in sorted(matches, key=lambda match: (match[0] is not None) + (None not in match)):
+            item = found or target
+            label = "missed object" if found is None else "false positive" if target is None else "true positive"
+            numbers[label] += 1
+            left, top, width, height = item["bbox"]
+            box, color, is_missed = (left, top, left + width, top + height), MATCH_COLORS[label], found is None
+            visualizer.draw_box(box, edge_color=color, alpha=1, line_style="--" if is_missed else "-")
+            text = names[item["category_id"]] + ("" if is_missed else f" {item['score']:.0%}")
+            # Labels of missed objects do not cover those of detections at the same position.
+            draw_label(visualizer, text, box, color, below=is_missed)
         encoded = cv2.imencode(".jpg", visualizer.output.get_image()[..., ::-1], [cv2.IMWRITE_JPEG_QUALITY, 82])[1]
-        counts = f"{len(found)} true positives, {len(wrong)} false positives, {len(missed)} missed"
-        figures.append(PageFigure(_url("image/jpeg", encoded.tobytes()), matches.image["file_name"], counts))
+        counts = ", ".join(f"{label}s: {number}" for label, number in numbers.items())
+        figures.append(PageFigure(_url("image/jpeg", encoded.tobytes()), image["file_name"], counts))
     return figures
 
 

@@ -39,8 +39,8 @@ def test_a_crowd_is_ignored_by_detections_of_its_own_class_alone(synthetic_resul
     detections.append({"image_id": 2, "category_id": category, "bbox": [62, 40, 20, 20], "score": 0.95})
     results.write_text(json.dumps(detections))
     metrics = evaluate_detections(annotations, results, max_detections=100)
-    (image,) = [image for image in metrics.images if image.image["id"] == 2]
-    assert [item["score"] for item in image.false_positives] == [0.95] * false_positives
+    (matches,) = [matches for image, matches in metrics.images if image["id"] == 2]
+    assert [found["score"] for found, target in matches if target is None] == [0.95] * false_positives
     assert confusion_matrix(metrics)[-1].tolist() == [false_positives, 0, 0]
 
 
