@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -119,13 +119,8 @@ class ConfigToolParser(ToolParser):
         super().__init__(description, epilog=epilog, **options)
         self.set_defaults(devices=tuple(devices))
         if config_file:
-            self.add_argument(
-                "--config-file",
-                required=config_required,
-                type=existing_path,
-                metavar="FILE",
-                help="config of the model",
-            )
+            options = {"required": config_required, "type": existing_path, "metavar": "FILE"}
+            self.add_argument("--config-file", **options, help="config of the model")
         if weights:
             self.add_argument("--weights", metavar="FILE", help="short for MODEL.WEIGHTS: checkpoint or exported model")
         if devices:
@@ -181,23 +176,14 @@ def add_training_arguments(parser: ToolParser) -> None:
     )
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in the output folder")
     parser.add_argument("--eval-only", action="store_true", help="evaluate the weights of the config, do not train")
-    parser.add_argument(
-        "--num-gpus",
-        type=int,
-        default=1,
-        metavar="N",
-        help="processes on this machine: one for each GPU, or that many on the CPU where the device is cpu",
-    )
+    processes = "processes on this machine: one for each GPU, or that many on the CPU where the device is cpu"
+    parser.add_argument("--num-gpus", type=int, default=1, metavar="N", help=processes)
     parser.add_argument("--num-machines", type=int, default=1, metavar="N", help="number of machines")
     parser.add_argument("--machine-rank", type=int, default=0, metavar="R", help="rank of this machine, from 0")
     # As in detectron2, a port of each user's own.
     user = os.getuid() if sys.platform != "win32" else 1
-    parser.add_argument(
-        "--dist-url",
-        default=f"tcp://127.0.0.1:{2**15 + 2**14 + hash(user) % 2**14}",
-        metavar="URL",
-        help="tcp://HOST:PORT of the first machine, the same on all machines",
-    )
+    url, address = f"tcp://127.0.0.1:{2**15 + 2**14 + hash(user) % 2**14}", "tcp://HOST:PORT of the first machine"
+    parser.add_argument("--dist-url", default=url, metavar="URL", help=f"{address}, the same on all machines")
 
 
 def config_of(args: argparse.Namespace) -> "CfgNode":
@@ -239,7 +225,7 @@ def run_tool(main: Callable[[], None], *, log: bool = True) -> None:
         log: whether this project's log records and others' warnings go to stderr; a training run logs by itself.
     """
     try:
-        with _exit_on_signals(), _log_to_stderr(enabled=log):
+        with _exit_on_signals(), _log_to_stderr() if log else nullcontext():
             main()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -297,32 +283,24 @@ def _exit_on_signals() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
-class _StderrHandler(logging.Handler):
-    """Write this project's records and others' warnings to the stderr of the moment, a line each."""
-
-    own = ("projects_vil", "backbones")
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return record.levelno >= logging.WARNING or record.name.startswith(self.own)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        level = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
-        print(f"{level}{self.format(record)}", file=sys.stderr)
-
-
 @contextmanager
-def _log_to_stderr(*, enabled: bool) -> Iterator[None]:
-    if not enabled:
-        yield
-        return
-    root, handler = logging.getLogger(), _StderrHandler()
-    before = {name: logging.getLogger(name).level for name in handler.own}
-    root.addHandler(handler)
-    for name in handler.own:
+def _log_to_stderr() -> Iterator[None]:
+    """Write this project's records and others' warnings to stderr, a line each."""
+    names = ("projects_vil", "backbones")
+
+    def select(record: logging.LogRecord) -> bool:
+        record.prefix = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
+        return record.levelno >= logging.WARNING or record.name.startswith(names)
+
+    handler = logging.StreamHandler()
+    handler.addFilter(select)
+    handler.setFormatter(logging.Formatter("%(prefix)s%(message)s"))
+    logging.getLogger().addHandler(handler)
+    for name in names:
         logging.getLogger(name).setLevel(logging.INFO)
     try:
         yield
     finally:
-        root.removeHandler(handler)
-        for name, level in before.items():
-            logging.getLogger(name).setLevel(level)
+        logging.getLogger().removeHandler(handler)
+        for name in names:
+            logging.getLogger(name).setLevel(logging.NOTSET)

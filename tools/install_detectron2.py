@@ -24,13 +24,10 @@ from pathlib import Path
 
 GIT_URL = "https://github.com/facebookresearch/detectron2"
 GIT_COMMIT = "02b5c4e295e990042a714712c21dc79b731e8833"
-# Seconds to find out whether the repository can be reached.
-GIT_TIMEOUT = 20
 # Nobody is asked a question, and a transfer that stalls for half a minute ends.
 SETTINGS = {
-    **{"GIT_TERMINAL_PROMPT": "0", "GIT_ASKPASS": "", "SSH_ASKPASS": "", "GCM_INTERACTIVE": "never", "LC_ALL": "C"},
-    **{"GIT_SSH_COMMAND": "ssh -o BatchMode=yes", "GIT_HTTP_LOW_SPEED_LIMIT": "1000", "GIT_HTTP_LOW_SPEED_TIME": "30"},
-    **{"PIP_NO_INPUT": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"},
+    **{"GIT_TERMINAL_PROMPT": "0", "GIT_HTTP_LOW_SPEED_LIMIT": "1000", "GIT_HTTP_LOW_SPEED_TIME": "30"},
+    **{"PIP_NO_INPUT": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "LC_ALL": "C"},
 }
 BUNDLE = "LabGym==3.1.2"
 # The newest that this release of LabGym admits; its detectron2 runs on later ones.
@@ -56,31 +53,18 @@ setup(
 """
 # Run in a fresh interpreter, which sees what was just installed; torch comes first, since detectron2 imports it.
 PROBE = """
-import importlib.util, sys
-import torch, torchvision
-if importlib.util.find_spec("detectron2") is None:
-    sys.exit(3)
-import detectron2, detectron2.engine, detectron2.model_zoo
-print("detectron2", getattr(detectron2, "__version__", ""), "at", detectron2.__path__[0])
+import torch, torchvision, detectron2, detectron2.engine, detectron2.model_zoo
 try:
     from detectron2 import _C
-    print("with its compiled operators")
-except ImportError as error:
-    print("without compiled operators: torchvision's are used, and there are no rotated boxes")
+    operators = "its compiled operators"
+except ImportError:
+    operators = "torchvision's operators, and no rotated boxes"
+print("detectron2", detectron2.__version__, "at", detectron2.__path__[0], "with", operators)
 """
 
 
 class InstallError(Exception):
     """The reason why an installation failed, and what to do, in one line."""
-
-
-def probe() -> tuple[int, str]:
-    """Return 0 and a description of the detectron2 that imports; 3 where there is none, 1 and the reason otherwise."""
-    command = [sys.executable, "-W", "ignore", "-c", PROBE]
-    result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    if result.returncode in (0, 3):
-        return result.returncode, result.stdout.strip()
-    return 1, last_line(result.stderr) or f"the interpreter ended with status {result.returncode}"
 
 
 def last_line(output: str) -> str:
@@ -89,8 +73,8 @@ def last_line(output: str) -> str:
     return next((line for line in reversed(lines) if re.match(r"\s*(error|fatal)\b", line, re.IGNORECASE)), lines[-1])
 
 
-def run(*command: str, timeout: float | None = None) -> None:
-    """Run a command; raise InstallError with its last line where it fails."""
+def run(*command: str, timeout: float | None = None) -> str:
+    """Run a command and return its output; raise InstallError with its last line where it fails."""
     options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     try:
         result = subprocess.run(command, env={**os.environ, **SETTINGS}, timeout=timeout, **options)
@@ -98,6 +82,12 @@ def run(*command: str, timeout: float | None = None) -> None:
         raise InstallError(str(error)) from error
     if result.returncode:
         raise InstallError(last_line(result.stdout))
+    return result.stdout
+
+
+def probe() -> str:
+    """Return a description of the detectron2 that imports; raise InstallError with the reason where none does."""
+    return run(sys.executable, "-W", "ignore", "-c", PROBE).splitlines()[-1]
 
 
 def pip(*arguments: str) -> None:
@@ -105,7 +95,7 @@ def pip(*arguments: str) -> None:
 
 
 def install_from_git(work: Path) -> None:
-    run("git", "ls-remote", "--exit-code", GIT_URL, "HEAD", timeout=GIT_TIMEOUT)
+    run("git", "ls-remote", "--exit-code", GIT_URL, "HEAD", timeout=20)
     print(f"installing {GIT_URL} at {GIT_COMMIT[:8]}: compiling takes up to 10 minutes", flush=True)
     pip("install", "setuptools<81", "wheel")
     # pip would take a broken one of the same version for this one.
@@ -146,31 +136,27 @@ SOURCES = {"git": install_from_git, "index": install_from_index}
 
 def install(source: str) -> None:
     """Keep or install detectron2, and print which one it is."""
-    if not (3, 10) <= sys.version_info[:2] <= (3, 13):
-        raise InstallError(f"this is Python {sys.version.split()[0]}, and 3.10 to 3.13 are supported")
-    status, description = probe()
-    if status == 0:
-        print(f"keeping {description}")
-        return
     if importlib.util.find_spec("torch") is None or importlib.util.find_spec("torchvision") is None:
         raise InstallError(f"torch and torchvision are missing: {sys.executable} -m pip install torch torchvision")
-    if status == 1:
-        print(f"replacing a detectron2 that does not import: {description}", flush=True)
+    try:
+        print(f"keeping {probe()}")
+        return
+    except InstallError as error:
+        print(f"no detectron2 that imports: {error}", flush=True)
     for name in SOURCES if source == "auto" else [source]:
         with tempfile.TemporaryDirectory(prefix="install-detectron2-") as work:
             try:
                 SOURCES[name](Path(work))
-                status, description = probe()
-                if status:
+                try:
+                    print(f"installed {probe()}")
+                except InstallError:
                     pip("uninstall", "--yes", "detectron2")
-                    raise InstallError(f"it does not import after the install, which was undone: {description}")
+                    raise
+                return
             except InstallError as error:
                 if source == "git" or name == "index":
                     raise InstallError(f"detectron2 cannot be installed from {name}: {error}") from error
                 print(f"not from {name}: {error}", flush=True)
-                continue
-        print(f"installed {description}")
-        return
 
 
 def main() -> None:
@@ -178,9 +164,8 @@ def main() -> None:
     parser.add_argument(
         "--source", choices=["auto", *SOURCES], default="auto", help="auto (default): git where it works, else index"
     )
-    source = parser.parse_args().source
     try:
-        install(source)
+        install(parser.parse_args().source)
     except (InstallError, OSError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:

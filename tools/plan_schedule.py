@@ -17,55 +17,40 @@ COLUMNS = ("epochs", "iterations", "steps", "warm-up", "evaluated every", "saved
 
 def main() -> None:
     parser = ConfigToolParser(__doc__, config_file=False, devices=())
-    parser.add_argument(
-        "--config-file",
-        default=str(CONFIG),
-        type=existing_path,
-        metavar="FILE",
-        help="whose schedule to scale (default: the 1x schedule)",
-    )
-    parser.add_argument(
-        "--images",
-        type=positive,
-        metavar="N",
-        help="images in an epoch (default: those of DATASETS.TRAIN used in training)",
-    )
+    config_help, images_help = "whose schedule to scale (default: 1x)", "default: those of DATASETS.TRAIN in training"
+    parser.add_argument("--config-file", default=CONFIG, type=existing_path, metavar="FILE", help=config_help)
+    parser.add_argument("--images", type=positive, metavar="N", help=f"images in an epoch ({images_help})")
     parser.add_argument("--epochs", required=True, metavar="E[,E...]", help="a line of the table for each number")
-    parser.add_argument(
-        "--batch", type=positive, metavar="B", help="images an iteration (default: SOLVER.IMS_PER_BATCH)"
-    )
+    parser.add_argument("--batch", type=positive, metavar="B", help="images an iteration, for SOLVER.IMS_PER_BATCH")
     args = parser.parse_args()
     if not re.fullmatch(r"0*[1-9]\d*(,0*[1-9]\d*)*", args.epochs):
         parser.error(f"argument --epochs: {args.epochs} is not one or several numbers of 1 or more, as 12,24")
+
+    from tabulate import tabulate
 
     from projects_vil import load_config, register_datasets
     from projects_vil.data import load_dataset
     from projects_vil.solver import schedule_by_epochs
 
-    numbers = [int(number) for number in args.epochs.split(",")]
     batch = [] if args.batch is None else ["SOLVER.IMS_PER_BATCH", str(args.batch)]
     cfg = load_config(args.config_file, [*args.opts, *batch])
     register_datasets(cfg)
     num_images = args.images or len(load_dataset(cfg, cfg.DATASETS.TRAIN, train=True, report=False))
-    rows, plans = [COLUMNS], []
-    for epochs in numbers:
+    rows, plans = [], []
+    for epochs in map(int, args.epochs.split(",")):
         overrides = [*args.opts, *batch, "SOLVER.EPOCHS", str(epochs)]
         plan, lines = schedule_by_epochs(load_config(args.config_file, overrides), num_images, overrides)
         solver = plan.SOLVER
         steps = solver.STEPS if solver.LR_SCHEDULER_NAME == "WarmupMultiStepLR" else ()
         lengths = (solver.MAX_ITER, ", ".join(map(str, steps)) or "-", solver.WARMUP_ITERS)
-        rows.append(tuple(map(str, (epochs, *lengths, plan.TEST.EVAL_PERIOD, solver.CHECKPOINT_PERIOD))))
-        plans.append(lines)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        rows.append((epochs, *lengths, plan.TEST.EVAL_PERIOD, solver.CHECKPOINT_PERIOD))
+        plans.append((" ".join([*batch, "SOLVER.EPOCHS", str(epochs)]), lines[-1].partition(" is ")[2]))
     print(f"{num_images} training images, {cfg.SOLVER.IMS_PER_BATCH} an iteration; all but epochs is in iterations")
-    for row in rows:
-        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+    print(tabulate(rows, COLUMNS, tablefmt="plain", disable_numparse=True, stralign="right"))
     print("\nto train so, add one of these to tools/train_net.py:")
-    for epochs in numbers:
-        print(" ".join([*batch, "SOLVER.EPOCHS", str(epochs)]))
+    print("\n".join(short for short, _ in plans))
     print("which is the same, for these images, as:")
-    for lines in plans:
-        print(lines[-1].partition(" is ")[2])
+    print("\n".join(overrides for _, overrides in plans))
 
 
 if __name__ == "__main__":

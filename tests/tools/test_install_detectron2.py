@@ -64,7 +64,7 @@ def run(*arguments, tmp_path, **environment):
         **{"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": f"url.file://{tmp_path}/nowhere.insteadOf"},
         **{"GIT_CONFIG_VALUE_0": tool.GIT_URL, "TMPDIR": str(tmp_path / "scratch")},
     }
-    (tmp_path / "scratch").mkdir()
+    (tmp_path / "scratch").mkdir(exist_ok=True)
     command, env = [sys.executable, tool.__file__, *arguments], {**os.environ, **offline, **environment}
     result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     # torch makes its cache there whenever it is imported.
@@ -81,25 +81,23 @@ def test_a_detectron2_that_imports_is_kept(tmp_path):
     (package / "__init__.py").write_text('__version__ = "0.7.test"\n')
     result = run(tmp_path=tmp_path, PYTHONPATH=str(package.parent))
     assert (result.returncode, result.stderr) == (0, "")
-    assert f"keeping detectron2 0.7.test at {package}\n" in result.stdout
+    assert f"keeping detectron2 0.7.test at {package} with" in result.stdout
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("source", ["auto", "git", "index"])
-def test_what_cannot_be_installed_is_one_line(tmp_path, hidden, source):
-    result = run("--source", source, tmp_path=tmp_path, PYTHONPATH=str(hidden))
-    assert "hidden by the test" in result.stdout and ("not from git" in result.stdout) == (source == "auto")
+def test_what_cannot_be_installed_is_one_line(tmp_path, hidden, wheel):
+    """Neither git nor the package index is there; then the index has a wheel of another content."""
+    result = run("--source", "git", tmp_path=tmp_path, PYTHONPATH=str(hidden))
     assert result.returncode == 1 and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
-    assert ("from git" if source == "git" else tool.BUNDLE) in result.stderr
-    assert importlib.util.find_spec("detectron2") is not None
-
-
-@pytest.mark.slow
-def test_a_wheel_with_another_hash_is_refused(tmp_path, hidden, wheel):
-    result = run("--source", "index", tmp_path=tmp_path, PYTHONPATH=str(hidden))
+    assert "hidden by the test" in result.stdout and "from git" in result.stderr
+    result = run(tmp_path=tmp_path, PYTHONPATH=str(hidden))
     found = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    assert result.returncode == 1 and result.stderr.count("\n") == 1
+    assert result.returncode == 1 and result.stderr.count("\n") == 1 and "not from git" in result.stdout
     assert all(part in result.stderr for part in (WHEEL_NAME, found, tool.BUNDLE_SHA256))
+    wheel.unlink()
+    result = run("--source", "index", tmp_path=tmp_path, PYTHONPATH=str(hidden))
+    assert result.returncode == 1 and result.stderr.count("\n") == 1 and tool.BUNDLE in result.stderr
+    assert importlib.util.find_spec("detectron2") is not None
 
 
 def test_missing_git_and_a_hanging_command(monkeypatch, tmp_path):
@@ -110,16 +108,9 @@ def test_missing_git_and_a_hanging_command(monkeypatch, tmp_path):
         tool.install_from_git(tmp_path)
 
 
-def test_the_error_of_pip_is_quoted():
-    output = "Looking for it\nERROR: first\nERROR: No matching distribution found\n[notice] a new pip\n"
-    assert tool.last_line(output) == "ERROR: No matching distribution found"
-    assert (tool.last_line("a\nb\n"), tool.last_line("")) == ("b", "")
-
-
-@pytest.mark.parametrize("content", ["from LabGym import detectron2\n", "import LabGym.tools\n", "labgym\n"])
-def test_other_references_to_the_bundle_are_refused(tmp_path, content):
+def test_other_references_to_the_bundle_are_refused(tmp_path):
     with zipfile.ZipFile(tmp_path / "a.whl", "w") as archive:
-        archive.writestr("LabGym/detectron2/a.py", content)
+        archive.writestr("LabGym/detectron2/a.py", "from LabGym import detectron2\n")
     with pytest.raises(tool.InstallError, match="a.py"):
         tool.unpack(tmp_path / "a.whl", tmp_path / "project")
 

@@ -9,9 +9,8 @@ import cv2
 import pytest
 import torch
 
-from projects_vil.checkpoint import build_detector
-from projects_vil.export import ExportedModel, eager_detections, example_image
-from tests.projects_vil.helpers import CONFIGS, ROOT, SMALL, error_line, run_tool, small_config, untrained_detector
+from projects_vil.export import example_image
+from tests.projects_vil.helpers import CONFIGS, ROOT, SMALL, small_config, untrained_detector
 
 CONFIG = CONFIGS["retinanet"]
 
@@ -76,23 +75,6 @@ def test_make_datasets(run_here, shapes, tmp_path):
 
 
 @pytest.mark.slow
-def test_export_model(tmp_path):
-    torch.save({"model": untrained_detector(small_config()).state_dict()}, tmp_path / "weights.pth")
-    arguments = ["--config-file", CONFIG, "--weights", tmp_path / "weights.pth", "--output", tmp_path / "export"]
-    result = run_tool("export_model.py", *arguments, "--opts", *SMALL["retinanet"])
-    assert result.returncode == 0, result.stderr
-    assert str(tmp_path / "export/model.ts") in result.stdout.splitlines()[-1]
-    report = json.loads((tmp_path / "export/model.ts.report.json").read_text())
-    assert report["ok"] and [image["ok"] for image in report["images"]] == [True] * 4
-    image = example_image(50, 75)
-    detector = build_detector(small_config(), tmp_path / "weights.pth")
-    ours, theirs = eager_detections(detector, image), ExportedModel(tmp_path / "export/model.ts")(image)
-    assert ours.keys() == theirs.keys() and len(ours["scores"]) >= 10
-    for name, value in ours.items():
-        torch.testing.assert_close(theirs[name], value, rtol=0, atol=1e-2)
-
-
-@pytest.mark.slow
 def test_export_model_takes_every_option(run_here, photo, tmp_path):
     torch.save({"model": untrained_detector(small_config()).state_dict()}, tmp_path / "weights.pth")
     arguments = ["--config-file", CONFIG, "--weights", tmp_path / "weights.pth", "--output", tmp_path / "export"]
@@ -144,12 +126,12 @@ def test_benchmark(run_here, tmp_path):
     assert status == 0 and json.loads(path.read_text())["file_size"] > 20 * 7 * 100
 
 
-def test_visualize_results(trained_run, datasets_root, tmp_path):
-    arguments = ["results", "--run", trained_run, "--output", tmp_path / "rendered.png", "--num-images", 3]
-    result = run_tool("visualize.py", *arguments, datasets_root=datasets_root)
-    assert result.returncode == 0, result.stderr
+def test_visualize_results(run_here, shapes, trained_run, tmp_path):
+    arguments = ["--run", trained_run, "--output", tmp_path / "rendered.png", "--num-images", 3]
+    status, out, err = run_here("visualize.py", "results", *arguments)
+    assert status == 0, err
     ap = json.loads((trained_run / "evaluation.json").read_text())["shapes_val"]["bbox"]["AP"]
-    assert f"box AP {ap:.1f} " in result.stdout and str(trained_run) in result.stdout
+    assert f"box AP {ap:.1f} " in out and str(trained_run) in out
     assert cv2.imread(str(tmp_path / "rendered.png")).std() > 10
 
 
@@ -190,16 +172,6 @@ def test_visualize_data(run_here, shapes, tmp_path):
 # -- what a user gets wrong ------------------------------------------------------------------------
 
 
-def test_unreadable_image_in_a_workers_process(datasets_root, tmp_path):
-    shutil.copytree(datasets_root / "shapes", tmp_path / "shapes")
-    for path in (tmp_path / "shapes/train").iterdir():
-        path.write_bytes(path.read_bytes()[:600])
-    overrides = [*SMALL["retinanet"], "DATASETS.CHECK", "off", "DATALOADER.NUM_WORKERS", "1"]
-    overrides += ["OUTPUT_DIR", tmp_path / "run"]
-    result = run_tool("train_net.py", "--config-file", CONFIG, *overrides, datasets_root=tmp_path)
-    assert f"{tmp_path}/shapes/train/0000" in error_line(result)
-
-
 _FILE = ["--config-file", CONFIG]
 _IMAGE = [*_FILE, "--input", CONFIG, "--output", "unused"]
 NEEDED = {
@@ -228,8 +200,11 @@ def test_overrides_of_a_run(error_of, trained_run):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is available")
-@pytest.mark.parametrize("name", ["train_net.py", "benchmark.py", "predict.py"])
-@pytest.mark.parametrize("words", [["MODEL.DEVICE", "cuda"], ["--device", "cuda"]])
+@pytest.mark.parametrize(
+    "name, words",
+    [("train_net.py", ["MODEL.DEVICE", "cuda"]), ("benchmark.py", ["MODEL.DEVICE", "cuda"])]
+    + [("predict.py", ["--device", "cuda"])],
+)
 def test_a_gpu_that_is_not_available(error_of, shapes, name, words):
     assert "MODEL.DEVICE" in error_of(name, *NEEDED[name], *words)
 
@@ -237,15 +212,11 @@ def test_a_gpu_that_is_not_available(error_of, shapes, name, words):
 @pytest.mark.parametrize(
     "config, words, names",
     [
-        ("retinanet", ["SOLVER.MAX_ITER", "many"], ["SOLVER.MAX_ITER", "many"]),
         ("retinanet", ["SOLVER.AMP.ENABLED", "True"], ["SOLVER.AMP.DTYPE", "MODEL.DEVICE"]),
-        ("retinanet", ["MODEL.TRANSFORMER.NAME", "vil_tinny"], ["MODEL.TRANSFORMER.NAME", "'vil_tiny'"]),
         ("retinanet", ["DATASETS.TRAIN", "('shapes_trian',)"], ["'shapes_trian'", "'shapes_train'"]),
         ("retinanet", ["INPUT.AUGMENTATION", "strong"], ["INPUT.AUGMENTATION strong"]),
         ("retinanet", ["INPUT.LSJ.SIZE", 256], ["INPUT.LSJ.SIZE", "INPUT.AUGMENTATION default"]),
         ("retinanet", ["--eval-only"], ["MODEL.WEIGHTS"]),
-        ("retinanet", ["MODEL.WEIGHTS", CONFIG], [str(CONFIG)]),
-        ("retinanet", ["--num-gpus", "8"], ["8"]),
         ("semantic_fpn", ["DATASETS.TRAIN", "('ade20k_trian',)"], ["'ade20k_trian'", "'ade20k_train'"]),
         ("semantic_fpn", ["DATASETS.ADE20K", "[['mine', 'images']]"], ["DATASETS.ADE20K", "['mine', 'images']"]),
         ("semantic_fpn", ["DATASETS.ADE20K", "[['mine', 'images', 'labels', 'no.txt']]"], ["no.txt"]),
@@ -259,33 +230,23 @@ def test_training_names_what_is_wrong(error_of, request, tmp_path, config, words
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("missing", ["annotations", "train"])
-def test_training_without_the_dataset(error_of, shapes, tmp_path, monkeypatch, missing):
-    if missing == "train":
-        shutil.copytree(shapes / "annotations", tmp_path / "shapes/annotations")
+def test_training_without_the_dataset(error_of, shapes, tmp_path, monkeypatch):
     monkeypatch.setenv("DETECTRON2_DATASETS", str(tmp_path))
-    text = error_of("train_net.py", "--config-file", CONFIG, "OUTPUT_DIR", tmp_path / "run")
-    assert str(tmp_path / "shapes") in text and "shapes_" in text and "DETECTRON2_DATASETS" in text
-    assert not (tmp_path / "run").exists()
-
-
-def test_training_into_a_file(error_of, shapes, tmp_path):
-    (tmp_path / "file").write_text("")
-    path = tmp_path / "file" / "run"
-    assert str(path) in error_of("train_net.py", "--config-file", CONFIG, "OUTPUT_DIR", path)
+    for _ in range(2):  # without annotations, then without images
+        text = error_of("train_net.py", "--config-file", CONFIG, "OUTPUT_DIR", tmp_path / "run")
+        assert str(tmp_path / "shapes") in text and "shapes_" in text and "DETECTRON2_DATASETS" in text
+        assert not (tmp_path / "run").exists()
+        shutil.copytree(shapes / "annotations", tmp_path / "shapes/annotations", dirs_exist_ok=True)
 
 
 def test_other_tools_name_what_is_wrong(error_of, trained_run, photo, shapes, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     small = ["--config-file", CONFIG, "--output", "made", *SMALL["retinanet"]]
-    segmentor = ["--config-file", CONFIGS["semantic_fpn"], "--output", "made"]
     (tmp_path / "run").mkdir()
     assert "config.yaml" in error_of("visualize.py", "results", "--run", "run")
     shutil.copy(trained_run / "config.yaml", "run")
     for words, name in (
-        (["export_model.py", *segmentor, "--weights", CONFIG], "SemanticSegmentor"),
         (["export_model.py", *small], "MODEL.WEIGHTS"),
-        (["export_model.py", *small, "--format", "onnxx"], "onnxx"),
         (["analyze_model.py", "--config-file", CONFIG, "--size", 0, 5], "--size"),
         (["visualize.py", "results", "--run", "run"], "coco_instances_results.json"),
         (["visualize.py", "results", "--run", "run", "--dataset", "shapes_vall"], "'shapes_val'"),
