@@ -123,17 +123,8 @@ def test_accuracy_and_corruption_error_by_hand():
 
 def test_figures_of_the_paper():
     figures = paper_figures("cvt_ls_21", (224, 224))
-    values = {
-        "val": 82.7,
-        "real": 87.5,
-        "v2": 71.9,
-        "c": 55.2,
-        "a": 29.3,
-        "r": 45.0,
-        "in9-same": 91.5,
-        "in9-rand": 85.8,
-    }
-    assert {name: value for name, (value, _) in figures.items()} == values | {"in9": 97.2}
+    assert [figures[name][0] for name in ("val", "real", "v2", "c", "a", "r")] == [82.7, 87.5, 71.9, 55.2, 29.3, 45.0]
+    assert [figures[name][0] for name in ("in9", "in9-same", "in9-rand")] == [97.2, 91.5, 85.8]
     assert paper_figures("cvt_ls_21", (448, 448))["v2"] == (72.9, "LS Table 3")
     assert paper_figures("ls_medium_384", (384, 384)) == {"val": (84.4, "LS Table 3")}
     assert paper_figures("cvt_ls_21", (224, 192)) == {} == paper_figures("ls_base", (64, 64))
@@ -257,14 +248,12 @@ def test_a_run_of_timm(tmp_path, classifier, arguments, size):
         load_classifier(path, "vil_small")
 
 
-@pytest.mark.parametrize("options", [{}, {"img_size": 96, "position_resizing": "map"}], ids=str)
-def test_tables_larger_than_the_images_stay_as_trained(tmp_path, options):
-    name = VARIANT.removesuffix("_rpb")
+def test_tables_larger_than_the_images_stay_as_trained(tmp_path):
+    name, options = VARIANT.removesuffix("_rpb"), {"img_size": 96, "position_resizing": "map"}
     trained = randomise(timm.create_model(name, num_classes=7, **options)).eval()
     path = timm_checkpoint(tmp_path / "run.pth.tar", trained.state_dict(), model=name, model_kwargs=options)
     loaded = load_classifier(path)
-    side = options.get("img_size", 224)
-    assert (loaded.img_size, loaded.table_img_size) == ((64, 64), (side, side))
+    assert (loaded.img_size, loaded.table_img_size) == ((64, 64), (96, 96))
     assert torch.equal(logits_of(loaded.model), logits_of(trained))
     assert load_classifier(path, img_size=64).table_img_size == (64, 64)
 
