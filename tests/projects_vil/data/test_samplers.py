@@ -36,21 +36,19 @@ def test_batches_have_one_group_go_on_from_any_iteration_and_differ_by_seed():
 
 
 def test_two_processes_share_the_images_of_one():
-    class OfRank(TrainingSampler):
-        def __init__(self, rank, seed):
-            super().__init__(len(GROUPS), seed=seed)
-            self._rank, self._world_size = rank, 2
+    def of_rank(rank: int) -> BatchStream:
+        batches = BatchStream(
+            lambda seed: islice(TrainingSampler(len(GROUPS), seed=seed), rank, None, 2),
+            batch_size=2,
+            groups=[0] * len(GROUPS),
+            rank=rank,
+            world_size=2,
+        )
+        batches.seed = 3
+        return batches
 
     one = stream(batch_size=4, groups=[0] * len(GROUPS))
-    two = [
-        BatchStream(
-            lambda seed, rank=rank: OfRank(rank, seed), batch_size=2, groups=[0] * len(GROUPS), rank=rank, world_size=2
-        )
-        for rank in (0, 1)
-    ]
-    for batches in two:
-        batches.seed = 3
-    for whole, *parts in islice(zip(one, *two, strict=False), 12):
+    for whole, *parts in islice(zip(one, of_rank(0), of_rank(1), strict=False), 12):
         assert sorted(whole) == sorted(parts[0] + parts[1])
 
 
@@ -82,13 +80,9 @@ def test_signals_wait_while_loading_processes_start(of, shapes, monkeypatch):
 
     monkeypatch.setattr(BaseProcess, "start", watched)
     cfg = small_config("retinanet", "DATALOADER.NUM_WORKERS", "1", "SOLVER.IMS_PER_BATCH", "2")
-    if of == "training":
-        loader = build_train_loader(cfg)
-        loader.start(seed=5, iteration=0)
-        next(iter(loader))
-        loader.stop()
-    else:
-        next(iter(build_test_loader(cfg, "shapes_val")))
+    loader = build_train_loader(cfg) if of == "training" else build_test_loader(cfg, "shapes_val")
+    next(iter(loader))
+    loader.stop()
     assert masks and all(mask >= set(STOP_SIGNALS) for mask in masks)
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & set(STOP_SIGNALS)
 
