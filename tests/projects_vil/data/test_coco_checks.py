@@ -5,6 +5,8 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
+from pycocotools.coco import COCO
 
 from backbones import ConfigError
 from projects_vil.data import CocoFile, Mapper, write_cleaned
@@ -72,6 +74,23 @@ def test_truncated_pixels_are_found_by_decoding_them(copy):
     truncate(min((copy / "images").iterdir()))
     assert found(copy) == {}
     assert found(copy, pixels=True) == {"file_unreadable": 1}
+
+
+def test_rle_is_read_as_the_polygons_that_it_is_made_of(copy):
+    keys = ["INPUT.MIN_SIZE_TRAIN", "(0,)", "INPUT.RANDOM_FLIP", "none", "INPUT.MASK_FORMAT", "bitmask"]
+    mapper = Mapper(small_config("mask_rcnn", *keys), is_train=True)
+    records, coco = load(copy, detector="mask_rcnn"), COCO(copy / "annotations.json")
+
+    def as_rle(content) -> None:
+        for annotation in content["annotations"]:
+            rle = coco.annToRLE(annotation)
+            annotation["segmentation"] = {"size": rle["size"], "counts": rle["counts"].decode()}
+
+    edit(copy, as_rle)
+    assert found(copy) == {"rle_object": len(coco.anns)}
+    for record, other in zip(records, load(copy, detector="mask_rcnn"), strict=True):
+        masks = [mapper(one)["instances"].gt_masks.tensor for one in (record, other)]
+        assert torch.equal(*masks) and masks[0].any()
 
 
 @pytest.mark.parametrize("name", ["boxes_as_corners", "boxes_as_fractions"])

@@ -1,6 +1,7 @@
 """The evaluators of the dataset types, on the ground truth itself."""
 
 import importlib.util
+import json
 
 import numpy as np
 import pytest
@@ -73,6 +74,8 @@ def test_perfect_labels_and_one_class_everywhere(shapes_sem_seg, tmp_path, index
     metrics = evaluator.evaluate()["sem_seg"]
     of_all, of_classes = metric_names(cfg, dataset, "sem_seg")
     assert metrics.keys() == {*of_all, *of_classes}
+    written = json.loads((tmp_path / "sem_seg_predictions.json").read_text())
+    assert {one["category_id"] for one in written} == ({1, 2, 3, 4} if index is None else {index + 1})
     share = 100 if index is None else 100 * counts[index] / counts[:4].sum()
     assert metrics[f"IoU-{name}"] == metrics["pACC"] == pytest.approx(share)
     assert metrics["mIoU"] == pytest.approx(share if index is None else share / 4)

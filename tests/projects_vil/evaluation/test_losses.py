@@ -14,7 +14,7 @@ from tests.projects_vil.helpers import small_config
 @pytest.mark.parametrize("detector", ["retinanet", "cascade_mask_rcnn", "semantic_fpn"])
 def test_losses_do_not_change_the_model_nor_each_other(detector, request):
     request.getfixturevalue("shapes_sem_seg" if detector == "semantic_fpn" else "shapes")
-    cfg = small_config(detector, "MODEL.TRANSFORMER.DROP_PATH", "0.5")
+    cfg = small_config(detector, "MODEL.TRANSFORMER.DROP_PATH", "0.5", "MODEL.SEM_SEG_HEAD.NORM", "BN")
     model = build_model(cfg).train()
     model.backbone.bottom_up.eval()
     modes = [module.training for module in model.modules()]
