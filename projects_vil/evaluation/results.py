@@ -135,9 +135,8 @@ def explain_results(results: Mapping[str, Mapping[str, float]]) -> list[str]:
         if math.isnan(ap):
             lines.append(f"{task}: AP is nan: there are no detections above the score threshold, or no objects")
             continue
-        absent = [
-            f"AP{s} is nan: the dataset has no {size}" for s, size in _SIZES.items() if _is_nan(metrics, f"AP{s}")
-        ]
+        undefined = {name for name, value in metrics.items() if math.isnan(value)}
+        absent = [f"AP{s} is nan: the dataset has no {size}" for s, size in _SIZES.items() if f"AP{s}" in undefined]
         for metric in ("AP", "IoU"):
             names = [name for name, value in _class_values(metrics, metric).items() if math.isnan(value)]
             if names:
@@ -150,7 +149,3 @@ def explain_results(results: Mapping[str, Mapping[str, float]]) -> list[str]:
             )
         lines += [f"{task}: {line}" for line in absent]
     return lines
-
-
-def _is_nan(metrics: Mapping[str, float], name: str) -> bool:
-    return math.isnan(metrics.get(name, 0.0))

@@ -28,21 +28,12 @@ def again(of: str, **changes: Any) -> Callable[[dict, Path], None]:
     return lambda content, images: content[of].append({**content[of][1], **changes})
 
 
-def polygons(*polygons: Any, keep: bool = False) -> Callable[[dict, Path], None]:
-    """Give the second object these polygons, after its own with ``keep``."""
+def polygon(polygon: Any, *, keep: bool = False) -> Callable[[dict, Path], None]:
+    """Give the second object this polygon, after its own with ``keep``."""
 
     def change(content: dict, images: Path) -> None:
         own = content["annotations"][1]["segmentation"]
-        content["annotations"][1]["segmentation"] = [*(own if keep else []), *polygons]
-
-    return change
-
-
-def corner(value: float) -> Callable[[dict, Path], None]:
-    """Change the first coordinate of the second object's polygon."""
-
-    def change(content: dict, images: Path) -> None:
-        content["annotations"][1]["segmentation"][0][0] = value
+        content["annotations"][1]["segmentation"] = [*(own if keep else []), polygon]
 
     return change
 
@@ -87,15 +78,15 @@ CORRUPTIONS: dict[str, tuple[str, Callable[[dict, Path], None]]] = {
     "box missing": ("box_of_mask", annotation("bbox")),
     "box and mask missing": ("box_missing", annotation("bbox", "segmentation")),
     # masks
-    "polygon of NaN": ("mask_form", corner(math.nan)),
-    "polygon of text": ("mask_form", polygons(["1", "1", "9", "9", "3", "4"])),
+    "polygon of NaN": ("mask_form", polygon([math.nan, 1.0, 9.0, 9.0, 3.0, 4.0])),
+    "polygon of text": ("mask_form", polygon(["1", "1", "9", "9", "3", "4"])),
     "polygon not in a list": ("mask_form", annotation(segmentation=[1.0, 1.0, 9.0, 9.0, 3.0, 4.0])),
     "segmentation of text": ("mask_form", annotation(segmentation="circle")),
-    "polygon of 1e12": ("polygon_far", corner(1e12)),
-    "polygon of an odd number": ("mask_empty", polygons([1.0, 1.0, 9.0, 9.0, 3.0, 4.0, 5.0])),
-    "polygon outside": ("mask_empty", polygons([-9.0, 1.0, -3.0, 1.0, -3.0, 7.0])),
-    "polygon of two points among others": ("polygon_empty", polygons([1.0, 1.0, 9.0, 9.0], keep=True)),
-    "polygon outside among others": ("polygon_empty", polygons([-9.0, 1.0, -3.0, 1.0, -3.0, 7.0], keep=True)),
+    "polygon of 1e12": ("polygon_far", polygon([1e12, 1.0, 9.0, 9.0, 3.0, 4.0])),
+    "polygon of an odd number": ("mask_empty", polygon([1.0, 1.0, 9.0, 9.0, 3.0, 4.0, 5.0])),
+    "polygon outside": ("mask_empty", polygon([-9.0, 1.0, -3.0, 1.0, -3.0, 7.0])),
+    "polygon of two points among others": ("polygon_empty", polygon([1.0, 1.0, 9.0, 9.0], keep=True)),
+    "polygon outside among others": ("polygon_empty", polygon([-9.0, 1.0, -3.0, 1.0, -3.0, 7.0], keep=True)),
     "segmentation missing": ("mask_missing", annotation("segmentation")),
     "RLE of another size": ("rle_form", rle(lambda pixels: [pixels], size=[7, 9])),
     "RLE of too few pixels": ("rle_form", rle(lambda pixels: [pixels - 1])),

@@ -10,7 +10,7 @@ from detectron2.data import MetadataCatalog
 
 from backbones import ConfigError
 from projects_vil.data import build_test_loader, build_train_loader, load_dataset, read_datasets, register_datasets
-from tests.projects_vil.data.own import NAME, config, edit, entry, first_image, load, message, truncate
+from tests.projects_vil.data.own import NAME, config, edit, entry, first_image, load, message
 from tests.projects_vil.helpers import small_config
 
 # -- files -----------------------------------------------------------------------------------------
@@ -49,16 +49,6 @@ def test_images_without_objects_are_evaluated_and_by_default_not_trained_on(copy
     edit(copy, lambda content: content.update(annotations=[]))
     assert str(copy / "annotations.json") in message(load, copy)
     assert len(load(copy, train=False)) == 8
-
-
-def test_the_table_of_instances_is_logged_for_training(copy, caplog):
-    """detectron2 logs a table once, so this one is of a dataset of its own."""
-    edit(copy, lambda content: [category.update(name=category["name"] + "_own") for category in content["categories"]])
-    with caplog.at_level("INFO"):
-        load(copy, train=False)
-        assert not any("circle_own" in text for text in caplog.messages)
-        load(copy)
-    assert any("circle_own" in text for text in caplog.messages)
 
 
 def test_datasets_of_other_classes_are_not_mixed(copy, shapes):
@@ -101,15 +91,6 @@ def test_test_loader_gives_every_image_once_in_rgb(shapes):
     assert bgr.shape[:2] == (record["height"], record["width"])
     mean = record["image"].float().mean(dim=(1, 2))
     torch.testing.assert_close(mean, torch.from_numpy(bgr[..., ::-1].mean(axis=(0, 1))).float(), atol=2, rtol=0)
-
-
-def test_error_in_a_workers_process_names_the_file(copy):
-    for path in (copy / "images").iterdir():
-        truncate(path)
-    cfg = config(entry(copy), overrides=["DATALOADER.NUM_WORKERS", "1"])
-    register_datasets(cfg)
-    with pytest.raises(ConfigError, match=str(first_image(copy))):
-        next(iter(build_test_loader(cfg, NAME)))
 
 
 def _read_in_rank(rank: int, folder, init_file, results) -> None:

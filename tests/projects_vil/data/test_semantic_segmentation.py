@@ -9,15 +9,7 @@ import torch
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from PIL import Image
 
-from projects_vil.data import (
-    IGNORED_LABEL,
-    Mapper,
-    build_test_loader,
-    build_train_loader,
-    label_reader,
-    load_dataset,
-    register_datasets,
-)
+from projects_vil.data import IGNORED_LABEL, Mapper, label_reader, load_dataset, register_datasets
 from projects_vil.data.catalog import ADE20K_SEM_SEG_CATEGORIES, read_classes
 from projects_vil.data.detection_utils import read_labels
 from projects_vil.data.shapes import SHAPES_SEM_SEG_CLASSES
@@ -245,14 +237,3 @@ def test_colours_change_and_labels_do_not(record):
     assert differing > 6
     testing, expected = mapper(*distortion, is_train=False)(record), mapper(is_train=False)(record)
     assert torch.equal(testing["image"], expected["image"]) and "sem_seg" not in testing
-
-
-# -- loaders ---------------------------------------------------------------------------------------
-
-
-def test_loaders(shapes_sem_seg):
-    cfg = small_config("semantic_fpn", *CROPPED, "SOLVER.IMS_PER_BATCH", "4")
-    batch = next(iter(build_train_loader(cfg)))
-    assert [tuple(record["sem_seg"].shape) for record in batch] == [(40, 56)] * 4
-    batches = list(build_test_loader(cfg, "shapes_sem_seg_val"))
-    assert len({batch[0]["file_name"] for batch in batches}) == len(batches) == 6
