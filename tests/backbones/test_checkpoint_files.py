@@ -15,14 +15,8 @@ suffixes = pytest.mark.parametrize("suffix", SUFFIXES)
 
 def contents() -> dict:
     joined = torch.randn(6, 4)
-    model = {
-        "a.weight": joined[:2],
-        "a.shared": joined,
-        "transposed": torch.randn(3, 5).T,
-        "half": torch.randn(3).half(),
-        "count": torch.tensor(7),
-        "parameter": torch.nn.Parameter(torch.randn(2)),
-    }
+    model = {"a.weight": joined[:2], "a.shared": joined, "transposed": torch.randn(3, 5).T}
+    model |= {"half": torch.randn(3).half(), "count": torch.tensor(7), "parameter": torch.nn.Parameter(torch.randn(2))}
     return {"model": model, "vil_detectron2": {"variant": "lit_s", "classes": ["é", "b"]}, "iteration": 3}
 
 
@@ -45,43 +39,21 @@ def test_round_trip(tmp_path, suffix):
     assert read["vil_detectron2"] == written["vil_detectron2"] and read["iteration"] == 3
     assert sorted(file.name for file in tmp_path.iterdir()) == [path.name, "other"]
     assert path.stat().st_mode == (tmp_path / "other").stat().st_mode
-
-
-@suffixes
-def test_a_slice_is_saved_without_the_rest_of_its_storage(tmp_path, suffix):
-    path = tmp_path / f"checkpoint{suffix}"
-    write_checkpoint(path, {"model": {"part": torch.zeros(100_000)[:2]}})
-    assert path.stat().st_size < 50_000
-
-
-@suffixes
-def test_module_versions_are_kept(tmp_path, suffix):
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
-    path = tmp_path / f"file{suffix}"
-    write_checkpoint(path, {"model": model.state_dict(), "iteration": 3})
-    read = read_checkpoint(path)
-    assert read.keys() == {"model", "iteration"} and read["model"]._metadata == {"1": {"version": 2}}
-    for versions in (None, {"": None}):
-        state_dict = model.state_dict()
-        state_dict._metadata = versions
-        write_checkpoint(path, {"model": state_dict})
-        assert read_checkpoint(path)["model"]._metadata == {}
+    # Modules adapt weights of an older format by the versions that a state dict has.
+    write_checkpoint(path, {"model": torch.nn.Sequential(torch.nn.BatchNorm1d(2)).state_dict()})
+    assert read_checkpoint(path)["model"]._metadata == {"0": {"version": 2}}
 
 
 @pytest.mark.parametrize("key", ["model", "net", "state_dict", None])
-@pytest.mark.parametrize("settings", [CfgNode({"A": {"B": (1, 2)}}), argparse.Namespace(lr=0.1, name="x")])
-def test_checkpoints_of_other_projects(tmp_path, key, settings):
+def test_checkpoints_of_other_projects(tmp_path, key):
     """Under any of their keys, or bare; settings of their training runs are read as data."""
     state_dict = {"weight": torch.ones(1)}
-    torch.save({key: state_dict, "config": settings, "epoch": 3} if key else state_dict, tmp_path / "a.pth")
-    read = read_checkpoint(tmp_path / "a.pth")
-    assert read[key or "model"] == state_dict and read.get("epoch") == (3 if key else None)
-
-
-@pytest.mark.parametrize("metadata", [None, {"vil-detectron2": '{"iteration": 3}'}, {"sha256": "of something else"}])
-def test_safetensors_files_without_our_digest(tmp_path, metadata):
-    save_file({"weight": torch.ones(2)}, tmp_path / "a.safetensors", metadata=metadata)
-    assert torch.equal(read_checkpoint(tmp_path / "a.safetensors")["model"]["weight"], torch.ones(2))
+    for settings in (CfgNode({"A": {"B": (1, 2)}}), argparse.Namespace(lr=0.1, name="x")):
+        torch.save({key: state_dict, "config": settings, "epoch": 3} if key else state_dict, tmp_path / "a.pth")
+        read = read_checkpoint(tmp_path / "a.pth")
+        assert read[key or "model"] == state_dict and read.get("epoch") == (3 if key else None)
+    save_file(state_dict, tmp_path / "a.safetensors", metadata={"sha256": "of something else"})
+    assert read_checkpoint(tmp_path / "a.safetensors") == {"model": state_dict}
 
 
 class Malicious:
@@ -102,21 +74,15 @@ def test_code_is_not_run(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [*SUFFIXES, ".pkl"])
-@pytest.mark.parametrize("content", [b"", b"some text\n", b"\x80\x02", b"\x80\x04garbage", b"PK\x03\x04" + b"0" * 40])
-def test_other_files(tmp_path, suffix, content):
+def test_files_that_are_not_checkpoints(tmp_path, suffix):
     path = tmp_path / f"checkpoint{suffix}"
     assert_unreadable(path)
-    path.write_bytes(content)
-    assert_unreadable(path)
-    path.unlink()
-    path.mkdir()
-    assert_unreadable(path)
-
-
-@pytest.mark.parametrize("content", [[1], {"model": 3}, {"model": {}}, {"net": {"a": 1}}, {}, {3: torch.ones(1)}])
-def test_files_without_a_state_dict(tmp_path, content):
-    torch.save(content, tmp_path / "a.pth")
-    assert_unreadable(tmp_path / "a.pth")
+    for content in (b"", b"some text\n", b"\x80\x02", b"\x80\x04garbage", b"PK\x03\x04" + b"0" * 40):
+        path.write_bytes(content)
+        assert_unreadable(path)
+    for content in ([1], {"model": 3}, {"model": {}}, {"net": {"a": 1}}, {}, {3: torch.ones(1)}):
+        torch.save(content, path)
+        assert_unreadable(path)
 
 
 @suffixes
@@ -128,17 +94,13 @@ def test_damaged_files(tmp_path, suffix):
         path.write_bytes(whole[: int(share * len(whole))])
         assert_unreadable(path)
     for name in ("a.weight", "a.shared", "transposed"):
-        position = whole.find(written["model"][name].contiguous().numpy().tobytes())
-        assert position >= 0
         flipped = bytearray(whole)
-        flipped[position] ^= 1
+        flipped[whole.index(written["model"][name].contiguous().numpy().tobytes())] ^= 1
         path.write_bytes(flipped)
         assert_unreadable(path)
-    save_file({"weight": torch.ones(2)}, path, metadata={"vil-detectron2": '{"module_versions": {"0": "x"}}'})
-    assert_unreadable(path)
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a", "a.pth.zip", "absent/a.pth", "folder.pth", "file/a.pth"])
+@pytest.mark.parametrize("name", ["a.txt", "absent/a.pth", "folder.pth", "file/a.pth"])
 def test_paths_that_cannot_be_written(tmp_path, name):
     (tmp_path / "folder.pth").mkdir()
     (tmp_path / "file").touch()
@@ -159,9 +121,3 @@ def test_a_failed_write_leaves_the_file_before(tmp_path, error):
     with atomic_write(path) as partial:
         partial.write_text("new")
     assert path.read_text() == "new" and len(list(tmp_path.iterdir())) == 1
-
-
-@pytest.mark.parametrize("path", ["/proc/a.pth", "/proc/a.safetensors"])
-def test_a_file_system_that_refuses(path):
-    with pytest.raises(ConfigError, match=path):
-        write_checkpoint(path, contents())

@@ -12,15 +12,24 @@ from backbones.errors import ConfigError
 from backbones.sequence import create_sequence_encoder
 from backbones.sequence import encoder as encoder_module
 from backbones.sequence.encoder import class_token_attention, sequence_attention
-from tests.backbones.helpers import LargestTensor, outputs_and_gradients
-from tests.backbones.sequence.helpers import (
-    SMALL_ENCODER,
-    assert_same,
-    mask_of,
-    normal,
-    random_ids,
-    small_encoder,
-)
+from tests.backbones.helpers import LargestTensor, assert_all_close, outputs_and_gradients, random_images, randomise
+
+SMALL_ENCODER = {"vocab_size": 11, "dim": 8, "num_heads": 2, "hidden_dim": 12, "depth": 2, "max_length": 24}
+SMALL_ENCODER |= {"window_size": 4, "rank": 3, "class_token": True}
+
+
+def small_encoder(*, dtype: torch.dtype = torch.float64, **changes) -> torch.nn.Module:
+    return randomise(create_sequence_encoder(**SMALL_ENCODER | changes).to(dtype)).eval()
+
+
+def random_ids(batch: int, length: int, *, below: int = 11, seed: int = 0) -> Tensor:
+    return torch.randint(below, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def mask_of(length: int, *real: int) -> Tensor:
+    """(B, N): the first ``real`` tokens of each sequence."""
+    return torch.arange(length) < torch.tensor(real)[:, None]
+
 
 MASKS = {
     "all real": None,
@@ -31,9 +40,9 @@ MASKS = {
 
 def inputs_of(length: int, shared: int) -> dict[str, Tensor]:
     names = ("query", "key", "value")
-    inputs = {name: normal(2, 2, length, 4, seed=seed) for seed, name in enumerate(names)}
+    inputs = {name: random_images(2, 2, length, 4, seed=seed) for seed, name in enumerate(names)}
     if shared:
-        inputs |= {name: normal(2, 2, shared, 4, seed=9 + len(name)) for name in ("shared_key", "shared_value")}
+        inputs |= {name: random_images(2, 2, shared, 4, seed=9 + len(name)) for name in ("shared_key", "shared_value")}
     return inputs
 
 
@@ -41,7 +50,7 @@ def compare(fast: Callable, dense: Callable, inputs: dict[str, Tensor], **option
     """Outputs and gradients; what is not looked at has none, where the definition's are zero."""
     actual, expected = (outputs_and_gradients(function, inputs, **options) for function in (fast, dense))
     actual = {name: torch.zeros_like(expected[name]) if x is None else x for name, x in actual.items()}
-    assert_same(actual, expected)
+    assert_all_close(actual, expected, tolerance=1e-9)
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -59,19 +68,9 @@ def test_equals_the_definition(window_size, shared, length, mask):
 @pytest.mark.parametrize("length", [1, 64])
 def test_class_token_equals_the_definition(length, mask):
     mask = MASKS[mask] and MASKS[mask](length)
-    inputs = {name: normal(2, 2, 1, 4, seed=seed) for seed, name in enumerate(("query", "key", "value"))}
-    inputs["gathered"] = normal(2, 2, length, 4, seed=7)
+    inputs = {name: random_images(2, 2, 1, 4, seed=seed) for seed, name in enumerate(("query", "key", "value"))}
+    inputs["gathered"] = random_images(2, 2, length, 4, seed=7)
     compare(class_token_attention, reference.class_token_attention, inputs, mask=mask)
-
-
-def test_a_token_sees_its_segment_and_both_sides_of_it():
-    """Without shared keys, and of values that are one each in a channel of their own."""
-    query, key, value = torch.zeros(1, 1, 9, 9), torch.zeros(1, 1, 9, 9), torch.eye(9)[None, None]
-    seen = sequence_attention(query, key, value, window_size=4)[0, 0] > 0
-    segments = ((range(4), range(6)), (range(4, 8), range(2, 9)), (range(8, 9), range(6, 9)))
-    for tokens, window in segments:
-        for token in tokens:
-            assert seen[token].nonzero().flatten().tolist() == list(window)
 
 
 CASES = {
