@@ -5,7 +5,7 @@ Layouts are detectron2's. K: classes, A: anchors per position.
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from detectron2.data import MetadataCatalog
@@ -143,24 +143,30 @@ def is_predictor(name: str) -> bool:
     return _layer(name) in _LAYOUTS
 
 
-def copy_rows(
-    name: str, ours: Tensor, theirs: Tensor, *, matched: dict[int, int], our_number: int, their_number: int
-) -> Tensor | None:
-    """Copy the rows of matched classes, and the background's, from ``theirs`` into a copy of ``ours``.
+def copy_classes(
+    ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], matched: Mapping[int, int], *, numbers: tuple[int, int]
+) -> dict[str, Tensor]:
+    """Copy the rows of matched classes, and the background's, from ``theirs`` into copies of our predictors.
+
+    Args:
+        ours, theirs: state dicts; ours may be on the meta device.
+        matched: our class index -> theirs.
+        numbers: our number of classes, and theirs.
 
     Returns:
-        None where one of the two does not have rows for its number of classes, or their rows differ in shape.
+        The predictors that have rows for their number of classes on both sides, and rows of the same shape.
     """
-    our_rows = _class_rows(name, ours, our_number)
-    their_rows = _class_rows(name, theirs, their_number)
-    if our_rows is None or their_rows is None:
-        return None
-    if our_rows.shape[1] != their_rows.shape[1] or ours.shape[1:] != theirs.shape[1:]:
-        return None
-    copied = ours.detach().clone()
-    pairs = matched | ({our_number: their_number} if len(our_rows) > our_number else {})
-    for our_class, their_class in pairs.items():
-        copied[our_rows[our_class]] = theirs[their_rows[their_class]].to(copied)
+    copied = {}
+    for name in [name for name in theirs if name in ours and is_predictor(name)]:
+        our_tensor, their_tensor = ours[name], theirs[name]
+        our_rows, their_rows = _class_rows(name, our_tensor, numbers[0]), _class_rows(name, their_tensor, numbers[1])
+        if our_rows is None or their_rows is None or our_rows.shape[1] != their_rows.shape[1]:
+            continue
+        if our_tensor.shape[1:] == their_tensor.shape[1:]:
+            copied[name] = torch.zeros(our_tensor.shape) if our_tensor.is_meta else our_tensor.detach().clone()
+            pairs = {**matched, numbers[0]: numbers[1]} if len(our_rows) > numbers[0] else matched
+            for our_class, their_class in pairs.items():
+                copied[name][our_rows[our_class]] = their_tensor[their_rows[their_class]].to(copied[name])
     return copied
 
 

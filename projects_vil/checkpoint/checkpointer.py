@@ -21,7 +21,7 @@ from backbones.convert import recognise
 from backbones.errors import check_file
 from projects_vil.checkpoint.categories import (
     Categories,
-    copy_rows,
+    copy_classes,
     dataset_categories,
     describe_classes,
     first_of,
@@ -229,12 +229,10 @@ class Checkpointer(DetectionCheckpointer):
 
     def _check_values(self, state_dict: dict[str, Tensor]) -> None:
         for name, value in state_dict.items():
-            if not isinstance(value, Tensor):
-                raise ConfigError(f"{self._path}: {name} is a {type(value).__name__}, not a tensor")
-            if not value.isfinite().all():
+            if not isinstance(value, Tensor) or not value.isfinite().all():
                 raise ConfigError(
-                    f"{self._path}: {name} has values that are not finite: use an older checkpoint, or, to resume from "
-                    "one, remove this file"
+                    f"{self._path}: {name} is not a tensor of finite values: use an older checkpoint, or, to resume "
+                    "from one, remove this file"
                 )
 
     def _load_weights(self, checkpoint: dict[str, Any]):
@@ -301,14 +299,7 @@ class Checkpointer(DetectionCheckpointer):
                 return
         else:
             matched = match_classes(ours, theirs)
-        model, copied = self.model.state_dict(), {}
-        for name, tensor in state_dict.items():
-            if name in model and is_predictor(name):
-                # check_weights has a model on the meta device.
-                start = torch.zeros(model[name].shape) if model[name].is_meta else model[name]
-                rows = copy_rows(name, start, tensor, matched=matched, our_number=len(ours), their_number=len(theirs))
-                if rows is not None:
-                    copied[name] = rows
+        copied = copy_classes(self.model.state_dict(), state_dict, matched, numbers=(len(ours), len(theirs)))
         if copied:
             new = [name for index, name in enumerate(ours) if index not in matched]
             self.logger.info(

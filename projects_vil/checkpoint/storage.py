@@ -131,10 +131,9 @@ def slim_checkpoint(source: str | Path, output: str | Path) -> list[str]:
         raise ConfigError(f"{source} is not a detectron2 checkpoint: it has no state dict of tensors under 'model'")
     kept = {key: value for key, value in contents.items() if key in ("model", METADATA_KEY)}
     write_checkpoint(output, kept)
-    values = sum(tensor.numel() for tensor in model.values())
     before, after = (path.stat().st_size / 1e6 for path in (source, output))
     removed = ", ".join(sorted(str(key) for key in contents.keys() - kept.keys())) or "nothing"
-    lines = [f"{before:.1f} MB before, {after:.1f} MB now: {values / 1e6:.2f} M values; left out: {removed}"]
+    lines = [f"{before:.1f} MB before, {after:.1f} MB now; left out: {removed}"]
     if METADATA_KEY not in contents:
         lines.append("the file has no metadata (variant, classes, input format)")
     return lines

@@ -1,6 +1,7 @@
 """Trained detectors for images in files and in memory, and their results."""
 
 import contextlib
+import dataclasses
 import numbers
 import os
 from collections import Counter
@@ -31,31 +32,21 @@ LABEL_SIDE = 1000  # longer side in pixels above which labels grow with the imag
 ImageLike = str | os.PathLike | np.ndarray | PIL.Image.Image
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Detections:
     """The N objects in one image, by descending score, on the CPU, in pixels of the (upright) image.
 
-    Args:
+    Attributes:
         instances: detectron2's, with ``pred_boxes``, ``scores``, ``pred_classes`` and, for Mask R-CNN, ``pred_masks``.
         categories: the classes that ``pred_classes`` are indices of.
         source: the image, to draw on. A file is read again, and an array is not copied.
         draw_threshold: the default score threshold of :meth:`draw`.
-
-    Attributes:
-        instances, categories: as above.
     """
 
-    def __init__(
-        self,
-        instances: Instances,
-        categories: Categories,
-        source: ImageSource,
-        *,
-        draw_threshold: float = DRAW_THRESHOLD,
-    ) -> None:
-        self.instances = instances
-        self.categories = categories
-        self.source = source
-        self.draw_threshold = draw_threshold
+    instances: Instances
+    categories: Categories
+    source: ImageSource
+    draw_threshold: float = DRAW_THRESHOLD
 
     def __len__(self) -> int:
         return len(self.instances)
@@ -259,9 +250,8 @@ class Detector(HubMixin):
                 group = [item for item in batch if isinstance(item, Loaded)]
                 sizes = [(loaded.entry["height"], loaded.entry["width"]) for loaded in group]
                 outputs = self.runner([loaded.image for loaded in group], sizes) if group else []
-                threshold = self.draw_threshold
                 results = [
-                    (loaded, Detections(instances, self.categories, loaded.source, draw_threshold=threshold))
+                    (loaded, Detections(instances, self.categories, loaded.source, self.draw_threshold))
                     for loaded, instances in zip(group, outputs, strict=True)
                 ]
                 yield results + [(item, None) for item in batch if isinstance(item, Skipped)]

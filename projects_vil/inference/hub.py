@@ -172,7 +172,6 @@ class HubMixin:
         Raises:
             ConfigError: see :meth:`save_pretrained`. Errors of the Hub are those of ``huggingface_hub``.
         """
-        validate_repo_id(repo_id)
         patterns = {"allow_patterns": allow_patterns, "ignore_patterns": ignore_patterns}
         if delete_patterns is None and [*filter_repo_objects([PUBLISHED_WEIGHTS], **patterns)]:
             delete_patterns = list(EVIDENCE)
@@ -223,7 +222,6 @@ class HubMixin:
         if not folder.is_dir():
             if isinstance(pretrained_model_name_or_path, os.PathLike) or folder.exists():
                 raise ConfigError(f"there is no folder {name}")
-            validate_repo_id(name)
             options = {"token": token, "local_files_only": local_files_only, "force_download": force_download}
             files = [CONFIG_FILE, PUBLISHED_WEIGHTS, CARD_FILE, *EVIDENCE]
             folder = Path(

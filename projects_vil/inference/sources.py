@@ -147,17 +147,15 @@ class ImageBatches:
 
 
 class Video:
-    """The frames of a video file."""
+    """The frames of a video file, which can be read once."""
 
     unit = "frame"
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        capture = cv2.VideoCapture(str(path))
-        self.is_open = capture.isOpened()
-        self.frame_rate = capture.get(cv2.CAP_PROP_FPS) or DEFAULT_FRAME_RATE
-        self.num_frames = max(int(capture.get(cv2.CAP_PROP_FRAME_COUNT)), 0)
-        capture.release()
+        self.capture = cv2.VideoCapture(str(path))
+        self.frame_rate = self.capture.get(cv2.CAP_PROP_FPS) or DEFAULT_FRAME_RATE
+        self.num_frames = max(int(self.capture.get(cv2.CAP_PROP_FRAME_COUNT)), 0)
 
     def __len__(self) -> int:
         """Return the number of frames in the file's header, which some containers only estimate."""
@@ -165,19 +163,18 @@ class Video:
 
     def batches(self, runner: Runner, batch_size: int, *, keep_pixels: bool = True) -> Iterator[list[Loaded | Skipped]]:
         """Yield batches for a runner; pixels are always kept, because frames cannot be read again."""
-        if not self.is_open:
+        if not self.capture.isOpened():
             yield [Skipped(0, self.path.name, "OpenCV cannot read it as a video")]
             return
-        capture, index, batch = cv2.VideoCapture(str(self.path)), 0, []
+        index, batch = 0, []
         try:
-            while (read := capture.read())[0]:
+            while (read := self.capture.read())[0]:
                 pixels = np.ascontiguousarray(read[1][..., ::-1])
                 reason = runner.size_error(*pixels.shape[:2])
                 if reason is not None:
                     raise ConfigError(f"{self.path}: frames of {reason}")
-                entry = {"id": index + 1, "file_name": self.path.name, "frame": index}
-                entry |= {"seconds": round(index / self.frame_rate, 3)}
-                entry |= {"height": pixels.shape[0], "width": pixels.shape[1]}
+                entry = {"id": index + 1, "file_name": self.path.name, "height": len(pixels), "width": pixels.shape[1]}
+                entry |= {"frame": index, "seconds": round(index / self.frame_rate, 3)}
                 source = ImageSource(pixels, self.path.name, index + 1)
                 batch.append(Loaded(index, entry, prepare(pixels, runner), source))
                 index += 1
@@ -187,7 +184,7 @@ class Video:
             if batch:
                 yield batch
         finally:
-            capture.release()
+            self.capture.release()
         # An estimate may differ by a few frames.
         if index < min(self.num_frames - 2, 0.95 * self.num_frames):
             reason = f"from frame {index} on: only {index} of its {self.num_frames} frames can be read"
