@@ -4,17 +4,17 @@ DETECTOR ?= retinanet
 ARGS ?=
 
 RUN := .venv/bin/python
-# On a machine that does other work too, threads that wait by spinning make training several times slower.
+# On a machine that others use too, waiting threads that spin make training several times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
 OUT := output/demo_$(DETECTOR)
 BENCHMARK = $(RUN) tools/benchmark.py --device cuda
-# A process that has nothing left to do takes over tests of the other: files differ too much to be shared out whole.
+# Two processes; one that is idle takes over tests of the other, since test files differ much in their time.
 PYTEST = OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal
 
 ifneq ($(filter demo,$(MAKECMDGOALS)),)
 ifneq ($(DETECTOR),retinanet)
 ifneq ($(DETECTOR),mask_rcnn)
-$(error DETECTOR=$(DETECTOR) is not known: it is retinanet or mask_rcnn)
+$(error DETECTOR=$(DETECTOR) is unknown: use retinanet or mask_rcnn)
 endif
 endif
 endif
@@ -22,10 +22,10 @@ endif
 .PHONY: help demo test test-slow test-all test-compiled gpu lint clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: export DETECTRON2_DATASETS := $(CURDIR)/datasets
-demo: .venv/.stamp ## make a small dataset, train, evaluate, export, draw; DETECTOR=mask_rcnn; ARGS=--resume after a Ctrl-C
+demo: .venv/.stamp ## train, evaluate and export a small detector; DETECTOR=mask_rcnn for masks, ARGS=--resume to continue
 	@$(RUN) tools/make_shapes_dataset.py datasets/shapes
 	@$(RUN) tools/train_net.py --config-file configs/demo/$(DETECTOR)_vil_shapes.yaml OUTPUT_DIR $(OUT) \
 		OVERWRITE_OUTPUT_DIR True $(ARGS)
@@ -33,20 +33,20 @@ demo: .venv/.stamp ## make a small dataset, train, evaluate, export, draw; DETEC
 		--format torchscript --output $(OUT)/export
 	@$(RUN) tools/visualize.py results --run $(OUT)
 
-test: .venv/.stamp ## run the tests; ARGS is passed on to pytest, as in ARGS="tests/tools -k hash"
+test: .venv/.stamp ## run the fast tests; ARGS goes to pytest, as in ARGS="tests/tools -k arguments"
 	@$(PYTEST) $(ARGS)
 
-test-slow: .venv/.stamp ## run the slow tests, which test leaves out
+test-slow: .venv/.stamp ## run the slow tests
 	@$(PYTEST) -m slow $(ARGS)
 
-test-all: test test-slow ## run both
+test-all: test test-slow ## run the fast and the slow tests
 
-test-compiled: .venv/.stamp ## run the tests of AOTInductor, which compiles for tens of minutes
+test-compiled: .venv/.stamp ## run the tests of AOTInductor, whose compilation takes tens of minutes
 	@$(PYTEST) -m compiled $(ARGS)
 
-gpu: .venv/.stamp ## on a machine with a GPU: the tests that need one, then time and memory; JSON and drawings in output/gpu
+gpu: .venv/.stamp ## on a machine with a GPU: run its tests, measure time and memory; results in output/gpu
 	@$(RUN) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
-		{ echo 'error: there is no CUDA device here' >&2; exit 1; }
+		{ echo 'error: no CUDA device is available' >&2; exit 1; }
 	@mkdir -p output/gpu
 	@status=0; \
 	$(RUN) -m pytest -m gpu $(ARGS) || status=1; \
@@ -63,33 +63,33 @@ gpu: .venv/.stamp ## on a machine with a GPU: the tests that need one, then time
 		--size 400 672 --size 800 1344 --size 1600 2688 --json output/gpu/attention.json --plot output/gpu/attention.png || status=1; \
 	exit $$status
 
-lint: .venv/.stamp ## check the style and the order of imports
+lint: .venv/.stamp ## check style, formatting and import layers
 	@$(RUN) -m ruff check --quiet .
 	@$(RUN) -m ruff format --check --quiet backbones configs examples projects_vil research tests tools setup.py
 	@.venv/bin/lint-imports --no-cache > /dev/null
 
-clean: ## remove what the demo, the tests and builds wrote; .venv stays
+clean: ## remove files of the demo, tests and builds; keep .venv
 	rm -rf output/demo_retinanet* output/demo_mask_rcnn* output/demo_cascade* output/demo_semantic_fpn*
 	rm -rf datasets/shapes datasets/shapes_sem_seg datasets/shapes_panoptic
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache
 	find . -path ./.venv -prune -o -name __pycache__ -prune -exec rm -rf {} +
 
-# The environment, made once and used again while it is newer than the files that list its packages.
-# .venv/.sound is away while a step changes it: after an install that was killed or interrupted the next run makes
-# it again; after one that merely failed, as without a network, the next run goes on with what is there.
+# The environment is made once, and updated when one of the files below changes. .venv/.sound is absent while a step
+# changes it: if a step is killed or interrupted, the next run makes the environment again; if a step fails, for example
+# without a network, the next run continues with what is installed.
 PYTHON_FITS := import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))
 PIP := $(RUN) -m pip --quiet --quiet --disable-pip-version-check
 step = trap 'exit 130' INT TERM HUP; rm -f .venv/.sound; $(1); status=$$?; touch .venv/.sound; exit $$status
 
 .venv/.stamp: setup.py pyproject.toml tools/install_detectron2.py
 	@$(PYTHON) -c '$(PYTHON_FITS)' 2>/dev/null || { \
-		echo 'error: Python 3.10 to 3.13 is needed, and $(PYTHON) is not one: make PYTHON=/path/to/python3.11 ...' >&2; \
+		echo 'error: $(PYTHON) is not Python 3.10 to 3.13: choose one by make PYTHON=/path/to/python3.11 ...' >&2; \
 		exit 1; }
 	@if [ ! -e .venv/.sound ] || ! $(RUN) -c '' 2>/dev/null; then \
 		echo 'Making .venv with $(PYTHON)'; \
 		rm -rf .venv && $(PYTHON) -m venv .venv && touch .venv/.sound; fi
 	@$(call step,$(PIP) install --upgrade pip 'setuptools<81' wheel)
-	@echo 'Installing what setup.py asks for: the first time about 2.7 GB, mostly torch, and 2 to 5 minutes'
+	@echo 'Installing the requirements in setup.py: about 2.7 GB, mostly torch, in 2 to 5 minutes the first time'
 	@$(call step,$(PIP) install --editable '.[dev]')
 	@$(call step,$(RUN) tools/install_detectron2.py)
 	@touch $@
