@@ -1,7 +1,7 @@
 """Check a COCO file and its images for what would stop or harm training and evaluation.
 
-Findings are listed by severity: errors, values that are read in their only possible meaning, and harmless ones; with
-the first example of each, what training does with it, and what a cleaned copy has instead. The exit status is 1 where
+Findings are listed by severity: errors, values that are not as COCO writes them but clear, and harmless ones; with the
+first example of each, what training does with it, and what a cleaned copy has instead. The exit status is 1 where
 there are errors, and 0 where there are none or --fix has written a copy without them.
 
 Example:
@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the findings as JSON too")
     parser.add_argument("--fix", type=output_file, metavar="OUT", help="write a cleaned copy; OUT must not exist")
     parser.add_argument("--deep", action="store_true", help="read every pixel of every image, not only the headers")
-    parser.add_argument("--boxes", action="store_true", help="for a detector without masks: ignore the masks")
+    parser.add_argument("--boxes", action="store_true", help="ignore masks, for a detector without them")
     args = parser.parse_args()
 
     if args.fix and os.path.lexists(args.fix):

@@ -1,4 +1,4 @@
-"""Convert a checkpoint of an official project into one that MODEL.WEIGHTS takes, or into a classifier's.
+"""Convert a checkpoint of an official project into one for MODEL.WEIGHTS, or into a classifier.
 
 The formats of vision-longformer, VisionLongformerForObjectDetection, transformer-ls and LIT (classification, detection
 and segmentation) are recognised by the names of their tensors. docs/checkpoints.md lists what each tensor becomes.
@@ -18,7 +18,9 @@ def main() -> None:
     parser.add_argument(
         "output", type=output_file, metavar="OUTPUT", help="file to write, which ends in .pth or .safetensors"
     )
-    parser.add_argument("--model", required=True, metavar="VARIANT", help="its name here, as vil_small_rpb")
+    parser.add_argument(
+        "--model", required=True, metavar="VARIANT", help="variant of this project, such as vil_small_rpb"
+    )
     parser.add_argument(
         "--img-size",
         type=positive,
@@ -28,7 +30,11 @@ def main() -> None:
         "directions, since images are landscape and portrait; by default ViL's absolute positions are made for "
         "1333 x 1333, and other tables keep the size from which models resize them to each feature map",
     )
-    parser.add_argument("--classifier", action="store_true", help="for create_classifier; H W is the size of its input")
+    parser.add_argument(
+        "--classifier",
+        action="store_true",
+        help="convert a whole classifier, for create_classifier; H W is its image size",
+    )
     parser.add_argument(
         "--json", type=output_file, metavar="REPORT", help="write the report on every name to this file"
     )

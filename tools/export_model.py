@@ -19,7 +19,9 @@ PRECISIONS = ("fp32", "fp16", "bf16", "int8")
 
 def main() -> None:
     parser = ConfigToolParser(__doc__, weights=True, devices=("cpu",))
-    parser.add_argument("--format", choices=FORMATS, default="torchscript", help="what to write (default torchscript)")
+    parser.add_argument(
+        "--format", choices=FORMATS, default="torchscript", help="format of the file (default torchscript)"
+    )
     parser.add_argument("--output", required=True, metavar="DIR", help="folder for the model, its metadata and report")
     parser.add_argument(
         "--precision", choices=PRECISIONS, default="fp32", help="precision of the network (default fp32)"
@@ -27,17 +29,26 @@ def main() -> None:
     parser.add_argument(
         "--input-dtype", choices=("uint8", "float32"), default="uint8", help="type of the input images (default uint8)"
     )
-    parser.add_argument("--batched", action="store_true", help="let the model take (B, 3, H, W)")
+    parser.add_argument("--batched", action="store_true", help="export a model that takes batches (B, 3, H, W)")
     parser.add_argument(
         "--fixed-detections",
         action="store_true",
-        help="let it return TEST.DETECTIONS_PER_IMAGE rows, padded with zeros, and the number of detections",
+        help="return TEST.DETECTIONS_PER_IMAGE rows, padded with zeros, and the number of detections",
     )
     parser.add_argument(
-        "--size", nargs=2, type=positive, metavar=("HEIGHT", "WIDTH"), help="the one size of its images (default any)"
+        "--size",
+        nargs=2,
+        type=positive,
+        metavar=("HEIGHT", "WIDTH"),
+        help="the only image size that the model takes (default: any size)",
     )
     parser.add_argument(
-        "--images", nargs="+", type=existing_path, default=[], metavar="FILE", help="images to compare on"
+        "--images",
+        nargs="+",
+        type=existing_path,
+        default=[],
+        metavar="FILE",
+        help="images on which file and detector are compared",
     )
     parser.add_argument("--evaluate", action="store_true", help="compare average precision on DATASETS.TEST too")
     parser.add_argument(
@@ -47,7 +58,9 @@ def main() -> None:
         metavar="N",
         help="calibration images of DATASETS.TRAIN for --precision int8 (default 100, or all)",
     )
-    parser.add_argument("--accept-drop", action="store_true", help="let int8 lose more than 1 AP on DATASETS.TEST")
+    parser.add_argument(
+        "--accept-drop", action="store_true", help="accept an int8 model that loses more than 1 AP on DATASETS.TEST"
+    )
     args = parser.parse_args()
 
     from projects_vil.export import describe_report, export_detector

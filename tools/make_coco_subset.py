@@ -13,7 +13,7 @@ def main() -> None:
     parser.add_argument(
         "output", type=output_file, metavar="OUTPUT", help="annotation file to write; the images stay where they are"
     )
-    parser.add_argument("--num-images", type=positive, default=8, metavar="N", help="how many (default 8)")
+    parser.add_argument("--num-images", type=positive, default=8, metavar="N", help="number of images (default 8)")
     args = parser.parse_args()
 
     from projects_vil.data import write_subset

@@ -17,11 +17,16 @@ COLUMNS = ("epochs", "iterations", "steps", "warm-up", "evaluated every", "saved
 
 def main() -> None:
     parser = ConfigToolParser(__doc__, config_file=False, devices=())
-    config_help, images_help = "whose schedule to scale (default: 1x)", "default: those of DATASETS.TRAIN in training"
+    config_help, images_help = "config whose schedule is scaled (default: 1x)", "default: those of DATASETS.TRAIN"
     parser.add_argument("--config-file", default=CONFIG, type=existing_path, metavar="FILE", help=config_help)
     parser.add_argument("--images", type=positive, metavar="N", help=f"images in an epoch ({images_help})")
-    parser.add_argument("--epochs", required=True, metavar="E[,E...]", help="a line of the table for each number")
-    parser.add_argument("--batch", type=positive, metavar="B", help="images an iteration, for SOLVER.IMS_PER_BATCH")
+    parser.add_argument(
+        "--epochs",
+        required=True,
+        metavar="E[,E...]",
+        help="numbers of epochs, one or more; the table has a line for each",
+    )
+    parser.add_argument("--batch", type=positive, metavar="B", help="images of an iteration, as SOLVER.IMS_PER_BATCH")
     args = parser.parse_args()
     if not re.fullmatch(r"0*[1-9]\d*(,0*[1-9]\d*)*", args.epochs):
         parser.error(f"argument --epochs: {args.epochs} is not one or several numbers of 1 or more, as 12,24")

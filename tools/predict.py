@@ -23,15 +23,17 @@ def main() -> None:
         "--input", required=True, type=existing_path, metavar="PATH", help="image, folder of images, or video"
     )
     parser.add_argument("--output", required=True, metavar="DIR", help="folder for the results")
-    parser.add_argument("--batch-size", type=int, default=1, metavar="N", help="images at once, at most (default 1)")
+    parser.add_argument(
+        "--batch-size", type=int, default=1, metavar="N", help="largest number of images in a batch (default 1)"
+    )
     parser.add_argument("--tta", action="store_true", help="test-time augmentation: several sizes and mirror images")
     parser.add_argument(
         "--annotations",
         type=existing_path,
         metavar="FILE",
-        help="COCO file of the folder: only its images, with its ids and categories",
+        help="COCO file of the folder: only its images are read; results have its ids and categories",
     )
-    parser.add_argument("--no-drawings", action="store_true", help="write the results only")
+    parser.add_argument("--no-drawings", action="store_true", help="write no drawings, only the results")
     parser.add_argument(
         "--score-threshold",
         type=float,

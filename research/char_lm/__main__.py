@@ -37,34 +37,75 @@ def parse_arguments() -> argparse.Namespace:
         command.add_argument("--config", default="small", metavar="NAME", help="small or large (default: small)")
         for name in SIZES:
             command.add_argument(
-                f"--{name.replace('_', '-')}", type=positive, metavar="N", help="instead of the config's"
+                f"--{name.replace('_', '-')}", type=positive, metavar="N", help="replaces the config's value"
             )
     for name, of_type in PHASES.items():
         text = "a value for each phase, or one for all; as many phases are trained as --steps are given"
         train.add_argument(f"--{name.replace('_', '-')}", type=of_type, nargs="+", metavar="N", help=text)
-    train.add_argument("--output", required=True, metavar="DIR", help="for last.pth, to resume, and best_MODEL.pth")
+    train.add_argument(
+        "--output",
+        required=True,
+        metavar="DIR",
+        help="folder for last.pth, from which a run is resumed, and best_MODEL.pth",
+    )
     train.add_argument("--compare", action="store_true", help="train full attention too, on the same blocks")
     train.add_argument("--resume", action="store_true", help="continue from last.pth")
-    train.add_argument("--memory-length", type=positive, metavar="N", help="bytes before a block (default: its length)")
-    train.add_argument("--dropout", type=float, metavar="RATE")
-    train.add_argument("--weight-decay", type=float, metavar="RATE")
-    train.add_argument("--accumulate", type=positive, default=1, metavar="K", help="micro-batches of a step")
-    train.add_argument("--eval-every", type=positive, default=1000, metavar="N", help="steps between evaluations")
+    train.add_argument(
+        "--memory-length", type=positive, metavar="N", help="bytes of memory before a block (default: its length)"
+    )
+    train.add_argument("--dropout", type=float, metavar="RATE", help="replaces the config's rate")
+    train.add_argument("--weight-decay", type=float, metavar="RATE", help="replaces the config's value")
+    train.add_argument(
+        "--accumulate", type=positive, default=1, metavar="K", help="number of micro-batches of a step (default 1)"
+    )
+    train.add_argument(
+        "--eval-every", type=positive, default=1000, metavar="N", help="steps between evaluations (default 1000)"
+    )
     for command in (train, evaluate):
-        command.add_argument("--data", type=existing_path, required=True, metavar="FILE", help="any file")
-        command.add_argument("--test-memory", type=positive, metavar="N", help="bytes before a block in the test")
-        command.add_argument("--test-length", type=positive, metavar="N", help="bytes of a block in the test")
-        command.add_argument("--test-streams", type=positive, default=1, metavar="B", help="evaluated in parallel")
+        command.add_argument(
+            "--data", type=existing_path, required=True, metavar="FILE", help="file whose bytes are the text"
+        )
+        command.add_argument(
+            "--test-memory",
+            type=positive,
+            metavar="N",
+            help="bytes of memory before a block in the test (default: as in training)",
+        )
+        command.add_argument(
+            "--test-length", type=positive, metavar="N", help="bytes of a block in the test (default: as in training)"
+        )
+        command.add_argument(
+            "--test-streams",
+            type=positive,
+            default=1,
+            metavar="B",
+            help="parts of the test text that are evaluated in parallel (default 1)",
+        )
     for command in (evaluate, generate):
         command.add_argument("--weights", type=existing_path, required=True, metavar="FILE", help="a best_MODEL.pth")
     for command, number in ((train, 0), (generate, 500)):
-        command.add_argument("--sample", type=int, default=number, metavar="N", help=f"bytes to generate ({number})")
+        command.add_argument(
+            "--sample", type=int, default=number, metavar="N", help=f"number of bytes to generate (default {number})"
+        )
         command.add_argument("--prompt", default="\n", metavar="TEXT", help="start of the sample (default: a new line)")
-        command.add_argument("--temperature", type=float, default=1.0, metavar="T", help="of the sample")
-        command.add_argument("--seed", type=int, default=0, metavar="K", help="of weights, dropout and samples")
-    measure.add_argument("--lengths", type=positive, nargs="+", default=(512, 1024, 2048, 4096, 8192), metavar="N")
-    measure.add_argument("--batch-size", type=positive, default=1, metavar="B", help="streams")
-    measure.add_argument("--runs", type=positive, default=5, metavar="N", help="timed steps")
+        command.add_argument(
+            "--temperature", type=float, default=1.0, metavar="T", help="temperature of the sample (default 1)"
+        )
+        command.add_argument(
+            "--seed", type=int, default=0, metavar="K", help="seed of weights, dropout and samples (default 0)"
+        )
+    measure.add_argument(
+        "--lengths",
+        type=positive,
+        nargs="+",
+        default=(512, 1024, 2048, 4096, 8192),
+        metavar="N",
+        help="bytes of a block",
+    )
+    measure.add_argument(
+        "--batch-size", type=positive, default=1, metavar="B", help="number of parallel streams (default 1)"
+    )
+    measure.add_argument("--runs", type=positive, default=5, metavar="N", help="timed steps of each model (default 5)")
     for command in (train, evaluate, generate, measure):
         command.add_argument("--device", metavar="DEVICE", help="cpu or cuda (default: a GPU where there is one)")
         command.add_argument("--json", type=output_file, metavar="FILE", help="write the figures there too")

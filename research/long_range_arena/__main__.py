@@ -17,19 +17,19 @@ from tools.arguments import ToolParser, output_file, positive, run_tool, write_j
 
 OF_SETTINGS = {
     "model": (str, "ls, or full: softmax attention over all tokens (default: ls)"),
-    "window_size": (int, "w, instead of the config's; 0 for the projection alone"),
-    "rank": (int, "r, instead of the config's; 0 for the window alone"),
+    "window_size": (int, "w, replaces the config's; 0 for the projection alone"),
+    "rank": (int, "r, replaces the config's; 0 for the window alone"),
     "class_token": (str, "all_layers as in the paper, or last_layer as in the official scripts (default)"),
-    "steps": (positive, "of training"),
-    "warmup_steps": (int, "until the learning rate is reached (default: the published share of the steps)"),
-    "learning_rate": (float, "the highest"),
+    "steps": (positive, "number of training steps"),
+    "warmup_steps": (int, "steps until the highest learning rate (default: the published share of the steps)"),
+    "learning_rate": (float, "highest learning rate"),
     "schedule": (str, "after the warm-up: linear to zero as in the official scripts (default), or fixed"),
-    "weight_decay": (float, "of AdamW"),
-    "batch_size": (positive, "samples a step"),
+    "weight_decay": (float, "weight decay of AdamW"),
+    "batch_size": (positive, "samples of a step"),
     "dropout": (float, "rate after embeddings, attention and in the MLPs"),
     "attention_dropout": (float, "rate of the attention weights"),
     "eval_every": (positive, "steps between two evaluations on the validation split"),
-    "seed": (int, "of the weights and the order of the samples"),
+    "seed": (int, "seed of the weights and of the order of the samples"),
 }
 
 
@@ -40,19 +40,32 @@ def parse_arguments() -> argparse.Namespace:
     for name, (of_type, text) in OF_SETTINGS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=of_type, metavar="VALUE", help=text)
     data = parser.add_argument_group("data")
-    data.add_argument("--data", default="datasets/lra", metavar="DIR", help="its folder (default: %(default)s)")
+    data.add_argument("--data", default="datasets/lra", metavar="DIR", help="folder of the data (default: %(default)s)")
     data.add_argument("--released", action="store_true", help="ListOps: read basic_{train,val,test}.tsv, generate none")
     data.add_argument("--drop-brackets", action="store_true", help="ListOps without closing brackets, as in the paper")
-    data.add_argument("--min-length", type=positive, default=500, metavar="N", help="ListOps: samples are longer")
-    data.add_argument("--max-length", type=positive, default=2000, metavar="N", help="ListOps: samples are shorter")
-    data.add_argument("--num-train", type=positive, default=96000, metavar="N", help="ListOps: samples")
-    data.add_argument("--num-val", type=positive, default=2000, metavar="N", help="ListOps: samples")
-    data.add_argument("--num-test", type=positive, default=2000, metavar="N", help="ListOps: samples")
-    data.add_argument("--data-seed", type=int, default=0, metavar="N", help="ListOps: of the generator")
+    data.add_argument(
+        "--min-length", type=positive, default=500, metavar="N", help="ListOps: samples have more tokens than this"
+    )
+    data.add_argument(
+        "--max-length", type=positive, default=2000, metavar="N", help="ListOps: samples have fewer tokens than this"
+    )
+    data.add_argument("--num-train", type=positive, default=96000, metavar="N", help="ListOps: training samples")
+    data.add_argument("--num-val", type=positive, default=2000, metavar="N", help="ListOps: validation samples")
+    data.add_argument("--num-test", type=positive, default=2000, metavar="N", help="ListOps: test samples")
+    data.add_argument("--data-seed", type=int, default=0, metavar="N", help="ListOps: seed of the generator")
     parser.add_argument("--output", metavar="DIR", help="folder for the best checkpoint")
     parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint in --output")
-    parser.add_argument("--measure", action="store_true", help="seconds and memory of a step instead of training")
-    parser.add_argument("--lengths", type=positive, nargs="+", default=(512, 1024, 2048, 4096, 8192), metavar="N")
+    parser.add_argument(
+        "--measure", action="store_true", help="measure seconds and memory of a step instead of training"
+    )
+    parser.add_argument(
+        "--lengths",
+        type=positive,
+        nargs="+",
+        default=(512, 1024, 2048, 4096, 8192),
+        metavar="N",
+        help="tokens, with --measure",
+    )
     parser.add_argument("--runs", type=positive, default=3, metavar="N", help="timed steps of --measure")
     parser.add_argument("--device", metavar="DEVICE", help="cpu or cuda (default: a GPU where there is one)")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures there too")

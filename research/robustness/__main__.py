@@ -12,14 +12,22 @@ from tools.arguments import ToolParser, existing_path, output_file, positive, ru
 
 def main() -> None:
     parser = ToolParser(__doc__)
-    parser.add_argument("--weights", required=True, type=existing_path, metavar="FILE", help="the classifier")
-    parser.add_argument("--model", metavar="VARIANT", help="such as vil_small_rpb, where the file does not have it")
-    parser.add_argument("--data", required=True, type=existing_path, metavar="DIR", help="folder of the sets' folders")
-    parser.add_argument("--sets", nargs="+", metavar="SET", help="default: all")
-    parser.add_argument("--img-size", type=positive, metavar="PIXELS", help="resizes position tables too")
-    parser.add_argument("--crop-pct", type=float, metavar="SHARE", help="of the shorter side that the crop has")
-    parser.add_argument("--averaged", action="store_true", help="the averaged weights of train.py --model-ema")
-    parser.add_argument("--batch-size", type=positive, default=64, metavar="N", help="default 64")
+    parser.add_argument(
+        "--weights", required=True, type=existing_path, metavar="FILE", help="checkpoint of the classifier"
+    )
+    parser.add_argument(
+        "--model", metavar="VARIANT", help="variant, such as vil_small_rpb; needed where the file does not name it"
+    )
+    parser.add_argument(
+        "--data", required=True, type=existing_path, metavar="DIR", help="folder that contains the folders of the sets"
+    )
+    parser.add_argument("--sets", nargs="+", metavar="SET", help="sets to evaluate (default: all that are there)")
+    parser.add_argument(
+        "--img-size", type=positive, metavar="PIXELS", help="side of the images; resizes position tables too"
+    )
+    parser.add_argument("--crop-pct", type=float, metavar="SHARE", help="share of the shorter side that the crop has")
+    parser.add_argument("--averaged", action="store_true", help="take the averaged weights of train.py --model-ema")
+    parser.add_argument("--batch-size", type=positive, default=64, metavar="N", help="images of a batch (default 64)")
     parser.add_argument("--workers", type=int, default=4, metavar="N", help="processes that read images (default 4)")
     parser.add_argument("--device", metavar="DEVICE", help="cpu or cuda (default: a GPU where there is one)")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write all figures there too")
