@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +9,7 @@ import torch.nn.functional as F
 from backbones import ConfigError, create_backbone, create_classifier
 from backbones.build import VARIANTS
 from backbones.convert import convert_state_dict, recognise
+from backbones.layers.position import resize_table
 from tests import wrapping
 from tests.backbones import official_lit
 from tests.backbones.helpers import assert_all_close, random_images
@@ -101,12 +101,6 @@ def test_prefixes_are_removed(prefix):
     assert report.summary().startswith(f"{len(report.mapped)} mapped, 0 resized")
 
 
-def interpolate(table: np.ndarray, size: int) -> np.ndarray:
-    """(L, C) -> (size, C), linear, with half-pixel centres and clamped ends."""
-    position = (np.arange(size) + 0.5) * len(table) / size - 0.5
-    return np.stack([np.interp(position, np.arange(len(table)), column) for column in table.T], axis=1)
-
-
 @pytest.mark.parametrize("max_img_size, lengths", [(1333, (336, 168, 84, 42)), ((160, 90), (40, 20, 10, 5))])
 def test_absolute_positions_are_resized(max_img_size, lengths):
     """From 224 pixels; 1333 pixels are 42 positions of 32."""
@@ -114,20 +108,18 @@ def test_absolute_positions_are_resized(max_img_size, lengths):
     converted, report = convert_state_dict(weights, ABSOLUTE, model_options={"max_img_size": max_img_size})
     for index, length in enumerate(lengths):
         name, source = f"stages.{index}.positions.rows", weights[f"layer{index + 1}.0.x_pos_embed"][0]
-        np.testing.assert_allclose(converted[name].numpy(), interpolate(source.numpy(), length), atol=1e-5)
+        assert torch.equal(converted[name], resize_table(source, (length,)))
         assert report.resized[name] == (tuple(source.shape), (length, source.shape[1]))
     cols, source = converted["stages.0.positions.cols"], weights["layer1.0.y_pos_embed"][0]
-    np.testing.assert_allclose(cols.numpy(), interpolate(source.numpy(), len(cols)), atol=1e-5)
+    assert torch.equal(cols, resize_table(source, (len(cols),)))
     assert len(cols) == (336 if max_img_size == 1333 else 24)
 
 
 def test_window_bias_is_resized_to_another_window():
     converted, report = convert_state_dict(vil(), RELATIVE, model_options={"window_size": 5})
-    source = vil()["layer2.1.attn.local_relative_position_bias_table"].numpy().reshape(27, 27, 3)
-    rows = interpolate(source.reshape(27, -1), 19).reshape(19, 27, 3)
-    expected = interpolate(rows.swapaxes(0, 1).reshape(27, -1), 19).reshape(19, 19, 3).swapaxes(0, 1)
+    source = vil()["layer2.1.attn.local_relative_position_bias_table"].unflatten(0, (27, 27))
     name = "stages.1.blocks.0.attention.relative_bias.table"
-    np.testing.assert_allclose(converted[name].numpy(), expected.reshape(361, 3), atol=1e-5)
+    assert torch.equal(converted[name], resize_table(source, (19, 19)).flatten(0, 1))
     assert report.resized[name] == ((729, 3), (361, 3))
 
 

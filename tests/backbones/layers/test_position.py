@@ -50,14 +50,6 @@ def test_absolute_positions_are_a_row_and_a_column():
     torch.testing.assert_close(positions(5, 9)[:4, :7], output)
 
 
-@pytest.mark.parametrize("height, width", [(6, 9), (5, 10)])
-def test_a_map_beyond_the_table_raises(height, width):
-    positions = AbsolutePositions((5, 9), 8, num_global_tokens=0)
-    assert positions.global_tokens is None
-    with pytest.raises(ConfigError, match=f"{height} x {width} tokens.*5 x 9.*max_img_size"):
-        positions(height, width)
-
-
 @pytest.mark.parametrize("window_size", [1, 2, 3])
 def test_window_bias_is_looked_up_by_offset(window_size):
     bias = randomise(WindowRelativeBias(window_size, num_heads=2))
@@ -92,23 +84,6 @@ def test_grid_bias_is_looked_up_by_offset(num_global, global_queries):
     if global_queries:
         torch.testing.assert_close(output[:, :2, :2], grid.global_to_global)
         torch.testing.assert_close(output[:, :2, 2:], grid.global_to_local[..., None].expand(-1, -1, height * width))
-
-
-def test_grid_bias_of_another_size_is_resized():
-    grid = randomise(GridRelativeBias((3, 5), 2))
-    table = grid.table.detach().unflatten(0, (5, 9))
-    other = GridRelativeBias((4, 2), 2)
-    other.load_state_dict({"table": resize_table(table, (7, 3)).flatten(0, 1)})
-    torch.testing.assert_close(grid(4, 2), other(4, 2))
-
-
-def test_absolute_positions_are_resized_to_each_map():
-    positions = AbsolutePositions((5, 7), 8, num_global_tokens=0, resizing="map").double()
-    actual = positions(9, 3)
-    expected_rows, expected_cols = resize_table(positions.rows, (9,)), resize_table(positions.cols, (3,))
-    assert actual.shape == (9, 3, 8)
-    torch.testing.assert_close(actual[4, 2], torch.cat([expected_rows[4], expected_cols[2]]))
-    torch.testing.assert_close(positions(5, 7)[:, 0, :4], positions.rows)
 
 
 def test_grid_positions_of_the_largest_map_are_cropped():
