@@ -16,7 +16,6 @@ from arguments import (
     ToolParser,
     add_training_arguments,
     config_of,
-    existing_path,
     output_file,
     run_tool,
 )
@@ -149,17 +148,12 @@ def test_short_forms_are_their_keys(tmp_path):
 @pytest.mark.parametrize(
     "tokens, names",
     [
-        ([*FILE, "--flagg"], ["--flagg", "'--flag'"]),
         ([*FILE, "MODLE.DEVICE", "cpu"], ["MODLE.DEVICE"]),
         ([*FILE, "SEED=3"], ["SEED 3"]),
         (["SEED", *FILE], ["SEED"]),
-        ([*FILE, "SEED"], ["SEED"]),
-        ([*FILE, "--size", "4"], ["--size"]),
         ([*FILE, "MODEL.DEVICE", "cuda", "--device", "cpu"], ["--device cpu", "MODEL.DEVICE cuda"]),
         ([*FILE, "--weights", "absent.pth"], ["absent.pth"]),
-        (["--config-file", "absent.yaml"], ["--config-file", "absent.yaml"]),
         ([*FILE, "--json", FILE[1]], ["--json"]),
-        ([*FILE, "--json", "absent/counts.json"], ["--json", "absent"]),
         ([*FILE, "--json", str(ROOT)], ["--json", str(ROOT)]),
     ],
 )
@@ -171,14 +165,6 @@ def test_a_wrong_argument_is_one_line(capsys, tokens, names):
     err = capsys.readouterr().err
     assert caught.value.code == 2 and err.startswith("error: ") and err.count("\n") == 1
     assert all(name in err for name in names)
-
-
-def test_subcommands_take_overrides():
-    tool = ToolParser("Do a thing.")
-    command = tool.add_subparsers(parser_class=ConfigToolParser).add_parser("this", description="Do.", devices=())
-    command.add_argument("image", type=existing_path)
-    args = tool.parse_args(["this", "SEED", "1", FILE[1], *FILE])
-    assert (args.opts, args.image, args.config_file, args.devices) == (["SEED", "1"], FILE[1], FILE[1], ())
 
 
 # -- how a tool ends -------------------------------------------------------------------------------

@@ -144,20 +144,12 @@ def test_visualize_attention(run_here, trained_run, photo, tmp_path):
     assert cv2.imread(str(path)).std() > 10
 
 
-def test_visualize_offsets_with_random_and_with_given_weights(run_here, photo, tmp_path):
+def test_visualize_offsets(run_here, photo, tmp_path):
     lit = [*SMALL["retinanet"], "MODEL.TRANSFORMER.NAME", "lit_ti"]
     arguments = ["offsets", "--config-file", CONFIG, "--input", photo, "--output", tmp_path, "--point", 20, 30, *lit]
-    path = tmp_path / "photo_offsets.png"
     status, out, err = run_here("visualize.py", *arguments)
-    assert (status, out) == (0, f"wrote {path}\n") and "random" in err
-    regular = cv2.imread(str(path))
-
-    state_dict = untrained_detector(small_config("retinanet", *lit)).state_dict()
-    state_dict["backbone.bottom_up.net.stages.1.patch_embed.offset.bias"] += 1
-    torch.save({"model": state_dict}, tmp_path / "weights.pth")
-    status, _, err = run_here("visualize.py", *arguments, "--weights", tmp_path / "weights.pth")
-    assert status == 0 and "random" not in err
-    assert (cv2.imread(str(path)) != regular).any()
+    path = tmp_path / "photo_offsets.png"
+    assert (status, out) == (0, f"wrote {path}\n") and "random" in err and cv2.imread(str(path)).std() > 10
 
 
 def test_visualize_data(run_here, shapes, tmp_path):
@@ -195,10 +187,6 @@ def test_overrides_are_taken_on_every_tool(error_of, name, first):
     assert "SOLVER.MAXITER" in text and "'SOLVER.MAX_ITER'" in text
 
 
-def test_overrides_of_a_run(error_of, trained_run):
-    assert "SOLVER.MAXITER" in error_of("visualize.py", "results", "SOLVER.MAXITER", 3, "--run", trained_run)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is available")
 @pytest.mark.parametrize(
     "name, words",
@@ -210,22 +198,16 @@ def test_a_gpu_that_is_not_available(error_of, shapes, name, words):
 
 
 @pytest.mark.parametrize(
-    "config, words, names",
+    "words, names",
     [
-        ("retinanet", ["SOLVER.AMP.ENABLED", "True"], ["SOLVER.AMP.DTYPE", "MODEL.DEVICE"]),
-        ("retinanet", ["DATASETS.TRAIN", "('shapes_trian',)"], ["'shapes_trian'", "'shapes_train'"]),
-        ("retinanet", ["INPUT.AUGMENTATION", "strong"], ["INPUT.AUGMENTATION strong"]),
-        ("retinanet", ["INPUT.LSJ.SIZE", 256], ["INPUT.LSJ.SIZE", "INPUT.AUGMENTATION default"]),
-        ("retinanet", ["--eval-only"], ["MODEL.WEIGHTS"]),
-        ("semantic_fpn", ["DATASETS.TRAIN", "('ade20k_trian',)"], ["'ade20k_trian'", "'ade20k_train'"]),
-        ("semantic_fpn", ["DATASETS.ADE20K", "[['mine', 'images']]"], ["DATASETS.ADE20K", "['mine', 'images']"]),
-        ("semantic_fpn", ["DATASETS.ADE20K", "[['mine', 'images', 'labels', 'no.txt']]"], ["no.txt"]),
+        (["SOLVER.AMP.ENABLED", "True"], ["SOLVER.AMP.DTYPE", "MODEL.DEVICE"]),
+        (["INPUT.LSJ.SIZE", 256], ["INPUT.LSJ.SIZE", "INPUT.AUGMENTATION default"]),
+        (["--eval-only"], ["MODEL.WEIGHTS"]),
+        (["DATASETS.TRAIN", "('ade20k_trian',)"], ["'ade20k_trian'", "'ade20k_train'"]),
     ],
 )
-def test_training_names_what_is_wrong(error_of, request, tmp_path, config, words, names):
-    request.getfixturevalue("shapes_sem_seg" if config == "semantic_fpn" else "shapes")
-    common = ["--config-file", CONFIGS[config], "OUTPUT_DIR", tmp_path / "run"]
-    text = error_of("train_net.py", *common, *words)
+def test_training_names_what_is_wrong(error_of, shapes, tmp_path, words, names):
+    text = error_of("train_net.py", "--config-file", CONFIG, "OUTPUT_DIR", tmp_path / "run", *words)
     assert all(name in text for name in names), text
     assert not (tmp_path / "run").exists()
 
@@ -249,8 +231,8 @@ def test_other_tools_name_what_is_wrong(error_of, trained_run, photo, shapes, tm
         (["export_model.py", *small], "MODEL.WEIGHTS"),
         (["analyze_model.py", "--config-file", CONFIG, "--size", 0, 5], "--size"),
         (["visualize.py", "results", "--run", "run"], "coco_instances_results.json"),
+        (["visualize.py", "results", "SOLVER.MAXITER", 3, "--run", "run"], "SOLVER.MAXITER"),
         (["visualize.py", "results", "--run", "run", "--dataset", "shapes_vall"], "'shapes_val'"),
-        (["visualize.py", "data", *small, "DATASETS.TRAIN", "('absent',)"], "'absent'"),
         (["visualize.py", "data", *small, "INPUT.LSJ.SIZE", 256], "INPUT.LSJ.SIZE"),
         (["visualize.py", "offsets", *small, "--input", photo], "LIT"),
         (["visualize.py", "offsets", *small, "--input", photo, "--points", 2, "--point", 1, 2], "--point"),
