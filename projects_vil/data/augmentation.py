@@ -68,9 +68,9 @@ def check_augmentation(cfg: CfgNode) -> None:
     name, model = cfg.INPUT.AUGMENTATION, cfg.MODEL
     check_choice("INPUT.AUGMENTATION", name, AUGMENTATIONS)
     if name != "default" and is_segmentor(cfg):
-        raise ConfigError(f"INPUT.AUGMENTATION is {name}: a SemanticSegmentor takes default, with INPUT.CROP")
+        raise ConfigError(f"INPUT.AUGMENTATION is {name}: a SemanticSegmentor needs default, and INPUT.CROP for crops")
     if name != "default" and cfg.INPUT.CROP.ENABLED:
-        raise ConfigError(f"INPUT.CROP.ENABLED is True: INPUT.AUGMENTATION {name} crops images itself, add False")
+        raise ConfigError(f"INPUT.AUGMENTATION {name} crops images itself: add INPUT.CROP.ENABLED False")
     if not uses_copy_paste(cfg):
         return
     reason = None

@@ -226,13 +226,13 @@ def _check_task(cfg: CfgNode, files: str, records: list[dict[str, Any]]) -> None
     """Check that the annotations are those that the model is trained on."""
     ignored = cfg.MODEL.SEM_SEG_HEAD.IGNORE_VALUE
     if (is_segmentor(cfg) or is_panoptic(cfg)) and ignored != IGNORED_LABEL:
-        raise ConfigError(f"MODEL.SEM_SEG_HEAD.IGNORE_VALUE is {ignored}: it is {IGNORED_LABEL}")
+        raise ConfigError(f"MODEL.SEM_SEG_HEAD.IGNORE_VALUE is {ignored}: it must be {IGNORED_LABEL}")
     if is_segmentor(cfg):
         if not all("sem_seg_file_name" in record for record in records):
-            raise ConfigError(f"{files}: no label images for a SemanticSegmentor, which DATASETS.ADE20K has")
+            raise ConfigError(f"{files} has no label images, which a SemanticSegmentor needs: see DATASETS.ADE20K")
         return
     if any("annotations" not in record and "sem_seg_file_name" in record for record in records):
-        raise ConfigError(f"{files}: no boxes for a {cfg.MODEL.META_ARCHITECTURE}, which DATASETS.COCO has")
+        raise ConfigError(f"{files} has no boxes, which a {cfg.MODEL.META_ARCHITECTURE} needs: see DATASETS.COCO")
     objects = [entry for record in records for entry in record.get("annotations", ())]
     if cfg.MODEL.MASK_ON and objects and not any("segmentation" in entry for entry in objects):
         raise ConfigError(f"{files} has no segmentation for training or evaluating masks: add MODEL.MASK_ON False")
@@ -250,7 +250,7 @@ def _check_classes(cfg: CfgNode, name: str, first: str) -> None:
     if len(classes) != number:
         raise ConfigError(f"{key} is {number}, and {name} has {len(classes)} classes: add {key} {len(classes)}")
     if classes != class_names(cfg, first):
-        raise ConfigError(f"{first} and {name} have other classes, or the same in another order: they cannot be mixed")
+        raise ConfigError(f"{first} and {name} differ in their classes or in the order of these: they cannot be mixed")
 
 
 def class_names(cfg: CfgNode, name: str) -> list[str] | None:

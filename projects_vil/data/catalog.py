@@ -111,7 +111,7 @@ def _register(name: str, load: Callable[[], list[dict[str, Any]]], facts: dict[s
             return
         if not is_own:
             files = known.get("json_file") or known.get("sem_seg_root")
-            raise ConfigError(f"DATASETS: the name {name} is already that of {files}")
+            raise ConfigError(f"DATASETS: the name {name} is already registered for {files}")
         DatasetCatalog.remove(name)
         MetadataCatalog.remove(name)
     DatasetCatalog.register(name, load)
@@ -140,7 +140,7 @@ def add_stuff(name: str, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     metadata = MetadataCatalog.get(name)
     if metadata.get("evaluator_type") != PANOPTIC_EVALUATOR or metadata.get("sem_seg_root") is None:
         raise ConfigError(
-            f"{name}: no label images of stuff for a PanopticFPN; it takes a dataset such as "
+            f"{name} has no label images of stuff, which a PanopticFPN needs: take a dataset such as "
             "coco_2017_train_panoptic_separated"
         )
     return _with_label_files(name, records, metadata.sem_seg_root)
@@ -152,7 +152,7 @@ def _with_label_files(name: str, records: list[dict[str, Any]], folder: str | Pa
     missing = [file for file in files if file not in present]
     if missing:
         first = Path(folder, missing[0])
-        raise ConfigError(f"{len(missing)} of the {len(files)} images of {name} have no labels, the first is {first}")
+        raise ConfigError(f"{len(missing)} of {len(files)} images of {name} have no label image, such as {first}")
     return [r | {"sem_seg_file_name": str(Path(folder, file))} for r, file in zip(records, files, strict=True)]
 
 

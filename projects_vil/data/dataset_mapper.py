@@ -100,7 +100,7 @@ class Mapper(DatasetMapper):
             check_image_size(record, image)
             if label_file:
                 if (size := read_size(label_file)) != image.shape[:2]:
-                    raise ConfigError(f"{label_file} has height and width {size}, its image {image.shape[:2]}")
+                    raise ConfigError(f"{label_file} has height and width {size}, and its image has {image.shape[:2]}")
                 if self.is_train:
                     labels = read_labels(label_file, first_label=first_label, num_classes=self.num_labels)
         inputs = T.AugInput(image, sem_seg=labels)
@@ -190,10 +190,10 @@ def check_crop(cfg: CfgNode) -> None:
     if crop.PAD and crop.TYPE != "absolute":
         raise ConfigError(f"INPUT.CROP.PAD is True: INPUT.CROP.TYPE {crop.TYPE} has no single size, use absolute")
     if len(crop.SIZE) != 2 or not all(side > 0 for side in crop.SIZE):
-        raise ConfigError(f"INPUT.CROP.SIZE is {list(crop.SIZE)}: it is a height and a width above 0")
+        raise ConfigError(f"INPUT.CROP.SIZE is {list(crop.SIZE)}: it must be a height and a width above 0")
     if not 0 < crop.SINGLE_CATEGORY_MAX_AREA <= 1:
         area = crop.SINGLE_CATEGORY_MAX_AREA
-        raise ConfigError(f"INPUT.CROP.SINGLE_CATEGORY_MAX_AREA is {area}: it is above 0 and at most 1")
+        raise ConfigError(f"INPUT.CROP.SINGLE_CATEGORY_MAX_AREA is {area}: it must be above 0 and at most 1")
 
 
 @contextlib.contextmanager

@@ -76,7 +76,7 @@ def write_shapes_dataset(
     limits = {"num_train": (1, 10**9), "num_val": (1, 10**9), "short_side": (32, 4096), "seed": (0, 2**63)}
     for name, (low, high) in limits.items():
         if not low <= parameters[name] <= high:
-            raise ConfigError(f"{name} is {parameters[name]}: it is {low} to {high}")
+            raise ConfigError(f"{name} is {parameters[name]}: it must be {low} to {high}")
     parameters["generator_version"] = GENERATOR_VERSION
     output = Path(output).resolve()
     try:

@@ -63,7 +63,7 @@ def build_evaluator(cfg: CfgNode, dataset_name: str, output_folder: str) -> Data
     if evaluator_type == "sem_seg":
         return _label_evaluator(dataset_name, output_folder)
     raise ConfigError(
-        f"the dataset {dataset_name} has evaluator_type {evaluator_type!r}: it is coco, lvis, pascal_voc or sem_seg"
+        f"{dataset_name} has evaluator_type {evaluator_type!r}: it must be coco, lvis, pascal_voc or sem_seg"
     )
 
 
@@ -135,7 +135,7 @@ def check_metric(cfg: CfgNode) -> None:
     dataset, task, name = parts_of_metric(cfg)
     if task == LOSS_TASK:
         if name != TOTAL_LOSS and not name.startswith("loss_"):
-            raise ConfigError(f"TEST.BEST_METRIC is {metric}: it is {LOSS_TASK}/{TOTAL_LOSS}, or one of the loss_...")
+            raise ConfigError(f"TEST.BEST_METRIC is {metric}: it must be {LOSS_TASK}/{TOTAL_LOSS} or /loss_...")
         return
     metrics, per_class = metric_names(cfg, dataset, task)
     if metrics and name not in (*metrics, *per_class):

@@ -88,7 +88,7 @@ def read_results(folder: str | Path, *, model: str) -> dict[str, dict[str, dict[
             None if metadata.get(EVALUATION_FILE) == _digest(text) else f"does not agree with {EVALUATED_MODEL_FILE}"
         )
         if reason is None and metadata.get("model") != model:
-            reason = "is of other weights, or of other settings for testing"
+            reason = "belongs to other weights, or to other settings for testing"
     except (OSError, ValueError, AttributeError) as error:
         reason = f"or {EVALUATED_MODEL_FILE} is damaged ({error})"
     if reason is not None:

@@ -196,7 +196,7 @@ def _last_level(cfg: CfgNode, bottom_up: TransformerBackbone) -> int:
     in_features = list(cfg.MODEL.FPN.IN_FEATURES)
     strides = [bottom_up.output_shape()[name].stride for name in in_features]
     if strides != [strides[0] * 2**index for index in range(len(strides))] or strides[-1] not in (16, 32):
-        raise ConfigError(f"MODEL.FPN.IN_FEATURES is {in_features}, of strides {strides}: they double up to 16 or 32")
+        raise ConfigError(f"MODEL.FPN.IN_FEATURES have strides {strides}: they must double up to 16 or 32")
     return int(math.log2(strides[-1]))
 
 

@@ -62,9 +62,9 @@ def check_cascade(cfg: CfgNode) -> None:
         return
     thresholds, first = list(heads.IOUS), model.ROI_HEADS.IOU_THRESHOLDS[0]
     if not thresholds or not all(isinstance(threshold, float) and 0 < threshold < 1 for threshold in thresholds):
-        raise ConfigError(f"{key}.IOUS is {heads.IOUS}: it has a threshold above 0 and below 1 for each head")
+        raise ConfigError(f"{key}.IOUS is {heads.IOUS}: each head needs a threshold above 0 and below 1")
     if len(heads.BBOX_REG_WEIGHTS) != len(thresholds):
-        raise ConfigError(f"{key}.IOUS and {key}.BBOX_REG_WEIGHTS have different lengths: each has an entry a head")
+        raise ConfigError(f"{key}.IOUS and {key}.BBOX_REG_WEIGHTS differ in length: each needs an entry for each head")
     if thresholds[0] != first:
         raise ConfigError(
             f"{key}.IOUS begins with {thresholds[0]}, and MODEL.ROI_HEADS.IOU_THRESHOLDS is {first}: the first head "

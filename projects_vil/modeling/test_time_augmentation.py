@@ -32,7 +32,7 @@ def augmentation_sizes(cfg: CfgNode) -> tuple[int, ...]:
         sizes = tuple(round(size * short / _USUAL_SHORT_SIDE) for size in sizes)
     if not sizes or min(sizes) < 1 or cfg.TEST.AUG.MAX_SIZE < 1:
         raise ConfigError(
-            f"TEST.AUG.MIN_SIZES {list(sizes)} and MAX_SIZE {cfg.TEST.AUG.MAX_SIZE} are pixels, 1 or more"
+            f"TEST.AUG.MIN_SIZES {list(sizes)} and MAX_SIZE {cfg.TEST.AUG.MAX_SIZE} must be 1 pixel or more"
         )
     return sizes
 
