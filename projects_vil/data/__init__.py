@@ -2,7 +2,6 @@
 
 from projects_vil.data.augmentation import check_augmentation
 from projects_vil.data.build import (
-    TRAIN_SAMPLERS,
     build_test_loader,
     build_train_loader,
     check_datasets,
@@ -42,7 +41,6 @@ __all__ = [
     "IGNORED_LABEL",
     "IMAGE_SUFFIXES",
     "SHAPES_TASKS",
-    "TRAIN_SAMPLERS",
     "CocoFile",
     "EvaluationLoader",
     "Mapper",

@@ -17,7 +17,7 @@ from projects_vil.modeling.build import (
 )
 from projects_vil.modeling.micro_batches import MicroBatches
 from projects_vil.modeling.roi_heads import check_cascade, check_point_rend
-from projects_vil.modeling.test_time_augmentation import add_tta, augmentation_sizes
+from projects_vil.modeling.test_time_augmentation import add_tta
 
 __all__ = [
     "LARGEST_BATCH",
@@ -26,7 +26,6 @@ __all__ = [
     "MicroBatches",
     "TransformerBackbone",
     "add_tta",
-    "augmentation_sizes",
     "build_on_meta",
     "build_retinanet_transformer_fpn_backbone",
     "build_transformer_backbone",

@@ -17,30 +17,12 @@ _USUAL_SHORT_SIDE = 800
 _USUAL_SIZES = tuple(get_cfg().TEST.AUG.MIN_SIZES)
 
 
-def augmentation_sizes(cfg: CfgNode) -> tuple[int, ...]:
-    """Return the short sides, in pixels, to which an image is resized.
-
-    ``TEST.AUG.MIN_SIZES``; but where those are detectron2's own, 400 to 1200 for a detector that is tested at 800, they
-    are scaled to ``INPUT.MIN_SIZE_TEST``, so that they always are 0.5 to 1.5 of it.
-
-    Raises:
-        ConfigError: where there is none or one is less than a pixel.
-    """
-    sizes = tuple(cfg.TEST.AUG.MIN_SIZES)
-    short = cfg.INPUT.MIN_SIZE_TEST
-    if short and sizes == _USUAL_SIZES:
-        sizes = tuple(round(size * short / _USUAL_SHORT_SIDE) for size in sizes)
-    if not sizes or min(sizes) < 1 or cfg.TEST.AUG.MAX_SIZE < 1:
-        raise ConfigError(
-            f"TEST.AUG.MIN_SIZES {list(sizes)} and MAX_SIZE {cfg.TEST.AUG.MAX_SIZE} must be 1 pixel or more"
-        )
-    return sizes
-
-
 def add_tta(cfg: CfgNode, model: nn.Module) -> "GeneralizedRCNNWithTTA | RetinaNetWithTTA":
     """Wrap a detector with test-time augmentation; inputs and outputs are detectron2's.
 
-    ``TEST.AUG.FLIP`` adds the mirror images. The inputs' images are best those of the files, not yet resized. Where
+    Images are resized to the short sides ``TEST.AUG.MIN_SIZES``; but where those are detectron2's own, 400 to 1200 for
+    a detector that is tested at 800, they are scaled to ``INPUT.MIN_SIZE_TEST``, so that they always are 0.5 to 1.5 of
+    it. ``TEST.AUG.FLIP`` adds the mirror images. The inputs' images are best those of the files, not yet resized. Where
     absolute positions end, no side is longer than ``MODEL.TRANSFORMER.MAX_IMG_SIZE``.
 
     Args:
@@ -48,14 +30,18 @@ def add_tta(cfg: CfgNode, model: nn.Module) -> "GeneralizedRCNNWithTTA | RetinaN
         model: a GeneralizedRCNN or a RetinaNet in eval mode.
 
     Raises:
-        ConfigError: if ``TEST.AUG.MIN_SIZES`` was set to sizes that the model cannot take.
+        ConfigError: if a size is less than a pixel, or is set to one that the model cannot take.
     """
-    sizes, longest, end = augmentation_sizes(cfg), cfg.TEST.AUG.MAX_SIZE, longest_side(model)
+    given, short, end = tuple(cfg.TEST.AUG.MIN_SIZES), cfg.INPUT.MIN_SIZE_TEST, longest_side(model)
+    sizes, longest = given, cfg.TEST.AUG.MAX_SIZE
+    if short and given == _USUAL_SIZES:
+        sizes = tuple(round(size * short / _USUAL_SHORT_SIDE) for size in given)
+    if not sizes or min(sizes) < 1 or longest < 1:
+        raise ConfigError(f"TEST.AUG.MIN_SIZES {list(sizes)} and MAX_SIZE {longest} must be 1 pixel or more")
     if end is not None:
-        given = tuple(cfg.TEST.AUG.MIN_SIZES)
-        if sizes == given and max(sizes) > end and given != _USUAL_SIZES:
+        if given != _USUAL_SIZES and max(given) > end:
             raise ConfigError(
-                f"TEST.AUG.MIN_SIZES has {max(sizes)}, and this model's tables of positions end at "
+                f"TEST.AUG.MIN_SIZES has {max(given)}, and this model's position tables end at "
                 f"MODEL.TRANSFORMER.MAX_IMG_SIZE {end}: make one of them fit"
             )
         # Each once, in order.

@@ -7,7 +7,7 @@ from torchvision.ops import box_iou
 from backbones import ConfigError
 from projects_vil.data import size_for_testing
 from projects_vil.export import example_image
-from projects_vil.modeling import add_tta, augmentation_sizes
+from projects_vil.modeling import add_tta
 from tests.projects_vil.helpers import small_config, untrained_detector
 
 HEIGHT, WIDTH = 80, 116
@@ -88,13 +88,16 @@ def test_nothing_found(detector):
 
 
 def test_sizes_follow_the_detectors_own():
-    assert augmentation_sizes(config("retinanet", "INPUT.MIN_SIZE_TEST", "800")) == tuple(range(400, 1300, 100))
-    half = augmentation_sizes(config("retinanet", "INPUT.MIN_SIZE_TEST", "128"))
-    assert half == (64, 80, 96, 112, 128, 144, 160, 176, 192)
-    assert augmentation_sizes(config("retinanet", "TEST.AUG.MIN_SIZES", "(70, 90)")) == (70, 90)
+    model = untrained_detector(config("retinanet"))
+    for key, value, expected in (
+        ("INPUT.MIN_SIZE_TEST", "800", range(400, 1300, 100)),
+        ("INPUT.MIN_SIZE_TEST", "128", range(64, 208, 16)),
+        ("TEST.AUG.MIN_SIZES", "(70, 90)", (70, 90)),
+    ):
+        assert add_tta(config("retinanet", key, value), model).mapper.min_sizes == tuple(expected)
     for overrides in (["TEST.AUG.MIN_SIZES", "()"], ["TEST.AUG.MIN_SIZES", "(0,)"], ["TEST.AUG.MAX_SIZE", "0"]):
         with pytest.raises(ConfigError, match="TEST.AUG"):
-            augmentation_sizes(config("retinanet", *overrides))
+            add_tta(config("retinanet", *overrides), model)
 
 
 def test_absolute_positions_end_the_sizes():
