@@ -116,7 +116,6 @@ class Stage(nn.Module):
         num_global_tokens: G.
         positions: a module from height and width to what is added to the tokens, whose ``global_tokens`` is added to
             the global tokens; None for no absolute positions.
-        activation_checkpointing: recompute the activations of a block in the backward pass.
     """
 
     no_weight_decay_names = ("global_tokens",)
@@ -129,10 +128,9 @@ class Stage(nn.Module):
         dim: int,
         num_global_tokens: int = 0,
         positions: nn.Module | None = None,
-        activation_checkpointing: bool = False,
     ) -> None:
         super().__init__()
-        self.activation_checkpointing = activation_checkpointing
+        self.activation_checkpointing = False
         self.patch_embed = patch_embed
         self.global_tokens = position_parameter(1, num_global_tokens, dim) if num_global_tokens else None
         self.positions = positions
@@ -226,6 +224,7 @@ class Backbone(nn.Module, abc.ABC):
             if norm is not None:
                 self.output_norms[names[index]] = norm
         self.apply(init_linear)
+        self.set_activation_checkpointing(settings.activation_checkpointing)
         backend = settings.attention_backend
         if backend == "triton" and not any(getattr(module, "backend", None) == backend for module in self.modules()):
             raise ConfigError(f"attention_backend={backend!r} is for sliding chunks, which the variant has not")
@@ -256,7 +255,6 @@ class Backbone(nn.Module, abc.ABC):
             dim=spec.dim,
             num_global_tokens=self._num_global_tokens(index),
             positions=positions,
-            activation_checkpointing=self.settings.activation_checkpointing,
         )
 
     @abc.abstractmethod

@@ -22,8 +22,7 @@ from backbones.attention.dense import merge_heads
 from backbones.attention.long_short import DualNormAttention
 from backbones.backbone import Backbone, Variant
 from backbones.errors import check_choice, check_whole
-from backbones.layers.batch_norm import BATCH_NORMS
-from backbones.layers.conv import SeparableProjection, StandardisedProjection
+from backbones.layers.conv import BATCH_NORMS, SeparableProjection, StandardisedProjection
 from backbones.layers.patch_embed import PatchEmbed
 
 _KERNELS = (7, 3, 3)

@@ -11,10 +11,6 @@ class ConfigError(ValueError):
     """A user's mistake. The message is one line that names the file, key or value, and the way out."""
 
 
-class UnknownKeywordError(ConfigError, TypeError):
-    """A keyword that the called function does not have."""
-
-
 def system_error_of(error: BaseException) -> OSError | None:
     """Return the OSError that an exception is or that it was raised in the handling of, as by torch's writer."""
     return next((found for found in (error, error.__context__) if isinstance(found, OSError)), None)
@@ -68,7 +64,7 @@ def explain_unknown_keywords(function: Callable, also: Iterable[str] = ()) -> Ca
         for keyword in kwargs:
             if keyword not in known:
                 hint = closest(keyword, known) or f"; known: {', '.join(known)}"
-                raise UnknownKeywordError(f"{function.__name__} has no keyword {keyword!r}{hint}")
+                raise ConfigError(f"{function.__name__} has no keyword {keyword!r}{hint}")
         return function(*args, **kwargs)
 
     return checked

@@ -1,9 +1,31 @@
-"""The transformer block of all families."""
+"""The transformer block of all families, and its feed-forward part."""
 
+import torch.nn.functional as F
 from timm.layers import drop_path
 from torch import Tensor, nn
 
-from backbones.layers.mlp import Mlp
+
+class Mlp(nn.Module):
+    """Two linear layers with a GELU between them, applied to each token: (..., C) -> (..., C).
+
+    Args:
+        dim: C.
+        hidden_dim: channels between the layers.
+        dropout: rate after the GELU and after the second layer, in training.
+    """
+
+    def __init__(self, dim: int, *, hidden_dim: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.dropout = dropout
+        self.expand = nn.Linear(dim, hidden_dim)
+        self.contract = nn.Linear(hidden_dim, dim)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = F.gelu(self.expand(tokens))
+        if not self.dropout:
+            # A trace would record it.
+            return self.contract(hidden)
+        return F.dropout(self.contract(F.dropout(hidden, self.dropout, self.training)), self.dropout, self.training)
 
 
 class Block(nn.Module):

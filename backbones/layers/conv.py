@@ -1,11 +1,14 @@
-"""Convolutions of CvT: separable projections, weight standardisation."""
+"""The types of BatchNorm that a model can be built with, and convolutions of CvT."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchvision.ops import FrozenBatchNorm2d
 
-from backbones.layers.batch_norm import BATCH_NORMS
 from backbones.layers.tracing import at_least_float32, in_order
+
+# "frozen": statistics and weights are never trained; "sync": statistics over all processes.
+BATCH_NORMS = {"batch": nn.BatchNorm2d, "frozen": FrozenBatchNorm2d, "sync": nn.SyncBatchNorm}
 
 
 class SeparableProjection(nn.Module):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchvision.ops import deform_conv2d
 
 from backbones.errors import ConfigError
-from backbones.layers.batch_norm import BATCH_NORMS
+from backbones.layers.conv import BATCH_NORMS
 from backbones.layers.patch_embed import pad_to_multiple
 from backbones.layers.tracing import at_least_float32, autocast_off, in_order, is_exporting, is_tracing
 

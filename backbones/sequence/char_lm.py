@@ -16,10 +16,9 @@ from backbones.attention import chunks
 from backbones.attention.dense import merge_heads, split_heads
 from backbones.attention.long_short import DualNorm, dynamic_projection
 from backbones.errors import ConfigError, check_whole, explain_unknown_keywords
-from backbones.layers.mlp import Mlp
 from backbones.layers.parameters import names_without_weight_decay
 from backbones.layers.tracing import at_least_float32, missing
-from backbones.sequence.encoder import check_heads
+from backbones.sequence.encoder import EncoderLayer, check_heads
 
 _NEVER = float("-inf")
 
@@ -228,7 +227,7 @@ class CausalAttention(DualNorm):
         return table.unflatten(1, (self.num_heads, -1)).transpose(0, 1)
 
 
-class CharLMLayer(nn.Module):
+class CharLMLayer(EncoderLayer):
     """Attention and MLP. What is added to is the normed input, as in the official code, and not the input itself.
 
     Args:
@@ -237,14 +236,6 @@ class CharLMLayer(nn.Module):
         hidden_dim: channels inside the MLP.
         dropout: rate after the attention and in the MLP, in training.
     """
-
-    def __init__(self, dim: int, attention: CausalAttention, *, hidden_dim: int, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.dropout = dropout
-        self.attention_norm = nn.LayerNorm(dim)
-        self.attention = attention
-        self.mlp_norm = nn.LayerNorm(dim)
-        self.mlp = Mlp(dim, hidden_dim=hidden_dim, dropout=dropout)
 
     def forward(self, tokens: Tensor, memory: Tensor, window_table: Tensor, segment_table: Tensor) -> Tensor:
         """(B, N, C), (B, L, C) and two tables of positions -> (B, N, C)."""

@@ -13,7 +13,7 @@ from backbones.attention import chunks
 from backbones.attention.dense import merge_heads, split_heads
 from backbones.attention.long_short import DualNorm, dynamic_projection
 from backbones.errors import ConfigError, check_choice, check_whole, explain_unknown_keywords
-from backbones.layers.mlp import Mlp
+from backbones.layers.block import Mlp
 from backbones.layers.parameters import names_without_weight_decay
 from backbones.layers.tracing import at_least_float32, missing
 
@@ -197,7 +197,7 @@ class EncoderLayer(nn.Module):
         dropout: rate after the attention and in the MLP, in training.
     """
 
-    def __init__(self, dim: int, attention: SequenceAttention, *, hidden_dim: int, dropout: float = 0.0) -> None:
+    def __init__(self, dim: int, attention: nn.Module, *, hidden_dim: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.dropout = dropout
         self.attention_norm = nn.LayerNorm(dim)

@@ -7,7 +7,6 @@ import torch
 
 from backbones import ConfigError, create_backbone, create_classifier, list_variants
 from backbones.build import get_variant
-from backbones.errors import UnknownKeywordError
 from backbones.layers.position import resize_table
 from tests.backbones.helpers import random_images
 
@@ -221,9 +220,8 @@ def test_unknown_names(name, hint):
     [(create_backbone, "window_sise", "window_size"), (create_classifier, "num_class", "num_classes")],
 )
 def test_unknown_keywords(create, keyword, hint):
-    with pytest.raises(UnknownKeywordError, match=f"'{keyword}'.*'{hint}'") as caught:
+    with pytest.raises(ConfigError, match=f"'{keyword}'.*'{hint}'"):
         create("vil_tiny", **{keyword: 1})
-    assert isinstance(caught.value, ConfigError) and isinstance(caught.value, TypeError)
 
 
 @pytest.mark.parametrize(

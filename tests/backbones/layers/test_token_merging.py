@@ -12,7 +12,7 @@ from torchvision.ops import deform_conv2d
 
 from backbones import ConfigError
 from backbones.layers import token_merging
-from backbones.layers.batch_norm import BATCH_NORMS
+from backbones.layers.conv import BATCH_NORMS
 from backbones.layers.token_merging import (
     DeformableTokenMerging,
     LinearTokenMerging,
