@@ -13,7 +13,6 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.structures import BitMasks, BoxMode
 
 from backbones.errors import ConfigError
-from projects_vil.checkpoint import weights_of
 from projects_vil.config import is_panoptic, is_segmentor
 from projects_vil.data import (
     IGNORED_LABEL,
@@ -125,26 +124,20 @@ def predictions_file(run: Path, dataset_name: str) -> Path:
     return own if own.exists() else run / "inference" / name
 
 
-def summarize_run(run: str | Path, dataset_name: str, *, num_images: int, drawing: str | Path) -> list[str]:
-    """Return two lines: AP or mIoU on a dataset of so many images, and the files of the run's results.
+def summarize_run(run: Path, dataset_name: str, *, num_images: int, drawing: Path) -> list[str]:
+    """Return two lines: AP or mIoU on a dataset of so many images, and where the run's results are.
 
     Raises:
         ConfigError: where ``evaluation.json`` is missing, damaged, or has no results on the dataset.
     """
-    run, drawing = Path(run), Path(drawing)
     labels = {("bbox", "AP"): "box AP", ("segm", "AP"): "mask AP", ("sem_seg", "mIoU"): "mIoU"}
     try:
         tasks = json.loads((run / EVALUATION_FILE).read_bytes())[dataset_name]
-        found = {label: tasks.get(task, {}).get(metric) for (task, metric), label in labels.items()}
-    except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
+        found = {label: tasks[task][metric] for (task, metric), label in labels.items() if task in tasks}
+    except (OSError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{run / EVALUATION_FILE} has no results on {dataset_name!r} ({error!r})") from error
-    values = "   ".join(f"{label} {value:.1f}" for label, value in found.items() if value is not None)
-    if not values:
-        raise ConfigError(f"{run / EVALUATION_FILE} has no AP and no mIoU on {dataset_name!r}")
-    names = [path.name for path in (weights_of(run), run / EVALUATION_FILE) if path is not None]
-    names += ["export/"] if (run / "export").is_dir() else []
-    names.append(drawing.name if drawing.parent == run else str(drawing))
-    return [f"{values}   ({dataset_name}, {num_images} images)", f"results in {run}: {', '.join(names)}"]
+    values = "   ".join(f"{label} {'undefined' if value is None else f'{value:.1f}'}" for label, value in found.items())
+    return [f"{values}   ({dataset_name}, {num_images} images)", f"results in {run}, predictions drawn in {drawing}"]
 
 
 def draw_samples(cfg: CfgNode, output: str | Path, *, number: int = 16, seed: int | None = None) -> list[Path]:

@@ -1,7 +1,9 @@
 """The arguments that the tools share, and how a tool ends."""
 
 import itertools
+import json
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -47,38 +49,36 @@ ABSENT = {
     "train_net.py": "--config-file absent",
     "visualize.py": "results --run absent",
 }
-# Runs a tool as Python does, and adds what it has imported.
+# Runs tools in one process, and notes the exit status, whether torch or detectron2 was imported, stdout and stderr.
 _RUN = """
-import runpy, sys
-sys.argv, sys.path[0] = sys.argv[1:], {tools!r}
-try:
-    runpy.run_path(sys.argv[0], run_name="__main__")
-except SystemExit as end:
-    status = end.code
-print("\\n", status or 0, "torch" in sys.modules, "detectron2" in sys.modules)
+import contextlib, io, json, runpy, sys
+results = []
+for script, arguments in json.load(sys.stdin):
+    sys.argv, status = [script, *arguments.split()], None
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as end:
+            status = end.code
+    imported = not sys.modules.keys().isdisjoint({"torch", "detectron2"})
+    results.append((status or 0, imported, out.getvalue(), err.getvalue()))
+print(json.dumps(results))
 """
 
 
-def start(name: str, arguments: str) -> tuple[list[str], str, str]:
-    """Exit status and whether torch and detectron2 were imported, then stdout and stderr."""
-    code = _RUN.format(tools=str(ROOT / "tools"))
-    command = [sys.executable, "-c", code, str(ROOT / "tools" / name), *arguments.split()]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
-    out, _, facts = result.stdout.rstrip().rpartition("\n")
-    return facts.split(), out, result.stderr
-
-
-@pytest.mark.parametrize("name", TOOLS)
-def test_help_and_mistakes_need_no_torch(name):
-    facts, out, _ = start(name, "--help")
-    assert facts == ["0", "False", "False"]
-    assert "example" in out.lower() and f"python tools/{name}" in out
-    facts, _, err = start(name, "--bogus")
-    assert facts == ["2", "False", "False"] and err.splitlines()[-1].count("error: ") == 1
-    if name in ABSENT:
-        facts, _, err = start(name, ABSENT[name])
-        assert facts == ["2", "False", "False"]
-        assert err.startswith("error: ") and "absent" in err and err.count("\n") == 1
+def test_help_and_mistakes_need_no_torch():
+    commands = [
+        (name, arguments) for name in TOOLS for arguments in ("--help", "--bogus", ABSENT.get(name)) if arguments
+    ]
+    options = {"cwd": ROOT / "tools", "env": os.environ | {"PYTHONPATH": str(ROOT)}, "input": json.dumps(commands)}
+    printed = subprocess.run([sys.executable, "-c", _RUN], **options, check=True, capture_output=True, text=True).stdout
+    for (name, arguments), (status, imported, out, err) in zip(commands, json.loads(printed), strict=True):
+        assert (status, imported) == (0 if arguments == "--help" else 2, False), (name, arguments)
+        if arguments == "--help":
+            assert "example" in out.lower() and f"python tools/{name}" in out
+        else:
+            assert err.splitlines()[-1].count("error: ") == 1
+            assert arguments == "--bogus" or ("absent" in err and err.count("\n") == 1)
 
 
 def test_training_has_detectron2s_arguments():
