@@ -58,16 +58,6 @@ def test_images_of_every_type_give_the_same(detector, photos):
     assert_equal(*detector([opened, opened], batch_size=2))
 
 
-def test_batches_keep_the_order_of_the_input():
-    sizes = [(40, 60), (64, 50), (80, 120), (20, 30), (64, 50)]
-    runner = BrightHalfRunner()
-    images = [picture(*size, bright="left" if index % 2 else "right") for index, size in enumerate(sizes)]
-    found = Detector(runner)(images, batch_size=3)
-    assert sorted(map(len, runner.batches)) == [2, 3]
-    assert [one.image_size for one in found] == sizes
-    assert [one.names for one in found] == [["right"], ["left"], ["right"], ["left"], ["right"]]
-
-
 def test_arrays_are_rgb_for_models_of_both_channel_orders():
     class FirstChannelRunner(BrightHalfRunner):
         """Scores are the mean of the first input channel."""

@@ -1,26 +1,24 @@
 """Detectors saved as folders and loaded again, their cards, and requests to a local hub."""
 
-import base64
-import hashlib
-import http.server
 import json
 import os
 import shutil
-import threading
+import types
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import filter_repo_objects
 
 from backbones import ConfigError
 from backbones.checkpoint_files import read_checkpoint
 from projects_vil import Detector
 from projects_vil.checkpoint import METADATA_KEY, Categories, Checkpointer, fingerprint
 from projects_vil.evaluation import write_results
-from projects_vil.inference.hub import published_config
+from projects_vil.inference import hub
 from tests.projects_vil.helpers import small_config, untrained_detector
 from tests.projects_vil.inference.helpers import BrightHalfRunner, picture
 
@@ -139,16 +137,16 @@ def test_folders_that_are_not_written(detector, run, tmp_path):
 
 
 def test_configs_with_paths_and_unknown_keys():
-    published = published_config(small_config("retinanet", *PRIVATE, "OUTPUT_DIR", "/home/me/secret"))
+    published = hub.published_config(small_config("retinanet", *PRIVATE, "OUTPUT_DIR", "/home/me/secret"))
     assert published.DATASETS.TEST == ("mine",) == published.DATASETS.TRAIN
     assert "secret" not in published.dump() and published.MODEL.WEIGHTS == small_config().MODEL.WEIGHTS
     with pytest.raises(ConfigError, match="NAME"):
-        published_config(small_config("retinanet", "MODEL.TRANSFORMER.NAME", "/home/me/model"))
+        hub.published_config(small_config("retinanet", "MODEL.TRANSFORMER.NAME", "/home/me/model"))
     cfg = small_config().clone()
     cfg.defrost()
     cfg.MODEL.OF_ANOTHER_PROJECT = 1
     with pytest.raises(ConfigError, match="OF_ANOTHER_PROJECT"):
-        published_config(cfg)
+        hub.published_config(cfg)
 
 
 @pytest.mark.parametrize("missing", ["config.yaml", "model.safetensors"])
@@ -202,120 +200,66 @@ def test_the_card_of_a_detector_with_masks(tmp_path):
 
 
 @pytest.fixture
-def serve(monkeypatch, tmp_path):
-    """Start a local hub that answers by a function of method, path and body: status, headers, content."""
-    servers = []
-
-    def start(answer) -> None:
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def handle_any(self) -> None:
-                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                status, headers, content = answer(self.command, self.path, body)
-                text = content if isinstance(content, bytes) else json.dumps(content).encode()
-                self.send_response(status)
-                for name, value in ({"Content-Length": str(len(text))} | headers).items():
-                    self.send_header(name, value)
-                self.end_headers()
-                if self.command != "HEAD":
-                    self.wfile.write(text)
-
-            do_GET = do_HEAD = do_POST = handle_any
-
-            def log_message(self, *args) -> None:
-                pass
-
-        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        servers.append(server)
-        address = f"http://127.0.0.1:{server.server_port}"
-        files = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
-        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", files)
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
-
-
-def test_paths_and_invalid_names_are_not_looked_for_on_the_hub(serve, detector, tmp_path, monkeypatch):
+def requests(monkeypatch, saved):
+    """What is asked of the Hub, which has the repository ``me/mine`` with the saved folder: (request, options)."""
     asked = []
-    serve(lambda *request: asked.append(request) or (404, {}, {}))
+
+    class Api:
+        def __init__(self, token: str | None) -> None:
+            assert token == "secret"
+
+        def create_repo(self, **options):
+            asked.append(("create", options))
+            return types.SimpleNamespace(repo_id=options["repo_id"])
+
+        def upload_folder(self, *, folder_path: Path, **options) -> str:
+            files = {path.name: path.read_bytes() for path in folder_path.iterdir()}
+            asked.append(("upload", options | {"files": files}))
+            return "https://huggingface.co/me/mine/commit/1"
+
+    def download(repo_id: str, **options) -> str:
+        asked.append(("download", options | {"repo_id": repo_id}))
+        return str(saved)
+
+    monkeypatch.setattr(hub, "HfApi", Api)
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    monkeypatch.setattr(ModelCard, "validate", lambda card: asked.append(("validate", card.data.to_dict())))
+    return asked
+
+
+def test_paths_and_invalid_names_are_not_looked_for_on_the_hub(detector, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("./absent", "/absent", "a/b/c", "../a", "~/a", r"a\b", "C:/a", "a--b", tmp_path / "absent"):
         with pytest.raises((ConfigError, HFValidationError)):
             Detector.from_pretrained(name)
-    for name in ("./me", "a/b/c", "a b", "a--b"):
+    for name in ("./me", "a/b/c", "a b"):
         with pytest.raises(HFValidationError):
             detector.push_to_hub(name)
-    assert asked == []
 
 
-def test_a_detector_of_the_hub(serve, saved, tmp_path):
-    commit, asked = "0123456789" * 4, []
-    files = {path.name: path.read_bytes() for path in saved.iterdir()} | {"model_final.pth": b"a pickle"}
-    listed = [{"type": "file", "path": name, "size": len(text), "oid": "1" * 40} for name, text in files.items()]
-
-    def answer(method, path, body):
-        asked.append(path)
-        if path.startswith("/api/models/me/mine/revision/v1"):
-            names = [{"rfilename": name} for name in files]
-            return 200, {}, {"id": "me/mine", "modelId": "me/mine", "sha": commit, "siblings": names, "tags": []}
-        if "/tree/" in path:
-            return 200, {}, listed
-        text = files[path.rpartition("/")[2]]
-        return 200, {"ETag": f'"{hashlib.sha256(text).hexdigest()}"', "X-Repo-Commit": commit}, text
-
-    serve(answer)
-    found = Detector.from_pretrained("me/mine", revision="v1", cache_dir=tmp_path / "mine")
-    assert found.categories == CLASSES and len(found(picture(70, 110)))
-    assert not any("model_final.pth" in path for path in asked) and not (tmp_path / "cache").exists()
-    asked.clear()
-    options = {"revision": "v1", "cache_dir": tmp_path / "mine", "local_files_only": True}
-    assert Detector.from_pretrained("me/mine", **options).names == CLASSES.names and asked == []
+def test_a_detector_of_the_hub(requests):
+    options = {"revision": "v1", "cache_dir": "cache", "local_files_only": True}
+    assert Detector.from_pretrained("me/mine", **options).categories == CLASSES
+    [(_, asked)] = requests
+    assert asked.items() >= (options | {"repo_id": "me/mine", "force_download": False}).items()
+    # A pickle in the repository is not downloaded.
+    patterns = asked["allow_patterns"]
+    assert [*filter_repo_objects([*FILES, "model_final.pth"], allow_patterns=patterns)] == [*FILES]
 
 
-def test_an_upload(serve, detector, saved):
+def test_an_upload(requests, detector, saved):
     """The card is validated first; an evaluation and reports of earlier weights are removed with them."""
-    posts, uploaded, deleted, errors = [], {}, [], [{"message": "license is unknown"}]
+    options = {"token": "secret", "ignore_patterns": "*.report.json"}
+    detector.push_to_hub("me/mine", private=True, license="mit", branch="v1", **options)
+    (_, card), (_, created), (_, uploaded) = requests
+    assert [request for request, _ in requests] == ["validate", "create", "upload"]
+    assert card["license"] == "mit" and created["private"] is True
+    assert uploaded["files"].keys() == FILES and uploaded["ignore_patterns"] == options["ignore_patterns"]
+    assert uploaded["revision"] == "v1" and b'from_pretrained("me/mine")' in uploaded["files"]["README.md"]
+    assert uploaded["files"]["config.yaml"] == (saved / "config.yaml").read_bytes()
     there = ["README.md", "evaluation.json", "older.onnx.report.json", "notes.txt"]
-
-    def answer(method, path, body):
-        if method == "POST":
-            posts.append(path)
-        if path == "/api/validate-yaml":
-            return (400 if errors else 200), {}, {"errors": errors, "warnings": []}
-        if path == "/api/repos/create":
-            return 200, {}, {"url": "http://127.0.0.1:9/me/mine", "name": "me/mine"}
-        if "/preupload/" in path:
-            files = [{"path": file["path"], "uploadMode": "regular"} for file in json.loads(body)["files"]]
-            return 200, {}, {"files": [file | {"shouldIgnore": False, "oid": None} for file in files]}
-        if "/commit/" in path:
-            for line in map(json.loads, body.splitlines()):
-                if line["key"] == "file":
-                    uploaded[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
-                elif line["key"] == "deletedFile":
-                    deleted.append(line["value"]["path"])
-            return 200, {}, {"commitUrl": "http://127.0.0.1:9/me/mine/commit/1", "commitOid": "1", "success": True}
-        if "/tree/" in path:
-            return 200, {}, [{"type": "file", "path": name, "size": 1, "oid": "1" * 40} for name in there]
-        return 404, {"X-Error-Code": "EntryNotFound"}, {"error": path}
-
-    serve(answer)
-    with pytest.raises((ValueError, HfHubHTTPError)):
-        detector.push_to_hub("me/mine", license="other", token="x")
-    assert posts == ["/api/validate-yaml"]
-    errors.clear()
-    detector.push_to_hub("me/mine", private=True, token="x", license="mit", ignore_patterns="*.report.json")
-    assert set(uploaded) == FILES - {"model.ts.report.json"}
-    assert uploaded["config.yaml"] == (saved / "config.yaml").read_bytes()
-    card = uploaded["README.md"].decode()
-    assert "license: mit" in card and 'from_pretrained("me/mine")' in card
-    assert deleted == ["older.onnx.report.json"] and posts[1:3] == ["/api/validate-yaml", "/api/repos/create"]
-    deleted.clear()
-    detector.push_to_hub("me/mine", token="x", allow_patterns="README.md")
-    detector.push_to_hub("me/mine", token="x", delete_patterns=[])
-    assert deleted == []
-    Detector.from_pretrained(saved, score_threshold=0.5).push_to_hub("me/mine", token="x")
-    assert sorted(deleted) == ["evaluation.json", "older.onnx.report.json"]
+    assert [*filter_repo_objects(there, allow_patterns=uploaded["delete_patterns"])] == there[1:3]
+    detector.push_to_hub("me/mine", token="secret", allow_patterns="README.md")
+    assert requests[-1][1]["delete_patterns"] is None
+    detector.push_to_hub("me/mine", token="secret", delete_patterns=[])
+    assert requests[-1][1]["delete_patterns"] == []
