@@ -227,7 +227,9 @@ class Backbone(nn.Module, abc.ABC):
         self.set_activation_checkpointing(settings.activation_checkpointing)
         backend = settings.attention_backend
         if backend == "triton" and not any(getattr(module, "backend", None) == backend for module in self.modules()):
-            raise ConfigError(f"attention_backend={backend!r} is for sliding chunks, which the variant has not")
+            raise ConfigError(
+                f"attention_backend={backend!r} is for sliding chunks, which this variant does not have: use 'auto'"
+            )
 
     @property
     def common_backend(self) -> str:

@@ -60,7 +60,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         loaded = {"model": loaded}
     state_dict = state_dict_of(loaded) if isinstance(loaded, dict) else None
     if state_dict is None or not all(isinstance(name, str) for name in state_dict):
-        raise ConfigError(f"{path} holds no state dict of a model")
+        raise ConfigError(f"{path} has no state dict of a model")
     for name, tensor in state_dict.items():
         if isinstance(tensor, Tensor) and (tensor.layout != torch.strided or tensor.is_meta):
             raise ConfigError(f"{path}: {name} is not a dense tensor with values")

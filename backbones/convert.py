@@ -101,7 +101,7 @@ def recognise(contents: Mapping[str, object]) -> OfficialCheckpoint | None:
     tensors = {name.removeprefix("module."): tensor for name, tensor in state_dict.items()}
     if len(tensors) < len(state_dict):
         twice = next(name for name in state_dict if f"module.{name}" in state_dict)
-        raise ConfigError(f"the checkpoint has {twice} twice, with and without module.")
+        raise ConfigError(f"the checkpoint has {twice} twice, with and without the prefix module.")
     for prefix in (_DETECTRON2, _MMDETECTION, ""):
         backbone = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
         is_vil = any(_VIL_NAME.match(name) for name in backbone)
@@ -150,7 +150,7 @@ def convert_state_dict(
         model = create(name, **(model_options or {}))
     conversion = _CONVERSIONS.get(type(model.backbone if classifier else model))
     if conversion is None:
-        raise ConfigError(f"no official weights of {name} were ever published")
+        raise ConfigError(f"there are no official weights of {name}")
     return conversion(model, "backbone." if classifier else "").convert(name, official)
 
 

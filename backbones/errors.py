@@ -45,7 +45,7 @@ def check_choice(what: str, value: object, choices: Iterable[str]) -> None:
     choices = list(choices)
     if value not in choices:
         names = list(map(str, choices))
-        raise ConfigError(f"unknown {what} {value!r}: it is one of {', '.join(names)}{closest(str(value), names)}")
+        raise ConfigError(f"unknown {what} {value!r}: choose one of {', '.join(names)}{closest(str(value), names)}")
 
 
 def check_whole(name: str, value: object, *, least: int = 1) -> None:

@@ -348,7 +348,9 @@ def _adapt_state_dict(state_dict: dict[str, Tensor], model: nn.Module) -> dict[s
     ours, theirs = ({key: t.shape for key, t in d.items() if not key.startswith(heads)} for d in (target, adapted))
     if ours != theirs:
         wrong = sorted(dict(ours.items() ^ theirs.items()))
-        raise ConfigError(f"the checkpoint is of another model: {len(wrong)} names or shapes differ, as {wrong[0]}")
+        raise ConfigError(
+            f"the checkpoint is of another model: {len(wrong)} names or shapes differ, such as {wrong[0]}"
+        )
     return adapted
 
 

@@ -277,13 +277,13 @@ def check_device(cfg: CfgNode, *, devices: Sequence[str] = DEVICES) -> bool:
     name, backend = cfg.MODEL.DEVICE, cfg.MODEL.TRANSFORMER.ATTENTION_BACKEND
     match = re.fullmatch(r"(cpu|cuda)(?::(\d+))?", name)
     if match is None or match[1] not in devices:
-        raise ConfigError(f"MODEL.DEVICE is {name}: it can be {' or '.join(devices)}")
+        raise ConfigError(f"MODEL.DEVICE is {name}: it must be {' or '.join(devices)}")
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if match[1] == "cuda" and int(match[2] or 0) >= available:
-        raise ConfigError(f"MODEL.DEVICE is {name}, and {available} CUDA devices are available: cpu takes the CPU")
+        raise ConfigError(f"MODEL.DEVICE is {name}, and {available} CUDA devices are available: use MODEL.DEVICE cpu")
     missing = missing_for(torch.device(name))
     if missing is not None and backend == "triton":
-        raise ConfigError(f"MODEL.TRANSFORMER.ATTENTION_BACKEND triton needs {missing} (MODEL.DEVICE): take auto")
+        raise ConfigError(f"MODEL.TRANSFORMER.ATTENTION_BACKEND triton needs {missing} (MODEL.DEVICE): use auto")
     return match[1] == "cuda"
 
 

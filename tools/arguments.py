@@ -84,7 +84,7 @@ class ToolParser(argparse.ArgumentParser):
             self.error(f"unknown argument {unknown[0]}{closest(unknown[0], known)}")
         json_path = getattr(parsed, "json", None)
         if json_path and any(value == json_path for name, value in vars(parsed).items() if name != "json"):
-            self.error(f"argument --json: {json_path} is another file of this command")
+            self.error(f"argument --json: {json_path} is already another argument of this command: name another file")
         return parsed
 
     def error(self, message: str) -> NoReturn:

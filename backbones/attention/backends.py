@@ -134,7 +134,9 @@ def _compare(kernels: Mapping[str, Kernel], kernel_key: KernelKey) -> tuple[dict
                 if error <= _TOLERANCES[kernel_key.dtype]:
                     times[name] = _seconds(kernel, kernel_key)
                     continue
-            logger.warning("%s: %s is not taken: it is off by %.1e of the largest value", kernel_key, name, error)
+            logger.warning(
+                "%s: kernel %s is not used: it differs by %.1e of the largest value", kernel_key, name, error
+            )
         except ConfigError:
             # The kernel does not support this type, or heads of this size.
             continue
@@ -142,7 +144,7 @@ def _compare(kernels: Mapping[str, Kernel], kernel_key: KernelKey) -> tuple[dict
             is_final = is_final and not isinstance(failure, torch.OutOfMemoryError)
             lines = str(failure).strip().splitlines()
             logger.warning(
-                "%s: %s is not taken: %s: %s", kernel_key, name, type(failure).__name__, lines[0] if lines else ""
+                "%s: kernel %s is not used: %s: %s", kernel_key, name, type(failure).__name__, lines[0] if lines else ""
             )
     return times, is_final
 
@@ -208,8 +210,8 @@ def _agreed(chosen: str, kernel_key: KernelKey) -> str:
         # Private, and the only way to it.
         first = torch.distributed.distributed_c10d._get_default_store().compare_set(key, "", chosen).decode()
     except (AttributeError, NotImplementedError, RuntimeError) as error:
-        logger.warning("%s: %s, whatever other processes take: %s", kernel_key, chosen, error)
+        logger.warning("%s: kernel %s; other processes may choose another one: %s", kernel_key, chosen, error)
         return chosen
     if first != chosen:
-        logger.info("%s: %s, as in the first process", kernel_key, first)
+        logger.info("%s: kernel %s, as in the first process", kernel_key, first)
     return first

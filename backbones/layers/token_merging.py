@@ -137,7 +137,7 @@ def sampled_positions(offsets: Sequence[Tensor], row: int, col: int) -> Tensor:
     """
     height, width = offsets[-1].shape[:2]
     if not (0 <= row < height and 0 <= col < width):
-        raise ConfigError(f"no token ({row}, {col}) in a map of {height} x {width}")
+        raise ConfigError(f"there is no token ({row}, {col}) in a feature map of {height} x {width}")
     positions = offsets[-1].new_tensor([[row, col]])
     for offset in reversed(offsets):
         height, width = offset.shape[:2]

@@ -288,10 +288,10 @@ class CharLM(nn.Module):
         check_whole("rank", rank)
         check_whole("window_size", window_size)
         if dim % 2:
-            raise ConfigError(f"dim={dim}: half of it are sines and half cosines of positions, so that it is even")
+            raise ConfigError(f"dim={dim}: it must be even, since positions are half sines and half cosines")
         if memory_length % segment_length or memory_length < window_size:
             raise ConfigError(
-                f"memory_length={memory_length}: it is a multiple of segment_length={segment_length}, and at least"
+                f"memory_length={memory_length}: it must be a multiple of segment_length={segment_length}, and at least"
                 f" window_size={window_size}"
             )
         self.memory_length = memory_length

@@ -197,7 +197,7 @@ def build_baseline(name: str) -> Backbone:
         return SwinTransformer(drop_path_rate=0.0)
     if not timm.is_model(name):
         hint = closest(name, [*BASELINES, *timm.list_models()])
-        raise ConfigError(f"unknown baseline {name!r}: it is one of {', '.join(BASELINES)} or a model of timm{hint}")
+        raise ConfigError(f"unknown baseline {name!r}: choose one of {', '.join(BASELINES)} or a model of timm{hint}")
     return _TimmBackbone(name)
 
 
@@ -207,7 +207,7 @@ class _TimmBackbone(Backbone):
         try:
             self.net = timm.create_model(name, features_only=True)
         except (RuntimeError, AttributeError, NotImplementedError) as error:
-            raise ConfigError(f"baseline {name!r}: timm has no feature maps of it") from error
+            raise ConfigError(f"baseline {name!r}: timm does not return its feature maps") from error
         info = self.net.feature_info
         self.strides = info.reduction()
         # FPN takes the last feature map of each stride.

@@ -169,12 +169,12 @@ def _check_request(
         raise ConfigError(f"a {architecture} cannot be exported yet: only {' and '.join(DETECTORS)} can")
     check_format(file_format)
     if precision not in FORMATS[file_format].precisions:
-        raise ConfigError(f"precision {precision}: {file_format} has {', '.join(FORMATS[file_format].precisions)}")
+        raise ConfigError(f"precision {precision}: {file_format} supports {', '.join(FORMATS[file_format].precisions)}")
     check_choice("input_dtype", input_dtype, ("uint8", "float32"))
     if size is not None and file_format == "torchscript":
         raise ConfigError("size: a TorchScript file takes any size; leave it out, or take another format")
     if size is not None and evaluate:
-        raise ConfigError("size: images of DATASETS.TEST have other sizes; leave it out, or evaluate and int8")
+        raise ConfigError("size: images of DATASETS.TEST have other sizes; leave out size, or evaluate and int8")
     if evaluate:
         register_datasets(cfg)
         load_dataset(cfg, cfg.DATASETS.TEST, train=False)

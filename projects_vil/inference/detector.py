@@ -227,7 +227,7 @@ class Detector(HubMixin):
         for batch in self.detect(batches, batch_size=batch_size):
             for item, detections in batch:
                 if isinstance(item, Skipped):
-                    raise ConfigError(f"cannot take {item.name}: {item.reason}")
+                    raise ConfigError(f"cannot read {item.name}: {item.reason}")
                 found[item.index] = detections
         results = [found[index] for index in range(len(sources))]
         return results[0] if single else results

@@ -266,7 +266,7 @@ def find_reports(folder: Path, model: str) -> tuple[dict | None, dict[str, dict]
         if not isinstance(report, dict) or report.get("fingerprint") != model:
             _logger.warning("left out: %s is not a report on these weights and settings: export again", path)
         elif _PATH.search(json.dumps(report)) or path.name in reports:
-            _logger.warning("left out: %s has a path in it, or its name is taken", path)
+            _logger.warning("left out: %s contains a path, or another file has its name", path)
         else:
             reports[path.name] = report
     return evaluation, reports
@@ -278,13 +278,13 @@ def published_config(cfg: CfgNode) -> CfgNode:
     Datasets keep their names, except for names that are paths.
 
     Raises:
-        ConfigError: for another key with a path, or an unknown key, which nobody could load.
+        ConfigError: for another key with a path, or a key that load_config does not know.
     """
     usual, published = default_config(), default_config()
     try:
         published.merge_from_other_cfg(cfg)
     except KeyError as error:
-        raise ConfigError(f"the config has a key that nobody could load: {error.args[0]}") from error
+        raise ConfigError(f"the config has a key that load_config does not know: {error.args[0]}") from error
     for node, keys in _PRIVATE.items():
         ours, theirs = (getattr(config, node) if node else config for config in (published, usual))
         for key in keys:

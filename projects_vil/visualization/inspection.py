@@ -232,7 +232,7 @@ def sampling_positions(backbone: Backbone, batch: Tensor, tokens: Sequence[tuple
         ConfigError: for a backbone without deformable merging, or of one stage.
     """
     if not isinstance(backbone, LIT):
-        raise ConfigError(f"{type(backbone).__name__} has no deformable token merging: only LIT has")
+        raise ConfigError(f"{type(backbone).__name__} has no deformable token merging: use a LIT")
     offsets = [offset[0] for offset in backbone.sampling_offsets(batch).values()]
     if not offsets:
         raise ConfigError("the backbone ends with stage 1, which merges no tokens")
@@ -269,7 +269,7 @@ def draw_offsets(
     paths = [Path(output) / f"{Path(file).stem}_offsets.png" for file in image_files]
     for path in paths:
         if paths.count(path) > 1:
-            raise ConfigError(f"two images would be written to {path}")
+            raise ConfigError(f"two images would be written to {path}: give them different names")
     model, backbone = load_model(cfg, weights)
     for file, path in zip(image_files, paths, strict=True):
         pixels, batch, found = read_input(cfg, model, file, point)

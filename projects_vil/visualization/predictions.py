@@ -74,7 +74,9 @@ def draw_results(
             raise ConfigError(f"{record['file_name']} has {size[0]} x {size[1]} pixels, unlike its annotations")
         found = by_image[record[key]]
         if any(tuple(item.get("segmentation", {}).get("size", size)) != size for item in found):
-            raise ConfigError(f"{predictions} has masks of another size than {record['file_name']}: another dataset's?")
+            raise ConfigError(
+                f"{predictions} has masks of another size than {record['file_name']}: are they of this dataset?"
+            )
         name = f"{Path(record['file_name']).stem}, {size[0]} x {size[1]}"
         scale = min(PANEL_WIDTH / size[1], PANEL_HEIGHT / size[0])
         if is_sem_seg:
@@ -109,7 +111,7 @@ def draw_evaluation(cfg: CfgNode, *, name: str) -> list[Path]:
             records = load_dataset(cfg, [dataset], train=False, report=False)
             draw_results(dataset, records, predictions_file(output, dataset), path, **options)
         except (ConfigError, OSError) as error:
-            logging.getLogger(__name__).warning("no drawing of %s: %s", dataset, error)
+            logging.getLogger(__name__).warning("%s cannot be drawn: %s", dataset, error)
         else:
             paths.append(path)
     return paths

@@ -76,7 +76,7 @@ def evaluate_robustness(
         needed = (ROBUSTNESS_SETS[name].folder, ROBUSTNESS_SETS[name].labels)
         missing[name] = [part for part in needed if part is not None and not (data / part).exists()]
     if all(missing.values()):
-        raise ConfigError(f"data: {data} has none of {', '.join(sorted({*sum(missing.values(), [])}))}")
+        raise ConfigError(f"data: {data} contains none of {', '.join(sorted({*sum(missing.values(), [])}))}")
     # All folders are listed before the first image is read.
     folders = {name: _list_folders(data, name, missing[name]) for name in sets}
     classifier = load_classifier(weights, variant, img_size=img_size, averaged=averaged)
