@@ -62,9 +62,7 @@ def build_evaluator(cfg: CfgNode, dataset_name: str, output_folder: str) -> Data
         return PascalVOCDetectionEvaluator(dataset_name)
     if evaluator_type == "sem_seg":
         return _label_evaluator(dataset_name, output_folder)
-    raise ConfigError(
-        f"{dataset_name} has evaluator_type {evaluator_type!r}: it must be coco, lvis, pascal_voc or sem_seg"
-    )
+    raise ConfigError(f"{dataset_name} has evaluator_type {evaluator_type!r}: use coco, lvis, pascal_voc or sem_seg")
 
 
 def _label_evaluator(dataset_name: str, output_folder: str) -> SemSegEvaluator:

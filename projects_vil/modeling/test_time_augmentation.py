@@ -42,7 +42,7 @@ def add_tta(cfg: CfgNode, model: nn.Module) -> "GeneralizedRCNNWithTTA | RetinaN
         if given != _USUAL_SIZES and max(given) > end:
             raise ConfigError(
                 f"TEST.AUG.MIN_SIZES has {max(given)}, and this model's position tables end at "
-                f"MODEL.TRANSFORMER.MAX_IMG_SIZE {end}: make one of them fit"
+                f"MODEL.TRANSFORMER.MAX_IMG_SIZE {end}: lower the sizes, or raise the limit"
             )
         # Each once, in order.
         sizes, longest = tuple(dict.fromkeys(min(size, end) for size in sizes)), min(longest, end)
