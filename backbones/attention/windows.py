@@ -167,8 +167,9 @@ class _Gradients:
         if inputs.global_key is not None:
             self.global_keys_values = F.pad(inputs.global_key, (0, 1)), F.pad(inputs.global_value, (0, 1), value=1.0)
             self.global_grads = torch.zeros_like(inputs.global_key), torch.zeros_like(inputs.global_value)
-        # Of each piece, and of the global keys: broadcast to (M, keys, P)
-        self.biases = [None] * len(layout.pieces())
+        # For each piece, and for the global keys: broadcast to (M, keys, P)
+        no_bias = self.query.new_zeros(1, 1, 1)
+        self.biases = [no_bias] * len(layout.pieces())
         if inputs.local_bias is not None:
             window = inputs.local_bias.unflatten(2, (layout.length, -1))
             self.biases = [
@@ -176,7 +177,7 @@ class _Gradients:
                 for row, col, columns in layout.pieces()
             ]
         self.bias_grads = [torch.zeros_like(x) if needed.local_bias else None for x in self.biases]
-        self.biases.append(None if inputs.global_bias is None else inputs.global_bias[:, :, None])
+        self.biases.append(no_bias if inputs.global_bias is None else inputs.global_bias[:, :, None])
         self.bias_grads.append(torch.zeros_like(self.biases[-1]) if needed.global_bias else None)
         # Memory that all rows and blocks use in turn: to allocate it for each would take as long as some products.
         groups, size, keys = self.halo.shape[2], layout.window_size, sum(x[2] for x in layout.pieces())
@@ -195,9 +196,8 @@ class _Gradients:
             length, rows = self.layout.length, self.layout.piece_rows
             window = self.query.new_zeros(*self.bias_grads[0].shape[::2], length, length)
             for (row, col, columns), part in zip(self.layout.pieces(), self.bias_grads, strict=False):
-                window[:, :, row : row + rows, col : col + columns] = part.unflatten(1, (columns, -1)).permute(
-                    0, 3, 2, 1
-                )
+                part = part.unflatten(1, (columns, -1)).permute(0, 3, 2, 1)
+                window[:, :, row : row + rows, col : col + columns] = part
             local_bias_grad = window.flatten(2)
         global_bias_grad = None if self.bias_grads[-1] is None else self.bias_grads[-1][..., 0]
         query_grad = self._from_chunks(self.query_grad.mul_(self.scale))
@@ -240,11 +240,14 @@ class _Gradients:
             [part.view(len(query), -1, query.shape[1]) for part in x.split(sizes)] for x in (all_weights, all_products)
         )
 
-        sums = None if self.logsumexp is None else self.logsumexp[image, row, chunks].flatten(0, 1)[:, None]
         for part, key, bias in zip(weights, keys, self.biases, strict=False):
-            self._fill(part, bias, sums)
+            scores = part.unflatten(0, (-1, self.heads))
+            if self.logsumexp is None:
+                scores.copy_(bias)
+            else:
+                torch.sub(bias.expand_as(scores), self.logsumexp[image, row, chunks, :, None], out=scores)
             part.baddbmm_(key, query_columns)
-        if sums is None:
+        if self.logsumexp is None:
             sums = torch.stack([part.logsumexp(dim=1) for part in weights]).logsumexp(dim=0)[:, None]
             for part in weights:
                 part.sub_(sums)
@@ -269,17 +272,6 @@ class _Gradients:
             part = strips[row][index, chunks.start + step : chunks.stop + step].flatten(0, 1)
             pieces.append(part[:, :columns].flatten(1, 2))
         return pieces
-
-    def _fill(self, scores: Tensor, bias: Tensor | None, sums: Tensor | None) -> None:
-        """Set scores (N, keys, P) to the bias less the log-sum-exps (N, 1, P)."""
-        if bias is None:
-            scores.zero_() if sums is None else torch.neg(sums.expand_as(scores), out=scores)
-            return
-        scores = scores.unflatten(0, (-1, self.heads))
-        if sums is None:
-            scores.copy_(bias)
-        else:
-            torch.sub(bias, sums.unflatten(0, (-1, self.heads)), out=scores)
 
     def _add(
         self, totals: list[Tensor], weights: list[Tensor], sources: Tensor, global_total: Tensor | None, image: int
