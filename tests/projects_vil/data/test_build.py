@@ -70,17 +70,6 @@ def test_box_dataset_for_a_mask_detector(copy):
 # -- loaders ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("detector", ["retinanet", "mask_rcnn"])
-def test_train_loader(shapes, detector):
-    overrides = ["SOLVER.IMS_PER_BATCH", "4", "INPUT.MIN_SIZE_TRAIN", "(48,)"]
-    batch = next(iter(build_train_loader(small_config(detector, *overrides))))
-    assert len(batch) == 4
-    for record in batch:
-        assert record["image"].dtype == torch.uint8 and min(record["image"].shape[1:]) == 48
-        assert len(record["instances"]) >= 1 and record["instances"].gt_boxes.tensor.max() > 1
-        assert record["instances"].has("gt_masks") == (detector == "mask_rcnn")
-
-
 def test_test_loader_gives_every_image_once_in_rgb(shapes):
     batches = list(build_test_loader(small_config("retinanet", "INPUT.MIN_SIZE_TEST", "40"), "shapes_val"))
     assert [len(batch) for batch in batches] == [1] * 8

@@ -7,9 +7,8 @@ from detectron2.data.detection_utils import read_image as detectron2_read_image
 from detectron2.structures import BitMasks, Boxes
 from PIL import Image, ImageFile
 
-from projects_vil.data import Mapper, UnreadableImage, read_for_testing, read_image, read_size
+from projects_vil.data import UnreadableImage, read_image, read_size
 from projects_vil.data.detection_utils import boxes_of_masks
-from tests.projects_vil.helpers import small_config
 
 HEIGHT, WIDTH = 30, 44
 
@@ -67,21 +66,6 @@ def test_32_bits_are_refused(tmp_path, dtype):
     Image.fromarray(gradient()[..., 2].astype(dtype)).save(tmp_path / "deep.tif")
     with pytest.raises(UnreadableImage, match="deep.tif"):
         read_image(tmp_path / "deep.tif")
-
-
-def test_16_bits_train_and_test_alike(tmp_path):
-    """The mapper, and what exports and drawings read with, see the 8 bits."""
-    path = tmp_path / "deep.png"
-    Image.fromarray(gradient()[..., 2].astype(np.uint16) * 257).save(path)
-    Image.fromarray(gradient()[..., 2]).save(tmp_path / "shallow.png")
-    keys = ["INPUT.MIN_SIZE_TRAIN", f"({HEIGHT}, {HEIGHT})", "INPUT.MIN_SIZE_TEST", str(HEIGHT)]
-    cfg = small_config("retinanet", *keys, "INPUT.RANDOM_FLIP", "none")
-    expected, size = read_for_testing(cfg, tmp_path / "shallow.png", image_format="RGB")
-    assert size == (HEIGHT, WIDTH) and expected.std() > 10
-    np.testing.assert_array_equal(read_for_testing(cfg, path, image_format="RGB")[0], expected)
-    for is_train in (True, False):
-        mapped = Mapper(cfg, is_train=is_train)({"file_name": str(path), "annotations": []})
-        assert (mapped["image"].numpy() == expected.transpose(2, 0, 1)).all()
 
 
 @pytest.mark.parametrize("name", ["cut.jpg", "cut.png", "text.jpg", "empty.png", "absent.jpg", "folder.jpg"])
