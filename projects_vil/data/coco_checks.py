@@ -117,7 +117,7 @@ class CocoFile:
             for name, index, value in find(self):
                 self.found[name].append(index)
                 if len(self.examples[name]) < NUM_EXAMPLES:
-                    self.examples[name].append(self._example(CHECKS[name].of, index, value))
+                    self.examples[name].append(self._example(CHECKS[name].key, index, value))
 
     def findings(self, *severities: str) -> list["Check"]:
         """Return the checks that found something, by severity and in the order of the table."""
@@ -136,12 +136,12 @@ class CocoFile:
         """Return what is usable of the segmentation of an annotation ``entry``, None for nothing."""
         return usable_segmentation(entry.get("segmentation"), *self.size_of_image(index))
 
-    def _example(self, of: str, index: int, value: Any) -> dict[str, Any]:
-        entry = self.dataset[of][index]
+    def _example(self, key: str, index: int, value: Any) -> dict[str, Any]:
+        entry = self.dataset[key][index]
         if not isinstance(entry, dict):
             return {"value": _shortened(entry)}
-        known = {name: entry.get(key) for name, key in _EXAMPLE_KEYS[of].items()}
-        if of == "annotations" and self.image_of[index] >= 0:
+        known = {name: entry.get(field) for name, field in _EXAMPLE_KEYS[key].items()}
+        if key == "annotations" and self.image_of[index] >= 0:
             known["file"] = self.images[self.image_of[index]]["file_name"]
         known["value"] = value if value is None or isinstance(value, str) else _shortened(value)
         return {key: item for key, item in known.items() if item is not None}
@@ -186,7 +186,7 @@ class CocoFile:
         return {
             "annotations": self.path,
             "image_root": self.image_root,
-            "numbers": {of: len(self.dataset.get(of, ())) for of in ("images", "annotations", "categories")},
+            "numbers": {key: len(self.dataset.get(key, ())) for key in ("images", "annotations", "categories")},
             "passed": not self.findings("error"),
             "found": [
                 {field: getattr(check, field) for field in fields}
@@ -207,25 +207,25 @@ class CocoFile:
         numbers = [n for e in self.annotations if isinstance(e, dict) and type(n := e.get("id")) is int]
         self.new_ids = itertools.count(max([0, *numbers]) + 1)
         dataset, left_out, changed = dict(self.dataset), {}, {}
-        for of in ("categories", "images", "annotations"):
-            entries = self.dataset.get(of, [])
-            left_out[of], changed[of] = set(), {}
-            if of == "annotations":
-                left_out[of] = set(np.flatnonzero(np.isin(self.image_of, list(left_out["images"]))).tolist())
+        for key in ("categories", "images", "annotations"):
+            entries = self.dataset.get(key, [])
+            left_out[key], changed[key] = set(), {}
+            if key == "annotations":
+                left_out[key] = set(np.flatnonzero(np.isin(self.image_of, list(left_out["images"]))).tolist())
             for check in CHECKS.values():
-                if check.of != of or check.fix is None or (check.name == "area_missing" and not areas):
+                if check.key != key or check.fix is None or (check.name == "area_missing" and not areas):
                     continue
                 for index in self.found.get(check.name, ()):
-                    if index in left_out[of]:
+                    if index in left_out[key]:
                         continue
-                    entry = check.fix(self, index, changed[of].get(index, entries[index]))
+                    entry = check.fix(self, index, changed[key].get(index, entries[index]))
                     if entry is None:
-                        left_out[of].add(index)
+                        left_out[key].add(index)
                     else:
-                        changed[of][index] = entry
-            if of in dataset:
-                dataset[of] = [changed[of].get(i, e) for i, e in enumerate(entries) if i not in left_out[of]]
-        counts = {of: len(left_out[of]) for of in ("images", "annotations")}
+                        changed[key][index] = entry
+            if key in dataset:
+                dataset[key] = [changed[key].get(i, e) for i, e in enumerate(entries) if i not in left_out[key]]
+        counts = {key: len(left_out[key]) for key in ("images", "annotations")}
         return dataset, counts | {"changed": len(changed["annotations"].keys() - left_out["annotations"])}
 
 
@@ -512,7 +512,7 @@ class Check:
         fix: from a :class:`CocoFile`, an index and an entry to the fixed entry, or to None to leave it out; None where
             there is no fix.
         effect: of the fix, or of a note.
-        of: the list of the COCO file that it is about.
+        key: the list of the COCO file that it is about.
     """
 
     name: str
@@ -520,7 +520,7 @@ class Check:
     what: str
     fix: Callable[[CocoFile, int, Any], Any] | None
     effect: str
-    of: Literal["categories", "images", "annotations"]
+    key: Literal["categories", "images", "annotations"]
 
 
 SEVERITIES = ("error", "fixed", "note")
@@ -594,7 +594,7 @@ _TABLE: dict[str, tuple[tuple, ...]] = {
     ),
 }
 # fmt: on
-CHECKS = {row[0]: Check(*row, of=of) for of, rows in _TABLE.items() for row in rows}
+CHECKS = {row[0]: Check(*row, key=key) for key, rows in _TABLE.items() for row in rows}
 _FINDERS = (
     *(find_in_categories, find_in_images, find_in_files, find_in_annotations, find_in_masks, find_in_boxes),
     find_without_objects,
