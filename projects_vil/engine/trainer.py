@@ -289,6 +289,10 @@ class Trainer(DefaultTrainer):
     """
 
     averaged: AveragedModel | None = None
+    build_optimizer = staticmethod(solver.build_optimizer)
+    build_lr_scheduler = staticmethod(solver.build_lr_scheduler)
+    build_train_loader = staticmethod(data.build_train_loader)
+    build_test_loader = staticmethod(data.build_test_loader)
 
     def __init__(
         self,
@@ -334,22 +338,6 @@ class Trainer(DefaultTrainer):
         self._is_unfinished = False
         self._metrics_file: MetricsFile | None = None
         self.register_hooks(self.build_hooks())
-
-    @classmethod
-    def build_optimizer(cls, cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
-        return solver.build_optimizer(cfg, model)
-
-    @classmethod
-    def build_lr_scheduler(cls, cfg: CfgNode, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-        return solver.build_lr_scheduler(cfg, optimizer)
-
-    @classmethod
-    def build_train_loader(cls, cfg: CfgNode) -> torch.utils.data.DataLoader:
-        return data.build_train_loader(cfg)
-
-    @classmethod
-    def build_test_loader(cls, cfg: CfgNode, dataset_name: str) -> torch.utils.data.DataLoader:
-        return data.build_test_loader(cfg, dataset_name)
 
     @classmethod
     def build_evaluator(cls, cfg: CfgNode, dataset_name: str) -> DatasetEvaluator:

@@ -109,3 +109,9 @@ def error_line(result: subprocess.CompletedProcess) -> str:
     lines = result.stderr.splitlines()
     assert [line for line in lines if line.startswith("error: ")] == lines[-1:], result.stderr
     return lines[-1]
+
+
+def last_child(pid: int) -> int:
+    """Return the child of a process that was started last."""
+    children = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=True).stdout.split()
+    return int(children[-1])

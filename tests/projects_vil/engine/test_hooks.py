@@ -6,37 +6,12 @@ import types
 import pytest
 import torch
 from detectron2.utils import comm
-from detectron2.utils.events import EventStorage, EventWriter
+from detectron2.utils.events import EventStorage
 
 from backbones.attention.efficient import PerformerAttention
 from backbones.attention.sliding_chunk import SlidingChunkAttention
-from projects_vil.engine import Trainer
-from projects_vil.engine.hooks import BestCheckpointer, LRScheduler, MetricsWriter, RandomShift, RedrawFeatures
+from projects_vil.engine.hooks import BestCheckpointer, LRScheduler, RandomShift, RedrawFeatures
 from tests.projects_vil.engine.gloo import in_processes
-from tests.projects_vil.helpers import small_config
-
-
-def features_of(path) -> dict[str, torch.Tensor]:
-    state = torch.load(path, weights_only=True)["model"]
-    return {name: tensor for name, tensor in state.items() if name.endswith("attention.features")}
-
-
-@pytest.mark.slow
-def test_random_features_are_resampled_by_iteration_and_saved(shapes, tmp_path):
-    """Before the third and the fifth iteration; a resumed run samples as one that never stopped."""
-    options = ["MODEL.TRANSFORMER.NAME", "performer_tiny", "MODEL.TRANSFORMER.FEATURE_REDRAW_PERIOD", "2"]
-    options += ["SOLVER.IMS_PER_BATCH", "2", "SOLVER.MAX_ITER", "5", "SOLVER.CHECKPOINT_PERIOD", "2"]
-    cfg = small_config("retinanet", *options, "OUTPUT_DIR", str(tmp_path), "DATASETS.TEST", "()")
-    Trainer(cfg).train()
-    at = [features_of(tmp_path / f"model_{name}.pth") for name in ("0000001", "0000003", "final")]
-    first = next(iter(at[2]))
-    assert len(at[2]) == 12
-    assert not torch.equal(at[0][first], at[1][first]) and not torch.equal(at[1][first], at[2][first])
-    (tmp_path / "last_checkpoint").write_text("model_0000001.pth")
-    resumed = Trainer(cfg)
-    resumed.resume_or_load(resume=True)
-    resumed.train()
-    assert all(torch.equal(tensor, at[2][name]) for name, tensor in features_of(tmp_path / "model_final.pth").items())
 
 
 def _features_after_start(folder) -> None:
@@ -84,25 +59,6 @@ def test_the_logged_rate_is_not_a_layers():
         hook.before_train()
         hook.after_step()
         assert storage.latest()["lr"][0] == pytest.approx(0.1 * 0.5)
-
-
-class _Writer(EventWriter):
-    def __init__(self, storage):
-        self.storage, self.found = storage, []
-
-    def write(self) -> None:
-        self.found.append(self.storage.iter)
-
-
-def test_every_evaluation_is_written():
-    with EventStorage() as storage:
-        writer = _Writer(storage)
-        hook = MetricsWriter([writer], eval_period=3)
-        for iteration in range(22):
-            storage.iter = iteration
-            hook.trainer = types.SimpleNamespace(iter=iteration, max_iter=22)
-            hook.after_step()
-    assert writer.found == [2, 5, 8, 11, 14, 17, 19, 20, 21]
 
 
 @pytest.mark.parametrize(

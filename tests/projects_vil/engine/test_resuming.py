@@ -96,6 +96,7 @@ def assert_same_run(whole, cut):
 
 
 WORKERS = ["DATALOADER.NUM_WORKERS", "2"]
+PERFORMER = ["MODEL.TRANSFORMER.NAME", "performer_tiny", "MODEL.TRANSFORMER.FEATURE_REDRAW_PERIOD", "2"]
 PASTED = [*WORKERS, "INPUT.AUGMENTATION", "strong", "INPUT.LSJ.SIZE", "64"]
 
 
@@ -104,8 +105,9 @@ PASTED = [*WORKERS, "INPUT.AUGMENTATION", "strong", "INPUT.LSJ.SIZE", "64"]
     [
         ("retinanet", []),
         *slow_except([("retinanet", [*STEPS, *WORKERS]), ("mask_rcnn", STEPS), ("mask_rcnn", PASTED)], []),
+        *slow_except([("retinanet", PERFORMER)], []),
     ],
-    ids=["retinanet", "steps", "mask_rcnn", "pasted"],
+    ids=["retinanet", "steps", "mask_rcnn", "pasted", "performer"],
 )
 def test_a_run_that_was_cut_off_ends_as_one_that_was_not(detector, overrides, shapes, tmp_path):
     train(detector, tmp_path / "whole", *overrides)
@@ -114,6 +116,8 @@ def test_a_run_that_was_cut_off_ends_as_one_that_was_not(detector, overrides, sh
         train(detector, tmp_path / "cut", *overrides, cut_at=iteration)
     train(detector, tmp_path / "cut", *overrides)
     assert_same_run(tmp_path / "whole", tmp_path / "cut")
+    lines = map(json.loads, metrics(tmp_path / "whole"))
+    assert [line["iteration"] for line in lines if "bbox/AP" in line] == [2, 5, 7]
 
 
 @pytest.mark.slow
