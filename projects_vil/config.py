@@ -261,6 +261,15 @@ def check_override_effects(cfg: CfgNode, overrides: Sequence[str]) -> None:
                 raise ConfigError(f"{key} has no effect with {other} {value}: leave it out, or add {other} {instead}")
 
 
+def updated(cfg: CfgNode, values: dict[str, object]) -> CfgNode:
+    """Return a frozen copy of a config with other values of some keys."""
+    copy = cfg.clone()
+    copy.defrost()
+    copy.merge_from_list([item for pair in values.items() for item in pair])
+    copy.freeze()
+    return copy
+
+
 # Devices -------------------------------------------------------------------------------------------------------------
 
 
@@ -300,13 +309,10 @@ def choose_device(cfg: CfgNode, *, devices: Sequence[str] = DEVICES, requested: 
     """
     has_gpu = "cuda" in devices and torch.cuda.is_available()
     if not requested and cfg.MODEL.DEVICE.startswith("cuda") and not has_gpu:
-        cfg = cfg.clone()
-        cfg.defrost()
-        cfg.MODEL.DEVICE = "cpu"
+        cfg = updated(cfg, {"MODEL.DEVICE": "cpu"})
         if cfg.MODEL.TRANSFORMER.ATTENTION_BACKEND == "triton":
-            cfg.MODEL.TRANSFORMER.ATTENTION_BACKEND = "auto"
+            cfg = updated(cfg, {"MODEL.TRANSFORMER.ATTENTION_BACKEND": "auto"})
             _logger.info("MODEL.TRANSFORMER.ATTENTION_BACKEND is auto: triton does not run on the CPU")
-        cfg.freeze()
     if check_device(cfg, devices=devices):
         _logger.info("on %s: %s", cfg.MODEL.DEVICE, torch.cuda.get_device_name(cfg.MODEL.DEVICE))
     elif "cuda" in devices:

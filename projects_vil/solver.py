@@ -20,6 +20,7 @@ from torch import nn
 
 from backbones import ConfigError
 from backbones.errors import check_choice, closest
+from projects_vil.config import updated
 
 OPTIMIZERS = ("ADAMW", "SGD")
 LR_SCHEDULERS = ("WarmupMultiStepLR", "WarmupCosineLR", "WarmupStepWithFixedGammaLR", "WarmupPolyLR")
@@ -285,7 +286,7 @@ def schedule_by_epochs(cfg: CfgNode, num_images: int, overrides: Sequence[str] =
         raise ConfigError("SOLVER.EPOCHS and SOLVER.MAX_ITER both set the length of training: leave one out")
     if not solver.EPOCHS or "SOLVER.MAX_ITER" in overridden:
         unused = f"SOLVER.MAX_ITER {solver.MAX_ITER} overrides SOLVER.EPOCHS {solver.EPOCHS} of the config"
-        return _merged(cfg, {"SOLVER.EPOCHS": 0}), [unused] if solver.EPOCHS else []
+        return updated(cfg, {"SOLVER.EPOCHS": 0}), [unused] if solver.EPOCHS else []
     epochs, epoch = solver.EPOCHS, num_images / solver.IMS_PER_BATCH
     iterations = math.ceil(epochs * epoch)
     short = max(math.ceil(_MIN_PERIOD / epoch), math.ceil(epochs / _MAX_EVALUATIONS))
@@ -308,7 +309,7 @@ def schedule_by_epochs(cfg: CfgNode, num_images: int, overrides: Sequence[str] =
         f"{epoch:.4g} iterations per epoch",
         f"SOLVER.EPOCHS {epochs} is " + " ".join(f"{key} {shlex.quote(str(value))}" for key, value in values.items()),
     ]
-    return _merged(cfg, values | {"SOLVER.EPOCHS": 0}), lines
+    return updated(cfg, values | {"SOLVER.EPOCHS": 0}), lines
 
 
 def scale_learning_rate(cfg: CfgNode) -> tuple[CfgNode, list[str]]:
@@ -326,13 +327,4 @@ def scale_learning_rate(cfg: CfgNode) -> tuple[CfgNode, list[str]]:
         f"SOLVER.SCALE_LR_TO_BATCH {solver.SCALE_LR_TO_BATCH}: SOLVER.IMS_PER_BATCH is {solver.IMS_PER_BATCH}, and "
         f"SOLVER.BASE_LR {solver.BASE_LR:g} becomes {values['SOLVER.BASE_LR']:g}"
     )
-    return _merged(cfg, values | {"SOLVER.SCALE_LR_TO_BATCH": 0}), [line]
-
-
-def _merged(cfg: CfgNode, values: dict[str, object]) -> CfgNode:
-    merged = cfg.clone()
-    merged.defrost()
-    merged.merge_from_list([item for pair in values.items() for item in pair])
-    if cfg.is_frozen():
-        merged.freeze()
-    return merged
+    return updated(cfg, values | {"SOLVER.SCALE_LR_TO_BATCH": 0}), [line]

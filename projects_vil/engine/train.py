@@ -18,7 +18,7 @@ from torch import nn
 
 from backbones.checkpoint_files import atomic_write
 from projects_vil.checkpoint import Checkpointer, checkpoints_of, remove_run
-from projects_vil.config import CONFIG_FILE, check_override_effects, load_config
+from projects_vil.config import CONFIG_FILE, check_override_effects, load_config, updated
 from projects_vil.data import read_datasets, register_datasets
 from projects_vil.engine.checks import check_setup
 from projects_vil.engine.launch import check_processes, launch, number_of_processes
@@ -116,16 +116,14 @@ def train(
     """
     is_new = not (args.resume and checkpoints_of(cfg.OUTPUT_DIR))
     comm.synchronize()
-    cfg = cfg.clone()
-    cfg.defrost()
+    # It applies to this start alone, not to others with its config.yaml.
+    values: dict[str, object] = {"OVERWRITE_OUTPUT_DIR": False}
     if is_new and cfg.SEED < 0:
         # In config.yaml, and the initial weights depend on it too.
-        cfg.SEED = comm.shared_random_seed()
+        values["SEED"] = comm.shared_random_seed()
     if is_new and cfg.OVERWRITE_OUTPUT_DIR and comm.is_main_process():
         remove_run(cfg.OUTPUT_DIR)
-    # Applies to this start alone, not to others with its config.yaml.
-    cfg.OVERWRITE_OUTPUT_DIR = False
-    cfg.freeze()
+    cfg = updated(cfg, values)
     set_up_run(cfg, args)
     logger, solver = logging.getLogger(__name__), cfg.SOLVER
     for line in lines:

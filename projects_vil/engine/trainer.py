@@ -31,7 +31,7 @@ from backbones.attention.efficient import PerformerAttention
 from backbones.checkpoint_files import atomic_write
 from projects_vil import data, evaluation, solver
 from projects_vil.checkpoint import Checkpointer, fingerprint
-from projects_vil.config import one_line
+from projects_vil.config import one_line, updated
 from projects_vil.engine.hooks import (
     BestCheckpointer,
     EarlyStopping,
@@ -274,8 +274,8 @@ class Trainer(DefaultTrainer):
     seed (:class:`~projects_vil.engine.hooks.SeedIterations`), and so is each image (:mod:`projects_vil.data.samplers`).
 
     Args:
-        cfg: all options of the run; it also builds each of the other arguments that is None. A LazyConfig gives all of
-            them (:func:`projects_vil.engine.lazy_trainer`).
+        cfg: all options of the run; arguments that are None are built from it. A LazyConfig gives all of them
+            (:func:`projects_vil.engine.lazy.lazy_trainer`).
         model: on its device.
         data_loader: of lists of mapped images; :class:`projects_vil.data.samplers.TrainLoader` for an exact resume.
         optimizer: for ``model``.
@@ -398,10 +398,7 @@ class Trainer(DefaultTrainer):
             self.seed = contents.get("seed", self.seed)
             if self.cfg.SEED not in (-1, self.seed):
                 logger.warning("SEED is %d, and the resumed run has %d, which applies", self.cfg.SEED, self.seed)
-            self.cfg = self.cfg.clone()
-            self.cfg.defrost()
-            self.cfg.SEED = self.seed
-            self.cfg.freeze()
+            self.cfg = updated(self.cfg, {"SEED": self.seed})
             restore_loss_normalizer(unwrapped(self.model), contents.get("loss_normalizers", []))
             self._is_unfinished = not contents.get("finished", True)
             logger.info("resuming %s at iteration %d", path, self.start_iter)
