@@ -14,7 +14,7 @@ Example:
 
 import sys
 
-from arguments import ConfigToolParser, existing_path, run_tool
+from arguments import ConfigToolParser, existing_path, positive, run_tool
 
 
 def main() -> None:
@@ -24,7 +24,7 @@ def main() -> None:
     )
     parser.add_argument("--output", required=True, metavar="DIR", help="folder for the results")
     parser.add_argument(
-        "--batch-size", type=int, default=1, metavar="N", help="largest number of images in a batch (default 1)"
+        "--batch-size", type=positive, default=1, metavar="N", help="largest number of images in a batch (default 1)"
     )
     parser.add_argument("--tta", action="store_true", help="test-time augmentation: several sizes and mirror images")
     parser.add_argument(

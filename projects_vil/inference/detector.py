@@ -25,7 +25,6 @@ from projects_vil.inference.runners import EagerRunner, ExportedRunner
 from projects_vil.inference.sources import ImageBatches, ImageSource, Loaded, Runner, Skipped, Video, read_ahead
 from projects_vil.visualization import draw_instances
 
-READERS = 4  # threads that read files
 DRAW_THRESHOLD = 0.5  # default score threshold of drawings
 LABEL_SIDE = 1000  # longer side in pixels above which labels grow with the image
 
@@ -223,8 +222,7 @@ class Detector(HubMixin):
         names = ["the image"] if single else [f"image {index + 1} of {len(listed)}" for index in range(len(listed))]
         sources = [_image_source(*pair, index) for index, pair in enumerate(zip(listed, names, strict=True))]
         found = {}
-        batches = ImageBatches(sources, threads=max(min(READERS, len(sources)), 1))
-        for batch in self.detect(batches, batch_size=batch_size):
+        for batch in self.detect(ImageBatches(sources), batch_size=batch_size):
             for item, detections in batch:
                 if isinstance(item, Skipped):
                     raise ConfigError(f"cannot read {item.name}: {item.reason}")
@@ -233,17 +231,16 @@ class Detector(HubMixin):
         return results[0] if single else results
 
     def detect(
-        self, source: ImageBatches | Video, *, batch_size: int = 1, keep_pixels: bool = False
+        self, source: ImageBatches | Video, *, batch_size: int = 1
     ) -> Iterator[list[tuple[Loaded, Detections] | tuple[Skipped, None]]]:
         """Yield the detections of a source in batches, while the next ones are read; images of one size come together.
 
         Args:
             source: images or a video.
             batch_size: maximum number of images at once.
-            keep_pixels: whether every image is drawn, so that no file is read twice.
         """
         with (
-            contextlib.closing(source.batches(self.runner, batch_size, keep_pixels=keep_pixels)) as batches,
+            contextlib.closing(source.batches(self.runner, batch_size)) as batches,
             contextlib.closing(read_ahead(batches)) as batches_ahead,
         ):
             for batch in batches_ahead:

@@ -24,9 +24,9 @@ from projects_vil.inference.runners import EagerRunner, ExportedRunner
 
 T = TypeVar("T", bound="HubMixin")
 CARD_FILE = "README.md"
-REPORTS = "*.report.json"
-# Files about particular weights.
-EVIDENCE = (EVALUATION_FILE, EVALUATED_MODEL_FILE, REPORTS)
+EXPORT_REPORTS = "*.report.json"
+# Evaluation and export reports, which are about particular weights.
+REPORT_FILES = (EVALUATION_FILE, EVALUATED_MODEL_FILE, EXPORT_REPORTS)
 _TEMPLATE = Path(__file__).with_name("model_card.md")
 _METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl")
 # detectron2's tasks -> the Hub's.
@@ -86,7 +86,7 @@ class HubMixin:
         )
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            stale = {path for pattern in EVIDENCE for path in folder.glob(pattern)}
+            stale = {path for pattern in REPORT_FILES for path in folder.glob(pattern)}
             # All files are complete before the first one is replaced.
             with tempfile.TemporaryDirectory(prefix=".", dir=folder) as temporary:
                 for name, text in texts.items():
@@ -174,7 +174,7 @@ class HubMixin:
         """
         patterns = {"allow_patterns": allow_patterns, "ignore_patterns": ignore_patterns}
         if delete_patterns is None and [*filter_repo_objects([PUBLISHED_WEIGHTS], **patterns)]:
-            delete_patterns = list(EVIDENCE)
+            delete_patterns = list(REPORT_FILES)
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary) / "detector"
             self.save_pretrained(folder, license=license, repo_id=repo_id)
@@ -223,7 +223,7 @@ class HubMixin:
             if isinstance(pretrained_model_name_or_path, os.PathLike) or folder.exists():
                 raise ConfigError(f"there is no folder {name}")
             options = {"token": token, "local_files_only": local_files_only, "force_download": force_download}
-            files = [CONFIG_FILE, PUBLISHED_WEIGHTS, CARD_FILE, *EVIDENCE]
+            files = [CONFIG_FILE, PUBLISHED_WEIGHTS, CARD_FILE, *REPORT_FILES]
             folder = Path(
                 snapshot_download(name, revision=revision, cache_dir=cache_dir, allow_patterns=files, **options)
             )
@@ -258,7 +258,7 @@ def find_reports(folder: Path, model: str) -> tuple[dict | None, dict[str, dict]
     if evaluation is not None and _PATH.search(json.dumps(list(evaluation))):
         _logger.warning("left out: the evaluation in %s is of a dataset whose name is a path", folder)
         evaluation = None
-    for path in sorted([*folder.glob(REPORTS), *folder.glob(f"*/{REPORTS}")]):
+    for path in sorted([*folder.glob(EXPORT_REPORTS), *folder.glob(f"*/{EXPORT_REPORTS}")]):
         try:
             report = json.loads(path.read_text())
         except (OSError, ValueError):

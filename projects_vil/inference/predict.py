@@ -25,7 +25,7 @@ from projects_vil.checkpoint import Categories, dataset_categories, describe_cla
 from projects_vil.config import default_config
 from projects_vil.data import load_dataset, register_datasets
 from projects_vil.export import ExportedModel
-from projects_vil.inference.detector import DRAW_THRESHOLD, READERS, Detector, check_threshold
+from projects_vil.inference.detector import DRAW_THRESHOLD, Detector, check_threshold
 from projects_vil.inference.sources import VIDEO_SUFFIXES, ImageBatches, ImageSource, Skipped, Video, find_images
 from projects_vil.visualization import write_image
 
@@ -102,10 +102,11 @@ def predict(
     if source.is_file() and source.suffix.lower() in VIDEO_SUFFIXES:
         files: ImageBatches | Video = Video(source)
     elif annotations is None:
-        files = ImageBatches(find_images(source, exclude=output), threads=READERS)
+        files = ImageBatches(find_images(source, exclude=output), keep_pixels=drawings)
     else:
         images, categories = _annotated_images(detector, source, Path(annotations))
-        files, detector = ImageBatches(images, threads=READERS), Detector(detector.runner, categories=categories)
+        files = ImageBatches(images, keep_pixels=drawings)
+        detector = Detector(detector.runner, categories=categories)
     model = getattr(detector.runner, "model", None)
     if batch_size > 1 and isinstance(model, ExportedModel) and not model.batched:
         logging.getLogger(__name__).warning("batch_size %d: %s takes one image at a time", batch_size, model.path)
@@ -125,7 +126,7 @@ def predict(
             mininterval=0.1 if sys.stderr.isatty() else SECONDS_BETWEEN_LINES,
         ) as progress,
         writer as write_drawing,
-        contextlib.closing(detector.detect(files, batch_size=batch_size, keep_pixels=drawings)) as batches,
+        contextlib.closing(detector.detect(files, batch_size=batch_size)) as batches,
     ):
         for batch in batches:
             for item, found in batch:

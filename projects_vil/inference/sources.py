@@ -22,6 +22,7 @@ from projects_vil.inference.runners import EagerRunner, ExportedRunner
 
 VIDEO_SUFFIXES = (".mp4", ".avi", ".mov", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", ".wmv", ".flv", ".ogv", ".ts")
 DEFAULT_FRAME_RATE = 25.0  # for videos without one
+READERS = 4  # threads that read files
 WINDOW = 512  # images among which those of one size are searched for
 BATCHES_AHEAD = 2
 Runner = EagerRunner | ExportedRunner
@@ -95,23 +96,21 @@ class ImageBatches:
 
     Args:
         images: the images, in the order of the results.
-        threads: number of reading threads.
+        keep_pixels: whether all images are drawn, so that no file is read twice.
     """
 
     unit = "image"
 
-    def __init__(self, images: Sequence[ImageSource], *, threads: int = 1) -> None:
+    def __init__(self, images: Sequence[ImageSource], *, keep_pixels: bool = False) -> None:
         self.images = images
-        self.threads = threads
+        self.keep_pixels = keep_pixels
 
     def __len__(self) -> int:
         return len(self.images)
 
-    def batches(
-        self, runner: Runner, batch_size: int, *, keep_pixels: bool = False
-    ) -> Iterator[list[Loaded | Skipped]]:
-        """Yield batches for a runner; with ``keep_pixels`` a drawing does not read the file again."""
-        with ThreadPoolExecutor(self.threads) as pool:
+    def batches(self, runner: Runner, batch_size: int) -> Iterator[list[Loaded | Skipped]]:
+        """Yield batches for a runner."""
+        with ThreadPoolExecutor(READERS) as pool:
             for start in range(0, len(self.images), WINDOW):
                 indices = range(start, min(start + WINDOW, len(self.images)))
                 groups = defaultdict(list)
@@ -120,7 +119,7 @@ class ImageBatches:
                 for group in groups.values():
                     for first in range(0, len(group), batch_size):
                         batch = group[first : first + batch_size]
-                        yield list(pool.map(lambda index: self._load(index, runner, keep_pixels), batch))
+                        yield list(pool.map(lambda index: self._load(index, runner), batch))
 
     def _size(self, index: int) -> tuple[int, int] | None:
         try:
@@ -128,7 +127,7 @@ class ImageBatches:
         except UnreadableImage:
             return None  # reading the pixels reports it
 
-    def _load(self, index: int, runner: Runner, keep_pixels: bool) -> Loaded | Skipped:
+    def _load(self, index: int, runner: Runner) -> Loaded | Skipped:
         source = self.images[index]
         try:
             pixels = source.read()
@@ -141,7 +140,7 @@ class ImageBatches:
         if reason is not None:
             return Skipped(index, source.name, reason)
         entry = {"id": source.image_id, "file_name": source.name, "height": height, "width": width}
-        if keep_pixels:
+        if self.keep_pixels:
             source = ImageSource(pixels, source.name, source.image_id)
         return Loaded(index, entry, prepare(pixels, runner), source)
 
@@ -161,7 +160,7 @@ class Video:
         """Return the number of frames in the file's header, which some containers only estimate."""
         return self.num_frames
 
-    def batches(self, runner: Runner, batch_size: int, *, keep_pixels: bool = True) -> Iterator[list[Loaded | Skipped]]:
+    def batches(self, runner: Runner, batch_size: int) -> Iterator[list[Loaded | Skipped]]:
         """Yield batches for a runner; pixels are always kept, because frames cannot be read again."""
         if not self.capture.isOpened():
             yield [Skipped(0, self.path.name, "OpenCV cannot read it as a video")]

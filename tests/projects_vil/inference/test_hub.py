@@ -24,8 +24,8 @@ from tests.projects_vil.inference.helpers import BrightHalfRunner, picture
 
 CLASSES = Categories((3, 7, 9), ("round | flat", "square", "triangle"))
 EVALUATION = {"bbox": {"AP": 12.345, "AP50": 20.0, "APl": float("nan"), "AP-square": 1.0}}
-EVIDENCE = {"evaluation.json", "evaluation.model.json", "model.ts.report.json"}
-FILES = {"README.md", "config.yaml", "model.safetensors", *EVIDENCE}
+REPORTS = {"evaluation.json", "evaluation.model.json", "model.ts.report.json"}
+FILES = {"README.md", "config.yaml", "model.safetensors", *REPORTS}
 PRIVATE = (
     *("DATASETS.COCO", '[["mine", "/home/me/secret/a.json", "/home/me/secret/photos"]]'),
     *("DATASETS.TRAIN", '("mine", "/home/me/secret/a.json for /home/me/secret/photos")'),
@@ -115,7 +115,7 @@ def test_a_second_save_with_other_options(saved, tmp_path, caplog):
     (folder / "README.md").write_text("edited")
     loaded = Detector.load(folder, score_threshold=0.25, tta=True, overrides=["INPUT.MIN_SIZE_TEST", 96])
     loaded.save_pretrained(folder)
-    assert {path.name for path in folder.iterdir()} == FILES - EVIDENCE | {"notes.txt"}
+    assert {path.name for path in folder.iterdir()} == FILES - REPORTS | {"notes.txt"}
     assert (folder / "README.md").read_text() == "edited" and "README.md" in caplog.text
     again = Detector.from_pretrained(folder)
     assert again.runner.cfg.MODEL.RETINANET.SCORE_THRESH_TEST == 0.25 and again.runner.cfg.INPUT.MIN_SIZE_TEST == 96
