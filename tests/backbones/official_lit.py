@@ -1,7 +1,7 @@
 """LIT as the official checkpoints have it: their names and shapes, and what the paper's equations make of them.
 
 Nothing here uses the project's layers: deformable convolution is torchvision's, attention is dense, tables are
-resized by hand.
+resized by PyTorch.
 """
 
 import math
@@ -119,8 +119,9 @@ def official_forward(
             table = weights[f"pos_embed{index + 1}"]
             own, table = (table[:, :1], table[:, 1:]) if index == 3 else (None, table)
             side = math.isqrt(table.shape[1])
-            grid = _resize_linear(_resize_linear(table[0].view(side, side, dim), height, 0), width, 1)
-            sequence = sequence + grid.reshape(1, height * width, dim)
+            grid = table.view(1, side, side, dim).permute(0, 3, 1, 2)
+            grid = F.interpolate(grid, size=(height, width), mode="bilinear", align_corners=False)
+            sequence = sequence + grid.flatten(2).transpose(1, 2)
             if index == 3 and classifier:
                 sequence = torch.cat([(weights["cls_token"] + own).expand(len(sequence), -1, -1), sequence], dim=1)
         for number in range(stage.depth):
@@ -165,16 +166,6 @@ def _index(height: int, width: int) -> Tensor:
     )
     rows, cols = row[:, None] - row[None, :] + height - 1, col[:, None] - col[None, :] + width - 1
     return rows * (2 * width - 1) + cols
-
-
-def _resize_linear(table: Tensor, size: int, dim: int) -> Tensor:
-    """Half-pixel centres, clamped ends."""
-    length = table.shape[dim]
-    position = ((torch.arange(size, dtype=table.dtype) + 0.5) * length / size - 0.5).clamp(0, length - 1)
-    low = position.floor().long()
-    high, part = (low + 1).clamp(max=length - 1), position - low
-    part = part.view([-1 if axis == dim else 1 for axis in range(table.ndim)])
-    return table.index_select(dim, low) * (1 - part) + table.index_select(dim, high) * part
 
 
 def _layer_norm(tokens: Tensor, weights: dict, name: str, eps: float) -> Tensor:

@@ -100,18 +100,6 @@ def test_a_token_changes_nothing_before_it(changes):
         assert not changed[:position].any() and changed[position]
 
 
-def test_a_later_part_sees_a_token_by_the_memory_alone():
-    """Beyond the window, in the sums of its segment; when it has left the memory, not at all."""
-    model, ids = small_char_lm(depth=1), random_ids(1, 30)
-    other = ids.clone()
-    other[0, 0] = (ids[0, 0] + 1) % 11
-    for length, is_seen in ((11, True), (12, False)):
-        # The memory holds 12 tokens: after 12 of them that came behind it the first one is gone.
-        lengths = [1, length, 1]
-        last = [read(model, x[:, : sum(lengths)], lengths)[0][-1] for x in (ids, other)]
-        assert torch.equal(*last) is not is_seen
-
-
 @cases
 def test_every_parameter_gets_a_gradient(changes):
     model, ids = small_char_lm(**changes), random_ids(2, 40)
