@@ -22,8 +22,31 @@ from typing import Any
 from tools.arguments import ToolParser, existing_path, output_file, positive, run_tool, write_json
 
 SIZES = ("depth", "dim", "hidden_dim", "num_heads", "window_size", "segment_length", "rank")
-OF_TRAINING = ("dropout", "weight_decay", "seed", "memory_length", "accumulate", "eval_every")
 PHASES = {"steps": positive, "length": positive, "batch_size": positive, "learning_rate": float, "warmup_steps": int}
+# Type, default and help.
+OF_TRAINING = {
+    "memory_length": (positive, None, "bytes of memory before a block (default: its length)"),
+    "dropout": (float, None, "dropout rate, replaces the config's"),
+    "weight_decay": (float, None, "weight decay of AdamW, replaces the config's"),
+    "accumulate": (positive, 1, "number of micro-batches of a step (default 1)"),
+    "eval_every": (positive, 1000, "steps between evaluations (default 1000)"),
+    "seed": (int, 0, "seed of weights, dropout and samples (default 0)"),
+}
+OF_TEST = {
+    "test_memory": (positive, None, "bytes of memory before a block in the test (default: as in training)"),
+    "test_length": (positive, None, "bytes of a block in the test (default: as in training)"),
+    "test_streams": (positive, 1, "parts of the test text that are evaluated in parallel (default 1)"),
+}
+OF_SAMPLE = {
+    "prompt": (str, "\n", "start of the sample (default: a new line)"),
+    "temperature": (float, 1.0, "temperature of the sample (default 1)"),
+}
+
+
+def add_arguments(command: argparse.ArgumentParser, table: dict[str, tuple[Any, Any, str]], **options: Any) -> None:
+    for name, (of_type, default, text) in table.items():
+        flag = f"--{name.replace('_', '-')}"
+        command.add_argument(flag, type=of_type, default=default, metavar="VALUE", help=text, **options)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -35,77 +58,26 @@ def parse_arguments() -> argparse.Namespace:
     measure = commands.add_parser("measure", description="Measure a training step against the length of a block.")
     for command in (train, measure):
         command.add_argument("--config", default="small", metavar="NAME", help="small or large (default: small)")
-        for name in SIZES:
-            command.add_argument(
-                f"--{name.replace('_', '-')}", type=positive, metavar="N", help="replaces the config's value"
-            )
-    for name, of_type in PHASES.items():
-        text = "a value for each phase, or one for all; as many phases are trained as --steps are given"
-        train.add_argument(f"--{name.replace('_', '-')}", type=of_type, nargs="+", metavar="N", help=text)
-    train.add_argument(
-        "--output",
-        required=True,
-        metavar="DIR",
-        help="folder for last.pth, from which a run is resumed, and best_MODEL.pth",
-    )
+        add_arguments(command, {name: (positive, None, "replaces the config's value") for name in SIZES})
+    text = "a value for each phase, or one for all; as many phases are trained as --steps are given"
+    add_arguments(train, {name: (of_type, None, text) for name, of_type in PHASES.items()}, nargs="+")
+    train.add_argument("--output", required=True, metavar="DIR", help="folder for last.pth and best_MODEL.pth")
     train.add_argument("--compare", action="store_true", help="train full attention too, on the same blocks")
     train.add_argument("--resume", action="store_true", help="continue from last.pth")
-    train.add_argument(
-        "--memory-length", type=positive, metavar="N", help="bytes of memory before a block (default: its length)"
-    )
-    train.add_argument("--dropout", type=float, metavar="RATE", help="replaces the config's rate")
-    train.add_argument("--weight-decay", type=float, metavar="RATE", help="replaces the config's value")
-    train.add_argument(
-        "--accumulate", type=positive, default=1, metavar="K", help="number of micro-batches of a step (default 1)"
-    )
-    train.add_argument(
-        "--eval-every", type=positive, default=1000, metavar="N", help="steps between evaluations (default 1000)"
-    )
+    add_arguments(train, OF_TRAINING)
     for command in (train, evaluate):
-        command.add_argument(
-            "--data", type=existing_path, required=True, metavar="FILE", help="file whose bytes are the text"
-        )
-        command.add_argument(
-            "--test-memory",
-            type=positive,
-            metavar="N",
-            help="bytes of memory before a block in the test (default: as in training)",
-        )
-        command.add_argument(
-            "--test-length", type=positive, metavar="N", help="bytes of a block in the test (default: as in training)"
-        )
-        command.add_argument(
-            "--test-streams",
-            type=positive,
-            default=1,
-            metavar="B",
-            help="parts of the test text that are evaluated in parallel (default 1)",
-        )
+        command.add_argument("--data", type=existing_path, required=True, metavar="FILE", help="its bytes are the text")
+        add_arguments(command, OF_TEST)
     for command in (evaluate, generate):
         command.add_argument("--weights", type=existing_path, required=True, metavar="FILE", help="a best_MODEL.pth")
     for command, number in ((train, 0), (generate, 500)):
-        command.add_argument(
-            "--sample", type=int, default=number, metavar="N", help=f"number of bytes to generate (default {number})"
+        add_arguments(
+            command, {"sample": (int, number, f"number of bytes to generate (default {number})"), **OF_SAMPLE}
         )
-        command.add_argument("--prompt", default="\n", metavar="TEXT", help="start of the sample (default: a new line)")
-        command.add_argument(
-            "--temperature", type=float, default=1.0, metavar="T", help="temperature of the sample (default 1)"
-        )
-        command.add_argument(
-            "--seed", type=int, default=0, metavar="K", help="seed of weights, dropout and samples (default 0)"
-        )
-    measure.add_argument(
-        "--lengths",
-        type=positive,
-        nargs="+",
-        default=(512, 1024, 2048, 4096, 8192),
-        metavar="N",
-        help="bytes of a block",
-    )
-    measure.add_argument(
-        "--batch-size", type=positive, default=1, metavar="B", help="number of parallel streams (default 1)"
-    )
-    measure.add_argument("--runs", type=positive, default=5, metavar="N", help="timed steps of each model (default 5)")
+    add_arguments(generate, {"seed": (int, 0, "seed of the sample (default 0)")})
+    lengths, streams = (512, 1024, 2048, 4096, 8192), (positive, 1, "number of parallel streams (default 1)")
+    add_arguments(measure, {"lengths": (positive, lengths, "bytes of a block")}, nargs="+")
+    add_arguments(measure, {"batch_size": streams, "runs": (positive, 5, "timed steps of each model (default 5)")})
     for command in (train, evaluate, generate, measure):
         command.add_argument("--device", metavar="DEVICE", help="cpu or cuda (default: a GPU where there is one)")
         command.add_argument("--json", type=output_file, metavar="FILE", help="write the figures there too")
@@ -133,7 +105,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         models=MODELS if args.compare else MODELS[:1],
         size=size,
         phases=phases_for(args.config, **given(args, tuple(PHASES))),
-        **{"dropout": config.dropout, "weight_decay": config.weight_decay} | given(args, OF_TRAINING),
+        **{"dropout": config.dropout, "weight_decay": config.weight_decay} | given(args, tuple(OF_TRAINING)),
     )
     training = Training(settings, text, Path(args.output), device=args.device, resume=args.resume)
     print(f"{args.data}: {len(text.train):,} bytes to train on, {len(text.vocabulary)} ids", flush=True)

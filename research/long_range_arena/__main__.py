@@ -31,6 +31,14 @@ OF_SETTINGS = {
     "eval_every": (positive, "steps between two evaluations on the validation split"),
     "seed": (int, "seed of the weights and of the order of the samples"),
 }
+# Default and help.
+LISTOPS = {
+    "min_length": (500, "samples have more tokens than this"),
+    "max_length": (2000, "samples have fewer tokens than this"),
+    "num_train": (96000, "number of training samples"),
+    "num_val": (2000, "number of validation samples"),
+    "num_test": (2000, "number of test samples"),
+}
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -43,29 +51,19 @@ def parse_arguments() -> argparse.Namespace:
     data.add_argument("--data", default="datasets/lra", metavar="DIR", help="folder of the data (default: %(default)s)")
     data.add_argument("--released", action="store_true", help="ListOps: read basic_{train,val,test}.tsv, generate none")
     data.add_argument("--drop-brackets", action="store_true", help="ListOps without closing brackets, as in the paper")
+    for name, (default, text) in LISTOPS.items():
+        flag = f"--{name.replace('_', '-')}"
+        data.add_argument(
+            flag, type=positive, default=default, metavar="N", help=f"ListOps: {text} (default {default})"
+        )
     data.add_argument(
-        "--min-length", type=positive, default=500, metavar="N", help="ListOps: samples have more tokens than this"
+        "--data-seed", type=int, default=0, metavar="N", help="ListOps: seed of the generator (default 0)"
     )
-    data.add_argument(
-        "--max-length", type=positive, default=2000, metavar="N", help="ListOps: samples have fewer tokens than this"
-    )
-    data.add_argument("--num-train", type=positive, default=96000, metavar="N", help="ListOps: training samples")
-    data.add_argument("--num-val", type=positive, default=2000, metavar="N", help="ListOps: validation samples")
-    data.add_argument("--num-test", type=positive, default=2000, metavar="N", help="ListOps: test samples")
-    data.add_argument("--data-seed", type=int, default=0, metavar="N", help="ListOps: seed of the generator")
     parser.add_argument("--output", metavar="DIR", help="folder for the best checkpoint")
     parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint in --output")
-    parser.add_argument(
-        "--measure", action="store_true", help="measure seconds and memory of a step instead of training"
-    )
-    parser.add_argument(
-        "--lengths",
-        type=positive,
-        nargs="+",
-        default=(512, 1024, 2048, 4096, 8192),
-        metavar="N",
-        help="tokens, with --measure",
-    )
+    parser.add_argument("--measure", action="store_true", help="measure time and memory of a step, do not train")
+    lengths = (512, 1024, 2048, 4096, 8192)
+    parser.add_argument("--lengths", type=positive, nargs="+", default=lengths, metavar="N", help="tokens to measure")
     parser.add_argument("--runs", type=positive, default=3, metavar="N", help="timed steps of --measure")
     parser.add_argument("--device", metavar="DEVICE", help="cpu or cuda (default: a GPU where there is one)")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures there too")
@@ -101,7 +99,7 @@ def main() -> None:
         dataset = read_released_listops(args.data, read_length=settings.read_length, words=listops.WORDS)
     else:
         rules = listops.ListOpsRules(min_length=args.min_length, max_length=args.max_length)
-        sizes = {"num_train": args.num_train, "num_val": args.num_val, "num_test": args.num_test}
+        sizes = {name: getattr(args, name) for name in ("num_train", "num_val", "num_test")}
         dataset = listops.load_listops(args.data, rules, seed=args.data_seed, **sizes)
         settings = dataclasses.replace(settings, max_length=max(settings.max_length, args.max_length))
     if args.task == "listops" and args.drop_brackets:

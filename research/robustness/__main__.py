@@ -12,19 +12,11 @@ from tools.arguments import ToolParser, existing_path, output_file, positive, ru
 
 def main() -> None:
     parser = ToolParser(__doc__)
-    parser.add_argument(
-        "--weights", required=True, type=existing_path, metavar="FILE", help="checkpoint of the classifier"
-    )
-    parser.add_argument(
-        "--model", metavar="VARIANT", help="variant, such as vil_small_rpb; needed where the file does not name it"
-    )
-    parser.add_argument(
-        "--data", required=True, type=existing_path, metavar="DIR", help="folder that contains the folders of the sets"
-    )
+    parser.add_argument("--weights", required=True, type=existing_path, metavar="FILE", help="the classifier")
+    parser.add_argument("--model", metavar="VARIANT", help="variant, where the file does not name it")
+    parser.add_argument("--data", required=True, type=existing_path, metavar="DIR", help="folder of the sets")
     parser.add_argument("--sets", nargs="+", metavar="SET", help="sets to evaluate (default: all that are there)")
-    parser.add_argument(
-        "--img-size", type=positive, metavar="PIXELS", help="side of the images; resizes position tables too"
-    )
+    parser.add_argument("--img-size", type=positive, metavar="PIXELS", help="side of images and position tables")
     parser.add_argument("--crop-pct", type=float, metavar="SHARE", help="share of the shorter side that the crop has")
     parser.add_argument("--averaged", action="store_true", help="take the averaged weights of train.py --model-ema")
     parser.add_argument("--batch-size", type=positive, default=64, metavar="N", help="images of a batch (default 64)")
