@@ -13,7 +13,7 @@ from filelock import FileLock
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
-    """Libraries leave caches where temporary files are: theirs go into pytest's folder, and with it."""
+    """Put temporary files and caches of libraries into pytest's folder, which is removed at the end."""
     folder = config._tmp_path_factory.getbasetemp() / "tmp"
     folder.mkdir(exist_ok=True)
     os.environ["TMPDIR"] = str(folder)
@@ -23,15 +23,15 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish():
-    """multiprocessing, which the forked tools need, has a folder there: it ends before pytest removes it."""
+    """End multiprocessing, which the forked tools need, before pytest removes its folder."""
     multiprocessing.util._run_finalizers()
 
 
 @pytest.fixture(scope="session")
 def made_once(tmp_path_factory) -> Callable[[str, Callable[[Path], object]], Path]:
-    """Folders that one of the tests' processes makes, and all read: name, what fills an empty folder -> folder."""
+    """A function (name, fill) -> folder: one of the test processes fills the empty folder, and all read it."""
     base = tmp_path_factory.getbasetemp()
-    # That of a process of xdist lies in the one of them all.
+    # Each process of pytest-xdist has a folder in that of the session.
     base = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "made_once"
     base.mkdir(exist_ok=True)
 

@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument(
         "--size", type=positive, nargs=2, metavar=("H", "W"), help="size of the image in pixels (default 800 1333)"
     )
-    parser.add_argument("--no-flops", action="store_true", help="count parameters only, in a second")
+    parser.add_argument("--no-flops", action="store_true", help="count parameters only, which is fast")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the counts there too")
     args = parser.parse_args()
     if args.variants is not None and (args.size or args.no_flops or args.opts):

@@ -1,4 +1,4 @@
-"""Render what a detector does into PNG files: attention, training data, offsets or results.
+"""Render attention, training data, sampling offsets or results of a detector as PNG files.
 
 Example:
     python tools/visualize.py attention --config-file output/vil_tiny/config.yaml --weights \\

@@ -56,7 +56,7 @@ class BenchmarkCase:
             (:func:`build_baseline`).
         is_baseline: whether it is a baseline.
         part: one of ``MEASURED_PARTS``: the first attention module, all feature maps of the backbone, inference of the
-            detector, or a training step with the optimizer's.
+            detector, or a training step with the update of the optimizer.
         base: the config of the detector into which variants and baselines are built.
         size: height and width of the images in pixels; they are padded to multiples of 32.
         backward: whether gradients are computed too, for attention and backbones.

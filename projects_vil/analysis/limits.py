@@ -1,4 +1,4 @@
-"""A roofline of a step: the work of its operators at the rates that the device reaches with large ones."""
+"""A roofline of a step: the time of its operators at the rates that the device reaches with large ones."""
 
 import dataclasses
 import math
@@ -17,9 +17,9 @@ from projects_vil.analysis.counting import operator_type
 
 BOUNDS = ("arithmetic", "memory", "overhead")
 OPERATOR_TYPES = ("attention", "matmul", "convolution", "norm", "copy", "other")
-# Operators that write their first tensor without reading it, as do all whose names begin or end as below.
+# Operators that write their first tensor without reading it; so do new_... and ..._like.
 _WRITES = {"copy_", "zero_", "fill_"}
-# Operators that touch as many rows of a table as there are indices.
+# Operators that read or write as many rows of a tensor as there are indices.
 _GATHERS, _SCATTERS = {"index", "index_select", "gather", "embedding"}, {"index_put_", "_index_put_impl_"}
 _MATRIX_SIDE, _COPIED_NUMBERS = 2048, 2**26
 

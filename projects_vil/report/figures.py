@@ -2,7 +2,6 @@
 
 import base64
 import io
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import cv2
 import numpy as np
+from cycler import cycler
 from detectron2.utils.visualizer import Visualizer
 from matplotlib import rc_context
 from matplotlib.figure import Figure
@@ -34,6 +34,7 @@ _STYLE = {
     **{"svg.fonttype": "none", "font.size": 11, "legend.frameon": False, "legend.fontsize": 10},
     **{"axes.edgecolor": LINES, "axes.labelcolor": INK, "text.color": INK, "xtick.color": INK, "ytick.color": INK},
     **{"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": LINES},
+    "axes.prop_cycle": cycler(linestyle=LINE_STYLES) * cycler(color=COLORS),
 }
 
 
@@ -145,11 +146,8 @@ def _plot(curves: Mapping[str, np.ndarray], **axes_options) -> str:
     with rc_context(_STYLE):
         figure = Figure(figsize=SIZE, layout="constrained")
         axes = figure.add_subplot()
-        for (name, points), (style, color) in zip(
-            curves.items(), itertools.cycle(itertools.product(LINE_STYLES, COLORS))
-        ):
-            marker = "o" if len(points) < 25 else None
-            axes.plot(*points.T, label=name, color=color, linestyle=style, marker=marker, markersize=3.5, linewidth=1.6)
+        for name, points in curves.items():
+            axes.plot(*points.T, label=name, marker="o" if len(points) < 25 else None, markersize=3.5, linewidth=1.6)
         axes.set(**axes_options)
         if axes_options.get("xlabel") == "iteration":
             axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
