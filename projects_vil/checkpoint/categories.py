@@ -109,22 +109,20 @@ def match_classes(ours: Sequence[str], theirs: Sequence[str]) -> dict[int, int]:
     }
 
 
-def match_all_classes(ours: tuple[str, ...], theirs: tuple[str, ...], *, differ: str) -> dict[int, int] | None:
-    """Match all classes of two lists by name; None where they can be matched by index only.
+def match_all_classes(ours: tuple[str, ...], theirs: tuple[str, ...], *, differ: str) -> list[int]:
+    """Return the index in ``theirs`` of each class in ``ours``: by name, or else all by index.
 
     Raises:
         ConfigError: beginning with ``differ``, if their numbers differ, or if some names are in another order and
             others match nothing: matching by index would confuse classes.
     """
+    matched = match_classes(ours, theirs)
     if len(ours) != len(theirs):
         raise ConfigError(differ)
-    matched = match_classes(ours, theirs)
-    if len(matched) == len(ours):
-        return matched
-    if any(index != other for index, other in matched.items()):
+    if len(matched) < len(ours) and any(index != other for index, other in matched.items()):
         unmatched = next(name for index, name in enumerate(ours) if index not in matched)
         raise ConfigError(f"{differ}: some are in another order, and {unmatched} matches no name")
-    return None
+    return [matched[index] if len(matched) == len(ours) else index for index in range(len(ours))]
 
 
 def describe_classes(classes: tuple[str, ...]) -> str:

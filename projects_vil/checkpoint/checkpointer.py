@@ -293,8 +293,8 @@ class Checkpointer(DetectionCheckpointer):
         if self._resuming:
             raise ConfigError(f"{differ}: it cannot be resumed, but MODEL.WEIGHTS may start from it")
         if self.complete:
-            matched = match_all_classes(ours, theirs, differ=differ)
-            if matched is None:
+            matched = dict(enumerate(match_all_classes(ours, theirs, differ=differ)))
+            if any(ours[index] != theirs[other] for index, other in matched.items()):
                 self.logger.warning(f"{differ}: names differ, so classes are matched by index")
                 return
         else:

@@ -168,12 +168,9 @@ def categories_as_annotated(model: Categories, dataset: Categories) -> Categorie
     differ = (
         f"the model has {describe_classes(model.names)}, and the annotations have {describe_classes(dataset.names)}"
     )
-    matched = match_all_classes(model.names, dataset.names, differ=differ)
-    if matched is None:
-        return dataset
-    order = [matched[index] for index in range(len(matched))]
-    colors = dataset.colors and [dataset.colors[index] for index in order]
-    return Categories(tuple(dataset.ids[index] for index in order), model.names, colors)
+    order = match_all_classes(model.names, dataset.names, differ=differ)
+    ids, names = zip(*((dataset.ids[index], dataset.names[index]) for index in order), strict=True)
+    return Categories(ids, names, dataset.colors and [dataset.colors[index] for index in order])
 
 
 WriteDrawing = Callable[[dict, np.ndarray], None]

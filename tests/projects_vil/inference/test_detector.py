@@ -148,14 +148,6 @@ def test_a_drawing_reads_its_file_again(tmp_path):
         found.draw()
 
 
-def test_supervision_takes_the_results(detector, photos):
-    supervision = pytest.importorskip("supervision", reason="supervision is not installed")
-    for found in (detector(photos[0]), masked()):
-        theirs = supervision.Detections.from_detectron2(found.as_detectron2())
-        assert np.array_equal(theirs.xyxy, found.boxes) and np.array_equal(theirs.class_id, found.classes)
-        assert (theirs.mask is None) == (found.masks is None)
-
-
 # Sources
 
 

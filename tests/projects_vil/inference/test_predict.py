@@ -59,19 +59,6 @@ def test_masks_equal_those_of_an_evaluation(shapes, tmp_path):
     assert drawn == {path.name for path in (shapes / "val").iterdir()}
 
 
-@pytest.mark.slow
-def test_an_exported_model_predicts_as_its_checkpoint(trained_run, exported_run, shapes, tmp_path):
-    for name, source in (
-        ("eager", trained_run),
-        ("one", exported_run / "one.ts"),
-        ("batch", exported_run / "batch.ts"),
-    ):
-        predict(Detector.load(source), shapes / "val", tmp_path / name, batch_size=2, drawings=False)
-        results, images = read(tmp_path / name)
-        assert_same(results, read(tmp_path / "eager")[0])
-        assert len(results) > 50 and images == read(tmp_path / "eager")[1]
-
-
 def test_augmented_results_are_in_pixels_of_the_files(trained_run, shapes, tmp_path):
     overrides = ["TEST.AUG.MIN_SIZES", "(64,)", "TEST.AUG.FLIP", "False"]
     for tta in (False, True):
@@ -216,7 +203,7 @@ def test_damaged_videos(tmp_path):
 
 
 def test_reading_ahead_is_bounded_and_raises():
-    made, taken = [], []
+    made = []
 
     def numbers():
         for number in range(20):
@@ -226,9 +213,7 @@ def test_reading_ahead_is_bounded_and_raises():
 
     with pytest.raises(ConfigError, match="the end"):
         for number in read_ahead(numbers(), depth=2):
-            taken.append(number)
-            assert len(made) <= len(taken) + 2
-    assert taken == list(range(20))
+            assert made[number] == number and len(made) <= number + 3
 
 
 # Images and arguments that cannot work
