@@ -528,7 +528,7 @@ _OUT, _WITH_OBJECTS = "left out", "left out, with their objects"
 _BOX, _MASK = "the box of the mask if there is one, else left out", "left out if no other polygon is usable"
 _WHOLE = "read as the whole number"
 
-# Of each list: name, severity, what is found, fix, and its effect. Fixes are done in this order: new ids and areas come
+# Per list: name, severity, what is found, fix, and its effect. Fixes are done in this order: new ids and areas come
 # last, for the annotations that stay.
 # fmt: off
 _TABLE: dict[str, tuple[tuple, ...]] = {

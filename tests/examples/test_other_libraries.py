@@ -196,7 +196,7 @@ def test_a_lower_threshold_than_the_detector_has(run, detectors, tmp_path):
 
 
 def test_a_photo_that_cannot_be_read_is_skipped(run, detectors, tmp_path, capsys):
-    """Files that are no photos are ignored."""
+    """Files that are not photos are ignored."""
     whole, broken = photo(tmp_path / "photos/b.png"), tmp_path / "photos/a.png"
     broken.write_bytes(whole.read_bytes()[:60])
     for name in ("notes.pdf", "film.mpg", "table.h5"):

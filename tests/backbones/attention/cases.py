@@ -1,4 +1,4 @@
-"""The kernels of attention beside their references, and random arguments for both."""
+"""The kernels of attention next to their references, and random arguments for both."""
 
 import functools
 from collections.abc import Callable

@@ -77,7 +77,7 @@ def test_what_cannot_be_read_is_never_half_an_image(tmp_path, name):
     elif name.startswith("folder"):
         path.mkdir()
     elif not name.startswith("absent"):
-        path.write_text("this is no image" if name.startswith("text") else "")
+        path.write_text("this is not an image" if name.startswith("text") else "")
     assert not ImageFile.LOAD_TRUNCATED_IMAGES
     with pytest.raises(UnreadableImage) as caught:
         read_image(path)
