@@ -107,10 +107,9 @@ def upright_pixels(image: Image.Image, image_format: str | None = "RGB", *, name
 def upright_size(image: Image.Image) -> tuple[int, int]:
     """Return the height and width of :func:`upright_pixels`, without reading the pixels."""
     width, height = image.size
-    # Without this Pillow would look for EXIF behind the pixels of a PNG.
+    # Without this Pillow would look for EXIF behind the pixels of a PNG. A TIFF, whose size is upright, has none there.
     orientation = image.getexif().get(ExifTags.Base.Orientation) if "exif" in image.info else None
-    is_rotated = orientation in _ROTATED and image.format != "TIFF"
-    return (width, height) if is_rotated else (height, width)
+    return (width, height) if orientation in _ROTATED else (height, width)
 
 
 def _pixels(image: Image.Image, image_format: str | None) -> np.ndarray:
