@@ -200,7 +200,7 @@ class GridRelativeBias(nn.Module):
     def by_row(self, height: int, width: int) -> Tensor:
         """The bias of a pair of columns for each offset of rows, (M, 2 * height - 1, width, width): query by key.
 
-        All that depends on the size of the map; :meth:`of_rows` takes it apart without a large index.
+        All that depends on the size of the map.
         """
         grid = self.table.unflatten(0, (2 * self.size[0] - 1, 2 * self.size[1] - 1))
         if self.resizing == "map":
@@ -214,24 +214,8 @@ class GridRelativeBias(nn.Module):
         offset = col[:, None] - col[None, :] + width - 1
         return grid.index_select(2, offset.flatten()).unflatten(2, (width, width))
 
-    def of_rows(self, by_row: Tensor, rows: Tensor) -> Tensor:
-        """The bias of the queries in some rows of the map: (M, R * W, G + H * W).
-
-        Args:
-            by_row: of :meth:`by_row`.
-            rows: (R,), numbers of rows.
-        """
-        height = (by_row.shape[1] + 1) // 2
-        offset = rows[:, None] - torch.arange(height, device=rows.device)[None, :] + height - 1
-        # (M, R, H, W, W), and then (M, R * W, H * W)
-        bias = by_row.index_select(1, offset.flatten()).unflatten(1, (-1, height))
-        bias = bias.transpose(2, 3).flatten(3, 4).flatten(1, 2)
-        return self._with_globals(bias)
-
     def of_groups(self, by_row: Tensor, rows: Tensor, key_rows: Tensor) -> Iterator[Tensor]:
-        """As :meth:`of_rows`, group by group: one copy, and no second one to bring it in order.
-
-        Its gradient would be slow.
+        """The bias of the queries in some rows of the map, group by group: one copy each, whose gradient is slow.
 
         Args:
             by_row: of :meth:`by_row`.
@@ -270,7 +254,9 @@ class GridRelativeBias(nn.Module):
         rows = torch.arange(height, device=self.table.device)
         by_row = self.by_row(height, width)
         if torch.is_grad_enabled():
-            bias = self.of_rows(by_row, rows)
+            # (M, H, H, W, W): a second copy, and a gradient that is faster than that of the groups
+            bias = by_row.index_select(1, (rows[:, None] - rows + height - 1).flatten()).unflatten(1, (height, height))
+            bias = self._with_globals(bias.transpose(2, 3).flatten(3, 4).flatten(1, 2))
         else:
             [bias] = self.of_groups(by_row, rows[None], rows)
         if self.global_queries:
