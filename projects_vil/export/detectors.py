@@ -204,6 +204,9 @@ def pool(pooler: ROIPooler, features: list[Tensor], boxes: Tensor, image: Tensor
 class ExportableDetector(nn.Module):
     """A detector as a function of one tensor of pixels to plain tensors.
 
+    A subclass has ``detect``: from the FPN's features by name and the height and width of the images to all outputs
+    by name, and ``image_index``.
+
     Args:
         detector: a detector in eval mode.
         batched: whether the input is a batch of images of one size.
@@ -246,10 +249,6 @@ class ExportableDetector(nn.Module):
             rows = pad_detections(outputs, number=self.fixed_number, num_images=num_images)
             outputs = {name: value if self.batched or name == "count" else value[0] for name, value in rows.items()}
         return tuple(outputs[name] for name in self.output_names)
-
-    def detect(self, features: dict[str, Tensor], size: tuple[int, int]) -> dict[str, Tensor]:
-        """Compute all outputs by name, and ``image_index``, from the FPN's features of images of ``size``."""
-        raise NotImplementedError
 
     def _best(self, kept: Tensor, image: Tensor, number: int, features: dict[str, Tensor]) -> Tensor:
         """Return the first ``number`` of the ``kept`` boxes of each image, all if it is negative."""

@@ -6,7 +6,6 @@ threshold, non-maximum suppression and the choice of the best are inside.
 """
 
 import copy
-import itertools
 import json
 import os
 from collections.abc import Sequence
@@ -82,7 +81,20 @@ def export_detector(
     """
     is_int8 = precision == "int8"
     evaluate = evaluate or is_int8
-    _check_request(cfg, file_format, precision, input_dtype, size, evaluate)
+    architecture = cfg.MODEL.META_ARCHITECTURE
+    if architecture not in DETECTORS:
+        raise ConfigError(f"a {architecture} cannot be exported yet: only {' and '.join(DETECTORS)} can")
+    check_format(file_format)
+    if precision not in FORMATS[file_format].precisions:
+        raise ConfigError(f"precision {precision}: {file_format} supports {', '.join(FORMATS[file_format].precisions)}")
+    check_choice("input_dtype", input_dtype, ("uint8", "float32"))
+    if size is not None and file_format == "torchscript":
+        raise ConfigError("size: a TorchScript file takes any size; leave it out, or take another format")
+    if size is not None and evaluate:
+        raise ConfigError("size: images of DATASETS.TEST have other sizes; leave out size, or evaluate and int8")
+    if evaluate:
+        register_datasets(cfg)
+        load_dataset(cfg, cfg.DATASETS.TEST, train=False)
     calibration = calibration_files(cfg, calibration_images) if is_int8 else []
     fixed_number = cfg.TEST.DETECTIONS_PER_IMAGE if fixed_detections else None
     if fixed_number is not None and fixed_number < 1:
@@ -95,8 +107,8 @@ def export_detector(
     metadata = describe_model(
         cfg, exportable, categories, file_format, precision=precision, input_dtype=input_dtype, weights=weights
     )
-    for image, file in itertools.zip_longest(compared, images):
-        check_sides(metadata["input"]["sides"], image.shape[-2:], what=str(file or "INPUT.MIN_SIZE_TEST"))
+    for image, file in zip(compared, images or ["INPUT.MIN_SIZE_TEST"] * len(compared), strict=True):
+        check_sides(metadata["input"]["sides"], image.shape[-2:], what=str(file))
 
     def read(file: str) -> Tensor:
         """Return an image of the calibration as the exported model takes it."""
@@ -158,23 +170,3 @@ def cast_network(detector: nn.Module, precision: str) -> nn.Module:
 def report_path(path: str | Path) -> Path:
     """Return the path of the report of an exported file."""
     return Path(f"{path}.report.json")
-
-
-def _check_request(
-    cfg: CfgNode, file_format: str, precision: str, input_dtype: str, size: tuple[int, int] | None, evaluate: bool
-) -> None:
-    """Raise a :class:`ConfigError` for impossible options, before anything is loaded."""
-    architecture = cfg.MODEL.META_ARCHITECTURE
-    if architecture not in DETECTORS:
-        raise ConfigError(f"a {architecture} cannot be exported yet: only {' and '.join(DETECTORS)} can")
-    check_format(file_format)
-    if precision not in FORMATS[file_format].precisions:
-        raise ConfigError(f"precision {precision}: {file_format} supports {', '.join(FORMATS[file_format].precisions)}")
-    check_choice("input_dtype", input_dtype, ("uint8", "float32"))
-    if size is not None and file_format == "torchscript":
-        raise ConfigError("size: a TorchScript file takes any size; leave it out, or take another format")
-    if size is not None and evaluate:
-        raise ConfigError("size: images of DATASETS.TEST have other sizes; leave out size, or evaluate and int8")
-    if evaluate:
-        register_datasets(cfg)
-        load_dataset(cfg, cfg.DATASETS.TEST, train=False)

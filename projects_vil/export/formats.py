@@ -173,14 +173,9 @@ def _load_torch_export(path: Path) -> Run:
         return torch.export.load(str(path)).module()
 
 
-def compiler() -> str | None:
-    """Return the C++ compiler that AOTInductor calls, or None."""
-    return shutil.which(os.environ.get("CXX", "g++"))
-
-
 def _write_aot_inductor(exportable: ExportableDetector, example: Tensor, path: Path) -> None:
     program = capture(exportable, example)
-    with stage(f"AOTInductor, which compiles with {compiler()} for minutes"):
+    with stage("AOTInductor, which compiles for minutes"):
         # With layout optimisation torch 2.15 assumes that convolutions of a data-dependent number of boxes give
         # channels-last outputs on a CPU, which they do not: all masks are wrong, without an error.
         torch._inductor.aoti_compile_and_package(
@@ -375,7 +370,7 @@ def check_format(file_format: str) -> None:
     # The first version with torch.export's support for sizes that depend on the data, which detectors need.
     if known.uses_torch_export and torch.__version__ < (2, 8):
         raise ConfigError(f"format {file_format} needs torch 2.8 or newer, and this is {torch.__version__}")
-    if file_format == "aot_inductor" and compiler() is None:
+    if file_format == "aot_inductor" and shutil.which(os.environ.get("CXX", "g++")) is None:
         raise ConfigError("format aot_inductor needs a C++ compiler, g++ or the one that CXX names")
     check_packages(f"format {file_format}", known.packages)
 

@@ -184,7 +184,6 @@ def check_export(
         ConfigError: for an ONNX file that other programs would refuse, see
             :func:`projects_vil.export.formats.describe_onnx`.
     """
-    facts = {"onnx": describe_onnx(model.path)} if model.file_format == "onnx" else {}
     precision, thresholds = model.metadata["precision"], model.metadata["thresholds"]
     eager = functools.partial(eager_detections, reference)
     one = (lambda image: model(image[None])) if model.batched else model
@@ -203,7 +202,9 @@ def check_export(
         "versions": model.metadata["versions"],
         "fingerprint": fingerprint(cfg, reference),
         "accept_drop": accept_drop,
-    } | facts
+    }
+    if model.file_format == "onnx":
+        report["onnx"] = describe_onnx(model.path)
     if evaluate:
         report["evaluation"] = _evaluate(cfg, reference, model)
     is_as_good = [row["ok"] or (accept_drop and bool(row["AP_exported"])) for row in report.get("evaluation", ())]

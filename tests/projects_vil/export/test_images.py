@@ -1,7 +1,6 @@
 """Images to trace and to compare on, and letterboxing."""
 
 import cv2
-import pytest
 import torch
 
 from projects_vil.export import letterbox_size, pad_image
@@ -22,11 +21,10 @@ def test_images_to_compare_on(shapes):
         torch.testing.assert_close(image.float().mean(dim=(1, 2)), expected, atol=2, rtol=0)
 
 
-@pytest.mark.parametrize(("height", "width"), [(1, 400), (95, 128), (300, 201)])
-def test_letterboxing(height, width):
+def test_letterboxing():
     assert letterbox_size(480, 640, (800, 1333)) == (800, 1067)
-    size = letterbox_size(height, width, (96, 128))
-    assert size[0] <= 96 and size[1] <= 128 and (size[0] == 96 or size[1] == 128)
+    size = letterbox_size(300, 201, (96, 128))
+    assert size == (96, 64)
     image = torch.full((3, *size), 7, dtype=torch.uint8)
     canvas = pad_image(image, (96, 128), [123.675, 116.28, 103.53])
     assert canvas.shape == (3, 96, 128) and torch.equal(canvas[:, : size[0], : size[1]], image)

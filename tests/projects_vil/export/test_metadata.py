@@ -8,14 +8,20 @@ import torch
 from PIL import Image
 
 from projects_vil.data import read_for_testing, size_for_testing
-from projects_vil.export import describe_model, eager_detections, example_image, make_exportable, read_metadata
+from projects_vil.export import describe_model, eager_detections, example_image, make_exportable
 from tests.projects_vil.export.exporting import SHAPES, demo_detector
 from tests.projects_vil.helpers import small_config, untrained_detector
 
 
-@pytest.mark.slow
-def test_metadata(exported):
-    metadata, cfg = read_metadata(exported("mask_rcnn")[0]), small_config("mask_rcnn")
+def described(name: str, *overrides: str, file_format: str = "torchscript") -> dict:
+    cfg = small_config(name, *overrides)
+    facts = {"precision": "fp32", "input_dtype": "uint8", "weights": "x.pth"}
+    exportable = make_exportable(untrained_detector(cfg) if overrides else demo_detector(name))
+    return describe_model(cfg, exportable, SHAPES, file_format, **facts)
+
+
+def test_metadata():
+    metadata, cfg = described("mask_rcnn"), small_config("mask_rcnn")
     assert metadata["detector"] == "Mask R-CNN" and metadata["backbone"] == cfg.MODEL.TRANSFORMER.NAME
     assert metadata["input"] == {
         "name": "image",
@@ -39,14 +45,7 @@ def test_metadata(exported):
         assert outputs[name]["shape"] == ["detections", *value.shape[1:]] and outputs[name]["meaning"]
         assert f"torch.{outputs[name]['dtype']}" == str(value.dtype)
     assert metadata["thresholds"] == {"score": 0.001, "nms": 0.5, "detections_per_image": 100, "mask": 0.5}
-    assert metadata["weights"] == "mask_rcnn.pth" and metadata["versions"]["torch"] == torch.__version__
-
-
-def described(name: str, *overrides: str, file_format: str = "torchscript") -> dict:
-    cfg = small_config(name, *overrides)
-    facts = {"precision": "fp32", "input_dtype": "uint8", "weights": "x.pth"}
-    exportable = make_exportable(untrained_detector(cfg) if overrides else demo_detector(name))
-    return describe_model(cfg, exportable, SHAPES, file_format, **facts)
+    assert metadata["weights"] == "x.pth" and metadata["versions"]["torch"] == torch.__version__
 
 
 def test_metadata_of_other_detectors():
