@@ -137,7 +137,7 @@ def test_a_file_that_is_not_a_config_is_named(tmp_path, content):
         "!!python/object/apply:os.mkdir ['{}']",
         "!!python/object/apply:eval [\"__import__('os').mkdir('{}')\"]",
         "!!python/object/apply:eval [\"[x.mkdir('{}') for x in [1]]\"]",
-        '!!python/object/apply:eval ["(lambda: 3)()"]',
+        "!!python/object/apply:eval [\"'a'.upper()\"]",
     ],
 )
 def test_a_config_runs_no_code(tmp_path, base, value):
