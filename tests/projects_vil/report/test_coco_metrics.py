@@ -41,6 +41,7 @@ def test_a_crowd_is_ignored_by_detections_of_its_own_class_alone(synthetic_resul
     metrics = evaluate_detections(annotations, results, max_detections=100)
     (matches,) = [matches for image, matches in metrics.images if image["id"] == 2]
     assert [found["score"] for found, target in matches if target is None] == [0.95] * false_positives
+    assert sum(found is not None for found, _ in matches) == 1 + false_positives
     assert confusion_matrix(metrics)[-1].tolist() == [false_positives, 0, 0]
 
 
