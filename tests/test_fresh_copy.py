@@ -28,7 +28,7 @@ def test_tests_of_a_copy(tmp_path):
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode:
-        pytest.skip("this is no git repository: it is a copy itself")
+        pytest.skip("this is not a git repository but a copy")
     for name in filter(None, listed.stdout.split("\0")):
         if (ROOT / name).is_file():
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
