@@ -184,7 +184,10 @@ def describe_mismatch(name: str, unexplained: list[str], missing: list[str]) -> 
         missing: our names that the checkpoint has no values for.
     """
     parts = [f"the checkpoint does not fit {name}: it is of another variant, or has other sizes or global tokens"]
-    for label, names in (("the model has no parameter for", unexplained), ("the checkpoint lacks", missing)):
+    for label, names in (
+        ("the model has no parameter for", unexplained),
+        ("the checkpoint has no values for", missing),
+    ):
         if names:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
             parts.append(f"{label} {', '.join(names[:5])}{more}")

@@ -1,4 +1,4 @@
-"""Which of many alike cases ``make test`` has, and which only the slow run."""
+"""Which of many similar cases ``make test`` has, and which only the slow run."""
 
 from collections.abc import Collection, Iterable
 from typing import Any

@@ -263,7 +263,7 @@ BIAS = "layers.3.blocks.0.attn.relative_position_bias_table"
         (lambda: lit("lit_absolute"), with_tensor("pos_embed4", 1, 4, 16), "lit_absolute", {}, "pos_embed4"),
         (lambda: lit("lit_absolute"), dict, "lit_absolute", {"merging": "uniform"}, "patch_embed2"),
         (lit, with_tensor("layers.3.downsample.dconv.weight", 1), "lit_relative", {}, "layers.3.downsample"),
-        # Only a classifier has no output norms, and then none of them.
+        # Only a classifier has no output norms at all.
         (lit, without("norm2.weight"), "lit_relative", {}, "output_norms.stage3.weight"),
         (lit, without("norm"), "lit_relative", {}, "output_norms.stage2.weight"),
         (lit, with_tensor(BIAS, 10, 6), "lit_relative", {}, BIAS),
