@@ -59,7 +59,7 @@ def test_colours_go_over_the_weights_on_the_image_alone():
     for axes in heads:
         weights = axes.images[1]
         np.testing.assert_array_equal(weights.get_array(), direct[0, :4, :5])
-        assert weights.get_extent() == (-0.5, 5 * 16 - 0.5, 4 * 16 - 0.5, -0.5)
+        assert tuple(weights.get_extent()) == (-0.5, 5 * 16 - 0.5, 4 * 16 - 0.5, -0.5)
         assert weights.get_clim() == (1, 22) and weights.get_array().mask.sum() == 1  # the weight of 0
         assert "to padding 400" in axes.get_title() and "to global tokens 1" in axes.get_title()
 
