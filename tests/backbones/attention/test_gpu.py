@@ -28,8 +28,9 @@ def assert_close_to_reference(function, by_reference, inputs, dtype):
 @on_gpu
 @kernels
 @dtypes
-@pytest.mark.parametrize("num_global", [0, 1, 2])
-@pytest.mark.parametrize("channels, biases", [(16, True), (32, True), (32, False), (48, True), (96, True)])
+@pytest.mark.parametrize(
+    "num_global, channels, biases", [(1, 16, True), (2, 32, True), (0, 32, False), (0, 48, True), (1, 96, True)]
+)
 def test_kernels(kernel, num_global, dtype, channels, biases):
     shift = SHIFTS[2 * num_global] if "shift" in kernel else None
     functions_and_inputs = case(kernel, num_global=num_global, channels=channels, biases=biases, shift=shift)
