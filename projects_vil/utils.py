@@ -103,7 +103,8 @@ def log_run(output_dir: str, *, rank: int = 0) -> None:
 
 def concerns_a_user(record: logging.LogRecord) -> bool:
     """Leave out pages, and the traceback of a user's mistake, for which the run ends with one line."""
-    if record.exc_info and isinstance(record.exc_info[1], ConfigError):
+    error = record.exc_info and record.exc_info[1]
+    if isinstance(error, ConfigError) or "DataLoader worker" in str(error):
         return False
     return record.levelno > logging.WARNING or _FOR_THE_FILE.match(record.getMessage()) is None
 

@@ -160,7 +160,9 @@ CASES = {
         }.items()
     },
     "training over another run": Case("train_net.py --config-file run/config.yaml", named="OVERWRITE_OUTPUT_DIR"),
-    "another optimizer": Case(f"{RESUME} SOLVER.OPTIMIZER SGD SOLVER.MAX_ITER 6", named="SOLVER"),
+    "another optimizer": Case(
+        f"{RESUME} SOLVER.OPTIMIZER SGD SOLVER.MAX_ITER 6", named="SOLVER", writes=("run/log.txt",)
+    ),
     "no whole checkpoint": Case(RESUME, truncate("run/*.pth"), "run", writes=("run/log.txt",)),
     "report of another folder": Case("report.py own", named="own"),
     # Prediction and exports
