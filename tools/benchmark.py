@@ -36,49 +36,25 @@ DTYPES = ("float32", "bfloat16", "float16")
 def main() -> None:
     parser = ConfigToolParser(__doc__, config_file=False)
     parser.add_argument(
-        "--what", choices=(*MODELS, *DATA), default="backbone", help="what is measured (default backbone)"
+        "--what", choices=(*MODELS, *DATA), default="backbone", help="what to measure (default backbone)"
     )
     parser.add_argument("--models", nargs="+", default=[], metavar="NAME", help="variants or config files")
+    parser.add_argument("--against", nargs="+", default=[], metavar="NAME", help="r50, swin_t, or models of timm")
     parser.add_argument(
-        "--against", nargs="+", default=[], metavar="NAME", help="baselines: r50, swin_t, or models of timm"
+        "--detector", choices=("retinanet", "mask_rcnn"), default="retinanet", help="detector of variants"
     )
+    parser.add_argument("--backward", action="store_true", help="measure gradients of attention and backbones too")
     parser.add_argument(
-        "--detector",
-        choices=("retinanet", "mask_rcnn"),
-        default="retinanet",
-        help="detector that variants are built into (default retinanet)",
-    )
-    parser.add_argument(
-        "--backward", action="store_true", help="measure the backward pass of attention and backbones too"
-    )
-    parser.add_argument(
-        "--size",
-        type=positive,
-        nargs=2,
-        action="append",
-        metavar=("H", "W"),
-        help="size of the images in pixels, once or more often (default 800 1344)",
+        "--size", type=positive, nargs=2, action="append", metavar=("H", "W"), help="pixels (default 800 1344)"
     )
     parser.add_argument("--batch-size", type=positive, default=1, metavar="N", help="images of a batch (default 1)")
-    parser.add_argument(
-        "--dtype", choices=DTYPES, default="float32", help="data type (default float32; the others by autocast)"
-    )
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="data type, by autocast (default float32)")
     parser.add_argument("--runs", type=positive, default=5, metavar="N", help="timed runs of each model (default 5)")
-    parser.add_argument(
-        "--images",
-        type=positive,
-        default=5000,
-        metavar="N",
-        help="images that coco-api and dataset-check generate (default 5000)",
-    )
-    parser.add_argument(
-        "--no-memory", action="store_true", help="measure time only: on a CPU, memory takes a process for each model"
-    )
+    parser.add_argument("--images", type=positive, default=5000, metavar="N", help="generated images (default 5000)")
+    parser.add_argument("--no-memory", action="store_true", help="measure time only, which is faster on a CPU")
     parser.add_argument("--limits", action="store_true", help="report what limits each model on this device")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures there too")
-    parser.add_argument(
-        "--plot", type=output_file, metavar="FILE", help="plot time and memory against pixels there, .png or .svg"
-    )
+    parser.add_argument("--plot", type=output_file, metavar="FILE", help="plot against pixels, .png or .svg")
     args = parser.parse_args()
     if args.what in MODELS and not args.models:
         parser.error(f"--what {args.what} needs --models")

@@ -12,28 +12,12 @@ TASKS = ("detection", "sem_seg", "panoptic")
 
 def main() -> None:
     parser = ToolParser(__doc__)
-    parser.add_argument(
-        "output", metavar="OUT", help="folder to write; datasets/shapes and datasets/shapes_TASK are registered"
-    )
-    parser.add_argument(
-        "--task", choices=TASKS, default=TASKS[0], help="task that the annotations are for (default detection)"
-    )
-    parser.add_argument(
-        "--num-train", type=int, default=400, metavar="N", help="number of training images (default 400)"
-    )
-    parser.add_argument(
-        "--num-val", type=int, default=100, metavar="N", help="number of validation images (default 100)"
-    )
-    parser.add_argument(
-        "--short-side",
-        type=int,
-        default=128,
-        metavar="S",
-        help="mean shorter side of the images in pixels (default 128)",
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, metavar="K", help="seed; the same one gives the same files (default 0)"
-    )
+    parser.add_argument("output", metavar="OUT", help="folder to write, as datasets/shapes or datasets/shapes_TASK")
+    parser.add_argument("--task", choices=TASKS, default=TASKS[0], help="task of the annotations (default detection)")
+    parser.add_argument("--num-train", type=int, default=400, metavar="N", help="training images (default 400)")
+    parser.add_argument("--num-val", type=int, default=100, metavar="N", help="validation images (default 100)")
+    parser.add_argument("--short-side", type=int, default=128, metavar="S", help="mean pixels (default 128)")
+    parser.add_argument("--seed", type=int, default=0, metavar="K", help="same seed, same files (default 0)")
     parser.add_argument("--overwrite", action="store_true", help="replace a shapes dataset in OUT")
     options = vars(parser.parse_args())
 

@@ -36,14 +36,7 @@ def main() -> None:
     add_folder(command, "--output", help="folder for the PNG")
     command.add_argument("--stage", required=True, type=int, metavar="S", help="stage of the backbone, from 1")
     command.add_argument("--block", required=True, type=int, metavar="B", help="block of the stage, from 1")
-    command.add_argument(
-        "--point",
-        required=True,
-        type=int,
-        nargs=2,
-        metavar=("Y", "X"),
-        help="pixel of the image whose attention is shown",
-    )
+    command.add_argument("--point", required=True, type=int, nargs=2, metavar=("Y", "X"), help="pixel of the image")
 
     command = add(data, "training samples after augmentation", devices=())
     add_folder(command, "--output", help="folder for the PNGs, one a sample")
@@ -54,27 +47,15 @@ def main() -> None:
     add_image(command, "--input", nargs="+", help="image files; a PNG for each")
     add_folder(command, "--output", help="folder for the PNGs")
     points = command.add_mutually_exclusive_group()
-    points.add_argument(
-        "--points", type=positive, default=8, metavar="N", help="number of positions, spread evenly (default 8)"
-    )
+    points.add_argument("--points", type=positive, default=8, metavar="N", help="positions spread evenly (default 8)")
     points.add_argument("--point", type=int, nargs=2, metavar=("Y", "X"), help="only the position at this pixel")
 
     command = add(results, "predictions of a run next to the ground truth", config_file=False, devices=())
     command.add_argument("--run", required=True, type=existing_path, metavar="DIR", help="OUTPUT_DIR of train_net.py")
     command.add_argument("--dataset", metavar="NAME", help="dataset (default: the first of DATASETS.TEST)")
-    command.add_argument(
-        "--output", type=output_file, metavar="PNG", help="file to write (default: DIR/predictions.png)"
-    )
-    command.add_argument(
-        "--num-images", type=positive, default=8, metavar="N", help="number of images, a row each (default 8)"
-    )
-    command.add_argument(
-        "--score-threshold",
-        type=float,
-        default=0.5,
-        metavar="T",
-        help="lowest score of a drawn detection (default 0.5)",
-    )
+    command.add_argument("--output", type=output_file, metavar="PNG", help="default: DIR/predictions.png")
+    command.add_argument("--num-images", type=positive, default=8, metavar="N", help="images, a row each (default 8)")
+    command.add_argument("--score-threshold", type=float, default=0.5, metavar="T", help="lowest score (default 0.5)")
 
     args = parser.parse_args()
     print("\n".join(args.render(args)))
