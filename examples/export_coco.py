@@ -36,7 +36,7 @@ try:
         try:
             found = detector(file)
         except ConfigError as error:
-            print(f"skipped {str(error).removeprefix('cannot take ')}", file=sys.stderr)
+            print(f"skipped: {error}", file=sys.stderr)
             continue
         height, width = found.image_size
         images.append({"id": image_id, "file_name": file.name, "height": height, "width": width})

@@ -205,7 +205,7 @@ def test_a_photo_that_cannot_be_read_is_skipped(run, detectors, tmp_path, capsys
         run("export_coco", detectors("retinanet"), tmp_path / "photos", tmp_path / "found.json")
     assert end.value.code == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"skipped {broken}: ")
+    assert str(broken) in line
     content = json.loads((tmp_path / "found.json").read_text())
     assert [image["file_name"] for image in content["images"]] == ["b.png"] and content["annotations"]
 
