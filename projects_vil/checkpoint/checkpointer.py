@@ -44,6 +44,7 @@ from projects_vil.modeling import TransformerBackbone, build_on_meta
 
 # With "model" for averaged weights: the weights of training, and the number of averaged steps.
 UNAVERAGED, AVERAGED_STEPS = "unaveraged_model", "averaged_steps"
+# Those of FORMATS in projects_vil/export/formats.py, which this package cannot import.
 _EXPORT_SUFFIXES = (".ts", ".onnx", ".pt2", ".xml")
 
 

@@ -28,7 +28,7 @@ from projects_vil.data.segmentation import FAR, box_of, problems_of, rle_of, usa
 NUM_EXAMPLES = 5
 _NUMBERS = {int, float}
 # Boxes are taken for [left, top, right, bottom] if there are so many, and such a share reaches beyond its image.
-_FEWEST_BOXES, _BEYOND_SHARE = 20, 0.2
+_MIN_BOXES, _BEYOND_SHARE = 20, 0.2
 # Files opened at once: a disk in a network is slow to answer, not slow to read.
 _NUM_THREADS, _FILES_PER_TASK = 16, 64
 _EXAMPLE_KEYS = {
@@ -37,7 +37,7 @@ _EXAMPLE_KEYS = {
     "categories": {"category": "id", "name": "name"},
 }
 
-Found = Iterator[tuple[str, int, Any]]
+Findings = Iterator[tuple[str, int, Any]]
 
 
 def read_coco(path: str | Path) -> dict[str, Any]:
@@ -232,10 +232,10 @@ class CocoFile:
 # -- find: what is wrong, as (name of a check, index, value) ---------------------------------------
 
 
-def find_in_categories(file: CocoFile) -> Found:
+def find_in_categories(file: CocoFile) -> Findings:
     names = set()
     for index, entry in enumerate(file.categories):
-        number = whole(entry.get("id")) if isinstance(entry, dict) else None
+        number = as_int(entry.get("id")) if isinstance(entry, dict) else None
         if number is None or not isinstance(entry.get("name"), str):
             yield "category_form", index, None
         elif number in file.category_by_id:
@@ -249,7 +249,7 @@ def find_in_categories(file: CocoFile) -> Found:
                 yield "category_text", index, None
 
 
-def find_in_images(file: CocoFile) -> Found:
+def find_in_images(file: CocoFile) -> Findings:
     names, indices_of_id = set(), defaultdict(list)
     for index, entry in enumerate(file.images):
         has_id = isinstance(entry, dict) and type(entry.get("id")) in (int, float, str)
@@ -258,7 +258,7 @@ def find_in_images(file: CocoFile) -> Found:
             continue
         indices_of_id[entry["id"]].append(index)
         file.image_by_id.setdefault(entry["id"], index)
-        if (number := whole(entry["id"])) is not None:
+        if (number := as_int(entry["id"])) is not None:
             file.image_by_number.setdefault(number, index)
         if entry["file_name"] in names:
             yield "file_twice", index, None
@@ -277,7 +277,7 @@ def find_in_images(file: CocoFile) -> Found:
         yield from (("image_ids_mixed", index, None) for indices in indices_of_id.values() for index in indices)
 
 
-def find_in_files(file: CocoFile) -> Found:
+def find_in_files(file: CocoFile) -> Findings:
     unusable, unsized = set(file.found["image_form"]), set(file.found["image_size_missing"])
     paths = {
         index: os.path.join(file.image_root, entry["file_name"])
@@ -323,7 +323,7 @@ def missing_files(paths: Iterable[str]) -> Iterator[str]:
             yield path
 
 
-def find_in_annotations(file: CocoFile) -> Found:
+def find_in_annotations(file: CocoFile) -> Findings:
     are_mixed = bool(file.found["image_ids_mixed"])
     # The last one is for an unknown image, whose index is -1.
     largest_areas = [*(2 * np.maximum(file.heights * file.widths, 1)).tolist(), math.inf]
@@ -334,7 +334,7 @@ def find_in_annotations(file: CocoFile) -> Found:
         name = entry.get("image_id")
         image = file.image_by_id.get(name, -1) if isinstance(name, (int, str, float)) else -1
         if image < 0:
-            image = file.image_by_number.get(whole(name), -1)
+            image = file.image_by_number.get(as_int(name), -1)
         file.image_of[index] = image
         if image < 0:
             yield "image_unknown", index, None
@@ -342,7 +342,7 @@ def find_in_annotations(file: CocoFile) -> Found:
             yield "image_id_text", index, None
         category = entry.get("category_id")
         if type(category) is not int or category not in file.category_by_id:
-            is_known = whole(category) in file.category_by_id
+            is_known = as_int(category) in file.category_by_id
             yield "category_id_text" if is_known else "category_unknown", index, f"category_id {_shortened(category)}"
         number = entry.get("id")
         if type(number) is not int or number <= 0:
@@ -361,7 +361,7 @@ def find_in_annotations(file: CocoFile) -> Found:
             yield "area_missing", index, None if area is None else f"area {_shortened(area)}"
 
 
-def find_in_masks(file: CocoFile) -> Found:
+def find_in_masks(file: CocoFile) -> Findings:
     for index, entry in enumerate(file.annotations if file.masks else ()):
         if not isinstance(entry, dict):
             continue
@@ -377,7 +377,7 @@ def find_in_masks(file: CocoFile) -> Found:
                 yield "rle_object", index, None
 
 
-def find_in_boxes(file: CocoFile) -> Found:
+def find_in_boxes(file: CocoFile) -> Findings:
     indices, rows = [], []
     for index, entry in enumerate(file.annotations):
         if not isinstance(entry, dict):
@@ -418,7 +418,7 @@ def _box_problems(file: CocoFile, indices: np.ndarray, boxes: np.ndarray) -> Ite
     if not number:
         return
     as_corners = (wide > left) & (high > top) & (wide <= widths + 1) & (high <= heights + 1) & (left >= -1)
-    if number >= _FEWEST_BOXES and beyond.sum() >= _BEYOND_SHARE * number and as_corners[sound].mean() > 0.99:
+    if number >= _MIN_BOXES and beyond.sum() >= _BEYOND_SHARE * number and as_corners[sound].mean() > 0.99:
         yield "boxes_as_corners", _first(beyond)
     if max(right[sound].max(), bottom[sound].max()) <= 1 and min(widths[sound].min(), heights[sound].min()) > 10:
         yield "boxes_as_fractions", _first(sound)
@@ -428,10 +428,10 @@ def _first(where: np.ndarray) -> np.ndarray:
     return np.arange(len(where)) == np.flatnonzero(where)[0]
 
 
-def find_without_objects(file: CocoFile) -> Found:
+def find_without_objects(file: CocoFile) -> Findings:
     used = {*file.image_of.tolist(), *file.found["image_form"]}
     yield from (("image_empty", index, None) for index in range(len(file.images)) if index not in used)
-    used = {whole(entry.get("category_id")) for entry in file.annotations if isinstance(entry, dict)}
+    used = {as_int(entry.get("category_id")) for entry in file.annotations if isinstance(entry, dict)}
     yield from (("category_empty", index, None) for n, index in file.category_by_id.items() if n not in used)
 
 
@@ -442,32 +442,32 @@ def leave_out(file: CocoFile, index: int, entry: Any) -> None:
     return None
 
 
-def whole_id(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
-    return entry | {"id": whole(entry["id"])}
+def to_int_id(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
+    return entry | {"id": as_int(entry["id"])}
 
 
-def size_of_file(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
+def set_file_size(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
     return entry | {"height": int(file.heights[index]), "width": int(file.widths[index])}
 
 
-def position(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
+def renumber_id(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
     return entry | {"id": index + 1}
 
 
-def image_id(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
+def set_image_id(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
     image = int(file.image_of[index])
     return entry | {"image_id": image + 1 if file.found["image_ids_mixed"] else file.images[image]["id"]}
 
 
-def category_id(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
-    return entry | {"category_id": whole(entry["category_id"])}
+def set_category_id(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
+    return entry | {"category_id": as_int(entry["category_id"])}
 
 
-def not_a_crowd(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
+def mark_object(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
     return entry | {"iscrowd": 0}
 
 
-def a_crowd(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
+def mark_crowd(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
     return entry | {"iscrowd": 1, "ignore": 0}
 
 
@@ -531,11 +531,11 @@ _WHOLE = "read as the whole number"
 # Per list: name, severity, what is found, fix, and its effect. Fixes are done in this order: new ids and areas come
 # last, for the annotations that stay.
 # fmt: off
-_TABLE: dict[str, tuple[tuple, ...]] = {
+CHECKS = {row[0]: Check(*row, key=key) for key, rows in {
     "categories": (
         ("category_form", "error", "categories without an id and a name", leave_out, _WITH_OBJECTS),
         ("category_id_twice", "error", "categories with the id of another", leave_out, "the first with the id stays"),
-        ("category_text", "fixed", "categories whose id is text or has a decimal point", whole_id, _WHOLE),
+        ("category_text", "fixed", "categories whose id is text or has a decimal point", to_int_id, _WHOLE),
         ("category_name_twice", "note", "categories with the name of another", None, "different classes"),
         ("category_empty", "note", "categories without objects", None, "a class that is not learned"),
     ),
@@ -543,25 +543,25 @@ _TABLE: dict[str, tuple[tuple, ...]] = {
         ("image_form", "error", "images without an id and a file_name", leave_out, _WITH_OBJECTS),
         ("image_id_twice", "error", "images whose id is not unique", leave_out,
          "of equal entries one stays; others are left out with their objects, which could be of either"),
-        ("image_ids_mixed", "error", "images with ids of which some are text and others numbers", position,
+        ("image_ids_mixed", "error", "images with ids of which some are text and others numbers", renumber_id,
          "new ids, the positions in the file"),
-        ("image_size_missing", "fixed", "images without height and width", size_of_file, "read from the file"),
+        ("image_size_missing", "fixed", "images without height and width", set_file_size, "read from the file"),
         ("file_twice", "note", "images with the file of another", None, "trained on as two images"),
         ("file_missing", "error", "images whose file is missing", leave_out, _WITH_OBJECTS),
         ("file_unreadable", "error", "images whose file cannot be read", leave_out, _WITH_OBJECTS),
-        ("file_size", "error", "images of another size than their file", leave_out, _WITH_OBJECTS),
+        ("file_size", "error", "images whose size differs from the annotation", leave_out, _WITH_OBJECTS),
         ("image_empty", "note", "images without objects", None,
          "left out of training unless DATALOADER.FILTER_EMPTY_ANNOTATIONS is False; evaluated"),
     ),
     "annotations": (
         ("annotation_form", "error", "annotations that are not JSON objects", leave_out, _OUT),
         ("image_unknown", "error", "annotations of an image_id that no image has", leave_out, _OUT),
-        ("image_id_text", "fixed", "annotations whose image_id is written in another way than the image's id", image_id,
-         "the image's id"),
-        ("category_unknown", "error", "annotations of a category_id that no category has", leave_out, _OUT),
-        ("category_id_text", "fixed", "annotations whose category_id is text or has a decimal point", category_id,
+        ("image_id_text", "fixed", "annotations whose image_id is written in another way than the image's id",
+         set_image_id, "the image's id"),
+        ("category_unknown", "error", "annotations with an unknown category_id", leave_out, _OUT),
+        ("category_id_text", "fixed", "annotations whose category_id is text or has a decimal point", set_category_id,
          _WHOLE),
-        ("iscrowd_missing", "fixed", "annotations without iscrowd", not_a_crowd, "0"),
+        ("iscrowd_missing", "fixed", "annotations without iscrowd", mark_object, "0"),
         ("iscrowd_value", "error", "annotations whose iscrowd is neither 0 nor 1", leave_out, _OUT),
         ("mask_missing", "error", "annotations without the segmentation that others have", leave_out, _OUT),
         ("mask_form", "error", "segmentations that are neither polygons of finite numbers nor RLE", usable_mask, _MASK),
@@ -583,7 +583,7 @@ _TABLE: dict[str, tuple[tuple, ...]] = {
         ("box_empty", "note", "boxes without area", None, "not trained on; in evaluation nothing matches them"),
         ("box_beyond", "note", "boxes more than a pixel beyond the image", None,
          "clipped in training, evaluated as they are"),
-        ("ignored", "error", "annotations with ignore, which detectron2 does not know", a_crowd,
+        ("ignored", "error", "annotations with ignore, which detectron2 does not know", mark_crowd,
          "taken for a crowd (iscrowd 1): not trained on, not counted"),
         ("annotation_id_unusable", "fixed", "annotations without an id above 0, which COCO's evaluation needs", new_id,
          "a new id"),
@@ -592,16 +592,15 @@ _TABLE: dict[str, tuple[tuple, ...]] = {
         ("area_missing", "fixed", "annotations without a possible area", area_of_mask_or_box,
          "that of the mask, or of the box"),
     ),
-}
+}.items() for row in rows}
 # fmt: on
-CHECKS = {row[0]: Check(*row, key=key) for key, rows in _TABLE.items() for row in rows}
 _FINDERS = (
     *(find_in_categories, find_in_images, find_in_files, find_in_annotations, find_in_masks, find_in_boxes),
     find_without_objects,
 )
 
 
-def whole(value: object) -> int | None:
+def as_int(value: object) -> int | None:
     """Return the whole number that an id is, or that its text stands for, or None."""
     if isinstance(value, bool):
         return None
