@@ -29,9 +29,9 @@ from backbones import ConfigError
 STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 LOCK_FILE = ".run.lock"
 # Seconds that a killed process may need until it has freed its memory and its lock.
-SECONDS_TO_DIE = 5.0
+LOCK_TIMEOUT = 5.0
 # What a run's log.txt has and its console leaves out: detectron2's internals, and pages that nobody reads there.
-_FOR_THE_FILE = re.compile(
+_FILE_ONLY = re.compile(
     r"Rank of current process: 0\. World size: 1$|Environment info:|Command line arguments: |"
     r"Contents of args\.config_file|Running with full config:|Full config saved to|Model:\n|"
     r"\[DatasetMapper\] Augmentations used|Using training sampler|Serializ(ing|ed) |Making batched data loader|"
@@ -53,7 +53,7 @@ _WARNINGS = (
     (r"pkg_resources is deprecated as an API", (UserWarning,)),
 )
 # Loggers, and the beginning of their records.
-_RECORDS = {
+_SILENCED_RECORDS = {
     # detectron2's report of the environment looks for a compiler.
     "torch.utils.cpp_extension": r"No CUDA runtime is found",
     # Files of detectron2's model zoo are trusted as its code is.
@@ -74,12 +74,12 @@ def silence_known_warnings() -> None:
     for text, categories in _WARNINGS:
         for category in categories:
             warnings.filterwarnings("ignore", message=text, category=category)
-    for name in _RECORDS:
+    for name in _SILENCED_RECORDS:
         logging.getLogger(name).addFilter(_is_unknown)
 
 
 def _is_unknown(record: logging.LogRecord) -> bool:
-    return re.match(_RECORDS[record.name], record.getMessage(), re.DOTALL) is None
+    return re.match(_SILENCED_RECORDS[record.name], record.getMessage(), re.DOTALL) is None
 
 
 def log_run(output_dir: str, *, rank: int = 0) -> None:
@@ -98,15 +98,15 @@ def log_run(output_dir: str, *, rank: int = 0) -> None:
     for options in ({"name": "fvcore"}, {}, {"name": "projects_vil"}, {"name": "backbones"}):
         for handler in setup_logger(output_dir, distributed_rank=rank, **options).handlers:
             if getattr(handler, "stream", None) is sys.stdout:
-                handler.addFilter(concerns_a_user)
+                handler.addFilter(is_for_console)
 
 
-def concerns_a_user(record: logging.LogRecord) -> bool:
+def is_for_console(record: logging.LogRecord) -> bool:
     """Leave out pages, and the traceback of a user's mistake, for which the run ends with one line."""
     error = record.exc_info and record.exc_info[1]
     if isinstance(error, ConfigError) or "DataLoader worker" in str(error):
         return False
-    return record.levelno > logging.WARNING or _FOR_THE_FILE.match(record.getMessage()) is None
+    return record.levelno > logging.WARNING or _FILE_ONLY.match(record.getMessage()) is None
 
 
 # -- folders ---------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ def run_lock(folder: str | Path) -> Iterator[None]:
     path = Path(folder) / LOCK_FILE
     lock = FileLock(path)
     try:
-        lock.acquire(timeout=SECONDS_TO_DIE)
+        lock.acquire(timeout=LOCK_TIMEOUT)
     except Timeout as error:
         holder = path.read_text() if path.exists() else ""
         raise ConfigError(
@@ -189,17 +189,17 @@ def handling_signals(handler: Callable[[int, FrameType | None], object]) -> Iter
 
 
 @contextlib.contextmanager
-def stop_requests(*, alone: bool) -> Iterator[list[int]]:
+def stop_requests(*, single_process: bool) -> Iterator[list[int]]:
     """Yield a list to which ``STOP_SIGNALS`` are appended.
 
     Args:
-        alone: whether a second Ctrl-C interrupts at once; one of several processes may get the same Ctrl-C twice, from
-            the terminal and from the process that started it.
+        single_process: whether a second Ctrl-C interrupts at once; one of several processes may get the same Ctrl-C
+            twice, from the terminal and from the process that started it.
     """
     received: list[int] = []
 
     def receive(number: int, frame: FrameType | None) -> None:
-        if alone and number == signal.SIGINT and number in received:
+        if single_process and number == signal.SIGINT and number in received:
             raise KeyboardInterrupt
         received.append(number)
 
@@ -210,7 +210,7 @@ def stop_requests(*, alone: bool) -> Iterator[list[int]]:
 @contextlib.contextmanager
 def deferred_signals() -> Iterator[None]:
     """Let ``STOP_SIGNALS`` take effect at the end of the block, which is short and must not end halfway."""
-    with stop_requests(alone=False) as received:
+    with stop_requests(single_process=False) as received:
         yield
     for number in received:
         signal.raise_signal(number)

@@ -120,8 +120,8 @@ def fingerprint(cfg: CfgNode, model: nn.Module) -> str:
     """
     test = {key: cfg.INPUT[key] for key in ("FORMAT", "MIN_SIZE_TEST", "MAX_SIZE_TEST")}
     test["DETECTIONS_PER_IMAGE"] = cfg.TEST.DETECTIONS_PER_IMAGE
-    of_model = {key: value for key, value in cfg.MODEL.items() if key not in ("WEIGHTS", "DEVICE")}
-    return digest_of_tensors(model.state_dict(), json.dumps([of_model, test], sort_keys=True))
+    model_cfg = {key: value for key, value in cfg.MODEL.items() if key not in ("WEIGHTS", "DEVICE")}
+    return digest_of_tensors(model.state_dict(), json.dumps([model_cfg, test], sort_keys=True))
 
 
 def _option_values(variant: str, options: Mapping[str, object]) -> dict[str, object]:

@@ -41,7 +41,7 @@ _MASKS = [f"mask_head.{layer}" for layer in (*(f"mask_fcn{i}" for i in range(1, 
 
 
 @dataclasses.dataclass
-class Conversion:
+class ConvertedCheckpoint:
     """A converted checkpoint.
 
     Attributes:
@@ -92,7 +92,7 @@ def convert_file(
     *,
     img_size: tuple[int, int] | None = None,
     classifier: bool = False,
-) -> Conversion:
+) -> ConvertedCheckpoint:
     """Convert an official checkpoint strictly and write the result; nothing is written if anything does not fit.
 
     Args:
@@ -131,7 +131,7 @@ def convert_official(
     img_size: tuple[int, int] | None = None,
     classifier: bool = False,
     model_options: Mapping[str, object] | None = None,
-) -> Conversion:
+) -> ConvertedCheckpoint:
     """Convert as :func:`convert_file` does, from contents that are in memory.
 
     Args:
@@ -163,7 +163,7 @@ def convert_official(
     )
     sizes = {key: value for key, value in options.items() if key not in own}
     saved = metadata.to_dict() | {"source": official.project, "classifier": classifier} | sizes
-    return Conversion(official, {"model": state_dict, METADATA_KEY: saved}, options, report)
+    return ConvertedCheckpoint(official, {"model": state_dict, METADATA_KEY: saved}, options, report)
 
 
 def is_classifier(state_dict: Mapping[str, object]) -> bool:

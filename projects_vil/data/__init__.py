@@ -13,7 +13,7 @@ from projects_vil.data.build import (
 from projects_vil.data.catalog import check_files, read_categories, register_datasets
 from projects_vil.data.coco import (
     CHECK_MODES,
-    evaluated_as,
+    evaluation_dataset,
     fixed_coco,
     is_coco,
     write_cleaned,
@@ -53,7 +53,7 @@ __all__ = [
     "check_files",
     "class_names",
     "derived_seed",
-    "evaluated_as",
+    "evaluation_dataset",
     "fixed_coco",
     "is_coco",
     "label_reader",

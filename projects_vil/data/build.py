@@ -23,7 +23,7 @@ from projects_vil.data.samplers import BatchStream, EvaluationLoader, SeededReco
 
 TRAIN_SAMPLERS = ("TrainingSampler", "RepeatFactorTrainingSampler", "RandomSubsetTrainingSampler")
 # Records that were read before the loader asks for them, and what reading them sets in detectron2's metadata.
-_RECORDS: dict[tuple, DatasetFromList] = {}
+_PRELOADED: dict[tuple, DatasetFromList] = {}
 _CLASS_KEYS = ("thing_classes", "thing_dataset_id_to_contiguous_id")
 
 
@@ -103,8 +103,8 @@ def read_datasets(cfg: CfgNode) -> int:
     records, classes = _from_main_process(read)
     for name, known in classes.items():
         MetadataCatalog.get(name).set(**{key: value for key, value in known.items() if value is not None})
-    _RECORDS.clear()
-    _RECORDS[_training_key(cfg)] = records
+    _PRELOADED.clear()
+    _PRELOADED[_training_key(cfg)] = records
     return len(records)
 
 
@@ -151,7 +151,7 @@ def build_train_loader(cfg: CfgNode) -> TrainLoader:
     Raises:
         ConfigError: where :func:`load_dataset` would, and for an unknown ``DATALOADER.SAMPLER_TRAIN``.
     """
-    records = _RECORDS.pop(_training_key(cfg), None)
+    records = _PRELOADED.pop(_training_key(cfg), None)
     if records is None:
         # Serialised once, so that worker processes share them.
         loaded = load_dataset(cfg, cfg.DATASETS.TRAIN, train=True, open_images=True)

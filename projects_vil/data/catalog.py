@@ -79,23 +79,23 @@ def _register_coco(
     Args:
         labels: a folder with a PNG of the same stem for each image: 0 is all things, 1 is stuff, and 255 is ignored.
     """
-    facts = {"json_file": str(annotations), "image_root": str(images), "evaluator_type": "coco"}
+    metadata = {"json_file": str(annotations), "image_root": str(images), "evaluator_type": "coco"}
     if labels is not None:
-        facts |= {"evaluator_type": PANOPTIC_EVALUATOR, "sem_seg_root": str(labels)}
-        facts |= _stuff(("things", "background"), first=0)
+        metadata |= {"evaluator_type": PANOPTIC_EVALUATOR, "sem_seg_root": str(labels)}
+        metadata |= _stuff(("things", "background"), first=0)
 
     def load() -> list[dict[str, Any]]:
         records = load_coco_json(str(annotations), str(images), name)
         return records if labels is None else add_stuff(name, records)
 
-    _register(name, load, facts, is_own=is_own)
+    _register(name, load, metadata, is_own=is_own)
 
 
 def _register_ade20k(name: str, images: Path, labels: Path, classes: Sequence[str], *, is_own: bool = False) -> None:
     """Register a folder of images and one of label images, PNGs of the same stems: 0 is ignored, classes from 1."""
-    facts = {"evaluator_type": "sem_seg", "image_root": str(images), "sem_seg_root": str(labels), "first_label": 1}
-    facts |= _stuff(classes, first=1)
-    _register(name, lambda: load_ade20k(name, images, labels), facts, is_own=is_own)
+    metadata = {"evaluator_type": "sem_seg", "image_root": str(images), "sem_seg_root": str(labels), "first_label": 1}
+    metadata |= _stuff(classes, first=1)
+    _register(name, lambda: load_ade20k(name, images, labels), metadata, is_own=is_own)
 
 
 def _stuff(classes: Sequence[str], *, first: int) -> dict[str, Any]:
@@ -103,11 +103,11 @@ def _stuff(classes: Sequence[str], *, first: int) -> dict[str, Any]:
     return {"stuff_classes": list(classes), "stuff_dataset_id_to_contiguous_id": ids, "ignore_label": IGNORED_LABEL}
 
 
-def _register(name: str, load: Callable[[], list[dict[str, Any]]], facts: dict[str, Any], *, is_own: bool) -> None:
-    """Register ``name`` unless it is known with these facts in its metadata; own names follow the environment."""
+def _register(name: str, load: Callable[[], list[dict[str, Any]]], metadata: dict[str, Any], *, is_own: bool) -> None:
+    """Register ``name`` unless it is known with this metadata; own names follow the environment."""
     if name in DatasetCatalog.list():
         known = MetadataCatalog.get(name)
-        if all(known.get(fact) == value for fact, value in facts.items()):
+        if all(known.get(key) == value for key, value in metadata.items()):
             return
         if not is_own:
             files = known.get("json_file") or known.get("sem_seg_root")
@@ -115,7 +115,7 @@ def _register(name: str, load: Callable[[], list[dict[str, Any]]], facts: dict[s
         DatasetCatalog.remove(name)
         MetadataCatalog.remove(name)
     DatasetCatalog.register(name, load)
-    MetadataCatalog.get(name).set(**facts)
+    MetadataCatalog.get(name).set(**metadata)
 
 
 def load_ade20k(name: str, images: Path, labels: Path) -> list[dict[str, Any]]:

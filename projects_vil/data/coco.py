@@ -113,7 +113,7 @@ def _set_classes(name: str, dataset: dict[str, Any]) -> dict[int, int]:
 
 
 @contextlib.contextmanager
-def evaluated_as(name: str, *, check: str, masks: bool) -> Iterator[str]:
+def evaluation_dataset(name: str, *, check: str, masks: bool) -> Iterator[str]:
     """Yield a name by which detectron2's evaluator finds :func:`fixed_coco`'s annotations of a dataset.
 
     The name itself where nothing in the file is changed; else that of a copy, which is removed afterwards.
@@ -127,11 +127,11 @@ def evaluated_as(name: str, *, check: str, masks: bool) -> Iterator[str]:
         yield name
         return
     metadata = MetadataCatalog.get(name).as_dict()
-    facts = {key: value for key, value in metadata.items() if key not in ("name", "json_file")}
+    copied = {key: value for key, value in metadata.items() if key not in ("name", "json_file")}
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / Path(metadata["json_file"]).name
         copy.write_text(json.dumps(dataset))
-        MetadataCatalog.get(folder).set(json_file=str(copy), **facts)
+        MetadataCatalog.get(folder).set(json_file=str(copy), **copied)
         _set_classes(folder, dataset)
         try:
             yield folder

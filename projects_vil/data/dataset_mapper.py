@@ -78,12 +78,12 @@ class Mapper(DatasetMapper):
         if not is_train:
             return super().from_config(cfg, is_train) | {"num_labels": cfg.MODEL.SEM_SEG_HEAD.NUM_CLASSES}
         check_crop(cfg)
-        crop, of_labels = cfg.INPUT.CROP, is_segmentor(cfg)
+        crop, is_label_model = cfg.INPUT.CROP, is_segmentor(cfg)
         options = super().from_config(cfg, is_train) | {"num_labels": cfg.MODEL.SEM_SEG_HEAD.NUM_CLASSES}
-        if cfg.INPUT.AUGMENTATION != "default" and not of_labels:
+        if cfg.INPUT.AUGMENTATION != "default" and not is_label_model:
             return options | {"augmentations": large_scale_jitter(cfg), "recompute_boxes": cfg.MODEL.MASK_ON}
         augmentations = options["augmentations"]
-        if of_labels and crop.ENABLED:
+        if is_label_model and crop.ENABLED:
             augmentations = build_augmentation(cfg, is_train)
             area = crop.SINGLE_CATEGORY_MAX_AREA
             augmentations.insert(1, T.RandomCrop_CategoryAreaConstraint(crop.TYPE, crop.SIZE, area, IGNORED_LABEL))

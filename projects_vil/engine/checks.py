@@ -16,14 +16,14 @@ from projects_vil.config import check_device, is_panoptic, is_segmentor
 from projects_vil.engine.hooks import RandomShift
 from projects_vil.engine.trainer import AMP_DTYPES
 from projects_vil.engine.writers import check_services
-from projects_vil.evaluation import LOSS_TASK, check_coco_api, check_metric, parts_of_metric
+from projects_vil.evaluation import LOSS_TASK, check_coco_api, check_metric, split_metric_name
 from projects_vil.modeling import (
-    LARGEST_SIDE,
-    SMALLEST_SIDE,
+    MAX_EXPORT_SIDE,
+    MIN_EXPORT_SIDE,
     build_on_meta,
     check_cascade,
     check_point_rend,
-    longest_side,
+    max_input_side,
 )
 from projects_vil.solver import LR_SCHEDULERS, OPTIMIZERS, build_optimizer
 
@@ -38,7 +38,7 @@ _CHOICES: dict[str, Collection[str]] = {
 _RANGES: dict[str, tuple[float, float]] = {
     "INPUT.COPY_PASTE.PROBABILITY": (0, 1),
     "INPUT.LSJ.SCALE": (1e-3, 10),
-    "INPUT.LSJ.SIZE": (SMALLEST_SIDE, LARGEST_SIDE),
+    "INPUT.LSJ.SIZE": (MIN_EXPORT_SIDE, MAX_EXPORT_SIDE),
     "MODEL.EMA.DECAY": (0, 1 - 1e-12),
     "MODEL.TRANSFORMER.FEATURE_REDRAW_PERIOD": (1, math.inf),
     "MODEL.TRANSFORMER.RANDOM_SHIFT_UNTIL": (0, 1),
@@ -113,7 +113,7 @@ def _check_training(cfg: CfgNode, model: nn.Module, *, processes: int, on_gpu: b
             f"SOLVER.IMS_PER_BATCH is {batch}: it must be a multiple of {divisor} processes times SOLVER.ACCUMULATE "
             f"{solver.ACCUMULATE}"
         )
-    size, limit = cfg.INPUT.LSJ.SIZE, longest_side(model)
+    size, limit = cfg.INPUT.LSJ.SIZE, max_input_side(model)
     if cfg.INPUT.AUGMENTATION != "default" and limit is not None and size > limit:
         raise ConfigError(
             f"INPUT.LSJ.SIZE is {size}, and the position tables end at MODEL.TRANSFORMER.MAX_IMG_SIZE {limit}"
@@ -164,7 +164,7 @@ def check_values(cfg: CfgNode) -> None:
 def _check_best_metric(cfg: CfgNode) -> None:
     """Check dataset and task of the metric; :func:`check_metric` knows its name, once the datasets are registered."""
     metric, tests = cfg.TEST.BEST_METRIC, cfg.DATASETS.TEST
-    dataset, task, _ = parts_of_metric(cfg)
+    dataset, task, _ = split_metric_name(cfg)
     tasks = _tasks(cfg)
     if task not in tasks or (len(tests) > 1 and not dataset):
         prefix = "DATASET/" if len(tests) > 1 else ""

@@ -19,7 +19,7 @@ from backbones.attention.efficient import PerformerAttention, redraw_features
 from backbones.attention.sliding_chunk import sample_shifts
 from projects_vil.checkpoint import Checkpointer, remove_old, remove_partial
 from projects_vil.data import derived_seed, seed_all
-from projects_vil.engine.writers import WINDOW
+from projects_vil.engine.writers import SMOOTHING_WINDOW
 from projects_vil.solver import main_group
 
 # Metrics that no run repeats.
@@ -54,7 +54,7 @@ class MetricsHistory(HookBase):
         storage = self.trainer.storage
         hints = storage.smoothing_hints()
         return {
-            name: [[list(pair) for pair in history.values()[-WINDOW:]], hints[name]]
+            name: [[list(pair) for pair in history.values()[-SMOOTHING_WINDOW:]], hints[name]]
             for name, history in storage.histories().items()
             if name not in TIMES
         }
@@ -107,22 +107,22 @@ class RandomShift(HookBase):
 
     Args:
         model: whose attention it is.
-        until: the fraction of all iterations, 0 to 1; 0.875 in the official recipes.
+        end_fraction: where that part ends, of all iterations, 0 to 1; 0.875 in the official configs.
 
     Raises:
         ConfigError: if the model has no such attention.
     """
 
-    def __init__(self, model: nn.Module, until: float) -> None:
+    def __init__(self, model: nn.Module, end_fraction: float) -> None:
         if not sample_shifts(model, seed=None):
             raise ConfigError(
-                f"MODEL.TRANSFORMER.RANDOM_SHIFT_UNTIL is {until}, and no stage has sliding_chunk attention"
+                f"MODEL.TRANSFORMER.RANDOM_SHIFT_UNTIL is {end_fraction}, and no stage has sliding_chunk attention"
             )
         self.model = model
-        self.until = until
+        self.end_fraction = end_fraction
 
     def before_step(self) -> None:
-        is_on = self.trainer.iter < self.until * self.trainer.max_iter
+        is_on = self.trainer.iter < self.end_fraction * self.trainer.max_iter
         sample_shifts(self.model, seed=self.trainer.iter if is_on else None)
 
 
@@ -243,7 +243,7 @@ class SaveAfterEvaluation(HookBase):
             self.saving.save(f"model_{self.trainer.iter:07d}", finished=True)
 
 
-class MetricsWriter(hooks.PeriodicWriter):
+class PeriodicWriter(hooks.PeriodicWriter):
     """detectron2's hook, which writes after each evaluation too, so that none is missing between two lines.
 
     Args:
@@ -274,27 +274,27 @@ class BestCheckpointer(hooks.BestCheckpointer):
         mode: ``"max"``, or ``"min"`` for a loss.
 
     Attributes:
-        waited: number of evaluations since the best one.
+        evaluations_since_best: number of evaluations since the best one.
     """
 
     def __init__(self, eval_period: int, checkpointer: Checkpointer, metric: str, mode: str = "max") -> None:
         saver = types.SimpleNamespace(save=functools.partial(checkpointer.save, tag=False))
         super().__init__(eval_period, saver, metric, mode)
-        self.waited = 0
+        self.evaluations_since_best = 0
 
     def _best_checking(self) -> None:
         before = self.best_iter
         super()._best_checking()
-        self.waited = 0 if self.best_iter != before else self.waited + 1
+        self.evaluations_since_best = 0 if self.best_iter != before else self.evaluations_since_best + 1
 
     def state_dict(self) -> dict[str, Any]:
-        state = {"best": self.best_metric, "best_iteration": self.best_iter, "waited": self.waited}
+        state = {"best": self.best_metric, "best_iteration": self.best_iter, "waited": self.evaluations_since_best}
         return state | {"metric": self._val_metric}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if state_dict["metric"] == self._val_metric:
             self.best_metric, self.best_iter = state_dict["best"], state_dict["best_iteration"]
-            self.waited = state_dict["waited"]
+            self.evaluations_since_best = state_dict["waited"]
 
 
 class StoppedEarly(BaseException):
@@ -332,7 +332,7 @@ class EarlyStopping(HookBase):
             self._stop_if_waited()
 
     def _stop_if_waited(self) -> None:
-        waited = comm.all_gather(None if self.best is None else self.best.waited)[0]
+        waited = comm.all_gather(None if self.best is None else self.best.evaluations_since_best)[0]
         if waited < self.patience:
             return
         self.saving.save("model_final", finished=True)

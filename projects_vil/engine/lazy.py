@@ -22,7 +22,7 @@ from projects_vil import data
 from projects_vil.config import config_keys, default_config, one_line
 from projects_vil.engine.checks import check_setup
 from projects_vil.engine.launch import check_processes, launch, number_of_processes
-from projects_vil.engine.train import evaluate, save_config, set_up_run, train, training_folder
+from projects_vil.engine.train import evaluate, lock_output_dir, save_config, set_up_run, train
 from projects_vil.engine.trainer import Trainer, report_results, share_statistics
 from projects_vil.solver import clip_full_model
 
@@ -237,7 +237,7 @@ def _run(args: argparse.Namespace) -> None:
         model = _instantiate(cfg.model, "model").to(options.MODEL.DEVICE)
         return lazy_trainer(options, cfg=cfg, model=model)
 
-    with training_folder(options):
+    with lock_output_dir(options):
         train(options, args, make_trainer, write_config)
 
 

@@ -54,13 +54,13 @@ def _run(args: argparse.Namespace) -> None:
         save_config(cfg, _write_yaml, eval_only=True)
         evaluate(cfg, args, Trainer.build_model(cfg), functools.partial(Trainer.test, cfg))
         return
-    with training_folder(cfg):
+    with lock_output_dir(cfg):
         log_run(cfg.OUTPUT_DIR, rank=comm.get_rank())
         # Before anything of an older run is removed.
         num_images = read_datasets(cfg)
         cfg, lines = schedule_by_epochs(cfg, num_images, args.opts)
         cfg, scaling = scale_learning_rate(cfg)
-        train(cfg, args, Trainer, _write_yaml, lines=[*lines, *scaling])
+        train(cfg, args, Trainer, _write_yaml, log_lines=[*lines, *scaling])
 
 
 def _write_yaml(cfg: CfgNode, path: Path) -> None:
@@ -68,7 +68,7 @@ def _write_yaml(cfg: CfgNode, path: Path) -> None:
 
 
 @contextlib.contextmanager
-def training_folder(cfg: CfgNode):
+def lock_output_dir(cfg: CfgNode):
     """Lock ``OUTPUT_DIR`` against other runs, in rank 0, before any process writes into it."""
     with run_lock(cfg.OUTPUT_DIR) if comm.is_main_process() else contextlib.nullcontext():
         comm.synchronize()
@@ -91,8 +91,8 @@ def set_up_run(cfg: CfgNode, args: argparse.Namespace) -> None:
 def save_config(cfg: CfgNode, write: Callable[[CfgNode, Path], object], *, eval_only: bool = False) -> None:
     """Write ``config.yaml`` in rank 0; an evaluation leaves that of a training run as it is."""
     folder = Path(cfg.OUTPUT_DIR)
-    of_a_run = any(any(folder.glob(pattern)) for pattern in ("*.pth", "metrics.json", ".run.lock"))
-    if comm.is_main_process() and not (eval_only and of_a_run):
+    has_run = any(any(folder.glob(pattern)) for pattern in ("*.pth", "metrics.json", ".run.lock"))
+    if comm.is_main_process() and not (eval_only and has_run):
         with atomic_write(folder / CONFIG_FILE) as partial:
             write(cfg, partial)
 
@@ -103,16 +103,16 @@ def train(
     make_trainer: Callable[[CfgNode], Trainer],
     write_config: Callable[[CfgNode, Path], object],
     *,
-    lines: list[str] = (),
+    log_lines: list[str] = (),
 ) -> OrderedDict | None:
-    """Train in one process, in the :func:`training_folder`.
+    """Train in one process, in the :func:`lock_output_dir`.
 
     Args:
         cfg: of the run.
         args: of the command line.
         make_trainer: builds the trainer from the config with its final seed.
         write_config: writes ``config.yaml`` for that config.
-        lines: for the log.
+        log_lines: for the log.
     """
     is_new = not (args.resume and checkpoints_of(cfg.OUTPUT_DIR))
     comm.synchronize()
@@ -126,7 +126,7 @@ def train(
     cfg = updated(cfg, values)
     set_up_run(cfg, args)
     logger, solver = logging.getLogger(__name__), cfg.SOLVER
-    for line in lines:
+    for line in log_lines:
         logger.info(line)
     if solver.WARMUP_ITERS >= solver.MAX_ITER:
         logger.warning("the learning rate never reaches SOLVER.BASE_LR: SOLVER.WARMUP_ITERS is SOLVER.MAX_ITER or more")
@@ -148,7 +148,8 @@ def evaluate(
     """Evaluate ``MODEL.WEIGHTS``, or the last checkpoint with ``--resume``, in one process."""
     checkpointer = Checkpointer(model, cfg.OUTPUT_DIR, cfg=cfg, complete=True)
     checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=args.resume)
-    with stop_requests(alone=comm.get_world_size() == 1) as received, terminating_between_calls(model, received):
+    is_single = comm.get_world_size() == 1
+    with stop_requests(single_process=is_single) as received, terminating_between_calls(model, received):
         results = test(model)
     if comm.is_main_process():
         verify_results(cfg, results)

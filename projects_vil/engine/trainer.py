@@ -38,8 +38,8 @@ from projects_vil.engine.hooks import (
     EMAHook,
     LRScheduler,
     MetricsHistory,
-    MetricsWriter,
     PeriodicCheckpointer,
+    PeriodicWriter,
     RandomShift,
     RedrawFeatures,
     SaveAfterEvaluation,
@@ -49,7 +49,7 @@ from projects_vil.engine.hooks import (
     loss_normalizers,
 )
 from projects_vil.engine.writers import MetricPrinter, MetricsFile, build_service_writers
-from projects_vil.evaluation import LOSS_TASK, parts_of_metric, validation_loss, write_results
+from projects_vil.evaluation import LOSS_TASK, split_metric_name, validation_loss, write_results
 from projects_vil.modeling import MicroBatches
 from projects_vil.utils import stop_requests, terminate, terminating_between_calls
 from projects_vil.visualization import draw_evaluation
@@ -176,7 +176,7 @@ class TrainStep(SimpleTrainer):
                 total, losses, reason = self._forward(part)
                 # In all processes once per iteration, and before the backward pass in which they wait for each other.
                 if reason or is_last:
-                    reason = self._agree(reason)
+                    reason = self._sync_stop(reason)
                 if reason:
                     return losses, part, reason
                 weight = batch.weight(len(part))
@@ -206,7 +206,7 @@ class TrainStep(SimpleTrainer):
         reason = ", ".join(f"{name} is {value}" for name, value in losses.items() if not math.isfinite(value))
         return sum(terms.values()), losses, reason
 
-    def _agree(self, reason: str) -> str:
+    def _sync_stop(self, reason: str) -> str:
         """Return a reason of any process, and note a stop signal of any process."""
         self.stop_signal = max(self.received, default=0)
         if comm.get_world_size() == 1:
@@ -366,11 +366,11 @@ class Trainer(DefaultTrainer):
         self._saving, best = saving, None
         after: list[hooks.HookBase] = [EvalHook(eval_period, self._evaluate)]
         if test.BEST_METRIC and is_main:
-            mode = "min" if parts_of_metric(self.cfg)[1] == LOSS_TASK else "max"
+            mode = "min" if split_metric_name(self.cfg)[1] == LOSS_TASK else "max"
             best = BestCheckpointer(eval_period, self.checkpointer, test.BEST_METRIC, mode)
             after.append(best)
         if is_main:
-            after.append(MetricsWriter(self.build_writers(), period=self.log_period, eval_period=eval_period))
+            after.append(PeriodicWriter(self.build_writers(), period=self.log_period, eval_period=eval_period))
         after.append(SaveAfterEvaluation(saving, eval_period=eval_period))
         if options.EARLY_STOPPING_PATIENCE:
             patience = options.EARLY_STOPPING_PATIENCE
@@ -413,7 +413,7 @@ class Trainer(DefaultTrainer):
         SIGINT (Ctrl-C), SIGTERM and SIGHUP save after the current iteration and end the process with 128 and the
         signal's number; a second Ctrl-C ends a single process at once.
         """
-        with stop_requests(alone=comm.get_world_size() == 1) as self._trainer.received:
+        with stop_requests(single_process=comm.get_world_size() == 1) as self._trainer.received:
             try:
                 # TorchScript computes differently once it has optimised a function, and a resumed run would differ.
                 with torch.jit.optimized_execution(False):
@@ -494,8 +494,8 @@ class Trainer(DefaultTrainer):
         share_statistics(model)
         results = super().test(cfg, model, evaluators)
         for name in cfg.DATASETS.TEST if cfg.TEST.LOSS else ():
-            of_dataset = results if len(cfg.DATASETS.TEST) == 1 else results[name]
-            of_dataset[LOSS_TASK] = validation_loss(cfg, unwrapped(model), name)
+            dataset_results = results if len(cfg.DATASETS.TEST) == 1 else results[name]
+            dataset_results[LOSS_TASK] = validation_loss(cfg, unwrapped(model), name)
         report_results(cfg, results, model=fingerprint(cfg, unwrapped(model)) if comm.is_main_process() else None)
         return results
 

@@ -20,7 +20,7 @@ from projects_vil.config import one_line
 from projects_vil.utils import memory_of
 
 # Writers take the median of so many values, as in detectron2.
-WINDOW = 20
+SMOOTHING_WINDOW = 20
 
 
 class MetricPrinter(CommonMetricPrinter):
@@ -68,7 +68,7 @@ class MetricsFile(JSONWriter):
     """
 
     def __init__(self, path: Path) -> None:
-        super().__init__(str(path), WINDOW)
+        super().__init__(str(path), SMOOTHING_WINDOW)
         self.path = path
 
     def start(self, first_iteration: int) -> None:
@@ -79,7 +79,7 @@ class MetricsFile(JSONWriter):
         if len(kept) < len(lines):
             with atomic_write(self.path) as partial:
                 partial.write_text("".join(f"{line}\n" for line in kept))
-        super().__init__(str(self.path), WINDOW)
+        super().__init__(str(self.path), SMOOTHING_WINDOW)
         self._last_write = max(map(_iteration, kept), default=-1)
 
 
@@ -108,7 +108,7 @@ class ServiceWriter(EventWriter):
 
     def write(self) -> None:
         new: dict[int, dict[str, float]] = defaultdict(dict)
-        for name, (value, iteration) in get_event_storage().latest_with_smoothing_hint(WINDOW).items():
+        for name, (value, iteration) in get_event_storage().latest_with_smoothing_hint(SMOOTHING_WINDOW).items():
             if iteration > self._last_write and math.isfinite(value):
                 new[iteration][name] = value
         for iteration, values in sorted(new.items()):

@@ -6,7 +6,7 @@ from projects_vil.evaluation.evaluators import (
     check_coco_api,
     check_metric,
     coco_evaluator,
-    parts_of_metric,
+    split_metric_name,
 )
 from projects_vil.evaluation.losses import LOSS_TASK, validation_loss
 from projects_vil.evaluation.results import (
@@ -30,9 +30,9 @@ __all__ = [
     "check_metric",
     "coco_evaluator",
     "explain_results",
-    "parts_of_metric",
     "read_results",
     "results_as_files",
+    "split_metric_name",
     "validation_loss",
     "write_results",
 ]

@@ -19,7 +19,7 @@ from detectron2.evaluation import (
 from backbones import ConfigError
 from backbones.errors import check_choice, closest
 from projects_vil.config import is_panoptic
-from projects_vil.data import class_names, evaluated_as, label_reader
+from projects_vil.data import class_names, evaluation_dataset, label_reader
 from projects_vil.evaluation.losses import LOSS_TASK, TOTAL_LOSS
 
 COCO_APIS = ("pycocotools", "faster_coco_eval")
@@ -90,7 +90,7 @@ def coco_evaluator(
     """
     check_coco_api(api)
     evaluator = FasterCOCOEvaluator if api == "faster_coco_eval" else COCOEvaluator
-    with evaluated_as(dataset_name, check=check, masks=masks) as name:
+    with evaluation_dataset(dataset_name, check=check, masks=masks) as name:
         return evaluator(name, output_dir=output_dir, max_dets_per_image=max_dets_per_image)
 
 
@@ -130,7 +130,7 @@ def check_metric(cfg: CfgNode) -> None:
         ConfigError: if not.
     """
     metric = cfg.TEST.BEST_METRIC
-    dataset, task, name = parts_of_metric(cfg)
+    dataset, task, name = split_metric_name(cfg)
     if task == LOSS_TASK:
         if name != TOTAL_LOSS and not name.startswith("loss_"):
             raise ConfigError(f"TEST.BEST_METRIC is {metric}: it must be {LOSS_TASK}/{TOTAL_LOSS} or /loss_...")
@@ -142,7 +142,7 @@ def check_metric(cfg: CfgNode) -> None:
         raise ConfigError(f"TEST.BEST_METRIC is {metric}: the metrics of {task} are {', '.join(metrics)}{also}{near}")
 
 
-def parts_of_metric(cfg: CfgNode) -> tuple[str, str, str]:
+def split_metric_name(cfg: CfgNode) -> tuple[str, str, str]:
     """Split ``TEST.BEST_METRIC`` into dataset, task and name; datasets and classes may contain a ``/``.
 
     The dataset is named where there are several, and else is the only one. Missing parts are empty.
@@ -160,8 +160,8 @@ def metric_names(cfg: CfgNode, dataset: str, task: str) -> tuple[tuple[str, ...]
     metadata = MetadataCatalog.get(dataset)
     if task == "sem_seg":
         stuff = metadata.get("stuff_classes", ())
-        of_classes = ("IoU", "ACC", "BoundaryIoU", "min(IoU, B-Iou)")
-        return _LABEL_METRICS, tuple(f"{metric}-{name}" for metric in of_classes for name in stuff)
+        class_metrics = ("IoU", "ACC", "BoundaryIoU", "min(IoU, B-Iou)")
+        return _LABEL_METRICS, tuple(f"{metric}-{name}" for metric in class_metrics for name in stuff)
     evaluator_type = metadata.get("evaluator_type")
     metrics = _DETECTION_METRICS.get(evaluator_type, ())
     metrics = tuple(name for name in metrics if (task, name) != ("keypoints", "APs"))

@@ -1,7 +1,7 @@
 """The formats that a detector is exported to: how each file is written and run, in one table, :data:`FORMATS`.
 
-``torch_export``, ``onnx`` and ``aot_inductor`` are made of the program that ``torch.export`` captures, ``torchscript``
-and ``openvino`` of a trace.
+``torch_export``, ``onnx`` and ``aot_inductor`` are made from the program that ``torch.export`` captures,
+``torchscript`` and ``openvino`` from a trace.
 """
 
 import contextlib
@@ -31,11 +31,11 @@ from backbones.attention.chunks import copied_windows
 from backbones.errors import check_choice
 from backbones.layers.tracing import static_size
 from projects_vil.export.detectors import ExportableDetector
-from projects_vil.modeling import LARGEST_BATCH, SMALLEST_SIDE, largest_side
+from projects_vil.modeling import LARGEST_BATCH, MIN_EXPORT_SIDE, max_export_side
 from projects_vil.utils import deferred_signals
 
 OPSET = 20
-Run = Callable[[Tensor], "tuple[Tensor, ...]"]
+RunFn = Callable[[Tensor], "tuple[Tensor, ...]"]
 _logger = logging.getLogger(__name__)
 
 
@@ -58,11 +58,11 @@ class Format:
 
     suffix: str
     write: Callable[[ExportableDetector, Tensor, Path], None]
-    load: Callable[[Path], Run]
+    load: Callable[[Path], RunFn]
     precisions: tuple[str, ...] = ("fp32", "fp16", "bf16")
     packages: tuple[str, ...] = ()
     uses_torch_export: bool = False
-    shortest_side: int = SMALLEST_SIDE
+    shortest_side: int = MIN_EXPORT_SIDE
     extra_suffixes: tuple[str, ...] = ()
     options: Mapping[str, str] = field(default_factory=dict)
 
@@ -75,7 +75,7 @@ class Format:
 # -- tracing ---------------------------------------------------------------------------------------
 
 
-def capture(exportable: ExportableDetector, example: Tensor) -> torch.export.ExportedProgram:
+def export_program(exportable: ExportableDetector, example: Tensor) -> torch.export.ExportedProgram:
     """Return torch.export's program of a detector, for any height and width, and any number of images if batched.
 
     For a detector with a size, height and width are those of the example.
@@ -83,13 +83,13 @@ def capture(exportable: ExportableDetector, example: Tensor) -> torch.export.Exp
     import torch.fx.experimental._config as symbolic
 
     # With bounds, a condition that does not hold for all of these sizes is an error here, and not when the file runs.
-    sides = {"min": SMALLEST_SIDE, "max": largest_side(exportable.detector)}
+    sides = {"min": MIN_EXPORT_SIDE, "max": max_export_side(exportable.detector)}
     height, width = torch.export.Dim("height", **sides), torch.export.Dim("width", **sides)
     dynamic = {} if exportable.size else {example.ndim - 2: height, example.ndim - 1: width}
     if exportable.batched:
         dynamic[0] = torch.export.Dim("batch", min=1, max=LARGEST_BATCH)
     with (
-        stage("torch.export"),
+        log_step("torch.export"),
         torch.no_grad(),
         # oneDNN's convolutions choose their kernel by the number of images and the width, here and in the file.
         torch.backends.mkldnn.flags(enabled=False),
@@ -101,12 +101,12 @@ def capture(exportable: ExportableDetector, example: Tensor) -> torch.export.Exp
 
 def trace(exportable: ExportableDetector, example: Tensor) -> torch.jit.ScriptModule:
     """Return the TorchScript of a detector, for images of any height and width."""
-    with stage("torch.jit.trace"), torch.no_grad():
+    with log_step("torch.jit.trace"), torch.no_grad():
         return torch.jit.trace(exportable, (example,), check_trace=False)
 
 
 @contextlib.contextmanager
-def stage(name: str) -> Iterator[None]:
+def log_step(name: str) -> Iterator[None]:
     """Log the start and the duration of a part of the export, and silence the output of torch and onnxscript."""
     logger = logging.getLogger("onnxscript")
     level = logger.level
@@ -162,20 +162,20 @@ def _write_torchscript(exportable: ExportableDetector, example: Tensor, path: Pa
 
 
 def _write_torch_export(exportable: ExportableDetector, example: Tensor, path: Path) -> None:
-    program = capture(exportable, example)
-    with stage("torch.export.save"):
+    program = export_program(exportable, example)
+    with log_step("torch.export.save"):
         _save(lambda buffer: torch.export.save(program, buffer), path)
 
 
-def _load_torch_export(path: Path) -> Run:
+def _load_torch_export(path: Path) -> RunFn:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return torch.export.load(str(path)).module()
 
 
 def _write_aot_inductor(exportable: ExportableDetector, example: Tensor, path: Path) -> None:
-    program = capture(exportable, example)
-    with stage("AOTInductor, which compiles for minutes"):
+    program = export_program(exportable, example)
+    with log_step("AOTInductor, which compiles for minutes"):
         # With layout optimisation torch 2.15 assumes that convolutions of a data-dependent number of boxes give
         # channels-last outputs on a CPU, which they do not: all masks are wrong, without an error.
         torch._inductor.aoti_compile_and_package(
@@ -188,8 +188,8 @@ def _write_aot_inductor(exportable: ExportableDetector, example: Tensor, path: P
 
 def _write_onnx(exportable: ExportableDetector, example: Tensor, path: Path) -> None:
     with _AttentionAsProducts():
-        program = capture(exportable, example)
-    with stage("torch.onnx.export"):
+        program = export_program(exportable, example)
+    with log_step("torch.onnx.export"):
         onnx_program = torch.onnx.export(
             program,
             dynamo=True,
@@ -200,7 +200,7 @@ def _write_onnx(exportable: ExportableDetector, example: Tensor, path: Path) -> 
             optimize=True,
         )
     _cast_image_first(onnx_program.model.graph)
-    with stage("writing ONNX"):
+    with log_step("writing ONNX"):
         onnx_program.save(str(path), external_data=False)
 
 
@@ -226,7 +226,7 @@ def _onnx_session(path: Path, providers: Sequence[str]):
     return onnxruntime.InferenceSession(str(path), options, providers=list(providers))
 
 
-def _load_onnx(path: Path) -> Run:
+def _load_onnx(path: Path) -> RunFn:
     session = _onnx_session(path, ["CPUExecutionProvider"])
     name = session.get_inputs()[0].name
 
@@ -236,7 +236,7 @@ def _load_onnx(path: Path) -> Run:
     return run
 
 
-def describe_onnx(path: Path) -> dict:
+def check_onnx(path: Path) -> dict:
     """Check an ONNX file beyond its outputs, and describe it for the report of an export.
 
     Returns:
@@ -305,12 +305,12 @@ def _write_openvino(exportable: ExportableDetector, example: Tensor, path: Path)
     # Half precision is that of the weights in the file; the computation is in float32.
     with _AttentionAsProducts(), copied_windows():
         traced = trace(copy.deepcopy(exportable).float() if is_half else exportable, example)
-    sides = exportable.size or [openvino.Dimension(SMALLEST_SIDE, largest_side(exportable.detector))] * 2
+    sides = exportable.size or [openvino.Dimension(MIN_EXPORT_SIDE, max_export_side(exportable.detector))] * 2
     batch = [openvino.Dimension(1, LARGEST_BATCH)] if exportable.batched else []
     shape = openvino.PartialShape([*batch, 3, *sides])
     # The converter takes an exception of a signal handler, in its calls of Python, for an operator that it cannot
     # convert.
-    with stage("openvino.convert_model"), deferred_signals():
+    with log_step("openvino.convert_model"), deferred_signals():
         # OpenVINO 2026.4 does not read the ONNX file.
         model = openvino.convert_model(traced, example_input=(example,), input=[shape])
     for ports, names in ((model.inputs, exportable.input_names), (model.outputs, exportable.output_names)):
@@ -319,7 +319,7 @@ def _write_openvino(exportable: ExportableDetector, example: Tensor, path: Path)
     openvino.save_model(model, path, compress_to_fp16=is_half)
 
 
-def _load_openvino(path: Path) -> Run:
+def _load_openvino(path: Path) -> RunFn:
     options = _OPENVINO_OPTIONS | {"INFERENCE_NUM_THREADS": torch.get_num_threads()}
     compiled = openvino_core().compile_model(path, "CPU", options)
 
@@ -332,6 +332,7 @@ def _load_openvino(path: Path) -> Run:
 
 # -- the table -------------------------------------------------------------------------------------
 
+# The first whose suffix a file has is its format, so that .aoti.pt2 comes before .pt2.
 FORMATS: dict[str, Format] = {
     "torchscript": Format(".ts", _write_torchscript, lambda path: torch.jit.load(str(path)), shortest_side=1),
     "onnx": Format(
@@ -349,7 +350,6 @@ FORMATS: dict[str, Format] = {
         lambda path: torch._inductor.aoti_load_package(str(path)),
         uses_torch_export=True,
     ),
-    # After .aoti.pt2, which ends with .pt2 too.
     "torch_export": Format(".pt2", _write_torch_export, _load_torch_export, uses_torch_export=True),
     "openvino": Format(
         ".xml",
@@ -384,7 +384,7 @@ def check_packages(what: str, packages: Sequence[str]) -> None:
             raise ConfigError(f"{what} needs {name}: pip install {' '.join(packages)}") from error
 
 
-def load_model(path: Path) -> Run:
+def load_model(path: Path) -> RunFn:
     """Load a file in its runtime: an image, or a batch, of the type that it takes -> its outputs in order.
 
     Raises:

@@ -9,7 +9,7 @@ from detectron2.data import transforms as T
 from torch import Tensor
 
 from projects_vil.data import read_for_testing, read_image, size_for_testing
-from projects_vil.modeling import SMALLEST_SIDE
+from projects_vil.modeling import MIN_EXPORT_SIDE
 
 
 def letterbox_size(height: int, width: int, size: tuple[int, int]) -> tuple[int, int]:
@@ -57,7 +57,7 @@ def comparison_images(
     sizes = [size_for_testing(cfg, *size) for size in ((400, 600), (600, 450), (360, 600), (500, 500))]
     # The last is smaller than in testing; no model takes a side below the smallest.
     sizes[-1] = tuple(side // 2 + 3 for side in sizes[-1])
-    sizes = [tuple(max(side, SMALLEST_SIDE) for side in size) for size in sizes]
+    sizes = [tuple(max(side, MIN_EXPORT_SIDE) for side in size) for size in sizes]
     return [example_image(*size, seed=seed) for seed, size in enumerate(sizes, start=1)]
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from projects_vil.checkpoint import fingerprint
 from projects_vil.data import build_test_loader
 from projects_vil.evaluation import build_evaluator
-from projects_vil.export.formats import FORMATS, describe_onnx
+from projects_vil.export.formats import FORMATS, check_onnx
 from projects_vil.export.runtime import ExportedDetector, ExportedModel
 
 # The largest differences that count as equal: boxes in pixels, scores and masks in probability. In lower precision they
@@ -36,8 +36,8 @@ CHANGED_SHARE = {"fp32": 0.0, "fp16": 0.1, "bf16": 0.1, "int8": None}
 BORDERLINE = TOLERANCES["fp32"]["scores"]
 # The largest difference of average precision, in points, that counts as equal; and how much lower it may be in int8.
 AP_TOLERANCE, AP_DROP = 0.1, 1.0
-Detections = Mapping[str, Tensor]
-Detector = Callable[[Tensor], Detections]
+Outputs = Mapping[str, Tensor]
+DetectFn = Callable[[Tensor], Outputs]
 _VERDICTS = {True: "; equal", False: "; NOT EQUAL", None: ""}
 
 
@@ -45,7 +45,7 @@ _VERDICTS = {True: "; equal", False: "; NOT EQUAL", None: ""}
 
 
 def compare(
-    reference: Detector, exported: Detector, images: Sequence[Tensor], precision: str, thresholds: Mapping[str, float]
+    reference: DetectFn, exported: DetectFn, images: Sequence[Tensor], precision: str, thresholds: Mapping[str, float]
 ) -> list[dict]:
     """Run both on each image (3, H, W), see :func:`compare_detections`, and add the image's height and width."""
     return [
@@ -55,7 +55,7 @@ def compare(
     ]
 
 
-def compare_detections(ours: Detections, theirs: Detections, precision: str, thresholds: Mapping[str, float]) -> dict:
+def compare_detections(ours: Outputs, theirs: Outputs, precision: str, thresholds: Mapping[str, float]) -> dict:
     """Measure how far two results for one image are apart.
 
     Detections are paired by class and box, not by their rank: two scores that differ in the last digit change their
@@ -146,7 +146,7 @@ def eager_detections(detector: nn.Module, image: Tensor) -> dict[str, Tensor]:
 # -- the report ------------------------------------------------------------------------------------
 
 
-def measure_latency(reference: Detector, exported: Detector, image: Tensor) -> dict[str, float]:
+def measure_latency(reference: DetectFn, exported: DetectFn, image: Tensor) -> dict[str, float]:
     """Return median milliseconds of both on one image, interleaved, and their ratio: above 1 the export is faster."""
     times: list[list[float]] = [[], []]
     for _ in range(1 + 5):
@@ -182,13 +182,13 @@ def check_export(
 
     Raises:
         ConfigError: for an ONNX file that other programs would refuse, see
-            :func:`projects_vil.export.formats.describe_onnx`.
+            :func:`projects_vil.export.formats.check_onnx`.
     """
     precision, thresholds = model.metadata["precision"], model.metadata["thresholds"]
     eager = functools.partial(eager_detections, reference)
-    one = (lambda image: model(image[None])) if model.batched else model
-    ways = [functools.partial(_one_of_two, model, index) for index in (0, 1)] if model.batched else [model]
-    rows = [row for exported in ways for row in compare(eager, exported, images, precision, thresholds)]
+    run_single = (lambda image: model(image[None])) if model.batched else model
+    callables = [functools.partial(_run_in_batch, model, index) for index in (0, 1)] if model.batched else [model]
+    rows = [row for exported in callables for row in compare(eager, exported, images, precision, thresholds)]
     report = {
         "file": model.path.name,
         "format": model.file_format,
@@ -198,13 +198,13 @@ def check_export(
         "tolerances": TOLERANCES[precision],
         "changed_share": CHANGED_SHARE[precision],
         "images": rows,
-        "latency": measure_latency(eager, one, images[0]),
+        "latency": measure_latency(eager, run_single, images[0]),
         "versions": model.metadata["versions"],
         "fingerprint": fingerprint(cfg, reference),
         "accept_drop": accept_drop,
     }
     if model.file_format == "onnx":
-        report["onnx"] = describe_onnx(model.path)
+        report["onnx"] = check_onnx(model.path)
     if evaluate:
         report["evaluation"] = _evaluate(cfg, reference, model)
     is_as_good = [row["ok"] or (accept_drop and bool(row["AP_exported"])) for row in report.get("evaluation", ())]
@@ -217,7 +217,7 @@ def is_equal(rows: Sequence[dict]) -> bool:
     return any(row["pairs"] for row in rows) and all(row["ok"] is not False for row in rows)
 
 
-def _one_of_two(model: ExportedModel, index: int, image: Tensor) -> dict[str, Tensor]:
+def _run_in_batch(model: ExportedModel, index: int, image: Tensor) -> dict[str, Tensor]:
     """Return what a batched model finds in the image at ``index`` of two; the other one is its mirror image."""
     images = [image.flip(2), image.flip(2)]
     images[index] = image

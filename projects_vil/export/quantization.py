@@ -12,7 +12,7 @@ from detectron2.config import CfgNode
 from torch import Tensor
 
 from projects_vil.data import load_dataset, register_datasets
-from projects_vil.export.formats import check_packages, import_openvino, openvino_core, stage
+from projects_vil.export.formats import check_packages, import_openvino, log_step, openvino_core
 
 # Layers that stay float, by a part of their name: rounding in them moves boxes, cuts off scores
 # or, in LIT's offsets, moves the sampling positions.
@@ -63,7 +63,7 @@ def quantize(
     Returns:
         What the metadata have about it.
     """
-    with stage(f"nncf.quantize on {len(files)} images"), contextlib.redirect_stdout(io.StringIO()):
+    with log_step(f"nncf.quantize on {len(files)} images"), contextlib.redirect_stdout(io.StringIO()):
         if file_format == "onnx":
             import onnx
 

@@ -16,7 +16,7 @@ from projects_vil.checkpoint import known_categories, load_detector
 from projects_vil.config import DETECTORS
 from projects_vil.data import size_for_testing
 from projects_vil.export import ExportedModel, letterbox_size, pad_image, to_instances
-from projects_vil.modeling import add_tta, longest_side
+from projects_vil.modeling import add_tta, max_input_side
 
 
 class EagerRunner:
@@ -43,7 +43,7 @@ class EagerRunner:
         self.weights = Path(weights)
         self.channels = cfg.INPUT.FORMAT
         self.tta = tta
-        self.longest_side = longest_side(self.detector)
+        self.max_input_side = max_input_side(self.detector)
         self.model = add_tta(cfg, self.detector) if tta else self.detector
 
     def input_size(self, height: int, width: int) -> tuple[int, int]:
@@ -53,7 +53,7 @@ class EagerRunner:
     def size_error(self, height: int, width: int) -> str | None:
         """Return why an image of this size cannot be used, or None."""
         if not self.tta:
-            return _size_error((height, width), self.input_size(height, width), (1, self.longest_side))
+            return _size_error((height, width), self.input_size(height, width), (1, self.max_input_side))
         mapper = self.model.tta_mapper if isinstance(self.model, GeneralizedRCNNWithTTA) else self.model.mapper
         smallest = T.ResizeShortestEdge.get_output_shape(height, width, min(mapper.min_sizes), mapper.max_size)
         return _size_error((height, width), smallest, (1, None))

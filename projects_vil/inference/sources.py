@@ -23,7 +23,7 @@ from projects_vil.inference.runners import EagerRunner, ExportedRunner
 VIDEO_SUFFIXES = (".mp4", ".avi", ".mov", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", ".wmv", ".flv", ".ogv", ".ts")
 DEFAULT_FRAME_RATE = 25.0  # for videos without one
 READERS = 4  # threads that read files
-WINDOW = 512  # images among which those of one size are searched for
+LOOKAHEAD_IMAGES = 512  # images among which those of one size are searched for
 BATCHES_AHEAD = 2
 Runner = EagerRunner | ExportedRunner
 
@@ -92,7 +92,7 @@ class Skipped:
 class ImageBatches:
     """Images in batches of one resized size, read in threads.
 
-    Sizes come from the headers of ``WINDOW`` files at a time; pixels are in memory for one batch only.
+    Sizes come from the headers of ``LOOKAHEAD_IMAGES`` files at a time; pixels are in memory for one batch only.
 
     Args:
         images: the images, in the order of the results.
@@ -111,8 +111,8 @@ class ImageBatches:
     def batches(self, runner: Runner, batch_size: int) -> Iterator[list[Loaded | Skipped]]:
         """Yield batches for a runner."""
         with ThreadPoolExecutor(READERS) as pool:
-            for start in range(0, len(self.images), WINDOW):
-                indices = range(start, min(start + WINDOW, len(self.images)))
+            for start in range(0, len(self.images), LOOKAHEAD_IMAGES):
+                indices = range(start, min(start + LOOKAHEAD_IMAGES, len(self.images)))
                 groups = defaultdict(list)
                 for index, size in zip(indices, pool.map(self._size, indices), strict=True):
                     groups[runner.input_size(*size) if size else None].append(index)

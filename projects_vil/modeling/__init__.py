@@ -8,11 +8,11 @@ from projects_vil.modeling.backbone import (
 )
 from projects_vil.modeling.build import (
     LARGEST_BATCH,
-    LARGEST_SIDE,
-    SMALLEST_SIDE,
+    MAX_EXPORT_SIDE,
+    MIN_EXPORT_SIDE,
     build_on_meta,
-    largest_side,
-    longest_side,
+    max_export_side,
+    max_input_side,
     stage_channels,
 )
 from projects_vil.modeling.micro_batches import MicroBatches
@@ -21,8 +21,8 @@ from projects_vil.modeling.test_time_augmentation import add_tta
 
 __all__ = [
     "LARGEST_BATCH",
-    "LARGEST_SIDE",
-    "SMALLEST_SIDE",
+    "MAX_EXPORT_SIDE",
+    "MIN_EXPORT_SIDE",
     "MicroBatches",
     "TransformerBackbone",
     "add_tta",
@@ -32,7 +32,7 @@ __all__ = [
     "build_transformer_fpn_backbone",
     "check_cascade",
     "check_point_rend",
-    "largest_side",
-    "longest_side",
+    "max_export_side",
+    "max_input_side",
     "stage_channels",
 ]

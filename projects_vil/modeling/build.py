@@ -11,11 +11,11 @@ from torch import nn
 from backbones import ConfigError, create_backbone
 
 # Sides of images in pixels, and images in a batch, that exported programs take.
-SMALLEST_SIDE, LARGEST_SIDE, LARGEST_BATCH = 32, 8192, 1024
+MIN_EXPORT_SIDE, MAX_EXPORT_SIDE, LARGEST_BATCH = 32, 8192, 1024
 
 
 def build_on_meta(cfg: CfgNode) -> nn.Module:
-    """Build the model of ``cfg`` without memory for its weights.
+    """Build the model of ``cfg`` on the meta device.
 
     Raises:
         ConfigError: if a key has a value with which it cannot be built.
@@ -30,16 +30,16 @@ def build_on_meta(cfg: CfgNode) -> nn.Module:
         raise
     except (AssertionError, IndexError, KeyError, ValueError) as error:
         # detectron2's registries raise a KeyError with the name that a key has.
-        keys = [f"{key} is {value!r}" for key, value in _texts(cfg) if f"'{value}'" in str(error)]
+        keys = [f"{key} is {value!r}" for key, value in _string_keys(cfg) if f"'{value}'" in str(error)]
         what = " and ".join(keys) or " ".join(str(error).split()) or "an assertion failed"
         raise ConfigError(f"the model cannot be built from this config: {what} ({type(error).__name__})") from error
 
 
-def _texts(node: CfgNode, parents: str = "") -> Iterator[tuple[str, str]]:
+def _string_keys(node: CfgNode, parents: str = "") -> Iterator[tuple[str, str]]:
     """Yield the keys whose values are texts, and these."""
     for key, value in node.items():
         if isinstance(value, CfgNode):
-            yield from _texts(value, f"{parents}{key}.")
+            yield from _string_keys(value, f"{parents}{key}.")
         elif isinstance(value, str):
             yield f"{parents}{key}", value
 
@@ -54,13 +54,13 @@ def stage_channels(name: str, stage: str) -> int:
         return create_backbone(name, out_features=(stage,)).feature_info[stage].channels
 
 
-def largest_side(detector: nn.Module) -> int:
+def max_export_side(detector: nn.Module) -> int:
     """Return the longest side, in pixels, of images that an exported detector takes: absolute positions limit it."""
-    side = longest_side(detector)
-    return LARGEST_SIDE if side is None else side
+    side = max_input_side(detector)
+    return MAX_EXPORT_SIDE if side is None else side
 
 
-def longest_side(detector: nn.Module) -> int | None:
+def max_input_side(detector: nn.Module) -> int | None:
     """Return the longest side of images, in pixels, that absolute positions allow; None if there is no limit."""
     has_tables = any(getattr(module, "resizing", None) == "load" for module in detector.modules())
     return detector.backbone.bottom_up.options["max_img_size"] if has_tables else None

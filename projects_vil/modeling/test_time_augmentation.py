@@ -10,7 +10,7 @@ from detectron2.structures import Boxes, Instances
 from torch import nn
 
 from backbones import ConfigError
-from projects_vil.modeling.build import longest_side
+from projects_vil.modeling.build import max_input_side
 
 # The short side, in pixels, for which detectron2's TEST.AUG.MIN_SIZES are meant.
 _USUAL_SHORT_SIDE = 800
@@ -32,7 +32,7 @@ def add_tta(cfg: CfgNode, model: nn.Module) -> "GeneralizedRCNNWithTTA | RetinaN
     Raises:
         ConfigError: if a size is less than a pixel, or is set to one that the model cannot take.
     """
-    given, short, end = tuple(cfg.TEST.AUG.MIN_SIZES), cfg.INPUT.MIN_SIZE_TEST, longest_side(model)
+    given, short, end = tuple(cfg.TEST.AUG.MIN_SIZES), cfg.INPUT.MIN_SIZE_TEST, max_input_side(model)
     sizes, longest = given, cfg.TEST.AUG.MAX_SIZE
     if short and given == _USUAL_SIZES:
         sizes = tuple(round(size * short / _USUAL_SHORT_SIDE) for size in given)

@@ -110,7 +110,7 @@ def test_a_second_run_is_refused_until_the_first_is_killed(tmp_path, monkeypatch
     holder.start()
     assert locked.wait(60)
     with monkeypatch.context() as patch:
-        patch.setattr(utils, "SECONDS_TO_DIE", 0.0)
+        patch.setattr(utils, "LOCK_TIMEOUT", 0.0)
         with pytest.raises(ConfigError, match=f"{tmp_path} .* {holder.pid} "), run_lock(tmp_path):
             pass
     holder.kill()
@@ -178,7 +178,7 @@ def test_ignored_signals_and_other_threads_stay_as_they_are(handlers):
 def test_a_model_is_left_between_two_calls(handlers):
     module, calls = torch.nn.Identity(), []
     with pytest.raises(SystemExit) as caught:
-        with stop_requests(alone=True) as received, terminating_between_calls(module, received):
+        with stop_requests(single_process=True) as received, terminating_between_calls(module, received):
             for number in range(3):
                 calls.append(module(number))
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -188,7 +188,7 @@ def test_a_model_is_left_between_two_calls(handlers):
 
 @pytest.mark.parametrize("alone, error", [(True, KeyboardInterrupt), (False, SystemExit)])
 def test_a_second_ctrl_c_interrupts_a_single_process_at_once(handlers, alone, error):
-    with pytest.raises(error), stop_requests(alone=alone) as received:
+    with pytest.raises(error), stop_requests(single_process=alone) as received:
         with terminating_between_calls(torch.nn.Identity(), received):
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)

@@ -15,7 +15,7 @@ from detectron2.utils.events import EventStorage
 from projects_vil.data import (
     CocoFile,
     build_train_loader,
-    evaluated_as,
+    evaluation_dataset,
     fixed_coco,
     load_dataset,
     register_datasets,
@@ -94,9 +94,9 @@ def test_fixed_annotations_are_the_same_for_all_readers(copy):
     dataset, is_changed = fixed_coco(NAME, check="error", masks=True)
     assert is_changed and all("area" in a and a["iscrowd"] == 0 for a in dataset["annotations"])
     assert {a["image_id"] for a in dataset["annotations"]} == {record["image_id"] for record in records}
-    with evaluated_as(NAME, check="error", masks=True) as name:
+    with evaluation_dataset(NAME, check="error", masks=True) as name:
         assert name != NAME and json.loads(Path(MetadataCatalog.get(name).json_file).read_text()) == dataset
-    with evaluated_as(NAME, check="off", masks=True) as name:
+    with evaluation_dataset(NAME, check="off", masks=True) as name:
         assert name == NAME
     assert "area" not in fixed_coco(NAME, check="off", masks=True)[0]["annotations"][1]
 
@@ -105,7 +105,7 @@ def test_test_images_have_no_annotations(copy):
     edit(copy, lambda content: content.pop("annotations"))
     corrupt(copy, "size missing")
     assert len(load(copy, train=False)) == 8
-    with evaluated_as(NAME, check="error", masks=True) as name:
+    with evaluation_dataset(NAME, check="error", masks=True) as name:
         assert name != NAME and "annotations" not in json.loads(Path(MetadataCatalog.get(name).json_file).read_text())
 
 

@@ -93,4 +93,4 @@ def test_the_best_is_saved(metric, values, expected):
                 hook.load_state_dict(state)
         hook.after_train()
     assert saved == expected and hook.best_iter == expected[-1]
-    assert hook.waited == (11 - expected[-1]) // 2
+    assert hook.evaluations_since_best == (11 - expected[-1]) // 2

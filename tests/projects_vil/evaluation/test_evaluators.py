@@ -72,8 +72,8 @@ def test_perfect_labels_and_one_class_everywhere(shapes_sem_seg, tmp_path, index
         predicted = np.where(labels == IGNORED_LABEL, 3, labels) if index is None else np.full_like(labels, index)
         evaluator.process(inputs, [{"sem_seg": F.one_hot(torch.from_numpy(predicted), 4).permute(2, 0, 1)}])
     metrics = evaluator.evaluate()["sem_seg"]
-    of_all, of_classes = metric_names(cfg, dataset, "sem_seg")
-    assert metrics.keys() == {*of_all, *of_classes}
+    names, class_metrics = metric_names(cfg, dataset, "sem_seg")
+    assert metrics.keys() == {*names, *class_metrics}
     written = json.loads((tmp_path / "sem_seg_predictions.json").read_text())
     assert {one["category_id"] for one in written} == ({1, 2, 3, 4} if index is None else {index + 1})
     share = 100 if index is None else 100 * counts[index] / counts[:4].sum()

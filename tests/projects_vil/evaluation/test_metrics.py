@@ -6,7 +6,7 @@ import pytest
 
 from backbones import ConfigError
 from projects_vil.data import register_datasets
-from projects_vil.evaluation import check_metric, parts_of_metric
+from projects_vil.evaluation import check_metric, split_metric_name
 from projects_vil.evaluation.evaluators import metric_names
 from tests.projects_vil.helpers import small_config
 from tests.projects_vil.panoptic import panoptic_config
@@ -57,11 +57,11 @@ def test_datasets_and_classes_may_have_a_slash(tests, metric, parts):
     cfg = small_config("retinanet", "TEST.BEST_METRIC", metric)
     cfg.defrost()
     cfg.DATASETS.TEST = tests
-    assert parts_of_metric(cfg) == parts
+    assert split_metric_name(cfg) == parts
 
 
 def test_names_are_those_of_evaluations(config, trained_run):
     given = json.loads((trained_run / "evaluation.json").read_text())["shapes_val"]["bbox"]
-    of_all, of_classes = metric_names(config("retinanet", ""), "shapes_val", "bbox")
-    assert set(of_all) == given.keys() - {"per_class"} - set(of_classes)
-    assert set(of_classes) == {f"AP-{name}" for name in given["per_class"]}
+    names, class_metrics = metric_names(config("retinanet", ""), "shapes_val", "bbox")
+    assert set(names) == given.keys() - {"per_class"} - set(class_metrics)
+    assert set(class_metrics) == {f"AP-{name}" for name in given["per_class"]}

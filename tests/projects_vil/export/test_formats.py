@@ -14,9 +14,9 @@ from torch.torch_version import TorchVersion
 
 from backbones import ConfigError
 from projects_vil.export import FORMATS, ExportedModel, check_format, eager_detections, example_image, make_exportable
-from projects_vil.export.formats import OPSET, describe_onnx, format_of, import_openvino, load_model
+from projects_vil.export.formats import OPSET, check_onnx, format_of, import_openvino, load_model
 from projects_vil.export.parity import compare_detections
-from projects_vil.modeling import SMALLEST_SIDE, largest_side
+from projects_vil.modeling import MIN_EXPORT_SIDE, max_export_side
 from tests.projects_vil.export.exporting import detector, onnx_file, skip_without
 
 BATCHES = {"batched": True, "dtype": "float32"}
@@ -104,7 +104,7 @@ def test_equals_eager_at_any_size(written, file_format, name, options):
 def check_onnx_file(model: ExportedModel) -> None:
     import onnx
 
-    assert "CPUExecutionProvider" in describe_onnx(model.path)["providers"]
+    assert "CPUExecutionProvider" in check_onnx(model.path)["providers"]
     contents = onnx.load(model.path, load_external_data=False)
     assert [(entry.domain, entry.version) for entry in contents.opset_import if not entry.domain] == [("", OPSET)]
     assert not any(tensor.external_data for tensor in contents.graph.initializer)
@@ -126,7 +126,7 @@ def check_onnx_file(model: ExportedModel) -> None:
 
 
 def test_the_description_of_an_onnx_file(tmp_path):
-    found = describe_onnx(onnx_file(tmp_path, "a = Relu(x) b = Relu(a) y = Cast<to = 7>(b)", output="int64"))
+    found = check_onnx(onnx_file(tmp_path, "a = Relu(x) b = Relu(a) y = Cast<to = 7>(b)", output="int64"))
     assert list(found["operators"].items()) == [("Relu", 2), ("Cast", 1)]
     assert found["types"] == {"FLOAT": 3, "INT64": 1} and "CPUExecutionProvider" in found["providers"]
 
@@ -144,7 +144,7 @@ def test_the_description_of_an_onnx_file(tmp_path):
 )
 def test_an_onnx_file_that_others_would_refuse(tmp_path, nodes):
     with pytest.raises(ConfigError, match=r"model\.onnx"):
-        describe_onnx(onnx_file(tmp_path, nodes))
+        check_onnx(onnx_file(tmp_path, nodes))
 
 
 # -- OpenVINO --------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ def test_an_openvino_file(written):
     openvino = import_openvino()
     read = openvino.Core().read_model(model.path)
     assert [port.get_any_name() for port in read.inputs + read.outputs] == ["image", *model.output_names]
-    sides = openvino.Dimension(SMALLEST_SIDE, largest_side(detector("retinanet")))
+    sides = openvino.Dimension(MIN_EXPORT_SIDE, max_export_side(detector("retinanet")))
     assert read.input().get_partial_shape() == openvino.PartialShape([3, sides, sides])
     assert model.metadata["runtime_options"] == {"INFERENCE_PRECISION_HINT": "f32"}
     # Its telemetry would report the import, and leaves a folder in the user's home.

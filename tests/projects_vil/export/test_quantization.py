@@ -11,7 +11,7 @@ from torchvision.ops import box_iou
 from backbones import ConfigError
 from projects_vil.data import load_dataset
 from projects_vil.export import ExportedModel, eager_detections, example_image, export_detector, parity
-from projects_vil.export.formats import describe_onnx, import_openvino, load_model
+from projects_vil.export.formats import check_onnx, import_openvino, load_model
 from projects_vil.export.quantization import FLOAT_LAYERS, calibration_files, fold_transposes, quantize, stays_float
 from tests.projects_vil.export.exporting import FEW_LEVELS, demo_detector, onnx_file, shallow_variants, skip_without
 from tests.projects_vil.helpers import small_config, untrained_detector
@@ -59,7 +59,7 @@ def test_int8(shapes, tmp_path, monkeypatch, file_format, accept_drop):
     names = quantized_weights(path, file_format)
     assert len(names) > 20 and not any(map(stays_float, names))
     if file_format == "onnx":
-        assert describe_onnx(path)["operators"]["DequantizeLinear"] == len(names)
+        assert check_onnx(path)["operators"]["DequantizeLinear"] == len(names)
     # The detections are those of the eager detector, with its scores.
     image = example_image(70, 90, seed=5)
     found, theirs = model(image), eager_detections(detector, image)
