@@ -1,4 +1,4 @@
-"""The configuration keys of this project, how config files and overrides are read, and what a config is for."""
+"""The configuration keys of this project, how config files and overrides are read, and the task of a config."""
 
 import ast
 import functools
@@ -229,16 +229,22 @@ def _explain(error: Exception, cfg: CfgNode) -> str:
     unknown = re.search(r"Non-existent (?:config )?key: ([\w.]+)", message)
     if unknown is None:
         return message
-    known = list(config_keys(cfg))
+    known = [key for key, _ in config_items(cfg)]
     return f"unknown config key {unknown[1]}{closest(unknown[1], known) or closest(unknown[1].upper(), known)}"
 
 
-def config_keys(node: object, prefix: str = "") -> Iterator[str]:
-    """Yield the keys of nested dicts and lists, such as ``SOLVER``, ``SOLVER.STEPS`` and ``SOLVER.STEPS.0``."""
-    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, (list, tuple)) else ()
+def config_items(node: object, prefix: str = "", *, lists: bool = False) -> Iterator[tuple[str, Any]]:
+    """Yield keys and values of nested dicts, ``SOLVER`` and ``SOLVER.STEPS``; with ``lists`` ``SOLVER.STEPS.0``."""
+    items = node.items() if isinstance(node, dict) else enumerate(node) if lists and isinstance(node, list) else ()
     for key, value in items:
-        yield f"{prefix}{key}"
-        yield from config_keys(value, f"{prefix}{key}.")
+        yield f"{prefix}{key}", value
+        yield from config_items(value, f"{prefix}{key}.", lists=lists)
+
+
+def first_of(names: Sequence[str], number: int) -> str:
+    """Return the first names, and how many more there are."""
+    more = f" and {len(names) - number} more" if len(names) > number else ""
+    return f"{', '.join(names[:number])}{more}"
 
 
 def one_line(message: object) -> str:
@@ -277,7 +283,7 @@ def check_device(cfg: CfgNode, *, devices: Sequence[str] = DEVICES) -> bool:
     """Return whether ``MODEL.DEVICE`` is a GPU.
 
     Args:
-        cfg: of a model.
+        cfg: the config of a model.
         devices: types of device that are allowed.
 
     Raises:

@@ -13,6 +13,7 @@ from detectron2.data.catalog import Metadata
 from torch import Tensor
 
 from backbones import ConfigError
+from projects_vil.config import first_of
 from projects_vil.data import read_categories
 
 # detectron2 has these categories built in.
@@ -128,12 +129,6 @@ def match_all_classes(ours: tuple[str, ...], theirs: tuple[str, ...], *, differ:
 def describe_classes(classes: tuple[str, ...]) -> str:
     """Return the number of classes and the first names."""
     return f"{len(classes)} classes, {first_of(classes, 5)}"
-
-
-def first_of(names: Sequence[str], number: int) -> str:
-    """Return the first names, and how many more there are."""
-    more = f" and {len(names) - number} more" if len(names) > number else ""
-    return f"{', '.join(names[:number])}{more}"
 
 
 def is_predictor(name: str) -> bool:

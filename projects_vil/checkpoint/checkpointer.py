@@ -24,7 +24,6 @@ from projects_vil.checkpoint.categories import (
     copy_classes,
     dataset_categories,
     describe_classes,
-    first_of,
     is_predictor,
     known_categories,
     match_all_classes,
@@ -39,7 +38,7 @@ from projects_vil.checkpoint.pretrained import (
     named_variant,
 )
 from projects_vil.checkpoint.storage import read_last_checkpoint, tag_checkpoint
-from projects_vil.config import CONFIG_FILE, is_segmentor, number_of_classes
+from projects_vil.config import CONFIG_FILE, first_of, is_segmentor, number_of_classes
 from projects_vil.modeling import TransformerBackbone, build_on_meta
 
 # With "model" for averaged weights: the weights of training, and the number of averaged steps.
@@ -323,7 +322,7 @@ def check_weights_file(path: str) -> None:
 
 
 def check_weights(cfg: CfgNode, path: str, *, complete: bool = False, model: nn.Module | None = None) -> None:
-    """Check that a local file fits the model of ``cfg``, without memory for the model; nothing is logged.
+    """Check that a local file fits the model of ``cfg``, built on the meta device; nothing is logged.
 
     Args:
         complete: see :class:`Checkpointer`.

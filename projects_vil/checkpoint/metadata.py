@@ -125,7 +125,7 @@ def fingerprint(cfg: CfgNode, model: nn.Module) -> str:
 
 
 def _option_values(variant: str, options: Mapping[str, object]) -> dict[str, object]:
-    """Return the value of each option of a model: one value, or a list with one a stage."""
+    """Return the value of each option of a model: one value, or a list with one per stage."""
     sizes = get_variant(variant, options)
     values: dict[str, object] = {}
     for option in sizes.options:

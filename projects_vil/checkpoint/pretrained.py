@@ -21,6 +21,7 @@ from backbones.lit import LITVariant
 from backbones.vil import ViLStage, ViLVariant
 from projects_vil.checkpoint.categories import dataset_categories
 from projects_vil.checkpoint.metadata import METADATA_KEY, OFFICIAL_INPUT, CheckpointMetadata
+from projects_vil.config import first_of
 
 BACKBONE_PREFIX = "backbone.bottom_up.net."
 _ANCHORS = 9  # per position, in the official RetinaNets
@@ -67,8 +68,7 @@ class ConvertedCheckpoint:
             for name, reason in getattr(self.report, action).items():
                 names_of[reason].append(name)
             for reason, names in names_of.items():
-                more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-                lines.append(f"{action}: {names[0]}{more}: {reason}")
+                lines.append(f"{action}: {first_of(names, 1)}: {reason}")
         needed = {key: value for key, value in self.options.items() if key in _CONFIG_OPTIONS}
         if needed:
             overrides = [f"MODEL.TRANSFORMER.{key.upper()} {shlex.quote(str(value))}" for key, value in needed.items()]
@@ -289,7 +289,7 @@ def _convert_heads(official: OfficialCheckpoint, variant: str, report: Conversio
 
 
 def expected_heads(detector: Mapping[str, Tensor], variant: str) -> set[str]:
-    """Return the names of FPN and heads of an official detector, from some of them; none for a backbone alone."""
+    """Return the names of FPN and heads of an official detector, from some of them; none for only a backbone."""
     if all(_COMPUTED_BUFFER.fullmatch(name) for name in detector):
         return set()
     strides, stride = [], 1

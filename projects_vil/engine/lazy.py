@@ -19,7 +19,7 @@ from torch import nn
 from backbones import ConfigError
 from backbones.errors import check_file, closest
 from projects_vil import data
-from projects_vil.config import config_keys, default_config, one_line
+from projects_vil.config import config_items, default_config, one_line
 from projects_vil.engine.checks import check_setup
 from projects_vil.engine.launch import check_processes, launch, number_of_processes
 from projects_vil.engine.train import evaluate, lock_output_dir, save_config, set_up_run, train
@@ -58,7 +58,7 @@ def train_lazily_from_command_line(args: argparse.Namespace) -> None:
     """Check a run of a LazyConfig as far as that takes a second, then start its processes.
 
     Args:
-        args: of detectron2's ``default_argument_parser``; the overrides are ``key=value``, and ``+key=value`` for
+        args: parsed by detectron2's ``default_argument_parser``; overrides are ``key=value``, and ``+key=value`` for
             a key that the config does not have.
 
     Raises:
@@ -100,7 +100,7 @@ def load_lazy_config(path: str | Path, overrides: Sequence[str] = ()) -> DictCon
         raise ConfigError(f"{path} is not a LazyConfig: {_reason(error)}") from error
     if not isinstance(cfg, DictConfig) or not all(isinstance(cfg.get(part), DictConfig) for part in _PARTS):
         raise ConfigError(f"{path} is not a LazyConfig for training, which has the parts {', '.join(_PARTS)}")
-    known = set(config_keys(OmegaConf.to_container(cfg)))
+    known = {key for key, _ in config_items(OmegaConf.to_container(cfg), lists=True)}
     for override in overrides:
         key, separator, _ = override.partition("=")
         if not separator:
@@ -125,9 +125,9 @@ def load_records(
     """Return the records of datasets with boxes, for the loaders of a LazyConfig.
 
     Args:
-        names: of the datasets.
+        names: names of the datasets.
         train: whether they are trained on.
-        num_classes: of the model.
+        num_classes: number of classes of the model.
         masks: whether the model learns segmentations.
         filter_empty: whether images without annotation are left out of training.
         check: as ``DATASETS.CHECK``.

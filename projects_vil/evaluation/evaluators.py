@@ -2,7 +2,6 @@
 
 import importlib.util
 from typing import Any
-from unittest import mock
 
 from detectron2.config import CfgNode
 from detectron2.data import MetadataCatalog
@@ -113,8 +112,12 @@ class FasterCOCOEvaluator(COCOEvaluator):
         truth.createIndex()
         self._coco_api = truth
         # detectron2 has no argument for them.
-        with mock.patch.multiple(coco_evaluation, COCOeval_opt=COCOeval_faster, COCOevalMaxDets=COCOeval_faster):
+        before = coco_evaluation.COCOeval_opt, coco_evaluation.COCOevalMaxDets
+        coco_evaluation.COCOeval_opt = coco_evaluation.COCOevalMaxDets = COCOeval_faster
+        try:
             super()._eval_predictions(predictions, img_ids)
+        finally:
+            coco_evaluation.COCOeval_opt, coco_evaluation.COCOevalMaxDets = before
 
 
 # -- names of metrics ------------------------------------------------------------------------------

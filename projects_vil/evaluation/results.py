@@ -13,6 +13,7 @@ from detectron2.data import MetadataCatalog
 
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
+from projects_vil.config import first_of
 
 EVALUATION_FILE = "evaluation.json"
 # Next to it, the model that was evaluated: the results themselves have only datasets at the top level.
@@ -37,7 +38,7 @@ def write_results(cfg: CfgNode, results: OrderedDict, *, model: str | None = Non
 
     Args:
         cfg: names the datasets and the folder.
-        results: of the evaluators.
+        results: what the evaluators return.
         model: the fingerprint of the evaluated model.
     """
     names = cfg.DATASETS.TEST
@@ -140,8 +141,7 @@ def explain_results(results: Mapping[str, Mapping[str, float]]) -> list[str]:
         for metric in ("AP", "IoU"):
             names = [name for name, value in _class_values(metrics, metric).items() if math.isnan(value)]
             if names:
-                more = f" and {len(names) - 5} more classes" if len(names) > 5 else ""
-                absent.append(f"{metric} of {', '.join(names[:5])}{more} is nan: the dataset has no such objects")
+                absent.append(f"{metric} of {first_of(names, 5)} is nan: the dataset has no such objects")
         if ap < _LOW_AP:
             absent.append(
                 f"AP is {ap:.3f}: likely causes are few iterations, classes in another order than in the weights, or "

@@ -1,7 +1,5 @@
 """The model of a config, and the image sizes that it takes."""
 
-from collections.abc import Iterator
-
 import torch
 import torchvision  # noqa: F401  its operators are in every exported detector
 from detectron2.config import CfgNode
@@ -9,6 +7,7 @@ from detectron2.modeling import build_model
 from torch import nn
 
 from backbones import ConfigError, create_backbone
+from projects_vil.config import config_items
 
 # Sides of images in pixels, and images in a batch, that exported programs take.
 MIN_EXPORT_SIDE, MAX_EXPORT_SIDE, LARGEST_BATCH = 32, 8192, 1024
@@ -30,18 +29,10 @@ def build_on_meta(cfg: CfgNode) -> nn.Module:
         raise
     except (AssertionError, IndexError, KeyError, ValueError) as error:
         # detectron2's registries raise a KeyError with the name that a key has.
-        keys = [f"{key} is {value!r}" for key, value in _string_keys(cfg) if f"'{value}'" in str(error)]
+        strings = [(key, value) for key, value in config_items(cfg) if isinstance(value, str)]
+        keys = [f"{key} is {value!r}" for key, value in strings if f"'{value}'" in str(error)]
         what = " and ".join(keys) or " ".join(str(error).split()) or "an assertion failed"
         raise ConfigError(f"the model cannot be built from this config: {what} ({type(error).__name__})") from error
-
-
-def _string_keys(node: CfgNode, parents: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the keys whose values are texts, and these."""
-    for key, value in node.items():
-        if isinstance(value, CfgNode):
-            yield from _string_keys(value, f"{parents}{key}.")
-        elif isinstance(value, str):
-            yield f"{parents}{key}", value
 
 
 def stage_channels(name: str, stage: str) -> int:

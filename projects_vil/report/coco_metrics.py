@@ -92,11 +92,11 @@ def evaluate_detections(annotations: dict[str, Any], results: str | Path, *, max
         if entry is not None:
             num_objects[category, area] += int((entry["gtIgnore"] == 0).sum())
     entries = [entry for entry in entries[:, 0].flat if entry is not None]
-    objects, found = coco.anns, evaluation.cocoDt.anns
+    objects, detections = coco.anns, evaluation.cocoDt.anns
     matches: list[Match] = []
     for entry in entries:
         columns = zip(entry["dtIds"], entry["dtMatches"][0].astype(int), entry["dtIgnore"][0], strict=True)
-        matches += [(found[row], objects.get(target)) for row, target, ignored in columns if not ignored]
+        matches += [(detections[row], objects.get(target)) for row, target, ignored in columns if not ignored]
     matches.sort(key=lambda match: -match[0]["score"])
     threshold, f1 = _best_threshold(matches, int(num_objects[:, 0].sum()))
     matches = [match for match in matches if match[0]["score"] >= threshold]
@@ -127,15 +127,15 @@ def confusion_matrix(metrics: DetectionMetrics) -> np.ndarray:
     background = len(row_of)
     counts = np.zeros((background + 1, background + 1), int)
     for _, matches in metrics.images:
-        missed = [target for found, target in matches if found is None]
-        for found, target in matches:
-            if found is None:
+        missed = [target for detection, target in matches if detection is None]
+        for detection, target in matches:
+            if detection is None:
                 continue
             if target is None and missed:
-                ious = mask_util.iou([found["bbox"]], [each["bbox"] for each in missed], [0] * len(missed))[0]
+                ious = mask_util.iou([detection["bbox"]], [each["bbox"] for each in missed], [0] * len(missed))[0]
                 target = missed.pop(int(ious.argmax())) if ious.max() >= IOU_THRESHOLD else None
             row = background if target is None else row_of[target["category_id"]]
-            counts[row, row_of[found["category_id"]]] += 1
+            counts[row, row_of[detection["category_id"]]] += 1
         for target in missed:
             counts[row_of[target["category_id"]], background] += 1
     return counts
@@ -156,7 +156,7 @@ def _best_threshold(matches: list[Match], num_objects: int) -> tuple[float, floa
     """Return the score with the highest F1, and F1; without true positives as many detections as objects are kept."""
     if not matches:
         return 0.5, 0.0
-    scores = np.array([found["score"] for found, _ in matches])
+    scores = np.array([detection["score"] for detection, _ in matches])
     true_positives = np.cumsum([target is not None for _, target in matches])
     f1 = 2 * true_positives / (np.arange(1, len(matches) + 1) + num_objects)
     f1[:-1][scores[:-1] == scores[1:]] = -1  # a threshold keeps all detections of one score

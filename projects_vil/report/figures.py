@@ -117,12 +117,12 @@ def match_figures(metrics: DetectionMetrics, folder: Path, *, number: int) -> li
         visualizer = Visualizer(pixels, scale=MAX_SIDE / max(pixels.shape[:2]))
         numbers = dict.fromkeys(MATCH_COLORS, 0)
         # True positives last, over the others
-        for found, target in sorted(matches, key=lambda match: (match[0] is not None) + (None not in match)):
-            item = found or target
-            label = "missed object" if found is None else "false positive" if target is None else "true positive"
+        for detection, target in sorted(matches, key=lambda match: (match[0] is not None) + (None not in match)):
+            item = detection or target
+            label = "missed object" if detection is None else "false positive" if target is None else "true positive"
             numbers[label] += 1
             left, top, width, height = item["bbox"]
-            box, color, is_missed = (left, top, left + width, top + height), MATCH_COLORS[label], found is None
+            box, color, is_missed = (left, top, left + width, top + height), MATCH_COLORS[label], detection is None
             visualizer.draw_box(box, edge_color=color, alpha=1, line_style="--" if is_missed else "-")
             text = names[item["category_id"]] + ("" if is_missed else f" {item['score']:.0%}")
             # Labels of missed objects do not cover those of detections at the same position.

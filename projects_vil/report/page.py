@@ -21,7 +21,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
-from projects_vil.config import default_config, detector_name, load_config
+from projects_vil.config import config_items, default_config, detector_name, load_config
 from projects_vil.data import check_files, fixed_coco, is_coco, register_datasets
 from projects_vil.evaluation import LOSS_TASK, PER_CLASS, explain_results
 from projects_vil.report import figures
@@ -239,8 +239,8 @@ def _render(run: RunFolder, datasets: list[dict[str, Any]]) -> str:
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
     environment.filters["number"] = _number
-    defaults = _flatten(default_config())
-    changed = _flatten(run.cfg).items() if run.cfg is not None else ()
+    defaults = dict(config_items(default_config()))
+    values = [(key, value) for key, value in config_items(run.cfg) if not isinstance(value, CfgNode)]
     times = [line["time"] for line in run.metrics if line.get("time", 0) > 0]
     return environment.get_template("page.html").render(
         run=run,
@@ -254,17 +254,10 @@ def _render(run: RunFolder, datasets: list[dict[str, Any]]) -> str:
         curves=figures.training_figures(run.metrics),
         datasets=datasets,
         colors=figures.MATCH_COLORS,
-        differences=[(key, value, defaults.get(key, "")) for key, value in changed if defaults.get(key) != value],
+        differences=[(key, value, defaults.get(key, "")) for key, value in values if defaults.get(key) != value],
         versions=read_versions(run.log),
         warnings=read_warnings(run.log),
     )
-
-
-def _flatten(node: CfgNode, prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in node.items():
-        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, CfgNode) else {prefix + key: value}
-    return flat
 
 
 def _number(value: float | str | None) -> str:
