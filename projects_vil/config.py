@@ -131,7 +131,7 @@ def add_vil_config(cfg: CfgNode) -> None:
     cfg.SOLVER.SCALE_LR_TO_BATCH = 0
     # How many batches with a loss or gradient that is not finite are skipped before the run stops (diverged.json).
     cfg.SOLVER.SKIP_DIVERGED = 0
-    # The run ends after so many evaluations without a better TEST.BEST_METRIC; 0 disables early stopping.
+    # The run ends after this many evaluations without a better TEST.BEST_METRIC; 0 disables early stopping.
     cfg.SOLVER.EARLY_STOPPING_PATIENCE = 0
     # The exponent of SOLVER.LR_SCHEDULER_NAME WarmupPolyLR, which falls from BASE_LR to BASE_LR_END.
     cfg.SOLVER.POLY_LR_POWER = 0.9
@@ -161,7 +161,7 @@ def add_vil_config(cfg: CfgNode) -> None:
     # COCO-format datasets to register: [name, annotation file, image folder], each.
     cfg.DATASETS.COCO = []
     # Those in the layout of ADE20K, whose label images have 0 for ignored, classes from 1: [name, image folder, label
-    # folder], each, for its 150 classes, or [name, image folder, label folder, file with a class name a line].
+    # folder], each, for its 150 classes, or [name, image folder, label folder, file with one class name per line].
     cfg.DATASETS.ADE20K = []
 
 

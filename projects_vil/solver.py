@@ -64,10 +64,10 @@ def parameter_groups(
     Args:
         model: a detector, or any module.
         base_lr: learning rate where no pattern matches.
-        weight_decay: of all other parameters.
-        weight_decay_norm: of the weights of norms, and of their biases where ``weight_decay_bias`` is None; None for
-            ``weight_decay``.
-        weight_decay_bias: of biases; None for ``weight_decay``.
+        weight_decay: decay of all other parameters.
+        weight_decay_norm: decay of the weights of norms, and of their biases where ``weight_decay_bias`` is None; None
+            for ``weight_decay``.
+        weight_decay_bias: decay of biases; None for ``weight_decay``.
         bias_lr_factor: factor of the learning rate of biases.
         lr_multipliers: pairs of a shell-style pattern on full parameter names and a factor; the factors of all
             matching patterns are multiplied.
@@ -273,7 +273,7 @@ def schedule_by_epochs(cfg: CfgNode, num_images: int, overrides: Sequence[str] =
 
     Args:
         cfg: the config.
-        num_images: of an epoch, without the images that ``DATALOADER.FILTER_EMPTY_ANNOTATIONS`` drops.
+        num_images: images per epoch, without the images that ``DATALOADER.FILTER_EMPTY_ANNOTATIONS`` drops.
         overrides: keys and values with which ``cfg`` was loaded.
 
     Raises:

@@ -88,8 +88,8 @@ def log_run(output_dir: str, *, rank: int = 0) -> None:
     Call it before detectron2's ``default_setup``, which then adds no handlers of its own.
 
     Args:
-        output_dir: of the run.
-        rank: of the process; those above 0 write files of their own, and not to stdout.
+        output_dir: folder of the run.
+        rank: rank of the process; those above 0 write files of their own, and not to stdout.
     """
     # Not at the top of the file, because it warns: the package silences that first.
     from detectron2.utils.logger import setup_logger
@@ -174,7 +174,7 @@ def terminate(number: int, frame: FrameType | None = None) -> NoReturn:
 def handling_signals(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
     """Let ``handler`` handle ``STOP_SIGNALS``, except for those that are ignored, as SIGHUP under nohup.
 
-    Outside of the main thread, in which alone handlers can be set, nothing changes.
+    Outside of the main thread, the only one in which handlers can be set, nothing changes.
     """
     before = {}
     if threading.current_thread() is threading.main_thread():

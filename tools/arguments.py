@@ -115,7 +115,7 @@ class ConfigToolParser(ToolParser):
         devices: Sequence[str] = DEVICES,
         **options: Any,
     ) -> None:
-        epilog = "KEY VALUE pairs override config keys; they stand in any position, bare or after --opts."
+        epilog = "KEY VALUE pairs override config keys; they may be in any position, bare or after --opts."
         super().__init__(description, epilog=epilog, **options)
         self.set_defaults(devices=tuple(devices))
         if config_file:
@@ -285,7 +285,7 @@ def _exit_on_signals() -> Iterator[None]:
 
 @contextmanager
 def _log_to_stderr() -> Iterator[None]:
-    """Write this project's records and others' warnings to stderr, a line each."""
+    """Write this project's records and others' warnings to stderr, one per line."""
     names = ("projects_vil", "backbones")
 
     def select(record: logging.LogRecord) -> bool:

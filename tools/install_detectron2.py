@@ -24,7 +24,7 @@ from pathlib import Path
 
 GIT_URL = "https://github.com/facebookresearch/detectron2"
 GIT_COMMIT = "02b5c4e295e990042a714712c21dc79b731e8833"
-# Nobody is asked a question, and a transfer that stalls for half a minute ends.
+# No prompts; stalled transfers are aborted after 30 s.
 SETTINGS = {
     **{"GIT_TERMINAL_PROMPT": "0", "GIT_HTTP_LOW_SPEED_LIMIT": "1000", "GIT_HTTP_LOW_SPEED_TIME": "30"},
     **{"PIP_NO_INPUT": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "LC_ALL": "C"},

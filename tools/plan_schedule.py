@@ -26,7 +26,7 @@ def main() -> None:
         metavar="E[,E...]",
         help="numbers of epochs, one or more; the table has a line for each",
     )
-    parser.add_argument("--batch", type=positive, metavar="B", help="images of an iteration, as SOLVER.IMS_PER_BATCH")
+    parser.add_argument("--batch", type=positive, metavar="B", help="images per iteration, as SOLVER.IMS_PER_BATCH")
     args = parser.parse_args()
     if not re.fullmatch(r"0*[1-9]\d*(,0*[1-9]\d*)*", args.epochs):
         parser.error(f"argument --epochs: {args.epochs} is not one or several numbers of 1 or more, as 12,24")
@@ -50,9 +50,9 @@ def main() -> None:
         lengths = (solver.MAX_ITER, ", ".join(map(str, steps)) or "-", solver.WARMUP_ITERS)
         rows.append((epochs, *lengths, plan.TEST.EVAL_PERIOD, solver.CHECKPOINT_PERIOD))
         plans.append((" ".join([*batch, "SOLVER.EPOCHS", str(epochs)]), lines[-1].partition(" is ")[2]))
-    print(f"{num_images} training images, {cfg.SOLVER.IMS_PER_BATCH} an iteration; all but epochs is in iterations")
+    print(f"{num_images} training images, {cfg.SOLVER.IMS_PER_BATCH} per iteration; all but epochs is in iterations")
     print(tabulate(rows, COLUMNS, tablefmt="plain", disable_numparse=True, stralign="right"))
-    print("\nto train so, add one of these to tools/train_net.py:")
+    print("\nto train this way, add one of these to tools/train_net.py:")
     print("\n".join(short for short, _ in plans))
     print("which is the same, for these images, as:")
     print("\n".join(overrides for _, overrides in plans))

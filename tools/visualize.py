@@ -39,7 +39,7 @@ def main() -> None:
     command.add_argument("--point", required=True, type=int, nargs=2, metavar=("Y", "X"), help="pixel of the image")
 
     command = add(data, "training samples after augmentation", devices=())
-    add_folder(command, "--output", help="folder for the PNGs, one a sample")
+    add_folder(command, "--output", help="folder for the PNGs, one per sample")
     command.add_argument("--number", type=positive, default=16, metavar="N", help="number of samples (default 16)")
     command.add_argument("--seed", type=int, metavar="S", help="seed of the run; default: SEED of the config, or 0")
 
@@ -54,7 +54,7 @@ def main() -> None:
     command.add_argument("--run", required=True, type=existing_path, metavar="DIR", help="OUTPUT_DIR of train_net.py")
     command.add_argument("--dataset", metavar="NAME", help="dataset (default: the first of DATASETS.TEST)")
     command.add_argument("--output", type=output_file, metavar="PNG", help="default: DIR/predictions.png")
-    command.add_argument("--num-images", type=positive, default=8, metavar="N", help="images, a row each (default 8)")
+    command.add_argument("--num-images", type=positive, default=8, metavar="N", help="images, one per row (default 8)")
     command.add_argument("--score-threshold", type=float, default=0.5, metavar="T", help="lowest score (default 0.5)")
 
     args = parser.parse_args()

@@ -19,7 +19,7 @@ from projects_vil.data.detection_utils import boxes_of_masks
 AUGMENTATIONS = ("default", "lsj", "strong")
 # Each object is pasted with this probability, so that a random subset is, as in the paper.
 PASTE_PROBABILITY = 0.5
-# A covered object is kept if so many pixels stay visible: 8 x 8 are two by two cells of the finest feature map.
+# A covered object is kept if this many pixels stay visible: 8 x 8 are two by two cells of the finest feature map.
 MIN_VISIBLE_PIXELS = 64
 
 

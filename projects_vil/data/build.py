@@ -145,7 +145,7 @@ def check_datasets(cfg: CfgNode, names: Sequence[str]) -> None:
 def build_train_loader(cfg: CfgNode) -> TrainLoader:
     """Build a loader of ``DATASETS.TRAIN``, which samples and groups as detectron2's training loader does.
 
-    The content of a batch and its augmentation depend on the seed and the iteration alone
+    The content of a batch and its augmentation depend only on the seed and the iteration
     (:class:`~projects_vil.data.samplers.TrainLoader`), not on the number of worker processes.
 
     Raises:
@@ -217,7 +217,7 @@ def _sampler(cfg: CfgNode, records: DatasetFromList) -> Callable[[int], torch.ut
 
 
 def build_test_loader(cfg: CfgNode, dataset_name: str) -> EvaluationLoader:
-    """Build a loader of one dataset for evaluation, an image a batch."""
+    """Build a loader of one dataset for evaluation, one image per batch."""
     records = load_dataset(cfg, [dataset_name], train=False, open_images=True)
     return EvaluationLoader(records, Mapper(cfg, is_train=False), num_workers=cfg.DATALOADER.NUM_WORKERS)
 

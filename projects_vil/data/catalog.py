@@ -61,7 +61,7 @@ def register_datasets(cfg: CfgNode) -> None:
         if not _is_list_of_strings(entry, lengths=(3, 4)):
             raise ConfigError(
                 f"DATASETS.ADE20K has {entry!r}: an entry is [name, image folder, label folder], or these and a file "
-                "with a class name a line"
+                "with one class name per line"
             )
         classes = read_classes(entry[3]) if len(entry) == 4 else ADE20K_SEM_SEG_CATEGORIES
         _register_ade20k(entry[0], Path(entry[1]), Path(entry[2]), classes)
@@ -157,7 +157,7 @@ def _with_label_files(name: str, records: list[dict[str, Any]], folder: str | Pa
 
 
 def read_classes(path: str | Path) -> list[str]:
-    """Read class names from a text file, one a line, in the order of the labels.
+    """Read class names from a text file, one per line, in the order of the labels.
 
     Raises:
         ConfigError: for a file that cannot be read, repeated names, or other than 1 to 254 names.

@@ -27,7 +27,7 @@ from projects_vil.data.segmentation import FAR, box_of, problems_of, rle_of, usa
 
 NUM_EXAMPLES = 5
 _NUMBERS = {int, float}
-# Boxes are taken for [left, top, right, bottom] if there are so many, and such a share reaches beyond its image.
+# Boxes are taken for [left, top, right, bottom] if there are this many, and this share reaches beyond its image.
 _MIN_BOXES, _BEYOND_SHARE = 20, 0.2
 # Files opened at once: a disk in a network is slow to answer, not slow to read.
 _NUM_THREADS, _FILES_PER_TASK = 16, 64
@@ -82,7 +82,7 @@ class CocoFile:
         dataset: the contents of the file.
         found: name of a check -> indices in the list that it is about.
         examples: name of a check -> ids, file names and values of the first findings.
-        heights, widths: of each image in pixels, 0 if unknown.
+        heights, widths: sizes of the images in pixels, 0 if unknown.
         image_of: index of each annotation's image, -1 if unknown.
     """
 
@@ -121,8 +121,8 @@ class CocoFile:
 
     def findings(self, *severities: str) -> list["Check"]:
         """Return the checks that found something, by severity and in the order of the table."""
-        found = [check for check in CHECKS.values() if self.found.get(check.name)]
-        return [check for severity in severities or SEVERITIES for check in found if check.severity == severity]
+        checks = [check for check in CHECKS.values() if self.found.get(check.name)]
+        return [check for severity in severities or SEVERITIES for check in checks if check.severity == severity]
 
     def unfixable(self) -> "Check | None":
         return next((check for check in self.findings("error") if check.fix is None), None)
@@ -140,11 +140,11 @@ class CocoFile:
         entry = self.dataset[key][index]
         if not isinstance(entry, dict):
             return {"value": _shortened(entry)}
-        known = {name: entry.get(field) for name, field in _EXAMPLE_KEYS[key].items()}
+        example = {name: entry.get(field) for name, field in _EXAMPLE_KEYS[key].items()}
         if key == "annotations" and self.image_of[index] >= 0:
-            known["file"] = self.images[self.image_of[index]]["file_name"]
-        known["value"] = value if value is None or isinstance(value, str) else _shortened(value)
-        return {key: item for key, item in known.items() if item is not None}
+            example["file"] = self.images[self.image_of[index]]["file_name"]
+        example["value"] = value if value is None or isinstance(value, str) else _shortened(value)
+        return {key: item for key, item in example.items() if item is not None}
 
     def describe(self, check: "Check") -> str:
         """Return a finding in one line: what, how often, the first example and what the fix does."""
@@ -508,10 +508,10 @@ class Check:
     Attributes:
         severity: an ``"error"`` stops a run unless ``DATASETS.CHECK`` is ``"warn"``; ``"fixed"`` can be read in one way
             only, and always is; a ``"note"`` does no harm.
-        what: is found, in the plural.
+        what: what is found, in the plural.
         fix: from a :class:`CocoFile`, an index and an entry to the fixed entry, or to None to leave it out; None where
             there is no fix.
-        effect: of the fix, or of a note.
+        effect: what the fix does, or what a note means.
         key: the list of the COCO file that it is about.
     """
 

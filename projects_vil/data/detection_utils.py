@@ -89,7 +89,7 @@ def read_image(path: str | Path, image_format: str | None = "RGB") -> np.ndarray
 
 
 def read_size(path: str | Path) -> tuple[int, int]:
-    """Return the height and width that :func:`read_image` would return, from the file's header alone.
+    """Return the height and width that :func:`read_image` would return, from only the file's header.
 
     Raises:
         UnreadableImage: for a file that is missing or not an image.
@@ -156,7 +156,7 @@ def boxes_of_masks(masks: BitMasks, boxes: Boxes) -> Boxes:
 
     Args:
         masks: N of (H, W).
-        boxes: of the objects (N, 4), inside the image.
+        boxes: boxes of the objects (N, 4), inside the image.
     """
     visible = masks.get_bounding_boxes().tensor
     return Boxes(torch.where((visible - boxes.tensor).abs() <= 1, boxes.tensor, visible))
@@ -169,10 +169,10 @@ def read_labels(path: str | Path, *, first_label: int, num_classes: int) -> np.n
     """Read a label image (H, W) as uint8 classes, 0 to ``num_classes`` - 1, and :data:`IGNORED_LABEL`.
 
     Args:
-        path: of one 8-bit channel, or a palette whose indices are the labels.
+        path: a file with one 8-bit channel, or a palette whose indices are the labels.
         first_label: the file's label of the first class: 1 as published by ADE20K, where 0 is ignored, or 0, where 255
             is ignored.
-        num_classes: of the dataset, at most 254.
+        num_classes: number of classes of the dataset, at most 254.
 
     Raises:
         ConfigError: for a file that cannot be read, has another mode, or a label that is not a class.

@@ -1,4 +1,4 @@
-"""Batches that depend on the seed and the iteration alone, so that a resumed run gets those that it would have got."""
+"""Batches that depend only on the seed and the iteration, so that a resumed run gets those that it would have got."""
 
 import contextlib
 import random
@@ -54,7 +54,7 @@ class SeededRecords(Dataset):
     """Mapped records; each image is augmented with a seed of its own, whichever process maps it.
 
     Args:
-        records: of detectron2, serialised, so that worker processes share them.
+        records: detectron2's records, serialised, so that worker processes share them.
         mapper: from a copy of a record to what a model takes.
     """
 
@@ -78,9 +78,9 @@ class BatchStream(Sampler[list[Item]]):
 
     Args:
         make_sampler: from a seed to an endless sampler of this rank's indices.
-        batch_size: of this rank.
-        groups: of each record; the images of a batch have one group, as detectron2 groups by aspect ratio.
-        rank, world_size: of this process, and the number of processes.
+        batch_size: images per batch of this rank.
+        groups: the group of each record; the images of a batch have one group, as detectron2 groups by aspect ratio.
+        rank, world_size: number of this process, and how many there are.
     """
 
     def __init__(
@@ -160,12 +160,12 @@ class TrainLoader(_Loader):
 
 
 class EvaluationLoader(_Loader):
-    """detectron2's loader for inference, an image a batch.
+    """detectron2's loader for inference, one image per batch.
 
     Args:
-        records: of the images.
+        records: detectron2's records of the images.
         mapper: maps them.
-        num_workers: processes that do so.
+        num_workers: number of processes that map images.
     """
 
     def __init__(

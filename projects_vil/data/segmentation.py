@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from pycocotools import mask as mask_util
 
-# Coordinates farther from the image than so many of its longer sides are not labels.
+# Coordinates farther from the image than this many of its longer sides are not labels.
 FAR = 10
 
 
@@ -15,7 +15,7 @@ def problems_of(segmentation: Any, height: int, width: int) -> tuple[list[str], 
 
     Args:
         segmentation: polygons, or RLE with or without compression; not empty.
-        height, width: of the image.
+        height, width: size of the image.
     """
     if isinstance(segmentation, dict):
         problem = _rle_problem(segmentation, height, width)
@@ -119,7 +119,7 @@ def _run_lengths(counts: str) -> list[int]:
     shifts = 5 * (np.arange(len(codes)) - np.repeat(starts, lengths))
     numbers = np.add.reduceat((codes & 31) << shifts, starts)
     numbers -= np.where(codes[starts + lengths - 1] & 16, np.int64(1) << (5 * lengths), 0)
-    # Two chains of differences: the runs 1, 3, 5, ... and 2, 4, 6, ...; the first run stands alone.
+    # Two chains of differences: the runs 1, 3, 5, ... and 2, 4, 6, ...; the first run is in neither.
     numbers[1::2] = np.cumsum(numbers[1::2])
     numbers[2::2] = np.cumsum(numbers[2::2])
     return numbers.tolist()

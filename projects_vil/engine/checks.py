@@ -69,10 +69,10 @@ def check_setup(
 
     Args:
         cfg: its datasets are registered.
-        processes: of the run.
+        processes: number of processes of the run.
         eval_only: whether it evaluates only.
         resume: whether it continues from a checkpoint.
-        model: of a LazyConfig, on any device; by default that of ``cfg``.
+        model: the model of a LazyConfig, on any device; by default that of ``cfg``.
 
     Raises:
         ConfigError: for the first mistake.

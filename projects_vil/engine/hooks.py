@@ -209,7 +209,7 @@ class PeriodicCheckpointer(HookBase):
         """Save a checkpoint; all ranks call this, unless they have shared their loss normalizers before.
 
         Args:
-            name: of the file, without its suffix.
+            name: the file's name without its suffix.
             finished: whether the iteration has been evaluated and logged.
             normalizers: from :func:`loss_normalizers`.
         """
@@ -247,7 +247,7 @@ class PeriodicWriter(hooks.PeriodicWriter):
     """detectron2's hook, which writes after each evaluation too, so that none is missing between two lines.
 
     Args:
-        writers: of the run.
+        writers: the writers of the run.
         period: iterations between two lines.
         eval_period: iterations between two evaluations, or 0.
     """

@@ -41,7 +41,7 @@ class ProcessEnded(Exception):
 
     Args:
         message: one line.
-        exit_status: of the tool.
+        exit_status: the status that the tool ends with.
     """
 
     def __init__(self, message: str, *, exit_status: int) -> None:
@@ -79,8 +79,8 @@ def check_processes(args: argparse.Namespace, *, device: str) -> None:
     """Raise a ConfigError if the processes that torchrun or detectron2's arguments ask for cannot run here.
 
     Args:
-        args: of detectron2's parser.
-        device: of the config.
+        args: parsed by detectron2's parser.
+        device: ``MODEL.DEVICE``.
     """
     env, on_cpu = distributed_env(), device.startswith("cpu")
     if env is not None and (args.num_gpus != 1 or args.num_machines != 1):
@@ -103,9 +103,9 @@ def launch(run: Callable[[argparse.Namespace], Any], args: argparse.Namespace, *
 
     Args:
         run: a function that can be imported.
-        args: of detectron2's parser.
-        output_dir: of the run, which is created.
-        device: of the config.
+        args: parsed by detectron2's parser.
+        output_dir: the folder of the run, which is created.
+        device: ``MODEL.DEVICE``.
 
     Raises:
         ConfigError: if the folder cannot be created.

@@ -31,7 +31,7 @@ def train_from_command_line(args: argparse.Namespace) -> None:
     """Check a run of a YAML config as far as that takes a second, then start its processes.
 
     Args:
-        args: of detectron2's ``default_argument_parser``, with all overrides in ``opts``.
+        args: parsed by detectron2's ``default_argument_parser``, with all overrides in ``opts``.
 
     Raises:
         ConfigError: for a mistake in the config, its overrides or the files that they name.
@@ -108,15 +108,15 @@ def train(
     """Train in one process, in the :func:`lock_output_dir`.
 
     Args:
-        cfg: of the run.
-        args: of the command line.
+        cfg: the config of the run.
+        args: the parsed command line.
         make_trainer: builds the trainer from the config with its final seed.
         write_config: writes ``config.yaml`` for that config.
-        log_lines: for the log.
+        log_lines: lines for the log.
     """
     is_new = not (args.resume and checkpoints_of(cfg.OUTPUT_DIR))
     comm.synchronize()
-    # It applies to this start alone, not to others with its config.yaml.
+    # It applies only to this start, not to others with its config.yaml.
     values: dict[str, object] = {"OVERWRITE_OUTPUT_DIR": False}
     if is_new and cfg.SEED < 0:
         # In config.yaml, and the initial weights depend on it too.

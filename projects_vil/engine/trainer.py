@@ -277,14 +277,14 @@ class Trainer(DefaultTrainer):
         cfg: all options of the run; arguments that are None are built from it. A LazyConfig gives all of them
             (:func:`projects_vil.engine.lazy.lazy_trainer`).
         model: on its device.
-        data_loader: of lists of mapped images; :class:`projects_vil.data.samplers.TrainLoader` for an exact resume.
+        data_loader: yields lists of mapped images; :class:`projects_vil.data.samplers.TrainLoader` for an exact resume.
         optimizer: for ``model``.
         scheduler: for ``optimizer``.
         evaluate: from a model to its results; :meth:`test` by default.
         log_period: iterations between two lines of the log and of ``metrics.json``.
 
     Attributes:
-        seed: of the run.
+        seed: the seed of the run.
         averaged: torch's averaged model with ``MODEL.EMA.ENABLED``, which is what is evaluated; else None.
     """
 
@@ -305,7 +305,7 @@ class Trainer(DefaultTrainer):
         evaluate: Callable[[nn.Module], OrderedDict] | None = None,
         log_period: int = 20,
     ) -> None:
-        # Not DefaultTrainer's, which builds its own step, and DistributedDataParallel for GPUs alone.
+        # Not DefaultTrainer's, which builds its own step, and DistributedDataParallel only for GPUs.
         TrainerBase.__init__(self)
         if not logging.getLogger("detectron2").isEnabledFor(logging.INFO):
             setup_logger()
@@ -505,12 +505,12 @@ def report_results(cfg: CfgNode, results: OrderedDict, *, model: str | None = No
 
     Args:
         cfg: names the datasets and the folder.
-        results: of the evaluators.
+        results: what the evaluators return.
         model: fingerprint of the evaluated model.
     """
     if comm.is_main_process():
         write_results(cfg, results, model=model)
-        # After the last iteration the storage is one further than after any other.
+        # After the last iteration the storage's iteration is one higher.
         done = min(get_event_storage().iter + 1, cfg.SOLVER.MAX_ITER) if has_event_storage() else None
         draw_evaluation(cfg, name="evaluated" if done is None else f"{done:07d}")
 
@@ -530,10 +530,10 @@ def _statistics(model: nn.Module) -> Iterator[Tensor]:
 
 def restore_loss_normalizer(model: nn.Module, saved: Sequence[float | None]) -> None:
     """Give this rank its loss normalizer, or the mean if the number of processes has changed."""
-    known = [value for value in saved if value is not None]
-    if known:
-        same = len(known) == len(saved) == comm.get_world_size()
-        model.loss_normalizer = known[comm.get_rank()] if same else sum(known) / len(known)
+    values = [value for value in saved if value is not None]
+    if values:
+        same = len(values) == len(saved) == comm.get_world_size()
+        model.loss_normalizer = values[comm.get_rank()] if same else sum(values) / len(values)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -19,7 +19,7 @@ from backbones.checkpoint_files import atomic_write
 from projects_vil.config import one_line
 from projects_vil.utils import memory_of
 
-# Writers take the median of so many values, as in detectron2.
+# Writers take the median of this many values, as in detectron2.
 SMOOTHING_WINDOW = 20
 
 
@@ -28,7 +28,7 @@ class MetricPrinter(CommonMetricPrinter):
     for data, and the process' memory.
 
     Args:
-        max_iter: of the run.
+        max_iter: the number of iterations of the run.
         batch_size: images per iteration in all processes.
     """
 
@@ -64,7 +64,7 @@ class MetricsFile(JSONWriter):
     """detectron2's ``metrics.json``, in which a resumed run repeats no iteration.
 
     Args:
-        path: of the file.
+        path: the file.
     """
 
     def __init__(self, path: Path) -> None:

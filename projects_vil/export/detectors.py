@@ -77,7 +77,7 @@ def padded_topk(scores: Tensor, number: int, *, padding: float) -> tuple[Tensor,
 
     Rows with fewer values are completed by ``padding``, with index 0.
     """
-    # In front of the values the padding is recognised by its index alone, whatever N is.
+    # In front of the values the padding is recognised only by its index, whatever N is.
     best, index = F.pad(scores, (number, 0), value=padding).topk(number, dim=1)
     index = index - number
     return best, index.maximum(index.new_zeros(()))
@@ -144,21 +144,21 @@ def _bound_length(x: Tensor) -> None:
         torch._check(x.shape[0] <= 2**31)
 
 
-def pad_detections(found: dict[str, Tensor], *, number: int, num_images: int) -> dict[str, Tensor]:
+def pad_detections(detections: dict[str, Tensor], *, number: int, num_images: int) -> dict[str, Tensor]:
     """Return ``number`` rows for each image: its detections, then zeros.
 
     Args:
-        found: (D, ...) each, best of an image first, with ``image_index``, (D,); at most ``number`` per image.
+        detections: (D, ...) each, best of an image first, with ``image_index``, (D,); at most ``number`` per image.
         num_images: B.
 
     Returns:
         (B, number, ...) each, without ``image_index``, and ``count``, (B,) int64: how many rows are detections.
     """
-    image = found["image_index"]
+    image = detections["image_index"]
     rank = _rank_in_image(image, num_images)
     rows = {
         name: value.new_zeros(num_images, number, *value.shape[1:]).index_put_((image, rank), value)
-        for name, value in found.items()
+        for name, value in detections.items()
         if name != "image_index"
     }
     of_image = image[:, None] == torch.arange(num_images, device=image.device)
@@ -169,10 +169,10 @@ def unpad_detections(rows: dict[str, Tensor]) -> dict[str, Tensor]:
     """Invert :func:`pad_detections`: (D, ...) each, highest score of all images first, with ``image_index``."""
     count = rows["count"]
     is_real = torch.arange(rows["scores"].shape[1], device=count.device) < count[:, None]
-    found = {name: value[is_real] for name, value in rows.items() if name != "count"}
-    found["image_index"] = is_real.nonzero()[:, 0]
-    order = found["scores"].argsort(descending=True, stable=True)
-    return {name: value[order] for name, value in found.items()}
+    detections = {name: value[is_real] for name, value in rows.items() if name != "count"}
+    detections["image_index"] = is_real.nonzero()[:, 0]
+    order = detections["scores"].argsort(descending=True, stable=True)
+    return {name: value[order] for name, value in detections.items()}
 
 
 # -- regions ---------------------------------------------------------------------------------------

@@ -132,13 +132,13 @@ def export_detector(
         input_dtype if input_dtype != "uint8" else "",
         f"{size[0]}x{size[1]}" if size else "",
     ]
-    known = FORMATS[file_format]
-    path = Path(output) / ("_".join(filter(None, parts)) + known.suffix)
+    entry = FORMATS[file_format]
+    path = Path(output) / ("_".join(filter(None, parts)) + entry.suffix)
     with unfinished_folder(path.parent) as unfinished:
         new = unfinished / path.name
-        source = new.with_name(f"float{known.suffix}") if is_int8 else new
+        source = new.with_name(f"float{entry.suffix}") if is_int8 else new
         try:
-            known.write(exportable, example, source)
+            entry.write(exportable, example, source)
             if is_int8:
                 metadata["quantization"] = quantize(source, new, file_format, calibration, read)
             metadata_path(new).write_text(json.dumps(metadata | digests_of(new, file_format), indent=2) + "\n")
@@ -148,7 +148,7 @@ def export_detector(
         accept_drop = accept_drop and is_int8
         report = check_export(cfg, reference, model, compared, evaluate=evaluate, accept_drop=accept_drop)
         report_path(new).write_text(json.dumps(report, indent=2) + "\n")
-        for file in (*known.files(path), metadata_path(path), report_path(path)):
+        for file in (*entry.files(path), metadata_path(path), report_path(path)):
             os.replace(unfinished / file.name, file)
     return path, report
 

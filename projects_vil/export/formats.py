@@ -49,7 +49,7 @@ class Format:
             file takes.
         load: a file -> what runs it: an input to the outputs, in the order of the detector's.
         precisions: the supported precisions.
-        packages: the packages that writing needs; the metadata have their versions.
+        packages: the packages that writing needs; the metadata has their versions.
         uses_torch_export: whether ``torch.export`` makes its program.
         shortest_side: the shortest image side that a file takes, in pixels.
         extra_suffixes: suffixes of further files that belong to a model; they replace ``suffix``.
@@ -324,8 +324,8 @@ def _load_openvino(path: Path) -> RunFn:
     compiled = openvino_core().compile_model(path, "CPU", options)
 
     def run(images: Tensor) -> tuple[Tensor, ...]:
-        found = compiled(images.cpu().numpy())
-        return tuple(torch.from_numpy(found[output]) for output in compiled.outputs)
+        outputs = compiled(images.cpu().numpy())
+        return tuple(torch.from_numpy(outputs[output]) for output in compiled.outputs)
 
     return run
 
@@ -366,13 +366,13 @@ FORMATS: dict[str, Format] = {
 def check_format(file_format: str) -> None:
     """Raise a :class:`ConfigError` where this machine cannot write and run a format."""
     check_choice("format", file_format, FORMATS)
-    known = FORMATS[file_format]
+    entry = FORMATS[file_format]
     # The first version with torch.export's support for sizes that depend on the data, which detectors need.
-    if known.uses_torch_export and torch.__version__ < (2, 8):
+    if entry.uses_torch_export and torch.__version__ < (2, 8):
         raise ConfigError(f"format {file_format} needs torch 2.8 or newer, and this is {torch.__version__}")
     if file_format == "aot_inductor" and shutil.which(os.environ.get("CXX", "g++")) is None:
         raise ConfigError("format aot_inductor needs a C++ compiler, g++ or the one that CXX names")
-    check_packages(f"format {file_format}", known.packages)
+    check_packages(f"format {file_format}", entry.packages)
 
 
 def check_packages(what: str, packages: Sequence[str]) -> None:
@@ -390,9 +390,9 @@ def load_model(path: Path) -> RunFn:
     Raises:
         ConfigError: for a file that is damaged or has an unknown suffix, or where the runtime is missing.
     """
-    known = FORMATS[format_of(path)]
+    entry = FORMATS[format_of(path)]
     try:
-        return known.load(path)
+        return entry.load(path)
     # onnxruntime's exceptions have no base class of their own.
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
@@ -406,13 +406,13 @@ def format_of(path: str | Path) -> str:
     Raises:
         ConfigError: for any other suffix.
     """
-    for name, known in FORMATS.items():
-        if str(path).endswith(known.suffix):
+    for name, entry in FORMATS.items():
+        if str(path).endswith(entry.suffix):
             return name
-    suffixes = ", ".join(known.suffix for known in FORMATS.values())
+    suffixes = ", ".join(entry.suffix for entry in FORMATS.values())
     raise ConfigError(f"{path} is not an exported model: its suffix is not one of {suffixes}")
 
 
 def is_exported(path: str | Path) -> bool:
     """Return whether a file has the suffix of an exported model."""
-    return str(path).endswith(tuple(known.suffix for known in FORMATS.values()))
+    return str(path).endswith(tuple(entry.suffix for entry in FORMATS.values()))

@@ -53,7 +53,7 @@ def check_input(taken: dict, shape: Sequence[int], *, what: str) -> None:
 
 
 def digests_of(path: Path, file_format: str) -> dict:
-    """Return the SHA-256 of a model's file, and, by name, of the files that belong to it, as its metadata have them."""
+    """Return the SHA-256 of a model's file, and, by name, of the files that belong to it, as in its metadata."""
     own, *others = FORMATS[file_format].files(path)
     return {"sha256": digest_of(own), "other_files": {file.name: digest_of(file) for file in others}}
 
@@ -123,8 +123,8 @@ def describe_model(
     Raises:
         ConfigError: for an ``exportable.size`` that the detector or the format does not take.
     """
-    known = FORMATS[file_format]
-    sides = [known.shortest_side, max_export_side(exportable.detector)]
+    entry = FORMATS[file_format]
+    sides = [entry.shortest_side, max_export_side(exportable.detector)]
     if exportable.size:
         check_sides(sides, exportable.size, what="size")
     short, longest = 0 if exportable.size else cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST
@@ -139,7 +139,7 @@ def describe_model(
         "format": file_format,
         "opset": OPSET if file_format == "onnx" else None,
         "precision": precision,
-        "runtime_options": dict(known.options),
+        "runtime_options": dict(entry.options),
         "detector": detector_name(cfg),
         "backbone": getattr(
             getattr(exportable.detector.backbone, "bottom_up", None), "variant", cfg.MODEL.BACKBONE.NAME
@@ -175,7 +175,7 @@ def describe_model(
         "weights": Path(weights).name,
         "versions": versions()
         | {"torchvision": torchvision.__version__}
-        | {name: importlib.metadata.version(name) for name in known.packages},
+        | {name: importlib.metadata.version(name) for name in entry.packages},
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
 

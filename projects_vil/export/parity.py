@@ -1,6 +1,6 @@
 """The parity check of an export: its detections are paired with detectron2's, and their differences measured.
 
-:func:`check_export` makes the report that lies next to the file, :func:`describe_report` prints it.
+:func:`check_export` makes the report next to the file, :func:`describe_report` prints it.
 """
 
 import functools
@@ -139,8 +139,8 @@ def eager_detections(detector: nn.Module, image: Tensor) -> dict[str, Tensor]:
         else:
             instances = detector(batch)[0]["instances"]
     instances = instances[instances.pred_boxes.nonempty()]
-    found = {"boxes": instances.pred_boxes.tensor, "scores": instances.scores, "classes": instances.pred_classes}
-    return found | {"masks": instances.pred_masks} if instances.has("pred_masks") else found
+    outputs = {"boxes": instances.pred_boxes.tensor, "scores": instances.scores, "classes": instances.pred_classes}
+    return outputs | {"masks": instances.pred_masks} if instances.has("pred_masks") else outputs
 
 
 # -- the report ------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def check_export(
     evaluate: bool = False,
     accept_drop: bool = False,
 ) -> dict:
-    """Compare an exported model with the detector that it was made of; see :func:`describe_report`.
+    """Compare an exported model with the detector that it was made from; see :func:`describe_report`.
 
     Args:
         evaluate: whether to evaluate both on ``DATASETS.TEST`` too.
@@ -221,8 +221,8 @@ def _run_in_batch(model: ExportedModel, index: int, image: Tensor) -> dict[str, 
     """Return what a batched model finds in the image at ``index`` of two; the other one is its mirror image."""
     images = [image.flip(2), image.flip(2)]
     images[index] = image
-    found = model(torch.stack(images))
-    return {name: value[found["image_index"] == index] for name, value in found.items()}
+    outputs = model(torch.stack(images))
+    return {name: value[outputs["image_index"] == index] for name, value in outputs.items()}
 
 
 def _evaluate(cfg: CfgNode, reference: nn.Module, model: ExportedModel) -> list[dict]:
@@ -261,9 +261,9 @@ def describe_report(report: dict) -> str:
             f"{extra}; largest difference: {differences}{_VERDICTS[row['ok']]}"
         )
     if not any(row["pairs"] for row in report["images"]):
-        lines.append("NOT CHECKED: neither finds the same in these images; name some of your own with --images")
+        lines.append("NOT CHECKED: no detections could be paired; pass other images with --images")
     for row in report.get("evaluation", ()):
-        verdict = f"{'equal' if row['ok'] else 'NOT EQUAL'} to {AP_TOLERANCE}"
+        verdict = f"{'equal' if row['ok'] else 'NOT EQUAL'} within {AP_TOLERANCE}"
         if report["precision"] == "int8":
             verdict = f"{'at most' if row['ok'] else 'MORE THAN'} {AP_DROP:g} lower"
         lines.append(f"{row['dataset']}, {row['task']}: AP {row['AP']}, exported {row['AP_exported']}; {verdict}")

@@ -61,7 +61,7 @@ def quantize(
         read: one of them -> the image, as the model takes it.
 
     Returns:
-        What the metadata have about it.
+        What the metadata has about it.
     """
     with log_step(f"nncf.quantize on {len(files)} images"), contextlib.redirect_stdout(io.StringIO()):
         if file_format == "onnx":

@@ -48,13 +48,13 @@ class ExportedModel:
             raise ConfigError(f"{self.path} takes {self.dtype} images: export it with input_dtype float32 for others")
         check_input(self.metadata["input"], images.shape, what=str(self.path))
         with torch.no_grad():
-            found = dict(zip(self.output_names, self._run(images.to(self.dtype)), strict=True))
-        if "count" not in found:
-            return found
+            outputs = dict(zip(self.output_names, self._run(images.to(self.dtype)), strict=True))
+        if "count" not in outputs:
+            return outputs
         if self.batched:
-            return unpad_detections(found)
-        count = int(found.pop("count"))
-        return {name: value[:count] for name, value in found.items()}
+            return unpad_detections(outputs)
+        count = int(outputs.pop("count"))
+        return {name: value[:count] for name, value in outputs.items()}
 
 
 def paste_masks(masks: Tensor, boxes: Tensor, size: tuple[int, int], *, threshold: float = 0.5) -> Tensor:
@@ -80,26 +80,26 @@ class ExportedDetector(nn.Module):
         for inputs in batch:
             image = inputs["image"]
             height, width = image.shape[-2:]
-            found = self.model(image[None] if self.model.batched else image)
+            outputs = self.model(image[None] if self.model.batched else image)
             file_size = inputs.get("height", height), inputs.get("width", width)
-            results.append({"instances": to_instances(found, (height, width), file_size)})
+            results.append({"instances": to_instances(outputs, (height, width), file_size)})
         return results
 
 
-def to_instances(found: dict[str, Tensor], size: tuple[int, int], file_size: tuple[int, int]) -> Instances:
+def to_instances(outputs: dict[str, Tensor], size: tuple[int, int], file_size: tuple[int, int]) -> Instances:
     """Return the detections of an exported model as detectron2's Instances.
 
     Args:
-        found: outputs by name, in an image of ``size`` (height, width), which may have been padded; boxes are clipped
+        outputs: outputs by name, in an image of ``size`` (height, width), which may have been padded; boxes are clipped
             to it.
         file_size: height and width before the image was resized: boxes are scaled to it, and masks pasted into it.
     """
-    boxes = Boxes(found["boxes"].clone())
+    boxes = Boxes(outputs["boxes"].clone())
     boxes.scale(file_size[1] / size[1], file_size[0] / size[0])
-    instances = Instances(tuple(file_size), scores=found["scores"], pred_classes=found["classes"])
-    if "masks" in found:
+    instances = Instances(tuple(file_size), scores=outputs["scores"], pred_classes=outputs["classes"])
+    if "masks" in outputs:
         # Before clipping: a mask covers the whole box.
-        instances.pred_masks = paste_masks(found["masks"], boxes.tensor, file_size)
+        instances.pred_masks = paste_masks(outputs["masks"], boxes.tensor, file_size)
     boxes.clip(file_size)
     instances.pred_boxes = boxes
     return instances[boxes.nonempty()]

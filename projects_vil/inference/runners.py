@@ -78,10 +78,10 @@ class EagerRunner:
 
 
 class ExportedRunner:
-    """An exported model with the interface of :class:`EagerRunner`; images are resized as its metadata say.
+    """An exported model with the interface of :class:`EagerRunner`; images are resized as in its metadata.
 
     Args:
-        path: the exported file; its metadata lie next to it.
+        path: the exported file; its metadata is next to it.
         score_threshold: lowest score of a detection; None for that of the export.
 
     Raises:
@@ -117,17 +117,15 @@ class ExportedRunner:
         mean = self.model.metadata["normalization"]["mean"]
         inputs = [pad_image(image, self.fixed_size, mean) if self.fixed_size else image for image in images]
         if self.model.batched:
-            found = self.model(torch.stack(inputs))
-            image_index = found.pop("image_index")
-            each = [{name: value[image_index == i] for name, value in found.items()} for i in range(len(images))]
+            outputs = self.model(torch.stack(inputs))
+            image_index = outputs.pop("image_index")
+            each = [{name: value[image_index == i] for name, value in outputs.items()} for i in range(len(images))]
         else:
             each = [self.model(image) for image in inputs]
-        for found in each:
-            kept = found["scores"] >= self.score_threshold
-            found.update({name: value[kept] for name, value in found.items()})
-        return [
-            to_instances(found, image.shape[1:], size) for found, image, size in zip(each, images, sizes, strict=True)
-        ]
+        for outputs in each:
+            kept = outputs["scores"] >= self.score_threshold
+            outputs.update({name: value[kept] for name, value in outputs.items()})
+        return [to_instances(one, image.shape[1:], size) for one, image, size in zip(each, images, sizes, strict=True)]
 
 
 def _size_error(original: tuple[int, int], size: tuple[int, int], sides: Sequence[int | None]) -> str | None:

@@ -229,8 +229,8 @@ def find_images(source: Path, *, exclude: Path) -> list[ImageSource]:
     for folder, folders, files in os.walk(source):
         parent = Path(folder)
         folders[:] = [name for name in folders if not name.startswith(".") and (parent / name).resolve() != excluded]
-        found = [name for name in files if name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".")]
-        names += [(parent / name).relative_to(source).as_posix() for name in found]
+        images = [name for name in files if name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".")]
+        names += [(parent / name).relative_to(source).as_posix() for name in images]
     if not names:
         raise ConfigError(f"source {source} has no images ({', '.join(IMAGE_SUFFIXES)})")
     return [ImageSource(source / name, name, number) for number, name in enumerate(sorted(names), start=1)]

@@ -110,8 +110,8 @@ class LastLevelConvs(nn.Module):
     Two levels on features of stride 32 are detectron2's ``LastLevelP6P7``, with its names and initial values.
 
     Args:
-        in_channels: of ``in_feature``.
-        out_channels: of the levels.
+        in_channels: channels of ``in_feature``.
+        out_channels: channels of the levels.
         in_feature: a bottom-up feature or a level of FPN.
         first_level: the number of the first new level.
         num_convolutions: levels by convolution.

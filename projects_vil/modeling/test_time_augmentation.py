@@ -64,7 +64,7 @@ class RetinaNetWithTTA:
         cfg: the detector's config.
         model: a RetinaNet in eval mode.
         mapper: makes the augmented images.
-        batch_size: of augmented images, in the mapper's order.
+        batch_size: augmented images per batch, in the mapper's order.
     """
 
     def __init__(self, cfg: CfgNode, model: nn.Module, mapper: DatasetMapperTTA, batch_size: int) -> None:

@@ -110,7 +110,7 @@ def draw_attention(
     token = y // stride, x // stride
     attention = attention_weights(module, tokens, global_tokens, *token)
     if not attention.direct.any() and not attention.spread.any():
-        raise ConfigError(f"stage {stage} attends to its global tokens alone: there are no weights on the image")
+        raise ConfigError(f"stage {stage} attends only to its global tokens: there are no weights on the image")
     keys = "reduced feature map" if isinstance(module, SpatialReductionAttention) else "projected keys"
     figure = plot_attention(attention, pixels, stride, token, keys=keys)
     path, variant = Path(image_file), cfg.MODEL.TRANSFORMER.NAME

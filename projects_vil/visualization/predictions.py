@@ -72,8 +72,8 @@ def draw_results(
         size = image.shape[:2]
         if (record.get("height", size[0]), record.get("width", size[1])) != size:
             raise ConfigError(f"{record['file_name']} has {size[0]} x {size[1]} pixels, unlike its annotations")
-        found = by_image[record[key]]
-        if any(tuple(item.get("segmentation", {}).get("size", size)) != size for item in found):
+        detections = by_image[record[key]]
+        if any(tuple(item.get("segmentation", {}).get("size", size)) != size for item in detections):
             raise ConfigError(
                 f"{predictions} has masks of another size than {record['file_name']}: are they of this dataset?"
             )
@@ -82,16 +82,16 @@ def draw_results(
         if is_sem_seg:
             truth = label_reader(dataset_name)(record["sem_seg_file_name"])
             predicted = np.full(size, IGNORED_LABEL, np.uint8)
-            for item in found:
+            for item in detections:
                 predicted[mask_util.decode(item["segmentation"]).astype(bool)] = item["category_id"]
             correct = (predicted == truth)[truth != IGNORED_LABEL].mean()
             titles = f"ground truth ({name})", f"prediction: {correct:.1%} of pixels correct"
             panels = [draw_labels(image, labels, metadata, scale=scale) for labels in (truth, predicted)]
         else:
             truth = record.get("annotations", [])
-            found = [item for item in found if item["score"] >= score_threshold]
-            titles = f"ground truth: {len(truth)} ({name})", f"predictions: {len(found)} (score >= {score_threshold:g})"
-            panels = [draw_instances(image, items, metadata, scale=scale) for items in (truth, found)]
+            shown = [item for item in detections if item["score"] >= score_threshold]
+            titles = f"ground truth: {len(truth)} ({name})", f"predictions: {len(shown)} (score >= {score_threshold:g})"
+            panels = [draw_instances(image, items, metadata, scale=scale) for items in (truth, shown)]
         rows.append(list(zip(titles, panels, strict=True)))
     write_image(Path(output), sheet(f"{dataset_name}: {len(rows)} of {len(records)} images", rows))
 
@@ -127,7 +127,7 @@ def predictions_file(run: Path, dataset_name: str) -> Path:
 
 
 def summarize_run(run: Path, dataset_name: str, *, num_images: int, drawing: Path) -> list[str]:
-    """Return two lines: AP or mIoU on a dataset of so many images, and where the run's results are.
+    """Return two lines: AP or mIoU on a dataset of this many images, and where the run's results are.
 
     Raises:
         ConfigError: where ``evaluation.json`` is missing, damaged, or has no results on the dataset.

@@ -1,4 +1,4 @@
-"""Configuration keys, how files and overrides are read, devices, and what a config is for."""
+"""Configuration keys, how files and overrides are read, devices, and the task of a config."""
 
 import json
 from importlib.resources import files
@@ -213,7 +213,7 @@ def test_attention_for_a_gpu():
         check_device(small_config("retinanet", *TRITON, "MODEL.DEVICE", "cpu"))
 
 
-# -- what a config is for --------------------------------------------------------------------------
+# -- the task of a config --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -238,7 +238,7 @@ def plan(num_images, *overrides, config=ONE_X):
     [
         # COCO's images with objects, as the paper's 1x: 90k iterations with steps at 60k and 80k.
         (117266, 16, 12, (87950, (58633, 78178), 1000, 7330)),
-        # 63 iterations an epoch: two epochs are 100 iterations, a twentieth of the run more.
+        # 63 iterations per epoch: two epochs are 100 iterations, a twentieth of the run more.
         (1000, 16, 80, (5000, (3333, 4444), 250, 250)),
         (50, 8, 40, (250, (167, 222), 13, 100)),
         (7, 16, 1, (1, (), 1, 1)),

@@ -186,9 +186,9 @@ def test_a_model_is_left_between_two_calls(handlers):
     assert calls == [0, "in between"] and caught.value.code == 143 and module(3) == 3
 
 
-@pytest.mark.parametrize("alone, error", [(True, KeyboardInterrupt), (False, SystemExit)])
-def test_a_second_ctrl_c_interrupts_a_single_process_at_once(handlers, alone, error):
-    with pytest.raises(error), stop_requests(single_process=alone) as received:
+@pytest.mark.parametrize("single_process, error", [(True, KeyboardInterrupt), (False, SystemExit)])
+def test_a_second_ctrl_c_interrupts_a_single_process_at_once(handlers, single_process, error):
+    with pytest.raises(error), stop_requests(single_process=single_process) as received:
         with terminating_between_calls(torch.nn.Identity(), received):
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)

@@ -119,7 +119,7 @@ ROW = torch.tensor([1])
 
 
 def test_work_of_an_operator():
-    """Floating-point operations at one a second, or bytes at one a second, counted by hand."""
+    """Floating-point operations at one per second, or bytes at one per second, counted by hand."""
     for step, flops, numbers in (
         (lambda: A @ B, 2 * 8 * 4 * 6, 8 * 4 + 4 * 6 + 8 * 6),
         (lambda: A.t() @ A, 2 * 4 * 8 * 4, 2 * 8 * 4 + 4 * 4),

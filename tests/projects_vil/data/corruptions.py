@@ -109,10 +109,10 @@ CORRUPTIONS: dict[str, tuple[str, Callable[[dict, Path], None]]] = {
     "area missing": ("area_missing", annotation("area")),
     "area of NaN": ("area_missing", annotation(area=math.nan)),
     "area of 1e30": ("area_missing", annotation(area=1e30)),
-    "image unknown": ("image_unknown", annotation(image_id=12345)),
+    "image unknown": ("image_unknown", annotation(image_id=10**9)),
     "image_id as a list": ("image_unknown", annotation(image_id=[1])),
     "image_id as text": ("image_id_text", lambda c, i: c["annotations"][1].update(image_id=str(c["images"][0]["id"]))),
-    "category unknown": ("category_unknown", annotation(category_id=17)),
+    "category unknown": ("category_unknown", annotation(category_id=999)),
     "category_id as text": ("category_id_text", annotation(category_id="2")),
     # categories
     "category id twice": ("category_id_twice", second("categories", id=1)),

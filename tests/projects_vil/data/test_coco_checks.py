@@ -139,7 +139,7 @@ def test_a_copy_never_replaces_a_file(copy):
 
 
 @pytest.mark.real_data
-def test_forty_corruptions_of_coco(tmp_path):
+def test_corruptions_on_coco(tmp_path):
     root = Path(os.environ.get("DETECTRON2_DATASETS", "datasets")) / "coco"
     if not (root / "annotations/instances_val2017.json").is_file():
         pytest.skip("COCO is not in DETECTRON2_DATASETS")
@@ -152,7 +152,9 @@ def test_forty_corruptions_of_coco(tmp_path):
         for key, step in (("annotations", 7), ("images", 1)):
             content[key] = content[key][step:] + content[key][:step]
 
-    names = {edit(tmp_path, to_the_next) or corrupt(tmp_path, name) for name in list(CORRUPTIONS)[:40]}
+    # Those of images would change the dataset's own files.
+    cases = [name for name, (check_name, _) in CORRUPTIONS.items() if CHECKS[check_name].key == "annotations"]
+    names = {edit(tmp_path, to_the_next) or corrupt(tmp_path, name) for name in cases}
     file = check(tmp_path)
     assert names <= {row.name for row in file.findings()}
     write_cleaned(file, tmp_path / "clean.json")

@@ -1,4 +1,4 @@
-"""Batches depend on the seed and the iteration alone."""
+"""Batches depend only on the seed and the iteration."""
 
 import random
 import signal

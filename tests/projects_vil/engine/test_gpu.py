@@ -80,7 +80,7 @@ def test_a_detector_finds_on_a_gpu_what_it_finds_on_a_cpu(trained_run):
 
 
 @on_gpu
-def test_an_export_from_a_gpu_proves_itself(trained_run, tmp_path):
+def test_export_parity_on_gpu(trained_run, tmp_path):
     cfg = load_config(trained_run / "config.yaml", ["MODEL.DEVICE", DEVICE])
     path, report = export_detector(cfg, trained_run / "model_final.pth", tmp_path)
     assert path.is_file() and report["ok"]

@@ -109,7 +109,7 @@ PASTED = [*WORKERS, "INPUT.AUGMENTATION", "strong", "INPUT.LSJ.SIZE", "64"]
     ],
     ids=["retinanet", "steps", "mask_rcnn", "pasted", "performer"],
 )
-def test_a_run_that_was_cut_off_ends_as_one_that_was_not(detector, overrides, shapes, tmp_path):
+def test_interrupted_run_equals_uninterrupted(detector, overrides, shapes, tmp_path):
     train(detector, tmp_path / "whole", *overrides)
     # Before any checkpoint; after one; right after one, so that its iteration lacks its line of metrics.
     for iteration in (1, 5, 6):
@@ -121,7 +121,7 @@ def test_a_run_that_was_cut_off_ends_as_one_that_was_not(detector, overrides, sh
 
 
 @pytest.mark.slow
-def test_a_run_that_stops_early_stays_so(shapes, tmp_path):
+def test_an_early_stopped_run_stays_stopped(shapes, tmp_path):
     """No object is large: the metric is never a number. The count continues after a resume."""
     keys = ["TEST.BEST_METRIC", "bbox/APl", "TEST.EVAL_PERIOD", "1", "SOLVER.CHECKPOINT_PERIOD", "1"]
     keys += ["SOLVER.EARLY_STOPPING_PATIENCE", "3"]

@@ -233,7 +233,7 @@ def test_a_resumed_run_removes_what_it_repeats(tmp_path):
 
 
 def _two_steps(folder, accumulate):
-    """A good batch, and one that diverges in the second process alone."""
+    """A good batch, and one that diverges only in the second process."""
     rank, all_gather = comm.get_rank(), comm.all_gather
     model = torch.nn.parallel.DistributedDataParallel(model_of("retinanet").double(), broadcast_buffers=False)
     good = images_of(8, objects=2)[4 * rank : 4 * rank + 4]

@@ -52,7 +52,7 @@ def test_perfect_predictions_below_wrong_ones(shapes, tmp_path, limit, num_wrong
 
 
 def test_stuff_is_evaluated_for_panoptic_models(panoptic_root, tmp_path, monkeypatch):
-    """A Mask R-CNN on the same dataset is evaluated on things alone."""
+    """A Mask R-CNN on the same dataset is evaluated only on things."""
     monkeypatch.setenv("DETECTRON2_DATASETS", str(panoptic_root))
     register_datasets(panoptic_config())
     assert isinstance(build_evaluator(small_config("mask_rcnn"), VAL, str(tmp_path)), COCOEvaluator)

@@ -1,4 +1,4 @@
-"""The losses on a validation dataset depend on the weights alone, and do not change the model."""
+"""The losses on a validation dataset depend only on the weights, and do not change the model."""
 
 import pytest
 import torch

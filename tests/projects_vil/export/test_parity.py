@@ -151,7 +151,7 @@ def test_a_share_of_the_detections_may_change_in_half_precision():
 # -- reports ---------------------------------------------------------------------------------------
 
 
-def test_images_without_detections_show_nothing():
+def test_images_without_detections_are_not_equal():
     images = [torch.zeros(3, 40, 60, dtype=torch.uint8), torch.ones(3, 70, 50, dtype=torch.uint8)]
     found = detections()
     changes = lambda image: changed(found, "boxes", 1, 3 * image.max().item())  # noqa: E731

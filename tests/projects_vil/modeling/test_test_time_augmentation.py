@@ -1,4 +1,4 @@
-"""Test-time augmentation: one size alone changes nothing, mirrored images have mirrored detections."""
+"""Test-time augmentation: a single size changes nothing, mirrored images have mirrored detections."""
 
 import pytest
 import torch

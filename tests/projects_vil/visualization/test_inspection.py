@@ -49,7 +49,7 @@ def boxes(axes) -> list[tuple[float, ...]]:
 
 
 def test_colours_go_over_the_weights_on_the_image_alone():
-    """An image of 50 x 75 pixels is padded to 64 x 96: a column of tokens covers padding alone."""
+    """An image of 50 x 75 pixels is padded to 64 x 96: a column of tokens covers only padding."""
     direct = torch.arange(24.0).reshape(1, 4, 6).repeat(3, 1, 1)
     direct[:, :, 5:] = 100
     attention = AttentionWeights(direct, direct[:, 0, :0], torch.zeros(3, 4, 6), direct[:, 0, :2])

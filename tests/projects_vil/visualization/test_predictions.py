@@ -226,7 +226,7 @@ def test_labels_of_stuff_are_drawn_below_objects(panoptic_root, tmp_path, monkey
     assert not objects.any()
     middle = labels.shape[1] // 2
     assert labels[HEADER:-GAP, : middle - 20].mean() > 0.9 and not labels[:, middle + 20 :].any()
-    # A detector of things alone has no labels of stuff.
+    # A detector of only things has no labels of stuff.
     cfg = panoptic_config("MODEL.META_ARCHITECTURE", "GeneralizedRCNN")
     assert (draw_sample(cfg, sample) == bare[: HEADER + height]).all()
 
