@@ -183,8 +183,11 @@ def _process_group(env: DistributedEnv, device: str, url: str) -> Iterator[None]
         torch.cuda.set_device(env.local_rank)
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // env.local_world_size))
+    store, _, _ = next(torch.distributed.rendezvous(url, env.rank, env.world_size, timeout=TIMEOUT))
+    # The store of torchrun keeps the addresses of processes that it has started again since.
+    store = torch.distributed.PrefixStore(f"restart_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     torch.distributed.init_process_group(
-        "nccl" if on_gpu else "gloo", init_method=url, rank=env.rank, world_size=env.world_size, timeout=TIMEOUT
+        "nccl" if on_gpu else "gloo", store=store, rank=env.rank, world_size=env.world_size, timeout=TIMEOUT
     )
     comm.create_local_process_group(env.local_world_size)
     comm.synchronize()
