@@ -18,7 +18,7 @@ from backbones.errors import ConfigError, check_choice
 from backbones.layers.block import Block
 from backbones.layers.parameters import init_trunc_normal_, names_without_weight_decay
 from backbones.layers.position import position_parameter, resize_tables
-from backbones.layers.tracing import in_order
+from backbones.layers.tracing import contiguous_for_export
 
 ATTENTION_BACKENDS = ("auto", "sdpa", "triton", "reference")
 
@@ -39,7 +39,7 @@ class Variant:
         stages: a dataclass of sizes for each stage, with ``depth`` and ``dim`` among them.
         options: the fields, of the variant or of its stages, that a user may override.
         pool: how the classifier pools tokens.
-        norm_eps: of the LayerNorms.
+        norm_eps: epsilon of the LayerNorms.
         steps: the factor by which each stage reduces the height and width of the feature map before it.
         classifier_img_size: side in pixels of the images that the paper's classifier is trained on.
         has_fixed_input_size: whether a classifier raises for images larger than those that it is created for.
@@ -71,7 +71,7 @@ class Variant:
 
 
 def with_stage_values(stages: tuple[Any, ...], name: str, value: object) -> tuple[Any, ...]:
-    """Return ``stages`` with the field ``name`` set to ``value``, or to the values of a list or tuple, one a stage."""
+    """Return ``stages`` with the field ``name`` set to ``value``, or to a list's or tuple's values, one per stage."""
     values = list(value) if isinstance(value, list | tuple) else [value] * len(stages)
     if len(values) != len(stages):
         raise ConfigError(f"{name}={value!r}: give one value, or {len(stages)}, one for each stage")
@@ -89,7 +89,7 @@ class BackboneSettings:
             loaded.
         position_img_size: the same for tables that are resized to each feature map; None for the variant's own.
         drop_path_rate: stochastic depth of the last block; it grows linearly from 0 at the first.
-        keep_global_tokens: for a classifier: the last stage keeps its global tokens
+        keep_global_tokens: in a classifier, the last stage keeps its global tokens
             (:meth:`Backbone.forward_tokens`), and the feature maps have no output norms.
         activation_checkpointing: recompute the activations of a block in the backward pass.
         attention_backend: one of ``ATTENTION_BACKENDS``: ``"sdpa"`` is PyTorch's attention, ``"triton"`` kernels for
@@ -111,7 +111,7 @@ class Stage(nn.Module):
 
     Args:
         patch_embed: (B, C_in, H, W) -> tokens (B, H', W', dim).
-        blocks: on tokens and global tokens.
+        blocks: modules on tokens and global tokens.
         dim: channels of a token.
         num_global_tokens: G.
         positions: a module from height and width to what is added to the tokens, whose ``global_tokens`` is added to
@@ -147,7 +147,7 @@ class Stage(nn.Module):
             global_tokens = global_tokens.expand(tokens.shape[0], -1, -1)
         for block in self.blocks:
             if self.activation_checkpointing and self.training and torch.is_grad_enabled():
-                contexts = functools.partial(_contexts_of_checkpoint, block)
+                contexts = functools.partial(_checkpoint_contexts, block)
                 tokens, global_tokens = checkpoint(
                     block, tokens, global_tokens, use_reentrant=False, context_fn=contexts
                 )
@@ -156,13 +156,13 @@ class Stage(nn.Module):
         return tokens, global_tokens
 
 
-def _contexts_of_checkpoint(block: nn.Module) -> tuple[contextlib.AbstractContextManager, ...]:
+def _checkpoint_contexts(block: nn.Module) -> tuple[contextlib.AbstractContextManager, ...]:
     """Contexts of the first pass and of the second one, which must not update batch statistics again."""
-    return contextlib.nullcontext(), _untracked(block)
+    return contextlib.nullcontext(), _no_batch_statistics(block)
 
 
 @contextlib.contextmanager
-def _untracked(module: nn.Module) -> Iterator[None]:
+def _no_batch_statistics(module: nn.Module) -> Iterator[None]:
     norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
     before = [(norm.momentum, norm.num_batches_tracked.clone()) for norm in norms]
     for norm in norms:
@@ -294,11 +294,11 @@ class Backbone(nn.Module, abc.ABC):
         features, outputs, global_tokens = images, {}, None
         for index, stage in enumerate(self.stages):
             tokens, global_tokens = stage(features)
-            # In order for the convolutions behind: an export would ask their memory format for the number of images.
-            features = in_order(tokens.permute(0, 3, 1, 2))
+            # Contiguous for the convolutions behind: an export would specialise to a memory format by batch size.
+            features = contiguous_for_export(tokens.permute(0, 3, 1, 2))
             name = f"stage{index + 1}"
             if name in self.output_norms:
-                outputs[name] = in_order(self.output_norms[name](tokens).permute(0, 3, 1, 2))
+                outputs[name] = contiguous_for_export(self.output_norms[name](tokens).permute(0, 3, 1, 2))
             elif name in self.out_features:
                 outputs[name] = features
         return outputs, global_tokens
@@ -382,8 +382,8 @@ class Backbone(nn.Module, abc.ABC):
         position_img_size = None if self.settings.position_img_size is None else img_size
         settings = dataclasses.replace(self.settings, max_img_size=img_size, position_img_size=position_img_size)
         with torch.device("meta"):
-            twin = type(self)(self.variant, settings)
-        resize_tables(self, twin)
+            resized = type(self)(self.variant, settings)
+        resize_tables(self, resized)
         self.settings = settings
 
     def train(self, mode: bool = True) -> "Backbone":
@@ -394,13 +394,13 @@ class Backbone(nn.Module, abc.ABC):
 
 
 class Classifier(nn.Module):
-    """A backbone and the papers' head: LayerNorm, one vector an image, a linear layer.
+    """A backbone and the papers' head: LayerNorm, one vector per image, a linear layer.
 
     Args:
         backbone: returns its last stage, with the global tokens where they are kept.
-        num_classes: of the head.
+        num_classes: number of classes of the head.
         pool: ``"mean"`` over all tokens of the last stage, global ones too, or its first ``"global_token"``.
-        norm_eps: of the norm.
+        norm_eps: epsilon of the norm.
     """
 
     def __init__(self, backbone: Backbone, *, num_classes: int, pool: str, norm_eps: float) -> None:

@@ -69,7 +69,7 @@ def create_backbone(
 
             - ViL and LS: ``window_size`` (side of a chunk in tokens; 7 is ViL's window of 15), ``global_tokens``,
               ``rank`` and ``attention`` (``"sliding_chunk"``, ``"long_short"`` or ``"dense"``), each for all stages or
-              one a stage; ``attention_mode`` (``"zero_pad"``, ``"exact"`` or ``"cyclic"``, ViL appendix C);
+              one per stage; ``attention_mode`` (``"zero_pad"``, ``"exact"`` or ``"cyclic"``, ViL appendix C);
               ``shared_projections`` (False for separate projections of the global tokens);
             - ViL, LS and LIT: ``position_resizing`` (``"load"`` for tables of ``max_img_size``, ``"map"`` for
               tables that are resized to each feature map);

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from backbones.errors import ConfigError, check_file, system_error_of
+from backbones.errors import ConfigError, check_file, find_os_error
 
 # The keys of a state dict in a checkpoint of detectron2, LIT and timm; vision-longformer; mmdetection and timm.
 STATE_DICT_KEYS = ("model", "net", "state_dict")
@@ -131,7 +131,7 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
         os.replace(partial, path)
         _sync(path.parent)
     except (OSError, RuntimeError, SafetensorError) as error:
-        cause = system_error_of(error) or error
+        cause = find_os_error(error) or error
         if isinstance(cause, RuntimeError):
             raise
         raise ConfigError(f"{path} cannot be written: {getattr(cause, 'strerror', None) or cause}") from error

@@ -94,7 +94,7 @@ def recognise(contents: Mapping[str, object]) -> OfficialCheckpoint | None:
     """Return the official checkpoint that the names are of, or None if they are of another.
 
     Args:
-        contents: of :func:`backbones.checkpoint_files.read_checkpoint`, or a bare state dict.
+        contents: result of :func:`backbones.checkpoint_files.read_checkpoint`, or a bare state dict.
     """
     # detectron2 may save numbers among the tensors.
     state_dict = {k: t for k, t in (state_dict_of(contents) or contents).items() if isinstance(t, Tensor)}
@@ -135,7 +135,7 @@ def convert_state_dict(
         official: names and tensors of vision-longformer, VisionLongformerForObjectDetection or LIT (both formats:
             that of LIT-Ti and that of the others); the prefixes ``module.`` and ``backbone.bottom_up.`` are removed.
         name: a variant.
-        classifier: for ``create_classifier`` instead.
+        classifier: whether the state dict is for ``create_classifier`` instead.
         model_options: the keywords that the model is created with, which determine the sizes of tables.
 
     Returns:
@@ -148,10 +148,10 @@ def convert_state_dict(
     create = create_classifier if classifier else create_backbone
     with torch.device("meta"):
         model = create(name, **(model_options or {}))
-    conversion = _CONVERSIONS.get(type(model.backbone if classifier else model))
-    if conversion is None:
+    converter = _NAME_CONVERTERS.get(type(model.backbone if classifier else model))
+    if converter is None:
         raise ConfigError(f"there are no official weights of {name}")
-    return conversion(model, "backbone." if classifier else "").convert(name, official)
+    return converter(model, "backbone." if classifier else "").convert(name, official)
 
 
 def convert_sequence_state_dict(
@@ -162,8 +162,8 @@ def convert_sequence_state_dict(
     Args:
         official: names and tensors of transformer-ls, ``lra/model.py`` or ``autoregressive/model_lib/model.py``; the
             prefixes of their wrappers are removed.
-        model: of :func:`backbones.sequence.create_sequence_encoder` or :func:`backbones.sequence.create_char_lm`, on
-            any device; its own values are not read.
+        model: result of :func:`backbones.sequence.create_sequence_encoder` or
+            :func:`backbones.sequence.create_char_lm`, on any device; its own values are not read.
 
     Returns:
         The state dict, which loads with ``strict=True``, and the report.
@@ -172,14 +172,14 @@ def convert_sequence_state_dict(
         ConfigError: for an official name that the model has no parameter for, a parameter without values, a shape that
             does not fit, or a tensor that is not a weight.
     """
-    return _CONVERSIONS[type(model)](model).convert("the model", official)
+    return _NAME_CONVERTERS[type(model)](model).convert("the model", official)
 
 
 def describe_mismatch(name: str, unexplained: list[str], missing: list[str]) -> str:
     """Return the line about a checkpoint that does not fit a model.
 
     Args:
-        name: of the variant.
+        name: name of the variant.
         unexplained: official names that the model has no parameter for.
         missing: our names that the checkpoint has no values for.
     """
@@ -194,7 +194,7 @@ def describe_mismatch(name: str, unexplained: list[str], missing: list[str]) -> 
     return "; ".join(parts)
 
 
-class _Conversion:
+class _NameConverter:
     """A conversion: the model to fill, its values so far, and the report. A subclass has the names of a family.
 
     Attributes:
@@ -255,7 +255,7 @@ class _Conversion:
         Args:
             name: its official name, without wrappers.
             key: our name for it.
-            tensor: of any shape.
+            tensor: its values, of any shape.
 
         Returns:
             Our names and tensors, with the reason instead of the tensor for a part that is dropped; or the reason why
@@ -308,7 +308,7 @@ def _check_weight(name: str, tensor: Tensor) -> None:
         raise ConfigError(f"{name} has values that are not finite")
 
 
-class _ViLConversion(_Conversion):
+class _ViLNameConverter(_NameConverter):
     """Module 0 of ``layer1`` is the embedding, the odd ones are attention, the even ones MLPs; so in all layers."""
 
     starts = (
@@ -386,7 +386,7 @@ class _ViLConversion(_Conversion):
                 self.report.initialised[key] = "full attention has no random features: they are sampled"
 
 
-class _LITConversion(_Conversion):
+class _LITNameConverter(_NameConverter):
     """LIT-Ti writes ``block3.0`` and ``patch_embed3``, the others ``layers.2.blocks.0`` and ``layers.1.downsample``."""
 
     starts = (
@@ -439,7 +439,7 @@ class _LITConversion(_Conversion):
                 self.report.initialised[key] = "a classifier has no norms of feature maps: they start as ones and zeros"
 
 
-class _EncoderConversion(_Conversion):
+class _EncoderNameConverter(_NameConverter):
     # DataParallel, fairseq, and both wrappers of the official models
     wrappers = ("module.", "decoder.", "model.")
     starts = ((r"transformer_(\d+)\.", r"layers.\1."),)
@@ -468,8 +468,8 @@ class _EncoderConversion(_Conversion):
         return super()._pieces(name, key, tensor)
 
 
-class _CharLMConversion(_Conversion):
-    wrappers = _EncoderConversion.wrappers
+class _CharLMNameConverter(_NameConverter):
+    wrappers = _EncoderNameConverter.wrappers
     starts = ()
     parts = _COMMON_PARTS | {
         "in_emb": "embedding",
@@ -501,9 +501,9 @@ class _CharLMConversion(_Conversion):
         return super()._pieces(name, key, tensor)
 
 
-_CONVERSIONS: dict[type[nn.Module], type[_Conversion]] = {
-    LIT: _LITConversion,
-    ViL: _ViLConversion,
-    SequenceEncoder: _EncoderConversion,
-    CharLM: _CharLMConversion,
+_NAME_CONVERTERS: dict[type[nn.Module], type[_NameConverter]] = {
+    LIT: _LITNameConverter,
+    ViL: _ViLNameConverter,
+    SequenceEncoder: _EncoderNameConverter,
+    CharLM: _CharLMNameConverter,
 }

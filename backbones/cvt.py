@@ -2,16 +2,17 @@
 
 Its code was never published. From the paper: the stages, heads and widths of CvT (Table 8 for 17 and 21s), queries,
 keys and values by depth-wise separable convolutions, scores of the dynamic projection by one too, with standardised
-spatial weights instead of BatchNorm, DualLN, and no positions. What it leaves open is chosen so:
+spatial weights instead of BatchNorm, DualLN, and no positions. What it leaves open is chosen as follows:
 
 - one projection P for keys and values, as in equation 3, and no bias in it, which the softmax over tokens would cancel;
 - a depth-wise convolution has no bias, since BatchNorm follows; linear layers, embeddings and MLPs have one;
 - one output projection in all stages, also where there is one head; no global token, and a head on the mean.
 
-With r = (128, 32, 8), the ranks of 448 x 448, that gives 20.28, 23.74 and 32.09 million parameters, as printed for 13,
-17 and 21 (20.3, 23.7, 32.1), and 30.98 for 21s, whose printed 30.1 cannot hold (31.0 with two digits swapped?): its
-four blocks more than 17 have 7.1 million weights in linear layers alone. With r = (64, 16, 4), those of 224 x 224 that
-the variants have, they are 20.17, 23.53, 31.90 and 30.74: the paper prints one count for all resolutions.
+With r = (128, 32, 8), the ranks of 448 x 448, that gives 20.28, 23.74 and 32.09 million parameters, as reported for
+13, 17 and 21 (20.3, 23.7, 32.1), and 30.98 for 21s, where the reported 30.1 M is not possible (31.0 with two digits
+swapped?): the linear layers of its four blocks more than 17 have 7.1 million weights. With r = (64, 16, 4), those of
+224 x 224 that the variants have, they are 20.17, 23.53, 31.90 and 30.74: the paper reports one count for all
+resolutions.
 """
 
 import dataclasses
@@ -51,7 +52,7 @@ class CvTVariant(Variant):
 
     Attributes:
         stages: a :class:`CvTStage` each.
-        batch_norm: of the convolutional projections, a key of ``BATCH_NORMS``.
+        batch_norm: norm of the convolutional projections, a key of ``BATCH_NORMS``.
     """
 
     batch_norm: str = "batch"
@@ -72,7 +73,7 @@ class ConvLongShortAttention(DualNormAttention):
         num_heads: divides ``dim``.
         window_size: side w of a segment.
         rank: r, projected keys of a head.
-        norm: of the projections, a key of ``BATCH_NORMS``.
+        norm: norm of the projections, a key of ``BATCH_NORMS``.
         backend: a key of ``BACKENDS`` of long-short attention.
     """
 

@@ -11,9 +11,9 @@ class ConfigError(ValueError):
     """A user's mistake. The message is one line that names the file, key or value, and the way out."""
 
 
-def system_error_of(error: BaseException) -> OSError | None:
+def find_os_error(error: BaseException) -> OSError | None:
     """Return the OSError that an exception is or that it was raised in the handling of, as by torch's writer."""
-    return next((found for found in (error, error.__context__) if isinstance(found, OSError)), None)
+    return next((one for one in (error, error.__context__) if isinstance(one, OSError)), None)
 
 
 def closest(word: str, candidates: Iterable[str], *, most: int = 1) -> str:
@@ -26,18 +26,18 @@ def closest(word: str, candidates: Iterable[str], *, most: int = 1) -> str:
     return f"; did you mean {' or '.join(map(repr, matches))}?" if matches else ""
 
 
-def check_file(path: str | Path, what: str, *, named_by: str = "") -> None:
+def check_file(path: str | Path, description: str, *, key: str = "") -> None:
     """Raise a :class:`ConfigError` where ``path`` is not a file.
 
     Args:
-        what: the file is, in words.
-        named_by: the key or argument that names it.
+        description: what the file is, in words.
+        key: the key or argument that names it.
     """
-    key = f" ({named_by})" if named_by else ""
+    named_by = f" ({key})" if key else ""
     if Path(path).is_dir():
-        raise ConfigError(f"{path} is a folder, not a {what}{key}: name a file in it")
+        raise ConfigError(f"{path} is a folder, not a {description}{named_by}: name a file in it")
     if not Path(path).is_file():
-        raise ConfigError(f"there is no {what} {path}{key}")
+        raise ConfigError(f"there is no {description} {path}{named_by}")
 
 
 def check_choice(what: str, value: object, choices: Iterable[str]) -> None:
@@ -57,13 +57,13 @@ def check_whole(name: str, value: object, *, least: int = 1) -> None:
 def explain_unknown_keywords(function: Callable, also: Iterable[str] = ()) -> Callable:
     """Decorate ``function`` so that a keyword that is neither its own nor in ``also`` raises and names the closest."""
     parameters = inspect.signature(function).parameters.values()
-    known = [p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD] + sorted(also)
+    keywords = [p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD] + sorted(also)
 
     @functools.wraps(function)
     def checked(*args, **kwargs):
         for keyword in kwargs:
-            if keyword not in known:
-                hint = closest(keyword, known) or f"; known: {', '.join(known)}"
+            if keyword not in keywords:
+                hint = closest(keyword, keywords) or f"; known: {', '.join(keywords)}"
                 raise ConfigError(f"{function.__name__} has no keyword {keyword!r}{hint}")
         return function(*args, **kwargs)
 

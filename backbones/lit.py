@@ -18,7 +18,7 @@ _EMBED_NORM_EPS = 1e-5
 
 @dataclasses.dataclass(frozen=True)
 class LITStage:
-    """One stage of LIT: ``heads`` is 0 for a stage of MLP blocks alone."""
+    """One stage of LIT: ``heads`` is 0 for a stage of only MLP blocks."""
 
     depth: int
     dim: int
@@ -34,12 +34,12 @@ class LITVariant(Variant):
         stages: a :class:`LITStage` each; the first embeds patches of 4, the others merge 2 x 2 tokens.
         relative_bias: True for a relative bias (as Swin), False for absolute positions and a global token in the
             classifier (as PVT).
-        norm_eps: of the LayerNorms.
+        norm_eps: epsilon of the LayerNorms.
         output_norms: the stages whose feature maps of a detector or segmentor are normed.
         position_img_size: image side in pixels for tables that are resized to each feature map.
         position_resizing: ``"map"``, or ``"load"`` for tables of the largest image.
         merging: ``"deformable"`` or ``"uniform"`` (Table 3).
-        batch_norm: of deformable merging, a key of ``BATCH_NORMS``.
+        batch_norm: norm of deformable merging, a key of ``BATCH_NORMS``.
     """
 
     relative_bias: bool

@@ -42,9 +42,9 @@ class TimmClassifier(Classifier):
 
     Args:
         name: one of :func:`.list_variants`.
-        num_classes: of the head; 0 for none.
+        num_classes: number of classes of the head; 0 for no head.
         in_chans: 3.
-        img_size: as for :func:`.create_classifier`; None for the variant's own.
+        img_size: that of :func:`.create_classifier`; None for the variant's own.
         global_pool: the variant's own, ``"avg"`` or ``"token"``, which is the default, or ``""`` for no pooling: the
             head is then applied to each token.
         drop_rate: dropout before the head; the papers have none.
@@ -55,7 +55,7 @@ class TimmClassifier(Classifier):
         random_shift_iterations: number of iterations in which ViL's local attention sees one neighbouring chunk,
             sampled for each layer and iteration; 0.875 of all in the official code.
         random_shift_first_iteration: number of the first iteration, for a run that is resumed.
-        options: of :func:`.create_classifier`.
+        options: those of :func:`.create_classifier`.
     """
 
     def __init__(
@@ -216,11 +216,11 @@ class TimmFeatures(nn.Module):
 
     Args:
         name: one of :func:`.list_variants` that can be a backbone.
-        out_indices: as ``indices`` of :meth:`TimmClassifier.forward_intermediates`.
+        out_indices: those that are ``indices`` of :meth:`TimmClassifier.forward_intermediates`.
         return_dict: return a dict from the index of a stage, as a string, to its feature map.
         in_chans: 3.
         num_classes: ignored, as by timm: a backbone has no head.
-        options: of :func:`.create_backbone`.
+        options: those of :func:`.create_backbone`.
     """
 
     output_fmt = Format.NCHW

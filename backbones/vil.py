@@ -77,9 +77,9 @@ class ViLVariant(Variant):
 
     Attributes:
         stages: a :class:`ViLStage` each.
-        relative_bias: instead of absolute positions.
-        attention_mode: of sliding chunks, one of their ``MODES``.
-        shared_projections: of sliding chunks: whether global and local tokens share them.
+        relative_bias: whether there is a relative bias instead of absolute positions.
+        attention_mode: mode of sliding chunks, one of their ``MODES``.
+        shared_projections: whether global and local tokens share the projections of sliding chunks.
         position_img_size: image side in pixels for tables that are resized to each feature map.
         position_resizing: ``"load"`` for tables of the largest image, ``"map"`` for those that are
             resized to each feature map, or None as in the papers: absolute positions at load, relative bias to each
@@ -196,7 +196,9 @@ class ViL(Backbone):
             return SpatialReductionAttention(spec.dim, reduction=spec.reduction, **common)
         if spec.attention == "performer":
             return PerformerAttention(spec.dim, num_features=spec.num_features, **common)
-        return GlobalMemoryAttention(spec.dim, **common)
+        if spec.attention == "global":
+            return GlobalMemoryAttention(spec.dim, **common)
+        raise NotImplementedError(f"attention {spec.attention!r}")
 
 
 def _vil(*stages: tuple[int, int, int, int]) -> ViLVariant:
@@ -213,8 +215,9 @@ def _with_depths(size: str, *depths: int) -> ViLVariant:
     return _vil(*((n, p, h, d) for n, p, (h, d) in zip(depths, patches, widths, strict=True)))
 
 
-# Table 15, of the last three or four stages; in a "partial" model the last two have full attention.
-_MECHANISMS: dict[str, Mapping[str, Sequence]] = {
+# Fields of the last three or four stages that replace those of ViL (Table 15); in a "partial" model
+# the last two have full attention.
+_OVERRIDES: dict[str, Mapping[str, Sequence]] = {
     "vil": {},
     "full": {"attention": ["dense"] * 4},
     "linformer": {"attention": ["linformer"] * 4},
@@ -227,7 +230,7 @@ _MECHANISMS: dict[str, Mapping[str, Sequence]] = {
 
 def _with_mechanism(variant: ViLVariant, mechanism: str, *, partial: bool = False) -> ViLVariant:
     stages = variant.stages
-    for field, values in _MECHANISMS[mechanism].items():
+    for field, values in _OVERRIDES[mechanism].items():
         stages = with_stage_values(stages, field, values[-len(stages) :])
     if partial:
         stages = (*stages[:-2], *with_stage_values(stages[-2:], "attention", "dense"))
@@ -274,7 +277,7 @@ _LS = {
 VARIANTS: dict[str, ViLVariant] = (
     _VIL
     | {f"{name}_rpb": dataclasses.replace(variant, relative_bias=True) for name, variant in _VIL.items()}
-    | {f"{m}_{size}": _with_mechanism(_VIL[f"vil_{size}"], m) for m in _MECHANISMS if m != "vil" for size in _COMPARED}
+    | {f"{m}_{size}": _with_mechanism(_VIL[f"vil_{size}"], m) for m in _OVERRIDES if m != "vil" for size in _COMPARED}
     | {
         f"partial_{m}_{size}": _with_mechanism(_VIL[f"vil_{size}"], m, partial=True)
         for m in ("vil", "linformer", "sra32", "global", "performer")

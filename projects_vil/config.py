@@ -13,7 +13,7 @@ import yaml
 from detectron2.config import CfgNode, get_cfg
 from detectron2.projects.point_rend import add_pointrend_config
 
-from backbones.attention.triton_chunks import missing_for
+from backbones.attention.triton_chunks import unmet_requirement
 from backbones.errors import ConfigError, check_file, closest
 
 # What detectron2 writes the whole config of a run into, in OUTPUT_DIR.
@@ -296,7 +296,7 @@ def check_device(cfg: CfgNode, *, devices: Sequence[str] = DEVICES) -> bool:
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if match[1] == "cuda" and int(match[2] or 0) >= available:
         raise ConfigError(f"MODEL.DEVICE is {name}, and {available} CUDA devices are available: use MODEL.DEVICE cpu")
-    missing = missing_for(torch.device(name))
+    missing = unmet_requirement(torch.device(name))
     if missing is not None and backend == "triton":
         raise ConfigError(f"MODEL.TRANSFORMER.ATTENTION_BACKEND triton needs {missing} (MODEL.DEVICE): use auto")
     return match[1] == "cuda"

@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from backbones.errors import ConfigError, closest, system_error_of
+from backbones.errors import ConfigError, closest, find_os_error
 
 if TYPE_CHECKING:
     from detectron2.config import CfgNode
@@ -252,7 +252,7 @@ def _explain(error: Exception) -> tuple[str, int] | None:
     if lines and lines[-1].startswith("DataLoader worker"):
         # torch's message where one was killed.
         return f"{lines[-1].strip()} Often memory is short: lower DATALOADER.NUM_WORKERS", 1
-    cause = system_error_of(error)
+    cause = find_os_error(error)
     if cause is None or (cause is not error and cause.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)):
         return None
     return f"{cause.filename}: {cause.strerror}" if cause.filename and cause.strerror else " ".join(lines), 1

@@ -1,1 +1,1 @@
-"""Attention on feature maps: a mechanism a file, a pure function first, then the module."""
+"""Attention on feature maps: in each file the pure functions come before their modules."""

@@ -35,10 +35,10 @@ class KernelKey:
 
     Attributes:
         device: where the tensors are.
-        dtype: of the computation.
+        dtype: type of the computation.
         heads, channels: M, and D of each.
-        window_size, mode: as of the kernels.
-        is_shifted: whether one neighbour alone is seen.
+        window_size, mode: those of the kernels.
+        is_shifted: whether only one neighbour is seen.
         num_global: G.
         biases: names of the biases that the call has.
         learned: names of the tensors that need gradients.
@@ -73,16 +73,16 @@ class KernelKey:
             key, value = random_tensor(batch, *sizes, 2 * self.heads, self.channels).chunk(2, dim=-2)
             return {name: x.movedim(-2, 1) for name, x in (("query", query), ("key", key), ("value", value))}
 
-        found = tokens(rows * self.window_size + rest, cols * self.window_size + rest)
+        inputs = tokens(rows * self.window_size + rest, cols * self.window_size + rest)
         if self.num_global:
-            found |= {f"global_{name}": x for name, x in tokens(self.num_global).items() if name != "query"}
+            inputs |= {f"global_{name}": x for name, x in tokens(self.num_global).items() if name != "query"}
         positions = self.window_size**2
         if "local_bias" in self.biases:
             # Looked up in a table whose rows are of all heads.
-            found["local_bias"] = random_tensor(positions, 9 * positions, self.heads).movedim(-1, 0)
+            inputs["local_bias"] = random_tensor(positions, 9 * positions, self.heads).movedim(-1, 0)
         if "global_bias" in self.biases:
-            found["global_bias"] = random_tensor(self.heads, self.num_global)
-        return {name: x.detach().requires_grad_(name in self.learned) for name, x in found.items()}
+            inputs["global_bias"] = random_tensor(self.heads, self.num_global)
+        return {name: x.detach().requires_grad_(name in self.learned) for name, x in inputs.items()}
 
     @property
     def options(self) -> dict[str, object]:
@@ -100,16 +100,15 @@ def choose_kernel(kernels: Mapping[str, Kernel], kernel_key: KernelKey) -> str:
     It is chosen once in a process, and by the first of several processes of a run. The choice is logged.
 
     Args:
-        kernels: by name, with the signature of :func:`.sliding_chunk.sliding_chunk_attention`; the first one is taken
-            where none of them is right.
+        kernels: functions by name, with the signature of :func:`.sliding_chunk.sliding_chunk_attention`; the first
+            one is taken where none of them is right.
         kernel_key: what they are used for.
     """
     is_one_of_many = torch.distributed.is_available() and torch.distributed.is_initialized()
     key = kernel_key, tuple(kernels), is_one_of_many
     if key in _decided:
         return _decided[key]
-    # Neither autocast nor what a caller does with the tensors that autograd saves, as checkpointing does, are of
-    # another thread.
+    # A new thread has neither the caller's autocast state nor its saved-tensor hooks.
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         times, is_final = thread.submit(_compare, kernels, kernel_key).result()
     chosen = min(times, key=times.get) if times else next(iter(kernels))

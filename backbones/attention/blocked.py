@@ -4,7 +4,7 @@ The forward pass keeps the log-sum-exp of each query's scores; the backward pass
 block, as FlashAttention does. Here is attention to all keys with a learned bias, and what :mod:`.windows` has in
 common with it.
 
-Shapes: B images, M heads, H x W tokens, D channels a head, L queries, K keys, G global tokens.
+Shapes: B images, M heads, H x W tokens, D channels per head, L queries, K keys, G global tokens.
 """
 
 import functools
@@ -66,7 +66,7 @@ def attention_with_logsumexp(
     Args:
         query: (N, M, L, E). key, value: (N, M, K, E).
         bias: broadcast to (N, M, L, K), four axes, or None.
-        scale: of the products.
+        scale: factor of the products.
 
     Returns:
         The output (N, M, L, E), and the log-sum-exp of each query's scores, (N, M, L, 1), in float32 or better; None
@@ -76,13 +76,13 @@ def attention_with_logsumexp(
         # The kernel takes the channels of a token to be neighbours in memory, and does not check it.
         query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
         try:
-            output, sums = _CPU_KERNEL(query, key, value, 0.0, False, attn_mask=bias, scale=scale)
+            output, logsumexp = _CPU_KERNEL(query, key, value, 0.0, False, attn_mask=bias, scale=scale)
         except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
             # The other way takes more memory.
             if "allocate memory" in str(error):
                 raise
         else:
-            return output, sums[..., None]
+            return output, logsumexp[..., None]
     return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale), None
 
 
@@ -90,7 +90,7 @@ def split(sizes: tuple[int, ...], scores: int, device: torch.device) -> Iterator
     """Cut axes of ``sizes`` into blocks of at most ``BLOCK_SCORES``, the last axis first, into parts of equal size.
 
     Args:
-        scores: of one index of all axes; a block has one index at least.
+        scores: number of scores of one index of all axes; a block has one index at least.
     """
     limit, axes = BLOCK_SCORES.get(device.type, BLOCK_SCORES["other"]) // scores, []
     for size in reversed(sizes):
@@ -105,8 +105,8 @@ class RecomputedAttention(torch.autograd.Function):
     """Attention whose backward pass computes the scores again.
 
     ``apply`` gets two functions and the tensors. ``forward(*tensors)`` returns output and log-sum-exps, or None.
-    ``backward(grad, output, logsumexp, needed, *tensors)`` returns the gradients of the tensors, where ``needed`` says
-    which of them are used.
+    ``backward(grad, output, logsumexp, needed, *tensors)`` returns the gradients of the tensors, where ``needed``
+    indicates which of them are used.
     """
 
     @staticmethod
@@ -140,22 +140,22 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> 
     return RecomputedAttention.apply(functools.partial(_forward, None), functools.partial(_backward, None), *tensors)
 
 
-def map_attention(query: Tensor, key: Tensor, value: Tensor, by_row: Tensor, to_global: Tensor | None) -> Tensor:
+def map_attention(query: Tensor, key: Tensor, value: Tensor, offset_bias: Tensor, global_bias: Tensor | None) -> Tensor:
     """Attention of the tokens of a feature map to the global tokens and to the whole map, by blocks.
 
     Args:
         query: (B, M, H, W, D). key, value: (B, M, G + H * W, D).
-        by_row: (M, 2 * H - 1, W, W), bias by offset of rows (query minus key, from 1 - H), column of the query, and
-            column of the key.
-        to_global: (M, G), or None for no global token.
+        offset_bias: (M, 2 * H - 1, W, W), bias by offset of rows (query minus key, from 1 - H), column of the query,
+            and column of the key.
+        global_bias: (M, G), or None for no global token.
 
     Returns:
         (B, M, H * W, D)
     """
     size = tuple(query.shape[2:4])
     # (M, W, 2 * H - 1, W): for a query's column, rows of keys in their order
-    by_col = by_row.flip(1).transpose(1, 2).contiguous()
-    tensors = in_autocast_dtype(query.flatten(2, 3), key, value, by_col, to_global)
+    bias_by_query_col = offset_bias.flip(1).transpose(1, 2).contiguous()
+    tensors = in_autocast_dtype(query.flatten(2, 3), key, value, bias_by_query_col, global_bias)
     return RecomputedAttention.apply(functools.partial(_forward, size), functools.partial(_backward, size), *tensors)
 
 
@@ -174,20 +174,20 @@ def _bias_parts(
 
     Args:
         size: height and width of the map whose tokens are the queries and the last keys; None for a bias of each pair.
-        biases: of a feature map (M, W, 2 * H - 1, W) and (M, G) or None, otherwise one that broadcasts to (M, L, K).
+        biases: (M, W, 2 * H - 1, W) and (M, G) or None for a feature map, otherwise one that broadcasts to (M, L, K).
     """
     if size is None:
         bias = biases[0][heads] if biases[0].shape[0] > 1 else biases[0]
         yield slice(None), slice(None), bias[:, queries] if bias.shape[1] > 1 else bias
         return
-    (by_col, to_global), (height, width) = biases, size
-    num_global = 0 if to_global is None else to_global.shape[1]
+    (bias_by_query_col, global_bias), (height, width) = biases, size
+    num_global = 0 if global_bias is None else global_bias.shape[1]
     for first in range(queries.start, queries.stop, width):
         start = height - 1 - first // width
-        rows = by_col[heads, :, start : start + height]
+        rows = bias_by_query_col[heads, :, start : start + height]
         yield slice(first - queries.start, first - queries.start + width), slice(num_global, None), rows.flatten(2)
-    if to_global is not None:
-        yield slice(None), slice(0, num_global), to_global[heads, None]
+    if global_bias is not None:
+        yield slice(None), slice(0, num_global), global_bias[heads, None]
 
 
 def _forward(
@@ -204,10 +204,10 @@ def _forward(
             bias = q.new_empty(*q.shape[1:3], k.shape[2])
             for rows, cols, part in parts:
                 bias[:, rows, cols] = part
-        output[images, heads, queries], sums = attention_with_logsumexp(q, k, v, bias=bias[None], scale=scale)
-        if sums is not None:
-            logsumexp = sums.new_empty(*query.shape[:3], 1) if logsumexp is None else logsumexp
-            logsumexp[images, heads, queries] = sums
+        output[images, heads, queries], block_lse = attention_with_logsumexp(q, k, v, bias=bias[None], scale=scale)
+        if block_lse is not None:
+            logsumexp = block_lse.new_empty(*query.shape[:3], 1) if logsumexp is None else logsumexp
+            logsumexp[images, heads, queries] = block_lse
     return output, logsumexp
 
 
@@ -245,8 +245,7 @@ def _backward(
             if logsumexp is None:
                 by_head[:, :, rows, cols] = bias
             else:
-                sums = logsumexp[images, heads, queries][:, :, rows]
-                torch.sub(bias, sums, out=by_head[:, :, rows, cols])
+                torch.sub(bias, logsumexp[images, heads, queries][:, :, rows], out=by_head[:, :, rows, cols])
         scores.baddbmm_(q, k.mT, alpha=scale)
         if logsumexp is None:
             scores -= scores.logsumexp(dim=2, keepdim=True)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from backbones.attention.blocked import autocast_dtype
-from backbones.layers.tracing import first, in_order, is_exporting, is_tracing, missing, static_size
+from backbones.layers.tracing import contiguous_for_export, is_exporting, padding_to_multiple, static_size, take_first
 
 MODES = ("zero_pad", "exact", "cyclic")
 _PENALTY = 1e9
@@ -74,7 +74,7 @@ def with_halo(key: Tensor, value: Tensor, window_size: int, *, is_cyclic: bool, 
         Two (B, M, (rows + 2) * w, (cols + 2) * w, D + extra).
     """
     height, width = key.shape[2:4]
-    pad_height, pad_width = missing(height, window_size), missing(width, window_size)
+    pad_height, pad_width = padding_to_multiple(height, window_size), padding_to_multiple(width, window_size)
     if is_cyclic:
         whole = (0, 0, 0, pad_width, 0, pad_height)
         rows, hidden_rows = wrap(height, height + pad_height, window_size, key.device)
@@ -111,10 +111,10 @@ def wrap(size: int, padded: int, window_size: int, device: torch.device) -> tupl
 def to_chunks(x: Tensor, window_size: int) -> Tensor:
     """(B, M, H, W, D) -> (B * rows * M, cols, w * w, D), padded with zeros to whole chunks."""
     height, width = x.shape[2:4]
-    x = F.pad(x, (0, 0, 0, missing(width, window_size), 0, missing(height, window_size)))
+    x = F.pad(x, (0, 0, 0, padding_to_multiple(width, window_size), 0, padding_to_multiple(height, window_size)))
     # (B, M, rows, w, cols, w, D)
     x = x.unflatten(3, (-1, window_size)).unflatten(2, (-1, window_size))
-    return in_order(x.permute(0, 2, 1, 4, 3, 5, 6)).flatten(4, 5).flatten(0, 2)
+    return contiguous_for_export(x.permute(0, 2, 1, 4, 3, 5, 6)).flatten(4, 5).flatten(0, 2)
 
 
 def from_chunks(x: Tensor, window_size: int, *, batch: int, heads: int, height: int, width: int) -> Tensor:
@@ -122,8 +122,8 @@ def from_chunks(x: Tensor, window_size: int, *, batch: int, heads: int, height: 
     rows = (height + window_size - 1) // window_size
     # (B, rows, M, cols, w, w, D) -> (B, M, rows * w, cols * w, D)
     x = x.unflatten(2, (window_size, window_size)).unflatten(0, (batch, rows, heads))
-    x = in_order(x.permute(0, 2, 1, 4, 3, 5, 6)).flatten(4, 5).flatten(2, 3)
-    return first(first(x, 2, height), 3, width)
+    x = contiguous_for_export(x.permute(0, 2, 1, 4, 3, 5, 6)).flatten(4, 5).flatten(2, 3)
+    return take_first(take_first(x, 2, height), 3, width)
 
 
 _COPIES: contextvars.ContextVar[bool] = contextvars.ContextVar("copies_windows", default=False)
@@ -131,7 +131,7 @@ _COPIES: contextvars.ContextVar[bool] = contextvars.ContextVar("copies_windows",
 
 @contextlib.contextmanager
 def copied_windows() -> Iterator[None]:
-    """Within, ``torch.jit.trace`` records for a runtime that has no overlapping views: see :func:`copies_windows`."""
+    """Inside this context, traces copy windows, for runtimes without overlapping views: see :func:`copies_windows`."""
     token = _COPIES.set(True)
     try:
         yield
@@ -141,7 +141,7 @@ def copied_windows() -> Iterator[None]:
 
 def copies_windows() -> bool:
     """Whether windows are copies, taken by their index, as in a run of ``torch.export``; else they are views."""
-    # Asked while tracing alone: torch.compile of older versions cannot follow the question.
+    # Checked only under torch.jit.trace: torch.compile of older versions cannot trace it.
     return is_exporting() or (torch.jit.is_tracing() and _COPIES.get())
 
 
@@ -156,7 +156,7 @@ def windows(x: Tensor, dim: int, size: int, step: int) -> Tensor:
         number = (x.shape[dim] - size) // step + 1
         index = torch.arange(number, device=x.device)[:, None] * step + torch.arange(size, device=x.device)
         return x.index_select(dim, index.flatten()).unflatten(dim, (number, size))
-    if torch.is_grad_enabled() and x.requires_grad and not is_tracing():
+    if torch.is_grad_enabled() and x.requires_grad and not torch.jit.is_tracing():
         return _Windows.apply(x, dim, size, step)
     return x.unfold(dim, size, step).movedim(-1, dim + 1)
 

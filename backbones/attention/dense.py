@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from backbones.attention import blocked, reference
 from backbones.errors import check_choice
 from backbones.layers.position import GridRelativeBias
-from backbones.layers.tracing import first, in_order, is_exporting, is_tracing, static_size
+from backbones.layers.tracing import contiguous_for_export, is_exporting, is_tracing, static_size, take_first
 
 # For so few the scores are smaller than the keys, and may be kept.
 _FEW_QUERIES = 16
@@ -42,18 +42,18 @@ def split_heads(tokens: Tensor, num_heads: int) -> Tensor:
 
 def merge_heads(tokens: Tensor) -> Tensor:
     """(B, M, ..., D) -> (B, ..., M * D)."""
-    return in_order(tokens.movedim(1, -2)).flatten(-2)
+    return contiguous_for_export(tokens.movedim(1, -2)).flatten(-2)
 
 
-# A traced run has a fixed number of groups: of about so many scores a head, on the feature map that the table is made
-# for, and at most so many.
+# A traced run has a fixed number of groups: of about 2^21 scores per head, on the feature map that the table is made
+# for, and at most 8.
 _TRACED_SCORES, _TRACED_GROUPS = 2**21, 8
 
 BACKENDS = {"sdpa": dense_attention, "reference": reference.attention}
 
 
 class TokenAttention(nn.Module):
-    """Multi-head attention of the tokens of a feature map and the global tokens; a subclass says which keys they see.
+    """Multi-head attention of tokens of a feature map and global tokens; a subclass defines which keys they see.
 
     Args:
         dim: channels of a token.
@@ -167,9 +167,9 @@ class DenseAttention(TokenAttention):
             return attend(query, key, value, bias=bias(height, width))
         num_queries = query.shape[2] - height * width
         local = query[:, :, num_queries:].unflatten(2, (height, width))
-        output = blocked.map_attention(local, key, value, bias.by_row(height, width), bias.to_global)
+        output = blocked.map_attention(local, key, value, bias.by_row_offset(height, width), bias.global_key_bias)
         if num_queries:
-            globals_ = attend(query[:, :, :num_queries], key, value, bias=bias.of_globals(height * width))
+            globals_ = attend(query[:, :, :num_queries], key, value, bias=bias.global_query_bias(height * width))
             output = torch.cat([globals_, output], dim=2)
         return output
 
@@ -178,7 +178,7 @@ class DenseAttention(TokenAttention):
         attend = BACKENDS[self.backend]
         key, value, key_rows = traced_keys(key, value, height, width, num_global)
         if self.relative_bias is None:
-            return attend(in_order(query), key, value)
+            return attend(contiguous_for_export(query), key, value)
         # (groups, R); the last groups repeat the last row, where their number does not divide the height.
         step = (height + self.num_groups - 1) // self.num_groups
         starts = torch.arange(self.num_groups, device=query.device) * step
@@ -186,13 +186,13 @@ class DenseAttention(TokenAttention):
         num_queries = num_global if self.update_globals else 0
         local = query[:, :, num_queries:].index_select(2, _tokens_of(rows.flatten(), width))
         # (groups, B, M, R * W, D)
-        local = in_order(local.unflatten(2, (self.num_groups, step * width)).movedim(2, 0))
-        biases = self.relative_bias.of_groups(self.relative_bias.by_row(height, width), rows, key_rows)
+        local = contiguous_for_export(local.unflatten(2, (self.num_groups, step * width)).movedim(2, 0))
+        biases = self.relative_bias.row_group_biases(self.relative_bias.by_row_offset(height, width), rows, key_rows)
         outputs = [attend(part, key, value, bias=bias) for part, bias in zip(local.unbind(), biases, strict=True)]
-        output = outputs[0] if self.num_groups == 1 else first(torch.cat(outputs, dim=2), 2, height * width)
+        output = outputs[0] if self.num_groups == 1 else take_first(torch.cat(outputs, dim=2), 2, height * width)
         if num_queries:
-            bias = self.relative_bias.of_globals(height * width)
-            globals_ = attend(in_order(query[:, :, :num_queries]), key, value, bias=bias)
+            bias = self.relative_bias.global_query_bias(height * width)
+            globals_ = attend(contiguous_for_export(query[:, :, :num_queries]), key, value, bias=bias)
             output = torch.cat([globals_, output], dim=2)
         return output
 
@@ -200,7 +200,7 @@ class DenseAttention(TokenAttention):
 def traced_keys(key: Tensor, value: Tensor, height: int, width: int, num_global: int) -> tuple[Tensor, Tensor, Tensor]:
     """Keys and values for a run that is traced for feature maps of other sizes, and the rows that they are.
 
-    PyTorch asks whether there is one key, and an export holds for that answer alone. So an export sees a map of one row
+    PyTorch branches on a single key, and an export would specialise to one branch. So an export sees a map of one row
     twice, which changes no weighted mean.
 
     Args:
@@ -211,7 +211,7 @@ def traced_keys(key: Tensor, value: Tensor, height: int, width: int, num_global:
         and without global tokens.
     """
     if num_global or not is_exporting():
-        return in_order(key), in_order(value), torch.arange(height, device=key.device)
+        return contiguous_for_export(key), contiguous_for_export(value), torch.arange(height, device=key.device)
     rows = _up_to_last(torch.arange(torch.sym_max(height, 2), device=key.device), height)
     numbers = _tokens_of(rows, width)
     return key.index_select(2, numbers), value.index_select(2, numbers), rows

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from backbones.attention import reference
 from backbones.attention.dense import TokenAttention, join_tokens, split_heads, traced_keys
 from backbones.errors import ConfigError
-from backbones.layers.tracing import at_least_float32, autocast_off, in_order, is_tracing, missing_to, static_size
+from backbones.layers import tracing
 
 
 class GlobalMemoryAttention(TokenAttention):
-    """Multi-head attention of local tokens to the global tokens alone, and of these to all.
+    """Multi-head attention of local tokens to only the global tokens, and of these to all.
 
     There is one global token or more; the paper has 256, 256, 64 and 16 in its four stages (Table 15). Arguments are
     those of :class:`.TokenAttention`.
@@ -62,7 +62,7 @@ class LinformerAttention(TokenAttention):
     def _attend(self, tokens: Tensor, global_tokens: Tensor | None, num_global: int) -> Tensor:
         height, width = tokens.shape[1:3]
         # A traced size is a tensor, and its comparison would be frozen into the graph.
-        if not is_tracing() and (height, width) != self.map_size:
+        if not tracing.is_tracing() and (height, width) != self.map_size:
             raise ConfigError(
                 f"Linformer takes feature maps of {self.map_size[0]} x {self.map_size[1]} tokens, and this one has "
                 f"{height} x {width}: create the model for this image size (create_classifier's img_size)"
@@ -99,23 +99,25 @@ class SpatialReductionAttention(TokenAttention):
         height, width = tokens.shape[1:3]
         reduced, size = tokens.flatten(1, 2), (height, width)
         if self.reduce is not None:
-            missing = (0, missing_to(width, self.reduction), 0, missing_to(height, self.reduction))
-            reduced = in_order(self.reduce(in_order(F.pad(tokens.permute(0, 3, 1, 2), missing))))
+            padding = (0, tracing.padding_to(width, self.reduction), 0, tracing.padding_to(height, self.reduction))
+            padded = tracing.contiguous_for_export(F.pad(tokens.permute(0, 3, 1, 2), padding))
+            reduced = tracing.contiguous_for_export(self.reduce(padded))
             size = reduced.shape[2:]
             # (B, max(1, H // R) * max(1, W // R), C)
             reduced = instance_norm(reduced.flatten(2)).transpose(1, 2)
         if global_tokens is not None:
             reduced = torch.cat([global_tokens, reduced], dim=1)
         key, value = split_heads(self.key_value(reduced), 2 * self.num_heads).chunk(2, dim=1)
-        if is_tracing():
+        if tracing.is_tracing():
             key, value, _ = traced_keys(key, value, *size, num_global)
         query = self.query(join_tokens(tokens, global_tokens if self.update_globals else None))
-        return self.backends[self.backend](in_order(split_heads(query, self.num_heads)), key, value)
+        query = tracing.contiguous_for_export(split_heads(query, self.num_heads))
+        return self.backends[self.backend](query, key, value)
 
 
 def instance_norm(x: Tensor, eps: float = 1e-5) -> Tensor:
     """(B, C, N) with mean 0 and variance 1 over N, without learned scale; zeros where N is 1."""
-    values = at_least_float32(x)
+    values = tracing.at_least_float32(x)
     centred = values - values.mean(dim=2, keepdim=True)
     return (centred * (centred.square().mean(dim=2, keepdim=True) + eps).rsqrt()).to(x.dtype)
 
@@ -133,14 +135,14 @@ def performer_attention(query: Tensor, key: Tensor, value: Tensor, *, features: 
     Returns:
         (B, M, L, D), in the type of ``value``.
 
-    The largest product of the keys is taken off for each image, where the official code takes it over the whole batch:
-    one image gets the same result in any company, and on its own the official one.
+    The largest product of the keys of each image is subtracted, in the official code that of the whole batch: here the
+    result of an image does not depend on the rest of its batch, and equals the official one of the image by itself.
 
     Source: ViL appendix D, and "Rethinking Attention with Performers", section 2.3 (FAVOR+).
     """
     dtype = value.dtype
-    with autocast_off(value.device):
-        query, key, value, features = map(at_least_float32, (query, key, value, features))
+    with tracing.autocast_off(value.device):
+        query, key, value, features = map(tracing.at_least_float32, (query, key, value, features))
         query, key = _features(query, features, (-1,)), _features(key, features, (-3, -2, -1))
         # (B, M, K, D) and (B, M, K, 1)
         context, total = key.transpose(-2, -1) @ value, key.sum(dim=-2)[..., None]
@@ -148,8 +150,8 @@ def performer_attention(query: Tensor, key: Tensor, value: Tensor, *, features: 
 
 
 def _features(x: Tensor, features: Tensor, largest_of: tuple[int, ...]) -> Tensor:
-    """(B, M, L, D) -> positive features (B, M, L, K); the axes are those whose largest product is taken off."""
-    x = x * static_size(x.shape[-1]) ** -0.25
+    """(B, M, L, D) -> positive features (B, M, L, K); the axes are those whose largest product is subtracted."""
+    x = x * tracing.static_size(x.shape[-1]) ** -0.25
     products = x @ features.T
     products = products - products.amax(dim=largest_of, keepdim=True)
     return (products - x.square().sum(dim=-1, keepdim=True) / 2).exp() + _EPS
@@ -184,9 +186,9 @@ class PerformerAttention(TokenAttention):
 
     def _attend(self, tokens: Tensor, global_tokens: Tensor | None, num_global: int) -> Tensor:
         query, key, value = self._project(tokens, global_tokens, num_global)
-        if is_tracing():
+        if tracing.is_tracing():
             key, value, _ = traced_keys(key, value, *tokens.shape[1:3], num_global)
-        return self.backends[self.backend](in_order(query), key, value, features=self.features)
+        return self.backends[self.backend](tracing.contiguous_for_export(query), key, value, features=self.features)
 
 
 def redraw_features(model: nn.Module, *, seed: int) -> int:

@@ -1,6 +1,6 @@
-"""Long-short attention (Transformer-LS section 3): a window round each segment, and a dynamic low-rank projection.
+"""Long-short attention (Transformer-LS section 3): a window around each segment, and a dynamic low-rank projection.
 
-The feature map is cut into segments of w x w tokens. A token sees its own segment, w // 2 tokens round it, r projected
+The feature map is cut into segments of w x w tokens. A token sees its own segment, w // 2 tokens around it, r projected
 keys that sum up the whole map, and the global tokens, all in one softmax. Memory is linear in the number of tokens.
 """
 
@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from backbones.attention import reference
-from backbones.attention.chunks import WindowInputs, is_padding, mask_channels, mask_keys, missing, windows
+from backbones.attention.chunks import WindowInputs, is_padding, mask_channels, mask_keys, padding_to_multiple, windows
 from backbones.attention.dense import dense_attention, merge_heads, split_heads
 from backbones.attention.windows import WindowLayout, attend_chunks, window_attention
 from backbones.errors import check_choice
 from backbones.layers.position import SegmentRelativeBias
-from backbones.layers.tracing import at_least_float32, autocast_off, in_order, static_size
+from backbones.layers.tracing import at_least_float32, autocast_off, contiguous_for_export, static_size
 
 
 def dynamic_projection(scores: Tensor, *tokens: Tensor) -> tuple[Tensor, ...]:
@@ -34,8 +34,9 @@ def dynamic_projection(scores: Tensor, *tokens: Tensor) -> tuple[Tensor, ...]:
     """
     with autocast_off(scores.device):
         # (B, M, r, H * W)
-        weights = in_order(at_least_float32(in_order(scores)).flatten(2, 3).softmax(dim=2).transpose(2, 3))
-        flat = (at_least_float32(in_order(x)).flatten(2, 3).to(weights.dtype) for x in tokens)
+        weights = at_least_float32(contiguous_for_export(scores)).flatten(2, 3).softmax(dim=2)
+        weights = contiguous_for_export(weights.transpose(2, 3))
+        flat = (at_least_float32(contiguous_for_export(x)).flatten(2, 3).to(weights.dtype) for x in tokens)
         return tuple((weights @ x).to(own.dtype) for x, own in zip(flat, tokens, strict=True))
 
 
@@ -51,7 +52,7 @@ def long_short_attention(
     global_value: Tensor | None = None,
     local_bias: Tensor | None = None,
 ) -> Tensor:
-    """Attention of the local tokens: B images, M heads, H x W tokens, D channels a head, r projected keys, G global.
+    """Attention of the local tokens: B images, M heads, H x W tokens, D channels per head, r projected keys, G global.
 
     Args:
         query, key, value: (B, M, H, W, D); any H and W.
@@ -80,15 +81,15 @@ def _attend(layout: WindowLayout, inputs: WindowInputs, *, with_logsumexp: bool)
     window_size, side, length = layout.window_size, layout.side, layout.length
     (height, width), extra = query.shape[2:4], mask_channels(static_size(query.shape[4]), query.device)
 
-    left, right, below = max(window_size - side, side), missing(width, window_size), missing(height, window_size)
-    halo = (left, side + right, side, side + below)
+    right, below = (padding_to_multiple(size, window_size) for size in (width, height))
+    halo = (max(window_size - side, side), side + right, side, side + below)
     hidden = is_padding(key, (height, width), halo)
     key = mask_keys(F.pad(key, (0, 0, *halo)), hidden, extra)
     value = F.pad(value, (0, extra, *halo))
 
     # Keys that all segments see fill whole columns of a window: (B, M, n, w + 2 * side, D + extra)
     shared = static_size(shared_key.shape[2])
-    fill = missing(shared, length)
+    fill = padding_to_multiple(shared, length)
     hidden = is_padding(key, (shared,), (0, fill)).unflatten(0, (-1, length))
     shared_key = F.pad(shared_key, (0, 0, 0, fill)).unflatten(2, (-1, length))
     shared_key = mask_keys(shared_key, hidden, extra)
@@ -109,7 +110,7 @@ def _windows(x: Tensor, shared: Tensor, window_size: int, side: int) -> Tensor:
 
     Args:
         x: (B, M, rows * w + 2 * side, (cols + 1) * w, E), the map with the window's margins; of the columns, w - side
-            stand on the left.
+            are on the left.
         shared: (B, M, n, w + 2 * side, E), keys that all segments see.
     """
     length, before = window_size + 2 * side, 2 * side

@@ -1,7 +1,7 @@
 """Dense definitions of the attention mechanisms: quadratic, and meant to be obviously right.
 
 Every fast kernel is tested against these. Shapes, here and in the kernels: B images, M heads, H x W tokens of a feature
-map, N = H * W, D channels a head, G global tokens, w the side of a chunk.
+map, N = H * W, D channels per head, G global tokens, w the side of a chunk.
 """
 
 import math
@@ -30,7 +30,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, bias: Tensor | None 
 def _axis_neighbourhood(size: int, window_size: int, mode: str) -> tuple[Tensor, Tensor]:
     """Return which keys a query sees along one axis, and where: both (size, size), indexed [query, key].
 
-    The second result is the key's position in the three chunks round the query's own, 0 to 3w - 1; its value
+    The second result is the key's position in the three chunks around the query's own, 0 to 3w - 1; its value
     for keys that are not seen is undefined.
     """
     position = torch.arange(size)
@@ -153,7 +153,7 @@ def long_short_attention(
     if global_key is not None:
         keys, values = [global_key, *keys], [global_value, *values]
     key, value = torch.cat(keys, dim=2), torch.cat(values, dim=2)
-    # Projected keys and global tokens stand first, without bias.
+    # Projected keys and global tokens come first, without bias.
     bias = F.pad(bias, (key.shape[2] - bias.shape[2], 0))
     return attention(query.flatten(2, 3), key, value, bias=bias).unflatten(2, (height, width))
 
@@ -204,8 +204,8 @@ def causal_attention(
     window_size: int,
     segment_length: int,
     rank: int,
-    summed_key: Tensor,
-    summed_value: Tensor,
+    projected_key: Tensor,
+    projected_value: Tensor,
     key_bias: Tensor,
     query_bias: Tensor,
     window_positions: Tensor,
@@ -218,21 +218,21 @@ def causal_attention(
     scaled = query * query.shape[-1] ** -0.5
     token = torch.arange(query.shape[2], device=query.device)[:, None]
 
-    # Tokens: window_size of them stand before the part.
+    # Tokens: window_size of them come before the block.
     distance = token + window_size - torch.arange(key.shape[2], device=query.device)
     position = (window_size - 1 - distance).clamp(0, window_size - 1)
-    of_query, of_key = query_bias[:, None, :], key_bias[:, None, :]
-    token_bias = torch.einsum("bmtd,mtsd->bmts", scaled + of_query, window_positions[:, position])
-    token_bias = token_bias + (key * of_key).sum(-1)[:, :, None, :]
+    query_bias, key_bias = query_bias[:, None, :], key_bias[:, None, :]
+    token_bias = torch.einsum("bmtd,mtsd->bmts", scaled + query_bias, window_positions[:, position])
+    token_bias = token_bias + (key * key_bias).sum(-1)[:, :, None, :]
     token_bias = token_bias.masked_fill((distance < 0) | (distance >= window_size), float("-inf"))
 
-    # Sums: those of the memory, and of all segments of the part but the last.
-    vectors, segments = summed_key.shape[2], -(-query.shape[2] // segment_length)
+    # Sums: those of the memory, and of all segments of the block but the last.
+    vectors, segments = projected_key.shape[2], -(-query.shape[2] // segment_length)
     in_memory = vectors - (segments - 1) * rank
     back = in_memory + token // segment_length * rank - 1 - torch.arange(vectors, device=query.device)
     position = (segment_positions.shape[1] - 1 - back).clamp(0, segment_positions.shape[1] - 1)
     sum_bias = torch.einsum("bmtd,mtsd->bmts", scaled, segment_positions[:, position])
     sum_bias = sum_bias.masked_fill(back < 0, float("-inf"))
 
-    key, value = torch.cat([summed_key, key], dim=2), torch.cat([summed_value, value], dim=2)
+    key, value = torch.cat([projected_key, key], dim=2), torch.cat([projected_value, value], dim=2)
     return attention(query, key, value, bias=torch.cat([sum_bias, token_bias], dim=3))

@@ -1,7 +1,7 @@
 """Vision Longformer attention (ViL section 3.2, appendix C): a local 2-D window and global tokens.
 
-The feature map is cut into chunks of w x w tokens. A token sees its own chunk, the eight chunks round it and the global
-tokens; the global tokens see everything. Memory is linear in the number of tokens.
+The feature map is cut into chunks of w x w tokens. A token sees its own chunk, the eight chunks around it and the
+global tokens; the global tokens see everything. Memory is linear in the number of tokens.
 """
 
 import functools
@@ -18,17 +18,16 @@ from backbones.attention.chunks import (
     WindowInputs,
     copies_windows,
     mask_channels,
-    missing,
     to_chunks,
     windows,
     with_halo,
 )
 from backbones.attention.dense import TokenAttention, dense_attention, merge_heads, split_heads
-from backbones.attention.triton_chunks import missing_for, triton_chunk_attention
+from backbones.attention.triton_chunks import triton_chunk_attention, unmet_requirement
 from backbones.attention.windows import WindowLayout, attend_chunks, window_attention
 from backbones.errors import check_choice
 from backbones.layers.position import WindowRelativeBias, position_parameter
-from backbones.layers.tracing import is_tracing, static_size
+from backbones.layers.tracing import is_tracing, padding_to_multiple, static_size
 
 
 def sliding_chunk_attention(
@@ -44,18 +43,18 @@ def sliding_chunk_attention(
     global_bias: Tensor | None = None,
     shift: tuple[int, int] | None = None,
 ) -> Tensor:
-    """Attention of the local tokens: B images, M heads, H x W tokens, D channels a head, G global tokens, w x w chunks.
+    """Attention of the local tokens: B images, M heads, H x W tokens, D channels per head, G global tokens.
 
     Args:
         query, key, value: (B, M, H, W, D); any H and W.
-        window_size: w.
+        window_size: side w of a chunk.
         mode: ``"zero_pad"``, chunks at the border have fewer neighbours; ``"exact"``, only the (2w + 1) x (2w + 1)
-            tokens round each token; ``"cyclic"``, the neighbours of a chunk at the border are those at the opposite
+            tokens around each token; ``"cyclic"``, the neighbours of a chunk at the border are those at the opposite
             border, along an axis of three chunks or more. No key is seen twice in any mode.
         global_key, global_value: (B, M, G, D), or None for no global token.
         local_bias: (M, w * w, 9 * w * w), positions in a chunk by positions in its 3w x 3w neighbourhood, row by row.
         global_bias: (M, G), added where a local token looks at a global one.
-        shift: of :data:`SHIFTS`, for the own chunk and this neighbour alone.
+        shift: one of :data:`SHIFTS`, for only the own chunk and this neighbour.
 
     Returns:
         (B, M, H, W, D)
@@ -139,7 +138,7 @@ def _hide_far_keys(local_bias: Tensor, window_size: int) -> Tensor:
 
 
 def _whole_map_attention(inputs: WindowInputs, window_size: int) -> Tensor:
-    """:func:`sliding_chunk_attention` on a feature map of at most two chunks a side, where all tokens see each other.
+    """:func:`sliding_chunk_attention` on a feature map of at most two chunks per side, where all tokens see each other.
 
     Source: ViL section 3.2, "equivalent to full attention", as in the last two stages at 224 x 224.
     """
@@ -179,7 +178,7 @@ def _windows(x: Tensor, window_size: int, global_tokens: Tensor | None) -> Tenso
     # (B, M, (rows + 2) * w, cols + 2, w, E), and the global tokens, (B, M, rows of w, w, E)
     lines, extra = x.unflatten(3, (-1, window_size)), None
     if global_tokens is not None:
-        fill = (0, lines.shape[5] - global_tokens.shape[3], 0, missing(global_tokens.shape[2], window_size))
+        fill = (0, lines.shape[5] - global_tokens.shape[3], 0, padding_to_multiple(global_tokens.shape[2], window_size))
         extra = F.pad(global_tokens, fill).unflatten(2, (-1, window_size))
     return (_copied_windows if copies_windows() else _viewed_windows)(lines, extra)
 
@@ -229,8 +228,8 @@ def _window_bias(inputs: WindowInputs, window_size: int) -> Tensor | None:
     bias = bias.unflatten(2, (3 * window_size, 3, window_size)).transpose(2, 3).flatten(3, 4)
     if inputs.global_key is not None:
         heads, positions, num_global = inputs.query.shape[1], window_size**2, static_size(to_global.shape[1])
-        # The global tokens stand in every strip, and count in the middle one.
-        middle = F.pad(to_global, (0, missing(num_global, window_size)), value=float("-inf"))
+        # The global tokens are in every strip; only the middle copy is unmasked.
+        middle = F.pad(to_global, (0, padding_to_multiple(num_global, window_size)), value=float("-inf"))
         strips = F.pad(middle[:, None], (0, 0, 1, 1), value=float("-inf"))
         bias = torch.cat([bias.expand(heads, -1, -1, -1), strips[:, None].expand(heads, positions, -1, -1)], dim=3)
     return bias.flatten(2, 3)
@@ -274,7 +273,7 @@ def fastest_chunk_attention(
 def _has_several_kernels(device: torch.device) -> bool:
     return (
         device.type == "cuda"
-        and missing_for(device) is None
+        and unmet_requirement(device) is None
         and torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY
         and not torch.cuda.is_current_stream_capturing()
     )

@@ -4,7 +4,7 @@ Scores are never in memory: the forward pass keeps outputs and log-sum-exps, and
 Keys are neither padded nor copied. Results are the same from run to run. :mod:`.triton_kernels` has the kernels; it is
 imported where they first run, so that all else works where triton is absent.
 
-Shapes: B images, M heads, H x W tokens, D channels a head, G global tokens, chunks of w x w = P positions, each
+Shapes: B images, M heads, H x W tokens, D channels per head, G global tokens, chunks of w x w = P positions, each
 of which sees S tokens.
 """
 
@@ -27,8 +27,8 @@ _MAX_CHANNELS = 128
 _SHARES = 1024
 
 
-def missing_for(device: torch.device) -> str | None:
-    """Return what the kernels lack on ``device``, in words, or None where they run.
+def unmet_requirement(device: torch.device) -> str | None:
+    """Return in words what ``device`` lacks for the kernels, or None where they run.
 
     They run on CUDA devices, or where Triton interprets them.
     """
@@ -45,7 +45,7 @@ def triton_chunk_attention(
 ) -> Tensor:
     """The contract of :func:`backbones.attention.sliding_chunk.sliding_chunk_attention`, for D of at most 128.
 
-    Tensors may have any strides. Sums are of float32, or of float64 for float64, which the interpreter alone takes;
+    Tensors may have any strides. Sums are of float32, or of float64 for float64, which only the interpreter takes;
     products of float32 are not rounded to TensorFloat-32. Gradients cannot be differentiated once more.
 
     Returns:
@@ -57,9 +57,9 @@ def triton_chunk_attention(
     check_choice("attention mode", mode, MODES)
     inputs = WindowInputs(*in_autocast_dtype(*WindowInputs(**tensors)))
     device, dtype, channels = inputs.query.device, inputs.query.dtype, inputs.query.shape[4]
-    missing = missing_for(device)
-    if missing is not None:
-        raise ConfigError(f"Triton attention needs {missing}: use attention_backend 'sdpa'")
+    requirement = unmet_requirement(device)
+    if requirement is not None:
+        raise ConfigError(f"Triton attention needs {requirement}: use attention_backend 'sdpa'")
     if channels > _MAX_CHANNELS:
         raise ConfigError(
             f"Triton attention takes heads of at most {_MAX_CHANNELS} channels, and not of {channels}: use "
@@ -166,7 +166,7 @@ def _power_of_two(number: int) -> int:
 
 
 def _forward(layout: _SeenTokens, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-    return _Run(layout, WindowInputs(*tensors)).forward()
+    return _KernelLauncher(layout, WindowInputs(*tensors)).forward()
 
 
 def _backward(
@@ -177,20 +177,20 @@ def _backward(
     needed: tuple[bool, ...],
     *tensors: Tensor | None,
 ) -> WindowInputs:
-    run, needed = _Run(layout, WindowInputs(*tensors)), WindowInputs(*needed)
-    query_grad, products = run.query_grad(grad, output, logsumexp)
+    launcher, needed = _KernelLauncher(layout, WindowInputs(*tensors)), WindowInputs(*needed)
+    query_grad, delta = launcher.query_grad(grad, output, logsumexp)
     gradients = {"query": query_grad, "key": None, "value": None}
     if needed.key or needed.value:
-        gradients |= run.key_grads(grad, logsumexp, products)
+        gradients |= launcher.key_grads(grad, logsumexp, delta)
     if needed.global_key or needed.global_value or needed.global_bias:
-        gradients |= run.global_grads(grad, logsumexp, products)
+        gradients |= launcher.global_grads(grad, logsumexp, delta)
     if needed.local_bias:
-        gradients |= run.local_bias_grad(grad, logsumexp, products)
+        gradients |= launcher.local_bias_grad(grad, logsumexp, delta)
     return WindowInputs(**gradients)
 
 
-class _Run:
-    """The launches of all kernels for some tensors."""
+class _KernelLauncher:
+    """Launches the kernels for some tensors."""
 
     def __init__(self, layout: _SeenTokens, inputs: WindowInputs) -> None:
         self.layout = layout
@@ -201,7 +201,7 @@ class _Run:
         self.num_global = 0 if inputs.global_key is None else inputs.global_key.shape[2]
         self.launch = launch_parameters(layout.window_size, self.channels, inputs.query.dtype)
         self.chunks = -(-self.height // layout.window_size) * -(-self.width // layout.window_size)
-        self.sum_dtype = torch.float64 if inputs.query.dtype == torch.float64 else torch.float32
+        self.acc_dtype = torch.float64 if inputs.query.dtype == torch.float64 else torch.float32
         self.position_blocks = -(-layout.positions // self.launch.positions)
         self.grid = self.chunks * self.position_blocks, self.heads, self.batch
         bias = inputs.local_bias
@@ -221,36 +221,36 @@ class _Run:
         return output, logsumexp
 
     def query_grad(self, grad: Tensor, output: Tensor, logsumexp: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradient of queries, and the products of outputs with their gradients, (B, H, W, M)."""
-        query_grad, products = self._new_map(), self._new_sums()
+        """The gradient of queries, and delta, the products of outputs with their gradients, (B, H, W, M)."""
+        query_grad, delta = self._new_map(), self._new_sums()
         pointers = (*self.inputs[:5], self.own_bias, self.inputs.global_bias)
-        pointers += (output, logsumexp, grad, query_grad, products)
+        pointers += (output, logsumexp, grad, query_grad, delta)
         sizes = self._sizes((*self.inputs[:3], grad), self.layout.shift)
         self._start("query_grad_kernel", self.grid, *pointers, *sizes, **self._constants(True))
-        return query_grad, products
+        return query_grad, delta
 
-    def key_grads(self, grad: Tensor, logsumexp: Tensor, products: Tensor) -> dict[str, Tensor]:
+    def key_grads(self, grad: Tensor, logsumexp: Tensor, delta: Tensor) -> dict[str, Tensor]:
         """The gradients of keys and of values."""
         key_grad, value_grad = self._new_map(), self._new_map()
         bias, shift = self.inputs.local_bias, self.layout.shift
         bias = None if bias is None else self._with_pitch(self.layout.mirrored_bias(bias))
-        pointers = (*self.inputs[:3], bias, logsumexp, products, grad, key_grad, value_grad)
+        pointers = (*self.inputs[:3], bias, logsumexp, delta, grad, key_grad, value_grad)
         # A chunk is seen by the neighbour on its other side.
         sizes = self._sizes((*self.inputs[:3], grad), shift and (-shift[0], -shift[1]))
         self._start("key_grad_kernel", self.grid, *pointers, *sizes, **self._constants())
         return {"key": key_grad, "value": value_grad}
 
-    def local_bias_grad(self, grad: Tensor, logsumexp: Tensor, products: Tensor) -> dict[str, Tensor]:
+    def local_bias_grad(self, grad: Tensor, logsumexp: Tensor, delta: Tensor) -> dict[str, Tensor]:
         """The gradient of the local bias, of float32 or better: first over shares of the chunks."""
         blocks = self.position_blocks * -(-self.layout.seen // self.launch.tokens)
         shares = max(1, min(_SHARES // (blocks * self.heads), self.batch * self.chunks))
         partial = self._new_sums(shares, self.heads, self.layout.positions, self.layout.seen)
-        pointers = (*self.inputs[:3], self.own_bias, logsumexp, products, grad, partial)
+        pointers = (*self.inputs[:3], self.own_bias, logsumexp, delta, grad, partial)
         sizes = self._sizes((*self.inputs[:3], grad), self.layout.shift, self.batch)
         self._start("local_bias_grad_kernel", (blocks, self.heads, shares), *pointers, *sizes, **self._constants())
         return {"local_bias": partial.sum(0)}
 
-    def global_grads(self, grad: Tensor, logsumexp: Tensor, products: Tensor) -> dict[str, Tensor | None]:
+    def global_grads(self, grad: Tensor, logsumexp: Tensor, delta: Tensor) -> dict[str, Tensor | None]:
         """The gradients of global keys, values and biases, of float32 or better: first over shares of the tokens."""
         query, _, _, global_key, global_value, _, global_bias = self.inputs
         blocks = -(-self.num_global // self.launch.global_tokens)
@@ -263,7 +263,7 @@ class _Run:
             "global_grad_kernel",
             (shares * blocks, self.heads, self.batch),
             *(query, global_key, global_value, global_bias),
-            *(logsumexp, products, grad, key_partial, value_partial, bias_partial),
+            *(logsumexp, delta, grad, key_partial, value_partial, bias_partial),
             *(*query.stride(), *grad.stride()),
             *(self.height, self.width),
             GLOBALS=self.num_global,
@@ -280,7 +280,7 @@ class _Run:
         if not all(grid):
             return
         kernels = _kernels()
-        constants["SUM"] = kernels.tl.float64 if self.sum_dtype == torch.float64 else kernels.tl.float32
+        constants["ACC_DTYPE"] = kernels.tl.float64 if self.acc_dtype == torch.float64 else kernels.tl.float32
         compiled = {"num_warps": self.launch.num_warps, "num_stages": self.launch.num_stages, "enable_fp_fusion": True}
         with torch.cuda.device_of(self.inputs.query):
             getattr(kernels, name)[grid](*args, **constants, **compiled)
@@ -292,7 +292,7 @@ class _Run:
 
     def _constants(self, has_globals: bool = False) -> dict[str, object]:
         """Return the compile-time constants of the kernels over chunks."""
-        of_globals = {"GLOBALS": self.num_global, "GLOBALS_BLOCK": self.launch.global_tokens}
+        global_constants = {"GLOBALS": self.num_global, "GLOBALS_BLOCK": self.launch.global_tokens}
         return {
             "WINDOW": self.layout.window_size,
             "SEEN": self.layout.seen,
@@ -304,7 +304,7 @@ class _Run:
             "POSITIONS_BLOCK": self.launch.positions,
             "SEEN_BLOCK": self.launch.tokens,
             "CHANNELS_BLOCK": self.launch.channels,
-            **(of_globals if has_globals else {}),
+            **(global_constants if has_globals else {}),
         }
 
     def _pitch(self) -> int:
@@ -323,4 +323,4 @@ class _Run:
     def _new_sums(self, *shape: int) -> Tensor:
         """A tensor for sums; (B, H, W, M) without ``shape``."""
         shape = shape or (self.batch, self.height, self.width, self.heads)
-        return self.inputs.query.new_empty(shape, dtype=self.sum_dtype)
+        return self.inputs.query.new_empty(shape, dtype=self.acc_dtype)

@@ -8,7 +8,7 @@ chunk is seen by the chunks that it sees, so that the keys' gradients are made i
 Scores and their log-sum-exps are to base 2. Every value is written by one program: there are no atomic additions, and
 results do not vary from run to run. Offsets into feature maps have 64 bits.
 
-Shapes: B images, M heads, H x W tokens, D channels a head, G global tokens, w x w = P positions of a chunk, S tokens
+Shapes: B images, M heads, H x W tokens, D channels per head, G global tokens, w x w = P positions of a chunk, S tokens
 that a chunk sees, 9 * P or 2 * P. Queries, keys, values and the gradient of the output have strides named after these
 axes; global keys and values (B, M, G, D), the local bias (M, P, PITCH), of which S are in use, and the global bias (M,
 G) are contiguous. Outputs lie in memory as (B, H, W, M, D), and as (B, H, W, M) where they have no channels.
@@ -39,7 +39,7 @@ def _own_tokens(chunk, block, height, width, WINDOW: tl.constexpr, BLOCK: tl.con
 
 @triton.jit
 def _along_axis(slot, chunk, size, WINDOW: tl.constexpr, CYCLIC: tl.constexpr):
-    """Along an axis of ``size`` tokens: the positions of slots round a chunk, and which of them are tokens."""
+    """Along an axis of ``size`` tokens: the positions of slots around a chunk, and which of them are tokens."""
     position = (chunk - 1) * WINDOW + slot
     if CYCLIC:
         # With fewer than three chunks the chunk behind the border is a neighbour already.
@@ -84,7 +84,7 @@ def _offset(row, col, stride_h, stride_w):
 
 
 @triton.jit
-def _number(row, col, batch, head, heads, height, width):
+def _token_index(row, col, batch, head, heads, height, width):
     """Return the flat index of a token among the (B, H, W, M) of all images and heads."""
     return ((batch.to(tl.int64) * height + row) * width + col) * heads + head
 
@@ -106,15 +106,15 @@ def _store(pointer, x, offset, is_token, CHANNELS: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
-def _products(a, b, SUM: tl.constexpr):
+def _products(a, b, ACC_DTYPE: tl.constexpr):
     """(rows, D) and (cols, D) -> (rows, cols), summed in float32 or better; exact for float32."""
-    return tl.dot(a, tl.trans(b), input_precision="ieee", out_dtype=SUM)
+    return tl.dot(a, tl.trans(b), input_precision="ieee", out_dtype=ACC_DTYPE)
 
 
 @triton.jit
-def _add_products(total, a, b, SUM: tl.constexpr):
+def _add_products(total, a, b, ACC_DTYPE: tl.constexpr):
     """(rows, D) and (rows, cols), (cols, D), the weights rounded to the type of what they weigh."""
-    return tl.dot(a.to(b.dtype), b, total, input_precision="ieee", out_dtype=SUM)
+    return tl.dot(a.to(b.dtype), b, total, input_precision="ieee", out_dtype=ACC_DTYPE)
 
 
 @triton.jit
@@ -131,14 +131,14 @@ def _scores(
     PITCH: tl.constexpr,
     SCALE: tl.constexpr,
     EXACT: tl.constexpr,
-    SUM: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
 ):
     """Scores of positions and the tokens that they see, (positions, tokens), base 2; -inf where a token is hidden."""
-    scores = _products(own, seen, SUM) * (SCALE * LOG2_E)
+    scores = _products(own, seen, ACC_DTYPE) * (SCALE * LOG2_E)
     if local_bias is not None:
         mask = (position < WINDOW * WINDOW)[:, None]
         bias = tl.load(local_bias + position[:, None] * PITCH + index[None, :], mask=mask, other=0.0)
-        scores += bias.to(SUM) * LOG2_E
+        scores += bias.to(ACC_DTYPE) * LOG2_E
     is_seen = is_seen[None, :]
     if EXACT:
         down = slot_row[None, :] - WINDOW - (position // WINDOW)[:, None]
@@ -149,36 +149,36 @@ def _scores(
 
 
 @triton.jit
-def _global_scores(own, seen, index, global_bias, GLOBALS: tl.constexpr, SCALE: tl.constexpr, SUM: tl.constexpr):
+def _global_scores(own, seen, index, global_bias, GLOBALS: tl.constexpr, SCALE: tl.constexpr, ACC_DTYPE: tl.constexpr):
     """Scores of tokens and global tokens, (tokens, global tokens), base 2; -inf beyond the global tokens."""
-    scores = _products(own, seen, SUM) * (SCALE * LOG2_E)
+    scores = _products(own, seen, ACC_DTYPE) * (SCALE * LOG2_E)
     if global_bias is not None:
         bias = tl.load(global_bias + index, mask=index < GLOBALS, other=0.0)
-        scores += (bias.to(SUM) * LOG2_E)[None, :]
+        scores += (bias.to(ACC_DTYPE) * LOG2_E)[None, :]
     return tl.where((index < GLOBALS)[None, :], scores, float("-inf"))
 
 
 @triton.jit
-def _attend(scores, value, largest, total, result, SUM: tl.constexpr):
+def _attend(scores, value, largest, total, result, ACC_DTYPE: tl.constexpr):
     """A step of the softmax: the largest scores so far, the sums of their weights and of the weighed values."""
     larger = tl.maximum(largest, tl.max(scores, 1))
     weights = tl.exp2(scores - larger[:, None])
     factor = tl.exp2(largest - larger)
     total = total * factor + tl.sum(weights, 1)
-    result = _add_products(result * factor[:, None], weights, value, SUM)
+    result = _add_products(result * factor[:, None], weights, value, ACC_DTYPE)
     return larger, total, result
 
 
 @triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
-    query, key, value, global_key, global_value, local_bias, global_bias, output, sums,
+    query, key, value, global_key, global_value, local_bias, global_bias, output, lse,
     query_b, query_m, query_h, query_w, query_d,
     key_b, key_m, key_h, key_w, key_d,
     value_b, value_m, value_h, value_w, value_d,
     height, width, shift_row, shift_col,
     WINDOW: tl.constexpr, SEEN: tl.constexpr, PITCH: tl.constexpr, GLOBALS: tl.constexpr, CHANNELS: tl.constexpr,
     SCALE: tl.constexpr, EXACT: tl.constexpr, CYCLIC: tl.constexpr, POSITIONS_BLOCK: tl.constexpr,
-    SEEN_BLOCK: tl.constexpr, GLOBALS_BLOCK: tl.constexpr, CHANNELS_BLOCK: tl.constexpr, SUM: tl.constexpr,
+    SEEN_BLOCK: tl.constexpr, GLOBALS_BLOCK: tl.constexpr, CHANNELS_BLOCK: tl.constexpr, ACC_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Outputs and log-sum-exps. Grid: chunks by blocks of positions, heads, images."""
     head, batch = tl.program_id(1), tl.program_id(2)
@@ -194,9 +194,9 @@ def forward_kernel(
         local_bias += head * WINDOW * WINDOW * PITCH
     q = _load(query, _offset(row, col, query_h, query_w), is_token, query_d, CHANNELS, CHANNELS_BLOCK)
 
-    largest = tl.full([POSITIONS_BLOCK], LOWEST, SUM)
-    total = tl.zeros([POSITIONS_BLOCK], SUM)
-    result = tl.zeros([POSITIONS_BLOCK, CHANNELS_BLOCK], SUM)
+    largest = tl.full([POSITIONS_BLOCK], LOWEST, ACC_DTYPE)
+    total = tl.zeros([POSITIONS_BLOCK], ACC_DTYPE)
+    result = tl.zeros([POSITIONS_BLOCK, CHANNELS_BLOCK], ACC_DTYPE)
     if GLOBALS > 0:
         first_global = (batch * heads + head) * GLOBALS
         if global_bias is not None:
@@ -206,8 +206,8 @@ def forward_kernel(
             offset = (first_global + index) * CHANNELS
             k = _load(global_key, offset, index < GLOBALS, 1, CHANNELS, CHANNELS_BLOCK)
             v = _load(global_value, offset, index < GLOBALS, 1, CHANNELS, CHANNELS_BLOCK)
-            scores = _global_scores(q, k, index, global_bias, GLOBALS, SCALE, SUM)
-            largest, total, result = _attend(scores, v, largest, total, result, SUM)
+            scores = _global_scores(q, k, index, global_bias, GLOBALS, SCALE, ACC_DTYPE)
+            largest, total, result = _attend(scores, v, largest, total, result, ACC_DTYPE)
     for start in range(0, SEEN, SEEN_BLOCK):
         index = start + tl.arange(0, SEEN_BLOCK)
         slot_row, slot_col, seen_row, seen_col, is_seen = _seen_tokens(
@@ -216,20 +216,20 @@ def forward_kernel(
         k = _load(key, _offset(seen_row, seen_col, key_h, key_w), is_seen, key_d, CHANNELS, CHANNELS_BLOCK)
         v = _load(value, _offset(seen_row, seen_col, value_h, value_w), is_seen, value_d, CHANNELS, CHANNELS_BLOCK)
         scores = _scores(
-            q, k, position, index, slot_row, slot_col, is_seen, local_bias, WINDOW, PITCH, SCALE, EXACT, SUM
+            q, k, position, index, slot_row, slot_col, is_seen, local_bias, WINDOW, PITCH, SCALE, EXACT, ACC_DTYPE
         )
-        largest, total, result = _attend(scores, v, largest, total, result, SUM)
+        largest, total, result = _attend(scores, v, largest, total, result, ACC_DTYPE)
 
     # A position outside the image may have seen nothing.
     total = tl.where(is_token, total, 1.0)
-    number = _number(row, col, batch, head, heads, height, width)
+    number = _token_index(row, col, batch, head, heads, height, width)
     _store(output, result / total[:, None], number * CHANNELS, is_token, CHANNELS, CHANNELS_BLOCK)
-    tl.store(sums + number, largest + tl.log2(total), mask=is_token)
+    tl.store(lse + number, largest + tl.log2(total), mask=is_token)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def query_grad_kernel(
-    query, key, value, global_key, global_value, local_bias, global_bias, output, sums, grad, query_grad, products,
+    query, key, value, global_key, global_value, local_bias, global_bias, output, lse, grad, query_grad, delta,
     query_b, query_m, query_h, query_w, query_d,
     key_b, key_m, key_h, key_w, key_d,
     value_b, value_m, value_h, value_w, value_d,
@@ -237,9 +237,9 @@ def query_grad_kernel(
     height, width, shift_row, shift_col,
     WINDOW: tl.constexpr, SEEN: tl.constexpr, PITCH: tl.constexpr, GLOBALS: tl.constexpr, CHANNELS: tl.constexpr,
     SCALE: tl.constexpr, EXACT: tl.constexpr, CYCLIC: tl.constexpr, POSITIONS_BLOCK: tl.constexpr,
-    SEEN_BLOCK: tl.constexpr, GLOBALS_BLOCK: tl.constexpr, CHANNELS_BLOCK: tl.constexpr, SUM: tl.constexpr,
+    SEEN_BLOCK: tl.constexpr, GLOBALS_BLOCK: tl.constexpr, CHANNELS_BLOCK: tl.constexpr, ACC_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of queries, and the products of outputs with their gradients. Grid as the forward pass."""
+    """Gradients of queries, and delta, the products of outputs with their gradients. Grid as the forward pass."""
     head, batch = tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(1)
     BLOCKS: tl.constexpr = (WINDOW * WINDOW + POSITIONS_BLOCK - 1) // POSITIONS_BLOCK
@@ -254,13 +254,13 @@ def query_grad_kernel(
         local_bias += head * WINDOW * WINDOW * PITCH
     q = _load(query, _offset(row, col, query_h, query_w), is_token, query_d, CHANNELS, CHANNELS_BLOCK)
     do = _load(grad, _offset(row, col, grad_h, grad_w), is_token, grad_d, CHANNELS, CHANNELS_BLOCK)
-    number = _number(row, col, batch, head, heads, height, width)
+    number = _token_index(row, col, batch, head, heads, height, width)
     out = _load(output, number * CHANNELS, is_token, 1, CHANNELS, CHANNELS_BLOCK)
-    product = tl.sum(do.to(SUM) * out.to(SUM), 1)
-    tl.store(products + number, product, mask=is_token)
-    sum_of_query = tl.load(sums + number, mask=is_token, other=float("inf"))
+    delta_i = tl.sum(do.to(ACC_DTYPE) * out.to(ACC_DTYPE), 1)
+    tl.store(delta + number, delta_i, mask=is_token)
+    lse_i = tl.load(lse + number, mask=is_token, other=float("inf"))
 
-    dq = tl.zeros([POSITIONS_BLOCK, CHANNELS_BLOCK], SUM)
+    dq = tl.zeros([POSITIONS_BLOCK, CHANNELS_BLOCK], ACC_DTYPE)
     if GLOBALS > 0:
         first_global = (batch * heads + head) * GLOBALS
         if global_bias is not None:
@@ -270,9 +270,9 @@ def query_grad_kernel(
             offset = (first_global + index) * CHANNELS
             k = _load(global_key, offset, index < GLOBALS, 1, CHANNELS, CHANNELS_BLOCK)
             v = _load(global_value, offset, index < GLOBALS, 1, CHANNELS, CHANNELS_BLOCK)
-            scores = _global_scores(q, k, index, global_bias, GLOBALS, SCALE, SUM)
-            weights = tl.exp2(scores - sum_of_query[:, None])
-            dq = _add_products(dq, weights * (_products(do, v, SUM) - product[:, None]), k, SUM)
+            scores = _global_scores(q, k, index, global_bias, GLOBALS, SCALE, ACC_DTYPE)
+            weights = tl.exp2(scores - lse_i[:, None])
+            dq = _add_products(dq, weights * (_products(do, v, ACC_DTYPE) - delta_i[:, None]), k, ACC_DTYPE)
     for start in range(0, SEEN, SEEN_BLOCK):
         index = start + tl.arange(0, SEEN_BLOCK)
         slot_row, slot_col, seen_row, seen_col, is_seen = _seen_tokens(
@@ -281,16 +281,16 @@ def query_grad_kernel(
         k = _load(key, _offset(seen_row, seen_col, key_h, key_w), is_seen, key_d, CHANNELS, CHANNELS_BLOCK)
         v = _load(value, _offset(seen_row, seen_col, value_h, value_w), is_seen, value_d, CHANNELS, CHANNELS_BLOCK)
         scores = _scores(
-            q, k, position, index, slot_row, slot_col, is_seen, local_bias, WINDOW, PITCH, SCALE, EXACT, SUM
+            q, k, position, index, slot_row, slot_col, is_seen, local_bias, WINDOW, PITCH, SCALE, EXACT, ACC_DTYPE
         )
-        weights = tl.exp2(scores - sum_of_query[:, None])
-        dq = _add_products(dq, weights * (_products(do, v, SUM) - product[:, None]), k, SUM)
+        weights = tl.exp2(scores - lse_i[:, None])
+        dq = _add_products(dq, weights * (_products(do, v, ACC_DTYPE) - delta_i[:, None]), k, ACC_DTYPE)
     _store(query_grad, dq * SCALE, number * CHANNELS, is_token, CHANNELS, CHANNELS_BLOCK)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def key_grad_kernel(
-    query, key, value, mirrored_bias, sums, products, grad, key_grad, value_grad,
+    query, key, value, mirrored_bias, lse, delta, grad, key_grad, value_grad,
     query_b, query_m, query_h, query_w, query_d,
     key_b, key_m, key_h, key_w, key_d,
     value_b, value_m, value_h, value_w, value_d,
@@ -298,7 +298,7 @@ def key_grad_kernel(
     height, width, shift_row, shift_col,
     WINDOW: tl.constexpr, SEEN: tl.constexpr, PITCH: tl.constexpr, CHANNELS: tl.constexpr, SCALE: tl.constexpr,
     EXACT: tl.constexpr, CYCLIC: tl.constexpr, POSITIONS_BLOCK: tl.constexpr, SEEN_BLOCK: tl.constexpr,
-    CHANNELS_BLOCK: tl.constexpr, SUM: tl.constexpr,
+    CHANNELS_BLOCK: tl.constexpr, ACC_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Gradients of keys and values. Grid as the forward pass.
 
@@ -320,8 +320,8 @@ def key_grad_kernel(
     k = _load(key, _offset(row, col, key_h, key_w), is_token, key_d, CHANNELS, CHANNELS_BLOCK)
     v = _load(value, _offset(row, col, value_h, value_w), is_token, value_d, CHANNELS, CHANNELS_BLOCK)
 
-    dk = tl.zeros([POSITIONS_BLOCK, CHANNELS_BLOCK], SUM)
-    dv = tl.zeros([POSITIONS_BLOCK, CHANNELS_BLOCK], SUM)
+    dk = tl.zeros([POSITIONS_BLOCK, CHANNELS_BLOCK], ACC_DTYPE)
+    dv = tl.zeros([POSITIONS_BLOCK, CHANNELS_BLOCK], ACC_DTYPE)
     for start in range(0, SEEN, SEEN_BLOCK):
         index = start + tl.arange(0, SEEN_BLOCK)
         slot_row, slot_col, seen_row, seen_col, is_seen = _seen_tokens(
@@ -329,24 +329,24 @@ def key_grad_kernel(
         )
         q = _load(query, _offset(seen_row, seen_col, query_h, query_w), is_seen, query_d, CHANNELS, CHANNELS_BLOCK)
         do = _load(grad, _offset(seen_row, seen_col, grad_h, grad_w), is_seen, grad_d, CHANNELS, CHANNELS_BLOCK)
-        number = _number(seen_row, seen_col, batch, head, heads, height, width)
-        sum_of_query = tl.load(sums + number, mask=is_seen, other=0.0)
-        product = tl.load(products + number, mask=is_seen, other=0.0)
+        number = _token_index(seen_row, seen_col, batch, head, heads, height, width)
+        lse_i = tl.load(lse + number, mask=is_seen, other=0.0)
+        delta_i = tl.load(delta + number, mask=is_seen, other=0.0)
         scores = _scores(
-            k, q, position, index, slot_row, slot_col, is_seen, mirrored_bias, WINDOW, PITCH, SCALE, EXACT, SUM
+            k, q, position, index, slot_row, slot_col, is_seen, mirrored_bias, WINDOW, PITCH, SCALE, EXACT, ACC_DTYPE
         )
         # It may overflow at positions outside the image, whose rows are not stored.
-        weights = tl.exp2(scores - sum_of_query[None, :])
-        dv = _add_products(dv, weights, do, SUM)
-        dk = _add_products(dk, weights * (_products(v, do, SUM) - product[None, :]), q, SUM)
-    number = _number(row, col, batch, head, heads, height, width)
+        weights = tl.exp2(scores - lse_i[None, :])
+        dv = _add_products(dv, weights, do, ACC_DTYPE)
+        dk = _add_products(dk, weights * (_products(v, do, ACC_DTYPE) - delta_i[None, :]), q, ACC_DTYPE)
+    number = _token_index(row, col, batch, head, heads, height, width)
     _store(key_grad, dk * SCALE, number * CHANNELS, is_token, CHANNELS, CHANNELS_BLOCK)
     _store(value_grad, dv, number * CHANNELS, is_token, CHANNELS, CHANNELS_BLOCK)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def local_bias_grad_kernel(
-    query, key, value, local_bias, sums, products, grad, partial,
+    query, key, value, local_bias, lse, delta, grad, partial,
     query_b, query_m, query_h, query_w, query_d,
     key_b, key_m, key_h, key_w, key_d,
     value_b, value_m, value_h, value_w, value_d,
@@ -354,7 +354,7 @@ def local_bias_grad_kernel(
     batches, height, width, shift_row, shift_col,
     WINDOW: tl.constexpr, SEEN: tl.constexpr, PITCH: tl.constexpr, CHANNELS: tl.constexpr, SCALE: tl.constexpr,
     EXACT: tl.constexpr, CYCLIC: tl.constexpr, POSITIONS_BLOCK: tl.constexpr, SEEN_BLOCK: tl.constexpr,
-    CHANNELS_BLOCK: tl.constexpr, SUM: tl.constexpr,
+    CHANNELS_BLOCK: tl.constexpr, ACC_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """The local bias' gradient over a share of the chunks, partial (shares, M, P, S). Grid: blocks, heads, shares."""
     head, share = tl.program_id(1), tl.program_id(2)
@@ -365,7 +365,7 @@ def local_bias_grad_kernel(
     local_bias += head * WINDOW * WINDOW * PITCH
     chunks = tl.cdiv(height, WINDOW) * tl.cdiv(width, WINDOW)
 
-    total = tl.zeros([POSITIONS_BLOCK, SEEN_BLOCK], SUM)
+    total = tl.zeros([POSITIONS_BLOCK, SEEN_BLOCK], ACC_DTYPE)
     for step in range(0, tl.cdiv(batches * chunks - share, tl.num_programs(2))):
         number_of_chunk = share + step * tl.num_programs(2)
         batch = number_of_chunk // chunks
@@ -384,14 +384,14 @@ def local_bias_grad_kernel(
         do = _load(grad, grad_offset, is_token, grad_d, CHANNELS, CHANNELS_BLOCK)
         k = _load(key, key_offset, is_seen, key_d, CHANNELS, CHANNELS_BLOCK)
         v = _load(value, value_offset, is_seen, value_d, CHANNELS, CHANNELS_BLOCK)
-        number = _number(row, col, batch, head, heads, height, width)
-        sum_of_query = tl.where(is_token, tl.load(sums + number, mask=is_token, other=0.0), float("inf"))
-        product = tl.load(products + number, mask=is_token, other=0.0)
+        number = _token_index(row, col, batch, head, heads, height, width)
+        lse_i = tl.where(is_token, tl.load(lse + number, mask=is_token, other=0.0), float("inf"))
+        delta_i = tl.load(delta + number, mask=is_token, other=0.0)
         scores = _scores(
-            q, k, position, index, slot_row, slot_col, is_seen, local_bias, WINDOW, PITCH, SCALE, EXACT, SUM
+            q, k, position, index, slot_row, slot_col, is_seen, local_bias, WINDOW, PITCH, SCALE, EXACT, ACC_DTYPE
         )
-        weights = tl.exp2(scores - sum_of_query[:, None])
-        total += weights * (_products(do, v, SUM) - product[:, None])
+        weights = tl.exp2(scores - lse_i[:, None])
+        total += weights * (_products(do, v, ACC_DTYPE) - delta_i[:, None])
     position = block * POSITIONS_BLOCK + tl.arange(0, POSITIONS_BLOCK)
     partial += (share * heads + head).to(tl.int64) * WINDOW * WINDOW * SEEN
     mask = (position < WINDOW * WINDOW)[:, None] & (index < SEEN)[None, :]
@@ -400,12 +400,12 @@ def local_bias_grad_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def global_grad_kernel(
-    query, global_key, global_value, global_bias, sums, products, grad, key_partial, value_partial, bias_partial,
+    query, global_key, global_value, global_bias, lse, delta, grad, key_partial, value_partial, bias_partial,
     query_b, query_m, query_h, query_w, query_d,
     grad_b, grad_m, grad_h, grad_w, grad_d,
     height, width,
     GLOBALS: tl.constexpr, CHANNELS: tl.constexpr, SCALE: tl.constexpr, TOKENS_BLOCK: tl.constexpr,
-    GLOBALS_BLOCK: tl.constexpr, CHANNELS_BLOCK: tl.constexpr, SUM: tl.constexpr,
+    GLOBALS_BLOCK: tl.constexpr, CHANNELS_BLOCK: tl.constexpr, ACC_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Gradients of global keys, values and biases over a share of an image's tokens.
 
@@ -426,22 +426,22 @@ def global_grad_kernel(
     k = _load(global_key, offset, is_global, 1, CHANNELS, CHANNELS_BLOCK)
     v = _load(global_value, offset, is_global, 1, CHANNELS, CHANNELS_BLOCK)
 
-    dk = tl.zeros([GLOBALS_BLOCK, CHANNELS_BLOCK], SUM)
-    dv = tl.zeros([GLOBALS_BLOCK, CHANNELS_BLOCK], SUM)
-    db = tl.zeros([GLOBALS_BLOCK], SUM)
+    dk = tl.zeros([GLOBALS_BLOCK, CHANNELS_BLOCK], ACC_DTYPE)
+    dv = tl.zeros([GLOBALS_BLOCK, CHANNELS_BLOCK], ACC_DTYPE)
+    db = tl.zeros([GLOBALS_BLOCK], ACC_DTYPE)
     for start in range(share * TOKENS_BLOCK, height * width, shares * TOKENS_BLOCK):
         token = start + tl.arange(0, TOKENS_BLOCK)
         row, col, is_token = token // width, token % width, token < height * width
         q = _load(query, _offset(row, col, query_h, query_w), is_token, query_d, CHANNELS, CHANNELS_BLOCK)
         do = _load(grad, _offset(row, col, grad_h, grad_w), is_token, grad_d, CHANNELS, CHANNELS_BLOCK)
-        number = _number(row, col, batch, head, heads, height, width)
-        sum_of_query = tl.where(is_token, tl.load(sums + number, mask=is_token, other=0.0), float("inf"))
-        product = tl.load(products + number, mask=is_token, other=0.0)
-        scores = _global_scores(q, k, index, global_bias, GLOBALS, SCALE, SUM)
-        weights = tl.exp2(scores - sum_of_query[:, None])
-        score_grads = weights * (_products(do, v, SUM) - product[:, None])
-        dv = _add_products(dv, tl.trans(weights), do, SUM)
-        dk = _add_products(dk, tl.trans(score_grads), q, SUM)
+        number = _token_index(row, col, batch, head, heads, height, width)
+        lse_i = tl.where(is_token, tl.load(lse + number, mask=is_token, other=0.0), float("inf"))
+        delta_i = tl.load(delta + number, mask=is_token, other=0.0)
+        scores = _global_scores(q, k, index, global_bias, GLOBALS, SCALE, ACC_DTYPE)
+        weights = tl.exp2(scores - lse_i[:, None])
+        score_grads = weights * (_products(do, v, ACC_DTYPE) - delta_i[:, None])
+        dv = _add_products(dv, tl.trans(weights), do, ACC_DTYPE)
+        dk = _add_products(dk, tl.trans(score_grads), q, ACC_DTYPE)
         db += tl.sum(score_grads, 0)
     number = (((share * tl.num_programs(2) + batch) * heads + head) * GLOBALS + index).to(tl.int64)
     _store(key_partial, dk * SCALE, number * CHANNELS, is_global, CHANNELS, CHANNELS_BLOCK)

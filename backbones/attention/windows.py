@@ -4,9 +4,9 @@ In it scores are computed again for a few chunks at a time, from the queries, ke
 log-sum-exps of the forward pass; never are all of them in memory. A learned bias is the same for all chunks, so that
 its gradient is a sum that grows block by block.
 
-Shapes: B images, M heads, H x W tokens, D channels a head, G keys that all tokens see, chunks of w x w = P positions. A
-chunk with ``side`` tokens on each of its sides is L = w + 2 * side long. The keys that a chunk sees in it are taken in
-pieces, each up to w columns of R rows, so that a piece of one chunk is a piece of its neighbours too.
+Shapes: B images, M heads, H x W tokens, D channels per head, G keys that all tokens see, chunks of w x w = P positions.
+A chunk with ``side`` tokens on each of its sides is L = w + 2 * side long. The keys that a chunk sees in it are taken
+in pieces, each up to w columns of R rows, so that a piece of one chunk is a piece of its neighbours too.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from backbones.attention.blocked import (
     split,
 )
 from backbones.attention.chunks import WindowInputs, from_chunks, mask_queries, to_chunks, wrap
-from backbones.layers.tracing import at_least_float32, in_order, missing, static_size
+from backbones.layers.tracing import at_least_float32, contiguous_for_export, padding_to_multiple, static_size
 
 _MASK = -1e9
 
@@ -37,9 +37,9 @@ class WindowLayout:
 
     Attributes:
         window_size: w.
-        side: tokens round a chunk that its window has too.
+        side: tokens around a chunk that its window has too.
         is_cyclic: whether the map continues at its opposite border, where it has three chunks or more.
-        shift: a step, in chunks, down and to the right: the chunk sees itself and this neighbour alone, and ``side`` is
+        shift: a step, in chunks, down and to the right: the chunk sees itself and only this neighbour, and ``side`` is
             w. None for the whole window.
     """
 
@@ -107,7 +107,7 @@ def attend_chunks(
     queries = to_chunks(mask_queries(query, static_size(keys.shape[3]) - channels), window_size)
     if bias is not None:
         # (B * rows * M, 1, w * w, S)
-        bias = in_order(bias.expand(queries.shape[0] // heads, heads, -1, -1)).flatten(0, 1)[:, None]
+        bias = contiguous_for_export(bias.expand(queries.shape[0] // heads, heads, -1, -1)).flatten(0, 1)[:, None]
     scale, logsumexp = channels**-0.5, None
     if with_logsumexp:
         output, logsumexp = attention_with_logsumexp(queries, keys, values, bias=bias, scale=scale)
@@ -248,9 +248,9 @@ class _Gradients:
                 torch.sub(bias.expand_as(scores), self.logsumexp[image, row, chunks, :, None], out=scores)
             part.baddbmm_(key, query_columns)
         if self.logsumexp is None:
-            sums = torch.stack([part.logsumexp(dim=1) for part in weights]).logsumexp(dim=0)[:, None]
+            logsumexp = torch.stack([part.logsumexp(dim=1) for part in weights]).logsumexp(dim=0)[:, None]
             for part in weights:
-                part.sub_(sums)
+                part.sub_(logsumexp)
         all_weights.clamp_(min=LEAST_EXPONENT).exp_()
         for part, value in zip(products, values, strict=True):
             torch.bmm(value, grad_columns, out=part)
@@ -288,7 +288,7 @@ class _Gradients:
     def _chunks(self, x: Tensor) -> Tensor:
         """(B, M, H, W, E) -> (B, rows, cols, M, P, E), padded with zeros."""
         size = self.layout.window_size
-        x = F.pad(x, (0, 0, 0, missing(self.width, size), 0, missing(self.height, size)))
+        x = F.pad(x, (0, 0, 0, padding_to_multiple(self.width, size), 0, padding_to_multiple(self.height, size)))
         x = x.unflatten(3, (self.cols, size)).unflatten(2, (self.rows, size))
         return x.permute(0, 2, 4, 1, 3, 5, 6).flatten(4, 5).contiguous()
 

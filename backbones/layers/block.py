@@ -33,10 +33,10 @@ class Block(nn.Module):
 
     Args:
         dim: channels of a token.
-        attention: (B, H, W, C) and (B, G, C) or None -> the same; None for a block of the MLP alone (LIT section 3.2).
-        expansion: of the MLP.
-        norm_eps: of the norms.
-        drop_path_rate: of stochastic depth.
+        attention: (B, H, W, C) and (B, G, C) or None -> the same; None for only the MLP (LIT section 3.2).
+        expansion: ratio of the MLP's inner channels to ``dim``.
+        norm_eps: epsilon of the norms.
+        drop_path_rate: rate of stochastic depth.
     """
 
     def __init__(

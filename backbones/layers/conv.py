@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.ops import FrozenBatchNorm2d
 
-from backbones.layers.tracing import at_least_float32, in_order
+from backbones.layers.tracing import at_least_float32, contiguous_for_export
 
 # "frozen": statistics and weights are never trained; "sync": statistics over all processes.
 BATCH_NORMS = {"batch": nn.BatchNorm2d, "frozen": FrozenBatchNorm2d, "sync": nn.SyncBatchNorm}
@@ -22,7 +22,7 @@ class SeparableProjection(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(B, H, W, dim) -> (B, H, W, out_dim)."""
-        features = self.norm(self.depthwise(in_order(tokens.permute(0, 3, 1, 2))))
+        features = self.norm(self.depthwise(contiguous_for_export(tokens.permute(0, 3, 1, 2))))
         return self.pointwise(features.permute(0, 2, 3, 1))
 
 
@@ -39,7 +39,7 @@ class StandardisedProjection(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(B, H, W, dim) -> (B, H, W, out_dim)."""
-        return self.pointwise(self.depthwise(in_order(tokens.permute(0, 3, 1, 2))).permute(0, 2, 3, 1))
+        return self.pointwise(self.depthwise(contiguous_for_export(tokens.permute(0, 3, 1, 2))).permute(0, 2, 3, 1))
 
 
 class StandardisedConv2d(nn.Conv2d):

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 def init_trunc_normal_(tensor: Tensor) -> Tensor:
     """Fill ``tensor`` from a normal distribution with a deviation of 0.02, truncated at 2, and return it.
 
-    All three papers initialise so. On the meta device it returns at once, which saves most of the time of a build.
+    All three papers do so. On the meta device it returns at once, which saves most of the time of a build.
     """
     return tensor if tensor.is_meta else trunc_normal_(tensor, std=0.02)
 

@@ -3,12 +3,12 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from backbones.layers.tracing import is_tracing, missing
+from backbones.layers.tracing import is_tracing, padding_to_multiple
 
 
 def pad_to_multiple(features: Tensor, multiple: int) -> Tensor:
     """(B, C, H, W) with zeros below and on the right, so that ``multiple`` divides both sides."""
-    pad_height, pad_width = missing(features.shape[2], multiple), missing(features.shape[3], multiple)
+    pad_height, pad_width = (padding_to_multiple(size, multiple) for size in features.shape[2:])
     if not is_tracing() and not pad_height and not pad_width:
         return features
     return F.pad(features, (0, pad_width, 0, pad_height))
@@ -23,8 +23,8 @@ class PatchEmbed(nn.Module):
         in_channels: C_in.
         dim: channels of a token.
         patch_size: side of a patch.
-        norm_eps: of the norm.
-        kernel_size: of overlapping patches (CvT section 3.1); None for ``patch_size``.
+        norm_eps: epsilon of the norm.
+        kernel_size: side of overlapping patches (CvT section 3.1); None for ``patch_size``.
     """
 
     def __init__(

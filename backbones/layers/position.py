@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from backbones.errors import ConfigError
 from backbones.layers.parameters import init_trunc_normal_
-from backbones.layers.tracing import first, in_order, is_tracing
+from backbones.layers.tracing import contiguous_for_export, is_tracing, take_first
 
 # How a table meets a map of another size: resized once, when a checkpoint is loaded, into one for the largest map, of
 # which each map takes its part (ViL); or resized to each map (LIT).
@@ -49,7 +49,8 @@ class AbsolutePositions(nn.Module):
         size: height and width, in tokens, of the map that the tables are made for.
         dim: channels, even.
         num_global_tokens: G; each global token has a position of its own.
-        resizing: of ``RESIZING``: with ``"load"`` a smaller map takes the top-left part, and a larger one is an error.
+        resizing: one of ``RESIZING``: with ``"load"`` a smaller map takes the top-left part, and a larger one is an
+            error.
     """
 
     no_weight_decay_names = ("rows", "cols", "global_tokens")
@@ -67,7 +68,7 @@ class AbsolutePositions(nn.Module):
             rows, cols = resize_table(self.rows, (height,)), resize_table(self.cols, (width,))
         else:
             _check_size((height, width), (self.rows.shape[0], self.cols.shape[0]))
-            rows, cols = first(self.rows, 0, height), first(self.cols, 0, width)
+            rows, cols = take_first(self.rows, 0, height), take_first(self.cols, 0, width)
         return torch.cat([rows[:, None].expand(-1, width, -1), cols[None].expand(height, -1, -1)], dim=-1)
 
 
@@ -85,7 +86,7 @@ class _OffsetBias(nn.Module):
     """A learned bias for each head and offset between a query and the keys of its window.
 
     Args:
-        side, window_side: of the queries and of the keys round them.
+        side, window_side: side of the square of queries, and of that of the keys around them.
         stride: rows of the table from one offset of rows to the next.
         num_heads: M.
     """
@@ -118,12 +119,12 @@ class WindowRelativeBias(_OffsetBias):
 
 
 class SegmentRelativeBias(_OffsetBias):
-    """A learned bias between a query and the keys of the window round its segment, for each head (Transformer-LS).
+    """A learned bias between a query and the keys of the window around its segment, for each head (Transformer-LS).
 
     The table and its index are those of the official code, whose rows are one too close: with side = max(w // 2, 1)
-    tokens round the segment, the row of offset (dh, dw), query minus key, is
+    tokens around the segment, the row of offset (dh, dw), query minus key, is
     ``(dh + side + w - 1) * (w + 2 * side) + dw + side + w - 1``, while dw has 2 * (w + side) - 1 values. So offsets
-    ``(dh, dw)`` and ``(dh + 1, dw - w - 2 * side)`` share a bias. Official weights were trained so, and need it.
+    ``(dh, dw)`` and ``(dh + 1, dw - w - 2 * side)`` share a bias. Official weights were trained this way, and need it.
     """
 
     def __init__(self, window_size: int, num_heads: int) -> None:
@@ -138,8 +139,8 @@ class GridPositions(nn.Module):
         size: height and width, in tokens, of the map that the table is made for.
         dim: channels.
         num_global_tokens: G; each global token has a position of its own.
-        resizing: of ``RESIZING``: with ``"map"`` bilinear, to each map's height and width; with ``"load"`` a smaller
-            map takes the top-left part, and a larger one is an error.
+        resizing: one of ``RESIZING``: with ``"map"`` bilinear, to each map's height and width; with ``"load"`` a
+            smaller map takes the top-left part, and a larger one is an error.
     """
 
     no_weight_decay_names = ("table", "global_tokens")
@@ -155,7 +156,7 @@ class GridPositions(nn.Module):
         if self.resizing == "map":
             return resize_table(self.table, (height, width))
         _check_size((height, width), self.table.shape[:2])
-        return first(first(self.table, 0, height), 1, width)
+        return take_first(take_first(self.table, 0, height), 1, width)
 
 
 class GridRelativeBias(nn.Module):
@@ -167,8 +168,8 @@ class GridRelativeBias(nn.Module):
         num_global_tokens: G.
         global_queries: whether the global tokens are queries too.
         resize_mode: see :func:`resize_table`.
-        resizing: of ``RESIZING``: with ``"load"`` a smaller map takes the offsets that it has, and a larger one is an
-            error.
+        resizing: one of ``RESIZING``: with ``"load"`` a smaller map takes the offsets that it has, and a larger one
+            is an error.
     """
 
     no_weight_decay_names = ("table", "local_to_global", "global_to_local", "global_to_global")
@@ -197,7 +198,7 @@ class GridRelativeBias(nn.Module):
             self.global_to_local = position_parameter(num_heads, num_global_tokens)
             self.global_to_global = position_parameter(num_heads, num_global_tokens, num_global_tokens)
 
-    def by_row(self, height: int, width: int) -> Tensor:
+    def by_row_offset(self, height: int, width: int) -> Tensor:
         """The bias of a pair of columns for each offset of rows, (M, 2 * height - 1, width, width): query by key.
 
         All that depends on the size of the map.
@@ -214,24 +215,24 @@ class GridRelativeBias(nn.Module):
         offset = col[:, None] - col[None, :] + width - 1
         return grid.index_select(2, offset.flatten()).unflatten(2, (width, width))
 
-    def of_groups(self, by_row: Tensor, rows: Tensor, key_rows: Tensor) -> Iterator[Tensor]:
+    def row_group_biases(self, offset_bias: Tensor, rows: Tensor, key_rows: Tensor) -> Iterator[Tensor]:
         """The bias of the queries in some rows of the map, group by group: one copy each, whose gradient is slow.
 
         Args:
-            by_row: of :meth:`by_row`.
+            offset_bias: result of :meth:`by_row_offset`.
             rows: (groups, R), numbers of rows of queries.
             key_rows: (S,), those of keys.
 
         Yields:
             (M, R * W, G + S * W)
         """
-        (heads, offsets, width), num_rows, num_key_rows = by_row.shape[:3], rows.shape[1], key_rows.shape[0]
+        (heads, offsets, width), num_rows, num_key_rows = offset_bias.shape[:3], rows.shape[1], key_rows.shape[0]
         col = torch.arange(width, device=rows.device)
         # (groups, R, W, S)
         offset = rows[:, :, None, None] - key_rows + offsets // 2 + col[:, None] * offsets
-        by_col = in_order(by_row.transpose(1, 2)).flatten(1, 2)
+        bias_by_query_col = contiguous_for_export(offset_bias.transpose(1, 2)).flatten(1, 2)
         for index in offset.flatten(1).unbind():
-            bias = by_col.index_select(1, index)
+            bias = bias_by_query_col.index_select(1, index)
             yield self._with_globals(bias.view(heads, num_rows * width, num_key_rows * width))
 
     def _with_globals(self, bias: Tensor) -> Tensor:
@@ -240,11 +241,11 @@ class GridRelativeBias(nn.Module):
         return torch.cat([self.local_to_global[:, None].expand(-1, bias.shape[1], -1), bias], dim=2)
 
     @property
-    def to_global(self) -> Tensor | None:
+    def global_key_bias(self) -> Tensor | None:
         """The bias of local queries at the global keys, (M, G), or None without global tokens."""
         return self.local_to_global if self.num_global_tokens else None
 
-    def of_globals(self, tokens: int) -> Tensor:
+    def global_query_bias(self, tokens: int) -> Tensor:
         """The bias of the global queries, (M, G, G + tokens)."""
         to_local = self.global_to_local[:, :, None].expand(-1, -1, tokens)
         return torch.cat([self.global_to_global, to_local], dim=2)
@@ -252,15 +253,15 @@ class GridRelativeBias(nn.Module):
     def forward(self, height: int, width: int) -> Tensor:
         """The bias of a map of ``height`` x ``width``: (M, L, G + H * W), L the local or all queries, globals first."""
         rows = torch.arange(height, device=self.table.device)
-        by_row = self.by_row(height, width)
+        offset_bias = self.by_row_offset(height, width)
         if torch.is_grad_enabled():
             # (M, H, H, W, W): a second copy, and a gradient that is faster than that of the groups
-            bias = by_row.index_select(1, (rows[:, None] - rows + height - 1).flatten()).unflatten(1, (height, height))
+            bias = offset_bias.index_select(1, (rows[:, None] - rows + height - 1).flatten()).unflatten(1, (-1, height))
             bias = self._with_globals(bias.transpose(2, 3).flatten(3, 4).flatten(1, 2))
         else:
-            [bias] = self.of_groups(by_row, rows[None], rows)
+            [bias] = self.row_group_biases(offset_bias, rows[None], rows)
         if self.global_queries:
-            bias = torch.cat([self.of_globals(bias.shape[1]), bias], dim=1)
+            bias = torch.cat([self.global_query_bias(bias.shape[1]), bias], dim=1)
         return bias
 
 
@@ -268,7 +269,7 @@ def fit_table(tensor: Tensor, owner: nn.Module, leaf: str, *, made_for: tuple[in
     """A table of positions of another size, resized for the module that is to have it.
 
     Args:
-        tensor: of a checkpoint.
+        tensor: table of a checkpoint.
         owner: the module of this model.
         leaf: the name of the parameter in ``owner``.
         made_for: height and width, in tokens, of the feature map that ``tensor`` of a :class:`GridRelativeBias` is for;
@@ -302,19 +303,19 @@ def fit_table(tensor: Tensor, owner: nn.Module, leaf: str, *, made_for: tuple[in
     return tensor
 
 
-def resize_tables(model: nn.Module, twin: nn.Module) -> None:
+def resize_tables(model: nn.Module, resized: nn.Module) -> None:
     """Resize tables of positions in place, as :func:`fit_table` does for a checkpoint's.
 
     Args:
         model: the parameters stay the same objects, without gradients where they are resized.
-        twin: the same model made for another size, on any device.
+        resized: the same model made for another size, on any device.
 
     Raises:
         ConfigError: where a parameter cannot be resized; nothing has changed then.
     """
-    twins, resized, sized = dict(twin.named_modules()), [], []
+    resized_modules, tables, sized = dict(resized.named_modules()), [], []
     for path, module in model.named_modules():
-        other = twins.get(path)
+        other = resized_modules.get(path)
         sized += [(module, name, getattr(other, name)) for name in getattr(other, "sized", ())]
         made_for = module.size if isinstance(module, GridRelativeBias) else None
         for leaf, parameter in module.named_parameters(recurse=False):
@@ -326,8 +327,8 @@ def resize_tables(model: nn.Module, twin: nn.Module) -> None:
                     " other one (img_size)"
                 )
             if table is not tensor:
-                resized.append((parameter, table))
-    for parameter, table in resized:
+                tables.append((parameter, table))
+    for parameter, table in tables:
         parameter.data, parameter.grad = table, None
     for module, name, value in sized:
         setattr(module, name, value)

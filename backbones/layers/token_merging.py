@@ -1,4 +1,4 @@
-"""Token merging (LIT section 3.3): 2 x 2 tokens become one, from where a learned grid says, or from where they are.
+"""Token merging (LIT section 3.3): 2 x 2 tokens become one, sampled at learned offsets, or on the regular grid.
 
 Shapes: B images, C channels in and D out, H x W tokens in and ceil(H / 2) x ceil(W / 2) out. An odd height or width is
 padded with zeros below and on the right.
@@ -19,7 +19,7 @@ from torchvision.ops import deform_conv2d
 from backbones.errors import ConfigError
 from backbones.layers.conv import BATCH_NORMS
 from backbones.layers.patch_embed import pad_to_multiple
-from backbones.layers.tracing import at_least_float32, autocast_off, in_order, is_exporting, is_tracing
+from backbones.layers.tracing import at_least_float32, autocast_off, contiguous_for_export, is_exporting, is_tracing
 
 
 class DeformableTokenMerging(nn.Module):
@@ -99,7 +99,7 @@ def deformable_by_sampling(features: Tensor, offset: Tensor, weight: Tensor, bia
     """
     batch, _, height, width = features.shape
     # (B, H, W, 2): each position of the map belongs to one of the merged tokens.
-    offset = in_order(offset.unflatten(1, (stride, stride, 2)).permute(0, 4, 1, 5, 2, 3))
+    offset = contiguous_for_export(offset.unflatten(1, (stride, stride, 2)).permute(0, 4, 1, 5, 2, 3))
     offset = offset.reshape(batch, height, width, 2)
     rows = torch.arange(height, device=features.device, dtype=features.dtype)
     cols = torch.arange(width, device=features.device, dtype=features.dtype)
@@ -124,9 +124,9 @@ def sampled_positions(offsets: Sequence[Tensor], row: int, col: int) -> Tensor:
     A position between tokens is traced on through the nearest token; one beyond the map through the token at its edge.
 
     Args:
-        offsets: of n modules, first module first, each (H, W, 2, 2, 2): one image of
+        offsets: those of n modules, first module first, each (H, W, 2, 2, 2): one image of
             :meth:`DeformableTokenMerging.offsets`.
-        row, col: of a token that the last module gives.
+        row, col: position of a token that the last module gives.
 
     Returns:
         (4^n, 2): (y, x) in tokens of the map that the first module merges; whole numbers are centres of tokens. On an
@@ -153,10 +153,10 @@ def sampled_positions(offsets: Sequence[Tensor], row: int, col: int) -> Tensor:
 def with_deformable_merging(swin: nn.Module, *, norm: str = "batch") -> nn.Module:
     """A copy of timm's Swin with deformable token merging (LIT Table 4, "Swin-Ti + DTM"), with new weights in it.
 
-    The table's PVT-S is not offered: timm has PVT v2 alone, whose overlapping embeddings of 3 x 3 are another model.
+    The table's PVT-S is not offered: timm has only PVT v2, whose overlapping embeddings of 3 x 3 are another model.
 
     Args:
-        swin: as ``timm.create_model("swin_tiny_patch4_window7_224")`` gives it, with ``features_only=True`` or without.
+        swin: a model like ``timm.create_model("swin_tiny_patch4_window7_224")``, also with ``features_only=True``.
         norm: see :class:`DeformableTokenMerging`.
 
     Raises:

@@ -30,7 +30,7 @@ def static_size(size: int) -> int:
         return int(size)
 
 
-def missing(size: int, multiple: int) -> int:
+def padding_to_multiple(size: int, multiple: int) -> int:
     """Return the padding from ``size`` to the next multiple.
 
     It is written so that ``torch.export`` finds for the sum of both a multiple, and for its quotient a single division.
@@ -38,22 +38,22 @@ def missing(size: int, multiple: int) -> int:
     return (size + multiple - 1) // multiple * multiple - size
 
 
-def missing_to(size: int, least: int) -> int:
+def padding_to(size: int, least: int) -> int:
     """Return the padding from ``size`` to ``least``, 0 where it is larger; in a trace a tensor."""
-    missing = least - size
-    return missing.clamp(min=0) if isinstance(missing, torch.Tensor) else torch.sym_max(0, missing)
+    padding = least - size
+    return padding.clamp(min=0) if isinstance(padding, torch.Tensor) else torch.sym_max(0, padding)
 
 
-def in_order(x: Tensor) -> Tensor:
+def contiguous_for_export(x: Tensor) -> Tensor:
     """``x``; in a run of ``torch.export`` a copy that lies in memory as a new tensor does.
 
-    To reshape a tensor that lies otherwise, PyTorch compares strides, and the export would hold for those sizes alone
-    where they compare so.
+    To reshape a tensor that lies otherwise, PyTorch compares strides, and the export would specialise to sizes
+    with the same result.
     """
     return x.clone(memory_format=torch.contiguous_format) if is_exporting() else x
 
 
-def first(x: Tensor, dim: int, size: int) -> Tensor:
+def take_first(x: Tensor, dim: int, size: int) -> Tensor:
     """The first ``size`` positions of ``x`` along ``dim``, which has as many or more; no view in ``torch.export``.
 
     A slice would have the smaller of both sizes, which is not known to be equal to ``size`` later on.

@@ -1,9 +1,9 @@
 """The autoregressive character language model (Transformer-LS sections 3.3 and 4.2, appendix C, figures 4 and 5).
 
 A token attends to the last w tokens, itself included, and to r projected keys of every segment of l tokens before its
-own, all in one softmax. A text is processed in parts; each layer has a memory of the tokens before. The cost of a part
-is linear in it except for the projected keys.
-Shapes: B texts, M heads, N tokens of a part, L of the memory, D channels a head, C = M * D, V projected keys.
+own, all in one softmax. A text is processed in blocks; each layer has a memory of the tokens before. The cost of a
+block is linear in it except for the projected keys.
+Shapes: B texts, M heads, N tokens of a block, L of the memory, D channels per head, C = M * D, V projected keys.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from backbones.attention.dense import merge_heads, split_heads
 from backbones.attention.long_short import DualNorm, dynamic_projection
 from backbones.errors import ConfigError, check_whole, explain_unknown_keywords
 from backbones.layers.parameters import names_without_weight_decay
-from backbones.layers.tracing import at_least_float32, missing
+from backbones.layers.tracing import at_least_float32, padding_to_multiple
 from backbones.sequence.encoder import EncoderLayer, check_heads
 
 _NEVER = float("-inf")
@@ -31,29 +31,29 @@ def causal_attention(
     window_size: int,
     segment_length: int,
     rank: int,
-    summed_key: Tensor,
-    summed_value: Tensor,
+    projected_key: Tensor,
+    projected_value: Tensor,
     key_bias: Tensor,
     query_bias: Tensor,
     window_positions: Tensor,
     segment_positions: Tensor,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Attention of the tokens of a part.
+    """Attention of the tokens of a block.
 
     The score of a query q and a token's key k is ``(q / sqrt(D) + key_bias) . k + (q / sqrt(D) + query_bias) . p`` with
     p the position of their distance, as in Transformer-XL; that of q and a projected key is
-    ``q / sqrt(D) . k + q / sqrt(D) . p`` with p the position of how many projected keys it stands back from the query's
+    ``q / sqrt(D) . k + q / sqrt(D) . p`` with p the position of how many projected keys it is back from the query's
     segment.
 
     Args:
         query: (B, M, N, D); any N.
-        key, value: (B, M, w + N, D), of the last w tokens before the part, and of the part.
+        key, value: (B, M, w + N, D), of the last w tokens before the block, and of the block.
         window_size: w.
-        segment_length: l; the part is cut from its start.
+        segment_length: l; the block is cut from its start.
         rank: r, projected keys of a segment.
-        summed_key, summed_value: (B, M, V, D), of all segments of the memory and, with S = ceil(N / l), of the first
-            S - 1 of the part: the last one is seen by no token of the part.
+        projected_key, projected_value: (B, M, V, D), of all segments of the memory and, with S = ceil(N / l), of the
+            first S - 1 of the block: the last one is seen by no token of the block.
         key_bias, query_bias: (M, D).
         window_positions: (M, w, D), of the distances w - 1 to 0.
         segment_positions: (M, V + r, D), of V + r - 1 to 0 projected keys back from the last segment.
@@ -65,47 +65,47 @@ def causal_attention(
     batch, heads, number, channels = query.shape
     length = min(segment_length, number)
     segments = -(-number // length)
-    # Larger blocks copy keys less often, smaller ones meet fewer that are not of the window.
-    block = length * min(max(window_size // 2 // length, 1), segments)
-    fill = missing(number, block)
+    # Larger groups of segments copy keys less often, smaller ones meet fewer that are not of the window.
+    group = length * min(max(window_size // 2 // length, 1), segments)
+    fill = padding_to_multiple(number, group)
     query = F.pad(query, (0, 0, 0, fill))
     scaled = query * channels**-0.5
 
-    in_memory = summed_key.shape[2] - (segments - 1) * rank
-    sum_bias = _bias_of_sums(scaled, segment_positions, length, rank, segments, in_memory).unflatten(2, (-1, block))
+    in_memory = projected_key.shape[2] - (segments - 1) * rank
+    sum_bias = _bias_of_sums(scaled, segment_positions, length, rank, segments, in_memory).unflatten(2, (-1, group))
 
-    # (B, M, n, block, w) -> (B, M, n, block, w + block)
+    # (B, M, n, group, w) -> (B, M, n, group, w + group)
     token_bias = (scaled + query_bias[:, None]) @ window_positions.transpose(1, 2)
-    token_bias = _on_the_diagonal(token_bias.unflatten(2, (-1, block)))
+    token_bias = _on_the_diagonal(token_bias.unflatten(2, (-1, group)))
     key, value = F.pad(key, (0, 0, 0, fill)), F.pad(value, (0, 0, 0, fill))
-    # (B, M, n, w + block)
-    of_keys = chunks.windows((key @ key_bias[:, :, None])[..., 0], 2, window_size + block, block)
-    bias = torch.cat([sum_bias, token_bias + of_keys[:, :, :, None]], dim=4)
+    # (B, M, n, w + group)
+    key_biases = chunks.windows((key @ key_bias[:, :, None])[..., 0], 2, window_size + group, group)
+    bias = torch.cat([sum_bias, token_bias + key_biases[:, :, :, None]], dim=4)
 
-    queries = query.unflatten(2, (-1, block)).flatten(0, 1)
+    queries = query.unflatten(2, (-1, group)).flatten(0, 1)
     keys, values = (
         torch.cat(
             [
-                sums[:, :, None].expand(-1, -1, bias.shape[2], -1, -1),
-                chunks.windows(tokens, 2, window_size + block, block),
+                projected[:, :, None].expand(-1, -1, bias.shape[2], -1, -1),
+                chunks.windows(tokens, 2, window_size + group, group),
             ],
             dim=3,
         ).flatten(0, 1)
-        for sums, tokens in ((summed_key, key), (summed_value, value))
+        for projected, tokens in ((projected_key, key), (projected_value, value))
     )
     output = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias.flatten(0, 1), dropout_p=dropout)
     return output.unflatten(0, (batch, heads)).flatten(2, 3)[:, :, :number]
 
 
 def _on_the_diagonal(bias: Tensor) -> Tensor:
-    """(..., block, w) -> (..., block, w + block): row i moved by i + 1 to the right, masked elsewhere.
+    """(..., group, w) -> (..., group, w + group): row i moved by i + 1 to the right, masked elsewhere.
 
-    In the flat result element j of row i has the index ``i * (w + block) + i + 1 + j``, which it has already if each
+    In the flat result element j of row i has the index ``i * (w + group) + i + 1 + j``, which it has already if each
     row is longer by one.
     """
-    block, window_size = bias.shape[-2:]
-    flat = F.pad(bias, (1, block), value=_NEVER).flatten(-2)
-    return flat[..., : block * (window_size + block)].unflatten(-1, (block, window_size + block))
+    group, window_size = bias.shape[-2:]
+    flat = F.pad(bias, (1, group), value=_NEVER).flatten(-2)
+    return flat[..., : group * (window_size + group)].unflatten(-1, (group, window_size + group))
 
 
 def _bias_of_sums(scaled: Tensor, positions: Tensor, length: int, rank: int, segments: int, in_memory: int) -> Tensor:
@@ -116,7 +116,7 @@ def _bias_of_sums(scaled: Tensor, positions: Tensor, length: int, rank: int, seg
 
     Args:
         scaled: (B, M, n * length, D). positions: (M, V + r, D).
-        segments: of the part; those after it are padding.
+        segments: number of segments of the block; those after it are padding.
         in_memory: projected keys of the memory, the first of all V.
     """
     vectors = positions.shape[1] - rank
@@ -131,10 +131,10 @@ def _bias_of_sums(scaled: Tensor, positions: Tensor, length: int, rank: int, seg
 
 
 class CausalAttention(DualNorm):
-    """Multi-head long-short attention over the part of a text and the memory of what came before.
+    """Multi-head long-short attention over a block of a text and the memory of what came before.
 
-    Keys of the part are projected, then summed; the memory is summed head by head before it is projected, as in the
-    official code. So a text in parts does not give what it gives as a whole.
+    Keys of the block are projected, then summed; the memory is summed head by head before it is projected, as in the
+    official code. So a text in blocks does not give what it gives as a whole.
 
     Args:
         dim: channels of a token.
@@ -179,7 +179,7 @@ class CausalAttention(DualNorm):
             tokens: (B, N, C). memory: (B, L, C); L is a multiple of l, and w or more.
             window_table: (w, C), sinusoids of the distances w - 1 to 0.
             segment_table: (V + r, C), sinusoids of V + r - 1 to 0; V projected keys of the memory and of all segments
-                of the part but the last.
+                of the block but the last.
         """
         key, value = self.key(tokens), self.value(tokens)
         recent = memory[:, -self.window_size :]
@@ -187,13 +187,14 @@ class CausalAttention(DualNorm):
             torch.cat([self.key(recent), key], dim=1), torch.cat([self.value(recent), value], dim=1)
         )
         (summed,) = self._sums(memory, memory)
-        summed_key, summed_value = self.key(summed), self.value(summed)
-        # The last segment, whole or not, is seen by no token of the part.
+        projected_key, projected_value = self.key(summed), self.value(summed)
+        # The last segment, whole or not, is seen by no token of the block.
         whole = (tokens.shape[1] - 1) // self.segment_length * self.segment_length
         if whole:
-            of_part = self._sums(tokens[:, :whole], key[:, :whole], value[:, :whole])
-            summed_key, summed_value = torch.cat([summed_key, of_part[0]], 1), torch.cat([summed_value, of_part[1]], 1)
-        summed_key, summed_value = self.norm_projected(summed_key, summed_value)
+            sums = self._sums(tokens[:, :whole], key[:, :whole], value[:, :whole])
+            projected_key = torch.cat([projected_key, sums[0]], dim=1)
+            projected_value = torch.cat([projected_value, sums[1]], dim=1)
+        projected_key, projected_value = self.norm_projected(projected_key, projected_value)
         output = causal_attention(
             split_heads(self.query(tokens), self.num_heads),
             window_key,
@@ -201,8 +202,8 @@ class CausalAttention(DualNorm):
             window_size=self.window_size,
             segment_length=self.segment_length,
             rank=self.rank,
-            summed_key=summed_key,
-            summed_value=summed_value,
+            projected_key=projected_key,
+            projected_value=projected_value,
             key_bias=self.key_bias,
             query_bias=self.query_bias,
             window_positions=self._by_head(self.window_position(window_table)),
@@ -228,7 +229,7 @@ class CausalAttention(DualNorm):
 
 
 class CharLMLayer(EncoderLayer):
-    """Attention and MLP. What is added to is the normed input, as in the official code, and not the input itself.
+    """Attention and MLP. The skip connection starts from the normed input, as in the official code.
 
     Args:
         dim: channels of a token.
@@ -315,15 +316,15 @@ class CharLM(nn.Module):
         self.apply(_initialise)
 
     def forward(self, ids: Tensor, memory: Sequence[Tensor] | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """A part of a text, ids (B, N) -> log-probabilities of the next id (B, N, vocab_size), float32 or better.
+        """A block of a text, ids (B, N) -> log-probabilities of the next id (B, N, vocab_size), float32 or better.
 
-        With them goes the memory for the next part: of each layer the last inputs, (B, ``memory_length``, C), without
-        gradients. At the start of a text it is zeros, which are attended to as tokens are. What parts a text is cut
-        into has an effect: the memory is summed up otherwise than the part itself.
+        With them goes the memory for the next block: of each layer the last inputs, (B, ``memory_length``, C), without
+        gradients. At the start of a text it is zeros, which are attended to as tokens are. What blocks a text is cut
+        into has an effect: the memory is summed up otherwise than the block itself.
 
         Args:
-            ids: integers from 0 to ``vocab_size`` - 1, one or more in a part, as many as you like.
-            memory: of the part before; None at the start of a text.
+            ids: integers from 0 to ``vocab_size`` - 1, one or more in a block, as many as you like.
+            memory: that of the block before; None at the start of a text.
 
         Raises:
             ConfigError: for a memory of another model or batch.
@@ -333,9 +334,9 @@ class CharLM(nn.Module):
         if memory is None:
             memory = [tokens.new_zeros(len(ids), self.memory_length, dim)] * len(self.layers)
         expected = (len(ids), self.memory_length, dim)
-        if len(memory) != len(self.layers) or any(tuple(part.shape) != expected for part in memory):
+        if len(memory) != len(self.layers) or any(tuple(x.shape) != expected for x in memory):
             raise ConfigError(
-                f"memory: it is of another model or batch; here {len(self.layers)} parts have shape {expected}"
+                f"memory: it is of another model or batch; here {len(self.layers)} tensors have shape {expected}"
             )
         segments = self.memory_length // self.segment_length - (-ids.shape[1] // self.segment_length)
         segment_table = _sinusoids(segments * self.rank, dim, tokens)

@@ -2,7 +2,7 @@
 
 The sequence is cut into segments of w tokens. A token attends to its own segment, w // 2 tokens on either side of it, r
 projected keys that sum up all tokens, and the class token, all in one softmax. Memory is linear in the length.
-Shapes: B sequences, M heads, N tokens, D channels a head, C = M * D, r projected keys, P shared keys.
+Shapes: B sequences, M heads, N tokens, D channels per head, C = M * D, r projected keys, P shared keys.
 """
 
 import torch
@@ -15,7 +15,7 @@ from backbones.attention.long_short import DualNorm, dynamic_projection
 from backbones.errors import ConfigError, check_choice, check_whole, explain_unknown_keywords
 from backbones.layers.block import Mlp
 from backbones.layers.parameters import names_without_weight_decay
-from backbones.layers.tracing import at_least_float32, missing
+from backbones.layers.tracing import at_least_float32, padding_to_multiple
 
 # Tokens that are attended for at once, where their segments are smaller.
 _BLOCK = 64
@@ -56,7 +56,7 @@ def sequence_attention(
     side = max(window_size // 2, 1)
     # Large blocks of segments copy the shared keys less often, small ones meet fewer keys outside the window.
     block = window_size * min(max(_BLOCK // window_size, 1), -(-number // window_size))
-    length, fill = block + 2 * side, missing(number, block)
+    length, fill = block + 2 * side, padding_to_multiple(number, block)
     halo = (side, side + fill)
 
     # (block, length): whether a key is in the window of a query's segment.
@@ -67,7 +67,7 @@ def sequence_attention(
     real = query.new_ones((1, number), dtype=torch.bool) if mask is None else mask
     seen = F.pad(real, halo, value=False).unfold(1, length, block)[:, :, None] & seen
     if shared_key is None:
-        # The window of such a query is padding alone; a softmax over nothing would be no number.
+        # The window of such a query has only padding; a softmax over nothing would be NaN.
         seen = seen | ~seen.any(dim=-1, keepdim=True)
     else:
         seen = F.pad(seen, (shared_key.shape[2], 0), value=True)
@@ -117,8 +117,8 @@ class SequenceAttention(DualNorm):
     Args:
         dim: channels of a token.
         num_heads: divides ``dim``.
-        window_size: w, tokens of a segment; 0 for the projection alone.
-        rank: r, projected keys of a head; 0 for the window alone.
+        window_size: w, tokens of a segment; 0 for only the projection.
+        rank: r, projected keys of a head; 0 for only the window.
         class_token: whether there is one.
         update_tokens: whether the tokens get an output; where only the class token is asked for they need none.
         dropout: rate of the tokens' attention weights that are left out in training.
@@ -177,7 +177,7 @@ class SequenceAttention(DualNorm):
         if self.dynamic_projection is not None:
             scores = at_least_float32(self.dynamic_projection(tokens))
             if mask is not None:
-                # A sequence of padding alone sums it up evenly, for no one to see.
+                # A sequence of only padding gets uniform weights; its output is masked.
                 scores = scores.masked_fill(~mask[:, :, None], torch.finfo(scores.dtype).min)
             scores = split_heads(scores, self.num_heads)[:, :, None]
             projected = dynamic_projection(scores, key[:, :, None], value[:, :, None])
@@ -230,8 +230,8 @@ class SequenceEncoder(nn.Module):
         depth: number of layers.
         max_length: number of tokens of the longest sequence.
         window_size: w, tokens of a segment; a token attends to its segment and w // 2 tokens, at least 1, on each side
-            of it. 0 for the dynamic projection alone.
-        rank: r, projected keys of a head; 0 for the window alone.
+            of it. 0 for only the dynamic projection.
+        rank: r, projected keys of a head; 0 for only the window.
         class_token: whether the output is a token that attends to all others, and all others to it; ``"last_layer"``
             for one that is added in the last layer, as in the official scripts.
         dropout: rate after the embeddings, the attention and in the MLPs, in training.
@@ -290,7 +290,7 @@ class SequenceEncoder(nn.Module):
     def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
         """Token ids (B, N) -> the class token (B, 1, C), or without one the tokens (B, N, C), 0 for padding.
 
-        What padding holds changes nothing, and a sequence of padding alone gives finite numbers.
+        What padding holds changes nothing, and a sequence of only padding gives finite numbers.
 
         Args:
             ids: integers from 0 to ``vocab_size`` - 1, in a sequence of 1 to ``max_length`` tokens.

@@ -313,7 +313,7 @@ def check_weights_file(path: str) -> None:
     """Raise a :class:`ConfigError` unless a local weights file exists; URLs that detectron2 downloads pass."""
     if "://" in path:
         return
-    check_file(path, "weights file", named_by="MODEL.WEIGHTS")
+    check_file(path, "weights file", key="MODEL.WEIGHTS")
     if path.endswith(_EXPORT_SUFFIXES):
         raise ConfigError(
             f"{path} is an exported model, and MODEL.WEIGHTS needs a checkpoint: tools/predict.py takes exported "

@@ -75,7 +75,7 @@ def read_metadata(path: str | Path) -> dict:
     """
     file = metadata_path(path)
     check_file(path, "file")
-    check_file(file, "file", named_by=f"the metadata of {path}")
+    check_file(file, "file", key=f"the metadata of {path}")
     try:
         metadata = json.loads(file.read_bytes())
     except ValueError as error:
@@ -91,7 +91,7 @@ def check_digest(path: str | Path, metadata: dict) -> None:
     digests = {Path(path).name: metadata.get("sha256")} | metadata.get("other_files", {})
     for name, digest in digests.items():
         file = Path(path).with_name(name)
-        check_file(file, "file", named_by=f"which belongs to {path}")
+        check_file(file, "file", key=f"which belongs to {path}")
         if digest not in (None, digest_of(file)):
             raise ConfigError(
                 f"{file} is damaged, or not the file that {metadata_path(path).name} was written for (its sha256 "

@@ -20,7 +20,7 @@ from backbones.attention.efficient import GlobalMemoryAttention, PerformerAttent
 from backbones.attention.long_short import DualNormAttention
 from backbones.attention.sliding_chunk import SlidingChunkAttention
 
-_MECHANISMS = (
+_DRAWABLE = (
     *(DenseAttention, DualNormAttention, GlobalMemoryAttention),
     *(PerformerAttention, SlidingChunkAttention, SpatialReductionAttention),
 )
@@ -58,7 +58,7 @@ def attention_weights(
     Raises:
         ConfigError: for Linformer, whose weights do not sum to 1, and modules without attention.
     """
-    if not isinstance(module, _MECHANISMS):
+    if not isinstance(module, _DRAWABLE):
         raise ConfigError(f"{type(module).__name__} has no attention weights")
     height, width = tokens.shape[1:3]
     with torch.enable_grad(), _values_as_leaves(module) as (leaves, outputs):

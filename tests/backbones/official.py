@@ -1,6 +1,6 @@
 """ViL from its papers' equations and the official parameter names, independent of the package's code.
 
-Written for small maps (at most two chunks a side), on which ViL attention is full attention.
+Written for small maps (at most two chunks per side), on which ViL attention is full attention.
 """
 
 import dataclasses

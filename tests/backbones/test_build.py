@@ -39,7 +39,7 @@ LIT_TABLE_1 = {
     "lit_m": ((2, 2, 18, 2), (96, 192, 384, 768), (12, 24)),
     "lit_b": ((2, 2, 18, 2), (128, 256, 512, 1024), (16, 32)),
 }
-# Millions of parameters with 1000 classes, as printed
+# Millions of parameters with 1000 classes, as reported
 COUNTS = {
     # ViL Table 2; of its small flat model the paper prints DeiT's count: docs/deviations.md
     **{"vil_tiny_1_10_1": "7.12", "vil_tiny_2_9_1": "6.78", "vil_tiny_1_1_9_1": "6.71", "vil_tiny_1_2_8_1": "6.37"},
@@ -125,11 +125,11 @@ def test_sizes_of_lit(name):
 
 
 def test_parameter_counts():
-    for name, printed in COUNTS.items():
+    for name, reported in COUNTS.items():
         options = {"rank": (128, 32, 8)} if name.startswith("cvt") else {}
         options |= {"img_size": 384} if name.endswith("384") else {}
         millions = count(meta(create_classifier, name, **options).parameters()) / 1e6
-        assert millions == pytest.approx(float(printed), abs=0.006 if len(printed.split(".")[1]) == 2 else 0.05), name
+        assert millions == pytest.approx(float(reported), abs=0.006 if len(reported.split(".")[1]) == 2 else 0.05), name
     # LIT Table 2, and the starred rows of Table 3: without the head, and rounded down
     for name, merging, millions in (
         *(("lit_ti", "deformable", 19), ("lit_s", "deformable", 27), ("lit_m", "deformable", 48)),

@@ -111,7 +111,7 @@ def test_paths_that_cannot_be_written(tmp_path, name):
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyError("x"), KeyboardInterrupt()])
-def test_a_failed_write_leaves_the_file_before(tmp_path, error):
+def test_failed_write_keeps_the_old_file(tmp_path, error):
     path = tmp_path / f"{'a' * 240}.txt"
     path.write_text("old")
     with pytest.raises(ConfigError if isinstance(error, OSError) else type(error)), atomic_write(path) as partial:

@@ -60,7 +60,7 @@ def loaded(create, name: str, weights: dict, options: dict | None = None) -> tup
     "relative_bias, num_global, shared",
     [(True, (1, 1, 1, 0), True), (True, (1, 2, 0, 1), False), (False, (1, 2, 0, 1), True), (False, (0, 1, 0, 2), True)],
 )
-def test_a_converted_vil_computes_what_the_official_one_does(relative_bias, num_global, shared):
+def test_converted_vil_matches_the_official_model(relative_bias, num_global, shared):
     stages, name = with_globals(*num_global), NAMES[relative_bias]
     weights = official_state_dict(stages, relative_bias=relative_bias, shared=shared)
     options = {"global_tokens": num_global, "shared_projections": shared}
@@ -124,7 +124,7 @@ def test_window_bias_is_resized_to_another_window():
 
 
 @pytest.mark.parametrize("window_size", [5, 8])
-def test_the_bias_of_segments_is_never_resized(window_size):
+def test_segment_bias_is_never_resized(window_size):
     """Offsets share its rows; that of w = 5 has 121 rows, as if it were a square."""
     model = create_backbone("ls_tiny", window_size=window_size, out_features=("stage1",))
     table = model.stages[0].blocks[0].attention.relative_bias.table.detach()
@@ -149,7 +149,7 @@ def test_a_performer_from_a_partial_one_gets_random_features():
     "height, width, backend",
     [(37, 50, "sdpa"), (64, 33, "reference"), (5, 9, "sdpa"), (112, 448, "sdpa"), (448, 112, "sdpa")],
 )
-def test_a_converted_lit_computes_what_the_equations_say(name, height, width, backend):
+def test_converted_lit_matches_the_equations(name, height, width, backend):
     """(112, 448) has as many tokens as a square of 224, and another shape."""
     weights, images = lit(name), random_images(2, 3, height, width)
     model, report = loaded(create_backbone, name, weights, {"attention_backend": backend})
@@ -193,7 +193,7 @@ def test_a_lit_ti_classifier_gives_a_backbone_without_its_global_token():
         ("lit_relative", 176, (512, 64)),
     ],
 )
-def test_tables_of_lit_are_resized_as_the_model_would(name, trained, size):
+def test_lit_tables_are_resized_as_in_the_model(name, trained, size):
     """Where the image has just the size of the new tables, it does not matter whether file or model resizes."""
     weights, images = lit(name, classifier=True, img_size=trained), random_images(1, 3, *size)
     model, report = loaded(create_classifier, name, weights, {"num_classes": 10, "img_size": size})
@@ -272,7 +272,7 @@ BIAS = "layers.3.blocks.0.attn.relative_position_bias_table"
         (lit, dict, "vil_tiny", {}, "layers.0"),
     ],
 )
-def test_what_does_not_fit(weights, change, name, options, hint):
+def test_mismatched_weights_raise(weights, change, name, options, hint):
     with pytest.raises(ConfigError, match=hint) as caught:
         convert_state_dict(change(weights()), name, model_options=options)
     assert "\n" not in str(caught.value)
@@ -286,7 +286,7 @@ def test_what_does_not_fit(weights, change, name, options, hint):
         (lit, "lit_relative", "norm1.weight"),
     ],
 )
-def test_what_does_not_fit_a_classifier(weights, name, hint):
+def test_mismatched_classifier_weights_raise(weights, name, hint):
     with pytest.raises(ConfigError, match=hint):
         convert_state_dict(weights(), name, classifier=True, model_options={"num_classes": 10})
 

@@ -52,7 +52,7 @@ def test_maps_of_any_size(name):
 
 
 @models
-def test_images_of_a_batch_do_not_mix_and_end_within_a_patch(name):
+def test_output_of_an_image_ignores_its_batch_and_padding_within_a_patch(name):
     """The model pads with zeros, below and on the right, as one would by hand up to whole patches."""
     model, images = small_model(name), random_images(2, 3, 37, 50)
     together = model(images)
@@ -64,7 +64,7 @@ def test_images_of_a_batch_do_not_mix_and_end_within_a_patch(name):
 
 
 @one_of_each
-def test_features_are_those_that_are_asked_for(name):
+def test_out_features_selects_the_stages(name):
     """Stages after the last one are not built."""
     whole, images = small_model(name), random_images(1, 3, 37, 50)
     expected = whole(images)
@@ -207,7 +207,7 @@ def test_frozen_stages_keep_weights_and_statistics(name, number):
 
 
 @models
-def test_a_trace_is_right_for_other_sizes(name):
+def test_trace_is_correct_for_other_sizes(name):
     model = small_model(name)
     # Fusing a traced graph takes as long as all else, so only one model of each family is optimised.
     with torch.jit.optimized_execution(name in OPTIMISED):
@@ -262,7 +262,7 @@ EXPORTED = ONNX | {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXPORTED)
-def test_an_exported_backbone_is_right_for_other_sizes(name):
+def test_exported_backbone_is_correct_for_other_sizes(name):
     """In torch with the guards of the program checked at each size, and in onnxruntime."""
     dtype = torch.float32 if name in ONNX else torch.float64
     model = EXPORTED[name]().to(dtype)

@@ -29,7 +29,7 @@ def test_positions_are_resized_by_height_and_by_width():
     assert positions(14, 14) is positions.table
 
 
-def test_the_parts_of_a_model():
+def test_structure_of_the_lit_variants():
     """Global tokens only in LIT-Ti's classifier, output norms only in the detectors of the others, sizes of tables."""
     classifier = small_classifier("lit_absolute").backbone
     assert [stage.global_tokens is not None for stage in classifier.stages] == [False, False, False, True]
@@ -72,7 +72,7 @@ def test_a_new_model_samples_the_regular_grid():
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_a_large_map_has_no_bias_or_scores_of_all_pairs(training, monkeypatch):
+def test_large_map_needs_no_bias_or_scores_of_all_pairs(training, monkeypatch):
     """At a reduced size: 800 x 1333 has 4200 tokens in stage 3 and groups of 2^22 scores a head."""
     groups = 2**14
     monkeypatch.setitem(blocked.BLOCK_SCORES, "cpu", groups)

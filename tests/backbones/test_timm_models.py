@@ -104,7 +104,7 @@ def test_logits_are_those_of_create_classifier(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [RELATIVE, "performer_tiny", "ls_tiny", "cvt_ls_13", "lit_ti"])
 @torch.no_grad()
-def test_a_model_is_compiled(name):
+def test_model_compiles(name):
     model = classifier(name)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(images()), model(images()))
@@ -262,7 +262,7 @@ def test_wrong_options(options, hint):
         ("cvt_ls_13", {}, False),
     ],
 )
-def test_a_fixed_size_is_one_that_a_larger_image_does_not_fit(name, options, is_fixed):
+def test_fixed_input_size_means_larger_images_raise(name, options, is_fixed):
     model = meta_model(name, img_size=32, **options)
     assert get_model_input_config(model)["fixed_input_size"] == model.default_cfg["fixed_input_size"] == is_fixed
     larger = torch.empty(1, 3, 64, 64, device="meta")
@@ -275,7 +275,7 @@ def test_a_fixed_size_is_one_that_a_larger_image_does_not_fit(name, options, is_
 
 @pytest.mark.parametrize("name", slow_except([n for n in FAMILIES if n != "linformer_tiny"], [SMALL, RELATIVE]))
 @torch.no_grad()
-def test_set_input_size_is_as_a_model_of_that_size_that_loads_the_weights(name, tmp_path):
+def test_set_input_size_equals_loading_into_a_model_of_that_size(name, tmp_path):
     model = classifier(name, img_size=64)
     wanted = timm.create_model(name, num_classes=4, img_size=SIZE, **saved(model, tmp_path)).eval()
     before = [id(parameter) for parameter in model.parameters()]
@@ -299,7 +299,7 @@ def test_set_input_size_is_as_a_model_of_that_size_that_loads_the_weights(name, 
     "name, options",
     [("linformer_tiny", {"img_size": 224}), (SMALL, {"img_size": (64, 64, 3)}), (SMALL, {"patch_size": 8})],
 )
-def test_a_size_that_cannot_be_set_leaves_the_model_as_it_was(name, options):
+def test_unsupported_input_size_leaves_the_model_unchanged(name, options):
     model = classifier(name)
     logits = model(images())
     with pytest.raises(ConfigError, match=next(iter(options))):
@@ -411,7 +411,7 @@ def test_shifts_are_sampled_in_the_first_iterations():
     assert first[2] == second[0] and first[3] == second[1] == [None] * 6
 
 
-def test_the_tool_runs_a_script_that_knows_the_models(tmp_path):
+def test_tool_runs_a_timm_script_with_the_models(tmp_path):
     (tmp_path / "helper.py").write_text("value = 5\n")
     script = tmp_path / "script.py"
     script.write_text("import sys, timm, helper\nprint(__name__, sys.argv, helper.value, timm.is_model('lit_ti'))\n")

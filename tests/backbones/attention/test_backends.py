@@ -70,24 +70,24 @@ def refusing(**arguments):
     ],
     ids=["float32", "bfloat16", "shift", "no bias", "inference"],
 )
-def test_the_fastest_is_chosen_once(choose, changes):
+def test_fastest_kernel_is_chosen_once(choose, changes):
     assert choose(right, **changes) == "other"
     assert choose(right, seconds=9.0, **changes) == "other"
 
 
 @pytest.mark.parametrize("kernel", [wrong, wrong_gradient, no_numbers, failing])
-def test_a_wrong_or_failing_one_is_left_out_with_a_warning(choose, caplog, kernel):
+def test_wrong_or_failing_kernels_are_excluded_with_a_warning(choose, caplog, kernel):
     assert choose(kernel) == "sdpa"
     assert [record.levelno for record in caplog.records] == [logging.WARNING] and "other" in caplog.text
 
 
-def test_one_that_does_not_support_the_type_is_passed_over(choose, caplog):
+def test_kernels_without_support_for_the_dtype_are_skipped(choose, caplog):
     assert choose(refusing) == "sdpa" and not caplog.messages
     assert choose(right, seconds=9.0, num_global=2) == "sdpa"
     assert choose_kernel({"first": failing, "second": wrong}, kernel_key()) == "first"
 
 
-def test_nothing_is_decided_where_memory_was_short(choose):
+def test_choice_is_not_kept_after_out_of_memory(choose):
     has_memory = False
 
     def large(**arguments):
@@ -101,7 +101,7 @@ def test_nothing_is_decided_where_memory_was_short(choose):
 
 
 @pytest.mark.parametrize("grad_mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
-def test_autocast_and_checkpointing_of_the_caller_do_not_reach_the_comparison(choose, caplog, grad_mode):
+def test_comparison_ignores_autocast_and_checkpointing_of_the_caller(choose, caplog, grad_mode):
     packed, seen = [], []
 
     def noting(**arguments):
@@ -115,7 +115,7 @@ def test_autocast_and_checkpointing_of_the_caller_do_not_reach_the_comparison(ch
 
 
 @on_gpu
-def test_a_comparison_within_a_backward_pass(choose, caplog):
+def test_comparison_within_a_backward_pass(choose, caplog):
     """As where activations are computed again in the caller's backward pass, on a thread of the device."""
     device, chosen = torch.device(DEVICE), []
     product = 2 * torch.ones(1, device=device, requires_grad=True)
@@ -136,7 +136,7 @@ def _choose(folder) -> None:
     (folder / str(rank)).write_text(chosen)
 
 
-def test_the_first_process_decides(tmp_path):
+def test_all_processes_use_the_choice_of_the_first(tmp_path):
     in_processes(2, _choose, tmp_path, store=tmp_path / "store")
     assert [(tmp_path / rank).read_text() for rank in "01"] == ["sdpa", "sdpa"]
 
@@ -145,7 +145,7 @@ def test_the_first_process_decides(tmp_path):
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_auto_asks_for_what_it_is_used_for(monkeypatch, training):
+def test_auto_backend_describes_its_inputs_to_the_choice(monkeypatch, training):
     """As on a GPU: with the types that autocast chooses, and the shift of training."""
     asked, used = [], {}
 
@@ -169,7 +169,7 @@ def test_auto_asks_for_what_it_is_used_for(monkeypatch, training):
     }
 
 
-def test_what_is_empty_makes_no_difference(monkeypatch):
+def test_empty_tensors_do_not_change_the_choice(monkeypatch):
     """No global token is as none at all; for no image there is nothing to choose."""
     asked = []
     monkeypatch.setattr(sliding_chunk, "_has_several_kernels", lambda device: True)
@@ -183,7 +183,7 @@ def test_what_is_empty_makes_no_difference(monkeypatch):
 
 
 @pytest.mark.parametrize("backend", ["triton", "auto"])
-def test_a_cpu_and_a_traced_run_use_no_triton_kernel(monkeypatch, backend):
+def test_cpu_and_traced_runs_use_no_triton_kernel(monkeypatch, backend):
     """Not even where Triton's interpreter would run it, which takes minutes."""
     monkeypatch.setattr(sliding_chunk, "choose_kernel", None)
     monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -10,7 +10,7 @@ from tests.backbones.helpers import assert_all_close, outputs_and_gradients, ran
 
 
 @pytest.mark.parametrize("height, width, window_size", [(7, 11, 3), (2, 1, 4), (6, 4, 2), (3, 5, 1)])
-def test_chunks_and_back(height, width, window_size):
+def test_chunks_round_trip(height, width, window_size):
     x = random_images(2, 3, height, width, 4)
     chunks = to_chunks(x, window_size)
     rows, cols = -(-height // window_size), -(-width // window_size)
@@ -39,7 +39,7 @@ def test_hidden_keys_score_far_below_all_others(channels, extra, dtype):
     assert scores[:, hidden.flatten()].max() < (-2 * 65504 if dtype == torch.float16 else -9e8)
 
 
-def test_mask_channels_round_up_on_a_gpu():
+def test_mask_channels_are_a_multiple_of_8_on_a_gpu():
     assert [mask_channels(channels, torch.device("cuda")) for channels in (31, 32, 33)] == [1, 8, 7]
     assert mask_channels(32, torch.device("cpu")) == 1
 

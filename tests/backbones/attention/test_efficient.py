@@ -29,7 +29,7 @@ def test_performer_equals_the_quadratic_reference(queries, keys):
     assert_all_close(actual, expected, tolerance=1e-10)
 
 
-def test_many_features_come_near_softmax_attention():
+def test_performer_with_many_features_approximates_softmax_attention():
     """It approximates softmax attention: the error falls with the number of features."""
     inputs = {name: 0.5 * tensor for name, tensor in random_inputs(6, 9).items()}
     expected, generator = reference.attention(**inputs), torch.Generator().manual_seed(0)
@@ -40,7 +40,7 @@ def test_many_features_come_near_softmax_attention():
     assert errors[1] < 0.05 and errors[1] < errors[0] / 3
 
 
-def test_images_of_a_batch_do_not_mix():
+def test_performer_output_of_an_image_ignores_its_batch():
     inputs, features = random_inputs(4, 6), sample_features(20, 8).double()
     inputs["key"][1] *= 3
     together = performer_attention(**inputs, features=features)
@@ -49,7 +49,7 @@ def test_images_of_a_batch_do_not_mix():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_sums_many_tokens(dtype):
+def test_performer_with_many_tokens_in_half_precision(dtype):
     """20000 keys, whose sum float16 would not hold."""
     query, key, value = (random_images(1, 1, 20000, 8, seed=seed) for seed in (1, 2, 3))
     features = sample_features(32, 8).double()
@@ -70,7 +70,7 @@ def test_features_are_orthogonal_in_groups_and_as_long_as_gaussian_vectors(numbe
     assert features.norm(dim=1).square().mean() == pytest.approx(dim, rel=0.1) and features.norm(dim=1).std() > 0.3
 
 
-def test_redrawing_is_the_same_in_every_process_and_travels_with_the_state():
+def test_redrawn_features_depend_on_the_seed_and_are_saved():
     first, second = (
         torch.nn.Sequential(*(PerformerAttention(8, num_heads=2, num_features=12) for _ in range(2))) for _ in range(2)
     )

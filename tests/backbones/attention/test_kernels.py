@@ -51,7 +51,7 @@ def _refuse(*args, **kwargs):
 @kernels
 @pytest.mark.parametrize("block_scores", [1, 700, 3000])
 @pytest.mark.parametrize("operator", [blocked._CPU_KERNEL, None, _refuse], ids=["private", "none", "refusing"])
-def test_blocks_of_any_size_give_the_same(monkeypatch, kernel, block_scores, operator):
+def test_result_does_not_depend_on_the_block_size(monkeypatch, kernel, block_scores, operator):
     """From one chunk, or one query of one head, at a time to several; also as on a GPU, without log-sum-exps."""
     monkeypatch.setitem(blocked.BLOCK_SCORES, "cpu", block_scores)
     monkeypatch.setattr(blocked, "_CPU_KERNEL", operator)
@@ -59,14 +59,14 @@ def test_blocks_of_any_size_give_the_same(monkeypatch, kernel, block_scores, ope
 
 
 @windows
-def test_the_mask_channels_of_a_gpu_give_the_same(monkeypatch, kernel):
+def test_result_is_the_same_with_the_mask_channels_of_a_gpu(monkeypatch, kernel):
     for module in (sliding_chunk, long_short):
         monkeypatch.setattr(module, "mask_channels", mark_as_on_a_gpu)
     assert_equals_reference(*case(kernel, channels=8))
 
 
 @kernels
-def test_only_what_is_asked_for_has_a_gradient(kernel):
+def test_only_inputs_that_need_a_gradient_get_one(kernel):
     function, _, inputs = case(kernel)
     expected = outputs_and_gradients(function, inputs)
     for chosen in inputs:
@@ -92,7 +92,7 @@ def traced_case(kernel: str, num_global: int, biases: bool, window_size: int, co
 @pytest.mark.parametrize("window_size", [1, 3])
 @pytest.mark.parametrize("num_global, biases, copied", [(0, False, False), (2, True, False), (5, True, True)])
 def test_traced_once_equals_the_reference_at_all_sizes(kernel, window_size, num_global, biases, copied):
-    """A trace takes chunks where the eager function takes the whole map at once: both are covered so."""
+    """A trace takes chunks where the eager function takes the whole map at once: both are covered here."""
     traced = traced_case(kernel, num_global, biases, window_size, copied)
     for height, width, _ in SIZES[::2]:
         options = {"num_global": num_global, "biases": biases, "window_size": window_size}
@@ -102,7 +102,7 @@ def test_traced_once_equals_the_reference_at_all_sizes(kernel, window_size, num_
 
 @windows
 @pytest.mark.parametrize("height, width", [(4, 5), (7, 11)])
-def test_never_reads_beyond_the_map(kernel, height, width):
+def test_values_outside_the_map_are_not_read(kernel, height, width):
     """The map is cut out of a larger one full of NaN, to which no gradient goes either."""
     function, by_reference, inputs = case(kernel, height, width)
     expected = by_reference(**inputs)
@@ -165,7 +165,7 @@ def test_memory_is_linear_in_the_tokens(kernel):
 
 
 @kernels
-def test_nothing_of_the_size_of_the_scores_is_kept(kernel):
+def test_scores_are_not_kept_for_the_backward_pass(kernel):
     """The backward pass keeps the inputs, the output and a number for each query, of whole chunks of 24 x 33 tokens."""
     function, _, inputs = case(kernel, 23, 31, batch=1, channels=8)
     leaves, saved = {name: x.requires_grad_() for name, x in inputs.items()}, {}
@@ -186,7 +186,7 @@ def test_no_images(kernel):
     assert not any(x.any() for x in actual.values() if x is not None)
 
 
-def test_channels_that_are_no_neighbours_in_memory():
+def test_non_contiguous_channels():
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, 2, 4, 6).transpose(2, 3) for _ in range(3))
     bias = torch.randn(2, 6, 6, requires_grad=True)

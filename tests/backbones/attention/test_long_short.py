@@ -13,7 +13,7 @@ from tests.backbones.helpers import random_images, randomise
 
 
 @pytest.mark.parametrize("window_size", [1, 2, 3, 4])
-def test_what_each_token_sees(window_size):
+def test_tokens_see_their_window(window_size):
     """Token by token, with plain loops: gradients show which keys have an influence."""
     height, width, side = 6, 11, side_of(window_size)
     _, by_reference, inputs = case("long_short", height, width, window_size=window_size, batch=1, heads=1)
@@ -59,7 +59,7 @@ def test_bias_index_is_the_official_formula(window_size):
 
 
 @pytest.mark.parametrize("num_global", [0, 1, 2])
-def test_module_step_by_step(num_global):
+def test_module_equals_its_steps_by_hand(num_global):
     """Each token of each image by itself: DualLN, the projection, one softmax, and the global tokens' own update."""
     module = LongShortAttention(8, num_heads=2, window_size=3, rank=5, num_global_tokens=num_global, relative_bias=True)
     randomise(module).double()

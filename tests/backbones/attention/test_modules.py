@@ -96,7 +96,7 @@ def definition(name: str, module: nn.Module, tokens: Tensor, global_tokens: Tens
 
 @pytest.mark.parametrize("name", OTHERS)
 @num_globals
-def test_equals_its_definition(name, num_global):
+def test_module_equals_its_definition(name, num_global):
     if name == "global" and not num_global:
         pytest.skip("there is nothing to see")
     module, inputs = build(name, num_global), inputs_for(num_global)
@@ -110,7 +110,7 @@ def test_equals_its_definition(name, num_global):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_last_block_gives_the_same_maps_and_no_global_tokens(name):
+def test_block_without_global_updates_gives_the_same_maps(name):
     module, last = build(name, 2), build(name, 2, update_globals=False)
     missing, unused = last.load_state_dict(module.state_dict(), strict=False)
     assert not missing and all("global_" in key for key in unused)
@@ -120,7 +120,7 @@ def test_a_last_block_gives_the_same_maps_and_no_global_tokens(name):
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name != "linformer"])
-def test_a_trace_is_right_for_other_sizes(name):
+def test_trace_is_correct_for_other_sizes(name):
     module = build(name, 2)
     traced = trace(module, inputs_for(2, 9, 8))
     for height, width in ((4, 7), (2, 19), (12, 1)):
@@ -140,7 +140,7 @@ def outputs_and_gradients_of(module: nn.Module, num_global: int, height: int, wi
 
 @pytest.mark.parametrize("name", [*WINDOWS, "dense_bias", "performer"])
 @num_globals
-def test_trains_as_with_the_reference_at_one_size_after_another(monkeypatch, name, num_global):
+def test_gradients_match_reference_at_several_sizes(monkeypatch, name, num_global):
     ours, check = (build(name, num_global, backend=backend) for backend in ("sdpa", "reference"))
     for height, width, block_scores in ((7, 10, 2000), (12, 5, 1), (2, 3, 2**20), (7, 10, 2**20)):
         monkeypatch.setitem(blocked.BLOCK_SCORES, "cpu", block_scores)
@@ -187,7 +187,7 @@ def test_lower_precision(name, dtype, tolerance, autocast):
         assert output.dtype == dtype and relative_error(output, exact) <= tolerance
 
 
-def test_a_large_map_keeps_little_in_training():
+def test_memory_of_training_on_a_large_map():
     """The memory kept for the backward pass does not grow with the square of the tokens."""
     module, kept = build("dense_bias", 0), []
     tokens = random_images(1, 20, 24, 8).requires_grad_()
@@ -211,6 +211,6 @@ def test_unknown_options_raise(name, options, named):
 
 
 @pytest.mark.parametrize("size", [(7, 5), (5, 8)])
-def test_linformer_refuses_another_map(size):
+def test_linformer_raises_for_another_map_size(size):
     with pytest.raises(ConfigError, match=f"5 x 7 .* {size[0]} x {size[1]}"):
         build("linformer", 0)(*inputs_for(0, *size))

@@ -14,7 +14,7 @@ def attention_module(num_global: int, *, shared: bool = True) -> SlidingChunkAtt
 
 
 @pytest.mark.parametrize("num_global, shared", [(1, True), (2, True), (2, False)])
-def test_module_is_explicit_products_head_by_head(num_global, shared):
+def test_module_equals_explicit_products_per_head(num_global, shared):
     """On a map of one chunk; global tokens see everything on any map."""
     module, positions = (
         attention_module(num_global, shared=shared),
@@ -66,7 +66,7 @@ def test_evaluation_sees_all_chunks():
     torch.testing.assert_close(module.eval()(*inputs)[0], expected)
 
 
-def test_shifts_depend_on_the_seed_and_the_layer_alone():
+def test_shifts_depend_only_on_the_seed_and_the_layer():
     models, sampled = (small_vil(), small_vil()), []
     torch.manual_seed(3)
     expected = torch.rand(2)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from backbones.attention import reference, triton_chunks
 from backbones.attention.sliding_chunk import MODES, SHIFTS, SlidingChunkAttention
-from backbones.attention.triton_chunks import Launch, missing_for, triton_chunk_attention
+from backbones.attention.triton_chunks import Launch, triton_chunk_attention, unmet_requirement
 from backbones.errors import ConfigError
 from tests.backbones.helpers import (
     assert_padding_is_hidden_in_half_precision,
@@ -173,7 +173,7 @@ def test_any_strides_and_nothing_outside_the_map_is_read(mode):
 
 @interpreted
 @pytest.mark.parametrize("learned", ["query", "value", "local_bias", "global_key", "global_bias"])
-def test_gives_the_gradient_that_is_asked_for(learned):
+def test_single_gradients_match_reference(learned):
     inputs = attention_inputs(2, 4, batch=1, heads=1, **ALL)
     expected = outputs_and_gradients(reference.sliding_chunk_attention, inputs, window_size=3)
     leaves = {name: x.detach().requires_grad_(name == learned) for name, x in inputs.items()}
@@ -196,7 +196,7 @@ def test_padding_is_hidden_in_half_precision(autocast):
 
 
 @interpreted
-def test_pairs_that_a_bias_forbids():
+def test_bias_of_minus_infinity_hides_keys():
     inputs = attention_inputs(2, 5, batch=1, heads=1, **ALL)
     inputs["local_bias"][:, :, ::2] = inputs["global_bias"][:] = float("-inf")
     assert_equals_reference(inputs, window_size=3)
@@ -216,7 +216,7 @@ def test_no_images_and_no_global_tokens():
 
 
 @interpreted
-def test_the_module_with_activations_computed_again():
+def test_module_with_activation_checkpointing():
     results = []
     for backend in ("triton", "reference"):
         module = SlidingChunkAttention(8, num_heads=2, window_size=3, relative_bias=True, backend=backend)
@@ -233,17 +233,17 @@ def test_the_module_with_activations_computed_again():
 
 
 @pytest.mark.parametrize("is_installed, named", [(True, "'cpu'"), (False, "triton")])
-def test_says_what_is_missing(monkeypatch, is_installed, named):
+def test_missing_requirement_raises(monkeypatch, is_installed, named):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(triton_chunks, "_is_installed", lambda: is_installed)
-    assert (missing_for(torch.device("cuda")) is None) is is_installed
+    assert (unmet_requirement(torch.device("cuda")) is None) is is_installed
     with pytest.raises(ConfigError, match=f"{named}.*attention_backend 'sdpa'"):
         triton_chunk_attention(**attention_inputs(2, 4), window_size=3)
 
 
 @interpreted
 @pytest.mark.parametrize("channels, mode, named", [(132, "exact", "128 .*132"), (4, "zero", "zero_pad")])
-def test_says_what_it_does_not_take(channels, mode, named):
+def test_unsupported_arguments_raise(channels, mode, named):
     with pytest.raises(ConfigError, match=named):
         triton_chunk_attention(**attention_inputs(2, 4, channels=channels), window_size=3, mode=mode)
 
@@ -254,7 +254,7 @@ def test_imports_without_triton(monkeypatch):
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "triton_chunks_alone", module)
     spec.loader.exec_module(module)
-    assert "not installed" in module.missing_for(torch.device("cuda"))
+    assert "not installed" in module.unmet_requirement(torch.device("cuda"))
 
 
 # -- compiled --------------------------------------------------------------------------------------
@@ -306,13 +306,13 @@ def test_every_kernel_compiles(monkeypatch, tmp_path, architecture, dtype, chann
     def start(run, name, grid, *args, **constants):
         # On a CPU bfloat16 would be taken as float32.
         args = [x.to(dtype) if torch.is_tensor(x) and x.dtype == torch.float16 else x for x in args]
-        constants |= {"SUM": triton_kernels.tl.float32, "enable_fp_fusion": True}
+        constants |= {"ACC_DTYPE": triton_kernels.tl.float32, "enable_fp_fusion": True}
         options = {"num_warps": run.launch.num_warps, "num_stages": run.launch.num_stages}
         compiled[name] = getattr(triton_kernels, name).warmup(*args, grid=grid, **constants, **options)
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(triton_chunks, "missing_for", lambda device: None)
-    monkeypatch.setattr(triton_chunks._Run, "_start", start)
+    monkeypatch.setattr(triton_chunks, "unmet_requirement", lambda device: None)
+    monkeypatch.setattr(triton_chunks._KernelLauncher, "_start", start)
     inputs = attention_inputs(20, 27, window_size=7, batch=1, channels=channels, **ALL)
     inputs = {name: x.to(torch.float32 if dtype == torch.float32 else torch.float16) for name, x in inputs.items()}
     outputs_and_gradients(triton_chunk_attention, inputs, window_size=7, mode=mode, shift=shift)
@@ -357,7 +357,7 @@ def test_compiled_equals_the_reference_on_larger_maps(dtype, mode, shift, window
 
 
 @on_this_gpu
-def test_two_compiled_runs_are_equal_in_every_bit():
+def test_compiled_runs_are_bitwise_reproducible():
     inputs = attention_inputs(57, 80, window_size=7, channels=32, **ALL)
     inputs = {name: x.to(DEVICE, torch.bfloat16) for name, x in inputs.items()}
     first, second = (outputs_and_gradients(triton_chunk_attention, inputs, window_size=7) for _ in range(2))

@@ -39,7 +39,7 @@ def test_resizing_a_grid_is_bilinear(old, new):
     np.testing.assert_allclose(resize_table(table, new).numpy(), expected, atol=2e-5)
 
 
-def test_absolute_positions_are_a_row_and_a_column():
+def test_absolute_positions_concatenate_row_and_column():
     positions = randomise(AbsolutePositions((5, 9), 8, num_global_tokens=2))
     output = positions(4, 7)
     assert output.shape == (4, 7, 8)
@@ -93,7 +93,7 @@ def test_grid_positions_of_the_largest_map_are_cropped():
         positions(6, 7)
 
 
-def test_relative_bias_of_the_largest_map_is_that_of_its_part():
+def test_relative_bias_of_a_smaller_map_is_a_crop():
     """A smaller map has the bias that the same pairs of tokens have in the largest one."""
     bias = GridRelativeBias((5, 7), 2, resizing="load").double()
     whole = bias(5, 7).unflatten(1, (5, 7)).unflatten(3, (5, 7))

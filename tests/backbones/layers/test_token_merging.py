@@ -95,7 +95,7 @@ def test_sampling_is_float32_under_autocast(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("norm", BATCH_NORMS)
-def test_the_result_has_the_type_of_the_map(dtype, norm):
+def test_merging_keeps_the_dtype(dtype, norm):
     module, features = small_merging(norm=norm), random_images(2, 3, 5, 8)
     output = module.to(dtype)(features.to(dtype))
     assert output.dtype == dtype
@@ -155,6 +155,6 @@ def test_parameters_of_table_4():
     assert count(swin) // 10**6 == count(ours) // 10**6 == 28
 
 
-def test_a_model_without_merging_raises():
+def test_model_without_patch_merging_raises():
     with pytest.raises(ConfigError, match="Linear has no PatchMerging"):
         with_deformable_merging(nn.Linear(1, 1))

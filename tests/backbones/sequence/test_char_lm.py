@@ -32,8 +32,8 @@ def inputs_of(length: int, window_size: int, segment_length: int, rank: int, *, 
         "query": (2, 2, length, 4),
         "key": (2, 2, window_size + length, 4),
         "value": (2, 2, window_size + length, 4),
-        "summed_key": (2, 2, vectors, 4),
-        "summed_value": (2, 2, vectors, 4),
+        "projected_key": (2, 2, vectors, 4),
+        "projected_value": (2, 2, vectors, 4),
         "key_bias": (2, 4),
         "query_bias": (2, 4),
         "window_positions": (2, window_size, 4),
@@ -64,16 +64,16 @@ cases = pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
 
 
 def read(model: torch.nn.Module, ids: Tensor, lengths: list[int]) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-    """Log-probabilities of each part, and the last memory."""
+    """Log-probabilities of each block, and the last memory."""
     outputs, memory = [], None
-    for part in ids.split(lengths, dim=1):
-        output, memory = model(part, memory)
+    for block in ids.split(lengths, dim=1):
+        output, memory = model(block, memory)
         outputs.append(output)
     return outputs, memory
 
 
 @cases
-def test_parts_of_different_lengths_are_as_the_definition_says(changes, monkeypatch):
+def test_blocks_of_different_lengths_match_reference(changes, monkeypatch):
     model, ids = small_char_lm(**changes), random_ids(2, 52)
     lengths = [7, 1, 20, 4, 1, 19]
     fast = read(model, ids, lengths)
@@ -89,8 +89,8 @@ def test_parts_of_different_lengths_are_as_the_definition_says(changes, monkeypa
 
 
 @cases
-def test_a_token_changes_nothing_before_it(changes):
-    """In its own part and in those before; itself and the parts after it do change."""
+def test_outputs_do_not_depend_on_later_tokens(changes):
+    """In its own block and in those before; itself and the blocks after it do change."""
     model, ids, lengths = small_char_lm(**changes), random_ids(1, 24), [9, 1, 14]
     expected = torch.cat(read(model, ids, lengths)[0], dim=1)
     for position in (0, 8, 9, 17):
@@ -129,7 +129,7 @@ def test_half_precision(autocast, dtype):
     assert (output - expected).abs().max() <= tolerance * expected.abs().max()
 
 
-def test_no_tensor_has_every_pair_of_tokens():
+def test_no_tensor_holds_all_pairs_of_tokens():
     largest = []
     for length in (256, 512):
         model = small_char_lm(window_size=8, segment_length=8, memory_length=8, rank=1)
@@ -140,14 +140,14 @@ def test_no_tensor_has_every_pair_of_tokens():
     assert largest[1] < 16 * 512**2 / 2
 
 
-def test_a_model_reads_with_another_memory():
+def test_trained_model_runs_with_another_memory_length():
     """No weight depends on its length: the paper tests with 32768."""
     model, longer = small_char_lm(), small_char_lm(memory_length=24)
     longer.load_state_dict(model.state_dict(), strict=True)
     assert longer(random_ids(1, 9))[0].isfinite().all()
 
 
-def test_dropout_is_of_training_alone():
+def test_dropout_acts_only_in_training():
     model, ids = small_char_lm(dropout=0.5, attention_dropout=0.5), random_ids(2, 12)
     torch.testing.assert_close(model(ids)[0], small_char_lm()(ids)[0], atol=0, rtol=0)
     model.train()
@@ -165,6 +165,6 @@ def test_wrong_arguments(changes):
 
 
 @pytest.mark.parametrize("shapes", [[(1, 12, 8)], [(1, 12, 8), (1, 8, 8)], [(2, 12, 8), (2, 12, 8)]], ids=str)
-def test_a_memory_of_another_model_or_batch(shapes):
+def test_memory_of_another_model_or_batch_raises(shapes):
     with pytest.raises(ConfigError, match="memory"):
         small_char_lm()(random_ids(1, 3), tuple(torch.zeros(shape, dtype=torch.float64) for shape in shapes))

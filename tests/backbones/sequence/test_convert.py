@@ -74,7 +74,7 @@ def test_wrapped_weights(name, prefix, head):
     assert head is None or list(report.dropped) == [head]
 
 
-def test_a_norm_that_nothing_passes():
+def test_unused_norm_is_dropped():
     """The official model has the second norm always; without projection and class token nothing goes through it."""
     weights = {name: x for name, x in official("ls_sequence_window_only").items() if name != "cls_embed"}
     model = model_of("ls_sequence_window_only", class_token=False)
@@ -114,7 +114,7 @@ def without(name: str):
         (CHAR_LM, lambda _: official(ENCODER), {}, "transformer_0"),
     ],
 )
-def test_what_does_not_fit(name, change, options, hint):
+def test_mismatched_weights_raise(name, change, options, hint):
     with pytest.raises(ConfigError, match=hint) as caught:
         convert_sequence_state_dict(change(official(name)), model_of(name, **options))
     assert "\n" not in str(caught.value)

@@ -77,11 +77,11 @@ CASES = {
     "class token": {},
     "tokens": {"class_token": False},
     "class token in the last layer": {"class_token": "last_layer", "depth": 3},
-    "window alone, class token in the last layer": {"class_token": "last_layer", "rank": 0},
-    "window alone": {"rank": 0},
-    "window alone, tokens": {"rank": 0, "class_token": False},
-    "projection alone": {"window_size": 0},
-    "projection alone, tokens": {"window_size": 0, "class_token": False},
+    "only the window, class token in the last layer": {"class_token": "last_layer", "rank": 0},
+    "only the window": {"rank": 0},
+    "only the window, tokens": {"rank": 0, "class_token": False},
+    "only the projection": {"window_size": 0},
+    "only the projection, tokens": {"window_size": 0, "class_token": False},
     "window of one": {"window_size": 1, "rank": 1},
 }
 cases = pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
@@ -93,8 +93,8 @@ def without_dropout(function: Callable, *tensors: Tensor, dropout: float = 0.0, 
 
 
 @cases
-def test_an_encoder(changes, monkeypatch):
-    """Padding changes nothing, also alone in a sequence, and the definition gives the same."""
+def test_encoder_matches_reference_with_and_without_padding(changes, monkeypatch):
+    """Padding changes nothing, also as the only content of a sequence, and the definition gives the same."""
     encoder, ids, mask = small_encoder(**changes), random_ids(3, 17), mask_of(17, 7, 12, 0)
     output = encoder(ids, mask)
     assert output.shape == (3, 1 if encoder.class_token is not None else 17, 8) and output.isfinite().all()
@@ -139,7 +139,7 @@ def test_memory_is_linear_in_the_length():
     assert largest[1] <= 2.1 * largest[0]
 
 
-def test_a_class_token_in_the_last_layer():
+def test_class_token_in_the_last_layer():
     """The layers before it are those of an encoder of tokens."""
     encoder, ids, mask = small_encoder(class_token="last_layer", depth=3), random_ids(2, 13), mask_of(13, 13, 6)
     without = small_encoder(class_token=False, depth=2)
@@ -152,7 +152,7 @@ def test_a_class_token_in_the_last_layer():
     torch.testing.assert_close(encoder(ids, mask), encoder.norm(token), atol=1e-12, rtol=0)
 
 
-def test_dropout_is_of_training_alone():
+def test_dropout_acts_only_in_training():
     encoder, ids = small_encoder(dropout=0.5, attention_dropout=0.5), random_ids(2, 12)
     torch.testing.assert_close(encoder(ids), small_encoder()(ids), atol=0, rtol=0)
     encoder.train()

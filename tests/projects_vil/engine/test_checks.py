@@ -79,7 +79,7 @@ def test_a_batch_is_divided_among_processes_and_micro_batches(shapes):
 
 
 def test_a_backend_is_checked_on_the_device_of_the_run(shapes, monkeypatch):
-    monkeypatch.setattr(config, "missing_for", lambda found: None if found.type == "cpu" else "another device")
+    monkeypatch.setattr(config, "unmet_requirement", lambda found: None if found.type == "cpu" else "another device")
     check_setup(small_config("retinanet", "MODEL.TRANSFORMER.ATTENTION_BACKEND", "triton"))
 
 
