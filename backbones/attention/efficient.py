@@ -103,8 +103,8 @@ class SpatialReductionAttention(TokenAttention):
             padded = tracing.contiguous_for_export(F.pad(tokens.permute(0, 3, 1, 2), padding))
             reduced = tracing.contiguous_for_export(self.reduce(padded))
             size = reduced.shape[2:]
-            # (B, max(1, H // R) * max(1, W // R), C)
-            reduced = instance_norm(reduced.flatten(2)).transpose(1, 2)
+            # PyTorch's instance norm refuses a single position: (B, max(1, H // R) * max(1, W // R), C)
+            reduced = F.layer_norm(reduced, size).flatten(2).transpose(1, 2)
         if global_tokens is not None:
             reduced = torch.cat([global_tokens, reduced], dim=1)
         key, value = split_heads(self.key_value(reduced), 2 * self.num_heads).chunk(2, dim=1)
@@ -113,13 +113,6 @@ class SpatialReductionAttention(TokenAttention):
         query = self.query(join_tokens(tokens, global_tokens if self.update_globals else None))
         query = tracing.contiguous_for_export(split_heads(query, self.num_heads))
         return self.backends[self.backend](query, key, value)
-
-
-def instance_norm(x: Tensor, eps: float = 1e-5) -> Tensor:
-    """(B, C, N) with mean 0 and variance 1 over N, without learned scale; zeros where N is 1."""
-    values = tracing.at_least_float32(x)
-    centred = values - values.mean(dim=2, keepdim=True)
-    return (centred * (centred.square().mean(dim=2, keepdim=True) + eps).rsqrt()).to(x.dtype)
 
 
 _EPS = 1e-4
