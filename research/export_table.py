@@ -73,12 +73,12 @@ def untrained_detector(cfg: CfgNode) -> nn.Module:
 
 def available_formats() -> list[str]:
     """Return the formats that this machine can write and run."""
-    found = []
+    formats = []
     for name in FORMATS:
         with contextlib.suppress(ConfigError):
             check_format(name)
-            found.append(name)
-    return found
+            formats.append(name)
+    return formats
 
 
 def export_table(args: argparse.Namespace) -> list[dict[str, Any]]:

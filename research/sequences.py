@@ -23,7 +23,7 @@ class Learner:
 
     Attributes:
         seconds: spent on its steps.
-        losses: of the steps since the last call of :meth:`take_mean_loss`.
+        losses: those of the steps since the last call of :meth:`take_mean_loss`.
     """
 
     def __init__(self, name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

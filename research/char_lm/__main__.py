@@ -177,17 +177,17 @@ def main() -> None:
 
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if args.command == "train":
-        found = train(args)
+        results = train(args)
     elif args.command == "evaluate":
-        found = test_file(args)
+        results = test_file(args)
         line = "{test:.4f} bits/char on the test part, in blocks of {length} bytes with a memory of {memory_length}"
-        print(line.format(**found))
+        print(line.format(**results))
     elif args.command == "generate":
-        found = {"sample": sample_file(args)}
-        print(found["sample"])
+        results = {"sample": sample_file(args)}
+        print(results["sample"])
     else:
-        found = measure(args)
-    write_json(args.json, found)
+        results = measure(args)
+    write_json(args.json, results)
 
 
 if __name__ == "__main__":

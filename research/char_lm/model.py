@@ -51,7 +51,7 @@ class Phase:
     Attributes:
         length: bytes of a block, and of the memory.
         steps, warmup_steps: appendix C; the rate is constant after the linear warm-up.
-        learning_rate: of the official scripts; that of the first phase is in appendix C. For text8 twice as high.
+        learning_rate: that of the official scripts; that of the first phase is in appendix C. For text8 twice as high.
         batch_size: parallel streams, on all devices together (appendix C).
     """
 

@@ -78,7 +78,7 @@ def read_text(path: str | Path, *, vocabulary: Vocabulary | None = None) -> Text
     """Read a file: the first 90 percent of its bytes train, the next 5 validate, the last 5 test.
 
     Args:
-        vocabulary: of a trained model; None for that of the training part.
+        vocabulary: that of a trained model; None for that of the training part.
 
     Raises:
         ConfigError: for a file of fewer than 100 bytes.

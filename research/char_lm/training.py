@@ -147,7 +147,7 @@ class Training:
         index, memories = step % len(streams), self.memories[learner.name]
         if index == 0:
             memories[:] = [None] * len(memories)
-        # Dropout follows from the step alone, so that a resumed run and a model trained alone have the same.
+        # Dropout depends only on the step, so that a resumed run and a model trained by itself have the same.
         torch.manual_seed((self.settings.seed << 40) + (self.phase << 36) + step + 1)
         for group in learner.optimizer.param_groups:
             group["lr"] = phase.learning_rate_at(step)
@@ -264,9 +264,9 @@ def generate(
     computed again for each byte.
 
     Args:
-        model: in eval mode.
+        model: a model in eval mode.
         prompt: (P,) ids, one or more.
-        number: of ids to sample.
+        number: how many ids to sample.
         length: bytes of a block.
         unknown: the id of unknown bytes, which is never sampled.
         temperature: divides the log-probabilities, above 0.

@@ -17,8 +17,8 @@ from tools.arguments import ToolParser, output_file, positive, run_tool, write_j
 
 OF_SETTINGS = {
     "model": (str, "ls, or full: softmax attention over all tokens (default: ls)"),
-    "window_size": (int, "w, replaces the config's; 0 for the projection alone"),
-    "rank": (int, "r, replaces the config's; 0 for the window alone"),
+    "window_size": (int, "w, replaces the config's; 0 for only the projection"),
+    "rank": (int, "r, replaces the config's; 0 for only the window"),
     "class_token": (str, "all_layers as in the paper, or last_layer as in the official scripts (default)"),
     "steps": (positive, "number of training steps"),
     "warmup_steps": (int, "steps until the highest learning rate (default: the published share of the steps)"),

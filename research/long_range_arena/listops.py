@@ -30,8 +30,8 @@ class ListOpsRules:
     Attributes:
         min_length, max_length: a sample is longer than the one and shorter than the other, in tokens.
         max_depth: levels of a tree; those on the last are values.
-        max_arguments: of an operator, at least 2.
-        operator_probability: of a node above the last level.
+        max_arguments: most arguments of an operator, at least 2.
+        operator_probability: that a node above the last level is an operator.
     """
 
     min_length: int = 500
@@ -75,21 +75,21 @@ def generate_listops(
         raise ConfigError(f"no tree has between min_length={rules.min_length} and max_length={rules.max_length} tokens")
     generator = np.random.default_rng(seed)
     needed = num_train + num_val + num_test
-    found: dict[bytes, int] = {}
+    value_of_text: dict[bytes, int] = {}
     without_new = 0
-    while len(found) < needed:
-        before = len(found)
+    while len(value_of_text) < needed:
+        before = len(value_of_text)
         for text, value in zip(*_grow(generator, rules), strict=True):
-            found.setdefault(text, value)
-        without_new = 0 if len(found) > before else without_new + _TREES_AT_ONCE
+            value_of_text.setdefault(text, value)
+        without_new = 0 if len(value_of_text) > before else without_new + _TREES_AT_ONCE
         if without_new >= _PATIENCE:
             raise ConfigError(
-                f"{needed} samples are needed, and {len(found)} different ones were found with "
+                f"{needed} samples are needed, and {len(value_of_text)} different ones were found with "
                 f"min_length={rules.min_length} and max_length={rules.max_length}: ask for fewer, or for other lengths"
             )
     # Shuffled, because later trees are longer: the short ones have been seen by then.
-    order = generator.permutation(len(found))[:needed]
-    samples = list(found.items())
+    order = generator.permutation(len(value_of_text))[:needed]
+    samples = list(value_of_text.items())
     splits, start = [], 0
     for number in (num_train, num_val, num_test):
         texts, labels = zip(*(samples[index] for index in order[start : start + number]), strict=True)

@@ -48,13 +48,13 @@ class Settings:
 
     Attributes:
         model: ``"ls"`` for long-short attention, ``"full"`` for softmax attention over all tokens.
-        class_token: a key of ``CLASS_TOKENS``: a global token in all layers as in appendix B, or in the last layer
-            alone as in the scripts.
+        class_token: a key of ``CLASS_TOKENS``: a global token in all layers as in appendix B, or only in the
+            last layer as in the scripts.
         num_documents: sequences of a sample, which share the encoder.
         max_length: rows of the position table.
         read_length: tokens of a document that are read.
         steps, warmup_steps: T and T_w of table 6.
-        schedule: of the learning rate after the warm-up: ``"linear"`` to zero as in the scripts, ``"fixed"`` as in
+        schedule: that of the learning rate after the warm-up: ``"linear"`` to zero as in the scripts, ``"fixed"`` as in
             appendix B.
         eval_every: steps between two evaluations on the validation split.
     """

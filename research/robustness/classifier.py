@@ -27,7 +27,7 @@ class LoadedClassifier:
 
     Attributes:
         model: timm's model of the variant, in eval mode: (B, 3, H, W) -> (B, ``num_classes``).
-        variant: of ``backbones.list_variants()``.
+        variant: one of ``backbones.list_variants()``.
         img_size: height and width in pixels of its images.
         table_img_size: those that its position tables are made for; a run of timm may see smaller images.
         source: a description of the file.

@@ -48,7 +48,7 @@ def evaluate_robustness(
     Images of ImageNet-C and ImageNet-9, which are crops of 224 pixels, are not cropped again.
 
     Args:
-        weights: as :func:`.load_classifier` takes it, with ``variant``, ``img_size`` and ``averaged``.
+        weights: file that :func:`.load_classifier` takes, with ``variant``, ``img_size`` and ``averaged``.
         data: the folder that contains the sets' folders.
         sets: keys of ``ROBUSTNESS_SETS``.
         crop_pct: share of the shorter side that the crop has; None for that of the checkpoint or else the variant.

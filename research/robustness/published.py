@@ -7,7 +7,7 @@ columns cannot be the corruptions that they are named after.
 _TABLE_3, _TABLE_4, _TABLE_10 = "LS Table 3", "LS Table 4", "LS Table 10"
 # By variant and side of the images in pixels.
 _FIGURES = {
-    # Table 3, section 4.3: top-1 on ImageNet val, ImageNet-Real and ImageNet-V2; "-" as printed.
+    # Table 3, section 4.3: top-1 on ImageNet val, ImageNet-Real and ImageNet-V2; "-" as in the paper.
     (_TABLE_3, ("val", "real", "v2")): {
         ("cvt_ls_13", 224): "81.9 87.0 70.5",
         ("cvt_ls_17", 224): "82.5 87.2 71.6",
@@ -35,7 +35,7 @@ def paper_figures(variant: str, img_size: tuple[int, int]) -> dict[str, tuple[fl
     The paper does not name its version of ImageNet-V2: its figure is returned for ``"v2"``, matched frequency.
 
     Args:
-        variant: of ``backbones.list_variants()``.
+        variant: one of ``backbones.list_variants()``.
         img_size: height and width in pixels.
     """
     if img_size[0] != img_size[1]:

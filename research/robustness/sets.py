@@ -62,8 +62,8 @@ class ImageSet:
 
     Attributes:
         title: its name in tables.
-        folder: of its images.
-        num_images: as published; of each severity for ImageNet-C.
+        folder: that of its images.
+        num_images: the published number; for ImageNet-C of each severity.
         classes: ``"wordnet"`` for folders named by WordNet ids, ``"number"`` for folders 0 to 999, ``"in9"`` for
             ``IN9_CLASSES``.
         subset: timm's list of the 200 classes that ImageNet-A and -R have; None for all 1000.

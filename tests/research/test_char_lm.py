@@ -62,7 +62,7 @@ def test_overrides_of_a_config():
         size_for("smal")
 
 
-def test_full_attention_on_blocks_equals_the_whole_and_is_causal():
+def test_full_attention_by_blocks_is_causal_and_equals_one_pass():
     torch.manual_seed(0)
     model = create_model("full", replace(SIZE, dim=24, num_heads=4), vocab_size=11, memory_length=64).double()
     with torch.no_grad():
@@ -92,7 +92,7 @@ def test_each_byte_is_a_target_once(number, num_streams, length):
     assert sorted(own) == list(range(1, number))
 
 
-def test_a_text_has_three_parts(tmp_path):
+def test_text_is_split_into_train_val_and_test(tmp_path):
     (tmp_path / "text").write_bytes(b"ab" * 90 + b"\xff\x00" * 10)
     text = read_text(tmp_path / "text")
     train, val, test = (text.vocabulary.decode(part.tolist()) for part in (text.train, text.val, text.test))
@@ -114,7 +114,7 @@ class Uniform(nn.Module):
 
 
 @pytest.mark.parametrize("num_streams", [1, 3, 500])
-def test_bits_of_a_uniform_guess(num_streams):
+def test_bits_per_character_of_a_uniform_model(num_streams):
     # An unknown byte also costs the choice among the unknown ones.
     vocabulary = Vocabulary(range(127))
     ids = torch.cat([torch.zeros(1, dtype=torch.int16), vocabulary.encode(bytes([200, 5, 255, 127] * 10))])
@@ -123,7 +123,7 @@ def test_bits_of_a_uniform_guess(num_streams):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_memory_passes_from_block_to_block(name):
+def test_evaluation_passes_the_memory_between_blocks(name):
     torch.manual_seed(0)
     model = create_model(name, SIZE, vocab_size=8, memory_length=16, dropout=0.5).eval()
     ids = torch.randint(7, (50,), dtype=torch.int16)
@@ -162,7 +162,7 @@ class Stopped(Exception):
 
 # After the second evaluation of the first phase, at its end, and in the second phase: the state before was saved.
 @pytest.mark.parametrize("stop", [(1, 4), (2, 2), (2, 3)])
-def test_resuming_is_exact(text, tmp_path, whole, stop):
+def test_resumed_run_equals_an_uninterrupted_one(text, tmp_path, whole, stop):
     def interrupt(row) -> None:
         if (row["phase"], row["step"], row["model"]) == (*stop, "full"):
             raise Stopped
@@ -198,7 +198,7 @@ def test_gradient_accumulation_trains_as_one_batch(text, tmp_path):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_repeated_text_is_learned_and_generated(text, tmp_path, name):
+def test_training_learns_and_generates_a_repeated_text(text, tmp_path, name):
     phases = (Phase(length=24, steps=40, warmup_steps=4, learning_rate=2e-2, batch_size=2),)
     settings = Settings(models=(name,), size=SIZE, phases=phases, dropout=0.0, weight_decay=0.0, eval_every=20)
     training = Training(settings, text, tmp_path / "run")

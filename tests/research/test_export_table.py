@@ -37,7 +37,7 @@ def test_a_trained_run(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_a_failure_is_a_row_and_an_exit_status(tmp_path, monkeypatch):
+def test_failed_format_is_a_row_and_a_nonzero_exit_status(tmp_path, monkeypatch):
     """The weights are random, and TorchScript has no int8."""
     (tmp_path / "out/retinanet_vil/model.ts").mkdir(parents=True)
     arguments = [*OVERRIDES, "--formats", "torchscript", "--precisions", "int8", "fp32"]

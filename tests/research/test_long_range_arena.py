@@ -162,7 +162,7 @@ def padded(fill: int = 0, extra: int = 0):
 
 
 @pytest.mark.parametrize("changes", [{"model": "full"}, {}, {"window_size": 0}, {"class_token": "all_layers"}], ids=str)
-def test_padding_changes_nothing_and_every_parameter_learns(changes):
+def test_padding_has_no_effect_and_every_parameter_gets_a_gradient(changes):
     classifier = small_classifier(**changes)
     logits = classifier((padded(),))
     torch.testing.assert_close(classifier((padded(fill=7, extra=4),)), logits)

@@ -187,7 +187,7 @@ def test_incomplete_sets_are_evaluated_or_left_out(weights, tmp_path):
             evaluate(weights / "known.pth", tmp_path, name.removeprefix("imagenet-"))
 
 
-def test_folders_that_are_not_as_published(weights, tmp_path):
+def test_folders_with_another_layout_raise(weights, tmp_path):
     write_val(tmp_path)
     (tmp_path / "val/tench").mkdir()
     with pytest.raises(ConfigError, match="tench"):
