@@ -11,6 +11,7 @@ import json
 import math
 import os
 import shlex
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -392,7 +393,11 @@ def find_in_boxes(file: CocoFile) -> Findings:
             yield "box_missing" if box_of_mask(file, index, entry) is None else "box_of_mask", index, None
     if not rows:
         return
-    for name, where in _box_problems(file, np.array(indices), np.array(rows, np.float64)):
+    try:
+        boxes = np.array(rows, np.float64)
+    except OverflowError:
+        boxes = np.array([[x if abs(x) < sys.float_info.max else math.inf for x in box] for box in rows], np.float64)
+    for name, where in _box_problems(file, np.array(indices), boxes):
         yield from ((name, indices[row], rows[row]) for row in np.flatnonzero(where).tolist())
 
 

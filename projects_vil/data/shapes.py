@@ -6,7 +6,6 @@ rotations vary, objects overlap a little, and images differ in size.
 
 import colorsys
 import json
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -83,10 +82,13 @@ def write_shapes_dataset(
         content = _read_existing(output, task)
         is_kept = content is not None and not overwrite
         if is_kept:
-            found = content["train"]["info"]["parameters"]
-            differing = [f"{name} {found[name]}" for name, value in parameters.items() if found[name] != value]
-            if differing:
-                raise ConfigError(f"{output} is a shapes dataset with {', '.join(differing)}; overwrite replaces it")
+            for split, part in content.items():
+                given, folder = part["info"].get("parameters", {}), output / _paths(task, split)[1]
+                differing = [f"{key} {given.get(key)}" for key, value in parameters.items() if given.get(key) != value]
+                missing = [image["file_name"] for image in part["images"] if not (folder / image["file_name"]).exists()]
+                if differing or missing:
+                    reason = ", ".join([*differing, *(f"without {name}" for name in missing[:1])])
+                    raise ConfigError(f"{output} is a shapes dataset with {reason}; overwrite replaces it")
         else:
             content = _write_and_rename(output, task, parameters)
     except OSError as error:
@@ -131,7 +133,7 @@ def _write_and_rename(output: Path, task: str, parameters: dict[str, int]) -> di
         if task == "sem_seg":
             (new / "classes.txt").write_text("".join(f"{name}\n" for name in SHAPES_SEM_SEG_CLASSES), encoding="utf-8")
         if output.exists():
-            shutil.rmtree(output)
+            output.rename(Path(folder, "old"))
         new.rename(output)
     return content
 

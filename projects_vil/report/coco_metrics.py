@@ -96,7 +96,10 @@ def evaluate_detections(annotations: dict[str, Any], results: str | Path, *, max
     matches: list[Match] = []
     for entry in entries:
         columns = zip(entry["dtIds"], entry["dtMatches"][0].astype(int), entry["dtIgnore"][0], strict=True)
-        matches += [(detections[row], objects.get(target)) for row, target, ignored in columns if not ignored]
+        for row, target, ignored in columns:
+            if not ignored:
+                # COCOeval writes 0 where nothing matches, even if an object has this id.
+                matches.append((detections[row], objects[target] if target else None))
     matches.sort(key=lambda match: -match[0]["score"])
     threshold, f1 = _best_threshold(matches, int(num_objects[:, 0].sum()))
     matches = [match for match in matches if match[0]["score"] >= threshold]

@@ -59,6 +59,8 @@ def draw_results(
     Raises:
         ConfigError: for a dataset without images, files that cannot be read, and predictions of another dataset.
     """
+    if not 0 <= score_threshold <= 1:
+        raise ConfigError(f"score_threshold is {score_threshold}: it must be 0 to 1")
     metadata = MetadataCatalog.get(dataset_name)
     if not records:
         raise ConfigError(f"dataset {dataset_name!r} has no images")

@@ -72,6 +72,7 @@ CORRUPTIONS: dict[str, tuple[str, Callable[[dict, Path], None]]] = {
     "box of text": ("box_form", annotation(bbox=["1", 2, 3, 4])),
     "box of three": ("box_form", annotation(bbox=[1, 2, 3])),
     "box of 1e30": ("box_outside", annotation(bbox=[1.0, 2.0, 1e30, 5.0])),
+    "box of 10 to the 400th": ("box_form", annotation(bbox=[1.0, 2.0, 10**400, 5.0])),
     "box outside": ("box_outside", annotation(bbox=[-30.0, 2.0, 10.0, 10.0])),
     "box without area": ("box_empty", annotation(bbox=[5.0, 5.0, 0.0, 8.0])),
     "box beyond the edge": ("box_beyond", annotation(bbox=[-4.0, 2.0, 20.0, 20.0])),

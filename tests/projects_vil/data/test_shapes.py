@@ -83,6 +83,10 @@ def test_a_complete_dataset_is_kept_and_another_replaced_only_with_overwrite(tmp
     write_shapes_dataset(output, **SMALL | {"num_val": 2}, overwrite=True)
     assert len(list((output / "val").iterdir())) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
+    lost = next((output / "val").iterdir())
+    lost.unlink()
+    with pytest.raises(ConfigError, match=lost.name):
+        write_shapes_dataset(output, **SMALL | {"num_val": 2})
 
 
 @pytest.mark.parametrize("name, overwrite", [("notes.txt", True), ("annotations/instances_val.json", False)])
