@@ -12,7 +12,7 @@ from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.structures import BitMasks, BoxMode
 
-from backbones.errors import ConfigError
+from backbones.errors import ConfigError, check_whole
 from projects_vil.config import is_panoptic, is_segmentor
 from projects_vil.data import (
     IGNORED_LABEL,
@@ -155,6 +155,8 @@ def draw_samples(cfg: CfgNode, output: str | Path, *, number: int = 16, seed: in
     Raises:
         ConfigError: for datasets that the check refuses, drawings that exist, and files that cannot be written.
     """
+    seed = max(cfg.SEED, 0) if seed is None else seed
+    check_whole("seed", seed, least=0)
     check_output_folder(output)
     earlier = sorted(Path(output).glob("[0-9][0-9][0-9][0-9]*_*.png"))
     if earlier:
@@ -163,7 +165,7 @@ def draw_samples(cfg: CfgNode, output: str | Path, *, number: int = 16, seed: in
     cfg.defrost()
     cfg.DATALOADER.NUM_WORKERS = 0  # the samples do not depend on it
     loader = build_train_loader(cfg)
-    loader.start(seed=max(cfg.SEED, 0) if seed is None else seed, iteration=0)
+    loader.start(seed=seed, iteration=0)
     paths = []
     for index, sample in enumerate(islice(chain.from_iterable(loader), number)):
         paths.append(Path(output) / f"{index:04d}_{Path(sample['file_name']).stem}.png")
