@@ -20,7 +20,7 @@ from torch import nn
 
 from backbones import ConfigError
 from backbones.errors import check_choice, closest
-from projects_vil.config import updated
+from projects_vil.config import one_line, updated
 
 OPTIMIZERS = ("ADAMW", "SGD")
 LR_SCHEDULERS = ("WarmupMultiStepLR", "WarmupCosineLR", "WarmupStepWithFixedGammaLR", "WarmupPolyLR")
@@ -78,7 +78,15 @@ def parameter_groups(
     """
     order = {parameter: index for index, parameter in enumerate(model.parameters())}
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    for pattern, _ in lr_multipliers:
+    for entry in lr_multipliers:
+        match entry:
+            case [str(pattern), int() | float() as factor] if 0 <= factor < math.inf:
+                pass
+            case _:
+                raise ConfigError(
+                    f"SOLVER.LR_MULTIPLIERS (optimizer.params.lr_multipliers) has {entry!r}: it must be a list of "
+                    "pairs of a pattern and a number, [['*.stages.0.*', 0.1]]"
+                )
         if not fnmatch.filter(names, pattern):
             raise ConfigError(
                 f"the pattern {pattern!r} in SOLVER.LR_MULTIPLIERS (optimizer.params.lr_multipliers) matches no "
@@ -217,11 +225,17 @@ def build_lr_scheduler(cfg: CfgNode, optimizer: torch.optim.Optimizer) -> torch.
     t goes from 0 at the first iteration to 1 after the last; fvcore's polynomial decay ends at 0.
 
     Raises:
-        ConfigError: for a power or last learning rate that is not a decay.
+        ConfigError: for a power or last learning rate that is not a decay, or steps that are not within the run.
     """
     solver = cfg.SOLVER
     if solver.LR_SCHEDULER_NAME != "WarmupPolyLR":
-        return build_detectron2_lr_scheduler(cfg, optimizer)
+        try:
+            return build_detectron2_lr_scheduler(cfg, optimizer)
+        except (ValueError, AssertionError) as error:
+            raise ConfigError(
+                f"SOLVER.LR_SCHEDULER_NAME {solver.LR_SCHEDULER_NAME} cannot have these SOLVER.STEPS, MAX_ITER, "
+                f"BASE_LR, BASE_LR_END and WARMUP_ITERS: {one_line(error)}"
+            ) from error
     if not solver.POLY_LR_POWER > 0:
         raise ConfigError(f"SOLVER.POLY_LR_POWER is {solver.POLY_LR_POWER}: it must be above 0")
     if not 0 <= solver.BASE_LR_END <= solver.BASE_LR:

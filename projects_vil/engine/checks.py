@@ -6,13 +6,14 @@ from collections.abc import Collection
 from typing import Any
 
 from detectron2.config import CfgNode
+from detectron2.engine import DefaultTrainer
 from torch import nn
 
 from backbones import ConfigError
 from backbones.errors import check_choice
 from projects_vil import data
 from projects_vil.checkpoint import check_weights, checkpoints_of
-from projects_vil.config import check_device, is_panoptic, is_segmentor
+from projects_vil.config import check_device, is_panoptic, is_segmentor, updated
 from projects_vil.engine.hooks import RandomShift
 from projects_vil.engine.trainer import AMP_DTYPES
 from projects_vil.engine.writers import check_services
@@ -25,7 +26,7 @@ from projects_vil.modeling import (
     check_point_rend,
     max_input_side,
 )
-from projects_vil.solver import LR_SCHEDULERS, OPTIMIZERS, build_optimizer
+from projects_vil.solver import LR_SCHEDULERS, OPTIMIZERS, build_lr_scheduler, build_optimizer
 
 _CHOICES: dict[str, Collection[str]] = {
     "DATASETS.CHECK": data.CHECK_MODES,
@@ -33,6 +34,7 @@ _CHOICES: dict[str, Collection[str]] = {
     "SOLVER.AMP.DTYPE": AMP_DTYPES,
     "SOLVER.LR_SCHEDULER_NAME": LR_SCHEDULERS,
     "SOLVER.OPTIMIZER": OPTIMIZERS,
+    "SOLVER.WARMUP_METHOD": ("linear", "constant"),
 }
 # The smallest and largest value of a number, or of each number of a list. Others fail at once in PyTorch or detectron2.
 _RANGES: dict[str, tuple[float, float]] = {
@@ -40,6 +42,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "INPUT.LSJ.SCALE": (1e-3, 10),
     "INPUT.LSJ.SIZE": (MIN_EXPORT_SIDE, MAX_EXPORT_SIDE),
     "MODEL.EMA.DECAY": (0, 1 - 1e-12),
+    "MODEL.PIXEL_STD": (1e-30, math.inf),
     "MODEL.TRANSFORMER.FEATURE_REDRAW_PERIOD": (1, math.inf),
     "MODEL.TRANSFORMER.RANDOM_SHIFT_UNTIL": (0, 1),
     "SOLVER.ACCUMULATE": (1, math.inf),
@@ -47,8 +50,10 @@ _RANGES: dict[str, tuple[float, float]] = {
     "SOLVER.CHECKPOINT_KEEP": (0, math.inf),
     "SOLVER.CHECKPOINT_PERIOD": (1, math.inf),
     "SOLVER.CLIP_GRADIENTS.CLIP_VALUE": (1e-30, math.inf),
+    "SOLVER.EARLY_STOPPING_PATIENCE": (0, math.inf),
     "SOLVER.IMS_PER_BATCH": (1, math.inf),
     "SOLVER.MAX_ITER": (1, math.inf),
+    "SOLVER.WARMUP_FACTOR": (0, 1),
     "TEST.DETECTIONS_PER_IMAGE": (1, math.inf),
     "TEST.DRAW_IMAGES": (0, 32),
     "TEST.EVAL_PERIOD": (0, math.inf),
@@ -87,7 +92,10 @@ def check_setup(
     if not eval_only:
         _check_training(cfg, model, processes=max(processes, 1), on_gpu=on_gpu)
         if not is_lazy:
-            build_optimizer(cfg, model)
+            # As the trainer builds them, but without the warning of steps that are ignored.
+            scaled = DefaultTrainer.auto_scale_workers(cfg, max(processes, 1))
+            steps = [step for step in scaled.SOLVER.STEPS if step <= scaled.SOLVER.MAX_ITER]
+            build_lr_scheduler(updated(scaled, {"SOLVER.STEPS": steps}), build_optimizer(scaled, model))
     saved = checkpoints_of(cfg.OUTPUT_DIR)
     if resume and saved:
         return
@@ -135,7 +143,11 @@ def check_values(cfg: CfgNode) -> None:
         value = _value(cfg, key)
         numbers = value if isinstance(value, (list, tuple)) else [value]
         if not all(isinstance(number, (int, float)) and smallest <= number <= largest for number in numbers):
-            raise ConfigError(f"{key} is {value!r}: it must be {smallest:g} to {largest:g}")
+            least = "above 0" if smallest == 1e-30 else f"at least {smallest:g}"
+            limits = least if largest == math.inf else f"{smallest:g} to {largest:g}"
+            raise ConfigError(f"{key} is {value!r}: it must be {limits}")
+    if not cfg.OUTPUT_DIR:
+        raise ConfigError("OUTPUT_DIR is empty: name a folder")
     for key, choices in _CHOICES.items():
         check_choice(key, _value(cfg, key), choices)
     if len(cfg.MODEL.PIXEL_MEAN) != 3 or len(cfg.MODEL.PIXEL_STD) != 3:
