@@ -54,7 +54,9 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     except Exception as error:  # A damaged file may raise anything.
         # The first line of torch's message advises to run what the file holds.
         unsafe = re.search(r"GLOBAL (\S+)", str(error))
-        reason = f"it refers to {unsafe[1]}, which would run code" if unsafe else "it is damaged or cut off"
+        if unsafe is None:
+            raise ConfigError(f"{path} is not a PyTorch checkpoint, or is truncated") from error
+        reason = f"it refers to {unsafe[1]}, which would run code"
         raise ConfigError(f"{path} is not a checkpoint of tensors only: {reason}") from error
     if isinstance(loaded, dict) and not any(key in loaded for key in STATE_DICT_KEYS):
         loaded = {"model": loaded}

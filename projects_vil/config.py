@@ -226,6 +226,17 @@ def _set_photometric_distortion(cfg: CfgNode) -> None:
 
 def _explain(error: Exception, cfg: CfgNode) -> str:
     message = one_line(error.args[0] if isinstance(error, KeyError) else error)
+    if isinstance(error, FileNotFoundError):
+        return f"there is no file {error.filename} (_BASE_)"
+    if isinstance(error, (AttributeError, TypeError)):
+        return "it is not a mapping of config keys"
+    mismatch = re.search(
+        r"Type mismatch \(<class '(\w+)'> vs\. <class '(\w+)'>\).* vs\. (.*)\) for config key: (\S+)", message
+    )
+    if mismatch is not None:
+        kind = {"int": "a whole number (int)", "float": "a number (float)"}.get(mismatch[1], f"a {mismatch[1]}")
+        value = repr(mismatch[3]) if mismatch[2] == "str" else mismatch[3]
+        return f"{mismatch[4]} is {value}: it must be {kind}"
     unknown = re.search(r"Non-existent (?:config )?key: ([\w.]+)", message)
     if unknown is None:
         return message
@@ -320,9 +331,11 @@ def choose_device(cfg: CfgNode, *, devices: Sequence[str] = DEVICES, requested: 
             cfg = updated(cfg, {"MODEL.TRANSFORMER.ATTENTION_BACKEND": "auto"})
             _logger.info("MODEL.TRANSFORMER.ATTENTION_BACKEND is auto: triton does not run on the CPU")
     if check_device(cfg, devices=devices):
-        _logger.info("on %s: %s", cfg.MODEL.DEVICE, torch.cuda.get_device_name(cfg.MODEL.DEVICE))
+        _logger.info("the model runs on %s: %s", cfg.MODEL.DEVICE, torch.cuda.get_device_name(cfg.MODEL.DEVICE))
     elif "cuda" in devices:
-        _logger.info("on the CPU%s", "; MODEL.DEVICE cuda takes the GPU" if has_gpu and not requested else "")
+        _logger.info(
+            "the model runs on the CPU%s", "; MODEL.DEVICE cuda takes the GPU" if has_gpu and not requested else ""
+        )
     return cfg
 
 

@@ -90,7 +90,7 @@ def parameter_groups(
         if not fnmatch.filter(names, pattern):
             raise ConfigError(
                 f"the pattern {pattern!r} in SOLVER.LR_MULTIPLIERS (optimizer.params.lr_multipliers) matches no "
-                f"trainable parameter{closest(pattern, names)}; [] has no patterns"
+                f"trainable parameter ([] has no patterns){closest(pattern, names)}"
             )
     layer_factors = layer_decay_factors(model, layer_decay)
 

@@ -31,6 +31,7 @@ from projects_vil import load_config
 from projects_vil.checkpoint import build_detector
 from projects_vil.export import (
     FORMATS,
+    PRECISIONS,
     ExportedModel,
     check_format,
     compare,
@@ -99,6 +100,8 @@ def export_table(args: argparse.Namespace) -> list[dict[str, Any]]:
         for precision in args.precisions
         if precision in FORMATS[file_format].precisions
     ]
+    if not pairs:
+        raise ConfigError(f"no format here has precision {' or '.join(args.precisions)}: name others in --formats")
     rows = []
     for detector in args.detectors:
         for family in (family for family in args.families if family in DETECTORS[detector]):
@@ -204,7 +207,7 @@ def main() -> None:
     parser.add_argument("--detectors", nargs="+", choices=DETECTORS, default=tuple(DETECTORS), help="default: all")
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES, help="default: all")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=(), help="default: all that work here")
-    parser.add_argument("--precisions", nargs="+", default=("fp32",), metavar="P", help="default: fp32")
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=("fp32",), help="default: fp32")
     parser.add_argument("--image-size", nargs=2, type=positive, metavar=("H", "W"), help="of the timed image")
     parser.add_argument("--evaluate", action="store_true", help="average precision of trained runs on DATASETS.TEST")
     parser.add_argument("--large", action="store_true", help="compare on 800 x 1333 too")

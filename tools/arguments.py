@@ -45,6 +45,13 @@ def existing_path(text: str) -> str:
     return text
 
 
+def existing_folder(text: str) -> str:
+    """Return a path of a folder; an argparse type."""
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {text}")
+    return text
+
+
 def output_file(text: str) -> str:
     """Return a path at which a file can be written; an argparse type."""
     path = Path(text).absolute()
@@ -75,12 +82,24 @@ class ToolParser(argparse.ArgumentParser):
     """
 
     def __init__(self, description: str | None, **options: Any) -> None:
-        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        super().__init__(
+            description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options
+        )
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:
-        parsed, unknown = self.parse_known_args(args, namespace)
+        words = sys.argv[1:] if args is None else args
+        known = {*SECTIONS, *self._option_string_actions}
+        # Before argparse complains about the required one that was misspelt. Others parse a remainder and subcommands.
+        if any(action.nargs in (argparse.REMAINDER, argparse.PARSER) for action in self._actions):
+            words = []
+        unknown = [
+            flag
+            for word in words
+            if (flag := word.partition("=")[0]).startswith("--") and flag not in {*known, "--", "--opts"}
+        ]
+        if not unknown:
+            parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            known = SECTIONS.union(self._option_string_actions)
             self.error(f"unknown argument {unknown[0]}{closest(unknown[0], known)}")
         json_path = getattr(parsed, "json", None)
         if json_path and any(value == json_path for name, value in vars(parsed).items() if name != "json"):
@@ -163,7 +182,8 @@ class ConfigToolParser(ToolParser):
             value = next(left, None)
             if "=" in word:
                 self.error(f"the override {word} is one word: write {word.replace('=', ' ', 1)}")
-            if value is None or value.startswith("--"):
+            is_key = value is not None and value.partition(".")[0] in SECTIONS and ("." in value or "_" in value)
+            if value is None or value.startswith("--") or (is_key and not Path(value).exists()):
                 self.error(f"the override {word} has no value")
             overrides += [word, value]
         return arguments, overrides

@@ -12,13 +12,13 @@ Example:
 import os
 import sys
 
-from arguments import ToolParser, existing_path, output_file, run_tool, write_json
+from arguments import ToolParser, existing_folder, existing_path, output_file, run_tool, write_json
 
 
 def main() -> None:
     parser = ToolParser(__doc__)
     parser.add_argument("annotations", type=existing_path, metavar="ANNOTATIONS", help="COCO annotation file")
-    parser.add_argument("images", type=existing_path, metavar="IMAGES", help="the folder of its images")
+    parser.add_argument("images", type=existing_folder, metavar="IMAGES", help="the folder of its images")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the findings as JSON too")
     parser.add_argument("--fix", type=output_file, metavar="OUT", help="write a cleaned copy; OUT must not exist")
     parser.add_argument("--deep", action="store_true", help="read every pixel of every image, not only the headers")
@@ -28,6 +28,7 @@ def main() -> None:
     if args.fix and os.path.lexists(args.fix):
         parser.error(f"--fix: {args.fix} exists: name a new file")
 
+    from backbones import ConfigError
     from projects_vil.data import CocoFile, write_cleaned
 
     masks = False if args.boxes else None
@@ -36,8 +37,11 @@ def main() -> None:
     write_json(args.json, checked.to_json())
     if args.fix:
         print(f"wrote {args.fix}: {write_cleaned(checked, args.fix)}")
-    elif checked.findings("error"):
+    elif checked.unfixable():
         raise checked.error()
+    elif errors := checked.findings("error"):
+        number = f"{len(errors)} type{'s' * (len(errors) > 1)} of errors"
+        raise ConfigError(f"{args.annotations} has {number}; --fix OUT writes a copy without them")
 
 
 def _progress(number: int) -> None:

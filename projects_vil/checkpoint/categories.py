@@ -54,7 +54,8 @@ class Categories:
 def known_categories(
     names: Sequence[str] | None, ids: Sequence[int] | None, *, number: int, datasets: Sequence[str] = ()
 ) -> Categories:
-    """Return the categories of a file: names and ids of its metadata, colors of a dataset with the same names.
+    """Return the categories of a file: names and ids of its metadata, colors (and ids it lacks) of a dataset with the
+    same names.
 
     Without metadata they are those of a dataset, or else ids count from 1, and names are ``class 1`` and so on.
 
@@ -62,13 +63,13 @@ def known_categories(
         names: class names, or None.
         ids: category ids of the classes.
         number: number of classes.
-        datasets: names of datasets to look in; for colors COCO comes last.
+        datasets: names of datasets to look in; for names COCO comes last.
     """
     found = dataset_categories(datasets if names is None else (*datasets, _COCO), number, names=names)
     counted = tuple(range(1, number + 1))
     if names is None:
         return found or Categories(counted, tuple(f"class {category_id}" for category_id in counted))
-    return Categories(tuple(ids or counted), tuple(names), found and found.colors)
+    return Categories(tuple(ids or (found.ids if found else counted)), tuple(names), found and found.colors)
 
 
 def dataset_categories(

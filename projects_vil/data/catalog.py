@@ -183,7 +183,7 @@ def check_files(name: str) -> None:
     """
     if name not in DatasetCatalog.list():
         near = closest(name, DatasetCatalog.list())
-        raise ConfigError(f"unknown dataset {name!r}{near}; DATASETS.COCO or DATASETS.ADE20K registers your own")
+        raise ConfigError(f"unknown dataset {name!r} (DATASETS.COCO or DATASETS.ADE20K registers your own){near}")
     metadata = MetadataCatalog.get(name)
     if metadata.get("evaluator_type") == PANOPTIC_EVALUATOR and not metadata.get("sem_seg_root"):
         raise ConfigError(

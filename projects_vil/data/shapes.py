@@ -88,7 +88,9 @@ def write_shapes_dataset(
                 missing = [image["file_name"] for image in part["images"] if not (folder / image["file_name"]).exists()]
                 if differing or missing:
                     reason = ", ".join([*differing, *(f"without {name}" for name in missing[:1])])
-                    raise ConfigError(f"{output} is a shapes dataset with {reason}; overwrite replaces it")
+                    raise ConfigError(
+                        f"{output} is a shapes dataset with {reason}; overwrite (--overwrite) replaces it"
+                    )
         else:
             content = _write_and_rename(output, task, parameters)
     except OSError as error:

@@ -16,7 +16,7 @@ from detectron2.config import CfgNode
 from torch import Tensor, nn
 
 from backbones import ConfigError
-from backbones.errors import check_choice
+from backbones.errors import check_choice, check_whole
 from projects_vil.checkpoint import load_detector
 from projects_vil.config import DETECTORS
 from projects_vil.data import load_dataset, register_datasets
@@ -80,6 +80,9 @@ def export_detector(
             fit.
     """
     is_int8 = precision == "int8"
+    check_whole("calibration_images", calibration_images)
+    if not is_int8 and (calibration_images != 100 or accept_drop):
+        raise ConfigError("calibration_images and accept_drop are for precision int8: leave them out, or export int8")
     evaluate = evaluate or is_int8
     architecture = cfg.MODEL.META_ARCHITECTURE
     if architecture not in DETECTORS:
@@ -145,7 +148,6 @@ def export_detector(
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
         model = ExportedModel(new)
-        accept_drop = accept_drop and is_int8
         report = check_export(cfg, reference, model, compared, evaluate=evaluate, accept_drop=accept_drop)
         report_path(new).write_text(json.dumps(report, indent=2) + "\n")
         for file in (*entry.files(path), metadata_path(path), report_path(path)):

@@ -393,6 +393,9 @@ def load_model(path: Path) -> RunFn:
     entry = FORMATS[format_of(path)]
     try:
         return entry.load(path)
+    except ImportError as error:
+        packages = " ".join(entry.packages) or error.name
+        raise ConfigError(f"cannot load {path} without {error.name}: pip install {packages}") from error
     # onnxruntime's exceptions have no base class of their own.
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]

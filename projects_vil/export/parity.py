@@ -278,6 +278,7 @@ def describe_report(report: dict) -> str:
     lines.append(
         f"{report['file']}: {report['bytes'] / 1e6:.1f} MB{opset}, {report['precision']}; "
         f"{latency['height']} x {latency['width']}: {latency['exported_ms']:.1f} ms, eager "
-        f"{latency['eager_ms']:.1f} ms, medians: {latency['ratio']:.2f} times as fast ({latency['threads']} threads)"
+        f"{latency['eager_ms']:.1f} ms, medians: {latency['ratio']:.2f} times as fast "
+        f"({latency['threads']} thread{'' if latency['threads'] == 1 else 's'})"
     )
     return "\n".join(lines)

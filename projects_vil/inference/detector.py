@@ -180,12 +180,21 @@ class Detector(HubMixin):
             check_threshold(score_threshold)
         given = dict(zip(overrides[::2], overrides[1::2], strict=False))
         weights, device = weights or given.get("MODEL.WEIGHTS"), device or given.get("MODEL.DEVICE")
+        if weights and source.is_dir() and Path(weights) == source:
+            weights = None  # the run's last checkpoint
         exported = next((Path(path) for path in (weights, source) if path and is_exported(path)), None)
         if exported is not None:
             fixed = [key for key in given if key not in ("MODEL.WEIGHTS", "MODEL.DEVICE")]
-            if fixed or tta or str(device or "cpu") != "cpu" or Path(weights or exported) != exported:
-                named = ", ".join(["weights", "device", "tta", *fixed])
-                raise ConfigError(f"{exported} is an exported model on the CPU, which fixes {named}")
+            others = {
+                "weights": Path(weights or exported) != exported,
+                "device": str(device or "cpu") != "cpu",
+                "tta": tta,
+            }
+            if named := [name for name, is_other in others.items() if is_other] + fixed:
+                way_out = "leave it out, or export again with it" if fixed else "leave it out"
+                raise ConfigError(
+                    f"{exported} is an exported model on the CPU, which fixes {', '.join(named)}: {way_out}"
+                )
             return cls(ExportedRunner(exported, score_threshold=score_threshold), draw_threshold=score_threshold)
         config, weights = _find_model(source, weights)
         cfg = load_config(config, [str(value) for value in overrides])

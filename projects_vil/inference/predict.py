@@ -192,10 +192,11 @@ def _image_writer(folder: Path, images: list[ImageSource]) -> Iterator[WriteDraw
 def _video_writer(folder: Path, video: Video) -> Iterator[WriteDrawing]:
     path = folder / f"{video.path.stem}.mp4"
     partial = path.with_name(f".{path.stem}.{os.getpid()}.partial.mp4")
-    writer = cv2.VideoWriter()
+    writer, size = cv2.VideoWriter(), None
 
     def write(entry: dict, drawn: np.ndarray) -> None:
-        size = drawn.shape[1] // 2 * 2, drawn.shape[0] // 2 * 2  # encoders need even sides
+        nonlocal size  # OpenCV drops frames of another size than the first
+        size = size or (drawn.shape[1] // 2 * 2, drawn.shape[0] // 2 * 2)  # encoders need even sides
         if not writer.isOpened():
             folder.mkdir(parents=True, exist_ok=True)
             if not writer.open(str(partial), cv2.VideoWriter_fourcc(*VIDEO_CODEC), video.frame_rate, size):

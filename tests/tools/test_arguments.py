@@ -125,11 +125,13 @@ def test_pairs_in_any_position():
             assert args.opts == PAIRS and args.config_file == FILE[1] and args.flag and args.size == [4, 5]
 
 
-def test_pairs_next_to_lists_files_and_abbreviations(tmp_path, monkeypatch):
+def test_pairs_next_to_lists_and_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "TEST.JPG").write_text("")
     files = ["a.jpg", "DSC_01.JPG", "TEST.JPG"]
-    args = parser().parse_args(["SEED", "1", "--conf", FILE[1], "--images", *files, *PAIRS, "--opts", "SEED", "2"])
+    args = parser().parse_args(
+        ["SEED", "1", "--config-file", FILE[1], "--images", *files, *PAIRS, "--opts", "SEED", "2"]
+    )
     assert args.images == files and args.opts == ["SEED", "1", *PAIRS, "SEED", "2"]
     assert parser().parse_args(FILE).opts == []
 
@@ -151,6 +153,8 @@ def test_short_forms_are_their_keys(tmp_path):
         ([*FILE, "MODLE.DEVICE", "cpu"], ["MODLE.DEVICE"]),
         ([*FILE, "SEED=3"], ["SEED 3"]),
         (["SEED", *FILE], ["SEED"]),
+        ([*FILE, "SOLVER.MAX_ITER", "OUTPUT_DIR", "out"], ["SOLVER.MAX_ITER has no value"]),
+        (["--weight", "a.pth"], ["--weight;", "'--weights'"]),
         ([*FILE, "MODEL.DEVICE", "cuda", "--device", "cpu"], ["--device cpu", "MODEL.DEVICE cuda"]),
         ([*FILE, "--weights", "absent.pth"], ["absent.pth"]),
         ([*FILE, "--json", FILE[1]], ["--json"]),
