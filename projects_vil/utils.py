@@ -210,10 +210,13 @@ def stop_requests(*, single_process: bool) -> Iterator[list[int]]:
 @contextlib.contextmanager
 def deferred_signals() -> Iterator[None]:
     """Let ``STOP_SIGNALS`` take effect at the end of the block, which is short and must not end halfway."""
-    with stop_requests(single_process=False) as received:
-        yield
-    for number in received:
-        signal.raise_signal(number)
+    received: list[int] = []
+    try:
+        with stop_requests(single_process=False) as received:
+            yield
+    finally:
+        for number in received:
+            signal.raise_signal(number)
 
 
 @contextlib.contextmanager

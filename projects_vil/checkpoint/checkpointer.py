@@ -107,7 +107,7 @@ class Checkpointer(DetectionCheckpointer):
             contents = {UNAVERAGED: contents["model"], **average}
         contents |= {key: checkpointable.state_dict() for key, checkpointable in self.checkpointables.items()}
         path = Path(self.save_dir) / f"{name}.pth"
-        self.logger.info("Saving checkpoint to %s", path)
+        self.logger.info("Saving checkpoint %sto %s", "and its evaluation " if kwargs.get("finished") else "", path)
         with atomic_write(path) as partial, partial.open("wb") as file:
             torch.save(contents | {METADATA_KEY: self.metadata.to_dict()} | kwargs, file)
         if tag:

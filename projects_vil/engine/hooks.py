@@ -1,5 +1,6 @@
 """What happens between iterations: seeds, schedules, EMA, checkpoints, and what follows from evaluations."""
 
+import contextlib
 import functools
 import logging
 import signal
@@ -262,6 +263,13 @@ class PeriodicWriter(hooks.PeriodicWriter):
                 writer.write()
         else:
             super().after_step()
+
+    def after_train(self) -> None:
+        """Write with all writers and close them, also where one of them fails."""
+        with contextlib.ExitStack() as stack:
+            for writer in reversed(self._writers):
+                stack.callback(writer.close)
+                stack.callback(writer.write)
 
 
 class BestCheckpointer(hooks.BestCheckpointer):

@@ -85,6 +85,10 @@ def check_processes(args: argparse.Namespace, *, device: str) -> None:
     env, on_cpu = distributed_env(), device.startswith("cpu")
     if env is not None and (args.num_gpus != 1 or args.num_machines != 1):
         raise ConfigError(f"torchrun has started {env.world_size} processes: leave out --num-gpus and --num-machines")
+    if args.num_machines < 1:
+        raise ConfigError(f"--num-machines is {args.num_machines}: it must be at least 1")
+    if not 0 <= args.machine_rank < args.num_machines:
+        raise ConfigError(f"--machine-rank is {args.machine_rank}: it must be 0 to {args.num_machines - 1}")
     if args.num_machines > 1 and (args.dist_url == "auto" or "127.0.0.1" in args.dist_url):
         raise ConfigError(f"--dist-url is {args.dist_url}: it must be tcp://HOST:PORT of the first machine")
     if number_of_processes(args) > 1 and ":" in device:
@@ -92,7 +96,8 @@ def check_processes(args: argparse.Namespace, *, device: str) -> None:
     here = args.num_gpus if env is None else env.local_world_size
     available = max(os.cpu_count() or 1, 2) if on_cpu else max(torch.cuda.device_count(), 1)
     if not 0 < here <= available and not (on_cpu and env is not None):
-        raise ConfigError(f"--num-gpus is {here}, and there are {available} {'CPU cores' if on_cpu else 'GPUs'} here")
+        unit = "CPU cores" if on_cpu else "GPUs"
+        raise ConfigError(f"--num-gpus is {here}: it must be 1 to {available}, the number of {unit} here")
 
 
 def launch(run: Callable[[argparse.Namespace], Any], args: argparse.Namespace, *, output_dir: str, device: str) -> None:

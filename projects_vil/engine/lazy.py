@@ -1,6 +1,7 @@
 """LazyConfigs, as configs/lazy/ has them: what tools/lazyconfig_train_net.py does, with the trainer of YAML configs."""
 
 import argparse
+import builtins
 import functools
 import math
 from collections import OrderedDict
@@ -94,10 +95,14 @@ def load_lazy_config(path: str | Path, overrides: Sequence[str] = ()) -> DictCon
             names an unknown key (with the closest one).
     """
     check_file(path, "config file")
+    importer = builtins.__import__
     try:
         cfg = LazyConfig.load(str(path))
     except Exception as error:  # A config is a program: it may raise anything.
         raise ConfigError(f"{path} is not a LazyConfig: {_reason(error)}") from error
+    finally:
+        # detectron2's own would stay after an exception.
+        builtins.__import__ = importer
     if not isinstance(cfg, DictConfig) or not all(isinstance(cfg.get(part), DictConfig) for part in _PARTS):
         raise ConfigError(f"{path} is not a LazyConfig for training, which has the parts {', '.join(_PARTS)}")
     known = {key for key, _ in config_items(OmegaConf.to_container(cfg), lists=True)}

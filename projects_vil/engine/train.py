@@ -132,8 +132,8 @@ def train(
         logger.warning("the learning rate never reaches SOLVER.BASE_LR: SOLVER.WARMUP_ITERS is SOLVER.MAX_ITER or more")
     logger.info(
         f"training {cfg.MODEL.META_ARCHITECTURE} with {cfg.MODEL.TRANSFORMER.NAME} on {cfg.MODEL.DEVICE} in "
-        f"{comm.get_world_size()} processes: {solver.MAX_ITER} iterations; config, model and environment are in "
-        f"{cfg.OUTPUT_DIR}/log.txt"
+        f"{comm.get_world_size()} process{'es' if comm.get_world_size() > 1 else ''}: {solver.MAX_ITER} iterations; "
+        f"config, model and environment are in {cfg.OUTPUT_DIR}/log.txt"
     )
     trainer = make_trainer(cfg)
     trainer.resume_or_load(resume=args.resume)

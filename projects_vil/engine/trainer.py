@@ -55,6 +55,8 @@ from projects_vil.utils import stop_requests, terminate, terminating_between_cal
 from projects_vil.visualization import draw_evaluation
 
 AMP_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+# Keys of parameter groups that a resumed run takes from its config.
+_RATES = {"initial_lr": "learning rate", "weight_decay": "weight decay", "momentum": "momentum"}
 DIVERGED_FILE = "diverged.json"
 # Consecutive steps that the float16 loss scaler may skip: from any scale that it grows to, it is below 1 by then.
 MAX_OVERFLOWS = 32
@@ -147,6 +149,10 @@ class TrainStep(SimpleTrainer):
                 "resume with SOLVER and MODEL.BACKBONE.FREEZE_AT of its config.yaml, or start from its weights "
                 "(MODEL.WEIGHTS, without --resume, in another OUTPUT_DIR)"
             )
+        pairs = list(zip(saved["param_groups"], own, strict=True))
+        changed = [name for key, name in _RATES.items() if any(old.get(key) != new.get(key) for old, new in pairs)]
+        if changed:
+            logging.getLogger(__name__).warning("this config has another %s than the resumed run", ", ".join(changed))
         super().load_state_dict(state_dict | {"optimizer": saved | {"param_groups": own}})
         self.skipped, self.overflows = state_dict.get("skipped", 0), state_dict.get("overflows", 0)
         if self.scaler is not None and "grad_scaler" in state_dict:
@@ -402,6 +408,8 @@ class Trainer(DefaultTrainer):
             restore_loss_normalizer(unwrapped(self.model), contents.get("loss_normalizers", []))
             self._is_unfinished = not contents.get("finished", True)
             logger.info("resuming %s at iteration %d", path, self.start_iter)
+            if self.start_iter >= self.max_iter:
+                logger.info("already complete: %d of %d iterations", self.start_iter, self.max_iter)
         if self.averaged is not None and not self.checkpointer.has_average:
             self.averaged.module.load_state_dict(unwrapped(self.model).state_dict())
             if path is not None:
@@ -457,8 +465,14 @@ class Trainer(DefaultTrainer):
         # A resumed run may have had no iteration left.
         self.iter = min(self.iter, self.max_iter)
         if isinstance(sys.exc_info()[1], Exception):
-            self._hooks = [hook for hook in self._hooks if not isinstance(hook, EvalHook)]
-        super().after_train()
+            self.storage.iter = self.iter
+            for hook in self._hooks:
+                # A second error, as on a full disk, would replace the first.
+                with contextlib.suppress(OSError):
+                    if not isinstance(hook, EvalHook):
+                        hook.after_train()
+        else:
+            super().after_train()
 
     def _evaluate(self) -> OrderedDict:
         """Evaluate the averaged model, or the model; a signal ends the run at once, with a checkpoint."""

@@ -49,11 +49,13 @@ class MetricPrinter(CommonMetricPrinter):
             for name in ("gradient_norm", "time", "data_time")
             if name in storage.histories()
         }
-        parts = [f"gradient_norm: {recent['gradient_norm']:.4g}"] if "gradient_norm" in recent else []
+        parts = [f"iter: {storage.iter}"]
+        if "gradient_norm" in recent:
+            parts.append(f"gradient_norm: {recent['gradient_norm']:.4g}")
         if "time" in recent:
             seconds = max(recent["time"], 1e-9)
             parts.append(f"images/s: {self.batch_size / seconds:.3g}")
-            parts.append(f"waiting for data: {min(recent.get('data_time', 0.0) / seconds, 1):.0%}")
+            parts.append(f"data_wait: {min(recent.get('data_time', 0.0) / seconds, 1):.0%}")
         memory = memory_of(peak=True)
         if memory is not None:
             parts.append(f"max_rss: {memory / 2**20:.0f}M")
@@ -150,14 +152,19 @@ def mlflow_writer(cfg: CfgNode) -> ServiceWriter:
     except mlflow.exceptions.MlflowException as error:
         raise ConfigError(f"LOGGING.MLFLOW: {one_line(error)}") from error
 
+    has_failed = False
+
     def log(values: dict[str, float], iteration: int) -> None:
+        nonlocal has_failed
         try:
             for name, value in values.items():
                 # MLflow allows few characters in names.
                 client.log_metric(run_id, re.sub(r"[^\w\-./ ]", "_", name), value, step=iteration)
         except mlflow.exceptions.MlflowException as error:
             # metrics.json has everything: a server that is down for a while need not end a run.
-            logging.getLogger(__name__).warning("MLflow: %s; training continues", one_line(error))
+            if not has_failed:
+                logging.getLogger(__name__).warning("MLflow: %s; training continues", one_line(error))
+            has_failed = True
 
     def close() -> None:
         with contextlib.suppress(mlflow.exceptions.MlflowException):

@@ -117,7 +117,9 @@ def test_the_number_of_processes(monkeypatch):
 @pytest.mark.parametrize(
     "changes, environment, named",
     [
-        ({"num_gpus": 0}, {}, "--num-gpus"),
+        ({"num_gpus": 0}, {}, "--num-gpus is 0: it must be 1 to"),
+        ({"num_machines": 0}, {}, "--num-machines"),
+        ({"machine_rank": 1}, {}, "--machine-rank"),
         ({"num_gpus": 2, "device": "cpu:0"}, {}, "cpu:0"),
         ({"num_gpus": 2}, TORCHRUN_SETS, "--num-gpus"),
         ({"device": "cuda:0"}, TORCHRUN_SETS, "cuda:0"),
