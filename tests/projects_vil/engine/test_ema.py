@@ -51,7 +51,8 @@ def test_evaluations_detectors_and_slim_files_have_the_average(run, tmp_path, sh
     assert all(torch.equal(value, average[name]) for name, value in model.state_dict().items())
     Trainer.test(cfg, model)
     losses = [json.loads((f / "evaluation.json").read_text())["shapes_val"]["validation_loss"] for f in (run, tmp_path)]
-    assert losses[0] == losses[1] and losses[0]["total_loss"] > 0
+    # The run had its own number of threads.
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0]["total_loss"] > 0
     slim_checkpoint(run / "model_final.pth", tmp_path / "slim.pth")
     slim = torch.load(tmp_path / "slim.pth", weights_only=True)
     assert "unaveraged_model" not in slim and slim["model"].keys() == average.keys()
