@@ -234,9 +234,9 @@ def _explain(error: Exception, cfg: CfgNode) -> str:
         r"Type mismatch \(<class '(\w+)'> vs\. <class '(\w+)'>\).* vs\. (.*)\) for config key: (\S+)", message
     )
     if mismatch is not None:
-        kind = {"int": "a whole number (int)", "float": "a number (float)"}.get(mismatch[1], f"a {mismatch[1]}")
+        expected = {"int": "a whole number (int)", "float": "a number (float)"}.get(mismatch[1], f"a {mismatch[1]}")
         value = repr(mismatch[3]) if mismatch[2] == "str" else mismatch[3]
-        return f"{mismatch[4]} is {value}: it must be {kind}"
+        return f"{mismatch[4]} is {value}: it must be {expected}"
     unknown = re.search(r"Non-existent (?:config )?key: ([\w.]+)", message)
     if unknown is None:
         return message
