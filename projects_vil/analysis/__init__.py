@@ -4,20 +4,3 @@ from projects_vil.analysis.benchmark import BenchmarkCase, format_measurements, 
 from projects_vil.analysis.counting import count_detector, count_variants, format_detectors, format_variants
 from projects_vil.analysis.data_benchmark import compare_coco_apis, time_dataset_check
 from projects_vil.analysis.limits import find_limits, format_limits, measure_rates
-
-__all__ = [
-    "BenchmarkCase",
-    "compare_coco_apis",
-    "count_detector",
-    "count_variants",
-    "find_limits",
-    "format_detectors",
-    "format_limits",
-    "format_measurements",
-    "format_variants",
-    "growth",
-    "measure",
-    "measure_rates",
-    "plot_measurements",
-    "time_dataset_check",
-]

@@ -4,12 +4,3 @@ from projects_vil.engine.checks import check_setup, check_values
 from projects_vil.engine.lazy import load_records, train_lazily_from_command_line
 from projects_vil.engine.train import train_from_command_line
 from projects_vil.engine.trainer import Trainer
-
-__all__ = [
-    "Trainer",
-    "check_setup",
-    "check_values",
-    "load_records",
-    "train_from_command_line",
-    "train_lazily_from_command_line",
-]

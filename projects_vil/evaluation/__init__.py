@@ -18,21 +18,3 @@ from projects_vil.evaluation.results import (
     results_as_files,
     write_results,
 )
-
-__all__ = [
-    "COCO_APIS",
-    "EVALUATED_MODEL_FILE",
-    "EVALUATION_FILE",
-    "LOSS_TASK",
-    "PER_CLASS",
-    "build_evaluator",
-    "check_coco_api",
-    "check_metric",
-    "coco_evaluator",
-    "explain_results",
-    "read_results",
-    "results_as_files",
-    "split_metric_name",
-    "validation_loss",
-    "write_results",
-]

@@ -7,26 +7,3 @@ from projects_vil.export.images import example_image, letterbox_size, pad_image
 from projects_vil.export.metadata import describe_model, metadata_path, read_metadata
 from projects_vil.export.parity import compare, describe_report, eager_detections, is_equal, measure_latency
 from projects_vil.export.runtime import ExportedModel, paste_masks, to_instances
-
-__all__ = [
-    "FORMATS",
-    "PRECISIONS",
-    "ExportedModel",
-    "check_format",
-    "compare",
-    "describe_model",
-    "describe_report",
-    "eager_detections",
-    "example_image",
-    "export_detector",
-    "is_equal",
-    "is_exported",
-    "letterbox_size",
-    "make_exportable",
-    "measure_latency",
-    "metadata_path",
-    "pad_image",
-    "paste_masks",
-    "read_metadata",
-    "to_instances",
-]

@@ -18,21 +18,3 @@ from projects_vil.modeling.build import (
 from projects_vil.modeling.micro_batches import MicroBatches
 from projects_vil.modeling.roi_heads import check_cascade, check_point_rend
 from projects_vil.modeling.test_time_augmentation import add_tta
-
-__all__ = [
-    "LARGEST_BATCH",
-    "MAX_EXPORT_SIDE",
-    "MIN_EXPORT_SIDE",
-    "MicroBatches",
-    "TransformerBackbone",
-    "add_tta",
-    "build_on_meta",
-    "build_retinanet_transformer_fpn_backbone",
-    "build_transformer_backbone",
-    "build_transformer_fpn_backbone",
-    "check_cascade",
-    "check_point_rend",
-    "max_export_side",
-    "max_input_side",
-    "stage_channels",
-]

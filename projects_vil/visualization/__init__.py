@@ -9,16 +9,3 @@ from projects_vil.visualization.predictions import (
     predictions_file,
     summarize_run,
 )
-
-__all__ = [
-    "draw_attention",
-    "draw_evaluation",
-    "draw_instances",
-    "draw_label",
-    "draw_offsets",
-    "draw_results",
-    "draw_samples",
-    "predictions_file",
-    "summarize_run",
-    "write_image",
-]
