@@ -75,11 +75,19 @@ def triton_chunk_attention(
         parts = [chunks[:, :, 1 + row, :, 1 + col].flatten(2) for row, col in ((0, 0), shift)]
         inputs = inputs._replace(local_bias=torch.cat(parts, dim=2))
     layout = _SeenTokens(window_size, mode, shift)
-    functions = functools.partial(_forward, layout), functools.partial(_backward, layout)
+
+    def forward(*inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+        return _KernelLauncher(layout, WindowInputs(*inputs)).forward()
+
+    def backward(
+        grad: Tensor, output: Tensor, logsumexp: Tensor, needed: tuple, *inputs: Tensor | None
+    ) -> WindowInputs:
+        return _KernelLauncher(layout, WindowInputs(*inputs)).backward(grad, output, logsumexp, WindowInputs(*needed))
+
     if dtype == torch.bfloat16 and device.type != "cuda":
         # Triton's interpreter multiplies it as if it were integers.
-        return RecomputedAttention.apply(*functions, *(x if x is None else x.float() for x in inputs)).bfloat16()
-    return RecomputedAttention.apply(*functions, *inputs)
+        return RecomputedAttention.apply(forward, backward, *(x if x is None else x.float() for x in inputs)).bfloat16()
+    return RecomputedAttention.apply(forward, backward, *inputs)
 
 
 @functools.cache
@@ -165,30 +173,6 @@ def _power_of_two(number: int) -> int:
     return max(16, 1 << (number - 1).bit_length())
 
 
-def _forward(layout: _SeenTokens, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-    return _KernelLauncher(layout, WindowInputs(*tensors)).forward()
-
-
-def _backward(
-    layout: _SeenTokens,
-    grad: Tensor,
-    output: Tensor,
-    logsumexp: Tensor,
-    needed: tuple[bool, ...],
-    *tensors: Tensor | None,
-) -> WindowInputs:
-    launcher, needed = _KernelLauncher(layout, WindowInputs(*tensors)), WindowInputs(*needed)
-    query_grad, delta = launcher.query_grad(grad, output, logsumexp)
-    gradients = {"query": query_grad, "key": None, "value": None}
-    if needed.key or needed.value:
-        gradients |= launcher.key_grads(grad, logsumexp, delta)
-    if needed.global_key or needed.global_value or needed.global_bias:
-        gradients |= launcher.global_grads(grad, logsumexp, delta)
-    if needed.local_bias:
-        gradients |= launcher.local_bias_grad(grad, logsumexp, delta)
-    return WindowInputs(**gradients)
-
-
 class _KernelLauncher:
     """Launches the kernels for some tensors."""
 
@@ -204,116 +188,104 @@ class _KernelLauncher:
         self.acc_dtype = torch.float64 if inputs.query.dtype == torch.float64 else torch.float32
         self.position_blocks = -(-layout.positions // self.launch.positions)
         self.grid = self.chunks * self.position_blocks, self.heads, self.batch
-        bias = inputs.local_bias
-        self.own_bias = None if bias is None else self._with_pitch(bias)
+        # The stride between two positions of a bias, a multiple of the block, so that rows are aligned.
+        self.pitch = -(-layout.seen // self.launch.tokens) * self.launch.tokens
+        self.local_bias = self._with_pitch(inputs.local_bias)
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """The output, (B, M, H, W, D), and log-sum-exps to base 2, (B, H, W, M)."""
         output, logsumexp = self._new_map(), self._new_sums()
-        pointers = (*self.inputs[:5], self.own_bias, self.inputs.global_bias, output, logsumexp)
-        self._start(
-            "forward_kernel",
-            self.grid,
-            *pointers,
-            *self._sizes(self.inputs[:3], self.layout.shift),
-            **self._constants(True),
-        )
+        self._start("forward_kernel", self.grid, output=output, lse=logsumexp)
         return output, logsumexp
 
-    def query_grad(self, grad: Tensor, output: Tensor, logsumexp: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradient of queries, and delta, the products of outputs with their gradients, (B, H, W, M)."""
-        query_grad, delta = self._new_map(), self._new_sums()
-        pointers = (*self.inputs[:5], self.own_bias, self.inputs.global_bias)
-        pointers += (output, logsumexp, grad, query_grad, delta)
-        sizes = self._sizes((*self.inputs[:3], grad), self.layout.shift)
-        self._start("query_grad_kernel", self.grid, *pointers, *sizes, **self._constants(True))
-        return query_grad, delta
+    def backward(self, grad: Tensor, output: Tensor, logsumexp: Tensor, needed: WindowInputs) -> WindowInputs:
+        """The gradients of the inputs that need one, and of queries, from what :meth:`forward` returned."""
+        query_grad = self._new_map()
+        # delta: the products of outputs with their gradients, (B, H, W, M)
+        known = {"grad": grad, "lse": logsumexp, "delta": self._new_sums()}
+        self._start("query_grad_kernel", self.grid, output=output, query_grad=query_grad, **known)
+        gradients = {"query": query_grad, "key": None, "value": None}
+        if needed.key or needed.value:
+            gradients |= self._key_grads(**known)
+        if needed.global_key or needed.global_value or needed.global_bias:
+            gradients |= self._global_grads(**known)
+        if needed.local_bias:
+            gradients |= self._local_bias_grad(**known)
+        return WindowInputs(**gradients)
 
-    def key_grads(self, grad: Tensor, logsumexp: Tensor, delta: Tensor) -> dict[str, Tensor]:
-        """The gradients of keys and of values."""
+    def _key_grads(self, **tensors: Tensor) -> dict[str, Tensor]:
+        """The gradients of keys and of values, from ``grad``, ``lse`` and ``delta``."""
         key_grad, value_grad = self._new_map(), self._new_map()
-        bias, shift = self.inputs.local_bias, self.layout.shift
-        bias = None if bias is None else self._with_pitch(self.layout.mirrored_bias(bias))
-        pointers = (*self.inputs[:3], bias, logsumexp, delta, grad, key_grad, value_grad)
+        bias, shift = self.inputs.local_bias, self.layout.shift or (0, 0)
+        tensors |= {"mirrored_bias": None if bias is None else self._with_pitch(self.layout.mirrored_bias(bias))}
         # A chunk is seen by the neighbour on its other side.
-        sizes = self._sizes((*self.inputs[:3], grad), shift and (-shift[0], -shift[1]))
-        self._start("key_grad_kernel", self.grid, *pointers, *sizes, **self._constants())
+        mirrored_shift = {"shift_row": -shift[0], "shift_col": -shift[1]}
+        self._start("key_grad_kernel", self.grid, key_grad=key_grad, value_grad=value_grad, **tensors, **mirrored_shift)
         return {"key": key_grad, "value": value_grad}
 
-    def local_bias_grad(self, grad: Tensor, logsumexp: Tensor, delta: Tensor) -> dict[str, Tensor]:
+    def _local_bias_grad(self, **tensors: Tensor) -> dict[str, Tensor]:
         """The gradient of the local bias, of float32 or better: first over shares of the chunks."""
         blocks = self.position_blocks * -(-self.layout.seen // self.launch.tokens)
         shares = max(1, min(_SHARES // (blocks * self.heads), self.batch * self.chunks))
         partial = self._new_sums(shares, self.heads, self.layout.positions, self.layout.seen)
-        pointers = (*self.inputs[:3], self.own_bias, logsumexp, delta, grad, partial)
-        sizes = self._sizes((*self.inputs[:3], grad), self.layout.shift, self.batch)
-        self._start("local_bias_grad_kernel", (blocks, self.heads, shares), *pointers, *sizes, **self._constants())
+        self._start("local_bias_grad_kernel", (blocks, self.heads, shares), partial=partial, **tensors)
         return {"local_bias": partial.sum(0)}
 
-    def global_grads(self, grad: Tensor, logsumexp: Tensor, delta: Tensor) -> dict[str, Tensor | None]:
+    def _global_grads(self, **tensors: Tensor) -> dict[str, Tensor | None]:
         """The gradients of global keys, values and biases, of float32 or better: first over shares of the tokens."""
-        query, _, _, global_key, global_value, _, global_bias = self.inputs
         blocks = -(-self.num_global // self.launch.global_tokens)
         most = -(-self.height * self.width // self.launch.tokens)
         shares = max(1, min(_SHARES // max(1, blocks * self.heads * self.batch), most))
         shape = (shares, self.batch, self.heads, self.num_global)
-        key_partial, value_partial = (self._new_sums(*shape, self.channels) for _ in range(2))
-        bias_partial = None if global_bias is None else self._new_sums(*shape)
-        self._start(
-            "global_grad_kernel",
-            (shares * blocks, self.heads, self.batch),
-            *(query, global_key, global_value, global_bias),
-            *(logsumexp, delta, grad, key_partial, value_partial, bias_partial),
-            *(*query.stride(), *grad.stride()),
-            *(self.height, self.width),
-            GLOBALS=self.num_global,
-            CHANNELS=self.channels,
-            SCALE=self.channels**-0.5,
-            TOKENS_BLOCK=self.launch.tokens,
-            GLOBALS_BLOCK=self.launch.global_tokens,
-            CHANNELS_BLOCK=self.launch.channels,
-        )
-        bias_grad = None if bias_partial is None else bias_partial.sum((0, 1))
-        return {"global_key": key_partial.sum(0), "global_value": value_partial.sum(0), "global_bias": bias_grad}
+        key, value = (self._new_sums(*shape, self.channels) for _ in range(2))
+        bias = None if self.inputs.global_bias is None else self._new_sums(*shape)
+        tensors |= {"key_partial": key, "value_partial": value, "bias_partial": bias}
+        self._start("global_grad_kernel", (shares * blocks, self.heads, self.batch), **tensors)
+        bias_grad = None if bias is None else bias.sum((0, 1))
+        return {"global_key": key.sum(0), "global_value": value.sum(0), "global_bias": bias_grad}
 
-    def _start(self, name: str, grid: tuple[int, int, int], *args: Tensor | int | None, **constants) -> None:
+    def _start(self, name: str, grid: tuple[int, int, int], **arguments: Tensor | int | None) -> None:
+        """Start a kernel with those of the arguments below, and of ``arguments``, that it has."""
         if not all(grid):
             return
-        kernels = _kernels()
-        constants["ACC_DTYPE"] = kernels.tl.float64 if self.acc_dtype == torch.float64 else kernels.tl.float32
-        compiled = {"num_warps": self.launch.num_warps, "num_stages": self.launch.num_stages, "enable_fp_fusion": True}
-        with torch.cuda.device_of(self.inputs.query):
-            getattr(kernels, name)[grid](*args, **constants, **compiled)
-
-    def _sizes(self, maps: tuple[Tensor, ...], shift: tuple[int, int] | None = None, *batches: int) -> tuple[int, ...]:
-        """Return the arguments of the kernels over chunks that follow the pointers: strides of maps, and sizes."""
-        strides = (stride for x in maps for stride in x.stride())
-        return *strides, *batches, self.height, self.width, *(shift or (0, 0))
-
-    def _constants(self, has_globals: bool = False) -> dict[str, object]:
-        """Return the compile-time constants of the kernels over chunks."""
-        global_constants = {"GLOBALS": self.num_global, "GLOBALS_BLOCK": self.launch.global_tokens}
-        return {
-            "WINDOW": self.layout.window_size,
-            "SEEN": self.layout.seen,
-            "PITCH": self._pitch(),
+        kernels, launch, layout = _kernels(), self.launch, self.layout
+        shift_row, shift_col = layout.shift or (0, 0)
+        values = self.inputs._asdict() | {
+            "local_bias": self.local_bias,
+            "batches": self.batch,
+            "height": self.height,
+            "width": self.width,
+            "shift_row": shift_row,
+            "shift_col": shift_col,
+            "WINDOW": layout.window_size,
+            "SEEN": layout.seen,
+            "PITCH": self.pitch,
+            "GLOBALS": self.num_global,
             "CHANNELS": self.channels,
             "SCALE": self.channels**-0.5,
-            "EXACT": self.layout.mode == "exact",
-            "CYCLIC": self.layout.mode == "cyclic",
-            "POSITIONS_BLOCK": self.launch.positions,
-            "SEEN_BLOCK": self.launch.tokens,
-            "CHANNELS_BLOCK": self.launch.channels,
-            **(global_constants if has_globals else {}),
+            "EXACT": layout.mode == "exact",
+            "CYCLIC": layout.mode == "cyclic",
+            "POSITIONS_BLOCK": launch.positions,
+            "SEEN_BLOCK": launch.tokens,
+            "TOKENS_BLOCK": launch.tokens,
+            "GLOBALS_BLOCK": launch.global_tokens,
+            "CHANNELS_BLOCK": launch.channels,
+            "ACC_DTYPE": kernels.tl.float64 if self.acc_dtype == torch.float64 else kernels.tl.float32,
         }
+        values |= arguments
+        for feature_map in {"query", "key", "value", "grad"} & values.keys():
+            values |= {
+                f"{feature_map}_{axis}": n for axis, n in zip("bmhwd", values[feature_map].stride(), strict=True)
+            }
+        kernel = getattr(kernels, name)
+        values = {argument: values[argument] for argument in kernel.arg_names}
+        compiled = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": True}
+        with torch.cuda.device_of(self.inputs.query):
+            kernel[grid](**values, **compiled)
 
-    def _pitch(self) -> int:
-        """Return the stride between two positions of a bias: a multiple of the block, so that rows are aligned."""
-        return -(-self.layout.seen // self.launch.tokens) * self.launch.tokens
-
-    def _with_pitch(self, bias: Tensor) -> Tensor:
-        """(M, P, S) -> (M, P, PITCH), contiguous."""
-        return F.pad(bias, (0, self._pitch() - self.layout.seen)).contiguous()
+    def _with_pitch(self, bias: Tensor | None) -> Tensor | None:
+        """(M, P, S) -> (M, P, PITCH), contiguous; None for None."""
+        return None if bias is None else F.pad(bias, (0, self.pitch - self.layout.seen)).contiguous()
 
     def _new_map(self) -> Tensor:
         """(B, M, H, W, D), which lies in memory as (B, H, W, M, D)."""
