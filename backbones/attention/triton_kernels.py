@@ -133,11 +133,15 @@ def _scores(
     EXACT: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
 ):
-    """Scores of positions and the tokens that they see, (positions, tokens), base 2; -inf where a token is hidden."""
+    """Scores of positions and the tokens that they see, (positions, tokens), base 2; -inf where a token is hidden.
+
+    The second axis of the grid is that of heads, whose bias is added.
+    """
     scores = _products(own, seen, ACC_DTYPE) * (SCALE * LOG2_E)
     if local_bias is not None:
         mask = (position < WINDOW * WINDOW)[:, None]
-        bias = tl.load(local_bias + position[:, None] * PITCH + index[None, :], mask=mask, other=0.0)
+        row = tl.program_id(1) * WINDOW * WINDOW + position
+        bias = tl.load(local_bias + row[:, None] * PITCH + index[None, :], mask=mask, other=0.0)
         scores += bias.to(ACC_DTYPE) * LOG2_E
     is_seen = is_seen[None, :]
     if EXACT:
@@ -150,10 +154,10 @@ def _scores(
 
 @triton.jit
 def _global_scores(own, seen, index, global_bias, GLOBALS: tl.constexpr, SCALE: tl.constexpr, ACC_DTYPE: tl.constexpr):
-    """Scores of tokens and global tokens, (tokens, global tokens), base 2; -inf beyond the global tokens."""
+    """Scores of tokens and global tokens, as :func:`_scores`; -inf beyond the global tokens."""
     scores = _products(own, seen, ACC_DTYPE) * (SCALE * LOG2_E)
     if global_bias is not None:
-        bias = tl.load(global_bias + index, mask=index < GLOBALS, other=0.0)
+        bias = tl.load(global_bias + tl.program_id(1) * GLOBALS + index, mask=index < GLOBALS, other=0.0)
         scores += (bias.to(ACC_DTYPE) * LOG2_E)[None, :]
     return tl.where((index < GLOBALS)[None, :], scores, float("-inf"))
 
@@ -190,8 +194,6 @@ def forward_kernel(
     query += batch.to(tl.int64) * query_b + head.to(tl.int64) * query_m
     key += batch.to(tl.int64) * key_b + head.to(tl.int64) * key_m
     value += batch.to(tl.int64) * value_b + head.to(tl.int64) * value_m
-    if local_bias is not None:
-        local_bias += head * WINDOW * WINDOW * PITCH
     q = _load(query, _offset(row, col, query_h, query_w), is_token, query_d, CHANNELS, CHANNELS_BLOCK)
 
     largest = tl.full([POSITIONS_BLOCK], LOWEST, ACC_DTYPE)
@@ -199,8 +201,6 @@ def forward_kernel(
     result = tl.zeros([POSITIONS_BLOCK, CHANNELS_BLOCK], ACC_DTYPE)
     if GLOBALS > 0:
         first_global = (batch * heads + head) * GLOBALS
-        if global_bias is not None:
-            global_bias += head * GLOBALS
         for start in range(0, GLOBALS, GLOBALS_BLOCK):
             index = start + tl.arange(0, GLOBALS_BLOCK)
             offset = (first_global + index) * CHANNELS
@@ -250,8 +250,6 @@ def query_grad_kernel(
     key += batch.to(tl.int64) * key_b + head.to(tl.int64) * key_m
     value += batch.to(tl.int64) * value_b + head.to(tl.int64) * value_m
     grad += batch.to(tl.int64) * grad_b + head.to(tl.int64) * grad_m
-    if local_bias is not None:
-        local_bias += head * WINDOW * WINDOW * PITCH
     q = _load(query, _offset(row, col, query_h, query_w), is_token, query_d, CHANNELS, CHANNELS_BLOCK)
     do = _load(grad, _offset(row, col, grad_h, grad_w), is_token, grad_d, CHANNELS, CHANNELS_BLOCK)
     number = _token_index(row, col, batch, head, heads, height, width)
@@ -263,8 +261,6 @@ def query_grad_kernel(
     dq = tl.zeros([POSITIONS_BLOCK, CHANNELS_BLOCK], ACC_DTYPE)
     if GLOBALS > 0:
         first_global = (batch * heads + head) * GLOBALS
-        if global_bias is not None:
-            global_bias += head * GLOBALS
         for start in range(0, GLOBALS, GLOBALS_BLOCK):
             index = start + tl.arange(0, GLOBALS_BLOCK)
             offset = (first_global + index) * CHANNELS
@@ -315,8 +311,6 @@ def key_grad_kernel(
     key += batch.to(tl.int64) * key_b + head.to(tl.int64) * key_m
     value += batch.to(tl.int64) * value_b + head.to(tl.int64) * value_m
     grad += batch.to(tl.int64) * grad_b + head.to(tl.int64) * grad_m
-    if mirrored_bias is not None:
-        mirrored_bias += head * WINDOW * WINDOW * PITCH
     k = _load(key, _offset(row, col, key_h, key_w), is_token, key_d, CHANNELS, CHANNELS_BLOCK)
     v = _load(value, _offset(row, col, value_h, value_w), is_token, value_d, CHANNELS, CHANNELS_BLOCK)
 
@@ -362,7 +356,6 @@ def local_bias_grad_kernel(
     SEEN_BLOCKS: tl.constexpr = (SEEN + SEEN_BLOCK - 1) // SEEN_BLOCK
     block = tl.program_id(0) // SEEN_BLOCKS
     index = tl.program_id(0) % SEEN_BLOCKS * SEEN_BLOCK + tl.arange(0, SEEN_BLOCK)
-    local_bias += head * WINDOW * WINDOW * PITCH
     chunks = tl.cdiv(height, WINDOW) * tl.cdiv(width, WINDOW)
 
     total = tl.zeros([POSITIONS_BLOCK, SEEN_BLOCK], ACC_DTYPE)
@@ -418,8 +411,6 @@ def global_grad_kernel(
     share, shares = tl.program_id(0) // BLOCKS, tl.num_programs(0) // BLOCKS
     query += batch.to(tl.int64) * query_b + head.to(tl.int64) * query_m
     grad += batch.to(tl.int64) * grad_b + head.to(tl.int64) * grad_m
-    if global_bias is not None:
-        global_bias += head * GLOBALS
     index = tl.program_id(0) % BLOCKS * GLOBALS_BLOCK + tl.arange(0, GLOBALS_BLOCK)
     is_global = index < GLOBALS
     offset = ((batch * heads + head) * GLOBALS + index) * CHANNELS
