@@ -25,6 +25,8 @@ from backbones.errors import ConfigError, check_choice
 _MAX_CHANNELS = 128
 # Programs that sum a gradient over the map: enough for the largest devices, and the same on all.
 _SHARES = 1024
+# Block size along the global tokens.
+_GLOBALS_BLOCK = 16
 
 
 def unmet_requirement(device: torch.device) -> str | None:
@@ -74,15 +76,15 @@ def triton_chunk_attention(
         chunks = inputs.local_bias.unflatten(2, (3, window_size, 3, window_size))
         parts = [chunks[:, :, 1 + row, :, 1 + col].flatten(2) for row, col in ((0, 0), shift)]
         inputs = inputs._replace(local_bias=torch.cat(parts, dim=2))
-    layout = _SeenTokens(window_size, mode, shift)
+    launcher = functools.partial(_KernelLauncher, window_size, mode, shift)
 
     def forward(*inputs: Tensor | None) -> tuple[Tensor, Tensor]:
-        return _KernelLauncher(layout, WindowInputs(*inputs)).forward()
+        return launcher(WindowInputs(*inputs)).forward()
 
     def backward(
         grad: Tensor, output: Tensor, logsumexp: Tensor, needed: tuple, *inputs: Tensor | None
     ) -> WindowInputs:
-        return _KernelLauncher(layout, WindowInputs(*inputs)).backward(grad, output, logsumexp, WindowInputs(*needed))
+        return launcher(WindowInputs(*inputs)).backward(grad, output, logsumexp, WindowInputs(*needed))
 
     if dtype == torch.bfloat16 and device.type != "cuda":
         # Triton's interpreter multiplies it as if it were integers.
@@ -102,48 +104,19 @@ def _kernels() -> ModuleType:
 
 
 @dataclasses.dataclass(frozen=True)
-class _SeenTokens:
-    """The tokens that a chunk sees: all nine chunks, or its own and the one at ``shift``."""
-
-    window_size: int
-    mode: str
-    shift: tuple[int, int] | None
-
-    @property
-    def positions(self) -> int:
-        return self.window_size**2
-
-    @property
-    def seen(self) -> int:
-        return self.positions * (9 if self.shift is None else 2)
-
-    def mirrored_bias(self, bias: Tensor) -> Tensor:
-        """(M, P, S), positions of queries by slots of keys -> the same, positions of keys by slots of queries."""
-        size = self.window_size
-        if self.shift is not None:
-            return bias.unflatten(2, (2, -1)).transpose(1, 3).flatten(2)
-        # The position and the slot as row and column in the chunk; the step to the chunk down and to the right.
-        bias = bias.unflatten(2, (3, size, 3, size)).unflatten(1, (size, size))
-        return bias.flip(3, 5).permute(0, 4, 6, 3, 1, 5, 2).flatten(3).flatten(1, 2)
-
-
-@dataclasses.dataclass(frozen=True)
 class Launch:
-    """How the kernels are compiled: sizes of blocks, each a power of two of at least 16, and compiler options.
+    """How the kernels are compiled: sizes of blocks, each a power of two of at least 16, and the number of warps.
 
     Attributes:
         positions: block size along the positions of a chunk.
         tokens: block size along the tokens that a chunk sees, or that see a global token.
-        global_tokens: block size along the global tokens.
         channels: D rounded up to a power of two; the channels beyond D are masked.
     """
 
     positions: int
     tokens: int
-    global_tokens: int
     channels: int
     num_warps: int
-    num_stages: int
 
 
 def launch_parameters(window_size: int, channels: int, dtype: torch.dtype) -> Launch:
@@ -161,10 +134,8 @@ def launch_parameters(window_size: int, channels: int, dtype: torch.dtype) -> La
     return Launch(
         positions=min(_power_of_two(window_size**2), positions),
         tokens=tokens,
-        global_tokens=16,
         channels=padded,
         num_warps=8 if is_single and is_wide else 4,
-        num_stages=2,
     )
 
 
@@ -174,22 +145,24 @@ def _power_of_two(number: int) -> int:
 
 
 class _KernelLauncher:
-    """Launches the kernels for some tensors."""
+    """Launches the kernels for some tensors, where a chunk sees all nine chunks, or its own and that at ``shift``."""
 
-    def __init__(self, layout: _SeenTokens, inputs: WindowInputs) -> None:
-        self.layout = layout
+    def __init__(self, window_size: int, mode: str, shift: tuple[int, int] | None, inputs: WindowInputs) -> None:
+        self.window_size, self.mode, self.shift = window_size, mode, shift
+        self.positions = window_size**2
+        self.seen = self.positions * (9 if shift is None else 2)
         self.inputs = inputs = inputs._replace(
             **{name: x.contiguous() for name, x in inputs._asdict().items() if x is not None and "global" in name}
         )
         self.batch, self.heads, self.height, self.width, self.channels = inputs.query.shape
         self.num_global = 0 if inputs.global_key is None else inputs.global_key.shape[2]
-        self.launch = launch_parameters(layout.window_size, self.channels, inputs.query.dtype)
-        self.chunks = -(-self.height // layout.window_size) * -(-self.width // layout.window_size)
+        self.launch = launch_parameters(window_size, self.channels, inputs.query.dtype)
+        self.chunks = -(-self.height // window_size) * -(-self.width // window_size)
         self.acc_dtype = torch.float64 if inputs.query.dtype == torch.float64 else torch.float32
-        self.position_blocks = -(-layout.positions // self.launch.positions)
+        self.position_blocks = -(-self.positions // self.launch.positions)
         self.grid = self.chunks * self.position_blocks, self.heads, self.batch
         # The stride between two positions of a bias, a multiple of the block, so that rows are aligned.
-        self.pitch = -(-layout.seen // self.launch.tokens) * self.launch.tokens
+        self.pitch = -(-self.seen // self.launch.tokens) * self.launch.tokens
         self.local_bias = self._with_pitch(inputs.local_bias)
 
     def forward(self) -> tuple[Tensor, Tensor]:
@@ -216,8 +189,8 @@ class _KernelLauncher:
     def _key_grads(self, **tensors: Tensor) -> dict[str, Tensor]:
         """The gradients of keys and of values, from ``grad``, ``lse`` and ``delta``."""
         key_grad, value_grad = self._new_map(), self._new_map()
-        bias, shift = self.inputs.local_bias, self.layout.shift or (0, 0)
-        tensors |= {"mirrored_bias": None if bias is None else self._with_pitch(self.layout.mirrored_bias(bias))}
+        bias, shift = self.inputs.local_bias, self.shift or (0, 0)
+        tensors |= {"mirrored_bias": None if bias is None else self._with_pitch(self._mirrored(bias))}
         # A chunk is seen by the neighbour on its other side.
         mirrored_shift = {"shift_row": -shift[0], "shift_col": -shift[1]}
         self._start("key_grad_kernel", self.grid, key_grad=key_grad, value_grad=value_grad, **tensors, **mirrored_shift)
@@ -225,15 +198,15 @@ class _KernelLauncher:
 
     def _local_bias_grad(self, **tensors: Tensor) -> dict[str, Tensor]:
         """The gradient of the local bias, of float32 or better: first over shares of the chunks."""
-        blocks = self.position_blocks * -(-self.layout.seen // self.launch.tokens)
+        blocks = self.position_blocks * -(-self.seen // self.launch.tokens)
         shares = max(1, min(_SHARES // (blocks * self.heads), self.batch * self.chunks))
-        partial = self._new_sums(shares, self.heads, self.layout.positions, self.layout.seen)
+        partial = self._new_sums(shares, self.heads, self.positions, self.seen)
         self._start("local_bias_grad_kernel", (blocks, self.heads, shares), partial=partial, **tensors)
         return {"local_bias": partial.sum(0)}
 
     def _global_grads(self, **tensors: Tensor) -> dict[str, Tensor | None]:
         """The gradients of global keys, values and biases, of float32 or better: first over shares of the tokens."""
-        blocks = -(-self.num_global // self.launch.global_tokens)
+        blocks = -(-self.num_global // _GLOBALS_BLOCK)
         most = -(-self.height * self.width // self.launch.tokens)
         shares = max(1, min(_SHARES // max(1, blocks * self.heads * self.batch), most))
         shape = (shares, self.batch, self.heads, self.num_global)
@@ -248,8 +221,8 @@ class _KernelLauncher:
         """Start a kernel with those of the arguments below, and of ``arguments``, that it has."""
         if not all(grid):
             return
-        kernels, launch, layout = _kernels(), self.launch, self.layout
-        shift_row, shift_col = layout.shift or (0, 0)
+        kernels, launch = _kernels(), self.launch
+        shift_row, shift_col = self.shift or (0, 0)
         values = self.inputs._asdict() | {
             "local_bias": self.local_bias,
             "batches": self.batch,
@@ -257,18 +230,16 @@ class _KernelLauncher:
             "width": self.width,
             "shift_row": shift_row,
             "shift_col": shift_col,
-            "WINDOW": layout.window_size,
-            "SEEN": layout.seen,
+            "WINDOW": self.window_size,
+            "SEEN": self.seen,
             "PITCH": self.pitch,
             "GLOBALS": self.num_global,
             "CHANNELS": self.channels,
             "SCALE": self.channels**-0.5,
-            "EXACT": layout.mode == "exact",
-            "CYCLIC": layout.mode == "cyclic",
+            "MODE": self.mode,
             "POSITIONS_BLOCK": launch.positions,
-            "SEEN_BLOCK": launch.tokens,
             "TOKENS_BLOCK": launch.tokens,
-            "GLOBALS_BLOCK": launch.global_tokens,
+            "GLOBALS_BLOCK": _GLOBALS_BLOCK,
             "CHANNELS_BLOCK": launch.channels,
             "ACC_DTYPE": kernels.tl.float64 if self.acc_dtype == torch.float64 else kernels.tl.float32,
         }
@@ -279,13 +250,22 @@ class _KernelLauncher:
             }
         kernel = getattr(kernels, name)
         values = {argument: values[argument] for argument in kernel.arg_names}
-        compiled = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": True}
+        compiled = {"num_warps": launch.num_warps, "num_stages": 2, "enable_fp_fusion": True}
         with torch.cuda.device_of(self.inputs.query):
             kernel[grid](**values, **compiled)
 
+    def _mirrored(self, bias: Tensor) -> Tensor:
+        """(M, P, S), positions of queries by slots of keys -> the same, positions of keys by slots of queries."""
+        size = self.window_size
+        if self.shift is not None:
+            return bias.unflatten(2, (2, -1)).transpose(1, 3).flatten(2)
+        # The position and the slot as row and column in the chunk; the step to the chunk down and to the right.
+        bias = bias.unflatten(2, (3, size, 3, size)).unflatten(1, (size, size))
+        return bias.flip(3, 5).permute(0, 4, 6, 3, 1, 5, 2).flatten(3).flatten(1, 2)
+
     def _with_pitch(self, bias: Tensor | None) -> Tensor | None:
         """(M, P, S) -> (M, P, PITCH), contiguous; None for None."""
-        return None if bias is None else F.pad(bias, (0, self.pitch - self.layout.seen)).contiguous()
+        return None if bias is None else F.pad(bias, (0, self.pitch - self.seen)).contiguous()
 
     def _new_map(self) -> Tensor:
         """(B, M, H, W, D), which lies in memory as (B, H, W, M, D)."""

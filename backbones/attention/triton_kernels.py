@@ -38,10 +38,10 @@ def _own_tokens(chunk, block, height, width, WINDOW: tl.constexpr, BLOCK: tl.con
 
 
 @triton.jit
-def _along_axis(slot, chunk, size, WINDOW: tl.constexpr, CYCLIC: tl.constexpr):
+def _along_axis(slot, chunk, size, WINDOW: tl.constexpr, MODE: tl.constexpr):
     """Along an axis of ``size`` tokens: the positions of slots around a chunk, and which of them are tokens."""
     position = (chunk - 1) * WINDOW + slot
-    if CYCLIC:
+    if MODE == "cyclic":
         # With fewer than three chunks the chunk behind the border is a neighbour already.
         whole = tl.cdiv(size, WINDOW) * WINDOW
         wraps = whole >= 3 * WINDOW
@@ -61,7 +61,7 @@ def _seen_tokens(
     shift_col,
     WINDOW: tl.constexpr,
     SEEN: tl.constexpr,
-    CYCLIC: tl.constexpr,
+    MODE: tl.constexpr,
 ):
     """Tokens that a chunk sees, by number: rows and columns of their slots, their own, and which are tokens."""
     if SEEN == 2 * WINDOW * WINDOW:
@@ -73,8 +73,8 @@ def _seen_tokens(
     else:
         slot_row = index // (3 * WINDOW)
         slot_col = index % (3 * WINDOW)
-    row, is_row = _along_axis(slot_row, chunk_row, height, WINDOW, CYCLIC)
-    col, is_col = _along_axis(slot_col, chunk_col, width, WINDOW, CYCLIC)
+    row, is_row = _along_axis(slot_row, chunk_row, height, WINDOW, MODE)
+    col, is_col = _along_axis(slot_col, chunk_col, width, WINDOW, MODE)
     return slot_row, slot_col, row, col, (index < SEEN) & is_row & is_col
 
 
@@ -130,7 +130,7 @@ def _scores(
     WINDOW: tl.constexpr,
     PITCH: tl.constexpr,
     SCALE: tl.constexpr,
-    EXACT: tl.constexpr,
+    MODE: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
 ):
     """Scores of positions and the tokens that they see, (positions, tokens), base 2; -inf where a token is hidden.
@@ -144,7 +144,7 @@ def _scores(
         bias = tl.load(local_bias + row[:, None] * PITCH + index[None, :], mask=mask, other=0.0)
         scores += bias.to(ACC_DTYPE) * LOG2_E
     is_seen = is_seen[None, :]
-    if EXACT:
+    if MODE == "exact":
         down = slot_row[None, :] - WINDOW - (position // WINDOW)[:, None]
         right = slot_col[None, :] - WINDOW - (position % WINDOW)[:, None]
         is_near = (down <= WINDOW) & (down >= -WINDOW) & (right <= WINDOW) & (right >= -WINDOW)
@@ -181,8 +181,8 @@ def forward_kernel(
     value_b, value_m, value_h, value_w, value_d,
     height, width, shift_row, shift_col,
     WINDOW: tl.constexpr, SEEN: tl.constexpr, PITCH: tl.constexpr, GLOBALS: tl.constexpr, CHANNELS: tl.constexpr,
-    SCALE: tl.constexpr, EXACT: tl.constexpr, CYCLIC: tl.constexpr, POSITIONS_BLOCK: tl.constexpr,
-    SEEN_BLOCK: tl.constexpr, GLOBALS_BLOCK: tl.constexpr, CHANNELS_BLOCK: tl.constexpr, ACC_DTYPE: tl.constexpr,
+    SCALE: tl.constexpr, MODE: tl.constexpr, POSITIONS_BLOCK: tl.constexpr,
+    TOKENS_BLOCK: tl.constexpr, GLOBALS_BLOCK: tl.constexpr, CHANNELS_BLOCK: tl.constexpr, ACC_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Outputs and log-sum-exps. Grid: chunks by blocks of positions, heads, images."""
     head, batch = tl.program_id(1), tl.program_id(2)
@@ -208,15 +208,15 @@ def forward_kernel(
             v = _load(global_value, offset, index < GLOBALS, 1, CHANNELS, CHANNELS_BLOCK)
             scores = _global_scores(q, k, index, global_bias, GLOBALS, SCALE, ACC_DTYPE)
             largest, total, result = _attend(scores, v, largest, total, result, ACC_DTYPE)
-    for start in range(0, SEEN, SEEN_BLOCK):
-        index = start + tl.arange(0, SEEN_BLOCK)
+    for start in range(0, SEEN, TOKENS_BLOCK):
+        index = start + tl.arange(0, TOKENS_BLOCK)
         slot_row, slot_col, seen_row, seen_col, is_seen = _seen_tokens(
-            index, chunk_row, chunk_col, height, width, shift_row, shift_col, WINDOW, SEEN, CYCLIC
+            index, chunk_row, chunk_col, height, width, shift_row, shift_col, WINDOW, SEEN, MODE
         )
         k = _load(key, _offset(seen_row, seen_col, key_h, key_w), is_seen, key_d, CHANNELS, CHANNELS_BLOCK)
         v = _load(value, _offset(seen_row, seen_col, value_h, value_w), is_seen, value_d, CHANNELS, CHANNELS_BLOCK)
         scores = _scores(
-            q, k, position, index, slot_row, slot_col, is_seen, local_bias, WINDOW, PITCH, SCALE, EXACT, ACC_DTYPE
+            q, k, position, index, slot_row, slot_col, is_seen, local_bias, WINDOW, PITCH, SCALE, MODE, ACC_DTYPE
         )
         largest, total, result = _attend(scores, v, largest, total, result, ACC_DTYPE)
 
@@ -236,8 +236,8 @@ def query_grad_kernel(
     grad_b, grad_m, grad_h, grad_w, grad_d,
     height, width, shift_row, shift_col,
     WINDOW: tl.constexpr, SEEN: tl.constexpr, PITCH: tl.constexpr, GLOBALS: tl.constexpr, CHANNELS: tl.constexpr,
-    SCALE: tl.constexpr, EXACT: tl.constexpr, CYCLIC: tl.constexpr, POSITIONS_BLOCK: tl.constexpr,
-    SEEN_BLOCK: tl.constexpr, GLOBALS_BLOCK: tl.constexpr, CHANNELS_BLOCK: tl.constexpr, ACC_DTYPE: tl.constexpr,
+    SCALE: tl.constexpr, MODE: tl.constexpr, POSITIONS_BLOCK: tl.constexpr,
+    TOKENS_BLOCK: tl.constexpr, GLOBALS_BLOCK: tl.constexpr, CHANNELS_BLOCK: tl.constexpr, ACC_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Gradients of queries, and delta, the products of outputs with their gradients. Grid as the forward pass."""
     head, batch = tl.program_id(1), tl.program_id(2)
@@ -269,15 +269,15 @@ def query_grad_kernel(
             scores = _global_scores(q, k, index, global_bias, GLOBALS, SCALE, ACC_DTYPE)
             weights = tl.exp2(scores - lse_i[:, None])
             dq = _add_products(dq, weights * (_products(do, v, ACC_DTYPE) - delta_i[:, None]), k, ACC_DTYPE)
-    for start in range(0, SEEN, SEEN_BLOCK):
-        index = start + tl.arange(0, SEEN_BLOCK)
+    for start in range(0, SEEN, TOKENS_BLOCK):
+        index = start + tl.arange(0, TOKENS_BLOCK)
         slot_row, slot_col, seen_row, seen_col, is_seen = _seen_tokens(
-            index, chunk_row, chunk_col, height, width, shift_row, shift_col, WINDOW, SEEN, CYCLIC
+            index, chunk_row, chunk_col, height, width, shift_row, shift_col, WINDOW, SEEN, MODE
         )
         k = _load(key, _offset(seen_row, seen_col, key_h, key_w), is_seen, key_d, CHANNELS, CHANNELS_BLOCK)
         v = _load(value, _offset(seen_row, seen_col, value_h, value_w), is_seen, value_d, CHANNELS, CHANNELS_BLOCK)
         scores = _scores(
-            q, k, position, index, slot_row, slot_col, is_seen, local_bias, WINDOW, PITCH, SCALE, EXACT, ACC_DTYPE
+            q, k, position, index, slot_row, slot_col, is_seen, local_bias, WINDOW, PITCH, SCALE, MODE, ACC_DTYPE
         )
         weights = tl.exp2(scores - lse_i[:, None])
         dq = _add_products(dq, weights * (_products(do, v, ACC_DTYPE) - delta_i[:, None]), k, ACC_DTYPE)
@@ -293,8 +293,8 @@ def key_grad_kernel(
     grad_b, grad_m, grad_h, grad_w, grad_d,
     height, width, shift_row, shift_col,
     WINDOW: tl.constexpr, SEEN: tl.constexpr, PITCH: tl.constexpr, CHANNELS: tl.constexpr, SCALE: tl.constexpr,
-    EXACT: tl.constexpr, CYCLIC: tl.constexpr, POSITIONS_BLOCK: tl.constexpr, SEEN_BLOCK: tl.constexpr,
-    CHANNELS_BLOCK: tl.constexpr, ACC_DTYPE: tl.constexpr,
+    MODE: tl.constexpr, POSITIONS_BLOCK: tl.constexpr, TOKENS_BLOCK: tl.constexpr, CHANNELS_BLOCK: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Gradients of keys and values. Grid as the forward pass.
 
@@ -316,10 +316,10 @@ def key_grad_kernel(
 
     dk = tl.zeros([POSITIONS_BLOCK, CHANNELS_BLOCK], ACC_DTYPE)
     dv = tl.zeros([POSITIONS_BLOCK, CHANNELS_BLOCK], ACC_DTYPE)
-    for start in range(0, SEEN, SEEN_BLOCK):
-        index = start + tl.arange(0, SEEN_BLOCK)
+    for start in range(0, SEEN, TOKENS_BLOCK):
+        index = start + tl.arange(0, TOKENS_BLOCK)
         slot_row, slot_col, seen_row, seen_col, is_seen = _seen_tokens(
-            index, chunk_row, chunk_col, height, width, shift_row, shift_col, WINDOW, SEEN, CYCLIC
+            index, chunk_row, chunk_col, height, width, shift_row, shift_col, WINDOW, SEEN, MODE
         )
         q = _load(query, _offset(seen_row, seen_col, query_h, query_w), is_seen, query_d, CHANNELS, CHANNELS_BLOCK)
         do = _load(grad, _offset(seen_row, seen_col, grad_h, grad_w), is_seen, grad_d, CHANNELS, CHANNELS_BLOCK)
@@ -327,7 +327,7 @@ def key_grad_kernel(
         lse_i = tl.load(lse + number, mask=is_seen, other=0.0)
         delta_i = tl.load(delta + number, mask=is_seen, other=0.0)
         scores = _scores(
-            k, q, position, index, slot_row, slot_col, is_seen, mirrored_bias, WINDOW, PITCH, SCALE, EXACT, ACC_DTYPE
+            k, q, position, index, slot_row, slot_col, is_seen, mirrored_bias, WINDOW, PITCH, SCALE, MODE, ACC_DTYPE
         )
         # It may overflow at positions outside the image, whose rows are not stored.
         weights = tl.exp2(scores - lse_i[None, :])
@@ -347,18 +347,18 @@ def local_bias_grad_kernel(
     grad_b, grad_m, grad_h, grad_w, grad_d,
     batches, height, width, shift_row, shift_col,
     WINDOW: tl.constexpr, SEEN: tl.constexpr, PITCH: tl.constexpr, CHANNELS: tl.constexpr, SCALE: tl.constexpr,
-    EXACT: tl.constexpr, CYCLIC: tl.constexpr, POSITIONS_BLOCK: tl.constexpr, SEEN_BLOCK: tl.constexpr,
-    CHANNELS_BLOCK: tl.constexpr, ACC_DTYPE: tl.constexpr,
+    MODE: tl.constexpr, POSITIONS_BLOCK: tl.constexpr, TOKENS_BLOCK: tl.constexpr, CHANNELS_BLOCK: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """The local bias' gradient over a share of the chunks, partial (shares, M, P, S). Grid: blocks, heads, shares."""
     head, share = tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(1)
-    SEEN_BLOCKS: tl.constexpr = (SEEN + SEEN_BLOCK - 1) // SEEN_BLOCK
-    block = tl.program_id(0) // SEEN_BLOCKS
-    index = tl.program_id(0) % SEEN_BLOCKS * SEEN_BLOCK + tl.arange(0, SEEN_BLOCK)
+    TOKENS_BLOCKS: tl.constexpr = (SEEN + TOKENS_BLOCK - 1) // TOKENS_BLOCK
+    block = tl.program_id(0) // TOKENS_BLOCKS
+    index = tl.program_id(0) % TOKENS_BLOCKS * TOKENS_BLOCK + tl.arange(0, TOKENS_BLOCK)
     chunks = tl.cdiv(height, WINDOW) * tl.cdiv(width, WINDOW)
 
-    total = tl.zeros([POSITIONS_BLOCK, SEEN_BLOCK], ACC_DTYPE)
+    total = tl.zeros([POSITIONS_BLOCK, TOKENS_BLOCK], ACC_DTYPE)
     for step in range(0, tl.cdiv(batches * chunks - share, tl.num_programs(2))):
         number_of_chunk = share + step * tl.num_programs(2)
         batch = number_of_chunk // chunks
@@ -366,7 +366,7 @@ def local_bias_grad_kernel(
             number_of_chunk % chunks, block, height, width, WINDOW, POSITIONS_BLOCK
         )
         slot_row, slot_col, seen_row, seen_col, is_seen = _seen_tokens(
-            index, chunk_row, chunk_col, height, width, shift_row, shift_col, WINDOW, SEEN, CYCLIC
+            index, chunk_row, chunk_col, height, width, shift_row, shift_col, WINDOW, SEEN, MODE
         )
         query_offset = batch.to(tl.int64) * query_b + head.to(tl.int64) * query_m + _offset(row, col, query_h, query_w)
         grad_offset = batch.to(tl.int64) * grad_b + head.to(tl.int64) * grad_m + _offset(row, col, grad_h, grad_w)
@@ -381,7 +381,7 @@ def local_bias_grad_kernel(
         lse_i = tl.where(is_token, tl.load(lse + number, mask=is_token, other=0.0), float("inf"))
         delta_i = tl.load(delta + number, mask=is_token, other=0.0)
         scores = _scores(
-            q, k, position, index, slot_row, slot_col, is_seen, local_bias, WINDOW, PITCH, SCALE, EXACT, ACC_DTYPE
+            q, k, position, index, slot_row, slot_col, is_seen, local_bias, WINDOW, PITCH, SCALE, MODE, ACC_DTYPE
         )
         weights = tl.exp2(scores - lse_i[:, None])
         total += weights * (_products(do, v, ACC_DTYPE) - delta_i[:, None])

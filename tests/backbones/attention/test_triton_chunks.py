@@ -140,7 +140,7 @@ def test_types_and_sizes_of_heads(channels, dtype):
 
 @interpreted
 def test_several_blocks_of_positions(monkeypatch):
-    small = Launch(positions=16, tokens=64, global_tokens=16, channels=16, num_warps=4, num_stages=2)
+    small = Launch(positions=16, tokens=64, channels=16, num_warps=4)
     monkeypatch.setattr(triton_chunks, "launch_parameters", lambda *args: small)
     monkeypatch.setattr(triton_chunks, "_SHARES", 30)
     inputs = attention_inputs(3, 6, window_size=5, batch=1, heads=1, num_global=17, local_bias=True, global_bias=True)
