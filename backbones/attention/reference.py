@@ -185,17 +185,6 @@ def sequence_attention(
     return output if mask is None else output * mask[:, None, :, None]
 
 
-def class_token_attention(
-    query: Tensor, key: Tensor, value: Tensor, gathered: Tensor, *, mask: Tensor | None = None
-) -> Tensor:
-    """The contract of :func:`backbones.sequence.encoder.class_token_attention`."""
-    bias = None
-    if mask is not None:
-        seen = torch.cat([mask.new_ones(len(mask), 1), mask], dim=1)
-        bias = query.new_zeros(seen.shape).masked_fill(~seen, float("-inf"))[:, None, None, :]
-    return attention(query, torch.cat([key, gathered], dim=2), torch.cat([value, gathered], dim=2), bias=bias)
-
-
 def causal_attention(
     query: Tensor,
     key: Tensor,

@@ -11,7 +11,7 @@ from backbones.attention import reference
 from backbones.errors import ConfigError
 from backbones.sequence import create_sequence_encoder
 from backbones.sequence import encoder as encoder_module
-from backbones.sequence.encoder import class_token_attention, sequence_attention
+from backbones.sequence.encoder import sequence_attention
 from tests.backbones.helpers import LargestTensor, assert_all_close, outputs_and_gradients, random_images, randomise
 
 SMALL_ENCODER = {"vocab_size": 11, "dim": 8, "num_heads": 2, "hidden_dim": 12, "depth": 2, "max_length": 24}
@@ -64,15 +64,6 @@ def test_equals_the_definition(window_size, shared, length, mask):
     compare(sequence_attention, reference.sequence_attention, inputs_of(length, shared), **options)
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("length", [1, 64])
-def test_class_token_equals_the_definition(length, mask):
-    mask = MASKS[mask] and MASKS[mask](length)
-    inputs = {name: random_images(2, 2, 1, 4, seed=seed) for seed, name in enumerate(("query", "key", "value"))}
-    inputs["gathered"] = random_images(2, 2, length, 4, seed=7)
-    compare(class_token_attention, reference.class_token_attention, inputs, mask=mask)
-
-
 CASES = {
     "class token": {},
     "tokens": {"class_token": False},
@@ -107,9 +98,8 @@ def test_encoder_matches_reference_with_and_without_padding(changes, monkeypatch
         assert parameter.grad.isfinite().all(), name
         # It cancels in the softmax over the tokens; official weights have it.
         assert parameter.grad.any() or name.endswith("dynamic_projection.bias"), name
-    for function in (reference.sequence_attention, reference.class_token_attention):
-        by_definition = functools.partial(without_dropout, function)
-        monkeypatch.setattr(encoder_module, function.__name__, by_definition)
+    by_definition = functools.partial(without_dropout, reference.sequence_attention)
+    monkeypatch.setattr(encoder_module, "sequence_attention", by_definition)
     torch.testing.assert_close(encoder(ids, mask), output, atol=1e-12, rtol=0)
     decayed = {name for name, _ in encoder.named_parameters()} - encoder.no_weight_decay()
     assert "embedding.weight" in decayed and all(name.endswith(".weight") for name in decayed)
