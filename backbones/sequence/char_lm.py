@@ -242,7 +242,7 @@ class CharLMLayer(EncoderLayer):
         """(B, N, C), (B, L, C) and two tables of positions -> (B, N, C)."""
         tokens, memory = self.attention_norm(tokens), self.attention_norm(memory)
         update = self.attention(tokens, memory, window_table, segment_table)
-        tokens = self.mlp_norm(tokens + F.dropout(update, self.dropout, self.training))
+        tokens = self.mlp_norm(tokens + self.dropout(update))
         return tokens + self.mlp(tokens)
 
 
@@ -299,7 +299,7 @@ class CharLM(nn.Module):
         self.segment_length = segment_length
         self.rank = rank
         self.window_size = window_size
-        self.dropout = dropout
+        self.dropout = nn.Dropout(dropout)
         self.embedding = nn.Embedding(vocab_size, dim)
         self.layers = nn.ModuleList()
         for _ in range(depth):
@@ -330,7 +330,7 @@ class CharLM(nn.Module):
             ConfigError: for a memory of another model or batch.
         """
         dim = self.embedding.embedding_dim
-        tokens = self._drop(self.embedding(ids) * dim**0.5)
+        tokens = self.dropout(self.embedding(ids) * dim**0.5)
         if memory is None:
             memory = [tokens.new_zeros(len(ids), self.memory_length, dim)] * len(self.layers)
         expected = (len(ids), self.memory_length, dim)
@@ -340,20 +340,17 @@ class CharLM(nn.Module):
             )
         segments = self.memory_length // self.segment_length - (-ids.shape[1] // self.segment_length)
         segment_table = _sinusoids(segments * self.rank, dim, tokens)
-        window_table = self._drop(_sinusoids(self.window_size, dim, tokens))
+        window_table = self.dropout(_sinusoids(self.window_size, dim, tokens))
         kept = []
         for layer, old in zip(self.layers, memory, strict=True):
             kept.append(torch.cat([old, tokens], dim=1)[:, -self.memory_length :].detach())
             tokens = layer(tokens, old, window_table, segment_table)
-        scores = F.linear(self._drop(tokens), self.embedding.weight, self.bias)
+        scores = F.linear(self.dropout(tokens), self.embedding.weight, self.bias)
         return at_least_float32(scores).log_softmax(dim=-1), tuple(kept)
 
     def no_weight_decay(self) -> set[str]:
         """Names of the parameters that take no weight decay: biases, those of the attention too, and norms."""
         return names_without_weight_decay(self)
-
-    def _drop(self, tokens: Tensor) -> Tensor:
-        return F.dropout(tokens, self.dropout, self.training)
 
 
 def _sinusoids(number: int, dim: int, like: Tensor) -> Tensor:

@@ -199,7 +199,7 @@ class EncoderLayer(nn.Module):
 
     def __init__(self, dim: int, attention: nn.Module, *, hidden_dim: int, dropout: float = 0.0) -> None:
         super().__init__()
-        self.dropout = dropout
+        self.dropout = nn.Dropout(dropout)
         self.attention_norm = nn.LayerNorm(dim)
         self.attention = attention
         self.mlp_norm = nn.LayerNorm(dim)
@@ -211,7 +211,7 @@ class EncoderLayer(nn.Module):
         """(B, N, C), (B, 1, C) or None, (B, N) or None -> tokens and class token, None for what is not updated."""
         updates = self.attention(self.attention_norm(tokens), class_token, mask)
         return tuple(
-            None if update is None else self._finish(old + F.dropout(update, self.dropout, self.training))
+            None if update is None else self._finish(old + self.dropout(update))
             for old, update in zip((tokens, class_token), updates, strict=True)
         )
 
@@ -265,7 +265,7 @@ class SequenceEncoder(nn.Module):
         check_choice("class_token", class_token, (True, False, "last_layer"))
         if not window_size and not rank:
             raise ConfigError("window_size=0 and rank=0: a token attends to nothing; make one of them 1 or more")
-        self.dropout = dropout
+        self.dropout = nn.Dropout(dropout)
         self.embedding = nn.Embedding(vocab_size, dim)
         self.positions = nn.Parameter(torch.empty(max_length, dim))
         self.class_token = nn.Parameter(torch.zeros(1, 1, dim)) if class_token else None
@@ -301,8 +301,7 @@ class SequenceEncoder(nn.Module):
         """
         if ids.shape[1] > len(self.positions):
             raise ConfigError(f"a sequence has {ids.shape[1]} tokens, and max_length is {len(self.positions)}")
-        tokens = self.embedding(ids) + self.positions[: ids.shape[1]]
-        tokens = F.dropout(tokens, self.dropout, self.training)
+        tokens = self.dropout(self.embedding(ids) + self.positions[: ids.shape[1]])
         class_token = None
         for left, layer in zip(range(len(self.layers), 0, -1), self.layers, strict=True):
             if left == self.class_token_layers and self.class_token is not None:
