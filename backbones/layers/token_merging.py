@@ -7,8 +7,7 @@ padded with zeros below and on the right.
 import contextlib
 import copy
 import math
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +18,14 @@ from torchvision.ops import deform_conv2d
 from backbones.errors import ConfigError
 from backbones.layers.conv import BATCH_NORMS
 from backbones.layers.patch_embed import pad_to_multiple
-from backbones.layers.tracing import at_least_float32, autocast_off, contiguous_for_export, is_exporting, is_tracing
+from backbones.layers.tracing import (
+    at_least_float32,
+    autocast_off,
+    contiguous_for_export,
+    is_exporting,
+    is_tracing,
+    no_trace_warnings,
+)
 
 
 class DeformableTokenMerging(nn.Module):
@@ -62,7 +68,8 @@ class DeformableTokenMerging(nn.Module):
             )
 
     def _merge(self, features: Tensor) -> Tensor:
-        with autocast_off(features.device), _no_trace_warnings():
+        # torchvision's operator checks the channels.
+        with autocast_off(features.device), no_trace_warnings() if is_tracing() else contextlib.nullcontext():
             padded = at_least_float32(pad_to_multiple(features, 2))
             weight, bias = self.weight.to(padded.dtype), self.bias.to(padded.dtype)
             return _deformable(features.device)(padded, self._offset(padded), weight, bias, stride=2).to(features.dtype)
@@ -183,14 +190,3 @@ class _ChannelsLast(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.merging(tokens.permute(0, 3, 1, 2))
-
-
-@contextlib.contextmanager
-def _no_trace_warnings() -> Iterator[None]:
-    """Silence torchvision's warnings about checks of channels, whose number is the same in every trace."""
-    if not is_tracing():
-        yield
-        return
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", torch.jit.TracerWarning)
-        yield

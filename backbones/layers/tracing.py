@@ -2,6 +2,7 @@
 
 import contextlib
 import warnings
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -25,9 +26,16 @@ def static_size(size: int) -> int:
     """
     if not torch.jit.is_tracing():
         return size
+    with no_trace_warnings():
+        return int(size)
+
+
+@contextlib.contextmanager
+def no_trace_warnings() -> Iterator[None]:
+    """Silence the warnings about values that a trace keeps, for those that are the same in every trace."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", torch.jit.TracerWarning)
-        return int(size)
+        yield
 
 
 def padding_to_multiple(size: int, multiple: int) -> int:
