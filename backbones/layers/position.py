@@ -113,9 +113,12 @@ class WindowRelativeBias(_OffsetBias):
     ``(dh + 2w - 1) * (4w - 1) + dw + 2w - 1``.
     """
 
+    resize_mode = "linear"
+
     def __init__(self, window_size: int, num_heads: int) -> None:
-        super().__init__(window_size, 3 * window_size, stride=4 * window_size - 1, num_heads=num_heads)
-        self.window_size = window_size
+        side = 4 * window_size - 1
+        super().__init__(window_size, 3 * window_size, stride=side, num_heads=num_heads)
+        self.offsets = (side, side)
 
 
 class SegmentRelativeBias(_OffsetBias):
@@ -191,19 +194,24 @@ class GridRelativeBias(nn.Module):
         self.num_global_tokens = num_global_tokens
         self.global_queries = global_queries and num_global_tokens > 0
         self.resize_mode = resize_mode
-        self.table = position_parameter((2 * size[0] - 1) * (2 * size[1] - 1), num_heads)
+        self.table = position_parameter(math.prod(self.offsets), num_heads)
         if num_global_tokens:
             self.local_to_global = position_parameter(num_heads, num_global_tokens)
         if self.global_queries:
             self.global_to_local = position_parameter(num_heads, num_global_tokens)
             self.global_to_global = position_parameter(num_heads, num_global_tokens, num_global_tokens)
 
+    @property
+    def offsets(self) -> tuple[int, int]:
+        """How many offsets there are along the height and the width of the table's map."""
+        return 2 * self.size[0] - 1, 2 * self.size[1] - 1
+
     def by_row_offset(self, height: int, width: int) -> Tensor:
         """The bias of a pair of columns for each offset of rows, (M, 2 * height - 1, width, width): query by key.
 
         All that depends on the size of the map.
         """
-        grid = self.table.unflatten(0, (2 * self.size[0] - 1, 2 * self.size[1] - 1))
+        grid = self.table.unflatten(0, self.offsets)
         if self.resizing == "map":
             grid = resize_table(grid, (2 * height - 1, 2 * width - 1), mode=self.resize_mode)
         else:
@@ -285,22 +293,15 @@ def fit_table(tensor: Tensor, owner: nn.Module, leaf: str, *, made_for: tuple[in
         return tensor
     if tensor.ndim != table.ndim or tensor.shape[-1] != table.shape[-1] or not tensor.numel():
         return tensor
-    if isinstance(owner, AbsolutePositions) and leaf in ("rows", "cols"):
-        return resize_table(tensor, table.shape[:1])
-    if isinstance(owner, GridPositions) and leaf == "table":
-        return resize_table(tensor, table.shape[:2])
+    if isinstance(owner, AbsolutePositions | GridPositions) and leaf != "global_tokens":
+        return resize_table(tensor, table.shape[:-1])
     rows = cols = math.isqrt(len(tensor))
     if made_for is not None:
         rows, cols = (2 * side - 1 for side in made_for)
-    if isinstance(owner, GridRelativeBias | WindowRelativeBias) and leaf == "table" and rows * cols == len(tensor):
-        if isinstance(owner, GridRelativeBias):
-            grid, mode = (2 * owner.size[0] - 1, 2 * owner.size[1] - 1), owner.resize_mode
-        else:
-            grid, mode = (4 * owner.window_size - 1, 4 * owner.window_size - 1), "linear"
-        if grid == (rows, cols):
-            return tensor
-        return resize_table(tensor.unflatten(0, (rows, cols)), grid, mode=mode).flatten(0, 1)
-    return tensor
+    is_grid = isinstance(owner, GridRelativeBias | WindowRelativeBias) and leaf == "table"
+    if not is_grid or rows * cols != len(tensor) or owner.offsets == (rows, cols):
+        return tensor
+    return resize_table(tensor.unflatten(0, (rows, cols)), owner.offsets, mode=owner.resize_mode).flatten(0, 1)
 
 
 def resize_tables(model: nn.Module, resized: nn.Module) -> None:
