@@ -225,15 +225,12 @@ class _NameConverter:
             if not plain_name.endswith(_COUNTERS):
                 _check_weight(official_name, tensor)
             pieces = self._pieces(plain_name, self._rename(plain_name), tensor)
-            if isinstance(pieces, str):
-                self.report.dropped[official_name] = pieces
-            else:
-                kept = {key: piece for key, piece in pieces.items() if isinstance(piece, Tensor)}
-                self.report.dropped |= {f"{official_name}{key}": pieces[key] for key in pieces.keys() - kept.keys()}
-                if kept.keys() <= self.target.keys():
-                    self._fill(official_name, kept)
-                else:
-                    unexplained.append(official_name)
+            kept = {key: piece for key, piece in pieces.items() if isinstance(piece, Tensor)}
+            self.report.dropped |= {f"{official_name}{part}": pieces[part] for part in pieces.keys() - kept.keys()}
+            if not kept.keys() <= self.target.keys():
+                unexplained.append(official_name)
+            elif kept:
+                self._fill(official_name, kept)
         self._initialise()
         missing = [key for key in self.target if key not in self.converted]
         if unexplained or missing:
@@ -249,7 +246,7 @@ class _NameConverter:
         name = re.sub(rf"(?<![^.])({parts})(?![^.])", lambda match: self.parts[match[1]], name)
         return name if name in _HEAD_NAMES else self.prefix + name
 
-    def _pieces(self, name: str, key: str, tensor: Tensor) -> dict[str, Tensor | str] | str:
+    def _pieces(self, name: str, key: str, tensor: Tensor) -> dict[str, Tensor | str]:
         """Return what an official tensor becomes.
 
         Args:
@@ -258,14 +255,12 @@ class _NameConverter:
             tensor: its values, of any shape.
 
         Returns:
-            Our names and tensors, with the reason instead of the tensor for a part that is dropped; or the reason why
-            all of the tensor is dropped.
+            Our names and tensors. For a part that is dropped, its index (``"[0]"``, or ``""`` for the whole tensor) and
+            the reason.
         """
-        return (
-            "an empty tensor: the model has no such module"
-            if key not in self.target and not tensor.numel()
-            else {key: tensor}
-        )
+        if key not in self.target and not tensor.numel():
+            return {"": "an empty tensor: the model has no such module"}
+        return {key: tensor}
 
     def _initialise(self) -> None:
         """Set parameters that no checkpoint can fill to their initial values."""
@@ -343,13 +338,13 @@ class _ViLNameConverter(_NameConverter):
         "to_dynamic_projection": "dynamic_projection",
     }
 
-    def _pieces(self, name: str, key: str, tensor: Tensor) -> dict[str, Tensor | str] | str:
+    def _pieces(self, name: str, key: str, tensor: Tensor) -> dict[str, Tensor | str]:
         if name in _HEAD_NAMES and not self.prefix:
-            return _HEAD
+            return {"": _HEAD}
         if name == "calls_since_last_redraw":
-            return "the trainer's iteration determines when random features are redrawn"
+            return {"": "the trainer's iteration determines when random features are redrawn"}
         if name.endswith("relative_position_index"):
-            return _COMPUTED
+            return {"": _COMPUTED}
         if key.endswith(("positions.rows", "positions.cols")):
             return {key: tensor[0]}
         path, attention, leaf = key.partition(".attention.")
@@ -358,7 +353,7 @@ class _ViLNameConverter(_NameConverter):
             return self._attention(path, leaf, tensor)
         return super()._pieces(name, key, tensor)
 
-    def _attention(self, path: str, leaf: str, tensor: Tensor) -> dict[str, Tensor | str] | str:
+    def _attention(self, path: str, leaf: str, tensor: Tensor) -> dict[str, Tensor | str]:
         module = self.modules[path]
         if leaf.startswith("qkv.") and not hasattr(module, "qkv"):
             dim, leaf = len(tensor) // 3, leaf.removeprefix("qkv.")
@@ -370,10 +365,10 @@ class _ViLNameConverter(_NameConverter):
             used = {f"{bias}.local_to_global": to_global}
             return {f"{bias}.global_to_local": to_local} | used if module.update_globals else used | {"[0]": _UNUSED}
         if leaf == "g2g_relative_position_bias":
-            return {f"{bias}.global_to_global": tensor} if module.update_globals else _UNUSED
+            return {f"{bias}.global_to_global": tensor} if module.update_globals else {"": _UNUSED}
         if leaf.startswith("global_"):
             if not module.update_globals:
-                return _UNUSED
+                return {"": _UNUSED}
             if module.shared_projections:
                 leaf = leaf.removeprefix("global_")
         return {f"{path}.{leaf}": tensor}
@@ -409,14 +404,14 @@ class _LITNameConverter(_NameConverter):
         "dconv.bias": "bias",
     }
 
-    def _pieces(self, name: str, key: str, tensor: Tensor) -> dict[str, Tensor | str] | str:
+    def _pieces(self, name: str, key: str, tensor: Tensor) -> dict[str, Tensor | str]:
         if not self.prefix and (name in _HEAD_NAMES or name == "cls_token"):
-            return _GLOBAL_TOKEN if name == "cls_token" else _HEAD
+            return {"": _GLOBAL_TOKEN if name == "cls_token" else _HEAD}
         if name.endswith("attn.relative_position_index"):
-            return _COMPUTED
+            return {"": _COMPUTED}
         mean = key.replace("num_batches_tracked", "running_mean")
         if key not in self.target and mean != key and mean in self.target:
-            return "a frozen norm counts no batches"
+            return {"": "a frozen norm counts no batches"}
         if not key.endswith("positions.table"):
             return super()._pieces(name, key, tensor)
         # (1, H * W, C), in the last stage with the position of the global token in front
@@ -459,12 +454,12 @@ class _EncoderNameConverter(_NameConverter):
         "dconv_fc": "dynamic_projection",
     }
 
-    def _pieces(self, name: str, key: str, tensor: Tensor) -> dict[str, Tensor | str] | str:
+    def _pieces(self, name: str, key: str, tensor: Tensor) -> dict[str, Tensor | str]:
         if name.startswith("seq_classifer."):
-            return "the classification head is not part of the encoder"
+            return {"": "the classification head is not part of the encoder"}
         layer, is_norm, _ = key.partition(".attention.projected_norm.")
         if is_norm and layer in self.modules and key not in self.target:
-            return "never used: there are no projected keys and no class token to norm"
+            return {"": "never used: there are no projected keys and no class token to norm"}
         return super()._pieces(name, key, tensor)
 
 
@@ -488,13 +483,13 @@ class _CharLMNameConverter(_NameConverter):
         "r_r_bias": "query_bias",
     }
 
-    def _pieces(self, name: str, key: str, tensor: Tensor) -> dict[str, Tensor | str] | str:
+    def _pieces(self, name: str, key: str, tensor: Tensor) -> dict[str, Tensor | str]:
         if name == "pos_emb.inv_freq":
             dim = self.target["embedding.weight"].shape[1]
             expected = 1 / 10000 ** (torch.arange(0, dim, 2) / dim)
             if tensor.shape != expected.shape or not torch.allclose(tensor.float().cpu(), expected, rtol=1e-2):
                 raise ConfigError(f"{name} has other frequencies than 10000^(-2 i / {dim}), which the model computes")
-            return _COMPUTED
+            return {"": _COMPUTED}
         if key.endswith(("key_bias", "query_bias")):
             # The official biases (1, M, 1, D) are broadcast.
             tensor = tensor.reshape(-1, tensor.shape[-1])
