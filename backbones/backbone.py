@@ -194,10 +194,7 @@ class Backbone(nn.Module, abc.ABC):
         super().__init__()
         settings = settings or BackboneSettings()
         names = variant.stage_names
-        out_features = settings.out_features
-        if isinstance(out_features, str):
-            out_features = (out_features,)
-        out_features = tuple(names if out_features is None else out_features)
+        out_features = names if settings.out_features is None else settings.out_features
         for name in out_features:
             check_choice("out_features", name, names)
         if not out_features:
@@ -208,7 +205,6 @@ class Backbone(nn.Module, abc.ABC):
         self.variant = variant
         self.settings = settings
         self.strides = tuple(itertools.accumulate(variant.steps, operator.mul))
-        self.out_features = out_features
         self.num_stages = 1 + max(names.index(name) for name in out_features)
         self.feature_info: dict[str, FeatureInfo] = {
             name: FeatureInfo(spec.dim, stride)
@@ -299,7 +295,7 @@ class Backbone(nn.Module, abc.ABC):
             name = f"stage{index + 1}"
             if name in self.output_norms:
                 outputs[name] = contiguous_for_export(self.output_norms[name](tokens).permute(0, 3, 1, 2))
-            elif name in self.out_features:
+            elif name in self.feature_info:
                 outputs[name] = features
         return outputs, global_tokens
 
@@ -328,14 +324,7 @@ class Backbone(nn.Module, abc.ABC):
 
         Returns:
             0 to ``num_layers``.
-
-        Raises:
-            ConfigError: for another name.
         """
-        try:
-            self.get_parameter(name)
-        except AttributeError as error:
-            raise ConfigError(f"{type(self).__name__} has no parameter {name!r}") from error
         part, stage, *rest = name.split(".")
         if part == "output_norms":
             return self._num_blocks_before(int(stage.removeprefix("stage")))
@@ -362,7 +351,6 @@ class Backbone(nn.Module, abc.ABC):
         self.num_stages = number
         self.stages = self.stages[:number]
         self.output_norms = nn.ModuleDict({key: norm for key, norm in self.output_norms.items() if key == name})
-        self.out_features = (name,)
         self.feature_info = {name: FeatureInfo(self.variant.stages[number - 1].dim, self.strides[number - 1])}
 
     def set_activation_checkpointing(self, enable: bool) -> None:
@@ -408,16 +396,16 @@ class Classifier(nn.Module):
         check_choice("pooling", pool, ("mean", "global_token"))
         self.backbone = backbone
         self.pool = pool
-        dim = backbone.feature_info[backbone.out_features[-1]].channels
-        self.norm = nn.LayerNorm(dim, eps=norm_eps)
-        self.head = nn.Linear(dim, num_classes)
+        (feature_info,) = backbone.feature_info.values()
+        self.norm = nn.LayerNorm(feature_info.channels, eps=norm_eps)
+        self.head = nn.Linear(feature_info.channels, num_classes)
         self.head.apply(init_linear)
 
     def forward_features(self, images: Tensor) -> Tensor:
         """(B, 3, H, W) -> the last stage's tokens after the norm (B, G + H' W', C), global tokens first."""
         features, global_tokens = self.backbone.forward_tokens(images)
-        tokens = features[self.backbone.out_features[-1]].permute(0, 2, 3, 1)
-        return self.norm(join_tokens(tokens, global_tokens))
+        (features,) = features.values()
+        return self.norm(join_tokens(features.permute(0, 2, 3, 1), global_tokens))
 
     def pooled(self, tokens: Tensor) -> Tensor:
         """Tokens of :meth:`forward_features` -> the vector of each image, (B, C)."""
@@ -429,8 +417,7 @@ class Classifier(nn.Module):
 
     def no_weight_decay(self) -> set[str]:
         """As :meth:`Backbone.no_weight_decay`, with the names of this model."""
-        own = {name for name, parameter in self.named_parameters() if parameter.ndim <= 1}
-        return own | {f"backbone.{name}" for name in self.backbone.no_weight_decay()}
+        return names_without_weight_decay(self)
 
 
 def init_linear(module: nn.Module) -> None:

@@ -4,9 +4,10 @@
 ``train.py`` or ``validate.py``: docs/checkpoints.md has the commands.
 """
 
+import collections
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,7 @@ from backbones.attention.sliding_chunk import sample_shifts
 from backbones.backbone import Backbone, Classifier, init_linear
 from backbones.build import OPTIONS, create_backbone, create_classifier, get_variant, height_and_width, list_variants
 from backbones.errors import ConfigError, check_choice, check_whole
+from backbones.layers.parameters import names_without_weight_decay
 from backbones.layers.position import fit_table
 from backbones.layers.token_merging import DeformableTokenMerging
 
@@ -252,7 +254,7 @@ class TimmFeatures(nn.Module):
 
     def no_weight_decay(self) -> set[str]:
         """As :meth:`.Backbone.no_weight_decay`, with the names of this model."""
-        return {f"backbone.{name}" for name in self.backbone.no_weight_decay()}
+        return names_without_weight_decay(self)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute the activations of a block in the backward pass."""
@@ -314,18 +316,13 @@ class LITAdamW(torch.optim.AdamW):
     The factor is ``lr_scale`` in the parameter groups, which timm's schedulers apply, also to the lowest rate.
     """
 
-    def __init__(self, params: Iterable, **options: object) -> None:
-        params = list(params)
-        if not params or not isinstance(params[0], dict):
-            params = [{"params": params}]
-        groups = []
-        for group in params:
-            by_scale: dict[float, list[nn.Parameter]] = {}
-            for parameter in group["params"]:
-                by_scale.setdefault(getattr(parameter, "lr_scale", 1.0), []).append(parameter)
-            for scale, parameters in by_scale.items():
-                groups.append({**group, "params": parameters, "lr_scale": scale * group.get("lr_scale", 1.0)})
-        super().__init__(groups, **options)
+    def add_param_group(self, param_group: dict) -> None:
+        by_scale: dict[float, list[nn.Parameter]] = collections.defaultdict(list)
+        for parameter in param_group["params"]:
+            by_scale[getattr(parameter, "lr_scale", 1.0)].append(parameter)
+        for scale, parameters in by_scale.items():
+            lr_scale = scale * param_group.get("lr_scale", 1.0)
+            super().add_param_group({**param_group, "params": parameters, "lr_scale": lr_scale})
 
 
 def _adapt_state_dict(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
