@@ -196,9 +196,7 @@ class ViL(Backbone):
             return SpatialReductionAttention(spec.dim, reduction=spec.reduction, **common)
         if spec.attention == "performer":
             return PerformerAttention(spec.dim, num_features=spec.num_features, **common)
-        if spec.attention == "global":
-            return GlobalMemoryAttention(spec.dim, **common)
-        raise NotImplementedError(f"attention {spec.attention!r}")
+        return GlobalMemoryAttention(spec.dim, **common)
 
 
 def _vil(*stages: tuple[int, int, int, int]) -> ViLVariant:
