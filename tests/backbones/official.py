@@ -1,7 +1,4 @@
-"""ViL from its papers' equations and the official parameter names, independent of the package's code.
-
-Written for small maps (at most two chunks per side), on which ViL attention is full attention.
-"""
+"""ViL as the official checkpoints have it: their names and shapes."""
 
 import dataclasses
 import functools
@@ -9,7 +6,6 @@ import zlib
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 WINDOW = 7
@@ -96,78 +92,3 @@ def _random(name: str, shape: tuple[int, ...]) -> Tensor:
     if name.endswith("weight") and len(shape) > 1:
         return values / np.prod(shape[1:]) ** 0.5
     return 0.3 * values + (1 if name.endswith(("norm.weight", "norm_embed.weight")) else 0)
-
-
-def official_forward(
-    weights: dict[str, Tensor], images: Tensor, stages: tuple[OfficialStage, ...] = TINY
-) -> tuple[dict[str, Tensor], Tensor]:
-    """The maps and the logits (equations 1 to 3; the average-pooled head), for images of at most 56 pixels a side."""
-    features, x, no_tokens = {}, images, images.new_zeros(len(images), 0, 1)
-    for number, stage in enumerate(stages, start=1):
-        embed = f"layer{number}.0"
-        x = F.pad(x, (0, -x.shape[3] % stage.patch, 0, -x.shape[2] % stage.patch))
-        x = F.conv2d(x, weights[f"{embed}.proj.weight"], weights[f"{embed}.proj.bias"], stride=stage.patch)
-        height, width = x.shape[2:]
-        assert max(height, width) <= 2 * WINDOW
-        x = _norm(weights, f"{embed}.norm_embed", x.permute(0, 2, 3, 1))
-        tokens = no_tokens.expand(-1, -1, stage.dim)
-        if stage.globals:
-            tokens = weights[f"{embed}.cls_token"].expand(len(images), -1, -1)
-        if f"{embed}.x_pos_embed" in weights:
-            down, right = weights[f"{embed}.x_pos_embed"][0, :height], weights[f"{embed}.y_pos_embed"][0, :width]
-            x = x + torch.cat([down[:, None].expand(-1, width, -1), right[None].expand(height, -1, -1)], dim=-1)
-            tokens = tokens + weights[f"{embed}.cls_pos_embed"]
-        sequence = torch.cat([tokens, x.flatten(1, 2)], dim=1)
-        for index in range(stage.depth):
-            attention, mlp = f"layer{number}.{2 * index + 1}", f"layer{number}.{2 * index + 2}"
-            normed = _norm(weights, f"{attention}.norm", sequence)
-            sequence = sequence + _attention(weights, f"{attention}.attn", normed, stage, height, width)
-            hidden = F.gelu(_apply(weights, f"{mlp}.mlp.fc1", _norm(weights, f"{mlp}.norm", sequence)))
-            sequence = sequence + _apply(weights, f"{mlp}.mlp.fc2", hidden)
-        x = sequence[:, stage.globals :].unflatten(1, (height, width)).permute(0, 3, 1, 2)
-        features[f"stage{number}"] = x
-    return features, _apply(weights, "head", _norm(weights, "norm", sequence).mean(dim=1))
-
-
-def _apply(weights: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
-    return x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
-
-
-def _norm(weights: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
-    return F.layer_norm(x, x.shape[-1:], weights[f"{name}.weight"], weights[f"{name}.bias"], eps=1e-6)
-
-
-def _attention(
-    weights: dict[str, Tensor], name: str, sequence: Tensor, stage: OfficialStage, height: int, width: int
-) -> Tensor:
-    """Every token sees every other; the global tokens, first in the sequence, may have projections of their own."""
-    bias = _bias(weights, name, stage.globals, height, width)
-    rows = [slice(stage.globals, None)] + ([slice(0, stage.globals)] if stage.globals else [])
-    outputs = []
-    for suffix, queries in zip(("", "" if stage.full else "_global"), rows, strict=False):
-        if stage.full:
-            query, key, value = _apply(weights, f"{name}.qkv", sequence).chunk(3, dim=-1)
-        else:
-            query = _apply(weights, f"{name}.query{suffix}", sequence)
-            key, value = _apply(weights, f"{name}.kv{suffix}", sequence).chunk(2, dim=-1)
-        query, key, value = (x.unflatten(-1, (stage.heads, -1)).transpose(1, 2) for x in (query, key, value))
-        scores = query @ key.transpose(2, 3) / query.shape[-1] ** 0.5 + bias
-        output = (scores.softmax(dim=-1) @ value).transpose(1, 2).flatten(2)[:, queries]
-        outputs.insert(0, _apply(weights, f"{name}.proj{suffix}", output))
-    return torch.cat(outputs, dim=1)
-
-
-def _bias(weights: dict[str, Tensor], name: str, num_global: int, height: int, width: int) -> Tensor | float:
-    """(M, G + H * W, G + H * W): by offset between local tokens; one value for all local tokens of a global one."""
-    table = weights.get(f"{name}.local_relative_position_bias_table")
-    if table is None:
-        return 0.0
-    row, col = torch.arange(height).repeat_interleave(width), torch.arange(width).repeat(height)
-    index = (row[:, None] - row + 2 * WINDOW - 1) * (4 * WINDOW - 1) + col[:, None] - col + 2 * WINDOW - 1
-    bias = F.pad(table[index].permute(2, 0, 1), (num_global, 0, num_global, 0))
-    if num_global:
-        from_global, from_local = weights[f"{name}.g2l_relative_position_bias"]
-        bias[:, :num_global, :num_global] = weights[f"{name}.g2g_relative_position_bias"]
-        bias[:, :num_global, num_global:] = from_global[:, :, None]
-        bias[:, num_global:, :num_global] = from_local[:, None, :]
-    return bias

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from torch import nn
 
 from backbones import ConfigError, create_backbone, create_classifier, list_variants
 from backbones.build import get_variant
@@ -122,6 +123,19 @@ def test_sizes_of_lit(name):
         for block in stage.blocks:
             assert block.mlp.expand.weight.shape == (expansion * dim, dim)
             assert number == (block.attention.num_heads if block.attention else 0)
+
+
+@pytest.mark.parametrize(
+    "name, expected",
+    [("vil_tiny_rpb", {1e-6}), ("lit_s", {1e-5}), ("cvt_ls_13", {1e-5}), ("lit_ti", {1e-5, 1e-6})],
+)
+def test_epsilon_of_layer_norms(name, expected):
+    """As in the official code, where the embedding of LIT-Ti has PyTorch's."""
+    norms = {
+        key: norm.eps for key, norm in meta(create_classifier, name).named_modules() if isinstance(norm, nn.LayerNorm)
+    }
+    assert set(norms.values()) == expected
+    assert name != "lit_ti" or [key for key in norms if norms[key] == 1e-5] == ["backbone.stages.0.patch_embed.norm"]
 
 
 def test_parameter_counts():

@@ -11,10 +11,11 @@ from safetensors.torch import save_file
 from backbones import create_classifier
 from backbones.build import VARIANTS
 from backbones.checkpoint_files import read_checkpoint
+from backbones.convert import convert_state_dict
 from projects_vil.checkpoint import METADATA_KEY
 from tests import wrapping
 from tests.backbones import official, official_lit
-from tests.backbones.helpers import random_images
+from tests.backbones.helpers import assert_all_close
 from tests.projects_vil.helpers import ROOT
 
 VARIANT = "vil_tiny_1_1_3_1_rpb"
@@ -56,6 +57,14 @@ def vil_classifier() -> dict[str, torch.Tensor]:
     return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
 
 
+def assert_is_converted(path, weights, name, **options) -> None:
+    """The file loads into a classifier, and has the values of the official weights."""
+    model = create_classifier(name, **options)
+    model.double().load_state_dict(read_checkpoint(path)["model"], strict=True)
+    expected, _ = convert_state_dict(weights, name, classifier=True, model_options=options)
+    assert_all_close(read_checkpoint(path)["model"], expected, tolerance=0)
+
+
 @pytest.fixture
 def source(tmp_path):
     torch.save(wrapping.vision_longformer(vil_classifier()), tmp_path / "official.pth")
@@ -63,19 +72,14 @@ def source(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
-def test_a_classifier_computes_what_the_official_one_does(tmp_path, convert, source, suffix):
+def test_a_classifier_has_the_official_values(tmp_path, convert, source, suffix):
     weights, output = vil_classifier(), tmp_path / f"ours{suffix}"
     if suffix == ".safetensors":
         source = tmp_path / "official.safetensors"
         save_file(weights, source)
     status, _, err = convert(source, output, "--model", VARIANT, "--classifier")
     assert status == 0, err
-    model = create_classifier(VARIANT, num_classes=10).double().eval()
-    model.load_state_dict(read_checkpoint(output)["model"], strict=True)
-    images = random_images(2, 3, 50, 43)
-    double = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
-    _, expected = official.official_forward(double, images)
-    torch.testing.assert_close(model(images), expected, atol=1e-10, rtol=1e-10)
+    assert_is_converted(output, weights, VARIANT, num_classes=10)
 
 
 def test_a_classifier_of_lit(tmp_path, convert, monkeypatch):
@@ -85,11 +89,7 @@ def test_a_classifier_of_lit(tmp_path, convert, monkeypatch):
     arguments = ("--model", "lit_small", "--classifier", "--img-size", "64", "64")
     status, _, err = convert(tmp_path / "official.pth", tmp_path / "ours.safetensors", *arguments)
     assert status == 0, err
-    model = create_classifier("lit_small", num_classes=10, img_size=64).double().eval()
-    model.load_state_dict(read_checkpoint(tmp_path / "ours.safetensors")["model"], strict=True)
-    images = random_images(2, 3, 64, 64)
-    expected = official_lit.official_forward(weights, images, official_lit.S)[1]
-    torch.testing.assert_close(model(images), expected, atol=1e-9, rtol=1e-9)
+    assert_is_converted(tmp_path / "ours.safetensors", weights, "lit_small", num_classes=10, img_size=64)
 
 
 def test_the_report_and_the_metadata(tmp_path, convert, source):
