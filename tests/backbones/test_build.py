@@ -8,7 +8,7 @@ from torch import nn
 
 from backbones import ConfigError, create_backbone, create_classifier, list_variants
 from backbones.build import get_variant
-from backbones.layers.position import resize_table
+from backbones.layers.position import fit_table
 from tests.backbones.helpers import random_images
 
 DEMO = "vil_tiny_1_1_3_1_rpb"
@@ -33,12 +33,12 @@ TABLE_9 = {
     "vil_small_1_1_9_1": "1,4,3,96 1,2,3,192 9,2,6,384 1,2,12,768",
     "vil_small_1_2_8_1": "1,4,3,96 2,2,3,192 8,2,6,384 1,2,12,768",
 }
-# LIT Table 1: depths and channels of the stages, heads of the last two
+# LIT Table 1: blocks, channels, heads and expansion of each stage
 LIT_TABLE_1 = {
-    "lit_ti": ((3, 4, 6, 3), (64, 128, 320, 512), (5, 8)),
-    "lit_s": ((2, 2, 6, 2), (96, 192, 384, 768), (12, 24)),
-    "lit_m": ((2, 2, 18, 2), (96, 192, 384, 768), (12, 24)),
-    "lit_b": ((2, 2, 18, 2), (128, 256, 512, 1024), (16, 32)),
+    "lit_ti": "3,64,0,8 4,128,0,8 6,320,5,4 3,512,8,4",
+    "lit_s": "2,96,0,4 2,192,0,4 6,384,12,4 2,768,24,4",
+    "lit_m": "2,96,0,4 2,192,0,4 18,384,12,4 2,768,24,4",
+    "lit_b": "2,128,0,4 2,256,0,4 18,512,16,4 2,1024,32,4",
 }
 # Millions of parameters with 1000 classes, as reported
 COUNTS = {
@@ -115,14 +115,8 @@ def test_sizes_of_vil():
 
 @pytest.mark.parametrize("name", LIT_TABLE_1)
 def test_sizes_of_lit(name):
-    depths, dims, heads = LIT_TABLE_1[name]
-    expansions = (8, 8, 4, 4) if name == "lit_ti" else (4,) * 4
-    stages = meta(create_backbone, name).stages
-    assert tuple(len(stage.blocks) for stage in stages) == depths
-    for stage, dim, number, expansion in zip(stages, dims, (0, 0, *heads), expansions, strict=True):
-        for block in stage.blocks:
-            assert block.mlp.expand.weight.shape == (expansion * dim, dim)
-            assert number == (block.attention.num_heads if block.attention else 0)
+    stages = [(s.depth, s.dim, s.heads, s.expansion) for s in get_variant(name).stages]
+    assert stages == [tuple(map(int, stage.split(","))) for stage in LIT_TABLE_1[name].split()]
 
 
 @pytest.mark.parametrize(
@@ -215,27 +209,23 @@ def test_options():
     blocks = [stage.blocks[0].attention for stage in model.stages]
     assert [block.window_size for block in blocks] == [12, 6, 3]
     assert [len(block.dynamic_projection.pointwise.weight) for block in blocks] == [128, 96, 48]
-    positions = meta(create_backbone, "vil_tiny", max_img_size=(800, 1333)).stages[0].positions
-    assert (len(positions.rows), len(positions.cols)) == (200, 336)
     stages = meta(create_classifier, "vil_tiny", img_size=(384, 256)).backbone.stages
     assert [len(stage.positions.rows) for stage in stages] == [96, 48, 24, 12]
     assert [len(stage.positions.cols) for stage in stages] == [64, 32, 16, 8]
 
 
-@pytest.mark.parametrize("name, hint", [("vil_smal_rpb", "vil_small_rpb"), ("q", "cvt_ls_13")])
-def test_unknown_names(name, hint):
-    for create in (create_backbone, create_classifier):
-        with pytest.raises(ConfigError, match=f"'{name}'.*{hint}"):
-            create(name)
-
-
 @pytest.mark.parametrize(
-    "create, keyword, hint",
-    [(create_backbone, "window_sise", "window_size"), (create_classifier, "num_class", "num_classes")],
+    "name, options, hint",
+    [
+        ("vil_smal_rpb", {}, "vil_smal_rpb.*'vil_small_rpb'"),
+        ("q", {}, "'q'.*cvt_ls_13"),
+        ("vil_tiny", {"window_sise": 1}, "'window_sise'.*'window_size'"),
+    ],
 )
-def test_unknown_keywords(create, keyword, hint):
-    with pytest.raises(ConfigError, match=f"'{keyword}'.*'{hint}'"):
-        create("vil_tiny", **{keyword: 1})
+def test_unknown_names_and_keywords(name, options, hint):
+    for create in (create_backbone, create_classifier):
+        with pytest.raises(ConfigError, match=hint):
+            create(name, **options)
 
 
 @pytest.mark.parametrize(
@@ -278,17 +268,10 @@ def test_both_types_of_position_resizing_agree(name):
     torch.manual_seed(0)
     each = create_backbone(name, position_resizing="map").eval()
     once = create_backbone(name, position_resizing="load", max_img_size=(height, width)).eval()
-    state_dict = each.state_dict()
-    for key, tensor in once.state_dict().items():
-        table = state_dict[key]
-        if table.shape != tensor.shape and key.endswith("relative_bias.table"):
-            stage, side = int(key.split(".")[1]), int(len(table) ** 0.5)
-            grid = (2 * height // (4 << stage) - 1, 2 * width // (4 << stage) - 1)
-            mode = "cubic" if name.startswith("lit") else "linear"
-            state_dict[key] = resize_table(table.unflatten(0, (side, side)), grid, mode=mode).flatten(0, 1)
-        elif table.shape != tensor.shape:
-            state_dict[key] = resize_table(table, tuple(tensor.shape[:-1]))
-    once.load_state_dict(state_dict)
+    modules = dict(once.named_modules())
+    for key, table in each.state_dict().items():
+        path, _, leaf = key.rpartition(".")
+        once.state_dict()[key].copy_(fit_table(table, modules[path], leaf))
     images = random_images(1, 3, height, width, dtype=torch.float32)
     with torch.no_grad():
         for stage, expected in each(images).items():

@@ -40,14 +40,6 @@ def test_performer_with_many_features_approximates_softmax_attention():
     assert errors[1] < 0.05 and errors[1] < errors[0] / 3
 
 
-def test_performer_output_of_an_image_ignores_its_batch():
-    inputs, features = random_inputs(4, 6), sample_features(20, 8).double()
-    inputs["key"][1] *= 3
-    together = performer_attention(**inputs, features=features)
-    alone = performer_attention(**{name: tensor[:1] for name, tensor in inputs.items()}, features=features)
-    torch.testing.assert_close(together[:1], alone, atol=1e-12, rtol=1e-12)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_performer_with_many_tokens_in_half_precision(dtype):
     """20000 keys, whose sum float16 would not hold."""

@@ -177,15 +177,6 @@ def test_scores_are_not_kept_for_the_backward_pass(kernel):
     assert kept <= others + 2 * (24 * 33 + 1) * 9 + 2.2 * biases
 
 
-@kernels
-def test_no_images(kernel):
-    function, _, inputs = case(kernel)
-    inputs = {name: x if "bias" in name else x[:0] for name, x in inputs.items()}
-    actual = outputs_and_gradients(function, inputs)
-    assert actual["output"].shape == inputs["query"].shape
-    assert not any(x.any() for x in actual.values() if x is not None)
-
-
 def test_non_contiguous_channels():
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, 2, 4, 6).transpose(2, 3) for _ in range(3))

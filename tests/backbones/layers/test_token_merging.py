@@ -3,7 +3,6 @@
 import math
 
 import pytest
-import timm
 import torch
 import torch.nn.functional as F
 from timm.models.swin_transformer import PatchMerging, SwinTransformer
@@ -139,20 +138,6 @@ def test_swin_with_deformable_merging():
     assert not [name for name in lacking if "table" not in name and not name.endswith("merging.bias")]
     assert swin.state_dict().keys() == before.keys()
     assert all(torch.equal(tensor, before[name]) for name, tensor in swin.state_dict().items())
-
-
-def test_parameters_of_table_4():
-    """28 million before and after; LayerNorm(4C) and Linear(4C, 2C) become a convolution, its offsets, BatchNorm."""
-    with torch.device("meta"):
-        swin = timm.create_model("swin_tiny_patch4_window7_224")
-    ours = with_deformable_merging(swin)
-
-    def count(model: nn.Module) -> int:
-        return sum(parameter.numel() for parameter in model.parameters())
-
-    more = sum((8 * 4 * c + 8) + 2 * c + 2 * 2 * c - 2 * 4 * c for c in (96, 192, 384))
-    assert count(ours) == count(swin) + more
-    assert count(swin) // 10**6 == count(ours) // 10**6 == 28
 
 
 def test_model_without_patch_merging_raises():
