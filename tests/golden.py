@@ -2,6 +2,7 @@
 
 import json
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,7 @@ def golden_state_dict(reference: dict) -> dict[str, torch.Tensor]:
             weights[name] = 1 / 10000 ** (torch.arange(0, channels, 2) / channels)
             continue
         source = reference["aliases"].get(name, name)
-        weights[name] = torch.from_numpy(_fill(source, entry["shape"]))
+        weights[name] = golden_values(source, entry["shape"])
     return weights
 
 
@@ -59,14 +60,15 @@ def assert_close_to_golden(output: torch.Tensor, expected: dict, *, correction: 
     assert abs(output.double().std(correction=correction).item() - expected["std"]) <= 2e-4 * expected["max"]
 
 
-def _fill(name: str, shape: list[int]) -> np.ndarray:
+def golden_values(name: str, shape: Sequence[int]) -> torch.Tensor:
+    """The float32 values of the official parameter of that name."""
     seed = zlib.crc32(name.encode()) % 2**32
     z = np.random.RandomState(seed).standard_normal(shape).astype(np.float32)
     last = name.split(".")[-1]
     if last == "running_var":
-        return 1 + 0.1 * np.abs(z)
-    if last == "weight":
-        return 1 + 0.1 * z if z.ndim == 1 else z / np.sqrt(np.prod(z.shape[1:])).astype(np.float32)
-    if "offset" in name and last == "bias":
-        return 0.5 * z
-    return 0.1 * z
+        z = 1 + 0.1 * np.abs(z)
+    elif last == "weight":
+        z = 1 + 0.1 * z if z.ndim == 1 else z / np.sqrt(np.prod(z.shape[1:])).astype(np.float32)
+    else:
+        z = (0.5 if "offset" in name and last == "bias" else 0.1) * z
+    return torch.from_numpy(z)

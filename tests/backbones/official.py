@@ -2,11 +2,11 @@
 
 import dataclasses
 import functools
-import zlib
 
-import numpy as np
 import torch
 from torch import Tensor
+
+from tests.golden import golden_values
 
 WINDOW = 7
 
@@ -73,7 +73,8 @@ def official_state_dict(
             shapes |= _linear(f"{mlp}.mlp.fc1", 4 * dim, dim) | _linear(f"{mlp}.mlp.fc2", dim, 4 * dim)
         in_channels = dim
     shapes |= {"norm.weight": (in_channels,), "norm.bias": (in_channels,)} | _linear("head", num_classes, in_channels)
-    return {name: _random(name.replace("_global.", ".") if shared else name, shape) for name, shape in shapes.items()}
+    sources = {name: name.replace("_global.", ".") if shared else name for name in shapes}
+    return {name: _values(sources[name], shape).clone() for name, shape in shapes.items()}
 
 
 def _linear(name: str, size: int, *inputs: int) -> dict[str, tuple[int, ...]]:
@@ -81,14 +82,7 @@ def _linear(name: str, size: int, *inputs: int) -> dict[str, tuple[int, ...]]:
 
 
 @functools.cache
-def _normal(name: str, shape: tuple[int, ...]) -> Tensor:
-    return torch.from_numpy(np.random.RandomState(zlib.crc32(name.encode())).standard_normal(shape))
-
-
-def _random(name: str, shape: tuple[int, ...]) -> Tensor:
+def _values(name: str, shape: tuple[int, ...]) -> Tensor:
     if name.endswith("relative_position_index"):
         return torch.zeros(shape, dtype=torch.int64)
-    values = _normal(name, shape).clone()
-    if name.endswith("weight") and len(shape) > 1:
-        return values / np.prod(shape[1:]) ** 0.5
-    return 0.3 * values + (1 if name.endswith(("norm.weight", "norm_embed.weight")) else 0)
+    return golden_values(name, shape).double()

@@ -1,11 +1,10 @@
 """LIT as the official checkpoints have it: their names and shapes."""
 
-import math
-
 import torch
 from torch import Tensor
 
 from backbones.lit import LITStage, LITVariant
+from tests.golden import golden_values
 
 # Two stages of MLP blocks and two of attention; odd widths of the heads, tables for images of 64 pixels
 TI = LITVariant(
@@ -25,21 +24,16 @@ S = LITVariant(
 
 
 def official_state_dict(
-    variant: LITVariant, *, classifier: bool, img_size: int = 64, num_classes: int = 10, seed: int = 0
+    variant: LITVariant, *, classifier: bool, img_size: int = 64, num_classes: int = 10
 ) -> dict[str, Tensor]:
     """Random float64 weights under the official names: of the LIT-Ti code without relative bias, of LIT-S with it."""
-    generator = torch.Generator().manual_seed(seed)
     relative, weights = variant.relative_bias, {}
 
-    def add(name: str, *shape: int, scale: float = 0.3, centre: float = 0.0) -> None:
-        weights[name] = centre + scale * torch.randn(shape, generator=generator, dtype=torch.float64)
+    def add(name: str, *shape: int) -> None:
+        weights[name] = golden_values(name, shape).double()
 
-    def norm(name: str, dim: int) -> None:
-        add(f"{name}.weight", dim, centre=1)
-        add(f"{name}.bias", dim)
-
-    def linear(name: str, out: int, *inputs: int) -> None:
-        add(f"{name}.weight", out, *inputs, scale=math.prod(inputs) ** -0.5)
+    def layer(name: str, out: int, *inputs: int) -> None:
+        add(f"{name}.weight", out, *inputs)
         add(f"{name}.bias", out)
 
     dims = [stage.dim for stage in variant.stages]
@@ -47,38 +41,38 @@ def official_state_dict(
         side = img_size // (4 * 2**index)
         embed = _embed(relative, index)
         if index == 0:
-            linear(f"{embed}.proj", stage.dim, 3, 4, 4)
-            norm(f"{embed}.norm", stage.dim)
+            layer(f"{embed}.proj", stage.dim, 3, 4, 4)
+            layer(f"{embed}.norm", stage.dim)
         else:
-            linear(f"{embed}.dconv", stage.dim, dims[index - 1], 2, 2)
-            linear(f"{embed}.dconv.conv_offset", 8, dims[index - 1], 2, 2)
-            norm(f"{embed}.norm_layer", stage.dim)
+            layer(f"{embed}.dconv", stage.dim, dims[index - 1], 2, 2)
+            layer(f"{embed}.dconv.conv_offset", 8, dims[index - 1], 2, 2)
+            layer(f"{embed}.norm_layer", stage.dim)
             add(f"{embed}.norm_layer.running_mean", stage.dim)
-            weights[f"{embed}.norm_layer.running_var"] = 0.5 + weights[f"{embed}.norm_layer.weight"].abs()
+            add(f"{embed}.norm_layer.running_var", stage.dim)
             weights[f"{embed}.norm_layer.num_batches_tracked"] = torch.tensor(7)
         if not relative:
             add(f"pos_embed{index + 1}", 1, side**2 + (index == 3), stage.dim)
         for number in range(stage.depth):
             block = _block(relative, index, number)
             if stage.heads:
-                norm(f"{block}.norm1", stage.dim)
-                linear(f"{block}.attn.qkv", 3 * stage.dim, stage.dim)
-                linear(f"{block}.attn.proj", stage.dim, stage.dim)
+                layer(f"{block}.norm1", stage.dim)
+                layer(f"{block}.attn.qkv", 3 * stage.dim, stage.dim)
+                layer(f"{block}.attn.proj", stage.dim, stage.dim)
                 if relative:
-                    add(f"{block}.attn.relative_position_bias_table", (2 * side - 1) ** 2, stage.heads, scale=1)
+                    add(f"{block}.attn.relative_position_bias_table", (2 * side - 1) ** 2, stage.heads)
                     if classifier:
                         weights[f"{block}.attn.relative_position_index"] = torch.zeros(side**2, side**2).long()
-            norm(f"{block}.norm2", stage.dim)
-            linear(f"{block}.mlp.fc1", stage.expansion * stage.dim, stage.dim)
-            linear(f"{block}.mlp.fc2", stage.dim, stage.expansion * stage.dim)
+            layer(f"{block}.norm2", stage.dim)
+            layer(f"{block}.mlp.fc1", stage.expansion * stage.dim, stage.dim)
+            layer(f"{block}.mlp.fc2", stage.dim, stage.expansion * stage.dim)
     if classifier:
-        norm("norm", dims[-1])
-        linear("head", num_classes, dims[-1])
+        layer("norm", dims[-1])
+        layer("head", num_classes, dims[-1])
         if not relative:
             add("cls_token", 1, 1, dims[-1])
     elif relative:
         for index in (1, 2, 3):
-            norm(f"norm{index}", dims[index])
+            layer(f"norm{index}", dims[index])
     return weights
 
 
