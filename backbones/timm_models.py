@@ -25,7 +25,7 @@ from timm.optim._optim_factory import default_registry
 from torch import Tensor, nn
 
 from backbones.attention.dense import join_tokens
-from backbones.attention.efficient import PerformerAttention, redraw_features, redraw_interval
+from backbones.attention.efficient import PerformerAttention, redraw_features
 from backbones.attention.sliding_chunk import sample_shifts
 from backbones.backbone import Backbone, Classifier, init_linear
 from backbones.build import OPTIONS, create_backbone, create_classifier, get_variant, height_and_width, list_variants
@@ -219,7 +219,7 @@ class TimmFeatures(nn.Module):
     Args:
         name: one of :func:`.list_variants` that can be a backbone.
         out_indices: those that are ``indices`` of :meth:`TimmClassifier.forward_intermediates`.
-        return_dict: return a dict from the index of a stage, as a string, to its feature map.
+        feature_cls: ``"list"``, or ``"dict"`` for a dict from the index of a stage, as a string, to its feature map.
         in_chans: 3.
         num_classes: ignored, as by timm: a backbone has no head.
         options: those of :func:`.create_backbone`.
@@ -232,7 +232,7 @@ class TimmFeatures(nn.Module):
         name: str,
         *,
         out_indices: int | Sequence[int] | None = None,
-        return_dict: bool = False,
+        feature_cls: str = "list",
         in_chans: int = 3,
         num_classes: int = 0,
         **options: object,
@@ -242,15 +242,15 @@ class TimmFeatures(nn.Module):
         names = get_variant(name).stage_names
         indices = sorted(feature_take_indices(len(names), out_indices)[0])
         self.backbone = create_backbone(name, out_features=[names[index] for index in indices], **options)
-        self.return_dict = return_dict
+        self.feature_cls = feature_cls
         self.feature_info = _feature_info(self.backbone, indices)
 
     def forward(self, images: Tensor) -> list[Tensor] | dict[str, Tensor]:
         """(B, 3, H, W) -> [(B, C, ceil(H / stride), ceil(W / stride)), ...], or a dict of them."""
-        features = list(self.backbone(images).values())
-        return (
-            dict(zip(map(str, self.feature_info.out_indices), features, strict=True)) if self.return_dict else features
-        )
+        features = self.backbone(images).values()
+        if self.feature_cls == "dict":
+            return dict(zip(map(str, self.feature_info.out_indices), features, strict=True))
+        return list(features)
 
     def no_weight_decay(self) -> set[str]:
         """As :meth:`.Backbone.no_weight_decay`, with the names of this model."""
@@ -284,7 +284,7 @@ class RedrawHook:
     def __call__(self, model: nn.Module, inputs: tuple) -> None:
         if not model.training:
             return
-        if self.since >= redraw_interval(self.iteration // self.epoch_length):
+        if self.since >= 1 + 5 * (self.iteration // self.epoch_length):
             # The same in every process
             redraw_features(model, seed=self.iteration)
             self.since = 0
@@ -365,9 +365,7 @@ def _entrypoint(name: str) -> Callable[..., nn.Module]:
             if feature_cfg["feature_cls"] == "getter":
                 kwargs |= {"features_only": True, "feature_cfg": feature_cfg}
             else:
-                return_dict = feature_cfg.pop("feature_cls") == "dict"
-                model = functools.partial(TimmFeatures, name, return_dict=return_dict, **feature_cfg)
-                is_fixed = False
+                model, is_fixed = functools.partial(TimmFeatures, name, **feature_cfg), False
         overlay = {"fixed_input_size": is_fixed} | (kwargs.pop("pretrained_cfg_overlay", None) or {})
         return build_model_with_cfg(
             model,

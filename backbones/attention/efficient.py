@@ -152,11 +152,8 @@ def _features(x: Tensor, features: Tensor, largest_of: tuple[int, ...]) -> Tenso
 
 def sample_features(num_features: int, dim: int, *, generator: torch.Generator | None = None) -> Tensor:
     """Random features (K, D): rows orthogonal in groups of D, as long as Gaussian vectors are."""
-    groups = []
-    for _ in range(-(-num_features // dim)):
-        q, r = torch.linalg.qr(torch.randn(dim, dim, generator=generator))
-        # Without the signs the matrices would not be uniformly distributed over the orthogonal ones.
-        groups.append(q * r.diagonal().sign())
+    number = -(-num_features // dim)
+    groups = [nn.init.orthogonal_(torch.empty(dim, dim), generator=generator) for _ in range(number)]
     lengths = torch.randn(num_features, dim, generator=generator).norm(dim=1, keepdim=True)
     return torch.cat(groups)[:num_features] * lengths
 
@@ -187,8 +184,8 @@ class PerformerAttention(TokenAttention):
 def redraw_features(model: nn.Module, *, seed: int) -> int:
     """Sample new random features for every :class:`PerformerAttention` in ``model``.
 
-    The paper does so every ``1 + 5 * epoch`` iterations in classification (:func:`redraw_interval`) and every 1000 in
-    detection (appendix D). The same seed gives the same features in every process.
+    The paper does so every ``1 + 5 * epoch`` iterations in classification and every 1000 in detection (appendix D).
+    The same seed gives the same features in every process.
 
     Returns:
         How many modules were sampled again.
@@ -198,8 +195,3 @@ def redraw_features(model: nn.Module, *, seed: int) -> int:
     for module in modules:
         module.features.copy_(sample_features(*module.features.shape, generator=generator))
     return len(modules)
-
-
-def redraw_interval(epoch: int) -> int:
-    """Iterations from one :func:`redraw_features` to the next in an epoch on ImageNet, as in ViL appendix D."""
-    return 1 + 5 * epoch
