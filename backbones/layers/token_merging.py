@@ -6,14 +6,13 @@ padded with zeros below and on the right.
 
 import contextlib
 import copy
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from timm.models.swin_transformer import PatchMerging
 from torch import Tensor, nn
-from torchvision.ops import deform_conv2d
+from torchvision.ops import DeformConv2d, deform_conv2d
 
 from backbones.errors import ConfigError
 from backbones.layers.conv import BATCH_NORMS
@@ -28,7 +27,7 @@ from backbones.layers.tracing import (
 )
 
 
-class DeformableTokenMerging(nn.Module):
+class DeformableTokenMerging(DeformConv2d):
     """Deformable convolution of 2 x 2 tokens with stride 2, BatchNorm, GELU (equations 7 and 8).
 
     The offsets start at zero (section 4.1): a new module is a plain convolution. Sampling positions and products are
@@ -42,15 +41,10 @@ class DeformableTokenMerging(nn.Module):
     """
 
     def __init__(self, in_channels: int, dim: int, *, norm: str = "batch") -> None:
-        super().__init__()
+        super().__init__(in_channels, dim, kernel_size=2, stride=2)
         self.offset = nn.Conv2d(in_channels, 8, kernel_size=2, stride=2)
         nn.init.zeros_(self.offset.weight)
         nn.init.zeros_(self.offset.bias)
-        self.weight = nn.Parameter(torch.empty(dim, in_channels, 2, 2))
-        self.bias = nn.Parameter(torch.empty(dim))
-        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
-        bound = 1 / math.sqrt(4 * in_channels)
-        nn.init.uniform_(self.bias, -bound, bound)
         self.norm = BATCH_NORMS[norm](dim)
 
     def forward(self, features: Tensor) -> Tensor:
@@ -72,20 +66,14 @@ class DeformableTokenMerging(nn.Module):
         with autocast_off(features.device), no_trace_warnings() if is_tracing() else contextlib.nullcontext():
             padded = at_least_float32(pad_to_multiple(features, 2))
             weight, bias = self.weight.to(padded.dtype), self.bias.to(padded.dtype)
-            return _deformable(features.device)(padded, self._offset(padded), weight, bias, stride=2).to(features.dtype)
+            # torchvision takes five times as long on a CPU, and not every runtime has its operator.
+            is_sampling = is_exporting() or (features.device.type == "cpu" and not is_tracing())
+            convolve = deformable_by_sampling if is_sampling else deform_conv2d
+            return convolve(padded, self._offset(padded), weight, bias, stride=2).to(features.dtype)
 
     def _offset(self, padded: Tensor) -> Tensor:
         weight, bias = self.offset.weight.to(padded.dtype), self.offset.bias.to(padded.dtype)
         return F.conv2d(padded, weight, bias, stride=2)
-
-
-def _deformable(device: torch.device) -> Callable[..., Tensor]:
-    """The deformable convolution for feature maps on a device; on the CPU sampling takes a fifth of torchvision's time.
-
-    An export has operators that every runtime has; a trace is meant for torchvision's.
-    """
-    sampling = is_exporting() or (device.type == "cpu" and not is_tracing())
-    return deformable_by_sampling if sampling else deform_conv2d
 
 
 def deformable_by_sampling(features: Tensor, offset: Tensor, weight: Tensor, bias: Tensor, *, stride: int) -> Tensor:
@@ -175,18 +163,13 @@ def with_deformable_merging(swin: nn.Module, *, norm: str = "batch") -> nn.Modul
         raise ConfigError(f"{type(swin).__name__} has no PatchMerging to replace")
     for name in names:
         old = swin.get_submodule(name)
-        new = _ChannelsLast(DeformableTokenMerging(old.dim, old.out_dim, norm=norm))
+        new = _SwinMerging(old.dim, old.out_dim, norm=norm)
         parent, _, attribute = name.rpartition(".")
         setattr(swin.get_submodule(parent), attribute, new.to(old.reduction.weight))
     return swin.train(swin.training)
 
 
-class _ChannelsLast(nn.Module):
-    """A merging module that takes (B, H, W, C)."""
-
-    def __init__(self, merging: nn.Module) -> None:
-        super().__init__()
-        self.merging = merging
-
+class _SwinMerging(DeformableTokenMerging):
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.merging(tokens.permute(0, 3, 1, 2))
+        """(B, H, W, C) -> (B, ceil(H / 2), ceil(W / 2), D)."""
+        return super().forward(tokens.permute(0, 3, 1, 2))
