@@ -21,7 +21,7 @@ from backbones.vil import ViL
 
 # Why a tensor is dropped
 _HEAD = "the classification head and its norm are not part of a backbone"
-_COMPUTED = "computed by the model"
+_COMPUTED = "not a weight: the model or its trainer computes it"
 _UNUSED = "never used: the global tokens are dropped after the stage"
 _GLOBAL_TOKEN = "only a classifier has a global token"
 
@@ -99,9 +99,6 @@ def recognise(contents: Mapping[str, object]) -> OfficialCheckpoint | None:
     # detectron2 may save numbers among the tensors.
     state_dict = {k: t for k, t in (state_dict_of(contents) or contents).items() if isinstance(t, Tensor)}
     tensors = {name.removeprefix("module."): tensor for name, tensor in state_dict.items()}
-    if len(tensors) < len(state_dict):
-        twice = next(name for name in state_dict if f"module.{name}" in state_dict)
-        raise ConfigError(f"the checkpoint has {twice} twice, with and without the prefix module.")
     for prefix in (_DETECTRON2, _MMDETECTION, ""):
         backbone = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
         is_vil = any(_VIL_NAME.match(name) for name in backbone)
@@ -341,9 +338,7 @@ class _ViLNameConverter(_NameConverter):
     def _pieces(self, name: str, key: str, tensor: Tensor) -> dict[str, Tensor | str]:
         if name in _HEAD_NAMES and not self.prefix:
             return {"": _HEAD}
-        if name == "calls_since_last_redraw":
-            return {"": "the trainer's iteration determines when random features are redrawn"}
-        if name.endswith("relative_position_index"):
+        if name.endswith(("relative_position_index", "calls_since_last_redraw")):
             return {"": _COMPUTED}
         if key.endswith(("positions.rows", "positions.cols")):
             return {key: tensor[0]}
@@ -409,8 +404,7 @@ class _LITNameConverter(_NameConverter):
             return {"": _GLOBAL_TOKEN if name == "cls_token" else _HEAD}
         if name.endswith("attn.relative_position_index"):
             return {"": _COMPUTED}
-        mean = key.replace("num_batches_tracked", "running_mean")
-        if key not in self.target and mean != key and mean in self.target:
+        if key not in self.target and key.endswith("num_batches_tracked"):
             return {"": "a frozen norm counts no batches"}
         if not key.endswith("positions.table"):
             return super()._pieces(name, key, tensor)
@@ -429,8 +423,7 @@ class _LITNameConverter(_NameConverter):
         norms = [key for key in self.target if key.startswith("output_norms.")]
         if _HEAD in self.report.dropped.values() and not any(key in self.converted for key in norms):
             for key in norms:
-                fill = torch.ones if key.endswith("weight") else torch.zeros
-                self.converted[key] = fill(self.target[key].shape, dtype=self.target[key].dtype)
+                self.converted[key] = torch.full_like(self.target[key], key.endswith("weight"), device="cpu")
                 self.report.initialised[key] = "a classifier has no norms of feature maps: they start as ones and zeros"
 
 
