@@ -200,10 +200,9 @@ def forward_kernel(
     total = tl.zeros([POSITIONS_BLOCK], ACC_DTYPE)
     result = tl.zeros([POSITIONS_BLOCK, CHANNELS_BLOCK], ACC_DTYPE)
     if GLOBALS > 0:
-        first_global = (batch * heads + head) * GLOBALS
         for start in range(0, GLOBALS, GLOBALS_BLOCK):
             index = start + tl.arange(0, GLOBALS_BLOCK)
-            offset = (first_global + index) * CHANNELS
+            offset = ((batch * heads + head) * GLOBALS + index) * CHANNELS
             k = _load(global_key, offset, index < GLOBALS, 1, CHANNELS, CHANNELS_BLOCK)
             v = _load(global_value, offset, index < GLOBALS, 1, CHANNELS, CHANNELS_BLOCK)
             scores = _global_scores(q, k, index, global_bias, GLOBALS, SCALE, ACC_DTYPE)
@@ -260,10 +259,9 @@ def query_grad_kernel(
 
     dq = tl.zeros([POSITIONS_BLOCK, CHANNELS_BLOCK], ACC_DTYPE)
     if GLOBALS > 0:
-        first_global = (batch * heads + head) * GLOBALS
         for start in range(0, GLOBALS, GLOBALS_BLOCK):
             index = start + tl.arange(0, GLOBALS_BLOCK)
-            offset = (first_global + index) * CHANNELS
+            offset = ((batch * heads + head) * GLOBALS + index) * CHANNELS
             k = _load(global_key, offset, index < GLOBALS, 1, CHANNELS, CHANNELS_BLOCK)
             v = _load(global_value, offset, index < GLOBALS, 1, CHANNELS, CHANNELS_BLOCK)
             scores = _global_scores(q, k, index, global_bias, GLOBALS, SCALE, ACC_DTYPE)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from backbones.errors import ConfigError
 from backbones.layers.parameters import init_trunc_normal_
-from backbones.layers.tracing import contiguous_for_export, is_tracing, take_first
+from backbones.layers.tracing import at_least_float32, contiguous_for_export, is_tracing, take_first
 
 # How a table meets a map of another size: resized once, when a checkpoint is loaded, into one for the largest map, of
 # which each map takes its part (ViL); or resized to each map (LIT).
@@ -36,9 +36,7 @@ def resize_table(table: Tensor, size: tuple[int, ...], *, mode: str = "linear") 
     if not is_tracing() and tuple(table.shape[:-1]) == tuple(size):
         return table
     mode = mode if len(size) == 1 else f"bi{mode}"
-    channels_first = table.movedim(-1, 0)[None]
-    if table.dtype in (torch.float16, torch.bfloat16):
-        channels_first = channels_first.float()
+    channels_first = at_least_float32(table.movedim(-1, 0)[None])
     return F.interpolate(channels_first, size=size, mode=mode, align_corners=False)[0].movedim(0, -1).to(table.dtype)
 
 

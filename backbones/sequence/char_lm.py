@@ -365,9 +365,7 @@ def _sinusoids(number: int, dim: int, like: Tensor) -> Tensor:
 
 
 def _initialise(module: nn.Module) -> None:
-    """The official initial values. On the meta device there is nothing to fill, and finding that out takes long."""
-    if any(parameter.is_meta for parameter in module.parameters(recurse=False)):
-        return
+    """The official initial values."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear) and module.bias is not None:

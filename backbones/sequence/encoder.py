@@ -210,13 +210,11 @@ class EncoderLayer(nn.Module):
     ) -> tuple[Tensor | None, Tensor | None]:
         """(B, N, C), (B, 1, C) or None, (B, N) or None -> tokens and class token, None for what is not updated."""
         updates = self.attention(self.attention_norm(tokens), class_token, mask)
-        return tuple(
-            None if update is None else self._finish(old + self.dropout(update))
+        attended = (
+            None if update is None else old + self.dropout(update)
             for old, update in zip((tokens, class_token), updates, strict=True)
         )
-
-    def _finish(self, tokens: Tensor) -> Tensor:
-        return tokens + self.mlp(self.mlp_norm(tokens))
+        return tuple(None if x is None else x + self.mlp(self.mlp_norm(x)) for x in attended)
 
 
 class SequenceEncoder(nn.Module):
