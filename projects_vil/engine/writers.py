@@ -44,18 +44,17 @@ class MetricPrinter(CommonMetricPrinter):
             return
         self._last_iteration = storage.iter
         super().write()
-        recent = {
-            name: storage.history(name).avg(storage.count_samples(name, self._window_size))
-            for name in ("gradient_norm", "time", "data_time")
-            if name in storage.histories()
-        }
-        parts = [f"iter: {storage.iter}"]
-        if "gradient_norm" in recent:
-            parts.append(f"gradient_norm: {recent['gradient_norm']:.4g}")
-        if "time" in recent:
-            seconds = max(recent["time"], 1e-9)
+        histories, parts = storage.histories(), [f"iter: {storage.iter}"]
+        if "gradient_norm" in histories:
+            # The median, which is the figure in metrics.json.
+            norm, _ = storage.latest_with_smoothing_hint(SMOOTHING_WINDOW)["gradient_norm"]
+            parts.append(f"gradient_norm: {norm:.4g}")
+        if histories.keys() >= {"time", "data_time"}:
+            seconds, waited = (
+                histories[name].avg(storage.count_samples(name, SMOOTHING_WINDOW)) for name in ("time", "data_time")
+            )
             parts.append(f"images/s: {self.batch_size / seconds:.3g}")
-            parts.append(f"data_wait: {min(recent.get('data_time', 0.0) / seconds, 1):.0%}")
+            parts.append(f"data_wait: {min(waited / seconds, 1):.0%}")
         memory = memory_of(peak=True)
         if memory is not None:
             parts.append(f"max_rss: {memory / 2**20:.0f}M")

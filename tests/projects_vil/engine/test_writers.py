@@ -1,6 +1,7 @@
 """The lines of the log, metrics.json, Weights & Biases and MLflow."""
 
 import importlib.util
+import json
 import types
 
 import pytest
@@ -11,20 +12,21 @@ from projects_vil.engine.writers import MetricPrinter, MetricsFile, build_servic
 from tests.projects_vil.helpers import small_config
 
 
-def test_the_lines_of_the_log():
-    """Times are those of the last iterations; an iteration is logged once."""
-    lines, printer = [], MetricPrinter(100, batch_size=8)
+def test_the_lines_of_the_log_and_metrics_json(tmp_path):
+    """Times are those of the last iterations; an iteration is logged once; norms of gradients are medians in both."""
+    lines, printer, file = [], MetricPrinter(100, batch_size=8), MetricsFile(tmp_path / "metrics.json")
     printer.logger = types.SimpleNamespace(info=lambda *line: lines.append(line[-1]))
     with EventStorage(0) as storage:
         for iteration in range(40):
             storage.iter = iteration
             storage.put_scalars(total_loss=1.0 + iteration % 2, lr=1e-4, time=2.0 if iteration >= 20 else 9.0)
-            storage.put_scalars(data_time=0.5, gradient_norm=3.0)
+            storage.put_scalars(data_time=0.5, gradient_norm=900.0 if iteration > 37 else 3.0)
             if iteration in (0, 39):
-                printer.write()
-                printer.write()
+                for writer in (printer, printer, file):
+                    writer.write()
     assert len(lines) == 4 and "iter: 0 " in lines[0] and "iter: 39 " in lines[2] and "eta: 0:0" in lines[2]
     assert all(part in lines[3] for part in ("iter: 39 ", "gradient_norm: 3 ", "images/s: 4 ", "data_wait: 25%")), lines
+    assert json.loads(file.path.read_text().splitlines()[-1])["gradient_norm"] == 3.0
 
 
 def test_metrics_of_later_iterations_and_an_incomplete_line_are_removed(tmp_path):
