@@ -456,6 +456,12 @@ class Trainer(DefaultTrainer):
         super().before_train()
         if self._is_unfinished and self.start_iter < self.max_iter:
             self.iter = self.storage.iter = self.start_iter - 1
+            if self.cfg.TEST.EVAL_PERIOD and self.start_iter % self.cfg.TEST.EVAL_PERIOD == 0:
+                logging.getLogger(__name__).info(
+                    "evaluating iteration %d first: its checkpoint was saved before its evaluation, whose results "
+                    "metrics.json, the best checkpoint and early stopping need",
+                    self.iter,
+                )
             for hook in self._after_saving:
                 hook.after_step()
             self.iter = self.storage.iter = self.start_iter

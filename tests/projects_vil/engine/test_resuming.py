@@ -11,6 +11,7 @@ from projects_vil.data import seed_all
 from projects_vil.engine import Trainer
 from projects_vil.engine.hooks import TIMES
 from projects_vil.engine.trainer import restore_loss_normalizer
+from tests.projects_vil.checkpoint.test_checkpointer import log_of
 from tests.projects_vil.helpers import small_config
 from tests.selection import slow_except
 
@@ -139,7 +140,7 @@ def test_an_early_stopped_run_stays_stopped(shapes, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_evaluation_that_was_cut_off_is_repeated(shapes, tmp_path, monkeypatch):
+def test_an_evaluation_that_was_cut_off_is_repeated_and_logged(shapes, tmp_path, monkeypatch):
     def cut(cls, cfg, model, evaluators=None):
         raise PowerCut
 
@@ -150,7 +151,9 @@ def test_an_evaluation_that_was_cut_off_is_repeated(shapes, tmp_path, monkeypatc
         with pytest.raises(PowerCut):
             train("retinanet", tmp_path / "cut")
     assert not torch.load(tmp_path / "cut/model_0000002.pth", weights_only=True)["finished"]
-    train("retinanet", tmp_path / "cut")
+    with log_of("projects_vil.engine.trainer") as log:
+        train("retinanet", tmp_path / "cut")
+    assert any("evaluating iteration 2 first" in text for text in log)
     assert_same_run(tmp_path / "whole", tmp_path / "cut")
 
 
