@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -33,6 +34,8 @@ SECTIONS = frozenset(
 )
 # The beginning of the last line of a traceback that comes as text from another process.
 _REMOTE = f"{ConfigError.__module__}.{ConfigError.__qualname__}: "
+# How long a process that torchrun has started waits for the first one on its machine to end with the same error.
+_TORCHRUN_SECONDS = 10
 
 
 # Types of arguments --------------------------------------------------------------------------------------------------
@@ -238,7 +241,7 @@ def run_tool(main: Callable[[], None], *, log: bool = True) -> None:
     A :class:`ConfigError`, also one from a child process, an ``OSError`` and a killed child process become ``error:
     ...`` on stderr and exit status 1 (a training process that was killed: its status), Ctrl-C has the status 130,
     SIGTERM and SIGHUP 128 + their number, after ``finally`` clauses have removed temporary files. Any other exception
-    keeps its traceback.
+    keeps its traceback. Under torchrun an error that all processes have is printed by the first one on each machine.
 
     Args:
         main: the tool's main function.
@@ -258,6 +261,9 @@ def run_tool(main: Callable[[], None], *, log: bool = True) -> None:
         reason = _explain(error)
         if reason is None:
             raise
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            # torchrun ends this process before it prints what the first one on its machine has found too.
+            time.sleep(_TORCHRUN_SECONDS)
         print(f"error: {reason[0]}", file=sys.stderr)
         sys.exit(reason[1])
 

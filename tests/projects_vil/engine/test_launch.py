@@ -305,10 +305,13 @@ def test_a_second_run_in_a_folder_is_refused_and_an_evaluation_is_not(datasets_r
 
 
 @pytest.mark.slow
-def test_a_mistake_is_reported_once(datasets_root, tmp_path):
-    """Whether it is found before the processes start, or by one of them: images are missing."""
+@pytest.mark.parametrize("launcher", [(sys.executable,), TORCHRUN], ids=["launch", "torchrun"])
+def test_a_mistake_is_reported_once(launcher, datasets_root, tmp_path):
+    """Whether it is found before the processes start, or by them: images are missing."""
+    flags = LAUNCH if len(launcher) == 1 else []
     file = f"{datasets_root}/shapes/annotations/instances_val.json"
     missing = ["DATASETS.COCO", f"[['mine', '{file}', '{tmp_path}']]", "DATASETS.TRAIN", "('mine',)"]
     for mistake, named in ((["SOLVER.IMS_PER_BATCH", "3"], "SOLVER.IMS_PER_BATCH"), (missing, str(tmp_path))):
-        status, log = Run(tmp_path / "run", datasets_root, *mistake, *LAUNCH).end(PATIENCE)
-        assert status == 1 and log.count("error: ") == 1 and named in log.splitlines()[-1], log
+        status, log = Run(tmp_path / "run", datasets_root, *mistake, *flags, launcher=launcher).end(PATIENCE)
+        (line,) = [line for line in log.splitlines() if line.startswith("error: ")]
+        assert status == 1 and named in line and (not flags or log.endswith(f"{line}\n")), log
