@@ -1,15 +1,15 @@
 """What happens between iterations: seeds, schedules, EMA, checkpoints, and what follows from evaluations."""
 
-import contextlib
 import functools
 import logging
+import math
 import signal
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from detectron2.engine import HookBase, hooks
+from detectron2.engine import HookBase, TrainerBase, hooks
 from detectron2.utils import comm
 from detectron2.utils.events import EventWriter
 from torch import Tensor, nn
@@ -147,26 +147,6 @@ def ema_model(model: nn.Module, *, decay: float) -> AveragedModel:
     return AveragedModel(model, multi_avg_fn=update).requires_grad_(False)
 
 
-class EMAHook(HookBase):
-    """Update the average after each step that changed the weights.
-
-    Args:
-        averaged: from :func:`ema_model`.
-        model: without DistributedDataParallel.
-        has_stepped: returns whether the last step changed the weights.
-    """
-
-    def __init__(self, averaged: AveragedModel, model: nn.Module, has_stepped: Callable[[], bool]) -> None:
-        self.averaged = averaged
-        self.model = model
-        self.has_stepped = has_stepped
-
-    def after_step(self) -> None:
-        if self.has_stepped():
-            with torch.no_grad():
-                self.averaged.update_parameters(self.model)
-
-
 # -- checkpoints and evaluations -------------------------------------------------------------------
 
 
@@ -174,17 +154,19 @@ class PeriodicCheckpointer(HookBase):
     """Save every ``period`` iterations, at the end, and when a signal stops the run; every rank has this hook.
 
     A checkpoint is saved before an evaluation of the same iteration, and once more after it by
-    :class:`SaveAfterEvaluation`: a run that is resumed from the first evaluates again.
+    :meth:`save_evaluated`: a run that is resumed from the first evaluates again.
 
     Args:
         checkpointer: writes in rank 0.
         period: iterations between two checkpoints.
+        eval_period: iterations between two evaluations, or 0.
         max_to_keep: how many numbered ones are kept, the newest; 0 for all.
     """
 
-    def __init__(self, checkpointer: Checkpointer, *, period: int, max_to_keep: int = 0) -> None:
+    def __init__(self, checkpointer: Checkpointer, *, period: int, eval_period: int, max_to_keep: int = 0) -> None:
         self.checkpointer = checkpointer
         self.period = period
+        self.eval_period = eval_period
         self.max_to_keep = max_to_keep
         self.last_saved: int | None = None
 
@@ -206,6 +188,12 @@ class PeriodicCheckpointer(HookBase):
             comm.synchronize()
             raise SystemExit(128 + stop)
 
+    def save_evaluated(self, trainer: TrainerBase) -> None:
+        """Save the checkpoint of an iteration again, with the result of its evaluation; the last step of a hook."""
+        done = trainer.iter + 1
+        if self.eval_period and done % math.lcm(self.eval_period, self.period) == 0 and done < trainer.max_iter:
+            self.save(f"model_{trainer.iter:07d}", finished=True)
+
     def save(self, name: str, *, finished: bool = False, normalizers: list[float | None] | None = None) -> None:
         """Save a checkpoint; all ranks call this, unless they have shared their loss normalizers before.
 
@@ -224,24 +212,6 @@ class PeriodicCheckpointer(HookBase):
         self.last_saved = self.trainer.iter
         if self.max_to_keep and comm.is_main_process():
             remove_old(self.checkpointer.save_dir, keep=self.max_to_keep)
-
-
-class SaveAfterEvaluation(HookBase):
-    """Save the checkpoint of an iteration again, with the result of its evaluation.
-
-    Args:
-        saving: the hook that saved it first.
-        eval_period: iterations between two evaluations.
-    """
-
-    def __init__(self, saving: PeriodicCheckpointer, *, eval_period: int) -> None:
-        self.saving = saving
-        self.eval_period = eval_period
-
-    def after_step(self) -> None:
-        done, periods = self.trainer.iter + 1, (self.eval_period, self.saving.period)
-        if self.eval_period and not any(done % period for period in periods) and done < self.trainer.max_iter:
-            self.saving.save(f"model_{self.trainer.iter:07d}", finished=True)
 
 
 class PeriodicWriter(hooks.PeriodicWriter):
@@ -263,13 +233,6 @@ class PeriodicWriter(hooks.PeriodicWriter):
                 writer.write()
         else:
             super().after_step()
-
-    def after_train(self) -> None:
-        """Write with all writers and close them, also where one of them fails."""
-        with contextlib.ExitStack() as stack:
-            for writer in reversed(self._writers):
-                stack.callback(writer.close)
-                stack.callback(writer.write)
 
 
 class BestCheckpointer(hooks.BestCheckpointer):

@@ -1,7 +1,6 @@
 """LazyConfigs, as configs/lazy/ has them: what tools/lazyconfig_train_net.py does, with the trainer of YAML configs."""
 
 import argparse
-import builtins
 import functools
 import math
 from collections import OrderedDict
@@ -23,7 +22,7 @@ from projects_vil import data
 from projects_vil.config import config_items, default_config, one_line
 from projects_vil.engine.checks import check_setup
 from projects_vil.engine.launch import check_processes, launch, number_of_processes
-from projects_vil.engine.train import evaluate, lock_output_dir, save_config, set_up_run, train
+from projects_vil.engine.train import evaluate, lock_output_dir, train
 from projects_vil.engine.trainer import Trainer, report_results, share_statistics
 from projects_vil.solver import clip_full_model
 
@@ -95,14 +94,10 @@ def load_lazy_config(path: str | Path, overrides: Sequence[str] = ()) -> DictCon
             names an unknown key (with the closest one).
     """
     check_file(path, "config file")
-    importer = builtins.__import__
     try:
         cfg = LazyConfig.load(str(path))
     except Exception as error:  # A config is a program: it may raise anything.
         raise ConfigError(f"{path} is not a LazyConfig: {_reason(error)}") from error
-    finally:
-        # detectron2's own would stay after an exception.
-        builtins.__import__ = importer
     if not isinstance(cfg, DictConfig) or not all(isinstance(cfg.get(part), DictConfig) for part in _PARTS):
         raise ConfigError(f"{path} is not a LazyConfig for training, which has the parts {', '.join(_PARTS)}")
     known = {key for key, _ in config_items(OmegaConf.to_container(cfg), lists=True)}
@@ -230,20 +225,18 @@ def _run(args: argparse.Namespace) -> None:
         saved.train.seed = options.SEED
         LazyConfig.save(saved, str(path))
 
-    if args.eval_only:
-        set_up_run(options, args)
-        save_config(options, write_config, eval_only=True)
-        model = _instantiate(cfg.model, "model").to(options.MODEL.DEVICE)
-        evaluate(options, args, model, functools.partial(_test, cfg, options))
-        return
+    def build_model(options: CfgNode) -> nn.Module:
+        return _instantiate(cfg.model, "model").to(options.MODEL.DEVICE)
 
     def make_trainer(options: CfgNode) -> Trainer:
         # With the seed that is set by now.
-        model = _instantiate(cfg.model, "model").to(options.MODEL.DEVICE)
-        return lazy_trainer(options, cfg=cfg, model=model)
+        return lazy_trainer(options, cfg=cfg, model=build_model(options))
 
-    with lock_output_dir(options):
-        train(options, args, make_trainer, write_config)
+    if args.eval_only:
+        evaluate(options, args, build_model, functools.partial(_test, cfg), write_config)
+    else:
+        with lock_output_dir(options):
+            train(options, args, make_trainer, write_config)
 
 
 def _test(cfg: DictConfig, options: CfgNode, model: nn.Module) -> OrderedDict:

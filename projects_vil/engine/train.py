@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import functools
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
@@ -50,9 +49,7 @@ def _run(args: argparse.Namespace) -> None:
     cfg = load_config(args.config_file, args.opts)
     register_datasets(cfg)
     if args.eval_only:
-        set_up_run(cfg, args)
-        save_config(cfg, _write_yaml, eval_only=True)
-        evaluate(cfg, args, Trainer.build_model(cfg), functools.partial(Trainer.test, cfg))
+        evaluate(cfg, args, Trainer.build_model, Trainer.test, _write_yaml)
         return
     with lock_output_dir(cfg):
         log_run(cfg.OUTPUT_DIR, rank=comm.get_rank())
@@ -143,13 +140,20 @@ def train(
 
 
 def evaluate(
-    cfg: CfgNode, args: argparse.Namespace, model: nn.Module, test: Callable[[nn.Module], OrderedDict]
+    cfg: CfgNode,
+    args: argparse.Namespace,
+    build_model: Callable[[CfgNode], nn.Module],
+    test: Callable[[CfgNode, nn.Module], OrderedDict],
+    write_config: Callable[[CfgNode, Path], object],
 ) -> None:
     """Evaluate ``MODEL.WEIGHTS``, or the last checkpoint with ``--resume``, in one process."""
+    set_up_run(cfg, args)
+    save_config(cfg, write_config, eval_only=True)
+    model = build_model(cfg)
     checkpointer = Checkpointer(model, cfg.OUTPUT_DIR, cfg=cfg, complete=True)
     checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=args.resume)
     is_single = comm.get_world_size() == 1
     with stop_requests(single_process=is_single) as received, terminating_between_calls(model, received):
-        results = test(model)
+        results = test(cfg, model)
     if comm.is_main_process():
         verify_results(cfg, results)

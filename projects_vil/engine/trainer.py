@@ -35,14 +35,12 @@ from projects_vil.config import one_line, updated
 from projects_vil.engine.hooks import (
     BestCheckpointer,
     EarlyStopping,
-    EMAHook,
     LRScheduler,
     MetricsHistory,
     PeriodicCheckpointer,
     PeriodicWriter,
     RandomShift,
     RedrawFeatures,
-    SaveAfterEvaluation,
     SeedIterations,
     StoppedEarly,
     ema_model,
@@ -117,7 +115,8 @@ class TrainStep(SimpleTrainer):
         start = time.perf_counter()
         images = next(self._data_loader_iter)
         data_time = time.perf_counter() - start
-        batch, statistics = MicroBatches(unwrapped(self.model)), self._copy_statistics()
+        batch = MicroBatches(unwrapped(self.model))
+        statistics = [(buffer, buffer.clone()) for buffer in _statistics(self.model)]
         self.optimizer.zero_grad()
         self.has_stepped = False
         losses, seen, reason = self._backward(images, batch)
@@ -268,10 +267,6 @@ class TrainStep(SimpleTrainer):
             "%s; the batch is skipped, %d of SOLVER.SKIP_DIVERGED %d", message, self.skipped, self.max_skipped
         )
 
-    def _copy_statistics(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the buffers that a forward pass changes, and their values."""
-        return [(buffer, buffer.clone()) for buffer in _statistics(self.model)]
-
 
 class Trainer(DefaultTrainer):
     """Train, evaluate and resume a detector, as detectron2's DefaultTrainer.
@@ -365,9 +360,12 @@ class Trainer(DefaultTrainer):
             loader = self.build_train_loader(self.cfg)
             before.append(hooks.PreciseBN(eval_period, self.model, loader, test.PRECISE_BN.NUM_ITER))
         if self.averaged is not None:
-            before.append(EMAHook(self.averaged, model, lambda: self._trainer.has_stepped))
+            before.append(hooks.CallbackHook(after_step=Trainer._update_average))
         saving = PeriodicCheckpointer(
-            self.checkpointer, period=options.CHECKPOINT_PERIOD, max_to_keep=options.CHECKPOINT_KEEP
+            self.checkpointer,
+            period=options.CHECKPOINT_PERIOD,
+            eval_period=eval_period,
+            max_to_keep=options.CHECKPOINT_KEEP,
         )
         self._saving, best = saving, None
         after: list[hooks.HookBase] = [EvalHook(eval_period, self._evaluate)]
@@ -377,13 +375,17 @@ class Trainer(DefaultTrainer):
             after.append(best)
         if is_main:
             after.append(PeriodicWriter(self.build_writers(), period=self.log_period, eval_period=eval_period))
-        after.append(SaveAfterEvaluation(saving, eval_period=eval_period))
+        after.append(hooks.CallbackHook(after_step=saving.save_evaluated))
         if options.EARLY_STOPPING_PATIENCE:
             patience = options.EARLY_STOPPING_PATIENCE
             after.append(EarlyStopping(best, saving, patience=patience, eval_period=eval_period))
         # What an iteration still does once its checkpoint is written.
         self._after_saving = after
         return [*before, saving, *after]
+
+    def _update_average(self) -> None:
+        if self._trainer.has_stepped:
+            self.averaged.update_parameters(unwrapped(self.model))
 
     def build_writers(self) -> list[EventWriter]:
         """Return detectron2's writers: the log, TensorBoard, and ``metrics.json``; and services of ``LOGGING``."""
@@ -543,6 +545,7 @@ def share_statistics(model: nn.Module) -> None:
 
 
 def _statistics(model: nn.Module) -> Iterator[Tensor]:
+    """Yield the buffers that a forward pass changes."""
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
             yield from module.buffers(recurse=False)

@@ -13,6 +13,7 @@ from pathlib import Path
 import yaml
 from detectron2.config import CfgNode
 from detectron2.utils.events import CommonMetricPrinter, EventWriter, JSONWriter, get_event_storage
+from detectron2.utils.logger import log_first_n
 
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
@@ -151,19 +152,14 @@ def mlflow_writer(cfg: CfgNode) -> ServiceWriter:
     except mlflow.exceptions.MlflowException as error:
         raise ConfigError(f"LOGGING.MLFLOW: {one_line(error)}") from error
 
-    has_failed = False
-
     def log(values: dict[str, float], iteration: int) -> None:
-        nonlocal has_failed
         try:
             for name, value in values.items():
                 # MLflow allows few characters in names.
                 client.log_metric(run_id, re.sub(r"[^\w\-./ ]", "_", name), value, step=iteration)
         except mlflow.exceptions.MlflowException as error:
             # metrics.json has everything: a server that is down for a while need not end a run.
-            if not has_failed:
-                logging.getLogger(__name__).warning("MLflow: %s; training continues", one_line(error))
-            has_failed = True
+            log_first_n(logging.WARNING, f"MLflow: {one_line(error)}; training continues", name=__name__)
 
     def close() -> None:
         with contextlib.suppress(mlflow.exceptions.MlflowException):
