@@ -41,16 +41,16 @@ _FILE_ONLY = re.compile(
     # The table above these has the same figures, and nan for metrics that cannot be computed.
     r"copypaste: |Evaluation results for .* in csv format:|Some metrics cannot be computed"
 )
-# The beginning of a warning, as a regular expression, and its categories.
+# The beginning of a warning, as a regular expression.
 _WARNINGS = (
     # detectron2 scripts a few of its functions when it is imported; TorchScript is an export format.
-    (r"`torch\.jit\.(script|load|save)` is deprecated", (FutureWarning, DeprecationWarning)),
+    r"`torch\.jit\.(script|load|save)` is deprecated",
     # detectron2's anchors; the order that it relies on is the default.
-    (r"torch\.meshgrid: in an upcoming release", (UserWarning,)),
+    r"torch\.meshgrid: in an upcoming release",
     # detectron2's argument of DistributedDataParallel.
-    (r"`broadcast_buffers` is deprecated", (FutureWarning,)),
+    r"`broadcast_buffers` is deprecated",
     # detectron2's model zoo; setup.py holds setuptools below the version without it.
-    (r"pkg_resources is deprecated as an API", (UserWarning,)),
+    r"pkg_resources is deprecated as an API",
 )
 # Loggers, and the beginning of their records.
 _SILENCED_RECORDS = {
@@ -71,9 +71,8 @@ _SILENCED_RECORDS = {
 
 def silence_known_warnings() -> None:
     """Leave out the warnings above, before detectron2 is imported; any other is shown."""
-    for text, categories in _WARNINGS:
-        for category in categories:
-            warnings.filterwarnings("ignore", message=text, category=category)
+    for text in _WARNINGS:
+        warnings.filterwarnings("ignore", message=text)
     for name in _SILENCED_RECORDS:
         logging.getLogger(name).addFilter(_is_unknown)
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from detectron2.config import CfgNode
-from detectron2.engine import DefaultTrainer, SimpleTrainer, TrainerBase, create_ddp_model, hooks
-from detectron2.engine.hooks import EvalHook
+from detectron2.engine import DefaultTrainer, HookBase, SimpleTrainer, TrainerBase, create_ddp_model
+from detectron2.engine.hooks import CallbackHook, EvalHook, IterationTimer, PreciseBN
 from detectron2.evaluation import DatasetEvaluator
 from detectron2.utils import comm
 from detectron2.utils.events import EventWriter, TensorboardXWriter, get_event_storage, has_event_storage
@@ -32,20 +32,7 @@ from backbones.checkpoint_files import atomic_write
 from projects_vil import data, evaluation, solver
 from projects_vil.checkpoint import Checkpointer, fingerprint
 from projects_vil.config import one_line, updated
-from projects_vil.engine.hooks import (
-    BestCheckpointer,
-    EarlyStopping,
-    LRScheduler,
-    MetricsHistory,
-    PeriodicCheckpointer,
-    PeriodicWriter,
-    RandomShift,
-    RedrawFeatures,
-    SeedIterations,
-    StoppedEarly,
-    ema_model,
-    loss_normalizers,
-)
+from projects_vil.engine import hooks
 from projects_vil.engine.writers import MetricPrinter, MetricsFile, build_service_writers
 from projects_vil.evaluation import LOSS_TASK, split_metric_name, validation_loss, write_results
 from projects_vil.modeling import MicroBatches
@@ -326,7 +313,7 @@ class Trainer(DefaultTrainer):
             max_skipped=options.SKIP_DIVERGED,
         )
         if cfg.MODEL.EMA.ENABLED:
-            self.averaged = ema_model(model, decay=cfg.MODEL.EMA.DECAY)
+            self.averaged = hooks.ema_model(model, decay=cfg.MODEL.EMA.DECAY)
         self.scheduler = scheduler or self.build_lr_scheduler(cfg, optimizer)
         self.checkpointer = Checkpointer(
             self.model, cfg.OUTPUT_DIR, cfg=cfg, averaged=self.averaged, trainer=weakref.proxy(self)
@@ -347,38 +334,38 @@ class Trainer(DefaultTrainer):
             folder /= dataset_name
         return evaluation.build_evaluator(cfg, dataset_name, str(folder))
 
-    def build_hooks(self) -> list[hooks.HookBase]:
+    def build_hooks(self) -> list[HookBase]:
         options, test, transformer = self.cfg.SOLVER, self.cfg.TEST, self.cfg.MODEL.TRANSFORMER
         model, is_main, eval_period = unwrapped(self.model), comm.is_main_process(), test.EVAL_PERIOD
-        before: list[hooks.HookBase] = [SeedIterations(), MetricsHistory()]
+        before: list[HookBase] = [hooks.SeedIterations(), hooks.MetricsHistory()]
         if transformer.RANDOM_SHIFT_UNTIL:
-            before.append(RandomShift(model, transformer.RANDOM_SHIFT_UNTIL))
+            before.append(hooks.RandomShift(model, transformer.RANDOM_SHIFT_UNTIL))
         if any(isinstance(module, PerformerAttention) for module in model.modules()):
-            before.append(RedrawFeatures(transformer.FEATURE_REDRAW_PERIOD))
-        before += [hooks.IterationTimer(), LRScheduler(scheduler=self.scheduler)]
+            before.append(hooks.RedrawFeatures(transformer.FEATURE_REDRAW_PERIOD))
+        before += [IterationTimer(), hooks.LRScheduler(scheduler=self.scheduler)]
         if test.PRECISE_BN.ENABLED and get_bn_modules(model):
             loader = self.build_train_loader(self.cfg)
-            before.append(hooks.PreciseBN(eval_period, self.model, loader, test.PRECISE_BN.NUM_ITER))
+            before.append(PreciseBN(eval_period, self.model, loader, test.PRECISE_BN.NUM_ITER))
         if self.averaged is not None:
-            before.append(hooks.CallbackHook(after_step=Trainer._update_average))
-        saving = PeriodicCheckpointer(
+            before.append(CallbackHook(after_step=Trainer._update_average))
+        saving = hooks.PeriodicCheckpointer(
             self.checkpointer,
             period=options.CHECKPOINT_PERIOD,
             eval_period=eval_period,
             max_to_keep=options.CHECKPOINT_KEEP,
         )
         self._saving, best = saving, None
-        after: list[hooks.HookBase] = [EvalHook(eval_period, self._evaluate)]
+        after: list[HookBase] = [EvalHook(eval_period, self._evaluate)]
         if test.BEST_METRIC and is_main:
             mode = "min" if split_metric_name(self.cfg)[1] == LOSS_TASK else "max"
-            best = BestCheckpointer(eval_period, self.checkpointer, test.BEST_METRIC, mode)
+            best = hooks.BestCheckpointer(eval_period, self.checkpointer, test.BEST_METRIC, mode)
             after.append(best)
         if is_main:
-            after.append(PeriodicWriter(self.build_writers(), period=self.log_period, eval_period=eval_period))
-        after.append(hooks.CallbackHook(after_step=saving.save_evaluated))
+            after.append(hooks.PeriodicWriter(self.build_writers(), period=self.log_period, eval_period=eval_period))
+        after.append(CallbackHook(after_step=saving.save_evaluated))
         if options.EARLY_STOPPING_PATIENCE:
             patience = options.EARLY_STOPPING_PATIENCE
-            after.append(EarlyStopping(best, saving, patience=patience, eval_period=eval_period))
+            after.append(hooks.EarlyStopping(best, saving, patience=patience, eval_period=eval_period))
         # What an iteration still does once its checkpoint is written.
         self._after_saving = after
         return [*before, saving, *after]
@@ -428,7 +415,7 @@ class Trainer(DefaultTrainer):
                 # TorchScript computes differently once it has optimised a function, and a resumed run would differ.
                 with torch.jit.optimized_execution(False):
                     return super().train()
-            except StoppedEarly:
+            except hooks.StoppedEarly:
                 return None
             except RuntimeError as error:
                 if self._trainer.received:
@@ -490,7 +477,7 @@ class Trainer(DefaultTrainer):
             logging.getLogger(__name__).info("evaluating the EMA of %d steps (MODEL.EMA)", self.averaged.n_averaged)
         received = self._trainer.received
         # Before a signal reaches one process earlier than another.
-        normalizers = loss_normalizers(self.model)
+        normalizers = hooks.loss_normalizers(self.model)
         try:
             with terminating_between_calls(model, received):
                 self._last_eval_results = self.evaluate(model)

@@ -59,8 +59,6 @@ class TransformerBackbone(Backbone):
 
 def build_transformer_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> TransformerBackbone:
     """Build the bottom-up backbone of ``MODEL.TRANSFORMER``."""
-    if input_shape.channels != 3:
-        raise ConfigError(f"the backbones take 3 channels, and MODEL.PIXEL_MEAN has {input_shape.channels} values")
     node, in_features = cfg.MODEL.TRANSFORMER, list(cfg.MODEL.FPN.IN_FEATURES)
     out_features = list(node.OUT_FEATURES) or in_features
     with _naming("MODEL.TRANSFORMER.NAME"):

@@ -1,5 +1,7 @@
 """The model of a config, and the image sizes that it takes."""
 
+import traceback
+
 import torch
 import torchvision  # noqa: F401  its operators are in every exported detector
 from detectron2.config import CfgNode
@@ -31,7 +33,10 @@ def build_on_meta(cfg: CfgNode) -> nn.Module:
         # detectron2's registries raise a KeyError with the name that a key has.
         strings = [(key, value) for key, value in config_items(cfg) if isinstance(value, str)]
         keys = [f"{key} is {value!r}" for key, value in strings if f"'{value}'" in str(error)]
-        what = " and ".join(keys) or " ".join(str(error).split()) or "an assertion failed"
+        # The line of code shows the keys of an assertion, most of which have no message.
+        is_bare = isinstance(error, AssertionError) and not error.args
+        code = traceback.extract_tb(error.__traceback__)[-1].line
+        what = code if is_bare else " and ".join(keys) or " ".join(str(error).split())
         raise ConfigError(f"the model cannot be built from this config: {what} ({type(error).__name__})") from error
 
 

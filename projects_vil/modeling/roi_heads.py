@@ -26,7 +26,7 @@ class AnyBatchPointRendMaskHead(PointRendMaskHead):
 
 
 def check_point_rend(cfg: CfgNode) -> None:
-    """Check the keys of PointRend's ``MODEL.ROI_MASK_HEAD``; other heads are not checked.
+    """Check the keys of PointRend's ``MODEL.ROI_MASK_HEAD`` that detectron2 does not; other heads are not checked.
 
     Raises:
         ConfigError: for a value that its mask head cannot use.
@@ -34,15 +34,11 @@ def check_point_rend(cfg: CfgNode) -> None:
     model, head = cfg.MODEL, cfg.MODEL.ROI_MASK_HEAD
     if not is_point_rend(cfg):
         return
-    classes, channels = model.ROI_HEADS.NUM_CLASSES, model.FPN.OUT_CHANNELS * len(head.IN_FEATURES)
+    channels = model.FPN.OUT_CHANNELS * len(head.IN_FEATURES)
     # Other augmentations than the default always make bitmaps.
     has_bitmaps = cfg.INPUT.MASK_FORMAT == "bitmask" or cfg.INPUT.AUGMENTATION != "default"
     for key, is_valid, valid in (
         ("MODEL.ROI_MASK_HEAD.POINT_HEAD_ON", head.POINT_HEAD_ON, True),
-        ("MODEL.ROI_MASK_HEAD.POOLER_TYPE", head.POOLER_TYPE == "", "''"),
-        ("MODEL.ROI_MASK_HEAD.OUTPUT_SIDE_RESOLUTION", head.OUTPUT_SIDE_RESOLUTION > 0, 7),
-        ("MODEL.POINT_HEAD.TRAIN_NUM_POINTS", model.POINT_HEAD.TRAIN_NUM_POINTS > 0, 196),
-        ("MODEL.POINT_HEAD.NUM_CLASSES", model.POINT_HEAD.NUM_CLASSES == classes, classes),
         ("MODEL.ROI_MASK_HEAD.CONV_DIM", head.CONV_DIM <= channels, channels),
         ("INPUT.MASK_FORMAT", has_bitmaps, "bitmask"),
     ):
@@ -51,24 +47,10 @@ def check_point_rend(cfg: CfgNode) -> None:
 
 
 def check_cascade(cfg: CfgNode) -> None:
-    """Check the keys of ``MODEL.ROI_HEADS.NAME CascadeROIHeads``; other heads are not checked.
-
-    Raises:
-        ConfigError: for thresholds outside 0 to 1, not as many as weights, or other than the proposals are matched by,
-            and for class-specific boxes.
-    """
-    model, heads, key = cfg.MODEL, cfg.MODEL.ROI_BOX_CASCADE_HEAD, "MODEL.ROI_BOX_CASCADE_HEAD"
-    if model.ROI_HEADS.NAME != "CascadeROIHeads":
-        return
-    thresholds, first = list(heads.IOUS), model.ROI_HEADS.IOU_THRESHOLDS[0]
-    if not thresholds or not all(isinstance(threshold, float) and 0 < threshold < 1 for threshold in thresholds):
-        raise ConfigError(f"{key}.IOUS is {heads.IOUS}: each head needs a threshold above 0 and below 1")
-    if len(heads.BBOX_REG_WEIGHTS) != len(thresholds):
-        raise ConfigError(f"{key}.IOUS and {key}.BBOX_REG_WEIGHTS differ in length: each needs an entry for each head")
-    if thresholds[0] != first:
+    """Raise a ConfigError if thresholds of ``CascadeROIHeads`` are not within 0 to 1; detectron2 checks other keys."""
+    thresholds = cfg.MODEL.ROI_BOX_CASCADE_HEAD.IOUS
+    is_valid = thresholds and all(isinstance(value, float) and 0 < value < 1 for value in thresholds)
+    if cfg.MODEL.ROI_HEADS.NAME == "CascadeROIHeads" and not is_valid:
         raise ConfigError(
-            f"{key}.IOUS begins with {thresholds[0]}, and MODEL.ROI_HEADS.IOU_THRESHOLDS is {first}: the first head "
-            "takes the proposals as these match them, so make them equal"
+            f"MODEL.ROI_BOX_CASCADE_HEAD.IOUS is {thresholds}: each head needs a threshold above 0 and below 1"
         )
-    if not model.ROI_BOX_HEAD.CLS_AGNOSTIC_BBOX_REG:
-        raise ConfigError("CascadeROIHeads has class-agnostic boxes: add MODEL.ROI_BOX_HEAD.CLS_AGNOSTIC_BBOX_REG True")

@@ -100,7 +100,6 @@ def test_freeze_at(stages):
         ("MODEL.TRANSFORMER.GLOBAL_TOKENS", "[1, 2]", "global_tokens"),
         ("MODEL.TRANSFORMER.MERGING", "uniform", "merging"),
         ("MODEL.BACKBONE.FREEZE_AT", "5", "MODEL.BACKBONE.FREEZE_AT is 5"),
-        ("MODEL.PIXEL_MEAN", "[0.0]", "MODEL.PIXEL_MEAN"),
         ("MODEL.FPN.IN_FEATURES", "['stage3', 'stage4']", "MODEL.RPN.IN_FEATURES has p2"),
         ("MODEL.FPN.IN_FEATURES", "['stage2', 'stage4']", "MODEL.FPN.IN_FEATURES"),
         ("MODEL.FPN.IN_FEATURES", "[]", "MODEL.FPN.IN_FEATURES"),
