@@ -1,15 +1,16 @@
 """Test-time augmentation: a detector on several sizes of an image and their mirror images, with merged detections."""
 
+import contextlib
 from typing import Any
 
 import torch
 from detectron2.config import CfgNode, get_cfg
-from detectron2.layers import batched_nms
 from detectron2.modeling import DatasetMapperTTA, GeneralizedRCNN, GeneralizedRCNNWithTTA
-from detectron2.structures import Boxes, Instances
+from detectron2.structures import Instances
 from torch import nn
 
 from backbones import ConfigError
+from projects_vil.config import updated
 from projects_vil.modeling.build import max_input_side
 
 # The short side, in pixels, for which detectron2's TEST.AUG.MIN_SIZES are meant.
@@ -17,7 +18,7 @@ _USUAL_SHORT_SIDE = 800
 _USUAL_SIZES = tuple(get_cfg().TEST.AUG.MIN_SIZES)
 
 
-def add_tta(cfg: CfgNode, model: nn.Module) -> "GeneralizedRCNNWithTTA | RetinaNetWithTTA":
+def add_tta(cfg: CfgNode, model: nn.Module) -> GeneralizedRCNNWithTTA:
     """Wrap a detector with test-time augmentation; inputs and outputs are detectron2's.
 
     Images are resized to the short sides ``TEST.AUG.MIN_SIZES``; but where those are detectron2's own, 400 to 1200 for
@@ -54,8 +55,8 @@ def add_tta(cfg: CfgNode, model: nn.Module) -> "GeneralizedRCNNWithTTA | RetinaN
     return RetinaNetWithTTA(cfg, model, mapper, batch_size)
 
 
-class RetinaNetWithTTA:
-    """A RetinaNet with test-time augmentation, which detectron2 has for R-CNNs only.
+class RetinaNetWithTTA(GeneralizedRCNNWithTTA):
+    """detectron2's class for a RetinaNet.
 
     Boxes of all augmented images, cut at the border, are mapped back, and go together through non-maximum suppression
     by class, with ``MODEL.RETINANET.NMS_THRESH_TEST``; ``TEST.DETECTIONS_PER_IMAGE`` of them stay.
@@ -68,33 +69,21 @@ class RetinaNetWithTTA:
     """
 
     def __init__(self, cfg: CfgNode, model: nn.Module, mapper: DatasetMapperTTA, batch_size: int) -> None:
-        self.model = model
-        self.mapper = mapper
-        self.batch_size = batch_size
-        self.nms_threshold = cfg.MODEL.RETINANET.NMS_THRESH_TEST
-        self.max_detections = cfg.TEST.DETECTIONS_PER_IMAGE
+        # Not its base's, which refuses other models than R-CNNs.
+        nn.Module.__init__(self)
+        self.model, self.tta_mapper, self.batch_size = model, mapper, batch_size
+        # The keys that merging the detections reads.
+        keys = {f"MODEL.ROI_HEADS.{key}": cfg.MODEL.RETINANET[key] for key in ("NUM_CLASSES", "NMS_THRESH_TEST")}
+        self.cfg = updated(cfg, keys | {"MODEL.MASK_ON": False})
 
-    def __call__(self, batched_inputs: list[dict[str, Any]]) -> list[dict[str, Instances]]:
-        """Inputs with ``image`` (3, H, W) uint8 on the CPU, and ``height`` and ``width`` of the file, which the boxes
-        are for."""
-        return [{"instances": self._detect(inputs)} for inputs in batched_inputs]
+    def _turn_off_roi_heads(self, attrs: list[str]) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext()
 
     @torch.no_grad()
-    def _detect(self, inputs: dict[str, Any]) -> Instances:
-        augmented = self.mapper(inputs)
-        images = [{"image": one["image"]} for one in augmented]
-        found = []
-        for start in range(0, len(images), self.batch_size):
-            found += [output["instances"] for output in self.model(images[start : start + self.batch_size])]
-        boxes = []
-        for instances, one in zip(found, augmented, strict=True):
-            corners = instances.pred_boxes.tensor.cpu().numpy()
-            boxes.append(torch.from_numpy(one["transforms"].inverse().apply_box(corners)).float())
-        merged = Instances((inputs["height"], inputs["width"]))
-        merged.pred_boxes = Boxes(torch.cat(boxes))
-        merged.pred_boxes.clip(merged.image_size)
-        merged.scores = torch.cat([instances.scores for instances in found]).cpu()
-        merged.pred_classes = torch.cat([instances.pred_classes for instances in found]).cpu()
-        merged = merged[merged.pred_boxes.nonempty()]
-        kept = batched_nms(merged.pred_boxes.tensor, merged.scores, merged.pred_classes, self.nms_threshold)
-        return merged[kept[: self.max_detections]]
+    def _batch_inference(
+        self, batched_inputs: list[dict[str, Any]], detected_instances: None = None
+    ) -> list[Instances]:
+        # Without the height and width of the file: boxes are for the augmented images.
+        images = [{"image": inputs["image"]} for inputs in batched_inputs]
+        batches = [images[start : start + self.batch_size] for start in range(0, len(images), self.batch_size)]
+        return [output["instances"].to("cpu") for batch in batches for output in self.model(batch)]

@@ -94,7 +94,7 @@ def test_sizes_follow_the_detectors_own():
         ("INPUT.MIN_SIZE_TEST", "128", range(64, 208, 16)),
         ("TEST.AUG.MIN_SIZES", "(70, 90)", (70, 90)),
     ):
-        assert add_tta(config("retinanet", key, value), model).mapper.min_sizes == tuple(expected)
+        assert add_tta(config("retinanet", key, value), model).tta_mapper.min_sizes == tuple(expected)
     for overrides in (["TEST.AUG.MIN_SIZES", "()"], ["TEST.AUG.MIN_SIZES", "(0,)"], ["TEST.AUG.MAX_SIZE", "0"]):
         with pytest.raises(ConfigError, match="TEST.AUG"):
             add_tta(config("retinanet", *overrides), model)
@@ -104,7 +104,7 @@ def test_absolute_positions_end_the_sizes():
     tables = ["MODEL.TRANSFORMER.NAME", "vil_tiny", "MODEL.TRANSFORMER.MAX_IMG_SIZE", "96"]
     cfg = config("retinanet", *tables)
     augmented = add_tta(cfg, untrained_detector(cfg))
-    assert augmented.mapper.max_size == 96 and augmented.mapper.min_sizes[-1] == 96
+    assert augmented.tta_mapper.max_size == 96 and augmented.tta_mapper.min_sizes[-1] == 96
     assert len(detect(augmented, image())) > 0
     cfg = config("retinanet", *tables, "TEST.AUG.MIN_SIZES", "(64, 128)")
     with pytest.raises(ConfigError, match="TEST.AUG.MIN_SIZES"):
