@@ -192,25 +192,36 @@ def build_lazy_optimizer(cfg: DictConfig, model: nn.Module) -> torch.optim.Optim
     return optimizer
 
 
-def lazy_trainer(options: CfgNode, *, cfg: DictConfig, model: nn.Module) -> Trainer:
-    """Build the trainer of a LazyConfig.
+class LazyTrainer(Trainer):
+    """The trainer of a LazyConfig.
 
     Args:
         options: of :func:`lazy_options`.
-        cfg: the LazyConfig.
-        model: of ``cfg``, on its device.
+        lazy: the LazyConfig.
     """
-    optimizer = build_lazy_optimizer(cfg, model)
-    multiplier = _instantiate(cfg.lr_multiplier, "lr_multiplier")
-    return Trainer(
-        options,
-        model=model,
-        data_loader=_instantiate(cfg.dataloader.train, "dataloader.train"),
-        optimizer=optimizer,
-        scheduler=LRMultiplier(optimizer, multiplier, options.SOLVER.MAX_ITER),
-        evaluate=functools.partial(_test, cfg, options),
-        log_period=cfg.train.log_period,
-    )
+
+    def __init__(self, options: CfgNode, *, lazy: DictConfig) -> None:
+        self.lazy = lazy
+        super().__init__(options, log_period=lazy.train.log_period)
+
+    def build_model(self, cfg: CfgNode) -> nn.Module:
+        return _build_model(self.lazy, cfg)
+
+    def build_optimizer(self, cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
+        return build_lazy_optimizer(self.lazy, model)
+
+    def build_lr_scheduler(self, cfg: CfgNode, optimizer: torch.optim.Optimizer) -> LRMultiplier:
+        return LRMultiplier(optimizer, _instantiate(self.lazy.lr_multiplier, "lr_multiplier"), cfg.SOLVER.MAX_ITER)
+
+    def build_train_loader(self, cfg: CfgNode) -> Any:
+        return _instantiate(self.lazy.dataloader.train, "dataloader.train")
+
+    def test(self, cfg: CfgNode, model: nn.Module) -> OrderedDict:
+        return _test(self.lazy, cfg, model)
+
+
+def _build_model(lazy: DictConfig, options: CfgNode) -> nn.Module:
+    return _instantiate(lazy.model, "model").to(options.MODEL.DEVICE)
 
 
 def _run(args: argparse.Namespace) -> None:
@@ -225,18 +236,11 @@ def _run(args: argparse.Namespace) -> None:
         saved.train.seed = options.SEED
         LazyConfig.save(saved, str(path))
 
-    def build_model(options: CfgNode) -> nn.Module:
-        return _instantiate(cfg.model, "model").to(options.MODEL.DEVICE)
-
-    def make_trainer(options: CfgNode) -> Trainer:
-        # With the seed that is set by now.
-        return lazy_trainer(options, cfg=cfg, model=build_model(options))
-
     if args.eval_only:
-        evaluate(options, args, build_model, functools.partial(_test, cfg), write_config)
+        evaluate(options, args, functools.partial(_build_model, cfg), functools.partial(_test, cfg), write_config)
     else:
         with lock_output_dir(options):
-            train(options, args, make_trainer, write_config)
+            train(options, args, functools.partial(LazyTrainer, lazy=cfg), write_config)
 
 
 def _test(cfg: DictConfig, options: CfgNode, model: nn.Module) -> OrderedDict:

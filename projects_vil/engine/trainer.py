@@ -1,7 +1,6 @@
 """The trainer of YAML configs and LazyConfigs, and its step: gradient accumulation, mixed precision, divergence."""
 
 import contextlib
-import functools
 import json
 import logging
 import math
@@ -10,7 +9,7 @@ import sys
 import time
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -262,13 +261,9 @@ class Trainer(DefaultTrainer):
     seed (:class:`~projects_vil.engine.hooks.SeedIterations`), and so is each image (:mod:`projects_vil.data.samplers`).
 
     Args:
-        cfg: all options of the run; arguments that are None are built from it. A LazyConfig gives all of them
-            (:func:`projects_vil.engine.lazy.lazy_trainer`).
-        model: on its device.
-        data_loader: yields lists of mapped images; :class:`projects_vil.data.samplers.TrainLoader` for an exact resume.
-        optimizer: for ``model``.
-        scheduler: for ``optimizer``.
-        evaluate: from a model to its results; :meth:`test` by default.
+        cfg: all options of the run. A subclass may build model, optimizer, loader and schedule otherwise, as
+            :class:`projects_vil.engine.lazy.LazyTrainer` does; an exact resume needs a loader as
+            :class:`projects_vil.data.samplers.TrainLoader`.
         log_period: iterations between two lines of the log and of ``metrics.json``.
 
     Attributes:
@@ -282,30 +277,19 @@ class Trainer(DefaultTrainer):
     build_train_loader = staticmethod(data.build_train_loader)
     build_test_loader = staticmethod(data.build_test_loader)
 
-    def __init__(
-        self,
-        cfg: CfgNode,
-        *,
-        model: nn.Module | None = None,
-        data_loader: Any = None,
-        optimizer: torch.optim.Optimizer | None = None,
-        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
-        evaluate: Callable[[nn.Module], OrderedDict] | None = None,
-        log_period: int = 20,
-    ) -> None:
+    def __init__(self, cfg: CfgNode, *, log_period: int = 20) -> None:
         # Not DefaultTrainer's, which builds its own step, and DistributedDataParallel only for GPUs.
         TrainerBase.__init__(self)
         if not logging.getLogger("detectron2").isEnabledFor(logging.INFO):
             setup_logger()
         self.cfg = cfg = self.auto_scale_workers(cfg, comm.get_world_size())
-        model = self.build_model(cfg) if model is None else model
-        optimizer = self.build_optimizer(cfg, model) if optimizer is None else optimizer
-        data_loader = self.build_train_loader(cfg) if data_loader is None else data_loader
+        model = self.build_model(cfg)
+        optimizer = self.build_optimizer(cfg, model)
         options, on_gpu = cfg.SOLVER, cfg.MODEL.DEVICE.startswith("cuda")
         device_ids = [comm.get_local_rank()] if on_gpu else None
         self._trainer = TrainStep(
             create_ddp_model(model, broadcast_buffers=False, device_ids=device_ids),
-            data_loader,
+            self.build_train_loader(cfg),
             optimizer,
             output_dir=cfg.OUTPUT_DIR,
             accumulate=options.ACCUMULATE,
@@ -314,11 +298,10 @@ class Trainer(DefaultTrainer):
         )
         if cfg.MODEL.EMA.ENABLED:
             self.averaged = hooks.ema_model(model, decay=cfg.MODEL.EMA.DECAY)
-        self.scheduler = scheduler or self.build_lr_scheduler(cfg, optimizer)
+        self.scheduler = self.build_lr_scheduler(cfg, optimizer)
         self.checkpointer = Checkpointer(
             self.model, cfg.OUTPUT_DIR, cfg=cfg, averaged=self.averaged, trainer=weakref.proxy(self)
         )
-        self.evaluate = evaluate or functools.partial(self.test, cfg)
         self.log_period = log_period
         self.start_iter, self.max_iter = 0, options.MAX_ITER
         self.seed = cfg.SEED if cfg.SEED >= 0 else comm.shared_random_seed()
@@ -480,7 +463,7 @@ class Trainer(DefaultTrainer):
         normalizers = hooks.loss_normalizers(self.model)
         try:
             with terminating_between_calls(model, received):
-                self._last_eval_results = self.evaluate(model)
+                self._last_eval_results = self.test(self.cfg, model)
         except (SystemExit, RuntimeError):
             # A RuntimeError where another process has ended first.
             if not received:

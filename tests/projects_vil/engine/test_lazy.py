@@ -16,7 +16,7 @@ from backbones import ConfigError
 from projects_vil import load_config
 from projects_vil.data import seed_all
 from projects_vil.engine import load_records, train_lazily_from_command_line
-from projects_vil.engine.lazy import build_lazy_optimizer, lazy_options, lazy_trainer, load_lazy_config
+from projects_vil.engine.lazy import LazyTrainer, build_lazy_optimizer, lazy_options, load_lazy_config
 from projects_vil.modeling import build_on_meta
 from projects_vil.solver import build_lr_scheduler, build_optimizer
 from tests.projects_vil.engine.test_resuming import CutAt, PowerCut, assert_same_run
@@ -148,9 +148,8 @@ def train(detector, output, *, cut_at=None):
     args = arguments(detector, *options, f"train.output_dir={output}")
     cfg = load_lazy_config(args.config_file, args.opts)
     seed_all(0)
-    model = instantiate(cfg.model)
     output.mkdir(exist_ok=True)
-    trainer = lazy_trainer(lazy_options(cfg, model), cfg=cfg, model=model)
+    trainer = LazyTrainer(lazy_options(cfg, instantiate(cfg.model)), lazy=cfg)
     trainer.resume_or_load(resume=True)
     if cut_at is None:
         trainer.train()
