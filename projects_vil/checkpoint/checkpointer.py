@@ -122,16 +122,13 @@ class Checkpointer(DetectionCheckpointer):
         found = read_last_checkpoint(self.save_dir) if resume else None
         if found is None:
             return self.load(path, checkpointables=[])
-        self.resumed_from, contents = found
+        self.resumed_from, self._contents = found
         self.complete = True
         self._resuming = bool(self.checkpointables)
-        return self.load(str(self.resumed_from), contents=contents)
+        return self.load(str(self.resumed_from))
 
-    def load(self, path: str, *args, contents: dict[str, Any] | None = None, **kwargs) -> dict[str, Any]:
+    def load(self, path: str, *args, **kwargs) -> dict[str, Any]:
         """Load as detectron2's does.
-
-        Args:
-            contents: the file's contents, if it has been read already.
 
         Raises:
             ConfigError: if the file is missing or unreadable, if it is for another variant or model, or, where it must
@@ -141,11 +138,8 @@ class Checkpointer(DetectionCheckpointer):
             check_weights_file(path)
         elif self.complete:
             raise ConfigError("MODEL.WEIGHTS is empty: name the checkpoint of a trained detector")
-        self._path, self._contents = path, contents
-        try:
-            return super().load(path, *args, **kwargs)
-        finally:
-            self._contents = None
+        self._path = path
+        return super().load(path, *args, **kwargs)
 
     @functools.cached_property
     def metadata(self) -> CheckpointMetadata:
@@ -168,7 +162,8 @@ class Checkpointer(DetectionCheckpointer):
         return backbone if isinstance(backbone, TransformerBackbone) else None
 
     def _load_file(self, filename: str) -> dict[str, Any]:
-        contents = read_checkpoint(filename) if self._contents is None else self._contents
+        # A resume has read it.
+        contents, self._contents = self._contents or read_checkpoint(filename), None
         official, backbone = recognise(contents), self._backbone
         if official is None and not is_classifier(state_dict_of(contents)):
             if "model" not in contents:
@@ -204,28 +199,21 @@ class Checkpointer(DetectionCheckpointer):
         return {"model": model, METADATA_KEY: saved.to_dict()}, lines
 
     def _load_model(self, checkpoint: dict[str, Any]):
-        average, steps = self._take_unaveraged(checkpoint), checkpoint.pop(AVERAGED_STEPS, 1)
-        incompatible = self._load_weights(checkpoint)
+        trained, steps = checkpoint.pop(UNAVERAGED, None), checkpoint.pop(AVERAGED_STEPS, 1)
+        average = checkpoint["model"] if trained is not None and self._resuming else None
         if average is not None:
+            checkpoint["model"] = copy.copy(trained)
+        elif trained is not None:
+            self.logger.info(f"{self._path} has averaged weights (MODEL.EMA): using them")
+        incompatible = self._load_weights(checkpoint)
+        self.has_average = average is not None and self.averaged is not None
+        if self.has_average:
             self._check_values(average)
             self.averaged.module.load_state_dict(average)
             self.averaged.n_averaged.fill_(steps)
-            self.has_average = True
-        return incompatible
-
-    def _take_unaveraged(self, checkpoint: dict[str, Any]) -> dict[str, Tensor] | None:
-        """For a resume, replace averaged weights by those of training; return the average if it continues."""
-        trained = checkpoint.pop(UNAVERAGED, None)
-        if trained is None:
-            return None
-        if not self._resuming:
-            self.logger.info(f"{self._path} has averaged weights (MODEL.EMA): using them")
-            return None
-        average, checkpoint["model"] = checkpoint["model"], copy.copy(trained)
-        if self.averaged is None:
+        elif average is not None:
             self.logger.warning(f"{self._path} has averaged weights, and MODEL.EMA.ENABLED is False: dropping them")
-            return None
-        return average
+        return incompatible
 
     def _check_values(self, state_dict: dict[str, Tensor]) -> None:
         for name, value in state_dict.items():
@@ -238,11 +226,9 @@ class Checkpointer(DetectionCheckpointer):
     def _load_weights(self, checkpoint: dict[str, Any]):
         saved, state_dict = CheckpointMetadata.from_contents(checkpoint), checkpoint["model"]
         self._check_values(state_dict)
-        if all(name.startswith("module.") for name in state_dict):
-            state_dict = {name.removeprefix("module."): tensor for name, tensor in state_dict.items()}
+        nn.modules.utils.consume_prefix_in_state_dict_if_present(state_dict, "module.")
         self._check_metadata(saved)
         self._match_classes(state_dict, saved)
-        checkpoint["model"] = state_dict
         parts = {_part(name) for name in state_dict} | {"backbone.bottom_up"}
         incompatible = super()._load_model(checkpoint)
         shapes, predictors = [], set()

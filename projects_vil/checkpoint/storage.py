@@ -53,7 +53,7 @@ def read_last_checkpoint(folder: str | Path) -> tuple[Path, dict[str, Any]] | No
         folder: OUTPUT_DIR of a run.
 
     Returns:
-        The path and its contents, for ``Checkpointer.load(path, contents=...)``; None without any checkpoint.
+        The path and its contents; None without any checkpoint.
 
     Raises:
         ConfigError: if no checkpoint of the folder can be resumed from, or ``last_checkpoint`` names a missing file

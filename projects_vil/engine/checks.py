@@ -152,8 +152,6 @@ def check_values(cfg: CfgNode) -> None:
         check_choice(key, _value(cfg, key), choices)
     if len(cfg.MODEL.PIXEL_MEAN) != 3 or len(cfg.MODEL.PIXEL_STD) != 3:
         raise ConfigError("MODEL.PIXEL_MEAN and MODEL.PIXEL_STD must be three numbers each")
-    if list(cfg.SOLVER.STEPS) != sorted(set(cfg.SOLVER.STEPS)):
-        raise ConfigError(f"SOLVER.STEPS is {cfg.SOLVER.STEPS!r}: it must be increasing")
     if len(cfg.INPUT.LSJ.SCALE) != 2 or cfg.INPUT.LSJ.SCALE[0] > cfg.INPUT.LSJ.SCALE[1]:
         raise ConfigError(f"INPUT.LSJ.SCALE is {cfg.INPUT.LSJ.SCALE!r}: it must be two factors, the larger one last")
     check_coco_api(cfg.TEST.COCO_API)

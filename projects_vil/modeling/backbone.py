@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from detectron2.config import CfgNode
 from detectron2.layers import ShapeSpec
 from detectron2.modeling.backbone import BACKBONE_REGISTRY, FPN, Backbone
-from detectron2.modeling.backbone.fpn import LastLevelMaxPool
 from fvcore.nn.weight_init import c2_xavier_fill
 from torch import Tensor, nn
 
@@ -111,26 +110,18 @@ class LastLevelConvs(nn.Module):
         in_channels: channels of ``in_feature``.
         out_channels: channels of the levels.
         in_feature: a bottom-up feature or a level of FPN.
-        first_level: the number of the first new level.
-        num_convolutions: levels by convolution.
+        levels: numbers of the levels by convolution; may be empty.
         pooled: whether one more level is pooled from the last, as Mask R-CNN's P6.
     """
 
     def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        in_feature: str,
-        *,
-        first_level: int,
-        num_convolutions: int,
-        pooled: bool = False,
+        self, in_channels: int, out_channels: int, in_feature: str, levels: Sequence[int], *, pooled: bool = False
     ) -> None:
         super().__init__()
         self.in_feature = in_feature
         self.pooled = pooled
-        self.num_levels = num_convolutions + pooled
-        self.names = [f"p{first_level + index}" for index in range(num_convolutions)]
+        self.num_levels = len(levels) + pooled
+        self.names = [f"p{level}" for level in levels]
         for name in self.names:
             layer = nn.Conv2d(in_channels, out_channels, kernel_size=3, stride=2, padding=1)
             c2_xavier_fill(layer)
@@ -146,7 +137,7 @@ class LastLevelConvs(nn.Module):
         # detectron2 pools regions of levels with one dtype.
         levels = [level.to(features.dtype) if inputs is not features else level for level in levels]
         if self.pooled:
-            levels.append(F.max_pool2d(levels[-1], kernel_size=1, stride=2))
+            levels.append(F.max_pool2d(levels[-1] if levels else features, kernel_size=1, stride=2))
         return levels
 
 
@@ -168,10 +159,7 @@ def build_transformer_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> FPN:
     """
     bottom_up = build_transformer_backbone(cfg, input_shape)
     level, channels = _last_level(cfg, bottom_up), cfg.MODEL.FPN.OUT_CHANNELS
-    if level == 5:
-        return _fpn(cfg, bottom_up, LastLevelMaxPool())
-    options = {"first_level": level + 1, "num_convolutions": 5 - level, "pooled": True}
-    return _fpn(cfg, bottom_up, LastLevelConvs(channels, channels, f"p{level}", **options))
+    return _fpn(cfg, bottom_up, LastLevelConvs(channels, channels, f"p{level}", range(level + 1, 6), pooled=True))
 
 
 @BACKBONE_REGISTRY.register()
@@ -182,11 +170,8 @@ def build_retinanet_transformer_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpe
     """
     bottom_up = build_transformer_backbone(cfg, input_shape)
     last, level = cfg.MODEL.FPN.IN_FEATURES[-1], _last_level(cfg, bottom_up)
-    channels, options = (
-        bottom_up.output_shape()[last].channels,
-        {"first_level": level + 1, "num_convolutions": 7 - level},
-    )
-    return _fpn(cfg, bottom_up, LastLevelConvs(channels, cfg.MODEL.FPN.OUT_CHANNELS, last, **options))
+    channels = bottom_up.output_shape()[last].channels
+    return _fpn(cfg, bottom_up, LastLevelConvs(channels, cfg.MODEL.FPN.OUT_CHANNELS, last, range(level + 1, 8)))
 
 
 def _last_level(cfg: CfgNode, bottom_up: TransformerBackbone) -> int:

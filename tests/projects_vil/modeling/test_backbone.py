@@ -208,7 +208,7 @@ def test_a_flat_model_has_one_feature_map(detector):
 
 
 def test_two_levels_are_those_of_detectron2():
-    ours = LastLevelConvs(12, 8, "stage4", first_level=6, num_convolutions=2)
+    ours = LastLevelConvs(12, 8, "stage4", (6, 7))
     theirs = LastLevelP6P7(12, 8, "stage4")
     theirs.load_state_dict(ours.state_dict())
     features = torch.randn(1, 12, 7, 9)
