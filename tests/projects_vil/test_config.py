@@ -9,7 +9,7 @@ import torch
 from detectron2.config import CfgNode, get_cfg
 
 from backbones import ConfigError
-from projects_vil import add_vil_config, load_config
+from projects_vil import load_config
 from projects_vil.config import (
     check_device,
     check_override_effects,
@@ -47,12 +47,6 @@ def assert_part_of(theirs: CfgNode, ours: CfgNode, prefix: str = "") -> None:
             assert_part_of(value, ours[key], f"{prefix}{key}.")
         else:
             assert (ours[key], type(ours[key])) == (value, type(value)), f"{prefix}{key}"
-
-
-def test_keys_of_detectron2_keep_their_defaults():
-    cfg = get_cfg()
-    add_vil_config(cfg)
-    assert_part_of(get_cfg(), cfg)
 
 
 def test_a_config_of_the_model_zoo_keeps_its_meaning():

@@ -1,9 +1,8 @@
 """Files that load, files that load partially, and files that raise an error with their name."""
 
-import contextlib
 import functools
-import logging
 import shutil
+import unittest
 
 import pytest
 import torch
@@ -63,21 +62,9 @@ def error_of(path, *overrides: str, name: str = "retinanet", complete: bool = Fa
     return str(caught.value)
 
 
-@contextlib.contextmanager
 def log_of(name: str):
-    """Collect a logger's messages, which detectron2 keeps from pytest's handler."""
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    logger = logging.getLogger(name)
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield records
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
+    """Collect a logger's records, which detectron2 keeps from pytest's handler."""
+    return unittest.TestCase().assertLogs(name, "INFO")
 
 
 # Files that match
@@ -103,7 +90,7 @@ def test_weights_of_a_backbone_leave_the_rest_random(tmp_path, name):
         before, after = load(save(tmp_path, backbone), name=name)
     assert backbone and equal(after, trained()) >= backbone.keys()
     assert equal(before, after) >= set(after) - backbone.keys()
-    assert any("backbone.fpn_lateral3" in text for text in log)
+    assert any("backbone.fpn_lateral3" in text for text in log.output)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +111,7 @@ def test_another_number_of_classes_leaves_only_predictors_random(tmp_path, name,
         before, after = load(path, *overrides, name=name)
     random = {f"{layer}.{leaf}" for layer in predictors for leaf in ("weight", "bias")}
     assert set(after) - equal(after, trained(name)) == random <= equal(before, after)
-    assert all(any(key in text for text in log) for key in random)
+    assert all(any(key in text for text in log.output) for key in random)
     assert predictors[0] in error_of(path, *overrides, name=name, complete=True)
 
 
@@ -219,7 +206,7 @@ def test_metadata_that_differ(trained_run, overrides, named, is_fatal):
     else:
         with log_of(LOG) as log:
             Checkpointer(detector("retinanet", *overrides), cfg=cfg).load(final)
-        assert any(all(text in line for text in named) for line in log)
+        assert any(all(text in line for text in named) for line in log.output)
 
 
 def test_variants_and_options_where_all_shapes_match(trained_run, tmp_path):

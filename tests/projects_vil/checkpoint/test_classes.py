@@ -118,7 +118,7 @@ def load(path: str, cfg, **options) -> tuple[dict, dict, list[str]]:
     before = copy_of(model)
     with log_of(LOG) as log:
         Checkpointer(model, cfg=cfg, **options).load(path)
-    return before, model.state_dict(), log
+    return before, model.state_dict(), log.output
 
 
 def class_rows(key: str, tensor: torch.Tensor, number: int) -> list[torch.Tensor] | None:

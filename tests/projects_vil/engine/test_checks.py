@@ -67,11 +67,6 @@ def test_evaluation_needs_data_and_weights(shapes):
     assert "MODEL.WEIGHTS" in message_of(eval_only=True)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_no_cuda_device():
-    assert "MODEL.DEVICE" in message_of("MODEL.DEVICE", "cuda:1", "SOLVER.AMP.ENABLED", "True")
-
-
 def test_a_batch_is_divided_among_processes_and_micro_batches(shapes):
     def keys(*values):
         names = ("IMS_PER_BATCH", "ACCUMULATE", "REFERENCE_WORLD_SIZE")

@@ -62,26 +62,25 @@ def test_evaluations_detectors_and_slim_files_have_the_average(run, tmp_path, sh
 def resumed(run, folder, *overrides):
     """A trainer that goes on from the third iteration of the run."""
     contents = torch.load(run / "model_0000002.pth", weights_only=True)
-    folder.mkdir(exist_ok=True)
     torch.save(contents, folder / "model_0000002.pth")
-    (folder / "last_checkpoint").write_text("model_0000002.pth")
     trainer = Trainer(small_config("retinanet", *EMA, "OUTPUT_DIR", str(folder), *overrides))
     trainer.resume_or_load(resume=True)
     return trainer, contents
 
 
-def test_training_goes_on_with_its_own_weights(run, shapes, tmp_path):
-    trainer, contents = resumed(run, tmp_path)
-    weights, average = trainer.model.state_dict(), trainer.averaged.module.state_dict()
-    assert all(torch.equal(value, weights[name]) for name, value in contents["unaveraged_model"].items())
-    assert all(torch.equal(value, average[name]) for name, value in contents["model"].items())
-    assert trainer.averaged.n_averaged == 3
-
-
-def test_averaging_ends_and_starts_with_a_resume(run, shapes, tmp_path):
-    trainer, contents = resumed(run, tmp_path, "MODEL.EMA.ENABLED", "False")
+@pytest.mark.parametrize("enabled", [True, False])
+def test_training_goes_on_with_its_own_weights(run, shapes, tmp_path, enabled):
+    trainer, contents = resumed(run, tmp_path, "MODEL.EMA.ENABLED", str(enabled))
     weights = trainer.model.state_dict()
     assert all(torch.equal(value, weights[name]) for name, value in contents["unaveraged_model"].items())
+    if enabled:
+        average = trainer.averaged.module.state_dict()
+        assert all(torch.equal(value, average[name]) for name, value in contents["model"].items())
+        assert trainer.averaged.n_averaged == 3
+
+
+def test_averaging_starts_with_a_resume(run, shapes, tmp_path):
+    trainer, contents = resumed(run, tmp_path)
     weights = contents.pop("unaveraged_model")
     torch.save(contents | {"model": weights}, tmp_path / "model_0000002.pth")
     trainer = Trainer(small_config("retinanet", *EMA, "OUTPUT_DIR", str(tmp_path)))

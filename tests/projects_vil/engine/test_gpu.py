@@ -1,14 +1,15 @@
 """Training on a GPU: every family in both detectors and every type, synchronised norms, two devices, exports."""
 
-import math
+import itertools
 
 import pytest
 import torch
 
-from projects_vil import Trainer, load_config
+from projects_vil import load_config
 from projects_vil.checkpoint import build_detector
 from projects_vil.export import export_detector
 from tests.gpu import DEVICE, on_gpu, on_gpus
+from tests.projects_vil.engine.test_trainer import train_family
 from tests.projects_vil.helpers import CONFIGS, SMALL, run_tool
 
 FAMILIES = ("vil", "ls", "lit", "cvt")
@@ -19,48 +20,28 @@ PRECISIONS = {
 }
 
 
-def options(output, *others: str) -> list[str]:
-    found = ["SOLVER.IMS_PER_BATCH", "2", "SOLVER.MAX_ITER", "4", "SOLVER.WARMUP_ITERS", "0", "SOLVER.BASE_LR", "1e-3"]
-    return [*found, "OUTPUT_DIR", str(output), "DATASETS.TEST", "()", "MODEL.DEVICE", DEVICE, *others]
-
-
-@on_gpu
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("detector", ["retinanet", "mask_rcnn"])
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_every_family_trains(shapes, tmp_path, detector, family, precision):
-    if DEVICE == "cpu" and precision == "float16":
-        pytest.skip("float16 is for GPUs")
-    path = CONFIGS[detector].with_name(f"{detector}_{family}_shapes.yaml")
-    cfg = load_config(path, [*SMALL[detector], *options(tmp_path, *PRECISIONS[precision])])
-    trainer = Trainer(cfg)
-    before = {name: parameter.clone() for name, parameter in trainer.model.named_parameters()}
-    trainer.train()
-    losses = trainer.storage.history("total_loss").values()
-    assert len(losses) >= 3 and all(math.isfinite(value) for value, _ in losses)
-    moved = 0
-    for name, parameter in trainer.model.named_parameters():
-        assert parameter.device.type == DEVICE and parameter.isfinite().all(), name
-        moved += not torch.equal(parameter, before[name])
-    assert moved > 0.9 * len(before)
+OPTIONS = (
+    *(["MODEL.TRANSFORMER.ATTENTION_BACKEND", "triton", *PRECISIONS[name]] for name in ("bfloat16", "float16")),
+    ["MODEL.TRANSFORMER.ACTIVATION_CHECKPOINTING", "True", "MODEL.TRANSFORMER.ATTENTION_BACKEND", "sdpa"],
+    ["MODEL.EMA.ENABLED", "True", "SOLVER.ACCUMULATE", "2", "MODEL.TRANSFORMER.RANDOM_SHIFT_UNTIL", "0.5"],
+)
 
 
 @on_gpu
 @pytest.mark.parametrize(
-    "options_of_a_step",
+    "detector, family, options",
     [
-        *(["MODEL.TRANSFORMER.ATTENTION_BACKEND", "triton", *PRECISIONS[name]] for name in ("bfloat16", "float16")),
-        ["MODEL.TRANSFORMER.ACTIVATION_CHECKPOINTING", "True", "MODEL.TRANSFORMER.ATTENTION_BACKEND", "sdpa"],
-        ["MODEL.EMA.ENABLED", "True", "SOLVER.ACCUMULATE", "2", "MODEL.TRANSFORMER.RANDOM_SHIFT_UNTIL", "0.5"],
+        *itertools.product(["retinanet", "mask_rcnn"], FAMILIES, PRECISIONS.values()),
+        *(("mask_rcnn", "vil", options) for options in OPTIONS),
     ],
 )
-def test_options_of_a_step(shapes, tmp_path, options_of_a_step):
-    if DEVICE == "cpu" and "triton" in options_of_a_step:
-        pytest.skip("Triton's kernels are for GPUs")
-    overrides = [*SMALL["mask_rcnn"], *options(tmp_path, *options_of_a_step)]
-    trainer = Trainer(load_config(CONFIGS["mask_rcnn"], overrides))
-    trainer.train()
-    assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
+def test_every_family_and_option_trains(shapes, tmp_path, detector, family, options):
+    if DEVICE == "cpu" and {"float16", "triton"} & set(options):
+        pytest.skip("float16 and Triton's kernels are for GPUs")
+    trainer, unchanged = train_family(detector, family, tmp_path, "MODEL.DEVICE", DEVICE, *options)
+    parameters = list(trainer.model.parameters())
+    assert {parameter.device.type for parameter in parameters} == {DEVICE}
+    assert len(unchanged) < 0.1 * len(parameters)
 
 
 @on_gpu
@@ -90,7 +71,8 @@ def test_export_parity_on_gpu(trained_run, tmp_path):
 def test_two_processes_with_synchronised_norms(datasets_root, tmp_path):
     """LIT's, over NCCL."""
     config = CONFIGS["retinanet"].with_name("retinanet_lit_shapes.yaml")
-    command = ["--config-file", config, *SMALL["retinanet"], *options(tmp_path, "MODEL.TRANSFORMER.BATCH_NORM", "sync")]
+    command = ["--config-file", config, *SMALL["retinanet"], "OUTPUT_DIR", tmp_path, "MODEL.DEVICE", DEVICE]
+    command += ["SOLVER.IMS_PER_BATCH", "2", "SOLVER.MAX_ITER", "4", "MODEL.TRANSFORMER.BATCH_NORM", "sync"]
     result = run_tool("train_net.py", "--num-gpus", 2, *command, datasets_root=datasets_root, fresh=True)
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "model_final.pth").is_file()

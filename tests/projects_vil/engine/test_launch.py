@@ -268,17 +268,6 @@ def test_an_error_of_a_process_keeps_its_traceback(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_killed_group_resumes_to_the_bit(datasets_root, tmp_path, whole_run):
-    run = Run(tmp_path / "run", datasets_root, *LAUNCH)
-    run.wait_for(run.output / "model_0000002.pth")
-    os.killpg(run.process.pid, signal.SIGKILL)
-    run.process.wait()
-    status, log = Run(tmp_path / "run", datasets_root, *LAUNCH, "--resume").end(PATIENCE)
-    assert status == 0, log
-    assert_same_run(whole_run, tmp_path / "run")
-
-
-@pytest.mark.slow
 def test_a_killed_rank_comes_back_under_torchrun(datasets_root, tmp_path, whole_run):
     launcher = [*TORCHRUN, "--max-restarts", "2"]
     run = Run(tmp_path / "run", datasets_root, "--resume", launcher=launcher)

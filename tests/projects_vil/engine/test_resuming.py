@@ -153,7 +153,7 @@ def test_an_evaluation_that_was_cut_off_is_repeated_and_logged(shapes, tmp_path,
     assert not torch.load(tmp_path / "cut/model_0000002.pth", weights_only=True)["finished"]
     with log_of("projects_vil.engine.trainer") as log:
         train("retinanet", tmp_path / "cut")
-    assert any("evaluating iteration 2 first" in text for text in log)
+    assert any("evaluating iteration 2 first" in text for text in log.output)
     assert_same_run(tmp_path / "whole", tmp_path / "cut")
 
 
@@ -196,30 +196,14 @@ def test_the_loss_normalizer_of_another_number_of_processes_is_their_mean(saved,
     assert getattr(model, "loss_normalizer", None) == expected
 
 
-def test_the_checkpoint_is_read_once_and_a_run_that_fails_is_not_evaluated(shapes, tmp_path, monkeypatch):
-    train(
-        "retinanet",
-        tmp_path,
-        "SOLVER.MAX_ITER",
-        "2",
-        "SOLVER.CHECKPOINT_PERIOD",
-        "1",
-        "TEST.EVAL_PERIOD",
-        "0",
-        cut_at=1,
-    )
-    read, own, step = [], torch.load, Trainer.run_step
-
-    def load(file, *args, **kwargs):
-        read.append(file)
-        return own(file, *args, **kwargs)
+def test_a_run_that_fails_is_not_evaluated(shapes, tmp_path, monkeypatch):
+    step = Trainer.run_step
 
     def run_step(self):
         step(self)
         raise FloatingPointError("on purpose")
 
-    monkeypatch.setattr(torch, "load", load)
     monkeypatch.setattr(Trainer, "run_step", run_step)
     with pytest.raises(FloatingPointError, match="on purpose"):
-        train("retinanet", tmp_path, "SOLVER.MAX_ITER", "2")
-    assert len(read) == 1 and not (tmp_path / "evaluation.json").exists()
+        train("retinanet", tmp_path, "SOLVER.MAX_ITER", "1")
+    assert not (tmp_path / "evaluation.json").exists()

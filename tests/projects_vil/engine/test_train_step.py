@@ -193,18 +193,6 @@ def test_a_skipped_step_changes_nothing(tmp_path):
     assert model.loss_normalizer == pytest.approx(other.loss_normalizer)
 
 
-def test_the_norm_of_the_gradients_is_computed_once_an_iteration(tmp_path, monkeypatch):
-    norms, own = [], torch.nn.utils.get_total_norm
-
-    def counted(*args, **kwargs):
-        norms.append(own(*args, **kwargs).item())
-        return torch.tensor(norms[-1])
-
-    monkeypatch.setattr(torch.nn.utils, "get_total_norm", counted)
-    _, metrics = run(model_of("retinanet"), [images_of(2)], tmp_path, accumulate=2)
-    assert norms == [metrics["gradient_norm"]]
-
-
 def test_a_gradient_that_is_not_finite_with_a_loss_that_is(tmp_path):
     """Without clipping too. The whole batch is named."""
     model = model_of("retinanet")

@@ -6,7 +6,6 @@ import pytest
 import torch
 from detectron2.modeling import build_model
 from detectron2.projects.point_rend import PointRendMaskHead
-from detectron2.structures import BitMasks, Boxes, Instances
 from detectron2.utils.events import EventStorage
 
 from backbones import ConfigError
@@ -14,6 +13,7 @@ from backbones.checkpoint_files import SUFFIXES, write_checkpoint
 from projects_vil import load_config
 from projects_vil.checkpoint import Checkpointer
 from projects_vil.engine import check_setup
+from tests.projects_vil.engine.test_train_step import images_of
 from tests.projects_vil.helpers import ROOT, SMALL, run_tool, small_config
 
 CONFIG = ROOT / "configs/projects/point_rend_vil_tiny_1x.yaml"
@@ -63,28 +63,15 @@ def test_cascade_keys_that_do_not_go_together(thresholds, shapes):
     check_setup(small_config("mask_rcnn", key, thresholds))
 
 
-def batch_of(*numbers: int) -> list[dict]:
-    """Return images (64, 96) with these numbers of objects."""
-    images = []
-    for number in numbers:
-        masks = torch.zeros(number, 64, 96, dtype=torch.bool)
-        masks[:, 5:40, 10:50] = True
-        boxes = Boxes(torch.tensor([10.0, 5.0, 50.0, 40.0]).repeat(number, 1))
-        classes = torch.zeros(number, dtype=torch.int64)
-        objects = Instances((64, 96), gt_boxes=boxes, gt_classes=classes, gt_masks=BitMasks(masks))
-        images.append({"image": torch.rand(3, 64, 96) * 255, "instances": objects})
-    return images
-
-
 def test_a_batch_without_any_object():
     """Masks have a loss of 0, which has a gradient for every weight of the head."""
     model = build_model(load_config(CONFIG, SMALL_POINTS)).train()
     with EventStorage():
-        losses = model(batch_of(0, 0))
+        losses = model(images_of(2, objects=0))
         assert losses["loss_mask"] == losses["loss_mask_point"] == 0
         sum(losses.values()).backward()
         assert all(parameter.grad is not None for parameter in model.roi_heads.mask_head.parameters())
-        assert model(batch_of(0, 2))["loss_mask_point"] > 0
+        assert model(images_of(3))["loss_mask_point"] > 0
 
 
 def test_the_losses_of_detectron2s_head():
@@ -92,7 +79,7 @@ def test_the_losses_of_detectron2s_head():
     theirs = build_model(load_config(CONFIG, [*SMALL_POINTS, "MODEL.ROI_MASK_HEAD.NAME", "PointRendMaskHead"])).train()
     assert type(theirs.roi_heads.mask_head) is PointRendMaskHead
     theirs.load_state_dict(model.state_dict())
-    images, losses = batch_of(2, 1), []
+    images, losses = images_of(3), []
     for each in (model, theirs):
         torch.manual_seed(0)
         with EventStorage():
