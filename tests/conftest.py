@@ -48,54 +48,41 @@ def made_once(tmp_path_factory) -> Callable[[str, Callable[[Path], object]], Pat
     return make
 
 
-@pytest.fixture(scope="session")
-def datasets_root(made_once):
-    """A folder for ``DETECTRON2_DATASETS`` that holds ``shapes``: 16 + 8 images, all with objects."""
-    from projects_vil.data import write_shapes_dataset
+def _datasets_root(name: str, **options):
+    """A fixture: a folder for ``DETECTRON2_DATASETS`` that holds a dataset of small images, all with objects."""
 
-    return made_once(
-        "datasets", lambda root: write_shapes_dataset(root / "shapes", num_train=16, num_val=8, short_side=64)
-    )
+    @pytest.fixture(scope="session")
+    def datasets_root(made_once):
+        from projects_vil.data import write_shapes_dataset
 
+        return made_once(name, lambda root: write_shapes_dataset(root / name, short_side=64, **options))
 
-@pytest.fixture
-def shapes(datasets_root, monkeypatch):
-    """The shapes dataset, with ``DETECTRON2_DATASETS`` set to the folder above and the names registered."""
-    from projects_vil.data import register_datasets
-    from tests.projects_vil.helpers import small_config
-
-    monkeypatch.setenv("DETECTRON2_DATASETS", str(datasets_root))
-    register_datasets(small_config())
-    return datasets_root / "shapes"
+    return datasets_root
 
 
-@pytest.fixture(scope="session")
-def sem_seg_root(made_once):
-    """A folder for ``DETECTRON2_DATASETS`` that holds ``shapes_sem_seg``: 8 + 6 images with label images."""
-    from projects_vil.data import write_shapes_dataset
-
-    options = {"task": "sem_seg", "num_train": 8, "num_val": 6, "short_side": 64}
-    return made_once("sem_seg", lambda root: write_shapes_dataset(root / "shapes_sem_seg", **options))
+datasets_root = _datasets_root("shapes", num_train=16, num_val=8)
+sem_seg_root = _datasets_root("shapes_sem_seg", task="sem_seg", num_train=8, num_val=6)
+panoptic_root = _datasets_root("shapes_panoptic", task="panoptic", num_train=8, num_val=4)
 
 
-@pytest.fixture
-def shapes_sem_seg(sem_seg_root, monkeypatch):
-    """The label images, with ``DETECTRON2_DATASETS`` set to the folder above and the names registered."""
-    from projects_vil.data import register_datasets
-    from tests.projects_vil.helpers import small_config
+def _registered(name: str, root_fixture: str, detector: str):
+    """A fixture: the dataset's folder, with ``DETECTRON2_DATASETS`` set to its root and its names registered."""
 
-    monkeypatch.setenv("DETECTRON2_DATASETS", str(sem_seg_root))
-    register_datasets(small_config("semantic_fpn"))
-    return sem_seg_root / "shapes_sem_seg"
+    @pytest.fixture
+    def dataset(request, monkeypatch):
+        from projects_vil.data import register_datasets
+        from tests.projects_vil.helpers import small_config
+
+        root = request.getfixturevalue(root_fixture)
+        monkeypatch.setenv("DETECTRON2_DATASETS", str(root))
+        register_datasets(small_config(detector))
+        return root / name
+
+    return dataset
 
 
-@pytest.fixture(scope="session")
-def panoptic_root(made_once):
-    """A folder for ``DETECTRON2_DATASETS`` that holds ``shapes_panoptic``: 8 + 4 images with boxes, masks and stuff."""
-    from projects_vil.data import write_shapes_dataset
-
-    options = {"task": "panoptic", "num_train": 8, "num_val": 4, "short_side": 64}
-    return made_once("panoptic", lambda root: write_shapes_dataset(root / "shapes_panoptic", **options))
+shapes = _registered("shapes", "datasets_root", "retinanet")
+shapes_sem_seg = _registered("shapes_sem_seg", "sem_seg_root", "semantic_fpn")
 
 
 @pytest.fixture(scope="session")

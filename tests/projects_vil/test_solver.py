@@ -131,7 +131,7 @@ def test_optimizers():
 # -- clipping: an update of SGD at a rate of 1 is the gradient -------------------------------------
 
 
-def updates(scale: float, *clip: str, scaler=None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def updates(scale: float, *clip: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The updates of a step with these keys of SOLVER.CLIP_GRADIENTS, and the gradients."""
     overrides = ["SOLVER.OPTIMIZER", "SGD", "SOLVER.MOMENTUM", "0.0", "SOLVER.WEIGHT_DECAY", "0.0"]
     keys = [token if index % 2 else f"SOLVER.CLIP_GRADIENTS.{token}" for index, token in enumerate(clip)]
@@ -142,12 +142,7 @@ def updates(scale: float, *clip: str, scaler=None) -> tuple[list[torch.Tensor], 
     gradients = [parameter.grad.clone() for parameter in model.parameters()]
     before = copy.deepcopy(model)
     optimizer = build_optimizer(small_config("retinanet", *overrides, "SOLVER.BASE_LR", "1.0", *keys), model)
-    if scaler is None:
-        optimizer.step()
-    else:
-        for parameter in model.parameters():
-            parameter.grad *= scaler.scale(torch.ones(()))
-        scaler.step(optimizer)
+    optimizer.step()
     found = [old - new for old, new in zip(before.parameters(), model.parameters(), strict=True)]
     return [update.detach() for update in found], gradients
 
@@ -164,11 +159,6 @@ def test_full_model_clipping_bounds_the_norm_of_all_gradients(scale, order):
     torch.testing.assert_close(found, [gradient * factor for gradient in gradients], rtol=1e-4, atol=1e-12)
 
 
-def test_clipping_comes_after_the_scalers_scale_is_off():
-    found, gradients = updates(1e-3, "CLIP_VALUE", "0.5", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**16))
-    torch.testing.assert_close(found, gradients, rtol=1e-6, atol=1e-12)
-
-
 @pytest.mark.parametrize("enabled", ["True", "False"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_gradient_that_is_not_finite_raises_and_leaves_the_weights(value, enabled):
@@ -179,10 +169,6 @@ def test_a_gradient_that_is_not_finite_raises_and_leaves_the_weights(value, enab
     optimizer = build_optimizer(small_config("retinanet", "SOLVER.CLIP_GRADIENTS.ENABLED", enabled), model)
     with pytest.raises(FloatingPointError):
         optimizer.step()
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(torch.ones(()))
-    # It skips such a step.
-    scaler.step(optimizer)
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 

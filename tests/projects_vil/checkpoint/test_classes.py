@@ -40,9 +40,8 @@ def test_known_categories(shapes):
     known = known_categories(SHAPES.names, (9, 4, 6), number=3, datasets=("absent", "shapes_val"))
     assert known == Categories((9, 4, 6), SHAPES.names) and len(known.colors) == 3
     assert known_categories(None, None, number=3, datasets=("shapes_val",)) == SHAPES
-    assert known_categories(None, None, number=2, datasets=("shapes_val",)) == Categories(
-        (1, 2), ("class 1", "class 2")
-    )
+    counted = Categories((1, 2), ("class 1", "class 2"))
+    assert known_categories(None, None, number=2, datasets=("shapes_val",)) == counted
     coco = dataset_categories(["coco_2017_val"], 80)
     assert coco.ids[11:13] == (13, 14) and coco.names[79] == "toothbrush"
     assert len(known_categories(coco.names, coco.ids, number=80).colors) == 80

@@ -172,10 +172,8 @@ def test_options_of_other_official_models(tmp_path):
 
 
 def test_an_official_file_is_loaded_with_another_window_and_saved_with_metadata(tmp_path):
-    weights, window = (
-        float32(official_state_dict(relative_bias=True)),
-        ["MODEL.TRANSFORMER.WINDOW_SIZE", "[8, 8, 8, 8]"],
-    )
+    weights = float32(official_state_dict(relative_bias=True))
+    window = ["MODEL.TRANSFORMER.WINDOW_SIZE", "[8, 8, 8, 8]"]
     model = detector_from(save(tmp_path, wrapping.vision_longformer(weights)), *window)
     Checkpointer(model, str(tmp_path), cfg=small_config()).save("ours")
     saved = torch.load(tmp_path / "ours.pth", weights_only=True)[METADATA_KEY]

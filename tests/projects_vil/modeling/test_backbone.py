@@ -1,6 +1,5 @@
 """The backbone builders: names, shapes, frozen stages, and the keys of MODEL.TRANSFORMER."""
 
-import functools
 import math
 
 import pytest
@@ -27,12 +26,22 @@ BOTTOM_UP = {
     "retinanet": {"stage2": (96, 8), "stage3": (192, 16), "stage4": (384, 32)},
     "mask_rcnn": {"stage1": (48, 4), "stage2": (96, 8), "stage3": (192, 16), "stage4": (384, 32)},
 }
-
-
-@functools.cache
-def fpn(detector: str) -> nn.Module:
-    torch.manual_seed(0)
-    return build_backbone(small_config(detector)).eval()
+_CVT = ["MODEL.TRANSFORMER.NAME", "cvt_ls_13", "MODEL.FPN.IN_FEATURES"]
+_FLAT = ["MODEL.TRANSFORMER.NAME", "evit_full_16_tiny", "MODEL.FPN.IN_FEATURES", "['stage1']"]
+_FLAT += ["MODEL.ANCHOR_GENERATOR.SIZES", "[[32, 64, 128, 256, 512]]"]
+# docs/training.md has these.
+_FLAT_RCNN = ["MODEL.RPN.IN_FEATURES", "['p4', 'p5', 'p6']", "MODEL.ROI_HEADS.IN_FEATURES", "['p4', 'p5']"]
+_THREE = ["MODEL.TRANSFORMER.NAME", "vil_tiny_1_10_1", "MODEL.FPN.IN_FEATURES", "['stage1', 'stage2', 'stage3']"]
+# FPN adds the levels that a backbone of stride 16 lacks; the E-ViT of ViL Table 2 has one feature map, of stride 16.
+FPNS = {
+    "retinanet": ("retinanet", []),
+    "mask_rcnn": ("mask_rcnn", []),
+    "three stages": ("retinanet", _THREE),
+    "retinanet, stride 16": ("retinanet", [*_CVT, "['stage2', 'stage3']"]),
+    "mask_rcnn, stride 16": ("mask_rcnn", [*_CVT, "['stage1', 'stage2', 'stage3']"]),
+    "retinanet, flat": ("retinanet", [*_FLAT, "MODEL.RETINANET.IN_FEATURES", "['p4', 'p5', 'p6', 'p7']"]),
+    "mask_rcnn, flat": ("mask_rcnn", [*_FLAT, *_FLAT_RCNN]),
+}
 
 
 def bottom_up(*overrides: str) -> TransformerBackbone:
@@ -43,37 +52,33 @@ def images(height: int = 70, width: int = 101) -> torch.Tensor:
     return torch.rand(1, 3, height, width, generator=torch.Generator().manual_seed(0))
 
 
-def feature_shapes(backbone: nn.Module) -> dict[str, tuple[int, ...]]:
+@pytest.mark.parametrize("detector", BOTTOM_UP)
+def test_bottom_up_features(detector):
+    below = build_backbone(small_config(detector)).bottom_up
+    assert {name: (shape.channels, shape.stride) for name, shape in below.output_shape().items()} == BOTTOM_UP[detector]
+
+
+@pytest.mark.parametrize("detector, overrides", FPNS.values(), ids=FPNS)
+def test_levels_of_fpn(detector, overrides):
+    """Their strides, sizes and gradients, and boxes in images that are padded to multiples of 32."""
+    torch.manual_seed(0)
+    model = build_model(small_config(detector, *overrides))
+    backbone = model.backbone.train()
+    levels = {name: stride for name, stride in LEVELS[detector].items() if stride >= 16 or _FLAT[1] not in overrides}
+    assert {name: shape.stride for name, shape in backbone.output_shape().items()} == levels
+    assert {shape.channels for shape in backbone.output_shape().values()} == {32}
+    assert backbone.size_divisibility == 32
+    if _CVT[1] in overrides:
+        assert backbone.top_block.p5.in_channels == {"retinanet": 384, "mask_rcnn": 32}[detector]
+    features = backbone(images(96, 160))
+    shapes = {name: (1, 32, math.ceil(96 / stride), math.ceil(160 / stride)) for name, stride in levels.items()}
+    assert {name: tuple(m.shape) for name, m in features.items()} == shapes
+    sum((m * torch.randn_like(m)).sum() for m in features.values()).backward()
+    assert all(p.grad is not None for name, p in backbone.named_parameters() if "dynamic_projection.bias" not in name)
+    inputs = [{"image": images(h, w)[0] * 255, "height": 30, "width": 45} for h, w in ((70, 101), (97, 64))]
     with torch.no_grad():
-        return {name: tuple(features.shape) for name, features in backbone(images(96, 160)).items()}
-
-
-def expected_shapes(levels: dict[str, int]) -> dict[str, tuple[int, ...]]:
-    return {name: (1, 32, math.ceil(96 / stride), math.ceil(160 / stride)) for name, stride in levels.items()}
-
-
-@pytest.mark.parametrize("detector", LEVELS)
-def test_output_shape(detector):
-    shapes = fpn(detector).output_shape()
-    assert {name: shape.stride for name, shape in shapes.items()} == LEVELS[detector]
-    assert {shape.channels for shape in shapes.values()} == {32}
-    below = fpn(detector).bottom_up.output_shape()
-    assert {name: (shape.channels, shape.stride) for name, shape in below.items()} == BOTTOM_UP[detector]
-    assert fpn(detector).size_divisibility == fpn(detector).bottom_up.size_divisibility == 32
-    assert feature_shapes(fpn(detector)) == expected_shapes(LEVELS[detector])
-
-
-def test_three_stages_and_padding_of_odd_images():
-    """FPN adds features of neighbouring levels, so that images are padded to multiples of 32."""
-    overrides = ["MODEL.TRANSFORMER.NAME", "vil_tiny_1_10_1", "MODEL.FPN.IN_FEATURES", "['stage1', 'stage2', 'stage3']"]
-    detector = build_model(small_config("retinanet", *overrides)).eval()
-    shapes = detector.backbone.output_shape()
-    assert {name: shape.stride for name, shape in shapes.items()} == LEVELS["retinanet"]
-    with torch.no_grad():
-        outputs = detector(
-            [{"image": images(h, w)[0] * 255, "height": 30, "width": 45} for h, w in ((70, 101), (97, 64))]
-        )
-    for instances in (output["instances"] for output in outputs):
+        found = [output["instances"] for output in model.eval()(inputs)]
+    for instances in found:
         assert instances.image_size == (30, 45)
         boxes = instances.pred_boxes.tensor
         assert len(boxes) and boxes.min() >= 0 and (boxes <= torch.tensor([45, 30, 45, 30])).all()
@@ -165,46 +170,6 @@ def backward(backbone: nn.Module) -> tuple[int, dict[str, torch.Tensor]]:
         total = sum(m.square().mean() for m in backbone(images()).values())
     total.backward()
     return saved, {name: p.grad for name, p in backbone.named_parameters() if p.grad is not None}
-
-
-CVT_STAGES = {"retinanet": "['stage2', 'stage3']", "mask_rcnn": "['stage1', 'stage2', 'stage3']"}
-
-
-@pytest.mark.parametrize("detector", LEVELS)
-def test_fpn_adds_the_levels_that_a_backbone_of_stride_16_lacks(detector):
-    stages = ["MODEL.FPN.IN_FEATURES", CVT_STAGES[detector]]
-    backbone = build_backbone(small_config(detector, "MODEL.TRANSFORMER.NAME", "cvt_ls_13", *stages)).eval()
-    assert {name: shape.stride for name, shape in backbone.output_shape().items()} == LEVELS[detector]
-    assert feature_shapes(backbone) == expected_shapes(LEVELS[detector])
-    p5 = {"retinanet": 384, "mask_rcnn": 32}[detector]
-    assert (backbone.top_block.p5.in_channels, backbone.top_block.p5.stride) == (p5, (2, 2))
-
-
-# docs/training.md has those of Mask R-CNN.
-FLAT = {
-    "retinanet": ["MODEL.RETINANET.IN_FEATURES", "['p4', 'p5', 'p6', 'p7']"],
-    "mask_rcnn": ["MODEL.RPN.IN_FEATURES", "['p4', 'p5', 'p6']", "MODEL.ROI_HEADS.IN_FEATURES", "['p4', 'p5']"],
-}
-
-
-@pytest.mark.parametrize("detector", LEVELS)
-def test_a_flat_model_has_one_feature_map(detector):
-    """The E-ViT of ViL Table 2: levels from P4 on, and gradients for all that makes them."""
-    flat = ["MODEL.TRANSFORMER.NAME", "evit_full_16_tiny", "MODEL.FPN.IN_FEATURES", "['stage1']"]
-    anchors = ["MODEL.ANCHOR_GENERATOR.SIZES", "[[32, 64, 128, 256, 512]]"]
-    torch.manual_seed(0)
-    model = build_model(small_config(detector, *flat, *FLAT[detector], *anchors))
-    backbone = model.backbone.train()
-    levels = {name: stride for name, stride in LEVELS[detector].items() if stride >= 16}
-    assert {name: shape.stride for name, shape in backbone.output_shape().items()} == levels
-    assert backbone.bottom_up.output_shape()["stage1"] == ShapeSpec(channels=192, stride=16)
-    assert feature_shapes(backbone) == expected_shapes(levels)
-    features = backbone(images(96, 160))
-    sum((m * torch.randn_like(m)).sum() for m in features.values()).backward()
-    assert all(parameter.grad is not None for parameter in backbone.parameters())
-    with torch.no_grad():
-        instances = model.eval()([{"image": images()[0] * 255, "height": 30, "width": 45}])[0]["instances"]
-    assert instances.image_size == (30, 45)
 
 
 def test_two_levels_are_those_of_detectron2():
