@@ -20,7 +20,7 @@ from projects_vil.solver import (
     scale_learning_rate,
     schedule_by_epochs,
 )
-from tests.projects_vil.helpers import CONFIGS, ROOT, SMALL, run_tool, small_config
+from tests.projects_vil.helpers import CONFIGS, ROOT, run_tool, small_config
 
 NET = "backbone.bottom_up.net"
 ONE_X = ROOT / "configs/retinanet/vil_tiny_1x.yaml"
@@ -259,16 +259,6 @@ def test_other_schedules_and_overrides_stay(tmp_path):
 def test_invalid_epochs(overrides):
     with pytest.raises(ConfigError, match="SOLVER.EPOCHS"):
         plan(40, "SOLVER.EPOCHS", *overrides)
-
-
-@pytest.mark.slow
-def test_training_by_epochs(datasets_root, tmp_path):
-    overrides = [*SMALL["retinanet"], "SOLVER.IMS_PER_BATCH", "8", "OUTPUT_DIR", tmp_path, "SOLVER.EPOCHS", "1"]
-    result = run_tool("train_net.py", "--config-file", CONFIGS["retinanet"], *overrides, datasets_root=datasets_root)
-    assert result.returncode == 0, result.stderr
-    cfg = load_config(tmp_path / "config.yaml")
-    assert (cfg.SOLVER.EPOCHS, cfg.SOLVER.MAX_ITER, cfg.SOLVER.CHECKPOINT_PERIOD) == (0, 2, 2)
-    assert (tmp_path / "model_final.pth").is_file()
 
 
 def test_the_tool_prints_a_table_and_overrides(datasets_root):

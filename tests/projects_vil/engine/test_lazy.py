@@ -19,7 +19,7 @@ from projects_vil.engine import load_records, train_lazily_from_command_line
 from projects_vil.engine.lazy import LazyTrainer, build_lazy_optimizer, lazy_options, load_lazy_config
 from projects_vil.modeling import build_on_meta
 from projects_vil.solver import build_lr_scheduler, build_optimizer
-from tests.projects_vil.engine.test_resuming import CutAt, PowerCut, assert_same_run
+from tests.projects_vil.engine.test_resuming import assert_same_run, resume
 from tests.projects_vil.helpers import ROOT
 
 DETECTORS = ["retinanet", "mask_rcnn"]
@@ -149,15 +149,7 @@ def train(detector, output, *, cut_at=None):
     cfg = load_lazy_config(args.config_file, args.opts)
     seed_all(0)
     output.mkdir(exist_ok=True)
-    trainer = LazyTrainer(lazy_options(cfg, instantiate(cfg.model)), lazy=cfg)
-    trainer.resume_or_load(resume=True)
-    if cut_at is None:
-        trainer.train()
-        return
-    trainer.register_hooks([CutAt(cut_at)])
-    trainer.after_train = lambda: None
-    with pytest.raises(PowerCut):
-        trainer.train()
+    resume(LazyTrainer(lazy_options(cfg, instantiate(cfg.model)), lazy=cfg), cut_at=cut_at)
 
 
 @pytest.mark.slow

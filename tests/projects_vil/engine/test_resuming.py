@@ -45,21 +45,25 @@ class CutAt(HookBase):
             raise PowerCut
 
 
+def resume(trainer, *, cut_at=None):
+    trainer.resume_or_load(resume=True)
+    if cut_at is None:
+        trainer.train()
+        return
+    trainer.register_hooks([CutAt(cut_at)])
+    # The power cut leaves no time for what hooks do at the end.
+    trainer.after_train = lambda: None
+    with pytest.raises(PowerCut):
+        trainer.train()
+
+
 def train(detector, output, *overrides, cut_at=None):
     cfg = small_config(detector, *RUN, "OUTPUT_DIR", str(output), *overrides)
     output.mkdir(exist_ok=True)
     # As detectron2's default_setup, for the first weights.
     seed_all(cfg.SEED % 2**32)
     trainer = Trainer(cfg)
-    trainer.resume_or_load(resume=True)
-    if cut_at is not None:
-        trainer.register_hooks([CutAt(cut_at)])
-        # The power cut leaves no time for what hooks do at the end.
-        trainer.after_train = lambda: None
-        with pytest.raises(PowerCut):
-            trainer.train()
-    else:
-        trainer.train()
+    resume(trainer, cut_at=cut_at)
     return trainer
 
 

@@ -7,8 +7,6 @@ import pytest
 import torch
 
 from projects_vil import load_config
-from projects_vil.checkpoint import build_detector
-from projects_vil.data import register_datasets
 from projects_vil.engine import Trainer
 from tests.projects_vil.helpers import CONFIGS, SMALL, run_tool, small_config
 from tests.selection import slow_except
@@ -98,15 +96,3 @@ def train_family(detector, family, output, *options):
 def test_every_family_trains(shapes, tmp_path, family, detector):
     _, unchanged = train_family(detector, family, tmp_path)
     assert not [n for n in unchanged if n.startswith("backbone.bottom_up.") and "dynamic_projection.bias" not in n]
-
-
-def test_metrics_without_any_detection_are_null(shapes, trained_run, tmp_path):
-    overrides = ["MODEL.RETINANET.SCORE_THRESH_TEST", "0.999", "OUTPUT_DIR", str(tmp_path)]
-    cfg = load_config(trained_run / "config.yaml", overrides)
-    register_datasets(cfg)
-    results = Trainer.test(cfg, build_detector(cfg, trained_run / "model_final.pth"))
-    assert math.isnan(results["bbox"]["AP"])
-    content = read_json(tmp_path / "evaluation.json")
-    per_class = content["shapes_val"]["bbox"].pop("per_class")
-    assert set(content["shapes_val"]["bbox"].values()) == {None}
-    assert per_class == {name: {"AP": None} for name in ("circle", "square", "triangle")}

@@ -7,6 +7,7 @@ import yaml
 from detectron2.model_zoo import get_config_file
 
 from backbones import ConfigError
+from projects_vil import load_config
 from projects_vil.engine.checks import check_values
 from tests.projects_vil.helpers import run_tool
 from tests.projects_vil.panoptic import CONFIG, SMALL_PANOPTIC, VAL, panoptic_config
@@ -30,10 +31,13 @@ def test_stuff_needs_masks_to_be_joined_with():
 @pytest.mark.slow
 def test_twenty_iterations(panoptic_root, tmp_path):
     run = tmp_path / "run"
-    overrides = [*SMALL_PANOPTIC, "OUTPUT_DIR", run, "SOLVER.MAX_ITER", 20, "TEST.LOSS", True, "TEST.DRAW_IMAGES", 2]
+    overrides = [*SMALL_PANOPTIC, "OUTPUT_DIR", run, "SOLVER.EPOCHS", 10, "TEST.LOSS", True, "TEST.DRAW_IMAGES", 2]
     overrides += ["TEST.BEST_METRIC", "sem_seg/mIoU"]
     result = run_tool("train_net.py", "--config-file", CONFIG, *overrides, datasets_root=panoptic_root)
     assert result.returncode == 0, result.stderr
+    # Eight images, four in a batch.
+    cfg = load_config(run / "config.yaml")
+    assert (cfg.SOLVER.EPOCHS, cfg.SOLVER.MAX_ITER, cfg.SOLVER.CHECKPOINT_PERIOD) == (0, 20, 20)
     evaluation = json.loads((run / "evaluation.json").read_text())[VAL]
     assert evaluation.keys() == {"bbox", "segm", "sem_seg", "validation_loss"}
     assert 0 < evaluation["sem_seg"]["mIoU"] <= 100 and "loss_sem_seg" in evaluation["validation_loss"]
