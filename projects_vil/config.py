@@ -272,10 +272,15 @@ def check_override_effects(cfg: CfgNode, overrides: Sequence[str]) -> None:
     """
     for key in overrides[::2]:
         for beginning, other, values in _EFFECTIVE_WITH:
-            value = functools.reduce(getattr, other.split("."), cfg)
+            value = value_of(cfg, other)
             if key.startswith(beginning) and value not in values:
                 instead = " or ".join(map(str, values))
                 raise ConfigError(f"{key} has no effect with {other} {value}: leave it out, or add {other} {instead}")
+
+
+def value_of(cfg: CfgNode, key: str) -> Any:
+    """Return the value of a key such as ``SOLVER.BASE_LR``."""
+    return functools.reduce(getattr, key.split("."), cfg)
 
 
 def updated(cfg: CfgNode, values: dict[str, object]) -> CfgNode:

@@ -38,7 +38,7 @@ from projects_vil.checkpoint.pretrained import (
     named_variant,
 )
 from projects_vil.checkpoint.storage import read_last_checkpoint, tag_checkpoint
-from projects_vil.config import CONFIG_FILE, first_of, is_segmentor, number_of_classes
+from projects_vil.config import CONFIG_FILE, first_of, is_segmentor, number_of_classes, updated
 from projects_vil.modeling import TransformerBackbone, build_on_meta
 
 # With "model" for averaged weights: the weights of training, and the number of averaged steps.
@@ -354,12 +354,9 @@ def load_detector(
     Raises:
         ConfigError: if the file is missing or does not fit.
     """
-    cfg = cfg.clone()
-    cfg.defrost()
-    cfg.MODEL.DEVICE = str(device)
     datasets = (*cfg.DATASETS.TEST, *cfg.DATASETS.TRAIN)
-    if not as_datasets:
-        cfg.DATASETS.TEST = cfg.DATASETS.TRAIN = ()
+    values = {} if as_datasets else {"DATASETS.TEST": (), "DATASETS.TRAIN": ()}
+    cfg = updated(cfg, values | {"MODEL.DEVICE": str(device)})
     model = build_model(cfg)
     checkpointer = Checkpointer(model, cfg=cfg, complete=complete)
     saved = CheckpointMetadata.from_contents(checkpointer.load(str(weights)))

@@ -133,7 +133,5 @@ def _option_values(variant: str, options: Mapping[str, object]) -> dict[str, obj
         values[option] = getattr(sizes, option) if shared else [getattr(stage, option) for stage in sizes.stages]
     values.pop("batch_norm", None)
     if isinstance(sizes, ViLVariant):
-        values["position_resizing"] = sizes.position_resizing or ("map" if sizes.relative_bias else "load")
-        if sizes.relative_bias and not any(stage.attention == "dense" for stage in sizes.stages):
-            del values["position_resizing"]  # without tables there is nothing to resize
+        values["position_resizing"] = "load" if sizes.has_fixed_input_size else "map"
     return values

@@ -1,9 +1,7 @@
 """Checks of a run before it starts: what would otherwise cost its user hours, or end in a traceback."""
 
-import functools
 import math
 from collections.abc import Collection
-from typing import Any
 
 from detectron2.config import CfgNode
 from detectron2.engine import DefaultTrainer
@@ -13,7 +11,7 @@ from backbones import ConfigError
 from backbones.errors import check_choice
 from projects_vil import data
 from projects_vil.checkpoint import check_weights, checkpoints_of
-from projects_vil.config import check_device, is_panoptic, is_segmentor, updated
+from projects_vil.config import check_device, is_panoptic, is_segmentor, updated, value_of
 from projects_vil.engine.hooks import RandomShift
 from projects_vil.engine.trainer import AMP_DTYPES
 from projects_vil.engine.writers import check_services
@@ -22,8 +20,7 @@ from projects_vil.modeling import (
     MAX_EXPORT_SIDE,
     MIN_EXPORT_SIDE,
     build_on_meta,
-    check_cascade,
-    check_point_rend,
+    check_roi_heads,
     max_input_side,
 )
 from projects_vil.solver import LR_SCHEDULERS, OPTIMIZERS, build_lr_scheduler, build_optimizer
@@ -140,7 +137,7 @@ def check_values(cfg: CfgNode) -> None:
         ConfigError: for the first mistake, with its key.
     """
     for key, (smallest, largest) in _RANGES.items():
-        value = _value(cfg, key)
+        value = value_of(cfg, key)
         numbers = value if isinstance(value, (list, tuple)) else [value]
         if not all(isinstance(number, (int, float)) and smallest <= number <= largest for number in numbers):
             least = "above 0" if smallest == 1e-30 else f"at least {smallest:g}"
@@ -149,7 +146,7 @@ def check_values(cfg: CfgNode) -> None:
     if not cfg.OUTPUT_DIR:
         raise ConfigError("OUTPUT_DIR is empty: name a folder")
     for key, choices in _CHOICES.items():
-        check_choice(key, _value(cfg, key), choices)
+        check_choice(key, value_of(cfg, key), choices)
     if len(cfg.MODEL.PIXEL_MEAN) != 3 or len(cfg.MODEL.PIXEL_STD) != 3:
         raise ConfigError("MODEL.PIXEL_MEAN and MODEL.PIXEL_STD must be three numbers each")
     if len(cfg.INPUT.LSJ.SCALE) != 2 or cfg.INPUT.LSJ.SCALE[0] > cfg.INPUT.LSJ.SCALE[1]:
@@ -157,8 +154,7 @@ def check_values(cfg: CfgNode) -> None:
     check_coco_api(cfg.TEST.COCO_API)
     data.check_crop(cfg)
     data.check_augmentation(cfg)
-    check_cascade(cfg)
-    check_point_rend(cfg)
+    check_roi_heads(cfg)
     if is_panoptic(cfg) and not cfg.MODEL.MASK_ON:
         raise ConfigError("MODEL.MASK_ON is False, and a PanopticFPN combines masks with stuff: set it to True")
     if cfg.SOLVER.SCALE_LR_TO_BATCH and cfg.SOLVER.REFERENCE_WORLD_SIZE:
@@ -192,14 +188,8 @@ def _tasks(cfg: CfgNode) -> list[str]:
         return ["sem_seg", LOSS_TASK]
     has_rois = cfg.MODEL.META_ARCHITECTURE in ("GeneralizedRCNN", "PanopticFPN")
     is_evaluated = {
-        "bbox": True,
         "segm": has_rois and cfg.MODEL.MASK_ON,
         "keypoints": has_rois and cfg.MODEL.KEYPOINT_ON,
         "sem_seg": is_panoptic(cfg),
-        LOSS_TASK: True,
     }
-    return [task for task, evaluated in is_evaluated.items() if evaluated]
-
-
-def _value(cfg: CfgNode, key: str) -> Any:
-    return functools.reduce(getattr, key.split("."), cfg)
+    return ["bbox", *(task for task, evaluated in is_evaluated.items() if evaluated), LOSS_TASK]

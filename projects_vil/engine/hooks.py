@@ -290,19 +290,10 @@ class EarlyStopping(HookBase):
         self.patience = patience
         self.eval_period = eval_period
 
-    def before_train(self) -> None:
-        """Do not continue a run that was stopped and is resumed."""
-        if 0 < self.trainer.start_iter < self.trainer.max_iter:
-            self.trainer.iter = self.trainer.start_iter - 1
-            self._stop_if_waited()
-            self.trainer.iter = self.trainer.start_iter
-
     def after_step(self) -> None:
         done = self.trainer.iter + 1
-        if done % self.eval_period == 0 and done < self.trainer.max_iter:
-            self._stop_if_waited()
-
-    def _stop_if_waited(self) -> None:
+        if done % self.eval_period or done >= self.trainer.max_iter:
+            return
         waited = comm.all_gather(None if self.best is None else self.best.evaluations_since_best)[0]
         if waited < self.patience:
             return

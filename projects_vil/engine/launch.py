@@ -85,10 +85,10 @@ def check_processes(args: argparse.Namespace, *, device: str) -> None:
     env, on_cpu = distributed_env(), device.startswith("cpu")
     if env is not None and (args.num_gpus != 1 or args.num_machines != 1):
         raise ConfigError(f"torchrun has started {env.world_size} processes: leave out --num-gpus and --num-machines")
-    if args.num_machines < 1:
-        raise ConfigError(f"--num-machines is {args.num_machines}: it must be at least 1")
     if not 0 <= args.machine_rank < args.num_machines:
-        raise ConfigError(f"--machine-rank is {args.machine_rank}: it must be 0 to {args.num_machines - 1}")
+        raise ConfigError(
+            f"--machine-rank is {args.machine_rank}, and --num-machines {args.num_machines}: ranks are 0 to N - 1 of N"
+        )
     if args.num_machines > 1 and (args.dist_url == "auto" or "127.0.0.1" in args.dist_url):
         raise ConfigError(f"--dist-url is {args.dist_url}: it must be tcp://HOST:PORT of the first machine")
     if number_of_processes(args) > 1 and ":" in device:

@@ -426,16 +426,19 @@ class Trainer(DefaultTrainer):
         if self._metrics_file is not None:
             self._metrics_file.start(self.start_iter - self._is_unfinished)
         super().before_train()
-        if self._is_unfinished and self.start_iter < self.max_iter:
+        if 0 < self.start_iter < self.max_iter:
             self.iter = self.storage.iter = self.start_iter - 1
-            if self.cfg.TEST.EVAL_PERIOD and self.start_iter % self.cfg.TEST.EVAL_PERIOD == 0:
+            period = self.cfg.TEST.EVAL_PERIOD
+            if self._is_unfinished and period and self.start_iter % period == 0:
                 logging.getLogger(__name__).info(
                     "evaluating iteration %d first: its checkpoint was saved before its evaluation, whose results "
                     "metrics.json, the best checkpoint and early stopping need",
                     self.iter,
                 )
             for hook in self._after_saving:
-                hook.after_step()
+                # A run that was stopped early does not continue.
+                if self._is_unfinished or isinstance(hook, hooks.EarlyStopping):
+                    hook.after_step()
             self.iter = self.storage.iter = self.start_iter
 
     def after_train(self) -> None:

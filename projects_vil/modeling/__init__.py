@@ -16,5 +16,5 @@ from projects_vil.modeling.build import (
     stage_channels,
 )
 from projects_vil.modeling.micro_batches import MicroBatches
-from projects_vil.modeling.roi_heads import check_cascade, check_point_rend
+from projects_vil.modeling.roi_heads import check_roi_heads
 from projects_vil.modeling.test_time_augmentation import add_tta

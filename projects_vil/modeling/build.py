@@ -9,7 +9,7 @@ from detectron2.modeling import build_model
 from torch import nn
 
 from backbones import ConfigError, create_backbone
-from projects_vil.config import config_items
+from projects_vil.config import config_items, updated
 
 # Sides of images in pixels, and images in a batch, that exported programs take.
 MIN_EXPORT_SIDE, MAX_EXPORT_SIDE, LARGEST_BATCH = 32, 8192, 1024
@@ -21,9 +21,7 @@ def build_on_meta(cfg: CfgNode) -> nn.Module:
     Raises:
         ConfigError: if a key has a value with which it cannot be built.
     """
-    cfg = cfg.clone()
-    cfg.defrost()
-    cfg.MODEL.DEVICE = "meta"
+    cfg = updated(cfg, {"MODEL.DEVICE": "meta"})
     try:
         with torch.device("meta"):
             return build_model(cfg)

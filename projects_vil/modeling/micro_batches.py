@@ -27,16 +27,12 @@ class MicroBatches:
         self.total = 0
         self._model = model
         self._is_retinanet = isinstance(model, RetinaNet)
-        self._before = getattr(model, _NORMALIZER, None)
+        self._before = getattr(model, _NORMALIZER, _FIRST_NORMALIZER)
 
     def restore(self) -> None:
         """Restore the running mean from before the batch: before each micro-batch, and if the batch is skipped."""
-        if not self._is_retinanet:
-            return
-        if self._before is not None:
+        if self._is_retinanet:
             setattr(self._model, _NORMALIZER, self._before)
-        elif hasattr(self._model, _NORMALIZER):
-            delattr(self._model, _NORMALIZER)
 
     def weight(self, num_images: int) -> float:
         """Return the weight of the micro-batch whose loss was just computed."""

@@ -25,32 +25,27 @@ class AnyBatchPointRendMaskHead(PointRendMaskHead):
         return coarse_mask.new_zeros(0, number, 2), coarse_mask.new_zeros(0, number)
 
 
-def check_point_rend(cfg: CfgNode) -> None:
-    """Check the keys of PointRend's ``MODEL.ROI_MASK_HEAD`` that detectron2 does not; other heads are not checked.
+def check_roi_heads(cfg: CfgNode) -> None:
+    """Check the keys of PointRend's and Cascade R-CNN's heads that detectron2 does not check when it builds them.
 
     Raises:
-        ConfigError: for a value that its mask head cannot use.
+        ConfigError: for a value that PointRend's mask head cannot use, and for a threshold outside of 0 to 1.
     """
     model, head = cfg.MODEL, cfg.MODEL.ROI_MASK_HEAD
-    if not is_point_rend(cfg):
-        return
-    channels = model.FPN.OUT_CHANNELS * len(head.IN_FEATURES)
-    # Other augmentations than the default always make bitmaps.
-    has_bitmaps = cfg.INPUT.MASK_FORMAT == "bitmask" or cfg.INPUT.AUGMENTATION != "default"
-    for key, is_valid, valid in (
-        ("MODEL.ROI_MASK_HEAD.POINT_HEAD_ON", head.POINT_HEAD_ON, True),
-        ("MODEL.ROI_MASK_HEAD.CONV_DIM", head.CONV_DIM <= channels, channels),
-        ("INPUT.MASK_FORMAT", has_bitmaps, "bitmask"),
-    ):
-        if not is_valid:
-            raise ConfigError(f"{key} has a value that PointRendMaskHead cannot use: add {key} {valid}")
-
-
-def check_cascade(cfg: CfgNode) -> None:
-    """Raise a ConfigError if thresholds of ``CascadeROIHeads`` are not within 0 to 1; detectron2 checks other keys."""
-    thresholds = cfg.MODEL.ROI_BOX_CASCADE_HEAD.IOUS
-    is_valid = thresholds and all(isinstance(value, float) and 0 < value < 1 for value in thresholds)
-    if cfg.MODEL.ROI_HEADS.NAME == "CascadeROIHeads" and not is_valid:
+    if is_point_rend(cfg):
+        channels = model.FPN.OUT_CHANNELS * len(head.IN_FEATURES)
+        # Other augmentations than the default always make bitmaps.
+        has_bitmaps = cfg.INPUT.MASK_FORMAT == "bitmask" or cfg.INPUT.AUGMENTATION != "default"
+        for key, is_valid, valid in (
+            ("MODEL.ROI_MASK_HEAD.POINT_HEAD_ON", head.POINT_HEAD_ON, True),
+            ("MODEL.ROI_MASK_HEAD.CONV_DIM", head.CONV_DIM <= channels, channels),
+            ("INPUT.MASK_FORMAT", has_bitmaps, "bitmask"),
+        ):
+            if not is_valid:
+                raise ConfigError(f"{key} has a value that PointRendMaskHead cannot use: add {key} {valid}")
+    thresholds = model.ROI_BOX_CASCADE_HEAD.IOUS
+    are_valid = thresholds and all(isinstance(value, float) and 0 < value < 1 for value in thresholds)
+    if model.ROI_HEADS.NAME == "CascadeROIHeads" and not are_valid:
         raise ConfigError(
             f"MODEL.ROI_BOX_CASCADE_HEAD.IOUS is {thresholds}: each head needs a threshold above 0 and below 1"
         )
