@@ -1,16 +1,12 @@
 """The backbones as detectron2 builds them, micro-batches, and test-time augmentation."""
 
 from projects_vil.modeling.backbone import (
-    TransformerBackbone,
-    build_retinanet_transformer_fpn_backbone,
-    build_transformer_backbone,
-    build_transformer_fpn_backbone,
-)
-from projects_vil.modeling.build import (
     LARGEST_BATCH,
     MAX_EXPORT_SIDE,
     MIN_EXPORT_SIDE,
+    TransformerBackbone,
     build_on_meta,
+    build_transformer_backbone,
     max_export_side,
     max_input_side,
     stage_channels,

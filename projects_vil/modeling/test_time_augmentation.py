@@ -11,7 +11,7 @@ from torch import nn
 
 from backbones import ConfigError
 from projects_vil.config import updated
-from projects_vil.modeling.build import max_input_side
+from projects_vil.modeling.backbone import max_input_side
 
 # The short side, in pixels, for which detectron2's TEST.AUG.MIN_SIZES are meant.
 _USUAL_SHORT_SIDE = 800
