@@ -226,8 +226,6 @@ def _set_photometric_distortion(cfg: CfgNode) -> None:
 
 def _explain(error: Exception, cfg: CfgNode) -> str:
     message = one_line(error.args[0] if isinstance(error, KeyError) else error)
-    if isinstance(error, FileNotFoundError):
-        return f"there is no file {error.filename} (_BASE_)"
     if isinstance(error, (AttributeError, TypeError)):
         return "it is not a mapping of config keys"
     mismatch = re.search(

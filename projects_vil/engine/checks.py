@@ -16,13 +16,7 @@ from projects_vil.engine.hooks import RandomShift
 from projects_vil.engine.trainer import AMP_DTYPES
 from projects_vil.engine.writers import check_services
 from projects_vil.evaluation import LOSS_TASK, check_coco_api, check_metric, split_metric_name
-from projects_vil.modeling import (
-    MAX_EXPORT_SIDE,
-    MIN_EXPORT_SIDE,
-    build_on_meta,
-    check_roi_heads,
-    max_input_side,
-)
+from projects_vil.modeling import MAX_EXPORT_SIDE, MIN_EXPORT_SIDE, build_on_meta, check_roi_heads, max_input_side
 from projects_vil.solver import LR_SCHEDULERS, OPTIMIZERS, build_lr_scheduler, build_optimizer
 
 _CHOICES: dict[str, Collection[str]] = {

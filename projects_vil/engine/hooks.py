@@ -5,13 +5,11 @@ import logging
 import math
 import signal
 import types
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from detectron2.engine import HookBase, TrainerBase, hooks
 from detectron2.utils import comm
-from detectron2.utils.events import EventWriter
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -212,27 +210,6 @@ class PeriodicCheckpointer(HookBase):
         self.last_saved = self.trainer.iter
         if self.max_to_keep and comm.is_main_process():
             remove_old(self.checkpointer.save_dir, keep=self.max_to_keep)
-
-
-class PeriodicWriter(hooks.PeriodicWriter):
-    """detectron2's hook, which writes after each evaluation too, so that none is missing between two lines.
-
-    Args:
-        writers: the writers of the run.
-        period: iterations between two lines.
-        eval_period: iterations between two evaluations, or 0.
-    """
-
-    def __init__(self, writers: Sequence[EventWriter], *, period: int = 20, eval_period: int) -> None:
-        super().__init__(writers, period)
-        self.eval_period = eval_period
-
-    def after_step(self) -> None:
-        if self.eval_period and (self.trainer.iter + 1) % self.eval_period == 0:
-            for writer in self._writers:
-                writer.write()
-        else:
-            super().after_step()
 
 
 class BestCheckpointer(hooks.BestCheckpointer):

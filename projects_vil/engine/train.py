@@ -57,7 +57,9 @@ def _run(args: argparse.Namespace) -> None:
         num_images = read_datasets(cfg)
         cfg, lines = schedule_by_epochs(cfg, num_images, args.opts)
         cfg, scaling = scale_learning_rate(cfg)
-        train(cfg, args, Trainer, _write_yaml, log_lines=[*lines, *scaling])
+        for line in (*lines, *scaling):
+            logging.getLogger(__name__).info(line)
+        train(cfg, args, Trainer, _write_yaml)
 
 
 def _write_yaml(cfg: CfgNode, path: Path) -> None:
@@ -99,8 +101,6 @@ def train(
     args: argparse.Namespace,
     make_trainer: Callable[[CfgNode], Trainer],
     write_config: Callable[[CfgNode, Path], object],
-    *,
-    log_lines: list[str] = (),
 ) -> OrderedDict | None:
     """Train in one process, in the :func:`lock_output_dir`.
 
@@ -109,7 +109,6 @@ def train(
         args: the parsed command line.
         make_trainer: builds the trainer from the config with its final seed.
         write_config: writes ``config.yaml`` for that config.
-        log_lines: lines for the log.
     """
     is_new = not (args.resume and checkpoints_of(cfg.OUTPUT_DIR))
     comm.synchronize()
@@ -123,8 +122,6 @@ def train(
     cfg = updated(cfg, values)
     set_up_run(cfg, args)
     logger, solver = logging.getLogger(__name__), cfg.SOLVER
-    for line in log_lines:
-        logger.info(line)
     if solver.WARMUP_ITERS >= solver.MAX_ITER:
         logger.warning("the learning rate never reaches SOLVER.BASE_LR: SOLVER.WARMUP_ITERS is SOLVER.MAX_ITER or more")
     logger.info(

@@ -1,6 +1,7 @@
 """The trainer of YAML configs and LazyConfigs, and its step: gradient accumulation, mixed precision, divergence."""
 
 import contextlib
+import functools
 import json
 import logging
 import math
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from detectron2.config import CfgNode
 from detectron2.engine import DefaultTrainer, HookBase, SimpleTrainer, TrainerBase, create_ddp_model
-from detectron2.engine.hooks import CallbackHook, EvalHook, IterationTimer, PreciseBN
+from detectron2.engine.hooks import CallbackHook, EvalHook, IterationTimer, PeriodicWriter, PreciseBN
 from detectron2.evaluation import DatasetEvaluator
 from detectron2.utils import comm
 from detectron2.utils.events import EventWriter, TensorboardXWriter, get_event_storage, has_event_storage
@@ -344,7 +345,9 @@ class Trainer(DefaultTrainer):
             best = hooks.BestCheckpointer(eval_period, self.checkpointer, test.BEST_METRIC, mode)
             after.append(best)
         if is_main:
-            after.append(hooks.PeriodicWriter(self.build_writers(), period=self.log_period, eval_period=eval_period))
+            writers = self.build_writers()
+            after.append(PeriodicWriter(writers, self.log_period))
+            after.append(CallbackHook(after_step=functools.partial(_write_evaluation, writers)))
         after.append(CallbackHook(after_step=saving.save_evaluated))
         if options.EARLY_STOPPING_PATIENCE:
             patience = options.EARLY_STOPPING_PATIENCE
@@ -508,6 +511,13 @@ def report_results(cfg: CfgNode, results: OrderedDict, *, model: str | None = No
         # After the last iteration the storage's iteration is one higher.
         done = min(get_event_storage().iter + 1, cfg.SOLVER.MAX_ITER) if has_event_storage() else None
         draw_evaluation(cfg, name="evaluated" if done is None else f"{done:07d}")
+
+
+def _write_evaluation(writers: Sequence[EventWriter], trainer: Trainer) -> None:
+    """Write after each evaluation, so that none is missing between two lines; a writer writes an iteration once."""
+    period = trainer.cfg.TEST.EVAL_PERIOD
+    for writer in writers if period and (trainer.iter + 1) % period == 0 else ():
+        writer.write()
 
 
 def share_statistics(model: nn.Module) -> None:

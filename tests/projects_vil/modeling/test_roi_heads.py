@@ -58,7 +58,7 @@ def test_cascade_keys_that_do_not_go_together(thresholds, shapes):
     # Or detectron2's own check.
     with pytest.raises(ConfigError, match=f"{key}|cascade_ious"):
         check_setup(small_config("cascade_mask_rcnn", key, thresholds))
-    with pytest.raises(ConfigError, match="class-agnostic"):
+    with pytest.raises(ConfigError, match="CLS_AGNOSTIC_BBOX_REG"):
         check_setup(small_config("cascade_mask_rcnn", agnostic, "False"))
     check_setup(small_config("mask_rcnn", key, thresholds))
 
