@@ -194,12 +194,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> CfgNode:
         cfg.merge_from_file(str(path), allow_unsafe=False)
     except Exception as error:
         raise ConfigError(f"{path}: {_explain(error, cfg)}") from error
-    _set_photometric_distortion(cfg)
     try:
         cfg.merge_from_list(list(overrides))
     except Exception as error:
         raise ConfigError(f"{_explain(error, cfg)} (in the overrides {one_line(' '.join(overrides))})") from error
-    _set_photometric_distortion(cfg)
+    if cfg.INPUT.COLOR_AUG_SSD:
+        # PointRend's key means the same as this project's.
+        cfg.INPUT.PHOTOMETRIC_DISTORTION, cfg.INPUT.COLOR_AUG_SSD = True, False
     cfg.freeze()
     return cfg
 
@@ -216,12 +217,6 @@ def _evaluate(loader: yaml.SafeLoader, node: yaml.Node) -> Any:
 
 # detectron2 reads configs with this loader; other Python tags raise as before.
 yaml.SafeLoader.add_constructor(_EVAL, _evaluate)
-
-
-def _set_photometric_distortion(cfg: CfgNode) -> None:
-    """PointRend's key means the same as this project's."""
-    if cfg.INPUT.COLOR_AUG_SSD:
-        cfg.INPUT.PHOTOMETRIC_DISTORTION, cfg.INPUT.COLOR_AUG_SSD = True, False
 
 
 def _explain(error: Exception, cfg: CfgNode) -> str:

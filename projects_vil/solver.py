@@ -225,7 +225,7 @@ def build_lr_scheduler(cfg: CfgNode, optimizer: torch.optim.Optimizer) -> torch.
     t goes from 0 at the first iteration to 1 after the last; fvcore's polynomial decay ends at 0.
 
     Raises:
-        ConfigError: for a power or last learning rate that is not a decay, or steps that are not within the run.
+        ConfigError: for a last learning rate that is not a decay, or steps that are not within the run.
     """
     solver = cfg.SOLVER
     if solver.LR_SCHEDULER_NAME != "WarmupPolyLR":
@@ -236,8 +236,6 @@ def build_lr_scheduler(cfg: CfgNode, optimizer: torch.optim.Optimizer) -> torch.
                 f"SOLVER.LR_SCHEDULER_NAME {solver.LR_SCHEDULER_NAME} cannot have these SOLVER.STEPS, MAX_ITER, "
                 f"BASE_LR, BASE_LR_END and WARMUP_ITERS: {one_line(error)}"
             ) from error
-    if not solver.POLY_LR_POWER > 0:
-        raise ConfigError(f"SOLVER.POLY_LR_POWER is {solver.POLY_LR_POWER}: it must be above 0")
     if not 0 <= solver.BASE_LR_END <= solver.BASE_LR:
         raise ConfigError(
             f"SOLVER.BASE_LR_END is {solver.BASE_LR_END}: it must be 0 to SOLVER.BASE_LR, {solver.BASE_LR}"

@@ -11,7 +11,6 @@ from projects_vil.checkpoint.checkpointer import (
     Checkpointer,
     build_detector,
     check_weights,
-    check_weights_file,
     load_detector,
 )
 from projects_vil.checkpoint.metadata import METADATA_KEY, CheckpointMetadata, fingerprint, versions

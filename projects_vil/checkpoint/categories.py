@@ -103,7 +103,6 @@ def dataset_categories(
 
 def match_classes(ours: Sequence[str], theirs: Sequence[str]) -> dict[int, int]:
     """Map indices in ``ours`` to indices in ``theirs`` of the same name; repeated names match nothing."""
-    ours, theirs = list(ours), list(theirs)
     return {
         index: theirs.index(name)
         for index, name in enumerate(ours)

@@ -317,7 +317,6 @@ def check_weights(cfg: CfgNode, path: str, *, complete: bool = False, model: nn.
     Raises:
         ConfigError: see :meth:`Checkpointer.load`.
     """
-    check_weights_file(path)
     if "://" in path:
         return
     checkpointer = Checkpointer(model or build_on_meta(cfg), cfg=cfg, complete=complete)

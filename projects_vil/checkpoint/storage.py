@@ -94,8 +94,7 @@ def remove_old(folder: str | Path, *, keep: int) -> None:
 
 def remove_run(folder: str | Path) -> None:
     """Remove the checkpoints of an earlier run, so that the next run never resumes from one of them."""
-    (Path(folder) / LAST_CHECKPOINT).unlink(missing_ok=True)
-    for path in (*checkpoints_of(folder), Path(folder) / BEST_CHECKPOINT):
+    for path in (Path(folder) / LAST_CHECKPOINT, *checkpoints_of(folder), Path(folder) / BEST_CHECKPOINT):
         path.unlink(missing_ok=True)
 
 

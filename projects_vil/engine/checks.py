@@ -44,6 +44,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "SOLVER.EARLY_STOPPING_PATIENCE": (0, math.inf),
     "SOLVER.IMS_PER_BATCH": (1, math.inf),
     "SOLVER.MAX_ITER": (1, math.inf),
+    "SOLVER.POLY_LR_POWER": (1e-30, math.inf),
     "SOLVER.WARMUP_FACTOR": (0, 1),
     "TEST.DETECTIONS_PER_IMAGE": (1, math.inf),
     "TEST.DRAW_IMAGES": (0, 32),

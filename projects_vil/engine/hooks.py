@@ -157,14 +157,12 @@ class PeriodicCheckpointer(HookBase):
     Args:
         checkpointer: writes in rank 0.
         period: iterations between two checkpoints.
-        eval_period: iterations between two evaluations, or 0.
         max_to_keep: how many numbered ones are kept, the newest; 0 for all.
     """
 
-    def __init__(self, checkpointer: Checkpointer, *, period: int, eval_period: int, max_to_keep: int = 0) -> None:
+    def __init__(self, checkpointer: Checkpointer, *, period: int, max_to_keep: int = 0) -> None:
         self.checkpointer = checkpointer
         self.period = period
-        self.eval_period = eval_period
         self.max_to_keep = max_to_keep
         self.last_saved: int | None = None
 
@@ -188,8 +186,8 @@ class PeriodicCheckpointer(HookBase):
 
     def save_evaluated(self, trainer: TrainerBase) -> None:
         """Save the checkpoint of an iteration again, with the result of its evaluation; the last step of a hook."""
-        done = trainer.iter + 1
-        if self.eval_period and done % math.lcm(self.eval_period, self.period) == 0 and done < trainer.max_iter:
+        done, eval_period = trainer.iter + 1, trainer.cfg.TEST.EVAL_PERIOD
+        if eval_period and done % math.lcm(eval_period, self.period) == 0 and done < trainer.max_iter:
             self.save(f"model_{trainer.iter:07d}", finished=True)
 
     def save(self, name: str, *, finished: bool = False, normalizers: list[float | None] | None = None) -> None:
@@ -250,36 +248,30 @@ class StoppedEarly(BaseException):
 
 
 class EarlyStopping(HookBase):
-    """End the run after ``patience`` evaluations without a better metric, with ``model_final.pth``; in every rank.
+    """End the run after ``SOLVER.EARLY_STOPPING_PATIENCE`` evaluations without a better metric; in every rank.
+
+    ``model_final.pth`` is then the model of the last iteration.
 
     Args:
         best: counts the evaluations; None in ranks above 0.
         saving: writes the checkpoint.
-        patience: how many evaluations.
-        eval_period: iterations between two evaluations.
     """
 
-    def __init__(
-        self, best: BestCheckpointer | None, saving: PeriodicCheckpointer, *, patience: int, eval_period: int
-    ) -> None:
+    def __init__(self, best: BestCheckpointer | None, saving: PeriodicCheckpointer) -> None:
         self.best = best
         self.saving = saving
-        self.patience = patience
-        self.eval_period = eval_period
 
     def after_step(self) -> None:
-        done = self.trainer.iter + 1
-        if done % self.eval_period or done >= self.trainer.max_iter:
+        done, cfg = self.trainer.iter + 1, self.trainer.cfg
+        if done % cfg.TEST.EVAL_PERIOD or done >= self.trainer.max_iter:
             return
         waited = comm.all_gather(None if self.best is None else self.best.evaluations_since_best)[0]
-        if waited < self.patience:
+        if waited < cfg.SOLVER.EARLY_STOPPING_PATIENCE:
             return
         self.saving.save("model_final", finished=True)
         logging.getLogger(__name__).info(
-            "stopped early after iteration %d, %d evaluations after the best; a larger SOLVER.EARLY_STOPPING_PATIENCE "
-            "and --resume continue",
-            self.trainer.iter,
-            waited,
+            f"stopped early after iteration {self.trainer.iter}, {waited} evaluations after the best; a larger "
+            "SOLVER.EARLY_STOPPING_PATIENCE and --resume continue"
         )
         raise StoppedEarly
 

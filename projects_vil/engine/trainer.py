@@ -333,10 +333,7 @@ class Trainer(DefaultTrainer):
         if self.averaged is not None:
             before.append(CallbackHook(after_step=Trainer._update_average))
         saving = hooks.PeriodicCheckpointer(
-            self.checkpointer,
-            period=options.CHECKPOINT_PERIOD,
-            eval_period=eval_period,
-            max_to_keep=options.CHECKPOINT_KEEP,
+            self.checkpointer, period=options.CHECKPOINT_PERIOD, max_to_keep=options.CHECKPOINT_KEEP
         )
         self._saving, best = saving, None
         after: list[HookBase] = [EvalHook(eval_period, self._evaluate)]
@@ -350,8 +347,7 @@ class Trainer(DefaultTrainer):
             after.append(CallbackHook(after_step=functools.partial(_write_evaluation, writers)))
         after.append(CallbackHook(after_step=saving.save_evaluated))
         if options.EARLY_STOPPING_PATIENCE:
-            patience = options.EARLY_STOPPING_PATIENCE
-            after.append(hooks.EarlyStopping(best, saving, patience=patience, eval_period=eval_period))
+            after.append(hooks.EarlyStopping(best, saving))
         # What an iteration still does once its checkpoint is written.
         self._after_saving = after
         return [*before, saving, *after]
@@ -434,9 +430,8 @@ class Trainer(DefaultTrainer):
             period = self.cfg.TEST.EVAL_PERIOD
             if self._is_unfinished and period and self.start_iter % period == 0:
                 logging.getLogger(__name__).info(
-                    "evaluating iteration %d first: its checkpoint was saved before its evaluation, whose results "
-                    "metrics.json, the best checkpoint and early stopping need",
-                    self.iter,
+                    f"evaluating iteration {self.iter} first: its checkpoint was saved before its evaluation, whose "
+                    "results metrics.json, the best checkpoint and early stopping need"
                 )
             for hook in self._after_saving:
                 # A run that was stopped early does not continue.

@@ -254,8 +254,7 @@ def stage_channels(name: str, stage: str) -> int:
 
 def max_export_side(detector: nn.Module) -> int:
     """Return the longest side, in pixels, of images that an exported detector takes: absolute positions limit it."""
-    side = max_input_side(detector)
-    return MAX_EXPORT_SIDE if side is None else side
+    return max_input_side(detector) or MAX_EXPORT_SIDE
 
 
 def max_input_side(detector: nn.Module) -> int | None:

@@ -38,6 +38,7 @@ def test_valid_setups(shapes, trained_run):
         (["SOLVER.LR_SCHEDULER_NAME", "WarmupMultiStepLR", "SOLVER.STEPS", "(0, 10)"], "SOLVER.STEPS"),
         (["SOLVER.LR_SCHEDULER_NAME", "WarmupMultiStepLR", "SOLVER.STEPS", "(10, 5)"], "SOLVER.STEPS"),
         (["SOLVER.WARMUP_METHOD", "linaer"], "SOLVER.WARMUP_METHOD"),
+        (["SOLVER.POLY_LR_POWER", "0.0"], "SOLVER.POLY_LR_POWER"),
         (["SOLVER.WARMUP_FACTOR", "1.5"], "SOLVER.WARMUP_FACTOR is 1.5: it must be 0 to 1"),
         (["SOLVER.LR_MULTIPLIERS", "['*weight*', 0.1]"], "SOLVER.LR_MULTIPLIERS"),
         (["SOLVER.LR_MULTIPLIERS", "[['*weight*', '0.1']]"], "SOLVER.LR_MULTIPLIERS"),
