@@ -75,7 +75,7 @@ def load_coco(name: str, *, check: str, masks: bool, open_images: bool, report: 
     for annotation in dataset.get("annotations", ()):
         objects_of[annotation["image_id"]].append(_object(annotation, class_of, masks=masks))
     root, images = MetadataCatalog.get(name).image_root, sorted(dataset["images"], key=lambda image: image["id"])
-    logging.getLogger(__name__).info("%s: %d images", name, len(images))
+    log_first_n(logging.INFO, f"{name}: {len(images)} images", name=__name__, key="message")
     return [
         {
             "file_name": os.path.join(root, image["file_name"]),

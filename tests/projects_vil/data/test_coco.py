@@ -140,6 +140,11 @@ def test_an_older_run_stays_if_the_annotations_are_refused(copy, tmp_path):
     assert (tmp_path / "out/model_final.pth").read_bytes() == b"an older run"
 
 
+def test_the_number_of_images_is_logged_once_in_a_run(trained_run):
+    """Before training, which reads them for a check, and not again by the evaluation."""
+    assert (trained_run / "log.txt").read_text().count("shapes_val: 8 images") == 1
+
+
 # -- tools -----------------------------------------------------------------------------------------
 
 
