@@ -214,7 +214,7 @@ class CocoFile:
             if key == "annotations":
                 left_out[key] = set(np.flatnonzero(np.isin(self.image_of, list(left_out["images"]))).tolist())
             for check in CHECKS.values():
-                if check.key != key or check.fix is None or (check.name == "area_missing" and not areas):
+                if check.key != key or check.fix is None or (check.name == "missing_or_invalid_area" and not areas):
                     continue
                 for index in self.found.get(check.name, ()):
                     if index in left_out[key]:
@@ -238,16 +238,16 @@ def find_in_categories(file: CocoFile) -> Findings:
     for index, entry in enumerate(file.categories):
         number = as_int(entry.get("id")) if isinstance(entry, dict) else None
         if number is None or not isinstance(entry.get("name"), str):
-            yield "category_form", index, None
+            yield "invalid_category_entry", index, None
         elif number in file.category_by_id:
-            yield "category_id_twice", index, None
+            yield "duplicate_category_id", index, None
         else:
             file.category_by_id[number] = index
             if entry["name"] in names:
-                yield "category_name_twice", index, None
+                yield "duplicate_category_name", index, None
             names.add(entry["name"])
             if type(entry["id"]) is not int:
-                yield "category_text", index, None
+                yield "category_id_not_integer", index, None
 
 
 def find_in_images(file: CocoFile) -> Findings:
@@ -255,31 +255,31 @@ def find_in_images(file: CocoFile) -> Findings:
     for index, entry in enumerate(file.images):
         has_id = isinstance(entry, dict) and type(entry.get("id")) in (int, float, str)
         if not has_id or not isinstance(entry.get("file_name"), str) or not entry["file_name"]:
-            yield "image_form", index, None
+            yield "invalid_image_entry", index, None
             continue
         indices_of_id[entry["id"]].append(index)
         file.image_by_id.setdefault(entry["id"], index)
         if (number := as_int(entry["id"])) is not None:
             file.image_by_number.setdefault(number, index)
         if entry["file_name"] in names:
-            yield "file_twice", index, None
+            yield "duplicate_file_name", index, None
         names.add(entry["file_name"])
         sides = entry.get("height"), entry.get("width")
         if all(type(side) is int and 0 < side < 2**31 for side in sides):
             file.heights[index], file.widths[index] = sides
         else:
-            yield "image_size_missing", index, None
+            yield "missing_image_size", index, None
     for indices in indices_of_id.values():
         if len(indices) > 1:
             are_equal = all(file.images[index] == file.images[indices[0]] for index in indices)
             # One of equal entries stays; if they differ, it is unknown whose objects are whose.
-            yield from (("image_id_twice", index, None) for index in indices[1 if are_equal else 0 :])
+            yield from (("duplicate_image_id", index, None) for index in indices[1 if are_equal else 0 :])
     if len({isinstance(number, str) for number in file.image_by_id}) == 2:
-        yield from (("image_ids_mixed", index, None) for indices in indices_of_id.values() for index in indices)
+        yield from (("mixed_image_id_types", index, None) for indices in indices_of_id.values() for index in indices)
 
 
 def find_in_files(file: CocoFile) -> Findings:
-    unusable, unsized = set(file.found["image_form"]), set(file.found["image_size_missing"])
+    unusable, unsized = set(file.found["invalid_image_entry"]), set(file.found["missing_image_size"])
     paths = {
         index: os.path.join(file.image_root, entry["file_name"])
         for index, entry in enumerate(file.images)
@@ -288,7 +288,7 @@ def find_in_files(file: CocoFile) -> Findings:
     missing, opened = set(missing_files(paths.values())), {}
     for index, path in paths.items():
         if path in missing:
-            yield "file_missing", index, None
+            yield "missing_image_file", index, None
         elif file.headers or file.pixels or index in unsized:
             opened[index] = path
     with ThreadPool((os.cpu_count() or 1) if file.pixels else _NUM_THREADS) as pool:
@@ -299,11 +299,12 @@ def find_in_files(file: CocoFile) -> Findings:
                 file.progress(count)
             expected = int(file.heights[index]), int(file.widths[index])
             if isinstance(size, str):
-                yield "file_unreadable", index, size
+                yield "unreadable_image_file", index, size
             elif index in unsized:
                 file.heights[index], file.widths[index] = size
             elif size != expected:
-                yield "file_size", index, f"(height, width) is {size} in the file, {expected} in the annotations"
+                value = f"(height, width) is {size} in the file, {expected} in the annotations"
+                yield "image_size_mismatch", index, value
 
 
 def _size_or_reason(path: str, *, pixels: bool) -> tuple[int, int] | str:
@@ -325,12 +326,12 @@ def missing_files(paths: Iterable[str]) -> Iterator[str]:
 
 
 def find_in_annotations(file: CocoFile) -> Findings:
-    are_mixed = bool(file.found["image_ids_mixed"])
+    are_mixed = bool(file.found["mixed_image_id_types"])
     # The last one is for an unknown image, whose index is -1.
     largest_areas = [*(2 * np.maximum(file.heights * file.widths, 1)).tolist(), math.inf]
     for index, entry in enumerate(file.annotations):
         if not isinstance(entry, dict):
-            yield "annotation_form", index, None
+            yield "invalid_annotation_entry", index, None
             continue
         name = entry.get("image_id")
         image = file.image_by_id.get(name, -1) if isinstance(name, (int, str, float)) else -1
@@ -338,28 +339,28 @@ def find_in_annotations(file: CocoFile) -> Findings:
             image = file.image_by_number.get(as_int(name), -1)
         file.image_of[index] = image
         if image < 0:
-            yield "image_unknown", index, None
+            yield "unknown_image_id", index, None
         elif are_mixed or file.images[image]["id"] != name:
-            yield "image_id_text", index, None
+            yield "image_id_type_mismatch", index, None
         category = entry.get("category_id")
         if type(category) is not int or category not in file.category_by_id:
-            is_known = as_int(category) in file.category_by_id
-            yield "category_id_text" if is_known else "category_unknown", index, f"category_id {_shortened(category)}"
+            name = "category_id_type_mismatch" if as_int(category) in file.category_by_id else "unknown_category_id"
+            yield name, index, f"category_id {_shortened(category)}"
         number = entry.get("id")
         if type(number) is not int or number <= 0:
-            yield "annotation_id_unusable", index, None
+            yield "invalid_annotation_id", index, None
         elif file.annotation_by_id.setdefault(number, index) != index:
-            yield "annotation_id_twice", index, None
+            yield "duplicate_annotation_id", index, None
         crowd = entry.get("iscrowd")
         if crowd is None:
-            yield "iscrowd_missing", index, None
+            yield "missing_iscrowd", index, None
         elif type(crowd) not in (int, bool, float) or crowd not in (0, 1):
-            yield "iscrowd_value", index, f"iscrowd {_shortened(crowd)}"
+            yield "invalid_iscrowd", index, f"iscrowd {_shortened(crowd)}"
         if entry.get("ignore") and not crowd:
-            yield "ignored", index, None
+            yield "ignore_flag", index, None
         area = entry.get("area")
         if type(area) not in _NUMBERS or not 0 <= area <= largest_areas[image]:
-            yield "area_missing", index, None if area is None else f"area {_shortened(area)}"
+            yield "missing_or_invalid_area", index, None if area is None else f"area {_shortened(area)}"
 
 
 def find_in_masks(file: CocoFile) -> Findings:
@@ -368,14 +369,14 @@ def find_in_masks(file: CocoFile) -> Findings:
             continue
         segmentation = entry.get("segmentation")
         if not segmentation:
-            yield "mask_missing", index, None
+            yield "missing_segmentation", index, None
             continue
         height, width = file.size_of_image(index)
         if height:
             problems = problems_of(segmentation, height, width)[0]
             yield from ((problem, index, segmentation) for problem in problems)
             if isinstance(segmentation, dict) and not entry.get("iscrowd"):
-                yield "rle_object", index, None
+                yield "rle_without_iscrowd", index, None
 
 
 def find_in_boxes(file: CocoFile) -> Findings:
@@ -388,9 +389,9 @@ def find_in_boxes(file: CocoFile) -> Findings:
             indices.append(index)
             rows.append(box)
         elif "bbox" in entry:
-            yield "box_form", index, box
+            yield "invalid_bbox", index, box
         else:
-            yield "box_missing" if box_of_mask(file, index, entry) is None else "box_of_mask", index, None
+            yield "missing_bbox_and_mask" if box_of_mask(file, index, entry) is None else "missing_bbox", index, None
     if not rows:
         return
     try:
@@ -409,24 +410,24 @@ def _box_problems(file: CocoFile, indices: np.ndarray, boxes: np.ndarray) -> Ite
     left, top, wide, high = np.where(finite[:, None], boxes, 0).T
     right, bottom, far = left + wide, top + high, FAR * np.maximum(heights, widths)
     sound = finite & (wide >= 0) & (high >= 0)
-    yield "box_form", ~sound
+    yield "invalid_bbox", ~sound
     is_far = (np.minimum(left, top) < -far) | (right > widths + far) | (bottom > heights + far)
     is_far &= sound & has_size
     empty = sound & ~is_far & ((wide == 0) | (high == 0))
-    yield "box_empty", empty
+    yield "zero_area_bbox", empty
     sound &= has_size & ~is_far & ~empty
     outside = sound & ((right <= 0) | (bottom <= 0) | (left >= widths) | (top >= heights))
-    yield "box_outside", outside | is_far
+    yield "bbox_outside_image", outside | is_far
     beyond = sound & ((left < -1) | (top < -1) | (right > widths + 1) | (bottom > heights + 1))
-    yield "box_beyond", beyond & ~outside
+    yield "bbox_exceeds_image", beyond & ~outside
     number = int(sound.sum())
     if not number:
         return
     as_corners = (wide > left) & (high > top) & (wide <= widths + 1) & (high <= heights + 1) & (left >= -1)
     if number >= _MIN_BOXES and beyond.sum() >= _BEYOND_SHARE * number and as_corners[sound].mean() > 0.99:
-        yield "boxes_as_corners", _first(beyond)
+        yield "boxes_in_xyxy_format", _first(beyond)
     if max(right[sound].max(), bottom[sound].max()) <= 1 and min(widths[sound].min(), heights[sound].min()) > 10:
-        yield "boxes_as_fractions", _first(sound)
+        yield "boxes_in_normalized_coordinates", _first(sound)
 
 
 def _first(where: np.ndarray) -> np.ndarray:
@@ -434,10 +435,10 @@ def _first(where: np.ndarray) -> np.ndarray:
 
 
 def find_without_objects(file: CocoFile) -> Findings:
-    used = {*file.image_of.tolist(), *file.found["image_form"]}
-    yield from (("image_empty", index, None) for index in range(len(file.images)) if index not in used)
+    used = {*file.image_of.tolist(), *file.found["invalid_image_entry"]}
+    yield from (("image_without_objects", index, None) for index in range(len(file.images)) if index not in used)
     used = {as_int(entry.get("category_id")) for entry in file.annotations if isinstance(entry, dict)}
-    yield from (("category_empty", index, None) for n, index in file.category_by_id.items() if n not in used)
+    yield from (("category_without_objects", index, None) for n, index in file.category_by_id.items() if n not in used)
 
 
 # -- fix: the entry instead of one with a finding, or None to leave it out -------------------------
@@ -461,7 +462,7 @@ def renumber_id(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, 
 
 def set_image_id(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
     image = int(file.image_of[index])
-    return entry | {"image_id": image + 1 if file.found["image_ids_mixed"] else file.images[image]["id"]}
+    return entry | {"image_id": image + 1 if file.found["mixed_image_id_types"] else file.images[image]["id"]}
 
 
 def set_category_id(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
@@ -538,63 +539,66 @@ _WHOLE = "read as the whole number"
 # fmt: off
 CHECKS = {row[0]: Check(*row, key=key) for key, rows in {
     "categories": (
-        ("category_form", "error", "categories without an id and a name", leave_out, _WITH_OBJECTS),
-        ("category_id_twice", "error", "categories with the id of another", leave_out, "the first with the id stays"),
-        ("category_text", "fixed", "categories whose id is text or has a decimal point", to_int_id, _WHOLE),
-        ("category_name_twice", "note", "categories with the name of another", None, "different classes"),
-        ("category_empty", "note", "categories without objects", None, "a class that is not learned"),
+        ("invalid_category_entry", "error", "categories without an id and a name", leave_out, _WITH_OBJECTS),
+        ("duplicate_category_id", "error", "categories with the id of another", leave_out, "the first one stays"),
+        ("category_id_not_integer", "fixed", "categories whose id is text or has a decimal point", to_int_id, _WHOLE),
+        ("duplicate_category_name", "note", "categories with the name of another", None, "different classes"),
+        ("category_without_objects", "note", "categories without objects", None, "a class that is not learned"),
     ),
     "images": (
-        ("image_form", "error", "images without an id and a file_name", leave_out, _WITH_OBJECTS),
-        ("image_id_twice", "error", "images whose id is not unique", leave_out,
+        ("invalid_image_entry", "error", "images without an id and a file_name", leave_out, _WITH_OBJECTS),
+        ("duplicate_image_id", "error", "images whose id is not unique", leave_out,
          "of equal entries one stays; others are left out with their objects, which could be of either"),
-        ("image_ids_mixed", "error", "images with ids of which some are text and others numbers", renumber_id,
+        ("mixed_image_id_types", "error", "images with ids of which some are text and others numbers", renumber_id,
          "new ids, the positions in the file"),
-        ("image_size_missing", "fixed", "images without height and width", set_file_size, "read from the file"),
-        ("file_twice", "note", "images with the file of another", None, "trained on as two images"),
-        ("file_missing", "error", "images whose file is missing", leave_out, _WITH_OBJECTS),
-        ("file_unreadable", "error", "images whose file cannot be read", leave_out, _WITH_OBJECTS),
-        ("file_size", "error", "images whose size differs from the annotation", leave_out, _WITH_OBJECTS),
-        ("image_empty", "note", "images without objects", None,
+        ("missing_image_size", "fixed", "images without height and width", set_file_size, "read from the file"),
+        ("duplicate_file_name", "note", "images with the file of another", None, "trained on as two images"),
+        ("missing_image_file", "error", "images whose file is missing", leave_out, _WITH_OBJECTS),
+        ("unreadable_image_file", "error", "images whose file cannot be read", leave_out, _WITH_OBJECTS),
+        ("image_size_mismatch", "error", "images whose size differs from the annotation", leave_out, _WITH_OBJECTS),
+        ("image_without_objects", "note", "images without objects", None,
          "left out of training unless DATALOADER.FILTER_EMPTY_ANNOTATIONS is False; evaluated"),
     ),
     "annotations": (
-        ("annotation_form", "error", "annotations that are not JSON objects", leave_out, _OUT),
-        ("image_unknown", "error", "annotations of an image_id that no image has", leave_out, _OUT),
-        ("image_id_text", "fixed", "annotations whose image_id is written in another way than the image's id",
+        ("invalid_annotation_entry", "error", "annotations that are not JSON objects", leave_out, _OUT),
+        ("unknown_image_id", "error", "annotations of an image_id that no image has", leave_out, _OUT),
+        ("image_id_type_mismatch", "fixed", "annotations whose image_id is written in another way than the image's id",
          set_image_id, "the image's id"),
-        ("category_unknown", "error", "annotations with an unknown category_id", leave_out, _OUT),
-        ("category_id_text", "fixed", "annotations whose category_id is text or has a decimal point", set_category_id,
-         _WHOLE),
-        ("iscrowd_missing", "fixed", "annotations without iscrowd", mark_object, "0"),
-        ("iscrowd_value", "error", "annotations whose iscrowd is neither 0 nor 1", leave_out, _OUT),
-        ("mask_missing", "error", "annotations without the segmentation that others have", leave_out, _OUT),
-        ("mask_form", "error", "segmentations that are neither polygons of finite numbers nor RLE", usable_mask, _MASK),
-        ("mask_empty", "error", "masks without a polygon of three points in the image", usable_mask, _OUT),
-        ("polygon_far", "error", "masks with a polygon more than ten image sides beyond the image", usable_mask, _MASK),
-        ("polygon_empty", "fixed", "masks with a polygon of fewer than three points or outside the image among others",
+        ("unknown_category_id", "error", "annotations with an unknown category_id", leave_out, _OUT),
+        ("category_id_type_mismatch", "fixed", "annotations whose category_id is text or has a decimal point",
+         set_category_id, _WHOLE),
+        ("missing_iscrowd", "fixed", "annotations without iscrowd", mark_object, "0"),
+        ("invalid_iscrowd", "error", "annotations whose iscrowd is neither 0 nor 1", leave_out, _OUT),
+        ("missing_segmentation", "error", "annotations without the segmentation that others have", leave_out, _OUT),
+        ("invalid_segmentation", "error", "segmentations that are neither polygons of finite numbers nor RLE",
+         usable_mask, _MASK),
+        ("empty_mask", "error", "masks without a polygon of three points in the image", usable_mask, _OUT),
+        ("polygon_far_outside_image", "error", "masks with a polygon more than ten image sides beyond the image",
+         usable_mask, _MASK),
+        ("empty_polygon", "fixed", "masks with a polygon of fewer than three points or outside the image among others",
          usable_mask, "the other polygons stay"),
-        ("rle_form", "error", "RLE whose size or counts are not those of the image", usable_mask, _OUT),
-        ("rle_object", "note", "RLE instead of polygons of objects that are not crowds", None,
+        ("invalid_rle", "error", "RLE whose size or counts are not those of the image", usable_mask, _OUT),
+        ("rle_without_iscrowd", "note", "RLE instead of polygons of objects that are not crowds", None,
          "read as bitmaps, as are the polygons of their images"),
-        ("boxes_as_corners", "error", "boxes that fit their images only as [left, top, right, bottom]", None,
+        ("boxes_in_xyxy_format", "error", "boxes that fit their images only as [left, top, right, bottom]", None,
          "always stops: convert them to [left, top, width, height]"),
-        ("boxes_as_fractions", "error", "boxes that are fractions of the image, not pixels", None,
+        ("boxes_in_normalized_coordinates", "error", "boxes that are fractions of the image, not pixels", None,
          "always stops: multiply them by width and height"),
-        ("box_missing", "error", "annotations without a bbox", leave_out, _OUT),
-        ("box_of_mask", "fixed", "annotations without a bbox, with a mask", box_of_mask, "the box of the mask"),
-        ("box_form", "error", "boxes that are not finite [left, top, width >= 0, height >= 0]", box_of_mask, _BOX),
-        ("box_outside", "error", "boxes outside the image, or more than ten image sides beyond it", box_of_mask, _BOX),
-        ("box_empty", "note", "boxes without area", None, "not trained on; in evaluation nothing matches them"),
-        ("box_beyond", "note", "boxes more than a pixel beyond the image", None,
+        ("missing_bbox_and_mask", "error", "annotations without a bbox and without a usable mask", leave_out, _OUT),
+        ("missing_bbox", "fixed", "annotations without a bbox, with a mask", box_of_mask, "the box of the mask"),
+        ("invalid_bbox", "error", "boxes that are not finite [left, top, width >= 0, height >= 0]", box_of_mask, _BOX),
+        ("bbox_outside_image", "error", "boxes outside the image, or more than ten image sides beyond it",
+         box_of_mask, _BOX),
+        ("zero_area_bbox", "note", "boxes without area", None, "not trained on; in evaluation nothing matches them"),
+        ("bbox_exceeds_image", "note", "boxes more than a pixel beyond the image", None,
          "clipped in training, evaluated as they are"),
-        ("ignored", "error", "annotations with ignore, which detectron2 does not know", mark_crowd,
+        ("ignore_flag", "error", "annotations with ignore, which detectron2 does not know", mark_crowd,
          "taken for a crowd (iscrowd 1): not trained on, not counted"),
-        ("annotation_id_unusable", "fixed", "annotations without an id above 0, which COCO's evaluation needs", new_id,
+        ("invalid_annotation_id", "fixed", "annotations without an id above 0, which COCO's evaluation needs", new_id,
          "a new id"),
-        ("annotation_id_twice", "error", "annotations whose id is not unique", new_id_unless_equal,
+        ("duplicate_annotation_id", "error", "annotations whose id is not unique", new_id_unless_equal,
          "an equal annotation is left out, another one gets a new id"),
-        ("area_missing", "fixed", "annotations without a possible area", area_of_mask_or_box,
+        ("missing_or_invalid_area", "fixed", "annotations without a possible area", area_of_mask_or_box,
          "that of the mask, or of the box"),
     ),
 }.items() for row in rows}

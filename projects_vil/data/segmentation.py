@@ -21,11 +21,11 @@ def problems_of(segmentation: Any, height: int, width: int) -> tuple[list[str], 
         problem = _rle_problem(segmentation, height, width)
         return ([problem], 0) if problem else ([], 1)
     if not isinstance(segmentation, list):
-        return ["mask_form"], 0
+        return ["invalid_segmentation"], 0
     found = [_polygon_problem(polygon, height, width) for polygon in segmentation]
     usable = found.count(None)
     problems = [problem for problem in dict.fromkeys(found) if problem]
-    return problems if usable else ["mask_empty" if p == "polygon_empty" else p for p in problems], usable
+    return problems if usable else ["empty_mask" if p == "empty_polygon" else p for p in problems], usable
 
 
 def usable_segmentation(segmentation: Any, height: int, width: int) -> Any:
@@ -62,16 +62,16 @@ def _polygon_problem(polygon: Any, height: int, width: int) -> str | None:
     if _is_plain(polygon, height, width):
         return None
     if not isinstance(polygon, list) or not all(type(number) in (int, float) for number in polygon):
-        return "mask_form"
+        return "invalid_segmentation"
     if len(polygon) < 6 or len(polygon) % 2:
-        return "polygon_empty"
+        return "empty_polygon"
     if not all(isinstance(number, int) or math.isfinite(number) for number in polygon):
-        return "mask_form"
+        return "invalid_segmentation"
     left, right, top, bottom = min(polygon[::2]), max(polygon[::2]), min(polygon[1::2]), max(polygon[1::2])
     far = FAR * max(height, width)
     if min(left, top) < -far or right > width + far or bottom > height + far:
-        return "polygon_far"
-    return "polygon_empty" if right < 0 or bottom < 0 or left > width or top > height else None
+        return "polygon_far_outside_image"
+    return "empty_polygon" if right < 0 or bottom < 0 or left > width or top > height else None
 
 
 def _is_plain(polygon: Any, height: int, width: int) -> bool:
@@ -89,15 +89,15 @@ def _is_plain(polygon: Any, height: int, width: int) -> bool:
 def _rle_problem(rle: dict[str, Any], height: int, width: int) -> str | None:
     size, counts = rle.get("size"), rle.get("counts")
     if not isinstance(size, list) or [type(side) for side in size] != [int, int]:
-        return "mask_form"
+        return "invalid_segmentation"
     if size != [height, width]:
-        return "rle_form"
+        return "invalid_rle"
     if isinstance(counts, str):
         counts = _run_lengths(counts)
     elif not isinstance(counts, list) or not set(map(type, counts)) <= {int}:
-        return "rle_form"
+        return "invalid_rle"
     is_whole = len(counts) > 0 and min(counts) >= 0 and sum(counts) == height * width
-    return None if is_whole else "rle_form"
+    return None if is_whole else "invalid_rle"
 
 
 def _run_lengths(counts: str) -> list[int]:

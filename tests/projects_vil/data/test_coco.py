@@ -152,8 +152,8 @@ def test_check_dataset(copy, tmp_path):
     corrupt(copy, "box of NaN")
     arguments = [copy / "annotations.json", copy / "images", "--json", tmp_path / "found.json"]
     result = run_tool("check_dataset.py", *arguments)
-    assert str(copy / "annotations.json") in error_line(result) and "box_form" in result.stdout
-    assert [one["name"] for one in json.loads((tmp_path / "found.json").read_text())["found"]] == ["box_form"]
+    assert str(copy / "annotations.json") in error_line(result) and "invalid_bbox" in result.stdout
+    assert [one["name"] for one in json.loads((tmp_path / "found.json").read_text())["found"]] == ["invalid_bbox"]
     result = run_tool("check_dataset.py", *arguments, "--fix", tmp_path / "clean.json", "--deep")
     assert result.returncode == 0 and "changed 1" in result.stdout.splitlines()[-1], result.stderr
     assert run_tool("check_dataset.py", tmp_path / "clean.json", copy / "images").returncode == 0

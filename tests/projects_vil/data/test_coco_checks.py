@@ -26,7 +26,7 @@ def found(folder, **options) -> dict[str, int]:
 
 def test_a_valid_file_has_no_findings_and_every_check_has_a_case(copy):
     assert found(copy, pixels=True) == {}
-    cases = {name for name, _ in CORRUPTIONS.values()} | {"boxes_as_corners", "boxes_as_fractions"}
+    cases = {name for name, _ in CORRUPTIONS.values()} | {"boxes_in_xyxy_format", "boxes_in_normalized_coordinates"}
     assert cases == CHECKS.keys()
 
 
@@ -73,7 +73,7 @@ def test_off_does_not_check(copy):
 def test_truncated_pixels_are_found_by_decoding_them(copy):
     truncate(min((copy / "images").iterdir()))
     assert found(copy) == {}
-    assert found(copy, pixels=True) == {"file_unreadable": 1}
+    assert found(copy, pixels=True) == {"unreadable_image_file": 1}
 
 
 def test_rle_is_read_as_the_polygons_that_it_is_made_of(copy):
@@ -87,19 +87,19 @@ def test_rle_is_read_as_the_polygons_that_it_is_made_of(copy):
             annotation["segmentation"] = {"size": rle["size"], "counts": rle["counts"].decode()}
 
     edit(copy, as_rle)
-    assert found(copy) == {"rle_object": len(coco.anns)}
+    assert found(copy) == {"rle_without_iscrowd": len(coco.anns)}
     for record, other in zip(records, load(copy, detector="mask_rcnn"), strict=True):
         masks = [mapper(one)["instances"].gt_masks.tensor for one in (record, other)]
         assert torch.equal(*masks) and masks[0].any()
 
 
-@pytest.mark.parametrize("name", ["boxes_as_corners", "boxes_as_fractions"])
+@pytest.mark.parametrize("name", ["boxes_in_xyxy_format", "boxes_in_normalized_coordinates"])
 def test_boxes_in_another_format_cannot_be_fixed(copy, name):
     def change(content) -> None:
         content["annotations"] *= 2
         for number, annotation in enumerate(content["annotations"]):
             left, top, width, height = annotation["bbox"]
-            box = [left, top, left + width, top + height] if name == "boxes_as_corners" else [0.1, 0.2, 0.3, 0.4]
+            box = [left, top, left + width, top + height] if name == "boxes_in_xyxy_format" else [0.1, 0.2, 0.3, 0.4]
             content["annotations"][number] = annotation | {"id": number + 1, "bbox": box}
 
     edit(copy, change)
