@@ -40,7 +40,7 @@ def main() -> None:
     batch = [] if args.batch is None else ["SOLVER.IMS_PER_BATCH", str(args.batch)]
     cfg = load_config(args.config_file, [*args.opts, *batch])
     register_datasets(cfg)
-    num_images = args.images or len(load_dataset(cfg, cfg.DATASETS.TRAIN, train=True, report=False))
+    num_images = args.images or len(load_dataset(cfg, cfg.DATASETS.TRAIN, train=True))
     rows, plans = [], []
     for epochs in map(int, args.epochs.split(",")):
         overrides = [*args.opts, *batch, "SOLVER.EPOCHS", str(epochs)]

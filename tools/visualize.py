@@ -103,7 +103,7 @@ def results(args: argparse.Namespace) -> list[str]:
     cfg = load_config(run / "config.yaml", args.opts)
     register_datasets(cfg)
     dataset = args.dataset or next(iter(cfg.DATASETS.TEST), "")
-    records = load_dataset(cfg, [dataset], train=False, report=False)
+    records = load_dataset(cfg, [dataset], train=False)
     drawing = Path(args.output) if args.output else run / "predictions.png"
     options = {"num_images": args.num_images, "score_threshold": args.score_threshold}
     draw_results(dataset, records, predictions_file(run, dataset), drawing, **options)

@@ -27,16 +27,14 @@ _PRELOADED: dict[tuple, DatasetFromList] = {}
 _CLASS_KEYS = ("thing_classes", "thing_dataset_id_to_contiguous_id")
 
 
-def load_dataset(
-    cfg: CfgNode, names: Iterable[str], *, train: bool, open_images: bool = False, report: bool = True
-) -> list[dict[str, Any]]:
+def load_dataset(cfg: CfgNode, names: Iterable[str], *, train: bool, open_images: bool = False) -> list[dict[str, Any]]:
     """Return the records of some datasets in detectron2's format; for training without images that have no objects.
 
     COCO files are checked and fixed according to ``DATASETS.CHECK`` (:func:`~projects_vil.data.coco.fixed_coco`).
+    A process logs each finding and the table of instances once.
 
     Args:
         open_images: whether the check opens every image file too.
-        report: whether findings and the table of instances are logged; a process logs each once.
 
     Raises:
         ConfigError: for an unknown name, missing files, annotations that cannot be read or that the check refuses,
@@ -50,7 +48,7 @@ def load_dataset(
         check_files(name)
     files = ", ".join(MetadataCatalog.get(name).get("json_file") or name for name in names)
     try:
-        records = [record for name in names for record in _read(cfg, name, open_images=open_images, report=report)]
+        records = [record for name in names for record in _read(cfg, name, open_images)]
         if train and cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS and records and "annotations" in records[0]:
             records = filter_images_with_only_crowd_annotations(records)
     except ConfigError:
@@ -65,17 +63,16 @@ def load_dataset(
         raise ConfigError(f"{len(missing)} of the {len(records)} images of {files} are missing: {missing[0]}")
     for name in names:
         _check_classes(cfg, name, names[0])
-    if train and report and not is_segmentor(cfg):
+    if train and not is_segmentor(cfg):
         print_instances_class_histogram(records, class_names(cfg, names[0]))
     return records
 
 
-def _read(cfg: CfgNode, name: str, *, open_images: bool, report: bool) -> list[dict[str, Any]]:
+def _read(cfg: CfgNode, name: str, open_images: bool) -> list[dict[str, Any]]:
     if cfg.DATASETS.CHECK == "off" or not is_coco(name):
         records = DatasetCatalog.get(name)
     else:
-        masks = cfg.MODEL.MASK_ON
-        records = load_coco(name, check=cfg.DATASETS.CHECK, masks=masks, open_images=open_images, report=report)
+        records = load_coco(name, check=cfg.DATASETS.CHECK, masks=cfg.MODEL.MASK_ON, open_images=open_images)
     return add_stuff(name, records) if is_panoptic(cfg) else records
 
 

@@ -30,12 +30,12 @@ def is_coco(name: str) -> bool:
 
 
 def fixed_coco(
-    name: str, *, check: str, masks: bool, open_images: bool = False, report: bool = True, areas: bool = True
+    name: str, *, check: str, masks: bool, open_images: bool = False, areas: bool = True
 ) -> tuple[dict[str, Any], bool]:
     """Read a registered COCO file as training, evaluation and everything after them see it, and whether it is changed.
 
     This is the one set of fixed annotations: detectron2's records, the ground truth of the evaluation and the report
-    all come from it.
+    all come from it. A process logs each finding once.
 
     Args:
         name: a dataset for which :func:`is_coco` holds.
@@ -43,7 +43,6 @@ def fixed_coco(
             the file holds.
         masks: whether segmentations are checked.
         open_images: whether every image file is opened.
-        report: whether findings are logged, once in a process; errors that stop are raised in any case.
         areas: whether missing areas are computed, which only evaluation needs.
 
     Raises:
@@ -56,20 +55,20 @@ def fixed_coco(
     file = CocoFile(metadata.json_file, metadata.image_root, **options)
     if file.findings("error") and (check == "error" or file.unfixable() is not None):
         raise file.error()
-    for finding in file.findings() if report else ():
+    for finding in file.findings():
         level = logging.INFO if finding.severity == "note" else logging.WARNING
         log_first_n(level, f"{file.path}: {file.describe(finding)}", name=__name__, key="message")
     fixed, _ = file.fixed(areas=areas)
     return fixed, bool(file.findings("error", "fixed"))
 
 
-def load_coco(name: str, *, check: str, masks: bool, open_images: bool, report: bool = True) -> list[dict[str, Any]]:
+def load_coco(name: str, *, check: str, masks: bool, open_images: bool) -> list[dict[str, Any]]:
     """Return :func:`fixed_coco` as detectron2's records, those of ``load_coco_json`` for a file without findings.
 
     Sets the names and ids of the classes in detectron2's metadata, as that does. ``masks`` also decides whether
     segmentations are among the records.
     """
-    dataset, _ = fixed_coco(name, check=check, masks=masks, open_images=open_images, report=report, areas=False)
+    dataset, _ = fixed_coco(name, check=check, masks=masks, open_images=open_images, areas=False)
     class_of = _set_classes(name, dataset)
     objects_of = defaultdict(list)
     for annotation in dataset.get("annotations", ()):

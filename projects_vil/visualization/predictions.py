@@ -110,7 +110,7 @@ def draw_evaluation(cfg: CfgNode, *, name: str) -> list[Path]:
         path = output / DRAWINGS_FOLDER / f"{dataset}_{name}.jpg"
         options = {"num_images": cfg.TEST.DRAW_IMAGES, "score_threshold": EVALUATION_THRESHOLD}
         try:
-            records = load_dataset(cfg, [dataset], train=False, report=False)
+            records = load_dataset(cfg, [dataset], train=False)
             draw_results(dataset, records, predictions_file(output, dataset), path, **options)
         except (ConfigError, OSError) as error:
             logging.getLogger(__name__).warning("%s cannot be drawn: %s", dataset, error)
