@@ -13,11 +13,11 @@ from typing import Any
 from detectron2.data import MetadataCatalog
 from detectron2.structures import BoxMode
 from detectron2.utils.logger import log_first_n
-from pycocotools import mask as mask_util
 
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
 from projects_vil.data.coco_checks import CocoFile, read_coco
+from projects_vil.data.segmentation import rle_of
 
 CHECK_MODES = ("error", "warn", "off")
 
@@ -91,9 +91,8 @@ def _object(annotation: dict[str, Any], class_of: dict[int, int], *, masks: bool
     record = {key: annotation[key] for key in ("iscrowd", "bbox", "keypoints", "category_id") if key in annotation}
     segmentation = annotation.get("segmentation")
     if masks and segmentation:
-        if isinstance(segmentation, dict) and isinstance(segmentation["counts"], list):
-            segmentation = mask_util.frPyObjects(segmentation, *segmentation["size"])
-        record["segmentation"] = segmentation
+        is_rle = isinstance(segmentation, dict)
+        record["segmentation"] = rle_of(segmentation, *segmentation["size"]) if is_rle else segmentation
     if record.get("keypoints"):
         # COCO's keypoints are indices of pixels, detectron2's are coordinates of their centres.
         record["keypoints"] = [n if index % 3 == 2 else n + 0.5 for index, n in enumerate(record["keypoints"])]

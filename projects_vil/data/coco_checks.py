@@ -24,7 +24,7 @@ from pycocotools import mask as mask_util
 
 from backbones import ConfigError
 from projects_vil.data.detection_utils import UnreadableImage, read_image, read_size
-from projects_vil.data.segmentation import FAR, box_of, problems_of, rle_of, usable_segmentation
+from projects_vil.data.segmentation import FAR, box_of, check_segmentation, rle_of
 
 NUM_EXAMPLES = 5
 _NUMBERS = {int, float}
@@ -100,7 +100,6 @@ class CocoFile:
         self.path, self.image_root, self.dataset = str(path), str(image_root), read_coco(path)
         self.images, self.categories = self.dataset["images"], self.dataset["categories"]
         self.annotations = self.dataset.get("annotations", [])
-        self.boxes_only = masks is False
         if masks is None:
             masks = any(isinstance(entry, dict) and entry.get("segmentation") for entry in self.annotations)
         self.masks = masks
@@ -135,7 +134,8 @@ class CocoFile:
 
     def mask(self, index: int, entry: dict[str, Any]) -> Any:
         """Return what is usable of the segmentation of an annotation ``entry``, None for nothing."""
-        return usable_segmentation(entry.get("segmentation"), *self.size_of_image(index))
+        (height, width), segmentation = self.size_of_image(index), entry.get("segmentation")
+        return check_segmentation(segmentation, height, width)[1] if segmentation and height else None
 
     def _example(self, key: str, index: int, value: Any) -> dict[str, Any]:
         entry = self.dataset[key][index]
@@ -176,7 +176,7 @@ class CocoFile:
         errors = self.findings("error")
         first = [self._counted(check) for check in errors[:3]]
         more = [f"{len(errors) - 3} more types of errors"] if len(errors) > 3 else []
-        command = shlex.join([self.path, self.image_root, *(["--boxes"] if self.boxes_only else [])])
+        command = shlex.join([self.path, self.image_root, *([] if self.masks else ["--boxes"])])
         return ConfigError(
             f"{self.path} has {', '.join(first + more)}: python tools/check_dataset.py {command} lists all, and with "
             "--fix OUT writes a copy without them; DATASETS.CHECK warn goes on without them"
@@ -373,8 +373,8 @@ def find_in_masks(file: CocoFile) -> Findings:
             continue
         height, width = file.size_of_image(index)
         if height:
-            problems = problems_of(segmentation, height, width)[0]
-            yield from ((problem, index, segmentation) for problem in problems)
+            for problem in check_segmentation(segmentation, height, width)[0]:
+                yield problem, index, segmentation
             if isinstance(segmentation, dict) and not entry.get("iscrowd"):
                 yield "rle_without_iscrowd", index, None
 
@@ -443,13 +443,19 @@ def find_without_objects(file: CocoFile) -> Findings:
 
 # -- fix: the entry instead of one with a finding, or None to leave it out -------------------------
 
+Fix = Callable[[CocoFile, int, Any], Any]
+
 
 def leave_out(file: CocoFile, index: int, entry: Any) -> None:
     return None
 
 
-def to_int_id(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
-    return entry | {"id": as_int(entry["id"])}
+def set_values(**values: Any) -> Fix:
+    return lambda file, index, entry: entry | values
+
+
+def to_int(key: str) -> Fix:
+    return lambda file, index, entry: entry | {key: as_int(entry[key])}
 
 
 def set_file_size(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
@@ -463,18 +469,6 @@ def renumber_id(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, 
 def set_image_id(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
     image = int(file.image_of[index])
     return entry | {"image_id": image + 1 if file.found["mixed_image_id_types"] else file.images[image]["id"]}
-
-
-def set_category_id(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
-    return entry | {"category_id": as_int(entry["category_id"])}
-
-
-def mark_object(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
-    return entry | {"iscrowd": 0}
-
-
-def mark_crowd(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
-    return entry | {"iscrowd": 1, "ignore": 0}
 
 
 def usable_mask(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any] | None:
@@ -515,8 +509,7 @@ class Check:
         severity: an ``"error"`` stops a run unless ``DATASETS.CHECK`` is ``"warn"``; ``"fixed"`` can be read in one way
             only, and always is; a ``"note"`` does no harm.
         what: what is found, in the plural.
-        fix: from a :class:`CocoFile`, an index and an entry to the fixed entry, or to None to leave it out; None where
-            there is no fix.
+        fix: None where there is none.
         effect: what the fix does, or what a note means.
         key: the list of the COCO file that it is about.
     """
@@ -524,7 +517,7 @@ class Check:
     name: str
     severity: Literal["error", "fixed", "note"]
     what: str
-    fix: Callable[[CocoFile, int, Any], Any] | None
+    fix: Fix | None
     effect: str
     key: Literal["categories", "images", "annotations"]
 
@@ -532,7 +525,7 @@ class Check:
 SEVERITIES = ("error", "fixed", "note")
 _OUT, _WITH_OBJECTS = "left out", "left out, with their objects"
 _BOX, _MASK = "the box of the mask if there is one, else left out", "left out if no other polygon is usable"
-_WHOLE = "read as the whole number"
+_INT = "read as an integer"
 
 # Per list: name, severity, what is found, fix, and its effect. Fixes are done in this order: new ids and areas come
 # last, for the annotations that stay.
@@ -541,7 +534,7 @@ CHECKS = {row[0]: Check(*row, key=key) for key, rows in {
     "categories": (
         ("invalid_category_entry", "error", "categories without an id and a name", leave_out, _WITH_OBJECTS),
         ("duplicate_category_id", "error", "categories with the id of another", leave_out, "the first one stays"),
-        ("category_id_not_integer", "fixed", "categories whose id is text or has a decimal point", to_int_id, _WHOLE),
+        ("category_id_not_integer", "fixed", "categories whose id is text or has a decimal point", to_int("id"), _INT),
         ("duplicate_category_name", "note", "categories with the name of another", None, "different classes"),
         ("category_without_objects", "note", "categories without objects", None, "a class that is not learned"),
     ),
@@ -566,8 +559,8 @@ CHECKS = {row[0]: Check(*row, key=key) for key, rows in {
          set_image_id, "the image's id"),
         ("unknown_category_id", "error", "annotations with an unknown category_id", leave_out, _OUT),
         ("category_id_type_mismatch", "fixed", "annotations whose category_id is text or has a decimal point",
-         set_category_id, _WHOLE),
-        ("missing_iscrowd", "fixed", "annotations without iscrowd", mark_object, "0"),
+         to_int("category_id"), _INT),
+        ("missing_iscrowd", "fixed", "annotations without iscrowd", set_values(iscrowd=0), "0"),
         ("invalid_iscrowd", "error", "annotations whose iscrowd is neither 0 nor 1", leave_out, _OUT),
         ("missing_segmentation", "error", "annotations without the segmentation that others have", leave_out, _OUT),
         ("invalid_segmentation", "error", "segmentations that are neither polygons of finite numbers nor RLE",
@@ -592,8 +585,8 @@ CHECKS = {row[0]: Check(*row, key=key) for key, rows in {
         ("zero_area_bbox", "note", "boxes without area", None, "not trained on; in evaluation nothing matches them"),
         ("bbox_exceeds_image", "note", "boxes more than a pixel beyond the image", None,
          "clipped in training, evaluated as they are"),
-        ("ignore_flag", "error", "annotations with ignore, which detectron2 does not know", mark_crowd,
-         "taken for a crowd (iscrowd 1): not trained on, not counted"),
+        ("ignore_flag", "error", "annotations with ignore, which detectron2 does not know",
+         set_values(iscrowd=1, ignore=0), "taken for a crowd (iscrowd 1): not trained on, not counted"),
         ("invalid_annotation_id", "fixed", "annotations without an id above 0, which COCO's evaluation needs", new_id,
          "a new id"),
         ("duplicate_annotation_id", "error", "annotations whose id is not unique", new_id_unless_equal,

@@ -10,32 +10,27 @@ from pycocotools import mask as mask_util
 FAR = 10
 
 
-def problems_of(segmentation: Any, height: int, width: int) -> tuple[list[str], int]:
-    """Return what is wrong with an object's segmentation, as names of ``CHECKS``, and how many of its parts are usable.
+def check_segmentation(segmentation: Any, height: int, width: int) -> tuple[list[str], Any]:
+    """Return what is wrong with an object's segmentation, as names of ``CHECKS``, and what of it is usable.
 
     Args:
         segmentation: polygons, or RLE with or without compression; not empty.
         height, width: size of the image.
+
+    Returns:
+        The names, and the valid polygons or the RLE; None if nothing is usable.
     """
     if isinstance(segmentation, dict):
         problem = _rle_problem(segmentation, height, width)
-        return ([problem], 0) if problem else ([], 1)
+        return ([problem], None) if problem else ([], segmentation)
     if not isinstance(segmentation, list):
-        return ["invalid_segmentation"], 0
+        return ["invalid_segmentation"], None
     found = [_polygon_problem(polygon, height, width) for polygon in segmentation]
-    usable = found.count(None)
     problems = [problem for problem in dict.fromkeys(found) if problem]
-    return problems if usable else ["empty_mask" if p == "empty_polygon" else p for p in problems], usable
-
-
-def usable_segmentation(segmentation: Any, height: int, width: int) -> Any:
-    """Return the valid polygons of a segmentation, or its RLE; None if nothing is usable or the size is 0."""
-    if not segmentation or not height:
-        return None
-    problems, usable = problems_of(segmentation, height, width)
-    if not problems or not usable:
-        return segmentation if usable else None
-    return [polygon for polygon in segmentation if _polygon_problem(polygon, height, width) is None]
+    usable = [polygon for polygon, problem in zip(segmentation, found, strict=True) if problem is None]
+    if not usable:
+        return ["empty_mask" if problem == "empty_polygon" else problem for problem in problems], None
+    return problems, usable
 
 
 def rle_of(segmentation: Any, height: int, width: int) -> dict[str, Any]:
