@@ -1,8 +1,7 @@
 """The mapper from a dataset's record to what a model takes."""
 
-import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -95,7 +94,7 @@ class Mapper(DatasetMapper):
         record = copy.deepcopy(dataset_dict)
         label_file, first_label = record.pop("sem_seg_file_name", None), record.pop("first_label", 0)
         labels = None
-        with _named_errors(record):
+        try:
             image = read_image(record["file_name"], self.image_format)
             check_image_size(record, image)
             if label_file:
@@ -103,6 +102,11 @@ class Mapper(DatasetMapper):
                     raise ConfigError(f"{label_file} has height and width {size}, and its image has {image.shape[:2]}")
                 if self.is_train:
                     labels = read_labels(label_file, first_label=first_label, num_classes=self.num_labels)
+        except UnreadableImage as error:
+            advice = "let tools/check_dataset.py ANNOTATIONS IMAGES --deep --fix OUT write a file without it"
+            raise ConfigError(f"{error}; repair it, or {advice}") from error
+        except SizeMismatchError as error:
+            raise ConfigError(str(error)) from error
         inputs = T.AugInput(image, sem_seg=labels)
         transforms = self.augmentations(inputs)
         height, width = inputs.image.shape[:2]
@@ -194,15 +198,3 @@ def check_crop(cfg: CfgNode) -> None:
     if not 0 < crop.SINGLE_CATEGORY_MAX_AREA <= 1:
         area = crop.SINGLE_CATEGORY_MAX_AREA
         raise ConfigError(f"INPUT.CROP.SINGLE_CATEGORY_MAX_AREA is {area}: it must be above 0 and at most 1")
-
-
-@contextlib.contextmanager
-def _named_errors(record: dict[str, Any]) -> Iterator[None]:
-    """Name the file in errors about an image, and what helps."""
-    try:
-        yield
-    except UnreadableImage as error:
-        advice = "repair it, or let tools/check_dataset.py ANNOTATIONS IMAGES --deep --fix OUT write a file without it"
-        raise ConfigError(f"{error}; {advice}") from error
-    except SizeMismatchError as error:
-        raise ConfigError(f"{' '.join(str(error).split())} ({record['file_name']})") from error

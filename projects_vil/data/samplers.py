@@ -1,6 +1,7 @@
 """Batches that depend only on the seed and the iteration, so that a resumed run gets those that it would have got."""
 
 import contextlib
+import dataclasses
 import random
 import signal
 from collections import defaultdict
@@ -59,8 +60,7 @@ class SeededRecords(Dataset):
     """
 
     def __init__(self, records: Dataset, mapper: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-        self.records = records
-        self.mapper = mapper
+        self.records, self.mapper = records, mapper
 
     def __len__(self) -> int:
         return len(self.records)
@@ -71,6 +71,7 @@ class SeededRecords(Dataset):
             return self.mapper(self.records[index])
 
 
+@dataclasses.dataclass(eq=False)
 class BatchStream(Sampler[list[Item]]):
     """Endless batches of one process, from any iteration on.
 
@@ -81,24 +82,16 @@ class BatchStream(Sampler[list[Item]]):
         batch_size: images per batch of this rank.
         groups: the group of each record; the images of a batch have one group, as detectron2 groups by aspect ratio.
         rank, world_size: number of this process, and how many there are.
+        seed, first_iteration: of the next iterator.
     """
 
-    def __init__(
-        self,
-        make_sampler: Callable[[int], Sampler[int]],
-        *,
-        batch_size: int,
-        groups: Sequence[int],
-        rank: int = 0,
-        world_size: int = 1,
-    ) -> None:
-        self.make_sampler = make_sampler
-        self.batch_size = batch_size
-        self.groups = groups
-        self.rank = rank
-        self.world_size = world_size
-        self.seed = 0
-        self.first_iteration = 0
+    make_sampler: Callable[[int], Sampler[int]]
+    batch_size: int
+    groups: Sequence[int]
+    rank: int = 0
+    world_size: int = 1
+    seed: int = 0
+    first_iteration: int = 0
 
     def __iter__(self) -> Iterator[list[Item]]:
         for batch in islice(self._batches(), self.first_iteration, None):
@@ -118,11 +111,8 @@ class BatchStream(Sampler[list[Item]]):
 class _Loader(DataLoader):
     """A loader whose worker processes ignore the signals that end a run, which itself ends them when it has saved."""
 
-    def __init__(self, dataset: Dataset, *, num_workers: int, **options: Any) -> None:
-        init = _ignore_signals if num_workers else None
-        super().__init__(
-            dataset, num_workers=num_workers, collate_fn=trivial_batch_collator, worker_init_fn=init, **options
-        )
+    def __init__(self, dataset: Dataset, **options: Any) -> None:
+        super().__init__(dataset, collate_fn=trivial_batch_collator, worker_init_fn=_ignore_signals, **options)
 
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
         # Signals wait until the workers ignore them.

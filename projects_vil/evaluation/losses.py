@@ -43,7 +43,8 @@ def validation_loss(cfg: CfgNode, model: nn.Module, dataset_name: str) -> dict[s
     )
     sums: dict[str, float] = defaultdict(float)
     batches = MicroBatches(model)
-    with EventStorage(), _with_losses(model):
+    # detectron2 draws images (VIS_PERIOD) in iteration 0.
+    with EventStorage(start_iter=1), _with_losses(model):
         for images in loader:
             data.seed_all(data.derived_seed("image", images[0][_POSITION]))
             batches.restore()
@@ -83,18 +84,13 @@ def _as_for_testing(cfg: CfgNode) -> CfgNode:
 def _with_losses(model: nn.Module) -> Iterator[None]:
     """Let the model return its losses, with all else that differs in training as for testing."""
     modes = {module: module.training for module in model.modules()}
-    vis_period = getattr(model, "vis_period", 0)
     model.train()
     model.backbone.eval()
     for module in model.modules():
         if isinstance(module, (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)):
             module.eval()
-    if vis_period:
-        model.vis_period = 0
     try:
         yield
     finally:
         for module, mode in modes.items():
             module.training = mode
-        if vis_period:
-            model.vis_period = vis_period
