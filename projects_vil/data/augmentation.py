@@ -1,5 +1,6 @@
 """Augmentation of training images: ``INPUT.AUGMENTATION``, large-scale jitter, and Simple Copy-Paste."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -120,6 +121,7 @@ def _with_masks(instances: Instances) -> Instances:
     return Instances(instances.image_size, gt_boxes=boxes, gt_classes=classes, gt_masks=BitMasks(masks))
 
 
+@dataclasses.dataclass
 class CopyPaste:
     """A mapper that pastes objects of another record, mapped in the same way, with a probability.
 
@@ -132,14 +134,9 @@ class CopyPaste:
         probability: 0 to 1.
     """
 
-    def __init__(
-        self,
-        mapper: Callable[[dict[str, Any]], dict[str, Any]],
-        records: Sequence[dict[str, Any]],
-        *,
-        probability: float,
-    ) -> None:
-        self.mapper, self.records, self.probability = mapper, records, probability
+    mapper: Callable[[dict[str, Any]], dict[str, Any]]
+    records: Sequence[dict[str, Any]]
+    probability: float
 
     def __call__(self, record: dict[str, Any]) -> dict[str, Any]:
         sample = self.mapper(record)

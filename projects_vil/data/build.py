@@ -255,6 +255,5 @@ def class_names(cfg: CfgNode, name: str) -> list[str] | None:
     metadata = MetadataCatalog.get(name)
     if is_segmentor(cfg):
         return metadata.get("stuff_classes")
-    return (
-        metadata.get("thing_classes") or [name for _, name in read_categories(metadata.get("json_file")) or ()] or None
-    )
+    known = metadata.get("thing_classes")
+    return known or [label for _, label in read_categories(metadata.get("json_file")) or ()] or None

@@ -23,6 +23,8 @@ from projects_vil.data.shapes import SHAPES_SEM_SEG_CLASSES
 SHAPES_COLORS = [(255, 80, 80), (80, 255, 80), (90, 150, 255)]
 BACKGROUND_COLOR = (90, 90, 90)
 PANOPTIC_EVALUATOR = "coco_panoptic_seg"
+# Of a dataset's metadata.
+_FILES = {"json_file": "annotation file", "image_root": "image folder", "sem_seg_root": "label folder"}
 
 
 def datasets_root() -> Path:
@@ -189,17 +191,11 @@ def check_files(name: str) -> None:
         raise ConfigError(
             f"{name} has things and stuff in the same images, which is not supported: use {name}_separated"
         )
-    for what, key in (
-        ("annotation file", "json_file"),
-        ("image folder", "image_root"),
-        ("label folder", "sem_seg_root"),
-    ):
+    for key, what in _FILES.items():
         path = metadata.get(key)
         if path is not None and not (os.path.isfile(path) if key == "json_file" else os.path.isdir(path)):
-            raise ConfigError(
-                f"the {what} of {name} is missing: {path}; DETECTRON2_DATASETS is {datasets_root()}, the folder that "
-                "holds coco/ and the like"
-            )
+            root = f"DETECTRON2_DATASETS is {datasets_root()}, the folder that holds coco/ and the like"
+            raise ConfigError(f"the {what} of {name} is missing: {path}; {root}")
 
 
 def read_categories(annotations: str | None) -> list[tuple[int, str]] | None:

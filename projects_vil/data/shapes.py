@@ -88,9 +88,7 @@ def write_shapes_dataset(
                 missing = [image["file_name"] for image in part["images"] if not (folder / image["file_name"]).exists()]
                 if differing or missing:
                     reason = ", ".join([*differing, *(f"without {name}" for name in missing[:1])])
-                    raise ConfigError(
-                        f"{output} is a shapes dataset with {reason}; overwrite (--overwrite) replaces it"
-                    )
+                    raise ConfigError(f"{output} is a shapes dataset with {reason}: --overwrite replaces it")
         else:
             content = _write_and_rename(output, task, parameters)
     except OSError as error:
@@ -160,8 +158,7 @@ def _write_split(root: Path, task: str, split: str, parameters: dict[str, int]) 
         name = f"{image_id:012d}"
         _write_image(images / f"{name}.jpg", image, [cv2.IMWRITE_JPEG_QUALITY, 95])
         if task != "detection":
-            label = label_image if task == "sem_seg" else stuff_image
-            _write_image(labels / f"{name}.png", label((height, width), instances), [])
+            _write_image(labels / f"{name}.png", label_image((height, width), instances, task), [])
         entry = {"license": 1, "file_name": f"{name}.jpg", "height": height, "width": width, "id": image_id}
         content["images"].append(entry)
         for class_index, mask in instances:
@@ -192,22 +189,18 @@ def _annotation(mask: np.ndarray, class_index: int, image_id: int, annotation_id
     }
 
 
-def label_image(size: tuple[int, int], instances: list[tuple[int, np.ndarray]]) -> np.ndarray:
-    """Return labels (H, W) uint8 as in ADE20K: 1 background, from 2 classes, 0 within a pixel of an outline."""
+def label_image(size: tuple[int, int], instances: list[tuple[int, np.ndarray]], task: str) -> np.ndarray:
+    """Return labels (H, W) uint8 with 1 for the background.
+
+    For ``sem_seg`` as in ADE20K: classes from 2, and 0 within a pixel of an outline. For ``panoptic`` as in COCO's
+    panoptic_stuff folders: 0 for all things.
+    """
     labels = np.ones(size, np.uint8)
     for class_index, mask in instances:
-        labels[mask] = class_index + 2
+        labels[mask] = class_index + 2 if task == "sem_seg" else 0
     kernel = np.ones((3, 3), np.uint8)
-    for _, mask in instances:
+    for _, mask in instances if task == "sem_seg" else ():
         labels[cv2.morphologyEx(mask.astype(np.uint8), cv2.MORPH_GRADIENT, kernel) > 0] = 0
-    return labels
-
-
-def stuff_image(size: tuple[int, int], instances: list[tuple[int, np.ndarray]]) -> np.ndarray:
-    """Return labels (H, W) uint8 as in COCO's panoptic_stuff folders: 0 for all things, 1 for the background."""
-    labels = np.ones(size, np.uint8)
-    for _, mask in instances:
-        labels[mask] = 0
     return labels
 
 
