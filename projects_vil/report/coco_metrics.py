@@ -71,26 +71,21 @@ def evaluate_detections(annotations: dict[str, Any], results: str | Path, *, max
     """
     try:
         detections = json.loads(Path(results).read_bytes())
-        if detections == []:
-            raise ConfigError(f"{results} has no detections")
         with contextlib.redirect_stdout(io.StringIO()):
             coco = COCO()
             coco.dataset = annotations
             coco.createIndex()
             tasks = ["bbox", "segm"] if all("segmentation" in item for item in detections) else ["bbox"]
             evaluations = {task: _run_cocoeval(coco, detections, task, max_detections) for task in tasks}
-    except ConfigError:
-        raise
     except (AssertionError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{results} is damaged, or does not fit the dataset ({error!r})") from error
+        raise ConfigError(f"{results} has no detections, is damaged, or is of another dataset ({error!r})") from error
     evaluation = evaluations["bbox"]
     parameters = evaluation.params
     entries = np.array(evaluation.evalImgs, dtype=object)
     entries = entries.reshape(len(parameters.catIds), len(parameters.areaRng), len(parameters.imgIds))
     num_objects = np.zeros(entries.shape[:2], int)
     for (category, area, _), entry in np.ndenumerate(entries):
-        if entry is not None:
-            num_objects[category, area] += int((entry["gtIgnore"] == 0).sum())
+        num_objects[category, area] += 0 if entry is None else (entry["gtIgnore"] == 0).sum()
     entries = [entry for entry in entries[:, 0].flat if entry is not None]
     objects, detections = coco.anns, evaluation.cocoDt.anns
     matches: list[Match] = []

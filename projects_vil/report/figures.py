@@ -15,7 +15,6 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from backbones.errors import ConfigError
 from projects_vil.data import read_image
 from projects_vil.evaluation import LOSS_TASK
 from projects_vil.report.coco_metrics import DetectionMetrics
@@ -29,6 +28,7 @@ INK, LINES = "#1b1f24", "#d8dee4"
 MAX_POINTS = 400  # per curve
 MAX_CLASS_CURVES = 6
 MAX_SIDE = 480  # pixels of an image
+TASK_NAMES = {"bbox": "boxes", "segm": "masks", "sem_seg": "labels"}
 MATCH_COLORS = {"true positive": "#0f7a45", "false positive": "#b3400a", "missed object": "#1d5bbf"}
 _STYLE = {
     **{"svg.fonttype": "none", "font.size": 11, "legend.frameon": False, "legend.fontsize": 10},
@@ -83,7 +83,7 @@ def precision_figures(metrics: DetectionMetrics) -> list[PageFigure]:
     """Plot precision over recall for each task: by IoU, and by class where there are few."""
     figures = []
     for task in metrics.precision:
-        name = {"bbox": "boxes", "segm": "masks"}[task]
+        name = TASK_NAMES[task]
         ious = {"IoU 0.50": 0.5, "IoU 0.75": 0.75, "mean of 0.50 to 0.95": None}
         curves = {label: metrics.curve(task, iou=iou) for label, iou in ious.items()}
         groups = [(f"Precision and recall, {name}", curves, "Mean of the classes that have objects.")]
@@ -103,17 +103,14 @@ def match_figures(metrics: DetectionMetrics, folder: Path, *, number: int) -> li
     """Draw matches at the threshold, on images spread evenly over those with an object or a detection.
 
     Raises:
-        ConfigError: for an image that cannot be read, or is not of the size in the annotations.
+        ConfigError: for an image that cannot be read.
     """
     names = {category["id"]: str(category["name"]) for category in metrics.categories}
     candidates = [image for image in metrics.images if image[1]]
     figures = []
     for index in np.unique(np.linspace(0, len(candidates) - 1, number).round().astype(int)) if candidates else ():
         image, matches = candidates[index]
-        path = folder / image["file_name"]
-        pixels = read_image(str(path), "RGB")
-        if pixels.shape[:2] != (image.get("height"), image.get("width")):
-            raise ConfigError(f"{path} has {pixels.shape[0]} x {pixels.shape[1]} pixels, unlike its annotations")
+        pixels = read_image(folder / image["file_name"])
         visualizer = Visualizer(pixels, scale=MAX_SIDE / max(pixels.shape[:2]))
         numbers = dict.fromkeys(MATCH_COLORS, 0)
         # True positives last, over the others

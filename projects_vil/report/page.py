@@ -21,18 +21,19 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
+from backbones.errors import check_whole
 from projects_vil.config import config_items, default_config, detector_name, load_config
 from projects_vil.data import check_files, fixed_coco, is_coco, register_datasets
 from projects_vil.evaluation import LOSS_TASK, PER_CLASS, explain_results
 from projects_vil.report import figures
 from projects_vil.report.coco_metrics import DetectionMetrics, confusion_matrix, evaluate_detections
+from projects_vil.report.figures import TASK_NAMES
 from projects_vil.visualization import predictions_file
 
 REPORT_FILE = "report.html"
 CONFIG, METRICS, EVALUATION, LOG = "config.yaml", "metrics.json", "evaluation.json", "log.txt"
 MAX_CONFUSED = 12  # classes in the confusion matrix
 MAX_WARNING_LINES = 6
-TASK_NAMES = {"bbox": "boxes", "segm": "masks", "sem_seg": "labels"}
 _METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl", "mIoU", "fwIoU", "mACC", "pACC")
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 _TIME = r"\[\d\d/\d\d \d\d:\d\d:\d\d\]"
@@ -75,8 +76,7 @@ def write_report(
         ConfigError: for a folder without a run, a negative number of images, or a page that cannot be written.
     """
     folder = Path(folder)
-    if num_images < 0:
-        raise ConfigError(f"num_images is {num_images}: it must be 0 or more")
+    check_whole("num_images", num_images, least=0)
     path = folder / REPORT_FILE if output is None else Path(output)
     run = read_run(folder, overrides)
     if run.cfg is not None:
@@ -173,18 +173,13 @@ def _evaluate(run: RunFolder, name: str) -> DetectionMetrics | None:
 
 def _summary(tasks: dict[str, dict[str, Any]], metrics: DetectionMetrics | None) -> dict[str, Any]:
     """Build the table of AP or mIoU of each task, and notes on it."""
-    notes = []
     options = {"AP": {}, "AP50": {"iou": 0.5}, "AP75": {"iou": 0.75}}
     options |= {name: {"size": index} for index, name in enumerate(("APs", "APm", "APl"), start=1)}
-    computed = {
-        task: {name: metrics.ap(task, **keywords) for name, keywords in options.items()}
-        for task in (metrics.precision if metrics is not None else ())
-    }
-    for task in computed:
-        ours, logged = computed[task]["AP"], tasks.get(task, {}).get("AP")
-        if logged is not None and abs(logged - ours) > 0.01:
-            notes.append(f"{task}: AP is {logged:.2f} in {EVALUATION}, and {ours:.2f} by the detections in the folder.")
-    tasks = tasks or computed
+    if not tasks and metrics is not None:
+        tasks = {
+            task: {name: metrics.ap(task, **keywords) for name, keywords in options.items()}
+            for task in metrics.precision
+        }
     columns = [name for name in _METRICS if any(name in values for values in tasks.values())]
     summary = [
         (TASK_NAMES.get(task, task), [values.get(name) for name in columns])
@@ -195,7 +190,7 @@ def _summary(tasks: dict[str, dict[str, Any]], metrics: DetectionMetrics | None)
         counts = dict(zip(("AP", "APs", "APm", "APl"), metrics.num_objects.sum(axis=0).tolist(), strict=True))
         summary.append(("objects", [str(counts.get(name, "")) for name in columns]))
     losses = [f"{name} {value:.4g}" for name, value in tasks.get(LOSS_TASK, {}).items() if value is not None]
-    notes += [f"Losses on this dataset: {', '.join(losses)}."] if losses else []
+    notes = [f"Losses on this dataset: {', '.join(losses)}."] if losses else []
     numbers = {
         task: {name: math.nan if value is None else value for name, value in values.items() if name != PER_CLASS}
         for task, values in tasks.items()

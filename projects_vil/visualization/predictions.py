@@ -14,13 +14,7 @@ from detectron2.structures import BitMasks, BoxMode
 
 from backbones.errors import ConfigError, check_whole
 from projects_vil.config import is_panoptic, is_segmentor
-from projects_vil.data import (
-    IGNORED_LABEL,
-    build_train_loader,
-    label_reader,
-    load_dataset,
-    read_image,
-)
+from projects_vil.data import IGNORED_LABEL, build_train_loader, label_reader, load_dataset, read_image
 from projects_vil.evaluation import EVALUATION_FILE
 from projects_vil.utils import check_output_folder
 from projects_vil.visualization.drawing import (
@@ -57,28 +51,21 @@ def draw_results(
         score_threshold: lowest score of a drawn detection, in [0, 1].
 
     Raises:
-        ConfigError: for a dataset without images, files that cannot be read, and predictions of another dataset.
+        ConfigError: for files that cannot be read, and predictions of another dataset.
     """
     if not 0 <= score_threshold <= 1:
         raise ConfigError(f"score_threshold is {score_threshold}: it must be 0 to 1")
     metadata = MetadataCatalog.get(dataset_name)
-    if not records:
-        raise ConfigError(f"dataset {dataset_name!r} has no images")
     is_sem_seg = metadata.get("evaluator_type") == "sem_seg"
     key = "file_name" if is_sem_seg else "image_id"
     by_image = _predictions_by_image(Path(predictions), dataset_name, [record[key] for record in records], key)
     rows = []
     for index in np.unique(np.linspace(0, len(records) - 1, num_images).round().astype(int)):
         record = records[index]
-        image = read_image(record["file_name"], "RGB")
-        size = image.shape[:2]
-        if (record.get("height", size[0]), record.get("width", size[1])) != size:
-            raise ConfigError(f"{record['file_name']} has {size[0]} x {size[1]} pixels, unlike its annotations")
-        detections = by_image[record[key]]
+        image = read_image(record["file_name"])
+        size, detections = image.shape[:2], by_image[record[key]]
         if any(tuple(item.get("segmentation", {}).get("size", size)) != size for item in detections):
-            raise ConfigError(
-                f"{predictions} has masks of another size than {record['file_name']}: are they of this dataset?"
-            )
+            raise ConfigError(f"{predictions} has masks of another size than {record['file_name']}: of this dataset?")
         name = f"{Path(record['file_name']).stem}, {size[0]} x {size[1]}"
         scale = min(PANEL_WIDTH / size[1], PANEL_HEIGHT / size[0])
         if is_sem_seg:
