@@ -124,8 +124,7 @@ def _from_main_process(read: Callable[[], Any]) -> Any:
 
 def _training_key(cfg: CfgNode) -> tuple:
     """Return what the records of training depend on."""
-    datasets, empty = cfg.DATASETS, cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS
-    return tuple(datasets.TRAIN), str(datasets.COCO), datasets.CHECK, empty, cfg.MODEL.dump()
+    return cfg.DATASETS.dump(), cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS, cfg.MODEL.dump()
 
 
 def check_datasets(cfg: CfgNode, names: Sequence[str]) -> None:

@@ -169,17 +169,16 @@ class CocoFile:
         return lines
 
     def error(self) -> ConfigError:
-        """Return an error with the first findings and the ways out."""
+        """Return an error with the first finding and the ways out."""
         if (check := self.unfixable()) is not None:
             off = "if this is a false alarm, DATASETS.CHECK off trains on them as they are"
             return ConfigError(f"{self.path} has {self.describe(check)}; {off}")
         errors = self.findings("error")
-        first = [self._counted(check) for check in errors[:3]]
-        more = [f"{len(errors) - 3} more types of errors"] if len(errors) > 3 else []
+        more = f" and {len(errors) - 1} more types of errors" if len(errors) > 1 else ""
         command = shlex.join([self.path, self.image_root, *([] if self.masks else ["--boxes"])])
         return ConfigError(
-            f"{self.path} has {', '.join(first + more)}: python tools/check_dataset.py {command} lists all, and with "
-            "--fix OUT writes a copy without them; DATASETS.CHECK warn goes on without them"
+            f"{self.path} has {self._counted(errors[0])}{more}: python tools/check_dataset.py {command} lists all, and "
+            "with --fix OUT writes a copy without them; DATASETS.CHECK warn goes on without them"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -425,13 +424,9 @@ def _box_problems(file: CocoFile, indices: np.ndarray, boxes: np.ndarray) -> Ite
         return
     as_corners = (wide > left) & (high > top) & (wide <= widths + 1) & (high <= heights + 1) & (left >= -1)
     if number >= _MIN_BOXES and beyond.sum() >= _BEYOND_SHARE * number and as_corners[sound].mean() > 0.99:
-        yield "boxes_in_xyxy_format", _first(beyond)
+        yield "boxes_in_xyxy_format", beyond
     if max(right[sound].max(), bottom[sound].max()) <= 1 and min(widths[sound].min(), heights[sound].min()) > 10:
-        yield "boxes_in_normalized_coordinates", _first(sound)
-
-
-def _first(where: np.ndarray) -> np.ndarray:
-    return np.arange(len(where)) == np.flatnonzero(where)[0]
+        yield "boxes_in_normalized_coordinates", sound
 
 
 def find_without_objects(file: CocoFile) -> Findings:

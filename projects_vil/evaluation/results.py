@@ -65,7 +65,7 @@ def results_as_files(content: Mapping[str, Mapping[str, object]], *, model: str 
     text = json.dumps(content, indent=2) + "\n"
     files = {EVALUATION_FILE: text}
     if model is not None:
-        files[EVALUATED_MODEL_FILE] = json.dumps({"model": model, EVALUATION_FILE: _digest(text)}, indent=2) + "\n"
+        files[EVALUATED_MODEL_FILE] = json.dumps(_identity(text, model), indent=2) + "\n"
     return files
 
 
@@ -82,23 +82,21 @@ def read_results(folder: str | Path, *, model: str) -> dict[str, dict[str, dict[
     path = Path(folder) / EVALUATION_FILE
     if not path.is_file():
         return None
+    again = "evaluate again, with tools/train_net.py --eval-only"
     try:
-        text, evaluated = path.read_text(), path.with_name(EVALUATED_MODEL_FILE)
-        content, metadata = json.loads(text), json.loads(evaluated.read_text()) if evaluated.is_file() else {}
-        reason = (
-            None if metadata.get(EVALUATION_FILE) == _digest(text) else f"does not agree with {EVALUATED_MODEL_FILE}"
-        )
-        if reason is None and metadata.get("model") != model:
-            reason = "belongs to other weights, or to other settings for testing"
-    except (OSError, ValueError, AttributeError) as error:
-        reason = f"or {EVALUATED_MODEL_FILE} is damaged ({error})"
-    if reason is not None:
-        raise ConfigError(f"{path} {reason}: evaluate again, with tools/train_net.py --eval-only")
+        text = path.read_text()
+        content, evaluated = json.loads(text), json.loads(path.with_name(EVALUATED_MODEL_FILE).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} or {EVALUATED_MODEL_FILE} cannot be read ({error}): {again}") from error
+    if evaluated != _identity(text, model):
+        other = "other weights, or other settings for testing"
+        raise ConfigError(f"{path} is by {EVALUATED_MODEL_FILE} the evaluation of {other}: {again}")
     return content
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+def _identity(text: str, model: str) -> dict[str, str]:
+    """Return the content of ``EVALUATED_MODEL_FILE`` for the text of ``EVALUATION_FILE``."""
+    return {"model": model, EVALUATION_FILE: hashlib.sha256(text.encode()).hexdigest()}
 
 
 def _as_json(metrics: Mapping[str, float], classes: Iterable[str]) -> dict[str, object]:

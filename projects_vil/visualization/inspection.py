@@ -319,8 +319,7 @@ def plot_offsets(backbone: Backbone, batch: Tensor, pixels: np.ndarray, points: 
         whole.annotate(str(number + 1), (left + side, top), color="lime")
         # All dots, and at least three fields a side
         center = np.array([top, left]) + (side - 1) / 2
-        (bottom, right), (top, left) = (
-            center + sign * max(1.5 * side, abs(dots - center).max() + 4) for sign in (1, -1)
-        )
+        reach = max(1.5 * side, abs(dots - center).max() + 4)
+        (bottom, right), (top, left) = center + reach, center - reach
         panel.set(xlim=(left, right), ylim=(bottom, top))
     return figure

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pycocotools.mask as mask_util
 from detectron2.config import CfgNode
-from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.data import MetadataCatalog
 from detectron2.structures import BitMasks, BoxMode
 
 from backbones.errors import ConfigError, check_whole
@@ -108,8 +108,7 @@ def draw_evaluation(cfg: CfgNode, *, name: str) -> list[Path]:
 
 def predictions_file(run: Path, dataset_name: str) -> Path:
     """Return the file with the predictions of a run on a dataset; a run on several has a folder for each."""
-    metadata = MetadataCatalog.get(dataset_name) if dataset_name in DatasetCatalog.list() else {}
-    is_sem_seg = metadata.get("evaluator_type") == "sem_seg"
+    is_sem_seg = MetadataCatalog.get(dataset_name).get("evaluator_type") == "sem_seg"
     name = "sem_seg_predictions.json" if is_sem_seg else "coco_instances_results.json"
     own = run / "inference" / dataset_name / name
     return own if own.exists() else run / "inference" / name
