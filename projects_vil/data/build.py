@@ -189,13 +189,8 @@ def make_train_loader(
     groups = [0] * len(records)
     if aspect_ratio_grouping:
         groups = [0 if record.get("width", 0) > record.get("height", 0) else 1 for record in records]
-    batches = BatchStream(
-        make_sampler or (lambda seed: TrainingSampler(len(records), seed=seed)),
-        batch_size=total_batch_size // comm.get_world_size(),
-        groups=groups,
-        rank=comm.get_rank(),
-        world_size=comm.get_world_size(),
-    )
+    make_sampler = make_sampler or (lambda seed: TrainingSampler(len(records), seed=seed))
+    batches = BatchStream(make_sampler, batch_size=total_batch_size // comm.get_world_size(), groups=groups)
     return TrainLoader(SeededRecords(records, mapper), batches, num_workers=num_workers)
 
 

@@ -61,10 +61,8 @@ def register_datasets(cfg: CfgNode) -> None:
         _register_coco(entry[0], Path(entry[1]), Path(entry[2]))
     for entry in cfg.DATASETS.ADE20K:
         if not _is_list_of_strings(entry, lengths=(3, 4)):
-            raise ConfigError(
-                f"DATASETS.ADE20K has {entry!r}: an entry is [name, image folder, label folder], or these and a file "
-                "with one class name per line"
-            )
+            form = "[name, image folder, label folder], or with a fourth, a file with one class name per line"
+            raise ConfigError(f"DATASETS.ADE20K has {entry!r}: an entry is {form}")
         classes = read_classes(entry[3]) if len(entry) == 4 else ADE20K_SEM_SEG_CATEGORIES
         _register_ade20k(entry[0], Path(entry[1]), Path(entry[2]), classes)
 
@@ -141,10 +139,8 @@ def add_stuff(name: str, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     metadata = MetadataCatalog.get(name)
     if metadata.get("evaluator_type") != PANOPTIC_EVALUATOR or metadata.get("sem_seg_root") is None:
-        raise ConfigError(
-            f"{name} has no label images of stuff, which a PanopticFPN needs: take a dataset such as "
-            "coco_2017_train_panoptic_separated"
-        )
+        example = "coco_2017_train_panoptic_separated"
+        raise ConfigError(f"{name} has no label images of stuff, which a PanopticFPN needs, unlike {example}")
     return _with_label_files(name, records, metadata.sem_seg_root)
 
 
@@ -171,9 +167,7 @@ def read_classes(path: str | Path) -> list[str]:
     repeated = [name for name in names if names.count(name) > 1]
     if repeated or not 1 <= len(names) < IGNORED_LABEL:
         twice = f", {repeated[0]} twice" if repeated else ""
-        raise ConfigError(
-            f"{path} has {len(names)} class names{twice}: 1 to {IGNORED_LABEL - 1} are expected, each once"
-        )
+        raise ConfigError(f"{path} has {len(names)} class names{twice}: give 1 to {IGNORED_LABEL - 1}, each once")
     return names
 
 
@@ -188,9 +182,7 @@ def check_files(name: str) -> None:
         raise ConfigError(f"unknown dataset {name!r} (DATASETS.COCO or DATASETS.ADE20K registers your own){near}")
     metadata = MetadataCatalog.get(name)
     if metadata.get("evaluator_type") == PANOPTIC_EVALUATOR and not metadata.get("sem_seg_root"):
-        raise ConfigError(
-            f"{name} has things and stuff in the same images, which is not supported: use {name}_separated"
-        )
+        raise ConfigError(f"{name} has things and stuff in one label image: use {name}_separated")
     for key, what in _FILES.items():
         path = metadata.get(key)
         if path is not None and not (os.path.isfile(path) if key == "json_file" else os.path.isdir(path)):

@@ -51,8 +51,7 @@ def fixed_coco(
     metadata = MetadataCatalog.get(name)
     if check == "off":
         return read_coco(metadata.json_file), False
-    options = {"masks": None if masks else False, "headers": open_images}
-    file = CocoFile(metadata.json_file, metadata.image_root, **options)
+    file = CocoFile(metadata.json_file, metadata.image_root, masks=None if masks else False, headers=open_images)
     if file.findings("error") and (check == "error" or file.unfixable() is not None):
         raise file.error()
     for finding in file.findings():

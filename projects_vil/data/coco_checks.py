@@ -57,11 +57,10 @@ def read_coco(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not JSON: {error}") from error
     finally:
         gc.enable()
-    lists = [dataset.get(name) if isinstance(dataset, dict) else None for name in ("images", "categories")]
+    content = dataset if isinstance(dataset, dict) else {}
     # Without the list of annotations nothing can be evaluated, with an empty one everything is nan: it stays absent.
-    if not all(isinstance(entries, list) and entries for entries in lists) or (
-        not isinstance(dataset.get("annotations", []), list)
-    ):
+    lists = content.get("images"), content.get("categories"), content.get("annotations", [])
+    if not all(isinstance(entries, list) for entries in lists) or not lists[0] or not lists[1]:
         raise ConfigError(f"{path} is not a COCO annotation file: it lacks a list of images, annotations or categories")
     return dataset
 

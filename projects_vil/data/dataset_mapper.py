@@ -139,30 +139,23 @@ class Mapper(DatasetMapper):
     ) -> None:
         objects = [entry for entry in dataset_dict.pop("annotations") if entry.get("iscrowd", 0) == 0]
         if self.use_instance_mask and not all("segmentation" in entry for entry in objects):
-            raise ConfigError(
-                f"{dataset_dict['file_name']} has an object without a mask: DATASETS.CHECK warn leaves such objects "
-                "out, and MODEL.MASK_ON False trains on boxes only"
-            )
-        for entry in objects:
-            for field, is_used in (("segmentation", self.use_instance_mask), ("keypoints", self.use_keypoint)):
-                if not is_used:
-                    entry.pop(field, None)
-        has_rle = any(isinstance(entry.get("segmentation"), dict) for entry in objects)
+            advice = "DATASETS.CHECK warn leaves such objects out, and MODEL.MASK_ON False trains on boxes only"
+            raise ConfigError(f"{dataset_dict['file_name']} has an object without a mask: {advice}")
+        has_rle = self.use_instance_mask and any(isinstance(entry["segmentation"], dict) for entry in objects)
         mask_format = "bitmask" if has_rle or self.recompute_boxes else self.instance_mask_format
-        objects = [self._transform_object(entry, transforms, image_shape, mask_format) for entry in objects]
+        flipped = self.keypoint_hflip_indices
+        for entry in objects:
+            if not self.use_keypoint:
+                entry.pop("keypoints", None)
+            is_polygon = self.use_instance_mask and mask_format == "polygon"
+            mask = None if is_polygon else entry.pop("segmentation", None)
+            transform_instance_annotations(entry, transforms, image_shape, keypoint_hflip_indices=flipped)
+            if self.use_instance_mask and mask is not None:
+                entry["segmentation"] = _bitmap(mask, transforms, image_shape)
         instances = annotations_to_instances(objects, image_shape, mask_format=mask_format)
         if self.recompute_boxes and instances.has("gt_masks"):
             instances.gt_boxes = boxes_of_masks(instances.gt_masks, instances.gt_boxes)
         dataset_dict["instances"] = filter_empty_instances(instances)
-
-    def _transform_object(
-        self, entry: dict[str, Any], transforms: T.TransformList, image_shape: tuple[int, int], mask_format: str
-    ) -> dict[str, Any]:
-        mask = entry.pop("segmentation", None) if mask_format == "bitmask" else None
-        entry = transform_instance_annotations(
-            entry, transforms, image_shape, keypoint_hflip_indices=self.keypoint_hflip_indices
-        )
-        return entry if mask is None else entry | {"segmentation": _bitmap(mask, transforms, image_shape)}
 
 
 def _bitmap(

@@ -14,6 +14,7 @@ import torch
 from detectron2.data import DatasetFromList, MapDataset
 from detectron2.data.build import trivial_batch_collator
 from detectron2.data.samplers import InferenceSampler
+from detectron2.utils import comm
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from projects_vil.utils import STOP_SIGNALS
@@ -81,15 +82,12 @@ class BatchStream(Sampler[list[Item]]):
         make_sampler: from a seed to an endless sampler of this rank's indices.
         batch_size: images per batch of this rank.
         groups: the group of each record; the images of a batch have one group, as detectron2 groups by aspect ratio.
-        rank, world_size: number of this process, and how many there are.
         seed, first_iteration: of the next iterator.
     """
 
     make_sampler: Callable[[int], Sampler[int]]
     batch_size: int
     groups: Sequence[int]
-    rank: int = 0
-    world_size: int = 1
     seed: int = 0
     first_iteration: int = 0
 
@@ -99,10 +97,11 @@ class BatchStream(Sampler[list[Item]]):
 
     def _batches(self) -> Iterator[list[tuple[int, int]]]:
         """Yield indices and their positions among the images of all ranks, which do not change with their number."""
+        rank, world_size = comm.get_rank(), comm.get_world_size()
         waiting: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for number, index in enumerate(self.make_sampler(self.seed)):
             batch = waiting[self.groups[index]]
-            batch.append((index, number * self.world_size + self.rank))
+            batch.append((index, number * world_size + rank))
             if len(batch) == self.batch_size:
                 yield batch[:]
                 batch.clear()

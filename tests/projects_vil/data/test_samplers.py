@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from detectron2.data.samplers import TrainingSampler
+from detectron2.utils import comm
 
 from projects_vil.data import build_test_loader, build_train_loader
 from projects_vil.data.samplers import BatchStream, seed_all, seeded
@@ -18,12 +19,9 @@ from tests.projects_vil.helpers import small_config
 GROUPS = [0, 1, 1, 0, 1, 0, 0, 1, 1, 0, 0]
 
 
-def stream(*, first_iteration=0, seed=3, **kwargs):
-    batches = BatchStream(
-        lambda seed: TrainingSampler(len(GROUPS), seed=seed), **{"batch_size": 2, "groups": GROUPS} | kwargs
-    )
-    batches.seed, batches.first_iteration = seed, first_iteration
-    return batches
+def stream(*, seed=3, **options) -> BatchStream:
+    options = {"batch_size": 2, "groups": GROUPS, "seed": seed} | options
+    return BatchStream(lambda seed: TrainingSampler(len(GROUPS), seed=seed), **options)
 
 
 def test_batches_have_one_group_go_on_from_any_iteration_and_differ_by_seed():
@@ -35,21 +33,15 @@ def test_batches_have_one_group_go_on_from_any_iteration_and_differ_by_seed():
     assert list(islice(stream(seed=4), 30)) != batches
 
 
-def test_two_processes_share_the_images_of_one():
-    def of_rank(rank: int) -> BatchStream:
-        batches = BatchStream(
-            lambda seed: islice(TrainingSampler(len(GROUPS), seed=seed), rank, None, 2),
-            batch_size=2,
-            groups=[0] * len(GROUPS),
-            rank=rank,
-            world_size=2,
-        )
-        batches.seed = 3
-        return batches
-
-    one = stream(batch_size=4, groups=[0] * len(GROUPS))
-    for whole, *parts in islice(zip(one, of_rank(0), of_rank(1), strict=False), 12):
-        assert sorted(whole) == sorted(parts[0] + parts[1])
+def test_two_processes_share_the_images_of_one(monkeypatch):
+    groups = [0] * len(GROUPS)
+    whole = list(islice(stream(batch_size=4, groups=groups), 12))
+    parts = []
+    for rank in (0, 1):
+        monkeypatch.setattr(comm, "get_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(comm, "get_world_size", lambda: 2)
+        parts.append(list(islice(stream(groups=groups), 12)))
+    assert [sorted(batch) for batch in whole] == [sorted(a + b) for a, b in zip(*parts, strict=True)]
 
 
 def test_seeding_leaves_the_generators_outside_as_they_were():
