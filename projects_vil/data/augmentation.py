@@ -74,16 +74,13 @@ def check_augmentation(cfg: CfgNode) -> None:
         raise ConfigError(f"INPUT.AUGMENTATION {name} crops images itself: add INPUT.CROP.ENABLED False")
     if not uses_copy_paste(cfg):
         return
-    reason = None
     if model.META_ARCHITECTURE != "GeneralizedRCNN" or not model.MASK_ON or model.KEYPOINT_ON:
-        reason = (
-            "pastes objects by their masks, for a GeneralizedRCNN with masks and without keypoints, and this is a "
-            f"{model.META_ARCHITECTURE} with MODEL.MASK_ON {model.MASK_ON} and MODEL.KEYPOINT_ON {model.KEYPOINT_ON}"
-        )
+        reason = "needs a GeneralizedRCNN with MODEL.MASK_ON True and MODEL.KEYPOINT_ON False, or no pasting of objects"
     elif cfg.DATALOADER.SAMPLER_TRAIN == "RandomSubsetTrainingSampler":
         reason = "pastes objects of all images, and DATALOADER.SAMPLER_TRAIN trains on some of them"
-    if reason:
-        raise ConfigError(f"INPUT.AUGMENTATION strong {reason}: add INPUT.COPY_PASTE.PROBABILITY 0.0")
+    else:
+        return
+    raise ConfigError(f"INPUT.AUGMENTATION strong {reason}: add INPUT.COPY_PASTE.PROBABILITY 0.0")
 
 
 def paste(sample: dict[str, Any], other: dict[str, Any], is_chosen: np.ndarray) -> dict[str, Any]:

@@ -36,11 +36,9 @@ def validation_loss(cfg: CfgNode, model: nn.Module, dataset_name: str) -> dict[s
         ConfigError: as :func:`projects_vil.data.load_dataset`.
     """
     records = data.load_dataset(cfg, [dataset_name], train=False)
-    loader = data.EvaluationLoader(
-        [record | {_POSITION: position} for position, record in enumerate(records)],
-        data.Mapper(_as_for_testing(cfg), is_train=True),
-        num_workers=cfg.DATALOADER.NUM_WORKERS,
-    )
+    records = [record | {_POSITION: position} for position, record in enumerate(records)]
+    mapper = data.Mapper(_as_for_testing(cfg), is_train=True)
+    loader = data.EvaluationLoader(records, mapper, num_workers=cfg.DATALOADER.NUM_WORKERS)
     sums: dict[str, float] = defaultdict(float)
     batches = MicroBatches(model)
     # detectron2 draws images (VIS_PERIOD) in iteration 0.
@@ -62,9 +60,8 @@ def validation_loss(cfg: CfgNode, model: nn.Module, dataset_name: str) -> dict[s
     names = sorted({name for own, _ in everywhere for name in own})
     terms = {name: sum(own.get(name, 0.0) for own, _ in everywhere) / divisor for name in names}
     losses = {TOTAL_LOSS: sum(terms.values())} | terms
-    logging.getLogger(__name__).info(
-        "losses on %s: %s", dataset_name, ", ".join(f"{name} {value:.4g}" for name, value in losses.items())
-    )
+    text = ", ".join(f"{name} {value:.4g}" for name, value in losses.items())
+    logging.getLogger(__name__).info("losses on %s: %s", dataset_name, text)
     return losses
 
 

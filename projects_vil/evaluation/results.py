@@ -44,19 +44,15 @@ def write_results(cfg: CfgNode, results: OrderedDict, *, model: str | None = Non
     names = cfg.DATASETS.TEST
     by_dataset = {names[0]: results} if len(names) == 1 else results
     logger, path = logging.getLogger(__name__), Path(cfg.OUTPUT_DIR) / EVALUATION_FILE
-    content = {
-        name: {
-            task: _as_json(metrics, MetadataCatalog.get(name).get("thing_classes", ()))
-            for task, metrics in tasks.items()
-        }
-        for name, tasks in by_dataset.items()
-    }
+    content = {}
+    for name, tasks in by_dataset.items():
+        classes = MetadataCatalog.get(name).get("thing_classes", ())
+        content[name] = {task: _as_json(metrics, classes) for task, metrics in tasks.items()}
+        for line in explain_results(tasks):
+            logger.info("%s, %s", name, line)
     for file, text in results_as_files(content, model=model).items():
         with atomic_write(path.with_name(file)) as partial:
             partial.write_text(text)
-    for name, tasks in by_dataset.items():
-        for line in explain_results(tasks):
-            logger.info("%s, %s", name, line)
     logger.info("results written to %s", path)
 
 

@@ -102,7 +102,7 @@ def attention_weights(
 @contextlib.contextmanager
 def _values_as_leaves(module: nn.Module) -> Iterator[tuple[dict[str, list[Tensor]], list[Tensor]]]:
     """Yield outputs of the value layers, as leaves by name, and inputs of the output projection, in call order."""
-    leaves, outputs, handles = defaultdict(list), [], []
+    leaves, outputs = defaultdict(list), []
 
     def detach(name: str):
         def hook(layer: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
@@ -111,15 +111,13 @@ def _values_as_leaves(module: nn.Module) -> Iterator[tuple[dict[str, list[Tensor
 
         return hook
 
-    for name, layer in module.named_children():
-        if name in (*_VALUE_LAYERS, _SCORE_LAYER):
-            handles.append(layer.register_forward_hook(detach(name)))
-    handles.append(module.projection.register_forward_pre_hook(lambda layer, inputs: outputs.append(inputs[0])))
-    try:
+    with contextlib.ExitStack() as hooks:
+        for name, layer in module.named_children():
+            if name in (*_VALUE_LAYERS, _SCORE_LAYER):
+                hooks.enter_context(layer.register_forward_hook(detach(name)))
+        keep = module.projection.register_forward_pre_hook(lambda layer, inputs: outputs.append(inputs[0]))
+        hooks.enter_context(keep)
         yield leaves, outputs
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _spread_evenly(weights: Tensor, reduction: int, height: int, width: int) -> Tensor:

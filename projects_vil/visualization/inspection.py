@@ -101,10 +101,8 @@ def draw_attention(
     module = _attention_module(backbone, stage, block)
     pixels, batch, (y, x) = read_input(cfg, model, image_file, point)
     inputs = []
-    handle = module.register_forward_pre_hook(lambda module, args: inputs.append(args))
-    with torch.no_grad():
+    with module.register_forward_pre_hook(lambda module, args: inputs.append(args)), torch.no_grad():
         backbone(batch)
-    handle.remove()
     tokens, global_tokens = inputs[0]
     stride = batch.shape[2] // tokens.shape[1]
     token = y // stride, x // stride

@@ -48,13 +48,11 @@ def draw_results(
             SemSegEvaluator.
         output: the PNG or JPEG; its folder is created.
         num_images: rows.
-        score_threshold: lowest score of a drawn detection, in [0, 1].
+        score_threshold: lowest score of a drawn detection.
 
     Raises:
         ConfigError: for files that cannot be read, and predictions of another dataset.
     """
-    if not 0 <= score_threshold <= 1:
-        raise ConfigError(f"score_threshold is {score_threshold}: it must be 0 to 1")
     metadata = MetadataCatalog.get(dataset_name)
     is_sem_seg = metadata.get("evaluator_type") == "sem_seg"
     key = "file_name" if is_sem_seg else "image_id"
