@@ -5,11 +5,13 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import pytest
 from detectron2.config import CfgNode
 
+from backbones import ConfigError
 from projects_vil import load_config
 from research.export_table import untrained_detector as untrained_detector
 from tests.projects_vil import forked
@@ -100,6 +102,14 @@ def start_tool(
 def _environment(datasets_root: Path | None) -> dict[str, str]:
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return env if datasets_root is None else env | {"DETECTRON2_DATASETS": str(datasets_root)}
+
+
+def message(call: Callable, *args, **kwargs) -> str:
+    """Return the message, one line, of the ConfigError that a call raises."""
+    with pytest.raises(ConfigError) as caught:
+        call(*args, **kwargs)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
 
 
 def error_line(result: subprocess.CompletedProcess) -> str:

@@ -23,7 +23,7 @@ from research.char_lm.model import (
 )
 from research.char_lm.text import Streams, Vocabulary, read_text
 from research.char_lm.training import Settings, Training, best_path, bits_per_character, generate, load_trained
-from tests.projects_vil.helpers import error_line, run_tool
+from tests.projects_vil.helpers import error_line, message, run_tool
 
 TOOL = "../research/char_lm/__main__.py"
 SIZE = ModelSize(dim=16, num_heads=2, hidden_dim=24, depth=2, window_size=8, segment_length=4, rank=1)
@@ -56,10 +56,8 @@ def test_overrides_of_a_config():
     assert size_for("small", dim=128, depth=4).hidden_dim == 512
     phases = phases_for("small", steps=[4300, 50], length=[64, 128], batch_size=[2])
     assert [astuple(phase) for phase in phases] == [(64, 4300, 100, 2.5e-4, 2), (128, 50, 5, 1.25e-4, 2)]
-    with pytest.raises(ConfigError, match="length"):
-        phases_for("small", steps=[9, 9], length=[1, 2, 3])
-    with pytest.raises(ConfigError, match="smal"):
-        size_for("smal")
+    assert "length" in message(phases_for, "small", steps=[9, 9], length=[1, 2, 3])
+    assert "smal" in message(size_for, "smal")
 
 
 def test_full_attention_by_blocks_is_causal_and_equals_one_pass():
@@ -99,11 +97,9 @@ def test_text_is_split_into_train_val_and_test(tmp_path):
     assert train + val[1:] + test[1:] == b"ab" * 90 + b"?" * 20
     assert text.vocabulary.encode_prompt("ba").tolist() == [1, 0]
     for prompt in ("ax", ""):
-        with pytest.raises(ConfigError, match="prompt"):
-            text.vocabulary.encode_prompt(prompt)
+        assert "prompt" in message(text.vocabulary.encode_prompt, prompt)
     (tmp_path / "short").write_bytes(b"x" * 99)
-    with pytest.raises(ConfigError, match="short"):
-        read_text(tmp_path / "short")
+    assert "short" in message(read_text, tmp_path / "short")
 
 
 class Uniform(nn.Module):
@@ -179,12 +175,10 @@ def test_settings_that_do_not_fit(text, tmp_path, whole):
         Training(replace(SETTINGS, phases=(replace(PHASES[0], batch_size=40),)), text, tmp_path)
     with pytest.raises(ConfigError, match="loss"):
         Training(replace(SETTINGS, phases=(replace(PHASES[0], learning_rate=1e30),)), text, tmp_path).run()
-    with pytest.raises(ConfigError, match="last.pth"):
-        Training(SETTINGS, text, whole.output)
+    assert "last.pth" in message(Training, SETTINGS, text, whole.output)
     for changes in ({"size": replace(SIZE, dim=32)}, {"phases": PHASES[:1]}):
         (name,) = changes
-        with pytest.raises(ConfigError, match=name):
-            Training(replace(SETTINGS, **changes), text, whole.output, resume=True)
+        assert name in message(Training, replace(SETTINGS, **changes), text, whole.output, resume=True)
 
 
 def test_gradient_accumulation_trains_as_one_batch(text, tmp_path):

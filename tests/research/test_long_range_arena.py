@@ -15,7 +15,7 @@ from research.long_range_arena.listops import WORDS, ListOpsRules, drop_brackets
 from research.long_range_arena.model import create_classifier
 from research.long_range_arena.tasks import ADAM_BETAS, ADAM_EPSILON, ENCODER, settings_for
 from research.long_range_arena.training import evaluate, load_lra_classifier, measure_models, train_classifier
-from tests.projects_vil.helpers import error_line, run_tool
+from tests.projects_vil.helpers import error_line, message, run_tool
 
 TOOL = "../research/long_range_arena/__main__.py"
 SHORT = ListOpsRules(min_length=10, max_length=60)
@@ -50,8 +50,7 @@ def test_settings_are_the_published_ones(task):
 def test_fewer_steps_keep_the_share_of_the_warm_up():
     assert settings_for("listops", steps=500).warmup_steps == 100
     assert settings_for("listops", steps=6).warmup_steps == 0
-    with pytest.raises(ConfigError, match="listop"):
-        settings_for("listop")
+    assert "listop" in message(settings_for, "listop")
 
 
 def evaluate_tree(words: list[str]) -> int:
@@ -103,11 +102,9 @@ def test_generated_samples_follow_from_the_arguments_and_are_kept(tmp_path):
     assert [texts_of(split) for split in splits_of(first)] == [texts_of(split) for split in splits_of(again)]
     assert not set(texts_of(first.val)) & set(texts_of(other.val))
     (path,) = (tmp_path / "new").iterdir()
-    with pytest.raises(ConfigError, match=path.name):
-        load_listops(tmp_path / "new", dataclasses.replace(SHORT, max_arguments=4), **sizes)
+    assert path.name in message(load_listops, tmp_path / "new", dataclasses.replace(SHORT, max_arguments=4), **sizes)
     path.write_bytes(path.read_bytes()[:2000])
-    with pytest.raises(ConfigError, match=path.name):
-        load_listops(tmp_path / "new", SHORT, **sizes)
+    assert path.name in message(load_listops, tmp_path / "new", SHORT, **sizes)
     # With 4 tokens there are four operators and two digits: 400 samples.
     with pytest.raises(ConfigError, match="401"):
         generate_listops(ListOpsRules(3, 5, max_depth=2, max_arguments=2), num_train=399, num_val=1, num_test=1)
@@ -120,10 +117,8 @@ def test_released_listops(tmp_path):
     examples = read_released_listops(tmp_path, read_length=6, words=WORDS).val
     assert texts_of(examples) == ["[MIN 3 4 ]", "[SM 7 [MAX 1 6 ]"] and examples.labels.tolist() == [3, 3]
     (tmp_path / "basic_val.tsv").write_text("Source\tTarget\n( [MIN 3 )\tx\n")
-    with pytest.raises(ConfigError, match="basic_val.tsv line 2"):
-        read_released_listops(tmp_path, read_length=30, words=WORDS)
-    with pytest.raises(ConfigError, match="basic_train.tsv"):
-        read_released_listops(tmp_path / "none", read_length=30, words=WORDS)
+    assert "basic_val.tsv line 2" in message(read_released_listops, tmp_path, read_length=30, words=WORDS)
+    assert "basic_train.tsv" in message(read_released_listops, tmp_path / "none", read_length=30, words=WORDS)
 
 
 def test_imdb_and_pairs(tmp_path):
@@ -135,8 +130,7 @@ def test_imdb_and_pairs(tmp_path):
     dataset = read_imdb(tmp_path, read_length=3)
     assert dataset.train.documents == ([b"bad", b"goo"],)
     assert dataset.train.labels.tolist() == [0, 1] and dataset.val is dataset.test
-    with pytest.raises(ConfigError, match="neg"):
-        read_imdb(tmp_path / "none", read_length=3)
+    assert "neg" in message(read_imdb, tmp_path / "none", read_length=3)
     for name in ("train", "eval", "test"):
         (tmp_path / f"new_aan_pairs.{name}.tsv").write_bytes(b"1.0\ta\tb\tone text\tanother\n0.0\tc\td\tx\ty\n")
     pairs = read_pairs(tmp_path, read_length=5).val
@@ -144,8 +138,7 @@ def test_imdb_and_pairs(tmp_path):
     assert pairs.labels.tolist() == [1, 0]
     for line in (b"2.0\ta\tb\tc\td\n", b"1.0\ta\tb\tc\n"):
         (tmp_path / "new_aan_pairs.test.tsv").write_bytes(b"1\ta\tb\tc\td\n" + line)
-        with pytest.raises(ConfigError, match="new_aan_pairs.test.tsv line 2"):
-            read_pairs(tmp_path, read_length=5)
+        assert "new_aan_pairs.test.tsv line 2" in message(read_pairs, tmp_path, read_length=5)
 
 
 TOKENS, LENGTHS = torch.arange(1, 31).view(2, 15), torch.tensor([15, 9])
@@ -208,12 +201,10 @@ def test_the_best_weights_are_kept_and_a_seed_gives_the_same_run(tiny, tmp_path)
     loaded, settings = load_lra_classifier(tmp_path / "model_best.pth")
     assert settings == quick() and evaluate(loaded, tiny.test, 8) == result["test"]
     assert evaluate(trained, tiny.val, 8)["accuracy"] == result["best"]["accuracy"]
-    with pytest.raises(ConfigError, match="model_best.pth"):
-        train_classifier(quick(), tiny, output=tmp_path)
+    assert "model_best.pth" in message(train_classifier, quick(), tiny, output=tmp_path)
     _, again = train_classifier(quick(), tiny)
     assert [row["loss"] for row in again["evaluations"]] == [row["loss"] for row in result["evaluations"]]
-    with pytest.raises(ConfigError, match="loss"):
-        train_classifier(quick(learning_rate=1e30, warmup_steps=0), tiny)
+    assert "loss" in message(train_classifier, quick(learning_rate=1e30, warmup_steps=0), tiny)
 
 
 @pytest.mark.parametrize(("schedule", "warmup"), [("linear", 5), ("fixed", 2)])

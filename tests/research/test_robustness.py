@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from timm.data import RealLabelsImagenet, create_transform, resolve_model_data_config
 
-from backbones import ConfigError, create_classifier
+from backbones import create_classifier
 from backbones.convert import convert_state_dict
 from research.robustness.classifier import load_classifier
 from research.robustness.evaluate import evaluate_robustness, format_results
@@ -28,7 +28,7 @@ from research.robustness.sets import (
 from tests import wrapping
 from tests.backbones.helpers import randomise
 from tests.backbones.official import official_state_dict
-from tests.projects_vil.helpers import error_line, run_tool
+from tests.projects_vil.helpers import error_line, message, run_tool
 
 TOOL = "../research/robustness/__main__.py"
 VARIANT = "vil_tiny_1_1_3_1_rpb"
@@ -184,25 +184,21 @@ def test_incomplete_sets_are_evaluated_or_left_out(weights, tmp_path):
     assert sets["c"]["mean_error"] is None and len(sets["c"]["missing"]) == 4 + 13 * 5
     assert sets["c"]["errors"] == {"fog": 0}
     for name in ("imagenet-a", "v3"):
-        with pytest.raises(ConfigError, match=name):
-            evaluate(weights / "known.pth", tmp_path, name.removeprefix("imagenet-"))
+        assert name in message(evaluate, weights / "known.pth", tmp_path, name.removeprefix("imagenet-"))
 
 
 def test_folders_with_another_layout_raise(weights, tmp_path):
     write_val(tmp_path)
     (tmp_path / "val/tench").mkdir()
-    with pytest.raises(ConfigError, match="tench"):
-        evaluate(weights / "known.pth", tmp_path, "val")
+    assert "tench" in message(evaluate, weights / "known.pth", tmp_path, "val")
     (tmp_path / "val/tench").rename(tmp_path / "val/n01531178")
     (tmp_path / "val/n01531178/a.JPEG").write_text("not an image")
     result = run_tool(TOOL, "--weights", weights / "known.pth", "--model", VARIANT, "--data", tmp_path, "--sets", "val")
     assert "a.JPEG" in error_line(result)
     (tmp_path / "real.json").write_text("[[1]]")
-    with pytest.raises(ConfigError, match="real.json"):
-        correct_classes(tmp_path, "real", [("a.JPEG", 0)])
+    assert "real.json" in message(correct_classes, tmp_path, "real", [("a.JPEG", 0)])
     write_real(tmp_path, {1: [6]})
-    with pytest.raises(ConfigError, match="a.JPEG"):
-        correct_classes(tmp_path, "real", [("a.JPEG", 0)])
+    assert "a.JPEG" in message(correct_classes, tmp_path, "real", [("a.JPEG", 0)])
 
 
 @pytest.fixture(scope="module")
@@ -245,8 +241,7 @@ def test_a_run_of_timm(tmp_path, classifier, arguments, size):
     torch.testing.assert_close(logits_of(loaded.model), logits_of(classifier))
     averaged = load_classifier(path, averaged=True).model
     assert torch.equal(averaged.head.bias, classifier.head.bias * 0.5)
-    with pytest.raises(ConfigError, match="vil_small"):
-        load_classifier(path, "vil_small")
+    assert "vil_small" in message(load_classifier, path, "vil_small")
 
 
 def test_tables_larger_than_the_images_stay_as_trained(tmp_path):
@@ -261,8 +256,7 @@ def test_tables_larger_than_the_images_stay_as_trained(tmp_path):
 
 def test_plain_and_official_state_dicts(tmp_path, classifier):
     torch.save(classifier.state_dict(), tmp_path / "plain.pth")
-    with pytest.raises(ConfigError, match="--model"):
-        load_classifier(tmp_path / "plain.pth")
+    assert "--model" in message(load_classifier, tmp_path / "plain.pth")
     assert torch.equal(logits_of(load_classifier(tmp_path / "plain.pth", VARIANT).model), logits_of(classifier))
     weights = official_state_dict(relative_bias=True, num_classes=7)
     torch.save(wrapping.vision_longformer(weights), tmp_path / "official.pth")
@@ -271,5 +265,4 @@ def test_plain_and_official_state_dicts(tmp_path, classifier):
     for name, tensor in loaded.model.state_dict().items():
         torch.testing.assert_close(tensor, expected[name].to(tensor.dtype), atol=0, rtol=0)
     torch.save({"weight": torch.zeros(3)}, tmp_path / "other.pth")
-    with pytest.raises(ConfigError, match="other.pth"):
-        load_classifier(tmp_path / "other.pth", VARIANT)
+    assert "other.pth" in message(load_classifier, tmp_path / "other.pth", VARIANT)

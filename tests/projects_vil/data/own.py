@@ -2,9 +2,6 @@
 
 import json
 
-import pytest
-
-from backbones import ConfigError
 from projects_vil.data import load_dataset, register_datasets
 from tests.projects_vil.helpers import small_config
 
@@ -24,13 +21,6 @@ def load(folder, *overrides, detector: str = "retinanet", train: bool = True, **
     cfg = config(entry(folder), detector=detector, overrides=overrides)
     register_datasets(cfg)
     return load_dataset(cfg, [NAME], train=train, **options)
-
-
-def message(call, *args, **kwargs) -> str:
-    with pytest.raises(ConfigError) as caught:
-        call(*args, **kwargs)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def edit(folder, change) -> None:

@@ -20,8 +20,7 @@ from projects_vil.data import Mapper
 from projects_vil.data.augmentation import MIN_VISIBLE_PIXELS, CopyPaste, paste
 from projects_vil.engine import check_setup
 from projects_vil.engine.checks import check_values
-from tests.projects_vil.data.own import message
-from tests.projects_vil.helpers import small_config
+from tests.projects_vil.helpers import message, small_config
 
 RED, GREEN, BLUE, YELLOW, CYAN = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0), (0, 255, 255)
 

@@ -10,8 +10,8 @@ from detectron2.data import MetadataCatalog
 
 from backbones import ConfigError
 from projects_vil.data import build_test_loader, build_train_loader, load_dataset, read_datasets, register_datasets
-from tests.projects_vil.data.own import NAME, config, edit, entry, first_image, load, message
-from tests.projects_vil.helpers import small_config
+from tests.projects_vil.data.own import NAME, config, edit, entry, first_image, load
+from tests.projects_vil.helpers import message, small_config
 
 # -- files -----------------------------------------------------------------------------------------
 

@@ -7,8 +7,8 @@ from detectron2.data import MetadataCatalog
 
 from projects_vil.data import load_dataset, register_datasets
 from projects_vil.data.catalog import read_categories
-from tests.projects_vil.data.own import NAME, config, entry, load, message
-from tests.projects_vil.helpers import small_config
+from tests.projects_vil.data.own import NAME, config, entry, load
+from tests.projects_vil.helpers import message, small_config
 
 
 def test_shapes_follow_the_environment(shapes, tmp_path, monkeypatch):

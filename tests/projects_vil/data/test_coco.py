@@ -24,8 +24,8 @@ from projects_vil.data import (
 )
 from projects_vil.evaluation import build_evaluator
 from tests.projects_vil.data.corruptions import corrupt, rle
-from tests.projects_vil.data.own import NAME, config, edit, entry, load, message
-from tests.projects_vil.helpers import CONFIGS, SMALL, error_line, run_tool, small_config, untrained_detector
+from tests.projects_vil.data.own import NAME, config, edit, entry, load
+from tests.projects_vil.helpers import CONFIGS, SMALL, error_line, message, run_tool, small_config, untrained_detector
 
 
 def test_records_are_those_of_detectron2(copy):

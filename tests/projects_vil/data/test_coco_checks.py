@@ -8,12 +8,11 @@ import pytest
 import torch
 from pycocotools.coco import COCO
 
-from backbones import ConfigError
 from projects_vil.data import CocoFile, Mapper, write_cleaned
 from projects_vil.data.coco_checks import CHECKS
 from tests.projects_vil.data.corruptions import CORRUPTIONS, corrupt
-from tests.projects_vil.data.own import edit, load, message, truncate
-from tests.projects_vil.helpers import small_config
+from tests.projects_vil.data.own import edit, load, truncate
+from tests.projects_vil.helpers import message, small_config
 
 
 def check(folder, file: str = "annotations.json", **options):
@@ -133,8 +132,7 @@ def test_missing_areas_and_boxes_are_those_of_the_mask(copy):
 
 def test_a_copy_never_replaces_a_file(copy):
     before = (copy / "annotations.json").read_bytes()
-    with pytest.raises(ConfigError, match="annotations.json"):
-        write_cleaned(check(copy), copy / "annotations.json")
+    assert "annotations.json" in message(write_cleaned, check(copy), copy / "annotations.json")
     assert (copy / "annotations.json").read_bytes() == before
 
 

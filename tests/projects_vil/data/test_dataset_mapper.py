@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from projects_vil.data import Mapper
-from tests.projects_vil.data.own import config, edit, first_image, load, message, truncate
-from tests.projects_vil.helpers import small_config
+from tests.projects_vil.data.own import config, edit, first_image, load, truncate
+from tests.projects_vil.helpers import message, small_config
 
 
 @pytest.mark.parametrize("train", [True, False])

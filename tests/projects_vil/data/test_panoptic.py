@@ -9,8 +9,7 @@ from detectron2.data import MetadataCatalog
 
 from projects_vil.data import Mapper, check_datasets, load_dataset, register_datasets
 from projects_vil.engine import check_setup
-from tests.projects_vil.data.own import message
-from tests.projects_vil.helpers import small_config
+from tests.projects_vil.helpers import message, small_config
 from tests.projects_vil.panoptic import TRAIN, VAL, panoptic_config
 
 

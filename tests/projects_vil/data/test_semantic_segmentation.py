@@ -13,8 +13,7 @@ from projects_vil.data import IGNORED_LABEL, Mapper, label_reader, load_dataset,
 from projects_vil.data.catalog import ADE20K_SEM_SEG_CATEGORIES, read_classes
 from projects_vil.data.detection_utils import read_labels
 from projects_vil.data.shapes import SHAPES_SEM_SEG_CLASSES
-from tests.projects_vil.data.own import message
-from tests.projects_vil.helpers import small_config
+from tests.projects_vil.helpers import message, small_config
 
 NAME = "sem_seg_test"
 CROPPED = ["INPUT.CROP.SIZE", "[40, 56]", "INPUT.MIN_SIZE_TRAIN", "(70, 90)"]

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 from pathlib import Path
 
 import cv2
@@ -10,9 +9,9 @@ import numpy as np
 import pytest
 from pycocotools.coco import COCO
 
-from backbones.errors import ConfigError
 from projects_vil.data import write_shapes_dataset
 from projects_vil.data.shapes import BACKGROUND_MAX, OBJECT_SIZES, SHAPES_CLASSES, SHAPES_SEM_SEG_CLASSES, render_image
+from tests.projects_vil.helpers import message
 
 SMALL = {"num_train": 12, "num_val": 5, "short_side": 96, "seed": 3}
 SPLITS = {"train": (12, "training"), "val": (5, "validation")}
@@ -76,17 +75,14 @@ def test_a_complete_dataset_is_kept_and_another_replaced_only_with_overwrite(tmp
     before = {path: path.stat().st_mtime_ns for path in output.rglob("*")}
     write_shapes_dataset(output, **SMALL)
     assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before
-    with pytest.raises(ConfigError, match="seed 3"):
-        write_shapes_dataset(output, **SMALL | {"seed": 4})
-    with pytest.raises(ConfigError, match=str(output)):
-        write_shapes_dataset(output, task="sem_seg", **SMALL, overwrite=True)
+    assert "seed 3" in message(write_shapes_dataset, output, **SMALL | {"seed": 4})
+    assert str(output) in message(write_shapes_dataset, output, task="sem_seg", **SMALL, overwrite=True)
     write_shapes_dataset(output, **SMALL | {"num_val": 2}, overwrite=True)
     assert len(list((output / "val").iterdir())) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
     lost = next((output / "val").iterdir())
     lost.unlink()
-    with pytest.raises(ConfigError, match=lost.name):
-        write_shapes_dataset(output, **SMALL | {"num_val": 2})
+    assert lost.name in message(write_shapes_dataset, output, **SMALL | {"num_val": 2})
 
 
 @pytest.mark.parametrize("name, overwrite", [("notes.txt", True), ("annotations/instances_val.json", False)])
@@ -95,15 +91,13 @@ def test_other_folders_are_never_changed(tmp_path, name, overwrite):
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps({"info": {"description": "COCO 2017 Dataset"}}))
     for output in (tmp_path, path, path / "deeper"):
-        with pytest.raises(ConfigError, match=re.escape(str(output))):
-            write_shapes_dataset(output, **SMALL, overwrite=overwrite)
+        assert str(output) in message(write_shapes_dataset, output, **SMALL, overwrite=overwrite)
     assert list(contents(tmp_path)) == [name]
 
 
 def test_values_out_of_range(tmp_path):
     for option, value in {"num_train": 0, "num_val": -1, "short_side": 8, "seed": -1, "task": "semseg"}.items():
-        with pytest.raises(ConfigError, match=option):
-            write_shapes_dataset(tmp_path / "data", **SMALL | {option: value})
+        assert option in message(write_shapes_dataset, tmp_path / "data", **SMALL | {option: value})
         assert not (tmp_path / "data").exists()
 
 

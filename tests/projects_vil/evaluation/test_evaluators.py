@@ -15,7 +15,7 @@ from backbones import ConfigError
 from projects_vil.data import IGNORED_LABEL, build_test_loader, label_reader, load_dataset, register_datasets
 from projects_vil.evaluation import build_evaluator
 from projects_vil.evaluation.evaluators import metric_names
-from tests.projects_vil.helpers import small_config
+from tests.projects_vil.helpers import message, small_config
 from tests.projects_vil.panoptic import VAL, panoptic_config
 
 
@@ -89,8 +89,7 @@ def test_other_types_of_datasets(tmp_path, evaluator_type):
         if evaluator_type == "pascal_voc":
             assert isinstance(build_evaluator(small_config(), name, ""), PascalVOCDetectionEvaluator)
         else:
-            with pytest.raises(ConfigError, match=name):
-                build_evaluator(small_config(), name, "")
+            assert name in message(build_evaluator, small_config(), name, "")
     finally:
         MetadataCatalog.remove(name)
 

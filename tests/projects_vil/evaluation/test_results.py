@@ -5,11 +5,10 @@ import json
 import pytest
 from detectron2.data import MetadataCatalog
 
-from backbones import ConfigError
 from projects_vil.checkpoint import build_detector, fingerprint
 from projects_vil.config import load_config
 from projects_vil.evaluation import explain_results, read_results, write_results
-from tests.projects_vil.helpers import small_config
+from tests.projects_vil.helpers import message, small_config
 
 
 def test_results_of_two_datasets_and_by_class(tmp_path):
@@ -39,16 +38,13 @@ def test_results_are_those_of_a_model(tmp_path):
     assert read_results(tmp_path, model="ours") is None
     write_results(cfg, {"bbox": {"AP": 1.5}}, model="ours")
     assert read_results(tmp_path, model="ours") == {"own": {"bbox": {"AP": 1.5}}}
-    with pytest.raises(ConfigError, match="evaluation.json"):
-        read_results(tmp_path, model="theirs")
+    assert "evaluation.json" in message(read_results, tmp_path, model="theirs")
     # A later evaluation of an unknown model.
     write_results(cfg, {"bbox": {"AP": 2.5}})
-    with pytest.raises(ConfigError, match="evaluation.model.json"):
-        read_results(tmp_path, model="ours")
+    assert "evaluation.model.json" in message(read_results, tmp_path, model="ours")
     for name in ("evaluation.model.json", "evaluation.json"):
         (tmp_path / name).write_text("{")
-        with pytest.raises(ConfigError, match="evaluation.json"):
-            read_results(tmp_path, model="ours")
+        assert "evaluation.json" in message(read_results, tmp_path, model="ours")
 
 
 def test_the_evaluation_of_a_run_is_of_its_last_checkpoint(trained_run):
@@ -57,8 +53,7 @@ def test_the_evaluation_of_a_run_is_of_its_last_checkpoint(trained_run):
         return fingerprint(cfg, build_detector(cfg, trained_run / weights))
 
     assert "shapes_val" in read_results(trained_run, model=model("model_final.pth"))
-    with pytest.raises(ConfigError, match="evaluation.json"):
-        read_results(trained_run, model=model("model_0000001.pth"))
+    assert "evaluation.json" in message(read_results, trained_run, model=model("model_0000001.pth"))
 
 
 NAN = float("nan")

@@ -11,10 +11,9 @@ import cv2
 import numpy as np
 import pytest
 
-from backbones import ConfigError
 from projects_vil.report import write_report
 from projects_vil.report.page import read_warnings
-from tests.projects_vil.helpers import run_tool
+from tests.projects_vil.helpers import message, run_tool
 
 CHROMIUM = shutil.which("chromium")
 
@@ -123,8 +122,7 @@ def test_a_dataset_of_ones_own(synthetic_results, tmp_path, trained_run, missing
 
 
 def test_a_folder_without_a_run(tmp_path):
-    with pytest.raises(ConfigError, match=str(tmp_path)):
-        write_report(tmp_path)
+    assert str(tmp_path) in message(write_report, tmp_path)
     assert not list(tmp_path.iterdir())
 
 

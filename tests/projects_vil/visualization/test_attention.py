@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backbones import ConfigError
 from backbones.attention.dense import DenseAttention, join_tokens
 from backbones.attention.efficient import (
     GlobalMemoryAttention,
@@ -17,6 +16,7 @@ from backbones.attention.sliding_chunk import SlidingChunkAttention
 from backbones.cvt import ConvLongShortAttention
 from projects_vil.visualization.attention import AttentionWeights, attention_weights
 from tests.backbones.helpers import random_images, randomise
+from tests.projects_vil.helpers import message
 
 DIM, HEADS, HEIGHT, WIDTH = 8, 2, 7, 10
 POSITIONS = [(0, 0), (3, 6), (6, 9)]
@@ -154,5 +154,4 @@ def test_a_reduced_position_is_spread_over_its_tokens():
 
 def test_linformer_has_no_weights():
     options = {"num_global_tokens": 0, "map_size": (HEIGHT, WIDTH), "num_features": 5}
-    with pytest.raises(ConfigError, match="LinformerAttention"):
-        attention_weights(*build(LinformerAttention, 0, options), 0, 0)
+    assert "LinformerAttention" in message(attention_weights, *build(LinformerAttention, 0, options), 0, 0)

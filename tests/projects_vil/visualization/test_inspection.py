@@ -5,13 +5,13 @@ import numpy as np
 import pytest
 import torch
 
-from backbones import ConfigError, create_backbone
+from backbones import create_backbone
 from backbones.lit import LIT, LITStage, LITVariant
 from projects_vil.visualization import draw_attention, draw_offsets
 from projects_vil.visualization.attention import AttentionWeights
 from projects_vil.visualization.inspection import plot_attention, plot_offsets, sampling_positions
 from tests.backbones.helpers import random_images
-from tests.projects_vil.helpers import small_config
+from tests.projects_vil.helpers import message, small_config
 from tests.selection import slow_except
 
 
@@ -79,8 +79,8 @@ def test_a_window_is_enlarged_and_framed():
     [
         ([], {"stage": 5}, "stage is 5"),
         ([], {"block": 4}, "block is 4"),
-        ([], {"point": (50, 30)}, "point 50 30 .*photo.png"),
-        ([], {"point": (0, -1)}, "point 0 -1 .*photo.png"),
+        ([], {"point": (50, 30)}, "point 50 30 is outside"),
+        ([], {"point": (0, -1)}, "point 0 -1 is outside"),
         (["MODEL.TRANSFORMER.NAME", "lit_ti"], {"stage": 2}, "stage is 2"),
         (["MODEL.TRANSFORMER.NAME", "global_tiny"], {}, "stage 3"),
         (
@@ -92,8 +92,7 @@ def test_a_window_is_enlarged_and_framed():
     ],
 )
 def test_attention_that_cannot_be_drawn(photo, overrides, options, name):
-    with pytest.raises(ConfigError, match=name):
-        draw(photo, *overrides, **options)
+    assert name in message(draw, photo, *overrides, **options)
     assert not (photo.parent / "drawn").exists()
 
 
@@ -151,21 +150,18 @@ def test_known_offsets_move_all_positions(small_lit, offsets, pixels):
     [("vil_tiny", {}), ("lit_ti", {"merging": "uniform"}), ("lit_ti", {"out_features": ("stage1",)})],
 )
 def test_backbones_without_offsets(name, options):
-    with pytest.raises(ConfigError):
-        sampling_positions(create_backbone(name, **options), random_images(1, 3, 64, 64).float(), [(0, 0)])
+    message(sampling_positions, create_backbone(name, **options), random_images(1, 3, 64, 64).float(), [(0, 0)])
 
 
 def test_offsets_of_an_image(photo, tmp_path):
     (path,) = draw_lit(photo, num_points=5)
     assert path == tmp_path / "drawn/photo_offsets.png" and cv2.imread(str(path)).shape == (4 * 480, 4 * 480, 3)
     for files, options, name in (
-        ([], {"point": (50, 0)}, "point 50 0 .*photo.png"),
+        ([], {"point": (50, 0)}, "point 50 0 is outside"),
         ([tmp_path / "absent.png"], {}, "absent.png"),
         ([tmp_path / "other/photo.jpg"], {}, "photo_offsets.png"),
     ):
-        with pytest.raises(ConfigError, match=name):
-            draw_lit(photo, *files, **options)
+        assert name in message(draw_lit, photo, *files, **options)
     (tmp_path / "other").mkdir()
     (tmp_path / "other/drawn").write_text("")
-    with pytest.raises(ConfigError, match=r"photo_offsets\.png"):
-        draw_lit(photo.rename(tmp_path / "other/photo.png"))
+    assert "photo_offsets.png" in message(draw_lit, photo.rename(tmp_path / "other/photo.png"))

@@ -14,7 +14,6 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.structures import Boxes, Instances
 from pycocotools.coco import COCO
 
-from backbones.errors import ConfigError
 from projects_vil.config import load_config
 from projects_vil.data import IGNORED_LABEL, label_reader, load_dataset, register_datasets
 from projects_vil.engine import Trainer
@@ -28,7 +27,7 @@ from projects_vil.visualization import (
 )
 from projects_vil.visualization.drawing import GAP, HEADER, PANEL_WIDTH
 from projects_vil.visualization.predictions import SMALLEST_SAMPLE, draw_sample
-from tests.projects_vil.helpers import small_config
+from tests.projects_vil.helpers import message, small_config
 from tests.projects_vil.panoptic import panoptic_config
 
 NAME, SEM_SEG = "shapes_val", "shapes_sem_seg_val"
@@ -121,8 +120,7 @@ def test_damaged_predictions_and_those_of_another_dataset(request, tmp_path, nam
     size = {"segmentation": encode(np.ones((3, 4)))}
     results = ["{not json", '{"AP": 1}', '[{"image_id": 2}]', *([first | change] for change in (other, size))]
     for content in [*results, [first | {"category_id": 18}]]:
-        with pytest.raises(ConfigError, match=r"results\.json"):
-            draw(tmp_path, content, name)
+        assert "results.json" in message(draw, tmp_path, content, name)
     assert not (tmp_path / "sheet.png").exists()
 
 
@@ -130,11 +128,10 @@ def test_files_that_are_missing_or_cannot_be_written(shapes, tmp_path):
     records = DatasetCatalog.get(NAME)
     (tmp_path / "results.json").write_text("[]")
     for results, output, named in (
-        ("absent.json", "sheet.png", r"absent\.json"),
-        ("results.json", "results.json/sheet.png", r"sheet\.png"),
+        ("absent.json", "sheet.png", "absent.json"),
+        ("results.json", "results.json/sheet.png", "sheet.png"),
     ):
-        with pytest.raises(ConfigError, match=named):
-            draw_results(NAME, records, tmp_path / results, tmp_path / output)
+        assert named in message(draw_results, NAME, records, tmp_path / results, tmp_path / output)
 
 
 # -- runs ------------------------------------------------------------------------------------------
@@ -151,8 +148,7 @@ def test_summary_of_a_run(tmp_path):
         assert first == line and str(tmp_path / "predictions.png") in second
     for content in ("{", "[]", '{"other": {"bbox": {"AP": 1}}}', '{"val": {"bbox": null}}'):
         (tmp_path / "evaluation.json").write_text(content)
-        with pytest.raises(ConfigError, match=r"evaluation\.json"):
-            summarize_run(tmp_path, "val", **options)
+        assert "evaluation.json" in message(summarize_run, tmp_path, "val", **options)
 
 
 def test_a_run_on_several_datasets_has_a_folder_for_each(shapes_sem_seg, tmp_path):
@@ -251,6 +247,5 @@ def test_colours_and_boxes_of_a_sample(shapes, image_format):
 def test_drawings_of_an_earlier_call_are_not_mixed_with_others(shapes, tmp_path):
     (path,) = draw_samples(small_config(), tmp_path, number=1)
     before = path.read_bytes()
-    with pytest.raises(ConfigError, match=path.name):
-        draw_samples(small_config(), tmp_path, number=2, seed=5)
+    assert path.name in message(draw_samples, small_config(), tmp_path, number=2, seed=5)
     assert list(tmp_path.iterdir()) == [path] and path.read_bytes() == before
