@@ -120,14 +120,6 @@ def test_masks_are_the_visible_pixels_and_boxes_those_of_the_masks(tmp_path, fac
     assert numbers == {3} if factor == 1 else min(numbers) < 3
 
 
-def test_padding_is_grey_and_not_part_of_an_object(tmp_path):
-    for rle in (False, True):
-        record = write_record(tmp_path, "a", (31, 47), Rectangle(0, 31, 0, 47, rle=rle))
-        sample = mapped(lsj(1, "INPUT.RANDOM_FLIP", "none"), record)
-        assert (sample["image"][:, 31:] == 128).all() and not sample["instances"].gt_masks.tensor[:, 31:].any()
-        assert sample["instances"].gt_boxes.tensor.tolist() == [[0, 0, 47, 31]]
-
-
 @pytest.mark.parametrize("factor", [0.53, 1.37, 2])
 def test_boxes_are_the_same_with_and_without_masks(tmp_path, factor):
     record = write_record(tmp_path, "a", (31, 47), *OBJECTS)
