@@ -1,6 +1,9 @@
 """A small COCO dataset in a folder of its own, which tests corrupt."""
 
 import json
+import random
+
+import numpy as np
 
 from projects_vil.data import load_dataset, register_datasets
 from tests.projects_vil.helpers import small_config
@@ -21,6 +24,12 @@ def load(folder, *overrides, detector: str = "retinanet", train: bool = True, **
     cfg = config(entry(folder), detector=detector, overrides=overrides)
     register_datasets(cfg)
     return load_dataset(cfg, [NAME], train=train, **options)
+
+
+def mapped(mapper, record: dict, *, seed: int = 0) -> dict:
+    np.random.seed(seed)
+    random.seed(seed)
+    return mapper(record)
 
 
 def edit(folder, change) -> None:

@@ -3,7 +3,6 @@
 Every object is a rectangle of its own colour, so that pixels show the masks.
 """
 
-import random
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from projects_vil.data import Mapper
 from projects_vil.data.augmentation import MIN_VISIBLE_PIXELS, CopyPaste, paste
 from projects_vil.engine import check_setup
 from projects_vil.engine.checks import check_values
+from tests.projects_vil.data.own import mapped
 from tests.projects_vil.helpers import message, small_config
 
 RED, GREEN, BLUE, YELLOW, CYAN = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0), (0, 255, 255)
@@ -73,12 +73,6 @@ def lsj(factor: float, *overrides: str, size: int = 47, detector: str = "mask_rc
     """Build a mapper with large-scale jitter by one factor."""
     keys = ("INPUT.LSJ.SIZE", str(size), "INPUT.LSJ.SCALE", f"({factor}, {factor})")
     return Mapper(small_config(detector, *LSJ, *keys, *overrides), is_train=True)
-
-
-def mapped(mapper: Mapper, record: dict, *, seed: int = 0) -> dict:
-    np.random.seed(seed)
-    random.seed(seed)
-    return mapper(record)
 
 
 # -- large-scale jitter ----------------------------------------------------------------------------
@@ -197,16 +191,15 @@ YELLOW_ONE, CYAN_ONE = Rectangle(10, 33, 8, 25, YELLOW, 2), Rectangle(30, 34, 40
 ALL = np.array([True, True])
 
 
-@pytest.fixture
-def mapper() -> Mapper:
-    """Jitter that only pads an image, so that colors show the objects."""
+def padding() -> Mapper:
+    """Build jitter that only pads an image, so that colors show the objects."""
     return lsj(1.0, "INPUT.RANDOM_FLIP", "none", size=48)
 
 
 @pytest.fixture
-def sample_of(mapper, tmp_path):
+def sample_of(tmp_path):
     def make(name: str, *objects: Rectangle, size: tuple[int, int] = SIZE) -> dict:
-        return mapper(write_record(tmp_path, name, size, *objects))
+        return padding()(write_record(tmp_path, name, size, *objects))
 
     return make
 
@@ -271,12 +264,12 @@ def test_images_without_objects(sample_of):
     check(paste(empty, sample, np.array([True])), RED)
 
 
-def test_share_of_images_with_pasted_objects(mapper, tmp_path):
+def test_share_of_images_with_pasted_objects(tmp_path):
     own = write_record(tmp_path, "a", SIZE, RED_ONE)
     others = [write_record(tmp_path, name, SIZE, YELLOW_ONE, CYAN_ONE) for name in "bcd"]
     for probability in (0.0, 0.5, 1.0):
         np.random.seed(0)
-        copy_paste = CopyPaste(mapper, [own, *others], probability=probability)
+        copy_paste = CopyPaste(padding(), [own, *others], probability=probability)
         samples = [copy_paste(own) for _ in range(40)]
         pasted = [sample["pasted_from"] for sample in samples if "pasted_from" in sample]
         # No object is chosen in a quarter of the cases for two objects, in half of them for the image itself.

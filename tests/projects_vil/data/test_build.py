@@ -16,12 +16,6 @@ from tests.projects_vil.helpers import message, small_config
 # -- files -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["annotations.json", "images"])
-def test_missing_file_and_folder(copy, name):
-    (copy / name).rename(copy / "elsewhere")
-    assert str(copy / name) in message(load, copy)
-
-
 def test_missing_images(copy):
     images = sorted((copy / "images").iterdir())
     images[2].unlink(), images[5].unlink()

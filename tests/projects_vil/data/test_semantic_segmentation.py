@@ -13,6 +13,7 @@ from projects_vil.data import IGNORED_LABEL, Mapper, label_reader, load_dataset,
 from projects_vil.data.catalog import ADE20K_SEM_SEG_CATEGORIES, read_classes
 from projects_vil.data.detection_utils import read_labels
 from projects_vil.data.shapes import SHAPES_SEM_SEG_CLASSES
+from tests.projects_vil.data.own import mapped
 from tests.projects_vil.helpers import message, small_config
 
 NAME = "sem_seg_test"
@@ -163,9 +164,8 @@ def record(tmp_path) -> dict:
 def test_labels_are_augmented_as_their_image(record, flip):
     train, firsts = mapper(*CROPPED, "INPUT.RANDOM_FLIP", flip), set()
     for seed in range(12):
-        np.random.seed(seed)
-        mapped = train(record)
-        image, labels = mapped["image"], mapped["sem_seg"]
+        sample = mapped(train, record, seed=seed)
+        image, labels = sample["image"], sample["sem_seg"]
         assert (image.shape, image.dtype) == ((3, 40, 56), torch.uint8)
         assert (labels.shape, labels.dtype) == ((40, 56), torch.int64)
         assert set(labels.unique().tolist()) <= {0, 1, 2, 3, IGNORED_LABEL}
@@ -175,7 +175,7 @@ def test_labels_are_augmented_as_their_image(record, flip):
         assert (coded == labels).float().mean() > 0.8
         firsts.add(tuple(labels[20, :30].tolist()))
     assert len(firsts) > 6
-    assert (mapped["height"], mapped["width"]) == (84, 132) and "sem_seg_file_name" not in mapped
+    assert (sample["height"], sample["width"]) == (84, 132) and "sem_seg_file_name" not in sample
 
 
 def test_the_crop_is_taken_from_the_resized_image(record):
@@ -203,8 +203,8 @@ def test_a_crop_of_one_class_is_sampled_again(record):
 def test_a_small_image_is_padded_to_the_crop(record):
     """As Pad of the official segmentation/configs/_base_/datasets/ade20k.py: labels 255, and 0 after normalisation."""
     sizes = ["INPUT.CROP.SIZE", "[40, 56]", "INPUT.MIN_SIZE_TRAIN", "(30, 30)", "INPUT.CROP.PAD", "True"]
-    mapped = mapper(*sizes)(record)
-    image, labels = mapped["image"], mapped["sem_seg"]
+    sample = mapper(*sizes)(record)
+    image, labels = sample["image"], sample["sem_seg"]
     assert (image.shape, labels.shape, labels.dtype) == ((3, 40, 56), (40, 56), torch.int64)
     padding = torch.ones(40, 56, dtype=torch.bool)
     padding[:30, :47] = False
@@ -225,14 +225,8 @@ def test_crops_that_cannot_be_used():
 def test_colours_change_and_labels_do_not(record):
     distortion = ["INPUT.PHOTOMETRIC_DISTORTION", "True"]
     plain, distorting = mapper(*CROPPED), mapper(*CROPPED, *distortion)
-    differing = 0
-    for seed in range(12):
-        samples = []
-        for train in (plain, distorting):
-            np.random.seed(seed)
-            samples.append(train(record))
-        assert torch.equal(samples[0]["sem_seg"], samples[1]["sem_seg"])
-        differing += not torch.equal(samples[0]["image"], samples[1]["image"])
-    assert differing > 6
+    pairs = [[mapped(train, record, seed=seed) for train in (plain, distorting)] for seed in range(12)]
+    assert all(torch.equal(one["sem_seg"], other["sem_seg"]) for one, other in pairs)
+    assert sum(not torch.equal(one["image"], other["image"]) for one, other in pairs) > 6
     testing, expected = mapper(*distortion, is_train=False)(record), mapper(is_train=False)(record)
     assert torch.equal(testing["image"], expected["image"]) and "sem_seg" not in testing

@@ -162,6 +162,3 @@ def test_offsets_of_an_image(photo, tmp_path):
         ([tmp_path / "other/photo.jpg"], {}, "photo_offsets.png"),
     ):
         assert name in message(draw_lit, photo, *files, **options)
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other/drawn").write_text("")
-    assert "photo_offsets.png" in message(draw_lit, photo.rename(tmp_path / "other/photo.png"))
