@@ -46,7 +46,6 @@ def test_unknown_metrics_are_refused(config, detector, metric, closest):
 @pytest.mark.parametrize(
     ("tests", "metric", "parts"),
     [
-        (("one",), "bbox/AP", ("one", "bbox", "AP")),
         (("one",), "bbox/AP-cup/mug", ("one", "bbox", "AP-cup/mug")),
         (("one", "two"), "two/bbox/AP-cup/mug", ("two", "bbox", "AP-cup/mug")),
         (("one", "my/two"), "my/two/bbox/AP", ("my/two", "bbox", "AP")),
