@@ -72,23 +72,20 @@ def test_own_dataset(copy):
 
 
 def test_classes_of_ade20k_where_none_are_named(copy):
-    key = "MODEL.SEM_SEG_HEAD.NUM_CLASSES"
-    assert message(load, copy, classes=False).endswith(f"add {key} 150")
+    assert message(load, copy, classes=False).endswith("add MODEL.SEM_SEG_HEAD.NUM_CLASSES 150")
     assert MetadataCatalog.get(NAME).stuff_classes == list(ADE20K_SEM_SEG_CATEGORIES)
-    assert len(load(copy, key, "150", classes=False)) == 6
 
 
-@pytest.mark.parametrize("case", ["images are missing", "labels are missing", "images is empty", "one label"])
-def test_missing_files_are_named(copy, case):
-    path = copy / case.split()[0]
-    if case == "one label":
-        path = min((copy / "labels").iterdir())
-        path.unlink()
-    else:
-        shutil.rmtree(path)
-        if case.endswith("empty"):
-            path.mkdir()
-    assert str(path) in message(load, copy)
+def test_missing_files_are_named(copy):
+    label = min((copy / "labels").iterdir())
+    label.unlink()
+    assert str(label) in message(load, copy)
+    for name in ("labels", "images"):
+        shutil.rmtree(copy / name)
+        assert str(copy / name) in message(load, copy)
+        (copy / name).mkdir()
+    # An empty folder.
+    assert str(copy / "images") in message(load, copy)
 
 
 def test_a_dataset_without_labels(shapes):

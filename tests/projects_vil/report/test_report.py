@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from projects_vil.report import write_report
-from projects_vil.report.page import read_warnings
 from tests.projects_vil.helpers import message, run_tool
 
 
@@ -74,11 +73,13 @@ def test_a_page_has_all_of_a_run(report, trained_run):
 def test_what_is_missing_is_left_out_and_named(trained_run, datasets_root, tmp_path):
     shutil.copy(trained_run / "config.yaml", tmp_path)
     (tmp_path / "metrics.json").write_text('{"iteration": 3, "total_loss": NaN, "lr": 0.1}\n{"iterat')
-    (tmp_path / "log.txt").write_text("[11/22 03:15:25] d2.x WARNING: <b>odd</b> & old\n")
+    warning = "[11/22 03:15:25] d2.x WARNING: <b>odd</b> & old\nsecond line\n"
+    (tmp_path / "log.txt").write_text(f"{warning}[11/22 03:15:26] d2.x INFO: fine\n{warning}")
     result = run_tool("report.py", tmp_path, datasets_root=datasets_root)
     assert result.returncode == 0, result.stderr
     content = (tmp_path / "report.html").read_text()
-    assert "&lt;b&gt;odd&lt;/b&gt; &amp; old" in content
+    assert "&lt;b&gt;odd&lt;/b&gt; &amp; old\nsecond line" in content and "(2 times)" in content
+    assert "fine" not in Page(content).text
     for words in ("evaluation.json", "inference/coco_instances_results.json", "1 of 2 lines of metrics.json"):
         assert words in Page(content).text and words in result.stderr, words
 
@@ -113,11 +114,3 @@ def test_a_dataset_of_ones_own(synthetic_results, tmp_path, trained_run, missing
 def test_a_folder_without_a_run(tmp_path):
     assert str(tmp_path) in message(write_report, tmp_path)
     assert not list(tmp_path.iterdir())
-
-
-def test_warnings_of_a_log():
-    log = (
-        "[11/22 03:15:25] d2.a INFO: fine\n[11/22 03:15:25] d2.a WARNING: first\nsecond line\n"
-        "[11/22 03:15:26] d2.b ERROR: bad\n[11/22 03:15:27] d2.a WARNING: first\nsecond line\n"
-    )
-    assert read_warnings(log) == [("first\nsecond line", 2), ("bad", 1)]
