@@ -22,31 +22,25 @@ DIM, HEADS, HEIGHT, WIDTH = 8, 2, 7, 10
 POSITIONS = [(0, 0), (3, 6), (6, 9)]
 
 
-def case(attention_type: type, num_global: int = 0, **options):
-    if attention_type is not ConvLongShortAttention:
-        options["num_global_tokens"] = num_global
-    return pytest.param(
-        attention_type, num_global, options, id="-".join([attention_type.__name__, *map(str, options.values())])
-    )
-
-
 CASES = [
-    case(DenseAttention, 2, bias_size=(5, 4)),
-    case(DenseAttention, 1, bias_size=(5, 4), update_globals=False),
-    case(SlidingChunkAttention, 2, window_size=2, relative_bias=True, mode="exact"),
-    case(SlidingChunkAttention, 1, window_size=2, mode="cyclic", shared_projections=False),
-    case(SlidingChunkAttention, 1, window_size=5, relative_bias=True, update_globals=False),
-    case(LongShortAttention, 2, window_size=3, rank=2, relative_bias=True),
-    case(GlobalMemoryAttention, 3),
-    case(SpatialReductionAttention, 2, reduction=8),
-    case(SpatialReductionAttention, 1, reduction=1, update_globals=False),
-    case(PerformerAttention, 2, num_features=6),
-    case(ConvLongShortAttention, 0, window_size=2, rank=3),
+    (DenseAttention, 2, dict(bias_size=(5, 4))),
+    (DenseAttention, 1, dict(bias_size=(5, 4), update_globals=False)),
+    (SlidingChunkAttention, 2, dict(window_size=2, relative_bias=True, mode="exact")),
+    (SlidingChunkAttention, 1, dict(window_size=2, mode="cyclic", shared_projections=False)),
+    (SlidingChunkAttention, 1, dict(window_size=5, relative_bias=True, update_globals=False)),
+    (LongShortAttention, 2, dict(window_size=3, rank=2, relative_bias=True)),
+    (GlobalMemoryAttention, 3, {}),
+    (SpatialReductionAttention, 2, dict(reduction=8)),
+    (SpatialReductionAttention, 1, dict(reduction=1, update_globals=False)),
+    (PerformerAttention, 2, dict(num_features=6)),
+    (ConvLongShortAttention, 0, dict(window_size=2, rank=3)),
 ]
 
 
 def build(attention_type: type, num_global: int, options: dict) -> tuple[nn.Module, Tensor, Tensor | None]:
     """Build a random attention in float64 and eval mode, and its input."""
+    if attention_type is not ConvLongShortAttention:
+        options = {**options, "num_global_tokens": num_global}
     module = randomise(attention_type(DIM, num_heads=HEADS, **options)).double().eval()
     global_tokens = random_images(1, num_global, DIM, seed=2) if num_global else None
     return module, random_images(1, HEIGHT, WIDTH, DIM), global_tokens
@@ -125,7 +119,7 @@ def test_weights_and_values_give_the_output(attention_type, num_global, options)
 
 
 def test_softmax_by_hand():
-    module, tokens, _ = build(DenseAttention, 0, {"num_global_tokens": 0})
+    module, tokens, _ = build(DenseAttention, 0, {})
     query, key = module.qkv(tokens.flatten(1, 2))[0, :, : 2 * DIM].unflatten(1, (2, HEADS, -1)).unbind(1)
     scores = torch.einsum("md,lmd->ml", query[3 * WIDTH + 6], key) * (DIM // HEADS) ** -0.5
     weights = attention_weights(module, tokens, None, 3, 6).direct.flatten(1)
@@ -133,7 +127,7 @@ def test_softmax_by_hand():
 
 
 def test_projected_weights_are_spread_by_the_dynamic_projection():
-    module, tokens, _ = build(LongShortAttention, 0, {"num_global_tokens": 0, "window_size": 2, "rank": 3})
+    module, tokens, _ = build(LongShortAttention, 0, {"window_size": 2, "rank": 3})
     attention = attention_weights(module, tokens, None, 3, 6)
     shares = module.dynamic_projection(tokens)[0].flatten(0, 1).softmax(dim=0)
     for head in range(HEADS):
@@ -142,7 +136,7 @@ def test_projected_weights_are_spread_by_the_dynamic_projection():
 
 
 def test_a_reduced_position_is_spread_over_its_tokens():
-    module, tokens, _ = build(SpatialReductionAttention, 0, {"num_global_tokens": 0, "reduction": 3})
+    module, tokens, _ = build(SpatialReductionAttention, 0, {"reduction": 3})
     attention = attention_weights(module, tokens, None, 3, 6)
     assert attention.projected.shape == (HEADS, 2 * 3) and not attention.direct.any()
     cells = attention.spread[:, :6, :9].unflatten(2, (3, 3)).unflatten(1, (2, 3))
@@ -153,5 +147,5 @@ def test_a_reduced_position_is_spread_over_its_tokens():
 
 
 def test_linformer_has_no_weights():
-    options = {"num_global_tokens": 0, "map_size": (HEIGHT, WIDTH), "num_features": 5}
+    options = {"map_size": (HEIGHT, WIDTH), "num_features": 5}
     assert "LinformerAttention" in message(attention_weights, *build(LinformerAttention, 0, options), 0, 0)
