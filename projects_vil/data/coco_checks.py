@@ -203,8 +203,7 @@ class CocoFile:
         Returns:
             The dataset, and the numbers of ``images`` and ``annotations`` left out, and of annotations ``changed``.
         """
-        numbers = [n for e in self.annotations if isinstance(e, dict) and type(n := e.get("id")) is int]
-        self.new_ids = itertools.count(max([0, *numbers]) + 1)
+        self.new_ids = itertools.count(max(self.annotation_by_id, default=0) + 1)
         dataset, left_out, changed = dict(self.dataset), {}, {}
         for key in ("categories", "images", "annotations"):
             entries = self.dataset.get(key, [])

@@ -43,9 +43,3 @@ def test_failed_format_is_a_row_and_a_nonzero_exit_status(tmp_path, monkeypatch)
     arguments = [*OVERRIDES, "--formats", "torchscript", "--precisions", "int8", "fp32"]
     status, (row,) = run(monkeypatch, tmp_path, *arguments)
     assert status == 1 and not row["ok"] and not row["trained"] and "model.ts" in row["error"]
-
-
-def test_formats_depend_on_a_compiler(monkeypatch):
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    found = export_table.available_formats()
-    assert "aot_inductor" not in found and {"torchscript", "torch_export"} <= set(found)

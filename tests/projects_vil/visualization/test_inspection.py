@@ -74,6 +74,10 @@ def test_a_window_is_enlarged_and_framed():
     assert figure.axes[1].get_xlim() == (831.5, 959.5) and figure.axes[1].get_ylim() == (127.5, -0.5)
 
 
+RESNET = ["MODEL.BACKBONE.NAME", "build_resnet_backbone", "MODEL.RETINANET.IN_FEATURES", "['res4']"]
+RESNET += ["MODEL.RESNETS.OUT_FEATURES", "['res4']", "MODEL.ANCHOR_GENERATOR.SIZES", "[[32]]"]
+
+
 @pytest.mark.parametrize(
     "overrides, options, name",
     [
@@ -83,12 +87,7 @@ def test_a_window_is_enlarged_and_framed():
         ([], {"point": (0, -1)}, "point 0 -1 is outside"),
         (["MODEL.TRANSFORMER.NAME", "lit_ti"], {"stage": 2}, "stage is 2"),
         (["MODEL.TRANSFORMER.NAME", "global_tiny"], {}, "stage 3"),
-        (
-            ["MODEL.BACKBONE.NAME", "build_resnet_backbone", "MODEL.RETINANET.IN_FEATURES", "['res4']"]
-            + ["MODEL.RESNETS.OUT_FEATURES", "['res4']", "MODEL.ANCHOR_GENERATOR.SIZES", "[[32]]"],
-            {},
-            "MODEL.BACKBONE.NAME",
-        ),
+        (RESNET, {}, "MODEL.BACKBONE.NAME"),
     ],
 )
 def test_attention_that_cannot_be_drawn(photo, overrides, options, name):
