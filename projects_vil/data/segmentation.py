@@ -56,12 +56,10 @@ def box_of(segmentation: Any, height: int, width: int) -> list[float] | None:
 def _polygon_problem(polygon: Any, height: int, width: int) -> str | None:
     if _is_plain(polygon, height, width):
         return None
-    if not isinstance(polygon, list) or not all(type(number) in (int, float) for number in polygon):
+    if not isinstance(polygon, list) or not all(type(n) in (int, float) and abs(n) < math.inf for n in polygon):
         return "invalid_segmentation"
     if len(polygon) < 6 or len(polygon) % 2:
         return "empty_polygon"
-    if not all(isinstance(number, int) or math.isfinite(number) for number in polygon):
-        return "invalid_segmentation"
     left, right, top, bottom = min(polygon[::2]), max(polygon[::2]), min(polygon[1::2]), max(polygon[1::2])
     far = FAR * max(height, width)
     if min(left, top) < -far or right > width + far or bottom > height + far:
@@ -83,9 +81,7 @@ def _is_plain(polygon: Any, height: int, width: int) -> bool:
 
 def _rle_problem(rle: dict[str, Any], height: int, width: int) -> str | None:
     size, counts = rle.get("size"), rle.get("counts")
-    if not isinstance(size, list) or [type(side) for side in size] != [int, int]:
-        return "invalid_segmentation"
-    if size != [height, width]:
+    if size != [height, width] or not all(type(side) is int for side in size):
         return "invalid_rle"
     if isinstance(counts, str):
         counts = _run_lengths(counts)

@@ -95,7 +95,7 @@ CORRUPTIONS: dict[str, tuple[str, Callable[[dict, Path], None]]] = {
     "RLE of other characters": ("invalid_rle", rle("ä!")),
     "RLE that breaks off": ("invalid_rle", rle("ooo")),
     "RLE without counts": ("invalid_rle", rle(None)),
-    "RLE without size": ("invalid_segmentation", annotation(segmentation={"counts": [3]})),
+    "RLE without size": ("invalid_rle", annotation(segmentation={"counts": [3]})),
     "RLE of an object": ("rle_without_iscrowd", rle(lambda pixels: [100, 60, pixels - 160])),
     # what goes with them
     "annotation that is a number": ("invalid_annotation_entry", lambda c, i: c["annotations"].append(17)),
