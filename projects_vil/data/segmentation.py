@@ -26,6 +26,8 @@ def check_segmentation(segmentation: Any, height: int, width: int) -> tuple[list
     if not isinstance(segmentation, list):
         return ["invalid_segmentation"], None
     found = [_polygon_problem(polygon, height, width) for polygon in segmentation]
+    if not any(found):
+        return [], segmentation
     problems = [problem for problem in dict.fromkeys(found) if problem]
     usable = [polygon for polygon, problem in zip(segmentation, found, strict=True) if problem is None]
     if not usable:
