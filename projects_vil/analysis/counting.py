@@ -13,7 +13,7 @@ from detectron2.modeling import build_model
 from detectron2.utils.analysis import parameter_count
 from tabulate import tabulate
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
 from backbones import ConfigError, create_backbone, create_classifier, list_variants
 from backbones.attention.efficient import PerformerAttention
@@ -26,6 +26,14 @@ from projects_vil.config import detector_name
 PUBLISHED = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text())
 # 800 x 1333, padded to the stride of the last feature map, as in a detector.
 _DETECTOR_SIZE = (800, 1344)
+# Operators that PyTorch's counter does not know: in-place baddbmm and, before torch 2.15, attention on the CPU.
+_ALIKE = {
+    "baddbmm_": "baddbmm",
+    "_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu_backward": "_scaled_dot_product_flash_attention_backward",
+}
+for _operator, _known in _ALIKE.items():
+    flop_registry.setdefault(getattr(torch.ops.aten, _operator), flop_registry[getattr(torch.ops.aten, _known)])
 
 
 def count_variants(prefixes: Sequence[str] = ()) -> list[dict[str, Any]]:
@@ -142,8 +150,7 @@ def count_flops(model: nn.Module, *inputs: Any) -> dict[str, int]:
     deformable convolution are not counted.
     """
     model.eval().requires_grad_(False)
-    mapping = {torch.ops.torchvision.deform_conv2d: _deform_conv_flops}
-    with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=mapping) as counter:
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(*inputs)
     counts: Counter[str] = Counter()
     for operator, flops in counter.get_flop_counts().get("Global", {}).items():
@@ -201,6 +208,7 @@ def format_detectors(counts: Sequence[dict[str, Any]]) -> str:
     return "\n\n".join(tables)
 
 
+@register_flop_formula(torch.ops.torchvision.deform_conv2d)
 def _deform_conv_flops(image: Any, weight: Sequence[int], *_: Any, out_shape: Sequence[int], **__: Any) -> int:
     """Return twice the multiply-adds from the shapes of the weight (D, C, h, w) and of the output (B, D, H, W)."""
     batch, channels, height, width = out_shape

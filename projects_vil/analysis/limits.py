@@ -77,9 +77,8 @@ class _OperatorCounter(TorchDispatchMode):
         is_view = not inputs if func._schema.is_mutable else is_view
         if is_view or name.startswith(("empty", "new_empty")):
             return output
-        # The registry has baddbmm, but not its in-place version.
-        packet = torch.ops.aten.baddbmm if func.overloadpacket is torch.ops.aten.baddbmm_ else func.overloadpacket
-        flops = flop_registry[packet](*args, **kwargs, out_val=output) if packet in flop_registry else 0
+        formula = flop_registry.get(func.overloadpacket)
+        flops = formula(*args, **kwargs, out_val=output) if formula is not None else 0
         moved = _bytes_moved(name, args, kwargs, output)
         times = flops / self.rates.flops, moved / self.rates.bytes, self.rates.call
         longest, bound = max(zip(times, BOUNDS, strict=True))
