@@ -171,10 +171,10 @@ def write_subset(source: str | Path, output: str | Path, *, num_images: int) -> 
         The number of images written.
 
     Raises:
-        ConfigError: if ``source`` is not a COCO annotation file or has no annotations, or is ``output``.
+        ConfigError: if ``source`` is not a COCO annotation file or has no annotations, or ``output`` exists.
     """
-    if Path(output).resolve() == Path(source).resolve():
-        raise ConfigError(f"{output} is the source: name another file")
+    if os.path.lexists(output):
+        raise ConfigError(f"{output} exists: name a new file")
     dataset = read_coco(source)
     annotated = {annotation["image_id"] for annotation in dataset.get("annotations", ())}
     images = [image for image in dataset["images"] if image["id"] in annotated]

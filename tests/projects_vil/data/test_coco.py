@@ -171,5 +171,6 @@ def test_subset_is_spread_over_the_annotated_images(shapes, tmp_path):
     assert write_subset(tmp_path / "source.json", tmp_path / "subset.json", num_images=100) == 6
     for text in ('{"images": []}', '{"images": [{"id": 1}], "categories": [{}]}'):
         (tmp_path / "source.json").write_text(text)
-        named = message(write_subset, tmp_path / "source.json", tmp_path / "subset.json", num_images=1)
+        named = message(write_subset, tmp_path / "source.json", tmp_path / "other.json", num_images=1)
         assert "source.json" in named
+    assert "subset.json" in message(write_subset, source, tmp_path / "subset.json", num_images=1)
