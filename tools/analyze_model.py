@@ -13,15 +13,9 @@ from arguments import ConfigToolParser, existing_path, output_file, positive, ru
 def main() -> None:
     parser = ConfigToolParser(__doc__, config_file=False, devices=())
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument(
-        "--config-file", nargs="+", type=existing_path, metavar="FILE", help="configs; several for a table"
-    )
-    what.add_argument(
-        "--variants", nargs="*", metavar="PREFIX", help="a table of the variants with these prefixes, or of all"
-    )
-    parser.add_argument(
-        "--size", type=positive, nargs=2, metavar=("H", "W"), help="size of the image in pixels (default 800 1333)"
-    )
+    what.add_argument("--config-file", nargs="+", type=existing_path, metavar="FILE", help="one or more configs")
+    what.add_argument("--variants", nargs="*", metavar="PREFIX", help="all variants, or those with these prefixes")
+    parser.add_argument("--size", type=positive, nargs=2, metavar=("H", "W"), help="image size (default 800 1333)")
     parser.add_argument("--no-flops", action="store_true", help="count parameters only, which is fast")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the counts there too")
     args = parser.parse_args()

@@ -29,24 +29,20 @@ from arguments import ConfigToolParser, config_of, output_file, positive, run_to
 
 BASE = Path(__file__).resolve().parents[1] / "configs/base"
 MODELS = ("attention", "backbone", "detector", "train-step")
-DATA = ("coco-api", "dataset-check")
+WHAT = (*MODELS, "coco-api", "dataset-check")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 def main() -> None:
     parser = ConfigToolParser(__doc__, config_file=False)
-    parser.add_argument(
-        "--what", choices=(*MODELS, *DATA), default="backbone", help="what to measure (default backbone)"
-    )
+    parser.add_argument("--what", choices=WHAT, default="backbone", help="what to measure (default backbone)")
     parser.add_argument("--models", nargs="+", default=[], metavar="NAME", help="variants or config files")
     parser.add_argument("--against", nargs="+", default=[], metavar="NAME", help="r50, swin_t, or models of timm")
-    parser.add_argument(
-        "--detector", choices=("retinanet", "mask_rcnn"), default="retinanet", help="detector of variants"
-    )
+    detectors = ("retinanet", "mask_rcnn")
+    parser.add_argument("--detector", choices=detectors, default=detectors[0], help="of variants (default retinanet)")
     parser.add_argument("--backward", action="store_true", help="measure gradients of attention and backbones too")
-    parser.add_argument(
-        "--size", type=positive, nargs=2, action="append", metavar=("H", "W"), help="pixels (default 800 1344)"
-    )
+    size = {"type": positive, "nargs": 2, "action": "append", "metavar": ("H", "W")}
+    parser.add_argument("--size", **size, help="pixels, once or more often (default 800 1344)")
     parser.add_argument("--batch-size", type=positive, default=1, metavar="N", help="images of a batch (default 1)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="data type, by autocast (default float32)")
     parser.add_argument("--runs", type=positive, default=5, metavar="N", help="timed runs of each model (default 5)")

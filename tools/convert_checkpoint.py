@@ -15,29 +15,17 @@ from arguments import ToolParser, existing_path, output_file, positive, run_tool
 def main() -> None:
     parser = ToolParser(__doc__)
     parser.add_argument("source", type=existing_path, metavar="SOURCE", help="the official checkpoint")
-    parser.add_argument(
-        "output", type=output_file, metavar="OUTPUT", help="file to write, which ends in .pth or .safetensors"
-    )
-    parser.add_argument(
-        "--model", required=True, metavar="VARIANT", help="variant of this project, such as vil_small_rpb"
-    )
-    parser.add_argument(
-        "--img-size",
-        type=positive,
-        nargs=2,
-        metavar=("H", "W"),
-        help="largest image in pixels to which position tables are resized now: a detector's longer side in both "
+    parser.add_argument("output", type=output_file, metavar="OUTPUT", help="file to write, .pth or .safetensors")
+    parser.add_argument("--model", required=True, metavar="VARIANT", help="variant, such as vil_small_rpb")
+    size_help = (
+        "largest image in pixels to which position tables are resized now: a detector's longer side in both "
         "directions, since images are landscape and portrait; by default ViL's absolute positions are made for "
-        "1333 x 1333, and other tables keep the size from which models resize them to each feature map",
+        "1333 x 1333, and other tables keep the size from which models resize them to each feature map"
     )
-    parser.add_argument(
-        "--classifier",
-        action="store_true",
-        help="convert a whole classifier, for create_classifier; H W is its image size",
-    )
-    parser.add_argument(
-        "--json", type=output_file, metavar="REPORT", help="write the report on every name to this file"
-    )
+    parser.add_argument("--img-size", type=positive, nargs=2, metavar=("H", "W"), help=size_help)
+    classifier_help = "convert a whole classifier, for create_classifier; H W is its image size"
+    parser.add_argument("--classifier", action="store_true", help=classifier_help)
+    parser.add_argument("--json", type=output_file, metavar="REPORT", help="write the report on every name there")
     args = parser.parse_args()
 
     from projects_vil.checkpoint import convert_file

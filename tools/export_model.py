@@ -15,52 +15,25 @@ from arguments import ConfigToolParser, config_of, existing_path, positive, run_
 
 FORMATS = ("torchscript", "onnx", "aot_inductor", "torch_export", "openvino")
 PRECISIONS = ("fp32", "fp16", "bf16", "int8")
+DTYPES = ("uint8", "float32")
 
 
 def main() -> None:
     parser = ConfigToolParser(__doc__, weights=True, devices=("cpu",))
-    parser.add_argument(
-        "--format", choices=FORMATS, default="torchscript", help="format of the file (default torchscript)"
-    )
+    parser.add_argument("--format", choices=FORMATS, default="torchscript", help="file format (default torchscript)")
     parser.add_argument("--output", required=True, metavar="DIR", help="folder for the model, its metadata and report")
-    parser.add_argument(
-        "--precision", choices=PRECISIONS, default="fp32", help="precision of the network (default fp32)"
-    )
-    parser.add_argument(
-        "--input-dtype", choices=("uint8", "float32"), default="uint8", help="type of the input images (default uint8)"
-    )
+    parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="of the network (default fp32)")
+    parser.add_argument("--input-dtype", choices=DTYPES, default="uint8", help="type of the images (default uint8)")
     parser.add_argument("--batched", action="store_true", help="export a model that takes batches (B, 3, H, W)")
-    parser.add_argument(
-        "--fixed-detections",
-        action="store_true",
-        help="return TEST.DETECTIONS_PER_IMAGE rows, padded with zeros, and the number of detections",
-    )
-    parser.add_argument(
-        "--size",
-        nargs=2,
-        type=positive,
-        metavar=("HEIGHT", "WIDTH"),
-        help="the only image size that the model takes (default: any size)",
-    )
-    parser.add_argument(
-        "--images",
-        nargs="+",
-        type=existing_path,
-        default=[],
-        metavar="FILE",
-        help="images on which file and detector are compared",
-    )
+    fixed_help = "return TEST.DETECTIONS_PER_IMAGE rows, padded with zeros, and the number of detections"
+    parser.add_argument("--fixed-detections", action="store_true", help=fixed_help)
+    parser.add_argument("--size", nargs=2, type=positive, metavar=("H", "W"), help="the only image size (default: any)")
+    images_help = "images on which file and detector are compared"
+    parser.add_argument("--images", nargs="+", type=existing_path, default=[], metavar="FILE", help=images_help)
     parser.add_argument("--evaluate", action="store_true", help="compare average precision on DATASETS.TEST too")
-    parser.add_argument(
-        "--calibration-images",
-        type=positive,
-        default=100,
-        metavar="N",
-        help="calibration images of DATASETS.TRAIN for --precision int8 (default 100, or all)",
-    )
-    parser.add_argument(
-        "--accept-drop", action="store_true", help="accept an int8 model that loses more than 1 AP on DATASETS.TEST"
-    )
+    calibration_help = "images of DATASETS.TRAIN on which int8 is calibrated (default 100, or all)"
+    parser.add_argument("--calibration-images", type=positive, default=100, metavar="N", help=calibration_help)
+    parser.add_argument("--accept-drop", action="store_true", help="accept an int8 model that loses more than 1 AP")
     args = parser.parse_args()
 
     from projects_vil.export import describe_report, export_detector

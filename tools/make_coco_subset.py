@@ -10,9 +10,7 @@ from arguments import ToolParser, existing_path, output_file, positive, run_tool
 def main() -> None:
     parser = ToolParser(__doc__)
     parser.add_argument("source", type=existing_path, metavar="SOURCE", help="COCO annotation file")
-    parser.add_argument(
-        "output", type=output_file, metavar="OUTPUT", help="annotation file to write; the images stay where they are"
-    )
+    parser.add_argument("output", type=output_file, metavar="OUTPUT", help="annotation file to write; must not exist")
     parser.add_argument("--num-images", type=positive, default=8, metavar="N", help="number of images (default 8)")
     args = parser.parse_args()
 

@@ -20,12 +20,7 @@ def main() -> None:
     config_help, images_help = "config whose schedule is scaled (default: 1x)", "default: those of DATASETS.TRAIN"
     parser.add_argument("--config-file", default=CONFIG, type=existing_path, metavar="FILE", help=config_help)
     parser.add_argument("--images", type=positive, metavar="N", help=f"images in an epoch ({images_help})")
-    parser.add_argument(
-        "--epochs",
-        required=True,
-        metavar="E[,E...]",
-        help="numbers of epochs, one or more; the table has a line for each",
-    )
+    parser.add_argument("--epochs", required=True, metavar="E[,E...]", help="numbers of epochs, as 12,24,48")
     parser.add_argument("--batch", type=positive, metavar="B", help="images per iteration, as SOLVER.IMS_PER_BATCH")
     args = parser.parse_args()
     if not re.fullmatch(r"0*[1-9]\d*(,0*[1-9]\d*)*", args.epochs):

@@ -19,28 +19,15 @@ from arguments import ConfigToolParser, existing_path, positive, run_tool
 
 def main() -> None:
     parser = ConfigToolParser(__doc__, weights=True, config_required=False)
-    parser.add_argument(
-        "--input", required=True, type=existing_path, metavar="PATH", help="image, folder of images, or video"
-    )
+    parser.add_argument("--input", required=True, type=existing_path, metavar="PATH", help="image, folder, or video")
     parser.add_argument("--output", required=True, metavar="DIR", help="folder for the results")
-    parser.add_argument(
-        "--batch-size", type=positive, default=1, metavar="N", help="largest number of images in a batch (default 1)"
-    )
+    parser.add_argument("--batch-size", type=positive, default=1, metavar="N", help="images at once (default 1)")
     parser.add_argument("--tta", action="store_true", help="test-time augmentation: several sizes and mirror images")
-    parser.add_argument(
-        "--annotations",
-        type=existing_path,
-        metavar="FILE",
-        help="COCO file of the folder: only its images are read; results have its ids and categories",
-    )
+    annotations_help = "COCO file of the folder: only its images are read; results have its ids and categories"
+    parser.add_argument("--annotations", type=existing_path, metavar="FILE", help=annotations_help)
     parser.add_argument("--no-drawings", action="store_true", help="write no drawings, only the results")
-    parser.add_argument(
-        "--score-threshold",
-        type=float,
-        default=0.5,
-        metavar="T",
-        help="lowest score of detections in drawings (default 0.5)",
-    )
+    threshold_help = "lowest score of detections in drawings (default 0.5)"
+    parser.add_argument("--score-threshold", type=float, default=0.5, metavar="T", help=threshold_help)
     args = parser.parse_args()
 
     source = args.config_file or args.weights

@@ -15,12 +15,8 @@ from arguments import ConfigToolParser, existing_path, output_file, run_tool
 def main() -> None:
     parser = ConfigToolParser(__doc__, config_file=False, devices=())
     parser.add_argument("run", type=existing_path, metavar="OUTPUT_DIR", help="the folder of a run of train_net.py")
-    parser.add_argument(
-        "--output", type=output_file, metavar="FILE", help="page to write (default: OUTPUT_DIR/report.html)"
-    )
-    parser.add_argument(
-        "--num-images", type=int, default=8, metavar="N", help="number of validation images that are shown (default 8)"
-    )
+    parser.add_argument("--output", type=output_file, metavar="FILE", help="page (default: OUTPUT_DIR/report.html)")
+    parser.add_argument("--num-images", type=int, default=8, metavar="N", help="validation images (default 8)")
     args = parser.parse_args()
 
     from projects_vil.report import write_report

@@ -12,9 +12,7 @@ from arguments import ToolParser, existing_path, output_file, run_tool
 def main() -> None:
     parser = ToolParser(__doc__)
     parser.add_argument("source", type=existing_path, metavar="SOURCE", help="a checkpoint of tools/train_net.py")
-    parser.add_argument(
-        "output", type=output_file, metavar="OUTPUT", help="file to write, which ends in .pth or .safetensors"
-    )
+    parser.add_argument("output", type=output_file, metavar="OUTPUT", help="file to write, .pth or .safetensors")
     args = parser.parse_args()
 
     from projects_vil.checkpoint import slim_checkpoint
