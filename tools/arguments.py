@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -294,19 +294,13 @@ def _with_flag(message: str) -> str:
 @contextmanager
 def _exit_on_signals() -> Iterator[None]:
     """Let SIGTERM and SIGHUP raise SystemExit, unless they are ignored or handled otherwise."""
-
-    def end(number: int, frame: object) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    signals = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    signals = [number for number in signals if signal.getsignal(number) == signal.SIG_DFL]
-    for number in signals:
-        signal.signal(number, end)
-    try:
+    with ExitStack() as restored:
+        for name in ("SIGTERM", "SIGHUP"):
+            number = getattr(signal, name, None)
+            if number is not None and signal.getsignal(number) == signal.SIG_DFL:
+                signal.signal(number, lambda number, frame: sys.exit(128 + number))
+                restored.callback(signal.signal, number, signal.SIG_DFL)
         yield
-    finally:
-        for number in signals:
-            signal.signal(number, signal.SIG_DFL)
 
 
 @contextmanager
