@@ -21,6 +21,7 @@ from projects_vil.config import CONFIG_FILE, default_config, detector_name
 from projects_vil.evaluation import EVALUATED_MODEL_FILE, EVALUATION_FILE, read_results, results_as_files
 from projects_vil.export import describe_report
 from projects_vil.inference.runners import EagerRunner, ExportedRunner
+from projects_vil.utils import unfinished_folder
 
 T = TypeVar("T", bound="HubMixin")
 CARD_FILE = "README.md"
@@ -85,18 +86,16 @@ class HubMixin:
             category_ids=self.categories.ids,
         )
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            stale = {path for pattern in REPORT_FILES for path in folder.glob(pattern)}
             # All files are complete before the first one is replaced.
-            with tempfile.TemporaryDirectory(prefix=".", dir=folder) as temporary:
+            with unfinished_folder(folder) as unfinished:
                 for name, text in texts.items():
-                    (Path(temporary) / name).write_text(text, encoding="utf-8")
+                    (unfinished / name).write_text(text, encoding="utf-8")
                 contents = {"model": runner.detector.state_dict(), METADATA_KEY: metadata.to_dict()}
-                write_checkpoint(Path(temporary) / PUBLISHED_WEIGHTS, contents)
-                for path in stale:
+                write_checkpoint(unfinished / PUBLISHED_WEIGHTS, contents)
+                for path in [path for pattern in REPORT_FILES for path in folder.glob(pattern)]:
                     path.unlink()
                 for name in (*texts, PUBLISHED_WEIGHTS):
-                    os.replace(Path(temporary) / name, folder / name)
+                    os.replace(unfinished / name, folder / name)
         except OSError as error:
             raise ConfigError(f"{folder} cannot be written: {error.strerror}") from error
 
