@@ -106,18 +106,11 @@ class BenchmarkCase:
             if self.part == "attention":
                 module, inputs = self._attention(model, height, width)
         model.train(self._trains)
-        step = self._step(module, inputs, build_optimizer(cfg, model) if self.part == "train-step" else None)
-        if "shift" not in suffixes:
-            return step
-        if not self._trains or not sample_shifts(model, seed=None):
+        shifted = model if "shift" in suffixes else None
+        if shifted is not None and not (self._trains and sample_shifts(model, seed=None)):
             raise ConfigError(f"{self.name}: random shifts need sliding chunks, and backward or a training step")
-        seeds = itertools.count(_SEED)
-
-        def shifted_step() -> None:
-            sample_shifts(model, seed=next(seeds))
-            step()
-
-        return shifted_step
+        optimizer = build_optimizer(cfg, model) if self.part == "train-step" else None
+        return self._step(module, inputs, optimizer, shifted)
 
     @property
     def _trains(self) -> bool:
@@ -152,10 +145,14 @@ class BenchmarkCase:
                 return attention, (tokens, global_tokens)
         raise ConfigError(f"{self.name} has no attention module of this project")
 
-    def _step(self, module: nn.Module, inputs: tuple, optimizer: torch.optim.Optimizer | None) -> Callable[[], None]:
-        dtype = DTYPES[self.dtype]
+    def _step(
+        self, module: nn.Module, inputs: tuple, optimizer: torch.optim.Optimizer | None, shifted: nn.Module | None
+    ) -> Callable[[], None]:
+        dtype, seeds = DTYPES[self.dtype], itertools.count(_SEED)
 
         def step() -> None:
+            if shifted is not None:
+                sample_shifts(shifted, seed=next(seeds))
             module.zero_grad()
             with (
                 torch.set_grad_enabled(self._trains),
