@@ -25,7 +25,7 @@ from detectron2.modeling.proposal_generator import RPN
 from detectron2.modeling.roi_heads import CascadeROIHeads
 from detectron2.modeling.roi_heads.mask_head import MaskRCNNConvUpsampleHead
 from torch import Tensor, nn
-from torchvision.ops import nms, roi_align
+from torchvision.ops import nms
 
 from backbones import ConfigError
 
@@ -191,10 +191,7 @@ def pool(pooler: ROIPooler, features: list[Tensor], boxes: Tensor, image: Tensor
     pooled = features[0].new_zeros(boxes.shape[0], features[0].shape[1], *pooler.output_size)
     for index, (feature, layer) in enumerate(zip(features, pooler.level_poolers, strict=True)):
         rows = (level == index).nonzero()[:, 0]
-        values = roi_align(
-            feature.float(), regions[rows], layer.output_size, layer.spatial_scale, layer.sampling_ratio, layer.aligned
-        )
-        pooled = pooled.index_copy(0, rows, values.to(pooled.dtype))
+        pooled = pooled.index_copy(0, rows, layer(feature.float(), regions[rows]).to(pooled.dtype))
     return pooled
 
 

@@ -107,18 +107,12 @@ def trace(exportable: ExportableDetector, example: Tensor) -> torch.jit.ScriptMo
 
 @contextlib.contextmanager
 def log_step(name: str) -> Iterator[None]:
-    """Log the start and the duration of a part of the export, and silence the output of torch and onnxscript."""
-    logger = logging.getLogger("onnxscript")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    """Log the start and the duration of a part of the export, and silence the warnings of torch."""
     _logger.info("%s ...", name)
     start = time.perf_counter()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
     _logger.info("%s: %.1f s", name, time.perf_counter() - start)
 
 
@@ -189,6 +183,7 @@ def _write_aot_inductor(exportable: ExportableDetector, example: Tensor, path: P
 def _write_onnx(exportable: ExportableDetector, example: Tensor, path: Path) -> None:
     with _AttentionAsProducts():
         program = export_program(exportable, example)
+    logging.getLogger("onnxscript").setLevel(logging.ERROR)
     with log_step("torch.onnx.export"):
         onnx_program = torch.onnx.export(
             program,
