@@ -6,7 +6,7 @@ models of timm; ratios are to the first of them, or to the first model. Several 
 of pixels that time and memory grow by. --limits shows what limits a model: arithmetic, memory, or the number of calls
 of its operators. Overrides of config keys are for the models, not for the baselines.
 
---what coco-api times COCO's metrics by pycocotools and by faster-coco-eval, --what dataset-check times
+--what coco-api times COCO's metrics by pycocotools and by faster-coco-eval, --what dataset-check the check of
 tools/check_dataset.py; both generate --images annotated images of 7 objects each.
 
 Example:
@@ -108,7 +108,7 @@ def measure_coco_apis(args: argparse.Namespace) -> None:
 def measure_dataset_check(args: argparse.Namespace) -> None:
     from projects_vil.analysis import time_dataset_check
 
-    cost = time_dataset_check(Path(__file__).with_name("check_dataset.py"), num_images=args.images)
+    cost = time_dataset_check(num_images=args.images)
     memory = "memory not measured (no /proc)" if cost["memory"] is None else f"{cost['memory'] / 1e9:.2f} GB"
     size = cost["file_size"] / 1e6
     print(f"{args.images:,} images, {size:.0f} MB of annotations: {cost['seconds']:.1f} s, {memory}")

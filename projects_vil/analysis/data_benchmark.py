@@ -3,22 +3,22 @@
 import contextlib
 import io
 import json
+import multiprocessing
 import statistics
-import subprocess
-import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import cv2
 import numpy as np
 import torch
-from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.data import DatasetCatalog
 from detectron2.data.datasets import register_coco_instances
 from detectron2.structures import Boxes, Instances
 from torch.utils.benchmark.utils.timer import timer
 
-from backbones import ConfigError
+from projects_vil.data import CocoFile
 from projects_vil.evaluation import COCO_APIS, coco_evaluator
 from projects_vil.utils import memory_of
 
@@ -41,55 +41,44 @@ def compare_coco_apis(*, num_images: int, num_detections: int, runs: int) -> dic
         ConfigError: where faster-coco-eval is not installed.
     """
     generator = np.random.default_rng(0)
-    name, metrics = "compare_coco_apis", {}
-    seconds: dict[str, list[float]] = {api: [] for api in COCO_APIS}
+    seconds, metrics = {api: [] for api in COCO_APIS}, {}
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         path = Path(folder) / "annotations.json"
         boxes, classes = write_annotations(path, generator, num_images)
         detections = [_detections(generator, *objects, num_detections) for objects in zip(boxes, classes, strict=True)]
-        register_coco_instances(name, {}, str(path), folder)
-        try:
-            DatasetCatalog.get(name)  # sets the ids of the classes
-            evaluators = {api: coco_evaluator(name, output_dir=folder, check="off", api=api) for api in COCO_APIS}
-            for _ in range(runs):
-                for api, evaluator in evaluators.items():
-                    evaluator.reset()
-                    for index, instances in enumerate(detections):
-                        evaluator.process([{"image_id": index + 1}], [{"instances": instances}])
-                    start = timer()
-                    metrics[api] = evaluator.evaluate()["bbox"]
-                    seconds[api].append(timer() - start)
-        finally:
-            DatasetCatalog.remove(name)
-            MetadataCatalog.remove(name)
+        register_coco_instances(folder, {}, str(path), folder)  # a name that no other call has
+        DatasetCatalog.get(folder)  # sets the ids of the classes
+        evaluators = {api: coco_evaluator(folder, output_dir=folder, check="off", api=api) for api in COCO_APIS}
+        for _ in range(runs):
+            for api, evaluator in evaluators.items():
+                evaluator.reset()
+                for index, instances in enumerate(detections):
+                    evaluator.process([{"image_id": index + 1}], [{"instances": instances}])
+                start = timer()
+                metrics[api] = evaluator.evaluate()["bbox"]
+                seconds[api].append(timer() - start)
     return {"seconds": {api: statistics.median(own) for api, own in seconds.items()}, "metrics": metrics}
 
 
-def time_dataset_check(tool: Path, *, num_images: int) -> dict[str, float | None]:
-    """Run ``tools/check_dataset.py`` on synthetic annotations with masks and their images.
+def time_dataset_check(*, num_images: int) -> dict[str, float | None]:
+    """Check synthetic annotations with masks and their images, as ``tools/check_dataset.py`` does, in a new process.
 
     Returns:
-        ``file_size`` of the annotations in bytes, ``seconds``, and the peak of ``memory`` in bytes, or None on systems
-        without /proc.
-
-    Raises:
-        ConfigError: where the check reports errors.
+        ``file_size`` of the annotations in bytes, ``seconds``, and the peak of the process's ``memory`` in bytes, or
+        None on systems without /proc.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        annotations, images, log = (Path(folder) / name for name in ("annotations.json", "images", "log"))
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(1, mp_context=context) as pool:
+        annotations, images = Path(folder) / "annotations.json", Path(folder) / "images"
         write_annotations(annotations, np.random.default_rng(0), num_images)
         write_images(images, num_images)
-        with log.open("w") as output:
-            start, peak = timer(), None
-            process = subprocess.Popen([sys.executable, tool, annotations, images], stdout=output, stderr=output)
-            while process.poll() is None:
-                peak = memory_of(process.pid, peak=True) or peak
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(timeout=0.02)
-            seconds = timer() - start
-        if process.returncode:
-            raise ConfigError(f"{tool} ended with status {process.returncode}: {log.read_text().strip()}")
-        return {"file_size": annotations.stat().st_size, "seconds": seconds, "memory": peak}
+        return {"file_size": annotations.stat().st_size} | pool.submit(_time_check, annotations, images).result()
+
+
+def _time_check(annotations: Path, images: Path) -> dict[str, float | None]:
+    start = timer()
+    CocoFile(annotations, images).lines()
+    return {"seconds": timer() - start, "memory": memory_of(peak=True)}
 
 
 def write_annotations(path: Path, generator: np.random.Generator, num_images: int) -> tuple[np.ndarray, np.ndarray]:
