@@ -19,7 +19,7 @@ from projects_vil.checkpoint import fingerprint
 from projects_vil.data import build_test_loader
 from projects_vil.evaluation import build_evaluator
 from projects_vil.export.formats import FORMATS, check_onnx
-from projects_vil.export.runtime import ExportedDetector, ExportedModel
+from projects_vil.export.runtime import ExportedModel
 
 # The largest differences that count as equal: boxes in pixels, scores and masks in probability. In lower precision they
 # are those that the rounding of the network causes.
@@ -186,7 +186,6 @@ def check_export(
     """
     precision, thresholds = model.metadata["precision"], model.metadata["thresholds"]
     eager = functools.partial(eager_detections, reference)
-    run_single = (lambda image: model(image[None])) if model.batched else model
     callables = [functools.partial(_run_in_batch, model, index) for index in (0, 1)] if model.batched else [model]
     rows = [row for exported in callables for row in compare(eager, exported, images, precision, thresholds)]
     report = {
@@ -198,7 +197,7 @@ def check_export(
         "tolerances": TOLERANCES[precision],
         "changed_share": CHANGED_SHARE[precision],
         "images": rows,
-        "latency": measure_latency(eager, run_single, images[0]),
+        "latency": measure_latency(eager, lambda image: model.run_each([image])[0], images[0]),
         "versions": model.metadata["versions"],
         "fingerprint": fingerprint(cfg, reference),
         "accept_drop": accept_drop,
@@ -221,8 +220,7 @@ def _run_in_batch(model: ExportedModel, index: int, image: Tensor) -> dict[str, 
     """Return what a batched model finds in the image at ``index`` of two; the other one is its mirror image."""
     images = [image.flip(2), image.flip(2)]
     images[index] = image
-    outputs = model(torch.stack(images))
-    return {name: value[outputs["image_index"] == index] for name, value in outputs.items()}
+    return model.run_each(images)[index]
 
 
 def _evaluate(cfg: CfgNode, reference: nn.Module, model: ExportedModel) -> list[dict]:
@@ -230,7 +228,7 @@ def _evaluate(cfg: CfgNode, reference: nn.Module, model: ExportedModel) -> list[
     rows = []
     for name in cfg.DATASETS.TEST:
         results = []
-        for detector in (reference, ExportedDetector(model).eval()):
+        for detector in (reference, model.as_detectron2):
             evaluator = build_evaluator(cfg, name, None)
             results.append(inference_on_dataset(detector, build_test_loader(cfg, name), evaluator))
         for task in results[0]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from detectron2.layers import paste_masks_in_image
 from detectron2.structures import Boxes, Instances
-from torch import Tensor, nn
+from torch import Tensor
 
 from backbones import ConfigError
 from projects_vil.export.detectors import unpad_detections
@@ -56,6 +56,27 @@ class ExportedModel:
         count = int(outputs.pop("count"))
         return {name: value[:count] for name, value in outputs.items()}
 
+    def run_each(self, images: Sequence[Tensor]) -> list[dict[str, Tensor]]:
+        """Return the outputs for each of several images (3, H, W) of one size: in one batch if the model is batched."""
+        if not self.batched:
+            return [self(image) for image in images]
+        outputs = self(torch.stack(list(images)))
+        index = outputs.pop("image_index")
+        return [{name: value[index == i] for name, value in outputs.items()} for i in range(len(images))]
+
+    def as_detectron2(self, batch: Sequence[dict]) -> list[dict[str, Instances]]:
+        """Run with the interface of detectron2's models, as for its evaluators.
+
+        [{"image": (3, H, W), "height", "width"}] -> [{"instances"}], in pixels of that height and width.
+        """
+        results = []
+        for inputs in batch:
+            (outputs,) = self.run_each([inputs["image"]])
+            height, width = inputs["image"].shape[-2:]
+            file_size = inputs.get("height", height), inputs.get("width", width)
+            results.append({"instances": to_instances(outputs, (height, width), file_size)})
+        return results
+
 
 def paste_masks(masks: Tensor, boxes: Tensor, size: tuple[int, int], *, threshold: float = 0.5) -> Tensor:
     """Paste masks into their boxes: (N, 1, S, S) probabilities, (N, 4) XYXY -> (N, height, width) bool.
@@ -65,25 +86,6 @@ def paste_masks(masks: Tensor, boxes: Tensor, size: tuple[int, int], *, threshol
     """
     # Without any mask detectron2 returns uint8.
     return paste_masks_in_image(masks[:, 0].float(), boxes.float(), size, threshold=threshold).bool()
-
-
-class ExportedDetector(nn.Module):
-    """An exported model with detectron2's interface, so that its evaluators and visualizers take it."""
-
-    def __init__(self, model: ExportedModel) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, batch: Sequence[dict]) -> list[dict[str, Instances]]:
-        """[{"image": (3, H, W), "height", "width"}] -> [{"instances"}], in pixels of that height and width."""
-        results = []
-        for inputs in batch:
-            image = inputs["image"]
-            height, width = image.shape[-2:]
-            outputs = self.model(image[None] if self.model.batched else image)
-            file_size = inputs.get("height", height), inputs.get("width", width)
-            results.append({"instances": to_instances(outputs, (height, width), file_size)})
-        return results
 
 
 def to_instances(outputs: dict[str, Tensor], size: tuple[int, int], file_size: tuple[int, int]) -> Instances:

@@ -116,16 +116,12 @@ class ExportedRunner:
     def __call__(self, images: Sequence[Tensor], sizes: Sequence[tuple[int, int]]) -> list[Instances]:
         mean = self.model.metadata["normalization"]["mean"]
         inputs = [pad_image(image, self.fixed_size, mean) if self.fixed_size else image for image in images]
-        if self.model.batched:
-            outputs = self.model(torch.stack(inputs))
-            image_index = outputs.pop("image_index")
-            each = [{name: value[image_index == i] for name, value in outputs.items()} for i in range(len(images))]
-        else:
-            each = [self.model(image) for image in inputs]
-        for outputs in each:
+        found = []
+        for outputs, image, size in zip(self.model.run_each(inputs), images, sizes, strict=True):
             kept = outputs["scores"] >= self.score_threshold
-            outputs.update({name: value[kept] for name, value in outputs.items()})
-        return [to_instances(one, image.shape[1:], size) for one, image, size in zip(each, images, sizes, strict=True)]
+            outputs = {name: value[kept] for name, value in outputs.items()}
+            found.append(to_instances(outputs, image.shape[1:], size))
+        return found
 
 
 def _size_error(original: tuple[int, int], size: tuple[int, int], sides: Sequence[int | None]) -> str | None:

@@ -10,7 +10,6 @@ import torch
 from backbones import ConfigError
 from projects_vil.export import FORMATS, ExportedModel, example_image, metadata_path, paste_masks
 from projects_vil.export.metadata import digests_of
-from projects_vil.export.runtime import ExportedDetector
 from tests.projects_vil.export.exporting import demo_detector
 
 
@@ -44,10 +43,10 @@ def test_a_batch_that_is_too_large(written, tmp_path):
 @pytest.mark.parametrize("name", ["retinanet", pytest.param("mask_rcnn", marks=pytest.mark.slow)])
 def test_an_exported_model_with_detectron2s_interface(exported, name):
     """Boxes are scaled to the size of the file, and masks pasted, as detectron2 does it."""
-    model = ExportedDetector(ExportedModel(exported(name)[0])).eval()
+    model = ExportedModel(exported(name)[0])
     inputs = {"image": example_image(64, 90), "height": 200, "width": 281}
     for _ in range(2):  # the second time shows that the first has left its outputs as they were
-        (ours,) = model([inputs])
+        (ours,) = model.as_detectron2([inputs])
     with torch.no_grad():
         (theirs,) = demo_detector(name)([inputs])
     ours, theirs = ours["instances"], theirs["instances"]
