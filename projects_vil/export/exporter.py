@@ -16,9 +16,8 @@ from detectron2.config import CfgNode
 from torch import Tensor, nn
 
 from backbones import ConfigError
-from backbones.errors import check_choice, check_whole
+from backbones.errors import check_choice
 from projects_vil.checkpoint import load_detector
-from projects_vil.config import DETECTORS
 from projects_vil.data import load_dataset, register_datasets
 from projects_vil.export.detectors import make_exportable
 from projects_vil.export.formats import FORMATS, check_format
@@ -80,13 +79,9 @@ def export_detector(
             fit.
     """
     is_int8 = precision == "int8"
-    check_whole("calibration_images", calibration_images)
     if not is_int8 and (calibration_images != 100 or accept_drop):
         raise ConfigError("calibration_images and accept_drop are for precision int8: leave them out, or export int8")
     evaluate = evaluate or is_int8
-    architecture = cfg.MODEL.META_ARCHITECTURE
-    if architecture not in DETECTORS:
-        raise ConfigError(f"a {architecture} cannot be exported yet: only {' and '.join(DETECTORS)} can")
     check_format(file_format)
     if precision not in FORMATS[file_format].precisions:
         raise ConfigError(f"precision {precision}: {file_format} supports {', '.join(FORMATS[file_format].precisions)}")

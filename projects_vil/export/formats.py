@@ -139,8 +139,6 @@ def _attention_as_products(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *, scale: float | None = None
 ) -> Tensor:
     scale = static_size(query.shape[-1]) ** -0.5 if scale is None else scale
-    if attn_mask is not None and attn_mask.dtype != query.dtype:
-        raise NotImplementedError("attention with a mask of another type")
     scores = (query * scale) @ key.transpose(-2, -1)
     if attn_mask is not None:
         scores = scores + attn_mask

@@ -46,8 +46,7 @@ def check_input(taken: dict, shape: Sequence[int], *, what: str) -> None:
         fixed = f"{taken['size'][0]} x {taken['size'][1]}"
         raise ConfigError(f"{what}: {height} x {width} pixels, and the model takes {fixed} only: scale and pad to that")
     check_sides(taken["sides"], (height, width), what=what)
-    # Older files do not have it.
-    least, most = (taken["batched"] and taken.get("batch")) or (1, shape[0])
+    least, most = taken["batch"] or (1, shape[0])
     if taken["batched"] and not least <= shape[0] <= most:
         raise ConfigError(f"{what}: a batch of {shape[0]} images, and the model takes {least} to {most}")
 
@@ -60,11 +59,7 @@ def digests_of(path: Path, file_format: str) -> dict:
 
 def digest_of(path: str | Path) -> str:
     """Return the SHA-256 of a file."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while part := file.read(1 << 20):
-            digest.update(part)
-    return digest.hexdigest()
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
 def read_metadata(path: str | Path) -> dict:
@@ -87,7 +82,7 @@ def read_metadata(path: str | Path) -> dict:
 
 def check_digest(path: str | Path, metadata: dict) -> None:
     """Raise a :class:`ConfigError` where an exported file, or one that belongs to it, is not that of its metadata."""
-    # Older files have no digests.
+    # sha256 may have been removed on purpose.
     digests = {Path(path).name: metadata.get("sha256")} | metadata.get("other_files", {})
     for name, digest in digests.items():
         file = Path(path).with_name(name)
