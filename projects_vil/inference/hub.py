@@ -68,7 +68,9 @@ class HubMixin:
             ConfigError: for an exported file, a config with private paths, the folder of a run, or a folder that cannot
                 be written.
         """
-        folder, runner = Path(save_directory), self._eager_runner()
+        folder, runner = Path(save_directory), self.runner
+        if not isinstance(runner, EagerRunner):
+            raise ConfigError("an exported file has no weights to save: load the run that it was exported from")
         if (folder / CONFIG_FILE).exists() and not (folder / PUBLISHED_WEIGHTS).exists():
             raise ConfigError(f"{folder} has a {CONFIG_FILE} that no save wrote: choose another folder")
         config, model = published_config(runner.cfg), fingerprint(runner.cfg, runner.detector)
@@ -104,7 +106,7 @@ class HubMixin:
     ) -> ModelCard:
         if repo_id is not None:
             validate_repo_id(repo_id)
-        cfg, detector = self._eager_runner().cfg, self._eager_runner().detector
+        cfg, detector = self.runner.cfg, self.runner.detector
         name, masks = detector_name(cfg), cfg.MODEL.META_ARCHITECTURE != "RetinaNet" and cfg.MODEL.MASK_ON
         backbone = getattr(getattr(detector.backbone, "bottom_up", None), "variant", cfg.MODEL.BACKBONE.NAME)
         results = [
@@ -231,11 +233,6 @@ class HubMixin:
                 raise ConfigError(f"{name} has no {needed}: it is not a detector from save_pretrained")
         weights = folder / PUBLISHED_WEIGHTS
         return cls.load(folder, weights=weights, device=device, score_threshold=score_threshold, tta=tta)
-
-    def _eager_runner(self) -> EagerRunner:
-        if not isinstance(self.runner, EagerRunner):
-            raise ConfigError("an exported file has no weights to save: load the run that it was exported from")
-        return self.runner
 
 
 def find_reports(folder: Path, model: str) -> tuple[dict | None, dict[str, dict]]:
