@@ -194,9 +194,7 @@ class ConfigToolParser(ToolParser):
 
 def add_training_arguments(parser: ToolParser) -> None:
     """Add the arguments of detectron2's ``default_argument_parser``, except for its overrides."""
-    parser.add_argument(
-        "--config-file", default="", required=True, type=existing_path, metavar="FILE", help="config of the run"
-    )
+    parser.add_argument("--config-file", default="", required=True, type=existing_path, metavar="FILE", help="config")
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in the output folder")
     parser.add_argument("--eval-only", action="store_true", help="evaluate the weights of the config, do not train")
     processes = "processes on this machine: one for each GPU, or that many on the CPU where the device is cpu"

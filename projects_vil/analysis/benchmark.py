@@ -300,11 +300,9 @@ def seconds_of(step: Callable[[], object]) -> float:
 
 
 def _peak_on_gpu(step: Callable[[], None], device: str) -> int:
-    torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     step()
-    torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
 
 

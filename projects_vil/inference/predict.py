@@ -118,13 +118,9 @@ def predict(
     writer = contextlib.nullcontext()
     if drawings:
         writer = _video_writer(folder, files) if isinstance(files, Video) else _image_writer(folder, files.images)
+    interval = 0.1 if sys.stderr.isatty() else SECONDS_BETWEEN_LINES
     with (
-        tqdm(
-            total=len(files) or None,
-            unit=files.unit,
-            dynamic_ncols=True,
-            mininterval=0.1 if sys.stderr.isatty() else SECONDS_BETWEEN_LINES,
-        ) as progress,
+        tqdm(total=len(files) or None, unit=files.unit, dynamic_ncols=True, mininterval=interval) as progress,
         writer as write_drawing,
         contextlib.closing(detector.detect(files, batch_size=batch_size)) as batches,
     ):
