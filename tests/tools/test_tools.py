@@ -1,16 +1,14 @@
 """The tools as a user runs them: what they write and print, and how they end where something is wrong."""
 
 import json
-import runpy
 import shutil
-import sys
 
 import cv2
 import pytest
 import torch
 
 from projects_vil.export import example_image
-from tests.projects_vil.helpers import CONFIGS, ROOT, SMALL, small_config, untrained_detector
+from tests.projects_vil.helpers import CONFIGS, SMALL, small_config, untrained_detector
 
 CONFIG = CONFIGS["retinanet"]
 
@@ -21,36 +19,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture
-def run_here(monkeypatch, capsys):
-    """Run a tool in this process, several seconds faster; return exit status, stdout and stderr."""
-
-    def run(name: str, *args) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", [name, *map(str, args)])
-        status = 0
-        try:
-            runpy.run_path(str(ROOT / "tools" / name), run_name="__main__")
-        except SystemExit as end:
-            status = end.code
-        return status or 0, *capsys.readouterr()
-
-    return run
-
-
-@pytest.fixture
-def error_of(run_here):
-    """Run a tool that fails, and return its one line of error."""
-
-    def run(name: str, *args) -> str:
-        status, _, err = run_here(name, *args)
-        assert status in (1, 2)
-        lines = [line for line in err.splitlines() if line.startswith("error: ")]
-        assert lines == err.splitlines()[-1:], err
-        return lines[0]
-
-    return run
 
 
 @pytest.fixture
@@ -195,21 +163,6 @@ def test_overrides_are_taken_on_every_tool(error_of, name, first):
 )
 def test_a_gpu_that_is_not_available(error_of, shapes, name, words):
     assert "MODEL.DEVICE" in error_of(name, *NEEDED[name], *words)
-
-
-@pytest.mark.parametrize(
-    "words, names",
-    [
-        (["SOLVER.AMP.ENABLED", "True"], ["SOLVER.AMP.DTYPE", "MODEL.DEVICE"]),
-        (["INPUT.LSJ.SIZE", 256], ["INPUT.LSJ.SIZE", "INPUT.AUGMENTATION default"]),
-        (["--eval-only"], ["MODEL.WEIGHTS"]),
-        (["DATASETS.TRAIN", "('ade20k_trian',)"], ["'ade20k_trian'", "'ade20k_train'"]),
-    ],
-)
-def test_training_names_what_is_wrong(error_of, shapes, tmp_path, words, names):
-    text = error_of("train_net.py", "--config-file", CONFIG, "OUTPUT_DIR", tmp_path / "run", *words)
-    assert all(name in text for name in names), text
-    assert not (tmp_path / "run").exists()
 
 
 def test_training_without_the_dataset(error_of, shapes, tmp_path, monkeypatch):

@@ -3,8 +3,6 @@
 import json
 import runpy
 import shutil
-import signal
-import time
 
 import numpy as np
 import pytest
@@ -26,16 +24,7 @@ from projects_vil.export import (
 from projects_vil.export.exporter import EXAMPLE_SIZE, report_path
 from projects_vil.export.parity import TOLERANCES
 from tests.projects_vil.export.exporting import shallow_variants, skip_without
-from tests.projects_vil.helpers import (
-    CONFIGS,
-    PATIENCE,
-    ROOT,
-    SMALL,
-    run_tool,
-    small_config,
-    start_tool,
-    untrained_detector,
-)
+from tests.projects_vil.helpers import CONFIGS, ROOT, SMALL, run_tool, small_config, untrained_detector
 
 
 def files_in(folder) -> dict[str, bytes]:
@@ -165,22 +154,6 @@ def test_a_failed_export_leaves_the_older_one(exported, weights, tmp_path, monke
     report = json.loads(report_path(tmp_path / "model_bf16.ts").read_text())
     assert report["ok"] is False and not any(row["ok"] for row in report["images"])
     assert len(files_in(tmp_path)) == 6 and files_in(older).items() < files_in(tmp_path).items()
-
-
-@pytest.mark.slow
-def test_an_export_that_a_signal_ends_leaves_nothing(weights, tmp_path):
-    output = tmp_path / "export"
-    arguments = ["--config-file", CONFIGS["retinanet"], "--weights", weights(), "--output", output]
-    # torch.export takes long enough for the signal to come while it works.
-    arguments += ["--format", "torch_export", "--opts", *SMALL["retinanet"]]
-    process = start_tool("export_model.py", *arguments, folder=tmp_path)
-    deadline = time.monotonic() + PATIENCE
-    while not list(output.glob(".unfinished-*")):
-        assert process.is_alive() and time.monotonic() < deadline, (tmp_path / "stderr").read_text()
-        time.sleep(0.02)
-    process.terminate()
-    process.join(PATIENCE)
-    assert process.exitcode == 128 + signal.SIGTERM and not output.exists()
 
 
 # -- whole models ----------------------------------------------------------------------------------
