@@ -7,7 +7,8 @@ import cv2
 import pytest
 import torch
 
-from projects_vil.export import example_image
+from projects_vil.export import ExportedModel, example_image
+from projects_vil.export.parity import TOLERANCES
 from tests.projects_vil.helpers import CONFIGS, SMALL, small_config, untrained_detector
 
 CONFIG = CONFIGS["retinanet"]
@@ -44,16 +45,29 @@ def test_make_datasets(run_here, shapes, tmp_path):
 
 @pytest.mark.slow
 def test_export_model_takes_every_option(run_here, photo, tmp_path):
-    torch.save({"model": untrained_detector(small_config()).state_dict()}, tmp_path / "weights.pth")
-    arguments = ["--config-file", CONFIG, "--weights", tmp_path / "weights.pth", "--output", tmp_path / "export"]
+    torch.save({"model": untrained_detector(small_config("mask_rcnn")).state_dict()}, tmp_path / "weights.pth")
+    arguments = ["--config-file", CONFIGS["mask_rcnn"], "--weights", tmp_path / "weights.pth", "--images", photo]
     arguments += ["--format", "torchscript", "--precision", "bf16", "--input-dtype", "float32", "--batched"]
-    status, _, _ = run_here("export_model.py", *arguments, "--images", photo, "--opts", *SMALL["retinanet"])
-    report = json.loads((tmp_path / "export/model_batched_bf16_float32.ts.report.json").read_text())
-    assert status == (0 if report["ok"] else 1) and (tmp_path / "export/model_batched_bf16_float32.ts").exists()
+    arguments += ["--fixed-detections", "--output", tmp_path / "export", "--opts", *SMALL["mask_rcnn"]]
+    status, _, _ = run_here("export_model.py", *arguments)
+    model = ExportedModel(tmp_path / "export/model_batched_bf16_fixed_float32.ts")
+    report = json.loads((tmp_path / f"export/{model.path.name}.report.json").read_text())
+    assert status == (0 if report["ok"] else 1) and report["ok"] is all(row["ok"] for row in report["images"])
     # The image stands first and second in a batch.
-    assert report["precision"] == "bf16" and [row["height"] for row in report["images"]] == [64, 64]
-    metadata = json.loads((tmp_path / "export/model_batched_bf16_float32.ts.metadata.json").read_text())
-    assert metadata["input"]["batched"] and metadata["input"]["dtype"] == "float32"
+    assert report["tolerances"] == TOLERANCES["bf16"] and [row["height"] for row in report["images"]] == [64, 64]
+    traced = torch.jit.load(model.path)
+    assert {parameter.dtype for parameter in traced.parameters()} == {torch.bfloat16}
+    # Anchors, mean and standard deviation keep their type.
+    kept = {buffer.dtype for name, buffer in traced.named_buffers() if "anchor" in name or "pixel" in name}
+    assert kept == {torch.float32} == {model.dtype}
+    assert model.metadata["fixed_detections"] == 100
+    assert model.metadata["input"]["shape"] == ["images", 3, "height", "width"]
+    shapes = {output["name"]: output["shape"] for output in model.metadata["outputs"]}
+    assert shapes["masks"] == ["images", 100, 1, 28, 28] and shapes["count"] == ["images"]
+    found = model(torch.stack([example_image(70, 90, seed=seed) for seed in range(3)]).float())
+    assert set(found.pop("image_index").tolist()) == {0, 1, 2}
+    assert {name for name, value in found.items() if value.dtype == torch.float32} == {"boxes", "scores", "masks"}
+    assert all(value.isfinite().all() for value in found.values())
 
 
 def test_analyze_model(run_here, tmp_path):
@@ -94,39 +108,26 @@ def test_benchmark(run_here, tmp_path):
     assert status == 0 and json.loads(path.read_text())["file_size"] > 20 * 7 * 100
 
 
-def test_visualize_results(run_here, shapes, trained_run, tmp_path):
-    arguments = ["--run", trained_run, "--output", tmp_path / "rendered.png", "--num-images", 3]
-    status, out, err = run_here("visualize.py", "results", *arguments)
-    assert status == 0, err
-    ap = json.loads((trained_run / "evaluation.json").read_text())["shapes_val"]["bbox"]["AP"]
-    assert f"box AP {ap:.1f} " in out and str(trained_run) in out
-    assert cv2.imread(str(tmp_path / "rendered.png")).std() > 10
-
-
-def test_visualize_attention(run_here, trained_run, photo, tmp_path):
-    arguments = ["--config-file", trained_run / "config.yaml", "--weights", trained_run / "model_final.pth"]
-    arguments += ["--input", photo, "--output", tmp_path / "rendered", "--stage", 3, "--block", 2, "--point", 20, 30]
-    status, out, err = run_here("visualize.py", "attention", *arguments)
-    path = tmp_path / "rendered/photo_vil_tiny_1_1_3_1_rpb_stage3_block2_20_30.png"
-    assert (status, out) == (0, f"wrote {path}\n") and "random" not in err
-    assert cv2.imread(str(path)).std() > 10
-
-
-def test_visualize_offsets(run_here, photo, tmp_path):
-    lit = [*SMALL["retinanet"], "MODEL.TRANSFORMER.NAME", "lit_ti"]
-    arguments = ["offsets", "--config-file", CONFIG, "--input", photo, "--output", tmp_path, "--point", 20, 30, *lit]
-    status, out, err = run_here("visualize.py", *arguments)
-    path = tmp_path / "photo_offsets.png"
-    assert (status, out) == (0, f"wrote {path}\n") and "random" in err and cv2.imread(str(path)).std() > 10
-
-
-def test_visualize_data(run_here, shapes, tmp_path):
-    keys = ["INPUT.AUGMENTATION", "strong", "INPUT.LSJ.SIZE", 64, "SOLVER.IMS_PER_BATCH", 2]
-    arguments = ["data", "--config-file", CONFIGS["mask_rcnn"], "--output", tmp_path / "rendered", "--number", 2, *keys]
-    status, out, _ = run_here("visualize.py", *arguments)
-    paths = sorted((tmp_path / "rendered").iterdir())
-    assert (status, out) == (0, "".join(f"wrote {path}\n" for path in paths)) and len(paths) == 2
-    assert all(cv2.imread(str(path)).std() > 10 for path in paths)
+def test_visualize(run_here, shapes, trained_run, photo, tmp_path):
+    """Each command draws files and names them; random weights are reported."""
+    run, image = ["--config-file", trained_run / "config.yaml"], ["--input", photo, "--output", tmp_path]
+    weights, lit = ["--weights", trained_run / "model_final.pth"], ["MODEL.TRANSFORMER.NAME", "lit_ti"]
+    attention = "photo_vil_tiny_1_1_3_1_rpb_stage3_block2_20_30.png"
+    strong = ["INPUT.AUGMENTATION", "strong", "INPUT.LSJ.SIZE", 64, "SOLVER.IMS_PER_BATCH", 2]
+    for words, pattern in (
+        (["results", "--run", trained_run, "--output", tmp_path / "results.png", "--num-images", 3], "results.png"),
+        (["attention", *run, *weights, *image, "--stage", 3, "--block", 2, "--point", 20, 30], attention),
+        (["offsets", *run, *lit, *image, "--point", 20, 30], "photo_offsets.png"),
+        (
+            ["data", "--config-file", CONFIGS["mask_rcnn"], "--output", tmp_path / "data", "--number", 2, *strong],
+            "data/*",
+        ),
+    ):
+        status, out, err = run_here("visualize.py", *words)
+        paths = list(tmp_path.glob(pattern))
+        assert status == 0 and len(paths) == (2 if words[0] == "data" else 1), err
+        assert all(str(path) in out and cv2.imread(str(path)).std() > 10 for path in paths)
+        assert ("random" in err) == (words[0] == "offsets")
 
 
 # -- what a user gets wrong ------------------------------------------------------------------------

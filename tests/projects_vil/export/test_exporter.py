@@ -47,28 +47,6 @@ def test_an_export_and_its_report(exported):
 
 
 @pytest.mark.slow
-def test_a_batched_export_of_fixed_detections(exported):
-    path, report = exported("mask_rcnn", fixed_detections=True, batched=True, precision="bf16", input_dtype="float32")
-    metadata = read_metadata(path)
-    # Each image is first and second in a batch.
-    assert path.name == "model_batched_bf16_fixed_float32.ts" and len(report["images"]) == 8
-    assert report["tolerances"] == TOLERANCES["bf16"] and report["ok"] is all(row["ok"] for row in report["images"])
-    traced = torch.jit.load(path)
-    assert {parameter.dtype for parameter in traced.parameters()} == {torch.bfloat16}
-    # Anchors, mean and standard deviation keep their type.
-    assert {buffer.dtype for name, buffer in traced.named_buffers() if "anchor" in name or "pixel" in name} == {
-        torch.float32
-    }
-    assert metadata["fixed_detections"] == 100 and metadata["input"]["shape"] == ["images", 3, "height", "width"]
-    shapes = {output["name"]: output["shape"] for output in metadata["outputs"]}
-    assert shapes["masks"] == ["images", 100, 1, 28, 28] and shapes["count"] == ["images"]
-    found = ExportedModel(path)(torch.stack([example_image(70, 90, seed=seed) for seed in range(3)]))
-    assert set(found.pop("image_index").tolist()) == {0, 1, 2}
-    assert {name for name, value in found.items() if value.dtype == torch.float32} == {"boxes", "scores", "masks"}
-    assert all(value.isfinite().all() for value in found.values())
-
-
-@pytest.mark.slow
 def test_a_fixed_size(exported):
     skip_without("openvino")
     path, report = exported("retinanet", file_format="openvino", size=(96, 130))

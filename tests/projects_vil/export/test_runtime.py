@@ -67,13 +67,6 @@ def test_pasting_no_masks():
 # -- damaged files ---------------------------------------------------------------------------------
 
 
-def test_missing_files(tmp_path):
-    (tmp_path / "folder.pt2").mkdir()
-    for name in ("absent.onnx", "folder.pt2"):
-        with pytest.raises(ConfigError, match=name):
-            ExportedModel(tmp_path / name)
-
-
 def test_the_weights_of_openvino_are_in_a_file_of_their_own(written, tmp_path):
     model = written("retinanet", "openvino", fixed_number=100)
     path = copy_of(model, tmp_path, **digests_of(model.path, "openvino"))

@@ -173,9 +173,9 @@ def test_sources_of_a_run_give_the_same(detector, trained_run, photos, tmp_path)
 def test_exports_give_the_same(detector, exported_run, trained_run, photos):
     expected = detector(photos[:2])
     for other in (
-        Detector.load(exported_run / "one.ts"),
-        Detector.load(exported_run / "batch.ts", device="cpu"),
-        Detector.load(trained_run / "config.yaml", overrides=["MODEL.WEIGHTS", str(exported_run / "one.ts")]),
+        Detector.load(exported_run / "model.ts"),
+        Detector.load(exported_run / "model_batched.ts", device="cpu"),
+        Detector.load(trained_run / "config.yaml", overrides=["MODEL.WEIGHTS", str(exported_run / "model.ts")]),
     ):
         assert other.categories == detector.categories
         for ours, theirs in zip(other(photos[:2], batch_size=2), expected, strict=True):

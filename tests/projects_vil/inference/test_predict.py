@@ -285,7 +285,7 @@ def test_tool(trained_run, shapes, tmp_path, request, source):
     arguments = ["--input", tmp_path / "in", "--output", tmp_path / "out", "--batch-size", 2]
     model = ["--config-file", trained_run / "config.yaml", "--weights", trained_run / "model_final.pth"]
     if source == "export":
-        model = ["--weights", request.getfixturevalue("exported_run") / "one.ts", "--device", "cpu"]
+        model = ["--weights", request.getfixturevalue("exported_run") / "model.ts", "--device", "cpu"]
     result = run_tool("predict.py", *model, *arguments)
     assert result.returncode == 2 and "text.jpg" in result.stderr
     results, images = read(tmp_path / "out")
