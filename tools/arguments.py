@@ -48,13 +48,6 @@ def existing_path(text: str) -> str:
     return text
 
 
-def existing_folder(text: str) -> str:
-    """Return a path of a folder; an argparse type."""
-    if not Path(text).is_dir():
-        raise argparse.ArgumentTypeError(f"there is no folder {text}")
-    return text
-
-
 def output_file(text: str) -> str:
     """Return a path at which a file can be written; an argparse type."""
     path = Path(text).absolute()
@@ -211,17 +204,15 @@ def config_of(args: argparse.Namespace) -> "CfgNode":
     """Return the config that a tool was given, on a device that is available.
 
     Args:
-        args: parsed by a :class:`ConfigToolParser`.
+        args: parsed by a :class:`ConfigToolParser` with devices.
 
     Raises:
         ConfigError: as ``load_config``, and for a device that was asked for and is not available.
     """
     from projects_vil.config import choose_device, load_config
 
-    cfg = load_config(args.config_file, args.opts)
-    if not args.devices:
-        return cfg
-    return choose_device(cfg, devices=args.devices, requested=SHORT_FORMS["device"] in args.opts[::2])
+    requested = SHORT_FORMS["device"] in args.opts[::2]
+    return choose_device(load_config(args.config_file, args.opts), devices=args.devices, requested=requested)
 
 
 # How a tool ends -----------------------------------------------------------------------------------------------------

@@ -12,13 +12,13 @@ Example:
 import os
 import sys
 
-from arguments import ToolParser, existing_folder, existing_path, output_file, run_tool, write_json
+from arguments import ToolParser, existing_path, output_file, run_tool, write_json
 
 
 def main() -> None:
     parser = ToolParser(__doc__)
     parser.add_argument("annotations", type=existing_path, metavar="ANNOTATIONS", help="COCO annotation file")
-    parser.add_argument("images", type=existing_folder, metavar="IMAGES", help="the folder of its images")
+    parser.add_argument("images", type=existing_path, metavar="IMAGES", help="the folder of its images")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the findings as JSON too")
     parser.add_argument("--fix", type=output_file, metavar="OUT", help="write a cleaned copy; OUT must not exist")
     parser.add_argument("--deep", action="store_true", help="read every pixel of every image, not only the headers")

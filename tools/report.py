@@ -7,8 +7,6 @@ Example:
     python tools/report.py output/mine DATASETS.COCO "[['mine', 'mine.json', 'photos']]"
 """
 
-from pathlib import Path
-
 from arguments import ConfigToolParser, existing_path, output_file, run_tool
 
 
@@ -21,9 +19,7 @@ def main() -> None:
 
     from projects_vil.report import write_report
 
-    path = write_report(
-        Path(args.run), args.output and Path(args.output), num_images=args.num_images, overrides=args.opts
-    )
+    path = write_report(args.run, args.output, num_images=args.num_images, overrides=args.opts)
     print(f"report written to {path} ({path.stat().st_size / 2**20:.1f} MB)")
 
 

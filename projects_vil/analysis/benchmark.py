@@ -205,10 +205,9 @@ class _TimmBackbone(Backbone):
             self.net = timm.create_model(name, features_only=True)
         except (RuntimeError, AttributeError, NotImplementedError) as error:
             raise ConfigError(f"baseline {name!r}: timm does not return its feature maps") from error
-        info = self.net.feature_info
-        self.strides = info.reduction()
+        self.strides = self.net.feature_info.reduction()
         # FPN takes the last feature map of each stride.
-        channels = dict(zip(self.strides, info.channels(), strict=True))
+        channels = dict(zip(self.strides, self.net.feature_info.channels(), strict=True))
         if not channels.keys() >= set(_STRIDES):
             raise ConfigError(f"baseline {name!r}: it has no feature maps of the strides 4, 8, 16 and 32")
         self.shapes = {f"stride{stride}": ShapeSpec(channels=channels[stride], stride=stride) for stride in _STRIDES}

@@ -40,9 +40,8 @@ def measure_rates(device: str, dtype: str) -> DeviceRates:
     target, one = torch.empty_like(source).zero_(), torch.zeros(1, device=device)
     steps = (lambda: a @ b, lambda: target.copy_(source), lambda: one.add_(one))
     product, copy, call = (min(seconds_of(step) for _ in range(20)) for step in steps)
-    return DeviceRates(
-        flops=2 * _MATRIX_SIDE**3 / product, bytes=2 * source.numel() * source.itemsize / copy, call=call
-    )
+    moved = 2 * source.numel() * source.itemsize
+    return DeviceRates(flops=2 * _MATRIX_SIDE**3 / product, bytes=moved / copy, call=call)
 
 
 def find_limits(step: Callable[[], object], rates: DeviceRates) -> dict[str, Any]:

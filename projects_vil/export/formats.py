@@ -170,9 +170,8 @@ def _write_aot_inductor(exportable: ExportableDetector, example: Tensor, path: P
     with log_step("AOTInductor, which compiles for minutes"):
         # With layout optimisation torch 2.15 assumes that convolutions of a data-dependent number of boxes give
         # channels-last outputs on a CPU, which they do not: all masks are wrong, without an error.
-        torch._inductor.aoti_compile_and_package(
-            program, package_path=str(path), inductor_configs={"layout_optimization": False}
-        )
+        options = {"layout_optimization": False}
+        torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
 
 
 # -- ONNX ------------------------------------------------------------------------------------------

@@ -124,6 +124,7 @@ def describe_model(
         check_sides(sides, exportable.size, what="size")
     short, longest = 0 if exportable.size else cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST
     heads = cfg.MODEL.RETINANET if cfg.MODEL.META_ARCHITECTURE == "RetinaNet" else cfg.MODEL.ROI_HEADS
+    backbone = getattr(getattr(exportable.detector.backbone, "bottom_up", None), "variant", cfg.MODEL.BACKBONE.NAME)
     thresholds = {
         "score": heads.SCORE_THRESH_TEST,
         "nms": heads.NMS_THRESH_TEST,
@@ -136,9 +137,7 @@ def describe_model(
         "precision": precision,
         "runtime_options": dict(entry.options),
         "detector": detector_name(cfg),
-        "backbone": getattr(
-            getattr(exportable.detector.backbone, "bottom_up", None), "variant", cfg.MODEL.BACKBONE.NAME
-        ),
+        "backbone": backbone,
         "input": {
             "name": exportable.input_names[0],
             "shape": [*(["images"] if exportable.batched else []), 3, *(exportable.size or ("height", "width"))],

@@ -223,11 +223,10 @@ class HubMixin:
         if not folder.is_dir():
             if isinstance(pretrained_model_name_or_path, os.PathLike) or folder.exists():
                 raise ConfigError(f"there is no folder {name}")
-            options = {"token": token, "local_files_only": local_files_only, "force_download": force_download}
+            options = {"revision": revision, "cache_dir": cache_dir, "token": token}
+            options |= {"local_files_only": local_files_only, "force_download": force_download}
             files = [CONFIG_FILE, PUBLISHED_WEIGHTS, CARD_FILE, *REPORT_FILES]
-            folder = Path(
-                snapshot_download(name, revision=revision, cache_dir=cache_dir, allow_patterns=files, **options)
-            )
+            folder = Path(snapshot_download(name, allow_patterns=files, **options))
         for needed in (CONFIG_FILE, PUBLISHED_WEIGHTS):
             if not (folder / needed).is_file():
                 raise ConfigError(f"{name} has no {needed}: it is not a detector from save_pretrained")
