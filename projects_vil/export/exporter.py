@@ -102,9 +102,8 @@ def export_detector(
     reference, categories = load_detector(cfg, weights)
     network = cast_network(copy.deepcopy(reference), "fp32" if is_int8 else precision)
     exportable = make_exportable(network, batched=batched, fixed_number=fixed_number, size=size)
-    metadata = describe_model(
-        cfg, exportable, categories, file_format, precision=precision, input_dtype=input_dtype, weights=weights
-    )
+    facts = {"precision": precision, "input_dtype": input_dtype, "weights": weights}
+    metadata = describe_model(cfg, exportable, categories, file_format, **facts)
     for image, file in zip(compared, images or ["INPUT.MIN_SIZE_TEST"] * len(compared), strict=True):
         check_sides(metadata["input"]["sides"], image.shape[-2:], what=str(file))
 

@@ -18,9 +18,6 @@ from projects_vil.export.detectors import ExportableDetector
 from projects_vil.export.formats import FORMATS, OPSET
 from projects_vil.modeling import LARGEST_BATCH, max_export_side
 
-# Keys that this repository reads.
-_REQUIRED = {"input", "resizing", "outputs", "classes"}
-
 
 def metadata_path(path: str | Path) -> Path:
     """Return the path of the metadata of an exported file."""
@@ -66,18 +63,15 @@ def read_metadata(path: str | Path) -> dict:
     """Return the metadata of an exported file.
 
     Raises:
-        ConfigError: where they are missing or are not those of an exported model.
+        ConfigError: where they are missing or damaged.
     """
     file = metadata_path(path)
     check_file(path, "file")
     check_file(file, "file", key=f"the metadata of {path}")
     try:
-        metadata = json.loads(file.read_bytes())
+        return json.loads(file.read_bytes())
     except ValueError as error:
         raise ConfigError(f"{file} is not JSON: {error}") from error
-    if not isinstance(metadata, dict) or not _REQUIRED <= metadata.keys():
-        raise ConfigError(f"{file} is not the metadata of an exported model")
-    return metadata
 
 
 def check_digest(path: str | Path, metadata: dict) -> None:

@@ -238,9 +238,8 @@ def _evaluate(cfg: CfgNode, reference: nn.Module, model: ExportedModel) -> list[
                 is_ok = eager > 0 and eager - exported <= AP_DROP
             else:
                 is_ok = abs(eager - exported) <= AP_TOLERANCE or (math.isnan(eager) and math.isnan(exported))
-            rows.append(
-                {"dataset": name, "task": task, "AP": _number(eager), "AP_exported": _number(exported), "ok": is_ok}
-            )
+            precisions = {"AP": _number(eager), "AP_exported": _number(exported)}
+            rows.append({"dataset": name, "task": task, **precisions, "ok": is_ok})
     return rows
 
 

@@ -227,9 +227,6 @@ class HubMixin:
             options |= {"local_files_only": local_files_only, "force_download": force_download}
             files = [CONFIG_FILE, PUBLISHED_WEIGHTS, CARD_FILE, *REPORT_FILES]
             folder = Path(snapshot_download(name, allow_patterns=files, **options))
-        for needed in (CONFIG_FILE, PUBLISHED_WEIGHTS):
-            if not (folder / needed).is_file():
-                raise ConfigError(f"{name} has no {needed}: it is not a detector from save_pretrained")
         weights = folder / PUBLISHED_WEIGHTS
         return cls.load(folder, weights=weights, device=device, score_threshold=score_threshold, tta=tta)
 
