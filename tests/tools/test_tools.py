@@ -14,14 +14,6 @@ from tests.projects_vil.helpers import CONFIGS, SMALL, small_config, untrained_d
 CONFIG = CONFIGS["retinanet"]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def photo(tmp_path):
     """A file of 50 x 75 pixels."""

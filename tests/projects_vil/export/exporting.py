@@ -96,9 +96,9 @@ def write(
 
 
 @functools.cache
-def demo_detector(name: str) -> nn.Module:
+def demo_detector(name: str, *overrides: str) -> nn.Module:
     """Build the demo's detector with few channels, on a ViL with all levels; tracing takes a few seconds."""
-    return untrained_detector(small_config(name))
+    return untrained_detector(small_config(name, *overrides))
 
 
 @contextlib.contextmanager

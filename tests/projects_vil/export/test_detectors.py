@@ -1,7 +1,6 @@
 """The exportable detectors give exactly detectron2's detections, and each of their steps its result."""
 
 import copy
-import functools
 
 import pytest
 import torch
@@ -14,7 +13,8 @@ from torchvision.ops import batched_nms
 from backbones import ConfigError
 from projects_vil.export import eager_detections, example_image, make_exportable
 from projects_vil.export.detectors import grouped_nms, pool
-from tests.projects_vil.helpers import small_config, untrained_detector
+from tests.projects_vil.export.exporting import demo_detector
+from tests.projects_vil.helpers import small_config
 
 ALL = ("retinanet", "mask_rcnn", "cascade_mask_rcnn")
 # Detectors, and overrides of their configs.
@@ -30,11 +30,6 @@ VARIATIONS = [
     "cascade_mask_rcnn MODEL.ROI_BOX_HEAD.USE_SIGMOID_CE True MODEL.MASK_ON False MODEL.ROI_BOX_CASCADE_HEAD.IOUS "
     "(0.5,0.8) MODEL.ROI_BOX_CASCADE_HEAD.BBOX_REG_WEIGHTS ((5.0,6.0,3.0,4.0),(9.0,8.0,7.0,6.0))",
 ]
-
-
-@functools.cache
-def detector(name: str, *overrides: str) -> nn.Module:
-    return untrained_detector(small_config(name, *overrides))
 
 
 def with_threshold(model: nn.Module, threshold: float) -> nn.Module:
@@ -69,10 +64,10 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("size", [(33, 47), (150, 203)])
 def test_equals_detectron2(name, size):
     image = example_image(*size, seed=sum(size))
-    found, theirs = run(detector(name), image), eager_detections(detector(name), image)
+    found, theirs = run(demo_detector(name), image), eager_detections(demo_detector(name), image)
     assert len(theirs["scores"]) >= 10 and theirs["scores"].std() > 0.005
     assert_equal(found, theirs)
-    assert_equal(run(detector(name), image.float()), found)
+    assert_equal(run(demo_detector(name), image.float()), found)
     height, width = size
     boxes = found["boxes"]
     assert (boxes >= 0).all() and (boxes <= torch.tensor([width, height] * 2)).all()
@@ -82,7 +77,7 @@ def test_equals_detectron2(name, size):
 
 @pytest.mark.parametrize("variation", VARIATIONS)
 def test_equals_other_detectors(variation):
-    model, image = detector(*variation.split()), example_image(160, 128, seed=7)
+    model, image = demo_detector(*variation.split()), example_image(160, 128, seed=7)
     theirs = eager_detections(model, image)
     assert len(theirs["scores"]) >= 3
     assert_equal(run(model, image), theirs)
@@ -93,7 +88,7 @@ def test_equals_other_detectors(variation):
 @pytest.mark.parametrize("name", ALL)
 def test_images_without_detections(name):
     image = example_image(64, 97)
-    model = with_threshold(detector(name), run(detector(name), image)["scores"][0].item() + 1e-4)
+    model = with_threshold(demo_detector(name), run(demo_detector(name), image)["scores"][0].item() + 1e-4)
     found = run(model, image)
     assert len(found["scores"]) == 0
     assert_equal(found, eager_detections(model, image))
@@ -101,7 +96,7 @@ def test_images_without_detections(name):
     shapes = {"boxes": (0, 4), "masks": (0, 1, 28, 28)}
     assert all(tuple(value.shape) == shapes.get(key, (0,)) for key, value in nothing.items())
     if name != "retinanet":
-        model = copy.deepcopy(detector(name))
+        model = copy.deepcopy(demo_detector(name))
         model.proposal_generator.min_box_size = 1e4
         assert_equal(run(model, image), eager_detections(model, image))
 
@@ -110,7 +105,7 @@ def test_images_without_detections(name):
 def test_a_batch_equals_its_images_one_at_a_time(name):
     """One image has no detection at the threshold; float64, because batched convolutions round differently."""
     images = torch.stack([example_image(70, 101, seed=seed) for seed in (1, 2, 3)])
-    model = copy.deepcopy(detector(name)).double()
+    model = copy.deepcopy(demo_detector(name)).double()
     best = [run(model, image)["scores"][0].item() for image in images]
     model = with_threshold(model, min(best) + 1e-5)
     found = run(model, images, batched=True)

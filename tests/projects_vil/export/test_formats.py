@@ -108,18 +108,12 @@ def check_onnx_file(model: ExportedModel) -> None:
     contents = onnx.load(model.path, load_external_data=False)
     assert [(entry.domain, entry.version) for entry in contents.opset_import if not entry.domain] == [("", OPSET)]
     assert not any(tensor.external_data for tensor in contents.graph.initializer)
-    shapes = {
-        value.name: [axis.dim_param or axis.dim_value for axis in value.type.tensor_type.shape.dim]
-        for value in (*contents.graph.input, *contents.graph.output)
-    }
     # Sizes that depend on the image have names.
-    sizes = {
-        name: [axis for axis in shape if not isinstance(axis, str)] for name, shape in shapes.items() if name != "count"
-    }
-    rows = [model.metadata["fixed_detections"]] if model.metadata["fixed_detections"] else []
-    known = {"image": [3], "images": [3], "boxes": [*rows, 4], "masks": [*rows, 1, 28, 28]}
-    assert sizes == {name: known.get(name, rows) for name in sizes}
-    assert list(shapes)[1:] == list(model.output_names)
+    described = [model.metadata["input"], *model.metadata["outputs"]]
+    for value, entry in zip((*contents.graph.input, *contents.graph.output), described, strict=True):
+        fixed = [axis.dim_value for axis in value.type.tensor_type.shape.dim if not axis.dim_param]
+        assert value.name == entry["name"]
+        assert fixed == [size for size in entry["shape"] if isinstance(size, int)] or value.name == "count"
 
 
 # -- ONNX ------------------------------------------------------------------------------------------

@@ -10,34 +10,23 @@ from PIL import Image
 from projects_vil.data import read_for_testing, size_for_testing
 from projects_vil.export import describe_model, eager_detections, example_image, make_exportable
 from tests.projects_vil.export.exporting import SHAPES, demo_detector
-from tests.projects_vil.helpers import small_config, untrained_detector
+from tests.projects_vil.helpers import small_config
 
 
 def described(name: str, *overrides: str, file_format: str = "torchscript") -> dict:
     cfg = small_config(name, *overrides)
     facts = {"precision": "fp32", "input_dtype": "uint8", "weights": "x.pth"}
-    exportable = make_exportable(untrained_detector(cfg) if overrides else demo_detector(name))
-    return describe_model(cfg, exportable, SHAPES, file_format, **facts)
+    return describe_model(cfg, make_exportable(demo_detector(name, *overrides)), SHAPES, file_format, **facts)
 
 
 def test_metadata():
     metadata, cfg = described("mask_rcnn"), small_config("mask_rcnn")
     assert metadata["detector"] == "Mask R-CNN" and metadata["backbone"] == cfg.MODEL.TRANSFORMER.NAME
-    assert metadata["input"] == {
-        "name": "image",
-        "shape": [3, "height", "width"],
-        "size": None,
-        "batched": False,
-        "dtype": "uint8",
-        "range": [0, 255],
-        "sides": [1, 8192],
-        "batch": None,
-        "color_order": cfg.INPUT.FORMAT,
-    }
-    assert (metadata["normalization"]["mean"], metadata["normalization"]["std"]) == (
-        cfg.MODEL.PIXEL_MEAN,
-        cfg.MODEL.PIXEL_STD,
-    )
+    expected = {"name": "image", "shape": [3, "height", "width"], "range": [0, 255], "sides": [1, 8192]}
+    expected |= {"size": None, "batched": False, "batch": None, "dtype": "uint8", "color_order": cfg.INPUT.FORMAT}
+    assert metadata["input"] == expected
+    pixels = {"inside_the_model": True, "mean": cfg.MODEL.PIXEL_MEAN, "std": cfg.MODEL.PIXEL_STD}
+    assert metadata["normalization"] == pixels
     outputs = {output["name"]: output for output in metadata["outputs"]}
     found = eager_detections(demo_detector("mask_rcnn"), example_image(70, 90))
     assert list(outputs) == ["boxes", "scores", "classes", "masks"]

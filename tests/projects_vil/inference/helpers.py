@@ -10,10 +10,11 @@ import torch
 from detectron2.structures import Boxes, Instances
 from PIL import Image
 
-from projects_vil.checkpoint import Categories
+from projects_vil.checkpoint import Categories, Checkpointer
+from projects_vil.config import CONFIG_FILE
 from projects_vil.data import size_for_testing
 from projects_vil.inference import Detector, predict
-from tests.projects_vil.helpers import small_config
+from tests.projects_vil.helpers import small_config, untrained_detector
 
 ANY = Categories((3, 7), ("left", "right"))
 
@@ -62,6 +63,15 @@ def save(path: Path, pixels: np.ndarray) -> None:
 
 def read(folder: Path) -> tuple[list[dict], dict]:
     return json.loads((folder / "results.json").read_text()), json.loads((folder / "images.json").read_text())
+
+
+def save_run(folder: Path, name: str, *overrides: str):
+    """Write config and weights of an untrained detector, as a run does; returns both."""
+    cfg = small_config(name, "OUTPUT_DIR", str(folder), *overrides)
+    detector = untrained_detector(cfg)
+    (folder / CONFIG_FILE).write_text(cfg.dump())
+    Checkpointer(detector, str(folder), cfg=cfg).save("model_final")
+    return cfg, detector
 
 
 def run_on(source: Path, output: Path, *, runner=None, drawings: bool = False, **options):

@@ -7,7 +7,6 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
-import torch
 
 from backbones import ConfigError
 from projects_vil import Detector
@@ -18,18 +17,17 @@ from projects_vil.inference import predict
 from projects_vil.inference.predict import categories_as_annotated
 from projects_vil.inference.sources import read_ahead
 from tests.projects_vil.export.exporting import write
-from tests.projects_vil.helpers import run_tool, small_config, untrained_detector
-from tests.projects_vil.inference.helpers import BrightHalfRunner, assert_same, picture, read, run_on, save, write_video
-
-
-def saved(folder: Path, name: str, *overrides: str):
-    """Write config.yaml and weights of an untrained detector; returns config and model."""
-    cfg = small_config(name, "OUTPUT_DIR", str(folder), *overrides)
-    detector = untrained_detector(cfg)
-    (folder / "config.yaml").write_text(cfg.dump())
-    torch.save({"model": detector.state_dict()}, folder / "model_final.pth")
-    return cfg, detector
-
+from tests.projects_vil.helpers import run_tool
+from tests.projects_vil.inference.helpers import (
+    BrightHalfRunner,
+    assert_same,
+    picture,
+    read,
+    run_on,
+    save,
+    save_run,
+    write_video,
+)
 
 # Results
 
@@ -48,7 +46,7 @@ def test_results_equal_those_of_an_evaluation(trained_run, shapes, tmp_path):
 
 @pytest.mark.slow
 def test_masks_equal_those_of_an_evaluation(shapes, tmp_path):
-    cfg, detector = saved(tmp_path, "mask_rcnn", "INPUT.FORMAT", "BGR", "TEST.DETECTIONS_PER_IMAGE", "10")
+    cfg, detector = save_run(tmp_path, "mask_rcnn", "INPUT.FORMAT", "BGR", "TEST.DETECTIONS_PER_IMAGE", "10")
     Trainer.test(cfg, detector)
     options = {"annotations": shapes / "annotations/instances_val.json", "batch_size": 5}
     predict(Detector.load(tmp_path), shapes / "val", tmp_path / "out", **options)
@@ -238,7 +236,7 @@ def test_images_that_an_exported_model_cannot_take_are_skipped(tmp_path, caplog)
 
 @pytest.mark.parametrize("name", ["retinanet", "mask_rcnn"])
 def test_images_too_thin_to_augment_are_skipped(tmp_path, name):
-    saved(tmp_path, name, "TEST.AUG.MIN_SIZES", "(48, 64)", "TEST.AUG.MAX_SIZE", "96")
+    save_run(tmp_path, name, "TEST.AUG.MIN_SIZES", "(48, 64)", "TEST.AUG.MAX_SIZE", "96")
     save(tmp_path / "in/a.png", picture(40, 60))
     save(tmp_path / "in/thin.png", picture(1, 20000))
     summary = predict(Detector.load(tmp_path, tta=True), tmp_path / "in", tmp_path / "out", drawings=False)
