@@ -36,7 +36,9 @@ def test_make_datasets(run_here, shapes, tmp_path):
 
 
 @pytest.mark.slow
-def test_export_model_takes_every_option(run_here, photo, tmp_path):
+def test_export_model_takes_every_option(run_here, photo, tmp_path, monkeypatch):
+    """The exit status is 1, because no score is equal within the tolerance here."""
+    monkeypatch.setitem(TOLERANCES, "bf16", TOLERANCES["bf16"] | {"scores": -1.0})
     torch.save({"model": untrained_detector(small_config("mask_rcnn")).state_dict()}, tmp_path / "weights.pth")
     arguments = ["--config-file", CONFIGS["mask_rcnn"], "--weights", tmp_path / "weights.pth", "--images", photo]
     arguments += ["--format", "torchscript", "--precision", "bf16", "--input-dtype", "float32", "--batched"]
@@ -44,7 +46,7 @@ def test_export_model_takes_every_option(run_here, photo, tmp_path):
     status, _, _ = run_here("export_model.py", *arguments)
     model = ExportedModel(tmp_path / "export/model_batched_bf16_fixed_float32.ts")
     report = json.loads((tmp_path / f"export/{model.path.name}.report.json").read_text())
-    assert status == (0 if report["ok"] else 1) and report["ok"] is all(row["ok"] for row in report["images"])
+    assert status == 1 and report["ok"] is False and not any(row["ok"] for row in report["images"])
     # The image stands first and second in a batch.
     assert report["tolerances"] == TOLERANCES["bf16"] and [row["height"] for row in report["images"]] == [64, 64]
     traced = torch.jit.load(model.path)
@@ -149,13 +151,9 @@ def test_overrides_are_taken_on_every_tool(error_of, name, first):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is available")
-@pytest.mark.parametrize(
-    "name, words",
-    [("train_net.py", ["MODEL.DEVICE", "cuda"]), ("benchmark.py", ["MODEL.DEVICE", "cuda"])]
-    + [("predict.py", ["--device", "cuda"])],
-)
-def test_a_gpu_that_is_not_available(error_of, shapes, name, words):
-    assert "MODEL.DEVICE" in error_of(name, *NEEDED[name], *words)
+def test_a_gpu_that_is_not_available(error_of, shapes):
+    for name, key in (("train_net.py", "MODEL.DEVICE"), ("benchmark.py", "MODEL.DEVICE"), ("predict.py", "--device")):
+        assert "MODEL.DEVICE" in error_of(name, *NEEDED[name], key, "cuda")
 
 
 def test_training_without_the_dataset(error_of, shapes, tmp_path, monkeypatch):

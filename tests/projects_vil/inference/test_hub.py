@@ -144,14 +144,6 @@ def test_configs_with_paths_and_unknown_keys():
         hub.published_config(cfg)
 
 
-@pytest.mark.parametrize("missing", ["config.yaml", "model.safetensors"])
-def test_folders_without_a_detector(missing, saved, tmp_path):
-    for name in {"config.yaml", "model.safetensors"} - {missing}:
-        (tmp_path / name).symlink_to(saved / name)
-    with pytest.raises(ConfigError, match=missing):
-        Detector.from_pretrained(tmp_path)
-
-
 # Cards
 
 

@@ -32,27 +32,21 @@ from tests.projects_vil.inference.helpers import (
 # Results
 
 
-def test_results_equal_those_of_an_evaluation(trained_run, shapes, tmp_path):
+@pytest.mark.parametrize(
+    "name, channels", [("retinanet", "RGB"), pytest.param("mask_rcnn", "BGR", marks=pytest.mark.slow)]
+)
+def test_results_equal_those_of_an_evaluation(shapes, tmp_path, name, channels):
     annotations = shapes / "annotations/instances_val.json"
-    detector, options = Detector.load(trained_run), {"batch_size": 3, "drawings": False}
-    summary = predict(detector, shapes / "val", tmp_path / "out", annotations=annotations, **options)
+    Trainer.test(*save_run(tmp_path, name, "INPUT.FORMAT", channels, "TEST.DETECTIONS_PER_IMAGE", "10"))
+    options = {"annotations": annotations, "batch_size": 3}
+    summary = predict(Detector.load(tmp_path), shapes / "val", tmp_path / "out", **options)
     results, images = read(tmp_path / "out")
-    assert_same(results, json.loads((trained_run / "inference/coco_instances_results.json").read_text()))
+    assert_same(results, json.loads((tmp_path / "inference/coco_instances_results.json").read_text()))
+    assert all(("segmentation" in result) == (name == "mask_rcnn") for result in results)
     truth = json.loads(annotations.read_text())
     assert [image["id"] for image in images["images"]] == [image["id"] for image in truth["images"]]
     assert [(c["id"], c["name"]) for c in images["categories"]] == [(c["id"], c["name"]) for c in truth["categories"]]
     assert (summary.done, summary.detections, summary.skipped) == (8, len(results), ())
-
-
-@pytest.mark.slow
-def test_masks_equal_those_of_an_evaluation(shapes, tmp_path):
-    cfg, detector = save_run(tmp_path, "mask_rcnn", "INPUT.FORMAT", "BGR", "TEST.DETECTIONS_PER_IMAGE", "10")
-    Trainer.test(cfg, detector)
-    options = {"annotations": shapes / "annotations/instances_val.json", "batch_size": 5}
-    predict(Detector.load(tmp_path), shapes / "val", tmp_path / "out", **options)
-    results = read(tmp_path / "out")[0]
-    assert_same(results, json.loads((tmp_path / "inference/coco_instances_results.json").read_text()))
-    assert all("segmentation" in result for result in results)
     drawn = {path.name for path in (tmp_path / "out/drawings").iterdir()}
     assert drawn == {path.name for path in (shapes / "val").iterdir()}
 
@@ -106,8 +100,7 @@ def test_categories_as_annotated():
     model, colors = Categories((1, 2, 3), ("circle", "square", "triangle")), [(9, 0, 0), (8, 0, 0), (7, 0, 0)]
     found = categories_as_annotated(model, Categories((10, 20, 30), ("triangle", "circle", "square"), colors))
     assert found == Categories((20, 30, 10), model.names) and found.colors == [colors[1], colors[2], colors[0]]
-    for names in (("a", "b", "c"), ("circle", "b", "c"), ("circle", "circle", "triangle")):
-        assert categories_as_annotated(model, Categories((10, 20, 30), names)).names == names
+    assert categories_as_annotated(model, Categories((10, 20, 30), ("a", "b", "c"))).names == ("a", "b", "c")
     for names in (("triangle", "circle", "b"), tuple("abcdef")):
         with pytest.raises(ConfigError, match=names[0]):
             categories_as_annotated(model, Categories(tuple(range(len(names))), names))
