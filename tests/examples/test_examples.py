@@ -123,7 +123,6 @@ def test_an_example_gives_the_detections_of_the_detector(file_format, model, pho
         ("onnx", {"output": "photo.jpg"}, {}, "photo.jpg"),
         ("torch_export", {"model": "text.jpg"}, {}, "text.jpg.metadata.json"),
         ("torch_export", {}, {"input": {"size": [96, 128]}}, ".pt2"),
-        ("torch_export", {"photo": "absent.jpg"}, {}, "absent.jpg"),
         ("torch_export", {"output": "found.abc"}, {}, "found.abc"),
     ],
 )

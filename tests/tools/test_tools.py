@@ -168,22 +168,19 @@ def test_training_without_the_dataset(error_of, shapes, tmp_path, monkeypatch):
 def test_other_tools_name_what_is_wrong(error_of, trained_run, photo, shapes, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     small = ["--config-file", CONFIG, "--output", "made", *SMALL["retinanet"]]
+    image = [*small, "--input", photo]
     (tmp_path / "run").mkdir()
     assert "config.yaml" in error_of("visualize.py", "results", "--run", "run")
     shutil.copy(trained_run / "config.yaml", "run")
     for words, name in (
         (["export_model.py", *small], "MODEL.WEIGHTS"),
-        (["analyze_model.py", "--config-file", CONFIG, "--size", 0, 5], "--size"),
         (["visualize.py", "results", "--run", "run"], "coco_instances_results.json"),
         (["visualize.py", "results", "SOLVER.MAXITER", 3, "--run", "run"], "SOLVER.MAXITER"),
         (["visualize.py", "results", "--run", "run", "--dataset", "shapes_vall"], "'shapes_val'"),
         (["visualize.py", "data", *small, "INPUT.LSJ.SIZE", 256], "INPUT.LSJ.SIZE"),
-        (["visualize.py", "offsets", *small, "--input", photo], "LIT"),
-        (["visualize.py", "offsets", *small, "--input", photo, "--points", 2, "--point", 1, 2], "--point"),
-        (
-            ["visualize.py", "attention", *small, "--input", photo, "--stage", 9, "--block", 1, "--point", 2, 3],
-            "--stage",
-        ),
+        (["visualize.py", "offsets", *image], "LIT"),
+        (["visualize.py", "offsets", *image, "--points", 2, "--point", 1, 2], "--point"),
+        (["visualize.py", "attention", *image, "--stage", 9, "--block", 1, "--point", 2, 3], "--stage"),
         (["make_shapes_dataset.py", "made", "--num-train", 0], "--num-train"),
     ):
         assert name in error_of(*words)

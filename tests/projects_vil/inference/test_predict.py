@@ -246,7 +246,6 @@ def test_images_too_thin_to_augment_are_skipped(tmp_path, name):
         ("in", "file/out", {}, r"output .*file"),
         ("in", "in", {}, "output .*in"),
         ("out/drawings", "out", {}, "output .*out"),
-        ("out/drawings/a.png", "out", {}, "output .*out"),
         ("in", "out", {"annotations": "absent.json"}, r"annotations .*absent\.json"),
         ("in/a.png", "out", {"annotations": "file"}, "annotations"),
         ("in", "out", {"annotations": "in/../out/results.json"}, r"results\.json"),
