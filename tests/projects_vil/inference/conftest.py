@@ -13,6 +13,6 @@ def exported_run(trained_run, made_once):
     def write(folder) -> None:
         cfg = load_config(trained_run / "config.yaml")
         for batched in (False, True):
-            export_detector(cfg, trained_run / "model_final.pth", folder, batched=batched)
+            assert export_detector(cfg, trained_run / "model_final.pth", folder, batched=batched)[1]["ok"]
 
     return made_once("exported_run", write)
