@@ -184,17 +184,12 @@ class Detector(HubMixin):
             weights = None  # the run's last checkpoint
         exported = next((Path(path) for path in (weights, source) if path and is_exported(path)), None)
         if exported is not None:
-            fixed = [key for key in given if key not in ("MODEL.WEIGHTS", "MODEL.DEVICE")]
-            others = {
-                "weights": Path(weights or exported) != exported,
-                "device": str(device or "cpu") != "cpu",
-                "tta": tta,
-            }
-            if named := [name for name, is_other in others.items() if is_other] + fixed:
-                way_out = "leave it out, or export again with it" if fixed else "leave it out"
-                raise ConfigError(
-                    f"{exported} is an exported model on the CPU, which fixes {', '.join(named)}: {way_out}"
-                )
+            others = {"weights": Path(weights or exported) != exported, "device": str(device or "cpu") != "cpu"}
+            named = [name for name, is_other in (others | {"tta": tta}).items() if is_other]
+            named += [key for key in given if key not in ("MODEL.WEIGHTS", "MODEL.DEVICE")]
+            if named:
+                fixed = f"an exported model on the CPU, which fixes {', '.join(named)}"
+                raise ConfigError(f"{exported} is {fixed}: leave it out, or export again if it is a key of the config")
             return cls(ExportedRunner(exported, score_threshold=score_threshold), draw_threshold=score_threshold)
         config, weights = _find_model(source, weights)
         cfg = load_config(config, [str(value) for value in overrides])
