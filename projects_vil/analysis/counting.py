@@ -27,12 +27,12 @@ PUBLISHED = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text(
 # 800 x 1333, padded to the stride of the last feature map, as in a detector.
 _DETECTOR_SIZE = (800, 1344)
 # Operators that PyTorch's counter does not know: in-place baddbmm and, before torch 2.15, attention on the CPU.
-_ALIKE = {
+_SAME_FORMULA = {
     "baddbmm_": "baddbmm",
     "_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu_backward": "_scaled_dot_product_flash_attention_backward",
 }
-for _operator, _known in _ALIKE.items():
+for _operator, _known in _SAME_FORMULA.items():
     flop_registry.setdefault(getattr(torch.ops.aten, _operator), flop_registry[getattr(torch.ops.aten, _known)])
 
 
