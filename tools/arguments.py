@@ -9,6 +9,7 @@ import errno
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import time
@@ -275,7 +276,7 @@ def _explain(error: Exception) -> tuple[str, int] | None:
 
 def _with_flag(message: str) -> str:
     """Write an argument that a function names at the beginning as its flag, where that was given: size -> --size."""
-    name = message.split(maxsplit=1)[0].rstrip(":") if message else ""
+    name = re.match(r"\w*", message)[0]
     flag = f"--{name.replace('_', '-')}"
     return flag + message.removeprefix(name) if flag in sys.argv else message
 
