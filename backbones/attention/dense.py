@@ -32,6 +32,9 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, *, bias: Tensor |
             return blocked.dense_attention(query, key, value, bias)
         # With a mask of three axes PyTorch leaves its fast kernel on the CPU.
         bias = bias[None]
+        if is_exporting():
+            # torch 2.14 exports a broadcast bias for batches of two or more only.
+            bias = bias.expand(query.shape[0], -1, -1, -1)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
 
 

@@ -26,7 +26,13 @@ from backbones.attention.blocked import (
     split,
 )
 from backbones.attention.chunks import WindowInputs, from_chunks, mask_queries, to_chunks, wrap
-from backbones.layers.tracing import at_least_float32, contiguous_for_export, padding_to_multiple, static_size
+from backbones.layers.tracing import (
+    at_least_float32,
+    contiguous_for_export,
+    is_exporting,
+    padding_to_multiple,
+    static_size,
+)
 
 _MASK = -1e9
 
@@ -108,6 +114,9 @@ def attend_chunks(
     if bias is not None:
         # (B * rows * M, 1, w * w, S)
         bias = contiguous_for_export(bias.expand(queries.shape[0] // heads, heads, -1, -1)).flatten(0, 1)[:, None]
+        if is_exporting():
+            # torch 2.14 exports a broadcast bias for two columns of chunks or more only.
+            bias = bias.expand(-1, queries.shape[1], -1, -1)
     scale, logsumexp = channels**-0.5, None
     if with_logsumexp:
         output, logsumexp = attention_with_logsumexp(queries, keys, values, bias=bias, scale=scale)
