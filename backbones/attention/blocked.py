@@ -16,11 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
-from backbones.layers.tracing import at_least_float32, autocast_off, is_tracing
+from backbones.layers.tracing import at_least_float32, autocast_off, is_tracing, padding_to_multiple
 
-# Scores in a block: on a CPU they stay in the cache, on other devices they keep the device busy.
-BLOCK_SCORES = {"cpu": 2**20, "other": 2**25}
+# Scores in a block: on a CPU they stay in the cache, on other devices they take 256 MB in bfloat16.
+BLOCK_SCORES = {"cpu": 2**20, "other": 2**27}
 # Lower exponents are raised to this one: the weight is negligible, and denormal numbers slow exponentials tenfold.
 LEAST_EXPONENT = -60.0
 # Returns outputs and log-sum-exps. It is private: where a version of torch lacks or changes it, it is not called.
@@ -28,10 +29,9 @@ _CPU_KERNEL = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_c
 
 
 def needs_blocks(*tensors: Tensor | None, biases: tuple[Tensor | None, ...] = ()) -> bool:
-    """Return whether gradients are needed for which PyTorch's kernels would keep all scores.
+    """Return whether gradients are needed on a CPU, where PyTorch's kernels would keep all scores.
 
-    These are gradients of a bias, and on a CPU all gradients. Traced and compiled runs, and empty tensors, are left to
-    PyTorch.
+    Traced and compiled runs, and empty tensors, are left to PyTorch.
 
     Args:
         tensors: queries, keys and values.
@@ -39,8 +39,7 @@ def needs_blocks(*tensors: Tensor | None, biases: tuple[Tensor | None, ...] = ()
     """
     if not torch.is_grad_enabled() or is_tracing() or torch.compiler.is_compiling():
         return False
-    learned = any(bias is not None and bias.requires_grad for bias in biases)
-    if tensors[0].device.type != "cpu" and not learned:
+    if tensors[0].device.type != "cpu":
         return False
     given = [x for x in (*tensors, *biases) if x is not None]
     return any(x.requires_grad for x in given) and all(x.numel() for x in given)
@@ -157,6 +156,58 @@ def map_attention(query: Tensor, key: Tensor, value: Tensor, offset_bias: Tensor
     bias_by_query_col = offset_bias.flip(1).transpose(1, 2).contiguous()
     tensors = in_autocast_dtype(query.flatten(2, 3), key, value, bias_by_query_col, global_bias)
     return RecomputedAttention.apply(functools.partial(_forward, size), functools.partial(_backward, size), *tensors)
+
+
+def checkpointed_map_attention(
+    query: Tensor, key: Tensor, value: Tensor, offset_bias: Tensor, global_bias: Tensor | None
+) -> Tensor:
+    """:func:`map_attention` by PyTorch's kernel in few calls, as a GPU wants it; a backward pass makes its bias again.
+
+    Args:
+        query: (B, M, H, W, D). key, value: (B, M, G + H * W, D).
+        offset_bias: (M, 2 * H - 1, 2 * W - 1), bias by offset of rows and of columns, query minus key.
+        global_bias: (M, G), or None for no global token.
+
+    Returns:
+        (B, M, H * W, D)
+    """
+    (batch, heads, height, width), num_keys = query.shape[:4], key.shape[2]
+    # From the last token to the first: the bias is then a view of its table. An aligned one is not copied once more.
+    fill = (0, 0, 0, padding_to_multiple(num_keys, 16))
+    key, value = (F.pad(x.flip(2), fill) for x in (key, value))
+    dtype, outputs = autocast_dtype(query.device) or query.dtype, []
+    for some_heads, rows in split((heads, height), batch * width * num_keys, query.device):
+        table = offset_bias[some_heads, rows.start : rows.stop + height - 1]
+        inputs = query[:, some_heads, rows].flatten(2, 3), key[:, some_heads], value[:, some_heads], table
+        to_global = None if global_bias is None else global_bias[some_heads]
+        attend = functools.partial(_attend_with_table, height, width, dtype)
+        output = checkpoint(attend, *inputs, to_global, use_reentrant=False, preserve_rng_state=False)
+        if rows.start == 0:
+            outputs.append([])
+        outputs[-1].append(output)
+    return torch.cat([torch.cat(parts, dim=2) for parts in outputs], dim=1)
+
+
+def _attend_with_table(
+    height: int,
+    width: int,
+    dtype: torch.dtype,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    offset_bias: Tensor,
+    global_bias: Tensor | None,
+) -> Tensor:
+    """Attention of some rows of a map, (B, M, rows * W, D), whose keys are in reverse order and filled up."""
+    # (M, rows, W, H, W); its gradient is summed in float32.
+    bias = offset_bias.unfold(1, height, 1).unfold(2, width, 1).to(dtype, memory_format=torch.contiguous_format)
+    parts = [bias.flatten(3).flatten(1, 2)]
+    if global_bias is not None:
+        parts.append(global_bias.flip(1).to(dtype)[:, None].expand(-1, query.shape[2], -1))
+    hidden = key.shape[2] - sum(part.shape[2] for part in parts)
+    if hidden:
+        parts.append(bias.new_full((1, 1, 1), float("-inf")).expand(*parts[0].shape[:2], hidden))
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=torch.cat(parts, dim=2)[None])
 
 
 def _blocks(query: Tensor, key: Tensor, size: tuple[int, int] | None) -> Iterator[tuple[slice, slice, slice]]:

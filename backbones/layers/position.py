@@ -204,8 +204,8 @@ class GridRelativeBias(nn.Module):
         """How many offsets there are along the height and the width of the table's map."""
         return 2 * self.size[0] - 1, 2 * self.size[1] - 1
 
-    def by_row_offset(self, height: int, width: int) -> Tensor:
-        """The bias of a pair of columns for each offset of rows, (M, 2 * height - 1, width, width): query by key.
+    def by_offset(self, height: int, width: int) -> Tensor:
+        """The bias by offset of rows and of columns, query minus key: (M, 2 * height - 1, 2 * width - 1).
 
         All that depends on the size of the map.
         """
@@ -216,7 +216,11 @@ class GridRelativeBias(nn.Module):
             _check_size((height, width), self.size)
             rows, cols = self.size
             grid = grid[rows - height : rows + height - 1, cols - width : cols + width - 1]
-        grid = grid.movedim(-1, 0)
+        return grid.movedim(-1, 0)
+
+    def by_row_offset(self, height: int, width: int) -> Tensor:
+        """The bias of a pair of columns for each offset of rows, (M, 2 * height - 1, width, width): query by key."""
+        grid = self.by_offset(height, width)
         col = torch.arange(width, device=grid.device)
         offset = col[:, None] - col[None, :] + width - 1
         return grid.index_select(2, offset.flatten()).unflatten(2, (width, width))

@@ -6,10 +6,12 @@ import functools
 import pytest
 import torch
 
-from backbones.attention import blocked, long_short, sliding_chunk
+from backbones.attention import blocked, long_short, reference, sliding_chunk
+from backbones.attention import windows as windows_module
 from backbones.attention.chunks import copied_windows
 from backbones.attention.dense import dense_attention
 from backbones.attention.sliding_chunk import SHIFTS
+from backbones.layers.position import GridRelativeBias
 from tests.backbones.attention.cases import KERNELS, case, kernels, relative_error, windows
 from tests.backbones.helpers import (
     LargestTensor,
@@ -17,6 +19,8 @@ from tests.backbones.helpers import (
     assert_padding_is_hidden_in_half_precision,
     mark_as_on_a_gpu,
     outputs_and_gradients,
+    random_images,
+    randomise,
     trace,
 )
 
@@ -59,10 +63,30 @@ def test_result_does_not_depend_on_the_block_size(monkeypatch, kernel, block_sco
 
 
 @windows
-def test_result_is_the_same_with_the_mask_channels_of_a_gpu(monkeypatch, kernel):
+def test_result_is_the_same_as_on_a_gpu(monkeypatch, kernel):
     for module in (sliding_chunk, long_short):
         monkeypatch.setattr(module, "mask_channels", mark_as_on_a_gpu)
+    monkeypatch.setattr(windows_module, "needs_blocks", lambda *tensors, biases: False)
     assert_equals_reference(*case(kernel, channels=8))
+
+
+@pytest.mark.parametrize("num_global", [0, 1, 2])
+@pytest.mark.parametrize("block_scores", [2**27, 4000, 900], ids=["one_call", "heads", "rows"])
+def test_attention_of_a_map_as_on_a_gpu(monkeypatch, num_global, block_scores):
+    """Some heads, and some rows, in a call, whose bias is a view of the table by offset."""
+    monkeypatch.setitem(blocked.BLOCK_SCORES, "cpu", block_scores)
+    bias = randomise(GridRelativeBias((5, 7), 2, num_global_tokens=num_global)).double()
+    tokens = num_global + 35
+    inputs = [random_images(2, 2, *sizes, 4, seed=seed) for seed, sizes in enumerate([(5, 7), (tokens,), (tokens,)])]
+    inputs = [x.requires_grad_() for x in inputs]
+    query, key, value = inputs
+    actual = blocked.checkpointed_map_attention(query, key, value, bias.by_offset(5, 7), bias.global_key_bias)
+    expected = reference.attention(query.flatten(2, 3), key, value, bias=bias(5, 7))
+    learned, weights = [*inputs, *bias.parameters()], torch.linspace(-1, 1, expected.numel()).view_as(expected)
+    torch.testing.assert_close(actual, expected, atol=1e-12, rtol=0)
+    gradients = (torch.autograd.grad(x, learned, weights.double()) for x in (actual, expected))
+    for actual_gradient, expected_gradient in zip(*gradients, strict=True):
+        torch.testing.assert_close(actual_gradient, expected_gradient, atol=1e-12, rtol=0)
 
 
 @kernels
