@@ -195,6 +195,8 @@ class Backbone(nn.Module, abc.ABC):
         settings = settings or BackboneSettings()
         names = variant.stage_names
         out_features = names if settings.out_features is None else settings.out_features
+        if isinstance(out_features, str):
+            out_features = (out_features,)
         for name in out_features:
             check_choice("out_features", name, names)
         if not out_features:

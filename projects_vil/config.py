@@ -194,13 +194,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> CfgNode:
         cfg.merge_from_file(str(path), allow_unsafe=False)
     except Exception as error:
         raise ConfigError(f"{path}: {_explain(error, cfg)}") from error
+    _set_photometric_distortion(cfg)
     try:
         cfg.merge_from_list(list(overrides))
     except Exception as error:
         raise ConfigError(f"{_explain(error, cfg)} (in the overrides {one_line(' '.join(overrides))})") from error
-    if cfg.INPUT.COLOR_AUG_SSD:
-        # PointRend's key means the same as this project's.
-        cfg.INPUT.PHOTOMETRIC_DISTORTION, cfg.INPUT.COLOR_AUG_SSD = True, False
+    _set_photometric_distortion(cfg)
     cfg.freeze()
     return cfg
 
@@ -219,8 +218,16 @@ def _evaluate(loader: yaml.SafeLoader, node: yaml.Node) -> Any:
 yaml.SafeLoader.add_constructor(_EVAL, _evaluate)
 
 
+def _set_photometric_distortion(cfg: CfgNode) -> None:
+    """PointRend's key means the same as this project's."""
+    if cfg.INPUT.COLOR_AUG_SSD:
+        cfg.INPUT.PHOTOMETRIC_DISTORTION, cfg.INPUT.COLOR_AUG_SSD = True, False
+
+
 def _explain(error: Exception, cfg: CfgNode) -> str:
     message = one_line(error.args[0] if isinstance(error, KeyError) else error)
+    if isinstance(error, FileNotFoundError):
+        return f"there is no file {error.filename} (_BASE_)"
     if isinstance(error, (AttributeError, TypeError)):
         return "it is not a mapping of config keys"
     mismatch = re.search(

@@ -98,7 +98,17 @@ def test_a_config_builds_its_detector_and_optimizer(path):
     elif "semantic" not in path:
         assert list(features) == ["p2", "p3", "p4", "p5", "p6"] and model.roi_heads.mask_on
     # It raises for a pattern of SOLVER.LR_MULTIPLIERS that matches nothing.
-    build_optimizer(cfg, model)
+    groups = build_optimizer(cfg, model).param_groups
+    if cfg.SOLVER.LAYER_DECAY != 1:
+        return
+    # LIT's offsets learn at a hundredth of the rate (LIT section 4.1: 1e-5 and 1e-3).
+    slow = {id(p) for group in groups if group["lr"] < cfg.SOLVER.BASE_LR / 2 for p in group["params"]}
+    names = {name for name, parameter in model.named_parameters() if id(parameter) in slow}
+    stage = "backbone.bottom_up.net.stages"
+    offsets = {f"{stage}.{i}.patch_embed.offset.{leaf}" for i in (1, 2, 3) for leaf in ("weight", "bias")}
+    is_lit = cfg.MODEL.TRANSFORMER.NAME.startswith("lit_")
+    assert names == (offsets if is_lit else set())
+    assert {round(group["lr"] / cfg.SOLVER.BASE_LR, 6) for group in groups} == ({0.01, 1.0} if is_lit else {1.0})
 
 
 def test_variants_of_the_published_configs():

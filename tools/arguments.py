@@ -42,10 +42,14 @@ _TORCHRUN_SECONDS = 10
 # Types of arguments --------------------------------------------------------------------------------------------------
 
 
+# An output replaces an older one, but no checkpoint, config or log of a run.
+_REPLACED = (".html", ".jpg", ".json", ".png", ".svg")
+
+
 def existing_path(text: str) -> str:
     """Return a path of a file or folder that is there, or a URL; an argparse type."""
     if "://" not in text and not Path(text).exists():
-        raise argparse.ArgumentTypeError(f"there is no file {text}")
+        raise argparse.ArgumentTypeError(f"there is no file or folder {text}")
     return text
 
 
@@ -56,6 +60,8 @@ def output_file(text: str) -> str:
         raise argparse.ArgumentTypeError(f"{text} is a folder")
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text}: there is no folder {path.parent}")
+    if path.exists() and (path.suffix.lower() not in _REPLACED or path.name == "metrics.json"):
+        raise argparse.ArgumentTypeError(f"{text} exists: name a new file")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text} cannot be written")
     return text
@@ -276,7 +282,11 @@ def _explain(error: Exception) -> tuple[str, int] | None:
 
 def _with_flag(message: str) -> str:
     """Write an argument that a function names at the beginning as its flag, where that was given: size -> --size."""
-    name = re.match(r"\w*", message)[0]
+    # Not the beginning of a path
+    found = re.match(r"\w+(?=[=:\s])", message)
+    if found is None:
+        return message
+    name = found[0]
     flag = f"--{name.replace('_', '-')}"
     return flag + message.removeprefix(name) if flag in sys.argv else message
 

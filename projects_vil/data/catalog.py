@@ -140,7 +140,7 @@ def add_stuff(name: str, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     metadata = MetadataCatalog.get(name)
     if metadata.get("evaluator_type") != PANOPTIC_EVALUATOR or metadata.get("sem_seg_root") is None:
         example = "coco_2017_train_panoptic_separated"
-        raise ConfigError(f"{name} has no label images of stuff, which a PanopticFPN needs, unlike {example}")
+        raise ConfigError(f"{name} has no label images of stuff, which a PanopticFPN needs: take one such as {example}")
     return _with_label_files(name, records, metadata.sem_seg_root)
 
 

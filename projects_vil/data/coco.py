@@ -176,8 +176,11 @@ def write_subset(source: str | Path, output: str | Path, *, num_images: int) -> 
     if os.path.lexists(output):
         raise ConfigError(f"{output} exists: name a new file")
     dataset = read_coco(source)
-    annotated = {annotation["image_id"] for annotation in dataset.get("annotations", ())}
-    images = [image for image in dataset["images"] if image["id"] in annotated]
+    try:
+        annotated = {annotation["image_id"] for annotation in dataset.get("annotations", ())}
+        images = [image for image in dataset["images"] if image["id"] in annotated]
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"{source} is not a COCO annotation file: {type(error).__name__} {error}") from error
     if not images:
         raise ConfigError(f"{source} has no image with an annotation")
     count = min(num_images, len(images))

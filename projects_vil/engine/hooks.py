@@ -1,5 +1,6 @@
 """What happens between iterations: seeds, schedules, EMA, checkpoints, and what follows from evaluations."""
 
+import contextlib
 import functools
 import logging
 import math
@@ -208,6 +209,16 @@ class PeriodicCheckpointer(HookBase):
         self.last_saved = self.trainer.iter
         if self.max_to_keep and comm.is_main_process():
             remove_old(self.checkpointer.save_dir, keep=self.max_to_keep)
+
+
+class PeriodicWriter(hooks.PeriodicWriter):
+    """detectron2's hook, which closes each writer at the end of a run, also where another one fails."""
+
+    def after_train(self) -> None:
+        with contextlib.ExitStack() as stack:
+            for writer in reversed(self._writers):
+                stack.callback(writer.close)
+                stack.callback(writer.write)
 
 
 class BestCheckpointer(hooks.BestCheckpointer):

@@ -87,7 +87,8 @@ def check_processes(args: argparse.Namespace, *, device: str) -> None:
         raise ConfigError(f"torchrun has started {env.world_size} processes: leave out --num-gpus and --num-machines")
     if not 0 <= args.machine_rank < args.num_machines:
         raise ConfigError(
-            f"--machine-rank is {args.machine_rank}, and --num-machines {args.num_machines}: ranks are 0 to N - 1 of N"
+            f"--num-machines is {args.num_machines} and --machine-rank {args.machine_rank}: give one machine or more, "
+            "and a rank from 0 that is below their number"
         )
     if args.num_machines > 1 and (args.dist_url == "auto" or "127.0.0.1" in args.dist_url):
         raise ConfigError(f"--dist-url is {args.dist_url}: it must be tcp://HOST:PORT of the first machine")

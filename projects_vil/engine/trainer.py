@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from detectron2.config import CfgNode
 from detectron2.engine import DefaultTrainer, HookBase, SimpleTrainer, TrainerBase, create_ddp_model
-from detectron2.engine.hooks import CallbackHook, EvalHook, IterationTimer, PeriodicWriter, PreciseBN
+from detectron2.engine.hooks import CallbackHook, EvalHook, IterationTimer, PreciseBN
 from detectron2.evaluation import DatasetEvaluator
 from detectron2.utils import comm
 from detectron2.utils.events import EventWriter, TensorboardXWriter, get_event_storage, has_event_storage
@@ -343,7 +343,7 @@ class Trainer(DefaultTrainer):
             after.append(best)
         if is_main:
             writers = self.build_writers()
-            after.append(PeriodicWriter(writers, self.log_period))
+            after.append(hooks.PeriodicWriter(writers, self.log_period))
             after.append(CallbackHook(after_step=functools.partial(_write_evaluation, writers)))
         after.append(CallbackHook(after_step=saving.save_evaluated))
         if options.EARLY_STOPPING_PATIENCE:

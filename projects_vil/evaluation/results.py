@@ -85,8 +85,9 @@ def read_results(folder: str | Path, *, model: str) -> dict[str, dict[str, dict[
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} or {EVALUATED_MODEL_FILE} cannot be read ({error}): {again}") from error
     if evaluated != _identity(text, model):
-        other = "other weights, or other settings for testing"
-        raise ConfigError(f"{path} is by {EVALUATED_MODEL_FILE} the evaluation of {other}: {again}")
+        raise ConfigError(
+            f"{path} does not agree with {EVALUATED_MODEL_FILE}, or belongs to other weights or test settings: {again}"
+        )
     return content
 
 

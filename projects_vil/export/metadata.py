@@ -18,6 +18,9 @@ from projects_vil.export.detectors import ExportableDetector
 from projects_vil.export.formats import FORMATS, OPSET
 from projects_vil.modeling import LARGEST_BATCH, max_export_side
 
+# Keys that this repository reads.
+_REQUIRED = {"input", "resizing", "outputs", "classes"}
+
 
 def metadata_path(path: str | Path) -> Path:
     """Return the path of the metadata of an exported file."""
@@ -43,7 +46,7 @@ def check_input(taken: dict, shape: Sequence[int], *, what: str) -> None:
         fixed = f"{taken['size'][0]} x {taken['size'][1]}"
         raise ConfigError(f"{what}: {height} x {width} pixels, and the model takes {fixed} only: scale and pad to that")
     check_sides(taken["sides"], (height, width), what=what)
-    least, most = taken["batch"] or (1, shape[0])
+    least, most = taken.get("batch") or (1, shape[0])
     if taken["batched"] and not least <= shape[0] <= most:
         raise ConfigError(f"{what}: a batch of {shape[0]} images, and the model takes {least} to {most}")
 
@@ -63,15 +66,18 @@ def read_metadata(path: str | Path) -> dict:
     """Return the metadata of an exported file.
 
     Raises:
-        ConfigError: where they are missing or damaged.
+        ConfigError: where they are missing or are not those of an exported model.
     """
     file = metadata_path(path)
     check_file(path, "file")
     check_file(file, "file", key=f"the metadata of {path}")
     try:
-        return json.loads(file.read_bytes())
+        metadata = json.loads(file.read_bytes())
     except ValueError as error:
         raise ConfigError(f"{file} is not JSON: {error}") from error
+    if not isinstance(metadata, dict) or not _REQUIRED <= metadata.keys():
+        raise ConfigError(f"{file} is not the metadata of an exported model")
+    return metadata
 
 
 def check_digest(path: str | Path, metadata: dict) -> None:

@@ -189,7 +189,7 @@ class Detector(HubMixin):
             named += [key for key in given if key not in ("MODEL.WEIGHTS", "MODEL.DEVICE")]
             if named:
                 fixed = f"an exported model on the CPU, which fixes {', '.join(named)}"
-                raise ConfigError(f"{exported} is {fixed}: leave it out, or export again if it is a key of the config")
+                raise ConfigError(f"{exported} is {fixed}: leave out what is named, or export again with other keys")
             return cls(ExportedRunner(exported, score_threshold=score_threshold), draw_threshold=score_threshold)
         config, weights = _find_model(source, weights)
         cfg = load_config(config, [str(value) for value in overrides])

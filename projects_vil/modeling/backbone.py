@@ -236,9 +236,11 @@ def build_on_meta(cfg: CfgNode) -> nn.Module:
         # detectron2's registries raise a KeyError with the name that a key has.
         strings = [(key, value) for key, value in config_items(cfg) if isinstance(value, str)]
         keys = [f"{key} is {value!r}" for key, value in strings if f"'{value}'" in str(error)]
-        # The code of detectron2's assertions has the keys, and most of them have no message.
-        code = traceback.extract_tb(error.__traceback__)[-1].line
-        what = code if isinstance(error, AssertionError) else " and ".join(keys) or " ".join(str(error).split())
+        what = " and ".join(keys) or " ".join(str(error).split())
+        if isinstance(error, AssertionError):
+            # The code of detectron2's assertions names the keys, and not all have a message.
+            code = traceback.extract_tb(error.__traceback__)[-1].line
+            what = " ".join([what, code.rstrip("\\( ,")]).strip()
         raise ConfigError(f"the model cannot be built from this config: {what} ({type(error).__name__})") from error
 
 

@@ -38,6 +38,9 @@ def check_roi_heads(cfg: CfgNode) -> None:
         has_bitmaps = cfg.INPUT.MASK_FORMAT == "bitmask" or cfg.INPUT.AUGMENTATION != "default"
         for key, is_valid, valid in (
             ("MODEL.ROI_MASK_HEAD.POINT_HEAD_ON", head.POINT_HEAD_ON, True),
+            ("MODEL.ROI_MASK_HEAD.POOLER_TYPE", head.POOLER_TYPE == "", "''"),
+            ("MODEL.ROI_MASK_HEAD.OUTPUT_SIDE_RESOLUTION", head.OUTPUT_SIDE_RESOLUTION > 0, 7),
+            ("MODEL.POINT_HEAD.TRAIN_NUM_POINTS", model.POINT_HEAD.TRAIN_NUM_POINTS > 0, 196),
             ("MODEL.ROI_MASK_HEAD.CONV_DIM", head.CONV_DIM <= channels, channels),
             ("INPUT.MASK_FORMAT", has_bitmaps, "bitmask"),
         ):

@@ -63,7 +63,8 @@ def draw_results(
         image = read_image(record["file_name"])
         size, detections = image.shape[:2], by_image[record[key]]
         if any(tuple(item.get("segmentation", {}).get("size", size)) != size for item in detections):
-            raise ConfigError(f"{predictions} has masks of another size than {record['file_name']}: of this dataset?")
+            name = record["file_name"]
+            raise ConfigError(f"{predictions} has masks of another size than {name}: are they of this dataset?")
         name = f"{Path(record['file_name']).stem}, {size[0]} x {size[1]}"
         scale = min(PANEL_WIDTH / size[1], PANEL_HEIGHT / size[0])
         if is_sem_seg:

@@ -65,8 +65,8 @@ def test_pointrends_color_augmentation(tmp_path):
     path = write(tmp_path, "INPUT:\n  COLOR_AUG_SSD: True\n")
     cfg = load_config(path)
     assert cfg.INPUT.PHOTOMETRIC_DISTORTION and not default_config().INPUT.PHOTOMETRIC_DISTORTION
-    assert load_config(write(tmp_path, cfg.dump())).INPUT == cfg.INPUT
     assert not load_config(path, ["INPUT.PHOTOMETRIC_DISTORTION", "False"]).INPUT.PHOTOMETRIC_DISTORTION
+    assert load_config(write(tmp_path, cfg.dump())).INPUT == cfg.INPUT
 
 
 # -- files and overrides ---------------------------------------------------------------------------
