@@ -170,11 +170,11 @@ class DenseAttention(TokenAttention):
             return attend(query, key, value, bias=bias(height, width))
         num_queries = query.shape[2] - height * width
         local = query[:, :, num_queries:].unflatten(2, (height, width))
-        if query.device.type == "cpu":
-            output = blocked.map_attention(local, key, value, bias.by_row_offset(height, width), bias.global_key_bias)
-        else:
+        if query.device.type == "cuda":
             grid = bias.by_offset(height, width)
             output = blocked.checkpointed_map_attention(local, key, value, grid, bias.global_key_bias)
+        else:
+            output = blocked.map_attention(local, key, value, bias.by_row_offset(height, width), bias.global_key_bias)
         if num_queries:
             globals_ = attend(query[:, :, :num_queries], key, value, bias=bias.global_query_bias(height * width))
             output = torch.cat([globals_, output], dim=2)
