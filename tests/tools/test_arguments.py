@@ -1,5 +1,6 @@
 """The arguments that the tools share, and how a tool ends."""
 
+import argparse
 import itertools
 import json
 import logging
@@ -241,6 +242,22 @@ def test_an_argument_that_a_function_names_is_shown_as_its_flag(capsys, monkeypa
     assert (
         exit_status_and_line(lambda: fail(0, ConfigError("size: too small")), capsys)[1] == "error: size: too small\n"
     )
+
+
+def test_a_path_at_the_beginning_of_an_error_is_not_a_flag(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["predict.py", "--output", "output/preds"])
+    error = ConfigError("output/model.onnx is an exported model")
+    assert exit_status_and_line(lambda: fail(0, error), capsys) == (1, f"error: {error}\n")
+
+
+def test_an_output_replaces_no_checkpoint_config_or_metrics(tmp_path):
+    for name in ("model_final.pth", "config.yaml", "metrics.json", "last_checkpoint", "report.html"):
+        (tmp_path / name).touch()
+        if name == "report.html":
+            assert output_file(str(tmp_path / name))
+        else:
+            with pytest.raises(argparse.ArgumentTypeError, match=name):
+                output_file(str(tmp_path / name))
 
 
 def test_log_records_go_to_stderr_while_a_tool_runs(capsys, monkeypatch):
