@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from backbones.attention.dense import join_tokens
+from backbones.attention.dense import join_tokens, split_globals
 from backbones.errors import ConfigError, check_choice
 from backbones.layers.block import Block
 from backbones.layers.parameters import init_trunc_normal_, names_without_weight_decay
@@ -111,7 +111,7 @@ class Stage(nn.Module):
 
     Args:
         patch_embed: (B, C_in, H, W) -> tokens (B, H', W', dim).
-        blocks: modules on tokens and global tokens.
+        blocks: modules on global and local tokens, in one sequence.
         dim: channels of a token.
         num_global_tokens: G.
         positions: a module from height and width to what is added to the tokens, whose ``global_tokens`` is added to
@@ -139,21 +139,25 @@ class Stage(nn.Module):
     def forward(self, features: Tensor) -> tuple[Tensor, Tensor | None]:
         """(B, C_in, H, W) -> (B, H', W', C) and (B, G, C), or None where they are not kept."""
         tokens, global_tokens = self.patch_embed(features), self.global_tokens
+        size, num_global = tokens.shape[1:3], 0
         if self.positions is not None:
-            tokens = tokens + self.positions(tokens.shape[1], tokens.shape[2])
+            tokens = tokens + self.positions(*size)
             if global_tokens is not None:
                 global_tokens = global_tokens + self.positions.global_tokens
+        tokens = contiguous_for_export(tokens).flatten(1, 2)
         if global_tokens is not None:
-            global_tokens = global_tokens.expand(tokens.shape[0], -1, -1)
+            num_global = global_tokens.shape[1]
+            tokens = torch.cat([global_tokens.expand(tokens.shape[0], -1, -1), tokens], dim=1)
         for block in self.blocks:
             if self.activation_checkpointing and self.training and torch.is_grad_enabled():
                 contexts = functools.partial(_checkpoint_contexts, block)
-                tokens, global_tokens = checkpoint(
-                    block, tokens, global_tokens, use_reentrant=False, context_fn=contexts
-                )
+                tokens = checkpoint(block, tokens, size, use_reentrant=False, context_fn=contexts)
             else:
-                tokens, global_tokens = block(tokens, global_tokens)
-        return tokens, global_tokens
+                tokens = block(tokens, size)
+            if block.drops_globals:
+                num_global = 0
+        global_tokens, tokens = split_globals(tokens, num_global)
+        return tokens.unflatten(1, size), global_tokens
 
 
 def _checkpoint_contexts(block: nn.Module) -> tuple[contextlib.AbstractContextManager, ...]:

@@ -19,7 +19,7 @@ import dataclasses
 
 from torch import Tensor, nn
 
-from backbones.attention.dense import merge_heads
+from backbones.attention.dense import merge_heads, split_heads
 from backbones.attention.long_short import DualNormAttention
 from backbones.backbone import Backbone, Variant
 from backbones.errors import check_choice, check_whole
@@ -87,11 +87,13 @@ class ConvLongShortAttention(DualNormAttention):
         self.dynamic_projection = StandardisedProjection(dim, num_heads * rank)
         self.projection = nn.Linear(dim, dim)
 
-    def forward(self, tokens: Tensor, global_tokens: None) -> tuple[Tensor, None]:
-        """(B, H, W, C) and None -> the same."""
-        scores = self.dynamic_projection(tokens)
-        output = self.attend(self.query(tokens), self.key(tokens), self.value(tokens), scores)
-        return self.projection(merge_heads(output)), None
+    def forward(self, tokens: Tensor, size: tuple[int, int]) -> Tensor:
+        """(B, H * W, C) and (H, W) -> (B, H * W, C)."""
+        tokens = tokens.unflatten(1, size)
+        query = split_heads(self.query(tokens), self.num_heads)
+        key, value = self.norm_local(self.key(tokens), self.value(tokens))
+        output = self.attend(query, key, value, self.dynamic_projection(tokens))
+        return self.projection(merge_heads(output).flatten(1, 2))
 
 
 class CvT(Backbone):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from backbones.attention import reference
+from backbones.attention.dense import split_globals
 from backbones.errors import ConfigError
 
 Kernel = Callable[..., Tensor]
@@ -68,18 +69,19 @@ class KernelKey:
         def random_tensor(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator).to(self.device, self.dtype)
 
-        def tokens(*sizes: int) -> dict[str, Tensor]:
-            query = random_tensor(batch, *sizes, self.heads, self.channels)
-            key, value = random_tensor(batch, *sizes, 2 * self.heads, self.channels).chunk(2, dim=-2)
-            return {name: x.movedim(-2, 1) for name, x in (("query", query), ("key", key), ("value", value))}
-
-        inputs = tokens(rows * self.window_size + rest, cols * self.window_size + rest)
-        if self.num_global:
-            inputs |= {f"global_{name}": x for name, x in tokens(self.num_global).items() if name != "query"}
+        size = rows * self.window_size + rest, cols * self.window_size + rest
+        length = self.num_global + size[0] * size[1]
+        query = random_tensor(batch, length, self.heads, self.channels)
+        key, value = random_tensor(batch, length, 2 * self.heads, self.channels).chunk(2, dim=2)
+        inputs = {}
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            global_x, local_x = split_globals(x.transpose(1, 2), self.num_global, dim=2)
+            inputs[name] = local_x.unflatten(2, size)
+            if name != "query" and self.num_global:
+                inputs[f"global_{name}"] = global_x
         positions = self.window_size**2
         if "local_bias" in self.biases:
-            # Looked up in a table whose rows are of all heads.
-            inputs["local_bias"] = random_tensor(positions, 9 * positions, self.heads).movedim(-1, 0)
+            inputs["local_bias"] = random_tensor(self.heads, positions, 9 * positions)
         if "global_bias" in self.biases:
             inputs["global_bias"] = random_tensor(self.heads, self.num_global)
         return {name: x.detach().requires_grad_(name in self.learned) for name, x in inputs.items()}

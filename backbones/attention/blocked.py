@@ -18,7 +18,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from backbones.layers.tracing import at_least_float32, autocast_off, is_tracing, padding_to_multiple
+from backbones.layers.tracing import (
+    at_least_float32,
+    autocast_dtype,
+    autocast_off,
+    in_autocast_dtype,
+    is_tracing,
+    padding_to_multiple,
+)
 
 # Scores in a block: on a CPU they stay in the cache, on other devices they take 256 MB in bfloat16.
 BLOCK_SCORES = {"cpu": 2**20, "other": 2**27}
@@ -43,18 +50,6 @@ def needs_blocks(*tensors: Tensor | None, biases: tuple[Tensor | None, ...] = ()
         return False
     given = [x for x in (*tensors, *biases) if x is not None]
     return any(x.requires_grad for x in given) and all(x.numel() for x in given)
-
-
-def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Return the type that autocast chooses for products on ``device``, or None where it is off."""
-    is_on = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
-    return torch.get_autocast_dtype(device.type) if is_on else None
-
-
-def in_autocast_dtype(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return the tensors in the type that autocast chooses for PyTorch's attention; float64 is kept."""
-    dtype = autocast_dtype(tensors[0].device)
-    return tuple(x if x is None or dtype is None or x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 
 
 def attention_with_logsumexp(

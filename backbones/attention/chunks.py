@@ -7,6 +7,7 @@ of up to 1024 channels the penalty is larger than the largest float16.
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -14,8 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from backbones.attention.blocked import autocast_dtype
-from backbones.layers.tracing import contiguous_for_export, is_exporting, padding_to_multiple, static_size, take_first
+from backbones.layers.tracing import (
+    autocast_dtype,
+    contiguous_for_export,
+    is_exporting,
+    is_tracing,
+    padding_to_multiple,
+    static_size,
+    take_first,
+)
 
 MODES = ("zero_pad", "exact", "cyclic")
 _PENALTY = 1e9
@@ -41,9 +49,30 @@ class WindowInputs(NamedTuple):
     global_bias: Tensor | None = None
 
 
+def wants_alignment(device: torch.device) -> bool:
+    """Return whether PyTorch's kernel wants channels, and rows of a bias, in multiples of 8: that for GPUs does."""
+    return device.type == "cuda"
+
+
 def mask_channels(channels: int, device: torch.device) -> int:
     """How many mask channels hidden keys have: one; on a GPU, where the fast kernels want it, up to a multiple of 8."""
-    return 8 - channels % 8 if device.type == "cuda" else 1
+    return 8 - channels % 8 if wants_alignment(device) else 1
+
+
+def value_channels(channels: int, extra: int, device: torch.device) -> int:
+    """How many channels of zeros values have: as many as keys have mask channels; on a GPU up to a multiple of 8."""
+    return -channels % 8 if wants_alignment(device) else extra
+
+
+def aligned_bias(parts: list[Tensor]) -> Tensor:
+    """Parts of a bias for different keys, (M, L, S of all); on a GPU filled up to a multiple of 8.
+
+    PyTorch's kernel for GPUs would copy a bias whose rows are not aligned.
+    """
+    padding = -sum(part.shape[2] for part in parts) % 8 if wants_alignment(parts[0].device) else 0
+    if padding:
+        parts = [*parts, parts[0].new_zeros(1, 1, 1).expand(*parts[0].shape[:2], padding)]
+    return torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
 
 
 def mask_queries(query: Tensor, extra: int) -> Tensor:
@@ -56,14 +85,14 @@ def mask_keys(key: Tensor, hidden: Tensor, extra: int) -> Tensor:
 
     Args:
         key: (B, M, H, W, D).
-        hidden: (H, W), True for a position that must not be seen.
+        hidden: (H, W), not 0 for a position that must not be seen.
 
     Returns:
         (B, M, H, W, D + extra)
     """
     half, scale = (autocast_dtype(key.device) or key.dtype) == torch.float16, static_size(key.shape[-1]) ** -0.5
     value = _KEY_MASK_FLOAT16 if half else -_PENALTY / (_QUERY_MASK * scale * extra)
-    mask = (hidden.to(key.dtype) * value)[:, :, None]
+    mask = (hidden * value).to(key.dtype)[:, :, None]
     return torch.cat([key, mask.expand(*key.shape[:2], -1, -1, extra)], dim=-1)
 
 
@@ -71,8 +100,9 @@ def with_halo(key: Tensor, value: Tensor, window_size: int, *, is_cyclic: bool, 
     """Pad keys and values to whole chunks, add a chunk at each border, and mask what must not be seen.
 
     Returns:
-        Two (B, M, (rows + 2) * w, (cols + 2) * w, D + extra).
+        (B, M, (rows + 2) * w, (cols + 2) * w, D + extra); the channels of values are those of :func:`value_channels`.
     """
+    more = value_channels(static_size(value.shape[4]), extra, value.device)
     height, width = key.shape[2:4]
     pad_height, pad_width = padding_to_multiple(height, window_size), padding_to_multiple(width, window_size)
     if is_cyclic:
@@ -81,21 +111,27 @@ def with_halo(key: Tensor, value: Tensor, window_size: int, *, is_cyclic: bool, 
         cols, hidden_cols = wrap(width, width + pad_width, window_size, key.device)
         hidden = hidden_rows[:, None] | hidden_cols[None, :]
         key, value = (F.pad(x, whole).index_select(2, rows).index_select(3, cols) for x in (key, value))
-        value = F.pad(value, (0, extra))
+        value = F.pad(value, (0, more)) if more else value
     else:
         halo = (window_size, window_size + pad_width, window_size, window_size + pad_height)
         hidden = is_padding(key, (height, width), halo)
-        key, value = F.pad(key, (0, 0, *halo)), F.pad(value, (0, extra, *halo))
+        key, value = F.pad(key, (0, 0, *halo)), F.pad(value, (0, more, *halo))
     return mask_keys(key, hidden, extra), value
 
 
 def is_padding(x: Tensor, shape: tuple[int, ...], pad: tuple[int, ...]) -> Tensor:
-    """Return which positions of a feature map of ``shape``, padded by ``pad`` (as ``F.pad``), are padding.
+    """Return 1 for each position that is padding in a map of ``shape`` padded by ``pad`` (as ``F.pad``), or else 0.
 
-    The result is a bool tensor on the device of ``x``.
+    The result has the type and device of ``x``; TensorRT pads no booleans. It is kept for the next call.
     """
-    # As numbers: TensorRT pads no booleans.
-    return F.pad(x.new_zeros(()).expand(shape), pad, value=1.0).bool()
+    make = _is_padding.__wrapped__ if is_tracing() or torch.compiler.is_compiling() else _is_padding
+    return make(tuple(shape), pad, x.dtype, x.device)
+
+
+@functools.lru_cache(maxsize=64)
+@torch.inference_mode(False)
+def _is_padding(shape: tuple[int, ...], pad: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return F.pad(torch.zeros((), dtype=dtype, device=device).expand(shape), pad, value=1.0)
 
 
 def wrap(size: int, padded: int, window_size: int, device: torch.device) -> tuple[Tensor, Tensor]:

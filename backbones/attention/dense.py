@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from backbones.attention import blocked, reference
 from backbones.errors import check_choice
 from backbones.layers.position import GridRelativeBias
-from backbones.layers.tracing import contiguous_for_export, is_exporting, is_tracing, static_size, take_first
+from backbones.layers.tracing import contiguous_for_export, is_exporting, is_tracing, take_first
 
 # For so few the scores are smaller than the keys, and may be kept.
 _FEW_QUERIES = 16
@@ -95,23 +95,22 @@ class TokenAttention(nn.Module):
             self.query, self.key_value = nn.Linear(dim, dim), nn.Linear(dim, 2 * dim)
         self.projection = nn.Linear(dim, dim)
 
-    def forward(self, tokens: Tensor, global_tokens: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """(B, H, W, C) and (B, G, C) or None -> the same; None for global tokens that are not updated."""
-        num_global = 0 if global_tokens is None else static_size(global_tokens.shape[1])
-        output = self.projection(merge_heads(self._attend(tokens, global_tokens, num_global)))
-        num_queries = num_global if self.update_globals else 0
-        local = output[:, num_queries:].unflatten(1, tokens.shape[1:3])
-        return local, output[:, :num_queries] if num_queries else None
+    def forward(self, tokens: Tensor, size: tuple[int, int]) -> Tensor:
+        """(B, G + H * W, C), global tokens first, and (H, W) -> the same, or (B, H * W, C) without updated globals."""
+        return self.projection(merge_heads(self._attend(tokens, size)))
 
-    def _attend(self, tokens: Tensor, global_tokens: Tensor | None, num_global: int) -> Tensor:
+    def _attend(self, tokens: Tensor, size: tuple[int, int]) -> Tensor:
         """The output of each head, (B, M, L, D), for the global tokens first, where they are updated."""
         raise NotImplementedError
 
-    def _project(self, tokens: Tensor, global_tokens: Tensor | None, num_global: int) -> tuple[Tensor, ...]:
+    def _queries(self, tokens: Tensor) -> Tensor:
+        """The tokens that are queries: all, or the local ones."""
+        return tokens if self.update_globals else split_globals(tokens, self.num_global_tokens)[1]
+
+    def _project(self, tokens: Tensor) -> tuple[Tensor, ...]:
         """Queries (B, M, L, D), keys and values (B, M, G + H * W, D), by one layer."""
-        qkv = self.qkv(join_tokens(tokens, global_tokens))
-        query, key, value = split_heads(qkv, 3 * self.num_heads).chunk(3, dim=1)
-        return query if self.update_globals else query[:, :, num_global:], key, value
+        query, key, value = split_heads(self.qkv(tokens), 3 * self.num_heads).chunk(3, dim=1)
+        return query if self.update_globals else query[:, :, self.num_global_tokens :], key, value
 
 
 class DenseAttention(TokenAttention):
@@ -154,11 +153,11 @@ class DenseAttention(TokenAttention):
                 resizing=bias_resizing,
             )
 
-    def _attend(self, tokens: Tensor, global_tokens: Tensor | None, num_global: int) -> Tensor:
-        height, width = tokens.shape[1:3]
-        query, key, value = self._project(tokens, global_tokens, num_global)
+    def _attend(self, tokens: Tensor, size: tuple[int, int]) -> Tensor:
+        height, width = size
+        query, key, value = self._project(tokens)
         if is_tracing():
-            return self._traced(query, key, value, height, width, num_global)
+            return self._traced(query, key, value, height, width)
         if self.relative_bias is None:
             return self.backends[self.backend](query, key, value)
         return self._on_map(query, key, value, height, width)
@@ -180,9 +179,9 @@ class DenseAttention(TokenAttention):
             output = torch.cat([globals_, output], dim=2)
         return output
 
-    def _traced(self, query: Tensor, key: Tensor, value: Tensor, height: int, width: int, num_global: int) -> Tensor:
+    def _traced(self, query: Tensor, key: Tensor, value: Tensor, height: int, width: int) -> Tensor:
         """Attention in a run that is traced for maps of other sizes."""
-        attend = BACKENDS[self.backend]
+        attend, num_global = BACKENDS[self.backend], self.num_global_tokens
         key, value, key_rows = traced_keys(key, value, height, width, num_global)
         if self.relative_bias is None:
             return attend(contiguous_for_export(query), key, value)
@@ -238,3 +237,11 @@ def join_tokens(tokens: Tensor, global_tokens: Tensor | None) -> Tensor:
     """(B, H, W, C) and (B, G, C) or None -> (B, G + H * W, C), global tokens first."""
     sequence = tokens.flatten(1, 2)
     return sequence if global_tokens is None else torch.cat([global_tokens, sequence], dim=1)
+
+
+def split_globals(sequence: Tensor, num_global: int, dim: int = 1) -> tuple[Tensor | None, Tensor]:
+    """(B, G + H * W, C) -> the global tokens, (B, G, C) or None for none, and the local ones, (B, H * W, C)."""
+    if not num_global:
+        return None, contiguous_for_export(sequence)
+    parts = sequence.split([num_global, sequence.shape[dim] - num_global], dim=dim)
+    return tuple(contiguous_for_export(part) for part in parts)

@@ -1,7 +1,6 @@
 """The efficient attention mechanisms that ViL is compared with (ViL section 3.3 and appendix D).
 
-Global memory, Linformer, spatial reduction and Performer. Each module takes the tokens of a feature map and the global
-tokens: (B, H, W, C) and (B, G, C) or None -> the same; None for global tokens that are not updated.
+Global memory, Linformer, spatial reduction and Performer, modules with the inputs of :class:`.TokenAttention`.
 """
 
 import math
@@ -11,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from backbones.attention import reference
-from backbones.attention.dense import TokenAttention, join_tokens, split_heads, traced_keys
+from backbones.attention.dense import TokenAttention, split_globals, split_heads, traced_keys
 from backbones.errors import ConfigError
 from backbones.layers import tracing
 
@@ -25,16 +24,17 @@ class GlobalMemoryAttention(TokenAttention):
 
     has_qkv = False
 
-    def _attend(self, tokens: Tensor, global_tokens: Tensor, num_global: int) -> Tensor:
-        attend, sequence = self.backends[self.backend], tokens.flatten(1, 2)
-        key, value = split_heads(self.key_value(global_tokens), 2 * self.num_heads).chunk(2, dim=1)
-        output = attend(split_heads(self.query(sequence), self.num_heads), key, value)
+    def _attend(self, tokens: Tensor, size: tuple[int, int]) -> Tensor:
+        attend, num_global = self.backends[self.backend], self.num_global_tokens
+        query = split_heads(self.query(self._queries(tokens)), self.num_heads)
+        seen = tokens if self.update_globals else split_globals(tokens, num_global)[0]
+        key, value = split_heads(self.key_value(seen), 2 * self.num_heads).chunk(2, dim=1)
         if not self.update_globals:
-            return output
-        local_key, local_value = split_heads(self.key_value(sequence), 2 * self.num_heads).chunk(2, dim=1)
-        query = split_heads(self.query(global_tokens), self.num_heads)
-        update = attend(query, torch.cat([key, local_key], dim=2), torch.cat([value, local_value], dim=2))
-        return torch.cat([update, output], dim=2)
+            return attend(query, key, value)
+        global_query, local_query = split_globals(query, num_global, dim=2)
+        seen = (tracing.contiguous_for_export(x[:, :, :num_global]) for x in (key, value))
+        output = attend(local_query, *seen)
+        return torch.cat([attend(global_query, key, value), output], dim=2)
 
 
 class LinformerAttention(TokenAttention):
@@ -59,18 +59,17 @@ class LinformerAttention(TokenAttention):
         length, bound = self.num_global_tokens + math.prod(map_size), num_features**-0.5
         self.project_length = nn.Parameter(torch.empty(length, num_features).uniform_(-bound, bound))
 
-    def _attend(self, tokens: Tensor, global_tokens: Tensor | None, num_global: int) -> Tensor:
-        height, width = tokens.shape[1:3]
+    def _attend(self, tokens: Tensor, size: tuple[int, int]) -> Tensor:
+        height, width = size
         # A traced size is a tensor, and its comparison would be frozen into the graph.
         if not tracing.is_tracing() and (height, width) != self.map_size:
             raise ConfigError(
                 f"Linformer takes feature maps of {self.map_size[0]} x {self.map_size[1]} tokens, and this one has "
                 f"{height} x {width}: create the model for this image size (create_classifier's img_size)"
             )
-        sequence = join_tokens(tokens, global_tokens)
         # (B, K, C) each
-        key, value = (self.project_length.T @ self.key_value(sequence)).chunk(2, dim=2)
-        query = self.query(sequence if self.update_globals else sequence[:, num_global:])
+        key, value = (self.project_length.T @ self.key_value(tokens)).chunk(2, dim=2)
+        query = self.query(self._queries(tokens))
         return self.backends[self.backend](*(split_heads(x, self.num_heads) for x in (query, key, value)))
 
 
@@ -95,22 +94,21 @@ class SpatialReductionAttention(TokenAttention):
         if reduction > 1:
             self.reduce = nn.Conv2d(dim, dim, kernel_size=reduction, stride=reduction, bias=False)
 
-    def _attend(self, tokens: Tensor, global_tokens: Tensor | None, num_global: int) -> Tensor:
-        height, width = tokens.shape[1:3]
-        reduced, size = tokens.flatten(1, 2), (height, width)
+    def _attend(self, tokens: Tensor, size: tuple[int, int]) -> Tensor:
+        seen, num_global = tokens, self.num_global_tokens
         if self.reduce is not None:
+            (height, width), (global_tokens, local) = size, split_globals(tokens, num_global)
             padding = (0, tracing.padding_to(width, self.reduction), 0, tracing.padding_to(height, self.reduction))
-            padded = tracing.contiguous_for_export(F.pad(tokens.permute(0, 3, 1, 2), padding))
-            reduced = tracing.contiguous_for_export(self.reduce(padded))
+            padded = F.pad(local.unflatten(1, size).permute(0, 3, 1, 2), padding)
+            reduced = tracing.contiguous_for_export(self.reduce(tracing.contiguous_for_export(padded)))
             size = reduced.shape[2:]
-            # PyTorch's instance norm refuses a single position: (B, max(1, H // R) * max(1, W // R), C)
-            reduced = F.layer_norm(reduced, size).flatten(2).transpose(1, 2)
-        if global_tokens is not None:
-            reduced = torch.cat([global_tokens, reduced], dim=1)
-        key, value = split_heads(self.key_value(reduced), 2 * self.num_heads).chunk(2, dim=1)
+            # PyTorch's instance norm refuses a single position: (B, C, max(1, H // R), max(1, W // R))
+            seen = F.layer_norm(reduced, size).flatten(2).transpose(1, 2)
+            seen = seen if global_tokens is None else torch.cat([global_tokens, seen], dim=1)
+        key, value = split_heads(self.key_value(seen), 2 * self.num_heads).chunk(2, dim=1)
         if tracing.is_tracing():
             key, value, _ = traced_keys(key, value, *size, num_global)
-        query = self.query(join_tokens(tokens, global_tokens if self.update_globals else None))
+        query = self.query(self._queries(tokens))
         query = tracing.contiguous_for_export(split_heads(query, self.num_heads))
         return self.backends[self.backend](query, key, value)
 
@@ -174,10 +172,10 @@ class PerformerAttention(TokenAttention):
         super().__init__(dim, **common)
         self.register_buffer("features", sample_features(num_features, dim // self.num_heads))
 
-    def _attend(self, tokens: Tensor, global_tokens: Tensor | None, num_global: int) -> Tensor:
-        query, key, value = self._project(tokens, global_tokens, num_global)
+    def _attend(self, tokens: Tensor, size: tuple[int, int]) -> Tensor:
+        query, key, value = self._project(tokens)
         if tracing.is_tracing():
-            key, value, _ = traced_keys(key, value, *tokens.shape[1:3], num_global)
+            key, value, _ = traced_keys(key, value, *size, self.num_global_tokens)
         return self.backends[self.backend](tracing.contiguous_for_export(query), key, value, features=self.features)
 
 

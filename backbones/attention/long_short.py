@@ -11,19 +11,34 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from backbones.attention import reference
-from backbones.attention.chunks import WindowInputs, is_padding, mask_channels, mask_keys, padding_to_multiple, windows
-from backbones.attention.dense import dense_attention, merge_heads, split_heads
+from backbones.attention.chunks import (
+    WindowInputs,
+    aligned_bias,
+    is_padding,
+    mask_channels,
+    mask_keys,
+    padding_to_multiple,
+    value_channels,
+    windows,
+)
+from backbones.attention.dense import dense_attention, merge_heads, split_globals, split_heads
 from backbones.attention.windows import WindowLayout, attend_chunks, window_attention
 from backbones.errors import check_choice
 from backbones.layers.position import SegmentRelativeBias
-from backbones.layers.tracing import at_least_float32, autocast_off, contiguous_for_export, static_size
+from backbones.layers.tracing import (
+    at_least_float32,
+    autocast_dtype,
+    autocast_off,
+    contiguous_for_export,
+    static_size,
+)
 
 
 def dynamic_projection(scores: Tensor, *tokens: Tensor) -> tuple[Tensor, ...]:
     """Keys and values of all tokens, in r sums each: P = softmax over the tokens (equation 3).
 
-    The softmax and the sums are taken in float32 or better: with very many tokens the weights are below the resolution
-    of float16.
+    The softmax is taken in float32 or better, and the sums too, or of products in bfloat16: with very many tokens the
+    weights are below the resolution of float16.
 
     Args:
         scores: (B, M, H, W, r).
@@ -35,8 +50,9 @@ def dynamic_projection(scores: Tensor, *tokens: Tensor) -> tuple[Tensor, ...]:
     with autocast_off(scores.device):
         # (B, M, r, H * W)
         weights = at_least_float32(contiguous_for_export(scores)).flatten(2, 3).softmax(dim=2)
-        weights = contiguous_for_export(weights.transpose(2, 3))
-        flat = (at_least_float32(contiguous_for_export(x)).flatten(2, 3).to(weights.dtype) for x in tokens)
+        dtype = torch.bfloat16 if tokens[0].dtype == torch.bfloat16 else weights.dtype
+        weights = contiguous_for_export(weights.transpose(2, 3)).to(dtype)
+        flat = (contiguous_for_export(x).to(dtype).flatten(2, 3) for x in tokens)
         return tuple((weights @ x).to(own.dtype) for x, own in zip(flat, tokens, strict=True))
 
 
@@ -85,7 +101,8 @@ def _attend(layout: WindowLayout, inputs: WindowInputs, *, with_logsumexp: bool)
     halo = (max(window_size - side, side), side + right, side, side + below)
     hidden = is_padding(key, (height, width), halo)
     key = mask_keys(F.pad(key, (0, 0, *halo)), hidden, extra)
-    value = F.pad(value, (0, extra, *halo))
+    more = value_channels(static_size(value.shape[4]), extra, value.device)
+    value = F.pad(value, (0, more, *halo))
 
     # Keys that all segments see fill whole columns of a window: (B, M, n, w + 2 * side, D + extra)
     shared = static_size(shared_key.shape[2])
@@ -93,7 +110,7 @@ def _attend(layout: WindowLayout, inputs: WindowInputs, *, with_logsumexp: bool)
     hidden = is_padding(key, (shared,), (0, fill)).unflatten(0, (-1, length))
     shared_key = F.pad(shared_key, (0, 0, 0, fill)).unflatten(2, (-1, length))
     shared_key = mask_keys(shared_key, hidden, extra)
-    shared_value = F.pad(shared_value, (0, extra, 0, fill)).unflatten(2, (-1, length))
+    shared_value = F.pad(shared_value, (0, more, 0, fill)).unflatten(2, (-1, length))
 
     # (B * rows * M, cols, S, D + extra)
     keys = _windows(key, shared_key, window_size, side)
@@ -135,14 +152,26 @@ def _windows(x: Tensor, shared: Tensor, window_size: int, side: int) -> Tensor:
 
 
 def _window_bias(local_bias: Tensor, num_shared: int, length: int, side: int) -> Tensor:
-    """(M, w * w, length^2) row by row -> (M, w * w, S), in the order of :func:`_windows`, 0 for the shared keys."""
+    """(M, w * w, length^2) row by row -> (M, w * w, S or more), as :func:`_windows`, 0 for the shared keys."""
     # (M, w * w, columns, rows)
     bias = local_bias.unflatten(2, (length, length)).transpose(2, 3)
     none = bias.new_zeros(1, 1, 1).expand(*bias.shape[:2], num_shared)
-    return torch.cat([bias[:, :, : 2 * side].flatten(2), none, bias[:, :, 2 * side :].flatten(2)], dim=2)
+    return aligned_bias([bias[:, :, : 2 * side].flatten(2), none, bias[:, :, 2 * side :].flatten(2)])
 
 
 BACKENDS = {"sdpa": long_short_attention, "reference": reference.long_short_attention}
+
+
+class LayerNorm(nn.LayerNorm):
+    """A LayerNorm that under autocast takes and returns its type, as attention does, without copies in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = autocast_dtype(x.device)
+        if dtype is None or x.dtype == torch.float64:
+            return super().forward(x)
+        with autocast_off(x.device):
+            weight, bias = self.weight.to(dtype), self.bias.to(dtype)
+            return F.layer_norm(x.to(dtype), self.normalized_shape, weight, bias, self.eps)
 
 
 class DualNorm(nn.Module):
@@ -157,8 +186,8 @@ class DualNorm(nn.Module):
     def __init__(self, dim: int, *, num_heads: int, projects: bool = True) -> None:
         super().__init__()
         self.num_heads = num_heads
-        self.local_norm = nn.LayerNorm(dim)
-        self.projected_norm = nn.LayerNorm(dim) if projects else None
+        self.local_norm = LayerNorm(dim)
+        self.projected_norm = LayerNorm(dim) if projects else None
 
     def norm_local(self, *tokens: Tensor) -> tuple[Tensor, ...]:
         """Keys and values of tokens, each (B, ..., C) -> (B, M, ..., D)."""
@@ -185,6 +214,8 @@ class DualNormAttention(DualNorm):
         ConfigError: for an unknown backend.
     """
 
+    num_global_tokens, update_globals = 0, False
+
     def __init__(
         self, dim: int, *, num_heads: int, window_size: int, relative_bias: bool = False, backend: str = "sdpa"
     ) -> None:
@@ -207,15 +238,14 @@ class DualNormAttention(DualNorm):
         """The output of each head, (B, M, H, W, D).
 
         Args:
-            query, key, value: (B, H, W, C), before the norms.
+            query, key, value: (B, M, H, W, D), after the norms.
             scores: (B, H, W, M * r), of the dynamic projection; channel ``head * r + rank``.
             global_key, global_value: (B, M, G, D), after the norms.
         """
-        key, value = self.norm_local(key, value)
         projected = dynamic_projection(split_heads(scores, self.num_heads), key, value)
         projected_key, projected_value = self.norm_projected(*map(merge_heads, projected))
         return BACKENDS[self.backend](
-            split_heads(query, self.num_heads),
+            query,
             key,
             value,
             window_size=self.window_size,
@@ -262,25 +292,31 @@ class LongShortAttention(DualNormAttention):
         super().__init__(
             dim, num_heads=num_heads, window_size=window_size, relative_bias=relative_bias, backend=backend
         )
+        self.num_global_tokens = num_global_tokens
         self.update_globals = update_globals and num_global_tokens > 0
         self.qkv = nn.Linear(dim, 3 * dim)
         self.dynamic_projection = nn.Linear(dim, num_heads * rank)
         self.projection = nn.Linear(dim, dim)
 
-    def forward(self, tokens: Tensor, global_tokens: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """(B, H, W, C) and (B, G, C) or None -> the same; None for global tokens that are not updated."""
-        global_query = global_key = global_value = None
-        if global_tokens is not None:
-            global_query, global_key, global_value = self.qkv(global_tokens).chunk(3, dim=-1)
-            global_key, global_value = self.norm_local(global_key, global_value)
+    def forward(self, tokens: Tensor, size: tuple[int, int]) -> Tensor:
+        """(B, G + H * W, C), global tokens first, and (H, W) -> the same, or (B, H * W, C) without updated globals."""
         query, key, value = self.qkv(tokens).chunk(3, dim=-1)
-        output = self.attend(
-            query, key, value, self.dynamic_projection(tokens), global_key=global_key, global_value=global_value
+        key, value = self.norm_local(key, value)
+        global_query, query = split_globals(split_heads(query, self.num_heads), self.num_global_tokens, dim=2)
+        (global_key, key), (global_value, value) = (
+            split_globals(x, self.num_global_tokens, dim=2) for x in (key, value)
         )
-        update = self.projection(merge_heads(output))
+        local_tokens = split_globals(tokens, self.num_global_tokens)[1]
+        output = self.attend(
+            *(x.unflatten(2, size) for x in (query, key, value)),
+            self.dynamic_projection(local_tokens.unflatten(1, size)),
+            global_key=global_key,
+            global_value=global_value,
+        )
+        merged = merge_heads(output).flatten(1, 2)
         if not self.update_globals:
-            return update, None
+            return self.projection(merged)
         gathered = output.flatten(2, 3)
         key, value = torch.cat([global_key, gathered], dim=2), torch.cat([global_value, gathered], dim=2)
-        global_output = dense_attention(split_heads(global_query, self.num_heads), key, value)
-        return update, self.projection(merge_heads(global_output))
+        update = merge_heads(dense_attention(global_query, key, value))
+        return self.projection(torch.cat([update, merged], dim=1))

@@ -12,22 +12,22 @@ from torch import Tensor, nn
 
 from backbones.attention import reference
 from backbones.attention.backends import KernelKey, choose_kernel
-from backbones.attention.blocked import in_autocast_dtype
 from backbones.attention.chunks import (
     MODES,
     WindowInputs,
+    aligned_bias,
     copies_windows,
     mask_channels,
     to_chunks,
     windows,
     with_halo,
 )
-from backbones.attention.dense import TokenAttention, dense_attention, merge_heads, split_heads
+from backbones.attention.dense import TokenAttention, dense_attention, merge_heads, split_globals, split_heads
 from backbones.attention.triton_chunks import triton_chunk_attention, unmet_requirement
 from backbones.attention.windows import WindowLayout, attend_chunks, window_attention
 from backbones.errors import check_choice
 from backbones.layers.position import WindowRelativeBias, position_parameter
-from backbones.layers.tracing import is_tracing, padding_to_multiple, static_size
+from backbones.layers.tracing import in_autocast_dtype, is_tracing, padding_to_multiple, static_size
 
 
 def sliding_chunk_attention(
@@ -107,7 +107,7 @@ def _chunk_pairs(x: Tensor, layout: WindowLayout, global_tokens: Tensor | None) 
 
 
 def _bias_of_pairs(inputs: WindowInputs, layout: WindowLayout) -> Tensor | None:
-    """Return the bias that all chunks share, (M or 1, w * w, S), in the order of :func:`_chunk_pairs`."""
+    """Return the bias that all chunks share, (M or 1, w * w, S or more), in the order of :func:`_chunk_pairs`."""
     if inputs.local_bias is None and inputs.global_bias is None:
         return None
     size, (local, to_global) = layout.window_size, _biases(inputs, layout.window_size)
@@ -115,7 +115,7 @@ def _bias_of_pairs(inputs: WindowInputs, layout: WindowLayout) -> Tensor | None:
     parts = [window[:, :, row : row + size, col : col + size].flatten(2) for row, col, _ in layout.pieces()]
     parts.append(to_global[:, None].expand(-1, size**2, -1))
     heads = max(part.shape[0] for part in parts)
-    return torch.cat([part.expand(heads, -1, -1) for part in parts], dim=2)
+    return aligned_bias([part.expand(heads, -1, -1) for part in parts])
 
 
 def _biases(inputs: WindowInputs, window_size: int) -> tuple[Tensor, Tensor]:
@@ -220,19 +220,21 @@ def _copied_windows(lines: Tensor, extra: Tensor | None) -> Tensor:
 
 
 def _window_bias(inputs: WindowInputs, window_size: int) -> Tensor | None:
-    """Return the bias that all chunks share, (M or 1, w * w, S), in the order of :func:`_windows`."""
+    """Return the bias that all chunks share, (M or 1, w * w, S or more), in the order of :func:`_windows`."""
     if inputs.local_bias is None and inputs.global_key is None:
         return None
     bias, to_global = _biases(inputs, window_size)
     # (M, w * w, 3 strips, 3w * w)
     bias = bias.unflatten(2, (3 * window_size, 3, window_size)).transpose(2, 3).flatten(3, 4)
-    if inputs.global_key is not None:
-        heads, positions, num_global = inputs.query.shape[1], window_size**2, static_size(to_global.shape[1])
-        # The global tokens are in every strip; only the middle copy is unmasked.
-        middle = F.pad(to_global, (0, padding_to_multiple(num_global, window_size)), value=float("-inf"))
-        strips = F.pad(middle[:, None], (0, 0, 1, 1), value=float("-inf"))
-        bias = torch.cat([bias.expand(heads, -1, -1, -1), strips[:, None].expand(heads, positions, -1, -1)], dim=3)
-    return bias.flatten(2, 3)
+    if inputs.global_key is None:
+        return aligned_bias([bias.flatten(2, 3)])
+    heads, positions, num_global = inputs.query.shape[1], window_size**2, static_size(to_global.shape[1])
+    # The global tokens are in every strip, filled up to whole rows; only the middle copy is unmasked.
+    left, middle, right = bias.expand(heads, -1, -1, -1).unbind(2)
+    to_global = to_global[:, None].expand(heads, positions, -1)
+    hidden, fill = bias.new_full((1, 1, 1), float("-inf")), padding_to_multiple(num_global, window_size)
+    filling, unseen = (hidden.expand(heads, positions, number) for number in (fill, num_global + fill))
+    return aligned_bias([left, unseen, middle, to_global, *([filling] if fill else []), right, unseen])
 
 
 # Steps of chunks, down and to the right, to a neighbour: of random-shift training.
@@ -332,17 +334,23 @@ class SlidingChunkAttention(TokenAttention):
             self.global_to_local = position_parameter(num_heads, num_global_tokens)
             self.global_to_global = position_parameter(num_heads, num_global_tokens, num_global_tokens)
 
-    def forward(self, tokens: Tensor, global_tokens: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """(B, H, W, C) and (B, G, C) or None -> the same; None for global tokens that are not updated."""
-        projected = self.key_value(tokens)
-        key, value = split_heads(projected, 2 * self.num_heads).chunk(2, dim=1)
+    def forward(self, tokens: Tensor, size: tuple[int, int]) -> Tensor:
+        """(B, G + H * W, C), global tokens first, and (H, W) -> the same, or (B, H * W, C) without updated globals."""
+        num_global, shared = self.num_global_tokens, self.shared_projections
+        global_tokens, local_tokens = split_globals(tokens, num_global)
+        queries_together = self.update_globals and shared
+        query = split_heads(self.query(tokens if queries_together else local_tokens), self.num_heads)
+        global_query, query = split_globals(query, num_global if queries_together else 0, dim=2)
+        keys_values = split_heads(self.key_value(tokens), 2 * self.num_heads)
         global_key = global_value = None
-        if global_tokens is not None:
-            global_key, global_value = split_heads(self.key_value(global_tokens), 2 * self.num_heads).chunk(2, dim=1)
+        global_keys_values, local_keys_values = split_globals(keys_values, num_global, dim=2)
+        if num_global:
+            global_key, global_value = global_keys_values.chunk(2, dim=1)
+        key, value = local_keys_values.unflatten(2, size).chunk(2, dim=1)
         # A Triton kernel cannot be traced or exported.
         attend = self.backends["sdpa" if self.backend == "triton" and is_tracing() else self.backend]
         output = attend(
-            query=split_heads(self.query(tokens), self.num_heads),
+            query=query.unflatten(2, size),
             key=key,
             value=value,
             window_size=self.window_size,
@@ -353,23 +361,21 @@ class SlidingChunkAttention(TokenAttention):
             global_bias=self.local_to_global,
             shift=self.shift if self.training else None,
         )
-        output = self.projection(merge_heads(output))
+        output = merge_heads(output).flatten(1, 2)
         if not self.update_globals:
-            return output, None
+            return self.projection(output)
 
-        query_layer, projection = self.query, self.projection
-        if not self.shared_projections:
-            query_layer, projection = self.global_query, self.global_projection
-            projected, projected_globals = self.global_key_value(tokens), self.global_key_value(global_tokens)
-            global_key, global_value = split_heads(projected_globals, 2 * self.num_heads).chunk(2, dim=1)
-        key, value = split_heads(projected.flatten(1, 2), 2 * self.num_heads).chunk(2, dim=1)
-        key, value = torch.cat([global_key, key], dim=2), torch.cat([global_value, value], dim=2)
+        if not shared:
+            global_query = split_heads(self.global_query(global_tokens), self.num_heads)
+            keys_values = split_heads(self.global_key_value(tokens), 2 * self.num_heads)
         bias = None
         if self.global_to_global is not None:
-            local = self.global_to_local[:, :, None].expand(-1, -1, tokens.shape[1] * tokens.shape[2])
+            local = self.global_to_local[:, :, None].expand(-1, -1, local_tokens.shape[1])
             bias = torch.cat([self.global_to_global, local], dim=2)
-        query = split_heads(query_layer(global_tokens), self.num_heads)
-        return output, projection(merge_heads(dense_attention(query, key, value, bias=bias)))
+        update = merge_heads(dense_attention(global_query, *keys_values.chunk(2, dim=1), bias=bias))
+        if shared:
+            return self.projection(torch.cat([update, output], dim=1))
+        return torch.cat([self.global_projection(update), self.projection(output)], dim=1)
 
 
 def sample_shifts(model: nn.Module, *, seed: int | None) -> int:

@@ -18,9 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from backbones.attention.blocked import RecomputedAttention, in_autocast_dtype
+from backbones.attention.blocked import RecomputedAttention
 from backbones.attention.chunks import MODES, WindowInputs
 from backbones.errors import ConfigError, check_choice
+from backbones.layers.tracing import in_autocast_dtype
 
 _MAX_CHANNELS = 128
 # Programs that sum a gradient over the map: enough for the largest devices, and the same on all.

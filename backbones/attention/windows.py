@@ -21,14 +21,14 @@ from backbones.attention.blocked import (
     LEAST_EXPONENT,
     RecomputedAttention,
     attention_with_logsumexp,
-    in_autocast_dtype,
     needs_blocks,
     split,
 )
-from backbones.attention.chunks import WindowInputs, from_chunks, mask_queries, to_chunks, wrap
+from backbones.attention.chunks import WindowInputs, from_chunks, mask_queries, to_chunks, wants_alignment, wrap
 from backbones.layers.tracing import (
     at_least_float32,
     contiguous_for_export,
+    in_autocast_dtype,
     is_exporting,
     padding_to_multiple,
     static_size,
@@ -101,8 +101,9 @@ def attend_chunks(
 
     Args:
         query: (B, M, H, W, D).
-        keys, values: (B * rows * M, cols, S, D + E), with E channels that mask keys: see :func:`.mask_keys`.
-        bias: (M or 1, w * w, S), or None.
+        keys, values: (B * rows * M, cols, S, D + E), with E channels that mask keys: see :func:`.mask_keys`. On a GPU
+            the values have E of :func:`.value_channels`.
+        bias: (M or 1, w * w, S or more), or None.
 
     Returns:
         The output, (B, M, H, W, D), and, ``with_logsumexp``, the log-sum-exps by chunks, (B, rows, cols, M, w * w);
@@ -117,6 +118,9 @@ def attend_chunks(
         if is_exporting():
             # torch 2.14 exports a broadcast bias for two columns of chunks or more only.
             bias = bias.expand(-1, queries.shape[1], -1, -1)
+        if wants_alignment(bias.device):
+            # A view of aligned rows
+            bias = bias[..., : keys.shape[2]]
     scale, logsumexp = channels**-0.5, None
     if with_logsumexp:
         output, logsumexp = attention_with_logsumexp(queries, keys, values, bias=bias, scale=scale)

@@ -1,8 +1,10 @@
 """The transformer block of all families, and its feed-forward part."""
 
+import torch
 import torch.nn.functional as F
-from timm.layers import drop_path
 from torch import Tensor, nn
+
+from backbones.layers.tracing import in_autocast_dtype
 
 
 class Mlp(nn.Module):
@@ -33,7 +35,8 @@ class Block(nn.Module):
 
     Args:
         dim: channels of a token.
-        attention: (B, H, W, C) and (B, G, C) or None -> the same; None for only the MLP (LIT section 3.2).
+        attention: (B, G + H * W, C) and (H, W) -> the same, or (B, H * W, C) without ``attention.update_globals``; None
+            for only the MLP (LIT section 3.2).
         expansion: ratio of the MLP's inner channels to ``dim``.
         norm_eps: epsilon of the norms.
         drop_path_rate: rate of stochastic depth.
@@ -55,28 +58,25 @@ class Block(nn.Module):
         self.mlp = Mlp(dim, hidden_dim=expansion * dim)
         self.drop_path_rate = drop_path_rate
 
-    def forward(self, tokens: Tensor, global_tokens: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """(B, H, W, C) and (B, G, C) or None -> the same; None for global tokens that this block does not update."""
-        # One sample for each image and path, for local and global tokens together.
+    def forward(self, tokens: Tensor, size: tuple[int, int]) -> Tensor:
+        """(B, G + H * W, C), global tokens first, and (H, W) -> the same; (B, H * W, C) if attention drops globals."""
         if self.attention is not None:
-            keep = self._sample_keep(tokens)
-            normed_globals = None if global_tokens is None else self.attention_norm(global_tokens)
-            update, global_update = self.attention(self.attention_norm(tokens), normed_globals)
-            tokens = tokens + _scaled(update, keep)
-            global_tokens = None if global_update is None else global_tokens + _scaled(global_update, keep)
-        keep = self._sample_keep(tokens)
-        tokens = tokens + _scaled(self.mlp(self.mlp_norm(tokens)), keep)
-        if global_tokens is not None:
-            global_tokens = global_tokens + _scaled(self.mlp(self.mlp_norm(global_tokens)), keep)
-        return tokens, global_tokens
+            # Under autocast the several layers of an attention share one cast.
+            update = self.attention(in_autocast_dtype(self.attention_norm(tokens))[0], size)
+            if self.drops_globals:
+                tokens = tokens[:, self.attention.num_global_tokens :]
+            tokens = tokens + self._drop_path(update, tokens.dtype)
+        return tokens + self._drop_path(self.mlp(self.mlp_norm(tokens)), tokens.dtype)
 
-    def _sample_keep(self, tokens: Tensor) -> Tensor | None:
-        """The factor of each image's residual path, (B,), or None for all ones."""
+    @property
+    def drops_globals(self) -> bool:
+        """Return whether the global tokens end here: nothing needs those of the last block of a detector's stage."""
+        attention = self.attention
+        return attention is not None and attention.num_global_tokens > 0 and not attention.update_globals
+
+    def _drop_path(self, update: Tensor, dtype: torch.dtype) -> Tensor:
+        """Stochastic depth: one sample for each image. In half precision 1 / (1 - rate) would be rounded."""
         if not self.training or self.drop_path_rate == 0:
-            return None
-        return drop_path(tokens.new_ones(tokens.shape[0]), self.drop_path_rate, training=True)
-
-
-def _scaled(update: Tensor, factor: Tensor | None) -> Tensor:
-    """``update`` (B, ...) times ``factor`` (B,)."""
-    return update if factor is None else update * factor.view(-1, *[1] * (update.ndim - 1))
+            return update
+        keep = update.new_empty((update.shape[0], 1, 1), dtype=dtype).bernoulli_(1 - self.drop_path_rate)
+        return update * keep.div_(1 - self.drop_path_rate)

@@ -93,15 +93,16 @@ class _OffsetBias(nn.Module):
 
     def __init__(self, side: int, window_side: int, *, stride: int, num_heads: int) -> None:
         super().__init__()
-        self.table = position_parameter((side + window_side - 2) * (stride + 1) + 1, num_heads)
-        offset = torch.arange(side)[:, None] - torch.arange(window_side) + window_side - 1
-        # (side, 1, window_side, 1) and (1, side, 1, window_side)
-        index = offset[:, None, :, None] * stride + offset[None, :, None, :]
-        self.register_buffer("index", index.reshape(side**2, window_side**2), persistent=False)
+        self.window_side, self.num_offsets, self.stride = window_side, side + window_side - 1, stride
+        self.table = position_parameter((self.num_offsets - 1) * (stride + 1) + 1, num_heads)
 
     def forward(self) -> Tensor:
         """(M, side^2, window_side^2): positions of queries by positions of keys, both row by row."""
-        return self.table[self.index].movedim(-1, 0)
+        # Views of the table, and one copy: an index would have a gradient that sorts, and a buffer of its own.
+        grid = self.table.T.unfold(1, self.num_offsets, self.stride)
+        # (M, row and column of the query, and of the key from the last to the first)
+        bias = grid.unfold(1, self.window_side, 1).unfold(2, self.window_side, 1)
+        return bias.flip(3, 4).flatten(3).flatten(1, 2)
 
 
 class WindowRelativeBias(_OffsetBias):

@@ -81,3 +81,15 @@ def autocast_off(device: torch.device) -> contextlib.AbstractContextManager:
 def at_least_float32(x: Tensor) -> Tensor:
     """Half-precision tensors as float32, others as they are."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the type that autocast chooses for products on ``device``, or None where it is off."""
+    is_on = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    return torch.get_autocast_dtype(device.type) if is_on else None
+
+
+def in_autocast_dtype(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return the tensors in the type that autocast chooses for PyTorch's attention; float64 is kept."""
+    dtype = autocast_dtype(tensors[0].device)
+    return tuple(x if x is None or dtype is None or x.dtype == torch.float64 else x.to(dtype) for x in tensors)

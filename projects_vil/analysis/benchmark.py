@@ -132,17 +132,14 @@ class BenchmarkCase:
         check_device(cfg)
         return cfg
 
-    def _attention(self, model: nn.Module, height: int, width: int) -> tuple[nn.Module, tuple[Tensor, Tensor | None]]:
+    def _attention(self, model: nn.Module, height: int, width: int) -> tuple[nn.Module, tuple]:
         for stage, stride in () if self.is_baseline else zip(model.net.stages, model.net.strides, strict=False):
             attention = stage.blocks[0].attention
             if attention is not None:
-                dim = stage.blocks[0].attention_norm.normalized_shape[0]
-                tokens = torch.randn(self.batch_size, height // stride, width // stride, dim, device=self.device)
-                tokens.requires_grad_(self._trains)
-                global_tokens = stage.global_tokens
-                if global_tokens is not None:
-                    global_tokens = global_tokens.detach().expand(self.batch_size, -1, -1).clone()
-                return attention, (tokens, global_tokens)
+                dim, size = stage.blocks[0].attention_norm.normalized_shape[0], (height // stride, width // stride)
+                length = attention.num_global_tokens + math.prod(size)
+                tokens = torch.randn(self.batch_size, length, dim, device=self.device)
+                return attention, (tokens.requires_grad_(self._trains), size)
         raise ConfigError(f"{self.name} has no attention module of this project")
 
     def _step(

@@ -47,23 +47,22 @@ class AttentionWeights:
 
 
 def attention_weights(
-    module: nn.Module, tokens: Tensor, global_tokens: Tensor | None, row: int, col: int
+    module: nn.Module, tokens: Tensor, size: tuple[int, int], row: int, col: int
 ) -> AttentionWeights:
     """Compute the attention weights of the token at a row and a column.
 
     Args:
         module: an attention module of :mod:`backbones`, in eval mode.
-        tokens, global_tokens: its input, (1, H, W, C) and (1, G, C) or None.
+        tokens, size: its input, (1, G + H * W, C) and (H, W).
 
     Raises:
         ConfigError: for Linformer, whose weights do not sum to 1, and modules without attention.
     """
     if not isinstance(module, _DRAWABLE):
         raise ConfigError(f"{type(module).__name__} has no attention weights")
-    height, width = tokens.shape[1:3]
+    (height, width), num_global = size, module.num_global_tokens
     with torch.enable_grad(), _values_as_leaves(module) as (leaves, outputs):
-        module(tokens.detach(), None if global_tokens is None else global_tokens.detach())
-        # Local tokens are first, or after the global tokens in one sequence.
+        module(tokens.detach(), size)
         local = outputs[0].flatten(0, -2)[-height * width :]
         head_channel = local[row * width + col].unflatten(0, (module.num_heads, -1))[:, 0].sum()
         used = [(name, leaf) for name in _VALUE_LAYERS for leaf in leaves[name]]
@@ -73,28 +72,25 @@ def attention_weights(
         values = gradient.flatten(0, -2)[:, -module.projection.in_features :]
         weights[name].append(values.unflatten(1, (module.num_heads, -1))[:, :, 0].T)
 
-    num_global = 0 if global_tokens is None else global_tokens.shape[1]
     direct = spread = tokens.new_zeros(module.num_heads, height * width)
     projected = to_globals = tokens.new_zeros(module.num_heads, 0)
     if isinstance(module, DualNormAttention):
-        # The norm takes keys, then values, first of the global tokens.
-        direct, projected = weights["local_norm"][-1], weights["projected_norm"][-1]
-        to_globals = weights["local_norm"][1] if num_global else to_globals
+        # The norm takes keys, then values.
+        to_globals, direct = weights["local_norm"][1].tensor_split([num_global], dim=1)
+        projected = weights["projected_norm"][1]
         # (M, H * W, r)
         shares = split_heads(leaves[_SCORE_LAYER][0].detach(), module.num_heads)[0].flatten(1, 2).softmax(dim=1)
         spread = (shares @ projected[..., None])[..., 0]
-    elif isinstance(module, SlidingChunkAttention):
-        direct = weights["key_value"][0]
-        to_globals = weights["key_value"][1] if num_global else to_globals
     elif isinstance(module, GlobalMemoryAttention):
-        to_globals = weights["key_value"][0]
+        to_globals = weights["key_value"][0][:, :num_global]
     elif isinstance(module, SpatialReductionAttention):
         to_globals, projected = weights["key_value"][0].tensor_split([num_global], dim=1)
         spread = _spread_evenly(projected, module.reduction, height, width).flatten(1)
         if module.reduction == 1:
             direct, spread, projected = spread, direct, projected[:, :0]
     else:
-        to_globals, direct = weights["qkv"][0].tensor_split([num_global], dim=1)
+        layer = "key_value" if isinstance(module, SlidingChunkAttention) else "qkv"
+        to_globals, direct = weights[layer][0].tensor_split([num_global], dim=1)
     direct, spread = (x.unflatten(1, (height, width)) for x in (direct, spread))
     return AttentionWeights(direct=direct, projected=projected, spread=spread, to_globals=to_globals)
 

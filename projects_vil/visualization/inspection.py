@@ -103,10 +103,10 @@ def draw_attention(
     inputs = []
     with module.register_forward_pre_hook(lambda module, args: inputs.append(args)), torch.no_grad():
         backbone(batch)
-    tokens, global_tokens = inputs[0]
-    stride = batch.shape[2] // tokens.shape[1]
+    tokens, size = inputs[0]
+    stride = batch.shape[2] // size[0]
     token = y // stride, x // stride
-    attention = attention_weights(module, tokens, global_tokens, *token)
+    attention = attention_weights(module, tokens, size, *token)
     if not attention.direct.any() and not attention.spread.any():
         raise ConfigError(f"stage {stage} attends only to its global tokens: there are no weights on the image")
     keys = "reduced feature map" if isinstance(module, SpatialReductionAttention) else "projected keys"

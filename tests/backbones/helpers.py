@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from backbones.attention import chunks
 from backbones.attention.efficient import redraw_features
 from backbones.backbone import BackboneSettings
 from backbones.vil import ViL, ViLStage, ViLVariant
@@ -82,11 +81,6 @@ def assert_all_close(actual: dict, expected: dict, *, tolerance: float) -> None:
         torch.testing.assert_close(
             actual[name], expected[name], atol=tolerance, rtol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
         )
-
-
-def mark_as_on_a_gpu(channels: int, device: torch.device) -> int:
-    """A replacement of ``mask_channels``: the branch of a GPU, run on any device."""
-    return chunks.mask_channels(channels, torch.device("cuda"))
 
 
 def assert_padding_is_hidden_in_half_precision(

@@ -6,6 +6,7 @@ import torch
 from backbones.backbone import BackboneSettings
 from backbones.errors import ConfigError
 from backbones.vil import ViL
+from tests.backbones.attention.cases import attend
 from tests.backbones.helpers import random_images, small_variant, small_vil
 
 
@@ -33,8 +34,8 @@ def test_stochastic_depth_drops_paths_of_whole_images():
     block.train()
     tokens, global_tokens = random_images(64, 5, 7, 8), random_images(64, 2, 8, seed=2)
     torch.manual_seed(0)
-    output, global_output = block(tokens, global_tokens)
-    update, global_update = block.attention(block.attention_norm(tokens), block.attention_norm(global_tokens))
+    global_output, output = block(torch.cat([global_tokens, tokens.flatten(1, 2)], dim=1), (5, 7)).split([2, 35], dim=1)
+    update, global_update = attend(block.attention, block.attention_norm(tokens), block.attention_norm(global_tokens))
 
     def outcome(attention_kept: int, mlp_kept: int, x: torch.Tensor, change: torch.Tensor) -> torch.Tensor:
         x = x + attention_kept / (1 - rate) * change
@@ -42,7 +43,7 @@ def test_stochastic_depth_drops_paths_of_whole_images():
 
     count = {}
     for kept in ((0, 0), (0, 1), (1, 0), (1, 1)):
-        local = (output - outcome(*kept, tokens, update)).abs().amax(dim=(1, 2, 3)) < 1e-12
+        local = (output.unflatten(1, (5, 7)) - outcome(*kept, tokens, update)).abs().amax(dim=(1, 2, 3)) < 1e-12
         globals_ = (global_output - outcome(*kept, global_tokens, global_update)).abs().amax(dim=(1, 2)) < 1e-12
         assert torch.equal(local, globals_)
         count[kept] = int(local.sum())

@@ -4,10 +4,10 @@ import functools
 from collections.abc import Callable
 
 import pytest
-from torch import Tensor
+from torch import Tensor, nn
 
 from backbones.attention import reference
-from backbones.attention.dense import dense_attention
+from backbones.attention.dense import dense_attention, join_tokens, split_globals
 from backbones.attention.long_short import long_short_attention
 from backbones.attention.sliding_chunk import sliding_chunk_attention
 from tests.backbones.helpers import attention_inputs, random_images
@@ -66,6 +66,25 @@ def case(
         if shift is not None:
             options["shift"] = shift
     return *(functools.partial(function, window_size=window_size, **options) for function in functions), inputs
+
+
+class OnMap(nn.Module):
+    """An attention module on (B, H, W, C) and (B, G, C) or None -> the same, or None without updated global tokens."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, tokens: Tensor, global_tokens: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        module, size = self.module, tokens.shape[1:3]
+        num_global = module.num_global_tokens if module.update_globals else 0
+        global_output, output = split_globals(module(join_tokens(tokens, global_tokens), size), num_global)
+        return output.unflatten(1, size), global_output
+
+
+def attend(module: nn.Module, tokens: Tensor, global_tokens: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Run :class:`OnMap`."""
+    return OnMap(module)(tokens, global_tokens)
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

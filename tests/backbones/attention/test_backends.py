@@ -10,6 +10,7 @@ from backbones.attention import backends, reference, sliding_chunk
 from backbones.attention.backends import KernelKey, choose_kernel
 from backbones.attention.chunks import WindowInputs
 from backbones.attention.sliding_chunk import SlidingChunkAttention, sliding_chunk_attention
+from tests.backbones.attention.cases import OnMap, attend
 from tests.backbones.helpers import attention_inputs, randomise
 from tests.gpu import DEVICE, on_gpu
 from tests.projects_vil.engine.gloo import in_processes
@@ -159,11 +160,11 @@ def test_auto_backend_describes_its_inputs_to_the_choice(monkeypatch, training):
     module = randomise(SlidingChunkAttention(8, num_heads=2, window_size=3, relative_bias=True, backend="auto"))
     module.train(training).shift = (1, 0)
     with torch.set_grad_enabled(training), torch.autocast("cpu", torch.bfloat16):
-        module(torch.randn(1, 7, 10, 8), torch.randn(1, 1, 8))
+        attend(module, torch.randn(2, 7, 10, 8), torch.randn(2, 1, 8))
     learned = WindowInputs._fields if training else ()
     assert asked == [kernel_key(dtype=torch.bfloat16, is_shifted=training, learned=learned)]
     # The inputs of the comparison have the memory layout of the module's: 2 x 3 chunks and a token more.
-    compared = asked[0].inputs(2, 3, 1, rest=1)
+    compared = asked[0].inputs(2, 3, 2, rest=1)
     assert {name: (x.shape, x.stride()) for name, x in compared.items()} == {
         name: (x.shape, x.stride()) for name, x in used.items()
     }
@@ -189,12 +190,12 @@ def test_cpu_and_traced_runs_use_no_triton_kernel(monkeypatch, backend):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     module = SlidingChunkAttention(8, num_heads=2, window_size=3, backend=backend).eval()
     inputs = torch.randn(1, 7, 10, 8), torch.randn(1, 1, 8)
-    outputs = [module(*inputs)] if backend == "auto" else []
+    outputs = [attend(module, *inputs)] if backend == "auto" else []
     monkeypatch.setattr(sliding_chunk, "_has_several_kernels", lambda device: True)
-    outputs.append(torch.jit.trace(module, inputs, check_trace=False)(*inputs))
+    outputs.append(torch.jit.trace(OnMap(module), inputs, check_trace=False)(*inputs))
     module.backend = "sdpa"
     for output in outputs:
-        torch.testing.assert_close(output, module(*inputs))
+        torch.testing.assert_close(output, attend(module, *inputs))
 
 
 def test_backends_of_the_stages():

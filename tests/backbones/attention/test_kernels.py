@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 
-from backbones.attention import blocked, long_short, reference, sliding_chunk
+from backbones.attention import blocked, chunks, reference
 from backbones.attention import windows as windows_module
 from backbones.attention.chunks import copied_windows
 from backbones.attention.dense import dense_attention
@@ -17,7 +17,6 @@ from tests.backbones.helpers import (
     LargestTensor,
     assert_all_close,
     assert_padding_is_hidden_in_half_precision,
-    mark_as_on_a_gpu,
     outputs_and_gradients,
     random_images,
     randomise,
@@ -63,11 +62,13 @@ def test_result_does_not_depend_on_the_block_size(monkeypatch, kernel, block_sco
 
 
 @windows
-def test_result_is_the_same_as_on_a_gpu(monkeypatch, kernel):
-    for module in (sliding_chunk, long_short):
-        monkeypatch.setattr(module, "mask_channels", mark_as_on_a_gpu)
+@pytest.mark.parametrize("num_global", [0, 1, 2])
+def test_result_is_the_same_as_on_a_gpu(monkeypatch, kernel, num_global):
+    """With its mask channels, aligned biases, and PyTorch's own gradients."""
+    for module in (chunks, windows_module):
+        monkeypatch.setattr(module, "wants_alignment", lambda device: True)
     monkeypatch.setattr(windows_module, "needs_blocks", lambda *tensors, biases: False)
-    assert_equals_reference(*case(kernel, channels=8))
+    assert_equals_reference(*case(kernel, channels=8, num_global=num_global))
 
 
 @pytest.mark.parametrize("num_global", [0, 1, 2])

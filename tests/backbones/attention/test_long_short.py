@@ -8,7 +8,7 @@ from torch import Tensor
 
 from backbones.attention.long_short import LongShortAttention, dynamic_projection
 from backbones.layers.position import SegmentRelativeBias
-from tests.backbones.attention.cases import case, side_of
+from tests.backbones.attention.cases import attend, case, side_of
 from tests.backbones.helpers import random_images, randomise
 
 
@@ -66,7 +66,7 @@ def test_module_equals_its_steps_by_hand(num_global):
     (dim, heads, rank), (height, width) = (8, 2, 5), (7, 10)
     tokens = random_images(2, height, width, dim)
     global_tokens = random_images(2, num_global, dim, seed=2) if num_global else None
-    update, global_update = module(tokens, global_tokens)
+    update, global_update = attend(module, tokens, global_tokens)
 
     def normed(x: Tensor, norm: torch.nn.LayerNorm) -> Tensor:
         centred = x - x.mean(-1, keepdim=True)

@@ -17,7 +17,7 @@ from backbones.attention.efficient import (
 from backbones.attention.long_short import LongShortAttention
 from backbones.attention.sliding_chunk import SlidingChunkAttention
 from backbones.errors import ConfigError
-from tests.backbones.attention.cases import relative_error
+from tests.backbones.attention.cases import OnMap, attend, relative_error
 from tests.backbones.helpers import assert_all_close, random_images, randomise, trace
 
 _CHUNKS = functools.partial(SlidingChunkAttention, window_size=3, relative_bias=True)
@@ -71,11 +71,11 @@ def reduced_map(module: SpatialReductionAttention, tokens: Tensor) -> Tensor:
 def definition(name: str, module: nn.Module, tokens: Tensor, global_tokens: Tensor | None) -> Tensor:
     """The output for all tokens together, (B, G + H * W, C), by the reference."""
     sequence, num_global = join_tokens(tokens, global_tokens), 0 if global_tokens is None else global_tokens.shape[1]
-    attend, bias = reference.attention, None
+    kernel, bias = reference.attention, None
     if hasattr(module, "qkv"):
         query, key, value = module.qkv(sequence).chunk(3, dim=-1)
         if name == "performer":
-            attend = functools.partial(reference.performer_attention, features=module.features)
+            kernel = functools.partial(reference.performer_attention, features=module.features)
     else:
         seen = sequence
         if name.startswith("sra"):
@@ -90,7 +90,7 @@ def definition(name: str, module: nn.Module, tokens: Tensor, global_tokens: Tens
         bias = torch.zeros(sequence.shape[1], sequence.shape[1], dtype=torch.float64)
         bias[num_global:, num_global:] = float("-inf")
     heads = [split_heads(x, 2) for x in (query, key, value)]
-    return module.projection(merge_heads(attend(*heads) if bias is None else attend(*heads, bias=bias)))
+    return module.projection(merge_heads(kernel(*heads) if bias is None else kernel(*heads, bias=bias)))
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -100,7 +100,7 @@ def test_module_equals_its_definition(name, num_global):
         pytest.skip("there is nothing to see")
     module, inputs = build(name, num_global), inputs_for(num_global)
     expected = definition(name, module, *inputs)
-    output, global_output = module(*inputs)
+    output, global_output = attend(module, *inputs)
     torch.testing.assert_close(output.flatten(1, 2), expected[:, num_global:], atol=1e-10, rtol=1e-10)
     if num_global:
         torch.testing.assert_close(global_output, expected[:, :num_global], atol=1e-10, rtol=1e-10)
@@ -113,25 +113,25 @@ def test_block_without_global_updates_gives_the_same_maps(name):
     module, last = build(name, 2), build(name, 2, update_globals=False)
     missing, unused = last.load_state_dict(module.state_dict(), strict=False)
     assert not missing and all("global_" in key for key in unused)
-    output, none = last(*inputs_for(2))
+    output, none = attend(last, *inputs_for(2))
     assert none is None
-    torch.testing.assert_close(output, module(*inputs_for(2))[0], atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(output, attend(module, *inputs_for(2))[0], atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name != "linformer"])
 def test_trace_is_correct_for_other_sizes(name):
     module = build(name, 2)
-    traced = trace(module, inputs_for(2, 9, 8))
+    traced = trace(OnMap(module), inputs_for(2, 9, 8))
     for height, width in ((4, 7), (2, 19), (12, 1)):
         inputs = inputs_for(2, height, width)
-        for actual, expected in zip(traced(*inputs), module(*inputs), strict=True):
+        for actual, expected in zip(traced(*inputs), attend(module, *inputs), strict=True):
             torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-12)
 
 
 def outputs_and_gradients_of(module: nn.Module, num_global: int, height: int, width: int, run=None) -> dict:
     module.zero_grad(set_to_none=True)
     tokens, global_tokens = (x if x is None else x.requires_grad_() for x in inputs_for(num_global, height, width))
-    outputs = [x for x in (module if run is None else run)(tokens, global_tokens) if x is not None]
+    outputs = [x for x in (attend if run is None else run)(module, tokens, global_tokens) if x is not None]
     sum((x * torch.sin(torch.arange(x.numel())).view_as(x)).sum() for x in outputs).backward()
     values = {"tokens": tokens.grad} | dict(enumerate(outputs))
     return values | {name: parameter.grad for name, parameter in module.named_parameters()}
@@ -153,7 +153,7 @@ def test_compiled(name):
     """A compiled run takes PyTorch's gradients, without a break in the graph."""
     module = build(name, 1)
     expected = outputs_and_gradients_of(module, 1, 7, 10)
-    compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=False)
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=False)
     assert_all_close(outputs_and_gradients_of(module, 1, 7, 10, run=compiled), expected, tolerance=1e-9)
 
 
@@ -163,8 +163,8 @@ def test_compiled(name):
 def test_lower_precision(name, dtype, tolerance, autocast):
     module, kept = build(name, 2), torch.float32 if autocast else dtype
     with torch.no_grad(), torch.autocast("cpu", dtype, enabled=autocast):
-        outputs = module.to(kept)(*(x.to(kept) for x in inputs_for(2)))
-    for output, exact in zip(outputs, module.double()(*inputs_for(2)), strict=True):
+        outputs = attend(module.to(kept), *(x.to(kept) for x in inputs_for(2)))
+    for output, exact in zip(outputs, attend(module.double(), *inputs_for(2)), strict=True):
         assert output.dtype == dtype and relative_error(output, exact) <= tolerance
 
 
@@ -185,4 +185,4 @@ def test_unknown_options_raise(name, options, named):
 @pytest.mark.parametrize("size", [(7, 5), (5, 8)])
 def test_linformer_raises_for_another_map_size(size):
     with pytest.raises(ConfigError, match=f"5 x 7 .* {size[0]} x {size[1]}"):
-        build("linformer", 0)(*inputs_for(0, *size))
+        attend(build("linformer", 0), *inputs_for(0, *size))

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from backbones.attention.sliding_chunk import SHIFTS, SlidingChunkAttention, sample_shifts, sliding_chunk_attention
+from tests.backbones.attention.cases import attend
 from tests.backbones.helpers import random_images, randomise, small_vil
 
 
@@ -23,7 +24,7 @@ def test_module_equals_explicit_products_per_head(num_global, shared):
     tokens, global_tokens = random_images(2, 2, 3, 8), random_images(2, num_global, 8, seed=2)
     everything = torch.cat([global_tokens, tokens.flatten(1, 2)], dim=1)
 
-    def attend(queries: Tensor, bias: Tensor, own: str) -> Tensor:
+    def expected_of(queries: Tensor, bias: Tensor, own: str) -> Tensor:
         query, key_value = getattr(module, f"{own}query")(queries), getattr(module, f"{own}key_value")(everything)
         (key, value), heads = key_value.chunk(2, dim=-1), []
         for head in range(2):
@@ -37,11 +38,11 @@ def test_module_equals_explicit_products_per_head(num_global, shared):
     for i, (row, col) in enumerate(positions):
         for j, (key_row, key_col) in enumerate(positions):
             bias[:, i, num_global + j] = module.relative_bias.table[(row - key_row + 5) * 11 + col - key_col + 5]
-    output, global_output = module(tokens, global_tokens)
-    expected = attend(tokens.flatten(1, 2), bias, "").unflatten(1, (2, 3))
+    output, global_output = attend(module, tokens, global_tokens)
+    expected = expected_of(tokens.flatten(1, 2), bias, "").unflatten(1, (2, 3))
     torch.testing.assert_close(output, expected, atol=1e-12, rtol=1e-12)
     bias = torch.cat([module.global_to_global, module.global_to_local[:, :, None].expand(-1, -1, 6)], dim=2)
-    expected = attend(global_tokens, bias, "" if shared else "global_")
+    expected = expected_of(global_tokens, bias, "" if shared else "global_")
     torch.testing.assert_close(global_output, expected, atol=1e-12, rtol=1e-12)
 
 
@@ -60,10 +61,10 @@ def test_a_shifted_token_sees_its_chunk_one_neighbour_and_the_global_tokens():
 
 def test_evaluation_sees_all_chunks():
     module, inputs = attention_module(1), (random_images(2, 7, 11, 8), random_images(2, 1, 8))
-    expected = module(*inputs)[0]
+    expected = attend(module, *inputs)[0]
     module.shift = (0, 1)
-    assert not torch.allclose(module(*inputs)[0], expected)
-    torch.testing.assert_close(module.eval()(*inputs)[0], expected)
+    assert not torch.allclose(attend(module, *inputs)[0], expected)
+    torch.testing.assert_close(attend(module.eval(), *inputs)[0], expected)
 
 
 def test_shifts_depend_only_on_the_seed_and_the_layer():

@@ -20,6 +20,7 @@ from backbones.attention import reference, triton_chunks
 from backbones.attention.sliding_chunk import MODES, SHIFTS, SlidingChunkAttention
 from backbones.attention.triton_chunks import Launch, triton_chunk_attention, unmet_requirement
 from backbones.errors import ConfigError
+from tests.backbones.attention.cases import attend
 from tests.backbones.helpers import (
     assert_padding_is_hidden_in_half_precision,
     attention_inputs,
@@ -222,7 +223,7 @@ def test_module_with_activation_checkpointing():
         module = SlidingChunkAttention(8, num_heads=2, window_size=3, relative_bias=True, backend=backend)
         module = randomise(module).double()
         inputs = [random_images(1, *shape).requires_grad_() for shape in ((2, 5, 8), (1, 8))]
-        outputs = checkpoint(module, *inputs, use_reentrant=False)
+        outputs = checkpoint(attend, module, *inputs, use_reentrant=False)
         sum(x.square().sum() for x in outputs).backward()
         results.append([*outputs, *(x.grad for x in (*inputs, *module.parameters()))])
     for actual, expected in zip(*results, strict=True):

@@ -25,13 +25,14 @@ def case(name: str, part: str = "backbone", *, is_baseline: bool = False, detect
 
 @pytest.fixture
 def calls():
-    """Collect (module, shapes of its inputs, shift, output) of the sliding-chunk modules and detectors that run."""
+    """Collect (module, shape and size of its tokens, shift, output) of sliding-chunk modules and detectors that run."""
     found = []
 
     def note(module, inputs, output):
         if isinstance(module, SlidingChunkAttention) or type(module).__name__ in ("RetinaNet", "GeneralizedRCNN"):
-            shapes = [tuple(x.shape) for x in inputs if torch.is_tensor(x)]
-            found.append((module, shapes, getattr(module, "shift", None), output))
+            found.append(
+                (module, inputs[1:] and (*inputs[0].shape, *inputs[1]), getattr(module, "shift", None), output)
+            )
 
     handle = nn.modules.module.register_module_forward_hook(note)
     yield found
@@ -41,11 +42,11 @@ def calls():
 def test_a_backbone_gets_padded_images_and_attention_those_of_the_first_stage(calls):
     case(SMALL, size=(60, 90), batch_size=2, dtype="bfloat16").build()()
     # 64 x 96 pixels at strides 4, 8, 16 and 32
-    assert [shapes[0][:3] for _, shapes, *_ in calls] == [(2, 16, 24), (2, 8, 12), *[(2, 4, 6)] * 3, (2, 2, 3)]
+    assert [shape[3:] for _, shape, *_ in calls] == [(16, 24), (8, 12), *[(4, 6)] * 3, (2, 3)]
     assert not any(module.training for module, *_ in calls) and calls[0][3][0].dtype == torch.bfloat16
     calls.clear()
     case(SMALL, "attention").build()()
-    assert [shapes for _, shapes, *_ in calls] == [[(1, 16, 24, 48), (1, 1, 48)]]
+    assert [shape for _, shape, *_ in calls] == [(1, 1 + 16 * 24, 48, 16, 24)]
 
 
 def test_suffixes(calls, monkeypatch):

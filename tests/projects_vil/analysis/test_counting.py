@@ -69,7 +69,7 @@ MECHANISMS = {
 def test_mechanisms(mechanism, device):
     create, attention = MECHANISMS[mechanism]
     with torch.device(device):
-        counted = count_flops(create(), torch.ones(1, HEIGHT, WIDTH, DIM), torch.ones(1, GLOBALS, DIM))
+        counted = count_flops(create(), torch.ones(1, GLOBALS + HEIGHT * WIDTH, DIM), (HEIGHT, WIDTH))
     assert sum(counted.values()) == PROJECTIONS + attention
     assert device == "meta" or counted == {"matmul": PROJECTIONS, "attention": attention}
 

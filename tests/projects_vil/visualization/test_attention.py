@@ -46,11 +46,15 @@ def build(attention_type: type, num_global: int, options: dict) -> tuple[nn.Modu
     return module, random_images(1, HEIGHT, WIDTH, DIM), global_tokens
 
 
+def weights_at(module: nn.Module, tokens: Tensor, global_tokens: Tensor | None, row: int, col: int) -> AttentionWeights:
+    return attention_weights(module, join_tokens(tokens, global_tokens), tokens.shape[1:3], row, col)
+
+
 def inputs_of(layer: nn.Module, module: nn.Module, *inputs) -> list[Tensor]:
     """Return the input of each call of a layer."""
     caught = []
     handle = layer.register_forward_pre_hook(lambda layer, args: caught.append(args[0].detach()))
-    module(*inputs)
+    module(join_tokens(*inputs), inputs[0].shape[1:3])
     handle.remove()
     return caught
 
@@ -87,7 +91,7 @@ def values_of(module: nn.Module, tokens: Tensor, global_tokens: Tensor | None) -
 @torch.no_grad()
 def check(module: nn.Module, tokens: Tensor, global_tokens: Tensor | None, row: int, col: int) -> AttentionWeights:
     """Check that weights are not negative, sum to 1, and with the values give the output before its projection."""
-    attention = attention_weights(module, tokens, global_tokens, row, col)
+    attention = weights_at(module, tokens, global_tokens, row, col)
     parts = {"direct": attention.direct.flatten(1), "projected": attention.projected}
     parts["to_globals"] = attention.to_globals
     values = values_of(module, tokens, global_tokens)
@@ -122,13 +126,13 @@ def test_softmax_by_hand():
     module, tokens, _ = build(DenseAttention, 0, {})
     query, key = module.qkv(tokens.flatten(1, 2))[0, :, : 2 * DIM].unflatten(1, (2, HEADS, -1)).unbind(1)
     scores = torch.einsum("md,lmd->ml", query[3 * WIDTH + 6], key) * (DIM // HEADS) ** -0.5
-    weights = attention_weights(module, tokens, None, 3, 6).direct.flatten(1)
+    weights = weights_at(module, tokens, None, 3, 6).direct.flatten(1)
     torch.testing.assert_close(weights, scores.softmax(dim=1))
 
 
 def test_projected_weights_are_spread_by_the_dynamic_projection():
     module, tokens, _ = build(LongShortAttention, 0, {"window_size": 2, "rank": 3})
-    attention = attention_weights(module, tokens, None, 3, 6)
+    attention = weights_at(module, tokens, None, 3, 6)
     shares = module.dynamic_projection(tokens)[0].flatten(0, 1).softmax(dim=0)
     for head in range(HEADS):
         expected = shares[:, 3 * head : 3 * head + 3] @ attention.projected[head]
@@ -137,7 +141,7 @@ def test_projected_weights_are_spread_by_the_dynamic_projection():
 
 def test_a_reduced_position_is_spread_over_its_tokens():
     module, tokens, _ = build(SpatialReductionAttention, 0, {"reduction": 3})
-    attention = attention_weights(module, tokens, None, 3, 6)
+    attention = weights_at(module, tokens, None, 3, 6)
     assert attention.projected.shape == (HEADS, 2 * 3) and not attention.direct.any()
     cells = attention.spread[:, :6, :9].unflatten(2, (3, 3)).unflatten(1, (2, 3))
     expected = (attention.projected / 9).unflatten(1, (2, 3))[:, :, None, :, None].expand_as(cells)
@@ -148,4 +152,4 @@ def test_a_reduced_position_is_spread_over_its_tokens():
 
 def test_linformer_has_no_weights():
     options = {"map_size": (HEIGHT, WIDTH), "num_features": 5}
-    assert "LinformerAttention" in message(attention_weights, *build(LinformerAttention, 0, options), 0, 0)
+    assert "LinformerAttention" in message(weights_at, *build(LinformerAttention, 0, options), 0, 0)
