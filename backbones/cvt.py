@@ -81,18 +81,17 @@ class ConvLongShortAttention(DualNormAttention):
         self, dim: int, *, num_heads: int, window_size: int, rank: int, norm: str = "batch", backend: str = "sdpa"
     ) -> None:
         super().__init__(dim, num_heads=num_heads, window_size=window_size, backend=backend)
-        self.query = SeparableProjection(dim, dim, norm=norm)
-        self.key = SeparableProjection(dim, dim, norm=norm)
-        self.value = SeparableProjection(dim, dim, norm=norm)
+        # To queries, keys and values
+        self.conv_qkv = SeparableProjection(dim, dim, number=3, norm=norm)
         self.dynamic_projection = StandardisedProjection(dim, num_heads * rank)
         self.projection = nn.Linear(dim, dim)
 
     def forward(self, tokens: Tensor, size: tuple[int, int]) -> Tensor:
         """(B, H * W, C) and (H, W) -> (B, H * W, C)."""
         tokens = tokens.unflatten(1, size)
-        query = split_heads(self.query(tokens), self.num_heads)
-        key, value = self.norm_local(self.key(tokens), self.value(tokens))
-        output = self.attend(query, key, value, self.dynamic_projection(tokens))
+        projected = self.conv_qkv(tokens)
+        heads = split_heads(projected[0], self.num_heads), *self.norm_local(projected[1:])
+        output = self.attend(*(x.unflatten(2, size) for x in heads), self.dynamic_projection(tokens))
         return self.projection(merge_heads(output).flatten(1, 2))
 
 

@@ -18,7 +18,6 @@ from backbones.attention.chunks import (
     mask_channels,
     mask_keys,
     padding_to_multiple,
-    value_channels,
     windows,
 )
 from backbones.attention.dense import dense_attention, merge_heads, split_globals, split_heads
@@ -50,10 +49,11 @@ def dynamic_projection(scores: Tensor, *tokens: Tensor) -> tuple[Tensor, ...]:
     with autocast_off(scores.device):
         # (B, M, r, H * W)
         weights = at_least_float32(contiguous_for_export(scores)).flatten(2, 3).softmax(dim=2)
-        dtype = torch.bfloat16 if tokens[0].dtype == torch.bfloat16 else weights.dtype
+        own = tokens[0].dtype
+        dtype = torch.bfloat16 if own == torch.bfloat16 else weights.dtype
         weights = contiguous_for_export(weights.transpose(2, 3)).to(dtype)
-        flat = (contiguous_for_export(x).to(dtype).flatten(2, 3) for x in tokens)
-        return tuple((weights @ x).to(own.dtype) for x, own in zip(flat, tokens, strict=True))
+        sums = weights @ torch.cat(tokens, dim=4).to(dtype).flatten(2, 3)
+        return sums.to(own).unflatten(3, (len(tokens), -1)).unbind(3)
 
 
 def long_short_attention(
@@ -99,22 +99,19 @@ def _attend(layout: WindowLayout, inputs: WindowInputs, *, with_logsumexp: bool)
 
     right, below = (padding_to_multiple(size, window_size) for size in (width, height))
     halo = (max(window_size - side, side), side + right, side, side + below)
-    hidden = is_padding(key, (height, width), halo)
-    key = mask_keys(F.pad(key, (0, 0, *halo)), hidden, extra)
-    more = value_channels(static_size(value.shape[4]), extra, value.device)
-    value = F.pad(value, (0, more, *halo))
+    both = torch.cat([key, value])
+    both = mask_keys(F.pad(both, (0, 0, *halo)), is_padding(both, (height, width), halo), extra)
 
-    # Keys that all segments see fill whole columns of a window: (B, M, n, w + 2 * side, D + extra)
+    # Keys that all segments see fill whole columns of a window: (2 * B, M, n, w + 2 * side, D + extra)
     shared = static_size(shared_key.shape[2])
     fill = padding_to_multiple(shared, length)
     hidden = is_padding(key, (shared,), (0, fill)).unflatten(0, (-1, length))
-    shared_key = F.pad(shared_key, (0, 0, 0, fill)).unflatten(2, (-1, length))
-    shared_key = mask_keys(shared_key, hidden, extra)
-    shared_value = F.pad(shared_value, (0, more, 0, fill)).unflatten(2, (-1, length))
+    shared_both = F.pad(torch.cat([shared_key, shared_value]), (0, 0, 0, fill)).unflatten(2, (-1, length))
+    shared_both = mask_keys(shared_both, hidden, extra)
 
-    # (B * rows * M, cols, S, D + extra)
-    keys = _windows(key, shared_key, window_size, side)
-    values = _windows(value, shared_value, window_size, side)
+    # (B * rows * M, cols, S, D + extra); the mask channels of the values are not used
+    keys_values = _windows(both, shared_both, window_size, side)
+    keys, values = keys_values.unflatten(0, (2, keys_values.shape[0] // 2)).unbind()
     bias = None if local_bias is None else _window_bias(local_bias, shared + fill, length, side)
     return attend_chunks(query, keys, values, bias, window_size=window_size, with_logsumexp=with_logsumexp)
 
@@ -189,13 +186,13 @@ class DualNorm(nn.Module):
         self.local_norm = LayerNorm(dim)
         self.projected_norm = LayerNorm(dim) if projects else None
 
-    def norm_local(self, *tokens: Tensor) -> tuple[Tensor, ...]:
-        """Keys and values of tokens, each (B, ..., C) -> (B, M, ..., D)."""
-        return tuple(split_heads(self.local_norm(x), self.num_heads) for x in tokens)
+    def norm_local(self, tokens: Tensor) -> tuple[Tensor, ...]:
+        """Keys and values of tokens, (2, B, ..., C) -> (B, M, ..., D) each."""
+        return tuple(split_heads(x, self.num_heads) for x in self.local_norm(tokens).unbind())
 
-    def norm_projected(self, *sums: Tensor) -> tuple[Tensor, ...]:
-        """Keys and values that sum up tokens, each (B, ..., C) -> (B, M, ..., D)."""
-        return tuple(split_heads(self.projected_norm(x), self.num_heads) for x in sums)
+    def norm_projected(self, sums: Tensor) -> tuple[Tensor, ...]:
+        """Keys and values that sum up tokens, (2, B, ..., C) -> (B, M, ..., D) each."""
+        return tuple(split_heads(x, self.num_heads) for x in self.projected_norm(sums).unbind())
 
 
 class DualNormAttention(DualNorm):
@@ -243,7 +240,7 @@ class DualNormAttention(DualNorm):
             global_key, global_value: (B, M, G, D), after the norms.
         """
         projected = dynamic_projection(split_heads(scores, self.num_heads), key, value)
-        projected_key, projected_value = self.norm_projected(*map(merge_heads, projected))
+        projected_key, projected_value = self.norm_projected(torch.stack([merge_heads(x) for x in projected]))
         return BACKENDS[self.backend](
             query,
             key,
@@ -301,7 +298,7 @@ class LongShortAttention(DualNormAttention):
     def forward(self, tokens: Tensor, size: tuple[int, int]) -> Tensor:
         """(B, G + H * W, C), global tokens first, and (H, W) -> the same, or (B, H * W, C) without updated globals."""
         query, key, value = self.qkv(tokens).chunk(3, dim=-1)
-        key, value = self.norm_local(key, value)
+        key, value = self.norm_local(torch.stack([key, value]))
         global_query, query = split_globals(split_heads(query, self.num_heads), self.num_global_tokens, dim=2)
         (global_key, key), (global_value, value) = (
             split_globals(x, self.num_global_tokens, dim=2) for x in (key, value)

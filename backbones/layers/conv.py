@@ -5,25 +5,45 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.ops import FrozenBatchNorm2d
 
-from backbones.layers.tracing import at_least_float32, contiguous_for_export
+from backbones.layers.tracing import at_least_float32, contiguous_for_export, in_autocast_dtype, static_size
 
 # "frozen": statistics and weights are never trained; "sync": statistics over all processes.
 BATCH_NORMS = {"batch": nn.BatchNorm2d, "frozen": FrozenBatchNorm2d, "sync": nn.SyncBatchNorm}
 
 
 class SeparableProjection(nn.Module):
-    """CvT's projection (section 3.2): a 3 x 3 convolution of each channel, BatchNorm, a linear layer over channels."""
+    """CvT's projection (section 3.2): a 3 x 3 convolution of each channel, BatchNorm, a linear layer over channels.
 
-    def __init__(self, dim: int, out_dim: int, *, norm: str = "batch") -> None:
+    Several projections of the same tokens are computed together. Their weights are one after the other in each layer.
+
+    Args:
+        dim: channels of a token.
+        out_dim: channels of a projected token.
+        number: of projections.
+        norm: a key of ``BATCH_NORMS``.
+    """
+
+    def __init__(self, dim: int, out_dim: int, *, number: int = 1, norm: str = "batch") -> None:
         super().__init__()
-        self.depthwise = nn.Conv2d(dim, dim, 3, padding=1, groups=dim, bias=False)
-        self.norm = BATCH_NORMS[norm](dim)
-        self.pointwise = nn.Linear(dim, out_dim)
+        self.number = number
+        self.depthwise = nn.Conv2d(number * dim, number * dim, 3, padding=1, groups=number * dim, bias=False)
+        self.norm = BATCH_NORMS[norm](number * dim)
+        self.pointwise = nn.Linear(dim, number * out_dim)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(B, H, W, dim) -> (B, H, W, out_dim)."""
-        features = self.norm(self.depthwise(contiguous_for_export(tokens.permute(0, 3, 1, 2))))
-        return self.pointwise(features.permute(0, 2, 3, 1))
+        """(B, H, W, dim) -> (number, B, H * W, out_dim)."""
+        image, dim = contiguous_for_export(tokens.permute(0, 3, 1, 2)), static_size(tokens.shape[3])
+        # As the layer convolves copies of the image, which are not made.
+        weights = in_autocast_dtype(self.depthwise.weight)[0].chunk(self.number)
+        features = torch.cat([F.conv2d(image, weight, padding=1, groups=dim) for weight in weights], dim=1)
+        # OpenVINO 2026.4 does not know that the size is the same, and returns uninitialised memory.
+        features = features.flatten(2).unflatten(2, tokens.shape[1:3])
+        # (number, B * H * W, dim)
+        features = contiguous_for_export(self.norm(features).permute(0, 2, 3, 1)).flatten(0, 2)
+        features = features.unflatten(1, (self.number, dim)).transpose(0, 1)
+        weight, bias = (x.unflatten(0, (self.number, -1)) for x in (self.pointwise.weight, self.pointwise.bias))
+        projected = torch.baddbmm(bias[:, None], features, weight.transpose(1, 2))
+        return projected.unflatten(1, (tokens.shape[0], tokens.shape[1] * tokens.shape[2]))
 
 
 class StandardisedProjection(nn.Module):
@@ -50,6 +70,6 @@ class StandardisedConv2d(nn.Conv2d):
 
     def standardised(self) -> Tensor:
         """The weight that convolves, (out, in / groups, height, width); computed in float32 or better."""
-        weight = at_least_float32(self.weight)
-        variance, mean = torch.var_mean(weight, dim=(1, 2, 3), keepdim=True, correction=0)
-        return ((weight - mean) * torch.rsqrt(variance + 1e-5)).to(self.weight.dtype)
+        filters = at_least_float32(self.weight).flatten(1)
+        filters = F.layer_norm(filters, (static_size(filters.shape[1]),), eps=1e-5)
+        return filters.to(self.weight.dtype).view_as(self.weight)

@@ -183,9 +183,8 @@ class CausalAttention(DualNorm):
         """
         key, value = self.key(tokens), self.value(tokens)
         recent = memory[:, -self.window_size :]
-        window_key, window_value = self.norm_local(
-            torch.cat([self.key(recent), key], dim=1), torch.cat([self.value(recent), value], dim=1)
-        )
+        window = [torch.cat([self.key(recent), key], dim=1), torch.cat([self.value(recent), value], dim=1)]
+        window_key, window_value = self.norm_local(torch.stack(window))
         (summed,) = self._sums(memory, memory)
         projected_key, projected_value = self.key(summed), self.value(summed)
         # The last segment, whole or not, is seen by no token of the block.
@@ -194,7 +193,7 @@ class CausalAttention(DualNorm):
             sums = self._sums(tokens[:, :whole], key[:, :whole], value[:, :whole])
             projected_key = torch.cat([projected_key, sums[0]], dim=1)
             projected_value = torch.cat([projected_value, sums[1]], dim=1)
-        projected_key, projected_value = self.norm_projected(projected_key, projected_value)
+        projected_key, projected_value = self.norm_projected(torch.stack([projected_key, projected_value]))
         output = causal_attention(
             split_heads(self.query(tokens), self.num_heads),
             window_key,

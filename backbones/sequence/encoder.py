@@ -150,7 +150,7 @@ class SequenceAttention(DualNorm):
     ) -> tuple[Tensor | None, Tensor | None]:
         """(B, N, C), (B, 1, C) or None, and a mask (B, N) or None -> updates of both, None for what is not updated."""
         query = split_heads(self.query(tokens), self.num_heads)
-        key, value = self.norm_local(self.key(tokens), self.value(tokens))
+        key, value = self.norm_local(torch.stack([self.key(tokens), self.value(tokens)]))
         own = None if class_token is None else [layer(class_token) for layer in (self.query, self.key, self.value)]
         shared_key, shared_value = self._shared(tokens, key, value, own, mask)
         gathered = sequence_attention(
@@ -182,7 +182,7 @@ class SequenceAttention(DualNorm):
             scores = split_heads(scores, self.num_heads)[:, :, None]
             projected = dynamic_projection(scores, key[:, :, None], value[:, :, None])
             keys, values = ([*rest, merge_heads(x)] for rest, x in zip((keys, values), projected, strict=True))
-        return self.norm_projected(torch.cat(keys, 1), torch.cat(values, 1)) if keys else (None, None)
+        return self.norm_projected(torch.stack([torch.cat(keys, 1), torch.cat(values, 1)])) if keys else (None, None)
 
 
 class EncoderLayer(nn.Module):

@@ -46,9 +46,7 @@ class AttentionWeights:
     to_globals: Tensor
 
 
-def attention_weights(
-    module: nn.Module, tokens: Tensor, size: tuple[int, int], row: int, col: int
-) -> AttentionWeights:
+def attention_weights(module: nn.Module, tokens: Tensor, size: tuple[int, int], row: int, col: int) -> AttentionWeights:
     """Compute the attention weights of the token at a row and a column.
 
     Args:
@@ -75,9 +73,9 @@ def attention_weights(
     direct = spread = tokens.new_zeros(module.num_heads, height * width)
     projected = to_globals = tokens.new_zeros(module.num_heads, 0)
     if isinstance(module, DualNormAttention):
-        # The norm takes keys, then values.
-        to_globals, direct = weights["local_norm"][1].tensor_split([num_global], dim=1)
-        projected = weights["projected_norm"][1]
+        # The norms take keys and values together.
+        local, projected = (weights[name][0].chunk(2, dim=1)[1] for name in ("local_norm", "projected_norm"))
+        to_globals, direct = local.tensor_split([num_global], dim=1)
         # (M, H * W, r)
         shares = split_heads(leaves[_SCORE_LAYER][0].detach(), module.num_heads)[0].flatten(1, 2).softmax(dim=1)
         spread = (shares @ projected[..., None])[..., 0]

@@ -25,20 +25,25 @@ def test_embedding_of_any_size(kernel_size, stride, padding, height, width):
 
 
 def test_separable_projection_is_a_convolution_of_each_channel_then_of_each_token():
-    projection = randomise(SeparableProjection(4, 6)).double().eval()
+    number = 2
+    projection = randomise(SeparableProjection(4, 6, number=number)).double().eval()
+    norm, linear = projection.norm, projection.pointwise
     with torch.no_grad():
-        projection.norm.running_mean.copy_(torch.tensor([0.1, -0.2, 0.3, 0.0]))
-        projection.norm.running_var.copy_(torch.tensor([0.5, 2.0, 1.0, 3.0]))
+        norm.running_mean.copy_(torch.linspace(-1, 1, number * 4))
+        norm.running_var.copy_(torch.linspace(0.5, 3, number * 4))
     tokens = random_images(2, 5, 7, 4)
-    norm, spatial = projection.norm, torch.nn.functional.pad(tokens, (0, 0, 1, 1, 1, 1))
+    outputs = projection(tokens)
+    assert outputs.shape == (number, 2, 35, 6)
+    copies = torch.nn.functional.pad(torch.cat([tokens] * number, dim=3), (0, 0, 1, 1, 1, 1))
     summed = sum(
-        spatial[:, row : row + 5, col : col + 7] * projection.depthwise.weight[:, 0, row, col]
+        copies[:, row : row + 5, col : col + 7] * projection.depthwise.weight[:, 0, row, col]
         for row in range(3)
         for col in range(3)
     )
     normed = (summed - norm.running_mean) / (norm.running_var + 1e-5).sqrt() * norm.weight + norm.bias
-    expected = normed @ projection.pointwise.weight.T + projection.pointwise.bias
-    torch.testing.assert_close(projection(tokens), expected, atol=1e-12, rtol=0)
+    parts = normed.flatten(1, 2).chunk(number, 2), linear.weight.chunk(number), linear.bias.chunk(number)
+    expected = torch.stack([x @ weight.T + bias for x, weight, bias in zip(*parts, strict=True)])
+    torch.testing.assert_close(outputs, expected, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

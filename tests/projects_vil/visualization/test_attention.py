@@ -62,8 +62,9 @@ def inputs_of(layer: nn.Module, module: nn.Module, *inputs) -> list[Tensor]:
 def values_of(module: nn.Module, tokens: Tensor, global_tokens: Tensor | None) -> dict[str, Tensor]:
     """Return the values (1, L, C) of the tokens, of projected or reduced keys, and of the global tokens."""
     if isinstance(module, DualNormAttention):
-        values = module.qkv(tokens)[..., 2 * DIM :] if hasattr(module, "qkv") else module.value(tokens)
-        values = module.local_norm(values).flatten(1, 2)
+        flat = tokens.flatten(1, 2)
+        values = module.qkv(flat)[..., 2 * DIM :] if hasattr(module, "qkv") else module.conv_qkv(tokens)[2]
+        values = module.local_norm(values)
         shares = module.dynamic_projection(tokens).flatten(1, 2).softmax(dim=1)
         rank, width = shares.shape[2] // HEADS, DIM // HEADS
         sums = [shares[..., h * rank :][..., :rank].mT @ values[..., h * width :][..., :width] for h in range(HEADS)]
