@@ -77,10 +77,9 @@ def padded_topk(scores: Tensor, number: int, *, padding: float) -> tuple[Tensor,
 
     Rows with fewer values are completed by ``padding``, with index 0.
     """
-    # In front of the values the padding is recognised only by its index, whatever N is.
-    best, index = F.pad(scores, (number, 0), value=padding).topk(number, dim=1)
-    index = index - number
-    return best, index.maximum(index.new_zeros(()))
+    # Behind the values: for padding in front of them torch 2.14 compiles a read behind their end (with AVX-512).
+    best, index = F.pad(scores, (0, number), value=padding).topk(number, dim=1)
+    return best, index * (index < scores.shape[1])
 
 
 def topk_above(scores: Tensor, threshold: float, number: int, *, batched: bool) -> tuple[Tensor, Tensor, Tensor]:
