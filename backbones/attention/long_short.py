@@ -25,7 +25,6 @@ from backbones.attention.windows import WindowLayout, attend_chunks, window_atte
 from backbones.errors import check_choice
 from backbones.layers.position import SegmentRelativeBias
 from backbones.layers.tracing import (
-    at_least_float32,
     autocast_dtype,
     autocast_off,
     contiguous_for_export,
@@ -33,7 +32,7 @@ from backbones.layers.tracing import (
 )
 
 
-def dynamic_projection(scores: Tensor, *tokens: Tensor) -> tuple[Tensor, ...]:
+def dynamic_projection(scores: Tensor, *tokens: Tensor) -> Tensor:
     """Keys and values of all tokens, in r sums each: P = softmax over the tokens (equation 3).
 
     The softmax is taken in float32 or better, and the sums too, or of products in bfloat16: with very many tokens the
@@ -41,19 +40,20 @@ def dynamic_projection(scores: Tensor, *tokens: Tensor) -> tuple[Tensor, ...]:
 
     Args:
         scores: (B, M, H, W, r).
-        tokens: keys, values and what else is to be summed, each (B, M, H, W, D).
+        tokens: N tensors that are summed, as keys and values, each (B, M, H, W, D).
 
     Returns:
-        The sums of each, (B, M, r, D), in its type.
+        The sums of each, (N, B, M, r, D), in its type.
     """
     with autocast_off(scores.device):
         # (B, M, r, H * W)
-        weights = at_least_float32(contiguous_for_export(scores)).flatten(2, 3).softmax(dim=2)
+        dtype = torch.promote_types(scores.dtype, torch.float32)
+        weights = contiguous_for_export(scores).flatten(2, 3).softmax(dim=2, dtype=dtype)
         own = tokens[0].dtype
-        dtype = torch.bfloat16 if own == torch.bfloat16 else weights.dtype
+        dtype = torch.bfloat16 if own == torch.bfloat16 else dtype
         weights = contiguous_for_export(weights.transpose(2, 3)).to(dtype)
         sums = weights @ torch.cat(tokens, dim=4).to(dtype).flatten(2, 3)
-        return sums.to(own).unflatten(3, (len(tokens), -1)).unbind(3)
+        return sums.to(own).unflatten(3, (len(tokens), -1)).movedim(3, 0)
 
 
 def long_short_attention(
@@ -136,7 +136,8 @@ def _windows(x: Tensor, shared: Tensor, window_size: int, side: int) -> Tensor:
         # (B, rows, M, cols, length, length, E)
         columns = windows(columns, 3, length, window_size)
         shared = shared.expand(*columns.shape[:4], *shared.shape[4:])
-        columns = torch.cat([columns[:, :, :, :, :before], shared, columns[:, :, :, :, before:]], dim=4)
+        left, right = columns.split([before, window_size], dim=4)
+        columns = torch.cat([left, shared, right], dim=4)
         return columns.flatten(4, 5).flatten(0, 2)
     # (B, rows, M, cols + 1, w, length, E)
     columns = columns.unflatten(3, (-1, window_size))
@@ -153,7 +154,8 @@ def _window_bias(local_bias: Tensor, num_shared: int, length: int, side: int) ->
     # (M, w * w, columns, rows)
     bias = local_bias.unflatten(2, (length, length)).transpose(2, 3)
     none = bias.new_zeros(1, 1, 1).expand(*bias.shape[:2], num_shared)
-    return aligned_bias([bias[:, :, : 2 * side].flatten(2), none, bias[:, :, 2 * side :].flatten(2)])
+    left, right = bias.split([2 * side, length - 2 * side], dim=2)
+    return aligned_bias([left.flatten(2), none, right.flatten(2)])
 
 
 BACKENDS = {"sdpa": long_short_attention, "reference": reference.long_short_attention}
@@ -240,7 +242,9 @@ class DualNormAttention(DualNorm):
             global_key, global_value: (B, M, G, D), after the norms.
         """
         projected = dynamic_projection(split_heads(scores, self.num_heads), key, value)
-        projected_key, projected_value = self.norm_projected(torch.stack([merge_heads(x) for x in projected]))
+        # (2, B, r, C)
+        projected = contiguous_for_export(projected.movedim(2, 3)).flatten(3)
+        projected_key, projected_value = self.norm_projected(projected)
         return BACKENDS[self.backend](
             query,
             key,
@@ -303,10 +307,11 @@ class LongShortAttention(DualNormAttention):
         (global_key, key), (global_value, value) = (
             split_globals(x, self.num_global_tokens, dim=2) for x in (key, value)
         )
-        local_tokens = split_globals(tokens, self.num_global_tokens)[1]
+        # Also of the global tokens, which are not used: the local ones would be copied.
+        scores = split_globals(self.dynamic_projection(tokens), self.num_global_tokens)[1]
         output = self.attend(
             *(x.unflatten(2, size) for x in (query, key, value)),
-            self.dynamic_projection(local_tokens.unflatten(1, size)),
+            scores.unflatten(1, size),
             global_key=global_key,
             global_value=global_value,
         )

@@ -113,6 +113,8 @@ def attend_chunks(
     # (B * rows * M, cols, w * w, D + E)
     queries = to_chunks(mask_queries(query, static_size(keys.shape[3]) - channels), window_size)
     if bias is not None:
+        # PyTorch would cast the copies below, and not keep their rows aligned.
+        (bias,) = in_autocast_dtype(bias)
         # (B * rows * M, 1, w * w, S)
         bias = contiguous_for_export(bias.expand(queries.shape[0] // heads, heads, -1, -1)).flatten(0, 1)[:, None]
         if is_exporting():

@@ -98,11 +98,10 @@ class _OffsetBias(nn.Module):
 
     def forward(self) -> Tensor:
         """(M, side^2, window_side^2): positions of queries by positions of keys, both row by row."""
-        # Views of the table, and one copy: an index would have a gradient that sorts, and a buffer of its own.
-        grid = self.table.T.unfold(1, self.num_offsets, self.stride)
-        # (M, row and column of the query, and of the key from the last to the first)
-        bias = grid.unfold(1, self.window_side, 1).unfold(2, self.window_side, 1)
-        return bias.flip(3, 4).flatten(3).flatten(1, 2)
+        # Not by an index, whose gradient sorts: the keys of a query are a square of the offsets, from the last key on.
+        offsets = self.table.T.unfold(1, self.num_offsets, self.stride)
+        squares = F.unfold(offsets[None], self.window_side)[0].unflatten(0, (-1, self.window_side**2))
+        return squares.flip(1).transpose(1, 2).contiguous()
 
 
 class WindowRelativeBias(_OffsetBias):

@@ -77,7 +77,8 @@ def attention_weights(module: nn.Module, tokens: Tensor, size: tuple[int, int], 
         local, projected = (weights[name][0].chunk(2, dim=1)[1] for name in ("local_norm", "projected_norm"))
         to_globals, direct = local.tensor_split([num_global], dim=1)
         # (M, H * W, r)
-        shares = split_heads(leaves[_SCORE_LAYER][0].detach(), module.num_heads)[0].flatten(1, 2).softmax(dim=1)
+        scores = leaves[_SCORE_LAYER][0].detach().flatten(0, -2)[-height * width :]
+        shares = split_heads(scores[None], module.num_heads)[0].softmax(dim=1)
         spread = (shares @ projected[..., None])[..., 0]
     elif isinstance(module, GlobalMemoryAttention):
         to_globals = weights["key_value"][0][:, :num_global]
