@@ -1,0 +1,35 @@
+"""What backbones ask of a GPU in a training step, beside Swin-T: launches of kernels, memory, no wait of the host."""
+
+import json
+
+import pytest
+
+# Keywords of create_backbone, and the most launches of kernels and matrix products and the most memory, both x Swin-T.
+CASES = {
+    "vil_tiny_rpb": ({"name": "vil_tiny_rpb"}, 1.5, 0.6),
+    "vil_small_rpb": ({"name": "vil_small_rpb"}, 1.5, 1.02),
+    "vil_small": ({"name": "vil_small"}, 1.5, 1.02),
+    "ls_small": ({"name": "ls_small"}, 1.5, 1.0),
+    "ls_small, long-short everywhere": ({"name": "ls_small", "attention": "long_short"}, 2.0, 1.1),
+    "lit_s": ({"name": "lit_s"}, 1.5, 0.8),
+    "lit_ti": ({"name": "lit_ti"}, 0.9, 0.9),
+    "cvt_ls_13": ({"name": "cvt_ls_13"}, 2.4, 1.45),
+    "checkpointing": ({"name": "vil_small_rpb", "activation_checkpointing": True}, 2.0, 0.6),
+}
+
+
+@pytest.mark.slow
+def test_launches_memory_and_waits_of_backbones(run_on_mock):
+    options = {name: keywords for name, (keywords, _, _) in CASES.items()}
+    counts = json.loads(run_on_mock("count_backbones.py", json.dumps(options)).splitlines()[-1])
+    # Its result is read.
+    number, _, waits = counts.pop("a sum")
+    assert number and any(place.startswith("tests/gpu_counts/count_backbones.py:") for place in waits)
+    launches, memory, _ = counts.pop("swin_t")
+    ratios = {name: (own / launches, peak / memory, waits) for name, (own, peak, waits) in counts.items()}
+    above = {
+        name: ratio
+        for name, ratio in ratios.items()
+        if not (0.3 < ratio[0] <= CASES[name][1] and 0.2 < ratio[1] <= CASES[name][2] and not ratio[2])
+    }
+    assert not above
