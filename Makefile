@@ -4,8 +4,6 @@ DETECTOR ?= retinanet
 ARGS ?=
 
 RUN := .venv/bin/python
-# On a machine that others use too, waiting threads that spin make training several times slower.
-export OMP_WAIT_POLICY ?= PASSIVE
 OUT := output/demo_$(DETECTOR)
 BENCHMARK = $(RUN) tools/benchmark.py --device cuda
 # Two processes; one that is idle takes over tests of the other, since test files differ much in their time.

@@ -243,6 +243,10 @@ def run_tool(main: Callable[[], None], *, log: bool = True) -> None:
         main: the tool's main function.
         log: whether this project's log records and others' warnings go to stderr; a training run logs by itself.
     """
+    # Before PyTorch loads OpenMP. Waiting threads that spin for long take the cores of other processes, and those that
+    # never spin start late.
+    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = "1000"
     try:
         with _exit_on_signals(), _log_to_stderr() if log else nullcontext():
             main()

@@ -275,3 +275,17 @@ def test_log_records_go_to_stderr_while_a_tool_runs(capsys, monkeypatch):
     run_tool(lambda: logging.getLogger("projects_vil").warning("unseen"), log=False)
     logging.getLogger("projects_vil").info("after the tool")
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    "name, value, expected", [("", "", "1000"), ("OMP_WAIT_POLICY", "PASSIVE", None), ("GOMP_SPINCOUNT", "7", "7")]
+)
+def test_waiting_threads_spin_briefly_unless_the_environment_says_otherwise(monkeypatch, name, value, expected):
+    for other in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        # Set before it is removed, so that what the tool sets is removed again.
+        monkeypatch.setenv(other, "")
+        monkeypatch.delenv(other)
+    if name:
+        monkeypatch.setenv(name, value)
+    run_tool(lambda: None)
+    assert os.environ.get("GOMP_SPINCOUNT") == expected
