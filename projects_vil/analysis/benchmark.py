@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import logging
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from detectron2.modeling.backbone.fpn import LastLevelMaxPool, LastLevelP6P7
 from detectron2.modeling.backbone.swin import SwinTransformer
 from detectron2.structures import Boxes, Instances, PolygonMasks
 from detectron2.utils.events import EventStorage
+from detectron2.utils.logger import log_every_n_seconds
 from matplotlib.figure import Figure
 from tabulate import tabulate
 from torch import Tensor, nn
@@ -166,7 +168,8 @@ class BenchmarkCase:
                 sum(outputs).backward()
                 optimizer.step()
 
-        return step
+        # As in training
+        return step if optimizer is None else torch.jit.optimized_execution(False)(step)
 
 
 # -- baselines -------------------------------------------------------------------------------------
@@ -280,19 +283,30 @@ def measure_steps(cases: Sequence[Any], *, runs: int, memory: bool) -> tuple[np.
     for step in steps:
         step()
     peaks = [_peak_on_gpu(step, cases[0].device) if memory and is_cuda else None for step in steps]
-    times = np.array([[seconds_of(step) for step in steps] for _ in range(runs)]).T
-    del steps
+    times = np.empty((len(steps), runs))
+    for run in range(runs):
+        for index, step in enumerate(steps):
+            _log_progress(f"round {run + 1} of {runs}: {cases[index].name}")
+            times[index, run] = seconds_of(step)
+    del steps, step
     if memory and not is_cuda:
         instead = "use smaller sizes, or leave memory out"
-        peaks = [peak_in_new_process(case.build, what=case.name, instead=instead) for case in cases]
+        for index, case in enumerate(cases):
+            _log_progress(f"memory of {case.name}")
+            peaks[index] = peak_in_new_process(case.build, what=case.name, instead=instead)
     return times, peaks
 
 
-def seconds_of(step: Callable[[], object]) -> float:
-    """Return the seconds of one call, until the GPU has finished it."""
+def _log_progress(message: str) -> None:
+    log_every_n_seconds(logging.INFO, message, n=10, name=__name__)
+
+
+def seconds_of(step: Callable[[], object], *, calls: int = 1) -> float:
+    """Return the seconds of a call, the mean of ``calls``, until the GPU has finished them."""
     start = timer()
-    step()
-    return timer() - start
+    for _ in range(calls):
+        step()
+    return (timer() - start) / calls
 
 
 def _peak_on_gpu(step: Callable[[], None], device: str) -> int:

@@ -21,7 +21,7 @@ OPERATOR_TYPES = ("attention", "matmul", "convolution", "norm", "copy", "other")
 _WRITES = {"copy_", "zero_", "fill_"}
 # Operators that read or write as many rows of a tensor as there are indices.
 _GATHERS, _SCATTERS = {"index", "index_select", "gather", "embedding"}, {"index_put_", "_index_put_impl_"}
-_MATRIX_SIDE, _COPIED_NUMBERS = 2048, 2**26
+_COPIED_NUMBERS = 2**26
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,14 +34,18 @@ class DeviceRates:
 
 
 def measure_rates(device: str, dtype: str) -> DeviceRates:
-    """Measure the fastest of 20 products of 2048 x 2048 matrices, copies of 256 MB, and sums of one number."""
-    a, b = torch.rand(2, _MATRIX_SIDE, _MATRIX_SIDE, device=device, dtype=DTYPES[dtype])
+    """Measure products of matrices, 2048 x 2048 or on a GPU 8192 x 8192, copies of 256 MB, and sums of one number.
+
+    The fastest of 20 calls; on a GPU of 5 times 20 calls, since waiting for one takes as long as a small one.
+    """
+    side, rounds, calls = (8192, 5, 20) if device.startswith("cuda") else (2048, 20, 1)
+    a, b = torch.rand(2, side, side, device=device).to(DTYPES[dtype])
     source = torch.rand(_COPIED_NUMBERS, device=device)
     target, one = torch.empty_like(source).zero_(), torch.zeros(1, device=device)
     steps = (lambda: a @ b, lambda: target.copy_(source), lambda: one.add_(one))
-    product, copy, call = (min(seconds_of(step) for _ in range(20)) for step in steps)
+    product, copy, call = (min(seconds_of(step, calls=calls) for _ in range(rounds)) for step in steps)
     moved = 2 * source.numel() * source.itemsize
-    return DeviceRates(flops=2 * _MATRIX_SIDE**3 / product, bytes=moved / copy, call=call)
+    return DeviceRates(flops=2 * side**3 / product, bytes=moved / copy, call=call)
 
 
 def find_limits(step: Callable[[], object], rates: DeviceRates) -> dict[str, Any]:
