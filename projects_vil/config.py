@@ -58,6 +58,9 @@ def add_vil_config(cfg: CfgNode) -> None:
     cfg.MODEL.TRANSFORMER.MAX_IMG_SIZE = 1333
     # Compute activations again in the backward pass: less memory, about a third more time.
     cfg.MODEL.TRANSFORMER.ACTIVATION_CHECKPOINTING = False
+    # Whether torch.compile compiles the backbone, for any size, in training, evaluation and prediction: minutes at the
+    # first iteration. Averaged weights are evaluated, and models exported, without it.
+    cfg.MODEL.TRANSFORMER.COMPILE = False
     # "auto" (the fastest on the device), "sdpa" (PyTorch's), "triton" (ViL's sliding chunks, on CUDA) or "reference"
     # (quadratic, for debugging).
     cfg.MODEL.TRANSFORMER.ATTENTION_BACKEND = "auto"

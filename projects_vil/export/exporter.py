@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from backbones import ConfigError
 from backbones.errors import check_choice
 from projects_vil.checkpoint import load_detector
+from projects_vil.config import updated
 from projects_vil.data import load_dataset, register_datasets
 from projects_vil.export.detectors import make_exportable
 from projects_vil.export.formats import FORMATS, check_format
@@ -99,7 +100,7 @@ def export_detector(
         raise ConfigError(f"TEST.DETECTIONS_PER_IMAGE is {fixed_number}: fixed_detections needs 1 or more")
     check_output_folder(output)
     compared = comparison_images(cfg, images, fixed=size)
-    reference, categories = load_detector(cfg, weights)
+    reference, categories = load_detector(updated(cfg, {"MODEL.TRANSFORMER.COMPILE": False}), weights)
     network = cast_network(copy.deepcopy(reference), "fp32" if is_int8 else precision)
     exportable = make_exportable(network, batched=batched, fixed_number=fixed_number, size=size)
     facts = {"precision": precision, "input_dtype": input_dtype, "weights": weights}

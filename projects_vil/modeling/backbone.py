@@ -79,7 +79,7 @@ def build_transformer_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> Transfor
     if not in_features:
         raise ConfigError("MODEL.FPN.IN_FEATURES is empty: name the stages that feed FPN")
     with _naming("MODEL.TRANSFORMER"):
-        return TransformerBackbone(
+        backbone = TransformerBackbone(
             node.NAME,
             out_features=out_features,
             freeze_at=cfg.MODEL.BACKBONE.FREEZE_AT,
@@ -97,6 +97,10 @@ def build_transformer_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> Transfor
             batch_norm=node.BATCH_NORM or None,
             position_resizing=node.POSITION_RESIZING or None,
         )
+    if node.COMPILE:
+        # In place, at its first call: names of parameters stay, and copies are not compiled.
+        backbone.net.compile(dynamic=True)
+    return backbone
 
 
 @contextlib.contextmanager

@@ -1,5 +1,7 @@
 """The backbone builders: names, shapes, frozen stages, and the keys of MODEL.TRANSFORMER."""
 
+import copy
+import functools
 import math
 
 import pytest
@@ -146,6 +148,21 @@ def test_keys_of_the_other_families_are_passed_on():
     long_short = ["MODEL.TRANSFORMER.ATTENTION", "['long_short', 'long_short', 'long_short', 'long_short']"]
     attentions = modules_of(bottom_up(*long_short, "MODEL.TRANSFORMER.RANK", "[1, 2, 3, 4]"), LongShortAttention)
     assert [a.dynamic_projection.out_features // a.num_heads for a in attentions] == [1, 2, 3, 3, 3, 4]
+
+
+@pytest.mark.slow
+def test_a_compiled_backbone_has_the_same_weights_and_values(monkeypatch):
+    graphs = []
+    backend = functools.partial(torch.compile, backend=lambda graph, inputs: graphs.append(graph) or graph)
+    monkeypatch.setattr(torch, "compile", backend)
+    keys = ["MODEL.TRANSFORMER.NAME", "vil_tiny_1_1_3_1_rpb", "MODEL.TRANSFORMER.DROP_PATH", "0.0"]
+    eager, compiled = (bottom_up(*keys, "MODEL.TRANSFORMER.COMPILE", value) for value in ("False", "True"))
+    compiled.load_state_dict(eager.state_dict(), strict=True)
+    features = [backbone.train()(images()) for backbone in (eager, compiled)]
+    # A copy, as that of averaged weights, is not compiled.
+    copy.deepcopy(compiled)(images())
+    assert len(graphs) == 1
+    torch.testing.assert_close(features[1], features[0], atol=1e-4, rtol=0)
 
 
 def test_activation_checkpointing_keeps_less_and_changes_no_gradient():
