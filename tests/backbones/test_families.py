@@ -213,6 +213,21 @@ def test_trace_is_correct_for_other_sizes(name):
             assert_all_close(traced(images), model(images), tolerance=1e-10)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["vil_relative", "vil_long_short", "lit_relative", "cvt"])
+def test_models_compile_whole_for_any_size(name):
+    """One graph of forward and one of backward, for images of any size; of ViL two stages show it."""
+    options = {"out_features": ("stage1", "stage2")} if name.startswith("vil") else {}
+    model, compiled = small_model(name, **options), small_model(name, **options)
+    compiled.compile(backend="aot_eager", fullgraph=True, dynamic=True)
+    # Maps of both are padded to windows: a graph is also of whether they are.
+    for shape in ((2, 3, 61, 126), (3, 3, 38, 74)):
+        images = random_images(*shape)
+        gradients, maps = map_gradients(compiled, images), compiled(images)
+        assert_all_close(maps, model(images), tolerance=1e-10)
+        assert_all_close(gradients, map_gradients(model, images), tolerance=1e-9)
+
+
 # Square, portrait and landscape; maps smaller than a window, and sizes that no stride divides.
 EXPORT_SIZES = ((32, 32), (64, 64), (32, 160), (160, 96), (96, 352), (416, 64), (45, 70), (131, 57))
 LARGEST = {"max_img_size": (1344, 1344)}
