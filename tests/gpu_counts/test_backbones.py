@@ -10,10 +10,10 @@ CASES = {
     "vil_small_rpb": ({"name": "vil_small_rpb"}, 1.5, 1.02),
     "vil_small": ({"name": "vil_small"}, 1.5, 1.02),
     "ls_small": ({"name": "ls_small"}, 1.5, 1.0),
-    "ls_small, long-short everywhere": ({"name": "ls_small", "attention": "long_short"}, 2.0, 1.1),
+    "ls_small, long-short everywhere": ({"name": "ls_small", "attention": "long_short"}, 1.65, 1.1),
     "lit_s": ({"name": "lit_s"}, 1.5, 0.8),
     "lit_ti": ({"name": "lit_ti"}, 0.9, 0.9),
-    "cvt_ls_13": ({"name": "cvt_ls_13"}, 2.4, 1.45),
+    "cvt_ls_13": ({"name": "cvt_ls_13"}, 1.75, 1.45),
     "checkpointing": ({"name": "vil_small_rpb", "activation_checkpointing": True}, 2.0, 0.6),
 }
 
