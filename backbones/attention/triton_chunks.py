@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from backbones.attention.blocked import RecomputedAttention
 from backbones.attention.chunks import MODES, WindowInputs
 from backbones.errors import ConfigError, check_choice
 from backbones.layers.tracing import in_autocast_dtype
@@ -42,14 +41,14 @@ def unmet_requirement(device: torch.device) -> str | None:
     return None
 
 
-@torch.compiler.disable
 def triton_chunk_attention(
     *, window_size: int, mode: str = "zero_pad", shift: tuple[int, int] | None = None, **tensors: Tensor | None
 ) -> Tensor:
     """The contract of :func:`backbones.attention.sliding_chunk.sliding_chunk_attention`, for D of at most 128.
 
     Tensors may have any strides. Sums are of float32, or of float64 for float64, which only the interpreter takes;
-    products of float32 are not rounded to TensorFloat-32. Gradients cannot be differentiated once more.
+    products of float32 are not rounded to TensorFloat-32. Gradients cannot be differentiated once more. The forward and
+    the backward pass are an operator each, ``backbones::triton_chunks``, so that ``torch.compile`` traces no kernel.
 
     Returns:
         (B, M, H, W, D), which lies in memory as (B, H, W, M, D).
@@ -59,17 +58,6 @@ def triton_chunk_attention(
     """
     check_choice("attention mode", mode, MODES)
     inputs = WindowInputs(*in_autocast_dtype(*WindowInputs(**tensors)))
-    device, dtype, channels = inputs.query.device, inputs.query.dtype, inputs.query.shape[4]
-    requirement = unmet_requirement(device)
-    if requirement is not None:
-        raise ConfigError(f"Triton attention needs {requirement}: use attention_backend 'sdpa'")
-    if channels > _MAX_CHANNELS:
-        raise ConfigError(
-            f"Triton attention takes heads of at most {_MAX_CHANNELS} channels, and not of {channels}: use "
-            "attention_backend 'sdpa'"
-        )
-    if dtype == torch.float64 and device.type == "cuda":
-        raise ConfigError("Triton attention takes no float64 on a GPU: use attention_backend 'sdpa'")
     if inputs.global_key is None or not inputs.global_key.shape[2]:
         inputs = inputs._replace(global_key=None, global_value=None, global_bias=None)
     if shift is not None and inputs.local_bias is not None:
@@ -77,20 +65,89 @@ def triton_chunk_attention(
         chunks = inputs.local_bias.unflatten(2, (3, window_size, 3, window_size))
         parts = [chunks[:, :, 1 + row, :, 1 + col].flatten(2) for row, col in ((0, 0), shift)]
         inputs = inputs._replace(local_bias=torch.cat(parts, dim=2))
-    launcher = functools.partial(_KernelLauncher, window_size, mode, shift)
-
-    def forward(*inputs: Tensor | None) -> tuple[Tensor, Tensor]:
-        return launcher(WindowInputs(*inputs)).forward()
-
-    def backward(
-        grad: Tensor, output: Tensor, logsumexp: Tensor, needed: tuple, *inputs: Tensor | None
-    ) -> WindowInputs:
-        return launcher(WindowInputs(*inputs)).backward(grad, output, logsumexp, WindowInputs(*needed))
-
-    if dtype == torch.bfloat16 and device.type != "cuda":
+    if inputs.query.dtype == torch.bfloat16 and inputs.query.device.type == "cpu":
         # Triton's interpreter multiplies it as if it were integers.
-        return RecomputedAttention.apply(forward, backward, *(x if x is None else x.float() for x in inputs)).bfloat16()
-    return RecomputedAttention.apply(forward, backward, *inputs)
+        inputs = WindowInputs(*(x if x is None else x.float() for x in inputs))
+        return _attend(*inputs, window_size, mode, shift)[0].bfloat16()
+    return _attend(*inputs, window_size, mode, shift)[0]
+
+
+_INPUTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? global_key, Tensor? global_value, Tensor? local_bias, "
+    "Tensor? global_bias, int window_size, str mode, int[]? shift"
+)
+
+
+@torch.library.custom_op("backbones::triton_chunks", mutates_args=(), schema=f"({_INPUTS}) -> (Tensor, Tensor)")
+def _attend(*arguments: Tensor | int | str | list[int] | None) -> tuple[Tensor, Tensor]:
+    """The output, and the log-sum-exps that the backward pass needs."""
+    query = arguments[0]
+    requirement = unmet_requirement(query.device)
+    if requirement is not None:
+        raise ConfigError(f"Triton attention needs {requirement}: use attention_backend 'sdpa'")
+    if query.shape[4] > _MAX_CHANNELS:
+        raise ConfigError(
+            f"Triton attention takes heads of at most {_MAX_CHANNELS} channels, and not of {query.shape[4]}: use "
+            "attention_backend 'sdpa'"
+        )
+    if query.dtype == torch.float64 and query.device.type == "cuda":
+        raise ConfigError("Triton attention takes no float64 on a GPU: use attention_backend 'sdpa'")
+    return _KernelLauncher(*arguments).forward()
+
+
+@torch.library.custom_op(
+    "backbones::triton_chunks_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad, Tensor output, Tensor logsumexp, bool[] needed, {_INPUTS}) -> Tensor[]",
+)
+def _attend_backward(
+    grad: Tensor, output: Tensor, logsumexp: Tensor, needed: list[bool], *arguments: Tensor | int | str | None
+) -> list[Tensor]:
+    """The gradients of the tensors that need one, in the tensors' types."""
+    gradients = _KernelLauncher(*arguments).backward(grad, output, logsumexp, WindowInputs(*needed))
+    return [x.to(y.dtype) for x, y, is_needed in zip(gradients, arguments, needed, strict=False) if is_needed]
+
+
+@_attend.register_fake
+def _(query: Tensor, *others: Tensor | int | str | list[int] | None) -> tuple[Tensor, Tensor]:
+    return _new_map(query), _new_sums(query)
+
+
+@_attend_backward.register_fake
+def _(
+    grad: Tensor, output: Tensor, logsumexp: Tensor, needed: list[bool], *arguments: Tensor | int | str | None
+) -> list[Tensor]:
+    tensors = zip(arguments[:7], needed, strict=True)
+    return [_new_map(x) if x.dim() == 5 else x.new_empty(x.shape) for x, is_needed in tensors if is_needed]
+
+
+def _save(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:7], *output)
+    ctx.options = inputs[7:]
+    ctx.mark_non_differentiable(output[1])
+
+
+def _gradients(ctx, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    *tensors, output, logsumexp = ctx.saved_tensors
+    needed = ctx.needs_input_grad[:7]
+    gradients = iter(_attend_backward(grad, output, logsumexp, list(needed), *tensors, *ctx.options))
+    return *(next(gradients) if is_needed else None for is_needed in needed), None, None, None
+
+
+_attend.register_autograd(_gradients, setup_context=_save)
+
+
+def _new_map(query: Tensor) -> Tensor:
+    """(B, M, H, W, D), which lies in memory as (B, H, W, M, D)."""
+    batch, heads, height, width, channels = query.shape
+    return query.new_empty((batch, height, width, heads, channels)).permute(0, 3, 1, 2, 4)
+
+
+def _new_sums(query: Tensor, *shape: int) -> Tensor:
+    """A tensor for sums, of float32 or better; (B, H, W, M) without ``shape``."""
+    batch, heads, height, width, _ = query.shape
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    return query.new_empty(shape or (batch, height, width, heads), dtype=dtype)
 
 
 @functools.cache
@@ -148,8 +205,9 @@ def _power_of_two(number: int) -> int:
 class _KernelLauncher:
     """Launches the kernels for some tensors, where a chunk sees all nine chunks, or its own and that at ``shift``."""
 
-    def __init__(self, window_size: int, mode: str, shift: tuple[int, int] | None, inputs: WindowInputs) -> None:
-        self.window_size, self.mode, self.shift = window_size, mode, shift
+    def __init__(self, *arguments: Tensor | int | str | list[int] | None) -> None:
+        *tensors, window_size, self.mode, self.shift = arguments
+        inputs, shift, self.window_size = WindowInputs(*tensors), self.shift, window_size
         self.positions = window_size**2
         self.seen = self.positions * (9 if shift is None else 2)
         self.inputs = inputs = inputs._replace(
@@ -159,7 +217,6 @@ class _KernelLauncher:
         self.num_global = 0 if inputs.global_key is None else inputs.global_key.shape[2]
         self.launch = launch_parameters(window_size, self.channels, inputs.query.dtype)
         self.chunks = -(-self.height // window_size) * -(-self.width // window_size)
-        self.acc_dtype = torch.float64 if inputs.query.dtype == torch.float64 else torch.float32
         self.position_blocks = -(-self.positions // self.launch.positions)
         self.grid = self.chunks * self.position_blocks, self.heads, self.batch
         # The stride between two positions of a bias, a multiple of the block, so that rows are aligned.
@@ -168,15 +225,15 @@ class _KernelLauncher:
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """The output, (B, M, H, W, D), and log-sum-exps to base 2, (B, H, W, M)."""
-        output, logsumexp = self._new_map(), self._new_sums()
+        output, logsumexp = _new_map(self.inputs.query), _new_sums(self.inputs.query)
         self._start("forward_kernel", self.grid, output=output, lse=logsumexp)
         return output, logsumexp
 
     def backward(self, grad: Tensor, output: Tensor, logsumexp: Tensor, needed: WindowInputs) -> WindowInputs:
         """The gradients of the inputs that need one, and of queries, from what :meth:`forward` returned."""
-        query_grad = self._new_map()
+        query_grad = _new_map(self.inputs.query)
         # delta: the products of outputs with their gradients, (B, H, W, M)
-        known = {"grad": grad, "lse": logsumexp, "delta": self._new_sums()}
+        known = {"grad": grad, "lse": logsumexp, "delta": _new_sums(self.inputs.query)}
         self._start("query_grad_kernel", self.grid, output=output, query_grad=query_grad, **known)
         gradients = {"query": query_grad, "key": None, "value": None}
         if needed.key or needed.value:
@@ -189,7 +246,7 @@ class _KernelLauncher:
 
     def _key_grads(self, **tensors: Tensor) -> dict[str, Tensor]:
         """The gradients of keys and of values, from ``grad``, ``lse`` and ``delta``."""
-        key_grad, value_grad = self._new_map(), self._new_map()
+        key_grad, value_grad = _new_map(self.inputs.query), _new_map(self.inputs.query)
         bias, shift = self.inputs.local_bias, self.shift or (0, 0)
         tensors |= {"mirrored_bias": None if bias is None else self._with_pitch(self._mirrored(bias))}
         # A chunk is seen by the neighbour on its other side.
@@ -201,7 +258,7 @@ class _KernelLauncher:
         """The gradient of the local bias, of float32 or better: first over shares of the chunks."""
         blocks = self.position_blocks * -(-self.seen // self.launch.tokens)
         shares = max(1, min(_SHARES // (blocks * self.heads), self.batch * self.chunks))
-        partial = self._new_sums(shares, self.heads, self.positions, self.seen)
+        partial = _new_sums(self.inputs.query, shares, self.heads, self.positions, self.seen)
         self._start("local_bias_grad_kernel", (blocks, self.heads, shares), partial=partial, **tensors)
         return {"local_bias": partial.sum(0)}
 
@@ -211,8 +268,8 @@ class _KernelLauncher:
         most = -(-self.height * self.width // self.launch.tokens)
         shares = max(1, min(_SHARES // max(1, blocks * self.heads * self.batch), most))
         shape = (shares, self.batch, self.heads, self.num_global)
-        key, value = (self._new_sums(*shape, self.channels) for _ in range(2))
-        bias = None if self.inputs.global_bias is None else self._new_sums(*shape)
+        key, value = (_new_sums(self.inputs.query, *shape, self.channels) for _ in range(2))
+        bias = None if self.inputs.global_bias is None else _new_sums(self.inputs.query, *shape)
         tensors |= {"key_partial": key, "value_partial": value, "bias_partial": bias}
         self._start("global_grad_kernel", (shares * blocks, self.heads, self.batch), **tensors)
         bias_grad = None if bias is None else bias.sum((0, 1))
@@ -242,7 +299,7 @@ class _KernelLauncher:
             "TOKENS_BLOCK": launch.tokens,
             "GLOBALS_BLOCK": _GLOBALS_BLOCK,
             "CHANNELS_BLOCK": launch.channels,
-            "ACC_DTYPE": kernels.tl.float64 if self.acc_dtype == torch.float64 else kernels.tl.float32,
+            "ACC_DTYPE": kernels.tl.float64 if self.inputs.query.dtype == torch.float64 else kernels.tl.float32,
         }
         values |= arguments
         for feature_map in {"query", "key", "value", "grad"} & values.keys():
@@ -267,13 +324,3 @@ class _KernelLauncher:
     def _with_pitch(self, bias: Tensor | None) -> Tensor | None:
         """(M, P, S) -> (M, P, PITCH), contiguous; None for None."""
         return None if bias is None else F.pad(bias, (0, self.pitch - self.seen)).contiguous()
-
-    def _new_map(self) -> Tensor:
-        """(B, M, H, W, D), which lies in memory as (B, H, W, M, D)."""
-        shape = (self.batch, self.height, self.width, self.heads, self.channels)
-        return self.inputs.query.new_empty(shape).permute(0, 3, 1, 2, 4)
-
-    def _new_sums(self, *shape: int) -> Tensor:
-        """A tensor for sums; (B, H, W, M) without ``shape``."""
-        shape = shape or (self.batch, self.height, self.width, self.heads)
-        return self.inputs.query.new_empty(shape, dtype=self.acc_dtype)

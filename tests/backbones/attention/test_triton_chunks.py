@@ -17,6 +17,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from backbones.attention import reference, triton_chunks
+from backbones.attention.chunks import WindowInputs
 from backbones.attention.sliding_chunk import MODES, SHIFTS, SlidingChunkAttention
 from backbones.attention.triton_chunks import Launch, triton_chunk_attention, unmet_requirement
 from backbones.errors import ConfigError
@@ -228,6 +229,25 @@ def test_module_with_activation_checkpointing():
         results.append([*outputs, *(x.grad for x in (*inputs, *module.parameters()))])
     for actual, expected in zip(*results, strict=True):
         torch.testing.assert_close(actual, expected, atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.slow
+@interpreted
+def test_compiled_models_trace_through_the_operator():
+    """Without a graph break, for any size of the map; outputs and gradients as in eager mode."""
+    torch.compiler.reset()
+    compiled = torch.compile(triton_chunk_attention, backend="aot_eager", fullgraph=True, dynamic=True)
+    for height, width in ((2, 5), (4, 7)):
+        inputs = attention_inputs(height, width, batch=2, heads=2, **ALL)
+        actual = outputs_and_gradients(compiled, inputs, window_size=3, shift=(0, 1))
+        assert_near(actual, outputs_and_gradients(triton_chunk_attention, inputs, window_size=3, shift=(0, 1)))
+
+
+@interpreted
+def test_operator_is_registered_as_pytorch_wants_it():
+    inputs = attention_inputs(2, 5, batch=1, heads=1, **ALL)
+    tensors = [inputs[name].requires_grad_() for name in WindowInputs._fields]
+    torch.library.opcheck(torch.ops.backbones.triton_chunks.default, (*tensors, 3, "zero_pad", None))
 
 
 # -- where it does not run -------------------------------------------------------------------------
