@@ -317,7 +317,7 @@ def check_device(cfg: CfgNode, *, devices: Sequence[str] = DEVICES) -> bool:
         raise ConfigError(f"MODEL.DEVICE is {name}, and {available} CUDA devices are available: use MODEL.DEVICE cpu")
     missing = unmet_requirement(torch.device(name))
     if missing is not None and backend == "triton":
-        raise ConfigError(f"MODEL.TRANSFORMER.ATTENTION_BACKEND triton needs {missing} (MODEL.DEVICE): use auto")
+        raise ConfigError(f"MODEL.TRANSFORMER.ATTENTION_BACKEND triton {missing} (MODEL.DEVICE): use auto")
     return match[1] == "cuda"
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from backbones.attention import reference
-from backbones.attention.backends import KernelKey, choose_kernel
+from backbones.attention.backends import choose_kernel
 from backbones.attention.chunks import (
     MODES,
     WindowInputs,
@@ -239,49 +239,48 @@ def _window_bias(inputs: WindowInputs, window_size: int) -> Tensor | None:
 
 # Steps of chunks, down and to the right, to a neighbour: of random-shift training.
 SHIFTS = tuple((row, col) for row in (-1, 0, 1) for col in (-1, 0, 1) if (row, col) != (0, 0))
-_KERNELS = {"sdpa": sliding_chunk_attention, "triton": triton_chunk_attention}
 # The lowest compute capability on which the backend auto tries the Triton kernel.
 _LEAST_CAPABILITY = (8, 0)
 
 
-def fastest_chunk_attention(
+def auto_chunk_attention(
     *, window_size: int, mode: str = "zero_pad", shift: tuple[int, int] | None = None, **tensors: Tensor | None
 ) -> Tensor:
-    """:func:`sliding_chunk_attention` by the kernel that :func:`.backends.choose_kernel` has found to be the fastest.
+    """:func:`sliding_chunk_attention` by the kernel that :func:`.backends.choose_kernel` names.
 
-    There is only one, and nothing to choose, on a CPU and on old devices, and where a run is traced, compiled or
-    captured.
+    There is nothing to choose on a CPU and on old devices, and where a run is traced, compiled or captured.
     """
-    options, inputs = {"window_size": window_size, "mode": mode, "shift": shift}, WindowInputs(**tensors)
-    query = inputs.query
-    if torch.compiler.is_compiling() or is_tracing() or not _has_several_kernels(query.device) or not query.numel():
+    options, query = {"window_size": window_size, "mode": mode, "shift": shift}, tensors["query"]
+    if torch.compiler.is_compiling() or is_tracing() or not query.numel() or not _may_use_triton(query):
         return sliding_chunk_attention(**tensors, **options)
     given = {name: x for name, x in tensors.items() if x is not None and x.numel()}
-    kernel_key = KernelKey(
-        device=query.device,
-        dtype=in_autocast_dtype(query)[0].dtype,
-        heads=query.shape[1],
-        channels=query.shape[4],
-        window_size=window_size,
-        mode=mode,
-        is_shifted=shift is not None,
-        num_global=inputs.global_key.shape[2] if "global_key" in given else 0,
-        biases=tuple(name for name in ("local_bias", "global_bias") if name in given),
-        learned=tuple(name for name, x in given.items() if x.requires_grad) if torch.is_grad_enabled() else (),
+    chosen = choose_kernel(
+        query.device,
+        in_autocast_dtype(query)[0].dtype,
+        query.shape[4],
+        given["global_key"].shape[2] if "global_key" in given else 0,
+        tuple(name for name in ("local_bias", "global_bias") if name in given),
+        torch.is_grad_enabled() and any(x.requires_grad for x in given.values()),
+        **options,
     )
-    return _KERNELS[choose_kernel(_KERNELS, kernel_key)](**tensors, **options)
+    return BACKENDS[chosen](**tensors, **options)
 
 
-def _has_several_kernels(device: torch.device) -> bool:
+def _may_use_triton(query: Tensor) -> bool:
     return (
-        device.type == "cuda"
-        and unmet_requirement(device) is None
-        and torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY
+        query.device.type == "cuda"
+        and unmet_requirement(query.device, query.shape[4], query.dtype) is None
+        and torch.cuda.get_device_capability(query.device) >= _LEAST_CAPABILITY
         and not torch.cuda.is_current_stream_capturing()
     )
 
 
-BACKENDS = {"auto": fastest_chunk_attention, **_KERNELS, "reference": reference.sliding_chunk_attention}
+BACKENDS = {
+    "auto": auto_chunk_attention,
+    "sdpa": sliding_chunk_attention,
+    "triton": triton_chunk_attention,
+    "reference": reference.sliding_chunk_attention,
+}
 
 
 class SlidingChunkAttention(TokenAttention):
@@ -292,8 +291,9 @@ class SlidingChunkAttention(TokenAttention):
         mode: see :func:`sliding_chunk_attention`.
         relative_bias: whether each offset in the window has a learned bias.
         shared_projections: whether local and global tokens share query, key, value and output projections.
-        common: see :class:`.TokenAttention`. A backend is a key of ``BACKENDS``: ``"auto"`` is the fastest on this
-            device, ``"triton"`` is for CUDA, and ``"reference"`` is quadratic and for debugging.
+        common: see :class:`.TokenAttention`. A backend is a key of ``BACKENDS``: ``"auto"`` is the choice of
+            :func:`.backends.choose_kernel`, ``"triton"`` is for CUDA, and ``"reference"`` is quadratic and for
+            debugging.
 
     Raises:
         ConfigError: for an unknown mode or backend.

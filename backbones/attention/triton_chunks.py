@@ -29,16 +29,19 @@ _SHARES = 1024
 _GLOBALS_BLOCK = 16
 
 
-def unmet_requirement(device: torch.device) -> str | None:
-    """Return in words what ``device`` lacks for the kernels, or None where they run.
+def unmet_requirement(device: torch.device, channels: int = 0, dtype: torch.dtype | None = None) -> str | None:
+    """Return in words what is wrong with a device, D channels or a type for the kernels, or None where they run.
 
     They run on CUDA devices, or where Triton interprets them.
     """
+    is_cuda = device.type == "cuda"
     if not _is_installed():
-        return "triton, which is not installed"
-    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"a CUDA device, not {device.type!r}"
-    return None
+        return "needs triton, which is not installed"
+    if not is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"needs a CUDA device, not {device.type!r}"
+    if channels > _MAX_CHANNELS:
+        return f"takes heads of at most {_MAX_CHANNELS} channels, and not of {channels}"
+    return "takes no float64 on a GPU" if is_cuda and dtype == torch.float64 else None
 
 
 def triton_chunk_attention(
@@ -82,16 +85,9 @@ _INPUTS = (
 def _attend(*arguments: Tensor | int | str | list[int] | None) -> tuple[Tensor, Tensor]:
     """The output, and the log-sum-exps that the backward pass needs."""
     query = arguments[0]
-    requirement = unmet_requirement(query.device)
+    requirement = unmet_requirement(query.device, query.shape[4], query.dtype)
     if requirement is not None:
-        raise ConfigError(f"Triton attention needs {requirement}: use attention_backend 'sdpa'")
-    if query.shape[4] > _MAX_CHANNELS:
-        raise ConfigError(
-            f"Triton attention takes heads of at most {_MAX_CHANNELS} channels, and not of {query.shape[4]}: use "
-            "attention_backend 'sdpa'"
-        )
-    if query.dtype == torch.float64 and query.device.type == "cuda":
-        raise ConfigError("Triton attention takes no float64 on a GPU: use attention_backend 'sdpa'")
+        raise ConfigError(f"Triton attention {requirement}: use attention_backend 'sdpa'")
     return _KernelLauncher(*arguments).forward()
 
 

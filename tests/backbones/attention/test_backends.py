@@ -1,42 +1,35 @@
-"""The fastest kernel is used, if it is right; all processes of a run use the same."""
+"""The backend auto takes Triton's kernel where it compiles and is right; an error of a device is an error."""
 
 import logging
+import subprocess
 
 import pytest
 import torch
 
 from backbones import ConfigError, create_backbone
-from backbones.attention import backends, reference, sliding_chunk
-from backbones.attention.backends import KernelKey, choose_kernel
-from backbones.attention.chunks import WindowInputs
+from backbones.attention import backends, sliding_chunk
+from backbones.attention.backends import choose_kernel
 from backbones.attention.sliding_chunk import SlidingChunkAttention, sliding_chunk_attention
 from tests.backbones.attention.cases import OnMap, attend
 from tests.backbones.helpers import attention_inputs, randomise
 from tests.gpu import DEVICE, on_gpu
-from tests.projects_vil.engine.gloo import in_processes
 
-
-def kernel_key(**changes) -> KernelKey:
-    names = WindowInputs._fields
-    options = {"device": torch.device("cpu"), "dtype": torch.float32, "heads": 2, "channels": 4, "window_size": 3}
-    options |= {"mode": "zero_pad", "is_shifted": False, "num_global": 1, "biases": names[5:], "learned": names}
-    return KernelKey(**options | changes)
+BIASES = ("local_bias", "global_bias")
 
 
 @pytest.fixture
 def choose(monkeypatch):
-    """Choose between ``sdpa``, which takes 5 seconds, and another kernel; nothing is decided yet."""
-    monkeypatch.setattr(backends, "_decided", {})
+    """Choose for a kernel in place of Triton's; nothing is decided yet."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    choose_kernel.cache_clear()
 
-    def run(other, seconds=0.1, **changes) -> str:
-        monkeypatch.setattr(backends, "_seconds", lambda kernel, key: seconds if kernel is other else 5.0)
-        return choose_kernel({"sdpa": sliding_chunk_attention, "other": other}, kernel_key(**changes))
+    def run(kernel, device="cpu", dtype=torch.float32, num_global=1, biases=BIASES, is_learned=True, **changes) -> str:
+        monkeypatch.setattr(backends, "triton_chunk_attention", kernel)
+        options = {"window_size": 3, "mode": "zero_pad", "shift": None} | changes
+        return choose_kernel(torch.device(device), dtype, 4, num_global, biases, is_learned, **options)
 
-    return run
-
-
-def right(**arguments):
-    return sliding_chunk_attention(**arguments)
+    yield run
+    choose_kernel.cache_clear()
 
 
 def wrong(**arguments):
@@ -52,12 +45,18 @@ def no_numbers(**arguments):
     return sliding_chunk_attention(**arguments) * float("nan")
 
 
-def failing(**arguments):
-    raise RuntimeError("ptxas has no such device\nand more")
+def refused_by_the_assembler(**arguments):
+    from triton.runtime.errors import PTXASError
+
+    raise PTXASError("ptxas has no such device\nand more")
 
 
-def refusing(**arguments):
-    raise ConfigError("no float64")
+def without_headers(**arguments):
+    raise subprocess.CalledProcessError(1, ["gcc"])
+
+
+def without_compiler(**arguments):
+    raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable")
 
 
 @pytest.mark.parametrize(
@@ -65,44 +64,45 @@ def refusing(**arguments):
     [
         {},
         {"dtype": torch.bfloat16},
-        {"dtype": torch.float64, "mode": "cyclic", "is_shifted": True},
-        {"num_global": 0, "biases": (), "learned": ("query",), "mode": "exact"},
-        {"learned": ()},
+        {"mode": "cyclic", "shift": (1, 0)},
+        {"num_global": 0, "biases": (), "mode": "exact"},
+        {"is_learned": False},
     ],
     ids=["float32", "bfloat16", "shift", "no bias", "inference"],
 )
-def test_fastest_kernel_is_chosen_once(choose, changes):
-    assert choose(right, **changes) == "other"
-    assert choose(right, seconds=9.0, **changes) == "other"
+def test_a_right_kernel_is_chosen_and_checked_once(choose, caplog, changes):
+    caplog.set_level(logging.INFO)
+    assert choose(sliding_chunk_attention, **changes) == "triton"
+    assert choose(wrong, **changes) == "triton"
+    (line,) = caplog.messages
+    assert line.endswith("on cpu: triton")
 
 
-@pytest.mark.parametrize("kernel", [wrong, wrong_gradient, no_numbers, failing])
-def test_wrong_or_failing_kernels_are_excluded_with_a_warning(choose, caplog, kernel):
+@pytest.mark.parametrize(
+    "kernel", [wrong, wrong_gradient, no_numbers, refused_by_the_assembler, without_headers, without_compiler]
+)
+def test_a_kernel_that_is_wrong_or_does_not_compile_is_excluded_with_a_warning(choose, caplog, kernel):
     assert choose(kernel) == "sdpa"
-    assert [record.levelno for record in caplog.records] == [logging.WARNING] and "other" in caplog.text
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert choose(wrong_gradient, is_learned=False) == "triton"
 
 
-def test_kernels_without_support_for_the_dtype_are_skipped(choose, caplog):
-    assert choose(refusing) == "sdpa" and not caplog.messages
-    assert choose(right, seconds=9.0, num_global=2) == "sdpa"
-    assert choose_kernel({"first": failing, "second": wrong}, kernel_key()) == "first"
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("Triton Error [CUDA]: an illegal memory access"), torch.OutOfMemoryError("8 GB"), ConfigError("no")],
+    ids=repr,
+)
+def test_other_errors_are_raised_and_nothing_is_decided(choose, error):
+    def failing(**arguments):
+        raise error
 
-
-def test_choice_is_not_kept_after_out_of_memory(choose):
-    has_memory = False
-
-    def large(**arguments):
-        if not has_memory:
-            raise torch.OutOfMemoryError("8 GB")
-        return sliding_chunk_attention(**arguments)
-
-    assert choose(large) == "sdpa"
-    has_memory = True
-    assert choose(large) == "other"
+    with pytest.raises(type(error)) as raised:
+        choose(failing)
+    assert raised.value is error and choose(sliding_chunk_attention) == "triton"
 
 
 @pytest.mark.parametrize("grad_mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
-def test_comparison_ignores_autocast_and_checkpointing_of_the_caller(choose, caplog, grad_mode):
+def test_comparison_ignores_autocast_and_checkpointing_of_the_caller(choose, grad_mode):
     packed, seen = [], []
 
     def noting(**arguments):
@@ -111,35 +111,17 @@ def test_comparison_ignores_autocast_and_checkpointing_of_the_caller(choose, cap
 
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or x, lambda x: x)
     with grad_mode(), torch.autocast("cpu", torch.bfloat16), hooks:
-        assert choose(noting) == "other"
-    assert seen == [(False, True, False)] and not packed and not caplog.messages
+        assert choose(noting) == "triton"
+    assert seen == [(False, True, False)] and not packed
 
 
 @on_gpu
-def test_comparison_within_a_backward_pass(choose, caplog):
+def test_comparison_within_a_backward_pass(choose):
     """As where activations are computed again in the caller's backward pass, on a thread of the device."""
-    device, chosen = torch.device(DEVICE), []
-    product = 2 * torch.ones(1, device=device, requires_grad=True)
-    product.register_hook(lambda grad: chosen.append(choose(right, device=device)))
+    chosen, product = [], 2 * torch.ones(1, device=DEVICE, requires_grad=True)
+    product.register_hook(lambda grad: chosen.append(choose(sliding_chunk_attention, DEVICE)))
     product.sum().backward()
-    assert chosen == ["other"] and not caplog.messages
-
-
-def _choose(folder) -> None:
-    """The first process finds one to be faster, and the second, which comes later, the other one."""
-    rank = torch.distributed.get_rank()
-    backends._seconds = lambda kernel, kernel_key: float((kernel is right) == (rank == 0))
-    if rank == 1:
-        torch.distributed.barrier()
-    chosen = choose_kernel({"sdpa": sliding_chunk_attention, "other": right}, kernel_key())
-    if rank == 0:
-        torch.distributed.barrier()
-    (folder / str(rank)).write_text(chosen)
-
-
-def test_all_processes_use_the_choice_of_the_first(tmp_path):
-    in_processes(2, _choose, tmp_path, store=tmp_path / "store")
-    assert [(tmp_path / rank).read_text() for rank in "01"] == ["sdpa", "sdpa"]
+    assert chosen == ["triton"]
 
 
 # -- in the module ---------------------------------------------------------------------------------
@@ -148,39 +130,33 @@ def test_all_processes_use_the_choice_of_the_first(tmp_path):
 @pytest.mark.parametrize("training", [False, True])
 def test_auto_backend_describes_its_inputs_to_the_choice(monkeypatch, training):
     """As on a GPU: with the types that autocast chooses, and the shift of training."""
-    asked, used = [], {}
-
-    def kernel(*, window_size, mode, shift, **tensors):
-        used.update(tensors)
-        return reference.sliding_chunk_attention(**tensors, window_size=window_size, mode=mode, shift=shift)
-
-    monkeypatch.setattr(sliding_chunk, "_has_several_kernels", lambda device: True)
-    monkeypatch.setattr(sliding_chunk, "choose_kernel", lambda kernels, key: asked.append(key) or "triton")
-    monkeypatch.setitem(sliding_chunk._KERNELS, "triton", kernel)
+    asked, used = [], []
+    monkeypatch.setattr(sliding_chunk, "_may_use_triton", lambda query: True)
+    monkeypatch.setattr(
+        sliding_chunk, "choose_kernel", lambda *key, **options: asked.append((key, options)) or "triton"
+    )
+    monkeypatch.setitem(
+        sliding_chunk.BACKENDS, "triton", lambda **given: used.append(given) or sliding_chunk_attention(**given)
+    )
     module = randomise(SlidingChunkAttention(8, num_heads=2, window_size=3, relative_bias=True, backend="auto"))
     module.train(training).shift = (1, 0)
     with torch.set_grad_enabled(training), torch.autocast("cpu", torch.bfloat16):
         attend(module, torch.randn(2, 7, 10, 8), torch.randn(2, 1, 8))
-    learned = WindowInputs._fields if training else ()
-    assert asked == [kernel_key(dtype=torch.bfloat16, is_shifted=training, learned=learned)]
-    # The inputs of the comparison have the memory layout of the module's: 2 x 3 chunks and a token more.
-    compared = asked[0].inputs(2, 3, 2, rest=1)
-    assert {name: (x.shape, x.stride()) for name, x in compared.items()} == {
-        name: (x.shape, x.stride()) for name, x in used.items()
-    }
+    options = {"window_size": 3, "mode": "zero_pad", "shift": (1, 0) if training else None}
+    assert asked == [((torch.device("cpu"), torch.bfloat16, 4, 1, BIASES, training), options)] and len(used) == 1
 
 
 def test_empty_tensors_do_not_change_the_choice(monkeypatch):
     """No global token is as none at all; for no image there is nothing to choose."""
     asked = []
-    monkeypatch.setattr(sliding_chunk, "_has_several_kernels", lambda device: True)
-    monkeypatch.setattr(sliding_chunk, "choose_kernel", lambda kernels, key: asked.append(key.num_global) or "sdpa")
+    monkeypatch.setattr(sliding_chunk, "_may_use_triton", lambda query: True)
+    monkeypatch.setattr(sliding_chunk, "choose_kernel", lambda *key, **options: asked.append(key[3]) or "sdpa")
     inputs = attention_inputs(7, 10)
     none = {name: inputs["query"][:, :, 0, :0] for name in ("global_key", "global_value")}
     expected = sliding_chunk_attention(**inputs, window_size=3)
-    assert torch.equal(sliding_chunk.fastest_chunk_attention(**inputs, **none, window_size=3), expected)
+    assert torch.equal(sliding_chunk.auto_chunk_attention(**inputs, **none, window_size=3), expected)
     images = {name: x[:0] for name, x in inputs.items()}
-    assert not sliding_chunk.fastest_chunk_attention(**images, window_size=3).numel() and asked == [0]
+    assert not sliding_chunk.auto_chunk_attention(**images, window_size=3).numel() and asked == [0]
 
 
 @pytest.mark.parametrize("backend", ["triton", "auto"])
@@ -191,7 +167,7 @@ def test_cpu_and_traced_runs_use_no_triton_kernel(monkeypatch, backend):
     module = SlidingChunkAttention(8, num_heads=2, window_size=3, backend=backend).eval()
     inputs = torch.randn(1, 7, 10, 8), torch.randn(1, 1, 8)
     outputs = [attend(module, *inputs)] if backend == "auto" else []
-    monkeypatch.setattr(sliding_chunk, "_has_several_kernels", lambda device: True)
+    monkeypatch.setattr(sliding_chunk, "_may_use_triton", lambda query: True)
     outputs.append(torch.jit.trace(OnMap(module), inputs, check_trace=False)(*inputs))
     module.backend = "sdpa"
     for output in outputs:
@@ -209,13 +185,10 @@ def test_backends_of_the_stages():
 
 @on_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("changes", [{}, {"is_shifted": True}, {"learned": ()}], ids=["training", "shift", "inference"])
-def test_both_kernels_are_right_on_a_gpu(monkeypatch, caplog, dtype, changes):
+@pytest.mark.parametrize(
+    "changes", [{}, {"shift": (0, 1)}, {"is_learned": False}], ids=["training", "shift", "inference"]
+)
+def test_tritons_kernel_is_right_on_a_gpu(choose, dtype, changes):
     if DEVICE == "cpu":
         pytest.skip("the kernels are not compiled for a CPU")
-    monkeypatch.setattr(backends, "_decided", {})
-    sizes = {"heads": 3, "channels": 32, "window_size": 7}
-    caplog.set_level(logging.INFO)
-    choose_kernel(sliding_chunk._KERNELS, kernel_key(device=torch.device(DEVICE), dtype=dtype, **sizes | changes))
-    (line,) = caplog.messages
-    assert "sdpa" in line and "triton" in line
+    assert choose(backends.triton_chunk_attention, DEVICE, dtype, window_size=7, **changes) == "triton"
