@@ -174,17 +174,18 @@ class Launch:
 
 
 def launch_parameters(window_size: int, channels: int, dtype: torch.dtype) -> Launch:
-    """Return block sizes chosen by the compiler's register and shared-memory use on sm_80 and sm_90.
+    """Return block sizes chosen by the compiler's register and shared-memory use on sm_80, sm_90, sm_100 and sm_120.
 
     They are not tuned on a GPU.
     """
     padded = _power_of_two(channels)
-    # Larger blocks do not fit in the registers; least of all with float32, of which no tensor core makes the products.
+    # Larger blocks do not fit in the registers; least of all with float32, of which no tensor core makes the products,
+    # and with masked channels.
     is_single, is_wide = dtype == torch.float32, padded > 64
     if is_single:
         positions, tokens = 32, 16 if is_wide else 32
     else:
-        positions, tokens = 32 if is_wide else 64, 64 if padded <= 32 else 32
+        positions, tokens = 32 if is_wide else 64, 64 if channels == padded <= 32 else 32
     return Launch(
         positions=min(_power_of_two(window_size**2), positions),
         tokens=tokens,

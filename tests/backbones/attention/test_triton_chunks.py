@@ -297,7 +297,8 @@ def bytes_of_registers_in_memory(cubin: bytes, folder: Path) -> int | None:
 @pytest.mark.parametrize(
     "architecture, dtype, channels, mode, shift",
     [
-        *((90, dtype, 32, "zero_pad", None) for dtype in (torch.float16, torch.bfloat16, torch.float32)),
+        *((sm, torch.bfloat16, channels, "zero_pad", None) for sm in (80, 90, 100, 120) for channels in (24, 32, 64)),
+        *((90, dtype, 32, "zero_pad", None) for dtype in (torch.float16, torch.float32)),
         *((80, dtype, 96, "zero_pad", None) for dtype in (torch.float16, torch.bfloat16, torch.float32)),
         (90, torch.float16, 96, "exact", None),
         (90, torch.float16, 32, "cyclic", (0, 1)),
@@ -344,7 +345,8 @@ def test_every_kernel_compiles(monkeypatch, tmp_path, architecture, dtype, chann
         spilled = bytes_of_registers_in_memory(kernel.asm["cubin"], tmp_path)
         # The limit of the smallest of these devices, sm_86 and sm_89.
         assert kernel.metadata.shared <= 99 * 1024, name
-        assert spilled is None or spilled <= 256, name
+        # The gradient of keys takes 16 bytes on sm_80 with heads of 64; eight warps need none, but fewer programs fit.
+        assert spilled is None or spilled <= (16 if channels <= 64 and dtype == torch.bfloat16 else 256), name
 
 
 def on_this_gpu(test):
