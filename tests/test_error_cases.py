@@ -165,6 +165,7 @@ CASES = {
     ),
     "no whole checkpoint": Case(RESUME, truncate("run/*.pth"), "run", writes=("run/log.txt",)),
     "report of another folder": Case("report.py own", named="own"),
+    "report with a misspelt key": Case("report.py run SOLVER.BSE_LR 0.1", named="SOLVER.BASE_LR"),
     # Prediction and exports
     "image that is text": Case(
         f"{PREDICT} --input photos", write("photos/b.jpg", "text"), "b.jpg", status=2, writes=("out", "out/*")

@@ -94,7 +94,7 @@ def read_run(folder: Path, overrides: Sequence[str] = ()) -> RunFolder:
     """Read a folder that training or evaluation wrote, as far as its files can be read.
 
     Raises:
-        ConfigError: for a folder without any of these files.
+        ConfigError: for a folder without any of these files, and overrides that cannot be applied.
     """
     if not any((folder / name).is_file() for name in (CONFIG, METRICS, EVALUATION)):
         raise ConfigError(f"{folder} has no {CONFIG}, {METRICS} or {EVALUATION}: name OUTPUT_DIR of a run")
@@ -108,7 +108,9 @@ def read_run(folder: Path, overrides: Sequence[str] = ()) -> RunFolder:
     run.log = read(LOG, "versions and warnings")
     run.config_text = read(CONFIG, "configuration and evaluation on its datasets")
     with run.leaving_out("differences from the defaults, and evaluation on the datasets"):
-        run.cfg = load_config(folder / CONFIG, overrides) if run.config_text else None
+        run.cfg = load_config(folder / CONFIG) if run.config_text else None
+    if overrides:
+        run.cfg = load_config(folder / CONFIG, overrides)
     lines = read(METRICS, "curves").splitlines()
     for line in lines:
         with contextlib.suppress(ValueError, TypeError, KeyError):
