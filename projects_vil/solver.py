@@ -186,10 +186,14 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
         lr_multipliers=solver.LR_MULTIPLIERS,
         layer_decay=solver.LAYER_DECAY,
     )
+    # On a CPU the formula of earlier versions, to the bit.
+    fused = True if next(model.parameters()).is_cuda else None
     if solver.OPTIMIZER == "ADAMW":
-        optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=solver.BASE_LR)
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=solver.BASE_LR, fused=fused)
     else:
-        optimizer = torch.optim.SGD(groups, lr=solver.BASE_LR, momentum=solver.MOMENTUM, nesterov=solver.NESTEROV)
+        optimizer = torch.optim.SGD(
+            groups, lr=solver.BASE_LR, momentum=solver.MOMENTUM, nesterov=solver.NESTEROV, fused=fused
+        )
     is_full_model = clip.ENABLED and clip.CLIP_TYPE == "full_model"
     if not is_full_model:
         optimizer = maybe_add_gradient_clipping(cfg, optimizer)
@@ -201,12 +205,20 @@ def clip_full_model(optimizer: torch.optim.Optimizer, max_norm: float, *, norm_t
     """Before each step of ``optimizer``, scale all gradients together to a norm of at most ``max_norm``.
 
     With a finite ``max_norm`` the norm before clipping goes to detectron2's event storage as ``gradient_norm``. A norm
-    that is not finite raises FloatingPointError in ``optimizer.step()``, before any weight changes.
+    that is not finite raises FloatingPointError in ``optimizer.step()``, before any weight changes. Where the optimizer
+    has torch's flag ``found_inf``, it is set instead, and the norm is the optimizer's ``gradient_norm``.
     """
 
     def clip(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         total = nn.utils.get_total_norm([parameter.grad for parameter in parameters], norm_type=norm_type)
+        if hasattr(optimizer, "found_inf"):
+            # The step of a fused optimizer, whose flag and norm are read later.
+            optimizer.found_inf = torch.maximum(optimizer.found_inf, (~total.isfinite()).float())
+            optimizer.gradient_norm, optimizer.is_clipped = total, max_norm < math.inf
+            if max_norm < math.inf:
+                nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+            return
         norm = total.item()
         if not math.isfinite(norm):
             raise FloatingPointError(f"the norm of the gradients is {norm}")

@@ -129,8 +129,8 @@ class RandomShift(HookBase):
 # -- exponential moving average --------------------------------------------------------------------
 
 
-def ema_model(model: nn.Module, *, decay: float) -> AveragedModel:
-    """Return torch's averaged model, with a decay of min(decay, (1 + n) / (10 + n)) after n steps.
+class ExponentialAverage(AveragedModel):
+    """torch's averaged model, with a decay of min(decay, (1 + n) / (10 + n)) after n steps.
 
     The average starts with the weights after the first step. Buffers are those of the model.
 
@@ -139,11 +139,32 @@ def ema_model(model: nn.Module, *, decay: float) -> AveragedModel:
         decay: 0 or more, and below 1.
     """
 
-    def update(averages: list[Tensor], weights: list[Tensor], steps: Tensor) -> None:
-        number = int(steps)
-        get_ema_multi_avg_fn(min(decay, (1 + number) / (10 + number)))(averages, weights, number)
+    def __init__(self, model: nn.Module, *, decay: float) -> None:
+        def update(averages: list[Tensor], weights: list[Tensor], steps: Tensor) -> None:
+            number = int(steps)
+            get_ema_multi_avg_fn(min(decay, (1 + number) / (10 + number)))(averages, weights, number)
 
-    return AveragedModel(model, multi_avg_fn=update).requires_grad_(False)
+        super().__init__(model, multi_avg_fn=update)
+        self.decay = decay
+        self.requires_grad_(False)
+
+    @torch.no_grad()
+    def update_parameters(self, model: nn.Module, has_stepped: Tensor | bool = True) -> None:
+        """Update the average; a tensor on the model's device says whether it has changed, 1 or 0, without a wait."""
+        if not isinstance(has_stepped, Tensor):
+            super().update_parameters(model)
+            return
+        # Counted on the device from the first update on.
+        self.n_averaged = steps = self.n_averaged.to(has_stepped.device)
+        rate = 1 - ((1 + steps) / (10 + steps)).clamp(max=self.decay)
+        rate = torch.where(steps > 0, rate, 1.0) * has_stepped
+        averages = list(self.module.parameters())
+        differences = torch._foreach_sub(list(model.parameters()), averages)
+        torch._foreach_mul_(differences, rate)
+        torch._foreach_add_(averages, differences)
+        for average, buffer in zip(self.module.buffers(), model.buffers(), strict=True):
+            average.copy_(buffer)
+        self.n_averaged += (has_stepped > 0).long()
 
 
 # -- checkpoints and evaluations -------------------------------------------------------------------

@@ -107,7 +107,7 @@ class TrainStep(SimpleTrainer):
         self.optimizer.zero_grad()
         self.has_stepped = False
         losses, seen, reason = self._backward(images, batch)
-        reason = reason or self._update()
+        reason = reason or self._update(losses)
         if reason:
             self.optimizer.zero_grad()
             batch.restore()
@@ -115,8 +115,14 @@ class TrainStep(SimpleTrainer):
                 buffer.copy_(before)
             self._skip(reason, losses, seen)
         else:
-            terms = {name: torch.tensor(value, dtype=torch.float64) for name, value in losses.items()}
-            self.write_metrics(terms, data_time, self.iter)
+            self._record(losses, images, data_time, statistics)
+
+    def _record(
+        self, losses: dict[str, float], images: list[dict[str, Any]], data_time: float, statistics: Sequence
+    ) -> None:
+        """Write the metrics of an iteration that may have changed the weights."""
+        terms = {name: torch.tensor(value, dtype=torch.float64) for name, value in losses.items()}
+        self.write_metrics(terms, data_time, self.iter)
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict() | {"skipped": self.skipped, "overflows": self.overflows}
@@ -208,7 +214,7 @@ class TrainStep(SimpleTrainer):
         has_failed, self.stop_signal = flags.tolist()
         return next(filter(None, comm.all_gather(reason))) if has_failed else ""
 
-    def _update(self) -> str:
+    def _update(self, losses: dict[str, float]) -> str:
         """Take the optimizer's step; return why the run has diverged, or ""."""
         try:
             if self.scaler is None:
@@ -228,11 +234,20 @@ class TrainStep(SimpleTrainer):
             return ""
         return f"the gradients overflowed in {self.overflows} consecutive steps, with a loss scale of {scale:g}"
 
-    def _skip(self, reason: str, losses: dict[str, float], images: Sequence[dict[str, Any]]) -> None:
-        """Write what diverged, in all processes, and continue or stop."""
+    def _skip(
+        self,
+        reason: str,
+        losses: dict[str, float],
+        images: Sequence[dict[str, Any]],
+        *,
+        iteration: int | None = None,
+        rate: float | None = None,
+    ) -> None:
+        """Write what diverged, in all processes, and continue or stop; by default in the current iteration."""
+        iteration = self.iter if iteration is None else iteration
         self.skipped += 1
         is_skipped = self.skipped <= self.max_skipped
-        rate = self.optimizer.param_groups[solver.main_group(self.optimizer)]["lr"]
+        rate = self._learning_rate() if rate is None else rate
         own = {
             "losses": {name: value if math.isfinite(value) else str(value) for name, value in losses.items()},
             "images": [{key: image.get(key) for key in ("image_id", "file_name")} for image in images],
@@ -240,11 +255,11 @@ class TrainStep(SimpleTrainer):
         processes = comm.gather(own)
         path = self.output_dir / DIVERGED_FILE
         if comm.is_main_process():
-            entry = {"iteration": self.iter, "reason": reason, "learning_rate": rate, "is_skipped": is_skipped}
-            _write_diverged(path, before=self.iter, new=[entry | {"processes": processes}])
+            entry = {"iteration": iteration, "reason": reason, "learning_rate": rate, "is_skipped": is_skipped}
+            _write_diverged(path, before=iteration, new=[entry | {"processes": processes}])
         # The first process that raises ends the others.
         comm.synchronize()
-        message = f"diverged in iteration {self.iter}: {reason} (learning rate {rate:g}, images and losses in {path})"
+        message = f"diverged in iteration {iteration}: {reason} (learning rate {rate:g}, images and losses in {path})"
         if not is_skipped:
             raise ConfigError(
                 f"{message}; no weight has changed: --resume from the last checkpoint with a lower SOLVER.BASE_LR, or "
@@ -253,6 +268,129 @@ class TrainStep(SimpleTrainer):
         logging.getLogger(__name__).warning(
             "%s; the batch is skipped, %d of SOLVER.SKIP_DIVERGED %d", message, self.skipped, self.max_skipped
         )
+
+    def _learning_rate(self) -> float:
+        return self.optimizer.param_groups[solver.main_group(self.optimizer)]["lr"]
+
+
+class DeferredStep(TrainStep):
+    """The step on a GPU: the host waits for the device in :meth:`settle` only, which the trainer calls now and then.
+
+    What diverges is found on the device, where ``found_inf`` makes the step of a fused optimizer one without effect;
+    so are all steps after more batches have diverged than may be skipped, until the host learns of it. Where the
+    float16 loss scaler is used, it lowers its scale after a batch that diverged, too.
+
+    Attributes:
+        has_stepped: a tensor on the device, 1 or 0.
+        stop_signal: one of any process, as of the last call of :meth:`settle`.
+    """
+
+    has_stepped: Tensor
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Values on the device, and what belongs to them on the host, of iterations that have not been settled.
+        self._pending: list[tuple[Tensor, dict[str, Any]]] = []
+        self._num_failed: Tensor | None = None
+
+    @staticmethod
+    def supports(model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer is fused on a GPU, and no process leaves an iteration alone.
+
+        detectron2 raises an error for proposals that are not finite, in one process, while others wait for gradients.
+        """
+        is_cuda = next(model.parameters()).device.type == "cuda"
+        is_alone = comm.get_world_size() == 1 or not hasattr(model, "proposal_generator")
+        return is_cuda and is_alone and getattr(optimizer, "_step_supports_amp_scaling", False)
+
+    def settle(self) -> None:
+        """Write the metrics of all iterations since the last call, skip or stop for those that diverged.
+
+        All processes call this after the same iteration.
+
+        Raises:
+            ConfigError: as :meth:`run_step`.
+        """
+        pending, self._pending = self._pending, []
+        rows = torch.cat([values for values, _ in pending]).tolist() if pending else []
+        for values, host in pending:
+            row, rows = rows[: len(values)], rows[len(values) :]
+            *losses, norm, has_diverged, has_overflowed, self.stop_signal = row
+            losses = dict(zip(host["names"], losses, strict=True))
+            self.overflows = self.overflows + 1 if has_overflowed else 0
+            reason = ""
+            if has_diverged:
+                not_finite = [f"{name} is {value}" for name, value in losses.items() if not math.isfinite(value)]
+                reason = ", ".join(not_finite) or f"the norm of the gradients is {norm}"
+                if comm.get_world_size() > 1:
+                    reason = next((text for text in comm.all_gather(", ".join(not_finite)) if text), reason)
+            elif self.overflows >= MAX_OVERFLOWS:
+                reason = f"the gradients overflowed in {self.overflows} consecutive steps"
+            if reason:
+                self._skip(reason, losses, host["images"], iteration=host["iteration"], rate=host["rate"])
+                continue
+            terms = {name: torch.tensor(value, dtype=torch.float64) for name, value in losses.items()}
+            self.write_metrics(terms, host["data_time"], host["iteration"])
+            if host["is_clipped"] and math.isfinite(norm):
+                get_event_storage().put_scalar("gradient_norm", norm, cur_iter=host["iteration"])
+        self.stop_signal = int(self.stop_signal)
+
+    def state_dict(self) -> dict[str, Any]:
+        self.settle()
+        return super().state_dict()
+
+    def _forward(self, part: list[dict[str, Any]]) -> tuple[Tensor, dict[str, Tensor], str]:
+        try:
+            with torch.autocast(self.device.type, self.precision, enabled=self.precision is not None):
+                terms = self.model(part)
+        except FloatingPointError as error:  # detectron2's, for proposals: the host knows
+            self.settle()
+            return torch.tensor(math.nan), {}, one_line(error).removesuffix(" Training has diverged.")
+        return sum(terms.values()), {name: value.detach().double() for name, value in terms.items()}, ""
+
+    def _sync_stop(self, reason: str) -> str:
+        return reason
+
+    def _update(self, losses: dict[str, Tensor]) -> str:
+        optimizer, signal_number = self.optimizer, max(self.received, default=0)
+        values = torch.stack(list(losses.values()))
+        # Filled on the device: a copy of a value would be one that the host waits for.
+        stop = torch.full((), float(signal_number), dtype=torch.float64, device=self.device)
+        flags = torch.stack([(~values.isfinite()).any().double(), stop])
+        if comm.get_world_size() > 1:
+            torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX)
+        if self._num_failed is None:
+            self._num_failed = torch.full((), float(self.skipped), device=self.device)
+        overflowed = torch.zeros((), device=self.device)
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)
+            overflowed = sum(self.scaler._found_inf_per_device(optimizer).values()).reshape(()).clamp(max=1)
+        has_diverged = flags[0].float()
+        has_ended = (self._num_failed > self.max_skipped).float()
+        optimizer.grad_scale, optimizer.found_inf = None, torch.stack([has_diverged, has_ended, overflowed]).amax()
+        try:
+            optimizer.step()
+            found, norm = optimizer.found_inf, optimizer.gradient_norm
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf
+        if self.scaler is not None:
+            self.scaler.update()
+        has_diverged = torch.maximum(has_diverged, (1 - overflowed) * (~norm.isfinite()).float())
+        self._num_failed = self._num_failed + has_diverged
+        self.has_stepped = 1 - found
+        overflowed = overflowed * (1 - has_diverged)
+        self._values = torch.cat([values, torch.stack([norm, has_diverged, overflowed]).double(), flags[1:]])
+        return ""
+
+    def _record(
+        self, losses: dict[str, Tensor], images: list[dict[str, Any]], data_time: float, statistics: Sequence
+    ) -> None:
+        for buffer, before in statistics:
+            buffer.copy_(torch.where(self.has_stepped > 0, buffer, before))
+        seen = [{key: image.get(key) for key in ("image_id", "file_name")} for image in images]
+        host = {"iteration": self.iter, "images": seen, "rate": self._learning_rate(), "data_time": data_time}
+        host |= {"names": list(losses), "is_clipped": self.optimizer.is_clipped}
+        self._pending.append((self._values, host))
 
 
 class Trainer(DefaultTrainer):
@@ -288,7 +426,8 @@ class Trainer(DefaultTrainer):
         optimizer = self.build_optimizer(cfg, model)
         options, on_gpu = cfg.SOLVER, cfg.MODEL.DEVICE.startswith("cuda")
         device_ids = [comm.get_local_rank()] if on_gpu else None
-        self._trainer = TrainStep(
+        step_class = DeferredStep if DeferredStep.supports(model, optimizer) else TrainStep
+        self._trainer = step_class(
             create_ddp_model(model, broadcast_buffers=False, device_ids=device_ids),
             self.build_train_loader(cfg),
             optimizer,
@@ -298,7 +437,7 @@ class Trainer(DefaultTrainer):
             max_skipped=options.SKIP_DIVERGED,
         )
         if cfg.MODEL.EMA.ENABLED:
-            self.averaged = hooks.ema_model(model, decay=cfg.MODEL.EMA.DECAY)
+            self.averaged = hooks.ExponentialAverage(model, decay=cfg.MODEL.EMA.DECAY)
         self.scheduler = self.build_lr_scheduler(cfg, optimizer)
         self.checkpointer = Checkpointer(
             self.model, cfg.OUTPUT_DIR, cfg=cfg, averaged=self.averaged, trainer=weakref.proxy(self)
@@ -352,9 +491,21 @@ class Trainer(DefaultTrainer):
         self._after_saving = after
         return [*before, saving, *after]
 
+    def run_step(self) -> None:
+        """Train on a batch; on a GPU wait for the device before anything is written, saved or evaluated."""
+        super().run_step()
+        if isinstance(self._trainer, DeferredStep):
+            done, options = self.iter + 1, self.cfg
+            periods = (self.log_period, options.SOLVER.CHECKPOINT_PERIOD, options.TEST.EVAL_PERIOD)
+            has_received = comm.get_world_size() == 1 and self._trainer.received
+            if has_received or done >= self.max_iter or any(period and done % period == 0 for period in periods):
+                self._trainer.settle()
+
     def _update_average(self) -> None:
-        if self._trainer.has_stepped:
-            self.averaged.update_parameters(unwrapped(self.model))
+        has_stepped = self._trainer.has_stepped
+        # A tensor where the host does not know: the average itself is computed with it.
+        if isinstance(has_stepped, Tensor) or has_stepped:
+            self.averaged.update_parameters(unwrapped(self.model), has_stepped)
 
     def build_writers(self) -> list[EventWriter]:
         """Return detectron2's writers: the log, TensorBoard, and ``metrics.json``; and services of ``LOGGING``."""
@@ -414,6 +565,8 @@ class Trainer(DefaultTrainer):
     def stop_signal(self) -> int:
         """Return a signal after which all processes stop with this iteration, or 0."""
         step = self._trainer
+        if isinstance(step, DeferredStep):
+            return step.stop_signal
         return max(step.received, default=0) if comm.get_world_size() == 1 else step.stop_signal
 
     def before_train(self) -> None:

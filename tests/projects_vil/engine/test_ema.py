@@ -9,6 +9,7 @@ from backbones import ConfigError
 from projects_vil.checkpoint import build_detector, slim_checkpoint
 from projects_vil.data import register_datasets
 from projects_vil.engine import Trainer
+from projects_vil.engine.hooks import ExponentialAverage
 from tests.projects_vil.engine.test_resuming import RUN, train
 from tests.projects_vil.helpers import small_config
 
@@ -42,6 +43,21 @@ def test_the_average_by_hand(run):
         for name, value in contents["model"].items():
             torch.testing.assert_close(value.double(), average[name], rtol=1e-5, atol=1e-7)
     assert any(not torch.equal(contents["model"][name], contents["unaveraged_model"][name]) for name in average)
+
+
+def test_an_average_on_the_device_skips_steps_that_had_no_effect():
+    """Equal to the one that the host computes, which is not called after such steps."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 5)
+    ours, theirs = (ExponentialAverage(model, decay=0.25) for _ in range(2))
+    for has_stepped in (False, True, True, False, True, True):
+        with torch.no_grad():
+            model.weight += torch.randn(5, 3)
+        ours.update_parameters(model, torch.tensor(float(has_stepped)))
+        if has_stepped:
+            theirs.update_parameters(model)
+        torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
+    assert ours.n_averaged == 4
 
 
 def test_evaluations_detectors_and_slim_files_have_the_average(run, tmp_path, shapes):

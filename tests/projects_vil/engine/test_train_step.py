@@ -14,7 +14,7 @@ from detectron2.utils import comm
 from detectron2.utils.events import EventStorage
 
 from backbones import ConfigError
-from projects_vil.engine.trainer import MAX_OVERFLOWS, TrainStep
+from projects_vil.engine.trainer import MAX_OVERFLOWS, DeferredStep, TrainStep
 from projects_vil.solver import clip_full_model
 from tests.projects_vil.engine.gloo import in_processes
 from tests.projects_vil.helpers import small_config
@@ -53,16 +53,18 @@ def model_of(detector, *overrides):
     return build_model(small_config(detector, "INPUT.MASK_FORMAT", "bitmask", *overrides)).train()
 
 
-def run(model, batches, tmp_path, *, clip=0.1, rate=0.1, scaler=None, **options):
-    """The steps over some batches, and their metrics."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+def run(model, batches, tmp_path, *, clip=0.1, rate=0.1, scaler=None, step=TrainStep, **options):
+    """The steps over some batches, and their metrics; those on a GPU (DeferredStep) are settled after the last."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, fused=step is DeferredStep)
     clip_full_model(optimizer, clip)
-    steps = TrainStep(model, batches, optimizer, output_dir=tmp_path, **options)
+    steps = step(model, batches, optimizer, output_dir=tmp_path, **options)
     steps.scaler = scaler or steps.scaler
     with EventStorage() as storage:
         for steps.iter in range(len(batches)):
             storage.iter = steps.iter
             steps.run_step()
+        if step is DeferredStep:
+            steps.settle()
         return steps, {name: value for name, (value, _) in storage.latest().items()}
 
 
@@ -215,6 +217,61 @@ def test_a_resumed_run_removes_what_it_repeats(tmp_path):
     assert json.loads(path.read_text()) == [{"iteration": 3}]
     steps.start(0)
     assert not path.exists()
+
+
+# -- the step on a GPU: a fused optimizer, and the host learns of everything later ------------------
+
+
+@pytest.mark.parametrize("precision", [None, torch.float16])
+def test_a_deferred_step_equals_one_that_waits(precision, tmp_path):
+    batches = [images_of(4), images_of(2, size=(96, 64))]
+    model = model_of("retinanet", "MODEL.FPN.NORM", "BN")
+    other = copy.deepcopy(model)
+    steps, ours = run(model, batches, tmp_path, step=DeferredStep, precision=precision, accumulate=2)
+    _, theirs = run(other, batches, tmp_path, precision=precision, accumulate=2)
+    assert steps.has_stepped and ours.keys() == theirs.keys()
+    names = [name for name in ours if "time" not in name]
+    assert {"gradient_norm", "total_loss"} <= set(names)
+    assert_close({name: ours[name] for name in names}, {name: theirs[name] for name in names}, 1e-3)
+    torch.testing.assert_close(weights_of(model), weights_of(other), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("precision", [None, torch.float16])
+@pytest.mark.parametrize("max_skipped", [0, 1])
+def test_a_deferred_step_that_diverges_changes_nothing(precision, max_skipped, tmp_path):
+    """Nor do those that follow before the host learns of it, where no more batches may be skipped."""
+    good, bad = images_of(4), images_of(4)
+    bad[2]["image"] = torch.full((3, 64, 96), float("nan"))
+    options = {"precision": precision, "max_skipped": max_skipped}
+    model = model_of("retinanet", "MODEL.FPN.NORM", "BN")
+    other = copy.deepcopy(model)
+    if max_skipped:
+        ours, _ = run(model, [good, bad, good], tmp_path, step=DeferredStep, **options)
+        assert ours.has_stepped and ours.skipped == 1
+    else:
+        with pytest.raises(ConfigError, match="iteration 1: loss_cls is nan"):
+            run(model, [good, bad, good], tmp_path, step=DeferredStep, **options)
+    run(other, [good, good] if max_skipped else [good], tmp_path, step=DeferredStep, **options)
+    torch.testing.assert_close(weights_of(model), weights_of(other), rtol=1e-4, atol=1e-5)
+    (entry,) = json.loads((tmp_path / "diverged.json").read_text())
+    assert entry["iteration"] == 1 and len(entry["processes"][0]["images"]) == 4
+
+
+def test_a_deferred_gradient_that_is_not_finite_changes_nothing(tmp_path):
+    model = model_of("retinanet")
+    model.head.cls_score.weight.register_hook(lambda gradient: gradient * float("inf"))
+    before = weights_of(model)
+    with pytest.raises(ConfigError, match="gradients"):
+        run(model, [images_of(4)] * 2, tmp_path, step=DeferredStep, clip=math.inf)
+    assert_close(weights_of(model), before, 0)
+
+
+def test_a_deferred_overflow_is_no_divergence(tmp_path):
+    model = model_of("retinanet")
+    before, scaler = weights_of(model), torch.amp.GradScaler("cpu", init_scale=2.0**100)
+    steps, _ = run(model, [images_of(2)], tmp_path, step=DeferredStep, precision=torch.float16, scaler=scaler)
+    assert not steps.has_stepped and steps.overflows == 1 and steps.skipped == 0 and scaler.get_scale() == 2.0**99
+    assert_close(weights_of(model), before, 0)
 
 
 # -- several processes -----------------------------------------------------------------------------
