@@ -19,6 +19,7 @@ from detectron2.config import CfgNode
 from detectron2.engine import DefaultTrainer, HookBase, SimpleTrainer, TrainerBase, create_ddp_model
 from detectron2.engine.hooks import CallbackHook, EvalHook, IterationTimer, PreciseBN
 from detectron2.evaluation import DatasetEvaluator
+from detectron2.structures import BitMasks, Boxes, Instances
 from detectron2.utils import comm
 from detectron2.utils.events import EventWriter, TensorboardXWriter, get_event_storage, has_event_storage
 from detectron2.utils.logger import setup_logger
@@ -340,6 +341,7 @@ class DeferredStep(TrainStep):
         return super().state_dict()
 
     def _forward(self, part: list[dict[str, Any]]) -> tuple[Tensor, dict[str, Tensor], str]:
+        part = [{key: _on_device(value, self.device) for key, value in image.items()} for image in part]
         try:
             with torch.autocast(self.device.type, self.precision, enabled=self.precision is not None):
                 terms = self.model(part)
@@ -428,7 +430,7 @@ class Trainer(DefaultTrainer):
         device_ids = [comm.get_local_rank()] if on_gpu else None
         step_class = DeferredStep if DeferredStep.supports(model, optimizer) else TrainStep
         self._trainer = step_class(
-            create_ddp_model(model, broadcast_buffers=False, device_ids=device_ids),
+            create_ddp_model(model, broadcast_buffers=False, device_ids=device_ids, gradient_as_bucket_view=True),
             self.build_train_loader(cfg),
             optimizer,
             output_dir=cfg.OUTPUT_DIR,
@@ -693,6 +695,19 @@ def restore_loss_normalizer(model: nn.Module, saved: Sequence[float | None]) -> 
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model without DistributedDataParallel."""
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
+def _on_device(value: Any, device: torch.device) -> Any:
+    """Copy tensors to a GPU by pinned memory; detectron2's own copies, for which the host waits, are then none."""
+    match value:
+        case Tensor():
+            return value.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else value
+        case Boxes() | BitMasks():
+            return type(value)(_on_device(value.tensor, device))
+        case Instances():
+            fields = {name: _on_device(field, device) for name, field in value.get_fields().items()}
+            return Instances(value.image_size, **fields)
+    return value
 
 
 def _group_types(groups: Sequence[dict[str, Any]]) -> list[tuple[int, bool]]:
