@@ -125,8 +125,9 @@ def add_vil_config(cfg: CfgNode) -> None:
     # Number of epochs, or 0. SOLVER.MAX_ITER, STEPS, WARMUP_ITERS and CHECKPOINT_PERIOD and TEST.EVAL_PERIOD then
     # follow from the number of images and IMS_PER_BATCH (projects_vil/solver.py).
     cfg.SOLVER.EPOCHS = 0
-    # With SOLVER.AMP.ENABLED: "float16", which needs a GPU and scales the loss, or "bfloat16", also on the CPU.
-    cfg.SOLVER.AMP.DTYPE = "float16"
+    # With SOLVER.AMP.ENABLED: "float16", which needs a GPU and scales the loss, "bfloat16", also on the CPU, or "auto":
+    # bfloat16 but on GPUs of a compute capability below 8.0.
+    cfg.SOLVER.AMP.DTYPE = "auto"
     # Gradient accumulation: the number of micro-batches that IMS_PER_BATCH images are split into.
     cfg.SOLVER.ACCUMULATE = 1
     # The batch size for which BASE_LR and BASE_LR_END are given: they are multiplied by IMS_PER_BATCH divided by it. 0

@@ -205,21 +205,23 @@ def clip_full_model(optimizer: torch.optim.Optimizer, max_norm: float, *, norm_t
     """Before each step of ``optimizer``, scale all gradients together to a norm of at most ``max_norm``.
 
     With a finite ``max_norm`` the norm before clipping goes to detectron2's event storage as ``gradient_norm``. A norm
-    that is not finite raises FloatingPointError in ``optimizer.step()``, before any weight changes. Where the optimizer
-    has torch's flag ``found_inf``, it is set instead, and the norm is the optimizer's ``gradient_norm``.
+    that is not finite raises FloatingPointError in ``optimizer.step()``, before any weight changes. With the attribute
+    ``is_deferred`` of a fused optimizer, torch's flag ``found_inf`` is set instead, and ``gradient_norm`` is kept.
     """
 
     def clip(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         total = nn.utils.get_total_norm([parameter.grad for parameter in parameters], norm_type=norm_type)
-        if hasattr(optimizer, "found_inf"):
-            # The step of a fused optimizer, whose flag and norm are read later.
+        if getattr(optimizer, "is_deferred", False):
             optimizer.found_inf = torch.maximum(optimizer.found_inf, (~total.isfinite()).float())
             optimizer.gradient_norm, optimizer.is_clipped = total, max_norm < math.inf
             if max_norm < math.inf:
                 nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
             return
         norm = total.item()
+        if getattr(optimizer, "found_inf", None) is not None and optimizer.found_inf.item():
+            # An overflow, after which the loss scaler makes a fused optimizer's step one without effect.
+            return
         if not math.isfinite(norm):
             raise FloatingPointError(f"the norm of the gradients is {norm}")
         if max_norm < math.inf:

@@ -22,7 +22,7 @@ from projects_vil.solver import LR_SCHEDULERS, OPTIMIZERS, build_lr_scheduler, b
 _CHOICES: dict[str, Collection[str]] = {
     "DATASETS.CHECK": data.CHECK_MODES,
     "INPUT.FORMAT": ("RGB", "BGR"),
-    "SOLVER.AMP.DTYPE": AMP_DTYPES,
+    "SOLVER.AMP.DTYPE": ("auto", *AMP_DTYPES),
     "SOLVER.LR_SCHEDULER_NAME": LR_SCHEDULERS,
     "SOLVER.OPTIMIZER": OPTIMIZERS,
     "SOLVER.WARMUP_METHOD": ("linear", "constant"),

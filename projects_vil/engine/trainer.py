@@ -223,6 +223,8 @@ class TrainStep(SimpleTrainer):
                 self.has_stepped = True
                 return ""
             scale = self.scaler.get_scale()
+            # Before the norm is taken, also where the optimizer is fused.
+            self.scaler.unscale_(self.optimizer)
             self.scaler.step(self.optimizer)
         except FloatingPointError as error:
             return str(error)
@@ -369,12 +371,13 @@ class DeferredStep(TrainStep):
             overflowed = sum(self.scaler._found_inf_per_device(optimizer).values()).reshape(()).clamp(max=1)
         has_diverged = flags[0].float()
         has_ended = (self._num_failed > self.max_skipped).float()
-        optimizer.grad_scale, optimizer.found_inf = None, torch.stack([has_diverged, has_ended, overflowed]).amax()
+        optimizer.is_deferred, optimizer.grad_scale = True, None
+        optimizer.found_inf = torch.stack([has_diverged, has_ended, overflowed]).amax()
         try:
             optimizer.step()
             found, norm = optimizer.found_inf, optimizer.gradient_norm
         finally:
-            del optimizer.grad_scale, optimizer.found_inf
+            del optimizer.is_deferred, optimizer.grad_scale, optimizer.found_inf
         if self.scaler is not None:
             self.scaler.update()
         has_diverged = torch.maximum(has_diverged, (1 - overflowed) * (~norm.isfinite()).float())
@@ -435,7 +438,7 @@ class Trainer(DefaultTrainer):
             optimizer,
             output_dir=cfg.OUTPUT_DIR,
             accumulate=options.ACCUMULATE,
-            precision=AMP_DTYPES[options.AMP.DTYPE] if options.AMP.ENABLED else None,
+            precision=amp_dtype(options.AMP.DTYPE, on_gpu=on_gpu) if options.AMP.ENABLED else None,
             max_skipped=options.SKIP_DIVERGED,
         )
         if cfg.MODEL.EMA.ENABLED:
@@ -646,6 +649,16 @@ class Trainer(DefaultTrainer):
             dataset_results[LOSS_TASK] = validation_loss(cfg, unwrapped(model), name)
         report_results(cfg, results, model=fingerprint(cfg, unwrapped(model)) if comm.is_main_process() else None)
         return results
+
+
+def amp_dtype(name: str, *, on_gpu: bool) -> torch.dtype:
+    """Return the dtype of ``SOLVER.AMP.DTYPE``, and log which one "auto" is."""
+    if name != "auto":
+        return AMP_DTYPES[name]
+    is_old = on_gpu and torch.cuda.get_device_capability() < (8, 0)
+    name = "float16" if is_old else "bfloat16"
+    logging.getLogger(__name__).info("mixed precision: SOLVER.AMP.DTYPE auto is %s", name)
+    return AMP_DTYPES[name]
 
 
 def report_results(cfg: CfgNode, results: OrderedDict, *, model: str | None = None) -> None:

@@ -8,7 +8,7 @@ train = dict(
     seed=-1,
     device="cuda",
     cudnn_benchmark=False,
-    amp=dict(enabled=False, dtype="float16"),
+    amp=dict(enabled=False, dtype="auto"),
     accumulate=1,  # micro-batches of a batch
     skip_diverged=0,  # batches that may be skipped because their loss or gradient is not finite
     clip_norm=1.0,  # of all gradients together, ViL A.2; 0 for none

@@ -236,6 +236,26 @@ def test_a_deferred_step_equals_one_that_waits(precision, tmp_path):
     torch.testing.assert_close(weights_of(model), weights_of(other), rtol=1e-3, atol=1e-5)
 
 
+def test_a_fused_optimizer_clips_unscaled_gradients_and_overflows(tmp_path):
+    """In steps that wait, too."""
+    model = model_of("retinanet")
+    other, norms = copy.deepcopy(model), {}
+    for name, trained in (("fused", model), ("other", other)):
+        optimizer = torch.optim.SGD(trained.parameters(), lr=0.1, fused=name == "fused")
+        clip_full_model(optimizer, 0.1)
+        steps = TrainStep(trained, [images_of(2)] * 2, optimizer, output_dir=tmp_path, precision=torch.float16)
+        with EventStorage() as storage:
+            steps.run_step()
+            norms[name], _ = storage.latest()["gradient_norm"]
+            before = weights_of(trained)
+            steps.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100)
+            steps.run_step()
+        assert not steps.has_stepped and steps.overflows == 1
+        assert_close(weights_of(trained), before, 0)
+    assert norms["fused"] == pytest.approx(norms["other"], rel=1e-3)
+    torch.testing.assert_close(weights_of(model), weights_of(other), rtol=1e-3, atol=1e-5)
+
+
 @pytest.mark.parametrize("precision", [None, torch.float16])
 @pytest.mark.parametrize("max_skipped", [0, 1])
 def test_a_deferred_step_that_diverges_changes_nothing(precision, max_skipped, tmp_path):
@@ -277,7 +297,7 @@ def test_a_deferred_overflow_is_no_divergence(tmp_path):
 # -- several processes -----------------------------------------------------------------------------
 
 
-def _two_steps(folder, accumulate):
+def _two_steps(folder, accumulate, step=TrainStep):
     """A good batch, and one that diverges only in the second process."""
     rank, all_gather = comm.get_rank(), comm.all_gather
     model = torch.nn.parallel.DistributedDataParallel(model_of("retinanet").double(), broadcast_buffers=False)
@@ -286,12 +306,12 @@ def _two_steps(folder, accumulate):
     if rank == 1:
         bad[1]["image"] = torch.full((3, 64, 96), float("nan"))
     comm.all_gather = None
-    run(model, [good], folder, accumulate=accumulate)
+    run(model, [good], folder, accumulate=accumulate, step=step)
     comm.all_gather = all_gather
     torch.save(weights_of(model.module), f"{folder}/{rank}_{accumulate}.pth")
     before = weights_of(model)
     with pytest.raises(ConfigError, match="loss_cls is nan"):
-        run(model, [bad], folder, accumulate=accumulate)
+        run(model, [bad], folder, accumulate=accumulate, step=step)
     assert_close(weights_of(model), before, 0)
 
 
@@ -308,3 +328,11 @@ def test_processes_stop_together(tmp_path):
     (entry,) = json.loads((tmp_path / "diverged.json").read_text())
     assert [len(process["images"]) for process in entry["processes"]] == [2, 2]
     assert entry["processes"][1]["images"][1]["image_id"] == 1
+
+
+def test_processes_stop_together_by_deferred_steps(tmp_path):
+    in_processes(2, _two_steps, tmp_path, 1, DeferredStep, store=tmp_path / "store")
+    weights = [torch.load(tmp_path / f"{rank}_1.pth", weights_only=True) for rank in range(2)]
+    assert_close(weights[0], weights[1], 0)
+    (entry,) = json.loads((tmp_path / "diverged.json").read_text())
+    assert [len(process["images"]) for process in entry["processes"]] == [4, 4]
