@@ -36,7 +36,7 @@ from projects_vil.config import one_line, updated
 from projects_vil.engine import hooks
 from projects_vil.engine.writers import MetricPrinter, MetricsFile, build_service_writers
 from projects_vil.evaluation import LOSS_TASK, split_metric_name, validation_loss, write_results
-from projects_vil.modeling import MicroBatches
+from projects_vil.modeling import MicroBatches, avoid_waits
 from projects_vil.utils import stop_requests, terminate, terminating_between_calls
 from projects_vil.visualization import draw_evaluation
 
@@ -430,6 +430,8 @@ class Trainer(DefaultTrainer):
         model = self.build_model(cfg)
         optimizer = self.build_optimizer(cfg, model)
         options, on_gpu = cfg.SOLVER, cfg.MODEL.DEVICE.startswith("cuda")
+        if on_gpu:
+            avoid_waits(model)
         device_ids = [comm.get_local_rank()] if on_gpu else None
         step_class = DeferredStep if DeferredStep.supports(model, optimizer) else TrainStep
         self._trainer = step_class(

@@ -14,3 +14,4 @@ from projects_vil.modeling.backbone import (
 from projects_vil.modeling.micro_batches import MicroBatches
 from projects_vil.modeling.roi_heads import check_roi_heads
 from projects_vil.modeling.test_time_augmentation import add_tta
+from projects_vil.modeling.waits import avoid_waits
