@@ -205,21 +205,29 @@ def clip_full_model(optimizer: torch.optim.Optimizer, max_norm: float, *, norm_t
     """Before each step of ``optimizer``, scale all gradients together to a norm of at most ``max_norm``.
 
     With a finite ``max_norm`` the norm before clipping goes to detectron2's event storage as ``gradient_norm``. A norm
-    that is not finite raises FloatingPointError in ``optimizer.step()``, before any weight changes. With the attribute
-    ``is_deferred`` of a fused optimizer, torch's flag ``found_inf`` is set instead, and ``gradient_norm`` is kept.
+    that is not finite raises FloatingPointError in ``optimizer.step()``, before any weight changes. With a list
+    ``deferred_norms``, an attribute of a fused optimizer, torch's flag ``found_inf`` is set instead, and the list gets
+    the norm and whether it is limited.
     """
 
     def clip(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         total = nn.utils.get_total_norm([parameter.grad for parameter in parameters], norm_type=norm_type)
-        if getattr(optimizer, "is_deferred", False):
-            optimizer.found_inf = torch.maximum(optimizer.found_inf, (~total.isfinite()).float())
-            optimizer.gradient_norm, optimizer.is_clipped = total, max_norm < math.inf
+        found_inf = getattr(optimizer, "found_inf", None)
+        if found_inf is not None:
+            # A first step of torch's without effect would leave them undefined.
+            for group in optimizer.param_groups:
+                for parameter in group["params"] if group.get("momentum") else ():
+                    if "momentum_buffer" not in optimizer.state[parameter]:
+                        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        if hasattr(optimizer, "deferred_norms"):
+            optimizer.found_inf = torch.maximum(found_inf, (~total.isfinite()).float())
+            optimizer.deferred_norms.append((total, max_norm < math.inf))
             if max_norm < math.inf:
                 nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
             return
         norm = total.item()
-        if getattr(optimizer, "found_inf", None) is not None and optimizer.found_inf.item():
+        if found_inf is not None and found_inf.item():
             # An overflow, after which the loss scaler makes a fused optimizer's step one without effect.
             return
         if not math.isfinite(norm):

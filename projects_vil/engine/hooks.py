@@ -156,7 +156,7 @@ class ExponentialAverage(AveragedModel):
             return
         # Counted on the device from the first update on.
         self.n_averaged = steps = self.n_averaged.to(has_stepped.device)
-        rate = 1 - ((1 + steps) / (10 + steps)).clamp(max=self.decay)
+        rate = (9 / (10 + steps)).clamp(min=1 - self.decay)
         rate = torch.where(steps > 0, rate, 1.0) * has_stepped
         averages = list(self.module.parameters())
         differences = torch._foreach_sub(list(model.parameters()), averages)

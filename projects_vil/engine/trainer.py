@@ -118,6 +118,9 @@ class TrainStep(SimpleTrainer):
         else:
             self._record(losses, images, data_time, statistics)
 
+    def settle(self) -> None:
+        """Do nothing: a host that waits for each step knows of all."""
+
     def _record(
         self, losses: dict[str, float], images: list[dict[str, Any]], data_time: float, statistics: Sequence
     ) -> None:
@@ -202,8 +205,7 @@ class TrainStep(SimpleTrainer):
             return torch.tensor(math.nan), {}, one_line(error).removesuffix(" Training has diverged.")
         values = torch.stack([value.detach().double() for value in terms.values()]).tolist()
         losses = dict(zip(terms, values, strict=True))
-        reason = ", ".join(f"{name} is {value}" for name, value in losses.items() if not math.isfinite(value))
-        return sum(terms.values()), losses, reason
+        return sum(terms.values()), losses, _not_finite(losses)
 
     def _sync_stop(self, reason: str) -> str:
         """Return a reason of any process, and note a stop signal of any process."""
@@ -280,20 +282,20 @@ class DeferredStep(TrainStep):
     """The step on a GPU: the host waits for the device in :meth:`settle` only, which the trainer calls now and then.
 
     What diverges is found on the device, where ``found_inf`` makes the step of a fused optimizer one without effect;
-    so are all steps after more batches have diverged than may be skipped, until the host learns of it. Where the
-    float16 loss scaler is used, it lowers its scale after a batch that diverged, too.
+    so are all steps after more batches have diverged than may be skipped, until the host learns of it.
 
     Attributes:
-        has_stepped: a tensor on the device, 1 or 0.
+        has_stepped: a tensor on the device, 1 or 0; False where the host knows.
         stop_signal: one of any process, as of the last call of :meth:`settle`.
     """
 
-    has_stepped: Tensor
+    has_stepped: Tensor | bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # Values on the device, and what belongs to them on the host, of iterations that have not been settled.
         self._pending: list[tuple[Tensor, dict[str, Any]]] = []
+        # On the device; None while the host knows it.
         self._num_failed: Tensor | None = None
 
     @staticmethod
@@ -314,36 +316,37 @@ class DeferredStep(TrainStep):
         Raises:
             ConfigError: as :meth:`run_step`.
         """
-        pending, self._pending = self._pending, []
+        pending, self._pending, self._num_failed = self._pending, [], None
         rows = torch.cat([values for values, _ in pending]).tolist() if pending else []
         for values, host in pending:
             row, rows = rows[: len(values)], rows[len(values) :]
-            *losses, norm, has_diverged, has_overflowed, self.stop_signal = row
+            *losses, norm, has_failed, has_diverged, stop_signal = row
+            self.stop_signal = int(stop_signal)
             losses = dict(zip(host["names"], losses, strict=True))
-            self.overflows = self.overflows + 1 if has_overflowed else 0
             reason = ""
-            if has_diverged:
-                not_finite = [f"{name} is {value}" for name, value in losses.items() if not math.isfinite(value)]
-                reason = ", ".join(not_finite) or f"the norm of the gradients is {norm}"
-                if comm.get_world_size() > 1:
-                    reason = next((text for text in comm.all_gather(", ".join(not_finite)) if text), reason)
-            elif self.overflows >= MAX_OVERFLOWS:
-                reason = f"the gradients overflowed in {self.overflows} consecutive steps"
+            if has_failed and (has_diverged or self.scaler is None):
+                reasons = comm.all_gather(_not_finite(losses))
+                reason = next(filter(None, reasons), f"the norm of the gradients is {norm}")
+            else:
+                self.overflows = self.overflows + 1 if has_failed else 0
+                if self.overflows >= MAX_OVERFLOWS:
+                    reason = f"the gradients overflowed in {self.overflows} consecutive steps"
             if reason:
                 self._skip(reason, losses, host["images"], iteration=host["iteration"], rate=host["rate"])
                 continue
             terms = {name: torch.tensor(value, dtype=torch.float64) for name, value in losses.items()}
             self.write_metrics(terms, host["data_time"], host["iteration"])
-            if host["is_clipped"] and math.isfinite(norm):
+            if host["is_clipped"] and not has_failed:
                 get_event_storage().put_scalar("gradient_norm", norm, cur_iter=host["iteration"])
-        self.stop_signal = int(self.stop_signal)
 
     def state_dict(self) -> dict[str, Any]:
         self.settle()
         return super().state_dict()
 
     def _forward(self, part: list[dict[str, Any]]) -> tuple[Tensor, dict[str, Tensor], str]:
-        part = [{key: _on_device(value, self.device) for key, value in image.items()} for image in part]
+        # What detectron2 draws must be on the host.
+        if not getattr(unwrapped(self.model), "vis_period", 0):
+            part = [{key: _on_device(value, self.device) for key, value in image.items()} for image in part]
         try:
             with torch.autocast(self.device.type, self.precision, enabled=self.precision is not None):
                 terms = self.model(part)
@@ -364,27 +367,28 @@ class DeferredStep(TrainStep):
         if comm.get_world_size() > 1:
             torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX)
         if self._num_failed is None:
-            self._num_failed = torch.full((), float(self.skipped), device=self.device)
-        overflowed = torch.zeros((), device=self.device)
+            self._num_failed = torch.full((), float(min(self.skipped, self.max_skipped)), device=self.device)
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
-            overflowed = sum(self.scaler._found_inf_per_device(optimizer).values()).reshape(()).clamp(max=1)
-        has_diverged = flags[0].float()
-        has_ended = (self._num_failed > self.max_skipped).float()
-        optimizer.is_deferred, optimizer.grad_scale = True, None
-        optimizer.found_inf = torch.stack([has_diverged, has_ended, overflowed]).amax()
+        has_diverged, has_ended = flags[0].float(), (self._num_failed > self.max_skipped).float()
+        optimizer.grad_scale, optimizer.found_inf = None, torch.maximum(has_diverged, has_ended)
+        # Filled by the hook of clip_full_model.
+        optimizer.deferred_norms = []
         try:
             optimizer.step()
-            found, norm = optimizer.found_inf, optimizer.gradient_norm
+            has_failed, norms = optimizer.found_inf, optimizer.deferred_norms
         finally:
-            del optimizer.is_deferred, optimizer.grad_scale, optimizer.found_inf
+            del optimizer.grad_scale, optimizer.found_inf, optimizer.deferred_norms
+        norm, self._is_clipped = norms[0] if norms else (torch.zeros_like(has_failed), False)
         if self.scaler is not None:
+            one = torch.ones((), device=self.device)
+            before = self.scaler.scale(one)
             self.scaler.update()
-        has_diverged = torch.maximum(has_diverged, (1 - overflowed) * (~norm.isfinite()).float())
-        self._num_failed = self._num_failed + has_diverged
-        self.has_stepped = 1 - found
-        overflowed = overflowed * (1 - has_diverged)
-        self._values = torch.cat([values, torch.stack([norm, has_diverged, overflowed]).double(), flags[1:]])
+            # Only overflows lower it.
+            self.scaler.update(torch.where(has_diverged > 0, before, self.scaler.scale(one)))
+        self._num_failed = self._num_failed + (has_failed if self.scaler is None else has_diverged)
+        self.has_stepped = 1 - has_failed
+        self._values = torch.cat([values, torch.stack([norm, has_failed]).double(), flags])
         return ""
 
     def _record(
@@ -394,7 +398,7 @@ class DeferredStep(TrainStep):
             buffer.copy_(torch.where(self.has_stepped > 0, buffer, before))
         seen = [{key: image.get(key) for key in ("image_id", "file_name")} for image in images]
         host = {"iteration": self.iter, "images": seen, "rate": self._learning_rate(), "data_time": data_time}
-        host |= {"names": list(losses), "is_clipped": self.optimizer.is_clipped}
+        host |= {"names": list(losses), "is_clipped": self._is_clipped}
         self._pending.append((self._values, host))
 
 
@@ -501,12 +505,10 @@ class Trainer(DefaultTrainer):
     def run_step(self) -> None:
         """Train on a batch; on a GPU wait for the device before anything is written, saved or evaluated."""
         super().run_step()
-        if isinstance(self._trainer, DeferredStep):
-            done, options = self.iter + 1, self.cfg
-            periods = (self.log_period, options.SOLVER.CHECKPOINT_PERIOD, options.TEST.EVAL_PERIOD)
-            has_received = comm.get_world_size() == 1 and self._trainer.received
-            if has_received or done >= self.max_iter or any(period and done % period == 0 for period in periods):
-                self._trainer.settle()
+        done = self.iter + 1
+        periods = (self.log_period, self.cfg.SOLVER.CHECKPOINT_PERIOD, self.cfg.TEST.EVAL_PERIOD)
+        if done >= self.max_iter or any(period and done % period == 0 for period in periods):
+            self._trainer.settle()
 
     def _update_average(self) -> None:
         has_stepped = self._trainer.has_stepped
@@ -572,8 +574,6 @@ class Trainer(DefaultTrainer):
     def stop_signal(self) -> int:
         """Return a signal after which all processes stop with this iteration, or 0."""
         step = self._trainer
-        if isinstance(step, DeferredStep):
-            return step.stop_signal
         return max(step.received, default=0) if comm.get_world_size() == 1 else step.stop_signal
 
     def before_train(self) -> None:
@@ -723,6 +723,10 @@ def _on_device(value: Any, device: torch.device) -> Any:
             fields = {name: _on_device(field, device) for name, field in value.get_fields().items()}
             return Instances(value.image_size, **fields)
     return value
+
+
+def _not_finite(losses: dict[str, float]) -> str:
+    return ", ".join(f"{name} is {value}" for name, value in losses.items() if not math.isfinite(value))
 
 
 def _group_types(groups: Sequence[dict[str, Any]]) -> list[tuple[int, bool]]:

@@ -53,12 +53,14 @@ def model_of(detector, *overrides):
     return build_model(small_config(detector, "INPUT.MASK_FORMAT", "bitmask", *overrides)).train()
 
 
-def run(model, batches, tmp_path, *, clip=0.1, rate=0.1, scaler=None, step=TrainStep, **options):
+def run(
+    model, batches, tmp_path, *, clip=0.1, rate=0.1, scaler=None, step=TrainStep, skipped=0, fused=False, **options
+):
     """The steps over some batches, and their metrics; those on a GPU (DeferredStep) are settled after the last."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, fused=step is DeferredStep)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, fused=fused or step is DeferredStep)
     clip_full_model(optimizer, clip)
     steps = step(model, batches, optimizer, output_dir=tmp_path, **options)
-    steps.scaler = scaler or steps.scaler
+    steps.scaler, steps.skipped = scaler or steps.scaler, skipped
     with EventStorage() as storage:
         for steps.iter in range(len(batches)):
             storage.iter = steps.iter
@@ -268,6 +270,8 @@ def test_a_deferred_step_that_diverges_changes_nothing(precision, max_skipped, t
     if max_skipped:
         ours, _ = run(model, [good, bad, good], tmp_path, step=DeferredStep, **options)
         assert ours.has_stepped and ours.skipped == 1
+        # Only overflows lower it.
+        assert ours.scaler is None or ours.scaler.get_scale() == 2.0**16
     else:
         with pytest.raises(ConfigError, match="iteration 1: loss_cls is nan"):
             run(model, [good, bad, good], tmp_path, step=DeferredStep, **options)
@@ -284,6 +288,24 @@ def test_a_deferred_gradient_that_is_not_finite_changes_nothing(tmp_path):
     with pytest.raises(ConfigError, match="gradients"):
         run(model, [images_of(4)] * 2, tmp_path, step=DeferredStep, clip=math.inf)
     assert_close(weights_of(model), before, 0)
+
+
+@pytest.mark.parametrize("step", [TrainStep, DeferredStep])
+def test_momentum_after_a_first_step_without_effect(step, tmp_path):
+    """Of a fused optimizer, where torch leaves it undefined."""
+    model, good = model_of("retinanet"), images_of(2)
+    other = copy.deepcopy(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100, backoff_factor=2.0**-90)
+    options = {"step": step, "precision": torch.float16, "fused": True}
+    run(model, [good, good, good], tmp_path, scaler=scaler, **options)
+    run(other, [good, good], tmp_path, scaler=torch.amp.GradScaler("cpu", init_scale=2.0**10), **options)
+    torch.testing.assert_close(weights_of(model), weights_of(other), rtol=1e-3, atol=1e-4)
+
+
+def test_a_run_that_skipped_more_than_it_may_continues(tmp_path):
+    """As one that was resumed with a lower SOLVER.SKIP_DIVERGED."""
+    steps, _ = run(model_of("retinanet"), [images_of(2)], tmp_path, step=DeferredStep, skipped=3, max_skipped=1)
+    assert steps.has_stepped and steps.skipped == 3
 
 
 def test_a_deferred_overflow_is_no_divergence(tmp_path):
