@@ -339,10 +339,6 @@ class DeferredStep(TrainStep):
             if host["is_clipped"] and not has_failed:
                 get_event_storage().put_scalar("gradient_norm", norm, cur_iter=host["iteration"])
 
-    def state_dict(self) -> dict[str, Any]:
-        self.settle()
-        return super().state_dict()
-
     def _forward(self, part: list[dict[str, Any]]) -> tuple[Tensor, dict[str, Tensor], str]:
         # What detectron2 draws must be on the host.
         if not getattr(unwrapped(self.model), "vis_period", 0):
@@ -509,6 +505,11 @@ class Trainer(DefaultTrainer):
         periods = (self.log_period, self.cfg.SOLVER.CHECKPOINT_PERIOD, self.cfg.TEST.EVAL_PERIOD)
         if done >= self.max_iter or any(period and done % period == 0 for period in periods):
             self._trainer.settle()
+
+    def state_dict(self) -> dict[str, Any]:
+        # Before the hooks tell theirs: after a signal any iteration may be saved.
+        self._trainer.settle()
+        return super().state_dict()
 
     def _update_average(self) -> None:
         has_stepped = self._trainer.has_stepped
