@@ -2,6 +2,7 @@
 
 import torch
 from detectron2.modeling.anchor_generator import DefaultAnchorGenerator
+from detectron2.modeling.box_regression import Box2BoxTransform
 from detectron2.modeling.matcher import Matcher
 from torch import Tensor, nn
 
@@ -36,11 +37,28 @@ class DeviceMatcher(Matcher):
         return matches, labels
 
 
-_REPLACED = {DefaultAnchorGenerator: DeviceAnchorGenerator, Matcher: DeviceMatcher}
+class DeviceBoxTransform(Box2BoxTransform):
+    """detectron2's deltas between boxes, without its assertion that their widths are positive."""
+
+    def get_deltas(self, src_boxes: Tensor, target_boxes: Tensor) -> Tensor:
+        deltas = []
+        for axis in range(2):
+            size, target_size = (boxes[:, 2 + axis] - boxes[:, axis] for boxes in (src_boxes, target_boxes))
+            center, target_center = src_boxes[:, axis] + 0.5 * size, target_boxes[:, axis] + 0.5 * target_size
+            deltas.append(self.weights[axis] * (target_center - center) / size)
+            deltas.append(self.weights[2 + axis] * torch.log(target_size / size))
+        return torch.stack(deltas[::2] + deltas[1::2], dim=1)
+
+
+_REPLACED = {
+    DefaultAnchorGenerator: DeviceAnchorGenerator,
+    Matcher: DeviceMatcher,
+    Box2BoxTransform: DeviceBoxTransform,
+}
 
 
 def avoid_waits(model: nn.Module) -> None:
-    """Give a detector's anchor generator and matchers, where they are detectron2's own, the classes of this module."""
+    """Give parts of a detector the classes of this module, where theirs are detectron2's own."""
     for module in model.modules():
         for part in (module, *vars(module).values()):
             if type(part) in _REPLACED:

@@ -7,11 +7,13 @@ import signal
 import pytest
 import torch
 from detectron2.engine import HookBase
+from detectron2.utils import comm
 
 from backbones import ConfigError
 from projects_vil.engine import Trainer
 from projects_vil.engine.trainer import DeferredStep
 from projects_vil.solver import build_optimizer
+from tests.projects_vil.engine.gloo import in_processes
 from tests.projects_vil.engine.test_resuming import RUN, assert_same_run, resume, train
 from tests.projects_vil.helpers import small_config
 
@@ -52,9 +54,9 @@ class DivergeIn(HookBase):
         return {name: x * float("nan") for name, x in maps.items()} if self.trainer.iter == self.iteration else maps
 
 
-def trainer_with(hook, output, detector, *overrides):
+def trainer_with(hook, output, detector, *overrides, **options):
     output.mkdir(exist_ok=True)
-    trainer = Trainer(small_config(detector, *RUN, "OUTPUT_DIR", str(output), *overrides))
+    trainer = Trainer(small_config(detector, *RUN, "OUTPUT_DIR", str(output), *overrides), **options)
     trainer.register_hooks([hook])
     return trainer
 
@@ -92,3 +94,20 @@ def test_an_iteration_between_two_lines_of_the_log_diverges(detector, reason, tm
     with pytest.raises(ConfigError, match="iteration 4"):
         resume(trainer_with(DivergeIn(4), tmp_path / "stopped", detector, *OPTIONS, *none))
     assert not [*(tmp_path / "stopped").glob("*.pth")]
+
+
+def _stopped_run(output):
+    """The second process gets a signal in iteration 1, and all learn of it with the log's line in iteration 2."""
+    hook = SignalIn(1 if comm.get_rank() == 1 else -1)
+    options = ["SOLVER.CHECKPOINT_PERIOD", "7", *OPTIONS]
+    trainer = trainer_with(hook, output, "retinanet", *options, log_period=3)
+    with pytest.raises(SystemExit) as stop:
+        resume(trainer)
+    assert stop.value.code == 128 + signal.SIGTERM and trainer.iter == 2
+
+
+def test_a_signal_to_one_process_stops_all_in_the_same_iteration(tmp_path):
+    in_processes(2, _stopped_run, tmp_path / "run", store=tmp_path / "store")
+    assert [path.name for path in (tmp_path / "run").glob("*.pth")] == ["model_0000002.pth"]
+    (line,) = (tmp_path / "run/metrics.json").read_text().splitlines()
+    assert json.loads(line)["iteration"] == 2 and "total_loss" in json.loads(line)

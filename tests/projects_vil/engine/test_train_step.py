@@ -322,7 +322,8 @@ def test_a_deferred_overflow_is_no_divergence(tmp_path):
 def _two_steps(folder, accumulate, step=TrainStep):
     """A good batch, and one that diverges only in the second process."""
     rank, all_gather = comm.get_rank(), comm.all_gather
-    model = torch.nn.parallel.DistributedDataParallel(model_of("retinanet").double(), broadcast_buffers=False)
+    model, options = model_of("retinanet").double(), {"broadcast_buffers": False, "gradient_as_bucket_view": True}
+    model = torch.nn.parallel.DistributedDataParallel(model, **options)
     good = images_of(8, objects=2)[4 * rank : 4 * rank + 4]
     bad = images_of(4, objects=2)
     if rank == 1:

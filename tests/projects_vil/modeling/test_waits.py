@@ -1,8 +1,9 @@
-"""Anchors and matches on the device are detectron2's."""
+"""Anchors, matches and deltas on the device are detectron2's."""
 
 import pytest
 import torch
 from detectron2.modeling import build_model
+from detectron2.modeling.box_regression import Box2BoxTransform
 from detectron2.modeling.matcher import Matcher
 
 from projects_vil.modeling import avoid_waits
@@ -32,3 +33,13 @@ def test_matches(low_quality, objects):
     ious[:1] *= 0.2
     for found, expected in zip(detector.matcher(ious), theirs(ious), strict=True):
         assert torch.equal(found, expected) and found.dtype == expected.dtype
+
+
+def test_deltas():
+    detector = torch.nn.Module()
+    detector.transform, theirs = (Box2BoxTransform((10.0, 10.0, 5.0, 3.0)) for _ in range(2))
+    avoid_waits(detector)
+    assert type(detector.transform) is not Box2BoxTransform
+    corners = torch.rand(2, 50, 2, generator=torch.Generator().manual_seed(0)) * 60
+    boxes = torch.cat([corners, corners + torch.rand(2, 50, 2) * 40 + 1], dim=2)
+    assert torch.equal(detector.transform.get_deltas(*boxes), theirs.get_deltas(*boxes))
