@@ -646,7 +646,8 @@ class Trainer(DefaultTrainer):
         That file has dataset -> task -> metric; with ``TEST.LOSS`` the validation losses are a task of each dataset.
         """
         share_statistics(model)
-        results = super().test(cfg, model, evaluators)
+        with bfloat16_maps(model) if cfg.TEST.AMP.ENABLED else contextlib.nullcontext():
+            results = super().test(cfg, model, evaluators)
         for name in cfg.DATASETS.TEST if cfg.TEST.LOSS else ():
             dataset_results = results if len(cfg.DATASETS.TEST) == 1 else results[name]
             dataset_results[LOSS_TASK] = validation_loss(cfg, unwrapped(model), name)
@@ -691,6 +692,23 @@ def share_statistics(model: nn.Module) -> None:
     if comm.get_world_size() > 1:
         for buffer in _statistics(model):
             torch.distributed.broadcast(buffer, src=0)
+
+
+@contextlib.contextmanager
+def bfloat16_maps(model: nn.Module) -> Iterator[None]:
+    """Compute a detector's maps in bfloat16, and what follows in float32: it pastes masks by their coordinates."""
+    backbone = unwrapped(model).backbone
+    forward = backbone.forward
+
+    def in_bfloat16(images: Tensor) -> dict[str, Tensor]:
+        with torch.autocast(images.device.type, torch.bfloat16):
+            return {name: x.float() for name, x in forward(images).items()}
+
+    backbone.forward = in_bfloat16
+    try:
+        yield
+    finally:
+        del backbone.forward
 
 
 def _statistics(model: nn.Module) -> Iterator[Tensor]:

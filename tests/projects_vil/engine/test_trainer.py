@@ -96,3 +96,16 @@ def train_family(detector, family, output, *options):
 def test_every_family_trains(shapes, tmp_path, family, detector):
     _, unchanged = train_family(detector, family, tmp_path)
     assert not [n for n in unchanged if n.startswith("backbone.bottom_up.") and "dynamic_projection.bias" not in n]
+
+
+@pytest.mark.parametrize("is_on", [False, True])
+def test_evaluations_in_bfloat16(is_on, shapes, tmp_path):
+    """Maps are computed in it, heads are not, and afterwards nothing is."""
+    cfg = small_config("mask_rcnn", "OUTPUT_DIR", str(tmp_path), *(["TEST.AMP.ENABLED", "True"] if is_on else []))
+    model, dtypes = Trainer.build_model(cfg), []
+    for module in (model.backbone.output_convs[0], model.roi_heads.box_head):
+        module.register_forward_hook(lambda module, inputs, output: dtypes.append(output.dtype))
+    Trainer.test(cfg, model)
+    assert dtypes[:2] == [torch.bfloat16 if is_on else torch.float32, torch.float32]
+    model.eval()([{"image": torch.zeros(3, 64, 96)}])
+    assert dtypes[-2:] == [torch.float32] * 2
