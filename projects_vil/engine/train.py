@@ -122,6 +122,8 @@ def train(
     cfg = updated(cfg, values)
     set_up_run(cfg, args)
     logger, solver = logging.getLogger(__name__), cfg.SOLVER
+    if args.resume and is_new:
+        logger.warning("%s has no checkpoint to --resume from: training starts with MODEL.WEIGHTS", cfg.OUTPUT_DIR)
     if solver.WARMUP_ITERS >= solver.MAX_ITER:
         logger.warning("the learning rate never reaches SOLVER.BASE_LR: SOLVER.WARMUP_ITERS is SOLVER.MAX_ITER or more")
     logger.info(

@@ -272,6 +272,7 @@ def test_a_killed_rank_comes_back_under_torchrun(datasets_root, tmp_path, whole_
     os.kill(last_child(run.process.pid), signal.SIGKILL)
     status, log = run.end(PATIENCE)
     assert status == 0, log
+    assert "has no checkpoint" in log
     assert_same_run(whole_run, tmp_path / "run")
 
 
