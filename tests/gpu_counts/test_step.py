@@ -36,6 +36,12 @@ def test_waits_and_launches_of_iterations(run_on_mock, detector, dtype):
     assert 0 < sum(plain["waits"].values()) <= most_waits and 1000 < plain["launches"] <= most_launches
 
 
+@pytest.mark.slow
+def test_training_draws_ground_truth(run_on_mock):
+    """detectron2 takes it as arrays, which only tensors on the host are."""
+    assert "launches" in run_on_mock("count_step.py", "mask_rcnn", "bfloat16", "VIS_PERIOD", "1")
+
+
 def place_of(function, text):
     """The only line of a function that has a text."""
     lines, first = inspect.getsourcelines(function)
