@@ -33,7 +33,7 @@ def count(model: torch.nn.Module) -> tuple[int, int, dict[str, int]]:
 
 counts = {"swin_t": count(SwinTransformer(drop_path_rate=0.1))}
 for name, options in json.loads(sys.argv[1]).items():
-    counts[name] = count(create_backbone(attention_backend="sdpa", drop_path_rate=0.1, **options))
+    counts[name] = count(create_backbone(**{"attention_backend": "sdpa", "drop_path_rate": 0.1} | options))
 with mockcuda.Count() as counted:
     torch.ones(1).cuda().add(1).item()
 counts["a sum"] = counted.launches, 0, counted.waits

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+# Backbones whose local attention is a Triton kernel.
+TRITON = ("vil_tiny_rpb", "vil_small_rpb")
 # Keywords of create_backbone, and the most launches of kernels and matrix products and the most memory, both x Swin-T.
 CASES = {
     "vil_tiny_rpb": ({"name": "vil_tiny_rpb"}, 1.5, 0.6),
@@ -18,6 +20,7 @@ CASES = {
     "ls_small, checkpointing": ({"name": "ls_small", "activation_checkpointing": True}, 2.0, 0.6),
     "lit_s, checkpointing": ({"name": "lit_s", "activation_checkpointing": True}, 1.6, 0.6),
     "cvt_ls_13, checkpointing": ({"name": "cvt_ls_13", "activation_checkpointing": True}, 2.5, 0.6),
+    **{f"{name}, triton": ({"name": name, "attention_backend": "triton"}, 1.1, 0.75) for name in TRITON},
 }
 
 
