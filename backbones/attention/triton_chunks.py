@@ -1,4 +1,4 @@
-"""Vision Longformer attention (ViL section 3.2) by Triton kernels, for CUDA devices.
+"""Attention of ViL (section 3.2) and Transformer-LS (section 3) to windows by Triton kernels, for CUDA devices.
 
 Scores are never in memory: the forward pass keeps outputs and log-sum-exps, and the backward pass makes scores again.
 Keys are neither padded nor copied. Results are the same from run to run. :mod:`.triton_kernels` has the kernels; it is
@@ -22,6 +22,8 @@ from backbones.attention.chunks import MODES, WindowInputs
 from backbones.errors import ConfigError, check_choice
 from backbones.layers.tracing import in_autocast_dtype
 
+# The mode of long-short attention, whose windows have ``max(w // 2, 1)`` tokens around a chunk.
+SEGMENT_MODE = "segment"
 _MAX_CHANNELS = 128
 # Programs that sum a gradient over the map: enough for the largest devices, and the same on all.
 _SHARES = 1024
@@ -60,7 +62,7 @@ def triton_chunk_attention(
         ConfigError: for an unknown mode, larger D, a device that has no Triton, or float64 on a GPU.
     """
     check_choice("attention mode", mode, MODES)
-    inputs = WindowInputs(*in_autocast_dtype(*WindowInputs(**tensors)))
+    inputs = WindowInputs(**tensors)
     if inputs.global_key is None or not inputs.global_key.shape[2]:
         inputs = inputs._replace(global_key=None, global_value=None, global_bias=None)
     if shift is not None and inputs.local_bias is not None:
@@ -68,6 +70,37 @@ def triton_chunk_attention(
         chunks = inputs.local_bias.unflatten(2, (3, window_size, 3, window_size))
         parts = [chunks[:, :, 1 + row, :, 1 + col].flatten(2) for row, col in ((0, 0), shift)]
         inputs = inputs._replace(local_bias=torch.cat(parts, dim=2))
+    return _attend_in_autocast_dtype(inputs, window_size, mode, shift)
+
+
+def triton_long_short_attention(
+    *,
+    window_size: int,
+    projected_key: Tensor,
+    projected_value: Tensor,
+    global_key: Tensor | None = None,
+    global_value: Tensor | None = None,
+    **tensors: Tensor | None,
+) -> Tensor:
+    """The contract of :func:`backbones.attention.long_short.long_short_attention`, as :func:`triton_chunk_attention`.
+
+    To the kernels projected keys are global tokens.
+
+    Raises:
+        ConfigError: for larger D, a device that has no Triton, or float64 on a GPU.
+    """
+    if global_key is not None:
+        projected_key = torch.cat([projected_key, global_key], dim=2)
+        projected_value = torch.cat([projected_value, global_value], dim=2)
+    inputs = WindowInputs(global_key=projected_key, global_value=projected_value, **tensors)
+    return _attend_in_autocast_dtype(inputs, window_size, SEGMENT_MODE, None)
+
+
+def _attend_in_autocast_dtype(
+    inputs: WindowInputs, window_size: int, mode: str, shift: tuple[int, int] | None
+) -> Tensor:
+    """(B, M, H, W, D); biases stay in their type, which is that of their gradients."""
+    inputs = WindowInputs(*in_autocast_dtype(*inputs[:5]), *inputs[5:])
     if inputs.query.dtype == torch.bfloat16 and inputs.query.device.type == "cpu":
         # Triton's interpreter multiplies it as if it were integers.
         inputs = WindowInputs(*(x if x is None else x.float() for x in inputs))
@@ -200,13 +233,14 @@ def _power_of_two(number: int) -> int:
 
 
 class _KernelLauncher:
-    """Launches the kernels for some tensors, where a chunk sees all nine chunks, or its own and that at ``shift``."""
+    """Launches the kernels for some tensors, where a chunk sees its window, or its own chunk and that at ``shift``."""
 
     def __init__(self, *arguments: Tensor | int | str | list[int] | None) -> None:
         *tensors, window_size, self.mode, self.shift = arguments
         inputs, shift, self.window_size = WindowInputs(*tensors), self.shift, window_size
         self.positions = window_size**2
-        self.seen = self.positions * (9 if shift is None else 2)
+        self.side = max(window_size // 2, 1) if self.mode == SEGMENT_MODE else window_size
+        self.seen = (window_size + 2 * self.side) ** 2 if shift is None else 2 * self.positions
         self.inputs = inputs = inputs._replace(
             **{name: x.contiguous() for name, x in inputs._asdict().items() if x is not None and "global" in name}
         )
@@ -216,8 +250,6 @@ class _KernelLauncher:
         self.chunks = -(-self.height // window_size) * -(-self.width // window_size)
         self.position_blocks = -(-self.positions // self.launch.positions)
         self.grid = self.chunks * self.position_blocks, self.heads, self.batch
-        # The stride between two positions of a bias, a multiple of the block, so that rows are aligned.
-        self.pitch = -(-self.seen // self.launch.tokens) * self.launch.tokens
         self.local_bias = self._with_pitch(inputs.local_bias)
 
     def forward(self) -> tuple[Tensor, Tensor]:
@@ -246,9 +278,10 @@ class _KernelLauncher:
         key_grad, value_grad = _new_map(self.inputs.query), _new_map(self.inputs.query)
         bias, shift = self.inputs.local_bias, self.shift or (0, 0)
         tensors |= {"mirrored_bias": None if bias is None else self._with_pitch(self._mirrored(bias))}
+        seen = self.positions * (9 if self.shift is None else 2)
         # A chunk is seen by the neighbour on its other side.
-        mirrored_shift = {"shift_row": -shift[0], "shift_col": -shift[1]}
-        self._start("key_grad_kernel", self.grid, key_grad=key_grad, value_grad=value_grad, **tensors, **mirrored_shift)
+        mirrored = {"shift_row": -shift[0], "shift_col": -shift[1], "SEEN": seen, "PITCH": self._pitch(seen)}
+        self._start("key_grad_kernel", self.grid, key_grad=key_grad, value_grad=value_grad, **tensors, **mirrored)
         return {"key": key_grad, "value": value_grad}
 
     def _local_bias_grad(self, **tensors: Tensor) -> dict[str, Tensor]:
@@ -286,8 +319,9 @@ class _KernelLauncher:
             "shift_row": shift_row,
             "shift_col": shift_col,
             "WINDOW": self.window_size,
+            "SIDE": self.side,
             "SEEN": self.seen,
-            "PITCH": self.pitch,
+            "PITCH": self._pitch(self.seen),
             "GLOBALS": self.num_global,
             "CHANNELS": self.channels,
             "SCALE": self.channels**-0.5,
@@ -310,14 +344,23 @@ class _KernelLauncher:
             kernel[grid](**values, **compiled)
 
     def _mirrored(self, bias: Tensor) -> Tensor:
-        """(M, P, S), positions of queries by slots of keys -> the same, positions of keys by slots of queries."""
-        size = self.window_size
+        """(M, P, S), positions of queries by slots of keys -> (M, P, 9 * P or 2 * P), keys' by slots of queries."""
+        size, beyond = self.window_size, self.window_size - self.side
         if self.shift is not None:
             return bias.unflatten(2, (2, -1)).transpose(1, 3).flatten(2)
         # The position and the slot as row and column in the chunk; the step to the chunk down and to the right.
-        bias = bias.unflatten(2, (3, size, 3, size)).unflatten(1, (size, size))
+        bias = F.pad(bias.unflatten(2, (3 * size - 2 * beyond, -1)), (beyond,) * 4) if beyond else bias
+        bias = bias.flatten(2).unflatten(2, (3, size, 3, size)).unflatten(1, (size, size))
         return bias.flip(3, 5).permute(0, 4, 6, 3, 1, 5, 2).flatten(3).flatten(1, 2)
 
+    def _pitch(self, seen: int) -> int:
+        """The stride between two positions of a bias, a multiple of the block, so that rows are aligned."""
+        return -(-seen // self.launch.tokens) * self.launch.tokens
+
     def _with_pitch(self, bias: Tensor | None) -> Tensor | None:
-        """(M, P, S) -> (M, P, PITCH), contiguous; None for None."""
-        return None if bias is None else F.pad(bias, (0, self.pitch - self.seen)).contiguous()
+        """(M, P, S) -> (M, P, PITCH), contiguous and in the type of queries; beyond S is nothing. None for None."""
+        if bias is None:
+            return None
+        padded = self.inputs.query.new_empty(*bias.shape[:2], self._pitch(bias.shape[2]))
+        padded[..., : bias.shape[2]] = bias
+        return padded

@@ -1,17 +1,19 @@
-"""Triton kernels of 2-D sliding-chunk attention; :mod:`.triton_chunks` launches them. Needs triton to be imported.
+"""Triton kernels of attention of chunks to windows; :mod:`.triton_chunks` launches them. Needs triton to be imported.
 
 A program takes a block of the positions of one chunk of one head, and goes block by block over the tokens that this
-chunk sees: the slots of its 3w x 3w neighbourhood row by row, or its own chunk and one neighbour. Which token of the
-map a slot is, and whether there is one, follows from its number: nothing is padded, copied or gathered into memory. A
-chunk is seen by the chunks that it sees, so that the keys' gradients are made in the same way, the roles exchanged.
+chunk sees: the slots of a window with SIDE tokens around the chunk row by row, or its own chunk and one neighbour.
+Which token of the map a slot is, and whether there is one, follows from its number: nothing is padded, copied or
+gathered into memory. A chunk is seen by the chunks that it sees, so that the keys' gradients are made in the same way,
+the roles exchanged.
 
 Scores and their log-sum-exps are to base 2. Every value is written by one program: there are no atomic additions, and
 results do not vary from run to run. Offsets into feature maps have 64 bits.
 
-Shapes: B images, M heads, H x W tokens, D channels per head, G global tokens, w x w = P positions of a chunk, S tokens
-that a chunk sees, 9 * P or 2 * P. Queries, keys, values and the gradient of the output have strides named after these
-axes; global keys and values (B, M, G, D), the local bias (M, P, PITCH), of which S are in use, and the global bias (M,
-G) are contiguous. Outputs lie in memory as (B, H, W, M, D), and as (B, H, W, M) where they have no channels.
+Shapes: B images, M heads, H x W tokens, D channels per head, G global tokens or projected keys, w x w = P positions of
+a chunk, S tokens that a chunk sees, (w + 2 * SIDE)^2 or 2 * P. Queries, keys, values and the gradient of the output
+have strides named after these axes; global keys and values (B, M, G, D), the local bias (M, P, PITCH), of which S are
+in use, and the global bias (M, G) are contiguous. Outputs lie in memory as (B, H, W, M, D), and as (B, H, W, M) where
+they have no channels.
 """
 
 import triton
@@ -38,9 +40,9 @@ def _own_tokens(chunk, block, height, width, WINDOW: tl.constexpr, BLOCK: tl.con
 
 
 @triton.jit
-def _along_axis(slot, chunk, size, WINDOW: tl.constexpr, MODE: tl.constexpr):
+def _along_axis(slot, chunk, size, WINDOW: tl.constexpr, SIDE: tl.constexpr, MODE: tl.constexpr):
     """Along an axis of ``size`` tokens: the positions of slots around a chunk, and which of them are tokens."""
-    position = (chunk - 1) * WINDOW + slot
+    position = chunk * WINDOW - SIDE + slot
     if MODE == "cyclic":
         # With fewer than three chunks the chunk behind the border is a neighbour already.
         whole = tl.cdiv(size, WINDOW) * WINDOW
@@ -60,6 +62,7 @@ def _seen_tokens(
     shift_row,
     shift_col,
     WINDOW: tl.constexpr,
+    SIDE: tl.constexpr,
     SEEN: tl.constexpr,
     MODE: tl.constexpr,
 ):
@@ -71,11 +74,20 @@ def _seen_tokens(
         slot_row = (1 + is_neighbour * shift_row) * WINDOW + position // WINDOW
         slot_col = (1 + is_neighbour * shift_col) * WINDOW + position % WINDOW
     else:
-        slot_row = index // (3 * WINDOW)
-        slot_col = index % (3 * WINDOW)
-    row, is_row = _along_axis(slot_row, chunk_row, height, WINDOW, MODE)
-    col, is_col = _along_axis(slot_col, chunk_col, width, WINDOW, MODE)
+        slot_row = index // (WINDOW + 2 * SIDE)
+        slot_col = index % (WINDOW + 2 * SIDE)
+    row, is_row = _along_axis(slot_row, chunk_row, height, WINDOW, SIDE, MODE)
+    col, is_col = _along_axis(slot_col, chunk_col, width, WINDOW, SIDE, MODE)
     return slot_row, slot_col, row, col, (index < SEEN) & is_row & is_col
+
+
+@triton.jit
+def _reached_by(position, WINDOW: tl.constexpr, SIDE: tl.constexpr):
+    """Which of the nine chunks around that of positions have these in their windows: a bit for each, row by row."""
+    row, col = position // WINDOW, position % WINDOW
+    rows = (row < SIDE).to(tl.int32) + 8 + (row >= WINDOW - SIDE).to(tl.int32) * 64
+    cols = (col < SIDE).to(tl.int32) + 2 + (col >= WINDOW - SIDE).to(tl.int32) * 4
+    return rows * cols
 
 
 @triton.jit
@@ -180,8 +192,8 @@ def forward_kernel(
     key_b, key_m, key_h, key_w, key_d,
     value_b, value_m, value_h, value_w, value_d,
     height, width, shift_row, shift_col,
-    WINDOW: tl.constexpr, SEEN: tl.constexpr, PITCH: tl.constexpr, GLOBALS: tl.constexpr, CHANNELS: tl.constexpr,
-    SCALE: tl.constexpr, MODE: tl.constexpr, POSITIONS_BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr, SIDE: tl.constexpr, SEEN: tl.constexpr, PITCH: tl.constexpr, GLOBALS: tl.constexpr,
+    CHANNELS: tl.constexpr, SCALE: tl.constexpr, MODE: tl.constexpr, POSITIONS_BLOCK: tl.constexpr,
     TOKENS_BLOCK: tl.constexpr, GLOBALS_BLOCK: tl.constexpr, CHANNELS_BLOCK: tl.constexpr, ACC_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Outputs and log-sum-exps. Grid: chunks by blocks of positions, heads, images."""
@@ -210,7 +222,7 @@ def forward_kernel(
     for start in range(0, SEEN, TOKENS_BLOCK):
         index = start + tl.arange(0, TOKENS_BLOCK)
         slot_row, slot_col, seen_row, seen_col, is_seen = _seen_tokens(
-            index, chunk_row, chunk_col, height, width, shift_row, shift_col, WINDOW, SEEN, MODE
+            index, chunk_row, chunk_col, height, width, shift_row, shift_col, WINDOW, SIDE, SEEN, MODE
         )
         k = _load(key, _offset(seen_row, seen_col, key_h, key_w), is_seen, key_d, CHANNELS, CHANNELS_BLOCK)
         v = _load(value, _offset(seen_row, seen_col, value_h, value_w), is_seen, value_d, CHANNELS, CHANNELS_BLOCK)
@@ -234,8 +246,8 @@ def query_grad_kernel(
     value_b, value_m, value_h, value_w, value_d,
     grad_b, grad_m, grad_h, grad_w, grad_d,
     height, width, shift_row, shift_col,
-    WINDOW: tl.constexpr, SEEN: tl.constexpr, PITCH: tl.constexpr, GLOBALS: tl.constexpr, CHANNELS: tl.constexpr,
-    SCALE: tl.constexpr, MODE: tl.constexpr, POSITIONS_BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr, SIDE: tl.constexpr, SEEN: tl.constexpr, PITCH: tl.constexpr, GLOBALS: tl.constexpr,
+    CHANNELS: tl.constexpr, SCALE: tl.constexpr, MODE: tl.constexpr, POSITIONS_BLOCK: tl.constexpr,
     TOKENS_BLOCK: tl.constexpr, GLOBALS_BLOCK: tl.constexpr, CHANNELS_BLOCK: tl.constexpr, ACC_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Gradients of queries, and delta, the products of outputs with their gradients. Grid as the forward pass."""
@@ -270,7 +282,7 @@ def query_grad_kernel(
     for start in range(0, SEEN, TOKENS_BLOCK):
         index = start + tl.arange(0, TOKENS_BLOCK)
         slot_row, slot_col, seen_row, seen_col, is_seen = _seen_tokens(
-            index, chunk_row, chunk_col, height, width, shift_row, shift_col, WINDOW, SEEN, MODE
+            index, chunk_row, chunk_col, height, width, shift_row, shift_col, WINDOW, SIDE, SEEN, MODE
         )
         k = _load(key, _offset(seen_row, seen_col, key_h, key_w), is_seen, key_d, CHANNELS, CHANNELS_BLOCK)
         v = _load(value, _offset(seen_row, seen_col, value_h, value_w), is_seen, value_d, CHANNELS, CHANNELS_BLOCK)
@@ -290,14 +302,15 @@ def key_grad_kernel(
     value_b, value_m, value_h, value_w, value_d,
     grad_b, grad_m, grad_h, grad_w, grad_d,
     height, width, shift_row, shift_col,
-    WINDOW: tl.constexpr, SEEN: tl.constexpr, PITCH: tl.constexpr, CHANNELS: tl.constexpr, SCALE: tl.constexpr,
-    MODE: tl.constexpr, POSITIONS_BLOCK: tl.constexpr, TOKENS_BLOCK: tl.constexpr, CHANNELS_BLOCK: tl.constexpr,
-    ACC_DTYPE: tl.constexpr,
+    WINDOW: tl.constexpr, SIDE: tl.constexpr, SEEN: tl.constexpr, PITCH: tl.constexpr, CHANNELS: tl.constexpr,
+    SCALE: tl.constexpr, MODE: tl.constexpr, POSITIONS_BLOCK: tl.constexpr, TOKENS_BLOCK: tl.constexpr,
+    CHANNELS_BLOCK: tl.constexpr, ACC_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Gradients of keys and values. Grid as the forward pass.
 
-    The positions are those of keys, and a chunk sees the queries that see it: ``shift_row`` and ``shift_col`` are those
-    of the forward pass times -1, and ``mirrored_bias`` (M, P, PITCH) has keys' positions by queries.
+    The positions are those of keys, and a chunk sees the queries that see it, where SIDE is less than w some of those
+    of its 3w x 3w neighbourhood: ``shift_row`` and ``shift_col`` are those of the forward pass times -1, and
+    ``mirrored_bias`` (M, P, PITCH) has keys' positions by queries.
     """
     head, batch = tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(1)
@@ -317,7 +330,7 @@ def key_grad_kernel(
     for start in range(0, SEEN, TOKENS_BLOCK):
         index = start + tl.arange(0, TOKENS_BLOCK)
         slot_row, slot_col, seen_row, seen_col, is_seen = _seen_tokens(
-            index, chunk_row, chunk_col, height, width, shift_row, shift_col, WINDOW, SEEN, MODE
+            index, chunk_row, chunk_col, height, width, shift_row, shift_col, WINDOW, WINDOW, SEEN, MODE
         )
         q = _load(query, _offset(seen_row, seen_col, query_h, query_w), is_seen, query_d, CHANNELS, CHANNELS_BLOCK)
         do = _load(grad, _offset(seen_row, seen_col, grad_h, grad_w), is_seen, grad_d, CHANNELS, CHANNELS_BLOCK)
@@ -327,6 +340,10 @@ def key_grad_kernel(
         scores = _scores(
             k, q, position, index, slot_row, slot_col, is_seen, mirrored_bias, WINDOW, PITCH, SCALE, MODE, ACC_DTYPE
         )
+        if SIDE < WINDOW:
+            chunk = 1 << (slot_row // WINDOW * 3 + slot_col // WINDOW)
+            is_near = (_reached_by(position, WINDOW, SIDE)[:, None] & chunk[None, :]) != 0
+            scores = tl.where(is_near, scores, float("-inf"))
         # It may overflow at positions outside the image, whose rows are not stored.
         weights = tl.exp2(scores - lse_i[None, :])
         dv = _add_products(dv, weights, do, ACC_DTYPE)
@@ -344,9 +361,9 @@ def local_bias_grad_kernel(
     value_b, value_m, value_h, value_w, value_d,
     grad_b, grad_m, grad_h, grad_w, grad_d,
     batches, height, width, shift_row, shift_col,
-    WINDOW: tl.constexpr, SEEN: tl.constexpr, PITCH: tl.constexpr, CHANNELS: tl.constexpr, SCALE: tl.constexpr,
-    MODE: tl.constexpr, POSITIONS_BLOCK: tl.constexpr, TOKENS_BLOCK: tl.constexpr, CHANNELS_BLOCK: tl.constexpr,
-    ACC_DTYPE: tl.constexpr,
+    WINDOW: tl.constexpr, SIDE: tl.constexpr, SEEN: tl.constexpr, PITCH: tl.constexpr, CHANNELS: tl.constexpr,
+    SCALE: tl.constexpr, MODE: tl.constexpr, POSITIONS_BLOCK: tl.constexpr, TOKENS_BLOCK: tl.constexpr,
+    CHANNELS_BLOCK: tl.constexpr, ACC_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """The local bias' gradient over a share of the chunks, partial (shares, M, P, S). Grid: blocks, heads, shares."""
     head, share = tl.program_id(1), tl.program_id(2)
@@ -364,7 +381,7 @@ def local_bias_grad_kernel(
             number_of_chunk % chunks, block, height, width, WINDOW, POSITIONS_BLOCK
         )
         slot_row, slot_col, seen_row, seen_col, is_seen = _seen_tokens(
-            index, chunk_row, chunk_col, height, width, shift_row, shift_col, WINDOW, SEEN, MODE
+            index, chunk_row, chunk_col, height, width, shift_row, shift_col, WINDOW, SIDE, SEEN, MODE
         )
         query_offset = batch.to(tl.int64) * query_b + head.to(tl.int64) * query_m + _offset(row, col, query_h, query_w)
         grad_offset = batch.to(tl.int64) * grad_b + head.to(tl.int64) * grad_m + _offset(row, col, grad_h, grad_w)
