@@ -93,8 +93,8 @@ class BackboneSettings:
             (:meth:`Backbone.forward_tokens`), and the feature maps have no output norms.
         activation_checkpointing: recompute the activations of a block in the backward pass.
         attention_backend: one of ``ATTENTION_BACKENDS``: ``"sdpa"`` is PyTorch's attention, ``"triton"`` kernels for
-            CUDA, which only sliding chunks have, ``"auto"`` the fastest on the device, ``"reference"`` a quadratic
-            definition for debugging.
+            CUDA, which only sliding chunks and long-short attention have, ``"auto"`` the fastest on the device,
+            ``"reference"`` a quadratic definition for debugging.
     """
 
     out_features: Sequence[str] | None = None
@@ -230,7 +230,8 @@ class Backbone(nn.Module, abc.ABC):
         backend = settings.attention_backend
         if backend == "triton" and not any(getattr(module, "backend", None) == backend for module in self.modules()):
             raise ConfigError(
-                f"attention_backend={backend!r} is for sliding chunks, which this variant does not have: use 'auto'"
+                f"attention_backend={backend!r} is for sliding chunks and long-short attention; this variant has "
+                "neither: use 'auto'"
             )
 
     @property

@@ -64,7 +64,8 @@ def create_backbone(
             (``position_resizing`` changes that).
         activation_checkpointing: less memory in training for about a third more time.
         attention_backend: ``"auto"``, the fastest on the device, ``"sdpa"``, PyTorch's, ``"triton"``, kernels for
-            CUDA that sliding chunks have, or ``"reference"``, which is quadratic and for debugging.
+            CUDA that sliding chunks and long-short attention have, or ``"reference"``, which is quadratic and for
+            debugging.
         options: instead of the variant's own if not None; those of ``VARIANTS[name].options``:
 
             - ViL and LS: ``window_size`` (side of a chunk in tokens; 7 is ViL's window of 15), ``global_tokens``,

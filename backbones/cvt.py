@@ -116,7 +116,7 @@ class CvT(Backbone):
             window_size=spec.window_size,
             rank=spec.rank,
             norm=self.variant.batch_norm,
-            backend=self.common_backend,
+            backend=self.settings.attention_backend,
         )
 
 

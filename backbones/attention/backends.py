@@ -1,4 +1,4 @@
-"""Choice of the kernel of sliding chunks on a GPU: Triton's, where it compiles and agrees with the reference."""
+"""Choice of the kernel of attention to windows on a GPU: Triton's, where it compiles and agrees with the reference."""
 
 import concurrent.futures
 import functools
@@ -10,11 +10,52 @@ import torch
 from torch import Tensor
 
 from backbones.attention import reference
-from backbones.attention.triton_chunks import triton_chunk_attention
+from backbones.attention.triton_chunks import (
+    SEGMENT_MODE,
+    triton_chunk_attention,
+    triton_long_short_attention,
+    unmet_requirement,
+)
+from backbones.layers.tracing import in_autocast_dtype, is_tracing
 
 logger = logging.getLogger(__name__)
 # Relative to the largest value.
 _TOLERANCES = {torch.float32: 5e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
+# The lowest compute capability on which the backend auto tries the Triton kernel.
+_LEAST_CAPABILITY = (8, 0)
+
+
+def auto_backend(
+    tensors: dict[str, Tensor | None], *, window_size: int, mode: str, shift: tuple[int, int] | None = None
+) -> str:
+    """Return what :func:`choose_kernel` names for the tensors of a call.
+
+    There is nothing to choose on a CPU and on old devices, and where a run is traced, compiled or captured.
+    """
+    query = tensors["query"]
+    if torch.compiler.is_compiling() or is_tracing() or not query.numel() or not _may_use_triton(query):
+        return "sdpa"
+    given = {name: x for name, x in tensors.items() if x is not None and x.numel()}
+    return choose_kernel(
+        query.device,
+        in_autocast_dtype(query)[0].dtype,
+        query.shape[4],
+        sum(given[name].shape[2] for name in ("global_key", "projected_key") if name in given),
+        tuple(name for name in ("local_bias", "global_bias") if name in given),
+        torch.is_grad_enabled() and any(x.requires_grad for x in given.values()),
+        window_size=window_size,
+        mode=mode,
+        shift=shift,
+    )
+
+
+def _may_use_triton(query: Tensor) -> bool:
+    return (
+        query.device.type == "cuda"
+        and unmet_requirement(query.device, query.shape[4], query.dtype) is None
+        and torch.cuda.get_device_capability(query.device) >= _LEAST_CAPABILITY
+        and not torch.cuda.is_current_stream_capturing()
+    )
 
 
 @functools.cache
@@ -38,15 +79,16 @@ def choose_kernel(
 
     Args:
         channels: D of each head.
-        num_global: G.
+        num_global: G, with the projected keys of long-short attention.
         biases: which of ``"local_bias"`` and ``"global_bias"`` there are.
         is_learned: whether gradients are needed.
-        window_size, mode, shift: see :func:`.sliding_chunk.sliding_chunk_attention`.
+        window_size, mode, shift: see :func:`.sliding_chunk.sliding_chunk_attention`. The mode of long-short attention
+            is ``SEGMENT_MODE``.
     """
     options = {"window_size": window_size, "mode": mode, "shift": shift}
 
     def reason_against_triton() -> str | None:
-        inputs = _inputs(dtype, channels, num_global, biases, window_size)
+        inputs = _inputs(dtype, channels, num_global, biases, window_size, mode)
         return _reason_against_triton(inputs, device, is_learned, options)
 
     # A new thread has neither the caller's autocast state nor its saved-tensor hooks.
@@ -69,13 +111,14 @@ def choose_kernel(
 
 
 def _inputs(
-    dtype: torch.dtype, channels: int, num_global: int, biases: tuple[str, ...], size: int
+    dtype: torch.dtype, channels: int, num_global: int, biases: tuple[str, ...], size: int, mode: str
 ) -> dict[str, Tensor]:
     """Random inputs of two images of 2 x 3 chunks and one token more each way."""
     shapes = dict.fromkeys(("query", "key", "value"), (2, 2, 2 * size + 1, 3 * size + 1, channels))
+    shared, side = ("projected", max(size // 2, 1)) if mode == SEGMENT_MODE else ("global", size)
     if num_global:
-        shapes |= dict.fromkeys(("global_key", "global_value"), (2, 2, num_global, channels))
-    bias_shapes = {"local_bias": (2, size**2, 9 * size**2), "global_bias": (2, num_global)}
+        shapes |= dict.fromkeys((f"{shared}_key", f"{shared}_value"), (2, 2, num_global, channels))
+    bias_shapes = {"local_bias": (2, size**2, (size + 2 * side) ** 2), "global_bias": (2, num_global)}
     shapes |= {name: bias_shapes[name] for name in biases}
     generator = torch.Generator().manual_seed(0)
     return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
@@ -86,12 +129,16 @@ def _reason_against_triton(
 ) -> str | None:
     from triton.errors import TritonError
 
+    by_reference, by_triton = reference.sliding_chunk_attention, triton_chunk_attention
+    if options["mode"] == SEGMENT_MODE:
+        by_reference, by_triton = reference.long_short_attention, triton_long_short_attention
+        options = {"window_size": options["window_size"]}
     expected = _outputs_and_gradients(
-        reference.sliding_chunk_attention, {name: x.double() for name, x in inputs.items()}, is_learned, options
+        by_reference, {name: x.double() for name, x in inputs.items()}, is_learned, options
     )
     try:
         actual = _outputs_and_gradients(
-            triton_chunk_attention, {name: x.to(device) for name, x in inputs.items()}, is_learned, options
+            by_triton, {name: x.to(device) for name, x in inputs.items()}, is_learned, options
         )
     except (TritonError, subprocess.CalledProcessError, RuntimeError) as error:
         # Triton builds its launchers in C; other errors of this type are those of a device.

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from backbones.attention import reference
+from backbones.attention.backends import auto_backend
 from backbones.attention.chunks import (
     WindowInputs,
     aligned_bias,
@@ -21,6 +22,7 @@ from backbones.attention.chunks import (
     windows,
 )
 from backbones.attention.dense import dense_attention, merge_heads, split_globals, split_heads
+from backbones.attention.triton_chunks import SEGMENT_MODE, triton_long_short_attention
 from backbones.attention.windows import WindowLayout, attend_chunks, window_attention
 from backbones.errors import check_choice
 from backbones.layers.position import SegmentRelativeBias
@@ -28,6 +30,7 @@ from backbones.layers.tracing import (
     autocast_dtype,
     autocast_off,
     contiguous_for_export,
+    is_tracing,
     static_size,
 )
 
@@ -158,7 +161,19 @@ def _window_bias(local_bias: Tensor, num_shared: int, length: int, side: int) ->
     return aligned_bias([left.flatten(2), none, right.flatten(2)])
 
 
-BACKENDS = {"sdpa": long_short_attention, "reference": reference.long_short_attention}
+def auto_long_short_attention(*, window_size: int, **tensors: Tensor | None) -> Tensor:
+    """:func:`long_short_attention` by the kernel that :func:`.backends.auto_backend` names."""
+    return BACKENDS[auto_backend(tensors, window_size=window_size, mode=SEGMENT_MODE)](
+        window_size=window_size, **tensors
+    )
+
+
+BACKENDS = {
+    "auto": auto_long_short_attention,
+    "sdpa": long_short_attention,
+    "triton": triton_long_short_attention,
+    "reference": reference.long_short_attention,
+}
 
 
 class LayerNorm(nn.LayerNorm):
@@ -245,10 +260,11 @@ class DualNormAttention(DualNorm):
         # (2, B, r, C)
         projected = contiguous_for_export(projected.movedim(2, 3)).flatten(3)
         projected_key, projected_value = self.norm_projected(projected)
-        return BACKENDS[self.backend](
-            query,
-            key,
-            value,
+        # A Triton kernel cannot be traced or exported.
+        return BACKENDS["sdpa" if self.backend == "triton" and is_tracing() else self.backend](
+            query=query,
+            key=key,
+            value=value,
             window_size=self.window_size,
             projected_key=projected_key,
             projected_value=projected_value,

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from backbones.attention import reference
-from backbones.attention.backends import choose_kernel
+from backbones.attention.backends import auto_backend
 from backbones.attention.chunks import (
     MODES,
     WindowInputs,
@@ -23,11 +23,11 @@ from backbones.attention.chunks import (
     with_halo,
 )
 from backbones.attention.dense import TokenAttention, dense_attention, merge_heads, split_globals, split_heads
-from backbones.attention.triton_chunks import triton_chunk_attention, unmet_requirement
+from backbones.attention.triton_chunks import triton_chunk_attention
 from backbones.attention.windows import WindowLayout, attend_chunks, window_attention
 from backbones.errors import check_choice
 from backbones.layers.position import WindowRelativeBias, position_parameter
-from backbones.layers.tracing import in_autocast_dtype, is_tracing, padding_to_multiple, static_size
+from backbones.layers.tracing import is_tracing, padding_to_multiple, static_size
 
 
 def sliding_chunk_attention(
@@ -239,40 +239,14 @@ def _window_bias(inputs: WindowInputs, window_size: int) -> Tensor | None:
 
 # Steps of chunks, down and to the right, to a neighbour: of random-shift training.
 SHIFTS = tuple((row, col) for row in (-1, 0, 1) for col in (-1, 0, 1) if (row, col) != (0, 0))
-# The lowest compute capability on which the backend auto tries the Triton kernel.
-_LEAST_CAPABILITY = (8, 0)
 
 
 def auto_chunk_attention(
     *, window_size: int, mode: str = "zero_pad", shift: tuple[int, int] | None = None, **tensors: Tensor | None
 ) -> Tensor:
-    """:func:`sliding_chunk_attention` by the kernel that :func:`.backends.choose_kernel` names.
-
-    There is nothing to choose on a CPU and on old devices, and where a run is traced, compiled or captured.
-    """
-    options, query = {"window_size": window_size, "mode": mode, "shift": shift}, tensors["query"]
-    if torch.compiler.is_compiling() or is_tracing() or not query.numel() or not _may_use_triton(query):
-        return sliding_chunk_attention(**tensors, **options)
-    given = {name: x for name, x in tensors.items() if x is not None and x.numel()}
-    chosen = choose_kernel(
-        query.device,
-        in_autocast_dtype(query)[0].dtype,
-        query.shape[4],
-        given["global_key"].shape[2] if "global_key" in given else 0,
-        tuple(name for name in ("local_bias", "global_bias") if name in given),
-        torch.is_grad_enabled() and any(x.requires_grad for x in given.values()),
-        **options,
-    )
-    return BACKENDS[chosen](**tensors, **options)
-
-
-def _may_use_triton(query: Tensor) -> bool:
-    return (
-        query.device.type == "cuda"
-        and unmet_requirement(query.device, query.shape[4], query.dtype) is None
-        and torch.cuda.get_device_capability(query.device) >= _LEAST_CAPABILITY
-        and not torch.cuda.is_current_stream_capturing()
-    )
+    """:func:`sliding_chunk_attention` by the kernel that :func:`.backends.auto_backend` names."""
+    options = {"window_size": window_size, "mode": mode, "shift": shift}
+    return BACKENDS[auto_backend(tensors, **options)](**tensors, **options)
 
 
 BACKENDS = {
@@ -292,7 +266,7 @@ class SlidingChunkAttention(TokenAttention):
         relative_bias: whether each offset in the window has a learned bias.
         shared_projections: whether local and global tokens share query, key, value and output projections.
         common: see :class:`.TokenAttention`. A backend is a key of ``BACKENDS``: ``"auto"`` is the choice of
-            :func:`.backends.choose_kernel`, ``"triton"`` is for CUDA, and ``"reference"`` is quadratic and for
+            :func:`.backends.auto_backend`, ``"triton"`` is for CUDA, and ``"reference"`` is quadratic and for
             debugging.
 
     Raises:

@@ -1,5 +1,6 @@
 """The backend auto takes Triton's kernel where it compiles and is right; an error of a device is an error."""
 
+import functools
 import logging
 import subprocess
 
@@ -9,7 +10,9 @@ import torch
 from backbones import ConfigError, create_backbone
 from backbones.attention import backends, sliding_chunk
 from backbones.attention.backends import choose_kernel
+from backbones.attention.long_short import LongShortAttention, long_short_attention
 from backbones.attention.sliding_chunk import SlidingChunkAttention, sliding_chunk_attention
+from backbones.attention.triton_chunks import SEGMENT_MODE
 from tests.backbones.attention.cases import OnMap, attend
 from tests.backbones.helpers import attention_inputs, randomise
 from tests.gpu import DEVICE, on_gpu
@@ -24,7 +27,8 @@ def choose(monkeypatch):
     choose_kernel.cache_clear()
 
     def run(kernel, device="cpu", dtype=torch.float32, num_global=1, biases=BIASES, is_learned=True, **changes) -> str:
-        monkeypatch.setattr(backends, "triton_chunk_attention", kernel)
+        is_segment = changes.get("mode") == SEGMENT_MODE
+        monkeypatch.setattr(backends, f"triton_{'long_short' if is_segment else 'chunk'}_attention", kernel)
         options = {"window_size": 3, "mode": "zero_pad", "shift": None} | changes
         return choose_kernel(torch.device(device), dtype, 4, num_global, biases, is_learned, **options)
 
@@ -76,6 +80,12 @@ def test_a_right_kernel_is_chosen_and_checked_once(choose, caplog, changes):
     assert choose(wrong, **changes) == "triton"
     (line,) = caplog.messages
     assert line.endswith("on cpu: triton")
+
+
+def test_the_choice_for_long_short_attention(choose):
+    options = {"mode": SEGMENT_MODE, "biases": ("local_bias",)}
+    assert choose(long_short_attention, **options) == "triton"
+    assert choose(lambda **given: 1.2 * long_short_attention(**given), **options, num_global=5) == "sdpa"
 
 
 @pytest.mark.parametrize(
@@ -131,10 +141,8 @@ def test_comparison_within_a_backward_pass(choose):
 def test_auto_backend_describes_its_inputs_to_the_choice(monkeypatch, training):
     """As on a GPU: with the types that autocast chooses, and the shift of training."""
     asked, used = [], []
-    monkeypatch.setattr(sliding_chunk, "_may_use_triton", lambda query: True)
-    monkeypatch.setattr(
-        sliding_chunk, "choose_kernel", lambda *key, **options: asked.append((key, options)) or "triton"
-    )
+    monkeypatch.setattr(backends, "_may_use_triton", lambda query: True)
+    monkeypatch.setattr(backends, "choose_kernel", lambda *key, **options: asked.append((key, options)) or "triton")
     monkeypatch.setitem(
         sliding_chunk.BACKENDS, "triton", lambda **given: used.append(given) or sliding_chunk_attention(**given)
     )
@@ -146,11 +154,21 @@ def test_auto_backend_describes_its_inputs_to_the_choice(monkeypatch, training):
     assert asked == [((torch.device("cpu"), torch.bfloat16, 4, 1, BIASES, training), options)] and len(used) == 1
 
 
+def test_auto_backend_counts_projected_keys_as_global_tokens(monkeypatch):
+    asked = []
+    monkeypatch.setattr(backends, "_may_use_triton", lambda query: True)
+    monkeypatch.setattr(backends, "choose_kernel", lambda *key, **options: asked.append((key, options)) or "sdpa")
+    module = LongShortAttention(8, num_heads=2, window_size=3, rank=5, relative_bias=True, backend="auto")
+    attend(module, torch.randn(2, 7, 10, 8), torch.randn(2, 1, 8))
+    options = {"window_size": 3, "mode": SEGMENT_MODE, "shift": None}
+    assert asked == [((torch.device("cpu"), torch.float32, 4, 6, ("local_bias",), True), options)]
+
+
 def test_empty_tensors_do_not_change_the_choice(monkeypatch):
     """No global token is as none at all; for no image there is nothing to choose."""
     asked = []
-    monkeypatch.setattr(sliding_chunk, "_may_use_triton", lambda query: True)
-    monkeypatch.setattr(sliding_chunk, "choose_kernel", lambda *key, **options: asked.append(key[3]) or "sdpa")
+    monkeypatch.setattr(backends, "_may_use_triton", lambda query: True)
+    monkeypatch.setattr(backends, "choose_kernel", lambda *key, **options: asked.append(key[3]) or "sdpa")
     inputs = attention_inputs(7, 10)
     none = {name: inputs["query"][:, :, 0, :0] for name in ("global_key", "global_value")}
     expected = sliding_chunk_attention(**inputs, window_size=3)
@@ -159,15 +177,16 @@ def test_empty_tensors_do_not_change_the_choice(monkeypatch):
     assert not sliding_chunk.auto_chunk_attention(**images, window_size=3).numel() and asked == [0]
 
 
+@pytest.mark.parametrize("attention", [SlidingChunkAttention, functools.partial(LongShortAttention, rank=2)])
 @pytest.mark.parametrize("backend", ["triton", "auto"])
-def test_cpu_and_traced_runs_use_no_triton_kernel(monkeypatch, backend):
+def test_cpu_and_traced_runs_use_no_triton_kernel(monkeypatch, backend, attention):
     """Not even where Triton's interpreter would run it, which takes minutes."""
-    monkeypatch.setattr(sliding_chunk, "choose_kernel", None)
+    monkeypatch.setattr(backends, "choose_kernel", None)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    module = SlidingChunkAttention(8, num_heads=2, window_size=3, backend=backend).eval()
+    module = attention(8, num_heads=2, window_size=3, backend=backend).eval()
     inputs = torch.randn(1, 7, 10, 8), torch.randn(1, 1, 8)
     outputs = [attend(module, *inputs)] if backend == "auto" else []
-    monkeypatch.setattr(sliding_chunk, "_may_use_triton", lambda query: True)
+    monkeypatch.setattr(backends, "_may_use_triton", lambda query: True)
     outputs.append(torch.jit.trace(OnMap(module), inputs, check_trace=False)(*inputs))
     module.backend = "sdpa"
     for output in outputs:
@@ -175,10 +194,13 @@ def test_cpu_and_traced_runs_use_no_triton_kernel(monkeypatch, backend):
 
 
 def test_backends_of_the_stages():
-    """Sliding chunks have kernels of their own; full attention has PyTorch's."""
+    """Sliding chunks and long-short attention have kernels of their own; full attention has PyTorch's."""
     for asked, chunks, others in (("auto", "auto", "sdpa"), ("triton", "triton", "sdpa"), ("reference",) * 3):
-        model = create_backbone("vil_tiny", attention=["sliding_chunk"] * 3 + ["dense"], attention_backend=asked)
+        attention = ["sliding_chunk", "long_short", "sliding_chunk", "dense"]
+        model = create_backbone("vil_tiny", attention=attention, attention_backend=asked)
         assert [stage.blocks[0].attention.backend for stage in model.stages] == [chunks] * 3 + [others]
+        model = create_backbone("cvt_ls_13", attention_backend=asked)
+        assert {block.attention.backend for stage in model.stages for block in stage.blocks} == {chunks}
     with pytest.raises(ConfigError, match="triton"):
         create_backbone("lit_ti", attention_backend="triton")
 
@@ -186,9 +208,12 @@ def test_backends_of_the_stages():
 @on_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "changes", [{}, {"shift": (0, 1)}, {"is_learned": False}], ids=["training", "shift", "inference"]
+    "changes",
+    [{}, {"shift": (0, 1)}, {"is_learned": False}, {"mode": SEGMENT_MODE, "biases": ("local_bias",)}],
+    ids=["training", "shift", "inference", "long-short"],
 )
 def test_tritons_kernel_is_right_on_a_gpu(choose, dtype, changes):
     if DEVICE == "cpu":
         pytest.skip("the kernels are not compiled for a CPU")
-    assert choose(backends.triton_chunk_attention, DEVICE, dtype, window_size=7, **changes) == "triton"
+    name = "triton_long_short_attention" if "mode" in changes else "triton_chunk_attention"
+    assert choose(getattr(backends, name), DEVICE, dtype, window_size=7, **changes) == "triton"

@@ -173,7 +173,7 @@ def test_lower_precision(name, dtype, tolerance, autocast):
     [
         ("sliding_chunk", {"mode": "exakt"}, "'exact'"),
         ("sliding_chunk", {"backend": "flash"}, "auto, sdpa, triton, reference"),
-        ("long_short", {"backend": "flash"}, "sdpa, reference"),
+        ("long_short", {"backend": "flash"}, "auto, sdpa, triton, reference"),
         ("performer", {"backend": "flash"}, "sdpa, reference"),
     ],
 )

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from backbones.attention import reference, triton_chunks
 from backbones.attention.chunks import WindowInputs
+from backbones.attention.long_short import LongShortAttention
 from backbones.attention.sliding_chunk import MODES, SHIFTS, SlidingChunkAttention
 from backbones.attention.triton_chunks import (
     Launch,
@@ -250,10 +251,11 @@ def test_no_images_and_no_global_tokens():
 
 
 @interpreted
-def test_module_with_activation_checkpointing():
+@pytest.mark.parametrize("attention", [SlidingChunkAttention, functools.partial(LongShortAttention, rank=2)])
+def test_module_with_activation_checkpointing(attention):
     results = []
     for backend in ("triton", "reference"):
-        module = SlidingChunkAttention(8, num_heads=2, window_size=3, relative_bias=True, backend=backend)
+        module = attention(8, num_heads=2, window_size=3, relative_bias=True, backend=backend)
         module = randomise(module).double()
         inputs = [random_images(1, *shape).requires_grad_() for shape in ((2, 5, 8), (1, 8))]
         outputs = checkpoint(attend, module, *inputs, use_reentrant=False)
