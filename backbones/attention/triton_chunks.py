@@ -11,6 +11,7 @@ of which sees S tokens.
 import dataclasses
 import functools
 import importlib.util
+import math
 import os
 from types import ModuleType
 
@@ -358,9 +359,9 @@ class _KernelLauncher:
         return -(-seen // self.launch.tokens) * self.launch.tokens
 
     def _with_pitch(self, bias: Tensor | None) -> Tensor | None:
-        """(M, P, S) -> (M, P, PITCH), contiguous and in the type of queries; beyond S is nothing. None for None."""
+        """(M, P, S) -> (M, P, PITCH), to base 2, in the type of queries; beyond S is nothing. None for None."""
         if bias is None:
             return None
         padded = self.inputs.query.new_empty(*bias.shape[:2], self._pitch(bias.shape[2]))
-        padded[..., : bias.shape[2]] = bias
+        torch.mul(bias, math.log2(math.e), out=padded[..., : bias.shape[2]])
         return padded

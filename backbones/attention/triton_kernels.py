@@ -11,9 +11,9 @@ results do not vary from run to run. Offsets into feature maps have 64 bits.
 
 Shapes: B images, M heads, H x W tokens, D channels per head, G global tokens or projected keys, w x w = P positions of
 a chunk, S tokens that a chunk sees, (w + 2 * SIDE)^2 or 2 * P. Queries, keys, values and the gradient of the output
-have strides named after these axes; global keys and values (B, M, G, D), the local bias (M, P, PITCH), of which S are
-in use, and the global bias (M, G) are contiguous. Outputs lie in memory as (B, H, W, M, D), and as (B, H, W, M) where
-they have no channels.
+have strides named after these axes; global keys and values (B, M, G, D), the local bias (M, P, PITCH), to base 2, of
+which S are in use, and the global bias (M, G) are contiguous. Outputs lie in memory as (B, H, W, M, D), and as (B, H,
+W, M) where they have no channels.
 """
 
 import triton
@@ -154,7 +154,7 @@ def _scores(
         mask = (position < WINDOW * WINDOW)[:, None]
         row = tl.program_id(1) * WINDOW * WINDOW + position
         bias = tl.load(local_bias + row[:, None] * PITCH + index[None, :], mask=mask, other=0.0)
-        scores += bias.to(ACC_DTYPE) * LOG2_E
+        scores += bias.to(ACC_DTYPE)
     is_seen = is_seen[None, :]
     if MODE == "exact":
         down = slot_row[None, :] - WINDOW - (position // WINDOW)[:, None]
