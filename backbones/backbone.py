@@ -18,7 +18,7 @@ from backbones.errors import ConfigError, check_choice
 from backbones.layers.block import Block
 from backbones.layers.parameters import init_trunc_normal_, names_without_weight_decay
 from backbones.layers.position import position_parameter, resize_tables
-from backbones.layers.tracing import contiguous_for_export
+from backbones.layers.tracing import contiguous_for_export, static_size
 
 ATTENTION_BACKENDS = ("auto", "sdpa", "triton", "reference")
 
@@ -93,8 +93,8 @@ class BackboneSettings:
             (:meth:`Backbone.forward_tokens`), and the feature maps have no output norms.
         activation_checkpointing: recompute the activations of a block in the backward pass.
         attention_backend: one of ``ATTENTION_BACKENDS``: ``"sdpa"`` is PyTorch's attention, ``"triton"`` kernels for
-            CUDA, which only sliding chunks and long-short attention have, ``"auto"`` the fastest on the device,
-            ``"reference"`` a quadratic definition for debugging.
+            CUDA, which only sliding chunks and long-short attention have, ``"auto"`` those where they run and else
+            PyTorch's, ``"reference"`` a quadratic definition for debugging.
     """
 
     out_features: Sequence[str] | None = None
@@ -146,12 +146,14 @@ class Stage(nn.Module):
                 global_tokens = global_tokens + self.positions.global_tokens
         tokens = contiguous_for_export(tokens).flatten(1, 2)
         if global_tokens is not None:
-            num_global = global_tokens.shape[1]
+            num_global = static_size(global_tokens.shape[1])
             tokens = torch.cat([global_tokens.expand(tokens.shape[0], -1, -1), tokens], dim=1)
         for block in self.blocks:
             if self.activation_checkpointing and self.training and torch.is_grad_enabled():
+                # torch.compile takes no contexts, and updates batch statistics once.
                 contexts = functools.partial(_checkpoint_contexts, block)
-                tokens = checkpoint(block, tokens, size, use_reentrant=False, context_fn=contexts)
+                options = {} if torch.compiler.is_compiling() else {"context_fn": contexts}
+                tokens = checkpoint(block, tokens, size, use_reentrant=False, **options)
             else:
                 tokens = block(tokens, size)
             if block.drops_globals:

@@ -61,8 +61,8 @@ def add_vil_config(cfg: CfgNode) -> None:
     # Whether torch.compile compiles the backbone, for any size, in training, evaluation and prediction: minutes at the
     # first iteration. Averaged weights are evaluated, and models exported, without it.
     cfg.MODEL.TRANSFORMER.COMPILE = False
-    # "auto" (the fastest on the device), "sdpa" (PyTorch's), "triton" (sliding chunks and long-short attention, on
-    # CUDA) or "reference" (quadratic, for debugging).
+    # "sdpa" (PyTorch's), "triton" (kernels of sliding chunks and long-short attention, on CUDA), "auto" (those where
+    # they run, else PyTorch's) or "reference" (quadratic, for debugging).
     cfg.MODEL.TRANSFORMER.ATTENTION_BACKEND = "auto"
     # An empty value of the following keys means that of the variant; a key that its family does not have is an error.
     # ViL and LS: the attention of each stage, "sliding_chunk", "long_short" or "dense".

@@ -73,8 +73,8 @@ def choose_kernel(
 ) -> str:
     """Return ``"triton"``, or ``"sdpa"`` where Triton's kernel does not compile or differs from the reference.
 
-    At the first call for its arguments the kernel runs once on a small map, and the choice is logged. Other errors
-    are raised: after one of CUDA no kernel of this process would run. Image sizes play no part, and processes with the
+    At the first call for its arguments the kernel runs once on a small map, and the choice is logged. Errors
+    of CUDA are raised: after them no kernel of this process would run. Image sizes play no part, and processes with the
     same devices and libraries choose the same.
 
     Args:
@@ -140,9 +140,9 @@ def _reason_against_triton(
         actual = _outputs_and_gradients(
             by_triton, {name: x.to(device) for name, x in inputs.items()}, is_learned, options
         )
-    except (TritonError, subprocess.CalledProcessError, RuntimeError) as error:
-        # Triton builds its launchers in C; other errors of this type are those of a device.
-        if isinstance(error, RuntimeError) and "C compiler" not in str(error):
+    except (TritonError, RuntimeError, OSError, subprocess.CalledProcessError) as error:
+        # Triton, its assembler and its C compiler fail in all these ways; the others are errors of a device.
+        if isinstance(error, torch.OutOfMemoryError) or "CUDA" in str(error):
             raise
         lines = str(error).strip().splitlines()
         return f"does not compile: {lines[0] if lines else type(error).__name__}"

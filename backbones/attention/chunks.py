@@ -124,7 +124,9 @@ def is_padding(x: Tensor, shape: tuple[int, ...], pad: tuple[int, ...]) -> Tenso
 
     The result has the type and device of ``x``; TensorRT pads no booleans. It is kept for the next call.
     """
-    make = _is_padding.__wrapped__ if is_tracing() or torch.compiler.is_compiling() else _is_padding
+    # Not the fake tensors of a run that is only counted or compiled
+    is_kept = type(x) is Tensor and not is_tracing() and not torch.compiler.is_compiling()
+    make = _is_padding if is_kept else _is_padding.__wrapped__
     return make(tuple(shape), pad, x.dtype, x.device)
 
 

@@ -38,15 +38,15 @@ from backbones.layers.tracing import (
 def dynamic_projection(scores: Tensor, *tokens: Tensor) -> Tensor:
     """Keys and values of all tokens, in r sums each: P = softmax over the tokens (equation 3).
 
-    The softmax is taken in float32 or better, and the sums too, or of products in bfloat16: with very many tokens the
-    weights are below the resolution of float16.
+    The softmax is taken in float32 or better. Keys and values in bfloat16 are summed with weights in bfloat16, all
+    others in float32 or better: with very many tokens the weights are below the resolution of float16.
 
     Args:
         scores: (B, M, H, W, r).
-        tokens: N tensors that are summed, as keys and values, each (B, M, H, W, D).
+        tokens: S tensors that are summed, as keys and values, each (B, M, H, W, D).
 
     Returns:
-        The sums of each, (N, B, M, r, D), in its type.
+        The sums of each, (S, B, M, r, D), in its type.
     """
     with autocast_off(scores.device):
         # (B, M, r, H * W)

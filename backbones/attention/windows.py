@@ -102,7 +102,7 @@ def attend_chunks(
     Args:
         query: (B, M, H, W, D).
         keys, values: (B * rows * M, cols, S, D + E), with E channels that mask keys: see :func:`.mask_keys`. On a GPU
-            the values have E of :func:`.value_channels`.
+            the values may have fewer, as :func:`.value_channels`.
         bias: (M or 1, w * w, S or more), or None.
 
     Returns:

@@ -33,7 +33,7 @@ class SeparableProjection(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """(B, H, W, dim) -> (number, B, H * W, out_dim)."""
         image, dim = contiguous_for_export(tokens.permute(0, 3, 1, 2)), static_size(tokens.shape[3])
-        # As the layer convolves copies of the image, which are not made.
+        # Equal to the layer on ``number`` copies of the image, without making them.
         weights = in_autocast_dtype(self.depthwise.weight)[0].chunk(self.number)
         features = torch.cat([F.conv2d(image, weight, padding=1, groups=dim) for weight in weights], dim=1)
         # OpenVINO 2026.4 does not know that the size is the same, and returns uninitialised memory.

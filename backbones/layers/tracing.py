@@ -53,12 +53,13 @@ def padding_to(size: int, least: int) -> int:
 
 
 def contiguous_for_export(x: Tensor) -> Tensor:
-    """``x``; in a run of ``torch.export`` a copy that lies in memory as a new tensor does.
+    """``x``; in a run of ``torch.export`` or ``torch.compile`` a copy that lies in memory as a new tensor does.
 
-    To reshape a tensor that lies otherwise, PyTorch compares strides, and the export would specialise to sizes
-    with the same result.
+    To reshape a tensor that lies otherwise, PyTorch compares strides, and the graph would be one for sizes with the
+    same result.
     """
-    return x.clone(memory_format=torch.contiguous_format) if is_exporting() else x
+    is_graph = is_exporting() or torch.compiler.is_compiling()
+    return x.clone(memory_format=torch.contiguous_format) if is_graph else x
 
 
 def take_first(x: Tensor, dim: int, size: int) -> Tensor:

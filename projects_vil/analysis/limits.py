@@ -36,7 +36,7 @@ class DeviceRates:
 def measure_rates(device: str, dtype: str) -> DeviceRates:
     """Measure products of matrices, 2048 x 2048 or on a GPU 8192 x 8192, copies of 256 MB, and sums of one number.
 
-    The fastest of 20 calls; on a GPU of 5 times 20 calls, since waiting for one takes as long as a small one.
+    The fastest of 20 calls; on a GPU the fastest of 5 means of 20 calls, since a wait takes as long as a small product.
     """
     side, rounds, calls = (8192, 5, 20) if device.startswith("cuda") else (2048, 20, 1)
     a, b = torch.rand(2, side, side, device=device).to(DTYPES[dtype])

@@ -119,6 +119,10 @@ def _check_training(cfg: CfgNode, model: nn.Module, *, processes: int, on_gpu: b
             f"INPUT.LSJ.SIZE is {size}, and the position tables end at MODEL.TRANSFORMER.MAX_IMG_SIZE {limit}"
         )
     if transformer.RANDOM_SHIFT_UNTIL:
+        if transformer.COMPILE:
+            raise ConfigError(
+                "MODEL.TRANSFORMER.COMPILE with RANDOM_SHIFT_UNTIL would compile again for each shift: leave one out"
+            )
         RandomShift(model, transformer.RANDOM_SHIFT_UNTIL)
     if cfg.TEST.BEST_METRIC and cfg.DATASETS.TEST:
         check_metric(cfg)

@@ -63,6 +63,10 @@ def without_compiler(**arguments):
     raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable")
 
 
+def without_a_cache(**arguments):
+    raise PermissionError("[Errno 13] Permission denied: '/root/.triton/cache'")
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -89,7 +93,8 @@ def test_the_choice_for_long_short_attention(choose):
 
 
 @pytest.mark.parametrize(
-    "kernel", [wrong, wrong_gradient, no_numbers, refused_by_the_assembler, without_headers, without_compiler]
+    "kernel",
+    [wrong, wrong_gradient, no_numbers, refused_by_the_assembler, without_headers, without_compiler, without_a_cache],
 )
 def test_a_kernel_that_is_wrong_or_does_not_compile_is_excluded_with_a_warning(choose, caplog, kernel):
     assert choose(kernel) == "sdpa"

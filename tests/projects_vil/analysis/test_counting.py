@@ -47,8 +47,9 @@ MECHANISMS = {
     ),
     "long_short": (
         lambda: LongShortAttention(DIM, window_size=7, rank=8, **COMMON),
-        # Scores and sums of the projection; a window of 13 x 13 and a column of shared keys; then global queries
-        LOCALS * DIM * HEADS * 8
+        # Scores of all tokens, and sums of the local ones; a window of 13 x 13 and a column of shared keys; then global
+        # queries
+        TOKENS * DIM * HEADS * 8
         + 2 * LOCALS * 8 * DIM
         + 2 * LOCALS * (13 * 13 + 13) * (DIM + HEADS)
         + 2 * GLOBALS * TOKENS * DIM,

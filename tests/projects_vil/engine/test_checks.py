@@ -53,6 +53,7 @@ def test_valid_setups(shapes, trained_run):
         (["TEST.BEST_METRIC", "validation_loss/total_loss"], "TEST.LOSS"),
         (["MODEL.TRANSFORMER.ATTENTION_BACKEND", "triton"], "ATTENTION_BACKEND"),
         (["MODEL.TRANSFORMER.NAME", "sra64_tiny", "MODEL.TRANSFORMER.RANDOM_SHIFT_UNTIL", "0.5"], "RANDOM_SHIFT_UNTIL"),
+        (["MODEL.TRANSFORMER.COMPILE", "True", "MODEL.TRANSFORMER.RANDOM_SHIFT_UNTIL", "0.5"], "COMPILE"),
         (["MODEL.TRANSFORMER.FEATURE_REDRAW_PERIOD", "0"], "FEATURE_REDRAW_PERIOD"),
         (["MODEL.FPN.NORM", "foo"], "MODEL.FPN.NORM"),
         (["DATASETS.TEST", "('shapes_vall',)"], "'shapes_val'"),

@@ -156,6 +156,7 @@ def test_a_compiled_backbone_has_the_same_weights_and_values(monkeypatch):
     backend = functools.partial(torch.compile, backend=lambda graph, inputs: graphs.append(graph) or graph)
     monkeypatch.setattr(torch, "compile", backend)
     keys = ["MODEL.TRANSFORMER.NAME", "vil_tiny_1_1_3_1_rpb", "MODEL.TRANSFORMER.DROP_PATH", "0.0"]
+    keys += ["MODEL.TRANSFORMER.ACTIVATION_CHECKPOINTING", "True"]
     eager, compiled = (bottom_up(*keys, "MODEL.TRANSFORMER.COMPILE", value) for value in ("False", "True"))
     compiled.load_state_dict(eager.state_dict(), strict=True)
     features = [backbone.train()(images()) for backbone in (eager, compiled)]
