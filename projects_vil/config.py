@@ -129,7 +129,7 @@ def add_vil_config(cfg: CfgNode) -> None:
     # follow from the number of images and IMS_PER_BATCH (projects_vil/solver.py).
     cfg.SOLVER.EPOCHS = 0
     # With SOLVER.AMP.ENABLED: "float16", which needs a GPU and scales the loss, "bfloat16", also on the CPU, or "auto":
-    # bfloat16 but on GPUs of a compute capability below 8.0.
+    # float16 on GPUs of compute capability below 8.0, otherwise bfloat16.
     cfg.SOLVER.AMP.DTYPE = "auto"
     # Gradient accumulation: the number of micro-batches that IMS_PER_BATCH images are split into.
     cfg.SOLVER.ACCUMULATE = 1

@@ -646,6 +646,8 @@ class Trainer(DefaultTrainer):
         That file has dataset -> task -> metric; with ``TEST.LOSS`` the validation losses are a task of each dataset.
         """
         share_statistics(model)
+        if cfg.TEST.AMP.ENABLED:
+            logging.getLogger(__name__).info("evaluating with backbone and FPN in bfloat16 (TEST.AMP)")
         with bfloat16_maps(model) if cfg.TEST.AMP.ENABLED else contextlib.nullcontext():
             results = super().test(cfg, model, evaluators)
         for name in cfg.DATASETS.TEST if cfg.TEST.LOSS else ():
