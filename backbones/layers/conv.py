@@ -23,7 +23,7 @@ class SeparableProjection(nn.Module):
         norm: a key of ``BATCH_NORMS``.
     """
 
-    def __init__(self, dim: int, out_dim: int, *, number: int = 1, norm: str = "batch") -> None:
+    def __init__(self, dim: int, out_dim: int, *, number: int, norm: str = "batch") -> None:
         super().__init__()
         self.number = number
         self.depthwise = nn.Conv2d(number * dim, number * dim, 3, padding=1, groups=number * dim, bias=False)

@@ -4,8 +4,17 @@ import math
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
-from backbones.attention.chunks import from_chunks, mask_channels, mask_keys, mask_queries, to_chunks, windows
+from backbones.attention.chunks import (
+    from_chunks,
+    is_padding,
+    mask_channels,
+    mask_keys,
+    mask_queries,
+    to_chunks,
+    windows,
+)
 from tests.backbones.helpers import assert_all_close, outputs_and_gradients, random_images
 
 
@@ -37,6 +46,15 @@ def test_hidden_keys_score_far_below_all_others(channels, extra, dtype):
     torch.testing.assert_close(scores[:, ~hidden.flatten()], plain[:, ~hidden.flatten()], atol=1e-9, rtol=0)
     # Below every score that float16 can hold
     assert scores[:, hidden.flatten()].max() < (-2 * 65504 if dtype == torch.float16 else -9e8)
+
+
+def test_padding_that_is_kept_is_never_that_of_a_run_that_only_counts():
+    """A fake tensor that is kept would make each later result of this size a fake one."""
+    with FakeTensorMode():
+        is_padding(torch.empty(1), (3, 5), (1, 2, 3, 4))
+    padding = is_padding(torch.empty(1), (3, 5), (1, 2, 3, 4))
+    assert type(padding) is torch.Tensor
+    assert padding.shape == (10, 8) and padding.sum() == 10 * 8 - 3 * 5 and not padding[3:6, 1:6].any()
 
 
 def test_mask_channels_are_a_multiple_of_8_on_a_gpu():
