@@ -58,8 +58,8 @@ def add_vil_config(cfg: CfgNode) -> None:
     cfg.MODEL.TRANSFORMER.MAX_IMG_SIZE = 1333
     # Compute activations again in the backward pass: less memory, about a third more time.
     cfg.MODEL.TRANSFORMER.ACTIVATION_CHECKPOINTING = False
-    # Whether torch.compile compiles the backbone, for images of any size: minutes before the first iteration. Exports, and
-    # evaluations of averaged weights, are not compiled.
+    # Whether torch.compile compiles the backbone, for images of any size: minutes before the first iteration. Exports
+    # and evaluations of averaged weights are not compiled.
     cfg.MODEL.TRANSFORMER.COMPILE = False
     # "sdpa" (PyTorch's), "triton" (kernels of sliding chunks and long-short attention, on CUDA), "auto" (those where
     # they run, else PyTorch's) or "reference" (quadratic, for debugging).
