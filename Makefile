@@ -63,7 +63,7 @@ gpu: .venv/.stamp ## on a machine with a GPU: run its tests, measure time and me
 
 lint: .venv/.stamp ## check style, formatting and import layers
 	@$(RUN) -m ruff check --quiet .
-	@$(RUN) -m ruff format --check --quiet backbones configs examples projects_vil research tests tools setup.py
+	@$(RUN) -m ruff format --check --quiet backbones configs examples projects_vil research tests tools vil setup.py
 	@.venv/bin/lint-imports --no-cache > /dev/null
 
 clean: ## remove files of the demo, tests and builds; keep .venv

@@ -59,7 +59,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
-    packages=find_packages(include=["backbones", "backbones.*", "projects_vil", "projects_vil.*"]),
+    packages=find_packages(include=["vil", "backbones", "backbones.*", "projects_vil", "projects_vil.*"]),
     package_data={
         "projects_vil.analysis": ["published.yaml"],
         "projects_vil.inference": ["model_card.md"],

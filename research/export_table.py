@@ -42,7 +42,7 @@ from projects_vil.export import (
     measure_latency,
 )
 from projects_vil.utils import peak_in_new_process
-from tools.arguments import ConfigToolParser, output_file, positive, run_tool, write_json
+from vil.arguments import ConfigToolParser, output_file, positive, run_tool, write_json
 
 CONFIGS = Path(__file__).parents[1] / "configs/demo"
 FAMILIES = ("vil", "ls", "lit", "cvt")

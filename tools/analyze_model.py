@@ -7,7 +7,7 @@ Example:
     python tools/analyze_model.py --variants vil_tiny lit --json variants.json
 """
 
-from arguments import ConfigToolParser, existing_path, output_file, positive, run_tool, write_json
+from vil.arguments import ConfigToolParser, existing_path, output_file, positive, run_tool, write_json
 
 
 def main() -> None:

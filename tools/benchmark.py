@@ -25,7 +25,7 @@ Example:
 import argparse
 from pathlib import Path
 
-from arguments import ConfigToolParser, config_of, output_file, positive, run_tool, write_json
+from vil.arguments import ConfigToolParser, config_of, output_file, positive, run_tool, write_json
 
 BASE = Path(__file__).resolve().parents[1] / "configs/base"
 MODELS = ("attention", "backbone", "detector", "train-step")

@@ -12,7 +12,7 @@ Example:
 import os
 import sys
 
-from arguments import ToolParser, existing_path, output_file, run_tool, write_json
+from vil.arguments import ToolParser, existing_path, output_file, run_tool, write_json
 
 
 def main() -> None:

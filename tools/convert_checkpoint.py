@@ -9,7 +9,7 @@ Example:
     python tools/convert_checkpoint.py model_best.pth vil_tiny_224.pth --model vil_tiny --classifier
 """
 
-from arguments import ToolParser, existing_path, output_file, positive, run_tool, write_json
+from vil.arguments import ToolParser, existing_path, output_file, positive, run_tool, write_json
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ Example:
 
 import sys
 
-from arguments import ConfigToolParser, config_of, existing_path, positive, run_tool
+from vil.arguments import ConfigToolParser, config_of, existing_path, positive, run_tool
 
 FORMATS = ("torchscript", "onnx", "aot_inductor", "torch_export", "openvino")
 PRECISIONS = ("fp32", "fp16", "bf16", "int8")

@@ -11,7 +11,7 @@ Example:
         'dataloader.train.dataset.names=[mine]' 'dataloader.test.dataset.names=[mine]'
 """
 
-from arguments import ToolParser, add_training_arguments, run_tool
+from vil.arguments import ToolParser, add_training_arguments, run_tool
 
 
 def main() -> None:

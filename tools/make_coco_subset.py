@@ -4,7 +4,7 @@ Example:
     python tools/make_coco_subset.py datasets/coco/annotations/instances_train2017.json eight.json --num-images 8
 """
 
-from arguments import ToolParser, existing_path, output_file, positive, run_tool
+from vil.arguments import ToolParser, existing_path, output_file, positive, run_tool
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ Example:
     python tools/make_shapes_dataset.py datasets/shapes_sem_seg --task sem_seg
 """
 
-from arguments import ToolParser, run_tool
+from vil.arguments import ToolParser, run_tool
 
 TASKS = ("detection", "sem_seg", "panoptic")
 

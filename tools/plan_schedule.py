@@ -9,7 +9,7 @@ Example:
 import re
 from pathlib import Path
 
-from arguments import ConfigToolParser, existing_path, positive, run_tool
+from vil.arguments import ConfigToolParser, existing_path, positive, run_tool
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs/retinanet/vil_tiny_1x.yaml"
 COLUMNS = ("epochs", "iterations", "steps", "warm-up", "evaluated every", "saved every")

@@ -14,7 +14,7 @@ Example:
 
 import sys
 
-from arguments import ConfigToolParser, existing_path, positive, run_tool
+from vil.arguments import ConfigToolParser, existing_path, positive, run_tool
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ Example:
     python tools/report.py output/mine DATASETS.COCO "[['mine', 'mine.json', 'photos']]"
 """
 
-from arguments import ConfigToolParser, existing_path, output_file, run_tool
+from vil.arguments import ConfigToolParser, existing_path, output_file, run_tool
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ Example:
     python tools/slim_checkpoint.py output/vil_tiny/model_final.pth vil_tiny_coco.safetensors
 """
 
-from arguments import ToolParser, existing_path, output_file, run_tool
+from vil.arguments import ToolParser, existing_path, output_file, run_tool
 
 
 def main() -> None:

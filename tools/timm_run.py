@@ -15,7 +15,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from arguments import ToolParser, existing_path, run_tool
+from vil.arguments import ToolParser, existing_path, run_tool
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ Example:
     python tools/train_net.py --config-file configs/retinanet/vil_tiny_1x.yaml --eval-only MODEL.WEIGHTS model.pth
 """
 
-from arguments import ConfigToolParser, add_training_arguments, run_tool
+from vil.arguments import ConfigToolParser, add_training_arguments, run_tool
 
 
 def main() -> None:

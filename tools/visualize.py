@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from arguments import ConfigToolParser, ToolParser, config_of, existing_path, output_file, positive, run_tool
+from vil.arguments import ConfigToolParser, ToolParser, config_of, existing_path, output_file, positive, run_tool
 
 
 def main() -> None:

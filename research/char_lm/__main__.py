@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tools.arguments import ToolParser, existing_path, output_file, positive, run_tool, write_json
+from vil.arguments import ToolParser, existing_path, output_file, positive, run_tool, write_json
 
 SIZES = ("depth", "dim", "hidden_dim", "num_heads", "window_size", "segment_length", "rank")
 PHASES = {"steps": positive, "length": positive, "batch_size": positive, "learning_rate": float, "warmup_steps": int}

@@ -13,7 +13,7 @@ Example:
 import argparse
 import dataclasses
 
-from tools.arguments import ToolParser, output_file, positive, run_tool, write_json
+from vil.arguments import ToolParser, output_file, positive, run_tool, write_json
 
 OF_SETTINGS = {
     "model": (str, "ls, or full: softmax attention over all tokens (default: ls)"),

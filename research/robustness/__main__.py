@@ -7,7 +7,7 @@ Example:
     python -m research.robustness --weights cvt_ls_13.safetensors --data imagenet --sets v2 real a r c --device cuda
 """
 
-from tools.arguments import ToolParser, existing_path, output_file, positive, run_tool, write_json
+from vil.arguments import ToolParser, existing_path, output_file, positive, run_tool, write_json
 
 
 def main() -> None:

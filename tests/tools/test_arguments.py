@@ -13,7 +13,10 @@ import pytest
 import torch
 from detectron2.engine import default_argument_parser
 
-from arguments import (
+from backbones import ConfigError, create_backbone
+from projects_vil.config import default_config
+from tests.projects_vil.helpers import CONFIGS, ROOT
+from vil.arguments import (
     SECTIONS,
     ConfigToolParser,
     ToolParser,
@@ -22,13 +25,10 @@ from arguments import (
     output_file,
     run_tool,
 )
-from backbones import ConfigError, create_backbone
-from projects_vil.config import default_config
-from tests.projects_vil.helpers import CONFIGS, ROOT
 
 FILE = ["--config-file", str(CONFIGS["retinanet"])]
 PAIRS = ["SOLVER.BASE_LR", "-1e-3", "SOLVER.STEPS", "(3, 5)"]
-TOOLS = sorted({path.name for path in (ROOT / "tools").glob("*.py")} - {"arguments.py"})
+TOOLS = sorted({path.name for path in (ROOT / "tools").glob("*.py")})
 
 
 # -- start-up --------------------------------------------------------------------------------------

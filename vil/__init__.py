@@ -1,0 +1,1 @@
+"""The command line: arguments that the tools share, which parse without PyTorch."""
