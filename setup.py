@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).resolve().parent
 OPENCV_FLAVOURS = (
@@ -41,6 +42,15 @@ def long_description() -> str:
     return readme.read_text(encoding="utf-8") if readme.is_file() else ""
 
 
+class BuildWithConfigs(build_py):
+    """Puts configs/ into the installed package; an editable install reads those of the repository."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            self.copy_tree("configs", str(Path(self.build_lib, "projects_vil/configs")))
+
+
 # What TEST.COCO_API faster_coco_eval needs.
 EVAL = ["faster-coco-eval>=1.6"]
 # What --format onnx of tools/export_model.py needs; nncf for its int8.
@@ -65,8 +75,10 @@ setup(
         "projects_vil.inference": ["model_card.md"],
         "projects_vil.report": ["page.html"],
     },
+    cmdclass={"build_py": BuildWithConfigs},
+    entry_points={"console_scripts": ["vil = vil.cli:main"]},
     python_requires=">=3.10,<3.14",
-    # detectron2 is not on the package index: tools/install_detectron2.py brings it, with what it requires.
+    # detectron2 is not on the package index: `vil install-detectron2` brings it, with what it requires.
     # The ranges of fvcore, iopath and omegaconf are the ones that it states.
     install_requires=[
         "torch>=2.6,<3",

@@ -10,8 +10,9 @@ import sys
 import zipfile
 from pathlib import Path
 
-import install_detectron2 as tool
 import pytest
+
+import vil.install_detectron2 as tool
 
 WHEEL_NAME = "labgym-3.1.2-py3-none-any.whl"
 BUNDLED = {

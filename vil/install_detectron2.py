@@ -1,0 +1,184 @@
+"""Install detectron2 next to torch, or keep the one that already imports.
+
+detectron2 is not on the package index, so it cannot be an ordinary requirement. There are two sources:
+
+* git: the official repository at a pinned commit, with compiled operators; it needs a compiler and the git host.
+* index: the complete pure-Python copy in the LabGym wheel, unpacked and installed as a package of its own; it needs the
+  package index only. It has no compiled operators; torchvision's are used instead.
+
+Example:
+    vil install-detectron2
+    python tools/install_detectron2.py --source index
+"""
+
+import argparse
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+GIT_URL = "https://github.com/facebookresearch/detectron2"
+GIT_COMMIT = "02b5c4e295e990042a714712c21dc79b731e8833"
+# No prompts; stalled transfers are aborted after 30 s.
+SETTINGS = {
+    **{"GIT_TERMINAL_PROMPT": "0", "GIT_HTTP_LOW_SPEED_LIMIT": "1000", "GIT_HTTP_LOW_SPEED_TIME": "30"},
+    **{"PIP_NO_INPUT": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "LC_ALL": "C"},
+}
+BUNDLE = "LabGym==3.1.2"
+# The newest that this release of LabGym admits; its detectron2 runs on later ones.
+BUNDLE_PYTHON = "3.10"
+BUNDLE_SHA256 = "a2900cff8a3fb508e1975f19b5f9abd9f261966db87b0c332697fb4138c1cb2b"
+BUNDLE_FOLDER = "LabGym/detectron2/"
+SETUP_PY = """from setuptools import find_packages, setup
+
+setup(
+    name="detectron2",
+    version="0.6+labgym3.1.2",
+    description="FAIR's detectron2 as of 2024-01-08: the pure-Python copy in LabGym 3.1.2, its module prefix removed",
+    license="Apache-2.0",
+    packages=find_packages(exclude=["detectron2.model_zoo.configs*"]),
+    package_data={"detectron2.model_zoo": ["configs/**/*.yaml", "configs/**/*.py"]},
+    # detectron2.model_zoo imports pkg_resources, which setuptools 81 does not have.
+    install_requires=[
+        "Pillow>=7.1", "matplotlib", "pycocotools>=2.0.2", "termcolor>=1.1", "yacs>=0.1.8", "tabulate", "cloudpickle",
+        "tqdm>4.29.0", "tensorboard", "fvcore>=0.1.5,<0.1.6", "iopath>=0.1.7,<0.1.10", "omegaconf>=2.1,<2.4",
+        "hydra-core>=1.1", "black", "packaging", "setuptools<81",
+    ],
+)
+"""
+# Run in a fresh interpreter, which sees what was just installed; torch comes first, since detectron2 imports it.
+PROBE = """
+import torch, torchvision, detectron2, detectron2.engine, detectron2.model_zoo
+try:
+    from detectron2 import _C
+    operators = "its compiled operators"
+except ImportError:
+    operators = "torchvision's operators, and no rotated boxes"
+print("detectron2", detectron2.__version__, "at", detectron2.__path__[0], "with", operators)
+"""
+
+
+class InstallError(Exception):
+    """The reason why an installation failed, and what to do, in one line."""
+
+
+def last_line(output: str) -> str:
+    """Return the last line that reports an error, or else the last line."""
+    lines = output.strip().splitlines() or [""]
+    return next((line for line in reversed(lines) if re.match(r"\s*(error|fatal)\b", line, re.IGNORECASE)), lines[-1])
+
+
+def run(*command: str, timeout: float | None = None) -> str:
+    """Run a command and return its output; raise InstallError with its last line where it fails."""
+    options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    try:
+        result = subprocess.run(command, env={**os.environ, **SETTINGS}, timeout=timeout, **options)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise InstallError(str(error)) from error
+    if result.returncode:
+        raise InstallError(last_line(result.stdout))
+    return result.stdout
+
+
+def probe() -> str:
+    """Return a description of the detectron2 that imports; raise InstallError with the reason where none does."""
+    return run(sys.executable, "-W", "ignore", "-c", PROBE).splitlines()[-1]
+
+
+def pip(*arguments: str) -> None:
+    run(sys.executable, "-m", "pip", *arguments)
+
+
+def install_from_git(work: Path) -> None:
+    run("git", "ls-remote", "--exit-code", GIT_URL, "HEAD", timeout=20)
+    print(f"installing {GIT_URL} at {GIT_COMMIT[:8]}: compiling takes up to 10 minutes", flush=True)
+    pip("install", "setuptools<81", "wheel")
+    # pip would take a broken one of the same version for this one.
+    pip("uninstall", "--yes", "detectron2")
+    pip("install", "--no-build-isolation", f"git+{GIT_URL}@{GIT_COMMIT}")
+
+
+def install_from_index(work: Path) -> None:
+    print(f"installing the detectron2 in {BUNDLE} of the package index, and its requirements", flush=True)
+    choice = ["--no-deps", "--only-binary=:all:", "--python-version", BUNDLE_PYTHON, "--retries", "1", "--timeout", "8"]
+    pip("download", *choice, "--dest", str(work), BUNDLE)
+    (wheel,) = work.glob("*.whl")
+    found = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    if found != BUNDLE_SHA256:
+        raise InstallError(f"{wheel.name} has the SHA-256 {found}, and not {BUNDLE_SHA256}: see `pip config list`")
+    unpack(wheel, work / "detectron2")
+    pip("install", str(work / "detectron2"))
+
+
+def unpack(wheel: Path, project: Path) -> None:
+    """Write the bundle's detectron2 as a setuptools project, its module names without the bundle's prefix."""
+    with zipfile.ZipFile(wheel) as archive:
+        for name in archive.namelist():
+            if name.startswith(BUNDLE_FOLDER) and not name.endswith("/"):
+                content = re.sub(rb"\bLabGym\.(?=detectron2\b)", b"", archive.read(name))
+                if b"labgym" in content.lower():
+                    raise InstallError(f"{name} in {wheel.name} refers to LabGym")
+                target = project / "detectron2" / name.removeprefix(BUNDLE_FOLDER)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(content)
+    (project / "setup.py").write_text(SETUP_PY)
+    # Apache-2.0, which is detectron2's too.
+    licence = next(file for file in importlib.metadata.files("vil-detectron2") or () if file.name == "LICENSE")
+    shutil.copy(licence.locate(), project)
+
+
+SOURCES = {"git": install_from_git, "index": install_from_index}
+
+
+def install(source: str) -> None:
+    """Keep or install detectron2, and print which one it is."""
+    if importlib.util.find_spec("torch") is None or importlib.util.find_spec("torchvision") is None:
+        raise InstallError(f"torch and torchvision are missing: {sys.executable} -m pip install torch torchvision")
+    try:
+        print(f"keeping {probe()}")
+        return
+    except InstallError as error:
+        print(f"no detectron2 that imports: {error}", flush=True)
+    for name in SOURCES if source == "auto" else [source]:
+        with tempfile.TemporaryDirectory(prefix="install-detectron2-") as work:
+            try:
+                SOURCES[name](Path(work))
+                try:
+                    print(f"installed {probe()}")
+                except InstallError:
+                    pip("uninstall", "--yes", "detectron2")
+                    raise
+                return
+            except InstallError as error:
+                if source == "git" or name == "index":
+                    raise InstallError(f"detectron2 cannot be installed from {name}: {error}") from error
+                print(f"not from {name}: {error}", flush=True)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--source", choices=["auto", *SOURCES], default="auto", help="auto (default): git where it works, else index"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    try:
+        install(parser.parse_args().source)
+    except (InstallError, OSError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        print("interrupted; run this again to finish", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
