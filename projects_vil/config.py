@@ -21,6 +21,8 @@ CONFIG_FILE = "config.yaml"
 DEVICES = ("cpu", "cuda")
 # The meta-architectures that are exported and predict.
 DETECTORS = ("RetinaNet", "GeneralizedRCNN")
+# Configs as files: in an installed package, and in a clone.
+_CONFIGS = (Path(__file__).parent / "configs", Path(__file__).parents[1] / "configs")
 _EVAL = "tag:yaml.org,2002:python/object/apply:eval"
 _ARITHMETIC = (
     *(ast.Expression, ast.List, ast.Tuple, ast.ListComp, ast.comprehension, ast.Name, ast.Load, ast.Store),
@@ -173,6 +175,23 @@ def add_vil_config(cfg: CfgNode) -> None:
 
 
 # Reading -------------------------------------------------------------------------------------------------------------
+
+
+def config_path(name: str) -> Path:
+    """Return the file of a config of this project, in an installed package and in a clone.
+
+    Args:
+        name: such as ``"retinanet/lit_ti_1x"``, with or without ``.yaml``.
+
+    Raises:
+        ConfigError: for an unknown name, naming the closest.
+    """
+    root = next((folder for folder in _CONFIGS if folder.is_dir()), _CONFIGS[0])
+    known = {path.relative_to(root).with_suffix("").as_posix(): path for path in root.rglob("*.yaml")}
+    wanted = name.removesuffix(".yaml")
+    if wanted not in known:
+        raise ConfigError(f"there is no config {name} in {root}{closest(wanted, known)}")
+    return known[wanted]
 
 
 def default_config() -> CfgNode:

@@ -14,11 +14,12 @@ from projects_vil.config import (
     check_device,
     check_override_effects,
     choose_device,
+    config_path,
     default_config,
     detector_name,
     number_of_classes,
 )
-from tests.projects_vil.helpers import CONFIGS, small_config
+from tests.projects_vil.helpers import CONFIGS, ROOT, small_config
 
 ZOO = Path(str(files("detectron2.model_zoo") / "configs"))
 
@@ -35,6 +36,23 @@ def error_of(path, overrides=()) -> str:
     text = str(caught.value)
     assert "\n" not in text and len(text) < 700
     return text
+
+
+# -- names -----------------------------------------------------------------------------------------
+
+
+def test_configs_are_found_by_name():
+    root = ROOT / "configs"
+    for path in root.rglob("*.yaml"):
+        name = path.relative_to(root).as_posix()
+        assert config_path(name).samefile(path) and config_path(name.removesuffix(".yaml")).samefile(path)
+
+
+@pytest.mark.parametrize("name", ["retinanet/lit_ti1x", "retinanet/lit_ti_1", "../README", "retinanet"])
+def test_an_unknown_config_names_the_closest(name):
+    with pytest.raises(ConfigError, match="no config") as caught:
+        config_path(name)
+    assert ("'retinanet/lit_ti_1x'" in str(caught.value)) == ("lit_ti" in name)
 
 
 # -- keys ------------------------------------------------------------------------------------------
