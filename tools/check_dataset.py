@@ -9,44 +9,14 @@ Example:
     python tools/check_dataset.py mine/train.json mine/images --deep --fix mine/train_clean.json
 """
 
-import os
-import sys
-
-from vil.arguments import ToolParser, existing_path, output_file, run_tool, write_json
+from vil.arguments import ToolParser, run_tool
+from vil.commands import add_check_arguments, check
 
 
 def main() -> None:
     parser = ToolParser(__doc__)
-    parser.add_argument("annotations", type=existing_path, metavar="ANNOTATIONS", help="COCO annotation file")
-    parser.add_argument("images", type=existing_path, metavar="IMAGES", help="the folder of its images")
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the findings as JSON too")
-    parser.add_argument("--fix", type=output_file, metavar="OUT", help="write a cleaned copy; OUT must not exist")
-    parser.add_argument("--deep", action="store_true", help="read every pixel of every image, not only the headers")
-    parser.add_argument("--boxes", action="store_true", help="ignore masks, for a detector without them")
-    args = parser.parse_args()
-
-    if args.fix and os.path.lexists(args.fix):
-        parser.error(f"--fix: {args.fix} exists: name a new file")
-
-    from backbones import ConfigError
-    from projects_vil.data import CocoFile, write_cleaned
-
-    masks = False if args.boxes else None
-    checked = CocoFile(args.annotations, args.images, masks=masks, pixels=args.deep, progress=_progress)
-    print("\n".join(checked.lines()))
-    write_json(args.json, checked.to_json())
-    if args.fix:
-        print(f"wrote {args.fix}: {write_cleaned(checked, args.fix)}")
-    elif checked.unfixable():
-        raise checked.error()
-    elif errors := checked.findings("error"):
-        number = f"{len(errors)} type{'s' * (len(errors) > 1)} of errors"
-        raise ConfigError(f"{args.annotations} has {number}; --fix OUT writes a copy without them")
-
-
-def _progress(number: int) -> None:
-    if not number % 10_000:
-        print(f"{number:,} images checked", file=sys.stderr)
+    add_check_arguments(parser)
+    check(parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -12,42 +12,19 @@ Example:
     python tools/predict.py --weights output/vil_tiny/export/model.onnx --input photos --output predictions
 """
 
-import sys
-
-from vil.arguments import ConfigToolParser, existing_path, positive, run_tool
+from vil.arguments import ConfigToolParser, existing_path, run_tool
+from vil.commands import add_predict_arguments, predict
 
 
 def main() -> None:
     parser = ConfigToolParser(__doc__, weights=True, config_required=False)
     parser.add_argument("--input", required=True, type=existing_path, metavar="PATH", help="image, folder, or video")
     parser.add_argument("--output", required=True, metavar="DIR", help="folder for the results")
-    parser.add_argument("--batch-size", type=positive, default=1, metavar="N", help="images at once (default 1)")
-    parser.add_argument("--tta", action="store_true", help="test-time augmentation: several sizes and mirror images")
-    annotations_help = "COCO file of the folder: only its images are read; results have its ids and categories"
-    parser.add_argument("--annotations", type=existing_path, metavar="FILE", help=annotations_help)
-    parser.add_argument("--no-drawings", action="store_true", help="write no drawings, only the results")
-    threshold_help = "lowest score of detections in drawings (default 0.5)"
-    parser.add_argument("--score-threshold", type=float, default=0.5, metavar="T", help=threshold_help)
+    add_predict_arguments(parser)
     args = parser.parse_args()
-
-    source = args.config_file or args.weights
-    if source is None:
+    if not (args.config_file or args.weights):
         parser.error("--config-file or --weights is required")
-
-    from projects_vil.inference import Detector, predict
-
-    summary = predict(
-        Detector.load(source, tta=args.tta, overrides=args.opts),
-        args.input,
-        args.output,
-        batch_size=args.batch_size,
-        annotations=args.annotations,
-        drawings=not args.no_drawings,
-        score_threshold=args.score_threshold,
-    )
-    print("\n".join(summary.lines()))
-    if summary.skipped:
-        sys.exit(2)
+    predict(args.config_file or args.weights, args)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from detectron2.engine import default_argument_parser
 from backbones import ConfigError, create_backbone
 from projects_vil.config import default_config
 from tests.projects_vil.helpers import CONFIGS, ROOT
+from vil import commands
 from vil.arguments import (
     SECTIONS,
     ConfigToolParser,
@@ -95,7 +96,6 @@ def test_training_has_detectron2s_arguments():
 def test_copied_lists_are_complete():
     """The tools have choices written out, since the packages that define them import torch."""
     import benchmark
-    import export_model
     import make_shapes_dataset
 
     from projects_vil import data, export
@@ -104,7 +104,7 @@ def test_copied_lists_are_complete():
     # Some versions of detectron2 have more keys than others.
     assert default_config().keys() <= SECTIONS
     assert (benchmark.MODELS, set(benchmark.DTYPES)) == (MEASURED_PARTS, set(DTYPES))
-    assert export_model.FORMATS == tuple(export.FORMATS) and export_model.PRECISIONS == tuple(export.PRECISIONS)
+    assert commands.FORMATS == tuple(export.FORMATS) and commands.PRECISIONS == tuple(export.PRECISIONS)
     assert make_shapes_dataset.TASKS == tuple(data.SHAPES_TASKS)
 
 

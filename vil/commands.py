@@ -1,0 +1,150 @@
+"""What the command ``vil`` and the tools of the same names share: arguments, and the call that they are for."""
+
+import argparse
+import os
+import sys
+
+from vil.arguments import ToolParser, config_of, existing_path, output_file, positive, write_json
+
+FORMATS = ("torchscript", "onnx", "aot_inductor", "torch_export", "openvino")
+PRECISIONS = ("fp32", "fp16", "bf16", "int8")
+DTYPES = ("uint8", "float32")
+
+
+def add_predict_arguments(parser: ToolParser) -> None:
+    parser.add_argument("--batch-size", type=positive, default=1, metavar="N", help="images at once (default 1)")
+    parser.add_argument("--tta", action="store_true", help="test-time augmentation: several sizes and mirror images")
+    annotations_help = "COCO file of the folder: only its images are read; results have its ids and categories"
+    parser.add_argument("--annotations", type=existing_path, metavar="FILE", help=annotations_help)
+    parser.add_argument("--no-drawings", action="store_true", help="write no drawings, only the results")
+    threshold_help = "lowest score of detections in drawings (default 0.5)"
+    parser.add_argument("--score-threshold", type=float, default=0.5, metavar="T", help=threshold_help)
+
+
+def predict(model: str, args: argparse.Namespace) -> None:
+    from projects_vil.inference import Detector, predict
+
+    summary = predict(
+        Detector.load(model, tta=args.tta, overrides=args.opts),
+        args.input,
+        args.output,
+        batch_size=args.batch_size,
+        annotations=args.annotations,
+        drawings=not args.no_drawings,
+        score_threshold=args.score_threshold,
+    )
+    print("\n".join(summary.lines()))
+    if summary.skipped:
+        sys.exit(2)
+
+
+def add_export_arguments(parser: ToolParser) -> None:
+    parser.add_argument("--format", choices=FORMATS, default="torchscript", help="file format (default torchscript)")
+    parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="of the network (default fp32)")
+    parser.add_argument("--input-dtype", choices=DTYPES, default="uint8", help="type of the images (default uint8)")
+    parser.add_argument("--batched", action="store_true", help="export a model that takes batches (B, 3, H, W)")
+    fixed_help = "return TEST.DETECTIONS_PER_IMAGE rows, padded with zeros, and the number of detections"
+    parser.add_argument("--fixed-detections", action="store_true", help=fixed_help)
+    parser.add_argument("--size", nargs=2, type=positive, metavar=("H", "W"), help="the only image size (default: any)")
+    images_help = "images on which file and detector are compared"
+    parser.add_argument("--images", nargs="+", type=existing_path, default=[], metavar="FILE", help=images_help)
+    parser.add_argument("--evaluate", action="store_true", help="compare average precision on DATASETS.TEST too")
+    calibration_help = "images of DATASETS.TRAIN on which int8 is calibrated (default 100, or all)"
+    parser.add_argument("--calibration-images", type=positive, default=100, metavar="N", help=calibration_help)
+    parser.add_argument("--accept-drop", action="store_true", help="accept an int8 model that loses more than 1 AP")
+
+
+def export(args: argparse.Namespace) -> None:
+    from projects_vil.export import describe_report, export_detector
+
+    cfg = config_of(args)
+    path, report = export_detector(
+        cfg,
+        cfg.MODEL.WEIGHTS,
+        args.output,
+        file_format=args.format,
+        precision=args.precision,
+        input_dtype=args.input_dtype,
+        batched=args.batched,
+        fixed_detections=args.fixed_detections,
+        size=args.size and tuple(args.size),
+        images=args.images,
+        evaluate=args.evaluate,
+        calibration_images=args.calibration_images,
+        accept_drop=args.accept_drop,
+    )
+    print(f"{describe_report(report)}\nwrote {path}")
+    if not report["ok"]:
+        sys.exit(1)
+
+
+def add_report_arguments(parser: ToolParser) -> None:
+    parser.add_argument("run", type=existing_path, metavar="RUN", help="the folder of a training run (OUTPUT_DIR)")
+    parser.add_argument("--output", type=output_file, metavar="FILE", help="page (default: RUN/report.html)")
+    parser.add_argument("--num-images", type=int, default=8, metavar="N", help="validation images (default 8)")
+
+
+def report(args: argparse.Namespace) -> None:
+    from projects_vil.report import write_report
+
+    path = write_report(args.run, args.output, num_images=args.num_images, overrides=args.opts)
+    print(f"report written to {path} ({path.stat().st_size / 2**20:.1f} MB)")
+
+
+def add_convert_arguments(parser: ToolParser) -> None:
+    parser.add_argument("source", type=existing_path, metavar="SOURCE", help="the official checkpoint")
+    parser.add_argument("output", type=output_file, metavar="OUTPUT", help="file to write, .pth or .safetensors")
+    parser.add_argument("--model", required=True, metavar="VARIANT", help="variant, such as vil_small_rpb")
+    size_help = (
+        "largest image in pixels to which position tables are resized now: a detector's longer side in both "
+        "directions, since images are landscape and portrait; by default ViL's absolute positions are made for "
+        "1333 x 1333, and other tables keep the size from which models resize them to each feature map"
+    )
+    parser.add_argument("--img-size", type=positive, nargs=2, metavar=("H", "W"), help=size_help)
+    classifier_help = "convert a whole classifier, for create_classifier; H W is its image size"
+    parser.add_argument("--classifier", action="store_true", help=classifier_help)
+    parser.add_argument("--json", type=output_file, metavar="REPORT", help="write the report on every name there")
+
+
+def convert(args: argparse.Namespace) -> None:
+    from projects_vil.checkpoint import convert_file
+
+    img_size = tuple(args.img_size) if args.img_size else None
+    conversion = convert_file(args.source, args.output, args.model, img_size=img_size, classifier=args.classifier)
+    print("\n".join([*conversion.lines(), f"wrote {args.output}"]))
+    write_json(args.json, conversion.as_json())
+
+
+def add_check_arguments(parser: ToolParser) -> None:
+    parser.add_argument("annotations", type=existing_path, metavar="ANNOTATIONS", help="COCO annotation file")
+    parser.add_argument("images", type=existing_path, metavar="IMAGES", help="the folder of its images")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the findings as JSON too")
+    parser.add_argument("--fix", type=output_file, metavar="OUT", help="write a cleaned copy; OUT must not exist")
+    parser.add_argument("--deep", action="store_true", help="read every pixel of every image, not only the headers")
+    parser.add_argument("--boxes", action="store_true", help="ignore masks, for a detector without them")
+
+
+def check(args: argparse.Namespace) -> None:
+    from backbones import ConfigError
+
+    if args.fix and os.path.lexists(args.fix):
+        raise ConfigError(f"--fix: {args.fix} exists: name a new file")
+
+    from projects_vil.data import CocoFile, write_cleaned
+
+    masks = False if args.boxes else None
+    checked = CocoFile(args.annotations, args.images, masks=masks, pixels=args.deep, progress=_progress)
+    print("\n".join(checked.lines()))
+    write_json(args.json, checked.to_json())
+    if args.fix:
+        print(f"wrote {args.fix}: {write_cleaned(checked, args.fix)}")
+    elif checked.unfixable():
+        raise checked.error()
+    elif errors := checked.findings("error"):
+        number = f"{len(errors)} type{'s' * (len(errors) > 1)} of errors"
+        raise ConfigError(f"{args.annotations} has {number}; --fix OUT writes a copy without them")
+
+
+def _progress(number: int) -> None:
+    if not number % 10_000:
+        print(f"{number:,} images checked", file=sys.stderr)
