@@ -16,7 +16,8 @@ from detectron2.utils.logger import log_first_n
 
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
-from projects_vil.data.coco_checks import CocoFile, read_coco
+from projects_vil.data.coco_checks import CocoFile
+from projects_vil.data.formats import read_coco
 from projects_vil.data.segmentation import rle_of
 
 CHECK_MODES = ("error", "warn", "off")

@@ -5,9 +5,7 @@ objects and therefore share their loops.
 """
 
 import functools
-import gc
 import itertools
-import json
 import math
 import os
 import shlex
@@ -24,6 +22,7 @@ from pycocotools import mask as mask_util
 
 from backbones import ConfigError
 from projects_vil.data.detection_utils import UnreadableImage, read_image, read_size
+from projects_vil.data.formats import read_coco
 from projects_vil.data.segmentation import FAR, box_of, check_segmentation, rle_of
 
 NUM_EXAMPLES = 5
@@ -39,30 +38,6 @@ _EXAMPLE_KEYS = {
 }
 
 Findings = Iterator[tuple[str, int, Any]]
-
-
-def read_coco(path: str | Path) -> dict[str, Any]:
-    """Read a COCO file; COCO's test images have no list of annotations.
-
-    Raises:
-        ConfigError: for a file that is missing, is not JSON, or has no lists of images, annotations and categories.
-    """
-    # Garbage collection takes half of the time while millions of objects are made.
-    gc.disable()
-    try:
-        dataset = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    finally:
-        gc.enable()
-    content = dataset if isinstance(dataset, dict) else {}
-    # Without the list of annotations nothing can be evaluated, with an empty one everything is nan: it stays absent.
-    lists = content.get("images"), content.get("categories"), content.get("annotations", [])
-    if not all(isinstance(entries, list) for entries in lists) or not lists[0] or not lists[1]:
-        raise ConfigError(f"{path} is not a COCO annotation file: it lacks a list of images, annotations or categories")
-    return dataset
 
 
 class CocoFile:
