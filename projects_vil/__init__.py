@@ -11,14 +11,17 @@ from projects_vil.config import add_vil_config, load_config
 from projects_vil.data import register_datasets
 from projects_vil.engine import Trainer
 from projects_vil.inference import Detector
+from projects_vil.run import Run, train
 from projects_vil.solver import build_optimizer
 
 __all__ = [
     "Checkpointer",
     "Detector",
+    "Run",
     "Trainer",
     "add_vil_config",
     "build_optimizer",
     "load_config",
     "register_datasets",
+    "train",
 ]

@@ -195,8 +195,17 @@ class ConfigToolParser(ToolParser):
 def add_training_arguments(parser: ToolParser) -> None:
     """Add the arguments of detectron2's ``default_argument_parser``, except for its overrides."""
     parser.add_argument("--config-file", default="", required=True, type=existing_path, metavar="FILE", help="config")
-    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in the output folder")
+    add_resume_argument(parser)
     parser.add_argument("--eval-only", action="store_true", help="evaluate the weights of the config, do not train")
+    add_process_arguments(parser)
+
+
+def add_resume_argument(parser: ToolParser) -> None:
+    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in the output folder")
+
+
+def add_process_arguments(parser: ToolParser) -> None:
+    """Add the arguments of detectron2's parser for the processes of a run."""
     processes = "processes on this machine: one for each GPU, or that many on the CPU where the device is cpu"
     parser.add_argument("--num-gpus", type=int, default=1, metavar="N", help=processes)
     parser.add_argument("--num-machines", type=int, default=1, metavar="N", help="number of machines")
@@ -273,6 +282,8 @@ def _explain(error: Exception) -> tuple[str, int] | None:
     lines = str(error).strip().splitlines()
     if isinstance(error, ConfigError) or (lines and lines[-1].startswith(_REMOTE)):
         return _with_flag(lines[-1].removeprefix(_REMOTE)), 1
+    if isinstance(error, ModuleNotFoundError) and error.name == "detectron2":
+        return "detectron2 is not installed, and it is not on the package index: run `vil install-detectron2`", 1
     if hasattr(error, "exit_status"):
         return lines[-1], error.exit_status
     if lines and lines[-1].startswith("DataLoader worker"):

@@ -168,16 +168,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
+def install_or_exit(source: str) -> None:
+    """Install, and end the process with one line where that fails."""
     try:
-        install(parser.parse_args().source)
+        install(source)
     except (InstallError, OSError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         print("interrupted; run this again to finish", file=sys.stderr)
         sys.exit(130)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    install_or_exit(parser.parse_args().source)
 
 
 if __name__ == "__main__":

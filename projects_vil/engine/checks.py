@@ -88,18 +88,31 @@ def check_setup(
             scaled = DefaultTrainer.auto_scale_workers(cfg, max(processes, 1))
             steps = [step for step in scaled.SOLVER.STEPS if step <= scaled.SOLVER.MAX_ITER]
             build_lr_scheduler(updated(scaled, {"SOLVER.STEPS": steps}), build_optimizer(scaled, model))
-    saved = checkpoints_of(cfg.OUTPUT_DIR)
-    if resume and saved:
+    if eval_only:
+        resumes = resume and checkpoints_of(cfg.OUTPUT_DIR)
+    else:
+        resumes = check_output_dir(cfg, resume=resume)
+    if resumes:
         return
-    if saved and not eval_only and not cfg.OVERWRITE_OUTPUT_DIR:
-        raise ConfigError(
-            f"OUTPUT_DIR {cfg.OUTPUT_DIR} has checkpoints of another run, such as {saved[0].name}: continue it with "
-            "--resume, choose another OUTPUT_DIR, or set OVERWRITE_OUTPUT_DIR True"
-        )
     if eval_only and not cfg.MODEL.WEIGHTS:
         raise ConfigError("MODEL.WEIGHTS is empty: name the checkpoint to evaluate")
     if cfg.MODEL.WEIGHTS:
         check_weights(cfg, cfg.MODEL.WEIGHTS, complete=eval_only, model=model)
+
+
+def check_output_dir(cfg: CfgNode, *, resume: bool) -> bool:
+    """Return whether training resumes from a checkpoint in OUTPUT_DIR.
+
+    Raises:
+        ConfigError: if training from the beginning would replace the checkpoints of another run.
+    """
+    saved = checkpoints_of(cfg.OUTPUT_DIR)
+    if saved and not resume and not cfg.OVERWRITE_OUTPUT_DIR:
+        raise ConfigError(
+            f"OUTPUT_DIR {cfg.OUTPUT_DIR} has checkpoints of another run, such as {saved[0].name}: continue it with "
+            "--resume, choose another OUTPUT_DIR, or set OVERWRITE_OUTPUT_DIR True"
+        )
+    return resume and bool(saved)
 
 
 def _check_training(cfg: CfgNode, model: nn.Module, *, processes: int, on_gpu: bool) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import itertools
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from torch import nn
 
 from backbones.checkpoint_files import atomic_write
 from projects_vil.checkpoint import Checkpointer, checkpoints_of, remove_run
-from projects_vil.config import CONFIG_FILE, check_override_effects, load_config, updated
+from projects_vil.config import CONFIG_FILE, check_override_effects, choose_device, load_config, updated
 from projects_vil.data import read_datasets, register_datasets
 from projects_vil.engine.checks import check_setup
 from projects_vil.engine.launch import check_processes, launch, number_of_processes
@@ -36,6 +37,11 @@ def train_from_command_line(args: argparse.Namespace) -> None:
         ConfigError: for a mistake in the config, its overrides or the files that they name.
     """
     cfg = load_config(args.config_file, args.opts)
+    cfg = choose_device(cfg, requested="MODEL.DEVICE" in args.opts[::2])
+    # For the processes, which read the config again.
+    chosen = {"MODEL.DEVICE": cfg.MODEL.DEVICE}
+    chosen["MODEL.TRANSFORMER.ATTENTION_BACKEND"] = cfg.MODEL.TRANSFORMER.ATTENTION_BACKEND
+    args.opts = [*args.opts, *itertools.chain.from_iterable(chosen.items())]
     register_datasets(cfg)
     check_processes(args, device=cfg.MODEL.DEVICE)
     if not args.eval_only:

@@ -173,9 +173,7 @@ class Detector(HubMixin):
             ConfigError: for files that are missing, damaged, or do not fit together.
         """
         source = Path(source)
-        if not source.exists():
-            hub = ": Detector.from_pretrained loads from the Hugging Face Hub" if len(source.parts) == 2 else ""
-            raise ConfigError(f"there is no file or folder {source}{hub}")
+        _check_source(source)
         if score_threshold is not None:
             check_threshold(score_threshold)
         given = dict(zip(overrides[::2], overrides[1::2], strict=False))
@@ -191,7 +189,7 @@ class Detector(HubMixin):
                 fixed = f"an exported model on the CPU, which fixes {', '.join(named)}"
                 raise ConfigError(f"{exported} is {fixed}: leave out what is named, or export again with other keys")
             return cls(ExportedRunner(exported, score_threshold=score_threshold), draw_threshold=score_threshold)
-        config, weights = _find_model(source, weights)
+        config, weights = find_model(source, weights)
         cfg = load_config(config, [str(value) for value in overrides])
         cfg.defrost()
         cfg.MODEL.DEVICE = str(device or "cuda")
@@ -258,8 +256,20 @@ class Detector(HubMixin):
                 yield results + [(item, None) for item in batch if isinstance(item, Skipped)]
 
 
-def _find_model(source: Path, weights: str | os.PathLike | None) -> tuple[Path, str | os.PathLike | None]:
-    """Return the config and the weights, given or the source's own; None for those of the config."""
+def find_model(source: Path, weights: str | os.PathLike | None = None) -> tuple[Path, str | os.PathLike | None]:
+    """Return the config and the weights of a detector.
+
+    Args:
+        source: as for :meth:`Detector.load`, except for exported files.
+        weights: another checkpoint.
+
+    Returns:
+        The config's file, and the weights: those given, or the source's own; None for those of the config.
+
+    Raises:
+        ConfigError: where there is no config, or a run has no weights.
+    """
+    _check_source(source)
     folder = source if source.is_dir() else source.parent
     if source.suffix in (".yaml", ".yml") and source.name != CONFIG_FILE:
         return source, weights
@@ -273,6 +283,12 @@ def _find_model(source: Path, weights: str | os.PathLike | None) -> tuple[Path, 
     if is_run and weights is None:
         raise ConfigError(f"{folder} has no weights: neither a checkpoint, model_*.pth, nor {PUBLISHED_WEIGHTS}")
     return folder / CONFIG_FILE, weights
+
+
+def _check_source(source: Path) -> None:
+    if not source.exists():
+        hub = ": Detector.from_pretrained loads from the Hugging Face Hub" if len(source.parts) == 2 else ""
+        raise ConfigError(f"there is no file or folder {source}{hub}")
 
 
 def _image_source(image: object, name: str, index: int) -> ImageSource:

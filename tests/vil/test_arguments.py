@@ -26,6 +26,7 @@ from vil.arguments import (
     output_file,
     run_tool,
 )
+from vil.cli import COMMANDS, DETECTORS
 
 FILE = ["--config-file", str(CONFIGS["retinanet"])]
 PAIRS = ["SOLVER.BASE_LR", "-1e-3", "SOLVER.STEPS", "(3, 5)"]
@@ -69,18 +70,20 @@ print(json.dumps(results))
 
 
 def test_help_and_mistakes_need_no_torch():
-    commands = [
-        (name, arguments) for name in TOOLS for arguments in ("--help", "--bogus", ABSENT.get(name)) if arguments
-    ]
-    options = {"cwd": ROOT / "tools", "env": os.environ | {"PYTHONPATH": str(ROOT)}, "input": json.dumps(commands)}
+    calls = [(name, arguments) for name in TOOLS for arguments in ("--help", "--bogus", ABSENT.get(name)) if arguments]
+    calls += [("../vil/cli.py", f"{command} {word}") for command in ("", *COMMANDS) for word in ("--help", "--bogus")]
+    calls += [("../vil/cli.py", arguments) for arguments in ("absent", "train absent", "predict run absent")]
+    options = {"cwd": ROOT / "tools", "env": os.environ | {"PYTHONPATH": str(ROOT)}, "input": json.dumps(calls)}
     printed = subprocess.run([sys.executable, "-c", _RUN], **options, check=True, capture_output=True, text=True).stdout
-    for (name, arguments), (status, imported, out, err) in zip(commands, json.loads(printed), strict=True):
-        assert (status, imported) == (0 if arguments == "--help" else 2, False), (name, arguments)
-        if arguments == "--help":
-            assert "example" in out.lower() and f"python tools/{name}" in out
+    for (name, arguments), (status, imported, out, err) in zip(calls, json.loads(printed), strict=True):
+        needs_help = arguments.endswith("--help")
+        assert (status, imported) == (0 if needs_help else 2, False), (name, arguments)
+        if needs_help:
+            example = f"vil {arguments.removesuffix('--help').strip()}" if "vil" in name else f"python tools/{name}"
+            assert "example" in out.lower() and example in out
         else:
             assert err.splitlines()[-1].count("error: ") == 1
-            assert arguments == "--bogus" or ("absent" in err and err.count("\n") == 1)
+            assert "--bogus" in arguments or ("absent" in err and err.count("\n") == 1)
 
 
 def test_training_has_detectron2s_arguments():
@@ -98,7 +101,7 @@ def test_copied_lists_are_complete():
     import benchmark
     import make_shapes_dataset
 
-    from projects_vil import data, export
+    from projects_vil import data, export, run
     from projects_vil.analysis.benchmark import DTYPES, MEASURED_PARTS
 
     # Some versions of detectron2 have more keys than others.
@@ -106,6 +109,7 @@ def test_copied_lists_are_complete():
     assert (benchmark.MODELS, set(benchmark.DTYPES)) == (MEASURED_PARTS, set(DTYPES))
     assert commands.FORMATS == tuple(export.FORMATS) and commands.PRECISIONS == tuple(export.PRECISIONS)
     assert make_shapes_dataset.TASKS == tuple(data.SHAPES_TASKS)
+    assert tuple(run.DETECTORS) == DETECTORS
 
 
 # -- overrides -------------------------------------------------------------------------------------

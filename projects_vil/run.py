@@ -1,0 +1,227 @@
+"""Training in one call, on COCO or on any dataset: what the command ``vil train`` does."""
+
+import argparse
+import dataclasses
+import inspect
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from detectron2.data import DatasetCatalog, MetadataCatalog
+
+from backbones import ConfigError
+from backbones.errors import check_choice, closest
+from projects_vil.config import config_path, load_config, number_of_classes
+from projects_vil.data import Dataset, read_dataset
+from projects_vil.engine import check_output_dir, train_from_command_line
+from projects_vil.evaluation import EVALUATION_FILE
+from projects_vil.inference import Detector, find_model
+
+# A detector's folder in configs/, and the keys in which it differs.
+DETECTORS: dict[str, tuple[str, dict[str, str]]] = {
+    "retinanet": ("retinanet", {}),
+    "mask_rcnn": ("mask_rcnn", {}),
+    "faster_rcnn": ("mask_rcnn", {"MODEL.MASK_ON": "False"}),
+}
+DATA_FOLDER = "data"
+# On COCO the schedules count iterations.
+DEFAULT_EPOCHS = 50
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A training run.
+
+    Attributes:
+        folder: its OUTPUT_DIR.
+    """
+
+    folder: Path
+
+    def detector(self, **options: Any) -> Detector:
+        """Return the detector of the last checkpoint; ``options`` are those of :meth:`Detector.load`."""
+        return Detector.load(self.folder, **options)
+
+    @property
+    def results(self) -> dict[str, Any]:
+        """The last evaluation, dataset -> task -> metric in percent; empty where there was none."""
+        path = self.folder / EVALUATION_FILE
+        return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def train(
+    data: str | Path | None = None,
+    *,
+    model: str | None = None,
+    detector: str | None = None,
+    config: str | Path | None = None,
+    epochs: int | None = None,
+    batch: int | None = None,
+    val: float | None = None,
+    weights: str | Path | None = None,
+    output: str | Path | None = None,
+    device: str | None = None,
+    resume: bool = False,
+    num_gpus: int = 1,
+    num_machines: int = 1,
+    machine_rank: int = 0,
+    dist_url: str = "auto",
+    **overrides: object,
+) -> Run:
+    """Train a detector and return its run; what is None is as the config has it, or the default named here.
+
+    Args:
+        data: a folder or a file in the format of COCO, YOLO, Pascal VOC, LabelMe or CVAT; None for the datasets of the
+            config. Other formats are written in COCO's into ``OUTPUT_DIR/data``.
+        model: a variant, or ``"timm:"`` and a name of timm's (default ``"vil_tiny"``).
+        detector: ``"retinanet"`` (the default), ``"mask_rcnn"`` or ``"faster_rcnn"``.
+        config: instead of ``model`` and ``detector`` a config, as a file or by name, ``"mask_rcnn/vil_small_1x"``.
+        epochs: passes over the training images; 50 for ``data``.
+        batch: images in an iteration, to which the learning rate is scaled; by default the config's, computed in as
+            many parts as the memory requires.
+        val: share of the images for validation, where ``data`` has no validation images of its own.
+        weights: a checkpoint, or a name of the model zoo; ``""`` for random weights.
+        output: OUTPUT_DIR, by default ``output/DATA_MODEL_DETECTOR``.
+        device: ``"cpu"`` or ``"cuda"``; by default the GPU if there is one.
+        resume: whether the interrupted run in ``output`` goes on.
+        num_gpus, num_machines, machine_rank, dist_url: as for detectron2's ``launch``.
+        overrides: config keys, as ``**{"SOLVER.BASE_LR": 5e-5}``.
+
+    Raises:
+        ConfigError: for a mistake in the arguments, the data or a file.
+    """
+    given = _given(train, overrides)
+    path, keys = _choose_config(model, detector, config)
+    cfg = load_config(path, _words(keys | given))
+    if output is None:
+        name = path.stem if config else f"{model or 'vil_tiny'}_{detector or 'retinanet'}".replace(":", "_")
+        output = given.get("OUTPUT_DIR") or f"output/{_name(data) + '_' if data else ''}{name}"
+    keys["OUTPUT_DIR"], output = str(output), Path(output)
+    if batch is not None:
+        keys |= {"SOLVER.IMS_PER_BATCH": str(batch), "SOLVER.SCALE_LR_TO_BATCH": str(cfg.SOLVER.IMS_PER_BATCH)}
+    if epochs is None and data is not None and not {"SOLVER.EPOCHS", "SOLVER.MAX_ITER"} & given.keys():
+        epochs = DEFAULT_EPOCHS
+    for key, value in (("SOLVER.EPOCHS", epochs), ("MODEL.WEIGHTS", weights), ("MODEL.DEVICE", device)):
+        if value is not None:
+            keys[key] = str(value)
+    # More are slower, and torch warns.
+    workers = min(cfg.DATALOADER.NUM_WORKERS, os.cpu_count() or 1)
+    keys["DATALOADER.NUM_WORKERS"] = str(workers)
+    # Before anything is written there.
+    check_output_dir(load_config(path, _words(keys | given)), resume=resume)
+    is_new = not output.exists()
+    try:
+        if data is not None:
+            dataset = read_dataset(data, output / DATA_FOLDER, val=val)
+            print(dataset.line(), flush=True)
+            if cfg.MODEL.MASK_ON and not dataset.has_masks:
+                raise ConfigError(f"{data} has no masks, which Mask R-CNN needs: choose faster_rcnn or retinanet")
+            keys |= _dataset_keys(dataset, output.name)
+            keys[number_of_classes(cfg)[0]] = str(len(dataset.classes))
+        processes = {"num_gpus": num_gpus, "num_machines": num_machines, "machine_rank": machine_rank}
+        _launch(path, keys | given, eval_only=False, resume=resume, dist_url=dist_url, **processes)
+    except ConfigError:
+        if is_new and output.exists() and {file.name for file in output.iterdir()} <= {DATA_FOLDER}:
+            shutil.rmtree(output)
+        raise
+    return Run(output)
+
+
+def evaluate(
+    model: str | Path,
+    data: str | Path | None = None,
+    *,
+    output: str | Path | None = None,
+    num_gpus: int = 1,
+    num_machines: int = 1,
+    machine_rank: int = 0,
+    dist_url: str = "auto",
+    **overrides: object,
+) -> dict[str, Any]:
+    """Evaluate a detector, and return dataset -> task -> metric in percent, as in its ``evaluation.json``.
+
+    Args:
+        model: a run's folder, a name of the model zoo, or a checkpoint next to its ``config.yaml``.
+        data: its test images, or else those for validation, or else all; None for DATASETS.TEST of the run.
+        output: folder of the results: by default that of the run, and for ``data`` a folder ``evaluation_DATA`` in it.
+        num_gpus, num_machines, machine_rank, dist_url: as for detectron2's ``launch``.
+        overrides: config keys.
+
+    Raises:
+        ConfigError: for a mistake in the arguments, the data or a file.
+    """
+    given = _given(evaluate, overrides)
+    path, weights = find_model(Path(model), given.get("MODEL.WEIGHTS"))
+    keys = {} if weights is None else {"MODEL.WEIGHTS": str(weights)}
+    folder = Path(output or given.get("OUTPUT_DIR") or path.parent / (f"evaluation_{_name(data)}" if data else ""))
+    keys["OUTPUT_DIR"] = str(folder)
+    if data is not None:
+        dataset = read_dataset(data, folder / DATA_FOLDER, val=0)
+        print(dataset.line(), flush=True)
+        keys |= _dataset_keys(
+            dataset, folder.name, test=next(split for split in ("test", "val", "train") if split in dataset.splits)
+        )
+    processes = {"num_gpus": num_gpus, "num_machines": num_machines, "machine_rank": machine_rank, "dist_url": dist_url}
+    _launch(path, keys | given, eval_only=True, resume=False, **processes)
+    return Run(folder).results
+
+
+def _given(function: Callable, overrides: Mapping[str, object]) -> dict[str, str]:
+    """Return config keys and their values as words.
+
+    Raises:
+        ConfigError: for a keyword that is no config key.
+    """
+    unknown = next((key for key in overrides if not key.isupper()), None)
+    if unknown is not None:
+        hint = closest(unknown, inspect.signature(function).parameters)
+        raise ConfigError(f"{function.__name__}() has no keyword {unknown!r}{hint}; config keys are in capitals")
+    return {key: str(value) for key, value in overrides.items()}
+
+
+def _launch(path: Path, keys: Mapping[str, str], **arguments: object) -> None:
+    train_from_command_line(argparse.Namespace(config_file=str(path), opts=_words(keys), **arguments))
+
+
+def _choose_config(model: str | None, detector: str | None, config: str | Path | None) -> tuple[Path, dict[str, str]]:
+    """Return a config, and the keys in which the model or detector differs from it."""
+    if config is not None:
+        if model is not None or detector is not None:
+            raise ConfigError("config names the model and the detector already: leave out model and detector")
+        return (Path(config) if Path(config).is_file() else config_path(str(config))), {}
+    model, detector = model or "vil_tiny", detector or "retinanet"
+    check_choice("detector", detector, DETECTORS)
+    folder, keys = DETECTORS[detector]
+    try:
+        return config_path(f"{folder}/{model}_1x"), dict(keys)
+    except ConfigError:
+        # A variant that has no config of its own.
+        return config_path(f"base/{folder}_1x"), keys | {"MODEL.TRANSFORMER.NAME": model}
+
+
+def _dataset_keys(dataset: Dataset, name: str, *, test: str = "val") -> dict[str, str]:
+    """Return the keys that register the splits of a dataset, train on one and evaluate on another.
+
+    Their names are free afterwards: another run of this process may have had them for other files.
+    """
+    for split in dataset.splits:
+        if f"{name}_{split}" in DatasetCatalog.list():
+            DatasetCatalog.remove(f"{name}_{split}")
+            MetadataCatalog.remove(f"{name}_{split}")
+    entries = [[f"{name}_{split}", *map(str, files)] for split, files in dataset.splits.items()]
+    tested = (f"{name}_{test}",) if test in dataset.splits else ()
+    names = {"DATASETS.TRAIN": (f"{name}_train",), "DATASETS.TEST": tested}
+    return {"DATASETS.COCO": repr(entries), **{key: repr(value) for key, value in names.items()}}
+
+
+def _name(data: str | Path) -> str:
+    """Return the name of a dataset: that of its folder."""
+    path = Path(data).resolve()
+    return path.name if path.is_dir() else path.parent.name
+
+
+def _words(keys: Mapping[str, str]) -> list[str]:
+    return [word for pair in keys.items() for word in pair]

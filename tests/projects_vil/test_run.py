@@ -1,0 +1,78 @@
+"""Training and evaluation in one call, on a dataset that is named by its folder."""
+
+import json
+import shutil
+
+import cv2
+import pytest
+
+from projects_vil import Run, load_config, train
+from projects_vil.run import evaluate
+from tests.projects_vil.helpers import CONFIGS, SMALL, message
+
+KEYS = dict(zip(SMALL["retinanet"][::2], SMALL["retinanet"][1::2], strict=True))
+TINY = "vil_tiny_1_1_3_1_rpb"
+
+
+@pytest.fixture
+def data(shapes, tmp_path, monkeypatch):
+    """Images with masks, and an empty working directory."""
+    shutil.copytree(shapes, tmp_path / "mine")
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    return tmp_path / "mine"
+
+
+def test_train_evaluate_and_predict(data):
+    run = train(data, config=CONFIGS["retinanet"], epochs=2, batch=4, **KEYS)
+    assert run == Run(run.folder) and run.folder.samefile("output/mine_retinanet_vil_shapes")
+    cfg, recipe = load_config(run.folder / "config.yaml"), load_config(CONFIGS["retinanet"]).SOLVER
+    images = len(json.loads((data / "annotations/instances_train.json").read_text())["images"])
+    assert (cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.MAX_ITER) == (4, -(-2 * images // 4))
+    assert cfg.SOLVER.BASE_LR == pytest.approx(recipe.BASE_LR * 4 / recipe.IMS_PER_BATCH)
+    detector = run.detector()
+    assert detector.names == ("circle", "square", "triangle")
+    assert len(detector(cv2.imread(str(next((data / "val").iterdir())))))
+    ((own, results),) = run.results.items()
+    ((other, again),) = evaluate(run.folder, data).items()
+    assert own != other and results["bbox"] == again["bbox"] and results["bbox"]["AP50"] >= 0
+    assert json.loads((run.folder / "evaluation_mine/evaluation.json").read_text()) == {other: again}
+    # In another folder, with the names of a dataset that is registered already.
+    before = sorted(run.folder.rglob("*"))
+    text = message(train, data, config=CONFIGS["retinanet"], epochs=1, batch=4, **KEYS)
+    assert str(run.folder) in text and "--resume" in text and sorted(run.folder.rglob("*")) == before
+
+
+def test_a_model_without_a_config_of_its_own(data):
+    run = train(data, model=TINY, detector="faster_rcnn", output="here", **KEYS, **{"SOLVER.MAX_ITER": 1})
+    cfg = load_config(run.folder / "config.yaml")
+    assert (cfg.MODEL.TRANSFORMER.NAME, cfg.MODEL.MASK_ON, cfg.MODEL.ROI_HEADS.NUM_CLASSES) == (TINY, False, 3)
+    assert cfg.SOLVER.MAX_ITER == 1 and cfg.SOLVER.IMS_PER_BATCH == 16
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"epoch": 3}, "'epochs'"),
+        ({"model": "vil_tinny"}, "'vil_tiny"),
+        ({"detector": "retinaned"}, "'retinanet'"),
+        ({"config": "retinanet/vil_tiny1x"}, "'retinanet/vil_tiny_1x'"),
+        ({"config": "retinanet/vil_tiny_1x", "model": "lit_ti"}, "config"),
+        ({"MODEL.RETINANET.NUM_CLASSES": 7}, "MODEL.RETINANET.NUM_CLASSES"),
+        ({"weights": "absent.pth"}, "absent.pth"),
+        ({"device": "cuda:9"}, "cuda:9"),
+    ],
+)
+def test_mistakes_leave_nothing(data, arguments, named):
+    assert named in message(train, data, **arguments)
+    assert not list((data.parent / "work").rglob("*.*"))
+
+
+def test_mask_rcnn_needs_masks(data):
+    for path in (data / "annotations").iterdir():
+        content = json.loads(path.read_text())
+        for annotation in content["annotations"]:
+            del annotation["segmentation"]
+        path.write_text(json.dumps(content))
+    assert "faster_rcnn" in message(train, data, detector="mask_rcnn")
+    assert not list((data.parent / "work").rglob("*.*"))

@@ -1,0 +1,81 @@
+"""The command ``vil``: from photos to a report, and out of a wheel."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.projects_vil.helpers import CONFIGS, ROOT, SMALL
+from vil import cli
+
+
+@pytest.fixture
+def vil(monkeypatch, capsys):
+    """Run a command in this process, several seconds faster; return exit status, stdout and stderr."""
+
+    def run(*words) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["vil", *map(str, words)])
+        status = 0
+        try:
+            cli.main()
+        except SystemExit as end:
+            status = end.code
+        return status or 0, *capsys.readouterr()
+
+    return run
+
+
+def test_from_photos_to_a_report(vil, shapes, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(shapes, "mine")
+    assert vil("check", "mine/annotations/instances_val.json", "mine/val")[0] == 0
+    small = [*SMALL["retinanet"], "--batch", 8]
+    status, out, err = vil("train", "mine", "--config", CONFIGS["retinanet"], "--epochs", 2, *small)
+    run = "output/mine_retinanet_vil_shapes"
+    assert status == 0 and "mine is COCO" in out and "runs on the CPU" in err, err
+    # The commands that it names next
+    assert all(f"{command} {run}" in out for command in ("vil predict", "vil report"))
+    evaluation = json.loads((tmp_path / run / "evaluation.json").read_text())
+    assert vil("eval", run)[0] == 0
+    assert json.loads((tmp_path / run / "evaluation.json").read_text()) == evaluation
+    assert vil("eval", run, "mine/annotations/instances_train.json", "--output", "on_train")[0] == 0
+    assert json.loads((tmp_path / "on_train/evaluation.json").read_text())
+    assert vil("predict", run, "mine/val", "--output", "found", "--no-drawings")[0] == 0
+    assert json.loads((tmp_path / "found/results.json").read_text())
+    assert vil("report", run)[0] == 0 and (tmp_path / run / "report.html").stat().st_size > 10_000
+    for words in (("eval", "absent"), ("predict", "absent", "mine/val"), ("export", "absent")):
+        status, _, err = vil(*words)
+        assert status == 1 and "absent" in err.splitlines()[-1], err
+
+
+@pytest.mark.slow
+def test_export(vil, trained_run, tmp_path):
+    status, out, err = vil("export", trained_run, "--format", "torchscript", "--output", tmp_path / "export")
+    assert status == 0 and (tmp_path / "export/model.ts").is_file() and "equal" in out, err
+
+
+@pytest.mark.slow
+def test_a_wheel_has_all_that_the_command_needs(tmp_path):
+    """Installed into a folder of its own; libraries are those of the environment."""
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    shutil.copytree(
+        ROOT, tmp_path / "source", ignore=shutil.ignore_patterns(".*", "build", "output", "datasets", "*.egg-info")
+    )
+    wheel = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, tmp_path / "source"]
+    subprocess.run(wheel, check=True, timeout=300)
+    (built,) = tmp_path.glob("*.whl")
+    target = tmp_path / "site"
+    subprocess.run([*pip, "install", "--no-deps", "--target", target, built], check=True, timeout=300)
+    configs = {path.relative_to(ROOT / "configs") for path in (ROOT / "configs").rglob("*.yaml")}
+    installed = target / "projects_vil/configs"
+    assert {path.relative_to(installed) for path in installed.rglob("*.yaml")} == configs
+    code = "import projects_vil.config as module; print(module.__file__, module.config_path('mask_rcnn/lit_s_1x'))"
+    options = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(target)}, "text": True, "timeout": 300}
+    printed = subprocess.check_output([sys.executable, "-c", code], **options).split()
+    assert all(path.startswith(str(target)) for path in printed)
+    command = [target / "bin/vil", "train", "--config", "retinanet/vil_tiny_1x", "--output", "run"]
+    result = subprocess.run([sys.executable, *command], capture_output=True, **options)
+    assert result.returncode == 1 and "coco_2017_val" in result.stderr.splitlines()[-1]
