@@ -262,7 +262,9 @@ def _explain(error: Exception, cfg: CfgNode) -> str:
     if mismatch is not None:
         expected = {"int": "a whole number (int)", "float": "a number (float)"}.get(mismatch[1], f"a {mismatch[1]}")
         value = repr(mismatch[3]) if mismatch[2] == "str" else mismatch[3]
-        return f"{mismatch[4]} is {value}: it must be {expected}"
+        is_broken = mismatch[1] in ("list", "tuple") and mismatch[3].startswith(("[", "("))
+        hint = "; a comma, a quote or a bracket is missing" if is_broken else ""
+        return f"{mismatch[4]} is {value}: it must be {expected}{hint}"
     unknown = re.search(r"Non-existent (?:config )?key: ([\w.]+)", message)
     if unknown is None:
         return message

@@ -1,11 +1,14 @@
-"""Check a COCO file and its images for what would stop or harm training and evaluation.
+"""Check a dataset and its images for what would stop or harm training and evaluation.
 
-Findings are listed by severity: errors, values that are not as COCO writes them but clear, and harmless ones; with the
-first example of each, what training does with it, and what a cleaned copy has instead. The exit status is 1 where
-there are errors, and 0 where there are none or --fix has written a copy without them.
+DATA is a folder or file of COCO, YOLO, Pascal VOC, LabelMe or CVAT, which the tool finds out; IMAGES is given for a
+COCO file whose images are elsewhere. Findings are listed by severity: errors, values that are not as COCO writes them
+but clear, and harmless ones; with the first example of each, what training does with it, and what a cleaned copy has
+instead. The exit status is 1 where there are errors, and 0 where there are none or --fix has written a copy without
+them, in COCO format.
 
 Example:
-    python tools/check_dataset.py mine/train.json mine/images
+    python tools/check_dataset.py mine
+    python tools/check_dataset.py mine/data.yaml --fix mine_coco
     python tools/check_dataset.py mine/train.json mine/images --deep --fix mine/train_clean.json
 """
 

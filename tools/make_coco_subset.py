@@ -17,7 +17,8 @@ def main() -> None:
     from projects_vil.data import write_subset
 
     count = write_subset(args.source, args.output, num_images=args.num_images)
-    print(f"wrote {args.output}: {count} images")
+    fewer = f", all that have annotations: {args.num_images} were asked for" if count < args.num_images else ""
+    print(f"wrote {args.output}: {count} images{fewer}")
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ def main() -> None:
 
     from tabulate import tabulate
 
+    from backbones import ConfigError
     from projects_vil import load_config, register_datasets
     from projects_vil.data import load_dataset
     from projects_vil.solver import schedule_by_epochs
@@ -35,7 +36,10 @@ def main() -> None:
     batch = [] if args.batch is None else ["SOLVER.IMS_PER_BATCH", str(args.batch)]
     cfg = load_config(args.config_file, [*args.opts, *batch])
     register_datasets(cfg)
-    num_images = args.images or len(load_dataset(cfg, cfg.DATASETS.TRAIN, train=True))
+    try:
+        num_images = args.images or len(load_dataset(cfg, cfg.DATASETS.TRAIN, train=True))
+    except ConfigError as error:
+        raise ConfigError(f"{error}; without the dataset, give the number of its images: --images N") from error
     rows, plans = [], []
     for epochs in map(int, args.epochs.split(",")):
         overrides = [*args.opts, *batch, "SOLVER.EPOCHS", str(epochs)]

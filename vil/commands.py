@@ -1,8 +1,10 @@
 """What the command ``vil`` and the tools of the same names share: arguments, and the call that they are for."""
 
 import argparse
+import math
 import os
 import sys
+import tempfile
 
 from vil.arguments import ToolParser, config_of, existing_path, output_file, positive, write_json
 
@@ -116,10 +118,11 @@ def convert(args: argparse.Namespace) -> None:
 
 
 def add_check_arguments(parser: ToolParser) -> None:
-    parser.add_argument("annotations", type=existing_path, metavar="ANNOTATIONS", help="COCO annotation file")
-    parser.add_argument("images", type=existing_path, metavar="IMAGES", help="the folder of its images")
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the findings as JSON too")
-    parser.add_argument("--fix", type=output_file, metavar="OUT", help="write a cleaned copy; OUT must not exist")
+    parser.add_argument("data", type=existing_path, metavar="DATA", help="folder or annotation file of a dataset")
+    parser.add_argument("images", type=existing_path, nargs="?", metavar="IMAGES", help="image folder of a COCO file")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write all findings as JSON")
+    fix_help = "write a cleaned copy: a folder with a COCO file for each split, or with IMAGES a file; must not exist"
+    parser.add_argument("--fix", type=output_file, metavar="OUT", help=fix_help)
     parser.add_argument("--deep", action="store_true", help="read every pixel of every image, not only the headers")
     parser.add_argument("--boxes", action="store_true", help="ignore masks, for a detector without them")
 
@@ -130,19 +133,41 @@ def check(args: argparse.Namespace) -> None:
     if args.fix and os.path.lexists(args.fix):
         raise ConfigError(f"--fix: {args.fix} exists: name a new file")
 
-    from projects_vil.data import CocoFile, write_cleaned
+    from projects_vil.data import CocoFile, read_dataset, write_cleaned
 
-    masks = False if args.boxes else None
-    checked = CocoFile(args.annotations, args.images, masks=masks, pixels=args.deep, progress=_progress)
-    print("\n".join(checked.lines()))
-    write_json(args.json, checked.to_json())
-    if args.fix:
-        print(f"wrote {args.fix}: {write_cleaned(checked, args.fix)}")
-    elif checked.unfixable():
-        raise checked.error()
-    elif errors := checked.findings("error"):
-        number = f"{len(errors)} type{'s' * (len(errors) > 1)} of errors"
-        raise ConfigError(f"{args.annotations} has {number}; --fix OUT writes a copy without them")
+    options = {"masks": False if args.boxes else None, "pixels": args.deep, "progress": _progress}
+    options |= {"num_examples": math.inf} if args.json else {}
+    with tempfile.TemporaryDirectory() as folder:
+        splits = {"": (args.data, args.images)}
+        if not args.images:
+            dataset = read_dataset(args.data, folder, val=0)
+            splits = dataset.splits
+            print(dataset.line())
+        files = {split: CocoFile(*paths, **options) for split, paths in splits.items()}
+    for split, file in files.items():
+        if not os.path.exists(file.path):
+            file.path = f"{args.data} ({split})" if len(files) > 1 else args.data
+        print("\n".join(file.lines()))
+    found = {split: file.to_json() for split, file in files.items()}
+    write_json(args.json, found.get("") or {"splits": found})
+    for split, file in files.items():
+        if args.fix:
+            output = os.path.join(args.fix, f"{split}.json") if split else args.fix
+            if split:
+                os.makedirs(args.fix, exist_ok=True)
+                # The folder is a dataset of its own: names lead from there to the images.
+                for image in file.images:
+                    if isinstance(image, dict) and isinstance(image.get("file_name"), str):
+                        path = os.path.join(file.image_root, image["file_name"])
+                        image["file_name"] = os.path.relpath(path, args.fix)
+            print(f"wrote {output}: {write_cleaned(file, output)}")
+        elif file.unfixable():
+            raise file.error()
+    if not args.fix and (wrong := [file for file in files.values() if file.findings("error")]):
+        number = sum(len(file.findings("error")) for file in wrong)
+        types = f"{number} type{'s' * (number > 1)} of errors"
+        paths = " and ".join(file.path for file in wrong)
+        raise ConfigError(f"{paths} has {types}; --fix OUT writes a copy without them")
 
 
 def _progress(number: int) -> None:

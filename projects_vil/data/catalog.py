@@ -57,7 +57,8 @@ def register_datasets(cfg: CfgNode) -> None:
         MetadataCatalog.get(f"shapes_sem_seg_{split}").stuff_colors = [BACKGROUND_COLOR, *SHAPES_COLORS]
     for entry in cfg.DATASETS.COCO:
         if not _is_list_of_strings(entry, lengths=(3,)):
-            raise ConfigError(f"DATASETS.COCO has {entry!r}: an entry is [name, annotation file, image folder]")
+            hint = "; is a comma missing?" if isinstance(entry, (list, tuple)) and len(entry) < 3 else ""
+            raise ConfigError(f"DATASETS.COCO has {entry!r}: an entry is [name, annotation file, image folder]{hint}")
         _register_coco(entry[0], Path(entry[1]), Path(entry[2]))
     for entry in cfg.DATASETS.ADE20K:
         if not _is_list_of_strings(entry, lengths=(3, 4)):
@@ -185,7 +186,8 @@ def check_files(name: str) -> None:
         raise ConfigError(f"{name} has things and stuff in one label image: use {name}_separated")
     for key, what in _FILES.items():
         path = metadata.get(key)
-        if path is not None and not (os.path.isfile(path) if key == "json_file" else os.path.isdir(path)):
+        # A folder instead of the annotation file is looked into when that is read.
+        if path is not None and not (os.path.exists(path) if key == "json_file" else os.path.isdir(path)):
             root = f"DETECTRON2_DATASETS is {datasets_root()}, the folder that holds coco/ and the like"
             raise ConfigError(f"the {what} of {name} is missing: {path}; {root}")
 

@@ -49,6 +49,7 @@ class CocoFile:
         headers: whether every image file is opened.
         pixels: whether every image file is decoded.
         progress: called with the number of image files read so far.
+        num_examples: how many examples of a finding are kept.
 
     Raises:
         ConfigError: where :func:`read_coco` does.
@@ -70,6 +71,7 @@ class CocoFile:
         headers: bool = True,
         pixels: bool = False,
         progress: Callable[[int], None] | None = None,
+        num_examples: float = NUM_EXAMPLES,
     ) -> None:
         self.path, self.image_root, self.dataset = str(path), str(image_root), read_coco(path)
         self.images, self.categories = self.dataset["images"], self.dataset["categories"]
@@ -90,7 +92,7 @@ class CocoFile:
         for find in _FINDERS:
             for name, index, value in find(self):
                 self.found[name].append(index)
-                if len(self.examples[name]) < NUM_EXAMPLES:
+                if len(self.examples[name]) < num_examples:
                     self.examples[name].append(self._example(CHECKS[name].key, index, value))
 
     def findings(self, *severities: str) -> list["Check"]:
@@ -136,9 +138,9 @@ class CocoFile:
         for check in self.findings():
             count = len(self.found[check.name])
             lines.append(f"{check.severity}: {check.name}: {check.what}: {count:,}")
-            lines += [f"    {_example_text(example)}" for example in self.examples[check.name]]
+            lines += [f"    {_example_text(example)}" for example in self.examples[check.name][:NUM_EXAMPLES]]
             if count > NUM_EXAMPLES:
-                lines.append(f"    and {count - NUM_EXAMPLES:,} more")
+                lines.append(f"    and {count - NUM_EXAMPLES:,} more: --json FILE lists all")
             lines.append(f"    fix: {check.effect}")
         return lines
 

@@ -1,11 +1,16 @@
 import json
+import re
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+from detectron2.data import DatasetCatalog, MetadataCatalog
 
-from projects_vil.data import read_dataset
-from tests.projects_vil.data.other_formats import CLASSES, WRITERS
+from backbones import ConfigError
+from projects_vil.data import load_dataset, read_dataset, register_datasets
+from tests.projects_vil.data.other_formats import CLASSES, WRITERS, write_voc
+from tests.projects_vil.helpers import error_line, message, run_tool, small_config
 
 FORMATS = list(WRITERS)
 
@@ -82,3 +87,195 @@ def test_polygons_are_the_same(name, source, written, read):
                 assert len(one[3]) == len(polygons) or name == "YOLO"
                 # Around the outline, which lies within the box of the pixels.
                 np.testing.assert_allclose(one[1], box, atol=0.3)
+
+
+# -- splits ----------------------------------------------------------------------------------------
+
+
+def validated(dataset) -> set[str]:
+    return {Path(image["file_name"]).name for image in content_of(dataset, "val")["images"]}
+
+
+def test_a_split_by_hash_depends_on_file_names_only(source, tmp_path, read):
+    contents, images = ({"train": part["train"]} for part in source)
+    chosen = []
+    for name in FORMATS:
+        dataset = read(WRITERS[name](tmp_path / name, contents, images, masks=False), val=0.25)
+        assert dataset.sizes == {"train": 12, "val": 4} and "hash" in dataset.line()
+        chosen.append(validated(dataset))
+        before = [dataset.splits[split][0].read_bytes() for split in dataset.splits]
+        again = read(dataset.source, val=0.25)
+        assert [again.splits[split][0].read_bytes() for split in again.splits] == before
+    assert all(names == chosen[0] for names in chosen)
+    # Images that are listed in another order, and other images: most stay where they are.
+    folder = tmp_path / "LabelMe/train"
+    folder.rename(tmp_path / "LabelMe/0")
+    next(iter(sorted((tmp_path / "LabelMe/0").glob("*.json")))).unlink()
+    assert len(validated(read(tmp_path / "LabelMe", val=0.25)) & chosen[0]) >= 3
+    assert read(tmp_path / "CVAT").sizes == {"train": 13, "val": 3}
+    assert read(tmp_path / "YOLO", val=0).sizes == {"train": 16}
+    # A COCO file alone is divided too, without its images being copied.
+    path = tmp_path / "COCO/annotations/instances_train2017.json"
+    dataset = read(path, val=0.25)
+    assert validated(dataset) == chosen[0] and dataset.splits["val"][1] == tmp_path / "COCO/train2017"
+    assert read(tmp_path / "COCO", val=0).splits == {"train": (path, tmp_path / "COCO/train2017")}
+
+
+def test_lists_of_images_and_test_splits(written, read):
+    root = written("YOLO")
+    (root.parent / "val.txt").write_text("./images/val/000000000017.jpg\n\nimages/val/000000000018.jpg\n")
+    root.write_text(root.read_text().replace("val: images/val", "val: val.txt\ntest: [images/val]"))
+    assert read(root).sizes == {"train": 16, "val": 2, "test": 8}
+    # As Roboflow writes it: the folder is beside data.yaml, and there may be no test images.
+    text = root.read_text().replace("train: images", "train: ../images").replace("[images/val]", "../test/images")
+    root.write_text(text)
+    assert read(root.parent).sizes == {"train": 16, "val": 2}
+    with pytest.raises(ValueError, match="has a validation split"):
+        read(root, val=0.1)
+
+
+# -- the habits of programs ------------------------------------------------------------------------
+
+
+def test_files_of_one_folder_per_split(source, tmp_path, read):
+    """As Roboflow exports COCO, and Pascal VOC as labelImg leaves it: annotations beside the images."""
+    contents, images = source
+    for split, folder in {"train": "train", "val": "valid"}.items():
+        for name in ("coco", "voc"):
+            shutil.copytree(images[split], tmp_path / name / folder)
+        (tmp_path / "coco" / folder / "_annotations.coco.json").write_text(json.dumps(contents[split]))
+    write_voc(tmp_path / "made", *source)
+    for path in (tmp_path / "made/Annotations").iterdir():
+        folder = "valid" if (tmp_path / f"voc/valid/{path.stem}.jpg").exists() else "train"
+        # The name is that of before a move.
+        text = path.read_text().replace(f"{path.stem}.jpg", "IMG_1.JPG")
+        (tmp_path / "voc" / folder / path.name).write_text(text)
+    coco, voc = read(tmp_path / "coco"), read(tmp_path / "voc")
+    assert coco.sizes == voc.sizes == {"train": 16, "val": 8}
+    assert coco.splits["val"] == (tmp_path / "coco/valid/_annotations.coco.json", tmp_path / "coco/valid")
+    boxes = [[a["bbox"] for a in content_of(dataset, "val")["annotations"]] for dataset in (coco, voc)]
+    assert boxes[0] == boxes[1]
+    assert read(tmp_path / "made/Annotations").sizes == voc.sizes
+
+
+def test_difficult_objects_are_not_counted(written, read):
+    """Training and the evaluation of Pascal VOC ignore them; boxes at the border stay in the image."""
+    root = written("Pascal VOC")
+    path = sorted((root / "Annotations").iterdir())[-1]
+    number = path.read_text().count("<object>")
+    text = path.read_text().replace("<difficult>0", "<difficult>1", 1)
+    path.write_text(re.sub(r"<xmin>\d+", "<xmin>0", text, count=1))
+    annotations = content_of(read(root), "val")["annotations"][-number:]
+    assert [a["iscrowd"] for a in annotations] == [1] + [0] * (number - 1) and annotations[0]["bbox"][0] == 0
+
+
+def test_what_is_left_out_is_said(written, read):
+    path = sorted(written("LabelMe", masks=True).glob("train/*.json"))[-1]
+    entry = json.loads(path.read_text())
+    others = [{"label": "hole", "points": [[1, 2], [3, 4]], "shape_type": kind} for kind in ("circle", "line")]
+    box = {"label": "box", "points": [[9, 8], [3, 4]], "shape_type": "rectangle", "group_id": None}
+    path.write_text(json.dumps(entry | {"shapes": [*entry["shapes"], *others, box]}))
+    dataset = read(path.parents[1])
+    assert "1 shapes (circle of 2 points) left out" in dataset.line() and "polygons" in dataset.line()
+    # Masks of some objects only are none.
+    assert dataset.classes == ("box", *CLASSES) and not dataset.has_masks
+    (found,) = [a for a in content_of(dataset, "train")["annotations"] if a["category_id"] == 1]
+    assert (found["image_id"], found["bbox"], found["area"]) == (16, [3, 4, 6, 4], 24) and "segmentation" not in found
+
+
+# -- what is wrong ---------------------------------------------------------------------------------
+
+
+def replace(pattern: str, old: str, new: str):
+    """Return a function that replaces a regular expression in the last one of a folder's files."""
+
+    def change(root: Path) -> None:
+        path = sorted(root.glob(pattern))[-1]
+        text = re.sub(old, new, path.read_text(), count=1)
+        assert text != path.read_text()
+        path.write_text(text)
+
+    return change
+
+
+BOMB = '<!DOCTYPE a [<!ENTITY a0 "ha">' + "".join(f'<!ENTITY a{i} "{f"&a{i - 1};" * 10}">' for i in range(1, 10)) + "]>"
+WRONG = {
+    "an empty folder": ("YOLO", shutil.rmtree, "no file or folder"),
+    "no annotations": ("YOLO", lambda root: (root / "data.yaml").unlink(), "no annotations of a known format"),
+    "two formats": ("Pascal VOC", lambda root: write_yolo_file(root), "Pascal VOC (Annotations/"),
+    "a class index": ("YOLO", replace("labels/val/*.txt", "", "7 0.5 0.5 0.5 0.5\n"), "line 1: class 7"),
+    "a number in YOLO": ("YOLO", replace("labels/val/*.txt", r" 0\.", " O."), "is not a number"),
+    "too few numbers": ("YOLO", replace("labels/val/*.txt", "", "1 0.5 0.5 0.5\n"), "line 1: 4 numbers"),
+    "no names": ("YOLO", replace("data.yaml", "names", "nomes"), "data.yaml: names"),
+    "a wrong number of classes": ("YOLO", replace("data.yaml", "names", "nc: 4\nnames"), "data.yaml: names"),
+    "YAML": ("YOLO", replace("data.yaml", "names:", "names: ["), "data.yaml is not YAML"),
+    "no folder of images": ("YOLO", replace("data.yaml", "val: images", "val: photos"), "photos/val for val"),
+    "no labels": ("YOLO", lambda root: (root / "labels").rename(root / "label"), "label file"),
+    "XML": ("Pascal VOC", replace("Annotations/*.xml", "</size>", ""), ".xml is not XML"),
+    "an entity": ("Pascal VOC", replace("Annotations/*.xml", "<annotation>", f"{BOMB}<annotation>&a9;"), "not XML"),
+    "an encoding": ("CVAT", replace("*.xml", "utf-8", "gb2312"), ".xml is not XML"),
+    "a number in VOC": ("Pascal VOC", replace("Annotations/*.xml", "<xmin>", "<xmin>x"), "xmin of"),
+    "no box": ("Pascal VOC", replace("Annotations/*.xml", r"<xmin>\d+</xmin>", ""), "xmin of"),
+    "no class": ("Pascal VOC", replace("Annotations/*.xml", r"<object><name>\w+", "<object><name>"), "has no class"),
+    "a listed file": ("Pascal VOC", replace("ImageSets/Main/val.txt", "^", "absent\n"), "no absent.xml"),
+    "JSON": ("LabelMe", replace("val/*.json", "imagePath", "path"), ".json is not as LabelMe writes it"),
+    "a number in LabelMe": ("LabelMe", replace("val/*.json", r'points": \[', 'points": [["a", 1],'), "'a' is not"),
+    "a label": ("CVAT", replace("*.xml", 'label="circle"', 'label="disc"'), "'disc'"),
+    "a video": ("CVAT", replace("*.xml", "<image ", "<track/><image "), "CVAT for images"),
+    "several files": ("CVAT", lambda root: shutil.copy(root / "annotations.xml", root / "b.xml"), "b.xml"),
+    "COCO without images": ("COCO", lambda root: shutil.rmtree(root / "val2017"), "instances_val2017.json"),
+}  # fmt: skip
+
+
+def write_yolo_file(root: Path) -> None:
+    (root / "data.yaml").write_text("names: [a]\ntrain: .\n")
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_files(case, written, tmp_path, read):
+    name, change, named = WRONG[case]
+    written(name)
+    change(tmp_path / "mine")
+    text = message(read, tmp_path / "mine")
+    assert named in text and str(tmp_path / "mine") in text
+
+
+@pytest.mark.parametrize("val", [1.0, -0.1, float("nan")])
+def test_a_share_that_is_none(val, written, read):
+    assert str(val) in message(read, written("LabelMe"), val=val)
+
+
+# -- where datasets are named ----------------------------------------------------------------------
+
+
+def test_another_format_instead_of_a_coco_file_is_named(written, shapes):
+    root = written("Pascal VOC")
+    for path in (root, root / "Annotations/000000000001.xml"):
+        register = ["DATASETS.COCO", repr([["foreign", str(path), str(root)]]), "DATASETS.TRAIN", "('foreign',)"]
+        cfg = small_config("retinanet", *register)
+        register_datasets(cfg)
+        text = message(load_dataset, cfg, ["foreign"], train=True)
+        DatasetCatalog.remove("foreign")
+        MetadataCatalog.remove("foreign")
+        assert "is Pascal VOC" in text and "vil train" in text
+    assert "comma" in message(register_datasets, small_config("retinanet", "DATASETS.COCO", "[['a', 'b.json' 'c']]"))
+    with pytest.raises(ConfigError, match="comma"):
+        small_config("retinanet", "DATASETS.COCO", "[['a', 'b', 'c'] ['d', 'e', 'f']]")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_check_reads_and_fixes_any_format(name, written, read, tmp_path):
+    written(name)
+    images = sorted((tmp_path / "mine").rglob("*.jpg"))
+    (tmp_path / "mine" / images[-1]).unlink()
+    (tmp_path / "mine" / images[-2]).write_bytes(b"")
+    command = ["check_dataset.py", tmp_path / "mine", "--json", tmp_path / "found.json"]
+    result = run_tool(*command)
+    assert "--fix" in error_line(result) and f"mine is {name}: " in result.stdout
+    found = {one["name"]: one for one in json.loads((tmp_path / "found.json").read_text())["splits"]["val"]["found"]}
+    assert found["unreadable_image_file"]["count"] == 1 and ("missing_image_file" in found) == (name != "YOLO")
+    result = run_tool(*command, "--fix", tmp_path / "fixed")
+    assert result.returncode == 0, result.stderr
+    dataset = read(tmp_path / "fixed")
+    assert dataset.format == "COCO" and dataset.sizes == {"train": 16, "val": 6}
+    assert run_tool("check_dataset.py", tmp_path / "fixed").returncode == 0
