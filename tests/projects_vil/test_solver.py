@@ -20,7 +20,7 @@ from projects_vil.solver import (
     scale_learning_rate,
     schedule_by_epochs,
 )
-from tests.projects_vil.helpers import CONFIGS, ROOT, run_tool, small_config
+from tests.projects_vil.helpers import CONFIGS, ROOT, error_line, run_tool, small_config
 
 NET = "backbone.bottom_up.net"
 ONE_X = ROOT / "configs/retinanet/vil_tiny_1x.yaml"
@@ -260,7 +260,7 @@ def test_invalid_epochs(overrides):
         plan(40, "SOLVER.EPOCHS", *overrides)
 
 
-def test_the_tool_prints_a_table_and_overrides(datasets_root):
+def test_the_tool_prints_a_table_and_overrides(datasets_root, tmp_path):
     arguments = ["--images", 50, "--epochs", "20,40", "--batch", 8]
     lines = run_tool("plan_schedule.py", *arguments).stdout.splitlines()
     assert ["40", "250", "167,", "222", "13", "100", "100"] in [line.split() for line in lines]
@@ -270,6 +270,7 @@ def test_the_tool_prints_a_table_and_overrides(datasets_root):
     # Without the images that have no annotation.
     assert run_tool("plan_schedule.py", *arguments, datasets_root=datasets_root).stdout.startswith("16 ")
     assert run_tool("plan_schedule.py", "--images", 5, "--epochs=3,").returncode == 2
+    assert "--images" in error_line(run_tool("plan_schedule.py", "--epochs", 3, datasets_root=tmp_path))
 
 
 def test_a_rate_follows_the_batch():

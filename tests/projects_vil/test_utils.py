@@ -82,6 +82,8 @@ def test_known_warnings_and_records_are_left_out_by_their_text(caplog):
     assert [str(warning.message) for warning in shown] == [other[0]]
     for text in ("No CUDA runtime is found, using CUDA_HOME='/usr/local'", "the compiler is too old"):
         log("torch.utils.cpp_extension", logging.WARNING, text)
+    text = "\nCategory ids in annotations are not in [1, #categories]! We'll apply a mapping for you.\n"
+    log("detectron2.data.datasets.coco", logging.WARNING, text)
     assert caplog.messages == ["the compiler is too old"]
 
 

@@ -33,6 +33,8 @@ def test_make_datasets(run_here, shapes, tmp_path):
     source = shapes / "annotations/instances_train.json"
     assert run_here("make_coco_subset.py", source, tmp_path / "four.json", "--num-images", 4)[0] == 0
     assert len(json.loads((tmp_path / "four.json").read_text())["images"]) == 4
+    _, out, _ = run_here("make_coco_subset.py", source, tmp_path / "all.json", "--num-images", 20)
+    assert "16 images" in out and "20" in out
 
 
 @pytest.mark.slow

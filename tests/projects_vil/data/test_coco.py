@@ -159,6 +159,14 @@ def test_check_dataset(copy, tmp_path):
     assert run_tool("check_dataset.py", tmp_path / "clean.json", copy / "images").returncode == 0
 
 
+def test_all_findings_are_in_the_json(copy, tmp_path):
+    edit(copy, lambda content: [one.update(bbox=[5, 5, -1, 2]) for one in content["annotations"][:8]])
+    arguments = [copy / "annotations.json", copy / "images", "--json", tmp_path / "found.json"]
+    assert "and 3 more: --json" in run_tool("check_dataset.py", *arguments).stdout
+    (found,) = json.loads((tmp_path / "found.json").read_text())["found"]
+    assert [one["annotation"] for one in found["examples"]] == list(range(1, 9))
+
+
 def test_subset_is_spread_over_the_annotated_images(shapes, tmp_path):
     source = shapes / "annotations/instances_train.json"
     assert write_subset(source, tmp_path / "four.json", num_images=4) == 4
