@@ -1,8 +1,8 @@
 """Datasets of other formats as COCO files: YOLO, Pascal VOC, LabelMe and CVAT, recognised by their files.
 
-None of the libraries that read these formats keeps all that training needs: globox and labelformat have no polygons of
-LabelMe and CVAT, supervision turns polygons into bitmaps and boxes into float32, and datumaro, which reads LabelMe's
-XML of before 2016, does not go with OpenCV 5. Hence the readers here, a function each.
+No library for these formats keeps all that training needs, hence a function for each: supervision turns polygons into
+bitmaps and has no CVAT, globox and labelformat have no polygons of LabelMe and CVAT and leave Pascal VOC's boxes a
+pixel off, and datumaro needs OpenCV below 5.
 """
 
 import gc
@@ -134,9 +134,10 @@ def read_dataset(source: str | Path, folder: str | Path, *, val: float | None = 
         splits[split], sizes[split] = (path, images), len(content["images"])
         objects = [entry for entry in content.get("annotations", ()) if isinstance(entry, dict)]
         masks += [bool(entry.get("segmentation")) for entry in objects if not entry.get("iscrowd")]
-    entries = [entry for entry in parts["train"][0]["categories"] if type(entry.get("id")) is int]
+    categories = [entry for entry in parts["train"][0]["categories"] if isinstance(entry, dict)]
+    names = {entry["id"]: str(entry.get("name")) for entry in categories if type(entry.get("id")) is int}
     # As detectron2 orders them.
-    classes = tuple(str(entry.get("name")) for entry in sorted(entries, key=lambda entry: entry["id"]))
+    classes = tuple(names[number] for number in sorted(names))
     return Dataset(source, name, splits, sizes, classes, bool(masks) and all(masks), tuple(notes))
 
 
@@ -205,13 +206,16 @@ def _other_format(path: str | Path) -> str:
 
 
 def _walk(root: Path) -> list[Path]:
-    """Return all files in a folder but hidden ones, sorted; folders that are links are followed, each once."""
+    """Return all files in a folder but hidden ones and those of runs, sorted; links are followed, each once."""
     files, seen = [], set()
     for parent, folders, names in os.walk(root, followlinks=True):
-        is_new = os.path.realpath(parent) not in seen
+        is_run = "log.txt" in names and ("config.yaml" in names or "data" in folders)
+        if is_run or os.path.realpath(parent) in seen:
+            folders.clear()
+            continue
         seen.add(os.path.realpath(parent))
-        folders[:] = [name for name in folders if is_new and not name.startswith((".", "__MACOSX"))]
-        files += [Path(parent, name) for name in names if is_new and not name.startswith(".")]
+        folders[:] = [name for name in folders if not name.startswith((".", "__MACOSX"))]
+        files += [Path(parent, name) for name in names if not name.startswith(".")]
     return sorted(files)
 
 
@@ -251,9 +255,9 @@ class _Images:
         return max(found, key=lambda path: len(os.path.commonprefix([path.parts[::-1], parts[::-1]])))
 
 
-def _split_of(path: Path) -> str | None:
-    """Return the split that the last part of a relative path names: annotations/instances_val2017.json, valid/a.xml."""
-    words = (word for part in reversed(path.parts) for word in re.split("[^a-z]+", part.lower()))
+def _split_of(folder: Path, stem: str = "") -> str | None:
+    """Return the split that a file name has as a word, or else a folder as its name: instances_val2017, valid/."""
+    words = [*re.split("[^a-z]+", stem.lower()), *(part.lower() for part in reversed(folder.parts))]
     return next((_SPLITS[word] for word in words if word in _SPLITS), None)
 
 
@@ -284,7 +288,7 @@ def _find_coco(files: list[Path], root: Path) -> _Parts:
     files = [path for path in files if path.stem.startswith("instances")] or files
     parts = {}
     for path in files:
-        split = (len(files) > 1 and _split_of(path.relative_to(root).with_suffix(""))) or "train"
+        split = (len(files) > 1 and _split_of(path.parent.relative_to(root), path.stem)) or "train"
         if split in parts:
             raise ConfigError(f"{root} has several COCO files for {split}: {parts[split][1]} and {path}")
         content = read_coco(path)
@@ -327,7 +331,7 @@ def _divide(source: Path, content: dict[str, Any], share: float) -> list[dict[st
 
 def _to_coco(source: Path, read: _Read, notes: list[str]) -> _Parts:
     photos, classes, left_out = read
-    notes += [f"{count:,} {what} left out" for what, count in sorted(left_out.items())]
+    notes += [f"{what}: {count:,} left out" for what, count in sorted(left_out.items()) if count]
     objects = [one for photo in photos for one in photo.objects]
     classes = classes or sorted({one["label"] for one in objects})
     if not classes:
@@ -337,12 +341,12 @@ def _to_coco(source: Path, read: _Read, notes: list[str]) -> _Parts:
         notes.append(f"{polygons:,} of {len(objects):,} objects have polygons, which are read as boxes")
     ids = {label: index for index, label in enumerate(classes, start=1)}
     categories = [{"id": index, "name": label} for label, index in ids.items()]
-    root = Path(os.path.commonpath([photo.file.absolute().parent for photo in photos]))
-    parts = {}
-    for number, photo in enumerate(sorted(photos, key=lambda photo: photo.file), start=1):
+    files = {photo.file: Path(os.path.abspath(photo.file)) for photo in photos}
+    root, parts = Path(os.path.commonpath([file.parent for file in files.values()])), {}
+    for number, photo in enumerate(sorted(photos, key=lambda photo: files[photo.file]), start=1):
         empty = {"images": [], "annotations": [], "categories": categories}
         content, _, _ = parts.setdefault(photo.split or "train", (empty, None, root))
-        image = {"id": number, "file_name": photo.file.absolute().relative_to(root).as_posix()}
+        image = {"id": number, "file_name": files[photo.file].relative_to(root).as_posix()}
         content["images"].append(image | dict(zip(("height", "width"), photo.size or (), strict=False)))
         for one in photo.objects:
             if not one["label"]:
@@ -382,7 +386,7 @@ def _drawn(shapes: list[tuple[str, str, Any, list[float]]], left_out: Counter) -
         elif kind == "polygon" and len(points) >= 6:
             groups[label, f"shape {index}" if group is None else group].append(points)
         else:
-            left_out[f"shapes ({kind} of {len(points) // 2} points)"] += 1
+            left_out[f"{kind} of {len(points) // 2} points" if points else kind] += 1
     return objects + [_outlined(label, polygons) for (label, _), polygons in groups.items()]
 
 
@@ -393,7 +397,10 @@ def _read_voc(files: list[Path], root: Path) -> _Read:
     names = ("train", "val", "test") if {"train", "val"} <= lists.keys() else ("trainval", "train", "val", "test")
     lines = {name: lists[name].read_text(encoding="utf-8").split("\n") for name in names if name in lists}
     split_of = {line.split()[0]: _SPLITS[name] for name in lines for line in lines[name] if line.strip()}
-    if missing := split_of.keys() - {path.stem for path in files}:
+    missing = split_of.keys() - {path.stem for path in files}
+    # Those of a test are often kept secret.
+    left_out["images of the test without annotations"] += sum(split_of[name] == "test" for name in missing)
+    if missing := [name for name in missing if split_of[name] != "test"]:
         raise ConfigError(f"{root} has no {min(missing)}.xml, which a list in ImageSets/Main names")
     for path in files:
         if split_of and path.stem not in split_of:
@@ -409,7 +416,9 @@ def _read_voc(files: list[Path], root: Path) -> _Read:
             objects.append(_box(label, max(left - 1, 0), max(top - 1, 0), right, bottom, int(is_difficult)))
         sides = [(side, annotation.findtext(f"size/{side}") or 0) for side in ("height", "width")]
         size = tuple(int(_number(text, f"{path}: {side}")) for side, text in sides)
-        file = images.find(path, (annotation.findtext("filename") or "").strip() or f"{path.stem}.jpg")
+        # The name in the file is often that of before a move.
+        name = (annotation.findtext("filename") or "").strip() or f"{path.stem}.jpg"
+        file = images.find(path, f"{path.stem}{Path(name).suffix}" if path.stem in images.by_stem else name)
         split = split_of.get(path.stem) or _split_of(path.relative_to(root).parent)
         photos.append(_Photo(file, split, size if min(size) > 0 else None, objects))
     return photos, None, left_out
@@ -473,7 +482,7 @@ def _read_yolo(files: list[Path], root: Path) -> _Read:
     names = data.get("names") if isinstance(data, dict) else None
     if isinstance(names, dict) and names.keys() == set(range(len(names))):
         names = [names[index] for index in range(len(names))]
-    if not isinstance(names, list) or not names or data.get("nc", len(names)) != len(names):
+    if not isinstance(names, list) or not names or not data.get("nc", len(names)) == len(names) == len(set(names)):
         raise ConfigError(f"{path}: names has to list the nc classes, or have 0, 1, ... with a name each")
     names, found = list(map(str, names)), []
     # A dataset that was moved has the path of another machine.

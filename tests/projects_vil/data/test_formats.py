@@ -155,17 +155,31 @@ def test_files_of_one_folder_per_split(source, tmp_path, read):
     assert coco.splits["val"] == (tmp_path / "coco/valid/_annotations.coco.json", tmp_path / "coco/valid")
     boxes = [[a["bbox"] for a in content_of(dataset, "val")["annotations"]] for dataset in (coco, voc)]
     assert boxes[0] == boxes[1]
-    assert read(tmp_path / "made/Annotations").sizes == voc.sizes
+    # A file named otherwise than its image, and a run in the folder of the dataset, whose files are not its own.
+    first = next((tmp_path / "made/Annotations").glob("*.xml"))
+    first.rename(first.with_stem("first"))
+    (tmp_path / "made/run").mkdir()
+    (tmp_path / "made/run/log.txt").touch()
+    shutil.rmtree(tmp_path / "made/ImageSets")
+    for _ in range(2):
+        dataset = read_dataset(tmp_path / "made/Annotations", tmp_path / "made/run/data")
+        names = {
+            Path(image["file_name"]).stem for split in dataset.splits for image in content_of(dataset, split)["images"]
+        }
+        assert len(names) == 24 and first.stem in names
 
 
 def test_difficult_objects_are_not_counted(written, read):
-    """Training and the evaluation of Pascal VOC ignore them; boxes at the border stay in the image."""
+    """The evaluation of Pascal VOC ignores them. Boxes at the border stay in the image; a test may have no labels."""
     root = written("Pascal VOC")
+    (root / "ImageSets/Main/test.txt").write_text("absent\n")
     path = sorted((root / "Annotations").iterdir())[-1]
     number = path.read_text().count("<object>")
     text = path.read_text().replace("<difficult>0", "<difficult>1", 1)
     path.write_text(re.sub(r"<xmin>\d+", "<xmin>0", text, count=1))
-    annotations = content_of(read(root), "val")["annotations"][-number:]
+    dataset = read(root)
+    assert "without annotations: 1 left out" in dataset.line() and list(dataset.splits) == ["train", "val"]
+    annotations = content_of(dataset, "val")["annotations"][-number:]
     assert [a["iscrowd"] for a in annotations] == [1] + [0] * (number - 1) and annotations[0]["bbox"][0] == 0
 
 
@@ -176,7 +190,7 @@ def test_what_is_left_out_is_said(written, read):
     box = {"label": "box", "points": [[9, 8], [3, 4]], "shape_type": "rectangle", "group_id": None}
     path.write_text(json.dumps(entry | {"shapes": [*entry["shapes"], *others, box]}))
     dataset = read(path.parents[1])
-    assert "1 shapes (circle of 2 points) left out" in dataset.line() and "polygons" in dataset.line()
+    assert "circle of 2 points: 1 left out" in dataset.line() and "polygons" in dataset.line()
     # Masks of some objects only are none.
     assert dataset.classes == ("box", *CLASSES) and not dataset.has_masks
     (found,) = [a for a in content_of(dataset, "train")["annotations"] if a["category_id"] == 1]
