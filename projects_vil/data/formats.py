@@ -336,7 +336,7 @@ def _to_coco(source: Path, read: _Read, notes: list[str]) -> _Parts:
     classes = classes or sorted({one["label"] for one in objects})
     if not classes:
         raise ConfigError(f"{source} has no object in {len(photos)} images{''.join(f'; {note}' for note in notes)}")
-    polygons = sum("segmentation" in one for one in objects)
+    polygons = sum(bool(one.get("segmentation")) for one in objects)
     if 0 < polygons < len(objects):
         notes.append(f"{polygons:,} of {len(objects):,} objects have polygons, which are read as boxes")
     ids = {label: index for index, label in enumerate(classes, start=1)}
@@ -380,23 +380,24 @@ def _drawn(shapes: list[tuple[str, str, Any, list[float]]], left_out: Counter) -
     """
     objects, groups = [], defaultdict(list)
     for index, (kind, label, group, points) in enumerate(shapes):
-        if kind == "rectangle" and len(points) == 4:
-            (left, right), (top, bottom) = sorted(points[::2]), sorted(points[1::2])
-            objects.append(_box(label, left, top, right, bottom))
-        elif kind == "polygon" and len(points) >= 6:
+        if kind == "rectangle" and len(points) in (4, 8):
+            # Two corners, or all.
+            objects.append(_outlined(label, [points]) | {"segmentation": None})
+        elif kind == "polygon" and len(points) >= 6 and not len(points) % 2:
             groups[label, f"shape {index}" if group is None else group].append(points)
         else:
-            left_out[f"{kind} of {len(points) // 2} points" if points else kind] += 1
+            left_out[f"{kind} of {len(points) // 2} points" if kind in ("rectangle", "polygon") else kind] += 1
     return objects + [_outlined(label, polygons) for (label, _), polygons in groups.items()]
 
 
 def _read_voc(files: list[Path], root: Path) -> _Read:
     photos, left_out, images = [], Counter(), _Images(root)
-    lists = {path.stem: path for path in _walk(root) if path.parts[-3:-1] == ("ImageSets", "Main")}
-    # trainval is for those who have no use for a validation split.
-    names = ("train", "val", "test") if {"train", "val"} <= lists.keys() else ("trainval", "train", "val", "test")
-    lines = {name: lists[name].read_text(encoding="utf-8").split("\n") for name in names if name in lists}
-    split_of = {line.split()[0]: _SPLITS[name] for name in lines for line in lines[name] if line.strip()}
+    lists, split_of = [path for path in _walk(root) if path.parts[-3:-1] == ("ImageSets", "Main")], {}
+    # trainval is both of the others, or stands for the one that is missing.
+    for name in ("trainval", "train", "val", "test"):
+        if name != "trainval" or not {"train", "val"} <= {path.stem for path in lists}:
+            lines = [line.split() for path in lists if path.stem == name for line in path.read_text().split("\n")]
+            split_of |= {words[0]: _SPLITS[name] for words in lines if words}
     missing = split_of.keys() - {path.stem for path in files}
     # Those of a test are often kept secret.
     left_out["images of the test without annotations"] += sum(split_of[name] == "test" for name in missing)
@@ -430,14 +431,15 @@ def _read_labelme(files: list[Path], root: Path) -> _Read:
         try:
             content, shapes = json.loads(path.read_text(encoding="utf-8")), []
             for shape in content["shapes"]:
-                points = [_number(number, f"{path}: {shape['label']}") for point in shape["points"] for number in point]
-                shapes.append(
-                    (shape.get("shape_type") or "polygon", str(shape["label"]), shape.get("group_id"), points)
-                )
+                label, kind = str(shape["label"]), shape.get("shape_type") or "polygon"
+                # LabelMe's converters leave this label out.
+                kind = label if label == "__ignore__" else kind
+                points = [_number(number, f"{path}: {label}") for point in shape["points"] for number in point]
+                shapes.append((kind, label, shape.get("group_id"), points))
             size, file = (content["imageHeight"], content["imageWidth"]), images.find(path, content["imagePath"])
-        except ConfigError:
-            raise
         except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if isinstance(error, ConfigError):
+                raise
             raise ConfigError(f"{path} is not as LabelMe writes it: {type(error).__name__} {error}") from error
         photos.append(_Photo(file, _split_of(path.relative_to(root).parent), size, _drawn(shapes, left_out)))
     return photos, None, left_out

@@ -186,11 +186,12 @@ def test_difficult_objects_are_not_counted(written, read):
 def test_what_is_left_out_is_said(written, read):
     path = sorted(written("LabelMe", masks=True).glob("train/*.json"))[-1]
     entry = json.loads(path.read_text())
-    others = [{"label": "hole", "points": [[1, 2], [3, 4]], "shape_type": kind} for kind in ("circle", "line")]
+    others = [{"label": "hole", "points": [[1, 2], [3, 4]], "shape_type": kind} for kind in ("circle", "polygon")]
+    others.append({"label": "__ignore__", "points": [[1, 2], [3, 4], [5, 6]]})
     box = {"label": "box", "points": [[9, 8], [3, 4]], "shape_type": "rectangle", "group_id": None}
     path.write_text(json.dumps(entry | {"shapes": [*entry["shapes"], *others, box]}))
     dataset = read(path.parents[1])
-    assert "circle of 2 points: 1 left out" in dataset.line() and "polygons" in dataset.line()
+    assert "__ignore__: 1 left out; circle: 1 left out; polygon of 2 points: 1 left out" in dataset.line()
     # Masks of some objects only are none.
     assert dataset.classes == ("box", *CLASSES) and not dataset.has_masks
     (found,) = [a for a in content_of(dataset, "train")["annotations"] if a["category_id"] == 1]
