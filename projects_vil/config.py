@@ -92,6 +92,9 @@ def add_vil_config(cfg: CfgNode) -> None:
     # chunk, sampled for each layer and iteration, which takes less time. 0.875 in the official configs.
     cfg.MODEL.TRANSFORMER.RANDOM_SHIFT_UNTIL = 0.0
 
+    # RetinaNet: whether a ReLU is between P6 and P7, as in detectron2; mmdetection, and so the official LIT, has none.
+    cfg.MODEL.FPN.P7_RELU = True
+
     # Exponential moving average of the weights, which is evaluated and saved as the "model" of checkpoints. After step
     # n it becomes d average + (1 - d) weights, with d = min(DECAY, (1 + n) / (10 + n)).
     cfg.MODEL.EMA = CfgNode()

@@ -228,6 +228,8 @@ class Checkpointer(DetectionCheckpointer):
         self._check_values(state_dict)
         nn.modules.utils.consume_prefix_in_state_dict_if_present(state_dict, "module.")
         self._check_metadata(saved)
+        if (checkpoint.get(METADATA_KEY) or {}).get("source") == "LIT mmdetection":
+            self._check_p7(state_dict)
         self._match_classes(state_dict, saved)
         parts = {_part(name) for name in state_dict} | {"backbone.bottom_up"}
         incompatible = super()._load_model(checkpoint)
@@ -260,6 +262,12 @@ class Checkpointer(DetectionCheckpointer):
         if None not in (saved.input, ours.input) and not saved.input.matches(ours.input):
             keys = "INPUT.FORMAT, MODEL.PIXEL_MEAN, MODEL.PIXEL_STD"
             self._fail(f"was trained on {saved.input}, and the config has {ours.input} ({keys})", only_complete=True)
+
+    def _check_p7(self, state_dict: dict[str, Tensor]) -> None:
+        """Check the one difference between mmdetection's RetinaNet and detectron2's that no weight shows."""
+        top_block = getattr(getattr(self.model, "backbone", None), "top_block", None)
+        if "backbone.top_block.p7.weight" in state_dict and getattr(top_block, "relu", True):
+            self._fail("was trained without a ReLU between P6 and P7 (MODEL.FPN.P7_RELU False)", only_complete=True)
 
     def _fail(self, reason: str, *, only_complete: bool = False) -> None:
         """Raise a :class:`ConfigError`, or log a warning if the file need not have the whole model."""

@@ -1,11 +1,13 @@
 """Pretrained weights: official checkpoints, and classifiers of this project and of timm's scripts."""
 
 import dataclasses
+import itertools
 import math
+import operator
 import re
 import shlex
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -28,8 +30,8 @@ _ANCHORS = 9  # per position, in the official RetinaNets
 
 # Options that a detector's config needs besides its variant.
 _CONFIG_OPTIONS = ("max_img_size", "position_resizing", "global_tokens", "shared_projections")
-_OTHER_HEADS = "{} is mmdetection's or mmsegmentation's, not detectron2's: it is randomly initialised"
-_OTHER_PARTS = ("neck", "bbox_head", "rpn_head", "roi_head", "decode_head", "auxiliary_head")
+_OTHER_HEADS = "{} is mmsegmentation's, not detectron2's: it is randomly initialised"
+_OTHER_PARTS = ("neck", "decode_head", "auxiliary_head")
 _COMPUTED_BUFFER = re.compile(r"(proposal_generator\.)?anchor_generator\.cell_anchors\.\d|pixel_(mean|std)")
 _COMPUTED = "the config defines it: MODEL.PIXEL_MEAN, MODEL.PIXEL_STD, MODEL.ANCHOR_GENERATOR"
 
@@ -39,6 +41,16 @@ _RETINANET += ["head.cls_score", "head.bbox_pred", "backbone.top_block.p6", "bac
 _RPN = [f"proposal_generator.rpn_head.{layer}" for layer in ("conv", "objectness_logits", "anchor_deltas")]
 _BOXES = ["box_head.fc1", "box_head.fc2", "box_predictor.cls_score", "box_predictor.bbox_pred"]
 _MASKS = [f"mask_head.{layer}" for layer in (*(f"mask_fcn{i}" for i in range(1, 5)), "deconv", "predictor")]
+_RCNN = [*_RPN, *(f"roi_heads.{layer}" for layer in (*_BOXES, *_MASKS))]
+
+# The same layers in mmdetection, in the same order; those of a mask head may be missing.
+_MMDETECTION_RETINANET = [f"bbox_head.{branch}_convs.{i}.conv" for branch in ("cls", "reg") for i in range(4)]
+_MMDETECTION_RETINANET += ["bbox_head.retina_cls", "bbox_head.retina_reg"]
+_MMDETECTION_RETINANET += ["neck.fpn_convs.3.conv", "neck.fpn_convs.4.conv"]
+_MMDETECTION_RCNN = [f"rpn_head.{layer}" for layer in ("rpn_conv", "rpn_cls", "rpn_reg")]
+_MMDETECTION_RCNN += [f"roi_head.bbox_head.{layer}" for layer in ("shared_fcs.0", "shared_fcs.1", "fc_cls", "fc_reg")]
+_MMDETECTION_RCNN += [f"roi_head.mask_head.convs.{i}.conv" for i in range(4)]
+_MMDETECTION_RCNN += ["roi_head.mask_head.upsample", "roi_head.mask_head.conv_logits"]
 
 
 @dataclasses.dataclass
@@ -268,17 +280,20 @@ def _global_tokens(backbone: Mapping[str, Tensor], stage: str, default: int) -> 
 
 
 def _convert_heads(official: OfficialCheckpoint, variant: str, report: ConversionReport) -> dict[str, Tensor]:
-    """Return FPN and heads, which have detectron2's names, and add them to the report."""
-    is_lit, heads, unexplained = official.project.startswith("LIT"), {}, []
-    expected = set() if is_lit else expected_heads(official.detector, variant)
-    for name, tensor in official.detector.items():
+    """Return FPN and heads with detectron2's names, and add them to the report."""
+    detector, heads, unexplained = official.detector, {}, []
+    is_segmentor, ours = official.project == "LIT mmsegmentation", {name: name for name in detector}
+    if official.project == "LIT mmdetection":
+        detector, ours = _from_mmdetection(detector)
+    expected = set() if is_segmentor else expected_heads(ours.values(), variant)
+    for name, tensor in detector.items():
         part = name.partition(".")[0]
-        if name in expected:
-            heads[name] = tensor
-            report.mapped[name] = name
-        elif is_lit and part in _OTHER_PARTS:
+        if ours[name] in expected:
+            heads[ours[name]] = tensor
+            report.mapped[name] = ours[name]
+        elif is_segmentor and part in _OTHER_PARTS:
             report.dropped[name] = _OTHER_HEADS.format(part)
-        elif not is_lit and _COMPUTED_BUFFER.fullmatch(name):
+        elif not is_segmentor and _COMPUTED_BUFFER.fullmatch(name):
             report.dropped[name] = _COMPUTED
         else:
             unexplained.append(name)
@@ -288,20 +303,37 @@ def _convert_heads(official: OfficialCheckpoint, variant: str, report: Conversio
     return heads
 
 
-def expected_heads(detector: Mapping[str, Tensor], variant: str) -> set[str]:
+def _from_mmdetection(detector: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return FPN and heads of mmdetection 2 for detectron2's modules, by mmdetection's names, and our names for them.
+
+    The modules compute the same (docs/checkpoints.md has what differs around them), except that a position of RetinaNet
+    has its nine anchors by aspect ratio, then size, and detectron2's by size, then aspect ratio.
+    """
+    retinanet = any(name.startswith("bbox_head.") for name in detector)
+    pair = (_MMDETECTION_RETINANET, _RETINANET) if retinanet else (_MMDETECTION_RCNN, _RCNN)
+    layers = dict(zip(*pair, strict=True))
+    for index, level in enumerate(range(3 if retinanet else 2, 6)):
+        layers[f"neck.lateral_convs.{index}.conv"] = f"backbone.fpn_lateral{level}"
+        layers[f"neck.fpn_convs.{index}.conv"] = f"backbone.fpn_output{level}"
+    converted, ours = dict(detector), {}
+    for name, tensor in detector.items():
+        layer, _, leaf = name.rpartition(".")
+        ours[name] = f"{layers.get(layer, layer)}.{leaf}"
+        if layer in ("bbox_head.retina_cls", "bbox_head.retina_reg"):
+            if not tensor.ndim or len(tensor) % _ANCHORS:
+                raise ConfigError(f"{name} has shape {tuple(tensor.shape)}: its rows are not for {_ANCHORS} anchors")
+            converted[name] = tensor.unflatten(0, (3, _ANCHORS // 3, -1)).transpose(0, 1).flatten(0, 2)
+    return converted, ours
+
+
+def expected_heads(detector: Collection[str], variant: str) -> set[str]:
     """Return the names of FPN and heads of an official detector, from some of them; none for only a backbone."""
     if all(_COMPUTED_BUFFER.fullmatch(name) for name in detector):
         return set()
-    strides, stride = [], 1
-    for stage in get_variant(variant).stages:
-        stride *= stage.patch_size
-        strides.append(stride)
     retinanet = any(name.startswith("head.") for name in detector)
+    strides = list(itertools.accumulate(get_variant(variant).steps, operator.mul))
     levels = [int(math.log2(stride)) for stride in (strides[-3:] if retinanet else strides)]
     layers = [f"backbone.fpn_{conv}{level}" for level in levels for conv in ("lateral", "output")]
-    if retinanet:
-        layers += _RETINANET
-    else:
-        masks = _MASKS if any(name.startswith("roi_heads.mask_head.") for name in detector) else []
-        layers += [*_RPN, *(f"roi_heads.{layer}" for layer in (*_BOXES, *masks))]
+    has_masks = any(name.startswith("roi_heads.mask_head.") for name in detector)
+    layers += _RETINANET if retinanet else [layer for layer in _RCNN if has_masks or ".mask_head." not in layer]
     return {f"{layer}.{leaf}" for layer in layers for leaf in ("weight", "bias")}

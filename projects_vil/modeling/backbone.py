@@ -115,7 +115,8 @@ def _naming(key: str) -> Iterator[None]:
 class LastLevelConvs(nn.Module):
     """FPN's levels beyond its last feature map, each by a 3 x 3 convolution with stride 2 on the one before.
 
-    Two levels on features of stride 32 are detectron2's ``LastLevelP6P7``, with its names and initial values.
+    Two levels on features of stride 32 are, with ``relu``, detectron2's ``LastLevelP6P7``, with its names and initial
+    values.
 
     Args:
         in_channels: channels of ``in_feature``.
@@ -123,14 +124,23 @@ class LastLevelConvs(nn.Module):
         in_feature: a bottom-up feature or a level of FPN.
         levels: numbers of the levels by convolution; may be empty.
         pooled: whether one more level is pooled from the last, as Mask R-CNN's P6.
+        relu: whether a ReLU is between two levels.
     """
 
     def __init__(
-        self, in_channels: int, out_channels: int, in_feature: str, levels: Sequence[int], *, pooled: bool = False
+        self,
+        in_channels: int,
+        out_channels: int,
+        in_feature: str,
+        levels: Sequence[int],
+        *,
+        pooled: bool = False,
+        relu: bool = True,
     ) -> None:
         super().__init__()
         self.in_feature = in_feature
         self.pooled = pooled
+        self.relu = relu
         self.num_levels = len(levels) + pooled
         self.names = [f"p{level}" for level in levels]
         for name in self.names:
@@ -144,7 +154,8 @@ class LastLevelConvs(nn.Module):
         levels: list[Tensor] = []
         with _in_float32(features) as inputs:
             for name in self.names:
-                levels.append(self.get_submodule(name)(F.relu(levels[-1]) if levels else inputs))
+                before = levels[-1] if levels else inputs
+                levels.append(self.get_submodule(name)(F.relu(before) if levels and self.relu else before))
         # detectron2 pools regions of levels with one dtype.
         levels = [level.to(features.dtype) if inputs is not features else level for level in levels]
         if self.pooled:
@@ -182,7 +193,8 @@ def build_retinanet_transformer_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpe
     bottom_up = build_transformer_backbone(cfg, input_shape)
     last, level = cfg.MODEL.FPN.IN_FEATURES[-1], _last_level(cfg, bottom_up)
     channels = bottom_up.output_shape()[last].channels
-    return _fpn(cfg, bottom_up, LastLevelConvs(channels, cfg.MODEL.FPN.OUT_CHANNELS, last, range(level + 1, 8)))
+    levels, node = range(level + 1, 8), cfg.MODEL.FPN
+    return _fpn(cfg, bottom_up, LastLevelConvs(channels, node.OUT_CHANNELS, last, levels, relu=node.P7_RELU))
 
 
 def _last_level(cfg: CfgNode, bottom_up: TransformerBackbone) -> int:

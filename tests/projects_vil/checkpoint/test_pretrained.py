@@ -209,7 +209,7 @@ def test_heads_that_do_not_match(monkeypatch):
             converted(wrapping.detectron2_detector(weights, heads | {surprise: torch.ones(1)}))
     with pytest.raises(ConfigError, match="classifier"):
         converted(wrapping.detectron2_detector(weights), classifier=True)
-    lit, others = official_lit.official_state_dict(official_lit.S, classifier=False), wrapping.mmdetection_heads(False)
+    lit, others = official_lit.official_state_dict(official_lit.S, classifier=False), wrapping.mmdetection_heads(True)
     assert others.keys() <= converted(wrapping.mmdetection(lit, others), "lit_relative").report.dropped.keys()
     with pytest.raises(ConfigError, match=r"surprise\.weight"):
         converted(wrapping.mmdetection(lit, {"surprise.weight": torch.ones(1)}), "lit_relative")
