@@ -72,6 +72,7 @@ setup(
     packages=find_packages(include=["vil", "backbones", "backbones.*", "projects_vil", "projects_vil.*"]),
     package_data={
         "projects_vil.analysis": ["published.yaml"],
+        "projects_vil.checkpoint": ["zoo.yaml"],
         "projects_vil.inference": ["model_card.md"],
         "projects_vil.report": ["page.html"],
     },

@@ -60,7 +60,8 @@ _SILENCED_RECORDS = {
     "fvcore.common.config": r".*/detectron2/model_zoo/.*yaml\.unsafe_load",
     # detectron2 asks torch in every Mask R-CNN whether it is traced.
     "torch.fx._symbolic_trace": r"is_fx_tracing will return true",
-    # The exception has the same text.
+    # The exceptions have the same text.
+    "iopath.common.download": r"Failed to download",
     "detectron2.config.instantiate": r"Error when instantiating",
     # The mapping is what any file of a few of COCO's categories needs.
     "detectron2.data.datasets.coco": r"\s*Category ids in annotations are not in",

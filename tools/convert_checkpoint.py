@@ -7,6 +7,7 @@ Example:
     python tools/convert_checkpoint.py model_best.pth vil_tiny.safetensors --model vil_tiny_rpb
     python tools/convert_checkpoint.py model_final.pth vil_small_coco.pth --model vil_small_rpb --json report.json
     python tools/convert_checkpoint.py model_best.pth vil_tiny_224.pth --model vil_tiny --classifier
+    python tools/convert_checkpoint.py lit_ti_retinanet_1x lit_ti_coco.safetensors
 """
 
 from vil.arguments import ToolParser, run_tool

@@ -10,6 +10,7 @@ Example:
     python tools/predict.py --config-file output/vil_tiny/config.yaml --weights output/vil_tiny/model_final.pth \\
         --input clip.mp4 --output predictions --score-threshold 0.3 TEST.DETECTIONS_PER_IMAGE 300
     python tools/predict.py --weights output/vil_tiny/export/model.onnx --input photos --output predictions
+    python tools/predict.py --weights lit_ti_retinanet_1x --input photos --output predictions
 """
 
 from vil.arguments import ConfigToolParser, existing_path, run_tool

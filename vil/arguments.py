@@ -53,6 +53,11 @@ def existing_path(text: str) -> str:
     return text
 
 
+def weights_file(text: str) -> str:
+    """Return a path of a file or folder that is there, a URL, or what may be a name of the model zoo."""
+    return text if re.fullmatch(r"\w+", text) else existing_path(text)
+
+
 def output_file(text: str) -> str:
     """Return a path at which a file can be written; an argparse type."""
     path = Path(text).absolute()
@@ -144,7 +149,7 @@ class ConfigToolParser(ToolParser):
             options = {"required": config_required, "type": existing_path, "metavar": "FILE"}
             self.add_argument("--config-file", **options, help="config of the model")
         if weights:
-            self.add_argument("--weights", metavar="FILE", help="short for MODEL.WEIGHTS: checkpoint or exported model")
+            self.add_argument("--weights", metavar="FILE", help="short for MODEL.WEIGHTS: checkpoint, export or name")
         if devices:
             self.add_argument("--device", metavar="DEVICE", help=f"short for MODEL.DEVICE: {' or '.join(devices)}")
 
@@ -163,7 +168,7 @@ class ConfigToolParser(ToolParser):
             overrides += [key, value]
             given[key] = value
         try:
-            existing_path(given.get("MODEL.WEIGHTS") or "://")
+            weights_file(given.get("MODEL.WEIGHTS") or "://")
         except argparse.ArgumentTypeError as error:
             self.error(f"MODEL.WEIGHTS: {error}")
         parsed.opts = overrides

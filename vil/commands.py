@@ -6,7 +6,7 @@ import os
 import sys
 import tempfile
 
-from vil.arguments import ToolParser, config_of, existing_path, output_file, positive, write_json
+from vil.arguments import ToolParser, config_of, existing_path, output_file, positive, weights_file, write_json
 
 FORMATS = ("torchscript", "onnx", "aot_inductor", "torch_export", "openvino")
 PRECISIONS = ("fp32", "fp16", "bf16", "int8")
@@ -94,9 +94,11 @@ def report(args: argparse.Namespace) -> None:
 
 
 def add_convert_arguments(parser: ToolParser) -> None:
-    parser.add_argument("source", type=existing_path, metavar="SOURCE", help="the official checkpoint")
+    source_help = "the official checkpoint: a file, or its name in the model zoo (docs/model_zoo.md)"
+    parser.add_argument("source", type=weights_file, metavar="SOURCE", help=source_help)
     parser.add_argument("output", type=output_file, metavar="OUTPUT", help="file to write, .pth or .safetensors")
-    parser.add_argument("--model", required=True, metavar="VARIANT", help="variant, such as vil_small_rpb")
+    model_help = "variant, such as vil_small_rpb; a name of the model zoo has its own"
+    parser.add_argument("--model", metavar="VARIANT", help=model_help)
     size_help = (
         "largest image in pixels to which position tables are resized now: a detector's longer side in both "
         "directions, since images are landscape and portrait; by default ViL's absolute positions are made for "

@@ -26,3 +26,4 @@ from projects_vil.checkpoint.storage import (
     slim_checkpoint,
     weights_of,
 )
+from projects_vil.checkpoint.zoo import find_weights, is_zoo_name, read_zoo, zoo_config, zoo_tables

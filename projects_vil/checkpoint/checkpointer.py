@@ -38,6 +38,7 @@ from projects_vil.checkpoint.pretrained import (
     named_variant,
 )
 from projects_vil.checkpoint.storage import read_last_checkpoint, tag_checkpoint
+from projects_vil.checkpoint.zoo import find_weights
 from projects_vil.config import CONFIG_FILE, first_of, is_segmentor, number_of_classes, updated
 from projects_vil.modeling import TransformerBackbone, build_on_meta
 
@@ -135,6 +136,7 @@ class Checkpointer(DetectionCheckpointer):
                 fill the whole model, if it was trained with another input format.
         """
         if path:
+            path = find_weights(path)
             check_weights_file(path)
         elif self.complete:
             raise ConfigError("MODEL.WEIGHTS is empty: name the checkpoint of a trained detector")

@@ -23,6 +23,7 @@ from backbones.lit import LITVariant
 from backbones.vil import ViLStage, ViLVariant
 from projects_vil.checkpoint.categories import dataset_categories
 from projects_vil.checkpoint.metadata import METADATA_KEY, OFFICIAL_INPUT, CheckpointMetadata
+from projects_vil.checkpoint.zoo import find_weights, is_zoo_name, zoo_entry
 from projects_vil.config import first_of
 
 BACKBONE_PREFIX = "backbone.bottom_up.net."
@@ -100,7 +101,7 @@ class ConvertedCheckpoint:
 def convert_file(
     source: str | Path,
     output: str | Path,
-    variant: str,
+    variant: str | None = None,
     *,
     img_size: tuple[int, int] | None = None,
     classifier: bool = False,
@@ -108,9 +109,9 @@ def convert_file(
     """Convert an official checkpoint strictly and write the result; nothing is written if anything does not fit.
 
     Args:
-        source: ``.pth`` or ``.safetensors`` file.
+        source: ``.pth`` or ``.safetensors`` file, or a name of the model zoo.
         output: ``.pth`` or ``.safetensors`` file.
-        variant: one of ``backbones.list_variants()``.
+        variant: one of ``backbones.list_variants()``; None for that of a name.
         img_size: height and width in pixels of the largest image: position tables are resized for it once; None keeps
             the model's default sizes.
         classifier: convert for ``create_classifier`` instead of a detector; ``img_size`` is then its input size.
@@ -118,8 +119,12 @@ def convert_file(
     Raises:
         ConfigError: if a file cannot be read or written, or the checkpoint does not fit the variant.
     """
+    if variant is None and not is_zoo_name(source):
+        raise ConfigError(f"model: name the variant of {source} (--model); only names of the model zoo have their own")
+    variant = variant or zoo_entry(str(source)).variant
     get_variant(variant)
     check_writable(output)
+    source = find_weights(str(source))
     if Path(source).exists() and Path(output).exists() and Path(source).samefile(output):
         raise ConfigError(f"output {output} is the source: choose another file")
     official = recognise(read_checkpoint(source))
@@ -306,7 +311,7 @@ def _convert_heads(official: OfficialCheckpoint, variant: str, report: Conversio
 def _from_mmdetection(detector: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return FPN and heads of mmdetection 2 for detectron2's modules, by mmdetection's names, and our names for them.
 
-    The modules compute the same (docs/checkpoints.md has what differs around them), except that a position of RetinaNet
+    The modules compute the same (docs/deviations.md has what differs around them), except that a position of RetinaNet
     has its nine anchors by aspect ratio, then size, and detectron2's by size, then aspect ratio.
     """
     retinanet = any(name.startswith("bbox_head.") for name in detector)

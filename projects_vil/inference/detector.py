@@ -16,7 +16,15 @@ from detectron2.structures import Instances
 
 from backbones import ConfigError
 from backbones.errors import check_whole
-from projects_vil.checkpoint import LAST_CHECKPOINT, PUBLISHED_WEIGHTS, Categories, weights_of
+from projects_vil.checkpoint import (
+    LAST_CHECKPOINT,
+    PUBLISHED_WEIGHTS,
+    Categories,
+    find_weights,
+    is_zoo_name,
+    weights_of,
+    zoo_config,
+)
 from projects_vil.config import CONFIG_FILE, choose_device, load_config
 from projects_vil.data import register_datasets
 from projects_vil.export import is_exported
@@ -162,7 +170,8 @@ class Detector(HubMixin):
         Args:
             source: a run's folder or its ``config.yaml``, for the last checkpoint of the run; a folder from
                 :meth:`save_pretrained`; another config, with ``MODEL.WEIGHTS``; a checkpoint next to its
-                ``config.yaml``; or an exported file, which needs no config.
+                ``config.yaml``; or an exported file or the name of an official detector (docs/model_zoo.md), which need
+                no config.
             weights: another checkpoint, or an exported file.
             device: ``"cpu"`` or ``"cuda"``; None for the GPU if there is one. Exported files run on the CPU.
             score_threshold: lowest score of a detection, in [0, 1]; None for that of the config or the export.
@@ -173,7 +182,6 @@ class Detector(HubMixin):
             ConfigError: for files that are missing, damaged, or do not fit together.
         """
         source = Path(source)
-        _check_source(source)
         if score_threshold is not None:
             check_threshold(score_threshold)
         given = dict(zip(overrides[::2], overrides[1::2], strict=False))
@@ -199,7 +207,8 @@ class Detector(HubMixin):
         # For colors, and for the classes of checkpoints without metadata.
         with contextlib.suppress(ConfigError):
             register_datasets(cfg)
-        return cls(EagerRunner(cfg, weights or cfg.MODEL.WEIGHTS, tta=tta), draw_threshold=score_threshold)
+        weights = find_weights(os.fspath(weights or cfg.MODEL.WEIGHTS))
+        return cls(EagerRunner(cfg, weights, tta=tta), draw_threshold=score_threshold)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -269,7 +278,11 @@ def find_model(source: Path, weights: str | os.PathLike | None = None) -> tuple[
     Raises:
         ConfigError: where there is no config, or a run has no weights.
     """
-    _check_source(source)
+    if is_zoo_name(source):
+        return zoo_config(str(source)), weights or str(source)
+    if not source.exists():
+        hub = ": Detector.from_pretrained loads from the Hugging Face Hub" if len(source.parts) == 2 else ""
+        raise ConfigError(f"there is no file or folder {source}{hub}")
     folder = source if source.is_dir() else source.parent
     if source.suffix in (".yaml", ".yml") and source.name != CONFIG_FILE:
         return source, weights
@@ -283,12 +296,6 @@ def find_model(source: Path, weights: str | os.PathLike | None = None) -> tuple[
     if is_run and weights is None:
         raise ConfigError(f"{folder} has no weights: neither a checkpoint, model_*.pth, nor {PUBLISHED_WEIGHTS}")
     return folder / CONFIG_FILE, weights
-
-
-def _check_source(source: Path) -> None:
-    if not source.exists():
-        hub = ": Detector.from_pretrained loads from the Hugging Face Hub" if len(source.parts) == 2 else ""
-        raise ConfigError(f"there is no file or folder {source}{hub}")
 
 
 def _image_source(image: object, name: str, index: int) -> ImageSource:

@@ -38,10 +38,10 @@ TOOLS = sorted({path.name for path in (ROOT / "tools").glob("*.py")})
 # A misspelt path where an existing one belongs, for each tool that reads one.
 ABSENT = {
     "analyze_model.py": "--config-file absent",
-    "benchmark.py": "--models vil_tiny_rpb MODEL.WEIGHTS absent",
+    "benchmark.py": "--models vil_tiny_rpb MODEL.WEIGHTS absent.pth",
     "check_dataset.py": "absent absent",
-    "convert_checkpoint.py": "absent out.pth --model vil_tiny",
-    "export_model.py": f"{' '.join(FILE)} --output out --weights absent",
+    "convert_checkpoint.py": "absent.pth out.pth --model vil_tiny",
+    "export_model.py": f"{' '.join(FILE)} --output out --weights absent.pth",
     "lazyconfig_train_net.py": "--config-file absent",
     "make_coco_subset.py": "absent out.json",
     "plan_schedule.py": "--config-file absent --epochs 3",

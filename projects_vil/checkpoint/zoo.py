@@ -1,0 +1,169 @@
+"""The model zoo: official weights by name, downloaded once. The table is zoo.yaml, or a file that ``VIL_ZOO`` names."""
+
+import dataclasses
+import hashlib
+import http.client
+import logging
+import os
+import re
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import yaml
+from filelock import FileLock
+from iopath.common.download import download
+from iopath.common.file_io import get_cache_dir
+
+from backbones import ConfigError
+from backbones.errors import check_file, closest
+from projects_vil.config import config_path, one_line
+from projects_vil.utils import unfinished_folder
+
+TIMEOUT = 60.0  # seconds without an answer
+# torch.save writes a zip file, and before PyTorch 1.6 a pickle.
+_BEGINNINGS = (b"PK", b"\x80")
+_FIGURES = {"box_ap": "box AP", "mask_ap": "mask AP", "top1": "top-1", "miou": "mIoU"}
+_COLUMNS = {"variant": "variant", "config": "config", "params": "params", **_FIGURES}
+_logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class ZooEntry:
+    """An official file.
+
+    Attributes:
+        variant: the backbone's.
+        url: where the file is.
+        config: that of a whole detector, for :func:`projects_vil.config.config_path`; None for other weights.
+        params: millions of parameters of the whole official model.
+        figures: published ones, by the names of the table's columns.
+        group: ``title``, ``source``, ``license``, ``trained_on`` and perhaps ``note`` of the table that the file is in.
+    """
+
+    variant: str
+    url: str
+    config: str | None
+    params: float
+    figures: Mapping[str, float]
+    group: Mapping[str, str]
+
+
+def read_zoo() -> dict[str, ZooEntry]:
+    """Return the table: name -> entry.
+
+    Raises:
+        ConfigError: for a table of ``VIL_ZOO`` that is missing or of another form.
+    """
+    path = os.environ.get("VIL_ZOO") or Path(__file__).with_name("zoo.yaml")
+    check_file(path, "table of weights", key="VIL_ZOO")
+    zoo = {}
+    try:
+        for group in yaml.safe_load(Path(path).read_text(encoding="utf-8")):
+            for name, values in group["files"].items():
+                row = dict(zip(group["columns"], values, strict=True))
+                figures = {key: row[key] for key in _FIGURES if row.get(key) is not None}
+                url = group["url"].format(row["file"])
+                zoo[name] = ZooEntry(row["variant"], url, row.get("config"), row["params"], figures, group)
+    except (yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path}: not in the form of the project's zoo.yaml: {one_line(error)}") from error
+    return zoo
+
+
+def is_zoo_name(weights: str | os.PathLike) -> bool:
+    """Return whether weights are named as in the zoo: a word that no file or folder has as its name."""
+    return re.fullmatch(r"\w+", os.fspath(weights)) is not None and not os.path.exists(weights)
+
+
+def zoo_entry(name: str) -> ZooEntry:
+    """Return the entry of a name; an unknown one is a :class:`ConfigError` that names the closest."""
+    zoo = read_zoo()
+    if name not in zoo:
+        raise ConfigError(f"there is no file or folder {name}, nor a name of the model zoo{closest(name, zoo)}")
+    return zoo[name]
+
+
+def zoo_config(name: str) -> Path:
+    """Return the config of an official detector; a name of other weights is a :class:`ConfigError`."""
+    entry = zoo_entry(name)
+    if entry.config is None:
+        what = f"weights of {entry.variant} ({entry.group['title']}), not a detector"
+        raise ConfigError(f"{name} has {what}: training may start from it (MODEL.WEIGHTS)")
+    return config_path(entry.config)
+
+
+def find_weights(weights: str) -> str:
+    """Return the path that ``MODEL.WEIGHTS`` stands for: itself, or for a name of the zoo that of its file.
+
+    Raises:
+        ConfigError: for an unknown name, a file that cannot be downloaded, is no checkpoint, or is not the same as when
+            it was downloaded.
+    """
+    if not is_zoo_name(weights):
+        return weights
+    url = zoo_entry(weights).url
+    path = Path(get_cache_dir()) / "vil_detectron2" / f"{weights}.pth"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(path.with_suffix(".lock")):
+            if not path.exists():
+                _download(url, path)
+            _check_digest(path)
+    except (OSError, http.client.HTTPException) as error:
+        reason = one_line(error) or type(error).__name__
+        raise ConfigError(f"{weights} cannot be downloaded from {url}: {reason}; or put the file at {path}") from error
+    return str(path)
+
+
+def _download(url: str, path: Path) -> None:
+    _logger.info("downloading %s to %s", url, path)
+    with unfinished_folder(path.parent) as unfinished, _timeout():
+        file = Path(download(url, str(unfinished), filename=path.name))
+        with file.open("rb") as opened:
+            beginning = opened.read(60)
+        if not beginning.startswith(_BEGINNINGS):
+            raise OSError(f"what it sends is not a PyTorch checkpoint, and begins with {beginning!r}")
+        os.replace(file, path)
+
+
+@contextmanager
+def _timeout() -> Iterator[None]:
+    """Limit the time without an answer, for which iopath has no argument."""
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(TIMEOUT)
+    try:
+        yield
+    finally:
+        socket.setdefaulttimeout(before)
+
+
+def _check_digest(path: Path) -> None:
+    """Compare a file's SHA-256 with the one noted when it was used first, or note it."""
+    digest, noted = hashlib.sha256(path.read_bytes()).hexdigest(), path.with_suffix(".sha256")
+    if not noted.exists():
+        noted.write_text(f"{digest}  {path.name}\n")
+    elif noted.read_text().split()[:1] != [digest]:
+        raise ConfigError(
+            f"{path} is damaged or another file: its SHA-256 is not that in {noted}; remove both to download it again"
+        )
+
+
+def zoo_tables() -> str:
+    """Return the tables of docs/model_zoo.md."""
+    zoo, lines = read_zoo(), []
+    for title in dict.fromkeys(entry.group["title"] for entry in zoo.values()):
+        entries = {name: entry for name, entry in zoo.items() if entry.group["title"] == title}
+        group = next(iter(entries.values())).group
+        columns = {key: label for key, label in _COLUMNS.items() if key in group["columns"]}
+        lines += [f"## {title}\n", f"{group['trained_on']}. [Source]({group['source']}), {group['license']}."]
+        if "note" in group:
+            lines.append(f"Note: {group['note']}.")
+        lines += ["", f"| name | {' | '.join(columns.values())} |", f"|{'---|' * (len(columns) + 1)}"]
+        for name, entry in entries.items():
+            config = f"[{entry.config}](../configs/{entry.config}.yaml)"
+            values = {"variant": f"`{entry.variant}`", "config": config, "params": entry.params, **entry.figures}
+            cells = [f"[`{name}`]({entry.url})", *(str(values.get(key, "")) for key in columns)]
+            lines.append(f"| {' | '.join(cells)} |")
+        lines.append("")
+    return "\n".join(lines)

@@ -1,0 +1,290 @@
+"""The model zoo: its table, and downloads by name from an HTTP server of this machine."""
+
+import hashlib
+import http.server
+import re
+import resource
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from detectron2.modeling import build_model
+from PIL import Image
+
+from backbones import list_variants
+from backbones.build import VARIANTS
+from backbones.checkpoint_files import read_checkpoint
+from projects_vil import Checkpointer, Detector, load_config
+from projects_vil.checkpoint import METADATA_KEY, check_weights, find_weights, read_zoo, zoo, zoo_config, zoo_tables
+from projects_vil.config import config_path
+from tests import wrapping
+from tests.backbones import official_lit
+from tests.backbones.official import official_state_dict
+from tests.projects_vil.checkpoint.test_mmdetection import CLASSES, KEYS, Heads, contents
+from tests.projects_vil.checkpoint.test_pretrained import BACKBONE_PREFIX, float32
+from tests.projects_vil.helpers import ROOT, message, run_tool
+
+VARIANT = "vil_tiny_1_1_3_1_rpb"
+NARROW = ["MODEL.TRANSFORMER.NAME", VARIANT, "MODEL.FPN.OUT_CHANNELS", "16", "MODEL.DEVICE", "cpu"]
+TABLE = """
+- title: Local
+  source: tests
+  license: Apache-2.0
+  url: http://127.0.0.1:{port}/{{}}
+  trained_on: nothing
+  columns: [variant, config, params, file]
+  files:
+    tiny_detector: [vil_tiny_1_1_3_1_rpb, retinanet/vil_tiny_1x, 1, detector]
+    tiny_classifier: [vil_tiny_1_1_3_1_rpb, ~, 1, classifier]
+    lit_ti_retinanet_1x: [lit_ti, retinanet/lit_ti_1x, 1, lit]
+"""
+FAULTS = {
+    "absent": "404",
+    "page": "not a PyTorch checkpoint.*<html>",
+    "empty": "empty",
+    "broken_off": "incomplete.*out of",
+    "broken_chunk": "IncompleteRead",
+    "silent": "timed out",
+    "stalled": "timed out",
+}
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """Sends a file of the server, or does what a name in FAULTS says."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        name, server = self.path.strip("/"), self.server
+        server.requests.append(name)
+        if name == "silent":
+            server.released.wait()
+        if name == "absent":
+            self.send_error(404)
+            return
+        whole = server.files.get(name)
+        body = b"PK" + bytes(100_000) if whole is None else whole
+        chunked = name == "broken_chunk"
+        self.send_response(200)
+        self.send_header(*("Transfer-Encoding", "chunked") if chunked else ("Content-Length", str(len(body))))
+        self.end_headers()
+        self.wfile.write(b"186A0\r\n" * chunked + (body[:5000] if whole is None else body))
+        if name == "stalled":
+            self.wfile.flush()
+            server.released.wait()
+        self.close_connection = True
+
+    def log_message(self, *args: object) -> None:
+        """Print nothing."""
+
+
+def saved(folder: Path, checkpoint: dict) -> bytes:
+    torch.save(checkpoint, folder / "served.pth")
+    return (folder / "served.pth").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def detector_file(tmp_path_factory) -> bytes:
+    torch.manual_seed(0)
+    model = build_model(load_config(config_path("retinanet/vil_tiny_1x"), NARROW))
+    heads = {name: t for name, t in model.state_dict().items() if not name.startswith(BACKBONE_PREFIX)}
+    weights = float32(official_state_dict(relative_bias=True))
+    return saved(tmp_path_factory.mktemp("served"), wrapping.detectron2_detector(weights, heads))
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch, detector_file):
+    """A server, its table as VIL_ZOO, and an empty cache."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    classifier = wrapping.vision_longformer(float32(official_state_dict(relative_bias=True)))
+    server.files = {"detector": detector_file, "classifier": saved(tmp_path, classifier)}
+    server.files |= {"page": b"<html>Public access is not permitted</html>", "empty": b""}
+    server.requests, server.released = [], threading.Event()
+    table = TABLE.format(port=server.server_address[1])
+    (tmp_path / "zoo.yaml").write_text(
+        table + "".join(f"    {name}: [{VARIANT}, ~, 1, {name}]\n" for name in [*FAULTS, "large"])
+    )
+    monkeypatch.setenv("VIL_ZOO", str(tmp_path / "zoo.yaml"))
+    monkeypatch.setenv("FVCORE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(zoo, "TIMEOUT", 1.0)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield server
+    server.released.set()
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def cached(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "cache" / "vil_detectron2").iterdir() if path.suffix != ".lock")
+
+
+# -- downloads -------------------------------------------------------------------------------------
+
+
+def test_a_detector_by_name(tmp_path, server):
+    """Also by several processes at once, as torchrun's, for which threads stand here."""
+    with ThreadPoolExecutor(2) as pool:
+        paths = set(pool.map(find_weights, ["tiny_detector"] * 2))
+    detector = Detector.load("tiny_detector", device="cpu", overrides=NARROW)
+    assert server.requests == ["detector"] and paths == {str(detector.runner.weights)}
+    assert cached(tmp_path) == ["tiny_detector.pth", "tiny_detector.sha256"]
+    digest = hashlib.sha256(server.files["detector"]).hexdigest()
+    assert (tmp_path / "cache/vil_detectron2/tiny_detector.sha256").read_text() == f"{digest}  tiny_detector.pth\n"
+    weights = torch.load(paths.pop(), weights_only=True)["model"]
+    assert torch.equal(detector.runner.detector.state_dict()["head.cls_score.bias"], weights["head.cls_score.bias"])
+    assert detector.names[0] == "person" and len(detector.names) == 80
+
+
+def test_a_detector_of_lit_by_name(tmp_path, server, monkeypatch):
+    monkeypatch.setitem(VARIANTS, "lit_ti", official_lit.TI)
+    server.files["lit"] = saved(tmp_path, contents(Heads(retinanet=True)))
+    # Without the name of the variant.
+    detector = Detector.load("lit_ti_retinanet_1x", overrides=[*KEYS[2:], "INPUT.MIN_SIZE_TEST", "64"])
+    image = np.random.default_rng(0).integers(0, 255, (64, 96, 3), dtype=np.uint8)
+    assert len(detector(image)) > 0 and len(detector.names) == CLASSES
+
+
+def test_training_starts_with_a_name(server):
+    cfg = load_config(config_path("mask_rcnn/vil_tiny_1x"), [*NARROW, "MODEL.WEIGHTS", "tiny_classifier"])
+    check_weights(cfg, cfg.MODEL.WEIGHTS)
+    model = build_model(cfg)
+    Checkpointer(model, cfg=cfg).resume_or_load(cfg.MODEL.WEIGHTS)
+    bias = model.backbone.bottom_up.net.state_dict()["stages.2.blocks.1.mlp.expand.bias"]
+    assert torch.equal(bias, float32(official_state_dict(relative_bias=True))["layer3.4.mlp.fc1.bias"])
+    assert server.requests == ["classifier"]
+
+
+def test_tools_take_names(tmp_path, server):
+    """The config of a detector and the variant for a conversion are found by the name."""
+    (tmp_path / "photos").mkdir()
+    Image.new("RGB", (96, 64), "red").save(tmp_path / "photos" / "red.png")
+    arguments = ["--weights", "tiny_detector", "--input", tmp_path / "photos", "--output", tmp_path / "out"]
+    predicted = run_tool("predict.py", *arguments, *NARROW, "INPUT.MIN_SIZE_TEST", "64")
+    assert predicted.returncode == 0 and (tmp_path / "out/results.json").is_file(), predicted.stderr
+    converted = run_tool("convert_checkpoint.py", "tiny_classifier", tmp_path / "ours.safetensors")
+    assert converted.returncode == 0, converted.stderr
+    assert read_checkpoint(tmp_path / "ours.safetensors")[METADATA_KEY]["variant"] == VARIANT
+    refused = run_tool("convert_checkpoint.py", tmp_path / "ours.safetensors", tmp_path / "again.pth")
+    assert refused.returncode == 1 and "--model" in refused.stderr
+    unknown = run_tool("predict.py", "--weights", "tiny_detectr", *arguments[2:])
+    assert unknown.returncode == 1 and "'tiny_detector'" in unknown.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_download_that_fails_leaves_nothing(tmp_path, server, name):
+    text = message(find_weights, name)
+    assert re.search(FAULTS[name], text) and re.search(rf"{name}.*http://127.*cache.*{name}\.pth", text)
+    assert cached(tmp_path) == []
+
+
+def test_a_file_that_is_larger_than_the_disk_allows(tmp_path, server):
+    """A limit of the process stands for the disk's."""
+    server.files["large"] = b"PK" + bytes(500_000)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, before[1]))
+    try:
+        assert "too large" in message(find_weights, "large")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert cached(tmp_path) == []
+    assert Path(find_weights("large")).stat().st_size == 500_002
+
+
+def test_a_server_that_is_not_there(tmp_path, server):
+    table = (tmp_path / "zoo.yaml").read_text()
+    (tmp_path / "zoo.yaml").write_text(re.sub(r"127.0.0.1:\d+", "127.0.0.1:1", table))
+    assert "refused" in message(find_weights, "tiny_detector") and cached(tmp_path) == []
+
+
+def test_a_file_that_changed_is_an_error_until_it_is_removed(tmp_path, server):
+    path = Path(find_weights("tiny_classifier"))
+    damaged = bytearray(path.read_bytes())
+    damaged[-1000] ^= 1
+    path.write_bytes(damaged)
+    text = message(find_weights, "tiny_classifier")
+    assert str(path) in text and str(path.with_suffix(".sha256")) in text and "remove" in text
+    path.unlink()
+    path.with_suffix(".sha256").unlink()
+    assert Path(find_weights("tiny_classifier")).read_bytes() == server.files["classifier"]
+    assert server.requests == ["classifier"] * 2
+
+
+def test_a_file_from_elsewhere(tmp_path, server):
+    path = tmp_path / "cache" / "vil_detectron2" / "absent.pth"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(server.files["classifier"])
+    assert find_weights("absent") == str(path) and server.requests == []
+    assert cached(tmp_path) == ["absent.pth", "absent.sha256"]
+
+
+# -- names -----------------------------------------------------------------------------------------
+
+
+def test_names_that_are_unknown_or_no_detectors(tmp_path, monkeypatch):
+    assert "'lit_ti_retinanet_1x'" in message(Detector.load, "lit_ti_retinanet")
+    assert "not a detector" in message(Detector.load, "lit_ti_in1k")
+    cfg = load_config(config_path("mask_rcnn/vil_tiny_1x"), NARROW)
+    assert "'vil_tiny_rpb_in1k'" in message(check_weights, cfg, "vil_tiny_rpb_1k")
+    monkeypatch.chdir(tmp_path)
+    # A file or folder of that name comes first.
+    Path("lit_ti_in1k").touch()
+    assert find_weights("lit_ti_in1k") == "lit_ti_in1k" and find_weights("a/b.pth") == "a/b.pth"
+
+
+@pytest.mark.parametrize("text", [None, "just text", "- files: 3", "- {files: {a: [1]}, columns: [b, c]}", "a: ["])
+def test_another_table_of_another_form(tmp_path, monkeypatch, text):
+    monkeypatch.setenv("VIL_ZOO", str(tmp_path / "own.yaml"))
+    if text is not None:
+        (tmp_path / "own.yaml").write_text(text)
+    assert "own.yaml" in message(find_weights, "lit_ti_in1k")
+
+
+# -- the table -------------------------------------------------------------------------------------
+
+# The numbers of files in the READMEs that the table names, without those that it says to leave out.
+FILES = {"ziplab/LIT": 10, "microsoft/vision-longformer": 29, "VisionLongformerForObjectDetection": 25}
+FILES |= {"NVIDIA/transformer-ls": 3}
+PUBLISHED = {
+    # README of ziplab/LIT: RetinaNet, Mask R-CNN, ImageNet and ADE20K.
+    "lit_ti_retinanet_1x": {"box_ap": 41.6},
+    "lit_s_mask_rcnn_1x": {"box_ap": 42.9, "mask_ap": 39.6},
+    "lit_b_in1k": {"top1": 83.4},
+    "lit_s_semantic_fpn": {"miou": 41.7},
+    # README of microsoft/VisionLongformerForObjectDetection; that of vision-longformer has 45.0 and 41.2 here.
+    "vil_small_rpb_mask_rcnn_1x": {"box_ap": 44.9, "mask_ap": 41.1},
+    # READMEs of microsoft/vision-longformer and NVIDIA/transformer-ls.
+    "vil_medium_deep_rpb_in22k_in1k_384": {"top1": 85.73},
+    "ls_medium_384_in1k": {"top1": 84.4},
+}
+
+
+def test_the_table_has_the_published_files_and_figures():
+    entries = read_zoo()
+    for repository, number in FILES.items():
+        assert sum(repository in entry.group["source"] for entry in entries.values()) == number
+    assert {name: entries[name].figures for name in PUBLISHED} == PUBLISHED
+    urls = [entry.url for entry in entries.values()]
+    assert len(set(urls)) == len(urls) and all(re.fullmatch(r"https://[^{}\s]+\.pth(\?dl=1)?", url) for url in urls)
+    for entry in entries.values():
+        assert entry.variant in list_variants() and entry.group["license"] in ("MIT", "Apache-2.0")
+
+
+@pytest.mark.parametrize("name", [name for name, entry in read_zoo().items() if entry.config])
+def test_a_detector_has_its_config_with_the_published_figures(name):
+    entry, path = read_zoo()[name], zoo_config(name)
+    cfg = load_config(path)
+    assert cfg.MODEL.TRANSFORMER.NAME == entry.variant and name.startswith(entry.variant)
+    kind = "retinanet" if cfg.MODEL.META_ARCHITECTURE == "RetinaNet" else "mask_rcnn"
+    schedule = "3x" if cfg.SOLVER.MAX_ITER == 270_000 else "1x"
+    assert f"{entry.variant}_{kind}_{schedule}" == name and ("mask_ap" in entry.figures) == (kind == "mask_rcnn")
+    comments = "".join(line for line in path.read_text().splitlines() if line.startswith("#"))
+    assert re.search(rf"\b{' / '.join(str(figure) for figure in entry.figures.values())} in ", comments)
+
+
+def test_the_page_has_the_table():
+    assert (ROOT / "docs/model_zoo.md").read_text().endswith("\n\n" + zoo_tables())
