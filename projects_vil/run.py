@@ -14,7 +14,8 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from backbones import ConfigError
 from backbones.errors import check_choice, closest
-from projects_vil.config import config_path, load_config, number_of_classes
+from projects_vil.checkpoint import read_zoo
+from projects_vil.config import CONFIG_FILE, config_path, first_of, load_config, number_of_classes
 from projects_vil.data import Dataset, read_dataset
 from projects_vil.engine import check_output_dir, train_from_command_line
 from projects_vil.evaluation import EVALUATION_FILE
@@ -83,7 +84,7 @@ def train(
         batch: images in an iteration, to which the learning rate is scaled; by default the config's, computed in as
             many parts as the memory requires.
         val: share of the images for validation, where ``data`` has no validation images of its own.
-        weights: a checkpoint, or a name of the model zoo; ``""`` for random weights.
+        weights: a checkpoint, or a name of the model zoo; random weights by default.
         output: OUTPUT_DIR, by default ``output/DATA_MODEL_DETECTOR``.
         device: ``"cpu"`` or ``"cuda"``; by default the GPU if there is one.
         resume: whether the interrupted run in ``output`` goes on.
@@ -121,6 +122,8 @@ def train(
                 raise ConfigError(f"{data} has no masks, which Mask R-CNN needs: choose faster_rcnn or retinanet")
             keys |= _dataset_keys(dataset, output.name)
             keys[number_of_classes(cfg)[0]] = str(len(dataset.classes))
+        if not (weights or given.get("MODEL.WEIGHTS") or cfg.MODEL.WEIGHTS or resume):
+            _suggest_weights(cfg.MODEL.TRANSFORMER.NAME)
         processes = {"num_gpus": num_gpus, "num_machines": num_machines, "machine_rank": machine_rank}
         _launch(path, keys | given, eval_only=False, resume=resume, dist_url=dist_url, **processes)
     except ConfigError:
@@ -156,7 +159,8 @@ def evaluate(
     given = _given(evaluate, overrides)
     path, weights = find_model(Path(model), given.get("MODEL.WEIGHTS"))
     keys = {} if weights is None else {"MODEL.WEIGHTS": str(weights)}
-    folder = Path(output or given.get("OUTPUT_DIR") or path.parent / (f"evaluation_{_name(data)}" if data else ""))
+    own = folder_of(path) / (f"evaluation_{_name(data)}" if data else "")
+    folder = Path(output or given.get("OUTPUT_DIR") or own)
     keys["OUTPUT_DIR"] = str(folder)
     if data is not None:
         dataset = read_dataset(data, folder / DATA_FOLDER, val=0)
@@ -167,6 +171,11 @@ def evaluate(
     processes = {"num_gpus": num_gpus, "num_machines": num_machines, "machine_rank": machine_rank, "dist_url": dist_url}
     _launch(path, keys | given, eval_only=True, resume=False, **processes)
     return Run(folder).results
+
+
+def folder_of(config: Path) -> Path:
+    """Return the folder for results of a detector: that of its run, or one in ``output`` for another config."""
+    return config.parent if config.name == CONFIG_FILE else Path("output", config.stem)
 
 
 def _given(function: Callable, overrides: Mapping[str, object]) -> dict[str, str]:
@@ -200,6 +209,13 @@ def _choose_config(model: str | None, detector: str | None, config: str | Path |
     except ConfigError:
         # A variant that has no config of its own.
         return config_path(f"base/{folder}_1x"), keys | {"MODEL.TRANSFORMER.NAME": model}
+
+
+def _suggest_weights(variant: str) -> None:
+    """Print how a run that starts from random weights could start from others."""
+    names = [name for name, entry in read_zoo().items() if entry.variant == variant]
+    if names:
+        print(f"training starts from random weights; --weights NAME starts from {first_of(names, 3)}", flush=True)
 
 
 def _dataset_keys(dataset: Dataset, name: str, *, test: str = "val") -> dict[str, str]:

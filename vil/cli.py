@@ -134,12 +134,12 @@ def export(parser: ToolParser, words: Sequence[str]) -> None:
     args = parser.parse_args(words)
 
     from projects_vil.inference import find_model
+    from projects_vil.run import folder_of
 
-    args.config_file, weights = find_model(
-        Path(args.model), dict(zip(args.opts[::2], args.opts[1::2], strict=True)).get("MODEL.WEIGHTS")
-    )
+    given = dict(zip(args.opts[::2], args.opts[1::2], strict=True)).get("MODEL.WEIGHTS")
+    args.config_file, weights = find_model(Path(args.model), given)
     args.opts += [] if weights is None else ["MODEL.WEIGHTS", str(weights)]
-    args.output = args.output or str(Path(args.config_file).parent / "export")
+    args.output = args.output or str(folder_of(args.config_file) / "export")
     commands.export(args)
 
 
