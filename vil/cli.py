@@ -148,7 +148,7 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
 
     Example:
         vil check photos
-        vil check photos --fix photos.json
+        vil check photos --fix photos_coco
     """
     commands.add_check_arguments(parser)
     commands.check(parser.parse_args(words))
