@@ -392,13 +392,15 @@ def _drawn(shapes: list[tuple[str, str, Any, list[float]]], left_out: Counter) -
 
 def _read_voc(files: list[Path], root: Path) -> _Read:
     photos, left_out, images = [], Counter(), _Images(root)
-    lists, split_of = [path for path in _walk(root) if path.parts[-3:-1] == ("ImageSets", "Main")], {}
+    lists = [path for path in _walk(root) if path.parts[-3:-1] == ("ImageSets", "Main")]
+    stems, split_of = {path.stem for path in files}, {}
     # trainval is both of the others, or stands for the one that is missing.
     for name in ("trainval", "train", "val", "test"):
         if name != "trainval" or not {"train", "val"} <= {path.stem for path in lists}:
-            lines = [line.split() for path in lists if path.stem == name for line in path.read_text().split("\n")]
-            split_of |= {words[0]: _SPLITS[name] for words in lines if words}
-    missing = split_of.keys() - {path.stem for path in files}
+            text = "\n".join(path.read_text(encoding="utf-8", errors="replace") for path in lists if path.stem == name)
+            lines = [line.strip() for line in text.split("\n") if line.strip()]
+            split_of |= {line if line in stems else line.split()[0]: _SPLITS[name] for line in lines}
+    missing = split_of.keys() - stems
     # Those of a test are often kept secret.
     left_out["images of the test without annotations"] += sum(split_of[name] == "test" for name in missing)
     if missing := [name for name in missing if split_of[name] != "test"]:
@@ -529,8 +531,8 @@ def _yolo_images(path: Path, root: Path, data: dict[str, Any], split: str) -> li
 
 def _yolo_label(image: Path) -> Path:
     """Return the label file of an image: in labels/ instead of the last images/ of its path, or beside it."""
-    before, found, after = f"{image.parent.as_posix()}/".rpartition("/images/")
-    return Path(f"{before}/labels/{after}" if found else after, f"{image.stem}.txt")
+    folder = re.sub("^(.*/|)images(?=/|$)", r"\1labels", image.parent.as_posix())
+    return Path(folder, f"{image.stem}.txt")
 
 
 def _yolo_object(row: list[str], names: list[str], size: tuple[int, int], where: str) -> dict[str, Any]:

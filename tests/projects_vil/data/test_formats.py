@@ -121,7 +121,7 @@ def test_a_split_by_hash_depends_on_file_names_only(source, tmp_path, read):
     assert read(tmp_path / "COCO", val=0).splits == {"train": (path, tmp_path / "COCO/train2017")}
 
 
-def test_lists_of_images_and_test_splits(written, read):
+def test_lists_of_images_and_test_splits(written, read, monkeypatch):
     root = written("YOLO")
     (root.parent / "val.txt").write_text("./images/val/000000000017.jpg\n\nimages/val/000000000018.jpg\n")
     root.write_text(root.read_text().replace("val: images/val", "val: val.txt\ntest: [images/val]"))
@@ -130,8 +130,10 @@ def test_lists_of_images_and_test_splits(written, read):
     text = root.read_text().replace("train: images", "train: ../images").replace("[images/val]", "../test/images")
     root.write_text(text)
     assert read(root.parent).sizes == {"train": 16, "val": 2}
-    with pytest.raises(ValueError, match="has a validation split"):
+    with pytest.raises(ConfigError, match="has a validation split"):
         read(root, val=0.1)
+    monkeypatch.chdir(root.parent)
+    assert read("data.yaml").sizes == read(".").sizes == {"train": 16, "val": 2}
 
 
 # -- the habits of programs ------------------------------------------------------------------------
