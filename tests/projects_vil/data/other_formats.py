@@ -9,7 +9,9 @@ import shutil
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-CLASSES = ("circle", "square", "triangle")
+
+def _classes(contents: dict) -> list[str]:
+    return [entry["name"] for entry in contents["train"]["categories"]]
 
 
 def _objects(content: dict, image: dict):
@@ -29,10 +31,10 @@ def write_yolo(root: Path, contents: dict, images: dict, *, masks: bool) -> Path
                 numbers = [(left + width / 2) / w, (top + height / 2) / h, width / w, height / h]
                 if masks:
                     numbers = [number / (w, h)[i % 2] for i, number in enumerate(sum(a["segmentation"], []))]
-                lines.append(" ".join([str(CLASSES.index(name)), *(f"{number:.6f}" for number in numbers)]))
+                lines.append(" ".join([str(_classes(contents).index(name)), *(f"{number:.6f}" for number in numbers)]))
             if lines:
                 (root / "labels" / split / image["file_name"]).with_suffix(".txt").write_text("\n".join(lines))
-    names = "".join(f"  {index}: {name}\n" for index, name in enumerate(CLASSES))
+    names = "".join(f"  {index}: {name}\n" for index, name in enumerate(_classes(contents)))
     splits = "".join(f"{split}: images/{split}\n" for split in contents)
     (root / "data.yaml").write_text(f"path: /where/it/was/made\n{splits}names:\n{names}")
     return root / "data.yaml"
@@ -86,7 +88,7 @@ def _points(polygon: list[float]) -> list[list[float]]:
 
 def write_cvat(root: Path, contents: dict, images: dict, *, masks: bool) -> Path:
     """CVAT for images 1.1 of a project with subsets; the parts of an object have one group."""
-    text = "".join(f"<label><name>{name}</name></label>" for name in CLASSES)
+    text = "".join(f"<label><name>{name}</name></label>" for name in _classes(contents))
     text = f"<version>1.1</version><meta><project><labels>{text}</labels></project></meta>"
     for split, content in contents.items():
         shutil.copytree(images[split], root / "images" / split.title())

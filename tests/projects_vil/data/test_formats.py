@@ -1,4 +1,5 @@
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -9,9 +10,10 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from backbones import ConfigError
 from projects_vil.data import load_dataset, read_dataset, register_datasets
-from tests.projects_vil.data.other_formats import CLASSES, WRITERS, write_voc
+from tests.projects_vil.data.other_formats import WRITERS, write_voc
 from tests.projects_vil.helpers import error_line, message, run_tool, small_config
 
+CLASSES = ("circle", "square", "triangle")
 FORMATS = list(WRITERS)
 
 
@@ -87,6 +89,39 @@ def test_polygons_are_the_same(name, source, written, read):
                 assert len(one[3]) == len(polygons) or name == "YOLO"
                 # Around the outline, which lies within the box of the pixels.
                 np.testing.assert_allclose(one[1], box, atol=0.3)
+
+
+@pytest.mark.real_data
+@pytest.mark.parametrize("masks", [False, True])
+def test_photos_of_coco(masks, tmp_path, read):
+    """80 classes, and boxes that the test rounds to whole pixels, as Pascal VOC has them; without crowds."""
+    root = Path(os.environ.get("DETECTRON2_DATASETS", "datasets")) / "coco"
+    if not (root / "annotations/instances_val2017.json").is_file():
+        pytest.skip("COCO is not in DETECTRON2_DATASETS")
+    images, found = {split: root / f"{split}2017" for split in ("train", "val")}, {}
+    contents = {split: json.loads((root / f"annotations/instances_{split}2017.json").read_text()) for split in images}
+    for content in contents.values():
+        content["annotations"] = [a for a in content["annotations"] if not a["iscrowd"]]
+        for a in content["annotations"]:
+            a["bbox"] = [float(max(round(number), 1)) for number in a["bbox"]]
+    for name in FORMATS:
+        if name == "Pascal VOC" and masks:
+            continue
+        dataset = read(WRITERS[name](tmp_path / name, contents, images, masks=masks))
+        assert dataset.has_masks is masks and dataset.sizes == {"train": 80, "val": 80}
+        found[name] = {split: records(content_of(dataset, split), dataset.splits[split][1]) for split in images}
+    if masks:
+        # Boxes are those of the polygons, and the order that of their parts.
+        assert found["LabelMe"] == found["CVAT"]
+        for split in images:
+            for file, (_, *objects) in found["COCO"][split].items():
+                numbers = [
+                    sorted(sum(sum((one[3] for one in ones), []), []))
+                    for ones in (objects, found["CVAT"][split][file][1:])
+                ]
+                np.testing.assert_allclose(numbers[0], numbers[1], atol=0.01)
+    else:
+        assert all(found[name] == found["COCO"] for name in FORMATS)
 
 
 # -- splits ----------------------------------------------------------------------------------------
