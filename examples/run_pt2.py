@@ -18,7 +18,7 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 for name in ("model", "photo", "output"):
     parser.add_argument(name)
-parser.add_argument("--threshold", type=float, default=0.5, help="lowest score to show (default 0.5)")
+parser.add_argument("--threshold", type=float, default=0.3, help="lowest score to show (default 0.3)")
 args = parser.parse_args()
 for file in (args.model, f"{args.model}.metadata.json", args.photo):
     if not Path(file).is_file() or Path(file).resolve() == Path(args.output).resolve():

@@ -44,7 +44,7 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 for name in ("detector", "photo", "output"):
     parser.add_argument(name)
 parser.add_argument("--slice", type=int, default=640, help="side of a slice in pixels (default 640)")
-parser.add_argument("--threshold", type=float, default=0.5, help="lowest score to show (default 0.5)")
+parser.add_argument("--threshold", type=float, default=0.3, help="lowest score to show (default 0.3)")
 args = parser.parse_args()
 try:
     if args.slice < 32 or Path(args.output).resolve() == Path(args.photo).resolve():

@@ -55,7 +55,7 @@ def main() -> None:
     command.add_argument("--dataset", metavar="NAME", help="dataset (default: the first of DATASETS.TEST)")
     command.add_argument("--output", type=output_file, metavar="PNG", help="default: DIR/predictions.png")
     command.add_argument("--num-images", type=positive, default=8, metavar="N", help="images, one per row (default 8)")
-    command.add_argument("--score-threshold", type=float, default=0.5, metavar="T", help="lowest score (default 0.5)")
+    command.add_argument("--score-threshold", type=float, default=0.3, metavar="T", help="lowest score (default 0.3)")
 
     args = parser.parse_args()
     print("\n".join(args.render(args)))

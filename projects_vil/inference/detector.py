@@ -25,15 +25,14 @@ from projects_vil.checkpoint import (
     weights_of,
     zoo_config,
 )
-from projects_vil.config import CONFIG_FILE, choose_device, load_config
+from projects_vil.config import CONFIG_FILE, choose_device, first_of, load_config
 from projects_vil.data import register_datasets
 from projects_vil.export import is_exported
 from projects_vil.inference.hub import HubMixin
 from projects_vil.inference.runners import EagerRunner, ExportedRunner
 from projects_vil.inference.sources import ImageBatches, ImageSource, Loaded, Runner, Skipped, Video, read_ahead
-from projects_vil.visualization import draw_instances
+from projects_vil.visualization import DRAW_THRESHOLD, draw_instances
 
-DRAW_THRESHOLD = 0.5  # default score threshold of drawings
 LABEL_SIDE = 1000  # longer side in pixels above which labels grow with the image
 
 ImageLike = str | os.PathLike | np.ndarray | PIL.Image.Image
@@ -96,8 +95,8 @@ class Detections:
         """Return the image with boxes, masks and labels: (height, width, 3) uint8 RGB.
 
         Args:
-            score_threshold: lowest score of a drawn detection, in [0, 1]; None for the detector's, or 0.5 if it was
-                loaded without one.
+            score_threshold: lowest score of a drawn detection, in [0, 1]; None for that of the call or the detector,
+                or 0.3 if neither was given one.
             longer_side: pixels to which a smaller image is enlarged, so that labels are legible.
 
         Raises:
@@ -210,24 +209,39 @@ class Detector(HubMixin):
         weights = find_weights(os.fspath(weights or cfg.MODEL.WEIGHTS))
         return cls(EagerRunner(cfg, weights, tta=tta), draw_threshold=score_threshold)
 
+    def __repr__(self) -> str:
+        runner, number = self.runner, len(self.names)
+        return (
+            f"<{runner.architecture} with {runner.backbone} on {runner.device}, {number} class{'es' * (number > 1)} "
+            f"({first_of(self.names, 3)}), weights {runner.weights}, detections from a score of "
+            f"{runner.score_threshold:g}, drawn from {self.draw_threshold:g}>"
+        )
+
     @property
     def names(self) -> tuple[str, ...]:
         """Class names."""
         return self.categories.names
 
     def __call__(
-        self, images: ImageLike | Sequence[ImageLike], *, batch_size: int = 1
+        self, images: ImageLike | Sequence[ImageLike], *, batch_size: int = 1, score_threshold: float | None = None
     ) -> Detections | list[Detections]:
         """Detect objects in an image, or in each image of a list, in its order.
 
         Args:
             images: file names, arrays **(H, W, 3) uint8 RGB**, or PIL images: one, or a list or tuple of any.
             batch_size: maximum number of images at once.
+            score_threshold: lowest score of a detection in this call, in [0, 1]; None for the detector's own.
 
         Raises:
-            ConfigError: for the first image that has another type, cannot be read, or is too small or large.
+            ConfigError: for the first image that has another type, cannot be read, or is too small or large; and for a
+                threshold below the detector's own, under which it has no detections.
         """
         check_whole("batch_size", batch_size)
+        if score_threshold is not None:
+            check_threshold(score_threshold)
+            if score_threshold < (lowest := self.runner.score_threshold):
+                low = f"score_threshold is {score_threshold:g}, and the detector has no detections below {lowest:g}"
+                raise ConfigError(f"{low}: load it with that score_threshold, or export it with a lower one")
         single = not isinstance(images, (list, tuple))
         listed = [images] if single else images
         names = ["the image"] if single else [f"image {index + 1} of {len(listed)}" for index in range(len(listed))]
@@ -237,6 +251,9 @@ class Detector(HubMixin):
             for item, detections in batch:
                 if isinstance(item, Skipped):
                     raise ConfigError(f"cannot read {item.name}: {item.reason}")
+                if score_threshold is not None:
+                    kept = detections.instances[detections.instances.scores >= score_threshold]
+                    detections = dataclasses.replace(detections, instances=kept, draw_threshold=score_threshold)
                 found[item.index] = detections
         results = [found[index] for index in range(len(sources))]
         return results[0] if single else results

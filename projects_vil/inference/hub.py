@@ -17,7 +17,7 @@ from huggingface_hub.utils import filter_repo_objects, validate_repo_id
 from backbones import ConfigError
 from backbones.checkpoint_files import write_checkpoint
 from projects_vil.checkpoint import METADATA_KEY, PUBLISHED_WEIGHTS, Categories, Checkpointer, fingerprint
-from projects_vil.config import CONFIG_FILE, default_config, detector_name
+from projects_vil.config import CONFIG_FILE, default_config
 from projects_vil.evaluation import EVALUATED_MODEL_FILE, EVALUATION_FILE, read_results, results_as_files
 from projects_vil.export import describe_report
 from projects_vil.inference.runners import EagerRunner, ExportedRunner
@@ -107,8 +107,8 @@ class HubMixin:
         if repo_id is not None:
             validate_repo_id(repo_id)
         cfg, detector = self.runner.cfg, self.runner.detector
-        name, masks = detector_name(cfg), cfg.MODEL.META_ARCHITECTURE != "RetinaNet" and cfg.MODEL.MASK_ON
-        backbone = getattr(getattr(detector.backbone, "bottom_up", None), "variant", cfg.MODEL.BACKBONE.NAME)
+        name, masks = self.runner.architecture, cfg.MODEL.META_ARCHITECTURE != "RetinaNet" and cfg.MODEL.MASK_ON
+        backbone = self.runner.backbone
         results = [
             EvalResult(_TASKS[task], dataset, dataset, metric, round(metrics[metric], 3))
             for dataset, tasks in (evaluation or {}).items()
@@ -124,7 +124,6 @@ class HubMixin:
             model_name=f"{name}, {backbone}" if results else None,
             eval_results=results or None,
         )
-        head = cfg.MODEL.RETINANET if name == "RetinaNet" else cfg.MODEL.ROI_HEADS
         classes = zip(self.categories.ids, self.categories.names, strict=True)
         return ModelCard.from_template(
             data,
@@ -136,7 +135,7 @@ class HubMixin:
             source=repo_id or "path/to/this/folder",
             masks=masks,
             cfg=cfg,
-            score_threshold=head.SCORE_THRESH_TEST,
+            score_threshold=self.runner.score_threshold,
             classes=[(number, " ".join(text.split()).replace("|", "\\|")) for number, text in classes],
             metrics=_METRICS,
             evaluations=evaluation or {},

@@ -13,7 +13,7 @@ from torch import Tensor
 from backbones import ConfigError
 from backbones.errors import check_choice
 from projects_vil.checkpoint import known_categories, load_detector
-from projects_vil.config import DETECTORS
+from projects_vil.config import DETECTORS, detector_name
 from projects_vil.data import size_for_testing
 from projects_vil.export import ExportedModel, letterbox_size, pad_image, to_instances
 from projects_vil.modeling import add_tta, max_input_side
@@ -30,6 +30,8 @@ class EagerRunner:
     Attributes:
         channels: ``"RGB"`` or ``"BGR"``, the channel order of its input.
         categories: its classes.
+        architecture, backbone: names of the detector and its backbone; ``device`` and ``weights`` as they were given.
+        score_threshold: lowest score of a detection.
 
     Raises:
         ConfigError: for a model that is not a detector, and weights that are missing or do not fit.
@@ -40,7 +42,11 @@ class EagerRunner:
         check_choice("INPUT.FORMAT", cfg.INPUT.FORMAT, ("RGB", "BGR"))
         self.detector, self.categories = load_detector(cfg, weights, device=cfg.MODEL.DEVICE, as_datasets=False)
         self.cfg = cfg
-        self.weights = Path(weights)
+        self.weights, self.device = Path(weights), cfg.MODEL.DEVICE
+        self.architecture = detector_name(cfg)
+        self.backbone = getattr(getattr(self.detector.backbone, "bottom_up", None), "variant", cfg.MODEL.BACKBONE.NAME)
+        head = cfg.MODEL.RETINANET if cfg.MODEL.META_ARCHITECTURE == "RetinaNet" else cfg.MODEL.ROI_HEADS
+        self.score_threshold = head.SCORE_THRESH_TEST
         self.channels = cfg.INPUT.FORMAT
         self.tta = tta
         self.max_input_side = max_input_side(self.detector)
@@ -91,6 +97,8 @@ class ExportedRunner:
     def __init__(self, path: str | Path, *, score_threshold: float | None = None) -> None:
         self.model = ExportedModel(path)
         metadata = self.model.metadata
+        self.weights, self.device = self.model.path, "cpu"
+        self.architecture, self.backbone = metadata["detector"], metadata["backbone"]
         self.channels = metadata["input"]["color_order"]
         classes = tuple(metadata["classes"])
         self.categories = known_categories(classes, metadata["category_ids"], number=len(classes))

@@ -13,6 +13,7 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from backbones.errors import ConfigError
+from projects_vil.visualization import DRAW_THRESHOLD
 
 IOU_THRESHOLD = 0.5  # smallest IoU of true positives in confusions and drawings
 
@@ -153,7 +154,7 @@ def _run_cocoeval(coco: COCO, detections: list[dict[str, Any]], task: str, max_d
 def _best_threshold(matches: list[Match], num_objects: int) -> tuple[float, float]:
     """Return the score with the highest F1, and F1; without true positives as many detections as objects are kept."""
     if not matches:
-        return 0.5, 0.0
+        return DRAW_THRESHOLD, 0.0
     scores = np.array([detection["score"] for detection, _ in matches])
     true_positives = np.cumsum([target is not None for _, target in matches])
     f1 = 2 * true_positives / (np.arange(1, len(matches) + 1) + num_objects)

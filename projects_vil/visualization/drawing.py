@@ -13,6 +13,9 @@ from matplotlib.colors import to_rgb
 
 from backbones.errors import ConfigError
 
+# The lowest score of a drawn detection unless another is asked for, everywhere: scores of RetinaNet's sigmoids are low,
+# most of all early in training, and a weak detection has its score on its label, while one left out leaves no trace.
+DRAW_THRESHOLD = 0.3
 LABEL_POINTS = 9
 LABEL_HEIGHT, CHARACTER_WIDTH = 17, 7.6  # pixels of a label at LABEL_POINTS, roughly
 MASK_ALPHA, LABEL_ALPHA = 0.3, 0.6  # opacity of a class's colour over the image

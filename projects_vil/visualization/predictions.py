@@ -18,6 +18,7 @@ from projects_vil.data import IGNORED_LABEL, build_train_loader, label_reader, l
 from projects_vil.evaluation import EVALUATION_FILE
 from projects_vil.utils import check_output_folder
 from projects_vil.visualization.drawing import (
+    DRAW_THRESHOLD,
     PANEL_HEIGHT,
     PANEL_WIDTH,
     draw_instances,
@@ -27,7 +28,6 @@ from projects_vil.visualization.drawing import (
 )
 
 DRAWINGS_FOLDER = "drawings"
-EVALUATION_THRESHOLD = 0.3  # a detector early in training has low scores
 SMALLEST_SAMPLE = 640  # pixels of the longer side of a drawn sample, so that labels can be read
 
 
@@ -38,7 +38,7 @@ def draw_results(
     output: str | Path,
     *,
     num_images: int = 8,
-    score_threshold: float = 0.5,
+    score_threshold: float = DRAW_THRESHOLD,
 ) -> None:
     """Draw images that are spread evenly over a dataset: a row each, ground truth left, predictions right.
 
@@ -94,10 +94,10 @@ def draw_evaluation(cfg: CfgNode, *, name: str) -> list[Path]:
         if MetadataCatalog.get(dataset).get("evaluator_type") not in ("coco", "coco_panoptic_seg", "sem_seg"):
             continue
         path = output / DRAWINGS_FOLDER / f"{dataset}_{name}.jpg"
-        options = {"num_images": cfg.TEST.DRAW_IMAGES, "score_threshold": EVALUATION_THRESHOLD}
         try:
             records = load_dataset(cfg, [dataset], train=False)
-            draw_results(dataset, records, predictions_file(output, dataset), path, **options)
+            file = predictions_file(output, dataset)
+            draw_results(dataset, records, file, path, num_images=cfg.TEST.DRAW_IMAGES)
         except (ConfigError, OSError) as error:
             logging.getLogger(__name__).warning("%s cannot be drawn: %s", dataset, error)
         else:

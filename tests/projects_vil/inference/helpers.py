@@ -22,7 +22,7 @@ ANY = Categories((3, 7), ("left", "right"))
 class BrightHalfRunner:
     """A runner that detects the brighter half of each image, with its brightness as the score."""
 
-    channels = "RGB"
+    channels, score_threshold = "RGB", 0.0
     categories = ANY
 
     def __init__(self) -> None:

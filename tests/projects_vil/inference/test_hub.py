@@ -19,6 +19,7 @@ from projects_vil import Detector
 from projects_vil.checkpoint import METADATA_KEY, Categories, fingerprint
 from projects_vil.evaluation import write_results
 from projects_vil.inference import hub
+from projects_vil.visualization import DRAW_THRESHOLD
 from tests.projects_vil.helpers import small_config
 from tests.projects_vil.inference.helpers import BrightHalfRunner, picture, save_run
 
@@ -116,8 +117,8 @@ def test_a_second_save_with_other_options(saved, tmp_path, caplog):
     assert (folder / "README.md").read_text() == "edited" and "README.md" in caplog.text
     again = Detector.from_pretrained(folder)
     assert again.runner.cfg.MODEL.RETINANET.SCORE_THRESH_TEST == 0.25 and again.runner.cfg.INPUT.MIN_SIZE_TEST == 96
-    assert again.runner.tta is False and again.draw_threshold == 0.5
-    assert Detector.from_pretrained(folder, tta=True, score_threshold=0.3, device="cpu").draw_threshold == 0.3
+    assert again.runner.tta is False and again.draw_threshold == DRAW_THRESHOLD
+    assert Detector.from_pretrained(folder, tta=True, score_threshold=0.2, device="cpu").draw_threshold == 0.2
 
 
 def test_folders_that_are_not_written(detector, run, tmp_path):
