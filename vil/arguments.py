@@ -58,6 +58,11 @@ def weights_file(text: str) -> str:
     return text if re.fullmatch(r"\w+", text) else existing_path(text)
 
 
+def image_source(text: str) -> str:
+    """Return an existing path, a URL, or the number of a camera; an argparse type."""
+    return text if text.isdecimal() else existing_path(text)
+
+
 def output_file(text: str) -> str:
     """Return a path at which a file can be written; an argparse type."""
     path = Path(text).absolute()

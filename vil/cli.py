@@ -19,6 +19,7 @@ from vil.arguments import (
     add_process_arguments,
     add_resume_argument,
     existing_path,
+    image_source,
     positive,
     run_tool,
 )
@@ -108,14 +109,16 @@ def evaluate(parser: ToolParser, words: Sequence[str]) -> None:
 
 
 def predict(parser: ToolParser, words: Sequence[str]) -> None:
-    """Detect objects in a photo, a folder of photos, or a video.
+    """Detect objects in a photo, a folder, a video, or what a camera sees.
 
     Example:
         vil predict output/photos_vil_tiny_retinanet holiday.jpg
-        vil predict output/photos_vil_tiny_retinanet photos --output found --score-threshold 0.3
+        vil predict output/photos_vil_tiny_retinanet photos --output found --score-threshold 0.5
+        vil predict output/photos_vil_tiny_retinanet 0
     """
     parser.add_argument("model", metavar="MODEL", help=_MODEL)
-    parser.add_argument("input", type=existing_path, metavar="INPUT", help="image, folder, or video")
+    input_help = "image, folder, video, number of a camera, or URL of a video or stream"
+    parser.add_argument("input", type=image_source, metavar="INPUT", help=input_help)
     parser.add_argument("--output", default="predictions", metavar="DIR", help="default: predictions")
     commands.add_predict_arguments(parser)
     args = parser.parse_args(words)

@@ -19,8 +19,8 @@ def add_predict_arguments(parser: ToolParser) -> None:
     annotations_help = "COCO file of the folder: only its images are read; results have its ids and categories"
     parser.add_argument("--annotations", type=existing_path, metavar="FILE", help=annotations_help)
     parser.add_argument("--no-drawings", action="store_true", help="write no drawings, only the results")
-    threshold_help = "lowest score of detections in drawings (default 0.5)"
-    parser.add_argument("--score-threshold", type=float, default=0.5, metavar="T", help=threshold_help)
+    threshold_help = "lowest score of detections in drawings (default 0.3)"
+    parser.add_argument("--score-threshold", type=float, default=0.3, metavar="T", help=threshold_help)
 
 
 def predict(model: str, args: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""Detection on image files, folders and videos: COCO results, drawings, and a list of what cannot be read.
+"""Detection on image files, folders, videos and streams: COCO results, drawings, and a list of what cannot be read.
 
 Images are read and resized as by the test loader, so that results equal those of ``tools/train_net.py --eval-only``.
 Only images of one resized size share a batch: detectron2 would pad others, and padding changes the detections of a
@@ -25,9 +25,18 @@ from projects_vil.checkpoint import Categories, dataset_categories, describe_cla
 from projects_vil.config import default_config
 from projects_vil.data import load_dataset, register_datasets
 from projects_vil.export import ExportedModel
-from projects_vil.inference.detector import DRAW_THRESHOLD, Detector, check_threshold
-from projects_vil.inference.sources import VIDEO_SUFFIXES, ImageBatches, ImageSource, Skipped, Video, find_images
-from projects_vil.visualization import write_image
+from projects_vil.inference.detector import Detector, check_threshold
+from projects_vil.inference.sources import (
+    VIDEO_SUFFIXES,
+    ImageBatches,
+    ImageSource,
+    Skipped,
+    Video,
+    find_images,
+    is_stream,
+)
+from projects_vil.utils import stop_requests
+from projects_vil.visualization import DRAW_THRESHOLD, write_image
 
 RESULTS_FILE, IMAGES_FILE, DRAWINGS_FOLDER = "results.json", "images.json", "drawings"
 SMALLEST_DRAWING = 480  # pixels of the longer side
@@ -45,6 +54,9 @@ class Summary:
         detections: number of detections in all of them.
         skipped: files that could not be read.
         files: the files and folders that were written.
+        drawn: number of detections that were drawn; None without drawings.
+        score_threshold: lowest score of those.
+        highest_score: of all detections.
     """
 
     unit: str
@@ -52,9 +64,15 @@ class Summary:
     detections: int
     skipped: tuple[Skipped, ...]
     files: tuple[Path, ...]
+    drawn: int | None = None
+    score_threshold: float = DRAW_THRESHOLD
+    highest_score: float = 0.0
 
     def lines(self) -> list[str]:
         lines = [f"{_count(self.done, self.unit)}, {_count(self.detections, 'detection')}"]
+        if self.drawn is not None and self.detections:
+            drawn = f"{self.drawn} of {_count(self.detections, 'detection')} drawn (score >= {self.score_threshold:g})"
+            lines.append(drawn + ("" if self.drawn else f"; the highest score is {self.highest_score:.3g}"))
         lines.append(f"wrote {', '.join(map(str, self.files))}")
         return lines + [f"skipped {_count(len(self.skipped), 'file')} that could not be read"] * bool(self.skipped)
 
@@ -69,7 +87,7 @@ def predict(
     drawings: bool = True,
     score_threshold: float = DRAW_THRESHOLD,
 ) -> Summary:
-    """Detect objects in an image, in all images of a folder and its subfolders, or in the frames of a video.
+    """Detect objects in an image, in all images of a folder and its subfolders, or in the frames of a video or stream.
 
     Writes into ``output``:
 
@@ -81,11 +99,13 @@ def predict(
 
     Image ids count from 1, in the order of the names or frames. Hidden files, and ``output`` inside the folder, are
     skipped. Category ids are the detector's; with an annotation file, those of that file. Both JSON files are written
-    atomically at the end.
+    as results come, and get their names at the end. A camera or a stream ends by itself, or by Ctrl-C or SIGTERM;
+    frames that come while the detector works may be lost, and ``seconds`` are then those since the first frame.
 
     Args:
         detector: any; a batched export for several images at once.
-        source: an image, a folder, or a video (by its suffix).
+        source: an image, a folder, a video (by its suffix), or a string: the number of a camera, or the URL of a video
+            or stream that OpenCV opens.
         output: folder for the results.
         batch_size: maximum number of images at once.
         annotations: COCO file of the folder's images: only its images, in its order, with its ids.
@@ -95,12 +115,17 @@ def predict(
     Raises:
         ConfigError: for invalid arguments and files, before anything is written, and if a file cannot be written.
     """
-    source, output = Path(source), Path(output)
+    stream, source, output = str(source) if is_stream(source) else None, Path(source), Path(output)
+    if stream is None and not source.exists():
+        raise ConfigError(f"source {source}: there is no such file or folder")
     _check_paths(source, output, annotations and Path(annotations))
     check_whole("batch_size", batch_size)
     check_threshold(score_threshold)
-    if source.is_file() and source.suffix.lower() in VIDEO_SUFFIXES:
-        files: ImageBatches | Video = Video(source)
+    if stream is not None:
+        files: ImageBatches | Video = Video(stream)
+        logging.getLogger(__name__).info("Ctrl-C ends %s and writes its results", files.name)
+    elif source.is_file() and source.suffix.lower() in VIDEO_SUFFIXES:
+        files = Video(source)
     elif annotations is None:
         files = ImageBatches(find_images(source, exclude=output), keep_pixels=drawings)
     else:
@@ -111,44 +136,72 @@ def predict(
     if batch_size > 1 and isinstance(model, ExportedModel) and not model.batched:
         logging.getLogger(__name__).warning("batch_size %d: %s takes one image at a time", batch_size, model.path)
     output.mkdir(parents=True, exist_ok=True)
-    entries: dict[int, dict] = {}
-    results: dict[int, list[dict]] = {}
+    # Entries and results whose turn has not come: batches are of one size, and may not be in the order of the input.
+    waiting: dict[int, tuple[dict | None, list[dict]]] = {}
     skipped: list[Skipped] = []
+    position = done = detections = drawn = 0
+    highest_score = 0.0
     folder = output / DRAWINGS_FOLDER
     writer = contextlib.nullcontext()
     if drawings:
         writer = _video_writer(folder, files) if isinstance(files, Video) else _image_writer(folder, files.images)
     interval = 0.1 if sys.stderr.isatty() else SECONDS_BETWEEN_LINES
     with (
+        atomic_write(output / RESULTS_FILE) as results_path,
+        atomic_write(output / IMAGES_FILE) as images_path,
+        open(results_path, "w") as results_file,
+        open(images_path, "w") as images_file,
+        contextlib.nullcontext([]) if stream is None else stop_requests(single_process=True) as received,
         tqdm(total=len(files) or None, unit=files.unit, dynamic_ncols=True, mininterval=interval) as progress,
         writer as write_drawing,
         contextlib.closing(detector.detect(files, batch_size=batch_size)) as batches,
     ):
+        results_file.write("[")
+        images_file.write('{"images": [')
         for batch in batches:
             for item, found in batch:
                 if isinstance(item, Skipped):
+                    waiting[item.index] = None, []
                     skipped.append(item)
                     tqdm.write(f"skipped {item.name}: {item.reason}", file=sys.stderr)
                     continue
                 if drawings:
-                    drawn = found.draw(score_threshold=score_threshold, longer_side=SMALLEST_DRAWING)
-                    write_drawing(item.entry, drawn)
-                entries[item.index] = item.entry
-                results[item.index] = found.to_coco(item.entry["id"])
+                    drawing = found.draw(score_threshold=score_threshold, longer_side=SMALLEST_DRAWING)
+                    write_drawing(item.entry, drawing)
+                    drawn += int((found.scores >= score_threshold).sum())
+                highest_score = max([highest_score, *found.scores[:1].tolist()])
+                waiting[item.index] = item.entry, found.to_coco(item.entry["id"])
+            while position in waiting:
+                entry, results = waiting.pop(position)
+                position += 1
+                for result in results:
+                    results_file.write(", " * (detections > 0) + json.dumps(result))
+                    detections += 1
+                if entry is not None:
+                    images_file.write(", " * (done > 0) + json.dumps(entry))
+                    done += 1
             progress.update(len(batch))
-    skipped.sort(key=lambda item: item.index)
-    pairs = zip(detector.categories.ids, detector.names, strict=True)
-    content = {
-        "images": [entries[index] for index in sorted(entries)],
-        "categories": [{"id": category_id, "name": name} for category_id, name in pairs],
-        "skipped": [{"file_name": item.name, "reason": item.reason} for item in skipped],
-    }
-    detections = [result for index in sorted(results) for result in results[index]]
-    with atomic_write(output / RESULTS_FILE) as results_file, atomic_write(output / IMAGES_FILE) as images_file:
-        results_file.write_text(json.dumps(detections))
-        images_file.write_text(json.dumps(content))
-    written = [output / RESULTS_FILE, output / IMAGES_FILE, *([folder] if drawings and entries else [])]
-    return Summary(files.unit, len(entries), len(detections), tuple(skipped), tuple(written))
+            if received:
+                break
+        results_file.write("]")
+        skipped.sort(key=lambda item: item.index)
+        pairs = zip(detector.categories.ids, detector.names, strict=True)
+        rest = {
+            "categories": [{"id": category_id, "name": name} for category_id, name in pairs],
+            "skipped": [{"file_name": item.name, "reason": item.reason} for item in skipped],
+        }
+        images_file.write("], " + json.dumps(rest)[1:])
+    written = [output / RESULTS_FILE, output / IMAGES_FILE, *([folder] if drawings and done else [])]
+    return Summary(
+        files.unit,
+        done,
+        detections,
+        tuple(skipped),
+        tuple(written),
+        drawn=drawn if drawings else None,
+        score_threshold=score_threshold,
+        highest_score=highest_score,
+    )
 
 
 def categories_as_annotated(model: Categories, dataset: Categories) -> Categories:
@@ -186,7 +239,7 @@ def _image_writer(folder: Path, images: list[ImageSource]) -> Iterator[WriteDraw
 
 @contextlib.contextmanager
 def _video_writer(folder: Path, video: Video) -> Iterator[WriteDrawing]:
-    path = folder / f"{video.path.stem}.mp4"
+    path = folder / f"{Path(video.name).stem}.mp4"
     partial = path.with_name(f".{path.stem}.{os.getpid()}.partial.mp4")
     writer, size = cv2.VideoWriter(), None
 
@@ -228,14 +281,16 @@ def _annotated_images(detector: Detector, folder: Path, annotations: Path) -> tu
 
 
 def _check_paths(source: Path, output: Path, annotations: Path | None) -> None:
-    if not source.exists():
-        raise ConfigError(f"source {source}: there is no such file or folder")
     existing = next(folder for folder in (output.absolute(), *output.absolute().parents) if folder.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise ConfigError(f"output {output}: {existing} is not a folder that can be written to")
     inputs = (source.resolve(), *source.resolve().parents)
     if source.resolve() == output.resolve() or (output / DRAWINGS_FOLDER).resolve() in inputs:
         raise ConfigError(f"output {output}: drawings would overwrite the source {source}")
+    if (output / RESULTS_FILE).exists() and not (output / IMAGES_FILE).exists():
+        raise ConfigError(
+            f"output {output} has a {RESULTS_FILE} of another tool, without {IMAGES_FILE}: choose another"
+        )
     if annotations is not None:
         if not source.is_dir() or not annotations.is_file():
             raise ConfigError(f"annotations {annotations} must be a COCO file, and source {source} a folder")

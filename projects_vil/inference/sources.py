@@ -2,12 +2,14 @@
 
 import dataclasses
 import os
+import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
 from typing import Any
+from urllib.parse import urlsplit
 
 import cv2
 import numpy as np
@@ -146,14 +148,34 @@ class ImageBatches:
 
 
 class Video:
-    """The frames of a video file, which can be read once."""
+    """The frames of a video file, a camera or a stream, which can be read once.
+
+    Args:
+        source: a file, or a string: the number of a camera, or a URL.
+
+    Attributes:
+        name: the file's name, or one made from the camera's number or the URL, without a password that it may have.
+
+    Raises:
+        ConfigError: for a camera or a stream that cannot be opened.
+    """
 
     unit = "frame"
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.capture = cv2.VideoCapture(str(path))
-        self.frame_rate = self.capture.get(cv2.CAP_PROP_FPS) or DEFAULT_FRAME_RATE
+    def __init__(self, source: Path | str) -> None:
+        self.source = source
+        is_camera = isinstance(source, str) and source.isdecimal()
+        self.capture = cv2.VideoCapture(int(source) if is_camera else str(source))
+        if isinstance(source, Path):
+            self.name = source.name
+        elif self.capture.isOpened():
+            url = urlsplit(source)
+            self.name = f"camera_{source}" if is_camera else Path(url.path).name or url.hostname or "stream"
+        else:
+            raise ConfigError(f"source {source}: OpenCV cannot open this {'camera' if is_camera else 'stream'}")
+        frame_rate = self.capture.get(cv2.CAP_PROP_FPS)
+        # Some streams have none, and some give the rate of their clock, 90,000.
+        self.frame_rate = frame_rate if 0 < frame_rate <= 1000 else DEFAULT_FRAME_RATE
         self.num_frames = max(int(self.capture.get(cv2.CAP_PROP_FRAME_COUNT)), 0)
 
     def __len__(self) -> int:
@@ -163,18 +185,21 @@ class Video:
     def batches(self, runner: Runner, batch_size: int) -> Iterator[list[Loaded | Skipped]]:
         """Yield batches for a runner; pixels are always kept, because frames cannot be read again."""
         if not self.capture.isOpened():
-            yield [Skipped(0, self.path.name, "OpenCV cannot read it as a video")]
+            yield [Skipped(0, self.name, "OpenCV cannot read it as a video")]
             return
-        index, batch = 0, []
+        index, batch, start = 0, [], time.monotonic()
+        # Frames that come while the model works may be lost.
+        is_live = isinstance(self.source, str) and not self.num_frames
         try:
             while (read := self.capture.read())[0]:
                 pixels = np.ascontiguousarray(read[1][..., ::-1])
                 reason = runner.size_error(*pixels.shape[:2])
                 if reason is not None:
-                    raise ConfigError(f"{self.path}: frames of {reason}")
-                entry = {"id": index + 1, "file_name": self.path.name, "height": len(pixels), "width": pixels.shape[1]}
-                entry |= {"frame": index, "seconds": round(index / self.frame_rate, 3)}
-                source = ImageSource(pixels, self.path.name, index + 1)
+                    raise ConfigError(f"{self.source}: frames of {reason}")
+                entry = {"id": index + 1, "file_name": self.name, "height": len(pixels), "width": pixels.shape[1]}
+                seconds = time.monotonic() - start if is_live else index / self.frame_rate
+                entry |= {"frame": index, "seconds": round(seconds, 3)}
+                source = ImageSource(pixels, self.name, index + 1)
                 batch.append(Loaded(index, entry, prepare(pixels, runner), source))
                 index += 1
                 if len(batch) == batch_size:
@@ -187,7 +212,12 @@ class Video:
         # An estimate may differ by a few frames.
         if index < min(self.num_frames - 2, 0.95 * self.num_frames):
             reason = f"from frame {index} on: only {index} of its {self.num_frames} frames can be read"
-            yield [Skipped(index, self.path.name, reason)]
+            yield [Skipped(index, self.name, reason)]
+
+
+def is_stream(source: str | Path) -> bool:
+    """Return whether a source is the number of a camera or a URL, and no file or folder."""
+    return (str(source).isdecimal() or "://" in str(source)) and not Path(source).exists()
 
 
 def prepare(pixels: np.ndarray, runner: Runner) -> Tensor:

@@ -103,6 +103,7 @@ def test_copied_lists_are_complete():
 
     from projects_vil import data, export, run
     from projects_vil.analysis.benchmark import DTYPES, MEASURED_PARTS
+    from projects_vil.visualization import DRAW_THRESHOLD
 
     # Some versions of detectron2 have more keys than others.
     assert default_config().keys() <= SECTIONS
@@ -110,6 +111,10 @@ def test_copied_lists_are_complete():
     assert commands.FORMATS == tuple(export.FORMATS) and commands.PRECISIONS == tuple(export.PRECISIONS)
     assert make_shapes_dataset.TASKS == tuple(data.SHAPES_TASKS)
     assert tuple(run.DETECTORS) == DETECTORS
+    examples = (f"examples/{name}.py" for name in ("export_coco", "run_onnx", "run_pt2", "sliced_sahi"))
+    for name in ("vil/commands.py", "tools/visualize.py", *examples):
+        text = (ROOT / name).read_text()
+        assert f"default={DRAW_THRESHOLD}," in text and f"(default {DRAW_THRESHOLD})" in text, name
 
 
 # -- overrides -------------------------------------------------------------------------------------

@@ -1,7 +1,13 @@
 """predict: results equal to an evaluation, batches, drawings, videos, and files that cannot be used."""
 
+import contextlib
+import functools
+import gc
+import http.server
 import json
 import shutil
+import signal
+import threading
 from pathlib import Path
 
 import cv2
@@ -151,9 +157,13 @@ def test_drawings(tmp_path):
         save(tmp_path / "in" / name, picture(40, 60))
     drawings, drawn = tmp_path / "out/drawings", []
     for threshold in (0.3, 0.5):
-        run_on(tmp_path / "in", tmp_path / "out", drawings=True, score_threshold=threshold)
+        summary = run_on(tmp_path / "in", tmp_path / "out", drawings=True, score_threshold=threshold)
         drawn.append(cv2.imread(str(drawings / "below/a.png")).astype(int))
         assert len(read(tmp_path / "out")[0]) == 6
+        # The mean of a bright half is 100 of 255.
+        number, highest = (6, "") if threshold == 0.3 else (0, "; the highest score is 0.39")
+        line = f"{number} of 6 detections drawn (score >= {threshold}){highest}"
+        assert line in summary.lines()[1]
     names = {path.relative_to(drawings).as_posix() for path in drawings.rglob("*") if path.is_file()}
     assert names == {"a.bmp.png.png", "a.bmp.png", "a.jpg", "b.JPG", "below/a.png", "c.tif.png"}
     # The bright half is 200, 100, 0 in RGB; the label is in its upper left corner, light on black.
@@ -191,6 +201,81 @@ def test_damaged_videos(tmp_path):
     assert len(read(tmp_path / "out")[0]) == summary.done
     summary = run_on(tmp_path / "text.avi", tmp_path / "out")
     assert summary.done == 0 and summary.skipped[0].name == "text.avi"
+
+
+class Server(http.server.SimpleHTTPRequestHandler):
+    """A server of files, and of a camera: JPEGs without an end, as IP cameras send them."""
+
+    def do_GET(self) -> None:
+        if self.path != "/camera":
+            super().do_GET()
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "multipart/x-mixed-replace;boundary=frame")
+        self.end_headers()
+        jpeg = cv2.imencode(".jpg", picture(40, 60)[..., ::-1])[1].tobytes()
+        part = b"--frame\r\nContent-Type: image/jpeg\r\nContent-Length: %d\r\n\r\n%b\r\n" % (len(jpeg), jpeg)
+        with contextlib.suppress(OSError):
+            while True:
+                self.wfile.write(part)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def served(tmp_path):
+    """The URL of a folder."""
+    handler = functools.partial(Server, directory=tmp_path)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://me:secret@127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_recorded_stream_is_as_its_file(served, tmp_path):
+    """A password in a URL is written nowhere."""
+    write_video(tmp_path / "clip.avi", 7)
+    written = []
+    for source in (tmp_path / "clip.avi", f"{served}/clip.avi"):
+        summary = run_on(source, tmp_path / "out", drawings=True, batch_size=3)
+        assert (summary.unit, summary.done, summary.skipped) == ("frame", 7, ())
+        written.append(read(tmp_path / "out"))
+        assert cv2.VideoCapture(str(tmp_path / "out/drawings/clip.mp4")).get(cv2.CAP_PROP_FRAME_COUNT) == 7
+    assert written[0] == written[1] and "secret" not in str(written)
+
+
+def test_a_camera_is_read_until_it_is_interrupted(served, tmp_path):
+    """What was found in earlier frames is in the files, and not in memory."""
+
+    class InterruptedRunner(BrightHalfRunner):
+        num_in_memory = ()
+
+        def __call__(self, images, sizes):
+            if len(self.batches) in (30, 60):
+                known = [one for one in gc.get_objects() if type(one) is dict]
+                self.num_in_memory += (sum("image_id" in one or "file_name" in one for one in known),)
+            if len(self.batches) == 60:
+                signal.raise_signal(signal.SIGINT)
+            return super().__call__(images, sizes)
+
+    runner, before = InterruptedRunner(), signal.getsignal(signal.SIGINT)
+    summary = run_on(f"{served}/camera", tmp_path / "out", runner=runner, drawings=True)
+    results, images = read(tmp_path / "out")
+    assert summary.done == len(results) == len(images["images"]) == len(runner.batches) == 61
+    assert [image["id"] for image in images["images"]] == list(range(1, 62))
+    assert runner.num_in_memory[1] < runner.num_in_memory[0] + 10
+    assert cv2.VideoCapture(str(tmp_path / "out/drawings/camera.mp4")).get(cv2.CAP_PROP_FRAME_COUNT) == 61
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_streams_that_cannot_be_opened(tmp_path):
+    for source in ("97", "http://127.0.0.1:9/clip.avi"):
+        with pytest.raises(ConfigError, match=source):
+            run_on(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_reading_ahead_is_bounded_and_raises():
@@ -245,6 +330,7 @@ def test_images_too_thin_to_augment_are_skipped(tmp_path, name):
         ("empty", "out", {}, "source .*empty"),
         ("in", "file/out", {}, r"output .*file"),
         ("in", "in", {}, "output .*in"),
+        ("in", "other", {}, r"output .*other.* results\.json"),
         ("out/drawings", "out", {}, "output .*out"),
         ("in", "out", {"annotations": "absent.json"}, r"annotations .*absent\.json"),
         ("in/a.png", "out", {"annotations": "file"}, "annotations"),
@@ -255,7 +341,8 @@ def test_arguments_that_cannot_work(tmp_path, source, output, options, named):
     for name in ("in/a.png", "out/drawings/a.png"):
         save(tmp_path / name, picture(40, 60))
     (tmp_path / "empty").mkdir()
-    for name in ("file", "out/results.json"):
+    for name in ("file", "out/results.json", "out/images.json", "other/results.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     before = sorted(tmp_path.rglob("*"))
     options = {key: tmp_path / value if key == "annotations" else value for key, value in options.items()}
