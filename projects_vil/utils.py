@@ -41,6 +41,8 @@ _FILE_ONLY = re.compile(
     # The table above these has the same figures, and nan for metrics that cannot be computed.
     r"copypaste: |Evaluation results for .* in csv format:|Some metrics cannot be computed"
 )
+# The files that a run writes before its config.
+_FIRST_FILES = re.compile(r"log\.txt|metrics\.json$|events\.out\.tfevents\.")
 # The beginning of a warning, as a regular expression.
 _WARNINGS = (
     # detectron2 scripts a few of its functions when it is imported; TorchScript is an export format.
@@ -156,6 +158,30 @@ def unfinished_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
         if is_new and folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
+
+
+@contextlib.contextmanager
+def removed_if_not_begun(folder: Path) -> Iterator[None]:
+    """Make ``OUTPUT_DIR``, and remove it where the run ends by an error before it has written its config, with its log.
+
+    A folder that had anything in it stays, and so does one with any file that a run does not write by then.
+
+    Raises:
+        ConfigError: if the folder cannot be created.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        is_new = not any(folder.iterdir())
+    except OSError as error:
+        raise ConfigError(f"OUTPUT_DIR {folder} cannot be written: {error.strerror}") from error
+    try:
+        yield
+    except BaseException:
+        # Others of the run may do the same, and another run may have its lock in the folder.
+        with contextlib.suppress(OSError):
+            if is_new and all(_FIRST_FILES.match(path.name) for path in folder.iterdir()):
+                shutil.rmtree(folder)
+        raise
 
 
 def check_output_folder(folder: str | Path) -> None:

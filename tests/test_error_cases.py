@@ -141,11 +141,11 @@ CASES = {
     # Data
     "annotations that break off": Case(CHECK, truncate("own/annotations.json"), "own/annotations.json"),
     "fix over a file": Case(f"{CHECK} --fix small.yaml", named="small.yaml", status=2),
-    "images that are gone": Case(
-        TRAIN, replace_by("datasets/shapes/train/*.jpg", None), ".jpg", writes=("output", "output/log.txt")
-    ),
-    "images that are pipes": Case(
-        TRAIN, replace_by("datasets/shapes/train/*1.jpg", os.mkfifo), ".jpg", writes=("output", "output/log.txt")
+    # A new OUTPUT_DIR is not left behind.
+    "images that are gone": Case(TRAIN, replace_by("datasets/shapes/train/*.jpg", None), ".jpg"),
+    "images that are pipes": Case(TRAIN, replace_by("datasets/shapes/train/*1.jpg", os.mkfifo), ".jpg"),
+    "images that are gone, and a folder with a file": Case(
+        f"{TRAIN} OUTPUT_DIR own", replace_by("datasets/shapes/train/*.jpg", None), ".jpg", writes=("own/log.txt",)
     ),
     "images that break off": Case(
         f"{TRAIN} DATALOADER.NUM_WORKERS 1", truncate("datasets/shapes/train/*.jpg"), ".jpg", writes=OUTPUT

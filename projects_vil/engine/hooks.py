@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from detectron2.engine import HookBase, TrainerBase, hooks
 from detectron2.utils import comm
+from detectron2.utils.events import CommonMetricPrinter
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -233,7 +234,17 @@ class PeriodicCheckpointer(HookBase):
 
 
 class PeriodicWriter(hooks.PeriodicWriter):
-    """detectron2's hook, which closes each writer at the end of a run, also where another one fails."""
+    """detectron2's hook, which also logs the first iteration at once, and closes each writer at the end of a run, also
+    where another one fails.
+    """
+
+    def after_step(self) -> None:
+        super().after_step()
+        if self.trainer.iter == self.trainer.start_iter:
+            for writer in self._writers:
+                # Not metrics.json: that of a resumed run equals that of one that never stopped.
+                if isinstance(writer, CommonMetricPrinter):
+                    writer.write()
 
     def after_train(self) -> None:
         with contextlib.ExitStack() as stack:

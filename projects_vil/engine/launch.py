@@ -19,7 +19,7 @@ from detectron2.utils import comm
 from torch.multiprocessing import ProcessExitedException, start_processes
 
 from backbones import ConfigError
-from projects_vil.utils import handling_signals, terminate
+from projects_vil.utils import handling_signals, removed_if_not_begun, terminate
 
 # How long processes wait for each other, for example while rank 0 evaluates or reads the data.
 TIMEOUT = timedelta(minutes=30)
@@ -110,7 +110,7 @@ def launch(run: Callable[[argparse.Namespace], Any], args: argparse.Namespace, *
     Args:
         run: a function that can be imported.
         args: parsed by detectron2's parser.
-        output_dir: the folder of the run, which is created.
+        output_dir: the folder of the run, which is created, and removed where it was new and the run does not begin.
         device: ``MODEL.DEVICE``.
 
     Raises:
@@ -119,20 +119,17 @@ def launch(run: Callable[[argparse.Namespace], Any], args: argparse.Namespace, *
         ProcessRaisedException: torch's, with the traceback of a process.
         SystemExit: with 128 and the number of the signal that stopped the run.
     """
-    try:
-        Path(output_dir).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"OUTPUT_DIR {output_dir} cannot be written: {error.strerror}") from error
     env = distributed_env()
-    if number_of_processes(args) == 1:
-        run(args)
-    elif env is not None:
-        with _process_group(env, device, "env://"):
+    with removed_if_not_begun(Path(output_dir)):
+        if number_of_processes(args) == 1:
             run(args)
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            url = args.dist_url if args.num_machines > 1 else f"file://{folder}/store"
-            _spawn(run, args, device, url)
+        elif env is not None:
+            with _process_group(env, device, "env://"):
+                run(args)
+        else:
+            with tempfile.TemporaryDirectory() as folder:
+                url = args.dist_url if args.num_machines > 1 else f"file://{folder}/store"
+                _spawn(run, args, device, url)
 
 
 def _spawn(run: Callable, args: argparse.Namespace, device: str, url: str) -> None:

@@ -129,7 +129,8 @@ def train(
     set_up_run(cfg, args)
     logger, solver = logging.getLogger(__name__), cfg.SOLVER
     if args.resume and is_new:
-        logger.warning("%s has no checkpoint to --resume from: training starts with MODEL.WEIGHTS", cfg.OUTPUT_DIR)
+        start = "MODEL.WEIGHTS" if cfg.MODEL.WEIGHTS else "random weights, as MODEL.WEIGHTS is empty"
+        logger.warning("%s has no checkpoint to --resume from: training starts with %s", cfg.OUTPUT_DIR, start)
     if solver.WARMUP_ITERS >= solver.MAX_ITER:
         logger.warning("the learning rate never reaches SOLVER.BASE_LR: SOLVER.WARMUP_ITERS is SOLVER.MAX_ITER or more")
     logger.info(

@@ -503,7 +503,8 @@ class Trainer(DefaultTrainer):
         super().run_step()
         done = self.iter + 1
         periods = (self.log_period, self.cfg.SOLVER.CHECKPOINT_PERIOD, self.cfg.TEST.EVAL_PERIOD)
-        if done >= self.max_iter or any(period and done % period == 0 for period in periods):
+        is_edge = self.iter == self.start_iter or done >= self.max_iter
+        if is_edge or any(period and done % period == 0 for period in periods):
             self._trainer.settle()
 
     def state_dict(self) -> dict[str, Any]:

@@ -302,3 +302,4 @@ def test_a_mistake_is_reported_once(launcher, datasets_root, tmp_path):
         status, log = Run(tmp_path / "run", datasets_root, *mistake, *flags, launcher=launcher).end(PATIENCE)
         (line,) = [line for line in log.splitlines() if line.startswith("error: ")]
         assert status == 1 and named in line and (not flags or log.endswith(f"{line}\n")), log
+        assert not (tmp_path / "run").exists()
