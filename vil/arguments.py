@@ -26,6 +26,18 @@ if TYPE_CHECKING:
 DEVICES = ("cpu", "cuda")
 # Arguments that stand for a config key.
 SHORT_FORMS = {"weights": "MODEL.WEIGHTS", "device": "MODEL.DEVICE"}
+# Arguments that other programs for training have, and the config keys that do the same.
+_KEYS_OF_OTHERS = {
+    **dict.fromkeys(("--batch", "--batch-size"), "SOLVER.IMS_PER_BATCH {}"),
+    "--epochs": "SOLVER.EPOCHS {}",
+    **dict.fromkeys(("--img-size", "--imgsz"), "INPUT.MIN_SIZE_TRAIN '({},)'"),
+    **dict.fromkeys(("--learning-rate", "--lr"), "SOLVER.BASE_LR {}"),
+    "--max-iter": "SOLVER.MAX_ITER {}",
+    **dict.fromkeys(("--output", "--output-dir"), "OUTPUT_DIR {}"),
+    "--seed": "SEED {}",
+    "--weights": "MODEL.WEIGHTS {}",
+    "--workers": "DATALOADER.NUM_WORKERS {}",
+}
 # The first parts of all config keys.
 SECTIONS = frozenset(
     (
@@ -44,12 +56,17 @@ _TORCHRUN_SECONDS = 10
 
 # An output replaces an older one, but no checkpoint, config or log of a run.
 _REPLACED = (".html", ".jpg", ".json", ".png", ".svg")
+# Only for a missing file like these the others in its folder are compared: a folder of photos may have very many.
+_CONFIGS = (".py", ".yaml", ".yml")
 
 
 def existing_path(text: str) -> str:
     """Return a path of a file or folder that is there, or a URL; an argparse type."""
     if "://" not in text and not Path(text).exists():
-        raise argparse.ArgumentTypeError(f"there is no file or folder {text}")
+        path = Path(text)
+        siblings = path.parent.glob(f"*{path.suffix}") if path.suffix in _CONFIGS else ()
+        near = closest(path.name, [sibling.name for sibling in siblings])
+        raise argparse.ArgumentTypeError(f"there is no file or folder {text}{near}")
     return text
 
 
@@ -113,11 +130,14 @@ class ToolParser(argparse.ArgumentParser):
         if not unknown:
             parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            self.error(f"unknown argument {unknown[0]}{closest(unknown[0], known)}")
+            self.error(f"unknown argument {unknown[0]}{self._hint(unknown[0], sys.argv[1:] if args is None else args)}")
         json_path = getattr(parsed, "json", None)
         if json_path and any(value == json_path for name, value in vars(parsed).items() if name != "json"):
             self.error(f"argument --json: {json_path} is already another argument of this command: name another file")
         return parsed
+
+    def _hint(self, flag: str, words: Sequence[str]) -> str:
+        return closest(flag, {*SECTIONS, *self._option_string_actions})
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message} (--help lists all arguments)\n")
@@ -178,6 +198,12 @@ class ConfigToolParser(ToolParser):
             self.error(f"MODEL.WEIGHTS: {error}")
         parsed.opts = overrides
         return parsed, unknown
+
+    def _hint(self, flag: str, words: Sequence[str]) -> str:
+        if flag not in _KEYS_OF_OTHERS or "--eval-only" not in self._option_string_actions:
+            return super()._hint(flag, words)
+        value = re.search(rf"(?<!\S){flag}[ =](?!--)(\S+)", " ".join(words))
+        return f": write {_KEYS_OF_OTHERS[flag].format(value[1] if value else 'VALUE')}"
 
     def _split(self, words: Sequence[str]) -> tuple[list[str], list[str]]:
         """Return the tool's own arguments, and keys and values."""

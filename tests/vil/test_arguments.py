@@ -5,6 +5,7 @@ import itertools
 import json
 import logging
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import torch
 from detectron2.engine import default_argument_parser
 
 from backbones import ConfigError, create_backbone
-from projects_vil.config import default_config
+from projects_vil.config import default_config, load_config, value_of
 from tests.projects_vil.helpers import CONFIGS, ROOT
 from vil import commands
 from vil.arguments import (
@@ -169,6 +170,8 @@ def test_short_forms_are_their_keys(tmp_path):
         ([*FILE, "--weights", "absent.pth"], ["absent.pth"]),
         ([*FILE, "--json", FILE[1]], ["--json"]),
         ([*FILE, "--json", str(ROOT)], ["--json", str(ROOT)]),
+        (["--config-file", str(ROOT / "configs/retinanet/vil_tiny1x.yaml")], ["'vil_tiny_1x.yaml'"]),
+        (["--config-file", str(ROOT / "absent/vil_tiny1x.yaml")], ["absent"]),
     ],
 )
 def test_a_wrong_argument_is_one_line(capsys, tokens, names):
@@ -179,6 +182,32 @@ def test_a_wrong_argument_is_one_line(capsys, tokens, names):
     err = capsys.readouterr().err
     assert caught.value.code == 2 and err.startswith("error: ") and err.count("\n") == 1
     assert all(name in err for name in names)
+
+
+@pytest.mark.parametrize(
+    "words, key, value",
+    [
+        ("--epochs 12", "SOLVER.EPOCHS", 12),
+        ("--batch-size=4", "SOLVER.IMS_PER_BATCH", 4),
+        ("--lr 1e-3 --resume", "SOLVER.BASE_LR", 1e-3),
+        ("--imgsz 640", "INPUT.MIN_SIZE_TRAIN", (640,)),
+        ("--workers --resume", "DATALOADER.NUM_WORKERS", None),
+        ("--output mine", "OUTPUT_DIR", "mine"),
+        ("--max-iter 7", "SOLVER.MAX_ITER", 7),
+        ("--seed 7", "SEED", 7),
+    ],
+)
+def test_arguments_of_other_trainers_name_their_key(capsys, words, key, value):
+    """What the error says is an override that works."""
+    tool = ConfigToolParser("Train.", config_file=False)
+    add_training_arguments(tool)
+    with pytest.raises(SystemExit):
+        tool.parse_args([*FILE, *words.split()])
+    override = shlex.split(capsys.readouterr().err.partition(": write ")[2].partition(" (--help")[0])
+    if value is None:
+        assert override == [key, "VALUE"]
+    else:
+        assert value_of(load_config(FILE[1], override), key) == value
 
 
 # -- how a tool ends -------------------------------------------------------------------------------
