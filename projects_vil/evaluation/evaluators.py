@@ -1,12 +1,14 @@
 """The evaluator of a dataset, and the metrics that it computes."""
 
+import copy
 import importlib.util
+import math
+from collections.abc import Sequence
 from typing import Any
 
 from detectron2.config import CfgNode
 from detectron2.data import MetadataCatalog
 from detectron2.evaluation import (
-    COCOEvaluator,
     DatasetEvaluator,
     DatasetEvaluators,
     LVISEvaluator,
@@ -76,7 +78,7 @@ def coco_evaluator(
     masks: bool = False,
     check: str = "error",
     api: str = "pycocotools",
-) -> COCOEvaluator:
+) -> coco_evaluation.COCOEvaluator:
     """Build detectron2's evaluator of a COCO file, with the annotations as training reads them.
 
     Args:
@@ -98,6 +100,28 @@ def check_coco_api(name: str) -> None:
     check_choice("TEST.COCO_API", name, COCO_APIS)
     if importlib.util.find_spec(name) is None:
         raise ConfigError(f"TEST.COCO_API is {name}, which is not installed: pip install -e '.[eval]'")
+
+
+class COCOEvaluator(coco_evaluation.COCOEvaluator):
+    """detectron2's evaluator, whose table by class leaves out classes without objects; their AP is nan."""
+
+    def _derive_coco_results(
+        self, coco_eval: Any, iou_type: str, class_names: Sequence[str] | None = None
+    ) -> dict[str, float]:
+        if coco_eval is None or class_names is None or len(class_names) < 2:
+            return super()._derive_coco_results(coco_eval, iou_type, class_names)
+        # (IoU, recall, class, area, detections); -1 without objects
+        precision = coco_eval.eval["precision"]
+        has_objects = (precision[..., 0, -1] > -1).any(axis=(0, 1))
+        shown = copy.copy(coco_eval)
+        shown.eval = coco_eval.eval | {"precision": precision[:, :, has_objects]}
+        names = [name for name, is_there in zip(class_names, has_objects, strict=True) if is_there]
+        results = super()._derive_coco_results(shown, iou_type, names)
+        if len(names) == 1:
+            # detectron2 has no metric of a single class.
+            results[f"AP-{names[0]}"] = results["AP"]
+        by_class = {f"AP-{name}": results.pop(f"AP-{name}", math.nan) for name in class_names}
+        return results | by_class
 
 
 class FasterCOCOEvaluator(COCOEvaluator):

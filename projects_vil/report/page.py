@@ -22,7 +22,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
 from backbones.errors import check_whole
-from projects_vil.config import config_items, default_config, detector_name, load_config
+from projects_vil.config import config_items, default_config, detector_name, first_of, load_config
 from projects_vil.data import check_files, fixed_coco, is_coco, register_datasets
 from projects_vil.evaluation import LOSS_TASK, PER_CLASS, explain_results
 from projects_vil.report import figures
@@ -188,11 +188,15 @@ def _summary(tasks: dict[str, dict[str, Any]], metrics: DetectionMetrics | None)
         for task, values in tasks.items()
         if task != LOSS_TASK
     ]
-    if metrics is not None and "APs" in columns:
-        counts = dict(zip(("AP", "APs", "APm", "APl"), metrics.num_objects.sum(axis=0).tolist(), strict=True))
-        summary.append(("objects", [str(counts.get(name, "")) for name in columns]))
+    notes = []
+    if metrics is not None:
+        number, small, medium, large = metrics.num_objects.sum(axis=0).tolist()
+        notes.append(f"The dataset has {number} objects without crowds: {small} small, {medium} medium, {large} large.")
+        absent = [metrics.categories[index]["name"] for index in np.flatnonzero(metrics.num_objects[:, 0] == 0)]
+        if absent:
+            notes.append(f"The table by class leaves out classes without objects: {first_of(absent, 20)}.")
     losses = [f"{name} {value:.4g}" for name, value in tasks.get(LOSS_TASK, {}).items() if value is not None]
-    notes = [f"Losses on this dataset: {', '.join(losses)}."] if losses else []
+    notes += [f"Losses on this dataset: {', '.join(losses)}."] * bool(losses)
     numbers = {
         task: {name: math.nan if value is None else value for name, value in values.items() if name != PER_CLASS}
         for task, values in tasks.items()
@@ -203,15 +207,19 @@ def _summary(tasks: dict[str, dict[str, Any]], metrics: DetectionMetrics | None)
 def _classes(tasks: dict[str, dict[str, Any]], metrics: DetectionMetrics | None) -> dict[str, Any]:
     """Build the table of classes: rows of a name, values, and the AP that a bar shows."""
     if metrics is not None:
-        columns = ["objects", *(f"{name} {TASK_NAMES[task]}" for task in metrics.precision for name in ("AP", "AP50"))]
+        columns = [
+            "number of objects",
+            *(f"{name} {TASK_NAMES[task]}" for task in metrics.precision for name in ("AP", "AP50")),
+        ]
         rows = []
-        for index, category in enumerate(metrics.categories):
+        for index in np.flatnonzero(metrics.num_objects[:, 0]):
             values = [metrics.ap(task, iou=iou, category=index) for task in metrics.precision for iou in (None, 0.5)]
-            rows.append((category["name"], [str(metrics.num_objects[index, 0]), *values], values[0]))
+            rows.append((metrics.categories[index]["name"], [str(metrics.num_objects[index, 0]), *values], values[0]))
         return {"class_columns": columns, "bar_of": "AP boxes", "classes": rows}
     task, per_class = next(((task, v[PER_CLASS]) for task, v in tasks.items() if v.get(PER_CLASS)), ("", {}))
     columns = list(next(iter(per_class.values()), {}))
     rows = [(name, [own.get(each) for each in columns], own.get(columns[0])) for name, own in per_class.items()]
+    rows = [row for row in rows if row[2] is not None]
     return {"class_columns": columns, "bar_of": " ".join([*columns[:1], TASK_NAMES.get(task, task)]), "classes": rows}
 
 

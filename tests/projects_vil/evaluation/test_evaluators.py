@@ -8,23 +8,23 @@ import pytest
 import torch
 import torch.nn.functional as F
 from detectron2.data import MetadataCatalog
-from detectron2.evaluation import COCOEvaluator, PascalVOCDetectionEvaluator, SemSegEvaluator
+from detectron2.evaluation import PascalVOCDetectionEvaluator, SemSegEvaluator
 from detectron2.structures import Boxes, BoxMode, Instances
 
 from backbones import ConfigError
 from projects_vil.data import IGNORED_LABEL, build_test_loader, label_reader, load_dataset, register_datasets
 from projects_vil.evaluation import build_evaluator
-from projects_vil.evaluation.evaluators import metric_names
+from projects_vil.evaluation.evaluators import COCOEvaluator, metric_names
 from tests.projects_vil.helpers import message, small_config
 from tests.projects_vil.panoptic import VAL, panoptic_config
 
 
-def evaluate(cfg, folder, predict) -> dict:
+def evaluate(cfg, folder, predict, *, name: str = "shapes_val") -> dict:
     """Return the metrics of ``predict``, from a record to boxes (N, 4), scores (N,), classes (N,) and perhaps masks."""
-    evaluator = build_evaluator(cfg, "shapes_val", str(folder))
+    evaluator = build_evaluator(cfg, name, str(folder))
     assert isinstance(evaluator, COCOEvaluator)
     evaluator.reset()
-    for record in load_dataset(cfg, ["shapes_val"], train=False):
+    for record in load_dataset(cfg, [name], train=False):
         instances = Instances((record["height"], record["width"]))
         boxes, instances.scores, instances.pred_classes, *masks = predict(record)
         instances.pred_boxes = Boxes(boxes)
@@ -49,6 +49,34 @@ def test_perfect_predictions_below_wrong_ones(shapes, tmp_path, limit, num_wrong
         assert metrics["AP"] == metrics["AP-triangle"] == pytest.approx(100)
     assert (metrics["AP-circle"] > 0) == (limit > num_wrong)
     assert (tmp_path / "coco_instances_results.json").is_file()
+
+
+@pytest.mark.parametrize("present", [("square",), ("square", "triangle")])
+def test_the_table_by_class_leaves_out_classes_without_objects(shapes, tmp_path, caplog, present):
+    """Their AP is nan, in the order of the classes, as before."""
+    dataset = json.loads((shapes / "annotations/instances_val.json").read_text())
+    ids = [one["id"] for one in dataset["categories"] if one["name"] in present]
+    dataset["annotations"] = [one for one in dataset["annotations"] if one["category_id"] in ids]
+    (tmp_path / "few.json").write_text(json.dumps(dataset))
+    name = f"few_{len(present)}"
+    cfg = small_config("retinanet", "DATASETS.COCO", f"[['{name}', '{tmp_path}/few.json', '{shapes}/val']]")
+    register_datasets(cfg)
+
+    def predict(record):
+        boxes = [BoxMode.convert(one["bbox"], one["bbox_mode"], BoxMode.XYXY_ABS) for one in record["annotations"]]
+        classes = torch.tensor([one["category_id"] for one in record["annotations"]])
+        return torch.tensor(boxes).reshape(-1, 4), torch.full((len(boxes),), 0.5), classes
+
+    with caplog.at_level("INFO"):
+        metrics = evaluate(cfg, tmp_path, predict, name=name)["bbox"]
+    assert metrics["AP"] == pytest.approx(100)
+    names = ("circle", "square", "triangle")
+    assert [key for key in metrics if "-" in key] == [f"AP-{name}" for name in names]
+    for name in names:
+        expected = 100 if name in present else float("nan")
+        assert metrics[f"AP-{name}"] == pytest.approx(expected, nan_ok=True)
+    tables = [record.getMessage() for record in caplog.records if "Per-category" in record.getMessage()]
+    assert len(tables) == (len(present) > 1) and not any("nan" in table or "circle" in table for table in tables)
 
 
 def test_stuff_is_evaluated_for_panoptic_models(panoptic_root, tmp_path, monkeypatch):

@@ -92,6 +92,7 @@ def test_a_dataset_of_ones_own(synthetic_results, tmp_path, trained_run, missing
     for item in dataset["annotations"]:
         for key in missing if not item["iscrowd"] else ():
             del item[key]
+    dataset["categories"].append({"id": 9, "name": "absent"})
     annotations = tmp_path / "annotations.json"
     annotations.write_text(json.dumps(dataset))
     for image in dataset["images"]:
@@ -106,6 +107,9 @@ def test_a_dataset_of_ones_own(synthetic_results, tmp_path, trained_run, missing
     content = (run / "report.html").read_text()
     assert "<cat>" not in content and "&lt;cat&gt; &amp; co" in content
     page = Page(content)
+    assert "3 objects without crowds: 3 small, 0 medium" in page.text and "number of objects" in page.text
+    by_class = page.text.partition("By class")[2].partition("Confusion matrix")[0]
+    assert "classes without objects: absent." in page.text and "dog" in by_class and "absent" not in by_class
     assert content_types(page)["image/jpeg"] == 2 and "odd_names" not in page.text.rpartition("Left out")[2]
     for wrong in (1, 0):
         assert f"true positives: 1, false positives: {wrong}, missed objects: {wrong}" in page.text
