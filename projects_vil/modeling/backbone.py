@@ -16,7 +16,9 @@ from fvcore.nn.weight_init import c2_xavier_fill
 from torch import Tensor, nn
 
 from backbones import ConfigError, create_backbone
+from backbones.backbone import ATTENTION_BACKENDS
 from backbones.build import OPTIONS, get_variant
+from backbones.errors import check_choice
 from projects_vil.config import config_items, updated
 
 # Sides of images in pixels, and images in a batch, that exported programs take.
@@ -78,6 +80,7 @@ def build_transformer_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> Transfor
             raise ConfigError(f"{key} has {unknown[0]}: {node.NAME} returns {', '.join(available)}")
     if not in_features:
         raise ConfigError("MODEL.FPN.IN_FEATURES is empty: name the stages that feed FPN")
+    check_choice("MODEL.TRANSFORMER.ATTENTION_BACKEND", node.ATTENTION_BACKEND, ATTENTION_BACKENDS)
     with _naming("MODEL.TRANSFORMER"):
         backbone = TransformerBackbone(
             node.NAME,
