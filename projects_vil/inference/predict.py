@@ -64,9 +64,9 @@ class Summary:
     detections: int
     skipped: tuple[Skipped, ...]
     files: tuple[Path, ...]
-    drawn: int | None = None
-    score_threshold: float = DRAW_THRESHOLD
-    highest_score: float = 0.0
+    drawn: int | None
+    score_threshold: float
+    highest_score: float
 
     def lines(self) -> list[str]:
         lines = [f"{_count(self.done, self.unit)}, {_count(self.detections, 'detection')}"]
@@ -192,16 +192,8 @@ def predict(
         }
         images_file.write("], " + json.dumps(rest)[1:])
     written = [output / RESULTS_FILE, output / IMAGES_FILE, *([folder] if drawings and done else [])]
-    return Summary(
-        files.unit,
-        done,
-        detections,
-        tuple(skipped),
-        tuple(written),
-        drawn=drawn if drawings else None,
-        score_threshold=score_threshold,
-        highest_score=highest_score,
-    )
+    scores = drawn if drawings else None, score_threshold, highest_score
+    return Summary(files.unit, done, detections, tuple(skipped), tuple(written), *scores)
 
 
 def categories_as_annotated(model: Categories, dataset: Categories) -> Categories:

@@ -13,6 +13,7 @@ from backbones import ConfigError
 from projects_vil.engine import Trainer
 from projects_vil.engine.trainer import DeferredStep
 from projects_vil.solver import build_optimizer
+from tests.projects_vil.checkpoint.test_checkpointer import log_of
 from tests.projects_vil.engine.gloo import in_processes
 from tests.projects_vil.engine.test_resuming import RUN, assert_same_run, resume, train
 from tests.projects_vil.helpers import small_config
@@ -67,9 +68,11 @@ def saved(output, name="model_final"):
 
 @pytest.mark.parametrize("detector", ["retinanet", pytest.param("mask_rcnn", marks=pytest.mark.slow)])
 def test_cut_off_and_stopped_runs_end_as_whole_ones(detector, tmp_path):
-    """The checkpoints of iterations 2 and 5, and of the signal's."""
+    """The checkpoints of iterations 2 and 5, and of the signal's. The first iteration is logged at once."""
     options = ["MODEL.EMA.ENABLED", "True"]
-    train(detector, tmp_path / "whole", *options)
+    with log_of("detectron2.utils.events") as log:
+        train(detector, tmp_path / "whole", *options)
+    assert " iter: 0  total_loss: " in log.output[0]
     assert isinstance(train(detector, tmp_path / "cut", *options, cut_at=4)._trainer, DeferredStep)
     with pytest.raises(SystemExit) as stop:
         resume(trainer_with(SignalIn(4), tmp_path / "cut", detector, *options))
