@@ -5,7 +5,6 @@ import dataclasses
 import inspect
 import json
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from projects_vil.data import Dataset, read_dataset
 from projects_vil.engine import check_output_dir, train_from_command_line
 from projects_vil.evaluation import EVALUATION_FILE
 from projects_vil.inference import Detector, find_model
+from projects_vil.utils import removed_if_not_begun
 
 # A detector's folder in configs/, and the keys in which it differs.
 DETECTORS: dict[str, tuple[str, dict[str, str]]] = {
@@ -97,10 +97,10 @@ def train(
     given = _given(train, overrides)
     path, keys = _choose_config(model, detector, config)
     cfg = load_config(path, _words(keys | given))
-    if output is None:
-        name = path.stem if config else f"{model or 'vil_tiny'}_{detector or 'retinanet'}".replace(":", "_")
-        output = given.get("OUTPUT_DIR") or f"output/{_name(data) + '_' if data else ''}{name}"
-    keys["OUTPUT_DIR"], output = str(output), Path(output)
+    name = path.stem if config else f"{model or 'vil_tiny'}_{detector or 'retinanet'}".replace(":", "_")
+    own = given.pop("OUTPUT_DIR", f"output/{_name(data) + '_' if data else ''}{name}")
+    output = Path(output or own)
+    keys["OUTPUT_DIR"] = str(output)
     if batch is not None:
         keys |= {"SOLVER.IMS_PER_BATCH": str(batch), "SOLVER.SCALE_LR_TO_BATCH": str(cfg.SOLVER.IMS_PER_BATCH)}
     if epochs is None and data is not None and not {"SOLVER.EPOCHS", "SOLVER.MAX_ITER"} & given.keys():
@@ -113,8 +113,7 @@ def train(
     keys["DATALOADER.NUM_WORKERS"] = str(workers)
     # Before anything is written there.
     check_output_dir(load_config(path, _words(keys | given)), resume=resume)
-    is_new = not output.exists()
-    try:
+    with removed_if_not_begun(output):
         if data is not None:
             dataset = read_dataset(data, output / DATA_FOLDER, val=val)
             print(dataset.line(), flush=True)
@@ -126,10 +125,6 @@ def train(
             _suggest_weights(cfg.MODEL.TRANSFORMER.NAME)
         processes = {"num_gpus": num_gpus, "num_machines": num_machines, "machine_rank": machine_rank}
         _launch(path, keys | given, eval_only=False, resume=resume, dist_url=dist_url, **processes)
-    except ConfigError:
-        if is_new and output.exists() and {file.name for file in output.iterdir()} <= {DATA_FOLDER}:
-            shutil.rmtree(output)
-        raise
     return Run(output)
 
 

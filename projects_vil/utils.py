@@ -42,7 +42,7 @@ _FILE_ONLY = re.compile(
     r"copypaste: |Evaluation results for .* in csv format:|Some metrics cannot be computed"
 )
 # The files that a run writes before its config.
-_FIRST_FILES = re.compile(r"log\.txt|metrics\.json$|events\.out\.tfevents\.")
+_FIRST_FILES = re.compile(r"log\.txt|metrics\.json$|data$|events\.out\.tfevents\.")
 # The beginning of a warning, as a regular expression.
 _WARNINGS = (
     # detectron2 scripts a few of its functions when it is imported; TorchScript is an export format.

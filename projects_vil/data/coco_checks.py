@@ -22,7 +22,7 @@ from pycocotools import mask as mask_util
 
 from backbones import ConfigError
 from projects_vil.data.detection_utils import UnreadableImage, read_image, read_size
-from projects_vil.data.formats import read_coco
+from projects_vil.data.formats import SOURCE, read_coco
 from projects_vil.data.segmentation import FAR, box_of, check_segmentation, rle_of
 
 NUM_EXAMPLES = 5
@@ -151,9 +151,12 @@ class CocoFile:
             return ConfigError(f"{self.path} has {self.describe(check)}; {off}")
         errors = self.findings("error")
         more = f" and {len(errors) - 1} more types of errors" if len(errors) > 1 else ""
-        command = shlex.join([self.path, self.image_root, *([] if self.masks else ["--boxes"])])
+        info = self.dataset.get("info")
+        source = info.get(SOURCE) if isinstance(info, dict) else None
+        data = [self.path, self.image_root] if source is None else [str(source)]
+        command = shlex.join([*data, *([] if self.masks else ["--boxes"])])
         return ConfigError(
-            f"{self.path} has {self._counted(errors[0])}{more}: python tools/check_dataset.py {command} lists all, and "
+            f"{data[0]} has {self._counted(errors[0])}{more}: `vil check {command}` lists all, and "
             "with --fix OUT writes a copy without them; DATASETS.CHECK warn goes on without them"
         )
 

@@ -103,7 +103,7 @@ class Mapper(DatasetMapper):
                 if self.is_train:
                     labels = read_labels(label_file, first_label=first_label, num_classes=self.num_labels)
         except UnreadableImage as error:
-            advice = "let tools/check_dataset.py ANNOTATIONS IMAGES --deep --fix OUT write a file without it"
+            advice = "let `vil check` with --deep --fix OUT write a copy without it"
             raise ConfigError(f"{error}; repair it, or {advice}") from error
         except SizeMismatchError as error:
             raise ConfigError(str(error)) from error

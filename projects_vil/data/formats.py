@@ -25,6 +25,8 @@ from backbones.checkpoint_files import atomic_write
 from projects_vil.data.detection_utils import IMAGE_SUFFIXES, UnreadableImage, read_size
 
 VAL_SHARE = 0.2
+# The key, in "info" of a COCO file that is written here, of the dataset that it was made of.
+SOURCE = "source"
 _SPLITS = {"train": "train", "training": "train", "trainval": "train", "val": "val", "valid": "val"}
 _SPLITS |= {"validation": "val", "test": "test", "testing": "test"}
 # What the beginning or the end of a file of each format has.
@@ -130,7 +132,9 @@ def read_dataset(source: str | Path, folder: str | Path, *, val: float | None = 
             path = Path(folder) / f"{split}.json"
             path.parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(path) as partial:
-                partial.write_text(json.dumps(content), encoding="utf-8")
+                # For the message about its errors.
+                written = content | {"info": {SOURCE: str(source)}}
+                partial.write_text(json.dumps(written), encoding="utf-8")
         splits[split], sizes[split] = (path, images), len(content["images"])
         objects = [entry for entry in content.get("annotations", ()) if isinstance(entry, dict)]
         masks += [bool(entry.get("segmentation")) for entry in objects if not entry.get("iscrowd")]

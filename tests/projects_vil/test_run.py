@@ -68,6 +68,19 @@ def test_mistakes_leave_nothing(data, arguments, named):
     assert not list((data.parent / "work").rglob("*.*"))
 
 
+def test_errors_in_the_data_of_another_format(data):
+    """The message names the dataset as it was given, not the COCO file of a folder that is gone."""
+    folder = data.parent / "voc"
+    folder.mkdir()
+    for path in sorted((data / "train").iterdir())[:4]:
+        shutil.copy(path, folder)
+        corners = "<xmin>30</xmin><ymin>5</ymin><xmax>10</xmax><ymax>20</ymax>"
+        thing = f"<object><name>shape</name><bndbox>{corners}</bndbox></object>"
+        (folder / path.with_suffix(".xml").name).write_text(f"<annotation>{thing}</annotation>")
+    text = message(train, folder, epochs=1, batch=2)
+    assert f"vil check {folder}" in text and not list((data.parent / "work").rglob("*.*"))
+
+
 def test_mask_rcnn_needs_masks(data):
     for path in (data / "annotations").iterdir():
         content = json.loads(path.read_text())
