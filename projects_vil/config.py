@@ -50,7 +50,8 @@ def add_vil_config(cfg: CfgNode) -> None:
     A config that names none of them means what it means in detectron2.
     """
     cfg.MODEL.TRANSFORMER = CfgNode()
-    # A name of backbones.list_variants(): vil_tiny_rpb has relative bias, vil_tiny absolute positions.
+    # A name of backbones.list_variants(): vil_tiny_rpb has relative bias, vil_tiny absolute positions. Or timm:MODEL, or
+    # timm:MODEL.TAG for timm's pretrained weights where MODEL.WEIGHTS is empty (docs/training.md).
     cfg.MODEL.TRANSFORMER.NAME = "vil_tiny_rpb"
     # Stages that feed FPN; empty for those in MODEL.FPN.IN_FEATURES.
     cfg.MODEL.TRANSFORMER.OUT_FEATURES = []
@@ -81,7 +82,7 @@ def add_vil_config(cfg: CfgNode) -> None:
     cfg.MODEL.TRANSFORMER.SHARED_PROJECTIONS = None
     # LIT: "deformable" or "uniform" (which has no offsets: empty SOLVER.LR_MULTIPLIERS too).
     cfg.MODEL.TRANSFORMER.MERGING = ""
-    # LIT's deformable merging and CvT's projections: "batch", "frozen" or "sync".
+    # LIT's deformable merging, CvT's projections and models of timm: "batch", "frozen" or "sync".
     cfg.MODEL.TRANSFORMER.BATCH_NORM = ""
     # ViL, LS and LIT: "load" for tables of positions that are resized once, when weights are loaded, to MAX_IMG_SIZE;
     # "map" for tables that are resized to each map; empty as in each paper (docs/checkpoints.md).

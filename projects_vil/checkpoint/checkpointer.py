@@ -5,9 +5,11 @@ import dataclasses
 import functools
 import logging
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import timm
 import torch
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.config import CfgNode
@@ -29,7 +31,13 @@ from projects_vil.checkpoint.categories import (
     match_all_classes,
     match_classes,
 )
-from projects_vil.checkpoint.metadata import METADATA_KEY, CheckpointMetadata, differing_options, input_format
+from projects_vil.checkpoint.metadata import (
+    METADATA_KEY,
+    CheckpointMetadata,
+    InputFormat,
+    differing_options,
+    input_format,
+)
 from projects_vil.checkpoint.pretrained import (
     BACKBONE_PREFIX,
     backbone_of_classifier,
@@ -40,7 +48,7 @@ from projects_vil.checkpoint.pretrained import (
 from projects_vil.checkpoint.storage import read_last_checkpoint, tag_checkpoint
 from projects_vil.checkpoint.zoo import find_weights
 from projects_vil.config import CONFIG_FILE, first_of, is_segmentor, number_of_classes, updated
-from projects_vil.modeling import TransformerBackbone, build_on_meta
+from projects_vil.modeling import TimmBackbone, TransformerBackbone, build_on_meta
 
 # With "model" for averaged weights: the weights of training, and the number of averaged steps.
 UNAVERAGED, AVERAGED_STEPS = "unaveraged_model", "averaged_steps"
@@ -117,10 +125,15 @@ class Checkpointer(DetectionCheckpointer):
     def resume_or_load(self, path: str, *, resume: bool = True) -> dict[str, Any]:
         """Resume from the last checkpoint of ``save_dir``, which is read once, or else load the weights of ``path``.
 
+        A model of timm that is named with a tag starts from timm's weights of this tag where ``path`` is empty.
+
         Raises:
             ConfigError: see :meth:`load` and :func:`~projects_vil.checkpoint.storage.read_last_checkpoint`.
         """
-        found = read_last_checkpoint(self.save_dir) if resume else None
+        found, backbone = read_last_checkpoint(self.save_dir) if resume else None, self._backbone
+        if found is None and not path and not self.complete and isinstance(backbone, TimmBackbone):
+            self._load_pretrained(backbone)
+            return {}
         if found is None:
             return self.load(path, checkpointables=[])
         self.resumed_from, self._contents = found
@@ -159,15 +172,21 @@ class Checkpointer(DetectionCheckpointer):
         return CheckpointMetadata(**known)
 
     @property
-    def _backbone(self) -> TransformerBackbone | None:
+    def _backbone(self) -> TransformerBackbone | TimmBackbone | None:
         backbone = getattr(getattr(self.model, "backbone", None), "bottom_up", None)
-        return backbone if isinstance(backbone, TransformerBackbone) else None
+        return backbone if isinstance(backbone, (TransformerBackbone, TimmBackbone)) else None
 
     def _load_file(self, filename: str) -> dict[str, Any]:
         # A resume has read it.
         contents, self._contents = self._contents or read_checkpoint(filename), None
-        official, backbone = recognise(contents), self._backbone
-        if official is None and not is_classifier(state_dict_of(contents)):
+        backbone, state_dict = self._backbone, state_dict_of(contents)
+        if isinstance(backbone, TimmBackbone) and not any("backbone." in name for name in state_dict):
+            try:
+                return self._read_timm(backbone, state_dict)
+            except ConfigError as error:
+                raise ConfigError(f"{self._path} does not fit {backbone.variant}: {error}") from error
+        official = recognise(contents)
+        if official is None and not is_classifier(state_dict):
             if "model" not in contents:
                 raise ConfigError(f"{self._path} is not a checkpoint of detectron2, of a classifier or an official one")
             # Loading changes both dicts, which may be the caller's. A copy keeps the versions of modules.
@@ -199,6 +218,32 @@ class Checkpointer(DetectionCheckpointer):
         weights, lines = backbone_of_classifier(state_dict_of(contents), backbone.variant, backbone.net)
         model = {f"{BACKBONE_PREFIX}{name}": tensor for name, tensor in weights.items()}
         return {"model": model, METADATA_KEY: saved.to_dict()}, lines
+
+    def _load_pretrained(self, backbone: TimmBackbone) -> None:
+        """Load timm's weights of the model's tag, which are downloaded once; without a tag all weights stay random."""
+        if not backbone.has_tag:
+            tags = timm.list_pretrained(f"{backbone.name}.*")
+            known = f"; timm has weights of {first_of(tags, 3)}" if tags else ""
+            self.logger.warning(f"{backbone.variant} has no tag: the backbone starts from random weights{known}")
+            return
+        self.logger.info(f"the backbone starts from timm's weights {backbone.name}")
+        self._path = backbone.variant
+        try:
+            contents = self._read_timm(backbone)
+        except ConfigError as error:
+            raise ConfigError(
+                f"timm's weights of {backbone.name} cannot be had: download them elsewhere and name the file in "
+                f"MODEL.WEIGHTS, or leave out the tag to start from random weights: {error}"
+            ) from error
+        self._log_incompatible_keys(self._load_model(contents))
+
+    def _read_timm(self, backbone: TimmBackbone, classifier: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
+        """Return timm's pretrained weights, or those of one of its classifiers, as a checkpoint of the backbone."""
+        weights = backbone.pretrained_weights(classifier)
+        mean, std = (tuple(255 * value for value in values) for values in backbone.mean_and_std)
+        metadata = CheckpointMetadata(variant=backbone.variant, input=InputFormat("RGB", mean, std))
+        model = {f"{BACKBONE_PREFIX}{name}": tensor for name, tensor in weights.items()}
+        return {"model": model, METADATA_KEY: metadata.to_dict()}
 
     def _load_model(self, checkpoint: dict[str, Any]):
         trained, steps = checkpoint.pop(UNAVERAGED, None), checkpoint.pop(AVERAGED_STEPS, 1)

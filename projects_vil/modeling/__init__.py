@@ -9,9 +9,12 @@ from projects_vil.modeling.backbone import (
     build_transformer_backbone,
     max_export_side,
     max_input_side,
+    min_export_side,
     stage_channels,
+    stage_names,
 )
 from projects_vil.modeling.micro_batches import MicroBatches
 from projects_vil.modeling.roi_heads import check_roi_heads
 from projects_vil.modeling.test_time_augmentation import add_tta
+from projects_vil.modeling.timm_backbone import TimmBackbone
 from projects_vil.modeling.waits import avoid_waits

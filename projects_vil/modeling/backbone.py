@@ -20,6 +20,7 @@ from backbones.backbone import ATTENTION_BACKENDS
 from backbones.build import OPTIONS, get_variant
 from backbones.errors import check_choice
 from projects_vil.config import config_items, updated
+from projects_vil.modeling.timm_backbone import TIMM_PREFIX, TIMM_STAGES, TimmBackbone
 
 # Sides of images in pixels, and images in a batch, that exported programs take.
 MIN_EXPORT_SIDE, MAX_EXPORT_SIDE, LARGEST_BATCH = 32, 8192, 1024
@@ -65,12 +66,21 @@ class TransformerBackbone(Backbone):
         return max(info.stride for info in self.net.feature_info.values())
 
 
-def build_transformer_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> TransformerBackbone:
-    """Build the bottom-up backbone of ``MODEL.TRANSFORMER``."""
+def stage_names(name: str) -> tuple[str, ...]:
+    """Return the names of the stages of a variant, or of a model of timm.
+
+    Raises:
+        ConfigError: for an unknown variant.
+    """
+    return tuple(TIMM_STAGES) if name.startswith(TIMM_PREFIX) else get_variant(name).stage_names
+
+
+def build_transformer_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> TransformerBackbone | TimmBackbone:
+    """Build the bottom-up backbone of ``MODEL.TRANSFORMER``, which may be a model of timm."""
     node, in_features = cfg.MODEL.TRANSFORMER, list(cfg.MODEL.FPN.IN_FEATURES)
     out_features = list(node.OUT_FEATURES) or in_features
     with _naming("MODEL.TRANSFORMER.NAME"):
-        stages = get_variant(node.NAME).stage_names
+        stages = stage_names(node.NAME)
     for key, names, available in (
         ("MODEL.TRANSFORMER.OUT_FEATURES", node.OUT_FEATURES, stages),
         ("MODEL.FPN.IN_FEATURES", in_features, [name for name in out_features if name in stages]),
@@ -81,13 +91,14 @@ def build_transformer_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> Transfor
     if not in_features:
         raise ConfigError("MODEL.FPN.IN_FEATURES is empty: name the stages that feed FPN")
     check_choice("MODEL.TRANSFORMER.ATTENTION_BACKEND", node.ATTENTION_BACKEND, ATTENTION_BACKENDS)
+    is_timm = node.NAME.startswith(TIMM_PREFIX)
     with _naming("MODEL.TRANSFORMER"):
-        backbone = TransformerBackbone(
+        backbone = (TimmBackbone if is_timm else TransformerBackbone)(
             node.NAME,
             out_features=out_features,
             freeze_at=cfg.MODEL.BACKBONE.FREEZE_AT,
             drop_path_rate=node.DROP_PATH,
-            max_img_size=node.MAX_IMG_SIZE,
+            max_img_size=None if is_timm else node.MAX_IMG_SIZE,
             activation_checkpointing=node.ACTIVATION_CHECKPOINTING,
             attention_backend=node.ATTENTION_BACKEND,
             attention=list(node.ATTENTION) or None,
@@ -200,7 +211,7 @@ def build_retinanet_transformer_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpe
     return _fpn(cfg, bottom_up, LastLevelConvs(channels, node.OUT_CHANNELS, last, levels, relu=node.P7_RELU))
 
 
-def _last_level(cfg: CfgNode, bottom_up: TransformerBackbone) -> int:
+def _last_level(cfg: CfgNode, bottom_up: Backbone) -> int:
     """Return 5 if FPN's last bottom-up feature has stride 32, 4 for 16; check the strides."""
     in_features = list(cfg.MODEL.FPN.IN_FEATURES)
     strides = [bottom_up.output_shape()[name].stride for name in in_features]
@@ -209,7 +220,7 @@ def _last_level(cfg: CfgNode, bottom_up: TransformerBackbone) -> int:
     return int(math.log2(strides[-1]))
 
 
-def _fpn(cfg: CfgNode, bottom_up: TransformerBackbone, top_block: nn.Module) -> FPN:
+def _fpn(cfg: CfgNode, bottom_up: Backbone, top_block: nn.Module) -> FPN:
     in_features, node = cfg.MODEL.FPN.IN_FEATURES, cfg.MODEL.FPN
     options = {"norm": node.NORM, "top_block": top_block, "fuse_type": node.FUSE_TYPE}
     fpn = PaddedFPN(bottom_up=bottom_up, in_features=in_features, out_channels=node.OUT_CHANNELS, **options)
@@ -264,13 +275,23 @@ def build_on_meta(cfg: CfgNode) -> nn.Module:
 
 
 def stage_channels(name: str, stage: str) -> int:
-    """Return the channels of a variant's stage, for the layers of a LazyConfig that follow it.
+    """Return the channels of a stage of a variant or of a model of timm, for the layers of a LazyConfig that follow it.
 
     Raises:
         ConfigError: for an unknown variant or stage.
     """
     with torch.device("meta"):
+        if name.startswith(TIMM_PREFIX):
+            return TimmBackbone(name, out_features=(stage,)).output_shape()[stage].channels
         return create_backbone(name, out_features=(stage,)).feature_info[stage].channels
+
+
+def min_export_side(detector: nn.Module) -> int:
+    """Return the shortest side, in pixels, of images that an exported detector takes.
+
+    In models of timm a map of 1 x 1 token may lie in memory as one of another layout: programs are not for both.
+    """
+    return MIN_EXPORT_SIDE + any(isinstance(module, TimmBackbone) for module in detector.modules())
 
 
 def max_export_side(detector: nn.Module) -> int:

@@ -1,0 +1,207 @@
+"""Models of timm as backbones: ``timm.create_model(..., features_only=True)`` with detectron2's interface."""
+
+import functools
+import inspect
+from collections.abc import Mapping, Sequence
+
+import timm
+import torch
+from detectron2.layers import ShapeSpec
+from detectron2.modeling.backbone import Backbone
+from timm.layers import convert_sync_batchnorm, freeze_batch_norm_2d
+from timm.models import group_parameters
+from torch import Tensor, nn
+
+from backbones import ConfigError
+from backbones.errors import check_choice, closest
+from backbones.layers.tracing import contiguous_for_export
+from projects_vil.config import one_line
+
+TIMM_PREFIX = "timm:"
+TIMM_STAGES = {"stage1": 4, "stage2": 8, "stage3": 16, "stage4": 32}
+# For images of any size, and, as in Swin's own detectors, windows that are shifted in the last stage too.
+_ANY_SIZE = {"strict_img_size": False, "always_partition": True}
+_BATCH_NORMS = {"batch": lambda net: net, "frozen": freeze_batch_norm_2d, "sync": convert_sync_batchnorm}
+
+
+class TimmBackbone(Backbone):
+    """A model of timm with random weights; ``stage1`` to ``stage4`` are its last maps of strides 4, 8, 16 and 32.
+
+    Args:
+        name: ``timm:MODEL``, or ``timm:MODEL.TAG`` for a model that has pretrained weights of this tag
+            (:meth:`pretrained_weights`).
+        out_features: stages to return; what only later ones need is not built.
+        freeze_at: number of stages, from the first, that are not trained.
+        drop_path_rate: timm's rate of stochastic depth.
+        activation_checkpointing: compute activations again in the backward pass.
+        attention_backend: ``"auto"`` or ``"sdpa"``: timm's attention is PyTorch's.
+        batch_norm: ``"batch"`` (None too), ``"frozen"`` or ``"sync"``.
+        options: those of other backbones; they must be None.
+
+    Raises:
+        ConfigError: for an unknown model, one without these strides or for images of one size, and for an option that
+            it does not have.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        out_features: Sequence[str],
+        freeze_at: int = 0,
+        drop_path_rate: float = 0.0,
+        activation_checkpointing: bool = False,
+        attention_backend: str = "auto",
+        batch_norm: str | None = None,
+        **options: object,
+    ) -> None:
+        super().__init__()
+        for option in (option for option, value in options.items() if value is not None):
+            raise ConfigError(f"{name} has no option {option}: a model of timm has only batch_norm")
+        check_choice("attention_backend", attention_backend, ("auto", "sdpa"))
+        check_choice("batch_norm", batch_norm or "batch", _BATCH_NORMS)
+        if not 0 <= freeze_at <= len(TIMM_STAGES):
+            raise ConfigError(f"MODEL.BACKBONE.FREEZE_AT is {freeze_at}: {name} has {len(TIMM_STAGES)} stages")
+        self.variant, self.name = name, name.removeprefix(TIMM_PREFIX)
+        self.variant_options: dict[str, object] = {}
+        self.stages = [stage for stage in TIMM_STAGES if stage in out_features]
+        with torch.device("meta"):
+            probe = _create(name)
+            parameters = inspect.signature(type(probe.model).__init__).parameters
+            if drop_path_rate and "drop_path_rate" not in parameters:
+                raise ConfigError(f"{name} has no stochastic depth: set MODEL.TRANSFORMER.DROP_PATH to 0.0")
+            wanted = _ANY_SIZE | {"drop_path_rate": drop_path_rate}
+            self.options = {option: value for option, value in wanted.items() if option in parameters}
+            indices = _indices(name, probe)
+            probe = _create(name, out_indices=list(indices.values()), **self.options)
+            frozen = _parameters_before(probe, freeze_at, name)
+        self.net = _create(name, out_indices=[indices[stage] for stage in self.stages], **self.options)
+        if batch_norm is not None:
+            if not any(isinstance(module, nn.BatchNorm2d) for module in self.net.modules()):
+                raise ConfigError(f"{name} has no BatchNorm: leave out batch_norm")
+            self.net = _BATCH_NORMS[batch_norm](self.net)
+        if activation_checkpointing:
+            try:
+                self.net.model.set_grad_checkpointing(True)
+            except (AssertionError, AttributeError) as error:
+                raise ConfigError(f"{name} has no activation checkpointing: set it to False") from error
+        for parameter in [parameter for key, parameter in self.net.named_parameters() if key in frozen]:
+            parameter.requires_grad_(False)
+        self._is_frozen = bool(frozen)
+        self.train()
+
+    def train(self, mode: bool = True) -> "TimmBackbone":
+        """Set the mode; frozen modules keep their batch statistics and have no stochastic depth."""
+        super().train(mode)
+        for module in self.net.modules() if self._is_frozen else ():
+            own = list(module.parameters())
+            if own and not any(parameter.requires_grad for parameter in own):
+                module.eval()
+        return self
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        """(B, 3, H, W), multiples of 32 -> {stage: (B, C, H / stride, W / stride)}."""
+        return dict(zip(self.stages, map(contiguous_for_export, self.net(images)), strict=True))
+
+    def output_shape(self) -> dict[str, ShapeSpec]:
+        channels = zip(self.stages, self.net.feature_info.channels(), strict=True)
+        return {stage: ShapeSpec(channels=number, stride=TIMM_STAGES[stage]) for stage, number in channels}
+
+    @property
+    def size_divisibility(self) -> int:
+        return max(TIMM_STAGES.values())
+
+    @functools.cached_property
+    def _layer_ids(self) -> dict[str, int]:
+        if not hasattr(self.net.model, "group_matcher"):
+            raise ConfigError(f"{self.variant} does not number its layers: set SOLVER.LAYER_DECAY to 1.0")
+        return group_parameters(self.net.model, self.net.model.group_matcher(), reverse=True)
+
+    @property
+    def num_layers(self) -> int:
+        """Number of timm's groups of parameters after the stem."""
+        return max(self._layer_ids.values())
+
+    def layer_id(self, name: str) -> int:
+        """Return timm's group of a parameter, for layer-wise decay of learning rates."""
+        return self._layer_ids[name.removeprefix("net.model.")]
+
+    @property
+    def has_tag(self) -> bool:
+        """Whether the name has a tag of pretrained weights."""
+        return "." in self.name
+
+    @property
+    def mean_and_std(self) -> tuple[Sequence[float], Sequence[float]]:
+        """Mean and standard deviation of RGB, in 0..1, that timm's weights are trained with."""
+        cfg = timm.get_pretrained_cfg(self.name)
+        return cfg.mean, cfg.std
+
+    def pretrained_weights(self, classifier: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Return a state dict for ``net``: timm's pretrained weights, downloaded once, or those of ``classifier``.
+
+        Args:
+            classifier: a state dict in timm's names, or in others that timm itself renames.
+
+        Raises:
+            ConfigError: where they cannot be downloaded, or do not fit.
+        """
+        overlay: dict[str, object] = {}
+        if classifier is not None:
+            classifier = {key.removeprefix("module."): tensor for key, tensor in classifier.items()}
+            overlay["state_dict"] = classifier
+            heads = timm.get_pretrained_cfg(self.name).classifier or ()
+            for head in [heads] if isinstance(heads, str) else heads:
+                if f"{head}.weight" in classifier:
+                    overlay["num_classes"] = len(classifier[f"{head}.weight"])
+        try:
+            # With its head: timm loads a model without one as far as names fit.
+            model = timm.create_model(self.name, pretrained=True, pretrained_cfg_overlay=overlay, **self.options)
+        except Exception as error:  # The Hub's client and timm's renaming have exceptions of their own.
+            raise ConfigError(f"{one_line(error)} ({type(error).__name__})") from error
+        own = self.net.model.state_dict()
+        return {f"model.{key}": tensor for key, tensor in model.state_dict().items() if key in own}
+
+
+def _create(name: str, **options: object) -> nn.Module:
+    """Create timm's model of feature maps, in NCHW, with random weights."""
+    model = name.removeprefix(TIMM_PREFIX)
+    if not timm.is_model(model):
+        raise ConfigError(f"unknown model of timm {name!r}{closest(model, timm.list_models())}")
+    try:
+        return timm.create_model(model, features_only=True, feature_cls="getter", **options)
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError) as error:
+        raise ConfigError(f"{name} cannot be built by timm for its feature maps: {one_line(error)}") from error
+
+
+def _indices(name: str, net: nn.Module) -> dict[str, int]:
+    """Return the index of each stage among the model's feature maps."""
+    last = dict(zip(net.feature_info.reduction(), net.out_indices, strict=True))
+    if not last.keys() >= set(TIMM_STAGES.values()):
+        raise ConfigError(
+            f"{name} has feature maps of strides {', '.join(map(str, last))}, and a detector needs 4, 8, 16 and 32: "
+            "choose a model with four stages, such as Swin, ConvNeXt, PVTv2 or ResNet"
+        )
+    return {stage: last[stride] for stage, stride in TIMM_STAGES.items()}
+
+
+def _parameters_before(net: nn.Module, freeze_at: int, name: str) -> set[str]:
+    """Return the parameters on which the map of stage ``freeze_at`` depends; ``net`` is on the meta device.
+
+    Raises:
+        ConfigError: if the maps of an image of another size than the model's own do not have their strides.
+    """
+    height, width = 96, 160
+    try:
+        with torch.enable_grad():
+            maps = net.eval()(torch.empty(1, 3, height, width))
+        sizes = [(height / x.shape[2], width / x.shape[3]) for x in maps]
+    except (AssertionError, RuntimeError) as error:
+        raise ConfigError(f"{name} takes images of one size only: choose another model ({one_line(error)})") from error
+    if sizes != [(stride, stride) for stride in TIMM_STAGES.values()]:
+        raise ConfigError(f"{name} has feature maps whose sides are not those of the image by 4, 8, 16 and 32")
+    if not freeze_at:
+        return set()
+    names, parameters = zip(*net.named_parameters(), strict=True)
+    gradients = torch.autograd.grad(maps[freeze_at - 1].sum(), parameters, allow_unused=True)
+    return {name for name, gradient in zip(names, gradients, strict=True) if gradient is not None}
