@@ -31,7 +31,7 @@ from backbones.attention.chunks import copied_windows
 from backbones.errors import check_choice
 from backbones.layers.tracing import static_size
 from projects_vil.export.detectors import ExportableDetector
-from projects_vil.modeling import LARGEST_BATCH, MIN_EXPORT_SIDE, max_export_side
+from projects_vil.modeling import LARGEST_BATCH, MIN_EXPORT_SIDE, TimmBackbone, max_export_side, min_export_side
 from projects_vil.utils import deferred_signals
 
 OPSET = 20
@@ -83,7 +83,7 @@ def export_program(exportable: ExportableDetector, example: Tensor) -> torch.exp
     import torch.fx.experimental._config as symbolic
 
     # With bounds, a condition that does not hold for all of these sizes is an error here, and not when the file runs.
-    sides = {"min": MIN_EXPORT_SIDE, "max": max_export_side(exportable.detector)}
+    sides = {"min": min_export_side(exportable.detector), "max": max_export_side(exportable.detector)}
     height, width = torch.export.Dim("height", **sides), torch.export.Dim("width", **sides)
     dynamic = {} if exportable.size else {example.ndim - 2: height, example.ndim - 1: width}
     if exportable.batched:
@@ -96,7 +96,14 @@ def export_program(exportable: ExportableDetector, example: Tensor) -> torch.exp
         # A condition that holds for nearly all sizes must not be specialised to the example's size.
         symbolic.patch(backed_size_oblivious=True),
     ):
-        return torch.export.export(exportable, (example,), dynamic_shapes=(dynamic,), strict=False)
+        try:
+            return torch.export.export(exportable, (example,), dynamic_shapes=(dynamic,), strict=False)
+        except torch._dynamo.exc.UserError as error:
+            if exportable.size or not any(isinstance(module, TimmBackbone) for module in exportable.modules()):
+                raise
+            raise ConfigError(
+                "this model of timm cannot be exported for images of any size: give one with --size, or use torchscript"
+            ) from error
 
 
 def trace(exportable: ExportableDetector, example: Tensor) -> torch.jit.ScriptModule:
@@ -136,7 +143,13 @@ class _AttentionAsProducts(TorchFunctionMode):
 
 
 def _attention_as_products(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *, scale: float | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    *,
+    scale: float | None = None,
 ) -> Tensor:
     scale = static_size(query.shape[-1]) ** -0.5 if scale is None else scale
     scores = (query * scale) @ key.transpose(-2, -1)
@@ -297,7 +310,10 @@ def _write_openvino(exportable: ExportableDetector, example: Tensor, path: Path)
     # Half precision is that of the weights in the file; the computation is in float32.
     with _AttentionAsProducts(), copied_windows():
         traced = trace(copy.deepcopy(exportable).float() if is_half else exportable, example)
-    sides = exportable.size or [openvino.Dimension(MIN_EXPORT_SIDE, max_export_side(exportable.detector))] * 2
+    sides = (
+        exportable.size
+        or [openvino.Dimension(min_export_side(exportable.detector), max_export_side(exportable.detector))] * 2
+    )
     batch = [openvino.Dimension(1, LARGEST_BATCH)] if exportable.batched else []
     shape = openvino.PartialShape([*batch, 3, *sides])
     # The converter takes an exception of a signal handler, in its calls of Python, for an operator that it cannot
