@@ -22,15 +22,14 @@ from detectron2.utils.events import EventStorage
 from detectron2.utils.logger import log_every_n_seconds
 from matplotlib.figure import Figure
 from tabulate import tabulate
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.benchmark.utils.timer import timer
 
 from backbones import ConfigError
 from backbones.attention.sliding_chunk import sample_shifts
-from backbones.build import get_variant
 from backbones.errors import check_choice, closest
 from projects_vil.config import check_device, load_config
-from projects_vil.modeling import build_transformer_backbone
+from projects_vil.modeling import TimmBackbone, TransformerBackbone, build_transformer_backbone, stage_names
 from projects_vil.solver import build_optimizer
 from projects_vil.utils import peak_in_new_process
 
@@ -53,9 +52,9 @@ class BenchmarkCase:
     """One model, the part of it that is measured, and its input.
 
     Attributes:
-        name: a variant or a config file, with suffixes: ``+checkpointing`` for activation checkpointing, ``+shift`` for
-            random-shift training, ``+sdpa`` and ``+triton`` for an attention backend. Or a baseline
-            (:func:`build_baseline`).
+        name: a variant, ``timm:MODEL`` or a config file, with suffixes: ``+checkpointing`` for activation
+            checkpointing, ``+shift`` for random-shift training, ``+sdpa`` and ``+triton`` for an attention backend. Or
+            a baseline (:func:`build_baseline`).
         is_baseline: whether it is a baseline.
         part: one of ``MEASURED_PARTS``: the first attention module, all feature maps of the backbone, inference of the
             detector, or a training step with the update of the optimizer.
@@ -98,7 +97,7 @@ class BenchmarkCase:
             if self.is_baseline:
                 model = build_baseline(name)
             else:
-                stages = list(get_variant(cfg.MODEL.TRANSFORMER.NAME).stage_names)
+                stages = list(stage_names(cfg.MODEL.TRANSFORMER.NAME))
                 cfg.MODEL.TRANSFORMER.OUT_FEATURES = cfg.MODEL.FPN.IN_FEATURES = stages
                 model = build_transformer_backbone(cfg, ShapeSpec(channels=3))
             model.to(self.device)
@@ -122,7 +121,7 @@ class BenchmarkCase:
         is_variant = not self.is_baseline and not name.endswith(".yaml")
         keys = ["MODEL.TRANSFORMER.NAME", name] if is_variant else []
         keys += ["MODEL.TRANSFORMER.DROP_PATH", "0.0", *(() if self.is_baseline else self.overrides)]
-        stages = get_variant(name).stage_names if is_variant else ()
+        stages = stage_names(name) if is_variant else ()
         path = self.base if is_variant or self.is_baseline else Path(name)
         cfg = load_config(path, [*keys, "MODEL.DEVICE", self.device])
         cfg.defrost()
@@ -135,7 +134,8 @@ class BenchmarkCase:
         return cfg
 
     def _attention(self, model: nn.Module, height: int, width: int) -> tuple[nn.Module, tuple]:
-        for stage, stride in () if self.is_baseline else zip(model.net.stages, model.net.strides, strict=False):
+        is_ours = isinstance(model, TransformerBackbone)
+        for stage, stride in zip(model.net.stages, model.net.strides, strict=False) if is_ours else ():
             attention = stage.blocks[0].attention
             if attention is not None:
                 dim, size = stage.blocks[0].attention_norm.normalized_shape[0], (height // stride, width // stride)
@@ -195,29 +195,7 @@ def build_baseline(name: str) -> Backbone:
     if not timm.is_model(name):
         hint = closest(name, [*BASELINES, *timm.list_models()])
         raise ConfigError(f"unknown baseline {name!r}: choose one of {', '.join(BASELINES)} or a model of timm{hint}")
-    return _TimmBackbone(name)
-
-
-class _TimmBackbone(Backbone):
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        try:
-            self.net = timm.create_model(name, features_only=True)
-        except (RuntimeError, AttributeError, NotImplementedError) as error:
-            raise ConfigError(f"baseline {name!r}: timm does not return its feature maps") from error
-        self.strides = self.net.feature_info.reduction()
-        # FPN takes the last feature map of each stride.
-        channels = dict(zip(self.strides, self.net.feature_info.channels(), strict=True))
-        if not channels.keys() >= set(_STRIDES):
-            raise ConfigError(f"baseline {name!r}: it has no feature maps of the strides 4, 8, 16 and 32")
-        self.shapes = {f"stride{stride}": ShapeSpec(channels=channels[stride], stride=stride) for stride in _STRIDES}
-
-    def forward(self, images: Tensor) -> dict[str, Tensor]:
-        features = dict(zip(self.strides, self.net(images), strict=True))
-        return {name: features[shape.stride] for name, shape in self.shapes.items()}
-
-    def output_shape(self) -> dict[str, ShapeSpec]:
-        return self.shapes
+    return TimmBackbone(f"timm:{name}", out_features=stage_names(f"timm:{name}"))
 
 
 def _with_fpn(cfg: CfgNode, bottom_up: nn.Module) -> FPN:

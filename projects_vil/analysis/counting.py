@@ -21,6 +21,7 @@ from backbones.build import VARIANTS, get_variant
 from backbones.errors import closest
 from backbones.vil import ViLVariant
 from projects_vil.config import detector_name
+from projects_vil.modeling import TimmBackbone
 
 # "classifier" or the name of a detector -> variant -> parameters in millions and 1e9 multiply-adds, or None
 PUBLISHED = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text())
@@ -90,7 +91,8 @@ def count_detector(
     Returns:
         ``parameters`` of each part and their ``total``; ``as_published``, the total as the paper counts it: for ViL
         with absolute positions for images of up to 1333 pixels, and with the classification head (1000 classes) and
-        norm that the official detectors carry and never use; ``classifier``, the parameters of the paper's classifier;
+        norm that the official detectors carry and never use; ``classifier``, the parameters of the paper's classifier,
+        None for a model of timm;
         ``flops``, or None, and ``flops_by_operator``; and ``published_parameters``, ``published_classifier`` and
         ``published_flops``, in millions and in 1e9 as the papers print them, or None.
     """
@@ -106,7 +108,9 @@ def count_detector(
     parts["fpn"] = numbers["backbone"] - parts["backbone"]
     total = as_published = sum(parts.values())
     variant_name = cfg.MODEL.TRANSFORMER.NAME.removesuffix("_rpb")
-    variant, classifier = get_variant(variant_name), meta_classifier(variant_name)
+    is_timm = isinstance(model.backbone.bottom_up, TimmBackbone)
+    variant = None if is_timm else get_variant(variant_name)
+    classifier = None if is_timm else meta_classifier(variant_name)
     if isinstance(variant, ViLVariant) and not variant.relative_bias:
         with torch.device("meta"):
             backbone = create_backbone(variant_name, max_img_size=1333)
@@ -121,7 +125,7 @@ def count_detector(
         "total": total,
         "as_published": as_published,
         "published_parameters": published[0],
-        "classifier": count_classifier_parameters(classifier),
+        "classifier": classifier and count_classifier_parameters(classifier),
         "published_classifier": PUBLISHED["classifier"].get(variant_name, (None, None))[0],
         "flops": sum(by_operator.values()) if with_flops else None,
         "flops_by_operator": by_operator,
@@ -195,7 +199,7 @@ def format_detectors(counts: Sequence[dict[str, Any]]) -> str:
     rows = [
         [
             *(each["name"], each["total"] / 1e6, each["as_published"] / 1e6, each["published_parameters"]),
-            *(each["classifier"] / 1e6, each["published_classifier"]),
+            *(each["classifier"] and each["classifier"] / 1e6, each["published_classifier"]),
             *(each["flops"] and each["flops"] / 1e9, each["published_flops"]),
         ]
         for each in counts

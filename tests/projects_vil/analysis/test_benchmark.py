@@ -72,7 +72,7 @@ def test_suffixes(calls, monkeypatch):
 
 
 @pytest.mark.parametrize("detector", slow_except(["retinanet", "mask_rcnn"], {"retinanet"}))
-@pytest.mark.parametrize("name, is_baseline", [(SMALL, False), ("r50", True)])
+@pytest.mark.parametrize("name, is_baseline", [(SMALL, False), ("r50", True), ("timm:pvt_v2_b0+checkpointing", False)])
 def test_a_training_step_changes_the_weights(calls, detector, name, is_baseline):
     step = case(name, "train-step", is_baseline=is_baseline, detector=detector).build()
     step()
@@ -108,6 +108,7 @@ def test_models_that_cannot_be_measured():
         (f"{SMALL}+shift", {}, r"\+shift"),
         ("lit_ti+shift", {"backward": True}, "lit_ti"),
         ("r50", {"is_baseline": True, "part": "attention"}, "r50"),
+        ("timm:pvt_v2_b0", {"part": "attention"}, "timm:pvt_v2_b0"),
         ("swin", {"is_baseline": True}, "'swin_t'"),
         ("vit_tiny_patch16_224", {"is_baseline": True}, "vit_tiny_patch16_224"),
     ):

@@ -17,7 +17,7 @@ from backbones.attention.sliding_chunk import SlidingChunkAttention
 from backbones.build import get_variant
 from backbones.layers.token_merging import DeformableTokenMerging
 from projects_vil import load_config
-from projects_vil.analysis import count_detector, count_variants, counting
+from projects_vil.analysis import count_detector, count_variants, counting, format_detectors
 from projects_vil.analysis.counting import PUBLISHED, count_classifier_parameters, count_flops, meta_classifier
 from tests.projects_vil.helpers import ROOT, small_config
 from tests.selection import slow_except
@@ -198,6 +198,14 @@ def test_figures_of_mask_rcnn_are_for_no_other_two_stage_detector():
     ):
         cfg = load_config(ROOT / f"configs/{path}.yaml", overrides)
         assert count_detector(cfg, "a name", with_flops=False)["published_parameters"] is None
+
+
+def test_a_model_of_timm_has_no_figures_of_a_paper():
+    counts = count_detector(small_config("retinanet", "MODEL.TRANSFORMER.NAME", "timm:resnet18"), "a name", size=(64, 96))
+    # Without the classifier's 512 x 1000 weights and 1000 biases.
+    assert counts["parameters"]["backbone"] == 11_689_512 - 513_000 and counts["flops"] > 0
+    assert counts["classifier"] is counts["published_flops"] is None
+    assert "11.177" in format_detectors([counts])
 
 
 def test_attention_of_a_detector_equals_a_hand_count():
