@@ -1,0 +1,214 @@
+"""Models of timm as backbones, with random weights, weights of files, and those of a cache of the Hub."""
+
+import huggingface_hub.constants
+import pytest
+import timm
+import torch
+from detectron2.modeling import build_model
+from detectron2.modeling.backbone.swin import SwinTransformer
+from safetensors.torch import save_file
+from torch import nn
+
+from backbones.checkpoint_files import read_checkpoint
+from projects_vil import Detector, build_optimizer
+from projects_vil.checkpoint import METADATA_KEY, Checkpointer, check_weights
+from projects_vil.modeling import TimmBackbone, build_on_meta
+from projects_vil.solver import layer_decay_factors
+from tests.projects_vil.helpers import SMALL, error_line, message, run_tool, small_config
+from tests.projects_vil.inference.helpers import picture
+
+SWIN, CONVNEXT, PVT, RESNET = "swin_tiny_patch4_window7_224", "test_convnext", "pvt_v2_b0", "test_resnet.r160_in1k"
+STAGES = ("stage1", "stage2", "stage3", "stage4")
+
+
+def config(name: str, *overrides: str, detector: str = "mask_rcnn"):
+    return small_config(detector, "MODEL.TRANSFORMER.NAME", f"timm:{name}", *overrides)
+
+
+def backbone_of(name: str, *overrides: str, detector: str = "mask_rcnn") -> TimmBackbone:
+    return build_model(config(name, *overrides, detector=detector)).backbone.bottom_up
+
+
+@pytest.mark.parametrize("name", [SWIN, CONVNEXT, PVT, RESNET])
+@pytest.mark.parametrize("detector, levels", [("retinanet", range(3, 8)), ("mask_rcnn", range(2, 7))])
+def test_images_of_any_size_give_all_levels_and_gradients(name, detector, levels):
+    model = build_model(config(name, detector=detector))
+    for height, width in ((70, 101), (260, 33)):
+        images = model.preprocess_image([{"image": torch.rand(3, height, width) * 255}] * 2)
+        padded = images.tensor.shape[2:]
+        maps = model.backbone(images.tensor)
+        assert {key: x.shape[2:] for key, x in maps.items()} == {
+            f"p{level}": tuple(-(-side // 2**level) for side in padded) for level in levels
+        }
+    sum(x.square().mean() for x in maps.values()).backward()
+    assert [name for name, p in model.backbone.named_parameters() if p.grad is None] == []
+
+
+def test_swin_is_that_of_detectron2():
+    """Windows are shifted in the last stage too, where a classifier's map is a single window."""
+    ours, theirs = TimmBackbone(f"timm:{SWIN}", out_features=STAGES).eval(), SwinTransformer(drop_path_rate=0.0).eval()
+    for parameter in ours.parameters():
+        nn.init.normal_(parameter, std=0.05)
+    renamed = {}
+    for name, x in ours.net.model.state_dict().items():
+        layers, number, *rest = name.split(".")
+        # detectron2's merging of patches ends a layer, timm's begins one.
+        renamed[".".join([layers, str(int(number) - ("downsample" in rest)), *rest]) if rest[1:] else name] = x
+    assert not theirs.load_state_dict(renamed, strict=False).unexpected_keys
+    outputs = []
+    for index in range(4):
+        getattr(theirs, f"norm{index}").register_forward_pre_hook(lambda _, args: outputs.append(args[0]))
+    images = torch.randn(1, 3, 448, 224)
+    with torch.no_grad():
+        maps = ours(images)
+        theirs(images)
+    for x, expected in zip(maps.values(), outputs, strict=True):
+        torch.testing.assert_close(x.flatten(2).mT, expected)
+
+
+@pytest.mark.parametrize(
+    "name, overrides, named",
+    [
+        ("vit_tiny_patch16_224", [], "strides 16, and a detector needs 4, 8, 16 and 32"),
+        ("maxvit_nano_rw_256", [], "images of one size only"),
+        ("resnet19", [], "'resnet18'"),
+        ("resnet18.in30k", [], "in30k"),
+        (SWIN, ["MODEL.TRANSFORMER.MERGING", "uniform"], "no option merging"),
+        (SWIN, ["MODEL.TRANSFORMER.BATCH_NORM", "frozen"], "no BatchNorm"),
+        (SWIN, ["MODEL.TRANSFORMER.ATTENTION_BACKEND", "triton"], "attention_backend"),
+        ("densenet121", ["MODEL.TRANSFORMER.DROP_PATH", "0.1"], "MODEL.TRANSFORMER.DROP_PATH to 0.0"),
+        ("vgg11", ["MODEL.TRANSFORMER.ACTIVATION_CHECKPOINTING", "True"], "no activation checkpointing"),
+        (CONVNEXT, ["MODEL.BACKBONE.FREEZE_AT", "5"], "MODEL.BACKBONE.FREEZE_AT is 5"),
+        (CONVNEXT, ["MODEL.FPN.IN_FEATURES", "['res2']"], "has res2"),
+    ],
+)
+def test_what_a_model_cannot_be_or_have_is_an_error(name, overrides, named):
+    assert named in message(build_on_meta, config(name, *overrides))
+
+
+def test_frozen_stages_and_batch_norm():
+    for detector in ("mask_rcnn", "retinanet"):
+        backbone = backbone_of(RESNET, "MODEL.BACKBONE.FREEZE_AT", "2", detector=detector).train()
+        frozen = {name.split(".")[2] for name, p in backbone.named_parameters() if not p.requires_grad}
+        assert frozen == {"conv1", "bn1", "layer1", "layer2"}
+        before = {name: x.clone() for name, x in backbone.named_buffers() if "running" in name}
+        backbone(torch.rand(2, 3, 64, 96))
+        changed = {
+            name.split(".")[2] for name, x in backbone.named_buffers() if not torch.equal(x, before.get(name, x))
+        }
+        assert changed == {"layer3", "layer4"}
+    default, other = backbone, backbone_of(RESNET, "MODEL.TRANSFORMER.BATCH_NORM", "frozen", detector="retinanet")
+    weights = {name: x for name, x in default.state_dict().items() if "num_batches" not in name}
+    other.load_state_dict(weights, strict=True)
+    images = torch.rand(2, 3, 64, 96)
+    torch.testing.assert_close(other.train()(images), default.eval()(images))
+
+
+@pytest.mark.parametrize("name", [PVT, RESNET])
+def test_activation_checkpointing_keeps_less_and_changes_no_value(name):
+    key, kept, outputs = "MODEL.TRANSFORMER.ACTIVATION_CHECKPOINTING", [], []
+    weights = backbone_of(name).state_dict()
+    for value in ("False", "True"):
+        backbone = backbone_of(name, key, value)
+        backbone.load_state_dict(weights)
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, sizes=sizes: sizes.append(x.numel()), lambda x: x):
+            outputs.append(backbone.train()(torch.ones(2, 3, 64, 96)))
+        kept.append(sum(sizes))
+    assert kept[1] < 0.6 * kept[0]
+    torch.testing.assert_close(outputs[1], outputs[0])
+
+
+def test_weight_and_layer_decay_are_those_of_timm():
+    cfg = config(SWIN, "SOLVER.WEIGHT_DECAY", "0.05", "SOLVER.LAYER_DECAY", "0.5", "SOLVER.BASE_LR", "1.0")
+    model = build_on_meta(cfg)
+    names = {p: name.removeprefix("backbone.bottom_up.net.model.") for name, p in model.named_parameters()}
+    groups = {names[p]: group for group in build_optimizer(cfg, model).param_groups for p in group["params"]}
+    table, last = "layers.0.blocks.0.attn.relative_position_bias_table", "layers.3.blocks.1.mlp.fc2.weight"
+    assert groups[table]["weight_decay"] == 0 and groups[last]["weight_decay"] == 0.05
+    rates = [groups[name]["lr"] for name in ("patch_embed.proj.weight", table, last, "backbone.fpn_lateral2.weight")]
+    assert rates == [0.5 ** (12 + 1), 0.5**12, 0.5, 1.0]
+    assert "SOLVER.LAYER_DECAY to 1.0" in message(layer_decay_factors, build_on_meta(config("caformer_s18")), 0.5)
+
+
+@pytest.mark.parametrize("detector", ["retinanet", "mask_rcnn"])
+def test_a_run_from_a_classifier_is_resumed_loaded_and_shared(detector, datasets_root, tmp_path):
+    """The name has a tag, and nothing can be downloaded here: only a start without MODEL.WEIGHTS would try."""
+    weights, output = tmp_path / "classifier.safetensors", tmp_path / "run"
+    classifier = timm.create_model("pvt_v2_b0", num_classes=10)
+    save_file(classifier.state_dict(), weights)
+    keys = ["MODEL.TRANSFORMER.NAME", "timm:pvt_v2_b0.in1k", "MODEL.WEIGHTS", str(weights), "OUTPUT_DIR", str(output)]
+    keys += ["SOLVER.BASE_LR", "1e-30", "SOLVER.WARMUP_ITERS", "0", "SOLVER.IMS_PER_BATCH", "2", *SMALL[detector]]
+    command = ["train_net.py", "--config-file", f"configs/demo/{detector}_vil_shapes.yaml"]
+    for number, options in (("1", []), ("2", ["--resume"])):
+        result = run_tool(*command, *options, *keys, "SOLVER.MAX_ITER", number, datasets_root=datasets_root)
+        assert result.returncode == 0, result.stderr
+    contents = read_checkpoint(output / "model_final.pth")
+    assert contents["iteration"] == 1 and contents[METADATA_KEY]["variant"] == "timm:pvt_v2_b0.in1k"
+    name = "stages.3.blocks.0.attn.q.weight"
+    torch.testing.assert_close(contents["model"][f"backbone.bottom_up.net.model.{name}"], classifier.state_dict()[name])
+    detectors = [Detector.load(output, device="cpu", score_threshold=0.0)]
+    detectors[0].save_pretrained(tmp_path / "shared")
+    detectors.append(Detector.from_pretrained(tmp_path / "shared", device="cpu", score_threshold=0.0))
+    scores = [found([picture(70, 101)])[0].scores for found in detectors]
+    assert len(scores[0]) and list(scores[0]) == list(scores[1])
+
+
+def test_files_that_do_not_fit(tmp_path):
+    cfg, path = config(RESNET), tmp_path / "weights.pth"
+    weights = timm.create_model("test_resnet").state_dict()
+    for name in ("layer1.0.conv1.weight", "fc.weight"):
+        torch.save({key: x for key, x in weights.items() if key != name}, path)
+        assert name in message(check_weights, cfg, str(path)) and str(path) in message(check_weights, cfg, str(path))
+    torch.save({"state_dict": {f"module.{key}": x for key, x in weights.items()}, "arch": "test_resnet"}, path)
+    check_weights(cfg, str(path))
+    assert "timm:test_convnext" in message(check_weights, config(CONVNEXT), str(path))
+
+
+def test_pretrained_weights_are_those_of_the_tag(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    repository = tmp_path / f"models--timm--{RESNET}"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs/main").write_text("0" * 40)
+    (repository / "snapshots" / ("0" * 40)).mkdir(parents=True)
+    weights = timm.create_model("test_resnet").state_dict()
+    save_file(weights, repository / "snapshots" / ("0" * 40) / "model.safetensors")
+
+    def start(name: str) -> dict[str, torch.Tensor]:
+        cfg = config(name, "MODEL.PIXEL_MEAN", "[1.0, 2.0, 3.0]")
+        model = build_model(cfg)
+        Checkpointer(model, str(tmp_path), cfg=cfg).resume_or_load("", resume=True)
+        return model.backbone.bottom_up.net.model.state_dict()
+
+    torch.testing.assert_close(start(RESNET), {name: x for name, x in weights.items() if not name.startswith("fc.")})
+    assert "the config has RGB with mean [1, 2, 3]" in caplog.text
+    assert not torch.equal(start("test_resnet")["layer1.0.conv1.weight"], weights["layer1.0.conv1.weight"])
+    assert "timm:test_resnet has no tag" in caplog.text
+    error = message(start, "test_convnext.r160_in1k")
+    assert "MODEL.WEIGHTS" in error and "test_convnext.r160_in1k" in error
+
+
+@pytest.mark.parametrize("name", [CONVNEXT, PVT, RESNET])
+@pytest.mark.parametrize("file_format", ["torchscript", "onnx"])
+@pytest.mark.slow
+def test_exports(name, file_format, tmp_path):
+    keys = ["MODEL.TRANSFORMER.NAME", f"timm:{name}", *SMALL["retinanet"]]
+    weights = tmp_path / "model.pth"
+    cfg = config(name, detector="retinanet")
+    Checkpointer(build_model(cfg), str(tmp_path), cfg=cfg).save("model")
+    command = ["export_model.py", "--config-file", "configs/demo/retinanet_vil_shapes.yaml", "--weights", weights]
+    result = run_tool(*command, "--format", file_format, "--output", tmp_path / "export", *keys)
+    assert result.returncode == 0 and "equal" in result.stdout, result.stderr
+
+
+@pytest.mark.slow
+def test_an_export_of_swin_to_onnx_is_for_one_size(tmp_path):
+    cfg = config(SWIN, detector="retinanet")
+    Checkpointer(build_model(cfg), str(tmp_path), cfg=cfg).save("model")
+    command = ["export_model.py", "--config-file", "configs/demo/retinanet_vil_shapes.yaml", "--weights"]
+    command += [tmp_path / "model.pth", "--format", "onnx", "--output", tmp_path / "export"]
+    keys = ["MODEL.TRANSFORMER.NAME", f"timm:{SWIN}", *SMALL["retinanet"]]
+    assert "--size" in error_line(run_tool(*command, *keys))
+    result = run_tool(*command, "--size", "96", "128", *keys)
+    assert result.returncode == 0 and "equal" in result.stdout, result.stderr
