@@ -50,7 +50,7 @@ def add_vil_config(cfg: CfgNode) -> None:
     A config that names none of them means what it means in detectron2.
     """
     cfg.MODEL.TRANSFORMER = CfgNode()
-    # A name of backbones.list_variants(): vil_tiny_rpb has relative bias, vil_tiny absolute positions. Or timm:MODEL, or
+    # A name of backbones.list_variants(): vil_tiny_rpb has relative bias, vil_tiny absolute positions. Or timm:MODEL or
     # timm:MODEL.TAG for timm's pretrained weights where MODEL.WEIGHTS is empty (docs/training.md).
     cfg.MODEL.TRANSFORMER.NAME = "vil_tiny_rpb"
     # Stages that feed FPN; empty for those in MODEL.FPN.IN_FEATURES.

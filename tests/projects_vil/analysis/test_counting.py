@@ -201,7 +201,8 @@ def test_figures_of_mask_rcnn_are_for_no_other_two_stage_detector():
 
 
 def test_a_model_of_timm_has_no_figures_of_a_paper():
-    counts = count_detector(small_config("retinanet", "MODEL.TRANSFORMER.NAME", "timm:resnet18"), "a name", size=(64, 96))
+    cfg = small_config("retinanet", "MODEL.TRANSFORMER.NAME", "timm:resnet18")
+    counts = count_detector(cfg, "a name", size=(64, 96))
     # Without the classifier's 512 x 1000 weights and 1000 biases.
     assert counts["parameters"]["backbone"] == 11_689_512 - 513_000 and counts["flops"] > 0
     assert counts["classifier"] is counts["published_flops"] is None
