@@ -281,6 +281,13 @@ def memory_of(process: int | str = "self", *, peak: bool = False) -> int | None:
     return int(found[1]) * 1024 if found else None
 
 
+def available_memory() -> int | None:
+    """Return the bytes of memory that new processes can have without swapping; None on systems without /proc."""
+    path = Path("/proc/meminfo")
+    found = re.search(r"MemAvailable:\s+(\d+) kB", path.read_text()) if path.exists() else None
+    return int(found[1]) * 1024 if found else None
+
+
 def peak_in_new_process(build: Callable[[], Callable[[], object]], *, what: str, instead: str) -> int | None:
     """Return the peak bytes of one call above the memory before it, in a new process with as many threads as this one.
 

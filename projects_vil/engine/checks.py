@@ -36,7 +36,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "MODEL.PIXEL_STD": (1e-30, math.inf),
     "MODEL.TRANSFORMER.FEATURE_REDRAW_PERIOD": (1, math.inf),
     "MODEL.TRANSFORMER.RANDOM_SHIFT_UNTIL": (0, 1),
-    "SOLVER.ACCUMULATE": (1, math.inf),
+    "SOLVER.ACCUMULATE": (0, math.inf),
     "SOLVER.BASE_LR": (1e-30, math.inf),
     "SOLVER.CHECKPOINT_KEEP": (0, math.inf),
     "SOLVER.CHECKPOINT_PERIOD": (1, math.inf),
@@ -121,7 +121,7 @@ def _check_training(cfg: CfgNode, model: nn.Module, *, processes: int, on_gpu: b
         raise ConfigError("SOLVER.AMP.DTYPE float16 needs MODEL.DEVICE cuda: use bfloat16 on the CPU")
     # detectron2's trainer scales the batch with the processes where there is a reference.
     batch, divisor = solver.IMS_PER_BATCH, solver.REFERENCE_WORLD_SIZE or processes
-    if batch % (divisor * solver.ACCUMULATE):
+    if batch % (divisor * max(solver.ACCUMULATE, 1)):
         raise ConfigError(
             f"SOLVER.IMS_PER_BATCH is {batch}: it must be a multiple of {divisor} processes times SOLVER.ACCUMULATE "
             f"{solver.ACCUMULATE}"

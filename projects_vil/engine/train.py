@@ -20,6 +20,7 @@ from backbones.checkpoint_files import atomic_write
 from projects_vil.checkpoint import Checkpointer, checkpoints_of, remove_run
 from projects_vil.config import CONFIG_FILE, check_override_effects, choose_device, load_config, updated
 from projects_vil.data import read_datasets, register_datasets
+from projects_vil.engine.batch import choose_micro_batches
 from projects_vil.engine.checks import check_setup
 from projects_vil.engine.launch import check_processes, launch, number_of_processes
 from projects_vil.engine.trainer import Trainer
@@ -63,7 +64,8 @@ def _run(args: argparse.Namespace) -> None:
         num_images = read_datasets(cfg)
         cfg, lines = schedule_by_epochs(cfg, num_images, args.opts)
         cfg, scaling = scale_learning_rate(cfg)
-        for line in (*lines, *scaling):
+        cfg, micro_batches = choose_micro_batches(cfg, resume=args.resume)
+        for line in (*lines, *scaling, *micro_batches):
             logging.getLogger(__name__).info(line)
         train(cfg, args, Trainer, _write_yaml)
 
