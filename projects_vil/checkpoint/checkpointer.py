@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import logging
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +30,14 @@ from projects_vil.checkpoint.categories import (
     match_all_classes,
     match_classes,
 )
-from projects_vil.checkpoint.metadata import (
-    METADATA_KEY,
-    CheckpointMetadata,
-    InputFormat,
-    differing_options,
-    input_format,
-)
+from projects_vil.checkpoint.metadata import METADATA_KEY, CheckpointMetadata, differing_options, input_format
 from projects_vil.checkpoint.pretrained import (
     BACKBONE_PREFIX,
     backbone_of_classifier,
     convert_official,
     is_classifier,
     named_variant,
+    weights_of_timm,
 )
 from projects_vil.checkpoint.storage import read_last_checkpoint, tag_checkpoint
 from projects_vil.checkpoint.zoo import find_weights
@@ -181,10 +175,7 @@ class Checkpointer(DetectionCheckpointer):
         contents, self._contents = self._contents or read_checkpoint(filename), None
         backbone, state_dict = self._backbone, state_dict_of(contents)
         if isinstance(backbone, TimmBackbone) and not any("backbone." in name for name in state_dict):
-            try:
-                return self._read_timm(backbone, state_dict)
-            except ConfigError as error:
-                raise ConfigError(f"{self._path} does not fit {backbone.variant}: {error}") from error
+            return weights_of_timm(backbone, state_dict, source=self._path)
         official = recognise(contents)
         if official is None and not is_classifier(state_dict):
             if "model" not in contents:
@@ -221,29 +212,13 @@ class Checkpointer(DetectionCheckpointer):
 
     def _load_pretrained(self, backbone: TimmBackbone) -> None:
         """Load timm's weights of the model's tag, which are downloaded once; without a tag all weights stay random."""
-        if not backbone.has_tag:
-            tags = timm.list_pretrained(f"{backbone.name}.*")
-            known = f"; timm has weights of {first_of(tags, 3)}" if tags else ""
-            self.logger.warning(f"{backbone.variant} has no tag: the backbone starts from random weights{known}")
+        if "." not in backbone.name:
+            tags = first_of(timm.list_pretrained(f"{backbone.name}.*"), 3) or "none"
+            self.logger.warning(f"{backbone.variant} starts from random weights: it has no tag (timm has {tags})")
             return
         self.logger.info(f"the backbone starts from timm's weights {backbone.name}")
         self._path = backbone.variant
-        try:
-            contents = self._read_timm(backbone)
-        except ConfigError as error:
-            raise ConfigError(
-                f"timm's weights of {backbone.name} cannot be had: download them elsewhere and name the file in "
-                f"MODEL.WEIGHTS, or leave out the tag to start from random weights: {error}"
-            ) from error
-        self._log_incompatible_keys(self._load_model(contents))
-
-    def _read_timm(self, backbone: TimmBackbone, classifier: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
-        """Return timm's pretrained weights, or those of one of its classifiers, as a checkpoint of the backbone."""
-        weights = backbone.pretrained_weights(classifier)
-        mean, std = (tuple(255 * value for value in values) for values in backbone.mean_and_std)
-        metadata = CheckpointMetadata(variant=backbone.variant, input=InputFormat("RGB", mean, std))
-        model = {f"{BACKBONE_PREFIX}{name}": tensor for name, tensor in weights.items()}
-        return {"model": model, METADATA_KEY: metadata.to_dict()}
+        self._log_incompatible_keys(self._load_model(weights_of_timm(backbone)))
 
     def _load_model(self, checkpoint: dict[str, Any]):
         trained, steps = checkpoint.pop(UNAVERAGED, None), checkpoint.pop(AVERAGED_STEPS, 1)

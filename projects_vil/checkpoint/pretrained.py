@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+import timm
 import torch
 from torch import Tensor
 
@@ -22,9 +23,10 @@ from backbones.layers.position import fit_table
 from backbones.lit import LITVariant
 from backbones.vil import ViLStage, ViLVariant
 from projects_vil.checkpoint.categories import dataset_categories
-from projects_vil.checkpoint.metadata import METADATA_KEY, OFFICIAL_INPUT, CheckpointMetadata
+from projects_vil.checkpoint.metadata import METADATA_KEY, OFFICIAL_INPUT, CheckpointMetadata, InputFormat
 from projects_vil.checkpoint.zoo import find_weights, is_zoo_name, zoo_entry
 from projects_vil.config import first_of
+from projects_vil.modeling import TimmBackbone
 
 BACKBONE_PREFIX = "backbone.bottom_up.net."
 _ANCHORS = 9  # per position, in the official RetinaNets
@@ -226,6 +228,30 @@ def backbone_of_classifier(
         converted[key] = (torch.ones if key.endswith("weight") else torch.zeros)(target[key].shape)
     lines += [f"initialised: {', '.join(norms)}: a classifier has no output norms"] if norms else []
     return converted, lines
+
+
+def weights_of_timm(
+    backbone: TimmBackbone, classifier: Mapping[str, Tensor] | None = None, *, source: str = "timm"
+) -> dict[str, object]:
+    """Return timm's pretrained weights for a backbone, or those of a classifier of timm, as a checkpoint's contents.
+
+    Args:
+        classifier: see :meth:`TimmBackbone.pretrained_weights`.
+        source: where they come from, for an error.
+
+    Raises:
+        ConfigError: if they cannot be downloaded or do not fit.
+    """
+    try:
+        weights = backbone.pretrained_weights(classifier)
+    except ConfigError as error:
+        hint = "; name a file in MODEL.WEIGHTS, or leave out the tag to start from random weights"
+        message = f"{source} has no weights for {backbone.variant}: {error}"
+        raise ConfigError(message + (hint if classifier is None else "")) from error
+    cfg = timm.get_pretrained_cfg(backbone.name)
+    image = InputFormat("RGB", *(tuple(255 * value for value in values) for values in (cfg.mean, cfg.std)))
+    model = {f"{BACKBONE_PREFIX}{name}": tensor for name, tensor in weights.items()}
+    return {"model": model, METADATA_KEY: CheckpointMetadata(variant=backbone.variant, input=image).to_dict()}
 
 
 def _model_options(

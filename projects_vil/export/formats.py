@@ -31,7 +31,7 @@ from backbones.attention.chunks import copied_windows
 from backbones.errors import check_choice
 from backbones.layers.tracing import static_size
 from projects_vil.export.detectors import ExportableDetector
-from projects_vil.modeling import LARGEST_BATCH, MIN_EXPORT_SIDE, TimmBackbone, max_export_side, min_export_side
+from projects_vil.modeling import LARGEST_BATCH, export_sides
 from projects_vil.utils import deferred_signals
 
 OPSET = 20
@@ -51,7 +51,7 @@ class Format:
         precisions: the supported precisions.
         packages: the packages that writing needs; the metadata has their versions.
         uses_torch_export: whether ``torch.export`` makes its program.
-        shortest_side: the shortest image side that a file takes, in pixels.
+        shortest_side: the shortest image side that a file takes, in pixels; None for that of ``export_sides``.
         extra_suffixes: suffixes of further files that belong to a model; they replace ``suffix``.
         options: runtime options for running a file.
     """
@@ -62,7 +62,7 @@ class Format:
     precisions: tuple[str, ...] = ("fp32", "fp16", "bf16")
     packages: tuple[str, ...] = ()
     uses_torch_export: bool = False
-    shortest_side: int = MIN_EXPORT_SIDE
+    shortest_side: int | None = None
     extra_suffixes: tuple[str, ...] = ()
     options: Mapping[str, str] = field(default_factory=dict)
 
@@ -83,7 +83,7 @@ def export_program(exportable: ExportableDetector, example: Tensor) -> torch.exp
     import torch.fx.experimental._config as symbolic
 
     # With bounds, a condition that does not hold for all of these sizes is an error here, and not when the file runs.
-    sides = {"min": min_export_side(exportable.detector), "max": max_export_side(exportable.detector)}
+    sides = dict(zip(("min", "max"), export_sides(exportable.detector), strict=True))
     height, width = torch.export.Dim("height", **sides), torch.export.Dim("width", **sides)
     dynamic = {} if exportable.size else {example.ndim - 2: height, example.ndim - 1: width}
     if exportable.batched:
@@ -99,11 +99,10 @@ def export_program(exportable: ExportableDetector, example: Tensor) -> torch.exp
         try:
             return torch.export.export(exportable, (example,), dynamic_shapes=(dynamic,), strict=False)
         except torch._dynamo.exc.UserError as error:
-            if exportable.size or not any(isinstance(module, TimmBackbone) for module in exportable.modules()):
+            if exportable.size:
                 raise
-            raise ConfigError(
-                "this model of timm cannot be exported for images of any size: give one with --size, or use torchscript"
-            ) from error
+            other = "give one with --size, or use torchscript"
+            raise ConfigError(f"this model cannot be exported for images of any size: {other}") from error
 
 
 def trace(exportable: ExportableDetector, example: Tensor) -> torch.jit.ScriptModule:
@@ -310,10 +309,7 @@ def _write_openvino(exportable: ExportableDetector, example: Tensor, path: Path)
     # Half precision is that of the weights in the file; the computation is in float32.
     with _AttentionAsProducts(), copied_windows():
         traced = trace(copy.deepcopy(exportable).float() if is_half else exportable, example)
-    sides = (
-        exportable.size
-        or [openvino.Dimension(min_export_side(exportable.detector), max_export_side(exportable.detector))] * 2
-    )
+    sides = exportable.size or [openvino.Dimension(*export_sides(exportable.detector))] * 2
     batch = [openvino.Dimension(1, LARGEST_BATCH)] if exportable.batched else []
     shape = openvino.PartialShape([*batch, 3, *sides])
     # The converter takes an exception of a signal handler, in its calls of Python, for an operator that it cannot

@@ -16,7 +16,7 @@ from projects_vil.checkpoint import Categories, versions
 from projects_vil.config import detector_name
 from projects_vil.export.detectors import ExportableDetector
 from projects_vil.export.formats import FORMATS, OPSET
-from projects_vil.modeling import LARGEST_BATCH, max_export_side, min_export_side
+from projects_vil.modeling import LARGEST_BATCH, export_sides
 
 # Keys that this repository reads.
 _REQUIRED = {"input", "resizing", "outputs", "classes"}
@@ -119,8 +119,8 @@ def describe_model(
         ConfigError: for an ``exportable.size`` that the detector or the format does not take.
     """
     entry = FORMATS[file_format]
-    shortest = min_export_side(exportable.detector) if entry.shortest_side > 1 else entry.shortest_side
-    sides = [shortest, max_export_side(exportable.detector)]
+    shortest, longest = export_sides(exportable.detector)
+    sides = [entry.shortest_side or shortest, longest]
     if exportable.size:
         check_sides(sides, exportable.size, what="size")
     short, longest = 0 if exportable.size else cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST

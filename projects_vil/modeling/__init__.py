@@ -7,9 +7,8 @@ from projects_vil.modeling.backbone import (
     TransformerBackbone,
     build_on_meta,
     build_transformer_backbone,
-    max_export_side,
+    export_sides,
     max_input_side,
-    min_export_side,
     stage_channels,
     stage_names,
 )

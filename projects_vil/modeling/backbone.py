@@ -286,17 +286,14 @@ def stage_channels(name: str, stage: str) -> int:
         return create_backbone(name, out_features=(stage,)).feature_info[stage].channels
 
 
-def min_export_side(detector: nn.Module) -> int:
-    """Return the shortest side, in pixels, of images that an exported detector takes.
+def export_sides(detector: nn.Module) -> tuple[int, int]:
+    """Return the shortest and the longest side, in pixels, of images that an exported detector takes.
 
-    In models of timm a map of 1 x 1 token may lie in memory as one of another layout: programs are not for both.
+    Absolute positions limit the longest one. In models of timm a map of 1 x 1 token may lie in memory as one of another
+    layout, and programs are not for both.
     """
-    return MIN_EXPORT_SIDE + any(isinstance(module, TimmBackbone) for module in detector.modules())
-
-
-def max_export_side(detector: nn.Module) -> int:
-    """Return the longest side, in pixels, of images that an exported detector takes: absolute positions limit it."""
-    return max_input_side(detector) or MAX_EXPORT_SIDE
+    shortest = MIN_EXPORT_SIDE + any(isinstance(module, TimmBackbone) for module in detector.modules())
+    return shortest, max_input_side(detector) or MAX_EXPORT_SIDE
 
 
 def max_input_side(detector: nn.Module) -> int | None:

@@ -126,17 +126,6 @@ class TimmBackbone(Backbone):
         """Return timm's group of a parameter, for layer-wise decay of learning rates."""
         return self._layer_ids[name.removeprefix("net.model.")]
 
-    @property
-    def has_tag(self) -> bool:
-        """Whether the name has a tag of pretrained weights."""
-        return "." in self.name
-
-    @property
-    def mean_and_std(self) -> tuple[Sequence[float], Sequence[float]]:
-        """Mean and standard deviation of RGB, in 0..1, that timm's weights are trained with."""
-        cfg = timm.get_pretrained_cfg(self.name)
-        return cfg.mean, cfg.std
-
     def pretrained_weights(self, classifier: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Return a state dict for ``net``: timm's pretrained weights, downloaded once, or those of ``classifier``.
 

@@ -16,7 +16,7 @@ from backbones import ConfigError
 from projects_vil.export import FORMATS, ExportedModel, check_format, eager_detections, example_image, make_exportable
 from projects_vil.export.formats import OPSET, check_onnx, format_of, import_openvino, load_model
 from projects_vil.export.parity import compare_detections
-from projects_vil.modeling import MIN_EXPORT_SIDE, max_export_side
+from projects_vil.modeling import export_sides
 from tests.projects_vil.export.exporting import detector, onnx_file, skip_without
 
 BATCHES = {"batched": True, "dtype": "float32"}
@@ -149,7 +149,7 @@ def test_an_openvino_file(written):
     openvino = import_openvino()
     read = openvino.Core().read_model(model.path)
     assert [port.get_any_name() for port in read.inputs + read.outputs] == ["image", *model.output_names]
-    sides = openvino.Dimension(MIN_EXPORT_SIDE, max_export_side(detector("retinanet")))
+    sides = openvino.Dimension(*export_sides(detector("retinanet")))
     assert read.input().get_partial_shape() == openvino.PartialShape([3, sides, sides])
     assert model.metadata["runtime_options"] == {"INFERENCE_PRECISION_HINT": "f32"}
     # Its telemetry would report the import, and leaves a folder in the user's home.
