@@ -1,10 +1,10 @@
 """Measure time and memory of models: interleaved in one process, medians and quartiles.
 
-Models are variants or config files. After a name, +checkpointing is activation checkpointing, +shift random-shift
-training, and +sdpa and +triton are attention backends. --against names baselines: r50 and swin_t of detectron2, or
-models of timm; ratios are to the first of them, or to the first model. Several --size are a sweep, with the exponents
-of pixels that time and memory grow by. --limits shows what limits a model: arithmetic, memory, or the number of calls
-of its operators. Overrides of config keys are for the models, not for the baselines.
+Models are variants, timm:MODEL or config files. After a name, +checkpointing is activation checkpointing, +shift
+random-shift training, and +sdpa and +triton are attention backends. --against names baselines: r50 and swin_t of
+detectron2, or models of timm; ratios are to the first of them, or to the first model. Several --size are a sweep, with
+the exponents of pixels that time and memory grow by. --limits shows what limits a model: arithmetic, memory, or the
+number of calls of its operators. Overrides of config keys are for the models, not for the baselines.
 
 --what coco-api times COCO's metrics by pycocotools and by faster-coco-eval, --what dataset-check the check of
 tools/check_dataset.py; both generate --images annotated images of 7 objects each.
@@ -36,7 +36,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 def main() -> None:
     parser = ConfigToolParser(__doc__, config_file=False)
     parser.add_argument("--what", choices=WHAT, default="backbone", help="what to measure (default backbone)")
-    parser.add_argument("--models", nargs="+", default=[], metavar="NAME", help="variants or config files")
+    parser.add_argument("--models", nargs="+", default=[], metavar="NAME", help="variants, timm:MODEL or configs")
     parser.add_argument("--against", nargs="+", default=[], metavar="NAME", help="r50, swin_t, or models of timm")
     detectors = ("retinanet", "mask_rcnn")
     parser.add_argument("--detector", choices=detectors, default=detectors[0], help="of variants (default retinanet)")

@@ -96,7 +96,7 @@ def peak_of_step(cfg: CfgNode, num_images: int) -> float:
     Raises:
         ConfigError: where they cannot be measured.
     """
-    # Compiled it takes no more; processes that do not all have the memory must not wait for each other.
+    # Compiling takes minutes, and processes of which one runs out of memory must not wait for each other.
     values: dict[str, object] = {"MODEL.TRANSFORMER.COMPILE": False}
     if cfg.MODEL.TRANSFORMER.BATCH_NORM == "sync":
         values["MODEL.TRANSFORMER.BATCH_NORM"] = "batch"

@@ -4,11 +4,13 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from detectron2.utils import comm
 
 from projects_vil import Trainer
 from projects_vil.config import load_config
-from projects_vil.engine.batch import choose_micro_batches, largest_training_size
+from projects_vil.engine.batch import choose_micro_batches, largest_training_size, peak_of_step
+from tests.gpu import on_gpus
 from tests.projects_vil.engine.gloo import in_processes
 from tests.projects_vil.helpers import CONFIGS, SMALL, message, run_tool, small_config
 
@@ -61,6 +63,18 @@ def choose_with_other_limits(folder: Path) -> None:
     limit = (1.2e9, 1e15)[comm.get_rank()]
     number = choose_micro_batches(cfg, limit=limit)[0].SOLVER.ACCUMULATE
     (folder / str(comm.get_rank())).write_text(str(number))
+
+
+@on_gpus(1)
+def test_micro_batches_of_a_gpu_end_where_its_memory_does():
+    cfg = small_config("retinanet", *AUTO, "64", "INPUT.MIN_SIZE_TRAIN", "(512,)", "MODEL.DEVICE", "cuda")
+    needed, total = peak_of_step(cfg, 4), torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction(needed / total)
+    try:
+        number = choose_micro_batches(cfg, limit=1e15)[0].SOLVER.ACCUMULATE
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert number >= 16 and torch.cuda.memory_allocated() < 1e7
 
 
 def test_a_run_has_the_number_in_its_config_and_keeps_it(datasets_root, tmp_path):
