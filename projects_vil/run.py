@@ -103,6 +103,8 @@ def train(
     keys["OUTPUT_DIR"] = str(output)
     if batch is not None:
         keys |= {"SOLVER.IMS_PER_BATCH": str(batch), "SOLVER.SCALE_LR_TO_BATCH": str(cfg.SOLVER.IMS_PER_BATCH)}
+    elif "SOLVER.ACCUMULATE" not in given:
+        keys["SOLVER.ACCUMULATE"] = "0"
     if epochs is None and data is not None and not {"SOLVER.EPOCHS", "SOLVER.MAX_ITER"} & given.keys():
         epochs = DEFAULT_EPOCHS
     for key, value in (("SOLVER.EPOCHS", epochs), ("MODEL.WEIGHTS", weights), ("MODEL.DEVICE", device)):

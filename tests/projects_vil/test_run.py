@@ -44,10 +44,18 @@ def test_train_evaluate_and_predict(data):
 
 
 def test_a_model_without_a_config_of_its_own(data):
-    run = train(data, model=TINY, detector="faster_rcnn", output="here", **KEYS, **{"SOLVER.MAX_ITER": 1})
+    run = train(
+        data,
+        model=TINY,
+        detector="faster_rcnn",
+        output="here",
+        **KEYS,
+        **{"SOLVER.MAX_ITER": 1, "SOLVER.IMS_PER_BATCH": 2},
+    )
     cfg = load_config(run.folder / "config.yaml")
     assert (cfg.MODEL.TRANSFORMER.NAME, cfg.MODEL.MASK_ON, cfg.MODEL.ROI_HEADS.NUM_CLASSES) == (TINY, False, 3)
-    assert cfg.SOLVER.MAX_ITER == 1 and cfg.SOLVER.IMS_PER_BATCH == 16
+    # The batch fits in one part: measured.
+    assert (cfg.SOLVER.MAX_ITER, cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.ACCUMULATE) == (1, 2, 1)
 
 
 @pytest.mark.parametrize(
