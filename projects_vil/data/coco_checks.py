@@ -150,7 +150,7 @@ class CocoFile:
             off = "if this is a false alarm, DATASETS.CHECK off trains on them as they are"
             return ConfigError(f"{self.path} has {self.describe(check)}; {off}")
         errors = self.findings("error")
-        more = f" and {len(errors) - 1} more types of errors" if len(errors) > 1 else ""
+        more = f" and {len(errors) - 1} more type{'s' * (len(errors) > 2)} of errors" if len(errors) > 1 else ""
         info = self.dataset.get("info")
         source = info.get(SOURCE) if isinstance(info, dict) else None
         data = [self.path, self.image_root] if source is None else [str(source)]

@@ -254,8 +254,8 @@ class _Images:
         named = Path(os.path.normpath(annotation.parent / name.replace("\\", "/")))
         if named.is_file():
             return named
-        found = self.by_name.get(named.name) or self.by_stem.get(annotation.stem) or [named]
-        parts = named.parts
+        parts = tuple("JPEGImages" if part == "Annotations" else part for part in named.parts)
+        found = self.by_name.get(named.name) or self.by_stem.get(annotation.stem) or [Path(*parts)]
         return max(found, key=lambda path: len(os.path.commonprefix([path.parts[::-1], parts[::-1]])))
 
 

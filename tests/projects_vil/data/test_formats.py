@@ -325,6 +325,8 @@ def test_the_check_reads_and_fixes_any_format(name, written, read, tmp_path):
     result = run_tool(*command)
     assert "--fix" in error_line(result) and f"mine is {name}: " in result.stdout
     found = {one["name"]: one for one in json.loads((tmp_path / "found.json").read_text())["splits"]["val"]["found"]}
+    if name == "Pascal VOC":
+        assert found["missing_image_file"]["examples"][0]["file"] == images[-1].name
     assert found["unreadable_image_file"]["count"] == 1 and ("missing_image_file" in found) == (name != "YOLO")
     result = run_tool(*command, "--fix", tmp_path / "fixed")
     assert result.returncode == 0, result.stderr
