@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from backbones.attention.dense import join_tokens, split_globals
 from backbones.errors import ConfigError, check_choice
-from backbones.layers.block import Block
+from backbones.layers.block import Block, call_block
 from backbones.layers.parameters import init_trunc_normal_, names_without_weight_decay
 from backbones.layers.position import position_parameter, resize_tables
 from backbones.layers.tracing import contiguous_for_export, static_size
@@ -153,9 +153,9 @@ class Stage(nn.Module):
                 # torch.compile takes no contexts, and updates batch statistics once.
                 contexts = functools.partial(_checkpoint_contexts, block)
                 options = {} if torch.compiler.is_compiling() else {"context_fn": contexts}
-                tokens = checkpoint(block, tokens, size, use_reentrant=False, **options)
+                tokens = checkpoint(call_block, block, tokens, size, use_reentrant=False, **options)
             else:
-                tokens = block(tokens, size)
+                tokens = call_block(block, tokens, size)
             if block.drops_globals:
                 num_global = 0
         global_tokens, tokens = split_globals(tokens, num_global)

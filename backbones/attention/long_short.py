@@ -25,9 +25,9 @@ from backbones.attention.dense import dense_attention, merge_heads, split_global
 from backbones.attention.triton_chunks import SEGMENT_MODE, triton_long_short_attention
 from backbones.attention.windows import WindowLayout, attend_chunks, window_attention
 from backbones.errors import check_choice
+from backbones.layers.block import AutocastLayerNorm
 from backbones.layers.position import SegmentRelativeBias
 from backbones.layers.tracing import (
-    autocast_dtype,
     autocast_off,
     contiguous_for_export,
     is_tracing,
@@ -176,18 +176,6 @@ BACKENDS = {
 }
 
 
-class LayerNorm(nn.LayerNorm):
-    """A LayerNorm that under autocast takes and returns its type, as attention does, without copies in float32."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        dtype = autocast_dtype(x.device)
-        if dtype is None or x.dtype == torch.float64:
-            return super().forward(x)
-        with autocast_off(x.device):
-            weight, bias = self.weight.to(dtype), self.bias.to(dtype)
-            return F.layer_norm(x.to(dtype), self.normalized_shape, weight, bias, self.eps)
-
-
 class DualNorm(nn.Module):
     """The norms of long-short attention, over the channels of all heads (DualLN, equation 7).
 
@@ -200,8 +188,8 @@ class DualNorm(nn.Module):
     def __init__(self, dim: int, *, num_heads: int, projects: bool = True) -> None:
         super().__init__()
         self.num_heads = num_heads
-        self.local_norm = LayerNorm(dim)
-        self.projected_norm = LayerNorm(dim) if projects else None
+        self.local_norm = AutocastLayerNorm(dim)
+        self.projected_norm = AutocastLayerNorm(dim) if projects else None
 
     def norm_local(self, tokens: Tensor) -> tuple[Tensor, ...]:
         """Keys and values of tokens, (2, B, ..., C) -> (B, M, ..., D) each."""

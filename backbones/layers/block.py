@@ -1,10 +1,25 @@
 """The transformer block of all families, and its feed-forward part."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-from backbones.layers.tracing import in_autocast_dtype
+from backbones.layers.tracing import autocast_dtype, autocast_off, in_autocast_dtype, is_tracing
+
+
+class AutocastLayerNorm(nn.LayerNorm):
+    """A LayerNorm that under autocast takes and returns its type, as attention does, without copies in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = autocast_dtype(x.device)
+        if dtype is None or x.dtype == torch.float64:
+            return super().forward(x)
+        with autocast_off(x.device):
+            weight, bias = self.weight.to(dtype), self.bias.to(dtype)
+            return F.layer_norm(x.to(dtype), self.normalized_shape, weight, bias, self.eps)
 
 
 class Mlp(nn.Module):
@@ -80,3 +95,50 @@ class Block(nn.Module):
             return update
         keep = update.new_empty((update.shape[0], 1, 1), dtype=dtype).bernoulli_(1 - self.drop_path_rate)
         return update * keep.div_(1 - self.drop_path_rate)
+
+
+# Layers whose weights autocast would cast one by one. Their subclasses may use them otherwise.
+_CAST_LAYERS = (nn.Linear, nn.Conv2d, AutocastLayerNorm)
+
+
+def call_block(block: Block, tokens: Tensor, size: tuple[int, int]) -> Tensor:
+    """``block(tokens, size)``; in training with autocast, the weights of its layers are cast together.
+
+    That is one kernel instead of one a weight, and one in the backward pass. A compiler does it by itself.
+    """
+    dtype = autocast_dtype(tokens.device)
+    if dtype is None or not torch.is_grad_enabled() or is_tracing() or torch.compiler.is_compiling():
+        return block(tokens, size)
+    weights = {
+        f"{path}.{leaf}": weight
+        for path, layer in block.named_modules()
+        if type(layer) in _CAST_LAYERS
+        for leaf, weight in layer.named_parameters(recurse=False)
+        if weight.requires_grad and weight.dtype == torch.float32
+    }
+    if not weights:
+        return block(tokens, size)
+    cast = dict(zip(weights, _Cast.apply(dtype, *weights.values()), strict=True))
+    return torch.func.functional_call(block, cast, (tokens, size), tie_weights=False)
+
+
+class _Cast(torch.autograd.Function):
+    """Copies of tensors in another type, by as few kernels as a list of tensors takes."""
+
+    @staticmethod
+    def forward(ctx, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.dtype = tensors[0].dtype
+        return tuple(_cast(tensors, dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        cast = iter(_cast([grad for grad in grads if grad is not None], ctx.dtype))
+        return None, *(None if grad is None else next(cast) for grad in grads)
+
+
+def _cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    copies = [torch.empty_like(x, dtype=dtype) for x in tensors]
+    torch._foreach_copy_(copies, tensors)
+    return copies

@@ -182,6 +182,24 @@ def test_activation_checkpointing_changes_no_gradient_and_no_statistics(name):
     assert kept[1] < kept[0]
 
 
+@varied
+def test_weights_that_are_cast_together_train_as_with_autocast_alone(name, monkeypatch):
+    images, results = random_images(2, 3, 37, 50).float(), []
+    for _ in range(2):
+        model = small_model(name, drop_path_rate=0.5).float().train()
+        model.get_parameter("stages.2.blocks.0.mlp.expand.weight").requires_grad_(False)
+        parameters = dict(model.named_parameters())
+        torch.manual_seed(0)
+        with torch.autocast("cpu", torch.bfloat16):
+            maps = model(images)
+        sum(x.float().square().sum() for x in maps.values()).backward()
+        after = dict(model.named_parameters())
+        assert all(parameter is after[key] for key, parameter in parameters.items())
+        results.append(maps | {key: x.grad for key, x in parameters.items() if x.grad is not None})
+        monkeypatch.setattr("backbones.backbone.call_block", lambda block, *inputs: block(*inputs))
+    assert_all_close(*results, tolerance=0)
+
+
 @pytest.mark.parametrize("name", ["lit_relative", "cvt"])
 @pytest.mark.parametrize("number", [0, 1, 3])
 def test_frozen_stages_keep_weights_and_statistics(name, number):
