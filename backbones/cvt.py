@@ -89,9 +89,11 @@ class ConvLongShortAttention(DualNormAttention):
     def forward(self, tokens: Tensor, size: tuple[int, int]) -> Tensor:
         """(B, H * W, C) and (H, W) -> (B, H * W, C)."""
         tokens = tokens.unflatten(1, size)
-        projected = self.conv_qkv(tokens)
-        heads = split_heads(projected[0], self.num_heads), *self.norm_local(projected[1:])
-        output = self.attend(*(x.unflatten(2, size) for x in heads), self.dynamic_projection(tokens))
+        query, keys_values = self.conv_qkv(tokens).split([1, 2])
+        # (B, M, H * W, 2, D)
+        keys_values = split_heads(self.local_norm(keys_values).movedim(0, 2), self.num_heads).contiguous()
+        query = split_heads(query.squeeze(0), self.num_heads).unflatten(2, size)
+        output = self.attend(query, keys_values.unflatten(2, size), self.dynamic_projection(tokens))
         return self.projection(merge_heads(output).flatten(1, 2))
 
 

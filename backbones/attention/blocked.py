@@ -27,8 +27,8 @@ from backbones.layers.tracing import (
     padding_to_multiple,
 )
 
-# Scores in a block: on a CPU they stay in the cache, on other devices they take 256 MB in bfloat16.
-BLOCK_SCORES = {"cpu": 2**20, "other": 2**27}
+# Scores in a block: on a CPU they stay in the cache, on other devices they take 512 MB in bfloat16.
+BLOCK_SCORES = {"cpu": 2**20, "other": 2**28}
 # Lower exponents are raised to this one: the weight is negligible, and denormal numbers slow exponentials tenfold.
 LEAST_EXPONENT = -60.0
 # Returns outputs and log-sum-exps. It is private: where a version of torch lacks or changes it, it is not called.

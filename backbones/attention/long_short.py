@@ -35,28 +35,28 @@ from backbones.layers.tracing import (
 )
 
 
-def dynamic_projection(scores: Tensor, *tokens: Tensor) -> Tensor:
-    """Keys and values of all tokens, in r sums each: P = softmax over the tokens (equation 3).
+def dynamic_projection(scores: Tensor, tokens: Tensor) -> Tensor:
+    """All tokens in r sums: P = softmax over the tokens (equation 3).
 
-    The softmax is taken in float32 or better. Keys and values in bfloat16 are summed with weights in bfloat16, all
-    others in float32 or better: with very many tokens the weights are below the resolution of float16.
+    The softmax is taken in float32 or better. Tokens in bfloat16 are summed with weights in bfloat16, all others in
+    float32 or better: with very many tokens the weights are below the resolution of float16.
 
     Args:
         scores: (B, M, H, W, r).
-        tokens: S tensors that are summed, as keys and values, each (B, M, H, W, D).
+        tokens: (B, M, H, W, E), such as keys and values beside each other.
 
     Returns:
-        The sums of each, (S, B, M, r, D), in its type.
+        (B, M, r, E), in the type of ``tokens``.
     """
     with autocast_off(scores.device):
+        dtype = torch.promote_types(tokens.dtype, torch.float32)
+        dtype = torch.bfloat16 if tokens.dtype == torch.bfloat16 else dtype
+        # PyTorch sums in float32 where scores and weights are of bfloat16.
+        exact = torch.promote_types(scores.dtype, dtype)
+        weights = contiguous_for_export(scores).flatten(2, 3).softmax(dim=2, dtype=exact)
         # (B, M, r, H * W)
-        dtype = torch.promote_types(scores.dtype, torch.float32)
-        weights = contiguous_for_export(scores).flatten(2, 3).softmax(dim=2, dtype=dtype)
-        own = tokens[0].dtype
-        dtype = torch.bfloat16 if own == torch.bfloat16 else dtype
         weights = contiguous_for_export(weights.transpose(2, 3)).to(dtype)
-        sums = weights @ torch.cat(tokens, dim=4).to(dtype).flatten(2, 3)
-        return sums.to(own).unflatten(3, (len(tokens), -1)).movedim(3, 0)
+        return (weights @ tokens.to(dtype).flatten(2, 3)).to(tokens.dtype)
 
 
 def long_short_attention(
@@ -67,35 +67,29 @@ def long_short_attention(
     window_size: int,
     projected_key: Tensor,
     projected_value: Tensor,
-    global_key: Tensor | None = None,
-    global_value: Tensor | None = None,
     local_bias: Tensor | None = None,
 ) -> Tensor:
-    """Attention of the local tokens: B images, M heads, H x W tokens, D channels per head, r projected keys, G global.
+    """Attention of the local tokens: B images, M heads, H x W tokens, D channels per head.
 
     Args:
         query, key, value: (B, M, H, W, D); any H and W.
         window_size: w; the window has ``side = max(w // 2, 1)`` tokens more on each side of a segment.
-        projected_key, projected_value: (B, M, r, D).
-        global_key, global_value: (B, M, G, D), or None for no global token.
+        projected_key, projected_value: (B, M, R, D), the r projected ones and those of the global tokens.
         local_bias: (M, w * w, (w + 2 * side)^2), positions in a segment by positions in its window, row by row.
 
     Returns:
         (B, M, H, W, D)
 
     Source: sections 3.2 and 3.4, equation 6. All rows of a row of windows are laid out column by column, with the
-    projected and global keys in between once a segment; windows over them overlap without further copies.
+    projected keys in between once a segment; windows over them overlap without further copies.
     """
-    if global_key is not None:
-        projected_key = torch.cat([projected_key, global_key], dim=2)
-        projected_value = torch.cat([projected_value, global_value], dim=2)
     layout = WindowLayout(window_size, side=max(window_size // 2, 1))
     inputs = WindowInputs(query, key, value, projected_key, projected_value, local_bias)
     return window_attention(functools.partial(_attend, layout), layout, inputs)
 
 
 def _attend(layout: WindowLayout, inputs: WindowInputs, *, with_logsumexp: bool) -> tuple[Tensor, Tensor | None]:
-    """All segments in one call: see :func:`.attend_chunks`. Projected keys are among the global ones."""
+    """All segments in one call: see :func:`.attend_chunks`. Projected keys are the global ones."""
     query, key, value, shared_key, shared_value, local_bias, _ = inputs
     window_size, side, length = layout.window_size, layout.side, layout.length
     (height, width), extra = query.shape[2:4], mask_channels(static_size(query.shape[4]), query.device)
@@ -179,6 +173,8 @@ BACKENDS = {
 class DualNorm(nn.Module):
     """The norms of long-short attention, over the channels of all heads (DualLN, equation 7).
 
+    Keys and values of tokens are normed by one LayerNorm, and those that sum up tokens by another.
+
     Args:
         dim: channels of a token.
         num_heads: divides ``dim``.
@@ -191,19 +187,17 @@ class DualNorm(nn.Module):
         self.local_norm = AutocastLayerNorm(dim)
         self.projected_norm = AutocastLayerNorm(dim) if projects else None
 
-    def norm_local(self, tokens: Tensor) -> tuple[Tensor, ...]:
-        """Keys and values of tokens, (2, B, ..., C) -> (B, M, ..., D) each."""
-        return tuple(split_heads(x, self.num_heads) for x in self.local_norm(tokens).unbind())
+    def norm_local(self, tokens: Tensor) -> Tensor:
+        """Keys and values of tokens, (B, ..., C) -> (B, M, ..., D)."""
+        return split_heads(self.local_norm(tokens), self.num_heads)
 
-    def norm_projected(self, sums: Tensor) -> tuple[Tensor, ...]:
-        """Keys and values that sum up tokens, (2, B, ..., C) -> (B, M, ..., D) each."""
-        return tuple(split_heads(x, self.num_heads) for x in self.projected_norm(sums).unbind())
+    def norm_projected(self, sums: Tensor) -> Tensor:
+        """Keys and values that sum up tokens, (B, ..., C) -> (B, M, ..., D)."""
+        return split_heads(self.projected_norm(sums), self.num_heads)
 
 
 class DualNormAttention(DualNorm):
     """Long-short attention of given queries, keys, values and scores, up to the output projection (section 3.4).
-
-    Keys and values of the tokens are normed by one LayerNorm and the projected ones by another.
 
     Args:
         dim: channels of a token.
@@ -230,24 +224,25 @@ class DualNormAttention(DualNorm):
     def attend(
         self,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        keys_values: Tensor,
         scores: Tensor,
-        *,
-        global_key: Tensor | None = None,
-        global_value: Tensor | None = None,
+        global_keys_values: Tensor | None = None,
     ) -> Tensor:
         """The output of each head, (B, M, H, W, D).
 
         Args:
-            query, key, value: (B, M, H, W, D), after the norms.
+            query: (B, M, H, W, D).
+            keys_values: (B, M, H, W, 2, D), after the norms.
             scores: (B, H, W, M * r), of the dynamic projection; channel ``head * r + rank``.
-            global_key, global_value: (B, M, G, D), after the norms.
+            global_keys_values: (B, M, G, 2, D), after the norms, or None for no global token.
         """
-        projected = dynamic_projection(split_heads(scores, self.num_heads), key, value)
-        # (2, B, r, C)
-        projected = contiguous_for_export(projected.movedim(2, 3)).flatten(3)
-        projected_key, projected_value = self.norm_projected(projected)
+        sums = dynamic_projection(split_heads(scores, self.num_heads), keys_values.flatten(4))
+        # (B, r, 2, C)
+        sums = contiguous_for_export(sums.unflatten(3, (2, -1)).movedim(1, 3)).flatten(3)
+        shared = self.norm_projected(sums)
+        if global_keys_values is not None:
+            shared = torch.cat([shared, global_keys_values], dim=2)
+        (key, value), (projected_key, projected_value) = keys_values.unbind(4), shared.unbind(3)
         # A Triton kernel cannot be traced or exported.
         return BACKENDS["sdpa" if self.backend == "triton" and is_tracing() else self.backend](
             query=query,
@@ -256,8 +251,6 @@ class DualNormAttention(DualNorm):
             window_size=self.window_size,
             projected_key=projected_key,
             projected_value=projected_value,
-            global_key=global_key,
-            global_value=global_value,
             local_bias=None if self.relative_bias is None else self.relative_bias(),
         )
 
@@ -305,24 +298,18 @@ class LongShortAttention(DualNormAttention):
 
     def forward(self, tokens: Tensor, size: tuple[int, int]) -> Tensor:
         """(B, G + H * W, C), global tokens first, and (H, W) -> the same, or (B, H * W, C) without updated globals."""
-        query, key, value = self.qkv(tokens).chunk(3, dim=-1)
-        key, value = self.norm_local(torch.stack([key, value]))
-        global_query, query = split_globals(split_heads(query, self.num_heads), self.num_global_tokens, dim=2)
-        (global_key, key), (global_value, value) = (
-            split_globals(x, self.num_global_tokens, dim=2) for x in (key, value)
+        query, keys_values = self.qkv(tokens).unflatten(2, (3, -1)).split([1, 2], dim=2)
+        query, keys_values = split_heads(query.squeeze(2), self.num_heads), self.norm_local(keys_values).contiguous()
+        (global_query, query), (global_keys_values, keys_values) = (
+            split_globals(x, self.num_global_tokens, dim=2) for x in (query, keys_values)
         )
         # Also of the global tokens, which are not used: the local ones would be copied.
-        scores = split_globals(self.dynamic_projection(tokens), self.num_global_tokens)[1]
-        output = self.attend(
-            *(x.unflatten(2, size) for x in (query, key, value)),
-            scores.unflatten(1, size),
-            global_key=global_key,
-            global_value=global_value,
-        )
+        scores = split_globals(self.dynamic_projection(tokens), self.num_global_tokens)[1].unflatten(1, size)
+        output = self.attend(query.unflatten(2, size), keys_values.unflatten(2, size), scores, global_keys_values)
         merged = merge_heads(output).flatten(1, 2)
         if not self.update_globals:
             return self.projection(merged)
         gathered = output.flatten(2, 3)
-        key, value = torch.cat([global_key, gathered], dim=2), torch.cat([global_value, gathered], dim=2)
+        key, value = (torch.cat([x, gathered], dim=2) for x in global_keys_values.unbind(3))
         update = merge_heads(dense_attention(global_query, key, value))
         return self.projection(torch.cat([update, merged], dim=1))

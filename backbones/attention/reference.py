@@ -140,8 +140,6 @@ def long_short_attention(
     window_size: int,
     projected_key: Tensor,
     projected_value: Tensor,
-    global_key: Tensor | None = None,
-    global_value: Tensor | None = None,
     local_bias: Tensor | None = None,
 ) -> Tensor:
     """The contract of :func:`backbones.attention.long_short.long_short_attention`, with all N x N pairs."""
@@ -149,11 +147,8 @@ def long_short_attention(
     rows, cols = (_axis_segments(size, window_size) for size in (height, width))
     bias = _window_bias(query, rows, cols, window_size, local_bias)
 
-    keys, values = [projected_key, key.flatten(2, 3)], [projected_value, value.flatten(2, 3)]
-    if global_key is not None:
-        keys, values = [global_key, *keys], [global_value, *values]
-    key, value = torch.cat(keys, dim=2), torch.cat(values, dim=2)
-    # Projected keys and global tokens come first, without bias.
+    key, value = (torch.cat([x, y.flatten(2, 3)], dim=2) for x, y in ((projected_key, key), (projected_value, value)))
+    # Projected keys come first, without bias.
     bias = F.pad(bias, (key.shape[2] - bias.shape[2], 0))
     return attention(query.flatten(2, 3), key, value, bias=bias).unflatten(2, (height, width))
 

@@ -75,13 +75,7 @@ def triton_chunk_attention(
 
 
 def triton_long_short_attention(
-    *,
-    window_size: int,
-    projected_key: Tensor,
-    projected_value: Tensor,
-    global_key: Tensor | None = None,
-    global_value: Tensor | None = None,
-    **tensors: Tensor | None,
+    *, window_size: int, projected_key: Tensor, projected_value: Tensor, **tensors: Tensor | None
 ) -> Tensor:
     """The contract of :func:`backbones.attention.long_short.long_short_attention`, as :func:`triton_chunk_attention`.
 
@@ -90,9 +84,6 @@ def triton_long_short_attention(
     Raises:
         ConfigError: for larger D, a device that has no Triton, or float64 on a GPU.
     """
-    if global_key is not None:
-        projected_key = torch.cat([projected_key, global_key], dim=2)
-        projected_value = torch.cat([projected_value, global_value], dim=2)
     inputs = WindowInputs(global_key=projected_key, global_value=projected_value, **tensors)
     return _attend_in_autocast_dtype(inputs, window_size, SEGMENT_MODE, None)
 
@@ -101,12 +92,18 @@ def _attend_in_autocast_dtype(
     inputs: WindowInputs, window_size: int, mode: str, shift: tuple[int, int] | None
 ) -> Tensor:
     """(B, M, H, W, D); biases stay in their type, which is that of their gradients."""
-    inputs = WindowInputs(*in_autocast_dtype(*inputs[:5]), *inputs[5:])
+    # They are copied once, not in each pass.
+    inputs = _with_contiguous_globals(WindowInputs(*in_autocast_dtype(*inputs[:5]), *inputs[5:]))
     if inputs.query.dtype == torch.bfloat16 and inputs.query.device.type == "cpu":
         # Triton's interpreter multiplies it as if it were integers.
         inputs = WindowInputs(*(x if x is None else x.float() for x in inputs))
         return _attend(*inputs, window_size, mode, shift)[0].bfloat16()
     return _attend(*inputs, window_size, mode, shift)[0]
+
+
+def _with_contiguous_globals(inputs: WindowInputs) -> WindowInputs:
+    given = {name: x for name, x in inputs._asdict().items() if x is not None and name.startswith("global")}
+    return inputs._replace(**{name: x.contiguous() for name, x in given.items()})
 
 
 _INPUTS = (
@@ -152,6 +149,7 @@ def _(
 
 
 def _save(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[:7], *output)
     ctx.options = inputs[7:]
     ctx.mark_non_differentiable(output[1])
@@ -242,9 +240,7 @@ class _KernelLauncher:
         self.positions = window_size**2
         self.side = max(window_size // 2, 1) if self.mode == SEGMENT_MODE else window_size
         self.seen = (window_size + 2 * self.side) ** 2 if shift is None else 2 * self.positions
-        self.inputs = inputs = inputs._replace(
-            **{name: x.contiguous() for name, x in inputs._asdict().items() if x is not None and "global" in name}
-        )
+        self.inputs = inputs = _with_contiguous_globals(inputs)
         self.batch, self.heads, self.height, self.width, self.channels = inputs.query.shape
         self.num_global = 0 if inputs.global_key is None else inputs.global_key.shape[2]
         self.launch = launch_parameters(window_size, self.channels, inputs.query.dtype)

@@ -150,7 +150,8 @@ class SequenceAttention(DualNorm):
     ) -> tuple[Tensor | None, Tensor | None]:
         """(B, N, C), (B, 1, C) or None, and a mask (B, N) or None -> updates of both, None for what is not updated."""
         query = split_heads(self.query(tokens), self.num_heads)
-        key, value = self.norm_local(torch.stack([self.key(tokens), self.value(tokens)]))
+        keys_values = self.norm_local(torch.stack([self.key(tokens), self.value(tokens)], dim=2))
+        key, value = keys_values.unbind(3)
         own = None if class_token is None else [layer(class_token) for layer in (self.query, self.key, self.value)]
         shared_key, shared_value = self._shared(tokens, key, value, own, mask)
         gathered = sequence_attention(
@@ -180,9 +181,11 @@ class SequenceAttention(DualNorm):
                 # A sequence of only padding gets uniform weights; its output is masked.
                 scores = scores.masked_fill(~mask[:, :, None], torch.finfo(scores.dtype).min)
             scores = split_heads(scores, self.num_heads)[:, :, None]
-            projected = dynamic_projection(scores, key[:, :, None], value[:, :, None])
-            keys, values = ([*rest, merge_heads(x)] for rest, x in zip((keys, values), projected, strict=True))
-        return self.norm_projected(torch.stack([torch.cat(keys, 1), torch.cat(values, 1)])) if keys else (None, None)
+            sums = dynamic_projection(scores, torch.cat([key, value], dim=3)[:, :, None]).chunk(2, dim=3)
+            keys, values = ([*rest, merge_heads(x)] for rest, x in zip((keys, values), sums, strict=True))
+        if not keys:
+            return None, None
+        return self.norm_projected(torch.stack([torch.cat(keys, 1), torch.cat(values, 1)], dim=2)).unbind(3)
 
 
 class EncoderLayer(nn.Module):

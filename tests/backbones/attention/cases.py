@@ -53,9 +53,9 @@ def case(
             inputs["bias"] = random_images(heads, shape[2], shape[2])
         return dense_attention, reference.attention, inputs
     if kernel == "long_short":
-        inputs = attention_inputs(height, width, num_global=num_global, **sizes)
+        inputs = attention_inputs(height, width, **sizes)
         for seed, name in enumerate(("projected_key", "projected_value")):
-            inputs[name] = random_images(batch, heads, 5, channels, seed=seed)
+            inputs[name] = random_images(batch, heads, 5 + num_global, channels, seed=seed)
         if biases:
             inputs["local_bias"] = random_images(heads, window_size**2, (window_size + 2 * side_of(window_size)) ** 2)
         functions, options = (long_short_attention, reference.long_short_attention), {}
