@@ -90,10 +90,48 @@ def mask_keys(key: Tensor, hidden: Tensor, extra: int) -> Tensor:
     Returns:
         (B, M, H, W, D + extra)
     """
-    half, scale = (autocast_dtype(key.device) or key.dtype) == torch.float16, static_size(key.shape[-1]) ** -0.5
-    value = _KEY_MASK_FLOAT16 if half else -_PENALTY / (_QUERY_MASK * scale * extra)
-    mask = (hidden * value).to(key.dtype)[:, :, None]
+    mask = (hidden * _key_mask(key, extra)).to(key.dtype)[:, :, None]
     return torch.cat([key, mask.expand(*key.shape[:2], -1, -1, extra)], dim=-1)
+
+
+def _key_mask(key: Tensor, extra: int) -> float:
+    half, scale = (autocast_dtype(key.device) or key.dtype) == torch.float16, static_size(key.shape[-1]) ** -0.5
+    return _KEY_MASK_FLOAT16 if half else -_PENALTY / (_QUERY_MASK * scale * extra)
+
+
+def pad_keys_values(key: Tensor, value: Tensor, pad: tuple[int, int, int, int], extra: int) -> Tensor:
+    """Keys with a border that no query sees, as :func:`mask_keys`, and values with the same border.
+
+    Args:
+        key, value: (B, M, H, W, D).
+        pad: columns on the left and on the right, rows above and below.
+
+    Returns:
+        (2 * B, M, H + rows, W + columns, D + extra); of values the last channels are of no use.
+    """
+    hidden = is_padding(key, key.shape[2:4], pad)
+    if is_tracing() or torch.compiler.is_compiling():
+        return mask_keys(F.pad(torch.cat([key, value]), (0, 0, *pad)), hidden, extra)
+    return _PaddedKeysValues.apply(pad, extra, hidden, key, value)
+
+
+class _PaddedKeysValues(torch.autograd.Function):
+    """One copy of each, and gradients that are views."""
+
+    @staticmethod
+    def forward(ctx, pad: tuple[int, int, int, int], extra: int, hidden: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        (batch, heads, height, width, channels), (left, _, top, _) = key.shape, pad
+        ctx.inner = ..., slice(top, top + height), slice(left, left + width), slice(channels)
+        padded = key.new_zeros(2 * batch, heads, *hidden.shape, channels + extra)
+        for part, x in zip(padded.chunk(2), (key, value), strict=True):
+            part[ctx.inner] = x
+        marks = padded[:batch, ..., channels:]
+        torch.mul(hidden[:, :, None].expand_as(marks), _key_mask(key, extra), out=marks)
+        return padded
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, None, *(part[ctx.inner] for part in grad.chunk(2))
 
 
 def with_halo(key: Tensor, value: Tensor, window_size: int, *, is_cyclic: bool, extra: int) -> tuple[Tensor, Tensor]:
@@ -119,14 +157,18 @@ def with_halo(key: Tensor, value: Tensor, window_size: int, *, is_cyclic: bool, 
     return mask_keys(key, hidden, extra), value
 
 
+def is_plain(x: Tensor) -> bool:
+    """Return whether this run is no trace of ``x``, and what is made from it may be kept for the next call."""
+    # Not of fake tensors either: a run that is only counted or compiled has them.
+    return type(x) is Tensor and not is_tracing() and not torch.compiler.is_compiling()
+
+
 def is_padding(x: Tensor, shape: tuple[int, ...], pad: tuple[int, ...]) -> Tensor:
     """Return 1 for each position that is padding in a map of ``shape`` padded by ``pad`` (as ``F.pad``), or else 0.
 
     The result has the type and device of ``x``; TensorRT pads no booleans. It is kept for the next call.
     """
-    # Not the fake tensors of a run that is only counted or compiled
-    is_kept = type(x) is Tensor and not is_tracing() and not torch.compiler.is_compiling()
-    make = _is_padding if is_kept else _is_padding.__wrapped__
+    make = _is_padding if is_plain(x) else _is_padding.__wrapped__
     return make(tuple(shape), pad, x.dtype, x.device)
 
 
@@ -156,12 +198,12 @@ def to_chunks(x: Tensor, window_size: int) -> Tensor:
 
 
 def from_chunks(x: Tensor, window_size: int, *, batch: int, heads: int, height: int, width: int) -> Tensor:
-    """(B * rows * M, cols, w * w, D) -> (B, M, H, W, D), without the padding."""
+    """(B * rows * M, cols, w * w, D) -> (B, M, H, W, D), without the padding; it lies in memory as (B, H, W, M, D)."""
     rows = (height + window_size - 1) // window_size
-    # (B, rows, M, cols, w, w, D) -> (B, M, rows * w, cols * w, D)
+    # (B, rows, M, cols, w, w, D) -> (B, rows * w, cols * w, M, D)
     x = x.unflatten(2, (window_size, window_size)).unflatten(0, (batch, rows, heads))
-    x = contiguous_for_export(x.permute(0, 2, 1, 4, 3, 5, 6)).flatten(4, 5).flatten(2, 3)
-    return take_first(take_first(x, 2, height), 3, width)
+    x = contiguous_for_export(x.permute(0, 1, 4, 3, 5, 2, 6)).flatten(3, 4).flatten(1, 2)
+    return take_first(take_first(x, 1, height), 2, width).permute(0, 3, 1, 2, 4)
 
 
 _COPIES: contextvars.ContextVar[bool] = contextvars.ContextVar("copies_windows", default=False)

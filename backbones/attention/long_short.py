@@ -7,17 +7,17 @@ keys that sum up the whole map, and the global tokens, all in one softmax. Memor
 import functools
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from backbones.attention import reference
 from backbones.attention.backends import auto_backend
 from backbones.attention.chunks import (
     WindowInputs,
     aligned_bias,
-    is_padding,
+    is_plain,
     mask_channels,
-    mask_keys,
+    pad_keys_values,
     padding_to_multiple,
     windows,
 )
@@ -33,6 +33,11 @@ from backbones.layers.tracing import (
     is_tracing,
     static_size,
 )
+
+# Segments without a bias are joined to chunks of about this side: calls for 2 x 2 queries would be mostly overhead.
+_CHUNK = 8
+# Windows of larger maps, by channels of their keys, are not kept on a GPU.
+_KEPT_CHANNELS = 2**23
 
 
 def dynamic_projection(scores: Tensor, tokens: Tensor) -> Tensor:
@@ -83,9 +88,30 @@ def long_short_attention(
     Source: sections 3.2 and 3.4, equation 6. All rows of a row of windows are laid out column by column, with the
     projected keys in between once a segment; windows over them overlap without further copies.
     """
-    layout = WindowLayout(window_size, side=max(window_size // 2, 1))
+    side = max(window_size // 2, 1)
+    if local_bias is None and is_plain(query) and window_size < _CHUNK:
+        number = _CHUNK // window_size
+        local_bias = _segments_mask(window_size, number, side, query.dtype, query.device)
+        window_size *= number
+    layout = WindowLayout(window_size, side)
     inputs = WindowInputs(query, key, value, projected_key, projected_value, local_bias)
-    return window_attention(functools.partial(_attend, layout), layout, inputs)
+    attention = functools.partial(window_attention, functools.partial(_attend, layout), layout)
+    if query.device.type == "cpu" or not is_plain(query) or key.numel() <= _KEPT_CHANNELS:
+        return attention(inputs)
+    # They take as much memory as all else in a block: a backward pass makes them again.
+    return checkpoint(attention, inputs, use_reentrant=False, preserve_rng_state=False)
+
+
+@functools.lru_cache(maxsize=16)
+@torch.inference_mode(False)
+def _segments_mask(window_size: int, number: int, side: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A bias for ``number`` x ``number`` segments in one chunk, (1, P, S): -inf at keys beyond a query's window."""
+    first = torch.arange(number * window_size, device=device)[:, None] // window_size * window_size
+    slot = torch.arange(number * window_size + 2 * side, device=device)
+    # Along an axis, the positions by the slots
+    seen = (slot >= first) & (slot < first + window_size + 2 * side)
+    seen = (seen[:, None, :, None] & seen[:, None]).flatten(2).flatten(0, 1)[None]
+    return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, float("-inf"))
 
 
 def _attend(layout: WindowLayout, inputs: WindowInputs, *, with_logsumexp: bool) -> tuple[Tensor, Tensor | None]:
@@ -96,17 +122,15 @@ def _attend(layout: WindowLayout, inputs: WindowInputs, *, with_logsumexp: bool)
 
     right, below = (padding_to_multiple(size, window_size) for size in (width, height))
     halo = (max(window_size - side, side), side + right, side, side + below)
-    both = torch.cat([key, value])
-    both = mask_keys(F.pad(both, (0, 0, *halo)), is_padding(both, (height, width), halo), extra)
+    both = pad_keys_values(key, value, halo, extra)
 
     # Keys that all segments see fill whole columns of a window: (2 * B, M, n, w + 2 * side, D + extra)
     shared = static_size(shared_key.shape[2])
     fill = padding_to_multiple(shared, length)
-    hidden = is_padding(key, (shared,), (0, fill)).unflatten(0, (-1, length))
-    shared_both = F.pad(torch.cat([shared_key, shared_value]), (0, 0, 0, fill)).unflatten(2, (-1, length))
-    shared_both = mask_keys(shared_both, hidden, extra)
+    shared_both = pad_keys_values(shared_key[:, :, None], shared_value[:, :, None], (0, fill, 0, 0), extra)
+    shared_both = shared_both.squeeze(2).unflatten(2, (-1, length))
 
-    # (B * rows * M, cols, S, D + extra); the mask channels of the values are not used
+    # (B * rows * M, cols, S, D + extra)
     keys_values = _windows(both, shared_both, window_size, side)
     keys, values = keys_values.unflatten(0, (2, keys_values.shape[0] // 2)).unbind()
     bias = None if local_bias is None else _window_bias(local_bias, shared + fill, length, side)

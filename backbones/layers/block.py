@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from backbones.layers.tracing import autocast_dtype, autocast_off, in_autocast_dtype, is_tracing
 
@@ -38,7 +39,14 @@ class Mlp(nn.Module):
         self.contract = nn.Linear(hidden_dim, dim)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        hidden = F.gelu(self.expand(tokens))
+        hidden = self.expand(tokens)
+        if self.dropout or tokens.device.type == "cpu" or is_tracing() or torch.compiler.is_compiling():
+            return self._contract(hidden)
+        # The widest tensor of a block is kept once, and not after the GELU too.
+        return checkpoint(self._contract, hidden, use_reentrant=False, preserve_rng_state=False)
+
+    def _contract(self, hidden: Tensor) -> Tensor:
+        hidden = F.gelu(hidden)
         if not self.dropout:
             # A trace would record it.
             return self.contract(hidden)

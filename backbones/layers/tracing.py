@@ -69,6 +69,9 @@ def take_first(x: Tensor, dim: int, size: int) -> Tensor:
     """
     if is_exporting():
         return x.index_select(dim, torch.arange(size, device=x.device))
+    if not torch.jit.is_tracing() and not torch.compiler.is_compiling() and x.shape[dim] == size:
+        # The gradient of a view would be copied.
+        return x
     return x.narrow(dim, 0, size)
 
 

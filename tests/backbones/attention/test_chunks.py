@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 
 from backbones.attention.chunks import (
@@ -12,6 +13,7 @@ from backbones.attention.chunks import (
     mask_channels,
     mask_keys,
     mask_queries,
+    pad_keys_values,
     to_chunks,
     windows,
 )
@@ -46,6 +48,22 @@ def test_hidden_keys_score_far_below_all_others(channels, extra, dtype):
     torch.testing.assert_close(scores[:, ~hidden.flatten()], plain[:, ~hidden.flatten()], atol=1e-9, rtol=0)
     # Below every score that float16 can hold
     assert scores[:, hidden.flatten()].max() < (-2 * 65504 if dtype == torch.float16 else -9e8)
+
+
+def test_padded_keys_and_values_are_those_of_a_trace_with_their_gradients():
+    key, value = (random_images(2, 3, 4, 5, 6, seed=seed).requires_grad_() for seed in (1, 2))
+
+    def pad(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return pad_keys_values(key, value, (1, 2, 3, 4), 2)
+
+    padded = pad(key, value)
+    assert padded.shape == (4, 3, 11, 8, 8)
+    torch.testing.assert_close(padded[:2, ..., :6], F.pad(key, (0, 0, 1, 2, 3, 4)), atol=0, rtol=0)
+    # Other numbers than those that were traced; of the last channels only those of keys are used.
+    traced = torch.jit.trace(pad, (torch.zeros_like(key), torch.zeros_like(value)))(key, value)
+    torch.testing.assert_close(padded[:2], traced[:2], atol=0, rtol=0)
+    torch.testing.assert_close(padded[2:, ..., :6], traced[2:, ..., :6], atol=0, rtol=0)
+    assert torch.autograd.gradcheck(pad, (key, value))
 
 
 def test_padding_that_is_kept_is_never_that_of_a_run_that_only_counts():
