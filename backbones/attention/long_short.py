@@ -333,7 +333,7 @@ class LongShortAttention(DualNormAttention):
         merged = merge_heads(output).flatten(1, 2)
         if not self.update_globals:
             return self.projection(merged)
-        gathered = output.flatten(2, 3)
+        gathered = contiguous_for_export(output).flatten(2, 3)
         key, value = (torch.cat([x, gathered], dim=2) for x in global_keys_values.unbind(3))
         update = merge_heads(dense_attention(global_query, key, value))
         return self.projection(torch.cat([update, merged], dim=1))
