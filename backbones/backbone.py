@@ -20,7 +20,7 @@ from backbones.layers.parameters import init_trunc_normal_, names_without_weight
 from backbones.layers.position import position_parameter, resize_tables
 from backbones.layers.tracing import contiguous_for_export, static_size
 
-ATTENTION_BACKENDS = ("auto", "sdpa", "triton", "reference")
+ATTENTION_BACKENDS = ("auto", "sdpa", "triton", "flex", "reference")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +94,8 @@ class BackboneSettings:
         activation_checkpointing: recompute the activations of a block in the backward pass.
         attention_backend: one of ``ATTENTION_BACKENDS``: ``"sdpa"`` is PyTorch's attention, ``"triton"`` kernels for
             CUDA, which only sliding chunks and long-short attention have, ``"auto"`` those where they run and else
-            PyTorch's, ``"reference"`` a quadratic definition for debugging.
+            PyTorch's, ``"flex"`` PyTorch's FlexAttention, which only sliding chunks have, ``"reference"`` a quadratic
+            definition for debugging.
     """
 
     out_features: Sequence[str] | None = None
@@ -230,11 +231,10 @@ class Backbone(nn.Module, abc.ABC):
         self.apply(init_linear)
         self.set_activation_checkpointing(settings.activation_checkpointing)
         backend = settings.attention_backend
-        if backend == "triton" and not any(getattr(module, "backend", None) == backend for module in self.modules()):
-            raise ConfigError(
-                f"attention_backend={backend!r} is for sliding chunks and long-short attention; this variant has "
-                "neither: use 'auto'"
-            )
+        has_it = any(getattr(module, "backend", None) == backend for module in self.modules())
+        if backend in ("triton", "flex") and not has_it:
+            kinds = "sliding chunks" if backend == "flex" else "sliding chunks and long-short attention"
+            raise ConfigError(f"attention_backend={backend!r} is for {kinds}, and this variant has none: use 'auto'")
 
     @property
     def common_backend(self) -> str:

@@ -188,7 +188,8 @@ class ViL(Backbone):
             )
         if spec.attention == "long_short":
             sizes = {"window_size": spec.window_size, "rank": spec.rank}
-            common |= {"backend": self.settings.attention_backend}
+            if self.settings.attention_backend != "flex":
+                common |= {"backend": self.settings.attention_backend}
             return LongShortAttention(spec.dim, relative_bias=variant.relative_bias, **sizes, **common)
         if spec.attention == "linformer":
             map_size = self._map_size(index, "load")

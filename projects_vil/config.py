@@ -65,7 +65,8 @@ def add_vil_config(cfg: CfgNode) -> None:
     # and evaluations of averaged weights are not compiled.
     cfg.MODEL.TRANSFORMER.COMPILE = False
     # "sdpa" (PyTorch's), "triton" (kernels of sliding chunks and long-short attention, on CUDA), "auto" (those where
-    # they run, else PyTorch's) or "reference" (quadratic, for debugging).
+    # they run, else PyTorch's), "flex" (PyTorch's FlexAttention for sliding chunks, on CUDA) or "reference" (quadratic,
+    # for debugging).
     cfg.MODEL.TRANSFORMER.ATTENTION_BACKEND = "auto"
     # An empty value of the following keys means that of the variant; a key that its family does not have is an error.
     # ViL and LS: the attention of each stage, "sliding_chunk", "long_short" or "dense".
@@ -345,9 +346,11 @@ def check_device(cfg: CfgNode, *, devices: Sequence[str] = DEVICES) -> bool:
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if match[1] == "cuda" and int(match[2] or 0) >= available:
         raise ConfigError(f"MODEL.DEVICE is {name}, and {available} CUDA devices are available: use MODEL.DEVICE cpu")
-    missing = unmet_requirement(torch.device(name))
-    if missing is not None and backend == "triton":
-        raise ConfigError(f"MODEL.TRANSFORMER.ATTENTION_BACKEND triton {missing} (MODEL.DEVICE): use auto")
+    missing = unmet_requirement(torch.device(name)) if backend == "triton" else None
+    if backend == "flex" and match[1] == "cpu":
+        missing = "needs a CUDA device"
+    if missing is not None:
+        raise ConfigError(f"MODEL.TRANSFORMER.ATTENTION_BACKEND {backend} {missing} (MODEL.DEVICE): use auto")
     return match[1] == "cuda"
 
 
@@ -365,9 +368,10 @@ def choose_device(cfg: CfgNode, *, devices: Sequence[str] = DEVICES, requested: 
     has_gpu = "cuda" in devices and torch.cuda.is_available()
     if not requested and cfg.MODEL.DEVICE.startswith("cuda") and not has_gpu:
         cfg = updated(cfg, {"MODEL.DEVICE": "cpu"})
-        if cfg.MODEL.TRANSFORMER.ATTENTION_BACKEND == "triton":
+        backend = cfg.MODEL.TRANSFORMER.ATTENTION_BACKEND
+        if backend in ("triton", "flex"):
             cfg = updated(cfg, {"MODEL.TRANSFORMER.ATTENTION_BACKEND": "auto"})
-            _logger.info("MODEL.TRANSFORMER.ATTENTION_BACKEND is auto: triton does not run on the CPU")
+            _logger.info("MODEL.TRANSFORMER.ATTENTION_BACKEND is auto: %s does not run on the CPU", backend)
     if check_device(cfg, devices=devices):
         _logger.info("the model runs on %s: %s", cfg.MODEL.DEVICE, torch.cuda.get_device_name(cfg.MODEL.DEVICE))
     elif "cuda" in devices:

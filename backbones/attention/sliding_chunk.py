@@ -23,6 +23,7 @@ from backbones.attention.chunks import (
     with_halo,
 )
 from backbones.attention.dense import TokenAttention, dense_attention, merge_heads, split_globals, split_heads
+from backbones.attention.flex_chunks import flex_chunk_attention
 from backbones.attention.triton_chunks import triton_chunk_attention
 from backbones.attention.windows import WindowLayout, attend_chunks, window_attention
 from backbones.errors import check_choice
@@ -253,6 +254,7 @@ BACKENDS = {
     "auto": auto_chunk_attention,
     "sdpa": sliding_chunk_attention,
     "triton": triton_chunk_attention,
+    "flex": flex_chunk_attention,
     "reference": reference.sliding_chunk_attention,
 }
 
@@ -266,8 +268,8 @@ class SlidingChunkAttention(TokenAttention):
         relative_bias: whether each offset in the window has a learned bias.
         shared_projections: whether local and global tokens share query, key, value and output projections.
         common: see :class:`.TokenAttention`. A backend is a key of ``BACKENDS``: ``"auto"`` is the choice of
-            :func:`.backends.auto_backend`, ``"triton"`` is for CUDA, and ``"reference"`` is quadratic and for
-            debugging.
+            :func:`.backends.auto_backend`, ``"triton"`` and ``"flex"`` are for CUDA, and ``"reference"`` is quadratic
+            and for debugging.
 
     Raises:
         ConfigError: for an unknown mode or backend.
@@ -321,8 +323,8 @@ class SlidingChunkAttention(TokenAttention):
         if num_global:
             global_key, global_value = global_keys_values.chunk(2, dim=1)
         key, value = local_keys_values.unflatten(2, size).chunk(2, dim=1)
-        # A Triton kernel cannot be traced or exported.
-        attend = self.backends["sdpa" if self.backend == "triton" and is_tracing() else self.backend]
+        # Neither can be traced or exported.
+        attend = self.backends["sdpa" if self.backend in ("triton", "flex") and is_tracing() else self.backend]
         output = attend(
             query=query.unflatten(2, size),
             key=key,

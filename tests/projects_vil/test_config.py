@@ -181,7 +181,6 @@ def test_an_override_without_effect(other, value, key, instead):
 # -- devices ---------------------------------------------------------------------------------------
 
 POINT_REND = ["MODEL.ROI_MASK_HEAD.NAME", "PointRendMaskHead"]
-TRITON = ["MODEL.TRANSFORMER.ATTENTION_BACKEND", "triton"]
 
 
 @pytest.fixture(params=[0, 2], ids=["no GPU", "two GPUs"])
@@ -217,12 +216,14 @@ def test_a_requested_device_is_used_or_refused(gpus):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is available")
-def test_attention_for_a_gpu():
-    found = choose_device(small_config("retinanet", *TRITON, "MODEL.DEVICE", "cuda"))
+@pytest.mark.parametrize("backend", ["triton", "flex"])
+def test_attention_for_a_gpu(backend):
+    keys = ["MODEL.TRANSFORMER.ATTENTION_BACKEND", backend]
+    found = choose_device(small_config("retinanet", *keys, "MODEL.DEVICE", "cuda"))
     assert (found.MODEL.DEVICE, found.MODEL.TRANSFORMER.ATTENTION_BACKEND) == ("cpu", "auto")
     assert not check_device(found)
     with pytest.raises(ConfigError, match="MODEL.TRANSFORMER.ATTENTION_BACKEND"):
-        check_device(small_config("retinanet", *TRITON, "MODEL.DEVICE", "cpu"))
+        check_device(small_config("retinanet", *keys, "MODEL.DEVICE", "cpu"))
 
 
 # -- the task of a config --------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The backend auto takes Triton's kernel where it compiles and is right; an error of a device is an error."""
 
 import functools
+import itertools
 import logging
 import subprocess
 
@@ -182,8 +183,13 @@ def test_empty_tensors_do_not_change_the_choice(monkeypatch):
     assert not sliding_chunk.auto_chunk_attention(**images, window_size=3).numel() and asked == [0]
 
 
-@pytest.mark.parametrize("attention", [SlidingChunkAttention, functools.partial(LongShortAttention, rank=2)])
-@pytest.mark.parametrize("backend", ["triton", "auto"])
+@pytest.mark.parametrize(
+    "backend, attention",
+    [
+        *itertools.product(("triton", "auto"), (SlidingChunkAttention, functools.partial(LongShortAttention, rank=2))),
+        ("flex", SlidingChunkAttention),
+    ],
+)
 def test_cpu_and_traced_runs_use_no_triton_kernel(monkeypatch, backend, attention):
     """Not even where Triton's interpreter would run it, which takes minutes."""
     monkeypatch.setattr(backends, "choose_kernel", None)
@@ -200,14 +206,21 @@ def test_cpu_and_traced_runs_use_no_triton_kernel(monkeypatch, backend, attentio
 
 def test_backends_of_the_stages():
     """Sliding chunks and long-short attention have kernels of their own; full attention has PyTorch's."""
-    for asked, chunks, others in (("auto", "auto", "sdpa"), ("triton", "triton", "sdpa"), ("reference",) * 3):
-        attention = ["sliding_chunk", "long_short", "sliding_chunk", "dense"]
+    attention = ["sliding_chunk", "long_short", "sliding_chunk", "dense"]
+    for asked, *expected in (
+        ("auto", "auto", "auto", "auto", "sdpa"),
+        ("triton", "triton", "triton", "triton", "sdpa"),
+        ("flex", "flex", "sdpa", "flex", "sdpa"),
+        ("reference",) * 5,
+    ):
         model = create_backbone("vil_tiny", attention=attention, attention_backend=asked)
-        assert [stage.blocks[0].attention.backend for stage in model.stages] == [chunks] * 3 + [others]
-        model = create_backbone("cvt_ls_13", attention_backend=asked)
-        assert {block.attention.backend for stage in model.stages for block in stage.blocks} == {chunks}
-    with pytest.raises(ConfigError, match="triton"):
-        create_backbone("lit_ti", attention_backend="triton")
+        assert [stage.blocks[0].attention.backend for stage in model.stages] == expected
+        if asked != "flex":
+            model = create_backbone("cvt_ls_13", attention_backend=asked)
+            assert {block.attention.backend for stage in model.stages for block in stage.blocks} == {asked}
+    for name, backend in (("lit_ti", "triton"), ("lit_ti", "flex"), ("ls_tiny", "flex"), ("cvt_ls_13", "flex")):
+        with pytest.raises(ConfigError, match=backend):
+            create_backbone(name, attention_backend=backend)
 
 
 @on_gpu

@@ -172,7 +172,7 @@ def test_lower_precision(name, dtype, tolerance, autocast):
     "name, options, named",
     [
         ("sliding_chunk", {"mode": "exakt"}, "'exact'"),
-        ("sliding_chunk", {"backend": "flash"}, "auto, sdpa, triton, reference"),
+        ("sliding_chunk", {"backend": "flash"}, "auto, sdpa, triton, flex, reference"),
         ("long_short", {"backend": "flash"}, "auto, sdpa, triton, reference"),
         ("performer", {"backend": "flash"}, "sdpa, reference"),
     ],
