@@ -91,7 +91,7 @@ class ConvLongShortAttention(DualNormAttention):
         tokens = tokens.unflatten(1, size)
         query, keys_values = self.conv_qkv(tokens).split([1, 2])
         # (B, M, H * W, 2, D)
-        keys_values = split_heads(self.local_norm(keys_values).movedim(0, 2), self.num_heads).contiguous()
+        keys_values = self.norm_local(keys_values).contiguous()
         query = split_heads(query.squeeze(0), self.num_heads).unflatten(2, size)
         output = self.attend(query, keys_values.unflatten(2, size), self.dynamic_projection(tokens))
         return self.projection(merge_heads(output).flatten(1, 2))

@@ -34,8 +34,8 @@ from backbones.layers.tracing import (
     static_size,
 )
 
-# Segments without a bias are joined to chunks of about this side: calls for 2 x 2 queries would be mostly overhead.
-_CHUNK = 8
+# Segments without a bias are joined to chunks of about this side on a GPU, whose kernels have tiles of 64 queries.
+_CHUNKS = {"cuda": 8}
 # Windows of larger maps, by channels of their keys, are not kept on a GPU.
 _KEPT_CHANNELS = 2**23
 
@@ -89,8 +89,8 @@ def long_short_attention(
     projected keys in between once a segment; windows over them overlap without further copies.
     """
     side = max(window_size // 2, 1)
-    if local_bias is None and is_plain(query) and window_size < _CHUNK:
-        number = _CHUNK // window_size
+    number = _CHUNKS.get(query.device.type, 1) // window_size
+    if number > 1 and local_bias is None and is_plain(query):
         local_bias = _segments_mask(window_size, number, side, query.dtype, query.device)
         window_size *= number
     layout = WindowLayout(window_size, side)
@@ -212,12 +212,12 @@ class DualNorm(nn.Module):
         self.projected_norm = AutocastLayerNorm(dim) if projects else None
 
     def norm_local(self, tokens: Tensor) -> Tensor:
-        """Keys and values of tokens, (B, ..., C) -> (B, M, ..., D)."""
-        return split_heads(self.local_norm(tokens), self.num_heads)
+        """Keys and values of tokens, (2, B, N, C) -> (B, M, N, 2, D)."""
+        return split_heads(self.local_norm(tokens).movedim(0, 2), self.num_heads)
 
     def norm_projected(self, sums: Tensor) -> Tensor:
-        """Keys and values that sum up tokens, (B, ..., C) -> (B, M, ..., D)."""
-        return split_heads(self.projected_norm(sums), self.num_heads)
+        """Keys and values that sum up tokens, (2, B, r, C) -> (B, M, r, 2, D)."""
+        return split_heads(self.projected_norm(sums).movedim(0, 2), self.num_heads)
 
 
 class DualNormAttention(DualNorm):
@@ -261,8 +261,8 @@ class DualNormAttention(DualNorm):
             global_keys_values: (B, M, G, 2, D), after the norms, or None for no global token.
         """
         sums = dynamic_projection(split_heads(scores, self.num_heads), keys_values.flatten(4))
-        # (B, r, 2, C)
-        sums = contiguous_for_export(sums.unflatten(3, (2, -1)).movedim(1, 3)).flatten(3)
+        # (2, B, r, C)
+        sums = contiguous_for_export(sums.unflatten(3, (2, -1)).permute(3, 0, 2, 1, 4)).flatten(3)
         shared = self.norm_projected(sums)
         if global_keys_values is not None:
             shared = torch.cat([shared, global_keys_values], dim=2)
@@ -323,7 +323,8 @@ class LongShortAttention(DualNormAttention):
     def forward(self, tokens: Tensor, size: tuple[int, int]) -> Tensor:
         """(B, G + H * W, C), global tokens first, and (H, W) -> the same, or (B, H * W, C) without updated globals."""
         query, keys_values = self.qkv(tokens).unflatten(2, (3, -1)).split([1, 2], dim=2)
-        query, keys_values = split_heads(query.squeeze(2), self.num_heads), self.norm_local(keys_values).contiguous()
+        query = split_heads(query.squeeze(2), self.num_heads)
+        keys_values = self.norm_local(keys_values.movedim(2, 0)).contiguous()
         (global_query, query), (global_keys_values, keys_values) = (
             split_globals(x, self.num_global_tokens, dim=2) for x in (query, keys_values)
         )

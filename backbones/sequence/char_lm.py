@@ -184,7 +184,7 @@ class CausalAttention(DualNorm):
         key, value = self.key(tokens), self.value(tokens)
         recent = memory[:, -self.window_size :]
         window = [torch.cat([self.key(recent), key], dim=1), torch.cat([self.value(recent), value], dim=1)]
-        window_key, window_value = self.norm_local(torch.stack(window, dim=2)).unbind(3)
+        window_key, window_value = self.norm_local(torch.stack(window)).unbind(3)
         (summed,) = self._sums(memory, memory)
         projected_key, projected_value = self.key(summed), self.value(summed)
         # The last segment, whole or not, is seen by no token of the block.
@@ -193,9 +193,7 @@ class CausalAttention(DualNorm):
             sums = self._sums(tokens[:, :whole], key[:, :whole], value[:, :whole])
             projected_key = torch.cat([projected_key, sums[0]], dim=1)
             projected_value = torch.cat([projected_value, sums[1]], dim=1)
-        projected_key, projected_value = self.norm_projected(
-            torch.stack([projected_key, projected_value], dim=2)
-        ).unbind(3)
+        projected_key, projected_value = self.norm_projected(torch.stack([projected_key, projected_value])).unbind(3)
         output = causal_attention(
             split_heads(self.query(tokens), self.num_heads),
             window_key,

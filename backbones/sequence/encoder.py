@@ -150,7 +150,7 @@ class SequenceAttention(DualNorm):
     ) -> tuple[Tensor | None, Tensor | None]:
         """(B, N, C), (B, 1, C) or None, and a mask (B, N) or None -> updates of both, None for what is not updated."""
         query = split_heads(self.query(tokens), self.num_heads)
-        keys_values = self.norm_local(torch.stack([self.key(tokens), self.value(tokens)], dim=2))
+        keys_values = self.norm_local(torch.stack([self.key(tokens), self.value(tokens)]))
         key, value = keys_values.unbind(3)
         own = None if class_token is None else [layer(class_token) for layer in (self.query, self.key, self.value)]
         shared_key, shared_value = self._shared(tokens, key, value, own, mask)
@@ -185,7 +185,7 @@ class SequenceAttention(DualNorm):
             keys, values = ([*rest, merge_heads(x)] for rest, x in zip((keys, values), sums, strict=True))
         if not keys:
             return None, None
-        return self.norm_projected(torch.stack([torch.cat(keys, 1), torch.cat(values, 1)], dim=2)).unbind(3)
+        return self.norm_projected(torch.stack([torch.cat(keys, 1), torch.cat(values, 1)])).unbind(3)
 
 
 class EncoderLayer(nn.Module):

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from backbones.attention import long_short
 from backbones.attention.long_short import LongShortAttention, dynamic_projection
 from backbones.layers.position import SegmentRelativeBias
 from tests.backbones.attention.cases import attend, case, side_of
-from tests.backbones.helpers import random_images, randomise
+from tests.backbones.helpers import assert_all_close, outputs_and_gradients, random_images, randomise
 
 
 @pytest.mark.parametrize("window_size", [1, 2, 3, 4])
@@ -29,6 +30,15 @@ def test_tokens_see_their_window(window_size):
                 and first_col - side <= key_col < first_col + window_size + side
             )
         assert torch.equal(gradient[0, 0].abs().sum(-1) > 0, expected)
+
+
+@pytest.mark.parametrize("window_size", [1, 2, 4])
+def test_segments_in_larger_chunks_equal_the_reference(window_size, monkeypatch):
+    """As on a GPU."""
+    monkeypatch.setattr(long_short, "_CHUNKS", {"cpu": 8})
+    function, by_reference, inputs = case("long_short", 11, 18, window_size=window_size, biases=False)
+    expected = outputs_and_gradients(by_reference, inputs)
+    assert_all_close(outputs_and_gradients(function, inputs), expected, tolerance=1e-11)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
