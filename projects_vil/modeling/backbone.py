@@ -1,6 +1,7 @@
 """The backbones, FPN over them and models of a config; importing this registers the builders of detectron2."""
 
 import contextlib
+import logging
 import math
 import traceback
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ from backbones.errors import check_choice
 from projects_vil.config import config_items, updated
 from projects_vil.modeling.timm_backbone import TIMM_PREFIX, TIMM_STAGES, TimmBackbone
 
+_logger = logging.getLogger(__name__)
 # Sides of images in pixels, and images in a batch, that exported programs take.
 MIN_EXPORT_SIDE, MAX_EXPORT_SIDE, LARGEST_BATCH = 32, 8192, 1024
 
@@ -112,6 +114,7 @@ def build_transformer_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> Transfor
             position_resizing=node.POSITION_RESIZING or None,
         )
     if node.COMPILE:
+        _logger.info("MODEL.TRANSFORMER.COMPILE: the first call of the backbone compiles it, which takes minutes")
         # In place, at its first call: names of parameters stay, and copies are not compiled.
         backbone.net.compile(dynamic=True)
     return backbone
