@@ -11,9 +11,9 @@ from tests.projects_vil.helpers import ROOT
 
 # The most waits of an iteration that writes no metrics, all but two at lines of detectron2, and launches of kernels.
 CASES = {
-    ("retinanet", "bfloat16"): (7, 3700),
-    ("retinanet", "float16"): (7, 3700),
-    ("mask_rcnn", "bfloat16"): (118, 4400),
+    ("retinanet", "bfloat16"): (7, 3350),
+    ("retinanet", "float16"): (7, 3350),
+    ("mask_rcnn", "bfloat16"): (118, 4000),
 }
 
 
