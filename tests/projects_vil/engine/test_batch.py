@@ -17,7 +17,8 @@ from tests.projects_vil.helpers import CONFIGS, SMALL, message, run_tool, small_
 AUTO = ["INPUT.MIN_SIZE_TRAIN", "(128,)", "SOLVER.ACCUMULATE", "0", "SOLVER.IMS_PER_BATCH"]
 
 
-@pytest.mark.parametrize("detector", ["retinanet", pytest.param("mask_rcnn", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("detector", ["retinanet", "mask_rcnn"])
 def test_the_largest_micro_batch_within_a_limit(detector):
     cfg = small_config(detector, *AUTO, "8", "MODEL.EMA.ENABLED", "True", "SOLVER.AMP.ENABLED", "True")
     chosen, (line,) = choose_micro_batches(cfg, limit=1e15)
@@ -77,6 +78,7 @@ def test_micro_batches_of_a_gpu_end_where_its_memory_does():
     assert number >= 16 and torch.cuda.memory_allocated() < 1e7
 
 
+@pytest.mark.slow
 def test_a_run_has_the_number_in_its_config_and_keeps_it(datasets_root, tmp_path):
     def train(*overrides) -> str:
         keys = [*SMALL["retinanet"], "SOLVER.IMS_PER_BATCH", "4", "OUTPUT_DIR", tmp_path / "run", *overrides]

@@ -131,6 +131,7 @@ def test_weight_and_layer_decay_are_those_of_timm():
     assert "SOLVER.LAYER_DECAY to 1.0" in message(layer_decay_factors, build_on_meta(config("caformer_s18")), 0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("detector", ["retinanet", "mask_rcnn"])
 def test_a_run_from_a_classifier_is_resumed_loaded_and_shared(detector, datasets_root, tmp_path):
     """The name has a tag, and nothing can be downloaded here: only a start without MODEL.WEIGHTS would try."""
