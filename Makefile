@@ -79,7 +79,7 @@ PYTHON_FITS := import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 1
 PIP := $(RUN) -m pip --quiet --quiet --disable-pip-version-check
 step = trap 'exit 130' INT TERM HUP; rm -f .venv/.sound; $(1); status=$$?; touch .venv/.sound; exit $$status
 
-.venv/.stamp: setup.py pyproject.toml tools/install_detectron2.py
+.venv/.stamp: setup.py pyproject.toml vil/install_detectron2.py
 	@$(PYTHON) -c '$(PYTHON_FITS)' 2>/dev/null || { \
 		echo 'error: $(PYTHON) is not Python 3.10 to 3.13: choose one by make PYTHON=/path/to/python3.11 ...' >&2; \
 		exit 1; }
