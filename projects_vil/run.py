@@ -11,10 +11,10 @@ from typing import Any
 
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
-from backbones import ConfigError
+from backbones import ConfigError, list_variants
 from backbones.errors import check_choice, closest
 from projects_vil.checkpoint import read_zoo
-from projects_vil.config import CONFIG_FILE, config_path, first_of, load_config, number_of_classes
+from projects_vil.config import CONFIG_FILE, config_path, load_config, number_of_classes
 from projects_vil.data import Dataset, read_dataset
 from projects_vil.engine import check_output_dir, train_from_command_line
 from projects_vil.evaluation import EVALUATION_FILE
@@ -81,8 +81,8 @@ def train(
         detector: ``"retinanet"`` (the default), ``"mask_rcnn"`` or ``"faster_rcnn"``.
         config: instead of ``model`` and ``detector`` a config, as a file or by name, ``"mask_rcnn/vil_small_1x"``.
         epochs: passes over the training images; 50 for ``data``.
-        batch: images in an iteration, to which the learning rate is scaled; by default the config's, computed in as
-            many parts as the memory requires.
+        batch: images in an iteration; the learning rate is scaled to it, unless it is among the overrides. By default the
+            config's, computed in as many parts as the memory requires.
         val: share of the images for validation, where ``data`` has no validation images of its own.
         weights: a checkpoint, or a name of the model zoo; random weights by default.
         output: OUTPUT_DIR, by default ``output/DATA_MODEL_DETECTOR``.
@@ -102,7 +102,9 @@ def train(
     output = Path(output or own)
     keys["OUTPUT_DIR"] = str(output)
     if batch is not None:
-        keys |= {"SOLVER.IMS_PER_BATCH": str(batch), "SOLVER.SCALE_LR_TO_BATCH": str(cfg.SOLVER.IMS_PER_BATCH)}
+        keys["SOLVER.IMS_PER_BATCH"] = str(batch)
+        if "SOLVER.BASE_LR" not in given:
+            keys["SOLVER.SCALE_LR_TO_BATCH"] = str(cfg.SOLVER.IMS_PER_BATCH)
     elif "SOLVER.ACCUMULATE" not in given:
         keys["SOLVER.ACCUMULATE"] = "0"
     if epochs is None and data is not None and not {"SOLVER.EPOCHS", "SOLVER.MAX_ITER"} & given.keys():
@@ -201,10 +203,12 @@ def _choose_config(model: str | None, detector: str | None, config: str | Path |
     model, detector = model or "vil_tiny", detector or "retinanet"
     check_choice("detector", detector, DETECTORS)
     folder, keys = DETECTORS[detector]
+    # The configs of ViL are for relative bias; that of another name has the recipe, but not the model.
+    named = {"MODEL.TRANSFORMER.NAME": model} if model in list_variants() else {}
     try:
-        return config_path(f"{folder}/{model}_1x"), dict(keys)
+        return config_path(f"{folder}/{model.removesuffix('_rpb')}_1x"), keys | named
     except ConfigError:
-        # A variant that has no config of its own.
+        # A variant, or a model of timm's, that has no config of its own.
         return config_path(f"base/{folder}_1x"), keys | {"MODEL.TRANSFORMER.NAME": model}
 
 
@@ -212,7 +216,8 @@ def _suggest_weights(variant: str) -> None:
     """Print how a run that starts from random weights could start from others."""
     names = [name for name, entry in read_zoo().items() if entry.variant == variant]
     if names:
-        print(f"training starts from random weights; --weights NAME starts from {first_of(names, 3)}", flush=True)
+        few = "from which hundreds of photos are not enough to learn to detect"
+        print(f"training starts from random weights, {few}: start with --weights {' or '.join(names[:2])}", flush=True)
 
 
 def _dataset_keys(dataset: Dataset, name: str, *, test: str = "val") -> dict[str, str]:

@@ -1,13 +1,14 @@
 """Detectors with efficient vision transformers: train, evaluate, predict and export.
 
 Example:
-    vil train photos --model vil_tiny --detector retinanet --epochs 24
+    vil train photos --model vil_tiny --detector retinanet --epochs 50
     vil predict output/photos_vil_tiny_retinanet holiday.jpg
 """
 
 import inspect
 import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ def _main() -> None:
     listed = [f"    {name.ljust(width)}  {inspect.getdoc(run).splitlines()[0]}" for name, (run, _) in COMMANDS.items()]
     description = "\n".join([__doc__, "Commands, each with its own --help:", *listed])
     parser = ToolParser(description, prog="vil", usage="vil COMMAND ...")
+    parser.add_argument("--version", action="version", version=version("vil-detectron2"))
     if words and not words[0].startswith("-"):
         parser.error(f"unknown command {words[0]}{closest(words[0], COMMANDS)}")
     parser.parse_args(words or ["--help"])
@@ -64,7 +66,7 @@ def train(parser: ToolParser, words: Sequence[str]) -> None:
     Without DATA the datasets are those of the config: COCO 2017 in $DETECTRON2_DATASETS/coco.
 
     Example:
-        vil train photos --model vil_tiny --detector retinanet --epochs 24
+        vil train photos --model vil_tiny --detector retinanet --epochs 50
         vil train photos/data.yaml --model lit_ti --detector mask_rcnn --batch 4 SOLVER.BASE_LR 5e-5
         vil train --config mask_rcnn/vil_small_1x --num-gpus 8
     """
@@ -74,7 +76,10 @@ def train(parser: ToolParser, words: Sequence[str]) -> None:
     config_help = "instead of --model and --detector: a config as a file, or by name as retinanet/vil_tiny_1x"
     parser.add_argument("--config", metavar="NAME", help=config_help)
     parser.add_argument("--epochs", type=positive, metavar="N", help="passes over the training images (default 50)")
-    batch_help = "images per iteration (default: the config's 16, in as many parts as the memory requires)"
+    batch_help = (
+        "images per iteration, to which the learning rate is scaled unless SOLVER.BASE_LR is given (default: the "
+        "config's 16, in as many parts as the memory requires)"
+    )
     parser.add_argument("--batch", type=positive, metavar="N", help=batch_help)
     val_help = "share of the images for validation, where DATA has no validation images (default 0.2)"
     parser.add_argument("--val", type=float, metavar="SHARE", help=val_help)
@@ -85,7 +90,10 @@ def train(parser: ToolParser, words: Sequence[str]) -> None:
 
     from projects_vil import run
 
-    folder = run.train(**arguments).folder
+    trained = run.train(**arguments)
+    folder = trained.folder
+    if trained.results and not any(task.get("AP") for tasks in trained.results.values() for task in tasks.values()):
+        print("the detector has learned nothing yet: train for more epochs, or from other weights (--weights)")
     print(f"vil predict {folder} PHOTOS finds objects, vil report {folder} shows how well it does")
 
 

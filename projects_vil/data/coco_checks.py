@@ -141,7 +141,7 @@ class CocoFile:
             lines += [f"    {_example_text(example)}" for example in self.examples[check.name][:NUM_EXAMPLES]]
             if count > NUM_EXAMPLES:
                 lines.append(f"    and {count - NUM_EXAMPLES:,} more: --json FILE lists all")
-            lines.append(f"    fix: {check.effect}")
+            lines.append(f"    {'effect' if check.severity == 'note' else 'fix'}: {check.effect}")
         return lines
 
     def error(self) -> ConfigError:
@@ -509,7 +509,8 @@ CHECKS = {row[0]: Check(*row, key=key) for key, rows in {
         ("duplicate_category_id", "error", "categories with the id of another", leave_out, "the first one stays"),
         ("category_id_not_integer", "fixed", "categories whose id is text or has a decimal point", to_int("id"), _INT),
         ("duplicate_category_name", "note", "categories with the name of another", None, "different classes"),
-        ("category_without_objects", "note", "categories without objects", None, "a class that is not learned"),
+        ("category_without_objects", "note", "categories without objects", None,
+         "not learned if these are the training images; no AP if they are for evaluation"),
     ),
     "images": (
         ("invalid_image_entry", "error", "images without an id and a file_name", leave_out, _WITH_OBJECTS),

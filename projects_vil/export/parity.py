@@ -258,7 +258,10 @@ def describe_report(report: dict) -> str:
             f"{extra}; largest difference: {differences}{_VERDICTS[row['ok']]}"
         )
     if not any(row["pairs"] for row in report["images"]):
-        lines.append("NOT CHECKED: no detections could be paired; pass other images with --images")
+        lines.append(
+            "NOT CHECKED: the detector finds nothing above its score threshold on these images: give "
+            "others by --images, or lower SCORE_THRESH_TEST of its head"
+        )
     for row in report.get("evaluation", ()):
         verdict = f"{'equal' if row['ok'] else 'NOT EQUAL'} within {AP_TOLERANCE}"
         if report["precision"] == "int8":

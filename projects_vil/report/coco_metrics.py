@@ -72,6 +72,8 @@ def evaluate_detections(annotations: dict[str, Any], results: str | Path, *, max
     """
     try:
         detections = json.loads(Path(results).read_bytes())
+        if detections == []:
+            raise ConfigError(f"the detector found nothing above its score threshold: {results} is empty")
         with contextlib.redirect_stdout(io.StringIO()):
             coco = COCO()
             coco.dataset = annotations
@@ -79,7 +81,7 @@ def evaluate_detections(annotations: dict[str, Any], results: str | Path, *, max
             tasks = ["bbox", "segm"] if all("segmentation" in item for item in detections) else ["bbox"]
             evaluations = {task: _run_cocoeval(coco, detections, task, max_detections) for task in tasks}
     except (AssertionError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{results} has no detections, is damaged, or is of another dataset ({error!r})") from error
+        raise ConfigError(f"{results} is damaged, or is of another dataset ({error!r})") from error
     evaluation = evaluations["bbox"]
     parameters = evaluation.params
     entries = np.array(evaluation.evalImgs, dtype=object)
