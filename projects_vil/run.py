@@ -81,7 +81,7 @@ def train(
         detector: ``"retinanet"`` (the default), ``"mask_rcnn"`` or ``"faster_rcnn"``.
         config: instead of ``model`` and ``detector`` a config, as a file or by name, ``"mask_rcnn/vil_small_1x"``.
         epochs: passes over the training images; 50 for ``data``.
-        batch: images in an iteration; the learning rate is scaled to it, unless it is among the overrides. By default the
+        batch: images in an iteration; the learning rate is scaled to it, unless it is an override. By default the
             config's, computed in as many parts as the memory requires.
         val: share of the images for validation, where ``data`` has no validation images of its own.
         weights: a checkpoint, or a name of the model zoo; random weights by default.
@@ -96,22 +96,29 @@ def train(
     """
     given = _given(train, overrides)
     path, keys = _choose_config(model, detector, config)
-    cfg = load_config(path, _words(keys | given))
+    cfg, recipe = load_config(path, _words(keys | given)), load_config(path).SOLVER
     name = path.stem if config else f"{model or 'vil_tiny'}_{detector or 'retinanet'}".replace(":", "_")
-    own = given.pop("OUTPUT_DIR", f"output/{_name(data) + '_' if data else ''}{name}")
-    output = Path(output or own)
-    keys["OUTPUT_DIR"] = str(output)
-    if batch is not None:
-        keys["SOLVER.IMS_PER_BATCH"] = str(batch)
-        if "SOLVER.BASE_LR" not in given:
-            keys["SOLVER.SCALE_LR_TO_BATCH"] = str(cfg.SOLVER.IMS_PER_BATCH)
-    elif "SOLVER.ACCUMULATE" not in given:
+    for key, value in (
+        ("OUTPUT_DIR", output),
+        ("SOLVER.EPOCHS", epochs),
+        ("SOLVER.IMS_PER_BATCH", batch),
+        ("MODEL.WEIGHTS", weights),
+        ("MODEL.DEVICE", device),
+    ):
+        if value is None:
+            continue
+        if key in given:
+            raise ConfigError(f"{value} and {key} {given[key]} are the same setting: leave one out")
+        given[key] = str(value)
+    output = Path(given.pop("OUTPUT_DIR", f"output/{_name(data) + '_' if data else ''}{name}"))
+    # In quotes, since a name may be a number.
+    keys["OUTPUT_DIR"] = repr(str(output))
+    if "SOLVER.IMS_PER_BATCH" not in given and "SOLVER.ACCUMULATE" not in given:
         keys["SOLVER.ACCUMULATE"] = "0"
-    if epochs is None and data is not None and not {"SOLVER.EPOCHS", "SOLVER.MAX_ITER"} & given.keys():
-        epochs = DEFAULT_EPOCHS
-    for key, value in (("SOLVER.EPOCHS", epochs), ("MODEL.WEIGHTS", weights), ("MODEL.DEVICE", device)):
-        if value is not None:
-            keys[key] = str(value)
+    if "SOLVER.IMS_PER_BATCH" in given and "SOLVER.BASE_LR" not in given:
+        keys["SOLVER.SCALE_LR_TO_BATCH"] = str(recipe.IMS_PER_BATCH)
+    if data is not None and not {"SOLVER.EPOCHS", "SOLVER.MAX_ITER"} & given.keys():
+        keys["SOLVER.EPOCHS"] = str(DEFAULT_EPOCHS)
     # More are slower, and torch warns.
     workers = min(cfg.DATALOADER.NUM_WORKERS, os.cpu_count() or 1)
     keys["DATALOADER.NUM_WORKERS"] = str(workers)
@@ -125,7 +132,7 @@ def train(
                 raise ConfigError(f"{data} has no masks, which Mask R-CNN needs: choose faster_rcnn or retinanet")
             keys |= _dataset_keys(dataset, output.name)
             keys[number_of_classes(cfg)[0]] = str(len(dataset.classes))
-        if not (weights or given.get("MODEL.WEIGHTS") or cfg.MODEL.WEIGHTS or resume):
+        if not (given.get("MODEL.WEIGHTS") or cfg.MODEL.WEIGHTS or resume):
             _suggest_weights(cfg.MODEL.TRANSFORMER.NAME)
         processes = {"num_gpus": num_gpus, "num_machines": num_machines, "machine_rank": machine_rank}
         _launch(path, keys | given, eval_only=False, resume=resume, dist_url=dist_url, **processes)
@@ -160,15 +167,16 @@ def evaluate(
     keys = {} if weights is None else {"MODEL.WEIGHTS": str(weights)}
     own = folder_of(path) / (f"evaluation_{_name(data)}" if data else "")
     folder = Path(output or given.get("OUTPUT_DIR") or own)
-    keys["OUTPUT_DIR"] = str(folder)
-    if data is not None:
-        dataset = read_dataset(data, folder / DATA_FOLDER, val=0)
-        print(dataset.line(), flush=True)
-        keys |= _dataset_keys(
-            dataset, folder.name, test=next(split for split in ("test", "val", "train") if split in dataset.splits)
-        )
+    keys["OUTPUT_DIR"] = repr(str(folder))
     processes = {"num_gpus": num_gpus, "num_machines": num_machines, "machine_rank": machine_rank, "dist_url": dist_url}
-    _launch(path, keys | given, eval_only=True, resume=False, **processes)
+    with removed_if_not_begun(folder):
+        if data is not None:
+            dataset = read_dataset(data, folder / DATA_FOLDER, val=0)
+            test = next(split for split in ("test", "val", "train") if split in dataset.splits)
+            images = "all images, also those that the detector may have learned" if test == "train" else f"split {test}"
+            print(f"{dataset.line()}; evaluated: {images}", flush=True)
+            keys |= _dataset_keys(dataset, folder.name, test=test)
+        _launch(path, keys | given, eval_only=True, resume=False, **processes)
     return Run(folder).results
 
 
@@ -206,7 +214,7 @@ def _choose_config(model: str | None, detector: str | None, config: str | Path |
     # The configs of ViL are for relative bias; that of another name has the recipe, but not the model.
     named = {"MODEL.TRANSFORMER.NAME": model} if model in list_variants() else {}
     try:
-        return config_path(f"{folder}/{model.removesuffix('_rpb')}_1x"), keys | named
+        return config_path(f"{folder}/{model.removesuffix('_rpb').removesuffix('_seg')}_1x"), keys | named
     except ConfigError:
         # A variant, or a model of timm's, that has no config of its own.
         return config_path(f"base/{folder}_1x"), keys | {"MODEL.TRANSFORMER.NAME": model}
@@ -216,7 +224,7 @@ def _suggest_weights(variant: str) -> None:
     """Print how a run that starts from random weights could start from others."""
     names = [name for name, entry in read_zoo().items() if entry.variant == variant]
     if names:
-        few = "from which hundreds of photos are not enough to learn to detect"
+        few = "for which a few hundred photos are seldom enough"
         print(f"training starts from random weights, {few}: start with --weights {' or '.join(names[:2])}", flush=True)
 
 
@@ -229,16 +237,19 @@ def _dataset_keys(dataset: Dataset, name: str, *, test: str = "val") -> dict[str
         if f"{name}_{split}" in DatasetCatalog.list():
             DatasetCatalog.remove(f"{name}_{split}")
             MetadataCatalog.remove(f"{name}_{split}")
-    entries = [[f"{name}_{split}", *map(str, files)] for split, files in dataset.splits.items()]
+    entries = [[f"{name}_{split}", *map(os.path.abspath, files)] for split, files in dataset.splits.items()]
     tested = (f"{name}_{test}",) if test in dataset.splits else ()
     names = {"DATASETS.TRAIN": (f"{name}_train",), "DATASETS.TEST": tested}
     return {"DATASETS.COCO": repr(entries), **{key: repr(value) for key, value in names.items()}}
 
 
 def _name(data: str | Path) -> str:
-    """Return the name of a dataset: that of its folder."""
+    """Return the name of a dataset: that of its folder, and of a COCO or CVAT file in it."""
     path = Path(data).resolve()
-    return path.name if path.is_dir() else path.parent.name
+    if path.is_dir():
+        return path.name
+    folder = path.parents[path.parent.name == "annotations"].name
+    return f"{folder}_{path.stem}" if path.suffix in (".json", ".xml") else folder
 
 
 def _words(keys: Mapping[str, str]) -> list[str]:

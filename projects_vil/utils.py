@@ -285,7 +285,13 @@ def available_memory() -> int | None:
     """Return the bytes of memory that new processes can have without swapping; None on systems without /proc."""
     path = Path("/proc/meminfo")
     found = re.search(r"MemAvailable:\s+(\d+) kB", path.read_text()) if path.exists() else None
-    return int(found[1]) * 1024 if found else None
+    if found is None:
+        return None
+    # A container of cgroup v2 may have less than the machine.
+    limit, used = (Path("/sys/fs/cgroup", f"memory.{name}") for name in ("max", "current"))
+    number = limit.read_text().strip() if limit.exists() and used.exists() else "max"
+    own = [] if number == "max" else [int(number) - int(used.read_text())]
+    return min(int(found[1]) * 1024, *own) if own else int(found[1]) * 1024
 
 
 def peak_in_new_process(build: Callable[[], Callable[[], object]], *, what: str, instead: str) -> int | None:

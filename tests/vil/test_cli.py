@@ -39,8 +39,12 @@ def test_from_photos_to_a_report(vil, shapes, tmp_path, monkeypatch):
     # The commands that it names next
     assert all(f"{command} {run}" in out for command in ("vil predict", "vil report"))
     evaluation = json.loads((tmp_path / run / "evaluation.json").read_text())
-    assert vil("eval", run)[0] == 0
-    assert json.loads((tmp_path / run / "evaluation.json").read_text()) == evaluation
+    # From another folder too, and into one whose name is a number.
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert vil("eval", f"../{run}", "--output", "2024")[0] == 0
+    assert json.loads((tmp_path / "elsewhere/2024/evaluation.json").read_text()) == evaluation
+    monkeypatch.chdir(tmp_path)
     assert vil("eval", run, "mine/annotations/instances_train.json", "--output", "on_train")[0] == 0
     assert json.loads((tmp_path / "on_train/evaluation.json").read_text())
     assert vil("predict", run, "mine/val", "--output", "found", "--no-drawings")[0] == 0
