@@ -30,6 +30,8 @@ DETECTORS: dict[str, tuple[str, dict[str, str]]] = {
 DATA_FOLDER = "data"
 # On COCO the schedules count iterations.
 DEFAULT_EPOCHS = 50
+# Names of datasets that were made here.
+_registered: set[str] = set()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +110,7 @@ def train(
         if value is None:
             continue
         if key in given:
-            raise ConfigError(f"{value} and {key} {given[key]} are the same setting: leave one out")
+            raise ConfigError(f"{key} is given twice, {value} and {given[key]}: leave one out")
         given[key] = str(value)
     output = Path(given.pop("OUTPUT_DIR", f"output/{_name(data) + '_' if data else ''}{name}"))
     # In quotes, since a name may be a number.
@@ -123,7 +125,9 @@ def train(
     workers = min(cfg.DATALOADER.NUM_WORKERS, os.cpu_count() or 1)
     keys["DATALOADER.NUM_WORKERS"] = str(workers)
     # Before anything is written there.
-    check_output_dir(load_config(path, _words(keys | given)), resume=resume)
+    if check_output_dir(load_config(path, _words(keys | given)), resume=resume):
+        # With the data, schedule and classes of its beginning.
+        path, keys, data = output / CONFIG_FILE, {}, None
     with removed_if_not_begun(output):
         if data is not None:
             dataset = read_dataset(data, output / DATA_FOLDER, val=val)
@@ -193,8 +197,8 @@ def _given(function: Callable, overrides: Mapping[str, object]) -> dict[str, str
     """
     unknown = next((key for key in overrides if not key.isupper()), None)
     if unknown is not None:
-        hint = closest(unknown, inspect.signature(function).parameters)
-        raise ConfigError(f"{function.__name__}() has no keyword {unknown!r}{hint}; config keys are in capitals")
+        hint = closest(unknown, set(inspect.signature(function).parameters) - {"overrides"})
+        raise ConfigError(f"{function.__name__}() has no keyword {unknown!r}{hint}; keys of the config are in capitals")
     return {key: str(value) for key, value in overrides.items()}
 
 
@@ -211,7 +215,7 @@ def _choose_config(model: str | None, detector: str | None, config: str | Path |
     model, detector = model or "vil_tiny", detector or "retinanet"
     check_choice("detector", detector, DETECTORS)
     folder, keys = DETECTORS[detector]
-    # The configs of ViL are for relative bias; that of another name has the recipe, but not the model.
+    # The recipe is the same with and without relative bias, and for the tables of segmentation.
     named = {"MODEL.TRANSFORMER.NAME": model} if model in list_variants() else {}
     try:
         return config_path(f"{folder}/{model.removesuffix('_rpb').removesuffix('_seg')}_1x"), keys | named
@@ -234,9 +238,10 @@ def _dataset_keys(dataset: Dataset, name: str, *, test: str = "val") -> dict[str
     Their names are free afterwards: another run of this process may have had them for other files.
     """
     for split in dataset.splits:
-        if f"{name}_{split}" in DatasetCatalog.list():
+        if f"{name}_{split}" in _registered & set(DatasetCatalog.list()):
             DatasetCatalog.remove(f"{name}_{split}")
             MetadataCatalog.remove(f"{name}_{split}")
+        _registered.add(f"{name}_{split}")
     entries = [[f"{name}_{split}", *map(os.path.abspath, files)] for split, files in dataset.splits.items()]
     tested = (f"{name}_{test}",) if test in dataset.splits else ()
     names = {"DATASETS.TRAIN": (f"{name}_train",), "DATASETS.TEST": tested}

@@ -51,7 +51,9 @@ def choose_micro_batches(
     number = load_config(saved).SOLVER.ACCUMULATE if resume and checkpoints_of(cfg.OUTPUT_DIR) and saved.exists() else 0
     if number and images % number == 0:
         return updated(cfg, {"SOLVER.ACCUMULATE": number}), [f"SOLVER.ACCUMULATE {number}, as in the resumed run"]
-    logging.getLogger(__name__).info("SOLVER.ACCUMULATE 0: measuring how many images of a step fit into memory")
+    logging.getLogger(__name__).info(
+        "SOLVER.ACCUMULATE 0: measuring how many images of a step fit into memory; another number leaves this out"
+    )
     limit = min(comm.all_gather(_SHARE * _free_memory(cfg) if limit is None else limit))
     sizes = [size for size in range(1, images + 1) if images % size == 0]
     peaks: dict[int, float] = {}

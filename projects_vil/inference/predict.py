@@ -184,6 +184,9 @@ def predict(
             if received:
                 break
         results_file.write("]")
+        if skipped and not done:
+            # The files of an earlier prediction stay.
+            raise ConfigError(f"none of {_count(len(skipped), 'file')} can be read, such as {skipped[0].name}")
         skipped.sort(key=lambda item: item.index)
         pairs = zip(detector.categories.ids, detector.names, strict=True)
         rest = {

@@ -37,6 +37,9 @@ def test_train_evaluate_and_predict(data):
     ((other, again),) = evaluate(run.folder, data).items()
     assert own != other and results["bbox"] == again["bbox"] and results["bbox"]["AP50"] >= 0
     assert json.loads((run.folder / "evaluation_mine/evaluation.json").read_text()) == {other: again}
+    # An interrupted run goes on as it began, and this one has ended.
+    resumed = train(data, config=CONFIGS["retinanet"], output=run.folder, resume=True, **KEYS)
+    assert load_config(resumed.folder / "config.yaml") == cfg
     # In another folder, with the names of a dataset that is registered already.
     before = sorted(run.folder.rglob("*"))
     text = message(train, data, config=CONFIGS["retinanet"], epochs=1, batch=4, **KEYS)
@@ -69,7 +72,7 @@ def test_a_model_without_a_config_of_its_own(data):
         ({"MODEL.RETINANET.NUM_CLASSES": 7}, "MODEL.RETINANET.NUM_CLASSES"),
         ({"weights": "absent.pth"}, "absent.pth"),
         ({"device": "cuda:9"}, "cuda:9"),
-        ({"epochs": 3, "SOLVER.EPOCHS": 4}, "SOLVER.EPOCHS 4"),
+        ({"epochs": 3, "SOLVER.EPOCHS": 4}, "SOLVER.EPOCHS"),
     ],
 )
 def test_mistakes_leave_nothing(data, arguments, named):
