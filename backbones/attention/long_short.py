@@ -194,6 +194,11 @@ BACKENDS = {
 }
 
 
+def _pair(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Return the two entries of an axis. OpenVINO fails to fuse what ``unbind`` becomes with sizes that vary."""
+    return (x.select(dim, 0), x.select(dim, 1)) if is_tracing() else x.unbind(dim)
+
+
 class DualNorm(nn.Module):
     """The norms of long-short attention, over the channels of all heads (DualLN, equation 7).
 
@@ -266,7 +271,7 @@ class DualNormAttention(DualNorm):
         shared = self.norm_projected(sums)
         if global_keys_values is not None:
             shared = torch.cat([shared, global_keys_values], dim=2)
-        (key, value), (projected_key, projected_value) = keys_values.unbind(4), shared.unbind(3)
+        (key, value), (projected_key, projected_value) = _pair(keys_values, 4), _pair(shared, 3)
         # A Triton kernel cannot be traced or exported.
         return BACKENDS["sdpa" if self.backend == "triton" and is_tracing() else self.backend](
             query=query,
@@ -335,6 +340,6 @@ class LongShortAttention(DualNormAttention):
         if not self.update_globals:
             return self.projection(merged)
         gathered = contiguous_for_export(output).flatten(2, 3)
-        key, value = (torch.cat([x, gathered], dim=2) for x in global_keys_values.unbind(3))
+        key, value = (torch.cat([x, gathered], dim=2) for x in _pair(global_keys_values, 3))
         update = merge_heads(dense_attention(global_query, key, value))
         return self.projection(torch.cat([update, merged], dim=1))
