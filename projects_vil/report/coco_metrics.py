@@ -80,6 +80,8 @@ def evaluate_detections(annotations: dict[str, Any], results: str | Path, *, max
             coco.createIndex()
             tasks = ["bbox", "segm"] if all("segmentation" in item for item in detections) else ["bbox"]
             evaluations = {task: _run_cocoeval(coco, detections, task, max_detections) for task in tasks}
+    except ConfigError:
+        raise
     except (AssertionError, IndexError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{results} is damaged, or is of another dataset ({error!r})") from error
     evaluation = evaluations["bbox"]
