@@ -2,7 +2,7 @@
 
 The output folder gets results.json (COCO's format, boxes and masks in pixels of the files), images.json (which image
 has which id, the categories, and what was skipped) and drawings/. Exit status: 0; 1 or 2 for wrong arguments; 2 also
-where files that cannot be read were skipped, and all others are done.
+where files that cannot be read were skipped, and others are done.
 
 Example:
     python tools/predict.py --config-file output/vil_tiny/config.yaml --weights output/vil_tiny/model_final.pth \\
