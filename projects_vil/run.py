@@ -97,9 +97,8 @@ def train(
         ConfigError: for a mistake in the arguments, the data or a file.
     """
     given = _given(train, overrides)
-    path, keys = _choose_config(model, detector, config)
+    path, keys, name = _choose_config(model, detector, config)
     cfg, recipe = load_config(path, _words(keys | given)), load_config(path).SOLVER
-    name = path.stem if config else f"{model or 'vil_tiny'}_{detector or 'retinanet'}".replace(":", "_")
     for key, value in (
         ("OUTPUT_DIR", output),
         ("SOLVER.EPOCHS", epochs),
@@ -127,7 +126,7 @@ def train(
     # Before anything is written there.
     if check_output_dir(load_config(path, _words(keys | given)), resume=resume):
         # With the data, schedule and classes of its beginning.
-        path, keys, data = output / CONFIG_FILE, {}, None
+        path, keys, data = output / CONFIG_FILE, {"OUTPUT_DIR": keys["OUTPUT_DIR"]}, None
     with removed_if_not_begun(output):
         if data is not None:
             dataset = read_dataset(data, output / DATA_FOLDER, val=val)
@@ -206,22 +205,25 @@ def _launch(path: Path, keys: Mapping[str, str], **arguments: object) -> None:
     train_from_command_line(argparse.Namespace(config_file=str(path), opts=_words(keys), **arguments))
 
 
-def _choose_config(model: str | None, detector: str | None, config: str | Path | None) -> tuple[Path, dict[str, str]]:
-    """Return a config, and the keys in which the model or detector differs from it."""
+def _choose_config(
+    model: str | None, detector: str | None, config: str | Path | None
+) -> tuple[Path, dict[str, str], str]:
+    """Return a config, the keys in which the model or detector differs from it, and a name for the run's folder."""
     if config is not None:
         if model is not None or detector is not None:
             raise ConfigError("config names the model and the detector already: leave out model and detector")
-        return (Path(config) if Path(config).is_file() else config_path(str(config))), {}
+        path = Path(config) if Path(config).is_file() else config_path(str(config))
+        return path, {}, path.stem
     model, detector = model or "vil_tiny", detector or "retinanet"
     check_choice("detector", detector, DETECTORS)
-    folder, keys = DETECTORS[detector]
+    (folder, keys), name = DETECTORS[detector], f"{model}_{detector}".replace(":", "_")
     # The recipe is the same with and without relative bias, and for the tables of segmentation.
     named = {"MODEL.TRANSFORMER.NAME": model} if model in list_variants() else {}
     try:
-        return config_path(f"{folder}/{model.removesuffix('_rpb').removesuffix('_seg')}_1x"), keys | named
+        return config_path(f"{folder}/{model.removesuffix('_rpb').removesuffix('_seg')}_1x"), keys | named, name
     except ConfigError:
         # A variant, or a model of timm's, that has no config of its own.
-        return config_path(f"base/{folder}_1x"), keys | {"MODEL.TRANSFORMER.NAME": model}
+        return config_path(f"base/{folder}_1x"), keys | {"MODEL.TRANSFORMER.NAME": model}, name
 
 
 def _suggest_weights(variant: str) -> None:

@@ -96,7 +96,8 @@ def train(parser: ToolParser, words: Sequence[str]) -> None:
     folder = trained.folder
     if trained.results and not any(task.get("AP") for tasks in trained.results.values() for task in tasks.values()):
         print("the detector has learned nothing yet: train for more epochs, or from other weights (--weights)")
-    print(f"vil predict {folder} PHOTOS finds objects, vil report {folder} shows how well it does")
+    else:
+        print(f"vil predict {folder} PHOTOS finds objects, vil report {folder} shows how well it does")
 
 
 def evaluate(parser: ToolParser, words: Sequence[str]) -> None:

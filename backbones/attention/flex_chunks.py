@@ -29,8 +29,8 @@ def flex_chunk_attention(
 ) -> Tensor:
     """The contract of :func:`backbones.attention.sliding_chunk.sliding_chunk_attention`.
 
-    On a GPU ``torch.compile`` makes the kernels, anew for other numbers of heads, channels or global tokens; where it
-    cannot, its error is raised. On a CPU all N x N scores are in memory, which is for tests, and PyTorch refuses inputs
+    On a GPU ``torch.compile`` compiles the kernels, for each number of heads, channels and global tokens; where that
+    fails, its error is raised. On a CPU all N x N scores are in memory, which is for tests, and PyTorch refuses inputs
     that need a gradient. The tests compare outputs with the reference on a CPU, and gradients where that refusal is
     lifted; no kernel of a GPU has run.
 

@@ -23,7 +23,7 @@ def data(shapes, tmp_path, monkeypatch):
     return tmp_path / "mine"
 
 
-def test_train_evaluate_and_predict(data):
+def test_train_evaluate_and_predict(data, monkeypatch):
     run = train(data, config=CONFIGS["retinanet"], epochs=2, batch=4, **KEYS)
     assert run == Run(run.folder) and run.folder.samefile("output/mine_retinanet_vil_shapes")
     cfg, recipe = load_config(run.folder / "config.yaml"), load_config(CONFIGS["retinanet"]).SOLVER
@@ -38,8 +38,14 @@ def test_train_evaluate_and_predict(data):
     assert own != other and results["bbox"] == again["bbox"] and results["bbox"]["AP50"] >= 0
     assert json.loads((run.folder / "evaluation_mine/evaluation.json").read_text()) == {other: again}
     # An interrupted run goes on as it began, and this one has ended.
-    resumed = train(data, config=CONFIGS["retinanet"], output=run.folder, resume=True, **KEYS)
-    assert load_config(resumed.folder / "config.yaml") == cfg
+    folder = run.folder.absolute()
+    (folder.parent / "elsewhere").mkdir()
+    monkeypatch.chdir(folder.parent / "elsewhere")
+    resumed = train(data, config=CONFIGS["retinanet"], output=folder, resume=True, **KEYS)
+    found = load_config(resumed.folder / "config.yaml")
+    assert (found.SOLVER, found.DATASETS, found.OUTPUT_DIR) == (cfg.SOLVER, cfg.DATASETS, str(folder))
+    assert not list((folder.parent / "elsewhere").iterdir())
+    monkeypatch.chdir(folder.parents[1])
     # In another folder, with the names of a dataset that is registered already.
     before = sorted(run.folder.rglob("*"))
     text = message(train, data, config=CONFIGS["retinanet"], epochs=1, batch=4, **KEYS)
