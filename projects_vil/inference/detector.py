@@ -160,6 +160,7 @@ class Detector(HubMixin):
         *,
         weights: str | os.PathLike | None = None,
         device: str | torch.device | None = None,
+        dtype: str | None = None,
         score_threshold: float | None = None,
         tta: bool = False,
         overrides: Sequence[object] = (),
@@ -173,6 +174,8 @@ class Detector(HubMixin):
                 no config.
             weights: another checkpoint, or an exported file.
             device: ``"cpu"`` or ``"cuda"``; None for the GPU if there is one. Exported files run on the CPU.
+            dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``, in which all but the last layers compute; None for
+                ``INFERENCE.DTYPE``. Exported files have their own.
             score_threshold: lowest score of a detection, in [0, 1]; None for that of the config or the export.
             tta: whether to use test-time augmentation.
             overrides: keys and values of the config, ``["INPUT.MIN_SIZE_TEST", 640]``.
@@ -190,8 +193,10 @@ class Detector(HubMixin):
         exported = next((Path(path) for path in (weights, source) if path and is_exported(path)), None)
         if exported is not None:
             others = {"weights": Path(weights or exported) != exported, "device": str(device or "cpu") != "cpu"}
-            named = [name for name, is_other in (others | {"tta": tta}).items() if is_other]
-            named += [key for key in given if key not in ("MODEL.WEIGHTS", "MODEL.DEVICE")]
+            named = [name for name, is_other in (others | {"tta": tta, "dtype": dtype}).items() if is_other]
+            named += ["dtype"] * (dtype is not None) + [
+                key for key in given if key not in ("MODEL.WEIGHTS", "MODEL.DEVICE")
+            ]
             if named:
                 fixed = f"an exported model on the CPU, which fixes {', '.join(named)}"
                 raise ConfigError(f"{exported} is {fixed}: leave out what is named, or export again with other keys")
@@ -200,6 +205,7 @@ class Detector(HubMixin):
         cfg = load_config(config, [str(value) for value in overrides])
         cfg.defrost()
         cfg.MODEL.DEVICE = str(device or "cuda")
+        cfg.INFERENCE.DTYPE = dtype or cfg.INFERENCE.DTYPE
         if score_threshold is not None:
             cfg.MODEL.RETINANET.SCORE_THRESH_TEST = cfg.MODEL.ROI_HEADS.SCORE_THRESH_TEST = float(score_threshold)
         cfg = choose_device(cfg, requested=device is not None)

@@ -16,7 +16,9 @@ from projects_vil.checkpoint import known_categories, load_detector
 from projects_vil.config import DETECTORS, detector_name
 from projects_vil.data import size_for_testing
 from projects_vil.export import ExportedModel, letterbox_size, pad_image, to_instances
-from projects_vil.modeling import add_tta, max_input_side
+from projects_vil.modeling import add_tta, computing_in, max_input_side
+
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 class EagerRunner:
@@ -40,6 +42,7 @@ class EagerRunner:
     def __init__(self, cfg: CfgNode, weights: str | Path, *, tta: bool = False) -> None:
         check_choice("MODEL.META_ARCHITECTURE", cfg.MODEL.META_ARCHITECTURE, DETECTORS)
         check_choice("INPUT.FORMAT", cfg.INPUT.FORMAT, ("RGB", "BGR"))
+        check_choice("INFERENCE.DTYPE", cfg.INFERENCE.DTYPE, DTYPES)
         self.detector, self.categories = load_detector(cfg, weights, device=cfg.MODEL.DEVICE, as_datasets=False)
         self.cfg = cfg
         self.weights, self.device = Path(weights), cfg.MODEL.DEVICE
@@ -48,6 +51,7 @@ class EagerRunner:
         head = cfg.MODEL.RETINANET if cfg.MODEL.META_ARCHITECTURE == "RetinaNet" else cfg.MODEL.ROI_HEADS
         self.score_threshold = head.SCORE_THRESH_TEST
         self.channels = cfg.INPUT.FORMAT
+        self.dtype = getattr(torch, cfg.INFERENCE.DTYPE)
         self.tta = tta
         self.max_input_side = max_input_side(self.detector)
         self.model = add_tta(cfg, self.detector) if tta else self.detector
@@ -89,7 +93,8 @@ class EagerRunner:
             {"image": image, "height": height, "width": width}
             for image, (height, width) in zip(images, sizes, strict=True)
         ]
-        return [output["instances"].to("cpu") for output in self.model(inputs)]
+        with computing_in(self.dtype, self.detector):
+            return [output["instances"].to("cpu") for output in self.model(inputs)]
 
 
 class ExportedRunner:

@@ -42,6 +42,27 @@ def assert_equal(ours: Detections, theirs: Detections) -> None:
     assert ours.names == theirs.names
 
 
+@pytest.mark.parametrize("name", ["retinanet", "mask_rcnn"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_networks_in_sixteen_bits(tmp_path, name, dtype):
+    """Outputs stay in float32, and near those of float32."""
+    save_run(tmp_path, name, "TEST.DETECTIONS_PER_IMAGE", "5")
+    image = np.random.default_rng(0).integers(0, 255, (50, 70, 3), np.uint8)
+    expected, detector = Detector.load(tmp_path)(image), Detector.load(tmp_path, dtype=dtype)
+    dtypes = set()
+    for module in detector.runner.detector.modules():
+        if isinstance(module, torch.nn.Conv2d):
+            module.register_forward_hook(lambda module, inputs, output: dtypes.add(output.dtype))
+    found = detector(image)
+    assert dtypes == {getattr(torch, dtype), torch.float32}
+    assert {found.boxes.dtype, found.scores.dtype} == {np.dtype(np.float32)}
+    np.testing.assert_allclose(found.scores[:3], expected.scores[:3], rtol=0.01)
+    by_key = Detector.load(tmp_path, overrides=["INFERENCE.DTYPE", dtype])(image)
+    assert np.array_equal(by_key.scores, found.scores)
+    with pytest.raises(ConfigError, match=r"INFERENCE\.DTYPE"):
+        Detector.load(tmp_path, dtype="int8")
+
+
 # Images
 
 
