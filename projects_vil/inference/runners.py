@@ -19,7 +19,7 @@ from projects_vil.checkpoint import known_categories, load_detector
 from projects_vil.config import DETECTORS, detector_name
 from projects_vil.data import size_for_testing
 from projects_vil.export import ExportedModel, letterbox_size, pad_image, to_instances
-from projects_vil.modeling import add_tta, computing_in, max_input_side
+from projects_vil.modeling import add_tta, avoid_waits, computing_in, max_input_side
 
 DTYPES = ("float32", "bfloat16", "float16")
 MASK_PIXELS = 2**27  # of masks that are encoded at once, a byte each and some for copies
@@ -48,6 +48,7 @@ class EagerRunner:
         check_choice("INPUT.FORMAT", cfg.INPUT.FORMAT, ("RGB", "BGR"))
         check_choice("INFERENCE.DTYPE", cfg.INFERENCE.DTYPE, DTYPES)
         self.detector, self.categories = load_detector(cfg, weights, device=cfg.MODEL.DEVICE, as_datasets=False)
+        avoid_waits(self.detector)
         self.cfg = cfg
         self.weights, self.device = Path(weights), cfg.MODEL.DEVICE
         self.architecture = detector_name(cfg)
@@ -93,6 +94,8 @@ class EagerRunner:
             For each image ``pred_boxes`` in pixels of the original, ``scores``, ``pred_classes`` and, for Mask R-CNN,
             ``pred_masks`` (N, height, width), on the detector's device.
         """
+        if self.detector.device.type == "cuda" and not self.tta:
+            images = [image.pin_memory().to(self.detector.device, non_blocking=True) for image in images]
         inputs = [
             {"image": image, "height": height, "width": width}
             for image, (height, width) in zip(images, sizes, strict=True)
@@ -163,7 +166,7 @@ def _size_error(original: tuple[int, int], size: tuple[int, int], sides: Sequenc
 
 
 def to_host(outputs: Sequence[Instances], *, dense: bool) -> tuple[list[Instances], list[list[dict] | None]]:
-    """Copy the detections of a batch to the CPU, which waits for their device once, and again for encoded masks.
+    """Copy the detections of a batch to the CPU, which waits for their device once, and twice more for encoded masks.
 
     Args:
         outputs: detections of images, on one device.
@@ -181,6 +184,7 @@ def to_host(outputs: Sequence[Instances], *, dense: bool) -> tuple[list[Instance
         copies = {name: value.to("cpu", non_blocking=True) for name, value in fields.items()}
         found.append(Instances(output.image_size, pred_boxes=Boxes(boxes), **copies))
     encoded = encode_masks(masks) if masks else [None] * len(found)
+    # Copies to the CPU are not complete before it.
     if outputs and outputs[0].scores.is_cuda:
         torch.cuda.current_stream(outputs[0].scores.device).synchronize()
     return found, encoded
