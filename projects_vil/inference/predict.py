@@ -7,15 +7,19 @@ detections of a network that sees it.
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import os
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 
 import cv2
 import numpy as np
+import torch
 from tqdm import tqdm
 
 from backbones import ConfigError
@@ -86,6 +90,7 @@ def predict(
     annotations: str | Path | None = None,
     drawings: bool = True,
     score_threshold: float = DRAW_THRESHOLD,
+    workers: int = 0,
 ) -> Summary:
     """Detect objects in an image, in all images of a folder and its subfolders, or in the frames of a video or stream.
 
@@ -111,6 +116,7 @@ def predict(
         annotations: COCO file of the folder's images: only its images, in its order, with its ids.
         drawings: whether to draw.
         score_threshold: lowest score in drawings, in [0, 1]; the results contain all detections.
+        workers: processes that read images, and as many that draw; 0 for threads that read, and no other that draws.
 
     Raises:
         ConfigError: for invalid arguments and files, before anything is written, and if a file cannot be written.
@@ -120,6 +126,7 @@ def predict(
         raise ConfigError(f"source {source}: there is no such file or folder")
     _check_paths(source, output, annotations and Path(annotations))
     check_whole("batch_size", batch_size)
+    check_whole("workers", workers, least=0)
     check_threshold(score_threshold)
     if stream is not None:
         files: ImageBatches | Video = Video(stream)
@@ -127,10 +134,10 @@ def predict(
     elif source.is_file() and source.suffix.lower() in VIDEO_SUFFIXES:
         files = Video(source)
     elif annotations is None:
-        files = ImageBatches(find_images(source, exclude=output), keep_pixels=drawings)
+        files = ImageBatches(find_images(source, exclude=output), keep_pixels=drawings, workers=workers)
     else:
         images, categories = _annotated_images(detector, source, Path(annotations))
-        files = ImageBatches(images, keep_pixels=drawings)
+        files = ImageBatches(images, keep_pixels=drawings, workers=workers)
         detector = Detector(detector.runner, categories=categories)
     model = getattr(detector.runner, "model", None)
     if batch_size > 1 and isinstance(model, ExportedModel) and not model.batched:
@@ -154,6 +161,7 @@ def predict(
         contextlib.nullcontext([]) if stream is None else stop_requests(single_process=True) as received,
         tqdm(total=len(files) or None, unit=files.unit, dynamic_ncols=True, mininterval=interval) as progress,
         writer as write_drawing,
+        _drawing_in(workers if drawings else 0, write_drawing) as draw,
         contextlib.closing(detector.detect(files, batch_size=batch_size)) as batches,
     ):
         results_file.write("[")
@@ -166,8 +174,8 @@ def predict(
                     tqdm.write(f"skipped {item.name}: {item.reason}", file=sys.stderr)
                     continue
                 if drawings:
-                    drawing = found.draw(score_threshold=score_threshold, longer_side=SMALLEST_DRAWING)
-                    write_drawing(item.entry, drawing)
+                    options = {"score_threshold": score_threshold, "longer_side": SMALLEST_DRAWING}
+                    draw(item.entry, functools.partial(found.draw, **options))
                     drawn += int((found.scores >= score_threshold).sum())
                 highest_score = max([highest_score, *found.scores[:1].tolist()])
                 waiting[item.index] = item.entry, found.to_coco(item.entry["id"])
@@ -230,6 +238,30 @@ def _image_writer(folder: Path, images: list[ImageSource]) -> Iterator[WriteDraw
             while names[name] in names:
                 names[name] += ".png"
     yield lambda entry, drawn: write_image(folder / names[entry["file_name"]], drawn)
+
+
+@contextlib.contextmanager
+def _drawing_in(workers: int, write: WriteDrawing) -> Iterator[Callable[[dict, Callable[[], np.ndarray]], None]]:
+    """Yield a function that draws in other processes, or with none at once, and writes in the order of its calls."""
+    if not workers:
+        yield lambda entry, draw: write(entry, draw())
+        return
+    pending: deque[tuple[dict, Future]] = deque()
+    with ProcessPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        # Starts the processes, before this one has threads whose locks they would copy.
+        pool.submit(int)
+
+        def draw_behind(entry: dict, draw: Callable[[], np.ndarray]) -> None:
+            pending.append((entry, pool.submit(draw)))
+            write_but(2 * workers)
+
+        def write_but(number: int) -> None:
+            while len(pending) > number:
+                entry, drawn = pending.popleft()
+                write(entry, drawn.result())
+
+        yield draw_behind
+        write_but(0)
 
 
 @contextlib.contextmanager
