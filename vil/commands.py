@@ -21,7 +21,7 @@ def add_predict_arguments(parser: ToolParser) -> None:
     parser.add_argument("--no-drawings", action="store_true", help="write no drawings, only the results")
     threshold_help = "lowest score of detections in drawings (default 0.3)"
     parser.add_argument("--score-threshold", type=float, default=0.3, metavar="T", help=threshold_help)
-    workers_help = "processes that read images, and as many that draw (default 0: threads of this one)"
+    workers_help = "processes that draw while the detector works (default 0: between its batches)"
     parser.add_argument("--workers", type=int, default=0, metavar="N", help=workers_help)
 
 
