@@ -101,7 +101,7 @@ class Detections:
     def rles(self) -> list[dict] | None:
         """COCO's compressed RLE of the N masks, ``size`` (height, width) and ``counts`` (bytes); None without masks."""
         if self.encoded_masks is None and self.instances.has("pred_masks"):
-            (self.encoded_masks,) = encode_masks([self.instances.pred_masks])
+            return encode_masks([self.instances.pred_masks])[0]
         return self.encoded_masks
 
     def draw(self, *, score_threshold: float | None = None, longer_side: int = 0) -> np.ndarray:
