@@ -41,8 +41,8 @@ _KEYS_OF_OTHERS = {
 # The first parts of all config keys.
 SECTIONS = frozenset(
     (
-        *("CUDNN_BENCHMARK", "DATALOADER", "DATASETS", "FLOAT32_PRECISION", "GLOBAL", "INPUT", "LOGGING", "MODEL"),
-        *("OUTPUT_DIR", "OVERWRITE_OUTPUT_DIR", "SEED", "SOLVER", "TEST", "VERSION", "VIS_PERIOD"),
+        *("CUDNN_BENCHMARK", "DATALOADER", "DATASETS", "FLOAT32_PRECISION", "GLOBAL", "INFERENCE", "INPUT", "LOGGING"),
+        *("MODEL", "OUTPUT_DIR", "OVERWRITE_OUTPUT_DIR", "SEED", "SOLVER", "TEST", "VERSION", "VIS_PERIOD"),
     )
 )
 # The beginning of the last line of a traceback that comes as text from another process.
