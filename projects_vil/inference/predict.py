@@ -26,15 +26,8 @@ from projects_vil.config import default_config
 from projects_vil.data import load_dataset, register_datasets
 from projects_vil.export import ExportedModel
 from projects_vil.inference.detector import Detector, check_threshold
-from projects_vil.inference.sources import (
-    VIDEO_SUFFIXES,
-    ImageBatches,
-    ImageSource,
-    Skipped,
-    Video,
-    find_images,
-    is_stream,
-)
+from projects_vil.inference.inputs import find_images, is_stream
+from projects_vil.inference.sources import VIDEO_SUFFIXES, ImageBatches, ImageSource, Skipped, Video
 from projects_vil.utils import stop_requests
 from projects_vil.visualization import DRAW_THRESHOLD, write_image
 
@@ -86,6 +79,7 @@ def predict(
     annotations: str | Path | None = None,
     drawings: bool = True,
     score_threshold: float = DRAW_THRESHOLD,
+    column: str | None = None,
 ) -> Summary:
     """Detect objects in an image, in all images of a folder and its subfolders, or in the frames of a video or stream.
 
@@ -104,20 +98,20 @@ def predict(
 
     Args:
         detector: any; a batched export for several images at once.
-        source: an image, a folder, a video (by its suffix), or a string: the number of a camera, or the URL of a video
-            or stream that OpenCV opens.
+        source: what :func:`~projects_vil.inference.inputs.find_images` takes, a video (by its suffix), or a string: the
+            number of a camera, or the URL of a video or stream that OpenCV opens.
         output: folder for the results.
         batch_size: maximum number of images at once.
         annotations: COCO file of the folder's images: only its images, in its order, with its ids.
         drawings: whether to draw.
         score_threshold: lowest score in drawings, in [0, 1]; the results contain all detections.
+        column: the column of a table of paths or URLs; None for the first of ``COLUMNS``.
 
     Raises:
         ConfigError: for invalid arguments and files, before anything is written, and if a file cannot be written.
     """
-    stream, source, output = str(source) if is_stream(source) else None, Path(source), Path(output)
-    if stream is None and not source.exists():
-        raise ConfigError(f"source {source}: there is no such file or folder")
+    text, source, output = str(source), Path(source), Path(output)
+    stream = text if is_stream(text) else None
     _check_paths(source, output, annotations and Path(annotations))
     check_whole("batch_size", batch_size)
     check_threshold(score_threshold)
@@ -127,7 +121,7 @@ def predict(
     elif source.is_file() and source.suffix.lower() in VIDEO_SUFFIXES:
         files = Video(source)
     elif annotations is None:
-        files = ImageBatches(find_images(source, exclude=output), keep_pixels=drawings)
+        files = ImageBatches(find_images(text, exclude=output, column=column), keep_pixels=drawings)
     else:
         images, categories = _annotated_images(detector, source, Path(annotations))
         files = ImageBatches(images, keep_pixels=drawings)
@@ -144,15 +138,14 @@ def predict(
     folder = output / DRAWINGS_FOLDER
     writer = contextlib.nullcontext()
     if drawings:
-        writer = _video_writer(folder, files) if isinstance(files, Video) else _image_writer(folder, files.images)
-    interval = 0.1 if sys.stderr.isatty() else SECONDS_BETWEEN_LINES
+        writer = _video_writer(folder, files) if isinstance(files, Video) else _image_writer(folder, source)
     with (
         atomic_write(output / RESULTS_FILE) as results_path,
         atomic_write(output / IMAGES_FILE) as images_path,
         open(results_path, "w") as results_file,
         open(images_path, "w") as images_file,
         contextlib.nullcontext([]) if stream is None else stop_requests(single_process=True) as received,
-        tqdm(total=len(files) or None, unit=files.unit, dynamic_ncols=True, mininterval=interval) as progress,
+        progress_bar(files.unit, total=len(files) if isinstance(files, Video) else 0) as progress,
         writer as write_drawing,
         contextlib.closing(detector.detect(files, batch_size=batch_size)) as batches,
     ):
@@ -199,6 +192,12 @@ def predict(
     return Summary(files.unit, done, detections, tuple(skipped), tuple(written), *scores)
 
 
+def progress_bar(unit: str, *, total: int = 0) -> tqdm:
+    """Return a bar of progress, with a line at times in a log file; ``total`` is 0 where nobody knows it."""
+    interval = 0.1 if sys.stderr.isatty() else SECONDS_BETWEEN_LINES
+    return tqdm(total=total or None, unit=unit, dynamic_ncols=True, mininterval=interval)
+
+
 def categories_as_annotated(model: Categories, dataset: Categories) -> Categories:
     """Return a model's classes with a dataset's ids and names: matched by name, or else all by index.
 
@@ -221,15 +220,19 @@ WriteDrawing = Callable[[dict, np.ndarray], None]
 
 
 @contextlib.contextmanager
-def _image_writer(folder: Path, images: list[ImageSource]) -> Iterator[WriteDrawing]:
+def _image_writer(folder: Path, source: Path) -> Iterator[WriteDrawing]:
     """JPEG and PNG keep their names; others become PNG, with ``.png`` appended."""
-    names = {image.name: image.name for image in images}
-    for name in list(names):
+
+    def write(entry: dict, drawn: np.ndarray) -> None:
+        # Those of a list may lead out of its folder.
+        name = "/".join(part for part in entry["file_name"].split("/") if part not in ("", ".", ".."))
         if not name.lower().endswith((".jpg", ".jpeg", ".png")):
-            names[name] = f"{name}.png"
-            while names[name] in names:
-                names[name] += ".png"
-    yield lambda entry, drawn: write_image(folder / names[entry["file_name"]], drawn)
+            name += ".png"
+            while (source / name).exists():
+                name += ".png"
+        write_image(folder / name, drawn)
+
+    yield write
 
 
 @contextlib.contextmanager

@@ -1,25 +1,32 @@
 """Images from files, folders and memory, in batches of one size, and the frames of videos."""
 
+import contextlib
 import dataclasses
+import errno
+import functools
+import itertools
 import os
+import re
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import IO, Any
 from urllib.parse import urlsplit
 
 import cv2
+import fsspec
 import numpy as np
 import PIL.Image
 import torch
 from detectron2.data import transforms as T
+from fsspec.core import url_to_fs
 from torch import Tensor
 
 from backbones import ConfigError
-from projects_vil.data import IMAGE_SUFFIXES, UnreadableImage, read_image, read_size, upright_pixels, upright_size
+from projects_vil.data import UnreadableImage, read_image, read_size, upright_pixels, upright_size
 from projects_vil.inference.runners import EagerRunner, ExportedRunner
 
 VIDEO_SUFFIXES = (".mp4", ".avi", ".mov", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", ".wmv", ".flv", ".ogv", ".ts")
@@ -38,27 +45,42 @@ class ImageSource:
     """An image that can be read.
 
     Attributes:
-        image: a path, an array (H, W, 3) uint8 RGB, or a PIL image.
+        image: a path, a URL as text, the contents of a file, an array (H, W, 3) uint8 RGB, a PIL image, or the error
+            for which there is none.
         name: its name in messages and results; for a file, its path below the input folder, with ``/``.
         image_id: its id in the results.
         size: height and width that an annotation file gives; None if any size will do.
     """
 
-    image: Path | np.ndarray | PIL.Image.Image
+    image: Path | str | bytes | np.ndarray | PIL.Image.Image | OSError
     name: str
     image_id: int
     size: tuple[int, int] | None = None
+
+    @functools.cached_property
+    def content(self) -> bytes:
+        """The contents of a file that is not read from a path; those of a URL are fetched once."""
+        try:
+            if isinstance(self.image, OSError):
+                raise self.image
+            return fetch(self.image) if isinstance(self.image, str) else self.image
+        except OSError as error:
+            raise UnreadableImage(self.name, error.strerror) from error
 
     def read_size(self) -> tuple[int, int]:
         """Return height and width without reading pixels; raises UnreadableImage."""
         if isinstance(self.image, Path):
             return read_size(self.image)
+        if isinstance(self.image, str | bytes | OSError):
+            return read_size(self.name, content=self.content)
         return self.image.shape[:2] if isinstance(self.image, np.ndarray) else upright_size(self.image)
 
     def read(self) -> np.ndarray:
         """Return (H, W, 3) uint8 RGB, upright; raises UnreadableImage."""
         if isinstance(self.image, Path):
             return read_image(self.image, "RGB")
+        if isinstance(self.image, str | bytes | OSError):
+            return read_image(self.name, "RGB", content=self.content)
         if isinstance(self.image, np.ndarray):
             return self.image
         with _PIL_LOCK:
@@ -103,34 +125,34 @@ class ImageBatches:
 
     unit = "image"
 
-    def __init__(self, images: Sequence[ImageSource], *, keep_pixels: bool = False) -> None:
+    def __init__(
+        self, images: Iterable[ImageSource], *, keep_pixels: bool = False, window: int = LOOKAHEAD_IMAGES
+    ) -> None:
         self.images = images
         self.keep_pixels = keep_pixels
-
-    def __len__(self) -> int:
-        return len(self.images)
+        self.window = window
 
     def batches(self, runner: Runner, batch_size: int) -> Iterator[list[Loaded | Skipped]]:
         """Yield batches for a runner."""
         with ThreadPoolExecutor(READERS) as pool:
-            for start in range(0, len(self.images), LOOKAHEAD_IMAGES):
-                indices = range(start, min(start + LOOKAHEAD_IMAGES, len(self.images)))
+            images, start = iter(self.images), 0
+            while window := list(enumerate(itertools.islice(images, self.window), start)):
+                start += len(window)
                 groups = defaultdict(list)
-                for index, size in zip(indices, pool.map(self._size, indices), strict=True):
-                    groups[runner.input_size(*size) if size else None].append(index)
+                for pair, size in zip(window, pool.map(self._size, window), strict=True):
+                    groups[runner.input_size(*size) if size else None].append(pair)
                 for group in groups.values():
                     for first in range(0, len(group), batch_size):
                         batch = group[first : first + batch_size]
-                        yield list(pool.map(lambda index: self._load(index, runner), batch))
+                        yield list(pool.map(lambda pair: self._load(*pair, runner), batch))
 
-    def _size(self, index: int) -> tuple[int, int] | None:
+    def _size(self, pair: tuple[int, ImageSource]) -> tuple[int, int] | None:
         try:
-            return self.images[index].read_size()
+            return pair[1].read_size()
         except UnreadableImage:
             return None  # reading the pixels reports it
 
-    def _load(self, index: int, runner: Runner) -> Loaded | Skipped:
-        source = self.images[index]
+    def _load(self, index: int, source: ImageSource, runner: Runner) -> Loaded | Skipped:
         try:
             pixels = source.read()
         except UnreadableImage as error:
@@ -215,9 +237,40 @@ class Video:
             yield [Skipped(index, self.name, reason)]
 
 
-def is_stream(source: str | Path) -> bool:
-    """Return whether a source is the number of a camera or a URL, and no file or folder."""
-    return (str(source).isdecimal() or "://" in str(source)) and not Path(source).exists()
+def without_password(text: str) -> str:
+    """Return a text without the user names and passwords of URLs in it."""
+    return re.sub(r"(?<=://)[^/@\s]*@", "", text)
+
+
+@contextlib.contextmanager
+def _os_errors(place: str | Path) -> Iterator[None]:
+    """Raise what reading a path or URL raises as an OSError that names it."""
+    name = without_password(str(place))
+    try:
+        yield
+    except ConfigError:
+        raise
+    except ImportError as error:
+        raise ConfigError(f"{name}: {' '.join(str(error).split())}") from error
+    except FileNotFoundError as error:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name) from error
+    except Exception as error:  # Each file system of fsspec has its own, and so have tarfile and pyarrow.
+        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise OSError(errno.EIO, without_password(reason), name) from error
+
+
+@contextlib.contextmanager
+def open_file(place: str | Path) -> Iterator[IO[bytes]]:
+    """Open a path, or a URL that fsspec knows, for reading; what goes wrong while it is open is an OSError."""
+    with _os_errors(place), fsspec.open(place, "rb") if "://" in str(place) else open(place, "rb") as file:
+        yield file
+
+
+def fetch(url: str) -> bytes:
+    """Return the contents of a URL, in one request; raises OSError."""
+    with _os_errors(url):
+        file_system, path = url_to_fs(url)
+        return file_system.cat_file(path)
 
 
 def prepare(pixels: np.ndarray, runner: Runner) -> Tensor:
@@ -241,26 +294,3 @@ def read_ahead(batches: Iterator, *, depth: int = BATCHES_AHEAD) -> Iterator:
             yield batch
     finally:
         thread.shutdown(cancel_futures=True)
-
-
-def find_images(source: Path, *, exclude: Path) -> list[ImageSource]:
-    """Return the image file ``source``, or all images of the folder and its subfolders by name; ids count from 1.
-
-    Args:
-        source: a file or a folder; hidden files and folders are skipped.
-        exclude: a folder to skip.
-
-    Raises:
-        ConfigError: for a folder without images.
-    """
-    if not source.is_dir():
-        return [ImageSource(source, source.name, 1)]
-    excluded, names = exclude.resolve(), []
-    for folder, folders, files in os.walk(source):
-        parent = Path(folder)
-        folders[:] = [name for name in folders if not name.startswith(".") and (parent / name).resolve() != excluded]
-        images = [name for name in files if name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".")]
-        names += [(parent / name).relative_to(source).as_posix() for name in images]
-    if not names:
-        raise ConfigError(f"source {source} has no images ({', '.join(IMAGE_SUFFIXES)})")
-    return [ImageSource(source / name, name, number) for number, name in enumerate(sorted(names), start=1)]
