@@ -76,8 +76,8 @@ def weights_file(text: str) -> str:
 
 
 def image_source(text: str) -> str:
-    """Return an existing path, a URL, or the number of a camera; an argparse type."""
-    return text if text.isdecimal() else existing_path(text)
+    """Return an existing path, a URL, the number of a camera, or a pattern {000..127}; an argparse type."""
+    return text if text.isdecimal() or "{" in text else existing_path(text)
 
 
 def output_file(text: str) -> str:
@@ -99,6 +99,14 @@ def positive(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text} is not a whole number of 1 or more")
     return int(text)
+
+
+def shard(text: str) -> tuple[int, int]:
+    """Return the numbers of ``I/N``, with I below N; an argparse type."""
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if found is None or int(found[1]) >= int(found[2]):
+        raise argparse.ArgumentTypeError(f"{text} is not I/N, from 0/N to N-1/N")
+    return int(found[1]), int(found[2])
 
 
 # Parsers -------------------------------------------------------------------------------------------------------------

@@ -6,11 +6,15 @@ import os
 import sys
 import tempfile
 
-from vil.arguments import ToolParser, config_of, existing_path, output_file, positive, weights_file, write_json
+from vil.arguments import ToolParser, config_of, existing_path, output_file, positive, shard, weights_file, write_json
 
 FORMATS = ("torchscript", "onnx", "aot_inductor", "torch_export", "openvino")
 PRECISIONS = ("fp32", "fp16", "bf16", "int8")
 DTYPES = ("uint8", "float32")
+INPUT_HELP = (
+    "image, folder, video, number of a camera, or URL of a video or stream; .txt, .csv or .parquet with paths or URLs; "
+    ".tar with images; also their URLs, and patterns such as shards-{000..127}.tar (docs/scale.md)"
+)
 
 
 def add_predict_arguments(parser: ToolParser) -> None:
@@ -18,23 +22,41 @@ def add_predict_arguments(parser: ToolParser) -> None:
     parser.add_argument("--tta", action="store_true", help="test-time augmentation: several sizes and mirror images")
     annotations_help = "COCO file of the folder: only its images are read; results have its ids and categories"
     parser.add_argument("--annotations", type=existing_path, metavar="FILE", help=annotations_help)
+    format_help = (
+        "coco (default): results.json, images.json and drawings; parquet, for any number of images: part files without "
+        "drawings, after which a killed run goes on if it is started again"
+    )
+    parser.add_argument("--format", choices=("coco", "parquet"), default="coco", help=format_help)
+    parser.add_argument("--part-size", type=positive, metavar="N", help="images in a part of parquet (default 1024)")
+    shard_help = "with parquet: job I, from 0, of N that share an output; each has other images"
+    parser.add_argument("--shard", type=shard, metavar="I/N", help=shard_help)
+    column_help = "column of a .csv or .parquet file with paths or URLs (default: path, file_name, url, ...)"
+    parser.add_argument("--column", metavar="NAME", help=column_help)
     parser.add_argument("--no-drawings", action="store_true", help="write no drawings, only the results")
     threshold_help = "lowest score of detections in drawings (default 0.3)"
     parser.add_argument("--score-threshold", type=float, default=0.3, metavar="T", help=threshold_help)
 
 
 def predict(model: str, args: argparse.Namespace) -> None:
+    from backbones import ConfigError
     from projects_vil.inference import Detector, predict
 
-    summary = predict(
-        Detector.load(model, tta=args.tta, overrides=args.opts),
-        args.input,
-        args.output,
-        batch_size=args.batch_size,
-        annotations=args.annotations,
-        drawings=not args.no_drawings,
-        score_threshold=args.score_threshold,
-    )
+    options = {"batch_size": args.batch_size, "column": args.column}
+    parts = {"part_size": args.part_size, "shard": args.shard}
+    parts = {name: value for name, value in parts.items() if value is not None}
+    if args.format == "parquet":
+        if args.annotations:
+            raise ConfigError("--annotations is for --format coco: rows of Parquet have file names, and no ids")
+        from projects_vil.inference.parts import predict_parts as predict
+
+        options |= parts
+    elif parts:
+        raise ConfigError(f"{next(iter(parts))} is for --format parquet: coco is one file")
+    else:
+        drawn = {"drawings": not args.no_drawings, "score_threshold": args.score_threshold}
+        options |= {"annotations": args.annotations, **drawn}
+    detector = Detector.load(model, tta=args.tta, overrides=args.opts)
+    summary = predict(detector, args.input, args.output, **options)
     print("\n".join(summary.lines()))
     if summary.skipped:
         sys.exit(2)
