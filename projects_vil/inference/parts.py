@@ -1,11 +1,12 @@
 """Detections as Parquet: a row an image, in part files after which a killed run goes on."""
 
 import contextlib
-import dataclasses
+import hashlib
 import itertools
 import json
+import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,9 @@ from backbones.errors import check_whole
 from projects_vil.checkpoint import Categories
 from projects_vil.export import digest_of
 from projects_vil.inference.detector import Detections, Detector
-from projects_vil.inference.inputs import find_images, is_stream
+from projects_vil.inference.inputs import find_images
 from projects_vil.inference.predict import progress_bar
-from projects_vil.inference.sources import (
-    LOOKAHEAD_IMAGES,
-    VIDEO_SUFFIXES,
-    ImageBatches,
-    ImageSource,
-    Loaded,
-    Skipped,
-    without_password,
-)
+from projects_vil.inference.sources import ImageBatches, ImageSource, Loaded, Skipped, without_password
 
 try:
     import pyarrow as pa
@@ -56,15 +49,15 @@ def row_of(item: Loaded | Skipped, detections: Detections | None) -> dict[str, A
     """Return the row of one image, with the columns of ``SCHEMA``, from a pair that ``Detector.detect`` yields."""
     if isinstance(item, Skipped):
         row = dict.fromkeys(SCHEMA.names) | {"boxes": [], "scores": [], "category_ids": []}
-        return row | {"file_name": text_of(item.name), "error": item.reason}
-    has_masks = detections.instances.has("pred_masks")
+        return row | {"file_name": item.name, "error": item.reason}
+    has_masks, ids = detections.instances.has("pred_masks"), detections.categories.ids
     return {
-        "file_name": text_of(item.entry["file_name"]),
+        "file_name": item.entry["file_name"],
         "height": item.entry["height"],
         "width": item.entry["width"],
         "boxes": detections.boxes.tolist(),
         "scores": detections.scores.tolist(),
-        "category_ids": [detections.categories.ids[index] for index in detections.classes.tolist()],
+        "category_ids": [ids[index] for index in detections.classes.tolist()],
         "masks": [one["segmentation"]["counts"].encode() for one in detections.to_coco(0)] if has_masks else None,
         "error": None,
     }
@@ -76,32 +69,6 @@ def table_of(rows: Sequence[dict[str, Any]], categories: Categories) -> pa.Table
     return pa.Table.from_pylist(rows, SCHEMA.with_metadata({"categories": json.dumps(listed)}))
 
 
-@dataclasses.dataclass(frozen=True)
-class PartsSummary:
-    """The outcome of :func:`predict_parts`.
-
-    Attributes:
-        output: the folder.
-        parts: what its manifest says about each part.
-        made: how many of these were made now, and not before.
-    """
-
-    output: Path
-    parts: list[dict[str, Any]]
-    made: int
-
-    @property
-    def skipped(self) -> int:
-        """The number of images that could not be read."""
-        return sum(part["errors"] for part in self.parts)
-
-    def lines(self) -> list[str]:
-        images, detections = (sum(part[name] for part in self.parts) for name in ("images", "detections"))
-        lines = [f"{images - self.skipped} images, {detections} detections"]
-        lines.append(f"{len(self.parts)} part files in {self.output}, {self.made} of them written now")
-        return lines + [f"{self.skipped} files could not be read: their rows have an error"] * bool(self.skipped)
-
-
 def predict_parts(
     detector: Detector,
     source: str | Path,
@@ -111,7 +78,7 @@ def predict_parts(
     part_size: int = PART_SIZE,
     column: str | None = None,
     shard: tuple[int, int] | None = None,
-) -> PartsSummary:
+) -> dict[str, int]:
     """Detect objects in any number of images, and write Parquet files of ``part_size`` rows of ``SCHEMA``.
 
     ``output`` gets ``part-000000.parquet`` and so on, and ``manifest.json`` with what they were made of and their
@@ -124,137 +91,93 @@ def predict_parts(
         source: what :func:`~projects_vil.inference.inputs.find_images` takes.
         output: folder of the parts, for one model and one input.
         batch_size: maximum number of images at once.
-        part_size: number of images in a part. Batches are formed within the largest divisor of it up to 512.
+        part_size: number of images in a part.
         column: the column of a table of paths or URLs.
-        shard: (i, N) for the i-th of N jobs, from 0, which share a folder.
+        shard: (I, N) for job I, from 0, of N that share the folder.
+
+    Returns:
+        The numbers of ``images``, ``errors`` (images that could not be read), ``detections`` and ``parts`` in all
+        part files of this job.
 
     Raises:
-        ConfigError: for invalid arguments, and for an output of another model, input, ``part_size`` or N.
+        ConfigError: for invalid arguments; for an output of another model, input, ``part_size`` or N; and where the
+            images of a part are not those any more of which it was made.
     """
-    source, output = str(source), Path(output)
+    source, output, runner = str(source), Path(output), detector.runner
     check_whole("batch_size", batch_size)
     check_whole("part_size", part_size)
-    if is_stream(source) or source.lower().endswith(VIDEO_SUFFIXES):
-        raise ConfigError(f"source {source}: Parquet is for images, not for videos")
-    if shard is not None and not 0 <= shard[0] < shard[1]:
-        raise ConfigError(f"shard {shard[0]}/{shard[1]}: shards of N are 0/N to {shard[1] - 1}/N")
     images = find_images(source, exclude=output, column=column, shard=shard)
+    settings = str(getattr(runner, "cfg", "")), getattr(runner, "tta", False), runner.score_threshold
     made_of = {
-        "model": detector.runner.digest(),
-        "input": without_password(source) if "://" in source else str(Path(source).resolve()),
+        "weights": digest_of(runner.weights),
+        "config": hashlib.sha256(repr(settings).encode()).hexdigest(),
+        "input": without_password(source) if "://" in source else os.path.realpath(source),
         "column": column,
         "part_size": part_size,
-        "shards": shard and shard[1],
+        "number of shards": shard and shard[1],
     }
-    parts = _Parts(output, "" if shard is None else f"shard-{shard[0]:04}-of-{shard[1]:04}-", made_of)
-    window = next(size for size in range(min(part_size, LOOKAHEAD_IMAGES), 0, -1) if part_size % size == 0)
-    batches = detector.detect(ImageBatches(parts.missing(images), window=window), batch_size=batch_size)
-    rows: dict[int, dict[str, Any]] = {}
-    numbers = (number for number in itertools.count() if number not in parts.whole)
-    with contextlib.closing(batches), progress_bar("image") as progress:
-        for batch in batches:
-            for item, found in batch:
-                rows[item.index] = row_of(item, found)
-                if isinstance(item, Skipped):
-                    tqdm.write(f"skipped {item.name}: {item.reason}", file=sys.stderr)
-            progress.update(len(batch))
-            # A batch is of one window, and a window of one part.
-            if len(rows) == part_size:
-                parts.write(next(numbers), [rows[index] for index in sorted(rows)], detector.categories)
-                rows.clear()
-    if rows:
-        parts.write(next(numbers), [rows[index] for index in sorted(rows)], detector.categories)
-    return PartsSummary(output, parts.listed, len(parts.listed) - len(parts.whole))
-
-
-class _Parts:
-    """The part files of one job, and their manifest.
-
-    Args:
-        folder: where they are; made if it is missing.
-        prefix: the beginning of their names.
-        made_of: what all parts in the folder have in common.
-
-    Attributes:
-        listed: an entry for each part, in their order.
-        whole: the numbers of those that are there as they were written.
-    """
-
-    def __init__(self, folder: Path, prefix: str, made_of: dict[str, Any]) -> None:
-        self.folder, self.prefix, self.made_of = folder, prefix, made_of
-        self.manifest = folder / f"{prefix}manifest.json"
-        others = itertools.chain([self.manifest], folder.glob("*manifest.json"))
-        # All others are as any of them.
-        path = next((path for path in others if path.exists()), None)
-        if path is None and any(folder.glob("*.parquet")):
-            raise ConfigError(f"output {folder} has Parquet files and no manifest.json: choose another folder")
-        contents = {"made_of": made_of, "parts": []}
-        if path is not None:
-            try:
-                contents = json.loads(path.read_bytes())
-                before = contents["made_of"]
-                differ = [name for name in made_of if before[name] != made_of[name]]
-            except (ValueError, KeyError, TypeError) as error:
-                raise ConfigError(f"{path} is damaged: choose another output, or delete the parts with it") from error
-            if differ:
-                values = f"{before[differ[0]]}, and now it is {made_of[differ[0]]}"
-                raise ConfigError(f"output {folder} has parts whose {differ[0]} was {values}: choose another folder")
-        self.listed = contents["parts"] if path == self.manifest else []
-        self.whole = {number for number, part in enumerate(self.listed) if self._is_whole(part)}
-        folder.mkdir(parents=True, exist_ok=True)
-        self._write_manifest()
-
-    def missing(self, images: Iterable[ImageSource]) -> Iterator[ImageSource]:
-        """Yield the images of the parts that are not whole; raises ConfigError where others have changed."""
-        images = iter(images)
+    prefix = "" if shard is None else f"shard-{shard[0]:04}-of-{shard[1]:04}-"
+    manifest = output / f"{prefix}manifest.json"
+    parts = _read_parts(manifest, made_of)
+    output.mkdir(parents=True, exist_ok=True)
+    _write_parts(manifest, made_of, parts)
+    with progress_bar("image") as progress:
         for number in itertools.count():
-            count, first, last = 0, None, None
-            for image in itertools.islice(images, self.made_of["part_size"]):
-                count, last = count + 1, text_of(image.name)
-                first = last if first is None else first
-                if number not in self.whole:
-                    yield image
-            if count or number < len(self.listed):
-                self._check(number, count, first, last)
-            if count < self.made_of["part_size"] and number >= len(self.listed) - 1:
-                return
-
-    def write(self, number: int, rows: Sequence[dict[str, Any]], categories: Categories) -> None:
-        """Write a part, and then the manifest."""
-        part = {
-            "file": f"{self.prefix}part-{number:06}.parquet",
-            "images": len(rows),
-            "errors": sum(row["error"] is not None for row in rows),
-            "detections": sum(len(row["scores"]) for row in rows),
-            "first": rows[0]["file_name"],
-            "last": rows[-1]["file_name"],
-        }
-        self._check(number, part["images"], part["first"], part["last"])
-        path = self.folder / part["file"]
-        with atomic_write(path) as partial:
-            parquet.write_table(table_of(rows, categories), partial)
-        self.listed[number : number + 1] = [part | {"sha256": digest_of(path)}]
-        self._write_manifest()
-
-    def _is_whole(self, part: dict[str, Any]) -> bool:
-        path = self.folder / part["file"]
-        return path.is_file() and digest_of(path) == part["sha256"]
-
-    def _check(self, number: int, images: int, first: str | None, last: str | None) -> None:
-        if number >= len(self.listed):
-            return
-        before = self.listed[number]
-        if (before["images"], before["first"], before["last"]) != (images, first, last):
-            was = f"{before['images']} images, {before['first']} to {before['last']}"
-            now = f"{images} images, {first} to {last}" if images else "none"
-            changed = f"the input has changed since {before['file']} was written: {was} then, and now {now}"
-            raise ConfigError(f"output {self.folder}: {changed}; choose another folder")
-
-    def _write_manifest(self) -> None:
-        with atomic_write(self.manifest) as partial:
-            partial.write_text(json.dumps({"made_of": self.made_of, "parts": self.listed}, indent=1) + "\n")
+            path, before = output / f"{prefix}part-{number:06}.parquet", (parts[number:] or [None])[0]
+            sources, rows = itertools.islice(images, part_size), []
+            if before and path.is_file() and digest_of(path) == before["sha256"]:
+                names = [source.name for source in sources]
+            else:
+                rows = _detect(detector, sources, batch_size, progress)
+                names = [row["file_name"] for row in rows]
+            part = {"file": path.name, "images": len(names), "ends": names[:1] + names[-1:]}
+            if before and any(before[name] != part[name] for name in part):
+                was, now = (f"{one['images']} images, {' to '.join(one['ends'])}" for one in (before, part))
+                raise ConfigError(f"the input has changed since {path} was written: it had {was}, and now has {now}")
+            if not names:
+                break
+            if rows:
+                with atomic_write(path) as partial:
+                    parquet.write_table(table_of(rows, detector.categories), partial)
+                part["errors"] = sum(row["error"] is not None for row in rows)
+                part["detections"] = sum(len(row["scores"]) for row in rows)
+                parts[number : number + 1] = [part | {"sha256": digest_of(path)}]
+                _write_parts(manifest, made_of, parts)
+    totals = {name: sum(part[name] for part in parts) for name in ("images", "errors", "detections")}
+    return totals | {"parts": len(parts)}
 
 
-def text_of(name: str) -> str:
-    """Return a file's name with what is not UTF-8 as ``\\udc80`` and the like, since Parquet's strings are UTF-8."""
-    return name.encode("utf-8", "backslashreplace").decode()
+def _detect(detector: Detector, images: Iterable[ImageSource], batch_size: int, progress: tqdm) -> list[dict[str, Any]]:
+    """Return the rows of a part, in the order of its images: no batch depends on what is in other parts."""
+    rows = {}
+    with contextlib.closing(detector.detect(ImageBatches(images), batch_size=batch_size)) as batches:
+        for item, found in itertools.chain.from_iterable(batches):
+            rows[item.index] = row_of(item, found)
+            progress.update()
+            if isinstance(item, Skipped):
+                tqdm.write(f"skipped {item.name}: {item.reason}", file=sys.stderr)
+    return [rows[index] for index in sorted(rows)]
+
+
+def _read_parts(manifest: Path, made_of: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the parts that a manifest has; an error where the folder has parts that are made of something else."""
+    # Those of other shards agree with each other; Parquet files without any are none of ours.
+    files = (manifest, *manifest.parent.glob("*manifest.json"), *manifest.parent.glob("*.parquet"))
+    path = next((path for path in files if path.exists()), None)
+    if path is None:
+        return []
+    try:
+        contents = json.loads(path.read_bytes())
+        before, parts = contents["made_of"], contents["parts"]
+        changed = [name for name, value in made_of.items() if before[name] != value]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"output has {path}, which is not the manifest of such parts: choose another one") from error
+    if changed:
+        values = f"{before[changed[0]]}, and now it is {made_of[changed[0]]}"
+        raise ConfigError(f"output has {path}, whose {changed[0]} was {values}: choose another one")
+    return parts if path == manifest else []
+
+
+def _write_parts(manifest: Path, made_of: dict[str, Any], parts: list[dict[str, Any]]) -> None:
+    with atomic_write(manifest) as partial:
+        partial.write_text(json.dumps({"made_of": made_of, "parts": parts}, indent=1) + "\n")

@@ -7,6 +7,7 @@ network that sees it.
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -136,16 +137,16 @@ def predict(
     position = done = detections = drawn = 0
     highest_score = 0.0
     folder = output / DRAWINGS_FOLDER
-    writer = contextlib.nullcontext()
-    if drawings:
-        writer = _video_writer(folder, files) if isinstance(files, Video) else _image_writer(folder, source)
+    writer = contextlib.nullcontext(functools.partial(_write_drawing, folder, source))
+    if drawings and isinstance(files, Video):
+        writer = _video_writer(folder, files)
     with (
         atomic_write(output / RESULTS_FILE) as results_path,
         atomic_write(output / IMAGES_FILE) as images_path,
         open(results_path, "w") as results_file,
         open(images_path, "w") as images_file,
         contextlib.nullcontext([]) if stream is None else stop_requests(single_process=True) as received,
-        progress_bar(files.unit, total=len(files) if isinstance(files, Video) else 0) as progress,
+        progress_bar(files.unit, total=len(files)) as progress,
         writer as write_drawing,
         contextlib.closing(detector.detect(files, batch_size=batch_size)) as batches,
     ):
@@ -219,20 +220,15 @@ def categories_as_annotated(model: Categories, dataset: Categories) -> Categorie
 WriteDrawing = Callable[[dict, np.ndarray], None]
 
 
-@contextlib.contextmanager
-def _image_writer(folder: Path, source: Path) -> Iterator[WriteDrawing]:
+def _write_drawing(folder: Path, source: Path, entry: dict, drawn: np.ndarray) -> None:
     """JPEG and PNG keep their names; others become PNG, with ``.png`` appended."""
-
-    def write(entry: dict, drawn: np.ndarray) -> None:
-        # Those of a list may lead out of its folder.
-        name = "/".join(part for part in entry["file_name"].split("/") if part not in ("", ".", ".."))
-        if not name.lower().endswith((".jpg", ".jpeg", ".png")):
+    # The names in a list may lead out of its folder.
+    name = "/".join(part for part in entry["file_name"].split("/") if part not in ("", ".", ".."))
+    if not name.lower().endswith((".jpg", ".jpeg", ".png")):
+        name += ".png"
+        while (source / name).exists():
             name += ".png"
-            while (source / name).exists():
-                name += ".png"
-        write_image(folder / name, drawn)
-
-    yield write
+    write_image(folder / name, drawn)
 
 
 @contextlib.contextmanager

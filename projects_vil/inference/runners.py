@@ -1,7 +1,5 @@
 """Detectors behind one interface: a model with weights, and an exported file."""
 
-import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,12 +11,11 @@ from detectron2.structures import Instances
 from torch import Tensor
 
 from backbones import ConfigError
-from backbones.checkpoint_files import digest_of_tensors
 from backbones.errors import check_choice
 from projects_vil.checkpoint import known_categories, load_detector
 from projects_vil.config import DETECTORS, detector_name
 from projects_vil.data import size_for_testing
-from projects_vil.export import ExportedModel, digest_of, letterbox_size, pad_image, to_instances
+from projects_vil.export import ExportedModel, letterbox_size, pad_image, to_instances
 from projects_vil.modeling import add_tta, max_input_side
 
 
@@ -66,16 +63,6 @@ class EagerRunner:
         mapper = self.model.tta_mapper if isinstance(self.model, GeneralizedRCNNWithTTA) else self.model.mapper
         smallest = T.ResizeShortestEdge.get_output_shape(height, width, min(mapper.min_sizes), mapper.max_size)
         return _size_error((height, width), smallest, (1, None))
-
-    def digest(self) -> str:
-        """Return a hash of the weights, the classes and the config's keys on which detections depend."""
-        cfg = self.cfg.clone()
-        cfg.defrost()
-        cfg.MODEL.WEIGHTS = cfg.MODEL.DEVICE = ""
-        sections = [cfg[name].dump() for name in ("MODEL", "INPUT", "TEST", "INFERENCE") if name in cfg]
-        return digest_of_tensors(
-            self.detector.state_dict(), repr((sections, self.tta, self.categories.ids, self.categories.names))
-        )
 
     @torch.no_grad()
     def __call__(self, images: Sequence[Tensor], sizes: Sequence[tuple[int, int]]) -> list[Instances]:
@@ -133,10 +120,6 @@ class ExportedRunner:
 
     def size_error(self, height: int, width: int) -> str | None:
         return _size_error((height, width), self.input_size(height, width), self.sides)
-
-    def digest(self) -> str:
-        text = f"{digest_of(self.model.path)} {self.score_threshold} {json.dumps(self.model.metadata)}"
-        return hashlib.sha256(text.encode()).hexdigest()
 
     def __call__(self, images: Sequence[Tensor], sizes: Sequence[tuple[int, int]]) -> list[Instances]:
         mean = self.model.metadata["normalization"]["mean"]

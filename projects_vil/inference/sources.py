@@ -5,7 +5,6 @@ import dataclasses
 import errno
 import functools
 import itertools
-import os
 import re
 import time
 from collections import defaultdict, deque
@@ -63,7 +62,11 @@ class ImageSource:
         try:
             if isinstance(self.image, OSError):
                 raise self.image
-            return fetch(self.image) if isinstance(self.image, str) else self.image
+            if isinstance(self.image, bytes):
+                return self.image
+            with os_errors(self.image):
+                file_system, path = url_to_fs(self.image)
+                return file_system.cat_file(path)  # in one request
         except OSError as error:
             raise UnreadableImage(self.name, error.strerror) from error
 
@@ -243,7 +246,7 @@ def without_password(text: str) -> str:
 
 
 @contextlib.contextmanager
-def _os_errors(place: str | Path) -> Iterator[None]:
+def os_errors(place: str | Path) -> Iterator[None]:
     """Raise what reading a path or URL raises as an OSError that names it."""
     name = without_password(str(place))
     try:
@@ -251,9 +254,8 @@ def _os_errors(place: str | Path) -> Iterator[None]:
     except ConfigError:
         raise
     except ImportError as error:
-        raise ConfigError(f"{name}: {' '.join(str(error).split())}") from error
-    except FileNotFoundError as error:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name) from error
+        needed = f"{name}: {' '.join(str(error).split())}"
+        raise ConfigError(f"{needed} (pip install 'vil-detectron2[scale]' brings pyarrow and HTTP)") from error
     except Exception as error:  # Each file system of fsspec has its own, and so have tarfile and pyarrow.
         reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise OSError(errno.EIO, without_password(reason), name) from error
@@ -262,15 +264,8 @@ def _os_errors(place: str | Path) -> Iterator[None]:
 @contextlib.contextmanager
 def open_file(place: str | Path) -> Iterator[IO[bytes]]:
     """Open a path, or a URL that fsspec knows, for reading; what goes wrong while it is open is an OSError."""
-    with _os_errors(place), fsspec.open(place, "rb") if "://" in str(place) else open(place, "rb") as file:
+    with os_errors(place), fsspec.open(place, "rb") if "://" in str(place) else open(place, "rb") as file:
         yield file
-
-
-def fetch(url: str) -> bytes:
-    """Return the contents of a URL, in one request; raises OSError."""
-    with _os_errors(url):
-        file_system, path = url_to_fs(url)
-        return file_system.cat_file(path)
 
 
 def prepare(pixels: np.ndarray, runner: Runner) -> Tensor:
