@@ -134,8 +134,8 @@ class Detector(HubMixin):
     **Arrays are RGB**, (H, W, 3) uint8, as in PIL and Matplotlib; OpenCV's are BGR: pass ``array[..., ::-1]``. The
     channel order of the model itself does not matter to the caller.
 
-    Images are resized as for testing. Only images of one resized size share a batch, so that every batch size gives
-    the same detections, up to the rounding of floating-point sums.
+    Images are resized as for testing. Only images that the model pads to one size share a batch, so that every batch
+    size gives the same detections, up to the rounding of floating-point sums.
 
     Args:
         runner: the model; :meth:`load` creates it.
@@ -261,7 +261,8 @@ class Detector(HubMixin):
     def detect(
         self, source: ImageBatches | Video, *, batch_size: int = 1
     ) -> Iterator[list[tuple[Loaded, Detections] | tuple[Skipped, None]]]:
-        """Yield the detections of a source in batches, while the next ones are read; images of one size come together.
+        """Yield the detections of a source in batches, while the next ones are read; images of one padded size
+        share a batch.
 
         Args:
             source: images or a video.

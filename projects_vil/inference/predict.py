@@ -1,8 +1,8 @@
 """Detection on image files, folders, videos and streams: COCO results, drawings, and a list of what cannot be read.
 
 Images are read and resized as by the test loader, so that results equal those of ``tools/train_net.py --eval-only``.
-Only images of one resized size share a batch: detectron2 would pad others, and padding changes the detections of a
-network that sees it.
+Only images of one padded size share a batch: detectron2 would pad others further than alone, and padding changes the
+detections of a network that sees it.
 """
 
 import contextlib
@@ -131,7 +131,7 @@ def predict(
     if batch_size > 1 and isinstance(model, ExportedModel) and not model.batched:
         logging.getLogger(__name__).warning("batch_size %d: %s takes one image at a time", batch_size, model.path)
     output.mkdir(parents=True, exist_ok=True)
-    # Entries and results whose turn has not come: batches are of one size, and may not be in the order of the input.
+    # Entries and results whose turn has not come: batches of one padded size may not be in the order of the input.
     waiting: dict[int, tuple[dict | None, list[dict]]] = {}
     skipped: list[Skipped] = []
     position = done = detections = drawn = 0

@@ -7,7 +7,7 @@ import torch
 from detectron2.config import CfgNode
 from detectron2.data import transforms as T
 from detectron2.modeling import GeneralizedRCNNWithTTA
-from detectron2.structures import Instances
+from detectron2.structures import ImageList, Instances
 from torch import Tensor
 
 from backbones import ConfigError
@@ -56,6 +56,15 @@ class EagerRunner:
         """Return height and width to which an image of this size must be resized."""
         return (height, width) if self.tta else size_for_testing(self.cfg, height, width)
 
+    def padded_size(self, height: int, width: int) -> tuple[int, int]:
+        """Return the size to which detectron2 pads an image of this size, resized: images of one may share a batch."""
+        if self.tta:
+            return height, width
+        resized = torch.empty(self.input_size(height, width), device="meta")
+        backbone = self.detector.backbone
+        padding = {"padding_constraints": backbone.padding_constraints}
+        return tuple(ImageList.from_tensors([resized], backbone.size_divisibility, **padding).tensor.shape[1:])
+
     def size_error(self, height: int, width: int) -> str | None:
         """Return why an image of this size cannot be used, or None."""
         if not self.tta:
@@ -69,7 +78,7 @@ class EagerRunner:
         """Detect.
 
         Args:
-            images: (3, H, W) uint8 on the CPU, all of one size, from :meth:`input_size`.
+            images: (3, H, W) uint8 on the CPU, of sizes from :meth:`input_size`, all of one :meth:`padded_size`.
             sizes: height and width of each original image.
 
         Returns:
@@ -117,6 +126,9 @@ class ExportedRunner:
             return height, width
         sides = self.resizing["short_side"], self.resizing["longest_side"]
         return T.ResizeShortestEdge.get_output_shape(height, width, *sides)
+
+    def padded_size(self, height: int, width: int) -> tuple[int, int]:
+        return self.fixed_size or self.input_size(height, width)
 
     def size_error(self, height: int, width: int) -> str | None:
         return _size_error((height, width), self.input_size(height, width), self.sides)

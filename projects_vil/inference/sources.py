@@ -1,10 +1,11 @@
-"""Images from files, folders and memory, in batches of one size, and the frames of videos."""
+"""Images from files, folders and memory, in batches of one padded size, and the frames of videos."""
 
 import contextlib
 import dataclasses
 import errno
 import functools
 import itertools
+import operator
 import re
 import time
 from collections import defaultdict, deque
@@ -31,7 +32,7 @@ from projects_vil.inference.runners import EagerRunner, ExportedRunner
 VIDEO_SUFFIXES = (".mp4", ".avi", ".mov", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", ".wmv", ".flv", ".ogv", ".ts")
 DEFAULT_FRAME_RATE = 25.0  # for videos without one
 READERS = 4  # threads that read files
-LOOKAHEAD_IMAGES = 512  # images among which those of one size are searched for
+LOOKAHEAD_IMAGES = 512  # images among which those of one padded size are searched for
 BATCHES_AHEAD = 2
 Runner = EagerRunner | ExportedRunner
 
@@ -117,59 +118,43 @@ class Skipped:
 
 
 class ImageBatches:
-    """Images in batches of one resized size, read in threads.
+    """Images in batches of one padded size, read in threads.
 
-    Sizes come from the headers of ``LOOKAHEAD_IMAGES`` files at a time; pixels are in memory for one batch only.
+    An image alone is padded to that size too, so that every batch size gives the same detections. Batches never cross a
+    window: those of a window depend on its images only. Sizes come from the headers of its files; pixels are in memory
+    for a few batches only.
 
     Args:
-        images: the images, in the order of the results.
+        images: the images, in the order of the results; any iterable, of which one window is taken at a time.
+        window: number of images among which those of one padded size are searched for.
         keep_pixels: whether all images are drawn, so that no file is read twice.
     """
 
     unit = "image"
 
     def __init__(
-        self, images: Iterable[ImageSource], *, keep_pixels: bool = False, window: int = LOOKAHEAD_IMAGES
+        self, images: Iterable[ImageSource], *, window: int = LOOKAHEAD_IMAGES, keep_pixels: bool = False
     ) -> None:
         self.images = images
-        self.keep_pixels = keep_pixels
         self.window = window
+        self.keep_pixels = keep_pixels
+
+    def __len__(self) -> int:
+        """Return the number of images, or 0 where the iterable does not know it."""
+        return operator.length_hint(self.images)
 
     def batches(self, runner: Runner, batch_size: int) -> Iterator[list[Loaded | Skipped]]:
         """Yield batches for a runner."""
+        load = functools.partial(_load, runner=runner, keep_pixels=self.keep_pixels)
         with ThreadPoolExecutor(READERS) as pool:
-            images, start = iter(self.images), 0
-            while window := list(enumerate(itertools.islice(images, self.window), start)):
-                start += len(window)
-                groups = defaultdict(list)
-                for pair, size in zip(window, pool.map(self._size, window), strict=True):
-                    groups[runner.input_size(*size) if size else None].append(pair)
-                for group in groups.values():
-                    for first in range(0, len(group), batch_size):
-                        batch = group[first : first + batch_size]
-                        yield list(pool.map(lambda pair: self._load(*pair, runner), batch))
-
-    def _size(self, pair: tuple[int, ImageSource]) -> tuple[int, int] | None:
-        try:
-            return pair[1].read_size()
-        except UnreadableImage:
-            return None  # reading the pixels reports it
-
-    def _load(self, index: int, source: ImageSource, runner: Runner) -> Loaded | Skipped:
-        try:
-            pixels = source.read()
-        except UnreadableImage as error:
-            return Skipped(index, source.name, error.reason)
-        height, width = pixels.shape[:2]
-        reason = runner.size_error(height, width)
-        if source.size not in (None, (height, width)):
-            reason = f"it is {height} x {width} pixels, and {source.size[0]} x {source.size[1]} in its annotations"
-        if reason is not None:
-            return Skipped(index, source.name, reason)
-        entry = {"id": source.image_id, "file_name": source.name, "height": height, "width": width}
-        if self.keep_pixels:
-            source = ImageSource(pixels, source.name, source.image_id)
-        return Loaded(index, entry, prepare(pixels, runner), source)
+            numbered = enumerate(self.images)
+            while window := list(itertools.islice(numbered, self.window)):
+                buckets = defaultdict(list)
+                for image, size in zip(window, pool.map(_size, window), strict=True):
+                    buckets[runner.padded_size(*size) if size else None].append(image)
+                for bucket in buckets.values():
+                    for first in range(0, len(bucket), batch_size):
+                        yield list(pool.map(load, bucket[first : first + batch_size]))
 
 
 class Video:
@@ -238,6 +223,31 @@ class Video:
         if index < min(self.num_frames - 2, 0.95 * self.num_frames):
             reason = f"from frame {index} on: only {index} of its {self.num_frames} frames can be read"
             yield [Skipped(index, self.name, reason)]
+
+
+def _size(numbered: tuple[int, ImageSource]) -> tuple[int, int] | None:
+    try:
+        return numbered[1].read_size()
+    except UnreadableImage:
+        return None  # reading the pixels reports it
+
+
+def _load(numbered: tuple[int, ImageSource], runner: Runner, *, keep_pixels: bool) -> Loaded | Skipped:
+    index, source = numbered
+    try:
+        pixels = source.read()
+    except UnreadableImage as error:
+        return Skipped(index, source.name, error.reason)
+    height, width = pixels.shape[:2]
+    reason = runner.size_error(height, width)
+    if source.size not in (None, (height, width)):
+        reason = f"it is {height} x {width} pixels, and {source.size[0]} x {source.size[1]} in its annotations"
+    if reason is not None:
+        return Skipped(index, source.name, reason)
+    entry = {"id": source.image_id, "file_name": source.name, "height": height, "width": width}
+    if keep_pixels:
+        source = ImageSource(pixels, source.name, source.image_id)
+    return Loaded(index, entry, prepare(pixels, runner), source)
 
 
 def without_password(text: str) -> str:

@@ -31,11 +31,15 @@ class BrightHalfRunner:
     def input_size(self, height: int, width: int) -> tuple[int, int]:
         return size_for_testing(small_config(), height, width)
 
+    def padded_size(self, height: int, width: int) -> tuple[int, int]:
+        return tuple(-(-side // 32) * 32 for side in self.input_size(height, width))
+
     def size_error(self, height: int, width: int) -> str | None:
         return "too thin" if min(self.input_size(height, width)) < 1 else None
 
     def __call__(self, images, sizes):
-        assert len({image.shape for image in images}) == 1 and all(image.dtype == torch.uint8 for image in images)
+        assert len({self.padded_size(*size) for size in sizes}) == 1
+        assert all(image.dtype == torch.uint8 for image in images)
         self.batches.append([image.shape[1:] for image in images])
         return [self._find(image, size) for image, size in zip(images, sizes, strict=True)]
 

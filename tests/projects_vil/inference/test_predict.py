@@ -21,7 +21,7 @@ from projects_vil.engine import Trainer
 from projects_vil.export import metadata_path
 from projects_vil.inference import predict
 from projects_vil.inference.predict import categories_as_annotated
-from projects_vil.inference.sources import read_ahead
+from projects_vil.inference.sources import ImageBatches, ImageSource, read_ahead
 from tests.projects_vil.export.exporting import write
 from tests.projects_vil.helpers import message, run_tool
 from tests.projects_vil.inference.helpers import (
@@ -115,18 +115,68 @@ def test_categories_as_annotated():
 # Files
 
 
-def test_batches_of_one_resized_size(tmp_path):
+def test_batches_of_one_padded_size(tmp_path):
     sizes = [(40, 60), (64, 50), (80, 120), (20, 30), (64, 50), (40, 61), (160, 240)]
     for number, size in enumerate(sizes):
         save(tmp_path / f"in/{number}.png", picture(*size, bright="left" if number % 2 else "right"))
     runner = BrightHalfRunner()
-    run_on(tmp_path / "in", tmp_path / "out", runner=runner, batch_size=3)
-    assert sorted(map(len, runner.batches)) == [1, 1, 2, 3]
+    run_on(tmp_path / "in", tmp_path / "out", runner=runner, batch_size=4)
+    assert sorted(map(len, runner.batches)) == [1, 2, 4]
     results, images = read(tmp_path / "out")
     assert [result["image_id"] for result in results] == [1, 2, 3, 4, 5, 6, 7]
     assert [result["category_id"] for result in results] == [7, 3, 7, 3, 7, 3, 7]
     assert [(image["height"], image["width"]) for image in images["images"]] == sizes
     assert results[0]["bbox"] == [30, 0, 30, 40] and results[1]["bbox"] == [0, 0, 25, 64]
+
+
+def test_batches_stay_within_a_window():
+    """Images are taken a window at a time, and the batches of a window do not depend on what is around it."""
+    sizes, taken = [(40, 60), (64, 50), (41, 60), (40, 61)] * 3, []
+
+    def images(first):
+        for index in range(first, len(sizes)):
+            taken.append(index)
+            yield ImageSource(np.zeros((*sizes[index], 3), np.uint8), str(index), index)
+
+    def batches(first):
+        for batch in ImageBatches(images(first), window=4).batches(BrightHalfRunner(), 2):
+            yield [item.entry["id"] for item in batch]
+
+    assert len(ImageBatches(images(0))) == 0 and len(ImageBatches(list(images(0)))) == 12
+    taken.clear()
+    whole = batches(0)
+    assert next(whole) == [0, 2] and taken == [0, 1, 2, 3]
+    assert list(whole)[-3:] == list(batches(8)) == [[8, 10], [9], [11]]
+
+
+@pytest.mark.parametrize("name", ["retinanet", "mask_rcnn"])
+@pytest.mark.parametrize("padding", [{}, {"square_size": 160}])
+def test_detections_do_not_depend_on_the_batch(tmp_path, monkeypatch, name, padding):
+    save_run(tmp_path, name, "TEST.DETECTIONS_PER_IMAGE", "20")
+    detector, random = Detector.load(tmp_path), np.random.default_rng(0)
+    monkeypatch.setattr(type(detector.runner.detector.backbone), "padding_constraints", padding)
+    sizes = [(40, 60), (64, 50), (41, 63), (96, 140), (64, 54), (40, 80)]
+    images = [random.integers(0, 255, (*size, 3), np.uint8) for size in sizes]
+    batches = []
+    monkeypatch.setattr(detector.runner.model, "preprocess_image", spy(detector.runner.model.preprocess_image, batches))
+    together = detector(images, batch_size=8)
+    assert sorted(map(len, batches)) == ([6] if padding else [2, 2, 2])
+    for image, found in zip(images, together, strict=True):
+        alone = detector(image)
+        assert alone.names == found.names and len(alone) > 0
+        np.testing.assert_allclose(alone.boxes, found.boxes, atol=1e-4)
+        np.testing.assert_allclose(alone.scores, found.scores, atol=1e-4)
+        assert alone.masks is None or (alone.masks == found.masks).mean() > 0.999
+
+
+def spy(function, calls: list):
+    """Return a function that notes its argument before it is called."""
+
+    def noting(argument):
+        calls.append(argument)
+        return function(argument)
+
+    return noting
 
 
 def test_unreadable_files_are_skipped(tmp_path, capsys):
