@@ -11,10 +11,7 @@ from vil.arguments import ToolParser, config_of, existing_path, output_file, pos
 FORMATS = ("torchscript", "onnx", "aot_inductor", "torch_export", "openvino")
 PRECISIONS = ("fp32", "fp16", "bf16", "int8")
 DTYPES = ("uint8", "float32")
-INPUT_HELP = (
-    "image, folder, video, camera's number, or URL of a video or stream; .txt, .csv or .parquet with paths or URLs; "
-    ".tar with images; their URLs; patterns such as shards-{000..127}.tar"
-)
+INPUT_HELP = "image, folder, video, camera's number, URL, list (.txt, .csv, .parquet), or tar as shards-{000..127}.tar"
 
 
 def add_predict_arguments(parser: ToolParser) -> None:
@@ -25,12 +22,8 @@ def add_predict_arguments(parser: ToolParser) -> None:
     format_help = "coco (default), or parquet: part files without drawings, after which a killed run goes on"
     parser.add_argument("--format", choices=("coco", "parquet"), default="coco", help=format_help)
     parser.add_argument("--part-size", type=positive, default=1024, metavar="N", help="images in a part (default 1024)")
-    parser.add_argument(
-        "--shard", type=shard, metavar="I/N", help="with parquet: job I, from 0, of N in one output"
-    )
-    parser.add_argument(
-        "--column", metavar="NAME", help="of paths or URLs in a table (default: path, file_name, url)"
-    )
+    parser.add_argument("--shard", type=shard, metavar="I/N", help="with parquet: job I, from 0, of N in one output")
+    parser.add_argument("--column", metavar="NAME", help="of paths or URLs in a table (default: path, file_name, url)")
     parser.add_argument("--no-drawings", action="store_true", help="write no drawings, only the results")
     threshold_help = "lowest score of detections in drawings (default 0.3)"
     parser.add_argument("--score-threshold", type=float, default=0.3, metavar="T", help=threshold_help)

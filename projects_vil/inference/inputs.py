@@ -85,9 +85,8 @@ def _images(named: Iterable[tuple[str, str]], shard: tuple[int, int] | None) -> 
 
 def _named(source: str, exclude: str, column: str | None) -> Iterator[tuple[str, str]]:
     """Yield names and places, paths or URLs, of images and tar files."""
-    is_folder = os.path.isdir(source)
-    root = source if is_folder else os.path.dirname(source if os.path.exists(source) else source.partition("{")[0])
-    for place in _walk(source, exclude) if is_folder else expand_braces(source):
+    root = source if os.path.isdir(source) else os.path.dirname(source.partition("{")[0])
+    for place in _walk(source, exclude) if os.path.isdir(source) else expand_braces(source):
         if _suffix(place) not in LISTS:
             yield place[len(root) :].lstrip("/"), place
             continue

@@ -1,7 +1,6 @@
 """Detections as Parquet: a row an image, in part files after which a killed run goes on."""
 
 import contextlib
-import hashlib
 import itertools
 import json
 import os
@@ -15,20 +14,17 @@ from tqdm import tqdm
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
 from backbones.errors import check_whole
-from projects_vil.checkpoint import Categories
+from projects_vil.checkpoint import Categories, fingerprint
 from projects_vil.export import digest_of
 from projects_vil.inference.detector import Detections, Detector
 from projects_vil.inference.inputs import find_images
 from projects_vil.inference.predict import progress_bar
-from projects_vil.inference.sources import ImageBatches, ImageSource, Loaded, Skipped, without_password
+from projects_vil.inference.sources import ImageBatches, ImageSource, Loaded, Skipped, os_errors, without_password
 
-try:
+with os_errors("Parquet files"):
     import pyarrow as pa
     from pyarrow import parquet
-except ImportError as missing:
-    raise ConfigError("Parquet needs pyarrow: pip install 'vil-detectron2[scale]'") from missing
 
-PART_SIZE = 1024
 # Boxes are left, top, right, bottom in pixels of the upright image, scores descend, and masks are the counts of COCO's
 # compressed RLE of size (height, width), null for a detector without masks. A row with an error has no objects.
 SCHEMA = pa.schema(
@@ -48,13 +44,11 @@ SCHEMA = pa.schema(
 def row_of(item: Loaded | Skipped, detections: Detections | None) -> dict[str, Any]:
     """Return the row of one image, with the columns of ``SCHEMA``, from a pair that ``Detector.detect`` yields."""
     if isinstance(item, Skipped):
-        row = dict.fromkeys(SCHEMA.names) | {"boxes": [], "scores": [], "category_ids": []}
-        return row | {"file_name": item.name, "error": item.reason}
+        empty = dict.fromkeys(SCHEMA.names) | {"boxes": [], "scores": [], "category_ids": []}
+        return empty | {"file_name": item.name, "error": item.reason}
     has_masks, ids = detections.instances.has("pred_masks"), detections.categories.ids
     return {
-        "file_name": item.entry["file_name"],
-        "height": item.entry["height"],
-        "width": item.entry["width"],
+        **{name: item.entry[name] for name in ("file_name", "height", "width")},
         "boxes": detections.boxes.tolist(),
         "scores": detections.scores.tolist(),
         "category_ids": [ids[index] for index in detections.classes.tolist()],
@@ -75,7 +69,7 @@ def predict_parts(
     output: str | Path,
     *,
     batch_size: int = 1,
-    part_size: int = PART_SIZE,
+    part_size: int = 1024,
     column: str | None = None,
     shard: tuple[int, int] | None = None,
 ) -> dict[str, int]:
@@ -104,13 +98,12 @@ def predict_parts(
             images of a part are not those any more of which it was made.
     """
     source, output, runner = str(source), Path(output), detector.runner
-    check_whole("batch_size", batch_size)
     check_whole("part_size", part_size)
     images = find_images(source, exclude=output, column=column, shard=shard)
-    settings = str(getattr(runner, "cfg", "")), getattr(runner, "tta", False), runner.score_threshold
     made_of = {
-        "weights": digest_of(runner.weights),
-        "config": hashlib.sha256(repr(settings).encode()).hexdigest(),
+        "model": fingerprint(runner.cfg, runner.detector) if hasattr(runner, "cfg") else digest_of(runner.weights),
+        "test-time augmentation": getattr(runner, "tta", False),
+        "lowest score": runner.score_threshold,
         "input": without_password(source) if "://" in source else os.path.realpath(source),
         "column": column,
         "part_size": part_size,

@@ -22,10 +22,10 @@ import numpy as np
 import PIL.Image
 import torch
 from detectron2.data import transforms as T
-from fsspec.core import url_to_fs
 from torch import Tensor
 
 from backbones import ConfigError
+from projects_vil.config import one_line
 from projects_vil.data import UnreadableImage, read_image, read_size, upright_pixels, upright_size
 from projects_vil.inference.runners import EagerRunner, ExportedRunner
 
@@ -66,8 +66,8 @@ class ImageSource:
             if isinstance(self.image, bytes):
                 return self.image
             with os_errors(self.image):
-                file_system, path = url_to_fs(self.image)
-                return file_system.cat_file(path)  # in one request
+                # In one request, where opening and reading are two.
+                return fsspec.filesystem(self.image.partition("://")[0]).cat_file(self.image)
         except OSError as error:
             raise UnreadableImage(self.name, error.strerror) from error
 
@@ -264,10 +264,9 @@ def os_errors(place: str | Path) -> Iterator[None]:
     except ConfigError:
         raise
     except ImportError as error:
-        needed = f"{name}: {' '.join(str(error).split())}"
-        raise ConfigError(f"{needed} (pip install 'vil-detectron2[scale]' brings pyarrow and HTTP)") from error
+        raise ConfigError(f"{name}: {one_line(error)} (pip install 'vil-detectron2[scale]')") from error
     except Exception as error:  # Each file system of fsspec has its own, and so have tarfile and pyarrow.
-        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {' '.join(str(error).split())}"
+        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {one_line(error)}"
         raise OSError(errno.EIO, without_password(reason), name) from error
 
 
