@@ -112,9 +112,13 @@ def add_vil_config(cfg: CfgNode) -> None:
     cfg.TEST.BEST_METRIC = ""
     # Whether evaluations compute the losses on DATASETS.TEST too: validation_loss/... in metrics.json.
     cfg.TEST.LOSS = False
-    # Whether evaluations compute backbone and FPN by autocast in bfloat16; heads stay in float32.
+    # Whether evaluations compute by autocast in bfloat16, as predictions with INFERENCE.DTYPE.
     cfg.TEST.AMP = CfgNode()
     cfg.TEST.AMP.ENABLED = False
+    # "bfloat16" or "float16" for predictions that compute backbone, FPN and the heads' layers but the last by autocast;
+    # scores, boxes and masks are in float32. "float32" computes all in it.
+    cfg.INFERENCE = CfgNode()
+    cfg.INFERENCE.DTYPE = "float32"
     # The library that computes AP: "pycocotools", or "faster_coco_eval", which is faster and has the same results.
     cfg.TEST.COCO_API = "pycocotools"
     # Number of validation images drawn into OUTPUT_DIR/drawings at each evaluation, 0 to 32.

@@ -27,6 +27,8 @@ def add_predict_arguments(parser: ToolParser) -> None:
     parser.add_argument("--no-drawings", action="store_true", help="write no drawings, only the results")
     threshold_help = "lowest score of detections in drawings (default 0.3)"
     parser.add_argument("--score-threshold", type=float, default=0.3, metavar="T", help=threshold_help)
+    workers_help = "processes that read images, and as many that draw (default 0: threads of this one)"
+    parser.add_argument("--workers", type=int, default=0, metavar="N", help=workers_help)
 
 
 def predict(model: str, args: argparse.Namespace) -> None:
@@ -37,7 +39,7 @@ def predict(model: str, args: argparse.Namespace) -> None:
         if getattr(args, name) and args.format != only:
             raise ConfigError(f"{name} is for --format {only} only")
     detector = Detector.load(model, tta=args.tta, overrides=args.opts)
-    options = {"batch_size": args.batch_size, "column": args.column}
+    options = {"batch_size": args.batch_size, "column": args.column, "workers": args.workers}
     if args.format == "parquet":
         from projects_vil.inference.parts import predict_parts
 

@@ -36,7 +36,7 @@ from projects_vil.config import one_line, updated
 from projects_vil.engine import hooks
 from projects_vil.engine.writers import MetricPrinter, MetricsFile, build_service_writers
 from projects_vil.evaluation import LOSS_TASK, split_metric_name, validation_loss, write_results
-from projects_vil.modeling import MicroBatches, avoid_waits
+from projects_vil.modeling import MicroBatches, avoid_waits, computing_in
 from projects_vil.utils import stop_requests, terminate, terminating_between_calls
 from projects_vil.visualization import draw_evaluation
 
@@ -652,8 +652,8 @@ class Trainer(DefaultTrainer):
         """
         share_statistics(model)
         if cfg.TEST.AMP.ENABLED:
-            logging.getLogger(__name__).info("evaluating with backbone and FPN in bfloat16 (TEST.AMP)")
-        with bfloat16_maps(model) if cfg.TEST.AMP.ENABLED else contextlib.nullcontext():
+            logging.getLogger(__name__).info("evaluating with networks in bfloat16 (TEST.AMP)")
+        with computing_in(torch.bfloat16 if cfg.TEST.AMP.ENABLED else torch.float32, unwrapped(model)):
             results = super().test(cfg, model, evaluators)
         for name in cfg.DATASETS.TEST if cfg.TEST.LOSS else ():
             dataset_results = results if len(cfg.DATASETS.TEST) == 1 else results[name]
@@ -699,23 +699,6 @@ def share_statistics(model: nn.Module) -> None:
     if comm.get_world_size() > 1:
         for buffer in _statistics(model):
             torch.distributed.broadcast(buffer, src=0)
-
-
-@contextlib.contextmanager
-def bfloat16_maps(model: nn.Module) -> Iterator[None]:
-    """Compute a detector's maps in bfloat16, and what follows in float32: it pastes masks by their coordinates."""
-    backbone = unwrapped(model).backbone
-    forward = backbone.forward
-
-    def in_bfloat16(images: Tensor) -> dict[str, Tensor]:
-        with torch.autocast(images.device.type, torch.bfloat16):
-            return {name: x.float() for name, x in forward(images).items()}
-
-    backbone.forward = in_bfloat16
-    try:
-        yield
-    finally:
-        del backbone.forward
 
 
 def _statistics(model: nn.Module) -> Iterator[Tensor]:

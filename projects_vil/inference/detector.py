@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import PIL.Image
+import pycocotools.mask as mask_util
 import torch
 from detectron2.evaluation.coco_evaluation import instances_to_coco_json
 from detectron2.structures import Instances
@@ -29,7 +30,7 @@ from projects_vil.config import CONFIG_FILE, choose_device, first_of, load_confi
 from projects_vil.data import register_datasets
 from projects_vil.export import is_exported
 from projects_vil.inference.hub import HubMixin
-from projects_vil.inference.runners import EagerRunner, ExportedRunner
+from projects_vil.inference.runners import EagerRunner, ExportedRunner, encode_masks, to_host
 from projects_vil.inference.sources import ImageBatches, ImageSource, Loaded, Runner, Skipped, Video, read_ahead
 from projects_vil.visualization import DRAW_THRESHOLD, draw_instances
 
@@ -43,16 +44,19 @@ class Detections:
     """The N objects in one image, by descending score, on the CPU, in pixels of the (upright) image.
 
     Attributes:
-        instances: detectron2's, with ``pred_boxes``, ``scores``, ``pred_classes`` and, for Mask R-CNN, ``pred_masks``.
+        instances: detectron2's, with ``pred_boxes``, ``scores``, ``pred_classes`` and, for Mask R-CNN, ``pred_masks``;
+            those of :meth:`Detector.detect` have ``encoded_masks`` instead.
         categories: the classes that ``pred_classes`` are indices of.
         source: the image, to draw on. A file is read again, and an array is not copied.
         draw_threshold: the default score threshold of :meth:`draw`.
+        encoded_masks: the masks as COCO's compressed RLE, see :attr:`rles`.
     """
 
     instances: Instances
     categories: Categories
     source: ImageSource
     draw_threshold: float = DRAW_THRESHOLD
+    encoded_masks: list[dict] | None = None
 
     def __len__(self) -> int:
         return len(self.instances)
@@ -89,7 +93,18 @@ class Detections:
     @property
     def masks(self) -> np.ndarray | None:
         """(N, height, width) bool; None for a detector without masks."""
+        if self.encoded_masks:
+            return mask_util.decode(self.encoded_masks).transpose(2, 0, 1).astype(bool)
+        if self.encoded_masks is not None:
+            return np.zeros((0, *self.image_size), bool)
         return self.instances.pred_masks.numpy() if self.instances.has("pred_masks") else None
+
+    @property
+    def rles(self) -> list[dict] | None:
+        """COCO's compressed RLE of the N masks, ``size`` (height, width) and ``counts`` (bytes); None without masks."""
+        if self.encoded_masks is None and self.instances.has("pred_masks"):
+            (self.encoded_masks,) = encode_masks([self.instances.pred_masks])
+        return self.encoded_masks
 
     def draw(self, *, score_threshold: float | None = None, longer_side: int = 0) -> np.ndarray:
         """Return the image with boxes, masks and labels: (height, width, 3) uint8 RGB.
@@ -103,7 +118,8 @@ class Detections:
             ConfigError: if the image's file cannot be read again.
         """
         threshold = self.draw_threshold if score_threshold is None else score_threshold
-        shown = instances_to_coco_json(self.instances[self.instances.scores >= threshold], 0)
+        is_shown = self.instances.scores >= threshold
+        shown = [result for result, shows in zip(self._results(0), is_shown, strict=True) if shows]
         pixels = self.source.read()
         longer, metadata = max(pixels.shape[:2]), self.categories.metadata
         scale, label_size = max(longer_side / longer, 1), max(longer / LABEL_SIDE, 1)
@@ -116,8 +132,16 @@ class Detections:
         Mask R-CNN, ``segmentation`` (RLE).
         """
         ids = self.categories.ids
-        results = instances_to_coco_json(self.instances, image_id)
+        results = self._results(image_id)
         return [result | {"category_id": ids[result["category_id"]]} for result in results]
+
+    def _results(self, image_id: int) -> list[dict]:
+        """Return COCO's results with indices of classes as their ids."""
+        fields = {name: value for name, value in self.instances.get_fields().items() if name != "pred_masks"}
+        results = instances_to_coco_json(Instances(self.image_size, **fields), image_id)
+        for result, rle in zip(results, self.rles or (), strict=False):
+            result["segmentation"] = rle | {"counts": rle["counts"].decode()}
+        return results
 
     def as_detectron2(self) -> dict[str, Instances]:
         """Return detectron2's output for the image, for ``supervision.Detections.from_detectron2`` and others."""
@@ -160,6 +184,7 @@ class Detector(HubMixin):
         *,
         weights: str | os.PathLike | None = None,
         device: str | torch.device | None = None,
+        dtype: str | None = None,
         score_threshold: float | None = None,
         tta: bool = False,
         overrides: Sequence[object] = (),
@@ -173,6 +198,8 @@ class Detector(HubMixin):
                 no config.
             weights: another checkpoint, or an exported file.
             device: ``"cpu"`` or ``"cuda"``; None for the GPU if there is one. Exported files run on the CPU.
+            dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``, in which all but the last layers compute; None for
+                ``INFERENCE.DTYPE``. Exported files have their own.
             score_threshold: lowest score of a detection, in [0, 1]; None for that of the config or the export.
             tta: whether to use test-time augmentation.
             overrides: keys and values of the config, ``["INPUT.MIN_SIZE_TEST", 640]``.
@@ -190,8 +217,10 @@ class Detector(HubMixin):
         exported = next((Path(path) for path in (weights, source) if path and is_exported(path)), None)
         if exported is not None:
             others = {"weights": Path(weights or exported) != exported, "device": str(device or "cpu") != "cpu"}
-            named = [name for name, is_other in (others | {"tta": tta}).items() if is_other]
-            named += [key for key in given if key not in ("MODEL.WEIGHTS", "MODEL.DEVICE")]
+            named = [name for name, is_other in (others | {"tta": tta, "dtype": dtype}).items() if is_other]
+            named += ["dtype"] * (dtype is not None) + [
+                key for key in given if key not in ("MODEL.WEIGHTS", "MODEL.DEVICE")
+            ]
             if named:
                 fixed = f"an exported model on the CPU, which fixes {', '.join(named)}"
                 raise ConfigError(f"{exported} is {fixed}: leave out what is named, or export again with other keys")
@@ -200,6 +229,7 @@ class Detector(HubMixin):
         cfg = load_config(config, [str(value) for value in overrides])
         cfg.defrost()
         cfg.MODEL.DEVICE = str(device or "cuda")
+        cfg.INFERENCE.DTYPE = dtype or cfg.INFERENCE.DTYPE
         if score_threshold is not None:
             cfg.MODEL.RETINANET.SCORE_THRESH_TEST = cfg.MODEL.ROI_HEADS.SCORE_THRESH_TEST = float(score_threshold)
         cfg = choose_device(cfg, requested=device is not None)
@@ -247,7 +277,7 @@ class Detector(HubMixin):
         names = ["the image"] if single else [f"image {index + 1} of {len(listed)}" for index in range(len(listed))]
         sources = [_image_source(*pair, index) for index, pair in enumerate(zip(listed, names, strict=True))]
         found = {}
-        for batch in self.detect(ImageBatches(sources), batch_size=batch_size):
+        for batch in self.detect(ImageBatches(sources), batch_size=batch_size, dense_masks=True):
             for item, detections in batch:
                 if isinstance(item, Skipped):
                     raise ConfigError(f"cannot read {item.name}: {item.reason}")
@@ -259,7 +289,7 @@ class Detector(HubMixin):
         return results[0] if single else results
 
     def detect(
-        self, source: ImageBatches | Video, *, batch_size: int = 1
+        self, source: ImageBatches | Video, *, batch_size: int = 1, dense_masks: bool = False
     ) -> Iterator[list[tuple[Loaded, Detections] | tuple[Skipped, None]]]:
         """Yield the detections of a source in batches, while the next ones are read; images of one padded size
         share a batch.
@@ -267,6 +297,7 @@ class Detector(HubMixin):
         Args:
             source: images or a video.
             batch_size: maximum number of images at once.
+            dense_masks: whether instances have ``pred_masks``. Else masks are encoded on the detector's device.
         """
         with (
             contextlib.closing(source.batches(self.runner, batch_size)) as batches,
@@ -277,8 +308,8 @@ class Detector(HubMixin):
                 sizes = [(loaded.entry["height"], loaded.entry["width"]) for loaded in group]
                 outputs = self.runner([loaded.image for loaded in group], sizes) if group else []
                 results = [
-                    (loaded, Detections(instances, self.categories, loaded.source, self.draw_threshold))
-                    for loaded, instances in zip(group, outputs, strict=True)
+                    (loaded, Detections(instances, self.categories, loaded.source, self.draw_threshold, masks))
+                    for loaded, instances, masks in zip(group, *to_host(outputs, dense=dense_masks), strict=True)
                 ]
                 yield results + [(item, None) for item in batch if isinstance(item, Skipped)]
 

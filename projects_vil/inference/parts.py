@@ -5,7 +5,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from projects_vil.export import digest_of
 from projects_vil.inference.detector import Detections, Detector
 from projects_vil.inference.inputs import find_images
 from projects_vil.inference.predict import progress_bar
-from projects_vil.inference.sources import ImageBatches, ImageSource, Loaded, Skipped, os_errors, without_password
+from projects_vil.inference.sources import ImageBatches, Loaded, Skipped, os_errors, without_password
 
 with os_errors("Parquet files"):
     import pyarrow as pa
@@ -46,13 +46,13 @@ def row_of(item: Loaded | Skipped, detections: Detections | None) -> dict[str, A
     if isinstance(item, Skipped):
         empty = dict.fromkeys(SCHEMA.names) | {"boxes": [], "scores": [], "category_ids": []}
         return empty | {"file_name": item.name, "error": item.reason}
-    has_masks, ids = detections.instances.has("pred_masks"), detections.categories.ids
+    ids, rles = detections.categories.ids, detections.rles
     return {
         **{name: item.entry[name] for name in ("file_name", "height", "width")},
         "boxes": detections.boxes.tolist(),
         "scores": detections.scores.tolist(),
         "category_ids": [ids[index] for index in detections.classes.tolist()],
-        "masks": [one["segmentation"]["counts"].encode() for one in detections.to_coco(0)] if has_masks else None,
+        "masks": None if rles is None else [rle["counts"] for rle in rles],
         "error": None,
     }
 
@@ -72,6 +72,7 @@ def predict_parts(
     part_size: int = 1024,
     column: str | None = None,
     shard: tuple[int, int] | None = None,
+    workers: int = 0,
 ) -> dict[str, int]:
     """Detect objects in any number of images, and write Parquet files of ``part_size`` rows of ``SCHEMA``.
 
@@ -88,6 +89,7 @@ def predict_parts(
         part_size: number of images in a part.
         column: the column of a table of paths or URLs.
         shard: (I, N) for job I, from 0, of N that share the folder.
+        workers: processes that read images; 0 for threads.
 
     Returns:
         The numbers of ``images``, ``errors`` (images that could not be read), ``detections`` and ``parts`` in all
@@ -102,8 +104,7 @@ def predict_parts(
     images = find_images(source, exclude=output, column=column, shard=shard)
     made_of = {
         "model": fingerprint(runner.cfg, runner.detector) if hasattr(runner, "cfg") else digest_of(runner.weights),
-        "test-time augmentation": getattr(runner, "tta", False),
-        "lowest score": runner.score_threshold,
+        "inference": [str(getattr(runner, name, None)) for name in ("dtype", "tta", "score_threshold")],
         "input": without_password(source) if "://" in source else os.path.realpath(source),
         "column": column,
         "part_size": part_size,
@@ -121,7 +122,7 @@ def predict_parts(
             if before and path.is_file() and digest_of(path) == before["sha256"]:
                 names = [source.name for source in sources]
             else:
-                rows = _detect(detector, sources, batch_size, progress)
+                rows = _detect(detector, ImageBatches(sources, workers=workers), batch_size, progress)
                 names = [row["file_name"] for row in rows]
             part = {"file": path.name, "images": len(names), "ends": names[:1] + names[-1:]}
             if before and any(before[name] != part[name] for name in part):
@@ -140,10 +141,10 @@ def predict_parts(
     return totals | {"parts": len(parts)}
 
 
-def _detect(detector: Detector, images: Iterable[ImageSource], batch_size: int, progress: tqdm) -> list[dict[str, Any]]:
+def _detect(detector: Detector, images: ImageBatches, batch_size: int, progress: tqdm) -> list[dict[str, Any]]:
     """Return the rows of a part, in the order of its images: no batch depends on what is in other parts."""
     rows = {}
-    with contextlib.closing(detector.detect(ImageBatches(images), batch_size=batch_size)) as batches:
+    with contextlib.closing(detector.detect(images, batch_size=batch_size)) as batches:
         for item, found in itertools.chain.from_iterable(batches):
             rows[item.index] = row_of(item, found)
             progress.update()

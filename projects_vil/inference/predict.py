@@ -12,11 +12,14 @@ import json
 import logging
 import os
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 
 import cv2
 import numpy as np
+import torch
 from tqdm import tqdm
 
 from backbones import ConfigError
@@ -81,6 +84,7 @@ def predict(
     drawings: bool = True,
     score_threshold: float = DRAW_THRESHOLD,
     column: str | None = None,
+    workers: int = 0,
 ) -> Summary:
     """Detect objects in an image, in all images of a folder and its subfolders, or in the frames of a video or stream.
 
@@ -107,6 +111,7 @@ def predict(
         drawings: whether to draw.
         score_threshold: lowest score in drawings, in [0, 1]; the results contain all detections.
         column: the column of a table of paths or URLs; None for the first of ``COLUMNS``.
+        workers: processes that read images, and as many that draw; 0 for threads that read, and no other that draws.
 
     Raises:
         ConfigError: for invalid arguments and files, before anything is written, and if a file cannot be written.
@@ -115,6 +120,7 @@ def predict(
     stream = text if is_stream(text) else None
     _check_paths(source, output, annotations and Path(annotations))
     check_whole("batch_size", batch_size)
+    check_whole("workers", workers, least=0)
     check_threshold(score_threshold)
     if stream is not None:
         files: ImageBatches | Video = Video(stream)
@@ -122,10 +128,10 @@ def predict(
     elif source.is_file() and source.suffix.lower() in VIDEO_SUFFIXES:
         files = Video(source)
     elif annotations is None:
-        files = ImageBatches(find_images(text, exclude=output, column=column), keep_pixels=drawings)
+        files = ImageBatches(find_images(text, exclude=output, column=column), keep_pixels=drawings, workers=workers)
     else:
         images, categories = _annotated_images(detector, source, Path(annotations))
-        files = ImageBatches(images, keep_pixels=drawings)
+        files = ImageBatches(images, keep_pixels=drawings, workers=workers)
         detector = Detector(detector.runner, categories=categories)
     model = getattr(detector.runner, "model", None)
     if batch_size > 1 and isinstance(model, ExportedModel) and not model.batched:
@@ -148,6 +154,7 @@ def predict(
         contextlib.nullcontext([]) if stream is None else stop_requests(single_process=True) as received,
         progress_bar(files.unit, total=len(files)) as progress,
         writer as write_drawing,
+        _drawing_in(workers if drawings else 0, write_drawing) as draw,
         contextlib.closing(detector.detect(files, batch_size=batch_size)) as batches,
     ):
         results_file.write("[")
@@ -160,8 +167,8 @@ def predict(
                     tqdm.write(f"skipped {item.name}: {item.reason}", file=sys.stderr)
                     continue
                 if drawings:
-                    drawing = found.draw(score_threshold=score_threshold, longer_side=SMALLEST_DRAWING)
-                    write_drawing(item.entry, drawing)
+                    options = {"score_threshold": score_threshold, "longer_side": SMALLEST_DRAWING}
+                    draw(item.entry, functools.partial(found.draw, **options))
                     drawn += int((found.scores >= score_threshold).sum())
                 highest_score = max([highest_score, *found.scores[:1].tolist()])
                 waiting[item.index] = item.entry, found.to_coco(item.entry["id"])
@@ -229,6 +236,30 @@ def _write_drawing(folder: Path, source: Path, entry: dict, drawn: np.ndarray) -
         while (source / name).exists():
             name += ".png"
     write_image(folder / name, drawn)
+
+
+@contextlib.contextmanager
+def _drawing_in(workers: int, write: WriteDrawing) -> Iterator[Callable[[dict, Callable[[], np.ndarray]], None]]:
+    """Yield a function that draws in other processes, or with none at once, and writes in the order of its calls."""
+    if not workers:
+        yield lambda entry, draw: write(entry, draw())
+        return
+    pending: deque[tuple[dict, Future]] = deque()
+    with ProcessPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        # Starts the processes, before this one has threads whose locks they would copy.
+        pool.submit(int)
+
+        def draw_behind(entry: dict, draw: Callable[[], np.ndarray]) -> None:
+            pending.append((entry, pool.submit(draw)))
+            write_but(2 * workers)
+
+        def write_but(number: int) -> None:
+            while len(pending) > number:
+                entry, drawn = pending.popleft()
+                write(entry, drawn.result())
+
+        yield draw_behind
+        write_but(0)
 
 
 @contextlib.contextmanager

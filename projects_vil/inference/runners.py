@@ -1,13 +1,16 @@
 """Detectors behind one interface: a model with weights, and an exported file."""
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+import pycocotools.mask as mask_util
 import torch
 from detectron2.config import CfgNode
 from detectron2.data import transforms as T
 from detectron2.modeling import GeneralizedRCNNWithTTA
-from detectron2.structures import ImageList, Instances
+from detectron2.structures import Boxes, ImageList, Instances
 from torch import Tensor
 
 from backbones import ConfigError
@@ -16,7 +19,10 @@ from projects_vil.checkpoint import known_categories, load_detector
 from projects_vil.config import DETECTORS, detector_name
 from projects_vil.data import size_for_testing
 from projects_vil.export import ExportedModel, letterbox_size, pad_image, to_instances
-from projects_vil.modeling import add_tta, max_input_side
+from projects_vil.modeling import add_tta, avoid_waits, computing_in, max_input_side
+
+DTYPES = ("float32", "bfloat16", "float16")
+MASK_PIXELS = 2**27  # of masks that are encoded at once, a byte each and some for copies
 
 
 class EagerRunner:
@@ -40,7 +46,9 @@ class EagerRunner:
     def __init__(self, cfg: CfgNode, weights: str | Path, *, tta: bool = False) -> None:
         check_choice("MODEL.META_ARCHITECTURE", cfg.MODEL.META_ARCHITECTURE, DETECTORS)
         check_choice("INPUT.FORMAT", cfg.INPUT.FORMAT, ("RGB", "BGR"))
+        check_choice("INFERENCE.DTYPE", cfg.INFERENCE.DTYPE, DTYPES)
         self.detector, self.categories = load_detector(cfg, weights, device=cfg.MODEL.DEVICE, as_datasets=False)
+        avoid_waits(self.detector)
         self.cfg = cfg
         self.weights, self.device = Path(weights), cfg.MODEL.DEVICE
         self.architecture = detector_name(cfg)
@@ -48,6 +56,7 @@ class EagerRunner:
         head = cfg.MODEL.RETINANET if cfg.MODEL.META_ARCHITECTURE == "RetinaNet" else cfg.MODEL.ROI_HEADS
         self.score_threshold = head.SCORE_THRESH_TEST
         self.channels = cfg.INPUT.FORMAT
+        self.dtype = getattr(torch, cfg.INFERENCE.DTYPE)
         self.tta = tta
         self.max_input_side = max_input_side(self.detector)
         self.model = add_tta(cfg, self.detector) if tta else self.detector
@@ -83,13 +92,16 @@ class EagerRunner:
 
         Returns:
             For each image ``pred_boxes`` in pixels of the original, ``scores``, ``pred_classes`` and, for Mask R-CNN,
-            ``pred_masks`` (N, height, width), on the CPU.
+            ``pred_masks`` (N, height, width), on the detector's device.
         """
+        if self.detector.device.type == "cuda" and not self.tta:
+            images = [image.pin_memory().to(self.detector.device, non_blocking=True) for image in images]
         inputs = [
             {"image": image, "height": height, "width": width}
             for image, (height, width) in zip(images, sizes, strict=True)
         ]
-        return [output["instances"].to("cpu") for output in self.model(inputs)]
+        with computing_in(self.dtype, self.detector):
+            return [output["instances"] for output in self.model(inputs)]
 
 
 class ExportedRunner:
@@ -151,3 +163,61 @@ def _size_error(original: tuple[int, int], size: tuple[int, int], sides: Sequenc
         resized = f"{size[0]} x {size[1]}, and the model takes sides of {takes}"
         return f"{original[0]} x {original[1]} pixels: resized to {resized}"
     return None
+
+
+def to_host(outputs: Sequence[Instances], *, dense: bool) -> tuple[list[Instances], list[list[dict] | None]]:
+    """Copy the detections of a batch to the CPU, which waits for their device once, and twice more for encoded masks.
+
+    Args:
+        outputs: detections of images, on one device.
+        dense: whether ``pred_masks`` are copied as they are, or encoded by :func:`encode_masks` in their place.
+
+    Returns:
+        The detections of the images, and their encoded masks; None for an image with none.
+    """
+    found, masks = [], []
+    for output in outputs:
+        fields = dict(output.get_fields())
+        if not dense and "pred_masks" in fields:
+            masks.append(fields.pop("pred_masks"))
+        boxes = fields.pop("pred_boxes").tensor.to("cpu", non_blocking=True)
+        copies = {name: value.to("cpu", non_blocking=True) for name, value in fields.items()}
+        found.append(Instances(output.image_size, pred_boxes=Boxes(boxes), **copies))
+    encoded = encode_masks(masks) if masks else [None] * len(found)
+    # Copies to the CPU are not complete before it.
+    if outputs and outputs[0].scores.is_cuda:
+        torch.cuda.current_stream(outputs[0].scores.device).synchronize()
+    return found, encoded
+
+
+def encode_masks(masks: Sequence[Tensor]) -> list[list[dict]]:
+    """Encode masks as COCO's compressed RLE, of which the device finds where runs begin, and the host gets only these.
+
+    Args:
+        masks: for each image (N, height, width) bool.
+
+    Returns:
+        For each image N dicts with ``size`` and ``counts`` (bytes), equal to those of ``pycocotools.mask.encode``.
+    """
+    areas = [image.shape[1] * image.shape[2] for image in masks]
+    encoded: list[list[dict]] = [[] for _ in masks]
+    parts = [(i, part) for i, image in enumerate(masks) for part in image.split(max(MASK_PIXELS // areas[i], 1))]
+    totals = itertools.accumulate(part.numel() for _, part in parts)
+    for _, group in itertools.groupby(zip(parts, totals, strict=True), lambda pair: pair[1] // MASK_PIXELS):
+        parts_of_group = [part for part, _ in group]
+        images = [i for i, part in parts_of_group for _ in part]
+        starts = torch.cat([_run_starts(part) for _, part in parts_of_group]).nonzero()[:, 0].cpu().numpy()
+        firsts = np.cumsum([0, *(areas[i] for i in images)])
+        runs = np.split(starts, np.searchsorted(starts, firsts[1:-1]))
+        for i, first, run in zip(images, firsts, runs, strict=False):
+            counts = np.diff(run - first, prepend=0, append=areas[i])
+            encoded[i].append({"size": list(masks[i].shape[1:]), "counts": counts})
+    return [mask_util.frPyObjects(image, 0, 0) if image else [] for image in encoded]
+
+
+def _run_starts(masks: Tensor) -> Tensor:
+    """(N, H, W) -> (N * W * H,): whether a pixel differs from the one before, column by column."""
+    columns = masks.transpose(1, 2).flatten(1)
+    starts = columns.clone()
+    starts[:, 1:] ^= columns[:, :-1]
+    return starts.flatten()

@@ -7,6 +7,7 @@ from projects_vil.modeling.backbone import (
     TransformerBackbone,
     build_on_meta,
     build_transformer_backbone,
+    computing_in,
     export_sides,
     max_input_side,
     stage_channels,

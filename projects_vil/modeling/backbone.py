@@ -1,10 +1,12 @@
 """The backbones, FPN over them and models of a config; importing this registers the builders of detectron2."""
 
 import contextlib
+import functools
 import logging
 import math
+import re
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +26,9 @@ from projects_vil.config import config_items, updated
 from projects_vil.modeling.timm_backbone import TIMM_PREFIX, TIMM_STAGES, TimmBackbone
 
 _logger = logging.getLogger(__name__)
+# The parts of a detector that may compute in 16 bits: all but the last layers and the mask head, which post-processing
+# follows that compares scores and pastes masks by their coordinates.
+_SIXTEEN_BIT = r"backbone|head\.(cls|bbox)_subnet|proposal_generator\.rpn_head\.conv|roi_heads\.box_head(\.\d+)?"
 # Sides of images in pixels, and images in a batch, that exported programs take.
 MIN_EXPORT_SIDE, MAX_EXPORT_SIDE, LARGEST_BATCH = 32, 8192, 1024
 
@@ -303,3 +308,20 @@ def max_input_side(detector: nn.Module) -> int | None:
     """Return the longest side of images, in pixels, that absolute positions allow; None if there is no limit."""
     has_tables = any(getattr(module, "resizing", None) == "load" for module in detector.modules())
     return detector.backbone.bottom_up.options["max_img_size"] if has_tables else None
+
+
+@contextlib.contextmanager
+def computing_in(dtype: torch.dtype, detector: nn.Module) -> Iterator[None]:
+    """Compute a detector's backbone and the layers of its heads but the last by autocast, and the rest in float32."""
+    parts = [part for name, part in detector.named_modules() if re.fullmatch(_SIXTEEN_BIT, name)]
+    with contextlib.ExitStack() as stack:
+        for part in parts if dtype != torch.float32 else ():
+            part.forward = functools.partial(_in_dtype, part.forward, dtype)
+            stack.callback(delattr, part, "forward")
+        yield
+
+
+def _in_dtype(forward: Callable, dtype: torch.dtype, x: Tensor) -> Tensor | dict[str, Tensor]:
+    with torch.autocast(x.device.type, dtype):
+        outputs = forward(x)
+    return {name: y.float() for name, y in outputs.items()} if isinstance(outputs, dict) else outputs.float()

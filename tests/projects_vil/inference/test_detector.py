@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import PIL.Image
+import pycocotools.mask as mask_util
 import pytest
 import torch
 from detectron2.structures import Boxes, Instances
@@ -11,8 +12,8 @@ from detectron2.structures import Boxes, Instances
 from backbones import ConfigError
 from projects_vil import Detector
 from projects_vil.checkpoint import Categories
-from projects_vil.inference import Detections
-from projects_vil.inference.sources import ImageSource
+from projects_vil.inference import Detections, runners
+from projects_vil.inference.sources import ImageBatches, ImageSource
 from projects_vil.visualization import DRAW_THRESHOLD
 from tests.projects_vil.helpers import CONFIGS
 from tests.projects_vil.inference.helpers import ANY, BrightHalfRunner, picture, save, save_run
@@ -40,6 +41,54 @@ def assert_equal(ours: Detections, theirs: Detections) -> None:
     np.testing.assert_allclose(ours.boxes, theirs.boxes, atol=1e-2)
     np.testing.assert_allclose(ours.scores, theirs.scores, atol=1e-3)
     assert ours.names == theirs.names
+
+
+@pytest.mark.parametrize("name", ["retinanet", "mask_rcnn"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_networks_in_sixteen_bits(tmp_path, name, dtype):
+    """Outputs stay in float32, and near those of float32."""
+    save_run(tmp_path, name, "TEST.DETECTIONS_PER_IMAGE", "5")
+    image = np.random.default_rng(0).integers(0, 255, (50, 70, 3), np.uint8)
+    expected, detector = Detector.load(tmp_path)(image), Detector.load(tmp_path, dtype=dtype)
+    dtypes = set()
+    for module in detector.runner.detector.modules():
+        if isinstance(module, torch.nn.Conv2d):
+            module.register_forward_hook(lambda module, inputs, output: dtypes.add(output.dtype))
+    found = detector(image)
+    assert dtypes == {getattr(torch, dtype), torch.float32}
+    assert {found.boxes.dtype, found.scores.dtype} == {np.dtype(np.float32)}
+    np.testing.assert_allclose(found.scores[:3], expected.scores[:3], rtol=0.01)
+    by_key = Detector.load(tmp_path, overrides=["INFERENCE.DTYPE", dtype])(image)
+    assert np.array_equal(by_key.scores, found.scores)
+    with pytest.raises(ConfigError, match=r"INFERENCE\.DTYPE"):
+        Detector.load(tmp_path, dtype="int8")
+
+
+def test_masks_are_encoded_as_by_pycocotools(monkeypatch):
+    """Of images of several sizes and numbers of masks, in parts of any size; with whole, empty and noisy masks."""
+    random = np.random.default_rng(0)
+    images = [
+        random.random((number, height, width)) < 0.5 for number, height, width in ((5, 9, 13), (0, 8, 3), (4, 30, 7))
+    ]
+    images[0][0], images[0][1], images[2][1, :, 2:5], images[2][2, 0, 0] = False, True, True, True
+    expected = [[mask_util.encode(np.asfortranarray(mask.astype(np.uint8))) for mask in image] for image in images]
+    for pixels in (1, 250, runners.MASK_PIXELS):
+        monkeypatch.setattr(runners, "MASK_PIXELS", pixels)
+        assert runners.encode_masks([torch.from_numpy(image) for image in images]) == expected
+    assert runners.encode_masks([]) == []
+
+
+def test_encoded_and_dense_masks_are_the_same(tmp_path):
+    save_run(tmp_path, "mask_rcnn", "TEST.DETECTIONS_PER_IMAGE", "7")
+    detector, image = Detector.load(tmp_path), picture(50, 70)
+    ((_, encoded),) = next(detector.detect(ImageBatches([ImageSource(image, "a", 1), ImageSource(image, "b", 2)])))
+    dense = detector(image)
+    assert len(dense) == 7 and dense.instances.pred_masks.shape == (7, 50, 70)
+    assert not encoded.instances.has("pred_masks") and np.array_equal(encoded.masks, dense.masks)
+    assert encoded.rles == dense.rles and encoded.to_coco(3) == dense.to_coco(3)
+    assert np.array_equal(encoded.draw(score_threshold=0), dense.draw(score_threshold=0))
+    empty = detector(image, score_threshold=1)
+    assert empty.masks.shape == (0, 50, 70) and empty.rles == []
 
 
 # Images

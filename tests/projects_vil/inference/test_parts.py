@@ -123,7 +123,7 @@ def other_weights() -> BrightHalfRunner:
     "options, change, named",
     [
         ({"part_size": 4}, None, "part_size"),
-        ({"runner": other_threshold}, None, "score"),
+        ({"runner": other_threshold}, None, "inference"),
         ({"runner": other_weights}, None, "model"),
         ({}, lambda photos, output: (photos / "00.png").unlink(), "part-000000.parquet"),
         ({}, lambda photos, output: (photos / "12.png").unlink(), "part-000004.parquet"),

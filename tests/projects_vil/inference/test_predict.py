@@ -175,6 +175,22 @@ def spy(function, calls: list):
     return noting
 
 
+def test_worker_processes_write_the_same(trained_run, shapes, tmp_path):
+    """Results, drawings and what is skipped; a video's frames are drawn there too, in their order."""
+    shutil.copytree(shapes / "val", tmp_path / "in")
+    (tmp_path / "in/text.jpg").write_text("not an image")
+    write_video(tmp_path / "clip.avi", 7)
+    detector = Detector.load(trained_run)
+    for source in ("in", "clip.avi"):
+        for workers in (0, 2):
+            predict(detector, tmp_path / source, tmp_path / f"{source}{workers}", batch_size=3, workers=workers)
+        files = [path.relative_to(tmp_path / f"{source}0") for path in (tmp_path / f"{source}0").rglob("*.*")]
+        assert len(files) == (10 if source == "in" else 3)
+        for file in files:
+            written = (tmp_path / f"{source}{workers}" / file for workers in (0, 2))
+            assert len({path.read_bytes() for path in written}) == 1
+
+
 def test_unreadable_files_are_skipped(tmp_path, capsys):
     source = tmp_path / "in"
     save(source / "b.png", picture(40, 60))
@@ -342,6 +358,7 @@ def test_images_too_thin_to_augment_are_skipped(tmp_path, name):
     [
         ("in", "out", {"batch_size": 0}, "batch_size"),
         ("in", "out", {"score_threshold": 1.5}, "score_threshold"),
+        ("in", "out", {"workers": -1}, "workers"),
         ("absent", "out", {}, "source .*absent"),
         ("empty", "out", {}, "source .*empty"),
         ("in", "file/out", {}, r"output .*file"),

@@ -1,0 +1,30 @@
+"""Print where the host waits for a GPU while ``Detector.detect`` takes a batch, as JSON: {waits by line}.
+
+Arguments: retinanet or mask_rcnn, and the number of images in the batch.
+"""
+
+import contextlib
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import mockcuda
+import numpy as np
+
+from projects_vil import Detector
+from projects_vil.inference.sources import ImageBatches, ImageSource
+from tests.projects_vil.inference.helpers import save_run
+
+name, number = sys.argv[1], int(sys.argv[2])
+with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
+    save_run(Path(folder), name)
+    overrides = ["MODEL.TRANSFORMER.ATTENTION_BACKEND", "sdpa"]
+    detector = Detector.load(folder, device="cuda", overrides=overrides)
+    pixels = np.zeros((40, 60, 3), np.uint8)
+    batches = detector.detect(ImageBatches([ImageSource(pixels, "a", 1)] * number * 2), batch_size=number)
+    # The first batch allocates what stays.
+    next(batches)
+    with mockcuda.Count() as count:
+        next(batches)
+print(json.dumps(count.waits))
