@@ -27,7 +27,7 @@ def add_predict_arguments(parser: ToolParser) -> None:
     parser.add_argument("--no-drawings", action="store_true", help="write no drawings, only the results")
     threshold_help = "lowest score of detections in drawings (default 0.3)"
     parser.add_argument("--score-threshold", type=float, default=0.3, metavar="T", help=threshold_help)
-    workers_help = "processes that read images, and as many that draw (default 0: threads of this one)"
+    workers_help = "processes that draw while the detector works (default 0: between its batches)"
     parser.add_argument("--workers", type=int, default=0, metavar="N", help=workers_help)
 
 
@@ -39,7 +39,7 @@ def predict(model: str, args: argparse.Namespace) -> None:
         if getattr(args, name) and args.format != only:
             raise ConfigError(f"{name} is for --format {only} only")
     detector = Detector.load(model, tta=args.tta, overrides=args.opts)
-    options = {"batch_size": args.batch_size, "column": args.column, "workers": args.workers}
+    options = {"batch_size": args.batch_size, "column": args.column}
     if args.format == "parquet":
         from projects_vil.inference.parts import predict_parts
 
@@ -47,7 +47,7 @@ def predict(model: str, args: argparse.Namespace) -> None:
         totals = predict_parts(detector, args.input, args.output, **options)
         print(f"{args.output}: {', '.join(f'{number} {name}' for name, number in totals.items())}")
         sys.exit(2 if totals["errors"] else 0)
-    options |= {"annotations": args.annotations, "drawings": not args.no_drawings}
+    options |= {"annotations": args.annotations, "drawings": not args.no_drawings, "workers": args.workers}
     summary = predict(detector, args.input, args.output, score_threshold=args.score_threshold, **options)
     print("\n".join(summary.lines()))
     if summary.skipped:

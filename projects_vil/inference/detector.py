@@ -93,10 +93,8 @@ class Detections:
     @property
     def masks(self) -> np.ndarray | None:
         """(N, height, width) bool; None for a detector without masks."""
-        if self.encoded_masks:
-            return mask_util.decode(self.encoded_masks).transpose(2, 0, 1).astype(bool)
         if self.encoded_masks is not None:
-            return np.zeros((0, *self.image_size), bool)
+            return np.array(list(map(mask_util.decode, self.encoded_masks)), bool).reshape(-1, *self.image_size)
         return self.instances.pred_masks.numpy() if self.instances.has("pred_masks") else None
 
     @property
@@ -132,8 +130,7 @@ class Detections:
         Mask R-CNN, ``segmentation`` (RLE).
         """
         ids = self.categories.ids
-        results = self._results(image_id)
-        return [result | {"category_id": ids[result["category_id"]]} for result in results]
+        return [result | {"category_id": ids[result["category_id"]]} for result in self._results(image_id)]
 
     def _results(self, image_id: int) -> list[dict]:
         """Return COCO's results with indices of classes as their ids."""

@@ -72,7 +72,6 @@ def predict_parts(
     part_size: int = 1024,
     column: str | None = None,
     shard: tuple[int, int] | None = None,
-    workers: int = 0,
 ) -> dict[str, int]:
     """Detect objects in any number of images, and write Parquet files of ``part_size`` rows of ``SCHEMA``.
 
@@ -89,7 +88,6 @@ def predict_parts(
         part_size: number of images in a part.
         column: the column of a table of paths or URLs.
         shard: (I, N) for job I, from 0, of N that share the folder.
-        workers: processes that read images; 0 for threads.
 
     Returns:
         The numbers of ``images``, ``errors`` (images that could not be read), ``detections`` and ``parts`` in all
@@ -122,7 +120,7 @@ def predict_parts(
             if before and path.is_file() and digest_of(path) == before["sha256"]:
                 names = [source.name for source in sources]
             else:
-                rows = _detect(detector, ImageBatches(sources, workers=workers), batch_size, progress)
+                rows = _detect(detector, ImageBatches(sources), batch_size, progress)
                 names = [row["file_name"] for row in rows]
             part = {"file": path.name, "images": len(names), "ends": names[:1] + names[-1:]}
             if before and any(before[name] != part[name] for name in part):

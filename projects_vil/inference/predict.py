@@ -111,7 +111,7 @@ def predict(
         drawings: whether to draw.
         score_threshold: lowest score in drawings, in [0, 1]; the results contain all detections.
         column: the column of a table of paths or URLs; None for the first of ``COLUMNS``.
-        workers: processes that read images, and as many that draw; 0 for threads that read, and no other that draws.
+        workers: processes that draw while the detector works; 0 draws between its batches.
 
     Raises:
         ConfigError: for invalid arguments and files, before anything is written, and if a file cannot be written.
@@ -128,10 +128,10 @@ def predict(
     elif source.is_file() and source.suffix.lower() in VIDEO_SUFFIXES:
         files = Video(source)
     elif annotations is None:
-        files = ImageBatches(find_images(text, exclude=output, column=column), keep_pixels=drawings, workers=workers)
+        files = ImageBatches(find_images(text, exclude=output, column=column), keep_pixels=drawings)
     else:
         images, categories = _annotated_images(detector, source, Path(annotations))
-        files = ImageBatches(images, keep_pixels=drawings, workers=workers)
+        files = ImageBatches(images, keep_pixels=drawings)
         detector = Detector(detector.runner, categories=categories)
     model = getattr(detector.runner, "model", None)
     if batch_size > 1 and isinstance(model, ExportedModel) and not model.batched:
@@ -240,7 +240,7 @@ def _write_drawing(folder: Path, source: Path, entry: dict, drawn: np.ndarray) -
 
 @contextlib.contextmanager
 def _drawing_in(workers: int, write: WriteDrawing) -> Iterator[Callable[[dict, Callable[[], np.ndarray]], None]]:
-    """Yield a function that draws in other processes, or with none at once, and writes in the order of its calls."""
+    """Yield a function that draws in other processes, with 0 at once, and writes in the order of its calls."""
     if not workers:
         yield lambda entry, draw: write(entry, draw())
         return

@@ -69,8 +69,7 @@ class EagerRunner:
         """Return the size to which detectron2 pads an image of this size, resized: images of one may share a batch."""
         if self.tta:
             return height, width
-        resized = torch.empty(self.input_size(height, width), device="meta")
-        backbone = self.detector.backbone
+        resized, backbone = torch.empty(self.input_size(height, width), device="meta"), self.detector.backbone
         padding = {"padding_constraints": backbone.padding_constraints}
         return tuple(ImageList.from_tensors([resized], backbone.size_divisibility, **padding).tensor.shape[1:])
 

@@ -9,8 +9,8 @@ import operator
 import re
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
 from typing import IO, Any
@@ -23,7 +23,6 @@ import PIL.Image
 import torch
 from detectron2.data import transforms as T
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from backbones import ConfigError
 from projects_vil.config import one_line
@@ -118,18 +117,8 @@ class Skipped:
     reason: str
 
 
-class _Images:
-    """A dataset whose indices are the numbered images themselves, which ``load`` reads."""
-
-    def __init__(self, load: Callable[[tuple[int, ImageSource]], Loaded | Skipped]) -> None:
-        self.load = load
-
-    def __getitem__(self, numbered: tuple[int, ImageSource]) -> Loaded | Skipped:
-        return self.load(numbered)
-
-
 class ImageBatches:
-    """Images in batches of one padded size, read in threads or other processes.
+    """Images in batches of one padded size, read in threads.
 
     An image alone is padded to that size too, so that every batch size gives the same detections. Batches never cross a
     window: those of a window depend on its images only. Sizes come from the headers of its files; pixels are in memory
@@ -138,24 +127,17 @@ class ImageBatches:
     Args:
         images: the images, in the order of the results; any iterable, of which one window is taken at a time.
         window: number of images among which those of one padded size are searched for.
-        workers: processes that read and resize; 0 for threads of this one.
         keep_pixels: whether all images are drawn, so that no file is read twice.
     """
 
     unit = "image"
 
     def __init__(
-        self,
-        images: Iterable[ImageSource],
-        *,
-        window: int = LOOKAHEAD_IMAGES,
-        keep_pixels: bool = False,
-        workers: int = 0,
+        self, images: Iterable[ImageSource], *, window: int = LOOKAHEAD_IMAGES, keep_pixels: bool = False
     ) -> None:
         self.images = images
         self.window = window
         self.keep_pixels = keep_pixels
-        self.workers = workers
 
     def __len__(self) -> int:
         """Return the number of images, or 0 where the iterable does not know it."""
@@ -165,22 +147,14 @@ class ImageBatches:
         """Yield batches for a runner."""
         load = functools.partial(_load, runner=runner, keep_pixels=self.keep_pixels)
         with ThreadPoolExecutor(READERS) as pool:
-            groups = self._groups(runner, batch_size, pool)
-            if self.workers:
-                options = {"num_workers": self.workers, "collate_fn": list}
-                yield from DataLoader(_Images(load), batch_sampler=groups, **options)
-            for group in groups:
-                yield list(pool.map(load, group))
-
-    def _groups(self, runner: Runner, batch_size: int, pool: Executor) -> Iterator[list[tuple[int, ImageSource]]]:
-        numbered = enumerate(self.images)
-        while window := list(itertools.islice(numbered, self.window)):
-            buckets = defaultdict(list)
-            for image, size in zip(window, pool.map(_size, window), strict=True):
-                buckets[runner.padded_size(*size) if size else None].append(image)
-            for bucket in buckets.values():
-                for first in range(0, len(bucket), batch_size):
-                    yield bucket[first : first + batch_size]
+            numbered = enumerate(self.images)
+            while window := list(itertools.islice(numbered, self.window)):
+                buckets = defaultdict(list)
+                for image, size in zip(window, pool.map(_size, window), strict=True):
+                    buckets[runner.padded_size(*size) if size else None].append(image)
+                for bucket in buckets.values():
+                    for first in range(0, len(bucket), batch_size):
+                        yield list(pool.map(load, bucket[first : first + batch_size]))
 
 
 class Video:

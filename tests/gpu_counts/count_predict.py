@@ -18,11 +18,9 @@ from tests.projects_vil.inference.helpers import save_run
 
 name, number = sys.argv[1], int(sys.argv[2])
 with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
-    save_run(Path(folder), name)
-    overrides = ["MODEL.TRANSFORMER.ATTENTION_BACKEND", "sdpa"]
-    detector = Detector.load(folder, device="cuda", overrides=overrides)
-    pixels = np.zeros((40, 60, 3), np.uint8)
-    batches = detector.detect(ImageBatches([ImageSource(pixels, "a", 1)] * number * 2), batch_size=number)
+    save_run(Path(folder), name, "MODEL.TRANSFORMER.ATTENTION_BACKEND", "sdpa")
+    images = [ImageSource(np.zeros((40, 60, 3), np.uint8), "a", 1)] * number * 2
+    batches = Detector.load(folder, device="cuda").detect(ImageBatches(images), batch_size=number)
     # The first batch allocates what stays.
     next(batches)
     with mockcuda.Count() as count:

@@ -58,8 +58,7 @@ def test_networks_in_sixteen_bits(tmp_path, name, dtype):
     assert dtypes == {getattr(torch, dtype), torch.float32}
     assert {found.boxes.dtype, found.scores.dtype} == {np.dtype(np.float32)}
     np.testing.assert_allclose(found.scores[:3], expected.scores[:3], rtol=0.01)
-    by_key = Detector.load(tmp_path, overrides=["INFERENCE.DTYPE", dtype])(image)
-    assert np.array_equal(by_key.scores, found.scores)
+    assert np.array_equal(Detector.load(tmp_path, overrides=["INFERENCE.DTYPE", dtype])(image).scores, found.scores)
     with pytest.raises(ConfigError, match=r"INFERENCE\.DTYPE"):
         Detector.load(tmp_path, dtype="int8")
 
@@ -75,7 +74,6 @@ def test_masks_are_encoded_as_by_pycocotools(monkeypatch):
     for pixels in (1, 250, runners.MASK_PIXELS):
         monkeypatch.setattr(runners, "MASK_PIXELS", pixels)
         assert runners.encode_masks([torch.from_numpy(image) for image in images]) == expected
-    assert runners.encode_masks([]) == []
 
 
 def test_encoded_and_dense_masks_are_the_same(tmp_path):

@@ -151,10 +151,9 @@ def test_detections_do_not_depend_on_the_batch(tmp_path, monkeypatch, name, padd
     save_run(tmp_path, name, "TEST.DETECTIONS_PER_IMAGE", "20")
     detector, random = Detector.load(tmp_path), np.random.default_rng(0)
     monkeypatch.setattr(type(detector.runner.detector.backbone), "padding_constraints", padding)
-    sizes = [(40, 60), (64, 50), (41, 63), (96, 140), (64, 54), (40, 80)]
+    sizes, batches = [(40, 60), (64, 50), (41, 63), (96, 140), (64, 54), (40, 80)], []
     images = [random.integers(0, 255, (*size, 3), np.uint8) for size in sizes]
-    batches = []
-    monkeypatch.setattr(detector.runner.model, "preprocess_image", spy(detector.runner.model.preprocess_image, batches))
+    detector.runner.model.register_forward_pre_hook(lambda module, inputs: batches.append(inputs[0]))
     together = detector(images, batch_size=8)
     assert sorted(map(len, batches)) == ([6] if padding else [2, 2, 2])
     for image, found in zip(images, together, strict=True):
@@ -165,30 +164,15 @@ def test_detections_do_not_depend_on_the_batch(tmp_path, monkeypatch, name, padd
         assert alone.masks is None or (alone.masks == found.masks).mean() > 0.999
 
 
-def spy(function, calls: list):
-    """Return a function that notes its argument before it is called."""
-
-    def noting(argument):
-        calls.append(argument)
-        return function(argument)
-
-    return noting
-
-
-def test_worker_processes_write_the_same(trained_run, shapes, tmp_path):
-    """Results, drawings and what is skipped; a video's frames are drawn there too, in their order."""
-    shutil.copytree(shapes / "val", tmp_path / "in")
-    (tmp_path / "in/text.jpg").write_text("not an image")
+@pytest.mark.slow
+def test_drawing_in_other_processes_is_the_same(shapes, tmp_path):
+    """The frames of a video come in their order."""
     write_video(tmp_path / "clip.avi", 7)
-    detector = Detector.load(trained_run)
-    for source in ("in", "clip.avi"):
+    for source in (shapes / "val", tmp_path / "clip.avi"):
         for workers in (0, 2):
-            predict(detector, tmp_path / source, tmp_path / f"{source}{workers}", batch_size=3, workers=workers)
-        files = [path.relative_to(tmp_path / f"{source}0") for path in (tmp_path / f"{source}0").rglob("*.*")]
-        assert len(files) == (10 if source == "in" else 3)
-        for file in files:
-            written = (tmp_path / f"{source}{workers}" / file for workers in (0, 2))
-            assert len({path.read_bytes() for path in written}) == 1
+            run_on(source, tmp_path / str(workers), drawings=True, batch_size=3, workers=workers)
+        files = [sorted((tmp_path / name / "drawings").iterdir()) for name in ("0", "2")]
+        assert len({tuple((path.name, path.read_bytes()) for path in listed) for listed in files}) == 1
 
 
 def test_unreadable_files_are_skipped(tmp_path, capsys):
