@@ -60,6 +60,9 @@ EXPORT = ["onnx>=1.17", "onnxruntime>=1.20", "onnxscript>=0.5", "nncf>=3.4"]
 EXAMPLES = ["sahi>=0.12", "supervision>=0.31", "trackers>=2.6"]
 # What --format openvino needs; nncf for its int8.
 OPENVINO = ["openvino>=2026.4", "nncf>=3.4"]
+# What --format parquet of tools/predict.py and inputs in Parquet, CSV, tar files and URLs need; s3fs and gcsfs add S3
+# and Google's storage.
+SCALE = ["pyarrow>=15", "fsspec[http]>=2024.2"]
 
 setup(
     name="vil-detectron2",
@@ -107,6 +110,7 @@ setup(
         "export": EXPORT,
         "examples": EXAMPLES,
         "openvino": OPENVINO,
-        "dev": ["pytest>=7.4", "pytest-xdist>=3.5", "import-linter>=2.1", "ruff>=0.6", *EXPORT, *OPENVINO],
+        "scale": SCALE,
+        "dev": ["pytest>=7.4", "pytest-xdist>=3.5", "import-linter>=2.1", "ruff>=0.6", *EXPORT, *OPENVINO, *SCALE],
     },
 )

@@ -76,8 +76,8 @@ def weights_file(text: str) -> str:
 
 
 def image_source(text: str) -> str:
-    """Return an existing path, a URL, or the number of a camera; an argparse type."""
-    return text if text.isdecimal() else existing_path(text)
+    """Return an existing path, a URL, the number of a camera, or a pattern {000..127}; an argparse type."""
+    return text if text.isdecimal() or "{" in text else existing_path(text)
 
 
 def output_file(text: str) -> str:
@@ -99,6 +99,12 @@ def positive(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text} is not a whole number of 1 or more")
     return int(text)
+
+
+def shard(text: str) -> tuple[int, int]:
+    """Return the numbers of ``I/N``; an argparse type."""
+    number, total = text.split("/")
+    return int(number), int(total)
 
 
 # Parsers -------------------------------------------------------------------------------------------------------------

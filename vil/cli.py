@@ -126,10 +126,10 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
         vil predict output/photos_vil_tiny_retinanet holiday.jpg
         vil predict output/photos_vil_tiny_retinanet photos --output found --score-threshold 0.5
         vil predict output/photos_vil_tiny_retinanet 0
+        vil predict output/photos_vil_tiny_retinanet 'shards-{000..127}.tar' --output found --format parquet
     """
     parser.add_argument("model", metavar="MODEL", help=f"{_MODEL}; or an exported file")
-    input_help = "image, folder, video, number of a camera, or URL of a video or stream"
-    parser.add_argument("input", type=image_source, metavar="INPUT", help=input_help)
+    parser.add_argument("input", type=image_source, metavar="INPUT", help=commands.INPUT_HELP)
     parser.add_argument("--output", default="predictions", metavar="DIR", help="default: predictions")
     commands.add_predict_arguments(parser)
     args = parser.parse_args(words)

@@ -6,11 +6,12 @@ import os
 import sys
 import tempfile
 
-from vil.arguments import ToolParser, config_of, existing_path, output_file, positive, weights_file, write_json
+from vil.arguments import ToolParser, config_of, existing_path, output_file, positive, shard, weights_file, write_json
 
 FORMATS = ("torchscript", "onnx", "aot_inductor", "torch_export", "openvino")
 PRECISIONS = ("fp32", "fp16", "bf16", "int8")
 DTYPES = ("uint8", "float32")
+INPUT_HELP = "image, folder, video, camera's number, URL, list (.txt, .csv, .parquet), or tar as shards-{000..127}.tar"
 
 
 def add_predict_arguments(parser: ToolParser) -> None:
@@ -18,6 +19,11 @@ def add_predict_arguments(parser: ToolParser) -> None:
     parser.add_argument("--tta", action="store_true", help="test-time augmentation: several sizes and mirror images")
     annotations_help = "COCO file of the folder: only its images are read; results have its ids and categories"
     parser.add_argument("--annotations", type=existing_path, metavar="FILE", help=annotations_help)
+    format_help = "coco (default), or parquet: part files without drawings, after which a killed run goes on"
+    parser.add_argument("--format", choices=("coco", "parquet"), default="coco", help=format_help)
+    parser.add_argument("--part-size", type=positive, default=1024, metavar="N", help="images in a part (default 1024)")
+    parser.add_argument("--shard", type=shard, metavar="I/N", help="with parquet: job I, from 0, of N in one output")
+    parser.add_argument("--column", metavar="NAME", help="of paths or URLs in a table (default: path, file_name, url)")
     parser.add_argument("--no-drawings", action="store_true", help="write no drawings, only the results")
     threshold_help = "lowest score of detections in drawings (default 0.3)"
     parser.add_argument("--score-threshold", type=float, default=0.3, metavar="T", help=threshold_help)
@@ -26,18 +32,23 @@ def add_predict_arguments(parser: ToolParser) -> None:
 
 
 def predict(model: str, args: argparse.Namespace) -> None:
+    from backbones import ConfigError
     from projects_vil.inference import Detector, predict
 
-    summary = predict(
-        Detector.load(model, tta=args.tta, overrides=args.opts),
-        args.input,
-        args.output,
-        batch_size=args.batch_size,
-        annotations=args.annotations,
-        drawings=not args.no_drawings,
-        score_threshold=args.score_threshold,
-        workers=args.workers,
-    )
+    for name, only in (("shard", "parquet"), ("annotations", "coco")):
+        if getattr(args, name) and args.format != only:
+            raise ConfigError(f"{name} is for --format {only} only")
+    detector = Detector.load(model, tta=args.tta, overrides=args.opts)
+    options = {"batch_size": args.batch_size, "column": args.column}
+    if args.format == "parquet":
+        from projects_vil.inference.parts import predict_parts
+
+        options |= {"part_size": args.part_size, "shard": args.shard}
+        totals = predict_parts(detector, args.input, args.output, **options)
+        print(f"{args.output}: {', '.join(f'{number} {name}' for name, number in totals.items())}")
+        sys.exit(2 if totals["errors"] else 0)
+    options |= {"annotations": args.annotations, "drawings": not args.no_drawings, "workers": args.workers}
+    summary = predict(detector, args.input, args.output, score_threshold=args.score_threshold, **options)
     print("\n".join(summary.lines()))
     if summary.skipped:
         sys.exit(2)

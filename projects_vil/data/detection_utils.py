@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import io
 import os
 import struct
 import zlib
@@ -48,13 +49,14 @@ class UnreadableImage(ConfigError):
 
 
 @contextlib.contextmanager
-def _opened(path: str | Path) -> Iterator[Image.Image]:
+def _opened(path: str | Path, content: bytes | None = None) -> Iterator[Image.Image]:
     with _explained(path):
         # Opening a pipe waits until someone writes to it.
-        if not os.path.isfile(path) and os.path.exists(path) and not os.path.isdir(path):
+        if content is None and not os.path.isfile(path) and os.path.exists(path) and not os.path.isdir(path):
             raise OSError("not a regular file")
-        with PathManager.open(str(path), "rb") as file, Image.open(file) as image:
-            yield image
+        with PathManager.open(str(path), "rb") if content is None else io.BytesIO(content) as file:
+            with Image.open(file) as image:
+                yield image
 
 
 @contextlib.contextmanager
@@ -69,7 +71,7 @@ def _explained(name: str | Path) -> Iterator[None]:
         raise UnreadableImage(name, reason) from error
 
 
-def read_image(path: str | Path, image_format: str | None = "RGB") -> np.ndarray:
+def read_image(path: str | Path, image_format: str | None = "RGB", *, content: bytes | None = None) -> np.ndarray:
     """Read an image file as (H, W, channels) uint8, upright according to its EXIF orientation.
 
     As detectron2's ``read_image``: Pillow's conversion to ``image_format``, which drops transparency, and the first of
@@ -80,21 +82,22 @@ def read_image(path: str | Path, image_format: str | None = "RGB") -> np.ndarray
     Args:
         path: local, or what detectron2's ``PathManager`` knows.
         image_format: ``"RGB"``, ``"BGR"`` or another one of detectron2's.
+        content: the file's bytes, where they are not read from ``path``, which is then only a name.
 
     Raises:
         UnreadableImage: for a file that is missing, truncated, damaged or not an image.
     """
-    with _opened(path) as image:
+    with _opened(path, content) as image:
         return _pixels(image, image_format)
 
 
-def read_size(path: str | Path) -> tuple[int, int]:
+def read_size(path: str | Path, *, content: bytes | None = None) -> tuple[int, int]:
     """Return the height and width that :func:`read_image` would return, from only the file's header.
 
     Raises:
         UnreadableImage: for a file that is missing or not an image.
     """
-    with _opened(path) as image:
+    with _opened(path, content) as image:
         return upright_size(image)
 
 

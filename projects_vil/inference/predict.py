@@ -30,15 +30,8 @@ from projects_vil.config import default_config
 from projects_vil.data import load_dataset, register_datasets
 from projects_vil.export import ExportedModel
 from projects_vil.inference.detector import Detector, check_threshold
-from projects_vil.inference.sources import (
-    VIDEO_SUFFIXES,
-    ImageBatches,
-    ImageSource,
-    Skipped,
-    Video,
-    find_images,
-    is_stream,
-)
+from projects_vil.inference.inputs import find_images, is_stream
+from projects_vil.inference.sources import VIDEO_SUFFIXES, ImageBatches, ImageSource, Skipped, Video
 from projects_vil.utils import stop_requests
 from projects_vil.visualization import DRAW_THRESHOLD, write_image
 
@@ -90,6 +83,7 @@ def predict(
     annotations: str | Path | None = None,
     drawings: bool = True,
     score_threshold: float = DRAW_THRESHOLD,
+    column: str | None = None,
     workers: int = 0,
 ) -> Summary:
     """Detect objects in an image, in all images of a folder and its subfolders, or in the frames of a video or stream.
@@ -109,21 +103,21 @@ def predict(
 
     Args:
         detector: any; a batched export for several images at once.
-        source: an image, a folder, a video (by its suffix), or a string: the number of a camera, or the URL of a video
-            or stream that OpenCV opens.
+        source: what :func:`~projects_vil.inference.inputs.find_images` takes, a video (by its suffix), or a string: the
+            number of a camera, or the URL of a video or stream that OpenCV opens.
         output: folder for the results.
         batch_size: maximum number of images at once.
         annotations: COCO file of the folder's images: only its images, in its order, with its ids.
         drawings: whether to draw.
         score_threshold: lowest score in drawings, in [0, 1]; the results contain all detections.
+        column: the column of a table of paths or URLs; None for the first of ``COLUMNS``.
         workers: processes that draw while the detector works; 0 draws between its batches.
 
     Raises:
         ConfigError: for invalid arguments and files, before anything is written, and if a file cannot be written.
     """
-    stream, source, output = str(source) if is_stream(source) else None, Path(source), Path(output)
-    if stream is None and not source.exists():
-        raise ConfigError(f"source {source}: there is no such file or folder")
+    text, source, output = str(source), Path(source), Path(output)
+    stream = text if is_stream(text) else None
     _check_paths(source, output, annotations and Path(annotations))
     check_whole("batch_size", batch_size)
     check_whole("workers", workers, least=0)
@@ -134,7 +128,7 @@ def predict(
     elif source.is_file() and source.suffix.lower() in VIDEO_SUFFIXES:
         files = Video(source)
     elif annotations is None:
-        files = ImageBatches(find_images(source, exclude=output), keep_pixels=drawings)
+        files = ImageBatches(find_images(text, exclude=output, column=column), keep_pixels=drawings)
     else:
         images, categories = _annotated_images(detector, source, Path(annotations))
         files = ImageBatches(images, keep_pixels=drawings)
@@ -149,17 +143,16 @@ def predict(
     position = done = detections = drawn = 0
     highest_score = 0.0
     folder = output / DRAWINGS_FOLDER
-    writer = contextlib.nullcontext()
-    if drawings:
-        writer = _video_writer(folder, files) if isinstance(files, Video) else _image_writer(folder, files.images)
-    interval = 0.1 if sys.stderr.isatty() else SECONDS_BETWEEN_LINES
+    writer = contextlib.nullcontext(functools.partial(_write_drawing, folder, source))
+    if drawings and isinstance(files, Video):
+        writer = _video_writer(folder, files)
     with (
         atomic_write(output / RESULTS_FILE) as results_path,
         atomic_write(output / IMAGES_FILE) as images_path,
         open(results_path, "w") as results_file,
         open(images_path, "w") as images_file,
         contextlib.nullcontext([]) if stream is None else stop_requests(single_process=True) as received,
-        tqdm(total=len(files) or None, unit=files.unit, dynamic_ncols=True, mininterval=interval) as progress,
+        progress_bar(files.unit, total=len(files)) as progress,
         writer as write_drawing,
         _drawing_in(workers if drawings else 0, write_drawing) as draw,
         contextlib.closing(detector.detect(files, batch_size=batch_size)) as batches,
@@ -207,6 +200,12 @@ def predict(
     return Summary(files.unit, done, detections, tuple(skipped), tuple(written), *scores)
 
 
+def progress_bar(unit: str, *, total: int = 0) -> tqdm:
+    """Return a bar of progress, with a line at times in a log file; ``total`` is 0 where nobody knows it."""
+    interval = 0.1 if sys.stderr.isatty() else SECONDS_BETWEEN_LINES
+    return tqdm(total=total or None, unit=unit, dynamic_ncols=True, mininterval=interval)
+
+
 def categories_as_annotated(model: Categories, dataset: Categories) -> Categories:
     """Return a model's classes with a dataset's ids and names: matched by name, or else all by index.
 
@@ -228,16 +227,15 @@ def categories_as_annotated(model: Categories, dataset: Categories) -> Categorie
 WriteDrawing = Callable[[dict, np.ndarray], None]
 
 
-@contextlib.contextmanager
-def _image_writer(folder: Path, images: list[ImageSource]) -> Iterator[WriteDrawing]:
+def _write_drawing(folder: Path, source: Path, entry: dict, drawn: np.ndarray) -> None:
     """JPEG and PNG keep their names; others become PNG, with ``.png`` appended."""
-    names = {image.name: image.name for image in images}
-    for name in list(names):
-        if not name.lower().endswith((".jpg", ".jpeg", ".png")):
-            names[name] = f"{name}.png"
-            while names[name] in names:
-                names[name] += ".png"
-    yield lambda entry, drawn: write_image(folder / names[entry["file_name"]], drawn)
+    # The names in a list may lead out of its folder.
+    name = "/".join(part for part in entry["file_name"].split("/") if part not in ("", ".", ".."))
+    if not name.lower().endswith((".jpg", ".jpeg", ".png")):
+        name += ".png"
+        while (source / name).exists():
+            name += ".png"
+    write_image(folder / name, drawn)
 
 
 @contextlib.contextmanager

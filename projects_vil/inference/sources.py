@@ -1,20 +1,23 @@
 """Images from files, folders and memory, in batches of one padded size, and the frames of videos."""
 
+import contextlib
 import dataclasses
+import errno
 import functools
 import itertools
 import operator
-import os
+import re
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import IO, Any
 from urllib.parse import urlsplit
 
 import cv2
+import fsspec
 import numpy as np
 import PIL.Image
 import torch
@@ -22,7 +25,8 @@ from detectron2.data import transforms as T
 from torch import Tensor
 
 from backbones import ConfigError
-from projects_vil.data import IMAGE_SUFFIXES, UnreadableImage, read_image, read_size, upright_pixels, upright_size
+from projects_vil.config import one_line
+from projects_vil.data import UnreadableImage, read_image, read_size, upright_pixels, upright_size
 from projects_vil.inference.runners import EagerRunner, ExportedRunner
 
 VIDEO_SUFFIXES = (".mp4", ".avi", ".mov", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", ".wmv", ".flv", ".ogv", ".ts")
@@ -41,27 +45,46 @@ class ImageSource:
     """An image that can be read.
 
     Attributes:
-        image: a path, an array (H, W, 3) uint8 RGB, or a PIL image.
+        image: a path, a URL as text, the contents of a file, an array (H, W, 3) uint8 RGB, a PIL image, or the error
+            for which there is none.
         name: its name in messages and results; for a file, its path below the input folder, with ``/``.
         image_id: its id in the results.
         size: height and width that an annotation file gives; None if any size will do.
     """
 
-    image: Path | np.ndarray | PIL.Image.Image
+    image: Path | str | bytes | np.ndarray | PIL.Image.Image | OSError
     name: str
     image_id: int
     size: tuple[int, int] | None = None
+
+    @functools.cached_property
+    def content(self) -> bytes:
+        """The contents of a file that is not read from a path; those of a URL are fetched once."""
+        try:
+            if isinstance(self.image, OSError):
+                raise self.image
+            if isinstance(self.image, bytes):
+                return self.image
+            with os_errors(self.image):
+                # In one request, where opening and reading are two.
+                return fsspec.filesystem(self.image.partition("://")[0]).cat_file(self.image)
+        except OSError as error:
+            raise UnreadableImage(self.name, error.strerror) from error
 
     def read_size(self) -> tuple[int, int]:
         """Return height and width without reading pixels; raises UnreadableImage."""
         if isinstance(self.image, Path):
             return read_size(self.image)
+        if isinstance(self.image, str | bytes | OSError):
+            return read_size(self.name, content=self.content)
         return self.image.shape[:2] if isinstance(self.image, np.ndarray) else upright_size(self.image)
 
     def read(self) -> np.ndarray:
         """Return (H, W, 3) uint8 RGB, upright; raises UnreadableImage."""
         if isinstance(self.image, Path):
             return read_image(self.image, "RGB")
+        if isinstance(self.image, str | bytes | OSError):
+            return read_image(self.name, "RGB", content=self.content)
         if isinstance(self.image, np.ndarray):
             return self.image
         with _PIL_LOCK:
@@ -227,9 +250,31 @@ def _load(numbered: tuple[int, ImageSource], runner: Runner, *, keep_pixels: boo
     return Loaded(index, entry, prepare(pixels, runner), source)
 
 
-def is_stream(source: str | Path) -> bool:
-    """Return whether a source is the number of a camera or a URL, and no file or folder."""
-    return (str(source).isdecimal() or "://" in str(source)) and not Path(source).exists()
+def without_password(text: str) -> str:
+    """Return a text without the user names and passwords of URLs in it."""
+    return re.sub(r"(?<=://)[^/@\s]*@", "", text)
+
+
+@contextlib.contextmanager
+def os_errors(place: str | Path) -> Iterator[None]:
+    """Raise what reading a path or URL raises as an OSError that names it."""
+    name = without_password(str(place))
+    try:
+        yield
+    except ConfigError:
+        raise
+    except ImportError as error:
+        raise ConfigError(f"{name}: {one_line(error)} (pip install 'vil-detectron2[scale]')") from error
+    except Exception as error:  # Each file system of fsspec has its own, and so have tarfile and pyarrow.
+        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {one_line(error)}"
+        raise OSError(errno.EIO, without_password(reason), name) from error
+
+
+@contextlib.contextmanager
+def open_file(place: str | Path) -> Iterator[IO[bytes]]:
+    """Open a path, or a URL that fsspec knows, for reading; what goes wrong while it is open is an OSError."""
+    with os_errors(place), fsspec.open(place, "rb") if "://" in str(place) else open(place, "rb") as file:
+        yield file
 
 
 def prepare(pixels: np.ndarray, runner: Runner) -> Tensor:
@@ -253,26 +298,3 @@ def read_ahead(batches: Iterator, *, depth: int = BATCHES_AHEAD) -> Iterator:
             yield batch
     finally:
         thread.shutdown(cancel_futures=True)
-
-
-def find_images(source: Path, *, exclude: Path) -> list[ImageSource]:
-    """Return the image file ``source``, or all images of the folder and its subfolders by name; ids count from 1.
-
-    Args:
-        source: a file or a folder; hidden files and folders are skipped.
-        exclude: a folder to skip.
-
-    Raises:
-        ConfigError: for a folder without images.
-    """
-    if not source.is_dir():
-        return [ImageSource(source, source.name, 1)]
-    excluded, names = exclude.resolve(), []
-    for folder, folders, files in os.walk(source):
-        parent = Path(folder)
-        folders[:] = [name for name in folders if not name.startswith(".") and (parent / name).resolve() != excluded]
-        images = [name for name in files if name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".")]
-        names += [(parent / name).relative_to(source).as_posix() for name in images]
-    if not names:
-        raise ConfigError(f"source {source} has no images ({', '.join(IMAGE_SUFFIXES)})")
-    return [ImageSource(source / name, name, number) for number, name in enumerate(sorted(names), start=1)]

@@ -1,9 +1,16 @@
 """Files for the tests of predicting."""
 
+import contextlib
+import functools
+import http.server
+import threading
+
+import cv2
 import pytest
 
 from projects_vil import load_config
 from projects_vil.export import export_detector
+from tests.projects_vil.inference.helpers import picture
 
 
 @pytest.fixture(scope="session")
@@ -16,3 +23,35 @@ def exported_run(trained_run, made_once):
             assert export_detector(cfg, trained_run / "model_final.pth", folder, batched=batched)[1]["ok"]
 
     return made_once("exported_run", write)
+
+
+class Server(http.server.SimpleHTTPRequestHandler):
+    """A server of files, and of a camera: JPEGs without an end, as IP cameras send them."""
+
+    def do_GET(self) -> None:
+        if self.path != "/camera":
+            super().do_GET()
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "multipart/x-mixed-replace;boundary=frame")
+        self.end_headers()
+        jpeg = cv2.imencode(".jpg", picture(40, 60)[..., ::-1])[1].tobytes()
+        part = b"--frame\r\nContent-Type: image/jpeg\r\nContent-Length: %d\r\n\r\n%b\r\n" % (len(jpeg), jpeg)
+        with contextlib.suppress(OSError):
+            while True:
+                self.wfile.write(part)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def served(tmp_path):
+    """The URL of a folder."""
+    handler = functools.partial(Server, directory=tmp_path)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://me:secret@127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()

@@ -1,5 +1,6 @@
 """Helpers for the tests of inference: synthetic images, a runner without weights, and reading of results."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -17,19 +18,20 @@ from projects_vil.inference import Detector, predict
 from tests.projects_vil.helpers import small_config, untrained_detector
 
 ANY = Categories((3, 7), ("left", "right"))
+config = functools.cache(small_config)
 
 
 class BrightHalfRunner:
     """A runner that detects the brighter half of each image, with its brightness as the score."""
 
-    channels, score_threshold = "RGB", 0.0
+    channels, score_threshold, weights = "RGB", 0.0, __file__
     categories = ANY
 
     def __init__(self) -> None:
         self.batches = []
 
     def input_size(self, height: int, width: int) -> tuple[int, int]:
-        return size_for_testing(small_config(), height, width)
+        return size_for_testing(config(), height, width)
 
     def padded_size(self, height: int, width: int) -> tuple[int, int]:
         return tuple(-(-side // 32) * 32 for side in self.input_size(height, width))

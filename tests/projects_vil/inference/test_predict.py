@@ -1,13 +1,9 @@
 """predict: results equal to an evaluation, batches, drawings, videos, and files that cannot be used."""
 
-import contextlib
-import functools
 import gc
-import http.server
 import json
 import shutil
 import signal
-import threading
 from pathlib import Path
 
 import cv2
@@ -253,38 +249,6 @@ def test_damaged_videos(tmp_path):
     before = read(tmp_path / "out")
     assert "text.avi" in message(run_on, tmp_path / "text.avi", tmp_path / "out")
     assert read(tmp_path / "out") == before
-
-
-class Server(http.server.SimpleHTTPRequestHandler):
-    """A server of files, and of a camera: JPEGs without an end, as IP cameras send them."""
-
-    def do_GET(self) -> None:
-        if self.path != "/camera":
-            super().do_GET()
-            return
-        self.send_response(200)
-        self.send_header("Content-Type", "multipart/x-mixed-replace;boundary=frame")
-        self.end_headers()
-        jpeg = cv2.imencode(".jpg", picture(40, 60)[..., ::-1])[1].tobytes()
-        part = b"--frame\r\nContent-Type: image/jpeg\r\nContent-Length: %d\r\n\r\n%b\r\n" % (len(jpeg), jpeg)
-        with contextlib.suppress(OSError):
-            while True:
-                self.wfile.write(part)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@pytest.fixture
-def served(tmp_path):
-    """The URL of a folder."""
-    handler = functools.partial(Server, directory=tmp_path)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://me:secret@127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
 
 
 def test_a_recorded_stream_is_as_its_file(served, tmp_path):

@@ -1,0 +1,149 @@
+"""The images that an input names, one after the other: files, folders, lists, tables and tar files, local or remote."""
+
+import csv
+import hashlib
+import io
+import itertools
+import os
+import re
+import tarfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from backbones import ConfigError
+from projects_vil.data import IMAGE_SUFFIXES
+from projects_vil.inference.sources import VIDEO_SUFFIXES, ImageSource, open_file, without_password
+
+TAR, LISTS = ".tar", (".txt", ".csv", ".parquet")
+COLUMNS = ("path", "file_name", "url", "image", "image_url")  # of tables, in this order
+
+
+def find_images(
+    source: str | Path, *, exclude: Path, column: str | None = None, shard: tuple[int, int] | None = None
+) -> Iterator[ImageSource]:
+    """Return the images of an input, one after the other; ids count from 1.
+
+    Nothing is in memory but the names of one folder, some rows of a table, or one image of a tar file.
+
+    Args:
+        source: an image; a folder, for all images and tar files in it and its subfolders, by name, except for hidden
+            ones; ``.txt`` with a path or URL a line; ``.csv`` or ``.parquet`` with a column of them; ``.tar`` with
+            images. Each but a folder may be a URL that fsspec knows, or a pattern, ``shards-{000..127}.tar``. Paths in
+            a list or table are relative to its folder.
+        exclude: a folder to skip.
+        column: the column of a table; None for the first of ``COLUMNS`` that it has.
+        shard: (I, N) for part I, from 0, of N disjoint parts of the images, by a hash of their names; those in a tar
+            file are of one part, by a hash of its name.
+
+    Raises:
+        ConfigError: for an input that is missing or has no images, and for other wrong arguments.
+        OSError: for a list or table that cannot be read.
+    """
+    source = str(source)
+    if is_stream(source) or (_suffix(source) in VIDEO_SUFFIXES and not os.path.isdir(source)):
+        raise ConfigError(f"source {source} is a video, a stream, or a URL without the suffix of images or a list")
+    if shard is not None and not 0 <= shard[0] < shard[1]:
+        raise ConfigError(f"shard {shard[0]}/{shard[1]}: the first number must be below the second, and count from 0")
+    place = next(expand_braces(source), source)
+    if "://" not in place and not os.path.exists(place):
+        raise ConfigError(f"source {place}: there is no such file or folder")
+    images = _images(_named(source, os.path.realpath(exclude), column), shard)
+    first = next(images, None)
+    if first is None and shard is None:
+        raise ConfigError(f"source {source} has no images ({', '.join(IMAGE_SUFFIXES)}) and no {TAR} files with some")
+    return itertools.chain([] if first is None else [first], images)
+
+
+def is_stream(source: str | Path) -> bool:
+    """Return whether a source is the number of a camera or a URL that is not one of images, and no file or folder."""
+    is_url = "://" in str(source) and _suffix(str(source)) not in (*IMAGE_SUFFIXES, TAR, *LISTS)
+    return (str(source).isdecimal() or is_url) and not Path(source).exists()
+
+
+def expand_braces(pattern: str) -> Iterator[str]:
+    """Yield the paths of a pattern such as ``shards-{000..127}.tar``, as a shell and webdataset do."""
+    found = None if os.path.exists(pattern) else re.search(r"\{(\d+)\.\.(\d+)\}", pattern)
+    if found is None:
+        yield pattern
+        return
+    for number in range(int(found[1]), int(found[2]) + 1):
+        yield from expand_braces(f"{pattern[: found.start()]}{number:0{len(found[1])}}{pattern[found.end() :]}")
+
+
+def _images(named: Iterable[tuple[str, str]], shard: tuple[int, int] | None) -> Iterator[ImageSource]:
+    number = itertools.count(1)
+    for name, place in named:
+        # Not all names of files are UTF-8, as those in results must be.
+        name = without_password(name).encode(errors="backslashreplace")
+        digest = int.from_bytes(hashlib.sha256(name).digest(), "big")
+        if shard is not None and digest % shard[1] != shard[0]:
+            continue
+        images = [("", place if "://" in place else Path(place))] if _suffix(place) != TAR else _members(place)
+        for member, image in images:
+            yield ImageSource(image, name.decode() + member, next(number))
+
+
+def _named(source: str, exclude: str, column: str | None) -> Iterator[tuple[str, str]]:
+    """Yield names and places, paths or URLs, of images and tar files."""
+    root = source if os.path.isdir(source) else os.path.dirname(source.partition("{")[0])
+    for place in _walk(source, exclude) if os.path.isdir(source) else expand_braces(source):
+        if _suffix(place) not in LISTS:
+            yield place[len(root) :].lstrip("/"), place
+            continue
+        for text in _listed(place, column):
+            # Absolute paths and URLs stay.
+            yield text, text if "://" in text else os.path.join(os.path.dirname(place), text)
+
+
+def _suffix(place: str) -> str:
+    return os.path.splitext(place.partition("?")[0] if "://" in place else place)[1].lower()
+
+
+def _walk(folder: str, exclude: str) -> Iterator[str]:
+    """Yield paths below a folder in the order of all of them sorted; only those of one folder are in memory."""
+    with os.scandir(folder) as entries:
+        names = sorted(entry.name + "/" * entry.is_dir() for entry in entries if not entry.name.startswith("."))
+    for name in names:
+        path = os.path.join(folder, name)
+        if name.lower().endswith((*IMAGE_SUFFIXES, TAR)):
+            yield path
+        elif name.endswith("/") and not os.path.islink(path[:-1]) and os.path.realpath(path) != exclude:
+            yield from _walk(path, exclude)
+
+
+def _listed(place: str, column: str | None) -> Iterator[str]:
+    """Yield the paths and URLs in a list or in the column of a table."""
+    with open_file(place) as file:
+        if _suffix(place) == ".parquet":
+            from pyarrow import parquet  # which not everybody has
+
+            table = parquet.ParquetFile(file)
+            names = table.schema_arrow.names
+        else:
+            lines = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
+            if _suffix(place) == ".txt":
+                yield from filter(None, map(str.strip, lines))
+                return
+            table = csv.DictReader(lines)
+            names = table.fieldnames or ()
+        found = column or next((name for name in COLUMNS if name in names), None)
+        if found not in names:
+            raise ConfigError(f"column: {place} has {', '.join(names)}, and no {found or ' or '.join(COLUMNS)}")
+        if _suffix(place) == ".parquet":
+            batches = table.iter_batches(1024, columns=[found])
+            table = (row for batch in batches for row in batch.to_pylist())
+        for row in table:
+            yield str(row[found] or "")  # The row of an image without a name has an error.
+
+
+def _members(place: str) -> Iterator[tuple[str, bytes | OSError]]:
+    """Yield names and contents of the images in a tar file; where it breaks off, no name and the error."""
+    try:
+        with open_file(place) as file, tarfile.open(fileobj=file, mode="r|*") as tar:
+            for member in tar:
+                is_image = member.name.lower().endswith(IMAGE_SUFFIXES) and member.isfile()
+                if is_image and not os.path.basename(member.name).startswith("."):
+                    yield f"/{member.name}", tar.extractfile(member).read()
+                tar.members.clear()  # which otherwise grow with the file
+    except OSError as error:
+        yield "", error

@@ -1,0 +1,113 @@
+"""find_images: the same images from every kind of input, in shards, and what is not there."""
+
+import csv
+import itertools
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from projects_vil.data import UnreadableImage
+from projects_vil.inference.inputs import find_images
+from tests.projects_vil.helpers import message
+from tests.projects_vil.inference.helpers import picture, save
+
+HEIGHTS = {"a.b/z.png": 30, "a.png": 40, "a/x.jpg": 50, "b.bmp": 60}  # in the order of their names
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """A folder of photos, and beside it lists, a table and tar files of the same photos."""
+    for name, height in HEIGHTS.items():
+        save(tmp_path / "in" / name, picture(height, 60))
+    save(tmp_path / "in/out/c.png", picture(20, 60))
+    for name in (".hidden.png", "notes.txt"):
+        (tmp_path / "in" / name).write_text("not an image")
+    paths = [f"in/{name}" for name in HEIGHTS]
+    (tmp_path / "list.txt").write_text("\n\n".join(paths))
+    with (tmp_path / "table.csv").open("w") as file:
+        csv.writer(file).writerows([["number", "url"], *enumerate(paths)])
+    for number, names in enumerate((list(HEIGHTS)[:2], list(HEIGHTS)[2:])):
+        with tarfile.open(tmp_path / f"shard-{number + 8:02}.tar", "w") as tar:
+            for name in names:
+                tar.add(tmp_path / "in" / name, name)
+                tar.add(tmp_path / "list.txt", f"{name}.txt")
+    return tmp_path
+
+
+def found(source, **options) -> dict[str, int]:
+    """Return the names of images and the heights of their pixels."""
+    images = {}
+    for image in find_images(source, exclude=Path(source).parent / "in/out", **options):
+        pixels = image.read()
+        assert pixels.shape[:2] == image.read_size() and np.ptp(pixels) > 100
+        images[image.name] = len(pixels)
+    return images
+
+
+@pytest.mark.parametrize("kind", ["in", "list.txt", "table.csv", "table.parquet", "shard-{08..09}.tar"])
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_every_kind_of_input_has_the_same_images(photos, request, kind, is_remote):
+    """In the same order; a password in a URL is written nowhere."""
+    source = str(photos / kind)
+    if kind.endswith(".parquet"):
+        pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pa.table({"id": range(4), "image_url": [f"in/{name}" for name in HEIGHTS]}), source)
+    if is_remote:
+        pytest.importorskip("aiohttp", reason="fsspec reads HTTP by aiohttp")
+        assert kind != "in" or pytest.skip("a server has no folders")
+        source = f"{request.getfixturevalue('served')}/{kind}"
+    images = found(source)
+    assert list(images.values()) == list(HEIGHTS.values()) and "secret" not in str(images)
+    before = {"in": [""] * 4, "shard-{08..09}.tar": [f"shard-{n:02}.tar/" for n in (8, 8, 9, 9)]}.get(kind, ["in/"] * 4)
+    assert list(images) == [place + name for place, name in zip(before, HEIGHTS, strict=True)]
+
+
+def test_tar_files_in_a_folder(photos):
+    names = [f"shard-{number:02}.tar/{name}" for number, name in zip((8, 8, 9, 9), HEIGHTS, strict=True)]
+    assert [image.name for image in find_images(photos, exclude=photos / "in")] == names
+
+
+def test_images_come_before_all_of_them_are_known(photos):
+    (photos / "0.png").touch()
+    images = find_images(photos / "{0..999999999999}.png", exclude=photos)
+    assert [image.name for image in itertools.islice(images, 3)] == ["0.png", "1.png", "2.png"]
+
+
+def test_shards_are_disjoint_and_whole(photos):
+    names = [f"in/{number}.png" for number in range(200)] + ["shard-08.tar", "shard-09.tar"]
+    members = []
+    for order in (names, names[::-1]):
+        (photos / "list.txt").write_text("\n".join(order))
+        shards = [find_images(photos / "list.txt", exclude=photos, shard=(number, 3)) for number in range(3)]
+        members.append([{image.name for image in shard} for shard in shards])
+    assert members[0] == members[1]
+    assert sum(map(len, members[0])) == len(set.union(*members[0])) == 204
+    assert sum(any(name.startswith("shard-08.tar") for name in shard) for shard in members[0]) == 1
+    assert "3/3" in message(find_images, photos / "list.txt", exclude=photos, shard=(3, 3))
+
+
+def test_what_cannot_be_read_has_an_error(photos):
+    """An image has one, and so has the rest of a tar file; others are read."""
+    content = (photos / "shard-08.tar").read_bytes()
+    (photos / "cut.tar").write_bytes(content[: len(content) // 4])
+    (photos / "list.txt").write_text("in/a.png\nabsent.png\nin\nfoo://host/a.png\nabsent.tar\ncut.tar")
+    good, *bad = find_images(photos / "list.txt", exclude=photos)
+    assert good.read().shape == (40, 60, 3)
+    assert [image.name for image in bad if image.name != "cut.tar/a.b/z.png"][-2:] == ["absent.tar", "cut.tar"]
+    for read in (read for image in bad if image.name != "cut.tar/a.b/z.png" for read in (image.read_size, image.read)):
+        with pytest.raises(UnreadableImage):
+            read()
+
+
+@pytest.mark.parametrize(
+    "source, options, named",
+    [
+        ("absent", {}, "absent"),
+        ("shard-{10..12}.tar", {}, "shard-10.tar"),
+        ("table.csv", {"column": "path"}, "path"),
+    ],
+)
+def test_inputs_that_cannot_be_used(photos, source, options, named):
+    assert named in message(find_images, photos / source, exclude=photos, **options)

@@ -1,0 +1,149 @@
+"""predict_parts: rows equal to COCO's results, and part files that do not show that a run was killed."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from projects_vil import Detector
+from projects_vil.inference import predict
+from tests.projects_vil.helpers import message, start_tool
+from tests.projects_vil.inference.helpers import BrightHalfRunner, picture, read, save, save_run
+
+pytest.importorskip("pyarrow")
+
+from pyarrow import parquet
+
+from projects_vil.inference.parts import SCHEMA, predict_parts
+
+NUM_IMAGES = int(os.environ.get("NUM_IMAGES", "300"))  # of the test that kills
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """13 images of three sizes, and one that is none, in the third part of five."""
+    for number in range(13):
+        save(tmp_path / f"in/{number:02}.png", picture(40 + 8 * (number % 3), 60, bright=("left", "right")[number % 2]))
+    (tmp_path / "in/06x.png").write_text("not an image")
+    return tmp_path / "in"
+
+
+def run(photos, output, runner=None, **options) -> dict[str, int]:
+    options = {"part_size": 3, "batch_size": 2} | options
+    return predict_parts(Detector(runner or BrightHalfRunner()), photos, output, **options)
+
+
+@pytest.mark.parametrize("name", ["retinanet", "mask_rcnn"])
+def test_rows_are_those_of_coco(photos, tmp_path, name):
+    (tmp_path / "run").mkdir()
+    save_run(tmp_path / "run", name, "TEST.DETECTIONS_PER_IMAGE", "5")
+    detector = Detector.load(tmp_path / "run", device="cpu")
+    predict(detector, photos, tmp_path / "coco", drawings=False)
+    results, images = read(tmp_path / "coco")
+    totals = predict_parts(detector, photos, tmp_path / "out", part_size=8)
+    assert totals == {"images": 14, "errors": 1, "detections": len(results), "parts": 2}
+    tables = [parquet.read_table(path) for path in sorted((tmp_path / "out").glob("part-*.parquet"))]
+    assert all(table.schema.equals(SCHEMA) for table in tables)
+    assert json.loads(tables[0].schema.metadata[b"categories"]) == images["categories"]
+    rows = [row for table in tables for row in table.to_pylist()]
+    images_by_id = {image["id"]: image["file_name"] for image in images["images"]}
+    sizes = [(image["height"], image["width"]) for image in images["images"]]
+    assert sizes == [(row["height"], row["width"]) for row in rows if not row["error"]]
+    (bad,) = (row for row in rows if row["error"])
+    assert (bad["file_name"], bad["error"], bad["height"]) == ("06x.png", images["skipped"][0]["reason"], None)
+    for row in rows:
+        expected = [result for result in results if images_by_id[result["image_id"]] == row["file_name"]]
+        assert row["category_ids"] == [result["category_id"] for result in expected]
+        assert row["scores"] == pytest.approx([result["score"] for result in expected], abs=1e-4)
+        boxes = [[x, y, x + w, y + h] for x, y, w, h in (result["bbox"] for result in expected)]
+        assert np.allclose(row["boxes"], boxes, atol=1e-2)
+        masks = [result["segmentation"]["counts"].encode() for result in expected] if name == "mask_rcnn" else None
+        assert row is bad or row["masks"] == masks
+
+
+def test_parts_that_are_not_whole_are_made_again(photos, tmp_path):
+    """Only these: others are not read, and all are as after one run."""
+    run(photos, tmp_path / "out")
+    expected = files(tmp_path / "out")
+    (tmp_path / "out/part-000001.parquet").unlink()
+    (tmp_path / "out/part-000003.parquet").write_bytes(expected["part-000003.parquet"][:-1])
+    for num_images in (6, 0):
+        runner = BrightHalfRunner()
+        totals = run(photos, tmp_path / "out", runner)
+        assert sum(map(len, runner.batches)) == num_images
+        assert totals == {"images": 14, "errors": 1, "detections": 13, "parts": 5}
+        assert files(tmp_path / "out") == expected
+
+
+def test_shards_share_a_folder(photos, tmp_path):
+    for number in range(3):
+        run(photos, tmp_path / "out", shard=(number, 3))
+    rows = [row for path in (tmp_path / "out").glob("*.parquet") for row in parquet.read_table(path).to_pylist()]
+    assert sorted(row["file_name"] for row in rows) == sorted(path.name for path in photos.iterdir())
+    assert "shards" in message(run, photos, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "options, changed, content, named",
+    [
+        ({"part_size": 4}, "in/00.png", None, "part_size"),
+        ({"weights": np.__file__}, "in/00.png", None, "model"),
+        ({"score_threshold": 0.5}, "in/00.png", None, "inference"),
+        ({}, "in/00.png", None, "part-000000.parquet"),
+        ({}, "in/99.png", "", "part-000004.parquet"),
+        ({}, "out/manifest.json", None, "part-00000"),
+        ({}, "out/manifest.json", "{", "manifest.json"),
+    ],
+)
+def test_parts_of_something_else_are_refused(photos, tmp_path, options, changed, content, named):
+    """What is there stays."""
+    run(photos, tmp_path / "out")
+    (tmp_path / changed).unlink(missing_ok=True)
+    if content is not None:
+        (tmp_path / changed).write_text(content)
+    before, runner = files(tmp_path / "out"), BrightHalfRunner()
+    vars(runner).update(options)
+    assert named in message(run, photos, tmp_path / "out", runner, part_size=options.get("part_size", 3))
+    assert files(tmp_path / "out") == before
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_three_times(tmp_path):
+    """NUM_IMAGES=100000 pytest -m slow -k killed_three_times tests/projects_vil/inference/test_parts.py"""
+    (tmp_path / "run").mkdir()
+    save_run(tmp_path / "run", "retinanet", "TEST.DETECTIONS_PER_IMAGE", "10")
+    rng = np.random.default_rng(0)
+    for number in range(NUM_IMAGES):
+        pixels = rng.integers(0, 255, (8, 6 + number % 3, 3), np.uint8).repeat(8, 0).repeat(8, 1)
+        save(tmp_path / f"in/{number // 1000}/{number:06}.png", pixels)
+    (tmp_path / "in/0/000007.png").write_text("not an image")
+
+    def start(output):
+        arguments = ["--config-file", tmp_path / "run/config.yaml", "--weights", tmp_path / "run/model_final.pth"]
+        arguments += ["--input", tmp_path / "in", "--output", output, "--batch-size", 4, "--device", "cpu"]
+        arguments += ["--format", "parquet", "--part-size", NUM_IMAGES // 20]
+        return start_tool("predict.py", *arguments, folder=tmp_path)
+
+    for num_parts in (3, 8, 14):
+        process = start(tmp_path / "killed")
+        while len(list((tmp_path / "killed").glob("*.parquet"))) < num_parts:
+            assert process.is_alive(), (tmp_path / "stderr").read_text()
+            time.sleep(0.01)
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+    for output in ("killed", "undisturbed"):
+        process = start(tmp_path / output)
+        process.join()
+        assert process.exitcode == 2, (tmp_path / "stderr").read_text()
+    killed, undisturbed = files(tmp_path / "killed"), files(tmp_path / "undisturbed")
+    # A process that is killed leaves the temporary file that it was writing.
+    assert {name: killed[name] for name in killed if not name.endswith(".partial")} == undisturbed
