@@ -29,5 +29,5 @@ for (const [how, ...files] of steps) {
 }
 const send = (url) => fetch(url, { mode: "no-cors" }).then(() => true, () => false);
 const sent = await page.evaluate(send, url.replace("127.0.0.1", "localhost"));
-console.log(JSON.stringify({ shown, requests, sent }));
+console.log(JSON.stringify([shown, requests, sent]));
 await browser.close();

@@ -1,13 +1,12 @@
 """The page of examples/web in headless Chromium: it shows the detector's detections, and sends nothing anywhere."""
 
-import base64
 import functools
 import http.server
-import io
 import json
 import shutil
 import subprocess
 import threading
+import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -20,40 +19,12 @@ from tests.projects_vil.helpers import ROOT
 
 WEB = ROOT / "examples/web"
 CHROMIUM, NODE = shutil.which("chromium"), shutil.which("node")
+IS_COMPLETE = CHROMIUM and NODE and (WEB / "node_modules/playwright-core").exists()
 DRIVER = Path(__file__).with_name("browser.mjs").read_text()
 
 
-def visit(folder: Path, query: str, steps: list) -> list[dict]:
-    """Open the page with files, in steps as browser.mjs says, and return what it shows first, and after each."""
-    for file in WEB.iterdir():
-        (folder / file.name).symlink_to(file)
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=folder)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}/"
-        page = {"url": f"{url}index.html{query}", "steps": steps, "executablePath": CHROMIUM}
-        command = [NODE, "--input-type=module", "-e", DRIVER, json.dumps(page, default=str)]
-        result = subprocess.run(command, cwd=WEB, capture_output=True, text=True, timeout=300, check=False)
-        server.shutdown()
-    assert result.returncode == 0, result.stderr
-    answer = json.loads(result.stdout)
-    assert all(request.startswith((f"GET {url}", "GET data:")) for request in answer["requests"])
-    assert answer["sent"] is False
-    return answer["shown"]
-
-
-def photo(path: Path, height: int, width: int) -> Path:
-    """An image file; a JPEG is stored turned, and upright by its EXIF orientation."""
-    exif, image = Image.Exif(), Image.fromarray(example_image(height, width, seed=4).permute(1, 2, 0).numpy())
-    if path.suffix == ".jpg":
-        exif[ExifTags.Base.Orientation], image = 6, image.transpose(Image.Transpose.ROTATE_90)
-    image.save(path, quality=95, exif=exif)
-    return path
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(not (CHROMIUM and NODE), reason="Chromium or node is not installed")
-@pytest.mark.skipif(not (WEB / "node_modules/playwright-core").exists(), reason="run npm install in examples/web")
+@pytest.mark.skipif(not IS_COMPLETE, reason="needs Chromium, node, and npm install in examples/web")
 @pytest.mark.parametrize("name", ["mask_rcnn", "retinanet"])
 def test_the_page_shows_the_detections_of_the_detector(name, file_of, tmp_path):
     options = {} if name == "mask_rcnn" else {"batched": True, "dtype": "float32", "fixed_number": 100}
@@ -62,14 +33,29 @@ def test_the_page_shows_the_detections_of_the_detector(name, file_of, tmp_path):
     metadata["input"]["color_order"] = "RGB" if options else "BGR"
     metadata_path(model).write_text(json.dumps(metadata))
     (tmp_path / "other.json").write_text(json.dumps(metadata | {"format": "openvino"}))
-    (tmp_path / "text.jpg").write_text("no image")
     sizes = {"a.jpg": (150, 222), "b.png": (701, 480), "c.png": (50, 61)}
-    photos = [photo(tmp_path / file, *size) for file, size in sizes.items()]
+    photos = [tmp_path / file for file in sizes]
+    for file, size in zip(photos, sizes.values(), strict=True):
+        exif, pixels = Image.Exif(), example_image(*size, seed=4).permute(1, 2, 0).numpy()
+        if file.suffix == ".jpg":  # stored turned, upright by its EXIF orientation
+            exif[ExifTags.Base.Orientation], pixels = 6, np.rot90(pixels)
+        Image.fromarray(pixels).save(file, quality=95, exif=exif)
     steps = [("drop", model, metadata_path(model))] if options else []
     steps += [("input", photos[1]), ("drop", photos[2])]
-    steps += [("input", model), ("drop", model, tmp_path / "other.json"), ("drop", tmp_path / "text.jpg")]
-    shown = visit(tmp_path, "?photo=a.jpg" if options else "?photo=a.jpg&model=model.onnx", steps)
-    for page, start in zip(shown[-3:], ("error: drop model", "error: this page", "error: text.jpg"), strict=True):
+    steps += [("input", model), ("drop", model, tmp_path / "other.json"), ("drop", WEB / "detect.js")]
+    (tmp_path / "web").symlink_to(WEB)
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=tmp_path)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/"
+        page = f"{url}web/index.html?photo=/a.jpg" + ("" if options else "&model=/model.onnx")
+        arguments = json.dumps({"url": page, "steps": steps, "executablePath": CHROMIUM}, default=str)
+        command = [NODE, "--input-type=module", "-e", DRIVER, arguments]
+        printed = subprocess.run(command, cwd=WEB, stdout=subprocess.PIPE, timeout=300, check=True).stdout
+        server.shutdown()
+    shown, requests, is_sent = json.loads(printed)
+    assert all(request.startswith((f"GET {url}", "GET data:")) for request in requests) and not is_sent
+    for page, start in zip(shown[-3:], ("error: drop model", "error: this page", "error: detect.js"), strict=True):
         assert page["status"].startswith(start) and page["found"] == shown[-4]["found"]
 
     detector = Detector.load(model)
@@ -84,8 +70,8 @@ def test_the_page_shows_the_detections_of_the_detector(name, file_of, tmp_path):
         assert len(set(order)) == len(lines) and distances.min(1).max() < 0.1
         assert numbers[:, 0] == pytest.approx(found.scores[order], abs=0.002)
         assert found.masks is None or numbers[:, 5] == pytest.approx(found.masks.sum((1, 2))[order], rel=0.02, abs=2)
-    drawing = io.BytesIO(base64.b64decode(page["drawing"].split(",")[1]))
-    changed = np.not_equal(*(np.asarray(Image.open(image).convert("RGB")) for image in (file, drawing))).any(2)
+    images = [Image.open(file), Image.open(urllib.request.urlopen(page["drawing"]))]
+    changed = np.not_equal(*(np.asarray(image.convert("RGB")) for image in images)).any(2)
     left, top, right, bottom = found.boxes[0].round().astype(int)
     assert changed[top:bottom, left].mean() > 0.9 and changed[top, left:right].mean() > 0.9 and not changed.all()
     assert found.masks is None or changed[found.masks.any(0)].mean() > 0.95
