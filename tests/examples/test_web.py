@@ -33,15 +33,14 @@ def test_the_page_shows_the_detections_of_the_detector(name, file_of, tmp_path):
     metadata["input"]["color_order"] = "RGB" if options else "BGR"
     metadata_path(model).write_text(json.dumps(metadata))
     (tmp_path / "other.json").write_text(json.dumps(metadata | {"format": "openvino"}))
-    sizes = {"a.jpg": (150, 222), "b.png": (701, 480), "c.png": (50, 61)}
-    photos = [tmp_path / file for file in sizes]
-    for file, size in zip(photos, sizes.values(), strict=True):
+    photos = {tmp_path / "a.jpg": (150, 222), tmp_path / "b.png": (701, 480), tmp_path / "c.png": (50, 61)}
+    for file, size in photos.items():
         exif, pixels = Image.Exif(), example_image(*size, seed=4).permute(1, 2, 0).numpy()
         if file.suffix == ".jpg":  # stored turned, upright by its EXIF orientation
             exif[ExifTags.Base.Orientation], pixels = 6, np.rot90(pixels)
         Image.fromarray(pixels).save(file, quality=95, exif=exif)
     steps = [("drop", model, metadata_path(model))] if options else []
-    steps += [("input", photos[1]), ("drop", photos[2])]
+    steps += [("input", tmp_path / "b.png"), ("drop", tmp_path / "c.png")]
     steps += [("input", model), ("drop", model, tmp_path / "other.json"), ("drop", WEB / "detect.js")]
     (tmp_path / "web").symlink_to(WEB)
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=tmp_path)
@@ -58,9 +57,8 @@ def test_the_page_shows_the_detections_of_the_detector(name, file_of, tmp_path):
     for page, start in zip(shown[-3:], ("error: drop model", "error: this page", "error: detect.js"), strict=True):
         assert page["status"].startswith(start) and page["found"] == shown[-4]["found"]
 
-    detector = Detector.load(model)
     for file, page in zip(photos, shown[-6:-3], strict=True):
-        found, lines = detector(file), [line.split("\t") for line in page["found"].splitlines()]
+        found, lines = Detector.load(model)(file), [line.split("\t") for line in page["found"].splitlines()]
         assert len(lines) == len(found) > 3
         numbers = np.array([line[1:] for line in lines], float)
         # Those of nearly equal scores may come in another order.
