@@ -68,12 +68,17 @@ def add_export_arguments(parser: ToolParser) -> None:
     calibration_help = "images of DATASETS.TRAIN on which int8 is calibrated (default 100, or all)"
     parser.add_argument("--calibration-images", type=positive, default=100, metavar="N", help=calibration_help)
     parser.add_argument("--accept-drop", action="store_true", help="accept an int8 model that loses more than 1 AP")
+    triton_help = "also write the model's folder in a model repository of Triton Inference Server"
+    parser.add_argument("--triton", metavar="REPOSITORY/NAME", help=triton_help)
 
 
 def export(args: argparse.Namespace) -> None:
-    from projects_vil.export import describe_report, export_detector
+    from projects_vil.export import check_triton, describe_report, export_detector, write_triton_model
 
     cfg = config_of(args)
+    if args.triton:
+        options = {"file_format": args.format, "batched": args.batched, "fixed_detections": args.fixed_detections}
+        check_triton(args.triton, **options)
     path, report = export_detector(
         cfg,
         cfg.MODEL.WEIGHTS,
@@ -92,6 +97,9 @@ def export(args: argparse.Namespace) -> None:
     print(f"{describe_report(report)}\nwrote {path}")
     if not report["ok"]:
         sys.exit(1)
+    if args.triton:
+        write_triton_model(path, args.triton)
+        print(f"wrote {args.triton}")
 
 
 def add_report_arguments(parser: ToolParser) -> None:

@@ -7,3 +7,4 @@ from projects_vil.export.images import example_image, letterbox_size, pad_image
 from projects_vil.export.metadata import describe_model, digest_of, metadata_path, read_metadata
 from projects_vil.export.parity import compare, describe_report, eager_detections, is_equal, measure_latency
 from projects_vil.export.runtime import ExportedModel, paste_masks, to_instances
+from projects_vil.export.triton_repository import check_triton, write_triton_model

@@ -1,0 +1,55 @@
+"""An exported model as one of a model repository of Triton Inference Server, which serves it over HTTP and gRPC."""
+
+import shutil
+from pathlib import Path
+
+from backbones import ConfigError
+from projects_vil.export.metadata import metadata_path
+from projects_vil.utils import unfinished_folder
+
+# The server joins requests for images of one size to batches of at most so many images.
+_MAX_BATCH_SIZE = 8
+_TYPES = {"tensor(uint8)": "TYPE_UINT8", "tensor(float)": "TYPE_FP32", "tensor(int64)": "TYPE_INT64"}
+
+
+def check_triton(folder: str | Path, *, file_format: str, batched: bool, fixed_detections: bool) -> None:
+    """Raise a :class:`ConfigError` where Triton cannot serve an export with these options, or ``folder`` exists."""
+    if file_format != "onnx" or not batched or not fixed_detections:
+        raise ConfigError("triton: Triton forms batches of format onnx with batched and fixed_detections: give all")
+    if Path(folder).exists():
+        raise ConfigError(f"triton: {folder} exists: remove it, or give the model another folder")
+
+
+def write_triton_model(model: str | Path, folder: str | Path) -> None:
+    """Write ``config.pbtxt``, ``1/model.onnx`` and its metadata into a new folder, whose name is that of the model.
+
+    The configuration is ``model_config.proto`` of https://github.com/triton-inference-server/common as text.
+
+    Args:
+        model: an ONNX file that takes batches and returns a fixed number of detections.
+        folder: folder of the model in a model repository.
+
+    Raises:
+        ConfigError: where the folder cannot be written.
+    """
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(model), providers=["CPUExecutionProvider"])
+    lines = ['backend: "onnxruntime"', f"max_batch_size: {_MAX_BATCH_SIZE}", "dynamic_batching { }"]
+    for kind, tensors in (("input", session.get_inputs()), ("output", session.get_outputs())):
+        for tensor in tensors:
+            # Without the batch. No dimension at all, as of a count for each image, must be written as one of 1.
+            sizes = ", ".join(str(size) if isinstance(size, int) else "-1" for size in tensor.shape[1:])
+            dims = f"dims: [ {sizes} ]" if sizes else "dims: [ 1 ] reshape: { }"
+            lines.append(f'{kind} {{ name: "{tensor.name}" data_type: {_TYPES[tensor.type]} {dims} }}')
+    folder = Path(folder)
+    try:
+        with unfinished_folder(folder.parent) as unfinished:
+            new = unfinished / "model"
+            (new / "1").mkdir(parents=True)
+            (new / "config.pbtxt").write_text("\n".join(lines) + "\n")
+            shutil.copyfile(model, new / "1/model.onnx")
+            shutil.copyfile(metadata_path(model), metadata_path(new / "1/model.onnx"))
+            new.rename(folder)
+    except OSError as error:
+        raise ConfigError(f"cannot write {folder}: {error.strerror or error}") from error

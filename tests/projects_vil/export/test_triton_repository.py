@@ -1,0 +1,53 @@
+"""The folder of a model in a model repository of Triton Inference Server, as far as it can be checked without one."""
+
+import re
+
+import pytest
+
+from projects_vil import Detector
+from projects_vil.export import example_image
+from tests.projects_vil.export.exporting import skip_without
+from tests.projects_vil.helpers import CONFIGS, SMALL, run_tool
+
+FLAGS = ("--format", "onnx", "--batched", "--fixed-detections")
+TYPES = {"tensor(float)": "TYPE_FP32", "tensor(int64)": "TYPE_INT64", "tensor(uint8)": "TYPE_UINT8"}
+
+
+@pytest.fixture
+def run(weights, tmp_path):
+    """``tools/export_model.py`` with options."""
+    checkpoint = ("--config-file", CONFIGS["mask_rcnn"], "--weights", weights("mask_rcnn"), *SMALL["mask_rcnn"])
+    return lambda *options: run_tool("export_model.py", *checkpoint, "--output", tmp_path / "export", *options)
+
+
+@pytest.mark.slow
+def test_the_folder_of_a_model(run, tmp_path):
+    skip_without("onnx")
+    folder = tmp_path / "models/shapes"
+    assert run(*FLAGS, "--triton", folder).returncode == 0
+    config, model = (folder / "config.pbtxt").read_text(), folder / "1/model.onnx"
+    names = ["config.pbtxt", "model.onnx", "model.onnx.metadata.json"]
+    assert sorted(file.name for file in folder.rglob("*.*")) == names
+    assert len(Detector.load(model)(example_image(96, 150).permute(1, 2, 0).numpy())) > 0
+    (folder / "config.pbtxt").write_text("mine")
+    assert str(folder) in run(*FLAGS, "--triton", folder).stderr and (folder / "config.pbtxt").read_text() == "mine"
+
+    # Triton compares the configuration with what onnxruntime tells. A batch of any size is -1 there.
+    session, expected = pytest.importorskip("onnxruntime").InferenceSession(model), {}
+    for tensor in (*session.get_inputs(), *session.get_outputs()):
+        sizes = ", ".join(str(size) if isinstance(size, int) else "-1" for size in tensor.shape)
+        expected[tensor.name] = TYPES[tensor.type], sizes
+    assert len(expected) == 6 and expected.pop("count") == ("TYPE_INT64", "-1")
+    tensors = re.findall(r'put { name: "(\w+)" data_type: (\w+) dims: \[ ([-0-9, ]+) \] }', config)
+    assert {name: (kind, f"-1, {sizes}") for name, kind, sizes in tensors} == expected
+
+    definition = pytest.importorskip("tritonclient.grpc.model_config_pb2")
+    parsed = pytest.importorskip("google.protobuf.text_format").Parse(config, definition.ModelConfig())
+    assert parsed.max_batch_size > 1 and parsed.HasField("dynamic_batching") and parsed.output[-1].HasField("reshape")
+
+
+@pytest.mark.parametrize("flags", [FLAGS[2:], (*FLAGS[:2], FLAGS[3]), FLAGS[:3]])
+def test_a_model_that_triton_cannot_serve(run, tmp_path, flags):
+    result = run(*flags, "--triton", tmp_path / "models/shapes")
+    [line] = result.stderr.splitlines()
+    assert result.returncode != 0 and "--triton" in line and not any(tmp_path.iterdir())
