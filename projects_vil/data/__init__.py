@@ -9,6 +9,7 @@ from projects_vil.data.build import (
     load_dataset,
     make_train_loader,
     read_datasets,
+    read_records,
 )
 from projects_vil.data.catalog import check_files, read_categories, register_datasets
 from projects_vil.data.coco import CHECK_MODES, evaluation_dataset, fixed_coco, is_coco, write_cleaned, write_subset
@@ -27,5 +28,6 @@ from projects_vil.data.detection_utils import (
     upright_size,
 )
 from projects_vil.data.formats import Dataset, read_dataset
+from projects_vil.data.records import MappedRecords
 from projects_vil.data.samplers import EvaluationLoader, derived_seed, seed_all
 from projects_vil.data.shapes import SHAPES_TASKS, write_shapes_dataset

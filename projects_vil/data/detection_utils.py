@@ -33,6 +33,8 @@ _DAMAGED = (
     *(struct.error, zlib.error, Image.DecompressionBombError),
 )
 _ROTATED = (5, 6, 7, 8)  # EXIF orientations that exchange height and width
+# A detector's resize to a longest side of 1333 pixels leaves about three of a side that is this much shorter.
+_LARGEST_RATIO = 400
 
 
 class UnreadableImage(ConfigError):
@@ -95,6 +97,7 @@ def read_size(path: str | Path) -> tuple[int, int]:
         UnreadableImage: for a file that is missing or not an image.
     """
     with _opened(path) as image:
+        _check_sides(image)
         return upright_size(image)
 
 
@@ -112,7 +115,14 @@ def upright_size(image: Image.Image) -> tuple[int, int]:
     return (width, height) if orientation in _ROTATED else (height, width)
 
 
+def _check_sides(image: Image.Image) -> None:
+    if max(image.size) > _LARGEST_RATIO * min(image.size):
+        width, height = image.size
+        raise ValueError(f"{width} x {height} pixels: one side is more than {_LARGEST_RATIO} times the other")
+
+
 def _pixels(image: Image.Image, image_format: str | None) -> np.ndarray:
+    _check_sides(image)
     # A TIFF becomes upright by loading, and then has no orientation left.
     image.load()
     upright = _apply_exif_orientation(image)

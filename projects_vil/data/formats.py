@@ -5,7 +5,6 @@ bitmaps and has no CVAT, globox and labelformat have no polygons of LabelMe and 
 pixel off, and datumaro needs OpenCV below 5.
 """
 
-import gc
 import hashlib
 import json
 import math
@@ -23,6 +22,7 @@ import yaml
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
 from projects_vil.data.detection_utils import IMAGE_SUFFIXES, UnreadableImage, read_size
+from projects_vil.utils import read_json
 
 VAL_SHARE = 0.2
 # The key, in "info" of a COCO file that is written here, of the dataset that it was made of.
@@ -176,16 +176,10 @@ def read_coco(path: str | Path) -> dict[str, Any]:
     Raises:
         ConfigError: for a file that is missing, is not JSON, or has no lists of images, annotations and categories.
     """
-    # Garbage collection takes half of the time while millions of objects are made.
-    gc.disable()
     try:
-        dataset = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(_other_format(path) or f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(_other_format(path) or f"{path} is not JSON: {error}") from error
-    finally:
-        gc.enable()
+        dataset = read_json(path, what="annotation file")
+    except ConfigError as error:
+        raise ConfigError(_other_format(path) or str(error)) from error
     content = dataset if isinstance(dataset, dict) else {}
     # Without the list of annotations nothing can be evaluated, with an empty one everything is nan: it stays absent.
     lists = content.get("images"), content.get("categories"), content.get("annotations", [])
@@ -226,7 +220,7 @@ def _walk(root: Path) -> list[Path]:
 def _sniff(path: Path) -> str | None:
     """Return the format of an annotation file by its beginning and its end, or None."""
     signs = _SIGNS.get(path.suffix.lower(), ())
-    if not signs:
+    if not signs or not path.is_file():
         return None
     with path.open("rb") as file:
         content = file.read(_SNIFFED_BYTES)
@@ -435,7 +429,7 @@ def _read_labelme(files: list[Path], root: Path) -> _Read:
     photos, left_out, images = [], Counter(), _Images(root)
     for path in files:
         try:
-            content, shapes = json.loads(path.read_text(encoding="utf-8")), []
+            content, shapes = read_json(path), []
             for shape in content["shapes"]:
                 label, kind = str(shape["label"]), shape.get("shape_type") or "polygon"
                 # LabelMe's converters leave this label out.
