@@ -28,6 +28,7 @@ TRAIN_SAMPLERS = ("TrainingSampler", "RepeatFactorTrainingSampler", "RandomSubse
 _CLASS_KEYS = ("thing_classes", "thing_dataset_id_to_contiguous_id")
 
 
+@paused_garbage_collection()
 def load_dataset(cfg: CfgNode, names: Iterable[str], *, train: bool) -> Sequence[dict[str, Any]]:
     """Return the records of some datasets in detectron2's format; for training without images that have no objects.
 
@@ -46,11 +47,6 @@ def load_dataset(cfg: CfgNode, names: Iterable[str], *, train: bool) -> Sequence
         check_files(name)
     if (records := kept(_key(cfg, names, train))) is not None:
         return records
-    with paused_garbage_collection():
-        return _load_dataset(cfg, names, train)
-
-
-def _load_dataset(cfg: CfgNode, names: list[str], train: bool) -> list[dict[str, Any]]:
     files = ", ".join(MetadataCatalog.get(name).get("json_file") or name for name in names)
     try:
         records = [record for name in names for record in _read(cfg, name)]
@@ -157,9 +153,9 @@ def build_train_loader(cfg: CfgNode) -> TrainLoader:
     Raises:
         ConfigError: where :func:`load_dataset` would, and for an unknown ``DATALOADER.SAMPLER_TRAIN``.
     """
-    records = load_dataset(cfg, cfg.DATASETS.TRAIN, train=True)
+    loaded = load_dataset(cfg, cfg.DATASETS.TRAIN, train=True)
     # Serialised once, so that worker processes share them.
-    records = DatasetFromList(records, copy=False) if isinstance(records, list) else records
+    records = DatasetFromList(loaded, copy=False, serialize=isinstance(loaded, list))
     check_choice("DATALOADER.SAMPLER_TRAIN", cfg.DATALOADER.SAMPLER_TRAIN, TRAIN_SAMPLERS)
     mapper = Mapper(cfg, is_train=True)
     if uses_copy_paste(cfg):
@@ -193,7 +189,7 @@ def make_train_loader(
         aspect_ratio_grouping: whether wide and high images come in different batches.
         make_sampler: from a seed to a sampler; detectron2's TrainingSampler by default.
     """
-    records = dataset if isinstance(dataset, torch.utils.data.Dataset) else DatasetFromList(dataset, copy=False)
+    records = dataset if isinstance(dataset, DatasetFromList) else DatasetFromList(dataset, copy=False)
     groups = [0] * len(records)
     if aspect_ratio_grouping:
         groups = [0 if record.get("width", 0) > record.get("height", 0) else 1 for record in records]
@@ -202,7 +198,7 @@ def make_train_loader(
     return TrainLoader(SeededRecords(records, mapper), batches, num_workers=num_workers)
 
 
-def _sampler(cfg: CfgNode, records: torch.utils.data.Dataset) -> Callable[[int], torch.utils.data.Sampler[int]]:
+def _sampler(cfg: CfgNode, records: DatasetFromList) -> Callable[[int], torch.utils.data.Sampler[int]]:
     """Return a function from a seed to detectron2's sampler of ``DATALOADER.SAMPLER_TRAIN``."""
     name, size = cfg.DATALOADER.SAMPLER_TRAIN, len(records)
     if name == "RepeatFactorTrainingSampler":

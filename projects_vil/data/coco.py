@@ -33,6 +33,7 @@ def is_coco(name: str) -> bool:
     return metadata.get("evaluator_type") in types and bool(metadata.get("json_file"))
 
 
+@paused_garbage_collection()
 def fixed_coco(name: str, *, check: str, masks: bool, areas: bool = True) -> dict[str, Any]:
     """Read a registered COCO file as training, evaluation and everything after them see it.
 
@@ -50,8 +51,7 @@ def fixed_coco(name: str, *, check: str, masks: bool, areas: bool = True) -> dic
         ConfigError: where :func:`read_coco` would, and for errors that the check finds.
     """
     if (known := kept(fixed_key(name, check=check, masks=masks))) is not None:
-        with paused_garbage_collection():
-            return known[0]
+        return known[0]
     metadata = MetadataCatalog.get(name)
     if check == "off":
         return read_coco(metadata.json_file)

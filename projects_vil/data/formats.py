@@ -93,7 +93,13 @@ _Parts = dict[str, tuple[dict[str, Any], Path | None, Path]]
 _Read = tuple[list[_Photo], list[str] | None, Counter]
 
 
-def read_dataset(source: str | Path, folder: str | Path, *, val: float | None = None) -> Dataset:
+def read_dataset(
+    source: str | Path,
+    folder: str | Path,
+    *,
+    val: float | None = None,
+    contents: dict[str, dict[str, Any]] | None = None,
+) -> Dataset:
     """Find out the format of a dataset and return it as COCO files.
 
     COCO files with a validation split are used as they are; anything else is written into ``folder``, always the same
@@ -104,6 +110,7 @@ def read_dataset(source: str | Path, folder: str | Path, *, val: float | None = 
         folder: for the files that are written; it is made where needed.
         val: share of the training images that are validated on where the dataset has no validation split: those with
             the lowest hashes of their file names, whatever their order. None is 0.2, and 0 leaves such a dataset whole.
+        contents: is given those of each split's file, so that a caller need not read it again.
 
     Raises:
         ConfigError: for files of no or of several formats, files that cannot be read as what they are, and a ``val``
@@ -133,8 +140,10 @@ def read_dataset(source: str | Path, folder: str | Path, *, val: float | None = 
             path.parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(path) as partial:
                 # For the message about its errors.
-                written = content | {"info": {SOURCE: str(source)}}
-                partial.write_text(json.dumps(written), encoding="utf-8")
+                content["info"] = {SOURCE: str(source)}
+                partial.write_text(json.dumps(content), encoding="utf-8")
+        if contents is not None:
+            contents[split] = content
         splits[split], sizes[split] = (path, images), len(content["images"])
         objects = [entry for entry in content.get("annotations", ()) if isinstance(entry, dict)]
         masks += [bool(entry.get("segmentation")) for entry in objects if not entry.get("iscrowd")]

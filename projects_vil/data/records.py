@@ -3,13 +3,12 @@
 import os
 import pickle
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from detectron2.utils import comm
-from torch.utils.data import Dataset
 
 from backbones import ConfigError
 
@@ -17,7 +16,7 @@ from backbones import ConfigError
 _KEPT: dict[tuple, "MappedRecords"] = {}
 
 
-class MappedRecords(Dataset):
+class MappedRecords(Sequence):
     """Objects, each pickled, in a file that processes map, so that they are in a machine's memory once.
 
     detectron2's ``DatasetFromList`` shares them with the loading processes, and not between training processes.
