@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -101,11 +102,10 @@ def read_json(path: str | Path, *, what: str = "file") -> Any:
     """
     check_file(path, what)
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        with paused_garbage_collection():
+            return parse_json(Path(path).read_text(encoding="utf-8"), source=path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
-    with paused_garbage_collection():
-        return parse_json(text, source=path)
 
 
 def parse_json(text: str, *, source: str | Path) -> Any:
@@ -130,9 +130,8 @@ def parse_json(text: str, *, source: str | Path) -> Any:
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):
-        keys = [key for key, _ in pairs]
-        repeated = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"an object has the key {repeated!r} twice")
+        ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"an object has the key {key!r} twice")
     return content
 
 

@@ -28,6 +28,5 @@ from projects_vil.data.detection_utils import (
     upright_size,
 )
 from projects_vil.data.formats import Dataset, read_dataset
-from projects_vil.data.records import MappedRecords
 from projects_vil.data.samplers import EvaluationLoader, derived_seed, seed_all
 from projects_vil.data.shapes import SHAPES_TASKS, write_shapes_dataset

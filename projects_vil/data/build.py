@@ -109,7 +109,7 @@ def read_records(cfg: CfgNode, parts: Sequence[tuple[list[str], bool]]) -> int:
         The number of images.
     """
 
-    def read(keep: Callable[[tuple, Iterable[Any]], None]) -> tuple[int, dict[str, dict[str, Any]]]:
+    def read(keep: Callable[[tuple, Sequence[Any]], None]) -> tuple[int, dict[str, dict[str, Any]]]:
         number = 0
         for names, train in parts:
             for name in [] if train or cfg.DATASETS.CHECK == "off" else filter(is_coco, names):
@@ -155,7 +155,7 @@ def build_train_loader(cfg: CfgNode) -> TrainLoader:
     """
     loaded = load_dataset(cfg, cfg.DATASETS.TRAIN, train=True)
     # Serialised once, so that worker processes share them.
-    records = DatasetFromList(loaded, copy=False, serialize=isinstance(loaded, list))
+    records = loaded if isinstance(loaded, DatasetFromList) else DatasetFromList(loaded, copy=False)
     check_choice("DATALOADER.SAMPLER_TRAIN", cfg.DATALOADER.SAMPLER_TRAIN, TRAIN_SAMPLERS)
     mapper = Mapper(cfg, is_train=True)
     if uses_copy_paste(cfg):

@@ -94,11 +94,7 @@ _Read = tuple[list[_Photo], list[str] | None, Counter]
 
 
 def read_dataset(
-    source: str | Path,
-    folder: str | Path,
-    *,
-    val: float | None = None,
-    contents: dict[str, dict[str, Any]] | None = None,
+    source: str | Path, folder: str | Path, *, val: float | None = None, contents: dict[str, Any] | None = None
 ) -> Dataset:
     """Find out the format of a dataset and return it as COCO files.
 

@@ -160,7 +160,7 @@ class EvaluationLoader(_Loader):
     def __init__(
         self, records: Sequence[dict[str, Any]], mapper: Callable[[dict[str, Any]], dict[str, Any]], *, num_workers: int
     ) -> None:
-        serialised = DatasetFromList(records, copy=False, serialize=isinstance(records, list))
+        serialised = records if isinstance(records, DatasetFromList) else DatasetFromList(records, copy=False)
         dataset = MapDataset(serialised, mapper)
         super().__init__(dataset, num_workers=num_workers, sampler=InferenceSampler(len(records)))
 
