@@ -36,11 +36,10 @@ def check_file(path: str | Path, description: str, *, key: str = "") -> None:
     named_by = f" ({key})" if key else ""
     if Path(path).is_dir():
         raise ConfigError(f"{path} is a folder, not a {description}{named_by}: name a file in it")
-    if Path(path).exists() and not Path(path).is_file():
-        # Reading a pipe or a device may never end.
-        raise ConfigError(f"{path} is not a regular file, as the {description}{named_by} must be")
     if not Path(path).is_file():
-        raise ConfigError(f"there is no {description} {path}{named_by}")
+        # Reading a pipe or a device may never end.
+        only = ", but a pipe or device of that name" if Path(path).exists() else ""
+        raise ConfigError(f"there is no {description} {path}{named_by}{only}")
 
 
 def check_choice(what: str, value: object, choices: Iterable[str]) -> None:

@@ -70,13 +70,11 @@ def load_dataset(cfg: CfgNode, names: Iterable[str], *, train: bool) -> Sequence
 
 
 def _read(cfg: CfgNode, name: str) -> list[dict[str, Any]]:
-    is_checked = cfg.DATASETS.CHECK != "off" and is_coco(name)
-    records = load_coco(name, **_check_options(cfg)) if is_checked else DatasetCatalog.get(name)
+    if cfg.DATASETS.CHECK == "off" or not is_coco(name):
+        records = DatasetCatalog.get(name)
+    else:
+        records = load_coco(name, check=cfg.DATASETS.CHECK, masks=cfg.MODEL.MASK_ON)
     return add_stuff(name, records) if is_panoptic(cfg) else records
-
-
-def _check_options(cfg: CfgNode) -> dict[str, Any]:
-    return {"check": cfg.DATASETS.CHECK, "masks": cfg.MODEL.MASK_ON}
 
 
 def read_datasets(cfg: CfgNode, *, train: bool = True) -> int:
@@ -95,31 +93,26 @@ def read_datasets(cfg: CfgNode, *, train: bool = True) -> int:
         ConfigError: in all processes, as :func:`load_dataset`.
     """
     forget_records()
-    read_records(cfg, [([name], False) for name in cfg.DATASETS.TEST])
-    return read_records(cfg, [(list(cfg.DATASETS.TRAIN), True)]) if train else 0
+    for name in cfg.DATASETS.TEST:
+        read_records(cfg, [name], train=False)
+    return read_records(cfg, cfg.DATASETS.TRAIN, train=True) if train else 0
 
 
-def read_records(cfg: CfgNode, parts: Sequence[tuple[list[str], bool]]) -> int:
-    """Let the first process of each machine read what is not yet read; all processes call this.
-
-    Args:
-        parts: names and ``train`` of :func:`load_dataset`.
+def read_records(cfg: CfgNode, names: Sequence[str], *, train: bool) -> int:
+    """Let the first process of each machine read for all what :func:`load_dataset` returns; all processes call this.
 
     Returns:
         The number of images.
     """
 
     def read(keep: Callable[[tuple, Sequence[Any]], None]) -> tuple[int, dict[str, dict[str, Any]]]:
-        number = 0
-        for names, train in parts:
-            for name in [] if train or cfg.DATASETS.CHECK == "off" else filter(is_coco, names):
-                check_files(name)
-                keep(fixed_key(name, **_check_options(cfg)), [fixed_coco(name, **_check_options(cfg))])
-            records = load_dataset(cfg, names, train=train)
-            number += len(records)
-            keep(_key(cfg, names, train), records)
-        names = [name for part, _ in parts for name in part]
-        return number, {name: {key: MetadataCatalog.get(name).get(key) for key in _CLASS_KEYS} for name in names}
+        for name in [] if train or cfg.DATASETS.CHECK == "off" else filter(is_coco, names):
+            options = {"check": cfg.DATASETS.CHECK, "masks": cfg.MODEL.MASK_ON}
+            keep(fixed_key(name, **options), [fixed_coco(name, **options)])
+        records = load_dataset(cfg, names, train=train)
+        keep(_key(cfg, names, train), records)
+        classes = {name: {key: MetadataCatalog.get(name).get(key) for key in _CLASS_KEYS} for name in names}
+        return len(records), classes
 
     number, classes = read_once(read)
     for name, known in classes.items():
@@ -129,8 +122,8 @@ def read_records(cfg: CfgNode, parts: Sequence[tuple[list[str], bool]]) -> int:
 
 def _key(cfg: CfgNode, names: Sequence[str], train: bool) -> tuple:
     """Return what records depend on."""
-    options = cfg.DATASETS.dump(), cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS, cfg.MODEL.dump()
-    return "records", tuple(names), train, *options, *map(state_of_files, names)
+    keys = cfg.DATASETS.dump(), cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS, cfg.MODEL.dump()
+    return "records", tuple(names), train, *keys, *map(state_of_files, names)
 
 
 def check_datasets(cfg: CfgNode, names: Sequence[str]) -> None:

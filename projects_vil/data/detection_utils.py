@@ -56,6 +56,9 @@ def _opened(path: str | Path) -> Iterator[Image.Image]:
         if not os.path.isfile(path) and os.path.exists(path) and not os.path.isdir(path):
             raise OSError("not a regular file")
         with PathManager.open(str(path), "rb") as file, Image.open(file) as image:
+            if max(image.size) > _LARGEST_RATIO * min(image.size):
+                width, height = image.size
+                raise ValueError(f"{width} x {height} pixels: one side is over {_LARGEST_RATIO} times the other")
             yield image
 
 
@@ -97,7 +100,6 @@ def read_size(path: str | Path) -> tuple[int, int]:
         UnreadableImage: for a file that is missing or not an image.
     """
     with _opened(path) as image:
-        _check_sides(image)
         return upright_size(image)
 
 
@@ -115,14 +117,7 @@ def upright_size(image: Image.Image) -> tuple[int, int]:
     return (width, height) if orientation in _ROTATED else (height, width)
 
 
-def _check_sides(image: Image.Image) -> None:
-    if max(image.size) > _LARGEST_RATIO * min(image.size):
-        width, height = image.size
-        raise ValueError(f"{width} x {height} pixels: one side is more than {_LARGEST_RATIO} times the other")
-
-
 def _pixels(image: Image.Image, image_format: str | None) -> np.ndarray:
-    _check_sides(image)
     # A TIFF becomes upright by loading, and then has no orientation left.
     image.load()
     upright = _apply_exif_orientation(image)

@@ -140,7 +140,7 @@ def load_records(
     cfg.MODEL.ROI_HEADS.NUM_CLASSES, cfg.MODEL.MASK_ON = num_classes, masks
     cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS = filter_empty
     cfg.DATASETS.CHECK = check
-    data.read_records(cfg, [(list(names), train)])
+    data.read_records(cfg, names, train=train)
     return data.load_dataset(cfg, list(names), train=train)
 
 
