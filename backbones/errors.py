@@ -38,8 +38,8 @@ def check_file(path: str | Path, description: str, *, key: str = "") -> None:
         raise ConfigError(f"{path} is a folder, not a {description}{named_by}: name a file in it")
     if not Path(path).is_file():
         # Reading a pipe or a device may never end.
-        only = ", but a pipe or device of that name" if Path(path).exists() else ""
-        raise ConfigError(f"there is no {description} {path}{named_by}{only}")
+        other = ", but a pipe or device" * Path(path).exists()
+        raise ConfigError(f"there is no {description} {path}{named_by}{other}")
 
 
 def check_choice(what: str, value: object, choices: Iterable[str]) -> None:

@@ -19,7 +19,7 @@ from projects_vil.data.coco import CHECK_MODES, fixed_coco, fixed_key, is_coco, 
 from projects_vil.data.coco_checks import missing_files
 from projects_vil.data.dataset_mapper import Mapper
 from projects_vil.data.detection_utils import IGNORED_LABEL
-from projects_vil.data.records import forget_records, kept, read_once
+from projects_vil.data.records import KEPT, read_once
 from projects_vil.data.samplers import BatchStream, EvaluationLoader, SeededRecords, TrainLoader
 from projects_vil.utils import paused_garbage_collection
 
@@ -45,7 +45,7 @@ def load_dataset(cfg: CfgNode, names: Iterable[str], *, train: bool) -> Sequence
         raise ConfigError(f"DATASETS.{'TRAIN' if train else 'TEST'} is empty: name a dataset")
     for name in names:
         check_files(name)
-    if (records := kept(_key(cfg, names, train))) is not None:
+    if (records := KEPT.get(_key(cfg, names, train))) is not None:
         return records
     files = ", ".join(MetadataCatalog.get(name).get("json_file") or name for name in names)
     try:
@@ -92,7 +92,7 @@ def read_datasets(cfg: CfgNode, *, train: bool = True) -> int:
     Raises:
         ConfigError: in all processes, as :func:`load_dataset`.
     """
-    forget_records()
+    KEPT.clear()
     for name in cfg.DATASETS.TEST:
         read_records(cfg, [name], train=False)
     return read_records(cfg, cfg.DATASETS.TRAIN, train=True) if train else 0

@@ -19,7 +19,7 @@ from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
 from projects_vil.data.coco_checks import CocoFile
 from projects_vil.data.formats import read_coco
-from projects_vil.data.records import kept
+from projects_vil.data.records import KEPT
 from projects_vil.data.segmentation import rle_of
 from projects_vil.utils import paused_garbage_collection
 
@@ -50,7 +50,7 @@ def fixed_coco(name: str, *, check: str, masks: bool, areas: bool = True) -> dic
     Raises:
         ConfigError: where :func:`read_coco` would, and for errors that the check finds.
     """
-    if (known := kept(fixed_key(name, check=check, masks=masks))) is not None:
+    if (known := KEPT.get(fixed_key(name, check=check, masks=masks))) is not None:
         return known[0]
     metadata = MetadataCatalog.get(name)
     if check == "off":

@@ -57,8 +57,8 @@ def _opened(path: str | Path) -> Iterator[Image.Image]:
             raise OSError("not a regular file")
         with PathManager.open(str(path), "rb") as file, Image.open(file) as image:
             if max(image.size) > _LARGEST_RATIO * min(image.size):
-                width, height = image.size
-                raise ValueError(f"{width} x {height} pixels: one side is over {_LARGEST_RATIO} times the other")
+                sides = f"{image.width} x {image.height} pixels"
+                raise ValueError(f"{sides}, of which one side is over {_LARGEST_RATIO} times the other")
             yield image
 
 

@@ -12,17 +12,8 @@ from detectron2.utils import comm
 
 from backbones import ConfigError
 
-# What was read, by what it depends on.
-_KEPT: dict[tuple, DatasetFromList] = {}
-
-
-def kept(key: tuple) -> DatasetFromList | None:
-    """Return what :func:`read_once` has kept for a key."""
-    return _KEPT.get(key)
-
-
-def forget_records() -> None:
-    _KEPT.clear()
+# What :func:`read_once` has read, by what it depends on.
+KEPT: dict[tuple, DatasetFromList] = {}
 
 
 def read_once(read: Callable[[Callable[[tuple, Sequence[Any]], None]], Any]) -> Any:
@@ -32,7 +23,7 @@ def read_once(read: Callable[[Callable[[tuple, Sequence[Any]], None]], Any]) -> 
     ``DatasetFromList`` alone is shared with loading processes only.
 
     Args:
-        read: takes a function (key, objects), which keeps objects for :func:`kept` in all processes of the machine.
+        read: takes a function (key, objects), which keeps objects in :data:`KEPT` of all processes of the machine.
 
     Returns:
         What ``read`` returns, in all processes.
@@ -47,7 +38,7 @@ def read_once(read: Callable[[Callable[[tuple, Sequence[Any]], None]], Any]) -> 
         def keep(key: tuple, objects: Sequence[Any]) -> None:
             files[key] = os.path.join(folder, str(len(files)))
             torch.save(DatasetFromList(objects, copy=False), files[key])
-            _KEPT[key] = _mapped(files[key])
+            KEPT[key] = _mapped(files[key])
 
         if comm.get_local_rank() == 0:
             try:
@@ -56,7 +47,7 @@ def read_once(read: Callable[[Callable[[tuple, Sequence[Any]], None]], Any]) -> 
                 outcome = None, {}, str(error)
         outcomes = comm.all_gather(outcome)
         content, files, _ = outcomes[comm.get_rank() - comm.get_local_rank()]
-        _KEPT.update({key: _mapped(files[key]) for key in files.keys() - _KEPT.keys()})
+        KEPT.update({key: _mapped(files[key]) for key in files.keys() - KEPT.keys()})
         # The files are removed when all have mapped them.
         comm.synchronize()
     # Errors come first.
