@@ -57,8 +57,7 @@ def _opened(path: str | Path) -> Iterator[Image.Image]:
             raise OSError("not a regular file")
         with PathManager.open(str(path), "rb") as file, Image.open(file) as image:
             if max(image.size) > _LARGEST_RATIO * min(image.size):
-                sides = f"{image.width} x {image.height} pixels"
-                raise ValueError(f"{sides}, of which one side is over {_LARGEST_RATIO} times the other")
+                raise ValueError(f"{image.size} pixels, of which one side is over {_LARGEST_RATIO} times the other")
             yield image
 
 
