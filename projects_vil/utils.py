@@ -118,7 +118,8 @@ def parse_json(text: str, *, source: str | Path) -> Any:
     try:
         content = json.loads(text, object_pairs_hook=_without_repetition)
         if re.search(r"\\u[dD][89a-fA-F]", text):
-            json.dumps(content, ensure_ascii=False).encode()
+            # Names of files that are not UTF-8 pass.
+            json.dumps(content, ensure_ascii=False).encode(errors="surrogateescape")
     except UnicodeEncodeError as error:
         near = error.object[max(error.start - 20, 0) : error.end].encode("ascii", "backslashreplace").decode()
         raise ConfigError(f"{source} has half of a surrogate pair, which is no character: {near}") from error
