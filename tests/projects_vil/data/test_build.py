@@ -1,6 +1,7 @@
 """Records and loaders, and errors that name the file or key."""
 
 import multiprocessing
+import shutil
 import sys
 from itertools import islice
 from pathlib import Path
@@ -91,12 +92,14 @@ def files_opened() -> list[str]:
     return opened
 
 
-def _read_in_rank(rank: int, folder, init_file, results) -> None:
+def _read_in_rank(rank: int, folder, init_file, results, per_machine: int) -> None:
     """Read the datasets of a run, map a batch, and read everything that an evaluation does."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{init_file}", rank=rank, world_size=2)
-    comm.create_local_process_group(2)
+    comm.create_local_process_group(per_machine)
     overrides = ["SOLVER.IMS_PER_BATCH", "4", "DATASETS.CHECK", "warn"]
-    cfg = config(entry(folder), overrides=overrides)
+    # As if each machine had a copy of its own.
+    file = "other.json" if per_machine == 1 and rank == 1 else "annotations.json"
+    cfg = config([NAME, str(folder / file), str(folder / "images")], overrides=overrides)
     register_datasets(cfg)
     opened = files_opened()
     try:
@@ -115,15 +118,18 @@ def _read_in_rank(rank: int, folder, init_file, results) -> None:
     results.put((rank, number, names, (opened[:checked], again, len(tested), len(truth["images"]))))
 
 
-@pytest.mark.parametrize("is_sound", [True, False])
-def test_the_first_process_of_a_machine_reads_and_checks_once_for_all(copy, tmp_path, is_sound):
-    if is_sound:
+@pytest.mark.parametrize("case", ["sound", "refused", "machines with different files"])
+def test_the_first_process_of_a_machine_reads_and_checks_once_for_all(copy, tmp_path, case):
+    shutil.copy(copy / "annotations.json", copy / "other.json")
+    if case != "refused":
         first_image(copy).write_bytes(b"")
-    else:
+    if case == "machines with different files":
+        edit(copy, lambda content: content["images"].pop())
+    if case == "refused":
         edit(copy, lambda content: [one.update(bbox=[0.1, 0.1, 0.2, 0.2]) for one in content["annotations"]])
     context = multiprocessing.get_context("fork")
     results = context.SimpleQueue()
-    arguments = (copy, tmp_path / "init", results)
+    arguments = (copy, tmp_path / "init", results, 2 if case != "machines with different files" else 1)
     processes = [context.Process(target=_read_in_rank, args=(rank, *arguments)) for rank in (0, 1)]
     for process in processes:
         process.start()
@@ -131,8 +137,9 @@ def test_the_first_process_of_a_machine_reads_and_checks_once_for_all(copy, tmp_
         process.join(60)
         assert process.exitcode == 0
     (_, *first), (_, *second) = sorted(results.get() for _ in processes)
-    if not is_sound:
-        assert first == second and str(copy / "annotations.json") in first[0]
+    if case != "sound":
+        named = str(copy / "annotations.json") if case == "refused" else "DATASETS"
+        assert first == second and named in first[0]
         return
     assert first[0] == second[0] == 7 and not set(first[1]) & set(second[1])
     assert sorted(first[2][0]) == sorted([*(path.name for path in (copy / "images").iterdir()), "annotations.json"])
