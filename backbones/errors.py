@@ -37,7 +37,9 @@ def check_file(path: str | Path, description: str, *, key: str = "") -> None:
     if Path(path).is_dir():
         raise ConfigError(f"{path} is a folder, not a {description}{named_by}: name a file in it")
     if not Path(path).is_file():
-        raise ConfigError(f"there is no {description} {path}{named_by}")
+        # Reading a pipe or a device may never end.
+        other = ", but a pipe or device" * Path(path).exists()
+        raise ConfigError(f"there is no {description} {path}{named_by}{other}")
 
 
 def check_choice(what: str, value: object, choices: Iterable[str]) -> None:

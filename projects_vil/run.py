@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import inspect
-import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,7 +18,7 @@ from projects_vil.data import Dataset, read_dataset
 from projects_vil.engine import check_output_dir, train_from_command_line
 from projects_vil.evaluation import EVALUATION_FILE
 from projects_vil.inference import Detector, find_model
-from projects_vil.utils import removed_if_not_begun
+from projects_vil.utils import read_json, removed_if_not_begun
 
 # A detector's folder in configs/, and the keys in which it differs.
 DETECTORS: dict[str, tuple[str, dict[str, str]]] = {
@@ -52,7 +51,7 @@ class Run:
     def results(self) -> dict[str, Any]:
         """The last evaluation, dataset -> task -> metric in percent; empty where there was none."""
         path = self.folder / EVALUATION_FILE
-        return json.loads(path.read_text()) if path.is_file() else {}
+        return read_json(path) if path.is_file() else {}
 
 
 def train(

@@ -1,6 +1,8 @@
 """Logs, locks, signals and memory of processes."""
 
 import contextlib
+import gc
+import json
 import logging
 import multiprocessing
 import os
@@ -12,18 +14,20 @@ import socket
 import sys
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from filelock import FileLock, Timeout
 from torch import nn
 
 from backbones import ConfigError
+from backbones.errors import check_file
 
 # Ctrl-C, a scheduler, and a terminal that is closed, which not every system has.
 STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
@@ -69,6 +73,67 @@ _SILENCED_RECORDS = {
     "detectron2.data.datasets.coco": r"\s*Category ids in annotations are not in",
     "detectron2.config.compat": r"Config '.*' has no VERSION\. Assuming it to be compatible",
 }
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def paused_garbage_collection() -> Iterator[None]:
+    """Collect no garbage inside: it takes half of the time while millions of objects are made."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def read_json(path: str | Path, *, what: str = "file") -> Any:
+    """Return the content of a JSON file.
+
+    Args:
+        what: what the file is, in words.
+
+    Raises:
+        ConfigError: for a file that is missing or not a regular one, cannot be read or is not JSON, and where
+            :func:`parse_json` raises one.
+    """
+    check_file(path, what)
+    try:
+        with paused_garbage_collection():
+            return parse_json(Path(path).read_text(encoding="utf-8"), source=path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def parse_json(text: str, *, source: str | Path) -> Any:
+    """Return the content of JSON, in which NaN and infinity are numbers.
+
+    Raises:
+        ConfigError: for text that is not JSON, an object with a key twice, of which Python would drop one, and
+            characters that are half of a surrogate pair, which no file or terminal takes.
+    """
+    try:
+        content = json.loads(text, object_pairs_hook=_without_repetition)
+        if re.search(r"\\u[dD][89a-fA-F]", text):
+            # Names of files that are not UTF-8 pass.
+            json.dumps(content, ensure_ascii=False).encode(errors="surrogateescape")
+    except UnicodeEncodeError as error:
+        near = error.object[max(error.start - 20, 0) : error.end].encode("ascii", "backslashreplace").decode()
+        raise ConfigError(f"{source} has half of a surrogate pair, which is no character: {near}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{source} is not JSON that can be read: {error}") from error
+    return content
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"an object has the key {key!r} twice")
+    return content
 
 
 # -- logs ------------------------------------------------------------------------------------------

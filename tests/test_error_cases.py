@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 
+import PIL.Image
 import pytest
 
 from projects_vil.data import write_shapes_dataset
@@ -92,6 +93,14 @@ def replace_by(pattern: str, make: Callable[[Path], object] | None) -> Callable[
     return change
 
 
+def append(name: str, content: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text((folder / name).read_text() + content)
+
+
+def narrow_image(path: Path) -> None:
+    PIL.Image.new("RGB", (60_000, 1)).save(path)
+
+
 def flip_bit(name: str) -> Callable[[Path], object]:
     """Flip a bit of the first tensor in a zip archive."""
 
@@ -140,9 +149,21 @@ CASES = {
     ),
     # Data
     "annotations that break off": Case(CHECK, truncate("own/annotations.json"), "own/annotations.json"),
+    **{
+        f"annotations that are a {what}, {tool}": Case(command, replace_by(file, make), file)
+        for tool, command, file in (("check", CHECK, "own/annotations.json"), ("training", TRAIN, SHAPES))
+        for what, make in (("pipe", os.mkfifo), ("device", lambda path: path.symlink_to("/dev/zero")))
+    },
+    "annotations with a key twice": Case(
+        CHECK, write("own/annotations.json", '{"images": [{"id": 1, "file_name": "a", "id": 2}]}'), "'id'"
+    ),
+    "annotations with half a character": Case(
+        CHECK, write("own/annotations.json", r'{"categories": [{"id": 1, "name": "\ud800"}]}'), r"\ud800"
+    ),
     "fix over a file": Case(f"{CHECK} --fix small.yaml", named="small.yaml", status=2),
     # A new OUTPUT_DIR is not left behind.
     "images that are gone": Case(TRAIN, replace_by("datasets/shapes/train/*.jpg", None), ".jpg"),
+    "images that are a line of pixels": Case(TRAIN, replace_by("datasets/shapes/train/*1.jpg", narrow_image), ".jpg"),
     "images that are pipes": Case(TRAIN, replace_by("datasets/shapes/train/*1.jpg", os.mkfifo), ".jpg"),
     "images that are gone, and a folder with a file": Case(
         f"{TRAIN} OUTPUT_DIR own", replace_by("datasets/shapes/train/*.jpg", None), ".jpg", writes=("own/log.txt",)
@@ -164,11 +185,27 @@ CASES = {
         f"{RESUME} SOLVER.OPTIMIZER SGD SOLVER.MAX_ITER 6", named="SOLVER", writes=("run/log.txt",)
     ),
     "no whole checkpoint": Case(RESUME, truncate("run/*.pth"), "run", writes=("run/log.txt",)),
+    "report of metrics in a pipe": Case(
+        "report.py run", replace_by("run/metrics.json", os.mkfifo), "metrics.json", 0, ("run/report.html",)
+    ),
+    "report of an infinite iteration": Case(
+        "report.py run", append("run/metrics.json", '{"iteration": 1e999}\n'), "metrics.json", 0, ("run/report.html",)
+    ),
+    "resuming with metrics in a pipe": Case(
+        f"{RESUME} SOLVER.MAX_ITER 5", replace_by("run/metrics.json", os.mkfifo), "metrics.json", writes=RESUMED
+    ),
     "report of another folder": Case("report.py own", named="own"),
     "report with a misspelt key": Case("report.py run SOLVER.BSE_LR 0.1", named="SOLVER.BASE_LR"),
     # Prediction and exports
     "image that is text": Case(
         f"{PREDICT} --input photos", write("photos/b.jpg", "text"), "b.jpg", status=2, writes=("out", "out/*")
+    ),
+    "image that is a line of pixels": Case(
+        f"{PREDICT} --input photos",
+        lambda folder: narrow_image(folder / "photos/c.png"),
+        "c.png",
+        status=2,
+        writes=("out", "out/*"),
     ),
     "video that is text": Case(f"{PREDICT} --input a.avi", write("a.avi", "text"), "a.avi", writes=("out",)),
     "no images": Case(f"{PREDICT} --input empty", lambda folder: (folder / "empty").mkdir(), "empty"),

@@ -162,12 +162,12 @@ def check(args: argparse.Namespace) -> None:
     options = {"masks": False if args.boxes else None, "pixels": args.deep, "progress": _progress}
     options |= {"num_examples": math.inf} if args.json else {}
     with tempfile.TemporaryDirectory() as folder:
-        splits = {"": (args.data, args.images)}
+        splits, contents = {"": (args.data, args.images)}, {}
         if not args.images:
-            dataset = read_dataset(args.data, folder, val=0)
+            dataset = read_dataset(args.data, folder, val=0, contents=contents)
             splits = dataset.splits
             print(dataset.line())
-        files = {split: CocoFile(*paths, **options) for split, paths in splits.items()}
+        files = {split: CocoFile(*paths, dataset=contents.get(split), **options) for split, paths in splits.items()}
     for split, file in files.items():
         if not os.path.exists(file.path):
             file.path = f"{args.data} ({split})" if len(files) > 1 else args.data

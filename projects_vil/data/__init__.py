@@ -9,6 +9,7 @@ from projects_vil.data.build import (
     load_dataset,
     make_train_loader,
     read_datasets,
+    read_records,
 )
 from projects_vil.data.catalog import check_files, read_categories, register_datasets
 from projects_vil.data.coco import CHECK_MODES, evaluation_dataset, fixed_coco, is_coco, write_cleaned, write_subset

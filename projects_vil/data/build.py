@@ -15,26 +15,25 @@ from backbones.errors import check_choice
 from projects_vil.config import is_panoptic, is_segmentor, number_of_classes
 from projects_vil.data.augmentation import CopyPaste, uses_copy_paste
 from projects_vil.data.catalog import add_stuff, check_files, read_categories
-from projects_vil.data.coco import CHECK_MODES, is_coco, load_coco
+from projects_vil.data.coco import CHECK_MODES, fixed_coco, fixed_key, is_coco, load_coco, state_of_files
 from projects_vil.data.coco_checks import missing_files
 from projects_vil.data.dataset_mapper import Mapper
 from projects_vil.data.detection_utils import IGNORED_LABEL
+from projects_vil.data.records import KEPT, read_once
 from projects_vil.data.samplers import BatchStream, EvaluationLoader, SeededRecords, TrainLoader
+from projects_vil.utils import paused_garbage_collection
 
 TRAIN_SAMPLERS = ("TrainingSampler", "RepeatFactorTrainingSampler", "RandomSubsetTrainingSampler")
-# Records that were read before the loader asks for them, and what reading them sets in detectron2's metadata.
-_PRELOADED: dict[tuple, DatasetFromList] = {}
+# What reading records sets in detectron2's metadata.
 _CLASS_KEYS = ("thing_classes", "thing_dataset_id_to_contiguous_id")
 
 
-def load_dataset(cfg: CfgNode, names: Iterable[str], *, train: bool, open_images: bool = False) -> list[dict[str, Any]]:
+@paused_garbage_collection()
+def load_dataset(cfg: CfgNode, names: Iterable[str], *, train: bool) -> Sequence[dict[str, Any]]:
     """Return the records of some datasets in detectron2's format; for training without images that have no objects.
 
     COCO files are checked and fixed according to ``DATASETS.CHECK`` (:func:`~projects_vil.data.coco.fixed_coco`).
-    A process logs each finding and the table of instances once.
-
-    Args:
-        open_images: whether the check opens every image file too.
+    A process logs each finding and the table of instances once. What :func:`read_datasets` has read is not read again.
 
     Raises:
         ConfigError: for an unknown name, missing files, annotations that cannot be read or that the check refuses,
@@ -46,9 +45,11 @@ def load_dataset(cfg: CfgNode, names: Iterable[str], *, train: bool, open_images
         raise ConfigError(f"DATASETS.{'TRAIN' if train else 'TEST'} is empty: name a dataset")
     for name in names:
         check_files(name)
+    if (records := KEPT.get(_key(cfg, names, train))) is not None:
+        return records
     files = ", ".join(MetadataCatalog.get(name).get("json_file") or name for name in names)
     try:
-        records = [record for name in names for record in _read(cfg, name, open_images)]
+        records = [record for name in names for record in _read(cfg, name)]
         if train and cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS and records and "annotations" in records[0]:
             records = filter_images_with_only_crowd_annotations(records)
     except ConfigError:
@@ -68,63 +69,61 @@ def load_dataset(cfg: CfgNode, names: Iterable[str], *, train: bool, open_images
     return records
 
 
-def _read(cfg: CfgNode, name: str, open_images: bool) -> list[dict[str, Any]]:
+def _read(cfg: CfgNode, name: str) -> list[dict[str, Any]]:
     if cfg.DATASETS.CHECK == "off" or not is_coco(name):
         records = DatasetCatalog.get(name)
     else:
-        records = load_coco(name, check=cfg.DATASETS.CHECK, masks=cfg.MODEL.MASK_ON, open_images=open_images)
+        records = load_coco(name, check=cfg.DATASETS.CHECK, masks=cfg.MODEL.MASK_ON)
     return add_stuff(name, records) if is_panoptic(cfg) else records
 
 
-def read_datasets(cfg: CfgNode) -> int:
-    """Read and check the datasets of a training run in rank 0, and give the records to the other ranks.
+def read_datasets(cfg: CfgNode, *, train: bool = True) -> int:
+    """Read and check the datasets of a run in the first process of each machine, for all processes of the machine.
 
-    All ranks call this, before anything of the run is written. The loader of :func:`build_train_loader` takes what was
-    read. A file is thus read and checked once, whatever the number of processes.
+    All processes call this, before anything of the run is written. What was read is what :func:`load_dataset`, loaders,
+    evaluators and drawings then take: a file is read and checked once, and its records are in memory once.
+
+    Args:
+        train: whether ``DATASETS.TRAIN`` is read, and not only ``DATASETS.TEST``.
 
     Returns:
         The number of training images, as ``SOLVER.EPOCHS`` counts them.
 
     Raises:
-        ConfigError: in all ranks, as :func:`load_dataset`, also for the datasets of ``DATASETS.TEST``.
+        ConfigError: in all processes, as :func:`load_dataset`.
+    """
+    KEPT.clear()
+    for name in cfg.DATASETS.TEST:
+        read_records(cfg, [name], train=False)
+    return read_records(cfg, cfg.DATASETS.TRAIN, train=True) if train else 0
+
+
+def read_records(cfg: CfgNode, names: Sequence[str], *, train: bool) -> int:
+    """Let the first process of each machine read for all what :func:`load_dataset` returns; all processes call this.
+
+    Returns:
+        The number of images.
     """
 
-    def read() -> tuple[DatasetFromList, dict[str, dict[str, Any]]]:
-        for name in cfg.DATASETS.TEST:
-            load_dataset(cfg, [name], train=False, open_images=True)
-        records = load_dataset(cfg, cfg.DATASETS.TRAIN, train=True, open_images=True)
-        names = {*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST}
+    def read(keep: Callable[[tuple, Sequence[Any]], None]) -> tuple[int, dict[str, dict[str, Any]]]:
+        for name in [] if train or cfg.DATASETS.CHECK == "off" else filter(is_coco, names):
+            options = {"check": cfg.DATASETS.CHECK, "masks": cfg.MODEL.MASK_ON}
+            keep(fixed_key(name, **options), [fixed_coco(name, **options)])
+        records = load_dataset(cfg, names, train=train)
+        keep(_key(cfg, names, train), records)
         classes = {name: {key: MetadataCatalog.get(name).get(key) for key in _CLASS_KEYS} for name in names}
-        return DatasetFromList(records, copy=False), classes
+        return len(records), classes
 
-    records, classes = _from_main_process(read)
+    number, classes = read_once(read)
     for name, known in classes.items():
         MetadataCatalog.get(name).set(**{key: value for key, value in known.items() if value is not None})
-    _PRELOADED.clear()
-    _PRELOADED[_training_key(cfg)] = records
-    return len(records)
+    return number
 
 
-def _from_main_process(read: Callable[[], Any]) -> Any:
-    """Return in all ranks what ``read`` returns in rank 0, or raise its ConfigError there."""
-    if comm.get_world_size() == 1:
-        return read()
-    outcome: list[Any] = [None, None]
-    if comm.is_main_process():
-        try:
-            outcome[0] = read()
-        except ConfigError as error:
-            outcome[1] = str(error)
-    # NCCL would carry the records through the GPU.
-    torch.distributed.broadcast_object_list(outcome, src=0, group=comm._get_global_gloo_group())
-    if outcome[1] is not None:
-        raise ConfigError(outcome[1])
-    return outcome[0]
-
-
-def _training_key(cfg: CfgNode) -> tuple:
-    """Return what the records of training depend on."""
-    return cfg.DATASETS.dump(), cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS, cfg.MODEL.dump()
+def _key(cfg: CfgNode, names: Sequence[str], train: bool) -> tuple:
+    """Return what records depend on."""
+    keys = cfg.DATASETS.dump(), cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS, cfg.MODEL.dump()
+    return "records", tuple(names), train, *keys, *map(state_of_files, names)
 
 
 def check_datasets(cfg: CfgNode, names: Sequence[str]) -> None:
@@ -147,11 +146,9 @@ def build_train_loader(cfg: CfgNode) -> TrainLoader:
     Raises:
         ConfigError: where :func:`load_dataset` would, and for an unknown ``DATALOADER.SAMPLER_TRAIN``.
     """
-    records = _PRELOADED.pop(_training_key(cfg), None)
-    if records is None:
-        # Serialised once, so that worker processes share them.
-        loaded = load_dataset(cfg, cfg.DATASETS.TRAIN, train=True, open_images=True)
-        records = DatasetFromList(loaded, copy=False)
+    loaded = load_dataset(cfg, cfg.DATASETS.TRAIN, train=True)
+    # Serialised once, so that worker processes share them.
+    records = loaded if isinstance(loaded, DatasetFromList) else DatasetFromList(loaded, copy=False)
     check_choice("DATALOADER.SAMPLER_TRAIN", cfg.DATALOADER.SAMPLER_TRAIN, TRAIN_SAMPLERS)
     mapper = Mapper(cfg, is_train=True)
     if uses_copy_paste(cfg):
@@ -209,7 +206,7 @@ def _sampler(cfg: CfgNode, records: DatasetFromList) -> Callable[[int], torch.ut
 
 def build_test_loader(cfg: CfgNode, dataset_name: str) -> EvaluationLoader:
     """Build a loader of one dataset for evaluation, one image per batch."""
-    records = load_dataset(cfg, [dataset_name], train=False, open_images=True)
+    records = load_dataset(cfg, [dataset_name], train=False)
     return EvaluationLoader(records, Mapper(cfg, is_train=False), num_workers=cfg.DATALOADER.NUM_WORKERS)
 
 
@@ -224,8 +221,9 @@ def _check_task(cfg: CfgNode, files: str, records: list[dict[str, Any]]) -> None
         return
     if any("annotations" not in record and "sem_seg_file_name" in record for record in records):
         raise ConfigError(f"{files} has no boxes, which a {cfg.MODEL.META_ARCHITECTURE} needs: see DATASETS.COCO")
-    objects = [entry for record in records for entry in record.get("annotations", ())]
-    if cfg.MODEL.MASK_ON and objects and not any("segmentation" in entry for entry in objects):
+    objects = (entry for record in records for entry in record.get("annotations", ()))
+    has_masks = ["segmentation" in entry for entry in objects] if cfg.MODEL.MASK_ON else []
+    if has_masks and not any(has_masks):
         raise ConfigError(f"{files} has no segmentation for training or evaluating masks: add MODEL.MASK_ON False")
 
 

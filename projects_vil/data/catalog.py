@@ -15,9 +15,10 @@ from detectron2.data.datasets import load_coco_json
 from detectron2.data.datasets.builtin_meta import ADE20K_SEM_SEG_CATEGORIES
 
 from backbones import ConfigError
-from backbones.errors import closest
+from backbones.errors import check_file, closest
 from projects_vil.data.detection_utils import IGNORED_LABEL, IMAGE_SUFFIXES
 from projects_vil.data.shapes import SHAPES_SEM_SEG_CLASSES
+from projects_vil.utils import read_json
 
 # In visualizations: circles red, squares green, triangles blue, as they are in the images.
 SHAPES_COLORS = [(255, 80, 80), (80, 255, 80), (90, 150, 255)]
@@ -190,6 +191,8 @@ def check_files(name: str) -> None:
         if path is not None and not (os.path.exists(path) if key == "json_file" else os.path.isdir(path)):
             root = f"DETECTRON2_DATASETS is {datasets_root()}, the folder that holds coco/ and the like"
             raise ConfigError(f"the {what} of {name} is missing: {path}; {root}")
+        if key == "json_file" and path is not None and not os.path.isdir(path):
+            check_file(path, f"{what} of {name}")
 
 
 def read_categories(annotations: str | None) -> list[tuple[int, str]] | None:
@@ -212,4 +215,4 @@ def _read_category_list(path: Path) -> list[dict[str, Any]]:
             with contextlib.suppress(ValueError):
                 beginning = content[starts[0] : starts[0] + 2**20].decode(errors="ignore")
                 return json.JSONDecoder().raw_decode(beginning)[0]
-        return json.loads(content[:])["categories"]
+    return read_json(path)["categories"]

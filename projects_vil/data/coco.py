@@ -4,21 +4,24 @@ import contextlib
 import json
 import logging
 import os
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from detectron2.data import MetadataCatalog
+from detectron2.evaluation import coco_evaluation
 from detectron2.structures import BoxMode
 from detectron2.utils.logger import log_first_n
+from pycocotools.coco import COCO
 
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
 from projects_vil.data.coco_checks import CocoFile
 from projects_vil.data.formats import read_coco
+from projects_vil.data.records import KEPT
 from projects_vil.data.segmentation import rle_of
+from projects_vil.utils import paused_garbage_collection
 
 CHECK_MODES = ("error", "warn", "off")
 
@@ -30,48 +33,63 @@ def is_coco(name: str) -> bool:
     return metadata.get("evaluator_type") in types and bool(metadata.get("json_file"))
 
 
-def fixed_coco(
-    name: str, *, check: str, masks: bool, open_images: bool = False, areas: bool = True
-) -> tuple[dict[str, Any], bool]:
-    """Read a registered COCO file as training, evaluation and everything after them see it, and whether it is changed.
+@paused_garbage_collection()
+def fixed_coco(name: str, *, check: str, masks: bool, areas: bool = True) -> dict[str, Any]:
+    """Read a registered COCO file as training, evaluation and everything after them see it.
 
-    This is the one set of fixed annotations: detectron2's records, the ground truth of the evaluation and the report
-    all come from it. A process logs each finding once.
+    This is the one set of fixed annotations: detectron2's records, the ground truth of the evaluation, the drawings and
+    the report all come from it. A process logs each finding once.
 
     Args:
         name: a dataset for which :func:`is_coco` holds.
         check: as ``DATASETS.CHECK``: ``"error"`` raises for errors, ``"warn"`` leaves them out, ``"off"`` returns what
             the file holds.
         masks: whether segmentations are checked.
-        open_images: whether every image file is opened.
         areas: whether missing areas are computed, which only evaluation needs.
 
     Raises:
         ConfigError: where :func:`read_coco` would, and for errors that the check finds.
     """
+    if (known := KEPT.get(fixed_key(name, check=check, masks=masks))) is not None:
+        return known[0]
     metadata = MetadataCatalog.get(name)
     if check == "off":
-        return read_coco(metadata.json_file), False
-    file = CocoFile(metadata.json_file, metadata.image_root, masks=None if masks else False, headers=open_images)
+        return read_coco(metadata.json_file)
+    file = CocoFile(metadata.json_file, metadata.image_root, masks=None if masks else False)
     if file.findings("error") and (check == "error" or file.unfixable() is not None):
         raise file.error()
     for finding in file.findings():
         level = logging.INFO if finding.severity == "note" else logging.WARNING
         log_first_n(level, f"{file.path}: {file.describe(finding)}", name=__name__, key="message")
-    fixed, _ = file.fixed(areas=areas)
-    return fixed, bool(file.findings("error", "fixed"))
+    return file.fixed(areas=areas)[0]
 
 
-def load_coco(name: str, *, check: str, masks: bool, open_images: bool) -> list[dict[str, Any]]:
+def fixed_key(name: str, *, check: str, masks: bool) -> tuple:
+    """Return what :func:`fixed_coco` depends on."""
+    return "fixed", name, check, masks, state_of_files(name)
+
+
+def state_of_files(name: str) -> tuple:
+    """Return the files of a registered dataset, and size and time of the annotation file."""
+    metadata = MetadataCatalog.get(name)
+    path = metadata.get("json_file")
+    found = os.stat(path) if path and os.path.exists(path) else None
+    return path, metadata.get("image_root"), found and (found.st_size, found.st_mtime_ns)
+
+
+def load_coco(name: str, *, check: str, masks: bool) -> list[dict[str, Any]]:
     """Return :func:`fixed_coco` as detectron2's records, those of ``load_coco_json`` for a file without findings.
 
     Sets the names and ids of the classes in detectron2's metadata, as that does. ``masks`` also decides whether
     segmentations are among the records.
     """
-    dataset, _ = fixed_coco(name, check=check, masks=masks, open_images=open_images, areas=False)
+    dataset = fixed_coco(name, check=check, masks=masks, areas=False)
     class_of = _set_classes(name, dataset)
-    objects_of = defaultdict(list)
-    for annotation in dataset.get("annotations", ()):
+    objects_of, annotations = defaultdict(list), dataset.get("annotations", [])[::-1]
+    dataset["annotations"] = []
+    while annotations:
+        # Only one of both is in memory.
+        annotation = annotations.pop()
         objects_of[annotation["image_id"]].append(_object(annotation, class_of, masks=masks))
     root, images = MetadataCatalog.get(name).image_root, sorted(dataset["images"], key=lambda image: image["id"])
     log_first_n(logging.INFO, f"{name}: {len(images)} images", name=__name__, key="message")
@@ -112,29 +130,28 @@ def _set_classes(name: str, dataset: dict[str, Any]) -> dict[int, int]:
 
 @contextlib.contextmanager
 def evaluation_dataset(name: str, *, check: str, masks: bool) -> Iterator[str]:
-    """Yield a name by which detectron2's evaluator finds :func:`fixed_coco`'s annotations of a dataset.
+    """Yield the name of a dataset, for which detectron2's evaluator is given :func:`fixed_coco`'s annotations.
 
-    The name itself where nothing in the file is changed; else that of a copy, which is removed afterwards.
+    It does so inside the context only; it would read the file otherwise.
     """
     if check == "off" or not is_coco(name):
         yield name
         return
-    # Images that cannot be opened are not evaluated with "warn"; with "error" the loader has refused them.
-    dataset, is_changed = fixed_coco(name, check=check, masks=masks, open_images=check == "warn")
-    if not is_changed:
+    dataset = fixed_coco(name, check=check, masks=masks)
+    _set_classes(name, dataset)
+
+    def read(path: str) -> COCO:
+        coco = COCO()
+        coco.dataset = dataset
+        coco.createIndex()
+        return coco
+
+    # detectron2 has no argument for it.
+    before, coco_evaluation.COCO = coco_evaluation.COCO, read
+    try:
         yield name
-        return
-    metadata = MetadataCatalog.get(name).as_dict()
-    copied = {key: value for key, value in metadata.items() if key not in ("name", "json_file")}
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / Path(metadata["json_file"]).name
-        copy.write_text(json.dumps(dataset))
-        MetadataCatalog.get(folder).set(json_file=str(copy), **copied)
-        _set_classes(folder, dataset)
-        try:
-            yield folder
-        finally:
-            MetadataCatalog.remove(folder)
+    finally:
+        coco_evaluation.COCO = before
 
 
 def write_cleaned(file: CocoFile, output: str | Path) -> str:

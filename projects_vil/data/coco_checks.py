@@ -24,6 +24,7 @@ from backbones import ConfigError
 from projects_vil.data.detection_utils import UnreadableImage, read_image, read_size
 from projects_vil.data.formats import SOURCE, read_coco
 from projects_vil.data.segmentation import FAR, box_of, check_segmentation, rle_of
+from projects_vil.utils import paused_garbage_collection
 
 NUM_EXAMPLES = 5
 _NUMBERS = {int, float}
@@ -50,6 +51,7 @@ class CocoFile:
         pixels: whether every image file is decoded.
         progress: called with the number of image files read so far.
         num_examples: how many examples of a finding are kept.
+        dataset: the contents of the file, if they are known.
 
     Raises:
         ConfigError: where :func:`read_coco` does.
@@ -62,6 +64,7 @@ class CocoFile:
         image_of: index of each annotation's image, -1 if unknown.
     """
 
+    @paused_garbage_collection()
     def __init__(
         self,
         path: str | Path,
@@ -72,8 +75,10 @@ class CocoFile:
         pixels: bool = False,
         progress: Callable[[int], None] | None = None,
         num_examples: float = NUM_EXAMPLES,
+        dataset: dict[str, Any] | None = None,
     ) -> None:
-        self.path, self.image_root, self.dataset = str(path), str(image_root), read_coco(path)
+        self.path, self.image_root = str(path), str(image_root)
+        self.dataset = read_coco(path) if dataset is None else dataset
         self.images, self.categories = self.dataset["images"], self.dataset["categories"]
         self.annotations = self.dataset.get("annotations", [])
         if masks is None:

@@ -34,6 +34,8 @@ _DAMAGED = (
     *(struct.error, zlib.error, Image.DecompressionBombError),
 )
 _ROTATED = (5, 6, 7, 8)  # EXIF orientations that exchange height and width
+# A detector's resize to a longest side of 1333 pixels leaves about three of a side that is this much shorter.
+_LARGEST_RATIO = 400
 
 
 class UnreadableImage(ConfigError):
@@ -56,6 +58,8 @@ def _opened(path: str | Path, content: bytes | None = None) -> Iterator[Image.Im
             raise OSError("not a regular file")
         with PathManager.open(str(path), "rb") if content is None else io.BytesIO(content) as file:
             with Image.open(file) as image:
+                if max(image.size) > _LARGEST_RATIO * min(image.size):
+                    raise ValueError(f"{image.size} pixels, of which one side is over {_LARGEST_RATIO} times the other")
                 yield image
 
 

@@ -5,7 +5,6 @@ bitmaps and has no CVAT, globox and labelformat have no polygons of LabelMe and 
 pixel off, and datumaro needs OpenCV below 5.
 """
 
-import gc
 import hashlib
 import json
 import math
@@ -23,6 +22,7 @@ import yaml
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
 from projects_vil.data.detection_utils import IMAGE_SUFFIXES, UnreadableImage, read_size
+from projects_vil.utils import read_json
 
 VAL_SHARE = 0.2
 # The key, in "info" of a COCO file that is written here, of the dataset that it was made of.
@@ -93,7 +93,9 @@ _Parts = dict[str, tuple[dict[str, Any], Path | None, Path]]
 _Read = tuple[list[_Photo], list[str] | None, Counter]
 
 
-def read_dataset(source: str | Path, folder: str | Path, *, val: float | None = None) -> Dataset:
+def read_dataset(
+    source: str | Path, folder: str | Path, *, val: float | None = None, contents: dict[str, Any] | None = None
+) -> Dataset:
     """Find out the format of a dataset and return it as COCO files.
 
     COCO files with a validation split are used as they are; anything else is written into ``folder``, always the same
@@ -104,6 +106,7 @@ def read_dataset(source: str | Path, folder: str | Path, *, val: float | None = 
         folder: for the files that are written; it is made where needed.
         val: share of the training images that are validated on where the dataset has no validation split: those with
             the lowest hashes of their file names, whatever their order. None is 0.2, and 0 leaves such a dataset whole.
+        contents: is given those of each split's file, so that a caller need not read it again.
 
     Raises:
         ConfigError: for files of no or of several formats, files that cannot be read as what they are, and a ``val``
@@ -133,8 +136,10 @@ def read_dataset(source: str | Path, folder: str | Path, *, val: float | None = 
             path.parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(path) as partial:
                 # For the message about its errors.
-                written = content | {"info": {SOURCE: str(source)}}
-                partial.write_text(json.dumps(written), encoding="utf-8")
+                content["info"] = {SOURCE: str(source)}
+                partial.write_text(json.dumps(content), encoding="utf-8")
+        if contents is not None:
+            contents[split] = content
         splits[split], sizes[split] = (path, images), len(content["images"])
         objects = [entry for entry in content.get("annotations", ()) if isinstance(entry, dict)]
         masks += [bool(entry.get("segmentation")) for entry in objects if not entry.get("iscrowd")]
@@ -176,16 +181,10 @@ def read_coco(path: str | Path) -> dict[str, Any]:
     Raises:
         ConfigError: for a file that is missing, is not JSON, or has no lists of images, annotations and categories.
     """
-    # Garbage collection takes half of the time while millions of objects are made.
-    gc.disable()
     try:
-        dataset = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(_other_format(path) or f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(_other_format(path) or f"{path} is not JSON: {error}") from error
-    finally:
-        gc.enable()
+        dataset = read_json(path, what="annotation file")
+    except ConfigError as error:
+        raise ConfigError(_other_format(path) or str(error)) from error
     content = dataset if isinstance(dataset, dict) else {}
     # Without the list of annotations nothing can be evaluated, with an empty one everything is nan: it stays absent.
     lists = content.get("images"), content.get("categories"), content.get("annotations", [])
@@ -226,7 +225,7 @@ def _walk(root: Path) -> list[Path]:
 def _sniff(path: Path) -> str | None:
     """Return the format of an annotation file by its beginning and its end, or None."""
     signs = _SIGNS.get(path.suffix.lower(), ())
-    if not signs:
+    if not signs or not path.is_file():
         return None
     with path.open("rb") as file:
         content = file.read(_SNIFFED_BYTES)
@@ -435,7 +434,7 @@ def _read_labelme(files: list[Path], root: Path) -> _Read:
     photos, left_out, images = [], Counter(), _Images(root)
     for path in files:
         try:
-            content, shapes = json.loads(path.read_text(encoding="utf-8")), []
+            content, shapes = read_json(path), []
             for shape in content["shapes"]:
                 label, kind = str(shape["label"]), shape.get("shape_type") or "polygon"
                 # LabelMe's converters leave this label out.

@@ -158,9 +158,10 @@ class EvaluationLoader(_Loader):
     """
 
     def __init__(
-        self, records: list[dict[str, Any]], mapper: Callable[[dict[str, Any]], dict[str, Any]], *, num_workers: int
+        self, records: Sequence[dict[str, Any]], mapper: Callable[[dict[str, Any]], dict[str, Any]], *, num_workers: int
     ) -> None:
-        dataset = MapDataset(DatasetFromList(records, copy=False), mapper)
+        serialised = records if isinstance(records, DatasetFromList) else DatasetFromList(records, copy=False)
+        dataset = MapDataset(serialised, mapper)
         super().__init__(dataset, num_workers=num_workers, sampler=InferenceSampler(len(records)))
 
 

@@ -14,6 +14,7 @@ import cv2
 import numpy as np
 
 from backbones.errors import ConfigError, check_choice, check_whole
+from projects_vil.utils import read_json
 
 SPLITS = ("train", "val")
 SHAPES_TASKS = ("detection", "sem_seg", "panoptic")
@@ -114,7 +115,7 @@ def _read_existing(output: Path, task: str) -> dict[str, dict] | None:
     parts = {path.parts[0] for split in SPLITS for path in _paths(task, split)} | {"classes.txt"}
     try:
         if {path.name for path in output.iterdir()} <= parts:
-            existing = {split: json.loads((output / _paths(task, split)[0]).read_bytes()) for split in SPLITS}
+            existing = {split: read_json(output / _paths(task, split)[0]) for split in SPLITS}
             if all(content["info"]["description"] == DESCRIPTION for content in existing.values()):
                 return existing
     except (OSError, ValueError, LookupError, TypeError):

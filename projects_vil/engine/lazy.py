@@ -121,8 +121,8 @@ def load_records(
     masks: bool = False,
     filter_empty: bool = True,
     check: str = "error",
-) -> list[dict[str, Any]]:
-    """Return the records of datasets with boxes, for the loaders of a LazyConfig.
+) -> Sequence[dict[str, Any]]:
+    """Return the records of datasets with boxes, for the loaders of a LazyConfig; all processes call this.
 
     Args:
         names: names of the datasets.
@@ -140,7 +140,8 @@ def load_records(
     cfg.MODEL.ROI_HEADS.NUM_CLASSES, cfg.MODEL.MASK_ON = num_classes, masks
     cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS = filter_empty
     cfg.DATASETS.CHECK = check
-    return data.load_dataset(cfg, list(names), train=train, open_images=True)
+    data.read_records(cfg, names, train=train)
+    return data.load_dataset(cfg, list(names), train=train)
 
 
 def lazy_options(cfg: DictConfig, model: nn.Module) -> CfgNode:

@@ -56,6 +56,8 @@ def _run(args: argparse.Namespace) -> None:
     cfg = load_config(args.config_file, args.opts)
     register_datasets(cfg)
     if args.eval_only:
+        log_run(cfg.OUTPUT_DIR, rank=comm.get_rank())
+        read_datasets(cfg, train=False)
         evaluate(cfg, args, Trainer.build_model, Trainer.test, _write_yaml)
         return
     with lock_output_dir(cfg):

@@ -37,7 +37,7 @@ from projects_vil.engine import hooks
 from projects_vil.engine.writers import MetricPrinter, MetricsFile, build_service_writers
 from projects_vil.evaluation import LOSS_TASK, split_metric_name, validation_loss, write_results
 from projects_vil.modeling import MicroBatches, avoid_waits, computing_in
-from projects_vil.utils import stop_requests, terminate, terminating_between_calls
+from projects_vil.utils import read_json, stop_requests, terminate, terminating_between_calls
 from projects_vil.visualization import draw_evaluation
 
 AMP_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -745,7 +745,7 @@ def _group_types(groups: Sequence[dict[str, Any]]) -> list[tuple[int, bool]]:
 
 def _write_diverged(path: Path, *, before: int, new: Sequence[dict[str, Any]] = ()) -> None:
     """Keep the entries of a JSON list that are of earlier iterations, and add others; without any, no file."""
-    old = json.loads(path.read_text()) if path.exists() else []
+    old = read_json(path) if path.exists() else []
     entries = [*(entry for entry in old if entry["iteration"] < before), *new]
     if not entries:
         path.unlink(missing_ok=True)

@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib.util
-import json
 import logging
 import math
 import re
@@ -17,8 +16,9 @@ from detectron2.utils.logger import log_first_n
 
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
+from backbones.errors import check_file
 from projects_vil.config import one_line
-from projects_vil.utils import memory_of
+from projects_vil.utils import memory_of, parse_json
 
 # Writers take the median of this many values, as in detectron2.
 SMOOTHING_WINDOW = 20
@@ -70,6 +70,8 @@ class MetricsFile(JSONWriter):
     """
 
     def __init__(self, path: Path) -> None:
+        if path.exists():
+            check_file(path, "file of metrics")
         super().__init__(str(path), SMOOTHING_WINDOW)
         self.path = path
 
@@ -87,8 +89,8 @@ class MetricsFile(JSONWriter):
 
 def _iteration(line: str) -> float:
     try:
-        return json.loads(line)["iteration"]
-    except (ValueError, KeyError, TypeError):
+        return int(parse_json(line, source="metrics.json")["iteration"])
+    except (ValueError, KeyError, TypeError, OverflowError):
         return math.inf
 
 

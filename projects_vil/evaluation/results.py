@@ -14,6 +14,7 @@ from detectron2.data import MetadataCatalog
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
 from projects_vil.config import first_of
+from projects_vil.utils import parse_json, read_json
 
 EVALUATION_FILE = "evaluation.json"
 # Next to it, the model that was evaluated: the results themselves have only datasets at the top level.
@@ -81,7 +82,7 @@ def read_results(folder: str | Path, *, model: str) -> dict[str, dict[str, dict[
     again = "evaluate again, with tools/train_net.py --eval-only"
     try:
         text = path.read_text()
-        content, evaluated = json.loads(text), json.loads(path.with_name(EVALUATED_MODEL_FILE).read_text())
+        content, evaluated = parse_json(text, source=path), read_json(path.with_name(EVALUATED_MODEL_FILE))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} or {EVALUATED_MODEL_FILE} cannot be read ({error}): {again}") from error
     if evaluated != _identity(text, model):

@@ -3,7 +3,6 @@
 import datetime
 import hashlib
 import importlib.metadata
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from projects_vil.config import detector_name
 from projects_vil.export.detectors import ExportableDetector
 from projects_vil.export.formats import FORMATS, OPSET
 from projects_vil.modeling import LARGEST_BATCH, export_sides
+from projects_vil.utils import read_json
 
 # Keys that this repository reads.
 _REQUIRED = {"input", "resizing", "outputs", "classes"}
@@ -70,11 +70,7 @@ def read_metadata(path: str | Path) -> dict:
     """
     file = metadata_path(path)
     check_file(path, "file")
-    check_file(file, "file", key=f"the metadata of {path}")
-    try:
-        metadata = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise ConfigError(f"{file} is not JSON: {error}") from error
+    metadata = read_json(file, what=f"metadata of {path}")
     if not isinstance(metadata, dict) or not _REQUIRED <= metadata.keys():
         raise ConfigError(f"{file} is not the metadata of an exported model")
     return metadata

@@ -21,7 +21,7 @@ from projects_vil.config import CONFIG_FILE, default_config
 from projects_vil.evaluation import EVALUATED_MODEL_FILE, EVALUATION_FILE, read_results, results_as_files
 from projects_vil.export import describe_report
 from projects_vil.inference.runners import EagerRunner, ExportedRunner
-from projects_vil.utils import unfinished_folder
+from projects_vil.utils import read_json, unfinished_folder
 
 T = TypeVar("T", bound="HubMixin")
 CARD_FILE = "README.md"
@@ -251,8 +251,8 @@ def find_reports(folder: Path, model: str) -> tuple[dict | None, dict[str, dict]
         evaluation = None
     for path in sorted([*folder.glob(EXPORT_REPORTS), *folder.glob(f"*/{EXPORT_REPORTS}")]):
         try:
-            report = json.loads(path.read_text())
-        except (OSError, ValueError):
+            report = read_json(path)
+        except ConfigError:
             report = None
         if not isinstance(report, dict) or report.get("fingerprint") != model:
             _logger.warning("left out: %s is not a report on these weights and settings: export again", path)

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from backbones.errors import ConfigError
+from projects_vil.utils import read_json
 from projects_vil.visualization import DRAW_THRESHOLD
 
 IOU_THRESHOLD = 0.5  # smallest IoU of true positives in confusions and drawings
@@ -71,7 +71,7 @@ def evaluate_detections(annotations: dict[str, Any], results: str | Path, *, max
         ConfigError: for results that are empty, damaged, or of another dataset.
     """
     try:
-        detections = json.loads(Path(results).read_bytes())
+        detections = read_json(results)
         if detections == []:
             raise ConfigError(f"the detector found nothing above its score threshold: {results} is empty")
         with contextlib.redirect_stdout(io.StringIO()):

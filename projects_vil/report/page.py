@@ -3,7 +3,6 @@
 import contextlib
 import datetime
 import itertools
-import json
 import logging
 import math
 import re
@@ -21,13 +20,14 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
-from backbones.errors import check_whole
+from backbones.errors import check_file, check_whole
 from projects_vil.config import config_items, default_config, detector_name, first_of, load_config
 from projects_vil.data import check_files, fixed_coco, is_coco, register_datasets
 from projects_vil.evaluation import LOSS_TASK, PER_CLASS, explain_results
 from projects_vil.report import figures
 from projects_vil.report.coco_metrics import DetectionMetrics, confusion_matrix, evaluate_detections
 from projects_vil.report.figures import TASK_NAMES
+from projects_vil.utils import parse_json
 from projects_vil.visualization import predictions_file
 
 REPORT_FILE = "report.html"
@@ -102,6 +102,7 @@ def read_run(folder: Path, overrides: Sequence[str] = ()) -> RunFolder:
 
     def read(name: str, content: str) -> str:
         with run.leaving_out(content):
+            check_file(folder / name, "file")
             return _COLOR.sub("", (folder / name).read_text(errors="replace"))
         return ""
 
@@ -113,14 +114,14 @@ def read_run(folder: Path, overrides: Sequence[str] = ()) -> RunFolder:
         run.cfg = load_config(folder / CONFIG, overrides)
     lines = read(METRICS, "curves").splitlines()
     for line in lines:
-        with contextlib.suppress(ValueError, TypeError, KeyError):
-            values = json.loads(line)
+        with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError):
+            values = parse_json(line, source=folder / METRICS)
             values["iteration"] = int(values["iteration"])
             run.metrics.append({name: value for name, value in values.items() if isinstance(value, (int, float))})
     if len(run.metrics) < len(lines):
         run.left_out.append(f"{len(lines) - len(run.metrics)} of {len(lines)} lines of {METRICS}, which are damaged")
     try:
-        evaluation = json.loads(read(EVALUATION, "metrics of the evaluation") or "{}")
+        evaluation = parse_json(read(EVALUATION, "metrics of the evaluation") or "{}", source=folder / EVALUATION)
         run.evaluation = {name: {task: dict(v) for task, v in tasks.items()} for name, tasks in evaluation.items()}
     except (AttributeError, TypeError, ValueError):
         run.left_out.append(f"metrics of the evaluation: {EVALUATION} is damaged")
@@ -168,7 +169,7 @@ def _evaluate(run: RunFolder, name: str) -> DetectionMetrics | None:
         check_files(name)
         if not is_coco(name):
             raise ConfigError("they are made for datasets in COCO format")
-        annotations, _ = fixed_coco(name, check=run.cfg.DATASETS.CHECK, masks=run.cfg.MODEL.MASK_ON)
+        annotations = fixed_coco(name, check=run.cfg.DATASETS.CHECK, masks=run.cfg.MODEL.MASK_ON)
         return evaluate_detections(annotations, results, max_detections=run.cfg.TEST.DETECTIONS_PER_IMAGE)
     return None
 

@@ -1,7 +1,7 @@
 """Drawings of a run: its training samples, its predictions next to ground truth, and a summary of its results."""
 
-import json
 import logging
+from collections.abc import Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from backbones.errors import ConfigError, check_whole
 from projects_vil.config import is_panoptic, is_segmentor
 from projects_vil.data import IGNORED_LABEL, build_train_loader, label_reader, load_dataset, read_image
 from projects_vil.evaluation import EVALUATION_FILE
-from projects_vil.utils import check_output_folder
+from projects_vil.utils import check_output_folder, read_json
 from projects_vil.visualization.drawing import (
     DRAW_THRESHOLD,
     PANEL_HEIGHT,
@@ -33,7 +33,7 @@ SMALLEST_SAMPLE = 640  # pixels of the longer side of a drawn sample, so that la
 
 def draw_results(
     dataset_name: str,
-    records: list[dict[str, Any]],
+    records: Sequence[dict[str, Any]],
     predictions: str | Path,
     output: str | Path,
     *,
@@ -121,7 +121,7 @@ def summarize_run(run: Path, dataset_name: str, *, num_images: int, drawing: Pat
     """
     labels = {("bbox", "AP"): "box AP", ("segm", "AP"): "mask AP", ("sem_seg", "mIoU"): "mIoU"}
     try:
-        tasks = json.loads((run / EVALUATION_FILE).read_bytes())[dataset_name]
+        tasks = read_json(run / EVALUATION_FILE)[dataset_name]
         found = {label: tasks[task][metric] for (task, metric), label in labels.items() if task in tasks}
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{run / EVALUATION_FILE} has no results on {dataset_name!r} ({error!r})") from error
@@ -194,10 +194,10 @@ def _predictions_by_image(path: Path, dataset_name: str, images: list, key: str)
     indices = metadata.get(f"{name}_dataset_id_to_contiguous_id") or range(len(metadata.get(f"{name}_classes")))
     by_image: dict[Any, list[dict]] = {image: [] for image in images}
     try:
-        for item in json.loads(path.read_bytes()):
+        for item in read_json(path, what="results file of an evaluation"):
             by_image[item[key]].append(item | {"category_id": indices[item["category_id"]]})
-    except OSError as error:
-        raise ConfigError(f"cannot read {path} ({error.strerror}); evaluate the model to write it") from error
+    except ConfigError:
+        raise
     except (LookupError, TypeError, ValueError) as error:
         raise ConfigError(f"{path} does not fit {dataset_name!r}, or is damaged ({error!r})") from error
     return by_image

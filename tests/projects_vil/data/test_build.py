@@ -1,15 +1,19 @@
 """Records and loaders, and errors that name the file or key."""
 
 import multiprocessing
+import shutil
+import sys
 from itertools import islice
+from pathlib import Path
 
 import cv2
 import pytest
 import torch
-from detectron2.data import MetadataCatalog
+from detectron2.utils import comm
 
 from backbones import ConfigError
 from projects_vil.data import build_test_loader, build_train_loader, load_dataset, read_datasets, register_datasets
+from projects_vil.evaluation import build_evaluator
 from tests.projects_vil.data.own import NAME, config, edit, entry, first_image, load
 from tests.projects_vil.helpers import message, small_config
 
@@ -76,29 +80,56 @@ def test_test_loader_gives_every_image_once_in_rgb(shapes):
     torch.testing.assert_close(mean, torch.from_numpy(bgr[..., ::-1].mean(axis=(0, 1))).float(), atol=2, rtol=0)
 
 
-def _read_in_rank(rank: int, folder, init_file, results) -> None:
-    """Read the datasets and map a batch; only rank 0 finds the annotation file."""
+def files_opened() -> list[str]:
+    """Return a list of the annotation files and images that this process opens from now on."""
+    opened = []
+
+    def note(event: str, arguments: tuple) -> None:
+        if event == "open" and str(arguments[0]).endswith((".json", ".jpg")):
+            opened.append(Path(str(arguments[0])).name)
+
+    sys.addaudithook(note)
+    return opened
+
+
+def _read_in_rank(rank: int, folder, init_file, results, per_machine: int) -> None:
+    """Read the datasets of a run, map a batch, and read everything that an evaluation does."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{init_file}", rank=rank, world_size=2)
-    file = "absent.json" if rank else "annotations.json"
-    cfg = config([NAME, str(folder / file), str(folder / "images")], overrides=["SOLVER.IMS_PER_BATCH", "4"])
+    comm.create_local_process_group(per_machine)
+    overrides = ["SOLVER.IMS_PER_BATCH", "4", "DATASETS.CHECK", "warn"]
+    # As if each machine had a copy of its own.
+    file = "other.json" if per_machine == 1 and rank == 1 else "annotations.json"
+    cfg = config([NAME, str(folder / file), str(folder / "images")], overrides=overrides)
     register_datasets(cfg)
+    opened = files_opened()
     try:
         number = read_datasets(cfg)
-        loader = build_train_loader(cfg)
-        loader.start(seed=3, iteration=0)
-        names = [[record["file_name"] for record in batch] for batch in islice(loader, 1)]
-        results.put((rank, number, names, MetadataCatalog.get(NAME).thing_classes))
     except ConfigError as error:
         results.put((rank, str(error), [], []))
+        return
+    checked = len(opened)
+    for _ in range(2):
+        tested = [batch[0]["file_name"] for batch in build_test_loader(cfg, NAME)]
+        truth = build_evaluator(cfg, NAME, str(folder / "out"))._coco_api.dataset
+    loader = build_train_loader(cfg)
+    loader.start(seed=3, iteration=0)
+    names = [record["file_name"] for batch in islice(loader, 1) for record in batch]
+    again = [name for name in opened[checked:] if name.endswith(".json")]
+    results.put((rank, number, names, (opened[:checked], again, len(tested), len(truth["images"]))))
 
 
-@pytest.mark.parametrize("is_sound", [True, False])
-def test_rank_0_reads_and_checks_for_all_ranks(copy, tmp_path, is_sound):
-    if not is_sound:
-        edit(copy, lambda content: content["annotations"][0].update(category_id=17))
+@pytest.mark.parametrize("case", ["sound", "refused", "machines with different files"])
+def test_the_first_process_of_a_machine_reads_and_checks_once_for_all(copy, tmp_path, case):
+    shutil.copy(copy / "annotations.json", copy / "other.json")
+    if case != "refused":
+        first_image(copy).write_bytes(b"")
+    if case == "machines with different files":
+        edit(copy, lambda content: content["images"].pop())
+    if case == "refused":
+        edit(copy, lambda content: [one.update(bbox=[0.1, 0.1, 0.2, 0.2]) for one in content["annotations"]])
     context = multiprocessing.get_context("fork")
     results = context.SimpleQueue()
-    arguments = (copy, tmp_path / "init", results)
+    arguments = (copy, tmp_path / "init", results, 2 if case != "machines with different files" else 1)
     processes = [context.Process(target=_read_in_rank, args=(rank, *arguments)) for rank in (0, 1)]
     for process in processes:
         process.start()
@@ -106,8 +137,12 @@ def test_rank_0_reads_and_checks_for_all_ranks(copy, tmp_path, is_sound):
         process.join(60)
         assert process.exitcode == 0
     (_, *first), (_, *second) = sorted(results.get() for _ in processes)
-    if is_sound:
-        assert first[0] == second[0] == 8 and first[2] == second[2] == ["circle", "square", "triangle"]
-        assert not set(sum(first[1], [])) & set(sum(second[1], []))
-    else:
-        assert first == second and str(copy / "annotations.json") in first[0]
+    if case != "sound":
+        named = str(copy / "annotations.json") if case == "refused" else "DATASETS"
+        assert first == second and named in first[0]
+        return
+    assert first[0] == second[0] == 7 and not set(first[1]) & set(second[1])
+    assert sorted(first[2][0]) == sorted([*(path.name for path in (copy / "images").iterdir()), "annotations.json"])
+    assert second[2][0] == []
+    # Loaders and evaluators of both, all without the image that cannot be read.
+    assert first[2][1:] == ([], 4, 7) and second[2][1:] == ([], 3, 7)

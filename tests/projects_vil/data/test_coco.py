@@ -3,12 +3,11 @@
 import json
 import math
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
-from detectron2.data import MetadataCatalog
 from detectron2.data.datasets import load_coco_json
+from detectron2.evaluation import COCOEvaluator
 from detectron2.structures import Boxes, BoxMode, Instances
 from detectron2.utils.events import EventStorage
 
@@ -22,7 +21,7 @@ from projects_vil.data import (
     write_cleaned,
     write_subset,
 )
-from projects_vil.evaluation import build_evaluator
+from projects_vil.evaluation import LOSS_TASK, build_evaluator
 from tests.projects_vil.data.corruptions import corrupt, rle
 from tests.projects_vil.data.own import NAME, config, edit, entry, load
 from tests.projects_vil.helpers import CONFIGS, SMALL, error_line, message, run_tool, small_config, untrained_detector
@@ -86,27 +85,66 @@ def test_evaluation_is_that_of_the_valid_file(copy, change, tmp_path_factory):
     assert evaluated(copy) == pytest.approx(expected, rel=0, abs=0, nan_ok=True)
 
 
+def evaluator_truth(**options) -> dict:
+    """Return the annotations that detectron2's evaluator compares with."""
+    with evaluation_dataset(NAME, **options) as name:
+        return COCOEvaluator(name, output_dir=None)._coco_api.dataset
+
+
 def test_fixed_annotations_are_the_same_for_all_readers(copy):
-    """The report reads ``fixed_coco``, the evaluator a copy of it, training its records."""
+    """The report reads ``fixed_coco``, the evaluator is given it, training has its records."""
     corrupt(copy, "area missing")
     corrupt(copy, "iscrowd missing")
     records = load(copy)
-    dataset, is_changed = fixed_coco(NAME, check="error", masks=True)
-    assert is_changed and all("area" in a and a["iscrowd"] == 0 for a in dataset["annotations"])
+    dataset = fixed_coco(NAME, check="error", masks=True)
+    assert all("area" in a and a["iscrowd"] == 0 for a in dataset["annotations"])
     assert {a["image_id"] for a in dataset["annotations"]} == {record["image_id"] for record in records}
-    with evaluation_dataset(NAME, check="error", masks=True) as name:
-        assert name != NAME and json.loads(Path(MetadataCatalog.get(name).json_file).read_text()) == dataset
-    with evaluation_dataset(NAME, check="off", masks=True) as name:
-        assert name == NAME
-    assert "area" not in fixed_coco(NAME, check="off", masks=True)[0]["annotations"][1]
+    assert evaluator_truth(check="error", masks=True) == dataset
+    assert "area" not in evaluator_truth(check="off", masks=True)["annotations"][1]
+    assert "area" not in fixed_coco(NAME, check="off", masks=True)["annotations"][1]
+
+
+@pytest.mark.slow
+def test_a_run_on_data_that_the_check_mends(copy, tmp_path):
+    """Training, evaluation, its loss, the drawing and the report see what is left, and none of them the rest."""
+
+    def mend(content: dict) -> None:
+        images, annotations = content["images"], content["annotations"]
+        for image in images[4:]:
+            del image["height"]
+        for annotation in annotations:
+            del annotation["id"], annotation["area"], annotation["iscrowd"]
+            annotation["category_id"] = str(annotation["category_id"])
+        for category in content["categories"]:
+            category["id"] = str(category["id"])
+        annotations += [17, None]
+        images[1]["height"] += 1
+        (copy / "images" / images[0]["file_name"]).write_bytes(b"")
+        (copy / "images" / images[2]["file_name"]).unlink()
+
+    edit(copy, mend)
+    out = tmp_path / "out"
+    keys = ["DATASETS.COCO", repr([entry(copy)]), "DATASETS.TRAIN", f"('{NAME}',)", "DATASETS.TEST", f"('{NAME}',)"]
+    keys += [*SMALL["retinanet"], "DATASETS.CHECK", "warn", "SOLVER.MAX_ITER", "2", "SOLVER.IMS_PER_BATCH", "2"]
+    keys += ["SOLVER.WARMUP_ITERS", "0", "TEST.LOSS", "True", "TEST.DRAW_IMAGES", "8", "OUTPUT_DIR", out]
+    result = run_tool("train_net.py", "--config-file", CONFIGS["retinanet"], *keys)
+    assert result.returncode == 0, result.stderr
+    assert (out / "model_final.pth").exists() and len(list((out / "drawings").iterdir())) == 1
+    tasks = json.loads((out / "evaluation.json").read_text())[NAME]
+    assert tasks[LOSS_TASK]["total_loss"] > 0 and tasks["bbox"]["AP"] is not None
+    assert {one["image_id"] for one in json.loads((out / "inference/coco_instances_results.json").read_text())} == {
+        image["id"] for image in json.loads((copy / "annotations.json").read_text())["images"][3:]
+    }
+    result = run_tool("report.py", out)
+    assert result.returncode == 0 and NAME not in result.stderr and (out / "report.html").exists()
 
 
 def test_test_images_have_no_annotations(copy):
     edit(copy, lambda content: content.pop("annotations"))
     corrupt(copy, "size missing")
     assert len(load(copy, train=False)) == 8
-    with evaluation_dataset(NAME, check="error", masks=True) as name:
-        assert name != NAME and "annotations" not in json.loads(Path(MetadataCatalog.get(name).json_file).read_text())
+    truth = evaluator_truth(check="error", masks=True)
+    assert "annotations" not in truth and truth["images"][1]["height"] > 0
 
 
 # -- training --------------------------------------------------------------------------------------

@@ -46,10 +46,10 @@ def test_corruption(copy, name):
     assert (copy / "annotations.json").read_bytes() == before
     # Training stops, or goes on with what the mapper can read.
     if is_error:
-        assert str(copy) in message(load, copy, detector="mask_rcnn", open_images=True)
+        assert str(copy) in message(load, copy, detector="mask_rcnn")
     number = {"category without an object": 4, "category without a name": 2, "category id twice": 2}.get(name, 3)
     overrides = ["MODEL.ROI_HEADS.NUM_CLASSES", str(number), "DATASETS.CHECK", "warn" if is_error else "error"]
-    records = load(copy, *overrides, detector="mask_rcnn", open_images=True)
+    records = load(copy, *overrides, detector="mask_rcnn")
     mapper = Mapper(small_config("mask_rcnn"), is_train=True)
     assert len(records) >= 6
     for record in records:

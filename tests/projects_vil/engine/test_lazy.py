@@ -134,7 +134,7 @@ def test_large_scale_jitter_as_in_the_docs(shapes):
     exec(snippet.replace("1024", "96"), {"dataloader": cfg.dataloader, "L": LazyCall, "T": T})
     records = load_records(["shapes_train"], train=True, num_classes=3, masks=True)
     mapper = instantiate(cfg.dataloader.train.mapper)
-    for record in records[:4]:
+    for record in list(records)[:4]:
         sample = mapper(record)
         instances = sample["instances"]
         assert sample["image"].shape == (3, 96, 96) and instances.gt_masks.tensor.shape[1:] == (96, 96)
