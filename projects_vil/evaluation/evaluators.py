@@ -176,6 +176,11 @@ class MatchingCOCOEvaluator(COCOEvaluator):
             self._results_file = tempfile.TemporaryFile("w+", dir=self._output_dir)
 
     @functools.cached_property
+    def images(self) -> list[dict[str, Any]]:
+        """The images of the COCO file."""
+        return [json.loads(entry)[0] for entry in self._truth.values()]
+
+    @functools.cached_property
     def _truth(self) -> dict[int, bytes]:
         """Image id -> the image's entry and annotations as JSON, which take a fraction of their memory as objects."""
         coco, self._coco_api = self._coco_api, None
