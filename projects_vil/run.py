@@ -173,7 +173,7 @@ def evaluate(
     if predictions:
         path, weights, root = config_path("base/retinanet_1x"), None, Path("output")
     else:
-        path, weights = find_model(Path(model), given.get("MODEL.WEIGHTS"))
+        path, weights = find_model(Path(model or ""), given.get("MODEL.WEIGHTS"))
         root = folder_of(path)
     keys = {} if weights is None else {"MODEL.WEIGHTS": str(weights)}
     own = root / (f"evaluation_{_name(data)}" if data else "")

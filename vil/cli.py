@@ -128,8 +128,6 @@ def evaluate(parser: ToolParser, words: Sequence[str]) -> None:
         if not parts or len(data) > 1:
             parser.error(f"--predictions takes .parquet files and folders of them, and one DATA: {', '.join(data)}")
         arguments |= {"model": None, "data": data[0] if data else None, "predictions": parts}
-    elif arguments["model"] is None:
-        parser.error("name a MODEL, or --predictions of one")
 
     from projects_vil import run
 

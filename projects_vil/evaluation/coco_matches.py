@@ -11,12 +11,14 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 Entry = dict[str, Any]
+# Of one image, or of several: what match_image returns.
+Matches = tuple[np.ndarray, np.ndarray]
 _PAIR = [("image", np.int64), ("category", np.int32)]
 
 
 def match_image(
     image: Entry, annotations: list[Entry], results: list[Entry], task: str, max_detections: Sequence[int]
-) -> tuple[np.ndarray, np.ndarray]:
+) -> Matches:
     """Let pycocotools match the results of one image.
 
     Args:
@@ -59,12 +61,12 @@ def match_image(
 
 
 def summarize(
-    found: np.ndarray, objects: np.ndarray, task: str, categories: Sequence[int], max_detections: Sequence[int]
+    matches: Sequence[Matches], task: str, categories: Sequence[int], max_detections: Sequence[int]
 ) -> COCOeval:
     """Return a COCOeval with the precision, recall and scores of its ``accumulate``, to the bit, and print its table.
 
     Args:
-        found, objects: what :func:`match_image` returns, of all images, in any order.
+        matches: of all images, in any order.
         categories: all ids.
         task, max_detections: as for :func:`match_image`.
     """
@@ -77,10 +79,11 @@ def summarize(
     shape = [len(getattr(parameters, name)) for name in ("iouThrs", "recThrs", "catIds", "areaRng", "maxDets")]
     tables = {name: -np.ones(shape) for name in ("precision", "scores")} | {"recall": -np.ones(shape[:1] + shape[2:])}
     for index, category in enumerate(parameters.catIds):
-        own = found[found["category"] == category]
+        parts = ([table[table["category"] == category] for table in tables] for tables in zip(*matches, strict=True))
+        own, objects = map(np.concatenate, parts)
         # The image's id decides between equal scores.
         own = own[np.lexsort([own["rank"], own["image"], -own["score"]])]
-        numbers = objects["objects"][objects["category"] == category].sum(axis=0)
+        numbers = objects["objects"].sum(axis=0)
         for limit, most in enumerate(parameters.maxDets):
             rows = own[own["rank"] < most]
             for area in np.flatnonzero(numbers):

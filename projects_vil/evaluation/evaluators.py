@@ -31,7 +31,7 @@ from backbones.checkpoint_files import atomic_write
 from backbones.errors import check_choice, closest
 from projects_vil.config import is_panoptic
 from projects_vil.data import class_names, evaluation_dataset, label_reader
-from projects_vil.evaluation.coco_matches import match_image, summarize
+from projects_vil.evaluation.coco_matches import Matches, match_image, summarize
 from projects_vil.evaluation.losses import LOSS_TASK, TOTAL_LOSS
 
 COCO_APIS = ("pycocotools", "faster_coco_eval")
@@ -168,17 +168,12 @@ class MatchingCOCOEvaluator(COCOEvaluator):
 
     def reset(self) -> None:
         super().reset()
-        # Image id -> task -> what match_image returns.
-        self._images: dict[int, dict[str, tuple[np.ndarray, np.ndarray]]] = {}
+        # Image id -> task -> matches.
+        self._images: dict[int, dict[str, Matches]] = {}
         if self._output_dir:
             os.makedirs(self._output_dir, exist_ok=True)
             # A line an image, in a file without a name, which goes when the process does.
             self._results_file = tempfile.TemporaryFile("w+", dir=self._output_dir)
-
-    @functools.cached_property
-    def images(self) -> list[dict[str, Any]]:
-        """The images of the COCO file."""
-        return [json.loads(entry)[0] for entry in self._truth.values()]
 
     @functools.cached_property
     def _truth(self) -> dict[int, bytes]:
@@ -205,7 +200,7 @@ class MatchingCOCOEvaluator(COCOEvaluator):
             if self._output_dir:
                 self._results_file.write(json.dumps(results)[1:-1] + "\n")
 
-    def _match(self, image_id: int, results: list[dict[str, Any]], task: str) -> tuple[np.ndarray, np.ndarray]:
+    def _match(self, image_id: int, results: list[dict[str, Any]], task: str) -> Matches:
         return match_image(*json.loads(self._truth[image_id]), results, task, self._max_dets_per_image)
 
     def evaluate(self) -> dict[str, Any]:
@@ -222,12 +217,12 @@ class MatchingCOCOEvaluator(COCOEvaluator):
         for task in sorted(set().union(*comm.all_gather(set().union(*own)))) or ["bbox"]:
             parts = comm.gather(_joined([tasks.pop(task) for tasks in own if task in tasks]))
             if comm.is_main_process():
-                parts, evaluation = [part for part in parts if part], None
+                parts, evaluation = list(filter(None, parts)), None
                 if parts:
                     # Objects count in images without detections too.
                     rest = self._truth.keys() - {number for found, _ in parts for number in np.unique(found["image"])}
-                    parts += [self._match(number, [], task) for number in rest]
-                    evaluation = summarize(*_joined(parts), task, self._category_ids, self._max_dets_per_image)
+                    parts += [_joined([self._match(number, [], task) for number in rest])] * bool(rest)
+                    evaluation = summarize(parts, task, self._category_ids, self._max_dets_per_image)
                 results[task] = self._derive_coco_results(evaluation, task, class_names=classes)
         return results
 
@@ -249,8 +244,8 @@ class MatchingCOCOEvaluator(COCOEvaluator):
         self._results_file.close()
 
 
-def _joined(tables: list[tuple[np.ndarray, np.ndarray]]) -> list[np.ndarray]:
-    return [np.concatenate(columns) for columns in zip(*tables, strict=True)]
+def _joined(tables: list[Matches]) -> Matches | tuple[()]:
+    return tuple(map(np.concatenate, zip(*tables, strict=True)))
 
 
 # -- names of metrics ------------------------------------------------------------------------------

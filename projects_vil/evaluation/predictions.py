@@ -43,10 +43,10 @@ def evaluate_predictions(cfg: CfgNode, paths: Sequence[str | Path]) -> None:
     evaluator = coco_evaluator(name, output_dir=folder, max_dets_per_image=limit, masks=True, check=check)
     evaluator.reset()
     named: dict[str, list[dict[str, Any]]] = {}
-    missing = {image["id"]: image for image in evaluator.images}
+    missing = {image["id"]: image for image in evaluator._coco_api.dataset["images"]}
+    total, others, errors = len(missing), 0, 0
     for image in missing.values():
         named.setdefault(Path(image["file_name"]).name, []).append(image)
-    others = errors = 0
     for file, labels, row in _rows(paths):
         path = f"/{row['file_name']}"
         own = [(one, f"/{one['file_name']}") for one in named.get(Path(path).name, ())]
@@ -59,10 +59,10 @@ def evaluate_predictions(cfg: CfgNode, paths: Sequence[str | Path]) -> None:
         for image in own:
             evaluator.add(missing.pop(image["id"])["id"], _results(row, image, ids))
         others, errors = others + (not own), errors + bool(own and row["error"])
-    if len(missing) == len(evaluator.images):
+    if len(missing) == total:
         raise ConfigError(f"none of {others} rows is of an image of {name}: their file names do not end alike")
     text = "%d images of %s, of which %d have no prediction and %d an error; %d rows are of other images"
-    logging.getLogger(__name__).info(text, len(evaluator.images), name, len(missing), errors, others)
+    logging.getLogger(__name__).info(text, total, name, len(missing), errors, others)
     results = evaluator.evaluate()
     print_csv_format(results)
     write_results(cfg, results)

@@ -96,4 +96,4 @@ def test_mistakes(case, vil):
     assert "unknown" not in message(evaluate, None, "mine", predictions=["unknown"], output="out")
     assert not Path("out/evaluation.json").exists()
     for words in ([], ["--predictions", "mine"], ["mine", "mine", "--predictions", "twice"]):
-        assert vil("eval", *words)[0] == 2
+        assert vil("eval", *words)[0] == (2 if words else 1)
