@@ -45,6 +45,7 @@ def evaluate_predictions(cfg: CfgNode, paths: Sequence[str | Path]) -> None:
     named: dict[str, list[dict[str, Any]]] = {}
     missing = {image["id"]: image for image in evaluator._coco_api.dataset["images"]}
     total, others, errors = len(missing), 0, 0
+    has_masks = all(one.get("segmentation") for one in evaluator._coco_api.dataset.get("annotations", ()))
     for image in missing.values():
         named.setdefault(Path(image["file_name"]).name, []).append(image)
     for file, labels, row in _rows(paths):
@@ -56,6 +57,7 @@ def evaluate_predictions(cfg: CfgNode, paths: Sequence[str | Path]) -> None:
             raise ConfigError(f"{file} has no class of {name}, {', '.join(ids_of)}, but {', '.join(labels.values())}")
         if len(own) > 1 or any(one["id"] not in missing for one in own):
             raise ConfigError(f"{file}: {path[1:]} is of several images of {name}, or of one that has another row")
+        row["masks"] = row["masks"] if has_masks else None
         for image in own:
             evaluator.add(missing.pop(image["id"])["id"], _results(row, image, ids))
         others, errors = others + (not own), errors + bool(own and row["error"])

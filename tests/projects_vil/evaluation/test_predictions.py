@@ -97,3 +97,13 @@ def test_mistakes(case, vil):
     assert not Path("out/evaluation.json").exists()
     for words in ([], ["--predictions", "mine"], ["mine", "mine", "--predictions", "twice"]):
         assert vil("eval", *words)[0] == (2 if words else 1)
+
+
+def test_masks_without_masks_in_the_dataset(case):
+    rows, expected = case
+    dataset = json.loads(Path("mine/instances.json").read_text())
+    dataset["annotations"] = [one | {"segmentation": []} for one in dataset["annotations"]]
+    Path("mine/instances.json").write_text(json.dumps(dataset))
+    write(Path("found/a.parquet"), rows)
+    (tasks,) = evaluate(None, "mine", predictions=["found"], output="out", **{"DATASETS.CHECK": "off"}).values()
+    assert tasks.keys() == {"bbox"} and tasks["bbox"]["AP"] == expected["bbox"]["AP"]
