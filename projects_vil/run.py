@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from projects_vil.checkpoint import read_zoo
 from projects_vil.config import CONFIG_FILE, config_path, load_config, number_of_classes
 from projects_vil.data import Dataset, read_dataset
 from projects_vil.engine import check_output_dir, train_from_command_line
-from projects_vil.evaluation import EVALUATION_FILE
+from projects_vil.evaluation import EVALUATION_FILE, evaluate_predictions
 from projects_vil.inference import Detector, find_model
 from projects_vil.utils import read_json, removed_if_not_begun
 
@@ -142,9 +142,10 @@ def train(
 
 
 def evaluate(
-    model: str | Path,
+    model: str | Path | None,
     data: str | Path | None = None,
     *,
+    predictions: Sequence[str | Path] = (),
     output: str | Path | None = None,
     num_gpus: int = 1,
     num_machines: int = 1,
@@ -155,9 +156,12 @@ def evaluate(
     """Evaluate a detector, and return dataset -> task -> metric in percent, as in its ``evaluation.json``.
 
     Args:
-        model: a run's folder, a name of the model zoo, or a checkpoint next to its ``config.yaml``.
-        data: its test images, or else those for validation, or else all; None for DATASETS.TEST of the run.
-        output: folder of the results: by default that of the run, and for ``data`` a folder ``evaluation_DATA`` in it.
+        model: a run's folder, a name of the model zoo, or a checkpoint next to its ``config.yaml``; None with
+            ``predictions``.
+        data: its test images, or else those for validation, or else all; None for DATASETS.TEST of the run, or COCO's.
+        predictions: Parquet files of ``vil predict``, and folders of them, to evaluate instead of a model.
+        output: folder of the results: by default that of the run, or ``output`` without one, and for ``data`` a folder
+            ``evaluation_DATA`` in it.
         num_gpus, num_machines, machine_rank, dist_url: as for detectron2's ``launch``.
         overrides: config keys.
 
@@ -165,9 +169,13 @@ def evaluate(
         ConfigError: for a mistake in the arguments, the data or a file.
     """
     given = _given(evaluate, overrides)
-    path, weights = find_model(Path(model), given.get("MODEL.WEIGHTS"))
+    if predictions:
+        path, weights, root = config_path("base/retinanet_1x"), None, Path("output")
+    else:
+        path, weights = find_model(Path(model or ""), given.get("MODEL.WEIGHTS"))
+        root = folder_of(path)
     keys = {} if weights is None else {"MODEL.WEIGHTS": str(weights)}
-    own = folder_of(path) / (f"evaluation_{_name(data)}" if data else "")
+    own = root / (f"evaluation_{_name(data)}" if data else "")
     folder = Path(output or given.get("OUTPUT_DIR") or own)
     keys["OUTPUT_DIR"] = repr(str(folder))
     processes = {"num_gpus": num_gpus, "num_machines": num_machines, "machine_rank": machine_rank, "dist_url": dist_url}
@@ -178,7 +186,10 @@ def evaluate(
             images = "all images, also those that the detector may have learned" if test == "train" else f"split {test}"
             print(f"{dataset.line()}; evaluated: {images}", flush=True)
             keys |= _dataset_keys(dataset, folder.name, test=test)
-        _launch(path, keys | given, eval_only=True, resume=False, **processes)
+        if predictions:
+            evaluate_predictions(load_config(path, _words(keys | given)), predictions)
+        else:
+            _launch(path, keys | given, eval_only=True, resume=False, **processes)
     return Run(folder).results
 
 

@@ -6,8 +6,8 @@ detectron2, or models of timm; ratios are to the first of them, or to the first 
 the exponents of pixels that time and memory grow by. --limits shows what limits a model: arithmetic, memory, or the
 number of calls of its operators. Overrides of config keys are for the models, not for the baselines.
 
---what coco-api times COCO's metrics by pycocotools and by faster-coco-eval, --what dataset-check the check of
-tools/check_dataset.py; both generate --images annotated images of 7 objects each.
+--what coco-api measures an evaluation by pycocotools and by faster-coco-eval, once each in a new process, --what
+dataset-check the check of tools/check_dataset.py; both generate --images annotated images of 7 objects each.
 
 Example:
     python tools/benchmark.py --what backbone --models vil_tiny_rpb vil_small_rpb --against swin_t --size 800 1344
@@ -18,7 +18,7 @@ Example:
     python tools/benchmark.py --what attention --models vil_small_rpb full_small --size 400 672 --size 800 1344 \\
         --plot growth.png
     python tools/benchmark.py --models vil_small_rpb lit_s --against swin_t --size 512 672 --backward --limits
-    python tools/benchmark.py --what coco-api --images 5000 --runs 3
+    python tools/benchmark.py --what coco-api --images 5000
     python tools/benchmark.py --what dataset-check --images 118287
 """
 
@@ -93,10 +93,11 @@ def measure_models(args: argparse.Namespace) -> None:
 def measure_coco_apis(args: argparse.Namespace) -> None:
     from projects_vil.analysis import compare_coco_apis
 
-    compared = compare_coco_apis(num_images=args.images, num_detections=100, runs=args.runs)
-    seconds, metrics = compared["seconds"], compared["metrics"]
+    compared = compare_coco_apis(num_images=args.images, num_detections=100)
+    seconds, memory, metrics = compared["seconds"], compared["memory"], compared["metrics"]
     for api, duration in seconds.items():
-        print(f"{api}: {duration:.2f} s, AP {metrics[api]['AP']:.4f}")
+        peak = "memory not measured (no /proc)" if memory[api] is None else f"{memory[api] / 1e9:.2f} GB"
+        print(f"{api}: {duration:.2f} s, {peak}, AP {metrics[api]['AP']:.4f}")
     reference, api = seconds
     most = max(abs(metrics[api][name] - value) for name, value in metrics[reference].items() if value == value)
     share = seconds[api] / seconds[reference]

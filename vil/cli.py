@@ -106,13 +106,28 @@ def evaluate(parser: ToolParser, words: Sequence[str]) -> None:
     Example:
         vil eval output/photos_vil_tiny_retinanet
         vil eval output/photos_vil_tiny_retinanet more_photos
+        vil eval more_photos --predictions found/*.parquet
     """
-    parser.add_argument("model", metavar="MODEL", help=_MODEL)
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=f"{_MODEL}; none with --predictions")
     data_help = f"{_DATA}: its test images, or else those for validation (default: the run's own)"
     parser.add_argument("data", nargs="?", type=existing_path, metavar="DATA", help=data_help)
-    parser.add_argument("--output", metavar="DIR", help="folder (default: that of MODEL, with DATA one in it)")
+    predictions_help = "Parquet files of vil predict, or folders of them, to evaluate instead of a model"
+    parser.add_argument(
+        "--predictions", nargs="+", default=[], type=existing_path, metavar="PATH", help=predictions_help
+    )
+    parser.add_argument(
+        "--output", metavar="DIR", help="folder (default: that of MODEL or output, with DATA one in it)"
+    )
     add_process_arguments(parser)
     arguments = _options(parser, words)
+    if arguments["predictions"]:
+        # DATA takes the place of MODEL, and behind PATH argparse does not tell it from another one.
+        paths = [path for path in (arguments["model"], arguments["data"], *arguments["predictions"]) if path]
+        parts = [path for path in paths if path.endswith(".parquet") or any(Path(path).glob("*.parquet"))]
+        data = [path for path in paths if path not in parts]
+        if not parts or len(data) > 1:
+            parser.error(f"--predictions takes .parquet files and folders of them, and one DATA: {', '.join(data)}")
+        arguments |= {"model": None, "data": data[0] if data else None, "predictions": parts}
 
     from projects_vil import run
 

@@ -1,10 +1,9 @@
-"""Time of COCO's metrics by two libraries, and of the check of a dataset, on synthetic COCO annotations."""
+"""Time and memory of COCO's metrics by two libraries, and of the check of a dataset, on synthetic COCO annotations."""
 
 import contextlib
 import io
 import json
 import multiprocessing
-import statistics
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -13,8 +12,7 @@ from typing import Any
 import cv2
 import numpy as np
 import torch
-from detectron2.data import DatasetCatalog
-from detectron2.data.datasets import register_coco_instances
+from detectron2.data import MetadataCatalog
 from detectron2.structures import Boxes, Instances
 from torch.utils.benchmark.utils.timer import timer
 
@@ -27,37 +25,43 @@ NUM_CLASSES, NUM_OBJECTS, NUM_POINTS = 80, 7, 24
 HEIGHT, WIDTH = 480, 640
 
 
-def compare_coco_apis(*, num_images: int, num_detections: int, runs: int) -> dict[str, dict[str, Any]]:
-    """Time both APIs, interleaved in one process, from detections in memory to metrics, the results file included.
+def compare_coco_apis(*, num_images: int, num_detections: int) -> dict[str, dict[str, Any]]:
+    """Evaluate drawn detections by both APIs, from the file of annotations to metrics, each in a new process.
 
     Args:
         num_images: number of images in the synthetic dataset of 80 classes, with 7 objects each.
         num_detections: per image; half of them near its objects.
 
     Returns:
-        ``seconds``, the median of each API, and its ``metrics``.
+        ``seconds``, the peak of the process's ``memory`` in bytes, or None on systems without /proc, and ``metrics``,
+        each by API.
 
     Raises:
         ConfigError: where faster-coco-eval is not installed.
     """
-    generator = np.random.default_rng(0)
-    seconds, metrics = {api: [] for api in COCO_APIS}, {}
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        path = Path(folder) / "annotations.json"
-        boxes, classes = write_annotations(path, generator, num_images)
-        detections = [_detections(generator, *objects, num_detections) for objects in zip(boxes, classes, strict=True)]
-        register_coco_instances(folder, {}, str(path), folder)  # a name that no other call has
-        DatasetCatalog.get(folder)  # sets the ids of the classes
-        evaluators = {api: coco_evaluator(folder, output_dir=folder, check="off", api=api) for api in COCO_APIS}
-        for _ in range(runs):
-            for api, evaluator in evaluators.items():
-                evaluator.reset()
-                for index, instances in enumerate(detections):
-                    evaluator.process([{"image_id": index + 1}], [{"instances": instances}])
-                start = timer()
-                metrics[api] = evaluator.evaluate()["bbox"]
-                seconds[api].append(timer() - start)
-    return {"seconds": {api: statistics.median(own) for api, own in seconds.items()}, "metrics": metrics}
+    context, measured = multiprocessing.get_context("spawn"), {}
+    with tempfile.TemporaryDirectory() as folder:
+        objects = write_annotations(Path(folder) / "annotations.json", np.random.default_rng(0), num_images)
+        for api in COCO_APIS:
+            with ProcessPoolExecutor(1, mp_context=context) as pool:
+                measured[api] = pool.submit(_evaluate, folder, *objects, num_detections, api).result()
+    return {key: {api: own[key] for api, own in measured.items()} for key in ("seconds", "memory", "metrics")}
+
+
+def _evaluate(folder: str, boxes: np.ndarray, classes: np.ndarray, num_detections: int, api: str) -> dict[str, Any]:
+    names = [str(index) for index in range(NUM_CLASSES)]
+    ids = {index + 1: index for index in range(NUM_CLASSES)}
+    facts = {"thing_classes": names, "thing_dataset_id_to_contiguous_id": ids}
+    MetadataCatalog.get(folder).set(json_file=f"{folder}/annotations.json", **facts)
+    generator, start = np.random.default_rng(1), timer()
+    with contextlib.redirect_stdout(io.StringIO()):
+        evaluator = coco_evaluator(folder, output_dir=folder, check="off", api=api)
+        evaluator.reset()
+        for index, objects in enumerate(zip(boxes, classes, strict=True)):
+            instances = _detections(generator, *objects, num_detections)
+            evaluator.process([{"image_id": index + 1}], [{"instances": instances}])
+        metrics = evaluator.evaluate()["bbox"]
+    return {"seconds": timer() - start, "memory": memory_of(peak=True), "metrics": metrics}
 
 
 def time_dataset_check(*, num_images: int) -> dict[str, float | None]:

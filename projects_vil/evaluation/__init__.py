@@ -9,6 +9,7 @@ from projects_vil.evaluation.evaluators import (
     split_metric_name,
 )
 from projects_vil.evaluation.losses import LOSS_TASK, validation_loss
+from projects_vil.evaluation.predictions import evaluate_predictions
 from projects_vil.evaluation.results import (
     EVALUATED_MODEL_FILE,
     EVALUATION_FILE,

@@ -1,11 +1,19 @@
 """The evaluator of a dataset, and the metrics that it computes."""
 
 import copy
+import functools
 import importlib.util
+import json
 import math
+import os
+import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from detectron2.config import CfgNode
 from detectron2.data import MetadataCatalog
 from detectron2.evaluation import (
@@ -16,11 +24,14 @@ from detectron2.evaluation import (
     SemSegEvaluator,
     coco_evaluation,
 )
+from detectron2.utils import comm
 
 from backbones import ConfigError
+from backbones.checkpoint_files import atomic_write
 from backbones.errors import check_choice, closest
 from projects_vil.config import is_panoptic
 from projects_vil.data import class_names, evaluation_dataset, label_reader
+from projects_vil.evaluation.coco_matches import Matches, match_image, summarize
 from projects_vil.evaluation.losses import LOSS_TASK, TOTAL_LOSS
 
 COCO_APIS = ("pycocotools", "faster_coco_eval")
@@ -32,6 +43,9 @@ _DETECTION_METRICS = {
     "lvis": (*_COCO_METRICS, "APr", "APc", "APf"),
     "pascal_voc": ("AP", "AP50", "AP75"),
 }
+# Images whose results one process sends to the first at a time.
+_IMAGES_AT_ONCE = 200
+RESULTS_FILE = "coco_instances_results.json"
 _LABEL_METRICS = ("mIoU", "fwIoU", "mACC", "pACC")
 
 
@@ -90,7 +104,7 @@ def coco_evaluator(
         ConfigError: for annotations that the check refuses, or an API that is not installed.
     """
     check_coco_api(api)
-    evaluator = FasterCOCOEvaluator if api == "faster_coco_eval" else COCOEvaluator
+    evaluator = FasterCOCOEvaluator if api == "faster_coco_eval" else MatchingCOCOEvaluator
     with evaluation_dataset(dataset_name, check=check, masks=masks) as name:
         return evaluator(name, output_dir=output_dir, max_dets_per_image=max_dets_per_image)
 
@@ -142,6 +156,96 @@ class FasterCOCOEvaluator(COCOEvaluator):
             super()._eval_predictions(predictions, img_ids)
         finally:
             coco_evaluation.COCOeval_opt, coco_evaluation.COCOevalMaxDets = before
+
+
+class MatchingCOCOEvaluator(COCOEvaluator):
+    """detectron2's evaluator, with its metrics to the bit, and never all detections in memory.
+
+    Each process lets pycocotools match an image as it comes, and keeps some forty bytes a detection. The first one
+    gets these, and in small parts the entries of ``coco_instances_results.json``. An image that comes again, in the
+    same process or in another one, is left out. Proposals are evaluated as detectron2 does.
+    """
+
+    def reset(self) -> None:
+        super().reset()
+        # Image id -> task -> matches.
+        self._images: dict[int, dict[str, Matches]] = {}
+        if self._output_dir:
+            os.makedirs(self._output_dir, exist_ok=True)
+            # A line an image, in a file without a name, which goes when the process does.
+            self._results_file = tempfile.TemporaryFile("w+", dir=self._output_dir)
+
+    @functools.cached_property
+    def _truth(self) -> dict[int, bytes]:
+        """Image id -> the image's entry and annotations as JSON, which take a fraction of their memory as objects."""
+        coco, self._coco_api = self._coco_api, None
+        self._category_ids = coco.getCatIds()
+        entries = ((number, [image, coco.imgToAnns.get(number, [])]) for number, image in coco.imgs.items())
+        return {number: json.dumps(entry).encode() for number, entry in entries}
+
+    def process(self, inputs: list[dict[str, Any]], outputs: list[dict[str, Any]]) -> None:
+        super().process(inputs, outputs)
+        ids = {index: number for number, index in self._metadata.get("thing_dataset_id_to_contiguous_id", {}).items()}
+        for one in [one for one in self._predictions if "instances" in one]:
+            self._predictions.remove(one)
+            for result in one["instances"] if ids else ():
+                result["category_id"] = ids[result["category_id"]]
+            self.add(one["image_id"], one["instances"])
+
+    def add(self, image_id: int, results: list[dict[str, Any]]) -> None:
+        """Take the detections of an image in COCO's results format, with the category ids of the dataset."""
+        if image_id not in self._images:
+            tasks = self._tasks_from_predictions(results) if results and self._do_evaluation else ()
+            self._images[image_id] = {task: self._match(image_id, results, task) for task in tasks}
+            if self._output_dir:
+                self._results_file.write(json.dumps(results)[1:-1] + "\n")
+
+    def _match(self, image_id: int, results: list[dict[str, Any]], task: str) -> Matches:
+        return match_image(*json.loads(self._truth[image_id]), results, task, self._max_dets_per_image)
+
+    def evaluate(self) -> dict[str, Any]:
+        if any(comm.all_gather(bool(self._predictions))):
+            return super().evaluate()
+        repeated = set().union(*comm.all_gather(np.array(list(self._images)))[: comm.get_rank()])
+        if self._output_dir:
+            self._write_results(repeated)
+        if not self._do_evaluation:
+            self._logger.info("Annotations are not available for evaluation.")
+            return {}
+        own = [tasks for number, tasks in self._images.items() if number not in repeated]
+        results, classes = {}, self._metadata.get("thing_classes")
+        for task in sorted(set().union(*comm.all_gather(set().union(*own)))) or ["bbox"]:
+            parts = comm.gather(_joined([tasks.pop(task) for tasks in own if task in tasks]))
+            if comm.is_main_process():
+                parts, evaluation = list(filter(None, parts)), None
+                if parts:
+                    # Objects count in images without detections too.
+                    rest = self._truth.keys() - {number for found, _ in parts for number in np.unique(found["image"])}
+                    parts += [_joined([self._match(number, [], task) for number in rest])] * bool(rest)
+                    evaluation = summarize(parts, task, self._category_ids, self._max_dets_per_image)
+                results[task] = self._derive_coco_results(evaluation, task, class_names=classes)
+        return results
+
+    def _write_results(self, left_out: set[int]) -> None:
+        """Let the first process write the results of all of them, which come to it in parts."""
+        self._results_file.seek(0)
+        lines = zip(self._images, self._results_file, strict=True)
+        own = (line.strip() for number, line in lines if number not in left_out)
+        path, is_main, separator = Path(self._output_dir) / RESULTS_FILE, comm.is_main_process(), ""
+        with atomic_write(path) if is_main else nullcontext(os.devnull) as partial, open(partial, "w") as file:
+            file.write("[")
+            for rank, number in enumerate(comm.all_gather(len(self._images))):
+                for _ in range(0, number, _IMAGES_AT_ONCE):
+                    lines = islice(own, _IMAGES_AT_ONCE if rank == comm.get_rank() else 0)
+                    for part in filter(None, comm.gather(", ".join(filter(None, lines)))):
+                        file.write(separator + part)
+                        separator = ", "
+            file.write("]")
+        self._results_file.close()
+
+
+def _joined(tables: list[Matches]) -> Matches | tuple[()]:
+    return tuple(map(np.concatenate, zip(*tables, strict=True)))
 
 
 # -- names of metrics ------------------------------------------------------------------------------

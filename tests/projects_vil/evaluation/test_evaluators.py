@@ -14,7 +14,7 @@ from detectron2.structures import Boxes, BoxMode, Instances
 from backbones import ConfigError
 from projects_vil.data import IGNORED_LABEL, build_test_loader, label_reader, load_dataset, register_datasets
 from projects_vil.evaluation import build_evaluator
-from projects_vil.evaluation.evaluators import COCOEvaluator, metric_names
+from projects_vil.evaluation.evaluators import COCOEvaluator, MatchingCOCOEvaluator, metric_names
 from tests.projects_vil.helpers import message, small_config
 from tests.projects_vil.panoptic import VAL, panoptic_config
 
@@ -85,7 +85,7 @@ def test_stuff_is_evaluated_for_panoptic_models(panoptic_root, tmp_path, monkeyp
     register_datasets(panoptic_config())
     assert isinstance(build_evaluator(small_config("mask_rcnn"), VAL, str(tmp_path)), COCOEvaluator)
     both = build_evaluator(panoptic_config(), VAL, str(tmp_path))
-    assert list(map(type, both._evaluators)) == [COCOEvaluator, SemSegEvaluator]
+    assert list(map(type, both._evaluators)) == [MatchingCOCOEvaluator, SemSegEvaluator]
 
 
 @pytest.mark.parametrize("index, name", [(None, "triangle"), (0, "background"), (2, "square")])

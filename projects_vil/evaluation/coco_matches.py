@@ -1,0 +1,103 @@
+"""COCO's evaluation image by image: what pycocotools matches, kept as flat arrays, and the metrics of all of them."""
+
+import contextlib
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from detectron2.evaluation.coco_evaluation import COCOevalMaxDets
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
+
+Entry = dict[str, Any]
+# Of one image, or of several: what match_image returns.
+Matches = tuple[np.ndarray, np.ndarray]
+_PAIR = [("image", np.int64), ("category", np.int32)]
+
+
+def match_image(
+    image: Entry, annotations: list[Entry], results: list[Entry], task: str, max_detections: Sequence[int]
+) -> Matches:
+    """Let pycocotools match the results of one image.
+
+    Args:
+        image: its entry in the COCO file, and its ``annotations`` there, on which pycocotools leaves marks.
+        results: in COCO's results format.
+        task: ``"bbox"``, ``"segm"`` or ``"keypoints"``.
+        max_detections: COCOeval's ``maxDets``; keypoints have their own.
+
+    Returns:
+        A record for each detection that counts: image, category, score, its rank among those of the category, and for
+        each of A ranges of area, a bit for each IoU threshold at which it is matched, and ignored. And a record for
+        each category: image, category, and for each range, the number of objects that are not ignored.
+    """
+    # As detectron2: the area of a mask is that of its pixels, not that of its box.
+    unused = "bbox" if task == "segm" else None
+    results = [{key: value for key, value in one.items() if key != unused} for one in results]
+    categories = [{"id": number} for number in {one["category_id"] for one in (*annotations, *results)}]
+    truth = COCO()
+    truth.dataset = {"images": [image], "annotations": annotations, "categories": categories}
+    # pycocotools prints a line a step.
+    with contextlib.redirect_stdout(io.StringIO()):
+        truth.createIndex()
+        evaluation = COCOeval(truth, truth.loadRes(results) if results else COCO(), task)
+        parameters = evaluation.params
+        if task != "keypoints":
+            parameters.maxDets = max_detections
+        evaluation.evaluate()
+    num_areas, bits = len(parameters.areaRng), 1 << np.arange(len(parameters.iouThrs))
+    rows, objects = [], []
+    for start in range(0, len(evaluation.evalImgs), num_areas):
+        areas = evaluation.evalImgs[start : start + num_areas]
+        pair, scores = (image["id"], areas[0]["category_id"]), areas[0]["dtScores"]
+        hit, left = ([bits @ (one[key] != 0) for one in areas] for key in ("dtMatches", "dtIgnore"))
+        columns = zip(scores, range(len(scores)), np.transpose(hit), np.transpose(left), strict=True)
+        rows += [(*pair, *row) for row in columns]
+        objects.append((*pair, [(one["gtIgnore"] == 0).sum() for one in areas]))
+    bits = [(name, np.uint16, num_areas) for name in ("hit", "left")]
+    found = np.array(rows, [*_PAIR, ("score", np.float64), ("rank", np.uint16), *bits])
+    return found, np.array(objects, [*_PAIR, ("objects", np.int32, num_areas)])
+
+
+def summarize(
+    matches: Sequence[Matches], task: str, categories: Sequence[int], max_detections: Sequence[int]
+) -> COCOeval:
+    """Return a COCOeval with the precision, recall and scores of its ``accumulate``, to the bit, and print its table.
+
+    Args:
+        matches: of all images, in any order.
+        categories: all ids.
+        task, max_detections: as for :func:`match_image`.
+    """
+    evaluation = (COCOeval if max_detections[2] == 100 else COCOevalMaxDets)(iouType=task)
+    parameters = evaluation.params
+    parameters.catIds = sorted(categories)
+    if task != "keypoints":
+        parameters.maxDets = sorted(max_detections)
+    # (IoU, recall, class, area, detections)
+    shape = [len(getattr(parameters, name)) for name in ("iouThrs", "recThrs", "catIds", "areaRng", "maxDets")]
+    tables = {name: -np.ones(shape) for name in ("precision", "scores")} | {"recall": -np.ones(shape[:1] + shape[2:])}
+    for index, category in enumerate(parameters.catIds):
+        parts = ([table[table["category"] == category] for table in tables] for tables in zip(*matches, strict=True))
+        own, objects = map(np.concatenate, parts)
+        # The image's id decides between equal scores.
+        own = own[np.lexsort([own["rank"], own["image"], -own["score"]])]
+        numbers = objects["objects"].sum(axis=0)
+        for limit, most in enumerate(parameters.maxDets):
+            rows = own[own["rank"] < most]
+            for area in np.flatnonzero(numbers):
+                hit, counted = rows["hit"][:, area], ~rows["left"][:, area]
+                for iou in range(shape[0]):
+                    true, false = (np.cumsum(bits >> iou & 1).astype(float) for bits in (hit & counted, ~hit & counted))
+                    recall, precision = true / numbers[area], true / (false + true + np.spacing(1))
+                    precision = np.maximum.accumulate(precision[::-1])[::-1]
+                    at = np.searchsorted(recall, parameters.recThrs)
+                    reached = at < len(rows)
+                    tables["recall"][iou, index, area, limit] = recall[-1] if len(rows) else 0
+                    for name, values in (("precision", precision), ("scores", rows["score"])):
+                        tables[name][iou, :, index, area, limit] = 0
+                        tables[name][iou, reached, index, area, limit] = values[at[reached]]
+    evaluation.eval = {"params": parameters, "counts": shape, **tables}
+    evaluation.summarize()
+    return evaluation

@@ -1,0 +1,104 @@
+"""Evaluation of what a prediction wrote, without the model."""
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from detectron2.config import CfgNode
+from detectron2.data import MetadataCatalog
+from detectron2.evaluation import print_csv_format
+
+from backbones import ConfigError
+from projects_vil.data import read_categories, register_datasets
+from projects_vil.evaluation.evaluators import coco_evaluator
+from projects_vil.evaluation.results import write_results
+from projects_vil.utils import log_run
+
+
+def evaluate_predictions(cfg: CfgNode, paths: Sequence[str | Path]) -> None:
+    """Evaluate Parquet files of ``vil predict`` on the COCO file in ``DATASETS.TEST``, as a detector is evaluated.
+
+    Classes are matched by name. A row is of the image in whose path its own ends, or the other way round. Rows of other
+    images are left out; an image without a row, or whose row is an error, counts as one without detections.
+
+    Args:
+        cfg: has one dataset for testing.
+        paths: files, and folders of them.
+
+    Raises:
+        ConfigError: for files that cannot be read, a row that is of several images, several rows of an image, and
+            where no image, or no class, has predictions.
+    """
+    register_datasets(cfg)
+    log_run(cfg.OUTPUT_DIR)
+    (name,) = cfg.DATASETS.TEST
+    metadata, folder = MetadataCatalog.get(name), str(Path(cfg.OUTPUT_DIR) / "inference")
+    ids_of = {label: number for number, label in read_categories(metadata.json_file) or ()}
+    metadata.thing_classes = list(ids_of)
+    limit, check = cfg.TEST.DETECTIONS_PER_IMAGE, cfg.DATASETS.CHECK
+    evaluator = coco_evaluator(name, output_dir=folder, max_dets_per_image=limit, masks=True, check=check)
+    evaluator.reset()
+    named: dict[str, list[dict[str, Any]]] = {}
+    missing = {image["id"]: image for image in evaluator._coco_api.dataset["images"]}
+    total, others, errors = len(missing), 0, 0
+    has_masks = all(one.get("segmentation") for one in evaluator._coco_api.dataset.get("annotations", ()))
+    for image in missing.values():
+        named.setdefault(Path(image["file_name"]).name, []).append(image)
+    for file, labels, row in _rows(paths):
+        path = f"/{row['file_name']}"
+        own = [(one, f"/{one['file_name']}") for one in named.get(Path(path).name, ())]
+        own = [one for one, other in own if path.endswith(other) or other.endswith(path)]
+        ids = {number: ids_of[label] for number, label in labels.items() if label in ids_of}
+        if not ids:
+            raise ConfigError(f"{file} has no class of {name}, {', '.join(ids_of)}, but {', '.join(labels.values())}")
+        if len(own) > 1 or any(one["id"] not in missing for one in own):
+            raise ConfigError(f"{file}: {path[1:]} is of several images of {name}, or of one that has another row")
+        row["masks"] = row["masks"] if has_masks else None
+        for image in own:
+            evaluator.add(missing.pop(image["id"])["id"], _results(row, image, ids))
+        others, errors = others + (not own), errors + bool(own and row["error"])
+    if len(missing) == total:
+        raise ConfigError(f"none of {others} rows is of an image of {name}: their file names do not end alike")
+    text = "%d images of %s, of which %d have no prediction and %d an error; %d rows are of other images"
+    logging.getLogger(__name__).info(text, total, name, len(missing), errors, others)
+    results = evaluator.evaluate()
+    print_csv_format(results)
+    write_results(cfg, results)
+
+
+def _rows(paths: Sequence[str | Path]) -> Iterator[tuple[Path, dict[int, str], dict[str, Any]]]:
+    """Yield the file, its classes by id, and the row, for each row."""
+    try:
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise ConfigError("Parquet needs pyarrow: pip install 'vil-detectron2[scale]'") from error
+    for file in chain(*(sorted(path.glob("*.parquet")) if path.is_dir() else [path] for path in map(Path, paths))):
+        try:
+            table = ParquetFile(file)
+            labels = {one["id"]: one["name"] for one in json.loads(table.schema_arrow.metadata[b"categories"])}
+            for batch in table.iter_batches(batch_size=64):
+                yield from ((file, labels, row) for row in batch.to_pylist())
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{file} is damaged, or not of vil predict --format parquet: {error!r}") from error
+
+
+def _results(row: dict[str, Any], image: dict[str, Any], ids: dict[int, int]) -> list[dict[str, Any]]:
+    """Return a row as COCO results of an image; ``ids`` are the dataset's by those of the row."""
+    size, expected = [row["height"], row["width"]], [image["height"], image["width"]]
+    if size != expected and not row["error"]:
+        raise ConfigError(f"{row['file_name']} has {size} pixels, and {expected} in the annotations")
+    boxes = np.array(row["boxes"], np.float32).reshape(-1, 4)
+    boxes[:, 2:] -= boxes[:, :2]
+    masks = [{"segmentation": {"size": size, "counts": one.decode()}} for one in row["masks"] or ()] or [{}] * len(
+        boxes
+    )
+    columns = zip(boxes.tolist(), row["scores"], row["category_ids"], masks, strict=True)
+    return [
+        {"image_id": image["id"], "category_id": ids[label], "bbox": box, "score": score} | mask
+        for box, score, label, mask in columns
+        if label in ids
+    ]

@@ -1,0 +1,109 @@
+"""Parquet files of a prediction are evaluated as the detector that wrote them."""
+
+import json
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+from detectron2.data import MetadataCatalog
+from detectron2.evaluation.coco_evaluation import COCOEvaluator
+
+from projects_vil.run import evaluate
+from tests.projects_vil.evaluation.test_coco_matches import HEIGHT, WIDTH, drawn, feed
+from tests.projects_vil.helpers import message
+from tests.vil.test_cli import vil as vil
+
+parquet = pytest.importorskip("pyarrow.parquet")
+pa = pytest.importorskip("pyarrow")
+IDS = {2: 30, 3: 20, 5: 10, 7: 40}  # of the detector, by those of the dataset
+
+
+def write(path: Path, rows: list[dict], names: list[str] | None = None) -> None:
+    names = names or [f"class {number}" for number in IDS]
+    categories = [{"id": number, "name": name} for number, name in zip(IDS.values(), names, strict=True)]
+    lists = {"boxes": pa.list_(pa.list_(pa.float32(), 4)), "scores": pa.list_(pa.float32())}
+    lists |= {"category_ids": pa.list_(pa.int32()), "masks": pa.list_(pa.binary()), "error": pa.string()}
+    schema = pa.schema({"file_name": pa.string(), "height": pa.int32(), "width": pa.int32(), **lists})
+    path.parent.mkdir(exist_ok=True)
+    parquet.write_table(pa.Table.from_pylist(rows, schema.with_metadata({"categories": json.dumps(categories)})), path)
+
+
+def row(name: str, results: list[dict]) -> dict:
+    boxes = np.array([one["bbox"] for one in results], np.float32).reshape(-1, 4)
+    boxes[:, 2:] += boxes[:, :2]
+    columns = {"file_name": name, "height": HEIGHT, "width": WIDTH, "boxes": boxes.tolist(), "error": None}
+    columns["scores"] = [one["score"] for one in results]
+    columns["category_ids"] = [IDS[one["category_id"]] for one in results]
+    return columns | {"masks": [one["segmentation"]["counts"].encode() for one in results]}
+
+
+@pytest.fixture
+def case(tmp_path, monkeypatch):
+    """A dataset in ``mine``, rows for most of its images, and the metrics that detectron2 has for them."""
+    monkeypatch.chdir(tmp_path)
+    dataset, results = drawn()
+    (tmp_path / "mine/sub").mkdir(parents=True)
+    (tmp_path / "mine/instances.json").write_text(json.dumps(dataset))
+    for image in dataset["images"]:
+        cv2.imwrite(str(tmp_path / "mine" / image["file_name"]), np.zeros((HEIGHT, WIDTH, 3), np.uint8))
+    rows = {}
+    for image in dataset["images"][:-2]:
+        own = [one for one in results if one["image_id"] == image["id"]]
+        rows[image["id"]] = row(f"s3://lake/{image['file_name']}", sorted(own, key=lambda one: -one["score"]))
+    name = str(tmp_path)
+    facts = {"thing_dataset_id_to_contiguous_id": {2: 0, 3: 1, 5: 2, 7: 3}, "thing_classes": ["2", "3", "5", "7"]}
+    MetadataCatalog.get(name).set(json_file="mine/instances.json", **facts)
+    reference = COCOEvaluator(name, max_dets_per_image=100)
+    reference.reset()
+    feed(reference, sorted(results, key=lambda one: -one["score"]), list(rows))
+    return list(rows.values()), reference.evaluate()
+
+
+def test_files_and_folders(case, vil):
+    """Rows in any order; one of another image; an image without objects whose row is an error."""
+    rows, expected = case
+    empty = next(one for one in rows if not one["scores"])
+    empty |= {"error": "damaged", "height": None, "width": None, "masks": None}
+    others = [row("elsewhere/unknown.jpg", []), row("other 1.jpg", [])]
+    write(Path("found/part-000000.parquet"), [*rows[9:], *others])
+    write(Path("found/part-000001.parquet"), rows[8::-1])
+    parts = sorted(Path("found").iterdir())
+    for words in (["mine", "--predictions", *parts], ["--predictions", "found", "mine"]):
+        status, out, err = vil("eval", *words, "--output", f"out {len(words)}")
+        assert status == 0, err
+        (metrics,) = json.loads(Path(f"out {len(words)}/evaluation.json").read_text()).values()
+        for task, values in expected.items():
+            for metric in ("AP", "AP50", "AP75", "APs", "APm", "APl"):
+                assert metrics[task][metric] == values[metric]
+            assert metrics[task]["per_class"]["class 3"]["AP"] == values["AP-3"]
+        assert "24 images" in out and "2 have no prediction and 1 an error; 2 rows" in out
+        entries = json.loads(Path(f"out {len(words)}/inference/coco_instances_results.json").read_text())
+        assert {one["category_id"] for one in entries} == {2, 3, 5}
+
+
+def test_mistakes(case, vil):
+    rows, _ = case
+    write(Path("twice/a.parquet"), rows)
+    write(Path("twice/b.parquet"), rows[:1])
+    write(Path("unknown/a.parquet"), [row("unknown.jpg", [])])
+    write(Path("classes/a.parquet"), rows, names=["cat", "dog", "cow", "emu"])
+    write(Path("size/a.parquet"), [rows[0] | {"height": HEIGHT + 1}])
+    Path("damaged").mkdir()
+    Path("damaged/a.parquet").write_text("PAR1")
+    for folder, word in {"twice": "b.parquet", "classes": "cat", "size": "241", "damaged": "a.parquet"}.items():
+        assert word in message(evaluate, None, "mine", predictions=[folder], output="out")
+    assert "unknown" not in message(evaluate, None, "mine", predictions=["unknown"], output="out")
+    assert not Path("out/evaluation.json").exists()
+    for words in ([], ["--predictions", "mine"], ["mine", "mine", "--predictions", "twice"]):
+        assert vil("eval", *words)[0] == (2 if words else 1)
+
+
+def test_masks_without_masks_in_the_dataset(case):
+    rows, expected = case
+    dataset = json.loads(Path("mine/instances.json").read_text())
+    dataset["annotations"] = [one | {"segmentation": []} for one in dataset["annotations"]]
+    Path("mine/instances.json").write_text(json.dumps(dataset))
+    write(Path("found/a.parquet"), rows)
+    (tasks,) = evaluate(None, "mine", predictions=["found"], output="out", **{"DATASETS.CHECK": "off"}).values()
+    assert tasks.keys() == {"bbox"} and tasks["bbox"]["AP"] == expected["bbox"]["AP"]
