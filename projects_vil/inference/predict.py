@@ -293,6 +293,8 @@ def _annotated_images(detector: Detector, folder: Path, annotations: Path) -> tu
     cfg = getattr(detector.runner, "cfg", default_config()).clone()
     cfg.defrost()
     cfg.DATASETS.COCO = [[name, str(annotations), str(folder)]]
+    # Only the names, sizes and ids of images are used, and an image of another size is skipped, not refused.
+    cfg.DATASETS.CHECK = "off"
     cfg.MODEL.RETINANET.NUM_CLASSES = cfg.MODEL.ROI_HEADS.NUM_CLASSES = len(detector.names)
     register_datasets(cfg)
     images = []
