@@ -4,18 +4,24 @@ import argparse
 import contextlib
 import multiprocessing
 import os
+import re
 import signal
+import socket
 import sys
 import tempfile
+import time
+import uuid
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import torch
 from detectron2.utils import comm
+from torch.distributed import DistNetworkError, FileStore, PrefixStore, Store, TCPStore
 from torch.multiprocessing import ProcessExitedException, start_processes
 
 from backbones import ConfigError
@@ -25,6 +31,10 @@ from projects_vil.utils import handling_signals, removed_if_not_begun, terminate
 TIMEOUT = timedelta(minutes=30)
 # Seconds that the other processes have to save and exit once one has ended.
 GRACE_PERIOD = 60
+# Seconds that machines wait for each other at the start.
+START_TIMEOUT = 600
+# Seconds after which a machine says whom it waits for; then after twice as many, and so on.
+FIRST_NOTICE = 10
 
 
 class DistributedEnv(NamedTuple):
@@ -90,7 +100,9 @@ def check_processes(args: argparse.Namespace, *, device: str) -> None:
             f"--num-machines is {args.num_machines} and --machine-rank {args.machine_rank}: give one machine or more, "
             "and a rank from 0 that is below their number"
         )
-    if args.num_machines > 1 and (args.dist_url == "auto" or "127.0.0.1" in args.dist_url):
+    if args.num_machines > 1 and (
+        not re.fullmatch(r"tcp://[^/]+:\d{1,5}", args.dist_url) or "127.0.0.1" in args.dist_url
+    ):
         raise ConfigError(f"--dist-url is {args.dist_url}: it must be tcp://HOST:PORT of the first machine")
     if number_of_processes(args) > 1 and ":" in device:
         raise ConfigError(f"the device is {device}: with several processes it must be {device.partition(':')[0]}")
@@ -124,7 +136,8 @@ def launch(run: Callable[[argparse.Namespace], Any], args: argparse.Namespace, *
         if number_of_processes(args) == 1:
             run(args)
         elif env is not None:
-            with _process_group(env, device, "env://"):
+            url = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            with _process_group(env, device, url, getattr(args, "dist_timeout", START_TIMEOUT)):
                 run(args)
         else:
             with tempfile.TemporaryDirectory() as folder:
@@ -171,7 +184,8 @@ def _worker(local_rank: int, run: Callable, args: argparse.Namespace, device: st
     status = None
     with handling_signals(terminate):
         try:
-            with _process_group(DistributedEnv(rank, local_rank, world_size, args.num_gpus), device, url):
+            env = DistributedEnv(rank, local_rank, world_size, args.num_gpus)
+            with _process_group(env, device, url, getattr(args, "dist_timeout", START_TIMEOUT)):
                 run(args)
         except SystemExit as error:
             status = error.code
@@ -180,15 +194,13 @@ def _worker(local_rank: int, run: Callable, args: argparse.Namespace, device: st
 
 
 @contextlib.contextmanager
-def _process_group(env: DistributedEnv, device: str, url: str) -> Iterator[None]:
+def _process_group(env: DistributedEnv, device: str, url: str, timeout: float) -> Iterator[None]:
     on_gpu = not device.startswith("cpu")
     if on_gpu:
         torch.cuda.set_device(env.local_rank)
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // env.local_world_size))
-    store, _, _ = next(torch.distributed.rendezvous(url, env.rank, env.world_size, timeout=TIMEOUT))
-    # The store of torchrun keeps the addresses of processes that it has started again since.
-    store = torch.distributed.PrefixStore(f"restart_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    store = _meet(env, url, timeout)
     torch.distributed.init_process_group(
         "nccl" if on_gpu else "gloo", store=store, rank=env.rank, world_size=env.world_size, timeout=TIMEOUT
     )
@@ -197,3 +209,75 @@ def _process_group(env: DistributedEnv, device: str, url: str) -> Iterator[None]
     yield
     # Not after an exception: the others may never come to it.
     torch.distributed.destroy_process_group()
+
+
+def _meet(env: DistributedEnv, url: str, timeout: float) -> Store:
+    """Return a store for the processes of a run, once all have come.
+
+    torchrun's store keeps the addresses of processes that it has started again since, and counts restarts on each
+    machine for itself. So the first process draws a key for each start, all report under it, and go on at its word.
+
+    Args:
+        env: this process.
+        url: ``tcp://HOST:PORT`` of the first machine, or ``file://PATH``.
+        timeout: seconds after which this gives up.
+
+    Raises:
+        ConfigError: if the host has no address, or the port is taken, and after the timeout.
+    """
+    size = env.local_world_size
+    machines = [range(first, first + size) for first in range(0, env.world_size, size)]
+    begin, notice, store, key, is_ours = time.monotonic(), FIRST_NOTICE, None, "", False
+
+    def have_reported(ranks: range) -> bool:
+        return store.check([f"{key} {rank}" for rank in ranks])
+
+    while True:
+        store = store or _open_store(env, url, timeout)
+        if store is not None:
+            if env.rank == 0 and not key:
+                store.set("start", f"{env.world_size} {uuid.uuid4().hex}")
+            if store.check(["start"]) and (given := store.get("start").decode()) != key:
+                key = given
+                # Where another process of this rank has reported before, a new key is to come.
+                is_ours = key.startswith(f"{env.world_size} ") and store.add(f"{key} {env.rank}", 1) == 1
+            if env.rank == 0 and have_reported(range(env.world_size)):
+                store.set(f"{key} all", "")
+            if is_ours and store.check([f"{key} all"]):
+                store.set_timeout(TIMEOUT)
+                return PrefixStore(key, store)
+        waited = time.monotonic() - begin
+        if waited > min(notice, timeout) and env.local_rank == 0:
+            missing = [str(number) for number, ranks in enumerate(machines) if is_ours and not have_reported(ranks)]
+            missing = missing or ["0"]
+            whom = f"machine rank{'s' * (len(missing) > 1)} {', '.join(missing)} of {len(machines)} at {url}"
+            if waited > timeout:
+                raise ConfigError(
+                    f"after {timeout:g} s without {whom}, this machine, of rank {env.rank // size}, gives up: start "
+                    "the run on all with the same --dist-url, --num-machines and --num-gpus, and see that the port is "
+                    "open to them; --dist-timeout is how long to wait"
+                )
+            print(f"waiting for {whom}, for {waited:.0f} s of {timeout:g}", file=sys.stderr, flush=True)
+            notice *= 2
+        time.sleep(0.1)
+
+
+def _open_store(env: DistributedEnv, url: str, timeout: float) -> Store | None:
+    """Return the store at a URL; None while the first process does not answer."""
+    address = urlsplit(url)
+    if address.scheme == "file":
+        return FileStore(address.path, env.world_size)
+    # torchrun's own process has the store.
+    is_server = env.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        # TCPStore waits in C++, where Ctrl-C does not reach it.
+        if not is_server:
+            socket.create_connection((address.hostname, address.port), timeout=5).close()
+        options = {"is_master": is_server, "wait_for_workers": False, "timeout": timedelta(seconds=timeout)}
+        return TCPStore("localhost" if is_server else address.hostname, address.port, **options)
+    except socket.gaierror as error:
+        raise ConfigError(f"{url}: the host {address.hostname} has no address: {error.strerror}") from error
+    except DistNetworkError as error:
+        raise ConfigError(f"{url}: no connection to the port: {str(error).splitlines()[0]}") from error
+    except OSError:
+        return None
