@@ -4,6 +4,7 @@ Ray Data schedules, retries, holds back and scales. What is finished is read fro
 checkpoint (``ray.data.checkpoint``) keeps a list beside it, and does not notice a file of rows that is lost.
 """
 
+import functools
 import hashlib
 import itertools
 import os
@@ -127,7 +128,7 @@ def _places(source: str, output: Path, column: str | None, *, rows: int) -> "ray
     """Return names and places of images in blocks of so many, or of tar files in blocks of one."""
     if _suffix(source) in LISTS:
         lists = [_listed(place, column) for place in expand_braces(source)]
-        dataset, tars = lists[0].union(*lists[1:]), False
+        dataset, tars = functools.reduce(ray.data.Dataset.union, lists), False
     else:
         named = list(_named(source, os.path.realpath(output), column))
         dataset, tars = ray.data.from_arrow(_table(named)), any(_suffix(place) == TAR for _, place in named)
@@ -151,7 +152,7 @@ def _listed(place: str, column: str | None) -> "ray.data.Dataset":
             ]
         )
 
-    return listed.map_batches(to_places, batch_format="pyarrow")
+    return listed.select_columns([column]).map_batches(to_places, batch_format="pyarrow")
 
 
 def _table(named: list[tuple[str, str]]) -> pa.Table:
