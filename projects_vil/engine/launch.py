@@ -200,15 +200,19 @@ def _process_group(env: DistributedEnv, device: str, url: str, timeout: float) -
         torch.cuda.set_device(env.local_rank)
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // env.local_world_size))
-    store = _meet(env, url, timeout)
-    torch.distributed.init_process_group(
-        "nccl" if on_gpu else "gloo", store=store, rank=env.rank, world_size=env.world_size, timeout=TIMEOUT
-    )
+    # Ray Train makes the group itself.
+    is_ours = not torch.distributed.is_initialized()
+    if is_ours:
+        store = _meet(env, url, timeout)
+        torch.distributed.init_process_group(
+            "nccl" if on_gpu else "gloo", store=store, rank=env.rank, world_size=env.world_size, timeout=TIMEOUT
+        )
     comm.create_local_process_group(env.local_world_size)
     comm.synchronize()
     yield
     # Not after an exception: the others may never come to it.
-    torch.distributed.destroy_process_group()
+    if is_ours:
+        torch.distributed.destroy_process_group()
 
 
 def _meet(env: DistributedEnv, url: str, timeout: float) -> Store:
