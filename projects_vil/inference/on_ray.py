@@ -8,6 +8,7 @@ import functools
 import hashlib
 import itertools
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,19 +17,28 @@ import numpy as np
 
 from backbones import ConfigError
 from backbones.errors import check_whole
+from projects_vil.checkpoint import fingerprint
 from projects_vil.export import digest_of
 from projects_vil.inference.detector import Detector
-from projects_vil.inference.inputs import COLUMNS, LISTS, TAR, _images, _named, _suffix, expand_braces, find_images
+from projects_vil.inference.inputs import (
+    COLUMNS,
+    LISTS,
+    TAR,
+    expand_braces,
+    find_images,
+    images_of,
+    named_places,
+    suffix_of,
+)
 from projects_vil.inference.parts import row_of, table_of
 from projects_vil.inference.sources import LOOKAHEAD_IMAGES, ImageBatches
 
 try:
     import pyarrow as pa
-    import ray
     import ray.data
     from pyarrow import compute, parquet
 except ImportError as missing:
-    raise ConfigError("--ray needs Ray Data: pip install 'vil-detectron2[ray]'") from missing
+    raise ConfigError("Ray Data is not installed: pip install 'vil-detectron2[ray]'") from missing
 
 
 def predict_on_ray(
@@ -71,10 +81,11 @@ def predict_on_ray(
     if workers is not None and not 0 < workers[0] <= workers[1]:
         raise ConfigError(f"ray_workers {workers[0]} {workers[1]}: give the smallest number, from 1, and the largest")
     next(find_images(source, exclude=output, column=column))
-    detector = Detector.load(model, **options)
-    made_of = digest_of(detector.runner.weights)
+    detector = Detector.load(model, **options | {"device": "cpu"})
+    runner = detector.runner
+    made_of = fingerprint(runner.cfg, runner.detector) if hasattr(runner, "cfg") else digest_of(runner.weights)
     schema = table_of([], detector.categories).schema
-    schema = schema.with_metadata({**schema.metadata, "weights": made_of})
+    schema = schema.with_metadata({**schema.metadata, "model": made_of})
     keys = [_finished(path, made_of) for path in sorted(output.glob("*.parquet"))]
     if not ray.is_initialized():
         ray.init()
@@ -83,7 +94,7 @@ def predict_on_ray(
     smallest, largest = workers or (1, max(free, 1))
     if unit == "CPU" and smallest > free:
         raise ConfigError(
-            f"ray_workers {smallest} {largest}: Ray has {free + 1} CPUs, and reading and writing need one"
+            f"ray_workers {smallest} {largest}: Ray has {free + 1} CPUs, and reading and writing take one"
         )
     finished = ray.put(np.unique(np.concatenate([_keys([]), *keys])))
     places = _places(source, output, column, rows=min(part_size, LOOKAHEAD_IMAGES))
@@ -112,7 +123,7 @@ class _Worker:
 
     def __call__(self, table: pa.Table) -> Iterator[pa.Table]:
         named = zip(*(map(os.fsdecode, table[name].to_pylist()) for name in ("name", "place")), strict=True)
-        images = (image for image in _images(named, None) if not self._is_finished(image.name))
+        images = (image for image in images_of(named) if not self._is_finished(image.name))
         while window := list(itertools.islice(images, LOOKAHEAD_IMAGES)):
             batches = self.detector.detect(ImageBatches(window), batch_size=self.batch_size)
             rows = {item.index: row_of(item, found) for batch in batches for item, found in batch}
@@ -126,31 +137,27 @@ class _Worker:
 
 def _places(source: str, output: Path, column: str | None, *, rows: int) -> "ray.data.Dataset":
     """Return names and places of images in blocks of so many, or of tar files in blocks of one."""
-    if _suffix(source) in LISTS:
+    named = named_places(source, os.path.realpath(output), column)
+    first = next(named)
+    if suffix_of(source) in LISTS:
         lists = [_listed(place, column) for place in expand_braces(source)]
-        dataset, tars = functools.reduce(ray.data.Dataset.union, lists), False
+        dataset = functools.reduce(ray.data.Dataset.union, lists)
     else:
-        named = list(_named(source, os.path.realpath(output), column))
-        dataset, tars = ray.data.from_arrow(_table(named)), any(_suffix(place) == TAR for _, place in named)
-    return dataset.repartition(target_num_rows_per_block=1 if tars else rows)
+        dataset = ray.data.from_arrow(_table([first, *named]))
+    return dataset.repartition(target_num_rows_per_block=1 if suffix_of(first[1]) == TAR else rows)
 
 
 def _listed(place: str, column: str | None) -> "ray.data.Dataset":
-    reader = {".txt": ray.data.read_text, ".csv": ray.data.read_csv, ".parquet": ray.data.read_parquet}[_suffix(place)]
-    listed = reader(place)
-    if _suffix(place) == ".txt":
-        column = "text"
+    readers, suffix = {".txt": ray.data.read_text, ".csv": ray.data.read_csv}, suffix_of(place)
+    listed, folder = readers.get(suffix, ray.data.read_parquet)(place), os.path.dirname(place)
+    column = "text" if suffix == ".txt" else column
     column = column or next(name for name in COLUMNS if name in listed.columns())
 
     def to_places(batch: pa.Table) -> pa.Table:
-        texts, folder = [str(text or "").strip() for text in batch[column].to_pylist()], os.path.dirname(place)
-        return _table(
-            [
-                (text, text if "://" in text else os.path.join(folder, text))
-                for text in texts
-                if text or _suffix(place) != ".txt"
-            ]
-        )
+        texts = [str(text or "").strip() for text in batch[column].to_pylist()]
+        # An empty line names nothing; the row of a table without a name will have an error.
+        texts = [text for text in texts if text or suffix != ".txt"]
+        return _table([(text, text if "://" in text else os.path.join(folder, text)) for text in texts])
 
     return listed.select_columns([column]).map_batches(to_places, batch_format="pyarrow")
 
@@ -165,11 +172,14 @@ def _finished(path: Path, made_of: str) -> np.ndarray:
     """Return the keys of the images in a file of the output; one that was not written to its end is removed."""
     try:
         table = parquet.read_table(path, columns=["file_name"])
-    except pa.ArrowInvalid:
+    except pa.ArrowInvalid as error:
+        # As Ray names it.
+        if not re.fullmatch(r"\w+_\d{6}-\d+\.parquet", path.name):
+            raise ConfigError(f"output has {path}, which is not a whole Parquet file: choose another one") from error
         path.unlink()
         return _keys([])
-    if (table.schema.metadata or {}).get(b"weights") != made_of.encode():
-        raise ConfigError(f"output has {path}, which --ray has not written with these weights: choose another one")
+    if (table.schema.metadata or {}).get(b"model") != made_of.encode():
+        raise ConfigError(f"output has {path}, which --ray has not written with this model: choose another one")
     return _keys(table["file_name"].to_pylist())
 
 
