@@ -140,8 +140,8 @@ def train(
         if not (given.get("MODEL.WEIGHTS") or cfg.MODEL.WEIGHTS or resume):
             _suggest_weights(cfg.MODEL.TRANSFORMER.NAME)
         processes = {"num_gpus": num_gpus, "num_machines": num_machines, "machine_rank": machine_rank}
-        processes |= {"dist_url": dist_url, "dist_timeout": dist_timeout}
-        _launch(path, keys | given, eval_only=False, resume=resume, **processes)
+        processes |= {"dist_url": dist_url, "dist_timeout": dist_timeout, "resume": resume}
+        _launch(path, keys | given, eval_only=False, **processes)
     return Run(output)
 
 

@@ -25,7 +25,7 @@ def add_predict_arguments(parser: ToolParser) -> None:
     parser.add_argument("--shard", type=shard, metavar="I/N", help="with parquet: job I, from 0, of N in one output")
     parser.add_argument("--column", metavar="NAME", help="of paths or URLs in a table (default: path, file_name, url)")
     ray_help = "spread the images over the Ray cluster at RAY_ADDRESS, or over this machine; writes parquet"
-    parser.add_argument("--ray", action="store_true", help=ray_help)
+    parser.add_argument("--ray", action="store_const", dest="format", const="ray", help=ray_help)
     workers_help = "smallest and largest number of detectors (default: 1 to one for each GPU, or CPU but one)"
     parser.add_argument("--ray-workers", nargs=2, type=positive, metavar=("MIN", "MAX"), help=workers_help)
     parser.add_argument("--no-drawings", action="store_true", help="write no drawings, only the results")
@@ -39,20 +39,16 @@ def predict(model: str, args: argparse.Namespace) -> None:
     from backbones import ConfigError
     from projects_vil.inference import Detector, predict
 
-    args.format = "parquet" if args.ray else args.format
-    for name, only in (("shard", "parquet"), ("annotations", "coco")):
+    for name, only in (("shard", "parquet"), ("annotations", "coco"), ("ray_workers", "ray")):
         if getattr(args, name) and args.format != only:
-            raise ConfigError(f"{name} is for --format {only} only")
-    if args.ray_workers and not args.ray or args.shard and args.ray:
-        raise ConfigError("ray_workers is for --ray only" if args.ray_workers else "shard: --ray spreads images itself")
-    if args.ray:
+            raise ConfigError(f"{name} is for {'--ray' if only == 'ray' else f'--format {only}'} only")
+    options = {"batch_size": args.batch_size, "column": args.column}
+    if args.format == "ray":
         from projects_vil.inference.on_ray import predict_on_ray
 
-        options = {"workers": args.ray_workers, "batch_size": args.batch_size, "part_size": args.part_size}
-        options |= {"column": args.column, "tta": args.tta, "overrides": args.opts}
+        options |= {"workers": args.ray_workers, "part_size": args.part_size, "tta": args.tta, "overrides": args.opts}
         _end(args.output, predict_on_ray(model, args.input, args.output, **options))
     detector = Detector.load(model, tta=args.tta, overrides=args.opts)
-    options = {"batch_size": args.batch_size, "column": args.column}
     if args.format == "parquet":
         from projects_vil.inference.parts import predict_parts
 

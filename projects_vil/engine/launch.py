@@ -10,7 +10,6 @@ import socket
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
@@ -100,9 +99,7 @@ def check_processes(args: argparse.Namespace, *, device: str) -> None:
             f"--num-machines is {args.num_machines} and --machine-rank {args.machine_rank}: give one machine or more, "
             "and a rank from 0 that is below their number"
         )
-    if args.num_machines > 1 and (
-        not re.fullmatch(r"tcp://[^/]+:\d{1,5}", args.dist_url) or "127.0.0.1" in args.dist_url
-    ):
+    if args.num_machines > 1 and not re.fullmatch(r"tcp://(?!127\.0\.0\.1:)[^/]+:\d{1,5}", args.dist_url):
         raise ConfigError(f"--dist-url is {args.dist_url}: it must be tcp://HOST:PORT of the first machine")
     if number_of_processes(args) > 1 and ":" in device:
         raise ConfigError(f"the device is {device}: with several processes it must be {device.partition(':')[0]}")
@@ -137,7 +134,7 @@ def launch(run: Callable[[argparse.Namespace], Any], args: argparse.Namespace, *
             run(args)
         elif env is not None:
             url = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-            with _process_group(env, device, url, getattr(args, "dist_timeout", START_TIMEOUT)):
+            with _process_group(env, device, url, args):
                 run(args)
         else:
             with tempfile.TemporaryDirectory() as folder:
@@ -184,8 +181,7 @@ def _worker(local_rank: int, run: Callable, args: argparse.Namespace, device: st
     status = None
     with handling_signals(terminate):
         try:
-            env = DistributedEnv(rank, local_rank, world_size, args.num_gpus)
-            with _process_group(env, device, url, getattr(args, "dist_timeout", START_TIMEOUT)):
+            with _process_group(DistributedEnv(rank, local_rank, world_size, args.num_gpus), device, url, args):
                 run(args)
         except SystemExit as error:
             status = error.code
@@ -194,7 +190,7 @@ def _worker(local_rank: int, run: Callable, args: argparse.Namespace, device: st
 
 
 @contextlib.contextmanager
-def _process_group(env: DistributedEnv, device: str, url: str, timeout: float) -> Iterator[None]:
+def _process_group(env: DistributedEnv, device: str, url: str, args: argparse.Namespace) -> Iterator[None]:
     on_gpu = not device.startswith("cpu")
     if on_gpu:
         torch.cuda.set_device(env.local_rank)
@@ -203,10 +199,9 @@ def _process_group(env: DistributedEnv, device: str, url: str, timeout: float) -
     # Ray Train makes the group itself.
     is_ours = not torch.distributed.is_initialized()
     if is_ours:
-        store = _meet(env, url, timeout)
-        torch.distributed.init_process_group(
-            "nccl" if on_gpu else "gloo", store=store, rank=env.rank, world_size=env.world_size, timeout=TIMEOUT
-        )
+        store = _meet(env, url, getattr(args, "dist_timeout", START_TIMEOUT))
+        options = {"store": store, "rank": env.rank, "world_size": env.world_size, "timeout": TIMEOUT}
+        torch.distributed.init_process_group("nccl" if on_gpu else "gloo", **options)
     comm.create_local_process_group(env.local_world_size)
     comm.synchronize()
     yield
@@ -230,37 +225,32 @@ def _meet(env: DistributedEnv, url: str, timeout: float) -> Store:
         ConfigError: if the host has no address, or the port is taken, and after the timeout.
     """
     size = env.local_world_size
-    machines = [range(first, first + size) for first in range(0, env.world_size, size)]
-    begin, notice, store, key, is_ours = time.monotonic(), FIRST_NOTICE, None, "", False
-
-    def have_reported(ranks: range) -> bool:
-        return store.check([f"{key} {rank}" for rank in ranks])
+    machines = range(env.world_size // size)
+    notice = FIRST_NOTICE if len(machines) > 1 else timeout
+    begin, store, key, is_ours = time.monotonic(), None, "", False
 
     while True:
         store = store or _open_store(env, url, timeout)
         if store is not None:
             if env.rank == 0 and not key:
-                store.set("start", f"{env.world_size} {uuid.uuid4().hex}")
+                store.set("start", f"{env.world_size} {os.urandom(8).hex()}")
             if store.check(["start"]) and (given := store.get("start").decode()) != key:
                 key = given
                 # Where another process of this rank has reported before, a new key is to come.
                 is_ours = key.startswith(f"{env.world_size} ") and store.add(f"{key} {env.rank}", 1) == 1
-            if env.rank == 0 and have_reported(range(env.world_size)):
+            if env.rank == 0 and store.check([f"{key} {rank}" for rank in range(env.world_size)]):
                 store.set(f"{key} all", "")
             if is_ours and store.check([f"{key} all"]):
                 store.set_timeout(TIMEOUT)
                 return PrefixStore(key, store)
         waited = time.monotonic() - begin
         if waited > min(notice, timeout) and env.local_rank == 0:
-            missing = [str(number) for number, ranks in enumerate(machines) if is_ours and not have_reported(ranks)]
-            missing = missing or ["0"]
-            whom = f"machine rank{'s' * (len(missing) > 1)} {', '.join(missing)} of {len(machines)} at {url}"
+            # Its first process speaks for a machine.
+            missing = [str(one) for one in machines if is_ours and not store.check([f"{key} {one * size}"])]
+            whom = f"machine rank{'s' * (len(missing) > 1)} {', '.join(missing) or 0} of {len(machines)} at {url}"
             if waited > timeout:
-                raise ConfigError(
-                    f"after {timeout:g} s without {whom}, this machine, of rank {env.rank // size}, gives up: start "
-                    "the run on all with the same --dist-url, --num-machines and --num-gpus, and see that the port is "
-                    "open to them; --dist-timeout is how long to wait"
-                )
+                hint = "start the run on all with the same arguments but --machine-rank, and open the port to them"
+                raise ConfigError(f"after {timeout:g} s (--dist-timeout) there is no answer from {whom}: {hint}")
             print(f"waiting for {whom}, for {waited:.0f} s of {timeout:g}", file=sys.stderr, flush=True)
             notice *= 2
         time.sleep(0.1)
@@ -279,9 +269,7 @@ def _open_store(env: DistributedEnv, url: str, timeout: float) -> Store | None:
             socket.create_connection((address.hostname, address.port), timeout=5).close()
         options = {"is_master": is_server, "wait_for_workers": False, "timeout": timedelta(seconds=timeout)}
         return TCPStore("localhost" if is_server else address.hostname, address.port, **options)
-    except socket.gaierror as error:
-        raise ConfigError(f"{url}: the host {address.hostname} has no address: {error.strerror}") from error
-    except DistNetworkError as error:
-        raise ConfigError(f"{url}: no connection to the port: {str(error).splitlines()[0]}") from error
+    except (socket.gaierror, DistNetworkError) as error:
+        raise ConfigError(f"the first machine, {url}: {str(error).splitlines()[0]}") from error
     except OSError:
         return None

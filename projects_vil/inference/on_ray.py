@@ -16,20 +16,10 @@ from typing import Any
 import numpy as np
 
 from backbones import ConfigError
-from backbones.errors import check_whole
 from projects_vil.checkpoint import fingerprint
 from projects_vil.export import digest_of
+from projects_vil.inference import inputs
 from projects_vil.inference.detector import Detector
-from projects_vil.inference.inputs import (
-    COLUMNS,
-    LISTS,
-    TAR,
-    expand_braces,
-    find_images,
-    images_of,
-    named_places,
-    suffix_of,
-)
 from projects_vil.inference.parts import row_of, table_of
 from projects_vil.inference.sources import LOOKAHEAD_IMAGES, ImageBatches
 
@@ -76,36 +66,24 @@ def predict_on_ray(
         ConfigError: for invalid arguments, an input without images, and an output of another model.
     """
     model, source, output = str(model), str(source), Path(output).absolute()
-    check_whole("batch_size", batch_size)
-    check_whole("part_size", part_size)
-    if workers is not None and not 0 < workers[0] <= workers[1]:
-        raise ConfigError(f"ray_workers {workers[0]} {workers[1]}: give the smallest number, from 1, and the largest")
-    next(find_images(source, exclude=output, column=column))
+    next(inputs.find_images(source, exclude=output, column=column))
     detector = Detector.load(model, **options | {"device": "cpu"})
-    runner = detector.runner
+    runner, schema = detector.runner, table_of([], detector.categories).schema
     made_of = fingerprint(runner.cfg, runner.detector) if hasattr(runner, "cfg") else digest_of(runner.weights)
-    schema = table_of([], detector.categories).schema
     schema = schema.with_metadata({**schema.metadata, "model": made_of})
     keys = [_finished(path, made_of) for path in sorted(output.glob("*.parquet"))]
-    if not ray.is_initialized():
-        ray.init()
+    ray.init(ignore_reinit_error=True)
     unit = "GPU" if ray.cluster_resources().get("GPU") else "CPU"
+    # Reading and writing need a CPU too.
     free = int(ray.cluster_resources()[unit]) - (unit == "CPU")
-    smallest, largest = workers or (1, max(free, 1))
-    if unit == "CPU" and smallest > free:
-        raise ConfigError(
-            f"ray_workers {smallest} {largest}: Ray has {free + 1} CPUs, and reading and writing take one"
-        )
+    smallest, largest = workers or (1, free)
+    if not 0 < smallest <= min(largest, free):
+        raise ConfigError(f"ray_workers {smallest} {largest}: Ray has room for {free} now, one a {unit}, beside I/O")
     finished = ray.put(np.unique(np.concatenate([_keys([]), *keys])))
     places = _places(source, output, column, rows=min(part_size, LOOKAHEAD_IMAGES))
-    detected = places.map_batches(
-        _Worker,
-        fn_constructor_args=(model, options, batch_size, [finished]),
-        batch_size=None,
-        batch_format="pyarrow",
-        compute=ray.data.ActorPoolStrategy(min_size=smallest, max_size=largest),
-        **{f"num_{unit.lower()}s": 1},
-    )
+    arguments = {"fn_constructor_args": (model, options, batch_size, [finished]), f"num_{unit.lower()}s": 1}
+    pool = ray.data.ActorPoolStrategy(min_size=smallest, max_size=largest)
+    detected = places.map_batches(_Worker, compute=pool, batch_size=None, batch_format="pyarrow", **arguments)
     output.mkdir(parents=True, exist_ok=True)
     detected.write_parquet(str(output), schema=schema, min_rows_per_file=part_size)
     counts = [_counts(path) for path in output.glob("*.parquet")]
@@ -123,7 +101,7 @@ class _Worker:
 
     def __call__(self, table: pa.Table) -> Iterator[pa.Table]:
         named = zip(*(map(os.fsdecode, table[name].to_pylist()) for name in ("name", "place")), strict=True)
-        images = (image for image in images_of(named) if not self._is_finished(image.name))
+        images = (image for image in inputs.images_of(named) if not self._is_finished(image.name))
         while window := list(itertools.islice(images, LOOKAHEAD_IMAGES)):
             batches = self.detector.detect(ImageBatches(window), batch_size=self.batch_size)
             rows = {item.index: row_of(item, found) for batch in batches for item, found in batch}
@@ -137,21 +115,21 @@ class _Worker:
 
 def _places(source: str, output: Path, column: str | None, *, rows: int) -> "ray.data.Dataset":
     """Return names and places of images in blocks of so many, or of tar files in blocks of one."""
-    named = named_places(source, os.path.realpath(output), column)
+    named = inputs.named_places(source, os.path.realpath(output), column)
     first = next(named)
-    if suffix_of(source) in LISTS:
-        lists = [_listed(place, column) for place in expand_braces(source)]
+    if inputs.suffix_of(source) in inputs.LISTS:
+        lists = [_listed(place, column) for place in inputs.expand_braces(source)]
         dataset = functools.reduce(ray.data.Dataset.union, lists)
     else:
         dataset = ray.data.from_arrow(_table([first, *named]))
-    return dataset.repartition(target_num_rows_per_block=1 if suffix_of(first[1]) == TAR else rows)
+    return dataset.repartition(target_num_rows_per_block=1 if inputs.suffix_of(first[1]) == inputs.TAR else rows)
 
 
 def _listed(place: str, column: str | None) -> "ray.data.Dataset":
-    readers, suffix = {".txt": ray.data.read_text, ".csv": ray.data.read_csv}, suffix_of(place)
+    readers, suffix = {".txt": ray.data.read_text, ".csv": ray.data.read_csv}, inputs.suffix_of(place)
     listed, folder = readers.get(suffix, ray.data.read_parquet)(place), os.path.dirname(place)
     column = "text" if suffix == ".txt" else column
-    column = column or next(name for name in COLUMNS if name in listed.columns())
+    column = column or next(name for name in inputs.COLUMNS if name in listed.columns())
 
     def to_places(batch: pa.Table) -> pa.Table:
         texts = [str(text or "").strip() for text in batch[column].to_pylist()]

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import tarfile
-import threading
 import time
 
 import numpy as np
@@ -96,10 +95,8 @@ def test_the_rows_are_those_without_ray(name, inputs, cluster, trained_run, tmp_
     there = predict_on_ray(trained_run, inputs / name, tmp_path / "there", **options)
     assert {**there, "parts": 1} == here and there["errors"] == 1 and there["detections"]
     assert_same_rows(tmp_path / "there", tmp_path / "here")
-    one = next((tmp_path / "there").glob("*.parquet"))
-    categories = b"categories"
-    metadata = [parquet.read_schema(path).metadata for path in (one, tmp_path / "here/part-000000.parquet")]
-    assert metadata[0][categories] == metadata[1][categories]
+    (first, second) = (parquet.read_schema(next((tmp_path / name).glob("*.parquet"))) for name in ("here", "there"))
+    assert first.metadata[b"categories"] == second.metadata[b"categories"]
 
 
 def wait_for(condition):
@@ -119,21 +116,28 @@ def worker_processes() -> list[int]:
     return [int(pid) for pid, _, title in processes if int(pid) in below and "_Worker" in title]
 
 
-def test_a_worker_that_is_killed_and_a_file_that_is_lost(inputs, cluster, trained_run, tmp_path):
+def test_what_is_killed_or_lost_is_made_again(inputs, cluster, trained_run, tmp_path):
+    """A command that is killed, a worker of the next one, a file of the output that is lost, and one that broke off."""
     here, there = tmp_path / "here", tmp_path / "there"
     predict_here(trained_run, inputs / "photos", here)
-    killed = []
+    command = [sys.executable, "-m", "vil.cli", "predict", str(trained_run), str(inputs / "photos"), "--ray"]
+    command += ["--output", str(there), "--ray-workers", "1", "1", "--part-size", "4"]
+    env = os.environ | {"RAY_ADDRESS": cluster.address_info["gcs_address"]}
 
-    def kill():
-        wait_for(lambda: list(there.glob("*.parquet")))
-        killed.extend(wait_for(worker_processes)[:1])
-        os.kill(killed[0], signal.SIGKILL)
+    def start_and_wait_for_a_file() -> subprocess.Popen:
+        number = len(list(there.glob("*.parquet")))
+        process = subprocess.Popen(command, cwd=ROOT, env=env)
+        wait_for(lambda: len(list(there.glob("*.parquet"))) > number or process.poll())
+        return process
 
-    killer = threading.Thread(target=kill)
-    killer.start()
-    predict_on_ray(trained_run, inputs / "photos", there)
-    killer.join()
-    assert killed
+    process = start_and_wait_for_a_file()
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    process = start_and_wait_for_a_file()
+    assert len(list(there.glob("*.parquet"))) < 15
+    os.kill(wait_for(worker_processes)[-1], signal.SIGKILL)
+    # The status of an image that could not be read.
+    assert process.wait() == 2
     assert_same_rows(there, here)
 
     lost, broken, *kept = sorted(there.glob("*.parquet"))
@@ -145,20 +149,3 @@ def test_a_worker_that_is_killed_and_a_file_that_is_lost(inputs, cluster, traine
     assert [path.read_bytes() for path in kept] == before
     with pytest.raises(ConfigError, match="part-000000.parquet"):
         predict_on_ray(trained_run, inputs / "photos", here)
-
-
-def test_a_command_that_is_killed_is_completed_by_another(inputs, cluster, trained_run, tmp_path):
-    here, there = tmp_path / "here", tmp_path / "there"
-    predict_here(trained_run, inputs / "photos", here)
-    command = [sys.executable, "-m", "vil.cli", "predict", str(trained_run), str(inputs / "photos"), "--ray"]
-    command += ["--output", str(there), "--ray-workers", "1", "1", "--part-size", "8"]
-    options = {"cwd": ROOT, "env": os.environ | {"RAY_ADDRESS": cluster.address_info["gcs_address"]}}
-    process = subprocess.Popen(command, **options)
-    wait_for(lambda: list(there.glob("*.parquet")) or process.poll())
-    process.kill()
-    assert process.wait() == -signal.SIGKILL
-    assert len(rows_of(there)) < 60
-    done = subprocess.run(command, capture_output=True, text=True, **options)
-    # The status of an image that could not be read.
-    assert done.returncode == 2 and "60 images, 1 errors" in done.stdout, done.stderr
-    assert_same_rows(there, here)
