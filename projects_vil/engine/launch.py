@@ -133,8 +133,7 @@ def launch(run: Callable[[argparse.Namespace], Any], args: argparse.Namespace, *
         if number_of_processes(args) == 1:
             run(args)
         elif env is not None:
-            url = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-            with _process_group(env, device, url, args):
+            with _process_group(env, device, f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", args):
                 run(args)
         else:
             with tempfile.TemporaryDirectory() as folder:
@@ -228,7 +227,6 @@ def _meet(env: DistributedEnv, url: str, timeout: float) -> Store:
     machines = range(env.world_size // size)
     notice = FIRST_NOTICE if len(machines) > 1 else timeout
     begin, store, key, is_ours = time.monotonic(), None, "", False
-
     while True:
         store = store or _open_store(env, url, timeout)
         if store is not None:

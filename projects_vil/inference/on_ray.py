@@ -94,8 +94,7 @@ class _Worker:
     """A detector, for tables of names and places."""
 
     def __init__(self, model: str, options: dict[str, Any], batch_size: int, finished: "list[ray.ObjectRef]") -> None:
-        self.detector = Detector.load(model, **options)
-        self.batch_size = batch_size
+        self.detector, self.batch_size = Detector.load(model, **options), batch_size
         # In a list the reference arrives as such: the workers of a machine share what it refers to.
         self.finished = ray.get(finished[0])
 
@@ -118,7 +117,7 @@ def _places(source: str, output: Path, column: str | None, *, rows: int) -> "ray
     named = inputs.named_places(source, os.path.realpath(output), column)
     first = next(named)
     if inputs.suffix_of(source) in inputs.LISTS:
-        lists = [_listed(place, column) for place in inputs.expand_braces(source)]
+        lists = (_listed(place, column) for place in inputs.expand_braces(source))
         dataset = functools.reduce(ray.data.Dataset.union, lists)
     else:
         dataset = ray.data.from_arrow(_table([first, *named]))
@@ -128,13 +127,12 @@ def _places(source: str, output: Path, column: str | None, *, rows: int) -> "ray
 def _listed(place: str, column: str | None) -> "ray.data.Dataset":
     readers, suffix = {".txt": ray.data.read_text, ".csv": ray.data.read_csv}, inputs.suffix_of(place)
     listed, folder = readers.get(suffix, ray.data.read_parquet)(place), os.path.dirname(place)
-    column = "text" if suffix == ".txt" else column
-    column = column or next(name for name in inputs.COLUMNS if name in listed.columns())
+    first = (name for name in inputs.COLUMNS if name in listed.columns())
+    column = "text" if suffix == ".txt" else column or next(first)
 
     def to_places(batch: pa.Table) -> pa.Table:
-        texts = [str(text or "").strip() for text in batch[column].to_pylist()]
         # An empty line names nothing; the row of a table without a name will have an error.
-        texts = [text for text in texts if text or suffix != ".txt"]
+        texts = [text for one in batch[column].to_pylist() if (text := str(one or "").strip()) or suffix != ".txt"]
         return _table([(text, text if "://" in text else os.path.join(folder, text)) for text in texts])
 
     return listed.select_columns([column]).map_batches(to_places, batch_format="pyarrow")
