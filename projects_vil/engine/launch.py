@@ -184,11 +184,11 @@ def _worker(local_rank: int, run: Callable, args: argparse.Namespace, device: st
                 run(args)
         except SystemExit as error:
             status = error.code
-        if status is not None:
-            # The first process passes on the Ctrl-C that a terminal has sent to all.
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-        # Not in the handler: the traceback refers to data loaders, whose processes end with them.
-        sys.exit(status)
+    if status is not None:
+        # The first process passes on the Ctrl-C that a terminal has sent to all.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Not in the handler: the traceback refers to data loaders, whose processes end with them.
+    sys.exit(status)
 
 
 @contextlib.contextmanager
