@@ -63,6 +63,8 @@ OPENVINO = ["openvino>=2026.4", "nncf>=3.4"]
 # What --format parquet of tools/predict.py and inputs in Parquet, CSV, tar files and URLs need; s3fs and gcsfs add S3
 # and Google's storage.
 SCALE = ["pyarrow>=15", "fsspec[http]>=2024.2"]
+# What --ray needs.
+RAY = ["ray[data]>=2.60", *SCALE]
 
 setup(
     name="vil-detectron2",
@@ -111,6 +113,7 @@ setup(
         "examples": EXAMPLES,
         "openvino": OPENVINO,
         "scale": SCALE,
+        "ray": RAY,
         "dev": ["pytest>=7.4", "pytest-xdist>=3.5", "import-linter>=2.1", "ruff>=0.6", *EXPORT, *OPENVINO, *SCALE],
     },
 )

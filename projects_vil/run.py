@@ -71,6 +71,7 @@ def train(
     num_machines: int = 1,
     machine_rank: int = 0,
     dist_url: str = "auto",
+    dist_timeout: float = 600,
     **overrides: object,
 ) -> Run:
     """Train a detector and return its run; what is None is as the config has it, or the default named here.
@@ -90,6 +91,7 @@ def train(
         device: ``"cpu"`` or ``"cuda"``; by default the GPU if there is one.
         resume: whether the interrupted run in ``output`` goes on.
         num_gpus, num_machines, machine_rank, dist_url: as for detectron2's ``launch``.
+        dist_timeout: seconds to wait for the other machines at the start.
         overrides: config keys, as ``**{"SOLVER.BASE_LR": 5e-5}``.
 
     Raises:
@@ -137,7 +139,8 @@ def train(
         if not (given.get("MODEL.WEIGHTS") or cfg.MODEL.WEIGHTS or resume):
             _suggest_weights(cfg.MODEL.TRANSFORMER.NAME)
         processes = {"num_gpus": num_gpus, "num_machines": num_machines, "machine_rank": machine_rank}
-        _launch(path, keys | given, eval_only=False, resume=resume, dist_url=dist_url, **processes)
+        processes |= {"dist_url": dist_url, "dist_timeout": dist_timeout, "resume": resume}
+        _launch(path, keys | given, eval_only=False, **processes)
     return Run(output)
 
 
@@ -151,6 +154,7 @@ def evaluate(
     num_machines: int = 1,
     machine_rank: int = 0,
     dist_url: str = "auto",
+    dist_timeout: float = 600,
     **overrides: object,
 ) -> dict[str, Any]:
     """Evaluate a detector, and return dataset -> task -> metric in percent, as in its ``evaluation.json``.
@@ -163,6 +167,7 @@ def evaluate(
         output: folder of the results: by default that of the run, or ``output`` without one, and for ``data`` a folder
             ``evaluation_DATA`` in it.
         num_gpus, num_machines, machine_rank, dist_url: as for detectron2's ``launch``.
+        dist_timeout: seconds to wait for the other machines at the start.
         overrides: config keys.
 
     Raises:
@@ -178,7 +183,8 @@ def evaluate(
     own = root / (f"evaluation_{_name(data)}" if data else "")
     folder = Path(output or given.get("OUTPUT_DIR") or own)
     keys["OUTPUT_DIR"] = repr(str(folder))
-    processes = {"num_gpus": num_gpus, "num_machines": num_machines, "machine_rank": machine_rank, "dist_url": dist_url}
+    processes = {"num_gpus": num_gpus, "num_machines": num_machines, "machine_rank": machine_rank}
+    processes |= {"dist_url": dist_url, "dist_timeout": dist_timeout}
     with removed_if_not_begun(folder):
         if data is not None:
             dataset = read_dataset(data, folder / DATA_FOLDER, val=0)

@@ -256,6 +256,8 @@ def add_process_arguments(parser: ToolParser) -> None:
     user = os.getuid() if sys.platform != "win32" else 1
     url, address = f"tcp://127.0.0.1:{2**15 + 2**14 + hash(user) % 2**14}", "tcp://HOST:PORT of the first machine"
     parser.add_argument("--dist-url", default=url, metavar="URL", help=f"{address}, the same on all machines")
+    timeout_help = "seconds to wait for the other machines at the start (default 600)"
+    parser.add_argument("--dist-timeout", type=positive, default=600, metavar="S", help=timeout_help)
 
 
 def config_of(args: argparse.Namespace) -> "CfgNode":

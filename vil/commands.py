@@ -24,6 +24,10 @@ def add_predict_arguments(parser: ToolParser) -> None:
     parser.add_argument("--part-size", type=positive, default=1024, metavar="N", help="images in a part (default 1024)")
     parser.add_argument("--shard", type=shard, metavar="I/N", help="with parquet: job I, from 0, of N in one output")
     parser.add_argument("--column", metavar="NAME", help="of paths or URLs in a table (default: path, file_name, url)")
+    ray_help = "spread the images over the Ray cluster at RAY_ADDRESS, or over this machine; writes parquet"
+    parser.add_argument("--ray", action="store_const", dest="format", const="ray", help=ray_help)
+    workers_help = "smallest and largest number of detectors (default: 1 to one for each GPU, or CPU but one)"
+    parser.add_argument("--ray-workers", nargs=2, type=positive, metavar=("MIN", "MAX"), help=workers_help)
     parser.add_argument("--no-drawings", action="store_true", help="write no drawings, only the results")
     threshold_help = "lowest score of detections in drawings (default 0.3)"
     parser.add_argument("--score-threshold", type=float, default=0.3, metavar="T", help=threshold_help)
@@ -35,23 +39,31 @@ def predict(model: str, args: argparse.Namespace) -> None:
     from backbones import ConfigError
     from projects_vil.inference import Detector, predict
 
-    for name, only in (("shard", "parquet"), ("annotations", "coco")):
+    for name, only in (("shard", "parquet"), ("annotations", "coco"), ("ray_workers", "ray")):
         if getattr(args, name) and args.format != only:
-            raise ConfigError(f"{name} is for --format {only} only")
-    detector = Detector.load(model, tta=args.tta, overrides=args.opts)
+            raise ConfigError(f"{name} is for {'--ray' if only == 'ray' else f'--format {only}'} only")
     options = {"batch_size": args.batch_size, "column": args.column}
+    if args.format == "ray":
+        from projects_vil.inference.on_ray import predict_on_ray
+
+        options |= {"workers": args.ray_workers, "part_size": args.part_size, "tta": args.tta, "overrides": args.opts}
+        _end(args.output, predict_on_ray(model, args.input, args.output, **options))
+    detector = Detector.load(model, tta=args.tta, overrides=args.opts)
     if args.format == "parquet":
         from projects_vil.inference.parts import predict_parts
 
         options |= {"part_size": args.part_size, "shard": args.shard}
-        totals = predict_parts(detector, args.input, args.output, **options)
-        print(f"{args.output}: {', '.join(f'{number} {name}' for name, number in totals.items())}")
-        sys.exit(2 if totals["errors"] else 0)
+        _end(args.output, predict_parts(detector, args.input, args.output, **options))
     options |= {"annotations": args.annotations, "drawings": not args.no_drawings, "workers": args.workers}
     summary = predict(detector, args.input, args.output, score_threshold=args.score_threshold, **options)
     print("\n".join(summary.lines()))
     if summary.skipped:
         sys.exit(2)
+
+
+def _end(output: str, totals: dict[str, int]) -> None:
+    print(f"{output}: {', '.join(f'{number} {name}' for name, number in totals.items())}")
+    sys.exit(2 if totals["errors"] else 0)
 
 
 def add_export_arguments(parser: ToolParser) -> None:

@@ -4,18 +4,23 @@ import argparse
 import contextlib
 import multiprocessing
 import os
+import re
 import signal
+import socket
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import torch
 from detectron2.utils import comm
+from torch.distributed import DistNetworkError, FileStore, PrefixStore, Store, TCPStore
 from torch.multiprocessing import ProcessExitedException, start_processes
 
 from backbones import ConfigError
@@ -25,6 +30,10 @@ from projects_vil.utils import handling_signals, removed_if_not_begun, terminate
 TIMEOUT = timedelta(minutes=30)
 # Seconds that the other processes have to save and exit once one has ended.
 GRACE_PERIOD = 60
+# Seconds that machines wait for each other at the start.
+START_TIMEOUT = 600
+# Seconds after which a machine says whom it waits for; then after twice as many, and so on.
+FIRST_NOTICE = 10
 
 
 class DistributedEnv(NamedTuple):
@@ -90,7 +99,7 @@ def check_processes(args: argparse.Namespace, *, device: str) -> None:
             f"--num-machines is {args.num_machines} and --machine-rank {args.machine_rank}: give one machine or more, "
             "and a rank from 0 that is below their number"
         )
-    if args.num_machines > 1 and (args.dist_url == "auto" or "127.0.0.1" in args.dist_url):
+    if args.num_machines > 1 and not re.fullmatch(r"tcp://(?!127\.0\.0\.1:)[^/]+:\d{1,5}", args.dist_url):
         raise ConfigError(f"--dist-url is {args.dist_url}: it must be tcp://HOST:PORT of the first machine")
     if number_of_processes(args) > 1 and ":" in device:
         raise ConfigError(f"the device is {device}: with several processes it must be {device.partition(':')[0]}")
@@ -124,7 +133,7 @@ def launch(run: Callable[[argparse.Namespace], Any], args: argparse.Namespace, *
         if number_of_processes(args) == 1:
             run(args)
         elif env is not None:
-            with _process_group(env, device, "env://"):
+            with _process_group(env, device, f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", args):
                 run(args)
         else:
             with tempfile.TemporaryDirectory() as folder:
@@ -171,29 +180,97 @@ def _worker(local_rank: int, run: Callable, args: argparse.Namespace, device: st
     status = None
     with handling_signals(terminate):
         try:
-            with _process_group(DistributedEnv(rank, local_rank, world_size, args.num_gpus), device, url):
+            with _process_group(DistributedEnv(rank, local_rank, world_size, args.num_gpus), device, url, args):
                 run(args)
         except SystemExit as error:
             status = error.code
-        # Not in the handler: the traceback refers to data loaders, whose processes end with them.
-        sys.exit(status)
+    if status is not None:
+        # The first process passes on the Ctrl-C that a terminal has sent to all.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Not in the handler: the traceback refers to data loaders, whose processes end with them.
+    sys.exit(status)
 
 
 @contextlib.contextmanager
-def _process_group(env: DistributedEnv, device: str, url: str) -> Iterator[None]:
+def _process_group(env: DistributedEnv, device: str, url: str, args: argparse.Namespace) -> Iterator[None]:
     on_gpu = not device.startswith("cpu")
     if on_gpu:
         torch.cuda.set_device(env.local_rank)
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // env.local_world_size))
-    store, _, _ = next(torch.distributed.rendezvous(url, env.rank, env.world_size, timeout=TIMEOUT))
-    # The store of torchrun keeps the addresses of processes that it has started again since.
-    store = torch.distributed.PrefixStore(f"restart_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-    torch.distributed.init_process_group(
-        "nccl" if on_gpu else "gloo", store=store, rank=env.rank, world_size=env.world_size, timeout=TIMEOUT
-    )
+    # Ray Train makes the group itself.
+    is_ours = not torch.distributed.is_initialized()
+    if is_ours:
+        store = _meet(env, url, getattr(args, "dist_timeout", START_TIMEOUT))
+        options = {"store": store, "rank": env.rank, "world_size": env.world_size, "timeout": TIMEOUT}
+        torch.distributed.init_process_group("nccl" if on_gpu else "gloo", **options)
     comm.create_local_process_group(env.local_world_size)
     comm.synchronize()
     yield
     # Not after an exception: the others may never come to it.
-    torch.distributed.destroy_process_group()
+    if is_ours:
+        torch.distributed.destroy_process_group()
+
+
+def _meet(env: DistributedEnv, url: str, timeout: float) -> Store:
+    """Return a store for the processes of a run, once all have come.
+
+    torchrun's store keeps the addresses of processes that it has started again since, and counts restarts on each
+    machine for itself. So the first process draws a key for each start, all report under it, and go on at its word.
+
+    Args:
+        env: this process.
+        url: ``tcp://HOST:PORT`` of the first machine, or ``file://PATH``.
+        timeout: seconds after which this gives up.
+
+    Raises:
+        ConfigError: if the host has no address, or the port is taken, and after the timeout.
+    """
+    size = env.local_world_size
+    machines = range(env.world_size // size)
+    notice = FIRST_NOTICE if len(machines) > 1 else timeout
+    begin, store, key, is_ours = time.monotonic(), None, "", False
+    while True:
+        store = store or _open_store(env, url, timeout)
+        if store is not None:
+            if env.rank == 0 and not key:
+                store.set("start", f"{env.world_size} {os.urandom(8).hex()}")
+            if store.check(["start"]) and (given := store.get("start").decode()) != key:
+                key = given
+                # Where another process of this rank has reported before, a new key is to come.
+                is_ours = key.startswith(f"{env.world_size} ") and store.add(f"{key} {env.rank}", 1) == 1
+            if env.rank == 0 and store.check([f"{key} {rank}" for rank in range(env.world_size)]):
+                store.set(f"{key} all", "")
+            if is_ours and store.check([f"{key} all"]):
+                store.set_timeout(TIMEOUT)
+                return PrefixStore(key, store)
+        waited = time.monotonic() - begin
+        if waited > min(notice, timeout) and env.local_rank == 0:
+            # Its first process speaks for a machine.
+            missing = [str(one) for one in machines if is_ours and not store.check([f"{key} {one * size}"])]
+            whom = f"machine rank{'s' * (len(missing) > 1)} {', '.join(missing) or 0} of {len(machines)} at {url}"
+            if waited > timeout:
+                hint = "start the run on all with the same arguments but --machine-rank, and open the port to them"
+                raise ConfigError(f"after {timeout:g} s (--dist-timeout) there is no answer from {whom}: {hint}")
+            print(f"waiting for {whom}, for {waited:.0f} s of {timeout:g}", file=sys.stderr, flush=True)
+            notice *= 2
+        time.sleep(0.1)
+
+
+def _open_store(env: DistributedEnv, url: str, timeout: float) -> Store | None:
+    """Return the store at a URL; None while the first process does not answer."""
+    address = urlsplit(url)
+    if address.scheme == "file":
+        return FileStore(address.path, env.world_size)
+    # torchrun's own process has the store.
+    is_server = env.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        # TCPStore waits in C++, where Ctrl-C does not reach it.
+        if not is_server:
+            socket.create_connection((address.hostname, address.port), timeout=5).close()
+        options = {"is_master": is_server, "wait_for_workers": False, "timeout": timedelta(seconds=timeout)}
+        return TCPStore("localhost" if is_server else address.hostname, address.port, **options)
+    except (socket.gaierror, DistNetworkError) as error:
+        raise ConfigError(f"the first machine, {url}: {str(error).splitlines()[0]}") from error
+    except OSError:
+        return None

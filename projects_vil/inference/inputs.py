@@ -40,14 +40,14 @@ def find_images(
         OSError: for a list or table that cannot be read.
     """
     source = str(source)
-    if is_stream(source) or (_suffix(source) in VIDEO_SUFFIXES and not os.path.isdir(source)):
+    if is_stream(source) or (suffix_of(source) in VIDEO_SUFFIXES and not os.path.isdir(source)):
         raise ConfigError(f"source {source} is a video, a stream, or a URL without the suffix of images or a list")
     if shard is not None and not 0 <= shard[0] < shard[1]:
         raise ConfigError(f"shard {shard[0]}/{shard[1]}: the first number must be below the second, and count from 0")
     place = next(expand_braces(source), source)
     if "://" not in place and not os.path.exists(place):
         raise ConfigError(f"source {place}: there is no such file or folder")
-    images = _images(_named(source, os.path.realpath(exclude), column), shard)
+    images = images_of(named_places(source, os.path.realpath(exclude), column), shard)
     first = next(images, None)
     if first is None and shard is None:
         raise ConfigError(f"source {source} has no images ({', '.join(IMAGE_SUFFIXES)}) and no {TAR} files with some")
@@ -56,7 +56,7 @@ def find_images(
 
 def is_stream(source: str | Path) -> bool:
     """Return whether a source is the number of a camera or a URL that is not one of images, and no file or folder."""
-    is_url = "://" in str(source) and _suffix(str(source)) not in (*IMAGE_SUFFIXES, TAR, *LISTS)
+    is_url = "://" in str(source) and suffix_of(str(source)) not in (*IMAGE_SUFFIXES, TAR, *LISTS)
     return (str(source).isdecimal() or is_url) and not Path(source).exists()
 
 
@@ -70,7 +70,8 @@ def expand_braces(pattern: str) -> Iterator[str]:
         yield from expand_braces(f"{pattern[: found.start()]}{number:0{len(found[1])}}{pattern[found.end() :]}")
 
 
-def _images(named: Iterable[tuple[str, str]], shard: tuple[int, int] | None) -> Iterator[ImageSource]:
+def images_of(named: Iterable[tuple[str, str]], shard: tuple[int, int] | None = None) -> Iterator[ImageSource]:
+    """Yield the images at named places, those in a tar file one after the other, or those of a shard."""
     number = itertools.count(1)
     for name, place in named:
         # Not all names of files are UTF-8, as those in results must be.
@@ -78,16 +79,16 @@ def _images(named: Iterable[tuple[str, str]], shard: tuple[int, int] | None) -> 
         digest = int.from_bytes(hashlib.sha256(name).digest(), "big")
         if shard is not None and digest % shard[1] != shard[0]:
             continue
-        images = [("", place if "://" in place else Path(place))] if _suffix(place) != TAR else _members(place)
+        images = [("", place if "://" in place else Path(place))] if suffix_of(place) != TAR else _members(place)
         for member, image in images:
             yield ImageSource(image, name.decode() + member, next(number))
 
 
-def _named(source: str, exclude: str, column: str | None) -> Iterator[tuple[str, str]]:
+def named_places(source: str, exclude: str, column: str | None) -> Iterator[tuple[str, str]]:
     """Yield names and places, paths or URLs, of images and tar files."""
     root = source if os.path.isdir(source) else os.path.dirname(source.partition("{")[0])
     for place in _walk(source, exclude) if os.path.isdir(source) else expand_braces(source):
-        if _suffix(place) not in LISTS:
+        if suffix_of(place) not in LISTS:
             yield place[len(root) :].lstrip("/"), place
             continue
         for text in _listed(place, column):
@@ -95,7 +96,8 @@ def _named(source: str, exclude: str, column: str | None) -> Iterator[tuple[str,
             yield text, text if "://" in text else os.path.join(os.path.dirname(place), text)
 
 
-def _suffix(place: str) -> str:
+def suffix_of(place: str) -> str:
+    """Return the suffix of a path or URL, in lower case."""
     return os.path.splitext(place.partition("?")[0] if "://" in place else place)[1].lower()
 
 
@@ -114,14 +116,14 @@ def _walk(folder: str, exclude: str) -> Iterator[str]:
 def _listed(place: str, column: str | None) -> Iterator[str]:
     """Yield the paths and URLs in a list or in the column of a table."""
     with open_file(place) as file:
-        if _suffix(place) == ".parquet":
+        if suffix_of(place) == ".parquet":
             from pyarrow import parquet  # which not everybody has
 
             table = parquet.ParquetFile(file)
             names = table.schema_arrow.names
         else:
             lines = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
-            if _suffix(place) == ".txt":
+            if suffix_of(place) == ".txt":
                 yield from filter(None, map(str.strip, lines))
                 return
             table = csv.DictReader(lines)
@@ -129,7 +131,7 @@ def _listed(place: str, column: str | None) -> Iterator[str]:
         found = column or next((name for name in COLUMNS if name in names), None)
         if found not in names:
             raise ConfigError(f"column: {place} has {', '.join(names)}, and no {found or ' or '.join(COLUMNS)}")
-        if _suffix(place) == ".parquet":
+        if suffix_of(place) == ".parquet":
             batches = table.iter_batches(1024, columns=[found])
             table = (row for batch in batches for row in batch.to_pylist())
         for row in table:

@@ -1,0 +1,47 @@
+"""Train on a Ray cluster: the loop of tools/train_net.py in the processes of Ray Train's TorchTrainer.
+
+Ray places the processes, sets the variables that torchrun sets, and starts all again when one dies; the run then
+resumes from its last checkpoint. OUTPUT_DIR, the data and this repository are at the same path on all machines.
+
+Example:
+    pip install "ray[train]"
+    python tools/make_shapes_dataset.py datasets/shapes
+    python examples/ray_train.py --num-workers 2 --config-file configs/demo/retinanet_vil_shapes.yaml \\
+        MODEL.DEVICE cpu OUTPUT_DIR /shared/output/demo
+"""
+
+import os
+
+import ray
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+
+from vil.arguments import ConfigToolParser, add_training_arguments, positive
+
+
+def train(config: dict) -> None:
+    from projects_vil.engine import train_from_command_line
+
+    os.chdir(config["folder"])
+    train_from_command_line(config["args"])
+
+
+def main() -> None:
+    parser = ConfigToolParser(__doc__, config_file=False)
+    parser.add_argument("--num-workers", type=positive, default=2, metavar="N", help="processes, in all machines")
+    parser.add_argument("--gpu", action="store_true", help="give each process a GPU")
+    parser.add_argument("--max-failures", type=int, default=3, metavar="N", help="times that all may start again")
+    add_training_arguments(parser)
+    args = parser.parse_args()
+    args.resume = True
+    ray.init()
+    TorchTrainer(
+        train,
+        train_loop_config={"args": args, "folder": os.getcwd()},
+        scaling_config=ScalingConfig(num_workers=args.num_workers, use_gpu=args.gpu),
+        run_config=RunConfig(failure_config=FailureConfig(max_failures=args.max_failures)),
+    ).fit()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Detection on a local Ray cluster of two workers: the rows of a prediction without it, whatever dies on the way."""
+
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+
+import numpy as np
+import pytest
+
+from backbones import ConfigError
+from projects_vil.inference import Detector
+from tests.projects_vil.helpers import PATIENCE, ROOT
+from tests.projects_vil.inference.helpers import save
+
+ray = pytest.importorskip("ray", reason="needs ray: pip install -e '.[ray]'")
+pa = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+pytestmark = pytest.mark.slow
+OPTIONS = {"workers": (1, 2), "part_size": 8, "batch_size": 2}
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Two CPUs for workers, and one for reading and writing."""
+    yield ray.init(num_cpus=3, object_store_memory=100 * 2**20, include_dashboard=False, log_to_driver=False)
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """A folder of 60 photos, one of which is broken, and lists, tables and tar files of them."""
+    root, random = tmp_path_factory.mktemp("inputs"), np.random.default_rng(0)
+    listed = [f"photos/{number:02}.png" for number in range(60)]
+    for name in listed:
+        save(root / name, random.integers(0, 255, (*random.integers(40, 90, 2), 3), dtype=np.uint8))
+    (root / listed[7]).write_text("broken")
+    (root / "list.txt").write_text("\n\n".join(listed))
+    (root / "table.csv").write_text("\n".join(["file_name,number", *(f"{name},1" for name in listed)]))
+    parquet.write_table(pa.table({"photo": listed}), root / "table.parquet")
+    for number in range(3):
+        with tarfile.open(root / f"shard-{number}.tar", "w") as tar:
+            for name in listed[number::3]:
+                tar.add(root / name, name)
+    return root
+
+
+def rows_of(folder) -> dict[str, dict]:
+    """Name -> row; each name is there once."""
+    rows = [row for path in folder.glob("*.parquet") for row in parquet.read_table(path).to_pylist()]
+    named = {row["file_name"]: row for row in rows}
+    assert len(named) == len(rows)
+    return named
+
+
+def assert_same_rows(found, expected):
+    found, expected = rows_of(found), rows_of(expected)
+    assert found.keys() == expected.keys() and len(found) == 60
+    for name, row in expected.items():
+        other = found[name]
+        assert all(other[key] == row[key] for key in ("height", "width", "error"))
+        np.testing.assert_allclose(detections_of(other), detections_of(row), rtol=1e-4, atol=1e-4)
+
+
+def detections_of(row) -> np.ndarray:
+    """(N, 6): category, box and score, in an order that does not depend on scores that are all but equal."""
+    table = np.column_stack([row["category_ids"], np.array(row["boxes"]).reshape(-1, 4), row["scores"]])
+    return table[np.lexsort(table[:, :5].round(2).T[::-1])]
+
+
+def predict_on_ray(*args, **changes):
+    from projects_vil.inference.on_ray import predict_on_ray
+
+    return predict_on_ray(*args, **OPTIONS | changes)
+
+
+def predict_here(model, source, output, **options):
+    from projects_vil.inference.parts import predict_parts
+
+    return predict_parts(Detector.load(model, device="cpu"), source, output, **options)
+
+
+@pytest.mark.parametrize("name", ["photos", "list.txt", "table.csv", "table.parquet", "shard-{0..2}.tar"])
+def test_the_rows_are_those_without_ray(name, inputs, cluster, trained_run, tmp_path):
+    options = {"column": "photo" if name == "table.parquet" else None}
+    here = predict_here(trained_run, inputs / name, tmp_path / "here", **options)
+    there = predict_on_ray(trained_run, inputs / name, tmp_path / "there", **options)
+    assert {**there, "parts": 1} == here and there["errors"] == 1 and there["detections"]
+    assert_same_rows(tmp_path / "there", tmp_path / "here")
+    (first, second) = (parquet.read_schema(next((tmp_path / name).glob("*.parquet"))) for name in ("here", "there"))
+    assert first.metadata[b"categories"] == second.metadata[b"categories"]
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + PATIENCE
+    while not (result := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return result
+
+
+def worker_processes() -> list[int]:
+    """The detectors' processes, by the title that Ray gives them while they work, among those that this one began."""
+    below, listed = {os.getpid()}, subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True).stdout
+    processes = [line.split(None, 2) for line in listed.splitlines()[1:]]
+    for _ in range(4):
+        below |= {int(pid) for pid, parent, _ in processes if int(parent) in below}
+    return [int(pid) for pid, _, title in processes if int(pid) in below and "_Worker" in title]
+
+
+def test_what_is_killed_or_lost_is_made_again(inputs, cluster, trained_run, tmp_path):
+    """A command that is killed, a worker of the next one, a file of the output that is lost, and one that broke off."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    predict_here(trained_run, inputs / "photos", here)
+    command = [sys.executable, "-m", "vil.cli", "predict", str(trained_run), str(inputs / "photos"), "--ray"]
+    command += ["--output", str(there), "--ray-workers", "1", "1", "--part-size", "4"]
+    env = os.environ | {"RAY_ADDRESS": cluster.address_info["gcs_address"]}
+
+    def start_and_wait_for_a_file() -> subprocess.Popen:
+        number = len(list(there.glob("*.parquet")))
+        process = subprocess.Popen(command, cwd=ROOT, env=env)
+        wait_for(lambda: len(list(there.glob("*.parquet"))) > number or process.poll())
+        return process
+
+    process = start_and_wait_for_a_file()
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    process = start_and_wait_for_a_file()
+    assert len(list(there.glob("*.parquet"))) < 15
+    os.kill(wait_for(worker_processes)[-1], signal.SIGKILL)
+    # The status of an image that could not be read.
+    assert process.wait() == 2
+    assert_same_rows(there, here)
+
+    lost, broken, *kept = sorted(there.glob("*.parquet"))
+    lost.unlink()
+    broken.write_bytes(broken.read_bytes()[:-20])
+    before = [path.read_bytes() for path in kept]
+    predict_on_ray(trained_run, inputs / "photos", there)
+    assert_same_rows(there, here)
+    assert [path.read_bytes() for path in kept] == before
+    with pytest.raises(ConfigError, match="part-000000.parquet"):
+        predict_on_ray(trained_run, inputs / "photos", here)
