@@ -15,11 +15,33 @@ from backbones.errors import check_file
 from projects_vil.checkpoint import Categories, versions
 from projects_vil.config import detector_name
 from projects_vil.export.detectors import ExportableDetector
-from projects_vil.export.formats import FORMATS, OPSET
+from projects_vil.export.formats import FORMATS, OPSET, embedded_metadata
 from projects_vil.modeling import LARGEST_BATCH, export_sides
 
-# Keys that this repository reads.
-_REQUIRED = {"input", "resizing", "outputs", "classes"}
+_SIZE = (None, [int])
+# What a runner relies on: a type, several (one of them, None and texts standing for themselves), a list of one kind, or
+# a table with these keys.
+_SCHEMA = {
+    "precision": str,
+    "detector": str,
+    "input": {
+        "name": str,
+        "size": _SIZE,
+        "batched": bool,
+        "dtype": ("uint8", "float32"),
+        "sides": [int],
+        "color_order": ("RGB", "BGR"),
+    },
+    "resizing": {"short_side": (None, int), "longest_side": (None, int)},
+    "normalization": {"mean": [float], "std": [float]},
+    "outputs": [{"name": str, "shape": [(int, str)], "dtype": str}],
+    "classes": [str],
+    "category_ids": [int],
+    "thresholds": {"score": float, "detections_per_image": int},
+}
+_DIGEST = "metadata_sha256"
+# What follows from the file, and so is not in it.
+_OF_FILE = ("sha256", "other_files", _DIGEST)
 
 
 def metadata_path(path: str | Path) -> Path:
@@ -63,21 +85,80 @@ def digest_of(path: str | Path) -> str:
 
 
 def read_metadata(path: str | Path) -> dict:
-    """Return the metadata of an exported file.
+    """Return the metadata of an exported file: those next to it, or else those in it.
 
     Raises:
-        ConfigError: where they are missing or are not those of an exported model.
+        ConfigError: where they are missing or not those of an exported model, or where they or the file have changed.
     """
-    file = metadata_path(path)
+    path, file = Path(path), metadata_path(path)
     check_file(path, "file")
-    check_file(file, "file", key=f"the metadata of {path}")
+    metadata = None
+    if file.exists():
+        check_file(file, "file", key=f"the metadata of {path}")
+        metadata = _parse(file.read_bytes(), file)
+        check_digest(path, metadata)
+    inside = embedded_metadata(path)
+    if metadata is None:
+        if inside is None:
+            check_file(file, "file", key=f"the metadata of {path}")
+        metadata, file = _parse(inside, path), path
+    # The digest may have been removed on purpose.
+    digest = metadata.get(_DIGEST)
+    known = _parse(inside, path).get(_DIGEST) if inside is not None else digest
+    if digest not in (None, metadata_digest(metadata)) or digest not in (None, known):
+        raise ConfigError(
+            f"{file} is not the metadata that {path.name} was exported with: restore or remove it (the file has its "
+            f"own); if you have changed it on purpose, remove {_DIGEST} there"
+        )
+    return metadata
+
+
+def metadata_digest(metadata: dict) -> str:
+    """Return the SHA-256 of metadata, without what follows from the file."""
+    kept = {key: value for key, value in metadata.items() if key not in _OF_FILE}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+
+
+def with_digest(metadata: dict) -> dict:
+    """Return metadata with their own digest, for the file."""
+    metadata = json.loads(json.dumps(metadata))
+    return metadata | {_DIGEST: metadata_digest(metadata)}
+
+
+def _parse(text: str | bytes, file: Path) -> dict:
     try:
-        metadata = json.loads(file.read_bytes())
+        metadata = json.loads(text)
     except ValueError as error:
         raise ConfigError(f"{file} is not JSON: {error}") from error
-    if not isinstance(metadata, dict) or not _REQUIRED <= metadata.keys():
-        raise ConfigError(f"{file} is not the metadata of an exported model")
+    wrong = _mismatch(metadata, _SCHEMA, "")
+    if not wrong:
+        ids, names = metadata["category_ids"], [output["name"] for output in metadata["outputs"]]
+        if len(set(ids)) != len(metadata["classes"]) or len(set(ids)) != len(ids):
+            wrong = "category_ids, which are not one each for the classes"
+        elif names[:3] != ["boxes", "scores", "classes"] or len(metadata["input"]["sides"]) != 2:
+            wrong = "outputs or input.sides"
+    if wrong:
+        raise ConfigError(f"{file} is not the metadata of an exported model: see {wrong}; export it again")
     return metadata
+
+
+def _mismatch(value: object, schema: object, key: str) -> str:
+    """Return the key of the first part of a value that is not as in ``_SCHEMA``, or nothing."""
+    if isinstance(schema, dict):
+        if not isinstance(value, dict):
+            return key or "its whole"
+        parts = ((value.get(name), part, f"{key}.{name}".lstrip(".")) for name, part in schema.items())
+    elif isinstance(schema, list):
+        if not isinstance(value, list) or not value:
+            return key
+        parts = ((one, schema[0], f"{key}[{index}]") for index, one in enumerate(value))
+    elif isinstance(schema, tuple):
+        return "" if value in schema or not all(_mismatch(value, one, key) for one in schema) else key
+    else:
+        # For Python a bool is an int.
+        types = {float: (int, float), int: (int,)}.get(schema, (schema,))
+        return "" if type(value) in types else key
+    return next(filter(None, (_mismatch(*part) for part in parts)), "")
 
 
 def check_digest(path: str | Path, metadata: dict) -> None:
@@ -103,6 +184,7 @@ def describe_model(
     precision: str,
     input_dtype: str,
     weights: str | Path,
+    opset: int | None = None,
 ) -> dict:
     """Return all that is needed to run an exported model without this repository, for JSON.
 
@@ -114,6 +196,7 @@ def describe_model(
         precision: precision of the weights.
         input_dtype: type of the input images.
         weights: the checkpoint.
+        opset: that of ONNX; None for the usual one.
 
     Raises:
         ConfigError: for an ``exportable.size`` that the detector or the format does not take.
@@ -134,18 +217,19 @@ def describe_model(
     return {
         "metadata_version": 1,
         "format": file_format,
-        "opset": OPSET if file_format == "onnx" else None,
+        "opset": (opset or OPSET) if file_format == "onnx" else None,
         "precision": precision,
         "runtime_options": dict(entry.options),
         "detector": detector_name(cfg),
         "backbone": backbone,
         "input": {
             "name": exportable.input_names[0],
-            "shape": [*(["images"] if exportable.batched else []), 3, *(exportable.size or ("height", "width"))],
+            "shape": [*(["batch"] if exportable.batched else []), 3, *(exportable.size or ("height", "width"))],
             "size": exportable.size and list(exportable.size),
             "batched": exportable.batched,
             "dtype": input_dtype,
             "range": [0, 255],
+            "stride": exportable.detector.backbone.size_divisibility,
             "sides": sorted(exportable.size or sides),
             "batch": [1, LARGEST_BATCH] if exportable.batched else None,
             "color_order": cfg.INPUT.FORMAT,
@@ -190,7 +274,7 @@ _COUNT = "how many rows of the other outputs, from the first, are detections; th
 
 
 def _describe_outputs(exportable: ExportableDetector, mask_side: int) -> list[dict]:
-    images = ["images"] if exportable.batched else []
+    images = ["batch"] if exportable.batched else []
     rows = ["detections"] if exportable.fixed_number is None else [*images, exportable.fixed_number]
     known = {
         "boxes": ([*rows, 4], "float32", "left, top, right, bottom in pixels of the input image"),
