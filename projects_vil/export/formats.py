@@ -45,6 +45,27 @@ T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 
 
+def _embed_in_archive(path: Path, metadata: dict) -> None:
+    """Copy torch's archive without the source code's places (debug_pkl), and with the metadata."""
+    reader = torch._C.PyTorchFileReader(str(path))
+    buffer = io.BytesIO()
+    writer = torch._C.PyTorchFileWriter(buffer)
+    # The writer writes its own version and id.
+    for name in reader.get_all_records():
+        if not name.endswith(".debug_pkl") and name not in ("version", ".data/version", ".data/serialization_id"):
+            contents = reader.get_record(name)
+            writer.write_record(name, contents, len(contents))
+    contents = json.dumps(metadata).encode()
+    writer.write_record(_METADATA_RECORD, contents, len(contents))
+    writer.write_end_of_file()
+    path.write_bytes(buffer.getbuffer())
+
+
+def _embedded_in_archive(path: Path) -> str | None:
+    reader = torch._C.PyTorchFileReader(str(path))
+    return reader.get_record(_METADATA_RECORD).decode() if reader.has_record(_METADATA_RECORD) else None
+
+
 @dataclass(frozen=True)
 class Format:
     """A format that a detector is exported to.
@@ -58,7 +79,6 @@ class Format:
         embedded: read the metadata in a file, as JSON, without running any of it; None if there is none.
         precisions: the supported precisions.
         packages: the packages that writing needs; the metadata has their versions.
-        is_program: whether loading or running a file can do anything that a program can; the others only compute.
         uses_torch_export: whether ``torch.export`` makes its program.
         shortest_side: the shortest image side that a file takes, in pixels; None for that of ``export_sides``.
         extra_suffixes: suffixes of further files that belong to a model; they replace ``suffix``.
@@ -68,11 +88,10 @@ class Format:
     suffix: str
     write: Callable[[ExportableDetector, Tensor, Path], None]
     load: Callable[[Path], RunFn]
-    embed: Callable[[Path, dict], None]
-    embedded: Callable[[Path], str | None]
+    embed: Callable[[Path, dict], None] = _embed_in_archive
+    embedded: Callable[[Path], str | None] = _embedded_in_archive
     precisions: tuple[str, ...] = ("fp32", "fp16", "bf16")
     packages: tuple[str, ...] = ()
-    is_program: bool = False
     uses_torch_export: bool = False
     shortest_side: int | None = None
     extra_suffixes: tuple[str, ...] = ()
@@ -187,53 +206,18 @@ def _write_torch_export(exportable: ExportableDetector, example: Tensor, path: P
         _save(lambda buffer: torch.export.save(program, buffer), path)
 
 
-_PT2_MEMBERS = (
-    "models/model.json",
-    "data/weights/",
-    "data/constants/",
-    "data/sample_inputs/",
-    "extra/metadata.json",
-    "archive_",
-    "byteorder",
-    "version",
-    ".data/",
-    ".format",
-)
-
-
 def _load_torch_export(path: Path) -> RunFn:
     # Of one reading, so that what is checked is what is loaded.
     buffer = io.BytesIO(path.read_bytes())
     names = torch._C.PyTorchFileReader(buffer).get_all_records()
-    # torch unpickles these members, or loads native code from them, whoever wrote the file; ours has none.
-    if other := [name for name in names if not name.startswith(_PT2_MEMBERS) or "_obj_" in name]:
-        raise ConfigError(f"it has {other[0]}, which could be a program, and no export of this project has")
+    # torch runs pickles and native code in these members, and no export of a detector has them.
+    if programs := [name for name in names if "_obj_" in name or name.startswith("data/aotinductor/")]:
+        raise ConfigError(f"its member {programs[0]} is a program")
     buffer.seek(0)
     # For sample inputs that are not only tensors torch falls back to running their pickle.
     with warnings.catch_warnings(), patch.dict(os.environ, TORCH_FORCE_WEIGHTS_ONLY_LOAD="1"):
         warnings.simplefilter("ignore")
         return torch.export.load(buffer).module()
-
-
-def _embed_in_archive(path: Path, metadata: dict) -> None:
-    """Copy torch's archive without the source code's places (debug_pkl), and with the metadata."""
-    reader = torch._C.PyTorchFileReader(str(path))
-    buffer = io.BytesIO()
-    writer = torch._C.PyTorchFileWriter(buffer)
-    # The writer writes its own version and id.
-    for name in reader.get_all_records():
-        if not name.endswith(".debug_pkl") and name not in ("version", ".data/version", ".data/serialization_id"):
-            contents = reader.get_record(name)
-            writer.write_record(name, contents, len(contents))
-    contents = json.dumps(metadata).encode()
-    writer.write_record(_METADATA_RECORD, contents, len(contents))
-    writer.write_end_of_file()
-    path.write_bytes(buffer.getbuffer())
-
-
-def _embedded_in_archive(path: Path) -> str | None:
-    reader = torch._C.PyTorchFileReader(str(path))
-    return reader.get_record(_METADATA_RECORD).decode() if reader.has_record(_METADATA_RECORD) else None
 
 
 def _write_aot_inductor(exportable: ExportableDetector, example: Tensor, path: Path) -> None:
@@ -294,12 +278,11 @@ def _embed_in_onnx(path: Path, metadata: dict) -> None:
         entry.ClearField("metadata_props")
         entry.ClearField("doc_string")
     del model.graph.value_info[:]
-    for value, described in zip(
-        (*model.graph.input, *model.graph.output), (metadata["input"], *metadata["outputs"]), strict=True
-    ):
+    described = [metadata["input"], *metadata["outputs"]]
+    for value, entry in zip((*model.graph.input, *model.graph.output), described, strict=True):
         shape = value.type.tensor_type.shape
         shape.ClearField("dim")
-        for side in described["shape"]:
+        for side in entry["shape"]:
             shape.dim.add(**{"dim_value" if isinstance(side, int) else "dim_param": side})
     onnx.helper.set_model_props(model, _properties(metadata))
     onnx.save(model, path)
@@ -436,17 +419,9 @@ def _load_openvino(path: Path) -> RunFn:
 
 # -- the table -------------------------------------------------------------------------------------
 
-_IN_ARCHIVE = (_embed_in_archive, _embedded_in_archive)
 # The first whose suffix a file has is its format, so that .aoti.pt2 comes before .pt2.
 FORMATS: dict[str, Format] = {
-    "torchscript": Format(
-        ".ts",
-        _write_torchscript,
-        lambda path: torch.jit.load(str(path)),
-        *_IN_ARCHIVE,
-        is_program=True,
-        shortest_side=1,
-    ),
+    "torchscript": Format(".ts", _write_torchscript, lambda path: torch.jit.load(str(path)), shortest_side=1),
     "onnx": Format(
         ".onnx",
         _write_onnx,
@@ -462,13 +437,9 @@ FORMATS: dict[str, Format] = {
         ".aoti.pt2",
         _write_aot_inductor,
         lambda path: torch._inductor.aoti_load_package(str(path)),
-        *_IN_ARCHIVE,
-        is_program=True,
         uses_torch_export=True,
     ),
-    "torch_export": Format(
-        ".pt2", _write_torch_export, _load_torch_export, *_IN_ARCHIVE, is_program=True, uses_torch_export=True
-    ),
+    "torch_export": Format(".pt2", _write_torch_export, _load_torch_export, uses_torch_export=True),
     "openvino": Format(
         ".xml",
         _write_openvino,

@@ -18,26 +18,20 @@ from projects_vil.export.detectors import ExportableDetector
 from projects_vil.export.formats import FORMATS, OPSET, embedded_metadata
 from projects_vil.modeling import LARGEST_BATCH, export_sides
 
-_SIZE = (None, [int])
-# What a runner relies on: a type, several (one of them, None and texts standing for themselves), a list of one kind, or
-# a table with these keys.
-_SCHEMA = {
-    "precision": str,
-    "detector": str,
-    "input": {
-        "name": str,
-        "size": _SIZE,
-        "batched": bool,
-        "dtype": ("uint8", "float32"),
-        "sides": [int],
-        "color_order": ("RGB", "BGR"),
-    },
-    "resizing": {"short_side": (None, int), "longest_side": (None, int)},
-    "normalization": {"mean": [float], "std": [float]},
-    "outputs": [{"name": str, "shape": [(int, str)], "dtype": str}],
+# What a runner relies on: a set of types, a list of items of these types, or the allowed values.
+_SCHEMA: dict[str, set | list | tuple] = {
+    **dict.fromkeys(("precision", "detector", "input.name"), {str}),
+    **dict.fromkeys(("input.size", "resizing.short_side", "resizing.longest_side"), {type(None), int, list}),
+    **dict.fromkeys(("normalization.mean", "normalization.std"), [int, float]),
+    "input.batched": {bool},
+    "input.dtype": ("uint8", "float32"),
+    "input.sides": [int],
+    "input.color_order": ("RGB", "BGR"),
+    "outputs": [dict],
     "classes": [str],
     "category_ids": [int],
-    "thresholds": {"score": float, "detections_per_image": int},
+    "thresholds.score": {int, float},
+    "thresholds.detections_per_image": {int},
 }
 _DIGEST = "metadata_sha256"
 # What follows from the file, and so is not in it.
@@ -105,7 +99,7 @@ def read_metadata(path: str | Path) -> dict:
     # The digest may have been removed on purpose.
     digest = metadata.get(_DIGEST)
     known = _parse(inside, path).get(_DIGEST) if inside is not None else digest
-    if digest not in (None, metadata_digest(metadata)) or digest not in (None, known):
+    if digest is not None and not digest == known == with_digest(metadata)[_DIGEST]:
         raise ConfigError(
             f"{file} is not the metadata that {path.name} was exported with: restore or remove it (the file has its "
             f"own); if you have changed it on purpose, remove {_DIGEST} there"
@@ -113,16 +107,10 @@ def read_metadata(path: str | Path) -> dict:
     return metadata
 
 
-def metadata_digest(metadata: dict) -> str:
-    """Return the SHA-256 of metadata, without what follows from the file."""
-    kept = {key: value for key, value in metadata.items() if key not in _OF_FILE}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
-
-
 def with_digest(metadata: dict) -> dict:
-    """Return metadata with their own digest, for the file."""
-    metadata = json.loads(json.dumps(metadata))
-    return metadata | {_DIGEST: metadata_digest(metadata)}
+    """Return metadata with a SHA-256 of all that does not follow from the file."""
+    kept = json.dumps({key: value for key, value in metadata.items() if key not in _OF_FILE}, sort_keys=True)
+    return json.loads(json.dumps(metadata)) | {_DIGEST: hashlib.sha256(kept.encode()).hexdigest()}
 
 
 def _parse(text: str | bytes, file: Path) -> dict:
@@ -130,35 +118,26 @@ def _parse(text: str | bytes, file: Path) -> dict:
         metadata = json.loads(text)
     except ValueError as error:
         raise ConfigError(f"{file} is not JSON: {error}") from error
-    wrong = _mismatch(metadata, _SCHEMA, "")
+    wrong = [key for key, kind in _SCHEMA.items() if not _fits(_entry(metadata, key), kind)]
     if not wrong:
-        ids, names = metadata["category_ids"], [output["name"] for output in metadata["outputs"]]
-        if len(set(ids)) != len(metadata["classes"]) or len(set(ids)) != len(ids):
-            wrong = "category_ids, which are not one each for the classes"
-        elif names[:3] != ["boxes", "scores", "classes"] or len(metadata["input"]["sides"]) != 2:
-            wrong = "outputs or input.sides"
+        ids, names = metadata["category_ids"], [output.get("name") for output in metadata["outputs"]]
+        wrong += ["category_ids"] * (not len(set(ids)) == len(ids) == len(metadata["classes"]))
+        wrong += ["outputs"] * (names[:3] != ["boxes", "scores", "classes"])
     if wrong:
-        raise ConfigError(f"{file} is not the metadata of an exported model: see {wrong}; export it again")
+        raise ConfigError(f"{file} is not the metadata of an exported model, see {wrong[0]}: export it again")
     return metadata
 
 
-def _mismatch(value: object, schema: object, key: str) -> str:
-    """Return the key of the first part of a value that is not as in ``_SCHEMA``, or nothing."""
-    if isinstance(schema, dict):
-        if not isinstance(value, dict):
-            return key or "its whole"
-        parts = ((value.get(name), part, f"{key}.{name}".lstrip(".")) for name, part in schema.items())
-    elif isinstance(schema, list):
-        if not isinstance(value, list) or not value:
-            return key
-        parts = ((one, schema[0], f"{key}[{index}]") for index, one in enumerate(value))
-    elif isinstance(schema, tuple):
-        return "" if value in schema or not all(_mismatch(value, one, key) for one in schema) else key
-    else:
-        # For Python a bool is an int.
-        types = {float: (int, float), int: (int,)}.get(schema, (schema,))
-        return "" if type(value) in types else key
-    return next(filter(None, (_mismatch(*part) for part in parts)), "")
+def _entry(table: object, key: str) -> object:
+    for name in key.split("."):
+        table = table.get(name) if isinstance(table, dict) else None
+    return table
+
+
+def _fits(value: object, kind: set | list | tuple) -> bool:
+    if isinstance(kind, list):
+        return type(value) is list and bool(value) and all(type(item) in kind for item in value)
+    return value in kind if isinstance(kind, tuple) else type(value) in kind
 
 
 def check_digest(path: str | Path, metadata: dict) -> None:

@@ -146,7 +146,7 @@ class Creates:
 
 
 @pytest.mark.parametrize(
-    "member", ["data/sample_inputs/model.pt", "data/weights/model.pt", "data/constants/opaque_obj_0", "other.pt"]
+    "member", ["data/sample_inputs/model.pt", "data/weights/model.pt", "data/constants/opaque_obj_0"]
 )
 def test_a_pickle_in_an_archive_of_torch_export(tmp_path, member):
     """It is not run, whether torch would read it or not."""
