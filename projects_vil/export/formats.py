@@ -437,6 +437,7 @@ FORMATS: dict[str, Format] = {
         ".aoti.pt2",
         _write_aot_inductor,
         lambda path: torch._inductor.aoti_load_package(str(path)),
+        embed=lambda path, metadata: None,  # its archive is left as the compiler wrote it
         uses_torch_export=True,
     ),
     "torch_export": Format(".pt2", _write_torch_export, _load_torch_export, uses_torch_export=True),
