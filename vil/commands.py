@@ -74,6 +74,7 @@ def add_export_arguments(parser: ToolParser) -> None:
     fixed_help = "return TEST.DETECTIONS_PER_IMAGE rows, padded with zeros, and the number of detections"
     parser.add_argument("--fixed-detections", action="store_true", help=fixed_help)
     parser.add_argument("--size", nargs=2, type=positive, metavar=("H", "W"), help="the only image size (default: any)")
+    parser.add_argument("--opset", type=positive, metavar="N", help="opset of an ONNX file, 18 or more (default 20)")
     images_help = "images on which file and detector are compared"
     parser.add_argument("--images", nargs="+", type=existing_path, default=[], metavar="FILE", help=images_help)
     parser.add_argument("--evaluate", action="store_true", help="compare average precision on DATASETS.TEST too")
@@ -105,6 +106,7 @@ def export(args: argparse.Namespace) -> None:
         evaluate=args.evaluate,
         calibration_images=args.calibration_images,
         accept_drop=args.accept_drop,
+        opset=args.opset,
     )
     print(f"{describe_report(report)}\nwrote {path}")
     if not report["ok"]:

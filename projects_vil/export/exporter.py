@@ -23,7 +23,7 @@ from projects_vil.data import load_dataset, register_datasets
 from projects_vil.export.detectors import make_exportable
 from projects_vil.export.formats import FORMATS, check_format
 from projects_vil.export.images import comparison_images, example_image
-from projects_vil.export.metadata import check_sides, describe_model, digests_of, metadata_path
+from projects_vil.export.metadata import check_sides, describe_model, digests_of, metadata_path, with_digest
 from projects_vil.export.parity import check_export
 from projects_vil.export.quantization import calibration_files, quantize
 from projects_vil.export.runtime import ExportedModel
@@ -51,6 +51,7 @@ def export_detector(
     evaluate: bool = False,
     calibration_images: int = 100,
     accept_drop: bool = False,
+    opset: int | None = None,
 ) -> tuple[Path, dict]:
     """Export, load the file again in its own runtime, and compare it with detectron2's detector in float32.
 
@@ -71,6 +72,7 @@ def export_detector(
         evaluate: whether to evaluate both on ``DATASETS.TEST`` too.
         calibration_images: how many of ``DATASETS.TRAIN`` int8 is calibrated on, at most.
         accept_drop: whether int8 may lose more than ``AP_DROP``.
+        opset: that of an ONNX file; None for the usual one.
 
     Returns:
         The model's path and the report, see :func:`describe_report`.
@@ -86,6 +88,8 @@ def export_detector(
     check_format(file_format)
     if precision not in FORMATS[file_format].precisions:
         raise ConfigError(f"precision {precision}: {file_format} supports {', '.join(FORMATS[file_format].precisions)}")
+    if opset is not None and file_format != "onnx":
+        raise ConfigError(f"opset: {file_format} has none; leave it out, or export to onnx")
     check_choice("input_dtype", input_dtype, ("uint8", "float32"))
     if size is not None and file_format == "torchscript":
         raise ConfigError("size: a TorchScript file takes any size; leave it out, or take another format")
@@ -103,7 +107,7 @@ def export_detector(
     reference, categories = load_detector(updated(cfg, {"MODEL.TRANSFORMER.COMPILE": False}), weights)
     network = cast_network(copy.deepcopy(reference), "fp32" if is_int8 else precision)
     exportable = make_exportable(network, batched=batched, fixed_number=fixed_number, size=size)
-    facts = {"precision": precision, "input_dtype": input_dtype, "weights": weights}
+    facts = {"precision": precision, "input_dtype": input_dtype, "weights": weights, "opset": opset}
     metadata = describe_model(cfg, exportable, categories, file_format, **facts)
     for image, file in zip(compared, images or ["INPUT.MIN_SIZE_TEST"] * len(compared), strict=True):
         check_sides(metadata["input"]["sides"], image.shape[-2:], what=str(file))
@@ -136,9 +140,11 @@ def export_detector(
         new = unfinished / path.name
         source = new.with_name(f"float{entry.suffix}") if is_int8 else new
         try:
-            entry.write(exportable, example, source)
+            entry.write(exportable, example, source, **({"opset": opset} if opset else {}))
             if is_int8:
                 metadata["quantization"] = quantize(source, new, file_format, calibration, read)
+            metadata = with_digest(metadata)
+            entry.embed(new, metadata)
             metadata_path(new).write_text(json.dumps(metadata | digests_of(new, file_format), indent=2) + "\n")
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error

@@ -9,6 +9,7 @@ import copy
 import functools
 import importlib.metadata
 import io
+import json
 import logging
 import os
 import shutil
@@ -19,6 +20,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -35,8 +38,32 @@ from projects_vil.modeling import LARGEST_BATCH, export_sides
 from projects_vil.utils import deferred_signals
 
 OPSET = 20
+_METADATA_KEY = "vil_metadata"  # in files of ONNX and OpenVINO
+_METADATA_RECORD = "extra/metadata.json"
 RunFn = Callable[[Tensor], "tuple[Tensor, ...]"]
+T = TypeVar("T")
 _logger = logging.getLogger(__name__)
+
+
+def _embed_in_archive(path: Path, metadata: dict) -> None:
+    """Copy torch's archive without the source code's places (debug_pkl), and with the metadata."""
+    reader = torch._C.PyTorchFileReader(str(path))
+    buffer = io.BytesIO()
+    writer = torch._C.PyTorchFileWriter(buffer)
+    # The writer writes its own version and id.
+    for name in reader.get_all_records():
+        if not name.endswith(".debug_pkl") and name not in ("version", ".data/version", ".data/serialization_id"):
+            contents = reader.get_record(name)
+            writer.write_record(name, contents, len(contents))
+    contents = json.dumps(metadata).encode()
+    writer.write_record(_METADATA_RECORD, contents, len(contents))
+    writer.write_end_of_file()
+    path.write_bytes(buffer.getbuffer())
+
+
+def _embedded_in_archive(path: Path) -> str | None:
+    reader = torch._C.PyTorchFileReader(str(path))
+    return reader.get_record(_METADATA_RECORD).decode() if reader.has_record(_METADATA_RECORD) else None
 
 
 @dataclass(frozen=True)
@@ -48,6 +75,8 @@ class Format:
         write: a detector, an example of its input and the file; the type of the example, uint8 or float32, is what the
             file takes.
         load: a file -> what runs it: an input to the outputs, in the order of the detector's.
+        embed: write a model's metadata into its file, and remove what the exporter says about its own machine.
+        embedded: read the metadata in a file, as JSON, without running any of it; None if there is none.
         precisions: the supported precisions.
         packages: the packages that writing needs; the metadata has their versions.
         uses_torch_export: whether ``torch.export`` makes its program.
@@ -59,6 +88,8 @@ class Format:
     suffix: str
     write: Callable[[ExportableDetector, Tensor, Path], None]
     load: Callable[[Path], RunFn]
+    embed: Callable[[Path, dict], None] = _embed_in_archive
+    embedded: Callable[[Path], str | None] = _embedded_in_archive
     precisions: tuple[str, ...] = ("fp32", "fp16", "bf16")
     packages: tuple[str, ...] = ()
     uses_torch_export: bool = False
@@ -97,12 +128,16 @@ def export_program(exportable: ExportableDetector, example: Tensor) -> torch.exp
         symbolic.patch(backed_size_oblivious=True),
     ):
         try:
-            return torch.export.export(exportable, (example,), dynamic_shapes=(dynamic,), strict=False)
+            program = torch.export.export(exportable, (example,), dynamic_shapes=(dynamic,), strict=False)
         except torch._dynamo.exc.UserError as error:
             if exportable.size:
                 raise
             other = "give one with --size, or use torchscript"
             raise ConfigError(f"this model cannot be exported for images of any size: {other}") from error
+    # They name files of this machine.
+    for node in program.graph.nodes:
+        node.meta.pop("stack_trace", None)
+    return program
 
 
 def trace(exportable: ExportableDetector, example: Tensor) -> torch.jit.ScriptModule:
@@ -172,9 +207,17 @@ def _write_torch_export(exportable: ExportableDetector, example: Tensor, path: P
 
 
 def _load_torch_export(path: Path) -> RunFn:
-    with warnings.catch_warnings():
+    # Of one reading, so that what is checked is what is loaded.
+    buffer = io.BytesIO(path.read_bytes())
+    names = torch._C.PyTorchFileReader(buffer).get_all_records()
+    # torch runs pickles and native code in these members, and no export of a detector has them.
+    if programs := [name for name in names if "_obj_" in name or name.startswith("data/aotinductor/")]:
+        raise ConfigError(f"its member {programs[0]} is a program")
+    buffer.seek(0)
+    # For sample inputs that are not only tensors torch falls back to running their pickle.
+    with warnings.catch_warnings(), patch.dict(os.environ, TORCH_FORCE_WEIGHTS_ONLY_LOAD="1"):
         warnings.simplefilter("ignore")
-        return torch.export.load(str(path)).module()
+        return torch.export.load(buffer).module()
 
 
 def _write_aot_inductor(exportable: ExportableDetector, example: Tensor, path: Path) -> None:
@@ -189,7 +232,7 @@ def _write_aot_inductor(exportable: ExportableDetector, example: Tensor, path: P
 # -- ONNX ------------------------------------------------------------------------------------------
 
 
-def _write_onnx(exportable: ExportableDetector, example: Tensor, path: Path) -> None:
+def _write_onnx(exportable: ExportableDetector, example: Tensor, path: Path, *, opset: int = OPSET) -> None:
     with _AttentionAsProducts():
         program = export_program(exportable, example)
     logging.getLogger("onnxscript").setLevel(logging.ERROR)
@@ -197,28 +240,14 @@ def _write_onnx(exportable: ExportableDetector, example: Tensor, path: Path) -> 
         onnx_program = torch.onnx.export(
             program,
             dynamo=True,
-            opset_version=OPSET,
+            opset_version=opset,
             input_names=list(exportable.input_names),
             output_names=list(exportable.output_names),
             verbose=False,
             optimize=True,
         )
-    _cast_image_first(onnx_program.model.graph)
     with log_step("writing ONNX"):
         onnx_program.save(str(path), external_data=False)
-
-
-def _cast_image_first(graph) -> None:
-    """Take the sizes of a uint8 image from its cast to float, in an ``onnx_ir.Graph``.
-
-    TensorRT documents uint8 for inputs of the network and for Cast, and for no other operator.
-    """
-    users = [node for node, _ in graph.inputs[0].uses()]
-    casts = [node for node in users if node.op_type == "Cast"]
-    for node in users if casts else ():
-        if node.op_type == "Shape":
-            node.replace_input_with(0, casts[0].outputs[0])
-    graph.sort()
 
 
 def _onnx_session(path: Path, providers: Sequence[str]):
@@ -238,6 +267,45 @@ def _load_onnx(path: Path) -> RunFn:
         return tuple(map(torch.from_numpy, session.run(None, {name: images.cpu().numpy()})))
 
     return run
+
+
+def _embed_in_onnx(path: Path, metadata: dict) -> None:
+    import onnx
+
+    model = onnx.load(path)
+    # Stack traces of the exporter, and names such as s62 for sizes.
+    for entry in (model.graph, *model.graph.node, *model.graph.input, *model.graph.output, *model.graph.initializer):
+        entry.ClearField("metadata_props")
+        entry.ClearField("doc_string")
+    del model.graph.value_info[:]
+    described = [metadata["input"], *metadata["outputs"]]
+    for value, entry in zip((*model.graph.input, *model.graph.output), described, strict=True):
+        shape = value.type.tensor_type.shape
+        shape.ClearField("dim")
+        for side in entry["shape"]:
+            shape.dim.add(**{"dim_value" if isinstance(side, int) else "dim_param": side})
+    onnx.helper.set_model_props(model, _properties(metadata))
+    onnx.save(model, path)
+
+
+def _embedded_in_onnx(path: Path) -> str | None:
+    return _onnx_session(path, ["CPUExecutionProvider"]).get_modelmeta().custom_metadata_map.get(_METADATA_KEY)
+
+
+def _properties(metadata: dict) -> dict[str, str]:
+    """Return the metadata by the keys that runtimes of ultralytics read, and whole, as JSON."""
+    size = metadata["input"]["size"] or [metadata["resizing"]["short_side"] or metadata["input"]["sides"][0]] * 2
+    known = {
+        "description": f"{metadata['detector']} with {metadata['backbone']}",
+        "task": "segment" if "mask" in metadata["thresholds"] else "detect",
+        "names": dict(enumerate(metadata["classes"])),
+        "imgsz": size,
+        "stride": metadata["input"]["stride"],
+        "channels": 3,
+        "batch": 1,
+        "color_order": metadata["input"]["color_order"],
+    }
+    return {key: str(value) for key, value in known.items()} | {_METADATA_KEY: json.dumps(metadata)}
 
 
 def check_onnx(path: Path) -> dict:
@@ -323,6 +391,21 @@ def _write_openvino(exportable: ExportableDetector, example: Tensor, path: Path)
     openvino.save_model(model, path, compress_to_fp16=is_half)
 
 
+def _embed_in_openvino(path: Path, metadata: dict) -> None:
+    openvino = import_openvino()
+    # Not memory-mapped, since the file is written again.
+    model = openvino_core().read_model(path.read_bytes(), path.with_suffix(".bin").read_bytes())
+    for key, value in _properties(metadata).items():
+        model.set_rt_info(value, ["model_info", key])
+    openvino.save_model(model, path, compress_to_fp16=False)
+
+
+def _embedded_in_openvino(path: Path) -> str | None:
+    model = openvino_core().read_model(path)
+    keys = ["model_info", _METADATA_KEY]
+    return model.get_rt_info(keys).astype(str) if model.has_rt_info(keys) else None
+
+
 def _load_openvino(path: Path) -> RunFn:
     options = _OPENVINO_OPTIONS | {"INFERENCE_NUM_THREADS": torch.get_num_threads()}
     compiled = openvino_core().compile_model(path, "CPU", options)
@@ -343,6 +426,8 @@ FORMATS: dict[str, Format] = {
         ".onnx",
         _write_onnx,
         _load_onnx,
+        _embed_in_onnx,
+        _embedded_in_onnx,
         # This opset has no bfloat16 convolutions.
         precisions=("fp32", "fp16", "int8"),
         packages=("onnx", "onnxscript", "onnxruntime"),
@@ -352,6 +437,7 @@ FORMATS: dict[str, Format] = {
         ".aoti.pt2",
         _write_aot_inductor,
         lambda path: torch._inductor.aoti_load_package(str(path)),
+        embed=lambda path, metadata: None,  # its archive is left as the compiler wrote it
         uses_torch_export=True,
     ),
     "torch_export": Format(".pt2", _write_torch_export, _load_torch_export, uses_torch_export=True),
@@ -359,6 +445,8 @@ FORMATS: dict[str, Format] = {
         ".xml",
         _write_openvino,
         _load_openvino,
+        _embed_in_openvino,
+        _embedded_in_openvino,
         precisions=("fp32", "fp16", "int8"),
         packages=("openvino",),
         extra_suffixes=(".bin",),
@@ -394,9 +482,18 @@ def load_model(path: Path) -> RunFn:
     Raises:
         ConfigError: for a file that is damaged or has an unknown suffix, or where the runtime is missing.
     """
+    return _read(path, FORMATS[format_of(path)].load)
+
+
+def embedded_metadata(path: Path) -> str | None:
+    """Return the metadata in a file, as JSON, without running any of it; None if there is none. Raises: as above."""
+    return _read(path, FORMATS[format_of(path)].embedded)
+
+
+def _read(path: Path, read: Callable[[Path], T]) -> T:
     entry = FORMATS[format_of(path)]
     try:
-        return entry.load(path)
+        return read(path)
     except ImportError as error:
         packages = " ".join(entry.packages) or error.name
         raise ConfigError(f"cannot load {path} without {error.name}: pip install {packages}") from error

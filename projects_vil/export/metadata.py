@@ -3,6 +3,7 @@
 import datetime
 import hashlib
 import importlib.metadata
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,12 +15,28 @@ from backbones.errors import check_file
 from projects_vil.checkpoint import Categories, versions
 from projects_vil.config import detector_name
 from projects_vil.export.detectors import ExportableDetector
-from projects_vil.export.formats import FORMATS, OPSET
+from projects_vil.export.formats import FORMATS, OPSET, embedded_metadata
 from projects_vil.modeling import LARGEST_BATCH, export_sides
-from projects_vil.utils import read_json
+from projects_vil.utils import parse_json, read_json
 
-# Keys that this repository reads.
-_REQUIRED = {"input", "resizing", "outputs", "classes"}
+# What a runner relies on: a set of types, a list of items of these types, or the allowed values.
+_SCHEMA: dict[str, set | list | tuple] = {
+    **dict.fromkeys(("precision", "detector", "input.name"), {str}),
+    **dict.fromkeys(("input.size", "resizing.short_side", "resizing.longest_side"), {type(None), int, list}),
+    **dict.fromkeys(("normalization.mean", "normalization.std"), [int, float]),
+    "input.batched": {bool},
+    "input.dtype": ("uint8", "float32"),
+    "input.sides": [int],
+    "input.color_order": ("RGB", "BGR"),
+    "outputs": [dict],
+    "classes": [str],
+    "category_ids": [int],
+    "thresholds.score": {int, float},
+    "thresholds.detections_per_image": {int},
+}
+_DIGEST = "metadata_sha256"
+# What follows from the file, and so is not in it.
+_OF_FILE = ("sha256", "other_files", _DIGEST)
 
 
 def metadata_path(path: str | Path) -> Path:
@@ -63,17 +80,61 @@ def digest_of(path: str | Path) -> str:
 
 
 def read_metadata(path: str | Path) -> dict:
-    """Return the metadata of an exported file.
+    """Return the metadata of an exported file: those next to it, or else those in it.
 
     Raises:
-        ConfigError: where they are missing or are not those of an exported model.
+        ConfigError: where they are missing or not those of an exported model, or where they or the file have changed.
     """
-    file = metadata_path(path)
+    path, file = Path(path), metadata_path(path)
     check_file(path, "file")
-    metadata = read_json(file, what=f"metadata of {path}")
-    if not isinstance(metadata, dict) or not _REQUIRED <= metadata.keys():
-        raise ConfigError(f"{file} is not the metadata of an exported model")
+    metadata = None
+    if file.exists():
+        metadata = _checked(read_json(file, what=f"metadata of {path}"), file)
+        check_digest(path, metadata)
+    embedded = embedded_metadata(path)
+    if metadata is None and embedded is None:
+        check_file(file, "file", key=f"the metadata of {path}")
+    inside = None if embedded is None else _checked(parse_json(embedded, source=path), path)
+    if metadata is None:
+        metadata, file = inside, path
+    # The digest may have been removed on purpose.
+    digest = metadata.get(_DIGEST)
+    known = inside.get(_DIGEST) if inside is not None else digest
+    if digest is not None and not digest == known == with_digest(metadata)[_DIGEST]:
+        raise ConfigError(
+            f"{file} is not the metadata that {path.name} was exported with: restore or remove it (the file has its "
+            f"own); if you have changed it on purpose, remove {_DIGEST} there"
+        )
     return metadata
+
+
+def with_digest(metadata: dict) -> dict:
+    """Return metadata with a SHA-256 of all that does not follow from the file."""
+    kept = json.dumps({key: value for key, value in metadata.items() if key not in _OF_FILE}, sort_keys=True)
+    return json.loads(json.dumps(metadata)) | {_DIGEST: hashlib.sha256(kept.encode()).hexdigest()}
+
+
+def _checked(metadata: object, file: Path) -> dict:
+    wrong = [key for key, kind in _SCHEMA.items() if not _fits(_entry(metadata, key), kind)]
+    if not wrong:
+        ids, names = metadata["category_ids"], [output.get("name") for output in metadata["outputs"]]
+        wrong += ["category_ids"] * (not len(set(ids)) == len(ids) == len(metadata["classes"]))
+        wrong += ["outputs"] * (names[:3] != ["boxes", "scores", "classes"])
+    if wrong:
+        raise ConfigError(f"{file} is not the metadata of an exported model, see {wrong[0]}: export it again")
+    return metadata
+
+
+def _entry(table: object, key: str) -> object:
+    for name in key.split("."):
+        table = table.get(name) if isinstance(table, dict) else None
+    return table
+
+
+def _fits(value: object, kind: set | list | tuple) -> bool:
+    if isinstance(kind, list):
+        return type(value) is list and bool(value) and all(type(item) in kind for item in value)
+    return value in kind if isinstance(kind, tuple) else type(value) in kind
 
 
 def check_digest(path: str | Path, metadata: dict) -> None:
@@ -99,6 +160,7 @@ def describe_model(
     precision: str,
     input_dtype: str,
     weights: str | Path,
+    opset: int | None = None,
 ) -> dict:
     """Return all that is needed to run an exported model without this repository, for JSON.
 
@@ -110,6 +172,7 @@ def describe_model(
         precision: precision of the weights.
         input_dtype: type of the input images.
         weights: the checkpoint.
+        opset: that of ONNX; None for the usual one.
 
     Raises:
         ConfigError: for an ``exportable.size`` that the detector or the format does not take.
@@ -130,18 +193,19 @@ def describe_model(
     return {
         "metadata_version": 1,
         "format": file_format,
-        "opset": OPSET if file_format == "onnx" else None,
+        "opset": (opset or OPSET) if file_format == "onnx" else None,
         "precision": precision,
         "runtime_options": dict(entry.options),
         "detector": detector_name(cfg),
         "backbone": backbone,
         "input": {
             "name": exportable.input_names[0],
-            "shape": [*(["images"] if exportable.batched else []), 3, *(exportable.size or ("height", "width"))],
+            "shape": [*(["batch"] if exportable.batched else []), 3, *(exportable.size or ("height", "width"))],
             "size": exportable.size and list(exportable.size),
             "batched": exportable.batched,
             "dtype": input_dtype,
             "range": [0, 255],
+            "stride": exportable.detector.backbone.size_divisibility,
             "sides": sorted(exportable.size or sides),
             "batch": [1, LARGEST_BATCH] if exportable.batched else None,
             "color_order": cfg.INPUT.FORMAT,
@@ -186,7 +250,7 @@ _COUNT = "how many rows of the other outputs, from the first, are detections; th
 
 
 def _describe_outputs(exportable: ExportableDetector, mask_side: int) -> list[dict]:
-    images = ["images"] if exportable.batched else []
+    images = ["batch"] if exportable.batched else []
     rows = ["detections"] if exportable.fixed_number is None else [*images, exportable.fixed_number]
     known = {
         "boxes": ([*rows, 4], "float32", "left, top, right, bottom in pixels of the input image"),

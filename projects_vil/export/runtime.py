@@ -11,7 +11,7 @@ from torch import Tensor
 from backbones import ConfigError
 from projects_vil.export.detectors import unpad_detections
 from projects_vil.export.formats import format_of, load_model
-from projects_vil.export.metadata import check_digest, check_input, read_metadata
+from projects_vil.export.metadata import check_input, read_metadata
 
 
 class ExportedModel:
@@ -29,7 +29,6 @@ class ExportedModel:
         self.path = Path(path)
         self.file_format = format_of(self.path)
         self.metadata = read_metadata(self.path)
-        check_digest(self.path, self.metadata)
         self.output_names = tuple(output["name"] for output in self.metadata["outputs"])
         self.batched = self.metadata["input"]["batched"]
         self.dtype = getattr(torch, self.metadata["input"]["dtype"])

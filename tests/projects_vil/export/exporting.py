@@ -19,6 +19,7 @@ from backbones import ConfigError
 from backbones.build import VARIANTS
 from projects_vil.checkpoint import Categories
 from projects_vil.export import FORMATS, check_format, describe_model, example_image, make_exportable, metadata_path
+from projects_vil.export.metadata import with_digest
 from tests.projects_vil.helpers import small_config, untrained_detector
 
 TRACED_SIZE = (96, 128)
@@ -90,7 +91,8 @@ def write(
     path = folder / f"{name}{'_batched' if batched else ''}_{dtype}{FORMATS[file_format].suffix}"
     FORMATS[file_format].write(exportable, torch.stack([example] * 2) if batched else example, path)
     facts = {"precision": "fp32", "input_dtype": dtype, "weights": "random.pth"}
-    metadata = describe_model(config(name), exportable, SHAPES, file_format, **facts)
+    metadata = with_digest(describe_model(config(name), exportable, SHAPES, file_format, **facts))
+    FORMATS[file_format].embed(path, metadata)
     metadata_path(path).write_text(json.dumps(metadata))
     return path
 

@@ -95,7 +95,7 @@ def test_equals_eager_at_any_size(written, file_format, name, options):
         rows = load_model(model.path)(image[None] if model.batched else image)
         assert rows[-1].tolist() == [0] and not any(value.any() for value in rows)
         for output, value in zip(model.metadata["outputs"], rows, strict=True):
-            assert output["shape"] == (["images", *value.shape[1:]] if model.batched else list(value.shape))
+            assert output["shape"] == (["batch", *value.shape[1:]] if model.batched else list(value.shape))
             assert 100 in value.shape or output["name"] == "count"
     if file_format == "onnx":
         check_onnx_file(model)
@@ -108,12 +108,11 @@ def check_onnx_file(model: ExportedModel) -> None:
     contents = onnx.load(model.path, load_external_data=False)
     assert [(entry.domain, entry.version) for entry in contents.opset_import if not entry.domain] == [("", OPSET)]
     assert not any(tensor.external_data for tensor in contents.graph.initializer)
-    # Sizes that depend on the image have names.
+    assert str(dict(enumerate(model.metadata["classes"]))) in [entry.value for entry in contents.metadata_props]
     described = [model.metadata["input"], *model.metadata["outputs"]]
     for value, entry in zip((*contents.graph.input, *contents.graph.output), described, strict=True):
-        fixed = [axis.dim_value for axis in value.type.tensor_type.shape.dim if not axis.dim_param]
         assert value.name == entry["name"]
-        assert fixed == [size for size in entry["shape"] if isinstance(size, int)] or value.name == "count"
+        assert [axis.dim_param or axis.dim_value for axis in value.type.tensor_type.shape.dim] == entry["shape"]
 
 
 # -- ONNX ------------------------------------------------------------------------------------------

@@ -23,7 +23,14 @@ def test_metadata():
     metadata, cfg = described("mask_rcnn"), small_config("mask_rcnn")
     assert metadata["detector"] == "Mask R-CNN" and metadata["backbone"] == cfg.MODEL.TRANSFORMER.NAME
     expected = {"name": "image", "shape": [3, "height", "width"], "range": [0, 255], "sides": [1, 8192]}
-    expected |= {"size": None, "batched": False, "batch": None, "dtype": "uint8", "color_order": cfg.INPUT.FORMAT}
+    expected |= {
+        "size": None,
+        "stride": 32,
+        "batched": False,
+        "batch": None,
+        "dtype": "uint8",
+        "color_order": cfg.INPUT.FORMAT,
+    }
     assert metadata["input"] == expected
     pixels = {"inside_the_model": True, "mean": cfg.MODEL.PIXEL_MEAN, "std": cfg.MODEL.PIXEL_STD}
     assert metadata["normalization"] == pixels

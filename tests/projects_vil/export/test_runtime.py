@@ -1,7 +1,9 @@
 """Exported files in their own runtimes: what they take, detectron2's interface over them, and damaged ones."""
 
+import io
 import json
 import shutil
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -9,8 +11,10 @@ import torch
 
 from backbones import ConfigError
 from projects_vil.export import FORMATS, ExportedModel, example_image, metadata_path, paste_masks
-from projects_vil.export.metadata import digests_of
+from projects_vil.export.formats import load_model
+from projects_vil.export.metadata import digests_of, with_digest
 from tests.projects_vil.export.exporting import demo_detector
+from tests.projects_vil.helpers import ROOT
 
 
 def copy_of(model: ExportedModel, folder: Path, **metadata) -> Path:
@@ -18,7 +22,10 @@ def copy_of(model: ExportedModel, folder: Path, **metadata) -> Path:
     path = folder / model.path.name
     for file in FORMATS[model.file_format].files(model.path):
         shutil.copy(file, folder)
-    metadata_path(path).write_text(json.dumps(model.metadata | metadata))
+    changed = with_digest(model.metadata | metadata)
+    if changed != model.metadata | metadata:
+        changed.pop("metadata_sha256")
+    metadata_path(path).write_text(json.dumps(changed))
     return path
 
 
@@ -78,3 +85,83 @@ def test_the_weights_of_openvino_are_in_a_file_of_their_own(written, tmp_path):
     weights.unlink()
     with pytest.raises(ConfigError, match=weights.name):
         ExportedModel(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data: data["outputs"].reverse(),
+        lambda data: data["input"].update(color_order="BGR"),
+        lambda data: data["classes"].pop(),
+        lambda data: data.update(category_ids=[1, 1, 1]),
+        lambda data: data.update(thresholds=None),
+        lambda data: data.update(input=[]),
+    ],
+)
+@pytest.mark.parametrize("keep_digest", [True, False])
+def test_changed_metadata(written, tmp_path, change, keep_digest):
+    """Of a wrong form, or with a digest of its own that is not the one in the file."""
+    model = written("retinanet", "torchscript")
+    path = copy_of(model, tmp_path)
+    data = json.loads(metadata_path(path).read_text())
+    change(data)
+    metadata_path(path).write_text(json.dumps(data if keep_digest else with_digest(data)))
+    with pytest.raises(ConfigError, match=path.name):
+        ExportedModel(path)
+    # The file has its own.
+    metadata_path(path).unlink()
+    assert ExportedModel(path).metadata == model.metadata
+
+
+def test_no_path_of_this_machine_is_in_a_file(written):
+    for file_format in ("torchscript", "openvino"):
+        check_paths(written("retinanet", file_format, **({"fixed_number": 100} if file_format == "openvino" else {})))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file_format", ["onnx", "torch_export"])
+def test_no_path_of_this_machine_is_in_a_slow_file(written, file_format):
+    options = {"batched": True, "fixed_number": 100} if file_format == "onnx" else {}
+    check_paths(written("retinanet", file_format, **options))
+
+
+def check_paths(model: ExportedModel) -> None:
+    paths = [str(path).encode() for path in (ROOT, Path.home(), "site-packages", "dist-packages")]
+    for file in FORMATS[model.file_format].files(model.path):
+        contents = [file.read_bytes()]
+        if zipfile.is_zipfile(file):
+            with zipfile.ZipFile(file) as archive:
+                contents += map(archive.read, archive.namelist())
+        assert not [path for path in paths for content in contents if path in content], file
+
+
+class Creates:
+    """A pickle that creates a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+@pytest.mark.parametrize(
+    "member", ["data/sample_inputs/model.pt", "data/weights/model.pt", "data/constants/opaque_obj_0"]
+)
+def test_a_pickle_in_an_archive_of_torch_export(tmp_path, member):
+    """It is not run, whether torch would read it or not."""
+    path, created = tmp_path / "model.pt2", tmp_path / "created"
+    exported = torch.export.export(torch.nn.Linear(2, 2), (torch.zeros(1, 2),))
+    torch.export.save(exported, path)
+    reader, buffer, pickled = torch._C.PyTorchFileReader(str(path)), io.BytesIO(), io.BytesIO()
+    torch.save(Creates(created), pickled)
+    writer = torch._C.PyTorchFileWriter(buffer)
+    members = {name: reader.get_record(name) for name in reader.get_all_records()} | {member: pickled.getvalue()}
+    for name, content in members.items():
+        if name not in ("version", ".data/serialization_id"):
+            writer.write_record(name, content, len(content))
+    writer.write_end_of_file()
+    path.write_bytes(buffer.getvalue())
+    with pytest.raises(ConfigError, match=r"model\.pt2"):
+        load_model(path)
+    assert not created.exists()
