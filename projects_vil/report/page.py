@@ -113,7 +113,7 @@ def read_run(folder: Path, overrides: Sequence[str] = ()) -> RunFolder:
         run.cfg = load_config(folder / CONFIG, overrides)
     lines = read(METRICS, "curves").splitlines()
     for line in lines:
-        with contextlib.suppress(ValueError, TypeError, KeyError):
+        with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError):
             values = json.loads(line)
             values["iteration"] = int(values["iteration"])
             run.metrics.append({name: value for name, value in values.items() if isinstance(value, (int, float))})
