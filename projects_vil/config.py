@@ -4,6 +4,7 @@ import ast
 import functools
 import io
 import logging
+import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -212,6 +213,8 @@ def default_config() -> CfgNode:
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> CfgNode:
     """Return :func:`default_config` with a file (and its ``_BASE_`` chain) and overrides merged into it, frozen.
 
+    ``~`` at the beginning of ``OUTPUT_DIR`` and ``MODEL.WEIGHTS`` is the home folder.
+
     No code in a file is run: of YAML's Python tags only the arithmetic is evaluated that detectron2's model zoo has.
     Nothing is downloaded.
 
@@ -241,6 +244,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> CfgNode:
     except Exception as error:
         raise ConfigError(f"{_explain(error, cfg)} (in the overrides {one_line(' '.join(overrides))})") from error
     _set_photometric_distortion(cfg)
+    cfg.OUTPUT_DIR, cfg.MODEL.WEIGHTS = map(os.path.expanduser, (cfg.OUTPUT_DIR, cfg.MODEL.WEIGHTS))
     cfg.freeze()
     return cfg
 

@@ -122,7 +122,11 @@ class ToolParser(argparse.ArgumentParser):
         )
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:
-        words = sys.argv[1:] if args is None else args
+        # No shell expands ~ in quotes, or in --output=~/x.
+        words = args = [
+            re.sub(r"^(--[\w-]+=)?(~[^/]*)", lambda found: (found[1] or "") + os.path.expanduser(found[2]), word)
+            for word in (sys.argv[1:] if args is None else args)
+        ]
         known = {*SECTIONS, *self._option_string_actions}
         # Before argparse complains about the required one that was misspelt. Others parse a remainder and subcommands.
         if any(action.nargs in (argparse.REMAINDER, argparse.PARSER) for action in self._actions):
@@ -135,7 +139,7 @@ class ToolParser(argparse.ArgumentParser):
         if not unknown:
             parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            self.error(f"unknown argument {unknown[0]}{self._hint(unknown[0], sys.argv[1:] if args is None else args)}")
+            self.error(f"unknown argument {unknown[0]}{self._hint(unknown[0], args)}")
         json_path = getattr(parsed, "json", None)
         others = [value for name, value in vars(parsed).items() if name != "json" and isinstance(value, str)]
         if json_path and any(value == json_path or _is_same_file(value, json_path) for value in others):
@@ -337,7 +341,7 @@ def _usable_streams() -> Iterator[None]:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             # Also so that no other file gets the number that libraries print to.
-            setattr(sys, name, open(os.devnull, "w"))
+            setattr(sys, name, open(os.devnull, "w", errors="backslashreplace"))
         elif hasattr(getattr(sys, name), "reconfigure"):
             getattr(sys, name).reconfigure(errors="backslashreplace")
     try:
@@ -370,7 +374,11 @@ def _explain(error: Exception) -> tuple[str, int] | None:
     cause = find_os_error(error)
     if cause is None or (cause is not error and cause.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)):
         return None
-    return f"{cause.filename}: {cause.strerror}" if cause.filename and cause.strerror else " ".join(lines), 1
+    if cause.filename and cause.strerror:
+        return f"{cause.filename}: {cause.strerror}", 1
+    # Without the name of a file, these come from what processes and threads share.
+    hints = {errno.EROFS: " (/dev/shm must be writable)", errno.EMFILE: " (raise `ulimit -n`)"}
+    return " ".join(lines) + hints.get(cause.errno, ""), 1
 
 
 def _with_flag(message: str) -> str:

@@ -6,16 +6,7 @@ import os
 import sys
 import tempfile
 
-from vil.arguments import (
-    ToolParser,
-    config_of,
-    existing_path,
-    output_file,
-    positive,
-    show,
-    weights_file,
-    write_json,
-)
+from vil.arguments import ToolParser, config_of, existing_path, output_file, positive, show, weights_file, write_json
 
 FORMATS = ("torchscript", "onnx", "aot_inductor", "torch_export", "openvino")
 PRECISIONS = ("fp32", "fp16", "bf16", "int8")

@@ -7,6 +7,7 @@ import functools
 import multiprocessing.queues
 import random
 import re
+import resource
 import signal
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +30,8 @@ from projects_vil.utils import STOP_SIGNALS
 
 # An image of a batch: its index among the records, and the seed of its augmentation.
 Item = tuple[int, int]
+# Open files: pipes of the processes, and one for each tensor under way.
+_MIN_FILES = 256
 _LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EROFS)
 
 
@@ -123,6 +126,12 @@ class _Loader(DataLoader):
     """
 
     def __init__(self, dataset: Dataset, **options: Any) -> None:
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if options["num_workers"] and files < _MIN_FILES:
+            raise ConfigError(
+                f"`ulimit -n` is {files}, and loading processes need {_MIN_FILES} open files or more: raise it, or set "
+                "DATALOADER.NUM_WORKERS 0"
+            )
         # Shared with the workers: whether one has received a SIGTERM.
         with _explaining_limits():
             self._has_ended = multiprocessing.RawValue("b", False) if options["num_workers"] else None
