@@ -239,7 +239,7 @@ CASES = {
         f"{PREDICT} --input photos", link_to_other("out/drawings/a.jpg"), "drawn", 0, ("out/*",)
     ),
     "name that controls a terminal": Case(
-        f"{PREDICT} --input photos", write("photos/\x1b[31m\n.jpg"), r"photos/\x1b[31m\n.jpg", 2, ("out", "out/*")
+        f"{PREDICT} --input photos", write("photos/\x1b[31m\n.jpg"), r"skipped \x1b[31m\n.jpg", 2, ("out", "out/*")
     ),
     "no images": Case(f"{PREDICT} --input empty", lambda folder: (folder / "empty").mkdir(), "empty"),
     "output in the input": Case(f"predict.py {RUN} --input photos --output photos", named="photos"),

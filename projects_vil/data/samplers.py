@@ -225,7 +225,8 @@ def _explaining_limits() -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
-        if getattr(error, "errno", None) not in _LIMITS and not re.search("shared memory|open files", str(error)):
+        is_limit = re.search("shared memory|</torch_|open files", str(error))
+        if getattr(error, "errno", None) not in _LIMITS and not is_limit:
             raise
         raise ConfigError(
             f"the DATALOADER.NUM_WORKERS processes cannot share images: {one_line(error)} (is /dev/shm full or "
