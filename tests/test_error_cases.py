@@ -256,6 +256,12 @@ CASES = {
     "full disk, export": Case(EXPORT, named="out", writes=("out",), limit=FULL_DISK),
     "full disk, predictions": Case(f"{PREDICT} --input photos", named="out", writes=("out", "out/*"), limit=500),
     "full disk, fixed annotations": Case(f"{CHECK} --fix clean.json", named="clean.json", limit=500),
+    "full shared memory in an evaluation": Case(
+        f"{EVALUATE} DATALOADER.NUM_WORKERS 1 INPUT.MIN_SIZE_TEST 640",
+        named="NUM_WORKERS",
+        writes=("run/log.txt",),
+        limit=FULL_DISK,
+    ),
     "SIGTERM at the start": Case(
         LONG, None, "SIGTERM", 143, OUTPUT, lambda folder: (folder / "output").exists(), signal.SIGTERM
     ),

@@ -149,17 +149,18 @@ class _Loader(DataLoader):
         return self._passing_on(self._batches)
 
     def _passing_on(self, batches: Iterator[list[dict[str, Any]]]) -> Iterator[list[dict[str, Any]]]:
-        with _explaining_limits():
-            for batch in batches:
-                if self._has_ended is not None and self._has_ended.value:
-                    signal.raise_signal(signal.SIGTERM)
-                yield batch
+        try:
+            with _explaining_limits():
+                for batch in batches:
+                    if self._has_ended is not None and self._has_ended.value:
+                        signal.raise_signal(signal.SIGTERM)
+                    yield batch
+        finally:
+            _end_workers(batches)
 
     def stop(self) -> None:
         """End the worker processes; torch does so only when nothing refers to their iterator, as a traceback may."""
-        shutdown = getattr(getattr(self, "_batches", None), "_shutdown_workers", None)
-        if shutdown is not None:
-            shutdown()
+        _end_workers(getattr(self, "_batches", None))
 
 
 class TrainLoader(_Loader):
@@ -195,6 +196,10 @@ class EvaluationLoader(_Loader):
     ) -> None:
         dataset = MapDataset(DatasetFromList(records, copy=False), mapper)
         super().__init__(dataset, num_workers=num_workers, sampler=InferenceSampler(len(records)))
+
+
+def _end_workers(batches: object) -> None:
+    getattr(batches, "_shutdown_workers", lambda: None)()
 
 
 def _prepare_worker(has_ended: Any, worker: int) -> None:
