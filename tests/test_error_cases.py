@@ -223,6 +223,9 @@ CASES = {
         0,
         ("run/report.html",),
     ),
+    "report of a pipe": Case(
+        "report.py run", replace_by("run/metrics.json", os.mkfifo), "run/metrics.json", 0, ("run/report.html",)
+    ),
     "training over another run": Case("train_net.py --config-file run/config.yaml", named="OVERWRITE_OUTPUT_DIR"),
     "another optimizer": Case(
         f"{RESUME} SOLVER.OPTIMIZER SGD SOLVER.MAX_ITER 6", named="SOLVER", writes=("run/log.txt",)

@@ -21,7 +21,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
-from backbones.errors import check_whole
+from backbones.errors import check_file, check_whole
 from projects_vil.config import config_items, default_config, detector_name, first_of, load_config
 from projects_vil.data import check_files, fixed_coco, is_coco, register_datasets
 from projects_vil.evaluation import LOSS_TASK, PER_CLASS, explain_results
@@ -102,6 +102,8 @@ def read_run(folder: Path, overrides: Sequence[str] = ()) -> RunFolder:
 
     def read(name: str, content: str) -> str:
         with run.leaving_out(content):
+            # A pipe would never end.
+            check_file(folder / name, "file")
             return _COLOR.sub("", (folder / name).read_text(errors="replace"))
         return ""
 
