@@ -342,8 +342,9 @@ def _usable_streams() -> Iterator[None]:
         if getattr(sys, name) is None:
             # Also so that no other file gets the number that libraries print to.
             setattr(sys, name, open(os.devnull, "w", errors="backslashreplace"))
-        elif hasattr(getattr(sys, name), "reconfigure"):
-            getattr(sys, name).reconfigure(errors="backslashreplace")
+    # As Python does with stderr.
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         yield
     finally:
