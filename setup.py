@@ -104,7 +104,7 @@ setup(
         # Earlier ones have cards checked by huggingface.co, whatever hub HF_ENDPOINT names.
         "huggingface_hub>=2.2",
         "tqdm>=4.60",
-        "filelock>=3.16",
+        "filelock>=3.20.1",
         opencv_requirement(),
     ],
     extras_require={

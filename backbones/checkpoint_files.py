@@ -66,6 +66,9 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     for name, tensor in state_dict.items():
         if isinstance(tensor, Tensor) and (tensor.layout != torch.strided or tensor.is_meta):
             raise ConfigError(f"{path}: {name} is not a dense tensor with values")
+        # One value may stand for any number of them.
+        if isinstance(tensor, Tensor) and tensor.nbytes > path.stat().st_size:
+            raise ConfigError(f"{path}: {name} has {tensor.nbytes:,} bytes, more than the file")
     return loaded
 
 
@@ -115,11 +118,15 @@ def write_checkpoint(path: str | Path, contents: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def atomic_write(path: str | Path) -> Iterator[Path]:
+def atomic_write(path: str | Path, *, sync: bool = True) -> Iterator[Path]:
     """Yield a temporary path next to ``path``, which replaces ``path`` once its contents are on the disk.
 
-    If the body fails, or the machine does, ``path`` still names what it did before. ``torch.save`` gets an open file
-    rather than the path: its own writer does not report why it failed.
+    If the body fails, or the machine does, ``path`` still names what it did before. What a link or a pipe of that name
+    leads to is never written. ``torch.save`` gets an open file rather than the path: its own writer does not report why
+    it failed.
+
+    Args:
+        sync: whether to wait for the disk, which drawings by the thousand need not.
 
     Raises:
         ConfigError: if the file cannot be written.
@@ -129,9 +136,11 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
     partial = path.with_name(f".{path.name[:60]}.{os.getpid()}.partial")
     try:
         yield partial
-        _sync(partial)
+        if sync:
+            _sync(partial)
         os.replace(partial, path)
-        _sync(path.parent)
+        if sync:
+            _sync(path.parent)
     except (OSError, RuntimeError, SafetensorError) as error:
         cause = find_os_error(error) or error
         if isinstance(cause, RuntimeError):

@@ -3,6 +3,7 @@
 import difflib
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -14,6 +15,13 @@ class ConfigError(ValueError):
 def find_os_error(error: BaseException) -> OSError | None:
     """Return the OSError that an exception is or that it was raised in the handling of, as by torch's writer."""
     return next((one for one in (error, error.__context__) if isinstance(one, OSError)), None)
+
+
+def printable(text: object) -> str:
+    """Return one line in which what controls a terminal, as in names of files, is written as Python writes it."""
+    # Line ends, colours, and what hides or reverses text.
+    control = r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+    return re.sub(control, lambda found: found[0].encode("unicode_escape").decode(), str(text))
 
 
 def closest(word: str, candidates: Iterable[str], *, most: int = 1) -> str:

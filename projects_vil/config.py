@@ -2,7 +2,9 @@
 
 import ast
 import functools
+import io
 import logging
+import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -215,29 +217,64 @@ def default_config() -> CfgNode:
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> CfgNode:
     """Return :func:`default_config` with a file (and its ``_BASE_`` chain) and overrides merged into it, frozen.
 
+    ``~`` at the beginning of ``OUTPUT_DIR`` and ``MODEL.WEIGHTS`` is the home folder.
+
     No code in a file is run: of YAML's Python tags only the arithmetic is evaluated that detectron2's model zoo has.
+    Nothing is downloaded.
 
     Args:
-        path: a YAML config.
+        path: a YAML config of detectron2's version 2.
         overrides: keys and values, alternating, as on detectron2's command line.
 
     Raises:
-        ConfigError: for a missing file, bad YAML, an unknown key (naming the closest) or a value of a wrong type.
+        ConfigError: for a missing file, bad YAML, a key that is unknown (naming the closest) or given twice, or a value
+            of a wrong type.
     """
     cfg = default_config()
     check_file(path, "config file")
     try:
-        cfg.merge_from_file(str(path), allow_unsafe=False)
+        loaded = _LocalFile.load_yaml_with_base(str(path))
+        if loaded.get("VERSION", cfg.VERSION) != cfg.VERSION:
+            raise ConfigError(
+                f"VERSION is {loaded['VERSION']}, and it must be {cfg.VERSION}: rename the keys of old files"
+            )
+        cfg.merge_from_other_cfg(CfgNode(loaded))
     except Exception as error:
-        raise ConfigError(f"{path}: {_explain(error, cfg)}") from error
+        reason = _explain(error, cfg)
+        raise ConfigError(reason if reason.startswith(str(path)) else f"{path}: {reason}") from error
     _set_photometric_distortion(cfg)
     try:
         cfg.merge_from_list(list(overrides))
     except Exception as error:
         raise ConfigError(f"{_explain(error, cfg)} (in the overrides {one_line(' '.join(overrides))})") from error
     _set_photometric_distortion(cfg)
+    cfg.OUTPUT_DIR, cfg.MODEL.WEIGHTS = map(os.path.expanduser, (cfg.OUTPUT_DIR, cfg.MODEL.WEIGHTS))
     cfg.freeze()
     return cfg
+
+
+class _LocalFile(CfgNode):
+    """Reads a config and its ``_BASE_`` chain from files, whose keys are all different."""
+
+    @classmethod
+    def _open_cfg(cls, filename: str) -> io.StringIO:
+        if "://" in filename:
+            raise ConfigError(f"_BASE_ is {filename}, and configs are not downloaded: name a file")
+        check_file(filename, "file", key="_BASE_")
+        text = Path(filename).read_text(encoding="utf-8")
+        root = yaml.compose(text, yaml.SafeLoader)
+        if not isinstance(root, yaml.MappingNode):
+            raise ConfigError(f"{filename} {'has no config keys' if text.strip() else 'is empty'}")
+        sections = [root]
+        for section in sections:
+            keys = [key.value for key, _ in section.value]
+            twice = next((key for key in keys if keys.count(key) > 1), None)
+            if twice is not None:
+                raise ConfigError(f"{filename} has the key {twice} twice in one section: remove one")
+            # Each once: an alias may lead back to what it is part of.
+            nested = [value for _, value in section.value if isinstance(value, yaml.MappingNode)]
+            sections += [value for value in nested if value not in sections]
+        return io.StringIO(text)
 
 
 def _evaluate(loader: yaml.SafeLoader, node: yaml.Node) -> Any:
@@ -261,24 +298,36 @@ def _set_photometric_distortion(cfg: CfgNode) -> None:
 
 
 def _explain(error: Exception, cfg: CfgNode) -> str:
-    message = one_line(error.args[0] if isinstance(error, KeyError) else error)
-    if isinstance(error, FileNotFoundError):
-        return f"there is no file {error.filename} (_BASE_)"
+    message = " ".join(str(error.args[0] if isinstance(error, KeyError) else error).split())
     if isinstance(error, (AttributeError, TypeError)):
         return "it is not a mapping of config keys"
     mismatch = re.search(
-        r"Type mismatch \(<class '(\w+)'> vs\. <class '(\w+)'>\).* vs\. (.*)\) for config key: (\S+)", message
+        r"Type mismatch \(<class '[\w.]*?(\w+)'> vs\. <class '[\w.]*?(\w+)'>\).* vs\. (.*)\) for config key: (\S+)",
+        message,
     )
     if mismatch is not None:
-        expected = {"int": "a whole number (int)", "float": "a number (float)"}.get(mismatch[1], f"a {mismatch[1]}")
-        value = repr(mismatch[3]) if mismatch[2] == "str" else mismatch[3]
+        words = {
+            "int": "a whole number (int)",
+            "float": "a number (float)",
+            "CfgNode": "a section with keys of its own",
+        }
+        expected = words.get(mismatch[1], f"a {mismatch[1]}")
+        value = (
+            repr(mismatch[3])
+            if mismatch[2] == "str"
+            else f"{{{mismatch[3]}}}"
+            if mismatch[2] == "CfgNode"
+            else mismatch[3]
+        )
         is_broken = mismatch[1] in ("list", "tuple") and mismatch[3].startswith(("[", "("))
         hint = "; a comma, a quote or a bracket is missing" if is_broken else ""
         return f"{mismatch[4]} is {value}: it must be {expected}{hint}"
     unknown = re.search(r"Non-existent (?:config )?key: ([\w.]+)", message)
     if unknown is None:
-        return message
+        return one_line(message)
     known = [key for key, _ in config_items(cfg)]
+    if unknown[1] in known:
+        return f"{unknown[1]} is one word in it: in a file, the parts of a key are indented below each other"
     return f"unknown config key {unknown[1]}{closest(unknown[1], known) or closest(unknown[1].upper(), known)}"
 
 

@@ -112,7 +112,7 @@ def train(
         if key in given:
             raise ConfigError(f"{key} is given twice, {value} and {given[key]}: leave one out")
         given[key] = str(value)
-    output = Path(given.pop("OUTPUT_DIR", f"output/{_name(data) + '_' if data else ''}{name}"))
+    output = Path(given.pop("OUTPUT_DIR", f"output/{_name(data) + '_' if data else ''}{name}")).expanduser()
     # In quotes, since a name may be a number.
     keys["OUTPUT_DIR"] = repr(str(output))
     if "SOLVER.IMS_PER_BATCH" not in given and "SOLVER.ACCUMULATE" not in given:
@@ -181,7 +181,7 @@ def evaluate(
         root = folder_of(path)
     keys = {} if weights is None else {"MODEL.WEIGHTS": str(weights)}
     own = root / (f"evaluation_{_name(data)}" if data else "")
-    folder = Path(output or given.get("OUTPUT_DIR") or own)
+    folder = Path(output or given.get("OUTPUT_DIR") or own).expanduser()
     keys["OUTPUT_DIR"] = repr(str(folder))
     processes = {"num_gpus": num_gpus, "num_machines": num_machines, "machine_rank": machine_rank}
     processes |= {"dist_url": dist_url, "dist_timeout": dist_timeout}

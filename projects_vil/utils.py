@@ -29,8 +29,10 @@ from torch import nn
 from backbones import ConfigError
 from backbones.errors import check_file
 
-# Ctrl-C, a scheduler, and a terminal that is closed, which not every system has.
-STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+# Ctrl-C, a scheduler, a terminal that is closed, and a scheduler's or the system's warning that time is up soon.
+_STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGXCPU")
+# Not every system has all.
+STOP_SIGNALS = tuple(getattr(signal, name) for name in _STOP_SIGNALS if hasattr(signal, name))
 LOCK_FILE = ".run.lock"
 # Seconds that a killed process may need until it has freed its memory and its lock.
 LOCK_TIMEOUT = 5.0
@@ -45,6 +47,8 @@ _FILE_ONLY = re.compile(
     # The table above these has the same figures, and nan for metrics that cannot be computed.
     r"copypaste: |Evaluation results for .* in csv format:|Some metrics cannot be computed"
 )
+# What a run and its libraries open in its folder under a fixed name; evaluators write into "inference".
+_OPENED = ("log.txt*", "metrics.json", "last_checkpoint", "drawings", "inference", "inference/**/*")
 # The files that a run writes before its config.
 _FIRST_FILES = re.compile(r"log\.txt|metrics\.json$|data$|events\.out\.tfevents\.")
 # The beginning of a warning, as a regular expression.
@@ -71,7 +75,6 @@ _SILENCED_RECORDS = {
     "detectron2.config.instantiate": r"Error when instantiating",
     # The mapping is what any file of a few of COCO's categories needs.
     "detectron2.data.datasets.coco": r"\s*Category ids in annotations are not in",
-    "detectron2.config.compat": r"Config '.*' has no VERSION\. Assuming it to be compatible",
 }
 
 
@@ -232,11 +235,18 @@ def removed_if_not_begun(folder: Path) -> Iterator[None]:
     A folder that had anything in it stays, and so does one with any file that a run does not write by then.
 
     Raises:
-        ConfigError: if the folder cannot be created.
+        ConfigError: if the folder cannot be created, or where what the run opens in it would lead elsewhere or hang.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         is_new = not any(folder.iterdir())
+        for path in sorted(path for pattern in _OPENED for path in folder.glob(pattern)):
+            is_folder = path.is_dir() and path.relative_to(folder).parts[0] in ("drawings", "inference")
+            if path.is_symlink() or not (path.is_file() or is_folder):
+                raise ConfigError(
+                    f"{path} is a link, a pipe or a folder, and a run writes a file of its own there: remove it, or "
+                    "choose another OUTPUT_DIR"
+                )
     except OSError as error:
         raise ConfigError(f"OUTPUT_DIR {folder} cannot be written: {error.strerror}") from error
     try:

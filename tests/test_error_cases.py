@@ -18,6 +18,7 @@ from pathlib import Path
 
 import PIL.Image
 import pytest
+import torch
 
 from projects_vil.data import write_shapes_dataset
 from tests.projects_vil.helpers import PATIENCE, ROOT, last_child, run_tool, small_config, start_tool
@@ -117,6 +118,26 @@ def flip_bit(name: str) -> Callable[[Path], object]:
     return change
 
 
+def link_to_other(name: str) -> Callable[[Path], object]:
+    """Put a link to another file where a command writes."""
+
+    def change(folder: Path) -> None:
+        (folder / name).parent.mkdir(exist_ok=True, parents=True)
+        (folder / "other").write_text("precious")
+        (folder / name).symlink_to(folder / "other")
+
+    return change
+
+
+def change_checkpoint(name: str, change: Callable[[dict], object]) -> Callable[[Path], object]:
+    def rewrite(folder: Path) -> None:
+        contents = torch.load(folder / name, weights_only=True) if (folder / name).exists() else {"model": {}}
+        change(contents)
+        torch.save(contents, folder / name)
+
+    return rewrite
+
+
 def has_saved(folder: Path) -> bool:
     return (folder / "output/last_checkpoint").exists()
 
@@ -171,6 +192,12 @@ CASES = {
     "images that break off": Case(
         f"{TRAIN} DATALOADER.NUM_WORKERS 1", truncate("datasets/shapes/train/*.jpg"), ".jpg", writes=OUTPUT
     ),
+    "findings over their own input": Case(
+        f"{CHECK} --json own/link.json",
+        lambda folder: os.link(folder / "own/annotations.json", folder / "own/link.json"),
+        "own/link.json",
+        status=2,
+    ),
     "shapes over other files": Case("make_shapes_dataset.py own --overwrite", named="own"),
     # Weights and runs
     **{
@@ -180,6 +207,46 @@ CASES = {
             "prediction": f"{PREDICT} --input photos",
         }.items()
     },
+    "weights of more bytes than their file": Case(
+        f"{TRAIN} MODEL.WEIGHTS own/w.pth",
+        change_checkpoint("own/w.pth", lambda saved: saved["model"].update(a=torch.zeros(1).expand(2**40))),
+        "own/w.pth",
+    ),
+    "weights at a server that is not there": Case(
+        "train_net.py --config-file run/config.yaml --eval-only MODEL.WEIGHTS http://127.0.0.1:9/w.pth",
+        named="http://127.0.0.1:9/w.pth",
+        writes=("run/log.txt",),
+    ),
+    "no iteration in the checkpoints": Case(
+        RESUME,
+        lambda folder: [
+            change_checkpoint(path, lambda saved: saved["trainer"].pop("iteration"))(folder)
+            for path in folder.glob("run/model_*.pth")
+        ],
+        "run",
+        writes=("run/log.txt",),
+    ),
+    "a resume with nothing to train": Case(
+        f"{RESUME} SOLVER.MAX_ITER 2", named="nothing is trained", status=0, writes=RESUMED
+    ),
+    "log that is a link": Case(TRAIN, link_to_other("output/log.txt"), "output/log.txt"),
+    "metrics that are a pipe": Case(
+        TRAIN, lambda folder: ((folder / "output").mkdir(), os.mkfifo(folder / "output/metrics.json")), "metrics.json"
+    ),
+    "last_checkpoint that is a folder": Case(
+        RESUME, replace_by("run/last_checkpoint", Path.mkdir), "run/last_checkpoint"
+    ),
+    "folder with a long name": Case(f"{TRAIN} OUTPUT_DIR {300 * 'a'}", named="aaa"),
+    "iterations without end in metrics": Case(
+        "report.py run",
+        write("run/metrics.json", '{"iteration": 1e999, "lr": 1}\n'),
+        "1 of 1 lines",
+        0,
+        ("run/report.html",),
+    ),
+    "report of a pipe": Case(
+        "report.py run", replace_by("run/metrics.json", os.mkfifo), "run/metrics.json", 0, ("run/report.html",)
+    ),
     "training over another run": Case("train_net.py --config-file run/config.yaml", named="OVERWRITE_OUTPUT_DIR"),
     "another optimizer": Case(
         f"{RESUME} SOLVER.OPTIMIZER SGD SOLVER.MAX_ITER 6", named="SOLVER", writes=("run/log.txt",)
@@ -208,6 +275,12 @@ CASES = {
         writes=("out", "out/*"),
     ),
     "video that is text": Case(f"{PREDICT} --input a.avi", write("a.avi", "text"), "a.avi", writes=("out",)),
+    "drawing that is a link": Case(
+        f"{PREDICT} --input photos", link_to_other("out/drawings/a.jpg"), "drawn", 0, ("out/*",)
+    ),
+    "name that controls a terminal": Case(
+        f"{PREDICT} --input photos", write("photos/\x1b[31m\n.jpg"), r"skipped \x1b[31m\n.jpg", 2, ("out", "out/*")
+    ),
     "no images": Case(f"{PREDICT} --input empty", lambda folder: (folder / "empty").mkdir(), "empty"),
     "output in the input": Case(f"predict.py {RUN} --input photos --output photos", named="photos"),
     "annotations of other images": Case(
@@ -215,11 +288,20 @@ CASES = {
     ),
     "export with a flipped bit": Case(EXPORTED, flip_bit("export/model.ts"), "export/model.ts"),
     "int8 in a format without it": Case(f"{EXPORT} --precision int8", named="int8"),
-    # Disks and signals
+    # Disks, memory and signals
+    "full shared memory": Case(
+        f"{TRAIN} DATALOADER.NUM_WORKERS 1 INPUT.MIN_SIZE_TRAIN (640,)", None, "NUM_WORKERS", 1, OUTPUT, limit=FULL_DISK
+    ),
     "full disk, checkpoint": Case(TRAIN, named="model", writes=OUTPUT, limit=FULL_DISK),
     "full disk, export": Case(EXPORT, named="out", writes=("out",), limit=FULL_DISK),
     "full disk, predictions": Case(f"{PREDICT} --input photos", named="out", writes=("out", "out/*"), limit=500),
     "full disk, fixed annotations": Case(f"{CHECK} --fix clean.json", named="clean.json", limit=500),
+    "full shared memory in an evaluation": Case(
+        f"{EVALUATE} DATALOADER.NUM_WORKERS 1 INPUT.MIN_SIZE_TEST 640",
+        named="NUM_WORKERS",
+        writes=("run/log.txt",),
+        limit=FULL_DISK,
+    ),
     "SIGTERM at the start": Case(
         LONG, None, "SIGTERM", 143, OUTPUT, lambda folder: (folder / "output").exists(), signal.SIGTERM
     ),
@@ -234,6 +316,16 @@ CASES = {
     ),
     "SIGHUP in an export": Case(
         EXPORT, None, "SIGHUP", 129, (), lambda folder: list(folder.glob("out/.*")), signal.SIGHUP
+    ),
+    "SIGUSR1 in a run": Case(LONG, None, "SIGUSR1: saved", 138, OUTPUT, has_saved, signal.SIGUSR1),
+    "SIGTERM to a loading process": Case(
+        f"{LONG} DATALOADER.NUM_WORKERS 1",
+        None,
+        "SIGTERM: saved",
+        143,
+        OUTPUT,
+        has_saved,
+        lambda pid: os.kill(last_child(pid), signal.SIGTERM),
     ),
     "killed loading process": Case(f"{LONG} DATALOADER.NUM_WORKERS 1", None, "", 1, OUTPUT, has_saved, kill_a_child),
 }

@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from backbones.errors import ConfigError, closest, find_os_error
+from backbones.errors import ConfigError, closest, find_os_error, printable
 
 if TYPE_CHECKING:
     from detectron2.config import CfgNode
@@ -107,6 +107,11 @@ def shard(text: str) -> tuple[int, int]:
     return int(number), int(total)
 
 
+def _is_same_file(first: str, second: str) -> bool:
+    """Whether two paths lead to one file, also by links."""
+    return os.path.exists(first) and os.path.exists(second) and os.path.samefile(first, second)
+
+
 # Parsers -------------------------------------------------------------------------------------------------------------
 
 
@@ -123,7 +128,11 @@ class ToolParser(argparse.ArgumentParser):
         )
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:
-        words = sys.argv[1:] if args is None else args
+        # No shell expands ~ in quotes, or in --output=~/x.
+        words = args = [
+            re.sub(r"^(--[\w-]+=)?(~[^/]*)", lambda found: (found[1] or "") + os.path.expanduser(found[2]), word)
+            for word in (sys.argv[1:] if args is None else args)
+        ]
         known = {*SECTIONS, *self._option_string_actions}
         # Before argparse complains about the required one that was misspelt. Others parse a remainder and subcommands.
         if any(action.nargs in (argparse.REMAINDER, argparse.PARSER) for action in self._actions):
@@ -136,9 +145,10 @@ class ToolParser(argparse.ArgumentParser):
         if not unknown:
             parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            self.error(f"unknown argument {unknown[0]}{self._hint(unknown[0], sys.argv[1:] if args is None else args)}")
+            self.error(f"unknown argument {unknown[0]}{self._hint(unknown[0], args)}")
         json_path = getattr(parsed, "json", None)
-        if json_path and any(value == json_path for name, value in vars(parsed).items() if name != "json"):
+        others = [value for name, value in vars(parsed).items() if name != "json" and isinstance(value, str)]
+        if json_path and any(value == json_path or _is_same_file(value, json_path) for value in others):
             self.error(f"argument --json: {json_path} is already another argument of this command: name another file")
         return parsed
 
@@ -146,7 +156,7 @@ class ToolParser(argparse.ArgumentParser):
         return closest(flag, {*SECTIONS, *self._option_string_actions})
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message} (--help lists all arguments)\n")
+        self.exit(2, f"error: {printable(message)} (--help lists all arguments)\n")
 
 
 class ConfigToolParser(ToolParser):
@@ -278,10 +288,19 @@ def config_of(args: argparse.Namespace) -> "CfgNode":
 # How a tool ends -----------------------------------------------------------------------------------------------------
 
 
+def show(*lines: object) -> None:
+    """Print lines to stdout, with what names of files may have in them escaped."""
+    for line in lines:
+        print(printable(line))
+
+
 def write_json(path: str | None, content: object) -> None:
     """Write ``content`` where ``--json`` asked for it."""
     if path:
-        Path(path).write_text(json.dumps(content, indent=2) + "\n")
+        from backbones.checkpoint_files import atomic_write
+
+        with atomic_write(path) as partial:
+            partial.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def run_tool(main: Callable[[], None], *, log: bool = True) -> None:
@@ -289,8 +308,9 @@ def run_tool(main: Callable[[], None], *, log: bool = True) -> None:
 
     A :class:`ConfigError`, also one from a child process, an ``OSError`` and a killed child process become ``error:
     ...`` on stderr and exit status 1 (a training process that was killed: its status), Ctrl-C has the status 130,
-    SIGTERM and SIGHUP 128 + their number, after ``finally`` clauses have removed temporary files. Any other exception
-    keeps its traceback. Under torchrun an error that all processes have is printed by the first one on each machine.
+    and other signals to end 128 + their number, after ``finally`` clauses have removed temporary files. Any other
+    exception keeps its traceback. Under torchrun an error that all processes have is printed by the first one on each
+    machine.
 
     Args:
         main: the tool's main function.
@@ -300,8 +320,10 @@ def run_tool(main: Callable[[], None], *, log: bool = True) -> None:
     # never spin start late.
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = "1000"
+    # A run need not end because its terminal does, and logs are written to files too.
+    logging.raiseExceptions = False
     try:
-        with _exit_on_signals(), _log_to_stderr() if log else nullcontext():
+        with _usable_streams(), _exit_on_signals(), _log_to_stderr() if log else nullcontext():
             main()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -317,15 +339,38 @@ def run_tool(main: Callable[[], None], *, log: bool = True) -> None:
         if os.environ.get("LOCAL_RANK", "0") != "0":
             # torchrun ends this process before it prints what the first one on its machine has found too.
             time.sleep(_TORCHRUN_SECONDS)
-        print(f"error: {reason[0]}", file=sys.stderr)
+        print(f"error: {printable(reason[0])}", file=sys.stderr)
         sys.exit(reason[1])
+
+
+@contextmanager
+def _usable_streams() -> Iterator[None]:
+    """Replace a closed stdout or stderr, print any character to an open one, and report what cannot be printed."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            # Also so that no other file gets the number that libraries print to.
+            setattr(sys, name, open(os.devnull, "w", errors="backslashreplace"))
+    # As Python does with stderr.
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        yield
+    finally:
+        try:
+            sys.stdout.flush()
+        except OSError as error:
+            # Python tries again when it ends.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            error.filename = "standard output"
+            raise
 
 
 def _explain(error: Exception) -> tuple[str, int] | None:
     """Return the line and the exit status for an exception that is not a bug; None for one that is."""
-    lines = str(error).strip().splitlines()
+    text = str(error).strip()
+    lines = text.splitlines()
     if isinstance(error, ConfigError) or (lines and lines[-1].startswith(_REMOTE)):
-        return _with_flag(lines[-1].removeprefix(_REMOTE)), 1
+        return _with_flag(text.rpartition(_REMOTE)[2]), 1
     if isinstance(error, ModuleNotFoundError) and error.name == "detectron2":
         return "detectron2 is not installed, and it is not on the package index: run `vil install-detectron2`", 1
     if hasattr(error, "exit_status"):
@@ -333,10 +378,16 @@ def _explain(error: Exception) -> tuple[str, int] | None:
     if lines and lines[-1].startswith("DataLoader worker"):
         # torch's message where one was killed.
         return f"{lines[-1].strip()} Often memory is short: lower DATALOADER.NUM_WORKERS", 1
+    if isinstance(error, MemoryError) or "allocate memory" in text or type(error).__name__ == "OutOfMemoryError":
+        return f"memory is too small: {' '.join(lines)}", 1
     cause = find_os_error(error)
     if cause is None or (cause is not error and cause.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)):
         return None
-    return f"{cause.filename}: {cause.strerror}" if cause.filename and cause.strerror else " ".join(lines), 1
+    if cause.filename and cause.strerror:
+        return f"{cause.filename}: {cause.strerror}", 1
+    # Without the name of a file, these come from what processes and threads share.
+    hints = {errno.EROFS: " (/dev/shm must be writable)", errno.EMFILE: " (raise `ulimit -n`)"}
+    return " ".join(lines) + hints.get(cause.errno, ""), 1
 
 
 def _with_flag(message: str) -> str:
@@ -352,9 +403,9 @@ def _with_flag(message: str) -> str:
 
 @contextmanager
 def _exit_on_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP raise SystemExit, unless they are ignored or handled otherwise."""
+    """Let SIGTERM, SIGHUP, SIGUSR1 and SIGXCPU raise SystemExit, unless they are ignored or handled otherwise."""
     with ExitStack() as restored:
-        for name in ("SIGTERM", "SIGHUP"):
+        for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGXCPU"):
             number = getattr(signal, name, None)
             if number is not None and signal.getsignal(number) == signal.SIG_DFL:
                 signal.signal(number, lambda number, frame: sys.exit(128 + number))
@@ -369,11 +420,12 @@ def _log_to_stderr() -> Iterator[None]:
 
     def select(record: logging.LogRecord) -> bool:
         record.prefix = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
+        record.line = printable(record.getMessage())
         return record.levelno >= logging.WARNING or record.name.startswith(names)
 
     handler = logging.StreamHandler()
     handler.addFilter(select)
-    handler.setFormatter(logging.Formatter("%(prefix)s%(message)s"))
+    handler.setFormatter(logging.Formatter("%(prefix)s%(line)s"))
     logging.getLogger().addHandler(handler)
     for name in names:
         logging.getLogger(name).setLevel(logging.INFO)

@@ -6,7 +6,17 @@ import os
 import sys
 import tempfile
 
-from vil.arguments import ToolParser, config_of, existing_path, output_file, positive, shard, weights_file, write_json
+from vil.arguments import (
+    ToolParser,
+    config_of,
+    existing_path,
+    output_file,
+    positive,
+    shard,
+    show,
+    weights_file,
+    write_json,
+)
 
 FORMATS = ("torchscript", "onnx", "aot_inductor", "torch_export", "openvino")
 PRECISIONS = ("fp32", "fp16", "bf16", "int8")
@@ -56,7 +66,7 @@ def predict(model: str, args: argparse.Namespace) -> None:
         _end(args.output, predict_parts(detector, args.input, args.output, **options))
     options |= {"annotations": args.annotations, "drawings": not args.no_drawings, "workers": args.workers}
     summary = predict(detector, args.input, args.output, score_threshold=args.score_threshold, **options)
-    print("\n".join(summary.lines()))
+    show(*summary.lines())
     if summary.skipped:
         sys.exit(2)
 
@@ -151,7 +161,7 @@ def convert(args: argparse.Namespace) -> None:
 
     img_size = tuple(args.img_size) if args.img_size else None
     conversion = convert_file(args.source, args.output, args.model, img_size=img_size, classifier=args.classifier)
-    print("\n".join([*conversion.lines(), f"wrote {args.output}"]))
+    show(*conversion.lines(), f"wrote {args.output}")
     write_json(args.json, conversion.as_json())
 
 
@@ -180,12 +190,12 @@ def check(args: argparse.Namespace) -> None:
         if not args.images:
             dataset = read_dataset(args.data, folder, val=0, contents=contents)
             splits = dataset.splits
-            print(dataset.line())
+            show(dataset.line())
         files = {split: CocoFile(*paths, dataset=contents.get(split), **options) for split, paths in splits.items()}
     for split, file in files.items():
         if not os.path.exists(file.path):
             file.path = f"{args.data} ({split})" if len(files) > 1 else args.data
-        print("\n".join(file.lines()))
+        show(*file.lines())
     found = {split: file.to_json() for split, file in files.items()}
     write_json(args.json, found.get("") or {"splits": found})
     for split, file in files.items():
@@ -198,7 +208,7 @@ def check(args: argparse.Namespace) -> None:
                     if isinstance(image, dict) and isinstance(image.get("file_name"), str):
                         path = os.path.join(file.image_root, image["file_name"])
                         image["file_name"] = os.path.relpath(path, args.fix)
-            print(f"wrote {output}: {write_cleaned(file, output)}")
+            show(f"wrote {output}: {write_cleaned(file, output)}")
         elif file.unfixable():
             raise file.error()
     if not args.fix and (wrong := [file for file in files.values() if file.findings("error")]):

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import http.client
 import logging
 import warnings
 from pathlib import Path
@@ -41,7 +42,7 @@ from projects_vil.checkpoint.pretrained import (
 )
 from projects_vil.checkpoint.storage import read_last_checkpoint, tag_checkpoint
 from projects_vil.checkpoint.zoo import find_weights
-from projects_vil.config import CONFIG_FILE, first_of, is_segmentor, number_of_classes, updated
+from projects_vil.config import CONFIG_FILE, first_of, is_segmentor, number_of_classes, one_line, updated
 from projects_vil.modeling import TimmBackbone, TransformerBackbone, build_on_meta
 
 # With "model" for averaged weights: the weights of training, and the number of averaged steps.
@@ -145,10 +146,19 @@ class Checkpointer(DetectionCheckpointer):
         if path:
             path = find_weights(path)
             check_weights_file(path)
+            if "://" in path:
+                self._download(path)
         elif self.complete:
             raise ConfigError("MODEL.WEIGHTS is empty: name the checkpoint of a trained detector")
         self._path = path
         return super().load(path, *args, **kwargs)
+
+    def _download(self, url: str) -> None:
+        """Have the path manager keep a copy, which detectron2 then loads."""
+        try:
+            self.path_manager.get_local_path(url)
+        except (OSError, ValueError, AssertionError, http.client.HTTPException) as error:
+            raise ConfigError(f"MODEL.WEIGHTS {url} cannot be downloaded: {one_line(error)}") from error
 
     @functools.cached_property
     def metadata(self) -> CheckpointMetadata:

@@ -66,9 +66,10 @@ def read_last_checkpoint(folder: str | Path) -> tuple[Path, dict[str, Any]] | No
         except ConfigError as error:
             _logger.warning("skipped: %s", error)
             continue
-        if "trainer" in contents:
+        trainer = contents.get("trainer")
+        if isinstance(trainer, dict) and type(trainer.get("iteration")) is int:
             return path, contents
-        _logger.warning("skipped: %s has no training state to resume from", path)
+        _logger.warning("skipped: %s has no training state, with its iteration, to resume from", path)
     if candidates:
         raise ConfigError(
             f"none of the {len(candidates)} checkpoints in {folder} can be resumed from; remove them to start again, "
@@ -138,12 +139,13 @@ def slim_checkpoint(source: str | Path, output: str | Path) -> list[str]:
     return lines
 
 
-def _iteration(path: Path) -> float:
+def _iteration(path: Path) -> int:
     """Return the iteration in a file's name, or else in its contents; -1 for a file that cannot be read."""
     number = path.stem.removeprefix("model_")
     if number.isdecimal():
         return int(number)
     try:
-        return read_checkpoint(path).get("iteration", -1)
+        iteration = read_checkpoint(path).get("iteration")
     except ConfigError:
         return -1
+    return iteration if type(iteration) is int else -1

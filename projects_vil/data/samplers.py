@@ -2,11 +2,17 @@
 
 import contextlib
 import dataclasses
+import errno
+import functools
+import multiprocessing.queues
 import random
+import re
+import resource
 import signal
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
+from types import FrameType
 from typing import Any, Literal
 
 import numpy as np
@@ -15,12 +21,18 @@ from detectron2.data import DatasetFromList, MapDataset
 from detectron2.data.build import trivial_batch_collator
 from detectron2.data.samplers import InferenceSampler
 from detectron2.utils import comm
+from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from backbones import ConfigError
+from projects_vil.config import one_line
 from projects_vil.utils import STOP_SIGNALS
 
 # An image of a batch: its index among the records, and the seed of its augmentation.
 Item = tuple[int, int]
+# Open files: pipes of the processes, and one for each tensor under way.
+_MIN_FILES = 256
+_LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EROFS)
 
 
 def derived_seed(purpose: Literal["image", "iteration"], *numbers: int) -> int:
@@ -108,25 +120,47 @@ class BatchStream(Sampler[list[Item]]):
 
 
 class _Loader(DataLoader):
-    """A loader whose worker processes ignore the signals that end a run, which itself ends them when it has saved."""
+    """A loader whose worker processes ignore the signals that end a run, which itself ends them when it has saved.
+
+    A SIGTERM to one of them takes effect in the run. A batch that a worker cannot share is an error in the run.
+    """
 
     def __init__(self, dataset: Dataset, **options: Any) -> None:
-        super().__init__(dataset, collate_fn=trivial_batch_collator, worker_init_fn=_ignore_signals, **options)
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if options["num_workers"] and files < _MIN_FILES:
+            raise ConfigError(
+                f"`ulimit -n` is {files}, and loading processes need {_MIN_FILES} open files or more: raise it, or set "
+                "DATALOADER.NUM_WORKERS 0"
+            )
+        # Shared with the workers: whether one has received a SIGTERM.
+        with _explaining_limits():
+            self._has_ended = multiprocessing.RawValue("b", False) if options["num_workers"] else None
+        prepare = functools.partial(_prepare_worker, self._has_ended)
+        super().__init__(dataset, collate_fn=trivial_batch_collator, worker_init_fn=prepare, **options)
 
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
         # Signals wait until the workers ignore them.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
-            self._batches = super().__iter__()
+            with _explaining_limits():
+                self._batches = super().__iter__()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        return self._batches
+        return self._passing_on(self._batches)
+
+    def _passing_on(self, batches: Iterator[list[dict[str, Any]]]) -> Iterator[list[dict[str, Any]]]:
+        try:
+            with _explaining_limits():
+                for batch in batches:
+                    if self._has_ended is not None and self._has_ended.value:
+                        signal.raise_signal(signal.SIGTERM)
+                    yield batch
+        finally:
+            _end_workers(batches)
 
     def stop(self) -> None:
         """End the worker processes; torch does so only when nothing refers to their iterator, as a traceback may."""
-        shutdown = getattr(getattr(self, "_batches", None), "_shutdown_workers", None)
-        if shutdown is not None:
-            shutdown()
+        _end_workers(getattr(self, "_batches", None))
 
 
 class TrainLoader(_Loader):
@@ -165,9 +199,42 @@ class EvaluationLoader(_Loader):
         super().__init__(dataset, num_workers=num_workers, sampler=InferenceSampler(len(records)))
 
 
-def _ignore_signals(worker: int) -> None:
+def _end_workers(batches: object) -> None:
+    getattr(batches, "_shutdown_workers", lambda: None)()
+
+
+def _prepare_worker(has_ended: Any, worker: int) -> None:
     """Let a worker end a minute after SIGTERM, in case that the run does not end it earlier."""
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(60))
+
+    def end(number: int, frame: FrameType | None) -> None:
+        has_ended.value = True
+        signal.alarm(60)
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, end if number == signal.SIGTERM else signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    # Python's hook for what its thread cannot send: else a traceback, and a run that waits for ever.
+    multiprocessing.queues.Queue._on_queue_feeder_error = _send_error
+
+
+def _send_error(queue: multiprocessing.queues.Queue, error: Exception, item: tuple[int, Any]) -> None:
+    try:
+        with _explaining_limits():
+            raise error
+    except Exception:
+        queue.put((item[0], ExceptionWrapper(where="in a loading process")))
+
+
+@contextlib.contextmanager
+def _explaining_limits() -> Iterator[None]:
+    """Turn the errors of a system without shared memory or file descriptors into a :class:`ConfigError`."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        is_limit = re.search("shared memory|</torch_|open files", str(error))
+        if getattr(error, "errno", None) not in _LIMITS and not is_limit:
+            raise
+        raise ConfigError(
+            f"the DATALOADER.NUM_WORKERS processes cannot share images: {one_line(error)} (is /dev/shm full or "
+            "read-only, or `ulimit -n` low?): enlarge it, or set DATALOADER.NUM_WORKERS 0"
+        ) from error

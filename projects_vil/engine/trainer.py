@@ -546,7 +546,9 @@ class Trainer(DefaultTrainer):
             self._is_unfinished = not contents.get("finished", True)
             logger.info("resuming %s at iteration %d", path, self.start_iter)
             if self.start_iter >= self.max_iter:
-                logger.info("already complete: %d of %d iterations", self.start_iter, self.max_iter)
+                level = logging.WARNING if self.start_iter > self.max_iter else logging.INFO
+                done = f"already complete: {self.start_iter} iterations, and SOLVER.MAX_ITER is {self.max_iter}"
+                logger.log(level, "%s: nothing is trained", done)
         if self.averaged is not None and not self.checkpointer.has_average:
             self.averaged.module.load_state_dict(unwrapped(self.model).state_dict())
             if path is not None:

@@ -78,7 +78,7 @@ class MetricsFile(JSONWriter):
     def start(self, first_iteration: int) -> None:
         """Remove the lines of ``first_iteration`` and later ones, and an incomplete last line."""
         self.close()
-        lines = self.path.read_text().splitlines()
+        lines = self.path.read_text(errors="replace").splitlines()
         kept = [line for line in lines if _iteration(line) < first_iteration]
         if len(kept) < len(lines):
             with atomic_write(self.path) as partial:

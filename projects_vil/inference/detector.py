@@ -204,7 +204,7 @@ class Detector(HubMixin):
         Raises:
             ConfigError: for files that are missing, damaged, or do not fit together.
         """
-        source = Path(source)
+        source = Path(source).expanduser()
         if score_threshold is not None:
             check_threshold(score_threshold)
         given = dict(zip(overrides[::2], overrides[1::2], strict=False))

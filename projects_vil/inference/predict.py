@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
-from backbones.errors import check_whole
+from backbones.errors import check_whole, printable
 from projects_vil.checkpoint import Categories, dataset_categories, describe_classes, match_all_classes
 from projects_vil.config import default_config
 from projects_vil.data import load_dataset, register_datasets
@@ -164,7 +164,7 @@ def predict(
                 if isinstance(item, Skipped):
                     waiting[item.index] = None, []
                     skipped.append(item)
-                    tqdm.write(f"skipped {item.name}: {item.reason}", file=sys.stderr)
+                    tqdm.write(printable(f"skipped {item.name}: {item.reason}"), file=sys.stderr)
                     continue
                 if drawings:
                     options = {"score_threshold": score_threshold, "longer_side": SMALLEST_DRAWING}

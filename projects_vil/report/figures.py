@@ -10,7 +10,6 @@ from pathlib import Path
 import cv2
 import numpy as np
 from cycler import cycler
-from detectron2.utils.visualizer import Visualizer
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -18,7 +17,7 @@ from matplotlib.ticker import MaxNLocator
 from projects_vil.data import read_image
 from projects_vil.evaluation import LOSS_TASK
 from projects_vil.report.coco_metrics import DetectionMetrics
-from projects_vil.visualization import draw_label
+from projects_vil.visualization import Canvas, draw_label
 
 SIZE = (5.2, 3.3)  # inches of 72 points: letters stay readable on a telephone
 # All have a contrast of 3 or more on white, and differ for the colour-blind too; further curves have other line styles.
@@ -111,7 +110,7 @@ def match_figures(metrics: DetectionMetrics, folder: Path, *, number: int) -> li
     for index in np.unique(np.linspace(0, len(candidates) - 1, number).round().astype(int)) if candidates else ():
         image, matches = candidates[index]
         pixels = read_image(folder / image["file_name"])
-        visualizer = Visualizer(pixels, scale=MAX_SIDE / max(pixels.shape[:2]))
+        visualizer = Canvas(pixels, scale=MAX_SIDE / max(pixels.shape[:2]))
         numbers = dict.fromkeys(MATCH_COLORS, 0)
         # True positives last, over the others
         for detection, target in sorted(matches, key=lambda match: (match[0] is not None) + (None not in match)):
@@ -149,7 +148,9 @@ def _plot(curves: Mapping[str, np.ndarray], **axes_options) -> str:
         if axes_options.get("xlabel") == "iteration":
             axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
         if len(curves) > 1:
-            axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0.2, handlelength=1.8)
+            legend = axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0.2, handlelength=1.8)
+            for text in legend.get_texts():
+                text.set_parse_math(False)
         file = io.BytesIO()
         figure.savefig(file, format="svg")
     return _url("image/svg+xml", file.getvalue())

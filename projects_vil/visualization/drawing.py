@@ -2,15 +2,17 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
 from detectron2.data.catalog import Metadata
 from detectron2.structures import BoxMode
 from detectron2.utils.colormap import colormap
-from detectron2.utils.visualizer import GenericMask, Visualizer
+from detectron2.utils.visualizer import GenericMask, VisImage, Visualizer
 from matplotlib.colors import to_rgb
 
+from backbones.checkpoint_files import atomic_write
 from backbones.errors import ConfigError
 
 # The lowest score of a drawn detection unless another is asked for, everywhere: scores of RetinaNet's sigmoids are low,
@@ -21,6 +23,15 @@ LABEL_HEIGHT, CHARACTER_WIDTH = 17, 7.6  # pixels of a label at LABEL_POINTS, ro
 MASK_ALPHA, LABEL_ALPHA = 0.3, 0.6  # opacity of a class's colour over the image
 PANEL_WIDTH, PANEL_HEIGHT = 480, 560  # pixels of one image in a sheet
 HEADER, GAP = 28, 8  # pixels of the strip with a title, and between panels
+
+
+class Canvas(Visualizer):
+    """detectron2's visualizer, for which no text is a formula: a class may be named ``$``."""
+
+    def draw_text(self, *args: Any, **kwargs: Any) -> VisImage:
+        output = super().draw_text(*args, **kwargs)
+        output.ax.texts[-1].set_parse_math(False)
+        return output
 
 
 def draw_instances(
@@ -38,7 +49,7 @@ def draw_instances(
         scale: scale of the image; the size of labels does not depend on it.
         label_size: size of the labels, as a multiple of 9 points.
     """
-    visualizer = Visualizer(image, metadata, scale=scale)
+    visualizer = Canvas(image, metadata, scale=scale)
     colors = np.array(metadata.get("thing_colors", colormap(rgb=True, maximum=255))) / 255
     for item in sorted(instances, key=lambda item: -np.prod(np.diff(_corners(item).reshape(2, 2), axis=0))):
         color = colors[item["category_id"] % len(colors)]
@@ -82,7 +93,7 @@ def draw_labels(image: np.ndarray, labels: np.ndarray, metadata, *, scale: float
     colors = metadata.get("stuff_colors", colormap(rgb=True, maximum=255))
     classes = [name.partition(",")[0] for name in metadata.stuff_classes]
     colors = [colors[index % len(colors)] for index in range(len(classes))]
-    visualizer = Visualizer(image, Metadata(stuff_classes=classes, stuff_colors=colors), scale=scale)
+    visualizer = Canvas(image, Metadata(stuff_classes=classes, stuff_colors=colors), scale=scale)
     return visualizer.draw_sem_seg(labels, alpha=LABEL_ALPHA).get_image()
 
 
@@ -107,7 +118,8 @@ def write_image(path: Path, image: np.ndarray) -> None:
     suffix = ".jpg" if path.suffix.lower() in (".jpg", ".jpeg") else ".png"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(cv2.imencode(suffix, image[..., ::-1])[1].tobytes())
+        with atomic_write(path, sync=False) as partial:
+            partial.write_bytes(cv2.imencode(suffix, image[..., ::-1])[1].tobytes())
     except OSError as error:
         raise ConfigError(f"cannot write {path} ({error.strerror})") from error
 

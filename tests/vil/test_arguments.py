@@ -298,6 +298,42 @@ def test_an_output_replaces_no_checkpoint_config_or_metrics(tmp_path):
                 output_file(str(tmp_path / name))
 
 
+_STREAMS = """
+import logging, sys
+sys.path.insert(0, {root!r})
+from backbones.errors import ConfigError
+from vil.arguments import run_tool, show
+def main():
+    show("\\xfc a\\x1b[31m\\nb")
+    logging.getLogger("projects_vil").warning("%s", "a\\x1b[31m\\nb")
+    if len(sys.argv) > 1:
+        raise ConfigError("a\\x1b[31m\\nb")
+run_tool(main)
+"""
+
+
+@pytest.mark.parametrize(
+    "redirected, status, errors",
+    [
+        ("", 0, []),
+        ("a_mistake", 1, [r"error: a\x1b[31m\nb"]),
+        (">&-", 0, []),
+        ("2>&-", 0, None),
+        (">/dev/full", 1, ["error: standard output: No space left on device"]),
+    ],
+)
+def test_streams_that_are_closed_full_or_narrow_and_what_controls_terminals(redirected, status, errors):
+    command = [sys.executable, "-c", _STREAMS.format(root=str(ROOT))]
+    env = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PATH": os.environ["PATH"]}
+    result = subprocess.run(
+        ["bash", "-c", f'"$0" "$@" {redirected}', *command], env=env, capture_output=True, text=True
+    )
+    assert result.returncode == status
+    expected = [] if errors is None else [r"warning: a\x1b[31m\nb", *errors]
+    assert result.stderr.splitlines() == expected
+    assert result.stdout == ("" if ">" in redirected and "2" not in redirected else "\\xfc a\\x1b[31m\\nb\n")
+
+
 def test_log_records_go_to_stderr_while_a_tool_runs(capsys, monkeypatch):
     monkeypatch.setattr(logging.getLogger(), "level", logging.INFO)
 

@@ -11,6 +11,7 @@ import pycocotools.mask as mask_util
 import pytest
 import torch
 from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.data.catalog import Metadata
 from detectron2.structures import Boxes, Instances
 from pycocotools.coco import COCO
 
@@ -25,7 +26,7 @@ from projects_vil.visualization import (
     predictions_file,
     summarize_run,
 )
-from projects_vil.visualization.drawing import GAP, HEADER, PANEL_WIDTH
+from projects_vil.visualization.drawing import GAP, HEADER, PANEL_WIDTH, draw_labels
 from projects_vil.visualization.predictions import SMALLEST_SAMPLE, draw_sample
 from tests.projects_vil.helpers import message, small_config
 from tests.projects_vil.panoptic import panoptic_config
@@ -155,6 +156,19 @@ def test_a_run_on_several_datasets_has_a_folder_for_each(shapes_sem_seg, tmp_pat
     own.parent.mkdir(parents=True)
     own.write_text("[]")
     assert predictions_file(tmp_path, SEM_SEG) == own
+
+
+@pytest.mark.parametrize("draw", ["objects", "labels"])
+def test_names_of_classes_are_no_formulas(draw):
+    image = np.zeros((60, 80, 3), np.uint8)
+    drawn = []
+    for name in (r"$\frac{$", r"$\alpha$", "a"):
+        metadata = Metadata(thing_classes=[name], stuff_classes=[name])
+        if draw == "objects":
+            drawn.append(draw_instances(image, [{"bbox": [10, 20, 60, 30], "category_id": 0}], metadata, scale=4))
+        else:
+            drawn.append(draw_labels(image, np.zeros((60, 80), np.int64), metadata, scale=4))
+    assert len({drawing.tobytes() for drawing in drawn}) == len(drawn)
 
 
 def test_drawings_of_an_evaluation(trained_run, shapes, tmp_path, caplog):
