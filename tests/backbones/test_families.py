@@ -1,6 +1,7 @@
 """Tests that ViL, LIT and CvT share: feature maps of any image, gradients, precision, training, traces, exports."""
 
 import dataclasses
+import functools
 import io
 
 import numpy as np
@@ -278,14 +279,9 @@ ONNX = {
     "lit_relative": lambda: lit("relative", "stage2", "stage3"),
     "dense_relative": lambda: small_vil("dense_relative", **LARGEST, out_features=("stage2",)),
 }
+OTHERS = ("absolute", "no_globals", "many_globals", "separate", "exact", "global", "long_short")
 EXPORTED = ONNX | {
-    "absolute": lambda: vil(**FAMILIES["absolute"]),
-    "no_globals": lambda: vil(**FAMILIES["no_globals"]),
-    "many_globals": lambda: vil(**FAMILIES["many_globals"]),
-    "separate": lambda: vil(**FAMILIES["separate"]),
-    "exact": lambda: vil(**FAMILIES["exact"]),
-    "global": lambda: vil(**FAMILIES["global"]),
-    "long_short": lambda: vil(**FAMILIES["long_short"]),
+    **{name: functools.partial(vil, **FAMILIES[name]) for name in OTHERS},
     "lit_absolute_load": lambda: lit("absolute", "stage1", merging="uniform", position_resizing="load"),
     "lit_relative_load": lambda: lit("relative", merging="uniform", position_resizing="load"),
     "spatial_reduction": lambda: small_vil("spatial_reduction", **LARGEST),

@@ -8,7 +8,6 @@ from torch._subclasses import FakeTensorMode
 
 from backbones.attention.chunks import (
     is_padding,
-    mask_channels,
     mask_keys,
     mask_queries,
 )
@@ -37,8 +36,3 @@ def test_padding_that_is_kept_is_never_that_of_a_run_that_only_counts():
     padding = is_padding(torch.empty(1), (3, 5), (1, 2, 3, 4))
     assert type(padding) is torch.Tensor
     assert padding.shape == (10, 8) and padding.sum() == 10 * 8 - 3 * 5 and not padding[3:6, 1:6].any()
-
-
-def test_mask_channels_are_a_multiple_of_8_on_a_gpu():
-    assert [mask_channels(channels, torch.device("cuda")) for channels in (31, 32, 33)] == [1, 8, 7]
-    assert mask_channels(32, torch.device("cpu")) == 1

@@ -137,20 +137,6 @@ def test_gradients_match_reference_at_several_sizes(monkeypatch, name, num_globa
         assert_all_close(outputs_and_gradients_of(ours, num_global, height, width), expected, tolerance=1e-9)
 
 
-@pytest.mark.parametrize(
-    "name, options, named",
-    [
-        ("sliding_chunk", {"mode": "exakt"}, "'exact'"),
-        ("sliding_chunk", {"backend": "flash"}, "auto, sdpa, triton, flex, reference"),
-        ("long_short", {"backend": "flash"}, "auto, sdpa, triton, reference"),
-        ("performer", {"backend": "flash"}, "sdpa, reference"),
-    ],
-)
-def test_unknown_options_raise(name, options, named):
-    with pytest.raises(ConfigError, match=named):
-        build(name, 1, **options)
-
-
 @pytest.mark.parametrize("size", [(7, 5), (5, 8)])
 def test_linformer_raises_for_another_map_size(size):
     with pytest.raises(ConfigError, match=f"5 x 7 .* {size[0]} x {size[1]}"):
