@@ -202,7 +202,7 @@ def test_a_skipped_step_changes_nothing(tmp_path):
 def test_a_gradient_that_is_not_finite_with_a_loss_that_is(step, tmp_path):
     """Without clipping too. The whole batch is named."""
     model = model_of("retinanet")
-    model.head.cls_score.weight.register_hook(lambda gradient: gradient * float("inf"))
+    model.head.cls_score.weight.register_hook(lambda gradient: torch.full_like(gradient, math.inf))
     before = weights_of(model)
     with pytest.raises(ConfigError, match="gradients"):
         run(model, [images_of(4)] * 2, tmp_path, step=step, clip=math.inf, accumulate=2)
