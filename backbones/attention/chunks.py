@@ -75,6 +75,16 @@ def aligned_bias(parts: list[Tensor]) -> Tensor:
     return torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
 
 
+def both_biases(inputs: WindowInputs, window_size: int) -> tuple[Tensor, Tensor]:
+    """The local bias, (M or 1, w * w, 9 * w * w), and the global one, (M or 1, G): zeros where there is none."""
+    local, to_global, positions = inputs.local_bias, inputs.global_bias, window_size**2
+    if local is None:
+        local = inputs.query.new_zeros(1, positions, 9 * positions)
+    if to_global is None:
+        to_global = local.new_zeros(1, 0 if inputs.global_key is None else static_size(inputs.global_key.shape[2]))
+    return local, to_global
+
+
 def mask_queries(query: Tensor, extra: int) -> Tensor:
     """(..., D) -> (..., D + extra), to be taken with the keys of :func:`mask_keys`."""
     return F.pad(query, (0, extra), value=_QUERY_MASK)

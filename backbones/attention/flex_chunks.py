@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from backbones.attention.chunks import MODES, WindowInputs
+from backbones.attention.chunks import MODES, WindowInputs, both_biases
 from backbones.errors import check_choice
 from backbones.layers.tracing import in_autocast_dtype
 
@@ -47,7 +47,7 @@ def flex_chunk_attention(
         key, value = torch.cat([global_key, key], dim=2), torch.cat([global_value, value], dim=2)
     score_mod = None
     if inputs.local_bias is not None or inputs.global_bias is not None:
-        bias, bias_index = _joint_bias(inputs, num_global, window_size), plan.bias_index
+        bias, bias_index = _joint_bias(inputs, window_size), plan.bias_index
 
         def score_mod(score: Tensor, image: Tensor, head: Tensor, query_number: Tensor, key_number: Tensor) -> Tensor:
             position, slot = bias_index(query_number, key_number)
@@ -64,13 +64,11 @@ def _kernel(device_type: str) -> Callable:
     return flex_attention if device_type == "cpu" else torch.compile(flex_attention, fullgraph=True)
 
 
-def _joint_bias(inputs: WindowInputs, num_global: int, window_size: int) -> Tensor:
+def _joint_bias(inputs: WindowInputs, window_size: int) -> Tensor:
     """Both biases side by side, (M, w * w, 9 * w * w + G): zeros for the one that is not there."""
-    heads, positions = inputs.query.shape[1], window_size**2
-    local, to_global = inputs.local_bias, inputs.global_bias
-    local = to_global.new_zeros(heads, positions, 9 * positions) if local is None else local
-    to_global = local.new_zeros(heads, num_global) if to_global is None else to_global
-    return torch.cat([local, to_global[:, None].expand(-1, positions, -1)], dim=2)
+    heads, (local, to_global) = inputs.query.shape[1], both_biases(inputs, window_size)
+    parts = local, to_global[:, None].expand(-1, window_size**2, -1)
+    return torch.cat([part.expand(heads, -1, -1) for part in parts], dim=2)
 
 
 class ChunkPlan(NamedTuple):

@@ -16,6 +16,7 @@ from backbones.attention.chunks import (
     MODES,
     WindowInputs,
     aligned_bias,
+    both_biases,
     copies_windows,
     mask_channels,
     to_chunks,
@@ -69,7 +70,7 @@ def sliding_chunk_attention(
     if shift is None and not is_tracing() and mode != "exact" and max(query.shape[2:4]) <= 2 * window_size:
         return _whole_map_attention(inputs, window_size)
     if mode == "exact":
-        inputs = inputs._replace(local_bias=_hide_far_keys(_biases(inputs, window_size)[0], window_size))
+        inputs = inputs._replace(local_bias=_hide_far_keys(both_biases(inputs, window_size)[0], window_size))
     layout = WindowLayout(window_size, side=window_size, is_cyclic=mode == "cyclic", shift=shift)
     return window_attention(functools.partial(_attend, layout), layout, inputs)
 
@@ -111,22 +112,12 @@ def _bias_of_pairs(inputs: WindowInputs, layout: WindowLayout) -> Tensor | None:
     """Return the bias that all chunks share, (M or 1, w * w, S or more), in the order of :func:`_chunk_pairs`."""
     if inputs.local_bias is None and inputs.global_bias is None:
         return None
-    size, (local, to_global) = layout.window_size, _biases(inputs, layout.window_size)
+    size, (local, to_global) = layout.window_size, both_biases(inputs, layout.window_size)
     window = local.unflatten(2, (3 * size, -1))
     parts = [window[:, :, row : row + size, col : col + size].flatten(2) for row, col, _ in layout.pieces()]
     parts.append(to_global[:, None].expand(-1, size**2, -1))
     heads = max(part.shape[0] for part in parts)
     return aligned_bias([part.expand(heads, -1, -1) for part in parts])
-
-
-def _biases(inputs: WindowInputs, window_size: int) -> tuple[Tensor, Tensor]:
-    """The local bias, (M or 1, w * w, 9 * w * w), and the global one, (M or 1, G): zeros where there is none."""
-    local, to_global, positions = inputs.local_bias, inputs.global_bias, window_size**2
-    if local is None:
-        local = inputs.query.new_zeros(1, positions, 9 * positions)
-    if to_global is None:
-        to_global = local.new_zeros(1, 0 if inputs.global_key is None else static_size(inputs.global_key.shape[2]))
-    return local, to_global
 
 
 def _hide_far_keys(local_bias: Tensor, window_size: int) -> Tensor:
@@ -156,7 +147,7 @@ def _whole_map_attention(inputs: WindowInputs, window_size: int) -> Tensor:
         bias = local_bias.flatten(1)[:, index.flatten(2, 3).flatten(0, 1)]
     if global_key is not None:
         if bias is not None or global_bias is not None:
-            tokens, to_global = height * width, _biases(inputs, window_size)[1]
+            tokens, to_global = height * width, both_biases(inputs, window_size)[1]
             bias = query.new_zeros(heads, tokens, tokens) if bias is None else bias
             bias = torch.cat([to_global[:, None].expand(heads, tokens, -1), bias], dim=2)
         key, value = torch.cat([global_key, key], dim=2), torch.cat([global_value, value], dim=2)
@@ -224,7 +215,7 @@ def _window_bias(inputs: WindowInputs, window_size: int) -> Tensor | None:
     """Return the bias that all chunks share, (M or 1, w * w, S or more), in the order of :func:`_windows`."""
     if inputs.local_bias is None and inputs.global_key is None:
         return None
-    bias, to_global = _biases(inputs, window_size)
+    bias, to_global = both_biases(inputs, window_size)
     # (M, w * w, 3 strips, 3w * w)
     bias = bias.unflatten(2, (3 * window_size, 3, window_size)).transpose(2, 3).flatten(3, 4)
     if inputs.global_key is None:

@@ -20,7 +20,7 @@ from backbones.attention.efficient import PerformerAttention
 from backbones.build import VARIANTS, get_variant
 from backbones.errors import closest
 from backbones.vil import ViLVariant
-from projects_vil.config import detector_name
+from projects_vil.config import detector_name, updated
 from projects_vil.modeling import TimmBackbone
 
 # "classifier" or the name of a detector -> variant -> parameters in millions and 1e9 multiply-adds, or None
@@ -96,10 +96,8 @@ def count_detector(
         ``flops``, or None, and ``flops_by_operator``; and ``published_parameters``, ``published_classifier`` and
         ``published_flops``, in millions and in 1e9 as the papers print them, or None.
     """
-    cfg = cfg.clone()
-    cfg.defrost()
     # Without flops the weights need no memory.
-    cfg.MODEL.DEVICE = "cpu" if with_flops else "meta"
+    cfg = updated(cfg, {"MODEL.DEVICE": "cpu" if with_flops else "meta"})
     with torch.device(cfg.MODEL.DEVICE):
         model = build_model(cfg).eval()
     numbers = parameter_count(model)

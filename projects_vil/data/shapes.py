@@ -278,7 +278,8 @@ def _fits(owner: np.ndarray, areas: list[int], mask: np.ndarray) -> bool:
 
 def _object_mask(rng: np.random.Generator, class_index: int, height: int, width: int) -> np.ndarray:
     """A random object of the class, wholly inside the image: (H, W) bool."""
-    corners = _outline(rng, class_index) @ _rotation(rng.uniform(0, 2 * np.pi))
+    outline, angle = _outline(rng, class_index), rng.uniform(0, 2 * np.pi)
+    corners = outline @ [[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]
     corners -= corners.min(axis=0)
     size = min(height, width) * rng.uniform(*OBJECT_SIZES)
     corners *= size / corners.max()
@@ -298,10 +299,6 @@ def _outline(rng: np.random.Generator, class_index: int) -> np.ndarray:
     else:
         angles = np.arange(3) * 2 * np.pi / 3 + rng.uniform(-0.25, 0.25, 3)
     return np.stack([np.cos(angles), np.sin(angles)], axis=1)
-
-
-def _rotation(angle: float) -> np.ndarray:
-    return np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
 
 
 def _background(rng: np.random.Generator, height: int, width: int) -> np.ndarray:

@@ -15,15 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from backbones import ConfigError
-from backbones.attention.dense import DenseAttention, split_heads
-from backbones.attention.efficient import GlobalMemoryAttention, PerformerAttention, SpatialReductionAttention
+from backbones.attention.dense import TokenAttention, split_heads
+from backbones.attention.efficient import GlobalMemoryAttention, LinformerAttention, SpatialReductionAttention
 from backbones.attention.long_short import DualNormAttention
 from backbones.attention.sliding_chunk import SlidingChunkAttention
 
-_DRAWABLE = (
-    *(DenseAttention, DualNormAttention, GlobalMemoryAttention),
-    *(PerformerAttention, SlidingChunkAttention, SpatialReductionAttention),
-)
 _VALUE_LAYERS = ("qkv", "key_value", "local_norm", "projected_norm")
 _SCORE_LAYER = "dynamic_projection"
 
@@ -56,7 +52,7 @@ def attention_weights(module: nn.Module, tokens: Tensor, size: tuple[int, int], 
     Raises:
         ConfigError: for Linformer, whose weights do not sum to 1, and modules without attention.
     """
-    if not isinstance(module, _DRAWABLE):
+    if isinstance(module, LinformerAttention) or not isinstance(module, TokenAttention | DualNormAttention):
         raise ConfigError(f"{type(module).__name__} has no attention weights")
     (height, width), num_global = size, module.num_global_tokens
     with torch.enable_grad(), _values_as_leaves(module) as (leaves, outputs):

@@ -13,7 +13,7 @@ from detectron2.data import MetadataCatalog
 from detectron2.structures import BitMasks, BoxMode
 
 from backbones.errors import ConfigError, check_whole
-from projects_vil.config import is_panoptic, is_segmentor
+from projects_vil.config import is_panoptic, is_segmentor, updated
 from projects_vil.data import IGNORED_LABEL, build_train_loader, label_reader, load_dataset, read_image
 from projects_vil.evaluation import EVALUATION_FILE
 from projects_vil.utils import check_output_folder, read_json
@@ -146,10 +146,8 @@ def draw_samples(cfg: CfgNode, output: str | Path, *, number: int = 16, seed: in
     earlier = sorted(Path(output).glob("[0-9][0-9][0-9][0-9]*_*.png"))
     if earlier:
         raise ConfigError(f"{output} has drawings of an earlier call ({earlier[0].name}): choose another folder")
-    cfg = cfg.clone()
-    cfg.defrost()
-    cfg.DATALOADER.NUM_WORKERS = 0  # the samples do not depend on it
-    loader = build_train_loader(cfg)
+    # The samples do not depend on it.
+    loader = build_train_loader(updated(cfg, {"DATALOADER.NUM_WORKERS": 0}))
     loader.start(seed=seed, iteration=0)
     paths = []
     for index, sample in enumerate(islice(chain.from_iterable(loader), number)):

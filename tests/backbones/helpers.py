@@ -176,6 +176,10 @@ def random_images(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
+def random_ids(batch: int, length: int, *, below: int = 11, seed: int = 0) -> Tensor:
+    return torch.randint(below, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
 def map_gradients(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
     """The gradient of each parameter, for uneven weights of all feature maps; a missing one is None."""
     model.zero_grad(set_to_none=True)

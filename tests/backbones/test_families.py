@@ -1,6 +1,7 @@
 """Tests that ViL, LIT and CvT share: feature maps of any image, gradients, precision, training, traces, exports."""
 
 import dataclasses
+import functools
 import io
 
 import numpy as np
@@ -60,6 +61,21 @@ def test_output_of_an_image_ignores_its_batch_and_padding_within_a_patch(name):
     for index in range(2):
         alone = model(padded[index : index + 1])
         assert_all_close({n: m[index : index + 1] for n, m in together.items()}, alone, tolerance=1e-11)
+
+
+@models
+def test_a_batch_of_no_images(name):
+    """Empty maps, gradients of zero, and statistics that stay numbers."""
+    model = small_model(name).train()
+    features = model(random_images(0, 3, 37, 50))
+    for stage, info in model.feature_info.items():
+        assert features[stage].shape == (0, info.channels, -(-37 // info.stride), -(-50 // info.stride))
+    sum(feature.square().sum() for feature in features.values()).backward()
+    assert all(x.grad.eq(0).all() for x in model.parameters() if x.grad is not None)
+    assert all(x.isfinite().all() for x in model.state_dict().values())
+    assert small_classifier(name).train()(random_images(0, 3, 64, 64)).shape == (0, 5)
+    with torch.inference_mode():
+        assert all(len(feature) == 0 for feature in model.eval()(random_images(0, 3, 37, 50)).values())
 
 
 @one_of_each
@@ -142,29 +158,18 @@ def test_every_parameter_gets_a_gradient(name):
     assert not without_gradient({key: parameter.grad for key, parameter in classifier.named_parameters()})
 
 
-# With the beginning of a parameter's name, its layer.
-LAYERS = {
-    "vil_absolute": {
-        **{f"stages.0.{part}": 0 for part in ("patch_embed.", "positions.", "global_tokens")},
-        "stages.0.blocks.0.": 1,
-        **{f"stages.1.{part}": 2 for part in ("patch_embed.", "positions.", "global_tokens", "blocks.0.")},
-        **{"stages.1.blocks.1.": 3, "stages.2.": 4, "stages.3.": 5},
-    },
-    "lit_relative": {
+def test_layers_count_blocks():
+    """``test_feature_maps_and_logits`` has their order, here are offsets and output norms too."""
+    layers = {
         **{"stages.0.patch_embed.": 0, "stages.0.blocks.0.": 1, "stages.1.": 2, "output_norms.stage2.": 2},
         **{"stages.2.patch_embed.offset.": 3, "stages.2.blocks.0.": 3, "stages.2.blocks.1.": 4},
         **{"output_norms.stage3.": 4, "stages.3.": 5, "output_norms.stage4.": 5},
-    },
-}
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_layers_count_blocks(name):
-    model = small_model(name)
+    }
+    model = small_model("lit_relative")
     names = [key for key, _ in model.named_parameters()]
-    found = {start: {model.layer_id(key) for key in names if key.startswith(start)} for start in LAYERS[name]}
-    assert found == {start: {layer} for start, layer in LAYERS[name].items()} and model.num_layers == 5
-    assert small_model(name, out_features=("stage2",)).num_layers == (3 if name == "vil_absolute" else 2)
+    found = {start: {model.layer_id(key) for key in names if key.startswith(start)} for start in layers}
+    assert found == {start: {layer} for start, layer in layers.items()} and model.num_layers == 5
+    assert small_model("vil_absolute", out_features=("stage2",)).num_layers == 3
 
 
 @varied
@@ -274,14 +279,9 @@ ONNX = {
     "lit_relative": lambda: lit("relative", "stage2", "stage3"),
     "dense_relative": lambda: small_vil("dense_relative", **LARGEST, out_features=("stage2",)),
 }
+OTHERS = ("absolute", "no_globals", "many_globals", "separate", "exact", "global", "long_short")
 EXPORTED = ONNX | {
-    "absolute": lambda: vil(**FAMILIES["absolute"]),
-    "no_globals": lambda: vil(**FAMILIES["no_globals"]),
-    "many_globals": lambda: vil(**FAMILIES["many_globals"]),
-    "separate": lambda: vil(**FAMILIES["separate"]),
-    "exact": lambda: vil(**FAMILIES["exact"]),
-    "global": lambda: vil(**FAMILIES["global"]),
-    "long_short": lambda: vil(**FAMILIES["long_short"]),
+    **{name: functools.partial(vil, **FAMILIES[name]) for name in OTHERS},
     "lit_absolute_load": lambda: lit("absolute", "stage1", merging="uniform", position_resizing="load"),
     "lit_relative_load": lambda: lit("relative", merging="uniform", position_resizing="load"),
     "spatial_reduction": lambda: small_vil("spatial_reduction", **LARGEST),

@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 import torch
 
-from backbones import ConfigError
 from backbones.attention import blocked
 from backbones.backbone import BackboneSettings
 from backbones.layers.patch_embed import PatchEmbed
@@ -61,14 +60,6 @@ def test_sampling_offsets_are_those_of_the_forward_pass():
         torch.testing.assert_close(offsets[f"stage{index + 1}"], expected)
     positions = sampled_positions([offset[1] for offset in offsets.values()], 1, 0)
     assert positions.shape == (64, 2) and len(positions.unique(dim=0)) > 16
-
-
-def test_a_new_model_samples_the_regular_grid():
-    offsets = LIT(S).sampling_offsets(random_images(1, 3, 64, 96, dtype=torch.float32))
-    positions = sampled_positions([offset[0] for offset in offsets.values()], 1, 2)
-    assert positions.amin(dim=0).tolist() == [8, 16] and positions.amax(dim=0).tolist() == [15, 23]
-    with pytest.raises(ConfigError, match="merging"):
-        small_lit("absolute_uniform").sampling_offsets(random_images(1, 3, 64, 96))
 
 
 @pytest.mark.parametrize("training", [True, False])

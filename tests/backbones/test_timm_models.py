@@ -7,7 +7,6 @@ The scripts are not in timm's package. With a folder that holds its train.py and
 import copy
 import csv
 import json
-import math
 import os
 import subprocess
 import sys
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 from backbones import ConfigError, create_backbone, create_classifier, list_variants, timm_models
 from backbones.attention.efficient import PerformerAttention
 from backbones.attention.sliding_chunk import SHIFTS, SlidingChunkAttention
-from backbones.layers.position import resize_table
+from backbones.layers.position import fit_table
 from tests.backbones.helpers import random_images, randomise
 from tests.selection import slow_except
 
@@ -203,6 +202,10 @@ def test_features(name, tmp_path):
         assert_shapes(model(images()), model.feature_info, SIZE)
     if name == "linformer_tiny":
         return
+    last = len(whole.backbone.stages) - 1
+    some = timm.create_model(name, feature_cls="dict", out_indices=(-1, 0), features_only=True).eval()
+    assert_shapes(list(some(images()).values()), some.feature_info, SIZE)
+    assert list(some(images())) == ["0", str(last)]
     expected = randomise(create_backbone(name)).eval()
     model = timm.create_model(name, features_only=True).eval()
     model.backbone.load_state_dict(expected.state_dict())
@@ -211,18 +214,6 @@ def test_features(name, tmp_path):
     assert_shapes(features, model.feature_info, (45, 70))
     assert_equal(features, list(expected(images(45, 70)).values()))
     assert model.no_weight_decay() == {f"backbone.{key}" for key in expected.no_weight_decay()}
-
-
-@pytest.mark.parametrize("out_indices, stages", [((-1, 0), (0, 3)), (2, (2, 3)), (None, (0, 1, 2, 3))])
-def test_out_indices(out_indices, stages):
-    options = {"features_only": True, "out_indices": out_indices}
-    model = meta_model("vil_small_rpb", **options)
-    assert model.feature_info.channels() == [(96, 192, 384, 768)[stage] for stage in stages]
-    assert model.feature_info.reduction() == [(4, 8, 16, 32)[stage] for stage in stages]
-    assert [m.shape[1] for m in model(torch.empty(1, 3, 64, 96, device="meta"))] == model.feature_info.channels()
-    assert len(model.backbone.stages) == max(stages) + 1
-    as_dict = meta_model("vil_small_rpb", feature_cls="dict", **options)
-    assert list(as_dict(torch.empty(1, 3, 64, 96, device="meta"))) == [str(stage) for stage in stages]
 
 
 @pytest.mark.parametrize(
@@ -313,31 +304,11 @@ def test_a_checkpoint_of_another_size_head_and_window(name, options, tmp_path):
     features = timm.create_model(name, features_only=True, max_img_size=64, **pretrained)
     assert torch.equal(model.norm.weight, trained.norm.weight) and model.head.out_features == 5
     assert all(torch.equal(tensor, trained.state_dict()[key]) for key, tensor in features.state_dict().items())
-    source = trained.backbone.state_dict()
-    tables = [key for key, tensor in model.backbone.state_dict().items() if tensor.shape != source[key].shape]
-    assert len(tables) == (5 if options else 4)
-    for key in tables:
-        table, old = model.backbone.state_dict()[key], source[key]
-        if options:
-            side = math.isqrt(len(table))
-            assert torch.equal(table, resize_table(old.unflatten(0, (27, 27)), (side, side)).flatten(0, 1)), key
-        else:
-            assert torch.equal(table, resize_table(old, (len(table),))), key
+    for key, table in trained.backbone.state_dict().items():
+        resized = dict(model.backbone.named_modules())[key.rpartition(".")[0]]
+        assert torch.equal(model.backbone.state_dict()[key], fit_table(table, resized, key.rpartition(".")[2])), key
     with pytest.raises(ConfigError, match="another model"):
         timm.create_model(SMALL if name == RELATIVE else RELATIVE, **pretrained)
-
-
-@pytest.mark.parametrize("name", [SMALL, "lit_ti"])
-def test_a_trained_classifier_becomes_a_backbone(name, tmp_path):
-    trained = classifier(name, num_classes=3, img_size=128)
-    model = timm.create_model(name, features_only=True, **saved(trained, tmp_path))
-    source = trained.backbone.state_dict()
-    for key, tensor in model.backbone.state_dict().items():
-        # Tables are those of another image size.
-        if tensor.shape != source[key].shape:
-            assert key.endswith(("rows", "cols", "table")), key
-        else:
-            assert torch.equal(tensor, source[key]), key
 
 
 def test_dropout_and_layer_groups():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from backbones import ConfigError, create_backbone
-from backbones.attention import backends, sliding_chunk
+from backbones.attention import backends, long_short, sliding_chunk
 from backbones.attention.backends import choose_kernel
 from backbones.attention.long_short import LongShortAttention, long_short_attention
 from backbones.attention.sliding_chunk import SlidingChunkAttention, sliding_chunk_attention
@@ -56,16 +56,18 @@ def refused_by_the_assembler(**arguments):
     raise PTXASError("ptxas has no such device\nand more")
 
 
-def without_headers(**arguments):
-    raise subprocess.CalledProcessError(1, ["gcc"])
+def raising(error):
+    def kernel(**arguments):
+        raise error
+
+    return kernel
 
 
-def without_compiler(**arguments):
-    raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable")
-
-
-def without_a_cache(**arguments):
-    raise PermissionError("[Errno 13] Permission denied: '/root/.triton/cache'")
+COMPILER_ERRORS = [
+    subprocess.CalledProcessError(1, ["gcc"]),
+    RuntimeError("Failed to find C compiler. Please specify via CC environment variable"),
+    PermissionError("[Errno 13] Permission denied: '/root/.triton/cache'"),
+]
 
 
 @pytest.mark.parametrize(
@@ -94,8 +96,7 @@ def test_the_choice_for_long_short_attention(choose):
 
 
 @pytest.mark.parametrize(
-    "kernel",
-    [wrong, wrong_gradient, no_numbers, refused_by_the_assembler, without_headers, without_compiler, without_a_cache],
+    "kernel", [wrong, wrong_gradient, no_numbers, refused_by_the_assembler, *map(raising, COMPILER_ERRORS)]
 )
 def test_a_kernel_that_is_wrong_or_does_not_compile_is_excluded_with_a_warning(choose, caplog, kernel):
     assert choose(kernel) == "sdpa"
@@ -109,11 +110,8 @@ def test_a_kernel_that_is_wrong_or_does_not_compile_is_excluded_with_a_warning(c
     ids=repr,
 )
 def test_other_errors_are_raised_and_nothing_is_decided(choose, error):
-    def failing(**arguments):
-        raise error
-
     with pytest.raises(type(error)) as raised:
-        choose(failing)
+        choose(raising(error))
     assert raised.value is error and choose(sliding_chunk_attention) == "triton"
 
 
@@ -143,12 +141,19 @@ def test_comparison_within_a_backward_pass(choose):
 # -- in the module ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("training", [False, True])
-def test_auto_backend_describes_its_inputs_to_the_choice(monkeypatch, training):
-    """As on a GPU: with the types that autocast chooses, and the shift of training."""
-    asked, used = [], []
+@pytest.fixture
+def asked(monkeypatch):
+    """What a choice as on a GPU is asked for."""
+    found = []
     monkeypatch.setattr(backends, "_may_use_triton", lambda query: True)
-    monkeypatch.setattr(backends, "choose_kernel", lambda *key, **options: asked.append((key, options)) or "triton")
+    monkeypatch.setattr(backends, "choose_kernel", lambda *key, **options: found.append((key, options)) or "triton")
+    return found
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_auto_backend_describes_its_inputs_to_the_choice(asked, monkeypatch, training):
+    """With the types that autocast chooses, and the shift of training."""
+    used = []
     monkeypatch.setitem(
         sliding_chunk.BACKENDS, "triton", lambda **given: used.append(given) or sliding_chunk_attention(**given)
     )
@@ -160,27 +165,24 @@ def test_auto_backend_describes_its_inputs_to_the_choice(monkeypatch, training):
     assert asked == [((torch.device("cpu"), torch.bfloat16, 4, 1, BIASES, training), options)] and len(used) == 1
 
 
-def test_auto_backend_counts_projected_keys_as_global_tokens(monkeypatch):
-    asked = []
-    monkeypatch.setattr(backends, "_may_use_triton", lambda query: True)
-    monkeypatch.setattr(backends, "choose_kernel", lambda *key, **options: asked.append((key, options)) or "sdpa")
+def test_auto_backend_counts_projected_keys_as_global_tokens(asked, monkeypatch):
+    monkeypatch.setitem(long_short.BACKENDS, "triton", long_short_attention)
     module = LongShortAttention(8, num_heads=2, window_size=3, rank=5, relative_bias=True, backend="auto")
     attend(module, torch.randn(2, 7, 10, 8), torch.randn(2, 1, 8))
     options = {"window_size": 3, "mode": SEGMENT_MODE, "shift": None}
     assert asked == [((torch.device("cpu"), torch.float32, 4, 6, ("local_bias",), True), options)]
 
 
-def test_empty_tensors_do_not_change_the_choice(monkeypatch):
+def test_empty_tensors_do_not_change_the_choice(asked, monkeypatch):
     """No global token is as none at all; for no image there is nothing to choose."""
-    asked = []
-    monkeypatch.setattr(backends, "_may_use_triton", lambda query: True)
-    monkeypatch.setattr(backends, "choose_kernel", lambda *key, **options: asked.append(key[3]) or "sdpa")
+    monkeypatch.setitem(sliding_chunk.BACKENDS, "triton", sliding_chunk_attention)
     inputs = attention_inputs(7, 10)
     none = {name: inputs["query"][:, :, 0, :0] for name in ("global_key", "global_value")}
     expected = sliding_chunk_attention(**inputs, window_size=3)
     assert torch.equal(sliding_chunk.auto_chunk_attention(**inputs, **none, window_size=3), expected)
     images = {name: x[:0] for name, x in inputs.items()}
-    assert not sliding_chunk.auto_chunk_attention(**images, window_size=3).numel() and asked == [0]
+    assert not sliding_chunk.auto_chunk_attention(**images, window_size=3).numel()
+    assert [key[3] for key, _ in asked] == [0]
 
 
 @pytest.mark.parametrize(

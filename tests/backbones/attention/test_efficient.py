@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from backbones.attention import reference
 from backbones.attention.efficient import (
     LinformerAttention,
     PerformerAttention,
@@ -11,32 +10,7 @@ from backbones.attention.efficient import (
     redraw_features,
     sample_features,
 )
-from tests.backbones.helpers import assert_all_close, outputs_and_gradients, random_images
-
-
-def random_inputs(queries: int, keys: int) -> dict[str, torch.Tensor]:
-    lengths = {"query": queries, "key": keys, "value": keys}
-    return {name: random_images(2, 3, length, 8, seed=seed) for seed, (name, length) in enumerate(lengths.items())}
-
-
-@pytest.mark.parametrize("queries, keys", [(1, 1), (5, 7), (40, 23)])
-def test_performer_equals_the_quadratic_reference(queries, keys):
-    options = {"features": sample_features(20, 8).double()}
-    inputs = random_inputs(queries, keys)
-    actual = outputs_and_gradients(performer_attention, inputs, **options)
-    expected = outputs_and_gradients(reference.performer_attention, inputs, **options)
-    assert_all_close(actual, expected, tolerance=1e-10)
-
-
-def test_performer_with_many_features_approximates_softmax_attention():
-    """It approximates softmax attention: the error falls with the number of features."""
-    inputs = {name: 0.5 * tensor for name, tensor in random_inputs(6, 9).items()}
-    expected, generator = reference.attention(**inputs), torch.Generator().manual_seed(0)
-    errors = []
-    for number in (16, 8192):
-        output = performer_attention(**inputs, features=sample_features(number, 8, generator=generator).double())
-        errors.append((output - expected).abs().mean() / expected.abs().mean())
-    assert errors[1] < 0.05 and errors[1] < errors[0] / 3
+from tests.backbones.helpers import random_images
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

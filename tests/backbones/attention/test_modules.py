@@ -17,8 +17,8 @@ from backbones.attention.efficient import (
 from backbones.attention.long_short import LongShortAttention
 from backbones.attention.sliding_chunk import SlidingChunkAttention
 from backbones.errors import ConfigError
-from tests.backbones.attention.cases import OnMap, attend, relative_error
-from tests.backbones.helpers import assert_all_close, random_images, randomise, trace
+from tests.backbones.attention.cases import attend
+from tests.backbones.helpers import assert_all_close, random_images, randomise
 
 _CHUNKS = functools.partial(SlidingChunkAttention, window_size=3, relative_bias=True)
 _SEGMENTS = functools.partial(LongShortAttention, rank=2, relative_bias=True)
@@ -118,16 +118,6 @@ def test_block_without_global_updates_gives_the_same_maps(name):
     torch.testing.assert_close(output, attend(module, *inputs_for(2))[0], atol=1e-12, rtol=1e-12)
 
 
-@pytest.mark.parametrize("name", [name for name in ALL if name != "linformer"])
-def test_trace_is_correct_for_other_sizes(name):
-    module = build(name, 2)
-    traced = trace(OnMap(module), inputs_for(2, 9, 8))
-    for height, width in ((4, 7), (2, 19), (12, 1)):
-        inputs = inputs_for(2, height, width)
-        for actual, expected in zip(traced(*inputs), attend(module, *inputs), strict=True):
-            torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-12)
-
-
 def outputs_and_gradients_of(module: nn.Module, num_global: int, height: int, width: int, run=None) -> dict:
     module.zero_grad(set_to_none=True)
     tokens, global_tokens = (x if x is None else x.requires_grad_() for x in inputs_for(num_global, height, width))
@@ -145,41 +135,6 @@ def test_gradients_match_reference_at_several_sizes(monkeypatch, name, num_globa
         monkeypatch.setitem(blocked.BLOCK_SCORES, "cpu", block_scores)
         expected = outputs_and_gradients_of(check, num_global, height, width)
         assert_all_close(outputs_and_gradients_of(ours, num_global, height, width), expected, tolerance=1e-9)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["sliding_chunk", "long_short", "dense_bias"])
-def test_compiled(name):
-    """A compiled run takes PyTorch's gradients, without a break in the graph."""
-    module = build(name, 1)
-    expected = outputs_and_gradients_of(module, 1, 7, 10)
-    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=False)
-    assert_all_close(outputs_and_gradients_of(module, 1, 7, 10, run=compiled), expected, tolerance=1e-9)
-
-
-@pytest.mark.parametrize("name", ["sliding_chunk", "long_short", "dense_bias", "performer", "sra2"])
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float16, 2e-2), (torch.bfloat16, 1e-1)], ids=str)
-@pytest.mark.parametrize("autocast", [False, True])
-def test_lower_precision(name, dtype, tolerance, autocast):
-    module, kept = build(name, 2), torch.float32 if autocast else dtype
-    with torch.no_grad(), torch.autocast("cpu", dtype, enabled=autocast):
-        outputs = attend(module.to(kept), *(x.to(kept) for x in inputs_for(2)))
-    for output, exact in zip(outputs, attend(module.double(), *inputs_for(2)), strict=True):
-        assert output.dtype == dtype and relative_error(output, exact) <= tolerance
-
-
-@pytest.mark.parametrize(
-    "name, options, named",
-    [
-        ("sliding_chunk", {"mode": "exakt"}, "'exact'"),
-        ("sliding_chunk", {"backend": "flash"}, "auto, sdpa, triton, flex, reference"),
-        ("long_short", {"backend": "flash"}, "auto, sdpa, triton, reference"),
-        ("performer", {"backend": "flash"}, "sdpa, reference"),
-    ],
-)
-def test_unknown_options_raise(name, options, named):
-    with pytest.raises(ConfigError, match=named):
-        build(name, 1, **options)
 
 
 @pytest.mark.parametrize("size", [(7, 5), (5, 8)])

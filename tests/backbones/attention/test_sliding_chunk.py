@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from backbones.attention.sliding_chunk import SHIFTS, SlidingChunkAttention, sample_shifts, sliding_chunk_attention
+from backbones.attention.sliding_chunk import SHIFTS, SlidingChunkAttention, sample_shifts
 from tests.backbones.attention.cases import attend
 from tests.backbones.helpers import random_images, randomise, small_vil
 
@@ -44,19 +44,6 @@ def test_module_equals_explicit_products_per_head(num_global, shared):
     bias = torch.cat([module.global_to_global, module.global_to_local[:, :, None].expand(-1, -1, 6)], dim=2)
     expected = expected_of(global_tokens, bias, "" if shared else "global_")
     torch.testing.assert_close(global_output, expected, atol=1e-12, rtol=1e-12)
-
-
-def test_a_shifted_token_sees_its_chunk_one_neighbour_and_the_global_tokens():
-    """By hand: the chunk to the right of the own, of 2 x 3 chunks; at the right border there is none."""
-    query, key = torch.zeros(2, 1, 1, 6, 9, 2)
-    value = torch.arange(54.0).view(1, 1, 6, 9, 1).expand(-1, -1, -1, -1, 2)
-    global_key, global_value = torch.zeros(1, 1, 1, 2), torch.full((1, 1, 1, 2), 1000.0)
-    tensors = {"query": query, "key": key, "value": value, "global_key": global_key, "global_value": global_value}
-    output = sliding_chunk_attention(**tensors, window_size=3, shift=(0, 1))[0, 0, :, :, 0]
-    own = value[0, 0, :3, :, 0].unflatten(1, (3, 3)).sum((0, 2))
-    torch.testing.assert_close(output[1, 2], (own[0] + own[1] + 1000) / 19)
-    torch.testing.assert_close(output[0, 5], (own[1] + own[2] + 1000) / 19)
-    torch.testing.assert_close(output[2, 8], (own[2] + 1000) / 10)
 
 
 def test_evaluation_sees_all_chunks():

@@ -9,7 +9,6 @@ from backbones.layers.position import (
     AbsolutePositions,
     GridPositions,
     GridRelativeBias,
-    WindowRelativeBias,
     resize_table,
 )
 from tests.backbones.helpers import random_images, randomise
@@ -48,22 +47,6 @@ def test_absolute_positions_concatenate_row_and_column():
             torch.testing.assert_close(output[row, col], torch.cat([positions.rows[row], positions.cols[col]]))
     assert positions.global_tokens.shape == (1, 2, 8)
     torch.testing.assert_close(positions(5, 9)[:4, :7], output)
-
-
-@pytest.mark.parametrize("window_size", [1, 2, 3])
-def test_window_bias_is_looked_up_by_offset(window_size):
-    bias = randomise(WindowRelativeBias(window_size, num_heads=2))
-    output = bias()
-    assert output.shape == (2, window_size**2, 9 * window_size**2)
-    side = 4 * window_size - 1
-    assert bias.table.shape == (side**2, 2)
-    for query in range(window_size**2):
-        for key in range(9 * window_size**2):
-            # Counted from the corner of the neighbourhood, of which the query's chunk is the middle
-            row_offset = window_size + query // window_size - key // (3 * window_size)
-            col_offset = window_size + query % window_size - key % (3 * window_size)
-            entry = (row_offset + 2 * window_size - 1) * side + col_offset + 2 * window_size - 1
-            torch.testing.assert_close(output[:, query, key], bias.table[entry])
 
 
 @pytest.mark.parametrize("num_global, global_queries", [(0, False), (2, False), (2, True)])

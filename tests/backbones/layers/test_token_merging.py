@@ -67,22 +67,6 @@ def test_equals_the_operator_of_torchvision_with_its_gradients(height, width):
     assert all(tensor.ne(0).any() for tensor in actual.values())
 
 
-def test_offsets_are_y_before_x():
-    module = small_merging(1, 1)
-    features = torch.arange(24.0, dtype=torch.float64).view(1, 1, 4, 6)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.zero_()
-        module.weight[0, 0, 0, 1] = 1  # the upper right of the four
-        module.norm.weight.fill_(1)
-        module.norm.running_mean.zero_()
-        module.norm.running_var.fill_(1 - module.norm.eps)
-        module.offset.bias[2:4] = torch.tensor([1.0, 0.5])  # down, and half a token to the right
-    assert module.offsets(features)[0, 0, 1, 0, 1].tolist() == [1.0, 0.5]
-    # From (0, 3) to (1, 3.5): between the values 9 and 10
-    torch.testing.assert_close(module(features)[0, 0, 1, 0], F.gelu(torch.tensor(9.5, dtype=torch.float64)))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sampling_is_float32_under_autocast(dtype):
     module, features = small_merging().float(), random_images(2, 3, 5, 8, dtype=torch.float32)

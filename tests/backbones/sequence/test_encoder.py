@@ -12,7 +12,14 @@ from backbones.errors import ConfigError
 from backbones.sequence import create_sequence_encoder
 from backbones.sequence import encoder as encoder_module
 from backbones.sequence.encoder import sequence_attention
-from tests.backbones.helpers import LargestTensor, assert_all_close, outputs_and_gradients, random_images, randomise
+from tests.backbones.helpers import (
+    LargestTensor,
+    assert_all_close,
+    outputs_and_gradients,
+    random_ids,
+    random_images,
+    randomise,
+)
 
 SMALL_ENCODER = {"vocab_size": 11, "dim": 8, "num_heads": 2, "hidden_dim": 12, "depth": 2, "max_length": 24}
 SMALL_ENCODER |= {"window_size": 4, "rank": 3, "class_token": True}
@@ -20,10 +27,6 @@ SMALL_ENCODER |= {"window_size": 4, "rank": 3, "class_token": True}
 
 def small_encoder(*, dtype: torch.dtype = torch.float64, **changes) -> torch.nn.Module:
     return randomise(create_sequence_encoder(**SMALL_ENCODER | changes).to(dtype)).eval()
-
-
-def random_ids(batch: int, length: int, *, below: int = 11, seed: int = 0) -> Tensor:
-    return torch.randint(below, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
 def mask_of(length: int, *real: int) -> Tensor:

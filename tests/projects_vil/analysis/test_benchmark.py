@@ -160,16 +160,6 @@ def test_small_operators_are_bound_by_their_calls():
     assert work["limit"] == {"arithmetic": 0, "memory": 0, "overhead": 1.0} and work["operators"] == 2
 
 
-def test_a_backward_pass_has_twice_the_work_of_the_forward_pass():
-    """Attention keeps no scores, so that its backward pass computes them a second time."""
-    rates = DeviceRates(flops=1.0, bytes=1e30, call=0.0)
-    forward, both = (find_limits(case(SMALL, backward=backward).build(), rates) for backward in (False, True))
-    assert 2.9 < sum(both["limit"].values()) / sum(forward["limit"].values()) < 4
-    assert both["operators"] > forward["operators"] > 100
-    # Attention, products, convolutions, norms, copies and others
-    assert len(forward["seconds_by_type"]) == 6 and all(forward["seconds_by_type"].values())
-
-
 # -- measurements ----------------------------------------------------------------------------------
 
 

@@ -184,20 +184,6 @@ def test_an_official_file_is_loaded_with_another_window_and_saved_with_metadata(
 # Files that do not match
 
 
-@pytest.mark.parametrize(
-    "form, name, value, named",
-    [
-        (wrapping.vision_longformer, "layer2.1.attn.temperature", torch.ones(1), "layer2.1.attn.temperature"),
-        (wrapping.vision_longformer, "layer2.0.cls_token", None, "stages.1.global_tokens"),
-        (wrapping.detectron2_detector, "layer2.0.cls_token", torch.ones(3), "layer2.0.cls_token"),
-        (wrapping.detectron2_detector, "layer1.0.proj.bias", torch.full((48,), float("nan")), "layer1.0.proj.bias"),
-    ],
-)
-def test_names_and_tensors_that_do_not_match(tmp_path, form, name, value, named):
-    weights = float32(official_state_dict(relative_bias=True)) | {name: value}
-    assert named in message(save(tmp_path, form({key: t for key, t in weights.items() if t is not None})))
-
-
 def test_heads_that_do_not_match(monkeypatch):
     monkeypatch.setitem(VARIANTS, "lit_relative", official_lit.S)
     heads = {f"head.cls_subnet.{index}.weight": torch.ones(1) for index in (0, 2, 4)}

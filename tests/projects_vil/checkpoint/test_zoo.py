@@ -3,7 +3,6 @@
 import hashlib
 import http.server
 import re
-import resource
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -104,9 +103,7 @@ def server(tmp_path, monkeypatch, detector_file):
     server.files |= {"page": b"<html>Public access is not permitted</html>", "empty": b""}
     server.requests, server.released = [], threading.Event()
     table = TABLE.format(port=server.server_address[1])
-    (tmp_path / "zoo.yaml").write_text(
-        table + "".join(f"    {name}: [{VARIANT}, ~, 1, {name}]\n" for name in [*FAULTS, "large"])
-    )
+    (tmp_path / "zoo.yaml").write_text(table + "".join(f"    {name}: [{VARIANT}, ~, 1, {name}]\n" for name in FAULTS))
     monkeypatch.setenv("VIL_ZOO", str(tmp_path / "zoo.yaml"))
     monkeypatch.setenv("FVCORE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(zoo, "TIMEOUT", 1.0)
@@ -180,25 +177,6 @@ def test_a_download_that_fails_leaves_nothing(tmp_path, server, name):
     text = message(find_weights, name)
     assert re.search(FAULTS[name], text) and re.search(rf"{name}.*http://127.*cache.*{name}\.pth", text)
     assert cached(tmp_path) == []
-
-
-def test_a_file_that_is_larger_than_the_disk_allows(tmp_path, server):
-    """A limit of the process stands for the disk's."""
-    server.files["large"] = b"PK" + bytes(500_000)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, before[1]))
-    try:
-        assert "too large" in message(find_weights, "large")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert cached(tmp_path) == []
-    assert Path(find_weights("large")).stat().st_size == 500_002
-
-
-def test_a_server_that_is_not_there(tmp_path, server):
-    table = (tmp_path / "zoo.yaml").read_text()
-    (tmp_path / "zoo.yaml").write_text(re.sub(r"127.0.0.1:\d+", "127.0.0.1:1", table))
-    assert "refused" in message(find_weights, "tiny_detector") and cached(tmp_path) == []
 
 
 def test_a_file_that_changed_is_an_error_until_it_is_removed(tmp_path, server):

@@ -69,35 +69,23 @@ def groups_by_name(model, optimizer):
     }
 
 
-def test_the_same_detector(both):
-    _, model, _, lazy_model = both
+def test_the_same_detector_optimizer_and_data(both):
+    cfg, model, lazy, lazy_model = both
     shapes = [{name: tensor.shape for name, tensor in m.state_dict().items()} for m in (model, lazy_model)]
     assert shapes[0] == shapes[1]
     assert model.backbone.output_shape() == lazy_model.backbone.output_shape()
     assert model.backbone.size_divisibility == lazy_model.backbone.size_divisibility
-
-
-def test_the_same_optimizer(both):
-    cfg, model, lazy, lazy_model = both
     ours, theirs = build_lazy_optimizer(lazy, lazy_model), build_optimizer(cfg, model)
     assert type(ours) is type(theirs)
     assert groups_by_name(lazy_model, ours) == groups_by_name(model, theirs)
     assert sorted(group["weight_decay"] for group in ours.param_groups) == [0.0, 0.05]
     assert lazy.train.clip_norm == cfg.SOLVER.CLIP_GRADIENTS.CLIP_VALUE
-
-
-def test_the_same_rates(both):
-    cfg, model, lazy, lazy_model = both
     assert lazy.train.max_iter == cfg.SOLVER.MAX_ITER
-    ours = LRMultiplier(build_lazy_optimizer(lazy, lazy_model), instantiate(lazy.lr_multiplier), cfg.SOLVER.MAX_ITER)
-    theirs = build_lr_scheduler(cfg, build_optimizer(cfg, model))
+    ours = LRMultiplier(ours, instantiate(lazy.lr_multiplier), cfg.SOLVER.MAX_ITER)
+    theirs = build_lr_scheduler(cfg, theirs)
     for iteration in (0, 1, 500, 999, 1001, 59999, 60001, 79999, 80001, 89999):
         ours.last_epoch = theirs.last_epoch = iteration
         assert ours.get_lr() == pytest.approx(theirs.get_lr())
-
-
-def test_the_same_data_and_periods(both):
-    cfg, _, lazy, lazy_model = both
     options, train = lazy_options(lazy, lazy_model), lazy.dataloader.train
     for node, key in (("DATASETS", "TRAIN"), ("INPUT", "FORMAT"), ("MODEL", "PIXEL_STD"), ("SOLVER", "IMS_PER_BATCH")):
         assert options[node][key] == cfg[node][key]

@@ -24,10 +24,6 @@ LEVELS = {
     "retinanet": {"p3": 8, "p4": 16, "p5": 32, "p6": 64, "p7": 128},
     "mask_rcnn": {"p2": 4, "p3": 8, "p4": 16, "p5": 32, "p6": 64},
 }
-BOTTOM_UP = {
-    "retinanet": {"stage2": (96, 8), "stage3": (192, 16), "stage4": (384, 32)},
-    "mask_rcnn": {"stage1": (48, 4), "stage2": (96, 8), "stage3": (192, 16), "stage4": (384, 32)},
-}
 _CVT = ["MODEL.TRANSFORMER.NAME", "cvt_ls_13", "MODEL.FPN.IN_FEATURES"]
 _FLAT = ["MODEL.TRANSFORMER.NAME", "evit_full_16_tiny", "MODEL.FPN.IN_FEATURES", "['stage1']"]
 _FLAT += ["MODEL.ANCHOR_GENERATOR.SIZES", "[[32, 64, 128, 256, 512]]"]
@@ -54,22 +50,18 @@ def images(height: int = 70, width: int = 101) -> torch.Tensor:
     return torch.rand(1, 3, height, width, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("detector", BOTTOM_UP)
-def test_bottom_up_features(detector):
-    below = build_backbone(small_config(detector)).bottom_up
-    assert {name: (shape.channels, shape.stride) for name, shape in below.output_shape().items()} == BOTTOM_UP[detector]
-
-
 @pytest.mark.parametrize("detector, overrides", FPNS.values(), ids=FPNS)
 def test_levels_of_fpn(detector, overrides):
     """Their strides, sizes and gradients, and boxes in images that are padded to multiples of 32."""
     torch.manual_seed(0)
-    model = build_model(small_config(detector, *overrides))
+    cfg = small_config(detector, *overrides)
+    model = build_model(cfg)
     backbone = model.backbone.train()
     levels = {name: stride for name, stride in LEVELS[detector].items() if stride >= 16 or _FLAT[1] not in overrides}
     assert {name: shape.stride for name, shape in backbone.output_shape().items()} == levels
     assert {shape.channels for shape in backbone.output_shape().values()} == {32}
     assert backbone.size_divisibility == 32
+    assert list(backbone.bottom_up.output_shape()) == cfg.MODEL.FPN.IN_FEATURES
     if _CVT[1] in overrides:
         assert backbone.top_block.p5.in_channels == {"retinanet": 384, "mask_rcnn": 32}[detector]
     features = backbone(images(96, 160))
@@ -84,17 +76,6 @@ def test_levels_of_fpn(detector, overrides):
         assert instances.image_size == (30, 45)
         boxes = instances.pred_boxes.tensor
         assert len(boxes) and boxes.min() >= 0 and (boxes <= torch.tensor([45, 30, 45, 30])).all()
-
-
-@pytest.mark.parametrize("stages", [0, 2, 4])
-def test_freeze_at(stages):
-    backbone = bottom_up("MODEL.BACKBONE.FREEZE_AT", str(stages)).train()
-    for index, stage in enumerate(backbone.net.stages):
-        assert {p.requires_grad for p in stage.parameters()} == {index >= stages}
-    if stages < 4:
-        sum(m.sum() for m in backbone(images()).values()).backward()
-        has_gradient = {int(name.split(".")[2]) for name, p in backbone.named_parameters() if p.grad is not None}
-        assert has_gradient == set(range(stages, 4))
 
 
 @pytest.mark.parametrize(
@@ -125,16 +106,19 @@ def modules_of(backbone: nn.Module, module_type: type) -> list:
 def test_keys_are_passed_on():
     keys = ["ATTENTION_BACKEND", "reference", "GLOBAL_TOKENS", "[2, 0, 1, 1]", "WINDOW_SIZE", "[3, 4, 5, 6]"]
     keys += ["SHARED_PROJECTIONS", "False", "DROP_PATH", "0.25", "ATTENTION_MODE", "cyclic"]
-    keys += ["NAME", "vil_tiny_1_1_3_1", "MAX_IMG_SIZE", "100"]
-    backbone = bottom_up(*(f"MODEL.TRANSFORMER.{key}" if key.isupper() else key for key in keys))
+    keys += ["NAME", "vil_tiny_1_1_3_1", "MAX_IMG_SIZE", "100", "ACTIVATION_CHECKPOINTING", "True"]
+    keys = [f"MODEL.TRANSFORMER.{key}" if key.isupper() else key for key in keys]
+    backbone = bottom_up(*keys, "MODEL.BACKBONE.FREEZE_AT", "2")
     attentions = modules_of(backbone, SlidingChunkAttention)
     assert {(attention.backend, attention.mode) for attention in attentions} == {("reference", "cyclic")}
     assert [attention.window_size for attention in attentions] == [3, 4, 5, 5, 5, 6]
     stages = backbone.net.stages
+    assert all(stage.activation_checkpointing for stage in stages)
+    assert [{p.requires_grad for p in stage.parameters()} for stage in stages] == [{False}, {False}, {True}, {True}]
     assert [stage.global_tokens.shape[1] for stage in stages if stage.global_tokens is not None] == [2, 1, 1]
     assert any("global_query" in name for name, _ in backbone.named_parameters())
     rates = [block.drop_path_rate for stage in stages for block in stage.blocks]
-    assert rates == pytest.approx([0, 0.05, 0.1, 0.15, 0.2, 0.25])
+    assert rates == pytest.approx([0, 0, 0.1, 0.15, 0.2, 0.25])
     assert [len(stage.positions.rows) for stage in stages] == [32, 16, 8, 4]
     with pytest.raises(ConfigError, match="MODEL.TRANSFORMER.MAX_IMG_SIZE"):
         backbone(images(100, 160))
@@ -164,30 +148,6 @@ def test_a_compiled_backbone_has_the_same_weights_and_values(monkeypatch):
     copy.deepcopy(compiled)(images())
     assert len(graphs) == 1
     torch.testing.assert_close(features[1], features[0], atol=1e-4, rtol=0)
-
-
-def test_activation_checkpointing_keeps_less_and_changes_no_gradient():
-    default, other = bottom_up(), bottom_up("MODEL.TRANSFORMER.ACTIVATION_CHECKPOINTING", "True")
-    other.load_state_dict(default.state_dict())
-    (saved, gradients), (saved_less, same_gradients) = map(backward, (default.train(), other.train()))
-    assert saved_less < saved / 2
-    assert gradients.keys() == same_gradients.keys()
-    torch.testing.assert_close(same_gradients, gradients)
-
-
-def backward(backbone: nn.Module) -> tuple[int, dict[str, torch.Tensor]]:
-    """How many elements the forward pass keeps, and every parameter's gradient."""
-    saved = 0
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal saved
-        saved += tensor.numel()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        total = sum(m.square().mean() for m in backbone(images()).values())
-    total.backward()
-    return saved, {name: p.grad for name, p in backbone.named_parameters() if p.grad is not None}
 
 
 def test_two_levels_are_those_of_detectron2():
