@@ -94,7 +94,11 @@ def _nncf_quantize(model, float_operations: Sequence[str], files: Sequence[Any],
         model_type=nncf.ModelType.TRANSFORMER,
         # Constants and outputs are among the names, and nncf cannot ignore them.
         ignored_scope=nncf.IgnoredScope(names=list(float_operations), validate=False),
-        advanced_parameters=nncf.AdvancedQuantizationParameters(smooth_quant_alphas=off),
+        advanced_parameters=nncf.AdvancedQuantizationParameters(
+            # Half the range of weights: with all of it, sums in 16 bits saturate on processors without VNNI.
+            overflow_fix=nncf.OverflowFix.ENABLE,
+            smooth_quant_alphas=off,
+        ),
     )
 
 

@@ -1,6 +1,7 @@
 """int8: which layers stay float, which images it is calibrated on, and that average precision decides."""
 
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -68,6 +69,41 @@ def test_int8(shapes, tmp_path, monkeypatch, file_format, accept_drop):
     assert overlap.mean() > 0.5 and (theirs["scores"][:20] - found["scores"][index]).abs().mean() < 0.1
 
 
+def operations(path: Path, file_format: str) -> list[tuple[str, set[str], set[str]]]:
+    """Return type, inputs and outputs of all operations of a file, each after those that it reads."""
+    if file_format == "onnx":
+        import onnx
+
+        return [(node.op_type, set(node.input), set(node.output)) for node in onnx.load(path).graph.node]
+    name = lambda node: node.get_friendly_name()  # noqa: E731
+    nodes = import_openvino().Core().read_model(path).get_ordered_ops()
+    return [
+        (node.get_type_name(), {name(value.get_node()) for value in node.input_values()}, {name(node)})
+        for node in nodes
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file_format", ["onnx", "openvino"])
+@pytest.mark.parametrize("name", ["retinanet", "mask_rcnn"])
+def test_what_the_heads_predict_is_not_quantised(written, tmp_path, name, file_format):
+    """A score whose range came from calibration could not be higher than on those images: here they are grey."""
+    pytest.importorskip("nncf")
+    model = written(name, file_format, batched=True, dtype="float32")
+    path, images = tmp_path / model.path.name, [torch.full((1, 3, 96, 128), value) for value in (0.0, 100.0, 200.0)]
+    quantize(model.path, path, file_format, images, lambda image: image)
+    predicted, quantised = set(), 0
+    for kind, inputs, outputs in operations(path, file_format):
+        # These pass on places and sizes, not values; RoIAlign makes features of boxes.
+        if kind in ("NonZero", "Shape", "ShapeOf", "RoiAlign", "ROIAlign"):
+            continue
+        quantised += kind in ("QuantizeLinear", "FakeQuantize")
+        assert not (predicted & inputs and kind in ("QuantizeLinear", "FakeQuantize")), inputs
+        if predicted & inputs or any(layer in value for layer in FLOAT_LAYERS for value in inputs | outputs):
+            predicted |= outputs
+    assert quantised > 5 and len(predicted) > 50
+
+
 def random_input(seed: int) -> Tensor:
     return torch.rand(4, 4, generator=torch.Generator().manual_seed(seed))
 
@@ -102,6 +138,9 @@ def test_products_without_weights_stay_float_in_onnx(tmp_path):
     scaled = {node.output[0] for node in graph.node if node.op_type == "DequantizeLinear"}
     inputs = {node.name: list(node.input) for node in graph.node if node.op_type == "MatMul"}
     assert scaled.issuperset(inputs["linear"]) and scaled.isdisjoint(inputs["product"])
+    # Two products of an unsigned and a signed byte are below 2^15, the largest sum of processors without VNNI.
+    weights = [onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer]
+    assert max(abs(weight.astype(int)).max() for weight in weights if weight.ndim == 2) in (63, 64)
 
 
 def test_folded_transposes(tmp_path):
