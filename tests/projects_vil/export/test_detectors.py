@@ -8,12 +8,13 @@ from detectron2.modeling import GeneralizedRCNN, build_model
 from detectron2.modeling.poolers import ROIPooler, assign_boxes_to_levels
 from detectron2.structures import Boxes
 from torch import Tensor, nn
-from torchvision.ops import batched_nms
+from torchvision.ops import batched_nms, box_iou
 
 from backbones import ConfigError
-from projects_vil.export import eager_detections, example_image, make_exportable
+from projects_vil.export import FORMATS, eager_detections, example_image, make_exportable
 from projects_vil.export.detectors import grouped_nms, pool
-from tests.projects_vil.export.exporting import demo_detector
+from projects_vil.export.formats import OPSET, import_openvino, openvino_core
+from tests.projects_vil.export.exporting import demo_detector, skip_without
 from tests.projects_vil.helpers import small_config
 
 ALL = ("retinanet", "mask_rcnn", "cascade_mask_rcnn")
@@ -150,6 +151,42 @@ def test_suppression():
     ours = grouped_nms(boxes, scores, group, 80, 0.3)
     # With so many boxes torchvision loops over the groups.
     assert ours.tolist() == batched_nms(boxes, scores, group, 0.3).tolist() and len(ours) < len(boxes)
+
+
+class Suppression(nn.Module):
+    def __init__(self, threshold: float) -> None:
+        super().__init__()
+        self.threshold = threshold
+
+    def forward(self, boxes: Tensor, scores: Tensor, group: Tensor) -> Tensor:
+        return grouped_nms(boxes, scores, group, 3, self.threshold)
+
+
+@pytest.mark.parametrize("threshold", [0.5, 0.6, 0.7])
+@pytest.mark.parametrize("file_format", ["openvino", "onnx"])
+def test_suppression_at_the_threshold(tmp_path, file_format, threshold):
+    """Equal scores, and IoUs that are the threshold, which is larger or smaller in float32."""
+    skip_without(file_format)
+    generator = torch.Generator().manual_seed(0)
+    edges, sides = (
+        torch.randint(0, 20, (300, 2), generator=generator),
+        torch.randint(2, 13, (300, 2), generator=generator),
+    )
+    boxes = torch.cat([edges, edges + sides], 1).float()
+    values = boxes, (random(300) * 8).ceil() / 8, torch.randint(0, 3, (300,), generator=generator)
+    module, path = Suppression(threshold), tmp_path / f"model{FORMATS[file_format].suffix}"
+    if file_format == "openvino":
+        openvino = import_openvino()
+        openvino.save_model(openvino.convert_model(module, example_input=values), path, compress_to_fp16=False)
+        run = openvino_core().compile_model(path, "CPU")
+        (found,) = run([value.numpy() for value in values]).values()
+    else:
+        torch.onnx.export(module, values, path, dynamo=True, opset_version=OPSET, verbose=False)
+        session = pytest.importorskip("onnxruntime").InferenceSession(path, providers=["CPUExecutionProvider"])
+        names = [entry.name for entry in session.get_inputs()]
+        (found,) = session.run(None, {name: value.numpy() for name, value in zip(names, values, strict=True)})
+    assert ((box_iou(boxes, boxes) - threshold).abs() < 1e-6).any()
+    assert found.tolist() == batched_nms(*values, threshold).tolist() == module(*values).tolist()
 
 
 @pytest.mark.parametrize("margin", [1e-4, -1e-4])
