@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchvision.ops import batched_nms, box_iou
 
 from backbones import ConfigError
-from projects_vil.export import FORMATS, eager_detections, example_image, make_exportable
+from projects_vil.export import eager_detections, example_image, make_exportable
 from projects_vil.export.detectors import grouped_nms, pool
 from projects_vil.export.formats import OPSET, import_openvino, openvino_core
 from tests.projects_vil.export.exporting import demo_detector, skip_without
@@ -154,9 +154,7 @@ def test_suppression():
 
 
 class Suppression(nn.Module):
-    def __init__(self, threshold: float) -> None:
-        super().__init__()
-        self.threshold = threshold
+    threshold = 0.5
 
     def forward(self, boxes: Tensor, scores: Tensor, group: Tensor) -> Tensor:
         return grouped_nms(boxes, scores, group, 3, self.threshold)
@@ -167,24 +165,18 @@ class Suppression(nn.Module):
 def test_suppression_at_the_threshold(tmp_path, file_format, threshold):
     """Equal scores, and IoUs that are the threshold, which is larger or smaller in float32."""
     skip_without(file_format)
-    generator = torch.Generator().manual_seed(0)
-    edges, sides = (
-        torch.randint(0, 20, (300, 2), generator=generator),
-        torch.randint(2, 13, (300, 2), generator=generator),
-    )
-    boxes = torch.cat([edges, edges + sides], 1).float()
-    values = boxes, (random(300) * 8).ceil() / 8, torch.randint(0, 3, (300,), generator=generator)
-    module, path = Suppression(threshold), tmp_path / f"model{FORMATS[file_format].suffix}"
+    corners, sides = random(300, 2).mul(20).floor(), random(300, 2, seed=1).mul(12).floor() + 2
+    boxes = torch.cat([corners, corners + sides], 1)
+    values = boxes, random(300).mul(8).ceil() / 8, random(300, seed=2).mul(3).long()
+    module, path = Suppression(), tmp_path / "model.onnx"
+    module.threshold = threshold
     if file_format == "openvino":
-        openvino = import_openvino()
-        openvino.save_model(openvino.convert_model(module, example_input=values), path, compress_to_fp16=False)
-        run = openvino_core().compile_model(path, "CPU")
-        (found,) = run([value.numpy() for value in values]).values()
+        model = openvino_core().compile_model(import_openvino().convert_model(module, example_input=values), "CPU")
+        (found,) = model([value.numpy() for value in values]).values()
     else:
         torch.onnx.export(module, values, path, dynamo=True, opset_version=OPSET, verbose=False)
-        session = pytest.importorskip("onnxruntime").InferenceSession(path, providers=["CPUExecutionProvider"])
-        names = [entry.name for entry in session.get_inputs()]
-        (found,) = session.run(None, {name: value.numpy() for name, value in zip(names, values, strict=True)})
+        session = pytest.importorskip("onnxruntime").InferenceSession(path)
+        (found,) = session.run(None, dict(zip(("boxes", "scores", "group"), map(Tensor.numpy, values), strict=True)))
     assert ((box_iou(boxes, boxes) - threshold).abs() < 1e-6).any()
     assert found.tolist() == batched_nms(*values, threshold).tolist() == module(*values).tolist()
 
