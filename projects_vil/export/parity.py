@@ -205,9 +205,8 @@ def check_export(
     if model.file_format == "onnx":
         report["onnx"] = check_onnx(model.path)
     if precision == "int8":
-        found = [
-            torch.cat([run(image)["scores"] for image in images]) for run in (eager, lambda x: model.run_each([x])[0])
-        ]
+        runs = eager, lambda image: model.run_each([image])[0]
+        found = [torch.cat([run(image)["scores"] for image in images]) for run in runs]
         report["scores"] = [
             {"distinct": len(one.unique()), "highest": one.amax().item() if len(one) else None} for one in found
         ]
@@ -280,12 +279,8 @@ def describe_report(report: dict) -> str:
             f"{sum(operators.values())} nodes of {len(operators)} standard operators; valid in strict shape inference; "
             f"loads with {', '.join(report['onnx']['providers'])}"
         )
-    if "scores" in report:
-        eager, ours = report["scores"]
-        lines.append(
-            f"distinct scores: {ours['distinct']}, eager {eager['distinct']}; highest: {ours['highest']}, eager "
-            f"{eager['highest']}"
-        )
+    for side, one in zip(("eager", "exported"), report.get("scores", ()), strict=False):
+        lines.append(f"{side}: {one['distinct']} distinct scores, the highest {one['highest']}")
     opset = f", opset {report['opset']}" if report["opset"] else ""
     latency = report["latency"]
     lines.append(
