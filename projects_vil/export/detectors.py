@@ -15,6 +15,7 @@ candidates, P proposals, D detections.
 
 import math
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from detectron2.layers import ROIAlign
@@ -122,7 +123,21 @@ def grouped_nms(boxes: Tensor, scores: Tensor, group: Tensor, groups_per_image: 
     # ensure it.
     # OpenVINO would drop scores of minus infinity.
     boxes = F.pad(boxes + offset.repeat(1, 2), (0, 0, 0, 2))
-    return nms(boxes, F.pad(scores, (0, 2), value=_LEAST), threshold)[:-2]
+    return nms(boxes, F.pad(scores, (0, 2), value=_LEAST), _overlap_threshold(threshold))[:-2]
+
+
+def _overlap_threshold(threshold: float) -> float:
+    """Return the number for which each runtime drops the boxes that torchvision drops for ``threshold``.
+
+    torchvision drops a box whose IoU, in float32, is above the threshold in float64; ONNX above the threshold in
+    float32; OpenVINO, whose models are traced, from the threshold in float32 on.
+    """
+    last_kept = np.float32(threshold)
+    if float(last_kept) > threshold:
+        last_kept = np.nextafter(last_kept, np.float32(0))
+    first_dropped = np.nextafter(last_kept, np.float32(1))
+    # Between both, so that it is right in float64 too, and nearest to the second one.
+    return 0.25 * float(last_kept) + 0.75 * float(first_dropped) if torch.jit.is_tracing() else float(last_kept)
 
 
 def _rank_in_image(image: Tensor, num_images: int) -> Tensor:

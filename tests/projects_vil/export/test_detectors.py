@@ -8,12 +8,13 @@ from detectron2.modeling import GeneralizedRCNN, build_model
 from detectron2.modeling.poolers import ROIPooler, assign_boxes_to_levels
 from detectron2.structures import Boxes
 from torch import Tensor, nn
-from torchvision.ops import batched_nms
+from torchvision.ops import batched_nms, box_iou
 
 from backbones import ConfigError
 from projects_vil.export import eager_detections, example_image, make_exportable
 from projects_vil.export.detectors import grouped_nms, pool
-from tests.projects_vil.export.exporting import demo_detector
+from projects_vil.export.formats import OPSET, import_openvino, openvino_core
+from tests.projects_vil.export.exporting import demo_detector, skip_without
 from tests.projects_vil.helpers import small_config
 
 ALL = ("retinanet", "mask_rcnn", "cascade_mask_rcnn")
@@ -150,6 +151,34 @@ def test_suppression():
     ours = grouped_nms(boxes, scores, group, 80, 0.3)
     # With so many boxes torchvision loops over the groups.
     assert ours.tolist() == batched_nms(boxes, scores, group, 0.3).tolist() and len(ours) < len(boxes)
+
+
+class Suppression(nn.Module):
+    threshold = 0.5
+
+    def forward(self, boxes: Tensor, scores: Tensor, group: Tensor) -> Tensor:
+        return grouped_nms(boxes, scores, group, 3, self.threshold)
+
+
+@pytest.mark.parametrize("threshold", [0.5, 0.6, 0.7])
+@pytest.mark.parametrize("file_format", ["openvino", "onnx"])
+def test_suppression_at_the_threshold(tmp_path, file_format, threshold):
+    """Equal scores, and IoUs that are the threshold, which is larger or smaller in float32."""
+    skip_without(file_format)
+    corners, sides = random(300, 2).mul(20).floor(), random(300, 2, seed=1).mul(12).floor() + 2
+    boxes = torch.cat([corners, corners + sides], 1)
+    values = boxes, random(300).mul(8).ceil() / 8, random(300, seed=2).mul(3).long()
+    module, path = Suppression(), tmp_path / "model.onnx"
+    module.threshold = threshold
+    if file_format == "openvino":
+        model = openvino_core().compile_model(import_openvino().convert_model(module, example_input=values), "CPU")
+        (found,) = model([value.numpy() for value in values]).values()
+    else:
+        torch.onnx.export(module, values, path, dynamo=True, opset_version=OPSET, verbose=False)
+        session = pytest.importorskip("onnxruntime").InferenceSession(path)
+        (found,) = session.run(None, dict(zip(("boxes", "scores", "group"), map(Tensor.numpy, values), strict=True)))
+    assert ((box_iou(boxes, boxes) - threshold).abs() < 1e-6).any()
+    assert found.tolist() == batched_nms(*values, threshold).tolist() == module(*values).tolist()
 
 
 @pytest.mark.parametrize("margin", [1e-4, -1e-4])
