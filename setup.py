@@ -65,6 +65,8 @@ OPENVINO = ["openvino>=2026.4", "nncf>=3.4"]
 SCALE = ["pyarrow>=15", "fsspec[http]>=2024.2"]
 # What --ray needs.
 RAY = ["ray[data]>=2.60", *SCALE]
+# What examples/serve_fastapi.py needs.
+SERVE = ["fastapi>=0.115", "uvicorn>=0.30"]
 
 setup(
     name="vil-detectron2",
@@ -114,6 +116,7 @@ setup(
         "openvino": OPENVINO,
         "scale": SCALE,
         "ray": RAY,
+        "serve": SERVE,
         "dev": ["pytest>=7.4", "pytest-xdist>=3.5", "import-linter>=2.1", "ruff>=0.6", *EXPORT, *OPENVINO, *SCALE],
     },
 )

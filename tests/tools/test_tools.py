@@ -57,9 +57,9 @@ def test_export_model_takes_every_option(run_here, photo, tmp_path, monkeypatch)
     kept = {buffer.dtype for name, buffer in traced.named_buffers() if "anchor" in name or "pixel" in name}
     assert kept == {torch.float32} == {model.dtype}
     assert model.metadata["fixed_detections"] == 100
-    assert model.metadata["input"]["shape"] == ["images", 3, "height", "width"]
+    assert model.metadata["input"]["shape"] == ["batch", 3, "height", "width"]
     shapes = {output["name"]: output["shape"] for output in model.metadata["outputs"]}
-    assert shapes["masks"] == ["images", 100, 1, 28, 28] and shapes["count"] == ["images"]
+    assert shapes["masks"] == ["batch", 100, 1, 28, 28] and shapes["count"] == ["batch"]
     found = model(torch.stack([example_image(70, 90, seed=seed) for seed in range(3)]).float())
     assert set(found.pop("image_index").tolist()) == {0, 1, 2}
     assert {name for name, value in found.items() if value.dtype == torch.float32} == {"boxes", "scores", "masks"}

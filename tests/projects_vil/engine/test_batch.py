@@ -20,13 +20,14 @@ AUTO = ["INPUT.MIN_SIZE_TRAIN", "(128,)", "SOLVER.ACCUMULATE", "0", "SOLVER.IMS_
 @pytest.mark.slow
 @pytest.mark.parametrize("detector", ["retinanet", "mask_rcnn"])
 def test_the_largest_micro_batch_within_a_limit(detector):
-    cfg = small_config(detector, *AUTO, "8", "MODEL.EMA.ENABLED", "True", "SOLVER.AMP.ENABLED", "True")
+    keys = ["8", "INPUT.MIN_SIZE_TRAIN", "(256,)", "MODEL.EMA.ENABLED", "True", "SOLVER.AMP.ENABLED", "True"]
+    cfg = small_config(detector, *AUTO, *keys)
     chosen, (line,) = choose_micro_batches(cfg, limit=1e15)
-    assert chosen.SOLVER.ACCUMULATE == 1 and chosen.SOLVER.IMS_PER_BATCH == 8 and "128 x 256" in line
+    assert chosen.SOLVER.ACCUMULATE == 1 and chosen.SOLVER.IMS_PER_BATCH == 8 and "256 x 512" in line
     peaks = {int(size): float(peak) * 1e9 for size, peak in re.findall(r"(\d+): ([\d.]+) GB", line)}
     assert list(peaks) == [1, 2, 8] and peaks[8] > peaks[2] + 5e7
     # Four images take about a third of the way from two to eight.
-    chosen, (line,) = choose_micro_batches(cfg, limit=(peaks[2] + peaks[8]) / 2)
+    chosen, (line,) = choose_micro_batches(cfg, limit=peaks[2] / 3 + peaks[8] * 2 / 3)
     assert chosen.SOLVER.ACCUMULATE == 2 and "SOLVER.ACCUMULATE 2" in line and "4 of 8 images" in line
     error = message(choose_micro_batches, cfg, limit=peaks[1] / 4)
     assert "INPUT.MIN_SIZE_TRAIN" in error and "ACTIVATION_CHECKPOINTING" in error
