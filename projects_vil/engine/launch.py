@@ -171,6 +171,9 @@ def _spawn(run: Callable, args: argparse.Namespace, device: str, url: str) -> No
                 f"process {error.error_index} of {args.num_gpus} was ended by {reason}{hint}",
                 exit_status=abs(error.exit_code) + (128 if error.signal_name else 0),
             ) from None
+        if received:
+            # torch has processes that a second SIGINT interrupts, which a terminal sends to all, end with status 0.
+            raise SystemExit(128 + received[0])
 
 
 def _worker(local_rank: int, run: Callable, args: argparse.Namespace, device: str, url: str) -> None:

@@ -50,8 +50,7 @@ def _embed_in_archive(path: Path, metadata: dict) -> None:
     reader = torch._C.PyTorchFileReader(str(path))
     buffer = io.BytesIO()
     writer = torch._C.PyTorchFileWriter(buffer)
-    # The writer writes its own id, and the lowest version that is not below this one, by which torch chooses the meaning
-    # of operators.
+    # The writer has its own id, and torch chooses the meaning of operators by the version.
     writer.set_min_version(int(reader.get_record("version" if reader.has_record("version") else ".data/version")))
     for name in reader.get_all_records():
         if not name.endswith(".debug_pkl") and name not in ("version", ".data/version", ".data/serialization_id"):
