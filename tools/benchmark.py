@@ -7,7 +7,9 @@ the exponents of pixels that time and memory grow by. --limits shows what limits
 number of calls of its operators. Overrides of config keys are for the models, not for the baselines.
 
 --what coco-api measures an evaluation by pycocotools and by faster-coco-eval, once each in a new process, --what
-dataset-check the check of tools/check_dataset.py; both generate --images annotated images of 7 objects each.
+dataset-check the check of tools/check_dataset.py; both generate --images annotated images of 7 objects each. --what
+predict measures vil predict with the detector that --models names, a run's folder or an exported file, on --images
+drawn photos: one at a time, in batches of --batch-size, in bfloat16, in two shards, and by two Ray workers.
 
 Example:
     python tools/benchmark.py --what backbone --models vil_tiny_rpb vil_small_rpb --against swin_t --size 800 1344
@@ -20,6 +22,7 @@ Example:
     python tools/benchmark.py --models vil_small_rpb lit_s --against swin_t --size 512 672 --backward --limits
     python tools/benchmark.py --what coco-api --images 5000
     python tools/benchmark.py --what dataset-check --images 118287
+    python tools/benchmark.py --what predict --models output/demo_retinanet --images 160 --batch-size 8 --runs 3
 """
 
 import argparse
@@ -29,7 +32,7 @@ from vil.arguments import ConfigToolParser, config_of, output_file, positive, ru
 
 BASE = Path(__file__).resolve().parents[1] / "configs/base"
 MODELS = ("attention", "backbone", "detector", "train-step")
-WHAT = (*MODELS, "coco-api", "dataset-check")
+WHAT = (*MODELS, "coco-api", "dataset-check", "predict")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -52,12 +55,14 @@ def main() -> None:
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures there too")
     parser.add_argument("--plot", type=output_file, metavar="FILE", help="plot against pixels, .png or .svg")
     args = parser.parse_args()
-    if args.what in MODELS and not args.models:
+    if args.what in (*MODELS, "predict") and not args.models:
         parser.error(f"--what {args.what} needs --models")
+    if args.what == "predict" and len(args.models) > 1:
+        parser.error(f"argument --models: --what predict takes one detector, not {' '.join(args.models)}")
     if args.plot and Path(args.plot).suffix not in (".png", ".svg"):
         parser.error(f"argument --plot: {args.plot} does not end in .png or .svg")
-    measure = {"coco-api": measure_coco_apis, "dataset-check": measure_dataset_check}.get(args.what, measure_models)
-    measure(args)
+    others = {"coco-api": measure_coco_apis, "dataset-check": measure_dataset_check, "predict": measure_prediction}
+    others.get(args.what, measure_models)(args)
 
 
 def measure_models(args: argparse.Namespace) -> None:
@@ -113,6 +118,15 @@ def measure_dataset_check(args: argparse.Namespace) -> None:
     size = cost["file_size"] / 1e6
     print(f"{args.images:,} images, {size:.0f} MB of annotations: {cost['seconds']:.1f} s, {memory}")
     write_json(args.json, cost)
+
+
+def measure_prediction(args: argparse.Namespace) -> None:
+    from projects_vil.analysis import format_predictions, measure_predictions
+
+    options = {"num_images": args.images, "batch_size": args.batch_size, "runs": args.runs, "overrides": args.opts}
+    rows = measure_predictions(*args.models, **options)
+    print(format_predictions(rows))
+    write_json(args.json, rows)
 
 
 if __name__ == "__main__":

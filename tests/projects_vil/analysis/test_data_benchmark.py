@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 
-from projects_vil.analysis import compare_coco_apis
+from backbones import ConfigError
+from projects_vil.analysis import compare_coco_apis, format_predictions, measure_predictions
 from projects_vil.analysis.data_benchmark import NUM_OBJECTS, write_annotations, write_images
 from projects_vil.data import CocoFile
+from tests.projects_vil.inference.helpers import save_run
 
 
 def test_synthetic_annotations_pass_the_check(tmp_path):
@@ -21,3 +23,16 @@ def test_both_apis_have_the_same_metrics():
     metrics = compare_coco_apis(num_images=6, num_detections=20)["metrics"]
     first, second = metrics["pycocotools"], metrics["faster_coco_eval"]
     assert first == pytest.approx(second, abs=1e-9, nan_ok=True) and first["AP"] > 10
+
+
+@pytest.mark.slow
+def test_ways_of_predicting_are_measured(tmp_path):
+    pytest.importorskip("pyarrow")
+    save_run(tmp_path, "retinanet")
+    rows = measure_predictions(str(tmp_path), num_images=60, batch_size=4, runs=1, overrides=["SEED", "1"])
+    names = [row["name"] for row in rows]
+    assert names[:3] == ["one image at a time", "batches of 4", "batches of 4, bfloat16"] and len(set(names)) >= 4
+    assert all(row["images_per_second"] > 0 and row["memory"] > 1e7 for row in rows)
+    assert all(name in format_predictions(rows) for name in names)
+    with pytest.raises(ConfigError, match="there is no file or folder"):
+        measure_predictions(str(tmp_path / "none"), num_images=10, batch_size=1, runs=1)
