@@ -74,14 +74,18 @@ def images_of(named: Iterable[tuple[str, str]], shard: tuple[int, int] | None = 
     """Yield the images at named places, those in a tar file one after the other, or those of a shard."""
     number = itertools.count(1)
     for name, place in named:
-        # Not all names of files are UTF-8, as those in results must be.
-        name = without_password(name).encode(errors="backslashreplace")
-        digest = int.from_bytes(hashlib.sha256(name).digest(), "big")
+        name = _as_utf8(without_password(name))
+        digest = int.from_bytes(hashlib.sha256(name.encode()).digest(), "big")
         if shard is not None and digest % shard[1] != shard[0]:
             continue
         images = [("", place if "://" in place else Path(place))] if suffix_of(place) != TAR else _members(place)
         for member, image in images:
-            yield ImageSource(image, name.decode() + member, next(number))
+            yield ImageSource(image, name + _as_utf8(member), next(number))
+
+
+def _as_utf8(name: str) -> str:
+    """Return the name of a file for results, which must be UTF-8, as not all names are."""
+    return name.encode(errors="backslashreplace").decode()
 
 
 def named_places(source: str, exclude: str, column: str | None) -> Iterator[tuple[str, str]]:

@@ -111,3 +111,9 @@ def test_what_cannot_be_read_has_an_error(photos):
 )
 def test_inputs_that_cannot_be_used(photos, source, options, named):
     assert named in message(find_images, photos / source, exclude=photos, **options)
+
+
+def test_names_in_tar_files_are_utf8(tmp_path):
+    with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.GNU_FORMAT, encoding="latin-1") as tar:
+        tar.addfile(tarfile.TarInfo("\xfc.jpg"))
+    assert [image.name for image in find_images(tmp_path / "a.tar", exclude=tmp_path)] == [r"a.tar/\udcfc.jpg"]
