@@ -29,7 +29,8 @@ def read_once(read: Callable[[Callable[[tuple, Sequence[Any]], None]], Any]) -> 
         What ``read`` returns, in all processes.
 
     Raises:
-        ConfigError: in all processes, if any ``read`` raises one, or what they return differs between machines.
+        ConfigError: in all processes, if any ``read`` raises one or an OSError, or what they return
+            differs between machines.
     """
     files: dict[tuple, str] = {}
     outcome = None
@@ -43,7 +44,7 @@ def read_once(read: Callable[[Callable[[tuple, Sequence[Any]], None]], Any]) -> 
         if comm.get_local_rank() == 0:
             try:
                 outcome = read(keep), files, ""
-            except ConfigError as error:
+            except (ConfigError, OSError) as error:
                 outcome = None, {}, str(error)
         outcomes = comm.all_gather(outcome)
         content, files, _ = outcomes[comm.get_rank() - comm.get_local_rank()]

@@ -45,7 +45,11 @@ def evaluate_predictions(cfg: CfgNode, paths: Sequence[str | Path]) -> None:
     named: dict[str, list[dict[str, Any]]] = {}
     missing = {image["id"]: image for image in evaluator._coco_api.dataset["images"]}
     total, others, errors = len(missing), 0, 0
-    has_masks = all(one.get("segmentation") for one in evaluator._coco_api.dataset.get("annotations", ()))
+    segmented = [bool(one.get("segmentation")) for one in evaluator._coco_api.dataset.get("annotations", ())]
+    has_masks = all(segmented)
+    if any(segmented) and not has_masks:
+        text = "only boxes are evaluated: %d of %d annotations have no segmentation"
+        logging.getLogger(__name__).warning(text, segmented.count(False), len(segmented))
     for image in missing.values():
         named.setdefault(Path(image["file_name"]).name, []).append(image)
     for file, labels, row in _rows(paths):

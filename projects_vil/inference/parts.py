@@ -1,6 +1,7 @@
 """Detections as Parquet: a row an image, in part files after which a killed run goes on."""
 
 import contextlib
+import hashlib
 import itertools
 import json
 import os
@@ -123,9 +124,10 @@ def predict_parts(
                 rows = _detect(detector, ImageBatches(sources), batch_size, progress)
                 names = [row["file_name"] for row in rows]
             part = {"file": path.name, "images": len(names), "ends": names[:1] + names[-1:]}
-            if before and any(before[name] != part[name] for name in part):
+            part["names_sha256"] = hashlib.sha256("\n".join(names).encode()).hexdigest()
+            if before and any(before.get(name) != part[name] for name in part):
                 was, now = (f"{one['images']} images, {' to '.join(one['ends'])}" for one in (before, part))
-                raise ConfigError(f"the input has changed since {path} was written: it had {was}, and now has {now}")
+                raise ConfigError(f"the names of the input have changed since {path} was written: {was}; now {now}")
             if not names:
                 break
             if rows:

@@ -99,11 +99,14 @@ def test_mistakes(case, vil):
         assert vil("eval", *words)[0] == (2 if words else 1)
 
 
-def test_masks_without_masks_in_the_dataset(case):
+@pytest.mark.parametrize("number", [None, 1])
+def test_masks_without_masks_in_the_dataset(case, number, caplog):
     rows, expected = case
     dataset = json.loads(Path("mine/instances.json").read_text())
-    dataset["annotations"] = [one | {"segmentation": []} for one in dataset["annotations"]]
+    for one in dataset["annotations"][:number]:
+        one["segmentation"] = []
     Path("mine/instances.json").write_text(json.dumps(dataset))
     write(Path("found/a.parquet"), rows)
     (tasks,) = evaluate(None, "mine", predictions=["found"], output="out", **{"DATASETS.CHECK": "off"}).values()
     assert tasks.keys() == {"bbox"} and tasks["bbox"]["AP"] == expected["bbox"]["AP"]
+    assert ("1 of" in caplog.text) == (number == 1)

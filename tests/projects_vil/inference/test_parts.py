@@ -115,6 +115,12 @@ def test_parts_of_something_else_are_refused(photos, tmp_path, options, changed,
     assert files(tmp_path / "out") == before
 
 
+def test_an_image_with_another_name_is_noticed_anywhere_in_a_part(photos, tmp_path):
+    run(photos, tmp_path / "out")
+    (photos / "04.png").rename(photos / "04x.png")
+    assert "part-000001.parquet" in message(run, photos, tmp_path / "out")
+
+
 @pytest.mark.slow
 def test_a_run_that_is_killed_three_times(tmp_path):
     """NUM_IMAGES=100000 pytest -m slow -k killed_three_times tests/projects_vil/inference/test_parts.py"""
