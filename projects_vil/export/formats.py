@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import TypeVar
 from unittest.mock import patch
 
@@ -36,7 +37,7 @@ from backbones.errors import check_choice
 from backbones.layers.tracing import static_size
 from projects_vil.export.detectors import ExportableDetector
 from projects_vil.modeling import LARGEST_BATCH, export_sides
-from projects_vil.utils import deferred_signals
+from projects_vil.utils import deferred_signals, handling_signals, terminate
 
 OPSET = 20
 _METADATA_KEY = "vil_metadata"  # in files of ONNX and OpenVINO
@@ -153,12 +154,23 @@ def trace(exportable: ExportableDetector, example: Tensor) -> torch.jit.ScriptMo
 
 @contextlib.contextmanager
 def log_step(name: str) -> Iterator[None]:
-    """Log the start and the duration of a part of the export, and silence the warnings of torch."""
+    """Log the start and the duration of a part of the export, silence torch's warnings, and end where a signal asks."""
+    received: list[int] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        terminate(number)
+
     _logger.info("%s ...", name)
     start = time.perf_counter()
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), handling_signals(stop):
         warnings.simplefilter("ignore")
-        yield
+        try:
+            yield
+        finally:
+            # torch loses an exception of a signal handler here and there, or makes another of it.
+            if received:
+                terminate(received[0])
     _logger.info("%s: %.1f s", name, time.perf_counter() - start)
 
 
