@@ -13,7 +13,7 @@ from detectron2.data import MetadataCatalog
 from detectron2.evaluation import print_csv_format
 
 from backbones import ConfigError
-from projects_vil.data import read_categories, register_datasets
+from projects_vil.data import check_files, read_categories, register_datasets
 from projects_vil.evaluation.evaluators import coco_evaluator
 from projects_vil.evaluation.results import write_results
 from projects_vil.utils import log_run
@@ -36,6 +36,7 @@ def evaluate_predictions(cfg: CfgNode, paths: Sequence[str | Path]) -> None:
     register_datasets(cfg)
     log_run(cfg.OUTPUT_DIR)
     (name,) = cfg.DATASETS.TEST
+    check_files(name)
     metadata, folder = MetadataCatalog.get(name), str(Path(cfg.OUTPUT_DIR) / "inference")
     ids_of = {label: number for number, label in read_categories(metadata.json_file) or ()}
     metadata.thing_classes = list(ids_of)

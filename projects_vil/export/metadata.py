@@ -105,6 +105,10 @@ def read_metadata(path: str | Path) -> dict:
             f"{file} is not the metadata that {path.name} was exported with: restore or remove it (the file has its "
             f"own); if you have changed it on purpose, remove {_DIGEST} there"
         )
+    # Names may be changed on purpose, their number may not.
+    given, own = len(metadata["classes"]), len((inside or metadata)["classes"])
+    if given != own:
+        raise ConfigError(f"{file} has {given} classes, and {path.name} has {own}: restore or remove {file.name}")
     return metadata
 
 

@@ -134,7 +134,9 @@ def _listed(place: str, column: str | None) -> Iterator[str]:
             names = table.fieldnames or ()
         found = column or next((name for name in COLUMNS if name in names), None)
         if found not in names:
-            raise ConfigError(f"column: {place} has {', '.join(names)}, and no {found or ' or '.join(COLUMNS)}")
+            raise ConfigError(
+                f"{place} has no column {found or ' or '.join(COLUMNS)}: name one of {', '.join(names)} (--column)"
+            )
         if suffix_of(place) == ".parquet":
             batches = table.iter_batches(1024, columns=[found])
             table = (row for batch in batches for row in batch.to_pylist())

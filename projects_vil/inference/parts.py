@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from tqdm import tqdm
 
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
-from backbones.errors import check_whole
+from backbones.errors import check_whole, printable
 from projects_vil.checkpoint import Categories, fingerprint
 from projects_vil.export import digest_of
 from projects_vil.inference.detector import Detections, Detector
@@ -112,6 +113,8 @@ def predict_parts(
     prefix = "" if shard is None else f"shard-{shard[0]:04}-of-{shard[1]:04}-"
     manifest = output / f"{prefix}manifest.json"
     parts = _read_parts(manifest, made_of)
+    if parts:
+        logging.getLogger(__name__).info("%s has %d parts already: those that are whole stay", output, len(parts))
     output.mkdir(parents=True, exist_ok=True)
     _write_parts(manifest, made_of, parts)
     with progress_bar("image") as progress:
@@ -149,7 +152,7 @@ def _detect(detector: Detector, images: ImageBatches, batch_size: int, progress:
             rows[item.index] = row_of(item, found)
             progress.update()
             if isinstance(item, Skipped):
-                tqdm.write(f"skipped {item.name}: {item.reason}", file=sys.stderr)
+                tqdm.write(printable(f"skipped {item.name}: {item.reason}"), file=sys.stderr)
     return [rows[index] for index in sorted(rows)]
 
 

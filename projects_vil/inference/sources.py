@@ -264,7 +264,8 @@ def os_errors(place: str | Path) -> Iterator[None]:
     except ConfigError:
         raise
     except ImportError as error:
-        raise ConfigError(f"{name}: {one_line(error)} (pip install 'vil-detectron2[scale]')") from error
+        hint = "pip install 'vil-detectron2[scale]' for Parquet and HTTP"
+        raise ConfigError(f"{name}: {one_line(error)} ({hint})") from error
     except Exception as error:  # Each file system of fsspec has its own, and so have tarfile and pyarrow.
         reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {one_line(error)}"
         raise OSError(errno.EIO, without_password(reason), name) from error

@@ -95,6 +95,7 @@ def test_mistakes(case, vil):
         assert word in message(evaluate, None, "mine", predictions=[folder], output="out")
     assert "unknown" not in message(evaluate, None, "mine", predictions=["unknown"], output="out")
     assert not Path("out/evaluation.json").exists()
+    assert "annotations" in message(evaluate, None, predictions=["twice"], output="out")  # COCO's, which are not there
     for words in ([], ["--predictions", "mine"], ["mine", "mine", "--predictions", "twice"]):
         assert vil("eval", *words)[0] == (2 if words else 1)
 

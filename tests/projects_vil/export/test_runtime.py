@@ -108,6 +108,11 @@ def test_changed_metadata(written, tmp_path, change, keep_digest):
     metadata_path(path).write_text(json.dumps(data if keep_digest else with_digest(data)))
     with pytest.raises(ConfigError, match=path.name):
         ExportedModel(path)
+    # On purpose, without a digest: not what the model cannot have.
+    fewer = {name: model.metadata[name][1:] for name in ("classes", "category_ids")}
+    metadata_path(path).write_text(json.dumps({**model.metadata, **fewer, "metadata_sha256": None}))
+    with pytest.raises(ConfigError, match="2 classes"):
+        ExportedModel(path)
     # The file has its own.
     metadata_path(path).unlink()
     assert ExportedModel(path).metadata == model.metadata

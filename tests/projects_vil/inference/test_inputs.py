@@ -107,6 +107,7 @@ def test_what_cannot_be_read_has_an_error(photos):
         ("absent", {}, "absent"),
         ("shard-{10..12}.tar", {}, "shard-10.tar"),
         ("table.csv", {"column": "path"}, "path"),
+        ("table.csv", {"column": "path"}, "--column"),
     ],
 )
 def test_inputs_that_cannot_be_used(photos, source, options, named):

@@ -83,6 +83,13 @@ def test_parts_that_are_not_whole_are_made_again(photos, tmp_path):
         assert files(tmp_path / "out") == expected
 
 
+def test_names_do_not_control_the_terminal(tmp_path, capsys):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/\x1b[31m\n.png").write_text("not an image")
+    run(tmp_path / "in", tmp_path / "out")
+    assert r"skipped \x1b[31m\n.png" in capsys.readouterr().err
+
+
 def test_shards_share_a_folder(photos, tmp_path):
     for number in range(3):
         run(photos, tmp_path / "out", shard=(number, 3))
