@@ -31,7 +31,7 @@ def add_predict_arguments(parser: ToolParser) -> None:
     parser.add_argument("--annotations", type=existing_path, metavar="FILE", help=annotations_help)
     format_help = "coco (default), or parquet: part files without drawings, after which a killed run goes on"
     parser.add_argument("--format", choices=("coco", "parquet"), default="coco", help=format_help)
-    parser.add_argument("--part-size", type=positive, default=1024, metavar="N", help="images in a part (default 1024)")
+    parser.add_argument("--part-size", type=positive, metavar="N", help="images in a file of parquet (default 1024)")
     parser.add_argument("--shard", type=shard, metavar="I/N", help="with parquet: job I, from 0, of N in one output")
     parser.add_argument("--column", metavar="NAME", help="of paths or URLs in a table (default: path, file_name, url)")
     ray_help = "spread the images over the Ray cluster at RAY_ADDRESS, or over this machine; writes parquet"
@@ -53,17 +53,20 @@ def predict(model: str, args: argparse.Namespace) -> None:
         if getattr(args, name) and args.format != only:
             raise ConfigError(f"{name} is for {'--ray' if only == 'ray' else f'--format {only}'} only")
     options = {"batch_size": args.batch_size, "column": args.column}
+    if args.part_size:
+        if args.format == "coco":
+            raise ConfigError("part_size is for --format parquet and --ray only")
+        options["part_size"] = args.part_size
     if args.format == "ray":
         from projects_vil.inference.on_ray import predict_on_ray
 
-        options |= {"workers": args.ray_workers, "part_size": args.part_size, "tta": args.tta, "overrides": args.opts}
+        options |= {"workers": args.ray_workers, "tta": args.tta, "overrides": args.opts}
         _end(args.output, predict_on_ray(model, args.input, args.output, **options))
     detector = Detector.load(model, tta=args.tta, overrides=args.opts)
     if args.format == "parquet":
         from projects_vil.inference.parts import predict_parts
 
-        options |= {"part_size": args.part_size, "shard": args.shard}
-        _end(args.output, predict_parts(detector, args.input, args.output, **options))
+        _end(args.output, predict_parts(detector, args.input, args.output, shard=args.shard, **options))
     options |= {"annotations": args.annotations, "drawings": not args.no_drawings, "workers": args.workers}
     summary = predict(detector, args.input, args.output, score_threshold=args.score_threshold, **options)
     show(*summary.lines())

@@ -100,7 +100,8 @@ def check_processes(args: argparse.Namespace, *, device: str) -> None:
             "and a rank from 0 that is below their number"
         )
     if args.num_machines > 1 and not re.fullmatch(r"tcp://(?!127\.0\.0\.1:)[^/]+:\d{1,5}", args.dist_url):
-        raise ConfigError(f"--dist-url is {args.dist_url}: it must be tcp://HOST:PORT of the first machine")
+        needed = "tcp://HOST:PORT, where other machines reach the first one by HOST"
+        raise ConfigError(f"--dist-url is {args.dist_url}: it must be {needed}")
     if number_of_processes(args) > 1 and ":" in device:
         raise ConfigError(f"the device is {device}: with several processes it must be {device.partition(':')[0]}")
     here = args.num_gpus if env is None else env.local_world_size

@@ -12,6 +12,7 @@ import io
 import json
 import logging
 import os
+import pickle
 import shutil
 import sys
 import time
@@ -234,7 +235,10 @@ def _load_torch_export(path: Path) -> RunFn:
     # For sample inputs that are not only tensors torch falls back to running their pickle.
     with warnings.catch_warnings(), patch.dict(os.environ, TORCH_FORCE_WEIGHTS_ONLY_LOAD="1"):
         warnings.simplefilter("ignore")
-        return torch.export.load(buffer).module()
+        try:
+            return torch.export.load(buffer).module()
+        except pickle.UnpicklingError as error:  # its advice is to run it
+            raise ConfigError("it has a pickle, which would be run, and no export of a detector has one") from error
 
 
 def _write_aot_inductor(exportable: ExportableDetector, example: Tensor, path: Path) -> None:
