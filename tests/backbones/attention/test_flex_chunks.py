@@ -11,6 +11,7 @@ from backbones.attention.flex_chunks import flex_chunk_attention, plan_chunks
 from tests.backbones.attention.cases import WINDOWS, case
 from tests.backbones.helpers import assert_all_close, outputs_and_gradients
 from tests.gpu import DEVICE, on_gpu
+from tests.selection import slow_except
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
@@ -36,7 +37,9 @@ def flex_case(kernel, height=7, width=11, *, left_out=(), **options):
 @pytest.mark.usefixtures("gradients_on_a_cpu")
 @pytest.mark.parametrize("kernel", CHUNKS)
 @pytest.mark.parametrize("index", range(len(SIZES)), ids=lambda index: "x".join(map(str, SIZES[index])))
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 5e-6)], ids=str)
+@pytest.mark.parametrize(
+    "dtype, tolerance", slow_except([(torch.float64, 1e-12), (torch.float32, 5e-6)], [torch.float64]), ids=str
+)
 def test_outputs_and_gradients_equal_the_reference(kernel, index, dtype, tolerance):
     (height, width, window_size), number = SIZES[index], CHUNKS.index(kernel)
     num_global, left_out = EXTRAS[(index + 2 * number) % len(EXTRAS)]

@@ -18,6 +18,7 @@ def test_synthetic_annotations_pass_the_check(tmp_path):
     assert not file.findings("error", "fixed")
 
 
+@pytest.mark.slow
 def test_both_apis_have_the_same_metrics():
     pytest.importorskip("faster_coco_eval")
     metrics = compare_coco_apis(num_images=6, num_detections=20)["metrics"]
