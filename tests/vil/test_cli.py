@@ -83,3 +83,8 @@ def test_a_wheel_has_all_that_the_command_needs(tmp_path):
     command = [target / "bin/vil", "train", "--config", "retinanet/vil_tiny_1x", "--output", "run"]
     result = subprocess.run([sys.executable, *command], capture_output=True, **options)
     assert result.returncode == 1 and "coco_2017_val" in result.stderr.splitlines()[-1]
+
+
+def test_a_part_size_is_for_parquet(vil, tmp_path):
+    status, _, err = vil("predict", "none", tmp_path, "--output", tmp_path / "out", "--part-size", 3)
+    assert status == 1 and "--format parquet" in err and not (tmp_path / "out").exists()
