@@ -14,6 +14,7 @@ import logging
 import os
 import pickle
 import shutil
+import signal
 import sys
 import time
 import warnings
@@ -164,14 +165,15 @@ def log_step(name: str) -> Iterator[None]:
 
     _logger.info("%s ...", name)
     start = time.perf_counter()
-    with warnings.catch_warnings(), handling_signals(stop):
-        warnings.simplefilter("ignore")
-        try:
+    try:
+        with warnings.catch_warnings(), handling_signals(stop):
+            warnings.simplefilter("ignore")
             yield
-        finally:
-            # torch loses an exception of a signal handler here and there, or makes another of it.
-            if received:
-                terminate(received[0])
+    finally:
+        # torch loses an exception of a signal handler here and there, or makes another of it: the caller's handler has
+        # the signal now.
+        if received:
+            signal.raise_signal(received[0])
     _logger.info("%s: %.1f s", name, time.perf_counter() - start)
 
 
