@@ -380,6 +380,7 @@ def test_shifts_are_sampled_in_the_first_iterations():
     assert first[2] == second[0] and first[3] == second[1] == [None] * 6
 
 
+@pytest.mark.slow
 def test_tool_runs_a_timm_script_with_the_models(tmp_path):
     (tmp_path / "helper.py").write_text("value = 5\n")
     script = tmp_path / "script.py"

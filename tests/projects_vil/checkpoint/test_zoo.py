@@ -156,6 +156,7 @@ def test_training_starts_with_a_name(server):
     assert server.requests == ["classifier"]
 
 
+@pytest.mark.slow
 def test_tools_take_names(tmp_path, server):
     """The config of a detector and the variant for a conversion are found by the name."""
     (tmp_path / "photos").mkdir()
