@@ -27,7 +27,7 @@ from projects_vil.export.metadata import check_sides, describe_model, digests_of
 from projects_vil.export.parity import check_export
 from projects_vil.export.quantization import calibration_files, quantize
 from projects_vil.export.runtime import ExportedModel
-from projects_vil.utils import check_output_folder, unfinished_folder
+from projects_vil.utils import check_output_folder, deferred_signals, unfinished_folder
 
 # The types that the network is cast to; an int8 file is made from one in fp32.
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -72,7 +72,7 @@ def export_detector(
         evaluate: whether to evaluate both on ``DATASETS.TEST`` too.
         calibration_images: how many of ``DATASETS.TRAIN`` int8 is calibrated on, at most.
         accept_drop: whether int8 may lose more than ``AP_DROP``.
-        opset: that of an ONNX file; None for the usual one.
+        opset: that of an ONNX file, 18 or more; None for 20.
 
     Returns:
         The model's path and the report, see :func:`describe_report`.
@@ -82,19 +82,20 @@ def export_detector(
             fit.
     """
     is_int8 = precision == "int8"
-    if not is_int8 and (calibration_images != 100 or accept_drop):
-        raise ConfigError("calibration_images and accept_drop are for precision int8: leave them out, or export int8")
+    for name, is_given in (("calibration_images", calibration_images != 100), ("accept_drop", accept_drop)):
+        if is_given and not is_int8:
+            raise ConfigError(f"{name} is for precision int8 only: leave it out, or export int8")
     evaluate = evaluate or is_int8
     check_format(file_format)
     if precision not in FORMATS[file_format].precisions:
         raise ConfigError(f"precision {precision}: {file_format} supports {', '.join(FORMATS[file_format].precisions)}")
-    if opset is not None and file_format != "onnx":
-        raise ConfigError(f"opset: {file_format} has none; leave it out, or export to onnx")
+    if opset is not None:
+        _check_opset(opset, file_format)
     check_choice("input_dtype", input_dtype, ("uint8", "float32"))
     if size is not None and file_format == "torchscript":
         raise ConfigError("size: a TorchScript file takes any size; leave it out, or take another format")
     if size is not None and evaluate:
-        raise ConfigError("size: images of DATASETS.TEST have other sizes; leave out size, or evaluate and int8")
+        raise ConfigError("size: images of DATASETS.TEST have other sizes; leave out size, or both evaluate and int8")
     if evaluate:
         register_datasets(cfg)
         load_dataset(cfg, cfg.DATASETS.TEST, train=False)
@@ -151,9 +152,21 @@ def export_detector(
         model = ExportedModel(new)
         report = check_export(cfg, reference, model, compared, evaluate=evaluate, accept_drop=accept_drop)
         report_path(new).write_text(json.dumps(report, indent=2) + "\n")
-        for file in (*entry.files(path), metadata_path(path), report_path(path)):
-            os.replace(unfinished / file.name, file)
+        with deferred_signals():
+            for file in (*entry.files(path), metadata_path(path), report_path(path)):
+                os.replace(unfinished / file.name, file)
     return path, report
+
+
+def _check_opset(opset: int, file_format: str) -> None:
+    if file_format != "onnx":
+        raise ConfigError(f"opset: {file_format} has none; leave it out, or export to onnx")
+    import onnx
+
+    # For any other torch writes opset 18, with no more than a warning.
+    newest = onnx.defs.onnx_opset_version()
+    if not 18 <= opset <= newest:
+        raise ConfigError(f"opset {opset}: choose one of 18 to {newest}")
 
 
 def cast_network(detector: nn.Module, precision: str) -> nn.Module:

@@ -15,9 +15,9 @@ _TYPES = {"tensor(uint8)": "TYPE_UINT8", "tensor(float)": "TYPE_FP32", "tensor(i
 def check_triton(folder: str | Path, *, file_format: str, batched: bool, fixed_detections: bool) -> None:
     """Raise a :class:`ConfigError` where Triton cannot serve an export with these options, or ``folder`` exists."""
     if file_format != "onnx" or not batched or not fixed_detections:
-        raise ConfigError("triton: Triton forms batches of format onnx with batched and fixed_detections: give all")
+        raise ConfigError("triton needs the options format onnx, batched and fixed_detections: add what is missing")
     if Path(folder).exists():
-        raise ConfigError(f"triton: {folder} exists: remove it, or give the model another folder")
+        raise ConfigError(f"triton: {folder} exists: remove it, or name another folder for the model")
 
 
 def write_triton_model(model: str | Path, folder: str | Path) -> None:

@@ -77,6 +77,7 @@ def test_a_fixed_size(exported):
         ({"file_format": "onnx", "size": (96, 128), "evaluate": True}, (), "size"),
         ({"images": ["absent.jpg"]}, (), "absent.jpg"),
         ({"opset": 18}, (), "opset"),
+        ({"file_format": "onnx", "opset": 15}, (), "opset 15"),
         ({"evaluate": True}, ("DATASETS.TEST", "('shapes_vall',)"), "shapes_vall"),
         # The table of absolute positions is too small for images of 64 x 96, the size in testing.
         ({}, ("MODEL.TRANSFORMER.NAME", "vil_tiny_1_1_3_1", "MODEL.TRANSFORMER.MAX_IMG_SIZE", "80"), "80"),
