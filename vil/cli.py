@@ -23,6 +23,7 @@ from vil.arguments import (
     image_source,
     positive,
     run_tool,
+    show,
 )
 
 DETECTORS = ("retinanet", "mask_rcnn", "faster_rcnn")
@@ -97,7 +98,7 @@ def train(parser: ToolParser, words: Sequence[str]) -> None:
     if trained.results and not any(task.get("AP") for tasks in trained.results.values() for task in tasks.values()):
         print("the detector has learned nothing yet: train for more epochs, or from other weights (--weights)")
     else:
-        print(f"vil predict {folder} PHOTOS finds objects, vil report {folder} shows how well it does")
+        show(f"vil predict {folder} PHOTOS finds objects, vil report {folder} shows how well it does")
 
 
 def evaluate(parser: ToolParser, words: Sequence[str]) -> None:
@@ -115,9 +116,7 @@ def evaluate(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add_argument(
         "--predictions", nargs="+", default=[], type=existing_path, metavar="PATH", help=predictions_help
     )
-    parser.add_argument(
-        "--output", metavar="DIR", help="folder (default: that of MODEL or output, with DATA one in it)"
-    )
+    parser.add_argument("--output", metavar="DIR", help="folder (default: MODEL's, or evaluation_DATA in it)")
     add_process_arguments(parser)
     arguments = _options(parser, words)
     if arguments["predictions"]:
@@ -145,7 +144,7 @@ def predict(parser: ToolParser, words: Sequence[str]) -> None:
     """
     parser.add_argument("model", metavar="MODEL", help=f"{_MODEL}; or an exported file")
     parser.add_argument("input", type=image_source, metavar="INPUT", help=commands.INPUT_HELP)
-    parser.add_argument("--output", default="predictions", metavar="DIR", help="default: predictions")
+    parser.add_argument("--output", default="predictions", metavar="DIR", help="folder (default: predictions)")
     commands.add_predict_arguments(parser)
     args = parser.parse_args(words)
     commands.predict(args.model, args)
@@ -158,7 +157,7 @@ def export(parser: ToolParser, words: Sequence[str]) -> None:
         vil export output/photos_vil_tiny_retinanet --format onnx
     """
     parser.add_argument("model", metavar="MODEL", help=_MODEL)
-    parser.add_argument("--output", metavar="DIR", help="folder (default: that of the model, /export)")
+    parser.add_argument("--output", metavar="DIR", help="folder (default: export in MODEL's folder)")
     commands.add_export_arguments(parser)
     args = parser.parse_args(words)
 

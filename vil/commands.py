@@ -29,11 +29,11 @@ def add_predict_arguments(parser: ToolParser) -> None:
     parser.add_argument("--tta", action="store_true", help="test-time augmentation: several sizes and mirror images")
     annotations_help = "COCO file of the folder: only its images are read; results have its ids and categories"
     parser.add_argument("--annotations", type=existing_path, metavar="FILE", help=annotations_help)
-    format_help = "coco (default), or parquet: part files without drawings, after which a killed run goes on"
+    format_help = "coco (default), or parquet: part files, no drawings; a killed run goes on after its last part"
     parser.add_argument("--format", choices=("coco", "parquet"), default="coco", help=format_help)
-    parser.add_argument("--part-size", type=positive, metavar="N", help="images in a file of parquet (default 1024)")
-    parser.add_argument("--shard", type=shard, metavar="I/N", help="with parquet: job I, from 0, of N in one output")
-    parser.add_argument("--column", metavar="NAME", help="of paths or URLs in a table (default: path, file_name, url)")
+    parser.add_argument("--part-size", type=positive, metavar="N", help="images in a Parquet file (default 1024)")
+    parser.add_argument("--shard", type=shard, metavar="I/N", help="only part I, from 0, of N; needs parquet")
+    parser.add_argument("--column", metavar="NAME", help="of paths in a table (default: path, file_name or url)")
     ray_help = "spread the images over the Ray cluster at RAY_ADDRESS, or over this machine; writes parquet"
     parser.add_argument("--ray", action="store_const", dest="format", const="ray", help=ray_help)
     workers_help = "smallest and largest number of detectors (default: 1 to one for each GPU, or CPU but one)"
@@ -49,14 +49,13 @@ def predict(model: str, args: argparse.Namespace) -> None:
     from backbones import ConfigError
     from projects_vil.inference import Detector, predict
 
-    for name, only in (("shard", "parquet"), ("annotations", "coco"), ("ray_workers", "ray")):
-        if getattr(args, name) and args.format != only:
-            raise ConfigError(f"{name} is for {'--ray' if only == 'ray' else f'--format {only}'} only")
+    flags = {"coco": "--format coco", "parquet": "--format parquet", "ray": "--ray"}
+    only = {"shard": ["parquet"], "annotations": ["coco"], "ray_workers": ["ray"], "part_size": ["parquet", "ray"]}
+    for name, formats in only.items():
+        if getattr(args, name) and args.format not in formats:
+            raise ConfigError(f"{name} is for {' and '.join(flags[one] for one in formats)} only")
     options = {"batch_size": args.batch_size, "column": args.column}
-    if args.part_size:
-        if args.format == "coco":
-            raise ConfigError("part_size is for --format parquet and --ray only")
-        options["part_size"] = args.part_size
+    options |= {"part_size": args.part_size} if args.part_size else {}
     if args.format == "ray":
         from projects_vil.inference.on_ray import predict_on_ray
 
@@ -75,26 +74,26 @@ def predict(model: str, args: argparse.Namespace) -> None:
 
 
 def _end(output: str, totals: dict[str, int]) -> None:
-    print(f"{output}: {', '.join(f'{number} {name}' for name, number in totals.items())}")
+    show(f"{output}: {', '.join(f'{number} {name}' for name, number in totals.items())}")
     sys.exit(2 if totals["errors"] else 0)
 
 
 def add_export_arguments(parser: ToolParser) -> None:
     parser.add_argument("--format", choices=FORMATS, default="torchscript", help="file format (default torchscript)")
-    parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="of the network (default fp32)")
+    parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="of the weights (default fp32)")
     parser.add_argument("--input-dtype", choices=DTYPES, default="uint8", help="type of the images (default uint8)")
     parser.add_argument("--batched", action="store_true", help="export a model that takes batches (B, 3, H, W)")
     fixed_help = "return TEST.DETECTIONS_PER_IMAGE rows, padded with zeros, and the number of detections"
     parser.add_argument("--fixed-detections", action="store_true", help=fixed_help)
-    parser.add_argument("--size", nargs=2, type=positive, metavar=("H", "W"), help="the only image size (default: any)")
+    parser.add_argument("--size", nargs=2, type=positive, metavar=("H", "W"), help="size of all images (default: any)")
     parser.add_argument("--opset", type=positive, metavar="N", help="opset of an ONNX file, 18 or more (default 20)")
-    images_help = "images on which file and detector are compared"
+    images_help = "images on which the file and the detector are compared (default: synthetic ones)"
     parser.add_argument("--images", nargs="+", type=existing_path, default=[], metavar="FILE", help=images_help)
     parser.add_argument("--evaluate", action="store_true", help="compare average precision on DATASETS.TEST too")
-    calibration_help = "images of DATASETS.TRAIN on which int8 is calibrated (default 100, or all)"
+    calibration_help = "images of DATASETS.TRAIN for the calibration of int8, at most (default 100)"
     parser.add_argument("--calibration-images", type=positive, default=100, metavar="N", help=calibration_help)
     parser.add_argument("--accept-drop", action="store_true", help="accept an int8 model that loses more than 1 AP")
-    triton_help = "also write the model's folder in a model repository of Triton Inference Server"
+    triton_help = "also write a folder for a model repository of Triton Inference Server"
     parser.add_argument("--triton", metavar="REPOSITORY/NAME", help=triton_help)
 
 
@@ -121,25 +120,25 @@ def export(args: argparse.Namespace) -> None:
         accept_drop=args.accept_drop,
         opset=args.opset,
     )
-    print(f"{describe_report(report)}\nwrote {path}")
+    show(*describe_report(report).splitlines(), f"wrote {path}")
     if not report["ok"]:
         sys.exit(1)
     if args.triton:
         write_triton_model(path, args.triton)
-        print(f"wrote {args.triton}")
+        show(f"wrote {args.triton}")
 
 
 def add_report_arguments(parser: ToolParser) -> None:
     parser.add_argument("run", type=existing_path, metavar="RUN", help="the folder of a training run (OUTPUT_DIR)")
-    parser.add_argument("--output", type=output_file, metavar="FILE", help="page (default: RUN/report.html)")
-    parser.add_argument("--num-images", type=int, default=8, metavar="N", help="validation images (default 8)")
+    parser.add_argument("--output", type=output_file, metavar="FILE", help="the page (default: RUN/report.html)")
+    parser.add_argument("--num-images", type=int, default=8, metavar="N", help="validation images to draw (default 8)")
 
 
 def report(args: argparse.Namespace) -> None:
     from projects_vil.report import write_report
 
     path = write_report(args.run, args.output, num_images=args.num_images, overrides=args.opts)
-    print(f"report written to {path} ({path.stat().st_size / 2**20:.1f} MB)")
+    show(f"report written to {path} ({path.stat().st_size / 2**20:.1f} MB)")
 
 
 def add_convert_arguments(parser: ToolParser) -> None:
@@ -156,7 +155,7 @@ def add_convert_arguments(parser: ToolParser) -> None:
     parser.add_argument("--img-size", type=positive, nargs=2, metavar=("H", "W"), help=size_help)
     classifier_help = "convert a whole classifier, for create_classifier; H W is its image size"
     parser.add_argument("--classifier", action="store_true", help=classifier_help)
-    parser.add_argument("--json", type=output_file, metavar="REPORT", help="write the report on every name there")
+    parser.add_argument("--json", type=output_file, metavar="REPORT", help="write what became of each name as JSON")
 
 
 def convert(args: argparse.Namespace) -> None:
