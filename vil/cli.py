@@ -127,6 +127,8 @@ def evaluate(parser: ToolParser, words: Sequence[str]) -> None:
         if not parts or len(data) > 1:
             parser.error(f"--predictions takes .parquet files and folders of them, and one DATA: {', '.join(data)}")
         arguments |= {"model": None, "data": data[0] if data else None, "predictions": parts}
+    elif arguments["model"] is None:
+        parser.error("the following arguments are required: MODEL, or --predictions")
 
     from projects_vil import run
 

@@ -186,7 +186,11 @@ def check_export(
     """
     precision, thresholds = model.metadata["precision"], model.metadata["thresholds"]
     eager = functools.partial(eager_detections, reference)
-    callables = [functools.partial(_run_in_batch, model, index) for index in (0, 1)] if model.batched else [model]
+
+    def run(image: Tensor) -> Outputs:
+        return model.run_each([image])[0]
+
+    callables = [functools.partial(_run_in_batch, model, index) for index in (0, 1)] if model.batched else [run]
     rows = [row for exported in callables for row in compare(eager, exported, images, precision, thresholds)]
     report = {
         "file": model.path.name,
@@ -197,7 +201,7 @@ def check_export(
         "tolerances": TOLERANCES[precision],
         "changed_share": CHANGED_SHARE[precision],
         "images": rows,
-        "latency": measure_latency(eager, lambda image: model.run_each([image])[0], images[0]),
+        "latency": measure_latency(eager, run, images[0]),
         "versions": model.metadata["versions"],
         "fingerprint": fingerprint(cfg, reference),
         "accept_drop": accept_drop,
@@ -205,8 +209,7 @@ def check_export(
     if model.file_format == "onnx":
         report["onnx"] = check_onnx(model.path)
     if precision == "int8":
-        runs = eager, lambda image: model.run_each([image])[0]
-        found = [torch.cat([run(image)["scores"] for image in images]) for run in runs]
+        found = [torch.cat([detect(image)["scores"] for image in images]) for detect in (eager, run)]
         report["scores"] = [
             {"distinct": len(one.unique()), "highest": one.amax().item() if len(one) else None} for one in found
         ]
@@ -263,10 +266,10 @@ def describe_report(report: dict) -> str:
             f"{row['height']} x {row['width']}: {row['detections']} detections, {row['detections_exported']} exported"
             f"{extra}; largest difference: {differences}{_VERDICTS[row['ok']]}"
         )
-    if not any(row["pairs"] for row in report["images"]):
+    if not any(row["detections"] or row["detections_exported"] for row in report["images"]):
         lines.append(
-            "NOT CHECKED: the detector finds nothing above its score threshold on these images: give "
-            "others by --images, or lower SCORE_THRESH_TEST of its head"
+            "NOT CHECKED: there are no detections above the score threshold on these images: name others "
+            "by --images, or lower SCORE_THRESH_TEST of the detector's head"
         )
     for row in report.get("evaluation", ()):
         verdict = f"{'equal' if row['ok'] else 'NOT EQUAL'} within {AP_TOLERANCE}"
@@ -280,7 +283,8 @@ def describe_report(report: dict) -> str:
             f"loads with {', '.join(report['onnx']['providers'])}"
         )
     for side, one in zip(("eager", "exported"), report.get("scores", ()), strict=False):
-        lines.append(f"{side}: {one['distinct']} distinct scores, the highest {one['highest']}")
+        highest = "none" if one["highest"] is None else f"{one['highest']:.3f}"
+        lines.append(f"{side}: {one['distinct']} distinct scores, the highest {highest}")
     opset = f", opset {report['opset']}" if report["opset"] else ""
     latency = report["latency"]
     lines.append(
