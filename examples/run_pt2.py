@@ -21,13 +21,15 @@ for name in ("model", "photo", "output"):
 parser.add_argument("--threshold", type=float, default=0.3, help="lowest score to show (default 0.3)")
 args = parser.parse_args()
 for file in (args.model, f"{args.model}.metadata.json", args.photo):
-    if not Path(file).is_file() or Path(file).resolve() == Path(args.output).resolve():
-        sys.exit(f"error: there is no file {file}, or it is the output too")
+    if not Path(file).is_file():
+        sys.exit(f"error: there is no file {file}")
+    if Path(file).resolve() == Path(args.output).resolve():
+        sys.exit(f"error: {args.output} is an input too: name another output")
 metadata = json.loads(Path(f"{args.model}.metadata.json").read_text())
-if metadata["input"].get("size"):
-    sys.exit(f"error: {args.model} has a fixed size: load it with Detector")
-if metadata.get("fixed_detections"):
-    sys.exit(f"error: {args.model} has a fixed number of rows: load it with Detector")
+formats = ("torch_export", "aot_inductor")
+if metadata["format"] not in formats or metadata["input"].get("size") or metadata.get("fixed_detections"):
+    only = ".pt2 files for images of any size and any number of detections"
+    sys.exit(f"error: {args.model}: this example runs only {only}; Detector.load takes all")
 try:
     photo = ImageOps.exif_transpose(Image.open(args.photo)).convert("RGB")
 except OSError:
