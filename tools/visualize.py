@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vil.arguments import ConfigToolParser, ToolParser, config_of, existing_path, output_file, positive, run_tool
+from vil.arguments import ConfigToolParser, ToolParser, config_of, existing_path, output_file, positive, run_tool, show
 
 
 def main() -> None:
@@ -58,7 +58,7 @@ def main() -> None:
     command.add_argument("--score-threshold", type=float, default=0.3, metavar="T", help="lowest score (default 0.3)")
 
     args = parser.parse_args()
-    print("\n".join(args.render(args)))
+    show(*args.render(args))
 
 
 def attention(args: argparse.Namespace) -> list[str]:

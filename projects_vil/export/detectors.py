@@ -78,7 +78,7 @@ def padded_topk(scores: Tensor, number: int, *, padding: float) -> tuple[Tensor,
 
     Rows with fewer values are completed by ``padding``, with index 0.
     """
-    # Behind the values: for padding in front of them torch 2.14 compiles a read behind their end (with AVX-512).
+    # Padding comes after the values: with it before them, code that torch 2.14 compiles for AVX-512 reads beyond them.
     best, index = F.pad(scores, (0, number), value=padding).topk(number, dim=1)
     return best, index * (index < scores.shape[1])
 
@@ -93,7 +93,7 @@ def topk_above(scores: Tensor, threshold: float, number: int, *, batched: bool) 
         best, index = padded_topk(scores, number, padding=-math.inf)
         row, rank = (best > threshold).nonzero().unbind(1)
         return row, index[row, rank], best[row, rank]
-    # Few of the millions of a large map pass: 2 to 30 times as fast as topk of all.
+    # Few of the millions of scores of a large map pass: this is 2 to 30 times as fast as topk of all.
     row, index = (scores > threshold).nonzero().unbind(1)
     _bound_length(index)
     values = scores[row, index]
@@ -136,7 +136,7 @@ def _overlap_threshold(threshold: float) -> float:
     if float(last_kept) > threshold:
         last_kept = np.nextafter(last_kept, np.float32(0))
     first_dropped = np.nextafter(last_kept, np.float32(1))
-    # Between both, so that it is right in float64 too, and nearest to the second one.
+    # Between the two, so that it is right in float64 too; nearest to the second, to which it rounds in float32.
     return 0.25 * float(last_kept) + 0.75 * float(first_dropped) if torch.jit.is_tracing() else float(last_kept)
 
 
@@ -275,7 +275,7 @@ class ExportableDetector(nn.Module):
         images = (images - self.detector.pixel_mean.float()) / self.detector.pixel_std.float()
         divisor = max(self.detector.backbone.size_divisibility, 1)
         height, width = images.shape[2], images.shape[3]
-        # In this form the size is a product with the divisor, and all sizes that follow from it are simple.
+        # As a product with the divisor, so that exporters get simple terms for all sizes that follow from it.
         rows, cols = (height + divisor - 1) // divisor, (width + divisor - 1) // divisor
         images = F.pad(images, (0, cols * divisor - width, 0, rows * divisor - height))
         return images.to(next(self.detector.backbone.parameters()).dtype)

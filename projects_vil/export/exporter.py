@@ -75,7 +75,7 @@ def export_detector(
         opset: that of an ONNX file, 18 or more; None for 20.
 
     Returns:
-        The model's path and the report, see :func:`describe_report`.
+        The model's path and the report of :func:`check_export`, which is next to it.
 
     Raises:
         ConfigError: for a format, precision or detector that cannot be exported or run here, or weights that do not

@@ -97,13 +97,13 @@ def compare_detections(ours: Outputs, theirs: Outputs, precision: str, threshold
         "borderline": borderline,
     }
     mine, other = torch.tensor(pairs, dtype=torch.long).reshape(-1, 2).unbind(1)
-    is_equal = torch.ones(len(pairs), dtype=torch.bool)
+    within = torch.ones(len(pairs), dtype=torch.bool)
     for name in tolerances:
         if name in ours:
             difference = (ours[name][mine].float() - theirs[name][other].float()).abs()
             row[name] = difference.max().item() if difference.numel() else 0.0
-            is_equal &= (difference <= tolerances[name]).view(len(pairs), *difference.shape[1:], 1).flatten(1).all(1)
-    row["changed"] = int((~is_equal).sum())
+            within &= (difference <= tolerances[name]).view(len(pairs), *difference.shape[1:], 1).flatten(1).all(1)
+    row["changed"] = int((~within).sum())
     wrong = row["unmatched"] + row["changed"]
     row["ok"] = None if changed_share is None else wrong <= changed_share * row["detections"]
     return row
@@ -174,7 +174,7 @@ def check_export(
     evaluate: bool = False,
     accept_drop: bool = False,
 ) -> dict:
-    """Compare an exported model with the detector that it was made from; see :func:`describe_report`.
+    """Compare an exported model with the detector that it was made from; docs/export.md describes the report.
 
     Args:
         evaluate: whether to evaluate both on ``DATASETS.TEST`` too.

@@ -1,4 +1,4 @@
-"""An exported model as one of a model repository of Triton Inference Server, which serves it over HTTP and gRPC."""
+"""Put an exported model into a model repository of Triton Inference Server, which serves it over HTTP and gRPC."""
 
 import shutil
 from pathlib import Path
@@ -38,7 +38,7 @@ def write_triton_model(model: str | Path, folder: str | Path) -> None:
     lines = ['backend: "onnxruntime"', f"max_batch_size: {_MAX_BATCH_SIZE}", "dynamic_batching { }"]
     for kind, tensors in (("input", session.get_inputs()), ("output", session.get_outputs())):
         for tensor in tensors:
-            # Without the batch. No dimension at all, as of a count for each image, must be written as one of 1.
+            # The batch is left out. Triton has no empty shapes, as a count's for each image: it is [ 1 ], reshaped.
             sizes = ", ".join(str(size) if isinstance(size, int) else "-1" for size in tensor.shape[1:])
             dims = f"dims: [ {sizes} ]" if sizes else "dims: [ 1 ] reshape: { }"
             lines.append(f'{kind} {{ name: "{tensor.name}" data_type: {_TYPES[tensor.type]} {dims} }}')
