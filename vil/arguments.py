@@ -392,13 +392,14 @@ def _explain(error: Exception) -> tuple[str, int] | None:
 
 def _with_flag(message: str) -> str:
     """Write an argument that a function names at the beginning as its flag, where that was given: size -> --size."""
+    given = {word.partition("=")[0] for word in sys.argv}
+
+    def as_flag(name: re.Match) -> str:
+        flag = f"--{name[0].replace('_', '-')}"
+        return flag if flag in given else name[0]
+
     # Not the beginning of a path
-    found = re.match(r"\w+(?=[=:\s])", message)
-    if found is None:
-        return message
-    name = found[0]
-    flag = f"--{name.replace('_', '-')}"
-    return flag + message.removeprefix(name) if flag in sys.argv else message
+    return re.sub(r"^\w+(?=[=:\s])", as_flag, message)
 
 
 @contextmanager

@@ -95,7 +95,7 @@ def export_detector(
     if size is not None and file_format == "torchscript":
         raise ConfigError("size: a TorchScript file takes any size; leave it out, or take another format")
     if size is not None and evaluate:
-        raise ConfigError("size: images of DATASETS.TEST have other sizes; leave out size, or both evaluate and int8")
+        raise ConfigError("size: int8 and evaluate need images of DATASETS.TEST, which have other sizes: leave it out")
     if evaluate:
         register_datasets(cfg)
         load_dataset(cfg, cfg.DATASETS.TEST, train=False)
@@ -127,14 +127,8 @@ def export_detector(
         example = torch.stack([example] * 2)
 
     # Files with different inputs or outputs have different names.
-    parts = [
-        "model",
-        "batched" if batched else "",
-        precision if precision != "fp32" else "",
-        "fixed" if fixed_detections else "",
-        input_dtype if input_dtype != "uint8" else "",
-        f"{size[0]}x{size[1]}" if size else "",
-    ]
+    parts = ["model", batched and "batched", precision != "fp32" and precision, fixed_detections and "fixed"]
+    parts += [input_dtype != "uint8" and input_dtype, size and f"{size[0]}x{size[1]}"]
     entry = FORMATS[file_format]
     path = Path(output) / ("_".join(filter(None, parts)) + entry.suffix)
     with unfinished_folder(path.parent) as unfinished:

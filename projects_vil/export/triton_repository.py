@@ -28,9 +28,6 @@ def write_triton_model(model: str | Path, folder: str | Path) -> None:
     Args:
         model: an ONNX file that takes batches and returns a fixed number of detections.
         folder: folder of the model in a model repository.
-
-    Raises:
-        ConfigError: where the folder cannot be written.
     """
     import onnxruntime
 
@@ -43,13 +40,10 @@ def write_triton_model(model: str | Path, folder: str | Path) -> None:
             dims = f"dims: [ {sizes} ]" if sizes else "dims: [ 1 ] reshape: { }"
             lines.append(f'{kind} {{ name: "{tensor.name}" data_type: {_TYPES[tensor.type]} {dims} }}')
     folder = Path(folder)
-    try:
-        with unfinished_folder(folder.parent) as unfinished:
-            new = unfinished / "model"
-            (new / "1").mkdir(parents=True)
-            (new / "config.pbtxt").write_text("\n".join(lines) + "\n")
-            shutil.copyfile(model, new / "1/model.onnx")
-            shutil.copyfile(metadata_path(model), metadata_path(new / "1/model.onnx"))
-            new.rename(folder)
-    except OSError as error:
-        raise ConfigError(f"cannot write {folder}: {error.strerror or error}") from error
+    with unfinished_folder(folder.parent) as unfinished:
+        new = unfinished / "model"
+        (new / "1").mkdir(parents=True)
+        (new / "config.pbtxt").write_text("\n".join(lines) + "\n")
+        shutil.copyfile(model, new / "1/model.onnx")
+        shutil.copyfile(metadata_path(model), metadata_path(new / "1/model.onnx"))
+        new.rename(folder)
