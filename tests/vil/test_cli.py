@@ -53,6 +53,8 @@ def test_from_photos_to_a_report(vil, shapes, tmp_path, monkeypatch):
     for words in (("eval", "absent"), ("predict", "absent", "mine/val"), ("export", "absent")):
         status, _, err = vil(*words)
         assert status == 1 and "absent" in err.splitlines()[-1], err
+    status, _, err = vil("eval")
+    assert status == 2 and "MODEL" in err, err
 
 
 @pytest.mark.slow
