@@ -28,6 +28,15 @@ def pytest_sessionfinish():
 
 
 @pytest.fixture(scope="session")
+def short_ray_folder():
+    """Let Ray write below /tmp: the paths of its sockets have at most 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        with pytest.MonkeyPatch.context() as environment:
+            environment.setenv("RAY_TMPDIR", folder)
+            yield
+
+
+@pytest.fixture(scope="session")
 def made_once(tmp_path_factory) -> Callable[[str, Callable[[Path], object]], Path]:
     """A function (name, fill) -> folder: one of the test processes fills the empty folder, and all read it."""
     base = tmp_path_factory.getbasetemp()

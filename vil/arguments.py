@@ -387,7 +387,8 @@ def _explain(error: Exception) -> tuple[str, int] | None:
         return f"{cause.filename}: {cause.strerror}", 1
     # Without the name of a file, these come from what processes and threads share.
     hints = {errno.EROFS: " (/dev/shm must be writable)", errno.EMFILE: " (raise `ulimit -n`)"}
-    return " ".join(lines) + hints.get(cause.errno, ""), 1
+    socket = " (set TMPDIR, or for Ray RAY_TMPDIR, to a folder with a shorter path)" * ("AF_UNIX" in text)
+    return " ".join(lines) + hints.get(cause.errno, socket), 1
 
 
 def _with_flag(message: str) -> str:

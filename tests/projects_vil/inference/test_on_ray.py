@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import tarfile
-import tempfile
 import time
 
 import numpy as np
@@ -24,12 +23,11 @@ OPTIONS = {"workers": (1, 2), "part_size": 8, "batch_size": 2}
 
 
 @pytest.fixture(scope="module")
-def cluster():
-    """Two CPUs for workers, and one for reading and writing; a path of a socket has at most 107 bytes."""
+def cluster(short_ray_folder):
+    """Two CPUs for workers, and one for reading and writing."""
     options = {"object_store_memory": 100 * 2**20, "include_dashboard": False, "log_to_driver": False}
-    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        yield ray.init(num_cpus=3, _temp_dir=folder, **options)
-        ray.shutdown()
+    yield ray.init(num_cpus=3, **options)
+    ray.shutdown()
 
 
 @pytest.fixture(scope="module")
