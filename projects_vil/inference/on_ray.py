@@ -7,6 +7,7 @@ checkpoint (``ray.data.checkpoint``) keeps a list beside it, and does not notice
 import functools
 import hashlib
 import itertools
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -16,11 +17,9 @@ from typing import Any
 import numpy as np
 
 from backbones import ConfigError
-from projects_vil.checkpoint import fingerprint
-from projects_vil.export import digest_of
 from projects_vil.inference import inputs
 from projects_vil.inference.detector import Detector
-from projects_vil.inference.parts import row_of, table_of
+from projects_vil.inference.parts import check_same, identity_of, row_of, table_of
 from projects_vil.inference.sources import LOOKAHEAD_IMAGES, ImageBatches
 
 try:
@@ -68,9 +67,8 @@ def predict_on_ray(
     model, source, output = str(model), str(source), Path(output).absolute()
     next(inputs.find_images(source, exclude=output, column=column))
     detector = Detector.load(model, **options | {"device": "cpu"})
-    runner, schema = detector.runner, table_of([], detector.categories).schema
-    made_of = fingerprint(runner.cfg, runner.detector) if hasattr(runner, "cfg") else digest_of(runner.weights)
-    schema = schema.with_metadata({**schema.metadata, "model": made_of})
+    made_of, schema = identity_of(detector.runner), table_of([], detector.categories).schema
+    schema = schema.with_metadata({**schema.metadata, "made_of": json.dumps(made_of)})
     keys = [_finished(path, made_of) for path in sorted(output.glob("*.parquet"))]
     ray.init(ignore_reinit_error=True)
     unit = "GPU" if ray.cluster_resources().get("GPU") else "CPU"
@@ -144,7 +142,7 @@ def _table(named: list[tuple[str, str]]) -> pa.Table:
     return pa.Table.from_arrays(list(columns), ["name", "place"])
 
 
-def _finished(path: Path, made_of: str) -> np.ndarray:
+def _finished(path: Path, made_of: dict[str, str]) -> np.ndarray:
     """Return the keys of the images in a file of the output; one that was not written to its end is removed."""
     try:
         table = parquet.read_table(path, columns=["file_name"])
@@ -154,8 +152,10 @@ def _finished(path: Path, made_of: str) -> np.ndarray:
             raise ConfigError(f"output has {path}, which is not a whole Parquet file: choose another one") from error
         path.unlink()
         return _keys([])
-    if (table.schema.metadata or {}).get(b"model") != made_of.encode():
-        raise ConfigError(f"output has {path}, which --ray has not written with this model: choose another one")
+    before = (table.schema.metadata or {}).get(b"made_of")
+    if before is None:
+        raise ConfigError(f"output has {path}, which --ray has not written: choose another one")
+    check_same(path, json.loads(before), made_of)
     return _keys(table["file_name"].to_pylist())
 
 

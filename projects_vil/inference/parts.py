@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from projects_vil.export import digest_of
 from projects_vil.inference.detector import Detections, Detector
 from projects_vil.inference.inputs import find_images
 from projects_vil.inference.predict import progress_bar
-from projects_vil.inference.sources import ImageBatches, Loaded, Skipped, os_errors, without_password
+from projects_vil.inference.sources import ImageBatches, Loaded, Runner, Skipped, os_errors, without_password
 
 with os_errors("Parquet files"):
     import pyarrow as pa
@@ -65,6 +65,19 @@ def table_of(rows: Sequence[dict[str, Any]], categories: Categories) -> pa.Table
     return pa.Table.from_pylist(rows, SCHEMA.with_metadata({"categories": json.dumps(listed)}))
 
 
+def identity_of(runner: Runner) -> dict[str, str]:
+    """Return what decides on the detections of a runner, by name."""
+    model = fingerprint(runner.cfg, runner.detector) if hasattr(runner, "cfg") else digest_of(runner.weights)
+    return {"model": model} | {name: str(getattr(runner, name, None)) for name in ("dtype", "tta", "score_threshold")}
+
+
+def check_same(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise a :class:`ConfigError` that names all values in which a file of the output was made of something else."""
+    pairs = [(name, before[name], value) for name, value in now.items() if before[name] != value]
+    if changed := "; ".join(f"{name} was {was}, and now it is {value}" for name, was, value in pairs):
+        raise ConfigError(f"output has {path}, whose {changed}: choose another one")
+
+
 def predict_parts(
     detector: Detector,
     source: str | Path,
@@ -99,12 +112,10 @@ def predict_parts(
         ConfigError: for invalid arguments; for an output of another model, input, ``part_size`` or N; and where the
             images of a part are not those any more of which it was made.
     """
-    source, output, runner = str(source), Path(output), detector.runner
+    source, output = str(source), Path(output)
     check_whole("part_size", part_size)
     images = find_images(source, exclude=output, column=column, shard=shard)
-    made_of = {
-        "model": fingerprint(runner.cfg, runner.detector) if hasattr(runner, "cfg") else digest_of(runner.weights),
-        "inference": [str(getattr(runner, name, None)) for name in ("dtype", "tta", "score_threshold")],
+    made_of = identity_of(detector.runner) | {
         "input": without_password(source) if "://" in source else os.path.realpath(source),
         "column": column,
         "part_size": part_size,
@@ -165,14 +176,12 @@ def _read_parts(manifest: Path, made_of: dict[str, Any]) -> list[dict[str, Any]]
         return []
     try:
         contents = json.loads(path.read_bytes())
-        before, parts = contents["made_of"], contents["parts"]
-        changed = [name for name, value in made_of.items() if before[name] != value]
+        check_same(path, contents["made_of"], made_of)
+        return contents["parts"] if path == manifest else []
+    except ConfigError:
+        raise
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"output has {path}, which is not the manifest of such parts: choose another one") from error
-    if changed:
-        values = f"{before[changed[0]]}, and now it is {made_of[changed[0]]}"
-        raise ConfigError(f"output has {path}, whose {changed[0]} was {values}: choose another one")
-    return parts if path == manifest else []
 
 
 def _write_parts(manifest: Path, made_of: dict[str, Any], parts: list[dict[str, Any]]) -> None:

@@ -142,5 +142,7 @@ def test_what_is_killed_or_lost_is_made_again(inputs, cluster, trained_run, tmp_
     predict_on_ray(trained_run, inputs / "photos", there)
     assert_same_rows(there, here)
     assert [path.read_bytes() for path in kept] == before
+    with pytest.raises(ConfigError, match="dtype was torch.float32, and now it is torch.bfloat16"):
+        predict_on_ray(trained_run, inputs / "photos", there, dtype="bfloat16")
     with pytest.raises(ConfigError, match="part-000000.parquet"):
         predict_on_ray(trained_run, inputs / "photos", here)

@@ -103,7 +103,12 @@ def test_shards_share_a_folder(photos, tmp_path):
     [
         ({"part_size": 4}, "in/00.png", None, "part_size"),
         ({"weights": np.__file__}, "in/00.png", None, "model"),
-        ({"score_threshold": 0.5}, "in/00.png", None, "inference"),
+        (
+            {"score_threshold": 0.5, "dtype": "bfloat16"},
+            "in/00.png",
+            None,
+            "dtype was None, and now it is bfloat16; score_threshold was 0.0, and now it is 0.5",
+        ),
         ({}, "in/00.png", None, "part-000000.parquet"),
         ({}, "in/99.png", "", "part-000004.parquet"),
         ({}, "out/manifest.json", None, "part-00000"),
