@@ -90,10 +90,11 @@ def predict_parts(
 ) -> dict[str, int]:
     """Detect objects in any number of images, and write Parquet files of ``part_size`` rows of ``SCHEMA``.
 
-    ``output`` gets ``part-000000.parquet`` and so on, and ``manifest.json`` with what they were made of and their
-    SHA-256; with a shard their names begin with ``shard-0003-of-0016-``. Each is written as a whole. Where some are
-    there already, those that are whole are not made again, and all are as those of one run, byte for byte, if the
-    batch size and the machine are the same. Memory does not grow with the number of images.
+    ``output`` gets ``part-000000.parquet`` and so on, each written as a whole, and ``manifest.jsonl``: a line with what
+    they were made of, and one with the names and the SHA-256 of each. With a shard the names of these files begin with
+    ``shard-0003-of-0016-``. Where some are there already, those that are whole are not made again, and all are as those
+    of one run, byte for byte, if the batch size and the machine are the same. Memory does not grow with the number of
+    images.
 
     Args:
         detector: any.
@@ -122,12 +123,12 @@ def predict_parts(
         "number of shards": shard and shard[1],
     }
     prefix = "" if shard is None else f"shard-{shard[0]:04}-of-{shard[1]:04}-"
-    manifest = output / f"{prefix}manifest.json"
+    manifest = output / f"{prefix}manifest.jsonl"
     parts = _read_parts(manifest, made_of)
     if parts:
         logging.getLogger(__name__).info("%s has %d parts already: those that are whole stay", output, len(parts))
     output.mkdir(parents=True, exist_ok=True)
-    _write_parts(manifest, made_of, parts)
+    _write_lines(manifest, [made_of, *parts])
     with progress_bar("image") as progress:
         for number in itertools.count():
             path, before = output / f"{prefix}part-{number:06}.parquet", (parts[number:] or [None])[0]
@@ -149,8 +150,12 @@ def predict_parts(
                     parquet.write_table(table_of(rows, detector.categories), partial)
                 part["errors"] = sum(row["error"] is not None for row in rows)
                 part["detections"] = sum(len(row["scores"]) for row in rows)
-                parts[number : number + 1] = [part | {"sha256": digest_of(path)}]
-                _write_parts(manifest, made_of, parts)
+                part["sha256"] = digest_of(path)
+                parts[number : number + 1] = [part]
+                if before is None:
+                    _append(manifest, part)
+                elif part != before:
+                    _write_lines(manifest, [made_of, *parts])
     totals = {name: sum(part[name] for part in parts) for name in ("images", "errors", "detections")}
     return totals | {"parts": len(parts)}
 
@@ -170,20 +175,29 @@ def _detect(detector: Detector, images: ImageBatches, batch_size: int, progress:
 def _read_parts(manifest: Path, made_of: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the parts that a manifest has; an error where the folder has parts that are made of something else."""
     # Those of other shards agree with each other; Parquet files without any are none of ours.
-    files = (manifest, *manifest.parent.glob("*manifest.json"), *manifest.parent.glob("*.parquet"))
+    files = (manifest, *manifest.parent.glob("*manifest.jsonl"), *manifest.parent.glob("*.parquet"))
     path = next((path for path in files if path.exists()), None)
     if path is None:
         return []
     try:
-        contents = json.loads(path.read_bytes())
-        check_same(path, contents["made_of"], made_of)
-        return contents["parts"] if path == manifest else []
+        text = path.read_text("utf-8")
+        # A killed process may have written a part of the last line.
+        before, *parts = map(json.loads, text[: text.rfind("\n") + 1].splitlines())
+        check_same(path, before, made_of)
+        return parts if path == manifest else []
     except ConfigError:
         raise
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"output has {path}, which is not the manifest of such parts: choose another one") from error
 
 
-def _write_parts(manifest: Path, made_of: dict[str, Any], parts: list[dict[str, Any]]) -> None:
+def _write_lines(manifest: Path, contents: Sequence[dict[str, Any]]) -> None:
     with atomic_write(manifest) as partial:
-        partial.write_text(json.dumps({"made_of": made_of, "parts": parts}, indent=1) + "\n")
+        partial.write_text("".join(json.dumps(one) + "\n" for one in contents))
+
+
+def _append(manifest: Path, part: dict[str, Any]) -> None:
+    with open(manifest, "a") as file:
+        file.write(json.dumps(part) + "\n")
+        file.flush()
+        os.fsync(file.fileno())

@@ -75,6 +75,7 @@ def test_parts_that_are_not_whole_are_made_again(photos, tmp_path):
     expected = files(tmp_path / "out")
     (tmp_path / "out/part-000001.parquet").unlink()
     (tmp_path / "out/part-000003.parquet").write_bytes(expected["part-000003.parquet"][:-1])
+    (tmp_path / "out/manifest.jsonl").write_bytes(expected["manifest.jsonl"] + b'{"file": "part')
     for num_images in (6, 0):
         runner = BrightHalfRunner()
         totals = run(photos, tmp_path / "out", runner)
@@ -111,8 +112,8 @@ def test_shards_share_a_folder(photos, tmp_path):
         ),
         ({}, "in/00.png", None, "part-000000.parquet"),
         ({}, "in/99.png", "", "part-000004.parquet"),
-        ({}, "out/manifest.json", None, "part-00000"),
-        ({}, "out/manifest.json", "{", "manifest.json"),
+        ({}, "out/manifest.jsonl", None, "part-00000"),
+        ({}, "out/manifest.jsonl", "{", "manifest.jsonl"),
     ],
 )
 def test_parts_of_something_else_are_refused(photos, tmp_path, options, changed, content, named):
