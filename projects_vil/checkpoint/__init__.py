@@ -3,9 +3,7 @@
 from projects_vil.checkpoint.categories import (
     Categories,
     dataset_categories,
-    describe_classes,
     known_categories,
-    match_all_classes,
 )
 from projects_vil.checkpoint.checkpointer import (
     Checkpointer,

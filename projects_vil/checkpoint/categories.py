@@ -12,8 +12,6 @@ from detectron2.data import MetadataCatalog
 from detectron2.data.catalog import Metadata
 from torch import Tensor
 
-from backbones import ConfigError
-from projects_vil.config import first_of
 from projects_vil.data import read_categories
 
 # detectron2 has these categories built in.
@@ -99,36 +97,6 @@ def dataset_categories(
         if len(found) == number and names in (None, found):
             return Categories(tuple(category_id for category_id, _ in pairs), found, metadata.get(f"{group}_colors"))
     return None
-
-
-def match_classes(ours: Sequence[str], theirs: Sequence[str]) -> dict[int, int]:
-    """Map indices in ``ours`` to indices in ``theirs`` of the same name; repeated names match nothing."""
-    return {
-        index: theirs.index(name)
-        for index, name in enumerate(ours)
-        if ours.count(name) == 1 and theirs.count(name) == 1
-    }
-
-
-def match_all_classes(ours: tuple[str, ...], theirs: tuple[str, ...], *, differ: str) -> list[int]:
-    """Return the index in ``theirs`` of each class in ``ours``: by name, or else all by index.
-
-    Raises:
-        ConfigError: beginning with ``differ``, if their numbers differ, or if some names are in another order and
-            others match nothing: matching by index would confuse classes.
-    """
-    matched = match_classes(ours, theirs)
-    if len(ours) != len(theirs):
-        raise ConfigError(differ)
-    if len(matched) < len(ours) and any(index != other for index, other in matched.items()):
-        unmatched = next(name for index, name in enumerate(ours) if index not in matched)
-        raise ConfigError(f"{differ}: some are in another order, and {unmatched} matches no name")
-    return [matched[index] if len(matched) == len(ours) else index for index in range(len(ours))]
-
-
-def describe_classes(classes: tuple[str, ...]) -> str:
-    """Return the number of classes and the first names."""
-    return f"{len(classes)} classes, {first_of(classes, 5)}"
 
 
 def is_predictor(name: str) -> bool:

@@ -25,11 +25,8 @@ from projects_vil.checkpoint.categories import (
     Categories,
     copy_classes,
     dataset_categories,
-    describe_classes,
     is_predictor,
     known_categories,
-    match_all_classes,
-    match_classes,
 )
 from projects_vil.checkpoint.metadata import METADATA_KEY, CheckpointMetadata, differing_options, input_format
 from projects_vil.checkpoint.pretrained import (
@@ -43,6 +40,7 @@ from projects_vil.checkpoint.pretrained import (
 from projects_vil.checkpoint.storage import read_last_checkpoint, tag_checkpoint
 from projects_vil.checkpoint.zoo import find_weights
 from projects_vil.config import CONFIG_FILE, first_of, is_segmentor, number_of_classes, one_line, updated
+from projects_vil.data import describe_classes, match_all_classes, match_classes
 from projects_vil.modeling import TimmBackbone, TransformerBackbone, build_on_meta
 
 # With "model" for averaged weights: the weights of training, and the number of averaged steps.
@@ -321,7 +319,6 @@ class Checkpointer(DetectionCheckpointer):
         if self.complete:
             matched = dict(enumerate(match_all_classes(ours, theirs, differ=differ)))
             if any(ours[index] != theirs[other] for index, other in matched.items()):
-                self.logger.warning(f"{differ}: names differ, so classes are matched by index")
                 return
         else:
             matched = match_classes(ours, theirs)

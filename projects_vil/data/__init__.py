@@ -11,7 +11,14 @@ from projects_vil.data.build import (
     read_datasets,
     read_records,
 )
-from projects_vil.data.catalog import check_files, read_categories, register_datasets
+from projects_vil.data.catalog import (
+    check_files,
+    describe_classes,
+    match_all_classes,
+    match_classes,
+    read_categories,
+    register_datasets,
+)
 from projects_vil.data.coco import CHECK_MODES, evaluation_dataset, fixed_coco, is_coco, write_cleaned, write_subset
 from projects_vil.data.coco_checks import CocoFile
 from projects_vil.data.dataset_mapper import Mapper, check_crop

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import mmap
 import os
 import re
@@ -16,6 +17,7 @@ from detectron2.data.datasets.builtin_meta import ADE20K_SEM_SEG_CATEGORIES
 
 from backbones import ConfigError
 from backbones.errors import check_file, closest
+from projects_vil.config import first_of
 from projects_vil.data.detection_utils import IGNORED_LABEL, IMAGE_SUFFIXES
 from projects_vil.data.shapes import SHAPES_SEM_SEG_CLASSES
 from projects_vil.utils import read_json
@@ -216,3 +218,36 @@ def _read_category_list(path: Path) -> list[dict[str, Any]]:
                 beginning = content[starts[0] : starts[0] + 2**20].decode(errors="ignore")
                 return json.JSONDecoder().raw_decode(beginning)[0]
     return read_json(path)["categories"]
+
+
+def match_classes(ours: Sequence[str], theirs: Sequence[str]) -> dict[int, int]:
+    """Map indices in ``ours`` to indices in ``theirs`` of the same name; repeated names match nothing."""
+    return {
+        index: theirs.index(name)
+        for index, name in enumerate(ours)
+        if ours.count(name) == 1 and theirs.count(name) == 1
+    }
+
+
+def match_all_classes(ours: Sequence[str], theirs: Sequence[str], *, differ: str) -> list[int]:
+    """Return the index in ``theirs`` of each class in ``ours``: by name, or else all by index, with a warning.
+
+    Raises:
+        ConfigError: beginning with ``differ``, if their numbers differ, or if some names are in another order and
+            others match nothing: matching by index would confuse classes.
+    """
+    matched = match_classes(ours, theirs)
+    if len(ours) != len(theirs):
+        raise ConfigError(differ)
+    if len(matched) == len(ours):
+        return [matched[index] for index in range(len(ours))]
+    if any(index != other for index, other in matched.items()):
+        unmatched = next(name for index, name in enumerate(ours) if index not in matched)
+        raise ConfigError(f"{differ}: some are in another order, and {unmatched} matches no name")
+    logging.getLogger(__name__).warning("%s: names differ, so classes are matched by index", differ)
+    return list(range(len(ours)))
+
+
+def describe_classes(classes: Sequence[str]) -> str:
+    """Return the number of classes and the first names."""
+    return f"{len(classes)} classes, {first_of(classes, 5)}"

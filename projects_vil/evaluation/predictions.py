@@ -1,5 +1,6 @@
 """Evaluation of what a prediction wrote, without the model."""
 
+import functools
 import json
 import logging
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,14 @@ from detectron2.data import MetadataCatalog
 from detectron2.evaluation import print_csv_format
 
 from backbones import ConfigError
-from projects_vil.data import check_files, read_categories, register_datasets
+from projects_vil.data import (
+    check_files,
+    describe_classes,
+    match_all_classes,
+    match_classes,
+    read_categories,
+    register_datasets,
+)
 from projects_vil.evaluation.evaluators import coco_evaluator
 from projects_vil.evaluation.results import write_results
 from projects_vil.utils import log_run
@@ -22,8 +30,10 @@ from projects_vil.utils import log_run
 def evaluate_predictions(cfg: CfgNode, paths: Sequence[str | Path]) -> None:
     """Evaluate Parquet files of ``vil predict`` on the COCO file in ``DATASETS.TEST``, as a detector is evaluated.
 
-    Classes are matched by name. A row is of the image in whose path its own ends, or the other way round. Rows of other
-    images are left out; an image without a row, or whose row is an error, counts as one without detections.
+    Classes are matched as with ``--annotations`` of ``vil predict``, by name or else by index; where their numbers
+    differ, those of other names are left out. A row is of the image in whose path its own ends, or the other way
+    round. Rows of other images are left out; an image without a row, or whose row is an error, counts as one without
+    detections.
 
     Args:
         cfg: has one dataset for testing.
@@ -38,8 +48,9 @@ def evaluate_predictions(cfg: CfgNode, paths: Sequence[str | Path]) -> None:
     (name,) = cfg.DATASETS.TEST
     check_files(name)
     metadata, folder = MetadataCatalog.get(name), str(Path(cfg.OUTPUT_DIR) / "inference")
-    ids_of = {label: number for number, label in read_categories(metadata.json_file) or ()}
-    metadata.thing_classes = list(ids_of)
+    categories = dict(read_categories(metadata.json_file) or ())
+    metadata.thing_classes = list(categories.values())
+    match = functools.cache(functools.partial(_match, name, categories))
     limit, check = cfg.TEST.DETECTIONS_PER_IMAGE, cfg.DATASETS.CHECK
     evaluator = coco_evaluator(name, output_dir=folder, max_dets_per_image=limit, masks=True, check=check)
     evaluator.reset()
@@ -57,9 +68,7 @@ def evaluate_predictions(cfg: CfgNode, paths: Sequence[str | Path]) -> None:
         path = f"/{row['file_name']}"
         own = [(one, f"/{one['file_name']}") for one in named.get(Path(path).name, ())]
         own = [one for one, other in own if path.endswith(other) or other.endswith(path)]
-        ids = {number: ids_of[label] for number, label in labels.items() if label in ids_of}
-        if not ids:
-            raise ConfigError(f"{file} has no class of {name}, {', '.join(ids_of)}, but {', '.join(labels.values())}")
+        ids = match(file, labels)
         if len(own) > 1 or any(one["id"] not in missing for one in own):
             raise ConfigError(f"{file}: {path[1:]} is of several images of {name}, or of one that has another row")
         row["masks"] = row["masks"] if has_masks else None
@@ -75,8 +84,20 @@ def evaluate_predictions(cfg: CfgNode, paths: Sequence[str | Path]) -> None:
     write_results(cfg, results)
 
 
-def _rows(paths: Sequence[str | Path]) -> Iterator[tuple[Path, dict[int, str], dict[str, Any]]]:
-    """Yield the file, its classes by id, and the row, for each row."""
+Labels = tuple[tuple[int, str], ...]  # category ids and names
+
+
+def _match(name: str, categories: dict[int, str], file: Path, labels: Labels) -> dict[int, int]:
+    """Return the dataset's category ids by those of a file."""
+    ours, theirs = [label for _, label in labels], list(categories.values())
+    differ = f"{file} has {describe_classes(ours)}, and {name} has {describe_classes(theirs)}"
+    matched = match_classes(ours, theirs) if len(ours) != len(theirs) else {}
+    matched = matched or dict(enumerate(match_all_classes(ours, theirs, differ=differ)))
+    return {labels[index][0]: list(categories)[other] for index, other in matched.items()}
+
+
+def _rows(paths: Sequence[str | Path]) -> Iterator[tuple[Path, Labels, dict[str, Any]]]:
+    """Yield the file, its classes, and the row, for each row."""
     try:
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
@@ -84,7 +105,7 @@ def _rows(paths: Sequence[str | Path]) -> Iterator[tuple[Path, dict[int, str], d
     for file in chain(*(sorted(path.glob("*.parquet")) if path.is_dir() else [path] for path in map(Path, paths))):
         try:
             table = ParquetFile(file)
-            labels = {one["id"]: one["name"] for one in json.loads(table.schema_arrow.metadata[b"categories"])}
+            labels = tuple((one["id"], one["name"]) for one in json.loads(table.schema_arrow.metadata[b"categories"]))
             for batch in table.iter_batches(batch_size=64):
                 yield from ((file, labels, row) for row in batch.to_pylist())
         except (OSError, ValueError, KeyError, TypeError) as error:

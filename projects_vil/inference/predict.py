@@ -25,9 +25,9 @@ from tqdm import tqdm
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
 from backbones.errors import check_whole, printable
-from projects_vil.checkpoint import Categories, dataset_categories, describe_classes, match_all_classes
+from projects_vil.checkpoint import Categories, dataset_categories
 from projects_vil.config import default_config
-from projects_vil.data import load_dataset, register_datasets
+from projects_vil.data import describe_classes, load_dataset, match_all_classes, register_datasets
 from projects_vil.export import ExportedModel
 from projects_vil.inference.detector import Detector, check_threshold
 from projects_vil.inference.inputs import find_images, is_stream

@@ -31,7 +31,7 @@ def test_ways_of_predicting_are_measured(tmp_path, short_ray_folder):
     pytest.importorskip("pyarrow")
     save_run(tmp_path, "retinanet")
     # Large enough that the images take longer than the start of processes varies.
-    overrides = ["INPUT.MIN_SIZE_TEST", "480"]
+    overrides = ["INPUT.MIN_SIZE_TEST", "320"]
     rows = measure_predictions(str(tmp_path), num_images=60, batch_size=4, runs=1, overrides=overrides)
     names = [row["name"] for row in rows]
     assert names[:3] == ["one image at a time", "batches of 4", "batches of 4, bfloat16"] and len(set(names)) >= 4

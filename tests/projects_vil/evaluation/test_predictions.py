@@ -61,13 +61,13 @@ def case(tmp_path, monkeypatch):
 
 
 def test_files_and_folders(case, vil):
-    """Rows in any order; one of another image; an image without objects whose row is an error."""
+    """In any order, with other class names in one file; rows of other images; an image whose row is an error."""
     rows, expected = case
     empty = next(one for one in rows if not one["scores"])
     empty |= {"error": "damaged", "height": None, "width": None, "masks": None}
     others = [row("elsewhere/unknown.jpg", []), row("other 1.jpg", [])]
     write(Path("found/part-000000.parquet"), [*rows[9:], *others])
-    write(Path("found/part-000001.parquet"), rows[8::-1])
+    write(Path("found/part-000001.parquet"), rows[8::-1], names=["cat", "dog", "cow", "emu"])
     parts = sorted(Path("found").iterdir())
     for words in (["mine", "--predictions", *parts], ["--predictions", "found", "mine"]):
         status, out, err = vil("eval", *words, "--output", f"out {len(words)}")
@@ -87,7 +87,7 @@ def test_mistakes(case, vil):
     write(Path("twice/a.parquet"), rows)
     write(Path("twice/b.parquet"), rows[:1])
     write(Path("unknown/a.parquet"), [row("unknown.jpg", [])])
-    write(Path("classes/a.parquet"), rows, names=["cat", "dog", "cow", "emu"])
+    write(Path("classes/a.parquet"), rows, names=["class 3", "cat", "cow", "emu"])
     write(Path("size/a.parquet"), [rows[0] | {"height": HEIGHT + 1}])
     Path("damaged").mkdir()
     Path("damaged/a.parquet").write_text("PAR1")
