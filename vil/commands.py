@@ -48,6 +48,7 @@ def add_predict_arguments(parser: ToolParser) -> None:
 def predict(model: str, args: argparse.Namespace) -> None:
     from backbones import ConfigError
     from projects_vil.inference import Detector, predict
+    from projects_vil.inference.inputs import find_images, is_video
 
     flags = {"coco": "--format coco", "parquet": "--format parquet", "ray": "--ray"}
     only = {"shard": ["parquet"], "annotations": ["coco"], "ray_workers": ["ray"], "part_size": ["parquet", "ray"]}
@@ -56,6 +57,9 @@ def predict(model: str, args: argparse.Namespace) -> None:
             raise ConfigError(f"{name} is for {' and '.join(flags[one] for one in formats)} only")
     options = {"batch_size": args.batch_size, "column": args.column}
     options |= {"part_size": args.part_size} if args.part_size else {}
+    if not args.annotations and (args.format != "coco" or not is_video(args.input)):
+        # Before the model is loaded.
+        next(find_images(args.input, exclude=args.output, column=args.column))
     if args.format == "ray":
         from projects_vil.inference.on_ray import predict_on_ray
 
@@ -74,7 +78,8 @@ def predict(model: str, args: argparse.Namespace) -> None:
 
 
 def _end(output: str, totals: dict[str, int]) -> None:
-    show(f"{output}: {', '.join(f'{number} {name}' for name, number in totals.items())}")
+    counts = (f"{number} {name.removesuffix('s') if number == 1 else name}" for name, number in totals.items())
+    show(f"{output}: {', '.join(counts)}")
     sys.exit(2 if totals["errors"] else 0)
 
 

@@ -327,8 +327,9 @@ def find_model(source: Path, weights: str | os.PathLike | None = None) -> tuple[
     if is_zoo_name(source):
         return zoo_config(str(source)), weights or str(source)
     if not source.exists():
-        hub = ": Detector.from_pretrained loads from the Hugging Face Hub" if len(source.parts) == 2 else ""
-        raise ConfigError(f"there is no file or folder {source}{hub}")
+        hub = "; Detector.from_pretrained loads from the Hugging Face Hub" * (len(source.parts) == 2)
+        takes = f"a run's folder, a checkpoint next to its {CONFIG_FILE}, a name of the model zoo, or an exported file"
+        raise ConfigError(f"there is no file or folder {source}: name {takes}{hub}")
     if is_exported(source):
         raise ConfigError(f"{source} is an exported model, which only predicts: name the run that it was exported from")
     folder = source if source.is_dir() else source.parent

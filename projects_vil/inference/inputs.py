@@ -27,9 +27,9 @@ def find_images(
 
     Args:
         source: an image; a folder, for all images and tar files in it and its subfolders, by name, except for hidden
-            ones; ``.txt`` with a path or URL a line; ``.csv`` or ``.parquet`` with a column of them; ``.tar`` with
-            images. Each but a folder may be a URL that fsspec knows, or a pattern, ``shards-{000..127}.tar``. Paths in
-            a list or table are relative to its folder.
+            ones; ``.txt`` with a path or URL a line; ``.csv`` or ``.parquet`` with a column of them; ``.tar``, also
+            compressed as ``.tar.gz``, with images. Each but a folder may be a URL that fsspec knows, or a pattern,
+            ``shards-{000..127}.tar``. Paths in a list or table are relative to its folder.
         exclude: a folder to skip.
         column: the column of a table; None for the first of ``COLUMNS`` that it has.
         shard: (I, N) for part I, from 0, of N disjoint parts of the images, by a hash of their names; those in a tar
@@ -40,7 +40,7 @@ def find_images(
         OSError: for a list or table that cannot be read.
     """
     source = str(source)
-    if is_stream(source) or (suffix_of(source) in VIDEO_SUFFIXES and not os.path.isdir(source)):
+    if is_video(source):
         raise ConfigError(f"source {source} is a video, a stream, or a URL without the suffix of images or a list")
     if shard is not None and not 0 <= shard[0] < shard[1]:
         raise ConfigError(f"shard {shard[0]}/{shard[1]}: the first number must be below the second, and count from 0")
@@ -52,6 +52,11 @@ def find_images(
     if first is None and shard is None:
         raise ConfigError(f"source {source} has no images ({', '.join(IMAGE_SUFFIXES)}) and no {TAR} files with some")
     return itertools.chain([] if first is None else [first], images)
+
+
+def is_video(source: str) -> bool:
+    """Return whether a source has frames: a stream, or a file or URL with the suffix of videos."""
+    return is_stream(source) or (suffix_of(source) in VIDEO_SUFFIXES and not os.path.isdir(source))
 
 
 def is_stream(source: str | Path) -> bool:
@@ -101,8 +106,9 @@ def named_places(source: str, exclude: str, column: str | None) -> Iterator[tupl
 
 
 def suffix_of(place: str) -> str:
-    """Return the suffix of a path or URL, in lower case."""
-    return os.path.splitext(place.partition("?")[0] if "://" in place else place)[1].lower()
+    """Return the suffix of a path or URL, in lower case; ``.tar`` for compressed ones too: tarfile reads both."""
+    path = (place.partition("?")[0] if "://" in place else place).lower()
+    return TAR if path.endswith((".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")) else os.path.splitext(path)[1]
 
 
 def _walk(folder: str, exclude: str) -> Iterator[str]:
@@ -111,7 +117,7 @@ def _walk(folder: str, exclude: str) -> Iterator[str]:
         names = sorted(entry.name + "/" * entry.is_dir() for entry in entries if not entry.name.startswith("."))
     for name in names:
         path = os.path.join(folder, name)
-        if name.lower().endswith((*IMAGE_SUFFIXES, TAR)):
+        if suffix_of(name) in (*IMAGE_SUFFIXES, TAR):
             yield path
         elif name.endswith("/") and not os.path.islink(path[:-1]) and os.path.realpath(path) != exclude:
             yield from _walk(path, exclude)

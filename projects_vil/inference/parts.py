@@ -126,7 +126,7 @@ def predict_parts(
     manifest = output / f"{prefix}manifest.jsonl"
     parts = _read_parts(manifest, made_of)
     if parts:
-        logging.getLogger(__name__).info("%s has %d parts already: those that are whole stay", output, len(parts))
+        logging.getLogger(__name__).info("%s has parts already, %d: those that are whole stay", output, len(parts))
     output.mkdir(parents=True, exist_ok=True)
     _write_lines(manifest, [made_of, *parts])
     with progress_bar("image") as progress:

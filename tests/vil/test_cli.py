@@ -87,6 +87,7 @@ def test_a_wheel_has_all_that_the_command_needs(tmp_path):
     assert result.returncode == 1 and "coco_2017_val" in result.stderr.splitlines()[-1]
 
 
-def test_a_part_size_is_for_parquet(vil, tmp_path):
-    status, _, err = vil("predict", "none", tmp_path, "--output", tmp_path / "out", "--part-size", 3)
-    assert status == 1 and "--format parquet" in err and not (tmp_path / "out").exists()
+def test_mistakes_of_a_prediction_are_found_before_the_model_is_loaded(vil, tmp_path):
+    for options, named in (["--part-size", 3], "--format parquet"), ([], "has no images"):
+        status, _, err = vil("predict", "none", tmp_path, "--output", tmp_path / "out", *options)
+        assert status == 1 and named in err and not (tmp_path / "out").exists()
