@@ -21,6 +21,7 @@ from vil.arguments import (
 FORMATS = ("torchscript", "onnx", "aot_inductor", "torch_export", "openvino")
 PRECISIONS = ("fp32", "fp16", "bf16", "int8")
 DTYPES = ("uint8", "float32")
+PART_SIZE = 1024
 INPUT_HELP = "image, folder, video, camera's number, URL, list (.txt, .csv, .parquet), or tar as shards-{000..127}.tar"
 
 
@@ -31,9 +32,10 @@ def add_predict_arguments(parser: ToolParser) -> None:
     parser.add_argument("--annotations", type=existing_path, metavar="FILE", help=annotations_help)
     format_help = "coco (default), or parquet: part files, no drawings; a killed run goes on after its last part"
     parser.add_argument("--format", choices=("coco", "parquet"), default="coco", help=format_help)
-    parser.add_argument("--part-size", type=positive, metavar="N", help="images in a Parquet file (default 1024)")
+    part_help = f"images in a Parquet file (default {PART_SIZE})"
+    parser.add_argument("--part-size", type=positive, metavar="N", help=part_help)
     parser.add_argument("--shard", type=shard, metavar="I/N", help="only part I, from 0, of N; needs parquet")
-    parser.add_argument("--column", metavar="NAME", help="of paths in a table (default: path, file_name or url)")
+    parser.add_argument("--column", metavar="NAME", help="of paths or URLs in a table (default: path, file_name, url)")
     ray_help = "spread the images over the Ray cluster at RAY_ADDRESS, or over this machine; writes parquet"
     parser.add_argument("--ray", action="store_const", dest="format", const="ray", help=ray_help)
     workers_help = "smallest and largest number of detectors (default: 1 to one for each GPU, or CPU but one)"
@@ -56,7 +58,8 @@ def predict(model: str, args: argparse.Namespace) -> None:
         if getattr(args, name) and args.format not in formats:
             raise ConfigError(f"{name} is for {' and '.join(flags[one] for one in formats)} only")
     options = {"batch_size": args.batch_size, "column": args.column}
-    options |= {"part_size": args.part_size} if args.part_size else {}
+    if args.format != "coco":
+        options["part_size"] = args.part_size or PART_SIZE
     if not args.annotations and (args.format != "coco" or not is_video(args.input)):
         # Before the model is loaded.
         next(find_images(args.input, exclude=args.output, column=args.column))
@@ -85,7 +88,7 @@ def _end(output: str, totals: dict[str, int]) -> None:
 
 def add_export_arguments(parser: ToolParser) -> None:
     parser.add_argument("--format", choices=FORMATS, default="torchscript", help="file format (default torchscript)")
-    parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="of the weights (default fp32)")
+    parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="of the network (default fp32)")
     parser.add_argument("--input-dtype", choices=DTYPES, default="uint8", help="type of the images (default uint8)")
     parser.add_argument("--batched", action="store_true", help="export a model that takes batches (B, 3, H, W)")
     fixed_help = "return TEST.DETECTIONS_PER_IMAGE rows, padded with zeros, and the number of detections"

@@ -11,6 +11,7 @@ from detectron2.data.common import _TorchSerializedList
 from detectron2.utils import comm
 
 from backbones import ConfigError
+from backbones.checkpoint_files import atomic_write
 
 # What :func:`read_once` has read, by what it depends on.
 KEPT: dict[tuple, DatasetFromList] = {}
@@ -38,7 +39,9 @@ def read_once(read: Callable[[Callable[[tuple, Sequence[Any]], None]], Any]) -> 
 
         def keep(key: tuple, objects: Sequence[Any]) -> None:
             files[key] = os.path.join(folder, str(len(files)))
-            torch.save(DatasetFromList(objects, copy=False), files[key])
+            # Through an open file, for an error that says why a full disk was not written to.
+            with atomic_write(files[key], sync=False) as partial, partial.open("wb") as file:
+                torch.save(DatasetFromList(objects, copy=False), file)
             KEPT[key] = _mapped(files[key])
 
         if comm.get_local_rank() == 0:

@@ -89,7 +89,12 @@ def read_metadata(path: str | Path) -> dict:
     check_file(path, "file")
     metadata = None
     if file.exists():
-        metadata = _checked(read_json(file, what=f"metadata of {path}"), file)
+        try:
+            metadata = _checked(read_json(file, what=f"metadata of {path}"), file)
+        except ConfigError as error:
+            if embedded_metadata(path) is None:
+                raise
+            raise ConfigError(f"{error}; or remove it, since {path.name} has its own") from error
         check_digest(path, metadata)
     embedded = embedded_metadata(path)
     if metadata is None and embedded is None:

@@ -35,9 +35,9 @@ def predict_on_ray(
     source: str | Path,
     output: str | Path,
     *,
+    part_size: int,
     workers: tuple[int, int] | None = None,
     batch_size: int = 1,
-    part_size: int = 1024,
     column: str | None = None,
     **options: Any,
 ) -> dict[str, int]:

@@ -83,8 +83,8 @@ def predict_parts(
     source: str | Path,
     output: str | Path,
     *,
+    part_size: int,
     batch_size: int = 1,
-    part_size: int = 1024,
     column: str | None = None,
     shard: tuple[int, int] | None = None,
 ) -> dict[str, int]:

@@ -1,6 +1,7 @@
 """Records and loaders, and errors that name the file or key."""
 
 import multiprocessing
+import resource
 import shutil
 import sys
 from itertools import islice
@@ -13,8 +14,10 @@ from detectron2.utils import comm
 
 from backbones import ConfigError
 from projects_vil.data import build_test_loader, build_train_loader, load_dataset, read_datasets, register_datasets
+from projects_vil.data.records import read_once
 from projects_vil.evaluation import build_evaluator
 from tests.projects_vil.data.own import NAME, config, edit, entry, first_image, load
+from tests.projects_vil.engine.gloo import in_processes
 from tests.projects_vil.helpers import message, small_config
 
 # -- files -----------------------------------------------------------------------------------------
@@ -146,3 +149,15 @@ def test_the_first_process_of_a_machine_reads_and_checks_once_for_all(copy, tmp_
     assert second[2][0] == []
     # Loaders and evaluators of both, all without the image that cannot be read.
     assert first[2][1:] == ([], 4, 7) and second[2][1:] == ([], 3, 7)
+
+
+def test_what_the_first_process_cannot_read_or_keep_ends_all(tmp_path):
+    in_processes(2, _read_in_vain, tmp_path / "absent", store=tmp_path / "store")
+
+
+def _read_in_vain(absent: Path) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))  # in place of a full disk
+    with pytest.raises(ConfigError, match="absent"):
+        read_once(lambda keep: absent.read_text())
+    with pytest.raises(ConfigError, match="cannot be written: File too large"):
+        read_once(lambda keep: keep(("key",), [{"box": 100 * [0.5]}] * 100))

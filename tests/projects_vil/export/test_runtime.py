@@ -113,7 +113,9 @@ def test_changed_metadata(written, tmp_path, change, keep_digest):
     metadata_path(path).write_text(json.dumps({**model.metadata, **fewer, "metadata_sha256": None}))
     with pytest.raises(ConfigError, match="2 classes"):
         ExportedModel(path)
-    # The file has its own.
+    metadata_path(path).write_text("{")
+    with pytest.raises(ConfigError, match="has its own"):
+        ExportedModel(path)
     metadata_path(path).unlink()
     assert ExportedModel(path).metadata == model.metadata
 

@@ -80,7 +80,7 @@ def predict_on_ray(*args, **changes):
 def predict_here(model, source, output, **options):
     from projects_vil.inference.parts import predict_parts
 
-    return predict_parts(Detector.load(model, device="cpu"), source, output, **options)
+    return predict_parts(Detector.load(model, device="cpu"), source, output, part_size=1024, **options)
 
 
 @pytest.mark.parametrize("name", ["photos", "list.txt", "table.csv", "table.parquet", "shard-{0..2}.tar"])
