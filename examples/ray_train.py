@@ -16,7 +16,7 @@ import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
-from vil.arguments import ConfigToolParser, add_training_arguments, positive
+from vil.arguments import ConfigToolParser, add_training_arguments, positive, run_tool
 
 
 def train(config: dict) -> None:
@@ -44,4 +44,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_tool(main)
