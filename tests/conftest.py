@@ -1,8 +1,10 @@
 """Fixtures that the tests share: small datasets, a short training run, exported files, and a folder for them."""
 
+import logging
 import multiprocessing.util
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +27,21 @@ def pytest_configure(config):
 def pytest_sessionfinish():
     """End multiprocessing, which the forked tools need, before pytest removes its folder."""
     multiprocessing.util._run_finalizers()
+
+
+@pytest.fixture(autouse=True)
+def loggers_and_signals_as_before():
+    """A run that a test starts here sets up loggers and handlers of signals, as it does in a process of its own."""
+    loggers = [logging.getLogger(name) for name in ("projects_vil", "backbones", "detectron2", "fvcore")]
+    states = [(logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
+    signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for logger, (handlers, level, propagate) in zip(loggers, states, strict=True):
+        logger.handlers[:] = handlers
+        logger.setLevel(level)
+        logger.propagate = propagate
+    for number, handler in signals.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

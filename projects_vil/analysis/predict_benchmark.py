@@ -36,9 +36,9 @@ def measure_predictions(
         overrides: config keys and values.
 
     Returns:
-        For each way its ``name``, ``images_per_second``, seconds of the ``start``, and ``memory``, the largest sum over
-        its processes in bytes, in which shared memory counts once (PSS); None on systems without /proc. Without Ray
-        installed there is no row for it.
+        For each way its ``name``, ``images_per_second`` (None where the images took no longer than the start varies),
+        seconds of the ``start``, and ``memory``, the largest sum over its processes in bytes, in which shared memory
+        counts once (PSS); None on systems without /proc. Without Ray installed there is no row for it.
 
     Raises:
         ConfigError: where a prediction fails, with its last line, and for too few images.
@@ -72,25 +72,26 @@ def measure_predictions(
     rows = []
     for name, pairs in seconds.items():
         of_few, of_all = (median(column) for column in zip(*pairs, strict=True))
-        if of_all <= of_few:
-            raise ConfigError(f"images is {num_images}: {name}, the start takes longer than these, give more")
-        rate = (num_images - few) / (of_all - of_few)
-        start, memory = max(of_few - few / rate, 0.0), median(peaks[name])
+        # The start may vary by more than the images take.
+        rate = (num_images - few) / (of_all - of_few) if of_all > of_few else None
+        start, memory = max(of_few - few / rate, 0.0) if rate else of_few, median(peaks[name])
         rows.append({"name": name, "images_per_second": rate, "start": start, "memory": memory or None})
     return rows
 
 
 def format_predictions(rows: Sequence[dict]) -> str:
     """Return the rows of :func:`measure_predictions` as a table in Markdown, rates also as ratios to the first."""
+    rates = [row["images_per_second"] for row in rows]
+    first = rates[0]
     table = [
         [
             row["name"],
-            f"{row['images_per_second']:.2f}",
-            f"{row['images_per_second'] / rows[0]['images_per_second']:.2f}",
+            f"{rate:.2f}" if rate else "not measured (give more images)",
+            f"{rate / first:.2f}" if rate and first else "",
             f"{row['start']:.0f}",
             "not measured (no /proc)" if row["memory"] is None else f"{row['memory'] / 1e9:.2f}",
         ]
-        for row in rows
+        for row, rate in zip(rows, rates, strict=True)
     ]
     return tabulate(table, ["way", "images/s", "ratio", "start (s)", "memory (GB)"], "github", disable_numparse=True)
 
