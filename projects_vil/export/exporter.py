@@ -135,7 +135,10 @@ def export_detector(
         new = unfinished / path.name
         source = new.with_name(f"float{entry.suffix}") if is_int8 else new
         try:
-            entry.write(exportable, example, source, **({"opset": opset} if opset else {}))
+            options = {"opset": opset} if opset else {}
+            if file_format == "openvino":
+                options["quantizes"] = is_int8
+            entry.write(exportable, example, source, **options)
             if is_int8:
                 metadata["quantization"] = quantize(source, new, file_format, calibration, read)
             metadata = with_digest(metadata)

@@ -36,7 +36,7 @@ from torch.overrides import TorchFunctionMode
 from backbones import ConfigError
 from backbones.attention.chunks import copied_windows
 from backbones.errors import check_choice
-from backbones.layers.tracing import static_size
+from backbones.layers.tracing import padding_to_multiple, static_size
 from projects_vil.export.detectors import ExportableDetector
 from projects_vil.modeling import LARGEST_BATCH, export_sides
 from projects_vil.utils import deferred_signals, handling_signals, terminate
@@ -184,16 +184,15 @@ def _save(save: Callable[[io.BytesIO], object], path: Path) -> None:
     path.write_bytes(buffer.getbuffer())
 
 
-class _AttentionAsProducts(TorchFunctionMode):
-    """Trace ``scaled_dot_product_attention``, with an additive mask or none, as two products and a softmax.
+class _Replacing(TorchFunctionMode):
+    """Trace functions of torch as others that give the same and that a runtime computes faster."""
 
-    The exporters to ONNX and OpenVINO copy the keys, transposed, where a product takes them as they are: with
-    onnxruntime that copy took as long as the product.
-    """
+    def __init__(self, replacements: Mapping[Callable, Callable]) -> None:
+        super().__init__()
+        self.replacements = replacements
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        function = _attention_as_products if func is F.scaled_dot_product_attention else func
-        return function(*args, **(kwargs or {}))
+        return self.replacements.get(func, func)(*args, **(kwargs or {}))
 
 
 def _attention_as_products(
@@ -205,11 +204,43 @@ def _attention_as_products(
     *,
     scale: float | None = None,
 ) -> Tensor:
+    """``scaled_dot_product_attention``, with an additive mask or none, as two products and a softmax.
+
+    The exporters to ONNX and OpenVINO copy the keys, transposed, where a product takes them as they are: with
+    onnxruntime that copy took as long as the product.
+    """
     scale = static_size(query.shape[-1]) ** -0.5 if scale is None else scale
     scores = (query * scale) @ key.transpose(-2, -1)
     if attn_mask is not None:
         scores = scores + attn_mask
     return scores.softmax(-1) @ value
+
+
+def _winograd_conv2d(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, stride=1, padding=0, dilation=1, groups: int = 1
+) -> Tensor:
+    """``conv2d``, with half the multiplications where it is 3 x 3 with stride 1 and 128 channels or more.
+
+    Four rows of the output are sums of six convolutions of 1 x 3 instead of twelve: F(4, 3) of Winograd's minimal
+    filtering along the height. Source: Lavin and Gray 2016, "Fast Algorithms for Convolutional Neural Networks".
+    """
+    if weight.shape[1] < 128 or (*weight.shape[2:], stride, padding, dilation, groups) != (3, 3, *[(1, 1)] * 3, 1):
+        return F.conv2d(x, weight, bias, stride, padding, dilation, groups)
+    height, more = x.shape[2], padding_to_multiple(x.shape[2], 4)
+    x = F.pad(x, (0, 0, 1, more + 1))
+    x0, x1, x2, x3, x4, x5 = (x[:, :, row : row + height + more - 3 : 4] for row in range(6))
+    even, odd, even2, odd2 = x4 - 4 * x2, x3 - 4 * x1, x4 - x2, 2 * (x3 - x1)
+    rows = [4 * x0 - 5 * x2 + x4, even + odd, even - odd, even2 + odd2, even2 - odd2, 4 * x1 - 5 * x3 + x5]
+    # In this form the file has the weights, and OpenVINO computes the kernels when it loads them.
+    kernels = [[6, 0, 0], [-4, -4, -4], [-4, 4, -4], [1, 2, 4], [1, -2, 4], [0, 0, 24]]
+    kernels = torch.einsum("gk,ockw->gocw", weight.new_tensor(kernels) / 24, weight).flatten(0, 1)[:, :, None]
+    # The second convolution is in every row of the output once.
+    biases = None if bias is None else F.pad(bias, (len(bias), 4 * len(bias)))
+    y = F.conv2d(torch.cat(rows, 1), kernels, biases, padding=(0, 1), groups=6)
+    y0, y1, y2, y3, y4, y5 = y.chunk(6, 1)
+    even, odd, even2, odd2 = y1 + y2, y1 - y2, y3 + y4, 2 * (y3 - y4)
+    y = torch.stack([y0 + even + even2, odd + odd2, even + 4 * even2, odd + 4 * odd2 + y5], 3)
+    return y.flatten(2, 3).narrow(2, 0, height)
 
 
 # -- TorchScript, torch.export, AOTInductor --------------------------------------------------------
@@ -258,7 +289,7 @@ def _write_aot_inductor(exportable: ExportableDetector, example: Tensor, path: P
 def _write_onnx(exportable: ExportableDetector, example: Tensor, path: Path, *, opset: int = OPSET) -> None:
     from onnx_ir.passes.common import CommonSubexpressionEliminationPass
 
-    with _AttentionAsProducts():
+    with _Replacing({F.scaled_dot_product_attention: _attention_as_products}):
         program = export_program(exportable, example)
     logging.getLogger("onnxscript").setLevel(logging.ERROR)
     with log_step("torch.onnx.export"), _no_stack_traces():
@@ -399,11 +430,14 @@ def openvino_core():
     return core
 
 
-def _write_openvino(exportable: ExportableDetector, example: Tensor, path: Path) -> None:
+def _write_openvino(exportable: ExportableDetector, example: Tensor, path: Path, *, quantizes: bool = False) -> None:
     openvino = import_openvino()
     is_half = next(exportable.parameters()).dtype == torch.float16
+    replacements = {F.scaled_dot_product_attention: _attention_as_products}
+    if not (is_half or quantizes):  # it makes a rounding three times as large
+        replacements[F.conv2d] = _winograd_conv2d
     # Half precision is that of the weights in the file; the computation is in float32.
-    with _AttentionAsProducts(), copied_windows():
+    with _Replacing(replacements), copied_windows():
         traced = trace(copy.deepcopy(exportable).float() if is_half else exportable, example)
     sides = exportable.size or [openvino.Dimension(*export_sides(exportable.detector))] * 2
     batch = [openvino.Dimension(1, LARGEST_BATCH)] if exportable.batched else []
