@@ -216,28 +216,32 @@ def _attention_as_products(
     return scores.softmax(-1) @ value
 
 
+_WINOGRAD_CHANNELS = 128
+
+
 def _winograd_conv2d(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, stride=1, padding=0, dilation=1, groups: int = 1
 ) -> Tensor:
-    """``conv2d``, with half the multiplications where it is 3 x 3 with stride 1 and 128 channels or more.
+    """``conv2d``, with half the multiplications where it is 3 x 3 with stride 1 and takes 128 channels or more.
 
     Four rows of the output are sums of six convolutions of 1 x 3 instead of twelve: F(4, 3) of Winograd's minimal
     filtering along the height. Source: Lavin and Gray 2016, "Fast Algorithms for Convolutional Neural Networks".
     """
-    if weight.shape[1] < 128 or (*weight.shape[2:], stride, padding, dilation, groups) != (3, 3, *[(1, 1)] * 3, 1):
+    kind = (*weight.shape[2:], stride, padding, dilation, groups)
+    if weight.shape[1] < _WINOGRAD_CHANNELS or kind != (3, 3, (1, 1), (1, 1), (1, 1), 1):
         return F.conv2d(x, weight, bias, stride, padding, dilation, groups)
     height, more = x.shape[2], padding_to_multiple(x.shape[2], 4)
     x = F.pad(x, (0, 0, 1, more + 1))
     x0, x1, x2, x3, x4, x5 = (x[:, :, row : row + height + more - 3 : 4] for row in range(6))
     even, odd, even2, odd2 = x4 - 4 * x2, x3 - 4 * x1, x4 - x2, 2 * (x3 - x1)
-    rows = [4 * x0 - 5 * x2 + x4, even + odd, even - odd, even2 + odd2, even2 - odd2, 4 * x1 - 5 * x3 + x5]
+    rows = [4 * (x0 - x2) + even2, even + odd, even - odd, even2 + odd2, even2 - odd2, (x5 - x3) / 2 - odd2]
     # In this form the file has the weights, and OpenVINO computes the kernels when it loads them.
-    kernels = [[6, 0, 0], [-4, -4, -4], [-4, 4, -4], [1, 2, 4], [1, -2, 4], [0, 0, 24]]
+    kernels = [[6, 0, 0], [-4, -4, -4], [-4, 4, -4], [1, 2, 4], [1, -2, 4], [0, 0, 48]]
     kernels = torch.einsum("gk,ockw->gocw", weight.new_tensor(kernels) / 24, weight).flatten(0, 1)[:, :, None]
     # The second convolution is in every row of the output once.
     biases = None if bias is None else F.pad(bias, (len(bias), 4 * len(bias)))
     y = F.conv2d(torch.cat(rows, 1), kernels, biases, padding=(0, 1), groups=6)
-    y0, y1, y2, y3, y4, y5 = y.chunk(6, 1)
+    y0, y1, y2, y3, y4, y5 = y.unflatten(1, (6, static_size(weight.shape[0]))).unbind(1)
     even, odd, even2, odd2 = y1 + y2, y1 - y2, y3 + y4, 2 * (y3 - y4)
     y = torch.stack([y0 + even + even2, odd + odd2, even + 4 * even2, odd + 4 * odd2 + y5], 3)
     return y.flatten(2, 3).narrow(2, 0, height)

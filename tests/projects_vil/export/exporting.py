@@ -18,7 +18,15 @@ from torch import Tensor, nn
 from backbones import ConfigError
 from backbones.build import VARIANTS
 from projects_vil.checkpoint import Categories
-from projects_vil.export import FORMATS, check_format, describe_model, example_image, make_exportable, metadata_path
+from projects_vil.export import (
+    FORMATS,
+    check_format,
+    describe_model,
+    example_image,
+    formats,
+    make_exportable,
+    metadata_path,
+)
 from projects_vil.export.metadata import with_digest
 from tests.projects_vil.helpers import small_config, untrained_detector
 
@@ -89,7 +97,9 @@ def write(
     example = example_image(*TRACED_SIZE).to(getattr(torch, dtype))
     exportable = make_exportable(detector(name), batched=batched, fixed_number=fixed_number)
     path = folder / f"{name}{'_batched' if batched else ''}_{dtype}{FORMATS[file_format].suffix}"
-    FORMATS[file_format].write(exportable, torch.stack([example] * 2) if batched else example, path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(formats, "_WINOGRAD_CHANNELS", 16)  # as for the convolutions of detectors of full size
+        FORMATS[file_format].write(exportable, torch.stack([example] * 2) if batched else example, path)
     facts = {"precision": "fp32", "input_dtype": dtype, "weights": "random.pth"}
     metadata = with_digest(describe_model(config(name), exportable, SHAPES, file_format, **facts))
     FORMATS[file_format].embed(path, metadata)
