@@ -39,8 +39,7 @@ def write_triton_model(model: str | Path, folder: str | Path) -> None:
             sizes = ", ".join(str(size) if isinstance(size, int) else "-1" for size in tensor.shape[1:])
             dims = f"dims: [ {sizes} ]" if sizes else "dims: [ 1 ] reshape: { }"
             lines.append(f'{kind} {{ name: "{tensor.name}" data_type: {_TYPES[tensor.type]} {dims} }}')
-    folder = Path(folder)
-    with unfinished_folder(folder.parent) as unfinished:
+    with unfinished_folder(Path(folder).parent) as unfinished:
         new = unfinished / "model"
         (new / "1").mkdir(parents=True)
         (new / "config.pbtxt").write_text("\n".join(lines) + "\n")
