@@ -116,7 +116,10 @@ def attend_chunks(
         # PyTorch would cast the copies below, and not keep their rows aligned.
         (bias,) = in_autocast_dtype(bias)
         # (B * rows * M, 1, w * w, S)
-        bias = contiguous_for_export(bias.expand(queries.shape[0] // heads, heads, -1, -1)).flatten(0, 1)[:, None]
+        # OpenVINO expands the scores as it should the bias, and then does not fuse the attention.
+        if not (torch.jit.is_tracing() and static_size(bias.shape[0]) == 1):
+            bias = contiguous_for_export(bias.expand(queries.shape[0] // heads, heads, -1, -1)).flatten(0, 1)
+        bias = bias[:, None]
         if is_exporting():
             # torch 2.14 exports a broadcast bias for two columns of chunks or more only.
             bias = bias.expand(-1, queries.shape[1], -1, -1)
