@@ -42,7 +42,7 @@ def add_predict_arguments(parser: ToolParser) -> None:
     parser.add_argument("--ray-workers", nargs=2, type=positive, metavar=("MIN", "MAX"), help=workers_help)
     parser.add_argument("--no-drawings", action="store_true", help="write no drawings, only the results")
     threshold_help = "lowest score of detections in drawings (default 0.3)"
-    parser.add_argument("--score-threshold", type=float, default=0.3, metavar="T", help=threshold_help)
+    parser.add_argument("--score-threshold", type=float, metavar="T", help=threshold_help)
     workers_help = "processes that draw while the detector works (default 0: between its batches)"
     parser.add_argument("--workers", type=int, default=0, metavar="N", help=workers_help)
 
@@ -53,7 +53,8 @@ def predict(model: str, args: argparse.Namespace) -> None:
     from projects_vil.inference.inputs import find_images, is_video
 
     flags = {"coco": "--format coco", "parquet": "--format parquet", "ray": "--ray"}
-    only = {"shard": ["parquet"], "annotations": ["coco"], "ray_workers": ["ray"], "part_size": ["parquet", "ray"]}
+    only = {"shard": ["parquet"], "ray_workers": ["ray"], "part_size": ["parquet", "ray"]}
+    only |= dict.fromkeys(("annotations", "score_threshold", "workers"), ["coco"])
     for name, formats in only.items():
         if getattr(args, name) and args.format not in formats:
             raise ConfigError(f"{name} is for {' and '.join(flags[one] for one in formats)} only")
@@ -74,7 +75,8 @@ def predict(model: str, args: argparse.Namespace) -> None:
 
         _end(args.output, predict_parts(detector, args.input, args.output, shard=args.shard, **options))
     options |= {"annotations": args.annotations, "drawings": not args.no_drawings, "workers": args.workers}
-    summary = predict(detector, args.input, args.output, score_threshold=args.score_threshold, **options)
+    options |= {} if args.score_threshold is None else {"score_threshold": args.score_threshold}
+    summary = predict(detector, args.input, args.output, **options)
     show(*summary.lines())
     if summary.skipped:
         sys.exit(2)

@@ -309,6 +309,9 @@ def _write_onnx(exportable: ExportableDetector, example: Tensor, path: Path, *, 
         # The optimiser's time grows with the square of the number of nodes, most of which compute the same size again.
         CommonSubexpressionEliminationPass()(onnx_program.model)
         onnx_program.optimize()
+    # torch writes another one where it cannot convert.
+    if (written := onnx_program.model.opset_imports[""]) != opset:
+        raise ConfigError(f"opset {opset}: torch wrote this model in opset {written}; choose that")
     with log_step("writing ONNX"):
         onnx_program.save(str(path), external_data=False)
 
