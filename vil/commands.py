@@ -34,7 +34,7 @@ def add_predict_arguments(parser: ToolParser) -> None:
     parser.add_argument("--format", choices=("coco", "parquet"), default="coco", help=format_help)
     part_help = f"images in a Parquet file (default {PART_SIZE})"
     parser.add_argument("--part-size", type=positive, metavar="N", help=part_help)
-    parser.add_argument("--shard", type=shard, metavar="I/N", help="only part I, from 0, of N; needs parquet")
+    parser.add_argument("--shard", type=shard, metavar="I/N", help="only images of job I, from 0, of N; needs parquet")
     parser.add_argument("--column", metavar="NAME", help="of paths or URLs in a table (default: path, file_name, url)")
     ray_help = "spread the images over the Ray cluster at RAY_ADDRESS, or over this machine; writes parquet"
     parser.add_argument("--ray", action="store_const", dest="format", const="ray", help=ray_help)
@@ -44,7 +44,7 @@ def add_predict_arguments(parser: ToolParser) -> None:
     threshold_help = "lowest score of detections in drawings (default 0.3)"
     parser.add_argument("--score-threshold", type=float, metavar="T", help=threshold_help)
     workers_help = "processes that draw while the detector works (default 0: between its batches)"
-    parser.add_argument("--workers", type=int, default=0, metavar="N", help=workers_help)
+    parser.add_argument("--workers", type=int, metavar="N", help=workers_help)
 
 
 def predict(model: str, args: argparse.Namespace) -> None:
@@ -56,7 +56,7 @@ def predict(model: str, args: argparse.Namespace) -> None:
     only = {"shard": ["parquet"], "ray_workers": ["ray"], "part_size": ["parquet", "ray"]}
     only |= dict.fromkeys(("annotations", "score_threshold", "workers"), ["coco"])
     for name, formats in only.items():
-        if getattr(args, name) and args.format not in formats:
+        if getattr(args, name) is not None and args.format not in formats:
             raise ConfigError(f"{name} is for {' and '.join(flags[one] for one in formats)} only")
     options = {"batch_size": args.batch_size, "column": args.column}
     if args.format != "coco":
@@ -74,7 +74,7 @@ def predict(model: str, args: argparse.Namespace) -> None:
         from projects_vil.inference.parts import predict_parts
 
         _end(args.output, predict_parts(detector, args.input, args.output, shard=args.shard, **options))
-    options |= {"annotations": args.annotations, "drawings": not args.no_drawings, "workers": args.workers}
+    options |= {"annotations": args.annotations, "drawings": not args.no_drawings, "workers": args.workers or 0}
     options |= {} if args.score_threshold is None else {"score_threshold": args.score_threshold}
     summary = predict(detector, args.input, args.output, **options)
     show(*summary.lines())

@@ -116,7 +116,7 @@ def attend_chunks(
         # PyTorch would cast the copies below, and not keep their rows aligned.
         (bias,) = in_autocast_dtype(bias)
         # (B * rows * M, 1, w * w, S)
-        # OpenVINO expands the scores as it should the bias, and then does not fuse the attention.
+        # OpenVINO does not fuse attention whose bias of one head is expanded.
         if not (torch.jit.is_tracing() and static_size(bias.shape[0]) == 1):
             bias = contiguous_for_export(bias.expand(queries.shape[0] // heads, heads, -1, -1)).flatten(0, 1)
         bias = bias[:, None]

@@ -39,7 +39,6 @@ def read_once(read: Callable[[Callable[[tuple, Sequence[Any]], None]], Any]) -> 
 
         def keep(key: tuple, objects: Sequence[Any]) -> None:
             files[key] = os.path.join(folder, str(len(files)))
-            # Through an open file, for an error that says why a full disk was not written to.
             with atomic_write(files[key], sync=False) as partial, partial.open("wb") as file:
                 torch.save(DatasetFromList(objects, copy=False), file)
             KEPT[key] = _mapped(files[key])

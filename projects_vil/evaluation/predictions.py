@@ -1,6 +1,5 @@
 """Evaluation of what a prediction wrote, without the model."""
 
-import functools
 import json
 import logging
 from collections.abc import Iterator, Sequence
@@ -50,7 +49,7 @@ def evaluate_predictions(cfg: CfgNode, paths: Sequence[str | Path]) -> None:
     metadata, folder = MetadataCatalog.get(name), str(Path(cfg.OUTPUT_DIR) / "inference")
     categories = dict(read_categories(metadata.json_file) or ())
     metadata.thing_classes = list(categories.values())
-    match = functools.cache(functools.partial(_match, name, categories))
+    matches: dict[Labels, dict[int, int]] = {}
     limit, check = cfg.TEST.DETECTIONS_PER_IMAGE, cfg.DATASETS.CHECK
     evaluator = coco_evaluator(name, output_dir=folder, max_dets_per_image=limit, masks=True, check=check)
     evaluator.reset()
@@ -68,7 +67,9 @@ def evaluate_predictions(cfg: CfgNode, paths: Sequence[str | Path]) -> None:
         path = f"/{row['file_name']}"
         own = [(one, f"/{one['file_name']}") for one in named.get(Path(path).name, ())]
         own = [one for one, other in own if path.endswith(other) or other.endswith(path)]
-        ids = match(file, labels)
+        if labels not in matches:
+            matches[labels] = _match(name, categories, file, labels)
+        ids = matches[labels]
         if len(own) > 1 or any(one["id"] not in missing for one in own):
             raise ConfigError(f"{file}: {path[1:]} is of several images of {name}, or of one that has another row")
         row["masks"] = row["masks"] if has_masks else None

@@ -170,9 +170,10 @@ def log_step(name: str) -> Iterator[None]:
             warnings.simplefilter("ignore")
             yield
     finally:
-        # torch loses an exception of a signal handler here and there, or makes another of it: the caller's handler has
-        # the signal now.
+        # torch may swallow the exception, or raise another: the signal is raised again for the caller's handler.
         if received:
+            if signal.getsignal(received[0]) == signal.SIG_DFL:
+                terminate(received[0])  # so that the caller removes its files
             signal.raise_signal(received[0])
     _logger.info("%s: %.1f s", name, time.perf_counter() - start)
 
@@ -441,7 +442,7 @@ def _write_openvino(exportable: ExportableDetector, example: Tensor, path: Path,
     openvino = import_openvino()
     is_half = next(exportable.parameters()).dtype == torch.float16
     replacements = {F.scaled_dot_product_attention: _attention_as_products}
-    if not (is_half or quantizes):  # it makes a rounding three times as large
+    if not (is_half or quantizes):  # Winograd triples rounding errors.
         replacements[F.conv2d] = _winograd_conv2d
     # Half precision is that of the weights in the file; the computation is in float32.
     with _Replacing(replacements), copied_windows():

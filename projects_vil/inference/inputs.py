@@ -1,6 +1,7 @@
 """The images that an input names, one after the other: files, folders, lists, tables and tar files, local or remote."""
 
 import csv
+import gzip
 import hashlib
 import io
 import itertools
@@ -8,6 +9,7 @@ import os
 import re
 import tarfile
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 from backbones import ConfigError
@@ -27,8 +29,8 @@ def find_images(
 
     Args:
         source: an image; a folder, for all images and tar files in it and its subfolders, by name, except for hidden
-            ones; ``.txt`` with a path or URL a line; ``.csv`` or ``.parquet`` with a column of them; ``.tar``, also
-            compressed as ``.tar.gz``, with images. Each but a folder may be a URL that fsspec knows, or a pattern,
+            ones; ``.txt`` with a path or URL a line; ``.csv`` or ``.parquet`` with a column of them; ``.tar`` or
+            ``.tar.gz`` with images. Each but a folder may be a URL that fsspec knows, or a pattern,
             ``shards-{000..127}.tar``. Paths in a list or table are relative to its folder.
         exclude: a folder to skip.
         column: the column of a table; None for the first of ``COLUMNS`` that it has.
@@ -106,9 +108,9 @@ def named_places(source: str, exclude: str, column: str | None) -> Iterator[tupl
 
 
 def suffix_of(place: str) -> str:
-    """Return the suffix of a path or URL, in lower case; ``.tar`` for compressed ones too: tarfile reads both."""
+    """Return the suffix of a path or URL, in lower case; ``.tar`` for ``.tar.gz`` too."""
     path = (place.partition("?")[0] if "://" in place else place).lower()
-    return TAR if path.endswith((".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")) else os.path.splitext(path)[1]
+    return TAR if path.endswith((".tar.gz", ".tgz")) else os.path.splitext(path)[1]
 
 
 def _walk(folder: str, exclude: str) -> Iterator[str]:
@@ -150,10 +152,28 @@ def _listed(place: str, column: str | None) -> Iterator[str]:
             yield str(row[found] or "")  # The row of an image without a name has an error.
 
 
+class _Member(tarfile.TarInfo):
+    """Reads the headers of a tar file, of which tarfile takes a damaged or missing one for the end of the file."""
+
+    @classmethod
+    def fromtarfile(cls, tar: tarfile.TarFile) -> tarfile.TarInfo:
+        try:
+            return super().fromtarfile(tar)
+        except tarfile.EOFHeaderError:
+            raise
+        except tarfile.HeaderError as error:
+            raise tarfile.ReadError(f"{error} at byte {tar.offset}") from error
+
+
 def _members(place: str) -> Iterator[tuple[str, bytes | OSError]]:
     """Yield names and contents of the images in a tar file; where it breaks off, no name and the error."""
+    is_compressed = not place.partition("?")[0].lower().endswith(TAR)
     try:
-        with open_file(place) as file, tarfile.open(fileobj=file, mode="r|*") as tar:
+        with (
+            open_file(place) as file,
+            gzip.open(file) if is_compressed else nullcontext(file) as plain,
+            tarfile.open(fileobj=plain, mode="r|", tarinfo=_Member) as tar,
+        ):
             for member in tar:
                 is_image = member.name.lower().endswith(IMAGE_SUFFIXES) and member.isfile()
                 if is_image and not os.path.basename(member.name).startswith("."):

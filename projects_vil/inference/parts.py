@@ -126,7 +126,7 @@ def predict_parts(
     manifest = output / f"{prefix}manifest.jsonl"
     parts = _read_parts(manifest, made_of)
     if parts:
-        logging.getLogger(__name__).info("%s has parts already, %d: those that are whole stay", output, len(parts))
+        logging.getLogger(__name__).info("%s has %d parts already; whole ones are kept", output, len(parts))
     output.mkdir(parents=True, exist_ok=True)
     _write_lines(manifest, [made_of, *parts])
     with progress_bar("image") as progress:
@@ -184,7 +184,8 @@ def _read_parts(manifest: Path, made_of: dict[str, Any]) -> list[dict[str, Any]]
         # A killed process may have written a part of the last line.
         before, *parts = map(json.loads, text[: text.rfind("\n") + 1].splitlines())
         check_same(path, before, made_of)
-        return parts if path == manifest else []
+        # Two jobs that wrote the same output have a line each.
+        return list({part["file"]: part for part in parts}.values()) if path == manifest else []
     except ConfigError:
         raise
     except (ValueError, KeyError, TypeError) as error:
@@ -197,7 +198,10 @@ def _write_lines(manifest: Path, contents: Sequence[dict[str, Any]]) -> None:
 
 
 def _append(manifest: Path, part: dict[str, Any]) -> None:
-    with open(manifest, "a") as file:
-        file.write(json.dumps(part) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with open(manifest, "a") as file:
+            file.write(json.dumps(part) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise ConfigError(f"{manifest} cannot be written: {error.strerror}") from error

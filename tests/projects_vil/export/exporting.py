@@ -98,7 +98,7 @@ def write(
     exportable = make_exportable(detector(name), batched=batched, fixed_number=fixed_number)
     path = folder / f"{name}{'_batched' if batched else ''}_{dtype}{FORMATS[file_format].suffix}"
     with pytest.MonkeyPatch.context() as patch:
-        if not batched:  # those are quantised too
+        if not batched:  # int8 files are made from batched ones, which have direct convolutions
             patch.setattr(formats, "_WINOGRAD_CHANNELS", 16)  # as for the convolutions of detectors of full size
         FORMATS[file_format].write(exportable, torch.stack([example] * 2) if batched else example, path)
     facts = {"precision": "fp32", "input_dtype": dtype, "weights": "random.pth"}

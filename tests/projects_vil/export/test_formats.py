@@ -151,6 +151,7 @@ def test_an_openvino_file(written):
     sides = openvino.Dimension(*export_sides(detector("retinanet")))
     assert read.input().get_partial_shape() == openvino.PartialShape([3, sides, sides])
     assert model.metadata["runtime_options"] == {"INFERENCE_PRECISION_HINT": "f32"}
+    assert "GroupConvolution" in {operator.get_type_name() for operator in read.get_ops()}  # of Winograd's filtering
     # Its telemetry would report the import, and leaves a folder in the user's home.
     assert sys.modules["openvino_telemetry"] is None
 

@@ -74,6 +74,26 @@ def test_tar_files_in_a_folder(photos):
     assert [image.name for image in find_images(photos, exclude=photos / "in")] == names
 
 
+@pytest.mark.parametrize("fault", ["two gzip members", "damaged header", "cut between members"])
+def test_no_image_of_a_tar_file_is_lost_in_silence(photos, fault):
+    """Where a file breaks off is an error, although tarfile takes it for the end."""
+    contents = (photos / "shard-09.tar").read_bytes()
+    with tarfile.open(photos / "shard-09.tar") as tar:
+        start = tar.getmembers()[1].offset
+    before, after = contents[:start], contents[start:]
+    if fault == "two gzip members":
+        (photos / "faulty.tar.gz").write_bytes(gzip.compress(before) + gzip.compress(after))
+    else:
+        (photos / "faulty.tar").write_bytes(before + (after[512:] if fault == "damaged header" else b""))
+    first, second = find_images(next(photos.glob("faulty.*")), exclude=photos / "in")
+    assert first.read_size()
+    if fault == "two gzip members":
+        assert second.read_size()
+    else:
+        with pytest.raises(UnreadableImage, match=rf"faulty\.tar.*{start}"):
+            second.read_size()
+
+
 def test_images_come_before_all_of_them_are_known(photos):
     (photos / "0.png").touch()
     images = find_images(photos / "{0..999999999999}.png", exclude=photos)
