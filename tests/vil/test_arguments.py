@@ -117,6 +117,7 @@ def test_copied_lists_are_complete():
     for name in ("vil/commands.py", "tools/visualize.py", *examples):
         text = (ROOT / name).read_text()
         assert f"(default {DRAW_THRESHOLD})" in text, name
+        assert name == "vil/commands.py" or f"default={DRAW_THRESHOLD}," in text, name  # where it is None if not given
 
 
 # -- overrides -------------------------------------------------------------------------------------
