@@ -103,6 +103,8 @@ def positive(text: str) -> int:
 
 def shard(text: str) -> tuple[int, int]:
     """Return the numbers of ``I/N``; an argparse type."""
+    if not re.fullmatch(r"\d+/\d+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not I/N, as 0/16")
     number, total = text.split("/")
     return int(number), int(total)
 

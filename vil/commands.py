@@ -31,13 +31,13 @@ def add_predict_arguments(parser: ToolParser) -> None:
     annotations_help = "COCO file of the folder: only its images are read; results have its ids and categories"
     parser.add_argument("--annotations", type=existing_path, metavar="FILE", help=annotations_help)
     format_help = "coco (default), or parquet: part files, no drawings; a killed run goes on after its last part"
-    parser.add_argument("--format", choices=("coco", "parquet"), default="coco", help=format_help)
+    parser.add_argument("--format", choices=("coco", "parquet"), help=format_help)
     part_help = f"images in a Parquet file (default {PART_SIZE})"
     parser.add_argument("--part-size", type=positive, metavar="N", help=part_help)
     parser.add_argument("--shard", type=shard, metavar="I/N", help="only images of job I, from 0, of N; needs parquet")
     parser.add_argument("--column", metavar="NAME", help="of paths or URLs in a table (default: path, file_name, url)")
     ray_help = "spread the images over the Ray cluster at RAY_ADDRESS, or over this machine; writes parquet"
-    parser.add_argument("--ray", action="store_const", dest="format", const="ray", help=ray_help)
+    parser.add_argument("--ray", action="store_true", help=ray_help)
     workers_help = "smallest and largest number of detectors (default: 1 to one for each GPU, or CPU but one)"
     parser.add_argument("--ray-workers", nargs=2, type=positive, metavar=("MIN", "MAX"), help=workers_help)
     parser.add_argument("--no-drawings", action="store_true", help="write no drawings, only the results")
@@ -52,25 +52,28 @@ def predict(model: str, args: argparse.Namespace) -> None:
     from projects_vil.inference import Detector, predict
     from projects_vil.inference.inputs import find_images, is_video
 
+    if args.ray and args.format == "coco":
+        raise ConfigError("format coco: --ray writes Parquet files; leave out one of them")
+    file_format = "ray" if args.ray else args.format or "coco"
     flags = {"coco": "--format coco", "parquet": "--format parquet", "ray": "--ray"}
     only = {"shard": ["parquet"], "ray_workers": ["ray"], "part_size": ["parquet", "ray"]}
     only |= dict.fromkeys(("annotations", "score_threshold", "workers"), ["coco"])
     for name, formats in only.items():
-        if getattr(args, name) is not None and args.format not in formats:
+        if getattr(args, name) is not None and file_format not in formats:
             raise ConfigError(f"{name} is for {' and '.join(flags[one] for one in formats)} only")
     options = {"batch_size": args.batch_size, "column": args.column}
-    if args.format != "coco":
+    if file_format != "coco":
         options["part_size"] = args.part_size or PART_SIZE
-    if not args.annotations and (args.format != "coco" or not is_video(args.input)):
+    if not args.annotations and (file_format != "coco" or not is_video(args.input)):
         # Before the model is loaded.
         next(find_images(args.input, exclude=args.output, column=args.column))
-    if args.format == "ray":
+    if file_format == "ray":
         from projects_vil.inference.on_ray import predict_on_ray
 
         options |= {"workers": args.ray_workers, "tta": args.tta, "overrides": args.opts}
         _end(args.output, predict_on_ray(model, args.input, args.output, **options))
     detector = Detector.load(model, tta=args.tta, overrides=args.opts)
-    if args.format == "parquet":
+    if file_format == "parquet":
         from projects_vil.inference.parts import predict_parts
 
         _end(args.output, predict_parts(detector, args.input, args.output, shard=args.shard, **options))

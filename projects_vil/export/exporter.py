@@ -128,7 +128,7 @@ def export_detector(
 
     # Files with different inputs or outputs have different names.
     parts = ["model", batched and "batched", precision != "fp32" and precision, fixed_detections and "fixed"]
-    parts += [input_dtype != "uint8" and input_dtype, size and f"{size[0]}x{size[1]}"]
+    parts += [input_dtype != "uint8" and input_dtype, size and f"{size[0]}x{size[1]}", opset and f"opset{opset}"]
     entry = FORMATS[file_format]
     path = Path(output) / ("_".join(filter(None, parts)) + entry.suffix)
     with unfinished_folder(path.parent) as unfinished:

@@ -189,7 +189,7 @@ def _read_parts(manifest: Path, made_of: dict[str, Any]) -> list[dict[str, Any]]
     except ConfigError:
         raise
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"output has {path}, which is not the manifest of such parts: choose another one") from error
+        raise ConfigError(f"output has {path}, and no readable manifest of parts: choose another one") from error
 
 
 def _write_lines(manifest: Path, contents: Sequence[dict[str, Any]]) -> None:

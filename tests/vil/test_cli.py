@@ -89,6 +89,7 @@ def test_a_wheel_has_all_that_the_command_needs(tmp_path):
 
 def test_mistakes_of_a_prediction_are_found_before_the_model_is_loaded(vil, tmp_path):
     drawing = ["--format", "parquet", "--score-threshold", "0.5"]
-    for options, named in (["--part-size", 3], "--format parquet"), (drawing, "--format coco"), ([], "has no images"):
+    mistakes = [(["--part-size", 3], "--format parquet"), (drawing, "--format coco"), ([], "has no images")]
+    for options, named in [*mistakes, (["--ray", "--format", "coco"], "--ray writes Parquet")]:
         status, _, err = vil("predict", "none", tmp_path, "--output", tmp_path / "out", *options)
         assert status == 1 and named in err and not (tmp_path / "out").exists()
