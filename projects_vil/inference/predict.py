@@ -30,8 +30,8 @@ from projects_vil.config import default_config
 from projects_vil.data import describe_classes, load_dataset, match_all_classes, register_datasets
 from projects_vil.export import ExportedModel
 from projects_vil.inference.detector import Detector, check_threshold
-from projects_vil.inference.inputs import find_images, is_stream
-from projects_vil.inference.sources import VIDEO_SUFFIXES, ImageBatches, ImageSource, Skipped, Video
+from projects_vil.inference.inputs import find_images, is_stream, is_video
+from projects_vil.inference.sources import ImageBatches, ImageSource, Skipped, Video
 from projects_vil.utils import stop_requests
 from projects_vil.visualization import DRAW_THRESHOLD, write_image
 
@@ -125,7 +125,7 @@ def predict(
     if stream is not None:
         files: ImageBatches | Video = Video(stream)
         logging.getLogger(__name__).info("Ctrl-C ends %s and writes its results", files.name)
-    elif source.is_file() and source.suffix.lower() in VIDEO_SUFFIXES:
+    elif is_video(text):
         files = Video(source)
     elif annotations is None:
         files = ImageBatches(find_images(text, exclude=output, column=column), keep_pixels=drawings)

@@ -75,7 +75,9 @@ def test_parts_that_are_not_whole_are_made_again(photos, tmp_path):
     expected = files(tmp_path / "out")
     (tmp_path / "out/part-000001.parquet").unlink()
     (tmp_path / "out/part-000003.parquet").write_bytes(expected["part-000003.parquet"][:-1])
-    (tmp_path / "out/manifest.jsonl").write_bytes(expected["manifest.jsonl"] + b'{"file": "part')
+    # Of two jobs at once, one of which was killed.
+    manifest = expected["manifest.jsonl"]
+    (tmp_path / "out/manifest.jsonl").write_bytes(manifest + manifest.splitlines(keepends=True)[-1] + b'{"file": "part')
     for num_images in (6, 0):
         runner = BrightHalfRunner()
         totals = run(photos, tmp_path / "out", runner)
