@@ -144,8 +144,8 @@ def add_vil_config(cfg: CfgNode) -> None:
     # With SOLVER.AMP.ENABLED: "float16", which needs a GPU and scales the loss, "bfloat16", also on the CPU, or "auto":
     # float16 on GPUs of compute capability below 8.0, otherwise bfloat16.
     cfg.SOLVER.AMP.DTYPE = "auto"
-    # Gradient accumulation: the number of micro-batches that IMS_PER_BATCH images are split into. 0 measures which is
-    # the largest micro-batch that fits into memory.
+    # Gradient accumulation: the number of micro-batches that IMS_PER_BATCH images are split into. 0 chooses it:
+    # by the free memory of a GPU, and by the number of pixels on the CPU.
     cfg.SOLVER.ACCUMULATE = 1
     # The batch size for which BASE_LR and BASE_LR_END are given: they are multiplied by IMS_PER_BATCH divided by it. 0
     # leaves them as they are.

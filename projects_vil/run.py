@@ -84,7 +84,7 @@ def train(
         config: instead of ``model`` and ``detector`` a config, as a file or by name, ``"mask_rcnn/vil_small_1x"``.
         epochs: passes over the training images; 50 for ``data``.
         batch: images in an iteration; the learning rate is scaled to it, unless it is an override. By default the
-            config's, computed in as many parts as the memory requires.
+            config's, with gradient accumulation if the memory requires it.
         val: share of the images for validation, where ``data`` has no validation images of its own.
         weights: a checkpoint, or a name of the model zoo; random weights by default.
         output: OUTPUT_DIR, by default ``output/DATA_MODEL_DETECTOR``.

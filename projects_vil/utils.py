@@ -16,10 +16,9 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import Connection
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
 import torch
@@ -356,19 +355,6 @@ def memory_of(process: int | str = "self", *, peak: bool = False) -> int | None:
     return int(found[1]) * 1024 if found else None
 
 
-def available_memory() -> int | None:
-    """Return the bytes of memory that new processes can have without swapping; None on systems without /proc."""
-    path = Path("/proc/meminfo")
-    found = re.search(r"MemAvailable:\s+(\d+) kB", path.read_text()) if path.exists() else None
-    if found is None:
-        return None
-    # A container of cgroup v2 may have less than the machine.
-    limit, used = (Path("/sys/fs/cgroup", f"memory.{name}") for name in ("max", "current"))
-    number = limit.read_text().strip() if limit.exists() and used.exists() else "max"
-    own = [] if number == "max" else [int(number) - int(used.read_text())]
-    return min(int(found[1]) * 1024, *own) if own else int(found[1]) * 1024
-
-
 def peak_in_new_process(build: Callable[[], Callable[[], object]], *, what: str, instead: str) -> int | None:
     """Return the peak bytes of one call above the memory before it, in a new process with as many threads as this one.
 
@@ -384,11 +370,10 @@ def peak_in_new_process(build: Callable[[], Callable[[], object]], *, what: str,
     """
     if memory_of(peak=True) is None:
         return None
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        try:
-            return pool.submit(_peak, build, torch.get_num_threads()).result()
-        except BrokenProcessPool as error:
-            raise ConfigError(f"{what}: the process that measured the memory has ended: {instead}") from error
+    try:
+        return call_in_new_process(_peak, build, torch.get_num_threads())
+    except EOFError as error:
+        raise ConfigError(f"{what}: the process that measured the memory has ended: {instead}") from error
 
 
 def _peak(build: Callable[[], Callable[[], object]], threads: int) -> int:
@@ -399,3 +384,63 @@ def _peak(build: Callable[[], Callable[[], object]], threads: int) -> int:
     before = memory_of()
     call()
     return memory_of(peak=True) - before
+
+
+# -- new processes ---------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def hidden_main_module() -> Iterator[None]:
+    """Hide the main module from processes that are spawned inside the context.
+
+    multiprocessing runs the main module of the parent in each spawned process. A script that calls
+    :func:`projects_vil.train` without ``if __name__ == "__main__"`` would train again there. Functions that are passed
+    to the processes must be importable from another module.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def call_in_new_process(function: Callable[..., Any], *args: object) -> Any:
+    """Return ``function(*args)``, called in a new interpreter, which ends when this call ends for any reason.
+
+    Args:
+        function: importable from a module other than the main module.
+        args: pickled for the process.
+
+    Raises:
+        EOFError: if the process is killed, for example because memory is short.
+        Exception: the exception that ``function`` raises.
+    """
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send_result, args=(sender, function, args))
+    try:
+        with deferred_signals(), hidden_main_module():
+            # The new process inherits the mask: Ctrl-C in a terminal ends this process only, which kills the new one.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+            try:
+                process.start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        sender.close()
+        result, error = receiver.recv()
+    finally:
+        if process.pid is not None:
+            process.kill()
+            process.join()
+    if error is not None:
+        raise error
+    return result
+
+
+def _send_result(sender: Connection, function: Callable[..., Any], args: tuple) -> None:
+    try:
+        sent = function(*args), None
+    except Exception as error:
+        sent = None, error
+    sender.send(sent)

@@ -81,7 +81,7 @@ def train(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add_argument("--epochs", type=positive, metavar="N", help="passes over the training images (default 50)")
     batch_help = (
         "images per iteration, to which the learning rate is scaled unless SOLVER.BASE_LR is given (default: the "
-        "config's 16, in as many parts as the memory requires)"
+        "config's 16, with gradient accumulation if the memory requires it)"
     )
     parser.add_argument("--batch", type=positive, metavar="N", help=batch_help)
     val_help = "share of the images for validation, where DATA has no validation images (default 0.2)"

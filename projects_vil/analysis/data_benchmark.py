@@ -3,9 +3,7 @@
 import contextlib
 import io
 import json
-import multiprocessing
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from torch.utils.benchmark.utils.timer import timer
 
 from projects_vil.data import CocoFile
 from projects_vil.evaluation import COCO_APIS, coco_evaluator
-from projects_vil.utils import memory_of
+from projects_vil.utils import call_in_new_process, memory_of
 
 # As many classes as COCO has, about as many objects in an image, and the usual number of points of a polygon.
 NUM_CLASSES, NUM_OBJECTS, NUM_POINTS = 80, 7, 24
@@ -39,12 +37,11 @@ def compare_coco_apis(*, num_images: int, num_detections: int) -> dict[str, dict
     Raises:
         ConfigError: where faster-coco-eval is not installed.
     """
-    context, measured = multiprocessing.get_context("spawn"), {}
+    measured = {}
     with tempfile.TemporaryDirectory() as folder:
         objects = write_annotations(Path(folder) / "annotations.json", np.random.default_rng(0), num_images)
         for api in COCO_APIS:
-            with ProcessPoolExecutor(1, mp_context=context) as pool:
-                measured[api] = pool.submit(_evaluate, folder, *objects, num_detections, api).result()
+            measured[api] = call_in_new_process(_evaluate, folder, *objects, num_detections, api)
     return {key: {api: own[key] for api, own in measured.items()} for key in ("seconds", "memory", "metrics")}
 
 
@@ -71,12 +68,11 @@ def time_dataset_check(*, num_images: int) -> dict[str, float | None]:
         ``file_size`` of the annotations in bytes, ``seconds``, and the peak of the process's ``memory`` in bytes, or
         None on systems without /proc.
     """
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(1, mp_context=context) as pool:
+    with tempfile.TemporaryDirectory() as folder:
         annotations, images = Path(folder) / "annotations.json", Path(folder) / "images"
         write_annotations(annotations, np.random.default_rng(0), num_images)
         write_images(images, num_images)
-        return {"file_size": annotations.stat().st_size} | pool.submit(_time_check, annotations, images).result()
+        return {"file_size": annotations.stat().st_size} | call_in_new_process(_time_check, annotations, images)
 
 
 def _time_check(annotations: Path, images: Path) -> dict[str, float | None]:

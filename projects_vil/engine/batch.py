@@ -1,12 +1,9 @@
-"""The largest micro-batch of a training step that fits into memory, measured: ``SOLVER.ACCUMULATE 0``."""
+"""The largest micro-batch of a training step that fits into memory: ``SOLVER.ACCUMULATE 0``."""
 
 import copy
-import dataclasses
-import functools
 import gc
 import logging
 import math
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import torch
@@ -21,10 +18,11 @@ from projects_vil.checkpoint import checkpoints_of
 from projects_vil.config import CONFIG_FILE, is_segmentor, load_config, updated
 from projects_vil.engine.trainer import amp_dtype
 from projects_vil.solver import build_optimizer
-from projects_vil.utils import available_memory, peak_in_new_process
 
-# Of the free memory; the rest is for fragments, and for what differs between images.
+# Share of the free memory of a GPU. The rest is for fragments, and for differences between images.
 _SHARE = 0.8
+# Pixels of a micro-batch on the CPU: one image of COCO's usual training size.
+_CPU_PIXELS = 800 * 1333
 # Objects of an image. A Mask R-CNN trains masks of a quarter of its 512 samples, which have these among them.
 _OBJECTS = 128
 
@@ -34,15 +32,17 @@ def choose_micro_batches(
 ) -> tuple[CfgNode, list[str]]:
     """Return a config with a number in place of ``SOLVER.ACCUMULATE 0``, and lines for the log; in all processes.
 
-    A micro-batch is a divisor of the images of a process: the largest whose training step takes at most ``limit``.
-    Steps with the two smallest ones are measured, then the largest that may fit by a straight line through both, and
-    where it does not, the next smaller ones. A run that is resumed keeps the number of its ``config.yaml``.
+    The size of a micro-batch divides the images of a process. On a GPU it is the largest size whose training step
+    takes at most ``limit``: steps with the two smallest sizes are measured, a straight line through both gives the
+    largest size that may fit, and smaller sizes follow if it does not fit. On the CPU nothing is measured: a
+    micro-batch has as many images as 800 x 1333 pixels allow, and at least one. A resumed run keeps the number of its
+    ``config.yaml``.
 
     Args:
-        limit: bytes for a process; by default 80 % of those that are free.
+        limit: bytes for a process on a GPU; by default 80 % of the free memory.
 
     Raises:
-        ConfigError: if a step with one image takes more, or memory cannot be measured.
+        ConfigError: if a step with one image takes more than ``limit``.
     """
     solver, saved = cfg.SOLVER, Path(cfg.OUTPUT_DIR) / CONFIG_FILE
     if solver.ACCUMULATE:
@@ -51,11 +51,25 @@ def choose_micro_batches(
     number = load_config(saved).SOLVER.ACCUMULATE if resume and checkpoints_of(cfg.OUTPUT_DIR) and saved.exists() else 0
     if number and images % number == 0:
         return updated(cfg, {"SOLVER.ACCUMULATE": number}), [f"SOLVER.ACCUMULATE {number}, as in the resumed run"]
-    logging.getLogger(__name__).info(
-        "SOLVER.ACCUMULATE 0: measuring how many images of a step fit into memory; another number leaves this out"
-    )
-    limit = min(comm.all_gather(_SHARE * _free_memory(cfg) if limit is None else limit))
     sizes = [size for size in range(1, images + 1) if images % size == 0]
+    height, width = largest_training_size(cfg)
+    what = f"images of {height} x {width} pixels"
+    if cfg.MODEL.DEVICE.startswith("cuda"):
+        limit = min(comm.all_gather(_SHARE * torch.cuda.mem_get_info(cfg.MODEL.DEVICE)[0] if limit is None else limit))
+        chosen, reason = _measure(cfg, sizes, limit, what)
+    else:
+        chosen = max(size for size in sizes if size == 1 or size * height * width <= _CPU_PIXELS)
+        reason = "the memory of a CPU is not measured"
+    accumulate = images // chosen
+    line = f"SOLVER.ACCUMULATE 0 is SOLVER.ACCUMULATE {accumulate}: {chosen} of {images} {what} at once ({reason})"
+    return updated(cfg, {"SOLVER.ACCUMULATE": accumulate}), [line]
+
+
+def _measure(cfg: CfgNode, sizes: list[int], limit: float, what: str) -> tuple[int, str]:
+    """Return the largest of ``sizes`` whose step takes at most ``limit`` bytes in all processes, and the figures."""
+    logging.getLogger(__name__).info(
+        "SOLVER.ACCUMULATE 0: measuring how many images of a step fit into memory. Another number skips this."
+    )
     peaks: dict[int, float] = {}
 
     def fits(size: int) -> bool:
@@ -63,25 +77,20 @@ def choose_micro_batches(
             peaks[size] = max(comm.all_gather(peak_of_step(cfg, size)))
         return peaks[size] <= limit
 
-    height, width = largest_training_size(cfg)
-    what, allowed = f"images of {height} x {width} pixels", f"{limit / 1e9:.2f} GB"
     if not fits(1):
+        needed = f"{peaks[1] / 1e9:.2f} GB" if peaks[1] < math.inf else "more memory than the GPU has"
         raise ConfigError(
-            f"a training step with one of the {what} takes {peaks[1] / 1e9:.2f} GB of memory, and {allowed} may be "
-            "used: lower INPUT.MIN_SIZE_TRAIN and MAX_SIZE_TRAIN (or INPUT.LSJ.SIZE), or set "
-            "MODEL.TRANSFORMER.ACTIVATION_CHECKPOINTING True"
+            f"A training step with one of the {what} takes {needed}, and {limit / 1e9:.2f} GB may be used. Lower "
+            "INPUT.MIN_SIZE_TRAIN and MAX_SIZE_TRAIN (or INPUT.LSJ.SIZE), or set "
+            "MODEL.TRANSFORMER.ACTIVATION_CHECKPOINTING True."
         )
     chosen = 1
-    if images > 1 and fits(sizes[1]):
+    if len(sizes) > 1 and fits(sizes[1]):
         slope = (peaks[sizes[1]] - peaks[1]) / (sizes[1] - 1)
         likely = [size for size in sizes[1:] if size == sizes[1] or peaks[1] + slope * (size - 1) <= limit]
         chosen = next(size for size in reversed(likely) if fits(size))
     measured = ", ".join(f"{size}: {peak / 1e9:.2f} GB" for size, peak in sorted(peaks.items()))
-    line = (
-        f"SOLVER.ACCUMULATE 0 is SOLVER.ACCUMULATE {images // chosen}: {chosen} of {images} {what} fit into {allowed} "
-        f"(measured: {measured})"
-    )
-    return updated(cfg, {"SOLVER.ACCUMULATE": images // chosen}), [line]
+    return chosen, f"measured: {measured}; limit {limit / 1e9:.2f} GB"
 
 
 def largest_training_size(cfg: CfgNode) -> tuple[int, int]:
@@ -96,32 +105,19 @@ def largest_training_size(cfg: CfgNode) -> tuple[int, int]:
 
 
 def peak_of_step(cfg: CfgNode, num_images: int) -> float:
-    """Return the bytes that model, optimizer and a training step with random images take; inf where there are too few.
+    """Return the bytes of GPU memory that a training step with random images takes, model and optimizer included.
 
-    Raises:
-        ConfigError: where they cannot be measured.
+    It is infinite if the GPU has too little memory.
     """
     # Compiling takes minutes, and processes of which one runs out of memory must not wait for each other.
     values: dict[str, object] = {"MODEL.TRANSFORMER.COMPILE": False}
     if cfg.MODEL.TRANSFORMER.BATCH_NORM == "sync":
         values["MODEL.TRANSFORMER.BATCH_NORM"] = "batch"
-    build, give = functools.partial(_Step, updated(cfg, values), num_images), "give SOLVER.ACCUMULATE a number"
     device = cfg.MODEL.DEVICE
-    if not device.startswith("cuda"):
-        try:
-            peak = peak_in_new_process(build, what="SOLVER.ACCUMULATE 0", instead=give)
-        except ConfigError as error:
-            if not isinstance(error.__cause__, BrokenProcessPool):
-                raise
-            # Killed: more than there is.
-            return math.inf
-        if peak is None:
-            raise ConfigError(f"SOLVER.ACCUMULATE 0 cannot measure memory without /proc: {give}")
-        return peak
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     try:
-        build()()
+        run_steps(updated(cfg, values), num_images)
         peak = torch.cuda.max_memory_allocated(device) - before
     except torch.OutOfMemoryError:
         peak = math.inf
@@ -131,33 +127,24 @@ def peak_of_step(cfg: CfgNode, num_images: int) -> float:
     return peak
 
 
-def _free_memory(cfg: CfgNode) -> float:
-    if cfg.MODEL.DEVICE.startswith("cuda"):
-        return torch.cuda.mem_get_info(cfg.MODEL.DEVICE)[0]
-    return (available_memory() or math.inf) / comm.get_local_size()
+def run_steps(cfg: CfgNode, num_images: int) -> None:
+    """Build the model, and train two steps on random images without a loss.
 
-
-@dataclasses.dataclass(frozen=True)
-class _Step:
-    """Two steps of training on random images, without a loss: the second has gradients and the optimizer's state."""
-
-    cfg: CfgNode
-    num_images: int
-
-    def __call__(self) -> None:
-        cfg, amp = self.cfg, self.cfg.SOLVER.AMP
-        model = build_model(cfg)
-        optimizer = build_optimizer(cfg, model)
-        # Of which only the memory counts.
-        _average = copy.deepcopy(model) if cfg.MODEL.EMA.ENABLED else None
-        device = torch.device(cfg.MODEL.DEVICE).type
-        dtype = amp_dtype(amp.DTYPE, on_gpu=device == "cuda") if amp.ENABLED else None
-        with EventStorage(), torch.jit.optimized_execution(False):
-            for _ in range(2):
-                with torch.autocast(device, dtype, enabled=amp.ENABLED):
-                    losses = model([_random_image(cfg) for _ in range(self.num_images)])
-                (0 * sum(losses.values())).backward()
-                optimizer.step()
+    The second step has gradients and the state of the optimizer in memory.
+    """
+    amp = cfg.SOLVER.AMP
+    model = build_model(cfg)
+    optimizer = build_optimizer(cfg, model)
+    # Only its memory matters.
+    _average = copy.deepcopy(model) if cfg.MODEL.EMA.ENABLED else None
+    device = torch.device(cfg.MODEL.DEVICE).type
+    dtype = amp_dtype(amp.DTYPE, on_gpu=device == "cuda") if amp.ENABLED else None
+    with EventStorage(), torch.jit.optimized_execution(False):
+        for _ in range(2):
+            with torch.autocast(device, dtype, enabled=amp.ENABLED):
+                losses = model([_random_image(cfg) for _ in range(num_images)])
+            (0 * sum(losses.values())).backward()
+            optimizer.step()
 
 
 def _random_image(cfg: CfgNode) -> dict[str, object]:

@@ -24,7 +24,7 @@ from torch.distributed import DistNetworkError, FileStore, PrefixStore, Store, T
 from torch.multiprocessing import ProcessExitedException, start_processes
 
 from backbones import ConfigError
-from projects_vil.utils import handling_signals, removed_if_not_begun, terminate
+from projects_vil.utils import handling_signals, hidden_main_module, removed_if_not_begun, terminate
 
 # How long processes wait for each other, for example while rank 0 evaluates or reads the data.
 TIMEOUT = timedelta(minutes=30)
@@ -156,7 +156,8 @@ def _spawn(run: Callable, args: argparse.Namespace, device: str, url: str) -> No
     with handling_signals(pass_on):
         # CUDA and OpenMP's threads do not survive a fork.
         worker_args = (run, args, device, url)
-        context = start_processes(_worker, worker_args, nprocs=args.num_gpus, join=False, start_method="spawn")
+        with hidden_main_module():
+            context = start_processes(_worker, worker_args, nprocs=args.num_gpus, join=False, start_method="spawn")
         processes += context.processes
         for number in received[:1]:
             pass_on(number, None)

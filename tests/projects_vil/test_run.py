@@ -1,14 +1,18 @@
 """Training and evaluation in one call, on a dataset that is named by its folder."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import cv2
 import pytest
 
 from projects_vil import Run, load_config, train
 from projects_vil.run import evaluate
-from tests.projects_vil.helpers import CONFIGS, SMALL, message
+from tests.projects_vil.helpers import CONFIGS, PATIENCE, ROOT, SMALL, message
 
 KEYS = dict(zip(SMALL["retinanet"][::2], SMALL["retinanet"][1::2], strict=True))
 TINY = "vil_tiny_1_1_3_1_rpb"
@@ -63,8 +67,24 @@ def test_a_model_without_a_config_of_its_own(data):
     )
     cfg = load_config(run.folder / "config.yaml")
     assert (cfg.MODEL.TRANSFORMER.NAME, cfg.MODEL.MASK_ON, cfg.MODEL.ROI_HEADS.NUM_CLASSES) == (TINY, False, 3)
-    # The batch fits in one part: measured.
+    # The batch is given, so that it is not split.
     assert (cfg.SOLVER.MAX_ITER, cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.ACCUMULATE) == (1, 2, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_plain_script_runs_once(data, processes):
+    """The README's call, without ``if __name__ == "__main__"``: no process of the run imports the script again."""
+    keys = KEYS | {"SOLVER.MAX_ITER": "1"}
+    script = f"print('begin')\nfrom projects_vil import train\ntrain({str(data)!r}, model={TINY!r}, output='run', "
+    Path("script.py").write_text(f"{script}num_gpus={processes}, **{keys!r})\nprint('end')\n")
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [sys.executable, "script.py"], env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines.count("begin") == lines.count("end") == 1 and Path("run/model_final.pth").is_file()
 
 
 @pytest.mark.parametrize(

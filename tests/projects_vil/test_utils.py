@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ from projects_vil.utils import (
     terminating_between_calls,
     unfinished_folder,
 )
+from tests.projects_vil.helpers import PATIENCE, ROOT
 
 # -- logs ------------------------------------------------------------------------------------------
 
@@ -206,6 +208,40 @@ def test_the_peak_of_a_call():
     assert 1e8 < measure(functools.partial(allocate, 50_000_000)) < 6e8
     with pytest.raises(ConfigError, match="this"):
         measure(functools.partial(os._exit, 9))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(memory_of() is None, reason="the system has no /proc")
+@pytest.mark.parametrize(("number", "line"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "ended by SIGTERM")])
+def test_a_signal_ends_a_call_in_a_new_process_at_once(number, line, tmp_path):
+    """A terminal sends Ctrl-C to both processes. One line is printed, and no process is left."""
+    (tmp_path / "wait.py").write_text(
+        "import time\n"
+        "from projects_vil.utils import call_in_new_process\n"
+        "from vil.arguments import run_tool\n"
+        "run_tool(lambda: call_in_new_process(time.sleep, 3600))\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    options = {"stderr": subprocess.PIPE, "text": True, "start_new_session": True, "env": environment}
+    process = subprocess.Popen([sys.executable, tmp_path / "wait.py"], **options)
+    # The resource tracker of multiprocessing is a child too.
+    spawned = "multiprocessing.spawn"
+    while not (children := [child for child in children_of(process.pid) if spawned in command_of(child)]):
+        assert process.poll() is None
+        time.sleep(0.05)
+    os.killpg(process.pid, number) if number == signal.SIGINT else os.kill(process.pid, number)
+    _, printed = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, printed) == (128 + number, f"{line}\n")
+    assert not any(spawned in command_of(child) for child in children)
+
+
+def children_of(process: int) -> list[int]:
+    return [int(number) for number in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
+def command_of(process: int) -> str:
+    path = Path(f"/proc/{process}/cmdline")
+    return path.read_text() if path.exists() else ""
 
 
 @pytest.mark.slow
