@@ -7,6 +7,10 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+# A file with this text in its first bytes was written by this project, and may be replaced.
+GENERATOR = "written by vil-detectron2"
+_NUM_FIRST_BYTES = 4096
+
 
 class ConfigError(ValueError):
     """A user's mistake. The message is one line that names the file, key or value, and the way out."""
@@ -48,6 +52,21 @@ def check_file(path: str | Path, description: str, *, key: str = "") -> None:
         # Reading a pipe or a device may never end.
         other = ", but a pipe or device" * Path(path).exists()
         raise ConfigError(f"there is no {description} {path}{named_by}{other}")
+
+
+def check_replaceable(path: str | Path, *, advice: str = "Name a new file.") -> None:
+    """Raise a :class:`ConfigError` if ``path`` exists and its first bytes do not have ``GENERATOR``.
+
+    Args:
+        advice: a sentence about what to do, for the error.
+    """
+    path = Path(path)
+    if path.is_file():
+        with path.open("rb") as file:
+            if GENERATOR.encode() in file.read(_NUM_FIRST_BYTES):
+                return
+    if path.exists() or path.is_symlink():
+        raise ConfigError(f"'{path}' exists, and vil did not write it. {advice}")
 
 
 def check_choice(what: str, value: object, choices: Iterable[str]) -> None:

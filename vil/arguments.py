@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from backbones.errors import ConfigError, closest, find_os_error, printable
+from backbones.errors import GENERATOR, ConfigError, check_replaceable, closest, find_os_error, printable
 
 if TYPE_CHECKING:
     from detectron2.config import CfgNode
@@ -54,8 +54,6 @@ _TORCHRUN_SECONDS = 10
 # Types of arguments --------------------------------------------------------------------------------------------------
 
 
-# An output replaces an older one, but no checkpoint, config or log of a run.
-_REPLACED = (".html", ".jpg", ".json", ".png", ".svg")
 # Only for a missing file like these the others in its folder are compared: a folder of photos may have very many.
 _CONFIGS = (".py", ".yaml", ".yml")
 
@@ -81,14 +79,19 @@ def image_source(text: str) -> str:
 
 
 def output_file(text: str) -> str:
-    """Return a path at which a file can be written; an argparse type."""
+    """Return a path at which a file can be written; an argparse type.
+
+    A file of that name is replaced only if an earlier command wrote it.
+    """
     path = Path(text).absolute()
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text} is a folder")
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text}: there is no folder {path.parent}")
-    if path.exists() and (path.suffix.lower() not in _REPLACED or path.name == "metrics.json"):
-        raise argparse.ArgumentTypeError(f"{text} exists: name a new file")
+    try:
+        check_replaceable(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text} cannot be written")
     return text
@@ -297,10 +300,11 @@ def show(*lines: object) -> None:
 
 
 def write_json(path: str | None, content: object) -> None:
-    """Write ``content`` where ``--json`` asked for it."""
+    """Write ``content`` where ``--json`` asked for it; a list is written as ``rows``."""
     if path:
         from backbones.checkpoint_files import atomic_write
 
+        content = {"generator": GENERATOR} | (content if isinstance(content, dict) else {"rows": content})
         with atomic_write(path) as partial:
             partial.write_text(json.dumps(content, indent=2) + "\n")
 

@@ -27,7 +27,7 @@ from torch.utils.benchmark.utils.timer import timer
 
 from backbones import ConfigError
 from backbones.attention.sliding_chunk import sample_shifts
-from backbones.errors import check_choice, closest
+from backbones.errors import GENERATOR, check_choice, closest
 from projects_vil.config import check_device, load_config
 from projects_vil.modeling import TimmBackbone, TransformerBackbone, build_transformer_backbone, stage_names
 from projects_vil.solver import build_optimizer
@@ -349,7 +349,8 @@ def plot_measurements(rows: Sequence[dict[str, Any]], path: str | Path) -> None:
         axes.set(title=title, xlabel="megapixels")
         axes.grid(which="both", alpha=0.3)
         axes.legend(title="exponent in brackets" if exponents else None, fontsize="small")
-    figure.savefig(path, dpi=120)
+    # By which a later plot may replace this one; PNG and SVG take this key.
+    figure.savefig(path, dpi=120, metadata={"Description": GENERATOR})
 
 
 def _by_model(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

@@ -14,6 +14,7 @@ from projects_vil.checkpoint.checkpointer import (
 from projects_vil.checkpoint.metadata import METADATA_KEY, CheckpointMetadata, fingerprint, versions
 from projects_vil.checkpoint.pretrained import convert_file, convert_official, is_classifier, named_variant
 from projects_vil.checkpoint.storage import (
+    BEST_CHECKPOINT,
     LAST_CHECKPOINT,
     PUBLISHED_WEIGHTS,
     checkpoints_of,

@@ -21,6 +21,7 @@ import yaml
 
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
+from backbones.errors import GENERATOR, check_replaceable
 from projects_vil.data.detection_utils import IMAGE_SUFFIXES, UnreadableImage, read_size
 from projects_vil.utils import read_json
 
@@ -129,14 +130,17 @@ def read_dataset(
     elif val:
         raise ConfigError(f"val={val}: {source} has a validation split of {len(parts['val'][0]['images'])} images")
     splits, sizes, masks = {}, {}, []
+    written = {split: Path(folder) / f"{split}.json" for split, (_, path, _) in parts.items() if path is None}
+    for path in written.values():
+        check_replaceable(path, advice="Choose another output directory.")
+    # In front, where check_replaceable looks; the source is for error messages.
+    info = {"description": GENERATOR, SOURCE: os.path.abspath(source)}
     for split in [split for split in ("train", "val", "test") if split in parts]:
         content, path, images = parts[split]
         if path is None:
-            path = Path(folder) / f"{split}.json"
+            path, content = written[split], {"info": info} | content | {"info": info}
             path.parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(path) as partial:
-                # For the message about its errors.
-                content["info"] = {SOURCE: str(source)}
                 partial.write_text(json.dumps(content), encoding="utf-8")
         if contents is not None:
             contents[split] = content

@@ -2,20 +2,21 @@
 
 import math
 from collections.abc import Collection
+from pathlib import Path
 
 from detectron2.config import CfgNode
 from detectron2.engine import DefaultTrainer
 from torch import nn
 
 from backbones import ConfigError
-from backbones.errors import check_choice
+from backbones.errors import check_choice, check_replaceable
 from projects_vil import data
-from projects_vil.checkpoint import check_weights, checkpoints_of
-from projects_vil.config import check_device, is_panoptic, is_segmentor, updated, value_of
+from projects_vil.checkpoint import BEST_CHECKPOINT, LAST_CHECKPOINT, check_weights, checkpoints_of
+from projects_vil.config import CONFIG_FILE, check_device, is_panoptic, is_segmentor, updated, value_of
 from projects_vil.engine.hooks import RandomShift
 from projects_vil.engine.trainer import AMP_DTYPES
 from projects_vil.engine.writers import check_services
-from projects_vil.evaluation import LOSS_TASK, check_coco_api, check_metric, split_metric_name
+from projects_vil.evaluation import EVALUATION_FILE, LOSS_TASK, check_coco_api, check_metric, split_metric_name
 from projects_vil.modeling import MAX_EXPORT_SIDE, MIN_EXPORT_SIDE, build_on_meta, check_roi_heads, max_input_side
 from projects_vil.solver import LR_SCHEDULERS, OPTIMIZERS, build_lr_scheduler, build_optimizer
 
@@ -50,6 +51,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "TEST.DRAW_IMAGES": (0, 32),
     "TEST.EVAL_PERIOD": (0, math.inf),
 }
+# Files of a run, next to its config.yaml, that another run would replace.
+RUN_FILES = ("metrics.json", EVALUATION_FILE, LAST_CHECKPOINT)
 
 
 def check_setup(
@@ -104,9 +107,19 @@ def check_output_dir(cfg: CfgNode, *, resume: bool) -> bool:
     """Return whether training resumes from a checkpoint in OUTPUT_DIR.
 
     Raises:
-        ConfigError: if training from the beginning would replace the checkpoints of another run.
+        ConfigError: if training would replace the checkpoints of another run, or files that no run wrote.
     """
-    saved = checkpoints_of(cfg.OUTPUT_DIR)
+    folder, saved = Path(cfg.OUTPUT_DIR), checkpoints_of(cfg.OUTPUT_DIR)
+    check_replaceable(folder / CONFIG_FILE, advice="Choose another OUTPUT_DIR.")
+    foreign = [] if (folder / CONFIG_FILE).exists() else [name for name in RUN_FILES if (folder / name).exists()]
+    if foreign:
+        raise ConfigError(f"OUTPUT_DIR '{folder}' has a {foreign[0]} that no run of vil wrote. Choose another folder.")
+    removed = [path.resolve() for path in (*saved, folder / BEST_CHECKPOINT)]
+    if cfg.OVERWRITE_OUTPUT_DIR and not resume and Path(cfg.MODEL.WEIGHTS).resolve() in removed:
+        raise ConfigError(
+            f"OVERWRITE_OUTPUT_DIR True would remove MODEL.WEIGHTS '{cfg.MODEL.WEIGHTS}' before it is loaded. Choose "
+            "another OUTPUT_DIR."
+        )
     if saved and not resume and not cfg.OVERWRITE_OUTPUT_DIR:
         raise ConfigError(
             f"OUTPUT_DIR {cfg.OUTPUT_DIR} has checkpoints of another run, such as {saved[0].name}: continue it with "

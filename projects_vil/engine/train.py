@@ -17,6 +17,7 @@ from detectron2.utils.env import seed_all_rng
 from torch import nn
 
 from backbones.checkpoint_files import atomic_write
+from backbones.errors import GENERATOR, check_replaceable
 from projects_vil.checkpoint import Checkpointer, checkpoints_of, remove_run
 from projects_vil.config import CONFIG_FILE, check_override_effects, choose_device, load_config, updated
 from projects_vil.data import read_datasets, register_datasets
@@ -98,12 +99,18 @@ def set_up_run(cfg: CfgNode, args: argparse.Namespace) -> None:
 
 
 def save_config(cfg: CfgNode, write: Callable[[CfgNode, Path], object], *, eval_only: bool = False) -> None:
-    """Write ``config.yaml`` in rank 0; an evaluation leaves that of a training run as it is."""
-    folder = Path(cfg.OUTPUT_DIR)
-    has_run = any(any(folder.glob(pattern)) for pattern in ("*.pth", "metrics.json", ".run.lock"))
+    """Write ``config.yaml`` in rank 0; an evaluation leaves that of a training run as it is.
+
+    Raises:
+        ConfigError: if the file exists and no run wrote it.
+    """
+    path = Path(cfg.OUTPUT_DIR) / CONFIG_FILE
+    has_run = any(any(path.parent.glob(pattern)) for pattern in ("*.pth", "metrics.json", ".run.lock"))
     if comm.is_main_process() and not (eval_only and has_run):
-        with atomic_write(folder / CONFIG_FILE) as partial:
+        check_replaceable(path, advice="Choose another OUTPUT_DIR.")
+        with atomic_write(path) as partial:
             write(cfg, partial)
+            partial.write_text(f"# {GENERATOR}\n{partial.read_text()}")
 
 
 def train(

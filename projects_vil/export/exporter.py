@@ -16,7 +16,7 @@ from detectron2.config import CfgNode
 from torch import Tensor, nn
 
 from backbones import ConfigError
-from backbones.errors import check_choice
+from backbones.errors import check_choice, check_replaceable
 from projects_vil.checkpoint import load_detector
 from projects_vil.config import updated
 from projects_vil.data import load_dataset, register_datasets
@@ -131,6 +131,8 @@ def export_detector(
     parts += [input_dtype != "uint8" and input_dtype, size and f"{size[0]}x{size[1]}", opset and f"opset{opset}"]
     entry = FORMATS[file_format]
     path = Path(output) / ("_".join(filter(None, parts)) + entry.suffix)
+    if not metadata_path(path).exists():
+        check_replaceable(path, advice="Choose another output directory.")
     with unfinished_folder(path.parent) as unfinished:
         new = unfinished / path.name
         source = new.with_name(f"float{entry.suffix}") if is_int8 else new

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
-from backbones.errors import check_whole, printable
+from backbones.errors import GENERATOR, check_replaceable, check_whole, printable
 from projects_vil.checkpoint import Categories, dataset_categories
 from projects_vil.config import default_config
 from projects_vil.data import describe_classes, load_dataset, match_all_classes, register_datasets
@@ -158,7 +158,8 @@ def predict(
         contextlib.closing(detector.detect(files, batch_size=batch_size)) as batches,
     ):
         results_file.write("[")
-        images_file.write('{"images": [')
+        # In front, where check_replaceable looks.
+        images_file.write(json.dumps({"info": {"description": GENERATOR}})[:-1] + ', "images": [')
         for batch in batches:
             for item, found in batch:
                 if isinstance(item, Skipped):
@@ -314,6 +315,7 @@ def _check_paths(source: Path, output: Path, annotations: Path | None) -> None:
     inputs = (source.resolve(), *source.resolve().parents)
     if source.resolve() == output.resolve() or (output / DRAWINGS_FOLDER).resolve() in inputs:
         raise ConfigError(f"output {output}: drawings would overwrite the source {source}")
+    check_replaceable(output / IMAGES_FILE, advice="Choose another output directory.")
     if (output / RESULTS_FILE).exists() and not (output / IMAGES_FILE).exists():
         raise ConfigError(
             f"output {output} has a {RESULTS_FILE} of another tool, without {IMAGES_FILE}: choose another"

@@ -20,7 +20,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
-from backbones.errors import check_file, check_whole
+from backbones.errors import GENERATOR, check_file, check_whole
 from projects_vil.config import config_items, default_config, detector_name, first_of, load_config
 from projects_vil.data import check_files, fixed_coco, is_coco, register_datasets
 from projects_vil.evaluation import LOSS_TASK, PER_CLASS, explain_results
@@ -250,6 +250,7 @@ def _render(run: RunFolder, datasets: list[dict[str, Any]]) -> str:
     times = [line["time"] for line in run.metrics if line.get("time", 0) > 0]
     title = f"{detector_name(run.cfg)} with {run.cfg.MODEL.TRANSFORMER.NAME}" if run.cfg else run.folder.resolve().name
     return environment.get_template("page.html").render(
+        generator=GENERATOR,
         run=run,
         title=title,
         now=f"{datetime.datetime.now():%Y-%m-%d %H:%M}",

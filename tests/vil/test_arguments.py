@@ -27,6 +27,7 @@ from vil.arguments import (
     config_of,
     output_file,
     run_tool,
+    write_json,
 )
 from vil.cli import COMMANDS, DETECTORS
 
@@ -291,14 +292,15 @@ def test_a_path_at_the_beginning_of_an_error_is_not_a_flag(capsys, monkeypatch):
     assert exit_status_and_line(lambda: fail(0, error), capsys) == (1, f"error: {error}\n")
 
 
-def test_an_output_replaces_no_checkpoint_config_or_metrics(tmp_path):
-    for name in ("model_final.pth", "config.yaml", "metrics.json", "last_checkpoint", "report.html"):
-        (tmp_path / name).touch()
-        if name == "report.html":
-            assert output_file(str(tmp_path / name))
-        else:
-            with pytest.raises(argparse.ArgumentTypeError, match=name):
-                output_file(str(tmp_path / name))
+def test_an_output_replaces_only_files_that_were_written_here(tmp_path):
+    for name in ("model_final.pth", "config.yaml", "annotations.json", "photo.jpg", "report.html"):
+        (tmp_path / name).write_text("vil-detectron2")
+        with pytest.raises(argparse.ArgumentTypeError, match=f"{name}.* exists"):
+            output_file(str(tmp_path / name))
+    for content in ({"a": 1}, [{"b": 2}]):
+        write_json(output_file(str(tmp_path / "own.json")), content)
+        written = json.loads((tmp_path / "own.json").read_text())
+        assert (written["rows"] if isinstance(content, list) else {"a": written["a"]}) == content
 
 
 _STREAMS = """

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from backbones import ConfigError
+from backbones.errors import GENERATOR
 from projects_vil import Detector
 from projects_vil.checkpoint import Categories
 from projects_vil.engine import Trainer
@@ -349,6 +350,7 @@ def test_images_too_thin_to_augment_are_skipped(tmp_path, name):
         ("in", "file/out", {}, r"output .*file"),
         ("in", "in", {}, "output .*in"),
         ("in", "other", {}, r"output .*other.* results\.json"),
+        ("in", "foreign", {}, r"foreign/images\.json.* exists"),
         ("out/drawings", "out", {}, "output .*out"),
         ("in", "out", {"annotations": "absent.json"}, r"annotations .*absent\.json"),
         ("in/a.png", "out", {"annotations": "file"}, "annotations"),
@@ -359,9 +361,9 @@ def test_arguments_that_cannot_work(tmp_path, source, output, options, named):
     for name in ("in/a.png", "out/drawings/a.png"):
         save(tmp_path / name, picture(40, 60))
     (tmp_path / "empty").mkdir()
-    for name in ("file", "out/results.json", "out/images.json", "other/results.json"):
+    for name in ("file", "out/results.json", "out/images.json", "other/results.json", "foreign/images.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
+        (tmp_path / name).write_text(GENERATOR * (name == "out/images.json"))
     before = sorted(tmp_path.rglob("*"))
     options = {key: tmp_path / value if key == "annotations" else value for key, value in options.items()}
     with pytest.raises(ConfigError, match=named) as caught:
