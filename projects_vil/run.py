@@ -1,24 +1,27 @@
 """Training in one call, on COCO or on any dataset: what the command ``vil train`` does."""
 
 import argparse
+import contextlib
 import dataclasses
 import inspect
 import os
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from backbones import ConfigError, list_variants
 from backbones.errors import check_choice, closest
-from projects_vil.checkpoint import read_zoo
-from projects_vil.config import CONFIG_FILE, config_path, load_config, number_of_classes
-from projects_vil.data import Dataset, read_dataset
-from projects_vil.engine import check_output_dir, train_from_command_line
+from projects_vil.checkpoint import checkpoints_of, read_zoo
+from projects_vil.config import CONFIG_FILE, config_path, detector_name, load_config, number_of_classes
+from projects_vil.data import SOURCE, Dataset, read_dataset
+from projects_vil.engine import check_output_dir, distributed_env, train_from_command_line
 from projects_vil.evaluation import EVALUATION_FILE, evaluate_predictions
 from projects_vil.inference import Detector, find_model
-from projects_vil.utils import read_json, removed_if_not_begun
+from projects_vil.utils import read_json, removed_if_not_begun, run_lock
 
 # A detector's folder in configs/, and the keys in which it differs.
 DETECTORS: dict[str, tuple[str, dict[str, str]]] = {
@@ -89,7 +92,7 @@ def train(
         weights: a checkpoint, or a name of the model zoo; random weights by default.
         output: OUTPUT_DIR, by default ``output/DATA_MODEL_DETECTOR``.
         device: ``"cpu"`` or ``"cuda"``; by default the GPU if there is one.
-        resume: whether the interrupted run in ``output`` goes on.
+        resume: continue the interrupted run in ``output``, with the schedule and the images of its beginning.
         num_gpus, num_machines, machine_rank, dist_url: as for detectron2's ``launch``.
         dist_timeout: seconds to wait for the other machines at the start.
         overrides: config keys, as ``**{"SOLVER.BASE_LR": 5e-5}``.
@@ -124,13 +127,24 @@ def train(
     # More are slower, and torch warns.
     workers = min(cfg.DATALOADER.NUM_WORKERS, os.cpu_count() or 1)
     keys["DATALOADER.NUM_WORKERS"] = str(workers)
+    if data is not None and output.resolve() == Path(data).resolve():
+        raise ConfigError(f"--output '{output}' is the dataset. Choose another output directory.")
     # Before anything is written there.
-    if check_output_dir(load_config(path, _words(keys | given)), resume=resume):
+    begun = load_config(path, _words(keys | given))
+    if resume and checkpoints_of(output) and (output / CONFIG_FILE).exists():
         # With the data, schedule and classes of its beginning.
-        path, keys, data = output / CONFIG_FILE, {"OUTPUT_DIR": keys["OUTPUT_DIR"]}, None
+        path, keys = output / CONFIG_FILE, {"OUTPUT_DIR": keys["OUTPUT_DIR"]}
+        if model or detector or config:
+            _check_same_model(begun, load_config(path), output)
+        if data is not None:
+            _check_same_data(data, val, load_config(path), output)
+        data, begun = None, load_config(path, _words(keys | given))
+    check_output_dir(begun, resume=resume)
     with removed_if_not_begun(output):
         if data is not None:
-            dataset = read_dataset(data, output / DATA_FOLDER, val=val)
+            with _lock(output, machine_rank):
+                check_output_dir(begun, resume=resume)
+                dataset = read_dataset(data, output / DATA_FOLDER, val=val)
             print(dataset.line(), flush=True)
             if cfg.MODEL.MASK_ON and not dataset.has_masks:
                 raise ConfigError(f"{data} has no masks, which Mask R-CNN needs: choose faster_rcnn or retinanet")
@@ -215,6 +229,57 @@ def _given(function: Callable, overrides: Mapping[str, object]) -> dict[str, str
         hint = closest(unknown, set(inspect.signature(function).parameters) - {"overrides"})
         raise ConfigError(f"{function.__name__}() has no keyword {unknown!r}{hint}; keys of the config are in capitals")
     return {key: str(value) for key, value in overrides.items()}
+
+
+def _lock(output: Path, machine_rank: int) -> contextlib.AbstractContextManager:
+    """Lock the output directory in the first process of a run; the others write the same data."""
+    env = distributed_env()
+    is_first = machine_rank == 0 if env is None else env.rank == 0
+    return run_lock(output) if is_first else contextlib.nullcontext()
+
+
+def _check_same_model(cfg: CfgNode, begun: CfgNode, output: Path) -> None:
+    """Raise a ConfigError if a config has another model than the run that is resumed."""
+    model, own = (f"{part.MODEL.TRANSFORMER.NAME} with {detector_name(part)}" for part in (cfg, begun))
+    if model != own:
+        raise ConfigError(
+            f"The run in '{output}' trains {own}, not {model}. Leave --model, --detector and --config out to resume "
+            "it, or choose another output directory."
+        )
+
+
+def _check_same_data(data: str | Path, val: float | None, begun: CfgNode, output: Path) -> None:
+    """Raise a ConfigError if a dataset is not, or no longer, the one that the run in ``output`` began with."""
+    entries = {name: (Path(file), root) for name, file, root in begun.DATASETS.COCO}
+    names = [*begun.DATASETS.TRAIN, *begun.DATASETS.TEST]
+    contents: dict[str, dict] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        splits = read_dataset(data, folder, val=val, contents=contents).splits
+    used = [split for split in ("train", "val") if split in splits]
+
+    def is_same(name: str, split: str) -> bool:
+        (old_file, old_root), (file, root) = entries[name], splits[split]
+        same_file = os.path.realpath(file) == os.path.realpath(old_file)
+        same_root = os.path.realpath(root) == os.path.realpath(old_root)
+        return same_root and (same_file or _records(contents[split]) == _records(read_json(old_file)))
+
+    has_same_splits = len(used) == len(names) and entries.keys() >= set(names)
+    if has_same_splits and all(is_same(name, split) for name, split in zip(names, used, strict=True)):
+        return
+    source = names[0]
+    if source in entries:
+        file, info = entries[source][0], read_json(entries[source][0]).get("info")
+        # A file that was written here names the dataset that it was made from.
+        source = info.get(SOURCE, str(file)) if isinstance(info, dict) else str(file)
+    differs = "has changed since" if source == os.path.abspath(data) else f"is not '{source}', with which"
+    raise ConfigError(
+        f"'{data}' {differs} the run in '{output}' began. Leave DATA out to resume it with the images of its "
+        "beginning, or choose another output directory."
+    )
+
+
+def _records(content: Mapping[str, Any]) -> list[Any]:
+    return [content.get(key) for key in ("images", "annotations", "categories")]
 
 
 def _launch(path: Path, keys: Mapping[str, str], **arguments: object) -> None:

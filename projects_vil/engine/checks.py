@@ -4,6 +4,7 @@ import math
 from collections.abc import Collection
 from pathlib import Path
 
+import yaml
 from detectron2.config import CfgNode
 from detectron2.engine import DefaultTrainer
 from torch import nn
@@ -107,12 +108,14 @@ def check_output_dir(cfg: CfgNode, *, resume: bool) -> bool:
     """Return whether training resumes from a checkpoint in OUTPUT_DIR.
 
     Raises:
-        ConfigError: if training would replace the checkpoints of another run, or files that no run wrote.
+        ConfigError: if training would replace the checkpoints of another run or files that no run wrote, or would
+            resume with other datasets or another batch size.
     """
     folder, saved = Path(cfg.OUTPUT_DIR), checkpoints_of(cfg.OUTPUT_DIR)
     check_replaceable(folder / CONFIG_FILE, advice="Choose another OUTPUT_DIR.")
-    foreign = [] if (folder / CONFIG_FILE).exists() else [name for name in RUN_FILES if (folder / name).exists()]
-    if foreign:
+    # A run that is killed before it writes its config leaves an empty metrics.json.
+    foreign = [name for name in RUN_FILES if (folder / name).is_file() and (folder / name).stat().st_size]
+    if foreign and not (folder / CONFIG_FILE).exists():
         raise ConfigError(f"OUTPUT_DIR '{folder}' has a {foreign[0]} that no run of vil wrote. Choose another folder.")
     removed = [path.resolve() for path in (*saved, folder / BEST_CHECKPOINT)]
     if cfg.OVERWRITE_OUTPUT_DIR and not resume and Path(cfg.MODEL.WEIGHTS).resolve() in removed:
@@ -125,7 +128,30 @@ def check_output_dir(cfg: CfgNode, *, resume: bool) -> bool:
             f"OUTPUT_DIR {cfg.OUTPUT_DIR} has checkpoints of another run, such as {saved[0].name}: continue it with "
             "--resume, choose another OUTPUT_DIR, or set OVERWRITE_OUTPUT_DIR True"
         )
+    if resume and saved and (folder / CONFIG_FILE).exists():
+        _check_resumed(cfg, folder / CONFIG_FILE)
     return resume and bool(saved)
+
+
+def _check_resumed(cfg: CfgNode, path: Path) -> None:
+    """Raise a ConfigError if the run of a ``config.yaml`` trains on other datasets, or with another batch size."""
+    content = yaml.safe_load(path.read_text())
+    # A LazyConfig has neither section.
+    solver, loader = content.get("SOLVER", {}), content.get("dataloader", {}).get("train", {})
+    names = content["DATASETS"]["TRAIN"] if solver else loader["dataset"]["names"]
+    images = solver["IMS_PER_BATCH"] if solver else loader["total_batch_size"]
+    # With a reference, the batch size follows the number of processes.
+    reference = solver.get("REFERENCE_WORLD_SIZE", 0) and cfg.SOLVER.REFERENCE_WORLD_SIZE
+    factor = cfg.SOLVER.REFERENCE_WORLD_SIZE / solver["REFERENCE_WORLD_SIZE"] if reference else 1
+    for key, value, began in (
+        ("DATASETS.TRAIN", tuple(cfg.DATASETS.TRAIN), tuple(names)),
+        ("SOLVER.IMS_PER_BATCH", cfg.SOLVER.IMS_PER_BATCH, images * factor),
+    ):
+        if value != began:
+            raise ConfigError(
+                f"{key} is {value}, and the run in '{path.parent}' began with {began}. Resume it with the same value, "
+                "or start another run from its weights (MODEL.WEIGHTS) in another OUTPUT_DIR."
+            )
 
 
 def _check_training(cfg: CfgNode, model: nn.Module, *, processes: int, on_gpu: bool) -> None:

@@ -240,7 +240,7 @@ def _run(args: argparse.Namespace) -> None:
     if args.eval_only:
         evaluate(options, args, functools.partial(_build_model, cfg), functools.partial(_test, cfg), write_config)
     else:
-        with lock_output_dir(options):
+        with lock_output_dir(options, resume=args.resume):
             train(options, args, functools.partial(LazyTrainer, lazy=cfg), write_config)
 
 

@@ -5,7 +5,7 @@ import contextlib
 import itertools
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -22,7 +22,7 @@ from projects_vil.checkpoint import Checkpointer, checkpoints_of, remove_run
 from projects_vil.config import CONFIG_FILE, check_override_effects, choose_device, load_config, updated
 from projects_vil.data import read_datasets, register_datasets
 from projects_vil.engine.batch import choose_micro_batches
-from projects_vil.engine.checks import check_setup
+from projects_vil.engine.checks import check_output_dir, check_setup
 from projects_vil.engine.launch import check_processes, launch, number_of_processes
 from projects_vil.engine.trainer import Trainer
 from projects_vil.solver import scale_learning_rate, schedule_by_epochs
@@ -61,7 +61,7 @@ def _run(args: argparse.Namespace) -> None:
         read_datasets(cfg, train=False)
         evaluate(cfg, args, Trainer.build_model, Trainer.test, _write_yaml)
         return
-    with lock_output_dir(cfg):
+    with lock_output_dir(cfg, resume=args.resume):
         log_run(cfg.OUTPUT_DIR, rank=comm.get_rank())
         # Before anything of an older run is removed.
         num_images = read_datasets(cfg)
@@ -78,10 +78,15 @@ def _write_yaml(cfg: CfgNode, path: Path) -> None:
 
 
 @contextlib.contextmanager
-def lock_output_dir(cfg: CfgNode):
-    """Lock ``OUTPUT_DIR`` against other runs, in rank 0, before any process writes into it."""
+def lock_output_dir(cfg: CfgNode, *, resume: bool) -> Iterator[None]:
+    """Lock ``OUTPUT_DIR`` against other runs, in rank 0, before any process writes into it.
+
+    Raises:
+        ConfigError: if another run uses the directory, or has finished in it since the start of this run.
+    """
     with run_lock(cfg.OUTPUT_DIR) if comm.is_main_process() else contextlib.nullcontext():
         comm.synchronize()
+        check_output_dir(cfg, resume=resume)
         yield
 
 

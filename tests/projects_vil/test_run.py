@@ -1,5 +1,6 @@
 """Training and evaluation in one call, on a dataset that is named by its folder."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ import pytest
 
 from projects_vil import Run, load_config, train
 from projects_vil.run import evaluate
+from projects_vil.utils import run_lock
 from tests.projects_vil.helpers import CONFIGS, PATIENCE, ROOT, SMALL, message
 
 KEYS = dict(zip(SMALL["retinanet"][::2], SMALL["retinanet"][1::2], strict=True))
@@ -106,15 +108,93 @@ def test_mistakes_leave_nothing(data, arguments, named):
     assert not list((data.parent / "work").glob("output/*"))
 
 
-def test_errors_in_the_data_of_another_format(data):
-    """The message names the dataset as it was given, not the COCO file of a folder that is gone."""
-    folder = data.parent / "voc"
+def write_voc(folder: Path, images: list[Path], *, left: int = 2) -> Path:
+    """Write a dataset in Pascal VOC's format, with one box in each image."""
     folder.mkdir()
-    for path in sorted((data / "train").iterdir())[:4]:
+    for path in images:
         shutil.copy(path, folder)
-        corners = "<xmin>30</xmin><ymin>5</ymin><xmax>10</xmax><ymax>20</ymax>"
+        corners = f"<xmin>{left}</xmin><ymin>5</ymin><xmax>10</xmax><ymax>20</ymax>"
         thing = f"<object><name>shape</name><bndbox>{corners}</bndbox></object>"
         (folder / path.with_suffix(".xml").name).write_text(f"<annotation>{thing}</annotation>")
+    return folder
+
+
+def contents_of(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_no_file_of_the_user_is_replaced(data, trained_run):
+    voc = write_voc(data.parent / "voc", sorted((data / "train").iterdir())[:4])
+    options = {"config": CONFIGS["retinanet"], "epochs": 1, "batch": 2, **KEYS}
+    (voc / "data").mkdir()
+    (voc / "data/train.json").write_text("{}")
+    other = data.parent / "other"
+    (other / "data").mkdir(parents=True)
+    (other / "data/train.json").write_text("{}")
+    (data.parent / "project").mkdir()
+    (data.parent / "project/config.yaml").write_text("name: mine\n")
+    (data.parent / "metrics").mkdir()
+    (data.parent / "metrics/metrics.json").write_text("{}\n")
+    before = contents_of(data.parent)
+    for folder, named in [
+        ("voc", "the dataset"),
+        ("other", "train.json"),
+        ("project", "config.yaml"),
+        ("metrics", "metrics.json"),
+    ]:
+        assert named in message(train, voc, output=data.parent / folder, **options)
+    assert named in message(train, output=data.parent / folder, config=CONFIGS["retinanet"], **KEYS)
+    assert "train.json" in message(evaluate, trained_run, voc, output=data.parent / "other")
+    assert contents_of(data.parent) == before
+    # Weights that the run itself would remove
+    shutil.copytree(trained_run, "run")
+    before, weights = contents_of(Path("run")), Path("run/model_final.pth")
+    overwrite = {"output": "run", "weights": weights, "OVERWRITE_OUTPUT_DIR": True}
+    assert str(weights) in message(train, data, **overwrite, **options) and contents_of(Path("run")) == before
+
+
+def test_a_resume_continues_the_same_run_only(data):
+    images = sorted((data / "train").iterdir())
+    voc, other = (write_voc(data.parent / name, images[:6], left=left) for name, left in (("voc", 2), ("other", 3)))
+    options = {"config": CONFIGS["retinanet"], "output": "run", **KEYS, "SOLVER.MAX_ITER": 1}
+    train(voc, batch=2, **options)
+    before = contents_of(Path("run"))
+    for changed, named in [
+        ({"data": other}, (str(other), str(voc))),
+        ({"val": 0.5}, (str(voc), "has changed")),
+        ({"batch": 4}, ("SOLVER.IMS_PER_BATCH is 4", "began with 2")),
+        ({"config": CONFIGS["mask_rcnn"]}, ("RetinaNet", "Mask R-CNN")),
+        ({"DATASETS.TRAIN": "('run_val',)"}, ("run_val", "run_train")),
+    ]:
+        text = message(train, **({"data": voc, "batch": 2, "resume": True} | options | changed))
+        assert all(word in text for word in named) and "run" in text, text
+    shutil.copy(images[6], voc)
+    shutil.copy((voc / images[0].name).with_suffix(".xml"), (voc / images[6].name).with_suffix(".xml"))
+    assert "has changed" in message(train, voc, resume=True, **options)
+    assert contents_of(Path("run")) == before
+    # Without DATA it continues with the images of its beginning.
+    resumed = train(resume=True, **(options | {"SOLVER.MAX_ITER": 2}))
+    assert load_config(resumed.folder / "config.yaml").SOLVER.MAX_ITER == 2
+
+
+def test_a_run_that_waited_for_another_does_not_train_over_it(data, trained_run, monkeypatch):
+    """The other run finishes between the first checks of this run and its lock."""
+
+    @contextlib.contextmanager
+    def wait_for_the_other(folder):
+        shutil.copytree(trained_run, folder, dirs_exist_ok=True)
+        with run_lock(folder):
+            yield
+
+    monkeypatch.setattr("projects_vil.engine.train.run_lock", wait_for_the_other)
+    text = message(train, data, config=CONFIGS["retinanet"], output="run", epochs=1, batch=2, **KEYS)
+    assert "has checkpoints of another run" in text
+    assert Path("run/model_final.pth").read_bytes() == (trained_run / "model_final.pth").read_bytes()
+
+
+def test_errors_in_the_data_of_another_format(data):
+    """The message names the dataset as it was given, not the COCO file of a folder that is gone."""
+    folder = write_voc(data.parent / "voc", sorted((data / "train").iterdir())[:4], left=30)
     text = message(train, folder, epochs=1, batch=2)
     assert f"vil check {folder}" in text and not list((data.parent / "work").rglob("*.*"))
 

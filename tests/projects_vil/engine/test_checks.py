@@ -113,5 +113,7 @@ def test_the_weights_of_a_run_need_its_config(shapes, tmp_path):
 
 def test_a_new_run_does_not_start_among_checkpoints(shapes, trained_run):
     assert "--resume" in message_of("OUTPUT_DIR", str(trained_run))
-    check_setup(small_config("retinanet", "OUTPUT_DIR", str(trained_run)), resume=True)
+    images = ["OUTPUT_DIR", str(trained_run), "SOLVER.IMS_PER_BATCH"]
+    check_setup(small_config("retinanet", *images, "16"), resume=True)
+    assert "SOLVER.IMS_PER_BATCH is 8" in message_of(*images, "8", resume=True)
     check_setup(small_config("retinanet", "OUTPUT_DIR", str(trained_run), "OVERWRITE_OUTPUT_DIR", "True"))
