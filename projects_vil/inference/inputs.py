@@ -1,10 +1,12 @@
 """The images that an input names, one after the other: files, folders, lists, tables and tar files, local or remote."""
 
 import csv
+import errno
 import gzip
 import hashlib
 import io
 import itertools
+import logging
 import os
 import re
 import tarfile
@@ -18,6 +20,7 @@ from projects_vil.inference.sources import VIDEO_SUFFIXES, ImageSource, open_fil
 
 TAR, LISTS = ".tar", (".txt", ".csv", ".parquet")
 COLUMNS = ("path", "file_name", "url", "image", "image_url")  # of tables, in this order
+_logger = logging.getLogger(__name__)
 
 
 def find_images(
@@ -109,8 +112,13 @@ def named_places(source: str, exclude: str, column: str | None) -> Iterator[tupl
 
 def suffix_of(place: str) -> str:
     """Return the suffix of a path or URL, in lower case; ``.tar`` for ``.tar.gz`` too."""
-    path = (place.partition("?")[0] if "://" in place else place).lower()
+    path = _path_of(place)
     return TAR if path.endswith((".tar.gz", ".tgz")) else os.path.splitext(path)[1]
+
+
+def _path_of(place: str) -> str:
+    """Return a path, or a URL without its query, in lower case."""
+    return (place.partition("?")[0] if "://" in place else place).lower()
 
 
 def _walk(folder: str, exclude: str) -> Iterator[str]:
@@ -153,31 +161,57 @@ def _listed(place: str, column: str | None) -> Iterator[str]:
 
 
 class _Member(tarfile.TarInfo):
-    """Reads the headers of a tar file, of which tarfile takes a damaged or missing one for the end of the file."""
+    """Reads the headers of a tar file. tarfile would take a damaged or missing one for the end of the file."""
 
     @classmethod
     def fromtarfile(cls, tar: tarfile.TarFile) -> tarfile.TarInfo:
+        was_zeros, tar.was_zeros = getattr(tar, "was_zeros", False), False
         try:
             return super().fromtarfile(tar)
         except tarfile.EOFHeaderError:
+            tar.was_zeros = True
             raise
         except tarfile.HeaderError as error:
+            # The end of the file, behind the blocks of zeros that end an archive.
+            if was_zeros and isinstance(error, tarfile.EmptyHeaderError):
+                raise
             raise tarfile.ReadError(f"{error} at byte {tar.offset}") from error
 
 
 def _members(place: str) -> Iterator[tuple[str, bytes | OSError]]:
-    """Yield names and contents of the images in a tar file; where it breaks off, no name and the error."""
-    is_compressed = not place.partition("?")[0].lower().endswith(TAR)
+    """Yield names and contents of the images in a tar file, or an error; where it breaks off, no name and the error."""
+    name, is_compressed = without_password(place), not _path_of(place).endswith(TAR)
+    num_images, end, has_zeros = 0, 0, False
     try:
         with (
             open_file(place) as file,
             gzip.open(file) if is_compressed else nullcontext(file) as plain,
-            tarfile.open(fileobj=plain, mode="r|", tarinfo=_Member) as tar,
+            # Up to the end of the file, where gzip compares the checksum. Archives may follow each other.
+            tarfile.open(fileobj=plain, mode="r|", tarinfo=_Member, ignore_zeros=True) as tar,
         ):
             for member in tar:
-                is_image = member.name.lower().endswith(IMAGE_SUFFIXES) and member.isfile()
+                if member.offset > end and not has_zeros:
+                    hint = "They are the end of an archive that another follows, or replace images that are lost."
+                    _logger.warning("%s has blocks of zeros at byte %d. %s", name, end, hint)
+                    has_zeros = True
+                is_image = member.name.lower().endswith(IMAGE_SUFFIXES) and not member.isdir()
                 if is_image and not os.path.basename(member.name).startswith("."):
-                    yield f"/{member.name}", tar.extractfile(member).read()
+                    num_images += 1
+                    yield f"/{member.name}", tar.extractfile(member).read() if member.isfile() else _link_error(member)
                 tar.members.clear()  # which otherwise grow with the file
+                end = tar.offset
+            if not end:
+                raise tarfile.ReadError("it contains only zeros")
     except OSError as error:
+        if is_compressed and num_images:
+            hint = "Its images may be damaged too: replace the file, and predict into a new folder."
+            error = OSError(error.errno, f"{error.strerror}. {hint}")
         yield "", error
+    else:
+        if not num_images:
+            _logger.warning("%s has no images (%s)", name, ", ".join(IMAGE_SUFFIXES))
+
+
+def _link_error(member: tarfile.TarInfo) -> OSError:
+    hint = "Make the tar file with 'tar --dereference --hard-dereference'."
+    return OSError(errno.EINVAL, f"it is a link to '{member.linkname}', not a file. {hint}")
