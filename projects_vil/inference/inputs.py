@@ -18,7 +18,8 @@ from backbones import ConfigError
 from projects_vil.data import IMAGE_SUFFIXES
 from projects_vil.inference.sources import VIDEO_SUFFIXES, ImageSource, open_file, without_password
 
-TAR, LISTS = ".tar", (".txt", ".csv", ".parquet")
+TAR, TABLES = ".tar", (".csv", ".parquet")
+LISTS = (".txt", *TABLES)
 COLUMNS = ("path", "file_name", "url", "image", "image_url")  # of tables, in this order
 _logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ def find_images(
             ``.tar.gz`` with images. Each but a folder may be a URL that fsspec knows, or a pattern,
             ``shards-{000..127}.tar``. Paths in a list or table are relative to its folder.
         exclude: a folder to skip.
-        column: the column of a table; None for the first of ``COLUMNS`` that it has.
+        column: the column of a table; None for the first of ``COLUMNS`` that it has, and for other inputs.
         shard: (I, N) for part I, from 0, of N disjoint parts of the images, by a hash of their names; those in a tar
             file are of one part, by a hash of its name.
 
@@ -49,6 +50,7 @@ def find_images(
         raise ConfigError(f"source {source} is a video, a stream, or a URL without the suffix of images or a list")
     if shard is not None and not 0 <= shard[0] < shard[1]:
         raise ConfigError(f"shard {shard[0]}/{shard[1]}: the first number must be below the second, and count from 0")
+    check_column(source, column)
     place = next(expand_braces(source), source)
     if "://" not in place and not os.path.exists(place):
         raise ConfigError(f"source {place}: there is no such file or folder")
@@ -57,6 +59,12 @@ def find_images(
     if first is None and shard is None:
         raise ConfigError(f"source {source} has no images ({', '.join(IMAGE_SUFFIXES)}) and no {TAR} files with some")
     return itertools.chain([] if first is None else [first], images)
+
+
+def check_column(source: str, column: str | None) -> None:
+    """Raise a :class:`ConfigError` if there is a column for a source without columns."""
+    if column is not None and (suffix_of(source) not in TABLES or os.path.isdir(source)):
+        raise ConfigError(f"column is {column!r}, and {source} is no {' or '.join(TABLES)} file. Leave out --column.")
 
 
 def is_video(source: str) -> bool:

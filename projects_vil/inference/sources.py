@@ -289,8 +289,13 @@ def os_errors(place: str | Path) -> Iterator[None]:
 @contextlib.contextmanager
 def open_file(place: str | Path) -> Iterator[IO[bytes]]:
     """Open a path, or a URL that fsspec knows, for reading; what goes wrong while it is open is an OSError."""
-    with os_errors(place), fsspec.open(place, "rb") if "://" in str(place) else open(place, "rb") as file:
-        yield file
+    is_url = "://" in str(place)
+    with os_errors(place):
+        # Opening a pipe waits until someone writes to it.
+        if not is_url and Path(place).is_fifo():
+            raise OSError(errno.ESPIPE, "it is a pipe, which cannot be read twice. Write its contents to a file.")
+        with fsspec.open(place, "rb") if is_url else open(place, "rb") as file:
+            yield file
 
 
 def prepare(pixels: np.ndarray, runner: Runner) -> Tensor:

@@ -3,6 +3,7 @@
 import csv
 import gzip
 import itertools
+import os
 import tarfile
 from pathlib import Path
 
@@ -179,10 +180,21 @@ def test_what_cannot_be_read_has_an_error(photos):
         ("shard-{10..12}.tar", {}, "shard-10.tar"),
         ("table.csv", {"column": "path"}, "path"),
         ("table.csv", {"column": "path"}, "--column"),
+        ("in", {"column": "path"}, "--column"),
+        ("list.txt", {"column": "path"}, "--column"),
     ],
 )
 def test_inputs_that_cannot_be_used(photos, source, options, named):
     assert named in message(find_images, photos / source, exclude=photos, **options)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+@pytest.mark.parametrize("suffix", [".txt", ".csv", ".tar"])
+def test_a_pipe_is_an_error(tmp_path, suffix):
+    """Opening it would wait for someone who writes to it."""
+    os.mkfifo(tmp_path / f"pipe{suffix}")
+    with pytest.raises((OSError, UnreadableImage), match="pipe"):
+        next(find_images(tmp_path / f"pipe{suffix}", exclude=tmp_path)).read()
 
 
 def test_names_in_tar_files_are_utf8(tmp_path):

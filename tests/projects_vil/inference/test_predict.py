@@ -401,6 +401,7 @@ def test_images_too_thin_to_augment_are_skipped(tmp_path, name):
         ("in", "out", {"annotations": "absent.json"}, r"annotations .*absent\.json"),
         ("in/a.png", "out", {"annotations": "file"}, "annotations"),
         ("in", "out", {"annotations": "in/../out/results.json"}, r"results\.json"),
+        ("clip.avi", "out", {"column": "path"}, "column .*path"),
     ],
 )
 def test_arguments_that_cannot_work(tmp_path, source, output, options, named):
