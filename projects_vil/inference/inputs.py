@@ -169,27 +169,32 @@ def _listed(place: str, column: str | None) -> Iterator[str]:
 
 
 class _Member(tarfile.TarInfo):
-    """Reads the headers of a tar file. tarfile would take a damaged or missing one for the end of the file."""
+    """A member of a tar file, and the byte at which blocks of zeros before it begin, or None.
+
+    tarfile would take a damaged or missing header for the end of the file.
+    """
 
     @classmethod
     def fromtarfile(cls, tar: tarfile.TarFile) -> tarfile.TarInfo:
-        was_zeros, tar.was_zeros = getattr(tar, "was_zeros", False), False
+        zeros, tar.zeros = getattr(tar, "zeros", None), None
         try:
-            return super().fromtarfile(tar)
+            member = super().fromtarfile(tar)
         except tarfile.EOFHeaderError:
-            tar.was_zeros = True
+            tar.zeros = tar.offset if zeros is None else zeros
             raise
         except tarfile.HeaderError as error:
             # The end of the file, behind the blocks of zeros that end an archive.
-            if was_zeros and isinstance(error, tarfile.EmptyHeaderError):
+            if zeros is not None and isinstance(error, tarfile.EmptyHeaderError):
                 raise
             raise tarfile.ReadError(f"{error} at byte {tar.offset}") from error
+        member.zeros = zeros
+        return member
 
 
 def _members(place: str) -> Iterator[tuple[str, bytes | OSError]]:
     """Yield names and contents of the images in a tar file, or an error; where it breaks off, no name and the error."""
     name, is_compressed = without_password(place), not _path_of(place).endswith(TAR)
-    num_images, end, has_zeros = 0, 0, False
+    num_images, member, has_zeros = 0, None, False
     try:
         with (
             open_file(place) as file,
@@ -198,17 +203,16 @@ def _members(place: str) -> Iterator[tuple[str, bytes | OSError]]:
             tarfile.open(fileobj=plain, mode="r|", tarinfo=_Member, ignore_zeros=True) as tar,
         ):
             for member in tar:
-                if member.offset > end and not has_zeros:
+                if member.zeros is not None and not has_zeros:
                     hint = "They are the end of an archive that another follows, or replace images that are lost."
-                    _logger.warning("%s has blocks of zeros at byte %d. %s", name, end, hint)
+                    _logger.warning("%s has blocks of zeros at byte %d. %s", name, member.zeros, hint)
                     has_zeros = True
                 is_image = member.name.lower().endswith(IMAGE_SUFFIXES) and not member.isdir()
                 if is_image and not os.path.basename(member.name).startswith("."):
                     num_images += 1
                     yield f"/{member.name}", tar.extractfile(member).read() if member.isfile() else _link_error(member)
                 tar.members.clear()  # which otherwise grow with the file
-                end = tar.offset
-            if not end:
+            if member is None:
                 raise tarfile.ReadError("it contains only zeros")
     except OSError as error:
         if is_compressed and num_images:

@@ -31,7 +31,8 @@ def photos(tmp_path):
     with (tmp_path / "table.csv").open("w") as file:
         csv.writer(file).writerows([["number", "url"], *enumerate(paths)])
     for number, names in enumerate((list(HEIGHTS)[:2], list(HEIGHTS)[2:])):
-        with tarfile.open(tmp_path / f"shard-{number + 8:02}.tar", "w") as tar:
+        # With a header before that of the first member, as git writes it.
+        with tarfile.open(tmp_path / f"shard-{number + 8:02}.tar", "w", pax_headers={"comment": "photos"}) as tar:
             for name in names:
                 tar.add(tmp_path / "in" / name, name)
                 tar.add(tmp_path / "list.txt", f"{name}.txt")
