@@ -137,7 +137,10 @@ def _walk(folder: str, exclude: str) -> Iterator[str]:
         path = os.path.join(folder, name)
         if suffix_of(name) in (*IMAGE_SUFFIXES, TAR):
             yield path
-        elif name.endswith("/") and not os.path.islink(path[:-1]) and os.path.realpath(path) != exclude:
+        elif name.endswith("/") and os.path.islink(path[:-1]):
+            # It may lead back to a folder above.
+            _logger.warning("%s is a link to a folder, and its images are left out. Give it as an input.", path)
+        elif name.endswith("/") and os.path.realpath(path) != exclude:
             yield from _walk(path, exclude)
 
 

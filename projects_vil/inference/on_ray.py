@@ -140,8 +140,10 @@ def _listed(place: str, column: str | None) -> "ray.data.Dataset":
     column = "text" if suffix == ".txt" else column or next(first)
 
     def to_places(batch: pa.Table) -> pa.Table:
-        # An empty line names nothing; the row of a table without a name will have an error.
-        texts = [text for one in batch[column].to_pylist() if (text := str(one or "").strip()) or suffix != ".txt"]
+        texts = [str(one or "") for one in batch[column].to_pylist()]
+        if suffix == ".txt":
+            # An empty line names nothing; the row of a table without a name will have an error.
+            texts = list(filter(None, (text.removeprefix("\ufeff").strip() for text in texts)))
         return _table([(text, text if "://" in text else os.path.join(folder, text)) for text in texts])
 
     return listed.select_columns([column]).map_batches(to_places, batch_format="pyarrow")

@@ -142,6 +142,12 @@ def test_links_in_a_tar_file_are_errors(photos):
             link.read_size()
 
 
+def test_links_to_folders_are_left_out_with_a_warning(photos, caplog):
+    (photos / "in/a/up").symlink_to(photos / "in", target_is_directory=True)
+    assert list(found(photos / "in").values()) == list(HEIGHTS.values())
+    assert f"{photos / 'in/a/up'}/ is a link" in caplog.text
+
+
 def test_images_come_before_all_of_them_are_known(photos):
     (photos / "0.png").touch()
     images = find_images(photos / "{0..999999999999}.png", exclude=photos)

@@ -38,7 +38,8 @@ def inputs(tmp_path_factory):
     for name in listed:
         save(root / name, random.integers(0, 255, (*random.integers(40, 90, 2), 3), dtype=np.uint8))
     (root / listed[7]).write_text("broken")
-    (root / "list.txt").write_text("\n\n".join(listed))
+    # With a mark of the byte order, as some editors on Windows write it.
+    (root / "list.txt").write_text("\n\n".join(listed), "utf-8-sig")
     (root / "table.csv").write_text("\n".join(["file_name,number", *(f"{name},1" for name in listed)]))
     parquet.write_table(pa.table({"photo": listed}), root / "table.parquet")
     for number in range(3):
