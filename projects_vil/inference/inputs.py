@@ -1,10 +1,12 @@
 """The images that an input names, one after the other: files, folders, lists, tables and tar files, local or remote."""
 
 import csv
+import errno
 import gzip
 import hashlib
 import io
 import itertools
+import logging
 import os
 import re
 import tarfile
@@ -16,8 +18,10 @@ from backbones import ConfigError
 from projects_vil.data import IMAGE_SUFFIXES
 from projects_vil.inference.sources import VIDEO_SUFFIXES, ImageSource, open_file, without_password
 
-TAR, LISTS = ".tar", (".txt", ".csv", ".parquet")
+TAR, TABLES = ".tar", (".csv", ".parquet")
+LISTS = (".txt", *TABLES)
 COLUMNS = ("path", "file_name", "url", "image", "image_url")  # of tables, in this order
+_logger = logging.getLogger(__name__)
 
 
 def find_images(
@@ -33,7 +37,7 @@ def find_images(
             ``.tar.gz`` with images. Each but a folder may be a URL that fsspec knows, or a pattern,
             ``shards-{000..127}.tar``. Paths in a list or table are relative to its folder.
         exclude: a folder to skip.
-        column: the column of a table; None for the first of ``COLUMNS`` that it has.
+        column: the column of a table; None for the first of ``COLUMNS`` that it has, and for other inputs.
         shard: (I, N) for part I, from 0, of N disjoint parts of the images, by a hash of their names; those in a tar
             file are of one part, by a hash of its name.
 
@@ -46,6 +50,7 @@ def find_images(
         raise ConfigError(f"source {source} is a video, a stream, or a URL without the suffix of images or a list")
     if shard is not None and not 0 <= shard[0] < shard[1]:
         raise ConfigError(f"shard {shard[0]}/{shard[1]}: the first number must be below the second, and count from 0")
+    check_column(source, column)
     place = next(expand_braces(source), source)
     if "://" not in place and not os.path.exists(place):
         raise ConfigError(f"source {place}: there is no such file or folder")
@@ -54,6 +59,12 @@ def find_images(
     if first is None and shard is None:
         raise ConfigError(f"source {source} has no images ({', '.join(IMAGE_SUFFIXES)}) and no {TAR} files with some")
     return itertools.chain([] if first is None else [first], images)
+
+
+def check_column(source: str, column: str | None) -> None:
+    """Raise a :class:`ConfigError` if there is a column for a source without columns."""
+    if column is not None and (suffix_of(source) not in TABLES or os.path.isdir(source)):
+        raise ConfigError(f"column is {column!r}, and {source} is no {' or '.join(TABLES)} file. Leave out --column.")
 
 
 def is_video(source: str) -> bool:
@@ -109,8 +120,13 @@ def named_places(source: str, exclude: str, column: str | None) -> Iterator[tupl
 
 def suffix_of(place: str) -> str:
     """Return the suffix of a path or URL, in lower case; ``.tar`` for ``.tar.gz`` too."""
-    path = (place.partition("?")[0] if "://" in place else place).lower()
+    path = _path_of(place)
     return TAR if path.endswith((".tar.gz", ".tgz")) else os.path.splitext(path)[1]
+
+
+def _path_of(place: str) -> str:
+    """Return a path, or a URL without its query, in lower case."""
+    return (place.partition("?")[0] if "://" in place else place).lower()
 
 
 def _walk(folder: str, exclude: str) -> Iterator[str]:
@@ -121,7 +137,10 @@ def _walk(folder: str, exclude: str) -> Iterator[str]:
         path = os.path.join(folder, name)
         if suffix_of(name) in (*IMAGE_SUFFIXES, TAR):
             yield path
-        elif name.endswith("/") and not os.path.islink(path[:-1]) and os.path.realpath(path) != exclude:
+        elif name.endswith("/") and os.path.islink(path[:-1]):
+            # It may lead back to a folder above.
+            _logger.warning("%s is a link to a folder, and its images are left out. Give it as an input.", path)
+        elif name.endswith("/") and os.path.realpath(path) != exclude:
             yield from _walk(path, exclude)
 
 
@@ -153,31 +172,61 @@ def _listed(place: str, column: str | None) -> Iterator[str]:
 
 
 class _Member(tarfile.TarInfo):
-    """Reads the headers of a tar file, of which tarfile takes a damaged or missing one for the end of the file."""
+    """A member of a tar file, and the byte at which blocks of zeros before it begin, or None.
+
+    tarfile would take a damaged or missing header for the end of the file.
+    """
 
     @classmethod
     def fromtarfile(cls, tar: tarfile.TarFile) -> tarfile.TarInfo:
+        zeros, tar.zeros = getattr(tar, "zeros", None), None
         try:
-            return super().fromtarfile(tar)
+            member = super().fromtarfile(tar)
         except tarfile.EOFHeaderError:
+            tar.zeros = tar.offset if zeros is None else zeros
             raise
         except tarfile.HeaderError as error:
+            # The end of the file, behind the blocks of zeros that end an archive.
+            if zeros is not None and isinstance(error, tarfile.EmptyHeaderError):
+                raise
             raise tarfile.ReadError(f"{error} at byte {tar.offset}") from error
+        member.zeros = zeros
+        return member
 
 
 def _members(place: str) -> Iterator[tuple[str, bytes | OSError]]:
-    """Yield names and contents of the images in a tar file; where it breaks off, no name and the error."""
-    is_compressed = not place.partition("?")[0].lower().endswith(TAR)
+    """Yield names and contents of the images in a tar file, or an error; where it breaks off, no name and the error."""
+    name, is_compressed = without_password(place), not _path_of(place).endswith(TAR)
+    num_images, member, has_zeros = 0, None, False
     try:
         with (
             open_file(place) as file,
             gzip.open(file) if is_compressed else nullcontext(file) as plain,
-            tarfile.open(fileobj=plain, mode="r|", tarinfo=_Member) as tar,
+            # Up to the end of the file, where gzip compares the checksum. Archives may follow each other.
+            tarfile.open(fileobj=plain, mode="r|", tarinfo=_Member, ignore_zeros=True) as tar,
         ):
             for member in tar:
-                is_image = member.name.lower().endswith(IMAGE_SUFFIXES) and member.isfile()
+                if member.zeros is not None and not has_zeros:
+                    hint = "They are the end of an archive that another follows, or replace images that are lost."
+                    _logger.warning("%s has blocks of zeros at byte %d. %s", name, member.zeros, hint)
+                    has_zeros = True
+                is_image = member.name.lower().endswith(IMAGE_SUFFIXES) and not member.isdir()
                 if is_image and not os.path.basename(member.name).startswith("."):
-                    yield f"/{member.name}", tar.extractfile(member).read()
+                    num_images += 1
+                    yield f"/{member.name}", tar.extractfile(member).read() if member.isfile() else _link_error(member)
                 tar.members.clear()  # which otherwise grow with the file
+            if member is None:
+                raise tarfile.ReadError("it contains only zeros")
     except OSError as error:
+        if is_compressed and num_images:
+            hint = "Its images may be damaged too: replace the file, and predict into a new folder."
+            error = OSError(error.errno, f"{error.strerror}. {hint}")
         yield "", error
+    else:
+        if not num_images:
+            _logger.warning("%s has no images (%s)", name, ", ".join(IMAGE_SUFFIXES))
+
+
+def _link_error(member: tarfile.TarInfo) -> OSError:
+    hint = "Make the tar file with 'tar --dereference --hard-dereference'."
+    return OSError(errno.EINVAL, f"it is a link to '{member.linkname}', not a file. {hint}")

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from backbones import ConfigError
+from projects_vil.export import is_exported
 from projects_vil.inference import inputs
 from projects_vil.inference.detector import Detector
 from projects_vil.inference.parts import check_same, identity_of, row_of, table_of
@@ -50,11 +51,12 @@ def predict_on_ray(
         model: what ``Detector.load`` takes; all machines must have it, and the images, at the same path or URL.
         source: as for ``predict_parts``. A tar file is the work of one worker.
         output: a folder that all machines share, for one model.
-        workers: smallest and largest number of detectors, each on a GPU where the cluster has some, and else on a CPU;
-            None for 1 to all GPUs, or to all CPUs but one, which reads and writes.
+        workers: smallest and largest number of detectors. Each reserves a GPU if the cluster has GPUs and the model can
+            use one. Otherwise each reserves a CPU. None for 1 to all GPUs, or to all CPUs but one, which reads and
+            writes.
         batch_size: maximum number of images at once.
-        part_size: number of images that a worker is given at once, up to 512, and smallest number of rows in a file as
-            far as there are enough.
+        part_size: number of images in a task of a worker, at most 512, and smallest number of rows in a file as far as
+            there are enough.
         column: the column of a table of paths or URLs.
         options: for ``Detector.load``.
 
@@ -66,22 +68,30 @@ def predict_on_ray(
     """
     model, source, output = str(model), str(source), Path(output).absolute()
     next(inputs.find_images(source, exclude=output, column=column))
-    detector = Detector.load(model, **options | {"device": "cpu"})
+    given = list(options.pop("overrides", ()))
+    device = options.get("device") or dict(zip(given[::2], given[1::2], strict=False)).get("MODEL.DEVICE", "cuda")
+    can_use_gpu = str(device) != "cpu" and not is_exported(options.get("weights") or model)
+    # Some attention backends run on GPUs only, which this process leaves to the workers.
+    here = [*given, "MODEL.TRANSFORMER.ATTENTION_BACKEND", "auto"] if can_use_gpu else given
+    detector = Detector.load(model, **options | {"device": "cpu", "overrides": here})
     made_of, schema = identity_of(detector.runner), table_of([], detector.categories).schema
     schema = schema.with_metadata({**schema.metadata, "made_of": json.dumps(made_of)})
     keys = [_finished(path, made_of) for path in sorted(output.glob("*.parquet"))]
     ray.init(ignore_reinit_error=True)
-    unit = "GPU" if ray.cluster_resources().get("GPU") else "CPU"
+    unit = "GPU" if can_use_gpu and ray.cluster_resources().get("GPU") else "CPU"
     # Reading and writing need a CPU too.
     free = int(ray.cluster_resources()[unit]) - (unit == "CPU")
     smallest, largest = workers or (1, free)
     if not 0 < smallest <= min(largest, free):
         raise ConfigError(f"ray_workers {smallest} {largest}: Ray has room for {free} now, one a {unit}, beside I/O")
     finished = ray.put(np.unique(np.concatenate([_keys([]), *keys])))
-    places = _places(source, output, column, rows=min(part_size, LOOKAHEAD_IMAGES))
-    arguments = {"fn_constructor_args": (model, options, batch_size, [finished]), f"num_{unit.lower()}s": 1}
+    places, rows = _places(source, output, column, rows=min(part_size, LOOKAHEAD_IMAGES))
+    # Ray would reserve a CPU for each worker on a GPU too, and may have none left for reading.
+    reserved = {"num_gpus": 1, "num_cpus": 0} if unit == "GPU" else {"num_cpus": 1}
+    arguments = {"fn_constructor_args": (model, options | {"overrides": given}, batch_size, [finished]), **reserved}
     pool = ray.data.ActorPoolStrategy(min_size=smallest, max_size=largest)
-    detected = places.map_batches(_Worker, compute=pool, batch_size=None, batch_format="pyarrow", **arguments)
+    # Ray takes no workers on GPUs without a batch size.
+    detected = places.map_batches(_Worker, compute=pool, batch_size=rows, batch_format="pyarrow", **arguments)
     output.mkdir(parents=True, exist_ok=True)
     detected.write_parquet(str(output), schema=schema, min_rows_per_file=part_size)
     counts = [_counts(path) for path in output.glob("*.parquet")]
@@ -110,8 +120,8 @@ class _Worker:
         return key[0] in self.finished[position : position + 1]
 
 
-def _places(source: str, output: Path, column: str | None, *, rows: int) -> "ray.data.Dataset":
-    """Return names and places of images in blocks of so many, or of tar files in blocks of one."""
+def _places(source: str, output: Path, column: str | None, *, rows: int) -> "tuple[ray.data.Dataset, int]":
+    """Return names and places of images in blocks of so many, or of tar files in blocks of one, and the number."""
     named = inputs.named_places(source, os.path.realpath(output), column)
     first = next(named)
     if inputs.suffix_of(source) in inputs.LISTS:
@@ -119,7 +129,8 @@ def _places(source: str, output: Path, column: str | None, *, rows: int) -> "ray
         dataset = functools.reduce(ray.data.Dataset.union, lists)
     else:
         dataset = ray.data.from_arrow(_table([first, *named]))
-    return dataset.repartition(target_num_rows_per_block=1 if inputs.suffix_of(first[1]) == inputs.TAR else rows)
+    rows = 1 if inputs.suffix_of(first[1]) == inputs.TAR else rows
+    return dataset.repartition(target_num_rows_per_block=rows), rows
 
 
 def _listed(place: str, column: str | None) -> "ray.data.Dataset":
@@ -129,8 +140,10 @@ def _listed(place: str, column: str | None) -> "ray.data.Dataset":
     column = "text" if suffix == ".txt" else column or next(first)
 
     def to_places(batch: pa.Table) -> pa.Table:
-        # An empty line names nothing; the row of a table without a name will have an error.
-        texts = [text for one in batch[column].to_pylist() if (text := str(one or "").strip()) or suffix != ".txt"]
+        texts = [str(one or "") for one in batch[column].to_pylist()]
+        if suffix == ".txt":
+            # An empty line names nothing; the row of a table without a name will have an error.
+            texts = list(filter(None, (text.removeprefix("\ufeff").strip() for text in texts)))
         return _table([(text, text if "://" in text else os.path.join(folder, text)) for text in texts])
 
     return listed.select_columns([column]).map_batches(to_places, batch_format="pyarrow")

@@ -30,7 +30,7 @@ from projects_vil.config import default_config
 from projects_vil.data import describe_classes, load_dataset, match_all_classes, register_datasets
 from projects_vil.export import ExportedModel
 from projects_vil.inference.detector import Detector, check_threshold
-from projects_vil.inference.inputs import find_images, is_stream, is_video
+from projects_vil.inference.inputs import check_column, find_images, is_stream, is_video
 from projects_vil.inference.sources import ImageBatches, ImageSource, Skipped, Video
 from projects_vil.utils import stop_requests
 from projects_vil.visualization import DRAW_THRESHOLD, write_image
@@ -122,6 +122,7 @@ def predict(
     check_whole("batch_size", batch_size)
     check_whole("workers", workers, least=0)
     check_threshold(score_threshold)
+    check_column(text, column)
     if stream is not None:
         files: ImageBatches | Video = Video(stream)
         logging.getLogger(__name__).info("Ctrl-C ends %s and writes its results", files.name)

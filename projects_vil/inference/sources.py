@@ -100,12 +100,14 @@ class Loaded:
         entry: the entry of ``images.json``: id, file name, height and width.
         image: (3, H, W) uint8, resized.
         source: the original image, for drawings.
+        padded_size: height and width to which the runner pads it.
     """
 
     index: int
     entry: dict[str, Any]
     image: Tensor
     source: ImageSource
+    padded_size: tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,8 +123,8 @@ class ImageBatches:
     """Images in batches of one padded size, read in threads.
 
     An image alone is padded to that size too, so that every batch size gives the same detections. Batches never cross a
-    window: those of a window depend on its images only. Sizes come from the headers of its files; pixels are in memory
-    for a few batches only.
+    window: those of a window depend on its images only. Headers of files give the sizes by which images are batched. A
+    batch whose images have other sizes once they are read is split. Pixels are in memory for a few batches only.
 
     Args:
         images: the images, in the order of the results; any iterable, of which one window is taken at a time.
@@ -154,7 +156,7 @@ class ImageBatches:
                     buckets[runner.padded_size(*size) if size else None].append(image)
                 for bucket in buckets.values():
                     for first in range(0, len(bucket), batch_size):
-                        yield list(pool.map(load, bucket[first : first + batch_size]))
+                        yield from _of_one_size(pool.map(load, bucket[first : first + batch_size]))
 
 
 class Video:
@@ -210,7 +212,12 @@ class Video:
                 seconds = time.monotonic() - start if is_live else index / self.frame_rate
                 entry |= {"frame": index, "seconds": round(seconds, 3)}
                 source = ImageSource(pixels, self.name, index + 1)
-                batch.append(Loaded(index, entry, prepare(pixels, runner), source))
+                padded_size = runner.padded_size(*pixels.shape[:2])
+                # Streams may change their size.
+                if batch and batch[0].padded_size != padded_size:
+                    yield batch
+                    batch = []
+                batch.append(Loaded(index, entry, prepare(pixels, runner), source, padded_size))
                 index += 1
                 if len(batch) == batch_size:
                     yield batch
@@ -232,6 +239,14 @@ def _size(numbered: tuple[int, ImageSource]) -> tuple[int, int] | None:
         return None  # reading the pixels reports it
 
 
+def _of_one_size(batch: Iterable[Loaded | Skipped]) -> Iterator[list[Loaded | Skipped]]:
+    """Split a batch by padded size: a size is unknown if reading the header failed, and a header may be wrong."""
+    groups = defaultdict(list)
+    for item in batch:
+        groups[item.padded_size if isinstance(item, Loaded) else None].append(item)
+    yield from groups.values()
+
+
 def _load(numbered: tuple[int, ImageSource], runner: Runner, *, keep_pixels: bool) -> Loaded | Skipped:
     index, source = numbered
     try:
@@ -247,7 +262,7 @@ def _load(numbered: tuple[int, ImageSource], runner: Runner, *, keep_pixels: boo
     entry = {"id": source.image_id, "file_name": source.name, "height": height, "width": width}
     if keep_pixels:
         source = ImageSource(pixels, source.name, source.image_id)
-    return Loaded(index, entry, prepare(pixels, runner), source)
+    return Loaded(index, entry, prepare(pixels, runner), source, runner.padded_size(height, width))
 
 
 def without_password(text: str) -> str:
@@ -274,8 +289,13 @@ def os_errors(place: str | Path) -> Iterator[None]:
 @contextlib.contextmanager
 def open_file(place: str | Path) -> Iterator[IO[bytes]]:
     """Open a path, or a URL that fsspec knows, for reading; what goes wrong while it is open is an OSError."""
-    with os_errors(place), fsspec.open(place, "rb") if "://" in str(place) else open(place, "rb") as file:
-        yield file
+    is_url = "://" in str(place)
+    with os_errors(place):
+        # Opening a pipe waits until someone writes to it.
+        if not is_url and Path(place).is_fifo():
+            raise OSError(errno.ESPIPE, "it is a pipe, which cannot be read twice. Write its contents to a file.")
+        with fsspec.open(place, "rb") if is_url else open(place, "rb") as file:
+            yield file
 
 
 def prepare(pixels: np.ndarray, runner: Runner) -> Tensor:

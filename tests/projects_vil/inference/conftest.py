@@ -26,9 +26,20 @@ def exported_run(trained_run, made_once):
 
 
 class Server(http.server.SimpleHTTPRequestHandler):
-    """A server of files, and of a camera: JPEGs without an end, as IP cameras send them."""
+    """A server of files, and of a camera: JPEGs without an end, as IP cameras send them.
+
+    The first request for a file below ``flaky/`` fails.
+    """
+
+    def __init__(self, *args, failed: set[str], **options) -> None:
+        self.failed = failed
+        super().__init__(*args, **options)
 
     def do_GET(self) -> None:
+        if self.path.startswith("/flaky/") and self.path not in self.failed:
+            self.failed.add(self.path)
+            self.send_error(503)
+            return
         if self.path != "/camera":
             super().do_GET()
             return
@@ -48,7 +59,7 @@ class Server(http.server.SimpleHTTPRequestHandler):
 @pytest.fixture
 def served(tmp_path):
     """The URL of a folder."""
-    handler = functools.partial(Server, directory=tmp_path)
+    handler = functools.partial(Server, directory=tmp_path, failed=set())
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()

@@ -3,6 +3,7 @@
 import csv
 import gzip
 import itertools
+import os
 import tarfile
 from pathlib import Path
 
@@ -30,7 +31,8 @@ def photos(tmp_path):
     with (tmp_path / "table.csv").open("w") as file:
         csv.writer(file).writerows([["number", "url"], *enumerate(paths)])
     for number, names in enumerate((list(HEIGHTS)[:2], list(HEIGHTS)[2:])):
-        with tarfile.open(tmp_path / f"shard-{number + 8:02}.tar", "w") as tar:
+        # With a header before that of the first member, as git writes it.
+        with tarfile.open(tmp_path / f"shard-{number + 8:02}.tar", "w", pax_headers={"comment": "photos"}) as tar:
             for name in names:
                 tar.add(tmp_path / "in" / name, name)
                 tar.add(tmp_path / "list.txt", f"{name}.txt")
@@ -74,24 +76,76 @@ def test_tar_files_in_a_folder(photos):
     assert [image.name for image in find_images(photos, exclude=photos / "in")] == names
 
 
-@pytest.mark.parametrize("fault", ["two gzip members", "damaged header", "cut between members"])
-def test_no_image_of_a_tar_file_is_lost_in_silence(photos, fault):
-    """Where a file breaks off is an error, although tarfile takes it for the end."""
+@pytest.mark.parametrize("fault", ["two gzip members", "zeros", "two archives", "damaged header", "cut", "no header"])
+def test_no_image_of_a_tar_file_is_lost_in_silence(photos, fault, caplog):
+    """tarfile takes a damaged or missing header, and blocks of zeros between two images, for the end of the file."""
     contents = (photos / "shard-09.tar").read_bytes()
     with tarfile.open(photos / "shard-09.tar") as tar:
         start = tar.getmembers()[1].offset
-    before, after = contents[:start], contents[start:]
+    before, after, zeros = contents[:start], contents[start:], bytes(1024)
+    faulty = {"zeros": zeros + after, "two archives": zeros + contents, "damaged header": after[512:], "cut": b""}
+    faulty["no header"] = bytes(512) + after[512:]
     if fault == "two gzip members":
         (photos / "faulty.tar.gz").write_bytes(gzip.compress(before) + gzip.compress(after))
     else:
-        (photos / "faulty.tar").write_bytes(before + (after[512:] if fault == "damaged header" else b""))
-    first, second = find_images(next(photos.glob("faulty.*")), exclude=photos / "in")
-    assert first.read_size()
-    if fault == "two gzip members":
-        assert second.read_size()
+        (photos / "faulty.tar").write_bytes(before + faulty[fault])
+    first, *others, last = find_images(next(photos.glob("faulty.*")), exclude=photos / "in")
+    assert first.read_size() and len(others) == (fault == "two archives")
+    assert (f"faulty.tar has blocks of zeros at byte {start}" in caplog.text) == (fault in ("zeros", "two archives"))
+    if fault in ("two gzip members", "zeros", "two archives"):
+        assert last.read_size() == (60, 60)
     else:
-        with pytest.raises(UnreadableImage, match=rf"faulty\.tar.*{start}"):
-            second.read_size()
+        with pytest.raises(UnreadableImage, match=rf"faulty\.tar.*{start + 512 * (fault == 'no header')}"):
+            last.read_size()
+
+
+@pytest.mark.parametrize("fault, reason", [("a pixel", "CRC"), ("cut", "ended"), ("more", "gzip")])
+def test_the_checksum_of_a_compressed_tar_file_is_checked(photos, fault, reason):
+    """Its error comes after its images, in which a flipped byte may change a pixel."""
+    content = bytearray(gzip.compress((photos / "shard-09.tar").read_bytes(), compresslevel=0))
+    pixels = (photos / "in/b.bmp").read_bytes()[-500:]
+    content[content.index(pixels) + 250] ^= 1
+    if fault != "a pixel":
+        content = gzip.compress((photos / "shard-09.tar").read_bytes())
+        content = content[:-8] if fault == "cut" else content + b"no gzip"
+    (photos / "faulty.tar.gz").write_bytes(content)
+    *images, last = find_images(photos / "faulty.tar.gz", exclude=photos / "in")
+    assert [image.read_size() for image in images] == [(50, 60), (60, 60)] and last.name == "faulty.tar.gz"
+    with pytest.raises(UnreadableImage, match=rf"{reason}.*new folder"):
+        last.read_size()
+
+
+def test_tar_files_without_images(photos, caplog):
+    """One of zeros, as a download leaves it that failed, is an error."""
+    with tarfile.open(photos / "texts.tar", "w") as tar:
+        tar.add(photos / "list.txt", "a.txt")
+    (photos / "zeros.tar").write_bytes(bytes(10240))
+    (photos / "list.txt").write_text("texts.tar\nzeros.tar")
+    (zeros,) = find_images(photos / "list.txt", exclude=photos / "in")
+    with pytest.raises(UnreadableImage, match=r"zeros\.tar.*only zeros"):
+        zeros.read_size()
+    assert "texts.tar has no images" in caplog.text
+
+
+def test_links_in_a_tar_file_are_errors(photos):
+    """In a stream the file that a link names may have passed."""
+    with tarfile.open(photos / "links.tar", "w") as tar:
+        tar.add(photos / "in/a.png", "a.png")
+        for name, kind in (("b.png", tarfile.LNKTYPE), ("c.png", tarfile.SYMTYPE), ("d.png", tarfile.DIRTYPE)):
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname = kind, "a.png"
+            tar.addfile(member)
+    image, *links = find_images(photos / "links.tar", exclude=photos / "in")
+    assert image.read_size() and [link.name for link in links] == ["links.tar/b.png", "links.tar/c.png"]
+    for link in links:
+        with pytest.raises(UnreadableImage, match=r"link to 'a\.png'.*--hard-dereference"):
+            link.read_size()
+
+
+def test_links_to_folders_are_left_out_with_a_warning(photos, caplog):
+    (photos / "in/a/up").symlink_to(photos / "in", target_is_directory=True)
+    assert list(found(photos / "in").values()) == list(HEIGHTS.values())
+    assert f"{photos / 'in/a/up'}/ is a link" in caplog.text
 
 
 def test_images_come_before_all_of_them_are_known(photos):
@@ -133,10 +187,21 @@ def test_what_cannot_be_read_has_an_error(photos):
         ("shard-{10..12}.tar", {}, "shard-10.tar"),
         ("table.csv", {"column": "path"}, "path"),
         ("table.csv", {"column": "path"}, "--column"),
+        ("in", {"column": "path"}, "--column"),
+        ("list.txt", {"column": "path"}, "--column"),
     ],
 )
 def test_inputs_that_cannot_be_used(photos, source, options, named):
     assert named in message(find_images, photos / source, exclude=photos, **options)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+@pytest.mark.parametrize("suffix", [".txt", ".csv", ".tar"])
+def test_a_pipe_is_an_error(tmp_path, suffix):
+    """Opening it would wait for someone who writes to it."""
+    os.mkfifo(tmp_path / f"pipe{suffix}")
+    with pytest.raises((OSError, UnreadableImage), match="pipe"):
+        next(find_images(tmp_path / f"pipe{suffix}", exclude=tmp_path)).read()
 
 
 def test_names_in_tar_files_are_utf8(tmp_path):

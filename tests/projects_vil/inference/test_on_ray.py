@@ -23,10 +23,10 @@ OPTIONS = {"workers": (1, 2), "part_size": 8, "batch_size": 2}
 
 
 @pytest.fixture(scope="module")
-def cluster(short_ray_folder):
-    """Two CPUs for workers, and one for reading and writing."""
+def cluster(short_ray_folder, request):
+    """Two CPUs for workers, and one for reading and writing, unless a test names other resources."""
     options = {"object_store_memory": 100 * 2**20, "include_dashboard": False, "log_to_driver": False}
-    yield ray.init(num_cpus=3, **options)
+    yield ray.init(**getattr(request, "param", {"num_cpus": 3}), **options)
     ray.shutdown()
 
 
@@ -38,7 +38,8 @@ def inputs(tmp_path_factory):
     for name in listed:
         save(root / name, random.integers(0, 255, (*random.integers(40, 90, 2), 3), dtype=np.uint8))
     (root / listed[7]).write_text("broken")
-    (root / "list.txt").write_text("\n\n".join(listed))
+    # With a mark of the byte order, as some editors on Windows write it.
+    (root / "list.txt").write_text("\n\n".join(listed), "utf-8-sig")
     (root / "table.csv").write_text("\n".join(["file_name,number", *(f"{name},1" for name in listed)]))
     parquet.write_table(pa.table({"photo": listed}), root / "table.parquet")
     for number in range(3):
@@ -146,3 +147,16 @@ def test_what_is_killed_or_lost_is_made_again(inputs, cluster, trained_run, tmp_
         predict_on_ray(trained_run, inputs / "photos", there, dtype="bfloat16")
     with pytest.raises(ConfigError, match="part-000000.parquet"):
         predict_on_ray(trained_run, inputs / "photos", here)
+
+
+@pytest.mark.parametrize("cluster", [{"num_cpus": 1, "num_gpus": 2}], indirect=True)
+@pytest.mark.parametrize("name", ["list.txt", "shard-{0..2}.tar"])
+def test_workers_take_the_gpus_of_a_cluster(name, inputs, cluster, trained_run, tmp_path):
+    """The GPUs exist only for Ray: the detectors of this machine run where they would without Ray."""
+    predict_here(trained_run, inputs / name, tmp_path / "here")
+    only_on_gpus = ["MODEL.TRANSFORMER.ATTENTION_BACKEND", "triton"]
+    predict_on_ray(trained_run, inputs / name, tmp_path / "there", workers=None, overrides=only_on_gpus)
+    assert_same_rows(tmp_path / "there", tmp_path / "here")
+    for options, named in (({"workers": (3, 3)}, "room for 2"), ({"device": "cpu"}, "room for 0")):
+        with pytest.raises(ConfigError, match=named):
+            predict_on_ray(trained_run, inputs / name, tmp_path / "other", **options)

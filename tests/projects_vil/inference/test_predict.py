@@ -4,10 +4,15 @@ import gc
 import json
 import shutil
 import signal
+import struct
+import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import cv2
 import numpy as np
+import PIL.ExifTags
+import PIL.Image
 import pytest
 
 from backbones import ConfigError
@@ -18,7 +23,7 @@ from projects_vil.engine import Trainer
 from projects_vil.export import metadata_path
 from projects_vil.inference import predict
 from projects_vil.inference.predict import categories_as_annotated
-from projects_vil.inference.sources import ImageBatches, ImageSource, read_ahead
+from projects_vil.inference.sources import ImageBatches, ImageSource, Video, read_ahead
 from tests.projects_vil.export.exporting import write
 from tests.projects_vil.helpers import message, run_tool
 from tests.projects_vil.inference.helpers import (
@@ -163,6 +168,49 @@ def test_detections_do_not_depend_on_the_batch(tmp_path, monkeypatch, name, padd
         np.testing.assert_allclose(alone.boxes, found.boxes, atol=1e-4)
         np.testing.assert_allclose(alone.scores, found.scores, atol=1e-4)
         assert alone.masks is None or (alone.masks == found.masks).mean() > 0.999
+
+
+def turn(path: Path) -> None:
+    """Add an EXIF orientation behind the pixels of a PNG, which exchanges the height and width of its header."""
+    exif = PIL.Image.Exif()
+    exif[PIL.ExifTags.Base.Orientation] = 6
+    content, data = path.read_bytes(), b"eXIf" + exif.tobytes().removeprefix(b"Exif\0\0")
+    chunk = struct.pack(">I", len(data) - 4) + data + struct.pack(">I", zlib.crc32(data))
+    path.write_bytes(content[:-12] + chunk + content[-12:])
+
+
+@pytest.mark.parametrize("size", ["unknown", "wrong"])
+def test_images_whose_size_is_known_late_have_batches_of_their_own(tmp_path, request, size):
+    """The first request for each URL fails, and the headers of files give another size than their pixels have."""
+    save_run(tmp_path, "retinanet", "TEST.DETECTIONS_PER_IMAGE", "20")
+    random, sizes = np.random.default_rng(0), [(40, 60), (64, 50), (96, 140), (41, 60), (60, 40), (40, 60)]
+    names = [f"flaky/{number}.png" for number in range(len(sizes))]
+    for name, shape in zip(names, sizes, strict=True):
+        save(tmp_path / name, random.integers(0, 255, (*shape, 3), np.uint8))
+    place = tmp_path
+    if size == "unknown":
+        pytest.importorskip("aiohttp", reason="fsspec reads HTTP by aiohttp")
+        place = request.getfixturevalue("served")
+    else:
+        turn(tmp_path / names[0])
+        turn(tmp_path / names[4])
+    detector, results = Detector.load(tmp_path, device="cpu"), []
+    for folder, batch_size in ((place, 8), (tmp_path, 1)):
+        (tmp_path / "list.txt").write_text("\n".join(f"{folder}/{name}" for name in names))
+        summary = predict(detector, tmp_path / "list.txt", tmp_path / "out", drawings=False, batch_size=batch_size)
+        assert (summary.done, summary.skipped) == (len(sizes), ())
+        results.append(sorted(read(tmp_path / "out")[0], key=lambda one: (one["image_id"], -one["score"])))
+    assert_same(*results)
+
+
+def test_frames_of_a_stream_that_changes_its_size(tmp_path, monkeypatch):
+    """A batch has one size, and frames stay in their order."""
+    sizes = [(40, 60), (40, 60), (64, 50), (40, 60), (40, 60), (40, 60)]
+    frames = iter([*((True, np.zeros((*size, 3), np.uint8)) for size in sizes), (False, None)])
+    opened = SimpleNamespace(isOpened=lambda: True, get=lambda _: 0, read=lambda: next(frames), release=lambda: None)
+    monkeypatch.setattr(cv2, "VideoCapture", lambda _: opened)
+    batches = Video("0").batches(BrightHalfRunner(), 2)
+    assert [[item.index for item in batch] for batch in batches] == [[0, 1], [2], [3, 4], [5]]
 
 
 @pytest.mark.slow
@@ -355,6 +403,7 @@ def test_images_too_thin_to_augment_are_skipped(tmp_path, name):
         ("in", "out", {"annotations": "absent.json"}, r"annotations .*absent\.json"),
         ("in/a.png", "out", {"annotations": "file"}, "annotations"),
         ("in", "out", {"annotations": "in/../out/results.json"}, r"results\.json"),
+        ("clip.avi", "out", {"column": "path"}, "column .*path"),
     ],
 )
 def test_arguments_that_cannot_work(tmp_path, source, output, options, named):
