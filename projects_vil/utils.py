@@ -291,18 +291,22 @@ def handling_signals(handler: Callable[[int, FrameType | None], object]) -> Iter
 
 
 @contextlib.contextmanager
-def stop_requests(*, single_process: bool) -> Iterator[list[int]]:
+def stop_requests(*, single_process: bool, notice: str = "") -> Iterator[list[int]]:
     """Yield a list to which ``STOP_SIGNALS`` are appended.
 
     Args:
         single_process: whether a second Ctrl-C interrupts at once; one of several processes may get the same Ctrl-C
             twice, from the terminal and from the process that started it.
+        notice: a sentence that is printed to stderr at the first signal.
     """
     received: list[int] = []
 
     def receive(number: int, frame: FrameType | None) -> None:
         if single_process and number == signal.SIGINT and number in received:
             raise KeyboardInterrupt
+        if notice and not received:
+            # Not print, which fails in a handler that interrupts another print.
+            os.write(2, f"{signal.Signals(number).name}: {notice}\n".encode())
         received.append(number)
 
     with handling_signals(receive):

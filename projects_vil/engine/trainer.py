@@ -560,7 +560,11 @@ class Trainer(DefaultTrainer):
         SIGINT (Ctrl-C), SIGTERM and SIGHUP save after the current iteration and end the process with 128 and the
         signal's number; a second Ctrl-C ends a single process at once.
         """
-        with stop_requests(single_process=comm.get_world_size() == 1) as self._trainer.received:
+        is_single, notice = comm.get_world_size() == 1, ""
+        if comm.is_main_process():
+            notice = "the run saves a checkpoint after this iteration and ends."
+            notice += " A second Ctrl-C ends it at once." * is_single
+        with stop_requests(single_process=is_single, notice=notice) as self._trainer.received:
             try:
                 # TorchScript computes differently once it has optimised a function, and a resumed run would differ.
                 with torch.jit.optimized_execution(False):
