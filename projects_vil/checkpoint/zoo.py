@@ -25,7 +25,8 @@ TIMEOUT = 60.0  # seconds without an answer
 # torch.save writes a zip file, and before PyTorch 1.6 a pickle.
 _BEGINNINGS = (b"PK", b"\x80")
 _FIGURES = {"box_ap": "box AP", "mask_ap": "mask AP", "top1": "top-1", "miou": "mIoU"}
-_COLUMNS = {"variant": "variant", "config": "config", "params": "params", **_FIGURES}
+_SIZES = {"img_size": "image size", "window_size": "chunk sizes"}
+_COLUMNS = {"variant": "variant", "config": "config", **_SIZES, "params": "params", **_FIGURES}
 _logger = logging.getLogger(__name__)
 
 
@@ -37,6 +38,8 @@ class ZooEntry:
         variant: the backbone's.
         url: where the file is.
         config: that of a whole detector, for :func:`projects_vil.config.config_path`; None for other weights.
+        img_size: image side in pixels of a classifier; None for the variant's own.
+        window_size: chunk size of each stage of a classifier; None for sizes that are the variant's or in the file.
         params: millions of parameters of the whole official model.
         figures: published ones, by the names of the table's columns.
         group: ``title``, ``source``, ``license``, ``trained_on`` and perhaps ``note`` of the table that the file is in.
@@ -45,6 +48,8 @@ class ZooEntry:
     variant: str
     url: str
     config: str | None
+    img_size: int | None
+    window_size: list[int] | None
     params: float
     figures: Mapping[str, float]
     group: Mapping[str, str]
@@ -65,7 +70,8 @@ def read_zoo() -> dict[str, ZooEntry]:
                 row = dict(zip(group["columns"], values, strict=True))
                 figures = {key: row[key] for key in _FIGURES if row.get(key) is not None}
                 url = group["url"].format(row["file"])
-                zoo[name] = ZooEntry(row["variant"], url, row.get("config"), row["params"], figures, group)
+                known = {key: row.get(key) for key in ("config", *_SIZES)}
+                zoo[name] = ZooEntry(row["variant"], url, params=row["params"], figures=figures, group=group, **known)
     except (yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{path}: not in the form of the project's zoo.yaml: {one_line(error)}") from error
     return zoo
@@ -163,6 +169,10 @@ def zoo_tables() -> str:
         for name, entry in entries.items():
             config = f"[{entry.config}](../configs/{entry.config}.yaml)"
             values = {"variant": f"`{entry.variant}`", "config": config, "params": entry.params, **entry.figures}
+            values |= {
+                "img_size": entry.img_size,
+                "window_size": ", ".join(map(str, entry.window_size or ["in the file"])),
+            }
             cells = [f"[`{name}`]({entry.url})", *(str(values.get(key, "")) for key in columns)]
             lines.append(f"| {' | '.join(cells)} |")
         lines.append("")

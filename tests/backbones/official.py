@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -33,10 +34,15 @@ def official_state_dict(
     *,
     relative_bias: bool,
     img_size: int = 224,
+    windows: Sequence[int] = (),
     num_classes: int = 10,
     shared: bool = True,
 ) -> dict[str, Tensor]:
-    """A checkpoint in the official format, each tensor a random function of its name."""
+    """A checkpoint in the official format, each tensor a random function of its name.
+
+    Args:
+        windows: chunk sizes of the first stages; ``WINDOW`` in the others.
+    """
     shapes, in_channels, side = {}, 3, img_size
     for number, stage in enumerate(stages, start=1):
         dim, heads, num_global = stage.dim, stage.heads, stage.globals
@@ -55,8 +61,9 @@ def official_state_dict(
             shapes |= {f"{part}.norm.{leaf}": (dim,) for part in (attention, mlp) for leaf in ("weight", "bias")}
             if relative_bias:
                 # Full attention has a bias for each offset in its map.
-                offsets = 2 * side - 1 if stage.full else 4 * WINDOW - 1
-                index = (side**2, side**2) if stage.full else (WINDOW**2, 9 * WINDOW**2)
+                window = windows[number - 1] if number <= len(windows) else WINDOW
+                offsets = 2 * side - 1 if stage.full else 4 * window - 1
+                index = (side**2, side**2) if stage.full else (window**2, 9 * window**2)
                 shapes[f"{attention}.attn.local_relative_position_bias_table"] = (offsets**2, heads)
                 shapes[f"{attention}.attn.relative_position_index"] = index
             if relative_bias and num_global:

@@ -253,6 +253,19 @@ def test_the_table_has_the_published_files_and_figures():
         assert entry.variant in list_variants() and entry.group["license"] in ("MIT", "Apache-2.0")
 
 
+def test_classifiers_at_384_pixels_have_the_sizes_of_the_official_commands():
+    """For stages 3 and 4, which have full attention there, chunks of which two cover the feature map."""
+    sizes = {name: (entry.img_size, entry.window_size) for name, entry in read_zoo().items() if "in1k_384" in name}
+    assert sizes == {
+        "vil_medium_deep_in22k_in1k_384": (384, [8, 12, 12, 12]),
+        "vil_medium_wide_in22k_in1k_384": (384, [8, 12, 12, 12]),
+        "vil_base_deep_in22k_in1k_384": (384, [6, 8, 12, 12]),
+        "vil_base_wide_in22k_in1k_384": (384, [8, 8, 12, 12]),
+        "vil_medium_deep_rpb_in22k_in1k_384": (384, None),
+        "vil_base_deep_rpb_in22k_in1k_384": (384, None),
+    }
+
+
 @pytest.mark.parametrize("name", [name for name, entry in read_zoo().items() if entry.config])
 def test_a_detector_has_its_config_with_the_published_figures(name):
     entry, path = read_zoo()[name], zoo_config(name)
