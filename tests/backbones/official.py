@@ -14,7 +14,10 @@ WINDOW = 7
 
 @dataclasses.dataclass(frozen=True)
 class OfficialStage:
-    """Depth, patch size, heads, channels and global tokens; ``full`` for the official full attention (s0)."""
+    """Depth, patch size, heads, channels and global tokens; ``full`` for the official full attention (s0).
+
+    ``features`` of a Performer and ``reduction`` of spatial reduction are 0 for sliding chunks.
+    """
 
     depth: int
     patch: int
@@ -22,6 +25,8 @@ class OfficialStage:
     dim: int
     globals: int = 1
     full: bool = False
+    features: int = 0
+    reduction: int = 0
 
 
 # vil_tiny_1_1_3_1
@@ -43,6 +48,22 @@ def official_state_dict(
     Args:
         windows: chunk sizes of the first stages; ``WINDOW`` in the others.
     """
+    shapes = official_shapes(
+        stages, relative_bias=relative_bias, img_size=img_size, windows=windows, num_classes=num_classes
+    )
+    sources = {name: name.replace("_global.", ".") if shared else name for name in shapes}
+    return {name: _values(sources[name], shape).clone() for name, shape in shapes.items()}
+
+
+def official_shapes(
+    stages: tuple[OfficialStage, ...],
+    *,
+    relative_bias: bool,
+    img_size: int = 224,
+    windows: Sequence[int] = (),
+    num_classes: int = 1000,
+) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor of a checkpoint in the official format."""
     shapes, in_channels, side = {}, 3, img_size
     for number, stage in enumerate(stages, start=1):
         dim, heads, num_global = stage.dim, stage.heads, stage.globals
@@ -69,19 +90,22 @@ def official_state_dict(
             if relative_bias and num_global:
                 shapes[f"{attention}.attn.g2l_relative_position_bias"] = (2, heads, num_global)
                 shapes[f"{attention}.attn.g2g_relative_position_bias"] = (heads, num_global, num_global)
-            if stage.full:
+            is_performer, is_reduced = stage.features and not stage.full, stage.reduction and not stage.full
+            if is_performer:
+                shapes[f"{attention}.attn.fast_attention.projection_matrix"] = (stage.features, dim // heads)
+            if is_reduced:
+                shapes[f"{attention}.attn.proj_sr.weight"] = (dim, dim, stage.reduction, stage.reduction)
+            if stage.full or is_performer:
                 layers = {"qkv": 3 * dim, "proj": dim}
             else:
                 layers = {"query": dim, "kv": 2 * dim, "proj": dim}
-            if not stage.full and num_global:
+            if not (stage.full or is_performer or is_reduced) and num_global:
                 layers |= {f"{layer}_global": size for layer, size in layers.items()}
             for layer, size in layers.items():
                 shapes |= _linear(f"{attention}.attn.{layer}", size, dim)
             shapes |= _linear(f"{mlp}.mlp.fc1", 4 * dim, dim) | _linear(f"{mlp}.mlp.fc2", dim, 4 * dim)
         in_channels = dim
-    shapes |= {"norm.weight": (in_channels,), "norm.bias": (in_channels,)} | _linear("head", num_classes, in_channels)
-    sources = {name: name.replace("_global.", ".") if shared else name for name in shapes}
-    return {name: _values(sources[name], shape).clone() for name, shape in shapes.items()}
+    return shapes | {f"norm.{leaf}": (dim,) for leaf in ("weight", "bias")} | _linear("head", num_classes, dim)
 
 
 def _linear(name: str, size: int, *inputs: int) -> dict[str, tuple[int, ...]]:

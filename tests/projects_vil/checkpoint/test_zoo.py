@@ -16,15 +16,27 @@ from PIL import Image
 from backbones import list_variants
 from backbones.build import VARIANTS
 from backbones.checkpoint_files import read_checkpoint
+from backbones.convert import recognise
 from projects_vil import Checkpointer, Detector, load_config
-from projects_vil.checkpoint import METADATA_KEY, check_weights, find_weights, read_zoo, zoo, zoo_config, zoo_tables
+from projects_vil.checkpoint import (
+    METADATA_KEY,
+    check_weights,
+    convert_official,
+    find_weights,
+    read_zoo,
+    zoo,
+    zoo_config,
+    zoo_tables,
+)
 from projects_vil.config import config_path
 from tests import wrapping
 from tests.backbones import official_lit
-from tests.backbones.official import official_state_dict
+from tests.backbones.official import OfficialStage, official_shapes, official_state_dict
+from tests.golden import golden
 from tests.projects_vil.checkpoint.test_mmdetection import CLASSES, KEYS, Heads, contents
 from tests.projects_vil.checkpoint.test_pretrained import BACKBONE_PREFIX, float32
 from tests.projects_vil.helpers import ROOT, message, run_tool
+from tests.selection import slow_except
 
 VARIANT = "vil_tiny_1_1_3_1_rpb"
 NARROW = ["MODEL.TRANSFORMER.NAME", VARIANT, "MODEL.FPN.OUT_CHANNELS", "16", "MODEL.DEVICE", "cpu"]
@@ -266,7 +278,60 @@ def test_classifiers_at_384_pixels_have_the_sizes_of_the_official_commands():
     }
 
 
-@pytest.mark.parametrize("name", [name for name, entry in read_zoo().items() if entry.config])
+# The official architectures (ARCH in the official repository's configs): depth, patch size, heads and channels.
+SIZES = {
+    "tiny": ((1, 4, 1, 48), (1, 2, 3, 96), (9, 2, 3, 192), (1, 2, 6, 384)),
+    "small": ((1, 4, 3, 96), (2, 2, 3, 192), (8, 2, 6, 384), (1, 2, 12, 768)),
+    "medium_deep": ((1, 4, 3, 96), (4, 2, 3, 192), (16, 2, 6, 384), (1, 2, 12, 768)),
+    "base_deep": ((1, 4, 3, 96), (8, 2, 3, 192), (24, 2, 6, 384), (1, 2, 12, 768)),
+}
+# Fields of the four stages that are not those of ViL.
+PARTIAL = {"full": (False, False, True, True)}
+MECHANISMS = {
+    "vil": {},
+    "partial_vil": PARTIAL,
+    "sra64": {"reduction": (16, 8, 4, 2)},
+    "sra32": {"reduction": (8, 4, 2, 1), "full": (False, False, False, True)},
+    "partial_sra32": PARTIAL | {"reduction": (8, 4, 2, 1)},
+    "global": {"globals": (256, 256, 64, 16)},
+    "partial_global": PARTIAL | {"globals": (256, 256, 1, 0)},
+    "performer": {"features": (256,) * 4},
+    "partial_performer": PARTIAL | {"features": (256,) * 4},
+}
+DETECTORS = [name for name, entry in read_zoo().items() if entry.config]
+
+
+def official_backbone(variant: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of the official detector's backbone, for images of up to 1333 pixels, which are 42 x 42 of 32."""
+    if variant.startswith("lit"):
+        return {name: entry["shape"] for name, entry in golden(f"{variant}_det")["state_dict"].items()}
+    mechanism, size = re.fullmatch(r"(\w+?)_(tiny|small|medium_deep|base_deep)(?:_rpb)?", variant).groups()
+    fields = {"globals": (1, 1, 1, 0)} | MECHANISMS[mechanism]
+    stages = tuple(
+        OfficialStage(*sizes, **{field: values[index] for field, values in fields.items()})
+        for index, sizes in enumerate(SIZES[size])
+    )
+    return official_shapes(stages, relative_bias=variant.endswith("rpb"), img_size=42 * 32)
+
+
+@pytest.mark.parametrize(
+    "name", slow_except(DETECTORS, ["partial_global_small_mask_rcnn_1x", "sra32_small_mask_rcnn_1x"])
+)
+def test_the_model_of_a_detectors_config_takes_all_official_weights(name):
+    entry = read_zoo()[name]
+    with torch.device("meta"):
+        backbone = build_model(load_config(zoo_config(name), ["MODEL.DEVICE", "meta"])).backbone.bottom_up
+    # Without memory for the zeros
+    weights = {key: torch.zeros(()).expand(shape) for key, shape in official_backbone(entry.variant).items()}
+    wrap = wrapping.mmdetection if entry.variant.startswith("lit") else wrapping.detectron2_detector
+    official = recognise(wrap(weights))
+    converted = convert_official(official, entry.variant, model_options=backbone.options)
+    assert not converted.report.resized and not converted.report.initialised
+    shapes = {key.removeprefix(BACKBONE_PREFIX): tensor.shape for key, tensor in converted.contents["model"].items()}
+    assert shapes == {key: tensor.shape for key, tensor in backbone.net.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", DETECTORS)
 def test_a_detector_has_its_config_with_the_published_figures(name):
     entry, path = read_zoo()[name], zoo_config(name)
     cfg = load_config(path)
