@@ -17,13 +17,12 @@ from iopath.common.download import download
 from iopath.common.file_io import get_cache_dir
 
 from backbones import ConfigError
+from backbones.checkpoint_files import atomic_write, read_checkpoint
 from backbones.errors import check_file, closest
 from projects_vil.config import config_path, one_line
 from projects_vil.utils import unfinished_folder
 
 TIMEOUT = 60.0  # seconds without an answer
-# torch.save writes a zip file, and before PyTorch 1.6 a pickle.
-_BEGINNINGS = (b"PK", b"\x80")
 _FIGURES = {"box_ap": "box AP", "mask_ap": "mask AP", "top1": "top-1", "miou": "mIoU"}
 _SIZES = {"img_size": "image size", "window_size": "chunk sizes"}
 _COLUMNS = {"variant": "variant", "config": "config", **_SIZES, "params": "params", **_FIGURES}
@@ -115,6 +114,9 @@ def find_weights(weights: str) -> str:
         with FileLock(path.with_suffix(".lock")):
             if not path.exists():
                 _download(url, path)
+            elif not _digest_file(path).exists():
+                # Somebody copied the file there, or a process was killed after the download.
+                _check_loads(path)
             _check_digest(path)
     except (OSError, http.client.HTTPException) as error:
         reason = one_line(error) or type(error).__name__
@@ -126,10 +128,13 @@ def _download(url: str, path: Path) -> None:
     _logger.info("downloading %s to %s", url, path)
     with unfinished_folder(path.parent) as unfinished, _timeout():
         file = Path(download(url, str(unfinished), filename=path.name))
-        with file.open("rb") as opened:
-            beginning = opened.read(60)
-        if not beginning.startswith(_BEGINNINGS):
-            raise OSError(f"what it sends is not a PyTorch checkpoint, and begins with {beginning!r}")
+        try:
+            read_checkpoint(file)
+        except ConfigError as error:
+            with file.open("rb") as opened:
+                beginning = opened.read(60)
+            reason = str(error).replace(str(file), "the file that it sends")
+            raise OSError(f"{reason}, and begins with {beginning!r}") from error
         os.replace(file, path)
 
 
@@ -144,14 +149,27 @@ def _timeout() -> Iterator[None]:
         socket.setdefaulttimeout(before)
 
 
+def _digest_file(path: Path) -> Path:
+    return path.with_suffix(".sha256")
+
+
+def _check_loads(path: Path) -> None:
+    try:
+        read_checkpoint(path)
+    except ConfigError as error:
+        raise ConfigError(f"{error}. Delete {path} to download it again.") from error
+
+
 def _check_digest(path: Path) -> None:
-    """Compare a file's SHA-256 with the one noted when it was used first, or note it."""
-    digest, noted = hashlib.sha256(path.read_bytes()).hexdigest(), path.with_suffix(".sha256")
+    """Compare a file's SHA-256 with the one noted at its first use, or note it; only for files that can be loaded."""
+    digest, noted = hashlib.sha256(path.read_bytes()).hexdigest(), _digest_file(path)
     if not noted.exists():
-        noted.write_text(f"{digest}  {path.name}\n")
+        with atomic_write(noted) as partial:
+            partial.write_text(f"{digest}  {path.name}\n")
     elif noted.read_text().split()[:1] != [digest]:
         raise ConfigError(
-            f"{path} is damaged or another file: its SHA-256 is not that in {noted}; remove both to download it again"
+            f"{path} is damaged or another file: its SHA-256 is not the one in {noted}. "
+            "Delete both files to download it again."
         )
 
 

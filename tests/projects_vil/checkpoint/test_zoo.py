@@ -56,6 +56,7 @@ FAULTS = {
     "absent": "404",
     "page": "not a PyTorch checkpoint.*<html>",
     "empty": "empty",
+    "without_end": "is truncated.*PK",
     "broken_off": "incomplete.*out of",
     "broken_chunk": "IncompleteRead",
     "silent": "timed out",
@@ -80,9 +81,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
         body = b"PK" + bytes(100_000) if whole is None else whole
         chunked = name == "broken_chunk"
         self.send_response(200)
-        self.send_header(*("Transfer-Encoding", "chunked") if chunked else ("Content-Length", str(len(body))))
+        if name == "without_end":
+            body = server.files["classifier"][:-5000]
+            self.send_header("Connection", "close")
+        else:
+            self.send_header(*("Transfer-Encoding", "chunked") if chunked else ("Content-Length", str(len(body))))
         self.end_headers()
-        self.wfile.write(b"186A0\r\n" * chunked + (body[:5000] if whole is None else body))
+        is_whole = whole is not None or name == "without_end"
+        self.wfile.write(b"186A0\r\n" * chunked + (body if is_whole else body[:5000]))
         if name == "stalled":
             self.wfile.flush()
             server.released.wait()
@@ -198,11 +204,22 @@ def test_a_file_that_changed_is_an_error_until_it_is_removed(tmp_path, server):
     damaged[-1000] ^= 1
     path.write_bytes(damaged)
     text = message(find_weights, "tiny_classifier")
-    assert str(path) in text and str(path.with_suffix(".sha256")) in text and "remove" in text
+    assert str(path) in text and str(path.with_suffix(".sha256")) in text and "Delete" in text
     path.unlink()
     path.with_suffix(".sha256").unlink()
     assert Path(find_weights("tiny_classifier")).read_bytes() == server.files["classifier"]
     assert server.requests == ["classifier"] * 2
+
+
+@pytest.mark.parametrize("end", [0, -1000])
+def test_a_broken_file_has_no_digest_until_it_is_replaced(tmp_path, server, end):
+    path = tmp_path / "cache" / "vil_detectron2" / "tiny_classifier.pth"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(server.files["classifier"][:end])
+    assert f"Delete {path} to download it again." in message(find_weights, "tiny_classifier")
+    assert cached(tmp_path) == ["tiny_classifier.pth"]
+    path.unlink()
+    assert Path(find_weights("tiny_classifier")).read_bytes() == server.files["classifier"]
 
 
 def test_a_file_from_elsewhere(tmp_path, server):
