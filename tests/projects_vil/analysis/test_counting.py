@@ -178,7 +178,7 @@ def test_counts_of_variants(monkeypatch):
 def config_of(detector: str, variant: str):
     if variant == "partial_global_small":
         return load_config(ROOT / "configs/mask_rcnn/partial_global_small_1x.yaml")
-    base = {"RetinaNet": "retinanet/vil_tiny_1x", "Mask R-CNN": "mask_rcnn/vil_tiny_1x"}[detector]
+    base = {"RetinaNet": "retinanet/vil_tiny_rpb_1x", "Mask R-CNN": "mask_rcnn/vil_tiny_rpb_1x"}[detector]
     return load_config(ROOT / f"configs/{base}.yaml", ["MODEL.TRANSFORMER.NAME", variant])
 
 
@@ -211,9 +211,9 @@ def test_detectors_of_the_papers(label, detector, variant):
 def test_figures_of_mask_rcnn_are_for_no_other_two_stage_detector():
     cascade = ["MODEL.ROI_BOX_HEAD.CLS_AGNOSTIC_BBOX_REG", "True", "MODEL.ROI_HEADS.NAME", "CascadeROIHeads"]
     for path, overrides in (
-        ("mask_rcnn/vil_tiny_1x", cascade),
-        ("mask_rcnn/vil_tiny_1x", ["MODEL.MASK_ON", "False"]),
-        ("projects/point_rend_vil_tiny_1x", []),
+        ("mask_rcnn/vil_tiny_rpb_1x", cascade),
+        ("mask_rcnn/vil_tiny_rpb_1x", ["MODEL.MASK_ON", "False"]),
+        ("projects/point_rend_vil_tiny_rpb_1x", []),
     ):
         cfg = load_config(ROOT / f"configs/{path}.yaml", overrides)
         assert count_detector(cfg, "a name", with_flops=False)["published_parameters"] is None

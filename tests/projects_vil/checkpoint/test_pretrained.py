@@ -104,7 +104,7 @@ def test_golden_features(tmp_path, file):
 def test_an_official_vil_detector_has_all_weights_of_the_model(tmp_path, name, suffix):
     """The heads are those of this project's configs; buffers that the config defines are dropped."""
     keys = ["MODEL.TRANSFORMER.NAME", NAME, "MODEL.DEVICE", "cpu", *NARROW]
-    cfg = load_config(ROOT / f"configs/{name}/vil_tiny_1x.yaml", keys)
+    cfg = load_config(ROOT / f"configs/{name}/vil_tiny_rpb_1x.yaml", keys)
     model = build_model(cfg).eval()
     heads = {key: torch.randn_like(t) for key, t in model.state_dict().items() if not key.startswith(BACKBONE_PREFIX)}
     buffers = {"pixel_mean": torch.ones(3, 1, 1), "pixel_std": torch.ones(3, 1, 1)}
@@ -132,7 +132,7 @@ def test_an_official_vil_detector_has_all_weights_of_the_model(tmp_path, name, s
 def test_names_of_fpn_and_heads_are_those_of_the_configs(name, variant, overrides):
     keys = ["MODEL.TRANSFORMER.NAME", variant, "MODEL.DEVICE", "meta", *overrides]
     with torch.device("meta"):
-        names = build_model(load_config(ROOT / f"configs/{name}/vil_tiny_1x.yaml", keys)).state_dict()
+        names = build_model(load_config(ROOT / f"configs/{name}/vil_tiny_rpb_1x.yaml", keys)).state_dict()
     heads = {key: tensor for key, tensor in names.items() if not key.startswith(BACKBONE_PREFIX)}
     assert expected_heads(heads, variant) == heads.keys()
 

@@ -48,7 +48,7 @@ TABLE = """
   trained_on: nothing
   columns: [variant, config, params, file]
   files:
-    tiny_detector: [vil_tiny_1_1_3_1_rpb, retinanet/vil_tiny_1x, 1, detector]
+    tiny_detector: [vil_tiny_1_1_3_1_rpb, retinanet/vil_tiny_rpb_1x, 1, detector]
     tiny_classifier: [vil_tiny_1_1_3_1_rpb, ~, 1, classifier]
     lit_ti_retinanet_1x: [lit_ti, retinanet/lit_ti_1x, 1, lit]
 """
@@ -106,7 +106,7 @@ def saved(folder: Path, checkpoint: dict) -> bytes:
 @pytest.fixture(scope="module")
 def detector_file(tmp_path_factory) -> bytes:
     torch.manual_seed(0)
-    model = build_model(load_config(config_path("retinanet/vil_tiny_1x"), NARROW))
+    model = build_model(load_config(config_path("retinanet/vil_tiny_rpb_1x"), NARROW))
     heads = {name: t for name, t in model.state_dict().items() if not name.startswith(BACKBONE_PREFIX)}
     weights = float32(official_state_dict(relative_bias=True))
     return saved(tmp_path_factory.mktemp("served"), wrapping.detectron2_detector(weights, heads))
@@ -165,7 +165,7 @@ def test_a_detector_of_lit_by_name(tmp_path, server, monkeypatch):
 
 
 def test_training_starts_with_a_name(server):
-    cfg = load_config(config_path("mask_rcnn/vil_tiny_1x"), [*NARROW, "MODEL.WEIGHTS", "tiny_classifier"])
+    cfg = load_config(config_path("mask_rcnn/vil_tiny_rpb_1x"), [*NARROW, "MODEL.WEIGHTS", "tiny_classifier"])
     check_weights(cfg, cfg.MODEL.WEIGHTS)
     model = build_model(cfg)
     Checkpointer(model, cfg=cfg).resume_or_load(cfg.MODEL.WEIGHTS)
@@ -236,7 +236,7 @@ def test_a_file_from_elsewhere(tmp_path, server):
 def test_names_that_are_unknown_or_no_detectors(tmp_path, monkeypatch):
     assert "'lit_ti_retinanet_1x'" in message(Detector.load, "lit_ti_retinanet")
     assert "not a detector" in message(Detector.load, "lit_ti_in1k")
-    cfg = load_config(config_path("mask_rcnn/vil_tiny_1x"), NARROW)
+    cfg = load_config(config_path("mask_rcnn/vil_tiny_rpb_1x"), NARROW)
     assert "'vil_tiny_rpb_in1k'" in message(check_weights, cfg, "vil_tiny_rpb_1k")
     monkeypatch.chdir(tmp_path)
     # A file or folder of that name comes first.
