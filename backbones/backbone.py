@@ -92,10 +92,9 @@ class BackboneSettings:
         keep_global_tokens: in a classifier, the last stage keeps its global tokens
             (:meth:`Backbone.forward_tokens`), and the feature maps have no output norms.
         activation_checkpointing: recompute the activations of a block in the backward pass.
-        attention_backend: one of ``ATTENTION_BACKENDS``: ``"sdpa"`` is PyTorch's attention, ``"triton"`` kernels for
-            CUDA, which only sliding chunks and long-short attention have, ``"auto"`` those where they run and else
-            PyTorch's, ``"flex"`` PyTorch's FlexAttention, which only sliding chunks have, ``"reference"`` a quadratic
-            definition for debugging.
+        attention_backend: one of ``ATTENTION_BACKENDS``: ``"auto"`` and ``"sdpa"`` are PyTorch's attention,
+            ``"triton"`` kernels for CUDA, which only sliding chunks and long-short attention have, ``"flex"`` PyTorch's
+            FlexAttention, which only sliding chunks have, ``"reference"`` a quadratic definition for debugging.
     """
 
     out_features: Sequence[str] | None = None

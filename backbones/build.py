@@ -63,9 +63,9 @@ def create_backbone(
             Other tables are resized to each feature map, and have the size that the papers trained them at
             (``position_resizing`` changes that).
         activation_checkpointing: less memory in training for about a third more time.
-        attention_backend: ``"sdpa"``, PyTorch's, ``"triton"``, kernels for CUDA that sliding chunks and long-short
-            attention have, ``"auto"``, those where they run and else PyTorch's, ``"flex"``, PyTorch's FlexAttention on
-            CUDA, which sliding chunks have, or ``"reference"``, which is quadratic and for debugging.
+        attention_backend: ``"auto"`` or ``"sdpa"``, PyTorch's, ``"triton"``, kernels for CUDA that sliding chunks and
+            long-short attention have, ``"flex"``, PyTorch's FlexAttention on CUDA, which sliding chunks have, or
+            ``"reference"``, which is quadratic and for debugging.
         options: instead of the variant's own if not None; those of ``VARIANTS[name].options``:
 
             - ViL and LS: ``window_size`` (side of a chunk in tokens; 7 is ViL's window of 15), ``global_tokens``,

@@ -66,9 +66,9 @@ def add_vil_config(cfg: CfgNode) -> None:
     # Whether torch.compile compiles the backbone, for images of any size: minutes before the first iteration. Exports
     # and evaluations of averaged weights are not compiled.
     cfg.MODEL.TRANSFORMER.COMPILE = False
-    # "sdpa" (PyTorch's), "triton" (kernels of sliding chunks and long-short attention, on CUDA), "auto" (those where
-    # they run, else PyTorch's), "flex" (PyTorch's FlexAttention for sliding chunks, on CUDA) or "reference" (quadratic,
-    # for debugging).
+    # "auto" (PyTorch's, with a hint in the log if "triton" may be faster), "sdpa" (PyTorch's), "triton" (kernels of
+    # sliding chunks and long-short attention, on CUDA), "flex" (PyTorch's FlexAttention for sliding chunks, on CUDA) or
+    # "reference" (quadratic, for debugging).
     cfg.MODEL.TRANSFORMER.ATTENTION_BACKEND = "auto"
     # An empty value of the following keys means that of the variant; a key that its family does not have is an error.
     # ViL and LS: the attention of each stage, "sliding_chunk", "long_short" or "dense".

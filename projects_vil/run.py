@@ -84,7 +84,7 @@ def train(
             config. Other formats are written in COCO's into ``OUTPUT_DIR/data``.
         model: a variant, or ``"timm:"`` and a name of timm's (default ``"vil_tiny"``).
         detector: ``"retinanet"`` (the default), ``"mask_rcnn"`` or ``"faster_rcnn"``.
-        config: instead of ``model`` and ``detector`` a config, as a file or by name, ``"mask_rcnn/vil_small_1x"``.
+        config: instead of ``model`` and ``detector`` a config, as a file or by name, ``"mask_rcnn/vil_small_rpb_1x"``.
         epochs: passes over the training images; 50 for ``data``.
         batch: images in an iteration; the learning rate is scaled to it, unless it is an override. By default the
             config's, with gradient accumulation if the memory requires it.
@@ -298,13 +298,13 @@ def _choose_config(
     model, detector = model or "vil_tiny", detector or "retinanet"
     check_choice("detector", detector, DETECTORS)
     (folder, keys), name = DETECTORS[detector], f"{model}_{detector}".replace(":", "_")
-    # The recipe is the same with and without relative bias, and for the tables of segmentation.
     named = {"MODEL.TRANSFORMER.NAME": model} if model in list_variants() else {}
-    try:
-        return config_path(f"{folder}/{model.removesuffix('_rpb').removesuffix('_seg')}_1x"), keys | named, name
-    except ConfigError:
-        # A variant, or a model of timm's, that has no config of its own.
-        return config_path(f"base/{folder}_1x"), keys | {"MODEL.TRANSFORMER.NAME": model}, name
+    # The recipe is the same with and without relative bias, and for the tables of segmentation.
+    for variant in (model, f"{model}_rpb", model.removesuffix("_seg")):
+        with contextlib.suppress(ConfigError):
+            return config_path(f"{folder}/{variant}_1x"), keys | named, name
+    # A variant, or a model of timm's, that has no config of its own.
+    return config_path(f"base/{folder}_1x"), keys | {"MODEL.TRANSFORMER.NAME": model}, name
 
 
 def _suggest_weights(variant: str) -> None:

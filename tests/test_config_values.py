@@ -37,10 +37,10 @@ VALUES = {
         ("*/lit_m_*", 0.3, "LIT classification/code_for_lit_s_m_b/configs/lit-medium.yaml"),
         ("*/lit_b_*", 0.5, "LIT classification/code_for_lit_s_m_b/configs/lit-base.yaml"),
         ("*/cvt_*", 0.2, "none: our own choice, that of vil_small in Mask R-CNN"),
-        ("modern/*", 0.2, "none: as mask_rcnn/vil_small_3x_ms"),
-        ("projects/*", 0.05, "none: as mask_rcnn/vil_tiny_1x"),
+        ("modern/*", 0.2, "none: as mask_rcnn/vil_small_rpb_3x_ms"),
+        ("projects/*", 0.05, "none: as mask_rcnn/vil_tiny_rpb_1x"),
         ("*/partial_performer_small_1x", 0.05, _ABSOLUTE),
-        ("mask_rcnn/vil_small_1x", 0.2, _RPB),
+        ("mask_rcnn/vil_small_rpb_1x", 0.2, _RPB),
         ("mask_rcnn/ls_small*_1x", 0.2, _RPB),
         ("*_small*_1x", 0.1, _ABSOLUTE),
         ("*_small*_3x_ms", 0.2, _RPB),
@@ -173,5 +173,6 @@ def test_long_short_is_trained_as_vil():
     """Every value of the solver and of the images."""
     for config in (config for config in CONFIGS if "/ls_" in config):
         vil = config.replace("_all", "").replace("/ls_medium", "/ls_medium_deep").replace("/ls_base", "/ls_base_deep")
-        ours, theirs = loaded(config), loaded(vil.replace("/ls_", "/vil_"))
+        vil = vil.replace("_1x", "_rpb_1x").replace("_3x", "_rpb_3x").replace("/ls_", "/vil_")
+        ours, theirs = loaded(config), loaded(vil)
         assert ours.SOLVER == theirs.SOLVER and ours.INPUT == theirs.INPUT, config

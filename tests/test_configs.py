@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from detectron2.config import CfgNode
+from detectron2.config import CfgNode, LazyConfig
 from detectron2.model_zoo import get_config
 from detectron2.modeling import build_model
 from torch import nn
@@ -26,10 +26,10 @@ PUBLISHED_CONFIGS = [path for path in CONFIGS if path.split("/")[1] in ("retinan
 DETECTORS = ("retinanet", "mask_rcnn")
 # One of each family, detector and type of head; the others have the same parts.
 FAST = {
-    *(f"configs/retinanet/{name}_1x.yaml" for name in ("vil_tiny", "ls_tiny", "lit_ti", "cvt_ls_13")),
-    *("configs/mask_rcnn/vil_small_1x.yaml", "configs/mask_rcnn/performer_small_1x.yaml"),
-    *("configs/demo/retinanet_vil_shapes.yaml", "configs/semantic_fpn/lit_s.yaml"),
-    *("configs/modern/cascade_mask_rcnn_lit_s.yaml", "configs/projects/point_rend_vil_tiny_1x.yaml"),
+    *(f"configs/retinanet/{name}_1x.yaml" for name in ("vil_tiny_rpb", "ls_tiny", "lit_ti", "cvt_ls_13")),
+    *("configs/mask_rcnn/vil_small_rpb_1x.yaml", "configs/mask_rcnn/performer_small_1x.yaml"),
+    *("configs/demo/retinanet_vil_shapes.yaml", "configs/semantic_fpn/lit_s_seg.yaml"),
+    *("configs/modern/cascade_mask_rcnn_lit_s.yaml", "configs/projects/point_rend_vil_tiny_rpb_1x.yaml"),
 }
 # ViL table 8, Mask R-CNN with small models: the variant, box / mask AP, parameters (M); and the AP in the official
 # repository's README, which has no row of Performer trained from partial Performer.
@@ -42,19 +42,19 @@ TABLE_8 = {
     "performer_small": ("performer_small", "35.0 / 33.1", 45.0, "36.1 / 34.3"),
     "performer_from_partial_small": ("performer_small", "32.6 / 31.2", 45.0, None),
     "partial_performer_small": ("partial_performer_small", "41.7 / 38.4", 45.0, "42.3 / 39.1"),
-    "vil_small_absolute": ("vil_small", "41.3 / 38.1", 45.0, "42.9 / 39.6"),
+    "vil_small": ("vil_small", "41.3 / 38.1", 45.0, "42.9 / 39.6"),
     "partial_vil_small": ("partial_vil_small", "42.6 / 39.3", 45.0, "43.3 / 39.8"),
 }
 # ViL table 6 (AP) and 7 (box / mask AP), and the official repository: 1x, 3x.
 TABLES_6_7 = {
-    ("retinanet", "vil_tiny"): [("38.8", "40.8"), ("40.7", "43.6")],
-    ("retinanet", "vil_small"): [("41.6", "44.2"), ("42.9", "45.9")],
-    ("retinanet", "vil_medium_deep"): [("42.9", "46.8"), ("43.7", "47.9")],
-    ("retinanet", "vil_base_deep"): [("44.3", "47.8"), ("44.7", "48.6")],
-    ("mask_rcnn", "vil_tiny"): [("38.7 / 36.2", "41.4 / 38.1"), ("41.2 / 37.9", "44.2 / 40.6")],
-    ("mask_rcnn", "vil_small"): [("41.8 / 38.5", "44.9 / 41.1"), ("43.4 / 39.6", "47.1 / 42.7")],
-    ("mask_rcnn", "vil_medium_deep"): [("43.4 / 39.7", "47.6 / 43.0"), ("44.6 / 40.7", "48.9 / 44.2")],
-    ("mask_rcnn", "vil_base_deep"): [("45.1 / 41.0", "48.6 / 43.6"), ("45.7 / 41.3", "49.6 / 44.5")],
+    ("retinanet", "vil_tiny_rpb"): [("38.8", "40.8"), ("40.7", "43.6")],
+    ("retinanet", "vil_small_rpb"): [("41.6", "44.2"), ("42.9", "45.9")],
+    ("retinanet", "vil_medium_deep_rpb"): [("42.9", "46.8"), ("43.7", "47.9")],
+    ("retinanet", "vil_base_deep_rpb"): [("44.3", "47.8"), ("44.7", "48.6")],
+    ("mask_rcnn", "vil_tiny_rpb"): [("38.7 / 36.2", "41.4 / 38.1"), ("41.2 / 37.9", "44.2 / 40.6")],
+    ("mask_rcnn", "vil_small_rpb"): [("41.8 / 38.5", "44.9 / 41.1"), ("43.4 / 39.6", "47.1 / 42.7")],
+    ("mask_rcnn", "vil_medium_deep_rpb"): [("43.4 / 39.7", "47.6 / 43.0"), ("44.6 / 40.7", "48.9 / 44.2")],
+    ("mask_rcnn", "vil_base_deep_rpb"): [("45.1 / 41.0", "48.6 / 43.6"), ("45.7 / 41.3", "49.6 / 44.5")],
 }
 # LIT tables 6 to 8: AP or mIoU, and parameters in whole millions.
 LIT = {
@@ -63,7 +63,7 @@ LIT = {
     "configs/mask_rcnn/lit_ti_1x.yaml": ("AP 42.0 / 39.1 in LIT Table 7", 40),
     "configs/mask_rcnn/lit_s_1x.yaml": ("AP 42.9 / 39.6 in LIT Table 7", 48),
     "configs/semantic_fpn/lit_ti.yaml": ("mIoU 41.3 in Table 8", 24),
-    "configs/semantic_fpn/lit_s.yaml": ("mIoU 41.7 in Table 8", 32),
+    "configs/semantic_fpn/lit_s_seg.yaml": ("mIoU 41.7 in Table 8", 32),
 }
 
 
@@ -84,6 +84,23 @@ def millions(model: nn.Module) -> float:
 def test_a_config_starts_with_its_command():
     for path in CONFIGS:
         assert (ROOT / path).read_text().startswith(f"# python tools/train_net.py --config-file {path} "), path
+
+
+def test_a_config_is_named_after_the_variant_that_it_builds():
+    """With its detector in front in the folders of several detectors, and its attention and schedule behind."""
+    for path in CONFIGS:
+        folder, stem = Path(path).parent.name, Path(path).stem
+        if folder == "demo":
+            # Named after the family: small models of no paper, or the sizes of one for a few minutes.
+            continue
+        variant = CfgNode.load_yaml_with_base(str(ROOT / path))["MODEL"]["TRANSFORMER"]["NAME"]
+        # Performer, which starts from the weights of partial Performer.
+        stem = stem.replace("performer_from_partial", "performer")
+        detector = "(cascade_mask_rcnn|mask_rcnn|panoptic_fpn|point_rend)_" if folder in ("modern", "projects") else ""
+        assert re.fullmatch(rf"{detector}{variant}(_all)?(_1x|_3x_ms)?", stem), path
+    for path in ROOT.glob("configs/lazy/*.py"):
+        bottom_up = LazyConfig.load(str(path)).model.backbone.bottom_up
+        assert re.fullmatch(f"(retinanet|mask_rcnn)_{bottom_up.name}", path.stem), path
 
 
 @pytest.mark.parametrize("path", slow_except(CONFIGS, FAST))
@@ -111,13 +128,11 @@ def test_a_config_builds_its_detector_and_optimizer(path):
     assert {round(group["lr"] / cfg.SOLVER.BASE_LR, 6) for group in groups} == ({0.01, 1.0} if is_lit else {1.0})
 
 
-def test_variants_of_the_published_configs():
+def test_settings_of_the_published_configs():
     for path in PUBLISHED_CONFIGS:
         _, detector, name = path.removesuffix(".yaml").split("/")
         model = re.sub(r"(_all)?_(1x|3x_ms)$", "", name)
         cfg = load_config(ROOT / path)
-        variant = TABLE_8[model][0] if model in TABLE_8 else f"{model}_rpb" if model.startswith("vil") else model
-        assert cfg.MODEL.TRANSFORMER.NAME == variant, path
         assert cfg.MODEL.TRANSFORMER.WINDOW_SIZE == ([16, 8, 4] if model.startswith("cvt") else []), path
         assert cfg.MODEL.TRANSFORMER.BATCH_NORM == ("sync" if model.startswith(("lit", "cvt")) else ""), path
         assert cfg.MODEL.TRANSFORMER.ATTENTION == (["long_short"] * 4 if "_all_" in name else []), path
@@ -127,7 +142,7 @@ def test_variants_of_the_published_configs():
             paper, official = TABLES_6_7[detector, model]["3x" in name]
             assert f"AP {paper} in Table {6 if detector == 'retinanet' else 7} " in comment_of(path), path
             assert f"{official} in the official repository" in comment_of(path), path
-            pretrained = "21K" if model in ("vil_medium_deep", "vil_base_deep") else "1K"
+            pretrained = "21K" if model in ("vil_medium_deep_rpb", "vil_base_deep_rpb") else "1K"
             assert f"pretrained on ImageNet-{pretrained}" in comment_of(path), path
 
 
@@ -139,9 +154,8 @@ def test_rows_of_table_8(row):
     assert f"box / mask AP {figures} in ViL Table 8" in comment_of(path)
     assert official is None or f"{official} in the official repository's README" in comment_of(path)
     unused_head = (2 * 768 + 768 * 1000 + 1000) / 1e6
-    # docs/deviations.md: the table's row of Par-Global lacks 0.1.
-    bound = 0.14 if row == "partial_global_small" else 0.06
-    assert millions(build_on_meta(path)[1]) + unused_head == pytest.approx(published, abs=bound)
+    # 45.164 of partial global memory is printed 45.1.
+    assert millions(build_on_meta(path)[1]) + unused_head == pytest.approx(published, abs=0.066)
 
 
 @pytest.mark.parametrize("path", LIT)
@@ -182,12 +196,10 @@ def test_the_modern_configs(path):
     assert (net.num_layers, cfg.SOLVER.LAYER_DECAY) == (12, 0.7)
 
 
-@pytest.mark.parametrize("name", ["lit_ti", "lit_s"])
+@pytest.mark.parametrize("name", ["lit_ti", "lit_s_seg"])
 def test_semantic_fpn_is_the_official_configuration(name):
     """LIT's segmentation/configs/_base_: datasets/ade20k.py and schedules/schedule_80k.py, value by value."""
     cfg, model = build_on_meta(f"configs/semantic_fpn/{name}.yaml")
-    # Stage 1 of LIT-S is normed too in the official segmentation code.
-    assert cfg.MODEL.TRANSFORMER.NAME == ("lit_s_seg" if name == "lit_s" else name)
     assert (cfg.DATASETS.TRAIN, cfg.DATASETS.TEST) == (("ade20k_train",), ("ade20k_val",))
     # Resize: img_scale (2048, 512), ratio_range (0.5, 2.0); in testing img_scale (2048, 512)
     assert (cfg.INPUT.MIN_SIZE_TRAIN, cfg.INPUT.MIN_SIZE_TRAIN_SAMPLING) == ((0.5 * 512, 2.0 * 512), "range")

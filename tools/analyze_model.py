@@ -1,7 +1,7 @@
 """Count the parameters and FLOPs of detectors, or of every variant next to the figures of the papers.
 
 Example:
-    python tools/analyze_model.py --config-file configs/retinanet/vil_tiny_1x.yaml
+    python tools/analyze_model.py --config-file configs/retinanet/vil_tiny_rpb_1x.yaml
     python tools/analyze_model.py --no-flops --config-file configs/*/vil_*_1x.yaml --json counts.json
     python tools/analyze_model.py --variants
     python tools/analyze_model.py --variants vil_tiny lit --json variants.json

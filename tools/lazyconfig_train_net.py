@@ -3,10 +3,10 @@
 Overrides are key=value, in Hydra's syntax; +key=value adds a key that the config does not have.
 
 Example:
-    python tools/lazyconfig_train_net.py --config-file configs/lazy/retinanet_vil_tiny.py --num-gpus 8
-    python tools/lazyconfig_train_net.py --config-file configs/lazy/retinanet_vil_tiny.py --eval-only \\
+    python tools/lazyconfig_train_net.py --config-file configs/lazy/retinanet_vil_tiny_rpb.py --num-gpus 8
+    python tools/lazyconfig_train_net.py --config-file configs/lazy/retinanet_vil_tiny_rpb.py --eval-only \\
         train.init_checkpoint=model.pth
-    python tools/lazyconfig_train_net.py --config-file configs/lazy/retinanet_vil_tiny.py train.device=cpu \\
+    python tools/lazyconfig_train_net.py --config-file configs/lazy/retinanet_vil_tiny_rpb.py train.device=cpu \\
         train.max_iter=300 model.num_classes=2 'dataloader.coco=[[mine,mine.json,photos]]' \\
         'dataloader.train.dataset.names=[mine]' 'dataloader.test.dataset.names=[mine]'
 """

@@ -2,7 +2,7 @@
 
 Example:
     python tools/plan_schedule.py --images 50 --epochs 20,40,80 --batch 8
-    python tools/plan_schedule.py --config-file configs/retinanet/vil_tiny_1x.yaml --epochs 12 \\
+    python tools/plan_schedule.py --config-file configs/retinanet/vil_tiny_rpb_1x.yaml --epochs 12 \\
         DATASETS.TRAIN "('mine',)"
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from vil.arguments import ConfigToolParser, existing_path, positive, run_tool
 
-CONFIG = Path(__file__).resolve().parents[1] / "configs/retinanet/vil_tiny_1x.yaml"
+CONFIG = Path(__file__).resolve().parents[1] / "configs/retinanet/vil_tiny_rpb_1x.yaml"
 COLUMNS = ("epochs", "iterations", "steps", "warm-up", "evaluated every", "saved every")
 
 

@@ -1,8 +1,8 @@
 """Train a detector, or evaluate one, with detectron2's own arguments.
 
 Example:
-    python tools/train_net.py --config-file configs/retinanet/vil_tiny_1x.yaml --num-gpus 8
-    python tools/train_net.py --config-file configs/retinanet/vil_tiny_1x.yaml --eval-only MODEL.WEIGHTS model.pth
+    python tools/train_net.py --config-file configs/retinanet/vil_tiny_rpb_1x.yaml --num-gpus 8
+    python tools/train_net.py --config-file configs/retinanet/vil_tiny_rpb_1x.yaml --eval-only MODEL.WEIGHTS model.pth
 """
 
 from vil.arguments import ConfigToolParser, add_training_arguments, run_tool

@@ -71,12 +71,12 @@ def train(parser: ToolParser, words: Sequence[str]) -> None:
     Example:
         vil train photos --model vil_tiny --detector retinanet --epochs 50
         vil train photos/data.yaml --model lit_ti --detector mask_rcnn --batch 4 SOLVER.BASE_LR 5e-5
-        vil train --config mask_rcnn/vil_small_1x --num-gpus 8
+        vil train --config mask_rcnn/vil_small_rpb_1x --num-gpus 8
     """
     parser.add_argument("data", nargs="?", type=existing_path, metavar="DATA", help=_DATA)
     parser.add_argument("--model", metavar="NAME", help="variant (default vil_tiny), or timm:NAME for one of timm's")
     parser.add_argument("--detector", choices=DETECTORS, help="default: retinanet")
-    config_help = "instead of --model and --detector: a config as a file, or by name as retinanet/vil_tiny_1x"
+    config_help = "instead of --model and --detector: a config as a file, or by name as retinanet/vil_tiny_rpb_1x"
     parser.add_argument("--config", metavar="NAME", help=config_help)
     parser.add_argument("--epochs", type=positive, metavar="N", help="passes over the training images (default 50)")
     batch_help = (

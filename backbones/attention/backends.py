@@ -1,9 +1,8 @@
-"""Choice of the kernel of attention to windows on a GPU: Triton's, where it compiles and agrees with the reference."""
+"""The check of Triton's kernels of attention to windows, and the suggestion to try them."""
 
 import concurrent.futures
 import functools
 import logging
-import subprocess
 from collections.abc import Callable
 
 import torch
@@ -16,25 +15,41 @@ from backbones.attention.triton_chunks import (
     triton_long_short_attention,
     unmet_requirement,
 )
-from backbones.layers.tracing import in_autocast_dtype, is_tracing
+from backbones.errors import ConfigError
+from backbones.layers.tracing import in_autocast_dtype
 
 logger = logging.getLogger(__name__)
 # Relative to the largest value.
 _TOLERANCES = {torch.float32: 5e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
-# The lowest compute capability on which the backend auto tries the Triton kernel.
+# The lowest compute capability that the Triton kernels are compiled for in the tests.
 _LEAST_CAPABILITY = (8, 0)
 
 
-def auto_backend(
+def suggest_triton(query: Tensor) -> None:
+    """Log once per process that the Triton kernels could be tried, if the device of ``query`` may run them."""
+    if query.device.type == "cuda" and not torch.compiler.is_compiling():
+        _log_suggestion()
+
+
+@functools.cache
+def _log_suggestion() -> None:
+    if unmet_requirement(torch.device("cuda")) is None and torch.cuda.get_device_capability() >= _LEAST_CAPABILITY:
+        logger.info(
+            "The attention backend is PyTorch's. The Triton kernels may be faster on this GPU: to try them, set "
+            "MODEL.TRANSFORMER.ATTENTION_BACKEND triton (in Python attention_backend='triton')."
+        )
+
+
+def triton_or_sdpa(
     tensors: dict[str, Tensor | None], *, window_size: int, mode: str, shift: tuple[int, int] | None = None
 ) -> str:
-    """Return what :func:`choose_kernel` names for the tensors of a call.
+    """Return ``"triton"``, or ``"sdpa"`` if :func:`choose_kernel` excludes the Triton kernel for these tensors.
 
-    There is nothing to choose on a CPU and on old devices, and where a run is traced, compiled or captured.
+    The kernel is not checked in a compiled run, nor where it raises a :class:`ConfigError` in any case.
     """
     query = tensors["query"]
-    if torch.compiler.is_compiling() or is_tracing() or not query.numel() or not _may_use_triton(query):
-        return "sdpa"
+    if torch.compiler.is_compiling() or not query.numel() or not _can_check(query):
+        return "triton"
     given = {name: x for name, x in tensors.items() if x is not None and x.numel()}
     return choose_kernel(
         query.device,
@@ -49,13 +64,8 @@ def auto_backend(
     )
 
 
-def _may_use_triton(query: Tensor) -> bool:
-    return (
-        query.device.type == "cuda"
-        and unmet_requirement(query.device, query.shape[4], query.dtype) is None
-        and torch.cuda.get_device_capability(query.device) >= _LEAST_CAPABILITY
-        and not torch.cuda.is_current_stream_capturing()
-    )
+def _can_check(query: Tensor) -> bool:
+    return query.device.type == "cuda" and unmet_requirement(query.device, query.shape[4], query.dtype) is None
 
 
 @functools.cache
@@ -71,11 +81,10 @@ def choose_kernel(
     mode: str,
     shift: tuple[int, int] | None,
 ) -> str:
-    """Return ``"triton"``, or ``"sdpa"`` where Triton's kernel does not compile or differs from the reference.
+    """Return ``"triton"``, or ``"sdpa"`` if Triton's kernel fails or differs from the reference.
 
-    At the first call for its arguments the kernel runs once on a small map, and the choice is logged. Errors
-    of CUDA are raised: after them no kernel of this process would run. Image sizes play no part, and processes with the
-    same devices and libraries choose the same.
+    At the first call for its arguments the kernel runs once on a small feature map, and the choice is logged. Image
+    sizes do not change the choice, and processes with the same devices and libraries choose the same.
 
     Args:
         channels: D of each head.
@@ -84,7 +93,15 @@ def choose_kernel(
         is_learned: whether gradients are needed.
         window_size, mode, shift: see :func:`.sliding_chunk.sliding_chunk_attention`. The mode of long-short attention
             is ``SEGMENT_MODE``.
+
+    Raises:
+        ConfigError: if the first call is in the capture of a CUDA graph, where the check cannot run.
+        RuntimeError: if the kernel leaves the device unusable or there is no memory for the check.
     """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise ConfigError(
+            "The Triton kernel cannot be checked in the capture of a CUDA graph. Run the model once before the capture."
+        )
     options = {"window_size": window_size, "mode": mode, "shift": shift}
 
     def reason_against_triton() -> str | None:
@@ -105,7 +122,7 @@ def choose_kernel(
         str(dtype)[6:],
         device,
         chosen,
-        "" if reason is None else f", since the Triton kernel {reason}",
+        "" if reason is None else f", because the Triton kernel {reason}",
     )
     return chosen
 
@@ -127,8 +144,6 @@ def _inputs(
 def _reason_against_triton(
     inputs: dict[str, Tensor], device: torch.device, is_learned: bool, options: dict[str, object]
 ) -> str | None:
-    from triton.errors import TritonError
-
     by_reference, by_triton = reference.sliding_chunk_attention, triton_chunk_attention
     if options["mode"] == SEGMENT_MODE:
         by_reference, by_triton = reference.long_short_attention, triton_long_short_attention
@@ -140,12 +155,17 @@ def _reason_against_triton(
         actual = _outputs_and_gradients(
             by_triton, {name: x.to(device) for name, x in inputs.items()}, is_learned, options
         )
-    except (TritonError, RuntimeError, OSError, subprocess.CalledProcessError) as error:
-        # Triton, its assembler and its C compiler fail in all these ways; the others are errors of a device.
-        if isinstance(error, torch.OutOfMemoryError) or "CUDA" in str(error):
-            raise
+    except (ConfigError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        # A broken installation, the compiler, the assembler and the driver raise errors of many types.
+        try:
+            torch.get_device_module(device).synchronize(device)
+        except RuntimeError:
+            # The device is unusable, so that PyTorch's attention would fail too.
+            raise error from None
         lines = str(error).strip().splitlines()
-        return f"does not compile: {lines[0] if lines else type(error).__name__}"
+        return f"failed: {type(error).__name__}: {lines[0] if lines else ''}"
     pairs = zip(actual, expected, strict=True)
     errors = [((x.cpu().double() - y).abs().max() / y.abs().max()).item() for x, y in pairs]
     # A NaN is within no tolerance.

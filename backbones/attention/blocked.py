@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from backbones.attention.sdpa import pytorch_attention
 from backbones.layers.tracing import (
     at_least_float32,
     autocast_dtype,
@@ -77,7 +78,7 @@ def attention_with_logsumexp(
                 raise
         else:
             return output, logsumexp[..., None]
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale), None
+    return pytorch_attention(query, key, value, attn_mask=bias, scale=scale), None
 
 
 def split(sizes: tuple[int, ...], scores: int, device: torch.device) -> Iterator[tuple[slice, ...]]:
@@ -202,7 +203,7 @@ def _attend_with_table(
     hidden = key.shape[2] - sum(part.shape[2] for part in parts)
     if hidden:
         parts.append(bias.new_full((1, 1, 1), float("-inf")).expand(*parts[0].shape[:2], hidden))
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=torch.cat(parts, dim=2)[None])
+    return pytorch_attention(query, key, value, attn_mask=torch.cat(parts, dim=2)[None])
 
 
 def _blocks(query: Tensor, key: Tensor, size: tuple[int, int] | None) -> Iterator[tuple[slice, slice, slice]]:

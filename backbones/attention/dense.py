@@ -1,10 +1,10 @@
 """Full attention: every token sees every token (ViL section 3.3, ``a = full``), with or without relative bias."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from backbones.attention import blocked, reference
+from backbones.attention.sdpa import pytorch_attention
 from backbones.errors import check_choice
 from backbones.layers.position import GridRelativeBias
 from backbones.layers.tracing import contiguous_for_export, is_exporting, is_tracing, take_first
@@ -35,7 +35,7 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, *, bias: Tensor |
         if is_exporting():
             # torch 2.14 exports a broadcast bias for batches of two or more only.
             bias = bias.expand(query.shape[0], -1, -1, -1)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
+    return pytorch_attention(query, key, value, attn_mask=bias)
 
 
 def split_heads(tokens: Tensor, num_heads: int) -> Tensor:

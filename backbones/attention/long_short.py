@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from backbones.attention import reference
-from backbones.attention.backends import auto_backend
+from backbones.attention.backends import suggest_triton, triton_or_sdpa
 from backbones.attention.chunks import (
     WindowInputs,
     aligned_bias,
@@ -179,17 +179,22 @@ def _window_bias(local_bias: Tensor, num_shared: int, length: int, side: int) ->
     return aligned_bias([left.flatten(2), none, right.flatten(2)])
 
 
-def auto_long_short_attention(*, window_size: int, **tensors: Tensor | None) -> Tensor:
-    """:func:`long_short_attention` by the kernel that :func:`.backends.auto_backend` names."""
-    return BACKENDS[auto_backend(tensors, window_size=window_size, mode=SEGMENT_MODE)](
-        window_size=window_size, **tensors
-    )
+def auto_long_short_attention(**arguments: Tensor | int | None) -> Tensor:
+    """:func:`long_short_attention`, with a line of the log about Triton's kernel if the device may run it."""
+    suggest_triton(arguments["query"])
+    return BACKENDS["sdpa"](**arguments)
+
+
+def checked_long_short_attention(*, window_size: int, **tensors: Tensor | None) -> Tensor:
+    """:func:`.triton_long_short_attention`, or :func:`long_short_attention` if the check excludes Triton's kernel."""
+    is_right = triton_or_sdpa(tensors, window_size=window_size, mode=SEGMENT_MODE) == "triton"
+    return (triton_long_short_attention if is_right else long_short_attention)(window_size=window_size, **tensors)
 
 
 BACKENDS = {
     "auto": auto_long_short_attention,
     "sdpa": long_short_attention,
-    "triton": triton_long_short_attention,
+    "triton": checked_long_short_attention,
     "reference": reference.long_short_attention,
 }
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from backbones.attention import reference
-from backbones.attention.backends import auto_backend
+from backbones.attention.backends import suggest_triton, triton_or_sdpa
 from backbones.attention.chunks import (
     MODES,
     WindowInputs,
@@ -233,18 +233,25 @@ def _window_bias(inputs: WindowInputs, window_size: int) -> Tensor | None:
 SHIFTS = tuple((row, col) for row in (-1, 0, 1) for col in (-1, 0, 1) if (row, col) != (0, 0))
 
 
-def auto_chunk_attention(
+def auto_chunk_attention(**arguments: Tensor | int | str | tuple[int, int] | None) -> Tensor:
+    """:func:`sliding_chunk_attention`, with a line of the log about Triton's kernel if the device may run it."""
+    suggest_triton(arguments["query"])
+    return BACKENDS["sdpa"](**arguments)
+
+
+def checked_chunk_attention(
     *, window_size: int, mode: str = "zero_pad", shift: tuple[int, int] | None = None, **tensors: Tensor | None
 ) -> Tensor:
-    """:func:`sliding_chunk_attention` by the kernel that :func:`.backends.auto_backend` names."""
+    """:func:`.triton_chunk_attention`, or :func:`sliding_chunk_attention` if the check excludes Triton's kernel."""
     options = {"window_size": window_size, "mode": mode, "shift": shift}
-    return BACKENDS[auto_backend(tensors, **options)](**tensors, **options)
+    is_right = triton_or_sdpa(tensors, **options) == "triton"
+    return (triton_chunk_attention if is_right else sliding_chunk_attention)(**tensors, **options)
 
 
 BACKENDS = {
     "auto": auto_chunk_attention,
     "sdpa": sliding_chunk_attention,
-    "triton": triton_chunk_attention,
+    "triton": checked_chunk_attention,
     "flex": flex_chunk_attention,
     "reference": reference.sliding_chunk_attention,
 }
@@ -258,9 +265,8 @@ class SlidingChunkAttention(TokenAttention):
         mode: see :func:`sliding_chunk_attention`.
         relative_bias: whether each offset in the window has a learned bias.
         shared_projections: whether local and global tokens share query, key, value and output projections.
-        common: see :class:`.TokenAttention`. A backend is a key of ``BACKENDS``: ``"auto"`` is the choice of
-            :func:`.backends.auto_backend`, ``"triton"`` and ``"flex"`` are for CUDA, and ``"reference"`` is quadratic
-            and for debugging.
+        common: see :class:`.TokenAttention`. A backend is a key of ``BACKENDS``: ``"auto"`` is ``"sdpa"``, ``"triton"``
+            and ``"flex"`` are for CUDA, and ``"reference"`` is quadratic and for debugging.
 
     Raises:
         ConfigError: for an unknown mode or backend.

@@ -92,8 +92,11 @@ def _attend_in_autocast_dtype(
     inputs: WindowInputs, window_size: int, mode: str, shift: tuple[int, int] | None
 ) -> Tensor:
     """(B, M, H, W, D); biases stay in their type, which is that of their gradients."""
+    # The kernels read a bias of each head.
+    heads = inputs.query.shape[1]
+    biases = (None if x is None else x.expand(heads, *x.shape[1:]) for x in inputs[5:])
     # They are copied once, not in each pass.
-    inputs = _with_contiguous_globals(WindowInputs(*in_autocast_dtype(*inputs[:5]), *inputs[5:]))
+    inputs = _with_contiguous_globals(WindowInputs(*in_autocast_dtype(*inputs[:5]), *biases))
     if inputs.query.dtype == torch.bfloat16 and inputs.query.device.type == "cpu":
         # Triton's interpreter multiplies it as if it were integers.
         inputs = WindowInputs(*(x if x is None else x.float() for x in inputs))

@@ -25,6 +25,7 @@ from backbones.attention.blocked import (
     split,
 )
 from backbones.attention.chunks import WindowInputs, from_chunks, mask_queries, to_chunks, wants_alignment, wrap
+from backbones.attention.sdpa import pytorch_attention
 from backbones.layers.tracing import (
     at_least_float32,
     contiguous_for_export,
@@ -132,7 +133,7 @@ def attend_chunks(
         # (B * rows * M, cols, w * w, 1) before
         logsumexp = None if logsumexp is None else logsumexp[..., 0].unflatten(0, (batch, -1, heads)).transpose(2, 3)
     else:
-        output = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, scale=scale)
+        output = pytorch_attention(queries, keys, values, attn_mask=bias, scale=scale)
     sizes = {"batch": batch, "heads": heads, "height": height, "width": width}
     return from_chunks(output[..., :channels], window_size, **sizes), logsumexp
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from backbones.attention import chunks
 from backbones.attention.dense import merge_heads, split_heads
 from backbones.attention.long_short import DualNorm, dynamic_projection
+from backbones.attention.sdpa import pytorch_attention
 from backbones.errors import ConfigError, check_whole, explain_unknown_keywords
 from backbones.layers.parameters import names_without_weight_decay
 from backbones.layers.tracing import at_least_float32, padding_to_multiple
@@ -93,7 +94,7 @@ def causal_attention(
         ).flatten(0, 1)
         for projected, tokens in ((projected_key, key), (projected_value, value))
     )
-    output = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias.flatten(0, 1), dropout_p=dropout)
+    output = pytorch_attention(queries, keys, values, attn_mask=bias.flatten(0, 1), dropout_p=dropout)
     return output.unflatten(0, (batch, heads)).flatten(2, 3)[:, :, :number]
 
 

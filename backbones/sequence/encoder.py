@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from backbones.attention import chunks
 from backbones.attention.dense import merge_heads, split_heads
 from backbones.attention.long_short import DualNorm, dynamic_projection
+from backbones.attention.sdpa import pytorch_attention
 from backbones.errors import ConfigError, check_choice, check_whole, explain_unknown_keywords
 from backbones.layers.block import Mlp
 from backbones.layers.parameters import names_without_weight_decay
@@ -48,7 +49,7 @@ def sequence_attention(
     Source: sections 3.2 and 3.4, equation 6.
     """
     if not window_size:
-        output = F.scaled_dot_product_attention(query, shared_key, shared_value, dropout_p=dropout)
+        output = pytorch_attention(query, shared_key, shared_value, dropout_p=dropout)
         return output if mask is None else output.masked_fill(~mask[:, None, :, None], 0)
     batch, _, number, _ = query.shape
     # One segment has all tokens then.
@@ -77,7 +78,7 @@ def sequence_attention(
     queries = F.pad(query, (0, 0, 0, fill)).unflatten(2, (-1, block)).transpose(1, 2).flatten(0, 1)
     keys = _windows(F.pad(key, (0, 0, *halo)), shared_key, length, block)
     values = _windows(F.pad(value, (0, 0, *halo)), shared_value, length, block)
-    output = F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen, dropout_p=dropout)
+    output = pytorch_attention(queries, keys, values, attn_mask=seen, dropout_p=dropout)
     blocks = (number + fill) // block
     output = output.unflatten(0, (batch, blocks)).transpose(1, 2).flatten(2, 3)[:, :, :number]
     return output if mask is None else output.masked_fill(~mask[:, None, :, None], 0)
@@ -106,7 +107,7 @@ def class_token_attention(
     """
     seen = None if mask is None else F.pad(mask, (1, 0), value=True)[:, None, None, :]
     key, value = torch.cat([key, gathered], dim=2), torch.cat([value, gathered], dim=2)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
+    return pytorch_attention(query, key, value, attn_mask=seen)
 
 
 class SequenceAttention(DualNorm):

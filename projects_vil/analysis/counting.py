@@ -111,7 +111,8 @@ def count_detector(
     classifier = None if is_timm else meta_classifier(variant_name)
     if isinstance(variant, ViLVariant) and not variant.relative_bias:
         with torch.device("meta"):
-            backbone = create_backbone(variant_name, max_img_size=1333)
+            options = model.backbone.bottom_up.variant_options
+            backbone = create_backbone(variant_name, max_img_size=1333, **options)
         extra = sum(parameter_count(module)[""] for module in (backbone, classifier.norm, classifier.head))
         as_published += extra - parts["backbone"]
     image = torch.rand(3, *size, generator=torch.Generator().manual_seed(0)) * 60

@@ -7,11 +7,12 @@ import operator
 import re
 import shlex
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import timm
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from backbones import ConfigError
@@ -35,6 +36,7 @@ _ANCHORS = 9  # per position, in the official RetinaNets
 _CONFIG_OPTIONS = ("max_img_size", "position_resizing", "global_tokens", "shared_projections")
 _OTHER_HEADS = "{} is mmsegmentation's, not detectron2's: it is randomly initialised"
 _OTHER_PARTS = ("neck", "decode_head", "auxiliary_head")
+_BIAS_TABLE = "attn.local_relative_position_bias_table"
 _COMPUTED_BUFFER = re.compile(r"(proposal_generator\.)?anchor_generator\.cell_anchors\.\d|pixel_(mean|std)")
 _COMPUTED = "the config defines it: MODEL.PIXEL_MEAN, MODEL.PIXEL_STD, MODEL.ANCHOR_GENERATOR"
 
@@ -88,6 +90,9 @@ class ConvertedCheckpoint:
         if needed:
             overrides = [f"MODEL.TRANSFORMER.{key.upper()} {shlex.quote(str(value))}" for key, value in needed.items()]
             lines.append(f"load it with {' '.join(overrides)}")
+        if "num_classes" in self.options:
+            arguments = "".join(f", {key}={value}" for key, value in self.options.items())
+            lines.append(f"load it with create_classifier({self.contents[METADATA_KEY]['variant']!r}{arguments})")
         return lines
 
     def as_json(self) -> dict[str, object]:
@@ -116,14 +121,21 @@ def convert_file(
         variant: one of ``backbones.list_variants()``; None for that of a name.
         img_size: height and width in pixels of the largest image: position tables are resized for it once; None keeps
             the model's default sizes.
-        classifier: convert for ``create_classifier`` instead of a detector; ``img_size`` is then its input size.
+        classifier: convert for ``create_classifier`` instead of a detector; ``img_size`` is then its input size, None
+            for the size in the model zoo, in the checkpoint's tables, or of the variant.
 
     Raises:
         ConfigError: if a file cannot be read or written, or the checkpoint does not fit the variant.
     """
     if variant is None and not is_zoo_name(source):
         raise ConfigError(f"model: name the variant of {source} (--model); only names of the model zoo have their own")
-    variant = variant or zoo_entry(str(source)).variant
+    entry = zoo_entry(str(source)) if is_zoo_name(source) else None
+    variant = variant or entry.variant
+    window_size = None
+    if classifier and entry and variant == entry.variant:
+        window_size = entry.window_size
+        if entry.img_size is not None:
+            img_size = img_size or (entry.img_size, entry.img_size)
     get_variant(variant)
     check_writable(output)
     source = find_weights(str(source))
@@ -136,7 +148,9 @@ def convert_file(
             "VisionLongformerForObjectDetection, transformer-ls or LIT"
         )
     try:
-        converted = convert_official(official, variant, img_size=img_size, classifier=classifier)
+        converted = convert_official(
+            official, variant, img_size=img_size, window_size=window_size, classifier=classifier
+        )
     except ConfigError as error:
         raise ConfigError(f"{source} ({official.project}): {error}") from error
     write_checkpoint(output, converted.contents)
@@ -148,20 +162,26 @@ def convert_official(
     variant: str,
     *,
     img_size: tuple[int, int] | None = None,
+    window_size: Sequence[int] | None = None,
     classifier: bool = False,
     model_options: Mapping[str, object] | None = None,
 ) -> ConvertedCheckpoint:
     """Convert as :func:`convert_file` does, from contents that are in memory.
 
     Args:
+        window_size: chunk size of each stage of a classifier; None for the sizes of the checkpoint's tables, or else of
+            the variant. Absolute positions do not reveal it.
         model_options: keywords of ``create_backbone`` for an existing model; by default they are derived from the
             checkpoint.
     """
     if classifier and not official.classifier:
         raise ConfigError("classifier: the checkpoint has no classification head")
-    options = _model_options(official, variant, img_size, classifier) if model_options is None else {}
+    options = _model_options(official, variant, img_size, window_size, classifier) if model_options is None else {}
+    backbone = (
+        _with_centered_tables(official.backbone, variant, options) if "img_size" in options else official.backbone
+    )
     state_dict, report = convert_state_dict(
-        official.backbone, variant, classifier=classifier, model_options=model_options or options
+        backbone, variant, classifier=classifier, model_options=model_options or options
     )
     categories = None
     if not classifier:
@@ -255,7 +275,11 @@ def weights_of_timm(
 
 
 def _model_options(
-    official: OfficialCheckpoint, variant: str, img_size: tuple[int, int] | None, classifier: bool
+    official: OfficialCheckpoint,
+    variant: str,
+    img_size: tuple[int, int] | None,
+    window_size: Sequence[int] | None,
+    classifier: bool,
 ) -> dict[str, object]:
     """Return the keywords for the model: requested ones, and those in which the checkpoint differs from the variant."""
     sizes = get_variant(variant)
@@ -265,7 +289,10 @@ def _model_options(
         if head.ndim != 2:
             raise ConfigError(f"head.weight has shape {tuple(head.shape)}, not (classes, channels)")
         if isinstance(sizes, ViLVariant):
-            windows = [_window_size(official.backbone, index, stage) for index, stage in enumerate(sizes.stages)]
+            side = _trained_size(official.backbone, sizes) or side
+            maps = _map_sizes(sizes, max(img_size or (side, side)))
+            layers = zip(itertools.count(1), sizes.stages, maps)
+            windows = list(window_size or (_window_size(official.backbone, *layer) for layer in layers))
             if windows != [stage.window_size for stage in sizes.stages]:
                 options["window_size"] = windows
         return options | {"img_size": list(img_size or (side, side)), "num_classes": len(head)}
@@ -290,14 +317,69 @@ def _vil_options(backbone: Mapping[str, Tensor], variant: ViLVariant) -> dict[st
     return options
 
 
-def _window_size(backbone: Mapping[str, Tensor], index: int, stage: ViLStage) -> int:
-    """Return the window size of a stage, from its relative position table if it has sliding chunk attention."""
-    layer = f"layer{index + 1}.1.attn"
-    table = backbone.get(f"{layer}.local_relative_position_bias_table")
-    if stage.attention != "sliding_chunk" or table is None or f"{layer}.query.weight" not in backbone:
+def _map_sizes(variant: ViLVariant, img_size: int) -> list[int]:
+    """Return the side of each stage's feature map, in tokens."""
+    return [math.ceil(img_size / stride) for stride in itertools.accumulate(variant.steps, operator.mul)]
+
+
+def _table_side(backbone: Mapping[str, Tensor], layer: int) -> int:
+    """Return the number of offsets along a side of a stage's relative position table; 0 without a square table."""
+    table = backbone.get(f"layer{layer}.1.{_BIAS_TABLE}")
+    side = math.isqrt(len(table)) if table is not None and table.ndim == 2 else 0
+    return side if side and side**2 == len(table) else 0
+
+
+def _has_full_attention(backbone: Mapping[str, Tensor], layer: int) -> bool:
+    return f"layer{layer}.1.attn.qkv.weight" in backbone
+
+
+def _trained_size(backbone: Mapping[str, Tensor], variant: ViLVariant) -> int | None:
+    """Return the image side in pixels that a classifier's tables are made for; None if no table depends on it."""
+    for layer, stride in enumerate(itertools.accumulate(variant.steps, operator.mul), start=1):
+        positions = backbone.get(f"layer{layer}.0.x_pos_embed")
+        if positions is not None and positions.ndim == 3:
+            return positions.shape[1] * stride
+        if _has_full_attention(backbone, layer) and _table_side(backbone, layer):
+            return (_table_side(backbone, layer) + 1) // 2 * stride
+    return None
+
+
+def _window_size(backbone: Mapping[str, Tensor], layer: int, stage: ViLStage, map_size: int) -> int:
+    """Return the chunk size of a stage of a classifier, whose relative position table reveals it.
+
+    A stage with full attention gets chunks of which two are as long as its feature map, so that all tokens see each
+    other.
+    """
+    if stage.attention != "sliding_chunk":
         return stage.window_size
-    side = math.isqrt(len(table)) if table.ndim == 2 else 0
-    return (side + 1) // 4 if side**2 == len(table) and side % 4 == 3 else stage.window_size
+    if _has_full_attention(backbone, layer):
+        return max(stage.window_size, math.ceil(map_size / 2))
+    side = _table_side(backbone, layer)
+    return (side + 1) // 4 if side % 4 == 3 else stage.window_size
+
+
+def _with_centered_tables(
+    backbone: Mapping[str, Tensor], name: str, options: Mapping[str, object]
+) -> dict[str, Tensor]:
+    """Return a classifier's weights with the tables of full attention in the middle of larger ones, for chunks.
+
+    The offsets around them do not occur at this image size. Resized tables would have other values.
+    """
+    variant, backbone = get_variant(name), dict(backbone)
+    if not isinstance(variant, ViLVariant):
+        return backbone
+    windows = options.get("window_size") or [stage.window_size for stage in variant.stages]
+    maps = _map_sizes(variant, max(options["img_size"]))
+    for layer, (stage, window, map_size) in enumerate(zip(variant.stages, windows, maps, strict=True), start=1):
+        side = 2 * map_size - 1
+        if stage.attention != "sliding_chunk" or not _has_full_attention(backbone, layer):
+            continue
+        for key in [key for key in backbone if key.startswith(f"layer{layer}.") and key.endswith(_BIAS_TABLE)]:
+            if backbone[key].ndim == 2 and len(backbone[key]) == side**2:
+                around = (4 * window - 1 - side) // 2
+                grid = backbone[key].unflatten(0, (side, side))
+                backbone[key] = F.pad(grid, (0, 0, *[around] * 4)).flatten(0, 1)
+    return backbone
 
 
 def _global_tokens(backbone: Mapping[str, Tensor], stage: str, default: int) -> int:

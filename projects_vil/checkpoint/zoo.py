@@ -17,15 +17,15 @@ from iopath.common.download import download
 from iopath.common.file_io import get_cache_dir
 
 from backbones import ConfigError
+from backbones.checkpoint_files import atomic_write, read_checkpoint
 from backbones.errors import check_file, closest
 from projects_vil.config import config_path, one_line
 from projects_vil.utils import unfinished_folder
 
 TIMEOUT = 60.0  # seconds without an answer
-# torch.save writes a zip file, and before PyTorch 1.6 a pickle.
-_BEGINNINGS = (b"PK", b"\x80")
 _FIGURES = {"box_ap": "box AP", "mask_ap": "mask AP", "top1": "top-1", "miou": "mIoU"}
-_COLUMNS = {"variant": "variant", "config": "config", "params": "params", **_FIGURES}
+_SIZES = {"img_size": "image size", "window_size": "chunk sizes"}
+_COLUMNS = {"variant": "variant", "config": "config", **_SIZES, "params": "params", **_FIGURES}
 _logger = logging.getLogger(__name__)
 
 
@@ -37,6 +37,8 @@ class ZooEntry:
         variant: the backbone's.
         url: where the file is.
         config: that of a whole detector, for :func:`projects_vil.config.config_path`; None for other weights.
+        img_size: image side in pixels of a classifier; None for the variant's own.
+        window_size: chunk size of each stage of a classifier; None for sizes that are the variant's or in the file.
         params: millions of parameters of the whole official model.
         figures: published ones, by the names of the table's columns.
         group: ``title``, ``source``, ``license``, ``trained_on`` and perhaps ``note`` of the table that the file is in.
@@ -45,6 +47,8 @@ class ZooEntry:
     variant: str
     url: str
     config: str | None
+    img_size: int | None
+    window_size: list[int] | None
     params: float
     figures: Mapping[str, float]
     group: Mapping[str, str]
@@ -65,7 +69,8 @@ def read_zoo() -> dict[str, ZooEntry]:
                 row = dict(zip(group["columns"], values, strict=True))
                 figures = {key: row[key] for key in _FIGURES if row.get(key) is not None}
                 url = group["url"].format(row["file"])
-                zoo[name] = ZooEntry(row["variant"], url, row.get("config"), row["params"], figures, group)
+                known = {key: row.get(key) for key in ("config", *_SIZES)}
+                zoo[name] = ZooEntry(row["variant"], url, params=row["params"], figures=figures, group=group, **known)
     except (yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{path}: not in the form of the project's zoo.yaml: {one_line(error)}") from error
     return zoo
@@ -109,6 +114,9 @@ def find_weights(weights: str) -> str:
         with FileLock(path.with_suffix(".lock")):
             if not path.exists():
                 _download(url, path)
+            elif not _digest_file(path).exists():
+                # Somebody copied the file there, or a process was killed after the download.
+                _check_loads(path)
             _check_digest(path)
     except (OSError, http.client.HTTPException) as error:
         reason = one_line(error) or type(error).__name__
@@ -120,10 +128,13 @@ def _download(url: str, path: Path) -> None:
     _logger.info("downloading %s to %s", url, path)
     with unfinished_folder(path.parent) as unfinished, _timeout():
         file = Path(download(url, str(unfinished), filename=path.name))
-        with file.open("rb") as opened:
-            beginning = opened.read(60)
-        if not beginning.startswith(_BEGINNINGS):
-            raise OSError(f"what it sends is not a PyTorch checkpoint, and begins with {beginning!r}")
+        try:
+            read_checkpoint(file)
+        except ConfigError as error:
+            with file.open("rb") as opened:
+                beginning = opened.read(60)
+            reason = str(error).replace(str(file), "the file that it sends")
+            raise OSError(f"{reason}, and begins with {beginning!r}") from error
         os.replace(file, path)
 
 
@@ -138,14 +149,27 @@ def _timeout() -> Iterator[None]:
         socket.setdefaulttimeout(before)
 
 
+def _digest_file(path: Path) -> Path:
+    return path.with_suffix(".sha256")
+
+
+def _check_loads(path: Path) -> None:
+    try:
+        read_checkpoint(path)
+    except ConfigError as error:
+        raise ConfigError(f"{error}. Delete {path} to download it again.") from error
+
+
 def _check_digest(path: Path) -> None:
-    """Compare a file's SHA-256 with the one noted when it was used first, or note it."""
-    digest, noted = hashlib.sha256(path.read_bytes()).hexdigest(), path.with_suffix(".sha256")
+    """Compare a file's SHA-256 with the one noted at its first use, or note it; only for files that can be loaded."""
+    digest, noted = hashlib.sha256(path.read_bytes()).hexdigest(), _digest_file(path)
     if not noted.exists():
-        noted.write_text(f"{digest}  {path.name}\n")
+        with atomic_write(noted) as partial:
+            partial.write_text(f"{digest}  {path.name}\n")
     elif noted.read_text().split()[:1] != [digest]:
         raise ConfigError(
-            f"{path} is damaged or another file: its SHA-256 is not that in {noted}; remove both to download it again"
+            f"{path} is damaged or another file: its SHA-256 is not the one in {noted}. "
+            "Delete both files to download it again."
         )
 
 
@@ -163,6 +187,10 @@ def zoo_tables() -> str:
         for name, entry in entries.items():
             config = f"[{entry.config}](../configs/{entry.config}.yaml)"
             values = {"variant": f"`{entry.variant}`", "config": config, "params": entry.params, **entry.figures}
+            values |= {
+                "img_size": entry.img_size,
+                "window_size": ", ".join(map(str, entry.window_size or ["in the file"])),
+            }
             cells = [f"[`{name}`]({entry.url})", *(str(values.get(key, "")) for key in columns)]
             lines.append(f"| {' | '.join(cells)} |")
         lines.append("")

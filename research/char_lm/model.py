@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from backbones.attention.dense import merge_heads, split_heads
+from backbones.attention.sdpa import pytorch_attention
 from backbones.errors import ConfigError, check_choice
 from backbones.sequence import create_char_lm
 from backbones.sequence.char_lm import CharLMLayer
@@ -183,7 +184,7 @@ class FullAttention(nn.Module):
         query, key = rotate(query, num_past), rotate(key, 0)
         # Without a memory the fused kernel needs no mask.
         mask = tokens.new_ones((number, num_past + number), dtype=torch.bool).tril(num_past) if num_past else None
-        output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None)
+        output = pytorch_attention(query, key, value, attn_mask=mask, is_causal=mask is None)
         return self.projection(merge_heads(output))
 
 

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from backbones.attention.dense import merge_heads, split_heads
+from backbones.attention.sdpa import pytorch_attention
 from backbones.sequence import create_sequence_encoder
 from backbones.sequence.encoder import EncoderLayer
 from research.long_range_arena.tasks import CLASS_TOKENS, ENCODER, Settings
@@ -26,7 +27,7 @@ class FullAttention(nn.Module):
         query, key, value = (split_heads(layer(tokens), self.num_heads) for layer in (self.query, self.key, self.value))
         keys_mask = None if mask is None else mask[:, None, None]
         rate = self.dropout if self.training else 0.0
-        update = F.scaled_dot_product_attention(query, key, value, attn_mask=keys_mask, dropout_p=rate)
+        update = pytorch_attention(query, key, value, attn_mask=keys_mask, dropout_p=rate)
         return self.projection(merge_heads(update)), class_token
 
 

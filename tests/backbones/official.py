@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,7 +14,10 @@ WINDOW = 7
 
 @dataclasses.dataclass(frozen=True)
 class OfficialStage:
-    """Depth, patch size, heads, channels and global tokens; ``full`` for the official full attention (s0)."""
+    """Depth, patch size, heads, channels and global tokens; ``full`` for the official full attention (s0).
+
+    ``features`` of a Performer and ``reduction`` of spatial reduction are 0 for sliding chunks.
+    """
 
     depth: int
     patch: int
@@ -21,6 +25,8 @@ class OfficialStage:
     dim: int
     globals: int = 1
     full: bool = False
+    features: int = 0
+    reduction: int = 0
 
 
 # vil_tiny_1_1_3_1
@@ -33,10 +39,31 @@ def official_state_dict(
     *,
     relative_bias: bool,
     img_size: int = 224,
+    windows: Sequence[int] = (),
     num_classes: int = 10,
     shared: bool = True,
 ) -> dict[str, Tensor]:
-    """A checkpoint in the official format, each tensor a random function of its name."""
+    """A checkpoint in the official format, each tensor a random function of its name.
+
+    Args:
+        windows: chunk sizes of the first stages; ``WINDOW`` in the others.
+    """
+    shapes = official_shapes(
+        stages, relative_bias=relative_bias, img_size=img_size, windows=windows, num_classes=num_classes
+    )
+    sources = {name: name.replace("_global.", ".") if shared else name for name in shapes}
+    return {name: _values(sources[name], shape).clone() for name, shape in shapes.items()}
+
+
+def official_shapes(
+    stages: tuple[OfficialStage, ...],
+    *,
+    relative_bias: bool,
+    img_size: int = 224,
+    windows: Sequence[int] = (),
+    num_classes: int = 1000,
+) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor of a checkpoint in the official format."""
     shapes, in_channels, side = {}, 3, img_size
     for number, stage in enumerate(stages, start=1):
         dim, heads, num_global = stage.dim, stage.heads, stage.globals
@@ -55,26 +82,30 @@ def official_state_dict(
             shapes |= {f"{part}.norm.{leaf}": (dim,) for part in (attention, mlp) for leaf in ("weight", "bias")}
             if relative_bias:
                 # Full attention has a bias for each offset in its map.
-                offsets = 2 * side - 1 if stage.full else 4 * WINDOW - 1
-                index = (side**2, side**2) if stage.full else (WINDOW**2, 9 * WINDOW**2)
+                window = windows[number - 1] if number <= len(windows) else WINDOW
+                offsets = 2 * side - 1 if stage.full else 4 * window - 1
+                index = (side**2, side**2) if stage.full else (window**2, 9 * window**2)
                 shapes[f"{attention}.attn.local_relative_position_bias_table"] = (offsets**2, heads)
                 shapes[f"{attention}.attn.relative_position_index"] = index
             if relative_bias and num_global:
                 shapes[f"{attention}.attn.g2l_relative_position_bias"] = (2, heads, num_global)
                 shapes[f"{attention}.attn.g2g_relative_position_bias"] = (heads, num_global, num_global)
-            if stage.full:
+            is_performer, is_reduced = stage.features and not stage.full, stage.reduction and not stage.full
+            if is_performer:
+                shapes[f"{attention}.attn.fast_attention.projection_matrix"] = (stage.features, dim // heads)
+            if is_reduced:
+                shapes[f"{attention}.attn.proj_sr.weight"] = (dim, dim, stage.reduction, stage.reduction)
+            if stage.full or is_performer:
                 layers = {"qkv": 3 * dim, "proj": dim}
             else:
                 layers = {"query": dim, "kv": 2 * dim, "proj": dim}
-            if not stage.full and num_global:
+            if not (stage.full or is_performer or is_reduced) and num_global:
                 layers |= {f"{layer}_global": size for layer, size in layers.items()}
             for layer, size in layers.items():
                 shapes |= _linear(f"{attention}.attn.{layer}", size, dim)
             shapes |= _linear(f"{mlp}.mlp.fc1", 4 * dim, dim) | _linear(f"{mlp}.mlp.fc2", dim, 4 * dim)
         in_channels = dim
-    shapes |= {"norm.weight": (in_channels,), "norm.bias": (in_channels,)} | _linear("head", num_classes, in_channels)
-    sources = {name: name.replace("_global.", ".") if shared else name for name in shapes}
-    return {name: _values(sources[name], shape).clone() for name, shape in shapes.items()}
+    return shapes | {f"norm.{leaf}": (dim,) for leaf in ("weight", "bias")} | _linear("head", num_classes, dim)
 
 
 def _linear(name: str, size: int, *inputs: int) -> dict[str, tuple[int, ...]]:

@@ -5,7 +5,7 @@ from detectron2.config import CfgNode
 from projects_vil import load_config
 from tests.projects_vil.helpers import ROOT, SMALL
 
-CONFIG = ROOT / "configs/projects/panoptic_fpn_vil_tiny_1x.yaml"
+CONFIG = ROOT / "configs/projects/panoptic_fpn_vil_tiny_rpb_1x.yaml"
 TRAIN, VAL = "shapes_panoptic_train", "shapes_panoptic_val"
 SMALL_PANOPTIC = [
     *("MODEL.DEVICE", "cpu", "MODEL.TRANSFORMER.NAME", "vil_tiny_1_1_3_1_rpb", *SMALL["mask_rcnn"]),

@@ -90,13 +90,33 @@ def test_a_plain_script_runs_once(data, processes):
 
 
 @pytest.mark.parametrize(
+    ("model", "detector", "drop_path"),
+    [
+        ("vil_tiny", "retinanet", 0.05),
+        ("vil_tiny_rpb", "retinanet", 0.05),
+        ("vil_small", "mask_rcnn", 0.1),
+        ("vil_small_rpb", "mask_rcnn", 0.2),
+        ("lit_s_seg", "retinanet", 0.2),
+    ],
+)
+def test_the_name_of_a_model_is_the_variant_that_is_built(data, monkeypatch, model, detector, drop_path):
+    """A variant without a config of its own has the recipe of the variant with other positions or tables."""
+    started = []
+    monkeypatch.setattr("projects_vil.run.train_from_command_line", started.append)
+    train(data, model=model, detector=detector, epochs=1, batch=2, device="cpu")
+    (args,) = started
+    node = load_config(args.config_file, args.opts).MODEL.TRANSFORMER
+    assert (node.NAME, node.DROP_PATH) == (model, drop_path)
+
+
+@pytest.mark.parametrize(
     ("arguments", "named"),
     [
         ({"epoch": 3}, "'epochs'"),
         ({"model": "vil_tinny"}, "'vil_tiny"),
         ({"detector": "retinaned"}, "'retinanet'"),
-        ({"config": "retinanet/vil_tiny1x"}, "'retinanet/vil_tiny_1x'"),
-        ({"config": "retinanet/vil_tiny_1x", "model": "lit_ti"}, "config"),
+        ({"config": "retinanet/vil_tiny_rpb1x"}, "'retinanet/vil_tiny_rpb_1x'"),
+        ({"config": "retinanet/vil_tiny_rpb_1x", "model": "lit_ti"}, "config"),
         ({"MODEL.RETINANET.NUM_CLASSES": 7}, "MODEL.RETINANET.NUM_CLASSES"),
         ({"weights": "absent.pth"}, "absent.pth"),
         ({"device": "cuda:9"}, "cuda:9"),

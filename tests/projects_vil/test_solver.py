@@ -23,7 +23,7 @@ from projects_vil.solver import (
 from tests.projects_vil.helpers import CONFIGS, ROOT, error_line, run_tool, small_config
 
 NET = "backbone.bottom_up.net"
-ONE_X = ROOT / "configs/retinanet/vil_tiny_1x.yaml"
+ONE_X = ROOT / "configs/retinanet/vil_tiny_rpb_1x.yaml"
 
 
 def by_name(groups: list[dict], model: nn.Module) -> dict[str, tuple[float, float]]:

@@ -173,7 +173,7 @@ def test_short_forms_are_their_keys(tmp_path):
         ([*FILE, "--weights", "absent.pth"], ["absent.pth"]),
         ([*FILE, "--json", FILE[1]], ["--json"]),
         ([*FILE, "--json", str(ROOT)], ["--json", str(ROOT)]),
-        (["--config-file", str(ROOT / "configs/retinanet/vil_tiny1x.yaml")], ["'vil_tiny_1x.yaml'"]),
+        (["--config-file", str(ROOT / "configs/retinanet/vil_tiny_rpb1x.yaml")], ["'vil_tiny_rpb_1x.yaml'"]),
         (["--config-file", str(ROOT / "absent/vil_tiny1x.yaml")], ["absent"]),
     ],
 )

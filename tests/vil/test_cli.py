@@ -82,7 +82,7 @@ def test_a_wheel_has_all_that_the_command_needs(tmp_path):
     options = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(target)}, "text": True, "timeout": 300}
     printed = subprocess.check_output([sys.executable, "-c", code], **options).split()
     assert all(path.startswith(str(target)) for path in printed)
-    command = [target / "bin/vil", "train", "--config", "retinanet/vil_tiny_1x", "--output", "run"]
+    command = [target / "bin/vil", "train", "--config", "retinanet/vil_tiny_rpb_1x", "--output", "run"]
     result = subprocess.run([sys.executable, *command], capture_output=True, **options)
     assert result.returncode == 1 and "coco_2017_val" in result.stderr.splitlines()[-1]
 

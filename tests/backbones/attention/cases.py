@@ -4,7 +4,10 @@ import functools
 from collections.abc import Callable
 
 import pytest
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from backbones.attention import reference
 from backbones.attention.dense import dense_attention, join_tokens, split_globals
@@ -66,6 +69,29 @@ def case(
         if shift is not None:
             options["shift"] = shift
     return *(functools.partial(function, window_size=window_size, **options) for function in functions), inputs
+
+
+class FakeGPU(TorchFunctionMode):
+    """A context in which tensors on the CPU report that they are on a GPU.
+
+    Attributes:
+        cudnn, flash: at each call of PyTorch's attention, whether it may choose this kernel.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cudnn, self.flash = [], []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function == Tensor.device.__get__:
+            return torch.device("cuda:0")
+        if "device" in kwargs:
+            kwargs = kwargs | {"device": "cpu"}
+        if function is F.scaled_dot_product_attention:
+            self.cudnn.append(torch.backends.cuda.cudnn_sdp_enabled())
+            self.flash.append(torch.backends.cuda.flash_sdp_enabled())
+        return function(*args, **kwargs)
 
 
 class OnMap(nn.Module):

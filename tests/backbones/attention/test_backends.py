@@ -1,20 +1,24 @@
-"""The backend auto takes Triton's kernel where it compiles and is right; an error of a device is an error."""
+"""The backend triton runs its kernel if it is right, else PyTorch's attention; auto only suggests it."""
 
 import functools
 import itertools
 import logging
 import subprocess
+import sys
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from backbones import ConfigError, create_backbone
-from backbones.attention import backends, long_short, sliding_chunk
+from backbones.attention import backends, sliding_chunk, triton_chunks
 from backbones.attention.backends import choose_kernel
+from backbones.attention.dense import DenseAttention
 from backbones.attention.long_short import LongShortAttention, long_short_attention
 from backbones.attention.sliding_chunk import SlidingChunkAttention, sliding_chunk_attention
-from backbones.attention.triton_chunks import SEGMENT_MODE
-from tests.backbones.attention.cases import OnMap, attend
+from backbones.attention.triton_chunks import SEGMENT_MODE, triton_chunk_attention
+from backbones.sequence.encoder import sequence_attention
+from tests.backbones.attention.cases import FakeGPU, OnMap, attend
 from tests.backbones.helpers import attention_inputs, randomise
 from tests.gpu import DEVICE, on_gpu
 
@@ -63,10 +67,12 @@ def raising(error):
     return kernel
 
 
-COMPILER_ERRORS = [
+KERNEL_ERRORS = [
     subprocess.CalledProcessError(1, ["gcc"]),
     RuntimeError("Failed to find C compiler. Please specify via CC environment variable"),
     PermissionError("[Errno 13] Permission denied: '/root/.triton/cache'"),
+    RuntimeError("Triton Error [CUDA]: device kernel image is invalid"),
+    AttributeError("module 'triton' has no attribute 'language'"),
 ]
 
 
@@ -96,23 +102,36 @@ def test_the_choice_for_long_short_attention(choose):
 
 
 @pytest.mark.parametrize(
-    "kernel", [wrong, wrong_gradient, no_numbers, refused_by_the_assembler, *map(raising, COMPILER_ERRORS)]
+    "kernel", [wrong, wrong_gradient, no_numbers, refused_by_the_assembler, *map(raising, KERNEL_ERRORS)]
 )
-def test_a_kernel_that_is_wrong_or_does_not_compile_is_excluded_with_a_warning(choose, caplog, kernel):
+def test_a_kernel_that_is_wrong_or_fails_is_excluded_with_a_warning(choose, caplog, kernel):
     assert choose(kernel) == "sdpa"
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert choose(wrong_gradient, is_learned=False) == "triton"
 
 
-@pytest.mark.parametrize(
-    "error",
-    [RuntimeError("Triton Error [CUDA]: an illegal memory access"), torch.OutOfMemoryError("8 GB"), ConfigError("no")],
-    ids=repr,
-)
+def test_a_broken_installation_of_triton_excludes_the_kernel_with_a_warning(choose, caplog, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setitem(sys.modules, "triton.errors", None)
+    monkeypatch.setitem(sys.modules, "backbones.attention.triton_kernels", None)
+    assert choose(triton_chunk_attention) == "sdpa"
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] and "triton_kernels" in caplog.text
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("8 GB"), ConfigError("no")], ids=repr)
 def test_other_errors_are_raised_and_nothing_is_decided(choose, error):
     with pytest.raises(type(error)) as raised:
         choose(raising(error))
     assert raised.value is error and choose(sliding_chunk_attention) == "triton"
+
+
+def test_an_error_that_leaves_the_device_unusable_is_raised(choose, monkeypatch):
+    error = RuntimeError("an illegal memory access was encountered")
+    monkeypatch.setattr(torch.cpu, "synchronize", lambda device: raising(error)())
+    for first in (RuntimeError("launch failure"), OSError("no assembler")):
+        with pytest.raises(type(first)) as raised:
+            choose(raising(first))
+        assert raised.value is first
 
 
 @pytest.mark.parametrize("grad_mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
@@ -145,65 +164,108 @@ def test_comparison_within_a_backward_pass(choose):
 def asked(monkeypatch):
     """What a choice as on a GPU is asked for."""
     found = []
-    monkeypatch.setattr(backends, "_may_use_triton", lambda query: True)
-    monkeypatch.setattr(backends, "choose_kernel", lambda *key, **options: found.append((key, options)) or "triton")
+    monkeypatch.setattr(backends, "_can_check", lambda query: True)
+    monkeypatch.setattr(backends, "choose_kernel", lambda *key, **options: found.append((key, options)) or "sdpa")
     return found
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_auto_backend_describes_its_inputs_to_the_choice(asked, monkeypatch, training):
+def test_triton_backend_describes_its_inputs_to_the_check(asked, monkeypatch, training):
     """With the types that autocast chooses, and the shift of training."""
-    used = []
-    monkeypatch.setitem(
-        sliding_chunk.BACKENDS, "triton", lambda **given: used.append(given) or sliding_chunk_attention(**given)
-    )
-    module = randomise(SlidingChunkAttention(8, num_heads=2, window_size=3, relative_bias=True, backend="auto"))
+    module = randomise(SlidingChunkAttention(8, num_heads=2, window_size=3, relative_bias=True, backend="triton"))
     module.train(training).shift = (1, 0)
     with torch.set_grad_enabled(training), torch.autocast("cpu", torch.bfloat16):
         attend(module, torch.randn(2, 7, 10, 8), torch.randn(2, 1, 8))
     options = {"window_size": 3, "mode": "zero_pad", "shift": (1, 0) if training else None}
-    assert asked == [((torch.device("cpu"), torch.bfloat16, 4, 1, BIASES, training), options)] and len(used) == 1
+    assert asked == [((torch.device("cpu"), torch.bfloat16, 4, 1, BIASES, training), options)]
 
 
-def test_auto_backend_counts_projected_keys_as_global_tokens(asked, monkeypatch):
-    monkeypatch.setitem(long_short.BACKENDS, "triton", long_short_attention)
-    module = LongShortAttention(8, num_heads=2, window_size=3, rank=5, relative_bias=True, backend="auto")
+def test_triton_backend_counts_projected_keys_as_global_tokens(asked):
+    module = LongShortAttention(8, num_heads=2, window_size=3, rank=5, relative_bias=True, backend="triton")
     attend(module, torch.randn(2, 7, 10, 8), torch.randn(2, 1, 8))
     options = {"window_size": 3, "mode": SEGMENT_MODE, "shift": None}
     assert asked == [((torch.device("cpu"), torch.float32, 4, 6, ("local_bias",), True), options)]
 
 
-def test_empty_tensors_do_not_change_the_choice(asked, monkeypatch):
-    """No global token is as none at all; for no image there is nothing to choose."""
-    monkeypatch.setitem(sliding_chunk.BACKENDS, "triton", sliding_chunk_attention)
+def test_empty_global_tokens_do_not_change_the_check(asked):
     inputs = attention_inputs(7, 10)
     none = {name: inputs["query"][:, :, 0, :0] for name in ("global_key", "global_value")}
     expected = sliding_chunk_attention(**inputs, window_size=3)
-    assert torch.equal(sliding_chunk.auto_chunk_attention(**inputs, **none, window_size=3), expected)
-    images = {name: x[:0] for name, x in inputs.items()}
-    assert not sliding_chunk.auto_chunk_attention(**images, window_size=3).numel()
+    assert torch.equal(sliding_chunk.BACKENDS["triton"](**inputs, **none, window_size=3), expected)
     assert [key[3] for key, _ in asked] == [0]
 
 
+ATTENTIONS = [SlidingChunkAttention, functools.partial(LongShortAttention, rank=2)]
+
+
 @pytest.mark.parametrize(
-    "backend, attention",
-    [
-        *itertools.product(("triton", "auto"), (SlidingChunkAttention, functools.partial(LongShortAttention, rank=2))),
-        ("flex", SlidingChunkAttention),
-    ],
+    "backend, attention", [*itertools.product(("triton", "auto"), ATTENTIONS), ("flex", ATTENTIONS[0])]
 )
-def test_cpu_and_traced_runs_use_no_triton_kernel(monkeypatch, backend, attention):
+def test_auto_and_traced_runs_use_no_triton_kernel(asked, monkeypatch, backend, attention):
     """Not even where Triton's interpreter would run it, which takes minutes."""
-    monkeypatch.setattr(backends, "choose_kernel", None)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     module = attention(8, num_heads=2, window_size=3, backend=backend).eval()
     inputs = torch.randn(1, 7, 10, 8), torch.randn(1, 1, 8)
     outputs = [attend(module, *inputs)] if backend == "auto" else []
-    monkeypatch.setattr(backends, "_may_use_triton", lambda query: True)
     outputs.append(torch.jit.trace(OnMap(module), inputs, check_trace=False)(*inputs))
     module.backend = "sdpa"
     for output in outputs:
         torch.testing.assert_close(output, attend(module, *inputs))
+    assert not asked
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("capability, lines", [((8, 0), 1), ((7, 5), 0)])
+def test_auto_is_pytorchs_attention_and_suggests_triton_once(monkeypatch, caplog, attention, capability, lines):
+    caplog.set_level(logging.INFO)
+    backends._log_suggestion.cache_clear()
+    monkeypatch.setattr(triton_chunks, "_is_installed", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    module = attention(8, num_heads=2, window_size=3, backend="auto")
+    for _ in range(2):
+        with FakeGPU() as gpu:
+            attend(module, torch.randn(1, 7, 10, 8), torch.randn(1, 1, 8))
+        assert gpu.cudnn
+    assert [("MODEL.TRANSFORMER.ATTENTION_BACKEND triton" in message) for message in caplog.messages] == [True] * lines
+    backends._log_suggestion.cache_clear()
+
+
+def test_capture_of_a_cuda_graph_without_a_check_is_refused(choose, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(ConfigError, match="Run the model once before"):
+        choose(sliding_chunk_attention, device="cuda")
+
+
+# -- cuDNN's attention -----------------------------------------------------------------------------
+
+MODULES = {
+    "sliding chunk": functools.partial(SlidingChunkAttention, 8, num_heads=2, window_size=3, relative_bias=True),
+    "long-short": functools.partial(LongShortAttention, 8, num_heads=2, window_size=3, rank=2),
+    "dense": functools.partial(DenseAttention, 8, num_heads=2),
+    "dense with bias": functools.partial(DenseAttention, 8, num_heads=2, bias_size=(7, 10)),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_cudnns_attention_is_never_used(name):
+    with FakeGPU() as gpu:
+        attend(MODULES[name](), torch.randn(1, 7, 10, 8), torch.randn(1, 1, 8))
+    assert gpu.cudnn and not any(gpu.cudnn)
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_cudnns_attention_is_never_used_for_sequences():
+    tokens = [torch.randn(1, 2, 9, 4) for _ in range(3)]
+    with FakeGPU() as gpu:
+        sequence_attention(*tokens, window_size=3)
+        sequence_attention(*tokens, window_size=0, shared_key=tokens[1], shared_value=tokens[2])
+    assert gpu.cudnn == [False, False]
+
+
+def test_other_choices_of_the_caller_for_pytorchs_attention_stay():
+    with FakeGPU() as gpu, sdpa_kernel(SDPBackend.MATH):
+        attend(MODULES["dense"](), torch.randn(1, 7, 10, 8), torch.randn(1, 1, 8))
+    assert gpu.flash == [False]
 
 
 def test_backends_of_the_stages():

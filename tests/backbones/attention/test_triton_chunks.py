@@ -284,6 +284,14 @@ def test_operator_is_registered_as_pytorch_wants_it():
     torch.library.opcheck(torch.ops.backbones.triton_chunks.default, (*tensors, 3, "zero_pad", None))
 
 
+@interpreted
+def test_a_bias_of_one_head_is_that_of_all_heads():
+    """The sum over heads of its gradient too."""
+    inputs = attention_inputs(2, 5, batch=1, heads=2, **ALL)
+    inputs |= {name: inputs[name][:1] for name in ("local_bias", "global_bias")}
+    assert_equals_reference(inputs, window_size=3)
+
+
 # -- where it does not run -------------------------------------------------------------------------
 
 

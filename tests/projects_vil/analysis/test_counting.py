@@ -176,7 +176,9 @@ def test_counts_of_variants(monkeypatch):
 
 
 def config_of(detector: str, variant: str):
-    base = {"RetinaNet": "retinanet/vil_tiny_1x", "Mask R-CNN": "mask_rcnn/vil_tiny_1x"}[detector]
+    if variant == "partial_global_small":
+        return load_config(ROOT / "configs/mask_rcnn/partial_global_small_1x.yaml")
+    base = {"RetinaNet": "retinanet/vil_tiny_rpb_1x", "Mask R-CNN": "mask_rcnn/vil_tiny_rpb_1x"}[detector]
     return load_config(ROOT / f"configs/{base}.yaml", ["MODEL.TRANSFORMER.NAME", variant])
 
 
@@ -187,15 +189,20 @@ DETECTORS = [
 
 @pytest.mark.parametrize(
     "label, detector, variant",
-    slow_except(DETECTORS, ["RetinaNet vil_tiny", "Mask R-CNN sra64_small", "RetinaNet lit_s"]),
+    slow_except(
+        DETECTORS,
+        ["RetinaNet vil_tiny", "Mask R-CNN sra64_small", "Mask R-CNN partial_global_small", "RetinaNet lit_s"],
+    ),
 )
 def test_detectors_of_the_papers(label, detector, variant):
     """ViL Tables 6 to 8, LIT Tables 6 and 7; vil variants are those with relative bias, counted as published."""
     counts = count_detector(config_of(detector, variant + "_rpb" * variant.startswith("vil_")), label, with_flops=False)
     published = PUBLISHED[detector][variant]
-    # 45.24 for both types of global memory, printed 45.2 and 45.1
-    expected = 45.2 if variant == "partial_global_small" else published[0]
-    assert round(counts["as_published"] / 1e6, len(str(published[0]).partition(".")[2])) == expected
+    if variant == "partial_global_small":
+        # Printed 45.1
+        assert round(counts["as_published"] / 1e6, 3) == 45.164
+    else:
+        assert round(counts["as_published"] / 1e6, len(str(published[0]).partition(".")[2])) == published[0]
     assert [counts["published_parameters"], counts["published_flops"]] == published
     assert sum(counts["parameters"].values()) == counts["total"]
     assert (counts["total"] == counts["as_published"]) == variant.startswith("lit_")
@@ -204,9 +211,9 @@ def test_detectors_of_the_papers(label, detector, variant):
 def test_figures_of_mask_rcnn_are_for_no_other_two_stage_detector():
     cascade = ["MODEL.ROI_BOX_HEAD.CLS_AGNOSTIC_BBOX_REG", "True", "MODEL.ROI_HEADS.NAME", "CascadeROIHeads"]
     for path, overrides in (
-        ("mask_rcnn/vil_tiny_1x", cascade),
-        ("mask_rcnn/vil_tiny_1x", ["MODEL.MASK_ON", "False"]),
-        ("projects/point_rend_vil_tiny_1x", []),
+        ("mask_rcnn/vil_tiny_rpb_1x", cascade),
+        ("mask_rcnn/vil_tiny_rpb_1x", ["MODEL.MASK_ON", "False"]),
+        ("projects/point_rend_vil_tiny_rpb_1x", []),
     ):
         cfg = load_config(ROOT / f"configs/{path}.yaml", overrides)
         assert count_detector(cfg, "a name", with_flops=False)["published_parameters"] is None

@@ -104,7 +104,7 @@ def test_golden_features(tmp_path, file):
 def test_an_official_vil_detector_has_all_weights_of_the_model(tmp_path, name, suffix):
     """The heads are those of this project's configs; buffers that the config defines are dropped."""
     keys = ["MODEL.TRANSFORMER.NAME", NAME, "MODEL.DEVICE", "cpu", *NARROW]
-    cfg = load_config(ROOT / f"configs/{name}/vil_tiny_1x.yaml", keys)
+    cfg = load_config(ROOT / f"configs/{name}/vil_tiny_rpb_1x.yaml", keys)
     model = build_model(cfg).eval()
     heads = {key: torch.randn_like(t) for key, t in model.state_dict().items() if not key.startswith(BACKBONE_PREFIX)}
     buffers = {"pixel_mean": torch.ones(3, 1, 1), "pixel_std": torch.ones(3, 1, 1)}
@@ -132,7 +132,7 @@ def test_an_official_vil_detector_has_all_weights_of_the_model(tmp_path, name, s
 def test_names_of_fpn_and_heads_are_those_of_the_configs(name, variant, overrides):
     keys = ["MODEL.TRANSFORMER.NAME", variant, "MODEL.DEVICE", "meta", *overrides]
     with torch.device("meta"):
-        names = build_model(load_config(ROOT / f"configs/{name}/vil_tiny_1x.yaml", keys)).state_dict()
+        names = build_model(load_config(ROOT / f"configs/{name}/vil_tiny_rpb_1x.yaml", keys)).state_dict()
     heads = {key: tensor for key, tensor in names.items() if not key.startswith(BACKBONE_PREFIX)}
     assert expected_heads(heads, variant) == heads.keys()
 
@@ -179,6 +179,36 @@ def test_an_official_file_is_loaded_with_another_window_and_saved_with_metadata(
     saved = torch.load(tmp_path / "ours.pth", weights_only=True)[METADATA_KEY]
     assert saved["variant"] == NAME and set(saved["options"]) == {"window_size"}
     check_weights(small_config("retinanet", *window), str(tmp_path / "ours.pth"), complete=True)
+
+
+@pytest.mark.parametrize("img_size, chunks", [(384, (8, 12)), (224, (7, 7))])
+@pytest.mark.parametrize("name", ["vil_tiny_1_1_3_1", NAME])
+def test_a_classifier_of_the_model_zoo_keeps_its_logits(tmp_path, monkeypatch, name, img_size, chunks):
+    """Official classifiers have full attention in stages 3 and 4; at 384 pixels they have other chunk sizes too."""
+    relative = name == NAME
+    stages = tuple(dataclasses.replace(stage, full=index >= 2) for index, stage in enumerate(TINY))
+    weights = official_state_dict(stages, relative_bias=relative, img_size=img_size, windows=chunks)
+    sizes = "~, ~" if relative or img_size == 224 else f"384, {[*chunks, 12, 12]}"
+    group = "[{title: t, url: 'http://{}', columns: [variant, img_size, window_size, params, file], files: {own: "
+    (tmp_path / "zoo.yaml").write_text(f"{group}[{name}, {sizes}, 1, own]}}}}]")
+    monkeypatch.setenv("VIL_ZOO", str(tmp_path / "zoo.yaml"))
+    monkeypatch.setenv("FVCORE_CACHE", str(tmp_path))
+    (tmp_path / "vil_detectron2").mkdir()
+    save(tmp_path / "vil_detectron2", wrapping.vision_longformer(float32(weights)), "own.pth")
+
+    options = {"attention": ["sliding_chunk", "sliding_chunk", "dense", "dense"], "window_size": [*chunks, 7, 7]}
+    options |= {"img_size": img_size, "num_classes": 10}
+    official = create_classifier(name, **options).eval()
+    official.load_state_dict(convert_state_dict(float32(weights), name, classifier=True, model_options=options)[0])
+
+    conversion = convert_file("own", tmp_path / "ours.pth", classifier=True)
+    ours = create_classifier(name, **conversion.options).eval()
+    ours.load_state_dict(read_checkpoint(tmp_path / "ours.pth")["model"])
+    assert not conversion.report.resized
+    assert conversion.lines()[-1].startswith(f"load it with create_classifier('{name}', ")
+    images = torch.rand(1, 3, img_size, img_size)
+    with torch.inference_mode():
+        torch.testing.assert_close(ours(images), official(images), atol=1e-6, rtol=0)
 
 
 # Files that do not match

@@ -16,15 +16,27 @@ from PIL import Image
 from backbones import list_variants
 from backbones.build import VARIANTS
 from backbones.checkpoint_files import read_checkpoint
+from backbones.convert import recognise
 from projects_vil import Checkpointer, Detector, load_config
-from projects_vil.checkpoint import METADATA_KEY, check_weights, find_weights, read_zoo, zoo, zoo_config, zoo_tables
+from projects_vil.checkpoint import (
+    METADATA_KEY,
+    check_weights,
+    convert_official,
+    find_weights,
+    read_zoo,
+    zoo,
+    zoo_config,
+    zoo_tables,
+)
 from projects_vil.config import config_path
 from tests import wrapping
 from tests.backbones import official_lit
-from tests.backbones.official import official_state_dict
+from tests.backbones.official import OfficialStage, official_shapes, official_state_dict
+from tests.golden import golden
 from tests.projects_vil.checkpoint.test_mmdetection import CLASSES, KEYS, Heads, contents
 from tests.projects_vil.checkpoint.test_pretrained import BACKBONE_PREFIX, float32
 from tests.projects_vil.helpers import ROOT, message, run_tool
+from tests.selection import slow_except
 
 VARIANT = "vil_tiny_1_1_3_1_rpb"
 NARROW = ["MODEL.TRANSFORMER.NAME", VARIANT, "MODEL.FPN.OUT_CHANNELS", "16", "MODEL.DEVICE", "cpu"]
@@ -36,7 +48,7 @@ TABLE = """
   trained_on: nothing
   columns: [variant, config, params, file]
   files:
-    tiny_detector: [vil_tiny_1_1_3_1_rpb, retinanet/vil_tiny_1x, 1, detector]
+    tiny_detector: [vil_tiny_1_1_3_1_rpb, retinanet/vil_tiny_rpb_1x, 1, detector]
     tiny_classifier: [vil_tiny_1_1_3_1_rpb, ~, 1, classifier]
     lit_ti_retinanet_1x: [lit_ti, retinanet/lit_ti_1x, 1, lit]
 """
@@ -44,6 +56,7 @@ FAULTS = {
     "absent": "404",
     "page": "not a PyTorch checkpoint.*<html>",
     "empty": "empty",
+    "without_end": "is truncated.*PK",
     "broken_off": "incomplete.*out of",
     "broken_chunk": "IncompleteRead",
     "silent": "timed out",
@@ -68,9 +81,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
         body = b"PK" + bytes(100_000) if whole is None else whole
         chunked = name == "broken_chunk"
         self.send_response(200)
-        self.send_header(*("Transfer-Encoding", "chunked") if chunked else ("Content-Length", str(len(body))))
+        if name == "without_end":
+            body = server.files["classifier"][:-5000]
+            self.send_header("Connection", "close")
+        else:
+            self.send_header(*("Transfer-Encoding", "chunked") if chunked else ("Content-Length", str(len(body))))
         self.end_headers()
-        self.wfile.write(b"186A0\r\n" * chunked + (body[:5000] if whole is None else body))
+        is_whole = whole is not None or name == "without_end"
+        self.wfile.write(b"186A0\r\n" * chunked + (body if is_whole else body[:5000]))
         if name == "stalled":
             self.wfile.flush()
             server.released.wait()
@@ -88,7 +106,7 @@ def saved(folder: Path, checkpoint: dict) -> bytes:
 @pytest.fixture(scope="module")
 def detector_file(tmp_path_factory) -> bytes:
     torch.manual_seed(0)
-    model = build_model(load_config(config_path("retinanet/vil_tiny_1x"), NARROW))
+    model = build_model(load_config(config_path("retinanet/vil_tiny_rpb_1x"), NARROW))
     heads = {name: t for name, t in model.state_dict().items() if not name.startswith(BACKBONE_PREFIX)}
     weights = float32(official_state_dict(relative_bias=True))
     return saved(tmp_path_factory.mktemp("served"), wrapping.detectron2_detector(weights, heads))
@@ -147,7 +165,7 @@ def test_a_detector_of_lit_by_name(tmp_path, server, monkeypatch):
 
 
 def test_training_starts_with_a_name(server):
-    cfg = load_config(config_path("mask_rcnn/vil_tiny_1x"), [*NARROW, "MODEL.WEIGHTS", "tiny_classifier"])
+    cfg = load_config(config_path("mask_rcnn/vil_tiny_rpb_1x"), [*NARROW, "MODEL.WEIGHTS", "tiny_classifier"])
     check_weights(cfg, cfg.MODEL.WEIGHTS)
     model = build_model(cfg)
     Checkpointer(model, cfg=cfg).resume_or_load(cfg.MODEL.WEIGHTS)
@@ -186,11 +204,22 @@ def test_a_file_that_changed_is_an_error_until_it_is_removed(tmp_path, server):
     damaged[-1000] ^= 1
     path.write_bytes(damaged)
     text = message(find_weights, "tiny_classifier")
-    assert str(path) in text and str(path.with_suffix(".sha256")) in text and "remove" in text
+    assert str(path) in text and str(path.with_suffix(".sha256")) in text and "Delete" in text
     path.unlink()
     path.with_suffix(".sha256").unlink()
     assert Path(find_weights("tiny_classifier")).read_bytes() == server.files["classifier"]
     assert server.requests == ["classifier"] * 2
+
+
+@pytest.mark.parametrize("end", [0, -1000])
+def test_a_broken_file_has_no_digest_until_it_is_replaced(tmp_path, server, end):
+    path = tmp_path / "cache" / "vil_detectron2" / "tiny_classifier.pth"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(server.files["classifier"][:end])
+    assert f"Delete {path} to download it again." in message(find_weights, "tiny_classifier")
+    assert cached(tmp_path) == ["tiny_classifier.pth"]
+    path.unlink()
+    assert Path(find_weights("tiny_classifier")).read_bytes() == server.files["classifier"]
 
 
 def test_a_file_from_elsewhere(tmp_path, server):
@@ -207,7 +236,7 @@ def test_a_file_from_elsewhere(tmp_path, server):
 def test_names_that_are_unknown_or_no_detectors(tmp_path, monkeypatch):
     assert "'lit_ti_retinanet_1x'" in message(Detector.load, "lit_ti_retinanet")
     assert "not a detector" in message(Detector.load, "lit_ti_in1k")
-    cfg = load_config(config_path("mask_rcnn/vil_tiny_1x"), NARROW)
+    cfg = load_config(config_path("mask_rcnn/vil_tiny_rpb_1x"), NARROW)
     assert "'vil_tiny_rpb_in1k'" in message(check_weights, cfg, "vil_tiny_rpb_1k")
     monkeypatch.chdir(tmp_path)
     # A file or folder of that name comes first.
@@ -253,7 +282,73 @@ def test_the_table_has_the_published_files_and_figures():
         assert entry.variant in list_variants() and entry.group["license"] in ("MIT", "Apache-2.0")
 
 
-@pytest.mark.parametrize("name", [name for name, entry in read_zoo().items() if entry.config])
+def test_classifiers_at_384_pixels_have_the_sizes_of_the_official_commands():
+    """For stages 3 and 4, which have full attention there, chunks of which two cover the feature map."""
+    sizes = {name: (entry.img_size, entry.window_size) for name, entry in read_zoo().items() if "in1k_384" in name}
+    assert sizes == {
+        "vil_medium_deep_in22k_in1k_384": (384, [8, 12, 12, 12]),
+        "vil_medium_wide_in22k_in1k_384": (384, [8, 12, 12, 12]),
+        "vil_base_deep_in22k_in1k_384": (384, [6, 8, 12, 12]),
+        "vil_base_wide_in22k_in1k_384": (384, [8, 8, 12, 12]),
+        "vil_medium_deep_rpb_in22k_in1k_384": (384, None),
+        "vil_base_deep_rpb_in22k_in1k_384": (384, None),
+    }
+
+
+# The official architectures (ARCH in the official repository's configs): depth, patch size, heads and channels.
+SIZES = {
+    "tiny": ((1, 4, 1, 48), (1, 2, 3, 96), (9, 2, 3, 192), (1, 2, 6, 384)),
+    "small": ((1, 4, 3, 96), (2, 2, 3, 192), (8, 2, 6, 384), (1, 2, 12, 768)),
+    "medium_deep": ((1, 4, 3, 96), (4, 2, 3, 192), (16, 2, 6, 384), (1, 2, 12, 768)),
+    "base_deep": ((1, 4, 3, 96), (8, 2, 3, 192), (24, 2, 6, 384), (1, 2, 12, 768)),
+}
+# Fields of the four stages that are not those of ViL.
+PARTIAL = {"full": (False, False, True, True)}
+MECHANISMS = {
+    "vil": {},
+    "partial_vil": PARTIAL,
+    "sra64": {"reduction": (16, 8, 4, 2)},
+    "sra32": {"reduction": (8, 4, 2, 1), "full": (False, False, False, True)},
+    "partial_sra32": PARTIAL | {"reduction": (8, 4, 2, 1)},
+    "global": {"globals": (256, 256, 64, 16)},
+    "partial_global": PARTIAL | {"globals": (256, 256, 1, 0)},
+    "performer": {"features": (256,) * 4},
+    "partial_performer": PARTIAL | {"features": (256,) * 4},
+}
+DETECTORS = [name for name, entry in read_zoo().items() if entry.config]
+
+
+def official_backbone(variant: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of the official detector's backbone, for images of up to 1333 pixels, which are 42 x 42 of 32."""
+    if variant.startswith("lit"):
+        return {name: entry["shape"] for name, entry in golden(f"{variant}_det")["state_dict"].items()}
+    mechanism, size = re.fullmatch(r"(\w+?)_(tiny|small|medium_deep|base_deep)(?:_rpb)?", variant).groups()
+    fields = {"globals": (1, 1, 1, 0)} | MECHANISMS[mechanism]
+    stages = tuple(
+        OfficialStage(*sizes, **{field: values[index] for field, values in fields.items()})
+        for index, sizes in enumerate(SIZES[size])
+    )
+    return official_shapes(stages, relative_bias=variant.endswith("rpb"), img_size=42 * 32)
+
+
+@pytest.mark.parametrize(
+    "name", slow_except(DETECTORS, ["partial_global_small_mask_rcnn_1x", "sra32_small_mask_rcnn_1x"])
+)
+def test_the_model_of_a_detectors_config_takes_all_official_weights(name):
+    entry = read_zoo()[name]
+    with torch.device("meta"):
+        backbone = build_model(load_config(zoo_config(name), ["MODEL.DEVICE", "meta"])).backbone.bottom_up
+    # Without memory for the zeros
+    weights = {key: torch.zeros(()).expand(shape) for key, shape in official_backbone(entry.variant).items()}
+    wrap = wrapping.mmdetection if entry.variant.startswith("lit") else wrapping.detectron2_detector
+    official = recognise(wrap(weights))
+    converted = convert_official(official, entry.variant, model_options=backbone.options)
+    assert not converted.report.resized and not converted.report.initialised
+    shapes = {key.removeprefix(BACKBONE_PREFIX): tensor.shape for key, tensor in converted.contents["model"].items()}
+    assert shapes == {key: tensor.shape for key, tensor in backbone.net.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", DETECTORS)
 def test_a_detector_has_its_config_with_the_published_figures(name):
     entry, path = read_zoo()[name], zoo_config(name)
     cfg = load_config(path)

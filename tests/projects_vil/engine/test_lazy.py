@@ -41,7 +41,7 @@ SMALL_HEADS = {
 
 
 def lazy_path(detector):
-    return ROOT / f"configs/lazy/{detector}_vil_tiny.py"
+    return ROOT / f"configs/lazy/{detector}_vil_tiny_rpb.py"
 
 
 def arguments(detector, *overrides, **flags):
@@ -53,7 +53,7 @@ def arguments(detector, *overrides, **flags):
 @pytest.fixture(params=DETECTORS)
 def both(request):
     """The YAML config and its model, the LazyConfig and its model; models without values."""
-    cfg = load_config(ROOT / f"configs/{request.param}/vil_tiny_1x.yaml", ["MODEL.DEVICE", "cpu"])
+    cfg = load_config(ROOT / f"configs/{request.param}/vil_tiny_rpb_1x.yaml", ["MODEL.DEVICE", "cpu"])
     lazy = load_lazy_config(lazy_path(request.param))
     with torch.device("meta"):
         return cfg, build_on_meta(cfg), lazy, instantiate(lazy.model)

@@ -19,7 +19,7 @@ def test_what_it_changes_is_what_detectron2_changes():
         theirs = yaml.safe_load(file)
     # Our Mask R-CNN has masks anyway.
     assert theirs["MODEL"].pop("MASK_ON") is True and panoptic_config().MODEL.MASK_ON
-    assert ours.pop("_BASE_") == "../mask_rcnn/vil_tiny_1x.yaml" and theirs.pop("_BASE_") == "../Base-RCNN-FPN.yaml"
+    assert ours.pop("_BASE_") == "../mask_rcnn/vil_tiny_rpb_1x.yaml" and theirs.pop("_BASE_") == "../Base-RCNN-FPN.yaml"
     assert ours == theirs
 
 

@@ -16,7 +16,7 @@ from projects_vil.engine import check_setup
 from tests.projects_vil.engine.test_train_step import images_of
 from tests.projects_vil.helpers import ROOT, SMALL, run_tool, small_config
 
-CONFIG = ROOT / "configs/projects/point_rend_vil_tiny_1x.yaml"
+CONFIG = ROOT / "configs/projects/point_rend_vil_tiny_rpb_1x.yaml"
 # On the shapes, on the CPU, and as narrow as the other small detectors.
 SMALL_POINTS = [
     *("MODEL.DEVICE", "cpu", "MODEL.TRANSFORMER.NAME", "vil_tiny_1_1_3_1_rpb", *SMALL["mask_rcnn"]),

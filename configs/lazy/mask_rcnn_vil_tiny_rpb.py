@@ -1,6 +1,6 @@
-"""configs/mask_rcnn/vil_tiny_1x.yaml as a LazyConfig, with the same figures.
+"""configs/mask_rcnn/vil_tiny_rpb_1x.yaml as a LazyConfig, with the same figures.
 
-    python tools/lazyconfig_train_net.py --config-file configs/lazy/mask_rcnn_vil_tiny.py --num-gpus 8 \\
+    python tools/lazyconfig_train_net.py --config-file configs/lazy/mask_rcnn_vil_tiny_rpb.py --num-gpus 8 \\
         train.init_checkpoint=PRETRAINED.pth
 """
 

@@ -1,6 +1,6 @@
-"""configs/retinanet/vil_tiny_1x.yaml as a LazyConfig, with the same figures.
+"""configs/retinanet/vil_tiny_rpb_1x.yaml as a LazyConfig, with the same figures.
 
-    python tools/lazyconfig_train_net.py --config-file configs/lazy/retinanet_vil_tiny.py --num-gpus 8 \\
+    python tools/lazyconfig_train_net.py --config-file configs/lazy/retinanet_vil_tiny_rpb.py --num-gpus 8 \\
         train.init_checkpoint=PRETRAINED.pth
 """
 
