@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from detectron2.config import CfgNode
 from detectron2.data import MetadataCatalog
 from detectron2.evaluation import (
@@ -30,7 +31,7 @@ from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
 from backbones.errors import check_choice, closest
 from projects_vil.config import is_panoptic
-from projects_vil.data import class_names, evaluation_dataset, label_reader
+from projects_vil.data import class_names, class_order, evaluation_dataset, label_reader
 from projects_vil.evaluation.coco_matches import Matches, match_image, summarize
 from projects_vil.evaluation.losses import LOSS_TASK, TOTAL_LOSS
 
@@ -52,12 +53,17 @@ _LABEL_METRICS = ("mIoU", "fwIoU", "mACC", "pACC")
 def build_evaluator(cfg: CfgNode, dataset_name: str, output_folder: str) -> DatasetEvaluator:
     """Build the evaluator of the dataset's ``evaluator_type``: COCO, LVIS, Pascal VOC or semantic segmentation.
 
-    Things and stuff of a PanopticFPN are evaluated separately.
+    Things and stuff of a PanopticFPN are evaluated separately. Detections are matched to the dataset's classes by name.
 
     Raises:
-        ConfigError: for a dataset of another type, annotations that ``DATASETS.CHECK`` refuses, or a ``TEST.COCO_API``
-            that is not installed.
+        ConfigError: for a dataset of another type, annotations that ``DATASETS.CHECK`` refuses, a ``TEST.COCO_API``
+            that is not installed, or where :func:`~projects_vil.data.class_order` would.
     """
+    evaluator = _build_evaluator(cfg, dataset_name, output_folder)
+    return match_to_dataset(evaluator, class_order(cfg, dataset_name))
+
+
+def _build_evaluator(cfg: CfgNode, dataset_name: str, output_folder: str) -> DatasetEvaluator:
     evaluator_type = MetadataCatalog.get(dataset_name).get("evaluator_type")
     if evaluator_type in ("coco", "coco_panoptic_seg"):
         things = coco_evaluator(
@@ -78,6 +84,43 @@ def build_evaluator(cfg: CfgNode, dataset_name: str, output_folder: str) -> Data
     if evaluator_type == "sem_seg":
         return _label_evaluator(dataset_name, output_folder)
     raise ConfigError(f"{dataset_name} has evaluator_type {evaluator_type!r}: use coco, lvis, pascal_voc or sem_seg")
+
+
+class _InDatasetClasses(DatasetEvaluator):
+    """Gives an evaluator the detections with the class indices of its dataset, and leaves out those of other classes.
+
+    Args:
+        order: the model's index of each class of the dataset.
+    """
+
+    def __init__(self, evaluator: DatasetEvaluator, order: Sequence[int]) -> None:
+        self.evaluator, self.order = evaluator, torch.tensor(order)
+
+    def reset(self) -> None:
+        self.evaluator.reset()
+
+    def process(self, inputs: list[dict[str, Any]], outputs: list[dict[str, Any]]) -> None:
+        self.evaluator.process(inputs, [self._matched(one) if "instances" in one else one for one in outputs])
+
+    def evaluate(self) -> dict[str, Any]:
+        return self.evaluator.evaluate()
+
+    def _matched(self, output: dict[str, Any]) -> dict[str, Any]:
+        instances = output["instances"].to("cpu")
+        rows, indices = (instances.pred_classes[:, None] == self.order).nonzero(as_tuple=True)
+        instances = instances[rows]
+        instances.pred_classes = indices
+        return output | {"instances": instances}
+
+
+def match_to_dataset(evaluator: DatasetEvaluator, order: Sequence[int] | None) -> DatasetEvaluator:
+    """Return an evaluator that takes detections in the classes of the model.
+
+    Args:
+        evaluator: takes them in the classes of its dataset.
+        order: of :func:`~projects_vil.data.class_order`.
+    """
+    return evaluator if order is None else _InDatasetClasses(evaluator, order)
 
 
 def _label_evaluator(dataset_name: str, output_folder: str) -> SemSegEvaluator:
