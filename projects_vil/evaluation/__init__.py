@@ -15,6 +15,7 @@ from projects_vil.evaluation.results import (
     EVALUATED_MODEL_FILE,
     EVALUATION_FILE,
     PER_CLASS,
+    check_finite,
     explain_results,
     read_results,
     results_as_files,

@@ -34,6 +34,7 @@ from projects_vil.config import is_panoptic
 from projects_vil.data import class_names, class_order, evaluation_dataset, label_reader
 from projects_vil.evaluation.coco_matches import Matches, match_image, summarize
 from projects_vil.evaluation.losses import LOSS_TASK, TOTAL_LOSS
+from projects_vil.evaluation.results import check_finite
 
 COCO_APIS = ("pycocotools", "faster_coco_eval")
 _COCO_METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl")
@@ -78,9 +79,9 @@ def _build_evaluator(cfg: CfgNode, dataset_name: str, output_folder: str) -> Dat
             return things
         return DatasetEvaluators([things, _label_evaluator(dataset_name, output_folder)])
     if evaluator_type == "lvis":
-        return LVISEvaluator(dataset_name, output_dir=output_folder)
+        return FiniteLVISEvaluator(dataset_name, output_dir=output_folder)
     if evaluator_type == "pascal_voc":
-        return PascalVOCDetectionEvaluator(dataset_name)
+        return FiniteVOCEvaluator(dataset_name)
     if evaluator_type == "sem_seg":
         return _label_evaluator(dataset_name, output_folder)
     raise ConfigError(f"{dataset_name} has evaluator_type {evaluator_type!r}: use coco, lvis, pascal_voc or sem_seg")
@@ -159,7 +160,26 @@ def check_coco_api(name: str) -> None:
         raise ConfigError(f"TEST.COCO_API is {name}, which is not installed: pip install faster-coco-eval")
 
 
-class COCOEvaluator(coco_evaluation.COCOEvaluator):
+class _Finite:
+    """Lets an evaluator of detectron2 refuse detections that are not finite, with a :class:`ConfigError`."""
+
+    def process(self, inputs: list[dict[str, Any]], outputs: list[dict[str, Any]]) -> None:
+        for record, output in zip(inputs, outputs, strict=True):
+            if (instances := output.get("instances")) is not None:
+                source = record.get("file_name", record.get("image_id"))
+                check_finite(instances.pred_boxes.tensor.cpu(), instances.scores.cpu(), source=str(source))
+        super().process(inputs, outputs)
+
+
+class FiniteLVISEvaluator(_Finite, LVISEvaluator):
+    pass
+
+
+class FiniteVOCEvaluator(_Finite, PascalVOCDetectionEvaluator):
+    pass
+
+
+class COCOEvaluator(_Finite, coco_evaluation.COCOEvaluator):
     """detectron2's evaluator, whose table by class leaves out classes without objects; their AP is nan."""
 
     def _derive_coco_results(

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 from collections import Counter
 
 import numpy as np
@@ -175,6 +176,24 @@ def test_other_types_of_datasets(tmp_path, evaluator_type):
             assert name in message(build_evaluator, cfg, name, "")
     finally:
         MetadataCatalog.remove(name)
+
+
+@pytest.mark.parametrize("kind", ["pycocotools", "faster_coco_eval", "pascal_voc"])
+def test_detections_that_are_not_finite(shapes, tmp_path, request, kind):
+    name, facts = "shapes_val", {"dirname": str(tmp_path), "split": "val", "year": 2007}
+    if kind == "pascal_voc":
+        name = "evaluation_test_other"
+        MetadataCatalog.get(name).set(evaluator_type=kind, thing_classes=["circle", "square", "triangle"], **facts)
+        request.addfinalizer(lambda: MetadataCatalog.remove(name))
+    cfg = small_config("retinanet", "TEST.COCO_API", kind if name == "shapes_val" else "pycocotools")
+    for box, score in (([0, math.nan, 8, 8], 0.5), ([0, 0, math.inf, 8], 0.5), ([0, 0, 8, 8], math.nan)):
+        instances = Instances((64, 64), pred_boxes=Boxes(torch.tensor([[0.0, 0, 9, 9], box])))
+        instances.scores, instances.pred_classes = torch.tensor([0.9, score]), torch.tensor([0, 1])
+        evaluator = build_evaluator(cfg, name, str(tmp_path))
+        evaluator.reset()
+        assert "a.jpg" in message(
+            evaluator.process, [{"file_name": "a.jpg", "image_id": 1}], [{"instances": instances}]
+        )
 
 
 @pytest.mark.parametrize("limit", ["100", "200"])
