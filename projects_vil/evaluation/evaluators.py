@@ -7,7 +7,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
@@ -208,8 +208,21 @@ class FasterCOCOEvaluator(COCOEvaluator):
         # An optional dependency.
         from faster_coco_eval import COCO, COCOeval_faster
 
-        truth = COCO()
-        truth.dataset = self._coco_api.dataset
+        content, image_of = self._coco_api.dataset, _positions(self._coco_api.imgs)
+
+        class Truth(COCO):
+            """The annotations with positions as image ids, because those of the file may be text."""
+
+            def loadRes(self, results: list[dict[str, Any]]) -> COCO:
+                return super().loadRes([one | {"image_id": image_of[one["image_id"]]} for one in results])
+
+        truth = Truth()
+        truth.dataset = content | {"images": [one | {"id": image_of[one["id"]]} for one in content["images"]]}
+        truth.dataset["annotations"] = [
+            one | {"id": index, "image_id": image_of[one["image_id"]]}
+            for index, one in enumerate(content.get("annotations", ()), start=1)
+            if one["image_id"] in image_of
+        ]
         truth.createIndex()
         self._coco_api = truth
         # detectron2 has no argument for them.
@@ -231,7 +244,7 @@ class MatchingCOCOEvaluator(COCOEvaluator):
 
     def reset(self) -> None:
         super().reset()
-        # Image id -> task -> matches.
+        # Position of the image -> task -> matches.
         self._images: dict[int, dict[str, Matches]] = {}
         if self._output_dir:
             os.makedirs(self._output_dir, exist_ok=True)
@@ -239,12 +252,23 @@ class MatchingCOCOEvaluator(COCOEvaluator):
             self._results_file = tempfile.TemporaryFile("w+", dir=self._output_dir)
 
     @functools.cached_property
-    def _truth(self) -> dict[int, bytes]:
-        """Image id -> the image's entry and annotations as JSON, which take a fraction of their memory as objects."""
+    def _truth(self) -> list[bytes]:
+        """The images and their annotations as JSON, which take a fraction of their memory as objects.
+
+        Ids may be text, or integers of any size. Here they are positions, in the order of the ids in pycocotools.
+        """
         coco, self._coco_api = self._coco_api, None
-        self._category_ids = coco.getCatIds()
-        entries = ((number, [image, coco.imgToAnns.get(number, [])]) for number, image in coco.imgs.items())
-        return {number: json.dumps(entry).encode() for number, entry in entries}
+        self._image_of, self._category_of = _positions(coco.imgs), _positions(coco.cats)
+
+        def entry(number: Any) -> list[Any]:
+            ids = {"image_id": self._image_of[number]}
+            objects = [
+                one | ids | {"id": index, "category_id": self._category_of.get(one["category_id"], -1)}
+                for index, one in enumerate(coco.imgToAnns.get(number, []), start=1)
+            ]
+            return [coco.imgs[number] | {"id": ids["image_id"]}, objects]
+
+        return [json.dumps(entry(number)).encode() for number in self._image_of]
 
     def process(self, inputs: list[dict[str, Any]], outputs: list[dict[str, Any]]) -> None:
         super().process(inputs, outputs)
@@ -255,21 +279,25 @@ class MatchingCOCOEvaluator(COCOEvaluator):
                 result["category_id"] = ids[result["category_id"]]
             self.add(one["image_id"], one["instances"])
 
-    def add(self, image_id: int, results: list[dict[str, Any]]) -> None:
+    def add(self, image_id: int | str, results: list[dict[str, Any]]) -> None:
         """Take the detections of an image in COCO's results format, with the category ids of the dataset."""
-        if image_id not in self._images:
+        truth = self._truth
+        image = self._image_of[image_id]
+        if image not in self._images:
             tasks = self._tasks_from_predictions(results) if results and self._do_evaluation else ()
-            self._images[image_id] = {task: self._match(image_id, results, task) for task in tasks}
+            ids = {"image_id": image}
+            own = [one | ids | {"category_id": self._category_of[one["category_id"]]} for one in results]
+            self._images[image] = {task: self._match(truth[image], own, task) for task in tasks}
             if self._output_dir:
                 self._results_file.write(json.dumps(results)[1:-1] + "\n")
 
-    def _match(self, image_id: int, results: list[dict[str, Any]], task: str) -> Matches:
-        return match_image(*json.loads(self._truth[image_id]), results, task, self._max_dets_per_image)
+    def _match(self, truth: bytes, results: list[dict[str, Any]], task: str) -> Matches:
+        return match_image(*json.loads(truth), results, task, self._max_dets_per_image)
 
     def evaluate(self) -> dict[str, Any]:
         if any(comm.all_gather(bool(self._predictions))):
             return super().evaluate()
-        repeated = set().union(*comm.all_gather(np.array(list(self._images)))[: comm.get_rank()])
+        repeated = set().union(*comm.all_gather(np.array(list(self._images), int))[: comm.get_rank()])
         if self._output_dir:
             self._write_results(repeated)
         if not self._do_evaluation:
@@ -283,9 +311,11 @@ class MatchingCOCOEvaluator(COCOEvaluator):
                 parts, evaluation = list(filter(None, parts)), None
                 if parts:
                     # Objects count in images without detections too.
-                    rest = self._truth.keys() - {number for found, _ in parts for number in np.unique(found["image"])}
-                    parts += [_joined([self._match(number, [], task) for number in rest])] * bool(rest)
-                    evaluation = summarize(parts, task, self._category_ids, self._max_dets_per_image)
+                    seen = {image for found, _ in parts for image in np.unique(found["image"])}
+                    rest = [truth for image, truth in enumerate(self._truth) if image not in seen]
+                    parts += [_joined([self._match(truth, [], task) for truth in rest])] * bool(rest)
+                    categories = list(self._category_of.values())
+                    evaluation = summarize(parts, task, categories, self._max_dets_per_image)
                 results[task] = self._derive_coco_results(evaluation, task, class_names=classes)
         return results
 
@@ -305,6 +335,11 @@ class MatchingCOCOEvaluator(COCOEvaluator):
                         separator = ", "
             file.write("]")
         self._results_file.close()
+
+
+def _positions(ids: Iterable[Any]) -> dict[Any, int]:
+    """Return the position of each id in their order."""
+    return {number: position for position, number in enumerate(sorted(ids))}
 
 
 def _joined(tables: list[Matches]) -> Matches | tuple[()]:

@@ -79,7 +79,9 @@ def evaluate_detections(annotations: dict[str, Any], results: str | Path, *, max
         check_finite(boxes, scores, source=str(results))
         with contextlib.redirect_stdout(io.StringIO()):
             coco = COCO()
-            coco.dataset = annotations
+            # COCOeval writes ids into an array of floats, which neither text nor large integers survive.
+            objects = [item | {"id": index} for index, item in enumerate(annotations["annotations"], start=1)]
+            coco.dataset = annotations | {"annotations": objects}
             coco.createIndex()
             tasks = ["bbox", "segm"] if all("segmentation" in item for item in detections) else ["bbox"]
             evaluations = {task: _run_cocoeval(coco, detections, task, max_detections) for task in tasks}
