@@ -87,6 +87,27 @@ def test_evaluation_is_that_of_the_valid_file(copy, change, tmp_path_factory):
     assert evaluated(copy) == pytest.approx(expected, rel=0, abs=0, nan_ok=True)
 
 
+@pytest.mark.parametrize("masks, area", [(True, 0), (False, 0), (True, -5.0), (False, 2500.0)])
+def test_impossible_areas_are_those_of_the_mask_or_box(copy, caplog, masks, area):
+    """The log has their number. 2500 is the area of a medium object, and the boxes are of small ones."""
+
+    def set_areas(content: dict, area: float | None) -> None:
+        for one in content["annotations"]:
+            one["area"] = area
+            if not masks:
+                one.pop("segmentation", None)
+                one["bbox"][2:] = [min(side, 30) for side in one["bbox"][2:]]
+
+    edit(copy, lambda content: set_areas(content, None))
+    expected = evaluated(copy, f"{NAME}_right")
+    assert expected["APs"] > 0
+    caplog.clear()
+    edit(copy, lambda content: set_areas(content, area))
+    assert evaluated(copy) == pytest.approx(expected, rel=0, abs=0, nan_ok=True)
+    number = len(json.loads((copy / "annotations.json").read_text())["annotations"])
+    assert f"too large ({number}; first" in caplog.text
+
+
 def with_ids(content: dict, new: Callable[[int], object]) -> None:
     for one in content["images"]:
         one["id"] = new(one["id"])
