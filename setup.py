@@ -95,13 +95,14 @@ setup(
         "fvcore>=0.1.5,<0.1.6",
         "iopath>=0.1.7,<0.1.10",
         "omegaconf>=2.1,<2.4",
-        "pycocotools>=2.0.6",
+        "pycocotools>=2.0.7",
         "numpy>=1.23",
-        "Pillow>=9.1",
+        # Earlier ones turn a rotated TIFF twice.
+        "Pillow>=11.0",
         "matplotlib>=3.6",
         "tabulate",
         "jinja2>=3.0",
-        "PyYAML>=5.4",
+        "PyYAML>=6.0",
         "safetensors>=0.4",
         # Earlier ones have cards checked by huggingface.co, whatever hub HF_ENDPOINT names.
         "huggingface_hub>=2.2",

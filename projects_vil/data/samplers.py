@@ -38,7 +38,7 @@ _LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EROFS)
 def derived_seed(purpose: Literal["image", "iteration"], *numbers: int) -> int:
     """Return a seed of 63 bits for a purpose and numbers of at least 0; seeds of neighbouring numbers are unrelated."""
     words = (("image", "iteration").index(purpose) + 1, *numbers)
-    return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0] >> 1)
+    return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0]) >> 1
 
 
 def seed_all(seed: int) -> None:
