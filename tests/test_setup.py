@@ -1,5 +1,6 @@
 """The requirements of the package."""
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -26,3 +27,13 @@ def required(monkeypatch):
 def test_old_versions_that_misread_images(required):
     """Pillow 9.1 lacks names of EXIF tags, and before 11.0 a rotated TIFF was turned twice."""
     assert not any(required()["Pillow"].specifier.contains(version) for version in ("9.1", "9.5", "10.4"))
+
+
+def test_the_opencv_of_the_builder_does_not_matter(required, monkeypatch):
+    """A wheel has the same requirements wherever it is built."""
+    found = []
+    for installed in ("opencv-python-headless", "opencv-contrib-python", ""):
+        monkeypatch.setattr(subprocess, "check_output", lambda *_, installed=installed, **__: installed)
+        found.append({name: str(one) for name, one in required().items()})
+    assert found[0] == found[1] == found[2]
+    assert [name for name in found[0] if name.startswith("opencv")] == ["opencv-python"]
