@@ -1,39 +1,11 @@
 """Packaging. What is installed and what it needs; tools are configured in pyproject.toml."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).resolve().parent
-OPENCV_FLAVOURS = (
-    "opencv-python-headless",
-    "opencv-python",
-    "opencv-contrib-python",
-    "opencv-contrib-python-headless",
-)
-PRINT_INSTALLED = """
-import importlib.metadata, sys
-for name in sys.argv[1:]:
-    try:
-        importlib.metadata.distribution(name)
-    except importlib.metadata.PackageNotFoundError:
-        continue
-    print(name)
-"""
-
-
-def opencv_requirement() -> str:
-    """Name the OpenCV flavour that is installed, or else the headless one: two overwrite each other's files.
-
-    pip hides the environment from a build by means of environment variables; an interpreter that ignores
-    these (-I) sees it as it is.
-    """
-    command = [sys.executable, "-I", "-c", PRINT_INSTALLED, *OPENCV_FLAVOURS]
-    installed = subprocess.check_output(command, text=True).split()
-    return installed[0] if installed else "opencv-python-headless>=4.5"
 
 
 def long_description() -> str:
@@ -55,8 +27,7 @@ class BuildWithConfigs(build_py):
 EVAL = ["faster-coco-eval>=1.6"]
 # What --format onnx of tools/export_model.py needs; nncf for its int8.
 EXPORT = ["onnx>=1.17", "onnxruntime>=1.20", "onnxscript>=0.5", "nncf>=3.4"]
-# What the examples with other libraries need, in versions that were seen working. Not a part of dev: sahi and trackers
-# ask for opencv-python itself, next to whatever flavour is there (docs/hub.md).
+# What the examples with other libraries need, in versions that were seen working.
 EXAMPLES = ["sahi>=0.12", "supervision>=0.31", "trackers>=2.6"]
 # What --format openvino needs; nncf for its int8.
 OPENVINO = ["openvino>=2026.4", "nncf>=3.4"]
@@ -95,19 +66,21 @@ setup(
         "fvcore>=0.1.5,<0.1.6",
         "iopath>=0.1.7,<0.1.10",
         "omegaconf>=2.1,<2.4",
-        "pycocotools>=2.0.6",
+        "pycocotools>=2.0.7",
         "numpy>=1.23",
-        "Pillow>=9.1",
+        # Earlier ones turn a rotated TIFF twice.
+        "Pillow>=11.0",
         "matplotlib>=3.6",
         "tabulate",
         "jinja2>=3.0",
-        "PyYAML>=5.4",
+        "PyYAML>=6.0",
         "safetensors>=0.4",
         # Earlier ones have cards checked by huggingface.co, whatever hub HF_ENDPOINT names.
         "huggingface_hub>=2.2",
         "tqdm>=4.60",
         "filelock>=3.20.1",
-        opencv_requirement(),
+        # The package of OpenCV that other libraries for detection require too: two overwrite each other's files.
+        "opencv-python>=4.5.5",
     ],
     extras_require={
         "eval": EVAL,

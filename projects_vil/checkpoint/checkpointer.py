@@ -165,8 +165,7 @@ class Checkpointer(DetectionCheckpointer):
         if backbone is not None:
             known = {"variant": backbone.variant, "options": backbone.variant_options}
         if self.cfg is not None:
-            train, test = self.cfg.DATASETS.TRAIN, self.cfg.DATASETS.TEST
-            names = (*test, *train) if self.complete and not self._resuming else (*train, *test)
+            names = (*self.cfg.DATASETS.TRAIN, *self.cfg.DATASETS.TEST)
             known["input"] = input_format(self.cfg)
             categories = dataset_categories(names, number_of_classes(self.cfg)[1], stuff=is_segmentor(self.cfg))
             if categories is not None:

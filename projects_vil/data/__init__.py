@@ -6,6 +6,8 @@ from projects_vil.data.build import (
     build_train_loader,
     check_datasets,
     class_names,
+    class_order,
+    in_model_classes,
     load_dataset,
     make_train_loader,
     read_datasets,

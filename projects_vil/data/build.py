@@ -11,10 +11,10 @@ from detectron2.data.samplers import RandomSubsetTrainingSampler, RepeatFactorTr
 from detectron2.utils import comm
 
 from backbones import ConfigError
-from backbones.errors import check_choice
+from backbones.errors import check_choice, closest
 from projects_vil.config import is_panoptic, is_segmentor, number_of_classes
 from projects_vil.data.augmentation import CopyPaste, uses_copy_paste
-from projects_vil.data.catalog import add_stuff, check_files, read_categories
+from projects_vil.data.catalog import add_stuff, check_files, match_classes, read_categories
 from projects_vil.data.coco import CHECK_MODES, fixed_coco, fixed_key, is_coco, load_coco, state_of_files
 from projects_vil.data.coco_checks import missing_files
 from projects_vil.data.dataset_mapper import Mapper
@@ -49,7 +49,7 @@ def load_dataset(cfg: CfgNode, names: Iterable[str], *, train: bool) -> Sequence
         return records
     files = ", ".join(MetadataCatalog.get(name).get("json_file") or name for name in names)
     try:
-        records = [record for name in names for record in _read(cfg, name)]
+        records = [record for name in names for record in _read(cfg, name, train=train)]
         if train and cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS and records and "annotations" in records[0]:
             records = filter_images_with_only_crowd_annotations(records)
     except ConfigError:
@@ -62,18 +62,18 @@ def load_dataset(cfg: CfgNode, names: Iterable[str], *, train: bool) -> Sequence
     missing = list(missing_files(record["file_name"] for record in records))
     if missing:
         raise ConfigError(f"{len(missing)} of the {len(records)} images of {files} are missing: {missing[0]}")
-    for name in names:
-        _check_classes(cfg, name, names[0])
     if train and not is_segmentor(cfg):
-        print_instances_class_histogram(records, class_names(cfg, names[0]))
+        print_instances_class_histogram(records, model_classes(cfg)[1] or class_names(cfg, names[0]))
     return records
 
 
-def _read(cfg: CfgNode, name: str) -> list[dict[str, Any]]:
+def _read(cfg: CfgNode, name: str, *, train: bool) -> list[dict[str, Any]]:
     if cfg.DATASETS.CHECK == "off" or not is_coco(name):
         records = DatasetCatalog.get(name)
     else:
         records = load_coco(name, check=cfg.DATASETS.CHECK, masks=cfg.MODEL.MASK_ON)
+    class_order(cfg, name)
+    records = in_model_classes(cfg, name, records) if train else records
     return add_stuff(name, records) if is_panoptic(cfg) else records
 
 
@@ -95,7 +95,11 @@ def read_datasets(cfg: CfgNode, *, train: bool = True) -> int:
     KEPT.clear()
     for name in cfg.DATASETS.TEST:
         read_records(cfg, [name], train=False)
-    return read_records(cfg, cfg.DATASETS.TRAIN, train=True) if train else 0
+    number = read_records(cfg, cfg.DATASETS.TRAIN, train=True) if train else 0
+    # Reading a training dataset may have changed its classes, which are the model's.
+    for name in cfg.DATASETS.TEST:
+        class_order(cfg, name)
+    return number
 
 
 def read_records(cfg: CfgNode, names: Sequence[str], *, train: bool) -> int:
@@ -127,14 +131,14 @@ def _key(cfg: CfgNode, names: Sequence[str], train: bool) -> tuple:
 
 
 def check_datasets(cfg: CfgNode, names: Sequence[str]) -> None:
-    """Check datasets that are used together, as far as possible without reading their annotations.
+    """Check datasets of a run, as far as possible without reading their annotations.
 
     Raises:
-        ConfigError: for an unknown name, a missing file or folder, or a number of classes that is not the config's.
+        ConfigError: for an unknown name, a missing file or folder, and where :func:`class_order` would.
     """
     for name in names:
         check_files(name)
-        _check_classes(cfg, name, names[0])
+        class_order(cfg, name)
 
 
 def build_train_loader(cfg: CfgNode) -> TrainLoader:
@@ -227,19 +231,64 @@ def _check_task(cfg: CfgNode, files: str, records: list[dict[str, Any]]) -> None
         raise ConfigError(f"{files} has no segmentation for training or evaluating masks: add MODEL.MASK_ON False")
 
 
-def _check_classes(cfg: CfgNode, name: str, first: str) -> None:
+def model_classes(cfg: CfgNode) -> tuple[str | None, list[str] | None]:
+    """Return the class names in the order of the model's outputs, and the dataset that they come from.
+
+    This is the first dataset of ``DATASETS.TRAIN``, and then of ``DATASETS.TEST``, with the model's number of classes.
+    """
+    names, (_, number) = (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST), number_of_classes(cfg)
+    known = ((name, class_names(cfg, name)) for name in names if name in MetadataCatalog.list())
+    return next(((name, classes) for name, classes in known if classes and len(classes) == number), (None, None))
+
+
+def class_order(cfg: CfgNode, name: str) -> list[int] | None:
+    """Return the model's index of each class of a dataset; classes are matched by name.
+
+    A dataset for testing may lack classes of the model. The classes of label images must be the model's, in its order.
+
+    Returns:
+        The indices in the order of the dataset's classes. None if these are the model's, or if their names are unknown.
+
+    Raises:
+        ConfigError: for classes that the model does not have, and for too few classes in a dataset for training.
+    """
     stuff, key = MetadataCatalog.get(name).get("stuff_classes", ()), "MODEL.SEM_SEG_HEAD.NUM_CLASSES"
     if is_panoptic(cfg) and len(stuff) not in (0, cfg.MODEL.SEM_SEG_HEAD.NUM_CLASSES):
         number = cfg.MODEL.SEM_SEG_HEAD.NUM_CLASSES
         raise ConfigError(f"{key} is {number}, and {name} has {len(stuff)} classes of stuff: add {key} {len(stuff)}")
-    classes = class_names(cfg, name)
+    classes, (reference, ours) = class_names(cfg, name), model_classes(cfg)
     if classes is None:
-        return
+        return None
     key, number = number_of_classes(cfg)
-    if len(classes) != number:
+    if len(classes) != number and (ours is None or name in cfg.DATASETS.TRAIN or is_segmentor(cfg)):
         raise ConfigError(f"{key} is {number}, and {name} has {len(classes)} classes: add {key} {len(classes)}")
-    if classes != class_names(cfg, first):
-        raise ConfigError(f"{first} and {name} differ in their classes or in the order of these: they cannot be mixed")
+    if ours is None:
+        reference, ours = name, classes
+    theirs = MetadataCatalog.get(reference).get("stuff_classes", ())
+    if (is_panoptic(cfg) and stuff and theirs and stuff != theirs) or (is_segmentor(cfg) and classes != ours):
+        raise ConfigError(f"The label images of {name!r} and {reference!r} have different classes. Use the same list.")
+    if classes == ours:
+        return None
+    matched = match_classes(classes, ours)
+    unknown = [label for index, label in enumerate(classes) if index not in matched]
+    if unknown:
+        raise ConfigError(
+            f"The class {unknown[0]!r} of {name!r} is not one class of {reference!r}, whose classes the model has"
+            f"{closest(unknown[0], ours) or '.'} Rename or remove it."
+        )
+    return [matched[index] for index in range(len(classes))]
+
+
+def in_model_classes(cfg: CfgNode, name: str, records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return records of a dataset with the indices of the model's classes instead of those of the dataset."""
+    order = class_order(cfg, name)
+    if order is None:
+        return list(records)
+
+    def matched(objects: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [one | {"category_id": order[one["category_id"]]} for one in objects]
+
+    return [record | {"annotations": matched(record.get("annotations", ()))} for record in records]
 
 
 def class_names(cfg: CfgNode, name: str) -> list[str] | None:

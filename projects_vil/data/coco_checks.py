@@ -340,8 +340,14 @@ def find_in_annotations(file: CocoFile) -> Findings:
             yield "invalid_iscrowd", index, f"iscrowd {_shortened(crowd)}"
         if entry.get("ignore") and not crowd:
             yield "ignore_flag", index, None
-        area = entry.get("area")
-        if type(area) not in _NUMBERS or not 0 <= area <= largest_areas[image]:
+        area, box = entry.get("area"), entry.get("bbox")
+        largest, is_empty = largest_areas[image], False
+        if type(box) is list and len(box) == 4 and set(map(type, box)) <= _NUMBERS:
+            is_empty = not (box[2] > 0 and box[3] > 0)
+            if not entry.get("segmentation"):
+                # With some room for boxes and areas that are rounded.
+                largest = min(largest, 2 * (box[2] + 1) * (box[3] + 1))
+        if type(area) not in _NUMBERS or not 0 <= area <= largest or (area == 0 and not is_empty):
             yield "missing_or_invalid_area", index, None if area is None else f"area {_shortened(area)}"
 
 
@@ -471,9 +477,9 @@ def new_id_unless_equal(file: CocoFile, index: int, entry: dict[str, Any]) -> di
 
 def area_of_mask_or_box(file: CocoFile, index: int, entry: dict[str, Any]) -> dict[str, Any]:
     mask = file.mask(index, entry)
-    if mask is not None:
-        return entry | {"area": float(mask_util.area(rle_of(mask, *file.size_of_image(index))))}
-    return entry | {"area": float(entry["bbox"][2]) * float(entry["bbox"][3])}
+    area = 0 if mask is None else float(mask_util.area(rle_of(mask, *file.size_of_image(index))))
+    # A mask may be too thin for a whole pixel.
+    return entry | {"area": area or float(entry["bbox"][2]) * float(entry["bbox"][3])}
 
 
 # -- the table -------------------------------------------------------------------------------------
@@ -570,8 +576,8 @@ CHECKS = {row[0]: Check(*row, key=key) for key, rows in {
          "a new id"),
         ("duplicate_annotation_id", "error", "annotations whose id is not unique", new_id_unless_equal,
          "an equal annotation is left out, another one gets a new id"),
-        ("missing_or_invalid_area", "fixed", "annotations without a possible area", area_of_mask_or_box,
-         "that of the mask, or of the box"),
+        ("missing_or_invalid_area", "fixed", "annotations whose area is missing, not positive or too large",
+         area_of_mask_or_box, "the area of the mask, or of the box"),
     ),
 }.items() for row in rows}
 # fmt: on

@@ -22,6 +22,7 @@ import yaml
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
 from backbones.errors import GENERATOR, check_replaceable
+from projects_vil.config import first_of
 from projects_vil.data.detection_utils import IMAGE_SUFFIXES, UnreadableImage, read_size
 from projects_vil.utils import read_json
 
@@ -38,8 +39,11 @@ _SIGNS = {
 }
 _SIGNS[".yml"] = _SIGNS[".yaml"]
 _SNIFFED_BYTES = 4096
+# Beside labels, the names of the classes, which labelImg writes.
+_YOLO_TEXTS = ("classes.txt",)
 # Of one file per image.
 _FOLDERS_ONLY = ("LabelMe", "Pascal VOC")
+_UNANNOTATED = "images without an annotation file"
 _NUM_THREADS = 16
 
 
@@ -166,7 +170,7 @@ def recognise(source: Path) -> tuple[str, list[Path], Path]:
     found = defaultdict(list)
     for path in [source] if source.is_file() else _walk(root):
         found[_sniff(path)].append(path)
-    found.pop(None, None)
+    unknown = found.pop(None, [])
     if not found:
         formats = "*.json of COCO or LabelMe, data.yaml of YOLO, *.xml of Pascal VOC or CVAT"
         raise ConfigError(f"{source} has no annotations of a known format: {formats}")
@@ -176,6 +180,16 @@ def recognise(source: Path) -> tuple[str, list[Path], Path]:
     name, files = found.popitem()
     if source.is_file() and name in _FOLDERS_ONLY:
         raise ConfigError(f"{source} is the {name} file of one image: give the folder")
+    stems = {path.stem for path in unknown if path.suffix.lower() in IMAGE_SUFFIXES} if name in _FOLDERS_ONLY else ()
+    suffixes = {path.suffix.lower() for path in files}
+    unknown = [path for path in unknown if path.suffix.lower() in suffixes]
+    damaged = [path for path in unknown if path.stem in stems or not path.stat().st_size]
+    if damaged:
+        number = f"{len(damaged)} annotation files are" if len(damaged) > 1 else "An annotation file is"
+        raise ConfigError(
+            f"{number} empty or not in the format {name}: {first_of(list(map(str, damaged)), 5)}. Repair or remove "
+            f"{'them' if len(damaged) > 1 else 'it'}."
+        )
     return name, files, root
 
 
@@ -227,15 +241,21 @@ def _walk(root: Path) -> list[Path]:
 
 
 def _sniff(path: Path) -> str | None:
-    """Return the format of an annotation file by its beginning and its end, or None."""
+    """Return the format of an annotation file by its beginning and its end, or else by all of it, or None."""
     signs = _SIGNS.get(path.suffix.lower(), ())
     if not signs or not path.is_file():
         return None
+
+    def sign_in(content: bytes) -> str | None:
+        # UTF-16 has a zero next to each letter.
+        content = content.replace(b"\0", b"")
+        return next((name for name, sign in signs if re.search(sign, content)), None)
+
     with path.open("rb") as file:
         content = file.read(_SNIFFED_BYTES)
         file.seek(max(path.stat().st_size - _SNIFFED_BYTES, 0))
         content += b"\n" + file.read()
-    return next((name for name, sign in signs if re.search(sign, content)), None)
+    return sign_in(content) or sign_in(path.read_bytes())
 
 
 class _Images:
@@ -247,19 +267,46 @@ class _Images:
             if path.suffix.lower() in IMAGE_SUFFIXES:
                 self.by_name[path.name].append(path)
                 self.by_stem[path.stem].append(path)
+        self.annotation_of: dict[Path, tuple[Path, str]] = {}
 
     def find(self, annotation: Path, name: str) -> Path:
         """Return the image; where it should be if it is missing.
 
         It often is elsewhere or has another name, because files are moved and renamed: then it is one of that name, or
-        of the annotation file's, with most of the path in common.
+        of the annotation file's, with most of the path in common, at its end or else at its beginning.
+
+        Raises:
+            ConfigError: if it could be one of several images, or is the image of another annotation.
         """
         named = Path(os.path.normpath(annotation.parent / name.replace("\\", "/")))
-        if named.is_file():
-            return named
-        parts = tuple("JPEGImages" if part == "Annotations" else part for part in named.parts)
-        found = self.by_name.get(named.name) or self.by_stem.get(annotation.stem) or [Path(*parts)]
-        return max(found, key=lambda path: len(os.path.commonprefix([path.parts[::-1], parts[::-1]])))
+        parts = tuple("JPEGImages" if part == "Annotations" else part for part in named.with_suffix("").parts)
+
+        def in_common(path: Path) -> tuple[int, int]:
+            own = path.with_suffix("").parts
+            pairs = (own[::-1], parts[::-1]), (own, parts)
+            return tuple(len(os.path.commonprefix(pair)) for pair in pairs)
+
+        found = [named] if named.is_file() else self.by_name.get(named.name) or self.by_stem.get(annotation.stem)
+        if not found:
+            return Path(*parts).with_name(named.name)
+        best = max(map(in_common, found))
+        found = [path for path in found if in_common(path) == best]
+        if len(set(map(os.path.realpath, found))) > 1:
+            raise ConfigError(
+                f"The image {name!r} of {annotation} could be {found[0]} or {found[1]}. Remove or rename one of them."
+            )
+        other, where = self.annotation_of.setdefault(found[0], (annotation, name))
+        if (other, where) != (annotation, name):
+            raise ConfigError(
+                f"The image {found[0]} has two annotations: {where!r} in {other} and {name!r} in {annotation}. "
+                "Add the missing image, or remove one annotation."
+            )
+        return found[0]
+
+    def without(self, annotations: list[Path]) -> int:
+        """Return the number of images for which no annotation file was found, nor one with their stem."""
+        stems = {path.stem for path in annotations} | {path.stem for path in self.annotation_of}
+        return sum(len(paths) for stem, paths in self.by_stem.items() if stem not in stems)
 
 
 def _split_of(folder: Path, stem: str = "") -> str | None:
@@ -431,6 +478,7 @@ def _read_voc(files: list[Path], root: Path) -> _Read:
         file = images.find(path, f"{path.stem}{Path(name).suffix}" if path.stem in images.by_stem else name)
         split = split_of.get(path.stem) or _split_of(path.relative_to(root).parent)
         photos.append(_Photo(file, split, size if min(size) > 0 else None, objects))
+    left_out[_UNANNOTATED] += images.without(files)
     return photos, None, left_out
 
 
@@ -451,6 +499,7 @@ def _read_labelme(files: list[Path], root: Path) -> _Read:
                 raise
             raise ConfigError(f"{path} is not as LabelMe writes it: {type(error).__name__} {error}") from error
         photos.append(_Photo(file, _split_of(path.relative_to(root).parent), size, _drawn(shapes, left_out)))
+    left_out[_UNANNOTATED] += images.without(files)
     return photos, None, left_out
 
 
@@ -515,7 +564,10 @@ def _read_yolo(files: list[Path], root: Path) -> _Read:
         has_points = data.get("kpt_shape") is not None
         objects = [_yolo_object(row[:5] if has_points else row, names, size, where) for row, where in rows]
         photos.append(_Photo(file, split, size, objects))
-    return photos, names, Counter()
+    folders = {label.parent for (_, file), label in zip(found, labels, strict=True) if label.parent != file.parent}
+    texts = {Path(folder, name) for folder in folders if folder.is_dir() for name in os.listdir(folder)}
+    unused = [path for path in texts - set(labels) if path.suffix == ".txt" and path.name not in _YOLO_TEXTS]
+    return photos, names, Counter({"label files without an image": len(unused)})
 
 
 def _yolo_images(path: Path, root: Path, data: dict[str, Any], split: str) -> list[Path]:
@@ -539,7 +591,8 @@ def _yolo_images(path: Path, root: Path, data: dict[str, Any], split: str) -> li
 def _yolo_label(image: Path) -> Path:
     """Return the label file of an image: in labels/ instead of the last images/ of its path, or beside it."""
     folder = re.sub("^(.*/|)images(?=/|$)", r"\1labels", image.parent.as_posix())
-    return Path(folder, f"{image.stem}.txt")
+    places = [Path(folder, f"{image.stem}.txt"), image.with_suffix(".txt")]
+    return places[0] if places[0].is_file() or not places[1].is_file() else places[1]
 
 
 def _yolo_object(row: list[str], names: list[str], size: tuple[int, int], where: str) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from projects_vil.engine.checks import check_setup
 from projects_vil.engine.launch import check_processes, launch, number_of_processes
 from projects_vil.engine.train import evaluate, lock_output_dir, train
 from projects_vil.engine.trainer import Trainer, report_results, share_statistics
+from projects_vil.evaluation import match_to_dataset
 from projects_vil.solver import clip_full_model
 
 _PARTS = ("model", "optimizer", "lr_multiplier", "dataloader", "train")
@@ -121,6 +122,7 @@ def load_records(
     masks: bool = False,
     filter_empty: bool = True,
     check: str = "error",
+    classes_of: Sequence[str] = (),
 ) -> Sequence[dict[str, Any]]:
     """Return the records of datasets with boxes, for the loaders of a LazyConfig; all processes call this.
 
@@ -131,6 +133,7 @@ def load_records(
         masks: whether the model learns segmentations.
         filter_empty: whether images without annotation are left out of training.
         check: as ``DATASETS.CHECK``.
+        classes_of: for datasets that are not trained on, the names of the training datasets.
 
     Raises:
         ConfigError: as :func:`projects_vil.data.load_dataset`.
@@ -140,6 +143,7 @@ def load_records(
     cfg.MODEL.ROI_HEADS.NUM_CLASSES, cfg.MODEL.MASK_ON = num_classes, masks
     cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS = filter_empty
     cfg.DATASETS.CHECK = check
+    cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = (tuple(names), ()) if train else (tuple(classes_of), tuple(names))
     data.read_records(cfg, names, train=train)
     return data.load_dataset(cfg, list(names), train=train)
 
@@ -248,7 +252,9 @@ def _test(cfg: DictConfig, options: CfgNode, model: nn.Module) -> OrderedDict:
     """Evaluate on the test dataset and write ``evaluation.json``."""
     share_statistics(model)
     loader = _instantiate(cfg.dataloader.test, "dataloader.test")
-    results = inference_on_dataset(model, loader, _instantiate(cfg.dataloader.evaluator, "dataloader.evaluator"))
+    evaluator = _instantiate(cfg.dataloader.evaluator, "dataloader.evaluator")
+    evaluator = match_to_dataset(evaluator, data.class_order(options, options.DATASETS.TEST[0]))
+    results = inference_on_dataset(model, loader, evaluator)
     if results:
         print_csv_format(results)
     report_results(options, results)

@@ -6,6 +6,7 @@ from projects_vil.evaluation.evaluators import (
     check_coco_api,
     check_metric,
     coco_evaluator,
+    match_to_dataset,
     split_metric_name,
 )
 from projects_vil.evaluation.losses import LOSS_TASK, validation_loss
@@ -14,6 +15,7 @@ from projects_vil.evaluation.results import (
     EVALUATED_MODEL_FILE,
     EVALUATION_FILE,
     PER_CLASS,
+    check_finite,
     explain_results,
     read_results,
     results_as_files,

@@ -7,13 +7,14 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from detectron2.config import CfgNode
 from detectron2.data import MetadataCatalog
 from detectron2.evaluation import (
@@ -30,9 +31,10 @@ from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
 from backbones.errors import check_choice, closest
 from projects_vil.config import is_panoptic
-from projects_vil.data import class_names, evaluation_dataset, label_reader
+from projects_vil.data import class_names, class_order, evaluation_dataset, label_reader
 from projects_vil.evaluation.coco_matches import Matches, match_image, summarize
 from projects_vil.evaluation.losses import LOSS_TASK, TOTAL_LOSS
+from projects_vil.evaluation.results import check_finite
 
 COCO_APIS = ("pycocotools", "faster_coco_eval")
 _COCO_METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl")
@@ -52,12 +54,17 @@ _LABEL_METRICS = ("mIoU", "fwIoU", "mACC", "pACC")
 def build_evaluator(cfg: CfgNode, dataset_name: str, output_folder: str) -> DatasetEvaluator:
     """Build the evaluator of the dataset's ``evaluator_type``: COCO, LVIS, Pascal VOC or semantic segmentation.
 
-    Things and stuff of a PanopticFPN are evaluated separately.
+    Things and stuff of a PanopticFPN are evaluated separately. Detections are matched to the dataset's classes by name.
 
     Raises:
-        ConfigError: for a dataset of another type, annotations that ``DATASETS.CHECK`` refuses, or a ``TEST.COCO_API``
-            that is not installed.
+        ConfigError: for a dataset of another type, annotations that ``DATASETS.CHECK`` refuses, a ``TEST.COCO_API``
+            that is not installed, or where :func:`~projects_vil.data.class_order` would.
     """
+    evaluator = _build_evaluator(cfg, dataset_name, output_folder)
+    return match_to_dataset(evaluator, class_order(cfg, dataset_name))
+
+
+def _build_evaluator(cfg: CfgNode, dataset_name: str, output_folder: str) -> DatasetEvaluator:
     evaluator_type = MetadataCatalog.get(dataset_name).get("evaluator_type")
     if evaluator_type in ("coco", "coco_panoptic_seg"):
         things = coco_evaluator(
@@ -72,12 +79,49 @@ def build_evaluator(cfg: CfgNode, dataset_name: str, output_folder: str) -> Data
             return things
         return DatasetEvaluators([things, _label_evaluator(dataset_name, output_folder)])
     if evaluator_type == "lvis":
-        return LVISEvaluator(dataset_name, output_dir=output_folder)
+        return FiniteLVISEvaluator(dataset_name, output_dir=output_folder)
     if evaluator_type == "pascal_voc":
-        return PascalVOCDetectionEvaluator(dataset_name)
+        return FiniteVOCEvaluator(dataset_name)
     if evaluator_type == "sem_seg":
         return _label_evaluator(dataset_name, output_folder)
     raise ConfigError(f"{dataset_name} has evaluator_type {evaluator_type!r}: use coco, lvis, pascal_voc or sem_seg")
+
+
+class _InDatasetClasses(DatasetEvaluator):
+    """Gives an evaluator the detections with the class indices of its dataset, and leaves out those of other classes.
+
+    Args:
+        order: the model's index of each class of the dataset.
+    """
+
+    def __init__(self, evaluator: DatasetEvaluator, order: Sequence[int]) -> None:
+        self.evaluator, self.order = evaluator, torch.tensor(order)
+
+    def reset(self) -> None:
+        self.evaluator.reset()
+
+    def process(self, inputs: list[dict[str, Any]], outputs: list[dict[str, Any]]) -> None:
+        self.evaluator.process(inputs, [self._matched(one) if "instances" in one else one for one in outputs])
+
+    def evaluate(self) -> dict[str, Any]:
+        return self.evaluator.evaluate()
+
+    def _matched(self, output: dict[str, Any]) -> dict[str, Any]:
+        instances = output["instances"].to("cpu")
+        rows, indices = (instances.pred_classes[:, None] == self.order).nonzero(as_tuple=True)
+        instances = instances[rows]
+        instances.pred_classes = indices
+        return output | {"instances": instances}
+
+
+def match_to_dataset(evaluator: DatasetEvaluator, order: Sequence[int] | None) -> DatasetEvaluator:
+    """Return an evaluator that takes detections in the classes of the model.
+
+    Args:
+        evaluator: takes them in the classes of its dataset.
+        order: of :func:`~projects_vil.data.class_order`.
+    """
+    return evaluator if order is None else _InDatasetClasses(evaluator, order)
 
 
 def _label_evaluator(dataset_name: str, output_folder: str) -> SemSegEvaluator:
@@ -116,7 +160,26 @@ def check_coco_api(name: str) -> None:
         raise ConfigError(f"TEST.COCO_API is {name}, which is not installed: pip install faster-coco-eval")
 
 
-class COCOEvaluator(coco_evaluation.COCOEvaluator):
+class _Finite:
+    """Lets an evaluator of detectron2 refuse detections that are not finite, with a :class:`ConfigError`."""
+
+    def process(self, inputs: list[dict[str, Any]], outputs: list[dict[str, Any]]) -> None:
+        for record, output in zip(inputs, outputs, strict=True):
+            if (instances := output.get("instances")) is not None:
+                source = record.get("file_name", record.get("image_id"))
+                check_finite(instances.pred_boxes.tensor.cpu(), instances.scores.cpu(), source=str(source))
+        super().process(inputs, outputs)
+
+
+class FiniteLVISEvaluator(_Finite, LVISEvaluator):
+    pass
+
+
+class FiniteVOCEvaluator(_Finite, PascalVOCDetectionEvaluator):
+    pass
+
+
+class COCOEvaluator(_Finite, coco_evaluation.COCOEvaluator):
     """detectron2's evaluator, whose table by class leaves out classes without objects; their AP is nan."""
 
     def _derive_coco_results(
@@ -145,8 +208,21 @@ class FasterCOCOEvaluator(COCOEvaluator):
         # An optional dependency.
         from faster_coco_eval import COCO, COCOeval_faster
 
-        truth = COCO()
-        truth.dataset = self._coco_api.dataset
+        content, image_of = self._coco_api.dataset, _positions(self._coco_api.imgs)
+
+        class Truth(COCO):
+            """The annotations with positions as image ids, because those of the file may be text."""
+
+            def loadRes(self, results: list[dict[str, Any]]) -> COCO:
+                return super().loadRes([one | {"image_id": image_of[one["image_id"]]} for one in results])
+
+        truth = Truth()
+        truth.dataset = content | {"images": [one | {"id": image_of[one["id"]]} for one in content["images"]]}
+        truth.dataset["annotations"] = [
+            one | {"id": index, "image_id": image_of[one["image_id"]]}
+            for index, one in enumerate(content.get("annotations", ()), start=1)
+            if one["image_id"] in image_of
+        ]
         truth.createIndex()
         self._coco_api = truth
         # detectron2 has no argument for them.
@@ -168,7 +244,7 @@ class MatchingCOCOEvaluator(COCOEvaluator):
 
     def reset(self) -> None:
         super().reset()
-        # Image id -> task -> matches.
+        # Position of the image -> task -> matches.
         self._images: dict[int, dict[str, Matches]] = {}
         if self._output_dir:
             os.makedirs(self._output_dir, exist_ok=True)
@@ -176,12 +252,23 @@ class MatchingCOCOEvaluator(COCOEvaluator):
             self._results_file = tempfile.TemporaryFile("w+", dir=self._output_dir)
 
     @functools.cached_property
-    def _truth(self) -> dict[int, bytes]:
-        """Image id -> the image's entry and annotations as JSON, which take a fraction of their memory as objects."""
+    def _truth(self) -> list[bytes]:
+        """The images and their annotations as JSON, which take a fraction of their memory as objects.
+
+        Ids may be text, or integers of any size. Here they are positions, in the order of the ids in pycocotools.
+        """
         coco, self._coco_api = self._coco_api, None
-        self._category_ids = coco.getCatIds()
-        entries = ((number, [image, coco.imgToAnns.get(number, [])]) for number, image in coco.imgs.items())
-        return {number: json.dumps(entry).encode() for number, entry in entries}
+        self._image_of, self._category_of = _positions(coco.imgs), _positions(coco.cats)
+
+        def entry(number: Any) -> list[Any]:
+            ids = {"image_id": self._image_of[number]}
+            objects = [
+                one | ids | {"id": index, "category_id": self._category_of.get(one["category_id"], -1)}
+                for index, one in enumerate(coco.imgToAnns.get(number, []), start=1)
+            ]
+            return [coco.imgs[number] | {"id": ids["image_id"]}, objects]
+
+        return [json.dumps(entry(number)).encode() for number in self._image_of]
 
     def process(self, inputs: list[dict[str, Any]], outputs: list[dict[str, Any]]) -> None:
         super().process(inputs, outputs)
@@ -192,21 +279,25 @@ class MatchingCOCOEvaluator(COCOEvaluator):
                 result["category_id"] = ids[result["category_id"]]
             self.add(one["image_id"], one["instances"])
 
-    def add(self, image_id: int, results: list[dict[str, Any]]) -> None:
+    def add(self, image_id: int | str, results: list[dict[str, Any]]) -> None:
         """Take the detections of an image in COCO's results format, with the category ids of the dataset."""
-        if image_id not in self._images:
+        truth = self._truth
+        image = self._image_of[image_id]
+        if image not in self._images:
             tasks = self._tasks_from_predictions(results) if results and self._do_evaluation else ()
-            self._images[image_id] = {task: self._match(image_id, results, task) for task in tasks}
+            ids = {"image_id": image}
+            own = [one | ids | {"category_id": self._category_of[one["category_id"]]} for one in results]
+            self._images[image] = {task: self._match(truth[image], own, task) for task in tasks}
             if self._output_dir:
                 self._results_file.write(json.dumps(results)[1:-1] + "\n")
 
-    def _match(self, image_id: int, results: list[dict[str, Any]], task: str) -> Matches:
-        return match_image(*json.loads(self._truth[image_id]), results, task, self._max_dets_per_image)
+    def _match(self, truth: bytes, results: list[dict[str, Any]], task: str) -> Matches:
+        return match_image(*json.loads(truth), results, task, self._max_dets_per_image)
 
     def evaluate(self) -> dict[str, Any]:
         if any(comm.all_gather(bool(self._predictions))):
             return super().evaluate()
-        repeated = set().union(*comm.all_gather(np.array(list(self._images)))[: comm.get_rank()])
+        repeated = set().union(*comm.all_gather(np.array(list(self._images), int))[: comm.get_rank()])
         if self._output_dir:
             self._write_results(repeated)
         if not self._do_evaluation:
@@ -220,9 +311,11 @@ class MatchingCOCOEvaluator(COCOEvaluator):
                 parts, evaluation = list(filter(None, parts)), None
                 if parts:
                     # Objects count in images without detections too.
-                    rest = self._truth.keys() - {number for found, _ in parts for number in np.unique(found["image"])}
-                    parts += [_joined([self._match(number, [], task) for number in rest])] * bool(rest)
-                    evaluation = summarize(parts, task, self._category_ids, self._max_dets_per_image)
+                    seen = {image for found, _ in parts for image in np.unique(found["image"])}
+                    rest = [truth for image, truth in enumerate(self._truth) if image not in seen]
+                    parts += [_joined([self._match(truth, [], task) for truth in rest])] * bool(rest)
+                    categories = list(self._category_of.values())
+                    evaluation = summarize(parts, task, categories, self._max_dets_per_image)
                 results[task] = self._derive_coco_results(evaluation, task, class_names=classes)
         return results
 
@@ -242,6 +335,11 @@ class MatchingCOCOEvaluator(COCOEvaluator):
                         separator = ", "
             file.write("]")
         self._results_file.close()
+
+
+def _positions(ids: Iterable[Any]) -> dict[Any, int]:
+    """Return the position of each id in their order."""
+    return {number: position for position, number in enumerate(sorted(ids))}
 
 
 def _joined(tables: list[Matches]) -> Matches | tuple[()]:

@@ -22,7 +22,7 @@ from projects_vil.data import (
     register_datasets,
 )
 from projects_vil.evaluation.evaluators import coco_evaluator
-from projects_vil.evaluation.results import write_results
+from projects_vil.evaluation.results import check_finite, write_results
 from projects_vil.utils import log_run
 
 
@@ -39,8 +39,8 @@ def evaluate_predictions(cfg: CfgNode, paths: Sequence[str | Path]) -> None:
         paths: files, and folders of them.
 
     Raises:
-        ConfigError: for files that cannot be read, a row that is of several images, several rows of an image, and
-            where no image, or no class, has predictions.
+        ConfigError: for files that cannot be read, boxes and scores that are not finite, a row that is of several
+            images, several rows of an image, and where no image, or no class, has predictions.
     """
     register_datasets(cfg)
     log_run(cfg.OUTPUT_DIR)
@@ -74,6 +74,7 @@ def evaluate_predictions(cfg: CfgNode, paths: Sequence[str | Path]) -> None:
             raise ConfigError(f"{file}: {path[1:]} is of several images of {name}, or of one that has another row")
         row["masks"] = row["masks"] if has_masks else None
         for image in own:
+            check_finite(row["boxes"], row["scores"], source=f"{file}, {path[1:]}")
             evaluator.add(missing.pop(image["id"])["id"], _results(row, image, ids))
         others, errors = others + (not own), errors + bool(own and row["error"])
     if len(missing) == total:

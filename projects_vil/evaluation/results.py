@@ -8,8 +8,10 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import numpy as np
 from detectron2.config import CfgNode
 from detectron2.data import MetadataCatalog
+from numpy.typing import ArrayLike
 
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
@@ -29,6 +31,24 @@ _SIZES = {
 }
 # An AP in percent below which something other than the model may be wrong.
 _LOW_AP = 0.1
+
+
+def check_finite(boxes: ArrayLike, scores: ArrayLike, *, source: str) -> None:
+    """Check the detections of an image: COCO's evaluation counts a box that is not a number as a perfect one.
+
+    Args:
+        boxes, scores: (N, 4) and (N,).
+        source: the image, and the file of the detections if there is one.
+
+    Raises:
+        ConfigError: for a box or a score that is not finite.
+    """
+    rows = np.column_stack([np.asarray(scores, np.float64), np.asarray(boxes, np.float64).reshape(-1, 4)])
+    for score, *box in rows[~np.isfinite(rows).all(axis=1)][:1].tolist():
+        raise ConfigError(
+            f"A detection in {source} has the box {box} and the score {score}, which are not all finite. "
+            "Evaluate a model whose outputs are finite."
+        )
 
 
 def write_results(cfg: CfgNode, results: OrderedDict, *, model: str | None = None) -> None:

@@ -12,6 +12,7 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from backbones.errors import ConfigError
+from projects_vil.evaluation import check_finite
 from projects_vil.utils import read_json
 from projects_vil.visualization import DRAW_THRESHOLD
 
@@ -74,9 +75,13 @@ def evaluate_detections(annotations: dict[str, Any], results: str | Path, *, max
         detections = read_json(results)
         if detections == []:
             raise ConfigError(f"the detector found nothing above its score threshold: {results} is empty")
+        boxes, scores = ([item[key] for item in detections] for key in ("bbox", "score"))
+        check_finite(boxes, scores, source=str(results))
         with contextlib.redirect_stdout(io.StringIO()):
             coco = COCO()
-            coco.dataset = annotations
+            # COCOeval writes ids into an array of floats, which neither text nor large integers survive.
+            objects = [item | {"id": index} for index, item in enumerate(annotations["annotations"], start=1)]
+            coco.dataset = annotations | {"annotations": objects}
             coco.createIndex()
             tasks = ["bbox", "segm"] if all("segmentation" in item for item in detections) else ["bbox"]
             evaluations = {task: _run_cocoeval(coco, detections, task, max_detections) for task in tasks}

@@ -26,7 +26,12 @@ dataloader = dict(
         num_workers=4,
     ),
     test=L(build_detection_test_loader)(
-        dataset=L(load_records)(names=["coco_2017_val"], train=False, num_classes="${...train.dataset.num_classes}"),
+        dataset=L(load_records)(
+            names=["coco_2017_val"],
+            train=False,
+            num_classes="${...train.dataset.num_classes}",
+            classes_of="${...train.dataset.names}",
+        ),
         mapper=L(Mapper)(
             is_train=False,
             augmentations=[L(T.ResizeShortestEdge)(short_edge_length=[800, 800], max_size=1333)],

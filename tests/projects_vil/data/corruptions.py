@@ -109,6 +109,8 @@ CORRUPTIONS: dict[str, tuple[str, Callable[[dict, Path], None]]] = {
     "ignored object": ("ignore_flag", annotation(ignore=1)),
     "area missing": ("missing_or_invalid_area", annotation("area")),
     "area of NaN": ("missing_or_invalid_area", annotation(area=math.nan)),
+    "area of 0": ("missing_or_invalid_area", annotation(area=0)),
+    "area below 0": ("missing_or_invalid_area", annotation(area=-1)),
     "area of 1e30": ("missing_or_invalid_area", annotation(area=1e30)),
     "image unknown": ("unknown_image_id", annotation(image_id=10**9)),
     "image_id as a list": ("unknown_image_id", annotation(image_id=[1])),

@@ -8,14 +8,16 @@ from itertools import islice
 from pathlib import Path
 
 import cv2
+import numpy as np
 import pytest
 import torch
+from detectron2.modeling import build_model
 from detectron2.utils import comm
 
 from backbones import ConfigError
 from projects_vil.data import build_test_loader, build_train_loader, load_dataset, read_datasets, register_datasets
 from projects_vil.data.records import read_once
-from projects_vil.evaluation import build_evaluator
+from projects_vil.evaluation import build_evaluator, validation_loss
 from tests.projects_vil.data.own import NAME, config, edit, entry, first_image, load
 from tests.projects_vil.engine.gloo import in_processes
 from tests.projects_vil.helpers import message, small_config
@@ -57,6 +59,26 @@ def test_datasets_of_other_classes_are_not_mixed(copy, shapes):
     register_datasets(config(entry(copy)))
     text = message(load_dataset, config(entry(copy)), ["shapes_val", NAME], train=True)
     assert "shapes_val" in text and NAME in text
+
+
+def test_training_datasets_with_classes_in_another_order(copy, shapes):
+    """All have the classes of the first one; losses on a dataset for testing do as well."""
+
+    def reverse(content: dict) -> None:
+        for one in content["categories"]:
+            one["id"] = 10 - one["id"]
+        for one in content["annotations"]:
+            one["category_id"] = 10 - one["category_id"]
+
+    edit(copy, reverse)
+    cfg = config(entry(copy), overrides=["DATASETS.TRAIN", f"('shapes_val', '{NAME}')", "TEST.LOSS", "True"])
+    register_datasets(cfg)
+    first, second = np.split(np.array(load_dataset(cfg, cfg.DATASETS.TRAIN, train=True)), 2)
+    for one, other in zip(first, second, strict=True):
+        classes = [[entry["category_id"] for entry in record["annotations"]] for record in (one, other)]
+        assert one["image_id"] == other["image_id"] and classes[0] == classes[1]
+    model = build_model(cfg)
+    assert validation_loss(cfg, model, NAME) == validation_loss(cfg, model, "shapes_val")
 
 
 def test_box_dataset_for_a_mask_detector(copy):

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from projects_vil.data import (
     write_subset,
 )
 from projects_vil.evaluation import LOSS_TASK, build_evaluator
+from projects_vil.report.coco_metrics import evaluate_detections
 from tests.projects_vil.data.corruptions import corrupt, rle
 from tests.projects_vil.data.own import NAME, config, edit, entry, load
 from tests.projects_vil.helpers import CONFIGS, SMALL, error_line, message, run_tool, small_config, untrained_detector
@@ -40,9 +42,9 @@ def test_records_are_those_of_detectron2(copy):
 # -- evaluation ------------------------------------------------------------------------------------
 
 
-def evaluated(folder, name: str = NAME, *, check: str = "error") -> dict[str, float]:
+def evaluated(folder, name: str = NAME, *, check: str = "error", api: str = "pycocotools") -> dict[str, float]:
     """Evaluate detections one or two pixels off the objects: only the annotations can change the AP."""
-    cfg = config(entry(folder, name), overrides=["DATASETS.CHECK", check])
+    cfg = config(entry(folder, name), overrides=["DATASETS.CHECK", check, "TEST.COCO_API", api])
     register_datasets(cfg)
     evaluator = build_evaluator(cfg, name, str(folder / "out"))
     evaluator.reset()
@@ -83,6 +85,51 @@ def test_evaluation_is_that_of_the_valid_file(copy, change, tmp_path_factory):
     write_cleaned(CocoFile(copy / "annotations.json", copy / "images"), copy / "clean.json")
     (copy / "clean.json").replace(copy / "annotations.json")
     assert evaluated(copy) == pytest.approx(expected, rel=0, abs=0, nan_ok=True)
+
+
+@pytest.mark.parametrize("masks, area", [(True, 0), (False, 0), (True, -5.0), (False, 2500.0)])
+def test_impossible_areas_are_those_of_the_mask_or_box(copy, caplog, masks, area):
+    """The log has their number. 2500 is the area of a medium object, and the boxes are of small ones."""
+
+    def set_areas(content: dict, area: float | None) -> None:
+        for one in content["annotations"]:
+            one["area"] = area
+            if not masks:
+                one.pop("segmentation", None)
+                one["bbox"][2:] = [min(side, 30) for side in one["bbox"][2:]]
+
+    edit(copy, lambda content: set_areas(content, None))
+    expected = evaluated(copy, f"{NAME}_right")
+    assert expected["APs"] > 0
+    caplog.clear()
+    edit(copy, lambda content: set_areas(content, area))
+    assert evaluated(copy) == pytest.approx(expected, rel=0, abs=0, nan_ok=True)
+    number = len(json.loads((copy / "annotations.json").read_text())["annotations"])
+    assert f"too large ({number}; first" in caplog.text
+
+
+def with_ids(content: dict, new: Callable[[int], object]) -> None:
+    for one in content["images"]:
+        one["id"] = new(one["id"])
+    for one in content["annotations"]:
+        one.update(id=new(one["id"]), image_id=new(one["image_id"]))
+
+
+@pytest.mark.parametrize("api", ["pycocotools", "faster_coco_eval"])
+@pytest.mark.parametrize("check", ["error", "off"])
+@pytest.mark.parametrize("new", [lambda number: f"a{number:04}", lambda number: 2**63 + number])
+def test_ids_may_be_text_or_large(copy, tmp_path_factory, new, check, api):
+    pytest.importorskip(api)
+    expected = evaluated(copy, f"{NAME}_before", api=api)
+    edit(copy, lambda content: with_ids(content, new))
+    assert evaluated(copy, check=check, api=api) == pytest.approx(expected, rel=0, abs=0, nan_ok=True)
+    results = json.loads((copy / "out/coco_instances_results.json").read_text())
+    content = json.loads((copy / "annotations.json").read_text())
+    assert {one["image_id"] for one in results} == {one["image_id"] for one in content["annotations"]}
+    metrics = evaluate_detections(
+        fixed_coco(NAME, check=check, masks=False), copy / "out/coco_instances_results.json", max_detections=100
+    )
+    assert metrics.ap("bbox") == pytest.approx(expected["AP"])
 
 
 def evaluator_truth(**options) -> dict:

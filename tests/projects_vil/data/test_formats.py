@@ -220,6 +220,70 @@ def test_difficult_objects_are_not_counted(written, read):
     assert [a["iscrowd"] for a in annotations] == [1] + [0] * (number - 1) and annotations[0]["bbox"][0] == 0
 
 
+@pytest.mark.parametrize("name", ["Pascal VOC", "LabelMe"])
+def test_files_whose_format_is_found_by_reading_all_of_them(name, written, read):
+    """LabelMe may write the image before the shapes, and a comment may be long. UTF-16 is an encoding of XML."""
+    root = written(name)
+    expected = {split: content_of(read(root), split) for split in ("train", "val")}
+    for number, path in enumerate(sorted([*root.rglob("*.xml"), *root.rglob("*.json")])):
+        text = path.read_text()
+        if name == "LabelMe":
+            content = json.loads(text)
+            long = {"imageData": "A" * 9000, "shapes": content.pop("shapes"), "note": "A" * 9000}
+            text = json.dumps(long | {key: value for key, value in content.items() if key not in long})
+            path.write_text(text)
+        elif number % 2:
+            text = text.replace("<annotation>", f"<!-- {'a' * 9000} --><annotation>") + f"<!-- {'a' * 9000} -->"
+            path.write_text(text)
+        else:
+            path.write_text(text, encoding="utf-16")
+    assert {split: content_of(read(root), split) for split in expected} == expected
+
+
+@pytest.mark.parametrize("name", ["Pascal VOC", "LabelMe"])
+def test_images_with_the_same_names_in_two_splits(name, source, tmp_path, read):
+    """The images of a split are those in its folder, not those of another one."""
+    for split in ("train", "val"):
+        WRITERS[name](tmp_path / "made", *({split: part[split]} for part in source), masks=False)
+        (tmp_path / "made").rename(tmp_path / split)
+        folder = tmp_path / "mine" / split
+        (folder / "photos").mkdir(parents=True), (folder / "labels").mkdir()
+        images = sorted((tmp_path / split).rglob("*.jpg"))[-8:]
+        for number, image in enumerate(images):
+            (label,) = [
+                path for path in (tmp_path / split).rglob(f"{image.stem}.*") if path.suffix in (".xml", ".json")
+            ]
+            image.rename(folder / f"photos/{number}.jpg")
+            text = label.read_text().replace(image.name, f"{number}.jpg")
+            (folder / f"labels/{number}{label.suffix}").write_text(re.sub(r"[./\w]*/(\d\.jpg)", r"\1", text))
+    dataset = read(tmp_path / "mine")
+    for split in ("train", "val"):
+        content, folder = content_of(dataset, split), dataset.splits[split][1]
+        files = {(folder / image["file_name"]).resolve() for image in content["images"]}
+        assert files == set((tmp_path / f"mine/{split}/photos").iterdir())
+    # A photo that is missing is not that of another split, and a copy in a third folder could be either.
+    (tmp_path / "mine/val/photos/3.jpg").unlink()
+    assert "has two annotations" in message(read, tmp_path / "mine")
+    (tmp_path / "mine/val/other").mkdir()
+    shutil.copy(tmp_path / "mine/train/photos/3.jpg", tmp_path / "mine/val/other/2.jpg")
+    text = message(read, tmp_path / "mine")
+    assert "photos/2.jpg" in text and "other/2.jpg" in text
+
+
+def test_labels_beside_images_and_files_that_do_not_match(source, tmp_path, read):
+    root = WRITERS["YOLO"](tmp_path / "mine", *source, masks=False).parent
+    expected = content_of(read(root), "val")
+    for path in (root / "labels/val").iterdir():
+        path.rename(root / "images/val" / path.name)
+    assert content_of(read(root), "val") == expected and "label files" not in read(root).line()
+    (root / "labels/train/classes.txt").write_text("circle")
+    next((root / "images/train").iterdir()).rename(root / "images/train/photo.heic")
+    assert "label files without an image: 1 left out" in read(root).line()
+    root = WRITERS["LabelMe"](tmp_path / "labelme", *source, masks=False)
+    next(root.rglob("*.json")).unlink()
+    assert "images without an annotation file: 1 left out" in read(root).line()
+
+
 def test_what_is_left_out_is_said(written, read):
     path = sorted(written("LabelMe", masks=True).glob("train/*.json"))[-1]
     entry = json.loads(path.read_text())
@@ -275,8 +339,25 @@ WRONG = {
     "a label": ("CVAT", replace("*.xml", 'label="circle"', 'label="disc"'), "'disc'"),
     "a video": ("CVAT", replace("*.xml", "<image ", "<track/><image "), "CVAT for images"),
     "several files": ("CVAT", lambda root: shutil.copy(root / "annotations.xml", root / "b.xml"), "b.xml"),
+    "an empty file in VOC": ("Pascal VOC", lambda root: empty(root, "Annotations/*.xml"), "1.xml"),
+    "a file of spaces in VOC": ("Pascal VOC", lambda root: empty(root, "Annotations/*.xml", " \n"), "1.xml"),
+    "an empty file in LabelMe": ("LabelMe", lambda root: empty(root, "val/*.json"), "7.json"),
+    "an empty object in LabelMe": ("LabelMe", lambda root: empty(root, "val/*.json", "{}"), "7.json"),
+    "an empty file in COCO": ("COCO", lambda root: empty(root, "annotations/*val*"), "instances_val2017.json"),
+    "UTF-16 in LabelMe": ("LabelMe", lambda root: in_utf_16(root, "val/*.json"), "7.json"),
+    "UTF-16 in YOLO": ("YOLO", lambda root: in_utf_16(root, "labels/val/*.txt"), "7.txt, line 1"),
     "COCO without images": ("COCO", lambda root: shutil.rmtree(root / "val2017"), "instances_val2017.json"),
 }  # fmt: skip
+
+
+def empty(root: Path, pattern: str, content: str = "") -> None:
+    min(root.glob(pattern)).write_text(content)
+    shutil.rmtree(root / "ImageSets", ignore_errors=True)
+
+
+def in_utf_16(root: Path, pattern: str) -> None:
+    path = min(root.glob(pattern))
+    path.write_text(path.read_text(), encoding="utf-16")
 
 
 def write_yolo_file(root: Path) -> None:

@@ -131,7 +131,8 @@ def feed(evaluator: COCOEvaluator, results: list[dict], images: list[int]) -> No
 def evaluated(folder: Path, results: list[dict], shares: list[list[int]]) -> None:
     """Evaluate in one of several processes, and write the metrics in the first."""
     dataset = f"[['drawn', '{folder}/drawn.json', '{folder}']]"
-    cfg = small_config("mask_rcnn", "DATASETS.COCO", dataset, "DATASETS.CHECK", "off")
+    keys = ["DATASETS.TRAIN", "('drawn',)", "MODEL.ROI_HEADS.NUM_CLASSES", "4"]
+    cfg = small_config("mask_rcnn", "DATASETS.COCO", dataset, "DATASETS.CHECK", "off", *keys)
     register_datasets(cfg)
     evaluator = build_evaluator(cfg, "drawn", str(folder / f"in {len(shares)}"))
     evaluator._metadata.thing_dataset_id_to_contiguous_id = {2: 0, 3: 1, 5: 2, 7: 3}

@@ -2,17 +2,27 @@
 
 import importlib.util
 import json
+import math
+from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from detectron2.data import MetadataCatalog
+from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.evaluation import PascalVOCDetectionEvaluator, SemSegEvaluator
 from detectron2.structures import Boxes, BoxMode, Instances
 
 from backbones import ConfigError
-from projects_vil.data import IGNORED_LABEL, build_test_loader, label_reader, load_dataset, register_datasets
+from projects_vil.data import (
+    IGNORED_LABEL,
+    build_test_loader,
+    label_reader,
+    load_dataset,
+    read_datasets,
+    register_datasets,
+)
+from projects_vil.engine.checks import check_setup
 from projects_vil.evaluation import build_evaluator
 from projects_vil.evaluation.evaluators import COCOEvaluator, MatchingCOCOEvaluator, metric_names
 from tests.projects_vil.helpers import message, small_config
@@ -22,7 +32,6 @@ from tests.projects_vil.panoptic import VAL, panoptic_config
 def evaluate(cfg, folder, predict, *, name: str = "shapes_val") -> dict:
     """Return the metrics of ``predict``, from a record to boxes (N, 4), scores (N,), classes (N,) and perhaps masks."""
     evaluator = build_evaluator(cfg, name, str(folder))
-    assert isinstance(evaluator, COCOEvaluator)
     evaluator.reset()
     for record in load_dataset(cfg, [name], train=False):
         instances = Instances((record["height"], record["width"]))
@@ -49,6 +58,52 @@ def test_perfect_predictions_below_wrong_ones(shapes, tmp_path, limit, num_wrong
         assert metrics["AP"] == metrics["AP-triangle"] == pytest.approx(100)
     assert (metrics["AP-circle"] > 0) == (limit > num_wrong)
     assert (tmp_path / "coco_instances_results.json").is_file()
+
+
+@pytest.mark.parametrize("api", ["pycocotools", "faster_coco_eval"])
+@pytest.mark.parametrize("classes", ["triangle circle square", "triangle circle", "circle square"])
+def test_classes_of_a_validation_file_are_matched_by_name(shapes, tmp_path, request, classes, api):
+    """Its ids may be in another order than those of the training file, and classes may be missing."""
+    pytest.importorskip(api)
+    dataset = json.loads((shapes / "annotations/instances_val.json").read_text())
+    names = {one["id"]: one["name"] for one in dataset["categories"]}
+    ids = {label: number for number, label in enumerate(classes.split(), start=7)}
+    dataset["categories"] = [{"id": number, "name": label} for label, number in ids.items()]
+    objects = [one for one in dataset["annotations"] if names[one["category_id"]] in ids]
+    dataset["annotations"] = [one | {"category_id": ids[names[one["category_id"]]]} for one in objects]
+    (tmp_path / "val.json").write_text(json.dumps(dataset))
+    own = ["DATASETS.COCO", repr([["own", str(tmp_path / "val.json"), str(shapes / "val")]])]
+    cfg = small_config("retinanet", *own, "DATASETS.TEST", "('own',)", "TEST.COCO_API", api)
+    request.addfinalizer(lambda: (DatasetCatalog.remove("own"), MetadataCatalog.remove("own")))
+    register_datasets(cfg)
+    check_setup(cfg)
+    truth = {record["image_id"]: record for record in load_dataset(cfg, ["shapes_val"], train=False)}
+
+    def predict(record):
+        objects = truth[record["image_id"]]["annotations"]
+        boxes = [BoxMode.convert(one["bbox"], one["bbox_mode"], BoxMode.XYXY_ABS) for one in objects]
+        return boxes, torch.full([len(boxes)], 0.5), torch.tensor([one["category_id"] for one in objects])
+
+    metrics = evaluate(cfg, tmp_path / "out", predict, name="own")["bbox"]
+    assert [metrics[name] for name in ("AP", *(f"AP-{label}" for label in ids))] == pytest.approx(
+        [100] * (len(ids) + 1)
+    )
+    results = json.loads((tmp_path / "out/coco_instances_results.json").read_text())
+    found = Counter((one["image_id"], one["category_id"]) for one in results)
+    assert found == Counter((one["image_id"], one["category_id"]) for one in dataset["annotations"])
+
+
+def test_unknown_classes_of_a_validation_file(shapes, tmp_path, request):
+    dataset = json.loads((shapes / "annotations/instances_val.json").read_text())
+    dataset["categories"][1]["name"] = "Square"
+    (tmp_path / "val.json").write_text(json.dumps(dataset))
+    own = ["DATASETS.COCO", repr([["own", str(tmp_path / "val.json"), str(shapes / "val")]])]
+    cfg = small_config("retinanet", *own, "DATASETS.TEST", "('own',)")
+    request.addfinalizer(lambda: (DatasetCatalog.remove("own"), MetadataCatalog.remove("own")))
+    register_datasets(cfg)
+    for check in (check_setup, read_datasets):
+        text = message(check, cfg)
+        assert all(part in text for part in ("'own'", "'Square'", "'shapes_train'", "did you mean 'square'?"))
 
 
 @pytest.mark.parametrize("present", [("square",), ("square", "triangle")])
@@ -113,13 +168,32 @@ def test_perfect_labels_and_one_class_everywhere(shapes_sem_seg, tmp_path, index
 def test_other_types_of_datasets(tmp_path, evaluator_type):
     name, facts = "evaluation_test_other", {"dirname": str(tmp_path), "split": "val", "year": 2007}
     MetadataCatalog.get(name).set(evaluator_type=evaluator_type, thing_classes=["circle"], **facts)
+    cfg = small_config("retinanet", "MODEL.RETINANET.NUM_CLASSES", "1")
     try:
         if evaluator_type == "pascal_voc":
-            assert isinstance(build_evaluator(small_config(), name, ""), PascalVOCDetectionEvaluator)
+            assert isinstance(build_evaluator(cfg, name, ""), PascalVOCDetectionEvaluator)
         else:
-            assert name in message(build_evaluator, small_config(), name, "")
+            assert name in message(build_evaluator, cfg, name, "")
     finally:
         MetadataCatalog.remove(name)
+
+
+@pytest.mark.parametrize("kind", ["pycocotools", "faster_coco_eval", "pascal_voc"])
+def test_detections_that_are_not_finite(shapes, tmp_path, request, kind):
+    name, facts = "shapes_val", {"dirname": str(tmp_path), "split": "val", "year": 2007}
+    if kind == "pascal_voc":
+        name = "evaluation_test_other"
+        MetadataCatalog.get(name).set(evaluator_type=kind, thing_classes=["circle", "square", "triangle"], **facts)
+        request.addfinalizer(lambda: MetadataCatalog.remove(name))
+    cfg = small_config("retinanet", "TEST.COCO_API", kind if name == "shapes_val" else "pycocotools")
+    for box, score in (([0, math.nan, 8, 8], 0.5), ([0, 0, math.inf, 8], 0.5), ([0, 0, 8, 8], math.nan)):
+        instances = Instances((64, 64), pred_boxes=Boxes(torch.tensor([[0.0, 0, 9, 9], box])))
+        instances.scores, instances.pred_classes = torch.tensor([0.9, score]), torch.tensor([0, 1])
+        evaluator = build_evaluator(cfg, name, str(tmp_path))
+        evaluator.reset()
+        assert "a.jpg" in message(
+            evaluator.process, [{"file_name": "a.jpg", "image_id": 1}], [{"instances": instances}]
+        )
 
 
 @pytest.mark.parametrize("limit", ["100", "200"])

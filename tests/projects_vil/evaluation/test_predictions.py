@@ -1,6 +1,7 @@
 """Parquet files of a prediction are evaluated as the detector that wrote them."""
 
 import json
+import math
 from pathlib import Path
 
 import cv2
@@ -98,6 +99,18 @@ def test_mistakes(case, vil):
     assert "annotations" in message(evaluate, None, predictions=["twice"], output="out")  # COCO's, which are not there
     for words in ([], ["--predictions", "mine"], ["mine", "mine", "--predictions", "twice"]):
         assert vil("eval", *words)[0] == 2
+
+
+@pytest.mark.parametrize("key, value", [("boxes", [1.0, math.nan, 9.0, 9.0]), ("scores", math.inf), ("scores", None)])
+def test_detections_that_are_not_finite(case, key, value):
+    """A box of NaN would be a perfect match of COCO's evaluation."""
+    rows, _ = case
+    changed = next(one for one in rows if one["scores"])
+    changed[key][-1] = value
+    write(Path("found/a.parquet"), rows)
+    text = message(evaluate, None, "mine", predictions=["found"], output="out")
+    assert "found/a.parquet" in text and changed["file_name"] in text and "finite" in text
+    assert not Path("out/evaluation.json").exists()
 
 
 @pytest.mark.parametrize("number", [None, 1])

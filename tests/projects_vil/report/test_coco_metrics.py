@@ -55,10 +55,11 @@ def test_without_true_positives_as_many_detections_are_kept_as_there_are_objects
 
 
 ODD = '[{"image_id": 1, "category_id": 7, "bbox": 1, "score": 1}]'
+NOT_FINITE = '[{"image_id": 1, "category_id": 7, "bbox": [1, NaN, 3, 4], "score": 1}]'
 OTHER = '[{"image_id": 9, "category_id": 7, "bbox": [1, 2, 3, 4], "score": 1}]'
 
 
-@pytest.mark.parametrize("content", ["[]", "{}", "[1]", "[", ODD, OTHER])
+@pytest.mark.parametrize("content", ["[]", "{}", "[1]", "[", ODD, OTHER, NOT_FINITE])
 def test_results_of_another_dataset_and_damaged_ones(synthetic_results, content):
     annotations, results = synthetic_results
     results.write_text(content)
