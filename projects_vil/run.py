@@ -148,7 +148,7 @@ def train(
             print(dataset.line(), flush=True)
             if cfg.MODEL.MASK_ON and not dataset.has_masks:
                 raise ConfigError(f"{data} has no masks, which Mask R-CNN needs: choose faster_rcnn or retinanet")
-            keys |= _dataset_keys(dataset, output.name)
+            keys |= _dataset_keys(*_register(dataset, output.name))
             keys[number_of_classes(cfg)[0]] = str(len(dataset.classes))
         if not (given.get("MODEL.WEIGHTS") or cfg.MODEL.WEIGHTS or resume):
             _suggest_weights(cfg.MODEL.TRANSFORMER.NAME)
@@ -205,7 +205,13 @@ def evaluate(
             test = next(split for split in ("test", "val", "train") if split in dataset.splits)
             images = "all images, also those that the detector may have learned" if test == "train" else f"split {test}"
             print(f"{dataset.line()}; evaluated: {images}", flush=True)
-            keys |= _dataset_keys(dataset, folder.name, test=test)
+            entries, names = _register(dataset, folder.name, test=test)
+            cfg = load_config(path)
+            if not predictions and len(dataset.classes) != number_of_classes(cfg)[1]:
+                # Its classes are matched by name to those of the dataset that the detector was trained on.
+                entries += [list(entry) for entry in cfg.DATASETS.COCO if entry[0] in cfg.DATASETS.TRAIN]
+                names["DATASETS.TRAIN"] = cfg.DATASETS.TRAIN
+            keys |= _dataset_keys(entries, names)
         if predictions:
             evaluate_predictions(load_config(path, _words(keys | given)), predictions)
         else:
@@ -315,8 +321,8 @@ def _suggest_weights(variant: str) -> None:
         print(f"training starts from random weights, {few}: start with --weights {' or '.join(names[:2])}", flush=True)
 
 
-def _dataset_keys(dataset: Dataset, name: str, *, test: str = "val") -> dict[str, str]:
-    """Return the keys that register the splits of a dataset, train on one and evaluate on another.
+def _register(dataset: Dataset, name: str, *, test: str = "val") -> tuple[list[list[str]], dict[str, tuple[str, ...]]]:
+    """Return the entries of ``DATASETS.COCO`` for a dataset, and the names to train on and to evaluate on.
 
     Their names are free afterwards: another run of this process may have had them for other files.
     """
@@ -327,7 +333,10 @@ def _dataset_keys(dataset: Dataset, name: str, *, test: str = "val") -> dict[str
         _registered.add(f"{name}_{split}")
     entries = [[f"{name}_{split}", *map(os.path.abspath, files)] for split, files in dataset.splits.items()]
     tested = (f"{name}_{test}",) if test in dataset.splits else ()
-    names = {"DATASETS.TRAIN": (f"{name}_train",), "DATASETS.TEST": tested}
+    return entries, {"DATASETS.TRAIN": (f"{name}_train",), "DATASETS.TEST": tested}
+
+
+def _dataset_keys(entries: list[list[str]], names: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
     return {"DATASETS.COCO": repr(entries), **{key: repr(value) for key, value in names.items()}}
 
 

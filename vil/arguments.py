@@ -377,6 +377,8 @@ def _explain(error: Exception) -> tuple[str, int] | None:
     lines = text.splitlines()
     if isinstance(error, ConfigError) or (lines and lines[-1].startswith(_REMOTE)):
         return _with_flag(text.rpartition(_REMOTE)[2]), 1
+    if isinstance(error, ImportError) and "libGL.so" in text:
+        return f"OpenCV cannot be loaded: {text}. Install libgl1, or opencv-python-headless instead of opencv-python", 1
     if isinstance(error, ModuleNotFoundError) and error.name == "detectron2":
         return "detectron2 is not installed, and it is not on the package index: run `vil install-detectron2`", 1
     if hasattr(error, "exit_status"):

@@ -43,6 +43,18 @@ def test_train_evaluate_and_predict(data, monkeypatch):
     ((other, again),) = evaluate(run.folder, data).items()
     assert own != other and results["bbox"] == again["bbox"] and results["bbox"]["AP50"] >= 0
     assert json.loads((run.folder / "evaluation_mine/evaluation.json").read_text()) == {other: again}
+    # A file may have fewer classes, in another order, than the detector was trained on.
+    content = json.loads((data / "annotations/instances_val.json").read_text())
+    content["categories"] = [{"id": 1, "name": "triangle"}, {"id": 2, "name": "circle"}]
+    content["annotations"] = [
+        one | {"category_id": {3: 1, 1: 2}.get(one["category_id"])} for one in content["annotations"]
+    ]
+    content["annotations"] = [one for one in content["annotations"] if one["category_id"]]
+    shutil.copytree(data / "val", data.parent / "two")
+    (data.parent / "two/two.json").write_text(json.dumps(content))
+    ((_, two),) = evaluate(run.folder, data.parent / "two").items()
+    classes = {name: again["bbox"]["per_class"][name] for name in ("triangle", "circle")}
+    assert two["bbox"]["per_class"] == classes
     # An interrupted run goes on as it began, and this one has ended.
     folder = run.folder.absolute()
     (folder.parent / "elsewhere").mkdir()

@@ -238,6 +238,7 @@ def train(function, *args) -> None:
         (lambda: fail(0, ConfigError("7.jpg is broken")), 1, "error: 7.jpg is broken\n"),
         (lambda: train(fail, ConfigError("7.jpg is broken")), 1, "error: 7.jpg is broken\n"),
         (lambda: open("/no_folder/file"), 1, "/no_folder/file"),
+        (lambda: fail(0, ImportError("libGL.so.1: cannot open shared object file")), 1, "opencv-python-headless"),
         (lambda: fail(0, OSError(28, "No space left on device")), 1, "No space left"),
         (lambda: socket.socket(socket.AF_UNIX).bind(f"/tmp/{200 * 'a'}"), 1, "RAY_TMPDIR"),
         (lambda: create_backbone("vil_tiny", drop_path=0.1), 1, "drop_path"),
