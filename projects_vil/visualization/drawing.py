@@ -1,5 +1,7 @@
 """Boxes, masks and labels on an image, and sheets of titled images."""
 
+import struct
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from detectron2.utils.visualizer import GenericMask, VisImage, Visualizer
 from matplotlib.colors import to_rgb
 
 from backbones.checkpoint_files import atomic_write
-from backbones.errors import ConfigError
+from backbones.errors import GENERATOR, ConfigError, check_replaceable
 
 # The lowest score of a drawn detection unless another is asked for, everywhere: scores of RetinaNet's sigmoids are low,
 # most of all early in training, and a weak detection has its score on its label, while one left out leaves no trace.
@@ -113,15 +115,28 @@ def write_image(path: Path, image: np.ndarray) -> None:
     """Write (H, W, 3) uint8 RGB as JPEG where the path has its suffix, else as PNG; the folder is created.
 
     Raises:
-        ConfigError: where the file cannot be written.
+        ConfigError: if the file cannot be written, or exists and was not written by this function.
     """
+    check_replaceable(path, advice="Choose another output directory.")
     suffix = ".jpg" if path.suffix.lower() in (".jpg", ".jpeg") else ".png"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path, sync=False) as partial:
-            partial.write_bytes(cv2.imencode(suffix, image[..., ::-1])[1].tobytes())
+            partial.write_bytes(_with_comment(cv2.imencode(suffix, image[..., ::-1])[1].tobytes()))
     except OSError as error:
         raise ConfigError(f"cannot write {path} ({error.strerror})") from error
+
+
+def _with_comment(content: bytes) -> bytes:
+    """Return a JPEG or PNG file with ``GENERATOR`` as its comment, so that a later command may replace the file."""
+    text = GENERATOR.encode()
+    if content.startswith(b"\xff\xd8"):
+        # Behind the header of JFIF, which must come first.
+        return content[:20] + b"\xff\xfe" + struct.pack(">H", len(text) + 2) + text + content[20:]
+    chunk = b"tEXtDescription\0" + text
+    packed = struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
+    # Behind the signature and the IHDR chunk.
+    return content[:33] + packed + content[33:]
 
 
 def _corners(item: dict) -> np.ndarray:

@@ -13,8 +13,10 @@ import torch
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.data.catalog import Metadata
 from detectron2.structures import Boxes, Instances
+from PIL import Image
 from pycocotools.coco import COCO
 
+from backbones.errors import GENERATOR
 from projects_vil.config import load_config
 from projects_vil.data import IGNORED_LABEL, label_reader, load_dataset, register_datasets
 from projects_vil.engine import Trainer
@@ -25,6 +27,7 @@ from projects_vil.visualization import (
     draw_samples,
     predictions_file,
     summarize_run,
+    write_image,
 )
 from projects_vil.visualization.drawing import GAP, HEADER, PANEL_WIDTH, draw_labels
 from projects_vil.visualization.predictions import SMALLEST_SAMPLE, draw_sample
@@ -133,6 +136,20 @@ def test_files_that_are_missing_or_cannot_be_written(shapes, tmp_path):
 
 
 # -- runs ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["drawing.png", "drawing.jpg"])
+def test_a_drawing_may_be_replaced_by_a_later_one(tmp_path, name):
+    """It carries a comment, which leaves its pixels as they are."""
+    image = np.random.default_rng(0).integers(0, 256, (37, 53, 3), np.uint8)
+    write_image(tmp_path / name, image)
+    write_image(tmp_path / name, image)
+    (tmp_path / f"other_{name}").write_bytes(b"a photo")
+    assert "exists" in message(write_image, tmp_path / f"other_{name}", image)
+    expected = cv2.imdecode(cv2.imencode(name[-4:], image[..., ::-1])[1], cv2.IMREAD_COLOR)
+    assert (cv2.imread(str(tmp_path / name)) == expected).all()
+    with Image.open(tmp_path / name) as opened:
+        assert GENERATOR in str(opened.info) and (np.asarray(opened).shape == image.shape)
 
 
 def test_summary_of_a_run(tmp_path):
