@@ -21,6 +21,9 @@ def pytest_configure(config):
     os.environ["TMPDIR"] = str(folder)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "torchinductor")
     tempfile.tempdir = None
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        # As in a background job of a shell, where tests of Ctrl-C would wait for ever.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)
