@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from detectron2.layers import batched_nms
-from detectron2.modeling import build_model
+from detectron2.modeling import RetinaNet, build_model
 from detectron2.modeling.proposal_generator import proposal_utils
 from detectron2.structures import BitMasks, Boxes, Instances
 from detectron2.utils import comm
@@ -236,7 +236,7 @@ def test_a_deferred_step_equals_one_that_waits(precision, tmp_path):
     names = [name for name in ours if "time" not in name]
     assert {"gradient_norm", "total_loss"} <= set(names)
     assert_close({name: ours[name] for name in names}, {name: theirs[name] for name in names}, 1e-3)
-    torch.testing.assert_close(weights_of(model), weights_of(other), rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(weights_of(model), weights_of(other), rtol=1e-5, atol=1e-8)
 
 
 def test_a_fused_optimizer_clips_unscaled_gradients(tmp_path):
@@ -246,7 +246,7 @@ def test_a_fused_optimizer_clips_unscaled_gradients(tmp_path):
     _, ours = run(model, [images], tmp_path, precision=torch.float16, fused=True)
     _, theirs = run(other, [images], tmp_path, precision=torch.float16)
     assert ours["gradient_norm"] == pytest.approx(theirs["gradient_norm"], rel=1e-3)
-    torch.testing.assert_close(weights_of(model), weights_of(other), rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(weights_of(model), weights_of(other), rtol=1e-5, atol=1e-8)
 
 
 @pytest.mark.parametrize("precision", slow_except([None, torch.float16], [None]))
@@ -273,15 +273,17 @@ def test_a_deferred_step_that_diverges_changes_nothing(precision, max_skipped, t
 
 
 @pytest.mark.parametrize("step", [TrainStep, DeferredStep])
-def test_momentum_after_a_first_step_without_effect(step, tmp_path):
+def test_momentum_after_a_first_step_without_effect(step, tmp_path, monkeypatch):
     """Of a fused optimizer, where torch leaves it undefined."""
+    # detectron2 averages the number of positive anchors over all steps, also over those without effect.
+    monkeypatch.setattr(RetinaNet, "_ema_update", lambda self, name, value, initial_value: initial_value)
     model, good = model_of("retinanet"), images_of(2)
     other = copy.deepcopy(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100, backoff_factor=2.0**-90)
     options = {"step": step, "precision": torch.float16, "fused": True}
     run(model, [good, good, good], tmp_path, scaler=scaler, **options)
     run(other, [good, good], tmp_path, scaler=torch.amp.GradScaler("cpu", init_scale=2.0**10), **options)
-    torch.testing.assert_close(weights_of(model), weights_of(other), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(weights_of(model), weights_of(other), rtol=1e-5, atol=1e-8)
 
 
 def test_a_run_that_skipped_more_than_it_may_continues(tmp_path):
