@@ -54,7 +54,7 @@ def check_file(path: str | Path, description: str, *, key: str = "") -> None:
         raise ConfigError(f"there is no {description} {path}{named_by}{other}")
 
 
-def check_replaceable(path: str | Path, *, advice: str = "Name a new file.") -> None:
+def check_replaceable(path: str | Path, *, advice: str = "Choose another file name.") -> None:
     """Raise a :class:`ConfigError` if ``path`` exists and its first bytes do not have ``GENERATOR``.
 
     Args:
@@ -66,7 +66,7 @@ def check_replaceable(path: str | Path, *, advice: str = "Name a new file.") -> 
             if GENERATOR.encode() in file.read(_NUM_FIRST_BYTES):
                 return
     if path.exists() or path.is_symlink():
-        raise ConfigError(f"'{path}' exists, and vil did not write it. {advice}")
+        raise ConfigError(f"'{path}' already exists and was not written by vil. {advice}")
 
 
 def check_choice(what: str, value: object, choices: Iterable[str]) -> None:

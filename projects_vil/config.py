@@ -202,7 +202,7 @@ def config_path(name: str) -> Path:
     known = {path.relative_to(root).with_suffix("").as_posix(): path for path in root.rglob("*.yaml")}
     wanted = name.removesuffix(".yaml")
     if wanted not in known:
-        raise ConfigError(f"there is no config {name} in {root}{closest(wanted, known)}")
+        raise ConfigError(f"there is no config {name} in {root}{closest(wanted, known, most=3)}")
     return known[wanted]
 
 

@@ -93,7 +93,8 @@ def train(
         output: OUTPUT_DIR, by default ``output/DATA_MODEL_DETECTOR``.
         device: ``"cpu"`` or ``"cuda"``; by default the GPU if there is one.
         resume: continue the interrupted run in ``output``, with the schedule and the images of its beginning.
-        num_gpus, num_machines, machine_rank, dist_url: as for detectron2's ``launch``.
+        num_gpus, num_machines, machine_rank, dist_url: as for detectron2's ``launch``. The processes do not import your
+            script. If it registers datasets or models of its own, start it with ``torchrun`` instead.
         dist_timeout: seconds to wait for the other machines at the start.
         overrides: config keys, as ``**{"SOLVER.BASE_LR": 5e-5}``.
 
@@ -127,8 +128,10 @@ def train(
     # More are slower, and torch warns.
     workers = min(cfg.DATALOADER.NUM_WORKERS, os.cpu_count() or 1)
     keys["DATALOADER.NUM_WORKERS"] = str(workers)
-    if data is not None and output.resolve() == Path(data).resolve():
-        raise ConfigError(f"--output '{output}' is the dataset. Choose another output directory.")
+    if {"SOLVER.EPOCHS", "SOLVER.MAX_ITER"} <= given.keys():
+        raise ConfigError("epochs (SOLVER.EPOCHS) and SOLVER.MAX_ITER both set the length of training. Leave one out.")
+    if data is not None and _holds_data(output, Path(data)):
+        raise ConfigError(f"--output '{output}' has files of the dataset. Choose another output directory.")
     # Before anything is written there.
     begun = load_config(path, _words(keys | given))
     if resume and checkpoints_of(output) and (output / CONFIG_FILE).exists():
@@ -237,6 +240,13 @@ def _given(function: Callable, overrides: Mapping[str, object]) -> dict[str, str
     return {key: str(value) for key, value in overrides.items()}
 
 
+def _holds_data(output: Path, data: Path) -> bool:
+    """Return whether an output directory is a dataset, or a folder in it that no run wrote."""
+    output, data = output.resolve(), data.resolve()
+    is_used = output.is_dir() and any(output.iterdir()) and not (output / "log.txt").exists()
+    return output == data or (is_used and data.is_dir() and output.is_relative_to(data))
+
+
 def _lock(output: Path, machine_rank: int) -> contextlib.AbstractContextManager:
     """Lock the output directory in the first process of a run; the others write the same data."""
     env = distributed_env()
@@ -277,10 +287,11 @@ def _check_same_data(data: str | Path, val: float | None, begun: CfgNode, output
         file, info = entries[source][0], read_json(entries[source][0]).get("info")
         # A file that was written here names the dataset that it was made from.
         source = info.get(SOURCE, str(file)) if isinstance(info, dict) else str(file)
-    differs = "has changed since" if source == os.path.abspath(data) else f"is not '{source}', with which"
+    changed = "(or --val) has changed since the start of the run in"
+    differs = changed if source == os.path.abspath(data) else f"is not '{source}', the dataset of the run in"
     raise ConfigError(
-        f"'{data}' {differs} the run in '{output}' began. Leave DATA out to resume it with the images of its "
-        "beginning, or choose another output directory."
+        f"'{data}' {differs} '{output}'. Omit DATA to resume the run with its original images, or choose another "
+        "output directory."
     )
 
 

@@ -443,8 +443,15 @@ def call_in_new_process(function: Callable[..., Any], *args: object) -> Any:
 
 
 def _send_result(sender: Connection, function: Callable[..., Any], args: tuple) -> None:
+    # A parent that is killed cannot end this process.
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         sent = function(*args), None
     except Exception as error:
         sent = None, error
     sender.send(sent)
+
+
+def _end_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)

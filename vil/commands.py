@@ -212,6 +212,8 @@ def check(args: argparse.Namespace) -> None:
             file.path = f"{args.data} ({split})" if len(files) > 1 else args.data
         show(*file.lines())
     found = {split: file.to_json() for split, file in files.items()}
+    if args.json and any(os.path.realpath(args.json) == os.path.realpath(path) for path, _ in splits.values()):
+        raise ConfigError(f"--json: '{args.json}' is an annotation file of the dataset. Name another file.")
     write_json(args.json, found.get("") or {"splits": found})
     for split, file in files.items():
         if args.fix:

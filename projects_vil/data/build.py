@@ -273,7 +273,7 @@ def class_order(cfg: CfgNode, name: str) -> list[int] | None:
     unknown = [label for index, label in enumerate(classes) if index not in matched]
     if unknown:
         raise ConfigError(
-            f"The class {unknown[0]!r} of {name!r} is not one class of {reference!r}, whose classes the model has"
+            f"Class {unknown[0]!r} of {name!r} does not exist in {reference!r}, whose classes the model uses"
             f"{closest(unknown[0], ours) or '.'} Rename or remove it."
         )
     return [matched[index] for index in range(len(classes))]

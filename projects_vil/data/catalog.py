@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import mmap
+import multiprocessing
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -183,7 +184,12 @@ def check_files(name: str) -> None:
     """
     if name not in DatasetCatalog.list():
         near = closest(name, DatasetCatalog.list())
-        raise ConfigError(f"unknown dataset {name!r} (DATASETS.COCO or DATASETS.ADE20K registers your own){near}")
+        hint = ""
+        if multiprocessing.parent_process() is not None:
+            hint = (
+                ". Processes of --num-gpus do not import your script: if it registers the dataset, use torchrun"
+            )
+        raise ConfigError(f"unknown dataset {name!r} (DATASETS.COCO or DATASETS.ADE20K registers your own){near}{hint}")
     metadata = MetadataCatalog.get(name)
     if metadata.get("evaluator_type") == PANOPTIC_EVALUATOR and not metadata.get("sem_seg_root"):
         raise ConfigError(f"{name} has things and stuff in one label image: use {name}_separated")

@@ -165,8 +165,11 @@ def write_cleaned(file: CocoFile, output: str | Path) -> str:
     if file.unfixable() is not None:
         raise file.error()
     dataset, counts = file.fixed()
-    if not dataset["images"]:
-        raise ConfigError(f"{file.path}: no valid image would be left in a copy")
+    for what in ("images", "annotations", "categories"):
+        if file.dataset.get(what) and not dataset.get(what):
+            first = next(iter(file.findings("error")), None)
+            reason = "" if first is None else f" ({file.describe(first)})"
+            raise ConfigError(f"{file.path}: none of the {what} would be left in a copy{reason}. Repair the file.")
     with atomic_write(output) as partial:
         # Much faster than json.dump, which writes number by number.
         partial.write_text(json.dumps(dataset), encoding="utf-8")

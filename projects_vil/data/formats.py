@@ -135,14 +135,20 @@ def read_dataset(
         raise ConfigError(f"val={val}: {source} has a validation split of {len(parts['val'][0]['images'])} images")
     splits, sizes, masks = {}, {}, []
     written = {split: Path(folder) / f"{split}.json" for split, (_, path, _) in parts.items() if path is None}
+    read = set(map(os.path.realpath, files))
     for path in written.values():
         check_replaceable(path, advice="Choose another output directory.")
-    # In front, where check_replaceable looks; the source is for error messages.
+        if os.path.realpath(path) in read:
+            raise ConfigError(
+                f"'{path}' is part of the dataset and would be replaced. Choose another output directory."
+            )
+    # check_replaceable reads only the beginning of a file. The source is for error messages.
     info = {"description": GENERATOR, SOURCE: os.path.abspath(source)}
     for split in [split for split in ("train", "val", "test") if split in parts]:
         content, path, images = parts[split]
         if path is None:
-            path, content = written[split], {"info": info} | content | {"info": info}
+            path = written[split]
+            content = {"info": info, **{key: value for key, value in content.items() if key != "info"}}
             path.parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(path) as partial:
                 partial.write_text(json.dumps(content), encoding="utf-8")
@@ -180,6 +186,9 @@ def recognise(source: Path) -> tuple[str, list[Path], Path]:
     name, files = found.popitem()
     if source.is_file() and name in _FOLDERS_ONLY:
         raise ConfigError(f"{source} is the {name} file of one image: give the folder")
+    if name == "YOLO":
+        # Its other YAML files are settings of programs.
+        return name, files, root
     stems = {path.stem for path in unknown if path.suffix.lower() in IMAGE_SUFFIXES} if name in _FOLDERS_ONLY else ()
     suffixes = {path.suffix.lower() for path in files}
     unknown = [path for path in unknown if path.suffix.lower() in suffixes]
@@ -293,7 +302,8 @@ class _Images:
         found = [path for path in found if in_common(path) == best]
         if len(set(map(os.path.realpath, found))) > 1:
             raise ConfigError(
-                f"The image {name!r} of {annotation} could be {found[0]} or {found[1]}. Remove or rename one of them."
+                f"The image {name!r} of {annotation} matches both {found[0]} and {found[1]}. Rename or remove all "
+                "but one."
             )
         other, where = self.annotation_of.setdefault(found[0], (annotation, name))
         if (other, where) != (annotation, name):

@@ -1,6 +1,8 @@
 """Checks of a run before it starts: what would otherwise cost its user hours, or end in a traceback."""
 
+import filecmp
 import math
+import os
 from collections.abc import Collection
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from torch import nn
 from backbones import ConfigError
 from backbones.errors import check_choice, check_replaceable
 from projects_vil import data
-from projects_vil.checkpoint import BEST_CHECKPOINT, LAST_CHECKPOINT, check_weights, checkpoints_of
+from projects_vil.checkpoint import BEST_CHECKPOINT, check_weights, checkpoints_of
 from projects_vil.config import CONFIG_FILE, check_device, is_panoptic, is_segmentor, updated, value_of
 from projects_vil.engine.hooks import RandomShift
 from projects_vil.engine.trainer import AMP_DTYPES
@@ -52,8 +54,14 @@ _RANGES: dict[str, tuple[float, float]] = {
     "TEST.DRAW_IMAGES": (0, 32),
     "TEST.EVAL_PERIOD": (0, math.inf),
 }
-# Files of a run, next to its config.yaml, that another run would replace.
-RUN_FILES = ("metrics.json", EVALUATION_FILE, LAST_CHECKPOINT)
+_OTHER_FOLDER = "Choose another OUTPUT_DIR."
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """Loads the ``config.yaml`` of a LazyConfig without its Python objects."""
+
+
+_PlainLoader.add_multi_constructor("", lambda loader, suffix, node: None)
 
 
 def check_setup(
@@ -112,11 +120,11 @@ def check_output_dir(cfg: CfgNode, *, resume: bool) -> bool:
             resume with other datasets or another batch size.
     """
     folder, saved = Path(cfg.OUTPUT_DIR), checkpoints_of(cfg.OUTPUT_DIR)
-    check_replaceable(folder / CONFIG_FILE, advice="Choose another OUTPUT_DIR.")
-    # A run that is killed before it writes its config leaves an empty metrics.json.
-    foreign = [name for name in RUN_FILES if (folder / name).is_file() and (folder / name).stat().st_size]
-    if foreign and not (folder / CONFIG_FILE).exists():
-        raise ConfigError(f"OUTPUT_DIR '{folder}' has a {foreign[0]} that no run of vil wrote. Choose another folder.")
+    if not saved and not (folder / "log.txt").exists():
+        # Not the directory of a run: what a run would replace there belongs to something else.
+        check_replaceable(folder / CONFIG_FILE, advice=_OTHER_FOLDER)
+        for name in ("metrics.json", EVALUATION_FILE):
+            check_replaceable(folder / name, advice=_OTHER_FOLDER)
     removed = [path.resolve() for path in (*saved, folder / BEST_CHECKPOINT)]
     if cfg.OVERWRITE_OUTPUT_DIR and not resume and Path(cfg.MODEL.WEIGHTS).resolve() in removed:
         raise ConfigError(
@@ -134,19 +142,30 @@ def check_output_dir(cfg: CfgNode, *, resume: bool) -> bool:
 
 
 def _check_resumed(cfg: CfgNode, path: Path) -> None:
-    """Raise a ConfigError if the run of a ``config.yaml`` trains on other datasets, or with another batch size."""
-    content = yaml.safe_load(path.read_text())
-    # A LazyConfig has neither section.
-    solver, loader = content.get("SOLVER", {}), content.get("dataloader", {}).get("train", {})
-    names = content["DATASETS"]["TRAIN"] if solver else loader["dataset"]["names"]
+    """Raise a ConfigError if the run of a ``config.yaml`` trains on other data, or with another batch size."""
+    content = yaml.load(path.read_text(), _PlainLoader)
+    # A LazyConfig has other sections.
+    solver, datasets, lazy = (content.get(key, {}) for key in ("SOLVER", "DATASETS", "dataloader"))
+    loader = lazy.get("train", {})
+    names = datasets["TRAIN"] if solver else loader["dataset"]["names"]
     images = solver["IMS_PER_BATCH"] if solver else loader["total_batch_size"]
     # With a reference, the batch size follows the number of processes.
     reference = solver.get("REFERENCE_WORLD_SIZE", 0) and cfg.SOLVER.REFERENCE_WORLD_SIZE
     factor = cfg.SOLVER.REFERENCE_WORLD_SIZE / solver["REFERENCE_WORLD_SIZE"] if reference else 1
-    for key, value, began in (
+    entries = datasets["COCO"] if solver else lazy.get("coco", [])
+    old, new = (dict(entry[:2] for entry in given) for given in (entries, cfg.DATASETS.COCO))
+    compared = [
         ("DATASETS.TRAIN", tuple(cfg.DATASETS.TRAIN), tuple(names)),
         ("SOLVER.IMS_PER_BATCH", cfg.SOLVER.IMS_PER_BATCH, images * factor),
-    ):
+    ]
+    # A file that is no longer there may have been moved.
+    compared += [
+        (f"The annotation file of {name}", new[name], old[name])
+        for name in names
+        if all(name in files and os.path.isfile(files[name]) for files in (old, new))
+        and not filecmp.cmp(old[name], new[name], shallow=False)
+    ]
+    for key, value, began in compared:
         if value != began:
             raise ConfigError(
                 f"{key} is {value}, and the run in '{path.parent}' began with {began}. Resume it with the same value, "

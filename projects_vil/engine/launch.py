@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import torch
 from detectron2.utils import comm
 from torch.distributed import DistNetworkError, FileStore, PrefixStore, Store, TCPStore
-from torch.multiprocessing import ProcessExitedException, start_processes
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 
 from backbones import ConfigError
 from projects_vil.utils import handling_signals, hidden_main_module, removed_if_not_begun, terminate
@@ -124,9 +124,9 @@ def launch(run: Callable[[argparse.Namespace], Any], args: argparse.Namespace, *
         device: ``MODEL.DEVICE``.
 
     Raises:
-        ConfigError: if the folder cannot be created.
+        ConfigError: if the folder cannot be created, and as ``run`` in one of the processes.
         ProcessEnded: if a process was killed.
-        ProcessRaisedException: torch's, with the traceback of a process.
+        ProcessRaisedException: torch's, with the traceback of a process, for any other exception.
         SystemExit: with 128 and the number of the signal that stopped the run.
     """
     env = distributed_env()
@@ -164,6 +164,12 @@ def _spawn(run: Callable, args: argparse.Namespace, device: str, url: str) -> No
         try:
             while not context.join(grace_period=GRACE_PERIOD):
                 pass
+        except ProcessRaisedException as error:
+            # Only the text of the exception of a process arrives here.
+            _, is_ours, message = str(error).rpartition(f"{ConfigError.__module__}.{ConfigError.__qualname__}: ")
+            if is_ours:
+                raise ConfigError(message.strip()) from error
+            raise
         except ProcessExitedException as error:
             if received or error.exit_code > 128:
                 raise SystemExit(128 + received[0] if received else error.exit_code) from None

@@ -112,7 +112,8 @@ def save_config(cfg: CfgNode, write: Callable[[CfgNode, Path], object], *, eval_
     path = Path(cfg.OUTPUT_DIR) / CONFIG_FILE
     has_run = any(any(path.parent.glob(pattern)) for pattern in ("*.pth", "metrics.json", ".run.lock"))
     if comm.is_main_process() and not (eval_only and has_run):
-        check_replaceable(path, advice="Choose another OUTPUT_DIR.")
+        if eval_only:
+            check_replaceable(path, advice="Choose another OUTPUT_DIR.")
         with atomic_write(path) as partial:
             write(cfg, partial)
             partial.write_text(f"# {GENERATOR}\n{partial.read_text()}")

@@ -562,8 +562,8 @@ class Trainer(DefaultTrainer):
         """
         is_single, notice = comm.get_world_size() == 1, ""
         if comm.is_main_process():
-            notice = "the run saves a checkpoint after this iteration and ends."
-            notice += " A second Ctrl-C ends it at once." * is_single
+            notice = "The run saves a checkpoint after this iteration and stops."
+            notice += " A second Ctrl-C stops it at once, without a checkpoint." * is_single
         with stop_requests(single_process=is_single, notice=notice) as self._trainer.received:
             try:
                 # TorchScript computes differently once it has optimised a function, and a resumed run would differ.

@@ -161,7 +161,7 @@ def check_coco_api(name: str) -> None:
 
 
 class _Finite:
-    """Lets an evaluator of detectron2 refuse detections that are not finite, with a :class:`ConfigError`."""
+    """Raise a :class:`ConfigError` for detections that are not finite, before an evaluator of detectron2 takes them."""
 
     def process(self, inputs: list[dict[str, Any]], outputs: list[dict[str, Any]]) -> None:
         for record, output in zip(inputs, outputs, strict=True):
@@ -172,11 +172,11 @@ class _Finite:
 
 
 class FiniteLVISEvaluator(_Finite, LVISEvaluator):
-    pass
+    """detectron2's evaluator, which rejects detections that are not finite."""
 
 
 class FiniteVOCEvaluator(_Finite, PascalVOCDetectionEvaluator):
-    pass
+    """detectron2's evaluator, which rejects detections that are not finite."""
 
 
 class COCOEvaluator(_Finite, coco_evaluation.COCOEvaluator):

@@ -47,7 +47,7 @@ def check_finite(boxes: ArrayLike, scores: ArrayLike, *, source: str) -> None:
     for score, *box in rows[~np.isfinite(rows).all(axis=1)][:1].tolist():
         raise ConfigError(
             f"A detection in {source} has the box {box} and the score {score}, which are not all finite. "
-            "Evaluate a model whose outputs are finite."
+            "Repair or remove it, or evaluate a model whose outputs are finite."
         )
 
 

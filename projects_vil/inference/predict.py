@@ -159,7 +159,7 @@ def predict(
         contextlib.closing(detector.detect(files, batch_size=batch_size)) as batches,
     ):
         results_file.write("[")
-        # In front, where check_replaceable looks.
+        # check_replaceable reads only the beginning of a file.
         images_file.write(json.dumps({"info": {"description": GENERATOR}})[:-1] + ', "images": [')
         for batch in batches:
             for item, found in batch:

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import cv2
 import pytest
+from detectron2.data.datasets import register_coco_instances
 
+from backbones.errors import GENERATOR
 from projects_vil import Run, load_config, train
 from projects_vil.run import evaluate
 from projects_vil.utils import run_lock
@@ -68,6 +70,15 @@ def test_train_evaluate_and_predict(data, monkeypatch):
     before = sorted(run.folder.rglob("*"))
     text = message(train, data, config=CONFIGS["retinanet"], epochs=1, batch=4, **KEYS)
     assert str(run.folder) in text and "--resume" in text and sorted(run.folder.rglob("*")) == before
+
+
+@pytest.mark.slow
+def test_an_error_of_a_process_is_one_line(data):
+    """A dataset that only the script registers; the processes do not import the script."""
+    register_coco_instances("registered here", {}, str(data / "annotations/instances_train.json"), str(data / "train"))
+    names = {"DATASETS.TRAIN": "('registered here',)"}
+    text = message(train, config=CONFIGS["retinanet"], output="run", num_gpus=2, device="cpu", **KEYS, **names)
+    assert "registered here" in text and "torchrun" in text
 
 
 def test_a_model_without_a_config_of_its_own(data):
@@ -133,6 +144,7 @@ def test_the_name_of_a_model_is_the_variant_that_is_built(data, monkeypatch, mod
         ({"weights": "absent.pth"}, "absent.pth"),
         ({"device": "cuda:9"}, "cuda:9"),
         ({"epochs": 3, "SOLVER.EPOCHS": 4}, "SOLVER.EPOCHS"),
+        ({"epochs": 3, "SOLVER.MAX_ITER": 4}, "epochs"),
     ],
 )
 def test_mistakes_leave_nothing(data, arguments, named):
@@ -163,6 +175,13 @@ def test_no_file_of_the_user_is_replaced(data, trained_run):
     other = data.parent / "other"
     (other / "data").mkdir(parents=True)
     (other / "data/train.json").write_text("{}")
+    cleaned = data.parent / "fixed/data"
+    cleaned.mkdir(parents=True)
+    content = json.loads((data / "annotations/instances_train.json").read_text())
+    content["info"] = {"description": GENERATOR}
+    (cleaned / "train.json").write_text(json.dumps(dict(sorted(content.items(), key=lambda item: item[0] != "info"))))
+    for path in (data / "train").iterdir():
+        shutil.copy(path, cleaned)
     (data.parent / "project").mkdir()
     (data.parent / "project/config.yaml").write_text("name: mine\n")
     (data.parent / "metrics").mkdir()
@@ -178,6 +197,10 @@ def test_no_file_of_the_user_is_replaced(data, trained_run):
     assert named in message(train, output=data.parent / folder, config=CONFIGS["retinanet"], **KEYS)
     assert "train.json" in message(evaluate, trained_run, voc, output=data.parent / "other")
     assert contents_of(data.parent) == before
+    # The dataset itself, although an earlier command wrote it, and a folder of its photos
+    for source, folder in ((cleaned, data.parent / "fixed"), (data, data / "train")):
+        before = contents_of(data.parent)
+        assert "dataset" in message(train, source, output=folder, **options) and contents_of(data.parent) == before
     # Weights that the run itself would remove
     shutil.copytree(trained_run, "run")
     before, weights = contents_of(Path("run")), Path("run/model_final.pth")
@@ -209,7 +232,8 @@ def test_a_resume_continues_the_same_run_only(data):
     assert load_config(resumed.folder / "config.yaml").SOLVER.MAX_ITER == 2
 
 
-def test_a_run_that_waited_for_another_does_not_train_over_it(data, trained_run, monkeypatch):
+@pytest.mark.parametrize("module", ["run", "engine.train"])
+def test_a_run_that_waited_for_another_does_not_train_over_it(data, trained_run, monkeypatch, module):
     """The other run finishes between the first checks of this run and its lock."""
 
     @contextlib.contextmanager
@@ -218,9 +242,11 @@ def test_a_run_that_waited_for_another_does_not_train_over_it(data, trained_run,
         with run_lock(folder):
             yield
 
-    monkeypatch.setattr("projects_vil.engine.train.run_lock", wait_for_the_other)
-    text = message(train, data, config=CONFIGS["retinanet"], output="run", epochs=1, batch=2, **KEYS)
+    monkeypatch.setattr(f"projects_vil.{module}.run_lock", wait_for_the_other)
+    voc = write_voc(data.parent / "voc", sorted((data / "train").iterdir())[:4])
+    text = message(train, voc, config=CONFIGS["retinanet"], output="run", epochs=1, batch=2, **KEYS)
     assert "has checkpoints of another run" in text
+    assert Path("run/data").exists() == (module == "engine.train")
     assert Path("run/model_final.pth").read_bytes() == (trained_run / "model_final.pth").read_bytes()
 
 

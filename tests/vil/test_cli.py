@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from backbones.errors import GENERATOR
 from tests.projects_vil.helpers import CONFIGS, ROOT, SMALL
 from vil import cli
 
@@ -55,6 +56,25 @@ def test_from_photos_to_a_report(vil, shapes, tmp_path, monkeypatch):
         assert status == 1 and "absent" in err.splitlines()[-1], err
     status, _, err = vil("eval")
     assert status == 2 and "MODEL" in err, err
+
+
+def test_check_replaces_no_annotations_and_writes_no_empty_dataset(vil, shapes, tmp_path):
+    shutil.copytree(shapes / "val", tmp_path / "mine")
+    content = json.loads((shapes / "annotations/instances_val.json").read_text())
+    content = {
+        "info": {"description": GENERATOR},
+        **{key: content[key] for key in ("images", "annotations", "categories")},
+    }
+    file = tmp_path / "mine/train.json"
+    file.write_text(json.dumps(content))
+    status, _, err = vil("check", tmp_path / "mine", "--json", file)
+    assert status == 1 and str(file) in err and json.loads(file.read_text()) == content
+    for entry in (*content["categories"], *content["annotations"]):
+        key = "id" if "name" in entry else "category_id"
+        entry[key] = f"class {entry[key]}"
+    file.write_text(json.dumps(content))
+    status, _, err = vil("check", tmp_path / "mine", "--fix", tmp_path / "fixed")
+    assert status == 1 and "none of the annotations" in err and not list(tmp_path.glob("fixed/*.json"))
 
 
 @pytest.mark.slow

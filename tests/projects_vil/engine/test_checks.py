@@ -1,5 +1,7 @@
 """What is checked before a run starts."""
 
+import shutil
+
 import pytest
 import torch
 from detectron2.data import DatasetCatalog, MetadataCatalog
@@ -8,8 +10,8 @@ from detectron2.engine import DefaultTrainer
 from backbones import ConfigError
 from projects_vil import config
 from projects_vil.data import register_datasets
-from projects_vil.engine import check_setup
-from tests.projects_vil.helpers import small_config, untrained_detector
+from projects_vil.engine import check_output_dir, check_setup
+from tests.projects_vil.helpers import message, small_config, untrained_detector
 
 
 def message_of(*overrides: str, **options) -> str:
@@ -117,3 +119,23 @@ def test_a_new_run_does_not_start_among_checkpoints(shapes, trained_run):
     check_setup(small_config("retinanet", *images, "16"), resume=True)
     assert "SOLVER.IMS_PER_BATCH is 8" in message_of(*images, "8", resume=True)
     check_setup(small_config("retinanet", "OUTPUT_DIR", str(trained_run), "OVERWRITE_OUTPUT_DIR", "True"))
+
+
+def test_a_resume_has_the_same_annotations(shapes, tmp_path):
+    """In a file that may have been moved. The config need not carry the mark of a later version."""
+    annotations = [shapes / f"annotations/instances_{split}.json" for split in ("train", "val")]
+    for name, source in (("first", annotations[0]), ("moved", annotations[0]), ("other", annotations[1])):
+        shutil.copy(source, tmp_path / f"{name}.json")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/model_final.pth").touch()
+
+    def keys(name: str) -> list[str]:
+        entries = [["mine", str(tmp_path / f"{name}.json"), str(shapes / "train")]]
+        return ["DATASETS.COCO", repr(entries), "DATASETS.TRAIN", "('mine',)", "OUTPUT_DIR", str(tmp_path / "run")]
+
+    (tmp_path / "run/config.yaml").write_text(small_config("retinanet", *keys("first")).dump())
+    assert check_output_dir(small_config("retinanet", *keys("moved")), resume=True)
+    text = message(check_output_dir, small_config("retinanet", *keys("other")), resume=True)
+    assert "other.json" in text and "first.json" in text
+    (tmp_path / "first.json").unlink()
+    assert check_output_dir(small_config("retinanet", *keys("moved")), resume=True)

@@ -210,7 +210,7 @@ def test_a_signal_saves_once_in_all(number, flags, launcher, to_all, datasets_ro
     assert log.count("saved after iteration") == 1 and not (run.output / ".run.lock").exists(), log
     # torchrun has its own status and prints a traceback.
     assert launcher is TORCHRUN or (status == 128 + number and "Traceback" not in log), log
-    assert launcher is TORCHRUN or log.count("the run saves a checkpoint after this iteration") == 1, log
+    assert launcher is TORCHRUN or log.count("The run saves a checkpoint after this iteration") == 1, log
     last = torch.load(run.output / (run.output / "last_checkpoint").read_text(), weights_only=True)
     assert last["iteration"] == int(log.partition("saved after iteration ")[2].partition(";")[0])
 

@@ -6,7 +6,7 @@ from argparse import Namespace
 
 import pytest
 import torch
-from detectron2.config import LazyCall, instantiate
+from detectron2.config import LazyCall, LazyConfig, instantiate
 from detectron2.data import transforms as T
 from detectron2.layers import ShapeSpec
 from detectron2.modeling import build_anchor_generator
@@ -14,13 +14,15 @@ from detectron2.solver import LRMultiplier
 
 from backbones import ConfigError
 from projects_vil import load_config
+from projects_vil.config import updated
 from projects_vil.data import seed_all
-from projects_vil.engine import load_records, train_lazily_from_command_line
+from projects_vil.engine import check_output_dir, load_records, train_lazily_from_command_line
 from projects_vil.engine.lazy import LazyTrainer, build_lazy_optimizer, lazy_options, load_lazy_config
+from projects_vil.engine.train import save_config
 from projects_vil.modeling import build_on_meta
 from projects_vil.solver import build_lr_scheduler, build_optimizer
 from tests.projects_vil.engine.test_resuming import assert_same_run, resume
-from tests.projects_vil.helpers import ROOT
+from tests.projects_vil.helpers import ROOT, message
 
 DETECTORS = ["retinanet", "mask_rcnn"]
 CLASSES = {"retinanet": "model.num_classes", "mask_rcnn": "model.roi_heads.num_classes"}
@@ -150,6 +152,18 @@ def test_the_trainer_of_yaml_configs(shapes, tmp_path):
     assert_same_run(tmp_path / "whole", tmp_path / "cut")
     final = torch.load(tmp_path / "whole/model_final.pth", weights_only=True)
     assert final["averaged_steps"] == 4 and "unaveraged_model" in final
+
+
+def test_a_resume_has_the_same_data_and_batch_size(shapes, tmp_path):
+    """Compared with the config.yaml of the run, which has Python objects."""
+    args = arguments("mask_rcnn", f"train.output_dir={tmp_path}")
+    cfg = load_lazy_config(args.config_file, args.opts)
+    options = lazy_options(cfg, instantiate(cfg.model))
+    save_config(options, lambda _, path: LazyConfig.save(cfg, str(path)))
+    (tmp_path / "model_final.pth").touch()
+    assert check_output_dir(options, resume=True)
+    other = updated(options, {"SOLVER.IMS_PER_BATCH": 2 * options.SOLVER.IMS_PER_BATCH})
+    assert "SOLVER.IMS_PER_BATCH" in message(check_output_dir, other, resume=True)
 
 
 @pytest.mark.slow
