@@ -186,9 +186,7 @@ def check_files(name: str) -> None:
         near = closest(name, DatasetCatalog.list())
         hint = ""
         if multiprocessing.parent_process() is not None:
-            hint = (
-                ". Processes of --num-gpus do not import your script: if it registers the dataset, use torchrun"
-            )
+            hint = ". Processes of --num-gpus do not import your script: if it registers the dataset, use torchrun"
         raise ConfigError(f"unknown dataset {name!r} (DATASETS.COCO or DATASETS.ADE20K registers your own){near}{hint}")
     metadata = MetadataCatalog.get(name)
     if metadata.get("evaluator_type") == PANOPTIC_EVALUATOR and not metadata.get("sem_seg_root"):
@@ -208,8 +206,12 @@ def read_categories(annotations: str | None) -> list[tuple[int, str]] | None:
 
     This takes a second for COCO's own file of 450 MB. None for no file, and for one that loading it will refuse.
     """
+    path = Path(annotations or "")
+    if not path.is_file():
+        # Opening a pipe may never end.
+        return None
     try:
-        entries = _read_category_list(Path(annotations or ""))
+        entries = _read_category_list(path)
         categories = {int(entry["id"]): str(entry["name"]) for entry in entries}
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         return None

@@ -20,7 +20,7 @@ def run(monkeypatch, folder, *args) -> tuple[int, list[dict]]:
     monkeypatch.setattr(sys, "argv", ["export_table", *map(str, command), "--json", str(folder / "table.json")])
     with pytest.raises(SystemExit) as end:
         export_table.main()
-    return int(end.value.code), json.loads((folder / "table.json").read_text())
+    return int(end.value.code), json.loads((folder / "table.json").read_text())["rows"]
 
 
 @pytest.mark.slow

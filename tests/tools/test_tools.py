@@ -94,7 +94,7 @@ def test_analyze_model(run_here, tmp_path):
     arguments = ["--config-file", CONFIG, "--size", 64, 96, "--json", path]
     status, out, err = run_here("analyze_model.py", *arguments, "--opts", *SMALL["retinanet"])
     assert status == 0, err
-    (content,) = json.loads(path.read_text())
+    (content,) = json.loads(path.read_text())["rows"]
     assert content["name"] == str(CONFIG) and content["size"] == [64, 96]
     assert content["total"] == sum(content["parameters"].values()) > 1e6
     assert content["flops"] == sum(content["flops_by_operator"].values()) > 1e6
@@ -104,7 +104,7 @@ def test_analyze_model(run_here, tmp_path):
     status, out, _ = run_here("analyze_model.py", "--variants", "vil_tiny_2_9", "--json", path)
     row = ["vil_tiny_2_9_1", "6.79", "6.78", "+0.01", "1.37", "1.29", "+0.08", "34.5"]
     assert status == 0 and row in [line.split() for line in out.splitlines()]
-    assert json.loads(path.read_text())[0]["published_flops"] == 1.29
+    assert json.loads(path.read_text())["rows"][0]["published_flops"] == 1.29
 
 
 @pytest.mark.slow
