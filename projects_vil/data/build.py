@@ -280,7 +280,7 @@ def class_order(cfg: CfgNode, name: str) -> list[int] | None:
 
 
 def in_model_classes(cfg: CfgNode, name: str, records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return records of a dataset with the indices of the model's classes instead of those of the dataset."""
+    """Return the records of a dataset with the model's class indices."""
     order = class_order(cfg, name)
     if order is None:
         return list(records)

@@ -104,7 +104,7 @@ def set_up_run(cfg: CfgNode, args: argparse.Namespace) -> None:
 
 
 def save_config(cfg: CfgNode, write: Callable[[CfgNode, Path], object], *, eval_only: bool = False) -> None:
-    """Write ``config.yaml`` in rank 0; an evaluation leaves that of a training run as it is.
+    """Write ``config.yaml`` in rank 0. An evaluation does not change the file of a training run.
 
     Raises:
         ConfigError: if the file exists and no run wrote it.

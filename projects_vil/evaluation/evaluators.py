@@ -88,7 +88,7 @@ def _build_evaluator(cfg: CfgNode, dataset_name: str, output_folder: str) -> Dat
 
 
 class _InDatasetClasses(DatasetEvaluator):
-    """Gives an evaluator the detections with the class indices of its dataset, and leaves out those of other classes.
+    """Map the model's class indices to an evaluator's dataset, and drop detections of classes that it does not have.
 
     Args:
         order: the model's index of each class of the dataset.
