@@ -276,7 +276,7 @@ CASES = {
     ),
     "video that is text": Case(f"{PREDICT} --input a.avi", write("a.avi", "text"), "a.avi", writes=("out",)),
     "drawing that is a link": Case(
-        f"{PREDICT} --input photos", link_to_other("out/drawings/a.jpg"), "drawn", 0, ("out/*",)
+        f"{PREDICT} --input photos", link_to_other("out/drawings/a.jpg"), "a.jpg' already exists"
     ),
     "name that controls a terminal": Case(
         f"{PREDICT} --input photos", write("photos/\x1b[31m\n.jpg"), r"skipped \x1b[31m\n.jpg", 2, ("out", "out/*")
