@@ -211,7 +211,7 @@ def evaluate(
             entries, names = _register(dataset, folder.name, test=test)
             cfg = load_config(path)
             if not predictions and len(dataset.classes) != number_of_classes(cfg)[1]:
-                # Its classes are matched by name to those of the dataset that the detector was trained on.
+                # The classes are matched by name to the dataset that the detector was trained on.
                 entries += [list(entry) for entry in cfg.DATASETS.COCO if entry[0] in cfg.DATASETS.TRAIN]
                 names["DATASETS.TRAIN"] = cfg.DATASETS.TRAIN
             keys |= _dataset_keys(entries, names)

@@ -211,7 +211,7 @@ class FasterCOCOEvaluator(COCOEvaluator):
         content, image_of = self._coco_api.dataset, _positions(self._coco_api.imgs)
 
         class Truth(COCO):
-            """The annotations with positions as image ids, because those of the file may be text."""
+            """The annotations with positions as image ids, because ids in the file may be text."""
 
             def loadRes(self, results: list[dict[str, Any]]) -> COCO:
                 return super().loadRes([one | {"image_id": image_of[one["image_id"]]} for one in results])
