@@ -40,7 +40,7 @@ class Variant:
         options: the fields, of the variant or of its stages, that a user may override.
         pool: how the classifier pools tokens.
         norm_eps: epsilon of the LayerNorms.
-        steps: the factor by which each stage reduces the height and width of the feature map before it.
+        downsample_factors: the factor by which each stage reduces the height and width of the feature map before it.
         classifier_img_size: side in pixels of the images that the paper's classifier is trained on.
         has_fixed_input_size: whether a classifier raises for images larger than those that it is created for.
     """
@@ -50,7 +50,7 @@ class Variant:
     options: ClassVar[tuple[str, ...]]
     pool: ClassVar[str] = "mean"
     norm_eps: ClassVar[float]
-    steps: ClassVar[tuple[int, ...]]
+    downsample_factors: ClassVar[tuple[int, ...]]
     classifier_img_size: ClassVar[int] = 224
     has_fixed_input_size: ClassVar[bool] = False
 
@@ -212,7 +212,7 @@ class Backbone(nn.Module, abc.ABC):
         check_choice("attention_backend", settings.attention_backend, ATTENTION_BACKENDS)
         self.variant = variant
         self.settings = settings
-        self.strides = tuple(itertools.accumulate(variant.steps, operator.mul))
+        self.strides = tuple(itertools.accumulate(variant.downsample_factors, operator.mul))
         self.num_stages = 1 + max(names.index(name) for name in out_features)
         self.feature_info: dict[str, FeatureInfo] = {
             name: FeatureInfo(spec.dim, stride)
@@ -285,7 +285,7 @@ class Backbone(nn.Module, abc.ABC):
     def _table_size(self, index: int, resizing: str, *, unit: int) -> tuple[int, int]:
         """Height and width in tokens of a stage's tables, for an image whose sides are multiples of ``unit`` pixels."""
         sides = self.settings.max_img_size
-        if resizing == "map":
+        if resizing == "per_feature_map":
             sides = self.settings.position_img_size or (self.variant.position_img_size,) * 2
         height, width = (-(-side // unit) * unit // self.strides[index] for side in sides)
         return height, width

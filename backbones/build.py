@@ -61,22 +61,22 @@ def create_backbone(
         drop_path_rate: stochastic depth of the last block, growing linearly from 0 at the first.
         max_img_size: largest image side, or (height, width), in pixels; it sizes ViL's tables of absolute positions.
             Other tables are resized to each feature map, and have the size that the papers trained them at
-            (``position_resizing`` changes that).
+            (``position_interpolation`` changes that).
         activation_checkpointing: less memory in training for about a third more time.
         attention_backend: ``"auto"`` or ``"sdpa"``, PyTorch's, ``"triton"``, kernels for CUDA that sliding chunks and
             long-short attention have, ``"flex"``, PyTorch's FlexAttention on CUDA, which sliding chunks have, or
             ``"reference"``, which is quadratic and for debugging.
         options: instead of the variant's own if not None; those of ``VARIANTS[name].options``:
 
-            - ViL and LS: ``window_size`` (side of a chunk in tokens; 7 is ViL's window of 15), ``global_tokens``,
-              ``rank`` and ``attention`` (``"sliding_chunk"``, ``"long_short"`` or ``"dense"``), each for all stages or
-              one per stage; ``attention_mode`` (``"zero_pad"``, ``"exact"`` or ``"cyclic"``, ViL appendix C);
+            - ViL and LS: ``chunk_size`` (side of a chunk in tokens; 7 is ViL's window of 15), ``global_tokens``,
+              ``projection_rank`` and ``attention`` (``"sliding_chunk"``, ``"long_short"`` or ``"dense"``), each for all
+              stages or one per stage; ``attention_mode`` (``"zero_pad"``, ``"exact"`` or ``"cyclic"``, ViL appendix C);
               ``shared_projections`` (False for separate projections of the global tokens);
-            - ViL, LS and LIT: ``position_resizing`` (``"load"`` for tables of ``max_img_size``, ``"map"`` for
-              tables that are resized to each feature map);
-            - CvT: ``window_size``, ``rank`` and ``batch_norm``;
-            - LIT: ``merging`` (``"deformable"`` or ``"uniform"``), ``batch_norm`` (``"batch"``, ``"frozen"`` or
-              ``"sync"``).
+            - ViL, LS and LIT: ``position_interpolation`` (``"once"`` for tables of ``max_img_size``, or
+              ``"per_feature_map"`` for tables that are resized to each feature map);
+            - CvT: ``chunk_size``, ``projection_rank`` and ``norm``;
+            - LIT: ``token_merging`` (``"deformable"`` or ``"uniform"``), ``norm`` (``"BN"``, ``"FrozenBN"`` or
+              ``"SyncBN"``).
 
     Raises:
         ConfigError: for an unknown name, keyword or value; the message names the closest known one.

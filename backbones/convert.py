@@ -41,8 +41,6 @@ _COMMON_PARTS = {
     "norm2": "mlp_norm",
     "attn": "attention",
     "ff": "mlp",
-    "fc1": "expand",
-    "fc2": "contract",
 }
 
 
@@ -90,7 +88,7 @@ class OfficialCheckpoint:
     classifier: bool
 
 
-def recognise(contents: Mapping[str, object]) -> OfficialCheckpoint | None:
+def detect_format(contents: Mapping[str, object]) -> OfficialCheckpoint | None:
     """Return the official checkpoint that the names are of, or None if they are of another.
 
     Args:
@@ -320,11 +318,10 @@ class _ViLNameConverter(_NameConverter):
         "x_pos_embed": "positions.rows",
         "y_pos_embed": "positions.cols",
         "norm_embed": "norm",
-        "proj": "projection",
         "kv": "key_value",
         "query_global": "global_query",
         "kv_global": "global_key_value",
-        "proj_global": "global_projection",
+        "proj_global": "global_proj",
         "local_relative_position_bias_table": "relative_bias.table",
         "fast_attention.projection_matrix": "features",
         "proj_k": "project_length",
@@ -391,7 +388,6 @@ class _LITNameConverter(_NameConverter):
         (r"cls_token$", "stages.3.global_tokens"),
     )
     parts = _COMMON_PARTS | {
-        "proj": "projection",
         "relative_position_bias_table": "relative_bias.table",
         "norm_layer": "norm",
         "dconv.conv_offset": "offset",
@@ -435,13 +431,13 @@ class _EncoderNameConverter(_NameConverter):
         "cls_embed": "class_token",
         "embeddings.word_embeddings": "embedding",
         "embeddings.position_embeddings.weight": "positions",
-        "mlpblock.0": "mlp.expand",
-        "mlpblock.3": "mlp.contract",
+        "mlpblock.0": "mlp.fc1",
+        "mlpblock.3": "mlp.fc2",
         "mha": "attention",
         "W_q": "query",
         "W_k": "key",
         "W_v": "value",
-        "W_o": "projection",
+        "W_o": "proj",
         "dual_ln_l": "local_norm",
         "dual_ln_s": "projected_norm",
         "dconv_fc": "dynamic_projection",
@@ -466,7 +462,7 @@ class _CharLMNameConverter(_NameConverter):
         "proj_query": "query",
         "proj_key": "key",
         "proj_val": "value",
-        "proj_out": "projection",
+        "proj_out": "proj",
         "dual_ln_win": "local_norm",
         "dual_ln_dproj": "projected_norm",
         "dconv_1": "dynamic_projection",

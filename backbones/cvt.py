@@ -31,19 +31,19 @@ _KERNELS = (7, 3, 3)
 
 @dataclasses.dataclass(frozen=True)
 class CvTStage:
-    """One stage of CvT with long-short attention: window ``window_size``, dynamic projection of ``rank``."""
+    """One stage of CvT with long-short attention."""
 
     depth: int
     dim: int
     heads: int
-    rank: int
-    window_size: int
+    projection_rank: int
+    chunk_size: int
 
     expansion = 4
 
     def __post_init__(self) -> None:
-        check_whole("rank", self.rank)
-        check_whole("window_size", self.window_size)
+        check_whole("projection_rank", self.projection_rank)
+        check_whole("chunk_size", self.chunk_size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,17 +52,17 @@ class CvTVariant(Variant):
 
     Attributes:
         stages: a :class:`CvTStage` each.
-        batch_norm: norm of the convolutional projections, a key of ``BATCH_NORMS``.
+        norm: norm of the convolutional projections, a key of ``BATCH_NORMS``.
     """
 
-    batch_norm: str = "batch"
+    norm: str = "BN"
 
-    options = ("batch_norm", "rank", "window_size")
+    options = ("norm", "projection_rank", "chunk_size")
     norm_eps = 1e-5
-    steps = (4, 2, 2)
+    downsample_factors = (4, 2, 2)
 
     def __post_init__(self) -> None:
-        check_choice("batch_norm", self.batch_norm, BATCH_NORMS)
+        check_choice("norm", self.norm, BATCH_NORMS)
 
 
 class ConvLongShortAttention(DualNormAttention):
@@ -71,20 +71,20 @@ class ConvLongShortAttention(DualNormAttention):
     Args:
         dim: channels of a token.
         num_heads: divides ``dim``.
-        window_size: side w of a segment.
+        chunk_size: side w of a segment.
         rank: r, projected keys of a head.
         norm: norm of the projections, a key of ``BATCH_NORMS``.
         backend: a key of ``BACKENDS`` of long-short attention.
     """
 
     def __init__(
-        self, dim: int, *, num_heads: int, window_size: int, rank: int, norm: str = "batch", backend: str = "sdpa"
+        self, dim: int, *, num_heads: int, chunk_size: int, rank: int, norm: str = "BN", backend: str = "sdpa"
     ) -> None:
-        super().__init__(dim, num_heads=num_heads, window_size=window_size, backend=backend)
+        super().__init__(dim, num_heads=num_heads, chunk_size=chunk_size, backend=backend)
         # To queries, keys and values
         self.conv_qkv = SeparableProjection(dim, dim, number=3, norm=norm)
         self.dynamic_projection = StandardisedProjection(dim, num_heads * rank)
-        self.projection = nn.Linear(dim, dim)
+        self.proj = nn.Linear(dim, dim)
 
     def forward(self, tokens: Tensor, size: tuple[int, int]) -> Tensor:
         """(B, H * W, C) and (H, W) -> (B, H * W, C)."""
@@ -94,7 +94,7 @@ class ConvLongShortAttention(DualNormAttention):
         keys_values = self.norm_local(keys_values).contiguous()
         query = split_heads(query.squeeze(0), self.num_heads).unflatten(2, size)
         output = self.attend(query, keys_values.unflatten(2, size), self.dynamic_projection(tokens))
-        return self.projection(merge_heads(output).flatten(1, 2))
+        return self.proj(merge_heads(output).flatten(1, 2))
 
 
 class CvT(Backbone):
@@ -106,7 +106,7 @@ class CvT(Backbone):
     variant: CvTVariant
 
     def _make_embedding(self, index: int, in_channels: int) -> PatchEmbed:
-        dim, patch_size = self.variant.stages[index].dim, self.variant.steps[index]
+        dim, patch_size = self.variant.stages[index].dim, self.variant.downsample_factors[index]
         options = {"norm_eps": self.variant.norm_eps, "kernel_size": _KERNELS[index]}
         return PatchEmbed(in_channels, dim, patch_size=patch_size, **options)
 
@@ -115,9 +115,9 @@ class CvT(Backbone):
         return ConvLongShortAttention(
             spec.dim,
             num_heads=spec.heads,
-            window_size=spec.window_size,
-            rank=spec.rank,
-            norm=self.variant.batch_norm,
+            chunk_size=spec.chunk_size,
+            rank=spec.projection_rank,
+            norm=self.variant.norm,
             backend=self.settings.attention_backend,
         )
 

@@ -37,21 +37,21 @@ class LITVariant(Variant):
         norm_eps: epsilon of the LayerNorms.
         output_norms: the stages whose feature maps of a detector or segmentor are normed.
         position_img_size: image side in pixels for tables that are resized to each feature map.
-        position_resizing: ``"map"``, or ``"load"`` for tables of the largest image.
-        merging: ``"deformable"`` or ``"uniform"`` (Table 3).
-        batch_norm: norm of deformable merging, a key of ``BATCH_NORMS``.
+        position_interpolation: ``"per_feature_map"``, or ``"once"`` for tables of the largest image.
+        token_merging: ``"deformable"`` or ``"uniform"`` (Table 3).
+        norm: norm of deformable merging, a key of ``BATCH_NORMS``.
     """
 
     relative_bias: bool
     norm_eps: float
     output_norms: tuple[str, ...]
     position_img_size: int
-    position_resizing: str = "map"
-    merging: str = "deformable"
-    batch_norm: str = "batch"
+    position_interpolation: str = "per_feature_map"
+    token_merging: str = "deformable"
+    norm: str = "BN"
 
-    options = ("merging", "batch_norm", "position_resizing")
-    steps = (4, 2, 2, 2)
+    options = ("token_merging", "norm", "position_interpolation")
+    downsample_factors = (4, 2, 2, 2)
 
     @property
     def pool(self) -> str:
@@ -59,14 +59,14 @@ class LITVariant(Variant):
 
     @property
     def has_fixed_input_size(self) -> bool:
-        return self.position_resizing == "load"
+        return self.position_interpolation == "once"
 
     def __post_init__(self) -> None:
-        check_choice("merging", self.merging, ("deformable", "uniform"))
-        check_choice("batch_norm", self.batch_norm, BATCH_NORMS)
-        check_choice("position_resizing", self.position_resizing, RESIZING)
-        if self.merging == "uniform" and self.batch_norm != "batch":
-            raise ConfigError(f"batch_norm={self.batch_norm!r} has no effect: it is for deformable merging")
+        check_choice("token_merging", self.token_merging, ("deformable", "uniform"))
+        check_choice("norm", self.norm, BATCH_NORMS)
+        check_choice("position_interpolation", self.position_interpolation, RESIZING)
+        if self.token_merging == "uniform" and self.norm != "BN":
+            raise ConfigError(f"norm={self.norm!r} has no effect: it is for deformable merging")
 
 
 class LIT(Backbone):
@@ -80,11 +80,11 @@ class LIT(Backbone):
     def _make_embedding(self, index: int, in_channels: int) -> nn.Module:
         """The starred models of Table 3 merge as PVT-S and as Swin-Ti do."""
         variant, dim = self.variant, self.variant.stages[index].dim
-        if index > 0 and variant.merging == "deformable":
-            return DeformableTokenMerging(in_channels, dim, norm=variant.batch_norm)
+        if index > 0 and variant.token_merging == "deformable":
+            return DeformableTokenMerging(in_channels, dim, norm=variant.norm)
         if index > 0 and variant.relative_bias:
             return LinearTokenMerging(in_channels, dim)
-        return PatchEmbed(in_channels, dim, patch_size=variant.steps[index], norm_eps=_EMBED_NORM_EPS)
+        return PatchEmbed(in_channels, dim, patch_size=variant.downsample_factors[index], norm_eps=_EMBED_NORM_EPS)
 
     def _make_positions(self, index: int) -> GridPositions | None:
         variant = self.variant
@@ -94,7 +94,7 @@ class LIT(Backbone):
             self._map_size(index),
             variant.stages[index].dim,
             num_global_tokens=self._num_global_tokens(index),
-            resizing=variant.position_resizing,
+            resizing=variant.position_interpolation,
         )
 
     def _make_attention(self, index: int, number: int) -> DenseAttention | None:
@@ -107,7 +107,7 @@ class LIT(Backbone):
             num_global_tokens=self._num_global_tokens(index),
             bias_size=self._map_size(index) if variant.relative_bias else None,
             bias_resize_mode="cubic",
-            bias_resizing=variant.position_resizing,
+            bias_resizing=variant.position_interpolation,
             backend=self.common_backend,
         )
 
@@ -122,7 +122,7 @@ class LIT(Backbone):
 
     def _map_size(self, index: int) -> tuple[int, int]:
         """Height and width of tables in tokens: 50 and 25 for 800 pixels, as in the official detector."""
-        return self._table_size(index, self.variant.position_resizing, unit=self.strides[index])
+        return self._table_size(index, self.variant.position_interpolation, unit=self.strides[index])
 
     def sampling_offsets(self, images: Tensor) -> dict[str, Tensor]:
         """Return each merging module's offsets from its regular grid, for :func:`.token_merging.sampled_positions`.
@@ -137,7 +137,9 @@ class LIT(Backbone):
         for index, stage in enumerate(self.stages):
             if index:
                 if not isinstance(stage.patch_embed, DeformableTokenMerging):
-                    raise ConfigError("uniform merging has no offsets: create the model with merging='deformable'")
+                    raise ConfigError(
+                        "uniform merging has no offsets: create the model with token_merging='deformable'"
+                    )
                 offsets[f"stage{index + 1}"] = stage.patch_embed.offsets(features)
             if index + 1 < len(self.stages):
                 features = stage(features)[0].permute(0, 3, 1, 2)

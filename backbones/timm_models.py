@@ -190,7 +190,7 @@ class TimmClassifier(Classifier):
             ConfigError: for another patch size, and for Linformer, which is tied to its image size.
         """
         if patch_size is not None:
-            check_choice("patch_size", patch_size, (self.backbone.variant.steps[0],))
+            check_choice("patch_size", patch_size, (self.backbone.variant.downsample_factors[0],))
         if img_size is None:
             return
         size = height_and_width("img_size", img_size)
@@ -388,7 +388,7 @@ def _pretrained_cfg(name: str) -> dict:
     """
     variant = get_variant(name)
     side = variant.classifier_img_size
-    last = -(-side // math.prod(variant.steps))
+    last = -(-side // math.prod(variant.downsample_factors))
     return {
         "input_size": (3, side, side),
         "pool_size": (last, last),
@@ -398,7 +398,7 @@ def _pretrained_cfg(name: str) -> dict:
         "mean": IMAGENET_DEFAULT_MEAN,
         "std": IMAGENET_DEFAULT_STD,
         "num_classes": 1000,
-        "first_conv": "backbone.stages.0.patch_embed.projection",
+        "first_conv": "backbone.stages.0.patch_embed.proj",
         "classifier": "head",
         "license": "apache-2.0",
     }

@@ -1,7 +1,7 @@
 """ViL, the Multi-Scale Vision Longformer: stages of efficient attention, each at half the resolution of the last.
 
 Sizes: Tables 1, 9 and 15 of the ViL paper; of ``ls_`` variants section 4.3 of Transformer-LS and its official launch
-scripts. ``window_size`` is the side of a chunk, so that 7 is the paper's window of 15.
+scripts. ``chunk_size`` is the side of a chunk, so that 7 is the paper's window of 15.
 """
 
 import dataclasses
@@ -30,8 +30,8 @@ _SWITCHABLE = ("sliding_chunk", "long_short", "dense")
 ATTENTIONS = (*_SWITCHABLE, "global", "linformer", "spatial_reduction", "performer")
 # The mechanisms that use an option; the others ignore it.
 _USED_BY = {
-    "window_size": ("sliding_chunk", "long_short"),
-    "rank": ("long_short",),
+    "chunk_size": ("sliding_chunk", "long_short"),
+    "projection_rank": ("long_short",),
     "attention_mode": ("sliding_chunk",),
     "shared_projections": ("sliding_chunk",),
 }
@@ -43,7 +43,7 @@ class ViLStage:
 
     Attributes:
         attention: one of ``ATTENTIONS``.
-        window_size: side of a chunk or segment, in tokens (sliding_chunk, long_short).
+        chunk_size: side of a chunk or segment, in tokens (sliding_chunk, long_short).
         rank: r of the dynamic projection (long_short).
         num_features: projected length (linformer), or random features of a head (performer).
         reduction: factor by which height and width of keys and values are reduced (spatial_reduction).
@@ -55,8 +55,8 @@ class ViLStage:
     dim: int
     global_tokens: int = 1
     attention: str = "sliding_chunk"
-    window_size: int = 7
-    rank: int = 8
+    chunk_size: int = 7
+    projection_rank: int = 8
     num_features: int = 256
     reduction: int = 1
 
@@ -64,8 +64,8 @@ class ViLStage:
 
     def __post_init__(self) -> None:
         check_choice("attention", self.attention, ATTENTIONS)
-        check_whole("window_size", self.window_size)
-        check_whole("rank", self.rank)
+        check_whole("chunk_size", self.chunk_size)
+        check_whole("projection_rank", self.projection_rank)
         check_whole("global_tokens", self.global_tokens, least=0)
         if self.attention == "global" and not self.global_tokens:
             raise ConfigError("global_tokens=0: global attention needs a global token in every stage")
@@ -81,7 +81,7 @@ class ViLVariant(Variant):
         attention_mode: mode of sliding chunks, one of their ``MODES``.
         shared_projections: whether global and local tokens share the projections of sliding chunks.
         position_img_size: image side in pixels for tables that are resized to each feature map.
-        position_resizing: ``"load"`` for tables of the largest image, ``"map"`` for those that are
+        position_interpolation: ``"once"`` for tables of the largest image, ``"per_feature_map"`` for those that are
             resized to each feature map, or None as in the papers: absolute positions at load, relative bias to each
             feature map.
     """
@@ -90,21 +90,21 @@ class ViLVariant(Variant):
     attention_mode: str = "zero_pad"
     shared_projections: bool = True
     position_img_size: int = 224
-    position_resizing: str | None = None
+    position_interpolation: str | None = None
 
     options = (
         "attention",
         "attention_mode",
         "global_tokens",
-        "position_resizing",
-        "rank",
+        "position_interpolation",
+        "projection_rank",
         "shared_projections",
-        "window_size",
+        "chunk_size",
     )
     norm_eps = 1e-6
 
     @property
-    def steps(self) -> tuple[int, ...]:
+    def downsample_factors(self) -> tuple[int, ...]:
         return tuple(stage.patch_size for stage in self.stages)
 
     @property
@@ -117,8 +117,8 @@ class ViLVariant(Variant):
         if "linformer" in mechanisms:
             return True
         if self.relative_bias:
-            return self.position_resizing == "load" and "dense" in mechanisms
-        return self.position_resizing != "map"
+            return self.position_interpolation == "once" and "dense" in mechanisms
+        return self.position_interpolation != "per_feature_map"
 
     def with_options(self, **options: object) -> "ViLVariant":
         """As :meth:`.Variant.with_options`; raises for a mechanism that needs other sizes, and for unused options."""
@@ -135,7 +135,7 @@ class ViLVariant(Variant):
     def __post_init__(self) -> None:
         check_choice("attention_mode", self.attention_mode, MODES)
         check_choice("shared_projections", self.shared_projections, (True, False))
-        check_choice("position_resizing", self.position_resizing, (*RESIZING, None))
+        check_choice("position_interpolation", self.position_interpolation, (*RESIZING, None))
         for stage in self.stages:
             if self.relative_bias and stage.attention not in _SWITCHABLE:
                 raise ConfigError(f"{stage.attention} attention has no relative bias: use absolute positions")
@@ -153,7 +153,7 @@ class ViL(Backbone):
     def _make_positions(self, index: int) -> AbsolutePositions | None:
         if self.variant.relative_bias:
             return None
-        spec, resizing = self.variant.stages[index], self.variant.position_resizing or "load"
+        spec, resizing = self.variant.stages[index], self.variant.position_interpolation or "once"
         size = self._map_size(index, resizing)
         return AbsolutePositions(size, spec.dim, num_global_tokens=spec.global_tokens, resizing=resizing)
 
@@ -174,25 +174,25 @@ class ViL(Backbone):
             "backend": self.common_backend,
         }
         if spec.attention == "dense":
-            resizing = variant.position_resizing or "map"
+            resizing = variant.position_interpolation or "per_feature_map"
             bias_size = self._map_size(index, resizing) if variant.relative_bias else None
             return DenseAttention(spec.dim, bias_size=bias_size, bias_resizing=resizing, **common)
         if spec.attention == "sliding_chunk":
             return SlidingChunkAttention(
                 spec.dim,
-                window_size=spec.window_size,
+                chunk_size=spec.chunk_size,
                 mode=variant.attention_mode,
                 relative_bias=variant.relative_bias,
                 shared_projections=variant.shared_projections,
                 **common | {"backend": self.settings.attention_backend},
             )
         if spec.attention == "long_short":
-            sizes = {"window_size": spec.window_size, "rank": spec.rank}
+            sizes = {"chunk_size": spec.chunk_size, "rank": spec.projection_rank}
             if self.settings.attention_backend != "flex":
                 common |= {"backend": self.settings.attention_backend}
             return LongShortAttention(spec.dim, relative_bias=variant.relative_bias, **sizes, **common)
         if spec.attention == "linformer":
-            map_size = self._map_size(index, "load")
+            map_size = self._map_size(index, "once")
             return LinformerAttention(spec.dim, map_size=map_size, num_features=spec.num_features, **common)
         if spec.attention == "spatial_reduction":
             return SpatialReductionAttention(spec.dim, reduction=spec.reduction, **common)
@@ -237,10 +237,10 @@ def _with_mechanism(variant: ViLVariant, mechanism: str, *, partial: bool = Fals
     return dataclasses.replace(variant, stages=stages)
 
 
-def _long_short(variant: ViLVariant, *, window_size: int = 7, img_size: int = 224) -> ViLVariant:
+def _long_short(variant: ViLVariant, *, chunk_size: int = 7, img_size: int = 224) -> ViLVariant:
     """Long-short attention in stages 1 and 2, full attention with relative bias in 3 and 4 (official scripts)."""
     stages = with_stage_values(variant.stages, "attention", ("long_short", "long_short", "dense", "dense"))
-    stages = with_stage_values(stages, "window_size", window_size)
+    stages = with_stage_values(stages, "chunk_size", chunk_size)
     return dataclasses.replace(variant, stages=stages, relative_bias=True, position_img_size=img_size)
 
 
@@ -272,7 +272,7 @@ _LS = {
     "ls_small": _long_short(_VIL["vil_small"]),
     "ls_medium": _long_short(_VIL["vil_medium_deep"]),
     "ls_base": _long_short(_VIL["vil_base_deep"]),
-    "ls_medium_384": _long_short(_VIL["vil_medium_deep"], window_size=8, img_size=384),
+    "ls_medium_384": _long_short(_VIL["vil_medium_deep"], chunk_size=8, img_size=384),
 }
 VARIANTS: dict[str, ViLVariant] = (
     _VIL

@@ -1,6 +1,7 @@
 """The configuration keys of this project, how config files and overrides are read, and the task of a config."""
 
 import ast
+import contextlib
 import functools
 import io
 import logging
@@ -36,8 +37,8 @@ _EFFECTIVE_WITH = (
     ("INPUT.MAX_SIZE_TRAIN", "INPUT.AUGMENTATION", ("default",)),
     ("INPUT.MASK_FORMAT", "INPUT.AUGMENTATION", ("default",)),
     ("INPUT.PHOTOMETRIC_DISTORTION", "INPUT.AUGMENTATION", ("default", "lsj")),
-    ("INPUT.LSJ.", "INPUT.AUGMENTATION", ("lsj", "strong")),
-    ("INPUT.COPY_PASTE.", "INPUT.AUGMENTATION", ("strong",)),
+    ("INPUT.LSJ.", "INPUT.AUGMENTATION", ("lsj", "lsj_copy_paste")),
+    ("INPUT.COPY_PASTE.", "INPUT.AUGMENTATION", ("lsj_copy_paste",)),
     ("MODEL.EMA.DECAY", "MODEL.EMA.ENABLED", (True,)),
 )
 _logger = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ def add_vil_config(cfg: CfgNode) -> None:
     cfg.MODEL.TRANSFORMER = CfgNode()
     # A name of backbones.list_variants(): vil_tiny_rpb has relative bias, vil_tiny absolute positions. Or timm:MODEL or
     # timm:MODEL.TAG for timm's pretrained weights where MODEL.WEIGHTS is empty (docs/training.md).
-    cfg.MODEL.TRANSFORMER.NAME = "vil_tiny_rpb"
+    cfg.MODEL.TRANSFORMER.VARIANT = "vil_tiny_rpb"
     # Stages that feed FPN; empty for those in MODEL.FPN.IN_FEATURES.
     cfg.MODEL.TRANSFORMER.OUT_FEATURES = []
     # Rate of stochastic depth of the last block, growing linearly from 0 at the first.
@@ -78,23 +79,23 @@ def add_vil_config(cfg: CfgNode) -> None:
     # ViL and LS: global tokens of each stage.
     cfg.MODEL.TRANSFORMER.GLOBAL_TOKENS = []
     # ViL, LS and CvT: sides of the chunks or segments in tokens (7 is ViL's window of 15), of each stage.
-    cfg.MODEL.TRANSFORMER.WINDOW_SIZE = []
+    cfg.MODEL.TRANSFORMER.CHUNK_SIZE = []
     # LS and CvT: rank of the dynamic projection of each stage.
-    cfg.MODEL.TRANSFORMER.RANK = []
+    cfg.MODEL.TRANSFORMER.PROJECTION_RANK = []
     # ViL: whether local and global tokens share their projections, as in the released models.
     cfg.MODEL.TRANSFORMER.SHARED_PROJECTIONS = None
     # LIT: "deformable" or "uniform" (which has no offsets: empty SOLVER.LR_MULTIPLIERS too).
-    cfg.MODEL.TRANSFORMER.MERGING = ""
-    # LIT's deformable merging, CvT's projections and models of timm: "batch", "frozen" or "sync".
-    cfg.MODEL.TRANSFORMER.BATCH_NORM = ""
-    # ViL, LS and LIT: "load" for tables of positions that are resized once, when weights are loaded, to MAX_IMG_SIZE;
-    # "map" for tables that are resized to each map; empty as in each paper (docs/checkpoints.md).
-    cfg.MODEL.TRANSFORMER.POSITION_RESIZING = ""
+    cfg.MODEL.TRANSFORMER.TOKEN_MERGING = ""
+    # LIT's deformable merging, CvT's projections and models of timm: "BN", "FrozenBN" or "SyncBN".
+    cfg.MODEL.TRANSFORMER.NORM = ""
+    # ViL, LS and LIT: "once" for tables of positions that are resized once, when weights are loaded, to MAX_IMG_SIZE;
+    # "per_feature_map" for tables that are resized to each map; empty as in each paper (docs/checkpoints.md).
+    cfg.MODEL.TRANSFORMER.POSITION_INTERPOLATION = ""
     # Performer: iterations between two samplings of its random features (ViL, appendix D: 1000 in detection).
     cfg.MODEL.TRANSFORMER.FEATURE_REDRAW_PERIOD = 1000
     # ViL: the first part of the iterations, 0 to 1, in which a token attends to one of the eight neighbours of its own
     # chunk, sampled for each layer and iteration, which takes less time. 0.875 in the official configs.
-    cfg.MODEL.TRANSFORMER.RANDOM_SHIFT_UNTIL = 0.0
+    cfg.MODEL.TRANSFORMER.RANDOM_SHIFT_FRACTION = 0.0
 
     # RetinaNet: whether a ReLU is between P6 and P7, as in detectron2; mmdetection, and so the official LIT, has none.
     cfg.MODEL.FPN.P7_RELU = True
@@ -108,12 +109,12 @@ def add_vil_config(cfg: CfgNode) -> None:
     # Whether training may start from the beginning in an OUTPUT_DIR that has checkpoints.
     cfg.OVERWRITE_OUTPUT_DIR = False
     # How many numbered checkpoints are kept, the newest; 0 for all.
-    cfg.SOLVER.CHECKPOINT_KEEP = 0
+    cfg.SOLVER.CHECKPOINT_MAX_TO_KEEP = 0
     # The metric by which the best checkpoint is saved as model_best.pth, such as "bbox/AP"; empty saves none. The best
     # value is the highest, and that of a "validation_loss/..." the lowest.
     cfg.TEST.BEST_METRIC = ""
     # Whether evaluations compute the losses on DATASETS.TEST too: validation_loss/... in metrics.json.
-    cfg.TEST.LOSS = False
+    cfg.TEST.VALIDATION_LOSS = False
     # Whether evaluations compute by autocast in bfloat16, as predictions with INFERENCE.DTYPE.
     cfg.TEST.AMP = CfgNode()
     cfg.TEST.AMP.ENABLED = False
@@ -124,12 +125,12 @@ def add_vil_config(cfg: CfgNode) -> None:
     # The library that computes AP: "pycocotools", or "faster_coco_eval", which is faster and has the same results.
     cfg.TEST.COCO_API = "pycocotools"
     # Number of validation images drawn into OUTPUT_DIR/drawings at each evaluation, 0 to 32.
-    cfg.TEST.DRAW_IMAGES = 4
+    cfg.TEST.NUM_VISUALIZED_IMAGES = 4
 
     cfg.LOGGING = CfgNode()
     # The project of Weights & Biases and the experiment of MLflow to which metrics are logged; empty for none.
-    cfg.LOGGING.WANDB = ""
-    cfg.LOGGING.MLFLOW = ""
+    cfg.LOGGING.WANDB_PROJECT = ""
+    cfg.LOGGING.MLFLOW_EXPERIMENT = ""
 
     # "SGD", as detectron2 trains, or "ADAMW", as all configs of this project do.
     cfg.SOLVER.OPTIMIZER = "SGD"
@@ -144,14 +145,14 @@ def add_vil_config(cfg: CfgNode) -> None:
     # With SOLVER.AMP.ENABLED: "float16", which needs a GPU and scales the loss, "bfloat16", also on the CPU, or "auto":
     # float16 on GPUs of compute capability below 8.0, otherwise bfloat16.
     cfg.SOLVER.AMP.DTYPE = "auto"
-    # Gradient accumulation: the number of micro-batches that IMS_PER_BATCH images are split into. 0 chooses it:
-    # by the free memory of a GPU, and by the number of pixels on the CPU.
-    cfg.SOLVER.ACCUMULATE = 1
+    # Gradient accumulation: the number of micro-batches into which IMS_PER_BATCH images are split, or "auto". "auto"
+    # chooses the number by the free memory of a GPU, or by the number of pixels on the CPU.
+    cfg.SOLVER.GRADIENT_ACCUMULATION_STEPS = 1
     # The batch size for which BASE_LR and BASE_LR_END are given: they are multiplied by IMS_PER_BATCH divided by it. 0
     # leaves them as they are.
-    cfg.SOLVER.SCALE_LR_TO_BATCH = 0
-    # How many batches with a loss or gradient that is not finite are skipped before the run stops (diverged.json).
-    cfg.SOLVER.SKIP_DIVERGED = 0
+    cfg.SOLVER.REFERENCE_BATCH_SIZE = 0
+    # How many batches with a loss or gradient that is not finite are skipped before the run stops (nonfinite.json).
+    cfg.SOLVER.MAX_NONFINITE_STEPS = 0
     # The run ends after this many evaluations without a better TEST.BEST_METRIC; 0 disables early stopping.
     cfg.SOLVER.EARLY_STOPPING_PATIENCE = 0
     # The exponent of SOLVER.LR_SCHEDULER_NAME WarmupPolyLR, which falls from BASE_LR to BASE_LR_END.
@@ -163,14 +164,15 @@ def add_vil_config(cfg: CfgNode) -> None:
     # labels. Else only batches are padded, to their largest image.
     cfg.INPUT.CROP.PAD = False
     # The augmentation of training images: "default" resizes to MIN_SIZE_TRAIN and flips, "lsj" is large-scale jitter
-    # (below) and a flip, "strong" is lsj, PHOTOMETRIC_DISTORTION and COPY_PASTE, which needs an R-CNN with masks.
+    # (below) and a flip, and "lsj_copy_paste" adds PHOTOMETRIC_DISTORTION and COPY_PASTE, which need an R-CNN with
+    # masks.
     cfg.INPUT.AUGMENTATION = "default"
-    # lsj and strong: an image is scaled to fit into a square of SIZE pixels times a random factor from SCALE, then
-    # cropped or padded to the square, as in the new baselines of detectron2.
+    # "lsj" and "lsj_copy_paste": an image is scaled to fit into a square of SIZE pixels times a random factor from
+    # SCALE, then cropped or padded to the square, as in the new baselines of detectron2.
     cfg.INPUT.LSJ = CfgNode()
     cfg.INPUT.LSJ.SIZE = 1024
     cfg.INPUT.LSJ.SCALE = (0.1, 2.0)
-    # strong: the share of images that get objects of another training image pasted, 0.0 for none.
+    # "lsj_copy_paste": the share of images that get objects of another training image pasted, 0.0 for none.
     cfg.INPUT.COPY_PASTE = CfgNode()
     cfg.INPUT.COPY_PASTE.PROBABILITY = 0.5
     # In training: random brightness, contrast, saturation and hue, as in SSD.
@@ -238,13 +240,15 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> CfgNode:
             raise ConfigError(
                 f"VERSION is {loaded['VERSION']}, and it must be {cfg.VERSION}: rename the keys of old files"
             )
-        cfg.merge_from_other_cfg(CfgNode(loaded))
+        with _any_accumulation_steps(cfg):
+            cfg.merge_from_other_cfg(CfgNode(loaded))
     except Exception as error:
         reason = _explain(error, cfg)
         raise ConfigError(reason if reason.startswith(str(path)) else f"{path}: {reason}") from error
     _set_photometric_distortion(cfg)
     try:
-        cfg.merge_from_list(list(overrides))
+        with _any_accumulation_steps(cfg):
+            cfg.merge_from_list(list(overrides))
     except Exception as error:
         raise ConfigError(f"{_explain(error, cfg)} (in the overrides {one_line(' '.join(overrides))})") from error
     _set_photometric_distortion(cfg)
@@ -289,6 +293,15 @@ def _evaluate(loader: yaml.SafeLoader, node: yaml.Node) -> Any:
 
 # detectron2 reads configs with this loader; other Python tags raise as before.
 yaml.SafeLoader.add_constructor(_EVAL, _evaluate)
+
+
+@contextlib.contextmanager
+def _any_accumulation_steps(cfg: CfgNode) -> Iterator[None]:
+    """Let a merge replace a number by "auto" and "auto" by a number, which are of different types."""
+    before, cfg.SOLVER.GRADIENT_ACCUMULATION_STEPS = cfg.SOLVER.GRADIENT_ACCUMULATION_STEPS, None
+    yield
+    if cfg.SOLVER.GRADIENT_ACCUMULATION_STEPS is None:
+        cfg.SOLVER.GRADIENT_ACCUMULATION_STEPS = before
 
 
 def _set_photometric_distortion(cfg: CfgNode) -> None:
@@ -370,11 +383,12 @@ def value_of(cfg: CfgNode, key: str) -> Any:
     return functools.reduce(getattr, key.split("."), cfg)
 
 
-def updated(cfg: CfgNode, values: dict[str, object]) -> CfgNode:
+def with_overrides(cfg: CfgNode, values: dict[str, object]) -> CfgNode:
     """Return a frozen copy of a config with other values of some keys."""
     copy = cfg.clone()
     copy.defrost()
-    copy.merge_from_list([item for pair in values.items() for item in pair])
+    with _any_accumulation_steps(copy):
+        copy.merge_from_list([item for pair in values.items() for item in pair])
     copy.freeze()
     return copy
 
@@ -420,10 +434,10 @@ def choose_device(cfg: CfgNode, *, devices: Sequence[str] = DEVICES, requested: 
     """
     has_gpu = "cuda" in devices and torch.cuda.is_available()
     if not requested and cfg.MODEL.DEVICE.startswith("cuda") and not has_gpu:
-        cfg = updated(cfg, {"MODEL.DEVICE": "cpu"})
+        cfg = with_overrides(cfg, {"MODEL.DEVICE": "cpu"})
         backend = cfg.MODEL.TRANSFORMER.ATTENTION_BACKEND
         if backend in ("triton", "flex"):
-            cfg = updated(cfg, {"MODEL.TRANSFORMER.ATTENTION_BACKEND": "auto"})
+            cfg = with_overrides(cfg, {"MODEL.TRANSFORMER.ATTENTION_BACKEND": "auto"})
             _logger.info("MODEL.TRANSFORMER.ATTENTION_BACKEND is auto: %s does not run on the CPU", backend)
     if check_device(cfg, devices=devices):
         _logger.info("the model runs on %s: %s", cfg.MODEL.DEVICE, torch.cuda.get_device_name(cfg.MODEL.DEVICE))

@@ -21,7 +21,7 @@ from projects_vil.data import SOURCE, Dataset, read_dataset
 from projects_vil.engine import check_output_dir, distributed_env, train_from_command_line
 from projects_vil.evaluation import EVALUATION_FILE, evaluate_predictions
 from projects_vil.inference import Detector, find_model
-from projects_vil.utils import read_json, removed_if_not_begun, run_lock
+from projects_vil.utils import cleanup_on_failure, read_json, run_lock
 
 # A detector's folder in configs/, and the keys in which it differs.
 DETECTORS: dict[str, tuple[str, dict[str, str]]] = {
@@ -119,10 +119,10 @@ def train(
     output = Path(given.pop("OUTPUT_DIR", f"output/{_name(data) + '_' if data else ''}{name}")).expanduser()
     # In quotes, since a name may be a number.
     keys["OUTPUT_DIR"] = repr(str(output))
-    if "SOLVER.IMS_PER_BATCH" not in given and "SOLVER.ACCUMULATE" not in given:
-        keys["SOLVER.ACCUMULATE"] = "0"
+    if "SOLVER.IMS_PER_BATCH" not in given and "SOLVER.GRADIENT_ACCUMULATION_STEPS" not in given:
+        keys["SOLVER.GRADIENT_ACCUMULATION_STEPS"] = "auto"
     if "SOLVER.IMS_PER_BATCH" in given and "SOLVER.BASE_LR" not in given:
-        keys["SOLVER.SCALE_LR_TO_BATCH"] = str(recipe.IMS_PER_BATCH)
+        keys["SOLVER.REFERENCE_BATCH_SIZE"] = str(recipe.IMS_PER_BATCH)
     if data is not None and not {"SOLVER.EPOCHS", "SOLVER.MAX_ITER"} & given.keys():
         keys["SOLVER.EPOCHS"] = str(DEFAULT_EPOCHS)
     # More are slower, and torch warns.
@@ -143,7 +143,7 @@ def train(
             _check_same_data(data, val, load_config(path), output)
         data, begun = None, load_config(path, _words(keys | given))
     check_output_dir(begun, resume=resume)
-    with removed_if_not_begun(output):
+    with cleanup_on_failure(output):
         if data is not None:
             with _lock(output, machine_rank):
                 check_output_dir(begun, resume=resume)
@@ -154,7 +154,7 @@ def train(
             keys |= _dataset_keys(*_register(dataset, output.name))
             keys[number_of_classes(cfg)[0]] = str(len(dataset.classes))
         if not (given.get("MODEL.WEIGHTS") or cfg.MODEL.WEIGHTS or resume):
-            _suggest_weights(cfg.MODEL.TRANSFORMER.NAME)
+            _suggest_weights(cfg.MODEL.TRANSFORMER.VARIANT)
         processes = {"num_gpus": num_gpus, "num_machines": num_machines, "machine_rank": machine_rank}
         processes |= {"dist_url": dist_url, "dist_timeout": dist_timeout, "resume": resume}
         _launch(path, keys | given, eval_only=False, **processes)
@@ -202,7 +202,7 @@ def evaluate(
     keys["OUTPUT_DIR"] = repr(str(folder))
     processes = {"num_gpus": num_gpus, "num_machines": num_machines, "machine_rank": machine_rank}
     processes |= {"dist_url": dist_url, "dist_timeout": dist_timeout}
-    with removed_if_not_begun(folder):
+    with cleanup_on_failure(folder):
         if data is not None:
             dataset = read_dataset(data, folder / DATA_FOLDER, val=0)
             test = next(split for split in ("test", "val", "train") if split in dataset.splits)
@@ -256,7 +256,7 @@ def _lock(output: Path, machine_rank: int) -> contextlib.AbstractContextManager:
 
 def _check_same_model(cfg: CfgNode, begun: CfgNode, output: Path) -> None:
     """Raise a ConfigError if a config has another model than the run that is resumed."""
-    model, own = (f"{part.MODEL.TRANSFORMER.NAME} with {detector_name(part)}" for part in (cfg, begun))
+    model, own = (f"{part.MODEL.TRANSFORMER.VARIANT} with {detector_name(part)}" for part in (cfg, begun))
     if model != own:
         raise ConfigError(
             f"The run in '{output}' trains {own}, not {model}. Leave --model, --detector and --config out to resume "
@@ -315,13 +315,13 @@ def _choose_config(
     model, detector = model or "vil_tiny", detector or "retinanet"
     check_choice("detector", detector, DETECTORS)
     (folder, keys), name = DETECTORS[detector], f"{model}_{detector}".replace(":", "_")
-    named = {"MODEL.TRANSFORMER.NAME": model} if model in list_variants() else {}
+    named = {"MODEL.TRANSFORMER.VARIANT": model} if model in list_variants() else {}
     # The recipe is the same with and without relative bias, and for the tables of segmentation.
     for variant in (model, f"{model}_rpb", model.removesuffix("_seg")):
         with contextlib.suppress(ConfigError):
             return config_path(f"{folder}/{variant}_1x"), keys | named, name
     # A variant, or a model of timm's, that has no config of its own.
-    return config_path(f"base/{folder}_1x"), keys | {"MODEL.TRANSFORMER.NAME": model}, name
+    return config_path(f"base/{folder}_1x"), keys | {"MODEL.TRANSFORMER.VARIANT": model}, name
 
 
 def _suggest_weights(variant: str) -> None:

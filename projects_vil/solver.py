@@ -20,7 +20,7 @@ from torch import nn
 
 from backbones import ConfigError
 from backbones.errors import check_choice, closest
-from projects_vil.config import one_line, updated
+from projects_vil.config import one_line, with_overrides
 
 OPTIMIZERS = ("ADAMW", "SGD")
 LR_SCHEDULERS = ("WarmupMultiStepLR", "WarmupCosineLR", "WarmupStepWithFixedGammaLR", "WarmupPolyLR")
@@ -320,7 +320,7 @@ def schedule_by_epochs(cfg: CfgNode, num_images: int, overrides: Sequence[str] =
         raise ConfigError("SOLVER.EPOCHS and SOLVER.MAX_ITER both set the length of training: leave one out")
     if not solver.EPOCHS or "SOLVER.MAX_ITER" in overridden:
         unused = f"SOLVER.MAX_ITER {solver.MAX_ITER} overrides SOLVER.EPOCHS {solver.EPOCHS} of the config"
-        return updated(cfg, {"SOLVER.EPOCHS": 0}), [unused] if solver.EPOCHS else []
+        return with_overrides(cfg, {"SOLVER.EPOCHS": 0}), [unused] if solver.EPOCHS else []
     epochs, epoch = solver.EPOCHS, num_images / solver.IMS_PER_BATCH
     iterations = math.ceil(epochs * epoch)
     short = max(math.ceil(_MIN_PERIOD / epoch), math.ceil(epochs / _MAX_EVALUATIONS))
@@ -343,22 +343,22 @@ def schedule_by_epochs(cfg: CfgNode, num_images: int, overrides: Sequence[str] =
         f"{epoch:.4g} iterations per epoch",
         f"SOLVER.EPOCHS {epochs} is " + " ".join(f"{key} {shlex.quote(str(value))}" for key, value in values.items()),
     ]
-    return updated(cfg, values | {"SOLVER.EPOCHS": 0}), lines
+    return with_overrides(cfg, values | {"SOLVER.EPOCHS": 0}), lines
 
 
 def scale_learning_rate(cfg: CfgNode) -> tuple[CfgNode, list[str]]:
-    """Return a config with the learning rate of ``SOLVER.SCALE_LR_TO_BATCH``, and lines for the log.
+    """Return a config with the learning rate of ``SOLVER.REFERENCE_BATCH_SIZE``, and lines for the log.
 
-    ``SOLVER.BASE_LR`` and ``BASE_LR_END`` are multiplied by ``IMS_PER_BATCH / SCALE_LR_TO_BATCH``. That key is 0 in
+    ``SOLVER.BASE_LR`` and ``BASE_LR_END`` are multiplied by ``IMS_PER_BATCH / REFERENCE_BATCH_SIZE``. That key is 0 in
     what is returned: a run that is resumed with it has the same learning rate.
     """
     solver = cfg.SOLVER
-    if not solver.SCALE_LR_TO_BATCH:
+    if not solver.REFERENCE_BATCH_SIZE:
         return cfg, []
-    scale = solver.IMS_PER_BATCH / solver.SCALE_LR_TO_BATCH
+    scale = solver.IMS_PER_BATCH / solver.REFERENCE_BATCH_SIZE
     values = {f"SOLVER.{key}": solver[key] * scale for key in ("BASE_LR", "BASE_LR_END")}
     line = (
-        f"SOLVER.SCALE_LR_TO_BATCH {solver.SCALE_LR_TO_BATCH}: SOLVER.IMS_PER_BATCH is {solver.IMS_PER_BATCH}, and "
-        f"SOLVER.BASE_LR {solver.BASE_LR:g} becomes {values['SOLVER.BASE_LR']:g}"
+        f"SOLVER.REFERENCE_BATCH_SIZE {solver.REFERENCE_BATCH_SIZE}: SOLVER.IMS_PER_BATCH is "
+        f"{solver.IMS_PER_BATCH}, and SOLVER.BASE_LR {solver.BASE_LR:g} becomes {values['SOLVER.BASE_LR']:g}"
     )
-    return updated(cfg, values | {"SOLVER.SCALE_LR_TO_BATCH": 0}), [line]
+    return with_overrides(cfg, values | {"SOLVER.REFERENCE_BATCH_SIZE": 0}), [line]

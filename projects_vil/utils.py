@@ -211,7 +211,7 @@ def run_lock(folder: str | Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def unfinished_folder(folder: Path) -> Iterator[Path]:
+def atomic_folder(folder: Path) -> Iterator[Path]:
     """Make a temporary folder in ``folder``, and remove it at the end; a new ``folder`` that stays empty goes too.
 
     Files are written there and moved into ``folder`` when they are complete: a failure leaves older files unchanged.
@@ -228,7 +228,7 @@ def unfinished_folder(folder: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def removed_if_not_begun(folder: Path) -> Iterator[None]:
+def cleanup_on_failure(folder: Path) -> Iterator[None]:
     """Make ``OUTPUT_DIR``, and remove it where the run ends by an error before it has written its config, with its log.
 
     A folder that had anything in it stays, and so does one with any file that a run does not write by then.

@@ -93,7 +93,7 @@ def test_a_config_is_named_after_the_variant_that_it_builds():
         if folder == "demo":
             # Named after the family: small models of no paper, or the sizes of one for a few minutes.
             continue
-        variant = CfgNode.load_yaml_with_base(str(ROOT / path))["MODEL"]["TRANSFORMER"]["NAME"]
+        variant = CfgNode.load_yaml_with_base(str(ROOT / path))["MODEL"]["TRANSFORMER"]["VARIANT"]
         # Performer, which starts from the weights of partial Performer.
         stem = stem.replace("performer_from_partial", "performer")
         detector = "(cascade_mask_rcnn|mask_rcnn|panoptic_fpn|point_rend)_" if folder in ("modern", "projects") else ""
@@ -106,7 +106,7 @@ def test_a_config_is_named_after_the_variant_that_it_builds():
 @pytest.mark.parametrize("path", slow_except(CONFIGS, FAST))
 def test_a_config_builds_its_detector_and_optimizer(path):
     cfg, model = build_on_meta(path)
-    assert cfg.MODEL.TRANSFORMER.NAME in list_variants()
+    assert cfg.MODEL.TRANSFORMER.VARIANT in list_variants()
     features = model.backbone.output_shape()
     assert all(shape.stride == 2 ** int(name[1]) for name, shape in features.items())
     assert {shape.channels for shape in features.values()} == {cfg.MODEL.FPN.OUT_CHANNELS}
@@ -123,7 +123,7 @@ def test_a_config_builds_its_detector_and_optimizer(path):
     names = {name for name, parameter in model.named_parameters() if id(parameter) in slow}
     stage = "backbone.bottom_up.net.stages"
     offsets = {f"{stage}.{i}.patch_embed.offset.{leaf}" for i in (1, 2, 3) for leaf in ("weight", "bias")}
-    is_lit = cfg.MODEL.TRANSFORMER.NAME.startswith("lit_")
+    is_lit = cfg.MODEL.TRANSFORMER.VARIANT.startswith("lit_")
     assert names == (offsets if is_lit else set())
     assert {round(group["lr"] / cfg.SOLVER.BASE_LR, 6) for group in groups} == ({0.01, 1.0} if is_lit else {1.0})
 
@@ -133,8 +133,8 @@ def test_settings_of_the_published_configs():
         _, detector, name = path.removesuffix(".yaml").split("/")
         model = re.sub(r"(_all)?_(1x|3x_ms)$", "", name)
         cfg = load_config(ROOT / path)
-        assert cfg.MODEL.TRANSFORMER.WINDOW_SIZE == ([16, 8, 4] if model.startswith("cvt") else []), path
-        assert cfg.MODEL.TRANSFORMER.BATCH_NORM == ("sync" if model.startswith(("lit", "cvt")) else ""), path
+        assert cfg.MODEL.TRANSFORMER.CHUNK_SIZE == ([16, 8, 4] if model.startswith("cvt") else []), path
+        assert cfg.MODEL.TRANSFORMER.NORM == ("SyncBN" if model.startswith(("lit", "cvt")) else ""), path
         assert cfg.MODEL.TRANSFORMER.ATTENTION == (["long_short"] * 4 if "_all_" in name else []), path
         assert (cfg.DATASETS.TRAIN, cfg.DATASETS.TEST) == (("coco_2017_train",), ("coco_2017_val",)), path
         assert cfg.INPUT.MAX_SIZE_TEST == cfg.MODEL.TRANSFORMER.MAX_IMG_SIZE == 1333 and cfg.INPUT.MIN_SIZE_TEST == 800

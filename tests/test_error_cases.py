@@ -25,7 +25,7 @@ from tests.projects_vil.helpers import PATIENCE, ROOT, last_child, run_tool, sma
 from tests.selection import slow_except
 
 TRAIN = "train_net.py --config-file small.yaml"
-LONG = f"{TRAIN} SOLVER.MAX_ITER 4000 SOLVER.CHECKPOINT_PERIOD 1 SOLVER.CHECKPOINT_KEEP 2"
+LONG = f"{TRAIN} SOLVER.MAX_ITER 4000 SOLVER.CHECKPOINT_PERIOD 1 SOLVER.CHECKPOINT_MAX_TO_KEEP 2"
 RUN = "--config-file run/config.yaml --weights run/model_final.pth"
 PREDICT, EXPORT = f"predict.py {RUN} --output out", f"export_model.py {RUN} --output out"
 EXPORTED = "predict.py --config-file run/config.yaml --weights export/model.ts --input photos --output out"
@@ -150,8 +150,18 @@ def kill_a_child(pid: int) -> None:
 
 VALUES = (
     *("SOLVER.MAX_ITER many", "SOLVER.MAX_ITER 0", "SOLVER.IMS_PER_BATCH 3 --num-gpus 2", "SOLVER.CHECKPOINT_PERIOD 0"),
-    *("SOLVER.BASE_LR -0.1", "SOLVER.OPTIMIZER ADAM", "SOLVER.LR_SCHEDULER_NAME Cosine", "SOLVER.ACCUMULATE 4"),
-    *("SOLVER.LAYER_DECAY 1.5", "MODEL.DEVICE tpu", "MODEL.META_ARCHITECTURE DETR", "MODEL.TRANSFORMER.NAME vil_tinny"),
+    *(
+        "SOLVER.BASE_LR -0.1",
+        "SOLVER.OPTIMIZER ADAM",
+        "SOLVER.LR_SCHEDULER_NAME Cosine",
+        "SOLVER.GRADIENT_ACCUMULATION_STEPS 4",
+    ),
+    *(
+        "SOLVER.LAYER_DECAY 1.5",
+        "MODEL.DEVICE tpu",
+        "MODEL.META_ARCHITECTURE DETR",
+        "MODEL.TRANSFORMER.VARIANT vil_tinny",
+    ),
     *("MODEL.RETINANET.NUM_CLASSES 80", "INPUT.FORMAT HSV", "TEST.BEST_METRIC bbox/ap", "DATASETS.CHECK eror"),
     *("DATASETS.TRAIN ('shapes_trian',)", "DATASETS.TRAIN ()", "OUTPUT_DIR small.yaml", "SOLVER.MAXITER 3"),
 )
@@ -336,7 +346,7 @@ FAST = [
 
 def make_folder(folder: Path) -> None:
     """Fill a folder with data, two configs, a run of seconds and its export."""
-    training = ["MODEL.TRANSFORMER.NAME", "vil_tiny_1_1_3_1_rpb", "OUTPUT_DIR", "output", "SEED", "5"]
+    training = ["MODEL.TRANSFORMER.VARIANT", "vil_tiny_1_1_3_1_rpb", "OUTPUT_DIR", "output", "SEED", "5"]
     training += ["SOLVER.IMS_PER_BATCH", "2", "SOLVER.MAX_ITER", "4", "SOLVER.CHECKPOINT_PERIOD", "2"]
     training += ["SOLVER.WARMUP_ITERS", "0", "INPUT.MIN_SIZE_TRAIN", "(48,)", "MODEL.DEVICE", "cpu"]
     (folder / "small.yaml").write_text(small_config("retinanet", *training).dump())

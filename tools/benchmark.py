@@ -81,9 +81,7 @@ def measure_models(args: argparse.Namespace) -> None:
         measured = analysis.measure(cases, reference=reference, runs=args.runs, memory=not args.no_memory)
         if args.limits:
             rates = rates or analysis.measure_rates(cases[0].device, args.dtype)
-            measured = [
-                row | analysis.find_limits(case.build(), rates) for row, case in zip(measured, cases, strict=True)
-            ]
+            measured = [row | analysis.roofline(case.build(), rates) for row, case in zip(measured, cases, strict=True)]
         rows += measured
     content = {"measurements": rows, "growth": analysis.growth(rows)}
     print(analysis.format_measurements(rows, reference=names[reference][0]))

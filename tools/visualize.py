@@ -4,7 +4,7 @@ Example:
     python tools/visualize.py attention --config-file output/vil_tiny/config.yaml --weights \\
         output/vil_tiny/model_final.pth --input photo.jpg --output drawings --stage 3 --block 9 --point 120 200
     python tools/visualize.py data --config-file configs/demo/mask_rcnn_vil_shapes.yaml --output drawings/strong \\
-        INPUT.AUGMENTATION strong INPUT.LSJ.SIZE 128
+        INPUT.AUGMENTATION lsj_copy_paste INPUT.LSJ.SIZE 128
     python tools/visualize.py offsets --config-file output/lit_s/config.yaml --weights output/lit_s/model_final.pth \\
         --input photo.jpg --output drawings --points 8
     python tools/visualize.py results --run output/demo_retinanet --num-images 8

@@ -50,7 +50,7 @@ def add_predict_arguments(parser: ToolParser) -> None:
 def predict(model: str, args: argparse.Namespace) -> None:
     from backbones import ConfigError
     from projects_vil.inference import Detector, predict
-    from projects_vil.inference.inputs import find_images, is_video
+    from projects_vil.inference.image_listing import find_images, is_video
 
     if args.ray and args.format == "coco":
         raise ConfigError("format coco: --ray writes Parquet files; leave out one of them")
@@ -74,7 +74,7 @@ def predict(model: str, args: argparse.Namespace) -> None:
         _end(args.output, predict_on_ray(model, args.input, args.output, **options))
     detector = Detector.load(model, tta=args.tta, overrides=args.opts)
     if file_format == "parquet":
-        from projects_vil.inference.parts import predict_parts
+        from projects_vil.inference.parquet_writer import predict_parts
 
         _end(args.output, predict_parts(detector, args.input, args.output, shard=args.shard, **options))
     options |= {"annotations": args.annotations, "drawings": not args.no_drawings, "workers": args.workers or 0}

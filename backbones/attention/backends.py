@@ -41,7 +41,7 @@ def _log_suggestion() -> None:
 
 
 def triton_or_sdpa(
-    tensors: dict[str, Tensor | None], *, window_size: int, mode: str, shift: tuple[int, int] | None = None
+    tensors: dict[str, Tensor | None], *, chunk_size: int, mode: str, shift: tuple[int, int] | None = None
 ) -> str:
     """Return ``"triton"``, or ``"sdpa"`` if :func:`choose_kernel` excludes the Triton kernel for these tensors.
 
@@ -58,7 +58,7 @@ def triton_or_sdpa(
         sum(given[name].shape[2] for name in ("global_key", "projected_key") if name in given),
         tuple(name for name in ("local_bias", "global_bias") if name in given),
         torch.is_grad_enabled() and any(x.requires_grad for x in given.values()),
-        window_size=window_size,
+        chunk_size=chunk_size,
         mode=mode,
         shift=shift,
     )
@@ -77,7 +77,7 @@ def choose_kernel(
     biases: tuple[str, ...],
     is_learned: bool,
     *,
-    window_size: int,
+    chunk_size: int,
     mode: str,
     shift: tuple[int, int] | None,
 ) -> str:
@@ -91,7 +91,7 @@ def choose_kernel(
         num_global: G, with the projected keys of long-short attention.
         biases: which of ``"local_bias"`` and ``"global_bias"`` there are.
         is_learned: whether gradients are needed.
-        window_size, mode, shift: see :func:`.sliding_chunk.sliding_chunk_attention`. The mode of long-short attention
+        chunk_size, mode, shift: see :func:`.sliding_chunk.sliding_chunk_attention`. The mode of long-short attention
             is ``SEGMENT_MODE``.
 
     Raises:
@@ -102,10 +102,10 @@ def choose_kernel(
         raise ConfigError(
             "The Triton kernel cannot be checked in the capture of a CUDA graph. Run the model once before the capture."
         )
-    options = {"window_size": window_size, "mode": mode, "shift": shift}
+    options = {"chunk_size": chunk_size, "mode": mode, "shift": shift}
 
     def reason_against_triton() -> str | None:
-        inputs = _inputs(dtype, channels, num_global, biases, window_size, mode)
+        inputs = _inputs(dtype, channels, num_global, biases, chunk_size, mode)
         return _reason_against_triton(inputs, device, is_learned, options)
 
     # A new thread has neither the caller's autocast state nor its saved-tensor hooks.
@@ -147,7 +147,7 @@ def _reason_against_triton(
     by_reference, by_triton = reference.sliding_chunk_attention, triton_chunk_attention
     if options["mode"] == SEGMENT_MODE:
         by_reference, by_triton = reference.long_short_attention, triton_long_short_attention
-        options = {"window_size": options["window_size"]}
+        options = {"chunk_size": options["chunk_size"]}
     expected = _outputs_and_gradients(
         by_reference, {name: x.double() for name, x in inputs.items()}, is_learned, options
     )

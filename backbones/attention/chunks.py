@@ -75,9 +75,9 @@ def aligned_bias(parts: list[Tensor]) -> Tensor:
     return torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
 
 
-def both_biases(inputs: WindowInputs, window_size: int) -> tuple[Tensor, Tensor]:
+def both_biases(inputs: WindowInputs, chunk_size: int) -> tuple[Tensor, Tensor]:
     """The local bias, (M or 1, w * w, 9 * w * w), and the global one, (M or 1, G): zeros where there is none."""
-    local, to_global, positions = inputs.local_bias, inputs.global_bias, window_size**2
+    local, to_global, positions = inputs.local_bias, inputs.global_bias, chunk_size**2
     if local is None:
         local = inputs.query.new_zeros(1, positions, 9 * positions)
     if to_global is None:
@@ -144,7 +144,7 @@ class _PaddedKeysValues(torch.autograd.Function):
         return None, None, None, *(part[ctx.inner] for part in grad.chunk(2))
 
 
-def with_halo(key: Tensor, value: Tensor, window_size: int, *, is_cyclic: bool, extra: int) -> tuple[Tensor, Tensor]:
+def with_halo(key: Tensor, value: Tensor, chunk_size: int, *, is_cyclic: bool, extra: int) -> tuple[Tensor, Tensor]:
     """Pad keys and values to whole chunks, add a chunk at each border, and mask what must not be seen.
 
     Returns:
@@ -152,16 +152,16 @@ def with_halo(key: Tensor, value: Tensor, window_size: int, *, is_cyclic: bool, 
     """
     more = value_channels(static_size(value.shape[4]), extra, value.device)
     height, width = key.shape[2:4]
-    pad_height, pad_width = padding_to_multiple(height, window_size), padding_to_multiple(width, window_size)
+    pad_height, pad_width = padding_to_multiple(height, chunk_size), padding_to_multiple(width, chunk_size)
     if is_cyclic:
         whole = (0, 0, 0, pad_width, 0, pad_height)
-        rows, hidden_rows = wrap(height, height + pad_height, window_size, key.device)
-        cols, hidden_cols = wrap(width, width + pad_width, window_size, key.device)
+        rows, hidden_rows = wrap(height, height + pad_height, chunk_size, key.device)
+        cols, hidden_cols = wrap(width, width + pad_width, chunk_size, key.device)
         hidden = hidden_rows[:, None] | hidden_cols[None, :]
         key, value = (F.pad(x, whole).index_select(2, rows).index_select(3, cols) for x in (key, value))
         value = F.pad(value, (0, more)) if more else value
     else:
-        halo = (window_size, window_size + pad_width, window_size, window_size + pad_height)
+        halo = (chunk_size, chunk_size + pad_width, chunk_size, chunk_size + pad_height)
         hidden = is_padding(key, (height, width), halo)
         key, value = F.pad(key, (0, 0, *halo)), F.pad(value, (0, more, *halo))
     return mask_keys(key, hidden, extra), value
@@ -188,30 +188,30 @@ def _is_padding(shape: tuple[int, ...], pad: tuple[int, ...], dtype: torch.dtype
     return F.pad(torch.zeros((), dtype=dtype, device=device).expand(shape), pad, value=1.0)
 
 
-def wrap(size: int, padded: int, window_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def wrap(size: int, padded: int, chunk_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """The source of each position along an axis with its cyclic halo, and whether the position must not be seen."""
-    position = torch.arange(-window_size, padded + window_size, device=device)
+    position = torch.arange(-chunk_size, padded + chunk_size, device=device)
     # The padded size as a tensor: it is compared, and in an exported model it follows the image.
-    whole = position[-1:] + 1 - window_size
+    whole = position[-1:] + 1 - chunk_size
     source = position % whole
     # With fewer than three chunks the chunk behind the border is a neighbour already.
-    return source, (source >= size) | ((position != source) & (whole < 3 * window_size))
+    return source, (source >= size) | ((position != source) & (whole < 3 * chunk_size))
 
 
-def to_chunks(x: Tensor, window_size: int) -> Tensor:
+def to_chunks(x: Tensor, chunk_size: int) -> Tensor:
     """(B, M, H, W, D) -> (B * rows * M, cols, w * w, D), padded with zeros to whole chunks."""
     height, width = x.shape[2:4]
-    x = F.pad(x, (0, 0, 0, padding_to_multiple(width, window_size), 0, padding_to_multiple(height, window_size)))
+    x = F.pad(x, (0, 0, 0, padding_to_multiple(width, chunk_size), 0, padding_to_multiple(height, chunk_size)))
     # (B, M, rows, w, cols, w, D)
-    x = x.unflatten(3, (-1, window_size)).unflatten(2, (-1, window_size))
+    x = x.unflatten(3, (-1, chunk_size)).unflatten(2, (-1, chunk_size))
     return contiguous_for_export(x.permute(0, 2, 1, 4, 3, 5, 6)).flatten(4, 5).flatten(0, 2)
 
 
-def from_chunks(x: Tensor, window_size: int, *, batch: int, heads: int, height: int, width: int) -> Tensor:
+def from_chunks(x: Tensor, chunk_size: int, *, batch: int, heads: int, height: int, width: int) -> Tensor:
     """(B * rows * M, cols, w * w, D) -> (B, M, H, W, D), without the padding; it lies in memory as (B, H, W, M, D)."""
-    rows = (height + window_size - 1) // window_size
+    rows = (height + chunk_size - 1) // chunk_size
     # (B, rows, M, cols, w, w, D) -> (B, rows * w, cols * w, M, D)
-    x = x.unflatten(2, (window_size, window_size)).unflatten(0, (batch, rows, heads))
+    x = x.unflatten(2, (chunk_size, chunk_size)).unflatten(0, (batch, rows, heads))
     x = contiguous_for_export(x.permute(0, 1, 4, 3, 5, 2, 6)).flatten(3, 4).flatten(1, 2)
     return take_first(take_first(x, 1, height), 2, width).permute(0, 3, 1, 2, 4)
 

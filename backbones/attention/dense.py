@@ -93,11 +93,11 @@ class TokenAttention(nn.Module):
             self.qkv = nn.Linear(dim, 3 * dim)
         else:
             self.query, self.key_value = nn.Linear(dim, dim), nn.Linear(dim, 2 * dim)
-        self.projection = nn.Linear(dim, dim)
+        self.proj = nn.Linear(dim, dim)
 
     def forward(self, tokens: Tensor, size: tuple[int, int]) -> Tensor:
         """(B, G + H * W, C), global tokens first, and (H, W) -> the same, or (B, H * W, C) without updated globals."""
-        return self.projection(merge_heads(self._attend(tokens, size)))
+        return self.proj(merge_heads(self._attend(tokens, size)))
 
     def _attend(self, tokens: Tensor, size: tuple[int, int]) -> Tensor:
         """The output of each head, (B, M, L, D), for the global tokens first, where they are updated."""
@@ -124,7 +124,7 @@ class DenseAttention(TokenAttention):
         bias_size: height and width, in tokens, of the feature map that the relative bias table is made for, next to a
             table for the global tokens; None for no relative bias.
         bias_resize_mode: ``"linear"`` (bilinear) or ``"cubic"``.
-        bias_resizing: ``"map"``, or ``"load"`` for a table that is large enough for every map.
+        bias_resizing: ``"per_feature_map"``, or ``"once"`` for a table that is large enough for every map.
         common: see :class:`TokenAttention`.
     """
 
@@ -136,7 +136,7 @@ class DenseAttention(TokenAttention):
         *,
         bias_size: tuple[int, int] | None = None,
         bias_resize_mode: str = "linear",
-        bias_resizing: str = "map",
+        bias_resizing: str = "per_feature_map",
         **common: int | bool | str,
     ) -> None:
         super().__init__(dim, **common)

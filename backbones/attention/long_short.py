@@ -69,7 +69,7 @@ def long_short_attention(
     key: Tensor,
     value: Tensor,
     *,
-    window_size: int,
+    chunk_size: int,
     projected_key: Tensor,
     projected_value: Tensor,
     local_bias: Tensor | None = None,
@@ -78,7 +78,7 @@ def long_short_attention(
 
     Args:
         query, key, value: (B, M, H, W, D); any H and W.
-        window_size: w; the window has ``side = max(w // 2, 1)`` tokens more on each side of a segment.
+        chunk_size: w; the window has ``side = max(w // 2, 1)`` tokens more on each side of a segment.
         projected_key, projected_value: (B, M, R, D), the r projected ones and those of the global tokens.
         local_bias: (M, w * w, (w + 2 * side)^2), positions in a segment by positions in its window, row by row.
 
@@ -88,12 +88,12 @@ def long_short_attention(
     Source: sections 3.2 and 3.4, equation 6. All rows of a row of windows are laid out column by column, with the
     projected keys in between once a segment; windows over them overlap without further copies.
     """
-    side = max(window_size // 2, 1)
-    number = _CHUNKS.get(query.device.type, 1) // window_size
+    side = max(chunk_size // 2, 1)
+    number = _CHUNKS.get(query.device.type, 1) // chunk_size
     if number > 1 and local_bias is None and is_plain(query):
-        local_bias = _segments_mask(window_size, number, side, query.dtype, query.device)
-        window_size *= number
-    layout = WindowLayout(window_size, side)
+        local_bias = _segments_mask(chunk_size, number, side, query.dtype, query.device)
+        chunk_size *= number
+    layout = WindowLayout(chunk_size, side)
     inputs = WindowInputs(query, key, value, projected_key, projected_value, local_bias)
     attention = functools.partial(window_attention, functools.partial(_attend, layout), layout)
     if query.device.type == "cpu" or not is_plain(query) or key.numel() <= _KEPT_CHANNELS:
@@ -104,12 +104,12 @@ def long_short_attention(
 
 @functools.lru_cache(maxsize=16)
 @torch.inference_mode(False)
-def _segments_mask(window_size: int, number: int, side: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _segments_mask(chunk_size: int, number: int, side: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A bias for ``number`` x ``number`` segments in one chunk, (1, P, S): -inf at keys beyond a query's window."""
-    first = torch.arange(number * window_size, device=device)[:, None] // window_size * window_size
-    slot = torch.arange(number * window_size + 2 * side, device=device)
+    first = torch.arange(number * chunk_size, device=device)[:, None] // chunk_size * chunk_size
+    slot = torch.arange(number * chunk_size + 2 * side, device=device)
     # Along an axis, the positions by the slots
-    seen = (slot >= first) & (slot < first + window_size + 2 * side)
+    seen = (slot >= first) & (slot < first + chunk_size + 2 * side)
     seen = (seen[:, None, :, None] & seen[:, None]).flatten(2).flatten(0, 1)[None]
     return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, float("-inf"))
 
@@ -117,11 +117,11 @@ def _segments_mask(window_size: int, number: int, side: int, dtype: torch.dtype,
 def _attend(layout: WindowLayout, inputs: WindowInputs, *, with_logsumexp: bool) -> tuple[Tensor, Tensor | None]:
     """All segments in one call: see :func:`.attend_chunks`. Projected keys are the global ones."""
     query, key, value, shared_key, shared_value, local_bias, _ = inputs
-    window_size, side, length = layout.window_size, layout.side, layout.length
+    chunk_size, side, length = layout.chunk_size, layout.side, layout.length
     (height, width), extra = query.shape[2:4], mask_channels(static_size(query.shape[4]), query.device)
 
-    right, below = (padding_to_multiple(size, window_size) for size in (width, height))
-    halo = (max(window_size - side, side), side + right, side, side + below)
+    right, below = (padding_to_multiple(size, chunk_size) for size in (width, height))
+    halo = (max(chunk_size - side, side), side + right, side, side + below)
     both = pad_keys_values(key, value, halo, extra)
 
     # Keys that all segments see fill whole columns of a window: (2 * B, M, n, w + 2 * side, D + extra)
@@ -131,13 +131,13 @@ def _attend(layout: WindowLayout, inputs: WindowInputs, *, with_logsumexp: bool)
     shared_both = shared_both.squeeze(2).unflatten(2, (-1, length))
 
     # (B * rows * M, cols, S, D + extra)
-    keys_values = _windows(both, shared_both, window_size, side)
+    keys_values = _windows(both, shared_both, chunk_size, side)
     keys, values = keys_values.unflatten(0, (2, keys_values.shape[0] // 2)).unbind()
     bias = None if local_bias is None else _window_bias(local_bias, shared + fill, length, side)
-    return attend_chunks(query, keys, values, bias, window_size=window_size, with_logsumexp=with_logsumexp)
+    return attend_chunks(query, keys, values, bias, chunk_size=chunk_size, with_logsumexp=with_logsumexp)
 
 
-def _windows(x: Tensor, shared: Tensor, window_size: int, side: int) -> Tensor:
+def _windows(x: Tensor, shared: Tensor, chunk_size: int, side: int) -> Tensor:
     """The S keys of each segment, (B * rows * M, cols, S, E): a view of keys that are copied about twice.
 
     They are its window column by column, with the shared keys after the first 2 * side columns: a position that, with w
@@ -148,20 +148,20 @@ def _windows(x: Tensor, shared: Tensor, window_size: int, side: int) -> Tensor:
             are on the left.
         shared: (B, M, n, w + 2 * side, E), keys that all segments see.
     """
-    length, before = window_size + 2 * side, 2 * side
+    length, before = chunk_size + 2 * side, 2 * side
     # (B, rows, M, columns, length, E)
-    columns = windows(x, 2, length, window_size).permute(0, 2, 1, 4, 3, 5)
+    columns = windows(x, 2, length, chunk_size).permute(0, 2, 1, 4, 3, 5)
     # With sizes of -1 OpenVINO 2026.4 returns uninitialised memory.
     shared = shared[:, None, :, None]
-    if window_size < before:
+    if chunk_size < before:
         # (B, rows, M, cols, length, length, E)
-        columns = windows(columns, 3, length, window_size)
+        columns = windows(columns, 3, length, chunk_size)
         shared = shared.expand(*columns.shape[:4], *shared.shape[4:])
-        left, right = columns.split([before, window_size], dim=4)
+        left, right = columns.split([before, chunk_size], dim=4)
         columns = torch.cat([left, shared, right], dim=4)
         return columns.flatten(4, 5).flatten(0, 2)
     # (B, rows, M, cols + 1, w, length, E)
-    columns = columns.unflatten(3, (-1, window_size))
+    columns = columns.unflatten(3, (-1, chunk_size))
     shared = shared.expand(*columns.shape[:4], *shared.shape[4:])
     columns = torch.cat([shared, columns], dim=4)
     # A window is the last columns of one piece, and the whole of the next.
@@ -185,10 +185,10 @@ def auto_long_short_attention(**arguments: Tensor | int | None) -> Tensor:
     return BACKENDS["sdpa"](**arguments)
 
 
-def checked_long_short_attention(*, window_size: int, **tensors: Tensor | None) -> Tensor:
+def checked_long_short_attention(*, chunk_size: int, **tensors: Tensor | None) -> Tensor:
     """:func:`.triton_long_short_attention`, or :func:`long_short_attention` if the check excludes Triton's kernel."""
-    is_right = triton_or_sdpa(tensors, window_size=window_size, mode=SEGMENT_MODE) == "triton"
-    return (triton_long_short_attention if is_right else long_short_attention)(window_size=window_size, **tensors)
+    is_right = triton_or_sdpa(tensors, chunk_size=chunk_size, mode=SEGMENT_MODE) == "triton"
+    return (triton_long_short_attention if is_right else long_short_attention)(chunk_size=chunk_size, **tensors)
 
 
 BACKENDS = {
@@ -236,7 +236,7 @@ class DualNormAttention(DualNorm):
     Args:
         dim: channels of a token.
         num_heads: divides ``dim``.
-        window_size: side w of a segment.
+        chunk_size: side w of a segment.
         relative_bias: whether offsets in the window have learned biases.
         backend: a key of ``BACKENDS``; ``"reference"`` is quadratic and for debugging.
 
@@ -247,13 +247,13 @@ class DualNormAttention(DualNorm):
     num_global_tokens, update_globals = 0, False
 
     def __init__(
-        self, dim: int, *, num_heads: int, window_size: int, relative_bias: bool = False, backend: str = "sdpa"
+        self, dim: int, *, num_heads: int, chunk_size: int, relative_bias: bool = False, backend: str = "sdpa"
     ) -> None:
         super().__init__(dim, num_heads=num_heads)
         check_choice("attention backend", backend, BACKENDS)
-        self.window_size = window_size
+        self.chunk_size = chunk_size
         self.backend = backend
-        self.relative_bias = SegmentRelativeBias(window_size, num_heads) if relative_bias else None
+        self.relative_bias = SegmentRelativeBias(chunk_size, num_heads) if relative_bias else None
 
     def attend(
         self,
@@ -282,7 +282,7 @@ class DualNormAttention(DualNorm):
             query=query,
             key=key,
             value=value,
-            window_size=self.window_size,
+            chunk_size=self.chunk_size,
             projected_key=projected_key,
             projected_value=projected_value,
             local_bias=None if self.relative_bias is None else self.relative_bias(),
@@ -298,7 +298,7 @@ class LongShortAttention(DualNormAttention):
     Args:
         dim: channels of a token.
         num_heads: divides ``dim``.
-        window_size: side w of a segment; a token sees about 2w x 2w tokens.
+        chunk_size: side w of a segment; a token sees about 2w x 2w tokens.
         rank: r, projected keys of a head.
         num_global_tokens: G, 0 or more.
         relative_bias: whether offsets in the window have learned biases.
@@ -314,21 +314,19 @@ class LongShortAttention(DualNormAttention):
         dim: int,
         *,
         num_heads: int,
-        window_size: int,
+        chunk_size: int,
         rank: int,
         num_global_tokens: int = 1,
         relative_bias: bool = False,
         update_globals: bool = True,
         backend: str = "sdpa",
     ) -> None:
-        super().__init__(
-            dim, num_heads=num_heads, window_size=window_size, relative_bias=relative_bias, backend=backend
-        )
+        super().__init__(dim, num_heads=num_heads, chunk_size=chunk_size, relative_bias=relative_bias, backend=backend)
         self.num_global_tokens = num_global_tokens
         self.update_globals = update_globals and num_global_tokens > 0
         self.qkv = nn.Linear(dim, 3 * dim)
         self.dynamic_projection = nn.Linear(dim, num_heads * rank)
-        self.projection = nn.Linear(dim, dim)
+        self.proj = nn.Linear(dim, dim)
 
     def forward(self, tokens: Tensor, size: tuple[int, int]) -> Tensor:
         """(B, G + H * W, C), global tokens first, and (H, W) -> the same, or (B, H * W, C) without updated globals."""
@@ -343,8 +341,8 @@ class LongShortAttention(DualNormAttention):
         output = self.attend(query.unflatten(2, size), keys_values.unflatten(2, size), scores, global_keys_values)
         merged = merge_heads(output).flatten(1, 2)
         if not self.update_globals:
-            return self.projection(merged)
+            return self.proj(merged)
         gathered = contiguous_for_export(output).flatten(2, 3)
         key, value = (torch.cat([x, gathered], dim=2) for x in _pair(global_keys_values, 3))
         update = merge_heads(dense_attention(global_query, key, value))
-        return self.projection(torch.cat([update, merged], dim=1))
+        return self.proj(torch.cat([update, merged], dim=1))

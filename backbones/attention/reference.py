@@ -27,27 +27,27 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, bias: Tensor | None 
     return scores.softmax(dim=-1) @ value
 
 
-def _axis_neighbourhood(size: int, window_size: int, mode: str) -> tuple[Tensor, Tensor]:
+def _axis_neighbourhood(size: int, chunk_size: int, mode: str) -> tuple[Tensor, Tensor]:
     """Return which keys a query sees along one axis, and where: both (size, size), indexed [query, key].
 
     The second result is the key's position in the three chunks around the query's own, 0 to 3w - 1; its value
     for keys that are not seen is undefined.
     """
     position = torch.arange(size)
-    chunk = position // window_size
-    num_chunks = -(-size // window_size)
+    chunk = position // chunk_size
+    num_chunks = -(-size // chunk_size)
     step = chunk[None, :] - chunk[:, None]
     if mode == "cyclic" and num_chunks >= 3:
         step = (step + 1) % num_chunks - 1
     seen = step.abs() <= 1
     if mode == "exact":
-        seen = (position[None, :] - position[:, None]).abs() <= window_size
-    slot = (step + 1) * window_size + (position % window_size)[None, :]
-    return seen, slot.clamp(0, 3 * window_size - 1)
+        seen = (position[None, :] - position[:, None]).abs() <= chunk_size
+    slot = (step + 1) * chunk_size + (position % chunk_size)[None, :]
+    return seen, slot.clamp(0, 3 * chunk_size - 1)
 
 
 def _window_bias(
-    query: Tensor, rows: tuple[Tensor, Tensor], cols: tuple[Tensor, Tensor], window_size: int, local_bias: Tensor | None
+    query: Tensor, rows: tuple[Tensor, Tensor], cols: tuple[Tensor, Tensor], chunk_size: int, local_bias: Tensor | None
 ) -> Tensor:
     """The bias of all pairs of tokens, (M, N, N): -inf for a key that is not seen.
 
@@ -61,8 +61,8 @@ def _window_bias(
     bias = query.new_zeros(heads, tokens, tokens)
     if local_bias is not None:
         slot = rows[1][:, None, :, None] * math.isqrt(local_bias.shape[2]) + cols[1][None, :, None, :]
-        row, col = torch.arange(height) % window_size, torch.arange(width) % window_size
-        position = (row[:, None] * window_size + col[None, :]).reshape(tokens, 1)
+        row, col = torch.arange(height) % chunk_size, torch.arange(width) % chunk_size
+        position = (row[:, None] * chunk_size + col[None, :]).reshape(tokens, 1)
         bias = local_bias[:, position, slot.reshape(tokens, tokens)]
     return bias.masked_fill(~seen.to(query.device), float("-inf"))
 
@@ -72,7 +72,7 @@ def sliding_chunk_attention(
     key: Tensor,
     value: Tensor,
     *,
-    window_size: int,
+    chunk_size: int,
     mode: str = "zero_pad",
     global_key: Tensor | None = None,
     global_value: Tensor | None = None,
@@ -82,10 +82,10 @@ def sliding_chunk_attention(
 ) -> Tensor:
     """The contract of :func:`backbones.attention.sliding_chunk.sliding_chunk_attention`, with all N x N pairs."""
     height, width = query.shape[2:4]
-    rows, cols = (_axis_neighbourhood(size, window_size, mode) for size in (height, width))
-    bias = _window_bias(query, rows, cols, window_size, local_bias)
+    rows, cols = (_axis_neighbourhood(size, chunk_size, mode) for size in (height, width))
+    bias = _window_bias(query, rows, cols, chunk_size, local_bias)
     if shift is not None:
-        row_step, col_step = rows[1] // window_size - 1, cols[1] // window_size - 1
+        row_step, col_step = rows[1] // chunk_size - 1, cols[1] // chunk_size - 1
         own, neighbour = (
             (row_step == row)[:, None, :, None] & (col_step == col)[None, :, None, :] for row, col in ((0, 0), shift)
         )
@@ -118,16 +118,16 @@ def performer_attention(query: Tensor, key: Tensor, value: Tensor, *, features: 
     return weights / weights.sum(dim=-1, keepdim=True) @ value
 
 
-def _axis_segments(size: int, window_size: int) -> tuple[Tensor, Tensor]:
+def _axis_segments(size: int, chunk_size: int) -> tuple[Tensor, Tensor]:
     """Return which keys a query sees along one axis, and where: both (size, size), indexed [query, key].
 
     The second result is the key's position in the window of w + 2 * side; its value for keys that are not seen is
     undefined.
     """
-    side = max(window_size // 2, 1)
-    length = window_size + 2 * side
+    side = max(chunk_size // 2, 1)
+    length = chunk_size + 2 * side
     position = torch.arange(size)
-    first = position // window_size * window_size - side
+    first = position // chunk_size * chunk_size - side
     slot = position[None, :] - first[:, None]
     return (slot >= 0) & (slot < length), slot.clamp(0, length - 1)
 
@@ -137,15 +137,15 @@ def long_short_attention(
     key: Tensor,
     value: Tensor,
     *,
-    window_size: int,
+    chunk_size: int,
     projected_key: Tensor,
     projected_value: Tensor,
     local_bias: Tensor | None = None,
 ) -> Tensor:
     """The contract of :func:`backbones.attention.long_short.long_short_attention`, with all N x N pairs."""
     height, width = query.shape[2:4]
-    rows, cols = (_axis_segments(size, window_size) for size in (height, width))
-    bias = _window_bias(query, rows, cols, window_size, local_bias)
+    rows, cols = (_axis_segments(size, chunk_size) for size in (height, width))
+    bias = _window_bias(query, rows, cols, chunk_size, local_bias)
 
     key, value = (torch.cat([x, y.flatten(2, 3)], dim=2) for x, y in ((projected_key, key), (projected_value, value)))
     # Projected keys come first, without bias.

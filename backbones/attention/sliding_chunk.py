@@ -37,7 +37,7 @@ def sliding_chunk_attention(
     key: Tensor,
     value: Tensor,
     *,
-    window_size: int,
+    chunk_size: int,
     mode: str = "zero_pad",
     global_key: Tensor | None = None,
     global_value: Tensor | None = None,
@@ -49,7 +49,7 @@ def sliding_chunk_attention(
 
     Args:
         query, key, value: (B, M, H, W, D); any H and W.
-        window_size: side w of a chunk.
+        chunk_size: side w of a chunk.
         mode: ``"zero_pad"``, chunks at the border have fewer neighbours; ``"exact"``, only the (2w + 1) x (2w + 1)
             tokens around each token; ``"cyclic"``, the neighbours of a chunk at the border are those at the opposite
             border, along an axis of three chunks or more. No key is seen twice in any mode.
@@ -67,17 +67,17 @@ def sliding_chunk_attention(
     """
     check_choice("attention mode", mode, MODES)
     inputs = WindowInputs(query, key, value, global_key, global_value, local_bias, global_bias)
-    if shift is None and not is_tracing() and mode != "exact" and max(query.shape[2:4]) <= 2 * window_size:
-        return _whole_map_attention(inputs, window_size)
+    if shift is None and not is_tracing() and mode != "exact" and max(query.shape[2:4]) <= 2 * chunk_size:
+        return _whole_map_attention(inputs, chunk_size)
     if mode == "exact":
-        inputs = inputs._replace(local_bias=_hide_far_keys(both_biases(inputs, window_size)[0], window_size))
-    layout = WindowLayout(window_size, side=window_size, is_cyclic=mode == "cyclic", shift=shift)
+        inputs = inputs._replace(local_bias=_hide_far_keys(both_biases(inputs, chunk_size)[0], chunk_size))
+    layout = WindowLayout(chunk_size, side=chunk_size, is_cyclic=mode == "cyclic", shift=shift)
     return window_attention(functools.partial(_attend, layout), layout, inputs)
 
 
 def _attend(layout: WindowLayout, inputs: WindowInputs, *, with_logsumexp: bool) -> tuple[Tensor, Tensor | None]:
     """All chunks in one call: see :func:`.attend_chunks`."""
-    query, size = inputs.query, layout.window_size
+    query, size = inputs.query, layout.chunk_size
     extra = mask_channels(static_size(query.shape[4]), query.device)
     keys, values = with_halo(inputs.key, inputs.value, size, is_cyclic=layout.is_cyclic, extra=extra)
     if layout.shift is None:
@@ -88,7 +88,7 @@ def _attend(layout: WindowLayout, inputs: WindowInputs, *, with_logsumexp: bool)
         keys = _chunk_pairs(keys, layout, inputs.global_key)
         values = _chunk_pairs(values, layout, inputs.global_value)
         bias = _bias_of_pairs(inputs, layout)
-    return attend_chunks(query, keys, values, bias, window_size=size, with_logsumexp=with_logsumexp)
+    return attend_chunks(query, keys, values, bias, chunk_size=size, with_logsumexp=with_logsumexp)
 
 
 def _chunk_pairs(x: Tensor, layout: WindowLayout, global_tokens: Tensor | None) -> Tensor:
@@ -96,7 +96,7 @@ def _chunk_pairs(x: Tensor, layout: WindowLayout, global_tokens: Tensor | None) 
 
     The S keys of a chunk are its own, those of its neighbour, and the global tokens.
     """
-    size, (height, width) = layout.window_size, x.shape[2:4]
+    size, (height, width) = layout.chunk_size, x.shape[2:4]
     parts = [
         to_chunks(x[:, :, row : row + height - 2 * size, col : col + width - 2 * size], size)
         for row, col, _ in layout.pieces()
@@ -112,7 +112,7 @@ def _bias_of_pairs(inputs: WindowInputs, layout: WindowLayout) -> Tensor | None:
     """Return the bias that all chunks share, (M or 1, w * w, S or more), in the order of :func:`_chunk_pairs`."""
     if inputs.local_bias is None and inputs.global_bias is None:
         return None
-    size, (local, to_global) = layout.window_size, both_biases(inputs, layout.window_size)
+    size, (local, to_global) = layout.chunk_size, both_biases(inputs, layout.chunk_size)
     window = local.unflatten(2, (3 * size, -1))
     parts = [window[:, :, row : row + size, col : col + size].flatten(2) for row, col, _ in layout.pieces()]
     parts.append(to_global[:, None].expand(-1, size**2, -1))
@@ -120,16 +120,16 @@ def _bias_of_pairs(inputs: WindowInputs, layout: WindowLayout) -> Tensor | None:
     return aligned_bias([part.expand(heads, -1, -1) for part in parts])
 
 
-def _hide_far_keys(local_bias: Tensor, window_size: int) -> Tensor:
+def _hide_far_keys(local_bias: Tensor, chunk_size: int) -> Tensor:
     """A local bias of -inf for keys that are further than w from a position."""
-    inside = torch.arange(window_size, device=local_bias.device) + window_size
-    around = torch.arange(3 * window_size, device=local_bias.device)
-    near = (inside[:, None] - around[None, :]).abs() <= window_size
+    inside = torch.arange(chunk_size, device=local_bias.device) + chunk_size
+    around = torch.arange(3 * chunk_size, device=local_bias.device)
+    near = (inside[:, None] - around[None, :]).abs() <= chunk_size
     seen = near[:, None, :, None] & near[None, :, None, :]
     return local_bias.masked_fill(~seen.reshape(local_bias.shape[1:]), float("-inf"))
 
 
-def _whole_map_attention(inputs: WindowInputs, window_size: int) -> Tensor:
+def _whole_map_attention(inputs: WindowInputs, chunk_size: int) -> Tensor:
     """:func:`sliding_chunk_attention` on a feature map of at most two chunks per side, where all tokens see each other.
 
     Source: ViL section 3.2, "equivalent to full attention", as in the last two stages at 224 x 224.
@@ -138,61 +138,61 @@ def _whole_map_attention(inputs: WindowInputs, window_size: int) -> Tensor:
     (heads, height, width), bias = query.shape[1:4], None
     key, value = key.flatten(2, 3), value.flatten(2, 3)
     if local_bias is not None:
-        row_position, row_slot = _positions_and_slots(height, window_size, query.device)
-        col_position, col_slot = _positions_and_slots(width, window_size, query.device)
-        position = row_position[:, None] * window_size + col_position
-        slot = row_slot[:, None, :, None] * 3 * window_size + col_slot[None, :, None, :]
-        index = position[:, :, None, None] * 9 * window_size**2 + slot
+        row_position, row_slot = _positions_and_slots(height, chunk_size, query.device)
+        col_position, col_slot = _positions_and_slots(width, chunk_size, query.device)
+        position = row_position[:, None] * chunk_size + col_position
+        slot = row_slot[:, None, :, None] * 3 * chunk_size + col_slot[None, :, None, :]
+        index = position[:, :, None, None] * 9 * chunk_size**2 + slot
         # (M, H * W, H * W)
         bias = local_bias.flatten(1)[:, index.flatten(2, 3).flatten(0, 1)]
     if global_key is not None:
         if bias is not None or global_bias is not None:
-            tokens, to_global = height * width, both_biases(inputs, window_size)[1]
+            tokens, to_global = height * width, both_biases(inputs, chunk_size)[1]
             bias = query.new_zeros(heads, tokens, tokens) if bias is None else bias
             bias = torch.cat([to_global[:, None].expand(heads, tokens, -1), bias], dim=2)
         key, value = torch.cat([global_key, key], dim=2), torch.cat([global_value, value], dim=2)
     return dense_attention(query.flatten(2, 3), key, value, bias=bias).unflatten(2, (height, width))
 
 
-def _positions_and_slots(size: int, window_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _positions_and_slots(size: int, chunk_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Along an axis: each query's position in its chunk, (size,), and each key's in the query's three, (size, size)."""
     position = torch.arange(size, device=device)
-    first_slot = (position // window_size - 1) * window_size
-    return position % window_size, position[None, :] - first_slot[:, None]
+    first_slot = (position // chunk_size - 1) * chunk_size
+    return position % chunk_size, position[None, :] - first_slot[:, None]
 
 
-def _windows(x: Tensor, window_size: int, global_tokens: Tensor | None) -> Tensor:
+def _windows(x: Tensor, chunk_size: int, global_tokens: Tensor | None) -> Tensor:
     """(B, M, (rows + 2) * w, (cols + 2) * w, E), (B, M, G, D) with D <= E -> (B * rows * M, cols, S, E), overlapping.
 
     The S keys of a chunk are three strips, each 3w rows of w tokens followed by the global tokens, these filled up
     with zeros to whole rows.
     """
     # (B, M, (rows + 2) * w, cols + 2, w, E), and the global tokens, (B, M, rows of w, w, E)
-    lines, extra = x.unflatten(3, (-1, window_size)), None
+    lines, extra = x.unflatten(3, (-1, chunk_size)), None
     if global_tokens is not None:
-        fill = (0, lines.shape[5] - global_tokens.shape[3], 0, padding_to_multiple(global_tokens.shape[2], window_size))
-        extra = F.pad(global_tokens, fill).unflatten(2, (-1, window_size))
+        fill = (0, lines.shape[5] - global_tokens.shape[3], 0, padding_to_multiple(global_tokens.shape[2], chunk_size))
+        extra = F.pad(global_tokens, fill).unflatten(2, (-1, chunk_size))
     return (_copied_windows if copies_windows() else _viewed_windows)(lines, extra)
 
 
 def _viewed_windows(lines: Tensor, extra: Tensor | None) -> Tensor:
     """:func:`_windows` of rows of w tokens, (B, M, (rows + 2) * w, cols + 2, w, E) and (B, M, g, w, E) or None."""
-    window_size = static_size(lines.shape[4])
+    chunk_size = static_size(lines.shape[4])
     # (B, rows, M, cols + 2, 3w, w, E)
-    strips = windows(lines, 2, 3 * window_size, window_size).permute(0, 2, 1, 4, 3, 5, 6)
+    strips = windows(lines, 2, 3 * chunk_size, chunk_size).permute(0, 2, 1, 4, 3, 5, 6)
     if extra is not None:
         extra = extra[:, None, :, None]
         strips = torch.cat([strips, extra.expand(-1, strips.shape[1], -1, strips.shape[3], -1, -1, -1)], dim=4)
-    strip_length = static_size(strips.shape[4]) * window_size
+    strip_length = static_size(strips.shape[4]) * chunk_size
     return windows(strips.flatten(3, 5).flatten(0, 2), 1, 3 * strip_length, strip_length)
 
 
 def _copied_windows(lines: Tensor, extra: Tensor | None) -> Tensor:
     """:func:`_viewed_windows` by one copy, of whole rows of w tokens, which lie together in memory as they are."""
-    heads, window_size = static_size(lines.shape[1]), static_size(lines.shape[4])
+    heads, chunk_size = static_size(lines.shape[1]), static_size(lines.shape[4])
     columns, device = lines.shape[3], lines.device
-    rows, cols = lines.shape[2] // window_size - 2, columns - 2
-    row = torch.arange(rows, device=device)[:, None] * window_size + torch.arange(3 * window_size, device=device)
+    rows, cols = lines.shape[2] // chunk_size - 2, columns - 2
+    row = torch.arange(rows, device=device)[:, None] * chunk_size + torch.arange(3 * chunk_size, device=device)
     col = torch.arange(cols, device=device)[:, None] + torch.arange(3, device=device)
     # (rows, cols, 3, 3w)
     index = row[:, None, None] * columns + col[:, :, None]
@@ -207,24 +207,24 @@ def _copied_windows(lines: Tensor, extra: Tensor | None) -> Tensor:
     index = torch.arange(heads, device=device)[:, None, None, None] * lines.shape[2] + index[:, None]
     windows = lines.flatten(3).flatten(1, 2).index_select(1, index.flatten())
     # (B, rows, M, cols, lines, w, E)
-    windows = windows.unflatten(2, (window_size, -1)).unflatten(1, (rows, heads, cols, 3 * strip))
+    windows = windows.unflatten(2, (chunk_size, -1)).unflatten(1, (rows, heads, cols, 3 * strip))
     return windows.flatten(4, 5).flatten(0, 2)
 
 
-def _window_bias(inputs: WindowInputs, window_size: int) -> Tensor | None:
+def _window_bias(inputs: WindowInputs, chunk_size: int) -> Tensor | None:
     """Return the bias that all chunks share, (M or 1, w * w, S or more), in the order of :func:`_windows`."""
     if inputs.local_bias is None and inputs.global_key is None:
         return None
-    bias, to_global = both_biases(inputs, window_size)
+    bias, to_global = both_biases(inputs, chunk_size)
     # (M, w * w, 3 strips, 3w * w)
-    bias = bias.unflatten(2, (3 * window_size, 3, window_size)).transpose(2, 3).flatten(3, 4)
+    bias = bias.unflatten(2, (3 * chunk_size, 3, chunk_size)).transpose(2, 3).flatten(3, 4)
     if inputs.global_key is None:
         return aligned_bias([bias.flatten(2, 3)])
-    heads, positions, num_global = inputs.query.shape[1], window_size**2, static_size(to_global.shape[1])
+    heads, positions, num_global = inputs.query.shape[1], chunk_size**2, static_size(to_global.shape[1])
     # The global tokens are in every strip, filled up to whole rows; only the middle copy is unmasked.
     left, middle, right = bias.expand(heads, -1, -1, -1).unbind(2)
     to_global = to_global[:, None].expand(heads, positions, -1)
-    hidden, fill = bias.new_full((1, 1, 1), float("-inf")), padding_to_multiple(num_global, window_size)
+    hidden, fill = bias.new_full((1, 1, 1), float("-inf")), padding_to_multiple(num_global, chunk_size)
     filling, unseen = (hidden.expand(heads, positions, number) for number in (fill, num_global + fill))
     return aligned_bias([left, unseen, middle, to_global, *([filling] if fill else []), right, unseen])
 
@@ -240,10 +240,10 @@ def auto_chunk_attention(**arguments: Tensor | int | str | tuple[int, int] | Non
 
 
 def checked_chunk_attention(
-    *, window_size: int, mode: str = "zero_pad", shift: tuple[int, int] | None = None, **tensors: Tensor | None
+    *, chunk_size: int, mode: str = "zero_pad", shift: tuple[int, int] | None = None, **tensors: Tensor | None
 ) -> Tensor:
     """:func:`.triton_chunk_attention`, or :func:`sliding_chunk_attention` if the check excludes Triton's kernel."""
-    options = {"window_size": window_size, "mode": mode, "shift": shift}
+    options = {"chunk_size": chunk_size, "mode": mode, "shift": shift}
     is_right = triton_or_sdpa(tensors, **options) == "triton"
     return (triton_chunk_attention if is_right else sliding_chunk_attention)(**tensors, **options)
 
@@ -261,7 +261,7 @@ class SlidingChunkAttention(TokenAttention):
     """Multi-head ViL attention over the tokens of a feature map and its global tokens (ViL section 3.2).
 
     Args:
-        window_size: side w of a chunk; the paper's window of 15 is w = 7.
+        chunk_size: side w of a chunk; the paper's window of 15 is w = 7.
         mode: see :func:`sliding_chunk_attention`.
         relative_bias: whether each offset in the window has a learned bias.
         shared_projections: whether local and global tokens share query, key, value and output projections.
@@ -280,7 +280,7 @@ class SlidingChunkAttention(TokenAttention):
         self,
         dim: int,
         *,
-        window_size: int,
+        chunk_size: int,
         mode: str = "zero_pad",
         relative_bias: bool = False,
         shared_projections: bool = True,
@@ -289,7 +289,7 @@ class SlidingChunkAttention(TokenAttention):
         check_choice("attention mode", mode, MODES)
         super().__init__(dim, **common)
         num_heads, num_global_tokens = self.num_heads, self.num_global_tokens
-        self.window_size = window_size
+        self.chunk_size = chunk_size
         self.mode = mode
         # The one neighbouring chunk that is seen in training; None for all of them.
         self.shift: tuple[int, int] | None = None
@@ -297,9 +297,9 @@ class SlidingChunkAttention(TokenAttention):
         if self.update_globals and not shared_projections:
             self.global_query = nn.Linear(dim, dim)
             self.global_key_value = nn.Linear(dim, 2 * dim)
-            self.global_projection = nn.Linear(dim, dim)
+            self.global_proj = nn.Linear(dim, dim)
 
-        self.relative_bias = WindowRelativeBias(window_size, num_heads) if relative_bias else None
+        self.relative_bias = WindowRelativeBias(chunk_size, num_heads) if relative_bias else None
         self.local_to_global = self.global_to_local = self.global_to_global = None
         if relative_bias and num_global_tokens:
             self.local_to_global = position_parameter(num_heads, num_global_tokens)
@@ -326,7 +326,7 @@ class SlidingChunkAttention(TokenAttention):
             query=query.unflatten(2, size),
             key=key,
             value=value,
-            window_size=self.window_size,
+            chunk_size=self.chunk_size,
             mode=self.mode,
             global_key=global_key,
             global_value=global_value,
@@ -336,7 +336,7 @@ class SlidingChunkAttention(TokenAttention):
         )
         output = merge_heads(output).flatten(1, 2)
         if not self.update_globals:
-            return self.projection(output)
+            return self.proj(output)
 
         if not shared:
             global_query = split_heads(self.global_query(global_tokens), self.num_heads)
@@ -347,8 +347,8 @@ class SlidingChunkAttention(TokenAttention):
             bias = torch.cat([self.global_to_global, local], dim=2)
         update = merge_heads(dense_attention(global_query, *keys_values.chunk(2, dim=1), bias=bias))
         if shared:
-            return self.projection(torch.cat([update, output], dim=1))
-        return torch.cat([self.global_projection(update), self.projection(output)], dim=1)
+            return self.proj(torch.cat([update, output], dim=1))
+        return torch.cat([self.global_proj(update), self.proj(output)], dim=1)
 
 
 def sample_shifts(model: nn.Module, *, seed: int | None) -> int:

@@ -48,7 +48,7 @@ def unmet_requirement(device: torch.device, channels: int = 0, dtype: torch.dtyp
 
 
 def triton_chunk_attention(
-    *, window_size: int, mode: str = "zero_pad", shift: tuple[int, int] | None = None, **tensors: Tensor | None
+    *, chunk_size: int, mode: str = "zero_pad", shift: tuple[int, int] | None = None, **tensors: Tensor | None
 ) -> Tensor:
     """The contract of :func:`backbones.attention.sliding_chunk.sliding_chunk_attention`, for D of at most 128.
 
@@ -68,14 +68,14 @@ def triton_chunk_attention(
         inputs = inputs._replace(global_key=None, global_value=None, global_bias=None)
     if shift is not None and inputs.local_bias is not None:
         # (M, P, 9 * P) -> (M, P, S)
-        chunks = inputs.local_bias.unflatten(2, (3, window_size, 3, window_size))
+        chunks = inputs.local_bias.unflatten(2, (3, chunk_size, 3, chunk_size))
         parts = [chunks[:, :, 1 + row, :, 1 + col].flatten(2) for row, col in ((0, 0), shift)]
         inputs = inputs._replace(local_bias=torch.cat(parts, dim=2))
-    return _attend_in_autocast_dtype(inputs, window_size, mode, shift)
+    return _attend_in_autocast_dtype(inputs, chunk_size, mode, shift)
 
 
 def triton_long_short_attention(
-    *, window_size: int, projected_key: Tensor, projected_value: Tensor, **tensors: Tensor | None
+    *, chunk_size: int, projected_key: Tensor, projected_value: Tensor, **tensors: Tensor | None
 ) -> Tensor:
     """The contract of :func:`backbones.attention.long_short.long_short_attention`, as :func:`triton_chunk_attention`.
 
@@ -85,11 +85,11 @@ def triton_long_short_attention(
         ConfigError: for larger D, a device that has no Triton, or float64 on a GPU.
     """
     inputs = WindowInputs(global_key=projected_key, global_value=projected_value, **tensors)
-    return _attend_in_autocast_dtype(inputs, window_size, SEGMENT_MODE, None)
+    return _attend_in_autocast_dtype(inputs, chunk_size, SEGMENT_MODE, None)
 
 
 def _attend_in_autocast_dtype(
-    inputs: WindowInputs, window_size: int, mode: str, shift: tuple[int, int] | None
+    inputs: WindowInputs, chunk_size: int, mode: str, shift: tuple[int, int] | None
 ) -> Tensor:
     """(B, M, H, W, D); biases stay in their type, which is that of their gradients."""
     # The kernels read a bias of each head.
@@ -100,8 +100,8 @@ def _attend_in_autocast_dtype(
     if inputs.query.dtype == torch.bfloat16 and inputs.query.device.type == "cpu":
         # Triton's interpreter multiplies it as if it were integers.
         inputs = WindowInputs(*(x if x is None else x.float() for x in inputs))
-        return _attend(*inputs, window_size, mode, shift)[0].bfloat16()
-    return _attend(*inputs, window_size, mode, shift)[0]
+        return _attend(*inputs, chunk_size, mode, shift)[0].bfloat16()
+    return _attend(*inputs, chunk_size, mode, shift)[0]
 
 
 def _with_contiguous_globals(inputs: WindowInputs) -> WindowInputs:
@@ -111,7 +111,7 @@ def _with_contiguous_globals(inputs: WindowInputs) -> WindowInputs:
 
 _INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? global_key, Tensor? global_value, Tensor? local_bias, "
-    "Tensor? global_bias, int window_size, str mode, int[]? shift"
+    "Tensor? global_bias, int chunk_size, str mode, int[]? shift"
 )
 
 
@@ -208,7 +208,7 @@ class Launch:
     num_warps: int
 
 
-def launch_parameters(window_size: int, channels: int, dtype: torch.dtype) -> Launch:
+def launch_parameters(chunk_size: int, channels: int, dtype: torch.dtype) -> Launch:
     """Return block sizes chosen by the compiler's register and shared-memory use on sm_80, sm_90, sm_100 and sm_120.
 
     They are not tuned on a GPU.
@@ -222,7 +222,7 @@ def launch_parameters(window_size: int, channels: int, dtype: torch.dtype) -> La
     else:
         positions, tokens = 32 if is_wide else 64, 64 if channels == padded <= 32 else 32
     return Launch(
-        positions=min(_power_of_two(window_size**2), positions),
+        positions=min(_power_of_two(chunk_size**2), positions),
         tokens=tokens,
         channels=padded,
         num_warps=8 if is_single and is_wide else 4,
@@ -238,16 +238,16 @@ class _KernelLauncher:
     """Launches the kernels for some tensors, where a chunk sees its window, or its own chunk and that at ``shift``."""
 
     def __init__(self, *arguments: Tensor | int | str | list[int] | None) -> None:
-        *tensors, window_size, self.mode, self.shift = arguments
-        inputs, shift, self.window_size = WindowInputs(*tensors), self.shift, window_size
-        self.positions = window_size**2
-        self.side = max(window_size // 2, 1) if self.mode == SEGMENT_MODE else window_size
-        self.seen = (window_size + 2 * self.side) ** 2 if shift is None else 2 * self.positions
+        *tensors, chunk_size, self.mode, self.shift = arguments
+        inputs, shift, self.chunk_size = WindowInputs(*tensors), self.shift, chunk_size
+        self.positions = chunk_size**2
+        self.side = max(chunk_size // 2, 1) if self.mode == SEGMENT_MODE else chunk_size
+        self.seen = (chunk_size + 2 * self.side) ** 2 if shift is None else 2 * self.positions
         self.inputs = inputs = _with_contiguous_globals(inputs)
         self.batch, self.heads, self.height, self.width, self.channels = inputs.query.shape
         self.num_global = 0 if inputs.global_key is None else inputs.global_key.shape[2]
-        self.launch = launch_parameters(window_size, self.channels, inputs.query.dtype)
-        self.chunks = -(-self.height // window_size) * -(-self.width // window_size)
+        self.launch = launch_parameters(chunk_size, self.channels, inputs.query.dtype)
+        self.chunks = -(-self.height // chunk_size) * -(-self.width // chunk_size)
         self.position_blocks = -(-self.positions // self.launch.positions)
         self.grid = self.chunks * self.position_blocks, self.heads, self.batch
         self.local_bias = self._with_pitch(inputs.local_bias)
@@ -318,7 +318,7 @@ class _KernelLauncher:
             "width": self.width,
             "shift_row": shift_row,
             "shift_col": shift_col,
-            "WINDOW": self.window_size,
+            "WINDOW": self.chunk_size,
             "SIDE": self.side,
             "SEEN": self.seen,
             "PITCH": self._pitch(self.seen),
@@ -345,7 +345,7 @@ class _KernelLauncher:
 
     def _mirrored(self, bias: Tensor) -> Tensor:
         """(M, P, S), positions of queries by slots of keys -> (M, P, 9 * P or 2 * P), keys' by slots of queries."""
-        size, beyond = self.window_size, self.window_size - self.side
+        size, beyond = self.chunk_size, self.chunk_size - self.side
         if self.shift is not None:
             return bias.unflatten(2, (2, -1)).transpose(1, 3).flatten(2)
         # The position and the slot as row and column in the chunk; the step to the chunk down and to the right.

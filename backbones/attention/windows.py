@@ -43,14 +43,14 @@ class WindowLayout:
     """Which keys of the feature map a chunk sees.
 
     Attributes:
-        window_size: w.
+        chunk_size: w.
         side: tokens around a chunk that its window has too.
         is_cyclic: whether the map continues at its opposite border, where it has three chunks or more.
         shift: a step, in chunks, down and to the right: the chunk sees itself and only this neighbour, and ``side`` is
             w. None for the whole window.
     """
 
-    window_size: int
+    chunk_size: int
     side: int
     is_cyclic: bool = False
     shift: tuple[int, int] | None = None
@@ -58,16 +58,16 @@ class WindowLayout:
     @property
     def length(self) -> int:
         """Return L."""
-        return self.window_size + 2 * self.side
+        return self.chunk_size + 2 * self.side
 
     @property
     def piece_rows(self) -> int:
         """Return R."""
-        return self.length if self.shift is None else self.window_size
+        return self.length if self.shift is None else self.chunk_size
 
     def pieces(self) -> list[tuple[int, int, int]]:
         """Return the first row, the first column and the number of columns of each piece of the L x L window."""
-        size = self.window_size
+        size = self.chunk_size
         if self.shift is not None:
             return [((1 + row) * size, (1 + col) * size, size) for row, col in ((0, 0), self.shift)]
         return [(0, first, min(size, self.length - first)) for first in range(0, self.length, size)]
@@ -96,7 +96,7 @@ def window_attention(
 
 
 def attend_chunks(
-    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, *, window_size: int, with_logsumexp: bool
+    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, *, chunk_size: int, with_logsumexp: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of all chunks in one call.
 
@@ -112,7 +112,7 @@ def attend_chunks(
     """
     (batch, heads, height, width), channels = query.shape[:4], static_size(query.shape[4])
     # (B * rows * M, cols, w * w, D + E)
-    queries = to_chunks(mask_queries(query, static_size(keys.shape[3]) - channels), window_size)
+    queries = to_chunks(mask_queries(query, static_size(keys.shape[3]) - channels), chunk_size)
     if bias is not None:
         # PyTorch would cast the copies below, and not keep their rows aligned.
         (bias,) = in_autocast_dtype(bias)
@@ -135,7 +135,7 @@ def attend_chunks(
     else:
         output = pytorch_attention(queries, keys, values, attn_mask=bias, scale=scale)
     sizes = {"batch": batch, "heads": heads, "height": height, "width": width}
-    return from_chunks(output[..., :channels], window_size, **sizes), logsumexp
+    return from_chunks(output[..., :channels], chunk_size, **sizes), logsumexp
 
 
 def _window_gradients(
@@ -171,7 +171,7 @@ class _Gradients:
         self.layout, self.logsumexp = layout, logsumexp
         self.batch, self.heads, self.height, self.width, self.channels = inputs.query.shape
         self.scale = self.channels**-0.5
-        self.rows, self.cols = (-(-size // layout.window_size) for size in (self.height, self.width))
+        self.rows, self.cols = (-(-size // layout.chunk_size) for size in (self.height, self.width))
         inputs = WindowInputs(*(None if x is None else at_least_float32(x) for x in inputs))
         grad, output = at_least_float32(grad), at_least_float32(output)
         # (B, rows, cols, M, P, D), and with one channel more (B, rows, cols, M, D + 1, P)
@@ -199,7 +199,7 @@ class _Gradients:
         self.biases.append(no_bias if inputs.global_bias is None else inputs.global_bias[:, :, None])
         self.bias_grads.append(torch.zeros_like(self.biases[-1]) if needed.global_bias else None)
         # Memory that all rows and blocks use in turn: to allocate it for each would take as long as some products.
-        groups, size, keys = self.halo.shape[2], layout.window_size, sum(x[2] for x in layout.pieces())
+        groups, size, keys = self.halo.shape[2], layout.chunk_size, sum(x[2] for x in layout.pieces())
         strip = (2, groups, self.heads, size, layout.piece_rows)
         first_rows = {row for row, _, _ in layout.pieces()}
         self.strips = {row: self.query.new_empty(*strip, self.channels + 1) for row in first_rows}
@@ -228,7 +228,7 @@ class _Gradients:
         """Add the gradients of one row of chunks."""
 
         def rows_of_map(first: int) -> slice:
-            first += row * self.layout.window_size
+            first += row * self.layout.chunk_size
             return slice(first, first + self.layout.piece_rows)
 
         for first, strip in self.strips.items():
@@ -287,7 +287,7 @@ class _Gradients:
         """The pieces of some chunks, each (N, columns * R, E), views of a row's keys or values (groups, M, w, R, E)."""
         pieces = []
         for row, col, columns in self.layout.pieces():
-            step = col // self.layout.window_size
+            step = col // self.layout.chunk_size
             part = strips[row][index, chunks.start + step : chunks.stop + step].flatten(0, 1)
             pieces.append(part[:, :columns].flatten(1, 2))
         return pieces
@@ -306,14 +306,14 @@ class _Gradients:
 
     def _chunks(self, x: Tensor) -> Tensor:
         """(B, M, H, W, E) -> (B, rows, cols, M, P, E), padded with zeros."""
-        size = self.layout.window_size
+        size = self.layout.chunk_size
         x = F.pad(x, (0, 0, 0, padding_to_multiple(self.width, size), 0, padding_to_multiple(self.height, size)))
         x = x.unflatten(3, (self.cols, size)).unflatten(2, (self.rows, size))
         return x.permute(0, 2, 4, 1, 3, 5, 6).flatten(4, 5).contiguous()
 
     def _from_chunks(self, x: Tensor) -> Tensor:
         """(B, rows, cols, M, P, E) -> (B, M, H, W, E), which lies in memory as (B, H, W, M, E)."""
-        x = x.unflatten(4, (self.layout.window_size, -1)).permute(0, 1, 4, 2, 5, 3, 6).flatten(3, 4).flatten(1, 2)
+        x = x.unflatten(4, (self.layout.chunk_size, -1)).permute(0, 1, 4, 2, 5, 3, 6).flatten(3, 4).flatten(1, 2)
         return x[:, : self.height, : self.width].permute(0, 3, 1, 2, 4)
 
     def _with_halo(self, key: Tensor, value: Tensor) -> Tensor:
@@ -322,7 +322,7 @@ class _Gradients:
         A group is the columns of a chunk; groups of the margins follow on both sides, and the last may be filled up.
         The last channel of values is 1; that of keys 0 for a token, and a large negative number elsewhere.
         """
-        size, side = self.layout.window_size, self.layout.side
+        size, side = self.layout.chunk_size, self.layout.side
         width, height = self.cols * size + -(-2 * side // size) * size, self.rows * size + 2 * side
         halo = key.new_zeros(2, self.batch, width, self.heads, height, self.channels + 1)
         halo[1, ..., -1] = 1.0
@@ -352,7 +352,7 @@ class _Gradients:
 
     def _sources(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the source of each position and its mask, for columns and for rows; padding has source 0."""
-        size, sources = self.layout.window_size, []
+        size, sources = self.layout.chunk_size, []
         for axis, number in ((self.width, self.cols), (self.height, self.rows)):
             source, hidden = wrap(axis, number * size, size, device)
             sources += [source.where(source < axis, 0), hidden]

@@ -35,11 +35,11 @@ class Mlp(nn.Module):
     def __init__(self, dim: int, *, hidden_dim: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.dropout = dropout
-        self.expand = nn.Linear(dim, hidden_dim)
-        self.contract = nn.Linear(hidden_dim, dim)
+        self.fc1 = nn.Linear(dim, hidden_dim)
+        self.fc2 = nn.Linear(hidden_dim, dim)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.expand(tokens)
+        hidden = self.fc1(tokens)
         if self.dropout or tokens.device.type == "cpu" or is_tracing() or torch.compiler.is_compiling():
             return self._contract(hidden)
         # The widest tensor of a block is kept once, and not after the GELU too.
@@ -49,8 +49,8 @@ class Mlp(nn.Module):
         hidden = F.gelu(hidden)
         if not self.dropout:
             # A trace would record it.
-            return self.contract(hidden)
-        return F.dropout(self.contract(F.dropout(hidden, self.dropout, self.training)), self.dropout, self.training)
+            return self.fc2(hidden)
+        return F.dropout(self.fc2(F.dropout(hidden, self.dropout, self.training)), self.dropout, self.training)
 
 
 class Block(nn.Module):

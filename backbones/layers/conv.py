@@ -7,8 +7,8 @@ from torchvision.ops import FrozenBatchNorm2d
 
 from backbones.layers.tracing import at_least_float32, contiguous_for_export, in_autocast_dtype, static_size
 
-# "frozen": statistics and weights are never trained; "sync": statistics over all processes.
-BATCH_NORMS = {"batch": nn.BatchNorm2d, "frozen": FrozenBatchNorm2d, "sync": nn.SyncBatchNorm}
+# "FrozenBN": statistics and weights are never trained; "SyncBN": statistics over all processes.
+BATCH_NORMS = {"BN": nn.BatchNorm2d, "FrozenBN": FrozenBatchNorm2d, "SyncBN": nn.SyncBatchNorm}
 
 
 class SeparableProjection(nn.Module):
@@ -23,7 +23,7 @@ class SeparableProjection(nn.Module):
         norm: a key of ``BATCH_NORMS``.
     """
 
-    def __init__(self, dim: int, out_dim: int, *, number: int, norm: str = "batch") -> None:
+    def __init__(self, dim: int, out_dim: int, *, number: int, norm: str = "BN") -> None:
         super().__init__()
         self.number = number
         self.depthwise = nn.Conv2d(number * dim, number * dim, 3, padding=1, groups=number * dim, bias=False)

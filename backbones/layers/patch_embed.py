@@ -35,10 +35,10 @@ class PatchEmbed(nn.Module):
         kernel_size = kernel_size or patch_size
         # 2 for 7 x 7 with stride 4, 1 for 3 x 3 with stride 2
         padding = -(-(kernel_size - patch_size) // 2)
-        self.projection = nn.Conv2d(in_channels, dim, kernel_size, patch_size, padding)
+        self.proj = nn.Conv2d(in_channels, dim, kernel_size, patch_size, padding)
         self.norm = nn.LayerNorm(dim, eps=norm_eps)
 
     def forward(self, features: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, ceil(H / patch), ceil(W / patch), dim)."""
-        features = self.projection(pad_to_multiple(features, self.patch_size))
+        features = self.proj(pad_to_multiple(features, self.patch_size))
         return self.norm(features.permute(0, 2, 3, 1))

@@ -13,7 +13,7 @@ from backbones.layers.tracing import at_least_float32, contiguous_for_export, is
 
 # How a table meets a map of another size: resized once, when a checkpoint is loaded, into one for the largest map, of
 # which each map takes its part (ViL); or resized to each map (LIT).
-RESIZING = ("load", "map")
+RESIZING = ("once", "per_feature_map")
 
 
 def position_parameter(*shape: int) -> nn.Parameter:
@@ -47,13 +47,13 @@ class AbsolutePositions(nn.Module):
         size: height and width, in tokens, of the map that the tables are made for.
         dim: channels, even.
         num_global_tokens: G; each global token has a position of its own.
-        resizing: one of ``RESIZING``: with ``"load"`` a smaller map takes the top-left part, and a larger one is an
+        resizing: one of ``RESIZING``: with ``"once"`` a smaller map takes the top-left part, and a larger one is an
             error.
     """
 
     no_weight_decay_names = ("rows", "cols", "global_tokens")
 
-    def __init__(self, size: tuple[int, int], dim: int, *, num_global_tokens: int, resizing: str = "load") -> None:
+    def __init__(self, size: tuple[int, int], dim: int, *, num_global_tokens: int, resizing: str = "once") -> None:
         super().__init__()
         self.resizing = resizing
         self.rows = position_parameter(size[0], dim // 2)
@@ -62,7 +62,7 @@ class AbsolutePositions(nn.Module):
 
     def forward(self, height: int, width: int) -> Tensor:
         """The positions of a map, (height, width, C)."""
-        if self.resizing == "map":
+        if self.resizing == "per_feature_map":
             rows, cols = resize_table(self.rows, (height,)), resize_table(self.cols, (width,))
         else:
             _check_size((height, width), (self.rows.shape[0], self.cols.shape[0]))
@@ -113,9 +113,9 @@ class WindowRelativeBias(_OffsetBias):
 
     resize_mode = "linear"
 
-    def __init__(self, window_size: int, num_heads: int) -> None:
-        side = 4 * window_size - 1
-        super().__init__(window_size, 3 * window_size, stride=side, num_heads=num_heads)
+    def __init__(self, chunk_size: int, num_heads: int) -> None:
+        side = 4 * chunk_size - 1
+        super().__init__(chunk_size, 3 * chunk_size, stride=side, num_heads=num_heads)
         self.offsets = (side, side)
 
 
@@ -128,9 +128,9 @@ class SegmentRelativeBias(_OffsetBias):
     ``(dh, dw)`` and ``(dh + 1, dw - w - 2 * side)`` share a bias. Official weights were trained this way, and need it.
     """
 
-    def __init__(self, window_size: int, num_heads: int) -> None:
-        length = window_size + 2 * max(window_size // 2, 1)
-        super().__init__(window_size, length, stride=length, num_heads=num_heads)
+    def __init__(self, chunk_size: int, num_heads: int) -> None:
+        length = chunk_size + 2 * max(chunk_size // 2, 1)
+        super().__init__(chunk_size, length, stride=length, num_heads=num_heads)
 
 
 class GridPositions(nn.Module):
@@ -140,13 +140,15 @@ class GridPositions(nn.Module):
         size: height and width, in tokens, of the map that the table is made for.
         dim: channels.
         num_global_tokens: G; each global token has a position of its own.
-        resizing: one of ``RESIZING``: with ``"map"`` bilinear, to each map's height and width; with ``"load"`` a
-            smaller map takes the top-left part, and a larger one is an error.
+        resizing: one of ``RESIZING``: with ``"per_feature_map"`` the table is resized bilinearly to each feature map;
+            with ``"once"`` a smaller feature map takes the top-left part, and a larger one is an error.
     """
 
     no_weight_decay_names = ("table", "global_tokens")
 
-    def __init__(self, size: tuple[int, int], dim: int, *, num_global_tokens: int = 0, resizing: str = "map") -> None:
+    def __init__(
+        self, size: tuple[int, int], dim: int, *, num_global_tokens: int = 0, resizing: str = "per_feature_map"
+    ) -> None:
         super().__init__()
         self.resizing = resizing
         self.table = position_parameter(*size, dim)
@@ -154,7 +156,7 @@ class GridPositions(nn.Module):
 
     def forward(self, height: int, width: int) -> Tensor:
         """The positions of a map, (height, width, C)."""
-        if self.resizing == "map":
+        if self.resizing == "per_feature_map":
             return resize_table(self.table, (height, width))
         _check_size((height, width), self.table.shape[:2])
         return take_first(take_first(self.table, 0, height), 1, width)
@@ -169,7 +171,7 @@ class GridRelativeBias(nn.Module):
         num_global_tokens: G.
         global_queries: whether the global tokens are queries too.
         resize_mode: see :func:`resize_table`.
-        resizing: one of ``RESIZING``: with ``"load"`` a smaller map takes the offsets that it has, and a larger one
+        resizing: one of ``RESIZING``: with ``"once"`` a smaller map takes the offsets that it has, and a larger one
             is an error.
     """
 
@@ -184,7 +186,7 @@ class GridRelativeBias(nn.Module):
         num_global_tokens: int = 0,
         global_queries: bool = False,
         resize_mode: str = "linear",
-        resizing: str = "map",
+        resizing: str = "per_feature_map",
     ) -> None:
         super().__init__()
         self.size = size
@@ -210,7 +212,7 @@ class GridRelativeBias(nn.Module):
         All that depends on the size of the map.
         """
         grid = self.table.unflatten(0, self.offsets)
-        if self.resizing == "map":
+        if self.resizing == "per_feature_map":
             grid = resize_table(grid, (2 * height - 1, 2 * width - 1), mode=self.resize_mode)
         else:
             _check_size((height, width), self.size)

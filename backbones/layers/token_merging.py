@@ -40,7 +40,7 @@ class DeformableTokenMerging(DeformConv2d):
         norm: a key of ``BATCH_NORMS``.
     """
 
-    def __init__(self, in_channels: int, dim: int, *, norm: str = "batch") -> None:
+    def __init__(self, in_channels: int, dim: int, *, norm: str = "BN") -> None:
         super().__init__(in_channels, dim, kernel_size=2, stride=2)
         self.offset = nn.Conv2d(in_channels, 8, kernel_size=2, stride=2)
         nn.init.zeros_(self.offset.weight)
@@ -145,7 +145,7 @@ def sampled_positions(offsets: Sequence[Tensor], row: int, col: int) -> Tensor:
     return positions
 
 
-def with_deformable_merging(swin: nn.Module, *, norm: str = "batch") -> nn.Module:
+def with_deformable_merging(swin: nn.Module, *, norm: str = "BN") -> nn.Module:
     """A copy of timm's Swin with deformable token merging (LIT Table 4, "Swin-Ti + DTM"), with new weights in it.
 
     The table's PVT-S is not offered: timm has only PVT v2, whose overlapping embeddings of 3 x 3 are another model.

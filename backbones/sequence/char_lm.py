@@ -171,7 +171,7 @@ class CausalAttention(DualNorm):
         self.segment_position = nn.Linear(dim, dim)
         self.key_bias = nn.Parameter(torch.zeros(num_heads, dim // num_heads))
         self.query_bias = nn.Parameter(torch.zeros(num_heads, dim // num_heads))
-        self.projection = nn.Linear(dim, dim, bias=False)
+        self.proj = nn.Linear(dim, dim, bias=False)
 
     def forward(self, tokens: Tensor, memory: Tensor, window_table: Tensor, segment_table: Tensor) -> Tensor:
         """The update of the tokens, (B, N, C).
@@ -210,7 +210,7 @@ class CausalAttention(DualNorm):
             segment_positions=self._by_head(self.segment_position(segment_table)),
             dropout=self.dropout if self.training else 0.0,
         )
-        return self.projection(merge_heads(output))
+        return self.proj(merge_heads(output))
 
     def _sums(self, tokens: Tensor, *summed: Tensor) -> tuple[Tensor, ...]:
         """r sums of every segment: (B, n * l, C), of which the scores are, and each of ``summed`` -> (B, n * r, C)."""

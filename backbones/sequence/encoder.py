@@ -144,7 +144,7 @@ class SequenceAttention(DualNorm):
         self.key = nn.Linear(dim, dim)
         self.value = nn.Linear(dim, dim)
         self.dynamic_projection = nn.Linear(dim, num_heads * rank) if rank else None
-        self.projection = nn.Linear(dim, dim)
+        self.proj = nn.Linear(dim, dim)
 
     def forward(
         self, tokens: Tensor, class_token: Tensor | None, mask: Tensor | None
@@ -165,11 +165,11 @@ class SequenceAttention(DualNorm):
             shared_value=shared_value,
             dropout=self.dropout if self.training else 0.0,
         )
-        update = self.projection(merge_heads(gathered)) if self.update_tokens else None
+        update = self.proj(merge_heads(gathered)) if self.update_tokens else None
         if own is None:
             return update, None
         own = (split_heads(x, self.num_heads) for x in own)
-        return update, self.projection(merge_heads(class_token_attention(*own, gathered, mask=mask)))
+        return update, self.proj(merge_heads(class_token_attention(*own, gathered, mask=mask)))
 
     def _shared(
         self, tokens: Tensor, key: Tensor, value: Tensor, own: list[Tensor] | None, mask: Tensor | None

@@ -98,7 +98,7 @@ class BenchmarkCase:
             if self.is_baseline:
                 model = build_baseline(name)
             else:
-                stages = list(stage_names(cfg.MODEL.TRANSFORMER.NAME))
+                stages = list(stage_names(cfg.MODEL.TRANSFORMER.VARIANT))
                 cfg.MODEL.TRANSFORMER.OUT_FEATURES = cfg.MODEL.FPN.IN_FEATURES = stages
                 model = build_transformer_backbone(cfg, ShapeSpec(channels=3))
             model.to(self.device)
@@ -120,7 +120,7 @@ class BenchmarkCase:
 
     def _config(self, name: str, suffixes: list[str]) -> CfgNode:
         is_variant = not self.is_baseline and not name.endswith(".yaml")
-        keys = ["MODEL.TRANSFORMER.NAME", name] if is_variant else []
+        keys = ["MODEL.TRANSFORMER.VARIANT", name] if is_variant else []
         keys += ["MODEL.TRANSFORMER.DROP_PATH", "0.0", *(() if self.is_baseline else self.overrides)]
         stages = stage_names(name) if is_variant else ()
         path = self.base if is_variant or self.is_baseline else Path(name)

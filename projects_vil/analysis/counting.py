@@ -20,7 +20,7 @@ from backbones.attention.efficient import PerformerAttention
 from backbones.build import VARIANTS, get_variant
 from backbones.errors import closest
 from backbones.vil import ViLVariant
-from projects_vil.config import detector_name, updated
+from projects_vil.config import detector_name, with_overrides
 from projects_vil.modeling import TimmBackbone
 
 # "classifier" or the name of a detector -> variant -> parameters in millions and 1e9 multiply-adds, or None
@@ -97,7 +97,7 @@ def count_detector(
         ``published_flops``, in millions and in 1e9 as the papers print them, or None.
     """
     # Without flops the weights need no memory.
-    cfg = updated(cfg, {"MODEL.DEVICE": "cpu" if with_flops else "meta"})
+    cfg = with_overrides(cfg, {"MODEL.DEVICE": "cpu" if with_flops else "meta"})
     with torch.device(cfg.MODEL.DEVICE):
         model = build_model(cfg).eval()
     numbers = parameter_count(model)
@@ -105,7 +105,7 @@ def count_detector(
     parts["backbone"] = numbers["backbone.bottom_up"]
     parts["fpn"] = numbers["backbone"] - parts["backbone"]
     total = as_published = sum(parts.values())
-    variant_name = cfg.MODEL.TRANSFORMER.NAME.removesuffix("_rpb")
+    variant_name = cfg.MODEL.TRANSFORMER.VARIANT.removesuffix("_rpb")
     is_timm = isinstance(model.backbone.bottom_up, TimmBackbone)
     variant = None if is_timm else get_variant(variant_name)
     classifier = None if is_timm else meta_classifier(variant_name)

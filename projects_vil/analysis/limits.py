@@ -48,7 +48,7 @@ def measure_rates(device: str, dtype: str) -> DeviceRates:
     return DeviceRates(flops=2 * side**3 / product, bytes=moved / copy, call=call)
 
 
-def find_limits(step: Callable[[], object], rates: DeviceRates) -> dict[str, Any]:
+def roofline(step: Callable[[], object], rates: DeviceRates) -> dict[str, Any]:
     """Count and time the operators of a step, of its second call; kernels outside PyTorch's dispatcher are missing.
 
     Returns:
@@ -122,7 +122,7 @@ def format_limits(rows: Sequence[dict[str, Any]], rates: DeviceRates) -> str:
     """Format, below the rates of the device, the limit of each model by bound, and its time by type of operator.
 
     Args:
-        rows: of :func:`.benchmark.measure`, each with the values of :func:`find_limits`.
+        rows: of :func:`.benchmark.measure`, each with the values of :func:`roofline`.
     """
     headers = ["model", "size", "seconds", "limit", "x limit", *BOUNDS, *OPERATOR_TYPES, "operators"]
     cells = []

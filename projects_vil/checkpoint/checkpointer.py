@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write, read_checkpoint, state_dict_of
-from backbones.convert import recognise
+from backbones.convert import detect_format
 from backbones.errors import check_file
 from projects_vil.checkpoint.categories import (
     Categories,
@@ -39,7 +39,7 @@ from projects_vil.checkpoint.pretrained import (
 )
 from projects_vil.checkpoint.storage import read_last_checkpoint, tag_checkpoint
 from projects_vil.checkpoint.zoo import find_weights
-from projects_vil.config import CONFIG_FILE, first_of, is_segmentor, number_of_classes, one_line, updated
+from projects_vil.config import CONFIG_FILE, first_of, is_segmentor, number_of_classes, one_line, with_overrides
 from projects_vil.data import describe_classes, match_all_classes, match_classes
 from projects_vil.modeling import TimmBackbone, TransformerBackbone, build_on_meta
 
@@ -183,7 +183,7 @@ class Checkpointer(DetectionCheckpointer):
         backbone, state_dict = self._backbone, state_dict_of(contents)
         if isinstance(backbone, TimmBackbone) and not any("backbone." in name for name in state_dict):
             return weights_of_timm(backbone, state_dict, source=self._path)
-        official = recognise(contents)
+        official = detect_format(contents)
         if official is None and not is_classifier(state_dict):
             if "model" not in contents:
                 raise ConfigError(f"{self._path} is not a checkpoint of detectron2, of a classifier or an official one")
@@ -201,7 +201,7 @@ class Checkpointer(DetectionCheckpointer):
                 contents, lines = converted.contents, converted.lines()
         except ConfigError as error:
             hint = "" if official is None else "; tools/convert_checkpoint.py reports the config keys that it needs"
-            model = f"{backbone.variant} (MODEL.TRANSFORMER.NAME)"
+            model = f"{backbone.variant} (MODEL.TRANSFORMER.VARIANT)"
             raise ConfigError(f"{self._path} cannot be converted for {model}: {error}{hint}") from error
         for line in lines:
             self.logger.info(line)
@@ -282,7 +282,7 @@ class Checkpointer(DetectionCheckpointer):
     def _check_metadata(self, saved: CheckpointMetadata) -> None:
         ours = self.metadata
         if None not in (saved.variant, ours.variant) and saved.variant != ours.variant:
-            self._fail(f"is for {saved.variant}, and the model is {ours.variant} (MODEL.TRANSFORMER.NAME)")
+            self._fail(f"is for {saved.variant}, and the model is {ours.variant} (MODEL.TRANSFORMER.VARIANT)")
         # Shapes do not show all options.
         if None not in (ours.variant, ours.options, saved.options):
             differ = differing_options(ours.variant, saved.options, ours.options).items()
@@ -391,7 +391,7 @@ def load_detector(
     """
     datasets = (*cfg.DATASETS.TEST, *cfg.DATASETS.TRAIN)
     values = {} if as_datasets else {"DATASETS.TEST": (), "DATASETS.TRAIN": ()}
-    cfg = updated(cfg, values | {"MODEL.DEVICE": str(device)})
+    cfg = with_overrides(cfg, values | {"MODEL.DEVICE": str(device)})
     model = build_model(cfg)
     checkpointer = Checkpointer(model, cfg=cfg, complete=complete)
     saved = CheckpointMetadata.from_contents(checkpointer.load(str(weights)))

@@ -84,7 +84,7 @@ def differing_options(
 ) -> dict[str, tuple[object, object]]:
     """Compare the options of two models of a variant: config key -> (their value, our value) where they differ.
 
-    Empty if one of the two cannot be built. ``batch_norm`` does not count, because its implementations compute the
+    Empty if one of the two cannot be built. ``norm`` does not count, because its implementations compute the
     same in a trained model.
     """
     try:
@@ -131,7 +131,7 @@ def _option_values(variant: str, options: Mapping[str, object]) -> dict[str, obj
     for option in sizes.options:
         shared = hasattr(sizes, option)
         values[option] = getattr(sizes, option) if shared else [getattr(stage, option) for stage in sizes.stages]
-    values.pop("batch_norm", None)
+    values.pop("norm", None)
     if isinstance(sizes, ViLVariant):
-        values["position_resizing"] = "load" if sizes.has_fixed_input_size else "map"
+        values["position_interpolation"] = "once" if sizes.has_fixed_input_size else "per_feature_map"
     return values

@@ -19,7 +19,7 @@ from backbones import ConfigError
 from backbones.backbone import Backbone
 from backbones.build import VARIANTS, get_variant
 from backbones.checkpoint_files import check_writable, read_checkpoint, write_checkpoint
-from backbones.convert import ConversionReport, OfficialCheckpoint, convert_state_dict, describe_mismatch, recognise
+from backbones.convert import ConversionReport, OfficialCheckpoint, convert_state_dict, describe_mismatch, detect_format
 from backbones.layers.position import fit_table
 from backbones.lit import LITVariant
 from backbones.vil import ViLStage, ViLVariant
@@ -33,7 +33,7 @@ BACKBONE_PREFIX = "backbone.bottom_up.net."
 _ANCHORS = 9  # per position, in the official RetinaNets
 
 # Options that a detector's config needs besides its variant.
-_CONFIG_OPTIONS = ("max_img_size", "position_resizing", "global_tokens", "shared_projections")
+_CONFIG_OPTIONS = ("max_img_size", "position_interpolation", "global_tokens", "shared_projections")
 _OTHER_HEADS = "{} is mmsegmentation's, not detectron2's: it is randomly initialised"
 _OTHER_PARTS = ("neck", "decode_head", "auxiliary_head")
 _BIAS_TABLE = "attn.local_relative_position_bias_table"
@@ -131,9 +131,9 @@ def convert_file(
         raise ConfigError(f"model: name the variant of {source} (--model); only names of the model zoo have their own")
     entry = zoo_entry(str(source)) if is_zoo_name(source) else None
     variant = variant or entry.variant
-    window_size = None
+    chunk_size = None
     if classifier and entry and variant == entry.variant:
-        window_size = entry.window_size
+        chunk_size = entry.chunk_size
         if entry.img_size is not None:
             img_size = img_size or (entry.img_size, entry.img_size)
     get_variant(variant)
@@ -141,16 +141,14 @@ def convert_file(
     source = find_weights(str(source))
     if Path(source).exists() and Path(output).exists() and Path(source).samefile(output):
         raise ConfigError(f"output {output} is the source: choose another file")
-    official = recognise(read_checkpoint(source))
+    official = detect_format(read_checkpoint(source))
     if official is None:
         raise ConfigError(
             f"{source} is in none of the official formats: no name in it is one of vision-longformer, "
             "VisionLongformerForObjectDetection, transformer-ls or LIT"
         )
     try:
-        converted = convert_official(
-            official, variant, img_size=img_size, window_size=window_size, classifier=classifier
-        )
+        converted = convert_official(official, variant, img_size=img_size, chunk_size=chunk_size, classifier=classifier)
     except ConfigError as error:
         raise ConfigError(f"{source} ({official.project}): {error}") from error
     write_checkpoint(output, converted.contents)
@@ -162,21 +160,21 @@ def convert_official(
     variant: str,
     *,
     img_size: tuple[int, int] | None = None,
-    window_size: Sequence[int] | None = None,
+    chunk_size: Sequence[int] | None = None,
     classifier: bool = False,
     model_options: Mapping[str, object] | None = None,
 ) -> ConvertedCheckpoint:
     """Convert as :func:`convert_file` does, from contents that are in memory.
 
     Args:
-        window_size: chunk size of each stage of a classifier; None for the sizes of the checkpoint's tables, or else of
+        chunk_size: chunk size of each stage of a classifier; None for the sizes of the checkpoint's tables, or else of
             the variant. Absolute positions do not reveal it.
         model_options: keywords of ``create_backbone`` for an existing model; by default they are derived from the
             checkpoint.
     """
     if classifier and not official.classifier:
         raise ConfigError("classifier: the checkpoint has no classification head")
-    options = _model_options(official, variant, img_size, window_size, classifier) if model_options is None else {}
+    options = _model_options(official, variant, img_size, chunk_size, classifier) if model_options is None else {}
     backbone = (
         _with_centered_tables(official.backbone, variant, options) if "img_size" in options else official.backbone
     )
@@ -278,7 +276,7 @@ def _model_options(
     official: OfficialCheckpoint,
     variant: str,
     img_size: tuple[int, int] | None,
-    window_size: Sequence[int] | None,
+    chunk_size: Sequence[int] | None,
     classifier: bool,
 ) -> dict[str, object]:
     """Return the keywords for the model: requested ones, and those in which the checkpoint differs from the variant."""
@@ -292,15 +290,15 @@ def _model_options(
             side = _trained_size(official.backbone, sizes) or side
             maps = _map_sizes(sizes, max(img_size or (side, side)))
             layers = zip(itertools.count(1), sizes.stages, maps)
-            windows = list(window_size or (_window_size(official.backbone, *layer) for layer in layers))
-            if windows != [stage.window_size for stage in sizes.stages]:
-                options["window_size"] = windows
+            windows = list(chunk_size or (_window_size(official.backbone, *layer) for layer in layers))
+            if windows != [stage.chunk_size for stage in sizes.stages]:
+                options["chunk_size"] = windows
         return options | {"img_size": list(img_size or (side, side)), "num_classes": len(head)}
     if img_size is not None:
         # Images are landscape and portrait, and MODEL.TRANSFORMER.MAX_IMG_SIZE is one side.
         options["max_img_size"] = max(img_size)
         if isinstance(sizes, (ViLVariant, LITVariant)):
-            options["position_resizing"] = "load"
+            options["position_interpolation"] = "once"
     return options
 
 
@@ -319,7 +317,7 @@ def _vil_options(backbone: Mapping[str, Tensor], variant: ViLVariant) -> dict[st
 
 def _map_sizes(variant: ViLVariant, img_size: int) -> list[int]:
     """Return the side of each stage's feature map, in tokens."""
-    return [math.ceil(img_size / stride) for stride in itertools.accumulate(variant.steps, operator.mul)]
+    return [math.ceil(img_size / stride) for stride in itertools.accumulate(variant.downsample_factors, operator.mul)]
 
 
 def _table_side(backbone: Mapping[str, Tensor], layer: int) -> int:
@@ -335,7 +333,7 @@ def _has_full_attention(backbone: Mapping[str, Tensor], layer: int) -> bool:
 
 def _trained_size(backbone: Mapping[str, Tensor], variant: ViLVariant) -> int | None:
     """Return the image side in pixels that a classifier's tables are made for; None if no table depends on it."""
-    for layer, stride in enumerate(itertools.accumulate(variant.steps, operator.mul), start=1):
+    for layer, stride in enumerate(itertools.accumulate(variant.downsample_factors, operator.mul), start=1):
         positions = backbone.get(f"layer{layer}.0.x_pos_embed")
         if positions is not None and positions.ndim == 3:
             return positions.shape[1] * stride
@@ -351,11 +349,11 @@ def _window_size(backbone: Mapping[str, Tensor], layer: int, stage: ViLStage, ma
     other.
     """
     if stage.attention != "sliding_chunk":
-        return stage.window_size
+        return stage.chunk_size
     if _has_full_attention(backbone, layer):
-        return max(stage.window_size, math.ceil(map_size / 2))
+        return max(stage.chunk_size, math.ceil(map_size / 2))
     side = _table_side(backbone, layer)
-    return (side + 1) // 4 if side % 4 == 3 else stage.window_size
+    return (side + 1) // 4 if side % 4 == 3 else stage.chunk_size
 
 
 def _with_centered_tables(
@@ -368,7 +366,7 @@ def _with_centered_tables(
     variant, backbone = get_variant(name), dict(backbone)
     if not isinstance(variant, ViLVariant):
         return backbone
-    windows = options.get("window_size") or [stage.window_size for stage in variant.stages]
+    windows = options.get("chunk_size") or [stage.chunk_size for stage in variant.stages]
     maps = _map_sizes(variant, max(options["img_size"]))
     for layer, (stage, window, map_size) in enumerate(zip(variant.stages, windows, maps, strict=True), start=1):
         side = 2 * map_size - 1
@@ -444,7 +442,7 @@ def expected_heads(detector: Collection[str], variant: str) -> set[str]:
     if all(_COMPUTED_BUFFER.fullmatch(name) for name in detector):
         return set()
     retinanet = any(name.startswith("head.") for name in detector)
-    strides = list(itertools.accumulate(get_variant(variant).steps, operator.mul))
+    strides = list(itertools.accumulate(get_variant(variant).downsample_factors, operator.mul))
     levels = [int(math.log2(stride)) for stride in (strides[-3:] if retinanet else strides)]
     layers = [f"backbone.fpn_{conv}{level}" for level in levels for conv in ("lateral", "output")]
     has_masks = any(name.startswith("roi_heads.mask_head.") for name in detector)

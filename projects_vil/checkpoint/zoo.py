@@ -20,11 +20,11 @@ from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write, read_checkpoint
 from backbones.errors import check_file, closest
 from projects_vil.config import config_path, one_line
-from projects_vil.utils import unfinished_folder
+from projects_vil.utils import atomic_folder
 
 TIMEOUT = 60.0  # seconds without an answer
 _FIGURES = {"box_ap": "box AP", "mask_ap": "mask AP", "top1": "top-1", "miou": "mIoU"}
-_SIZES = {"img_size": "image size", "window_size": "chunk sizes"}
+_SIZES = {"img_size": "image size", "chunk_size": "chunk sizes"}
 _COLUMNS = {"variant": "variant", "config": "config", **_SIZES, "params": "params", **_FIGURES}
 _logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class ZooEntry:
         url: where the file is.
         config: that of a whole detector, for :func:`projects_vil.config.config_path`; None for other weights.
         img_size: image side in pixels of a classifier; None for the variant's own.
-        window_size: chunk size of each stage of a classifier; None for sizes that are the variant's or in the file.
+        chunk_size: chunk size of each stage of a classifier; None for sizes that are the variant's or in the file.
         params: millions of parameters of the whole official model.
         figures: published ones, by the names of the table's columns.
         group: ``title``, ``source``, ``license``, ``trained_on`` and perhaps ``note`` of the table that the file is in.
@@ -48,7 +48,7 @@ class ZooEntry:
     url: str
     config: str | None
     img_size: int | None
-    window_size: list[int] | None
+    chunk_size: list[int] | None
     params: float
     figures: Mapping[str, float]
     group: Mapping[str, str]
@@ -126,7 +126,7 @@ def find_weights(weights: str) -> str:
 
 def _download(url: str, path: Path) -> None:
     _logger.info("downloading %s to %s", url, path)
-    with unfinished_folder(path.parent) as unfinished, _timeout():
+    with atomic_folder(path.parent) as unfinished, _timeout():
         file = Path(download(url, str(unfinished), filename=path.name))
         try:
             read_checkpoint(file)
@@ -189,7 +189,7 @@ def zoo_tables() -> str:
             values = {"variant": f"`{entry.variant}`", "config": config, "params": entry.params, **entry.figures}
             values |= {
                 "img_size": entry.img_size,
-                "window_size": ", ".join(map(str, entry.window_size or ["in the file"])),
+                "chunk_size": ", ".join(map(str, entry.chunk_size or ["in the file"])),
             }
             cells = [f"[`{name}`]({entry.url})", *(str(values.get(key, "")) for key in columns)]
             lines.append(f"| {' | '.join(cells)} |")

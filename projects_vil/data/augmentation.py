@@ -17,7 +17,7 @@ from backbones.errors import check_choice
 from projects_vil.config import is_segmentor
 from projects_vil.data.detection_utils import boxes_of_masks
 
-AUGMENTATIONS = ("default", "lsj", "strong")
+AUGMENTATIONS = ("default", "lsj", "lsj_copy_paste")
 # Each object is pasted with this probability, so that a random subset is, as in the paper.
 PASTE_PROBABILITY = 0.5
 # A covered object is kept if this many pixels stay visible: 8 x 8 are two by two cells of the finest feature map.
@@ -36,7 +36,7 @@ def large_scale_jitter(cfg: CfgNode) -> list[T.Augmentation | T.Transform]:
     """Build random scaling, cropping or padding to a square of ``INPUT.LSJ.SIZE``, and ``INPUT.RANDOM_FLIP``.
 
     As in ``configs/new_baselines`` of detectron2: the padding, on the right and at the bottom, has level 128, and the
-    colors of ``strong`` do not change it.
+    colors of ``lsj_copy_paste`` do not change it.
     """
     size = (cfg.INPUT.LSJ.SIZE, cfg.INPUT.LSJ.SIZE)
     _, *flip = build_augmentation(cfg, is_train=True)
@@ -45,18 +45,18 @@ def large_scale_jitter(cfg: CfgNode) -> list[T.Augmentation | T.Transform]:
 
 
 def color_augmentations(cfg: CfgNode) -> list[T.Transform]:
-    """Build detectron2's SSD color augmentation for ``INPUT.PHOTOMETRIC_DISTORTION`` and ``strong``, else nothing.
+    """Return detectron2's SSD color augmentation if the config has photometric distortion, or else an empty list.
 
     It has the ranges of mmsegmentation's ``PhotoMetricDistortion``, which LIT's official segmentation uses.
     """
-    if not cfg.INPUT.PHOTOMETRIC_DISTORTION and cfg.INPUT.AUGMENTATION != "strong":
+    if not cfg.INPUT.PHOTOMETRIC_DISTORTION and cfg.INPUT.AUGMENTATION != "lsj_copy_paste":
         return []
     check_choice("INPUT.FORMAT", cfg.INPUT.FORMAT, ("RGB", "BGR"))
     return [ColorAugSSDTransform(img_format=cfg.INPUT.FORMAT)]
 
 
 def uses_copy_paste(cfg: CfgNode) -> bool:
-    return cfg.INPUT.AUGMENTATION == "strong" and cfg.INPUT.COPY_PASTE.PROBABILITY > 0
+    return cfg.INPUT.AUGMENTATION == "lsj_copy_paste" and cfg.INPUT.COPY_PASTE.PROBABILITY > 0
 
 
 def check_augmentation(cfg: CfgNode) -> None:
@@ -80,7 +80,7 @@ def check_augmentation(cfg: CfgNode) -> None:
         reason = "pastes objects of all images, and DATALOADER.SAMPLER_TRAIN trains on some of them"
     else:
         return
-    raise ConfigError(f"INPUT.AUGMENTATION strong {reason}: add INPUT.COPY_PASTE.PROBABILITY 0.0")
+    raise ConfigError(f"INPUT.AUGMENTATION lsj_copy_paste {reason}: add INPUT.COPY_PASTE.PROBABILITY 0.0")
 
 
 def paste(sample: dict[str, Any], other: dict[str, Any], is_chosen: np.ndarray) -> dict[str, Any]:

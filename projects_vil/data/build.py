@@ -19,8 +19,8 @@ from projects_vil.data.coco import CHECK_MODES, fixed_coco, fixed_key, is_coco, 
 from projects_vil.data.coco_checks import missing_files
 from projects_vil.data.dataset_mapper import Mapper
 from projects_vil.data.detection_utils import IGNORED_LABEL
-from projects_vil.data.records import KEPT, read_once
 from projects_vil.data.samplers import BatchStream, EvaluationLoader, SeededRecords, TrainLoader
+from projects_vil.data.shared_records import KEPT, read_once
 from projects_vil.utils import paused_garbage_collection
 
 TRAIN_SAMPLERS = ("TrainingSampler", "RepeatFactorTrainingSampler", "RandomSubsetTrainingSampler")

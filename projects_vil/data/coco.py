@@ -19,8 +19,8 @@ from backbones import ConfigError
 from backbones.checkpoint_files import atomic_write
 from projects_vil.data.coco_checks import CocoFile
 from projects_vil.data.formats import read_coco
-from projects_vil.data.records import KEPT
 from projects_vil.data.segmentation import rle_of
+from projects_vil.data.shared_records import KEPT
 from projects_vil.utils import paused_garbage_collection
 
 CHECK_MODES = ("error", "warn", "off")

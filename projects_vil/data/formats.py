@@ -120,7 +120,7 @@ def read_dataset(
     if val is not None and not 0 <= val < 1:
         raise ConfigError(f"val={val}: give the share of images to validate on, such as {VAL_SHARE}")
     source, notes = Path(source), []
-    name, files, root = recognise(source)
+    name, files, root = detect_format(source)
     parts = _find_coco(files, root) if name == "COCO" else _to_coco(source, _READERS[name](files, root), notes)
     if len(parts) == 1:
         parts = {"train": next(iter(parts.values()))}
@@ -164,7 +164,7 @@ def read_dataset(
     return Dataset(source, name, splits, sizes, classes, bool(masks) and all(masks), tuple(notes))
 
 
-def recognise(source: Path) -> tuple[str, list[Path], Path]:
+def detect_format(source: Path) -> tuple[str, list[Path], Path]:
     """Return the format of a dataset, its annotation files, and the folder that has it, without reading the files.
 
     Raises:
@@ -224,7 +224,7 @@ def read_coco(path: str | Path) -> dict[str, Any]:
 def _other_format(path: str | Path) -> str:
     """Return what a path is that was taken for a COCO file, and the way in; empty where that is not known."""
     try:
-        name = _sniff(Path(path)) if Path(path).is_file() else recognise(Path(path))[0]
+        name = _sniff(Path(path)) if Path(path).is_file() else detect_format(Path(path))[0]
     except ConfigError:
         return ""
     if name == "COCO":

@@ -15,7 +15,7 @@ from backbones import ConfigError
 from backbones.errors import check_choice, check_replaceable
 from projects_vil import data
 from projects_vil.checkpoint import BEST_CHECKPOINT, check_weights, checkpoints_of
-from projects_vil.config import CONFIG_FILE, check_device, is_panoptic, is_segmentor, updated, value_of
+from projects_vil.config import CONFIG_FILE, check_device, is_panoptic, is_segmentor, value_of, with_overrides
 from projects_vil.engine.hooks import RandomShift
 from projects_vil.engine.trainer import AMP_DTYPES
 from projects_vil.engine.writers import check_services
@@ -39,10 +39,9 @@ _RANGES: dict[str, tuple[float, float]] = {
     "MODEL.EMA.DECAY": (0, 1 - 1e-12),
     "MODEL.PIXEL_STD": (1e-30, math.inf),
     "MODEL.TRANSFORMER.FEATURE_REDRAW_PERIOD": (1, math.inf),
-    "MODEL.TRANSFORMER.RANDOM_SHIFT_UNTIL": (0, 1),
-    "SOLVER.ACCUMULATE": (0, math.inf),
+    "MODEL.TRANSFORMER.RANDOM_SHIFT_FRACTION": (0, 1),
     "SOLVER.BASE_LR": (1e-30, math.inf),
-    "SOLVER.CHECKPOINT_KEEP": (0, math.inf),
+    "SOLVER.CHECKPOINT_MAX_TO_KEEP": (0, math.inf),
     "SOLVER.CHECKPOINT_PERIOD": (1, math.inf),
     "SOLVER.CLIP_GRADIENTS.CLIP_VALUE": (1e-30, math.inf),
     "SOLVER.EARLY_STOPPING_PATIENCE": (0, math.inf),
@@ -51,7 +50,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "SOLVER.POLY_LR_POWER": (1e-30, math.inf),
     "SOLVER.WARMUP_FACTOR": (0, 1),
     "TEST.DETECTIONS_PER_IMAGE": (1, math.inf),
-    "TEST.DRAW_IMAGES": (0, 32),
+    "TEST.NUM_VISUALIZED_IMAGES": (0, 32),
     "TEST.EVAL_PERIOD": (0, math.inf),
 }
 _OTHER_FOLDER = "Choose another OUTPUT_DIR."
@@ -99,7 +98,7 @@ def check_setup(
             # As the trainer builds them, but without the warning of steps that are ignored.
             scaled = DefaultTrainer.auto_scale_workers(cfg, max(processes, 1))
             steps = [step for step in scaled.SOLVER.STEPS if step <= scaled.SOLVER.MAX_ITER]
-            build_lr_scheduler(updated(scaled, {"SOLVER.STEPS": steps}), build_optimizer(scaled, model))
+            build_lr_scheduler(with_overrides(scaled, {"SOLVER.STEPS": steps}), build_optimizer(scaled, model))
     if eval_only:
         resumes = resume and checkpoints_of(cfg.OUTPUT_DIR)
     else:
@@ -179,22 +178,27 @@ def _check_training(cfg: CfgNode, model: nn.Module, *, processes: int, on_gpu: b
         raise ConfigError("SOLVER.AMP.DTYPE float16 needs MODEL.DEVICE cuda: use bfloat16 on the CPU")
     # detectron2's trainer scales the batch with the processes where there is a reference.
     batch, divisor = solver.IMS_PER_BATCH, solver.REFERENCE_WORLD_SIZE or processes
-    if batch % (divisor * max(solver.ACCUMULATE, 1)):
+    steps = solver.GRADIENT_ACCUMULATION_STEPS
+    if steps != "auto" and not (isinstance(steps, int) and steps > 0):
         raise ConfigError(
-            f"SOLVER.IMS_PER_BATCH is {batch}: it must be a multiple of {divisor} processes times SOLVER.ACCUMULATE "
-            f"{solver.ACCUMULATE}"
+            f"SOLVER.GRADIENT_ACCUMULATION_STEPS is {steps!r}. Set it to a whole number from 1, or to 'auto'."
+        )
+    if batch % (divisor * (1 if steps == "auto" else steps)):
+        raise ConfigError(
+            f"SOLVER.IMS_PER_BATCH is {batch}. It must be a multiple of {divisor} (processes) x {steps} "
+            "(SOLVER.GRADIENT_ACCUMULATION_STEPS)."
         )
     size, limit = cfg.INPUT.LSJ.SIZE, max_input_side(model)
     if cfg.INPUT.AUGMENTATION != "default" and limit is not None and size > limit:
         raise ConfigError(
             f"INPUT.LSJ.SIZE is {size}, and the position tables end at MODEL.TRANSFORMER.MAX_IMG_SIZE {limit}"
         )
-    if transformer.RANDOM_SHIFT_UNTIL:
+    if transformer.RANDOM_SHIFT_FRACTION:
         if transformer.COMPILE:
             raise ConfigError(
-                "MODEL.TRANSFORMER.COMPILE with RANDOM_SHIFT_UNTIL would compile again for each shift: leave one out"
+                "MODEL.TRANSFORMER.COMPILE with RANDOM_SHIFT_FRACTION would compile again for each shift: leave one out"
             )
-        RandomShift(model, transformer.RANDOM_SHIFT_UNTIL)
+        RandomShift(model, transformer.RANDOM_SHIFT_FRACTION)
     if cfg.TEST.BEST_METRIC and cfg.DATASETS.TEST:
         check_metric(cfg)
     check_services(cfg)
@@ -227,8 +231,8 @@ def check_values(cfg: CfgNode) -> None:
     check_roi_heads(cfg)
     if is_panoptic(cfg) and not cfg.MODEL.MASK_ON:
         raise ConfigError("MODEL.MASK_ON is False, and a PanopticFPN combines masks with stuff: set it to True")
-    if cfg.SOLVER.SCALE_LR_TO_BATCH and cfg.SOLVER.REFERENCE_WORLD_SIZE:
-        raise ConfigError("SOLVER.SCALE_LR_TO_BATCH and SOLVER.REFERENCE_WORLD_SIZE both scale the learning rate")
+    if cfg.SOLVER.REFERENCE_BATCH_SIZE and cfg.SOLVER.REFERENCE_WORLD_SIZE:
+        raise ConfigError("SOLVER.REFERENCE_BATCH_SIZE and SOLVER.REFERENCE_WORLD_SIZE both scale the learning rate")
     if cfg.TEST.BEST_METRIC:
         _check_best_metric(cfg)
     if cfg.SOLVER.EARLY_STOPPING_PATIENCE and not (cfg.TEST.BEST_METRIC and cfg.TEST.EVAL_PERIOD):
@@ -248,8 +252,8 @@ def _check_best_metric(cfg: CfgNode) -> None:
             f"TEST.BEST_METRIC is {metric}: it must be {prefix}TASK/METRIC, as in metrics.json, where TASK is "
             f"{' or '.join(tasks)}"
         )
-    if task == LOSS_TASK and not cfg.TEST.LOSS:
-        raise ConfigError(f"TEST.BEST_METRIC {metric} needs TEST.LOSS True")
+    if task == LOSS_TASK and not cfg.TEST.VALIDATION_LOSS:
+        raise ConfigError(f"TEST.BEST_METRIC {metric} needs TEST.VALIDATION_LOSS True")
 
 
 def _tasks(cfg: CfgNode) -> list[str]:

@@ -117,7 +117,7 @@ class RandomShift(HookBase):
     def __init__(self, model: nn.Module, end_fraction: float) -> None:
         if not sample_shifts(model, seed=None):
             raise ConfigError(
-                f"MODEL.TRANSFORMER.RANDOM_SHIFT_UNTIL is {end_fraction}, and no stage has sliding_chunk attention"
+                f"MODEL.TRANSFORMER.RANDOM_SHIFT_FRACTION is {end_fraction}, and no stage has sliding_chunk attention"
             )
         self.model = model
         self.end_fraction = end_fraction

@@ -24,7 +24,7 @@ from torch.distributed import DistNetworkError, FileStore, PrefixStore, Store, T
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 
 from backbones import ConfigError
-from projects_vil.utils import handling_signals, hidden_main_module, removed_if_not_begun, terminate
+from projects_vil.utils import cleanup_on_failure, handling_signals, hidden_main_module, terminate
 
 # How long processes wait for each other, for example while rank 0 evaluates or reads the data.
 TIMEOUT = timedelta(minutes=30)
@@ -130,7 +130,7 @@ def launch(run: Callable[[argparse.Namespace], Any], args: argparse.Namespace, *
         SystemExit: with 128 and the number of the signal that stopped the run.
     """
     env = distributed_env()
-    with removed_if_not_begun(Path(output_dir)):
+    with cleanup_on_failure(Path(output_dir)):
         if number_of_processes(args) == 1:
             run(args)
         elif env is not None:
@@ -212,7 +212,7 @@ def _process_group(env: DistributedEnv, device: str, url: str, args: argparse.Na
     # Ray Train makes the group itself.
     is_ours = not torch.distributed.is_initialized()
     if is_ours:
-        store = _meet(env, url, getattr(args, "dist_timeout", START_TIMEOUT))
+        store = _rendezvous(env, url, getattr(args, "dist_timeout", START_TIMEOUT))
         options = {"store": store, "rank": env.rank, "world_size": env.world_size, "timeout": TIMEOUT}
         torch.distributed.init_process_group("nccl" if on_gpu else "gloo", **options)
     comm.create_local_process_group(env.local_world_size)
@@ -223,7 +223,7 @@ def _process_group(env: DistributedEnv, device: str, url: str, args: argparse.Na
         torch.distributed.destroy_process_group()
 
 
-def _meet(env: DistributedEnv, url: str, timeout: float) -> Store:
+def _rendezvous(env: DistributedEnv, url: str, timeout: float) -> Store:
     """Return a store for the processes of a run, once all have come.
 
     torchrun's store keeps the addresses of processes that it has started again since, and counts restarts on each

@@ -39,18 +39,18 @@ _OPTIONS = {
     "cudnn_benchmark": "CUDNN_BENCHMARK",
     "amp.enabled": "SOLVER.AMP.ENABLED",
     "amp.dtype": "SOLVER.AMP.DTYPE",
-    "accumulate": "SOLVER.ACCUMULATE",
-    "skip_diverged": "SOLVER.SKIP_DIVERGED",
+    "gradient_accumulation_steps": "SOLVER.GRADIENT_ACCUMULATION_STEPS",
+    "max_nonfinite_steps": "SOLVER.MAX_NONFINITE_STEPS",
     "ema.enabled": "MODEL.EMA.ENABLED",
     "ema.decay": "MODEL.EMA.DECAY",
     "checkpointer.period": "SOLVER.CHECKPOINT_PERIOD",
-    "checkpointer.max_to_keep": "SOLVER.CHECKPOINT_KEEP",
+    "checkpointer.max_to_keep": "SOLVER.CHECKPOINT_MAX_TO_KEEP",
     "eval_period": "TEST.EVAL_PERIOD",
     "best_metric": "TEST.BEST_METRIC",
     "early_stopping_patience": "SOLVER.EARLY_STOPPING_PATIENCE",
-    "draw_images": "TEST.DRAW_IMAGES",
+    "num_visualized_images": "TEST.NUM_VISUALIZED_IMAGES",
     "feature_redraw_period": "MODEL.TRANSFORMER.FEATURE_REDRAW_PERIOD",
-    "random_shift_until": "MODEL.TRANSFORMER.RANDOM_SHIFT_UNTIL",
+    "random_shift_fraction": "MODEL.TRANSFORMER.RANDOM_SHIFT_FRACTION",
 }
 _INVALID = (TypeError, ValueError, KeyError, IndexError, AttributeError, AssertionError, OmegaConfBaseException)
 
@@ -167,7 +167,7 @@ def lazy_options(cfg: DictConfig, model: nn.Module) -> CfgNode:
             except ValueError as error:
                 raise ConfigError(f"train.{name} is {value!r}: {one_line(error)}") from error
     options.MODEL.META_ARCHITECTURE = type(model).__name__
-    options.MODEL.TRANSFORMER.NAME = getattr(model.backbone.bottom_up, "variant", "")
+    options.MODEL.TRANSFORMER.VARIANT = getattr(model.backbone.bottom_up, "variant", "")
     if hasattr(model, "roi_heads"):
         options.MODEL.ROI_HEADS.NUM_CLASSES = model.roi_heads.num_classes
         options.MODEL.MASK_ON = model.roi_heads.mask_on

@@ -19,9 +19,9 @@ from torch import nn
 from backbones.checkpoint_files import atomic_write
 from backbones.errors import GENERATOR, check_replaceable
 from projects_vil.checkpoint import Checkpointer, checkpoints_of, remove_run
-from projects_vil.config import CONFIG_FILE, check_override_effects, choose_device, load_config, updated
+from projects_vil.config import CONFIG_FILE, check_override_effects, choose_device, load_config, with_overrides
 from projects_vil.data import read_datasets, register_datasets
-from projects_vil.engine.batch import choose_micro_batches
+from projects_vil.engine.auto_micro_batch import choose_micro_batches
 from projects_vil.engine.checks import check_output_dir, check_setup
 from projects_vil.engine.launch import check_processes, launch, number_of_processes
 from projects_vil.engine.trainer import Trainer
@@ -142,7 +142,7 @@ def train(
         values["SEED"] = comm.shared_random_seed()
     if is_new and cfg.OVERWRITE_OUTPUT_DIR and comm.is_main_process():
         remove_run(cfg.OUTPUT_DIR)
-    cfg = updated(cfg, values)
+    cfg = with_overrides(cfg, values)
     set_up_run(cfg, args)
     logger, solver = logging.getLogger(__name__), cfg.SOLVER
     if args.resume and is_new:
@@ -151,7 +151,7 @@ def train(
     if solver.WARMUP_ITERS >= solver.MAX_ITER:
         logger.warning("the learning rate never reaches SOLVER.BASE_LR: SOLVER.WARMUP_ITERS is SOLVER.MAX_ITER or more")
     logger.info(
-        f"training {cfg.MODEL.META_ARCHITECTURE} with {cfg.MODEL.TRANSFORMER.NAME} on {cfg.MODEL.DEVICE} in "
+        f"training {cfg.MODEL.META_ARCHITECTURE} with {cfg.MODEL.TRANSFORMER.VARIANT} on {cfg.MODEL.DEVICE} in "
         f"{comm.get_world_size()} process{'es' if comm.get_world_size() > 1 else ''}: {solver.MAX_ITER} iterations; "
         f"config, model and environment are in {cfg.OUTPUT_DIR}/log.txt"
     )

@@ -32,18 +32,18 @@ from backbones.attention.efficient import PerformerAttention
 from backbones.checkpoint_files import atomic_write
 from projects_vil import data, evaluation, solver
 from projects_vil.checkpoint import Checkpointer, fingerprint
-from projects_vil.config import one_line, updated
+from projects_vil.config import one_line, with_overrides
 from projects_vil.engine import hooks
 from projects_vil.engine.writers import MetricPrinter, MetricsFile, build_service_writers
 from projects_vil.evaluation import LOSS_TASK, split_metric_name, validation_loss, write_results
-from projects_vil.modeling import MicroBatches, avoid_waits, computing_in
+from projects_vil.modeling import MicroBatches, autocast_detector, avoid_waits
 from projects_vil.utils import read_json, stop_requests, terminate, terminating_between_calls
 from projects_vil.visualization import draw_evaluation
 
 AMP_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 # Keys of parameter groups that a resumed run takes from its config.
 _RATES = {"initial_lr": "learning rate", "weight_decay": "weight decay", "momentum": "momentum"}
-DIVERGED_FILE = "diverged.json"
+NONFINITE_FILE = "nonfinite.json"
 # Consecutive steps that the float16 loss scaler may skip: from any scale that it grows to, it is below 1 by then.
 MAX_OVERFLOWS = 32
 
@@ -52,13 +52,13 @@ class TrainStep(SimpleTrainer):
     """detectron2's step, with gradient accumulation and mixed precision, after which all weights are finite.
 
     Where a loss or the norm of the gradients is not finite, all processes skip the batch, or stop: weights, optimizer
-    and BatchNorm statistics stay as before the step. The images, losses and learning rate go to ``diverged.json``.
+    and BatchNorm statistics stay as before the step. The images, losses and learning rate go to ``nonfinite.json``.
     Gradients that overflow under the float16 loss scaler are not such a case: it lowers its scale.
 
     Args:
         model, data_loader, optimizer: as detectron2's; the optimizer raises FloatingPointError for gradients that are
             not finite (:func:`projects_vil.solver.clip_full_model`).
-        output_dir: of ``diverged.json``.
+        output_dir: of ``nonfinite.json``.
         accumulate: number of micro-batches of a batch; the gradients are those of the whole batch, as far as
             :class:`~projects_vil.modeling.MicroBatches` can compute them.
         precision: dtype of autocast, None for none; float16 scales the loss.
@@ -155,9 +155,9 @@ class TrainStep(SimpleTrainer):
             self.scaler.load_state_dict(state_dict["grad_scaler"])
 
     def start(self, iteration: int) -> None:
-        """Remove an iteration and later ones from ``diverged.json``: they are trained again."""
+        """Remove an iteration and later ones from ``nonfinite.json``: they are trained again."""
         if comm.is_main_process():
-            _write_diverged(self.output_dir / DIVERGED_FILE, before=iteration)
+            _write_nonfinite(self.output_dir / NONFINITE_FILE, before=iteration)
 
     def _backward(
         self, images: list[dict[str, Any]], batch: MicroBatches
@@ -258,20 +258,20 @@ class TrainStep(SimpleTrainer):
             "images": [{key: image.get(key) for key in ("image_id", "file_name")} for image in images],
         }
         processes = comm.gather(own)
-        path = self.output_dir / DIVERGED_FILE
+        path = self.output_dir / NONFINITE_FILE
         if comm.is_main_process():
             entry = {"iteration": iteration, "reason": reason, "learning_rate": rate, "is_skipped": is_skipped}
-            _write_diverged(path, before=iteration, new=[entry | {"processes": processes}])
+            _write_nonfinite(path, before=iteration, new=[entry | {"processes": processes}])
         # The first process that raises ends the others.
         comm.synchronize()
         message = f"diverged in iteration {iteration}: {reason} (learning rate {rate:g}, images and losses in {path})"
         if not is_skipped:
             raise ConfigError(
                 f"{message}; no weight has changed: --resume from the last checkpoint with a lower SOLVER.BASE_LR, or "
-                f"skip such batches with SOLVER.SKIP_DIVERGED {max(2 * self.max_skipped, 10)}"
+                f"skip such batches with SOLVER.MAX_NONFINITE_STEPS {max(2 * self.max_skipped, 10)}"
             )
         logging.getLogger(__name__).warning(
-            "%s; the batch is skipped, %d of SOLVER.SKIP_DIVERGED %d", message, self.skipped, self.max_skipped
+            "%s; the batch is skipped, %d of SOLVER.MAX_NONFINITE_STEPS %d", message, self.skipped, self.max_skipped
         )
 
     def _learning_rate(self) -> float:
@@ -426,9 +426,10 @@ class Trainer(DefaultTrainer):
         TrainerBase.__init__(self)
         if not logging.getLogger("detectron2").isEnabledFor(logging.INFO):
             setup_logger()
-        if not cfg.SOLVER.ACCUMULATE:
+        if cfg.SOLVER.GRADIENT_ACCUMULATION_STEPS == "auto":
             raise ConfigError(
-                "SOLVER.ACCUMULATE is 0: only tools/train_net.py and vil train choose it; give a number of 1 or more"
+                "SOLVER.GRADIENT_ACCUMULATION_STEPS is 'auto', which only 'vil train' and tools/train_net.py resolve. "
+                "Set it to a number."
             )
         self.cfg = cfg = self.auto_scale_workers(cfg, comm.get_world_size())
         model = self.build_model(cfg)
@@ -443,9 +444,9 @@ class Trainer(DefaultTrainer):
             self.build_train_loader(cfg),
             optimizer,
             output_dir=cfg.OUTPUT_DIR,
-            accumulate=options.ACCUMULATE,
+            accumulate=options.GRADIENT_ACCUMULATION_STEPS,
             precision=amp_dtype(options.AMP.DTYPE, on_gpu=on_gpu) if options.AMP.ENABLED else None,
-            max_skipped=options.SKIP_DIVERGED,
+            max_skipped=options.MAX_NONFINITE_STEPS,
         )
         if cfg.MODEL.EMA.ENABLED:
             self.averaged = hooks.ExponentialAverage(model, decay=cfg.MODEL.EMA.DECAY)
@@ -472,8 +473,8 @@ class Trainer(DefaultTrainer):
         options, test, transformer = self.cfg.SOLVER, self.cfg.TEST, self.cfg.MODEL.TRANSFORMER
         model, is_main, eval_period = unwrapped(self.model), comm.is_main_process(), test.EVAL_PERIOD
         before: list[HookBase] = [hooks.SeedIterations(), hooks.MetricsHistory()]
-        if transformer.RANDOM_SHIFT_UNTIL:
-            before.append(hooks.RandomShift(model, transformer.RANDOM_SHIFT_UNTIL))
+        if transformer.RANDOM_SHIFT_FRACTION:
+            before.append(hooks.RandomShift(model, transformer.RANDOM_SHIFT_FRACTION))
         if any(isinstance(module, PerformerAttention) for module in model.modules()):
             before.append(hooks.RedrawFeatures(transformer.FEATURE_REDRAW_PERIOD))
         before += [IterationTimer(), hooks.LRScheduler(scheduler=self.scheduler)]
@@ -483,7 +484,7 @@ class Trainer(DefaultTrainer):
         if self.averaged is not None:
             before.append(CallbackHook(after_step=Trainer._update_average))
         saving = hooks.PeriodicCheckpointer(
-            self.checkpointer, period=options.CHECKPOINT_PERIOD, max_to_keep=options.CHECKPOINT_KEEP
+            self.checkpointer, period=options.CHECKPOINT_PERIOD, max_to_keep=options.CHECKPOINT_MAX_TO_KEEP
         )
         self._saving, best = saving, None
         after: list[HookBase] = [EvalHook(eval_period, self._evaluate)]
@@ -541,7 +542,7 @@ class Trainer(DefaultTrainer):
             self.seed = contents.get("seed", self.seed)
             if self.cfg.SEED not in (-1, self.seed):
                 logger.warning("SEED is %d, and the resumed run has %d, which applies", self.cfg.SEED, self.seed)
-            self.cfg = updated(self.cfg, {"SEED": self.seed})
+            self.cfg = with_overrides(self.cfg, {"SEED": self.seed})
             restore_loss_normalizer(unwrapped(self.model), contents.get("loss_normalizers", []))
             self._is_unfinished = not contents.get("finished", True)
             logger.info("resuming %s at iteration %d", path, self.start_iter)
@@ -654,14 +655,15 @@ class Trainer(DefaultTrainer):
     def test(cls, cfg: CfgNode, model: nn.Module, evaluators: Any = None) -> OrderedDict:
         """Evaluate on ``DATASETS.TEST``, write ``OUTPUT_DIR/evaluation.json``, and draw a few images.
 
-        That file has dataset -> task -> metric; with ``TEST.LOSS`` the validation losses are a task of each dataset.
+        That file has dataset -> task -> metric. With ``TEST.VALIDATION_LOSS`` the validation losses are a task of each
+        dataset.
         """
         share_statistics(model)
         if cfg.TEST.AMP.ENABLED:
             logging.getLogger(__name__).info("evaluating with networks in bfloat16 (TEST.AMP)")
-        with computing_in(torch.bfloat16 if cfg.TEST.AMP.ENABLED else torch.float32, unwrapped(model)):
+        with autocast_detector(torch.bfloat16 if cfg.TEST.AMP.ENABLED else torch.float32, unwrapped(model)):
             results = super().test(cfg, model, evaluators)
-        for name in cfg.DATASETS.TEST if cfg.TEST.LOSS else ():
+        for name in cfg.DATASETS.TEST if cfg.TEST.VALIDATION_LOSS else ():
             dataset_results = results if len(cfg.DATASETS.TEST) == 1 else results[name]
             dataset_results[LOSS_TASK] = validation_loss(cfg, unwrapped(model), name)
         report_results(cfg, results, model=fingerprint(cfg, unwrapped(model)) if comm.is_main_process() else None)
@@ -679,7 +681,7 @@ def amp_dtype(name: str, *, on_gpu: bool) -> torch.dtype:
 
 
 def report_results(cfg: CfgNode, results: OrderedDict, *, model: str | None = None) -> None:
-    """In rank 0, write ``evaluation.json`` and draw ``TEST.DRAW_IMAGES`` images.
+    """In rank 0, write ``evaluation.json`` and draw ``TEST.NUM_VISUALIZED_IMAGES`` images.
 
     Args:
         cfg: names the datasets and the folder.
@@ -749,7 +751,7 @@ def _group_types(groups: Sequence[dict[str, Any]]) -> list[tuple[int, bool]]:
     return [(len(group["params"]), "betas" in group) for group in groups]
 
 
-def _write_diverged(path: Path, *, before: int, new: Sequence[dict[str, Any]] = ()) -> None:
+def _write_nonfinite(path: Path, *, before: int, new: Sequence[dict[str, Any]] = ()) -> None:
     """Keep the entries of a JSON list that are of earlier iterations, and add others; without any, no file."""
     old = read_json(path) if path.exists() else []
     entries = [*(entry for entry in old if entry["iteration"] < before), *new]

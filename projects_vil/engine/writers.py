@@ -121,7 +121,7 @@ class ServiceWriter(EventWriter):
 
 
 def wandb_writer(cfg: CfgNode) -> ServiceWriter:
-    """Start a run at Weights & Biases, in the project of ``LOGGING.WANDB``, configured by ``WANDB_...`` variables.
+    """Start a Weights & Biases run in the project ``LOGGING.WANDB_PROJECT``; ``WANDB_...`` variables configure it.
 
     A resumed run is a new run there, in the group of its ``OUTPUT_DIR``.
 
@@ -132,14 +132,14 @@ def wandb_writer(cfg: CfgNode) -> ServiceWriter:
 
     group, config = Path(cfg.OUTPUT_DIR).resolve().name, yaml.safe_load(cfg.dump())
     try:
-        run = wandb.init(project=cfg.LOGGING.WANDB, group=group, dir=cfg.OUTPUT_DIR, config=config)
+        run = wandb.init(project=cfg.LOGGING.WANDB_PROJECT, group=group, dir=cfg.OUTPUT_DIR, config=config)
     except wandb.errors.Error as error:
-        raise ConfigError(f"LOGGING.WANDB: {one_line(error)} (or set WANDB_MODE=offline)") from error
+        raise ConfigError(f"LOGGING.WANDB_PROJECT: {one_line(error)} (or set WANDB_MODE=offline)") from error
     return ServiceWriter(lambda values, iteration: run.log(values, step=iteration), run.finish)
 
 
 def mlflow_writer(cfg: CfgNode) -> ServiceWriter:
-    """Start a run of the MLflow experiment ``LOGGING.MLFLOW``, at ``MLFLOW_TRACKING_URI``.
+    """Start a run of the MLflow experiment ``LOGGING.MLFLOW_EXPERIMENT``, at ``MLFLOW_TRACKING_URI``.
 
     Raises:
         ConfigError: if the run cannot be created.
@@ -148,11 +148,11 @@ def mlflow_writer(cfg: CfgNode) -> ServiceWriter:
 
     client = mlflow.MlflowClient()
     try:
-        experiment = mlflow.set_experiment(cfg.LOGGING.MLFLOW).experiment_id
+        experiment = mlflow.set_experiment(cfg.LOGGING.MLFLOW_EXPERIMENT).experiment_id
         run_id = client.create_run(experiment, run_name=Path(cfg.OUTPUT_DIR).resolve().name).info.run_id
         client.log_text(run_id, cfg.dump(), "config.yaml")
     except mlflow.exceptions.MlflowException as error:
-        raise ConfigError(f"LOGGING.MLFLOW: {one_line(error)}") from error
+        raise ConfigError(f"LOGGING.MLFLOW_EXPERIMENT: {one_line(error)}") from error
 
     def log(values: dict[str, float], iteration: int) -> None:
         try:
@@ -170,7 +170,7 @@ def mlflow_writer(cfg: CfgNode) -> ServiceWriter:
     return ServiceWriter(log, close)
 
 
-_SERVICES = {"WANDB": ("wandb", wandb_writer), "MLFLOW": ("mlflow", mlflow_writer)}
+_SERVICES = {"WANDB_PROJECT": ("wandb", wandb_writer), "MLFLOW_EXPERIMENT": ("mlflow", mlflow_writer)}
 
 
 def check_services(cfg: CfgNode) -> None:

@@ -1,6 +1,6 @@
 """Export a trained detector, and check the file against detectron2's detector.
 
-:class:`projects_vil.export.detectors.ExportableDetector` defines the inputs and outputs of an exported detector; for
+:class:`projects_vil.export.traceable.ExportableDetector` defines the inputs and outputs of an exported detector; for
 someone without this repository, the metadata next to the file do. Resizing is the caller's; normalisation, score
 threshold, non-maximum suppression and the choice of the best are inside.
 """
@@ -18,16 +18,16 @@ from torch import Tensor, nn
 from backbones import ConfigError
 from backbones.errors import check_choice, check_replaceable
 from projects_vil.checkpoint import load_detector
-from projects_vil.config import updated
+from projects_vil.config import with_overrides
 from projects_vil.data import load_dataset, register_datasets
-from projects_vil.export.detectors import make_exportable
 from projects_vil.export.formats import FORMATS, check_format
 from projects_vil.export.images import comparison_images, example_image
 from projects_vil.export.metadata import check_sides, describe_model, digests_of, metadata_path, with_digest
 from projects_vil.export.parity import check_export
 from projects_vil.export.quantization import calibration_files, quantize
 from projects_vil.export.runtime import ExportedModel
-from projects_vil.utils import check_output_folder, deferred_signals, unfinished_folder
+from projects_vil.export.traceable import make_exportable
+from projects_vil.utils import atomic_folder, check_output_folder, deferred_signals
 
 # The types that the network is cast to; an int8 file is made from one in fp32.
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -105,7 +105,7 @@ def export_detector(
         raise ConfigError(f"TEST.DETECTIONS_PER_IMAGE is {fixed_number}: fixed_detections needs 1 or more")
     check_output_folder(output)
     compared = comparison_images(cfg, images, fixed=size)
-    reference, categories = load_detector(updated(cfg, {"MODEL.TRANSFORMER.COMPILE": False}), weights)
+    reference, categories = load_detector(with_overrides(cfg, {"MODEL.TRANSFORMER.COMPILE": False}), weights)
     network = cast_network(copy.deepcopy(reference), "fp32" if is_int8 else precision)
     exportable = make_exportable(network, batched=batched, fixed_number=fixed_number, size=size)
     facts = {"precision": precision, "input_dtype": input_dtype, "weights": weights, "opset": opset}
@@ -133,7 +133,7 @@ def export_detector(
     path = Path(output) / ("_".join(filter(None, parts)) + entry.suffix)
     if not metadata_path(path).exists():
         check_replaceable(path, advice="Choose another output directory.")
-    with unfinished_folder(path.parent) as unfinished:
+    with atomic_folder(path.parent) as unfinished:
         new = unfinished / path.name
         source = new.with_name(f"float{entry.suffix}") if is_int8 else new
         try:

@@ -37,7 +37,7 @@ from backbones import ConfigError
 from backbones.attention.chunks import copied_windows
 from backbones.errors import check_choice
 from backbones.layers.tracing import padding_to_multiple, static_size
-from projects_vil.export.detectors import ExportableDetector
+from projects_vil.export.traceable import ExportableDetector
 from projects_vil.modeling import LARGEST_BATCH, export_sides
 from projects_vil.utils import deferred_signals, handling_signals, terminate
 

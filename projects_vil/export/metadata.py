@@ -14,8 +14,8 @@ from backbones import ConfigError
 from backbones.errors import check_file
 from projects_vil.checkpoint import Categories, versions
 from projects_vil.config import detector_name
-from projects_vil.export.detectors import ExportableDetector
 from projects_vil.export.formats import FORMATS, OPSET, embedded_metadata
+from projects_vil.export.traceable import ExportableDetector
 from projects_vil.modeling import LARGEST_BATCH, export_sides
 from projects_vil.utils import parse_json, read_json
 

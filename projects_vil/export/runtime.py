@@ -9,9 +9,9 @@ from detectron2.structures import Boxes, Instances
 from torch import Tensor
 
 from backbones import ConfigError
-from projects_vil.export.detectors import unpad_detections
 from projects_vil.export.formats import format_of, load_model
 from projects_vil.export.metadata import check_input, read_metadata
+from projects_vil.export.traceable import unpad_detections
 
 
 class ExportedModel:

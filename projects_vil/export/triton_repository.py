@@ -5,7 +5,7 @@ from pathlib import Path
 
 from backbones import ConfigError
 from projects_vil.export.metadata import metadata_path
-from projects_vil.utils import unfinished_folder
+from projects_vil.utils import atomic_folder
 
 # The server joins requests for images of one size to batches of at most so many images.
 _MAX_BATCH_SIZE = 8
@@ -39,7 +39,7 @@ def write_triton_model(model: str | Path, folder: str | Path) -> None:
             sizes = ", ".join(str(size) if isinstance(size, int) else "-1" for size in tensor.shape[1:])
             dims = f"dims: [ {sizes} ]" if sizes else "dims: [ 1 ] reshape: { }"
             lines.append(f'{kind} {{ name: "{tensor.name}" data_type: {_TYPES[tensor.type]} {dims} }}')
-    with unfinished_folder(Path(folder).parent) as unfinished:
+    with atomic_folder(Path(folder).parent) as unfinished:
         new = unfinished / "model"
         (new / "1").mkdir(parents=True)
         (new / "config.pbtxt").write_text("\n".join(lines) + "\n")

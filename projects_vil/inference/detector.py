@@ -30,8 +30,8 @@ from projects_vil.config import CONFIG_FILE, choose_device, first_of, load_confi
 from projects_vil.data import register_datasets
 from projects_vil.export import is_exported
 from projects_vil.inference.hub import HubMixin
+from projects_vil.inference.image_loading import ImageBatches, ImageSource, Loaded, Runner, Skipped, Video, read_ahead
 from projects_vil.inference.runners import EagerRunner, ExportedRunner, encode_masks, to_host
-from projects_vil.inference.sources import ImageBatches, ImageSource, Loaded, Runner, Skipped, Video, read_ahead
 from projects_vil.visualization import DRAW_THRESHOLD, draw_instances
 
 LABEL_SIDE = 1000  # longer side in pixels above which labels grow with the image

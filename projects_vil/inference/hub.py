@@ -21,7 +21,7 @@ from projects_vil.config import CONFIG_FILE, default_config
 from projects_vil.evaluation import EVALUATED_MODEL_FILE, EVALUATION_FILE, read_results, results_as_files
 from projects_vil.export import describe_report
 from projects_vil.inference.runners import EagerRunner, ExportedRunner
-from projects_vil.utils import read_json, unfinished_folder
+from projects_vil.utils import atomic_folder, read_json
 
 T = TypeVar("T", bound="HubMixin")
 CARD_FILE = "README.md"
@@ -89,7 +89,7 @@ class HubMixin:
         )
         try:
             # All files are complete before the first one is replaced.
-            with unfinished_folder(folder) as unfinished:
+            with atomic_folder(folder) as unfinished:
                 for name, text in texts.items():
                     (unfinished / name).write_text(text, encoding="utf-8")
                 contents = {"model": runner.detector.state_dict(), METADATA_KEY: metadata.to_dict()}

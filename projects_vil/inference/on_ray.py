@@ -18,10 +18,10 @@ import numpy as np
 
 from backbones import ConfigError
 from projects_vil.export import is_exported
-from projects_vil.inference import inputs
+from projects_vil.inference import image_listing
 from projects_vil.inference.detector import Detector
-from projects_vil.inference.parts import check_same, identity_of, row_of, table_of
-from projects_vil.inference.sources import LOOKAHEAD_IMAGES, ImageBatches
+from projects_vil.inference.image_loading import LOOKAHEAD_IMAGES, ImageBatches
+from projects_vil.inference.parquet_writer import check_same, identity_of, row_of, table_of
 
 try:
     import pyarrow as pa
@@ -44,8 +44,8 @@ def predict_on_ray(
 ) -> dict[str, int]:
     """Detect objects in any number of images on the Ray cluster at ``RAY_ADDRESS``, or on one that is started here.
 
-    ``output`` gets Parquet files with the rows of :func:`~projects_vil.inference.parts.predict_parts`, in any order.
-    Images that have a row there are left out, so that a run that was ended, or lost files, is completed by another.
+    ``output`` gets Parquet files with the rows of :func:`~projects_vil.inference.parquet_writer.predict_parts`, in any
+    order. Images that have a row there are skipped: run the same command again to complete an interrupted run.
 
     Args:
         model: what ``Detector.load`` takes; all machines must have it, and the images, at the same path or URL.
@@ -67,7 +67,7 @@ def predict_on_ray(
         ConfigError: for invalid arguments, an input without images, and an output of another model.
     """
     model, source, output = str(model), str(source), Path(output).absolute()
-    next(inputs.find_images(source, exclude=output, column=column))
+    next(image_listing.find_images(source, exclude=output, column=column))
     given = list(options.pop("overrides", ()))
     device = options.get("device") or dict(zip(given[::2], given[1::2], strict=False)).get("MODEL.DEVICE", "cuda")
     can_use_gpu = str(device) != "cpu" and not is_exported(options.get("weights") or model)
@@ -108,7 +108,7 @@ class _Worker:
 
     def __call__(self, table: pa.Table) -> Iterator[pa.Table]:
         named = zip(*(map(os.fsdecode, table[name].to_pylist()) for name in ("name", "place")), strict=True)
-        images = (image for image in inputs.images_of(named) if not self._is_finished(image.name))
+        images = (image for image in image_listing.images_of(named) if not self._is_finished(image.name))
         while window := list(itertools.islice(images, LOOKAHEAD_IMAGES)):
             batches = self.detector.detect(ImageBatches(window), batch_size=self.batch_size)
             rows = {item.index: row_of(item, found) for batch in batches for item, found in batch}
@@ -122,21 +122,21 @@ class _Worker:
 
 def _places(source: str, output: Path, column: str | None, *, rows: int) -> "tuple[ray.data.Dataset, int]":
     """Return names and places of images in blocks of so many, or of tar files in blocks of one, and the number."""
-    named = inputs.named_places(source, os.path.realpath(output), column)
+    named = image_listing.named_places(source, os.path.realpath(output), column)
     first = next(named)
-    if inputs.suffix_of(source) in inputs.LISTS:
-        lists = (_listed(place, column) for place in inputs.expand_braces(source))
+    if image_listing.suffix_of(source) in image_listing.LISTS:
+        lists = (_listed(place, column) for place in image_listing.expand_braces(source))
         dataset = functools.reduce(ray.data.Dataset.union, lists)
     else:
         dataset = ray.data.from_arrow(_table([first, *named]))
-    rows = 1 if inputs.suffix_of(first[1]) == inputs.TAR else rows
+    rows = 1 if image_listing.suffix_of(first[1]) == image_listing.TAR else rows
     return dataset.repartition(target_num_rows_per_block=rows), rows
 
 
 def _listed(place: str, column: str | None) -> "ray.data.Dataset":
-    readers, suffix = {".txt": ray.data.read_text, ".csv": ray.data.read_csv}, inputs.suffix_of(place)
+    readers, suffix = {".txt": ray.data.read_text, ".csv": ray.data.read_csv}, image_listing.suffix_of(place)
     listed, folder = readers.get(suffix, ray.data.read_parquet)(place), os.path.dirname(place)
-    first = (name for name in inputs.COLUMNS if name in listed.columns())
+    first = (name for name in image_listing.COLUMNS if name in listed.columns())
     column = "text" if suffix == ".txt" else column or next(first)
 
     def to_places(batch: pa.Table) -> pa.Table:

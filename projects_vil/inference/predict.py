@@ -30,8 +30,8 @@ from projects_vil.config import default_config
 from projects_vil.data import describe_classes, load_dataset, match_all_classes, register_datasets
 from projects_vil.export import ExportedModel
 from projects_vil.inference.detector import Detector, check_threshold
-from projects_vil.inference.inputs import check_column, find_images, is_stream, is_video
-from projects_vil.inference.sources import ImageBatches, ImageSource, Skipped, Video
+from projects_vil.inference.image_listing import check_column, find_images, is_stream, is_video
+from projects_vil.inference.image_loading import ImageBatches, ImageSource, Skipped, Video
 from projects_vil.utils import stop_requests
 from projects_vil.visualization import DRAW_THRESHOLD, write_image
 
@@ -103,8 +103,8 @@ def predict(
 
     Args:
         detector: any; a batched export for several images at once.
-        source: what :func:`~projects_vil.inference.inputs.find_images` takes, a video (by its suffix), or a string: the
-            number of a camera, or the URL of a video or stream that OpenCV opens.
+        source: what :func:`~projects_vil.inference.image_listing.find_images` takes, a video (by its suffix), or a
+            string: the number of a camera, or the URL of a video or stream that OpenCV opens.
         output: folder for the results.
         batch_size: maximum number of images at once.
         annotations: COCO file of the folder's images: only its images, in its order, with its ids.

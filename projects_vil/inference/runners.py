@@ -19,7 +19,7 @@ from projects_vil.checkpoint import known_categories, load_detector
 from projects_vil.config import DETECTORS, detector_name
 from projects_vil.data import size_for_testing
 from projects_vil.export import ExportedModel, letterbox_size, pad_image, to_instances
-from projects_vil.modeling import add_tta, avoid_waits, computing_in, max_input_side
+from projects_vil.modeling import add_tta, autocast_detector, avoid_waits, max_input_side
 
 DTYPES = ("float32", "bfloat16", "float16")
 MASK_PIXELS = 2**27  # of masks that are encoded at once, a byte each and some for copies
@@ -99,7 +99,7 @@ class EagerRunner:
             {"image": image, "height": height, "width": width}
             for image, (height, width) in zip(images, sizes, strict=True)
         ]
-        with computing_in(self.dtype, self.detector):
+        with autocast_detector(self.dtype, self.detector):
             return [output["instances"] for output in self.model(inputs)]
 
 

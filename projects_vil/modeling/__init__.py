@@ -5,9 +5,9 @@ from projects_vil.modeling.backbone import (
     MAX_EXPORT_SIDE,
     MIN_EXPORT_SIDE,
     TransformerBackbone,
+    autocast_detector,
     build_on_meta,
     build_transformer_backbone,
-    computing_in,
     export_sides,
     max_input_side,
     stage_channels,
@@ -15,6 +15,6 @@ from projects_vil.modeling.backbone import (
 )
 from projects_vil.modeling.micro_batches import MicroBatches
 from projects_vil.modeling.roi_heads import check_roi_heads
-from projects_vil.modeling.test_time_augmentation import add_tta
+from projects_vil.modeling.sync_free import avoid_waits
 from projects_vil.modeling.timm_backbone import TimmBackbone
-from projects_vil.modeling.waits import avoid_waits
+from projects_vil.modeling.tta import add_tta

@@ -22,7 +22,7 @@ from backbones import ConfigError, create_backbone
 from backbones.backbone import ATTENTION_BACKENDS
 from backbones.build import OPTIONS, get_variant
 from backbones.errors import check_choice
-from projects_vil.config import config_items, updated
+from projects_vil.config import config_items, with_overrides
 from projects_vil.modeling.timm_backbone import TIMM_PREFIX, TIMM_STAGES, TimmBackbone
 
 _logger = logging.getLogger(__name__)
@@ -86,22 +86,22 @@ def build_transformer_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> Transfor
     """Build the bottom-up backbone of ``MODEL.TRANSFORMER``, which may be a model of timm."""
     node, in_features = cfg.MODEL.TRANSFORMER, list(cfg.MODEL.FPN.IN_FEATURES)
     out_features = list(node.OUT_FEATURES) or in_features
-    with _naming("MODEL.TRANSFORMER.NAME"):
-        stages = stage_names(node.NAME)
+    with _naming("MODEL.TRANSFORMER.VARIANT"):
+        stages = stage_names(node.VARIANT)
     for key, names, available in (
         ("MODEL.TRANSFORMER.OUT_FEATURES", node.OUT_FEATURES, stages),
         ("MODEL.FPN.IN_FEATURES", in_features, [name for name in out_features if name in stages]),
     ):
         unknown = [name for name in names if name not in available]
         if unknown:
-            raise ConfigError(f"{key} has {unknown[0]}: {node.NAME} returns {', '.join(available)}")
+            raise ConfigError(f"{key} has {unknown[0]}: {node.VARIANT} returns {', '.join(available)}")
     if not in_features:
         raise ConfigError("MODEL.FPN.IN_FEATURES is empty: name the stages that feed FPN")
     check_choice("MODEL.TRANSFORMER.ATTENTION_BACKEND", node.ATTENTION_BACKEND, ATTENTION_BACKENDS)
-    is_timm = node.NAME.startswith(TIMM_PREFIX)
+    is_timm = node.VARIANT.startswith(TIMM_PREFIX)
     with _naming("MODEL.TRANSFORMER"):
         backbone = (TimmBackbone if is_timm else TransformerBackbone)(
-            node.NAME,
+            node.VARIANT,
             out_features=out_features,
             freeze_at=cfg.MODEL.BACKBONE.FREEZE_AT,
             drop_path_rate=node.DROP_PATH,
@@ -111,12 +111,12 @@ def build_transformer_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> Transfor
             attention=list(node.ATTENTION) or None,
             attention_mode=node.ATTENTION_MODE or None,
             global_tokens=list(node.GLOBAL_TOKENS) or None,
-            window_size=list(node.WINDOW_SIZE) or None,
-            rank=list(node.RANK) or None,
+            chunk_size=list(node.CHUNK_SIZE) or None,
+            projection_rank=list(node.PROJECTION_RANK) or None,
             shared_projections=node.SHARED_PROJECTIONS,
-            merging=node.MERGING or None,
-            batch_norm=node.BATCH_NORM or None,
-            position_resizing=node.POSITION_RESIZING or None,
+            token_merging=node.TOKEN_MERGING or None,
+            norm=node.NORM or None,
+            position_interpolation=node.POSITION_INTERPOLATION or None,
         )
     if node.COMPILE:
         _logger.info("MODEL.TRANSFORMER.COMPILE: the first call of the backbone compiles it, which takes minutes")
@@ -264,7 +264,7 @@ def build_on_meta(cfg: CfgNode) -> nn.Module:
     Raises:
         ConfigError: if a key has a value with which it cannot be built.
     """
-    cfg = updated(cfg, {"MODEL.DEVICE": "meta"})
+    cfg = with_overrides(cfg, {"MODEL.DEVICE": "meta"})
     try:
         with torch.device("meta"):
             return build_model(cfg)
@@ -306,12 +306,12 @@ def export_sides(detector: nn.Module) -> tuple[int, int]:
 
 def max_input_side(detector: nn.Module) -> int | None:
     """Return the longest side of images, in pixels, that absolute positions allow; None if there is no limit."""
-    has_tables = any(getattr(module, "resizing", None) == "load" for module in detector.modules())
+    has_tables = any(getattr(module, "resizing", None) == "once" for module in detector.modules())
     return detector.backbone.bottom_up.options["max_img_size"] if has_tables else None
 
 
 @contextlib.contextmanager
-def computing_in(dtype: torch.dtype, detector: nn.Module) -> Iterator[None]:
+def autocast_detector(dtype: torch.dtype, detector: nn.Module) -> Iterator[None]:
     """Compute a detector's backbone and the layers of its heads but the last by autocast, and the rest in float32."""
     parts = [part for name, part in detector.named_modules() if re.fullmatch(_SIXTEEN_BIT, name)]
     with contextlib.ExitStack() as stack:

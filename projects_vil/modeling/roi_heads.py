@@ -14,7 +14,7 @@ from projects_vil.config import is_point_rend
 class AnyBatchPointRendMaskHead(PointRendMaskHead):
     """detectron2's head with losses of 0 for batches without objects, in which it fails.
 
-    Crops can leave such a batch in any dataset, and ``TEST.LOSS`` evaluates images one by one.
+    Crops can leave such a batch in any dataset, and ``TEST.VALIDATION_LOSS`` evaluates images one by one.
     """
 
     def _sample_train_points(self, coarse_mask: Tensor, instances: list[Instances]) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ TIMM_PREFIX = "timm:"
 TIMM_STAGES = {"stage1": 4, "stage2": 8, "stage3": 16, "stage4": 32}
 # For images of any size, and, as in Swin's own detectors, windows that are shifted in the last stage too.
 _ANY_SIZE = {"strict_img_size": False, "always_partition": True}
-_BATCH_NORMS = {"batch": lambda net: net, "frozen": freeze_batch_norm_2d, "sync": convert_sync_batchnorm}
+_BATCH_NORMS = {"BN": lambda net: net, "FrozenBN": freeze_batch_norm_2d, "SyncBN": convert_sync_batchnorm}
 
 
 class TimmBackbone(Backbone):
@@ -35,7 +35,7 @@ class TimmBackbone(Backbone):
         drop_path_rate: timm's rate of stochastic depth.
         activation_checkpointing: compute activations again in the backward pass.
         attention_backend: ``"auto"`` or ``"sdpa"``: timm's attention is PyTorch's.
-        batch_norm: ``"batch"`` (None too), ``"frozen"`` or ``"sync"``.
+        norm: ``"BN"`` (None too), ``"FrozenBN"`` or ``"SyncBN"``.
         options: those of other backbones; they must be None.
 
     Raises:
@@ -52,14 +52,14 @@ class TimmBackbone(Backbone):
         drop_path_rate: float = 0.0,
         activation_checkpointing: bool = False,
         attention_backend: str = "auto",
-        batch_norm: str | None = None,
+        norm: str | None = None,
         **options: object,
     ) -> None:
         super().__init__()
         for option in (option for option, value in options.items() if value is not None):
-            raise ConfigError(f"{name} has no option {option}: a model of timm has only batch_norm")
+            raise ConfigError(f"{name} has no option {option}: a model of timm has only norm")
         check_choice("attention_backend", attention_backend, ("auto", "sdpa"))
-        check_choice("batch_norm", batch_norm or "batch", _BATCH_NORMS)
+        check_choice("norm", norm or "BN", _BATCH_NORMS)
         if not 0 <= freeze_at <= len(TIMM_STAGES):
             raise ConfigError(f"MODEL.BACKBONE.FREEZE_AT is {freeze_at}: {name} has {len(TIMM_STAGES)} stages")
         self.variant, self.name = name, name.removeprefix(TIMM_PREFIX)
@@ -76,10 +76,10 @@ class TimmBackbone(Backbone):
             probe = _create(name, out_indices=list(indices.values()), **self.options)
             frozen = _parameters_before(probe, freeze_at, name)
         self.net = _create(name, out_indices=[indices[stage] for stage in self.stages], **self.options)
-        if batch_norm is not None:
+        if norm is not None:
             if not any(isinstance(module, nn.BatchNorm2d) for module in self.net.modules()):
-                raise ConfigError(f"{name} has no BatchNorm: leave out batch_norm")
-            self.net = _BATCH_NORMS[batch_norm](self.net)
+                raise ConfigError(f"{name} has no BatchNorm: leave out norm")
+            self.net = _BATCH_NORMS[norm](self.net)
         if activation_checkpointing:
             try:
                 self.net.model.set_grad_checkpointing(True)

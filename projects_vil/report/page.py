@@ -248,7 +248,9 @@ def _render(run: RunFolder, datasets: list[dict[str, Any]]) -> str:
     defaults = dict(config_items(default_config()))
     values = [(key, value) for key, value in config_items(run.cfg) if not isinstance(value, CfgNode)]
     times = [line["time"] for line in run.metrics if line.get("time", 0) > 0]
-    title = f"{detector_name(run.cfg)} with {run.cfg.MODEL.TRANSFORMER.NAME}" if run.cfg else run.folder.resolve().name
+    title = (
+        f"{detector_name(run.cfg)} with {run.cfg.MODEL.TRANSFORMER.VARIANT}" if run.cfg else run.folder.resolve().name
+    )
     return environment.get_template("page.html").render(
         generator=GENERATOR,
         run=run,

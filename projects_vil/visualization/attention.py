@@ -63,7 +63,7 @@ def attention_weights(module: nn.Module, tokens: Tensor, size: tuple[int, int], 
         gradients = torch.autograd.grad(head_channel, [leaf for _, leaf in used], materialize_grads=True)
     weights = defaultdict(list)  # layer -> (M, L) of each of its calls
     for (name, _), gradient in zip(used, gradients, strict=True):
-        values = gradient.flatten(0, -2)[:, -module.projection.in_features :]
+        values = gradient.flatten(0, -2)[:, -module.proj.in_features :]
         weights[name].append(values.unflatten(1, (module.num_heads, -1))[:, :, 0].T)
 
     direct = spread = tokens.new_zeros(module.num_heads, height * width)
@@ -106,7 +106,7 @@ def _values_as_leaves(module: nn.Module) -> Iterator[tuple[dict[str, list[Tensor
         for name, layer in module.named_children():
             if name in (*_VALUE_LAYERS, _SCORE_LAYER):
                 hooks.enter_context(layer.register_forward_hook(detach(name)))
-        keep = module.projection.register_forward_pre_hook(lambda layer, inputs: outputs.append(inputs[0]))
+        keep = module.proj.register_forward_pre_hook(lambda layer, inputs: outputs.append(inputs[0]))
         hooks.enter_context(keep)
         yield leaves, outputs
 

@@ -111,7 +111,7 @@ def draw_attention(
         raise ConfigError(f"stage {stage} attends only to its global tokens: there are no weights on the image")
     keys = "reduced feature map" if isinstance(module, SpatialReductionAttention) else "projected keys"
     figure = plot_attention(attention, pixels, stride, token, keys=keys)
-    path, variant = Path(image_file), cfg.MODEL.TRANSFORMER.NAME
+    path, variant = Path(image_file), cfg.MODEL.TRANSFORMER.VARIANT
     figure.suptitle(f"{path.name}: stage {stage}, block {block}, {type(module).__name__}, point {point[0]} {point[1]}")
     name = f"{path.stem}_{variant}_stage{stage}_block{block}_{point[0]}_{point[1]}.png"
     return _write(figure, Path(output) / name)

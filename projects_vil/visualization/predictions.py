@@ -13,7 +13,7 @@ from detectron2.data import MetadataCatalog
 from detectron2.structures import BitMasks, BoxMode
 
 from backbones.errors import ConfigError, check_whole
-from projects_vil.config import is_panoptic, is_segmentor, updated
+from projects_vil.config import is_panoptic, is_segmentor, with_overrides
 from projects_vil.data import IGNORED_LABEL, build_train_loader, label_reader, load_dataset, read_image
 from projects_vil.evaluation import EVALUATION_FILE
 from projects_vil.utils import check_output_folder, read_json
@@ -85,19 +85,19 @@ def draw_results(
 
 
 def draw_evaluation(cfg: CfgNode, *, name: str) -> list[Path]:
-    """Draw ``TEST.DRAW_IMAGES`` images of each test set into ``OUTPUT_DIR/drawings/DATASET_NAME.jpg``.
+    """Draw ``TEST.NUM_VISUALIZED_IMAGES`` images of each test set into ``OUTPUT_DIR/drawings/DATASET_NAME.jpg``.
 
     The images are the same at each evaluation. A drawing that fails is logged as a warning, and the run goes on.
     """
     output, paths = Path(cfg.OUTPUT_DIR), []
-    for dataset in cfg.DATASETS.TEST if cfg.TEST.DRAW_IMAGES else ():
+    for dataset in cfg.DATASETS.TEST if cfg.TEST.NUM_VISUALIZED_IMAGES else ():
         if MetadataCatalog.get(dataset).get("evaluator_type") not in ("coco", "coco_panoptic_seg", "sem_seg"):
             continue
         path = output / DRAWINGS_FOLDER / f"{dataset}_{name}.jpg"
         try:
             records = load_dataset(cfg, [dataset], train=False)
             file = predictions_file(output, dataset)
-            draw_results(dataset, records, file, path, num_images=cfg.TEST.DRAW_IMAGES)
+            draw_results(dataset, records, file, path, num_images=cfg.TEST.NUM_VISUALIZED_IMAGES)
         except (ConfigError, OSError) as error:
             logging.getLogger(__name__).warning("%s cannot be drawn: %s", dataset, error)
         else:
@@ -147,7 +147,7 @@ def draw_samples(cfg: CfgNode, output: str | Path, *, number: int = 16, seed: in
     if earlier:
         raise ConfigError(f"{output} has drawings of an earlier call ({earlier[0].name}): choose another folder")
     # The samples do not depend on it.
-    loader = build_train_loader(updated(cfg, {"DATALOADER.NUM_WORKERS": 0}))
+    loader = build_train_loader(with_overrides(cfg, {"DATALOADER.NUM_WORKERS": 0}))
     loader.start(seed=seed, iteration=0)
     paths = []
     for index, sample in enumerate(islice(chain.from_iterable(loader), number)):

@@ -174,7 +174,7 @@ class FullAttention(nn.Module):
         self.num_heads = num_heads
         self.query = nn.Linear(dim, dim, bias=False)
         self.key_value = nn.Linear(dim, 2 * dim, bias=False)
-        self.projection = nn.Linear(dim, dim, bias=False)
+        self.proj = nn.Linear(dim, dim, bias=False)
 
     def forward(self, tokens: Tensor, past: Tensor, *_: None) -> Tensor:
         """(B, N, C) and (B, L, C), L of 0 or more -> (B, N, C)"""
@@ -185,7 +185,7 @@ class FullAttention(nn.Module):
         # Without a memory the fused kernel needs no mask.
         mask = tokens.new_ones((number, num_past + number), dtype=torch.bool).tril(num_past) if num_past else None
         output = pytorch_attention(query, key, value, attn_mask=mask, is_causal=mask is None)
-        return self.projection(merge_heads(output))
+        return self.proj(merge_heads(output))
 
 
 class FullAttentionLM(nn.Module):

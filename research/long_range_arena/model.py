@@ -20,7 +20,7 @@ class FullAttention(nn.Module):
         self.query = nn.Linear(dim, dim)
         self.key = nn.Linear(dim, dim)
         self.value = nn.Linear(dim, dim)
-        self.projection = nn.Linear(dim, dim)
+        self.proj = nn.Linear(dim, dim)
 
     def forward(self, tokens: Tensor, class_token: None, mask: Tensor | None) -> tuple[Tensor, None]:
         """(B, N, C) and a mask (B, N) or None -> the update (B, N, C), and None: the class token is a token here."""
@@ -28,7 +28,7 @@ class FullAttention(nn.Module):
         keys_mask = None if mask is None else mask[:, None, None]
         rate = self.dropout if self.training else 0.0
         update = pytorch_attention(query, key, value, attn_mask=keys_mask, dropout_p=rate)
-        return self.projection(merge_heads(update)), class_token
+        return self.proj(merge_heads(update)), class_token
 
 
 class FullAttentionEncoder(nn.Module):

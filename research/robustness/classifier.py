@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from backbones import ConfigError
 from backbones.build import get_variant
 from backbones.checkpoint_files import read_checkpoint, state_dict_of
-from backbones.convert import recognise
+from backbones.convert import detect_format
 from projects_vil.checkpoint import METADATA_KEY, convert_official, is_classifier, named_variant
 
 # The key of the averaged weights in checkpoints of timm's train.py.
@@ -117,7 +117,7 @@ def _table_size(state_dict: Mapping[str, Tensor], variant: str) -> tuple[int, in
 
     Newer scripts of timm make the tables for ``--img-size``, older ones for the variant's own size.
     """
-    step = get_variant(variant).steps[0]
+    step = get_variant(variant).downsample_factors[0]
     rows, cols = (state_dict.get(f"backbone.stages.0.positions.{leaf}") for leaf in ("rows", "cols"))
     return None if rows is None or cols is None else (len(rows) * step, len(cols) * step)
 
@@ -128,7 +128,7 @@ def _weights(
     """Return the state dict of timm's model, the options that an official file needs, and a description of the file."""
     if averaged and _AVERAGED not in contents:
         raise ConfigError("it has no averaged weights: timm's train.py saves them with --model-ema")
-    official = recognise(contents)
+    official = detect_format(contents)
     if official is not None:
         if not official.classifier:
             raise ConfigError(f"it is of {official.project} and has no classification head")

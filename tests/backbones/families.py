@@ -15,9 +15,9 @@ CVT = CvTVariant((CvTStage(1, 4, 1, 5, 4), CvTStage(2, 8, 2, 3, 3), CvTStage(1, 
 LITS = {
     "absolute": TI,
     "relative": S,
-    "absolute_uniform": TI.with_options(merging="uniform"),
-    "relative_uniform": S.with_options(merging="uniform"),
-    "frozen": S.with_options(batch_norm="frozen"),
+    "absolute_uniform": TI.with_options(token_merging="uniform"),
+    "relative_uniform": S.with_options(token_merging="uniform"),
+    "frozen": S.with_options(norm="FrozenBN"),
 }
 VARIANTS: dict[str, Variant] = (
     {f"vil_{family}": small_variant(**options) for family, options in FAMILIES.items()}

@@ -40,7 +40,7 @@ def attention_inputs(
     height: int,
     width: int,
     *,
-    window_size: int = 3,
+    chunk_size: int = 3,
     num_global: int = 0,
     local_bias: bool = False,
     global_bias: bool = False,
@@ -59,7 +59,7 @@ def attention_inputs(
     if num_global:
         inputs |= {name: normal(batch, heads, num_global, channels) for name in ("global_key", "global_value")}
     if local_bias:
-        inputs["local_bias"] = normal(heads, window_size**2, 9 * window_size**2)
+        inputs["local_bias"] = normal(heads, chunk_size**2, 9 * chunk_size**2)
     if global_bias:
         inputs["global_bias"] = normal(heads, num_global)
     return inputs
@@ -160,7 +160,9 @@ def small_variant(
     sizes = ((1, 4, 1, 4), (2, 2, 2, 8), (1, 2, 2, 8), (1, 2, 4, 16))
     mechanisms = (attention,) * 4 if isinstance(attention, str) else attention
     stages = (
-        ViLStage(n, p, h, d, attention=mechanism, window_size=3, rank=2, num_features=num_features, reduction=ratio)
+        ViLStage(
+            n, p, h, d, attention=mechanism, chunk_size=3, projection_rank=2, num_features=num_features, reduction=ratio
+        )
         for (n, p, h, d), mechanism, ratio in zip(sizes, mechanisms, reduction, strict=True)
     )
     return ViLVariant(tuple(stages), relative_bias=relative_bias).with_options(**options)

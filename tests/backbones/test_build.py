@@ -77,7 +77,7 @@ def test_sizes_of_vil():
         variant = get_variant(name)
         assert [(s.depth, s.patch_size, s.heads, s.dim) for s in variant.stages] == stages, name
         assert [s.global_tokens for s in variant.stages] == [1] * (len(stages) - 1) + [0]
-        assert {(s.window_size, s.attention) for s in variant.stages} == {(7, "sliding_chunk")}
+        assert {(s.chunk_size, s.attention) for s in variant.stages} == {(7, "sliding_chunk")}
         assert (variant.attention_mode, variant.shared_projections, variant.relative_bias) == ("zero_pad", True, False)
         assert get_variant(f"{name}_rpb") == dataclasses.replace(variant, relative_bias=True)
     for name, sizes in (("evit_full_16_tiny", (3, 192)), ("evit_full_16_small", (6, 384))):
@@ -108,7 +108,7 @@ def test_epsilon_of_layer_norms(name, expected):
 def test_parameter_counts_with_uniform_merging():
     """LIT Table 3, starred rows: without the head, and rounded down; published.yaml has the others."""
     for name, millions in (("lit_ti", 19), ("lit_s", 27)):
-        model = meta(create_classifier, name, merging="uniform")
+        model = meta(create_classifier, name, token_merging="uniform")
         assert int((count(model.parameters()) - count(model.head.parameters())) / 1e6) == millions, name
 
 
@@ -151,19 +151,19 @@ def test_initial_values():
 
 
 def test_options():
-    options = {"window_size": (3, 4, 5, 6), "global_tokens": 2, "attention_mode": "cyclic", "shared_projections": False}
+    options = {"chunk_size": (3, 4, 5, 6), "global_tokens": 2, "attention_mode": "cyclic", "shared_projections": False}
     options |= {"drop_path_rate": 0.1, "activation_checkpointing": True, "attention_backend": "reference"}
     model = meta(create_backbone, DEMO, **options)
-    for stage, window_size in zip(model.stages, (3, 4, 5, 6), strict=True):
+    for stage, chunk_size in zip(model.stages, (3, 4, 5, 6), strict=True):
         attention = stage.blocks[0].attention
-        assert (attention.window_size, attention.mode, attention.shared_projections) == (window_size, "cyclic", False)
+        assert (attention.chunk_size, attention.mode, attention.shared_projections) == (chunk_size, "cyclic", False)
         assert stage.global_tokens.shape[1] == 2 and stage.activation_checkpointing and attention.backend == "reference"
     assert model.stages[3].blocks[-1].drop_path_rate == pytest.approx(0.1)
     mixed = ["sliding_chunk", "dense", "long_short", "dense"]
     assert [stage.attention for stage in get_variant("vil_tiny", {"attention": mixed}).stages] == mixed
-    model = meta(create_backbone, "cvt_ls_13", window_size=(12, 6, 3), rank=(128, 32, 8))
+    model = meta(create_backbone, "cvt_ls_13", chunk_size=(12, 6, 3), projection_rank=(128, 32, 8))
     blocks = [stage.blocks[0].attention for stage in model.stages]
-    assert [block.window_size for block in blocks] == [12, 6, 3]
+    assert [block.chunk_size for block in blocks] == [12, 6, 3]
     assert [len(block.dynamic_projection.pointwise.weight) for block in blocks] == [128, 96, 48]
     stages = meta(create_classifier, "vil_tiny", img_size=(384, 256)).backbone.stages
     assert [len(stage.positions.rows) for stage in stages] == [96, 48, 24, 12]
@@ -175,7 +175,7 @@ def test_options():
     [
         ("vil_smal_rpb", {}, "vil_smal_rpb.*'vil_small_rpb'"),
         ("q", {}, "'q'.*cvt_ls_13"),
-        ("vil_tiny", {"window_sise": 1}, "'window_sise'.*'window_size'"),
+        ("vil_tiny", {"chunk_sise": 1}, "'chunk_sise'.*'chunk_size'"),
     ],
 )
 def test_unknown_names_and_keywords(name, options, hint):
@@ -192,15 +192,15 @@ def test_unknown_names_and_keywords(name, options, hint):
         ("lit_s", {"attention_backend": "triton"}),
         ("vil_tiny", {"max_img_size": (224, 224, 3)}),
         ("vil_tiny", {"drop_path_rate": -0.1}),
-        ("vil_tiny", {"window_size": 0}),
-        ("vil_tiny", {"window_size": (7, 7, 7)}),
-        ("evit_full_16_tiny", {"window_size": 7}),
+        ("vil_tiny", {"chunk_size": 0}),
+        ("vil_tiny", {"chunk_size": (7, 7, 7)}),
+        ("evit_full_16_tiny", {"chunk_size": 7}),
         ("global_tiny", {"global_tokens": 0}),
-        ("vil_tiny", {"rank": 8}),
+        ("vil_tiny", {"projection_rank": 8}),
         ("vil_tiny", {"attention": "performer"}),
-        ("vil_tiny", {"position_resizing": "pixel"}),
-        ("lit_s", {"window_size": 7}),
-        ("lit_s", {"batch_norm": "frozen", "merging": "uniform"}),
+        ("vil_tiny", {"position_interpolation": "pixel"}),
+        ("lit_s", {"chunk_size": 7}),
+        ("lit_s", {"norm": "FrozenBN", "token_merging": "uniform"}),
     ],
     ids=str,
 )
@@ -222,8 +222,8 @@ def test_both_types_of_position_resizing_agree(name):
     """Resized once to the maps of one image size, or to each feature map: the same for images of that size."""
     height, width = 64, 160
     torch.manual_seed(0)
-    each = create_backbone(name, position_resizing="map").eval()
-    once = create_backbone(name, position_resizing="load", max_img_size=(height, width)).eval()
+    each = create_backbone(name, position_interpolation="per_feature_map").eval()
+    once = create_backbone(name, position_interpolation="once", max_img_size=(height, width)).eval()
     modules = dict(once.named_modules())
     for key, table in each.state_dict().items():
         path, _, leaf = key.rpartition(".")

@@ -7,7 +7,7 @@ import torch
 
 from backbones import ConfigError, create_backbone, create_classifier
 from backbones.build import VARIANTS
-from backbones.convert import convert_state_dict, recognise
+from backbones.convert import convert_state_dict, detect_format
 from backbones.layers.position import resize_table
 from tests import wrapping
 from tests.backbones import official_lit
@@ -94,7 +94,7 @@ def test_prefixes_are_removed(prefix):
     expected, _ = convert_state_dict(vil(), RELATIVE)
     converted, report = convert_state_dict({prefix + name: tensor for name, tensor in vil().items()}, RELATIVE)
     assert_all_close(converted, expected, tolerance=0)
-    assert report.mapped[f"{prefix}layer1.0.proj.bias"] == "stages.0.patch_embed.projection.bias"
+    assert report.mapped[f"{prefix}layer1.0.proj.bias"] == "stages.0.patch_embed.proj.bias"
     assert report.summary().startswith(f"{len(report.mapped)} mapped, 0 resized")
 
 
@@ -113,17 +113,17 @@ def test_absolute_positions_are_resized(max_img_size, lengths):
 
 
 def test_window_bias_is_resized_to_another_window():
-    converted, report = convert_state_dict(vil(), RELATIVE, model_options={"window_size": 5})
+    converted, report = convert_state_dict(vil(), RELATIVE, model_options={"chunk_size": 5})
     source = vil()["layer2.1.attn.local_relative_position_bias_table"].unflatten(0, (27, 27))
     name = "stages.1.blocks.0.attention.relative_bias.table"
     assert torch.equal(converted[name], resize_table(source, (19, 19)).flatten(0, 1))
     assert report.resized[name] == ((729, 3), (361, 3))
 
 
-@pytest.mark.parametrize("window_size", [5, 8])
-def test_segment_bias_is_never_resized(window_size):
+@pytest.mark.parametrize("chunk_size", [5, 8])
+def test_segment_bias_is_never_resized(chunk_size):
     """Offsets share its rows; that of w = 5 has 121 rows, as if it were a square."""
-    model = create_backbone("ls_tiny", window_size=window_size, out_features=("stage1",))
+    model = create_backbone("ls_tiny", chunk_size=chunk_size, out_features=("stage1",))
     table = model.stages[0].blocks[0].attention.relative_bias.table.detach()
     with pytest.raises(ConfigError, match="relative_position_bias_table"):
         convert_state_dict({"layer1.1.attn.local_relative_position_bias_table": table}, "ls_tiny")
@@ -191,8 +191,8 @@ def test_lit_tables_are_resized_as_in_the_model(name, trained, size):
 def test_batch_statistics_go_into_other_norms():
     images = random_images(1, 3, 37, 50)
     expected = loaded(create_backbone, "lit_relative", lit())[0](images)
-    for norm, dropped in (("frozen", 3), ("sync", 0)):
-        model, report = loaded(create_backbone, "lit_relative", lit(), {"batch_norm": norm})
+    for norm, dropped in (("FrozenBN", 3), ("SyncBN", 0)):
+        model, report = loaded(create_backbone, "lit_relative", lit(), {"norm": norm})
         assert_all_close(model(images), expected, tolerance=1e-9)
         assert len(report.dropped) == dropped
 
@@ -205,8 +205,8 @@ def test_uniform_merging_of_pvt_has_the_names_of_its_embedding():
     for number, (c, d) in enumerate(((6, 10), (10, 12), (12, 16)), start=2):
         weights |= {f"patch_embed{number}.proj.weight": random_images(d, c, 2, 2)}
         weights |= {f"patch_embed{number}.proj.bias": random_images(d)}
-    model, _ = loaded(create_backbone, "lit_absolute", weights, {"merging": "uniform"})
-    assert torch.equal(model.stages[2].patch_embed.projection.weight, weights["patch_embed3.proj.weight"])
+    model, _ = loaded(create_backbone, "lit_absolute", weights, {"token_merging": "uniform"})
+    assert torch.equal(model.stages[2].patch_embed.proj.weight, weights["patch_embed3.proj.weight"])
     assert torch.equal(model.stages[3].patch_embed.norm.bias, weights["patch_embed4.norm.bias"])
 
 
@@ -229,7 +229,7 @@ BIAS = "layers.3.blocks.0.attn.relative_position_bias_table"
         (vil, with_tensor("layer1.2.mlp.fc3.weight", 1), RELATIVE, {}, "layer1.2.mlp.fc3"),
         (vil, with_tensor("layer1.0.proj.bias", 48, value=torch.nan), RELATIVE, {}, "layer1.0.proj.bias"),
         (vil, with_tensor("layer1.0.proj.bias", 48, dtype=torch.int32), RELATIVE, {}, "layer1.0.proj.bias"),
-        (vil, without("layer3.2.mlp.fc1.bias"), RELATIVE, {}, "mlp.expand.bias"),
+        (vil, without("layer3.2.mlp.fc1.bias"), RELATIVE, {}, "mlp.fc1.bias"),
         (vil, dict, "vil_small_1_1_9_1_rpb", {}, "layer1.0.cls_token"),
         (vil, dict, ABSOLUTE, {}, "relative_position_bias"),
         (vil, dict, "vil_tiny_rpb", {}, "stages.2.blocks.3"),
@@ -243,7 +243,7 @@ BIAS = "layers.3.blocks.0.attn.relative_position_bias_table"
         (lambda: lit("lit_absolute"), without("pos_embed2"), "lit_absolute", {}, "stages.1.positions.table"),
         (lambda: lit("lit_absolute"), with_tensor("pos_embed3", 1, 17, 12), "lit_absolute", {}, "pos_embed3"),
         (lambda: lit("lit_absolute"), with_tensor("pos_embed4", 1, 4, 16), "lit_absolute", {}, "pos_embed4"),
-        (lambda: lit("lit_absolute"), dict, "lit_absolute", {"merging": "uniform"}, "patch_embed2"),
+        (lambda: lit("lit_absolute"), dict, "lit_absolute", {"token_merging": "uniform"}, "patch_embed2"),
         (lit, with_tensor("layers.3.downsample.dconv.weight", 1), "lit_relative", {}, "layers.3.downsample"),
         # Only a classifier has no output norms at all.
         (lit, without("norm2.weight"), "lit_relative", {}, "output_norms.stage3.weight"),
@@ -293,7 +293,7 @@ MMDETECTION, MMSEGMENTATION = wrapping.mmdetection_heads(), wrapping.mmdetection
     ],
 )
 def test_official_checkpoints_are_recognised(project, weights, wrap, heads):
-    found = recognise(wrap(weights()) if heads is None else wrap(weights(), heads))
+    found = detect_format(wrap(weights()) if heads is None else wrap(weights(), heads))
     assert (found.project, found.classifier) == (project, heads is None)
     assert_all_close(found.backbone, weights(), tolerance=0)
     assert_all_close(found.detector, heads or {}, tolerance=0)
@@ -302,9 +302,9 @@ def test_official_checkpoints_are_recognised(project, weights, wrap, heads):
 def test_unusual_contents():
     contents = wrapping.vision_longformer(vil())
     contents["net"]["module.calls"] = 3
-    assert_all_close(recognise(contents).backbone, vil(), tolerance=0)
+    assert_all_close(detect_format(contents).backbone, vil(), tolerance=0)
     weights = {name: tensor for name, tensor in vil().items() if name not in HEAD_AND_NORM}
-    assert not recognise({"model": weights}).classifier
+    assert not detect_format({"model": weights}).classifier
 
 
 def test_other_checkpoints_are_not_recognised():
@@ -317,4 +317,4 @@ def test_other_checkpoints_are_not_recognised():
         {"backbone.bottom_up.res2.0.conv1.weight": one},
         {"blocks.0.attn.qkv.weight": one, "patch_embed.proj.weight": one},
     ):
-        assert recognise({"model": state_dict}) is None and recognise(state_dict) is None
+        assert detect_format({"model": state_dict}) is None and detect_format(state_dict) is None

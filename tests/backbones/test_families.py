@@ -192,7 +192,7 @@ def test_weights_that_are_cast_together_train_as_with_autocast_alone(name, monke
     images, results = random_images(2, 3, 37, 50).float(), []
     for _ in range(2):
         model = small_model(name, drop_path_rate=0.5).float().train()
-        model.get_parameter("stages.2.blocks.0.mlp.expand.weight").requires_grad_(False)
+        model.get_parameter("stages.2.blocks.0.mlp.fc1.weight").requires_grad_(False)
         parameters = dict(model.named_parameters())
         torch.manual_seed(0)
         with torch.autocast("cpu", torch.bfloat16):
@@ -282,8 +282,8 @@ ONNX = {
 OTHERS = ("absolute", "no_globals", "many_globals", "separate", "exact", "global", "long_short")
 EXPORTED = ONNX | {
     **{name: functools.partial(vil, **FAMILIES[name]) for name in OTHERS},
-    "lit_absolute_load": lambda: lit("absolute", "stage1", merging="uniform", position_resizing="load"),
-    "lit_relative_load": lambda: lit("relative", merging="uniform", position_resizing="load"),
+    "lit_absolute_load": lambda: lit("absolute", "stage1", token_merging="uniform", position_interpolation="once"),
+    "lit_relative_load": lambda: lit("relative", token_merging="uniform", position_interpolation="once"),
     "spatial_reduction": lambda: small_vil("spatial_reduction", **LARGEST),
     "performer": lambda: small_vil("performer", **LARGEST),
 }

@@ -240,14 +240,14 @@ def test_wrong_options(options, hint):
     "name, options, is_fixed",
     [
         (SMALL, {}, True),
-        (SMALL, {"position_resizing": "map"}, False),
-        (RELATIVE, {"position_resizing": "load"}, False),
-        (RELATIVE, {"position_resizing": "load", "attention": "dense"}, True),
-        (RELATIVE, {"position_resizing": "map", "attention": "dense"}, False),
+        (SMALL, {"position_interpolation": "per_feature_map"}, False),
+        (RELATIVE, {"position_interpolation": "once"}, False),
+        (RELATIVE, {"position_interpolation": "once", "attention": "dense"}, True),
+        (RELATIVE, {"position_interpolation": "per_feature_map", "attention": "dense"}, False),
         ("linformer_tiny", {}, True),
         ("lit_ti", {}, False),
-        ("lit_ti", {"position_resizing": "load"}, True),
-        ("ls_tiny", {"position_resizing": "map"}, False),
+        ("lit_ti", {"position_interpolation": "once"}, True),
+        ("ls_tiny", {"position_interpolation": "per_feature_map"}, False),
         ("cvt_ls_13", {}, False),
     ],
 )
@@ -296,7 +296,7 @@ def test_unsupported_input_size_leaves_the_model_unchanged(name, options):
     assert torch.equal(model(images()), logits) and get_model_input_config(model)["input_size"] == (3, *SIZE)
 
 
-@pytest.mark.parametrize("name, options", [(SMALL, {}), (RELATIVE, {"window_size": (8, 12, 5, 7)})])
+@pytest.mark.parametrize("name, options", [(SMALL, {}), (RELATIVE, {"chunk_size": (8, 12, 5, 7)})])
 def test_a_checkpoint_of_another_size_head_and_window(name, options, tmp_path):
     trained = classifier(name, num_classes=3, img_size=64)
     pretrained = saved(trained, tmp_path)
@@ -320,13 +320,13 @@ def test_dropout_and_layer_groups():
     model = meta_model("vil_tiny")
     layers = group_parameters(model, model.group_matcher(), reverse=True)
     assert layers.keys() == dict(model.named_parameters()).keys()
-    blocks = [layers[f"backbone.stages.2.blocks.{block}.mlp.expand.weight"] for block in range(9)]
-    first = [layers[f"backbone.stages.0.{part}"] for part in ("global_tokens", "blocks.0.mlp.expand.weight")]
-    order = [*first, layers["backbone.stages.1.patch_embed.projection.weight"], *blocks]
+    blocks = [layers[f"backbone.stages.2.blocks.{block}.mlp.fc1.weight"] for block in range(9)]
+    first = [layers[f"backbone.stages.0.{part}"] for part in ("global_tokens", "blocks.0.mlp.fc1.weight")]
+    order = [*first, layers["backbone.stages.1.patch_embed.proj.weight"], *blocks]
     order += [layers["norm.weight"], layers["head.weight"]]
     assert order == sorted(set(order)) and order[0] == 0 and order[-1] == max(layers.values())
     coarse = group_parameters(model, model.group_matcher(coarse=True), reverse=True)
-    assert len(set(coarse.values())) == 6 and coarse["backbone.stages.2.blocks.0.mlp.expand.weight"] == 3
+    assert len(set(coarse.values())) == 6 and coarse["backbone.stages.2.blocks.0.mlp.fc1.weight"] == 3
 
 
 @pytest.mark.parametrize("options", [{}, {"layer_decay": 0.5}])

@@ -13,7 +13,7 @@ import mockcuda
 import numpy as np
 
 from projects_vil import Detector
-from projects_vil.inference.sources import ImageBatches, ImageSource
+from projects_vil.inference.image_loading import ImageBatches, ImageSource
 from tests.projects_vil.inference.helpers import save_run
 
 name, number = sys.argv[1], int(sys.argv[2])

@@ -25,7 +25,7 @@ PATIENCE = 600
 
 # Narrow enough for a second on one core; the low thresholds give an untrained detector detections too.
 _SMALL = ["MODEL.FPN.OUT_CHANNELS", "32", "INPUT.MIN_SIZE_TRAIN", "(64,)", "INPUT.MIN_SIZE_TEST", "64"]
-_SMALL += ["DATALOADER.NUM_WORKERS", "0", "TEST.DRAW_IMAGES", "0"]
+_SMALL += ["DATALOADER.NUM_WORKERS", "0", "TEST.NUM_VISUALIZED_IMAGES", "0"]
 _SMALL_RCNN = [
     *_SMALL,
     *("MODEL.ROI_BOX_HEAD.FC_DIM", "64", "MODEL.ROI_MASK_HEAD.CONV_DIM", "16"),
@@ -39,7 +39,7 @@ SMALL = {
     "semantic_fpn": [
         *("MODEL.FPN.OUT_CHANNELS", "32", "MODEL.SEM_SEG_HEAD.CONVS_DIM", "32", "INPUT.MIN_SIZE_TRAIN", "(48, 96)"),
         *("INPUT.MIN_SIZE_TEST", "64", "INPUT.CROP.SIZE", "[64, 64]", "DATALOADER.NUM_WORKERS", "0"),
-        *("TEST.DRAW_IMAGES", "0"),
+        *("TEST.NUM_VISUALIZED_IMAGES", "0"),
     ],
 }
 # A batch is the whole dataset, so that an iteration does not depend on the order that images come in.

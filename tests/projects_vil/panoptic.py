@@ -8,7 +8,7 @@ from tests.projects_vil.helpers import ROOT, SMALL
 CONFIG = ROOT / "configs/projects/panoptic_fpn_vil_tiny_rpb_1x.yaml"
 TRAIN, VAL = "shapes_panoptic_train", "shapes_panoptic_val"
 SMALL_PANOPTIC = [
-    *("MODEL.DEVICE", "cpu", "MODEL.TRANSFORMER.NAME", "vil_tiny_1_1_3_1_rpb", *SMALL["mask_rcnn"]),
+    *("MODEL.DEVICE", "cpu", "MODEL.TRANSFORMER.VARIANT", "vil_tiny_1_1_3_1_rpb", *SMALL["mask_rcnn"]),
     *("MODEL.SEM_SEG_HEAD.CONVS_DIM", "32", "MODEL.SEM_SEG_HEAD.NUM_CLASSES", "2", "MODEL.ROI_HEADS.NUM_CLASSES", "3"),
     *("DATASETS.TRAIN", f"('{TRAIN}',)", "DATASETS.TEST", f"('{VAL}',)"),
     *("MODEL.RPN.PRE_NMS_TOPK_TRAIN", "100", "MODEL.RPN.POST_NMS_TOPK_TRAIN", "50"),

@@ -92,12 +92,12 @@ def test_pointrends_color_augmentation(tmp_path):
 
 
 def test_file_base_and_overrides_are_merged_and_frozen(tmp_path):
-    write(tmp_path, "SOLVER:\n  MAX_ITER: 7\n  BASE_LR: 0.5\nMODEL:\n  TRANSFORMER:\n    NAME: vil_small\n")
+    write(tmp_path, "SOLVER:\n  MAX_ITER: 7\n  BASE_LR: 0.5\nMODEL:\n  TRANSFORMER:\n    VARIANT: vil_small\n")
     leaf = tmp_path / "leaf.yaml"
     leaf.write_text("_BASE_: config.yaml\nSOLVER:\n  BASE_LR: 0.25\n")
     cfg = load_config(leaf, ["MODEL.TRANSFORMER.DROP_PATH", "0.3", "SOLVER.STEPS", "(1, 2)"])
     assert (cfg.SOLVER.MAX_ITER, cfg.SOLVER.BASE_LR, cfg.SOLVER.STEPS) == (7, 0.25, (1, 2))
-    assert (cfg.MODEL.TRANSFORMER.NAME, cfg.MODEL.TRANSFORMER.DROP_PATH) == ("vil_small", 0.3)
+    assert (cfg.MODEL.TRANSFORMER.VARIANT, cfg.MODEL.TRANSFORMER.DROP_PATH) == ("vil_small", 0.3)
     assert cfg.is_frozen()
 
 
@@ -113,7 +113,7 @@ def test_a_dumped_config_loads_again_equal(tmp_path):
 @pytest.mark.parametrize(
     "key, value, named",
     [
-        ("MODEL.TRANSFORMER.NAMES", "3", "'MODEL.TRANSFORMER.NAME'"),
+        ("MODEL.TRANSFORMER.VARIANTS", "3", "'MODEL.TRANSFORMER.VARIANT'"),
         ("MODLE", "3", "'MODEL'"),
         ("model.device", "cpu", "'MODEL.DEVICE'"),
         ("SOLVER.MAX_ITER", "many", "many"),
@@ -189,8 +189,8 @@ def test_a_config_runs_no_code(tmp_path, base, value):
     "other, value, key, instead",
     [
         ("INPUT.AUGMENTATION", "lsj", "INPUT.MIN_SIZE_TRAIN", "default"),
-        ("INPUT.AUGMENTATION", "strong", "INPUT.PHOTOMETRIC_DISTORTION", "default or lsj"),
-        ("INPUT.AUGMENTATION", "default", "INPUT.LSJ.SIZE", "lsj or strong"),
+        ("INPUT.AUGMENTATION", "lsj_copy_paste", "INPUT.PHOTOMETRIC_DISTORTION", "default or lsj"),
+        ("INPUT.AUGMENTATION", "default", "INPUT.LSJ.SIZE", "lsj or lsj_copy_paste"),
         ("MODEL.EMA.ENABLED", "False", "MODEL.EMA.DECAY", "True"),
     ],
 )

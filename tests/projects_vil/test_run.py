@@ -91,9 +91,9 @@ def test_a_model_without_a_config_of_its_own(data):
         **{"SOLVER.MAX_ITER": 1, "SOLVER.IMS_PER_BATCH": 2},
     )
     cfg = load_config(run.folder / "config.yaml")
-    assert (cfg.MODEL.TRANSFORMER.NAME, cfg.MODEL.MASK_ON, cfg.MODEL.ROI_HEADS.NUM_CLASSES) == (TINY, False, 3)
+    assert (cfg.MODEL.TRANSFORMER.VARIANT, cfg.MODEL.MASK_ON, cfg.MODEL.ROI_HEADS.NUM_CLASSES) == (TINY, False, 3)
     # The batch is given, so that it is not split.
-    assert (cfg.SOLVER.MAX_ITER, cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.ACCUMULATE) == (1, 2, 1)
+    assert (cfg.SOLVER.MAX_ITER, cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.GRADIENT_ACCUMULATION_STEPS) == (1, 2, 1)
 
 
 @pytest.mark.slow
@@ -129,7 +129,7 @@ def test_the_name_of_a_model_is_the_variant_that_is_built(data, monkeypatch, mod
     train(data, model=model, detector=detector, epochs=1, batch=2, device="cpu")
     (args,) = started
     node = load_config(args.config_file, args.opts).MODEL.TRANSFORMER
-    assert (node.NAME, node.DROP_PATH) == (model, drop_path)
+    assert (node.VARIANT, node.DROP_PATH) == (model, drop_path)
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def two_layers() -> nn.Sequential:
 
 @pytest.mark.parametrize("name, variant", [("retinanet", "vil_tiny_1_1_3_1_rpb"), ("mask_rcnn", "vil_tiny_1_1_3_1")])
 def test_weights_of_layers_decay_and_nothing_else(name, variant):
-    model = build_on_meta(small_config(name, "MODEL.FPN.NORM", "GN", "MODEL.TRANSFORMER.NAME", variant))
+    model = build_on_meta(small_config(name, "MODEL.FPN.NORM", "GN", "MODEL.TRANSFORMER.VARIANT", variant))
     layers = nn.Linear, nn.Conv2d, nn.ConvTranspose2d
     weights = {f"{prefix}.weight" for prefix, module in model.named_modules() if isinstance(module, layers)}
     found = by_name(parameter_groups(model, base_lr=0.1, weight_decay=0.2), model)
@@ -67,10 +67,10 @@ def test_all_factors_are_multiplied():
     model = build_on_meta(cfg)
     rates = {name: lr for name, (_, lr) in by_name(build_optimizer(cfg, model).param_groups, model).items()}
     expected = {
-        f"{NET}.stages.0.patch_embed.projection.weight": 0.05 * 0.5**7,
-        f"{NET}.stages.0.blocks.0.mlp.expand.bias": 0.15 * 0.5**6,
-        f"{NET}.stages.2.blocks.2.mlp.expand.weight": 0.5 * 0.5**2,
-        f"{NET}.stages.3.blocks.0.mlp.expand.bias": 1.5 * 0.5,
+        f"{NET}.stages.0.patch_embed.proj.weight": 0.05 * 0.5**7,
+        f"{NET}.stages.0.blocks.0.mlp.fc1.bias": 0.15 * 0.5**6,
+        f"{NET}.stages.2.blocks.2.mlp.fc1.weight": 0.5 * 0.5**2,
+        f"{NET}.stages.3.blocks.0.mlp.fc1.bias": 1.5 * 0.5,
         "backbone.fpn_output5.weight": 1.0,
         "backbone.fpn_output5.bias": 3.0,
     }
@@ -80,7 +80,7 @@ def test_all_factors_are_multiplied():
 def test_layer_decay_equals_detectron2s_for_a_flat_model():
     features = ["MODEL.FPN.IN_FEATURES", "['stage1']", "MODEL.RPN.IN_FEATURES", "['p4', 'p5', 'p6']"]
     features += ["MODEL.ROI_HEADS.IN_FEATURES", "['p4', 'p5']", "MODEL.ANCHOR_GENERATOR.SIZES", "[[32, 64, 128]]"]
-    cfg = small_config("mask_rcnn", "MODEL.TRANSFORMER.NAME", "evit_full_16_tiny", *features)
+    cfg = small_config("mask_rcnn", "MODEL.TRANSFORMER.VARIANT", "evit_full_16_tiny", *features)
     factors = layer_decay_factors(build_on_meta(cfg), 0.7)
     assert len(factors) > 100
     for name, factor in factors.items():
@@ -210,7 +210,7 @@ def test_a_rate_that_grows():
         rates("SOLVER.BASE_LR_END", "0.6")
 
 
-# -- SOLVER.EPOCHS and SCALE_LR_TO_BATCH -----------------------------------------------------------
+# -- SOLVER.EPOCHS and REFERENCE_BATCH_SIZE -----------------------------------------------------------
 
 
 def plan(num_images, *overrides, config=ONE_X):
@@ -277,7 +277,7 @@ def test_a_rate_follows_the_batch():
     keys = ["SOLVER.IMS_PER_BATCH", "4", "SOLVER.BASE_LR", "1e-3", "SOLVER.BASE_LR_END", "1e-4"]
     cfg = load_config(ONE_X, keys)
     assert scale_learning_rate(cfg) == (cfg, [])
-    scaled, _ = scale_learning_rate(load_config(ONE_X, [*keys, "SOLVER.SCALE_LR_TO_BATCH", "16"]))
+    scaled, _ = scale_learning_rate(load_config(ONE_X, [*keys, "SOLVER.REFERENCE_BATCH_SIZE", "16"]))
     assert (scaled.SOLVER.BASE_LR, scaled.SOLVER.BASE_LR_END) == (2.5e-4, 2.5e-5)
     # Not twice, where a run is resumed with its own config.
     assert scale_learning_rate(scaled) == (scaled, [])

@@ -20,6 +20,7 @@ from backbones import ConfigError
 from projects_vil import utils
 from projects_vil.utils import (
     STOP_SIGNALS,
+    atomic_folder,
     check_output_folder,
     deferred_signals,
     handling_signals,
@@ -31,7 +32,6 @@ from projects_vil.utils import (
     stop_requests,
     terminate,
     terminating_between_calls,
-    unfinished_folder,
 )
 from tests.projects_vil.helpers import PATIENCE, ROOT
 
@@ -123,12 +123,12 @@ def test_an_error_leaves_a_folder_as_it_was(tmp_path, is_new):
     if not is_new:
         folder.mkdir()
         (folder / "model.ts").write_text("old")
-    with pytest.raises(KeyboardInterrupt), unfinished_folder(folder) as unfinished:
+    with pytest.raises(KeyboardInterrupt), atomic_folder(folder) as unfinished:
         (unfinished / "model.ts").write_text("new")
         raise KeyboardInterrupt
     assert folder.exists() != is_new
     assert is_new or [path.read_text() for path in folder.iterdir()] == ["old"]
-    with unfinished_folder(folder) as unfinished:
+    with atomic_folder(folder) as unfinished:
         (unfinished / "model.ts").write_text("new")
         (unfinished / "model.ts").replace(folder / "model.ts")
     assert [path.read_text() for path in folder.iterdir()] == ["new"]

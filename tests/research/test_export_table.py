@@ -11,7 +11,7 @@ from research import export_table
 from tests.projects_vil.helpers import small_config, untrained_detector
 
 OVERRIDES = ["MODEL.FPN.OUT_CHANNELS", "32", "MODEL.RETINANET.NUM_CONVS", "1", "INPUT.MIN_SIZE_TEST", "64"]
-OVERRIDES += ["MODEL.TRANSFORMER.NAME", "vil_tiny_1_1_3_1_rpb"]
+OVERRIDES += ["MODEL.TRANSFORMER.VARIANT", "vil_tiny_1_1_3_1_rpb"]
 
 
 def run(monkeypatch, folder, *args) -> tuple[int, list[dict]]:

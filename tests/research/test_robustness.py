@@ -238,7 +238,7 @@ def test_a_run_of_timm(tmp_path, classifier, arguments, size):
 
 
 def test_tables_larger_than_the_images_stay_as_trained(tmp_path):
-    name, options = VARIANT.removesuffix("_rpb"), {"img_size": 96, "position_resizing": "map"}
+    name, options = VARIANT.removesuffix("_rpb"), {"img_size": 96, "position_interpolation": "per_feature_map"}
     trained = randomise(timm.create_model(name, num_classes=7, **options)).eval()
     path = timm_checkpoint(tmp_path / "run.pth.tar", trained.state_dict(), model=name, model_kwargs=options)
     loaded = load_classifier(path)

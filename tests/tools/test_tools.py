@@ -130,9 +130,9 @@ def test_benchmark(run_here, tmp_path):
 def test_visualize(run_here, shapes, trained_run, photo, tmp_path):
     """Each command draws files and names them; random weights are reported."""
     run, image = ["--config-file", trained_run / "config.yaml"], ["--input", photo, "--output", tmp_path]
-    weights, lit = ["--weights", trained_run / "model_final.pth"], ["MODEL.TRANSFORMER.NAME", "lit_ti"]
+    weights, lit = ["--weights", trained_run / "model_final.pth"], ["MODEL.TRANSFORMER.VARIANT", "lit_ti"]
     attention = "photo_vil_tiny_1_1_3_1_rpb_stage3_block2_20_30.png"
-    strong = ["INPUT.AUGMENTATION", "strong", "INPUT.LSJ.SIZE", 64, "SOLVER.IMS_PER_BATCH", 2]
+    strong = ["INPUT.AUGMENTATION", "lsj_copy_paste", "INPUT.LSJ.SIZE", 64, "SOLVER.IMS_PER_BATCH", 2]
     for words, pattern in (
         (["results", "--run", trained_run, "--output", tmp_path / "results.png", "--num-images", 3], "results.png"),
         (["attention", *run, *weights, *image, "--stage", 3, "--block", 2, "--point", 20, 30], attention),

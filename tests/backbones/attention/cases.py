@@ -31,8 +31,8 @@ windows = pytest.mark.parametrize("kernel", WINDOWS)
 kernels = pytest.mark.parametrize("kernel", KERNELS)
 
 
-def side_of(window_size: int) -> int:
-    return max(window_size // 2, 1)
+def side_of(chunk_size: int) -> int:
+    return max(chunk_size // 2, 1)
 
 
 def case(
@@ -42,7 +42,7 @@ def case(
     *,
     num_global: int = 1,
     biases: bool = True,
-    window_size: int = 3,
+    chunk_size: int = 3,
     shift: tuple[int, int] | None = None,
     **sizes: int,
 ) -> tuple[Callable, Callable, dict[str, Tensor]]:
@@ -60,15 +60,15 @@ def case(
         for seed, name in enumerate(("projected_key", "projected_value")):
             inputs[name] = random_images(batch, heads, 5 + num_global, channels, seed=seed)
         if biases:
-            inputs["local_bias"] = random_images(heads, window_size**2, (window_size + 2 * side_of(window_size)) ** 2)
+            inputs["local_bias"] = random_images(heads, chunk_size**2, (chunk_size + 2 * side_of(chunk_size)) ** 2)
         functions, options = (long_short_attention, reference.long_short_attention), {}
     else:
         with_bias = {"local_bias": biases, "global_bias": biases and num_global > 0}
-        inputs = attention_inputs(height, width, window_size=window_size, num_global=num_global, **with_bias, **sizes)
+        inputs = attention_inputs(height, width, chunk_size=chunk_size, num_global=num_global, **with_bias, **sizes)
         functions, options = (sliding_chunk_attention, reference.sliding_chunk_attention), dict(KERNELS[kernel])
         if shift is not None:
             options["shift"] = shift
-    return *(functools.partial(function, window_size=window_size, **options) for function in functions), inputs
+    return *(functools.partial(function, chunk_size=chunk_size, **options) for function in functions), inputs
 
 
 class FakeGPU(TorchFunctionMode):

@@ -34,7 +34,7 @@ def choose(monkeypatch):
     def run(kernel, device="cpu", dtype=torch.float32, num_global=1, biases=BIASES, is_learned=True, **changes) -> str:
         is_segment = changes.get("mode") == SEGMENT_MODE
         monkeypatch.setattr(backends, f"triton_{'long_short' if is_segment else 'chunk'}_attention", kernel)
-        options = {"window_size": 3, "mode": "zero_pad", "shift": None} | changes
+        options = {"chunk_size": 3, "mode": "zero_pad", "shift": None} | changes
         return choose_kernel(torch.device(device), dtype, 4, num_global, biases, is_learned, **options)
 
     yield run
@@ -172,26 +172,26 @@ def asked(monkeypatch):
 @pytest.mark.parametrize("training", [False, True])
 def test_triton_backend_describes_its_inputs_to_the_check(asked, monkeypatch, training):
     """With the types that autocast chooses, and the shift of training."""
-    module = randomise(SlidingChunkAttention(8, num_heads=2, window_size=3, relative_bias=True, backend="triton"))
+    module = randomise(SlidingChunkAttention(8, num_heads=2, chunk_size=3, relative_bias=True, backend="triton"))
     module.train(training).shift = (1, 0)
     with torch.set_grad_enabled(training), torch.autocast("cpu", torch.bfloat16):
         attend(module, torch.randn(2, 7, 10, 8), torch.randn(2, 1, 8))
-    options = {"window_size": 3, "mode": "zero_pad", "shift": (1, 0) if training else None}
+    options = {"chunk_size": 3, "mode": "zero_pad", "shift": (1, 0) if training else None}
     assert asked == [((torch.device("cpu"), torch.bfloat16, 4, 1, BIASES, training), options)]
 
 
 def test_triton_backend_counts_projected_keys_as_global_tokens(asked):
-    module = LongShortAttention(8, num_heads=2, window_size=3, rank=5, relative_bias=True, backend="triton")
+    module = LongShortAttention(8, num_heads=2, chunk_size=3, rank=5, relative_bias=True, backend="triton")
     attend(module, torch.randn(2, 7, 10, 8), torch.randn(2, 1, 8))
-    options = {"window_size": 3, "mode": SEGMENT_MODE, "shift": None}
+    options = {"chunk_size": 3, "mode": SEGMENT_MODE, "shift": None}
     assert asked == [((torch.device("cpu"), torch.float32, 4, 6, ("local_bias",), True), options)]
 
 
 def test_empty_global_tokens_do_not_change_the_check(asked):
     inputs = attention_inputs(7, 10)
     none = {name: inputs["query"][:, :, 0, :0] for name in ("global_key", "global_value")}
-    expected = sliding_chunk_attention(**inputs, window_size=3)
-    assert torch.equal(sliding_chunk.BACKENDS["triton"](**inputs, **none, window_size=3), expected)
+    expected = sliding_chunk_attention(**inputs, chunk_size=3)
+    assert torch.equal(sliding_chunk.BACKENDS["triton"](**inputs, **none, chunk_size=3), expected)
     assert [key[3] for key, _ in asked] == [0]
 
 
@@ -204,7 +204,7 @@ ATTENTIONS = [SlidingChunkAttention, functools.partial(LongShortAttention, rank=
 def test_auto_and_traced_runs_use_no_triton_kernel(asked, monkeypatch, backend, attention):
     """Not even where Triton's interpreter would run it, which takes minutes."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    module = attention(8, num_heads=2, window_size=3, backend=backend).eval()
+    module = attention(8, num_heads=2, chunk_size=3, backend=backend).eval()
     inputs = torch.randn(1, 7, 10, 8), torch.randn(1, 1, 8)
     outputs = [attend(module, *inputs)] if backend == "auto" else []
     outputs.append(torch.jit.trace(OnMap(module), inputs, check_trace=False)(*inputs))
@@ -221,7 +221,7 @@ def test_auto_is_pytorchs_attention_and_suggests_triton_once(monkeypatch, caplog
     backends._log_suggestion.cache_clear()
     monkeypatch.setattr(triton_chunks, "_is_installed", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    module = attention(8, num_heads=2, window_size=3, backend="auto")
+    module = attention(8, num_heads=2, chunk_size=3, backend="auto")
     for _ in range(2):
         with FakeGPU() as gpu:
             attend(module, torch.randn(1, 7, 10, 8), torch.randn(1, 1, 8))
@@ -239,8 +239,8 @@ def test_capture_of_a_cuda_graph_without_a_check_is_refused(choose, monkeypatch)
 # -- cuDNN's attention -----------------------------------------------------------------------------
 
 MODULES = {
-    "sliding chunk": functools.partial(SlidingChunkAttention, 8, num_heads=2, window_size=3, relative_bias=True),
-    "long-short": functools.partial(LongShortAttention, 8, num_heads=2, window_size=3, rank=2),
+    "sliding chunk": functools.partial(SlidingChunkAttention, 8, num_heads=2, chunk_size=3, relative_bias=True),
+    "long-short": functools.partial(LongShortAttention, 8, num_heads=2, chunk_size=3, rank=2),
     "dense": functools.partial(DenseAttention, 8, num_heads=2),
     "dense with bias": functools.partial(DenseAttention, 8, num_heads=2, bias_size=(7, 10)),
 }
@@ -298,4 +298,4 @@ def test_tritons_kernel_is_right_on_a_gpu(choose, dtype, changes):
     if DEVICE == "cpu":
         pytest.skip("the kernels are not compiled for a CPU")
     name = "triton_long_short_attention" if "mode" in changes else "triton_chunk_attention"
-    assert choose(getattr(backends, name), DEVICE, dtype, window_size=7, **changes) == "triton"
+    assert choose(getattr(backends, name), DEVICE, dtype, chunk_size=7, **changes) == "triton"

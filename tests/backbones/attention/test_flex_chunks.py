@@ -41,10 +41,10 @@ def flex_case(kernel, height=7, width=11, *, left_out=(), **options):
     "dtype, tolerance", slow_except([(torch.float64, 1e-12), (torch.float32, 5e-6)], [torch.float64]), ids=str
 )
 def test_outputs_and_gradients_equal_the_reference(kernel, index, dtype, tolerance):
-    (height, width, window_size), number = SIZES[index], CHUNKS.index(kernel)
+    (height, width, chunk_size), number = SIZES[index], CHUNKS.index(kernel)
     num_global, left_out = EXTRAS[(index + 2 * number) % len(EXTRAS)]
     function, by_reference, inputs = flex_case(
-        kernel, height, width, left_out=left_out, num_global=num_global, window_size=window_size
+        kernel, height, width, left_out=left_out, num_global=num_global, chunk_size=chunk_size
     )
     actual = outputs_and_gradients(function, {name: x.to(dtype) for name, x in inputs.items()})
     expected = outputs_and_gradients(by_reference, inputs)
@@ -77,7 +77,7 @@ def test_blocks_of_keys_that_are_skipped_have_no_key_that_is_seen(kernel):
 def test_kernels_of_a_gpu_equal_the_reference(kernel):
     if DEVICE == "cpu":
         pytest.skip("FlexAttention is compiled for a GPU only")
-    function, by_reference, inputs = flex_case(kernel, 19, 26, num_global=1, window_size=7, channels=32)
+    function, by_reference, inputs = flex_case(kernel, 19, 26, num_global=1, chunk_size=7, channels=32)
     actual = outputs_and_gradients(function, {name: x.to(DEVICE, torch.float32) for name, x in inputs.items()})
     for name, x in outputs_and_gradients(by_reference, inputs).items():
         assert (actual[name].cpu() - x).abs().max() <= 5e-3 * x.abs().max(), name

@@ -39,11 +39,11 @@ def assert_equals_reference(function, by_reference, inputs, *, tolerance=1e-11):
 @kernels
 @pytest.mark.parametrize("index", range(len(SIZES)), ids=lambda index: "x".join(map(str, SIZES[index])))
 def test_equals_the_reference(kernel, index):
-    (height, width, window_size), number = SIZES[index], list(KERNELS).index(kernel)
+    (height, width, chunk_size), number = SIZES[index], list(KERNELS).index(kernel)
     # Each of them occurs with several sizes and with every kernel.
     num_global, biases = EXTRAS[(index + 2 * number) % len(EXTRAS)]
     shift = SHIFTS[(index + 3 * number) % len(SHIFTS)] if "shift" in kernel else None
-    options = {"num_global": num_global, "biases": biases, "window_size": window_size, "shift": shift}
+    options = {"num_global": num_global, "biases": biases, "chunk_size": chunk_size, "shift": shift}
     assert_equals_reference(*case(kernel, height, width, **options))
 
 
@@ -103,9 +103,9 @@ def test_only_inputs_that_need_a_gradient_get_one(kernel):
 
 
 @functools.cache
-def traced_case(kernel: str, num_global: int, biases: bool, window_size: int, copied: bool):
+def traced_case(kernel: str, num_global: int, biases: bool, chunk_size: int, copied: bool):
     """The kernel traced at one size, one image, as a function of named tensors."""
-    options = {"num_global": num_global, "biases": biases, "window_size": window_size}
+    options = {"num_global": num_global, "biases": biases, "chunk_size": chunk_size}
     function, _, example = case(kernel, 8, 13, batch=1, **options)
     with copied_windows() if copied else contextlib.nullcontext():
         traced = trace(lambda *x: function(**dict(zip(example, x, strict=True))), tuple(example.values()))
@@ -114,13 +114,13 @@ def traced_case(kernel: str, num_global: int, biases: bool, window_size: int, co
 
 
 @pytest.mark.parametrize("kernel", ["zero_pad", "exact", "cyclic", "long_short"])
-@pytest.mark.parametrize("window_size", [1, 3])
+@pytest.mark.parametrize("chunk_size", [1, 3])
 @pytest.mark.parametrize("num_global, biases, copied", [(0, False, False), (2, True, False), (5, True, True)])
-def test_traced_once_equals_the_reference_at_all_sizes(kernel, window_size, num_global, biases, copied):
+def test_traced_once_equals_the_reference_at_all_sizes(kernel, chunk_size, num_global, biases, copied):
     """A trace takes chunks where the eager function takes the whole map at once: both are covered here."""
-    traced = traced_case(kernel, num_global, biases, window_size, copied)
+    traced = traced_case(kernel, num_global, biases, chunk_size, copied)
     for height, width, _ in SIZES[::2]:
-        options = {"num_global": num_global, "biases": biases, "window_size": window_size}
+        options = {"num_global": num_global, "biases": biases, "chunk_size": chunk_size}
         _, by_reference, inputs = case(kernel, height, width, **options)
         assert_equals_reference(traced, by_reference, inputs)
 

@@ -13,30 +13,30 @@ from tests.backbones.attention.cases import attend, case, side_of
 from tests.backbones.helpers import assert_all_close, outputs_and_gradients, random_images, randomise
 
 
-@pytest.mark.parametrize("window_size", [1, 2, 3, 4])
-def test_tokens_see_their_window(window_size):
+@pytest.mark.parametrize("chunk_size", [1, 2, 3, 4])
+def test_tokens_see_their_window(chunk_size):
     """Token by token, with plain loops: gradients show which keys have an influence."""
-    height, width, side = 6, 11, side_of(window_size)
-    _, by_reference, inputs = case("long_short", height, width, window_size=window_size, batch=1, heads=1)
+    height, width, side = 6, 11, side_of(chunk_size)
+    _, by_reference, inputs = case("long_short", height, width, chunk_size=chunk_size, batch=1, heads=1)
     value = inputs["value"].requires_grad_()
     output = by_reference(**inputs)
     for row, col in itertools.product(range(height), range(width)):
         (gradient,) = torch.autograd.grad(output[0, 0, row, col].sum(), value, retain_graph=True)
-        first_row, first_col = row // window_size * window_size, col // window_size * window_size
+        first_row, first_col = row // chunk_size * chunk_size, col // chunk_size * chunk_size
         expected = torch.zeros(height, width, dtype=torch.bool)
         for key_row, key_col in itertools.product(range(height), range(width)):
             expected[key_row, key_col] = (
-                first_row - side <= key_row < first_row + window_size + side
-                and first_col - side <= key_col < first_col + window_size + side
+                first_row - side <= key_row < first_row + chunk_size + side
+                and first_col - side <= key_col < first_col + chunk_size + side
             )
         assert torch.equal(gradient[0, 0].abs().sum(-1) > 0, expected)
 
 
-@pytest.mark.parametrize("window_size", [1, 2, 4])
-def test_segments_in_larger_chunks_equal_the_reference(window_size, monkeypatch):
+@pytest.mark.parametrize("chunk_size", [1, 2, 4])
+def test_segments_in_larger_chunks_equal_the_reference(chunk_size, monkeypatch):
     """As on a GPU."""
     monkeypatch.setattr(long_short, "_CHUNKS", {"cpu": 8})
-    function, by_reference, inputs = case("long_short", 11, 18, window_size=window_size, biases=False)
+    function, by_reference, inputs = case("long_short", 11, 18, chunk_size=chunk_size, biases=False)
     expected = outputs_and_gradients(by_reference, inputs)
     assert_all_close(outputs_and_gradients(function, inputs), expected, tolerance=1e-11)
 
@@ -52,18 +52,18 @@ def test_dynamic_projection_of_very_many_tokens_in_half_precision(dtype, autocas
     torch.testing.assert_close(projected.float(), torch.ones(1, 1, 1, 2), atol=2e-3, rtol=0)
 
 
-@pytest.mark.parametrize("window_size", [1, 2, 3, 7, 8])
-def test_bias_index_is_the_official_formula(window_size):
+@pytest.mark.parametrize("chunk_size", [1, 2, 3, 7, 8])
+def test_bias_index_is_the_official_formula(chunk_size):
     """Plain loops over positions in the segment and in its window."""
-    bias, p = SegmentRelativeBias(window_size, 2), side_of(window_size)
+    bias, p = SegmentRelativeBias(chunk_size, 2), side_of(chunk_size)
     with torch.no_grad():
         bias.table.copy_(torch.arange(bias.table.numel()).view_as(bias.table))
-    assert len(bias.table) == 2 * (window_size + p - 1) * (2 * p + window_size + 1) + 1
-    values, window = bias(), range(-p, window_size + p)
-    for position, (row, col) in enumerate(itertools.product(range(window_size), repeat=2)):
+    assert len(bias.table) == 2 * (chunk_size + p - 1) * (2 * p + chunk_size + 1) + 1
+    values, window = bias(), range(-p, chunk_size + p)
+    for position, (row, col) in enumerate(itertools.product(range(chunk_size), repeat=2)):
         for slot, (key_row, key_col) in enumerate(itertools.product(window, repeat=2)):
-            shifted_row, shifted_col = row - key_row + p + window_size - 1, col - key_col + p + window_size - 1
-            index = shifted_row * (2 * p + window_size) + shifted_col
+            shifted_row, shifted_col = row - key_row + p + chunk_size - 1, col - key_col + p + chunk_size - 1
+            index = shifted_row * (2 * p + chunk_size) + shifted_col
             assert torch.equal(values[:, position, slot], bias.table[index])
     assert values.max() == bias.table.max() and list(bias.state_dict()) == ["table"]
 
@@ -71,7 +71,7 @@ def test_bias_index_is_the_official_formula(window_size):
 @pytest.mark.parametrize("num_global", [0, 1, 2])
 def test_module_equals_its_steps_by_hand(num_global):
     """Each token of each image by itself: DualLN, the projection, one softmax, and the global tokens' own update."""
-    module = LongShortAttention(8, num_heads=2, window_size=3, rank=5, num_global_tokens=num_global, relative_bias=True)
+    module = LongShortAttention(8, num_heads=2, chunk_size=3, rank=5, num_global_tokens=num_global, relative_bias=True)
     randomise(module).double()
     (dim, heads, rank), (height, width) = (8, 2, 5), (7, 10)
     tokens = random_images(2, height, width, dim)
@@ -110,7 +110,7 @@ def test_module_equals_its_steps_by_hand(num_global):
             products = keys @ query[num_global + token, channels] / 2
             products[rank + num_global :] += torch.stack(bias)
             output[token, channels] = products.softmax(0) @ values
-        expected = output @ module.projection.weight.T + module.projection.bias
+        expected = output @ module.proj.weight.T + module.proj.bias
         torch.testing.assert_close(update[image].flatten(0, 1), expected, atol=1e-12, rtol=0)
 
         if global_tokens is None:
@@ -122,5 +122,5 @@ def test_module_equals_its_steps_by_hand(num_global):
             keys = torch.cat([key[:num_global, channels], output[:, channels]])
             values = torch.cat([value[:num_global, channels], output[:, channels]])
             own[:, channels] = (query[:num_global, channels] @ keys.T / 2).softmax(-1) @ values
-        expected = own @ module.projection.weight.T + module.projection.bias
+        expected = own @ module.proj.weight.T + module.proj.bias
         torch.testing.assert_close(global_update[image], expected, atol=1e-12, rtol=0)

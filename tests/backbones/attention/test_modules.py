@@ -20,7 +20,7 @@ from backbones.errors import ConfigError
 from tests.backbones.attention.cases import attend
 from tests.backbones.helpers import assert_all_close, random_images, randomise
 
-_CHUNKS = functools.partial(SlidingChunkAttention, window_size=3, relative_bias=True)
+_CHUNKS = functools.partial(SlidingChunkAttention, chunk_size=3, relative_bias=True)
 _SEGMENTS = functools.partial(LongShortAttention, rank=2, relative_bias=True)
 # Those that have a backend in which they are their own definition.
 WINDOWS = {
@@ -28,8 +28,8 @@ WINDOWS = {
     "sliding_chunk_exact": functools.partial(_CHUNKS, mode="exact"),
     "sliding_chunk_cyclic": functools.partial(_CHUNKS, mode="cyclic"),
     "sliding_chunk_separate": functools.partial(_CHUNKS, shared_projections=False),
-    "long_short": functools.partial(_SEGMENTS, window_size=3),
-    "long_short_1": functools.partial(_SEGMENTS, window_size=1),
+    "long_short": functools.partial(_SEGMENTS, chunk_size=3),
+    "long_short_1": functools.partial(_SEGMENTS, chunk_size=1),
 }
 OTHERS = {
     "dense": DenseAttention,
@@ -90,7 +90,7 @@ def definition(name: str, module: nn.Module, tokens: Tensor, global_tokens: Tens
         bias = torch.zeros(sequence.shape[1], sequence.shape[1], dtype=torch.float64)
         bias[num_global:, num_global:] = float("-inf")
     heads = [split_heads(x, 2) for x in (query, key, value)]
-    return module.projection(merge_heads(kernel(*heads) if bias is None else kernel(*heads, bias=bias)))
+    return module.proj(merge_heads(kernel(*heads) if bias is None else kernel(*heads, bias=bias)))
 
 
 @pytest.mark.parametrize("name", OTHERS)

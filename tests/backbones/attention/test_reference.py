@@ -50,7 +50,7 @@ def attend(inputs: dict, head: int, row: int, col: int, mode: str) -> torch.Tens
 def test_equals_loops_over_tokens(mode, height, width, num_global):
     biases = {"local_bias": True, "global_bias": num_global > 0}
     inputs = attention_inputs(height, width, num_global=num_global, batch=1, **biases)
-    output = reference.sliding_chunk_attention(**inputs, window_size=WINDOW, mode=mode)
+    output = reference.sliding_chunk_attention(**inputs, chunk_size=WINDOW, mode=mode)
     for head in range(output.shape[1]):
         for row in range(height):
             for col in range(width):

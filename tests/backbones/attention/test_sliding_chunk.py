@@ -11,7 +11,7 @@ from tests.backbones.helpers import random_images, randomise, small_vil
 
 def attention_module(num_global: int, *, shared: bool = True) -> SlidingChunkAttention:
     options = {"num_global_tokens": num_global, "relative_bias": True, "shared_projections": shared}
-    return randomise(SlidingChunkAttention(8, num_heads=2, window_size=3, **options)).double()
+    return randomise(SlidingChunkAttention(8, num_heads=2, chunk_size=3, **options)).double()
 
 
 @pytest.mark.parametrize("num_global, shared", [(1, True), (2, True), (2, False)])
@@ -31,7 +31,7 @@ def test_module_equals_explicit_products_per_head(num_global, shared):
             channels = slice(4 * head, 4 * head + 4)
             scores = query[..., channels] @ key[..., channels].transpose(1, 2) / 2 + bias[head]
             heads.append(scores.softmax(-1) @ value[..., channels])
-        return getattr(module, f"{own}projection")(torch.cat(heads, dim=-1))
+        return getattr(module, "global_proj" if own else "proj")(torch.cat(heads, dim=-1))
 
     bias = torch.zeros(2, 6, num_global + 6, dtype=torch.float64)
     bias[:, :, :num_global] = module.local_to_global[:, None]

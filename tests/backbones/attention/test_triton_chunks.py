@@ -127,9 +127,9 @@ CASES = {
     "name", slow_except(CASES, ["two by three chunks", "strip", "exact", "cyclic along one axis", "shift, cyclic"])
 )
 def test_equals_the_reference(name):
-    window_size, height, width, mode, shift, others = CASES[name]
-    inputs = attention_inputs(height, width, window_size=window_size, **({"batch": 1, "heads": 1} | others))
-    assert_equals_reference(inputs, window_size=window_size, mode=mode, shift=shift)
+    chunk_size, height, width, mode, shift, others = CASES[name]
+    inputs = attention_inputs(height, width, chunk_size=chunk_size, **({"batch": 1, "heads": 1} | others))
+    assert_equals_reference(inputs, chunk_size=chunk_size, mode=mode, shift=shift)
 
 
 # Window, height, width, others. Windows of three tokens for a segment of one, up to nine for one of five.
@@ -142,13 +142,13 @@ SEGMENTS = {
 }
 
 
-def assert_long_short_equals_reference(window_size, height, width, others, *, dtype=torch.float64, device="cpu"):
+def assert_long_short_equals_reference(chunk_size, height, width, others, *, dtype=torch.float64, device="cpu"):
     _, by_reference, inputs = case(
-        "long_short", height, width, window_size=window_size, **({"batch": 1, "heads": 1} | others)
+        "long_short", height, width, chunk_size=chunk_size, **({"batch": 1, "heads": 1} | others)
     )
     inputs = {name: x.to(dtype) for name, x in inputs.items()}
     on_device = {name: x.to(device) for name, x in inputs.items()}
-    actual = outputs_and_gradients(triton_long_short_attention, on_device, window_size=window_size)
+    actual = outputs_and_gradients(triton_long_short_attention, on_device, chunk_size=chunk_size)
     assert_near(actual, outputs_and_gradients(by_reference, {name: x.double() for name, x in inputs.items()}))
 
 
@@ -169,7 +169,7 @@ def test_long_short_attention_equals_the_reference(name):
 )
 def test_types_and_sizes_of_heads(channels, dtype):
     inputs = attention_inputs(2, 5, batch=1, heads=1, channels=channels, **ALL)
-    assert_equals_reference({name: x.to(dtype) for name, x in inputs.items()}, window_size=3)
+    assert_equals_reference({name: x.to(dtype) for name, x in inputs.items()}, chunk_size=3)
 
 
 @interpreted
@@ -177,8 +177,8 @@ def test_several_blocks_of_positions(monkeypatch):
     small = Launch(positions=16, tokens=64, channels=16, num_warps=4)
     monkeypatch.setattr(triton_chunks, "launch_parameters", lambda *args: small)
     monkeypatch.setattr(triton_chunks, "_SHARES", 30)
-    inputs = attention_inputs(3, 6, window_size=5, batch=1, heads=1, num_global=17, local_bias=True, global_bias=True)
-    assert_equals_reference(inputs, window_size=5)
+    inputs = attention_inputs(3, 6, chunk_size=5, batch=1, heads=1, num_global=17, local_bias=True, global_bias=True)
+    assert_equals_reference(inputs, chunk_size=5)
     assert_long_short_equals_reference(5, 3, 6, {})
 
 
@@ -187,7 +187,7 @@ def test_several_blocks_of_positions(monkeypatch):
 def test_any_strides_and_nothing_outside_the_map_is_read(mode):
     """The inputs are a split of heads, and slices of tensors of NaNs, which would show in the output if read."""
     inputs = attention_inputs(2, 5, batch=1, heads=2, num_global=1)
-    expected = outputs_and_gradients(reference.sliding_chunk_attention, inputs, window_size=3, mode=mode)
+    expected = outputs_and_gradients(reference.sliding_chunk_attention, inputs, chunk_size=3, mode=mode)
     tokens = torch.full((1, 4, 9, 2, 3, 4), float("nan"), dtype=torch.float64)
     with torch.no_grad():
         for index, name in enumerate(("query", "key")):
@@ -199,7 +199,7 @@ def test_any_strides_and_nothing_outside_the_map_is_read(mode):
     inputs["global_key"] = inputs["global_key"].transpose(1, 3).contiguous().transpose(1, 3)
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
     assert not any(leaves[name].is_contiguous() for name in ("query", "key", "value"))
-    output = triton_chunk_attention(**leaves, window_size=3, mode=mode)
+    output = triton_chunk_attention(**leaves, chunk_size=3, mode=mode)
     weights = torch.sin(torch.arange(output.numel(), dtype=torch.float64)).view(output.shape)
     output.backward(weights.transpose(1, 4).contiguous().transpose(1, 4))
     gradients = {f"gradient of {name}": x.grad for name, x in leaves.items()}
@@ -210,9 +210,9 @@ def test_any_strides_and_nothing_outside_the_map_is_read(mode):
 @pytest.mark.parametrize("learned", ["query", "value", "local_bias", "global_key", "global_bias"])
 def test_single_gradients_match_reference(learned):
     inputs = attention_inputs(2, 4, batch=1, heads=1, **ALL)
-    expected = outputs_and_gradients(reference.sliding_chunk_attention, inputs, window_size=3)
+    expected = outputs_and_gradients(reference.sliding_chunk_attention, inputs, chunk_size=3)
     leaves = {name: x.detach().requires_grad_(name == learned) for name, x in inputs.items()}
-    output = triton_chunk_attention(**leaves, window_size=3)
+    output = triton_chunk_attention(**leaves, chunk_size=3)
     output.backward(torch.sin(torch.arange(output.numel(), dtype=torch.float64)).view(output.shape))
     gradients = {f"gradient of {name}": x.grad for name, x in leaves.items() if x.grad is not None}
     assert_near(gradients, {f"gradient of {learned}": expected[f"gradient of {learned}"]})
@@ -224,7 +224,7 @@ def test_single_gradients_match_reference(learned):
 def test_padding_is_hidden_in_half_precision(autocast):
     inputs = attention_inputs(2, 4, channels=64, batch=1, heads=1, **ALL)
     functions = (
-        functools.partial(function, window_size=3)
+        functools.partial(function, chunk_size=3)
         for function in (triton_chunk_attention, reference.sliding_chunk_attention)
     )
     assert_padding_is_hidden_in_half_precision(*functions, inputs, dtype=torch.bfloat16, autocast=autocast)
@@ -234,20 +234,20 @@ def test_padding_is_hidden_in_half_precision(autocast):
 def test_bias_of_minus_infinity_hides_keys():
     inputs = attention_inputs(2, 5, batch=1, heads=1, **ALL)
     inputs["local_bias"][:, :, ::2] = inputs["global_bias"][:] = float("-inf")
-    assert_equals_reference(inputs, window_size=3)
+    assert_equals_reference(inputs, chunk_size=3)
 
 
 @interpreted
 def test_no_images_and_no_global_tokens():
     inputs = attention_inputs(4, 7, batch=1, **ALL)
     inputs = {name: x[:0] if "bias" not in name else x for name, x in inputs.items()}
-    actual = outputs_and_gradients(triton_chunk_attention, inputs, window_size=3)
+    actual = outputs_and_gradients(triton_chunk_attention, inputs, chunk_size=3)
     assert actual["output"].shape == (0, 2, 4, 7, 4)
     assert not actual["gradient of local_bias"].any() and not actual["gradient of global_bias"].any()
     inputs = attention_inputs(1, 2, batch=1)
     none = {name: inputs["query"][:, :, 0, :0] for name in ("global_key", "global_value")}
-    expected = triton_chunk_attention(**inputs, window_size=3)
-    assert torch.equal(triton_chunk_attention(**inputs, **none, window_size=3), expected)
+    expected = triton_chunk_attention(**inputs, chunk_size=3)
+    assert torch.equal(triton_chunk_attention(**inputs, **none, chunk_size=3), expected)
 
 
 @interpreted
@@ -255,7 +255,7 @@ def test_no_images_and_no_global_tokens():
 def test_module_with_activation_checkpointing(attention):
     results = []
     for backend in ("triton", "reference"):
-        module = attention(8, num_heads=2, window_size=3, relative_bias=True, backend=backend)
+        module = attention(8, num_heads=2, chunk_size=3, relative_bias=True, backend=backend)
         module = randomise(module).double()
         inputs = [random_images(1, *shape).requires_grad_() for shape in ((2, 5, 8), (1, 8))]
         outputs = checkpoint(attend, module, *inputs, use_reentrant=False)
@@ -273,8 +273,8 @@ def test_compiled_models_trace_through_the_operator():
     compiled = torch.compile(triton_chunk_attention, backend="aot_eager", fullgraph=True, dynamic=True)
     for height, width in ((2, 5), (4, 7)):
         inputs = attention_inputs(height, width, batch=2, heads=2, **ALL)
-        actual = outputs_and_gradients(compiled, inputs, window_size=3, shift=(0, 1))
-        assert_near(actual, outputs_and_gradients(triton_chunk_attention, inputs, window_size=3, shift=(0, 1)))
+        actual = outputs_and_gradients(compiled, inputs, chunk_size=3, shift=(0, 1))
+        assert_near(actual, outputs_and_gradients(triton_chunk_attention, inputs, chunk_size=3, shift=(0, 1)))
 
 
 @interpreted
@@ -289,7 +289,7 @@ def test_a_bias_of_one_head_is_that_of_all_heads():
     """The sum over heads of its gradient too."""
     inputs = attention_inputs(2, 5, batch=1, heads=2, **ALL)
     inputs |= {name: inputs[name][:1] for name in ("local_bias", "global_bias")}
-    assert_equals_reference(inputs, window_size=3)
+    assert_equals_reference(inputs, chunk_size=3)
 
 
 # -- where it does not run -------------------------------------------------------------------------
@@ -301,14 +301,14 @@ def test_missing_requirement_raises(monkeypatch, is_installed, named):
     monkeypatch.setattr(triton_chunks, "_is_installed", lambda: is_installed)
     assert (unmet_requirement(torch.device("cuda")) is None) is is_installed
     with pytest.raises(ConfigError, match=f"{named}.*attention_backend 'sdpa'"):
-        triton_chunk_attention(**attention_inputs(2, 4), window_size=3)
+        triton_chunk_attention(**attention_inputs(2, 4), chunk_size=3)
 
 
 @interpreted
 @pytest.mark.parametrize("channels, mode, named", [(132, "exact", "128 .*132"), (4, "zero", "zero_pad")])
 def test_unsupported_arguments_raise(channels, mode, named):
     with pytest.raises(ConfigError, match=named):
-        triton_chunk_attention(**attention_inputs(2, 4, channels=channels), window_size=3, mode=mode)
+        triton_chunk_attention(**attention_inputs(2, 4, channels=channels), chunk_size=3, mode=mode)
 
 
 def test_imports_without_triton():
@@ -387,15 +387,15 @@ def test_every_kernel_compiles(monkeypatch, tmp_path, architecture, dtype, chann
     monkeypatch.setattr(triton_chunks, "unmet_requirement", lambda *query: None)
     if mode == "long_short":
         inputs, attention, options = (
-            case(mode, 20, 27, window_size=7, channels=channels)[2],
+            case(mode, 20, 27, chunk_size=7, channels=channels)[2],
             triton_long_short_attention,
             {},
         )
     else:
-        inputs = attention_inputs(20, 27, window_size=7, batch=1, channels=channels, **ALL)
+        inputs = attention_inputs(20, 27, chunk_size=7, batch=1, channels=channels, **ALL)
         attention, options = triton_chunk_attention, {"mode": mode, "shift": shift}
     inputs = {name: x.to(torch.float32 if dtype == torch.float32 else torch.float16) for name, x in inputs.items()}
-    outputs_and_gradients(attention, inputs, window_size=7, **options)
+    outputs_and_gradients(attention, inputs, chunk_size=7, **options)
     assert len(compiled) == 5
     for name, kernel in compiled.items():
         spilled = bytes_of_registers_in_memory(kernel.asm["cubin"], tmp_path)
@@ -413,24 +413,24 @@ def on_this_gpu(test):
 
 @on_this_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("window_size, height, width, mode, shift, others", CASES.values(), ids=CASES)
-def test_compiled_equals_the_reference(window_size, height, width, mode, shift, others, dtype):
-    inputs = attention_inputs(height, width, window_size=window_size, **({"channels": 16} | others))
+@pytest.mark.parametrize("chunk_size, height, width, mode, shift, others", CASES.values(), ids=CASES)
+def test_compiled_equals_the_reference(chunk_size, height, width, mode, shift, others, dtype):
+    inputs = attention_inputs(height, width, chunk_size=chunk_size, **({"channels": 16} | others))
     inputs = {name: x.to(dtype) for name, x in inputs.items()}
-    assert_equals_reference(inputs, device=DEVICE, window_size=window_size, mode=mode, shift=shift)
+    assert_equals_reference(inputs, device=DEVICE, chunk_size=chunk_size, mode=mode, shift=shift)
 
 
 @on_this_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("window_size, channels", [(7, 32), (8, 64), (2, 16)])
-def test_compiled_long_short_attention_equals_the_reference(window_size, channels, dtype):
+@pytest.mark.parametrize("chunk_size, channels", [(7, 32), (8, 64), (2, 16)])
+def test_compiled_long_short_attention_equals_the_reference(chunk_size, channels, dtype):
     sizes = {"channels": channels, "heads": 2, "num_global": 20}
-    assert_long_short_equals_reference(window_size, 23, 36, sizes, dtype=dtype, device=DEVICE)
+    assert_long_short_equals_reference(chunk_size, 23, 36, sizes, dtype=dtype, device=DEVICE)
 
 
 @on_this_gpu
 @pytest.mark.parametrize(
-    "dtype, mode, shift, window_size, channels",
+    "dtype, mode, shift, chunk_size, channels",
     [
         *((torch.float16, mode, shift, 7, 32) for mode in MODES for shift in (None, *SHIFTS[::3])),
         *((torch.bfloat16, "zero_pad", None, *sizes) for sizes in [(7, 64), (7, 96), (4, 48), (5, 24), (15, 16)]),
@@ -438,17 +438,17 @@ def test_compiled_long_short_attention_equals_the_reference(window_size, channel
     ],
     ids=str,
 )
-def test_compiled_equals_the_reference_on_larger_maps(dtype, mode, shift, window_size, channels):
-    inputs = attention_inputs(23, 36, window_size=window_size, channels=channels, **(ALL | {"num_global": 2}))
+def test_compiled_equals_the_reference_on_larger_maps(dtype, mode, shift, chunk_size, channels):
+    inputs = attention_inputs(23, 36, chunk_size=chunk_size, channels=channels, **(ALL | {"num_global": 2}))
     inputs = {name: x.to(dtype) for name, x in inputs.items()}
-    assert_equals_reference(inputs, device=DEVICE, window_size=window_size, mode=mode, shift=shift)
+    assert_equals_reference(inputs, device=DEVICE, chunk_size=chunk_size, mode=mode, shift=shift)
 
 
 @on_this_gpu
 def test_compiled_runs_are_bitwise_reproducible():
-    inputs = attention_inputs(57, 80, window_size=7, channels=32, **ALL)
+    inputs = attention_inputs(57, 80, chunk_size=7, channels=32, **ALL)
     inputs = {name: x.to(DEVICE, torch.bfloat16) for name, x in inputs.items()}
-    first, second = (outputs_and_gradients(triton_chunk_attention, inputs, window_size=7) for _ in range(2))
+    first, second = (outputs_and_gradients(triton_chunk_attention, inputs, chunk_size=7) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -457,7 +457,7 @@ def test_offsets_of_more_than_31_bits():
     rows = torch.empty(2**31 + 32, dtype=torch.float16, device=DEVICE).as_strided((1, 1, 9, 1, 32), (0, 0, 2**28, 0, 1))
     rows.normal_()
     output, expected = (
-        triton_chunk_attention(query=x, key=x, value=x, window_size=3)
+        triton_chunk_attention(query=x, key=x, value=x, chunk_size=3)
         for x in (rows, rows.clone(memory_format=torch.contiguous_format))
     )
     assert torch.equal(output, expected)
@@ -467,4 +467,4 @@ def test_offsets_of_more_than_31_bits():
 def test_no_float64_on_a_gpu():
     inputs = {name: x.to(DEVICE) for name, x in attention_inputs(2, 4).items()}
     with pytest.raises(ConfigError, match="float64"):
-        triton_chunk_attention(**inputs, window_size=3)
+        triton_chunk_attention(**inputs, chunk_size=3)

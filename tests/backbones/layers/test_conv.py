@@ -16,7 +16,7 @@ def test_embedding_of_any_size(kernel_size, stride, padding, height, width):
     images = random_images(2, 3, height, width)
     padded = torch.zeros(2, 3, -(-height // stride) * stride, -(-width // stride) * stride, dtype=torch.float64)
     padded[:, :, :height, :width] = images
-    projection = embed.projection
+    projection = embed.proj
     expected = torch.nn.functional.conv2d(padded, projection.weight, projection.bias, stride, padding)
     expected = torch.nn.functional.layer_norm(expected.movedim(1, -1), (6,), embed.norm.weight, embed.norm.bias)
     tokens = embed(images)

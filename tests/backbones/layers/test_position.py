@@ -70,7 +70,7 @@ def test_grid_bias_is_looked_up_by_offset(num_global, global_queries):
 
 
 def test_grid_positions_of_the_largest_map_are_cropped():
-    positions = GridPositions((5, 7), 4, resizing="load")
+    positions = GridPositions((5, 7), 4, resizing="once")
     assert torch.equal(positions(3, 6), positions.table[:3, :6])
     with pytest.raises(ConfigError, match="a map of 6 x 7 tokens does not fit the position table of 5 x 7"):
         positions(6, 7)
@@ -78,7 +78,7 @@ def test_grid_positions_of_the_largest_map_are_cropped():
 
 def test_relative_bias_of_a_smaller_map_is_a_crop():
     """A smaller map has the bias that the same pairs of tokens have in the largest one."""
-    bias = GridRelativeBias((5, 7), 2, resizing="load").double()
+    bias = GridRelativeBias((5, 7), 2, resizing="once").double()
     whole = bias(5, 7).unflatten(1, (5, 7)).unflatten(3, (5, 7))
     torch.testing.assert_close(bias(3, 4).unflatten(1, (3, 4)).unflatten(3, (3, 4)), whole[:, :3, :4, :3, :4])
     with pytest.raises(ConfigError, match="raise max_img_size"):

@@ -110,7 +110,7 @@ def without(name: str):
         (CHAR_LM, with_tensor("layers.0.attn.r_w_bias", 1, 2, 1, 1, 32), {}, "r_w_bias"),
         (CHAR_LM, with_tensor("layers.0.attn.r_x_bias", 1, 4, 1, 16), {}, "r_x_bias"),
         (CHAR_LM, with_tensor("layers.0.attn.proj_key.bias", 64), {}, "proj_key.bias"),
-        (CHAR_LM, without("layers.1.ff.fc2.bias"), {}, "layers.1.mlp.contract.bias"),
+        (CHAR_LM, without("layers.1.ff.fc2.bias"), {}, "layers.1.mlp.fc2.bias"),
         (CHAR_LM, lambda _: official(ENCODER), {}, "transformer_0"),
     ],
 )

@@ -9,7 +9,7 @@ from torch import nn
 
 from backbones import ConfigError
 from backbones.attention.sliding_chunk import BACKENDS, SlidingChunkAttention
-from projects_vil.analysis import BenchmarkCase, benchmark, find_limits, growth, measure
+from projects_vil.analysis import BenchmarkCase, benchmark, growth, measure, roofline
 from projects_vil.analysis.benchmark import build_baseline
 from projects_vil.analysis.limits import DeviceRates
 from tests.projects_vil.helpers import ROOT
@@ -144,11 +144,11 @@ def test_work_of_an_operator():
         # Windows that overlap in memory
         (lambda: A.view(-1).unfold(0, 4, 1) + 1, 0, 8 * 4 + 29 * 4),
     ):
-        arithmetic = find_limits(step, DeviceRates(flops=1.0, bytes=1e30, call=0.0))
-        memory = find_limits(step, DeviceRates(flops=1e30, bytes=1.0, call=0.0))
+        arithmetic = roofline(step, DeviceRates(flops=1.0, bytes=1e30, call=0.0))
+        memory = roofline(step, DeviceRates(flops=1e30, bytes=1.0, call=0.0))
         assert arithmetic["limit"]["arithmetic"] == pytest.approx(flops)
         assert memory["limit"]["memory"] == pytest.approx(4 * numbers) and memory["operators"] == bool(numbers)
-    in_place = find_limits(
+    in_place = roofline(
         lambda: torch.zeros(2, 8, 6).baddbmm_(A.expand(2, -1, -1), B.expand(2, -1, -1)),
         DeviceRates(flops=1.0, bytes=1e30, call=0.0),
     )
@@ -156,7 +156,7 @@ def test_work_of_an_operator():
 
 
 def test_small_operators_are_bound_by_their_calls():
-    work = find_limits(lambda: (A + 1).mul_(2), DeviceRates(flops=1e30, bytes=1e30, call=0.5))
+    work = roofline(lambda: (A + 1).mul_(2), DeviceRates(flops=1e30, bytes=1e30, call=0.5))
     assert work["limit"] == {"arithmetic": 0, "memory": 0, "overhead": 1.0} and work["operators"] == 2
 
 

@@ -41,12 +41,12 @@ def total(module: nn.Module, *size: int) -> int:
 MECHANISMS = {
     "dense": (lambda: DenseAttention(DIM, **COMMON), 2 * TOKENS**2 * DIM),
     "sliding_chunk": (
-        lambda: SlidingChunkAttention(DIM, window_size=7, **COMMON),
+        lambda: SlidingChunkAttention(DIM, chunk_size=7, **COMMON),
         # Nine chunks, three rows of global tokens, and a channel a head that marks hidden keys; then global queries
         2 * LOCALS * (9 * 49 + 3 * 7) * (DIM + HEADS) + 2 * GLOBALS * TOKENS * DIM,
     ),
     "long_short": (
-        lambda: LongShortAttention(DIM, window_size=7, rank=8, **COMMON),
+        lambda: LongShortAttention(DIM, chunk_size=7, rank=8, **COMMON),
         # Scores of all tokens, and sums of the local ones; a window of 13 x 13 and a column of shared keys; then global
         # queries
         TOKENS * DIM * HEADS * 8
@@ -112,7 +112,7 @@ def paper_parameters(name: str) -> float:
         parameters -= parameter_count(classifier.head)[""]
     elif name.startswith("cvt_ls"):
         with torch.device("meta"):
-            parameters = parameter_count(create_classifier(name, rank=(128, 32, 8)))[""]
+            parameters = parameter_count(create_classifier(name, projection_rank=(128, 32, 8)))[""]
     elif name == "evit_full_16_small":
         # As in DeiT, 196 tokens and the global one have a position each, instead of rows and columns.
         positions = sum(p.numel() for key, p in classifier.named_parameters() if ".positions." in key)
@@ -179,7 +179,7 @@ def config_of(detector: str, variant: str):
     if variant == "partial_global_small":
         return load_config(ROOT / "configs/mask_rcnn/partial_global_small_1x.yaml")
     base = {"RetinaNet": "retinanet/vil_tiny_rpb_1x", "Mask R-CNN": "mask_rcnn/vil_tiny_rpb_1x"}[detector]
-    return load_config(ROOT / f"configs/{base}.yaml", ["MODEL.TRANSFORMER.NAME", variant])
+    return load_config(ROOT / f"configs/{base}.yaml", ["MODEL.TRANSFORMER.VARIANT", variant])
 
 
 DETECTORS = [
@@ -220,7 +220,7 @@ def test_figures_of_mask_rcnn_are_for_no_other_two_stage_detector():
 
 
 def test_a_model_of_timm_has_no_figures_of_a_paper():
-    cfg = small_config("retinanet", "MODEL.TRANSFORMER.NAME", "timm:resnet18")
+    cfg = small_config("retinanet", "MODEL.TRANSFORMER.VARIANT", "timm:resnet18")
     counts = count_detector(cfg, "a name", size=(64, 96))
     # Without the classifier's 512 x 1000 weights and 1000 biases.
     assert counts["parameters"]["backbone"] == 11_689_512 - 513_000 and counts["flops"] > 0

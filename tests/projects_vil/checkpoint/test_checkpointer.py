@@ -121,8 +121,8 @@ def test_another_number_of_classes_leaves_only_predictors_random(tmp_path, name,
 @pytest.mark.parametrize(
     "overrides, name, named",
     [
-        (["MODEL.TRANSFORMER.NAME", "vil_small_1_1_9_1_rpb"], "retinanet", "other shapes"),
-        (["MODEL.TRANSFORMER.NAME", "vil_tiny_rpb"], "retinanet", "108 missing"),
+        (["MODEL.TRANSFORMER.VARIANT", "vil_small_1_1_9_1_rpb"], "retinanet", "other shapes"),
+        (["MODEL.TRANSFORMER.VARIANT", "vil_tiny_rpb"], "retinanet", "108 missing"),
         (["MODEL.FPN.OUT_CHANNELS", "16"], "retinanet", "(32, 96, 1, 1)"),
         ([], "mask_rcnn", "12 unexpected"),
     ],
@@ -188,7 +188,7 @@ def test_metadata_of_a_run(trained_run):
 @pytest.mark.parametrize(
     "overrides, named, is_fatal",
     [
-        ([f"{OPTION}NAME", "vil_tiny_rpb"], ["vil_tiny_1_1_3_1_rpb", "vil_tiny_rpb", f"{OPTION}NAME"], True),
+        ([f"{OPTION}VARIANT", "vil_tiny_rpb"], ["vil_tiny_1_1_3_1_rpb", "vil_tiny_rpb", f"{OPTION}NAME"], True),
         ([f"{OPTION}ATTENTION_MODE", "exact"], [f"{OPTION}ATTENTION_MODE zero_pad", "exact"], False),
         ([f"{OPTION}GLOBAL_TOKENS", "[2, 1, 1, 0]"], [f"{OPTION}GLOBAL_TOKENS [1, 1, 1, 0]", "[2, 1, 1, 0]"], True),
         (BGR, ["RGB with mean [123.675", "BGR with mean [103.53", "INPUT.FORMAT"], False),
@@ -212,9 +212,9 @@ def test_metadata_that_differ(trained_run, overrides, named, is_fatal):
 def test_variants_and_options_where_all_shapes_match(trained_run, tmp_path):
     with pytest.raises(ConfigError, match="ls_tiny.*vil_tiny_1_1_3_1_rpb"):
         check_weights(run_config(trained_run), with_metadata(trained_run, tmp_path, variant="ls_tiny"))
-    given = [f"{OPTION}GLOBAL_TOKENS", "[1, 1, 1, 0]", f"{OPTION}WINDOW_SIZE", "[7, 7, 7, 7]"]
+    given = [f"{OPTION}GLOBAL_TOKENS", "[1, 1, 1, 0]", f"{OPTION}CHUNK_SIZE", "[7, 7, 7, 7]"]
     check_weights(run_config(trained_run, *given), str(trained_run / "model_final.pth"), complete=True)
-    saved = {"attention_mode": "zero_pad", "global_tokens": [1, 1, 1, 0], "window_size": 7, "attention": None}
+    saved = {"attention_mode": "zero_pad", "global_tokens": [1, 1, 1, 0], "chunk_size": 7, "attention": None}
     for options in (saved, {"no_such_option": 1}, None):
         check_weights(run_config(trained_run), with_metadata(trained_run, tmp_path, options=options), complete=True)
 

@@ -61,7 +61,7 @@ def test_categories_of_a_loaded_detector(shapes, tmp_path):
     cfg, elsewhere = small_config(), small_config("retinanet", "DATASETS.TEST", "()", "DATASETS.TRAIN", "()")
     state = untrained_detector(cfg).state_dict()
     own = Categories((30, 10, 20), ("triangle", "circle", "square"))
-    metadata = CheckpointMetadata(cfg.MODEL.TRANSFORMER.NAME, classes=own.names, category_ids=own.ids)
+    metadata = CheckpointMetadata(cfg.MODEL.TRANSFORMER.VARIANT, classes=own.names, category_ids=own.ids)
     path = save(tmp_path, {"model": state, METADATA_KEY: metadata.to_dict()})
     rows = state["head.cls_score.bias"].view(-1, 3)
     for config, options, expected, order in (

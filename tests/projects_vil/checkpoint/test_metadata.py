@@ -13,7 +13,7 @@ OPTION = "MODEL.TRANSFORMER."
 
 
 def test_round_trip():
-    metadata = CheckpointMetadata("lit_s", {"merging": "uniform"}, ("a", "b"), (7, 3), OFFICIAL_INPUT)
+    metadata = CheckpointMetadata("lit_s", {"token_merging": "uniform"}, ("a", "b"), (7, 3), OFFICIAL_INPUT)
     assert CheckpointMetadata.from_contents({METADATA_KEY: json.loads(json.dumps(metadata.to_dict()))}) == metadata
     for saved in (None, 3, [], {}):
         assert CheckpointMetadata.from_contents({METADATA_KEY: saved}) == CheckpointMetadata()
@@ -22,13 +22,18 @@ def test_round_trip():
 @pytest.mark.parametrize(
     "variant, theirs, ours, differ",
     [
-        ("vil_tiny", {}, {"position_resizing": "load"}, {}),
-        ("vil_tiny", {"position_resizing": "map"}, {}, {"POSITION_RESIZING": ("map", "load")}),
-        ("ls_tiny", {"position_resizing": "load"}, {}, {"POSITION_RESIZING": ("load", "map")}),
+        ("vil_tiny", {}, {"position_interpolation": "once"}, {}),
+        (
+            "vil_tiny",
+            {"position_interpolation": "per_feature_map"},
+            {},
+            {"POSITION_INTERPOLATION": ("per_feature_map", "once")},
+        ),
+        ("ls_tiny", {"position_interpolation": "once"}, {}, {"POSITION_INTERPOLATION": ("once", "per_feature_map")}),
         # Relative tables are not resized, and all implementations of BatchNorm evaluate alike.
-        ("vil_tiny_rpb", {"position_resizing": "load"}, {}, {}),
-        ("lit_s", {"batch_norm": "frozen"}, {}, {}),
-        ("lit_s", {"merging": "uniform"}, {}, {"MERGING": ("uniform", "deformable")}),
+        ("vil_tiny_rpb", {"position_interpolation": "once"}, {}, {}),
+        ("lit_s", {"norm": "FrozenBN"}, {}, {}),
+        ("lit_s", {"token_merging": "uniform"}, {}, {"TOKEN_MERGING": ("uniform", "deformable")}),
     ],
 )
 def test_differing_options(variant, theirs, ours, differ):

@@ -13,7 +13,7 @@ from torchvision.ops import batched_nms, clip_boxes_to_image, roi_align
 
 from backbones import ConfigError
 from backbones.build import VARIANTS
-from backbones.convert import recognise
+from backbones.convert import detect_format
 from projects_vil import Checkpointer, load_config
 from projects_vil.checkpoint import check_weights, convert_file, convert_official
 from tests import wrapping
@@ -23,7 +23,7 @@ from tests.projects_vil.helpers import ROOT
 
 WIDTH, CLASSES, FC_DIM, SIZE = 8, 3, 16, (64, 96)
 DIMS = [stage.dim for stage in official_lit.TI.stages]
-KEYS = ["MODEL.TRANSFORMER.NAME", "lit_small", "MODEL.DEVICE", "cpu", "MODEL.FPN.OUT_CHANNELS", str(WIDTH)]
+KEYS = ["MODEL.TRANSFORMER.VARIANT", "lit_small", "MODEL.DEVICE", "cpu", "MODEL.FPN.OUT_CHANNELS", str(WIDTH)]
 KEYS += ["MODEL.RETINANET.NUM_CLASSES", str(CLASSES), "MODEL.ROI_HEADS.NUM_CLASSES", str(CLASSES)]
 KEYS += ["MODEL.ROI_BOX_HEAD.FC_DIM", str(FC_DIM), "MODEL.ROI_MASK_HEAD.CONV_DIM", str(WIDTH)]
 # mmdetection takes the best anchors of a level, and detectron2 the best pairs of an anchor and a class: here all.
@@ -245,7 +245,7 @@ def test_classes_are_those_of_coco():
     for branch, number in (("cls", 80), ("reg", 4)):
         heads[f"bbox_head.retina_{branch}.weight"] = torch.ones(9 * number, WIDTH, 3, 3)
         heads[f"bbox_head.retina_{branch}.bias"] = torch.ones(9 * number)
-    saved = convert_official(recognise(contents(heads)), "lit_small").contents["vil_detectron2"]
+    saved = convert_official(detect_format(contents(heads)), "lit_small").contents["vil_detectron2"]
     assert saved["classes"][:3] == ("person", "bicycle", "car") and saved["classes"][79] == "toothbrush"
     assert saved["category_ids"][79] == 90
 
@@ -261,6 +261,6 @@ def test_classes_are_those_of_coco():
 )
 def test_heads_that_do_not_match(name, tensor, named):
     heads = {**Heads(retinanet=True), name: tensor}
-    official = recognise(contents({key: value for key, value in heads.items() if value is not None}))
+    official = detect_format(contents({key: value for key, value in heads.items() if value is not None}))
     with pytest.raises(ConfigError, match=named):
         convert_official(official, "lit_small")

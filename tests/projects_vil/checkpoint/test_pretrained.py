@@ -16,7 +16,7 @@ from torch import nn
 from backbones import ConfigError, create_backbone, create_classifier
 from backbones.build import VARIANTS
 from backbones.checkpoint_files import read_checkpoint
-from backbones.convert import convert_state_dict, recognise
+from backbones.convert import convert_state_dict, detect_format
 from projects_vil import load_config
 from projects_vil.checkpoint import (
     METADATA_KEY,
@@ -49,7 +49,7 @@ GOLDEN = {
 
 
 def converted(contents: dict, variant: str = NAME, **options):
-    return convert_official(recognise(contents), variant, **options)
+    return convert_official(detect_format(contents), variant, **options)
 
 
 def backbone_with(state_dict: dict, variant: str = NAME, **options) -> nn.Module:
@@ -87,7 +87,7 @@ def test_golden_features(tmp_path, file):
     reference, (name, form, options) = golden(file), GOLDEN[file]
     path = save(tmp_path, form(golden_state_dict(reference)))
     overrides = [text for key, value in options.items() for text in (f"MODEL.TRANSFORMER.{key.upper()}", str(value))]
-    bottom_up = detector_from(path, "MODEL.TRANSFORMER.NAME", name, *overrides, name="mask_rcnn").backbone.bottom_up
+    bottom_up = detector_from(path, "MODEL.TRANSFORMER.VARIANT", name, *overrides, name="mask_rcnn").backbone.bottom_up
     with torch.inference_mode():
         features = bottom_up(golden_images(reference))
     assert features.keys() == reference["stages"].keys()
@@ -103,7 +103,7 @@ def test_golden_features(tmp_path, file):
 @pytest.mark.parametrize("name, suffix", [("retinanet", "pth"), ("mask_rcnn", "safetensors")])
 def test_an_official_vil_detector_has_all_weights_of_the_model(tmp_path, name, suffix):
     """The heads are those of this project's configs; buffers that the config defines are dropped."""
-    keys = ["MODEL.TRANSFORMER.NAME", NAME, "MODEL.DEVICE", "cpu", *NARROW]
+    keys = ["MODEL.TRANSFORMER.VARIANT", NAME, "MODEL.DEVICE", "cpu", *NARROW]
     cfg = load_config(ROOT / f"configs/{name}/vil_tiny_rpb_1x.yaml", keys)
     model = build_model(cfg).eval()
     heads = {key: torch.randn_like(t) for key, t in model.state_dict().items() if not key.startswith(BACKBONE_PREFIX)}
@@ -130,7 +130,7 @@ def test_an_official_vil_detector_has_all_weights_of_the_model(tmp_path, name, s
     ],
 )
 def test_names_of_fpn_and_heads_are_those_of_the_configs(name, variant, overrides):
-    keys = ["MODEL.TRANSFORMER.NAME", variant, "MODEL.DEVICE", "meta", *overrides]
+    keys = ["MODEL.TRANSFORMER.VARIANT", variant, "MODEL.DEVICE", "meta", *overrides]
     with torch.device("meta"):
         names = build_model(load_config(ROOT / f"configs/{name}/vil_tiny_rpb_1x.yaml", keys)).state_dict()
     heads = {key: tensor for key, tensor in names.items() if not key.startswith(BACKBONE_PREFIX)}
@@ -168,16 +168,16 @@ def test_options_of_other_official_models(tmp_path):
     weights = official_state_dict(relative_bias=True)
     for name in [name for name in weights if name.startswith("layer2") and "local_relative" in name]:
         weights[name] = torch.randn(47**2, weights[name].shape[1])  # windows of 12
-    assert converted(wrapping.vision_longformer(weights), classifier=True).options["window_size"] == [7, 12, 7, 7]
+    assert converted(wrapping.vision_longformer(weights), classifier=True).options["chunk_size"] == [7, 12, 7, 7]
 
 
 def test_an_official_file_is_loaded_with_another_window_and_saved_with_metadata(tmp_path):
     weights = float32(official_state_dict(relative_bias=True))
-    window = ["MODEL.TRANSFORMER.WINDOW_SIZE", "[8, 8, 8, 8]"]
+    window = ["MODEL.TRANSFORMER.CHUNK_SIZE", "[8, 8, 8, 8]"]
     model = detector_from(save(tmp_path, wrapping.vision_longformer(weights)), *window)
     Checkpointer(model, str(tmp_path), cfg=small_config()).save("ours")
     saved = torch.load(tmp_path / "ours.pth", weights_only=True)[METADATA_KEY]
-    assert saved["variant"] == NAME and set(saved["options"]) == {"window_size"}
+    assert saved["variant"] == NAME and set(saved["options"]) == {"chunk_size"}
     check_weights(small_config("retinanet", *window), str(tmp_path / "ours.pth"), complete=True)
 
 
@@ -189,14 +189,14 @@ def test_a_classifier_of_the_model_zoo_keeps_its_logits(tmp_path, monkeypatch, n
     stages = tuple(dataclasses.replace(stage, full=index >= 2) for index, stage in enumerate(TINY))
     weights = official_state_dict(stages, relative_bias=relative, img_size=img_size, windows=chunks)
     sizes = "~, ~" if relative or img_size == 224 else f"384, {[*chunks, 12, 12]}"
-    group = "[{title: t, url: 'http://{}', columns: [variant, img_size, window_size, params, file], files: {own: "
+    group = "[{title: t, url: 'http://{}', columns: [variant, img_size, chunk_size, params, file], files: {own: "
     (tmp_path / "zoo.yaml").write_text(f"{group}[{name}, {sizes}, 1, own]}}}}]")
     monkeypatch.setenv("VIL_ZOO", str(tmp_path / "zoo.yaml"))
     monkeypatch.setenv("FVCORE_CACHE", str(tmp_path))
     (tmp_path / "vil_detectron2").mkdir()
     save(tmp_path / "vil_detectron2", wrapping.vision_longformer(float32(weights)), "own.pth")
 
-    options = {"attention": ["sliding_chunk", "sliding_chunk", "dense", "dense"], "window_size": [*chunks, 7, 7]}
+    options = {"attention": ["sliding_chunk", "sliding_chunk", "dense", "dense"], "chunk_size": [*chunks, 7, 7]}
     options |= {"img_size": img_size, "num_classes": 10}
     official = create_classifier(name, **options).eval()
     official.load_state_dict(convert_state_dict(float32(weights), name, classifier=True, model_options=options)[0])
@@ -234,8 +234,8 @@ def test_heads_that_do_not_match(monkeypatch):
 def test_other_variants_and_other_files(tmp_path):
     path = save(tmp_path, wrapping.vision_longformer(float32(official_state_dict(relative_bias=True))))
     for variant in ("vil_tiny_1_1_3_1", "lit_s"):
-        assert variant in message(path, "MODEL.TRANSFORMER.NAME", variant)
-    cvt = ["MODEL.TRANSFORMER.NAME", "cvt_ls_13", "MODEL.FPN.IN_FEATURES", "['stage2', 'stage3']"]
+        assert variant in message(path, "MODEL.TRANSFORMER.VARIANT", variant)
+    cvt = ["MODEL.TRANSFORMER.VARIANT", "cvt_ls_13", "MODEL.FPN.IN_FEATURES", "['stage2', 'stage3']"]
     assert "cvt_ls_13" in message(path, *cvt)
     with pytest.raises(ConfigError, match=Path(path).name):
         check_weights(small_config(), path, complete=True)
@@ -267,7 +267,7 @@ def test_a_classifier_has_all_weights_of_the_backbone(tmp_path, name, form):
         wrapped = {f"module.{key}": tensor for key, tensor in state.items()}
         path = save(tmp_path, wrapped if form == "module" else {"state_dict": state})
     with log_of(LOG) as log:
-        loaded = detector_from(path, "MODEL.TRANSFORMER.NAME", name).state_dict()
+        loaded = detector_from(path, "MODEL.TRANSFORMER.VARIANT", name).state_dict()
     same = 0
     for key, tensor in state.items():
         target = f"{BACKBONE_PREFIX}{key.removeprefix('backbone.')}"
@@ -291,10 +291,10 @@ def test_a_classifier_has_all_weights_of_the_backbone(tmp_path, name, form):
 @pytest.mark.slow
 def test_a_segmentors_backbone_starts_from_the_classifier_of_its_size(tmp_path):
     path = save(tmp_path, {"state_dict": classifier("lit_s"), "args": argparse.Namespace(model="lit_s")})
-    loaded = detector_from(path, "MODEL.TRANSFORMER.NAME", "lit_s_seg").state_dict()
-    key = "stages.2.blocks.5.mlp.expand.weight"
+    loaded = detector_from(path, "MODEL.TRANSFORMER.VARIANT", "lit_s_seg").state_dict()
+    key = "stages.2.blocks.5.mlp.fc1.weight"
     assert torch.equal(loaded[f"{BACKBONE_PREFIX}{key}"], classifier("lit_s")[f"backbone.{key}"])
-    text = message(path, "MODEL.TRANSFORMER.NAME", "lit_m_seg")
+    text = message(path, "MODEL.TRANSFORMER.VARIANT", "lit_m_seg")
     assert "lit_s," in text and "lit_m_seg" in text
 
 
@@ -306,7 +306,7 @@ def test_classifiers_that_do_not_match(tmp_path):
         assert extra.removeprefix("backbone.") in message(save(tmp_path, state | {extra: torch.ones(1, 1, 4)}))
     message(save(tmp_path, dict(list(state.items())[: len(state) // 2])))
     path = save(tmp_path, {"state_dict": state})
-    assert "vil_small_rpb" in message(path, "MODEL.TRANSFORMER.NAME", "vil_small_rpb")
+    assert "vil_small_rpb" in message(path, "MODEL.TRANSFORMER.VARIANT", "vil_small_rpb")
     for tokens in ("[0, 0, 0, 0]", "[2, 1, 1, 0]"):
         assert "stages.0.global_tokens" in message(path, "MODEL.TRANSFORMER.GLOBAL_TOKENS", tokens)
     with pytest.raises(ConfigError, match=Path(path).name):

@@ -16,7 +16,7 @@ from PIL import Image
 from backbones import list_variants
 from backbones.build import VARIANTS
 from backbones.checkpoint_files import read_checkpoint
-from backbones.convert import recognise
+from backbones.convert import detect_format
 from projects_vil import Checkpointer, Detector, load_config
 from projects_vil.checkpoint import (
     METADATA_KEY,
@@ -39,7 +39,7 @@ from tests.projects_vil.helpers import ROOT, message, run_tool
 from tests.selection import slow_except
 
 VARIANT = "vil_tiny_1_1_3_1_rpb"
-NARROW = ["MODEL.TRANSFORMER.NAME", VARIANT, "MODEL.FPN.OUT_CHANNELS", "16", "MODEL.DEVICE", "cpu"]
+NARROW = ["MODEL.TRANSFORMER.VARIANT", VARIANT, "MODEL.FPN.OUT_CHANNELS", "16", "MODEL.DEVICE", "cpu"]
 TABLE = """
 - title: Local
   source: tests
@@ -169,7 +169,7 @@ def test_training_starts_with_a_name(server):
     check_weights(cfg, cfg.MODEL.WEIGHTS)
     model = build_model(cfg)
     Checkpointer(model, cfg=cfg).resume_or_load(cfg.MODEL.WEIGHTS)
-    bias = model.backbone.bottom_up.net.state_dict()["stages.2.blocks.1.mlp.expand.bias"]
+    bias = model.backbone.bottom_up.net.state_dict()["stages.2.blocks.1.mlp.fc1.bias"]
     assert torch.equal(bias, float32(official_state_dict(relative_bias=True))["layer3.4.mlp.fc1.bias"])
     assert server.requests == ["classifier"]
 
@@ -284,7 +284,7 @@ def test_the_table_has_the_published_files_and_figures():
 
 def test_classifiers_at_384_pixels_have_the_sizes_of_the_official_commands():
     """For stages 3 and 4, which have full attention there, chunks of which two cover the feature map."""
-    sizes = {name: (entry.img_size, entry.window_size) for name, entry in read_zoo().items() if "in1k_384" in name}
+    sizes = {name: (entry.img_size, entry.chunk_size) for name, entry in read_zoo().items() if "in1k_384" in name}
     assert sizes == {
         "vil_medium_deep_in22k_in1k_384": (384, [8, 12, 12, 12]),
         "vil_medium_wide_in22k_in1k_384": (384, [8, 12, 12, 12]),
@@ -341,7 +341,7 @@ def test_the_model_of_a_detectors_config_takes_all_official_weights(name):
     # Without memory for the zeros
     weights = {key: torch.zeros(()).expand(shape) for key, shape in official_backbone(entry.variant).items()}
     wrap = wrapping.mmdetection if entry.variant.startswith("lit") else wrapping.detectron2_detector
-    official = recognise(wrap(weights))
+    official = detect_format(wrap(weights))
     converted = convert_official(official, entry.variant, model_options=backbone.options)
     assert not converted.report.resized and not converted.report.initialised
     shapes = {key.removeprefix(BACKBONE_PREFIX): tensor.shape for key, tensor in converted.contents["model"].items()}
@@ -352,7 +352,7 @@ def test_the_model_of_a_detectors_config_takes_all_official_weights(name):
 def test_a_detector_has_its_config_with_the_published_figures(name):
     entry, path = read_zoo()[name], zoo_config(name)
     cfg = load_config(path)
-    assert cfg.MODEL.TRANSFORMER.NAME == entry.variant and name.startswith(entry.variant)
+    assert cfg.MODEL.TRANSFORMER.VARIANT == entry.variant and name.startswith(entry.variant)
     kind = "retinanet" if cfg.MODEL.META_ARCHITECTURE == "RetinaNet" else "mask_rcnn"
     schedule = "3x" if cfg.SOLVER.MAX_ITER == 270_000 else "1x"
     assert f"{entry.variant}_{kind}_{schedule}" == name and ("mask_ap" in entry.figures) == (kind == "mask_rcnn")

@@ -64,7 +64,7 @@ def boxes_of(masks: torch.Tensor) -> list[list[float]]:
 
 
 LSJ = ("INPUT.AUGMENTATION", "lsj")
-STRONG = ("INPUT.AUGMENTATION", "strong")
+STRONG = ("INPUT.AUGMENTATION", "lsj_copy_paste")
 COLORS = (RED, GREEN, BLUE)
 OBJECTS = (Rectangle(3, 11, 5, 26, RED), Rectangle(14, 29, 30, 43, GREEN, 1), Rectangle(20, 30, 2, 10, BLUE, 2))
 
@@ -171,7 +171,7 @@ def test_colors_change_alike_in_both_orders_of_channels(tmp_path):
 def test_strong_changes_colors_but_not_the_padding(tmp_path):
     record = write_record(tmp_path, "a", (31, 47), *OBJECTS)
     keys = ["INPUT.LSJ.SIZE", "47", "INPUT.LSJ.SCALE", "(1.0, 1.0)", "INPUT.RANDOM_FLIP", "none"]
-    for name, num_colors in (("lsj", 1), ("strong", 4)):
+    for name, num_colors in (("lsj", 1), ("lsj_copy_paste", 4)):
         mapper = Mapper(small_config("mask_rcnn", "INPUT.AUGMENTATION", name, *keys), is_train=True)
         samples = [mapped(mapper, record, seed=seed) for seed in range(6)]
         images = [sample["image"] for sample in samples]
@@ -300,7 +300,7 @@ def test_values_that_cannot_be_used(detector, overrides, key):
 
 
 def test_position_tables_are_as_large_as_the_images(shapes):
-    absolute = ["MODEL.TRANSFORMER.NAME", "vil_tiny_1_1_3_1", "MODEL.TRANSFORMER.MAX_IMG_SIZE", "96"]
+    absolute = ["MODEL.TRANSFORMER.VARIANT", "vil_tiny_1_1_3_1", "MODEL.TRANSFORMER.MAX_IMG_SIZE", "96"]
     text = message(check_setup, small_config("retinanet", *absolute, *LSJ, "INPUT.LSJ.SIZE", "97"))
     assert "INPUT.LSJ.SIZE is 97" in text and "MODEL.TRANSFORMER.MAX_IMG_SIZE" in text
     check_setup(small_config("retinanet", *absolute, *LSJ, "INPUT.LSJ.SIZE", "96"))

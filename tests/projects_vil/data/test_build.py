@@ -16,7 +16,7 @@ from detectron2.utils import comm
 
 from backbones import ConfigError
 from projects_vil.data import build_test_loader, build_train_loader, load_dataset, read_datasets, register_datasets
-from projects_vil.data.records import read_once
+from projects_vil.data.shared_records import read_once
 from projects_vil.evaluation import build_evaluator, validation_loss
 from tests.projects_vil.data.own import NAME, config, edit, entry, first_image, load
 from tests.projects_vil.engine.gloo import in_processes
@@ -71,7 +71,7 @@ def test_training_datasets_with_classes_in_another_order(copy, shapes):
             one["category_id"] = 10 - one["category_id"]
 
     edit(copy, reverse)
-    cfg = config(entry(copy), overrides=["DATASETS.TRAIN", f"('shapes_val', '{NAME}')", "TEST.LOSS", "True"])
+    cfg = config(entry(copy), overrides=["DATASETS.TRAIN", f"('shapes_val', '{NAME}')", "TEST.VALIDATION_LOSS", "True"])
     register_datasets(cfg)
     first, second = np.split(np.array(load_dataset(cfg, cfg.DATASETS.TRAIN, train=True)), 2)
     for one, other in zip(first, second, strict=True):

@@ -78,7 +78,7 @@ def test_signals_wait_while_loading_processes_start(of, shapes, monkeypatch):
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & set(STOP_SIGNALS)
 
 
-STRONG = ["INPUT.AUGMENTATION", "strong", "INPUT.LSJ.SIZE", "48"]
+STRONG = ["INPUT.AUGMENTATION", "lsj_copy_paste", "INPUT.LSJ.SIZE", "48"]
 
 
 @pytest.mark.parametrize("detector, keys", [("retinanet", ["INPUT.MIN_SIZE_TRAIN", "(48, 64)"]), ("mask_rcnn", STRONG)])

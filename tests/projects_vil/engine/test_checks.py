@@ -34,7 +34,7 @@ def test_valid_setups(shapes, trained_run):
     "overrides, named",
     [
         (["SOLVER.AMP.ENABLED", "True", "SOLVER.AMP.DTYPE", "float16"], "SOLVER.AMP.DTYPE"),
-        (["SOLVER.SCALE_LR_TO_BATCH", "16", "SOLVER.REFERENCE_WORLD_SIZE", "8"], "SCALE_LR_TO_BATCH"),
+        (["SOLVER.REFERENCE_BATCH_SIZE", "16", "SOLVER.REFERENCE_WORLD_SIZE", "8"], "REFERENCE_BATCH_SIZE"),
         (["INPUT.CROP.ENABLED", "True", "INPUT.CROP.TYPE", "relativ"], "'relative'"),
         (["INPUT.CROP.PAD", "True"], "INPUT.CROP.PAD"),
         (["SOLVER.LR_SCHEDULER_NAME", "WarmupMultiStepLR", "SOLVER.STEPS", "(0, 10)"], "SOLVER.STEPS"),
@@ -52,12 +52,15 @@ def test_valid_setups(shapes, trained_run):
         (["MODEL.EMA.DECAY", "1.0"], "MODEL.EMA.DECAY"),
         (["MODEL.PIXEL_MEAN", "[1.0]"], "MODEL.PIXEL_MEAN"),
         (["TEST.BEST_METRIC", "segm/AP"], "TEST.BEST_METRIC"),
-        (["TEST.BEST_METRIC", "validation_loss/total_loss"], "TEST.LOSS"),
+        (["TEST.BEST_METRIC", "validation_loss/total_loss"], "TEST.VALIDATION_LOSS"),
         (["MODEL.TRANSFORMER.ATTENTION_BACKEND", "triton"], "ATTENTION_BACKEND"),
         (["MODEL.TRANSFORMER.ATTENTION_BACKEND", "spda"], "MODEL.TRANSFORMER.ATTENTION_BACKEND 'spda'"),
         (["MODEL.TRANSFORMER.ATTENTION_BACKEND", "flex"], "ATTENTION_BACKEND"),
-        (["MODEL.TRANSFORMER.NAME", "sra64_tiny", "MODEL.TRANSFORMER.RANDOM_SHIFT_UNTIL", "0.5"], "RANDOM_SHIFT_UNTIL"),
-        (["MODEL.TRANSFORMER.COMPILE", "True", "MODEL.TRANSFORMER.RANDOM_SHIFT_UNTIL", "0.5"], "COMPILE"),
+        (
+            ["MODEL.TRANSFORMER.VARIANT", "sra64_tiny", "MODEL.TRANSFORMER.RANDOM_SHIFT_FRACTION", "0.5"],
+            "RANDOM_SHIFT_FRACTION",
+        ),
+        (["MODEL.TRANSFORMER.COMPILE", "True", "MODEL.TRANSFORMER.RANDOM_SHIFT_FRACTION", "0.5"], "COMPILE"),
         (["MODEL.TRANSFORMER.FEATURE_REDRAW_PERIOD", "0"], "FEATURE_REDRAW_PERIOD"),
         (["MODEL.FPN.NORM", "foo"], "MODEL.FPN.NORM"),
         (["DATASETS.TEST", "('shapes_vall',)"], "'shapes_val'"),
@@ -75,7 +78,7 @@ def test_evaluation_needs_data_and_weights(shapes):
 
 def test_a_batch_is_divided_among_processes_and_micro_batches(shapes):
     def keys(*values):
-        names = ("IMS_PER_BATCH", "ACCUMULATE", "REFERENCE_WORLD_SIZE")
+        names = ("IMS_PER_BATCH", "GRADIENT_ACCUMULATION_STEPS", "REFERENCE_WORLD_SIZE")
         return [token for name, value in zip(names, values, strict=True) for token in (f"SOLVER.{name}", str(value))]
 
     for values, processes in (((6, 1, 0), 4), ((8, 4, 0), 4), ((6, 1, 4), 3)):

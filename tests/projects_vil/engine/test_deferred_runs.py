@@ -18,7 +18,7 @@ from tests.projects_vil.engine.gloo import in_processes
 from tests.projects_vil.engine.test_resuming import RUN, assert_same_run, resume, train
 from tests.projects_vil.helpers import small_config
 
-OPTIONS = ["MODEL.EMA.ENABLED", "True", "SOLVER.SKIP_DIVERGED", "1", "TEST.EVAL_PERIOD", "0"]
+OPTIONS = ["MODEL.EMA.ENABLED", "True", "SOLVER.MAX_NONFINITE_STEPS", "1", "TEST.EVAL_PERIOD", "0"]
 
 
 @pytest.fixture(autouse=True)
@@ -87,13 +87,13 @@ def test_cut_off_and_stopped_runs_end_as_whole_ones(detector, tmp_path):
 def test_an_iteration_between_two_lines_of_the_log_diverges(detector, reason, tmp_path):
     """The proposals of Mask R-CNN are seen to diverge at once."""
     resume(trainer_with(DivergeIn(4), tmp_path / "skipped", detector, *OPTIONS))
-    (entry,) = json.loads((tmp_path / "skipped/diverged.json").read_text())
+    (entry,) = json.loads((tmp_path / "skipped/nonfinite.json").read_text())
     assert entry["iteration"] == 4 and entry["is_skipped"] and reason in entry["reason"]
     final = saved(tmp_path / "skipped")
     assert final["averaged_steps"] == 6 and final["trainer"]["_trainer"]["skipped"] == 1
     assert all(value.isfinite().all() for value in final["model"].values())
 
-    none = ["SOLVER.SKIP_DIVERGED", "0", "SOLVER.CHECKPOINT_PERIOD", "6"]
+    none = ["SOLVER.MAX_NONFINITE_STEPS", "0", "SOLVER.CHECKPOINT_PERIOD", "6"]
     with pytest.raises(ConfigError, match="iteration 4"):
         resume(trainer_with(DivergeIn(4), tmp_path / "stopped", detector, *OPTIONS, *none))
     assert not [*(tmp_path / "stopped").glob("*.pth")]

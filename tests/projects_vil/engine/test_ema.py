@@ -13,7 +13,7 @@ from projects_vil.engine.hooks import ExponentialAverage
 from tests.projects_vil.engine.test_resuming import RUN, train
 from tests.projects_vil.helpers import small_config
 
-EMA = ["MODEL.EMA.ENABLED", "True", "MODEL.EMA.DECAY", "0.3", "TEST.LOSS", "True", "TEST.BEST_METRIC", ""]
+EMA = ["MODEL.EMA.ENABLED", "True", "MODEL.EMA.DECAY", "0.3", "TEST.VALIDATION_LOSS", "True", "TEST.BEST_METRIC", ""]
 EMA += ["SOLVER.CHECKPOINT_PERIOD", "1", "SOLVER.MAX_ITER", "4", "TEST.EVAL_PERIOD", "0"]
 
 

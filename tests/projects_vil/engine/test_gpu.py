@@ -23,7 +23,14 @@ PRECISIONS = {
 OPTIONS = (
     *(["MODEL.TRANSFORMER.ATTENTION_BACKEND", "triton", *PRECISIONS[name]] for name in ("bfloat16", "float16")),
     ["MODEL.TRANSFORMER.ACTIVATION_CHECKPOINTING", "True", "MODEL.TRANSFORMER.ATTENTION_BACKEND", "sdpa"],
-    ["MODEL.EMA.ENABLED", "True", "SOLVER.ACCUMULATE", "2", "MODEL.TRANSFORMER.RANDOM_SHIFT_UNTIL", "0.5"],
+    [
+        "MODEL.EMA.ENABLED",
+        "True",
+        "SOLVER.GRADIENT_ACCUMULATION_STEPS",
+        "2",
+        "MODEL.TRANSFORMER.RANDOM_SHIFT_FRACTION",
+        "0.5",
+    ],
 )
 
 
@@ -81,7 +88,7 @@ def test_two_processes_with_synchronised_norms(datasets_root, tmp_path):
     """LIT's, over NCCL."""
     config = CONFIGS["retinanet"].with_name("retinanet_lit_shapes.yaml")
     command = ["--config-file", config, *SMALL["retinanet"], "OUTPUT_DIR", tmp_path, "MODEL.DEVICE", DEVICE]
-    command += ["SOLVER.IMS_PER_BATCH", "2", "SOLVER.MAX_ITER", "4", "MODEL.TRANSFORMER.BATCH_NORM", "sync"]
+    command += ["SOLVER.IMS_PER_BATCH", "2", "SOLVER.MAX_ITER", "4", "MODEL.TRANSFORMER.NORM", "SyncBN"]
     result = run_tool("train_net.py", "--num-gpus", 2, *command, datasets_root=datasets_root, fresh=True)
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "model_final.pth").is_file()

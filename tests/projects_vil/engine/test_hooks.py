@@ -36,7 +36,7 @@ def test_processes_have_the_same_random_features(tmp_path):
 
 
 def test_shifts_follow_from_the_iteration_and_end_at_their_fraction():
-    layers = torch.nn.ModuleList(SlidingChunkAttention(8, num_heads=2, window_size=3) for _ in range(5))
+    layers = torch.nn.ModuleList(SlidingChunkAttention(8, num_heads=2, chunk_size=3) for _ in range(5))
     found = {}
     for iterations in (range(8), range(3, 8)):
         hook = RandomShift(layers, 0.5)

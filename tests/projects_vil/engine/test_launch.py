@@ -25,7 +25,7 @@ LAUNCH = ["--num-gpus", "2"]
 PYTHON = [sys.executable]
 TORCHRUN = [*PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 LONG = ["SOLVER.MAX_ITER", "4000", "SOLVER.CHECKPOINT_PERIOD", "1", "TEST.EVAL_PERIOD", "0"]
-LONG += ["SOLVER.CHECKPOINT_KEEP", "2"]
+LONG += ["SOLVER.CHECKPOINT_MAX_TO_KEEP", "2"]
 
 
 # -- equal to one process --------------------------------------------------------------------------

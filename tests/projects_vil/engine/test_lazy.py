@@ -14,7 +14,7 @@ from detectron2.solver import LRMultiplier
 
 from backbones import ConfigError
 from projects_vil import load_config
-from projects_vil.config import updated
+from projects_vil.config import with_overrides
 from projects_vil.data import seed_all
 from projects_vil.engine import check_output_dir, load_records, train_lazily_from_command_line
 from projects_vil.engine.lazy import LazyTrainer, build_lazy_optimizer, lazy_options, load_lazy_config
@@ -134,7 +134,12 @@ def test_large_scale_jitter_as_in_the_docs(shapes):
 
 def train(detector, output, *, cut_at=None):
     options = ["train.max_iter=4", "train.checkpointer.period=2", "train.eval_period=2", "train.seed=0"]
-    options += ["train.ema.enabled=true", "train.accumulate=2", "train.best_metric=bbox/AP", "train.draw_images=0"]
+    options += [
+        "train.ema.enabled=true",
+        "train.gradient_accumulation_steps=2",
+        "train.best_metric=bbox/AP",
+        "train.num_visualized_images=0",
+    ]
     args = arguments(detector, *options, f"train.output_dir={output}")
     cfg = load_lazy_config(args.config_file, args.opts)
     seed_all(0)
@@ -162,7 +167,7 @@ def test_a_resume_has_the_same_data_and_batch_size(shapes, tmp_path):
     save_config(options, lambda _, path: LazyConfig.save(cfg, str(path)))
     (tmp_path / "model_final.pth").touch()
     assert check_output_dir(options, resume=True)
-    other = updated(options, {"SOLVER.IMS_PER_BATCH": 2 * options.SOLVER.IMS_PER_BATCH})
+    other = with_overrides(options, {"SOLVER.IMS_PER_BATCH": 2 * options.SOLVER.IMS_PER_BATCH})
     assert "SOLVER.IMS_PER_BATCH" in message(check_output_dir, other, resume=True)
 
 

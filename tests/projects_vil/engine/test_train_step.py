@@ -142,7 +142,7 @@ def test_float16_steps_and_an_overflow_is_no_divergence(tmp_path):
     assert not steps.has_stepped and steps.overflows == 1 and steps.skipped == 0
     assert scaler.get_scale() == 2.0**99 and "total_loss" in metrics
     assert_close(weights_of(model), before, 0)
-    assert not (tmp_path / "diverged.json").exists()
+    assert not (tmp_path / "nonfinite.json").exists()
     steps.overflows = MAX_OVERFLOWS - 1
     steps._data_loader_iter_obj = iter([images])
     with EventStorage(), pytest.raises(ConfigError, match="overflowed"):
@@ -167,7 +167,7 @@ def test_a_batch_that_diverges_is_skipped_then_ends_the_run(detector, reason, tm
     steps, _ = run(model, [good, bad], tmp_path, max_skipped=1, accumulate=2)
     assert steps.skipped == 1 and not steps.has_stepped
     assert all(value.isfinite().all() for value in model.state_dict().values())
-    written = json.loads((tmp_path / "diverged.json").read_text())
+    written = json.loads((tmp_path / "nonfinite.json").read_text())
     assert [entry["iteration"] for entry in written] == [1]
     entry = written[0]
     assert entry["reason"] == reason and entry["learning_rate"] == 0.1 and entry["is_skipped"]
@@ -177,8 +177,8 @@ def test_a_batch_that_diverges_is_skipped_then_ends_the_run(detector, reason, tm
     before, steps.iter = weights_of(model), 2
     with EventStorage(), pytest.raises(ConfigError) as caught:
         steps.run_step()
-    assert "SOLVER.SKIP_DIVERGED" in str(caught.value) and "diverged.json" in str(caught.value)
-    assert [entry["is_skipped"] for entry in json.loads((tmp_path / "diverged.json").read_text())] == [True, False]
+    assert "SOLVER.MAX_NONFINITE_STEPS" in str(caught.value) and "nonfinite.json" in str(caught.value)
+    assert [entry["is_skipped"] for entry in json.loads((tmp_path / "nonfinite.json").read_text())] == [True, False]
     assert_close(weights_of(model), before, 0)
 
 
@@ -207,12 +207,12 @@ def test_a_gradient_that_is_not_finite_with_a_loss_that_is(step, tmp_path):
     with pytest.raises(ConfigError, match="gradients"):
         run(model, [images_of(4)] * 2, tmp_path, step=step, clip=math.inf, accumulate=2)
     assert_close(weights_of(model), before, 0)
-    (entry,) = json.loads((tmp_path / "diverged.json").read_text())
+    (entry,) = json.loads((tmp_path / "nonfinite.json").read_text())
     assert len(entry["processes"][0]["images"]) == 4 and entry["processes"][0]["losses"]["loss_cls"] > 0
 
 
 def test_a_resumed_run_removes_what_it_repeats(tmp_path):
-    path = tmp_path / "diverged.json"
+    path = tmp_path / "nonfinite.json"
     path.write_text(json.dumps([{"iteration": 3}, {"iteration": 8}]))
     model = torch.nn.Linear(1, 1)
     steps = TrainStep(model, [], torch.optim.SGD(model.parameters(), lr=1.0), output_dir=tmp_path)
@@ -268,7 +268,7 @@ def test_a_deferred_step_that_diverges_changes_nothing(precision, max_skipped, t
             run(model, [good, bad, good], tmp_path, step=DeferredStep, **options)
     run(other, [good, good] if max_skipped else [good], tmp_path, step=DeferredStep, **options)
     torch.testing.assert_close(weights_of(model), weights_of(other), rtol=1e-4, atol=1e-5)
-    (entry,) = json.loads((tmp_path / "diverged.json").read_text())
+    (entry,) = json.loads((tmp_path / "nonfinite.json").read_text())
     assert entry["iteration"] == 1 and len(entry["processes"][0]["images"]) == 4
 
 
@@ -287,7 +287,7 @@ def test_momentum_after_a_first_step_without_effect(step, tmp_path, monkeypatch)
 
 
 def test_a_run_that_skipped_more_than_it_may_continues(tmp_path):
-    """As one that was resumed with a lower SOLVER.SKIP_DIVERGED."""
+    """As one that was resumed with a lower SOLVER.MAX_NONFINITE_STEPS."""
     steps, _ = run(model_of("retinanet"), [images_of(2)], tmp_path, step=DeferredStep, skipped=3, max_skipped=1)
     assert steps.has_stepped and steps.skipped == 3
 
@@ -326,7 +326,7 @@ def test_processes_stop_together(step, accumulations, tmp_path):
         weights[number], other = (torch.load(tmp_path / f"{rank}_{number}.pth", weights_only=True) for rank in (0, 1))
         assert_close(weights[number], other, 0)
         assert_close(weights[1], other, 1e-9)
-    (entry,) = json.loads((tmp_path / "diverged.json").read_text())
+    (entry,) = json.loads((tmp_path / "nonfinite.json").read_text())
     # The images of the micro-batch.
     assert [len(process["images"]) for process in entry["processes"]] == [4 // number] * 2
     assert entry["processes"][1]["images"][1]["image_id"] == 1

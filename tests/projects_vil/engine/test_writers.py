@@ -67,7 +67,7 @@ def test_mlflow_has_every_scalar_once(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     mlflow.set_tracking_uri(f"file://{tmp_path / 'mlruns'}")
-    write_two(small_config("retinanet", "LOGGING.MLFLOW", "mine", "OUTPUT_DIR", str(tmp_path / "run")))
+    write_two(small_config("retinanet", "LOGGING.MLFLOW_EXPERIMENT", "mine", "OUTPUT_DIR", str(tmp_path / "run")))
     client = mlflow.MlflowClient()
     (run,) = client.search_runs([client.get_experiment_by_name("mine").experiment_id])
     history = client.get_metric_history(run.info.run_id, "total_loss")
@@ -79,6 +79,6 @@ def test_mlflow_has_every_scalar_once(tmp_path, monkeypatch):
 def test_wandb_keeps_a_run_offline(tmp_path, monkeypatch):
     pytest.importorskip("wandb", reason="wandb is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    write_two(small_config("retinanet", "LOGGING.WANDB", "mine", "OUTPUT_DIR", str(tmp_path)))
+    write_two(small_config("retinanet", "LOGGING.WANDB_PROJECT", "mine", "OUTPUT_DIR", str(tmp_path)))
     (written,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     assert written.stat().st_size > 0

@@ -51,7 +51,7 @@ def test_retinanets_losses_are_sums_over_the_positive_anchors_of_all_images(shap
     assert model.loss_normalizer > 0
 
 
-@pytest.mark.parametrize("keys", [("INPUT.PHOTOMETRIC_DISTORTION", "True"), ("INPUT.AUGMENTATION", "strong")])
+@pytest.mark.parametrize("keys", [("INPUT.PHOTOMETRIC_DISTORTION", "True"), ("INPUT.AUGMENTATION", "lsj_copy_paste")])
 def test_images_are_those_for_testing(shapes, keys):
     cfg = _as_for_testing(small_config("mask_rcnn", *keys))
     record = data.load_dataset(cfg, cfg.DATASETS.TEST, train=False)[0]

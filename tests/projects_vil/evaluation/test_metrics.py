@@ -19,7 +19,7 @@ def config(request, monkeypatch):
     def make(detector: str, metric: str):
         root = {"panoptic": "panoptic_root", "semantic_fpn": "sem_seg_root"}.get(detector, "datasets_root")
         monkeypatch.setenv("DETECTRON2_DATASETS", str(request.getfixturevalue(root)))
-        keys = ("TEST.BEST_METRIC", metric, "TEST.LOSS", "True")
+        keys = ("TEST.BEST_METRIC", metric, "TEST.VALIDATION_LOSS", "True")
         cfg = panoptic_config(*keys) if detector == "panoptic" else small_config(detector, *keys)
         register_datasets(cfg)
         return cfg

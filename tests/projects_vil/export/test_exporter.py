@@ -80,12 +80,12 @@ def test_a_fixed_size(exported):
         ({"file_format": "onnx", "opset": 15}, (), "opset 15"),
         ({"evaluate": True}, ("DATASETS.TEST", "('shapes_vall',)"), "shapes_vall"),
         # The table of absolute positions is too small for images of 64 x 96, the size in testing.
-        ({}, ("MODEL.TRANSFORMER.NAME", "vil_tiny_1_1_3_1", "MODEL.TRANSFORMER.MAX_IMG_SIZE", "80"), "80"),
+        ({}, ("MODEL.TRANSFORMER.VARIANT", "vil_tiny_1_1_3_1", "MODEL.TRANSFORMER.MAX_IMG_SIZE", "80"), "80"),
     ],
 )
 def test_mistakes(shapes, weights, tmp_path, options, overrides, named):
     cfg, path = small_config("retinanet", *overrides), weights()
-    if "MODEL.TRANSFORMER.NAME" in overrides:
+    if "MODEL.TRANSFORMER.VARIANT" in overrides:
         path = tmp_path / "absolute.pth"
         torch.save({"model": untrained_detector(cfg).state_dict()}, path)
     if options.get("file_format"):
@@ -149,8 +149,8 @@ def test_every_family_in_its_own_runtime(tmp_path, case):
 def test_a_cascade_from_training_to_its_detections(datasets_root, tmp_path):
     """Train with gradient accumulation and validation losses, export, and run both on a photo."""
     run = tmp_path / "run"
-    overrides = [*SMALL["cascade_mask_rcnn"], "OUTPUT_DIR", run, "SOLVER.MAX_ITER", 3, "TEST.LOSS", True]
-    overrides += ["SOLVER.ACCUMULATE", 2, "MODEL.EMA.ENABLED", True, "SOLVER.LAYER_DECAY", 0.8]
+    overrides = [*SMALL["cascade_mask_rcnn"], "OUTPUT_DIR", run, "SOLVER.MAX_ITER", 3, "TEST.VALIDATION_LOSS", True]
+    overrides += ["SOLVER.GRADIENT_ACCUMULATION_STEPS", 2, "MODEL.EMA.ENABLED", True, "SOLVER.LAYER_DECAY", 0.8]
     config = ["--config-file", CONFIGS["cascade_mask_rcnn"]]
     result = run_tool("train_net.py", *config, *overrides, datasets_root=datasets_root)
     assert result.returncode == 0, result.stderr

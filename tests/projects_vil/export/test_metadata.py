@@ -21,7 +21,7 @@ def described(name: str, *overrides: str, file_format: str = "torchscript") -> d
 
 def test_metadata():
     metadata, cfg = described("mask_rcnn"), small_config("mask_rcnn")
-    assert metadata["detector"] == "Mask R-CNN" and metadata["backbone"] == cfg.MODEL.TRANSFORMER.NAME
+    assert metadata["detector"] == "Mask R-CNN" and metadata["backbone"] == cfg.MODEL.TRANSFORMER.VARIANT
     expected = {"name": "image", "shape": [3, "height", "width"], "range": [0, 255], "sides": [1, 8192]}
     expected |= {
         "size": None,

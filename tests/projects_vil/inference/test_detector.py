@@ -13,7 +13,7 @@ from backbones import ConfigError
 from projects_vil import Detector
 from projects_vil.checkpoint import Categories
 from projects_vil.inference import Detections, runners
-from projects_vil.inference.sources import ImageBatches, ImageSource
+from projects_vil.inference.image_loading import ImageBatches, ImageSource
 from projects_vil.visualization import DRAW_THRESHOLD
 from tests.projects_vil.helpers import CONFIGS
 from tests.projects_vil.inference.helpers import ANY, BrightHalfRunner, picture, save, save_run

@@ -30,7 +30,14 @@ FILES = {"README.md", "config.yaml", "model.safetensors", *REPORTS}
 PRIVATE = (
     *("DATASETS.COCO", '[["mine", "/home/me/secret/a.json", "/home/me/secret/photos"]]'),
     *("DATASETS.TRAIN", '("mine", "/home/me/secret/a.json for /home/me/secret/photos")'),
-    *("DATASETS.TEST", '("mine",)', "LOGGING.WANDB", "secret_project", "LOGGING.MLFLOW", "secret_experiment"),
+    *(
+        "DATASETS.TEST",
+        '("mine",)',
+        "LOGGING.WANDB_PROJECT",
+        "secret_project",
+        "LOGGING.MLFLOW_EXPERIMENT",
+        "secret_experiment",
+    ),
     *("MODEL.WEIGHTS", "/home/me/secret/pretrained.pth"),
 )
 
@@ -136,8 +143,8 @@ def test_folders_that_are_not_written(detector, run, tmp_path):
 
 def test_configs_with_paths_and_unknown_keys():
     assert hub.published_config(small_config("retinanet", *PRIVATE)).DATASETS.TRAIN == ("mine",)
-    with pytest.raises(ConfigError, match="NAME"):
-        hub.published_config(small_config("retinanet", "MODEL.TRANSFORMER.NAME", "/home/me/model"))
+    with pytest.raises(ConfigError, match="VARIANT"):
+        hub.published_config(small_config("retinanet", "MODEL.TRANSFORMER.VARIANT", "/home/me/model"))
     cfg = small_config().clone()
     cfg.defrost()
     cfg.MODEL.OF_ANOTHER_PROJECT = 1

@@ -79,7 +79,7 @@ def predict_on_ray(*args, **changes):
 
 
 def predict_here(model, source, output, **options):
-    from projects_vil.inference.parts import predict_parts
+    from projects_vil.inference.parquet_writer import predict_parts
 
     return predict_parts(Detector.load(model, device="cpu"), source, output, part_size=1024, **options)
 

@@ -22,8 +22,8 @@ from projects_vil.checkpoint import Categories
 from projects_vil.engine import Trainer
 from projects_vil.export import metadata_path
 from projects_vil.inference import predict
+from projects_vil.inference.image_loading import ImageBatches, ImageSource, Video, read_ahead
 from projects_vil.inference.predict import categories_as_annotated
-from projects_vil.inference.sources import ImageBatches, ImageSource, Video, read_ahead
 from tests.projects_vil.export.exporting import write
 from tests.projects_vil.helpers import message, run_tool
 from tests.projects_vil.inference.helpers import (

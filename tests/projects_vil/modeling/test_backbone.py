@@ -24,12 +24,12 @@ LEVELS = {
     "retinanet": {"p3": 8, "p4": 16, "p5": 32, "p6": 64, "p7": 128},
     "mask_rcnn": {"p2": 4, "p3": 8, "p4": 16, "p5": 32, "p6": 64},
 }
-_CVT = ["MODEL.TRANSFORMER.NAME", "cvt_ls_13", "MODEL.FPN.IN_FEATURES"]
-_FLAT = ["MODEL.TRANSFORMER.NAME", "evit_full_16_tiny", "MODEL.FPN.IN_FEATURES", "['stage1']"]
+_CVT = ["MODEL.TRANSFORMER.VARIANT", "cvt_ls_13", "MODEL.FPN.IN_FEATURES"]
+_FLAT = ["MODEL.TRANSFORMER.VARIANT", "evit_full_16_tiny", "MODEL.FPN.IN_FEATURES", "['stage1']"]
 _FLAT += ["MODEL.ANCHOR_GENERATOR.SIZES", "[[32, 64, 128, 256, 512]]"]
 # docs/training.md has these.
 _FLAT_RCNN = ["MODEL.RPN.IN_FEATURES", "['p4', 'p5', 'p6']", "MODEL.ROI_HEADS.IN_FEATURES", "['p4', 'p5']"]
-_THREE = ["MODEL.TRANSFORMER.NAME", "vil_tiny_1_10_1", "MODEL.FPN.IN_FEATURES", "['stage1', 'stage2', 'stage3']"]
+_THREE = ["MODEL.TRANSFORMER.VARIANT", "vil_tiny_1_10_1", "MODEL.FPN.IN_FEATURES", "['stage1', 'stage2', 'stage3']"]
 # FPN adds the levels that a backbone of stride 16 lacks; the E-ViT of ViL Table 2 has one feature map, of stride 16.
 FPNS = {
     "retinanet": ("retinanet", []),
@@ -81,12 +81,12 @@ def test_levels_of_fpn(detector, overrides):
 @pytest.mark.parametrize(
     "key, value, named",
     [
-        ("MODEL.TRANSFORMER.NAME", "vil_smal_rpb", "vil_small_rpb"),
-        ("MODEL.TRANSFORMER.NAME", "cvt_ls_13", "MODEL.FPN.IN_FEATURES has stage4"),
+        ("MODEL.TRANSFORMER.VARIANT", "vil_smal_rpb", "vil_small_rpb"),
+        ("MODEL.TRANSFORMER.VARIANT", "cvt_ls_13", "MODEL.FPN.IN_FEATURES has stage4"),
         ("MODEL.TRANSFORMER.OUT_FEATURES", "['stage2']", "MODEL.FPN.IN_FEATURES has stage1"),
         ("MODEL.TRANSFORMER.ATTENTION_MODE", "cyclik", "cyclic"),
         ("MODEL.TRANSFORMER.GLOBAL_TOKENS", "[1, 2]", "global_tokens"),
-        ("MODEL.TRANSFORMER.MERGING", "uniform", "merging"),
+        ("MODEL.TRANSFORMER.TOKEN_MERGING", "uniform", "token_merging"),
         ("MODEL.BACKBONE.FREEZE_AT", "5", "MODEL.BACKBONE.FREEZE_AT is 5"),
         ("MODEL.FPN.IN_FEATURES", "['stage3', 'stage4']", "MODEL.RPN.IN_FEATURES has p2"),
         ("MODEL.FPN.IN_FEATURES", "['stage2', 'stage4']", "MODEL.FPN.IN_FEATURES"),
@@ -104,14 +104,14 @@ def modules_of(backbone: nn.Module, module_type: type) -> list:
 
 
 def test_keys_are_passed_on():
-    keys = ["ATTENTION_BACKEND", "reference", "GLOBAL_TOKENS", "[2, 0, 1, 1]", "WINDOW_SIZE", "[3, 4, 5, 6]"]
+    keys = ["ATTENTION_BACKEND", "reference", "GLOBAL_TOKENS", "[2, 0, 1, 1]", "CHUNK_SIZE", "[3, 4, 5, 6]"]
     keys += ["SHARED_PROJECTIONS", "False", "DROP_PATH", "0.25", "ATTENTION_MODE", "cyclic"]
-    keys += ["NAME", "vil_tiny_1_1_3_1", "MAX_IMG_SIZE", "100", "ACTIVATION_CHECKPOINTING", "True"]
+    keys += ["VARIANT", "vil_tiny_1_1_3_1", "MAX_IMG_SIZE", "100", "ACTIVATION_CHECKPOINTING", "True"]
     keys = [f"MODEL.TRANSFORMER.{key}" if key.isupper() else key for key in keys]
     backbone = bottom_up(*keys, "MODEL.BACKBONE.FREEZE_AT", "2")
     attentions = modules_of(backbone, SlidingChunkAttention)
     assert {(attention.backend, attention.mode) for attention in attentions} == {("reference", "cyclic")}
-    assert [attention.window_size for attention in attentions] == [3, 4, 5, 5, 5, 6]
+    assert [attention.chunk_size for attention in attentions] == [3, 4, 5, 5, 5, 6]
     stages = backbone.net.stages
     assert all(stage.activation_checkpointing for stage in stages)
     assert [{p.requires_grad for p in stage.parameters()} for stage in stages] == [{False}, {False}, {True}, {True}]
@@ -125,12 +125,14 @@ def test_keys_are_passed_on():
 
 
 def test_keys_of_the_other_families_are_passed_on():
-    lit = ["MODEL.TRANSFORMER.NAME", "lit_ti"]
-    assert modules_of(bottom_up(*lit, "MODEL.TRANSFORMER.BATCH_NORM", "frozen"), FrozenBatchNorm2d)
-    uniform = bottom_up(*lit, "MODEL.TRANSFORMER.MERGING", "uniform")
+    lit = ["MODEL.TRANSFORMER.VARIANT", "lit_ti"]
+    assert modules_of(bottom_up(*lit, "MODEL.TRANSFORMER.NORM", "FrozenBN"), FrozenBatchNorm2d)
+    uniform = bottom_up(*lit, "MODEL.TRANSFORMER.TOKEN_MERGING", "uniform")
     assert not any("offset" in name for name, _ in uniform.named_parameters())
     long_short = ["MODEL.TRANSFORMER.ATTENTION", "['long_short', 'long_short', 'long_short', 'long_short']"]
-    attentions = modules_of(bottom_up(*long_short, "MODEL.TRANSFORMER.RANK", "[1, 2, 3, 4]"), LongShortAttention)
+    attentions = modules_of(
+        bottom_up(*long_short, "MODEL.TRANSFORMER.PROJECTION_RANK", "[1, 2, 3, 4]"), LongShortAttention
+    )
     assert [a.dynamic_projection.out_features // a.num_heads for a in attentions] == [1, 2, 3, 3, 3, 4]
 
 
@@ -139,7 +141,7 @@ def test_a_compiled_backbone_has_the_same_weights_and_values(monkeypatch):
     graphs = []
     backend = functools.partial(torch.compile, backend=lambda graph, inputs: graphs.append(graph) or graph)
     monkeypatch.setattr(torch, "compile", backend)
-    keys = ["MODEL.TRANSFORMER.NAME", "vil_tiny_1_1_3_1_rpb", "MODEL.TRANSFORMER.DROP_PATH", "0.0"]
+    keys = ["MODEL.TRANSFORMER.VARIANT", "vil_tiny_1_1_3_1_rpb", "MODEL.TRANSFORMER.DROP_PATH", "0.0"]
     keys += ["MODEL.TRANSFORMER.ACTIVATION_CHECKPOINTING", "True"]
     eager, compiled = (bottom_up(*keys, "MODEL.TRANSFORMER.COMPILE", value) for value in ("False", "True"))
     compiled.load_state_dict(eager.state_dict(), strict=True)

@@ -31,7 +31,17 @@ def test_stuff_needs_masks_to_be_joined_with():
 @pytest.mark.slow
 def test_twenty_iterations(panoptic_root, tmp_path):
     run = tmp_path / "run"
-    overrides = [*SMALL_PANOPTIC, "OUTPUT_DIR", run, "SOLVER.EPOCHS", 10, "TEST.LOSS", True, "TEST.DRAW_IMAGES", 2]
+    overrides = [
+        *SMALL_PANOPTIC,
+        "OUTPUT_DIR",
+        run,
+        "SOLVER.EPOCHS",
+        10,
+        "TEST.VALIDATION_LOSS",
+        True,
+        "TEST.NUM_VISUALIZED_IMAGES",
+        2,
+    ]
     overrides += ["TEST.BEST_METRIC", "sem_seg/mIoU"]
     result = run_tool("train_net.py", "--config-file", CONFIG, *overrides, datasets_root=panoptic_root)
     assert result.returncode == 0, result.stderr

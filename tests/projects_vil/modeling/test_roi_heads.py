@@ -19,7 +19,7 @@ from tests.projects_vil.helpers import ROOT, SMALL, run_tool, small_config
 CONFIG = ROOT / "configs/projects/point_rend_vil_tiny_rpb_1x.yaml"
 # On the shapes, on the CPU, and as narrow as the other small detectors.
 SMALL_POINTS = [
-    *("MODEL.DEVICE", "cpu", "MODEL.TRANSFORMER.NAME", "vil_tiny_1_1_3_1_rpb", *SMALL["mask_rcnn"]),
+    *("MODEL.DEVICE", "cpu", "MODEL.TRANSFORMER.VARIANT", "vil_tiny_1_1_3_1_rpb", *SMALL["mask_rcnn"]),
     *("MODEL.ROI_HEADS.NUM_CLASSES", "3", "MODEL.POINT_HEAD.NUM_CLASSES", "3", "MODEL.ROI_MASK_HEAD.FC_DIM", "32"),
     *("MODEL.POINT_HEAD.FC_DIM", "32", "DATASETS.TRAIN", "('shapes_train',)", "DATASETS.TEST", "('shapes_val',)"),
     *("MODEL.RPN.PRE_NMS_TOPK_TRAIN", "100", "MODEL.RPN.POST_NMS_TOPK_TRAIN", "50"),
@@ -100,7 +100,7 @@ def test_its_weights_have_a_version(suffix, tmp_path, caplog):
 @pytest.mark.slow
 def test_twenty_iterations(datasets_root, tmp_path):
     run = tmp_path / "run"
-    overrides = [*SMALL_POINTS, "OUTPUT_DIR", run, "SOLVER.MAX_ITER", 20, "TEST.LOSS", True]
+    overrides = [*SMALL_POINTS, "OUTPUT_DIR", run, "SOLVER.MAX_ITER", 20, "TEST.VALIDATION_LOSS", True]
     result = run_tool("train_net.py", "--config-file", CONFIG, *overrides, datasets_root=datasets_root)
     assert result.returncode == 0, result.stderr
     evaluation = json.loads((run / "evaluation.json").read_text())["shapes_val"]

@@ -22,7 +22,7 @@ STAGES = ("stage1", "stage2", "stage3", "stage4")
 
 
 def config(name: str, *overrides: str, detector: str = "mask_rcnn"):
-    return small_config(detector, "MODEL.TRANSFORMER.NAME", f"timm:{name}", *overrides)
+    return small_config(detector, "MODEL.TRANSFORMER.VARIANT", f"timm:{name}", *overrides)
 
 
 def backbone_of(name: str, *overrides: str, detector: str = "mask_rcnn") -> TimmBackbone:
@@ -73,8 +73,8 @@ def test_swin_is_that_of_detectron2():
         ("maxvit_nano_rw_256", [], "images of one size only"),
         ("resnet19", [], "'resnet18'"),
         ("resnet18.in30k", [], "in30k"),
-        (SWIN, ["MODEL.TRANSFORMER.MERGING", "uniform"], "no option merging"),
-        (SWIN, ["MODEL.TRANSFORMER.BATCH_NORM", "frozen"], "no BatchNorm"),
+        (SWIN, ["MODEL.TRANSFORMER.TOKEN_MERGING", "uniform"], "no option token_merging"),
+        (SWIN, ["MODEL.TRANSFORMER.NORM", "FrozenBN"], "no BatchNorm"),
         (SWIN, ["MODEL.TRANSFORMER.ATTENTION_BACKEND", "triton"], "attention_backend"),
         ("densenet121", ["MODEL.TRANSFORMER.DROP_PATH", "0.1"], "MODEL.TRANSFORMER.DROP_PATH to 0.0"),
         ("vgg11", ["MODEL.TRANSFORMER.ACTIVATION_CHECKPOINTING", "True"], "no activation checkpointing"),
@@ -97,7 +97,7 @@ def test_frozen_stages_and_batch_norm():
             name.split(".")[2] for name, x in backbone.named_buffers() if not torch.equal(x, before.get(name, x))
         }
         assert changed == {"layer3", "layer4"}
-    default, other = backbone, backbone_of(RESNET, "MODEL.TRANSFORMER.BATCH_NORM", "frozen", detector="retinanet")
+    default, other = backbone, backbone_of(RESNET, "MODEL.TRANSFORMER.NORM", "FrozenBN", detector="retinanet")
     weights = {name: x for name, x in default.state_dict().items() if "num_batches" not in name}
     other.load_state_dict(weights, strict=True)
     images = torch.rand(2, 3, 64, 96)
@@ -134,7 +134,14 @@ def test_a_run_from_a_classifier_is_resumed_loaded_and_shared(detector, datasets
     weights, output = tmp_path / "classifier.safetensors", tmp_path / "run"
     classifier = timm.create_model("pvt_v2_b0", num_classes=10)
     save_file(classifier.state_dict(), weights)
-    keys = ["MODEL.TRANSFORMER.NAME", "timm:pvt_v2_b0.in1k", "MODEL.WEIGHTS", str(weights), "OUTPUT_DIR", str(output)]
+    keys = [
+        "MODEL.TRANSFORMER.VARIANT",
+        "timm:pvt_v2_b0.in1k",
+        "MODEL.WEIGHTS",
+        str(weights),
+        "OUTPUT_DIR",
+        str(output),
+    ]
     keys += ["SOLVER.BASE_LR", "1e-30", "SOLVER.WARMUP_ITERS", "0", "SOLVER.IMS_PER_BATCH", "2", *SMALL[detector]]
     command = ["train_net.py", "--config-file", f"configs/demo/{detector}_vil_shapes.yaml"]
     for number, options in (("1", []), ("2", ["--resume"])):
@@ -193,7 +200,7 @@ def export(name: str, file_format: str, folder, *options: str):
     Checkpointer(build_model(cfg), str(folder), cfg=cfg).save("model")
     command = ["--config-file", "configs/demo/retinanet_vil_shapes.yaml", "--weights", folder / "model.pth"]
     command += ["--format", file_format, "--output", folder / "export", *options]
-    return run_tool("export_model.py", *command, "MODEL.TRANSFORMER.NAME", f"timm:{name}", *SMALL["retinanet"])
+    return run_tool("export_model.py", *command, "MODEL.TRANSFORMER.VARIANT", f"timm:{name}", *SMALL["retinanet"])
 
 
 @pytest.mark.parametrize("name", [CONVNEXT, PVT, RESNET])

@@ -25,15 +25,15 @@ POSITIONS = [(0, 0), (3, 6), (6, 9)]
 CASES = [
     (DenseAttention, 2, dict(bias_size=(5, 4))),
     (DenseAttention, 1, dict(bias_size=(5, 4), update_globals=False)),
-    (SlidingChunkAttention, 2, dict(window_size=2, relative_bias=True, mode="exact")),
-    (SlidingChunkAttention, 1, dict(window_size=2, mode="cyclic", shared_projections=False)),
-    (SlidingChunkAttention, 1, dict(window_size=5, relative_bias=True, update_globals=False)),
-    (LongShortAttention, 2, dict(window_size=3, rank=2, relative_bias=True)),
+    (SlidingChunkAttention, 2, dict(chunk_size=2, relative_bias=True, mode="exact")),
+    (SlidingChunkAttention, 1, dict(chunk_size=2, mode="cyclic", shared_projections=False)),
+    (SlidingChunkAttention, 1, dict(chunk_size=5, relative_bias=True, update_globals=False)),
+    (LongShortAttention, 2, dict(chunk_size=3, rank=2, relative_bias=True)),
     (GlobalMemoryAttention, 3, {}),
     (SpatialReductionAttention, 2, dict(reduction=8)),
     (SpatialReductionAttention, 1, dict(reduction=1, update_globals=False)),
     (PerformerAttention, 2, dict(num_features=6)),
-    (ConvLongShortAttention, 0, dict(window_size=2, rank=3)),
+    (ConvLongShortAttention, 0, dict(chunk_size=2, rank=3)),
 ]
 
 
@@ -104,7 +104,7 @@ def check(module: nn.Module, tokens: Tensor, global_tokens: Tensor | None, row: 
             continue
         # (M, L) and (L, M, D)
         output = output + torch.einsum("ml,lmd->md", weights, values[name][0].unflatten(1, (HEADS, -1)))
-    expected = inputs_of(module.projection, module, tokens, global_tokens)[0].flatten(0, -2)[-HEIGHT * WIDTH :]
+    expected = inputs_of(module.proj, module, tokens, global_tokens)[0].flatten(0, -2)[-HEIGHT * WIDTH :]
     torch.testing.assert_close(output.flatten(), expected[row * WIDTH + col], rtol=1e-9, atol=1e-9)
     ones = torch.ones(HEADS, dtype=torch.float64)
     torch.testing.assert_close(sum(weights.sum(dim=1) for weights in parts.values()), ones)
@@ -132,7 +132,7 @@ def test_softmax_by_hand():
 
 
 def test_projected_weights_are_spread_by_the_dynamic_projection():
-    module, tokens, _ = build(LongShortAttention, 0, {"window_size": 2, "rank": 3})
+    module, tokens, _ = build(LongShortAttention, 0, {"chunk_size": 2, "rank": 3})
     attention = weights_at(module, tokens, None, 3, 6)
     shares = module.dynamic_projection(tokens)[0].flatten(0, 1).softmax(dim=0)
     for head in range(HEADS):

@@ -28,7 +28,7 @@ def draw(photo, *overrides: str, stage: int = 3, block: int = 1, point=(20, 30))
 
 
 def draw_lit(photo, *files, **options):
-    cfg = small_config("retinanet", "MODEL.TRANSFORMER.NAME", "lit_ti")
+    cfg = small_config("retinanet", "MODEL.TRANSFORMER.VARIANT", "lit_ti")
     return draw_offsets(cfg, None, [photo, *files], photo.parent / "drawn", **options)
 
 
@@ -38,7 +38,7 @@ VARIANTS = [("vil_tiny", 3, 1), ("ls_tiny", 2, 2), ("sra32_tiny", 2, 1), ("lit_t
 @pytest.mark.parametrize("name, stage, rows", slow_except(VARIANTS, ["cvt_ls_13"]))
 def test_a_drawing_has_a_panel_for_the_image_and_each_head(photo, name, stage, rows):
     features = ["MODEL.FPN.IN_FEATURES", "['stage1', 'stage2', 'stage3']"] if name.startswith("cvt") else []
-    path = draw(photo, "MODEL.TRANSFORMER.NAME", name, *features, stage=stage)
+    path = draw(photo, "MODEL.TRANSFORMER.VARIANT", name, *features, stage=stage)
     assert path == photo.parent / f"drawn/photo_{name}_stage{stage}_block1_20_30.png"
     assert cv2.imread(str(path)).shape == (480 * rows, 4 * 480, 3)
 
@@ -85,8 +85,8 @@ RESNET += ["MODEL.RESNETS.OUT_FEATURES", "['res4']", "MODEL.ANCHOR_GENERATOR.SIZ
         ([], {"block": 4}, "block is 4"),
         ([], {"point": (50, 30)}, "point 50 30 is outside"),
         ([], {"point": (0, -1)}, "point 0 -1 is outside"),
-        (["MODEL.TRANSFORMER.NAME", "lit_ti"], {"stage": 2}, "stage is 2"),
-        (["MODEL.TRANSFORMER.NAME", "global_tiny"], {}, "stage 3"),
+        (["MODEL.TRANSFORMER.VARIANT", "lit_ti"], {"stage": 2}, "stage is 2"),
+        (["MODEL.TRANSFORMER.VARIANT", "global_tiny"], {}, "stage 3"),
         (RESNET, {}, "MODEL.BACKBONE.NAME"),
     ],
 )
@@ -146,7 +146,7 @@ def test_known_offsets_move_all_positions(small_lit, offsets, pixels):
 
 @pytest.mark.parametrize(
     "name, options",
-    [("vil_tiny", {}), ("lit_ti", {"merging": "uniform"}), ("lit_ti", {"out_features": ("stage1",)})],
+    [("vil_tiny", {}), ("lit_ti", {"token_merging": "uniform"}), ("lit_ti", {"out_features": ("stage1",)})],
 )
 def test_backbones_without_offsets(name, options):
     message(sampling_positions, create_backbone(name, **options), random_images(1, 3, 64, 64).float(), [(0, 0)])

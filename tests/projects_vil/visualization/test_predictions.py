@@ -193,7 +193,7 @@ def test_drawings_of_an_evaluation(trained_run, shapes, tmp_path, caplog):
     shutil.copytree(trained_run / "inference", tmp_path / "inference")
 
     def draw_images(number: int, name: str) -> list[Path]:
-        keys = ["OUTPUT_DIR", str(tmp_path), "TEST.DRAW_IMAGES", str(number)]
+        keys = ["OUTPUT_DIR", str(tmp_path), "TEST.NUM_VISUALIZED_IMAGES", str(number)]
         return draw_evaluation(load_config(trained_run / "config.yaml", keys), name=name)
 
     assert draw_images(0, "none") == [] and not (tmp_path / "drawings").exists()
@@ -213,7 +213,8 @@ def read(path: Path) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    "detector, keys", [("mask_rcnn", ["INPUT.AUGMENTATION", "strong"]), ("retinanet", ["INPUT.AUGMENTATION", "lsj"])]
+    "detector, keys",
+    [("mask_rcnn", ["INPUT.AUGMENTATION", "lsj_copy_paste"]), ("retinanet", ["INPUT.AUGMENTATION", "lsj"])],
 )
 def test_samples_are_the_first_images_of_a_run(shapes, tmp_path, detector, keys):
     keys = [*keys, "INPUT.LSJ.SIZE", "64", "SOLVER.IMS_PER_BATCH", "3", "SEED", "11", "DATALOADER.NUM_WORKERS", "1"]

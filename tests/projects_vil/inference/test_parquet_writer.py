@@ -18,7 +18,7 @@ pytest.importorskip("pyarrow")
 
 from pyarrow import parquet
 
-from projects_vil.inference.parts import SCHEMA, predict_parts
+from projects_vil.inference.parquet_writer import SCHEMA, predict_parts
 
 NUM_IMAGES = int(os.environ.get("NUM_IMAGES", "300"))  # of the test that kills
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from backbones import ConfigError
 from projects_vil.data import IMAGE_SUFFIXES
-from projects_vil.inference.sources import VIDEO_SUFFIXES, ImageSource, open_file, without_password
+from projects_vil.inference.image_loading import VIDEO_SUFFIXES, ImageSource, open_file, without_password
 
 TAR, TABLES = ".tar", (".csv", ".parquet")
 LISTS = (".txt", *TABLES)

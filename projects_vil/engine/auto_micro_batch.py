@@ -1,4 +1,4 @@
-"""The largest micro-batch of a training step that fits into memory: ``SOLVER.ACCUMULATE 0``."""
+"""Choose the micro-batch size of ``SOLVER.GRADIENT_ACCUMULATION_STEPS "auto"``."""
 
 import copy
 import gc
@@ -15,10 +15,11 @@ from detectron2.utils.events import EventStorage
 
 from backbones import ConfigError
 from projects_vil.checkpoint import checkpoints_of
-from projects_vil.config import CONFIG_FILE, is_segmentor, load_config, updated
+from projects_vil.config import CONFIG_FILE, is_segmentor, load_config, with_overrides
 from projects_vil.engine.trainer import amp_dtype
 from projects_vil.solver import build_optimizer
 
+_KEY = "SOLVER.GRADIENT_ACCUMULATION_STEPS"
 # Share of the free memory of a GPU. The rest is for fragments, and for differences between images.
 _SHARE = 0.8
 # Pixels of a micro-batch on the CPU: one image of COCO's usual training size.
@@ -30,7 +31,9 @@ _OBJECTS = 128
 def choose_micro_batches(
     cfg: CfgNode, *, resume: bool = False, limit: float | None = None
 ) -> tuple[CfgNode, list[str]]:
-    """Return a config with a number in place of ``SOLVER.ACCUMULATE 0``, and lines for the log; in all processes.
+    """Return a config with a number in place of ``GRADIENT_ACCUMULATION_STEPS "auto"``, and lines for the log.
+
+    All processes call this.
 
     The size of a micro-batch divides the images of a process. On a GPU it is the largest size whose training step
     takes at most ``limit``: steps with the two smallest sizes are measured, a straight line through both gives the
@@ -45,12 +48,13 @@ def choose_micro_batches(
         ConfigError: if a step with one image takes more than ``limit``.
     """
     solver, saved = cfg.SOLVER, Path(cfg.OUTPUT_DIR) / CONFIG_FILE
-    if solver.ACCUMULATE:
+    if solver.GRADIENT_ACCUMULATION_STEPS != "auto":
         return cfg, []
     images = solver.IMS_PER_BATCH // (solver.REFERENCE_WORLD_SIZE or comm.get_world_size())
-    number = load_config(saved).SOLVER.ACCUMULATE if resume and checkpoints_of(cfg.OUTPUT_DIR) and saved.exists() else 0
-    if number and images % number == 0:
-        return updated(cfg, {"SOLVER.ACCUMULATE": number}), [f"SOLVER.ACCUMULATE {number}, as in the resumed run"]
+    if resume and checkpoints_of(cfg.OUTPUT_DIR) and saved.exists():
+        steps = load_config(saved).SOLVER.GRADIENT_ACCUMULATION_STEPS
+        if steps != "auto" and images % steps == 0:
+            return with_overrides(cfg, {_KEY: steps}), [f"{_KEY} {steps}, as in the resumed run"]
     sizes = [size for size in range(1, images + 1) if images % size == 0]
     height, width = largest_training_size(cfg)
     what = f"images of {height} x {width} pixels"
@@ -60,15 +64,15 @@ def choose_micro_batches(
     else:
         chosen = max(size for size in sizes if size == 1 or size * height * width <= _CPU_PIXELS)
         reason = "the memory of a CPU is not measured"
-    accumulate = images // chosen
-    line = f"SOLVER.ACCUMULATE 0 is SOLVER.ACCUMULATE {accumulate}: {chosen} of {images} {what} at once ({reason})"
-    return updated(cfg, {"SOLVER.ACCUMULATE": accumulate}), [line]
+    steps = images // chosen
+    line = f"{_KEY} auto: {steps} micro-batches of {chosen} {what} ({reason})"
+    return with_overrides(cfg, {_KEY: steps}), [line]
 
 
 def _measure(cfg: CfgNode, sizes: list[int], limit: float, what: str) -> tuple[int, str]:
     """Return the largest of ``sizes`` whose step takes at most ``limit`` bytes in all processes, and the figures."""
     logging.getLogger(__name__).info(
-        "SOLVER.ACCUMULATE 0: measuring how many images of a step fit into memory. Another number skips this."
+        "%s auto: measuring how many images of a step fit into memory. Set a number to skip this.", _KEY
     )
     peaks: dict[int, float] = {}
 
@@ -111,13 +115,13 @@ def peak_of_step(cfg: CfgNode, num_images: int) -> float:
     """
     # Compiling takes minutes, and processes of which one runs out of memory must not wait for each other.
     values: dict[str, object] = {"MODEL.TRANSFORMER.COMPILE": False}
-    if cfg.MODEL.TRANSFORMER.BATCH_NORM == "sync":
-        values["MODEL.TRANSFORMER.BATCH_NORM"] = "batch"
+    if cfg.MODEL.TRANSFORMER.NORM == "SyncBN":
+        values["MODEL.TRANSFORMER.NORM"] = "BN"
     device = cfg.MODEL.DEVICE
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     try:
-        run_steps(updated(cfg, values), num_images)
+        run_steps(with_overrides(cfg, values), num_images)
         peak = torch.cuda.max_memory_allocated(device) - before
     except torch.OutOfMemoryError:
         peak = math.inf

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from projects_vil.data import UnreadableImage
-from projects_vil.inference.inputs import find_images
+from projects_vil.inference.image_listing import find_images
 from tests.projects_vil.helpers import message
 from tests.projects_vil.inference.helpers import picture, save
 

@@ -12,8 +12,8 @@ from torchvision.ops import batched_nms, box_iou
 
 from backbones import ConfigError
 from projects_vil.export import eager_detections, example_image, make_exportable
-from projects_vil.export.detectors import grouped_nms, pool
 from projects_vil.export.formats import OPSET, import_openvino, openvino_core
+from projects_vil.export.traceable import grouped_nms, pool
 from tests.projects_vil.export.exporting import demo_detector, skip_without
 from tests.projects_vil.helpers import small_config
 

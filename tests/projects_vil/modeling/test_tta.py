@@ -101,7 +101,7 @@ def test_sizes_follow_the_detectors_own():
 
 
 def test_absolute_positions_end_the_sizes():
-    tables = ["MODEL.TRANSFORMER.NAME", "vil_tiny", "MODEL.TRANSFORMER.MAX_IMG_SIZE", "96"]
+    tables = ["MODEL.TRANSFORMER.VARIANT", "vil_tiny", "MODEL.TRANSFORMER.MAX_IMG_SIZE", "96"]
     cfg = config("retinanet", *tables)
     augmented = add_tta(cfg, untrained_detector(cfg))
     assert augmented.tta_mapper.max_size == 96 and augmented.tta_mapper.min_sizes[-1] == 96

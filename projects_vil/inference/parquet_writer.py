@@ -19,9 +19,9 @@ from backbones.errors import check_whole, printable
 from projects_vil.checkpoint import Categories, fingerprint
 from projects_vil.export import digest_of
 from projects_vil.inference.detector import Detections, Detector
-from projects_vil.inference.inputs import find_images
+from projects_vil.inference.image_listing import find_images
+from projects_vil.inference.image_loading import ImageBatches, Loaded, Runner, Skipped, os_errors, without_password
 from projects_vil.inference.predict import progress_bar
-from projects_vil.inference.sources import ImageBatches, Loaded, Runner, Skipped, os_errors, without_password
 
 with os_errors("Parquet files"):
     import pyarrow as pa
@@ -98,7 +98,7 @@ def predict_parts(
 
     Args:
         detector: any.
-        source: what :func:`~projects_vil.inference.inputs.find_images` takes.
+        source: what :func:`~projects_vil.inference.image_listing.find_images` takes.
         output: folder of the parts, for one model and one input.
         batch_size: maximum number of images at once.
         part_size: number of images in a part.

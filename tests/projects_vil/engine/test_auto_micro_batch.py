@@ -1,4 +1,4 @@
-"""SOLVER.ACCUMULATE 0: the size of a micro-batch by the memory of a GPU, and by the pixels on the CPU."""
+"""SOLVER.GRADIENT_ACCUMULATION_STEPS auto: by the memory of a GPU, and by the number of pixels on the CPU."""
 
 from pathlib import Path
 from unittest import mock
@@ -9,27 +9,29 @@ from detectron2.utils import comm
 
 from projects_vil import Trainer
 from projects_vil.config import load_config
-from projects_vil.engine import batch
-from projects_vil.engine.batch import choose_micro_batches, largest_training_size, peak_of_step, run_steps
+from projects_vil.engine import auto_micro_batch
+from projects_vil.engine.auto_micro_batch import choose_micro_batches, largest_training_size, peak_of_step, run_steps
 from tests.gpu import on_gpus
 from tests.projects_vil.engine.gloo import in_processes
 from tests.projects_vil.helpers import CONFIGS, SMALL, message, run_tool, small_config
 
-AUTO = ["INPUT.MIN_SIZE_TRAIN", "(128,)", "SOLVER.ACCUMULATE", "0", "SOLVER.IMS_PER_BATCH"]
+AUTO = ["INPUT.MIN_SIZE_TRAIN", "(128,)", "SOLVER.GRADIENT_ACCUMULATION_STEPS", "auto", "SOLVER.IMS_PER_BATCH"]
 # The bytes of a step on a GPU that is not there: 1 GB for the model, and 0.5 GB an image.
-linear_peaks = mock.patch.object(batch, "peak_of_step", lambda cfg, num_images: 1e9 + 0.5e9 * num_images)
+linear_peaks = mock.patch.object(auto_micro_batch, "peak_of_step", lambda cfg, num_images: 1e9 + 0.5e9 * num_images)
 
 
 @linear_peaks
 def test_the_largest_micro_batch_within_a_limit():
     cfg = small_config("retinanet", *AUTO, "8", "INPUT.MIN_SIZE_TRAIN", "(256,)", "MODEL.DEVICE", "cuda")
     chosen, (line,) = choose_micro_batches(cfg, limit=1e15)
-    assert chosen.SOLVER.ACCUMULATE == 1 and chosen.SOLVER.IMS_PER_BATCH == 8 and "256 x 512" in line
+    assert chosen.SOLVER.GRADIENT_ACCUMULATION_STEPS == 1 and chosen.SOLVER.IMS_PER_BATCH == 8 and "256 x 512" in line
     chosen, (line,) = choose_micro_batches(cfg, limit=4.9e9)
-    assert chosen.SOLVER.ACCUMULATE == 2 and "SOLVER.ACCUMULATE 2: 4 of 8 images" in line and "3.00 GB" in line
+    assert (
+        chosen.SOLVER.GRADIENT_ACCUMULATION_STEPS == 2 and "2 micro-batches of 4 images" in line and "3.00 GB" in line
+    )
     error = message(choose_micro_batches, cfg, limit=1.4e9)
     assert "1.50 GB" in error and "INPUT.MIN_SIZE_TRAIN" in error and "ACTIVATION_CHECKPOINTING" in error
-    with mock.patch.object(batch, "peak_of_step", lambda cfg, num_images: float("inf")):
+    with mock.patch.object(auto_micro_batch, "peak_of_step", lambda cfg, num_images: float("inf")):
         assert "more memory than the GPU has" in message(choose_micro_batches, cfg, limit=1e15)
 
 
@@ -39,8 +41,8 @@ def test_the_largest_micro_batch_within_a_limit():
 def test_micro_batches_on_the_cpu_by_their_pixels(side, images, accumulate):
     """Nothing is measured: no process starts, and no step runs."""
     cfg = small_config("retinanet", *AUTO, str(images), "INPUT.MIN_SIZE_TRAIN", f"({side},)")
-    with mock.patch.object(batch, "run_steps", side_effect=AssertionError):
-        assert choose_micro_batches(cfg)[0].SOLVER.ACCUMULATE == accumulate
+    with mock.patch.object(auto_micro_batch, "run_steps", side_effect=AssertionError):
+        assert choose_micro_batches(cfg)[0].SOLVER.GRADIENT_ACCUMULATION_STEPS == accumulate
 
 
 @pytest.mark.parametrize("detector", ["retinanet", "mask_rcnn", "semantic_fpn"])
@@ -50,9 +52,9 @@ def test_the_measured_steps_run(detector):
 
 
 def test_other_numbers_stay_and_only_a_command_chooses(shapes, tmp_path):
-    cfg = small_config("retinanet", "SOLVER.ACCUMULATE", "2")
+    cfg = small_config("retinanet", "SOLVER.GRADIENT_ACCUMULATION_STEPS", "2")
     assert choose_micro_batches(cfg, limit=0) == (cfg, [])
-    assert "SOLVER.ACCUMULATE is 0" in message(Trainer, small_config("retinanet", *AUTO, "8"))
+    assert "SOLVER.GRADIENT_ACCUMULATION_STEPS is 'auto'" in message(Trainer, small_config("retinanet", *AUTO, "8"))
 
 
 @pytest.mark.parametrize(
@@ -79,7 +81,7 @@ def choose_with_other_limits(folder: Path) -> None:
     # One image takes 1.5 GB, two take 2 GB.
     limit = (1.7e9, 1e15)[comm.get_rank()]
     with linear_peaks:
-        number = choose_micro_batches(cfg, limit=limit)[0].SOLVER.ACCUMULATE
+        number = choose_micro_batches(cfg, limit=limit)[0].SOLVER.GRADIENT_ACCUMULATION_STEPS
     (folder / str(comm.get_rank())).write_text(str(number))
 
 
@@ -89,7 +91,7 @@ def test_micro_batches_of_a_gpu_end_where_its_memory_does():
     needed, total = peak_of_step(cfg, 4), torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction(needed / total)
     try:
-        number = choose_micro_batches(cfg, limit=1e15)[0].SOLVER.ACCUMULATE
+        number = choose_micro_batches(cfg, limit=1e15)[0].SOLVER.GRADIENT_ACCUMULATION_STEPS
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert number >= 16 and torch.cuda.memory_allocated() < 1e7
@@ -104,9 +106,9 @@ def test_a_run_has_the_number_in_its_config_and_keeps_it(datasets_root, tmp_path
         assert result.returncode == 0, result.stderr
         return result.stdout
 
-    number = "SOLVER.ACCUMULATE", "0"
-    assert "SOLVER.ACCUMULATE 0 is SOLVER.ACCUMULATE 1: 4 of 4 images" in train(*number, "SOLVER.MAX_ITER", "1")
-    assert load_config(tmp_path / "run/config.yaml").SOLVER.ACCUMULATE == 1
-    train("SOLVER.ACCUMULATE", "2", "SOLVER.MAX_ITER", "2")
-    assert "SOLVER.ACCUMULATE 2, as in the resumed run" in train(*number, "SOLVER.MAX_ITER", "3")
-    assert load_config(tmp_path / "run/config.yaml").SOLVER.ACCUMULATE == 2
+    auto = "SOLVER.GRADIENT_ACCUMULATION_STEPS", "auto"
+    assert "auto: 1 micro-batches of 4 images" in train(*auto, "SOLVER.MAX_ITER", "1")
+    assert load_config(tmp_path / "run/config.yaml").SOLVER.GRADIENT_ACCUMULATION_STEPS == 1
+    train("SOLVER.GRADIENT_ACCUMULATION_STEPS", "2", "SOLVER.MAX_ITER", "2")
+    assert "SOLVER.GRADIENT_ACCUMULATION_STEPS 2, as in the resumed run" in train(*auto, "SOLVER.MAX_ITER", "3")
+    assert load_config(tmp_path / "run/config.yaml").SOLVER.GRADIENT_ACCUMULATION_STEPS == 2

@@ -10,7 +10,7 @@ from detectron2.structures import Instances
 from torch import nn
 
 from backbones import ConfigError
-from projects_vil.config import updated
+from projects_vil.config import with_overrides
 from projects_vil.modeling.backbone import max_input_side
 
 # The short side, in pixels, for which detectron2's TEST.AUG.MIN_SIZES are meant.
@@ -74,7 +74,7 @@ class RetinaNetWithTTA(GeneralizedRCNNWithTTA):
         self.model, self.tta_mapper, self.batch_size = model, mapper, batch_size
         # The keys that merging the detections reads.
         keys = {f"MODEL.ROI_HEADS.{key}": cfg.MODEL.RETINANET[key] for key in ("NUM_CLASSES", "NMS_THRESH_TEST")}
-        self.cfg = updated(cfg, keys | {"MODEL.MASK_ON": False})
+        self.cfg = with_overrides(cfg, keys | {"MODEL.MASK_ON": False})
 
     def _turn_off_roi_heads(self, attrs: list[str]) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext()
