@@ -68,7 +68,7 @@ def test_every_tensor_of_vil_is_converted(relative_bias, num_global, shared):
     assert not report.resized and not report.initialised and report.dropped.keys() >= HEAD_AND_NORM
     assert bool(report.tied) == (shared and relative_bias)
     if not shared:
-        for official, ours in (("query", "query"), ("kv", "key_value"), ("proj", "projection")):
+        for official, ours in (("query", "query"), ("kv", "key_value"), ("proj", "proj")):
             key = report.mapped[f"layer3.1.attn.{official}_global.weight"]
             assert key == f"stages.2.blocks.0.attention.global_{ours}.weight"
 

@@ -188,7 +188,7 @@ def test_metadata_of_a_run(trained_run):
 @pytest.mark.parametrize(
     "overrides, named, is_fatal",
     [
-        ([f"{OPTION}VARIANT", "vil_tiny_rpb"], ["vil_tiny_1_1_3_1_rpb", "vil_tiny_rpb", f"{OPTION}NAME"], True),
+        ([f"{OPTION}VARIANT", "vil_tiny_rpb"], ["vil_tiny_1_1_3_1_rpb", "vil_tiny_rpb", f"{OPTION}VARIANT"], True),
         ([f"{OPTION}ATTENTION_MODE", "exact"], [f"{OPTION}ATTENTION_MODE zero_pad", "exact"], False),
         ([f"{OPTION}GLOBAL_TOKENS", "[2, 1, 1, 0]"], [f"{OPTION}GLOBAL_TOKENS [1, 1, 1, 0]", "[2, 1, 1, 0]"], True),
         (BGR, ["RGB with mean [123.675", "BGR with mean [103.53", "INPUT.FORMAT"], False),
