@@ -48,17 +48,17 @@ gpu: .venv/.stamp ## on a machine with a GPU: run its tests, measure time and me
 	@mkdir -p output/gpu
 	@status=0; \
 	$(RUN) -m pytest -m gpu $(ARGS) || status=1; \
-	$(BENCHMARK) --what backbone --limits --models vil_tiny_rpb vil_small_rpb ls_small lit_s --against swin_t r50 \
+	$(BENCHMARK) --what backbone --models vil_tiny_rpb vil_small_rpb ls_small lit_s --against swin_t r50 \
 		--json output/gpu/forward.json || status=1; \
-	$(BENCHMARK) --what backbone --backward --dtype bfloat16 --batch-size 2 --against swin_t r50 \
+	$(BENCHMARK) --what backbone --backward --dtype bfloat16 --batch 2 --against swin_t r50 \
 		--models vil_tiny_rpb vil_small_rpb vil_small_rpb+shift vil_small_rpb+checkpointing ls_small lit_s \
 		--json output/gpu/backward.json || status=1; \
-	$(BENCHMARK) --what train-step --detector mask_rcnn --dtype bfloat16 --batch-size 2 --size 800 1333 \
+	$(BENCHMARK) --what train-step --detector mask_rcnn --dtype bfloat16 --batch 2 --image-size 800 1333 \
 		--models vil_small_rpb+sdpa vil_small_rpb+triton vil_small_rpb+shift --against r50 swin_t \
 		--json output/gpu/mask_rcnn.json || status=1; \
 	$(BENCHMARK) --what attention --backward --dtype bfloat16 \
 		--models vil_small_rpb+sdpa vil_small_rpb+triton vil_small_rpb+flex ls_small full_small \
-		--size 400 672 --size 800 1344 --size 1600 2688 --json output/gpu/attention.json --plot output/gpu/attention.png || status=1; \
+		--image-size 400 672 --image-size 800 1344 --image-size 1600 2688 --json output/gpu/attention.json --plot output/gpu/attention.png || status=1; \
 	exit $$status
 
 lint: .venv/.stamp ## check style, formatting and import layers

@@ -16,14 +16,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from backbones.errors import GENERATOR, ConfigError, check_replaceable, closest, find_os_error, printable
+from vil.choices import DEVICES
 
-if TYPE_CHECKING:
-    from detectron2.config import CfgNode
-
-DEVICES = ("cpu", "cuda")
 # Arguments that stand for a config key.
 SHORT_FORMS = {"weights": "MODEL.WEIGHTS", "device": "MODEL.DEVICE"}
 # Arguments that other programs for training have, and the config keys that do the same.
@@ -275,19 +272,10 @@ def add_process_arguments(parser: ToolParser) -> None:
     parser.add_argument("--dist-timeout", type=positive, default=600, metavar="S", help=timeout_help)
 
 
-def config_of(args: argparse.Namespace) -> "CfgNode":
-    """Return the config that a tool was given, on a device that is available.
-
-    Args:
-        args: parsed by a :class:`ConfigToolParser` with devices.
-
-    Raises:
-        ConfigError: as ``load_config``, and for a device that was asked for and is not available.
-    """
-    from projects_vil.config import choose_device, load_config
-
-    requested = SHORT_FORMS["device"] in args.opts[::2]
-    return choose_device(load_config(args.config_file, args.opts), devices=args.devices, requested=requested)
+def process_keywords(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of :func:`add_process_arguments` as keywords."""
+    names = ("num_gpus", "num_machines", "machine_rank", "dist_url", "dist_timeout")
+    return {name: getattr(args, name) for name in names}
 
 
 # How a tool ends -----------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """Runs of several processes on the CPU: the losses of one process, and one end for all of them."""
 
-import argparse
 import contextlib
 import os
 import signal
@@ -15,7 +14,7 @@ from torch.multiprocessing import ProcessRaisedException
 
 from backbones import ConfigError
 from projects_vil.engine import Trainer
-from projects_vil.engine.launch import check_processes, launch, number_of_processes
+from projects_vil.engine.launch import Processes, launch
 from projects_vil.engine.trainer import share_statistics
 from tests.projects_vil.engine.gloo import in_processes
 from tests.projects_vil.engine.test_resuming import RUN, assert_same_run
@@ -92,14 +91,10 @@ def test_all_evaluate_with_the_statistics_that_are_saved(tmp_path):
 # -- numbers of processes -------------------------------------------------------------------------
 
 
-def arguments(**changes) -> argparse.Namespace:
-    return argparse.Namespace(**({"num_gpus": 1, "num_machines": 1, "machine_rank": 0, "dist_url": "auto"} | changes))
-
-
 def check(device="cpu", **changes) -> int:
-    args = arguments(**changes)
-    check_processes(args, device=device)
-    return number_of_processes(args)
+    processes = Processes(**changes)
+    processes.check(device)
+    return processes.world_size
 
 
 TORCHRUN_SETS = {
@@ -118,7 +113,7 @@ def test_the_number_of_processes(monkeypatch):
 @pytest.mark.parametrize(
     "changes, environment, named",
     [
-        ({"num_gpus": 0}, {}, "--num-gpus is 0: it must be 1 to"),
+        ({"num_gpus": 0}, {}, "--num-gpus is 0"),
         ({"num_machines": 0}, {}, "--num-machines"),
         ({"machine_rank": 1}, {}, "--machine-rank"),
         ({"num_gpus": 2, "device": "cpu:0"}, {}, "cpu:0"),
@@ -252,7 +247,7 @@ def test_all_save_when_the_first_process_is_killed(datasets_root, tmp_path):
     assert "saved after iteration" in run.log.read_text()
 
 
-def refuse(args: argparse.Namespace) -> None:
+def refuse() -> None:
     if comm.get_rank() == 1:
         raise RuntimeError("Connection refused")
     comm.synchronize()
@@ -262,7 +257,7 @@ def refuse(args: argparse.Namespace) -> None:
 def test_an_error_of_a_process_keeps_its_traceback(tmp_path):
     """Also one whose text is like that of a lost connection."""
     with pytest.raises(ProcessRaisedException, match="(?s)in refuse.*RuntimeError: Connection refused"):
-        launch(refuse, arguments(num_gpus=2), output_dir=str(tmp_path / "run"), device="cpu")
+        launch(refuse, (), Processes(num_gpus=2), output_dir=str(tmp_path / "run"), device="cpu")
 
 
 @pytest.mark.slow

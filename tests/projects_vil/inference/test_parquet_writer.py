@@ -149,7 +149,7 @@ def test_a_run_that_is_killed_three_times(tmp_path):
 
     def start(output):
         arguments = ["--config-file", tmp_path / "run/config.yaml", "--weights", tmp_path / "run/model_final.pth"]
-        arguments += ["--input", tmp_path / "in", "--output", output, "--batch-size", 4, "--device", "cpu"]
+        arguments += ["--input", tmp_path / "in", "--output", output, "--batch", 4, "--device", "cpu"]
         arguments += ["--format", "parquet", "--part-size", NUM_IMAGES // 20]
         return start_tool("predict.py", *arguments, folder=tmp_path)
 

@@ -428,7 +428,7 @@ def test_tool(trained_run, shapes, tmp_path, request, source):
     """A run's config, or an exported model without one; neither is an error."""
     shutil.copytree(shapes / "val", tmp_path / "in")
     (tmp_path / "in/text.jpg").write_text("not an image")
-    arguments = ["--input", tmp_path / "in", "--output", tmp_path / "out", "--batch-size", 2]
+    arguments = ["--input", tmp_path / "in", "--output", tmp_path / "out", "--batch", 2]
     model = ["--config-file", trained_run / "config.yaml", "--weights", trained_run / "model_final.pth"]
     if source == "export":
         model = ["--weights", request.getfixturevalue("exported_run") / "model.ts", "--device", "cpu"]

@@ -213,6 +213,6 @@ def test_exports(name, file_format, tmp_path):
 
 @pytest.mark.slow
 def test_an_export_of_swin_to_onnx_is_for_one_size(tmp_path):
-    assert "--size" in error_line(export(SWIN, "onnx", tmp_path))
-    result = export(SWIN, "onnx", tmp_path, "--size", "96", "128")
+    assert "--image-size" in error_line(export(SWIN, "onnx", tmp_path))
+    result = export(SWIN, "onnx", tmp_path, "--image-size", "96", "128")
     assert result.returncode == 0 and "equal" in result.stdout, result.stdout + result.stderr
