@@ -204,8 +204,8 @@ ATTENTIONS = [SlidingChunkAttention, functools.partial(LongShortAttention, rank=
 def test_auto_and_traced_runs_use_no_triton_kernel(asked, monkeypatch, backend, attention):
     """Not even where Triton's interpreter would run it, which takes minutes."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    module = attention(8, num_heads=2, chunk_size=3, backend=backend).eval()
-    inputs = torch.randn(1, 7, 10, 8), torch.randn(1, 1, 8)
+    module = attention(8, num_heads=2, chunk_size=3, backend=backend).double().eval()
+    inputs = torch.randn(1, 7, 10, 8).double(), torch.randn(1, 1, 8).double()
     outputs = [attend(module, *inputs)] if backend == "auto" else []
     outputs.append(torch.jit.trace(OnMap(module), inputs, check_trace=False)(*inputs))
     module.backend = "sdpa"

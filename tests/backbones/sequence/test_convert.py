@@ -26,7 +26,7 @@ def official(name: str) -> dict[str, torch.Tensor]:
 def model_of(name: str, **changes) -> torch.nn.Module:
     create, sizes = (create_char_lm, CHAR_LM_SIZES) if name == CHAR_LM else (create_sequence_encoder, ENCODER_SIZES)
     config = golden(name)["config"]
-    return create(**{ours: config[theirs] for ours, theirs in sizes.items()} | changes).eval()
+    return create(**{ours: config[theirs] for ours, theirs in sizes.items()} | changes).double().eval()
 
 
 @pytest.mark.parametrize("name", [ENCODER, "ls_sequence_mean", "ls_sequence_window_only"])
