@@ -17,7 +17,7 @@ endif
 endif
 endif
 
-.PHONY: help demo test test-slow test-all test-compiled gpu lint clean
+.PHONY: help demo test test-slow test-all test-compiled gpu lint docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -63,13 +63,16 @@ gpu: .venv/.stamp ## on a machine with a GPU: run its tests, measure time and me
 
 lint: .venv/.stamp ## check style, formatting and import layers
 	@$(RUN) -m ruff check --quiet .
-	@$(RUN) -m ruff format --check --quiet backbones configs examples projects_vil research tests tools vil setup.py
+	@$(RUN) -m ruff format --check --quiet .
 	@.venv/bin/lint-imports --no-cache > /dev/null
+
+docs: .venv/.stamp ## build the documentation site into site/; a broken link is an error
+	@NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
 clean: ## remove files of the demo, tests and builds; keep .venv
 	rm -rf output/demo_retinanet* output/demo_mask_rcnn* output/demo_cascade* output/demo_semantic_fpn*
 	rm -rf datasets/shapes datasets/shapes_sem_seg datasets/shapes_panoptic
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf build dist site *.egg-info .pytest_cache .ruff_cache
 	find . -path ./.venv -prune -o -name __pycache__ -prune -exec rm -rf {} +
 
 # The environment is made once, and updated when one of the files below changes. .venv/.sound is absent while a step
@@ -88,6 +91,6 @@ step = trap 'exit 130' INT TERM HUP; rm -f .venv/.sound; $(1); status=$$?; touch
 		rm -rf .venv && $(PYTHON) -m venv .venv && touch .venv/.sound; fi
 	@$(call step,$(PIP) install --upgrade pip 'setuptools<81' wheel)
 	@echo 'Installing the requirements in setup.py: about 2.7 GB, mostly torch, in 2 to 5 minutes the first time'
-	@$(call step,$(PIP) install --editable '.[dev]')
+	@$(call step,$(PIP) install --editable '.[dev,docs]')
 	@$(call step,$(RUN) tools/install_detectron2.py)
 	@touch $@

@@ -38,6 +38,10 @@ SCALE = ["pyarrow>=15", "fsspec[http]>=2024.2"]
 RAY = ["ray[data]>=2.60", *SCALE]
 # What examples/serve_fastapi.py needs.
 SERVE = ["fastapi>=0.115", "uvicorn>=0.30"]
+# What `make docs` needs.
+DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.7", "mkdocstrings[python]>=1.0"]
+# What `make lint` and pre-commit need.
+LINT = ["import-linter>=2.1", "pre-commit>=4", "ruff>=0.6"]
 
 setup(
     name="vil-detectron2",
@@ -90,6 +94,7 @@ setup(
         "scale": SCALE,
         "ray": RAY,
         "serve": SERVE,
-        "dev": ["pytest>=7.4", "pytest-xdist>=3.5", "import-linter>=2.1", "ruff>=0.6", *EXPORT, *OPENVINO, *SCALE],
+        "docs": DOCS,
+        "dev": ["pytest>=7.4", "pytest-xdist>=3.5", *LINT, *EXPORT, *OPENVINO, *SCALE],
     },
 )

@@ -72,6 +72,7 @@ def add_vil_config(cfg: CfgNode) -> None:
     # "reference" (quadratic, for debugging).
     cfg.MODEL.TRANSFORMER.ATTENTION_BACKEND = "auto"
     # An empty value of the following keys means that of the variant; a key that its family does not have is an error.
+
     # ViL and LS: the attention of each stage, "sliding_chunk", "long_short" or "dense".
     cfg.MODEL.TRANSFORMER.ATTENTION = []
     # ViL: "zero_pad", "exact" or "cyclic" (appendix C).
@@ -281,7 +282,7 @@ class _LocalFile(CfgNode):
         return io.StringIO(text)
 
 
-def _evaluate(loader: yaml.SafeLoader, node: yaml.Node) -> Any:
+def _evaluate(loader: yaml.SafeLoader, node: yaml.SequenceNode) -> Any:
     """Return the value of ``!!python/object/apply:eval ["[x * 2 ** (1.0 / 3) for x in [32, 64]]"]``."""
     (text,) = loader.construct_sequence(node)
     tree = ast.parse(text.strip(), mode="eval")
@@ -383,7 +384,7 @@ def value_of(cfg: CfgNode, key: str) -> Any:
     return functools.reduce(getattr, key.split("."), cfg)
 
 
-def with_overrides(cfg: CfgNode, values: dict[str, object]) -> CfgNode:
+def with_overrides(cfg: CfgNode, values: dict[str, Any]) -> CfgNode:
     """Return a frozen copy of a config with other values of some keys."""
     copy = cfg.clone()
     copy.defrost()

@@ -93,8 +93,11 @@ def train(
         output: OUTPUT_DIR, by default ``output/DATA_MODEL_DETECTOR``.
         device: ``"cpu"`` or ``"cuda"``; by default the GPU if there is one.
         resume: continue the interrupted run in ``output``, with the schedule and the images of its beginning.
-        num_gpus, num_machines, machine_rank, dist_url: as for detectron2's ``launch``. The processes do not import your
-            script. If it registers datasets or models of its own, start it with ``torchrun`` instead.
+        num_gpus: processes on this machine, as for detectron2's ``launch``. They do not import your script. If it
+            registers datasets or models of its own, start it with ``torchrun`` instead.
+        num_machines: as for detectron2's ``launch``.
+        machine_rank: as for detectron2's ``launch``.
+        dist_url: as for detectron2's ``launch``.
         dist_timeout: seconds to wait for the other machines at the start.
         overrides: config keys, as ``**{"SOLVER.BASE_LR": 5e-5}``.
 
