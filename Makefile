@@ -8,6 +8,10 @@ OUT := output/demo_$(DETECTOR)
 BENCHMARK = $(RUN) tools/benchmark.py --device cuda
 # Two processes; one that is idle takes over tests of the other, since test files differ much in their time.
 PYTEST = OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal
+# Modules that are checked for all type errors: the public API. Others are checked for certain errors only.
+TYPED = $(addprefix backbones/,__init__.py build.py checkpoint_files.py convert.py errors.py) \
+	$(addprefix projects_vil/,__init__.py checkpoint/__init__.py config.py data/__init__.py data/catalog.py run.py) \
+	$(addprefix projects_vil/inference/,__init__.py detector.py) tests/public_types.py
 
 ifneq ($(filter demo,$(MAKECMDGOALS)),)
 ifneq ($(DETECTOR),retinanet)
@@ -17,7 +21,7 @@ endif
 endif
 endif
 
-.PHONY: help demo test test-slow test-all test-compiled gpu lint docs clean
+.PHONY: help demo test test-slow test-all test-compiled gpu lint types docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -65,6 +69,10 @@ lint: .venv/.stamp ## check style, formatting and import layers
 	@$(RUN) -m ruff check --quiet .
 	@$(RUN) -m ruff format --check --quiet .
 	@.venv/bin/lint-imports --no-cache > /dev/null
+
+types: .venv/.stamp ## check types
+	@.venv/bin/pyrefly check
+	@.venv/bin/pyrefly check --preset default $(TYPED)
 
 docs: .venv/.stamp ## build the documentation site into site/; a broken link is an error
 	@NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict

@@ -40,8 +40,8 @@ RAY = ["ray[data]>=2.60", *SCALE]
 SERVE = ["fastapi>=0.115", "uvicorn>=0.30"]
 # What `make docs` needs.
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.7", "mkdocstrings[python]>=1.0"]
-# What `make lint` and pre-commit need.
-LINT = ["import-linter>=2.1", "pre-commit>=4", "ruff>=0.6"]
+# What `make lint`, `make types` and pre-commit need.
+LINT = ["import-linter>=2.1", "pre-commit>=4", "pyrefly>=1.4", "ruff>=0.6"]
 
 setup(
     name="vil-detectron2",
@@ -53,6 +53,7 @@ setup(
     license_files=["LICENSE"],
     packages=find_packages(include=["vil", "backbones", "backbones.*", "projects_vil", "projects_vil.*"]),
     package_data={
+        "": ["py.typed"],
         "projects_vil.analysis": ["published.yaml"],
         "projects_vil.checkpoint": ["zoo.yaml"],
         "projects_vil.inference": ["model_card.md"],
