@@ -21,7 +21,7 @@ endif
 endif
 endif
 
-.PHONY: help demo test test-slow test-all test-compiled gpu lint types docs clean
+.PHONY: help demo test test-slow test-all test-compiled gpu lint types docs release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -76,6 +76,9 @@ types: .venv/.stamp ## check types
 
 docs: .venv/.stamp ## build the documentation site into site/; a broken link is an error
 	@NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
+
+release-check: .venv/.stamp ## check the version, build dist/, and try the wheel
+	@$(RUN) .ci/release_check.py
 
 clean: ## remove files of the demo, tests and builds; keep .venv
 	rm -rf output/demo_retinanet* output/demo_mask_rcnn* output/demo_cascade* output/demo_semantic_fpn*

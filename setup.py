@@ -40,8 +40,8 @@ RAY = ["ray[data]>=2.60", *SCALE]
 SERVE = ["fastapi>=0.115", "uvicorn>=0.30"]
 # What `make docs` needs.
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.7", "mkdocstrings[python]>=1.0"]
-# What `make lint`, `make types` and pre-commit need.
-LINT = ["import-linter>=2.1", "pre-commit>=4", "pyrefly>=1.4", "ruff>=0.6"]
+# What `make lint`, `make types`, `make release-check` and pre-commit need.
+LINT = ["build>=1.2", "import-linter>=2.1", "pre-commit>=4", "pyrefly>=1.4", "ruff>=0.6", "twine>=6"]
 
 setup(
     name="vil-detectron2",
@@ -51,6 +51,14 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        *(f"Programming Language :: Python :: 3.{minor}" for minor in range(10, 14)),
+        "Topic :: Scientific/Engineering :: Image Recognition",
+        "Typing :: Typed",
+    ],
     packages=find_packages(include=["vil", "backbones", "backbones.*", "projects_vil", "projects_vil.*"]),
     package_data={
         "": ["py.typed"],
