@@ -65,9 +65,10 @@ gpu: .venv/.stamp ## on a machine with a GPU: run its tests, measure time and me
 		--size 400 672 --size 800 1344 --size 1600 2688 --json output/gpu/attention.json --plot output/gpu/attention.png || status=1; \
 	exit $$status
 
-lint: .venv/.stamp ## check style, formatting and import layers
+lint: .venv/.stamp ## check style, formatting, spelling and import layers
 	@$(RUN) -m ruff check --quiet .
 	@$(RUN) -m ruff format --check --quiet .
+	@.venv/bin/codespell
 	@.venv/bin/lint-imports --no-cache > /dev/null
 
 types: .venv/.stamp ## check types

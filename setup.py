@@ -41,7 +41,7 @@ SERVE = ["fastapi>=0.115", "uvicorn>=0.30"]
 # What `make docs` needs.
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.7", "mkdocstrings[python]>=1.0"]
 # What `make lint`, `make types`, `make release-check` and pre-commit need.
-LINT = ["build>=1.2", "import-linter>=2.1", "pre-commit>=4", "pyrefly>=1.4", "ruff>=0.6", "twine>=6"]
+LINT = ["build>=1.2", "codespell>=2.4", "import-linter>=2.1", "pre-commit>=4", "pyrefly>=1.4", "ruff>=0.6", "twine>=6"]
 
 setup(
     name="vil-detectron2",
