@@ -4,6 +4,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -122,7 +123,7 @@ def convert_state_dict(
     name: str,
     *,
     classifier: bool = False,
-    model_options: Mapping[str, object] | None = None,
+    model_options: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Tensor], ConversionReport]:
     """Return the state dict of ``create_backbone(name, **model_options)`` from that of an official model.
 
@@ -140,10 +141,10 @@ def convert_state_dict(
         ConfigError: for a variant without official weights, an official name that the model has no parameter for, a
             parameter without values, or a shape that does not fit; both sides are listed.
     """
-    create = create_classifier if classifier else create_backbone
+    create: Callable[..., nn.Module] = create_classifier if classifier else create_backbone
     with torch.device("meta"):
         model = create(name, **(model_options or {}))
-    converter = _NAME_CONVERTERS.get(type(model.backbone if classifier else model))
+    converter = _NAME_CONVERTERS.get(type(getattr(model, "backbone", model)))
     if converter is None:
         raise ConfigError(f"there are no official weights of {name}")
     return converter(model, "backbone." if classifier else "").convert(name, official)
@@ -199,7 +200,7 @@ class _NameConverter:
         parts: parts of official names between dots -> ours.
     """
 
-    wrappers = ("module.", "backbone.bottom_up.")
+    wrappers: tuple[str, ...] = ("module.", "backbone.bottom_up.")
     starts: tuple[tuple[str, str | Callable[[re.Match], str]], ...]
     parts: Mapping[str, str]
 
@@ -221,7 +222,8 @@ class _NameConverter:
                 _check_weight(official_name, tensor)
             pieces = self._pieces(plain_name, self._rename(plain_name), tensor)
             kept = {key: piece for key, piece in pieces.items() if isinstance(piece, Tensor)}
-            self.report.dropped |= {f"{official_name}{part}": pieces[part] for part in pieces.keys() - kept.keys()}
+            reasons = {f"{official_name}{part}": piece for part, piece in pieces.items() if isinstance(piece, str)}
+            self.report.dropped |= reasons
             if not kept.keys() <= self.target.keys():
                 unexplained.append(official_name)
             elif kept:
@@ -354,8 +356,8 @@ class _ViLNameConverter(_NameConverter):
         if leaf == "g2l_relative_position_bias":
             # A tensor of another shape does not fit as a whole.
             to_local, to_global = tensor.unbind() if len(tensor) == 2 else (tensor, tensor)
-            used = {f"{bias}.local_to_global": to_global}
-            return {f"{bias}.global_to_local": to_local} | used if module.update_globals else used | {"[0]": _UNUSED}
+            used: dict[str, Tensor | str] = {f"{bias}.local_to_global": to_global}
+            return {f"{bias}.global_to_local": to_local, **used} if module.update_globals else used | {"[0]": _UNUSED}
         if leaf == "g2g_relative_position_bias":
             return {f"{bias}.global_to_global": tensor} if module.update_globals else {"": _UNUSED}
         if leaf.startswith("global_"):

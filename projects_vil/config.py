@@ -303,7 +303,7 @@ class _Loader(yaml.SafeLoader):
             raise ConfigError(f"{self.name} has the key {twice} twice in one section. Remove one.")
         return super().construct_mapping(node, deep)
 
-    def construct_arithmetic(self, node: yaml.Node) -> Any:
+    def construct_arithmetic(self, node: yaml.SequenceNode) -> Any:
         """Return the value of ``!!python/object/apply:eval ["[x * 2 ** (1.0 / 3) for x in [32, 64]]"]``."""
         (text,) = self.construct_sequence(node)
         tree = ast.parse(text.strip(), mode="eval")

@@ -60,7 +60,8 @@ class Checkpointer(DetectionCheckpointer):
     Every saved file has metadata (:class:`~projects_vil.checkpoint.metadata.CheckpointMetadata`).
 
     Args:
-        model, save_dir: see detectron2's.
+        model: see detectron2's.
+        save_dir: see detectron2's.
         cfg: the model's config, for its datasets and input format; without it neither is compared or saved.
         complete: whether the file must have weights for the whole model, as evaluation and export require. A resume
             always requires this.
@@ -81,7 +82,7 @@ class Checkpointer(DetectionCheckpointer):
         cfg: CfgNode | None = None,
         complete: bool = False,
         averaged: AveragedModel | None = None,
-        **checkpointables,
+        **checkpointables: Any,
     ) -> None:
         super().__init__(model, save_dir, **checkpointables)
         self.averaged = averaged
