@@ -92,6 +92,8 @@ clean: ## remove files of the demo, tests and builds; keep .venv
 # without a network, the next run continues with what is installed.
 PYTHON_FITS := import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))
 PIP := $(RUN) -m pip --quiet --quiet --disable-pip-version-check
+# A variable, since a comma would end the argument of call.
+EXTRAS := dev,docs
 step = trap 'exit 130' INT TERM HUP; rm -f .venv/.sound; $(1); status=$$?; touch .venv/.sound; exit $$status
 
 .venv/.stamp: setup.py pyproject.toml vil/install_detectron2.py
@@ -103,6 +105,6 @@ step = trap 'exit 130' INT TERM HUP; rm -f .venv/.sound; $(1); status=$$?; touch
 		rm -rf .venv && $(PYTHON) -m venv .venv && touch .venv/.sound; fi
 	@$(call step,$(PIP) install --upgrade pip 'setuptools<81' wheel)
 	@echo 'Installing the requirements in setup.py: about 2.7 GB, mostly torch, in 2 to 5 minutes the first time'
-	@$(call step,$(PIP) install --editable '.[dev,docs]')
+	@$(call step,$(PIP) install --editable '.[$(EXTRAS)]')
 	@$(call step,$(RUN) tools/install_detectron2.py)
 	@touch $@

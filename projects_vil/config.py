@@ -225,7 +225,7 @@ def default_config() -> CfgNode:
     return cfg
 
 
-def load_config(path: str | Path, overrides: Sequence[object] = ()) -> CfgNode:
+def load_config(path: str | Path, overrides: Sequence[Any] = ()) -> CfgNode:
     """Load a config file with its ``_BASE_`` chain and overrides on top of :func:`default_config`, and freeze it.
 
     A leading ``~`` in ``OUTPUT_DIR`` and ``MODEL.WEIGHTS`` becomes the home directory. No code in a file is executed:
@@ -257,7 +257,7 @@ def load_config(path: str | Path, overrides: Sequence[object] = ()) -> CfgNode:
     return merge_overrides(cfg, overrides)
 
 
-def merge_overrides(cfg: CfgNode, overrides: Sequence[object]) -> CfgNode:
+def merge_overrides(cfg: CfgNode, overrides: Sequence[Any]) -> CfgNode:
     """Return a frozen copy of a config with a user's overrides. Strings are parsed, as on the command line.
 
     Raises:

@@ -108,8 +108,11 @@ def train(
         output: output directory (default ``output/DATA_MODEL_DETECTOR``).
         device: ``"cpu"`` or ``"cuda"``; by default the GPU if there is one.
         resume: continue the interrupted run in ``output`` with its schedule and images.
-        num_gpus, num_machines, machine_rank, dist_url: as for detectron2's ``launch``. New processes do not import your
-            script. If it registers datasets or models, start it with ``torchrun`` instead.
+        num_gpus: processes on this machine, as for detectron2's ``launch``. New processes do not import your script. If
+            it registers datasets or models, start it with ``torchrun`` instead.
+        num_machines: as for detectron2's ``launch``.
+        machine_rank: as for detectron2's ``launch``.
+        dist_url: as for detectron2's ``launch``.
         dist_timeout: seconds to wait for the other machines at the start.
         overrides: config keys, for example ``**{"SOLVER.WEIGHT_DECAY": 0.1}``.
 
@@ -208,7 +211,10 @@ def evaluate(
         output: folder for the results. The default is the output directory of the run, with ``data`` a folder
             ``evaluation_DATA`` in it.
         resume: evaluate the last checkpoint in the output directory of a resolved config.
-        num_gpus, num_machines, machine_rank, dist_url: as for detectron2's ``launch``.
+        num_gpus: as for detectron2's ``launch``.
+        num_machines: as for detectron2's ``launch``.
+        machine_rank: as for detectron2's ``launch``.
+        dist_url: as for detectron2's ``launch``.
         dist_timeout: seconds to wait for the other machines at the start.
         overrides: config keys.
 
@@ -254,7 +260,7 @@ def folder_of(config: Path) -> Path:
     return config.parent if config.name == CONFIG_FILE else Path("output", config.stem)
 
 
-def _overrides_of(function: Callable, overrides: Mapping[str, object]) -> dict[str, object]:
+def _overrides_of(function: Callable, overrides: Mapping[str, object]) -> dict[str, Any]:
     """Return the config keys among keyword arguments.
 
     Raises:
