@@ -327,7 +327,7 @@ class Checkpointer(DetectionCheckpointer):
             new = [name for index, name in enumerate(ours) if index not in matched]
             self.logger.info(
                 f"classes matched by name: {len(matched)} of {len(ours)} ({', '.join(ours[i] for i in matched)}) in "
-                f"{', '.join(copied)}" + (f"; randomly initialised: {', '.join(new)}" if new else "")
+                f"{', '.join(copied)}" + (f"; randomly initialized: {', '.join(new)}" if new else "")
             )
         state_dict.update(copied)
 

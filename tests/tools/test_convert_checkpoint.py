@@ -54,7 +54,7 @@ def test_the_report_and_the_metadata(tmp_path, run_here, error_of, source):
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["summary"] in out.splitlines()[0] and str(output) in out.splitlines()[-1]
     listed = {name for action in ("mapped", "split", "tied", "dropped") for name in report[action]}
-    assert vil_classifier().keys() <= listed and {"resized", "initialised"} <= report.keys()
+    assert vil_classifier().keys() <= listed and {"resized", "initialized"} <= report.keys()
     saved = read_checkpoint(output)[METADATA_KEY]
     assert saved["variant"] == VARIANT and saved["source"] == report["source"] == "vision-longformer"
     assert saved["input"]["format"] == "RGB" and "vil-detectron2" in saved["versions"]

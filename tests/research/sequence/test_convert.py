@@ -5,9 +5,8 @@ import functools
 import pytest
 import torch
 
-from backbones.convert import convert_sequence_state_dict
 from backbones.errors import ConfigError
-from backbones.sequence import create_char_lm, create_sequence_encoder
+from research.sequence import convert_sequence_state_dict, create_char_lm, create_sequence_encoder
 from tests.golden import assert_close_to_golden, golden, golden_ids, golden_state_dict
 
 ENCODER, CHAR_LM = "ls_sequence_cls_token", "ls_char_lm"

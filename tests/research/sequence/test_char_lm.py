@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from backbones.attention import reference
 from backbones.errors import ConfigError
-from backbones.sequence import create_char_lm
-from backbones.sequence.char_lm import causal_attention
+from research.sequence import create_char_lm, reference
+from research.sequence.char_lm import causal_attention
 from tests.backbones.helpers import (
     LargestTensor,
     assert_all_close,
@@ -85,7 +84,7 @@ def test_blocks_of_different_lengths_match_reference(changes, monkeypatch):
     def by_definition(*tensors: Tensor, dropout: float, **options) -> Tensor:
         return reference.causal_attention(*tensors, **options)
 
-    monkeypatch.setattr("backbones.sequence.char_lm.causal_attention", by_definition)
+    monkeypatch.setattr("research.sequence.char_lm.causal_attention", by_definition)
     dense = read(model, ids, lengths)
     for actual, expected in zip((*fast[0], *fast[1]), (*dense[0], *dense[1]), strict=True):
         torch.testing.assert_close(actual, expected, atol=1e-10, rtol=0)

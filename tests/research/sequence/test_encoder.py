@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from backbones.attention import reference
 from backbones.errors import ConfigError
-from backbones.sequence import create_sequence_encoder
-from backbones.sequence import encoder as encoder_module
-from backbones.sequence.encoder import sequence_attention
+from research.sequence import create_sequence_encoder, reference
+from research.sequence import encoder as encoder_module
+from research.sequence.encoder import sequence_attention
 from tests.backbones.helpers import (
     LargestTensor,
     assert_all_close,
