@@ -48,8 +48,10 @@ gpu: .venv/.stamp ## on a machine with a GPU: run its tests, measure time and me
 	@mkdir -p output/gpu
 	@status=0; \
 	$(RUN) -m pytest -m gpu $(ARGS) || status=1; \
-	$(BENCHMARK) --what backbone --limits --models vil_tiny_rpb vil_small_rpb ls_small lit_s --against swin_t r50 \
+	$(BENCHMARK) --what backbone --models vil_tiny_rpb vil_small_rpb ls_small lit_s --against swin_t r50 \
 		--json output/gpu/forward.json || status=1; \
+	$(RUN) -m research.benchmarks roofline vil_tiny_rpb vil_small_rpb ls_small lit_s --against swin_t r50 \
+		--device cuda --json output/gpu/roofline.json || status=1; \
 	$(BENCHMARK) --what backbone --backward --dtype bfloat16 --batch-size 2 --against swin_t r50 \
 		--models vil_tiny_rpb vil_small_rpb vil_small_rpb+shift vil_small_rpb+checkpointing ls_small lit_s \
 		--json output/gpu/backward.json || status=1; \
