@@ -54,6 +54,8 @@ gpu: .venv/.stamp ## on a machine with a GPU: run its tests, measure time and me
 	$(RUN) -m pytest -m gpu $(ARGS) || status=1; \
 	$(BENCHMARK) --what backbone --models vil_tiny_rpb vil_small_rpb ls_small lit_s --against swin_t r50 \
 		--json output/gpu/forward.json || status=1; \
+	$(RUN) -m research.benchmarks roofline vil_tiny_rpb vil_small_rpb ls_small lit_s --against swin_t r50 \
+		--device cuda --json output/gpu/roofline.json || status=1; \
 	$(BENCHMARK) --what backbone --backward --dtype bfloat16 --batch 2 --against swin_t r50 \
 		--models vil_tiny_rpb vil_small_rpb vil_small_rpb+shift vil_small_rpb+checkpointing ls_small lit_s \
 		--json output/gpu/backward.json || status=1; \
@@ -61,7 +63,7 @@ gpu: .venv/.stamp ## on a machine with a GPU: run its tests, measure time and me
 		--models vil_small_rpb+sdpa vil_small_rpb+triton vil_small_rpb+shift --against r50 swin_t \
 		--json output/gpu/mask_rcnn.json || status=1; \
 	$(BENCHMARK) --what attention --backward --dtype bfloat16 \
-		--models vil_small_rpb+sdpa vil_small_rpb+triton vil_small_rpb+flex ls_small full_small \
+		--models vil_small_rpb+sdpa vil_small_rpb+triton ls_small full_small \
 		--image-size 400 672 --image-size 800 1344 --image-size 1600 2688 --json output/gpu/attention.json --plot output/gpu/attention.png || status=1; \
 	exit $$status
 

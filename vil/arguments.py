@@ -16,10 +16,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from backbones.errors import GENERATOR, ConfigError, check_replaceable, closest, find_os_error, printable
 from vil.choices import DEVICES
+
+if TYPE_CHECKING:
+    from detectron2.config import CfgNode
 
 # Arguments that stand for a config key.
 SHORT_FORMS = {"weights": "MODEL.WEIGHTS", "device": "MODEL.DEVICE"}
@@ -276,6 +279,22 @@ def process_keywords(args: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of :func:`add_process_arguments` as keywords."""
     names = ("num_gpus", "num_machines", "machine_rank", "dist_url", "dist_timeout")
     return {name: getattr(args, name) for name in names}
+
+
+def config_of(args: argparse.Namespace, path: str | Path | None = None) -> "CfgNode":
+    """Return a config with the overrides of a command, on a device that is available.
+
+    Args:
+        args: parsed by a :class:`ConfigToolParser` with devices.
+        path: a config; by default the one of ``--config-file``.
+
+    Raises:
+        ConfigError: as ``load_config``, and if a requested device is not available.
+    """
+    from projects_vil.config import choose_device, load_config
+
+    requested = SHORT_FORMS["device"] in args.opts[::2]
+    return choose_device(load_config(path or args.config_file, args.opts), devices=args.devices, requested=requested)
 
 
 # How a tool ends -----------------------------------------------------------------------------------------------------

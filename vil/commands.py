@@ -7,15 +7,15 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vil import choices, install_detectron2
 from vil.arguments import (
-    SHORT_FORMS,
     ConfigToolParser,
     ToolParser,
     add_process_arguments,
     add_resume_argument,
+    config_of,
     existing_path,
     image_source,
     output_file,
@@ -25,9 +25,6 @@ from vil.arguments import (
     weights_file,
     write_json,
 )
-
-if TYPE_CHECKING:
-    from detectron2.config import CfgNode
 
 _DATA = "folder or file of COCO, YOLO, Pascal VOC, LabelMe or CVAT"
 _MODEL = "output directory of a run, name of the model zoo, or checkpoint next to its config.yaml"
@@ -272,7 +269,7 @@ def export(parser: ToolParser, words: Sequence[str]) -> None:
         check_triton(args.triton, **options)
     path, weights = find_model(Path(source), _weights(args))
     args.opts += [] if weights is None else ["MODEL.WEIGHTS", str(weights)]
-    cfg = _config(path, args)
+    cfg = config_of(args, path)
     path, report = export_detector(
         cfg,
         cfg.MODEL.WEIGHTS,
@@ -299,18 +296,6 @@ def export(parser: ToolParser, words: Sequence[str]) -> None:
 
 def _add_image_size(parser: ToolParser, help_text: str, **options: Any) -> None:
     parser.add_argument("--image-size", type=positive, nargs=2, metavar=("H", "W"), help=help_text, **options)
-
-
-def _config(path: str | Path, args: argparse.Namespace) -> "CfgNode":
-    """Return a config with the overrides of a command, on a device that is available.
-
-    Raises:
-        ConfigError: as ``load_config``, and if a requested device is not available.
-    """
-    from projects_vil.config import choose_device, load_config
-
-    requested = SHORT_FORMS["device"] in args.opts[::2]
-    return choose_device(load_config(path, args.opts), devices=args.devices, requested=requested)
 
 
 # Datasets, reports and checkpoints -----------------------------------------------------------------------------------
@@ -492,7 +477,7 @@ def benchmark(parser: ToolParser, words: Sequence[str]) -> None:
     base = config_path(f"base/{args.detector}")
     options = {
         **{"part": args.what, "base": base, "batch_size": args.batch, "backward": args.backward},
-        **{"device": _config(base, args).MODEL.DEVICE, "dtype": args.dtype, "overrides": tuple(args.opts)},
+        **{"device": config_of(args, base).MODEL.DEVICE, "dtype": args.dtype, "overrides": tuple(args.opts)},
     }
     names = [(name, False) for name in args.models] + [(name, True) for name in args.against]
     reference, rows = len(args.models) if args.against else 0, []
@@ -564,7 +549,7 @@ def _draw_attention(args: argparse.Namespace) -> list[str]:
     """Draw which tokens one token of an image attends to: a heat map for each head of one block."""
     from projects_vil.visualization import draw_attention
 
-    cfg = _config(args.config_file, args)
+    cfg = config_of(args)
     position = {"stage": args.stage, "block": args.block, "point": args.point}
     return [f"wrote {draw_attention(cfg, cfg.MODEL.WEIGHTS, args.input, args.output, **position)}"]
 
@@ -587,7 +572,7 @@ def _draw_offsets(args: argparse.Namespace) -> list[str]:
     """Draw where positions of LIT's last stage sample an image, through its token merging (LIT, figure 2)."""
     from projects_vil.visualization import draw_offsets
 
-    cfg = _config(args.config_file, args)
+    cfg = config_of(args)
     tokens = {"num_points": args.points, "point": args.point}
     return [f"wrote {path}" for path in draw_offsets(cfg, cfg.MODEL.WEIGHTS, args.input, args.output, **tokens)]
 

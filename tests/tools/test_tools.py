@@ -116,15 +116,12 @@ def test_benchmark(run_here, tmp_path):
     assert status == 0, err
     content = json.loads(path.read_text())
     assert [row["model"] for row in content["measurements"]] == [name, f"{name}+shift", "r50"] * 2
-    assert all(sum(row["limit"].values()) > 0 for row in content["measurements"])
     assert {tuple(row["size"]) for row in content["measurements"]} == {(64, 96), (160, 192)}
     assert [row["ratio"] for row in content["measurements"] if row["model"] == "r50"] == [1, 1]
     memory = [row["memory"] for row in content["measurements"] if row["model"] == name]
     assert memory == [None, None] or 0 < memory[0] < memory[1]
-    assert content["growth"].keys() == {name, f"{name}+shift", "r50"} and out.count("160 x 192") == 6
+    assert content["growth"].keys() == {name, f"{name}+shift", "r50"} and out.count("160 x 192") == 3
     assert cv2.imread(str(tmp_path / "growth.png")).std() > 10
-    status, out, _ = run_here("benchmark.py", "--what", "dataset-check", "--images", 20, "--json", path)
-    assert status == 0 and json.loads(path.read_text())["file_size"] > 20 * 7 * 100
 
 
 def test_visualize(run_here, shapes, trained_run, photo, tmp_path):
