@@ -45,7 +45,7 @@ def measure_predictions(
     """
     if num_images < 10:
         raise ConfigError(f"images is {num_images}. Use 10 or more.")
-    few, batches = num_images // 10, ("--batch-size", str(batch_size))
+    few, batches = num_images // 10, ("--batch", str(batch_size))
     modes: dict[str, list[tuple[str, ...]]] = {
         "one image at a time": [()],
         f"batches of {batch_size}": [batches],

@@ -41,7 +41,7 @@ def test_synthetic_annotations_pass_the_check(tmp_path):
 def test_program(run):
     content, out = run("dataset-check", "--images", 20)
     assert content["file_size"] > 20 * 7 * 100 and out.startswith("20 images")
-    size = ("--size", 64, 96, "--runs", 1, "--backward")
+    size = ("--image-size", 64, 96, "--runs", 1, "--backward")
     content, out = run("roofline", "vil_tiny_1_1_3_1_rpb", "--against", "r50", *size, "MODEL.DEVICE", "cpu")
     assert [row["model"] for row in content["measurements"]] == ["vil_tiny_1_1_3_1_rpb", "r50"]
     assert all(sum(row["limit"].values()) > 0 for row in content["measurements"]) and "GFLOP/s" in out
