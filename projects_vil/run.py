@@ -37,6 +37,7 @@ DETECTORS: dict[str, tuple[str, dict[str, object]]] = {
     "mask_rcnn": ("mask_rcnn", {}),
     "faster_rcnn": ("mask_rcnn", {"MODEL.MASK_ON": False}),
 }
+SCHEDULES = ("1x", "3x_ms")
 DATA_FOLDER = "data"
 # On COCO the schedules count iterations.
 DEFAULT_EPOCHS = 50
@@ -70,6 +71,7 @@ def train(
     *,
     model: str | None = None,
     detector: str | None = None,
+    schedule: str = "1x",
     config: str | Path | CfgNode | None = None,
     epochs: int | None = None,
     batch: int | None = None,
@@ -95,6 +97,7 @@ def train(
             Other formats are converted to COCO format in ``OUTPUT_DIR/data``.
         model: a variant, or ``"timm:NAME"`` for a model of timm (default ``"vil_tiny"``).
         detector: ``"retinanet"`` (default), ``"mask_rcnn"`` or ``"faster_rcnn"``.
+        schedule: ``"1x"`` (default), or ``"3x_ms"`` for three times the iterations at several image sizes, as on COCO.
         config: a config instead of ``model`` and ``detector``: a file, a name such as
             ``"mask_rcnn/vil_small_rpb_1x"``, or a resolved config, which is used without the defaults of this function.
         epochs: passes over the training images (default 50 with ``data``).
@@ -144,7 +147,7 @@ def train(
         key: str(value) if isinstance(value, Path) else value for key, value in named.items() if value is not None
     }
     processes = Processes(num_gpus, num_machines, machine_rank, dist_url, dist_timeout)
-    recipe, name = _choose_recipe(model, detector, config)
+    recipe, name = _choose_recipe(model, detector, schedule, config)
     folder = given.pop("OUTPUT_DIR", None)
     cfg = merge_overrides(recipe, _alternating(given))
     if isinstance(config, CfgNode):
@@ -344,8 +347,13 @@ def _records(content: Mapping[str, Any]) -> list[Any]:
     return [content.get(key) for key in ("images", "annotations", "categories")]
 
 
-def _choose_recipe(model: str | None, detector: str | None, config: str | Path | CfgNode | None) -> tuple[CfgNode, str]:
-    """Return the config of a model and detector, and a name for the output directory."""
+def _choose_recipe(
+    model: str | None, detector: str | None, schedule: str, config: str | Path | CfgNode | None
+) -> tuple[CfgNode, str]:
+    """Return the config of a model, detector and schedule, and a name for the output directory.
+
+    A variant without a config of its own has the base recipe of its family.
+    """
     if config is not None and (model is not None or detector is not None):
         raise ConfigError("The config already sets the model and the detector. Remove model and detector.")
     if isinstance(config, CfgNode):
@@ -356,10 +364,10 @@ def _choose_recipe(model: str | None, detector: str | None, config: str | Path |
     model, detector = model or "vil_tiny", detector or "retinanet"
     check_choice("detector", detector, DETECTORS)
     folder, values = DETECTORS[detector]
-    # The recipe is the same with and without relative position bias, and for the tables of segmentation.
-    names = [f"{folder}/{variant}_1x" for variant in (model, f"{model}_rpb", model.removesuffix("_seg"))]
-    # A variant or a model of timm without a config of its own has the base recipe.
-    cfg = load_config(next(filter(None, map(find_config, names)), None) or config_path(f"base/{folder}_1x"))
+    check_choice("schedule", schedule, SCHEDULES)
+    family = next((prefix for prefix in ("lit_", "cvt_") if model.startswith(prefix)), "")
+    path = find_config(f"{folder}/{model}_{schedule}") or config_path(f"base/{family}{folder}_{schedule}")
+    cfg = load_config(path)
     return with_overrides(cfg, values | {"MODEL.TRANSFORMER.VARIANT": model}), f"{model}_{detector}".replace(":", "_")
 
 

@@ -26,7 +26,7 @@ PUBLISHED_CONFIGS = [path for path in CONFIGS if path.split("/")[1] in ("retinan
 DETECTORS = ("retinanet", "mask_rcnn")
 # One of each family, detector and type of head; the others have the same parts.
 FAST = {
-    *(f"configs/retinanet/{name}_1x.yaml" for name in ("vil_tiny_rpb", "ls_tiny", "lit_ti", "cvt_ls_13")),
+    *(f"configs/retinanet/{name}_1x.yaml" for name in ("vil_tiny_rpb", "vil_tiny", "lit_ti")),
     *("configs/mask_rcnn/vil_small_rpb_1x.yaml", "configs/mask_rcnn/performer_small_1x.yaml"),
     *("configs/demo/retinanet_vil_shapes.yaml", "configs/semantic_fpn/lit_s_seg.yaml"),
     *("configs/modern/cascade_mask_rcnn_lit_s.yaml", "configs/projects/point_rend_vil_tiny_rpb_1x.yaml"),
@@ -128,22 +128,35 @@ def test_a_config_builds_its_detector_and_optimizer(path):
     assert {round(group["lr"] / cfg.SOLVER.BASE_LR, 6) for group in groups} == ({0.01, 1.0} if is_lit else {1.0})
 
 
-def test_settings_of_the_published_configs():
-    for path in PUBLISHED_CONFIGS:
-        _, detector, name = path.removesuffix(".yaml").split("/")
-        model = re.sub(r"(_all)?_(1x|3x_ms)$", "", name)
-        cfg = load_config(ROOT / path)
-        assert cfg.MODEL.TRANSFORMER.CHUNK_SIZE == ([16, 8, 4] if model.startswith("cvt") else []), path
-        assert cfg.MODEL.TRANSFORMER.NORM == ("SyncBN" if model.startswith(("lit", "cvt")) else ""), path
-        assert cfg.MODEL.TRANSFORMER.ATTENTION == (["long_short"] * 4 if "_all_" in name else []), path
-        assert (cfg.DATASETS.TRAIN, cfg.DATASETS.TEST) == (("coco_2017_train",), ("coco_2017_val",)), path
-        assert cfg.INPUT.MAX_SIZE_TEST == cfg.MODEL.TRANSFORMER.MAX_IMG_SIZE == 1333 and cfg.INPUT.MIN_SIZE_TEST == 800
-        if (detector, model) in TABLES_6_7:
-            paper, official = TABLES_6_7[detector, model]["3x" in name]
-            assert f"AP {paper} in Table {6 if detector == 'retinanet' else 7} " in comment_of(path), path
+def test_figures_of_tables_6_and_7():
+    """The paper's are with absolute positions, the official repository's with relative position bias."""
+    for (detector, model), rows in TABLES_6_7.items():
+        table, pretrained = 6 if detector == "retinanet" else 7, "21K" if "deep" in model else "1K"
+        for schedule, (paper, official) in zip(("1x", "3x_ms"), rows, strict=True):
+            path = f"configs/{detector}/{model.removesuffix('_rpb')}_{schedule}.yaml"
+            assert f"AP {paper} in ViL Table {table}" in comment_of(path), path
+            path = f"configs/{detector}/{model}_{schedule}.yaml"
             assert f"{official} in the official repository" in comment_of(path), path
-            pretrained = "21K" if model in ("vil_medium_deep_rpb", "vil_base_deep_rpb") else "1K"
             assert f"pretrained on ImageNet-{pretrained}" in comment_of(path), path
+
+
+_RECIPES = [(detector, schedule) for detector in DETECTORS for schedule in ("1x", "3x_ms")]
+_SIZES = [name for name in list_variants() if name.startswith(("ls_", "cvt_", "lit_", "vil_")) and name.count("_") < 4]
+
+
+@pytest.mark.parametrize("name", slow_except(_SIZES, ["ls_small", "cvt_ls_13", "lit_m", "vil_base_wide"]))
+@pytest.mark.parametrize("detector, schedule", _RECIPES)
+def test_every_variant_has_a_recipe(name, detector, schedule):
+    family = next((prefix for prefix in ("lit_", "cvt_") if name.startswith(prefix)), "")
+    path = f"configs/base/{family}{detector}_{schedule}.yaml"
+    cfg, model = build_on_meta(path, "MODEL.TRANSFORMER.VARIANT", name)
+    assert list(model.backbone.output_shape()) == [
+        f"p{n}" for n in (range(3, 8) if detector == "retinanet" else range(2, 7))
+    ]
+    assert cfg.SOLVER.MAX_ITER == (90_000 if schedule == "1x" else 270_000)
+    assert cfg.MODEL.TRANSFORMER.CHUNK_SIZE == ([16, 8, 4] if family == "cvt_" else [])
+    assert cfg.MODEL.TRANSFORMER.NORM == ("SyncBN" if family else "")
+    assert len(build_optimizer(cfg, model).param_groups) > 1
 
 
 @pytest.mark.parametrize("row", slow_except(TABLE_8, ["sra64_small", "partial_global_small", "performer_small"]))

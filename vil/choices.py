@@ -2,6 +2,7 @@
 
 DETECTORS = ("retinanet", "mask_rcnn", "faster_rcnn")
 DEVICES = ("cpu", "cuda")
+SCHEDULES = ("1x", "3x_ms")
 EXPORT_FORMATS = ("torchscript", "onnx", "aot_inductor", "torch_export", "openvino")
 PRECISIONS = ("fp32", "fp16", "bf16", "int8")
 INPUT_DTYPES = ("uint8", "float32")

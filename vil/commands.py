@@ -47,6 +47,8 @@ def train(parser: ToolParser, words: Sequence[str]) -> None:
     parser.add_argument("data", nargs="?", type=existing_path, metavar="DATA", help=_DATA)
     parser.add_argument("--model", metavar="NAME", help="variant (default vil_tiny), or timm:NAME for a model of timm")
     parser.add_argument("--detector", choices=choices.DETECTORS, help="default: retinanet")
+    schedule_help = "recipe on COCO: 1x (default), or 3x_ms (three times the iterations, several image sizes)"
+    parser.add_argument("--schedule", choices=choices.SCHEDULES, default=choices.SCHEDULES[0], help=schedule_help)
     config_help = "config instead of --model and --detector: a file, or a name such as retinanet/vil_tiny_rpb_1x"
     parser.add_argument("--config", metavar="NAME", help=config_help)
     parser.add_argument("--epochs", type=positive, metavar="N", help="passes over the training images (default 50)")

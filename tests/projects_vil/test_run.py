@@ -113,22 +113,22 @@ def test_a_plain_script_runs_once(data, processes):
 
 
 @pytest.mark.parametrize(
-    ("model", "detector", "drop_path"),
+    ("model", "detector", "weight_decay"),
     [
-        ("vil_tiny", "retinanet", 0.05),
+        ("vil_tiny", "retinanet", 0.1),
         ("vil_tiny_rpb", "retinanet", 0.05),
         ("vil_small", "mask_rcnn", 0.1),
-        ("vil_small_rpb", "mask_rcnn", 0.2),
-        ("lit_s_seg", "retinanet", 0.2),
+        ("vil_small_rpb", "mask_rcnn", 0.05),
+        ("ls_small", "mask_rcnn", 0.05),
+        ("lit_s_seg", "retinanet", 1e-4),
     ],
 )
-def test_the_name_of_a_model_is_the_variant_that_is_built(data, monkeypatch, model, detector, drop_path):
-    """A variant without a config of its own has the recipe of the variant with other positions or tables."""
+def test_the_name_of_a_model_is_the_variant_that_is_built(data, monkeypatch, model, detector, weight_decay):
+    """A variant without a config of its own has the recipe of its family."""
     started = []
     monkeypatch.setattr("projects_vil.run.launch_run", lambda cfg, *_, **options: started.append(cfg))
     train(data, model=model, detector=detector, epochs=1, batch=2, device="cpu")
-    node = started[0].MODEL.TRANSFORMER
-    assert (node.VARIANT, node.DROP_PATH) == (model, drop_path)
+    assert (started[0].MODEL.TRANSFORMER.VARIANT, started[0].SOLVER.WEIGHT_DECAY) == (model, weight_decay)
 
 
 @pytest.mark.parametrize(
