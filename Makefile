@@ -11,7 +11,7 @@ PYTEST = OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal
 # Modules that are checked for all type errors: the public API. Others are checked for certain errors only.
 TYPED = $(addprefix backbones/,__init__.py build.py checkpoint_files.py convert.py errors.py) \
 	$(addprefix projects_vil/,__init__.py checkpoint/__init__.py config.py data/__init__.py data/catalog.py run.py) \
-	$(addprefix projects_vil/inference/,__init__.py detector.py) tests/public_types.py
+	$(addprefix projects_vil/inference/,__init__.py detector.py) tests/public_types.py $(wildcard vil/*.py)
 
 ifneq ($(filter demo,$(MAKECMDGOALS)),)
 ifneq ($(DETECTOR),retinanet)

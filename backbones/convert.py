@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -119,7 +120,7 @@ def convert_state_dict(
     name: str,
     *,
     classifier: bool = False,
-    model_options: Mapping[str, object] | None = None,
+    model_options: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Tensor], ConversionReport]:
     """Convert an official state dict for ``create_backbone(name, **model_options)``.
 
@@ -140,9 +141,10 @@ def convert_state_dict(
         >>> state_dict, report = convert_state_dict(torch.load("model_best.pth")["net"], "vil_tiny_rpb")
         >>> create_backbone("vil_tiny_rpb").load_state_dict(state_dict)
     """
+    create: Callable[..., nn.Module] = create_classifier if classifier else create_backbone
     with torch.device("meta"):
-        model = (create_classifier if classifier else create_backbone)(name, **(model_options or {}))
-    backbone, prefix = (model.backbone, "backbone.") if classifier else (model, "")
+        model = create(name, **(model_options or {}))
+    backbone, prefix = (model.get_submodule("backbone"), "backbone.") if classifier else (model, "")
     family = _FAMILIES.get(type(backbone))
     if family is None:
         raise ConfigError(f"'{name}' has no official weights")

@@ -132,7 +132,10 @@ class ToolParser(argparse.ArgumentParser):
             description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options
         )
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:
+    # argparse has overloads for other classes of namespaces.
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> argparse.Namespace:
         # No shell expands ~ in quotes, or in --output=~/x.
         words = args = [
             re.sub(r"^(--[\w-]+=)?(~[^/]*)", lambda found: (found[1] or "") + os.path.expanduser(found[2]), word)
@@ -147,6 +150,7 @@ class ToolParser(argparse.ArgumentParser):
             for word in words
             if (flag := word.partition("=")[0]).startswith("--") and flag not in {*known, "--", "--opts"}
         ]
+        parsed = argparse.Namespace()
         if not unknown:
             parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
@@ -199,7 +203,7 @@ class ConfigToolParser(ToolParser):
         if devices:
             self.add_argument("--device", metavar="DEVICE", help=f"short for MODEL.DEVICE: {' or '.join(devices)}")
 
-    def parse_known_args(
+    def parse_known_args(  # type: ignore[override]  # as for parse_args
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
         words, overrides = self._split(sys.argv[1:] if args is None else args)
@@ -403,7 +407,7 @@ def _explain(error: Exception) -> tuple[str, int] | None:
     # Without the name of a file, these come from what processes and threads share.
     hints = {errno.EROFS: " (/dev/shm must be writable)", errno.EMFILE: " (raise `ulimit -n`)"}
     socket = " (set TMPDIR, or for Ray RAY_TMPDIR, to a folder with a shorter path)" * ("AF_UNIX" in text)
-    return " ".join(lines) + hints.get(cause.errno, socket), 1
+    return " ".join(lines) + hints.get(cause.errno or 0, socket), 1
 
 
 def _with_flag(message: str) -> str:

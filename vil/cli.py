@@ -25,8 +25,9 @@ def _main(words: list[str]) -> None:
         make = ToolParser if options is None else ConfigToolParser
         run(make(inspect.getdoc(run), prog=f"vil {words[0]}", **(options or {})), words[1:])
         return
-    width = max(map(len, COMMANDS))
-    listed = [f"    {name.ljust(width)}  {inspect.getdoc(run).splitlines()[0]}" for name, (run, _) in COMMANDS.items()]
+    purposes = {name: str(inspect.getdoc(run)).splitlines()[0] for name, (run, _) in COMMANDS.items()}
+    width = max(map(len, purposes))
+    listed = [f"    {name.ljust(width)}  {purpose}" for name, purpose in purposes.items()]
     description = "\n".join([__doc__, "Commands, each with its own --help:", *listed])
     parser = ToolParser(description, prog="vil", usage="vil COMMAND ...")
     parser.add_argument("--version", action="version", version=version("vil-detectron2"))

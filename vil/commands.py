@@ -34,7 +34,7 @@ _INPUT = "image, folder, video, camera number, URL, list (.txt, .csv, .parquet),
 # Training and evaluation ---------------------------------------------------------------------------------------------
 
 
-def train(parser: ToolParser, words: Sequence[str]) -> None:
+def train(parser: ConfigToolParser, words: Sequence[str]) -> None:
     """Train a detector on your photos, or on COCO.
 
     Without DATA, the command trains on the datasets of the config: COCO 2017 in $DETECTRON2_DATASETS/coco.
@@ -76,7 +76,7 @@ def train(parser: ToolParser, words: Sequence[str]) -> None:
         show(f"Next: vil predict {trained.folder} PHOTOS, or vil report {trained.folder}")
 
 
-def evaluate(parser: ToolParser, words: Sequence[str]) -> None:
+def evaluate(parser: ConfigToolParser, words: Sequence[str]) -> None:
     """Evaluate a detector on the validation images of its run, or on another dataset.
 
     Example:
@@ -332,7 +332,7 @@ def check(parser: ToolParser, words: Sequence[str]) -> None:
         if not number % 10_000:
             print(f"{number:,} images checked", file=sys.stderr)
 
-    options = {"masks": False if args.boxes else None, "pixels": args.deep, "progress": progress}
+    options: dict[str, Any] = {"masks": False if args.boxes else None, "pixels": args.deep, "progress": progress}
     if args.json:
         options |= {"num_examples": math.inf, "report": args.json}
     dataset, files = check_dataset(args.data, args.images, **options)
@@ -430,9 +430,9 @@ def analyze(parser: ToolParser, words: Sequence[str]) -> None:
         counts = count_variants(args.variants)
         print(format_variants(counts))
     else:
-        size = tuple(args.image_size or (800, 1333))
+        height, width = args.image_size or (800, 1333)
         counts = [
-            count_detector(load_config(path, args.opts), path, size=size, with_flops=not args.no_flops)
+            count_detector(load_config(path, args.opts), path, size=(height, width), with_flops=not args.no_flops)
             for path in args.config_file
         ]
         print(format_detectors(counts))
@@ -607,7 +607,7 @@ def install(parser: ToolParser, words: Sequence[str]) -> None:
 
 
 # Each with the options of its parser; None for a command without config keys.
-COMMANDS: dict[str, tuple[Callable[[ToolParser, Sequence[str]], None], dict[str, Any] | None]] = {
+COMMANDS: dict[str, tuple[Callable[[Any, Sequence[str]], None], dict[str, Any] | None]] = {
     "train": (train, {"config_file": False, "weights": True}),
     "eval": (evaluate, {"config_file": False}),
     "predict": (predict, {"config_file": False, "weights": True}),
