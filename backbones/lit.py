@@ -197,7 +197,7 @@ OFFICIAL_NAMES = (
     (r"dconv\.conv_offset", "offset"),
     (r"dconv\.(weight|bias)", r"\1"),
 )
-_GLOBAL_TOKEN = "only a classifier has a global token"
+GLOBAL_TOKEN = "only a classifier has a global token"
 
 
 def convert_official(name: str, key: str, tensor: Tensor, modules: Mapping[str, nn.Module]) -> dict[str, Tensor | str]:
@@ -208,7 +208,7 @@ def convert_official(name: str, key: str, tensor: Tensor, modules: Mapping[str, 
         return {"": "a frozen norm counts no batches"}
     has_global_token = getattr(modules.get("stages.3"), "global_tokens", None) is not None
     if name == "cls_token" and not has_global_token:
-        return {"": _GLOBAL_TOKEN}
+        return {"": GLOBAL_TOKEN}
     if not key.endswith("positions.table"):
         return {key: tensor}
     # (1, H * W, C). In the last stage the position of the global token comes first.
@@ -220,7 +220,7 @@ def convert_official(name: str, key: str, tensor: Tensor, modules: Mapping[str, 
     pieces = {key: tensor[0, num_global:].unflatten(0, (side, side))}
     if num_global and has_global_token:
         return pieces | {"stages.3.positions.global_tokens": tensor[:, :1]}
-    return pieces | ({"[:, 0]": _GLOBAL_TOKEN} if num_global else {})
+    return pieces | ({"[:, 0]": GLOBAL_TOKEN} if num_global else {})
 
 
 def initial_values(missing: Mapping[str, Tensor], official: Collection[str]) -> dict[str, tuple[Tensor, str]]:

@@ -1,6 +1,6 @@
-"""The classes of a model: ids, names and colors, and the rows that predictors have for them.
+"""The classes of a model: ids, names and colors, and the rows of its predictors.
 
-Layouts are detectron2's. K: classes, A: anchors per position.
+Row layouts are detectron2's. K: classes, A: anchors per position.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from projects_vil.data import read_categories
 
-# detectron2 has these categories built in.
+# detectron2 has the categories of this dataset built in.
 _COCO = "coco_2017_val"
 
 _LAYOUTS = {
@@ -35,7 +35,7 @@ class Categories:
     Attributes:
         ids: ``category_id`` of each class in COCO files.
         names: class names, in the same order.
-        colors: RGB in 0..255 of each class in drawings, if a dataset has them.
+        colors: RGB in 0..255 of each class in drawings, or None.
     """
 
     ids: tuple[int, ...]
@@ -52,16 +52,17 @@ class Categories:
 def known_categories(
     names: Sequence[str] | None, ids: Sequence[int] | None, *, number: int, datasets: Sequence[str] = ()
 ) -> Categories:
-    """Return the categories of a file: names and ids of its metadata, colors (and ids it lacks) of a dataset with the
-    same names.
+    """Return the categories of a checkpoint or an exported file.
 
-    Without metadata they are those of a dataset, or else ids count from 1, and names are ``class 1`` and so on.
+    Names and ids are from its metadata. Colors, and missing ids, are from a dataset with the same class names. Without
+    metadata all are from the first dataset with the same number of classes. If there is none, ids count from 1 and
+    names are ``class 1``, ``class 2``, and so on.
 
     Args:
-        names: class names, or None.
-        ids: category ids of the classes.
+        names: class names in the metadata, or None.
+        ids: category ids in the metadata, or None.
         number: number of classes.
-        datasets: names of datasets to look in; for names COCO comes last.
+        datasets: names of datasets to search. If there are class names, COCO is searched last.
     """
     found = dataset_categories(datasets if names is None else (*datasets, _COCO), number, names=names)
     counted = tuple(range(1, number + 1))
@@ -73,13 +74,13 @@ def known_categories(
 def dataset_categories(
     datasets: Sequence[str], number: int, *, names: Sequence[str] | None = None, stuff: bool = False
 ) -> Categories | None:
-    """Return the categories of the first dataset with ``number`` classes, from the catalog or its annotation file.
+    """Return the categories of the first dataset with ``number`` classes, or None.
 
     Args:
-        datasets: dataset names in detectron2's catalog; unknown ones are skipped.
+        datasets: dataset names in detectron2's catalog. Unknown names are skipped.
         number: number of classes.
-        names: class names that the dataset must have, in this order; None for any.
-        stuff: whether to take detectron2's stuff classes, not its thing classes.
+        names: class names that the dataset must have, in this order; None for any names.
+        stuff: use detectron2's stuff classes instead of its thing classes.
     """
     group = "stuff" if stuff else "thing"
     for dataset in datasets:
@@ -100,22 +101,22 @@ def dataset_categories(
 
 
 def is_predictor(name: str) -> bool:
-    """Return whether a parameter belongs to a layer with rows per class."""
+    """Return whether a parameter belongs to a layer that has rows for each class."""
     return _layer(name) in _LAYOUTS
 
 
 def copy_classes(
     ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], matched: Mapping[int, int], *, numbers: tuple[int, int]
 ) -> dict[str, Tensor]:
-    """Copy the rows of matched classes, and the background's, from ``theirs`` into copies of our predictors.
+    """Copy our predictors, with the rows of matched classes and of the background from ``theirs``.
 
     Args:
-        ours, theirs: state dicts; ours may be on the meta device.
-        matched: our class index -> theirs.
+        ours, theirs: state dicts. Ours may be on the meta device.
+        matched: our class index -> their class index.
         numbers: our number of classes, and theirs.
 
     Returns:
-        The predictors that have rows for their number of classes on both sides, and rows of the same shape.
+        The predictors whose rows match the number of classes on both sides and have the same shape.
     """
     copied = {}
     for name in [name for name in theirs if name in ours and is_predictor(name)]:
@@ -132,9 +133,9 @@ def copy_classes(
 
 
 def _class_rows(name: str, parameter: Tensor, num_classes: int) -> Tensor | None:
-    """Return row indices of a predictor's classes, (K, rows per class) or with background (K + 1, 1).
+    """Return the indices of the rows of each class, (K, rows per class), or with background (K + 1, 1).
 
-    None where the parameter is not a predictor's, or does not have rows for ``num_classes`` classes.
+    Returns None if the parameter does not belong to a predictor or does not have rows for ``num_classes`` classes.
     """
     layout, rows = _LAYOUTS.get(_layer(name)), len(parameter) if parameter.ndim else 0
     indices = torch.arange(rows)

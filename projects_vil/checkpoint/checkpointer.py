@@ -1,11 +1,10 @@
-"""detectron2's checkpointer made strict, and detectors with the weights of a file."""
+"""A strict version of detectron2's checkpointer, and detectors with the weights of a checkpoint."""
 
 import copy
-import dataclasses
-import functools
 import http.client
 import logging
 import warnings
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.config import CfgNode
 from detectron2.modeling import build_model
 from torch import Tensor, nn
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.optim.swa_utils import AveragedModel
 
 from backbones import ConfigError
@@ -31,10 +31,9 @@ from projects_vil.checkpoint.categories import (
 from projects_vil.checkpoint.metadata import METADATA_KEY, CheckpointMetadata, differing_options, input_format
 from projects_vil.checkpoint.pretrained import (
     BACKBONE_PREFIX,
-    backbone_of_classifier,
+    convert_classifier,
     convert_official,
     is_classifier,
-    named_variant,
     weights_of_timm,
 )
 from projects_vil.checkpoint.storage import read_last_checkpoint, tag_checkpoint
@@ -43,31 +42,31 @@ from projects_vil.config import CONFIG_FILE, first_of, is_segmentor, number_of_c
 from projects_vil.data import describe_classes, match_all_classes, match_classes
 from projects_vil.modeling import TimmBackbone, TransformerBackbone, build_on_meta
 
-# With "model" for averaged weights: the weights of training, and the number of averaged steps.
+# Keys next to "model" if that has averaged weights: the weights of training, and the number of averaged steps
 UNAVERAGED, AVERAGED_STEPS = "unaveraged_model", "averaged_steps"
-# Those of FORMATS in projects_vil/export/formats.py, which this package cannot import.
+# The suffixes of FORMATS in projects_vil/export/formats.py, which this package cannot import
 _EXPORT_SUFFIXES = (".ts", ".onnx", ".pt2", ".xml")
 
 
 class Checkpointer(DetectionCheckpointer):
-    """detectron2's checkpointer made strict: a parameter stays random only if the file lacks its whole part.
+    """detectron2's checkpointer, which raises if the weights do not match the model.
 
-    A file to start training from must have all weights of the backbone. It may lack FPN or heads as a whole, and its
-    predictors may have other classes: rows of classes with the same name are copied where both sides have names, and
-    other rows stay random. All this is logged; anything else that does not match raises. Official checkpoints and
-    classifiers of this project are converted for the model's variant and options.
+    A checkpoint to start training from must have all weights of the backbone. It may lack the FPN or a head as a whole,
+    and its predictors may have other classes: rows of classes with the same name are copied, and the others are
+    initialized randomly. The log lists them. Everything else that does not match raises an error. Official checkpoints
+    and classifiers of this project are converted for the variant and the options of the model.
 
-    Every saved file has metadata (:class:`~projects_vil.checkpoint.metadata.CheckpointMetadata`).
+    Every saved checkpoint has :class:`~projects_vil.checkpoint.metadata.CheckpointMetadata`.
 
     Args:
-        model: see detectron2's.
-        save_dir: see detectron2's.
-        cfg: the model's config, for its datasets and input format; without it neither is compared or saved.
-        complete: whether the file must have weights for the whole model, as evaluation and export require. A resume
-            always requires this.
-        averaged: the average of the model's weights during training. It is saved as ``model``, which every reader of
-            checkpoints uses, next to the weights of training, which a resume uses.
-        checkpointables: see detectron2's.
+        model: see detectron2's checkpointer.
+        save_dir: see detectron2's checkpointer.
+        cfg: the config of the model, with its datasets and input format. Without a config, they are not checked and
+            not saved.
+        complete: require weights for the whole model, as evaluation and export do. Resuming always requires them.
+        averaged: average of the weights during training. It is saved as ``model``. The weights of training, from which
+            training resumes, are saved next to it.
+        checkpointables: see detectron2's checkpointer.
 
     Attributes:
         resumed_from: the checkpoint that training resumed from, or None.
@@ -92,12 +91,16 @@ class Checkpointer(DetectionCheckpointer):
         self.resumed_from: Path | None = None
         self._resuming = False
         self._contents: dict[str, Any] | None = None
+        backbone = getattr(getattr(self.model, "backbone", None), "bottom_up", None)
+        self._backbone = backbone if isinstance(backbone, (TransformerBackbone, TimmBackbone)) else None
 
     def save(self, name: str, *, tag: bool = True, **kwargs) -> None:
-        """Save as detectron2's does, with metadata, and atomically; ``last_checkpoint`` changes last.
+        """Save a checkpoint with metadata atomically, then update ``last_checkpoint``.
 
         Args:
+            name: file name without suffix.
             tag: whether ``last_checkpoint`` names the file.
+            kwargs: more contents.
 
         Raises:
             ConfigError: if the file cannot be written.
@@ -117,114 +120,109 @@ class Checkpointer(DetectionCheckpointer):
             tag_checkpoint(self.save_dir, path.name)
 
     def resume_or_load(self, path: str, *, resume: bool = True) -> dict[str, Any]:
-        """Resume from the last checkpoint of ``save_dir``, which is read once, or else load the weights of ``path``.
+        """Resume from the last checkpoint in ``save_dir``; without one, load the weights of ``path``.
 
-        A model of timm that is named with a tag starts from timm's weights of this tag where ``path`` is empty.
+        If ``path`` is empty, a timm backbone that is named with a tag starts from the pretrained weights of this tag.
 
         Raises:
             ConfigError: see :meth:`load` and :func:`~projects_vil.checkpoint.storage.read_last_checkpoint`.
         """
-        found, backbone = read_last_checkpoint(self.save_dir) if resume else None, self._backbone
-        if found is None and not path and not self.complete and isinstance(backbone, TimmBackbone):
-            self._load_pretrained(backbone)
+        last = read_last_checkpoint(self.save_dir) if resume else None
+        if last is not None:
+            self.resumed_from, self._contents = last
+            self.complete = True
+            self._resuming = bool(self.checkpointables)
+            return self.load(str(self.resumed_from))
+        if not path and not self.complete and isinstance(self._backbone, TimmBackbone):
+            self._load_pretrained(self._backbone)
             return {}
-        if found is None:
-            return self.load(path, checkpointables=[])
-        self.resumed_from, self._contents = found
-        self.complete = True
-        self._resuming = bool(self.checkpointables)
-        return self.load(str(self.resumed_from))
+        return self.load(path, checkpointables=[])
 
     def load(self, path: str, *args, **kwargs) -> dict[str, Any]:
-        """Load as detectron2's does.
+        """Load a checkpoint and return its contents without the weights.
 
         Raises:
-            ConfigError: if the file is missing or unreadable, if it is for another variant or model, or, where it must
-                fill the whole model, if it was trained with another input format.
+            ConfigError: if the file is missing or unreadable, or if it does not match the model. With ``complete``,
+                also if the checkpoint was trained with another input format.
         """
         if path:
             path = find_weights(path)
-            check_weights_file(path)
-            if "://" in path:
-                self._download(path)
         elif self.complete:
-            raise ConfigError("MODEL.WEIGHTS is empty: name the checkpoint of a trained detector")
+            raise ConfigError("MODEL.WEIGHTS is empty. Name the checkpoint of a trained detector")
+        if "://" in path:
+            try:
+                # Keeps a copy, which detectron2 then reads
+                self.path_manager.get_local_path(path)
+            except (OSError, ValueError, AssertionError, http.client.HTTPException) as error:
+                raise ConfigError(f"Cannot download MODEL.WEIGHTS '{path}': {one_line(error)}") from error
+        elif path:
+            check_file(path, "weights file", key="MODEL.WEIGHTS")
+        if path.endswith(_EXPORT_SUFFIXES):
+            raise ConfigError(
+                f"MODEL.WEIGHTS must be a checkpoint, but '{path}' is an exported model. Run it with 'vil predict', or "
+                "evaluate it with 'vil export --evaluate'"
+            )
         self._path = path
         return super().load(path, *args, **kwargs)
 
-    def _download(self, url: str) -> None:
-        """Have the path manager keep a copy, which detectron2 then loads."""
-        try:
-            self.path_manager.get_local_path(url)
-        except (OSError, ValueError, AssertionError, http.client.HTTPException) as error:
-            raise ConfigError(f"MODEL.WEIGHTS {url} cannot be downloaded: {one_line(error)}") from error
-
-    @functools.cached_property
+    @cached_property
     def metadata(self) -> CheckpointMetadata:
-        """Return the model's metadata; its classes are those of a dataset with the model's number of classes."""
-        backbone, known = self._backbone, {}
-        if backbone is not None:
-            known = {"variant": backbone.variant, "options": backbone.variant_options}
+        """Return the metadata of the model. The classes are the datasets', if their number is the model's."""
+        known: dict[str, Any] = {}
+        if self._backbone is not None:
+            known = {"variant": self._backbone.variant, "options": self._backbone.variant_options}
         if self.cfg is not None:
-            names = (*self.cfg.DATASETS.TRAIN, *self.cfg.DATASETS.TEST)
             known["input"] = input_format(self.cfg)
+            names = (*self.cfg.DATASETS.TRAIN, *self.cfg.DATASETS.TEST)
             categories = dataset_categories(names, number_of_classes(self.cfg)[1], stuff=is_segmentor(self.cfg))
             if categories is not None:
                 known |= {"classes": categories.names, "category_ids": categories.ids}
         return CheckpointMetadata(**known)
 
-    @property
-    def _backbone(self) -> TransformerBackbone | TimmBackbone | None:
-        backbone = getattr(getattr(self.model, "backbone", None), "bottom_up", None)
-        return backbone if isinstance(backbone, (TransformerBackbone, TimmBackbone)) else None
-
     def _load_file(self, filename: str) -> dict[str, Any]:
-        # A resume has read it.
         contents, self._contents = self._contents or read_checkpoint(filename), None
-        backbone, state_dict = self._backbone, state_dict_of(contents)
+        state_dict = state_dict_of(contents)
+        if not any(name.removeprefix("module.").startswith(BACKBONE_PREFIX) for name in state_dict):
+            contents = self._convert(contents, state_dict)
+        if "model" not in contents:
+            raise ConfigError(f"'{self._path}' is not a checkpoint of detectron2, of a classifier or an official one")
+        # Loading changes both dicts. A copy keeps the versions of modules.
+        return contents | {"model": copy.copy(contents["model"])}
+
+    def _convert(self, contents: dict[str, Any], state_dict: dict[str, Tensor]) -> dict[str, Any]:
+        """Convert an official checkpoint or a classifier for the backbone; return any other contents as they are."""
+        backbone = self._backbone
         if isinstance(backbone, TimmBackbone) and not any("backbone." in name for name in state_dict):
             return weights_of_timm(backbone, state_dict, source=self._path)
         official = detect_format(contents)
         if official is None and not is_classifier(state_dict):
-            if "model" not in contents:
-                raise ConfigError(f"{self._path} is not a checkpoint of detectron2, of a classifier or an official one")
-            # Loading changes both dicts, which may be the caller's. A copy keeps the versions of modules.
-            return contents | {"model": copy.copy(contents["model"])}
+            return contents
         if backbone is None:
-            raise ConfigError(f"{self._path} has weights of a backbone that the model does not have")
+            raise ConfigError(f"'{self._path}' has weights for a backbone that the model does not have")
+        hint = ""
         try:
             if official is None:
-                contents, lines = self._convert_classifier(contents, backbone)
+                conversion = convert_classifier(contents, backbone.variant, backbone.net)
+                self._check_metadata(CheckpointMetadata.from_contents(conversion.contents))
             else:
-                converted = convert_official(official, backbone.variant, model_options=backbone.options)
-                # The weights are converted for the model's options: the file itself stores none.
-                converted.contents[METADATA_KEY] |= {"options": None}
-                contents, lines = converted.contents, converted.lines()
+                hint = ". 'vil convert' lists the config keys that it needs"
+                conversion = convert_official(official, backbone.variant, model_options=backbone.options)
+                # The weights are converted for the options of the model.
+                conversion.contents[METADATA_KEY] |= {"options": None}
         except ConfigError as error:
-            hint = "" if official is None else "; tools/convert_checkpoint.py reports the config keys that it needs"
-            model = f"{backbone.variant} (MODEL.TRANSFORMER.VARIANT)"
-            raise ConfigError(f"{self._path} cannot be converted for {model}: {error}{hint}") from error
-        for line in lines:
+            model = f"'{backbone.variant}' (MODEL.TRANSFORMER.VARIANT)"
+            raise ConfigError(f"Cannot convert '{self._path}' for {model}: {error}{hint}") from error
+        for line in conversion.lines():
             self.logger.info(line)
-        return contents
-
-    def _convert_classifier(self, contents: dict[str, Any], backbone: TransformerBackbone) -> tuple[dict, list[str]]:
-        saved = CheckpointMetadata.from_contents(contents)
-        saved = dataclasses.replace(saved, variant=saved.variant or named_variant(contents), classes=None)
-        if saved.variant == backbone.variant.removesuffix("_seg"):
-            saved = dataclasses.replace(saved, variant=backbone.variant)
-        self._check_metadata(saved)
-        weights, lines = backbone_of_classifier(state_dict_of(contents), backbone.variant, backbone.net)
-        model = {f"{BACKBONE_PREFIX}{name}": tensor for name, tensor in weights.items()}
-        return {"model": model, METADATA_KEY: saved.to_dict()}, lines
+        return conversion.contents
 
     def _load_pretrained(self, backbone: TimmBackbone) -> None:
         """Load timm's weights of the model's tag, which are downloaded once; without a tag all weights stay random."""
         if "." not in backbone.name:
             tags = first_of(timm.list_pretrained(f"{backbone.name}.*"), 3) or "none"
-            self.logger.warning(f"{backbone.variant} starts from random weights: it has no tag (timm has {tags})")
+            self.logger.warning(f"{backbone.variant} has no tag, so its weights are random. Tags in timm: {tags}")
             return
-        self.logger.info(f"the backbone starts from timm's weights {backbone.name}")
+        self.logger.info(f"Loading timm's pretrained weights {backbone.name} into the backbone")
         self._path = backbone.variant
         self._log_incompatible_keys(self._load_model(weights_of_timm(backbone)))
 
@@ -234,88 +232,84 @@ class Checkpointer(DetectionCheckpointer):
         if average is not None:
             checkpoint["model"] = copy.copy(trained)
         elif trained is not None:
-            self.logger.info(f"{self._path} has averaged weights (MODEL.EMA): using them")
-        incompatible = self._load_weights(checkpoint)
-        self.has_average = average is not None and self.averaged is not None
-        if self.has_average:
-            self._check_values(average)
-            self.averaged.module.load_state_dict(average)
-            self.averaged.n_averaged.fill_(steps)
-        elif average is not None:
-            self.logger.warning(f"{self._path} has averaged weights, and MODEL.EMA.ENABLED is False: dropping them")
-        return incompatible
-
-    def _check_values(self, state_dict: dict[str, Tensor]) -> None:
-        for name, value in state_dict.items():
+            self.logger.info(f"Using the averaged weights (MODEL.EMA) of {self._path}")
+        state_dict, saved = checkpoint["model"], CheckpointMetadata.from_contents(checkpoint)
+        for name, value in (*state_dict.items(), *(average or {}).items()):
             if not isinstance(value, Tensor) or not value.isfinite().all():
                 raise ConfigError(
-                    f"{self._path}: {name} is not a tensor of finite values: use an older checkpoint, or, to resume "
-                    "from one, remove this file"
+                    f"'{name}' in '{self._path}' is not a tensor of finite values. Use an older checkpoint; to resume "
+                    "from it, remove this file"
                 )
-
-    def _load_weights(self, checkpoint: dict[str, Any]):
-        saved, state_dict = CheckpointMetadata.from_contents(checkpoint), checkpoint["model"]
-        self._check_values(state_dict)
-        nn.modules.utils.consume_prefix_in_state_dict_if_present(state_dict, "module.")
+        consume_prefix_in_state_dict_if_present(state_dict, "module.")
         self._check_metadata(saved)
+        # The one difference between the RetinaNets of mmdetection and detectron2 that no weight shows
         if (checkpoint.get(METADATA_KEY) or {}).get("source") == "LIT mmdetection":
-            self._check_p7(state_dict)
+            top_block = getattr(getattr(self.model, "backbone", None), "top_block", None)
+            if "backbone.top_block.p7.weight" in state_dict and getattr(top_block, "relu", True):
+                self._fail("was trained without a ReLU between P6 and P7 (MODEL.FPN.P7_RELU False)", only_complete=True)
         self._match_classes(state_dict, saved)
         parts = {_part(name) for name in state_dict} | {"backbone.bottom_up"}
         incompatible = super()._load_model(checkpoint)
+        self._check_keys(incompatible, parts)
+        if average is not None and self.averaged is None:
+            self.logger.warning(f"MODEL.EMA.ENABLED is False: dropping the averaged weights of {self._path}")
+        elif average is not None:
+            self.has_average = True
+            self.averaged.module.load_state_dict(average)
+            self.averaged.n_averaged.fill_(steps)
+        return incompatible
+
+    def _check_keys(self, incompatible: Any, parts: set[str]) -> None:
+        """Check fvcore's list of incompatible keys; ``parts`` are the parts of the detector in the checkpoint."""
         shapes, predictors = [], set()
         for name, theirs, ours in incompatible.incorrect_shapes:
             if self.complete or not is_predictor(name) or theirs[1:] != ours[1:]:
-                shapes.append(f"{name} has shape {tuple(theirs)} in it and {tuple(ours)} in the model")
+                shapes.append(f"{name} has shape {tuple(theirs)} instead of {tuple(ours)}")
             predictors.add(name)
-        unexpected = [name for name in incompatible.unexpected_keys if "pixel_" not in name]
-        missing = [
-            name
-            for name in incompatible.missing_keys
-            if name not in predictors and (self.complete or _part(name) in parts)
-        ]
-        if shapes or unexpected or missing:
-            found = {"other shapes": shapes, "unexpected names": unexpected, "missing parameters": missing}
+        found = {
+            "other shapes": shapes,
+            "unexpected names": [name for name in incompatible.unexpected_keys if "pixel_" not in name],
+            "missing parameters": [
+                name
+                for name in incompatible.missing_keys
+                if name not in predictors and (self.complete or _part(name) in parts)
+            ],
+        }
+        if any(found.values()):
             listed = [f"{len(names)} {what} ({first_of(names, 3)})" for what, names in found.items() if names]
             self._fail(f"does not match {self.metadata.variant or 'the model'}: {'; '.join(listed)}")
-        return incompatible
 
     def _check_metadata(self, saved: CheckpointMetadata) -> None:
         ours = self.metadata
         if None not in (saved.variant, ours.variant) and saved.variant != ours.variant:
-            self._fail(f"is for {saved.variant}, and the model is {ours.variant} (MODEL.TRANSFORMER.VARIANT)")
-        # Shapes do not show all options.
-        if None not in (ours.variant, ours.options, saved.options):
+            self._fail(f"is for {saved.variant}, but the model is {ours.variant} (MODEL.TRANSFORMER.VARIANT)")
+        # Not all options change the shape of a parameter.
+        if None not in (ours.variant, ours.options, saved.options) and saved.options != ours.options:
             differ = differing_options(ours.variant, saved.options, ours.options).items()
-            if text := ", ".join(f"{key} {value} where the model has {own}" for key, (value, own) in differ):
+            if text := ", ".join(f"{key} {value} (the model has {own})" for key, (value, own) in differ):
                 self._fail(f"was trained with {text}", only_complete=True)
-        if None not in (saved.input, ours.input) and not saved.input.matches(ours.input):
+        if None not in (saved.input, ours.input) and saved.input != ours.input and not saved.input.matches(ours.input):
             keys = "INPUT.FORMAT, MODEL.PIXEL_MEAN, MODEL.PIXEL_STD"
-            self._fail(f"was trained on {saved.input}, and the config has {ours.input} ({keys})", only_complete=True)
-
-    def _check_p7(self, state_dict: dict[str, Tensor]) -> None:
-        """Check the one difference between mmdetection's RetinaNet and detectron2's that no weight shows."""
-        top_block = getattr(getattr(self.model, "backbone", None), "top_block", None)
-        if "backbone.top_block.p7.weight" in state_dict and getattr(top_block, "relu", True):
-            self._fail("was trained without a ReLU between P6 and P7 (MODEL.FPN.P7_RELU False)", only_complete=True)
+            self._fail(f"was trained on {saved.input}, but the config has {ours.input} ({keys})", only_complete=True)
 
     def _fail(self, reason: str, *, only_complete: bool = False) -> None:
-        """Raise a :class:`ConfigError`, or log a warning if the file need not have the whole model."""
+        """Raise a :class:`ConfigError`, or log a warning if only a complete checkpoint must match in this."""
+        if not self.complete and only_complete:
+            self.logger.warning(f"{self._path} {reason}")
+            return
         config = Path(self._path).with_name(CONFIG_FILE)
-        if self.complete or not only_complete:
-            raise ConfigError(f"{self._path} {reason}{f'; its run has {config}' if config.is_file() else ''}")
-        self.logger.warning(f"{self._path} {reason}")
+        hint = f". The config of its run is '{config}'" if config.is_file() else ""
+        raise ConfigError(f"'{self._path}' {reason}{hint}")
 
     def _match_classes(self, state_dict: dict[str, Tensor], saved: CheckpointMetadata) -> None:
-        """Reorder the rows of predictors by class name, where both sides have names."""
+        """Reorder the rows of predictors by class name, if both sides have names."""
         ours, theirs = self.metadata.classes, saved.classes
         if ours is None or theirs is None or ours == theirs or not any(map(is_predictor, state_dict)):
             return
-        differ = (
-            f"{self._path} was trained for {describe_classes(theirs)}, and the datasets have {describe_classes(ours)}"
-        )
+        differ = f"'{self._path}' was trained on {describe_classes(theirs)}, but the datasets have "
+        differ += describe_classes(ours)
         if self._resuming:
-            raise ConfigError(f"{differ}: it cannot be resumed, but MODEL.WEIGHTS may start from it")
+            raise ConfigError(f"{differ}. Training cannot resume from it, but can start from it (MODEL.WEIGHTS)")
         if self.complete:
             matched = dict(enumerate(match_all_classes(ours, theirs, differ=differ)))
             if any(ours[index] != theirs[other] for index, other in matched.items()):
@@ -332,22 +326,12 @@ class Checkpointer(DetectionCheckpointer):
         state_dict.update(copied)
 
 
-def check_weights_file(path: str) -> None:
-    """Raise a :class:`ConfigError` unless a local weights file exists; URLs that detectron2 downloads pass."""
-    if "://" in path:
-        return
-    check_file(path, "weights file", key="MODEL.WEIGHTS")
-    if path.endswith(_EXPORT_SUFFIXES):
-        raise ConfigError(
-            f"{path} is an exported model, and MODEL.WEIGHTS needs a checkpoint: tools/predict.py takes exported "
-            "models, and tools/export_model.py --evaluate evaluates them"
-        )
-
-
 def check_weights(cfg: CfgNode, path: str, *, complete: bool = False, model: nn.Module | None = None) -> None:
-    """Check that a local file fits the model of ``cfg``, built on the meta device; nothing is logged.
+    """Check that a local checkpoint matches the model of a config, without memory for the model; nothing is logged.
 
     Args:
+        cfg: the config of the model.
+        path: the checkpoint. A URL is not checked.
         complete: see :class:`Checkpointer`.
         model: the result of :func:`build_on_meta`, if it has been built already.
 
@@ -363,11 +347,6 @@ def check_weights(cfg: CfgNode, path: str, *, complete: bool = False, model: nn.
         checkpointer.load(path)
 
 
-def build_detector(cfg: CfgNode, weights: str | Path) -> nn.Module:
-    """Build the model of ``cfg`` with the weights of a file, on the CPU and in eval mode; see :func:`load_detector`."""
-    return load_detector(cfg, weights)[0]
-
-
 def load_detector(
     cfg: CfgNode,
     weights: str | Path,
@@ -376,19 +355,19 @@ def load_detector(
     complete: bool = True,
     as_datasets: bool = True,
 ) -> tuple[nn.Module, Categories]:
-    """Build the model of ``cfg`` with the weights of a file, in eval mode, and return its categories as well.
+    """Build the model of a config in eval mode, load a checkpoint into it, and return both the model and its classes.
 
     Args:
-        cfg: the model's config; ``MODEL.DEVICE`` is not used.
-        weights: a checkpoint; may be empty where the model need not be complete.
-        device: the device that the model is moved to.
-        complete: whether the file must have weights for the whole model.
-        as_datasets: whether classes follow the config's datasets: the model's rows are reordered to match them, and a
-            file with other classes raises. Otherwise the classes are the file's own. Those of a file without metadata
-            are looked up in the datasets in both cases.
+        cfg: the config of the model. ``MODEL.DEVICE`` is ignored.
+        weights: the checkpoint. It may be empty if ``complete`` is False.
+        device: the device of the model.
+        complete: require weights for the whole model.
+        as_datasets: reorder the classes to match the config's datasets; a checkpoint with other classes raises. If
+            False, the classes are the checkpoint's own. In both cases the classes of a checkpoint without metadata are
+            looked up in the datasets.
 
     Raises:
-        ConfigError: if the file is missing or does not fit.
+        ConfigError: if the checkpoint is missing or does not match.
     """
     datasets = (*cfg.DATASETS.TEST, *cfg.DATASETS.TRAIN)
     values = {} if as_datasets else {"DATASETS.TEST": (), "DATASETS.TRAIN": ()}
@@ -401,8 +380,12 @@ def load_detector(
         # The checkpointer has reordered the rows.
         ids = ids and tuple(ids[names.index(name)] for name in ours)
         names = ours
-    _, number = number_of_classes(cfg)
-    return model.eval(), known_categories(names, ids, number=number, datasets=datasets)
+    return model.eval(), known_categories(names, ids, number=number_of_classes(cfg)[1], datasets=datasets)
+
+
+def build_detector(cfg: CfgNode, weights: str | Path) -> nn.Module:
+    """Build the model of a config with the weights of a checkpoint, on the CPU, in eval mode."""
+    return load_detector(cfg, weights)[0]
 
 
 def _part(name: str) -> str:

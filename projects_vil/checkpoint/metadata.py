@@ -22,7 +22,7 @@ METADATA_KEY = "vil_detectron2"
 
 @dataclasses.dataclass(frozen=True)
 class InputFormat:
-    """Channel order, ``"RGB"`` or ``"BGR"``, with mean and standard deviation in 0..255 in that order."""
+    """Channel order, ``"RGB"`` or ``"BGR"``, and mean and standard deviation of each channel, in 0..255."""
 
     format: str
     mean: tuple[float, ...]
@@ -37,20 +37,20 @@ class InputFormat:
         return f"{self.format} with mean [{mean}] and std [{std}]"
 
 
-# The input format of all official projects, classifiers and detectors.
+# The input format of all official classifiers and detectors
 OFFICIAL_INPUT = InputFormat("RGB", (123.675, 116.28, 103.53), (58.395, 57.12, 57.375))
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointMetadata:
-    """Metadata of a checkpoint, stored under ``METADATA_KEY``; unknown values are None.
+    """Metadata of a checkpoint, stored under ``METADATA_KEY``. Unknown values are None.
 
     Attributes:
-        variant: name of the backbone's variant.
-        options: the variant's options that differ from its defaults.
+        variant: variant of the backbone.
+        options: options of the variant that differ from its defaults.
         classes: class names, in the order of the predictors' rows.
         category_ids: COCO category ids of the classes, in the same order.
-        input: input format of training.
+        input: input format during training.
     """
 
     variant: str | None = None
@@ -60,12 +60,12 @@ class CheckpointMetadata:
     input: InputFormat | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, for ``weights_only`` loading and JSON, with the versions of the libraries."""
+        """Return the metadata and the library versions as plain values, for JSON and ``weights_only`` loading."""
         return dataclasses.asdict(self) | {"versions": versions()}
 
     @classmethod
     def from_contents(cls, contents: Mapping[str, Any]) -> "CheckpointMetadata":
-        """Read the metadata of a checkpoint's contents; empty for a file without metadata."""
+        """Return the metadata in the contents of a checkpoint; all values are None if there is none."""
         saved = contents.get(METADATA_KEY)
         if not isinstance(saved, Mapping):
             return cls()
@@ -82,10 +82,10 @@ class CheckpointMetadata:
 def differing_options(
     variant: str, theirs: Mapping[str, object], ours: Mapping[str, object]
 ) -> dict[str, tuple[object, object]]:
-    """Compare the options of two models of a variant: config key -> (their value, our value) where they differ.
+    """Return the options in which two models of a variant differ: config key -> (their value, our value).
 
-    Empty if one of the two cannot be built. ``norm`` does not count, because its implementations compute the
-    same in a trained model.
+    The result is empty if one of the models cannot be built. ``norm`` is ignored, because its implementations give the
+    same outputs in a trained model.
     """
     try:
         their_values, our_values = (_option_values(variant, options) for options in (theirs, ours))
@@ -99,7 +99,7 @@ def differing_options(
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of this project (None where it is not installed), torch and detectron2."""
+    """Return the versions of this project (None if it is not installed), torch and detectron2."""
     try:
         own = importlib.metadata.version("vil-detectron2")
     except importlib.metadata.PackageNotFoundError:
@@ -115,7 +115,7 @@ def input_format(cfg: CfgNode) -> InputFormat:
 def fingerprint(cfg: CfgNode, model: nn.Module) -> str:
     """Return the SHA-256 of a model's tensors and of all config keys that change its output at test time.
 
-    Evaluation results and parity reports store it, so that they are never taken for those of other weights, or of the
+    Evaluation results and parity reports store it. So they cannot be confused with results of other weights, or of the
     same weights with another threshold or image size.
     """
     test = {key: cfg.INPUT[key] for key in ("FORMAT", "MIN_SIZE_TEST", "MAX_SIZE_TEST")}
@@ -125,7 +125,7 @@ def fingerprint(cfg: CfgNode, model: nn.Module) -> str:
 
 
 def _option_values(variant: str, options: Mapping[str, object]) -> dict[str, object]:
-    """Return the value of each option of a model: one value, or a list with one per stage."""
+    """Return the value of each option of a variant: one value, or a list with one value for each stage."""
     sizes = get_variant(variant, options)
     values: dict[str, object] = {}
     for option in sizes.options:

@@ -1,4 +1,4 @@
-"""The model zoo: official weights by name, downloaded once. The table is zoo.yaml, or a file that ``VIL_ZOO`` names."""
+"""The model zoo: official weights by name, downloaded once. The table is zoo.yaml, or the file in ``VIL_ZOO``."""
 
 import dataclasses
 import hashlib
@@ -7,8 +7,7 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 import yaml
@@ -34,14 +33,14 @@ class ZooEntry:
     """An official file.
 
     Attributes:
-        variant: the backbone's.
-        url: where the file is.
-        config: that of a whole detector, for :func:`projects_vil.config.config_path`; None for other weights.
+        variant: variant of the backbone.
+        url: address of the file.
+        config: config of a detector, for :func:`projects_vil.config.config_path`; None for other weights.
         img_size: image side in pixels of a classifier; None for the variant's own.
-        chunk_size: chunk size of each stage of a classifier; None for sizes that are the variant's or in the file.
+        chunk_size: chunk size of each stage of a classifier; None if the variant or the file determines it.
         params: millions of parameters of the whole official model.
-        figures: published ones, by the names of the table's columns.
-        group: ``title``, ``source``, ``license``, ``trained_on`` and perhaps ``note`` of the table that the file is in.
+        figures: published results, by the names of the table's columns.
+        group: ``title``, ``source``, ``license``, ``trained_on`` and optionally ``note`` of the table with the file.
     """
 
     variant: str
@@ -55,10 +54,10 @@ class ZooEntry:
 
 
 def read_zoo() -> dict[str, ZooEntry]:
-    """Return the table: name -> entry.
+    """Return the entries of the table by name.
 
     Raises:
-        ConfigError: for a table of ``VIL_ZOO`` that is missing or of another form.
+        ConfigError: if the table in ``VIL_ZOO`` is missing or invalid.
     """
     path = os.environ.get("VIL_ZOO") or Path(__file__).with_name("zoo.yaml")
     check_file(path, "table of weights", key="VIL_ZOO")
@@ -72,105 +71,89 @@ def read_zoo() -> dict[str, ZooEntry]:
                 known = {key: row.get(key) for key in ("config", *_SIZES)}
                 zoo[name] = ZooEntry(row["variant"], url, params=row["params"], figures=figures, group=group, **known)
     except (yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path}: not in the form of the project's zoo.yaml: {one_line(error)}") from error
+        raise ConfigError(f"'{path}' (VIL_ZOO) is not a valid table of weights: {one_line(error)}") from error
     return zoo
 
 
 def is_zoo_name(weights: str | os.PathLike) -> bool:
-    """Return whether weights are named as in the zoo: a word that no file or folder has as its name."""
+    """Return whether weights are named as in the model zoo: one word, and no file or folder has this name."""
     return re.fullmatch(r"\w+", os.fspath(weights)) is not None and not os.path.exists(weights)
 
 
 def zoo_entry(name: str) -> ZooEntry:
-    """Return the entry of a name; an unknown one is a :class:`ConfigError` that names the closest."""
+    """Return the entry of a name. An unknown name raises a :class:`ConfigError` with the closest name."""
     zoo = read_zoo()
     if name not in zoo:
-        raise ConfigError(f"there is no file or folder {name}, nor a name of the model zoo{closest(name, zoo)}")
+        raise ConfigError(f"'{name}' is not a file, a folder, or a name of the model zoo{closest(name, zoo)}")
     return zoo[name]
 
 
 def zoo_config(name: str) -> Path:
-    """Return the config of an official detector; a name of other weights is a :class:`ConfigError`."""
+    """Return the config of an official detector. The name of other weights raises a :class:`ConfigError`."""
     entry = zoo_entry(name)
     if entry.config is None:
         what = f"weights of {entry.variant} ({entry.group['title']}), not a detector"
-        raise ConfigError(f"{name} has {what}: training may start from it (MODEL.WEIGHTS)")
+        raise ConfigError(f"'{name}' has {what}. Use it as MODEL.WEIGHTS to start training")
     return config_path(entry.config)
 
 
 def find_weights(weights: str) -> str:
-    """Return the path that ``MODEL.WEIGHTS`` stands for: itself, or for a name of the zoo that of its file.
+    """Return the path of ``MODEL.WEIGHTS``. For a name of the model zoo it is the downloaded file.
 
     Raises:
-        ConfigError: for an unknown name, a file that cannot be downloaded, is no checkpoint, or is not the same as when
-            it was downloaded.
+        ConfigError: for an unknown name, and if the file cannot be downloaded, is not a checkpoint, or has changed
+            since the download.
     """
     if not is_zoo_name(weights):
         return weights
     url = zoo_entry(weights).url
     path = Path(get_cache_dir()) / "vil_detectron2" / f"{weights}.pth"
+    digest_file = path.with_suffix(".sha256")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_suffix(".lock")):
             if not path.exists():
                 _download(url, path)
-            elif not _digest_file(path).exists():
-                # Somebody copied the file there, or a process was killed after the download.
-                _check_loads(path)
-            _check_digest(path)
+            elif not digest_file.exists():
+                # A user copied the file there, or the process was killed after the download.
+                try:
+                    read_checkpoint(path)
+                except ConfigError as error:
+                    raise ConfigError(f"{error}. Delete {path} to download it again.") from error
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+            if not digest_file.exists():
+                with atomic_write(digest_file) as partial:
+                    partial.write_text(f"{digest}  {path.name}\n")
+            elif digest_file.read_text().split()[:1] != [digest]:
+                raise ConfigError(
+                    f"'{path}' is damaged or was replaced: its SHA-256 differs from '{digest_file}'. Delete both files "
+                    "to download it again."
+                )
     except (OSError, http.client.HTTPException) as error:
         reason = one_line(error) or type(error).__name__
-        raise ConfigError(f"{weights} cannot be downloaded from {url}: {reason}; or put the file at {path}") from error
+        raise ConfigError(f"Cannot download '{weights}' from {url}: {reason}. Or put the file at {path}") from error
     return str(path)
 
 
 def _download(url: str, path: Path) -> None:
+    """Download a checkpoint, check that it can be read, and move it to ``path``."""
     _logger.info("downloading %s to %s", url, path)
-    with atomic_folder(path.parent) as unfinished, _timeout():
-        file = Path(download(url, str(unfinished), filename=path.name))
+    before = socket.getdefaulttimeout()
+    with atomic_folder(path.parent) as unfinished:
+        try:
+            # iopath has no argument for a timeout.
+            socket.setdefaulttimeout(TIMEOUT)
+            file = Path(download(url, str(unfinished), filename=path.name))
+        finally:
+            socket.setdefaulttimeout(before)
         try:
             read_checkpoint(file)
         except ConfigError as error:
             with file.open("rb") as opened:
                 beginning = opened.read(60)
-            reason = str(error).replace(str(file), "the file that it sends")
-            raise OSError(f"{reason}, and begins with {beginning!r}") from error
+            reason = str(error).replace(str(file), "the downloaded file")
+            raise OSError(f"{reason} (it begins with {beginning!r})") from error
         os.replace(file, path)
-
-
-@contextmanager
-def _timeout() -> Iterator[None]:
-    """Limit the time without an answer, for which iopath has no argument."""
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(TIMEOUT)
-    try:
-        yield
-    finally:
-        socket.setdefaulttimeout(before)
-
-
-def _digest_file(path: Path) -> Path:
-    return path.with_suffix(".sha256")
-
-
-def _check_loads(path: Path) -> None:
-    try:
-        read_checkpoint(path)
-    except ConfigError as error:
-        raise ConfigError(f"{error}. Delete {path} to download it again.") from error
-
-
-def _check_digest(path: Path) -> None:
-    """Compare a file's SHA-256 with the one noted at its first use, or note it; only for files that can be loaded."""
-    digest, noted = hashlib.sha256(path.read_bytes()).hexdigest(), _digest_file(path)
-    if not noted.exists():
-        with atomic_write(noted) as partial:
-            partial.write_text(f"{digest}  {path.name}\n")
-    elif noted.read_text().split()[:1] != [digest]:
-        raise ConfigError(
-            f"{path} is damaged or another file: its SHA-256 is not the one in {noted}. "
-            "Delete both files to download it again."
-        )
 
 
 def zoo_tables() -> str:
