@@ -8,6 +8,10 @@ OUT := output/demo_$(DETECTOR)
 BENCHMARK = $(RUN) tools/benchmark.py --device cuda
 # Two processes; one that is idle takes over tests of the other, since test files differ much in their time.
 PYTEST = OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal
+# Modules that are checked for all type errors: the public API. Others are checked for certain errors only.
+TYPED = $(addprefix backbones/,__init__.py build.py checkpoint_files.py convert.py errors.py) \
+	$(addprefix projects_vil/,__init__.py checkpoint/__init__.py config.py data/__init__.py data/catalog.py run.py) \
+	$(addprefix projects_vil/inference/,__init__.py detector.py) tests/public_types.py
 
 ifneq ($(filter demo,$(MAKECMDGOALS)),)
 ifneq ($(DETECTOR),retinanet)
@@ -17,7 +21,7 @@ endif
 endif
 endif
 
-.PHONY: help demo test test-slow test-all test-compiled gpu lint clean
+.PHONY: help demo test test-slow test-all test-compiled gpu lint types docs release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,28 +52,41 @@ gpu: .venv/.stamp ## on a machine with a GPU: run its tests, measure time and me
 	@mkdir -p output/gpu
 	@status=0; \
 	$(RUN) -m pytest -m gpu $(ARGS) || status=1; \
-	$(BENCHMARK) --what backbone --limits --models vil_tiny_rpb vil_small_rpb ls_small lit_s --against swin_t r50 \
+	$(BENCHMARK) --what backbone --models vil_tiny_rpb vil_small_rpb ls_small lit_s --against swin_t r50 \
 		--json output/gpu/forward.json || status=1; \
-	$(BENCHMARK) --what backbone --backward --dtype bfloat16 --batch-size 2 --against swin_t r50 \
+	$(RUN) -m research.benchmarks roofline vil_tiny_rpb vil_small_rpb ls_small lit_s --against swin_t r50 \
+		--device cuda --json output/gpu/roofline.json || status=1; \
+	$(BENCHMARK) --what backbone --backward --dtype bfloat16 --batch 2 --against swin_t r50 \
 		--models vil_tiny_rpb vil_small_rpb vil_small_rpb+shift vil_small_rpb+checkpointing ls_small lit_s \
 		--json output/gpu/backward.json || status=1; \
-	$(BENCHMARK) --what train-step --detector mask_rcnn --dtype bfloat16 --batch-size 2 --size 800 1333 \
+	$(BENCHMARK) --what train-step --detector mask_rcnn --dtype bfloat16 --batch 2 --image-size 800 1333 \
 		--models vil_small_rpb+sdpa vil_small_rpb+triton vil_small_rpb+shift --against r50 swin_t \
 		--json output/gpu/mask_rcnn.json || status=1; \
 	$(BENCHMARK) --what attention --backward --dtype bfloat16 \
-		--models vil_small_rpb+sdpa vil_small_rpb+triton vil_small_rpb+flex ls_small full_small \
-		--size 400 672 --size 800 1344 --size 1600 2688 --json output/gpu/attention.json --plot output/gpu/attention.png || status=1; \
+		--models vil_small_rpb+sdpa vil_small_rpb+triton ls_small full_small \
+		--image-size 400 672 --image-size 800 1344 --image-size 1600 2688 --json output/gpu/attention.json --plot output/gpu/attention.png || status=1; \
 	exit $$status
 
-lint: .venv/.stamp ## check style, formatting and import layers
+lint: .venv/.stamp ## check style, formatting, spelling and import layers
 	@$(RUN) -m ruff check --quiet .
-	@$(RUN) -m ruff format --check --quiet backbones configs examples projects_vil research tests tools vil setup.py
+	@$(RUN) -m ruff format --check --quiet .
+	@.venv/bin/codespell
 	@.venv/bin/lint-imports --no-cache > /dev/null
+
+types: .venv/.stamp ## check types
+	@.venv/bin/pyrefly check
+	@.venv/bin/pyrefly check --preset default $(TYPED)
+
+docs: .venv/.stamp ## build the documentation site into site/; a broken link is an error
+	@NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
+
+release-check: .venv/.stamp ## check the version, build dist/, and try the wheel
+	@$(RUN) .ci/release_check.py
 
 clean: ## remove files of the demo, tests and builds; keep .venv
 	rm -rf output/demo_retinanet* output/demo_mask_rcnn* output/demo_cascade* output/demo_semantic_fpn*
 	rm -rf datasets/shapes datasets/shapes_sem_seg datasets/shapes_panoptic
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf build dist site *.egg-info .pytest_cache .ruff_cache
 	find . -path ./.venv -prune -o -name __pycache__ -prune -exec rm -rf {} +
 
 # The environment is made once, and updated when one of the files below changes. .venv/.sound is absent while a step
@@ -77,6 +94,8 @@ clean: ## remove files of the demo, tests and builds; keep .venv
 # without a network, the next run continues with what is installed.
 PYTHON_FITS := import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))
 PIP := $(RUN) -m pip --quiet --quiet --disable-pip-version-check
+# A variable, since a comma would end the argument of call.
+EXTRAS := dev,docs
 step = trap 'exit 130' INT TERM HUP; rm -f .venv/.sound; $(1); status=$$?; touch .venv/.sound; exit $$status
 
 .venv/.stamp: setup.py pyproject.toml vil/install_detectron2.py
@@ -88,6 +107,6 @@ step = trap 'exit 130' INT TERM HUP; rm -f .venv/.sound; $(1); status=$$?; touch
 		rm -rf .venv && $(PYTHON) -m venv .venv && touch .venv/.sound; fi
 	@$(call step,$(PIP) install --upgrade pip 'setuptools<81' wheel)
 	@echo 'Installing the requirements in setup.py: about 2.7 GB, mostly torch, in 2 to 5 minutes the first time'
-	@$(call step,$(PIP) install --editable '.[dev]')
+	@$(call step,$(PIP) install --editable '.[$(EXTRAS)]')
 	@$(call step,$(RUN) tools/install_detectron2.py)
 	@touch $@

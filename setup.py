@@ -38,6 +38,10 @@ SCALE = ["pyarrow>=15", "fsspec[http]>=2024.2"]
 RAY = ["ray[data]>=2.60", *SCALE]
 # What examples/serve_fastapi.py needs.
 SERVE = ["fastapi>=0.115", "uvicorn>=0.30"]
+# What `make docs` needs.
+DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.7", "mkdocstrings[python]>=1.0"]
+# What `make lint`, `make types`, `make release-check` and pre-commit need.
+LINT = ["build>=1.2", "codespell>=2.4", "import-linter>=2.1", "pre-commit>=4", "pyrefly>=1.4", "ruff>=0.6", "twine>=6"]
 
 setup(
     name="vil-detectron2",
@@ -47,8 +51,17 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        *(f"Programming Language :: Python :: 3.{minor}" for minor in range(10, 14)),
+        "Topic :: Scientific/Engineering :: Image Recognition",
+        "Typing :: Typed",
+    ],
     packages=find_packages(include=["vil", "backbones", "backbones.*", "projects_vil", "projects_vil.*"]),
     package_data={
+        "": ["py.typed"],
         "projects_vil.analysis": ["published.yaml"],
         "projects_vil.checkpoint": ["zoo.yaml"],
         "projects_vil.inference": ["model_card.md"],
@@ -90,6 +103,7 @@ setup(
         "scale": SCALE,
         "ray": RAY,
         "serve": SERVE,
-        "dev": ["pytest>=7.4", "pytest-xdist>=3.5", "import-linter>=2.1", "ruff>=0.6", *EXPORT, *OPENVINO, *SCALE],
+        "docs": DOCS,
+        "dev": ["pytest>=7.4", "pytest-xdist>=3.5", *LINT, *EXPORT, *OPENVINO, *SCALE],
     },
 )

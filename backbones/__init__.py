@@ -5,9 +5,12 @@ long-short attention of Transformer-LS), CvT-LS (CvT with it) and LIT. :func:`cr
 feature maps and their channels and strides; :mod:`backbones.convert` takes official checkpoints.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from backbones.errors import ConfigError
+
+if TYPE_CHECKING:
+    from backbones.build import create_backbone, create_classifier, list_variants
 
 __all__ = ["ConfigError", "create_backbone", "create_classifier", "list_variants"]
 

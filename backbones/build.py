@@ -1,20 +1,25 @@
 """Create models by the names of their variants."""
 
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import ParamSpec, TypeVar
 
 from backbones import cvt, lit, vil
 from backbones.backbone import Backbone, BackboneSettings, Classifier, Variant
 from backbones.errors import ConfigError, check_whole, closest, explain_unknown_keywords
 
-VARIANTS: dict[str, Variant] = vil.VARIANTS | cvt.VARIANTS | lit.VARIANTS
+VARIANTS: dict[str, Variant] = {**vil.VARIANTS, **cvt.VARIANTS, **lit.VARIANTS}
 _FAMILIES: dict[type[Variant], type[Backbone]] = {
     vil.ViLVariant: vil.ViL,
     cvt.CvTVariant: cvt.CvT,
     lit.LITVariant: lit.LIT,
 }
 OPTIONS = {option for family in _FAMILIES for option in family.options}
-_checked = functools.partial(explain_unknown_keywords, also=OPTIONS)
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
+
+
+def _checked(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
+    return explain_unknown_keywords(function, also=OPTIONS)
 
 
 def get_variant(name: str, options: Mapping[str, object] | None = None) -> Variant:

@@ -188,7 +188,8 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
 
 def _with_versions(tensors: Mapping[str, Tensor], versions: Mapping[str, int]) -> OrderedDict[str, Tensor]:
     state_dict = OrderedDict(tensors)
-    state_dict._metadata = OrderedDict((name, {"version": version}) for name, version in versions.items())
+    # torch reads this attribute, which OrderedDict does not declare.
+    state_dict._metadata = OrderedDict((name, {"version": version}) for name, version in versions.items())  # type: ignore[attr-defined]
     return state_dict
 
 
@@ -197,5 +198,5 @@ def digest_of_tensors(tensors: Mapping[str, Tensor], header: str) -> str:
     digest = hashlib.sha256(header.encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -6,7 +6,10 @@ import inspect
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
 # A file with this text in its first bytes was written by this project, and may be replaced.
 GENERATOR = "written by vil-detectron2"
 _NUM_FIRST_BYTES = 4096
@@ -83,13 +86,15 @@ def check_whole(name: str, value: object, *, least: int = 1) -> None:
         raise ConfigError(f"{name}={value!r}: give a whole number, {least} or more")
 
 
-def explain_unknown_keywords(function: Callable, also: Iterable[str] = ()) -> Callable:
+def explain_unknown_keywords(
+    function: Callable[_Parameters, _Result], also: Iterable[str] = ()
+) -> Callable[_Parameters, _Result]:
     """Decorate ``function`` so that a keyword that is neither its own nor in ``also`` raises and names the closest."""
     parameters = inspect.signature(function).parameters.values()
     keywords = [p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD] + sorted(also)
 
     @functools.wraps(function)
-    def checked(*args, **kwargs):
+    def checked(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
         for keyword in kwargs:
             if keyword not in keywords:
                 hint = closest(keyword, keywords) or f"; known: {', '.join(keywords)}"

@@ -1,7 +1,11 @@
 """LIT, the Less attention vIsion Transformer: two stages of MLP blocks, two of full attention, and token merging."""
 
 import dataclasses
+import math
+import re
+from collections.abc import Collection, Mapping
 
+import torch
 from torch import Tensor, nn
 
 from backbones.attention.dense import DenseAttention
@@ -171,3 +175,59 @@ _TI = LITVariant(
     position_img_size=224,
 )
 VARIANTS = {"lit_ti": _TI} | _DETECTION | _SEGMENTATION
+
+
+# -- Official checkpoints --------------------------------------------------------------------------
+
+# Official names -> ours (see backbones/convert.py). LIT-Ti has block3.0 and patch_embed3, the others have
+# layers.2.blocks.0 and layers.1.downsample: their stages end with the merging that ours begin with.
+OFFICIAL_NAMES = (
+    (r"^block([1-4])\.(\d+)", lambda m: f"stages.{int(m[1]) - 1}.blocks.{m[2]}"),
+    (r"^layers\.([0-3])\.blocks", r"stages.\1.blocks"),
+    (r"^layers\.([0-2])\.downsample", lambda m: f"stages.{int(m[1]) + 1}.patch_embed"),
+    (r"^patch_embed([1-4]?)", lambda m: f"stages.{int(m[1] or 1) - 1}.patch_embed"),
+    (r"^norm([0-3])", lambda m: f"output_norms.stage{int(m[1]) + 1}"),
+    (r"^pos_embed([1-4])$", lambda m: f"stages.{int(m[1]) - 1}.positions.table"),
+    ("^cls_token$", "stages.3.global_tokens"),
+    ("norm1", "attention_norm"),
+    ("norm2", "mlp_norm"),
+    ("attn", "attention"),
+    ("relative_position_bias_table", "relative_bias.table"),
+    ("norm_layer", "norm"),
+    (r"dconv\.conv_offset", "offset"),
+    (r"dconv\.(weight|bias)", r"\1"),
+)
+_GLOBAL_TOKEN = "only a classifier has a global token"
+
+
+def convert_official(name: str, key: str, tensor: Tensor, modules: Mapping[str, nn.Module]) -> dict[str, Tensor | str]:
+    """Return what an official tensor becomes; see :func:`backbones.vil.convert_official`."""
+    if name.endswith("attn.relative_position_index"):
+        return {"": "not a weight: the model computes it"}
+    if key.endswith("num_batches_tracked") and not hasattr(modules.get(key.rpartition(".")[0]), "num_batches_tracked"):
+        return {"": "a frozen norm counts no batches"}
+    has_global_token = getattr(modules.get("stages.3"), "global_tokens", None) is not None
+    if name == "cls_token" and not has_global_token:
+        return {"": _GLOBAL_TOKEN}
+    if not key.endswith("positions.table"):
+        return {key: tensor}
+    # (1, H * W, C). In the last stage the position of the global token comes first.
+    num_global = int(name == "pos_embed4")
+    number = tensor.shape[1] - num_global if tensor.ndim == 3 and len(tensor) == 1 else 0
+    side = math.isqrt(max(number, 0))
+    if not side or side**2 != number:
+        raise ConfigError(f"'{name}' has shape {tuple(tensor.shape)}, which is not a square table of positions")
+    pieces = {key: tensor[0, num_global:].unflatten(0, (side, side))}
+    if num_global and has_global_token:
+        return pieces | {"stages.3.positions.global_tokens": tensor[:, :1]}
+    return pieces | ({"[:, 0]": _GLOBAL_TOKEN} if num_global else {})
+
+
+def initial_values(missing: Mapping[str, Tensor], official: Collection[str]) -> dict[str, tuple[Tensor, str]]:
+    """Return the output norms of a backbone that starts from a classifier, which has none: ones and zeros."""
+    names = {name.removeprefix("module.") for name in official}
+    if "head.weight" not in names or any(re.match(r"norm[0-3]\.", name) for name in names):
+        return {}
+    reason = "a classifier has no norms of feature maps: they start as ones and zeros"
+    norms = {key: tensor.shape for key, tensor in missing.items() if key.startswith("output_norms.")}
+    return {key: (torch.full(shape, float(key.endswith("weight"))), reason) for key, shape in norms.items()}

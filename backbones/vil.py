@@ -5,9 +5,9 @@ scripts. ``chunk_size`` is the side of a chunk, so that 7 is the paper's window 
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from backbones.attention.chunks import MODES
 from backbones.attention.dense import DenseAttention
@@ -16,6 +16,7 @@ from backbones.attention.efficient import (
     LinformerAttention,
     PerformerAttention,
     SpatialReductionAttention,
+    sample_features,
 )
 from backbones.attention.long_short import LongShortAttention
 from backbones.attention.sliding_chunk import SlidingChunkAttention
@@ -286,3 +287,84 @@ VARIANTS: dict[str, ViLVariant] = (
     | _EVIT
     | _LS
 )
+
+
+# -- Official checkpoints --------------------------------------------------------------------------
+
+# Names of vision-longformer and transformer-ls -> ours (see backbones/convert.py). Module 0 of a layer is the
+# embedding, odd modules are attention, and even ones are MLPs.
+OFFICIAL_NAMES = (
+    (r"^layer(\d)\.0(?=\.(?:proj|norm_embed)\.)", lambda m: f"stages.{int(m[1]) - 1}.patch_embed"),
+    (r"^layer(\d)\.0", lambda m: f"stages.{int(m[1]) - 1}"),
+    (
+        r"^layer(\d)\.(\d+)\.(norm|attn|mlp)",
+        lambda m: (
+            f"stages.{int(m[1]) - 1}.blocks.{(int(m[2]) - 1) // 2}."
+            f"{'attention' if int(m[2]) % 2 else 'mlp'}{'_norm' if m[3] == 'norm' else ''}"
+        ),
+    ),
+    ("cls_token", "global_tokens"),
+    ("cls_pos_embed", "positions.global_tokens"),
+    ("x_pos_embed", "positions.rows"),
+    ("y_pos_embed", "positions.cols"),
+    ("norm_embed", "norm"),
+    ("kv", "key_value"),
+    ("query_global", "global_query"),
+    ("kv_global", "global_key_value"),
+    ("proj_global", "global_proj"),
+    ("local_relative_position_bias_table", "relative_bias.table"),
+    (r"fast_attention\.projection_matrix", "features"),
+    ("proj_k|proj_v", "project_length"),
+    ("proj_sr", "reduce"),
+    ("dual_ln_full", "local_norm"),
+    ("dual_ln_dp", "projected_norm"),
+    ("to_dynamic_projection", "dynamic_projection"),
+)
+_COMPUTED = "not a weight: the model or its trainer computes it"
+_UNUSED = "never used: the global tokens are dropped after the stage"
+
+
+def convert_official(name: str, key: str, tensor: Tensor, modules: Mapping[str, nn.Module]) -> dict[str, Tensor | str]:
+    """Return what an official tensor becomes.
+
+    Args:
+        name: its official name.
+        key: our name, by ``OFFICIAL_NAMES``.
+        tensor: its values, of any shape.
+        modules: the modules of the backbone, by name.
+
+    Returns:
+        Our names and tensors. For a part that is dropped: its index (``""`` for the whole tensor) and the reason.
+    """
+    if name.endswith(("relative_position_index", "calls_since_last_redraw")):
+        return {"": _COMPUTED}
+    if key.endswith(("positions.rows", "positions.cols")):
+        return {key: tensor[0]}
+    path, _, leaf = key.partition(".attention.")
+    module = modules.get(f"{path}.attention") if leaf else None
+    if module is None:
+        return {key: tensor}
+    path += ".attention"
+    if leaf.startswith("qkv.") and not hasattr(module, "qkv"):
+        dim, leaf = len(tensor) // 3, leaf.removeprefix("qkv.")
+        return {f"{path}.query.{leaf}": tensor[:dim], f"{path}.key_value.{leaf}": tensor[dim:]}
+    if not module.update_globals and (leaf == "g2g_relative_position_bias" or leaf.startswith("global_")):
+        return {"": _UNUSED}
+    bias = f"{path}.relative_bias" if isinstance(module, DenseAttention) else path
+    if leaf == "g2g_relative_position_bias":
+        return {f"{bias}.global_to_global": tensor}
+    if leaf == "g2l_relative_position_bias":
+        # A tensor of another shape is passed on, and its shape is reported.
+        to_local, to_global = tensor.unbind() if len(tensor) == 2 else (tensor, tensor)
+        used = {f"{bias}.local_to_global": to_global}
+        return {f"{bias}.global_to_local": to_local} | used if module.update_globals else used | {"[0]": _UNUSED}
+    if leaf.startswith("global_") and module.shared_projections:
+        leaf = leaf.removeprefix("global_")
+    return {f"{path}.{leaf}": tensor}
+
+
+def initial_values(missing: Mapping[str, Tensor], official: Collection[str]) -> dict[str, tuple[Tensor, str]]:
+    """Sample the random features of a Performer that starts from one with full attention in some stages (Table 8)."""
+    reason = "full attention has no random features: they are sampled"
+    features = {key: tensor.shape for key, tensor in missing.items() if key.endswith("attention.features")}
+    return {key: (sample_features(*shape), reason) for key, shape in features.items()}

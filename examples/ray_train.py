@@ -19,11 +19,11 @@ from ray.train.torch import TorchTrainer
 from vil.arguments import ConfigToolParser, add_training_arguments, positive, run_tool
 
 
-def train(config: dict) -> None:
-    from projects_vil.engine import train_from_command_line
+def train_worker(config: dict) -> None:
+    from projects_vil import load_config, train
 
     os.chdir(config["folder"])
-    train_from_command_line(config["args"])
+    train(config=load_config(config["config_file"]), resume=True, **config["overrides"])
 
 
 def main() -> None:
@@ -33,11 +33,11 @@ def main() -> None:
     parser.add_argument("--max-failures", type=int, default=3, metavar="N", help="number of restarts")
     add_training_arguments(parser)
     args = parser.parse_args()
-    args.resume = True
+    overrides = dict(zip(args.opts[::2], args.opts[1::2], strict=True))
     ray.init()
     TorchTrainer(
-        train,
-        train_loop_config={"args": args, "folder": os.getcwd()},
+        train_worker,
+        train_loop_config={"config_file": args.config_file, "overrides": overrides, "folder": os.getcwd()},
         scaling_config=ScalingConfig(num_workers=args.num_workers, use_gpu=args.gpu),
         run_config=RunConfig(failure_config=FailureConfig(max_failures=args.max_failures)),
     ).fit()

@@ -3,11 +3,10 @@
 import ast
 import contextlib
 import functools
-import io
 import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -192,20 +191,30 @@ def add_vil_config(cfg: CfgNode) -> None:
 
 
 def config_path(name: str) -> Path:
-    """Return the file of a config of this project, in an installed package and in a clone.
+    """Return the file of a config of this project, in an installed package or in a clone.
 
     Args:
-        name: such as ``"retinanet/lit_ti_1x"``, with or without ``.yaml``.
+        name: for example ``"retinanet/lit_ti_1x"``, with or without ``.yaml``.
 
     Raises:
-        ConfigError: for an unknown name, naming the closest.
+        ConfigError: for an unknown name, with the closest names.
     """
-    root = next((folder for folder in _CONFIGS if folder.is_dir()), _CONFIGS[0])
-    known = {path.relative_to(root).with_suffix("").as_posix(): path for path in root.rglob("*.yaml")}
-    wanted = name.removesuffix(".yaml")
-    if wanted not in known:
-        raise ConfigError(f"there is no config {name} in {root}{closest(wanted, known, most=3)}")
-    return known[wanted]
+    path = find_config(name)
+    if path is None:
+        root = _config_root()
+        known = [path.relative_to(root).with_suffix("").as_posix() for path in root.rglob("*.yaml")]
+        raise ConfigError(f"there is no config {name} in {root}{closest(name.removesuffix('.yaml'), known, most=3)}")
+    return path
+
+
+def find_config(name: str) -> Path | None:
+    """Return the file of a config, or None if there is no config with this name."""
+    path = _config_root() / f"{name.removesuffix('.yaml')}.yaml"
+    return path if path.is_file() and path.resolve().is_relative_to(_config_root().resolve()) else None
+
+
+def _config_root() -> Path:
+    return next((folder for folder in _CONFIGS if folder.is_dir()), _CONFIGS[0])
 
 
 def default_config() -> CfgNode:
@@ -216,83 +225,121 @@ def default_config() -> CfgNode:
     return cfg
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> CfgNode:
-    """Return :func:`default_config` with a file (and its ``_BASE_`` chain) and overrides merged into it, frozen.
+def load_config(path: str | Path, overrides: Sequence[Any] = ()) -> CfgNode:
+    """Load a config file with its ``_BASE_`` chain and overrides on top of :func:`default_config`, and freeze it.
 
-    ``~`` at the beginning of ``OUTPUT_DIR`` and ``MODEL.WEIGHTS`` is the home folder.
-
-    No code in a file is run: of YAML's Python tags only the arithmetic is evaluated that detectron2's model zoo has.
-    Nothing is downloaded.
+    A leading ``~`` in ``OUTPUT_DIR`` and ``MODEL.WEIGHTS`` becomes the home directory. No code in a file is executed:
+    of YAML's Python tags only the arithmetic of detectron2's model zoo is evaluated. Nothing is downloaded.
 
     Args:
         path: a YAML config of detectron2's version 2.
-        overrides: keys and values, alternating, as on detectron2's command line.
+        overrides: alternating keys and values, as on detectron2's command line.
 
     Raises:
-        ConfigError: for a missing file, bad YAML, a key that is unknown (naming the closest) or given twice, or a value
-            of a wrong type.
+        ConfigError: if the file is missing or not valid YAML, if a key is unknown or given twice, or if a value has the
+            wrong type.
+
+    Example:
+        >>> cfg = load_config("configs/retinanet/vil_tiny_rpb_1x.yaml", ["SOLVER.BASE_LR", 5e-5])
     """
     cfg = default_config()
     check_file(path, "config file")
     try:
-        loaded = _LocalFile.load_yaml_with_base(str(path))
-        if loaded.get("VERSION", cfg.VERSION) != cfg.VERSION:
-            raise ConfigError(
-                f"VERSION is {loaded['VERSION']}, and it must be {cfg.VERSION}: rename the keys of old files"
-            )
+        loaded = load_yaml_with_base(Path(path))
+        version = loaded.get("VERSION", cfg.VERSION)
+        if version != cfg.VERSION:
+            raise ConfigError(f"VERSION is {version}. It must be {cfg.VERSION}: rename the keys of old files.")
         with _any_accumulation_steps(cfg):
             cfg.merge_from_other_cfg(CfgNode(loaded))
     except Exception as error:
         reason = _explain(error, cfg)
         raise ConfigError(reason if reason.startswith(str(path)) else f"{path}: {reason}") from error
+    return merge_overrides(cfg, overrides)
+
+
+def merge_overrides(cfg: CfgNode, overrides: Sequence[Any]) -> CfgNode:
+    """Return a frozen copy of a config with a user's overrides. Strings are parsed, as on the command line.
+
+    Raises:
+        ConfigError: for an unknown key or a value of the wrong type.
+    """
+    cfg = _thawed(cfg)
     _set_photometric_distortion(cfg)
     try:
         with _any_accumulation_steps(cfg):
             cfg.merge_from_list(list(overrides))
     except Exception as error:
-        raise ConfigError(f"{_explain(error, cfg)} (in the overrides {one_line(' '.join(overrides))})") from error
+        words = one_line(" ".join(map(str, overrides)))
+        raise ConfigError(f"{_explain(error, cfg)} (in the overrides {words})") from error
     _set_photometric_distortion(cfg)
     cfg.OUTPUT_DIR, cfg.MODEL.WEIGHTS = map(os.path.expanduser, (cfg.OUTPUT_DIR, cfg.MODEL.WEIGHTS))
     cfg.freeze()
     return cfg
 
 
-class _LocalFile(CfgNode):
-    """Reads a config and its ``_BASE_`` chain from files, whose keys are all different."""
-
-    @classmethod
-    def _open_cfg(cls, filename: str) -> io.StringIO:
-        if "://" in filename:
-            raise ConfigError(f"_BASE_ is {filename}, and configs are not downloaded: name a file")
-        check_file(filename, "file", key="_BASE_")
-        text = Path(filename).read_text(encoding="utf-8")
-        root = yaml.compose(text, yaml.SafeLoader)
-        if not isinstance(root, yaml.MappingNode):
-            raise ConfigError(f"{filename} {'has no config keys' if text.strip() else 'is empty'}")
-        sections = [root]
-        for section in sections:
-            keys = [key.value for key, _ in section.value]
-            twice = next((key for key in keys if keys.count(key) > 1), None)
-            if twice is not None:
-                raise ConfigError(f"{filename} has the key {twice} twice in one section: remove one")
-            # Each once: an alias may lead back to what it is part of.
-            nested = [value for _, value in section.value if isinstance(value, yaml.MappingNode)]
-            sections += [value for value in nested if value not in sections]
-        return io.StringIO(text)
+def with_overrides(cfg: CfgNode, values: Mapping[str, object]) -> CfgNode:
+    """Return a frozen copy of a config with exactly these values. Strings are not parsed, and types are not checked."""
+    cfg = _thawed(cfg)
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        (value_of(cfg, section) if section else cfg)[name] = value
+    cfg.freeze()
+    return cfg
 
 
-def _evaluate(loader: yaml.SafeLoader, node: yaml.Node) -> Any:
-    """Return the value of ``!!python/object/apply:eval ["[x * 2 ** (1.0 / 3) for x in [32, 64]]"]``."""
-    (text,) = loader.construct_sequence(node)
-    tree = ast.parse(text.strip(), mode="eval")
-    unsafe = next((found for found in ast.walk(tree) if not isinstance(found, _ARITHMETIC)), None)
-    if unsafe is not None:
-        raise yaml.constructor.ConstructorError(None, None, f"{text} is more than arithmetic", node.start_mark)
-    return eval(compile(tree, "config", "eval"), {"__builtins__": {}})
+def _thawed(cfg: CfgNode) -> CfgNode:
+    cfg = cfg.clone()
+    cfg.defrost()
+    return cfg
 
 
-# detectron2 reads configs with this loader; other Python tags raise as before.
-yaml.SafeLoader.add_constructor(_EVAL, _evaluate)
+class _Loader(yaml.SafeLoader):
+    """Load YAML without repeated keys, and with the arithmetic of detectron2's model zoo."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        twice = next((key for key in keys if keys.count(key) > 1), None)
+        if twice is not None:
+            raise ConfigError(f"{self.name} has the key {twice} twice in one section. Remove one.")
+        return super().construct_mapping(node, deep)
+
+    def construct_arithmetic(self, node: yaml.SequenceNode) -> Any:
+        """Return the value of ``!!python/object/apply:eval ["[x * 2 ** (1.0 / 3) for x in [32, 64]]"]``."""
+        (text,) = self.construct_sequence(node)
+        tree = ast.parse(text.strip(), mode="eval")
+        unsafe = next((found for found in ast.walk(tree) if not isinstance(found, _ARITHMETIC)), None)
+        if unsafe is not None:
+            raise yaml.constructor.ConstructorError(None, None, f"{text} is more than arithmetic", node.start_mark)
+        return eval(compile(tree, "config", "eval"), {"__builtins__": {}})
+
+
+_Loader.add_constructor(_EVAL, _Loader.construct_arithmetic)
+
+
+def load_yaml_with_base(path: Path) -> dict[str, Any]:
+    """Return the content of a config file, merged into the content of the files in its ``_BASE_`` chain."""
+    with open(path, encoding="utf-8") as file:
+        content = yaml.load(file, _Loader)
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} {'is empty' if content is None else 'has no config keys'}")
+    merged: dict[str, Any] = {}
+    bases = content.pop("_BASE_", [])
+    for base in [bases] if isinstance(bases, str) else bases:
+        if "://" in base:
+            raise ConfigError(f"_BASE_ is {base}. Configs are not downloaded: name a file.")
+        base = path.parent / os.path.expanduser(base)
+        check_file(base, "file", key="_BASE_")
+        _merge_into(merged, load_yaml_with_base(base))
+    _merge_into(merged, content)
+    return merged
+
+
+def _merge_into(target: dict[str, Any], content: dict[str, Any]) -> None:
+    for key, value in content.items():
+        if isinstance(value, dict) and isinstance(target.get(key), dict):
+            _merge_into(target[key], value)
+        else:
+            target[key] = value
 
 
 @contextlib.contextmanager
@@ -364,13 +411,15 @@ def one_line(message: object) -> str:
     return line if len(line) <= 300 else f"{line[:150]} ... {line[-150:]}"
 
 
-def check_override_effects(cfg: CfgNode, overrides: Sequence[str]) -> None:
-    """Check that overrides have an effect on training; keys in files may be for other values of the key they need.
+def check_override_effects(cfg: CfgNode, overridden: Collection[str]) -> None:
+    """Check that the keys that a user set for a run have an effect on training.
+
+    Keys in files are not checked: a base file may set them for other values of the key that they depend on.
 
     Raises:
-        ConfigError: for the first that has none.
+        ConfigError: for the first key that has no effect.
     """
-    for key in overrides[::2]:
+    for key in overridden:
         for beginning, other, values in _EFFECTIVE_WITH:
             value = value_of(cfg, other)
             if key.startswith(beginning) and value not in values:
@@ -381,16 +430,6 @@ def check_override_effects(cfg: CfgNode, overrides: Sequence[str]) -> None:
 def value_of(cfg: CfgNode, key: str) -> Any:
     """Return the value of a key such as ``SOLVER.BASE_LR``."""
     return functools.reduce(getattr, key.split("."), cfg)
-
-
-def with_overrides(cfg: CfgNode, values: dict[str, object]) -> CfgNode:
-    """Return a frozen copy of a config with other values of some keys."""
-    copy = cfg.clone()
-    copy.defrost()
-    with _any_accumulation_steps(copy):
-        copy.merge_from_list([item for pair in values.items() for item in pair])
-    copy.freeze()
-    return copy
 
 
 # Devices -------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
-"""Training in one call, on COCO or on any dataset: what the command ``vil train`` does."""
+"""Train and evaluate detectors in one call, on COCO or on your own dataset."""
 
-import argparse
 import contextlib
 import dataclasses
 import inspect
@@ -13,21 +12,30 @@ from typing import Any
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
-from backbones import ConfigError, list_variants
+from backbones import ConfigError
 from backbones.errors import check_choice, closest
 from projects_vil.checkpoint import checkpoints_of, read_zoo
-from projects_vil.config import CONFIG_FILE, config_path, detector_name, load_config, number_of_classes
+from projects_vil.config import (
+    CONFIG_FILE,
+    config_path,
+    detector_name,
+    find_config,
+    load_config,
+    merge_overrides,
+    number_of_classes,
+    with_overrides,
+)
 from projects_vil.data import SOURCE, Dataset, read_dataset
-from projects_vil.engine import check_output_dir, distributed_env, train_from_command_line
+from projects_vil.engine import Processes, check_output_dir, launch_run
 from projects_vil.evaluation import EVALUATION_FILE, evaluate_predictions
 from projects_vil.inference import Detector, find_model
 from projects_vil.utils import cleanup_on_failure, read_json, run_lock
 
-# A detector's folder in configs/, and the keys in which it differs.
-DETECTORS: dict[str, tuple[str, dict[str, str]]] = {
+# Detector -> its folder in configs/, and the config keys in which it differs.
+DETECTORS: dict[str, tuple[str, dict[str, object]]] = {
     "retinanet": ("retinanet", {}),
     "mask_rcnn": ("mask_rcnn", {}),
-    "faster_rcnn": ("mask_rcnn", {"MODEL.MASK_ON": "False"}),
+    "faster_rcnn": ("mask_rcnn", {"MODEL.MASK_ON": False}),
 }
 DATA_FOLDER = "data"
 # On COCO the schedules count iterations.
@@ -62,10 +70,13 @@ def train(
     *,
     model: str | None = None,
     detector: str | None = None,
-    config: str | Path | None = None,
+    config: str | Path | CfgNode | None = None,
     epochs: int | None = None,
     batch: int | None = None,
-    val: float | None = None,
+    lr: float | None = None,
+    image_size: int | None = None,
+    workers: int | None = None,
+    val_fraction: float | None = None,
     weights: str | Path | None = None,
     output: str | Path | None = None,
     device: str | None = None,
@@ -77,96 +88,111 @@ def train(
     dist_timeout: float = 600,
     **overrides: object,
 ) -> Run:
-    """Train a detector and return its run; what is None is as the config has it, or the default named here.
+    """Train a detector and return its run. An argument that is None keeps the value of the config.
 
     Args:
-        data: a folder or a file in the format of COCO, YOLO, Pascal VOC, LabelMe or CVAT; None for the datasets of the
-            config. Other formats are written in COCO's into ``OUTPUT_DIR/data``.
-        model: a variant, or ``"timm:"`` and a name of timm's (default ``"vil_tiny"``).
-        detector: ``"retinanet"`` (the default), ``"mask_rcnn"`` or ``"faster_rcnn"``.
-        config: instead of ``model`` and ``detector`` a config, as a file or by name, ``"mask_rcnn/vil_small_rpb_1x"``.
-        epochs: passes over the training images; 50 for ``data``.
-        batch: images in an iteration; the learning rate is scaled to it, unless it is an override. By default the
-            config's, with gradient accumulation if the memory requires it.
-        val: share of the images for validation, where ``data`` has no validation images of its own.
+        data: a folder or a file in COCO, YOLO, Pascal VOC, LabelMe or CVAT format; None for the datasets of the config.
+            Other formats are converted to COCO format in ``OUTPUT_DIR/data``.
+        model: a variant, or ``"timm:NAME"`` for a model of timm (default ``"vil_tiny"``).
+        detector: ``"retinanet"`` (default), ``"mask_rcnn"`` or ``"faster_rcnn"``.
+        config: a config instead of ``model`` and ``detector``: a file, a name such as
+            ``"mask_rcnn/vil_small_rpb_1x"``, or a resolved config, which is used without the defaults of this function.
+        epochs: passes over the training images (default 50 with ``data``).
+        batch: images per iteration. The learning rate is scaled to it unless ``lr`` is given. By default the batch size
+            of the config, split by gradient accumulation if the memory requires it.
+        lr: learning rate (``SOLVER.BASE_LR``).
+        image_size: shorter side of the training and test images in pixels. The longer side is at most 5/3 of it.
+        workers: data loader processes (``DATALOADER.NUM_WORKERS``).
+        val_fraction: fraction of the images for validation if ``data`` has no validation images (default 0.2).
         weights: a checkpoint, or a name of the model zoo; random weights by default.
-        output: OUTPUT_DIR, by default ``output/DATA_MODEL_DETECTOR``.
+        output: output directory (default ``output/DATA_MODEL_DETECTOR``).
         device: ``"cpu"`` or ``"cuda"``; by default the GPU if there is one.
-        resume: continue the interrupted run in ``output``, with the schedule and the images of its beginning.
-        num_gpus, num_machines, machine_rank, dist_url: as for detectron2's ``launch``. The processes do not import your
-            script. If it registers datasets or models of its own, start it with ``torchrun`` instead.
+        resume: continue the interrupted run in ``output`` with its schedule and images.
+        num_gpus: processes on this machine, as for detectron2's ``launch``. New processes do not import your script. If
+            it registers datasets or models, start it with ``torchrun`` instead.
+        num_machines: as for detectron2's ``launch``.
+        machine_rank: as for detectron2's ``launch``.
+        dist_url: as for detectron2's ``launch``.
         dist_timeout: seconds to wait for the other machines at the start.
-        overrides: config keys, as ``**{"SOLVER.BASE_LR": 5e-5}``.
+        overrides: config keys, for example ``**{"SOLVER.WEIGHT_DECAY": 0.1}``.
 
     Raises:
         ConfigError: for a mistake in the arguments, the data or a file.
+
+    Example:
+        >>> run = train("photos", model="vil_tiny", epochs=10, output="out")
+        >>> detections = run.detector()("holiday.jpg")
     """
-    given = _given(train, overrides)
-    path, keys, name = _choose_config(model, detector, config)
-    cfg, recipe = load_config(path, _words(keys | given)), load_config(path).SOLVER
-    for key, value in (
-        ("OUTPUT_DIR", output),
-        ("SOLVER.EPOCHS", epochs),
-        ("SOLVER.IMS_PER_BATCH", batch),
-        ("MODEL.WEIGHTS", weights),
-        ("MODEL.DEVICE", device),
-    ):
-        if value is None:
-            continue
-        if key in given:
-            raise ConfigError(f"{key} is given twice, {value} and {given[key]}: leave one out")
-        given[key] = str(value)
-    output = Path(given.pop("OUTPUT_DIR", f"output/{_name(data) + '_' if data else ''}{name}")).expanduser()
-    # In quotes, since a name may be a number.
-    keys["OUTPUT_DIR"] = repr(str(output))
-    if "SOLVER.IMS_PER_BATCH" not in given and "SOLVER.GRADIENT_ACCUMULATION_STEPS" not in given:
-        keys["SOLVER.GRADIENT_ACCUMULATION_STEPS"] = "auto"
-    if "SOLVER.IMS_PER_BATCH" in given and "SOLVER.BASE_LR" not in given:
-        keys["SOLVER.REFERENCE_BATCH_SIZE"] = str(recipe.IMS_PER_BATCH)
-    if data is not None and not {"SOLVER.EPOCHS", "SOLVER.MAX_ITER"} & given.keys():
-        keys["SOLVER.EPOCHS"] = str(DEFAULT_EPOCHS)
-    # More are slower, and torch warns.
-    workers = min(cfg.DATALOADER.NUM_WORKERS, os.cpu_count() or 1)
-    keys["DATALOADER.NUM_WORKERS"] = str(workers)
+    given = _overrides_of(train, overrides)
+    named = {
+        "OUTPUT_DIR": output,
+        "SOLVER.EPOCHS": epochs,
+        "SOLVER.IMS_PER_BATCH": batch,
+        "SOLVER.BASE_LR": lr and float(lr),
+        "INPUT.MIN_SIZE_TRAIN": image_size and (image_size,),
+        "INPUT.MAX_SIZE_TRAIN": image_size and round(image_size * 5 / 3),
+        "INPUT.MIN_SIZE_TEST": image_size,
+        "INPUT.MAX_SIZE_TEST": image_size and round(image_size * 5 / 3),
+        "DATALOADER.NUM_WORKERS": workers,
+        "MODEL.WEIGHTS": weights,
+        "MODEL.DEVICE": device,
+    }
+    for key, value in named.items():
+        if value is not None and key in given:
+            raise ConfigError(f"{key} is given twice, as {value} and as {given[key]}. Remove one.")
+    given |= {
+        key: str(value) if isinstance(value, Path) else value for key, value in named.items() if value is not None
+    }
+    processes = Processes(num_gpus, num_machines, machine_rank, dist_url, dist_timeout)
+    recipe, name = _choose_recipe(model, detector, config)
+    folder = given.pop("OUTPUT_DIR", None)
+    cfg = merge_overrides(recipe, _alternating(given))
+    if isinstance(config, CfgNode):
+        output = Path(cfg.OUTPUT_DIR if folder is None else folder).expanduser()
+    else:
+        output = Path(folder or f"output/{_name(data) + '_' if data else ''}{name}").expanduser()
+        cfg = _with_defaults(cfg, recipe, given, has_data=data is not None)
+    cfg = with_overrides(cfg, {"OUTPUT_DIR": str(output)})
     if {"SOLVER.EPOCHS", "SOLVER.MAX_ITER"} <= given.keys():
-        raise ConfigError("epochs (SOLVER.EPOCHS) and SOLVER.MAX_ITER both set the length of training. Leave one out.")
+        raise ConfigError("epochs (SOLVER.EPOCHS) and SOLVER.MAX_ITER both set the length of training. Remove one.")
     if data is not None and _holds_data(output, Path(data)):
         raise ConfigError(f"--output '{output}' has files of the dataset. Choose another output directory.")
-    # Before anything is written there.
-    begun = load_config(path, _words(keys | given))
-    if resume and checkpoints_of(output) and (output / CONFIG_FILE).exists():
-        # With the data, schedule and classes of its beginning.
-        path, keys = output / CONFIG_FILE, {"OUTPUT_DIR": keys["OUTPUT_DIR"]}
+    if resume and checkpoints_of(output) and (output / CONFIG_FILE).exists() and not isinstance(config, CfgNode):
+        # Resume with the data, the schedule and the classes of the run.
+        begun = load_config(output / CONFIG_FILE)
         if model or detector or config:
-            _check_same_model(begun, load_config(path), output)
+            _check_same_model(cfg, begun, output)
         if data is not None:
-            _check_same_data(data, val, load_config(path), output)
-        data, begun = None, load_config(path, _words(keys | given))
-    check_output_dir(begun, resume=resume)
+            _check_same_data(data, val_fraction, begun, output)
+        data, cfg = None, merge_overrides(begun, _alternating(given))
+        cfg = with_overrides(cfg, {"OUTPUT_DIR": str(output)})
+    # Before any file is written.
+    check_output_dir(cfg, resume=resume)
     with cleanup_on_failure(output):
         if data is not None:
-            with _lock(output, machine_rank):
-                check_output_dir(begun, resume=resume)
-                dataset = read_dataset(data, output / DATA_FOLDER, val=val)
+            with run_lock(output) if processes.is_first else contextlib.nullcontext():
+                check_output_dir(cfg, resume=resume)
+                dataset = read_dataset(data, output / DATA_FOLDER, val=val_fraction)
             print(dataset.line(), flush=True)
             if cfg.MODEL.MASK_ON and not dataset.has_masks:
-                raise ConfigError(f"{data} has no masks, which Mask R-CNN needs: choose faster_rcnn or retinanet")
-            keys |= _dataset_keys(*_register(dataset, output.name))
-            keys[number_of_classes(cfg)[0]] = str(len(dataset.classes))
-        if not (given.get("MODEL.WEIGHTS") or cfg.MODEL.WEIGHTS or resume):
+                raise ConfigError(
+                    f"Mask R-CNN needs masks, but '{data}' has only boxes. Use --detector faster_rcnn or retinanet."
+                )
+            values = _register(dataset, output.name) | {number_of_classes(cfg)[0]: len(dataset.classes)}
+            cfg = with_overrides(cfg, {key: value for key, value in values.items() if key not in given})
+        if not (cfg.MODEL.WEIGHTS or resume):
             _suggest_weights(cfg.MODEL.TRANSFORMER.VARIANT)
-        processes = {"num_gpus": num_gpus, "num_machines": num_machines, "machine_rank": machine_rank}
-        processes |= {"dist_url": dist_url, "dist_timeout": dist_timeout, "resume": resume}
-        _launch(path, keys | given, eval_only=False, **processes)
+        launch_run(cfg, processes, resume=resume, overridden=given)
     return Run(output)
 
 
 def evaluate(
-    model: str | Path | None,
+    model: str | Path | CfgNode | None,
     data: str | Path | None = None,
     *,
     predictions: Sequence[str | Path] = (),
     output: str | Path | None = None,
+    resume: bool = False,
     num_gpus: int = 1,
     num_machines: int = 1,
     machine_rank: int = 0,
@@ -174,51 +200,58 @@ def evaluate(
     dist_timeout: float = 600,
     **overrides: object,
 ) -> dict[str, Any]:
-    """Evaluate a detector, and return dataset -> task -> metric in percent, as in its ``evaluation.json``.
+    """Evaluate a detector and return dataset -> task -> metric in percent, as in its ``evaluation.json``.
 
     Args:
-        model: a run's folder, a name of the model zoo, or a checkpoint next to its ``config.yaml``; None with
-            ``predictions``.
-        data: its test images, or else those for validation, or else all; None for DATASETS.TEST of the run, or COCO's.
-        predictions: Parquet files of ``vil predict``, and folders of them, to evaluate instead of a model.
-        output: folder of the results: by default that of the run, or ``output`` without one, and for ``data`` a folder
+        model: output directory of a run, name of the model zoo, checkpoint next to its ``config.yaml``, or a resolved
+            config; None with ``predictions``.
+        data: evaluated on its test images, else its validation images, else all images; None for ``DATASETS.TEST`` of
+            the config.
+        predictions: Parquet files of ``vil predict``, or folders of them, to evaluate instead of a model.
+        output: folder for the results. The default is the output directory of the run, with ``data`` a folder
             ``evaluation_DATA`` in it.
-        num_gpus, num_machines, machine_rank, dist_url: as for detectron2's ``launch``.
+        resume: evaluate the last checkpoint in the output directory of a resolved config.
+        num_gpus: as for detectron2's ``launch``.
+        num_machines: as for detectron2's ``launch``.
+        machine_rank: as for detectron2's ``launch``.
+        dist_url: as for detectron2's ``launch``.
         dist_timeout: seconds to wait for the other machines at the start.
         overrides: config keys.
 
     Raises:
         ConfigError: for a mistake in the arguments, the data or a file.
     """
-    given = _given(evaluate, overrides)
-    if predictions:
-        path, weights, root = config_path("base/retinanet_1x"), None, Path("output")
+    given = _overrides_of(evaluate, overrides)
+    processes = Processes(num_gpus, num_machines, machine_rank, dist_url, dist_timeout)
+    if isinstance(model, CfgNode):
+        cfg, root = model, Path(model.OUTPUT_DIR)
+    elif predictions:
+        cfg, root = load_config(config_path("base/retinanet_1x")), Path("output")
     else:
         path, weights = find_model(Path(model or ""), given.get("MODEL.WEIGHTS"))
-        root = folder_of(path)
-    keys = {} if weights is None else {"MODEL.WEIGHTS": str(weights)}
-    own = root / (f"evaluation_{_name(data)}" if data else "")
-    folder = Path(output or given.get("OUTPUT_DIR") or own).expanduser()
-    keys["OUTPUT_DIR"] = repr(str(folder))
-    processes = {"num_gpus": num_gpus, "num_machines": num_machines, "machine_rank": machine_rank}
-    processes |= {"dist_url": dist_url, "dist_timeout": dist_timeout}
+        cfg, root = load_config(path), folder_of(path)
+        if weights is not None:
+            cfg = with_overrides(cfg, {"MODEL.WEIGHTS": str(weights)})
+    folder = output or given.pop("OUTPUT_DIR", None) or root / (f"evaluation_{_name(data)}" if data else "")
+    folder = Path(folder).expanduser()
+    begun = cfg
+    cfg = with_overrides(merge_overrides(cfg, _alternating(given)), {"OUTPUT_DIR": str(folder)})
     with cleanup_on_failure(folder):
         if data is not None:
             dataset = read_dataset(data, folder / DATA_FOLDER, val=0)
             test = next(split for split in ("test", "val", "train") if split in dataset.splits)
-            images = "all images, also those that the detector may have learned" if test == "train" else f"split {test}"
+            images = "all images, including training images" if test == "train" else f"split {test}"
             print(f"{dataset.line()}; evaluated: {images}", flush=True)
-            entries, names = _register(dataset, folder.name, test=test)
-            cfg = load_config(path)
-            if not predictions and len(dataset.classes) != number_of_classes(cfg)[1]:
-                # The classes are matched by name to the dataset that the detector was trained on.
-                entries += [list(entry) for entry in cfg.DATASETS.COCO if entry[0] in cfg.DATASETS.TRAIN]
-                names["DATASETS.TRAIN"] = cfg.DATASETS.TRAIN
-            keys |= _dataset_keys(entries, names)
+            values = _register(dataset, folder.name, test=test)
+            if not predictions and len(dataset.classes) != number_of_classes(begun)[1]:
+                # Classes are matched by name to the dataset that the detector was trained on.
+                values["DATASETS.COCO"] += [list(e) for e in begun.DATASETS.COCO if e[0] in begun.DATASETS.TRAIN]
+                values["DATASETS.TRAIN"] = begun.DATASETS.TRAIN
+            cfg = with_overrides(cfg, {key: value for key, value in values.items() if key not in given})
         if predictions:
-            evaluate_predictions(load_config(path, _words(keys | given)), predictions)
+            evaluate_predictions(cfg, predictions)
         else:
-            _launch(path, keys | given, eval_only=True, resume=False, **processes)
+            launch_run(cfg, processes, eval_only=True, resume=resume, overridden=given)
     return Run(folder).results
 
 
@@ -227,17 +260,36 @@ def folder_of(config: Path) -> Path:
     return config.parent if config.name == CONFIG_FILE else Path("output", config.stem)
 
 
-def _given(function: Callable, overrides: Mapping[str, object]) -> dict[str, str]:
-    """Return config keys and their values as words.
+def _overrides_of(function: Callable, overrides: Mapping[str, object]) -> dict[str, Any]:
+    """Return the config keys among keyword arguments.
 
     Raises:
-        ConfigError: for a keyword that is no config key.
+        ConfigError: for a keyword that is not a config key.
     """
-    unknown = next((key for key in overrides if not key.isupper()), None)
+    unknown = next((key for key in overrides if "." not in key and not key.isupper()), None)
     if unknown is not None:
         hint = closest(unknown, set(inspect.signature(function).parameters) - {"overrides"})
-        raise ConfigError(f"{function.__name__}() has no keyword {unknown!r}{hint}; keys of the config are in capitals")
-    return {key: str(value) for key, value in overrides.items()}
+        raise ConfigError(f"{function.__name__}() has no keyword {unknown!r}{hint}. Config keys are in capitals.")
+    return dict(overrides)
+
+
+def _alternating(values: Mapping[str, object]) -> list[object]:
+    return [item for pair in values.items() for item in pair]
+
+
+def _with_defaults(cfg: CfgNode, recipe: CfgNode, given: Mapping[str, object], *, has_data: bool) -> CfgNode:
+    """Return a config with the defaults of :func:`train` for keys that the user has not set."""
+    defaults: dict[str, object] = {
+        # More workers than cores are slower, and torch warns.
+        "DATALOADER.NUM_WORKERS": min(cfg.DATALOADER.NUM_WORKERS, os.cpu_count() or 1)
+    }
+    if "SOLVER.IMS_PER_BATCH" not in given:
+        defaults["SOLVER.GRADIENT_ACCUMULATION_STEPS"] = "auto"
+    elif "SOLVER.BASE_LR" not in given:
+        defaults["SOLVER.REFERENCE_BATCH_SIZE"] = recipe.SOLVER.IMS_PER_BATCH
+    if has_data and "SOLVER.MAX_ITER" not in given:
+        defaults["SOLVER.EPOCHS"] = DEFAULT_EPOCHS
+    return with_overrides(cfg, {key: value for key, value in defaults.items() if key not in given})
 
 
 def _holds_data(output: Path, data: Path) -> bool:
@@ -245,13 +297,6 @@ def _holds_data(output: Path, data: Path) -> bool:
     output, data = output.resolve(), data.resolve()
     is_used = output.is_dir() and any(output.iterdir()) and not (output / "log.txt").exists()
     return output == data or (is_used and data.is_dir() and output.is_relative_to(data))
-
-
-def _lock(output: Path, machine_rank: int) -> contextlib.AbstractContextManager:
-    """Lock the output directory in the first process of a run; the others write the same data."""
-    env = distributed_env()
-    is_first = machine_rank == 0 if env is None else env.rank == 0
-    return run_lock(output) if is_first else contextlib.nullcontext()
 
 
 def _check_same_model(cfg: CfgNode, begun: CfgNode, output: Path) -> None:
@@ -299,29 +344,23 @@ def _records(content: Mapping[str, Any]) -> list[Any]:
     return [content.get(key) for key in ("images", "annotations", "categories")]
 
 
-def _launch(path: Path, keys: Mapping[str, str], **arguments: object) -> None:
-    train_from_command_line(argparse.Namespace(config_file=str(path), opts=_words(keys), **arguments))
-
-
-def _choose_config(
-    model: str | None, detector: str | None, config: str | Path | None
-) -> tuple[Path, dict[str, str], str]:
-    """Return a config, the keys in which the model or detector differs from it, and a name for the run's folder."""
+def _choose_recipe(model: str | None, detector: str | None, config: str | Path | CfgNode | None) -> tuple[CfgNode, str]:
+    """Return the config of a model and detector, and a name for the output directory."""
+    if config is not None and (model is not None or detector is not None):
+        raise ConfigError("The config already sets the model and the detector. Remove model and detector.")
+    if isinstance(config, CfgNode):
+        return config, ""
     if config is not None:
-        if model is not None or detector is not None:
-            raise ConfigError("config names the model and the detector already: leave out model and detector")
         path = Path(config) if Path(config).is_file() else config_path(str(config))
-        return path, {}, path.stem
+        return load_config(path), path.stem
     model, detector = model or "vil_tiny", detector or "retinanet"
     check_choice("detector", detector, DETECTORS)
-    (folder, keys), name = DETECTORS[detector], f"{model}_{detector}".replace(":", "_")
-    named = {"MODEL.TRANSFORMER.VARIANT": model} if model in list_variants() else {}
-    # The recipe is the same with and without relative bias, and for the tables of segmentation.
-    for variant in (model, f"{model}_rpb", model.removesuffix("_seg")):
-        with contextlib.suppress(ConfigError):
-            return config_path(f"{folder}/{variant}_1x"), keys | named, name
-    # A variant, or a model of timm's, that has no config of its own.
-    return config_path(f"base/{folder}_1x"), keys | {"MODEL.TRANSFORMER.VARIANT": model}, name
+    folder, values = DETECTORS[detector]
+    # The recipe is the same with and without relative position bias, and for the tables of segmentation.
+    names = [f"{folder}/{variant}_1x" for variant in (model, f"{model}_rpb", model.removesuffix("_seg"))]
+    # A variant or a model of timm without a config of its own has the base recipe.
+    cfg = load_config(next(filter(None, map(find_config, names)), None) or config_path(f"base/{folder}_1x"))
+    return with_overrides(cfg, values | {"MODEL.TRANSFORMER.VARIANT": model}), f"{model}_{detector}".replace(":", "_")
 
 
 def _suggest_weights(variant: str) -> None:
@@ -332,23 +371,18 @@ def _suggest_weights(variant: str) -> None:
         print(f"training starts from random weights, {few}: start with --weights {' or '.join(names[:2])}", flush=True)
 
 
-def _register(dataset: Dataset, name: str, *, test: str = "val") -> tuple[list[list[str]], dict[str, tuple[str, ...]]]:
-    """Return the entries of ``DATASETS.COCO`` for a dataset, and the names to train on and to evaluate on.
-
-    Their names are free afterwards: another run of this process may have had them for other files.
-    """
+def _register(dataset: Dataset, name: str, *, test: str = "val") -> dict[str, Any]:
+    """Return the config keys of a dataset, and free the names of its splits, which an earlier run may have used."""
     for split in dataset.splits:
         if f"{name}_{split}" in _registered & set(DatasetCatalog.list()):
             DatasetCatalog.remove(f"{name}_{split}")
             MetadataCatalog.remove(f"{name}_{split}")
         _registered.add(f"{name}_{split}")
-    entries = [[f"{name}_{split}", *map(os.path.abspath, files)] for split, files in dataset.splits.items()]
-    tested = (f"{name}_{test}",) if test in dataset.splits else ()
-    return entries, {"DATASETS.TRAIN": (f"{name}_train",), "DATASETS.TEST": tested}
-
-
-def _dataset_keys(entries: list[list[str]], names: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
-    return {"DATASETS.COCO": repr(entries), **{key: repr(value) for key, value in names.items()}}
+    return {
+        "DATASETS.COCO": [[f"{name}_{split}", *map(os.path.abspath, files)] for split, files in dataset.splits.items()],
+        "DATASETS.TRAIN": (f"{name}_train",),
+        "DATASETS.TEST": (f"{name}_{test}",) if test in dataset.splits else (),
+    }
 
 
 def _name(data: str | Path) -> str:
@@ -358,7 +392,3 @@ def _name(data: str | Path) -> str:
         return path.name
     folder = path.parents[path.parent.name == "annotations"].name
     return f"{folder}_{path.stem}" if path.suffix in (".json", ".xml") else folder
-
-
-def _words(keys: Mapping[str, str]) -> list[str]:
-    return [word for pair in keys.items() for word in pair]

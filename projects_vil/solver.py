@@ -3,7 +3,7 @@
 import fnmatch
 import math
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -290,7 +290,7 @@ def main_group(optimizer: torch.optim.Optimizer) -> int:
 # -- schedules that depend on the data and the batch -----------------------------------------------
 
 
-def schedule_by_epochs(cfg: CfgNode, num_images: int, overrides: Sequence[str] = ()) -> tuple[CfgNode, list[str]]:
+def schedule_by_epochs(cfg: CfgNode, num_images: int, overridden: Collection[str] = ()) -> tuple[CfgNode, list[str]]:
     """Return a config whose iterations are those of ``SOLVER.EPOCHS``, and lines for the log.
 
     An epoch is ``num_images / SOLVER.IMS_PER_BATCH`` iterations; fractions are rounded up.
@@ -308,12 +308,12 @@ def schedule_by_epochs(cfg: CfgNode, num_images: int, overrides: Sequence[str] =
     Args:
         cfg: the config.
         num_images: images per epoch, without the images that ``DATALOADER.FILTER_EMPTY_ANNOTATIONS`` drops.
-        overrides: keys and values with which ``cfg`` was loaded.
+        overridden: keys that the user set for this run.
 
     Raises:
         ConfigError: for a negative number of epochs, or where epochs and iterations both are among the overrides.
     """
-    solver, overridden = cfg.SOLVER, overrides[::2]
+    solver = cfg.SOLVER
     if solver.EPOCHS < 0:
         raise ConfigError(f"SOLVER.EPOCHS is {solver.EPOCHS}: it must be 1 or more, or 0 for SOLVER.MAX_ITER as it is")
     if solver.EPOCHS and {"SOLVER.EPOCHS", "SOLVER.MAX_ITER"} <= set(overridden):

@@ -11,7 +11,7 @@ Example:
         'dataloader.train.dataset.names=[mine]' 'dataloader.test.dataset.names=[mine]'
 """
 
-from vil.arguments import ToolParser, add_training_arguments, run_tool
+from vil.arguments import ToolParser, add_training_arguments, process_keywords, run_tool
 
 
 def main() -> None:
@@ -20,9 +20,10 @@ def main() -> None:
     parser.add_argument("opts", nargs="*", metavar="key=value", help="overrides, before or after other arguments")
     args = parser.parse_intermixed_args()
 
-    from projects_vil.engine import train_lazily_from_command_line
+    from projects_vil.engine import Processes, run_lazy_config
 
-    train_lazily_from_command_line(args)
+    processes = Processes(**process_keywords(args))
+    run_lazy_config(args.config_file, args.opts, processes=processes, eval_only=args.eval_only, resume=args.resume)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def main() -> None:
     rows, plans = [], []
     for epochs in map(int, args.epochs.split(",")):
         overrides = [*args.opts, *batch, "SOLVER.EPOCHS", str(epochs)]
-        plan, lines = schedule_by_epochs(load_config(args.config_file, overrides), num_images, overrides)
+        plan, lines = schedule_by_epochs(load_config(args.config_file, overrides), num_images, overrides[::2])
         solver = plan.SOLVER
         steps = solver.STEPS if solver.LR_SCHEDULER_NAME == "WarmupMultiStepLR" else ()
         lengths = (solver.MAX_ITER, ", ".join(map(str, steps)) or "-", solver.WARMUP_ITERS)

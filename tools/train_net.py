@@ -1,11 +1,11 @@
-"""Train a detector, or evaluate one, with detectron2's own arguments.
+"""Train or evaluate a detector, with detectron2's own arguments.
 
 Example:
     python tools/train_net.py --config-file configs/retinanet/vil_tiny_rpb_1x.yaml --num-gpus 8
     python tools/train_net.py --config-file configs/retinanet/vil_tiny_rpb_1x.yaml --eval-only MODEL.WEIGHTS model.pth
 """
 
-from vil.arguments import ConfigToolParser, add_training_arguments, run_tool
+from vil.arguments import ConfigToolParser, add_training_arguments, process_keywords, run_tool
 
 
 def main() -> None:
@@ -13,9 +13,15 @@ def main() -> None:
     add_training_arguments(parser)
     args = parser.parse_args()
 
-    from projects_vil.engine import train_from_command_line
+    from projects_vil.config import load_config
+    from projects_vil.run import evaluate, train
 
-    train_from_command_line(args)
+    cfg, overrides = load_config(args.config_file), dict(zip(args.opts[::2], args.opts[1::2], strict=True))
+    options = {"resume": args.resume} | process_keywords(args) | overrides
+    if args.eval_only:
+        evaluate(cfg, **options)
+    else:
+        train(config=cfg, **options)
 
 
 if __name__ == "__main__":

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from backbones.errors import GENERATOR, ConfigError, check_replaceable, closest, find_os_error, printable
+from vil.choices import DEVICES
 
 if TYPE_CHECKING:
     from detectron2.config import CfgNode
 
-DEVICES = ("cpu", "cuda")
 # Arguments that stand for a config key.
 SHORT_FORMS = {"weights": "MODEL.WEIGHTS", "device": "MODEL.DEVICE"}
 # Arguments that other programs for training have, and the config keys that do the same.
@@ -275,19 +275,26 @@ def add_process_arguments(parser: ToolParser) -> None:
     parser.add_argument("--dist-timeout", type=positive, default=600, metavar="S", help=timeout_help)
 
 
-def config_of(args: argparse.Namespace) -> "CfgNode":
-    """Return the config that a tool was given, on a device that is available.
+def process_keywords(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of :func:`add_process_arguments` as keywords."""
+    names = ("num_gpus", "num_machines", "machine_rank", "dist_url", "dist_timeout")
+    return {name: getattr(args, name) for name in names}
+
+
+def config_of(args: argparse.Namespace, path: str | Path | None = None) -> "CfgNode":
+    """Return a config with the overrides of a command, on a device that is available.
 
     Args:
         args: parsed by a :class:`ConfigToolParser` with devices.
+        path: a config; by default the one of ``--config-file``.
 
     Raises:
-        ConfigError: as ``load_config``, and for a device that was asked for and is not available.
+        ConfigError: as ``load_config``, and if a requested device is not available.
     """
     from projects_vil.config import choose_device, load_config
 
     requested = SHORT_FORMS["device"] in args.opts[::2]
-    return choose_device(load_config(args.config_file, args.opts), devices=args.devices, requested=requested)
+    return choose_device(load_config(path or args.config_file, args.opts), devices=args.devices, requested=requested)
 
 
 # How a tool ends -----------------------------------------------------------------------------------------------------

@@ -1,15 +1,23 @@
-"""What the command ``vil`` and the tools of the same names share: arguments, and the call that they are for."""
+"""The commands of ``vil``. Each one parses its arguments, then imports the library and calls one function of it."""
 
 import argparse
 import math
 import os
 import sys
-import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
 
+from vil import choices, install_detectron2
 from vil.arguments import (
+    ConfigToolParser,
     ToolParser,
+    add_process_arguments,
+    add_resume_argument,
     config_of,
     existing_path,
+    image_source,
     output_file,
     positive,
     shard,
@@ -18,68 +26,187 @@ from vil.arguments import (
     write_json,
 )
 
-FORMATS = ("torchscript", "onnx", "aot_inductor", "torch_export", "openvino")
-PRECISIONS = ("fp32", "fp16", "bf16", "int8")
-DTYPES = ("uint8", "float32")
-PART_SIZE = 1024
-INPUT_HELP = "image, folder, video, camera's number, URL, list (.txt, .csv, .parquet), or tar as shards-{000..127}.tar"
+_DATA = "folder or file of COCO, YOLO, Pascal VOC, LabelMe or CVAT"
+_MODEL = "output directory of a run, name of the model zoo, or checkpoint next to its config.yaml"
+_INPUT = "image, folder, video, camera number, URL, list (.txt, .csv, .parquet), or tar files: shards-{000..127}.tar"
 
 
-def add_predict_arguments(parser: ToolParser) -> None:
-    parser.add_argument("--batch-size", type=positive, default=1, metavar="N", help="images at once (default 1)")
+# Training and evaluation ---------------------------------------------------------------------------------------------
+
+
+def train(parser: ToolParser, words: Sequence[str]) -> None:
+    """Train a detector on your photos, or on COCO.
+
+    Without DATA, the command trains on the datasets of the config: COCO 2017 in $DETECTRON2_DATASETS/coco.
+
+    Example:
+        vil train photos --model vil_tiny --detector retinanet --epochs 50
+        vil train photos/data.yaml --model lit_ti --detector mask_rcnn --batch 4 --lr 5e-5
+        vil train --config mask_rcnn/vil_small_rpb_1x --num-gpus 8
+    """
+    parser.add_argument("data", nargs="?", type=existing_path, metavar="DATA", help=_DATA)
+    parser.add_argument("--model", metavar="NAME", help="variant (default vil_tiny), or timm:NAME for a model of timm")
+    parser.add_argument("--detector", choices=choices.DETECTORS, help="default: retinanet")
+    config_help = "config instead of --model and --detector: a file, or a name such as retinanet/vil_tiny_rpb_1x"
+    parser.add_argument("--config", metavar="NAME", help=config_help)
+    parser.add_argument("--epochs", type=positive, metavar="N", help="passes over the training images (default 50)")
+    batch_help = (
+        "images per iteration (default: 16, split by gradient accumulation if the memory requires it); the learning "
+        "rate is scaled to it unless --lr is given"
+    )
+    parser.add_argument("--batch", type=positive, metavar="N", help=batch_help)
+    parser.add_argument("--lr", type=float, metavar="RATE", help="learning rate (SOLVER.BASE_LR)")
+    parser.add_argument("--image-size", type=positive, metavar="PX", help="shorter side of the images, in pixels")
+    parser.add_argument("--workers", type=int, metavar="N", help="data loader processes (default: at most 4)")
+    val_help = "fraction of the images for validation if DATA has no validation images (default 0.2)"
+    parser.add_argument("--val-fraction", type=float, metavar="F", help=val_help)
+    parser.add_argument("--output", metavar="DIR", help="output directory (default: output/DATA_MODEL_DETECTOR)")
+    add_resume_argument(parser)
+    add_process_arguments(parser)
+    arguments = _keywords(parser, words)
+
+    from projects_vil import run
+
+    trained = run.train(**arguments)
+    if trained.results and not any(task.get("AP") for tasks in trained.results.values() for task in tasks.values()):
+        print("AP is 0. Train for more epochs, or start from other weights (--weights).")
+    else:
+        show(f"Next: vil predict {trained.folder} PHOTOS, or vil report {trained.folder}")
+
+
+def evaluate(parser: ToolParser, words: Sequence[str]) -> None:
+    """Evaluate a detector on the validation images of its run, or on another dataset.
+
+    Example:
+        vil eval output/photos_vil_tiny_retinanet
+        vil eval output/photos_vil_tiny_retinanet more_photos
+        vil eval more_photos --predictions found/*.parquet
+    """
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=f"{_MODEL}; none with --predictions")
+    data_help = f"{_DATA}; its test images, else its validation images, are used (default: the run's own)"
+    parser.add_argument("data", nargs="?", type=existing_path, metavar="DATA", help=data_help)
+    predictions_help = "Parquet files of vil predict, or folders of them, to evaluate instead of a model"
+    parser.add_argument(
+        "--predictions", nargs="+", default=[], type=existing_path, metavar="PATH", help=predictions_help
+    )
+    parser.add_argument("--output", metavar="DIR", help="folder (default: the run's, or evaluation_DATA in it)")
+    add_process_arguments(parser)
+    arguments = _keywords(parser, words)
+    if arguments["predictions"]:
+        # DATA takes the place of MODEL. Behind PATH, argparse cannot distinguish it from another PATH.
+        paths = [path for path in (arguments["model"], arguments["data"], *arguments["predictions"]) if path]
+        parts = [path for path in paths if path.endswith(".parquet") or any(Path(path).glob("*.parquet"))]
+        data = [path for path in paths if path not in parts]
+        if not parts or len(data) > 1:
+            parser.error(f"--predictions takes .parquet files and folders of them, and one DATA: {', '.join(data)}")
+        arguments |= {"model": None, "data": data[0] if data else None, "predictions": parts}
+    elif arguments["model"] is None:
+        parser.error("the following arguments are required: MODEL, or --predictions")
+
+    from projects_vil import run
+
+    run.evaluate(**arguments)
+
+
+def _keywords(parser: ConfigToolParser, words: Sequence[str]) -> dict[str, Any]:
+    """Return the arguments as keywords for a function of the library, including config keys."""
+    options = vars(parser.parse_args(words))
+    keys = options.pop("opts")
+    # They are among the keys, or not a keyword of the function.
+    for name in ("devices", "device", "weights"):
+        options.pop(name, None)
+    return options | dict(zip(keys[::2], keys[1::2], strict=True))
+
+
+# Prediction and export -----------------------------------------------------------------------------------------------
+
+
+def predict(parser: ToolParser, words: Sequence[str]) -> None:
+    """Detect objects in a photo, a folder, a video, or the picture of a camera.
+
+    The output folder gets results.json (COCO format), images.json (image ids, categories, skipped files) and drawings/.
+    With --format parquet it gets part files instead, and an interrupted run resumes after the last complete part.
+    The exit status is 2 if files were skipped because they cannot be read.
+
+    Example:
+        vil predict output/photos_vil_tiny_retinanet holiday.jpg
+        vil predict output/photos_vil_tiny_retinanet photos --output found --score-threshold 0.5
+        vil predict output/photos_vil_tiny_retinanet 0
+        vil predict output/photos_vil_tiny_retinanet 'shards-{000..127}.tar' --output found --format parquet
+    """
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=f"{_MODEL}, or an exported file")
+    parser.add_argument("input", nargs="?", metavar="INPUT", help=_INPUT)
+    _add_config_file(parser)
+    parser.add_argument("--input", dest="named_input", metavar="INPUT", help="instead of INPUT as the last argument")
+    parser.add_argument("--output", default="predictions", metavar="DIR", help="folder (default: predictions)")
+    parser.add_argument("--batch", type=positive, default=1, metavar="N", help="images at once (default 1)")
     parser.add_argument("--tta", action="store_true", help="test-time augmentation: several sizes and mirror images")
-    annotations_help = "COCO file of the folder: only its images are read; results have its ids and categories"
+    annotations_help = "COCO file of the folder: only its images are read, and results have its ids and categories"
     parser.add_argument("--annotations", type=existing_path, metavar="FILE", help=annotations_help)
-    format_help = "coco (default), or parquet: part files, no drawings; a killed run goes on after its last part"
-    parser.add_argument("--format", choices=("coco", "parquet"), help=format_help)
-    part_help = f"images in a Parquet file (default {PART_SIZE})"
+    format_help = "coco (default), or parquet: part files without drawings"
+    parser.add_argument("--format", choices=choices.PREDICTION_FORMATS, help=format_help)
+    part_help = f"images in a Parquet file (default {choices.PART_SIZE})"
     parser.add_argument("--part-size", type=positive, metavar="N", help=part_help)
-    parser.add_argument("--shard", type=shard, metavar="I/N", help="only images of job I, from 0, of N; needs parquet")
+    parser.add_argument("--shard", type=shard, metavar="I/N", help="only the images of job I of N, from 0; for parquet")
     parser.add_argument("--column", metavar="NAME", help="of paths or URLs in a table (default: path, file_name, url)")
-    ray_help = "spread the images over the Ray cluster at RAY_ADDRESS, or over this machine; writes parquet"
+    ray_help = "distribute the images over the Ray cluster at RAY_ADDRESS, or over this machine; writes parquet"
     parser.add_argument("--ray", action="store_true", help=ray_help)
-    workers_help = "smallest and largest number of detectors (default: 1 to one for each GPU, or CPU but one)"
+    workers_help = "smallest and largest number of detectors (default: 1 to one per GPU, or per CPU core but one)"
     parser.add_argument("--ray-workers", nargs=2, type=positive, metavar=("MIN", "MAX"), help=workers_help)
     parser.add_argument("--no-drawings", action="store_true", help="write no drawings, only the results")
-    threshold_help = "lowest score of detections in drawings (default 0.3)"
+    threshold_help = f"lowest score of detections in drawings (default {choices.SCORE_THRESHOLD})"
     parser.add_argument("--score-threshold", type=float, metavar="T", help=threshold_help)
-    workers_help = "processes that draw while the detector works (default 0: between its batches)"
-    parser.add_argument("--workers", type=int, metavar="N", help=workers_help)
+    drawing_help = "processes that draw during the prediction (default 0: between batches)"
+    parser.add_argument("--draw-workers", type=int, metavar="N", help=drawing_help)
+    args = parser.parse_args(words)
+    given = [args.config_file or _weights(args) if args.named_input and not args.model else args.model]
+    given += [args.named_input or args.input]
+    if given[1] is None and (args.config_file or _weights(args)):
+        # One argument: the input.
+        given = [args.config_file or _weights(args), args.model]
+    model, source = given
+    if not model or not source:
+        parser.error("the following arguments are required: MODEL and INPUT")
+    try:
+        image_source(source)
+    except argparse.ArgumentTypeError as error:
+        parser.error(f"argument INPUT: {error}")
+    _predict(model, source, args)
 
 
-def predict(model: str, args: argparse.Namespace) -> None:
+def _predict(model: str, source: str, args: argparse.Namespace) -> None:
     from backbones import ConfigError
     from projects_vil.inference import Detector, predict
     from projects_vil.inference.image_listing import find_images, is_video
 
     if args.ray and args.format == "coco":
-        raise ConfigError("format coco: --ray writes Parquet files; leave out one of them")
+        raise ConfigError("--ray writes Parquet files. Remove --format coco.")
     file_format = "ray" if args.ray else args.format or "coco"
     flags = {"coco": "--format coco", "parquet": "--format parquet", "ray": "--ray"}
     only = {"shard": ["parquet"], "ray_workers": ["ray"], "part_size": ["parquet", "ray"]}
-    only |= dict.fromkeys(("annotations", "score_threshold", "workers"), ["coco"])
+    only |= dict.fromkeys(("annotations", "score_threshold", "draw_workers"), ["coco"])
     for name, formats in only.items():
         if getattr(args, name) is not None and file_format not in formats:
             raise ConfigError(f"{name} is for {' and '.join(flags[one] for one in formats)} only")
-    options = {"batch_size": args.batch_size, "column": args.column}
+    options = {"batch_size": args.batch, "column": args.column}
     if file_format != "coco":
-        options["part_size"] = args.part_size or PART_SIZE
-    if not args.annotations and (file_format != "coco" or not is_video(args.input)):
+        options["part_size"] = args.part_size or choices.PART_SIZE
+    if not args.annotations and (file_format != "coco" or not is_video(source)):
         # Before the model is loaded.
-        next(find_images(args.input, exclude=args.output, column=args.column))
+        next(find_images(source, exclude=args.output, column=args.column))
     if file_format == "ray":
         from projects_vil.inference.on_ray import predict_on_ray
 
         options |= {"workers": args.ray_workers, "tta": args.tta, "overrides": args.opts}
-        _end(args.output, predict_on_ray(model, args.input, args.output, **options))
+        _end(args.output, predict_on_ray(model, source, args.output, **options))
     detector = Detector.load(model, tta=args.tta, overrides=args.opts)
     if file_format == "parquet":
         from projects_vil.inference.parquet_writer import predict_parts
 
-        _end(args.output, predict_parts(detector, args.input, args.output, shard=args.shard, **options))
-    options |= {"annotations": args.annotations, "drawings": not args.no_drawings, "workers": args.workers or 0}
+        _end(args.output, predict_parts(detector, source, args.output, shard=args.shard, **options))
+    options |= {"annotations": args.annotations, "drawings": not args.no_drawings, "workers": args.draw_workers or 0}
     options |= {} if args.score_threshold is None else {"score_threshold": args.score_threshold}
-    summary = predict(detector, args.input, args.output, **options)
+    summary = predict(detector, source, args.output, **options)
     show(*summary.lines())
     if summary.skipped:
         sys.exit(2)
@@ -91,43 +218,69 @@ def _end(output: str, totals: dict[str, int]) -> None:
     sys.exit(2 if totals["errors"] else 0)
 
 
-def add_export_arguments(parser: ToolParser) -> None:
-    parser.add_argument("--format", choices=FORMATS, default="torchscript", help="file format (default torchscript)")
-    parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="of the network (default fp32)")
-    parser.add_argument("--input-dtype", choices=DTYPES, default="uint8", help="type of the images (default uint8)")
-    parser.add_argument("--batched", action="store_true", help="export a model that takes batches (B, 3, H, W)")
+def _add_config_file(parser: ToolParser) -> None:
+    parser.add_argument("--config-file", type=existing_path, metavar="FILE", help="config instead of MODEL")
+
+
+def _weights(args: argparse.Namespace) -> str | None:
+    return dict(zip(args.opts[::2], args.opts[1::2], strict=True)).get("MODEL.WEIGHTS")
+
+
+def export(parser: ToolParser, words: Sequence[str]) -> None:
+    """Export a detector to ONNX, TorchScript, OpenVINO and others, and compare the file with the detector.
+
+    Next to the model (model.ts, model.onnx, model.xml or model.pt2) are its metadata (inputs, outputs, class names) and
+    the parity report, both in JSON. The exit status is 1 if a detection differs by more than the tolerance.
+
+    Example:
+        vil export output/photos_vil_tiny_retinanet --format onnx
+    """
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=_MODEL)
+    _add_config_file(parser)
+    parser.add_argument("--output", metavar="DIR", help="folder (default: export in MODEL's folder)")
+    formats, precisions, dtypes = choices.EXPORT_FORMATS, choices.PRECISIONS, choices.INPUT_DTYPES
+    parser.add_argument("--format", choices=formats, default=formats[0], help=f"file format (default {formats[0]})")
+    parser.add_argument("--precision", choices=precisions, default="fp32", help="of the network (default fp32)")
+    parser.add_argument("--input-dtype", choices=dtypes, default="uint8", help="type of the images (default uint8)")
+    parser.add_argument("--batched", action="store_true", help="export a model for batches (B, 3, H, W)")
     fixed_help = "return TEST.DETECTIONS_PER_IMAGE rows, padded with zeros, and the number of detections"
     parser.add_argument("--fixed-detections", action="store_true", help=fixed_help)
-    parser.add_argument("--size", nargs=2, type=positive, metavar=("H", "W"), help="size of all images (default: any)")
+    _add_image_size(parser, "size of all images (default: any size)")
     parser.add_argument("--opset", type=positive, metavar="N", help="opset of an ONNX file, 18 or more (default 20)")
-    images_help = "images on which the file and the detector are compared (default: synthetic ones)"
-    parser.add_argument("--images", nargs="+", type=existing_path, default=[], metavar="FILE", help=images_help)
+    images_help = "images on which the file and the detector are compared (default: synthetic images)"
+    parser.add_argument("--parity-images", nargs="+", type=existing_path, default=[], metavar="FILE", help=images_help)
     parser.add_argument("--evaluate", action="store_true", help="compare average precision on DATASETS.TEST too")
-    calibration_help = "images of DATASETS.TRAIN for the calibration of int8, at most (default 100)"
+    calibration_help = "largest number of images of DATASETS.TRAIN for the calibration of int8 (default 100)"
     parser.add_argument("--calibration-images", type=positive, default=100, metavar="N", help=calibration_help)
     parser.add_argument("--accept-drop", action="store_true", help="accept an int8 model that loses more than 1 AP")
     triton_help = "also write a folder for a model repository of Triton Inference Server"
     parser.add_argument("--triton", metavar="REPOSITORY/NAME", help=triton_help)
+    args = parser.parse_args(words)
+    source = args.model or args.config_file or _weights(args)
+    if not source:
+        parser.error("the following arguments are required: MODEL")
 
-
-def export(args: argparse.Namespace) -> None:
     from projects_vil.export import check_triton, describe_report, export_detector, write_triton_model
+    from projects_vil.inference import find_model
+    from projects_vil.run import folder_of
 
-    cfg = config_of(args)
     if args.triton:
         options = {"file_format": args.format, "batched": args.batched, "fixed_detections": args.fixed_detections}
         check_triton(args.triton, **options)
+    path, weights = find_model(Path(source), _weights(args))
+    args.opts += [] if weights is None else ["MODEL.WEIGHTS", str(weights)]
+    cfg = config_of(args, path)
     path, report = export_detector(
         cfg,
         cfg.MODEL.WEIGHTS,
-        args.output,
+        args.output or str(folder_of(path) / "export"),
         file_format=args.format,
         precision=args.precision,
         input_dtype=args.input_dtype,
         batched=args.batched,
         fixed_detections=args.fixed_detections,
-        size=args.size and tuple(args.size),
-        images=args.images,
+        size=args.image_size and tuple(args.image_size),
+        images=args.parity_images,
         evaluate=args.evaluate,
         calibration_images=args.calibration_images,
         accept_drop=args.accept_drop,
@@ -141,100 +294,327 @@ def export(args: argparse.Namespace) -> None:
         show(f"wrote {args.triton}")
 
 
-def add_report_arguments(parser: ToolParser) -> None:
-    parser.add_argument("run", type=existing_path, metavar="RUN", help="the folder of a training run (OUTPUT_DIR)")
+def _add_image_size(parser: ToolParser, help_text: str, **options: Any) -> None:
+    parser.add_argument("--image-size", type=positive, nargs=2, metavar=("H", "W"), help=help_text, **options)
+
+
+# Datasets, reports and checkpoints -----------------------------------------------------------------------------------
+
+
+def check(parser: ToolParser, words: Sequence[str]) -> None:
+    """Check a dataset for what would stop or harm training.
+
+    DATA is a folder or file of COCO, YOLO, Pascal VOC, LabelMe or CVAT; the format is detected. Findings are sorted by
+    severity. Each has an example, its effect on training, and what --fix writes instead. The exit status is 1 if there
+    are errors and --fix is not given.
+
+    Example:
+        vil check photos
+        vil check photos --fix photos_coco
+        vil check mine/train.json mine/images --deep --fix mine/train_clean.json
+    """
+    parser.add_argument("data", type=existing_path, metavar="DATA", help="folder or annotation file of a dataset")
+    parser.add_argument("images", type=existing_path, nargs="?", metavar="IMAGES", help="image folder of a COCO file")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write all findings as JSON")
+    fix_help = "write a cleaned copy: a folder with a COCO file per split, or a file if IMAGES is given; must not exist"
+    parser.add_argument("--fix", type=output_file, metavar="OUT", help=fix_help)
+    parser.add_argument("--deep", action="store_true", help="decode every image instead of reading the headers")
+    parser.add_argument("--boxes", action="store_true", help="ignore masks, for a detector without them")
+    args = parser.parse_args(words)
+    if args.fix and os.path.lexists(args.fix):
+        parser.error(f"argument --fix: {args.fix} exists. Name a new file or folder")
+
+    from projects_vil.data import check_dataset, write_fixed
+
+    def progress(number: int) -> None:
+        if not number % 10_000:
+            print(f"{number:,} images checked", file=sys.stderr)
+
+    options = {"masks": False if args.boxes else None, "pixels": args.deep, "progress": progress}
+    if args.json:
+        options |= {"num_examples": math.inf, "report": args.json}
+    dataset, files = check_dataset(args.data, args.images, **options)
+    if dataset:
+        show(dataset.line())
+    for file in files.values():
+        show(*file.lines())
+    found = {split: file.to_json() for split, file in files.items()}
+    write_json(args.json, found.get("") or {"splits": found})
+    show(*write_fixed(files, args.fix))
+
+
+def report(parser: ToolParser, words: Sequence[str]) -> None:
+    """Write one HTML page about a training run: curves, precision and recall, classes, confusions, images, config.
+
+    The page needs no network and no other file. It lists what is missing in the output directory.
+
+    Example:
+        vil report output/photos_vil_tiny_retinanet
+        vil report output/mine DATASETS.COCO "[['mine', 'mine.json', 'photos']]"
+    """
+    parser.add_argument("run", type=existing_path, metavar="RUN", help="output directory of a training run")
     parser.add_argument("--output", type=output_file, metavar="FILE", help="the page (default: RUN/report.html)")
     parser.add_argument("--num-images", type=int, default=8, metavar="N", help="validation images to draw (default 8)")
+    args = parser.parse_args(words)
 
-
-def report(args: argparse.Namespace) -> None:
     from projects_vil.report import write_report
 
     path = write_report(args.run, args.output, num_images=args.num_images, overrides=args.opts)
-    show(f"report written to {path} ({path.stat().st_size / 2**20:.1f} MB)")
+    show(f"wrote {path} ({path.stat().st_size / 2**20:.1f} MB)")
 
 
-def add_convert_arguments(parser: ToolParser) -> None:
-    source_help = "the official checkpoint: a file, or its name in the model zoo (docs/model_zoo.md)"
+def convert(parser: ToolParser, words: Sequence[str]) -> None:
+    """Convert a checkpoint of an official project into MODEL.WEIGHTS, or into a classifier.
+
+    The formats of vision-longformer, VisionLongformerForObjectDetection, transformer-ls and LIT (classification,
+    detection and segmentation) are detected by the names of their tensors.
+
+    Example:
+        vil convert model_best.pth vil_tiny.safetensors --model vil_tiny_rpb
+        vil convert model_final.pth vil_small_coco.pth --model vil_small_rpb --json report.json
+        vil convert model_best.pth vil_tiny_224.pth --model vil_tiny --classifier
+        vil convert lit_ti_retinanet_1x lit_ti_coco.safetensors
+    """
+    source_help = "official checkpoint: a file, or its name in the model zoo"
     parser.add_argument("source", type=weights_file, metavar="SOURCE", help=source_help)
     parser.add_argument("output", type=output_file, metavar="OUTPUT", help="file to write, .pth or .safetensors")
-    model_help = "variant, such as vil_small_rpb; a name of the model zoo has its own"
+    model_help = "variant, such as vil_small_rpb (not needed for a name of the model zoo)"
     parser.add_argument("--model", metavar="VARIANT", help=model_help)
     size_help = (
-        "largest image in pixels to which position tables are resized now: a detector's longer side in both "
-        "directions, since images are landscape and portrait; by default ViL's absolute positions are made for "
-        "1333 x 1333, and other tables keep the size from which models resize them to each feature map"
+        "largest image in pixels; position tables are resized to it now. For a detector, give the longer side twice, "
+        "since images are landscape and portrait. Default: 1333 x 1333 for ViL's absolute positions, no resizing for "
+        "other tables"
     )
-    parser.add_argument("--img-size", type=positive, nargs=2, metavar=("H", "W"), help=size_help)
-    classifier_help = "convert a whole classifier, for create_classifier; H W is its image size"
+    _add_image_size(parser, size_help)
+    classifier_help = "convert a whole classifier for create_classifier; H W is its image size"
     parser.add_argument("--classifier", action="store_true", help=classifier_help)
-    parser.add_argument("--json", type=output_file, metavar="REPORT", help="write what became of each name as JSON")
+    parser.add_argument("--json", type=output_file, metavar="REPORT", help="write what became of each tensor as JSON")
+    args = parser.parse_args(words)
 
-
-def convert(args: argparse.Namespace) -> None:
     from projects_vil.checkpoint import convert_file
 
-    img_size = tuple(args.img_size) if args.img_size else None
-    conversion = convert_file(args.source, args.output, args.model, img_size=img_size, classifier=args.classifier)
+    size = tuple(args.image_size) if args.image_size else None
+    conversion = convert_file(args.source, args.output, args.model, img_size=size, classifier=args.classifier)
     show(*conversion.lines(), f"wrote {args.output}")
     write_json(args.json, conversion.as_json())
 
 
-def add_check_arguments(parser: ToolParser) -> None:
-    parser.add_argument("data", type=existing_path, metavar="DATA", help="folder or annotation file of a dataset")
-    parser.add_argument("images", type=existing_path, nargs="?", metavar="IMAGES", help="image folder of a COCO file")
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write all findings as JSON")
-    fix_help = "write a cleaned copy: a folder with a COCO file for each split, or with IMAGES a file; must not exist"
-    parser.add_argument("--fix", type=output_file, metavar="OUT", help=fix_help)
-    parser.add_argument("--deep", action="store_true", help="read every pixel of every image, not only the headers")
-    parser.add_argument("--boxes", action="store_true", help="ignore masks, for a detector without them")
+# Models --------------------------------------------------------------------------------------------------------------
 
 
-def check(args: argparse.Namespace) -> None:
-    from backbones import ConfigError
+def analyze(parser: ToolParser, words: Sequence[str]) -> None:
+    """Count the parameters and FLOPs of detectors, or of all variants next to the figures of the papers.
 
-    if args.fix and os.path.lexists(args.fix):
-        raise ConfigError(f"--fix: {args.fix} exists: name a new file")
+    Example:
+        vil analyze --config-file configs/retinanet/vil_tiny_rpb_1x.yaml
+        vil analyze --no-flops --config-file configs/*/vil_*_1x.yaml --json counts.json
+        vil analyze --variants
+        vil analyze --variants vil_tiny lit --json variants.json
+    """
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--config-file", nargs="+", type=existing_path, metavar="FILE", help="one or more configs")
+    what.add_argument("--variants", nargs="*", metavar="PREFIX", help="all variants, or variants with these prefixes")
+    _add_image_size(parser, "image size (default 800 1333)")
+    parser.add_argument("--no-flops", action="store_true", help="count parameters only, which is fast")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the counts as JSON")
+    args = parser.parse_args(words)
+    if args.variants is not None and (args.image_size or args.no_flops or args.opts):
+        parser.error("--image-size, --no-flops and overrides are for --config-file")
 
-    from projects_vil.data import CocoFile, read_dataset, write_cleaned
+    from projects_vil import load_config
+    from projects_vil.analysis import count_detector, count_variants, format_detectors, format_variants
 
-    options = {"masks": False if args.boxes else None, "pixels": args.deep, "progress": _progress}
-    options |= {"num_examples": math.inf} if args.json else {}
-    with tempfile.TemporaryDirectory() as folder:
-        splits, contents = {"": (args.data, args.images)}, {}
-        if not args.images:
-            dataset = read_dataset(args.data, folder, val=0, contents=contents)
-            splits = dataset.splits
-            show(dataset.line())
-        files = {split: CocoFile(*paths, dataset=contents.get(split), **options) for split, paths in splits.items()}
-    for split, file in files.items():
-        if not os.path.exists(file.path):
-            file.path = f"{args.data} ({split})" if len(files) > 1 else args.data
-        show(*file.lines())
-    found = {split: file.to_json() for split, file in files.items()}
-    if args.json and any(os.path.realpath(args.json) == os.path.realpath(path) for path, _ in splits.values()):
-        raise ConfigError(f"--json: '{args.json}' is an annotation file of the dataset. Name another file.")
-    write_json(args.json, found.get("") or {"splits": found})
-    for split, file in files.items():
-        if args.fix:
-            output = os.path.join(args.fix, f"{split}.json") if split else args.fix
-            if split:
-                os.makedirs(args.fix, exist_ok=True)
-                # The folder is a dataset of its own: names lead from there to the images.
-                for image in file.images:
-                    if isinstance(image, dict) and isinstance(image.get("file_name"), str):
-                        path = os.path.join(file.image_root, image["file_name"])
-                        image["file_name"] = os.path.relpath(path, args.fix)
-            show(f"wrote {output}: {write_cleaned(file, output)}")
-        elif file.unfixable():
-            raise file.error()
-    if not args.fix and (wrong := [file for file in files.values() if file.findings("error")]):
-        number = sum(len(file.findings("error")) for file in wrong)
-        types = f"{number} type{'s' * (number > 1)} of errors"
-        paths = " and ".join(file.path for file in wrong)
-        raise ConfigError(f"{paths} has {types}; --fix OUT writes a copy without them")
+    if args.variants is not None:
+        counts = count_variants(args.variants)
+        print(format_variants(counts))
+    else:
+        size = tuple(args.image_size or (800, 1333))
+        counts = [
+            count_detector(load_config(path, args.opts), path, size=size, with_flops=not args.no_flops)
+            for path in args.config_file
+        ]
+        print(format_detectors(counts))
+    write_json(args.json, counts)
 
 
-def _progress(number: int) -> None:
-    if not number % 10_000:
-        print(f"{number:,} images checked", file=sys.stderr)
+def benchmark(parser: ToolParser, words: Sequence[str]) -> None:
+    """Measure time and memory of models: interleaved in one process, medians and quartiles.
+
+    Models are variants, timm:MODEL or config files. A suffix changes a model: +checkpointing (activation
+    checkpointing), +shift (random-shift training), +sdpa or +triton (attention backend). Baselines (--against) are r50
+    and swin_t of detectron2, or models of timm. Ratios are to the first baseline, or to the first model. Several
+    --image-size are a sweep, with the exponents of pixels by which time and memory grow. Overrides of config keys apply
+    to the models, not to the baselines.
+
+    Example:
+        vil benchmark --models vil_tiny_rpb vil_small_rpb --against swin_t --image-size 800 1344
+        vil benchmark --backward --models vil_small_rpb vil_small_rpb+shift --against swin_t --image-size 512 672
+        vil benchmark --what train-step --detector mask_rcnn --models vil_small_rpb --against r50 swin_t \\
+            --image-size 512 672 --batch 2 --json step.json
+        vil benchmark --what attention --models vil_small_rpb full_small --image-size 400 672 --image-size 800 1344 \\
+            --plot growth.png
+    """
+    parts, dtypes, detectors = choices.BENCHMARK_PARTS, choices.BENCHMARK_DTYPES, choices.DETECTORS[:2]
+    parser.add_argument("--what", choices=parts, default="backbone", help="what to measure (default backbone)")
+    parser.add_argument("--models", nargs="+", required=True, metavar="NAME", help="variants, timm:MODEL or configs")
+    parser.add_argument("--against", nargs="+", default=[], metavar="NAME", help="r50, swin_t, or models of timm")
+    parser.add_argument("--detector", choices=detectors, default=detectors[0], help="of variants (default retinanet)")
+    parser.add_argument("--backward", action="store_true", help="measure gradients of attention and backbones too")
+    _add_image_size(parser, "pixels; may be repeated (default 800 1344)", action="append")
+    parser.add_argument("--batch", type=positive, default=1, metavar="N", help="images of a batch (default 1)")
+    parser.add_argument("--dtype", choices=dtypes, default="float32", help="data type, by autocast (default float32)")
+    parser.add_argument("--runs", type=positive, default=5, metavar="N", help="timed runs of each model (default 5)")
+    parser.add_argument("--no-memory", action="store_true", help="measure time only, which is faster on a CPU")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures as JSON")
+    parser.add_argument("--plot", type=output_file, metavar="FILE", help="plot against pixels, .png or .svg")
+    args = parser.parse_args(words)
+    if args.plot and Path(args.plot).suffix not in (".png", ".svg"):
+        parser.error(f"argument --plot: {args.plot} does not end in .png or .svg")
+
+    from projects_vil import analysis
+    from projects_vil.config import config_path
+
+    base = config_path(f"base/{args.detector}")
+    options = {
+        **{"part": args.what, "base": base, "batch_size": args.batch, "backward": args.backward},
+        **{"device": config_of(args, base).MODEL.DEVICE, "dtype": args.dtype, "overrides": tuple(args.opts)},
+    }
+    names = [(name, False) for name in args.models] + [(name, True) for name in args.against]
+    reference, rows = len(args.models) if args.against else 0, []
+    for size in args.image_size or [(800, 1344)]:
+        cases = [analysis.BenchmarkCase(*name, size=tuple(size), **options) for name in names]
+        rows += analysis.measure(cases, reference=reference, runs=args.runs, memory=not args.no_memory)
+    print(analysis.format_measurements(rows, reference=names[reference][0]))
+    write_json(args.json, {"measurements": rows, "growth": analysis.growth(rows)})
+    if args.plot:
+        analysis.plot_measurements(rows, args.plot)
+
+
+def visualize(parser: ToolParser, words: Sequence[str]) -> None:
+    """Draw attention, training data, sampling offsets or results of a detector as PNG files.
+
+    Example:
+        vil visualize attention --config-file output/vil_tiny/config.yaml --weights output/vil_tiny/model_final.pth \\
+            --input photo.jpg --output drawings --stage 3 --block 9 --point 120 200
+        vil visualize data --config-file configs/demo/mask_rcnn_vil_shapes.yaml --output drawings \\
+            INPUT.AUGMENTATION lsj_copy_paste INPUT.LSJ.SIZE 128
+        vil visualize offsets --config-file output/lit_s/config.yaml --weights output/lit_s/model_final.pth \\
+            --input photo.jpg --output drawings --points 8
+        vil visualize results --run output/demo_retinanet --num-images 8
+    """
+    commands = parser.add_subparsers(required=True, metavar="WHAT", parser_class=ConfigToolParser)
+
+    def add(render: Callable[[argparse.Namespace], list[str]], summary: str, **options: Any) -> ConfigToolParser:
+        name = render.__name__.removeprefix("_draw_")
+        command = commands.add_parser(name, help=summary, description=render.__doc__, **options)
+        command.set_defaults(render=render)
+        return command
+
+    add_image = partial(ConfigToolParser.add_argument, required=True, type=existing_path, metavar="IMAGE")
+    add_folder = partial(ConfigToolParser.add_argument, required=True, type=Path, metavar="DIR")
+
+    command = add(_draw_attention, "heat map of one token's attention per head", weights=True, devices=("cpu",))
+    add_image(command, "--input", help="image file")
+    add_folder(command, "--output", help="folder for the PNG")
+    command.add_argument("--stage", required=True, type=int, metavar="S", help="stage of the backbone, from 1")
+    command.add_argument("--block", required=True, type=int, metavar="B", help="block of the stage, from 1")
+    command.add_argument("--point", required=True, type=int, nargs=2, metavar=("Y", "X"), help="pixel of the image")
+
+    command = add(_draw_data, "training samples after augmentation", devices=())
+    add_folder(command, "--output", help="folder for the PNGs, one per sample")
+    command.add_argument("--number", type=positive, default=16, metavar="N", help="number of samples (default 16)")
+    command.add_argument("--seed", type=int, metavar="S", help="seed of the run (default: SEED of the config, or 0)")
+
+    command = add(_draw_offsets, "sampling points of LIT's deformable token merging", weights=True, devices=("cpu",))
+    add_image(command, "--input", nargs="+", help="image files; one PNG for each")
+    add_folder(command, "--output", help="folder for the PNGs")
+    points = command.add_mutually_exclusive_group()
+    points.add_argument("--points", type=positive, default=8, metavar="N", help="positions on a grid (default 8)")
+    points.add_argument("--point", type=int, nargs=2, metavar=("Y", "X"), help="only the position at this pixel")
+
+    command = add(_draw_results, "predictions of a run next to the ground truth", config_file=False, devices=())
+    command.add_argument("--run", required=True, type=existing_path, metavar="DIR", help="output directory of a run")
+    command.add_argument("--dataset", metavar="NAME", help="dataset (default: the first of DATASETS.TEST)")
+    command.add_argument("--output", type=output_file, metavar="PNG", help="default: DIR/predictions.png")
+    command.add_argument("--num-images", type=positive, default=8, metavar="N", help="images, one per row (default 8)")
+    threshold = choices.SCORE_THRESHOLD
+    threshold_help = f"lowest score (default {threshold})"
+    command.add_argument("--score-threshold", type=float, default=threshold, metavar="T", help=threshold_help)
+
+    args = parser.parse_args(words)
+    show(*args.render(args))
+
+
+def _draw_attention(args: argparse.Namespace) -> list[str]:
+    """Draw which tokens one token of an image attends to: a heat map for each head of one block."""
+    from projects_vil.visualization import draw_attention
+
+    cfg = config_of(args)
+    position = {"stage": args.stage, "block": args.block, "point": args.point}
+    return [f"wrote {draw_attention(cfg, cfg.MODEL.WEIGHTS, args.input, args.output, **position)}"]
+
+
+def _draw_data(args: argparse.Namespace) -> list[str]:
+    """Draw the first augmented training samples, exactly as the model receives them."""
+    from projects_vil.config import check_override_effects, load_config
+    from projects_vil.data import register_datasets
+    from projects_vil.engine import check_values
+    from projects_vil.visualization import draw_samples
+
+    cfg = load_config(args.config_file, args.opts)
+    check_values(cfg)
+    check_override_effects(cfg, args.opts[::2])
+    register_datasets(cfg)
+    return [f"wrote {path}" for path in draw_samples(cfg, args.output, number=args.number, seed=args.seed)]
+
+
+def _draw_offsets(args: argparse.Namespace) -> list[str]:
+    """Draw where positions of LIT's last stage sample an image, through its token merging (LIT, figure 2)."""
+    from projects_vil.visualization import draw_offsets
+
+    cfg = config_of(args)
+    tokens = {"num_points": args.points, "point": args.point}
+    return [f"wrote {path}" for path in draw_offsets(cfg, cfg.MODEL.WEIGHTS, args.input, args.output, **tokens)]
+
+
+def _draw_results(args: argparse.Namespace) -> list[str]:
+    """Draw a run's predictions next to the ground truth, then print its metrics and files."""
+    from projects_vil.config import load_config
+    from projects_vil.data import load_dataset, register_datasets
+    from projects_vil.visualization import draw_results, predictions_file, summarize_run
+
+    run = Path(args.run)
+    cfg = load_config(run / "config.yaml", args.opts)
+    register_datasets(cfg)
+    dataset = args.dataset or next(iter(cfg.DATASETS.TEST), "")
+    records = load_dataset(cfg, [dataset], train=False)
+    drawing = Path(args.output) if args.output else run / "predictions.png"
+    options = {"num_images": args.num_images, "score_threshold": args.score_threshold}
+    draw_results(dataset, records, predictions_file(run, dataset), drawing, **options)
+    return summarize_run(run, dataset, num_images=len(records), drawing=drawing)
+
+
+def install(parser: ToolParser, words: Sequence[str]) -> None:
+    """Install detectron2, which is not on the package index, next to torch.
+
+    Example:
+        vil install-detectron2
+    """
+    install_detectron2.add_arguments(parser)
+    install_detectron2.install_or_exit(parser.parse_args(words).source)
+
+
+# Each with the options of its parser; None for a command without config keys.
+COMMANDS: dict[str, tuple[Callable[[ToolParser, Sequence[str]], None], dict[str, Any] | None]] = {
+    "train": (train, {"config_file": False, "weights": True}),
+    "eval": (evaluate, {"config_file": False}),
+    "predict": (predict, {"config_file": False, "weights": True}),
+    "export": (export, {"config_file": False, "weights": True, "devices": ("cpu",)}),
+    "check": (check, None),
+    "report": (report, {"config_file": False, "devices": ()}),
+    "convert": (convert, None),
+    "analyze": (analyze, {"config_file": False, "devices": ()}),
+    "benchmark": (benchmark, {"config_file": False}),
+    "visualize": (visualize, None),
+    "install-detectron2": (install, None),
+}

@@ -60,7 +60,8 @@ class Checkpointer(DetectionCheckpointer):
     Every saved file has metadata (:class:`~projects_vil.checkpoint.metadata.CheckpointMetadata`).
 
     Args:
-        model, save_dir: see detectron2's.
+        model: see detectron2's.
+        save_dir: see detectron2's.
         cfg: the model's config, for its datasets and input format; without it neither is compared or saved.
         complete: whether the file must have weights for the whole model, as evaluation and export require. A resume
             always requires this.
@@ -81,7 +82,7 @@ class Checkpointer(DetectionCheckpointer):
         cfg: CfgNode | None = None,
         complete: bool = False,
         averaged: AveragedModel | None = None,
-        **checkpointables,
+        **checkpointables: Any,
     ) -> None:
         super().__init__(model, save_dir, **checkpointables)
         self.averaged = averaged
@@ -326,7 +327,7 @@ class Checkpointer(DetectionCheckpointer):
             new = [name for index, name in enumerate(ours) if index not in matched]
             self.logger.info(
                 f"classes matched by name: {len(matched)} of {len(ours)} ({', '.join(ours[i] for i in matched)}) in "
-                f"{', '.join(copied)}" + (f"; randomly initialised: {', '.join(new)}" if new else "")
+                f"{', '.join(copied)}" + (f"; randomly initialized: {', '.join(new)}" if new else "")
             )
         state_dict.update(copied)
 

@@ -19,7 +19,7 @@ from backbones import ConfigError
 from backbones.backbone import Backbone
 from backbones.build import VARIANTS, get_variant
 from backbones.checkpoint_files import check_writable, read_checkpoint, write_checkpoint
-from backbones.convert import ConversionReport, OfficialCheckpoint, convert_state_dict, describe_mismatch, detect_format
+from backbones.convert import ConversionReport, OfficialCheckpoint, check_names, convert_state_dict, detect_format
 from backbones.layers.position import fit_table
 from backbones.lit import LITVariant
 from backbones.vil import ViLStage, ViLVariant
@@ -34,7 +34,7 @@ _ANCHORS = 9  # per position, in the official RetinaNets
 
 # Options that a detector's config needs besides its variant.
 _CONFIG_OPTIONS = ("max_img_size", "position_interpolation", "global_tokens", "shared_projections")
-_OTHER_HEADS = "{} is mmsegmentation's, not detectron2's: it is randomly initialised"
+_OTHER_HEADS = "{} is mmsegmentation's, not detectron2's: it is randomly initialized"
 _OTHER_PARTS = ("neck", "decode_head", "auxiliary_head")
 _BIAS_TABLE = "attn.local_relative_position_bias_table"
 _COMPUTED_BUFFER = re.compile(r"(proposal_generator\.)?anchor_generator\.cell_anchors\.\d|pixel_(mean|std)")
@@ -75,12 +75,12 @@ class ConvertedCheckpoint:
     report: ConversionReport
 
     def lines(self) -> list[str]:
-        """Return the report as text: a summary, then resized, dropped and initialised tensors in groups."""
+        """Return the report as text: a summary, then resized, dropped and initialized tensors in groups."""
         lines = [f"{self.official.project}: {self.report.summary()}"]
         resized = Counter((re.sub(r"blocks\.\d+", "blocks.*", k), *shapes) for k, shapes in self.report.resized.items())
         for (name, old, new), number in resized.items():
             lines.append(f"resized: {name} {old} to {new}" + (f", {number} times" if number > 1 else ""))
-        for action in ("dropped", "initialised"):
+        for action in ("dropped", "initialized"):
             names_of = defaultdict(list)
             for name, reason in getattr(self.report, action).items():
                 names_of[reason].append(name)
@@ -244,7 +244,7 @@ def backbone_of_classifier(
     norms = [key for key in target if key.startswith("output_norms.") and key not in converted]
     for key in norms:
         converted[key] = (torch.ones if key.endswith("weight") else torch.zeros)(target[key].shape)
-    lines += [f"initialised: {', '.join(norms)}: a classifier has no output norms"] if norms else []
+    lines += [f"initialized: {', '.join(norms)}: a classifier has no output norms"] if norms else []
     return converted, lines
 
 
@@ -409,8 +409,7 @@ def _convert_heads(official: OfficialCheckpoint, variant: str, report: Conversio
         else:
             unexplained.append(name)
     unfilled = sorted(expected - heads.keys())
-    if unexplained or unfilled:
-        raise ConfigError(describe_mismatch(variant, unexplained, unfilled))
+    check_names(f"'{variant}'", unexplained, unfilled)
     return heads
 
 

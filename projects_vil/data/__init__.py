@@ -21,6 +21,7 @@ from projects_vil.data.catalog import (
     read_categories,
     register_datasets,
 )
+from projects_vil.data.check import check_dataset, write_fixed
 from projects_vil.data.coco import CHECK_MODES, evaluation_dataset, fixed_coco, is_coco, write_cleaned, write_subset
 from projects_vil.data.coco_checks import CocoFile
 from projects_vil.data.dataset_mapper import Mapper, check_crop

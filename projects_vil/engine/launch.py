@@ -1,7 +1,7 @@
-"""The processes of a run, started here or by torchrun."""
+"""Start the processes of a run, or join the processes that torchrun started."""
 
-import argparse
 import contextlib
+import dataclasses
 import multiprocessing
 import os
 import re
@@ -15,7 +15,7 @@ from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import torch
@@ -28,16 +28,14 @@ from projects_vil.utils import cleanup_on_failure, handling_signals, hidden_main
 
 # How long processes wait for each other, for example while rank 0 evaluates or reads the data.
 TIMEOUT = timedelta(minutes=30)
-# Seconds that the other processes have to save and exit once one has ended.
+# Seconds in which the other processes save and exit after one process has ended.
 GRACE_PERIOD = 60
-# Seconds that machines wait for each other at the start.
-START_TIMEOUT = 600
-# Seconds after which a machine says whom it waits for; then after twice as many, and so on.
+# Seconds until a machine reports which machines it waits for. The interval doubles with each report.
 FIRST_NOTICE = 10
 
 
 class DistributedEnv(NamedTuple):
-    """A process among those of its run, as torchrun's environment variables describe it."""
+    """The position of a process in its run, as torchrun's environment variables describe it."""
 
     rank: int
     local_rank: int
@@ -50,7 +48,7 @@ class ProcessEnded(Exception):
 
     Args:
         message: one line.
-        exit_status: the status that the tool ends with.
+        exit_status: exit status of the command.
     """
 
     def __init__(self, message: str, *, exit_status: int) -> None:
@@ -59,7 +57,7 @@ class ProcessEnded(Exception):
 
 
 def distributed_env() -> DistributedEnv | None:
-    """Return the environment of torchrun, or of a launcher that sets the same variables; None without one.
+    """Return the environment that torchrun, or a launcher with the same variables, has set; None without one.
 
     Raises:
         ConfigError: if only some of the variables are set, or one is not a number.
@@ -72,100 +70,128 @@ def distributed_env() -> DistributedEnv | None:
             _ = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     except (KeyError, ValueError) as error:
         raise ConfigError(
-            "torchrun sets the environment variables RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and "
-            f"MASTER_PORT, and here one is missing or wrong: {error}"
+            "The environment variables of torchrun are incomplete: RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, "
+            f"MASTER_ADDR and MASTER_PORT are needed, and one is missing or invalid ({error}). Start with torchrun, or "
+            "unset RANK."
         ) from error
     return env
 
 
-def number_of_processes(args: argparse.Namespace) -> int:
-    """Return the number of processes of the whole run, by torchrun or by detectron2's arguments."""
-    env = distributed_env()
-    return args.num_gpus * args.num_machines if env is None else env.world_size
+@dataclasses.dataclass(frozen=True)
+class Processes:
+    """The processes of a run, with the arguments of detectron2's ``launch``. Under torchrun the defaults must stay.
 
-
-def check_processes(args: argparse.Namespace, *, device: str) -> None:
-    """Raise a ConfigError if the processes that torchrun or detectron2's arguments ask for cannot run here.
-
-    Args:
-        args: parsed by detectron2's parser.
-        device: ``MODEL.DEVICE``.
+    Attributes:
+        num_gpus: processes on this machine, one per GPU, or on the CPU if that is the device.
+        num_machines: number of machines.
+        machine_rank: rank of this machine, from 0.
+        dist_url: ``tcp://HOST:PORT`` of the first machine; only read for several machines.
+        dist_timeout: seconds to wait for the other machines at the start.
     """
-    env, on_cpu = distributed_env(), device.startswith("cpu")
-    if env is not None and (args.num_gpus != 1 or args.num_machines != 1):
-        raise ConfigError(f"torchrun has started {env.world_size} processes: leave out --num-gpus and --num-machines")
-    if not 0 <= args.machine_rank < args.num_machines:
-        raise ConfigError(
-            f"--num-machines is {args.num_machines} and --machine-rank {args.machine_rank}: give one machine or more, "
-            "and a rank from 0 that is below their number"
-        )
-    if args.num_machines > 1 and not re.fullmatch(r"tcp://(?!127\.0\.0\.1:)[^/]+:\d{1,5}", args.dist_url):
-        needed = "tcp://HOST:PORT, where other machines reach the first one by HOST"
-        raise ConfigError(f"--dist-url is {args.dist_url}: it must be {needed}")
-    if number_of_processes(args) > 1 and ":" in device:
-        raise ConfigError(f"the device is {device}: with several processes it must be {device.partition(':')[0]}")
-    here = args.num_gpus if env is None else env.local_world_size
-    available = max(os.cpu_count() or 1, 2) if on_cpu else max(torch.cuda.device_count(), 1)
-    if not 0 < here <= available and not (on_cpu and env is not None):
-        unit = "CPU cores" if on_cpu else "GPUs"
-        raise ConfigError(f"--num-gpus is {here}: it must be 1 to {available}, the number of {unit} here")
+
+    num_gpus: int = 1
+    num_machines: int = 1
+    machine_rank: int = 0
+    dist_url: str = "auto"
+    dist_timeout: float = 600
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes of the run on all machines."""
+        env = distributed_env()
+        return self.num_gpus * self.num_machines if env is None else env.world_size
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is, or starts, the process with rank 0."""
+        env = distributed_env()
+        return self.machine_rank == 0 if env is None else env.rank == 0
+
+    def check(self, device: str) -> None:
+        """Raise a ConfigError if the processes cannot run here.
+
+        Args:
+            device: ``MODEL.DEVICE``.
+        """
+        env, on_cpu = distributed_env(), device.startswith("cpu")
+        if env is not None and (self.num_gpus != 1 or self.num_machines != 1):
+            raise ConfigError(f"torchrun has started {env.world_size} processes. Remove --num-gpus and --num-machines.")
+        if not 0 <= self.machine_rank < self.num_machines:
+            raise ConfigError(
+                f"--machine-rank {self.machine_rank} does not fit --num-machines {self.num_machines}. Ranks count from "
+                "0."
+            )
+        if self.num_machines > 1 and not re.fullmatch(r"tcp://(?!127\.0\.0\.1:)[^/]+:\d{1,5}", self.dist_url):
+            raise ConfigError(
+                f"--dist-url is {self.dist_url}. With several machines it must be tcp://HOST:PORT, where HOST is the "
+                "first machine."
+            )
+        if self.world_size > 1 and ":" in device:
+            raise ConfigError(f"MODEL.DEVICE is {device}. Use {device.partition(':')[0]} with several processes.")
+        here = self.num_gpus if env is None else env.local_world_size
+        available = max(os.cpu_count() or 1, 2) if on_cpu else max(torch.cuda.device_count(), 1)
+        if not 0 < here <= available and not (on_cpu and env is not None):
+            unit = "CPU cores" if on_cpu else "GPUs"
+            raise ConfigError(f"--num-gpus is {here}. This machine has {available} {unit}.")
 
 
-def launch(run: Callable[[argparse.Namespace], Any], args: argparse.Namespace, *, output_dir: str, device: str) -> None:
-    """Call ``run(args)`` in all processes of a run, over NCCL on GPUs and gloo on the CPU.
+def launch(run: Callable[..., object], arguments: tuple, processes: Processes, *, output_dir: str, device: str) -> None:
+    """Call ``run(*arguments)`` in all processes of a run, over NCCL on GPUs and gloo on the CPU.
 
-    They are the processes of torchrun, or as many as detectron2's arguments ask for; a single one is this process. When
-    one ends, so do the others; SIGINT, SIGTERM and SIGHUP are passed on to all.
+    A single process is this one. If one process ends, the others end too. SIGINT, SIGTERM and SIGHUP are passed on to
+    all processes.
 
     Args:
         run: a function that can be imported.
-        args: parsed by detectron2's parser.
-        output_dir: the folder of the run, which is created, and removed where it was new and the run does not begin.
+        arguments: are pickled for new processes.
+        processes: how many processes to start, or the defaults under torchrun.
+        output_dir: output directory of the run. It is created, and deleted if it is new and the run does not start.
         device: ``MODEL.DEVICE``.
 
     Raises:
-        ConfigError: if the folder cannot be created, and as ``run`` in one of the processes.
+        ConfigError: if the output directory cannot be created, or if ``run`` raises it in a process.
         ProcessEnded: if a process was killed.
         ProcessRaisedException: torch's, with the traceback of a process, for any other exception.
-        SystemExit: with 128 and the number of the signal that stopped the run.
+        SystemExit: with 128 plus the number of the signal that stopped the run.
     """
     env = distributed_env()
     with cleanup_on_failure(Path(output_dir)):
-        if number_of_processes(args) == 1:
-            run(args)
+        if processes.world_size == 1:
+            run(*arguments)
         elif env is not None:
-            with _process_group(env, device, f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", args):
-                run(args)
+            url = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            with _process_group(env, device, url, processes.dist_timeout):
+                run(*arguments)
         else:
             with tempfile.TemporaryDirectory() as folder:
-                url = args.dist_url if args.num_machines > 1 else f"file://{folder}/store"
-                _spawn(run, args, device, url)
+                url = processes.dist_url if processes.num_machines > 1 else f"file://{folder}/store"
+                _spawn(run, arguments, processes, device, url)
 
 
-def _spawn(run: Callable, args: argparse.Namespace, device: str, url: str) -> None:
-    processes: list[BaseProcess] = []
+def _spawn(run: Callable[..., object], arguments: tuple, processes: Processes, device: str, url: str) -> None:
+    workers: list[BaseProcess] = []
     received: list[int] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         is_second = number == signal.SIGINT and number in received
         received.append(number)
-        for process in processes:
-            if process.is_alive():
-                os.kill(process.pid, signal.SIGKILL if is_second else number)
+        for worker in workers:
+            if worker.is_alive():
+                os.kill(worker.pid, signal.SIGKILL if is_second else number)
 
     with handling_signals(pass_on):
+        worker_args, count = (run, arguments, processes, device, url), processes.num_gpus
         # CUDA and OpenMP's threads do not survive a fork.
-        worker_args = (run, args, device, url)
         with hidden_main_module():
-            context = start_processes(_worker, worker_args, nprocs=args.num_gpus, join=False, start_method="spawn")
-        processes += context.processes
+            context = start_processes(_worker, worker_args, nprocs=count, join=False, start_method="spawn")
+        workers += context.processes
         for number in received[:1]:
             pass_on(number, None)
         try:
             while not context.join(grace_period=GRACE_PERIOD):
                 pass
         except ProcessRaisedException as error:
-            # Only the text of the exception of a process arrives here.
+            # Only the text of the exception arrives here.
             _, is_ours, message = str(error).rpartition(f"{ConfigError.__module__}.{ConfigError.__qualname__}: ")
             if is_ours:
                 raise ConfigError(message.strip()) from error
@@ -176,66 +202,69 @@ def _spawn(run: Callable, args: argparse.Namespace, device: str, url: str) -> No
             reason = error.signal_name or f"exit status {error.exit_code}"
             hint = ", often because memory is short" if reason in ("SIGKILL", "SIGBUS") else ""
             raise ProcessEnded(
-                f"process {error.error_index} of {args.num_gpus} was ended by {reason}{hint}",
+                f"process {error.error_index} of {count} was ended by {reason}{hint}",
                 exit_status=abs(error.exit_code) + (128 if error.signal_name else 0),
             ) from None
         if received:
-            # torch has processes that a second SIGINT interrupts, which a terminal sends to all, end with status 0.
+            # A process that a second SIGINT interrupts ends with status 0 in torch, and a terminal sends it to all.
             raise SystemExit(128 + received[0])
 
 
-def _worker(local_rank: int, run: Callable, args: argparse.Namespace, device: str, url: str) -> None:
-    # The default one: else data loading processes would be spawned too, as new interpreters, which take seconds.
+def _worker(
+    local_rank: int, run: Callable[..., object], arguments: tuple, processes: Processes, device: str, url: str
+) -> None:
+    # The default: otherwise data loader workers are spawned too, as new interpreters, which takes seconds.
     multiprocessing.set_start_method(None, force=True)
-    rank, world_size = args.machine_rank * args.num_gpus + local_rank, args.num_gpus * args.num_machines
+    rank, count = processes.machine_rank * processes.num_gpus + local_rank, processes.num_gpus
+    env = DistributedEnv(rank, local_rank, count * processes.num_machines, count)
     status = None
     with handling_signals(terminate):
         try:
-            with _process_group(DistributedEnv(rank, local_rank, world_size, args.num_gpus), device, url, args):
-                run(args)
+            with _process_group(env, device, url, processes.dist_timeout):
+                run(*arguments)
         except SystemExit as error:
             status = error.code
     if status is not None:
-        # The first process passes on the Ctrl-C that a terminal has sent to all.
+        # The parent process passes on the Ctrl-C that a terminal has sent to all.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Not in the handler: the traceback refers to data loaders, whose processes end with them.
+    # Outside of the handler: the traceback refers to data loaders, whose processes end with them.
     sys.exit(status)
 
 
 @contextlib.contextmanager
-def _process_group(env: DistributedEnv, device: str, url: str, args: argparse.Namespace) -> Iterator[None]:
+def _process_group(env: DistributedEnv, device: str, url: str, timeout: float) -> Iterator[None]:
     on_gpu = not device.startswith("cpu")
     if on_gpu:
         torch.cuda.set_device(env.local_rank)
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // env.local_world_size))
-    # Ray Train makes the group itself.
+    # Ray Train creates the group itself.
     is_ours = not torch.distributed.is_initialized()
     if is_ours:
-        store = _rendezvous(env, url, getattr(args, "dist_timeout", START_TIMEOUT))
+        store = _rendezvous(env, url, timeout)
         options = {"store": store, "rank": env.rank, "world_size": env.world_size, "timeout": TIMEOUT}
         torch.distributed.init_process_group("nccl" if on_gpu else "gloo", **options)
     comm.create_local_process_group(env.local_world_size)
     comm.synchronize()
     yield
-    # Not after an exception: the others may never come to it.
+    # Not after an exception: the other processes may never reach this line.
     if is_ours:
         torch.distributed.destroy_process_group()
 
 
 def _rendezvous(env: DistributedEnv, url: str, timeout: float) -> Store:
-    """Return a store for the processes of a run, once all have come.
+    """Wait for all processes of a run, and return a store for them.
 
-    torchrun's store keeps the addresses of processes that it has started again since, and counts restarts on each
-    machine for itself. So the first process draws a key for each start, all report under it, and go on at its word.
+    torchrun's store keeps the addresses of processes that it has restarted since, and each machine counts restarts
+    separately. Therefore the first process sets a new key for each start, and all processes report under this key.
 
     Args:
         env: this process.
         url: ``tcp://HOST:PORT`` of the first machine, or ``file://PATH``.
-        timeout: seconds after which this gives up.
+        timeout: seconds.
 
     Raises:
-        ConfigError: if the host has no address, or the port is taken, and after the timeout.
+        ConfigError: if the host has no address, if the port is in use, or after the timeout.
     """
     size = env.local_world_size
     machines = range(env.world_size // size)
@@ -248,7 +277,7 @@ def _rendezvous(env: DistributedEnv, url: str, timeout: float) -> Store:
                 store.set("start", f"{env.world_size} {os.urandom(8).hex()}")
             if store.check(["start"]) and (given := store.get("start").decode()) != key:
                 key = given
-                # Where another process of this rank has reported before, a new key is to come.
+                # If another process of this rank has already reported, a new key follows.
                 is_ours = key.startswith(f"{env.world_size} ") and store.add(f"{key} {env.rank}", 1) == 1
             if env.rank == 0 and store.check([f"{key} {rank}" for rank in range(env.world_size)]):
                 store.set(f"{key} all", "")
@@ -257,31 +286,33 @@ def _rendezvous(env: DistributedEnv, url: str, timeout: float) -> Store:
                 return PrefixStore(key, store)
         waited = time.monotonic() - begin
         if waited > min(notice, timeout) and env.local_rank == 0:
-            # Its first process speaks for a machine.
+            # The first process of each machine reports.
             missing = [str(one) for one in machines if is_ours and not store.check([f"{key} {one * size}"])]
             whom = f"machine rank{'s' * (len(missing) > 1)} {', '.join(missing) or 0} of {len(machines)} at {url}"
             if waited > timeout:
-                hint = "start the run on all with the same arguments but --machine-rank, and open the port to them"
-                raise ConfigError(f"after {timeout:g} s (--dist-timeout) there is no answer from {whom}: {hint}")
+                raise ConfigError(
+                    f"No answer from {whom} after {timeout:g} s (--dist-timeout). Start the run on all machines with "
+                    "the same arguments except --machine-rank, and open the port."
+                )
             print(f"waiting for {whom}, for {waited:.0f} s of {timeout:g}", file=sys.stderr, flush=True)
             notice *= 2
         time.sleep(0.1)
 
 
 def _open_store(env: DistributedEnv, url: str, timeout: float) -> Store | None:
-    """Return the store at a URL; None while the first process does not answer."""
+    """Return the store at a URL, or None while the first process does not answer."""
     address = urlsplit(url)
     if address.scheme == "file":
         return FileStore(address.path, env.world_size)
-    # torchrun's own process has the store.
+    # torchrun's own process serves the store.
     is_server = env.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
-        # TCPStore waits in C++, where Ctrl-C does not reach it.
+        # TCPStore waits in C++, where Ctrl-C has no effect.
         if not is_server:
             socket.create_connection((address.hostname, address.port), timeout=5).close()
         options = {"is_master": is_server, "wait_for_workers": False, "timeout": timedelta(seconds=timeout)}
         return TCPStore("localhost" if is_server else address.hostname, address.port, **options)
     except (socket.gaierror, DistNetworkError) as error:
-        raise ConfigError(f"the first machine, {url}: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"Cannot connect to the first machine at {url}: {str(error).splitlines()[0]}") from error
     except OSError:
         return None

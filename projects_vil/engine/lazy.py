@@ -1,6 +1,5 @@
 """LazyConfigs, as configs/lazy/ has them: what tools/lazyconfig_train_net.py does, with the trainer of YAML configs."""
 
-import argparse
 import functools
 import math
 from collections import OrderedDict
@@ -21,8 +20,8 @@ from backbones.errors import check_file, closest
 from projects_vil import data
 from projects_vil.config import config_items, default_config, one_line
 from projects_vil.engine.checks import check_setup
-from projects_vil.engine.launch import check_processes, launch, number_of_processes
-from projects_vil.engine.train import evaluate, lock_output_dir, train
+from projects_vil.engine.launch import Processes, launch
+from projects_vil.engine.train import lock_output_dir, run_evaluation, run_training
 from projects_vil.engine.trainer import Trainer, report_results, share_statistics
 from projects_vil.evaluation import match_to_dataset
 from projects_vil.solver import clip_full_model
@@ -55,27 +54,37 @@ _OPTIONS = {
 _INVALID = (TypeError, ValueError, KeyError, IndexError, AttributeError, AssertionError, OmegaConfBaseException)
 
 
-def train_lazily_from_command_line(args: argparse.Namespace) -> None:
-    """Check a run of a LazyConfig as far as that takes a second, then start its processes.
+def run_lazy_config(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    processes: Processes,
+    eval_only: bool = False,
+    resume: bool = False,
+) -> None:
+    """Check a LazyConfig, which takes about a second, then train or evaluate in all processes.
 
     Args:
-        args: parsed by detectron2's ``default_argument_parser``; overrides are ``key=value``, and ``+key=value`` for
-            a key that the config does not have.
+        path: the config file. Each process reads it again, because a LazyConfig may hold functions.
+        overrides: ``key=value``, or ``+key=value`` for a key that the config does not have.
+        processes: processes of the run.
+        eval_only: evaluate instead of training.
+        resume: continue from the last checkpoint in the output directory.
 
     Raises:
         ConfigError: for a mistake in the config, its overrides or the files that they name.
     """
-    cfg = load_lazy_config(args.config_file, args.opts)
-    device, processes = str(cfg.train.device), number_of_processes(args)
-    check_processes(args, device=device)
+    cfg = load_lazy_config(path, overrides)
+    device = str(cfg.train.device)
+    processes.check(device)
     with torch.device("meta"):
         model = _instantiate(cfg.model, "model")
-        if not args.eval_only:
+        if not eval_only:
             build_lazy_optimizer(cfg, model)  # raises for a pattern that matches no parameter
     options = lazy_options(cfg, model)
     _instantiate(cfg.lr_multiplier, "lr_multiplier")
     data.register_datasets(options)
-    check_setup(options, processes=processes, eval_only=args.eval_only, resume=args.resume, model=model)
+    check_setup(options, processes=processes.world_size, eval_only=eval_only, resume=resume, model=model)
     for split in ("train", "test"):
         given = cfg.dataloader[split].mapper.image_format
         if given != model.input_format:
@@ -84,7 +93,8 @@ def train_lazily_from_command_line(args: argparse.Namespace) -> None:
             )
     if len(options.DATASETS.TEST) != 1:
         raise ConfigError(f"dataloader.test.dataset.names is {options.DATASETS.TEST}: it must name one dataset")
-    launch(_run, args, output_dir=options.OUTPUT_DIR, device=device)
+    arguments = str(path), tuple(overrides), eval_only, resume
+    launch(_run, arguments, processes, output_dir=options.OUTPUT_DIR, device=device)
 
 
 def load_lazy_config(path: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
@@ -229,9 +239,9 @@ def _build_model(lazy: DictConfig, options: CfgNode) -> nn.Module:
     return _instantiate(lazy.model, "model").to(options.MODEL.DEVICE)
 
 
-def _run(args: argparse.Namespace) -> None:
+def _run(path: str, overrides: Sequence[str], eval_only: bool, resume: bool) -> None:
     """Train or evaluate in one process."""
-    cfg = load_lazy_config(args.config_file, args.opts)
+    cfg = load_lazy_config(path, overrides)
     with torch.device("meta"):
         options = lazy_options(cfg, _instantiate(cfg.model, "model"))
     data.register_datasets(options)
@@ -241,11 +251,12 @@ def _run(args: argparse.Namespace) -> None:
         saved.train.seed = options.SEED
         LazyConfig.save(saved, str(path))
 
-    if args.eval_only:
-        evaluate(options, args, functools.partial(_build_model, cfg), functools.partial(_test, cfg), write_config)
+    if eval_only:
+        build, test = functools.partial(_build_model, cfg), functools.partial(_test, cfg)
+        run_evaluation(options, build, test, write_config, resume=resume)
     else:
-        with lock_output_dir(options, resume=args.resume):
-            train(options, args, functools.partial(LazyTrainer, lazy=cfg), write_config)
+        with lock_output_dir(options, resume=resume):
+            run_training(options, functools.partial(LazyTrainer, lazy=cfg), write_config, resume=resume)
 
 
 def _test(cfg: DictConfig, options: CfgNode, model: nn.Module) -> OrderedDict:

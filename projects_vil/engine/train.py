@@ -1,11 +1,10 @@
-"""Training and evaluation from the command line: what tools/train_net.py does."""
+"""Train or evaluate in the processes of a run."""
 
-import argparse
 import contextlib
-import itertools
 import logging
+import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import torch
@@ -19,61 +18,69 @@ from torch import nn
 from backbones.checkpoint_files import atomic_write
 from backbones.errors import GENERATOR, check_replaceable
 from projects_vil.checkpoint import Checkpointer, checkpoints_of, remove_run
-from projects_vil.config import CONFIG_FILE, check_override_effects, choose_device, load_config, with_overrides
+from projects_vil.config import CONFIG_FILE, check_override_effects, choose_device, with_overrides
 from projects_vil.data import read_datasets, register_datasets
 from projects_vil.engine.auto_micro_batch import choose_micro_batches
 from projects_vil.engine.checks import check_output_dir, check_setup
-from projects_vil.engine.launch import check_processes, launch, number_of_processes
+from projects_vil.engine.launch import Processes, launch
 from projects_vil.engine.trainer import Trainer
 from projects_vil.solver import scale_learning_rate, schedule_by_epochs
 from projects_vil.utils import log_run, run_lock, stop_requests, terminating_between_calls
 
 
-def train_from_command_line(args: argparse.Namespace) -> None:
-    """Check a run of a YAML config as far as that takes a second, then start its processes.
+def launch_run(
+    cfg: CfgNode,
+    processes: Processes,
+    *,
+    eval_only: bool = False,
+    resume: bool = False,
+    overridden: Collection[str] = (),
+) -> None:
+    """Check a config, which takes about a second, then train or evaluate in all processes.
 
     Args:
-        args: parsed by detectron2's ``default_argument_parser``, with all overrides in ``opts``.
+        cfg: resolved config of the run.
+        processes: processes of the run.
+        eval_only: evaluate instead of training.
+        resume: continue from the last checkpoint in ``OUTPUT_DIR``.
+        overridden: config keys that the user set for this run.
 
     Raises:
-        ConfigError: for a mistake in the config, its overrides or the files that they name.
+        ConfigError: for a mistake in the config or the files that it names, and as :func:`~.launch.launch`.
     """
-    cfg = load_config(args.config_file, args.opts)
-    cfg = choose_device(cfg, requested="MODEL.DEVICE" in args.opts[::2])
-    # For the processes, which read the config again.
-    chosen = {"MODEL.DEVICE": cfg.MODEL.DEVICE}
-    chosen["MODEL.TRANSFORMER.ATTENTION_BACKEND"] = cfg.MODEL.TRANSFORMER.ATTENTION_BACKEND
-    args.opts = [*args.opts, *itertools.chain.from_iterable(chosen.items())]
+    cfg = choose_device(cfg, requested="MODEL.DEVICE" in overridden)
     register_datasets(cfg)
-    check_processes(args, device=cfg.MODEL.DEVICE)
-    if not args.eval_only:
-        check_override_effects(cfg, args.opts)
-    check_setup(cfg, processes=number_of_processes(args), eval_only=args.eval_only, resume=args.resume)
-    launch(_run, args, output_dir=cfg.OUTPUT_DIR, device=cfg.MODEL.DEVICE)
+    processes.check(cfg.MODEL.DEVICE)
+    if not eval_only:
+        check_override_effects(cfg, overridden)
+    check_setup(cfg, processes=processes.world_size, eval_only=eval_only, resume=resume)
+    arguments = (cfg, resume) if eval_only else (cfg, resume, tuple(overridden))
+    run = _evaluate if eval_only else _train
+    launch(run, arguments, processes, output_dir=cfg.OUTPUT_DIR, device=cfg.MODEL.DEVICE)
 
 
-def _run(args: argparse.Namespace) -> None:
-    """Train or evaluate in one process."""
-    cfg = load_config(args.config_file, args.opts)
+def _evaluate(cfg: CfgNode, resume: bool) -> None:
     register_datasets(cfg)
-    if args.eval_only:
+    log_run(cfg.OUTPUT_DIR, rank=comm.get_rank())
+    read_datasets(cfg, train=False)
+    run_evaluation(cfg, Trainer.build_model, Trainer.test, resume=resume)
+
+
+def _train(cfg: CfgNode, resume: bool, overridden: Collection[str]) -> None:
+    register_datasets(cfg)
+    with lock_output_dir(cfg, resume=resume):
         log_run(cfg.OUTPUT_DIR, rank=comm.get_rank())
-        read_datasets(cfg, train=False)
-        evaluate(cfg, args, Trainer.build_model, Trainer.test, _write_yaml)
-        return
-    with lock_output_dir(cfg, resume=args.resume):
-        log_run(cfg.OUTPUT_DIR, rank=comm.get_rank())
-        # Before anything of an older run is removed.
+        # Before any file of an older run is removed.
         num_images = read_datasets(cfg)
-        cfg, lines = schedule_by_epochs(cfg, num_images, args.opts)
+        cfg, lines = schedule_by_epochs(cfg, num_images, overridden)
         cfg, scaling = scale_learning_rate(cfg)
-        cfg, micro_batches = choose_micro_batches(cfg, resume=args.resume)
+        cfg, micro_batches = choose_micro_batches(cfg, resume=resume)
         for line in (*lines, *scaling, *micro_batches):
             logging.getLogger(__name__).info(line)
-        train(cfg, args, Trainer, _write_yaml)
+        run_training(cfg, Trainer, resume=resume)
 
 
-def _write_yaml(cfg: CfgNode, path: Path) -> None:
+def write_yaml(cfg: CfgNode, path: Path) -> None:
     path.write_text(cfg.dump())
 
 
@@ -90,21 +97,21 @@ def lock_output_dir(cfg: CfgNode, *, resume: bool) -> Iterator[None]:
         yield
 
 
-def set_up_run(cfg: CfgNode, args: argparse.Namespace) -> None:
+def _set_up_run(cfg: CfgNode, *, eval_only: bool) -> None:
     """Do what detectron2's ``default_setup`` does, except for writing ``config.yaml``."""
     log_run(cfg.OUTPUT_DIR, rank=comm.get_rank())
     logger = logging.getLogger("detectron2")
     logger.info("Rank of current process: %d. World size: %d", comm.get_rank(), comm.get_world_size())
     logger.info("Environment info:\n%s", collect_env_info())
-    logger.info("Command line arguments: %s", args)
+    logger.info("Command line arguments: %s", sys.argv[1:])
     logger.info("Running with full config:\n%s", cfg.dump())
     seed_all_rng(None if cfg.SEED < 0 else cfg.SEED + comm.get_rank())
-    # Images of an evaluation differ too much in size.
-    torch.backends.cudnn.benchmark = cfg.CUDNN_BENCHMARK and not args.eval_only
+    # The images of an evaluation have too many different sizes.
+    torch.backends.cudnn.benchmark = cfg.CUDNN_BENCHMARK and not eval_only
 
 
 def save_config(cfg: CfgNode, write: Callable[[CfgNode, Path], object], *, eval_only: bool = False) -> None:
-    """Write ``config.yaml`` in rank 0. An evaluation does not change the file of a training run.
+    """Write ``config.yaml`` in rank 0, except that an evaluation does not change the file of a training run.
 
     Raises:
         ConfigError: if the file exists and no run wrote it.
@@ -119,33 +126,34 @@ def save_config(cfg: CfgNode, write: Callable[[CfgNode, Path], object], *, eval_
             partial.write_text(f"# {GENERATOR}\n{partial.read_text()}")
 
 
-def train(
+def run_training(
     cfg: CfgNode,
-    args: argparse.Namespace,
     make_trainer: Callable[[CfgNode], Trainer],
-    write_config: Callable[[CfgNode, Path], object],
+    write_config: Callable[[CfgNode, Path], object] = write_yaml,
+    *,
+    resume: bool,
 ) -> OrderedDict | None:
-    """Train in one process, in the :func:`lock_output_dir`.
+    """Train in one process while :func:`lock_output_dir` holds the lock.
 
     Args:
-        cfg: the config of the run.
-        args: the parsed command line.
+        cfg: config of the run.
         make_trainer: builds the trainer from the config with its final seed.
-        write_config: writes ``config.yaml`` for that config.
+        write_config: writes ``config.yaml``.
+        resume: continue from the last checkpoint.
     """
-    is_new = not (args.resume and checkpoints_of(cfg.OUTPUT_DIR))
+    is_new = not (resume and checkpoints_of(cfg.OUTPUT_DIR))
     comm.synchronize()
-    # It applies only to this start, not to others with its config.yaml.
+    # It applies to this start only, not to later ones with this config.yaml.
     values: dict[str, object] = {"OVERWRITE_OUTPUT_DIR": False}
     if is_new and cfg.SEED < 0:
-        # In config.yaml, and the initial weights depend on it too.
+        # It is written to config.yaml, and the initial weights depend on it.
         values["SEED"] = comm.shared_random_seed()
     if is_new and cfg.OVERWRITE_OUTPUT_DIR and comm.is_main_process():
         remove_run(cfg.OUTPUT_DIR)
     cfg = with_overrides(cfg, values)
-    set_up_run(cfg, args)
+    _set_up_run(cfg, eval_only=False)
     logger, solver = logging.getLogger(__name__), cfg.SOLVER
-    if args.resume and is_new:
+    if resume and is_new:
         start = "MODEL.WEIGHTS" if cfg.MODEL.WEIGHTS else "random weights, as MODEL.WEIGHTS is empty"
         logger.warning("%s has no checkpoint to --resume from: training starts with %s", cfg.OUTPUT_DIR, start)
     if solver.WARMUP_ITERS >= solver.MAX_ITER:
@@ -156,25 +164,26 @@ def train(
         f"config, model and environment are in {cfg.OUTPUT_DIR}/log.txt"
     )
     trainer = make_trainer(cfg)
-    trainer.resume_or_load(resume=args.resume)
-    # Once the checkpoint of a resumed run is known to fit.
+    trainer.resume_or_load(resume=resume)
+    # After the checkpoint of a resumed run has been loaded.
     save_config(trainer.cfg, write_config)
     return trainer.train()
 
 
-def evaluate(
+def run_evaluation(
     cfg: CfgNode,
-    args: argparse.Namespace,
     build_model: Callable[[CfgNode], nn.Module],
     test: Callable[[CfgNode, nn.Module], OrderedDict],
-    write_config: Callable[[CfgNode, Path], object],
+    write_config: Callable[[CfgNode, Path], object] = write_yaml,
+    *,
+    resume: bool,
 ) -> None:
-    """Evaluate ``MODEL.WEIGHTS``, or the last checkpoint with ``--resume``, in one process."""
-    set_up_run(cfg, args)
+    """Evaluate ``MODEL.WEIGHTS``, or with ``resume`` the last checkpoint, in one process."""
+    _set_up_run(cfg, eval_only=True)
     save_config(cfg, write_config, eval_only=True)
     model = build_model(cfg)
     checkpointer = Checkpointer(model, cfg.OUTPUT_DIR, cfg=cfg, complete=True)
-    checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=args.resume)
+    checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=resume)
     is_single = comm.get_world_size() == 1
     with stop_requests(single_process=is_single) as received, terminating_between_calls(model, received):
         results = test(cfg, model)

@@ -98,6 +98,7 @@ def summarize(
                     for name, values in (("precision", precision), ("scores", rows["score"])):
                         tables[name][iou, :, index, area, limit] = 0
                         tables[name][iou, reached, index, area, limit] = values[at[reached]]
-    evaluation.eval = {"params": parameters, "counts": shape, **tables}
+    # The stub of pycocotools does not know that the tables have its keys.
+    evaluation.eval = {"params": parameters, "counts": shape, **tables}  # type: ignore[typeddict-item]
     evaluation.summarize()
     return evaluation

@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, overload
 
 import numpy as np
 import PIL.Image
@@ -56,7 +57,7 @@ class Detections:
     categories: Categories
     source: ImageSource
     draw_threshold: float = DRAW_THRESHOLD
-    encoded_masks: list[dict] | None = None
+    encoded_masks: list[Any] | None = None
 
     def __len__(self) -> int:
         return len(self.instances)
@@ -207,11 +208,11 @@ class Detector(HubMixin):
         source = Path(source).expanduser()
         if score_threshold is not None:
             check_threshold(score_threshold)
-        given = dict(zip(overrides[::2], overrides[1::2], strict=False))
+        given: dict[Any, Any] = dict(zip(overrides[::2], overrides[1::2], strict=False))
         weights, device = weights or given.get("MODEL.WEIGHTS"), device or given.get("MODEL.DEVICE")
         if weights and source.is_dir() and Path(weights) == source:
             weights = None  # the run's last checkpoint
-        exported = next((Path(path) for path in (weights, source) if path and is_exported(path)), None)
+        exported = next((Path(path) for path in (weights, source) if path and is_exported(Path(path))), None)
         if exported is not None:
             others = {"weights": Path(weights or exported) != exported, "device": str(device or "cpu") != "cpu"}
             named = [name for name, is_other in (others | {"tta": tta, "dtype": dtype}).items() if is_other]
@@ -249,6 +250,16 @@ class Detector(HubMixin):
         """Class names."""
         return self.categories.names
 
+    @overload
+    def __call__(
+        self, images: ImageLike, *, batch_size: int = 1, score_threshold: float | None = None
+    ) -> Detections: ...
+
+    @overload
+    def __call__(
+        self, images: Sequence[ImageLike], *, batch_size: int = 1, score_threshold: float | None = None
+    ) -> list[Detections]: ...
+
     def __call__(
         self, images: ImageLike | Sequence[ImageLike], *, batch_size: int = 1, score_threshold: float | None = None
     ) -> Detections | list[Detections]:
@@ -278,6 +289,7 @@ class Detector(HubMixin):
             for item, detections in batch:
                 if isinstance(item, Skipped):
                     raise ConfigError(f"cannot read {item.name}: {item.reason}")
+                assert detections is not None
                 if score_threshold is not None:
                     kept = detections.instances[detections.instances.scores >= score_threshold]
                     detections = dataclasses.replace(detections, instances=kept, draw_threshold=score_threshold)

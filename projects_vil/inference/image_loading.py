@@ -9,7 +9,7 @@ import operator
 import re
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
@@ -145,7 +145,7 @@ class ImageBatches:
         """Return the number of images, or 0 where the iterable does not know it."""
         return operator.length_hint(self.images)
 
-    def batches(self, runner: Runner, batch_size: int) -> Iterator[list[Loaded | Skipped]]:
+    def batches(self, runner: Runner, batch_size: int) -> Generator[list[Loaded | Skipped], None, None]:
         """Yield batches for a runner."""
         load = functools.partial(_load, runner=runner, keep_pixels=self.keep_pixels)
         with ThreadPoolExecutor(READERS) as pool:
@@ -194,7 +194,7 @@ class Video:
         """Return the number of frames in the file's header, which some containers only estimate."""
         return self.num_frames
 
-    def batches(self, runner: Runner, batch_size: int) -> Iterator[list[Loaded | Skipped]]:
+    def batches(self, runner: Runner, batch_size: int) -> Generator[list[Loaded | Skipped], None, None]:
         """Yield batches for a runner; pixels are always kept, because frames cannot be read again."""
         if not self.capture.isOpened():
             yield [Skipped(0, self.name, "OpenCV cannot read it as a video")]
@@ -307,7 +307,7 @@ def prepare(pixels: np.ndarray, runner: Runner) -> Tensor:
     return torch.from_numpy(channels.transpose(2, 0, 1).copy())
 
 
-def read_ahead(batches: Iterator, *, depth: int = BATCHES_AHEAD) -> Iterator:
+def read_ahead(batches: Iterator[Any], *, depth: int = BATCHES_AHEAD) -> Generator[Any, None, None]:
     """Yield the same batches, with the next ``depth`` of them made in a thread."""
     end = object()
     thread, pending = ThreadPoolExecutor(1), deque()

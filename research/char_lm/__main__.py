@@ -159,7 +159,7 @@ def sample_file(args: argparse.Namespace) -> str:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     from research.char_lm.model import MODELS, TITLES, count_parameters, size_for
     from research.char_lm.training import build_step
-    from research.sequences import format_costs, measure_lengths
+    from research.sequence.training import format_costs, measure_lengths
 
     size = size_for(args.config, **given(args, SIZES))
     builders = {name: partial(build_step, name, size, args.batch_size, args.device) for name in MODELS}

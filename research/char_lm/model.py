@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from backbones.attention.dense import merge_heads, split_heads
 from backbones.attention.sdpa import pytorch_attention
 from backbones.errors import ConfigError, check_choice
-from backbones.sequence import create_char_lm
-from backbones.sequence.char_lm import CharLMLayer
+from research.sequence import create_char_lm
+from research.sequence.char_lm import CharLMLayer
 
 MODELS = ("long_short", "full")
 TITLES = {"long_short": "long-short", "full": "full attention"}

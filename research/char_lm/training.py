@@ -16,7 +16,7 @@ from backbones.checkpoint_files import read_checkpoint, write_checkpoint
 from backbones.errors import ConfigError
 from research.char_lm.model import BETAS, EPSILON, VOCAB_SIZE, ModelSize, Phase, create_model
 from research.char_lm.text import Streams, Text, Vocabulary
-from research.sequences import Learner, Step, train
+from research.sequence.training import Learner, Step, train
 
 LAST = "last.pth"
 

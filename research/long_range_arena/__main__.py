@@ -79,7 +79,7 @@ def main() -> None:
     from research.long_range_arena.data import read_imdb, read_pairs, read_released_listops
     from research.long_range_arena.tasks import MODELS, settings_for
     from research.long_range_arena.training import measure_models, train_classifier
-    from research.sequences import format_costs
+    from research.sequence.training import format_costs
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     given = {name: getattr(args, name) for name in OF_SETTINGS if getattr(args, name) is not None}

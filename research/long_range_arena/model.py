@@ -6,9 +6,9 @@ from torch import Tensor, nn
 
 from backbones.attention.dense import merge_heads, split_heads
 from backbones.attention.sdpa import pytorch_attention
-from backbones.sequence import create_sequence_encoder
-from backbones.sequence.encoder import EncoderLayer
 from research.long_range_arena.tasks import CLASS_TOKENS, ENCODER, Settings
+from research.sequence import create_sequence_encoder
+from research.sequence.encoder import EncoderLayer
 
 
 class FullAttention(nn.Module):
@@ -34,7 +34,7 @@ class FullAttention(nn.Module):
 class FullAttentionEncoder(nn.Module):
     """Word and position embeddings, a class token, and pre-norm layers of softmax attention: ids (B, N) -> (B, 1, C).
 
-    Args: as of :func:`backbones.sequence.create_sequence_encoder`.
+    Args: as of :func:`research.sequence.create_sequence_encoder`.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ from backbones.errors import ConfigError
 from research.long_range_arena.data import Dataset, Examples
 from research.long_range_arena.model import SequenceClassifier, create_classifier
 from research.long_range_arena.tasks import ADAM_BETAS, ADAM_EPSILON, MODELS, Settings
-from research.sequences import Learner, Step, measure_lengths, train
+from research.sequence.training import Learner, Step, measure_lengths, train
 
 CHECKPOINT = "model_best.pth"
 

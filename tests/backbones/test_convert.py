@@ -48,7 +48,7 @@ def loaded(create, name: str, weights: dict, options: dict | None = None) -> tup
     converted, report = convert_state_dict(weights, name, classifier=classifier, model_options=options)
     parts = (report.mapped, report.split, report.tied, report.dropped)
     assert {key for part in parts for key in part if key in weights} == weights.keys()
-    filled = [*report.mapped.values(), *(key for keys in report.split.values() for key in keys), *report.initialised]
+    filled = [*report.mapped.values(), *(key for keys in report.split.values() for key in keys), *report.initialized]
     assert sorted(filled) == sorted(converted) and report.resized.keys() <= converted.keys()
     model = create(name, **options).double().eval()
     model.load_state_dict(converted, strict=True)
@@ -65,7 +65,7 @@ def test_every_tensor_of_vil_is_converted(relative_bias, num_global, shared):
     # Official positions are for 224 pixels, so that nothing is resized.
     _, report = loaded(create_backbone, name, weights, options | {"max_img_size": 224})
     loaded(create_classifier, name, weights, options | {"num_classes": 10})
-    assert not report.resized and not report.initialised and report.dropped.keys() >= HEAD_AND_NORM
+    assert not report.resized and not report.initialized and report.dropped.keys() >= HEAD_AND_NORM
     assert bool(report.tied) == (shared and relative_bias)
     if not shared:
         for official, ours in (("query", "query"), ("kv", "key_value"), ("proj", "proj")):
@@ -137,7 +137,7 @@ def test_a_performer_from_a_partial_one_gets_random_features():
         del weights[key]
     model, report = loaded(create_backbone, "performer_tiny", weights, {"max_img_size": 224})
     blocks = [f"stages.2.blocks.{block}" for block in range(9)] + ["stages.3.blocks.0"]
-    assert report.initialised.keys() == {f"{block}.attention.features" for block in blocks}
+    assert report.initialized.keys() == {f"{block}.attention.features" for block in blocks}
     assert len(features) == 10 and model.stages[3].blocks[0].attention.features.ne(0).any()
 
 
@@ -145,13 +145,13 @@ def test_a_performer_from_a_partial_one_gets_random_features():
 def test_every_tensor_of_lit_is_converted(name):
     for create, options in ((create_backbone, {}), (create_classifier, {"num_classes": 10, "img_size": 64})):
         _, report = loaded(create, name, lit(name, classifier=create is create_classifier), options)
-        assert not report.resized and not report.initialised and not report.tied
+        assert not report.resized and not report.initialized and not report.tied
 
 
 def test_a_lit_classifier_gives_a_backbone_without_its_output_norms():
     model, report = loaded(create_backbone, "lit_relative", lit(classifier=True))
     norms = {f"output_norms.stage{number}.{leaf}" for number in (2, 3, 4) for leaf in ("weight", "bias")}
-    assert report.initialised.keys() == norms
+    assert report.initialized.keys() == norms
     assert {key for key in report.dropped if "relative_position_index" not in key} == HEAD_AND_NORM
     assert all(model.state_dict()[key].eq(key.endswith("weight")).all() for key in norms)
 
@@ -159,7 +159,7 @@ def test_a_lit_classifier_gives_a_backbone_without_its_output_norms():
 def test_a_lit_ti_classifier_gives_a_backbone_without_its_global_token():
     weights = lit("lit_absolute", classifier=True)
     model, report = loaded(create_backbone, "lit_absolute", weights)
-    assert report.dropped.keys() == {"cls_token", "pos_embed4[:, 0]"} | HEAD_AND_NORM and not report.initialised
+    assert report.dropped.keys() == {"cls_token", "pos_embed4[:, 0]"} | HEAD_AND_NORM and not report.initialized
     assert torch.equal(model.stages[3].positions.table.flatten(0, 1), weights["pos_embed4"][0, 1:])
 
 

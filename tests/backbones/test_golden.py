@@ -37,7 +37,7 @@ def converted(reference: dict, name: str, options: dict, *, classifier: bool = F
     official = golden_state_dict(reference)
     state_dict, report = convert_state_dict(official, name, classifier=classifier, model_options=options)
     assert not report.resized
-    model = (create_classifier if classifier else create_backbone)(name, **options).eval()
+    model = (create_classifier if classifier else create_backbone)(name, **options).double().eval()
     model.load_state_dict(state_dict, strict=True)
     return model
 

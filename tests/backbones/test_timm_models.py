@@ -22,6 +22,7 @@ from timm.models import get_model_input_config, group_parameters, save_for_hf
 from timm.optim import create_optimizer_v2
 from timm.scheduler import CosineLRScheduler
 from torch import Tensor, nn
+from torch.testing import assert_close
 
 from backbones import ConfigError, create_backbone, create_classifier, list_variants, timm_models
 from backbones.attention.efficient import PerformerAttention
@@ -40,8 +41,8 @@ families = pytest.mark.parametrize("name", slow_except(FAMILIES, [SMALL, RELATIV
 
 
 def classifier(name: str, *, img_size: int | tuple[int, int] = SIZE, num_classes: int = 4, **options) -> nn.Module:
-    """A new model with the same random weights as any other of these arguments."""
-    return randomise(timm.create_model(name, img_size=img_size, num_classes=num_classes, **options)).eval()
+    """A new float64 model with the same random weights as any other of these arguments."""
+    return randomise(timm.create_model(name, img_size=img_size, num_classes=num_classes, **options)).double().eval()
 
 
 def meta_model(name: str, **options) -> nn.Module:
@@ -50,17 +51,13 @@ def meta_model(name: str, **options) -> nn.Module:
 
 
 def images(*size: int) -> Tensor:
-    return random_images(2, 3, *(size or SIZE), dtype=torch.float32)
+    return random_images(2, 3, *(size or SIZE))
 
 
 def assert_shapes(features: list[Tensor], info, size: tuple[int, int]) -> None:
     """The number of feature maps, their channels and strides are those of ``feature_info``."""
     wanted = [(c, *(-(-side // r) for side in size)) for c, r in zip(info.channels(), info.reduction(), strict=True)]
     assert [tuple(m.shape[1:]) for m in features] == wanted and all(m.isfinite().all() for m in features)
-
-
-def assert_equal(actual: list[Tensor], expected: list[Tensor]) -> None:
-    assert len(actual) == len(expected) and all(map(torch.equal, actual, expected))
 
 
 def saved(model: nn.Module, folder: Path) -> dict:
@@ -85,17 +82,17 @@ def test_names_and_configs():
 
 @families
 def test_logits_are_those_of_create_classifier(name):
-    expected = randomise(create_classifier(name, num_classes=4, img_size=SIZE)).eval()
-    model = timm.create_model(name, num_classes=4, img_size=SIZE).eval()
+    expected = randomise(create_classifier(name, num_classes=4, img_size=SIZE)).double().eval()
+    model = timm.create_model(name, num_classes=4, img_size=SIZE).double().eval()
     model.load_state_dict(expected.state_dict())
     assert model.no_weight_decay() == expected.no_weight_decay()
     with torch.no_grad():
-        torch.testing.assert_close(model(images()), expected(images()), atol=1e-5, rtol=1e-5)
+        assert_close(model(images()), expected(images()))
         tokens = model.forward_features(images())
-        torch.testing.assert_close(model.head(model.forward_head(tokens, pre_logits=True)), model(images()))
+        assert_close(model.head(model.forward_head(tokens, pre_logits=True)), model(images()))
     logits = model.train()(images())
     model.set_grad_checkpointing()
-    torch.testing.assert_close(model(images()), logits)
+    assert_close(model(images()), logits)
     logits.mean().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
@@ -106,7 +103,7 @@ def test_logits_are_those_of_create_classifier(name):
 def test_model_compiles(name):
     model = classifier(name)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(images()), model(images()))
+    assert_close(compiled(images()), model(images()))
 
 
 @families
@@ -134,53 +131,53 @@ def test_intermediates_pruning_and_heads(name, tmp_path):
     number, logits = len(whole.backbone.stages), whole(images())
     tokens, features = whole.forward_intermediates(images())
     assert_shapes(features, whole.feature_info, SIZE)
-    assert torch.equal(tokens, whole.forward_features(images()))
+    assert_close(tokens, whole.forward_features(images()))
     fed = images()
     for module, wanted in zip(whole.feature_info.module_name(), features, strict=True):
         fed = whole.get_submodule(module)(fed)[0].permute(0, 3, 1, 2)
-        assert torch.equal(wanted, fed)
+        assert_close(wanted, fed)
     for indices, chosen in ((2, [-2, -1]), ((-1, 0), [0, -1]), ([1], [1])):
         some = whole.forward_intermediates(images(), indices=indices, intermediates_only=True, stop_early=True)
-        assert_equal(some, [features[index] for index in chosen])
+        assert_close(some, [features[index] for index in chosen])
     early, (second,) = whole.forward_intermediates(images(), indices=[1], stop_early=True)
-    assert torch.equal(early[:, -1], second[:, :, -1, -1])
+    assert_close(early[:, -1], second[:, :, -1, -1])
     normed = whole.forward_intermediates(images(), indices=1, norm=True, intermediates_only=True)[0]
-    torch.testing.assert_close(normed[:, :, -1, -1], tokens[:, -1])
+    assert_close(normed[:, :, -1, -1], tokens[:, -1])
 
     for indices, last in (([1], 1), ((0, -2), number - 2), (1, number - 1)):
         model = copy.deepcopy(whole)
         assert model.prune_intermediate_layers(indices)[-1] == last
         assert len(model.backbone.stages) == len(model.feature_info) == last + 1
         assert model.num_features == model.feature_info.channels()[-1] and model.global_pool == ""
-        assert_equal(model.forward_intermediates(images())[1], features[: last + 1])
+        assert_close(model.forward_intermediates(images())[1], features[: last + 1])
         pruned = features[last].flatten(2).transpose(1, 2) if last + 1 < number else tokens
-        assert torch.equal(model(images()), pruned)
+        assert_close(model(images()), pruned)
         model.reset_classifier(3, "token" if model.pool == "global_token" else "avg")
         with torch.enable_grad():
             model.train()(images()).mean().backward()
         assert all(parameter.grad is not None for parameter in model.parameters())
     model = copy.deepcopy(whole)
     assert model.prune_intermediate_layers(number, prune_head=False) == list(range(number))
-    assert torch.equal(model(images()), logits)
+    assert_close(model(images()), logits)
     model.prune_intermediate_layers(1, prune_norm=True, prune_head=False)
     assert isinstance(model.norm, nn.Identity) and model(images()).shape == (2, 4)
 
-    model = copy.deepcopy(whole).double().train()
-    pooled = model.forward_head(model.forward_features(images().double()), pre_logits=True)
+    model = copy.deepcopy(whole).train()
+    pooled = model.forward_head(model.forward_features(images()), pre_logits=True)
     model.reset_classifier(4)
     assert model.head.training and model.head.weight.dtype == torch.float64
     assert 0.01 < model.head.weight.std() < 0.03 and model.head.bias.eq(0).all()
     model.reset_classifier(0, "token" if name == "lit_ti" else "avg")
-    torch.testing.assert_close(model(images().double()), pooled)
+    assert_close(model(images()), pooled)
     assert model.num_classes == 0
 
     whole.reset_classifier(6, "")
     if not name.startswith("linformer"):
         whole.set_input_size((96, 64))
     size = get_model_input_config(whole)["input_size"][1:]
-    save_for_hf(whole, tmp_path)
-    again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
-    assert torch.equal(again(images(*size)), whole(images(*size)))
+    save_for_hf(whole.float(), tmp_path)
+    again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).double().eval()
+    assert_close(again(images(*size)), whole.double()(images(*size)))
     assert again(images(*size)).shape == (*again.forward_features(images(*size)).shape[:2], 6)
 
 
@@ -196,23 +193,23 @@ def test_features(name, tmp_path):
         norm = "feature_cfg" in config
         if norm:
             config["feature_cfg"]["feature_cls"] = "getter"
-        model = timm.create_model(name, **config, **options).eval()
+        model = timm.create_model(name, **config, **options).double().eval()
         indices = 2 if norm else (0, -2)
-        assert_equal(model(images()), whole.forward_intermediates(images(), indices, norm=norm)[1])
+        assert_close(model(images()), whole.forward_intermediates(images(), indices, norm=norm)[1])
         assert_shapes(model(images()), model.feature_info, SIZE)
     if name == "linformer_tiny":
         return
     last = len(whole.backbone.stages) - 1
-    some = timm.create_model(name, feature_cls="dict", out_indices=(-1, 0), features_only=True).eval()
+    some = timm.create_model(name, feature_cls="dict", out_indices=(-1, 0), features_only=True).double().eval()
     assert_shapes(list(some(images()).values()), some.feature_info, SIZE)
     assert list(some(images())) == ["0", str(last)]
-    expected = randomise(create_backbone(name)).eval()
-    model = timm.create_model(name, features_only=True).eval()
+    expected = randomise(create_backbone(name)).double().eval()
+    model = timm.create_model(name, features_only=True).double().eval()
     model.backbone.load_state_dict(expected.state_dict())
     features = model(images(45, 70))
     assert isinstance(features, list) and not model.default_cfg["fixed_input_size"]
     assert_shapes(features, model.feature_info, (45, 70))
-    assert_equal(features, list(expected(images(45, 70)).values()))
+    assert_close(features, list(expected(images(45, 70)).values()))
     assert model.no_weight_decay() == {f"backbone.{key}" for key in expected.no_weight_decay()}
 
 
@@ -272,16 +269,17 @@ def test_set_input_size_equals_loading_into_a_model_of_that_size(name, tmp_path)
     model.set_input_size(SIZE)
     assert [id(parameter) for parameter in model.parameters()] == before
     state_dict = model.backbone.state_dict()
-    assert all(torch.equal(tensor, state_dict[key]) for key, tensor in wanted.backbone.state_dict().items())
+    for key, tensor in wanted.backbone.state_dict().items():
+        assert_close(tensor, state_dict[key].to(tensor))
     if unchanged is not None:
         # Those tables are resized to each feature map anyway.
-        torch.testing.assert_close(unchanged, model(images()))
+        assert_close(unchanged, model(images()))
     assert get_model_input_config(model)["input_size"] == (3, *SIZE)
     # A relative bias for 2 x 14 tokens has as many offsets as one for 14 x 2.
     model.set_input_size(SIZE[::-1])
-    fresh = timm.create_model(name, num_classes=4, img_size=SIZE[::-1]).eval()
+    fresh = timm.create_model(name, num_classes=4, img_size=SIZE[::-1]).double().eval()
     fresh.load_state_dict(model.state_dict())
-    assert torch.equal(fresh(images(*SIZE[::-1])), model(images(*SIZE[::-1])))
+    assert_close(fresh(images(*SIZE[::-1])), model(images(*SIZE[::-1])))
 
 
 @pytest.mark.parametrize(
@@ -293,7 +291,8 @@ def test_unsupported_input_size_leaves_the_model_unchanged(name, options):
     logits = model(images())
     with pytest.raises(ConfigError, match=next(iter(options))):
         model.set_input_size(**options)
-    assert torch.equal(model(images()), logits) and get_model_input_config(model)["input_size"] == (3, *SIZE)
+    assert_close(model(images()), logits)
+    assert get_model_input_config(model)["input_size"] == (3, *SIZE)
 
 
 @pytest.mark.parametrize("name, options", [(SMALL, {}), (RELATIVE, {"chunk_size": (8, 12, 5, 7)})])
@@ -302,11 +301,11 @@ def test_a_checkpoint_of_another_size_head_and_window(name, options, tmp_path):
     pretrained = saved(trained, tmp_path)
     model = timm.create_model(name, num_classes=5, img_size=(128, 64), **pretrained, **options)
     features = timm.create_model(name, features_only=True, max_img_size=64, **pretrained)
-    assert torch.equal(model.norm.weight, trained.norm.weight) and model.head.out_features == 5
-    assert all(torch.equal(tensor, trained.state_dict()[key]) for key, tensor in features.state_dict().items())
+    assert torch.equal(model.norm.weight, trained.norm.weight.float()) and model.head.out_features == 5
+    assert all(torch.equal(tensor, trained.state_dict()[key].float()) for key, tensor in features.state_dict().items())
     for key, table in trained.backbone.state_dict().items():
         resized = dict(model.backbone.named_modules())[key.rpartition(".")[0]]
-        assert torch.equal(model.backbone.state_dict()[key], fit_table(table, resized, key.rpartition(".")[2])), key
+        assert_close(model.backbone.state_dict()[key], fit_table(table, resized, key.rpartition(".")[2]).float())
     with pytest.raises(ConfigError, match="another model"):
         timm.create_model(SMALL if name == RELATIVE else RELATIVE, **pretrained)
 
@@ -358,8 +357,8 @@ def test_a_performer_redraws_its_features():
         redrawn.append([])
         for iteration in range(22):
             before = [performer.features.clone() for performer in performers]
-            model.eval()(images(32, 40))
-            model.train()(images(32, 40))
+            model.eval()(images(32, 40).float())
+            model.train()(images(32, 40).float())
             changed = {not torch.equal(b, p.features) for b, p in zip(before, performers, strict=True)}
             redrawn[-1] += [iteration] if changed == {True} else []
     # Epoch 0 every iteration, from iteration 8 on every 6, from 16 on every 11, from 24 on every 16

@@ -197,8 +197,8 @@ def test_a_config_runs_no_code(tmp_path, base, value):
 def test_an_override_without_effect(other, value, key, instead):
     cfg = small_config("retinanet", other, value)
     with pytest.raises(ConfigError, match=f"{key} .*{other} {instead}"):
-        check_override_effects(cfg, [other, value, key, "64"])
-    check_override_effects(cfg, [other, value, "SOLVER.MAX_ITER", "5"])
+        check_override_effects(cfg, [other, key])
+    check_override_effects(cfg, [other, "SOLVER.MAX_ITER"])
 
 
 # -- devices ---------------------------------------------------------------------------------------

@@ -125,10 +125,9 @@ def test_a_plain_script_runs_once(data, processes):
 def test_the_name_of_a_model_is_the_variant_that_is_built(data, monkeypatch, model, detector, drop_path):
     """A variant without a config of its own has the recipe of the variant with other positions or tables."""
     started = []
-    monkeypatch.setattr("projects_vil.run.train_from_command_line", started.append)
+    monkeypatch.setattr("projects_vil.run.launch_run", lambda cfg, *_, **options: started.append(cfg))
     train(data, model=model, detector=detector, epochs=1, batch=2, device="cpu")
-    (args,) = started
-    node = load_config(args.config_file, args.opts).MODEL.TRANSFORMER
+    node = started[0].MODEL.TRANSFORMER
     assert (node.VARIANT, node.DROP_PATH) == (model, drop_path)
 
 
@@ -216,7 +215,7 @@ def test_a_resume_continues_the_same_run_only(data):
     before = contents_of(Path("run"))
     for changed, named in [
         ({"data": other}, (str(other), str(voc))),
-        ({"val": 0.5}, (str(voc), "has changed")),
+        ({"val_fraction": 0.5}, (str(voc), "has changed")),
         ({"batch": 4}, ("SOLVER.IMS_PER_BATCH is 4", "began with 2")),
         ({"config": CONFIGS["mask_rcnn"]}, ("RetinaNet", "Mask R-CNN")),
         ({"DATASETS.TRAIN": "('run_val',)"}, ("run_val", "run_train")),

@@ -41,7 +41,7 @@ def test_a_classifier_has_the_official_values(tmp_path, run_here, monkeypatch):
     monkeypatch.setitem(VARIANTS, "lit_small", official_lit.S)
     weights = official_lit.official_state_dict(official_lit.S, classifier=True)
     torch.save(wrapping.lit_classifier(weights), tmp_path / "official.pth")
-    arguments = ("--model", "lit_small", "--classifier", "--img-size", "64", "64")
+    arguments = ("--model", "lit_small", "--classifier", "--image-size", "64", "64")
     status, _, err = run_here(TOOL, tmp_path / "official.pth", tmp_path / "ours.safetensors", *arguments)
     assert status == 0, err
     assert_is_converted(tmp_path / "ours.safetensors", weights, "lit_small", num_classes=10, img_size=64)
@@ -54,7 +54,7 @@ def test_the_report_and_the_metadata(tmp_path, run_here, error_of, source):
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["summary"] in out.splitlines()[0] and str(output) in out.splitlines()[-1]
     listed = {name for action in ("mapped", "split", "tied", "dropped") for name in report[action]}
-    assert vil_classifier().keys() <= listed and {"resized", "initialised"} <= report.keys()
+    assert vil_classifier().keys() <= listed and {"resized", "initialized"} <= report.keys()
     saved = read_checkpoint(output)[METADATA_KEY]
     assert saved["variant"] == VARIANT and saved["source"] == report["source"] == "vision-longformer"
     assert saved["input"]["format"] == "RGB" and "vil-detectron2" in saved["versions"]
@@ -85,7 +85,7 @@ def test_files_that_do_not_match(tmp_path, error_of, source, content, named):
     "output, arguments, named",
     [
         ("a.pth", ["--model", "vil_tinny"], "'vil_tiny'"),
-        ("a.pth", ["--model", VARIANT, "--img-size", "0", "224"], "--img-size"),
+        ("a.pth", ["--model", VARIANT, "--image-size", "0", "224"], "--image-size"),
         ("a.pth", ["--model", VARIANT, "--json", "absent/report.json"], "absent/report.json"),
         ("a.pth", ["--model", VARIANT, "--json", "official.pth"], "--json"),
         ("a.txt", ["--model", VARIANT], "a.txt"),

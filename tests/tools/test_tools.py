@@ -65,7 +65,7 @@ def test_export_model_takes_every_option(run_here, photo, tmp_path, monkeypatch)
     """The exit status is 1, because no score is equal within the tolerance here."""
     monkeypatch.setitem(TOLERANCES, "bf16", TOLERANCES["bf16"] | {"scores": -1.0})
     torch.save({"model": untrained_detector(small_config("mask_rcnn")).state_dict()}, tmp_path / "weights.pth")
-    arguments = ["--config-file", CONFIGS["mask_rcnn"], "--weights", tmp_path / "weights.pth", "--images", photo]
+    arguments = ["--config-file", CONFIGS["mask_rcnn"], "--weights", tmp_path / "weights.pth", "--parity-images", photo]
     arguments += ["--format", "torchscript", "--precision", "bf16", "--input-dtype", "float32", "--batched"]
     arguments += ["--fixed-detections", "--output", tmp_path / "export", "--opts", *SMALL["mask_rcnn"]]
     status, _, _ = run_here("export_model.py", *arguments)
@@ -91,7 +91,7 @@ def test_export_model_takes_every_option(run_here, photo, tmp_path, monkeypatch)
 
 def test_analyze_model(run_here, tmp_path):
     path = tmp_path / "counts.json"
-    arguments = ["--config-file", CONFIG, "--size", 64, 96, "--json", path]
+    arguments = ["--config-file", CONFIG, "--image-size", 64, 96, "--json", path]
     status, out, err = run_here("analyze_model.py", *arguments, "--opts", *SMALL["retinanet"])
     assert status == 0, err
     (content,) = json.loads(path.read_text())["rows"]
@@ -110,21 +110,18 @@ def test_analyze_model(run_here, tmp_path):
 @pytest.mark.slow
 def test_benchmark(run_here, tmp_path):
     name, path = "vil_tiny_1_1_3_1_rpb", tmp_path / "rows.json"
-    arguments = ["--models", name, f"{name}+shift", "--against", "r50", "--backward", "--limits", "--runs", 2]
-    arguments += ["--size", 64, 96, "--size", 160, 192, "--json", path, "--plot", tmp_path / "growth.png"]
+    arguments = ["--models", name, f"{name}+shift", "--against", "r50", "--backward", "--runs", 2]
+    arguments += ["--image-size", 64, 96, "--image-size", 160, 192, "--json", path, "--plot", tmp_path / "growth.png"]
     status, out, err = run_here("benchmark.py", *arguments)
     assert status == 0, err
     content = json.loads(path.read_text())
     assert [row["model"] for row in content["measurements"]] == [name, f"{name}+shift", "r50"] * 2
-    assert all(sum(row["limit"].values()) > 0 for row in content["measurements"])
     assert {tuple(row["size"]) for row in content["measurements"]} == {(64, 96), (160, 192)}
     assert [row["ratio"] for row in content["measurements"] if row["model"] == "r50"] == [1, 1]
     memory = [row["memory"] for row in content["measurements"] if row["model"] == name]
     assert memory == [None, None] or 0 < memory[0] < memory[1]
-    assert content["growth"].keys() == {name, f"{name}+shift", "r50"} and out.count("160 x 192") == 6
+    assert content["growth"].keys() == {name, f"{name}+shift", "r50"} and out.count("160 x 192") == 3
     assert cv2.imread(str(tmp_path / "growth.png")).std() > 10
-    status, out, _ = run_here("benchmark.py", "--what", "dataset-check", "--images", 20, "--json", path)
-    assert status == 0 and json.loads(path.read_text())["file_size"] > 20 * 7 * 100
 
 
 def test_visualize(run_here, shapes, trained_run, photo, tmp_path):

@@ -38,7 +38,7 @@ def flex_case(kernel, height=7, width=11, *, left_out=(), **options):
 @pytest.mark.parametrize("kernel", CHUNKS)
 @pytest.mark.parametrize("index", slow_except(range(len(SIZES)), [3, 6]), ids=lambda i: "x".join(map(str, SIZES[i])))
 @pytest.mark.parametrize(
-    "dtype, tolerance", slow_except([(torch.float64, 1e-12), (torch.float32, 5e-6)], [torch.float64]), ids=str
+    "dtype, tolerance", slow_except([(torch.float64, 1e-12), (torch.float32, 1e-3)], [torch.float64]), ids=str
 )
 def test_outputs_and_gradients_equal_the_reference(kernel, index, dtype, tolerance):
     (height, width, chunk_size), number = SIZES[index], CHUNKS.index(kernel)

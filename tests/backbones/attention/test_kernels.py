@@ -204,7 +204,7 @@ def test_scores_are_not_kept_for_the_backward_pass(kernel):
 
 def test_non_contiguous_channels():
     torch.manual_seed(0)
-    query, key, value = (torch.randn(1, 2, 4, 6).transpose(2, 3) for _ in range(3))
-    bias = torch.randn(2, 6, 6, requires_grad=True)
+    query, key, value = (torch.randn(1, 2, 4, 6).double().transpose(2, 3) for _ in range(3))
+    bias = torch.randn(2, 6, 6, dtype=torch.float64, requires_grad=True)
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=bias[None])
     torch.testing.assert_close(dense_attention(query, key, value, bias=bias), expected)

@@ -39,7 +39,7 @@ from tests.gpu import DEVICE, on_gpu
 from tests.selection import slow_except
 
 # Relative to the largest value of each tensor. A gradient of the global bias is small compared with its summands.
-TOLERANCES = {torch.float64: 1e-13, torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 KERNELS = Path(triton_chunks.__file__).with_name("triton_kernels.py")
 ALL = {"num_global": 1, "local_bias": True, "global_bias": True}
 

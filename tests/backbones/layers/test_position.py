@@ -12,6 +12,7 @@ from backbones.layers.position import (
     resize_table,
 )
 from tests.backbones.helpers import random_images, randomise
+from tests.tolerances import FLOAT32
 
 
 def interpolate(table: np.ndarray, size: int) -> np.ndarray:
@@ -27,7 +28,7 @@ def test_resizing_a_row_is_linear_with_half_pixel_centres(old, new):
     table = random_images(old, 3, dtype=torch.float32)
     resized = resize_table(table, (new,))
     assert resized.dtype == torch.float32
-    np.testing.assert_allclose(resized.numpy(), interpolate(table.numpy(), new), atol=2e-5)
+    np.testing.assert_allclose(resized.numpy(), interpolate(table.numpy(), new), **FLOAT32)
 
 
 @pytest.mark.parametrize("old, new", [((27, 27), (19, 19)), ((5, 9), (11, 4)), ((3, 4), (3, 4))])
@@ -35,7 +36,7 @@ def test_resizing_a_grid_is_bilinear(old, new):
     table = random_images(*old, 2, dtype=torch.float32)
     rows = interpolate(table.numpy(), new[0])
     expected = interpolate(rows.swapaxes(0, 1), new[1]).swapaxes(0, 1)
-    np.testing.assert_allclose(resize_table(table, new).numpy(), expected, atol=2e-5)
+    np.testing.assert_allclose(resize_table(table, new).numpy(), expected, **FLOAT32)
 
 
 def test_absolute_positions_concatenate_row_and_column():

@@ -1,4 +1,4 @@
-"""Models are measured as they are trained and run; the work of operators equals hand counts."""
+"""The benchmark runs models as training and inference do."""
 
 import itertools
 import math
@@ -9,9 +9,8 @@ from torch import nn
 
 from backbones import ConfigError
 from backbones.attention.sliding_chunk import BACKENDS, SlidingChunkAttention
-from projects_vil.analysis import BenchmarkCase, benchmark, growth, measure, roofline
+from projects_vil.analysis import BenchmarkCase, benchmark, growth, measure
 from projects_vil.analysis.benchmark import build_baseline
-from projects_vil.analysis.limits import DeviceRates
 from tests.projects_vil.helpers import ROOT
 from tests.selection import slow_except
 
@@ -114,50 +113,6 @@ def test_models_that_cannot_be_measured():
     ):
         with pytest.raises(ConfigError, match=named):
             case(name, **options).build()
-
-
-# -- limits ----------------------------------------------------------------------------------------
-
-
-A, B = torch.rand(8, 4), torch.rand(4, 6)
-TARGET = torch.rand(8, 4)
-# An index of 8 bytes is as much as two numbers.
-ROW = torch.tensor([1])
-
-
-def test_work_of_an_operator():
-    """Floating-point operations at one per second, or bytes at one per second, counted by hand."""
-    for step, flops, numbers in (
-        (lambda: A @ B, 2 * 8 * 4 * 6, 8 * 4 + 4 * 6 + 8 * 6),
-        (lambda: A.t() @ A, 2 * 4 * 8 * 4, 2 * 8 * 4 + 4 * 4),
-        (lambda: A.add_(0), 0, 2 * 8 * 4),
-        (lambda: A[:, :1].expand(-1, 4) + 1, 0, 8 + 8 * 4),
-        (lambda: A.view(4, 8).transpose(0, 1).detach(), 0, 0),
-        (lambda: torch.empty(9), 0, 0),
-        (lambda: TARGET.copy_(A), 0, 2 * 8 * 4),
-        (lambda: TARGET.zero_(), 0, 8 * 4),
-        (lambda: torch.zeros_like(A), 0, 8 * 4),
-        (lambda: A[ROW], 0, 4 + 2 + 4),
-        (lambda: A.gather(0, ROW[:, None]), 0, 1 + 2 + 1),
-        (lambda: TARGET.index_put_((ROW,), A[:1]), 0, 4 + 2 + 4),
-        (lambda: TARGET.index_put_((ROW,), A[:1], accumulate=True), 0, 4 + 2 + 2 * 4),
-        # Windows that overlap in memory
-        (lambda: A.view(-1).unfold(0, 4, 1) + 1, 0, 8 * 4 + 29 * 4),
-    ):
-        arithmetic = roofline(step, DeviceRates(flops=1.0, bytes=1e30, call=0.0))
-        memory = roofline(step, DeviceRates(flops=1e30, bytes=1.0, call=0.0))
-        assert arithmetic["limit"]["arithmetic"] == pytest.approx(flops)
-        assert memory["limit"]["memory"] == pytest.approx(4 * numbers) and memory["operators"] == bool(numbers)
-    in_place = roofline(
-        lambda: torch.zeros(2, 8, 6).baddbmm_(A.expand(2, -1, -1), B.expand(2, -1, -1)),
-        DeviceRates(flops=1.0, bytes=1e30, call=0.0),
-    )
-    assert in_place["limit"]["arithmetic"] == pytest.approx(2 * 2 * 8 * 4 * 6)
-
-
-def test_small_operators_are_bound_by_their_calls():
-    work = roofline(lambda: (A + 1).mul_(2), DeviceRates(flops=1e30, bytes=1e30, call=0.5))
-    assert work["limit"] == {"arithmetic": 0, "memory": 0, "overhead": 1.0} and work["operators"] == 2
 
 
 # -- measurements ----------------------------------------------------------------------------------

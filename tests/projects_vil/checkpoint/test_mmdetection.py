@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from detectron2.modeling import build_model
+from detectron2.structures import Boxes, Instances
 from torch import Tensor, nn
 from torchvision.ops import batched_nms, clip_boxes_to_image, roi_align
 
@@ -19,7 +20,7 @@ from projects_vil.checkpoint import check_weights, convert_file, convert_officia
 from tests import wrapping
 from tests.backbones import official_lit
 from tests.projects_vil.checkpoint.test_checkpointer import LOG, log_of, save
-from tests.projects_vil.helpers import ROOT
+from tests.projects_vil.helpers import ROOT, assert_same_detections
 
 WIDTH, CLASSES, FC_DIM, SIZE = 8, 3, 16, (64, 96)
 DIMS = [stage.dim for stage in official_lit.TI.stages]
@@ -217,16 +218,10 @@ def test_detections_are_those_of_mmdetection(tmp_path, name):
             found = model.inference(inputs, do_postprocess=False)[0]
         boxes, scores, classes, *masks = FORMULAS[name](heads, features)
         assert len(found) == len(boxes) > 100 and len(set(classes.tolist())) == CLASSES
-        # Scores may be nearly equal, and so in another order.
-        ours = found.pred_boxes.tensor, found.scores, found.pred_classes
-        ours, theirs = (
-            torch.cat([boxes, 1e3 * scores[:, None], 1e6 * classes[:, None]], dim=1).double()
-            for boxes, scores, classes in (ours, (boxes, scores, classes))
-        )
-        distance, nearest = (ours[:, None] - theirs).abs().sum(2).min(dim=1)
-        assert distance.max() < 0.02 and len(set(nearest.tolist())) == len(boxes)
+        theirs = Instances(found.image_size, pred_boxes=Boxes(boxes), scores=scores, pred_classes=classes)
         if masks:
-            torch.testing.assert_close(found.pred_masks, masks[0][nearest], atol=1e-3, rtol=0)
+            theirs.pred_masks = masks[0]
+        assert_same_detections(found, theirs)
 
 
 def test_a_model_with_a_relu_before_p7_is_another(tmp_path):

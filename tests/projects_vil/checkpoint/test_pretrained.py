@@ -35,6 +35,7 @@ from tests.golden import assert_close_to_golden, golden, golden_images, golden_s
 from tests.projects_vil.checkpoint.test_checkpointer import LOG, detector, log_of, save
 from tests.projects_vil.helpers import ROOT, small_config
 from tests.selection import slow_except
+from tests.tolerances import FLOAT32
 
 NAME = "vil_tiny_1_1_3_1_rpb"
 NARROW = ["MODEL.FPN.OUT_CHANNELS", "16", "MODEL.ROI_BOX_HEAD.FC_DIM", "8", "MODEL.ROI_MASK_HEAD.CONV_DIM", "8"]
@@ -89,7 +90,7 @@ def test_golden_features(tmp_path, file):
     overrides = [text for key, value in options.items() for text in (f"MODEL.TRANSFORMER.{key.upper()}", str(value))]
     bottom_up = detector_from(path, "MODEL.TRANSFORMER.VARIANT", name, *overrides, name="mask_rcnn").backbone.bottom_up
     with torch.inference_mode():
-        features = bottom_up(golden_images(reference))
+        features = bottom_up.double()(golden_images(reference))
     assert features.keys() == reference["stages"].keys()
     for stage, expected in reference["stages"].items():
         assert_close_to_golden(features[stage], expected)
@@ -198,17 +199,17 @@ def test_a_classifier_of_the_model_zoo_keeps_its_logits(tmp_path, monkeypatch, n
 
     options = {"attention": ["sliding_chunk", "sliding_chunk", "dense", "dense"], "chunk_size": [*chunks, 7, 7]}
     options |= {"img_size": img_size, "num_classes": 10}
-    official = create_classifier(name, **options).eval()
+    official = create_classifier(name, **options).double().eval()
     official.load_state_dict(convert_state_dict(float32(weights), name, classifier=True, model_options=options)[0])
 
     conversion = convert_file("own", tmp_path / "ours.pth", classifier=True)
-    ours = create_classifier(name, **conversion.options).eval()
+    ours = create_classifier(name, **conversion.options).double().eval()
     ours.load_state_dict(read_checkpoint(tmp_path / "ours.pth")["model"])
     assert not conversion.report.resized
     assert conversion.lines()[-1].startswith(f"load it with create_classifier('{name}', ")
-    images = torch.rand(1, 3, img_size, img_size)
+    images = torch.rand(1, 3, img_size, img_size, dtype=torch.float64)
     with torch.inference_mode():
-        torch.testing.assert_close(ours(images), official(images), atol=1e-6, rtol=0)
+        torch.testing.assert_close(ours(images), official(images))
 
 
 # Files that do not match
@@ -285,7 +286,7 @@ def test_a_classifier_has_all_weights_of_the_backbone(tmp_path, name, form):
         assert [len(table) for table in tables] == [336, 168, 84, 42]
         table = state["backbone.stages.3.positions.rows"]
         expected = nn.functional.interpolate(table.T[None], size=42, mode="linear")[0].T
-        torch.testing.assert_close(tables[3], expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(tables[3], expected, **FLOAT32)
 
 
 @pytest.mark.slow

@@ -343,7 +343,7 @@ def test_the_model_of_a_detectors_config_takes_all_official_weights(name):
     wrap = wrapping.mmdetection if entry.variant.startswith("lit") else wrapping.detectron2_detector
     official = detect_format(wrap(weights))
     converted = convert_official(official, entry.variant, model_options=backbone.options)
-    assert not converted.report.resized and not converted.report.initialised
+    assert not converted.report.resized and not converted.report.initialized
     shapes = {key.removeprefix(BACKBONE_PREFIX): tensor.shape for key, tensor in converted.contents["model"].items()}
     assert shapes == {key: tensor.shape for key, tensor in backbone.net.state_dict().items()}
 

@@ -2,7 +2,7 @@
 
 import json
 import re
-from argparse import Namespace
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from backbones import ConfigError
 from projects_vil import load_config
 from projects_vil.config import with_overrides
 from projects_vil.data import seed_all
-from projects_vil.engine import check_output_dir, load_records, train_lazily_from_command_line
+from projects_vil.engine import Processes, check_output_dir, load_records, run_lazy_config
 from projects_vil.engine.lazy import LazyTrainer, build_lazy_optimizer, lazy_options, load_lazy_config
 from projects_vil.engine.train import save_config
 from projects_vil.modeling import build_on_meta
@@ -46,10 +46,8 @@ def lazy_path(detector):
     return ROOT / f"configs/lazy/{detector}_vil_tiny_rpb.py"
 
 
-def arguments(detector, *overrides, **flags):
-    defaults = {"resume": False, "eval_only": False, "num_gpus": 1, "num_machines": 1, "machine_rank": 0}
-    opts = [*SMALL, *SMALL_HEADS[detector], f"{CLASSES[detector]}=3", *overrides]
-    return Namespace(config_file=str(lazy_path(detector)), dist_url="auto", opts=opts, **(defaults | flags))
+def arguments(detector, *overrides) -> tuple[Path, list[str]]:
+    return lazy_path(detector), [*SMALL, *SMALL_HEADS[detector], f"{CLASSES[detector]}=3", *overrides]
 
 
 @pytest.fixture(params=DETECTORS)
@@ -161,8 +159,7 @@ def test_the_trainer_of_yaml_configs(shapes, tmp_path):
 
 def test_a_resume_has_the_same_data_and_batch_size(shapes, tmp_path):
     """Compared with the config.yaml of the run, which has Python objects."""
-    args = arguments("mask_rcnn", f"train.output_dir={tmp_path}")
-    cfg = load_lazy_config(args.config_file, args.opts)
+    cfg = load_lazy_config(*arguments("mask_rcnn", f"train.output_dir={tmp_path}"))
     options = lazy_options(cfg, instantiate(cfg.model))
     save_config(options, lambda _, path: LazyConfig.save(cfg, str(path)))
     (tmp_path / "model_final.pth").touch()
@@ -174,17 +171,16 @@ def test_a_resume_has_the_same_data_and_batch_size(shapes, tmp_path):
 @pytest.mark.slow
 def test_the_command_line(shapes, tmp_path):
     output = tmp_path / "run"
-    train_lazily_from_command_line(arguments("mask_rcnn", f"train.output_dir={output}", "train.max_iter=2"))
+    path, overrides = arguments("mask_rcnn", f"train.output_dir={output}", "train.max_iter=2")
+    run_lazy_config(path, overrides, processes=Processes())
     results = json.loads((output / "evaluation.json").read_text())
     assert "AP" in results["shapes_val"]["segm"]
     lines = [json.loads(line) for line in (output / "metrics.json").read_text().splitlines()]
     assert [line["iteration"] for line in lines if line.get("gradient_norm", 0) > 0] == [0, 1]
     # The config of the run is a LazyConfig itself, with the seed of the run.
-    args = arguments("mask_rcnn", eval_only=True)
-    args.config_file = str(output / "config.yaml")
-    args.opts = [f"train.init_checkpoint={output / 'model_final.pth'}", f"train.output_dir={tmp_path / 'again'}"]
-    assert load_lazy_config(args.config_file).train.seed >= 0
-    train_lazily_from_command_line(args)
+    assert load_lazy_config(output / "config.yaml").train.seed >= 0
+    overrides = [f"train.init_checkpoint={output / 'model_final.pth'}", f"train.output_dir={tmp_path / 'again'}"]
+    run_lazy_config(output / "config.yaml", overrides, processes=Processes(), eval_only=True)
     assert json.loads((tmp_path / "again/evaluation.json").read_text()) == results
 
 
@@ -210,7 +206,8 @@ def test_the_command_line(shapes, tmp_path):
 def test_mistakes(overrides, named, shapes, tmp_path):
     output = tmp_path / "run"
     with pytest.raises(ConfigError) as caught:
-        train_lazily_from_command_line(arguments("retinanet", f"train.output_dir={output}", *overrides))
+        path, given = arguments("retinanet", f"train.output_dir={output}", *overrides)
+        run_lazy_config(path, given, processes=Processes())
     assert named in str(caught.value) and "\n" not in str(caught.value)
     assert not output.exists()
 

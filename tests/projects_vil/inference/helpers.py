@@ -2,11 +2,13 @@
 
 import functools
 import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import cv2
 import numpy as np
-import pytest
+import pycocotools.mask as mask_util
 import torch
 from detectron2.structures import Boxes, Instances
 from PIL import Image
@@ -15,7 +17,7 @@ from projects_vil.checkpoint import Categories, Checkpointer
 from projects_vil.config import CONFIG_FILE
 from projects_vil.data import size_for_testing
 from projects_vil.inference import Detector, predict
-from tests.projects_vil.helpers import small_config, untrained_detector
+from tests.projects_vil.helpers import assert_same_detections, small_config, untrained_detector
 
 ANY = Categories((3, 7), ("left", "right"))
 config = functools.cache(small_config)
@@ -92,14 +94,39 @@ def write_video(path: Path, frames: int, *, size: tuple[int, int] = (40, 60)) ->
     writer.release()
 
 
-def assert_same(ours: list[dict], theirs: list[dict]) -> None:
-    """Check that results are equal, in the same order, up to rounding; masks may differ in a pixel of their border."""
-    assert len(ours) == len(theirs) > 0
-    for one, other in zip(ours, theirs, strict=True):
-        assert one.keys() == other.keys()
-        assert (one["image_id"], one["category_id"]) == (other["image_id"], other["category_id"])
-        assert one["bbox"] == pytest.approx(other["bbox"], abs=1e-2)
-        assert one["score"] == pytest.approx(other["score"], abs=1e-4)
-    if "segmentation" in ours[0]:
-        equal = sum(one["segmentation"] == other["segmentation"] for one, other in zip(ours, theirs, strict=True))
-        assert equal >= 0.9 * len(ours)
+def instances_by_image(results: Iterable[dict]) -> dict[int | str, Instances]:
+    """Convert COCO results."""
+    grouped = defaultdict(list)
+    for result in results:
+        grouped[result["image_id"]].append(result)
+    instances = {}
+    for image_id, items in grouped.items():
+        boxes = torch.tensor([item["bbox"] for item in items])
+        found = instances[image_id] = Instances(
+            (0, 0), pred_boxes=Boxes(torch.cat([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], 1))
+        )
+        found.scores = torch.tensor([item["score"] for item in items])
+        found.pred_classes = torch.tensor([item["category_id"] for item in items])
+        if "segmentation" in items[0]:
+            masks = mask_util.decode([item["segmentation"] for item in items])
+            found.pred_masks = torch.from_numpy(masks).permute(2, 0, 1)
+    return instances
+
+
+def results_of(rows: Iterable[dict]) -> Iterator[dict]:
+    """Convert rows of Parquet files to COCO results, with file names as the ids of images."""
+    for row in rows:
+        for index, (left, top, right, bottom) in enumerate(row["boxes"] or ()):
+            result = {"image_id": row["file_name"], "bbox": [left, top, right - left, bottom - top]}
+            result |= {"category_id": row["category_ids"][index], "score": row["scores"][index]}
+            if row["masks"] is not None:
+                result["segmentation"] = {"size": [row["height"], row["width"]], "counts": row["masks"][index]}
+            yield result
+
+
+def assert_same(ours: Iterable[dict], theirs: Iterable[dict]) -> None:
+    """Check that COCO results are equal up to rounding."""
+    found, expected = instances_by_image(ours), instances_by_image(theirs)
+    assert found.keys() == expected.keys() and expected
+    for image_id, instances in expected.items():
+        assert_same_detections(found[image_id], instances)

@@ -13,7 +13,7 @@ import pytest
 from backbones import ConfigError
 from projects_vil.inference import Detector
 from tests.projects_vil.helpers import PATIENCE, ROOT
-from tests.projects_vil.inference.helpers import save
+from tests.projects_vil.inference.helpers import assert_same, results_of, save
 
 ray = pytest.importorskip("ray", reason="needs ray: pip install -e '.[ray]'")
 pa = pytest.importorskip("pyarrow")
@@ -63,13 +63,7 @@ def assert_same_rows(found, expected):
     for name, row in expected.items():
         other = found[name]
         assert all(other[key] == row[key] for key in ("height", "width", "error"))
-        np.testing.assert_allclose(detections_of(other), detections_of(row), rtol=1e-4, atol=1e-4)
-
-
-def detections_of(row) -> np.ndarray:
-    """(N, 6): category, box and score, in an order that does not depend on scores that are all but equal."""
-    table = np.column_stack([row["category_ids"], np.array(row["boxes"]).reshape(-1, 4), row["scores"]])
-    return table[np.lexsort(table[:, :5].round(2).T[::-1])]
+    assert_same(results_of(found.values()), results_of(expected.values()))
 
 
 def predict_on_ray(*args, **changes):

@@ -12,7 +12,15 @@ import pytest
 from projects_vil import Detector
 from projects_vil.inference import predict
 from tests.projects_vil.helpers import message, start_tool
-from tests.projects_vil.inference.helpers import BrightHalfRunner, picture, read, save, save_run
+from tests.projects_vil.inference.helpers import (
+    BrightHalfRunner,
+    assert_same,
+    picture,
+    read,
+    results_of,
+    save,
+    save_run,
+)
 
 pytest.importorskip("pyarrow")
 
@@ -59,14 +67,7 @@ def test_rows_are_those_of_coco(photos, tmp_path, name):
     assert sizes == [(row["height"], row["width"]) for row in rows if not row["error"]]
     (bad,) = (row for row in rows if row["error"])
     assert (bad["file_name"], bad["error"], bad["height"]) == ("06x.png", images["skipped"][0]["reason"], None)
-    for row in rows:
-        expected = [result for result in results if images_by_id[result["image_id"]] == row["file_name"]]
-        assert row["category_ids"] == [result["category_id"] for result in expected]
-        assert row["scores"] == pytest.approx([result["score"] for result in expected], abs=1e-4)
-        boxes = [[x, y, x + w, y + h] for x, y, w, h in (result["bbox"] for result in expected)]
-        assert np.allclose(row["boxes"], boxes, atol=1e-2)
-        masks = [result["segmentation"]["counts"].encode() for result in expected] if name == "mask_rcnn" else None
-        assert row is bad or row["masks"] == masks
+    assert_same(results_of(rows), [result | {"image_id": images_by_id[result["image_id"]]} for result in results])
 
 
 def test_parts_that_are_not_whole_are_made_again(photos, tmp_path):
@@ -149,7 +150,7 @@ def test_a_run_that_is_killed_three_times(tmp_path):
 
     def start(output):
         arguments = ["--config-file", tmp_path / "run/config.yaml", "--weights", tmp_path / "run/model_final.pth"]
-        arguments += ["--input", tmp_path / "in", "--output", output, "--batch-size", 4, "--device", "cpu"]
+        arguments += ["--input", tmp_path / "in", "--output", output, "--batch", 4, "--device", "cpu"]
         arguments += ["--format", "parquet", "--part-size", NUM_IMAGES // 20]
         return start_tool("predict.py", *arguments, folder=tmp_path)
 

@@ -25,7 +25,7 @@ from projects_vil.inference import predict
 from projects_vil.inference.image_loading import ImageBatches, ImageSource, Video, read_ahead
 from projects_vil.inference.predict import categories_as_annotated
 from tests.projects_vil.export.exporting import write
-from tests.projects_vil.helpers import message, run_tool
+from tests.projects_vil.helpers import assert_same_detections, message, run_tool
 from tests.projects_vil.inference.helpers import (
     BrightHalfRunner,
     assert_same,
@@ -164,10 +164,7 @@ def test_detections_do_not_depend_on_the_batch(tmp_path, monkeypatch, name, padd
     assert sorted(map(len, batches)) == ([6] if padding else [2, 2, 2])
     for image, found in zip(images, together, strict=True):
         alone = detector(image)
-        assert alone.names == found.names and len(alone) > 0
-        np.testing.assert_allclose(alone.boxes, found.boxes, atol=1e-4)
-        np.testing.assert_allclose(alone.scores, found.scores, atol=1e-4)
-        assert alone.masks is None or (alone.masks == found.masks).mean() > 0.999
+        assert_same_detections(alone.instances, found.instances)
 
 
 def turn(path: Path) -> None:
@@ -428,7 +425,7 @@ def test_tool(trained_run, shapes, tmp_path, request, source):
     """A run's config, or an exported model without one; neither is an error."""
     shutil.copytree(shapes / "val", tmp_path / "in")
     (tmp_path / "in/text.jpg").write_text("not an image")
-    arguments = ["--input", tmp_path / "in", "--output", tmp_path / "out", "--batch-size", 2]
+    arguments = ["--input", tmp_path / "in", "--output", tmp_path / "out", "--batch", 2]
     model = ["--config-file", trained_run / "config.yaml", "--weights", trained_run / "model_final.pth"]
     if source == "export":
         model = ["--weights", request.getfixturevalue("exported_run") / "model.ts", "--device", "cpu"]

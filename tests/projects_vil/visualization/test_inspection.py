@@ -13,6 +13,7 @@ from projects_vil.visualization.inspection import plot_attention, plot_offsets, 
 from tests.backbones.helpers import random_images
 from tests.projects_vil.helpers import message, small_config
 from tests.selection import slow_except
+from tests.tolerances import FLOAT32
 
 
 @pytest.fixture
@@ -136,12 +137,12 @@ def test_known_offsets_move_all_positions(small_lit, offsets, pixels):
         set_offset(small_lit, stage, *offset)
     images = random_images(1, 3, 160, 224).float()
     sampled, regular = sampling_positions(small_lit, images, [(2, 3)])
-    torch.testing.assert_close(sampled - regular, torch.tensor(pixels).float().expand(1, 64, 2))
+    torch.testing.assert_close(sampled - regular, torch.tensor(pixels).float().expand(1, 64, 2), **FLOAT32)
     figure = plot_offsets(small_lit, images, np.zeros((160, 224, 3), np.uint8), [(70, 100)])
     assert len(figure.axes) == 2
     for axes in figure.axes:
         assert boxes(axes) == [(95.5, 63.5, 32, 32)]
-        torch.testing.assert_close(torch.tensor(axes.lines[0].get_xydata()).flip(1).float(), sampled[0])
+        torch.testing.assert_close(torch.tensor(axes.lines[0].get_xydata()).flip(1).float(), sampled[0], **FLOAT32)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from backbones.attention.sdpa import pytorch_attention
 from backbones.errors import ConfigError, check_whole, explain_unknown_keywords
 from backbones.layers.parameters import names_without_weight_decay
 from backbones.layers.tracing import at_least_float32, padding_to_multiple
-from backbones.sequence.encoder import EncoderLayer, check_heads
+from research.sequence.encoder import EncoderLayer, check_heads
 
 _NEVER = float("-inf")
 

@@ -5,9 +5,8 @@ import functools
 import pytest
 import torch
 
-from backbones.convert import convert_sequence_state_dict
 from backbones.errors import ConfigError
-from backbones.sequence import create_char_lm, create_sequence_encoder
+from research.sequence import convert_sequence_state_dict, create_char_lm, create_sequence_encoder
 from tests.golden import assert_close_to_golden, golden, golden_ids, golden_state_dict
 
 ENCODER, CHAR_LM = "ls_sequence_cls_token", "ls_char_lm"
@@ -26,7 +25,7 @@ def official(name: str) -> dict[str, torch.Tensor]:
 def model_of(name: str, **changes) -> torch.nn.Module:
     create, sizes = (create_char_lm, CHAR_LM_SIZES) if name == CHAR_LM else (create_sequence_encoder, ENCODER_SIZES)
     config = golden(name)["config"]
-    return create(**{ours: config[theirs] for ours, theirs in sizes.items()} | changes).eval()
+    return create(**{ours: config[theirs] for ours, theirs in sizes.items()} | changes).double().eval()
 
 
 @pytest.mark.parametrize("name", [ENCODER, "ls_sequence_mean", "ls_sequence_window_only"])

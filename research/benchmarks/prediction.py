@@ -1,4 +1,4 @@
-"""Images a second and memory of whole predictions, by the ways that ``vil predict`` has for many images."""
+"""Throughput and memory of ``vil predict``: single images, batches, bfloat16, shards and Ray workers."""
 
 import os
 import re
@@ -18,48 +18,48 @@ from backbones import ConfigError
 from projects_vil.data import write_shapes_dataset
 
 _RAY = "two Ray workers"
-_TICK = 0.2  # seconds between two looks at the memory
+_INTERVAL = 0.2  # seconds between two memory samples
 
 
 def measure_predictions(
     model: str, *, num_images: int, batch_size: int, runs: int, overrides: Sequence[str] = ()
 ) -> list[dict[str, object]]:
-    """Run ``vil predict --format parquet`` on drawn photos, in turn each way, by as many threads as there are CPUs.
+    """Run ``vil predict --format parquet`` on synthetic images in each mode, with one thread per CPU.
 
-    Each way has a run with a tenth of the images too: the rate is of the difference, so that it leaves out the start
-    of processes and the loading of the model, which are given apart.
+    Each mode also runs on a tenth of the images. The rate is computed from the difference, so that it excludes the
+    start of the processes and the loading of the model.
 
     Args:
-        model: what ``vil predict`` takes.
+        model: a model that ``vil predict`` takes.
         num_images: number of images, at least 10.
-        runs: runs of each way; figures are medians.
+        runs: runs of each mode; the result is the median.
         overrides: config keys and values.
 
     Returns:
-        For each way its ``name``, ``images_per_second`` (None where the images took no longer than the start varies),
-        seconds of the ``start``, and ``memory``, the largest sum over its processes in bytes, in which shared memory
-        counts once (PSS); None on systems without /proc. Without Ray installed there is no row for it.
+        One row per mode: ``name``; ``images_per_second`` (``None`` if the images took no longer than the start
+        varies); ``start`` in seconds; and ``memory``, the peak of all processes together in bytes, which counts shared
+        memory once (PSS, ``None`` without /proc). The Ray mode needs Ray.
 
     Raises:
-        ConfigError: where a prediction fails, with its last line, and for too few images.
+        ConfigError: If a prediction fails, or ``num_images`` is too small.
     """
     if num_images < 10:
-        raise ConfigError(f"images is {num_images}: at least 10 are needed")
+        raise ConfigError(f"images is {num_images}. Use 10 or more.")
     few, batches = num_images // 10, ("--batch-size", str(batch_size))
-    ways: dict[str, list[tuple[str, ...]]] = {
+    modes: dict[str, list[tuple[str, ...]]] = {
         "one image at a time": [()],
         f"batches of {batch_size}": [batches],
         f"batches of {batch_size}, bfloat16": [(*batches, "INFERENCE.DTYPE", "bfloat16")],
         "two shards on this machine": [(*batches, "--shard", f"{shard}/2") for shard in range(2)],
     }
     if find_spec("ray"):
-        ways[_RAY] = [(*batches, "--ray", "--ray-workers", "2", "2")]
+        modes[_RAY] = [(*batches, "--ray", "--ray-workers", "2", "2")]
     seconds: dict[str, list[tuple[float, float]]] = {}
     peaks: dict[str, list[int]] = {}
     with tempfile.TemporaryDirectory() as folder:
         write_shapes_dataset(folder, num_train=num_images, num_val=few)
         for run in range(runs):
-            for name, commands in ways.items():
+            for name, commands in modes.items():
                 measured = []
                 for split in ("val", "train"):
                     started = ("predict", model, f"{folder}/{split}", "--output", f"{folder}/{name}-{split}-{run}")
@@ -72,7 +72,7 @@ def measure_predictions(
     rows = []
     for name, pairs in seconds.items():
         of_few, of_all = (median(column) for column in zip(*pairs, strict=True))
-        # The start may vary by more than the images take.
+        # With few images, the start can vary by more than the images take.
         rate = (num_images - few) / (of_all - of_few) if of_all > of_few else None
         start, memory = max(of_few - few / rate, 0.0) if rate else of_few, median(peaks[name])
         rows.append({"name": name, "images_per_second": rate, "start": start, "memory": memory or None})
@@ -80,25 +80,25 @@ def measure_predictions(
 
 
 def format_predictions(rows: Sequence[dict]) -> str:
-    """Return the rows of :func:`measure_predictions` as a table in Markdown, rates also as ratios to the first."""
+    """Format the rows of :func:`measure_predictions` as a Markdown table, with rates relative to the first row."""
     rates = [row["images_per_second"] for row in rows]
     first = rates[0]
     table = [
         [
             row["name"],
-            f"{rate:.2f}" if rate else "not measured (give more images)",
+            f"{rate:.2f}" if rate else "not measured (use more images)",
             f"{rate / first:.2f}" if rate and first else "",
             f"{row['start']:.0f}",
             "not measured (no /proc)" if row["memory"] is None else f"{row['memory'] / 1e9:.2f}",
         ]
         for row, rate in zip(rows, rates, strict=True)
     ]
-    return tabulate(table, ["way", "images/s", "ratio", "start (s)", "memory (GB)"], "github", disable_numparse=True)
+    return tabulate(table, ["mode", "images/s", "ratio", "start (s)", "memory (GB)"], "github", disable_numparse=True)
 
 
 @contextmanager
 def _ray_cluster() -> Iterator[dict[str, str]]:
-    """Start Ray with two CPUs for workers, and one for reading and writing, whatever this machine has."""
+    """Start Ray with three CPUs: two for the workers and one for reading and writing."""
     import ray
 
     context = ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False)
@@ -109,7 +109,7 @@ def _ray_cluster() -> Iterator[dict[str, str]]:
 
 
 def _run(commands: Sequence[tuple[str, ...]], env: dict[str, str]) -> tuple[float, int]:
-    """Run commands at once; return seconds and the peak of the bytes of this process's descendants."""
+    """Run commands in parallel. Return the seconds and the peak memory of all child processes in bytes."""
     threads = str(max((os.cpu_count() or 1) // len(commands), 1))
     env = os.environ | {"OMP_NUM_THREADS": threads} | env
     start, peak = time.perf_counter(), 0
@@ -120,7 +120,7 @@ def _run(commands: Sequence[tuple[str, ...]], env: dict[str, str]) -> tuple[floa
         ]
         while any(process.poll() is None for process in processes):
             peak = max(peak, sum(map(_proportional_memory, _descendants(os.getpid()))))
-            time.sleep(_TICK)
+            time.sleep(_INTERVAL)
         if any(process.returncode for process in processes):
             log.seek(0)
             raise ConfigError(f"vil {' '.join(commands[0])} failed: {log.read().strip().splitlines()[-1:]}")

@@ -1,9 +1,10 @@
-"""Time and memory of COCO's metrics by two libraries, and of the check of a dataset, on synthetic COCO annotations."""
+"""Time and memory of COCO evaluation and of the dataset check, on synthetic COCO annotations."""
 
 import contextlib
 import io
 import json
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,37 +13,34 @@ import numpy as np
 import torch
 from detectron2.data import MetadataCatalog
 from detectron2.structures import Boxes, Instances
-from torch.utils.benchmark.utils.timer import timer
 
 from projects_vil.data import CocoFile
 from projects_vil.evaluation import COCO_APIS, coco_evaluator
 from projects_vil.utils import call_in_new_process, memory_of
 
-# As many classes as COCO has, about as many objects in an image, and the usual number of points of a polygon.
+# COCO has 80 classes and about 7 objects per image.
 NUM_CLASSES, NUM_OBJECTS, NUM_POINTS = 80, 7, 24
 HEIGHT, WIDTH = 480, 640
 
 
 def compare_coco_apis(*, num_images: int, num_detections: int) -> dict[str, dict[str, Any]]:
-    """Evaluate drawn detections by both APIs, from the file of annotations to metrics, each in a new process.
+    """Evaluate synthetic detections with each COCO API, each in a new process.
 
     Args:
-        num_images: number of images in the synthetic dataset of 80 classes, with 7 objects each.
-        num_detections: per image; half of them near its objects.
+        num_images: images in the synthetic dataset, with ``NUM_OBJECTS`` objects each.
+        num_detections: detections per image; half of them are close to an object.
 
     Returns:
-        ``seconds``, the peak of the process's ``memory`` in bytes, or None on systems without /proc, and ``metrics``,
-        each by API.
+        For each API ``seconds``, ``metrics``, and ``memory``, the peak of the process in bytes (``None`` without
+        /proc).
 
     Raises:
-        ConfigError: where faster-coco-eval is not installed.
+        ConfigError: If faster-coco-eval is not installed.
     """
-    measured = {}
     with tempfile.TemporaryDirectory() as folder:
         objects = write_annotations(Path(folder) / "annotations.json", np.random.default_rng(0), num_images)
-        for api in COCO_APIS:
-            measured[api] = call_in_new_process(_evaluate, folder, *objects, num_detections, api)
-    return {key: {api: own[key] for api, own in measured.items()} for key in ("seconds", "memory", "metrics")}
+        arguments = (folder, *objects, num_detections)
+        return {api: call_in_new_process(_evaluate, *arguments, api) for api in COCO_APIS}
 
 
 def _evaluate(folder: str, boxes: np.ndarray, classes: np.ndarray, num_detections: int, api: str) -> dict[str, Any]:
@@ -50,23 +48,23 @@ def _evaluate(folder: str, boxes: np.ndarray, classes: np.ndarray, num_detection
     ids = {index + 1: index for index in range(NUM_CLASSES)}
     facts = {"thing_classes": names, "thing_dataset_id_to_contiguous_id": ids}
     MetadataCatalog.get(folder).set(json_file=f"{folder}/annotations.json", **facts)
-    generator, start = np.random.default_rng(1), timer()
+    generator, start = np.random.default_rng(1), time.perf_counter()
     with contextlib.redirect_stdout(io.StringIO()):
         evaluator = coco_evaluator(folder, output_dir=folder, check="off", api=api)
         evaluator.reset()
         for index, objects in enumerate(zip(boxes, classes, strict=True)):
-            instances = _detections(generator, *objects, num_detections)
+            instances = _sample_detections(generator, *objects, num_detections)
             evaluator.process([{"image_id": index + 1}], [{"instances": instances}])
         metrics = evaluator.evaluate()["bbox"]
-    return {"seconds": timer() - start, "memory": memory_of(peak=True), "metrics": metrics}
+    return {"seconds": time.perf_counter() - start, "memory": memory_of(peak=True), "metrics": metrics}
 
 
 def time_dataset_check(*, num_images: int) -> dict[str, float | None]:
-    """Check synthetic annotations with masks and their images, as ``tools/check_dataset.py`` does, in a new process.
+    """Check synthetic annotations with masks and their images, as ``vil check`` does, in a new process.
 
     Returns:
-        ``file_size`` of the annotations in bytes, ``seconds``, and the peak of the process's ``memory`` in bytes, or
-        None on systems without /proc.
+        ``file_size`` of the annotations in bytes, ``seconds``, and ``memory``, the peak of the process in bytes
+        (``None`` without /proc).
     """
     with tempfile.TemporaryDirectory() as folder:
         annotations, images = Path(folder) / "annotations.json", Path(folder) / "images"
@@ -76,16 +74,16 @@ def time_dataset_check(*, num_images: int) -> dict[str, float | None]:
 
 
 def _time_check(annotations: Path, images: Path) -> dict[str, float | None]:
-    start = timer()
+    start = time.perf_counter()
     CocoFile(annotations, images).lines()
-    return {"seconds": timer() - start, "memory": memory_of(peak=True)}
+    return {"seconds": time.perf_counter() - start, "memory": memory_of(peak=True)}
 
 
 def write_annotations(path: Path, generator: np.random.Generator, num_images: int) -> tuple[np.ndarray, np.ndarray]:
-    """Write a COCO file of random objects with masks, the ellipses in their boxes.
+    """Write a COCO file of random boxes, each with its inscribed ellipse as the mask.
 
     Returns:
-        Boxes (num_images, 7, 4), left, top, width and height in pixels, and class indices (num_images, 7).
+        Boxes (num_images, 7, 4) as left, top, width, height in pixels, and class indices (num_images, 7).
     """
     boxes = _sample_boxes(generator, num_images * NUM_OBJECTS)
     classes = generator.integers(NUM_CLASSES, size=len(boxes))
@@ -107,7 +105,7 @@ def write_annotations(path: Path, generator: np.random.Generator, num_images: in
 
 
 def write_images(folder: Path, num_images: int) -> None:
-    """Write files for :func:`write_annotations`, links to one black image."""
+    """Write the images of :func:`write_annotations`, as links to one black image."""
     folder.mkdir()
     cv2.imwrite(str(folder.with_name("photo.jpg")), np.zeros((HEIGHT, WIDTH, 3), np.uint8))
     for index in range(num_images):
@@ -115,13 +113,15 @@ def write_images(folder: Path, num_images: int) -> None:
 
 
 def _sample_boxes(generator: np.random.Generator, number: int) -> np.ndarray:
-    """(number, 4): left, top, width and height in pixels, inside the image."""
+    """Return random boxes inside the image, (number, 4), as left, top, width, height in pixels."""
     sizes = np.exp(generator.uniform(np.log(8), np.log(300), (number, 2)))
     return np.concatenate([generator.random((number, 2)) * ([WIDTH, HEIGHT] - sizes), sizes], axis=1)
 
 
-def _detections(generator: np.random.Generator, boxes: np.ndarray, classes: np.ndarray, number: int) -> Instances:
-    """Sample detections of one image, half of them near its objects, in float64."""
+def _sample_detections(
+    generator: np.random.Generator, boxes: np.ndarray, classes: np.ndarray, number: int
+) -> Instances:
+    """Return random detections of one image in float64; about half of them are close to an object."""
     index = generator.integers(len(boxes), size=number)
     near = boxes[index] + generator.normal(0, 0.1, (number, 4)) * np.tile(boxes[index][:, 2:], 2)
     is_near = generator.random(number) < 0.5

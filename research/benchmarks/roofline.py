@@ -1,4 +1,8 @@
-"""A roofline of a step: the time of its operators at the rates that the device reaches with large ones."""
+"""A roofline model: a lower bound of the time of a step.
+
+Each operator takes its arithmetic or its memory traffic at the highest rate of the device, or the overhead of a call,
+whichever is longest. Kernels that bypass PyTorch's dispatcher are not counted.
+"""
 
 import dataclasses
 import math
@@ -17,7 +21,7 @@ from projects_vil.analysis.counting import operator_type
 
 BOUNDS = ("arithmetic", "memory", "overhead")
 OPERATOR_TYPES = ("attention", "matmul", "convolution", "norm", "copy", "other")
-# Operators that write their first tensor without reading it; so do new_... and ..._like.
+# Operators that write their first tensor without reading it, like new_* and *_like.
 _WRITES = {"copy_", "zero_", "fill_"}
 # Operators that read or write as many rows of a tensor as there are indices.
 _GATHERS, _SCATTERS = {"index", "index_select", "gather", "embedding"}, {"index_put_", "_index_put_impl_"}
@@ -26,7 +30,13 @@ _COPIED_NUMBERS = 2**26
 
 @dataclasses.dataclass(frozen=True)
 class DeviceRates:
-    """Floating-point operations and bytes per second of large operators, and seconds of the smallest one."""
+    """The highest measured rates of a device.
+
+    Attributes:
+        flops: floating-point operations per second of a large matrix product.
+        bytes: bytes per second of a large copy, reads and writes.
+        call: seconds of the smallest operator.
+    """
 
     flops: float
     bytes: float
@@ -34,9 +44,10 @@ class DeviceRates:
 
 
 def measure_rates(device: str, dtype: str) -> DeviceRates:
-    """Measure products of matrices, 2048 x 2048 or on a GPU 8192 x 8192, copies of 256 MB, and sums of one number.
+    """Measure matrix products (2048 x 2048, on a GPU 8192 x 8192), copies of 256 MB, and one-element sums.
 
-    The fastest of 20 calls; on a GPU the fastest of 5 means of 20 calls, since a wait takes as long as a small product.
+    On a CPU the result is the fastest of 20 calls. On a GPU it is the fastest of 5 means of 20 calls, because a
+    synchronization takes as long as a small product.
     """
     side, rounds, calls = (8192, 5, 20) if device.startswith("cuda") else (2048, 20, 1)
     a, b = torch.rand(2, side, side, device=device).to(DTYPES[dtype])
@@ -48,14 +59,13 @@ def measure_rates(device: str, dtype: str) -> DeviceRates:
     return DeviceRates(flops=2 * side**3 / product, bytes=moved / copy, call=call)
 
 
-def roofline(step: Callable[[], object], rates: DeviceRates) -> dict[str, Any]:
-    """Count and time the operators of a step, of its second call; kernels outside PyTorch's dispatcher are missing.
+def lower_bound(step: Callable[[], object], rates: DeviceRates) -> dict[str, Any]:
+    """Count and time the operators of a step, in its second call.
 
     Returns:
-        ``limit``, the seconds of the operators at the rates of the device by what bounds each: ``"arithmetic"``,
-        ``"memory"``, where each tensor is read or written once, or ``"overhead"`` of the calls; ``seconds_by_type``,
-        the measured time by type of operator, each operator timed alone; and ``operators``, the number of operators
-        that compute or copy (views are left out).
+        ``limit``: the seconds of the lower bound, by what limits each operator (``BOUNDS``).
+        ``seconds_by_type``: the measured seconds by operator type; each operator is timed alone.
+        ``operators``: the number of operators that compute or copy. Views are left out.
     """
     step()
     with _OperatorCounter(rates) as counter:
@@ -92,7 +102,7 @@ class _OperatorCounter(TorchDispatchMode):
 
 
 def _tensors(values: object) -> list[Tensor]:
-    """Return each tensor once, identified by its memory."""
+    """Return the distinct tensors in ``values``, by memory and shape."""
     found = {(x.data_ptr(), x.shape): x for x in tree_leaves(values) if isinstance(x, Tensor)}
     return list(found.values())
 
@@ -110,7 +120,7 @@ def _bytes_moved(name: str, args: tuple, kwargs: dict, output: object) -> int:
 
 
 def _num_bytes(x: Tensor) -> int:
-    """Return the bytes of memory behind a tensor: fewer than its numbers where axes are expanded or views overlap."""
+    """Return the bytes of memory behind a tensor. Expanded axes and overlapping views share memory."""
     if not x.numel():
         return 0
     axes = [(size, stride) for size, stride in zip(x.shape, x.stride(), strict=True) if stride]
@@ -118,13 +128,13 @@ def _num_bytes(x: Tensor) -> int:
     return min(math.prod(size for size, _ in axes), reach) * x.itemsize
 
 
-def format_limits(rows: Sequence[dict[str, Any]], rates: DeviceRates) -> str:
-    """Format, below the rates of the device, the limit of each model by bound, and its time by type of operator.
+def format_bounds(rows: Sequence[dict[str, Any]], rates: DeviceRates) -> str:
+    """Format the rates of the device and a table of the bounds.
 
     Args:
-        rows: of :func:`.benchmark.measure`, each with the values of :func:`roofline`.
+        rows: results of :func:`projects_vil.analysis.measure`, each updated with the result of :func:`lower_bound`.
     """
-    headers = ["model", "size", "seconds", "limit", "x limit", *BOUNDS, *OPERATOR_TYPES, "operators"]
+    headers = ["model", "size", "seconds", "bound", "x bound", *BOUNDS, *OPERATOR_TYPES, "operators"]
     cells = []
     for row in rows:
         limit = sum(row["limit"].values())
@@ -135,7 +145,6 @@ def format_limits(rows: Sequence[dict[str, Any]], rates: DeviceRates) -> str:
         cells.append([row["model"], "{} x {}".format(*row["size"]), *numbers, *percentages, row["operators"]])
     table = tabulate(cells, headers, tablefmt="github", disable_numparse=True)
     return (
-        f"Large products {rates.flops / 1e9:.0f} GFLOP/s, large copies {rates.bytes / 1e9:.1f} GB/s, smallest operator "
-        f"{rates.call * 1e6:.1f} us.\nThe limit is what the operators of a step take at these rates, by what bounds "
-        f"each; then the measured time by type of operator.\n\n{table}"
+        f"Matrix products {rates.flops / 1e9:.0f} GFLOP/s, copies {rates.bytes / 1e9:.1f} GB/s, smallest operator "
+        f"{rates.call * 1e6:.1f} us.\n\n{table}"
     )

@@ -1,0 +1,100 @@
+"""Run one benchmark: coco-api, dataset-check, predict or roofline.
+
+coco-api       one COCO evaluation with pycocotools and one with faster-coco-eval, on synthetic annotations
+dataset-check  the check of `vil check`, on synthetic annotations
+predict        `vil predict` on synthetic images: single images, batches, bfloat16, shards and Ray workers
+roofline       a lower bound of the time of each model, from the arithmetic and memory rates of the device
+
+Example:
+    python -m research.benchmarks coco-api --images 5000
+    python -m research.benchmarks dataset-check --images 118287
+    python -m research.benchmarks predict output/demo_retinanet --images 160 --batch 8 --runs 3
+    python -m research.benchmarks roofline vil_small_rpb lit_s --against swin_t --image-size 512 672 --backward
+"""
+
+import argparse
+from pathlib import Path
+
+from vil.arguments import ConfigToolParser, config_of, output_file, positive, run_tool, write_json
+
+BASE = Path(__file__).resolve().parents[2] / "configs/base/retinanet.yaml"
+
+
+def coco_api(args: argparse.Namespace) -> None:
+    from research.benchmarks.annotations import compare_coco_apis
+
+    compared = compare_coco_apis(num_images=args.images, num_detections=100)
+    for api, own in compared.items():
+        print(f"{api}: {own['seconds']:.2f} s, {_gigabytes(own['memory'])}, AP {own['metrics']['AP']:.4f}")
+    write_json(args.json, compared)
+
+
+def dataset_check(args: argparse.Namespace) -> None:
+    from research.benchmarks.annotations import time_dataset_check
+
+    cost = time_dataset_check(num_images=args.images)
+    size = f"{args.images:,} images, {cost['file_size'] / 1e6:.0f} MB of annotations"
+    print(f"{size}: {cost['seconds']:.1f} s, {_gigabytes(cost['memory'])}")
+    write_json(args.json, cost)
+
+
+def predict(args: argparse.Namespace) -> None:
+    from research.benchmarks.prediction import format_predictions, measure_predictions
+
+    options = {"num_images": args.images, "batch_size": args.batch, "runs": args.runs, "overrides": args.opts}
+    rows = measure_predictions(*args.models, **options)
+    print(format_predictions(rows))
+    write_json(args.json, rows)
+
+
+def roofline(args: argparse.Namespace) -> None:
+    from projects_vil.analysis import BenchmarkCase, measure
+    from research.benchmarks import roofline
+
+    args.config_file = BASE
+    options = {
+        **{"part": "backbone", "base": BASE, "size": tuple(args.image_size), "batch_size": args.batch},
+        **{"device": config_of(args).MODEL.DEVICE, "dtype": args.dtype, "backward": args.backward},
+    }
+    cases = [BenchmarkCase(name, False, **options, overrides=tuple(args.opts)) for name in args.models]
+    cases += [BenchmarkCase(name, True, **options) for name in args.against]
+    rates = roofline.measure_rates(cases[0].device, args.dtype)
+    rows = measure(cases, runs=args.runs, memory=False)
+    rows = [row | roofline.lower_bound(case.build(), rates) for row, case in zip(rows, cases, strict=True)]
+    print(roofline.format_bounds(rows, rates))
+    write_json(args.json, {"rates": vars(rates), "measurements": rows})
+
+
+def _gigabytes(memory: int | None) -> str:
+    return "memory not measured (no /proc)" if memory is None else f"{memory / 1e9:.2f} GB"
+
+
+BENCHMARKS = {"coco-api": coco_api, "dataset-check": dataset_check, "predict": predict, "roofline": roofline}
+
+
+def main() -> None:
+    parser = ConfigToolParser(__doc__, config_file=False)
+    parser.add_argument("benchmark", choices=BENCHMARKS, metavar="BENCHMARK", help=", ".join(BENCHMARKS))
+    models_help = "predict: a run or an exported model; roofline: variants, timm:MODEL or configs"
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=models_help)
+    parser.add_argument("--images", type=positive, default=5000, metavar="N", help="synthetic images (default 5000)")
+    parser.add_argument("--batch", type=positive, default=1, metavar="N", help="images per batch (default 1)")
+    parser.add_argument("--runs", type=positive, default=5, metavar="N", help="timed runs (default 5)")
+    group = parser.add_argument_group("roofline")
+    group.add_argument("--against", nargs="+", default=[], metavar="NAME", help="r50, swin_t, or models of timm")
+    size_help = "image size in pixels (default 800 1344)"
+    group.add_argument("--image-size", type=positive, nargs=2, default=(800, 1344), metavar=("H", "W"), help=size_help)
+    group.add_argument("--backward", action="store_true", help="include the backward pass")
+    dtypes = ("float32", "bfloat16", "float16")
+    group.add_argument("--dtype", choices=dtypes, default="float32", help="autocast data type (default float32)")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write the figures to this file")
+    args = parser.parse_args()
+    if args.benchmark == "predict" and len(args.models) != 1:
+        parser.error("predict takes one model")
+    if args.benchmark == "roofline" and not args.models:
+        parser.error("roofline takes one or more models")
+    BENCHMARKS[args.benchmark](args)
+
+
+if __name__ == "__main__":
+    run_tool(main)

@@ -1,0 +1,112 @@
+"""The research benchmarks: synthetic annotations are valid, APIs agree, and operators cost what hand counts say."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from backbones import ConfigError
+from projects_vil.data import CocoFile
+from research.benchmarks import __main__ as program
+from research.benchmarks.annotations import NUM_OBJECTS, compare_coco_apis, write_annotations, write_images
+from research.benchmarks.prediction import format_predictions, measure_predictions
+from research.benchmarks.roofline import DeviceRates, lower_bound
+from tests.projects_vil.inference.helpers import save_run
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    """Run ``python -m research.benchmarks`` in this process, and return its JSON and its output."""
+
+    def run(*words) -> tuple[dict, str]:
+        path = tmp_path / "figures.json"
+        monkeypatch.setattr(sys, "argv", ["benchmarks", *map(str, words), "--json", str(path)])
+        program.main()
+        return json.loads(path.read_text()), capsys.readouterr().out
+
+    return run
+
+
+def test_synthetic_annotations_pass_the_check(tmp_path):
+    write_annotations(tmp_path / "annotations.json", np.random.default_rng(0), 20)
+    write_images(tmp_path / "images", 20)
+    file = CocoFile(tmp_path / "annotations.json", tmp_path / "images", pixels=True)
+    assert len(file.images) == 20 and len(file.annotations) == 20 * NUM_OBJECTS and file.masks
+    assert not file.findings("error", "fixed")
+
+
+@pytest.mark.slow
+def test_program(run):
+    content, out = run("dataset-check", "--images", 20)
+    assert content["file_size"] > 20 * 7 * 100 and out.startswith("20 images")
+    size = ("--size", 64, 96, "--runs", 1, "--backward")
+    content, out = run("roofline", "vil_tiny_1_1_3_1_rpb", "--against", "r50", *size, "MODEL.DEVICE", "cpu")
+    assert [row["model"] for row in content["measurements"]] == ["vil_tiny_1_1_3_1_rpb", "r50"]
+    assert all(sum(row["limit"].values()) > 0 for row in content["measurements"]) and "GFLOP/s" in out
+
+
+@pytest.mark.slow
+def test_both_apis_have_the_same_metrics():
+    pytest.importorskip("faster_coco_eval")
+    first, second = (own["metrics"] for own in compare_coco_apis(num_images=6, num_detections=20).values())
+    assert first == pytest.approx(second, abs=1e-9, nan_ok=True) and first["AP"] > 10
+
+
+@pytest.mark.slow
+def test_modes_of_prediction(tmp_path, short_ray_folder):
+    pytest.importorskip("pyarrow")
+    save_run(tmp_path, "retinanet")
+    rows = measure_predictions(str(tmp_path), num_images=60, batch_size=4, runs=1, overrides=["SEED", "1"])
+    names = [row["name"] for row in rows]
+    assert names[:3] == ["one image at a time", "batches of 4", "batches of 4, bfloat16"] and len(set(names)) >= 4
+    # On a busy machine, a mode can take longer to start with few images than with all of them.
+    assert any(row["images_per_second"] for row in rows) and all(row["memory"] > 1e7 for row in rows)
+    assert all(name in format_predictions(rows) for name in names)
+    with pytest.raises(ConfigError, match="there is no file or folder"):
+        measure_predictions(str(tmp_path / "none"), num_images=10, batch_size=1, runs=1)
+
+
+# -- roofline ----------------------------------------------------------------------------------------
+
+
+A, B = torch.rand(8, 4), torch.rand(4, 6)
+TARGET = torch.rand(8, 4)
+# An index of 8 bytes counts as two float32 values.
+ROW = torch.tensor([1])
+
+
+def test_work_of_an_operator():
+    """At one FLOP or one byte per second, the bound in seconds equals the count by hand."""
+    for step, flops, numbers in (
+        (lambda: A @ B, 2 * 8 * 4 * 6, 8 * 4 + 4 * 6 + 8 * 6),
+        (lambda: A.t() @ A, 2 * 4 * 8 * 4, 2 * 8 * 4 + 4 * 4),
+        (lambda: A.add_(0), 0, 2 * 8 * 4),
+        (lambda: A[:, :1].expand(-1, 4) + 1, 0, 8 + 8 * 4),
+        (lambda: A.view(4, 8).transpose(0, 1).detach(), 0, 0),
+        (lambda: torch.empty(9), 0, 0),
+        (lambda: TARGET.copy_(A), 0, 2 * 8 * 4),
+        (lambda: TARGET.zero_(), 0, 8 * 4),
+        (lambda: torch.zeros_like(A), 0, 8 * 4),
+        (lambda: A[ROW], 0, 4 + 2 + 4),
+        (lambda: A.gather(0, ROW[:, None]), 0, 1 + 2 + 1),
+        (lambda: TARGET.index_put_((ROW,), A[:1]), 0, 4 + 2 + 4),
+        (lambda: TARGET.index_put_((ROW,), A[:1], accumulate=True), 0, 4 + 2 + 2 * 4),
+        # Overlapping windows share memory.
+        (lambda: A.view(-1).unfold(0, 4, 1) + 1, 0, 8 * 4 + 29 * 4),
+    ):
+        arithmetic = lower_bound(step, DeviceRates(flops=1.0, bytes=1e30, call=0.0))
+        memory = lower_bound(step, DeviceRates(flops=1e30, bytes=1.0, call=0.0))
+        assert arithmetic["limit"]["arithmetic"] == pytest.approx(flops)
+        assert memory["limit"]["memory"] == pytest.approx(4 * numbers) and memory["operators"] == bool(numbers)
+    in_place = lower_bound(
+        lambda: torch.zeros(2, 8, 6).baddbmm_(A.expand(2, -1, -1), B.expand(2, -1, -1)),
+        DeviceRates(flops=1.0, bytes=1e30, call=0.0),
+    )
+    assert in_place["limit"]["arithmetic"] == pytest.approx(2 * 2 * 8 * 4 * 6)
+
+
+def test_small_operators_are_bound_by_their_calls():
+    work = lower_bound(lambda: (A + 1).mul_(2), DeviceRates(flops=1e30, bytes=1e30, call=0.5))
+    assert work["limit"] == {"arithmetic": 0, "memory": 0, "overhead": 1.0} and work["operators"] == 2

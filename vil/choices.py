@@ -1,0 +1,15 @@
+"""Choices that the command line and the library share. This module imports nothing, so that ``--help`` is fast."""
+
+DETECTORS = ("retinanet", "mask_rcnn", "faster_rcnn")
+DEVICES = ("cpu", "cuda")
+EXPORT_FORMATS = ("torchscript", "onnx", "aot_inductor", "torch_export", "openvino")
+PRECISIONS = ("fp32", "fp16", "bf16", "int8")
+INPUT_DTYPES = ("uint8", "float32")
+PREDICTION_FORMATS = ("coco", "parquet")
+# Images in a Parquet file.
+PART_SIZE = 1024
+# Lowest score of a detection in a drawing.
+SCORE_THRESHOLD = 0.3
+BENCHMARK_PARTS = ("attention", "backbone", "detector", "train-step")
+BENCHMARK_DTYPES = ("float32", "bfloat16", "float16")
+SHAPES_TASKS = ("detection", "sem_seg", "panoptic")
