@@ -1,4 +1,4 @@
-"""Write what a detector finds in a folder of photos as one COCO file, which FiftyOne, CVAT and other viewers open.
+"""Write the detections in a folder of photos as one COCO file for FiftyOne, CVAT and other viewers.
 
 Example:
     python examples/export_coco.py output/vil_tiny photos found.json --threshold 0.3
@@ -27,26 +27,26 @@ args = parser.parse_args()
 try:
     detector = Detector.load(args.detector, score_threshold=args.threshold)
     if Path(args.output).suffix != ".json":
-        raise ConfigError(f"the output, {args.output}, has to end in .json")
+        raise ConfigError(f"Output {args.output!r} must end in .json.")
     if not Path(args.photos).is_dir():
-        raise ConfigError(f"there is no folder {args.photos}")
+        raise ConfigError(f"Folder {args.photos!r} does not exist.")
     files = sorted(path for path in Path(args.photos).iterdir() if path.suffix.lower() in IMAGE_SUFFIXES)
     images, annotations = [], []
     for image_id, file in enumerate(files, start=1):
         try:
-            found = detector(file)
+            detections = detector(file)
         except ConfigError as error:
             print(f"skipped: {error}", file=sys.stderr)
             continue
-        height, width = found.image_size
+        height, width = detections.image_size
         images.append({"id": image_id, "file_name": file.name, "height": height, "width": width})
-        for item in found.to_coco(image_id):
+        for item in detections.to_coco(image_id):
             area = (
                 run_lengths.area(item["segmentation"]) if "segmentation" in item else item["bbox"][2] * item["bbox"][3]
             )
             annotations.append({"id": len(annotations) + 1, "area": float(area), "iscrowd": 0} | item)
     if not images:
-        raise ConfigError(f"there are no readable photos in {args.photos}")
+        raise ConfigError(f"Folder {args.photos!r} has no readable photos.")
     pairs = zip(detector.categories.ids, detector.names, strict=True)
     categories = [{"id": category_id, "name": name} for category_id, name in pairs]
     content = {"images": images, "annotations": annotations, "categories": categories}

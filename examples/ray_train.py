@@ -1,7 +1,7 @@
-"""Train on a Ray cluster: the loop of tools/train_net.py in the processes of Ray Train's TorchTrainer.
+"""Train on a Ray cluster with the training loop of tools/train_net.py and Ray Train's TorchTrainer.
 
-Ray places the processes, sets the variables that torchrun sets, and starts all again when one dies; the run then
-resumes from its last checkpoint. OUTPUT_DIR, the data and this repository are at the same path on all machines.
+Ray starts the processes and sets the same variables as torchrun. If a process dies, Ray restarts all processes, and the
+run resumes from its last checkpoint. OUTPUT_DIR, the data and this repository must have the same path on all machines.
 
 Example:
     pip install "ray[train]"
@@ -28,9 +28,9 @@ def train_worker(config: dict) -> None:
 
 def main() -> None:
     parser = ConfigToolParser(__doc__, config_file=False)
-    parser.add_argument("--num-workers", type=positive, default=2, metavar="N", help="processes, in all machines")
+    parser.add_argument("--num-workers", type=positive, default=2, metavar="N", help="processes on all machines")
     parser.add_argument("--gpu", action="store_true", help="give each process a GPU")
-    parser.add_argument("--max-failures", type=int, default=3, metavar="N", help="times that all may start again")
+    parser.add_argument("--max-failures", type=int, default=3, metavar="N", help="number of restarts")
     add_training_arguments(parser)
     args = parser.parse_args()
     overrides = dict(zip(args.opts[::2], args.opts[1::2], strict=True))

@@ -1,8 +1,9 @@
-"""Find objects in a photo with an exported model.pt2, or model.aoti.pt2, and draw them.
+"""Detect objects in a photo with an exported model.pt2 or model.aoti.pt2, and draw them.
 
-Needs torch, torchvision, numpy and Pillow, no more.
+Needs only torch, torchvision, numpy and Pillow.
 
-Example: python examples/run_pt2.py model.pt2 photo.jpg found.png --threshold 0.5
+Example:
+    python examples/run_pt2.py model.pt2 photo.jpg drawn.png --threshold 0.5
 """
 
 import argparse
@@ -22,20 +23,20 @@ parser.add_argument("--threshold", type=float, default=0.3, help="lowest score t
 args = parser.parse_args()
 for file in (args.model, f"{args.model}.metadata.json", args.photo):
     if not Path(file).is_file():
-        sys.exit(f"error: there is no file {file}")
+        sys.exit(f"error: File {file!r} does not exist.")
     if Path(file).resolve() == Path(args.output).resolve():
-        sys.exit(f"error: {args.output} is an input too: name another output")
+        sys.exit(f"error: Output {args.output!r} is an input too. Choose another output.")
 metadata = json.loads(Path(f"{args.model}.metadata.json").read_text())
 formats = ("torch_export", "aot_inductor")
 if metadata["format"] not in formats or metadata["input"].get("size") or metadata.get("fixed_detections"):
     only = ".pt2 files for images of any size and any number of detections"
-    sys.exit(f"error: {args.model}: this example runs only {only}; Detector.load takes all")
+    sys.exit(f"error: {args.model!r}: this example runs only {only}. Detector.load takes all files.")
 try:
     photo = ImageOps.exif_transpose(Image.open(args.photo)).convert("RGB")
 except OSError:
-    sys.exit(f"error: cannot read an image from {args.photo}")
+    sys.exit(f"error: Cannot read image {args.photo!r}.")
 
-# The input as in the metadata: size, order of the channels, type.
+# Prepare the input as the metadata describe it: size, order of the channels, type.
 resized, rule = photo, metadata["resizing"]
 if rule["short_side"]:
     scale = min(rule["short_side"] / min(photo.size), rule["longest_side"] / max(photo.size))
@@ -54,22 +55,22 @@ else:
     model = torch.export.load(args.model).module()
 with torch.no_grad():
     outputs = model(image)
-found = dict(zip([output["name"] for output in metadata["outputs"]], outputs, strict=True))
-# From pixels of the resized image to those of the photo.
-boxes = found["boxes"] * torch.tensor([photo.width / resized.width, photo.height / resized.height] * 2)
+detections = dict(zip([output["name"] for output in metadata["outputs"]], outputs, strict=True))
+# From pixels of the resized image to pixels of the photo.
+boxes = detections["boxes"] * torch.tensor([photo.width / resized.width, photo.height / resized.height] * 2)
 
 thick = max(1, round(min(photo.size) / 300))
 font = ImageFont.load_default(12 * thick)
 draw = ImageDraw.Draw(photo)
-for i in (found["scores"] >= args.threshold).nonzero()[:, 0].tolist():
-    index = found["classes"][i].item()
-    label = f"{metadata['classes'][index]} {found['scores'][i]:.2f}"
+for i in (detections["scores"] >= args.threshold).nonzero()[:, 0].tolist():
+    index = detections["classes"][i].item()
+    label = f"{metadata['classes'][index]} {detections['scores'][i]:.2f}"
     print(label, *(f"{edge:.1f}" for edge in boxes[i].tolist()))
     color = tuple(np.random.default_rng(index).integers(100, 256, 3).tolist())
     left, top, right, bottom = boxes[i].round().int().tolist()
-    if "masks" in found and left < right and top < bottom:
-        # (28, 28) probabilities in the frame of the box
-        mask = Image.fromarray(found["masks"][i, 0].float().numpy())
+    if "masks" in detections and left < right and top < bottom:
+        # (28, 28) probabilities inside the box
+        mask = Image.fromarray(detections["masks"][i, 0].float().numpy())
         mask = np.array(mask.resize((right - left, bottom - top), Image.Resampling.BILINEAR))
         half_opaque = Image.fromarray((mask >= metadata["thresholds"]["mask"]).astype(np.uint8) * 128)
         photo.paste(color, (left, top), half_opaque)
@@ -80,4 +81,4 @@ for i in (found["scores"] >= args.threshold).nonzero()[:, 0].tolist():
 try:
     photo.save(args.output)
 except (OSError, ValueError) as error:
-    sys.exit(f"error: cannot write {args.output}: {error}")
+    sys.exit(f"error: Cannot write {args.output!r}: {error}")

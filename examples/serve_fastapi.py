@@ -1,4 +1,4 @@
-"""Serve a detector: a photo posted to /detect comes back as JSON, its detections as in COCO's results format.
+"""Serve a detector over HTTP: POST a photo to /detect to get its detections as JSON, in COCO's results format.
 
 Example:
     python examples/serve_fastapi.py output/vil_tiny --port 8000
@@ -21,7 +21,8 @@ from projects_vil import Detector
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("detector", help="anything that Detector.load takes")
-limits = {"bytes": 10_000_000, "pixels": 25_000_000, "seconds": 30, "requests": 8}  # of a photo; of a request; at once
+# Bytes and pixels of a photo, seconds of a request, requests at once.
+limits = {"bytes": 10_000_000, "pixels": 25_000_000, "seconds": 30, "requests": 8}
 for name, default in {"port": 8000, **limits}.items():
     parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
 args = parser.parse_args()
@@ -29,19 +30,19 @@ try:
     detector = Detector.load(args.detector)
 except ConfigError as error:
     sys.exit(f"error: {error}")
-Image.MAX_IMAGE_PIXELS = None  # the limit here is --pixels
+Image.MAX_IMAGE_PIXELS = None  # --pixels is the limit
 app, requests, worker = FastAPI(), asyncio.Semaphore(args.requests), ThreadPoolExecutor(1)
 
 
 @app.post("/detect")
 async def answer(request: Request) -> dict:
     if requests.locked():
-        raise HTTPException(503, f"{args.requests} requests are under way", {"Retry-After": "1"})
+        raise HTTPException(503, f"{args.requests} requests are being served", {"Retry-After": "1"})
     async with requests:
         try:
             return await asyncio.wait_for(read_and_detect(request), args.seconds)
         except (asyncio.TimeoutError, ClientDisconnect) as error:
-            raise HTTPException(503, f"not done in {args.seconds} s", {"Retry-After": "1"}) from error
+            raise HTTPException(503, f"not finished in {args.seconds} s", {"Retry-After": "1"}) from error
 
 
 async def read_and_detect(request: Request) -> dict:
@@ -61,11 +62,11 @@ def detect(body: bytes) -> dict:
     if photo.width * photo.height > args.pixels:
         raise HTTPException(413, f"{photo.width} x {photo.height}, more than {args.pixels} pixels")
     try:
-        found = detector(photo)
-    except ConfigError as error:  # damaged, or of a size that the detector does not take
+        detections = detector(photo)
+    except ConfigError as error:  # damaged, or its size is not supported
         raise HTTPException(422, str(error)) from error
-    named = [item | {"name": name} for item, name in zip(found.to_coco(0), found.names, strict=True)]
-    return dict(zip(("height", "width"), found.image_size, strict=True)) | {"detections": named}
+    named = [item | {"name": name} for item, name in zip(detections.to_coco(0), detections.names, strict=True)]
+    return dict(zip(("height", "width"), detections.image_size, strict=True)) | {"detections": named}
 
 
 uvicorn.run(app, port=args.port)

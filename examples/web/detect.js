@@ -1,10 +1,10 @@
-// An exported detector in the browser: index.html?model=URL[&photo=URL], or both dropped on the page.
+// Run an exported detector in the browser: open index.html?model=URL[&photo=URL], or drop both on the page.
 import * as ort from "./node_modules/onnxruntime-web/dist/ort.wasm.min.mjs";
 
-ort.env.wasm.numThreads = 1; // more need headers by which the server isolates the page (COOP and COEP)
-ort.env.wasm.proxy = true; // in a worker, so that the page stays alive
+ort.env.wasm.numThreads = 1; // more threads need a server that sends COOP and COEP headers
+ort.env.wasm.proxy = true; // in a worker, so that the page stays responsive
 
-// Okabe and Ito's colors, which those who see few colors tell apart.
+// The color-blind safe palette of Okabe and Ito.
 const COLORS = [[230, 159, 0], [86, 180, 233], [0, 158, 115], [240, 228, 66], [213, 94, 0], [204, 121, 167]];
 const element = (id) => document.getElementById(id);
 const say = (text) => (element("status").textContent = text);
@@ -12,7 +12,7 @@ let session, metadata, photo, found;
 
 async function loadModel(bytes, description) {
   if (description.format !== "onnx" || description.input?.size !== null)
-    throw new Error("this page runs ONNX files for images of any size: export one with --format onnx, without --size");
+    throw new Error("this page runs ONNX files for any image size: export with --format onnx, without --image-size");
   say("Loading the detector ...");
   session = await ort.InferenceSession.create(new Uint8Array(bytes));
   metadata = description;
@@ -38,7 +38,7 @@ function resizeAndTranspose(pixels, height, width, size) {
   return result;
 }
 
-/** The photo as the metadata says: resized, its channels in their order, as planes. */
+/** Return the photo as the metadata describe the input: resized, with ordered channels, as planes. */
 function prepare() {
   const { width, height } = photo;
   const context = new OffscreenCanvas(width, height).getContext("2d");
@@ -62,7 +62,7 @@ function prepare() {
 }
 
 async function detect() {
-  say("Looking for objects ...");
+  say("Detecting objects ...");
   const start = performance.now(), input = prepare();
   const { boxes, scores, classes, masks } = await session.run({ [metadata.input.name]: input });
   const [height, width] = input.dims.slice(-2), area = masks && masks.dims.at(-1) ** 2;
