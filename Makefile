@@ -57,7 +57,7 @@ gpu: .venv/.stamp ## on a machine with a GPU: run its tests, measure time and me
 		--models vil_small_rpb+sdpa vil_small_rpb+triton vil_small_rpb+shift --against r50 swin_t \
 		--json output/gpu/mask_rcnn.json || status=1; \
 	$(BENCHMARK) --what attention --backward --dtype bfloat16 \
-		--models vil_small_rpb+sdpa vil_small_rpb+triton vil_small_rpb+flex ls_small full_small \
+		--models vil_small_rpb+sdpa vil_small_rpb+triton ls_small full_small \
 		--size 400 672 --size 800 1344 --size 1600 2688 --json output/gpu/attention.json --plot output/gpu/attention.png || status=1; \
 	exit $$status
 

@@ -20,7 +20,7 @@ from backbones.layers.parameters import init_trunc_normal_, names_without_weight
 from backbones.layers.position import position_parameter, resize_tables
 from backbones.layers.tracing import contiguous_for_export, static_size
 
-ATTENTION_BACKENDS = ("auto", "sdpa", "triton", "flex", "reference")
+ATTENTION_BACKENDS = ("auto", "sdpa", "triton", "reference")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,9 +231,11 @@ class Backbone(nn.Module, abc.ABC):
         self.set_activation_checkpointing(settings.activation_checkpointing)
         backend = settings.attention_backend
         has_it = any(getattr(module, "backend", None) == backend for module in self.modules())
-        if backend in ("triton", "flex") and not has_it:
-            kinds = "sliding chunks" if backend == "flex" else "sliding chunks and long-short attention"
-            raise ConfigError(f"attention_backend={backend!r} is for {kinds}, and this variant has none: use 'auto'")
+        if backend == "triton" and not has_it:
+            raise ConfigError(
+                "attention_backend='triton' needs sliding-chunk or long-short attention, and this variant has neither. "
+                "Use 'auto'."
+            )
 
     @property
     def common_backend(self) -> str:
@@ -298,7 +300,7 @@ class Backbone(nn.Module, abc.ABC):
         features, outputs, global_tokens = images, {}, None
         for index, stage in enumerate(self.stages):
             tokens, global_tokens = stage(features)
-            # Contiguous for the convolutions behind: an export would specialise to a memory format by batch size.
+            # Contiguous for the convolutions behind: an export would specialize to a memory format by batch size.
             features = contiguous_for_export(tokens.permute(0, 3, 1, 2))
             name = f"stage{index + 1}"
             if name in self.output_norms:
@@ -428,7 +430,7 @@ class Classifier(nn.Module):
 
 
 def init_linear(module: nn.Module) -> None:
-    """Initialise a linear layer as all three papers do: for ``module.apply``."""
+    """Initialize a linear layer as all three papers do: for ``module.apply``."""
     if isinstance(module, nn.Linear):
         init_trunc_normal_(module.weight)
         if module.bias is not None:

@@ -1,7 +1,7 @@
 """CvT with long-short attention (Transformer-LS section 4.3 and appendix D): convolutions and LSTA in three stages.
 
 Its code was never published. From the paper: the stages, heads and widths of CvT (Table 8 for 17 and 21s), queries,
-keys and values by depth-wise separable convolutions, scores of the dynamic projection by one too, with standardised
+keys and values by depth-wise separable convolutions, scores of the dynamic projection by one too, with standardized
 spatial weights instead of BatchNorm, DualLN, and no positions. What it leaves open is chosen as follows:
 
 - one projection P for keys and values, as in equation 3, and no bias in it, which the softmax over tokens would cancel;
@@ -23,7 +23,7 @@ from backbones.attention.dense import merge_heads, split_heads
 from backbones.attention.long_short import DualNormAttention
 from backbones.backbone import Backbone, Variant
 from backbones.errors import check_choice, check_whole
-from backbones.layers.conv import BATCH_NORMS, SeparableProjection, StandardisedProjection
+from backbones.layers.conv import BATCH_NORMS, SeparableProjection, StandardizedProjection
 from backbones.layers.patch_embed import PatchEmbed
 
 _KERNELS = (7, 3, 3)
@@ -83,7 +83,7 @@ class ConvLongShortAttention(DualNormAttention):
         super().__init__(dim, num_heads=num_heads, chunk_size=chunk_size, backend=backend)
         # To queries, keys and values
         self.conv_qkv = SeparableProjection(dim, dim, number=3, norm=norm)
-        self.dynamic_projection = StandardisedProjection(dim, num_heads * rank)
+        self.dynamic_projection = StandardizedProjection(dim, num_heads * rank)
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, tokens: Tensor, size: tuple[int, int]) -> Tensor:

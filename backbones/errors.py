@@ -23,7 +23,7 @@ def find_os_error(error: BaseException) -> OSError | None:
 
 def printable(text: object) -> str:
     """Return one line in which what controls a terminal, as in names of files, is written as Python writes it."""
-    # Line ends, colours, and what hides or reverses text.
+    # Line ends, colors, and what hides or reverses text.
     control = r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
     return re.sub(control, lambda found: found[0].encode("unicode_escape").decode(), str(text))
 

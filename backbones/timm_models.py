@@ -54,7 +54,7 @@ class TimmClassifier(Classifier):
             1 + 5T iterations of epoch T (ViL appendix D); None to keep them. An iteration is a forward pass in
             training mode.
         redraw_first_epoch: T of the first iteration, for a run that is resumed.
-        random_shift_iterations: number of iterations in which ViL's local attention sees one neighbouring chunk,
+        random_shift_iterations: number of iterations in which ViL's local attention sees one neighboring chunk,
             sampled for each layer and iteration; 0.875 of all in the official code.
         random_shift_first_iteration: number of the first iteration, for a run that is resumed.
         options: those of :func:`.create_classifier`.

@@ -188,8 +188,7 @@ class ViL(Backbone):
             )
         if spec.attention == "long_short":
             sizes = {"chunk_size": spec.chunk_size, "rank": spec.projection_rank}
-            if self.settings.attention_backend != "flex":
-                common |= {"backend": self.settings.attention_backend}
+            common |= {"backend": self.settings.attention_backend}
             return LongShortAttention(spec.dim, relative_bias=variant.relative_bias, **sizes, **common)
         if spec.attention == "linformer":
             map_size = self._map_size(index, "once")

@@ -1,7 +1,7 @@
 """Measure time and memory of models: interleaved in one process, medians and quartiles.
 
 Models are variants, timm:MODEL or config files. After a name, +checkpointing is activation checkpointing, +shift
-random-shift training, and +sdpa, +triton and +flex are attention backends. --against names baselines: r50 and swin_t of
+random-shift training, and +sdpa and +triton are attention backends. --against names baselines: r50 and swin_t of
 detectron2, or models of timm; ratios are to the first of them, or to the first model. Several --size are a sweep, with
 the exponents of pixels that time and memory grow by. --limits shows what limits a model: arithmetic, memory, or the
 number of calls of its operators. Overrides of config keys are for the models, not for the baselines.

@@ -4,8 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from backbones.attention.dense import merge_heads, split_heads
-from backbones.attention.sdpa import pytorch_attention
+from backbones.attention.dense import merge_heads, pytorch_attention, split_heads
 from backbones.sequence import create_sequence_encoder
 from backbones.sequence.encoder import EncoderLayer
 from research.long_range_arena.tasks import CLASS_TOKENS, ENCODER, Settings
