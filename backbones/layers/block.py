@@ -105,7 +105,7 @@ class Block(nn.Module):
         return attention is not None and attention.num_global_tokens > 0 and not attention.update_globals
 
     def _drop_path(self, update: Tensor, dtype: torch.dtype) -> Tensor:
-        """Apply stochastic depth, with one sample per image. ``dtype`` is float32 if half precision would round."""
+        """Apply stochastic depth with one sample per image. Half precision would round the factor: it is ``dtype``."""
         if not self.training or self.drop_path_rate == 0:
             return update
         keep = update.new_empty((update.shape[0], 1, 1), dtype=dtype).bernoulli_(1 - self.drop_path_rate)
